@@ -1,0 +1,22 @@
+"""What every test and every doctest starts from: a seed, and an empty parameter store."""
+
+import math
+
+import pyro
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True)
+def _fresh(doctest_namespace):
+    pyro.set_rng_seed(0)
+    pyro.clear_param_store()
+    dtype = torch.get_default_dtype()
+    torch.set_printoptions(precision=4, sci_mode=False)
+    import pyrohmm
+
+    doctest_namespace.update(vars(pyro.distributions))
+    doctest_namespace.update({n: getattr(pyrohmm, n) for n in pyrohmm.__all__})
+    doctest_namespace.update(torch=torch, pyro=pyro, math=math, poutine=pyro.poutine)
+    yield
+    torch.set_default_dtype(dtype)

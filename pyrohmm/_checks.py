@@ -1,0 +1,115 @@
+"""The wording of every error about a tensor: its name, what was wanted, what came, the cure.
+
+Checks of shape, dtype and device never read values. Checks of values do, which on a GPU waits for
+it; callers run those under ``validate_args`` only.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+
+
+def check_tensor(name: str, value: object) -> None:
+    """Raise unless ``value`` is a tensor."""
+    if not isinstance(value, Tensor):
+        raise TypeError(
+            f"{name} must be a torch.Tensor; got {type(value).__name__}. "
+            "Convert it with torch.as_tensor."
+        )
+
+
+def check_integers(name: str, tensor: Tensor) -> None:
+    """Raise unless ``tensor`` holds integers."""
+    check_tensor(name, tensor)
+    if tensor.dtype not in INTEGERS:
+        raise TypeError(f"{name} must hold integers; got dtype {tensor.dtype}. Call .long() on it.")
+
+
+def check_booleans(name: str, tensor: Tensor) -> None:
+    """Raise unless ``tensor`` holds booleans."""
+    check_tensor(name, tensor)
+    if tensor.dtype != torch.bool:
+        raise TypeError(
+            f"{name} must be boolean, True where something exists; got dtype {tensor.dtype}. "
+            "Call .bool() on it."
+        )
+
+
+def check_floats(name: str, tensor: Tensor) -> None:
+    """Raise unless ``tensor`` holds floating-point numbers."""
+    check_tensor(name, tensor)
+    if not tensor.dtype.is_floating_point:
+        raise TypeError(
+            f"{name} must be floating point; got dtype {tensor.dtype}. Call .float() on it."
+        )
+
+
+def check_trailing(name: str, tensor: Tensor, trailing: tuple[int, ...], meaning: str) -> None:
+    """Raise unless the last dimensions of ``tensor`` are ``trailing``, known as ``meaning``."""
+    if tuple(tensor.shape[tensor.dim() - len(trailing) :]) != trailing:
+        raise ValueError(
+            f"{name} must end in shape {meaning} = {trailing}; got shape {tuple(tensor.shape)}."
+        )
+
+
+def check_broadcast(shapes: dict[str, torch.Size]) -> torch.Size:
+    """Return the shape that the named shapes broadcast to; raise, naming all, if there is none."""
+    try:
+        return torch.broadcast_shapes(*shapes.values())
+    except RuntimeError:
+        listing = ", ".join(f"{name} {tuple(shape)}" for name, shape in shapes.items())
+        raise ValueError(
+            f"batch shapes must broadcast with each other; got {listing}. "
+            "Insert dimensions of size 1 with unsqueeze."
+        ) from None
+
+
+def check_same_device(tensors: dict[str, Tensor]) -> None:
+    """Raise unless all the named tensors are on one device."""
+    devices = {name: tensor.device for name, tensor in tensors.items()}
+    if len(set(devices.values())) > 1:
+        listing = ", ".join(f"{name} on {device}" for name, device in devices.items())
+        raise ValueError(
+            f"all tensors must be on one device; got {listing}. "
+            "Move the model and the data with .to(device)."
+        )
+
+
+def check_log_simplex(name: str, tensor: Tensor, tolerance: float = 1e-4) -> None:
+    """Raise unless ``tensor.exp()`` sums to one along its last dimension."""
+    worst = tensor.detach().logsumexp(-1).abs().max().item() if tensor.numel() else 0.0
+    if not worst <= tolerance:  # also catches NaN
+        raise ValueError(
+            f"{name} must hold log-probabilities that sum to one along the last dimension; "
+            f"a row has log-sum {worst:.3g}. Call .log_softmax(-1) on unnormalised scores."
+        )
+
+
+def check_lengths(lengths: Tensor, num_steps: int, name: str = "lengths") -> None:
+    """Raise unless all lengths lie between 1 and ``num_steps``."""
+    if lengths.numel() == 0:
+        raise ValueError(f"{name} is empty; wanted at least one sequence.")
+    low, high = int(lengths.min()), int(lengths.max())
+    if low < 1 or high > num_steps:
+        raise ValueError(
+            f"{name} must lie between 1 and the number of steps, {num_steps}; got values from "
+            f"{low} to {high}. Drop empty sequences, and count steps without their padding."
+        )
+
+
+def check_no_nan(name: str, tensor: Tensor, cure: str) -> None:
+    """Raise if ``tensor`` holds NaN or plus infinity."""
+    top = tensor.detach().amax() if tensor.numel() else tensor.new_zeros(())  # NaN wins a maximum
+    if not bool(top < torch.inf):
+        raise ValueError(f"{name} holds {top.item()}; wanted finite values. {cure}")
+
+
+def check_size(name: str, value: int) -> None:
+    """Raise unless ``value`` is a whole number of at least one."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an int; got {type(value).__name__}.")
+    if value < 1:
+        raise ValueError(f"{name} must be at least 1; got {value}.")

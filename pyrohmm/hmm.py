@@ -1,0 +1,520 @@
+"""``HMM``: the distribution over whole sequences whose states are summed out."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from pyro.distributions.torch_distribution import TorchDistribution
+from torch import Tensor
+from torch.distributions import constraints
+from torch.nn.functional import embedding
+
+from . import cooccurrence, recursions
+from ._checks import (
+    check_booleans,
+    check_broadcast,
+    check_floats,
+    check_integers,
+    check_lengths,
+    check_log_simplex,
+    check_no_nan,
+    check_same_device,
+    check_tensor,
+    check_trailing,
+)
+from .recursions import Posterior
+
+if TYPE_CHECKING:
+    from .tabular import TabularHMM
+
+
+class HMM(TorchDistribution):
+    r"""Sequences emitted by a Markov chain that is not seen.
+
+    .. math:: p(x_{1:T}) = \sum_{z_{1:T}} p(z_1) \, p(x_1 | z_1)
+              \prod_{t=2}^T p(z_t | z_{t-1}) \, p(x_t | z_t)
+
+    The chain emits at its first state, as in Rabiner (1989). This differs from
+    :class:`pyro.distributions.DiscreteHMM`, which moves once before it emits.
+
+    A sequence is one event: ``event_shape`` is ``(T, *E)``, with ``E`` the event shape of
+    ``emission``, and ``batch_shape`` is what the batch dimensions ``*B`` of all arguments
+    broadcast to. Sequences shorter than T are padded on the right with anything.
+
+    The parameters may have batch dimensions (particles, restarts, posterior draws), to the left of
+    the dimensions below; ``(R, 1, K, K)`` with lengths ``(N,)`` are R matrices for N sequences.
+    Minus infinity in the logs is legal: a move or a symbol that cannot happen.
+
+    Args:
+        log_initial: ``(K,)``, log-probabilities of the first state.
+        log_transition: ``(K, K)``, log-probabilities of the next state; row = from, column = to.
+            With ``transition_per_step``, ``(T-1, K, K)``: one matrix for each move.
+        emission: Distribution of an observation, batched over the K states; with
+            ``emission_per_step`` over ``(T, K)``.
+        lengths: ``(*B)`` integers, the number of steps of each sequence. They are kept on the CPU.
+        observed: ``(*B, T)`` booleans, True where a step is observed. A step that is not adds
+            nothing, whatever ``values`` hold there.
+        validate_args: Whether to read values in order to check them; shapes are always checked.
+            Pyro's setting by default.
+        transition_per_step: Whether ``log_transition`` has a dimension of steps.
+        emission_per_step: Whether ``emission`` has a dimension of steps.
+
+    Raises:
+        TypeError: If an argument is of the wrong type or dtype.
+        ValueError: If shapes or devices disagree, or (with ``validate_args``) a row of
+            log-probabilities does not sum to one.
+
+    Example:
+        >>> from pyro.distributions import Categorical
+        >>> sticky = torch.tensor([[0.9, 0.1], [0.1, 0.9]])
+        >>> coins = Categorical(probs=torch.tensor([[0.5, 0.5], [0.1, 0.9]]))
+        >>> hmm = HMM(torch.full((2,), 0.5).log(), sticky.log(), coins, torch.tensor([3, 1]))
+        >>> hmm.batch_shape, hmm.event_shape
+        (torch.Size([2]), torch.Size([3]))
+        >>> hmm.log_prob(torch.tensor([[1, 1, 1], [1, 0, 0]])).exp()
+        tensor([0.4057, 0.7000])
+    """
+
+    arg_constraints: dict[str, constraints.Constraint] = {}  # noqa: RUF012  # torch's interface
+
+    def __init__(
+        self,
+        log_initial: Tensor,
+        log_transition: Tensor,
+        emission: TorchDistribution,
+        lengths: Tensor,
+        observed: Tensor | None = None,
+        validate_args: bool | None = None,
+        *,
+        transition_per_step: bool = False,
+        emission_per_step: bool = False,
+    ) -> None:
+        check_floats("log_initial", log_initial)
+        check_floats("log_transition", log_transition)
+        check_integers("lengths", lengths)
+        if not isinstance(emission, torch.distributions.Distribution):
+            raise TypeError(
+                "emission must be a distribution batched over the K states; got "
+                f"{type(emission).__name__}."
+            )
+        if log_initial.dim() < 1:
+            raise ValueError("log_initial must have shape (*B, K); got a scalar.")
+        num_states = log_initial.size(-1)
+        check_trailing("log_transition", log_transition, (num_states, num_states), "(K, K)")
+        if emission.batch_shape[-1:] != (num_states,):
+            raise ValueError(
+                f"emission must have a batch shape that ends in K = {num_states} states; got batch "
+                f"shape {tuple(emission.batch_shape)}. Batch it over states, or call .to_event(1) "
+                "on a distribution whose last dimension is one observation."
+            )
+        check_same_device(
+            {"log_initial": log_initial, "log_transition": log_transition, **_first(emission)}
+        )
+        lengths = lengths.cpu().long()
+        longest = int(lengths.max()) if lengths.numel() else 0
+        num_steps = longest if observed is None else observed.size(-1)
+        if transition_per_step:
+            if log_transition.dim() < 3 or log_transition.size(-3) < longest - 1:
+                raise ValueError(
+                    f"log_transition must have shape (*B, T-1, K, K) with T at least {longest}, "
+                    f"the longest sequence; got {tuple(log_transition.shape)}."
+                )
+            num_steps = max(num_steps, log_transition.size(-3) + 1)
+        if emission_per_step:
+            if len(emission.batch_shape) < 2 or emission.batch_shape[-2] < longest:
+                raise ValueError(
+                    f"emission must have batch shape (*B, T, K) with T at least {longest}, the "
+                    f"longest sequence; got {tuple(emission.batch_shape)}."
+                )
+            num_steps = max(num_steps, emission.batch_shape[-2])
+        check_lengths(lengths, num_steps)
+        shapes = {
+            "log_initial": log_initial.shape[:-1],
+            "log_transition": log_transition.shape[: -3 if transition_per_step else -2],
+            "emission": emission.batch_shape[: -2 if emission_per_step else -1],
+            "lengths": lengths.shape,
+        }
+        if observed is not None:
+            check_booleans("observed", observed)
+            check_same_device({"log_initial": log_initial, "observed": observed})
+            check_trailing("observed", observed, (num_steps,), "(T,)")
+            shapes["observed"] = observed.shape[:-1]
+        self.log_initial = log_initial
+        self.log_transition = log_transition
+        self.emission = emission
+        self.lengths = lengths
+        self.observed = observed
+        self.transition_per_step = transition_per_step
+        self.emission_per_step = emission_per_step
+        super().__init__(
+            check_broadcast(shapes),
+            torch.Size((num_steps,)) + emission.event_shape,
+            validate_args=validate_args,
+        )
+        if self._validate_args:
+            check_log_simplex("log_initial", log_initial)
+            check_log_simplex("log_transition", log_transition)
+
+    # What a Pyro distribution must have
+
+    @property
+    def support(self) -> constraints.Constraint:
+        """Sequences of what the emission can emit."""
+        return constraints.independent(self.emission.support, 1)
+
+    def expand(self, batch_shape: Any, _instance: HMM | None = None) -> HMM:
+        """The same law for a larger batch; parameters are not copied."""
+        shape = torch.Size(batch_shape)
+        observed = self.observed
+        return HMM(
+            self.log_initial,
+            self.log_transition,
+            self.emission,
+            self.lengths.expand(shape),
+            None if observed is None else observed.expand(*shape, observed.size(-1)),
+            validate_args=False,
+            transition_per_step=self.transition_per_step,
+            emission_per_step=self.emission_per_step,
+        )
+
+    @property
+    def num_states(self) -> int:
+        """K, the number of states."""
+        return self.log_initial.size(-1)
+
+    @property
+    def num_steps(self) -> int:
+        """T, the number of steps after padding."""
+        return self.event_shape[0]
+
+    # What the data say
+
+    def log_prob(self, values: Tensor) -> Tensor:
+        """Log evidence ``(*B)``, in nats; the states are summed out exactly.
+
+        A sequence of probability zero has -inf, and gradient zero.
+        """
+        return recursions.log_evidence(*self._chain(values), self.lengths)
+
+    def log_joint(self, values: Tensor, states: Tensor) -> Tensor:
+        """Log-probability ``(*B)`` of the values and of one path of states ``(*B, T)``."""
+        check_integers("states", states)
+        check_trailing("states", states, (self.num_steps,), "(T,)")
+        exists = self._exists()
+        states = states.masked_fill(~exists, 0)
+        if self._validate_args and not bool(((states >= 0) & (states < self.num_states)).all()):
+            raise ValueError(
+                f"states must lie between 0 and K - 1 = {self.num_states - 1}; got values from "
+                f"{int(states.min())} to {int(states.max())}."
+            )
+        initial, transition, likelihood = self._chain(values)
+        batch = torch.broadcast_shapes(self.batch_shape, likelihood.shape[:-2], states.shape[:-1])
+        states = states.expand(*batch, self.num_steps)
+        seen = likelihood.expand(*batch, *likelihood.shape[-2:])
+        seen = seen.gather(-1, states.unsqueeze(-1)).squeeze(-1)
+        start = initial.expand(*batch, self.num_states).gather(-1, states[..., :1]).squeeze(-1)
+        rows = transition.expand(*batch, self.num_steps - 1, *transition.shape[-2:])
+        rows = rows.gather(
+            -2, states[..., :-1, None, None].expand(*rows.shape[:-2], 1, rows.size(-1))
+        )
+        moves = rows.squeeze(-2).gather(-1, states[..., 1:].unsqueeze(-1)).squeeze(-1)
+        seen = seen.masked_fill(~exists, 0.0).sum(-1)
+        return start + seen + moves.masked_fill(~exists[..., 1:], 0.0).sum(-1)
+
+    def posterior(self, values: Tensor) -> Posterior:
+        """Smooth: evidence ``(*B)``, states ``(*B, T, K)``, expected moves ``(*B, K, K)``."""
+        return recursions.posterior(*self._chain(values), self.lengths)
+
+    def filtered(self, values: Tensor) -> Tensor:
+        """Law of each state given the observations up to it, ``(*B, T, K)``; 0 where padded."""
+        return recursions.filtered(*self._chain(values), self.lengths).exp()
+
+    def viterbi(self, values: Tensor) -> Tensor:
+        """Most probable path of states, ``(*B, T)`` integers; padded steps hold 0."""
+        return recursions.viterbi(*self._chain(values), self.lengths)
+
+    def sample_states(self, values: Tensor, sample_shape: Any = ()) -> Tensor:
+        """Draw paths given the values, ``(*S, *B, T)`` integers; padded steps hold 0."""
+        shape = torch.Size(sample_shape)
+        drawn = recursions.sample_states(*self._chain(values), self.lengths, shape.numel())
+        return drawn.reshape(shape + drawn.shape[1:])
+
+    def forecast(self, values: Tensor, num_steps: int) -> Forecast:
+        """The law of each of the ``num_steps`` observations that follow ``values``.
+
+        Returns:
+            A distribution of batch shape ``(*B, num_steps)``; see :class:`Forecast`.
+
+        Raises:
+            ValueError: If ``num_steps`` is less than one, or the model changes with the step,
+                so that what follows is not known.
+        """
+        if num_steps < 1:
+            raise ValueError(f"num_steps must be at least 1; got {num_steps}.")
+        if self.transition_per_step or self.emission_per_step:
+            raise ValueError(
+                "forecast needs a model that does not change with the step; this one has "
+                "parameters per step. Extend them, and mark the steps to come as not observed."
+            )
+        laws = self.filtered(values)
+        last = (self.lengths.expand(laws.shape[:-2]) - 1).to(laws.device)
+        law = laws.gather(-2, last[..., None, None].expand(*last.shape, 1, self.num_states))
+        matrix = self.log_transition.exp()
+        following = []
+        for _ in range(num_steps):
+            law = law @ matrix
+            following.append(law)
+        return Forecast(torch.cat(following, -2), self.emission)
+
+    def stationary(self) -> Tensor:
+        """Stationary law of the states, ``(*B, K)``: see :func:`cooccurrence.stationary`."""
+        return cooccurrence.stationary(self.log_transition)
+
+    # Sampling
+
+    def sample(self, sample_shape: Any = ()) -> Tensor:
+        """Draw sequences ``(*S, *B, T, *E)``; what stands in the padding means nothing."""
+        return self.sample_with_states(sample_shape)[0]
+
+    def sample_with_states(self, sample_shape: Any = ()) -> tuple[Tensor, Tensor]:
+        """Draw sequences ``(*S, *B, T, *E)`` and the states ``(*S, *B, T)`` that emitted them."""
+        shape = torch.Size(sample_shape) + self.batch_shape
+        with torch.no_grad():
+            state = _draw_rows(self.log_initial, torch.zeros(shape, dtype=torch.long))
+            states = [state]
+            matrices = self.log_transition
+            if not self.transition_per_step:
+                matrices = matrices.unsqueeze(-3)
+            tables = [_Table(matrix) for matrix in matrices.unbind(-3)]
+            for t in range(1, self.num_steps):
+                state = tables[t - 1 if self.transition_per_step else 0].draw(state)
+                states.append(state)
+            path = torch.stack(states, -1)
+            if self.emission_per_step:
+                values = emit_per_step(self.emission, path)
+            else:
+                values = emit(self.emission, path)
+        return values, path
+
+    def to_module(self) -> TabularHMM:
+        """A module that builds this HMM, with its values as parameters that can be trained."""
+        from .tabular import TabularHMM  # below this module: what is built from an HMM
+
+        return TabularHMM.from_hmm(self)
+
+    # The one method that joins parameters and data to the recursions
+
+    def _chain(self, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """What the recursions read: logs of initial, transition and likelihood."""
+        values, mask = self._prepare(values)
+        if self.emission_per_step:
+            event_dim = len(self.emission.event_shape)
+            likelihood = self.emission.log_prob(values.unsqueeze(-1 - event_dim))
+        else:
+            likelihood = _log_likelihood(self.emission, values)
+        if mask is not None:
+            likelihood = likelihood.masked_fill(~mask.unsqueeze(-1), 0.0)
+        if self._validate_args:
+            check_no_nan(
+                "the log-likelihood of values",
+                likelihood,
+                "Look for NaN in values or parameters, or a scale that has shrunk to zero.",
+            )
+        transition = self.log_transition
+        if not self.transition_per_step:
+            transition = transition.unsqueeze(-3)
+        return self.log_initial, transition, likelihood
+
+    def _exists(self) -> Tensor:
+        """Which steps exist, ``(*B, T)``."""
+        clock = torch.arange(self.num_steps)
+        return (clock < self.lengths.unsqueeze(-1)).to(self.log_initial.device)
+
+    def _prepare(self, values: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Check ``values``, and replace what is not observed by something in the support."""
+        check_tensor("values", values)
+        check_same_device({"values": values, "log_initial": self.log_initial})
+        check_trailing("values", values, tuple(self.event_shape), "(T, *E)")
+        event = self.emission.event_shape
+        check_broadcast(
+            {
+                "values": values.shape[: values.dim() - len(self.event_shape)],
+                "HMM": self.batch_shape,
+            }
+        )
+        mask = None
+        if self.observed is not None or bool((self.lengths < self.num_steps).any()):
+            mask = self._exists()
+            if self.observed is not None:
+                mask = mask & self.observed
+            known = mask.expand(values.shape[: values.dim() - len(event)])
+            flat = values.reshape(-1, *event)
+            filler = flat.index_select(0, known.flatten().byte().argmax().reshape(1))
+            if filler.dtype.is_floating_point:
+                filler = filler.nan_to_num(0.0)
+            values = torch.where(known.reshape(known.shape + (1,) * len(event)), values, filler)
+        if _is_categorical(self.emission):
+            check_integers("values", values)
+            if self._validate_args:
+                num_symbols = self.emission.probs.size(-1)  # type: ignore[attr-defined]
+                low, high = int(values.min()), int(values.max())
+                if low < 0 or high >= num_symbols:
+                    raise ValueError(
+                        f"values must hold symbols from 0 to V - 1 = {num_symbols - 1}; got values "
+                        f"from {low} to {high}. Build the emission with more symbols, or mark "
+                        "unknown ones as not observed."
+                    )
+        elif self._validate_args:
+            inside = self.emission.support.check(values)  # type: ignore[union-attr]  # torch's stub
+            if not bool(inside.all()):
+                raise ValueError(
+                    f"values must lie in the support of the emission, {self.emission.support}; "
+                    f"{int((~inside).sum())} do not. Mark missing steps as not observed."
+                )
+        return values, mask
+
+
+class Forecast(TorchDistribution):
+    r"""The law of observations to come: a mixture of the emissions of the K states.
+
+    .. math:: p(x_{T+h} | x_{1:T}) = \sum_k p(z_{T+h} = k | x_{1:T}) \, p(x_{T+h} | k)
+
+    Each observation has its own law; samples at different steps are not a joint sequence.
+
+    Args:
+        states: ``(*B, H, K)``, law of the state at each of the H steps ahead.
+        emission: Distribution of an observation, batched over the K states.
+    """
+
+    arg_constraints: dict[str, constraints.Constraint] = {}  # noqa: RUF012
+
+    def __init__(self, states: Tensor, emission: TorchDistribution) -> None:
+        self.states = states
+        self.emission = emission
+        super().__init__(states.shape[:-1], emission.event_shape, validate_args=False)
+
+    @property
+    def support(self) -> constraints.Constraint:
+        """What the emission can emit."""
+        return self.emission.support
+
+    @property
+    def probs(self) -> Tensor:
+        """Probabilities of symbols ``(*B, H, V)``, if the emission is categorical."""
+        return self.states @ self.emission.probs
+
+    @property
+    def mean(self) -> Tensor:
+        """Mean of the observation, ``(*B, H, *E)``."""
+        return self._average(self.emission.mean)
+
+    @property
+    def variance(self) -> Tensor:
+        """Variance of the observation, ``(*B, H, *E)``: within states and between them."""
+        second = self._average(self.emission.variance + self.emission.mean**2)
+        return second - self.mean**2
+
+    def _average(self, moment: Tensor) -> Tensor:
+        """Mix a moment ``(*B, K, *E)`` over the states."""
+        event = self.emission.event_shape
+        flat = moment.reshape(*self.emission.batch_shape, event.numel())
+        return (self.states @ flat).reshape(self.batch_shape + event)
+
+    def log_prob(self, values: Tensor) -> Tensor:
+        """Log-density of each observation ``(*B, H)``, given ``values`` ``(*B, H, *E)``."""
+        return (_log_likelihood(self.emission, values) + self.states.log()).logsumexp(-1)
+
+    def sample(self, sample_shape: Any = ()) -> Tensor:
+        """Draw each observation, ``(*S, *B, H, *E)``."""
+        with torch.no_grad():
+            shape = torch.Size(sample_shape)
+            drawn = torch.distributions.Categorical(probs=self.states).sample(shape)
+            return emit(self.emission, drawn)
+
+
+def _first(emission: Any) -> dict[str, Tensor]:
+    """One tensor of the emission, to see its device by."""
+    while hasattr(emission, "base_dist"):
+        emission = emission.base_dist
+    tensors = (item for item in vars(emission).values() if isinstance(item, Tensor))
+    tensor = next(tensors, None)
+    return {} if tensor is None else {"emission": tensor}
+
+
+def _is_categorical(emission: Any) -> bool:
+    return isinstance(emission, torch.distributions.Categorical) and not emission.event_shape
+
+
+def _log_likelihood(emission: TorchDistribution, values: Tensor) -> Tensor:
+    """Log-likelihood ``(*B, T, K)`` of ``values`` ``(*B, T, *E)`` in each state.
+
+    Time goes first meanwhile, so that the batch of the emission ``(*B, K)`` stays on the right.
+    """
+    event_dim = len(emission.event_shape)
+    first = values.movedim(values.dim() - 1 - event_dim, 0)
+    if not _is_categorical(emission):
+        return emission.log_prob(first.unsqueeze(-1 - event_dim)).movedim(0, -2)
+    # a look-up of rows: log_prob would keep a gradient of N T K V numbers
+    logits = emission.logits  # (*b, K, V)
+    table = logits.mT.reshape(-1, logits.size(-2))
+    rows = first.long()
+    if logits.dim() > 2:
+        matrices = torch.arange(len(table) // logits.size(-1), device=rows.device)
+        rows = rows + matrices.reshape(logits.shape[:-2]) * logits.size(-1)
+    return embedding(rows, table).movedim(0, -2)
+
+
+class _Table:
+    """Rows of probabilities, drawn from by inverting their cumulative sums, all in one search."""
+
+    def __init__(self, logits: Tensor) -> None:
+        """``logits`` ``(*b, M, V)``: M rows, and a batch of such tables."""
+        sums = logits.double().exp().cumsum(-1)
+        sums = sums / sums[..., -1:]
+        self.batch, self.width = logits.shape[:-2], logits.size(-1)
+        self.rows = logits.size(-2)
+        count = torch.arange(sums[..., 0].numel(), device=logits.device)
+        self.sums = (sums.reshape(-1, self.width) + count.unsqueeze(-1)).flatten()
+
+    def draw(self, rows: Tensor) -> Tensor:
+        """A column for each of ``rows`` ``(*S, *b)``."""
+        rows = rows.to(self.sums.device)
+        if self.batch:
+            tables = torch.arange(self.batch.numel(), device=rows.device).reshape(self.batch)
+            rows = rows + tables * self.rows
+        chance = torch.rand(rows.shape, dtype=torch.float64, device=rows.device) * (1 - 1e-9)
+        found = (
+            torch.searchsorted(self.sums, (rows + chance).contiguous(), right=True)
+            - rows * self.width
+        )
+        return found.clamp_(max=self.width - 1)
+
+
+def _draw_rows(logits: Tensor, like: Tensor) -> Tensor:
+    """Draw from ``logits`` ``(*b, V)`` for each entry of ``like`` ``(*S, *b)``."""
+    return _Table(logits.unsqueeze(-2)).draw(like)
+
+
+def emit(emission: TorchDistribution, states: Tensor) -> Tensor:
+    """Draw an observation ``(*B, T, *E)`` from each of ``states`` ``(*B, T)``."""
+    first = states.movedim(-1, 0)
+    if _is_categorical(emission):
+        return _Table(emission.logits).draw(first).movedim(0, -1)
+    drawn = [
+        _pick(emission.expand(state.shape + emission.batch_shape[-1:]), state) for state in first
+    ]
+    return torch.stack(drawn, states.dim() - 1)
+
+
+def emit_per_step(emission: TorchDistribution, states: Tensor) -> Tensor:
+    """As :func:`emit`, from an emission of batch shape ``(*b, T, K)``."""
+    return _pick(emission.expand(states.shape + emission.batch_shape[-1:]), states)
+
+
+def _pick(emission: TorchDistribution, states: Tensor) -> Tensor:
+    """Draw in all K states, keep the one of ``states``: works for every distribution."""
+    every = emission.sample()  # (*B, K, *E)
+    index = states.reshape(states.shape + (1,) * (1 + len(emission.event_shape)))
+    index = index.expand(*states.shape, 1, *emission.event_shape)
+    return every.gather(states.dim(), index).squeeze(states.dim())

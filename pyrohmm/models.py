@@ -1,0 +1,180 @@
+"""Pyro models: the same density twice, with the states summed out or enumerated site by site.
+
+Both call a module, which returns an :class:`HMM`, add a log-prior of that HMM as one factor
+outside every plate, and observe sequences inside the plate ``sequences``. Minibatches scale what
+is inside the plate, and the priors not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pyro
+import torch
+from pyro import poutine
+from pyro.distributions import Categorical
+from pyro.distributions.torch_distribution import TorchDistribution
+from pyro.nn import PyroModule
+from pyro.ops.indexing import Vindex
+from torch import Tensor
+from torch.distributions import constraints
+
+from .hmm import HMM, emit, emit_per_step
+from .modules import HMMModule
+from .sequences import Sequences
+
+LogPrior = Callable[[HMM], Tensor]
+
+
+class _Model(PyroModule):
+    """What the two forms share: everything but the statement about the sequences."""
+
+    def __init__(self, module: HMMModule, log_prior: LogPrior | None = None) -> None:
+        super().__init__()
+        if not isinstance(module, torch.nn.Module):
+            raise TypeError(f"module must be an HMMModule; got {type(module).__name__}.")
+        self.module = module
+        self.log_prior = log_prior
+
+    def forward(self, data: Sequences) -> HMM:
+        """Run the model on ``data`` and return the HMM that was built."""
+        hmm = self.module(data.lengths, data.observed)
+        if self.log_prior is not None:
+            pyro.factor("log_prior", self.log_prior(hmm))
+        with pyro.plate("sequences", data.total, subsample=torch.arange(len(data))):
+            self._observe(hmm, data.values)
+        return hmm
+
+    def _observe(self, hmm: HMM, values: Tensor) -> None:
+        raise NotImplementedError
+
+
+class MarginalModel(_Model):
+    """Independent sequences from one HMM whose states are summed out: the form to train.
+
+    Sites: those of ``module``, then ``log_prior`` if there is one, then ``x``, in the plate
+    ``sequences``.
+
+    Args:
+        module: Builds the HMM; its ``PyroSample`` attributes are the latent variables.
+        log_prior: A further log-density of the HMM built, such as a diversity prior; scalar.
+
+    Example:
+        >>> _ = pyro.set_rng_seed(0)
+        >>> data = Sequences(torch.tensor([[0, 1, 1], [1, 0, 0]]), torch.tensor([3, 2]))
+        >>> model = MarginalModel(TabularHMM(2, categorical(2)))
+        >>> sorted(poutine.trace(model).get_trace(data).observation_nodes)
+        ['x']
+    """
+
+    def _observe(self, hmm: HMM, values: Tensor) -> None:
+        pyro.sample("x", hmm, obs=values)
+
+
+class EnumeratedModel(_Model):
+    """The same density with one enumerated site per state inside ``pyro.markov``.
+
+    What a Pyro user would write, and edit. It needs ``TraceEnum_ELBO`` (or NUTS, which finds
+    the enumerated sites itself), and agrees with :class:`MarginalModel` in loss and gradient.
+
+    Sites: those of ``module``, then ``log_prior`` if there is one, then ``x_state_t`` (enumerated)
+    and ``x_t`` for each step t, in the plate ``sequences``.
+
+    Args:
+        module: Builds the HMM; its ``PyroSample`` attributes are the latent variables.
+        log_prior: A further log-density of the HMM built, such as a diversity prior; scalar.
+    """
+
+    def _observe(self, hmm: HMM, values: Tensor) -> None:
+        markov_sample("x", hmm, obs=values)
+
+
+def markov_sample(name: str, hmm: HMM, obs: Tensor | None = None) -> Tensor:
+    """Sample sequences from ``hmm``, its states as enumerated sites inside ``pyro.markov``.
+
+    The same statement as ``pyro.sample(name, hmm, obs=obs)``, spelled out. Call it inside the
+    plates that hold the batch dimensions of ``hmm``.
+
+    Sites: ``{name}_state_{t}`` and ``{name}_{t}`` for each step t.
+
+    Args:
+        name: Begins the names of the sites.
+        hmm: The distribution.
+        obs: ``(*B, T, *E)``, what was observed; by default observations are drawn too.
+
+    Returns:
+        The observations ``(*B, T, *E)``.
+    """
+    mask, event = hmm._exists(), hmm.emission.event_shape
+    if obs is not None:
+        obs, known = hmm._prepare(obs)
+        mask = mask if known is None else known
+    values = []
+    state: Tensor | None = None
+    for t in pyro.markov(range(hmm.num_steps)):
+        if state is None:
+            law = hmm.log_initial
+        else:
+            matrix = hmm.log_transition
+            if hmm.transition_per_step:
+                matrix = matrix[..., t - 1, :, :]
+            law = Vindex(matrix)[..., state, :]
+        state = pyro.sample(
+            f"{name}_state_{t}", Categorical(logits=law), infer={"enumerate": "parallel"}
+        )
+        seen = None if obs is None else obs.select(obs.dim() - 1 - len(event), t)
+        with poutine.mask(mask=mask[..., t]):
+            emission = EmissionAt(hmm.emission, state, t if hmm.emission_per_step else None)
+            values.append(pyro.sample(f"{name}_{t}", emission, obs=seen))
+    return torch.stack(values, -1 - len(event)) if obs is None else obs
+
+
+class EmissionAt(TorchDistribution):
+    """The emission in given states: ``emission``, batched over K states, seen at ``state``.
+
+    It picks one of the K log-densities, so that it serves every distribution alike.
+
+    Args:
+        emission: Distribution of an observation, of batch shape ``(*b, K)``, or ``(*b, T, K)``.
+        state: ``(*B)`` integers; dimensions of enumeration are on the left.
+        step: Which of the T steps, if the emission has a dimension of steps.
+    """
+
+    arg_constraints: dict[str, constraints.Constraint] = {}  # noqa: RUF012  # torch's interface
+
+    def __init__(self, emission: TorchDistribution, state: Tensor, step: int | None = None) -> None:
+        self.emission, self.state, self.step = emission, state, step
+        own = emission.batch_shape[: -1 if step is None else -2]
+        batch = torch.broadcast_shapes(state.shape, own)
+        super().__init__(batch, emission.event_shape, validate_args=False)
+
+    @property
+    def support(self) -> constraints.Constraint:
+        """What the emission can emit."""
+        return self.emission.support
+
+    def expand(self, batch_shape: Any, _instance: EmissionAt | None = None) -> EmissionAt:
+        """The same law for a larger batch."""
+        return EmissionAt(self.emission, self.state.expand(torch.Size(batch_shape)), self.step)
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        """Log-density of ``value`` ``(*B, *E)`` in the states."""
+        value = value.unsqueeze(-1 - len(self.event_shape))  # (*B, 1, *E)
+        if self.step is None:
+            scores = self.emission.log_prob(value)
+        else:
+            value = value.unsqueeze(-1 - len(self.event_shape))
+            scores = self.emission.log_prob(value)[..., self.step, :]
+        return Vindex(scores)[..., self.state]
+
+    def sample(self, sample_shape: Any = ()) -> Tensor:
+        """Draw an observation in each state, ``(*S, *B, *E)``."""
+        shape = torch.Size(sample_shape) + self.batch_shape
+        state = self.state.expand(shape).unsqueeze(-1)
+        with torch.no_grad():
+            if self.step is None:
+                return emit(self.emission, state).squeeze(len(shape))
+            steps = self.emission.batch_shape[-2]
+            every = emit_per_step(self.emission, state.expand(*shape, steps))
+            return every.select(len(shape), self.step)

@@ -1,0 +1,240 @@
+"""``Sequences``: many sequences in one padded tensor, and minibatches of them.
+
+``N`` sequences of up to ``T`` steps are padded on the right. A mask is True where something
+exists or is observed (the opposite of TensorFlow Probability's).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ._checks import (
+    check_booleans,
+    check_integers,
+    check_lengths,
+    check_tensor,
+    check_trailing,
+)
+
+
+class Sequences:
+    """Sequences of different lengths, some of their steps perhaps missing.
+
+    Args:
+        values: ``(N, T, *E)``, what was observed; padding and missing steps may hold anything.
+        lengths: ``(N,)`` integers from 1 to T, the number of steps of each sequence. They are
+            kept on the CPU, wherever the values are: they steer loops.
+        observed: ``(N, T)`` booleans, False where a step is missing. By default every step that
+            exists is observed.
+        labels: ``(N, T)`` integers, the known state of each step, -1 where it is not known.
+        total: Number of sequences in the whole set these are a part of; N by default.
+            Models scale the likelihood by ``total / N``, and priors not.
+
+    Raises:
+        TypeError: If a dtype is wrong.
+        ValueError: If shapes disagree, there is no sequence or no step, a length is not between
+            1 and T, an observed value is NaN, or ``total`` is less than N.
+
+    Example:
+        >>> data = Sequences(torch.tensor([[3, 1, 4], [1, 5, 0]]), torch.tensor([3, 2]))
+        >>> len(data), data.num_steps, data.num_observed
+        (2, 3, 5)
+        >>> data[1:].values
+        tensor([[1, 5]])
+    """
+
+    def __init__(
+        self,
+        values: Tensor,
+        lengths: Tensor,
+        observed: Tensor | None = None,
+        labels: Tensor | None = None,
+        total: int | None = None,
+    ) -> None:
+        check_tensor("values", values)
+        if values.dim() < 2 or 0 in values.shape[:2]:
+            raise ValueError(
+                "values must have shape (N, T, *E) with at least one sequence and one step; got "
+                f"shape {tuple(values.shape)}. Add the dimension of sequences with unsqueeze(0)."
+            )
+        check_integers("lengths", lengths)
+        if lengths.shape != values.shape[:1]:
+            raise ValueError(
+                f"lengths must have shape (N,) = {tuple(values.shape[:1])}; got "
+                f"{tuple(lengths.shape)}."
+            )
+        lengths = lengths.cpu().long()
+        check_lengths(lengths, values.size(1))
+        num_steps = values.size(1)
+        exists = (torch.arange(num_steps) < lengths.unsqueeze(-1)).to(values.device)
+        if observed is None:
+            observed = exists
+        else:
+            check_booleans("observed", observed)
+            check_trailing("observed", observed, tuple(values.shape[:2]), "(N, T)")
+            observed = observed.to(values.device) & exists
+        if values.dtype.is_floating_point:
+            absent = values.flatten(2).isnan().any(-1) if values.dim() > 2 else values.isnan()
+            if bool((absent & observed).any()):
+                n, t = (absent & observed).nonzero()[0].tolist()
+                raise ValueError(
+                    f"values holds NaN at sequence {n}, step {t}, which is marked as observed. "
+                    "Set observed to False there, or build with Sequences.from_list."
+                )
+        if labels is not None:
+            check_integers("labels", labels)
+            check_trailing("labels", labels, tuple(values.shape[:2]), "(N, T)")
+            labels = labels.to(values.device)
+        if total is not None and total < len(values):
+            raise ValueError(f"total must be at least the number of sequences, {len(values)}; "
+                             f"got {total}.")  # fmt: skip
+        self.values = values
+        self.lengths = lengths
+        self.observed = observed
+        self.labels = labels
+        self.total = len(values) if total is None else int(total)
+
+    @classmethod
+    def from_list(
+        cls,
+        sequences: Iterable[Any],
+        labels: Iterable[Any] | None = None,
+        device: torch.device | str | None = None,
+    ) -> Sequences:
+        """Pad a list of sequences; steps that hold NaN or None become missing.
+
+        Args:
+            sequences: One item per sequence: a tensor or array ``(T_n, *E)``, or a list of steps
+                where ``None`` stands for a missing one.
+            labels: One item per sequence, ``(T_n,)`` integers, -1 where the state is not known.
+            device: Where to put the result; by default where the first sequence is.
+
+        Raises:
+            ValueError: If there is no sequence, one has no step, or event shapes differ.
+
+        Example:
+            >>> data = Sequences.from_list([[1.0, None, 3.0], [2.0]])
+            >>> data.observed
+            tensor([[ True, False,  True],
+                    [ True, False, False]])
+        """
+        rows: list[Tensor] = []
+        masks: list[Tensor] = []
+        for index, sequence in enumerate(sequences):
+            row, mask = _as_steps(sequence, index)
+            if rows and row.shape[1:] != rows[0].shape[1:]:
+                raise ValueError(
+                    f"sequences must share one event shape; sequence 0 has "
+                    f"{tuple(rows[0].shape[1:])} and sequence {index} has {tuple(row.shape[1:])}."
+                )
+            rows.append(row)
+            masks.append(mask)
+        if not rows:
+            raise ValueError("sequences is empty; wanted at least one sequence.")
+        dtype = rows[0].dtype
+        for row in rows:
+            dtype = torch.promote_types(dtype, row.dtype)
+        lengths = torch.tensor([len(row) for row in rows])
+        padded = torch.nn.utils.rnn.pad_sequence([row.to(dtype) for row in rows], batch_first=True)
+        observed = torch.nn.utils.rnn.pad_sequence(masks, batch_first=True)
+        padded_labels = None
+        if labels is not None:
+            items = [torch.as_tensor(item) for item in labels]
+            if [len(item) for item in items] != lengths.tolist():
+                raise ValueError("labels must have one item per sequence, one label per step; "
+                                 f"got lengths {[len(item) for item in items][:5]}, sequences have "
+                                 f"{lengths.tolist()[:5]} (first five).")  # fmt: skip
+            padded_labels = torch.nn.utils.rnn.pad_sequence(
+                items, batch_first=True, padding_value=-1
+            )
+        data = cls(padded, lengths, observed, padded_labels)
+        return data if device is None else data.to(device)
+
+    @property
+    def num_steps(self) -> int:
+        """T, the number of steps after padding."""
+        return self.values.size(1)
+
+    @property
+    def num_observed(self) -> int:
+        """Number of observed steps: the denominator of figures per token."""
+        return int(self.observed.sum())
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def __repr__(self) -> str:
+        return (
+            f"Sequences({len(self)} sequences of up to {self.num_steps} steps, "
+            f"{self.num_observed} observed, values {self.values.dtype} "
+            f"{tuple(self.values.shape)} on {self.values.device})"
+        )
+
+    def __getitem__(self, index: Any) -> Sequences:
+        """Select sequences by slice, boolean mask or integers; ``total`` becomes their number."""
+        chosen = torch.arange(len(self))[index].reshape(-1)
+        return self._select(chosen, len(chosen))
+
+    def _select(self, chosen: Tensor, total: int) -> Sequences:
+        """Sequences ``chosen``, without the steps that only longer ones need."""
+        lengths = self.lengths[chosen]
+        steps = int(lengths.max()) if len(chosen) else 0
+        chosen = chosen.to(self.values.device)
+        return Sequences(
+            self.values[chosen, :steps],
+            lengths,
+            self.observed[chosen, :steps],
+            None if self.labels is None else self.labels[chosen, :steps],
+            total,
+        )
+
+    def to(self, device: torch.device | str) -> Sequences:
+        """Copy to ``device`` what is not there yet (lengths stay on the CPU)."""
+        return Sequences(
+            self.values.to(device),
+            self.lengths,
+            self.observed.to(device),
+            None if self.labels is None else self.labels.to(device),
+            self.total,
+        )
+
+    def batches(
+        self, batch_size: int, generator: torch.Generator | None = None
+    ) -> Iterator[Sequences]:
+        """Yield each sequence once, in random order, ``batch_size`` at a time.
+
+        Every batch keeps the ``total`` of the whole set, so that minibatch losses estimate the
+        full one without bias. The last batch may be smaller.
+
+        Args:
+            batch_size: Number of sequences in a batch, at least 1.
+            generator: Source of randomness on the CPU; torch's global one by default.
+        """
+        if batch_size < 1:
+            raise ValueError(f"batch_size must be at least 1; got {batch_size}.")
+        order = torch.randperm(len(self), generator=generator)
+        for chosen in order.split(batch_size):
+            yield self._select(chosen, self.total)
+
+
+def _as_steps(sequence: Any, index: int) -> tuple[Tensor, Tensor]:
+    """One sequence as a tensor ``(T, *E)`` and its mask ``(T,)``."""
+    if not isinstance(sequence, Tensor) and any(step is None for step in sequence):
+        known = [torch.as_tensor(step) for step in sequence if step is not None]
+        filler = torch.zeros_like(known[0]) if known else torch.zeros(())
+        given = torch.tensor([step is not None for step in sequence])
+        steps = iter(known)
+        row = torch.stack([next(steps) if here else filler for here in given.tolist()])
+    else:
+        row = torch.as_tensor(sequence)
+        given = torch.ones(row.shape[:1], dtype=torch.bool, device=row.device)
+    if row.dim() == 0 or len(row) == 0:
+        raise ValueError(f"sequence {index} has no step; wanted shape (T, *E) with T at least 1.")
+    if row.dtype.is_floating_point:
+        absent = row.isnan()
+        given = given & ~(absent.flatten(1).any(-1) if row.dim() > 1 else absent)
+    return row, given
