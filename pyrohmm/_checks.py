@@ -57,8 +57,11 @@ def check_trailing(name: str, tensor: Tensor, trailing: tuple[int, ...], meaning
 
 def check_broadcast(shapes: dict[str, torch.Size]) -> torch.Size:
     """Return the shape that the named shapes broadcast to; raise, naming all, if there is none."""
+    distinct = set(shapes.values()) - {torch.Size()}
+    if len(distinct) <= 1:  # the usual case; torch takes its time
+        return distinct.pop() if distinct else torch.Size()
     try:
-        return torch.broadcast_shapes(*shapes.values())
+        return torch.broadcast_shapes(*distinct)
     except RuntimeError:
         listing = ", ".join(f"{name} {tuple(shape)}" for name, shape in shapes.items())
         raise ValueError(

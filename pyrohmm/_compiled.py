@@ -286,3 +286,22 @@ def sample_states(first, last, messages, transposed, lengths, uniform, states):
                 while state < num_states - 1 and not mass[state] > uniform[s, t, g, b] * total:
                     state += 1
                 states[s, t, g, b] = state
+
+
+@_kernel
+def take_rows(first, last, table, rows, out):
+    """Write ``table[rows]`` to ``out``, for rows ``first`` to ``last``."""
+    for i in range(first, last):
+        row = table[rows[i]]
+        for k in range(out.shape[1]):
+            out[i, k] = row[k]
+
+
+@_kernel
+def add_rows(first, last, rows, values, out):
+    """Add ``values[i]`` to ``out[rows[i]]``, where that lies between ``first`` and ``last``."""
+    for i in range(rows.shape[0]):
+        if first <= rows[i] < last:
+            row = out[rows[i]]
+            for k in range(out.shape[1]):
+                row[k] += values[i, k]

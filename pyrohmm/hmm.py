@@ -8,7 +8,6 @@ import torch
 from pyro.distributions.torch_distribution import TorchDistribution
 from torch import Tensor
 from torch.distributions import constraints
-from torch.nn.functional import embedding
 
 from . import cooccurrence, recursions
 from ._checks import (
@@ -23,6 +22,7 @@ from ._checks import (
     check_tensor,
     check_trailing,
 )
+from ._lookup import take_rows
 from .recursions import Posterior
 
 if TYPE_CHECKING:
@@ -462,7 +462,7 @@ def _log_likelihood(emission: TorchDistribution, values: Tensor) -> Tensor:
     if logits.dim() > 2:
         matrices = torch.arange(len(table) // logits.size(-1), device=rows.device)
         rows = rows + matrices.reshape(logits.shape[:-2]) * logits.size(-1)
-    return embedding(rows, table).movedim(0, -2)
+    return take_rows(table, rows).movedim(0, -2)
 
 
 class _Table:

@@ -33,7 +33,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import cache
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -41,6 +40,7 @@ import torch
 from torch import Tensor
 
 from ._checks import check_broadcast, check_trailing
+from ._lookup import kernels as _kernels
 from ._steps import (
     backward_by_chunks,
     backward_by_steps,
@@ -511,16 +511,6 @@ def _least(logs: Tensor, positive: bool = False) -> float:
     if positive:
         logs = logs.masked_fill(logs.isneginf(), 0.0)
     return math.exp(min(logs.amin().item(), 0.0))
-
-
-@cache
-def _kernels() -> ModuleType | None:
-    """The compiled recursions, if Numba is installed."""
-    try:
-        from . import _compiled as module
-    except ImportError:
-        return None
-    return module
 
 
 def _compiled(messages: Tensor) -> ModuleType | None:

@@ -217,7 +217,7 @@ class PointEmission(PyroModule):
     Example:
         >>> emission = PointEmission(Normal(torch.zeros(3), torch.ones(3)))
         >>> sorted(name for name, _ in emission.named_parameters())
-        ['loc', 'scale_unconstrained']
+        ['loc_unconstrained', 'scale_unconstrained']
     """
 
     def __init__(self, distribution: Any) -> None:

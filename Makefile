@@ -1,0 +1,44 @@
+# `make demo`: set up .venv and run the first tutorial. `make test`: the whole suite.
+PYTHON ?= python3
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+
+.PHONY: demo test check smoke notebooks clean
+
+demo: .venv/demo
+	$(BIN)/python tutorials/01_letters.py
+
+test: .venv/test
+	$(BIN)/python -m pytest
+
+check: .venv/test
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+# every tutorial and every figure script, with fewer steps
+smoke: .venv/test
+	for script in tutorials/*.py; do echo $$script; PYROHMM_SMOKE=1 MPLBACKEND=agg $(BIN)/python $$script > /dev/null || exit 1; done
+	for script in figures/*.py; do echo $$script; MPLBACKEND=agg $(BIN)/python $$script --quick > /dev/null || exit 1; done
+
+# the tutorials with their outputs
+notebooks: .venv/test
+	for script in tutorials/*.py; do \
+		$(BIN)/jupytext --quiet --to ipynb $$script && \
+		$(BIN)/jupyter execute --inplace $${script%.py}.ipynb || exit 1; done
+
+.venv/python:
+	$(PYTHON) -m venv .venv
+	$(PIP) --upgrade pip
+	touch $@
+
+.venv/demo: .venv/python pyproject.toml constraints.txt
+	$(PIP) -e '.[compiled]'
+	touch $@
+
+.venv/test: .venv/python pyproject.toml constraints.txt
+	$(PIP) -e '.[test]'
+	touch $@ .venv/demo
+
+clean:
+	rm -rf .venv build dist *.egg-info

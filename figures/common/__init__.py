@@ -1,0 +1,81 @@
+"""What the figure scripts share: timing side by side, and the form of their results."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import sys
+import time
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+FOLDER = Path(__file__).resolve().parent.parent
+
+
+def arguments(description: str | None) -> argparse.Namespace:
+    """The options every script has; ``--quick`` runs it small and leaves its results alone."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--quick", action="store_true", help="small sizes; nothing is written")
+    return parser.parse_args()
+
+
+def side_by_side(
+    methods: dict[str, Callable[[], Any]], rounds: int, seconds: float = 20.0
+) -> dict[str, list[float]]:
+    """Time the methods in turn, round after round, so that all see the same machine.
+
+    A method is timed in each round until it has used up ``seconds``. The first call of each is
+    not counted: it compiles what is compiled.
+
+    Returns:
+        Seconds of each call, by method.
+    """
+    for method in methods.values():
+        method()
+    times: dict[str, list[float]] = {name: [] for name in methods}
+    for _ in range(rounds):
+        for name, method in methods.items():
+            if sum(times[name]) < seconds:
+                begun = time.perf_counter()
+                method()
+                times[name].append(time.perf_counter() - begun)
+    return times
+
+
+def ratio(times: dict[str, list[float]], slow: str, fast: str) -> tuple[float, float, float]:
+    """Median, lowest and highest of the ratios of calls made in the same round."""
+    ratios = sorted(a / b for a, b in zip(times[slow], times[fast]))
+    return median(ratios), ratios[0], ratios[-1]
+
+
+def write(name: str, rows: list[dict[str, Any]], **more: Any) -> None:
+    """Write ``figures/NAME.json``."""
+    packages = "pyrohmm torch pyro-ppl numpy numba jax dynamax hmmlearn".split()
+    versions = {"python": platform.python_version()}
+    for package in packages:
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    result = {
+        "figure": name,
+        "command": " ".join(["python", f"figures/{name}.py", *sys.argv[1:]]),
+        "versions": versions,
+        "machine": f"{platform.machine()}, {_processor()}",
+        **more,
+        "rows": rows,
+    }
+    (FOLDER / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return f"{len(models)} x {models[0]}" if models else platform.processor()

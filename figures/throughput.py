@@ -1,0 +1,410 @@
+"""How fast evidence and gradient are, beside dynamax, hmmlearn and Pyro's own HMMs.
+
+Every comparison is measured in turn in one run, with two threads and float32 (hmmlearn knows only
+float64). Peers that are not installed are left out; ``pip install pyrohmm[benchmarks]`` brings
+them. Writes ``throughput.json`` and ``throughput.png``.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+os.environ.setdefault(
+    "XLA_FLAGS", "--xla_cpu_multi_thread_eigen=true intra_op_parallelism_threads=2"
+)
+
+import numpy as np
+import pyro
+import torch
+from common import FOLDER, arguments, ratio, side_by_side, write
+from pyro import poutine
+from pyro.distributions import Categorical, DiscreteHMM
+from pyro.infer import TraceEnum_ELBO
+
+from pyrohmm import HMM, recursions
+
+try:
+    import jax
+    import jax.numpy as jnp
+    from dynamax.hidden_markov_model import inference as dynamax
+except ImportError:
+    jax = None
+try:
+    from hmmlearn.hmm import CategoricalHMM
+except ImportError:
+    CategoricalHMM = None
+
+SHAPES = [(256, 100, 16, 64), (64, 200, 128, 1000), (32, 64, 1024, 1000), (1, 10000, 8, 32)]
+QUICK = [(4, 10, 4, 8), (1, 300, 3, 5)]
+TARGETS = {"dynamax": 1 / 0.8, "DiscreteHMM": 10.0, "pyro.markov": 40.0, "hmmlearn E-step": 3.0}
+
+
+class Problem:
+    """Random logits and symbols of one shape, and each way to get evidence and gradient."""
+
+    def __init__(self, num_sequences: int, num_steps: int, num_states: int, num_symbols: int):
+        rng = np.random.default_rng(0)
+        self.shape = (num_sequences, num_steps, num_states, num_symbols)
+        sizes = [(num_states,), (num_states, num_states), (num_states, num_symbols)]
+        self.arrays = [rng.standard_normal(size).astype(np.float32) for size in sizes]
+        self.symbols = rng.integers(0, num_symbols, (num_sequences, num_steps))
+        self.logits = [torch.tensor(array, requires_grad=True) for array in self.arrays]
+        self.values = torch.tensor(self.symbols)
+        self.lengths = torch.full((num_sequences,), num_steps)
+
+    def hmm(self) -> HMM:
+        """The HMM of the logits."""
+        initial, transition, emission = self.logits
+        return HMM(
+            initial.log_softmax(-1),
+            transition.log_softmax(-1),
+            Categorical(logits=emission.log_softmax(-1)),
+            self.lengths,
+        )
+
+    def pyrohmm(self) -> tuple[float, list[torch.Tensor]]:
+        """Ours, with Pyro's default validation of arguments."""
+        loss = self.hmm().log_prob(self.values).sum()
+        return loss.item(), list(torch.autograd.grad(loss, self.logits))
+
+    def pyrohmm_torch(self) -> tuple[float, list[torch.Tensor]]:
+        """Ours without Numba."""
+        kernels = recursions._kernels
+        recursions._kernels = lambda: None
+        try:
+            return self.pyrohmm()
+        finally:
+            recursions._kernels = kernels
+
+    def log_space(self) -> None:
+        """A loop of logsumexp with torch's autograd."""
+        initial, transition, emission = (part.log_softmax(-1) for part in self.logits)
+        seen = emission.mT[self.values]
+        alpha = initial + seen[:, 0]
+        for t in range(1, self.shape[1]):
+            alpha = (alpha.unsqueeze(-1) + transition).logsumexp(-2) + seen[:, t]
+        torch.autograd.grad(alpha.logsumexp(-1).sum(), self.logits)
+
+    def discrete_hmm(self) -> None:
+        """Pyro's distribution (which moves once before it emits: the same work)."""
+        initial, transition, emission = self.logits
+        observed = Categorical(logits=emission, validate_args=False)
+        hmm = DiscreteHMM(
+            initial, transition, observed, duration=self.shape[1], validate_args=False
+        )
+        torch.autograd.grad(hmm.log_prob(self.values).sum(), self.logits)
+
+    def markov(self) -> None:
+        """The model in ``pyro.markov``, enumerated in parallel."""
+
+        def model() -> None:
+            initial, transition, emission = (part.softmax(-1) for part in self.logits)
+            state = None
+            with pyro.plate("sequences", self.shape[0]):
+                for t in pyro.markov(range(self.shape[1])):
+                    law = initial if state is None else transition[state]
+                    state = pyro.sample(f"z{t}", Categorical(law), infer={"enumerate": "parallel"})
+                    pyro.sample(f"x{t}", Categorical(emission[state]), obs=self.values[:, t])
+
+        with poutine.block():
+            elbo = TraceEnum_ELBO(max_plate_nesting=1)
+            loss = elbo.differentiable_loss(model, lambda: None)
+        torch.autograd.grad(loss, self.logits)
+
+    def dynamax(self) -> Any:
+        """Jitted ``value_and_grad`` of the marginal likelihood of the batch."""
+        symbols = jnp.array(self.symbols)
+
+        def loss(parameters: Any) -> Any:
+            initial, transition = (jax.nn.softmax(part, -1) for part in parameters[:2])
+            table = jax.nn.log_softmax(parameters[2], -1).T
+
+            def one(sequence: Any) -> Any:
+                return dynamax.hmm_filter(initial, transition, table[sequence]).marginal_loglik
+
+            return jax.vmap(one)(symbols).sum()
+
+        compiled = jax.jit(jax.value_and_grad(loss))
+        parameters = [jnp.array(array) for array in self.arrays]
+        return lambda: jax.block_until_ready(compiled(parameters))
+
+    def hmmlearn(self) -> Any:
+        """The E-step of hmmlearn: evidence and expected counts, the same quantities."""
+        num_sequences, num_steps, num_states, num_symbols = self.shape
+        model = CategoricalHMM(num_states, implementation="scaling", n_features=num_symbols)
+        initial, transition, emission = (
+            torch.tensor(array).double().softmax(-1).numpy() for array in self.arrays
+        )
+        model.startprob_, model.transmat_, model.emissionprob_ = initial, transition, emission
+        column = self.symbols.reshape(-1, 1)
+        lengths = [num_steps] * num_sequences
+        model._check()
+        return lambda: model._do_estep(column, lengths)
+
+
+def gradients(quick: bool) -> list[dict[str, Any]]:
+    """Evidence and gradient at each shape, against every peer that can run it."""
+    rows = []
+    for shape in QUICK if quick else SHAPES:
+        problem = Problem(*shape)
+        num_sequences, num_steps, num_states, _ = shape
+        methods = {"pyrohmm": problem.pyrohmm, "pyrohmm, no Numba": problem.pyrohmm_torch}
+        if jax is not None:
+            methods["dynamax"] = problem.dynamax()
+            value = methods["dynamax"]()[0].item()
+            assert abs(problem.pyrohmm()[0] / value - 1) < 1e-4, "the peers disagree"
+        if CategoricalHMM is not None and num_states < 1024:
+            methods["hmmlearn E-step"] = problem.hmmlearn()
+        if num_sequences * num_steps * num_states**2 <= 64 * 200 * 128**2:
+            methods["DiscreteHMM"] = problem.discrete_hmm
+            methods["log space, autograd"] = problem.log_space
+        if num_steps <= 100 and num_states <= 16:
+            methods["pyro.markov"] = problem.markov
+        if num_states >= 1024:
+            left, right = torch.rand(2048, 2048), torch.rand(2048, 2048)
+            methods["sgemm 2048"] = lambda left=left, right=right: left @ right
+        times = side_by_side(methods, 3 if quick else 31, 12.0)
+        flops = 6 * num_sequences * num_steps * num_states**2
+        for name, seconds in times.items():
+            row: dict[str, Any] = {
+                "quantity": "evidence and gradient",
+                "shape N, T, K, V": shape,
+                "method": name,
+                "milliseconds": 1e3 * median(seconds),
+                "low": 1e3 * min(seconds),
+                "high": 1e3 * max(seconds),
+                "runs": len(seconds),
+            }
+            if not name.startswith("pyrohmm"):
+                row["times_slower_than_pyrohmm"] = ratio(times, name, "pyrohmm")
+                row["target"] = TARGETS.get(name)
+            if name == "sgemm 2048":
+                rate = 2 * 2048**3 / median(seconds)
+                ours = flops / median(times["pyrohmm"])
+                row = {**row, "gflops": rate / 1e9, "pyrohmm_gflops": ours / 1e9,
+                       "share_of_sgemm": ours / rate}  # fmt: skip
+                del row["times_slower_than_pyrohmm"], row["target"]
+            rows.append(row)
+            print(row)
+    return rows
+
+
+def queries(quick: bool) -> list[dict[str, Any]]:
+    """Posterior, Viterbi and path sampling against the peers that have them."""
+    rows = []
+    for shape in QUICK[:1] if quick else SHAPES[:2]:
+        problem = Problem(*shape)
+        num_sequences, num_steps, num_states, _ = shape
+        with torch.no_grad():
+            hmm = problem.hmm()
+        ours = {
+            "posterior": lambda: hmm.posterior(problem.values),
+            "viterbi": lambda: hmm.viterbi(problem.values),
+            "path sample": lambda: hmm.sample_states(problem.values),
+        }
+        peers: dict[str, dict[str, Any]] = {name: {} for name in ours}
+        if jax is not None:
+            initial, transition = (jax.nn.softmax(jnp.array(a), -1) for a in problem.arrays[:2])
+            table = jax.nn.log_softmax(jnp.array(problem.arrays[2]), -1).T
+            seen = table[jnp.array(problem.symbols)]
+            keys = jax.random.split(jax.random.PRNGKey(0), num_sequences)
+            smooth = jax.jit(
+                jax.vmap(lambda s: dynamax.hmm_two_filter_smoother(initial, transition, s)[:1])
+            )
+            mode = jax.jit(jax.vmap(lambda s: dynamax.hmm_posterior_mode(initial, transition, s)))
+            draw = jax.jit(
+                jax.vmap(lambda k, s: dynamax.hmm_posterior_sample(k, initial, transition, s))
+            )
+            peers["posterior"]["dynamax"] = lambda: jax.block_until_ready(smooth(seen))
+            peers["viterbi"]["dynamax"] = lambda: jax.block_until_ready(mode(seen))
+            peers["path sample"]["dynamax"] = lambda: jax.block_until_ready(draw(keys, seen))
+        if CategoricalHMM is not None:
+            peers["posterior"]["hmmlearn E-step"] = problem.hmmlearn()
+            model = CategoricalHMM(num_states, algorithm="viterbi", n_features=shape[3])
+            softmax = [torch.tensor(a).double().softmax(-1).numpy() for a in problem.arrays]
+            model.startprob_, model.transmat_, model.emissionprob_ = softmax
+            column = problem.symbols.reshape(-1, 1)
+            lengths = [num_steps] * num_sequences
+            peers["viterbi"]["hmmlearn"] = lambda: model.decode(column, lengths)
+        for name in ours:
+            times = side_by_side({"pyrohmm": ours[name], **peers[name]}, 3 if quick else 15, 6.0)
+            for method, seconds in times.items():
+                row = {
+                    "quantity": name,
+                    "shape N, T, K, V": shape,
+                    "method": method,
+                    "milliseconds": 1e3 * median(seconds),
+                    "low": 1e3 * min(seconds),
+                    "high": 1e3 * max(seconds),
+                    "runs": len(seconds),
+                }
+                if method != "pyrohmm":
+                    row["times_slower_than_pyrohmm"] = ratio(times, method, "pyrohmm")
+                rows.append(row)
+                print(row)
+    return rows
+
+
+def growth(quick: bool) -> list[dict[str, Any]]:
+    """Time against N, T and K, the others fixed."""
+    base = {"N": 32, "T": 64, "K": 16}
+    grids = {"N": [1, 8, 64, 512], "T": [16, 128, 1024, 8192], "K": [4, 16, 64, 256, 1024]}
+    rows = []
+    for letter, sizes in grids.items():
+        for size in sizes[:2] if quick else sizes:
+            shape = {**base, letter: size}
+            problem = Problem(shape["N"], shape["T"], shape["K"], 64)
+            methods = {"pyrohmm": problem.pyrohmm, "pyrohmm, no Numba": problem.pyrohmm_torch}
+            if jax is not None:
+                methods["dynamax"] = problem.dynamax()
+            times = side_by_side(methods, 3 if quick else 9, 4.0)
+            rows += [
+                {
+                    "quantity": f"growth in {letter}",
+                    **shape,
+                    "method": name,
+                    "milliseconds": 1e3 * median(seconds),
+                    "runs": len(seconds),
+                }
+                for name, seconds in times.items()
+            ]
+    return rows
+
+
+def _peak(num_steps: int, num_states: int, result: Any) -> None:
+    """Peak memory above what the process held before, in bytes."""
+    Problem(2, 4, num_states, 8).pyrohmm()
+    problem = Problem(32, num_steps, num_states, 8)
+    Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
+    before = _peak_so_far()
+    problem.pyrohmm()
+    result.put(_peak_so_far() - before)
+
+
+def _peak_so_far() -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(1024 * int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
+
+
+def memory(quick: bool) -> list[dict[str, Any]]:
+    """Peak memory as T doubles, each in a process of its own (on Linux, which can tell)."""
+    if not Path("/proc/self/clear_refs").exists():
+        return []
+    context = multiprocessing.get_context("spawn")
+    rows = []
+    for num_steps in (500, 1000) if quick else (1000, 2000, 4000, 8000):
+        queue = context.Queue()
+        process = context.Process(target=_peak, args=(num_steps, 64, queue))
+        process.start()
+        peak = queue.get()
+        process.join()
+        numbers = 32 * num_steps * 64
+        rows.append(
+            {
+                "quantity": "peak memory",
+                "N": 32, "T": num_steps, "K": 64,
+                "megabytes": peak / 1e6,
+                "numbers_per_NTK": peak / 4 / numbers,
+            }
+        )  # fmt: skip
+        print(rows[-1])
+    return rows
+
+
+def long_chain(quick: bool) -> list[dict[str, Any]]:
+    """One sequence of a million steps: time, and the error of float32 against float64."""
+    num_steps = 2_000 if quick else 1_000_000
+    problem = Problem(1, num_steps, 8, 32)
+    rows = []
+    for name, method in (
+        ("pyrohmm", problem.pyrohmm),
+        ("pyrohmm, no Numba", problem.pyrohmm_torch),
+    ):
+        method()
+        begun = time.perf_counter()
+        value, slopes = method()
+        seconds = time.perf_counter() - begun
+        single = problem.logits
+        problem.logits = [part.detach().double().requires_grad_() for part in single]
+        exact, exact_slopes = method()
+        problem.logits = single
+        largest = max(slope.abs().max().item() for slope in exact_slopes)
+        error = max((a - b).abs().max().item() for a, b in zip(slopes, exact_slopes))
+        rows.append(
+            {
+                "quantity": "one long sequence",
+                "shape N, T, K, V": problem.shape,
+                "method": name,
+                "seconds": seconds,
+                "relative_error_of_evidence": abs(value / exact - 1),
+                "largest_error_of_gradient_over_largest_gradient": error / largest,
+            }
+        )
+        print(rows[-1])
+    return rows
+
+
+def draw(rows: list[dict[str, Any]]) -> None:
+    """Ratios as bars, growth as lines."""
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(1, 4, figsize=(14, 3.6), layout="constrained",
+                                width_ratios=[1.7, 1, 1, 1])  # fmt: skip
+    names = ["dynamax", "hmmlearn E-step", "DiscreteHMM", "log space, autograd", "pyro.markov"]
+    bars = axes[0]
+    for place, shape in enumerate(SHAPES):
+        for n, name in enumerate(names):
+            found = [
+                row["times_slower_than_pyrohmm"][0]
+                for row in rows
+                if row["quantity"] == "evidence and gradient"
+                and row["method"] == name
+                and tuple(row["shape N, T, K, V"]) == shape
+            ]
+            if found:
+                x = place + 0.16 * (n - 2)
+                bars.bar(x, found[0], 0.15, color=f"C{n}", label=name if place == 0 else None)
+                bars.text(x, found[0] * 1.1, f"{found[0]:.3g}", ha="center", fontsize=7)
+    bars.axhline(1, color="black", linewidth=0.8)
+    bars.set_yscale("log")
+    bars.set_xticks(range(len(SHAPES)), [f"{n} x {t}\n{k} states" for n, t, k, _ in SHAPES])
+    bars.set_title("how many times slower than pyrohmm", fontsize=10)
+    bars.margins(y=0.15)
+    bars.legend(fontsize=7)
+    fixed = {"N": "T = 64, K = 16", "T": "N = 32, K = 16", "K": "N = 32, T = 64"}
+    for panel, letter in zip(axes[1:], "NTK"):
+        for color, name in (("C3", "pyrohmm"), ("C1", "pyrohmm, no Numba"), ("C0", "dynamax")):
+            points = [
+                (row[letter], row["milliseconds"])
+                for row in rows
+                if row["quantity"] == f"growth in {letter}" and row["method"] == name
+            ]
+            if points:
+                panel.loglog(*zip(*points), marker="o", markersize=4, color=color, label=name)
+        panel.set_xlabel(f"{letter}   ({fixed[letter]})")
+        panel.set_ylabel("milliseconds")
+        panel.grid(alpha=0.3)
+    axes[1].legend(fontsize=8)
+    figure.suptitle("evidence and gradient, float32, two threads", fontsize=11)
+    figure.savefig(FOLDER / "throughput.png", dpi=150)
+
+
+def main() -> None:
+    """Measure, then write."""
+    options = arguments(__doc__)
+    torch.set_num_threads(2)
+    rows = []
+    for part in (gradients, queries, growth, memory, long_chain):
+        rows += part(options.quick)
+    if not options.quick:
+        write("throughput", rows)
+        draw(rows)
+
+
+if __name__ == "__main__":
+    main()

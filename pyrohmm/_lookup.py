@@ -1,0 +1,70 @@
+"""Rows of a table, and the sums that are their gradient, both differentiable any number of times.
+
+``torch.nn.functional.embedding`` does the same, but spends 100 ns on a row however short it is,
+which for few states is longer than the recursions take.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+
+@cache
+def kernels() -> ModuleType | None:
+    """The compiled recursions and look-ups, if Numba is installed."""
+    try:
+        from . import _compiled as module
+    except ImportError:
+        return None
+    return module
+
+
+def take_rows(table: Tensor, rows: Tensor) -> Tensor:
+    """Rows of ``table`` ``(M, K)`` for each of the integers ``rows`` ``(*)``: ``(*, K)``."""
+    found = _TakeRows.apply(table, rows.reshape(-1))
+    return found.reshape(*rows.shape, table.size(-1))
+
+
+class _TakeRows(torch.autograd.Function):
+    """``table[rows]``; its gradient is :class:`_AddRows`."""
+
+    @staticmethod
+    def forward(ctx, table, rows):  # noqa: D102
+        ctx.save_for_backward(rows)
+        ctx.size = len(table)
+        compiled = kernels() if table.device.type == "cpu" else None
+        if compiled is None:
+            return table.index_select(0, rows)
+        out = table.new_empty(len(rows), table.size(1))
+        width = table.size(1)
+        compiled.run(compiled.take_rows, len(rows), width, table.contiguous(), rows, out)
+        return out
+
+    @staticmethod
+    def backward(ctx, gradient):  # noqa: D102
+        (rows,) = ctx.saved_tensors
+        return _AddRows.apply(gradient, rows, ctx.size), None
+
+
+class _AddRows(torch.autograd.Function):
+    """Sums of the rows of ``values`` that have the same index; its gradient is a look-up."""
+
+    @staticmethod
+    def forward(ctx, values, rows, size):  # noqa: D102
+        ctx.save_for_backward(rows)
+        out = values.new_zeros(size, values.size(1))
+        compiled = kernels() if values.device.type == "cpu" else None
+        if compiled is None:
+            return out.index_add_(0, rows, values)
+        work = len(rows) * values.size(1) // size
+        compiled.run(compiled.add_rows, size, work, rows, values.contiguous(), out)
+        return out
+
+    @staticmethod
+    def backward(ctx, gradient):  # noqa: D102
+        (rows,) = ctx.saved_tensors
+        return _TakeRows.apply(gradient, rows), None, None

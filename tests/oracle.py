@@ -1,0 +1,129 @@
+"""Slow and obvious answers that tests hold the package against; they share no code with it.
+
+Everything is NumPy in float64, for one sequence of one chain. All are logarithms; -inf is legal.
+
+``initial``     ``(K,)``            log p(z_1)
+``transition``  ``(1|T-1, K, K)``   log p(z_{t+1} | z_t), one matrix for all moves or one for each
+``likelihood``  ``(T, K)``          log p(x_t | z_t), a row of zeros where the step is missing
+``length``      how many of the T steps exist
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+from scipy import stats
+
+
+class Answer(NamedTuple):
+    """What an oracle says about one sequence, or about a batch of them."""
+
+    evidence: np.ndarray  # (), log p(x)
+    states: np.ndarray  # (T, K), p(z_t | x); zero at padded steps and if x is impossible
+    moves: np.ndarray  # (1|T-1, K, K), expected number of moves under each matrix
+    filtered: np.ndarray  # (T, K), p(z_t | x_1..t)
+    best: np.ndarray  # (), the largest log p(x, z)
+
+
+@functools.cache
+def all_paths(num_states: int, length: int) -> np.ndarray:
+    """Every path, ``(K^L, L)``."""
+    return np.array(list(itertools.product(range(num_states), repeat=length)))
+
+
+def joint(initial, transition, likelihood, paths) -> np.ndarray:
+    """Score log p(x, z) of each of ``paths`` ``(P, L)``, term by term."""
+    total = initial[paths[:, 0]] + likelihood[0, paths[:, 0]]
+    for t in range(1, paths.shape[1]):
+        matrix = transition[0] if len(transition) == 1 else transition[t - 1]
+        total = total + matrix[paths[:, t - 1], paths[:, t]] + likelihood[t, paths[:, t]]
+    return total
+
+
+def by_paths(initial, transition, likelihood, length) -> Answer:
+    """Sums and maxima over the table of all K^L paths."""
+    num_states = len(initial)
+    paths = all_paths(num_states, length)
+    scores = joint(initial, transition, likelihood, paths)
+    evidence = log_sum(scores)
+    share = np.zeros(len(paths)) if np.isneginf(evidence) else np.exp(scores - evidence)
+    states, moves = np.zeros(likelihood.shape), np.zeros(transition.shape)
+    filtered = np.zeros(likelihood.shape)
+    for t in range(length):
+        np.add.at(states[t], paths[:, t], share)
+        prefixes = all_paths(num_states, t + 1)
+        weights = joint(initial, transition, likelihood, prefixes)
+        if weights.max() > -np.inf:
+            np.add.at(filtered[t], prefixes[:, t], np.exp(weights - log_sum(weights)))
+    for t in range(1, length):
+        matrix = moves[0] if len(moves) == 1 else moves[t - 1]
+        np.add.at(matrix, (paths[:, t - 1], paths[:, t]), share)
+    return Answer(evidence, states, moves, filtered, scores.max())
+
+
+def by_logs(initial, transition, likelihood, length) -> Answer:
+    """The forward-backward and Viterbi algorithms with logarithms, for chains of any length."""
+    num_states = len(initial)
+    alpha, beta = np.zeros((length, num_states)), np.zeros((length, num_states))
+    best = initial + likelihood[0]
+    alpha[0] = initial + likelihood[0]
+    for t in range(1, length):
+        matrix = transition[0] if len(transition) == 1 else transition[t - 1]
+        alpha[t] = np.logaddexp.reduce(alpha[t - 1][:, None] + matrix, 0) + likelihood[t]
+        best = (best[:, None] + matrix).max(0) + likelihood[t]
+    evidence = log_sum(alpha[-1])
+    states, moves = np.zeros(likelihood.shape), np.zeros(transition.shape)
+    filtered = np.zeros(likelihood.shape)
+    for t in range(length):
+        if alpha[t].max() > -np.inf:
+            filtered[t] = np.exp(alpha[t] - log_sum(alpha[t]))
+    if not np.isneginf(evidence):
+        states[length - 1] = filtered[length - 1]
+        for t in range(length - 2, -1, -1):
+            matrix = transition[0] if len(transition) == 1 else transition[t]
+            onward = matrix + likelihood[t + 1] + beta[t + 1]
+            beta[t] = np.logaddexp.reduce(onward, 1)
+            pairs = np.exp(alpha[t][:, None] + onward - evidence)
+            moves[0 if len(moves) == 1 else t] += pairs
+            states[t] = pairs.sum(1)
+    return Answer(evidence, states, moves, filtered, best.max())
+
+
+def log_sum(scores: np.ndarray) -> np.ndarray:
+    """Logarithm of the sum of the exponentials."""
+    peak = scores.max()
+    return peak if np.isneginf(peak) else peak + np.log(np.exp(scores - peak).sum())
+
+
+def for_each(solve: Callable[..., Answer], initial, transition, likelihood, lengths) -> Answer:
+    """The answers for a batch: arguments are broadcast, then ``solve`` is asked one at a time."""
+    arrays = [np.asarray(a) for a in (initial, transition, likelihood, lengths)]
+    cores = [a.shape[a.ndim - dims :] for a, dims in zip(arrays, (1, 3, 2, 0))]
+    batch = np.broadcast_shapes(
+        *(a.shape[: a.ndim - dims] for a, dims in zip(arrays, (1, 3, 2, 0)))
+    )
+    full = [np.broadcast_to(a, batch + core) for a, core in zip(arrays, cores)]
+    answers = [solve(*(a[index] for a in full)) for index in np.ndindex(batch)]
+    return Answer(*(np.reshape(part, batch + np.shape(part[0])) for part in zip(*answers)))
+
+
+def looks_drawn_from(counts: np.ndarray, probs: np.ndarray) -> bool:
+    """Whether Pearson's statistic is what chance gives, but for one case in a million.
+
+    Outcomes that are expected fewer than five times are taken together; impossible ones must not
+    occur at all.
+    """
+    counts, probs = np.ravel(counts).astype(float), np.ravel(probs).astype(float)
+    if counts[probs == 0].any():
+        return False
+    expected = probs * counts.sum()
+    rare = expected < 5
+    counts = np.append(counts[~rare], counts[rare].sum())
+    expected = np.append(expected[~rare], expected[rare].sum())
+    counts, expected = counts[expected > 0], expected[expected > 0]
+    statistic = ((counts - expected) ** 2 / expected).sum()
+    return bool(statistic < stats.chi2.isf(1e-6, max(len(counts) - 1, 1)))

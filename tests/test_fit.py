@@ -1,0 +1,877 @@
+"""Laws of the training loop: what it finds, when it ends, what it refuses, what it leaves alone."""
+
+import math
+import warnings
+from functools import partial
+
+import numpy as np
+import pyro
+import pytest
+import torch
+from hmmlearn.hmm import CategoricalHMM, GaussianHMM
+from pyro import distributions as dist
+from pyro import poutine
+from pyro.infer import Predictive, Trace_ELBO, TraceEnum_ELBO
+from pyro.infer.autoguide import (
+    AutoDelta,
+    AutoMultivariateNormal,
+    AutoNormal,
+    init_to_sample,
+    init_to_value,
+)
+from pyro.nn import PyroModule, PyroSample
+from torch.distributions import constraints
+
+from pyrohmm import (
+    HMM,
+    EnumeratedModel,
+    HMMModule,
+    MarginalModel,
+    Sequences,
+    TabularHMM,
+    categorical,
+    fit_map,
+    fit_svi,
+    normal,
+)
+
+QUICK = {"num_steps": 30, "progress": False}
+TO_THE_END = {
+    "num_steps": 250,
+    "learning_rate": 0.2,
+    "schedule": lambda optimizer: torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.98),
+    "tolerance": None,
+}
+POINT = {
+    "module.initial": torch.tensor([0.6, 0.4], dtype=torch.float64),
+    "module.transition": torch.tensor([[0.8, 0.2], [0.3, 0.7]], dtype=torch.float64),
+    "module.emission.probs": torch.tensor([[0.6, 0.3, 0.1], [0.2, 0.3, 0.5]], dtype=torch.float64),
+}
+ONE = torch.ones(1, dtype=torch.long)
+both_settings = pytest.mark.parametrize("local", [False, True], ids=["global", "local"])
+
+
+def symbols(num_sequences=4, num_steps=5, num_symbols=3):
+    lengths = torch.randint(1, num_steps + 1, (num_sequences,))
+    lengths[0] = num_steps
+    return Sequences(torch.randint(0, num_symbols, (num_sequences, num_steps)), lengths)
+
+
+def tabular(**options):
+    return MarginalModel(TabularHMM(2, categorical(3)), **options)
+
+
+def from_point():
+    return init_to_value(values=POINT)
+
+
+def local_params(local):
+    return pyro.settings.context(module_local_params=local)
+
+
+class Net(HMMModule):
+    """A user's module: a network and no prior."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = torch.nn.Linear(2, 3)
+        self.start = torch.nn.Parameter(torch.zeros(2))
+        self.moves = torch.nn.Parameter(torch.randn(2, 2))
+
+    def forward(self, lengths, observed=None):
+        logits = self.body(torch.eye(2))
+        return HMM(
+            self.start.log_softmax(-1),
+            self.moves.log_softmax(-1),
+            dist.Categorical(logits=logits),
+            lengths,
+            observed,
+        )
+
+
+def truth():
+    """Two sticky states that are easily told apart."""
+    return (
+        torch.tensor([0.7, 0.3]).log(),
+        torch.tensor([[0.9, 0.1], [0.2, 0.8]]).log(),
+        dist.Categorical(torch.tensor([[0.7, 0.2, 0.1], [0.1, 0.2, 0.7]])),
+    )
+
+
+def drawn_from(parts, lengths):
+    hmm = HMM(*parts, lengths)
+    return hmm, Sequences(hmm.sample(), lengths)
+
+
+def log_likelihood(fit, data):
+    return fit.draw(data).log_prob(data.values).sum().item()
+
+
+# The global parameter store (T2)
+
+
+@both_settings
+def test_a_second_fit_starts_afresh(local):
+    data = symbols()
+    with local_params(local):
+        model = tabular()
+        runs = []
+        for _ in range(2):
+            pyro.set_rng_seed(3)
+            runs.append(fit_map(model, data, **QUICK))
+        assert runs[0].losses.equal(runs[1].losses)
+        assert runs[0].losses[-1] < runs[0].losses[0] - 0.1  # so that going on would show
+        other = fit_map(tabular(), data, **QUICK)
+        assert not other.losses.equal(runs[0].losses)
+
+
+@both_settings
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_parameter_store_is_left_exactly_as_found(local, fails):
+    """Even where names collide with those of the guide, and even if the fit fails."""
+    data = symbols()
+    with local_params(local):
+        pyro.param("mine", torch.ones(2), constraint=constraints.positive)
+        pyro.param(
+            "AutoDelta.module.initial", torch.tensor([0.1, 0.9]), constraint=constraints.simplex
+        )
+        store = pyro.get_param_store()
+        before = {name: store[name].unconstrained() for name in store.keys()}
+        copies = {name: value.detach().clone() for name, value in before.items()}
+        if fails:
+            with pytest.raises(RuntimeError, match="on purpose"):
+                fit_map(tabular(log_prior=fail_at_third_call()), data, **QUICK)
+        else:
+            fit = fit_map(tabular(), data, init=from_point(), **QUICK)
+            fit.draw(data)
+            model = tabular()
+            fit_svi(model, AutoNormal(model), data, **QUICK)
+        assert list(store.keys()) == list(before)
+        for name, value in before.items():
+            assert store[name].unconstrained() is value
+            assert value.equal(copies[name])
+
+
+def fail_at_third_call():
+    calls = []
+
+    def log_prior(hmm):
+        calls.append(None)
+        if len(calls) > 5:
+            raise RuntimeError("on purpose")
+        return hmm.log_initial.new_zeros(())
+
+    return log_prior
+
+
+@both_settings
+@pytest.mark.parametrize("make_guide", [AutoDelta, AutoNormal, AutoMultivariateNormal])
+def test_an_earlier_fit_draws_as_before_after_a_later_one(local, make_guide):
+    """The same model, the same sites, two guides: each keeps its own parameters."""
+    data = symbols()
+    with local_params(local):
+        model = tabular()
+        first = fit_svi(model, make_guide(model), data, **QUICK)
+        pyro.set_rng_seed(1)
+        before = first.draw(data)
+        fit_svi(model, make_guide(model), data, learning_rate=0.5, **QUICK)
+        pyro.param("AutoDelta.module.initial", torch.tensor([0.1, 0.9]))
+        pyro.set_rng_seed(1)
+        after = first.draw(data)
+        assert after.log_transition.equal(before.log_transition)
+        assert after.emission.logits.equal(before.emission.logits)
+
+
+@both_settings
+@pytest.mark.parametrize("make_guide", [partial(AutoDelta, init_loc_fn=init_to_sample), AutoNormal])
+def test_guides_used_outside_of_their_fits_leave_each_other_alone(local, make_guide):
+    """Two fits, and their medians looked at: names of parameters must not collide."""
+    data = symbols()
+    with local_params(local):
+        fits = []
+        for _ in range(2):
+            model = tabular()
+            fits.append(fit_svi(model, make_guide(model), data, **QUICK))
+        fits[1].guide.median(data)
+        medians = [fit.guide.median(data)["module.transition"] for fit in reversed(fits)]
+        before = [parameters_of(fit.guide) for fit in fits]
+        for fit in fits:
+            Predictive(fit.model, guide=fit.guide, num_samples=2)(data)
+        assert not medians[0].equal(medians[1])
+        for fit, expected in zip(fits, before):
+            assert parameters_of(fit.guide).equal(expected)
+
+
+@both_settings
+@pytest.mark.parametrize("make", [lambda: Net(), lambda: a_module(torch.rand(2, 2))])
+def test_models_used_outside_of_their_fits_leave_each_other_alone(local, make):
+    """A fit that drew an HMM draws the same one after models were simply called."""
+    data = symbols()
+    with local_params(local):
+        fits = [fit_map(MarginalModel(make()), data, **QUICK) for _ in range(2)]
+        before = [fit.draw(data).log_transition for fit in fits]
+        for fit, expected in zip(fits, before):
+            assert fit.model(data).log_transition.equal(expected)
+        for fit, expected in zip(fits, before):
+            assert fit.draw(data).log_transition.equal(expected)
+
+
+def a_module(scores):
+    """Points without priors."""
+    initial, _, emission = truth()
+    return HMM(initial, scores.log_softmax(-1), emission, ONE).to_module()
+
+
+def parameters_of(part):
+    return torch.nn.utils.parameters_to_vector(part.parameters()).detach().clone()
+
+
+@both_settings
+@pytest.mark.parametrize("make", [Net, lambda: a_module(torch.eye(2))])
+def test_parameters_of_the_module_are_trained_in_both_settings(local, make):
+    data = symbols()
+    with local_params(local):
+        module = make()
+        before = {name: value.detach().clone() for name, value in module.named_parameters()}
+        fit = fit_map(MarginalModel(module), data, **QUICK)
+        assert fit.losses[-1] < fit.losses[0] - 0.1
+        for name, value in module.named_parameters():
+            assert not value.equal(before[name]), name
+        expected = module(data.lengths, data.observed)
+        assert fit.draw(data).log_transition.equal(expected.log_transition)
+        assert -log_likelihood(fit, data) < fit.losses[0]
+
+
+@both_settings
+def test_the_setting_of_pyro_is_left_alone(local):
+    """T3: it cannot be changed once modules exist."""
+    with local_params(local):
+        fit_map(tabular(), symbols(), num_steps=2).draw(symbols())
+        assert pyro.settings.get("module_local_params") is local
+
+
+# The same bits
+
+
+@pytest.mark.parametrize("batch_size", [None, 3])
+def test_a_seed_makes_a_fit_reproducible_to_the_bit(batch_size):
+    data = symbols(8)
+    runs = []
+    for _ in range(2):
+        pyro.set_rng_seed(7)
+        model = tabular()
+        fit = fit_svi(model, AutoNormal(model), data, batch_size=batch_size, **QUICK)
+        runs.append((fit.losses, fit.draw(data).log_transition))
+    assert runs[0][0].equal(runs[1][0])
+    assert runs[0][1].equal(runs[1][1])
+
+
+def test_a_generator_alone_decides_on_minibatches():
+    data = symbols(8)
+    runs = []
+    for seed in (1, 1, 2):
+        pyro.set_rng_seed(torch.randint(100, ()).item() + len(runs))
+        generator = torch.Generator().manual_seed(seed)
+        fit = fit_map(
+            tabular(), data, init=from_point(), batch_size=3, generator=generator, **QUICK
+        )
+        runs.append(fit.losses)
+    assert runs[0].equal(runs[1])
+    assert not runs[0].equal(runs[2])
+
+
+@pytest.mark.parametrize("form", [MarginalModel, EnumeratedModel])
+def test_both_forms_take_the_same_path(form):
+    data = symbols()
+    options = {"init": from_point(), "tolerance": None, **QUICK}
+    expected = fit_map(tabular(), data, **options)
+    found = fit_map(form(TabularHMM(2, categorical(3))), data, **options)
+    torch.testing.assert_close(found.losses, expected.losses, rtol=0.0, atol=1e-9)
+    assert found.names == expected.names == list(POINT)
+    torch.testing.assert_close(
+        found.draw(data).log_transition, expected.draw(data).log_transition, rtol=0.0, atol=1e-9
+    )
+
+
+@pytest.mark.parametrize("form", [MarginalModel, EnumeratedModel])
+def test_svi_of_both_forms_on_minibatches_is_finite_and_falls(form):
+    model = form(TabularHMM(2, normal(2)))
+    values = torch.randn(6, 4, 2) + torch.tensor([3.0, -3.0])
+    data = Sequences(values, torch.tensor([4, 3, 4, 1, 2, 4]))
+    guide = AutoNormal(poutine.block(model, hide_fn=lambda site: "_state_" in site["name"]))
+    fit = fit_svi(
+        model, guide, data, batch_size=2, learning_rate=0.1, num_steps=100, progress=False
+    )
+    assert fit.losses.isfinite().all()
+    assert fit.losses[-25:].mean() < fit.losses[:25].mean()
+
+
+# What a loss is
+
+
+def test_the_first_loss_of_map_is_minus_the_log_joint():
+    data = symbols()
+    fit = fit_map(tabular(), data, init=from_point(), num_steps=1)
+    hmm = HMM(
+        POINT["module.initial"].log(),
+        POINT["module.transition"].log(),
+        dist.Categorical(POINT["module.emission.probs"]),
+        data.lengths,
+    )
+    prior = math.log(1) + 2 * math.log(1) + 2 * math.log(2)  # flat on simplexes of area 1/(n-1)!
+    expected = -hmm.log_prob(data.values).sum() - prior
+    torch.testing.assert_close(fit.losses, expected.reshape(1))
+    assert fit.num_observed == int(data.lengths.sum())
+    assert fit.reason == "it took all 1 steps"
+
+
+def test_minibatch_losses_are_for_the_whole_set():
+    """Equal sequences in batches of any size: each loss is the full one."""
+    data = Sequences(torch.tensor([[0, 2, 1]]).expand(6, 3), torch.full((6,), 3))
+    still = {"optimizer": lambda given: torch.optim.SGD(given, lr=0.0), "init": from_point()}
+    full = fit_map(tabular(), data, num_steps=1, **still).losses
+    parts = fit_map(tabular(), data, num_steps=4, batch_size=4, **still).losses
+    torch.testing.assert_close(parts, full.expand(4))
+
+
+def test_a_fit_on_minibatches_comes_near_the_full_one():
+    hmm, data = drawn_from(truth(), torch.full((60,), 8))
+    full = fit_map(tabular(), data, init=from_point(), **TO_THE_END)
+    parts = fit_map(tabular(), data, init=from_point(), batch_size=20, **TO_THE_END)
+    assert abs(log_likelihood(full, data) - log_likelihood(parts, data)) < 2.0
+    assert log_likelihood(parts, data) > hmm.log_prob(data.values).sum() - 2.0
+
+
+# When it ends
+
+
+def test_without_tolerance_all_steps_are_taken():
+    fit = fit_map(tabular(), symbols(), num_steps=60, tolerance=None, learning_rate=1e-9)
+    assert len(fit.losses) == 60
+    assert not fit.converged
+    assert fit.reason == "it took all 60 steps"
+
+
+def test_tolerance_compares_the_means_of_two_windows_of_25():
+    """The fit ends at the first window that is no better than the one before, and says so."""
+    tolerance = 0.01
+    fit = fit_map(tabular(), symbols(), num_steps=1000, tolerance=tolerance, init=from_point())
+    assert fit.converged
+    assert "less than 0.01" in fit.reason
+    assert len(fit.losses) % 25 == 0
+    means = fit.losses.reshape(-1, 25).mean(-1)
+    fell = (means[:-1] - means[1:]) / means[1:].abs()
+    assert fell[-1] < tolerance
+    assert (fell[1:-1] >= tolerance).all()
+
+
+def test_a_loss_that_does_not_change_ends_the_fit_soon():
+    still = lambda given: torch.optim.SGD(given, lr=0.0)  # noqa: E731
+    fit = fit_map(tabular(), symbols(), num_steps=1000, optimizer=still)
+    assert fit.converged
+    assert len(fit.losses) <= 75
+
+
+def test_the_summary_says_what_was_fitted_and_how_it_ended():
+    data = symbols()
+    fit = fit_map(tabular(), data, num_steps=30)
+    text = fit.summary()
+    for part in ("AutoDelta", "MarginalModel", *POINT, "30 steps", f"{data.num_observed} observed"):
+        assert part in text, part
+
+
+def test_a_summary_exists_without_any_observed_step():
+    """With nothing observed, the posterior is the prior."""
+    data = symbols()
+    blind = Sequences(data.values, data.lengths, torch.zeros_like(data.values, dtype=torch.bool))
+    fit = fit_map(tabular(), blind, num_steps=3)
+    assert "3 steps" in fit.summary()
+
+
+@pytest.mark.parametrize("progress", [True, False, None])
+def test_progress_is_shown_on_stderr_when_asked_for(progress, capsys):
+    """By default only on a terminal, which a test has not."""
+    fit_map(tabular(), symbols(), num_steps=30, progress=progress)
+    seen = capsys.readouterr()
+    assert not seen.out
+    assert bool(seen.err) is bool(progress)
+
+
+# What steers it
+
+
+def test_clip_norm_bounds_the_gradient_per_observed_step():
+    data = symbols()
+    moved = []
+    for clip_norm in (None, 0.01):
+        module = Net()
+        before = torch.nn.utils.parameters_to_vector(module.parameters()).detach()
+        fit_map(
+            MarginalModel(module),
+            data,
+            num_steps=1,
+            clip_norm=clip_norm,
+            optimizer=lambda given: torch.optim.SGD(given, lr=1.0),
+        )
+        after = torch.nn.utils.parameters_to_vector(module.parameters()).detach()
+        moved.append((after - before).norm().item())
+    assert moved[0] > 0.01 * data.num_observed
+    assert moved[1] == pytest.approx(0.01 * data.num_observed, rel=1e-5)
+
+
+def test_the_schedule_is_stepped_once_a_step():
+    made = {}
+
+    def optimizer(given):
+        made["optimizer"] = torch.optim.SGD(given, lr=0.5)
+        return made["optimizer"]
+
+    def schedule(given):
+        assert given is made["optimizer"]
+        return torch.optim.lr_scheduler.ExponentialLR(given, 0.9)
+
+    fit_map(tabular(), symbols(), num_steps=7, optimizer=optimizer, schedule=schedule)
+    assert made["optimizer"].param_groups[0]["lr"] == pytest.approx(0.5 * 0.9**7)
+
+
+def test_an_optimizer_is_given_the_parameters_of_model_and_guide():
+    class Mixed(Net):
+        def __init__(self):
+            super().__init__()
+            self.loc = PyroSample(dist.Normal(torch.zeros(2), 1.0).to_event(1))
+
+        def forward(self, lengths, observed=None):
+            hmm = super().forward(lengths, observed)
+            emission = dist.Normal(self.loc, 1.0)
+            return HMM(hmm.log_initial, hmm.log_transition, emission, lengths, observed)
+
+    given = []
+
+    def optimizer(parameters):
+        given.extend(parameters)
+        return torch.optim.Adam(given, lr=0.1)
+
+    data = Sequences(torch.randn(3, 4), torch.tensor([4, 2, 3]))
+    module = Mixed()
+    fit = fit_map(MarginalModel(module), data, num_steps=3, optimizer=optimizer)
+    expected = {id(p) for part in (module, fit.guide) for p in part.parameters()}
+    assert {id(p) for p in given} == expected
+    assert len(given) == 5  # start, moves, two of the network, and the point of loc
+
+
+def test_an_elbo_of_the_user_is_the_objective():
+    class Counted(Trace_ELBO):
+        calls = 0
+
+        def differentiable_loss(self, *args, **kwargs):
+            Counted.calls += 1
+            return super().differentiable_loss(*args, **kwargs)
+
+    model = tabular()
+    fit = fit_svi(
+        model,
+        AutoNormal(model),
+        symbols(),
+        num_steps=4,
+        elbo=Counted(num_particles=2, vectorize_particles=True, max_plate_nesting=1),
+    )
+    assert Counted.calls >= 4
+    assert fit.losses.isfinite().all()
+
+
+def test_enumerated_sites_are_summed_out_without_being_told_to():
+    """TraceEnum_ELBO is chosen; the same by hand gives the same losses."""
+    data = symbols()
+    options = {"init": from_point(), "num_steps": 3}
+    chosen = fit_map(EnumeratedModel(TabularHMM(2, categorical(3))), data, **options)
+    by_hand = fit_map(
+        EnumeratedModel(TabularHMM(2, categorical(3))),
+        data,
+        elbo=TraceEnum_ELBO(max_plate_nesting=1),
+        **options,
+    )
+    torch.testing.assert_close(chosen.losses, by_hand.losses)
+    assert not any("state" in name for name in chosen.names)
+
+
+# Models and guides of one's own
+
+
+def plain(returns, plate="data"):
+    def model(data):
+        moves = pyro.sample("moves", dist.Dirichlet(torch.ones(2, 2)).to_event(1))
+        probs = pyro.sample("probs", dist.Dirichlet(torch.ones(2, 3)).to_event(1))
+        start = torch.tensor([0.5, 0.5]).log()
+        hmm = HMM(start, moves.log(), dist.Categorical(probs), data.lengths, data.observed)
+        with pyro.plate(plate, len(data)):
+            pyro.sample("x", hmm, obs=data.values)
+        return hmm if returns else None
+
+    return model
+
+
+@both_settings
+def test_a_plain_function_is_a_model(local):
+    data = symbols()
+    with local_params(local):
+        fit = fit_map(plain(returns=True), data, num_steps=60)
+        assert fit.losses[-1] < fit.losses[0]
+        assert fit.draw(data).num_states == 2
+        assert -log_likelihood(fit, data) < fit.losses[0]
+        assert "model" in fit.summary()
+
+
+def test_names_are_those_of_the_latent_variables_alone():
+    assert fit_map(plain(returns=True), symbols(), num_steps=1).names == ["moves", "probs"]
+
+
+def test_a_model_that_does_not_return_the_hmm_can_be_fitted_but_not_drawn():
+    data = symbols()
+    fit = fit_map(plain(returns=False), data, num_steps=2)
+    assert fit.losses.isfinite().all()
+    with pytest.raises(TypeError, match=r"it returned NoneType.*return hmm"):
+        fit.draw(data)
+
+
+def test_pyro_param_in_a_function_is_trained_or_refused():
+    """Never left where it was in silence: pyro.param is how most Pyro models are written."""
+    data = symbols()
+    start = torch.tensor([[0.5, 0.5], [0.4, 0.6]])
+
+    def model(data):
+        moves = pyro.param("moves", start, constraint=constraints.simplex)
+        probs = pyro.sample("probs", dist.Dirichlet(torch.ones(2, 3)).to_event(1))
+        first = torch.tensor([0.3, 0.7]).log()
+        hmm = HMM(first, moves.log(), dist.Categorical(probs), data.lengths, data.observed)
+        with pyro.plate("data", len(data)):
+            pyro.sample("x", hmm, obs=data.values)
+        return hmm
+
+    try:
+        fit = fit_map(model, data, num_steps=30)
+    except (TypeError, ValueError, NotImplementedError) as error:
+        assert "moves" in str(error)  # noqa: PT017
+    else:
+        assert not torch.allclose(fit.draw(data).log_transition.exp(), start)
+
+
+def test_a_guide_of_functions_is_trained_or_refused():
+    """Refused with words that help: the module of the guide is what is missing."""
+    data = symbols()
+
+    def guide(data):
+        for name, value in POINT.items():
+            point = pyro.param(name + ".point", value, constraint=constraints.simplex)
+            pyro.sample(name, dist.Delta(point, event_dim=value.dim()))
+
+    try:
+        fit = fit_svi(tabular(), guide, data, **QUICK)
+    except (TypeError, ValueError, NotImplementedError) as error:
+        assert "pyro.param" in str(error)  # noqa: PT017
+    else:
+        assert fit.losses[-1] < fit.losses[0]
+        moves = fit.draw(data).log_transition.exp()
+        assert not torch.allclose(moves, POINT["module.transition"])
+
+
+def test_a_latent_variable_for_each_sequence_can_be_fitted():
+    """A random shift of each sequence, inside the plate."""
+    data = Sequences(torch.randn(5, 4), torch.tensor([4, 3, 4, 1, 2]))
+
+    def model(data):
+        with pyro.plate("data", len(data)):
+            shift = pyro.sample("shift", dist.Normal(0.0, 1.0))
+            emission = dist.Normal(shift.unsqueeze(-1) + torch.tensor([-1.0, 1.0]), 1.0)
+            half = torch.full((2, 2), 0.5).log()
+            hmm = HMM(half[0], half, emission, data.lengths, data.observed)
+            pyro.sample("x", hmm, obs=data.values)
+        return hmm
+
+    fit = fit_svi(model, AutoNormal(model), data, num_steps=50, learning_rate=0.05)
+    assert fit.guide.median(data)["shift"].shape == (5,)
+    assert fit.draw(data).emission.batch_shape == (5, 2)
+
+
+def test_map_draws_one_point_and_svi_many():
+    data, other = symbols(4), symbols(7, 9)
+    fit = fit_map(tabular(), data, **QUICK)
+    assert fit.draw(data).log_transition.equal(fit.draw(data).log_transition)
+    assert not fit.draw(data).log_transition.requires_grad
+    assert fit.draw(other).batch_shape == (7,)
+    assert fit.draw(other).log_transition.equal(fit.draw(data).log_transition)
+    model = tabular()
+    fit = fit_svi(model, AutoNormal(model), data, **QUICK)
+    assert not fit.draw(data).log_transition.equal(fit.draw(data).log_transition)
+
+
+def test_going_on_with_a_fitted_guide_goes_on():
+    """The parameters live in the guide, so that a second call is a continuation."""
+    data = symbols()
+    model = tabular()
+    guide = AutoDelta(model, init_loc_fn=from_point())
+    still = {"learning_rate": 0.05, "num_steps": 20}
+    first = fit_svi(model, guide, data, **still)
+    second = fit_svi(model, guide, data, **still)
+    assert second.losses[0] < first.losses[-1]
+
+
+# What it finds
+
+
+def test_the_fit_is_at_least_as_likely_as_the_truth():
+    """Maximum likelihood beats the parameters that made the data; 0.1 nat for convergence."""
+    hmm, data = drawn_from(truth(), torch.randint(5, 21, (40,)))
+    fit = fit_map(tabular(), data, **TO_THE_END)
+    assert log_likelihood(fit, data) > hmm.log_prob(data.values).sum().item() - 0.1
+
+
+def test_flat_priors_reach_what_em_of_hmmlearn_reaches():
+    """From the same start, on ragged sequences, within 0.1 nat."""
+    _, data = drawn_from(truth(), torch.randint(3, 16, (30,)))
+    rows = [row[:length] for row, length in zip(data.values.tolist(), data.lengths.tolist())]
+    em = CategoricalHMM(2, n_iter=2000, tol=1e-7, params="ste", init_params="", n_features=3)
+    em.startprob_ = POINT["module.initial"].numpy()
+    em.transmat_ = POINT["module.transition"].numpy()
+    em.emissionprob_ = POINT["module.emission.probs"].numpy()
+    stacked, lengths = np.concatenate(rows).reshape(-1, 1), data.lengths.tolist()
+    em.fit(stacked, lengths)
+    fit = fit_map(tabular(), data, init=from_point(), **TO_THE_END)
+    assert log_likelihood(fit, data) == pytest.approx(em.score(stacked, lengths), abs=0.1)
+
+
+def test_a_normal_module_without_priors_reaches_what_em_of_hmmlearn_reaches():
+    """The maximum of the likelihood itself: hmmlearn's own priors are taken away."""
+    parts = (
+        *truth()[:2],
+        dist.Normal(torch.tensor([[-1.0, 0.0], [1.5, 0.5]]), torch.ones(2, 2)).to_event(1),
+    )
+    hmm, data = drawn_from(parts, torch.randint(5, 16, (20,)))
+    exists = torch.arange(data.num_steps) < data.lengths.unsqueeze(-1)
+    em = GaussianHMM(
+        2, "diag", min_covar=0.0, covars_prior=0.0, covars_weight=0.0, means_weight=0.0,
+        n_iter=1000, tol=1e-7, init_params="",
+    )  # fmt: skip
+    em.startprob_, em.transmat_ = hmm.log_initial.exp().numpy(), hmm.log_transition.exp().numpy()
+    em.means_, em.covars_ = hmm.emission.mean.numpy(), hmm.emission.variance.numpy()
+    stacked, lengths = data.values[exists].numpy(), data.lengths.tolist()
+    em.fit(stacked, lengths)
+    fit = fit_map(MarginalModel(hmm.to_module()), data, **TO_THE_END)
+    assert log_likelihood(fit, data) == pytest.approx(em.score(stacked, lengths), abs=0.1)
+    torch.testing.assert_close(
+        fit.draw(data).emission.mean, torch.as_tensor(em.means_), rtol=0.0, atol=0.02
+    )
+
+
+def test_map_of_one_state_is_the_mode_of_the_dirichlet_posterior():
+    """(counts + c - 1) / sum, in the constrained space (T9)."""
+    data = Sequences.from_list([[0, 0, 2, 1, 0], [2, 0]])  # counts 4, 1, 2
+    concentration = torch.tensor([2.0, 3.5, 1.0])
+    model = MarginalModel(TabularHMM(1, categorical(3, concentration)))
+    fit = fit_map(model, data, **TO_THE_END)
+    expected = torch.tensor([4.0, 1.0, 2.0]) + concentration - 1
+    found = fit.draw(data).emission.probs
+    torch.testing.assert_close(found, (expected / expected.sum()).unsqueeze(0), rtol=0, atol=1e-4)
+
+
+def test_map_of_known_states_is_the_mode_of_every_dirichlet_posterior():
+    """Each state emits its own symbol, so moves and starts can be counted."""
+    data = Sequences.from_list([[0, 0, 1, 1, 1, 0], [1, 0, 0], [0]])
+    starts, moves = torch.tensor([2.0, 1.0]), torch.tensor([[2.0, 1.0], [2.0, 2.0]])
+    prior = torch.tensor([[5.0, 1.5], [2.0, 1.0]])
+    model = MarginalModel(TabularHMM(2, categorical(2), 3.0, prior))
+    known = poutine.condition(model, {"module.emission.probs": torch.eye(2)})
+    fit = fit_map(known, data, **TO_THE_END)
+    hmm = fit.draw(data)
+    for found, counts in [
+        (hmm.log_initial, starts + 3.0 - 1),
+        (hmm.log_transition, moves + prior - 1),
+    ]:
+        expected = counts / counts.sum(-1, keepdim=True)
+        torch.testing.assert_close(found.exp(), expected, rtol=0.0, atol=1e-4)
+    assert fit.names == ["module.initial", "module.transition"]
+
+
+def test_map_of_one_normal_state_is_the_mode_of_its_posterior():
+    """Normal and inverse gamma: the mode of the joint density of mean and variance."""
+    values = torch.randn(3, 5, 2) * 2 + 1
+    data = Sequences(values, torch.tensor([5, 2, 4]))
+    m, w, a, b = 0.5, 2.0, 3.0, 1.5
+    model = MarginalModel(TabularHMM(1, normal(2, loc=m, weight=w, concentration=a, rate=b)))
+    slower = lambda optimizer: torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)  # noqa: E731
+    fit = fit_map(model, data, **{**TO_THE_END, "num_steps": 400, "schedule": slower})
+    seen = torch.cat([row[:length] for row, length in zip(values, data.lengths)])
+    n, mean = len(seen), seen.mean(0)
+    loc = (w * m + n * mean) / (w + n)
+    rate = b + 0.5 * ((seen - mean) ** 2).sum(0) + 0.5 * w * n / (w + n) * (mean - m) ** 2
+    variance = rate / (
+        a + n / 2 + 3 / 2
+    )  # density 1 / variance^(a + n/2 + 1 + 1/2) exp(-rate/variance)
+    found = fit.draw(data).emission
+    torch.testing.assert_close(found.mean, loc.unsqueeze(0), rtol=0.0, atol=1e-4)
+    torch.testing.assert_close(found.variance, variance.unsqueeze(0), rtol=1e-4, atol=0.0)
+
+
+class KnownScale(PyroModule):
+    """Normal of variance one whose mean has a standard normal prior: conjugate."""
+
+    def __init__(self, num_states):
+        super().__init__()
+        self.loc = PyroSample(dist.Normal(torch.zeros(num_states), 1.0).to_event(1))
+
+    def forward(self):
+        return dist.Normal(self.loc, 1.0)
+
+
+def test_svi_of_one_normal_state_finds_posterior_and_evidence_exactly():
+    """The posterior is normal, so that the bound is tight. To 5 % of the standard deviation."""
+    data = Sequences(torch.randn(3, 4) + 1, torch.tensor([4, 1, 3]))
+    model = MarginalModel(TabularHMM(1, KnownScale))
+    guide = AutoNormal(model)
+    elbo = Trace_ELBO(10, vectorize_particles=True, max_plate_nesting=1)
+    fit = fit_svi(model, guide, data, elbo=elbo, **TO_THE_END)
+    seen = torch.cat([row[:length] for row, length in zip(data.values, data.lengths)])
+    precision = 1 + len(seen)
+    low, high = guide.quantiles([0.15865525, 0.84134475], data)["module.emission.loc"]
+    mean, spread = seen.sum().item() / precision, precision**-0.5
+    assert (low + high).item() / 2 == pytest.approx(mean, abs=0.05 * spread)
+    assert (high - low).item() / 2 == pytest.approx(spread, rel=0.05)
+    covariance = torch.eye(len(seen)) + 1
+    evidence = dist.MultivariateNormal(torch.zeros(len(seen)), covariance).log_prob(seen)
+    assert fit.losses[-1].item() == pytest.approx(-evidence.item(), abs=0.02)
+
+
+def test_svi_of_one_categorical_state_comes_near_the_dirichlet_posterior():
+    """A normal guide is not exact there: to a tenth of the posterior's standard deviations."""
+    counts = torch.tensor([120, 60, 20])
+    values = torch.arange(3).repeat_interleave(counts)[torch.randperm(200)]
+    data = Sequences(values.reshape(20, 10), torch.full((20,), 10))
+    model = MarginalModel(TabularHMM(1, categorical(3, 2.0)))
+    guide = AutoMultivariateNormal(model)
+    elbo = Trace_ELBO(4, vectorize_particles=True, max_plate_nesting=1)
+    fit_svi(model, guide, data, elbo=elbo, **TO_THE_END)
+    posterior = dist.Dirichlet(counts + 2.0)
+    with torch.no_grad():
+        drawn = torch.stack([guide(data)["module.emission.probs"][0] for _ in range(2000)])
+    spread = posterior.variance.sqrt()
+    assert ((drawn.mean(0) - posterior.mean).abs() < 0.1 * spread).all()
+    assert ((drawn.std(0) / spread - 1).abs() < 0.1).all()
+
+
+def test_svi_stays_finite_where_map_has_no_maximum():
+    """T9: concentrations below one, where the density is unbounded at the corners."""
+    model = MarginalModel(TabularHMM(2, categorical(3, 0.5), 0.5, 0.5))
+    fit = fit_svi(model, AutoNormal(model), symbols(), num_steps=100, learning_rate=0.05)
+    assert fit.losses.isfinite().all()
+
+
+def test_hard_zeros_stay_zero_under_training():
+    """A left-to-right chain that may not emit symbol 0 in its last state."""
+    start = torch.tensor([1.0, 0.0, 0.0])
+    moves = torch.tensor([[0.6, 0.4, 0.0], [0.0, 0.7, 0.3], [0.0, 0.0, 1.0]])
+    probs = torch.tensor([[0.6, 0.2, 0.2], [0.1, 0.8, 0.1], [0.0, 0.2, 0.8]])
+    hmm, data = drawn_from((start.log(), moves.log(), dist.Categorical(probs)), torch.full((9,), 6))
+    fit = fit_map(MarginalModel(hmm.to_module()), data, num_steps=150, tolerance=None)
+    found = fit.draw(data)
+    assert found.log_initial.exp().equal(start)
+    assert (found.log_transition == -torch.inf).equal(moves == 0)
+    assert (found.emission.probs == 0).equal(probs == 0)
+    assert fit.losses[-1] < fit.losses[0]
+    assert not torch.allclose(found.log_transition[0, :2].exp(), moves[0, :2])
+    assert fit.names == []
+
+
+# What it refuses
+
+
+def test_a_sequence_of_probability_zero_is_named_as_the_cause():
+    half = torch.full((2, 2), 0.5).log()
+    hmm = HMM(half[0], half, dist.Categorical(torch.tensor([[0.5, 0.5, 0.0]] * 2)), ONE)
+    model = MarginalModel(hmm.to_module())
+    with pytest.raises(FloatingPointError, match=r"at step 0; .*probability zero"):
+        fit_map(model, Sequences.from_list([[0, 1], [2, 0]]))
+
+
+@pytest.mark.parametrize("batch_size", [None, 1])
+def test_an_impossible_sequence_is_found_in_whichever_minibatch(batch_size):
+    half = torch.full((2, 2), 0.5).log()
+    probs = dist.Categorical(torch.tensor([[0.5, 0.5, 0.0]] * 2))
+    hmm = HMM(half[0], half, probs, ONE)
+    data = Sequences.from_list([[0, 1], [1], [0, 0, 1], [2, 0]])
+    with pytest.raises(FloatingPointError, match="probability zero"):
+        fit_map(MarginalModel(hmm.to_module()), data, batch_size=batch_size, num_steps=40)
+
+
+@pytest.mark.parametrize("family", [categorical(3), normal(0)])
+@pytest.mark.filterwarnings("ignore:Encountered NaN")
+@pytest.mark.parametrize("checked", [True, False])
+def test_an_absurd_learning_rate_is_named_as_the_cause(family, checked):
+    """Also where Pyro's own checks meet the broken parameters first, as they do by default."""
+    data = symbols()
+    if "dim" in family.keywords:
+        data = Sequences(torch.randn(data.values.shape), data.lengths)
+    with (
+        pyro.validation_enabled(checked),
+        pytest.raises(FloatingPointError, match=r"at step \d+.*learning_rate"),
+    ):
+        fit_map(MarginalModel(TabularHMM(2, family)), data, learning_rate=1e6, num_steps=60)
+
+
+@pytest.mark.filterwarnings("ignore:Encountered NaN")
+def test_a_log_prior_that_is_not_a_number_ends_the_fit():
+    model = tabular(log_prior=lambda hmm: hmm.log_initial.sum() * float("nan"))
+    with pyro.validation_enabled(False), pytest.raises(FloatingPointError, match="loss is nan"):
+        fit_map(model, symbols(), num_steps=10)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"num_steps": 0}, ValueError, "num_steps"),
+        ({"num_steps": 2.5}, TypeError, "num_steps"),
+        ({"learning_rate": -1.0}, ValueError, "learning.rate"),
+        ({"batch_size": 0}, ValueError, "batch_size"),
+        ({"batch_size": -2}, ValueError, "batch_size"),
+        ({"batch_size": 1.5}, TypeError, "batch_size"),
+        ({"clip_norm": -1.0}, ValueError, "clip_norm"),
+        ({"clip_norm": 0.0}, ValueError, "clip_norm"),
+        ({"surprise": 1}, TypeError, "surprise"),
+    ],
+)
+def test_bad_arguments_are_named(options, error, message):
+    with pytest.raises(error, match=message):
+        fit_map(tabular(), symbols(), **{"num_steps": 3, **options})
+
+
+def test_data_of_the_wrong_kind_are_named():
+    with pytest.raises(TypeError, match="Sequences"):
+        fit_map(tabular(), symbols().values, num_steps=3)
+
+
+def test_a_module_in_place_of_a_model_is_named():
+    """The likeliest slip of all: the module has to go into MarginalModel first."""
+    with pytest.raises(TypeError, match="MarginalModel"):
+        fit_map(TabularHMM(2, categorical(3)), symbols(), num_steps=3)
+
+
+def test_symbols_that_the_emission_does_not_know_are_named():
+    data = Sequences(torch.tensor([[0, 7]]), torch.tensor([2]))
+    with pytest.raises(ValueError, match="symbols from 0 to V - 1 = 2"):
+        fit_map(tabular(), data, num_steps=3)
+
+
+def test_a_pair_without_parameters_is_refused():
+    def model(data):
+        half = torch.full((2, 2), 0.5).log()
+        hmm = HMM(half[0], half, dist.Categorical(torch.ones(2, 3)), data.lengths)
+        with pyro.plate("data", len(data)):
+            pyro.sample("x", hmm, obs=data.values)
+
+    with pytest.raises(ValueError, match="no parameters to fit"):
+        fit_svi(model, lambda data: None, symbols())
+
+
+def test_no_warning_is_raised_by_a_fit():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for form in (MarginalModel, EnumeratedModel):
+            fit_map(form(TabularHMM(2, categorical(3))), symbols(), num_steps=3)

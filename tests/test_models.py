@@ -1,0 +1,826 @@
+"""Laws of the Pyro models: two forms, one density, and a good citizen of Pyro's own machinery."""
+
+import itertools
+from functools import partial
+
+import pyro
+import pytest
+import torch
+from pyro import distributions as dist
+from pyro import poutine
+from pyro.infer import (
+    MCMC,
+    NUTS,
+    SVI,
+    Predictive,
+    Trace_ELBO,
+    TraceEnum_ELBO,
+    TraceMeanField_ELBO,
+    infer_discrete,
+)
+from pyro.infer.autoguide import (
+    AutoDelta,
+    AutoDiagonalNormal,
+    AutoGuideList,
+    AutoHierarchicalNormalMessenger,
+    AutoIAFNormal,
+    AutoLaplaceApproximation,
+    AutoLowRankMultivariateNormal,
+    AutoMultivariateNormal,
+    AutoNormal,
+    AutoNormalizingFlow,
+    AutoNormalMessenger,
+    AutoRegressiveMessenger,
+    AutoStructured,
+    init_to_sample,
+    init_to_value,
+)
+from pyro.infer.mcmc.util import initialize_model
+from pyro.nn import PyroModule, PyroSample
+from torch.distributions import biject_to
+
+from pyrohmm import (
+    HMM,
+    EnumeratedModel,
+    HMMModule,
+    MarginalModel,
+    Sequences,
+    TabularHMM,
+    categorical,
+    markov_sample,
+    normal,
+)
+
+NAN = float("nan")
+EXACT = {"rtol": 0.0, "atol": 1e-10}
+
+
+class Counts(PyroModule):
+    """An emission family of a user: counts whose rates have a gamma prior."""
+
+    def __init__(self, num_states):
+        super().__init__()
+        self.register_buffer("one", torch.ones(num_states))
+        self.rate = PyroSample(lambda self: dist.Gamma(2 * self.one, self.one).to_event(1))
+
+    def forward(self):
+        return dist.Poisson(self.rate)
+
+
+class Trials(PyroModule):
+    """Successes out of ten: a support whose bound has the shape of the parameters."""
+
+    def __init__(self, num_states):
+        super().__init__()
+        self.register_buffer("one", torch.ones(num_states))
+        self.rate = PyroSample(lambda self: dist.Beta(2 * self.one, self.one).to_event(1))
+
+    def forward(self):
+        return dist.Binomial(10, self.rate)
+
+
+class Walker(HMMModule):
+    """A module of a user: points and random variables, other moves and emissions at each step."""
+
+    def __init__(self, num_steps, num_states=2):
+        super().__init__()
+        self.start = torch.nn.Parameter(torch.randn(num_states))
+        self.moves = torch.nn.Parameter(torch.randn(num_steps - 1, num_states, num_states))
+        self.register_buffer("zero", torch.zeros(num_steps, num_states))
+        self.loc = PyroSample(lambda self: dist.Normal(self.zero, 1.0).to_event(2))
+
+    def forward(self, lengths, observed=None):
+        return HMM(
+            self.start.log_softmax(-1),
+            self.moves.log_softmax(-1),
+            dist.Normal(self.loc, 1.0),
+            lengths,
+            observed,
+            transition_per_step=True,
+            emission_per_step=True,
+        )
+
+
+def symbols():
+    """Four sequences, the first with a gap, the third without any observed step."""
+    values = torch.tensor([[0, 9, 2, 1], [1, 1, 9, 9], [9, 9, 9, 9], [2, 0, 1, 9]])
+    return Sequences(values, torch.tensor([4, 2, 1, 3]), values < 9)
+
+
+def numbers():
+    return Sequences.from_list([[0.3, NAN, -1.2, 0.7], [NAN, 2.0], [0.1], [NAN, NAN, 1.0]])
+
+
+def vectors():
+    rows = [torch.randn(length, 2) for length in (4, 2, 1)]
+    rows[0][1], rows[1][1, 0] = NAN, NAN
+    return Sequences.from_list(rows)
+
+
+def counts():
+    return Sequences.from_list([[3.0, NAN, 0.0, 1.0], [NAN, 2.0], [5.0]])
+
+
+CASES = {
+    "categorical": (lambda: TabularHMM(2, categorical(3)), symbols),
+    "scalar": (lambda: TabularHMM(3, normal(0)), numbers),
+    "vector": (lambda: TabularHMM(2, normal(2)), vectors),
+    "class of a user": (lambda: TabularHMM(2, Counts), counts),
+    "lambda of a user": (lambda: TabularHMM(2, lambda num_states: Counts(num_states)), counts),
+    "bounded counts": (lambda: TabularHMM(3, Trials), counts),
+    "one state": (lambda: TabularHMM(1, categorical(3)), symbols),
+    "one step": (lambda: TabularHMM(2, categorical(3)), lambda: Sequences.from_list([[1], [0]])),
+    "one of each": (lambda: TabularHMM(1, normal(1)), lambda: Sequences.from_list([[[0.5]]])),
+    "per step": (lambda: Walker(4), numbers),
+    "two steps": (lambda: Walker(2), lambda: Sequences.from_list([[1.0, NAN], [0.2]])),
+    "per step, one step": (lambda: Walker(1), lambda: Sequences.from_list([[1.0], [NAN]])),
+}
+
+
+def share_of(data: Sequences, more: int = 7) -> Sequences:
+    """The same sequences as a minibatch of a larger set."""
+    return Sequences(data.values, data.lengths, data.observed, total=len(data) + more)
+
+
+def stickiness(hmm: HMM) -> torch.Tensor:
+    """A log-prior with one value for each particle, as vectorised particles ask for."""
+    stay = hmm.log_transition.exp().diagonal(dim1=-2, dim2=-1).sum(-1)
+    return 2.0 * (stay.sum(-1) if hmm.transition_per_step else stay)
+
+
+def both(module, log_prior=None):
+    """The two forms of one model."""
+    return MarginalModel(module, log_prior), EnumeratedModel(module, log_prior)
+
+
+def ready(make_guide, model, data):
+    """A guide of the parameters, which exist; states are left to enumeration."""
+    guide = make_guide(poutine.block(model, hide_fn=lambda site: "_state_" in site["name"]))
+    guide(data)
+    return guide
+
+
+def loss_and_gradients(model, guide, data, particles=1):
+    """The loss of one form and its gradient by every parameter, after one seed."""
+    elbo = TraceEnum_ELBO if isinstance(model, EnumeratedModel) else Trace_ELBO
+    elbo = elbo(particles, max_plate_nesting=1, vectorize_particles=particles > 1)
+    pyro.set_rng_seed(1)
+    objective = elbo(model, guide)
+    loss = objective(data)
+    parameters = dict(objective.named_parameters())
+    given = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
+    return loss.detach(), dict(zip(parameters, given))
+
+
+def log_evidence_by_paths(hmm: HMM, data: Sequences, n: int) -> torch.Tensor:
+    """Log-probability of sequence n by its definition; for unbatched parameters."""
+    length, total = int(data.lengths[n]), []
+    for path in itertools.product(range(hmm.num_states), repeat=length):
+        score = hmm.log_initial[path[0]]
+        for t in range(1, length):
+            score = score + hmm.log_transition[path[t - 1], path[t]]
+        for t in range(length):
+            if data.observed[n, t]:
+                score = score + hmm.emission.log_prob(data.values[n, t].unsqueeze(0))[path[t]]
+        total.append(score)
+    return torch.stack(total).logsumexp(0)
+
+
+# Two forms, one density
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    ("make_guide", "particles"), [(AutoDelta, 1), (AutoNormal, 1), (AutoNormal, 3)]
+)
+@pytest.mark.parametrize("log_prior", [None, stickiness])
+@pytest.mark.parametrize("part", [lambda data: data, share_of], ids=["whole", "minibatch"])
+def test_both_forms_agree_in_loss_and_every_gradient(case, make_guide, particles, log_prior, part):
+    make_module, make_data = CASES[case]
+    models, data = both(make_module(), log_prior), part(make_data())
+    guide = ready(make_guide, models[0], data)
+    marginal, enumerated = (loss_and_gradients(m, guide, data, particles) for m in models)
+    assert marginal[0].isfinite()
+    torch.testing.assert_close(enumerated[0], marginal[0], **EXACT)
+    assert enumerated[1].keys() == marginal[1].keys()
+    for name, gradient in marginal[1].items():
+        other = enumerated[1][name]
+        if gradient is None or other is None:  # without elements: one step makes no move
+            assert all(given is None or not given.numel() for given in (gradient, other)), name
+        else:
+            assert gradient.isfinite().all(), name
+            torch.testing.assert_close(other, gradient, **EXACT)
+
+
+@pytest.mark.parametrize("case", ["categorical", "vector", "class of a user"])
+def test_both_forms_agree_in_float32(case):
+    """To 1e-5 of each number's size: float32 holds seven digits."""
+    torch.set_default_dtype(torch.float32)
+    make_module, make_data = CASES[case]
+    models, data = both(make_module()), make_data()
+    guide = ready(AutoNormal, models[0], data)
+    marginal, enumerated = (loss_and_gradients(model, guide, data) for model in models)
+    assert marginal[0].dtype == torch.float32
+    close = {"rtol": 1e-5, "atol": 1e-5}
+    torch.testing.assert_close(enumerated[0], marginal[0], **close)
+    for name, gradient in marginal[1].items():
+        torch.testing.assert_close(enumerated[1][name], gradient, **close)
+
+
+@pytest.mark.parametrize("case", ["categorical", "scalar", "vector", "class of a user", "one step"])
+@pytest.mark.parametrize("form", [MarginalModel, EnumeratedModel])
+def test_the_loss_is_prior_and_scaled_likelihood_by_definition(case, form):
+    """Sum over paths for the likelihood, once per sequence; priors and log_prior once."""
+    make_module, make_data = CASES[case]
+    model, data = form(make_module(), stickiness), share_of(make_data())
+    guide = ready(AutoDelta, model, data)
+    loss, _ = loss_and_gradients(model, guide, data)
+    trace = poutine.trace(poutine.replay(model, poutine.trace(guide).get_trace(data)))
+    trace = trace.get_trace(data)
+    hmm = trace.nodes["_RETURN"]["value"]
+    prior = sum(
+        trace.nodes[name]["fn"].log_prob(trace.nodes[name]["value"])
+        for name in trace.nodes
+        if name.startswith("module.")
+    )
+    likelihood = sum(log_evidence_by_paths(hmm, data, n) for n in range(len(data)))
+    expected = prior + stickiness(hmm) + data.total / len(data) * likelihood
+    torch.testing.assert_close(loss, -expected.detach(), **EXACT)
+
+
+def test_hard_zeros_agree_and_give_finite_gradients():
+    """A left-to-right chain, one state that emits one symbol only, and one that none can reach."""
+    hmm = HMM(
+        torch.tensor([1.0, 0.0, 0.0, 0.0]).log(),
+        torch.tensor([[0.5, 0.5, 0, 0], [0, 0.5, 0.5, 0], [0, 0, 1, 0], [0, 0, 0.5, 0.5]]).log(),
+        dist.Categorical(torch.tensor([[0.5, 0.5, 0], [0, 0.5, 0.5], [0, 0, 1], [1, 0, 0]])),
+        torch.tensor([4, 2, 1]),
+    )
+    data = Sequences(hmm.sample(), hmm.lengths)
+    models = both(hmm.to_module())
+    guide = ready(AutoDelta, models[0], data)
+    marginal, enumerated = (loss_and_gradients(model, guide, data) for model in models)
+    torch.testing.assert_close(enumerated[0], marginal[0], **EXACT)
+    for name, gradient in marginal[1].items():
+        assert gradient.isfinite().all()
+        torch.testing.assert_close(enumerated[1][name], gradient, **EXACT)
+
+
+@pytest.mark.parametrize("form", [MarginalModel, EnumeratedModel])
+def test_values_of_missing_and_padded_steps_change_nothing(form):
+    data = numbers()
+    filled = data.values.masked_fill(~data.observed, 1e6)
+    model = form(TabularHMM(2, normal(0)))
+    guide = ready(AutoDelta, model, data)
+    expected = loss_and_gradients(model, guide, data)
+    for values in (filled, data.values.masked_fill(~data.observed, NAN)):
+        found = loss_and_gradients(model, guide, Sequences(values, data.lengths, data.observed))
+        assert torch.equal(found[0], expected[0])
+        for name, gradient in expected[1].items():
+            torch.testing.assert_close(found[1][name], gradient, **EXACT)
+
+
+# Priors and minibatches (T8)
+
+
+@pytest.mark.parametrize("form", [MarginalModel, EnumeratedModel])
+@pytest.mark.parametrize("batch_size", [1, 2, 3, 5])
+def test_minibatch_losses_average_to_the_full_one(form, batch_size):
+    data = Sequences(torch.randint(0, 3, (5, 4)), torch.tensor([4, 1, 3, 2, 4]))
+    model = form(TabularHMM(2, categorical(3, 2.0), 2.0, 2.0), stickiness)
+    guide = ready(AutoDelta, model, data)
+    run = partial(loss_and_gradients, model, guide)
+    whole = run(data)
+    parts = [(len(batch) / len(data), run(batch)) for batch in data.batches(batch_size)]
+    torch.testing.assert_close(sum(w * loss for w, (loss, _) in parts), whole[0], **EXACT)
+    for name, gradient in whole[1].items():
+        torch.testing.assert_close(sum(w * part[name] for w, (_, part) in parts), gradient, **EXACT)
+
+
+@pytest.mark.parametrize("form", [MarginalModel, EnumeratedModel])
+def test_the_scale_multiplies_the_likelihood_alone(form):
+    data = symbols()
+    model = form(TabularHMM(2, categorical(3)), stickiness)
+    trace = poutine.trace(model).get_trace(share_of(data, 3 * len(data)))
+    trace.compute_log_prob()
+    for name, site in trace.nodes.items():
+        if site["type"] == "sample" and name != "sequences":
+            assert site["scale"] == (4.0 if name.startswith("x") else 1.0), name
+
+
+@pytest.mark.parametrize("form", [MarginalModel, EnumeratedModel])
+@pytest.mark.parametrize("particles", [1, 3])
+def test_log_prior_counts_once(form, particles):
+    """However many sequences, and however many equal particles."""
+    data = share_of(symbols())
+    model = form(TabularHMM(2, categorical(3)))
+    guide = ready(AutoDelta, model, data)
+    without, _ = loss_and_gradients(model, guide, data, particles)
+    model.log_prior = lambda hmm: torch.tensor(3.0)
+    torch.testing.assert_close(
+        without - loss_and_gradients(model, guide, data, particles)[0], torch.tensor(3.0)
+    )
+
+
+@pytest.mark.parametrize("form", [MarginalModel, EnumeratedModel])
+def test_vectorised_particles_average_what_single_ones_give(form):
+    data = numbers()
+    model = form(TabularHMM(2, normal(0)), stickiness)
+    guide = ready(AutoDelta, model, data)  # a point: all particles are equal
+    one = loss_and_gradients(model, guide, data)
+    three = loss_and_gradients(model, guide, data, particles=3)
+    torch.testing.assert_close(three[0], one[0], **EXACT)
+    for name, gradient in one[1].items():
+        torch.testing.assert_close(three[1][name], gradient, **EXACT)
+
+
+def test_a_log_prior_that_is_no_scalar_is_refused_by_name():
+    model = MarginalModel(TabularHMM(2, categorical(3)), lambda hmm: hmm.log_initial)
+    data = symbols()
+    guide = ready(AutoDelta, model, data)
+    with pytest.raises(ValueError, match="log_prior"):
+        Trace_ELBO().loss(model, guide, data)
+
+
+@pytest.mark.parametrize("form", [MarginalModel, EnumeratedModel])
+def test_a_module_that_is_none_is_refused(form):
+    with pytest.raises(TypeError, match="module must be an HMMModule; got function"):
+        form(lambda lengths, observed: None)
+
+
+@pytest.mark.parametrize("form", [MarginalModel, EnumeratedModel])
+def test_a_module_that_has_run_can_still_be_put_into_a_model(form):
+    """People look at a draw first, and sample with NUTS from what they fitted by MAP."""
+    data = symbols()
+    module = TabularHMM(2, categorical(3))
+    module(data.lengths)
+    fitted = MarginalModel(module)
+    fitted(data)
+    again = form(module)
+    sites = poutine.trace(again).get_trace(data).nodes
+    assert "module.emission.probs" in sites
+    assert "module.emission.probs" in poutine.trace(fitted).get_trace(data).nodes
+
+
+def test_sites_are_those_of_the_docstring():
+    data = symbols()
+    latent = ["module.initial", "module.transition", "module.emission.probs"]
+    for form, own in [
+        (MarginalModel, ["x"]),
+        (EnumeratedModel, [f"x{kind}{t}" for t in range(4) for kind in ("_state_", "_")]),
+    ]:
+        model = form(TabularHMM(2, categorical(3)), stickiness)
+        trace = poutine.trace(model).get_trace(data)
+        sites = [n for n, site in trace.nodes.items() if site["type"] == "sample"]
+        assert [n for n in sites if n != "sequences"] == [*latent, "log_prior", *own]
+        for name in own:
+            frames = {frame.name for frame in trace.nodes[name]["cond_indep_stack"]}
+            assert "sequences" in frames
+        for name in (*latent, "log_prior"):
+            assert trace.nodes[name]["cond_indep_stack"] == ()
+
+
+@pytest.mark.parametrize(
+    ("values", "emission"),
+    [
+        (torch.tensor([[0, 3], [1, 1]]), dist.Categorical(torch.ones(2, 3))),
+        (torch.tensor([[0, -1], [1, 1]]), dist.Categorical(torch.ones(2, 3))),
+        (torch.tensor([[0.0, -1.0], [1.0, 1.0]]), dist.Poisson(torch.ones(2))),
+    ],
+    ids=["symbol too large", "symbol below zero", "count below zero"],
+)
+def test_values_outside_the_support_are_named_inside_a_plate(values, emission):
+    """A plate must not lose the checks: on a GPU a wrong symbol would end the process."""
+    half = torch.full((2, 2), 0.5).log()
+
+    def model():
+        with pyro.plate("data", 2):
+            pyro.sample("x", HMM(half[0], half, emission, torch.tensor([2, 2])), obs=values)
+
+    with pytest.raises(ValueError, match=r"values must|within the support"):
+        poutine.trace(model).get_trace().compute_log_prob()
+
+
+# markov_sample in a model of one's own
+
+
+def chain(num_states=3, length=3, num_symbols=4, batch=()):
+    pyro.set_rng_seed(5)
+    return HMM(
+        torch.randn(*batch, num_states).log_softmax(-1),
+        torch.randn(*batch, num_states, num_states).log_softmax(-1),
+        dist.Categorical(logits=torch.randn(*batch, num_states, num_symbols)),
+        torch.tensor([length, 1]),
+    )
+
+
+def no_guide(*args):
+    pass
+
+
+@pytest.mark.parametrize("length", [1, 4])
+def test_markov_sample_states_what_pyro_sample_does(length):
+    hmm = chain(length=length)
+    obs = hmm.sample()
+
+    def spelled():
+        with pyro.plate("data", 2):
+            assert markov_sample("y", hmm, obs=obs).equal(obs)
+
+    def short():
+        with pyro.plate("data", 2):
+            pyro.sample("y", hmm, obs=obs)
+
+    assert TraceEnum_ELBO(max_plate_nesting=1).loss(spelled, no_guide) == pytest.approx(
+        Trace_ELBO().loss(short, no_guide), abs=1e-10
+    )
+
+
+def test_markov_sample_works_in_two_plates():
+    """Groups of sequences, each group with its own transition matrix."""
+    lengths = torch.tensor([[3, 1], [2, 3], [3, 3]])  # (G, N)
+    scores = torch.randn(3, 1, 2, 2).requires_grad_()
+    emission = dist.Normal(torch.tensor([-1.0, 1.0]), 1.0)
+    obs = torch.randn(3, 2, 3)
+
+    def model(spelled):
+        hmm = HMM(torch.tensor([0.3, 0.7]).log(), scores.log_softmax(-1), emission, lengths)
+        with pyro.plate("groups", 3, dim=-2), pyro.plate("data", 2, dim=-1):
+            markov_sample("y", hmm, obs=obs) if spelled else pyro.sample("y", hmm, obs=obs)
+
+    spelled = TraceEnum_ELBO(max_plate_nesting=2).differentiable_loss(model, no_guide, True)
+    short = Trace_ELBO().differentiable_loss(model, no_guide, False)
+    torch.testing.assert_close(spelled, short, **EXACT)
+    torch.testing.assert_close(
+        *(torch.autograd.grad(loss, scores)[0] for loss in (spelled, short)), **EXACT
+    )
+
+
+@pytest.mark.parametrize(
+    ("emission", "event"),
+    [
+        (dist.Categorical(torch.ones(3, 4)), ()),
+        (dist.Normal(torch.zeros(3), 1.0), ()),
+        (dist.Normal(torch.zeros(3, 2), 1.0).to_event(1), (2,)),
+        (dist.MultivariateNormal(torch.zeros(3, 2), torch.eye(2)), (2,)),
+        (dist.Normal(torch.zeros(3, 2, 5), 1.0).to_event(2), (2, 5)),
+    ],
+    ids=["categorical", "scalar", "vector", "multivariate", "matrix"],
+)
+def test_markov_sample_draws_what_is_not_observed(emission, event):
+    """Shapes, dtype and names as pyro.sample gives them; states are sites too."""
+    law = torch.full((3, 3), 1 / 3).log()
+    hmm = HMM(law[0], law, emission, torch.tensor([4, 2]))
+
+    def spelled():
+        with pyro.plate("data", 2):
+            return markov_sample("y", hmm)
+
+    def short():
+        with pyro.plate("data", 2):
+            return pyro.sample("y", hmm)
+
+    trace = poutine.trace(spelled).get_trace()
+    drawn = trace.nodes["_RETURN"]["value"]
+    assert drawn.shape == short().shape == (2, 4, *event)
+    assert drawn.dtype == short().dtype
+    for t in range(4):
+        assert trace.nodes[f"y_state_{t}"]["value"].shape == (2,)
+        assert trace.nodes[f"y_{t}"]["value"].equal(drawn[:, t])
+    for parallel in (False, True):
+        found = Predictive(spelled, num_samples=3, parallel=parallel, return_sites=["y_1"])()
+        assert found["y_1"].shape == (3, 2, *event)
+        found = Predictive(short, num_samples=3, parallel=parallel)()
+        assert found["y"].shape == (3, 2, 4, *event)
+
+
+@pytest.mark.parametrize("spelled", [True, False])
+def test_draws_follow_the_chain(spelled):
+    """Frequencies of pairs of symbols against their exact law; 5 sigma of 20000 draws."""
+    hmm = chain(length=2, num_symbols=2)
+    law = HMM(hmm.log_initial, hmm.log_transition, hmm.emission, torch.tensor(2))
+    many = HMM(*(hmm.log_initial, hmm.log_transition, hmm.emission), torch.full((20_000,), 2))
+    with pyro.plate("data", 20_000):
+        drawn = markov_sample("y", many) if spelled else pyro.sample("y", many)
+    for pair in itertools.product(range(2), repeat=2):
+        value = torch.tensor(pair)
+        expected = law.log_prob(value).exp().item()
+        found = (drawn == value).all(-1).double().mean().item()
+        assert abs(found - expected) < 5 * (expected * (1 - expected) / 20_000) ** 0.5
+
+
+def test_enumerated_marginals_are_the_posterior_of_the_states():
+    data = symbols()
+    hmm = TabularHMM(3, categorical(3))(data.lengths, data.observed)
+    model = EnumeratedModel(hmm.to_module())
+    sites = TraceEnum_ELBO(max_plate_nesting=1).compute_marginals(model, no_guide, data)
+    found = torch.stack([sites[f"x_state_{t}"].probs for t in range(4)], -2)
+    exists = (torch.arange(4) < data.lengths.unsqueeze(-1)).unsqueeze(-1)
+    expected = hmm.posterior(data.values).states
+    torch.testing.assert_close((found * exists).detach(), expected.detach(), **EXACT)
+
+
+def decoded(hmm: HMM, values: torch.Tensor) -> torch.Tensor:
+    """The most probable path by Pyro's own machinery, zero at padded steps."""
+
+    @partial(infer_discrete, first_available_dim=-2, temperature=0)
+    def model():
+        with pyro.plate("data", len(values)):
+            markov_sample("y", hmm, obs=values)
+
+    trace = poutine.trace(model).get_trace()
+    path = [trace.nodes[f"y_state_{t}"]["value"] for t in range(hmm.num_steps)]
+    exists = torch.arange(hmm.num_steps) < hmm.lengths.unsqueeze(-1)
+    return torch.stack(path, -1).masked_fill(~exists, 0)
+
+
+def test_infer_discrete_finds_the_path_of_viterbi():
+    hmm = chain(num_states=4, length=5)
+    hmm = HMM(hmm.log_initial, hmm.log_transition, hmm.emission, torch.full((6,), 5))
+    values = hmm.sample()
+    assert decoded(hmm, values).equal(hmm.viterbi(values))
+
+
+def test_infer_discrete_is_not_swayed_by_padding():
+    """T4: state 0 is likelier, and state 1 would win if the padding took part in the maximum."""
+    stay = torch.tensor([[0.50, 0.50], [0.01, 0.99]]).log()
+    blank = dist.Categorical(probs=torch.ones(2, 1))
+    hmm = HMM(torch.tensor([0.6, 0.4]).log(), stay, blank, torch.tensor([1, 3]))
+    values = torch.zeros(2, 3, dtype=torch.long)
+    assert decoded(hmm, values).equal(hmm.viterbi(values))
+
+
+# A model of one's own, in ten lines, with everything Pyro brings
+
+
+def ours(module, plate="data"):
+    """A user's model: a latent of its own, a factor, and an HMM in a plate."""
+
+    def model(data):
+        weight = pyro.sample("weight", dist.Gamma(2.0, 1.0))
+        hmm = module(data.lengths, data.observed)
+        stay = hmm.log_transition.exp().diagonal(dim1=-2, dim2=-1).sum(-1)
+        pyro.factor("sticky", weight * stay)
+        with pyro.plate(plate, len(data)):
+            pyro.sample("x", hmm, obs=data.values)
+        return hmm
+
+    return model
+
+
+SHAPES = {"weight": (), "initial": (2,), "transition": (2, 2), "emission.probs": (2, 3)}
+
+
+def two_guides(model):
+    guide = AutoGuideList(model)
+    guide.append(AutoDelta(poutine.block(model, expose=["initial", "transition"])))
+    guide.append(AutoNormal(poutine.block(model, expose=["weight", "emission.probs"])))
+    return guide
+
+
+def flow(model):
+    layer = dist.transforms.block_autoregressive
+    return AutoNormalizingFlow(model, partial(dist.transforms.iterated, 1, layer))
+
+
+GUIDES = {
+    "AutoDelta": AutoDelta,
+    "AutoNormal": AutoNormal,
+    "AutoDiagonalNormal": AutoDiagonalNormal,
+    "AutoMultivariateNormal": AutoMultivariateNormal,
+    "AutoLowRankMultivariateNormal": AutoLowRankMultivariateNormal,
+    "AutoIAFNormal": AutoIAFNormal,
+    "AutoNormalizingFlow": flow,
+    "AutoLaplaceApproximation": AutoLaplaceApproximation,
+    "AutoStructured": partial(AutoStructured, conditionals="mvn", dependencies="linear"),
+    "AutoGuideList": two_guides,
+    "AutoNormalMessenger": AutoNormalMessenger,
+    "AutoHierarchicalNormalMessenger": AutoHierarchicalNormalMessenger,
+    "AutoRegressiveMessenger": AutoRegressiveMessenger,
+}
+
+
+@pytest.mark.parametrize("local", [False, True])
+@pytest.mark.parametrize("name", GUIDES)
+def test_every_autoguide_can_be_trained_and_drawn_from(name, local):
+    data = symbols()
+    with pyro.settings.context(module_local_params=local):
+        model = ours(TabularHMM(2, categorical(3)))
+        guide = GUIDES[name](model)
+        objective = Trace_ELBO()(model, guide)
+        objective(data)
+        optimizer = torch.optim.Adam(objective.parameters(), lr=0.05)
+        before = [parameter.detach().clone() for parameter in objective.parameters()]
+        for _ in range(3):
+            optimizer.zero_grad()
+            loss = objective(data)
+            loss.backward()
+            optimizer.step()
+            assert loss.isfinite()
+        changed = [not old.equal(new) for old, new in zip(before, objective.parameters())]
+        assert any(changed)
+        drawn = poutine.trace(guide).get_trace(data)
+        assert {n: tuple(drawn.nodes[n]["value"].shape) for n in SHAPES} == SHAPES
+        if hasattr(guide, "median") and not isinstance(
+            guide, (AutoIAFNormal, AutoNormalizingFlow, AutoLaplaceApproximation)
+        ):
+            median = guide.median(data)
+            assert {n: tuple(median[n].shape) for n in SHAPES} == SHAPES
+        drawn = Predictive(guide, num_samples=3)(data)
+        posterior = {n: drawn[n].reshape(3, *shape) for n, shape in SHAPES.items()}
+        drawn = Predictive(poutine.uncondition(model), posterior)(data)
+        assert drawn["x"].shape == (3, 4, 4)
+        assert len({tuple(sequences.flatten().tolist()) for sequences in drawn["x"]}) > 1
+
+
+@pytest.mark.parametrize("name", ["AutoDelta", "AutoNormal", "AutoMultivariateNormal"])
+def test_pyros_own_svi_lowers_the_loss(name):
+    data = symbols()
+    model = ours(TabularHMM(2, categorical(3)))
+    guide = GUIDES[name](model)
+    svi = SVI(model, guide, pyro.optim.ClippedAdam({"lr": 0.05}), Trace_ELBO())
+    losses = [svi.step(data) for _ in range(100)]
+    assert sum(losses[-25:]) < sum(losses[:25])
+
+
+@pytest.mark.parametrize("local", [False, True])
+@pytest.mark.parametrize("form", [MarginalModel, EnumeratedModel])
+def test_pyros_own_svi_runs_both_forms_on_minibatches(form, local):
+    data = symbols()
+    with pyro.settings.context(module_local_params=local):
+        model = form(TabularHMM(2, categorical(3)), stickiness)
+        hide = poutine.block(model, hide_fn=lambda site: "_state_" in site["name"])
+        elbo = TraceEnum_ELBO() if form is EnumeratedModel else Trace_ELBO()
+        svi = SVI(model, AutoNormal(hide), pyro.optim.Adam({"lr": 0.05}), elbo)
+        losses = [svi.step(batch) for _ in range(40) for batch in data.batches(2)]
+        assert sum(losses[-20:]) < sum(losses[:20])
+
+
+def test_mean_field_elbo_has_the_gradient_of_the_sampled_one_for_a_point():
+    """An ELBO with analytic divergences meets an HMM and a factor without trouble."""
+    data = symbols()
+    model = ours(TabularHMM(2, categorical(3, 2.0)))
+    guide = AutoDelta(model)
+    first = Trace_ELBO().loss(model, guide, data)
+    assert TraceMeanField_ELBO().loss(model, guide, data) == pytest.approx(first, abs=1e-10)
+
+
+def at_its_mode(guide, model, data):
+    objective = Trace_ELBO()(model, guide)
+    objective(data)
+    optimizer = torch.optim.LBFGS(
+        objective.parameters(), max_iter=200, tolerance_grad=1e-8, line_search_fn="strong_wolfe"
+    )
+
+    def closure():
+        optimizer.zero_grad()
+        loss = objective(data)
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    return guide.laplace_approximation(data)
+
+
+def test_laplace_approximation_has_the_curvature_of_the_log_joint():
+    """One coin. The guide is normal in the logit, where the density of p gains p (1 - p).
+
+    Counts 4 and 2 with a flat prior so become 5 and 3: the mode is 5/8, the curvature 8 p (1 - p).
+    """
+    data = Sequences.from_list([[0, 0, 1, 0], [1, 0]])
+    model = MarginalModel(TabularHMM(1, categorical(2)))
+    found = at_its_mode(AutoLaplaceApproximation(model), model, data)
+    p = 5 / 8
+    assert found.median()["module.emission.probs"][0, 0].item() == pytest.approx(p, abs=1e-5)
+    variance = found.get_posterior().covariance_matrix.item()
+    assert variance == pytest.approx(1 / (8 * p * (1 - p)), rel=1e-5)
+
+
+def test_laplace_approximation_of_a_chain_is_that_of_its_enumerated_form():
+    """Second derivatives: ours are written by hand, those of the enumeration are autograd's."""
+    data = Sequences.from_list([[0, 1, 1, 2, 0], [2, 2, 0], [1], [0, 1, 1]])
+    models = both(TabularHMM(2, categorical(3, 3.0), 3.0, 3.0))
+    guide = AutoLaplaceApproximation(models[0], init_loc_fn=init_to_sample)
+    found = at_its_mode(guide, models[0], data)
+    covariance = found.get_posterior().covariance_matrix.detach()
+    assert torch.linalg.eigvalsh(covariance).min() > 0
+
+    location = guide.loc.detach()
+
+    def potential(location):
+        total = 0.0
+        substitutes = {}
+        for site, part in guide._unpack_latent(location):
+            transform = biject_to(site["fn"].support)
+            substitutes[site["name"]] = transform(part)
+            slope = transform.log_abs_det_jacobian(part, substitutes[site["name"]])
+            total = total - slope.sum()
+        known = poutine.condition(models[1], substitutes)
+        return total + TraceEnum_ELBO(max_plate_nesting=1).differentiable_loss(
+            known, no_guide, data
+        )
+
+    curvature = torch.autograd.functional.hessian(potential, location)
+    torch.testing.assert_close(covariance, torch.linalg.inv(curvature), rtol=1e-6, atol=1e-8)
+
+
+def test_predictive_serial_and_parallel_give_the_same_shapes():
+    """In parallel Pyro wants (S, 1, *event): one dimension for the plate of sequences."""
+    data = symbols()
+    model = ours(TabularHMM(2, categorical(3)))
+    prior = Predictive(model, num_samples=3)(data)
+    draws = {name: prior[name].reshape(3, 1, *shape) for name, shape in SHAPES.items()}
+    generating = poutine.uncondition(model)
+    serial = Predictive(generating, {n: v.squeeze(1) for n, v in draws.items()})(data)
+    parallel = Predictive(generating, draws, parallel=True)(data)
+    assert serial["x"].shape == parallel["x"].shape == (3, 4, 4)
+    assert 0 <= parallel["x"].min() <= parallel["x"].max() <= 2
+
+
+def test_parallel_predictions_use_the_sample_they_belong_to():
+    """Sample s emits symbol s only."""
+    data = Sequences(torch.zeros(4, 2, dtype=torch.long), torch.tensor([2, 1, 2, 2]))
+    draws = {
+        "weight": torch.ones(3, 1),
+        "initial": torch.full((3, 1, 2), 0.5),
+        "transition": torch.full((3, 1, 2, 2), 0.5),
+        "emission.probs": torch.eye(3).reshape(3, 1, 1, 3).expand(3, 1, 2, 3),
+    }
+    model = poutine.uncondition(ours(TabularHMM(2, categorical(3))))
+    drawn = Predictive(model, draws, parallel=True)(data)["x"]
+    assert drawn.equal(torch.arange(3).reshape(3, 1, 1).expand(3, 4, 2))
+
+
+@pytest.mark.parametrize("form", [MarginalModel, EnumeratedModel])
+@pytest.mark.parametrize("parallel", [False, True])
+def test_prior_predictive_of_both_forms(form, parallel):
+    data = vectors()
+    model = poutine.uncondition(form(TabularHMM(2, normal(2)), stickiness))
+    drawn = Predictive(model, num_samples=5, parallel=parallel)(data)
+    if form is MarginalModel:
+        assert drawn["x"].shape == (5, 3, 4, 2)
+    else:
+        assert drawn["x_3"].shape == (5, 3, 2)
+        assert drawn["x_state_3"].shape == (5, 3)
+    assert drawn["module.transition"].squeeze(1).shape == (5, 2, 2)
+
+
+def test_conditioning_a_parameter_is_enough_to_know_it():
+    """poutine.condition reaches the sites of the module by their documented names."""
+    data = symbols()
+    known = torch.tensor([[0.9, 0.1], [0.2, 0.8]])
+    model = poutine.condition(
+        MarginalModel(TabularHMM(2, categorical(3))), {"module.transition": known}
+    )
+    torch.testing.assert_close(model(data).log_transition.exp(), known)
+    guide = AutoDelta(model)
+    guide(data)
+    assert "module.transition" not in dict(guide.median(data))
+
+
+# Markov chain Monte Carlo
+
+
+@pytest.mark.parametrize("case", ["categorical", "scalar", "vector", "class of a user"])
+def test_potential_energies_of_both_forms_agree(case):
+    """And their gradients: what NUTS sees of a model."""
+    make_module, make_data = CASES[case]
+    models, data = both(make_module(), stickiness), make_data()
+    point, found = None, []
+    for model in models:
+        start, potential, _, _ = initialize_model(model, (data,), max_plate_nesting=1)
+        point = point or {name: value.detach().requires_grad_() for name, value in start.items()}
+        assert start.keys() == point.keys()
+        energy = potential(point)
+        found.append((energy, *torch.autograd.grad(energy, list(point.values()))))
+    for marginal, enumerated in zip(*found):
+        torch.testing.assert_close(enumerated, marginal, **EXACT)
+
+
+@pytest.mark.parametrize("form", [MarginalModel, EnumeratedModel])
+def test_nuts_draws_from_both_forms(form):
+    data = Sequences.from_list([[0, 1, 1, 2], [2, None], [1, 0, 0]])
+    model = form(TabularHMM(2, categorical(3)))
+    start = {
+        "module.initial": torch.tensor([0.4, 0.6]),
+        "module.transition": torch.tensor([[0.6, 0.4], [0.3, 0.7]]),
+        "module.emission.probs": torch.tensor([[0.2, 0.3, 0.5], [0.4, 0.4, 0.2]]),
+    }
+    kernel = NUTS(
+        model,
+        step_size=0.2,
+        adapt_step_size=False,
+        adapt_mass_matrix=False,
+        max_tree_depth=2,
+        max_plate_nesting=1,
+        init_strategy=init_to_value(values=start),
+    )
+    mcmc = MCMC(kernel, num_samples=6, warmup_steps=2, disable_progbar=True)
+    mcmc.run(data)
+    drawn = mcmc.get_samples()
+    assert {name: tuple(v.shape[1:]) for name, v in drawn.items()} == {
+        f"module.{n}": shape for n, shape in SHAPES.items() if n != "weight"
+    }
+    for value in drawn.values():
+        torch.testing.assert_close(value.sum(-1), torch.ones_like(value.sum(-1)))
+    assert len(drawn["module.initial"].unique(dim=0)) > 1

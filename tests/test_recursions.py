@@ -1,0 +1,938 @@
+"""Laws of the recursions, each held by the compiled kernels and by the loops of torch operations.
+
+Answers come from ``oracle.py``: the table of all paths where that is small enough, plain
+forward-backward in log space elsewhere. Tolerances in float64 are those of rounding; in float32
+they are a few roundings of the largest log-likelihood, which is what an exponential amplifies.
+"""
+
+import functools
+import itertools
+import re
+import zlib
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
+
+import numpy as np
+import oracle
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+from torch.autograd import gradcheck, gradgradcheck
+
+from pyrohmm import _lookup, _steps, recursions
+
+NEVER = -np.inf
+
+ENGINES = ["compiled", "steps"]
+
+
+@pytest.fixture(params=ENGINES)
+def engine(request, monkeypatch):
+    """Both implementations: Numba's kernels, and torch operations."""
+    if request.param == "steps":
+        monkeypatch.setattr(recursions, "_kernels", lambda: None)
+        monkeypatch.setattr(_lookup, "kernels", lambda: None)
+    elif recursions._kernels() is None:
+        pytest.skip("Numba is not installed")
+    return request.param
+
+
+@pytest.fixture
+def ranges(monkeypatch):
+    """Record the ranges of numbers that are tried, in their order."""
+    tried = []
+    scaled, logarithms = recursions._forward, recursions._log_space
+
+    def forward(chain, dtype):
+        tried.append(dtype)
+        return scaled(chain, dtype)
+
+    def log_space(*arguments, **keywords):
+        tried.append("log")
+        return logarithms(*arguments, **keywords)
+
+    monkeypatch.setattr(recursions, "_forward", forward)
+    monkeypatch.setattr(recursions, "_log_space", log_space)
+    return tried
+
+
+# The product of everything small, against the table of all paths --------------------------------
+
+LAYOUTS = {  # batch shapes of initial, transition, likelihood, lengths
+    "one sequence": ((), (), (), ()),
+    "one chain for all": ((), (), (3,), (3,)),
+    "initial for each": ((3,), (), (3,), (3,)),
+    "matrix for each": ((3,), (3,), (3,), (3,)),
+    "one matrix of a batch": ((), (1,), (3,), (3,)),
+    "restarts": ((2, 1), (2, 1), (3,), (3,)),
+    "restarts with own lengths": ((2, 1), (2, 1), (3,), (2, 3)),
+    "restarts with own values": ((), (2, 1), (2, 3), (3,)),
+    "all their own": ((2, 3), (2, 3), (2, 3), (2, 3)),
+    "values shared": ((3,), (3,), (), ()),
+}
+SIZES = list(itertools.product([1, 2, 3, 4], [1, 2, 3, 4, 5]))
+
+
+class Case(NamedTuple):
+    num_states: int
+    num_steps: int
+    layout: str
+    per_step: bool = False
+    zeros: bool = False
+    ragged: bool = False
+    dtype: torch.dtype = torch.float64
+
+
+class Chain(NamedTuple):
+    log_initial: torch.Tensor
+    log_transition: torch.Tensor
+    log_likelihood: torch.Tensor
+    lengths: torch.Tensor
+
+    @classmethod
+    def of(cls, initial, transition, likelihood, lengths=None, dtype=torch.float64):
+        """Tensors from arrays; every step exists unless lengths are given."""
+        parts = [torch.tensor(np.asarray(a, float)).to(dtype) for a in (initial, transition)]
+        likelihood = torch.tensor(np.asarray(likelihood, float)).to(dtype)
+        if lengths is None:
+            lengths = np.full(likelihood.shape[:-2], likelihood.shape[-2])
+        return cls(*parts, likelihood, torch.tensor(lengths))
+
+    def arrays(self):
+        """What was rounded to the chain's dtype, in float64."""
+        return [part.detach().numpy() for part in (p.double() for p in self[:3])] + [
+            self.lengths.numpy()
+        ]
+
+    def solved(self, solve=oracle.by_logs):
+        return oracle.for_each(solve, *self.arrays())
+
+    def with_gradients(self):
+        return self._replace(
+            **{name: getattr(self, name).clone().requires_grad_() for name in self._fields[:3]}
+        )
+
+    @property
+    def gradients(self):
+        return [part.grad for part in self[:3]]
+
+
+def normalized(scores, zero=None, rng=None):
+    """Logarithms of probabilities; if wanted, a share ``zero`` of them are hard zeros."""
+    if zero:
+        dead = rng.random(scores.shape) < zero
+        alive = rng.integers(scores.shape[-1], size=scores.shape[:-1])
+        np.put_along_axis(dead, alive[..., None], False, -1)
+        scores = np.where(dead, NEVER, scores)
+    peak = scores.max(-1, keepdims=True)
+    return scores - peak - np.log(np.exp(scores - peak).sum(-1, keepdims=True))
+
+
+@functools.cache
+def solved(case):
+    """The chain of a case, drawn by a seed of its own, and the oracle's answers."""
+    rng = np.random.default_rng(zlib.crc32(repr(case).encode()))
+    size, steps = case.num_states, case.num_steps
+    first, moved, seen, counted = LAYOUTS[case.layout]
+    zero = 0.3 if case.zeros else 0.0
+    matrices = steps - 1 if case.per_step and steps > 1 else 1
+    initial = normalized(2 * rng.normal(size=(*first, size)), zero, rng)
+    transition = normalized(2 * rng.normal(size=(*moved, matrices, size, size)), zero, rng)
+    likelihood = 2 * rng.normal(size=(*seen, steps, size))
+    likelihood[rng.random(likelihood.shape) < zero / 2] = NEVER
+    likelihood[rng.random((*seen, steps)) < 0.2] = 0.0  # missing
+    lengths = np.full(counted, steps)
+    if case.ragged:
+        lengths = rng.integers(1, steps + 1, size=counted)
+        ended = np.arange(steps) >= np.broadcast_to(lengths, counted)[..., None]
+        if seen == counted:
+            likelihood[ended] = np.nan
+    chain = Chain.of(initial, transition, likelihood, lengths, case.dtype)
+    return chain, chain.solved(oracle.by_paths)
+
+
+# per step, zeros, ragged: any two of them in all four combinations
+SWITCHES = [(False, False, False), (True, True, False), (True, False, True), (False, True, True)]
+
+
+def cases(num_states, num_steps, dtype=torch.float64):
+    """Half of the switches for each layout; sizes of the other parity take the other half."""
+    for index, layout in enumerate(LAYOUTS):
+        for switches in SWITCHES[(num_states + num_steps + index) % 2 :: 2]:
+            yield Case(num_states, num_steps, layout, *switches, dtype)
+
+
+def assert_close(actual, expected, case=None, **tolerance):
+    """As torch's, but the message names the case, and the expected is an array."""
+    expected = torch.as_tensor(np.asarray(expected)).to(actual.dtype)
+    torch.testing.assert_close(
+        actual.detach(), expected, **tolerance, msg=lambda text: f"{case}\n{text}"
+    )
+
+
+ROUNDING = {
+    torch.float64: {"rtol": 1e-10, "atol": 1e-10},
+    torch.float32: {"rtol": 1e-4, "atol": 2e-5},
+}
+
+
+def spread(gradient, shape):
+    """Sum a gradient ``(*B, ...)`` over the dimensions that ``shape`` was broadcast in."""
+    return torch.as_tensor(gradient).sum_to_size(shape)
+
+
+by_size = pytest.mark.parametrize(("num_states", "num_steps"), SIZES)
+
+
+@by_size
+def test_evidence_is_the_sum_over_all_paths(num_states, num_steps, engine):
+    for case in cases(num_states, num_steps):
+        chain, answer = solved(case)
+        assert_close(recursions.log_evidence(*chain), answer.evidence, case, **ROUNDING[case.dtype])
+
+
+def assert_gradients(chain, answer, case, tolerance):
+    """Of a weighted sum of evidences: expected starts, moves and visits (Eisner, 2016)."""
+    chain = chain.with_gradients()
+    evidence = recursions.log_evidence(*chain)
+    weight = torch.linspace(-1.5, 2.0, evidence.numel()).to(evidence).reshape(evidence.shape)
+    evidence.backward(weight)
+    scale = weight.double().numpy()[..., None]
+    starts = np.where(np.isneginf(answer.evidence)[..., None], 0.0, answer.states[..., 0, :])
+    expected = [
+        scale * starts,
+        scale[..., None, None] * answer.moves,
+        scale[..., None] * answer.states,
+    ]
+    for part, gradient, wanted in zip(chain[:3], chain.gradients, expected):
+        assert_close(gradient, spread(wanted, part.shape), case, **tolerance)
+
+
+@by_size
+def test_gradients_are_expectations_under_the_posterior(num_states, num_steps, engine):
+    for case in cases(num_states, num_steps):
+        assert_gradients(*solved(case), case, ROUNDING[case.dtype])
+
+
+@by_size
+def test_posterior_is_that_of_the_table(num_states, num_steps, engine):
+    for case in cases(num_states, num_steps):
+        chain, answer = solved(case)
+        evidence, states, transitions = recursions.posterior(*chain)
+        assert_close(evidence, answer.evidence, case, **ROUNDING[case.dtype])
+        assert_close(states, answer.states, case, **ROUNDING[case.dtype])
+        assert_close(transitions, answer.moves.sum(-3), case, **ROUNDING[case.dtype])
+
+
+@by_size
+def test_filtered_is_the_posterior_of_each_prefix(num_states, num_steps, engine):
+    for case in cases(num_states, num_steps):
+        chain, answer = solved(case)
+        filtered = recursions.filtered(*chain).exp()
+        assert_close(filtered, answer.filtered, case, **ROUNDING[case.dtype])
+
+
+def scores_of(chain, paths):
+    """Score log p(x, z) of paths ``(*S, *B, T)``, by the oracle."""
+    batch = torch.broadcast_shapes(
+        *(part.shape[: part.dim() - dims] for part, dims in zip(chain, (1, 3, 2, 0)))
+    )
+    samples = paths.reshape(-1, *batch, paths.size(-1)).numpy()
+    full = [
+        np.broadcast_to(array, batch + array.shape[array.ndim - dims :])
+        for array, dims in zip(chain.arrays(), (1, 3, 2, 0))
+    ]
+    scores = np.empty(samples.shape[:-1])
+    for index in np.ndindex(batch):
+        *logs, length = (array[index] for array in full)
+        assert not samples[(slice(None), *index, slice(length, None))].any()  # 0 where padded
+        chosen = samples[(slice(None), *index, slice(0, length))]
+        scores[(slice(None), *index)] = oracle.joint(*logs, chosen)
+    return scores.reshape(paths.shape[:-1])
+
+
+@by_size
+def test_viterbi_reaches_the_largest_score(num_states, num_steps, engine):
+    for case in cases(num_states, num_steps):
+        chain, answer = solved(case)
+        path = recursions.viterbi(*chain)
+        assert path.dtype == torch.long
+        reached = torch.as_tensor(scores_of(chain, path))
+        assert_close(reached, answer.best, case, **ROUNDING[case.dtype])
+
+
+@by_size
+def test_sampled_paths_are_possible_wherever_the_sequence_is(num_states, num_steps, engine):
+    for case in cases(num_states, num_steps):
+        chain, answer = solved(case)
+        paths = recursions.sample_states(*chain, num_samples=3)
+        assert paths.shape == (3, *answer.evidence.shape, num_steps)
+        reached = scores_of(chain, paths) > NEVER
+        assert (reached | np.isneginf(answer.evidence)).all(), case
+
+
+@pytest.mark.parametrize(("num_states", "num_steps"), [(1, 1), (1, 3), (2, 1), (2, 4), (4, 3)])
+def test_float32_agrees_with_the_table(num_states, num_steps, engine):
+    for case in cases(num_states, num_steps, torch.float32):
+        chain, answer = solved(case)
+        tolerance = ROUNDING[case.dtype]
+        evidence, states, transitions = recursions.posterior(*chain)
+        assert evidence.dtype == states.dtype == transitions.dtype == torch.float32
+        assert_close(evidence, answer.evidence, case, **tolerance)
+        assert_close(states, answer.states, case, **tolerance)
+        assert_close(transitions, answer.moves.sum(-3), case, **tolerance)
+        assert_close(recursions.filtered(*chain).exp(), answer.filtered, case, **tolerance)
+        reached = torch.as_tensor(scores_of(chain, recursions.viterbi(*chain))).float()
+        assert_close(reached, answer.best, case, **tolerance)
+        assert_gradients(chain, answer, case, tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("per_step", [False, True])
+@pytest.mark.parametrize(("num_states", "num_steps"), [(2, 1), (1, 3), (2, 3), (3, 4)])
+def test_paths_are_sampled_as_often_as_the_table_says(
+    num_states, num_steps, per_step, dtype, engine
+):
+    case = Case(num_states, num_steps, "restarts with own lengths", per_step, True, True, dtype)
+    chain, answer = solved(case)
+    paths = recursions.sample_states(*chain, num_samples=4000).numpy()
+    initial, transition, likelihood, lengths = chain.arrays()
+    for r, n in itertools.product(range(2), range(3)):
+        if np.isneginf(answer.evidence[r, n]):
+            continue
+        length = lengths[r, n]
+        every = oracle.all_paths(num_states, length)
+        scores = oracle.joint(initial[r, 0], transition[r, 0], likelihood[n], every)
+        code = num_states ** np.arange(length)[::-1]
+        counts = np.bincount(paths[:, r, n, :length] @ code, minlength=len(every))
+        assert oracle.looks_drawn_from(counts, np.exp(scores - answer.evidence[r, n]))
+
+
+# Large and long -----------------------------------------------------------------------------------
+
+
+def random_chain(num_states, steps, batch=(), seed=0, scale=3.0, **kind):
+    """A chain without zeros; ``kind``: per_step, groups, ragged, dtype."""
+    rng = np.random.default_rng(seed)
+    matrices = steps - 1 if kind.get("per_step") else 1
+    groups = kind.get("groups", ())
+    lengths = None
+    if kind.get("ragged"):
+        lengths = rng.integers(1, steps + 1, size=batch)
+    return Chain.of(
+        normalized(rng.normal(size=(num_states,))),
+        normalized(rng.normal(size=(*groups, matrices, num_states, num_states))),
+        scale * rng.normal(size=(*batch, steps, num_states)),
+        lengths,
+        kind.get("dtype", torch.float64),
+    )
+
+
+@pytest.mark.parametrize(
+    ("num_states", "batch", "kind"),
+    [
+        (129, (6,), {"ragged": True}),
+        (129, (6,), {"per_step": True, "ragged": True}),
+        (130, (2, 3), {"groups": (2, 1), "ragged": True}),
+        (130, (5,), {"groups": (5,), "per_step": True}),
+        (140, (3,), {}),  # few sequences: compiled all the same
+        (256, (6,), {"dtype": torch.float32}),  # the matrix that MKL packs
+        (256, (6,), {"dtype": torch.float32, "ragged": True}),
+        (257, (5,), {"dtype": torch.float32, "per_step": True}),
+    ],
+    ids=str,
+)
+def test_many_states_agree_with_log_space(num_states, batch, kind):
+    chain = random_chain(num_states, 5, batch, **kind)
+    answer, tolerance = chain.solved(), ROUNDING[chain.log_likelihood.dtype]
+    evidence, states, transitions = recursions.posterior(*chain)
+    assert_close(recursions.log_evidence(*chain), answer.evidence, **tolerance)
+    assert_close(evidence, answer.evidence, **tolerance)
+    assert_close(states, answer.states, **tolerance)
+    assert_close(transitions, answer.moves.sum(-3), **tolerance)
+    assert_close(recursions.filtered(*chain).exp(), answer.filtered, **tolerance)
+    assert_gradients(chain, answer, kind, tolerance)
+    reached = torch.as_tensor(scores_of(chain, recursions.viterbi(*chain)))
+    assert_close(reached, answer.best, **tolerance)
+    assert (scores_of(chain, recursions.sample_states(*chain, num_samples=2)) > NEVER).all()
+
+
+def test_many_states_with_zeros_and_an_impossible_sequence():
+    rng = np.random.default_rng(0)
+    logs = normalized(rng.normal(size=(1, 130, 130)), 0.5, rng)
+    likelihood = rng.normal(size=(6, 4, 130))
+    likelihood[2, 1] = NEVER
+    chain = Chain.of(normalized(rng.normal(size=130), 0.5, rng), logs, likelihood)
+    answer = chain.solved()
+    assert np.isneginf(answer.evidence).tolist() == [False, False, True, False, False, False]
+    assert_close(recursions.log_evidence(*chain), answer.evidence)
+    assert_gradients(chain, answer, None, ROUNDING[torch.float64])
+
+
+@pytest.fixture
+def steps_only(monkeypatch):
+    """Torch operations; returns how often long chains were cut in chunks."""
+    monkeypatch.setattr(recursions, "_kernels", lambda: None)
+    calls = []
+    for name in ("forward_by_chunks", "backward_by_chunks"):
+        plain = getattr(_steps, name)
+
+        def counted(*arguments, plain=plain, name=name):
+            calls.append(name)
+            return plain(*arguments)
+
+        monkeypatch.setattr(recursions, name, counted)
+    return calls
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    ("num_states", "steps", "batch", "groups", "scale"),
+    [
+        (3, 256, (), (), 3.0),  # 16 chunks of 16
+        (3, 257, (2,), (), 3.0),  # one step left over
+        (2, 300, (2, 2), (2, 1), 3.0),  # 17 chunks of 17 and 11 steps; two groups
+        (1, 271, (2,), (), 3.0),
+        (4, 290, (3,), (3,), 300.0),  # most weights underflow
+    ],
+)
+def test_chunks_of_a_long_chain_agree_with_its_steps(
+    num_states, steps, batch, groups, scale, dtype, steps_only, monkeypatch
+):
+    chain = random_chain(num_states, steps, batch, scale=scale, groups=groups, dtype=dtype)
+    answer = chain.solved()
+    size = float(np.abs(chain.arrays()[2]).max())
+    tolerance = {"rtol": 1e-9 if dtype == torch.float64 else 1e-5,
+                 "atol": 1e-9 if dtype == torch.float64 else 2e-5 * max(size, 10)}  # fmt: skip
+    posterior = recursions.posterior(*chain)
+    assert steps_only == ["forward_by_chunks", "backward_by_chunks"]
+    assert_close(posterior.log_evidence, answer.evidence, **tolerance)
+    assert_close(posterior.states, answer.states, **tolerance)
+    loose = {**tolerance, "atol": 10 * tolerance["atol"]}  # a sum of many
+    assert_close(posterior.transitions, answer.moves.sum(-3), **loose)
+    assert_close(recursions.filtered(*chain).exp(), answer.filtered, **tolerance)
+    assert_gradients(chain, answer, None, loose)
+    steps_only.clear()
+    monkeypatch.setattr(recursions, "chunk_length", lambda *_: 0)
+    plain = recursions.posterior(*chain)
+    assert not steps_only
+    for one, other in zip(posterior, plain):
+        torch.testing.assert_close(one, other, **loose)
+
+
+def test_chunks_hand_on_a_sequence_they_cannot_hold(steps_only):
+    chain = random_chain(3, 260, (3,))
+    chain.log_likelihood[1, 100] = NEVER
+    chain.log_likelihood[2, :, 1:] = NEVER
+    answer = chain.solved()
+    assert_close(recursions.log_evidence(*chain), answer.evidence, rtol=1e-9, atol=1e-9)
+    assert_gradients(chain, answer, None, {"rtol": 1e-8, "atol": 1e-8})
+    assert "forward_by_chunks" in steps_only
+
+
+def test_float32_keeps_the_evidence_of_a_hundred_thousand_steps(engine):
+    chain = random_chain(3, 100_000, dtype=torch.float32, scale=1.0)
+    initial, transition, likelihood, _ = chain.arrays()
+    arrived, matrix, expected = np.exp(initial), np.exp(transition[0]), 0.0
+    for weight in np.exp(likelihood):
+        mass = arrived * weight
+        expected += np.log(mass.sum())
+        arrived = mass / mass.sum() @ matrix
+    evidence, states, transitions = recursions.posterior(*chain)
+    assert evidence.item() == pytest.approx(expected, rel=1e-5)
+    assert recursions.log_evidence(*chain).item() == pytest.approx(expected, rel=1e-5)
+    assert_close(states.sum(-1), np.ones(100_000), rtol=0, atol=1e-5)
+    assert transitions.sum().item() == pytest.approx(99_999, rel=1e-5)
+
+
+# Derivatives of both orders -----------------------------------------------------------------------
+
+
+def free(chain):
+    """The finite logs of a chain as one vector, and what makes the evidence of it."""
+    masks = [part.isfinite() for part in chain[:3]]
+    counts = [int(mask.sum()) for mask in masks]
+    vector = torch.cat([part[mask] for part, mask in zip(chain[:3], masks)]).requires_grad_()
+
+    def evidence(vector):
+        parts = [
+            part.detach().masked_scatter(mask, piece)
+            for part, mask, piece in zip(chain[:3], masks, vector.split(counts))
+        ]
+        return recursions.log_evidence(*parts, chain.lengths)
+
+    return evidence, vector
+
+
+DERIVED = {
+    "shared": Case(2, 3, "one chain for all", ragged=True),
+    "per step": Case(2, 3, "one chain for all", per_step=True),
+    "restarts": Case(2, 2, "restarts with own lengths", ragged=True),
+    "matrix for each": Case(2, 2, "matrix for each"),
+    "zeros": Case(3, 3, "one sequence", zeros=True),
+    "one step": Case(3, 1, "one chain for all"),
+}
+
+
+@pytest.mark.parametrize("name", DERIVED)
+@pytest.mark.parametrize("check", [gradcheck, gradgradcheck])
+def test_derivatives_are_those_of_small_differences(name, check, engine):
+    chain, _ = solved(DERIVED[name])
+    chain = chain._replace(log_likelihood=chain.log_likelihood.nan_to_num(0.0, neginf=NEVER))
+    assert check(*free(chain))
+
+
+OPPOSED = np.array([[0.0, -800.0], [-1000.0, 0.0], [-1.0, 0.0]])  # state 1 lags, then leads
+
+
+@pytest.mark.parametrize("check", [gradcheck, gradgradcheck])
+def test_derivatives_in_log_space_are_those_of_small_differences(check, engine, ranges):
+    apart = np.where(np.eye(2), 0.0, NEVER)[None]
+    chain = Chain.of(np.log([0.4, 0.6]), apart, OPPOSED)
+    assert check(*free(chain))
+    assert "log" in ranges
+
+
+def test_second_derivatives_are_finite_beside_impossible_sequences(engine):
+    apart = np.where(np.eye(2), 0.0, NEVER)[None]
+    likelihood = np.stack([OPPOSED, np.full((3, 2), NEVER), np.zeros((3, 2))])
+    chain = Chain.of(np.log([0.4, 0.6]), apart, likelihood).with_gradients()
+    evidence = recursions.log_evidence(*chain)
+    assert evidence.isneginf().tolist() == [False, True, False]
+    gradients = torch.autograd.grad(evidence.sum(), chain[:3], create_graph=True)
+    sum(gradient.square().sum() for gradient in gradients).backward()
+    for first, part in zip(gradients, chain[:3]):
+        assert first.isfinite().all()
+        assert part.grad.isfinite().all()
+    assert not gradients[2][1].any()
+
+
+def test_gradient_of_a_gradient_equals_the_covariance_of_visits(engine):
+    """The second derivative by log-likelihoods is a covariance under the posterior."""
+    chain, _ = solved(Case(2, 2, "one sequence"))
+    log_likelihood = chain.log_likelihood.clone().requires_grad_()
+    evaluate = lambda logs: recursions.log_evidence(*chain[:2], logs, chain.lengths)  # noqa: E731
+    hessian = torch.autograd.functional.hessian(evaluate, log_likelihood).reshape(4, 4)
+    paths = oracle.all_paths(2, 2)
+    scores = oracle.joint(*chain.arrays()[:3], paths)
+    share = np.exp(scores - oracle.log_sum(scores))
+    visits = np.eye(2)[paths].reshape(4, 4)
+    mean = share @ visits
+    expected = visits.T @ (share[:, None] * visits) - np.outer(mean, mean)
+    assert_close(hessian, expected)
+
+
+def test_a_gradient_can_be_asked_for_twice(engine):
+    chain, answer = solved(Case(3, 4, "restarts", zeros=True, ragged=True))
+    chain = chain.with_gradients()
+    loss = recursions.log_evidence(*chain)[np.isfinite(answer.evidence)].sum()
+    first = torch.autograd.grad(loss, chain[:3], retain_graph=True)
+    second = torch.autograd.grad(loss, chain[:3])
+    for one, other in zip(first, second):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+# Numbers out of range -----------------------------------------------------------------------------
+
+APART = np.where(np.eye(2), 0.0, NEVER)[None]
+APART_3 = np.where(np.eye(3), 0.0, NEVER)[None]
+EVEN = np.log([0.5, 0.5])
+
+# Each makes messages underflow on a path that is the likeliest in the end, or changes its weight.
+UNDERFLOW = {
+    "beyond float32, within float64": (APART, [[0, -200], [-150, 0], [-40, 0]]),
+    "beyond float32 and float64": (APART, [[0, -800], [-1000, 0]]),
+    "little by little": (APART, [[0, -60]] * 20 + [[-90, 0]] * 20),
+    "a weight beyond float64 after a small norm": (APART, [[-10, 0], [0, -1000]] + [[-400, 0]] * 2),
+    "a weight beyond float32 after a small norm": (APART, [[-10, 0], [0, -200]] + [[-40, 0]] * 2),
+    "a product that is subnormal in float64": (
+        APART_3,
+        [[-100, -43, 0], [0, -700, NEVER], [-330, 0, 0], [-330, 0, 0]],
+    ),
+    "a product that is subnormal in float32": (
+        APART_3,
+        [[-25, -17, 0], [0, -86.5, NEVER], [-45, 0, 0], [-45, 0, 0]],
+    ),
+    "a move that is tiny": (
+        np.log([[[1.0, 1e-300], [1e-300, 1.0]]]),
+        [[0, NEVER], [-800, 0]],
+    ),
+    "a start that is tiny": (np.log([[[0.5, 0.5], [0.3, 0.7]]]), [[-900, 0], [0, -800]]),
+    "a tiny start and a zero": (np.log([[[1.0, 1e-200], [0.3, 0.7]]]), [[0, -1], [-800, 0]]),
+    "all in one state, then the other": (
+        np.log([[[0.9, 0.1], [0.1, 0.9]]]),
+        [[0, -2000], [-2000, 0]] * 5,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("name", UNDERFLOW)
+def test_no_path_that_matters_is_lost(name, dtype, engine):
+    transition, likelihood = UNDERFLOW[name]
+    likelihood = np.array(likelihood, float)
+    initial = np.log([0.5, 0.5] if likelihood.shape[1] == 2 else [0.3, 0.3, 0.4])
+    with np.errstate(divide="ignore"):
+        if "start" in name:
+            initial = np.log([1.0, 0.0]) if "zero" in name else np.log([1.0, 1e-280])
+    chain = Chain.of(initial, transition, likelihood, dtype=dtype)
+    answer, tolerance = chain.solved(), ROUNDING[dtype]
+    evidence, states, transitions = recursions.posterior(*chain)
+    assert_close(recursions.log_evidence(*chain), answer.evidence, name, **tolerance)
+    assert_close(evidence, answer.evidence, name, **tolerance)
+    loose = tolerance if dtype == torch.float64 else {"rtol": 1e-3, "atol": 1e-3}
+    assert_close(states, answer.states, name, **loose)
+    assert_close(transitions, answer.moves.sum(-3), name, **loose)
+    assert_close(recursions.filtered(*chain).exp(), answer.filtered, name, **loose)
+    assert_gradients(chain, answer, name, loose)
+    reached = torch.as_tensor(scores_of(chain, recursions.viterbi(*chain)))
+    assert_close(reached, answer.best, name, **tolerance)
+
+
+@pytest.mark.parametrize(
+    ("name", "tried"),
+    [
+        ("beyond float32, within float64", [torch.float32, torch.float64]),
+        ("beyond float32 and float64", [torch.float32, torch.float64, "log"]),
+    ],
+)
+def test_a_wider_range_is_tried_only_where_it_is_needed(name, tried, engine, ranges):
+    transition, likelihood = UNDERFLOW[name]
+    batch = np.stack([np.zeros_like(likelihood), likelihood])
+    recursions.log_evidence(*Chain.of(EVEN, transition, batch, dtype=torch.float32))
+    assert ranges == tried
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_a_state_that_is_flushed_and_can_be_reached_again_does_no_harm(dtype, engine, ranges):
+    """A state a thousand nats behind is zero in any range, but the other one leads to it again."""
+    mixing = np.log([[[0.9, 0.1], [0.2, 0.8]]])
+    likelihood = np.array([[0.0, -2000.0], [-2000.0, 0.0], [0.0, -2000.0], [0.0, 0.0]])
+    chain = Chain.of(EVEN, mixing, likelihood, dtype=dtype)
+    answer = chain.solved()
+    assert_close(recursions.log_evidence(*chain), answer.evidence, **ROUNDING[dtype])
+    assert_gradients(chain, answer, None, ROUNDING[dtype])
+    assert set(ranges) == {dtype}  # the caller's range was enough
+
+
+@pytest.mark.parametrize("num_steps", [50, 200, 1000])
+@pytest.mark.parametrize("move", [0.0, 1e-30])
+def test_moves_to_a_state_that_lags_for_long_do_not_overflow(num_steps, move, engine):
+    """The messages back are then huge, and so are their sums over steps, before A makes them small.
+
+    The numbers stay in the range of float32 at every step.
+    """
+    with np.errstate(divide="ignore"):
+        apart = np.log([[[1.0 - move, move], [move, 1.0 - move]]])
+    likelihood = np.zeros((3, num_steps, 2))
+    likelihood[:, 0, 1] = -84.0
+    likelihood[:, -2:, 0] = -60.0
+    chain = Chain.of(EVEN, apart, likelihood, dtype=torch.float32)
+    answer, tolerance = chain.solved(), {"rtol": 1e-3, "atol": 1e-3}
+    assert_close(recursions.posterior(*chain).transitions, answer.moves.sum(-3), **tolerance)
+    assert_gradients(chain, answer, None, tolerance)
+
+
+@st.composite
+def wild_chains(draw):
+    """Chains whose numbers are as far apart as a thousand nats, with hard zeros, for one sequence.
+
+    Drawn from few values, most of them at the limits of a range, so that they conspire.
+    """
+    num_states, num_steps = draw(st.integers(1, 4)), draw(st.integers(1, 7))
+    near = st.sampled_from([0.0, -1.0, -10.0, -20.0, -40.0, -86.0, -88.0, -104.0])
+    far = st.sampled_from([0.0, -100.0, -300.0, -400.0, -700.0, -708.0, -745.0, -1000.0])
+    anything = st.floats(-1000, 1000, width=32)
+    numbers = draw(st.sampled_from([near, far, near | far, anything, near | st.just(NEVER)]))
+    likelihood = draw(hnp.arrays(float, (num_steps, num_states), elements=numbers))
+    kind = draw(st.sampled_from(["apart", "forwards", "cycle", "any", "per step"]))
+    matrices = num_steps - 1 if kind == "per step" and num_steps > 1 else 1
+    square = (matrices, num_states, num_states)
+    if kind == "apart":
+        transition = np.where(np.eye(num_states), 0.0, NEVER)[None]
+    elif kind == "cycle":
+        transition = np.where(np.roll(np.eye(num_states), 1, 1), 0.0, NEVER)[None]
+    else:
+        transition = draw(hnp.arrays(float, square, elements=numbers | st.just(NEVER)))
+        diagonal = np.eye(num_states, dtype=bool)
+        transition = np.where(diagonal & np.isneginf(transition), 0.0, transition)
+        if kind == "forwards":
+            transition = np.where(np.tri(num_states, k=-1), NEVER, transition)
+        transition = normalized(transition)
+    initial = draw(hnp.arrays(float, num_states, elements=numbers))
+    initial[0] = 0.0 if np.isneginf(initial).all() else initial[0]
+    return normalized(initial), transition, likelihood
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@settings(
+    max_examples=150,
+    derandomize=True,
+    deadline=None,
+    database=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+@given(parts=wild_chains())
+def test_numbers_far_apart_break_nothing(parts, dtype, engine):
+    chain = Chain.of(*parts, dtype=dtype)
+    answer = chain.solved(oracle.by_logs)
+    wide = dtype == torch.float64
+    tolerance = {"rtol": 1e-11, "atol": 1e-9} if wide else {"rtol": 1e-6, "atol": 2e-3}
+    assert_close(recursions.log_evidence(*chain), answer.evidence, parts, **tolerance)
+    loose = {"rtol": 1e-7, "atol": 1e-7} if wide else {"rtol": 5e-3, "atol": 5e-3}
+    assert_gradients(chain, answer, parts, loose)
+    assert_close(recursions.filtered(*chain).exp(), answer.filtered, parts, **loose)
+    reached = torch.as_tensor(scores_of(chain, recursions.viterbi(*chain)))
+    assert_close(reached, answer.best, parts, **tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_many_random_chains_far_apart_break_nothing(dtype, engine):
+    """As above by brute force: chains of every spread, most of them without a way back."""
+    rng = np.random.default_rng(1)
+    scales = [3.0, 30.0, 100.0, 300.0, 1000.0]
+    for index in range(200):
+        num_states, num_steps = int(rng.integers(2, 4)), int(rng.integers(2, 8))
+        shape = (num_states, num_states)
+        transition = normalized(rng.choice([1.0, 30.0, 300.0]) * rng.normal(size=shape), 0.4, rng)
+        if index % 3:
+            transition = np.where(np.eye(num_states), 0.0, NEVER)
+        initial = normalized(rng.normal(size=num_states))
+        likelihood = -rng.choice(scales) * rng.random((num_steps, num_states))
+        chain = Chain.of(initial, transition[None], likelihood, dtype=dtype)
+        answer = chain.solved()
+        wide = dtype == torch.float64
+        tolerance = {"rtol": 1e-11, "atol": 1e-9} if wide else {"rtol": 1e-6, "atol": 2e-3}
+        assert_close(recursions.log_evidence(*chain), answer.evidence, index, **tolerance)
+        loose = {"rtol": 1e-7, "atol": 1e-7} if wide else {"rtol": 5e-3, "atol": 5e-3}
+        assert_gradients(chain, answer, index, loose)
+
+
+# Chains that are special ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_impossible_sequences_have_no_gradient_and_spoil_no_other(dtype, engine):
+    rng = np.random.default_rng(0)
+    likelihood = rng.normal(size=(5, 4, 3))
+    likelihood[1, 0] = NEVER  # at the first step
+    likelihood[3, 2] = NEVER  # in the middle
+    likelihood[4] = [[0, NEVER, NEVER]] + [[NEVER, 0, NEVER]] * 3  # by the zeros of the chain
+    apart = normalized(rng.normal(size=(3, 3)))
+    apart[0] = [0.0, NEVER, NEVER]
+    chain = Chain.of(normalized(rng.normal(size=3)), apart[None], likelihood, dtype=dtype)
+    answer = chain.solved()
+    assert np.isneginf(answer.evidence).tolist() == [False, True, False, True, True]
+    assert_close(recursions.log_evidence(*chain), answer.evidence, **ROUNDING[dtype])
+    posterior = recursions.posterior(*chain)
+    assert_close(posterior.states, answer.states, **ROUNDING[dtype])
+    assert_close(posterior.transitions, answer.moves.sum(-3), **ROUNDING[dtype])
+    assert not posterior.states[[1, 3, 4]].any()
+    assert not posterior.transitions[[1, 3, 4]].any()
+    assert_gradients(chain, answer, None, ROUNDING[dtype])
+    alone = chain._replace(log_likelihood=chain.log_likelihood[3], lengths=torch.tensor(4))
+    alone = alone.with_gradients()
+    recursions.log_evidence(*alone).backward()
+    for gradient in alone.gradients:
+        assert not gradient.any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("scale", [1.0, 1e4])
+def test_emissions_ten_thousand_nats_apart(scale, dtype, engine):
+    rng = np.random.default_rng(0)
+    chain = Chain.of(
+        normalized(rng.normal(size=3)),
+        normalized(rng.normal(size=(1, 3, 3)), 0.3, rng),
+        scale * rng.normal(size=(4, 30, 3)),
+        dtype=dtype,
+    )
+    answer = chain.solved()
+    assert_close(recursions.log_evidence(*chain), answer.evidence, rtol=1e-6, atol=1e-4)
+    assert_gradients(chain, answer, None, {"rtol": 1e-3, "atol": 5e-3})
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_a_chain_that_cycles_has_one_path_from_each_start(dtype, engine):
+    cycle = np.where(np.roll(np.eye(4), 1, 1), 0.0, NEVER)
+    likelihood = np.random.default_rng(0).normal(size=(9, 4)) * 50
+    chain = Chain.of([0, NEVER, NEVER, NEVER], cycle[None], likelihood, dtype=dtype)
+    path = torch.arange(9) % 4
+    score = chain.log_likelihood.gather(1, path[:, None]).sum()
+    torch.testing.assert_close(recursions.log_evidence(*chain), score)
+    assert torch.equal(recursions.viterbi(*chain), path)
+    assert torch.equal(recursions.sample_states(*chain)[0], path)
+    assert_close(recursions.posterior(*chain).states, np.eye(4)[path], **ROUNDING[dtype])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "steps", "used"), [(torch.float64, 3000, "log"), (torch.float32, 700, torch.float64)]
+)
+def test_a_long_chain_from_left_to_right(dtype, steps, used, engine, ranges):
+    """The states that are left behind become negligible: the longer, the wider the range."""
+    forwards = np.full((4, 4), NEVER)
+    forwards[range(4), range(4)] = np.log([0.7, 0.7, 0.7, 1.0])
+    forwards[range(3), range(1, 4)] = np.log(0.3)
+    likelihood = np.random.default_rng(0).normal(size=(2, steps, 4))
+    lengths = np.array([steps, steps // 2])
+    chain = Chain.of([0, NEVER, NEVER, NEVER], forwards[None], likelihood, lengths, dtype)
+    answer = chain.solved()
+    wide = dtype == torch.float64
+    tolerance = {"rtol": 1e-9, "atol": 1e-7} if wide else {"rtol": 1e-5, "atol": 1e-3}
+    assert_close(recursions.log_evidence(*chain), answer.evidence, **tolerance)
+    assert used in ranges
+    assert_gradients(chain, answer, None, tolerance)
+    reached = torch.as_tensor(scores_of(chain, recursions.viterbi(*chain)))
+    assert_close(reached, answer.best, rtol=1e-6, atol=1e-5)
+
+
+@pytest.mark.parametrize("num_steps", [1, 4])
+def test_if_nothing_is_observed_the_posterior_is_the_prior(num_steps, engine):
+    chain = random_chain(3, num_steps, (2,), scale=0.0)
+    law, matrix = chain.log_initial.exp(), chain.log_transition[0].exp()
+    assert_close(recursions.log_evidence(*chain), np.zeros(2), rtol=0, atol=1e-12)
+    states = recursions.posterior(*chain).states
+    for t in range(num_steps):
+        assert_close(states[0, t], law)
+        law = law @ matrix
+
+
+@pytest.mark.parametrize("junk", [np.nan, np.inf, -np.inf, 1e30])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_what_stands_in_the_padding_changes_nothing(junk, dtype, engine):
+    chain = random_chain(3, 5, (4,), ragged=True, dtype=dtype)
+    ended = torch.arange(5) >= chain.lengths[:, None]
+    assert ended.any()
+    spoilt = chain._replace(log_likelihood=chain.log_likelihood.masked_fill(ended[..., None], junk))
+    for solve in (recursions.posterior, recursions.filtered, recursions.viterbi):
+        for one, other in zip(solve(*chain), solve(*spoilt)):
+            assert torch.equal(one, other)
+    both = chain.with_gradients(), spoilt.with_gradients()
+    for each in both:
+        recursions.log_evidence(*each).sum().backward()
+    for one, other in zip(both[0].gradients, both[1].gradients):
+        assert torch.equal(one, other)
+    assert not both[1].log_likelihood.grad[ended].any()
+
+
+def test_among_equal_paths_viterbi_takes_the_first(engine):
+    chain = Chain.of(np.log([0.5, 0.5]), np.log(np.full((1, 2, 2), 0.5)), np.zeros((3, 2)))
+    assert recursions.viterbi(*chain).tolist() == [0, 0, 0]
+
+
+def test_one_step_needs_no_matrix(engine):
+    """T - 1 = 0 matrices are as good as one that is not used."""
+    chain, answer = solved(Case(3, 1, "one chain for all"))
+    none = chain._replace(log_transition=chain.log_transition[:0])
+    assert_close(recursions.log_evidence(*none), answer.evidence)
+    assert_close(recursions.posterior(*none).states, answer.states)
+    assert not recursions.posterior(*none).transitions.any()
+    assert recursions.sample_states(*none).shape == (1, 3, 1)
+    assert_gradients(none, answer._replace(moves=np.zeros((3, 0, 3, 3))), None, {})
+
+
+def test_more_states_than_the_data_support_is_no_matter_of_order(engine):
+    """Renaming the states of every argument renames the answers."""
+    chain, _ = solved(Case(4, 4, "restarts", per_step=True, zeros=True))
+    renaming = torch.tensor([2, 0, 3, 1])
+    renamed = Chain(
+        chain.log_initial[..., renaming],
+        chain.log_transition[..., renaming, :][..., renaming],
+        chain.log_likelihood[..., renaming],
+        chain.lengths,
+    )
+    one, other = recursions.posterior(*chain), recursions.posterior(*renamed)
+    torch.testing.assert_close(one.log_evidence, other.log_evidence)
+    torch.testing.assert_close(one.states[..., renaming], other.states)
+    torch.testing.assert_close(one.transitions[..., renaming, :][..., renaming], other.transitions)
+
+
+def test_threads_share_the_work_and_change_nothing():
+    if recursions._kernels() is None:
+        pytest.skip("Numba is not installed")
+    chain = random_chain(8, 300, (7,), ragged=True)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        alone = recursions.posterior(*chain)
+        torch.set_num_threads(3)
+        together = recursions.posterior(*chain)
+    finally:
+        torch.set_num_threads(before)
+    for one, other in zip(alone, together):
+        assert torch.equal(one, other)
+
+
+def test_python_threads_can_share_the_kernels():
+    chain = random_chain(8, 200, (6,), ragged=True)
+    alone = recursions.posterior(*chain)
+    with ThreadPoolExecutor(4) as pool:
+        for each in pool.map(lambda _: recursions.posterior(*chain), range(20)):
+            for one, other in zip(alone, each):
+                assert torch.equal(one, other)
+
+
+# Bad arguments ------------------------------------------------------------------------------------
+
+
+def good():
+    return {
+        "log_initial": torch.zeros(2).log_softmax(-1),
+        "log_transition": torch.zeros(1, 2, 2).log_softmax(-1),
+        "log_likelihood": torch.zeros(3, 4, 2),
+        "lengths": torch.tensor([4, 2, 1]),
+    }
+
+
+BAD = [  # argument, size or values, kind of error, and what the message must say besides the name
+    ("log_initial", (3,), ValueError, [r"\(K,\) = \(2,\)", r"\(3,\)"]),
+    ("log_transition", (1, 3, 3), ValueError, [r"\(2, 2\)", r"\(1, 3, 3\)"]),
+    ("log_transition", (2, 2), ValueError, [r"\(2, 2\)"]),
+    ("log_transition", (2, 2, 2), ValueError, ["T - 1 = 3", "got 2"]),
+    ("log_transition", (4, 1, 2, 2), ValueError, [r"\(4,\)", r"\(3,\)"]),
+    ("log_likelihood", (2,), ValueError, [r"\(2,\)"]),
+    ("log_likelihood", (3, 0, 2), ValueError, ["step"]),
+    ("lengths", [4, 2], ValueError, [r"\(2,\)", r"\(3,\)"]),
+    ("lengths", [4, 2, 0], ValueError, ["1", "4", "0"]),
+    ("lengths", [4, 2, -1], ValueError, ["1", "4", "-1"]),
+    ("lengths", [5, 2, 1], ValueError, ["4", "5"]),
+    ("lengths", [4.0, 2.0, 1.0], TypeError, ["integers", "float64"]),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "kind", "words"), BAD, ids=str)
+@pytest.mark.parametrize(
+    "function", ["log_evidence", "posterior", "filtered", "viterbi", "sample_states"]
+)
+def test_a_bad_argument_is_named(function, name, value, kind, words, monkeypatch):
+    monkeypatch.setattr(recursions, "_kernels", lambda: None)  # compiled code may read any memory
+    value = torch.zeros(value) if isinstance(value, tuple) else torch.tensor(value)
+    with pytest.raises(kind, match=name) as caught:
+        getattr(recursions, function)(**good() | {name: value})
+    for word in words:
+        assert caught.match(word)
+
+
+def test_an_empty_batch_is_refused():
+    arguments = good() | {"log_likelihood": torch.zeros(0, 4, 2), "lengths": torch.zeros(0).long()}
+    with pytest.raises(ValueError, match="at least one sequence"):
+        recursions.log_evidence(**arguments)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.long], ids=str)
+def test_a_dtype_the_recursions_cannot_hold_is_refused(dtype):
+    arguments = {name: part.to(dtype) for name, part in good().items()}
+    with pytest.raises(TypeError, match=f"log_(initial|transition|likelihood).*{dtype}"):
+        recursions.log_evidence(**arguments | {"lengths": good()["lengths"]})
+
+
+@pytest.mark.parametrize("name", ["log_initial", "log_transition", "log_likelihood"])
+@pytest.mark.parametrize("function", ["log_evidence", "posterior", "viterbi", "sample_states"])
+def test_mixed_precision_is_refused_by_name_or_works(name, function):
+    mixed = good() | {name: good()[name].float()}
+    try:
+        getattr(recursions, function)(**mixed)
+    except TypeError as error:
+        assert re.search("log_(initial|transition|likelihood) must", str(error))  # noqa: PT017

@@ -1,0 +1,363 @@
+"""Laws of ``Sequences``: what goes in comes out, batches cover everything once, errors by name."""
+
+import itertools
+import re
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pyrohmm import Sequences
+
+patient = settings(deadline=None, max_examples=60, derandomize=True, database=None)
+
+
+def steps_of(data, n):
+    """Sequence ``n`` as a list of steps, None where it is missing."""
+    return [
+        data.values[n, t].tolist() if data.observed[n, t] else None
+        for t in range(int(data.lengths[n]))
+    ]
+
+
+step = st.none() | st.integers(-3, 9)
+lists = st.lists(st.lists(step, min_size=1, max_size=5), min_size=1, max_size=6)
+
+
+@patient
+@given(lists)
+def test_a_list_of_lists_comes_back(sequences):
+    data = Sequences.from_list(sequences)
+    assert [steps_of(data, n) for n in range(len(data))] == sequences
+    assert data.lengths.tolist() == [len(sequence) for sequence in sequences]
+    assert data.num_observed == sum(s is not None for s in itertools.chain(*sequences))
+    assert data.num_steps == max(map(len, sequences))
+    assert data.total == len(data) == len(sequences)
+
+
+@patient
+@given(lists)
+def test_symbols_stay_integers_whatever_is_missing(sequences):
+    """Also where a whole sequence is missing: its dtype is that of the others."""
+    if any(s is not None for s in itertools.chain(*sequences)):
+        assert Sequences.from_list(sequences).values.dtype == torch.long
+
+
+@pytest.mark.parametrize("event", [(), (2,), (2, 3)])
+@pytest.mark.parametrize("make", [torch.as_tensor, np.asarray, np.ndarray.tolist])
+def test_steps_with_nan_become_missing(event, make):
+    rng = np.random.default_rng(0)
+    arrays = [rng.normal(size=(length, *event)) for length in (3, 1, 4)]
+    arrays[0][(1, *(0 for _ in event))] = np.nan  # one component is enough
+    arrays[2][3] = np.nan
+    data = Sequences.from_list([make(array) for array in arrays])
+    assert data.values.shape == (3, 4, *event)
+    assert data.observed.tolist() == [
+        [True, False, True, False],
+        [True, False, False, False],
+        [True, True, True, False],
+    ]
+    for n, array in enumerate(arrays):
+        seen = data.observed[n, : len(array)]
+        assert torch.equal(data.values[n, : len(array)][seen], torch.as_tensor(array)[seen])
+
+
+def test_vectors_may_be_missing_as_none():
+    data = Sequences.from_list([[[1.0, 2.0], None], [None, [3.0, 4.0]]])
+    assert data.observed.tolist() == [[True, False], [False, True]]
+    assert data.values[1, 1].tolist() == [3.0, 4.0]
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_sequence_may_be_missing_altogether(first):
+    whole, nothing = torch.ones(3, 2), [None, None]
+    data = Sequences.from_list([nothing, whole] if first else [whole, nothing])
+    assert data.values.shape == (2, 3, 2)
+    assert data.num_observed == 3
+    assert sorted(data.lengths.tolist()) == [2, 3]
+
+
+def test_integers_and_fractions_become_fractions():
+    data = Sequences.from_list([[1, 2], [0.5, None]])
+    assert data.values[:, 0].tolist() == [1.0, 0.5]
+    assert data.values.dtype.is_floating_point
+
+
+def test_labels_are_padded_by_unknown():
+    data = Sequences.from_list([[1, 2, 3], [4]], labels=[[0, -1, 2], torch.tensor([1])])
+    assert data.labels.tolist() == [[0, -1, 2], [1, -1, -1]]
+
+
+def test_a_generator_will_do():
+    data = Sequences.from_list(([i] * i for i in (2, 1)), labels=([0] * i for i in (2, 1)))
+    assert data.values.tolist() == [[2, 2], [1, 0]]
+    assert data.labels.tolist() == [[0, 0], [0, -1]]
+
+
+def make(num_sequences=7, total=None, event=()):
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(1, 6, (num_sequences,), generator=generator)
+    values = torch.arange(num_sequences * 5.0).reshape(num_sequences, 5)
+    values = values.reshape(num_sequences, 5, *(1 for _ in event)).expand(-1, -1, *event)
+    observed = torch.rand(num_sequences, 5, generator=generator) < 0.7
+    labels = torch.randint(-1, 3, (num_sequences, 5), generator=generator)
+    return Sequences(values, lengths, observed, labels, total)
+
+
+def same(one, other):
+    """Whether two sets hold the same sequences, up to what stands in the padding."""
+    trimmed = []
+    for data in (one, other):
+        steps = range(len(data))
+        trimmed.append(
+            [
+                [part[n, : data.lengths[n]].tolist() for n in steps]
+                for part in (data.values, data.observed, data.labels)
+            ]
+        )
+    return trimmed[0] == trimmed[1]
+
+
+@pytest.mark.parametrize("event", [(), (2,)])
+@pytest.mark.parametrize("batch_size", [1, 2, 3, 7, 100])
+def test_batches_cover_everything_once_and_keep_the_total(batch_size, event):
+    data = make(7, total=50, event=event)
+    batches = list(data.batches(batch_size))
+    assert [len(batch) for batch in batches[:-1]] == [batch_size] * (len(batches) - 1)
+    assert sum(map(len, batches)) == 7
+    found = {}
+    for batch in batches:
+        assert batch.total == 50
+        assert batch.num_steps == int(batch.lengths.max())  # trimmed
+        for n in range(len(batch)):
+            key = batch.values[n, 0].flatten()[0].item()
+            assert key not in found
+            found[key] = batch[n]
+    for n in range(7):
+        assert same(found[data.values[n, 0].flatten()[0].item()], data[n])
+
+
+def test_batches_come_in_an_order_that_follows_the_generator():
+    data = make(20)
+    orders = []
+    for seed in (1, 1, 2):
+        generator = torch.Generator().manual_seed(seed)
+        batches = data.batches(6, generator)
+        orders.append([value for batch in batches for value in batch.values[:, 0].tolist()])
+    assert orders[0] == orders[1] != orders[2]
+    assert sorted(orders[0]) == data.values[:, 0].tolist() != orders[0]
+
+
+@pytest.mark.parametrize(
+    ("index", "chosen"),
+    [
+        (slice(2, 5), [2, 3, 4]),
+        (slice(None, None, 3), [0, 3, 6]),
+        (3, [3]),
+        (-1, [6]),
+        ([4, 0, 4], [4, 0, 4]),
+        (torch.tensor([5, 1]), [5, 1]),
+        (torch.arange(7) % 2 == 1, [1, 3, 5]),
+        (np.arange(7) > 4, [5, 6]),
+    ],
+    ids=str,
+)
+def test_indexing_selects_sequences(index, chosen):
+    data = make(7, total=50)
+    part = data[index]
+    assert part.total == len(part) == len(chosen)
+    assert part.num_steps == max(data.lengths[n] for n in chosen)
+    for n, original in enumerate(chosen):
+        assert same(part[n], data[original])
+
+
+def test_iterating_gives_each_sequence():
+    data = make(4)
+    parts = list(data)
+    assert [len(part) for part in parts] == [1] * 4
+    assert all(same(part, data[n]) for n, part in enumerate(parts))
+    with pytest.raises(IndexError):
+        data[4]
+
+
+def test_padding_and_missing_steps_are_not_observed():
+    observed = torch.tensor([[True, False, True], [True, True, True]])
+    data = Sequences(torch.zeros(2, 3), torch.tensor([2, 3]), observed)
+    assert data.observed.tolist() == [[True, False, False], [True, True, True]]
+    assert data.num_observed == 4
+    assert observed[0, 2]  # the caller's own is left as it was
+
+
+def test_by_default_everything_that_exists_is_observed():
+    data = Sequences(torch.zeros(2, 3), torch.tensor([2, 3]))
+    assert data.observed.tolist() == [[True, True, False], [True, True, True]]
+    assert data.labels is None
+
+
+def test_nan_is_legal_where_nothing_is_observed():
+    values = torch.tensor([[1.0, torch.nan, torch.nan]])
+    data = Sequences(values, torch.tensor([2]), torch.tensor([[True, False, False]]))
+    assert data.num_observed == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int32], ids=str)
+def test_lengths_of_any_integers_become_long(dtype):
+    data = Sequences(torch.zeros(2, 3), torch.tensor([2, 3], dtype=dtype))
+    assert data.lengths.dtype == torch.long
+
+
+def test_moving_keeps_lengths_on_the_cpu():
+    there = make(5, total=9).to("cpu")
+    assert there.lengths.device.type == "cpu"
+    assert there.total == 9
+    assert same(there, make(5))
+
+
+def test_repr_says_how_much_there_is():
+    text = repr(make(7, event=(2,)))
+    assert re.search(r"7 sequences of up to 5 steps, \d+ observed, .*\(7, 5, 2\) on cpu", text)
+
+
+def good():
+    return {"values": torch.zeros(2, 3), "lengths": torch.tensor([3, 2])}
+
+
+BAD = {  # changes to good arguments; the error; the name and what the message must say
+    "values are a list": (
+        {"values": lambda: [[0.0]]},
+        TypeError,
+        "values .*torch.Tensor; got list",
+    ),
+    "values are a vector": (
+        {"values": lambda: torch.zeros(3)},
+        ValueError,
+        r"values .*\(N, T, \*E\).*\(3,\)",
+    ),
+    "no sequence": (
+        {"values": lambda: torch.zeros(0, 3)},
+        ValueError,
+        r"values .*at least one sequence.*\(0, 3\)",
+    ),
+    "no step": ({"values": lambda: torch.zeros(2, 0)}, ValueError, r"values .*one step.*\(2, 0\)"),
+    "NaN is observed": (
+        {"values": lambda: torch.full((2, 3), torch.nan)},
+        ValueError,
+        "values .*NaN at sequence 0, step 0",
+    ),
+    "one component is NaN": (
+        {
+            "values": lambda: torch.tensor(
+                [[[0.0, 0.0]] * 3, [[0.0, 0.0], [0.0, torch.nan], [0.0, 0.0]]]
+            )
+        },
+        ValueError,
+        "values .*NaN at sequence 1, step 1",
+    ),
+    "lengths are a list": (
+        {"lengths": lambda: [3, 2]},
+        TypeError,
+        "lengths .*torch.Tensor; got list",
+    ),
+    "lengths are fractions": (
+        {"lengths": lambda: torch.ones(2)},
+        TypeError,
+        "lengths .*integers; got dtype torch.float64",
+    ),
+    "too few lengths": (
+        {"lengths": lambda: torch.tensor([3])},
+        ValueError,
+        r"lengths .*\(N,\) = \(2,\); got \(1,\)",
+    ),
+    "lengths of two dimensions": (
+        {"lengths": lambda: torch.tensor([[3, 2]])},
+        ValueError,
+        r"lengths .*\(2,\); got \(1, 2\)",
+    ),
+    "a length of zero": (
+        {"lengths": lambda: torch.tensor([3, 0])},
+        ValueError,
+        "lengths .*between 1 and .*3; got values from 0 to 3",
+    ),
+    "a length too large": (
+        {"lengths": lambda: torch.tensor([4, 1])},
+        ValueError,
+        "lengths .*between 1 and .*3; got values from 1 to 4",
+    ),
+    "observed is a list": (
+        {"observed": lambda: [[True] * 3] * 2},
+        TypeError,
+        "observed .*torch.Tensor; got list",
+    ),
+    "observed of numbers": (
+        {"observed": lambda: torch.ones(2, 3)},
+        TypeError,
+        "observed .*boolean.*torch.float64",
+    ),
+    "observed of another shape": (
+        {"observed": lambda: torch.ones(3, 2).bool()},
+        ValueError,
+        r"observed .*\(N, T\) = \(2, 3\); got shape \(3, 2\)",
+    ),
+    "observed with a dimension more": (
+        {"observed": lambda: torch.ones(5, 2, 3).bool()},
+        ValueError,
+        r"observed .*\(2, 3\); got shape \(5, 2, 3\)",
+    ),
+    "labels are fractions": (
+        {"labels": lambda: torch.zeros(2, 3)},
+        TypeError,
+        "labels .*integers; got dtype torch.float64",
+    ),
+    "labels of another shape": (
+        {"labels": lambda: torch.zeros(2, 4).long()},
+        ValueError,
+        r"labels .*\(N, T\) = \(2, 3\); got shape \(2, 4\)",
+    ),
+    "total is too small": (
+        {"total": lambda: 1},
+        ValueError,
+        "total .*at least the number of sequences, 2; got 1",
+    ),
+    "total is text": ({"total": lambda: "many"}, TypeError, "total .*str"),
+}
+
+
+@pytest.mark.parametrize("wrong", BAD)
+def test_a_bad_argument_is_named(wrong):
+    changed, kind, words = BAD[wrong]
+    with pytest.raises(kind, match=words):
+        Sequences(**good() | {name: make() for name, make in changed.items()})
+
+
+BAD_LISTS = {
+    "nothing": ([], ValueError, "sequences is empty; wanted at least one"),
+    "a sequence without steps": ([[1], []], ValueError, "sequence 1 has no step"),
+    "numbers, not sequences": ([1, 2], (TypeError, ValueError), "sequence 0"),
+    "events of two shapes": (
+        [np.zeros((2, 3)), np.zeros((2, 4))],
+        ValueError,
+        r"sequence 0 has \(3,\) and sequence 1 has \(4,\)",
+    ),
+    "events and scalars": ([np.zeros((2, 3)), np.zeros(2)], ValueError, r"sequence 1 has \(\)"),
+}
+
+
+@pytest.mark.parametrize("wrong", BAD_LISTS)
+def test_a_bad_list_is_explained(wrong):
+    sequences, kind, words = BAD_LISTS[wrong]
+    with pytest.raises(kind, match=words):
+        Sequences.from_list(sequences)
+
+
+@pytest.mark.parametrize("labels", [[[0]], [[0, 1], [0, 1]], [[0], [1], [2]]])
+def test_labels_must_fit_the_list(labels):
+    with pytest.raises(ValueError, match="labels must have one item per sequence"):
+        Sequences.from_list([[1], [2, 3]], labels=labels)
+
+
+@pytest.mark.parametrize(("size", "kind"), [(0, ValueError), (-1, ValueError), (1.5, TypeError)])
+def test_a_batch_size_is_a_number_of_sequences(size, kind):
+    with pytest.raises(kind, match=r"batch_size"):
+        next(make().batches(size))

@@ -1,0 +1,392 @@
+"""Laws of ``TabularHMM``, its emission families and what ``hmm.to_module()`` builds."""
+
+import io
+
+import pyro
+import pytest
+import torch
+from pyro import distributions as dist
+from pyro import poutine
+from pyro.nn import PyroModule
+
+from pyrohmm import HMM, MarginalModel, Sequences, TabularHMM, categorical, fit_map, normal
+
+LENGTHS = torch.tensor([3, 1])
+
+
+def sites(module, lengths=LENGTHS):
+    trace = poutine.trace(module).get_trace(lengths)
+    return {n: trace.nodes[n] for n in trace.stochastic_nodes}
+
+
+def parts(num_states=2):
+    return tuple(torch.randn(*b, num_states).log_softmax(-1) for b in ((), (num_states,)))
+
+
+# Priors
+
+
+@pytest.mark.parametrize("num_states", [1, 2, 4])
+def test_sites_have_documented_names_and_shapes(num_states):
+    found = sites(TabularHMM(num_states, categorical(3)))
+    assert {name: tuple(site["value"].shape) for name, site in found.items()} == {
+        "initial": (num_states,),
+        "transition": (num_states, num_states),
+        "emission.probs": (num_states, 3),
+    }
+    for dim in (0, 1, 2):
+        found = sites(TabularHMM(num_states, normal(dim)))
+        shape = (num_states, dim) if dim else (num_states,)
+        assert list(found) == ["initial", "transition", "emission.variance", "emission.loc"]
+        assert found["emission.variance"]["value"].shape == shape
+        assert found["emission.loc"]["value"].shape == shape
+    assert all(site["fn"].batch_shape == () for site in found.values())
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (2.0, torch.full((2, 2), 2.0)),
+        (3, torch.full((2, 2), 3.0)),
+        (torch.tensor([1.0, 5.0]), torch.tensor([[1.0, 5.0], [1.0, 5.0]])),
+        (torch.tensor([[9.0, 1.0], [2.0, 8.0]]), torch.tensor([[9.0, 1.0], [2.0, 8.0]])),
+        (torch.tensor([[9, 1], [2, 8]]), torch.tensor([[9.0, 1.0], [2.0, 8.0]])),
+        (torch.tensor([[9.0], [2.0]]), torch.tensor([[9.0, 9.0], [2.0, 2.0]])),
+    ],
+    ids=["number", "whole number", "row", "matrix", "whole matrix", "column"],
+)
+def test_a_concentration_is_a_number_a_row_or_a_matrix(given, expected):
+    """The prior that is sampled from, against Dirichlet's own density."""
+    found = sites(TabularHMM(2, categorical(2, given), 1.0, given))
+    for name in ("transition", "emission.probs"):
+        value = torch.tensor([[0.3, 0.7], [0.6, 0.4]])
+        law = dist.Dirichlet(expected).log_prob(value).sum()
+        torch.testing.assert_close(found[name]["fn"].log_prob(value), law)
+
+
+def test_the_prior_of_the_first_state_is_its_own():
+    found = sites(TabularHMM(2, categorical(2), torch.tensor([3.0, 1.0]), 7.0))
+    value = torch.tensor([0.3, 0.7])
+    expected = dist.Dirichlet(torch.tensor([3.0, 1.0])).log_prob(value)
+    torch.testing.assert_close(found["initial"]["fn"].log_prob(value), expected)
+
+
+def test_the_normal_family_has_the_prior_of_its_formula():
+    m, w, a, b = torch.tensor([0.5, -1.0]), 0.3, 2.5, torch.tensor([1.0, 4.0])
+    found = sites(TabularHMM(3, normal(2, loc=m, weight=w, concentration=a, rate=b)))
+    variance, loc = (found[f"emission.{name}"]["value"] for name in ("variance", "loc"))
+    expected = dist.Gamma(a, b).log_prob(1 / variance) - 2 * variance.log()
+    law = found["emission.variance"]["fn"].log_prob(variance)
+    torch.testing.assert_close(law, expected.sum())
+    expected = dist.Normal(m, (variance / w).sqrt()).log_prob(loc).sum()
+    torch.testing.assert_close(found["emission.loc"]["fn"].log_prob(loc), expected)
+
+
+@pytest.mark.parametrize(
+    ("family", "event"),
+    [(categorical(4), ()), (normal(0), ()), (normal(), (1,)), (normal(3), (3,))],
+)
+@pytest.mark.parametrize("num_states", [1, 3])
+def test_a_call_builds_an_hmm_of_what_was_drawn(family, event, num_states):
+    module = TabularHMM(num_states, family)
+    trace = poutine.trace(module).get_trace(LENGTHS)
+    hmm, drawn = trace.nodes["_RETURN"]["value"], trace.nodes
+    assert hmm.batch_shape == (2,)
+    assert hmm.event_shape == (3, *event)
+    torch.testing.assert_close(hmm.log_initial.exp(), drawn["initial"]["value"])
+    torch.testing.assert_close(hmm.log_transition.exp(), drawn["transition"]["value"])
+    if "emission.probs" in drawn:
+        torch.testing.assert_close(hmm.emission.probs, drawn["emission.probs"]["value"])
+    else:
+        torch.testing.assert_close(hmm.emission.mean, drawn["emission.loc"]["value"])
+        torch.testing.assert_close(hmm.emission.variance, drawn["emission.variance"]["value"])
+
+
+def test_steps_that_are_not_observed_reach_the_hmm():
+    observed = torch.tensor([[True, False, True], [True, False, False]])
+    assert TabularHMM(2, categorical(3))(LENGTHS, observed).observed.equal(observed)
+
+
+@pytest.mark.parametrize("family", [lambda num_states: Rate(num_states), lambda k: Rate(k)])
+def test_a_family_is_anything_that_makes_a_module(family):
+    hmm = TabularHMM(3, family)(LENGTHS)
+    assert isinstance(hmm.emission, dist.Poisson)
+    assert hmm.log_prob(torch.ones(2, 3)).shape == (2,)
+
+
+class Rate(PyroModule):
+    def __init__(self, num_states):
+        super().__init__()
+        self.rate = torch.nn.Parameter(torch.rand(num_states))
+
+    def forward(self):
+        return dist.Poisson(self.rate.exp())
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: TabularHMM(0, categorical(2)), ValueError, "num_states must be at least 1; got 0"),
+        (
+            lambda: TabularHMM(2.0, categorical(2)),
+            TypeError,
+            "num_states must be an int; got float",
+        ),
+        (lambda: TabularHMM(2, 3), TypeError, "emission must be an emission family"),
+        (lambda: TabularHMM(2, None), TypeError, "emission must be an emission family"),
+        (lambda: categorical(0), ValueError, "num_symbols must be at least 1"),
+        (lambda: categorical(True), TypeError, "num_symbols must be an int"),
+        (lambda: normal(-1), ValueError, "dim must be at least 0"),
+        (lambda: normal(1.5), TypeError, "dim must be"),
+        (
+            lambda: TabularHMM(2, categorical(2), 0.0),
+            ValueError,
+            "^initial_concentration must be po",
+        ),
+        (
+            lambda: TabularHMM(2, categorical(2), 1.0, torch.tensor([1.0, -1.0])),
+            ValueError,
+            "^transition_concentration must be positive",
+        ),
+        (
+            lambda: TabularHMM(2, categorical(2), 1.0, float("nan")),
+            ValueError,
+            "^transition_concentration must be positive",
+        ),
+        (
+            lambda: TabularHMM(2, categorical(2), torch.ones(3)),
+            ValueError,
+            r"^initial_concentration must .* \(2,\); got \(3,\)",
+        ),
+        (
+            lambda: TabularHMM(2, categorical(2), 1.0, torch.ones(3, 2)),
+            ValueError,
+            r"^transition_concentration must .* \(2, 2\); got \(3, 2\)",
+        ),
+        (
+            lambda: TabularHMM(2, categorical(3, torch.ones(2))),
+            ValueError,
+            r"^concentration must .* \(2, 3\); got \(2,\)",
+        ),
+        (lambda: TabularHMM(2, normal(2, weight=0.0)), ValueError, "weight"),
+        (lambda: TabularHMM(2, normal(2, concentration=-1.0)), ValueError, "concentration"),
+        (lambda: TabularHMM(2, normal(2, rate=0.0)), ValueError, "rate must be positive"),
+        (lambda: TabularHMM(2, normal(2, loc=torch.ones(3))), ValueError, "loc must"),
+    ],
+)
+def test_bad_arguments_are_named(make, error, message):
+    with pytest.raises(error, match=message):
+        make()
+
+
+def test_a_distribution_in_place_of_a_family_is_named():
+    """In a family's place people put the distribution itself; the slip should be said."""
+    with pytest.raises(TypeError, match="emission must be an emission family"):
+        TabularHMM(2, dist.Poisson(torch.ones(2)))
+
+
+@pytest.mark.parametrize(
+    "family", [lambda num_states: dist.Poisson(torch.ones(num_states)), lambda num_states: 3]
+)
+def test_a_family_that_makes_no_module_is_named(family):
+    with pytest.raises(TypeError, match=r"emission.*PyroModule"):
+        TabularHMM(2, family)(LENGTHS)
+
+
+# Points made of an HMM
+
+EMISSIONS = {
+    "categorical": lambda: dist.Categorical(logits=torch.randn(2, 3)),
+    "scalar normal": lambda: dist.Normal(torch.randn(2), torch.rand(2) + 0.1),
+    "vector normal": lambda: dist.Normal(torch.randn(2, 3), torch.rand(2, 3) + 0.1).to_event(1),
+    "broadcast normal": lambda: dist.Normal(torch.randn(2), 1.0),
+    "matrix normal": lambda: dist.Normal(torch.randn(2, 3, 2), 1.0).to_event(2),
+    "Poisson": lambda: dist.Poisson(torch.rand(2) + 0.5),
+    "multivariate normal": lambda: dist.MultivariateNormal(torch.randn(2, 2), spread()),
+    "multivariate normal, Cholesky": lambda: dist.MultivariateNormal(
+        torch.randn(2, 2), scale_tril=torch.linalg.cholesky(spread())
+    ),
+    "Bernoulli": lambda: dist.Bernoulli(torch.rand(2, 3)).to_event(1),
+    "Bernoulli of logits": lambda: dist.Bernoulli(logits=torch.randn(2)),
+    "gamma": lambda: dist.Gamma(torch.rand(2) + 1, torch.rand(2) + 1),
+    "Student": lambda: dist.StudentT(torch.tensor([3.0, 5.0]), torch.randn(2), torch.rand(2) + 1),
+}
+
+
+def spread():
+    root = torch.randn(2, 2, 2)
+    return root @ root.mT + torch.eye(2)
+
+
+@pytest.mark.parametrize("used", [False, True], ids=["fresh", "used"])
+@pytest.mark.parametrize("name", EMISSIONS)
+def test_a_module_made_of_an_hmm_builds_that_hmm(name, used):
+    """Its values are parameters with gradients. Used distributions hold cached attributes."""
+    hmm = HMM(*parts(), EMISSIONS[name](), LENGTHS)
+    values = hmm.sample()
+    if used:
+        hmm.log_prob(values)
+        if isinstance(hmm.emission, dist.MultivariateNormal):
+            assert hmm.emission.precision_matrix.shape == (2, 2, 2)
+    module = hmm.to_module()
+    assert isinstance(module, TabularHMM)
+    again = module(LENGTHS)
+    torch.testing.assert_close(again.log_initial, hmm.log_initial)
+    torch.testing.assert_close(again.log_transition, hmm.log_transition)
+    evidence = again.log_prob(values)
+    torch.testing.assert_close(evidence, hmm.log_prob(values))
+    evidence.sum().backward()
+    gradients = {n: parameter.grad for n, parameter in module.named_parameters()}
+    assert {"initial_unconstrained", "transition_unconstrained"} < gradients.keys()
+    for n, gradient in gradients.items():
+        assert gradient is not None, n
+        assert gradient.isfinite().all(), n
+        assert gradient.abs().max() > 0, n
+    assert not sites(module)
+
+
+def test_a_module_made_of_an_hmm_is_a_copy():
+    probs = torch.rand(2, 3).requires_grad_()
+    initial, transition = parts()
+    hmm = HMM(initial, transition, dist.Categorical(probs), LENGTHS)
+    module = hmm.to_module()
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.add_(torch.randn_like(parameter))
+    assert hmm.log_initial is initial
+    assert hmm.log_transition is transition
+    assert hmm.emission.probs.requires_grad
+    assert not module(LENGTHS).log_transition.allclose(hmm.log_transition)
+    assert all(parameter.is_leaf for parameter in module.parameters())
+
+
+@pytest.mark.parametrize("local", [False, True], ids=["global", "local"])
+def test_modules_called_one_after_the_other_keep_their_own_values(local):
+    """T2 without a fit: their parameters have the same names in Pyro's global store."""
+    with pyro.settings.context(module_local_params=local):
+        hmms = [HMM(*parts(), dist.Categorical(logits=torch.randn(2, 3)), LENGTHS) for _ in "ab"]
+        modules = [hmm.to_module() for hmm in hmms]
+        for hmm, module in zip(hmms, modules):
+            torch.testing.assert_close(module(LENGTHS).log_transition, hmm.log_transition)
+            torch.testing.assert_close(module(LENGTHS).emission.logits, hmm.emission.logits)
+
+
+def test_hard_zeros_survive_the_round_trip():
+    initial = torch.tensor([1.0, 0.0])
+    transition = torch.tensor([[0.5, 0.5], [0.0, 1.0]])
+    probs = torch.tensor([[0.5, 0.5, 0.0], [0.0, 0.0, 1.0]])
+    hmm = HMM(initial.log(), transition.log(), dist.Categorical(probs), LENGTHS)
+    again = hmm.to_module()(LENGTHS)
+    assert again.log_initial.exp().equal(initial)
+    assert again.log_transition.exp().equal(transition)
+    assert again.emission.probs.equal(probs)
+
+
+def test_a_module_made_of_an_hmm_is_in_its_dtype():
+    hmm = HMM(
+        *(part.float() for part in parts()),
+        dist.Normal(torch.zeros(2, dtype=torch.float32), torch.ones(2, dtype=torch.float32)),
+        LENGTHS,
+    )
+    module = hmm.to_module()
+    assert {parameter.dtype for parameter in module.parameters()} == {torch.float32}
+    assert module(LENGTHS).log_prob(torch.zeros(2, 3, dtype=torch.float32)).dtype == torch.float32
+
+
+def test_an_hmm_with_parameters_per_step_makes_no_module():
+    initial, transition = parts()
+    hmm = HMM(
+        initial,
+        transition.expand(2, 2, 2),
+        dist.Categorical(torch.ones(2, 3)),
+        LENGTHS,
+        transition_per_step=True,
+    )
+    with pytest.raises(ValueError, match="per step"):
+        hmm.to_module()
+
+
+@pytest.mark.parametrize(
+    "emission",
+    [
+        dist.LogNormal(torch.zeros(2), torch.ones(2)),
+        dist.Beta(torch.ones(2), torch.ones(2)),
+        dist.MixtureSameFamily(
+            dist.Categorical(torch.ones(2, 3)), dist.Normal(torch.zeros(2, 3), 1.0)
+        ),
+        dist.ZeroInflatedPoisson(rate=torch.ones(2), gate=torch.full((2,), 0.3)),
+    ],
+    ids=["LogNormal", "Beta", "mixture", "zero-inflated"],
+)
+def test_an_emission_is_made_a_module_or_refused_by_name(emission):
+    """Distributions built of others keep their arguments elsewhere."""
+    hmm = HMM(*parts(), emission, LENGTHS)
+    values = hmm.sample()
+    try:
+        module = hmm.to_module()
+        found = module(LENGTHS).log_prob(values)
+    except (TypeError, ValueError, NotImplementedError) as error:
+        assert type(emission).__name__ in str(error)  # noqa: PT017
+        assert "emission" in str(error)  # noqa: PT017
+    else:
+        torch.testing.assert_close(found, hmm.log_prob(values))
+
+
+def test_draws_of_a_posterior_make_a_module_with_a_batch():
+    """R draws side by side, (R, 1, ...), for N sequences; R = T, so that a mix-up would run."""
+    initial, transition = torch.randn(3, 1, 2), torch.randn(3, 1, 2, 2)
+    logits, lengths = torch.randn(3, 1, 2, 3), torch.tensor([3, 3])
+    initial, transition = initial.log_softmax(-1), transition.log_softmax(-1)
+    module = HMM(initial, transition, dist.Categorical(logits=logits), lengths).to_module()
+    values = torch.tensor([[0, 1, 2], [2, 0, 0]])
+    found = module(lengths).log_prob(values)
+    for r in range(3):
+        emission = dist.Categorical(logits=logits[r, 0])
+        expected = HMM(initial[r, 0], transition[r, 0], emission, lengths).log_prob(values)
+        torch.testing.assert_close(found[r], expected)
+
+
+# A module like any other of torch
+
+
+@pytest.mark.parametrize("family", [categorical(3), normal(2)])
+def test_dtype_follows_the_module(family):
+    module = TabularHMM(2, family).to(torch.float32)
+    hmm = module(LENGTHS)
+    assert hmm.log_initial.dtype == hmm.log_transition.dtype == torch.float32
+    values = hmm.sample()
+    assert hmm.log_prob(values).dtype == torch.float32
+    back = module.to(torch.float64)(LENGTHS)
+    assert back.log_transition.dtype == torch.float64
+
+
+@pytest.mark.parametrize("family", [categorical(3), normal(2)])
+def test_state_dict_carries_the_priors(family):
+    concentration = torch.tensor([[5.0, 1.0], [2.0, 3.0]])
+    module = TabularHMM(2, family, 2.0, concentration)
+    other = TabularHMM(2, family)
+    assert other.load_state_dict(module.state_dict()).missing_keys == []
+    torch.testing.assert_close(other.transition_concentration, concentration)
+    draws = []
+    for each in (module, other):
+        pyro.set_rng_seed(2)
+        draws.append(each(LENGTHS).log_transition)
+    assert draws[0].equal(draws[1])
+
+
+def test_state_dict_carries_fitted_points():
+    """Through a file, as torch saves it, read without executing anything."""
+    hmm = HMM(*parts(), dist.Categorical(logits=torch.randn(2, 3)), LENGTHS)
+    module = hmm.to_module()
+    data = Sequences(hmm.sample(), LENGTHS)
+    fit_map(MarginalModel(module), data, num_steps=3)
+    file = io.BytesIO()
+    torch.save(module.state_dict(), file)
+    file.seek(0)
+    other = HMM(*parts(), dist.Categorical(torch.ones(2, 3)), LENGTHS).to_module()
+    other.load_state_dict(torch.load(file, weights_only=True))
+    assert other(LENGTHS).log_transition.equal(module(LENGTHS).log_transition)
+    assert other(LENGTHS).emission.logits.equal(module(LENGTHS).emission.logits)

@@ -1,0 +1,127 @@
+# %% [markdown]
+# # 1. Vowels, consonants and the space, found in plain text
+#
+# A hidden Markov model with two states is given nothing but letters, and finds the vowels. With
+# five it also finds where words begin and end. We describe the model in one line, find its most
+# probable parameters, and look at what the states have become.
+#
+# | on paper | in code | here |
+# | --- | --- | --- |
+# | $x_{1:T}$ | `data.values` | letters a to z and the space |
+# | $K$ | `num_states` | 2, then 5 |
+# | $A_{ij} = p(z_{t+1}=j \mid z_t=i)$ | `hmm.log_transition` | row = from, column = to |
+# | $B_{iv} = p(x_t=v \mid z_t=i)$ | `hmm.emission.probs` | one row of letters a state |
+#
+# The text is the help of the Python language itself, which comes with every Python.
+
+# %%
+import os
+from pathlib import Path
+
+import pyro
+import torch
+from matplotlib import pyplot as plt
+
+from pyrohmm import MarginalModel, TabularHMM, categorical, datasets, fit_map, metrics, plots
+
+SMOKE = "PYROHMM_SMOKE" in os.environ  # the tests set this: same cells, fewer steps
+
+letters = datasets.english_letters(4_000 if SMOKE else 40_000, chunk=200)
+data, symbols = letters.data, letters.vocabulary
+print(data)
+print("".join(symbols.decode(data.values[0])))
+
+# %% [markdown]
+# ## Model and fit
+#
+# `TabularHMM` has flat Dirichlet priors on all its rows; `MarginalModel` is the Pyro model in
+# which the states are summed out, exactly. MAP finds a local optimum, so we start three times and
+# keep the best.
+
+
+# %%
+def best_of(num_states, num_steps, seeds=(0, 1, 2)):
+    fits = []
+    for seed in seeds[:1] if SMOKE else seeds:
+        pyro.set_rng_seed(seed)
+        model = MarginalModel(TabularHMM(num_states, categorical(len(symbols))))
+        steps = 5 if SMOKE else num_steps
+        fits.append(fit_map(model, data, num_steps=steps, learning_rate=0.2))
+    return min(fits, key=lambda fit: fit.losses[-1])
+
+
+two = best_of(num_states=2, num_steps=150)
+print(two.summary())
+
+# %% [markdown]
+# Which letters belong to which state? By Bayes' rule, with the stationary law of the chain as
+# prior, $p(z \mid x) \propto \pi_z B_{zx}$.
+
+
+# %%
+def letters_of(hmm):
+    share = hmm.stationary().unsqueeze(-1) * hmm.emission.probs  # (K, V)
+    owner = share.argmax(0)
+    groups = []
+    for k in range(hmm.num_states):
+        order = hmm.emission.probs[k].argsort(descending=True)
+        groups.append(" ".join(symbols[v] for v in order if owner[v] == k).replace("  ", " _ "))
+    return groups
+
+
+hmm = two.draw(data)
+for k, group in enumerate(letters_of(hmm)):
+    print(f"state {k}: {group.replace(' ' * 2, ' ') or '-'}")
+print("symbol 27 is the space; it has no name of its own above")
+
+# %% [markdown]
+# One state is the vowels. Nobody told the model what a vowel is: they are the letters that do not
+# follow each other.
+#
+# ## Five states
+
+# %%
+five = best_of(num_states=5, num_steps=300)
+hmm = five.draw(data)
+print(five.summary())
+unigram = torch.bincount(data.values[data.observed], minlength=27).double()
+unigram = (unigram / unigram.sum()).clamp(min=1e-12)
+print(f"one state   perplexity {torch.exp(-(unigram * unigram.log()).sum()):.2f}")
+print(f"two states  {metrics.perplexity(two, data)}")
+print(f"five states {metrics.perplexity(five, data)}")
+
+# %% [markdown]
+# ## What the states are
+#
+# Each step of a sentence is decoded to a state by `viterbi`; the colours below are the states.
+
+# %%
+shown = [symbol.replace(" ", "␣") for symbol in symbols]
+path = hmm.viterbi(data.values)[0]
+text = symbols.decode(data.values[0])
+
+figure = plt.figure(figsize=(9, 6.5), layout="constrained")
+grid = figure.add_gridspec(2, 2, height_ratios=[3, 1], width_ratios=[2.4, 1])
+axes = plots.emission(hmm, shown, axes=figure.add_subplot(grid[0, 0]))
+axes.set_title("what each state emits")
+axes = plots.transition(hmm, axes=figure.add_subplot(grid[0, 1]))
+axes.set_title("where it goes next")
+
+axes = figure.add_subplot(grid[1, :])
+axes.set_axis_off()
+axes.set_title("the most probable state of each letter", fontsize=10)
+width = 67
+for t in range(3 * width):
+    if t >= len(text):
+        break
+    row, column = divmod(t, width)
+    box = plt.Rectangle((column, -row), 1, 0.85, color=f"C{int(path[t])}", alpha=0.55, linewidth=0)
+    axes.add_patch(box)
+    axes.text(column + 0.5, -row + 0.4, text[t], ha="center", va="center", family="monospace")
+axes.set_xlim(0, width)
+axes.set_ylim(-2.1, 1)
+if not SMOKE:
+    folder = Path("figures") if Path("figures").is_dir() else Path()
+    figure.savefig(folder / "letters.png", dpi=150)
+    print(f"the picture is {folder / 'letters.png'}")
+plt.show()
