@@ -1,7 +1,7 @@
 """One training loop for any pair of model and guide: MAP and SVI are two such pairs.
 
-Pyro's global parameter store is set aside while a model or a guide runs: otherwise a second fit
-with the same site names would start, silently, where the first one ended.
+Pyro's global parameter store is set aside during a fit, and left as it was found: otherwise a
+second fit with the same names would start, silently, where the first one ended.
 """
 
 from __future__ import annotations
@@ -10,20 +10,26 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any
 
 import pyro
 import torch
 from pyro import poutine
 from pyro.infer import ELBO, Trace_ELBO, TraceEnum_ELBO
-from pyro.infer.autoguide import AutoDelta, init_to_sample
+from pyro.infer.autoguide import AutoDelta, AutoGuide, init_to_sample
+from pyro.nn import PyroModule
+from pyro.poutine.util import site_is_subsample
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from ._checks import check_size
 from .hmm import HMM
+from .modules import HMMModule
 from .sequences import Sequences
 
 WINDOW = 25  # steps whose mean loss is compared with that of the steps before
+_guides = count()
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 ScheduleFactory = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]
@@ -42,6 +48,10 @@ class Fit:
         reason: Why it ended, in words.
         seconds: How long it took.
         num_observed: Number of observed steps it was fitted to.
+        names: Names of the latent variables.
+        params: The parameter store at the end of the fit. If the model or the guide is a function
+            with ``pyro.param`` statements, call it inside
+            ``pyro.get_param_store().scope(fit.params)``; modules carry their parameters.
     """
 
     model: Callable[..., Any]
@@ -52,6 +62,7 @@ class Fit:
     seconds: float
     num_observed: int
     names: list[str] = field(default_factory=list)
+    params: dict[str, Any] = field(default_factory=dict, repr=False)
 
     def draw(self, data: Sequences) -> HMM:
         """An HMM for ``data``, from one draw of the guide (which for MAP is always the same).
@@ -59,7 +70,7 @@ class Fit:
         Raises:
             TypeError: If the model does not return an HMM.
         """
-        with torch.no_grad(), pyro.get_param_store().scope(), poutine.block():
+        with torch.no_grad(), pyro.get_param_store().scope(self.params), poutine.block():  # type: ignore[arg-type]
             trace = poutine.trace(self.guide).get_trace(data)
             hmm = poutine.block(poutine.replay(self.model, trace=trace))(data)
         if not isinstance(hmm, HMM):
@@ -76,7 +87,8 @@ class Fit:
             f"{_name(self.guide)} on {_name(self.model)}: {', '.join(self.names) or 'parameters'}",
             f"loss      {first:.2f} -> {last:.2f} nats, mean of the last "
             f"{min(WINDOW, len(self.losses))} steps",
-            f"per step  {last / self.num_observed:.4f} nats; {self.num_observed:,} observed steps",
+            f"per step  {last / max(self.num_observed, 1):.4f} nats; {self.num_observed:,} observed "
+            f"steps",
             f"ended     after {len(self.losses)} steps and {self.seconds:.1f} s: {self.reason}",
         ]
         return "\n".join(lines)
@@ -110,13 +122,14 @@ def fit_map(
 
     Raises:
         FloatingPointError: If the loss becomes infinite or NaN.
+        TypeError, ValueError: As :func:`fit_svi`.
 
     Example:
         >>> _ = pyro.set_rng_seed(0)
         >>> data = Sequences.from_list([[0, 1] * 10, [1, 0] * 10])
         >>> fit = fit_map(MarginalModel(TabularHMM(2, categorical(2))), data)
-        >>> fit.draw(data).log_prob(data.values).sum().round()  # nearly 2 log 1/2
-        tensor(-2.)
+        >>> fit.draw(data).log_prob(data.values).sum().round(decimals=1)  # 2 log 1/2
+        tensor(-1.4000)
     """
     guide = AutoDelta(poutine.block(model, hide_fn=_is_enumerated), init_loc_fn=init)
     return fit_svi(
@@ -154,7 +167,8 @@ def fit_svi(
     Args:
         model: A Pyro model that takes a :class:`Sequences`.
         guide: A Pyro guide that takes the same, such as ``AutoNormal(model)``. If the model
-            enumerates states, build the guide over ``poutine.block`` of it, as Pyro asks for.
+            enumerates states, build the guide over ``poutine.block`` of it, as Pyro asks for. An
+            autoguide gets a name of its own, so that parameters of two guides never meet.
         data: The sequences.
         num_steps: Largest number of gradient steps.
         learning_rate: Of Adam, if there is no ``optimizer``.
@@ -172,37 +186,48 @@ def fit_svi(
 
     Raises:
         FloatingPointError: If the loss becomes infinite or NaN.
-        ValueError: If ``num_steps`` is less than one.
+        TypeError: If ``data`` are not :class:`Sequences`, ``model`` is a module that builds an
+            HMM, or a number is of the wrong type.
+        ValueError: If a number is out of range, or there is nothing to fit.
     """
-    if num_steps < 1:
-        raise ValueError(f"num_steps must be at least 1; got {num_steps}.")
+    _check(model, data, num_steps, batch_size, clip_norm)
+    if isinstance(guide, AutoGuide):
+        _rename(guide)
     begun = time.perf_counter()
-    with pyro.get_param_store().scope():
-        probe = data[:1] if batch_size else data
+    with pyro.get_param_store().scope() as store:
+        probe = _follow(model, guide, data[:1] if batch_size else data)
         with poutine.block(), torch.no_grad():
             names, enumerated = _sites(model, probe)
+            guide(probe)  # an autoguide makes its parameters here
         elbo = elbo or (TraceEnum_ELBO() if enumerated else Trace_ELBO())
         objective = elbo(model, guide)
-        batches = _stream(data, batch_size, generator)
-        with torch.no_grad(), poutine.block():
-            guide(_follow(model, guide, probe))  # an autoguide makes its parameters here
-        parameters = list(objective.parameters())
-        if not parameters:
-            raise ValueError("model and guide have no parameters to fit.")
-        make = optimizer or (lambda given: torch.optim.Adam(given, lr=learning_rate))
-        stepper = make(parameters)
+        parameters = _parameters(objective)
+        stepper = (
+            torch.optim.Adam(parameters, lr=learning_rate) if optimizer is None
+            else optimizer(parameters)
+        )  # fmt: skip
         scheduler = schedule(stepper) if schedule else None
+        batches = _stream(data, batch_size, generator)
         losses: list[Tensor] = []
         converged, reason = False, f"it took all {num_steps} steps"
         with tqdm(total=num_steps, disable=None if progress is None else not progress) as bar:
             for step in range(num_steps):
                 batch = _follow(model, guide, next(batches))
                 stepper.zero_grad()
-                loss = objective(batch)
-                loss.backward()
+                try:
+                    loss = objective(batch)
+                except ValueError as error:
+                    finite = all(bool(parameter.isfinite().all()) for parameter in parameters)
+                    if step == 0 or (finite and "Expected parameter" not in str(error)):
+                        raise
+                    raise FloatingPointError(
+                        f"a parameter has left its range at step {step}; lower learning_rate or "
+                        "set clip_norm."
+                    ) from error
                 losses.append(loss.detach())
-                if step % WINDOW == 0 or step == num_steps - 1:
-                    _check_finite(loss, step)
+                if loss.device.type == "cpu" or step % WINDOW == 0:  # elsewhere it takes a wait
+                    _check_finite(loss, step, elbo, model, guide, batch)
+                loss.backward()
                 if clip_norm is not None:
                     nn.utils.clip_grad_norm_(parameters, clip_norm * max(data.num_observed, 1))
                 stepper.step()
@@ -212,7 +237,7 @@ def fit_svi(
                 if (step + 1) % WINDOW == 0:
                     mean = torch.stack(losses[-WINDOW:]).mean().item()
                     bar.set_postfix(nats_per_step=f"{mean / max(data.num_observed, 1):.4f}")
-                    if tolerance is not None and step >= 2 * WINDOW:
+                    if tolerance is not None and len(losses) >= 2 * WINDOW:
                         before = torch.stack(losses[-2 * WINDOW : -WINDOW]).mean().item()
                         if before - mean < tolerance * abs(mean):
                             converged = True
@@ -221,18 +246,65 @@ def fit_svi(
                                 "of itself"
                             )
                             break
-        for step, value in enumerate(losses):
-            _check_finite(value, step)
+        trail = torch.stack(losses).cpu()
+        if not bool(trail.isfinite().all()):
+            worst = int((~trail.isfinite()).byte().argmax())
+            _check_finite(trail[worst], worst, elbo, model, guide, probe)
     return Fit(
         model,
         guide,
-        torch.stack(losses).cpu(),
+        trail,
         converged,
         reason,
         time.perf_counter() - begun,
         data.num_observed,
         names,
+        dict(store),
     )
+
+
+def _check(
+    model: Any, data: Any, num_steps: int, batch_size: int | None, clip_norm: float | None
+) -> None:
+    """Raise at arguments that cannot be meant."""
+    if isinstance(model, HMMModule):
+        raise TypeError(
+            f"model must be a Pyro model of the data; got the HMMModule {type(model).__name__}. "
+            "Put it into one: MarginalModel(module)."
+        )
+    if not isinstance(data, Sequences):
+        raise TypeError(
+            f"data must be Sequences; got {type(data).__name__}. Build them with "
+            "Sequences.from_list, or Sequences(values, lengths)."
+        )
+    check_size("num_steps", num_steps)
+    if batch_size is not None:
+        check_size("batch_size", batch_size)
+    if clip_norm is not None and not clip_norm > 0:
+        raise ValueError(f"clip_norm must be positive; got {clip_norm}.")
+
+
+def _rename(guide: AutoGuide) -> None:
+    """Give an autoguide a name of its own: Pyro keeps parameters by name, and would mix guides."""
+    if "_of_fit_" not in guide._pyro_name:
+        own = f"{guide._pyro_name}_of_fit_{next(_guides)}"
+        for name, part in guide.named_modules():
+            if isinstance(part, PyroModule):
+                part._pyro_name = f"{own}.{name}" if name else own
+
+
+def _parameters(objective: nn.Module) -> list[nn.Parameter]:
+    """What is trained: parameters of modules, and those of ``pyro.param`` statements."""
+    found = {id(parameter): parameter for parameter in objective.parameters()}
+    for _, parameter in pyro.get_param_store().named_parameters():
+        found.setdefault(id(parameter), parameter)
+    wanted = [parameter for parameter in found.values() if parameter.requires_grad]
+    if not wanted:
+        raise ValueError(
+            "model and guide have no parameters to fit. Give the module PyroParam or "
+            "torch.nn.Parameter attributes, or priors to a guide that has parameters."
+        )
+    return wanted
 
 
 def _stream(
@@ -263,20 +335,28 @@ def _sites(model: Callable[..., Any], data: Sequences) -> tuple[list[str], bool]
     """Names of the latent sites of ``model``, and whether some others are enumerated."""
     trace = poutine.trace(model).get_trace(data)
     hidden = [trace.nodes[name] for name in trace.stochastic_nodes]
+    hidden = [site for site in hidden if not site_is_subsample(site)]
     names = [site["name"] for site in hidden if not _is_enumerated(site)]
-    return [n for n in names if n != "sequences"], any(_is_enumerated(site) for site in hidden)
+    return names, any(_is_enumerated(site) for site in hidden)
 
 
-def _check_finite(loss: Tensor, step: int) -> None:
+def _check_finite(
+    loss: Tensor, step: int, elbo: ELBO, model: Any, guide: Any, batch: Sequences
+) -> None:
+    """Raise if the loss at ``step``, on ``batch``, is not finite."""
     value = loss.item()
-    if not math.isfinite(value):
+    if math.isfinite(value):
+        return
+    if math.isnan(value):  # the losses that Pyro differentiates turn infinity into NaN
+        with torch.no_grad(), poutine.block():
+            value = elbo.loss(model, guide, batch)
+    cause = "lower learning_rate, set clip_norm, or keep scales and probabilities away from zero"
+    if value == math.inf:
         cause = (
             "a sequence has probability zero: check for symbols or moves that no path allows"
-            if value == math.inf
-            else "lower learning_rate, set clip_norm, or keep scales and probabilities away from "
-            "zero by their priors"
-        )
-        raise FloatingPointError(f"the loss is {value} at step {step}; {cause}.")
+            + (f"; or {cause}" if step else "")
+        )  # fmt: skip
+    raise FloatingPointError(f"the loss is {value} at step {step}; {cause}.")
 
 
 def _name(part: Any) -> str:

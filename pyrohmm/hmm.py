@@ -167,16 +167,18 @@ class HMM(TorchDistribution):
         """The same law for a larger batch; parameters are not copied."""
         shape = torch.Size(batch_shape)
         observed = self.observed
-        return HMM(
+        new = HMM(
             self.log_initial,
             self.log_transition,
             self.emission,
             self.lengths.expand(shape),
             None if observed is None else observed.expand(*shape, observed.size(-1)),
-            validate_args=False,
+            validate_args=False,  # parameters were checked before; values will be
             transition_per_step=self.transition_per_step,
             emission_per_step=self.emission_per_step,
         )
+        new._validate_args = self._validate_args
+        return new
 
     @property
     def num_states(self) -> int:
@@ -337,19 +339,17 @@ class HMM(TorchDistribution):
         check_same_device({"values": values, "log_initial": self.log_initial})
         check_trailing("values", values, tuple(self.event_shape), "(T, *E)")
         event = self.emission.event_shape
-        check_broadcast(
-            {
-                "values": values.shape[: values.dim() - len(self.event_shape)],
-                "HMM": self.batch_shape,
-            }
-        )
+        own = values.shape[: values.dim() - len(self.event_shape)]
+        batch = check_broadcast({"values": own, "HMM": self.batch_shape})
+        # as many dimensions as the parameters have, so that those of time and of batch stay apart
+        values = values.reshape((1,) * (len(batch) - len(own)) + values.shape)
         mask = None
         if self.observed is not None or bool((self.lengths < self.num_steps).any()):
             mask = self._exists()
             if self.observed is not None:
                 mask = mask & self.observed
-            known = mask.expand(values.shape[: values.dim() - len(event)])
-            flat = values.reshape(-1, *event)
+            known = mask.expand(*batch, self.num_steps)
+            flat = values.expand(*batch, *self.event_shape).reshape(-1, *event)
             filler = flat.index_select(0, known.flatten().byte().argmax().reshape(1))
             if filler.dtype.is_floating_point:
                 filler = filler.nan_to_num(0.0)
@@ -357,7 +357,7 @@ class HMM(TorchDistribution):
         if _is_categorical(self.emission):
             check_integers("values", values)
             if self._validate_args:
-                num_symbols = self.emission.probs.size(-1)  # type: ignore[attr-defined]
+                num_symbols = self.emission.logits.size(-1)  # type: ignore[attr-defined]
                 low, high = int(values.min()), int(values.max())
                 if low < 0 or high >= num_symbols:
                     raise ValueError(
@@ -366,11 +366,16 @@ class HMM(TorchDistribution):
                         "unknown ones as not observed."
                     )
         elif self._validate_args:
-            inside = self.emission.support.check(values)  # type: ignore[union-attr]  # torch's stub
+            # in each state, for a support may depend on parameters
+            seen = values.unsqueeze(-1 - len(event))
+            if not self.emission_per_step:
+                seen = seen.movedim(len(batch), 0)
+            inside = self.emission.support.check(seen)  # type: ignore[union-attr]  # torch's stub
             if not bool(inside.all()):
                 raise ValueError(
-                    f"values must lie in the support of the emission, {self.emission.support}; "
-                    f"{int((~inside).sum())} do not. Mark missing steps as not observed."
+                    f"values must lie in the support of the emission, {self.emission.support}, in "
+                    f"every state; got values from {values.min().item():.6g} to "
+                    f"{values.max().item():.6g}. Mark missing steps as not observed."
                 )
         return values, mask
 

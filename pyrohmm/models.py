@@ -15,19 +15,18 @@ import torch
 from pyro import poutine
 from pyro.distributions import Categorical
 from pyro.distributions.torch_distribution import TorchDistribution
-from pyro.nn import PyroModule
 from pyro.ops.indexing import Vindex
 from torch import Tensor
 from torch.distributions import constraints
 
 from .hmm import HMM, emit, emit_per_step
-from .modules import HMMModule
+from .modules import HMMModule, OwnParameters
 from .sequences import Sequences
 
 LogPrior = Callable[[HMM], Tensor]
 
 
-class _Model(PyroModule):
+class _Model(OwnParameters):
     """What the two forms share: everything but the statement about the sequences."""
 
     def __init__(self, module: HMMModule, log_prior: LogPrior | None = None) -> None:
@@ -106,10 +105,13 @@ def markov_sample(name: str, hmm: HMM, obs: Tensor | None = None) -> Tensor:
     Returns:
         The observations ``(*B, T, *E)``.
     """
-    mask, event = hmm._exists(), hmm.emission.event_shape
+    exists, event = hmm._exists(), hmm.emission.event_shape
+    mask, given = exists, obs
     if obs is not None:
         obs, known = hmm._prepare(obs)
-        mask = mask if known is None else known
+        mask = exists if known is None else known
+    padded = not bool(exists.all())
+    stay = torch.eye(hmm.num_states).log().to(hmm.log_initial)
     values = []
     state: Tensor | None = None
     for t in pyro.markov(range(hmm.num_steps)):
@@ -120,6 +122,8 @@ def markov_sample(name: str, hmm: HMM, obs: Tensor | None = None) -> Tensor:
             if hmm.transition_per_step:
                 matrix = matrix[..., t - 1, :, :]
             law = Vindex(matrix)[..., state, :]
+            if padded:  # the chain has ended: what follows must not bear on the states before
+                law = torch.where(exists[..., t, None], law, stay[state])
         state = pyro.sample(
             f"{name}_state_{t}", Categorical(logits=law), infer={"enumerate": "parallel"}
         )
@@ -127,7 +131,7 @@ def markov_sample(name: str, hmm: HMM, obs: Tensor | None = None) -> Tensor:
         with poutine.mask(mask=mask[..., t]):
             emission = EmissionAt(hmm.emission, state, t if hmm.emission_per_step else None)
             values.append(pyro.sample(f"{name}_{t}", emission, obs=seen))
-    return torch.stack(values, -1 - len(event)) if obs is None else obs
+    return torch.stack(values, -1 - len(event)) if given is None else given
 
 
 class EmissionAt(TorchDistribution):

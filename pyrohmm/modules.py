@@ -2,13 +2,39 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pyro
 from pyro.nn import PyroModule
 from torch import Tensor
 
 from .hmm import HMM
 
 
-class HMMModule(PyroModule):
+class OwnParameters(PyroModule):
+    """A ``PyroModule`` that keeps its parameters to itself; ``state_dict()`` saves them.
+
+    Pyro names the parameters of a module after its attributes, keeps them in a global store, and
+    where it meets a name again it replaces the parameter of the module by that in the store: of
+    two models with an attribute ``module``, the second would silently become the first. Here they
+    leave the store when the call ends. Effect handlers see them as usual.
+
+    A module that has run may still become a part of another one.
+    """
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run ``forward``."""
+        try:
+            return super().__call__(*args, **kwargs)
+        finally:
+            if not self._pyro_context.active:
+                store, own = pyro.get_param_store(), {id(each) for each in self.parameters()}
+                for name in [n for n, each in store.named_parameters() if id(each) in own]:
+                    del store[name]
+                self._pyro_context.used = False
+
+
+class HMMModule(OwnParameters):
     """A ``PyroModule`` whose call returns an :class:`HMM` for sequences of given lengths.
 
     Subclasses define ``forward(lengths, observed=None)``. Their parameters may be

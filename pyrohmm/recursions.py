@@ -510,7 +510,7 @@ def _least(logs: Tensor, positive: bool = False) -> float:
     """Smallest probability; with ``positive``, hard zeros do not count."""
     if positive:
         logs = logs.masked_fill(logs.isneginf(), 0.0)
-    return math.exp(min(logs.amin().item(), 0.0))
+    return math.exp(min(logs.amin().item(), 0.0)) if logs.numel() else 1.0
 
 
 def _compiled(messages: Tensor) -> ModuleType | None:

@@ -65,7 +65,7 @@ class TabularHMM(HMMModule):
     ) -> None:
         super().__init__()
         check_size("num_states", num_states)
-        if not callable(emission):
+        if not callable(emission) or isinstance(emission, torch.distributions.Distribution):
             raise TypeError(
                 "emission must be an emission family, such as categorical(num_symbols); got "
                 f"{type(emission).__name__}."
@@ -85,7 +85,13 @@ class TabularHMM(HMMModule):
         self.transition = PyroSample(
             lambda self: Dirichlet(self.transition_concentration).to_event(1)
         )
-        self.emission = emission(num_states)
+        part = emission(num_states)
+        if not isinstance(part, PyroModule):
+            raise TypeError(
+                "emission must return a PyroModule when it is called with K; got "
+                f"{type(part).__name__}. Put the parameters into one, as PyroParam or PyroSample."
+            )
+        self.emission = part
 
     @classmethod
     def from_hmm(cls, hmm: HMM) -> TabularHMM:
@@ -149,6 +155,8 @@ def normal(
         concentration: a.
         rate: b, a number or ``(D,)``.
     """
+    if isinstance(dim, bool) or not isinstance(dim, int):
+        raise TypeError(f"dim must be an int; got {type(dim).__name__}.")
     if dim < 0:
         raise ValueError(f"dim must be at least 0 (scalars); got {dim}.")
     return partial(
@@ -191,7 +199,7 @@ class NormalEmission(PyroModule):
             )
         shape = (num_states, dim) if dim else (num_states,)
         self.dim, self.weight = dim, weight
-        self.register_buffer("prior_loc", torch.as_tensor(loc, dtype=_dtype(loc)).expand(shape))
+        self.register_buffer("prior_loc", _spread("loc", loc, shape))
         self.register_buffer("rate", _concentration("rate", rate, shape))
         self.register_buffer("shape", torch.full_like(self.rate, concentration))
         events = len(shape)
@@ -214,6 +222,12 @@ class NormalEmission(PyroModule):
 class PointEmission(PyroModule):
     """The emission of a given distribution, its arguments as parameters without priors.
 
+    Arguments that are counts, such as ``total_count`` of a binomial, stay as they are.
+
+    Raises:
+        TypeError: If the distribution is not determined by tensors that its class names in
+            ``arg_constraints``, as mixtures of others are not.
+
     Example:
         >>> emission = PointEmission(Normal(torch.zeros(3), torch.ones(3)))
         >>> sorted(name for name, _ in emission.named_parameters())
@@ -227,23 +241,43 @@ class PointEmission(PyroModule):
             self.events += distribution.reinterpreted_batch_ndims
             distribution = distribution.base_dist
         self.family = type(distribution)
-        if isinstance(distribution, torch.distributions.Categorical):
-            given = {"probs": distribution.probs}  # zeros are legal there
-        else:
-            names = [name for name in self.family.arg_constraints if name in vars(distribution)]
-            given = {name: getattr(distribution, name) for name in names}
-        self.names = tuple(given)
-        for name, value in given.items():
-            constraint = self.family.arg_constraints[name]
-            setattr(self, name, PyroParam(value.detach().clone(), constraint))
+        self.names = tuple(
+            name
+            for name in self.family.arg_constraints
+            if not any(name in same[1:] and same[0] in self.family.arg_constraints
+                       for same in _SAME)
+        )  # fmt: skip
+        for name in self.names:
+            value = getattr(distribution, name)
+            constraint: Any = self.family.arg_constraints[name]
+            if constraint.is_discrete:
+                self.register_buffer(name, torch.as_tensor(value).detach().clone())
+            else:
+                setattr(self, name, PyroParam(value.detach().clone(), constraint))
+        try:
+            again = self.forward()
+        except Exception as error:
+            raise TypeError(
+                f"emission {self.family.__name__} cannot be built from its arguments "
+                f"{self.names}. Write a PyroModule that returns it."
+            ) from error
+        shape = again.batch_shape + again.event_shape
+        if shape[: len(distribution.batch_shape)] != distribution.batch_shape:
+            raise TypeError(f"emission {self.family.__name__} has arguments that are not tensors.")
 
     def forward(self) -> TorchDistribution:
         """The distribution with the parameters as they are now."""
         given = {name: getattr(self, name) for name in self.names}
-        if self.family.__name__ == "Categorical":
+        if issubclass(self.family, torch.distributions.Categorical):
             given = {"logits": _log(given["probs"])}
         built = self.family(**given)
         return built.to_event(self.events) if self.events else built
+
+
+_SAME = (  # arguments that say the same: the first is kept
+    ("probs", "logits"),
+    ("scale_tril", "covariance_matrix", "precision_matrix"),
+)
 
 
 def _log(probs: Tensor) -> Tensor:
@@ -252,15 +286,10 @@ def _log(probs: Tensor) -> Tensor:
     return probs.masked_fill(zero, 1.0).log().masked_fill(zero, -torch.inf)
 
 
-def _dtype(value: float | Tensor) -> torch.dtype:
-    return value.dtype if isinstance(value, Tensor) else torch.get_default_dtype()
-
-
-def _concentration(name: str, value: float | Tensor, shape: tuple[int, ...]) -> Tensor:
-    """``value`` as a positive tensor of ``shape``."""
-    tensor = torch.as_tensor(value, dtype=_dtype(value))
-    if not bool((tensor > 0).all()):
-        raise ValueError(f"{name} must be positive; got a smallest value of {tensor.min().item()}.")
+def _spread(name: str, value: float | Tensor, shape: tuple[int, ...]) -> Tensor:
+    """``value`` as a floating-point tensor of ``shape``."""
+    own = isinstance(value, Tensor) and value.dtype.is_floating_point
+    tensor = torch.as_tensor(value, dtype=None if own else torch.get_default_dtype())
     try:
         return tensor.expand(shape).clone()
     except RuntimeError:
@@ -268,3 +297,11 @@ def _concentration(name: str, value: float | Tensor, shape: tuple[int, ...]) -> 
             f"{name} must be a number or have a shape that broadcasts to {shape}; got "
             f"{tuple(tensor.shape)}."
         ) from None
+
+
+def _concentration(name: str, value: float | Tensor, shape: tuple[int, ...]) -> Tensor:
+    """``value`` as a positive tensor of ``shape``."""
+    tensor = _spread(name, value, shape)
+    if not bool((tensor > 0).all()):
+        raise ValueError(f"{name} must be positive; got a smallest value of {tensor.min().item()}.")
+    return tensor

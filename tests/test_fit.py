@@ -737,7 +737,7 @@ def test_svi_of_one_normal_state_finds_posterior_and_evidence_exactly():
     assert (high - low).item() / 2 == pytest.approx(spread, rel=0.05)
     covariance = torch.eye(len(seen)) + 1
     evidence = dist.MultivariateNormal(torch.zeros(len(seen)), covariance).log_prob(seen)
-    assert fit.losses[-1].item() == pytest.approx(-evidence.item(), abs=0.02)
+    assert fit.losses[-100:].mean().item() == pytest.approx(-evidence.item(), abs=0.02)
 
 
 def test_svi_of_one_categorical_state_comes_near_the_dirichlet_posterior():
