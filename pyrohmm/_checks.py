@@ -55,6 +55,14 @@ def check_trailing(name: str, tensor: Tensor, trailing: tuple[int, ...], meaning
         )
 
 
+def check_shape(name: str, tensor: Tensor, shape: tuple[int, ...], meaning: str) -> None:
+    """Raise unless ``tensor`` has ``shape``, known as ``meaning``."""
+    if tuple(tensor.shape) != shape:
+        raise ValueError(
+            f"{name} must have shape {meaning} = {shape}; got shape {tuple(tensor.shape)}."
+        )
+
+
 def check_broadcast(shapes: dict[str, torch.Size]) -> torch.Size:
     """Return the shape that the named shapes broadcast to; raise, naming all, if there is none."""
     distinct = set(shapes.values()) - {torch.Size()}

@@ -78,7 +78,8 @@ def forward(  # documented in recursions._forward
     for i in range(first, last):
         g = i // size
         b = i % size
-        smallest = 1.0  # of the previous message, among the states that can be occupied
+        product = 1.0  # smallest of the previous step, among the states that can be occupied
+        smallest = 1.0  # the same, scaled
         scale = 1.0
         for t in range(lengths[g, b]):
             row = alpha[t, g, b]
@@ -90,13 +91,13 @@ def forward(  # documented in recursions._forward
                 _product(row, previous, matrix)
             seen = weight[t, g, b]
             if least >= 0.0:
-                faint = smallest * least < tiny
-                smallest = np.inf
+                faint = product <= tiny or smallest * least < tiny
+                product = np.inf
                 for k in range(num_states):
                     if faint and row[k] * scale < slack:
                         exact[g, b] = False
                     if row[k] > 0.0 and seen[k] > 0.0:
-                        smallest = min(smallest, row[k] * seen[k])
+                        product = min(product, row[k] * seen[k])
             norm = row[0] * 0.0
             for k in range(num_states):
                 row[k] *= seen[k]
@@ -107,7 +108,7 @@ def forward(  # documented in recursions._forward
                 exact[g, b] = False
             if not exact[g, b]:
                 break
-            smallest /= norm
+            smallest = product / norm
             inverse = 1 / norm
             for k in range(num_states):
                 row[k] *= inverse
@@ -235,9 +236,10 @@ def viterbi(first, last, initial, transition, transposed, likelihood, lengths, d
                     for k in range(num_states):
                         reached = score + origin[k]
                         row[k] = reached if reached > row[k] else row[k]
-            peak = row[0] * 0.0 - np.inf
             for k in range(num_states):
                 row[k] += likelihood[t, g, b, k]
+            peak = row[0]
+            for k in range(1, num_states):
                 peak = row[k] if row[k] > peak else peak
             if peak > -np.inf:
                 for k in range(num_states):
@@ -246,9 +248,9 @@ def viterbi(first, last, initial, transition, transposed, likelihood, lengths, d
         for t in range(end, -1, -1):
             row = delta[t, g, b]
             after = transposed[0 if steps == 1 else t, g, state] if t < end else row
-            top = row[0] * 0.0 - np.inf
+            top = row[0] + after[0] if t < end else row[0]
             choice = 0
-            for k in range(num_states):
+            for k in range(1, num_states):
                 score = row[k] + after[k] if t < end else row[k]
                 if score > top:
                     top = score
@@ -272,13 +274,15 @@ def sample_states(first, last, messages, transposed, lengths, uniform, states):
             for t in range(end, -1, -1):
                 row = messages[t, g, b]
                 after = transposed[0 if steps == 1 else t, g, state] if t < end else row
-                peak = row[0] * 0.0 - np.inf
                 for k in range(num_states):
                     mass[k] = row[k] + after[k] if t < end else row[k]
+                peak = mass[0]
+                for k in range(1, num_states):
                     peak = mass[k] if mass[k] > peak else peak
-                if not peak > -np.inf:
-                    peak = peak * 0.0
-                total = peak * 0.0
+                if not peak > -np.inf:  # an impossible sequence has no law: any path will do
+                    mass[:] = 0.0
+                    peak = mass[0]
+                total = uniform[s, t, g, b] * 0.0
                 for k in range(num_states):
                     total += np.exp(mass[k] - peak)
                     mass[k] = total

@@ -39,6 +39,9 @@ class _TakeRows(torch.autograd.Function):
         compiled = kernels() if table.device.type == "cpu" else None
         if compiled is None:
             return table.index_select(0, rows)
+        low, high = (int(end) for end in torch.aminmax(rows)) if len(rows) else (0, 0)
+        if low < 0 or high >= len(table):
+            raise IndexError(f"rows must lie between 0 and {len(table) - 1}; got {low} to {high}.")
         out = table.new_empty(len(rows), table.size(1))
         width = table.size(1)
         compiled.run(compiled.take_rows, len(rows), width, table.contiguous(), rows, out)

@@ -50,7 +50,7 @@ class _Rows(NamedTuple):
 def _product(matrices: Tensor, rows: int) -> Callable[[Tensor, int, Tensor], Tensor]:
     """A function ``(messages, step, out)`` that writes ``messages @ matrices[step]`` to ``out``."""
     steps, groups, num_states, _ = matrices.shape
-    if groups > 1 or steps > 1:
+    if groups > 1 or steps != 1:
         return lambda x, t, out: out.copy_(torch.bmm(x, matrices[t if steps > 1 else 0]))
     matrix = matrices[0, 0]
     packed = None
@@ -91,7 +91,7 @@ def forward_by_steps(
     sorted_alpha = alpha if rows.order is None else torch.zeros_like(alpha)
     sorted_total = total if rows.order is None else torch.ones_like(total)
     sound = torch.ones_like(total[0], dtype=torch.bool)
-    smallest, scale = torch.ones_like(total[0]), torch.ones_like(total[0])
+    smallest = product = scale = torch.ones_like(total[0])
     multiply = _product(transition, weight.size(2))
     for t, count in enumerate(rows.counts):
         seen, norm = weight[t, :, :count], sorted_total[t, :, :count]
@@ -101,7 +101,7 @@ def forward_by_steps(
         else:
             multiply(sorted_alpha[t - 1, :, :count], t - 1, arrived)
         if least >= 0:
-            faint = smallest[:, :count] * least < tiny
+            faint = (product[:, :count] <= tiny) | (smallest[:, :count] * least < tiny)
             faint &= arrived.amin(-1) * scale[:, :count] < slack
             if rows.ended is not None:
                 faint &= ~rows.ended[t, :, :count, 0]
@@ -109,10 +109,10 @@ def forward_by_steps(
             alive = (arrived > 0) & (seen > 0)
         arrived.mul_(seen)
         norm.copy_(arrived.sum(-1))
-        arrived.div_(norm.unsqueeze(-1))
         if least >= 0:
-            smallest = arrived.masked_fill(~alive, torch.inf).amin(-1)
-            scale = norm
+            product = arrived.masked_fill(~alive, torch.inf).amin(-1)
+            smallest, scale = product / norm, norm
+        arrived.div_(norm.unsqueeze(-1))
     if rows.ended is not None:
         sorted_alpha.masked_fill_(rows.ended, 0.0)
         sorted_total.masked_fill_(rows.ended.squeeze(-1), 1.0)

@@ -19,6 +19,7 @@ from ._checks import (
     check_log_simplex,
     check_no_nan,
     check_same_device,
+    check_size,
     check_tensor,
     check_trailing,
 )
@@ -113,21 +114,31 @@ class HMM(TorchDistribution):
         )
         lengths = lengths.cpu().long()
         longest = int(lengths.max()) if lengths.numel() else 0
-        num_steps = longest if observed is None else observed.size(-1)
+        steps = {}  # what says how many there are
+        if observed is not None:
+            check_booleans("observed", observed)
+            check_same_device({"log_initial": log_initial, "observed": observed})
+            if observed.dim() == 0:
+                raise ValueError("observed must have shape (*B, T); got shape ().")
+            steps["observed"] = observed.size(-1)
         if transition_per_step:
             if log_transition.dim() < 3 or log_transition.size(-3) < longest - 1:
                 raise ValueError(
                     f"log_transition must have shape (*B, T-1, K, K) with T at least {longest}, "
                     f"the longest sequence; got {tuple(log_transition.shape)}."
                 )
-            num_steps = max(num_steps, log_transition.size(-3) + 1)
+            steps["log_transition"] = log_transition.size(-3) + 1
         if emission_per_step:
             if len(emission.batch_shape) < 2 or emission.batch_shape[-2] < longest:
                 raise ValueError(
                     f"emission must have batch shape (*B, T, K) with T at least {longest}, the "
                     f"longest sequence; got {tuple(emission.batch_shape)}."
                 )
-            num_steps = max(num_steps, emission.batch_shape[-2])
+            steps["emission"] = emission.batch_shape[-2]
+        if len(set(steps.values())) > 1:
+            listing = ", ".join(f"{name} {count}" for name, count in steps.items())
+            raise ValueError(f"all arguments must be for one number of steps T; got {listing}.")
+        num_steps = next(iter(steps.values()), longest)
         check_lengths(lengths, num_steps)
         shapes = {
             "log_initial": log_initial.shape[:-1],
@@ -136,9 +147,6 @@ class HMM(TorchDistribution):
             "lengths": lengths.shape,
         }
         if observed is not None:
-            check_booleans("observed", observed)
-            check_same_device({"log_initial": log_initial, "observed": observed})
-            check_trailing("observed", observed, (num_steps,), "(T,)")
             shapes["observed"] = observed.shape[:-1]
         self.log_initial = log_initial
         self.log_transition = log_transition
@@ -166,6 +174,11 @@ class HMM(TorchDistribution):
     def expand(self, batch_shape: Any, _instance: HMM | None = None) -> HMM:
         """The same law for a larger batch; parameters are not copied."""
         shape = torch.Size(batch_shape)
+        if check_broadcast({"HMM": self.batch_shape, "batch_shape": shape}) != shape:
+            raise ValueError(
+                f"batch_shape must be one that {tuple(self.batch_shape)} expands to; got "
+                f"{tuple(shape)}."
+            )
         observed = self.observed
         new = HMM(
             self.log_initial,
@@ -202,9 +215,11 @@ class HMM(TorchDistribution):
     def log_joint(self, values: Tensor, states: Tensor) -> Tensor:
         """Log-probability ``(*B)`` of the values and of one path of states ``(*B, T)``."""
         check_integers("states", states)
+        check_same_device({"states": states, "log_initial": self.log_initial})
         check_trailing("states", states, (self.num_steps,), "(T,)")
+        check_broadcast({"states": states.shape[:-1], "HMM": self.batch_shape})
         exists = self._exists()
-        states = states.masked_fill(~exists, 0)
+        states = states.long().masked_fill(~exists, 0)
         if self._validate_args and not bool(((states >= 0) & (states < self.num_states)).all()):
             raise ValueError(
                 f"states must lie between 0 and K - 1 = {self.num_states - 1}; got values from "
@@ -252,8 +267,7 @@ class HMM(TorchDistribution):
             ValueError: If ``num_steps`` is less than one, or the model changes with the step,
                 so that what follows is not known.
         """
-        if num_steps < 1:
-            raise ValueError(f"num_steps must be at least 1; got {num_steps}.")
+        check_size("num_steps", num_steps)
         if self.transition_per_step or self.emission_per_step:
             raise ValueError(
                 "forecast needs a model that does not change with the step; this one has "
@@ -350,9 +364,7 @@ class HMM(TorchDistribution):
                 mask = mask & self.observed
             known = mask.expand(*batch, self.num_steps)
             flat = values.expand(*batch, *self.event_shape).reshape(-1, *event)
-            filler = flat.index_select(0, known.flatten().byte().argmax().reshape(1))
-            if filler.dtype.is_floating_point:
-                filler = filler.nan_to_num(0.0)
+            filler = self._filler(flat, known.flatten())
             values = torch.where(known.reshape(known.shape + (1,) * len(event)), values, filler)
         if _is_categorical(self.emission):
             check_integers("values", values)
@@ -374,10 +386,20 @@ class HMM(TorchDistribution):
             if not bool(inside.all()):
                 raise ValueError(
                     f"values must lie in the support of the emission, {self.emission.support}, in "
-                    f"every state; got values from {values.min().item():.6g} to "
-                    f"{values.max().item():.6g}. Mark missing steps as not observed."
+                    f"every state; {int((~inside.all(-1)).sum())} do not. Mark missing steps as "
+                    "not observed."
                 )
         return values, mask
+
+
+    def _filler(self, values: Tensor, known: Tensor) -> Tensor:
+        """An observation that can stand where none is known: one of ``values``, or a draw."""
+        first = int(known.byte().argmax())
+        if bool(known[first]):
+            return values[first]
+        with torch.no_grad():
+            drawn = self.emission.sample()
+        return drawn.reshape(-1, *self.emission.event_shape)[0].to(values.dtype)
 
 
 class Forecast(TorchDistribution):
@@ -417,12 +439,16 @@ class Forecast(TorchDistribution):
     @property
     def variance(self) -> Tensor:
         """Variance of the observation, ``(*B, H, *E)``: within states and between them."""
-        second = self._average(self.emission.variance + self.emission.mean**2)
-        return second - self.mean**2
+        events = len(self.event_shape)
+        within = self._average(self.emission.variance)
+        centres = self.emission.mean.unsqueeze(-2 - events)  # (*B, 1, K, *E)
+        apart = (centres - self.mean.unsqueeze(-1 - events)) ** 2  # (*B, H, K, *E)
+        weights = self.states.reshape(self.states.shape + (1,) * events)
+        return within + (weights * apart).sum(-1 - events)
 
     def _average(self, moment: Tensor) -> Tensor:
         """Mix a moment ``(*B, K, *E)`` over the states."""
-        event = self.emission.event_shape
+        event = self.event_shape
         flat = moment.reshape(*self.emission.batch_shape, event.numel())
         return (self.states @ flat).reshape(self.batch_shape + event)
 

@@ -60,7 +60,9 @@ def perplexity(model: HMM | Fit, data: Sequences, batch_size: int = 256) -> Perp
             for start in range(0, len(data), batch_size):
                 part = data[start : start + batch_size]
                 total += model.draw(part).log_prob(part.values).double().sum().item()
-    return Perplexity(math.exp(min(-total / tokens, 700.0)), tokens, total)
+    surprise = -total / tokens
+    value = math.exp(surprise) if surprise < 700.0 else math.inf
+    return Perplexity(value, tokens, total)
 
 
 def align(predicted: Tensor, truth: Tensor, num_states: int | None = None) -> Tensor:
@@ -85,6 +87,7 @@ def align(predicted: Tensor, truth: Tensor, num_states: int | None = None) -> Te
             f"predicted and truth must have one shape; got {tuple(predicted.shape)} and "
             f"{tuple(truth.shape)}."
         )
+    predicted, truth = predicted.long(), truth.long()
     known = truth >= 0
     found, true = predicted[known].flatten(), truth[known].flatten()
     if found.numel() == 0:
@@ -113,7 +116,7 @@ def one_to_one_accuracy(predicted: Tensor, truth: Tensor) -> float:
         >>> one_to_one_accuracy(torch.tensor([0, 0, 1, 1]), torch.tensor([1, 1, 0, 1]))
         0.75
     """
-    renamed = align(predicted, truth)[predicted.clamp(min=0)]
+    renamed = align(predicted, truth)[predicted.long().clamp(min=0)]
     known = truth >= 0
     return (renamed[known] == truth[known]).double().mean().item()
 
@@ -151,4 +154,4 @@ def mean_absolute_deviation(first: Any, second: Any) -> float:
         raise ValueError(
             f"tables must have one shape; got {tuple(first.shape)} and {tuple(second.shape)}."
         )
-    return (first - second).abs().double().mean().item()
+    return (first.double() - second.double()).abs().mean().item()

@@ -7,9 +7,9 @@ Every public function reads the same tensors, whose batch dimensions broadcast:
 ``log_likelihood``  ``(*B, T, K)``         log p(x_t | z_t); the first state emits
 ``lengths``         ``(*B)``               number of steps that exist; padding is on the right
 
-Minus infinity is legal everywhere. Padded steps may hold anything: they enter no sum and no
-maximum. (A padded log-likelihood of zero would give the same sums, because rows of the transition
-matrix sum to one, but a different best path.)
+They are float32 or float64 (if mixed, float64). Minus infinity is legal everywhere. Padded steps
+may hold anything: they enter no sum and no maximum. (A padded log-likelihood of zero would give
+the same sums, because rows of the transition matrix sum to one, but a different best path.)
 
 How sums over paths are computed
 --------------------------------
@@ -20,13 +20,14 @@ the derivative by ``log_likelihood`` is p(z_t | x), that by ``log_transition`` t
 of moves (Eisner, 2016). No tape of T steps is kept; memory is O(T K) a sequence.
 
 Scaled numbers can underflow, and then sums lose paths that later turn out to matter. Each
-sequence is watched for that. Write m for the smallest positive message, a for the smallest
-positive transition probability, p for the arriving mass :math:`\alpha_{t-1} A`, and s for the
-norm of the step before. What a step loses is below ``tiny * K / s`` in every state, and it loses
-nothing if m a >= ``tiny``. So every p is right to rounding unless m a < ``tiny`` and some
-p < ``tiny * K / (s * eps)``. A sequence where that happens is computed again in float64, and
-where it happens there, in log space. If a^2 >= ``tiny * K / eps``, which holds for most matrices
-without zeros, it cannot happen and nothing needs to be watched.
+sequence is watched for that. Write q for the smallest positive product of a step, of arriving
+mass :math:`\alpha_{t-1} A` and likelihood, s for the norm of the step, and a for the smallest
+positive transition probability. What a step loses is below ``tiny * K / s`` in every state, and
+it loses nothing if q > ``tiny`` and a q / s >= ``tiny``. So every mass p that arrives at the next
+step is right to rounding unless one of these fails and p < ``tiny * K / (s * eps)``. A sequence
+where that happens is computed again in float64, and where it happens there, in log space. If
+a^2 >= ``tiny * K / eps``, which holds for most matrices without zeros, it cannot happen and
+nothing needs to be watched.
 """
 
 from __future__ import annotations
@@ -39,7 +40,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ._checks import check_broadcast, check_trailing
+from ._checks import (
+    check_broadcast,
+    check_integers,
+    check_lengths,
+    check_same_device,
+    check_tensor,
+    check_trailing,
+)
 from ._lookup import kernels as _kernels
 from ._steps import (
     backward_by_chunks,
@@ -82,7 +90,7 @@ def log_evidence(
         tensor(0.0900)
     """
     chain, batch = _group(log_initial, log_transition, log_likelihood, lengths)
-    return _evidence(chain, log_likelihood.dtype).reshape(batch)
+    return _evidence(chain, chain.likelihood.dtype).reshape(batch)
 
 
 def posterior(
@@ -94,8 +102,8 @@ def posterior(
     """
     with torch.no_grad():
         chain, batch = _group(log_initial, log_transition, log_likelihood, lengths)
-        answer = _smooth(chain, log_likelihood.dtype)
-        evidence, states, moves = (part.to(log_likelihood.dtype) for part in answer)
+        answer = _smooth(chain, chain.likelihood.dtype)
+        evidence, states, moves = (part.to(chain.likelihood.dtype) for part in answer)
         return Posterior(
             evidence.reshape(batch),
             states.reshape(*batch, *states.shape[-2:]),
@@ -112,8 +120,8 @@ def filtered(
     """
     with torch.no_grad():
         chain, batch = _group(log_initial, log_transition, log_likelihood, lengths)
-        messages = _filter(chain, log_likelihood.dtype)
-        return messages.to(log_likelihood.dtype).reshape(*batch, *messages.shape[-2:])
+        messages = _filter(chain, chain.likelihood.dtype)
+        return messages.to(chain.likelihood.dtype).reshape(*batch, *messages.shape[-2:])
 
 
 def viterbi(
@@ -158,7 +166,7 @@ def sample_states(
     with torch.no_grad():
         chain, batch = _group(log_initial, log_transition, log_likelihood, lengths)
         steps, groups, size, num_states = chain.likelihood.shape
-        messages = _filter(chain, log_likelihood.dtype)  # (G * n, T, K)
+        messages = _filter(chain, chain.likelihood.dtype)  # (G * n, T, K)
         messages = messages.movedim(1, 0).reshape(steps, groups, size, num_states).contiguous()
         uniform = torch.rand(
             num_samples, steps, groups, size, dtype=messages.dtype, device=messages.device
@@ -208,10 +216,36 @@ class _Chain(NamedTuple):
 def _group(
     log_initial: Tensor, log_transition: Tensor, log_likelihood: Tensor, lengths: Tensor
 ) -> tuple[_Chain, torch.Size]:
-    """Bring the arguments into one form; also the batch shape."""
+    """Check the arguments, and bring them into one form; also the batch shape."""
+    logs = {
+        "log_initial": log_initial,
+        "log_transition": log_transition,
+        "log_likelihood": log_likelihood,
+    }
+    for (name, tensor), shape in zip(logs.items(), ("(*B, K)", "(*B, 1|T-1, K, K)", "(*B, T, K)")):
+        check_tensor(name, tensor)
+        if tensor.dtype not in (torch.float32, torch.float64):
+            raise TypeError(
+                f"{name} must be float32 or float64; got {tensor.dtype}. Call .float() on it."
+            )
+        if tensor.dim() < shape.count(","):
+            raise ValueError(
+                f"{name} must have shape {shape}; got shape {tuple(tensor.shape)}. Insert "
+                "dimensions of size 1 with unsqueeze."
+            )
+    check_integers("lengths", lengths)
+    check_same_device(logs)
+    dtype = torch.promote_types(log_initial.dtype, log_transition.dtype)
+    dtype = torch.promote_types(dtype, log_likelihood.dtype)
+    log_initial, log_transition, log_likelihood = (each.to(dtype) for each in logs.values())
     steps, num_states = log_likelihood.shape[-2:]
+    if steps == 0:
+        raise ValueError("log_likelihood must have at least one step; got shape "
+                         f"{tuple(log_likelihood.shape)}.")  # fmt: skip
     check_trailing("log_initial", log_initial, (num_states,), "(K,)")
     check_trailing("log_transition", log_transition, (num_states, num_states), "(K, K)")
+    lengths = lengths.cpu().long()
+    check_lengths(lengths, steps)
     varying = log_transition.size(-3)
     if varying != 1 and varying != steps - 1:
         raise ValueError(
@@ -235,7 +269,7 @@ def _group(
     transition = transition.reshape(groups, varying, num_states, num_states).movedim(1, 0)
     likelihood = log_likelihood.expand(*batch, steps, num_states).movedim(-2, 0)
     likelihood = likelihood.reshape(steps, groups, size, num_states)
-    lengths = lengths.cpu().expand(batch).reshape(groups, size)
+    lengths = lengths.expand(batch).reshape(groups, size)
     if bool((lengths < steps).any()):
         likelihood = likelihood.masked_fill(~_exists(lengths, likelihood), 0.0)
     return (
@@ -288,7 +322,9 @@ def _smooth(chain: _Chain, dtype: torch.dtype | None) -> tuple[Tensor, Tensor, T
     later = message[1:].flatten(1, 2).movedim(1, 0)  # (N, T-1, K)
     size = chain.lengths.size(1)
     if len(scaled.transition) == 1:
-        moves = (alpha @ later) * scaled.transition[0].repeat_interleave(size, 0)
+        matrices = scaled.transition[0].repeat_interleave(size, 0)
+        moves = ((alpha @ later) * matrices).masked_fill_(matrices == 0, 0.0)
+        exact &= moves.isfinite().all(-1).all(-1).reshape(exact.shape)
     else:
         steps = scaled.transition.repeat_interleave(size, 1)  # (T-1, N, K, K)
         moves = torch.einsum("nit,tnij,ntj->nij", alpha, steps, later)
@@ -362,7 +398,12 @@ class _Scaled(torch.autograd.Function):
                 torch.matmul(alpha.mT, later, out=moves[0])
             elif len(gamma) > 1:
                 torch.matmul(scaled.alpha[:-1].mT, message[1:], out=moves)
-            moves = moves.mul_(scaled.transition).to(transition.dtype)
+            moves.mul_(scaled.transition)
+            if scaled.watched:  # messages to a state that can hardly be reached may be huge
+                moves.masked_fill_(scaled.transition == 0, 0.0)
+                if not bool(moves.isfinite().all()):
+                    return (*_log_space_gradient(chain, weight), None, None)
+            moves = moves.to(transition.dtype)
         gamma.mul_(weight.unsqueeze(-1))
         return gamma[0].to(initial.dtype), moves, gamma.to(likelihood.dtype), None, None
 

@@ -16,8 +16,9 @@ from ._checks import (
     check_booleans,
     check_integers,
     check_lengths,
+    check_shape,
+    check_size,
     check_tensor,
-    check_trailing,
 )
 
 
@@ -75,7 +76,7 @@ class Sequences:
             observed = exists
         else:
             check_booleans("observed", observed)
-            check_trailing("observed", observed, tuple(values.shape[:2]), "(N, T)")
+            check_shape("observed", observed, tuple(values.shape[:2]), "(N, T)")
             observed = observed.to(values.device) & exists
         if values.dtype.is_floating_point:
             absent = values.flatten(2).isnan().any(-1) if values.dim() > 2 else values.isnan()
@@ -87,8 +88,10 @@ class Sequences:
                 )
         if labels is not None:
             check_integers("labels", labels)
-            check_trailing("labels", labels, tuple(values.shape[:2]), "(N, T)")
+            check_shape("labels", labels, tuple(values.shape[:2]), "(N, T)")
             labels = labels.to(values.device)
+        if total is not None and (isinstance(total, bool) or not isinstance(total, int)):
+            raise TypeError(f"total must be an int; got {type(total).__name__}.")
         if total is not None and total < len(values):
             raise ValueError(f"total must be at least the number of sequences, {len(values)}; "
                              f"got {total}.")  # fmt: skip
@@ -96,7 +99,7 @@ class Sequences:
         self.lengths = lengths
         self.observed = observed
         self.labels = labels
-        self.total = len(values) if total is None else int(total)
+        self.total = len(values) if total is None else total
 
     @classmethod
     def from_list(
@@ -122,24 +125,27 @@ class Sequences:
             tensor([[ True, False,  True],
                     [ True, False, False]])
         """
-        rows: list[Tensor] = []
-        masks: list[Tensor] = []
-        for index, sequence in enumerate(sequences):
-            row, mask = _as_steps(sequence, index)
-            if rows and row.shape[1:] != rows[0].shape[1:]:
-                raise ValueError(
-                    f"sequences must share one event shape; sequence 0 has "
-                    f"{tuple(rows[0].shape[1:])} and sequence {index} has {tuple(row.shape[1:])}."
-                )
-            rows.append(row)
-            masks.append(mask)
-        if not rows:
+        found = [_as_steps(sequence, index) for index, sequence in enumerate(sequences)]
+        if not found:
             raise ValueError("sequences is empty; wanted at least one sequence.")
-        dtype = rows[0].dtype
-        for row in rows:
+        masks = [mask for _, mask in found]
+        given = [(index, row) for index, (row, _) in enumerate(found) if row is not None]
+        index, first = given[0] if given else (0, torch.zeros(1))
+        dtype = first.dtype
+        for other, row in given:
+            if row.shape[1:] != first.shape[1:]:
+                raise ValueError(
+                    f"sequences must share one event shape; sequence {index} has "
+                    f"{tuple(first.shape[1:])} and sequence {other} has {tuple(row.shape[1:])}."
+                )
             dtype = torch.promote_types(dtype, row.dtype)
+        rows = [
+            first.new_zeros(len(mask), *first.shape[1:], dtype=dtype) if row is None
+            else row.to(dtype)
+            for row, mask in found
+        ]  # fmt: skip
         lengths = torch.tensor([len(row) for row in rows])
-        padded = torch.nn.utils.rnn.pad_sequence([row.to(dtype) for row in rows], batch_first=True)
+        padded = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
         observed = torch.nn.utils.rnn.pad_sequence(masks, batch_first=True)
         padded_labels = None
         if labels is not None:
@@ -214,21 +220,26 @@ class Sequences:
             batch_size: Number of sequences in a batch, at least 1.
             generator: Source of randomness on the CPU; torch's global one by default.
         """
-        if batch_size < 1:
-            raise ValueError(f"batch_size must be at least 1; got {batch_size}.")
+        check_size("batch_size", batch_size)
         order = torch.randperm(len(self), generator=generator)
         for chosen in order.split(batch_size):
             yield self._select(chosen, self.total)
 
 
-def _as_steps(sequence: Any, index: int) -> tuple[Tensor, Tensor]:
-    """One sequence as a tensor ``(T, *E)`` and its mask ``(T,)``."""
+def _as_steps(sequence: Any, index: int) -> tuple[Tensor | None, Tensor]:
+    """One sequence as a tensor ``(T, *E)``, None if all is missing, and its mask ``(T,)``."""
+    if not hasattr(sequence, "__len__"):
+        raise TypeError(
+            f"sequence {index} must be a list, an array or a tensor of steps; got "
+            f"{type(sequence).__name__}. Wrap a single sequence in a list."
+        )
     if not isinstance(sequence, Tensor) and any(step is None for step in sequence):
-        known = [torch.as_tensor(step) for step in sequence if step is not None]
-        filler = torch.zeros_like(known[0]) if known else torch.zeros(())
         given = torch.tensor([step is not None for step in sequence])
+        known = [torch.as_tensor(step) for step in sequence if step is not None]
+        if not known:
+            return None, given
         steps = iter(known)
-        row = torch.stack([next(steps) if here else filler for here in given.tolist()])
+        row = torch.stack([next(steps) if here else known[0] for here in given.tolist()])
     else:
         row = torch.as_tensor(sequence)
         given = torch.ones(row.shape[:1], dtype=torch.bool, device=row.device)
