@@ -1092,7 +1092,7 @@ BAD = {  # what is wrong: the argument, how to make it, the error, what it must 
         "observed",
         lambda: torch.tensor(True),
         ValueError,
-        r"\(T,\).*got shape \(\)",
+        r"\(\*B, T\).*got shape \(\)",
     ),
     "observed of numbers": (
         "observed",
