@@ -26,7 +26,7 @@ from pyro import poutine
 from pyro.distributions import Categorical, DiscreteHMM
 from pyro.infer import TraceEnum_ELBO
 
-from pyrohmm import HMM, recursions
+from pyrohmm import HMM, _lookup, recursions
 
 try:
     import jax
@@ -63,7 +63,7 @@ class Problem:
         return HMM(
             initial.log_softmax(-1),
             transition.log_softmax(-1),
-            Categorical(logits=emission.log_softmax(-1)),
+            Categorical(logits=emission),
             self.lengths,
         )
 
@@ -74,12 +74,12 @@ class Problem:
 
     def pyrohmm_torch(self) -> tuple[float, list[torch.Tensor]]:
         """Ours without Numba."""
-        kernels = recursions._kernels
-        recursions._kernels = lambda: None
+        kernels = _lookup.kernels
+        _lookup.kernels = lambda: None
         try:
             return self.pyrohmm()
         finally:
-            recursions._kernels = kernels
+            _lookup.kernels = kernels
 
     def log_space(self) -> None:
         """A loop of logsumexp with torch's autograd."""

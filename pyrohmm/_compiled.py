@@ -19,10 +19,18 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import njit
+from llvmlite import ir
+from numba import njit, types
+from numba.extending import intrinsic, overload
 from torch import Tensor
 
 _kernel = njit(cache=True, nogil=True, error_model="numpy", fastmath={"contract", "reassoc", "nsz"})
+_exactly = njit(cache=True, nogil=True, error_model="numpy")  # for rounding that is meant
+
+LANES = 32  # sequences that go through a matrix side by side, if there are so many
+_u = np.uint64  # offsets without a sign need no test for a negative one, so that loops vectorise
+_0, _1, _2, _3, _4, _LANES = (_u(i) for i in (0, 1, 2, 3, 4, LANES))
+_single, _double = np.float32, np.float64
 
 
 @cache
@@ -51,110 +59,361 @@ def run(kernel: Callable[..., None], count: int, work: int, *arguments: Any) -> 
         task.result()
 
 
-@_kernel
-def _product(out, row, matrix):
-    """Write ``row @ matrix`` to ``out``; four rows at a time keep the processor's units busy."""
-    size = out.shape[0]
-    out[:] = 0.0
-    whole = size - size % 4
-    for j in range(0, whole, 4):
-        a, b, c, d = row[j], row[j + 1], row[j + 2], row[j + 3]
-        first, second, third, fourth = matrix[j], matrix[j + 1], matrix[j + 2], matrix[j + 3]
-        for k in range(size):
-            out[k] += a * first[k] + b * second[k] + c * third[k] + d * fourth[k]
-    for j in range(whole, size):
-        a, first = row[j], matrix[j]
-        for k in range(size):
-            out[k] += a * first[k]
+# The exponential, as Numba would call it one number at a time ------------------------------------
+
+
+@intrinsic
+def _from_bits(_, bits):
+    real, kind = types.float64, ir.DoubleType()
+    if bits == types.int32:
+        real, kind = types.float32, ir.FloatType()
+    return real(bits), lambda _, builder, __, arguments: builder.bitcast(arguments[0], kind)
+
+
+def _exp(x):  # of x from the log of the smallest normal number to 0
+    raise NotImplementedError
+
+
+@_exactly
+def _exp_single(x):  # 2^n exp(r) with |r| <= log(2) / 2, where seven terms of the series are enough
+    n = np.floor(x * _single(1.4426950408889634) + _single(0.5))
+    r = (x - n * _single(0.693359375)) + n * _single(2.12194440054690583e-4)
+    p = _single(1 / 5040)
+    p = p * r + _single(1 / 720)
+    p = p * r + _single(1 / 120)
+    p = p * r + _single(1 / 24)
+    p = p * r + _single(1 / 6)
+    p = p * r + _single(0.5)
+    p = p * r + _single(1)
+    p = p * r + _single(1)
+    return p * _from_bits(np.int32((np.int32(n) + 127) << 23))
+
+
+@_exactly
+def _exp_double(x):
+    n = np.floor(x * 1.4426950408889634 + 0.5)
+    r = (x - n * 0.693145751953125) - n * 1.4286068203094172e-6
+    p = 1 / 6227020800
+    p = p * r + 1 / 479001600
+    p = p * r + 1 / 39916800
+    p = p * r + 1 / 3628800
+    p = p * r + 1 / 362880
+    p = p * r + 1 / 40320
+    p = p * r + 1 / 5040
+    p = p * r + 1 / 720
+    p = p * r + 1 / 120
+    p = p * r + 1 / 24
+    p = p * r + 1 / 6
+    p = p * r + 0.5
+    p = p * r + 1.0
+    p = p * r + 1.0
+    return p * _from_bits(np.int64((np.int64(n) + 1023) << 52))
+
+
+@overload(_exp)
+def _overload_exp(x):
+    implementation = _exp_single if x == types.float32 else _exp_double
+    return lambda x: implementation(x)
+
+
+# Blocks of messages times a matrix ----------------------------------------------------------------
+#
+# A block holds entry k of sequence i at L k + i: all arithmetic runs along the L = LANES sequences
+# of a block, so that few states are no waste. Where there are few sequences L is one, and products
+# run along the states. K is rounded up to a multiple of four, with zeros.
 
 
 @_kernel
-def forward(  # documented in recursions._forward
-    first, last, initial, transition, weight, lengths, least, tiny, slack, alpha, total, exact
-):
-    num_states = alpha.shape[3]
-    size = alpha.shape[2]
-    steps = transition.shape[0]
-    for i in range(first, last):
-        g = i // size
-        b = i % size
-        product = 1.0  # smallest of the previous step, among the states that can be occupied
-        smallest = 1.0  # the same, scaled
-        scale = 1.0
-        for t in range(lengths[g, b]):
-            row = alpha[t, g, b]
+def _pack(packed, matrix, transposed):
+    """Write ``matrix`` ``(K, K)``, or its transpose, with zeros around it."""
+    size = matrix.shape[0]
+    height = (size + 3) // 4 * 4
+    for j in range(size):
+        for k in range(size):
+            packed[j * height + k] = matrix[k, j] if transposed else matrix[j, k]
+
+
+@_kernel
+def _multiply(out, block, packed, height):
+    """Write the product of a block of ``LANES`` messages with a matrix."""
+    for i in range(height * _LANES):
+        out[i] = 0
+    for j in range(_0, height, _4):
+        q = j * _LANES
+        for k in range(_0, height, _4):
+            o = k * _LANES
+            m = j * height + k
+            a0, a1, a2, a3 = packed[m], packed[m + _1], packed[m + _2], packed[m + _3]
+            m += height
+            b0, b1, b2, b3 = packed[m], packed[m + _1], packed[m + _2], packed[m + _3]
+            m += height
+            c0, c1, c2, c3 = packed[m], packed[m + _1], packed[m + _2], packed[m + _3]
+            m += height
+            d0, d1, d2, d3 = packed[m], packed[m + _1], packed[m + _2], packed[m + _3]
+            for i in range(_LANES):
+                a, b = block[q + i], block[q + _LANES + i]
+                c, d = block[q + _2 * _LANES + i], block[q + _3 * _LANES + i]
+                out[o + i] += a * a0 + b * b0 + c * c0 + d * d0
+                out[o + _LANES + i] += a * a1 + b * b1 + c * c1 + d * d1
+                out[o + _2 * _LANES + i] += a * a2 + b * b2 + c * c2 + d * d2
+                out[o + _3 * _LANES + i] += a * a3 + b * b3 + c * c3 + d * d3
+
+
+@_kernel
+def _multiply_one(out, block, packed, height):
+    """As :func:`_multiply`, for a single message."""
+    for k in range(height):
+        out[k] = 0
+    for j in range(_0, height, _4):
+        m = j * height
+        a, b, c, d = block[j], block[j + _1], block[j + _2], block[j + _3]
+        for k in range(height):
+            out[k] += (
+                a * packed[m + k]
+                + b * packed[m + height + k]
+                + c * packed[m + _2 * height + k]
+                + d * packed[m + _3 * height + k]
+            )
+
+
+@_kernel
+def _load(block, lanes, array, offsets, active, size, other):
+    """Copy rows of ``array`` to the lanes of a block; to those not active, ``other``."""
+    for i in range(lanes):
+        if active[i]:
+            offset = offsets[i]
+            for k in range(size):
+                block[k * lanes + i] = array[offset + k]
+        else:
+            for k in range(size):
+                block[k * lanes + i] = other
+
+
+@_kernel
+def _store(array, offsets, active, size, block, lanes, factor):
+    """Copy lanes of a block, each times its factor, to rows of ``array``."""
+    for i in range(lanes):
+        if active[i]:
+            offset, strength = offsets[i], factor[i]
+            for k in range(size):
+                array[offset + k] = block[k * lanes + i] * strength
+
+
+@_kernel
+def _weigh(seen, lanes, size, peak, low):
+    """Replace log-likelihoods by likelihoods over their ``peak``, whose logarithm is kept.
+
+    What is not zero becomes at least the smallest normal number, the exponential of ``low``.
+    """
+    for i in range(lanes):
+        peak[i] = seen[i]
+    for k in range(_1, size):
+        for i in range(lanes):
+            x = seen[k * lanes + i]
+            peak[i] = x if x > peak[i] else peak[i]
+    for i in range(lanes):
+        peak[i] = low - low if peak[i] == -np.inf else peak[i]
+    for k in range(size):
+        for i in range(lanes):
+            x = seen[k * lanes + i] - peak[i]
+            value = _exp(low if x < low else x)
+            seen[k * lanes + i] = value * 0 if x == -np.inf else value
+
+
+@_kernel
+def _clear(array, i, begin, end, count, size):
+    """Zero the steps from ``begin`` to ``end`` of sequence ``i``."""
+    for t in range(begin, end):
+        offset = _u(t * count + i) * size
+        for k in range(size):
+            array[offset + k] = 0
+
+
+# Scaled messages ----------------------------------------------------------------------------------
+
+
+@_kernel
+def forward(  # documented in _messages.forward
+    first, last, initial, transition, likelihood, lengths, least, floor, tiny, slack,
+    alpha, total, evidence, exact,
+):  # fmt: skip
+    steps, groups, num_states, _ = transition.shape
+    count = lengths.shape[0]
+    per = count // groups
+    most = total.shape[0] // count
+    block = LANES if per >= LANES // 2 else 1
+    size, lanes, height = _u(num_states), _u(block), _u((num_states + 3) // 4 * 4)
+    packed = np.zeros(height * height, alpha.dtype)
+    mass = np.zeros(height * lanes, alpha.dtype)
+    arrived = np.zeros(height * lanes, alpha.dtype)
+    seen = np.zeros(height * lanes, alpha.dtype)
+    zero, one, low = alpha.dtype.type(0), alpha.dtype.type(1), alpha.dtype.type(floor)
+    peak, norm = np.zeros(block, alpha.dtype), np.zeros(block, alpha.dtype)
+    ones = np.ones(block, alpha.dtype)
+    smallest = np.zeros(block, alpha.dtype)  # product of a step
+    faint = np.zeros(block, np.bool_)  # whether the step before may have lost something
+    scale = np.zeros(block, alpha.dtype)
+    product = np.zeros(block)  # of the norms of several steps
+    offsets, active = np.zeros(block, np.uint64), np.zeros(block, np.bool_)
+    current = -1  # which matrix is packed
+    start = first
+    while start < last:
+        g = start // per
+        width = min(block, last - start, (g + 1) * per - start)
+        longest = 0
+        mass[:] = 0.0
+        for i in range(width):
+            longest = max(longest, lengths[start + i])
+            evidence[start + i] = 0.0
+            product[i] = 1.0
+            faint[i] = least < tiny
+            scale[i] = 1.0
+        for t in range(longest):
+            for i in range(block):
+                active[i] = i < width and t < lengths[start + i] and exact[start + i]
+                offsets[i] = _u((t * count if t > 0 else 0) + start + i) * size
             if t == 0:
-                row[:] = initial[g, b]
+                _load(arrived, lanes, initial, offsets, active, size, zero)
             else:
-                matrix = transition[0 if steps == 1 else t - 1, g]
-                previous = alpha[t - 1, g, b]
-                _product(row, previous, matrix)
-            seen = weight[t, g, b]
+                wanted = g if steps == 1 else (t - 1) * groups + g
+                if wanted != current:
+                    _pack(packed, transition[0 if steps == 1 else t - 1, g], False)
+                    current = wanted
+                if block == 1:
+                    _multiply_one(arrived, mass, packed, height)
+                else:
+                    _multiply(arrived, mass, packed, height)
+            _load(seen, lanes, likelihood, offsets, active, size, zero)
+            _weigh(seen, lanes, size, peak, low)
             if least >= 0.0:
-                faint = product <= tiny or smallest * least < tiny
-                product = np.inf
-                for k in range(num_states):
-                    if faint and row[k] * scale < slack:
-                        exact[g, b] = False
-                    if row[k] > 0.0 and seen[k] > 0.0:
-                        product = min(product, row[k] * seen[k])
-            norm = row[0] * 0.0
-            for k in range(num_states):
-                row[k] *= seen[k]
-                norm += row[k]
-            total[t, g, b] = norm
-            scale = norm
-            if not (norm >= slack and norm < np.inf):
-                exact[g, b] = False
-            if not exact[g, b]:
-                break
-            smallest = product / norm
-            inverse = 1 / norm
-            for k in range(num_states):
-                row[k] *= inverse
+                for i in range(width):
+                    smallest[i] = np.inf
+                    for k in range(size):
+                        p, q = arrived[k * lanes + _u(i)], seen[k * lanes + _u(i)]
+                        if faint[i] and active[i] and p * scale[i] < slack:
+                            exact[start + i] = False
+                        if p > 0.0 and q > 0.0:
+                            smallest[i] = min(smallest[i], p * q)
+            for i in range(lanes):
+                norm[i] = 0
+            for k in range(size):
+                for i in range(lanes):
+                    value = arrived[k * lanes + i] * seen[k * lanes + i]
+                    mass[k * lanes + i] = value
+                    norm[i] += value
+            for i in range(width):
+                if not active[i]:
+                    norm[i] = 1.0
+                    continue
+                total[t * count + start + i] = norm[i]
+                if not (norm[i] >= slack and norm[i] < np.inf):
+                    exact[start + i] = False
+                    norm[i] = np.inf  # so that its messages become zero
+                    continue
+                faint[i] = smallest[i] <= tiny or smallest[i] / norm[i] * least < tiny
+                scale[i] = norm[i]
+                evidence[start + i] += peak[i]
+                product[i] *= norm[i]
+                if product[i] < 1e-200:
+                    evidence[start + i] += np.log(product[i])
+                    product[i] = 1.0
+            for i in range(lanes):
+                norm[i] = one / norm[i]
+            for k in range(size):
+                for i in range(lanes):
+                    mass[k * lanes + i] *= norm[i]
+            _store(alpha, offsets, active, size, mass, lanes, ones)
+        for i in range(width):
+            row = start + i
+            evidence[row] += np.log(product[i])
+            begin = lengths[row] if exact[row] else 0
+            _clear(alpha, row, begin, most, count, size)
+            for t in range(begin, most):
+                total[t * count + row] = 1.0
+        start += width
 
 
 @_kernel
-def backward(  # documented in recursions._backward
-    first, last, transposed, weight, lengths, alpha, total, exact, gamma, message
-):
-    num_states = alpha.shape[3]
-    size = alpha.shape[2]
-    steps = transposed.shape[0]
-    for i in range(first, last):
-        g = i // size
-        b = i % size
-        if not exact[g, b]:
-            continue
-        end = lengths[g, b] - 1
-        gamma[end, g, b] = alpha[end, g, b]
-        beta = np.ones(num_states, alpha.dtype)
-        for t in range(end - 1, -1, -1):
-            later = message[t + 1, g, b]
-            reached = alpha[t + 1, g, b]
-            seen = weight[t + 1, g, b]
-            inverse = 1 / total[t + 1, g, b]
-            for k in range(num_states):
-                value = seen[k] * beta[k] * inverse
-                later[k] = value if reached[k] > 0.0 else 0.0
-            _product(beta, later, transposed[0 if steps == 1 else t, g])
-            here = gamma[t, g, b]
-            norm = here[0] * 0.0
-            for k in range(num_states):
-                here[k] = alpha[t, g, b, k] * beta[k]
-                norm += here[k]
-            if not abs(norm - 1.0) < 1e-2:
-                exact[g, b] = False
-                break
-            inverse = 1 / norm
-            for k in range(num_states):
-                here[k] *= inverse
-                later[k] *= inverse
-                beta[k] *= inverse
+def backward(  # documented in _messages.backward
+    first, last, transition, likelihood, lengths, factor, floor, alpha, total, exact,
+    gamma, message,
+):  # fmt: skip
+    steps, groups, num_states, _ = transition.shape
+    count = lengths.shape[0]
+    per = count // groups
+    most = total.shape[0] // count
+    block = LANES if per >= LANES // 2 else 1
+    size, lanes, height = _u(num_states), _u(block), _u((num_states + 3) // 4 * 4)
+    packed = np.zeros(height * height, alpha.dtype)
+    beta = np.zeros(height * lanes, alpha.dtype)
+    later = np.zeros(height * lanes, alpha.dtype)
+    here = np.zeros(height * lanes, alpha.dtype)
+    zero, one, low = alpha.dtype.type(0), alpha.dtype.type(1), alpha.dtype.type(floor)
+    peak, norm = np.zeros(block, alpha.dtype), np.zeros(block, alpha.dtype)
+    weight = np.zeros(block, alpha.dtype)
+    offsets, active = np.zeros(block, np.uint64), np.zeros(block, np.bool_)
+    current = -1
+    start = first
+    while start < last:
+        g = start // per
+        width = min(block, last - start, (g + 1) * per - start)
+        longest = 0
+        later[:] = 0.0
+        for i in range(width):
+            longest = max(longest, lengths[start + i])
+            weight[i] = factor[start + i]
+        for t in range(longest - 1, -1, -1):
+            for i in range(block):
+                active[i] = i < width and t < lengths[start + i] and exact[start + i]
+                offsets[i] = _u(t * count + start + i) * size
+            if t < longest - 1:
+                wanted = g if steps == 1 else t * groups + g
+                if wanted != current:
+                    _pack(packed, transition[0 if steps == 1 else t, g], True)
+                    current = wanted
+                if block == 1:
+                    _multiply_one(beta, later, packed, height)
+                else:
+                    _multiply(beta, later, packed, height)
+            for i in range(width):
+                if t == lengths[start + i] - 1:
+                    for k in range(size):
+                        beta[k * lanes + _u(i)] = 1.0
+            _load(here, lanes, alpha, offsets, active, size, zero)
+            for i in range(lanes):
+                norm[i] = 0
+            for k in range(size):
+                for i in range(lanes):
+                    norm[i] += here[k * lanes + i] * beta[k * lanes + i]
+            for i in range(width):
+                if active[i] and not abs(norm[i] - one) < 1e-2:
+                    exact[start + i] = False
+                norm[i] = one / norm[i] if active[i] and exact[start + i] else zero
+            _load(later, lanes, likelihood, offsets, active, size, zero)
+            _weigh(later, lanes, size, peak, low)
+            for i in range(width):
+                peak[i] = norm[i] / total[t * count + start + i] if active[i] else zero
+            for k in range(size):
+                for i in range(lanes):
+                    at = k * lanes + i
+                    value = later[at] * (beta[at] * peak[i])
+                    later[at] = value if here[at] > zero else zero
+                    here[at] *= beta[at] * norm[i]
+            _store(gamma, offsets, active, size, here, lanes, weight)
+            _store(message, offsets, active, size, later, lanes, weight)
+        for i in range(width):
+            row = start + i
+            begin = lengths[row] if exact[row] else 0
+            _clear(gamma, row, begin, most, count, size)
+            _clear(message, row, begin, most, count, size)
+        start += width
+
+
+# Log space, decoding, sampling -------------------------------------------------------------------
 
 
 @_kernel
-def log_space(  # documented in recursions._log_space
+def log_space(  # documented in _messages.in_log_space
     first, last, initial, transition, transposed, likelihood, lengths, smooth,
     messages, evidence, gamma, moves,
 ):  # fmt: skip

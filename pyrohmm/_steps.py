@@ -47,20 +47,22 @@ class _Rows(NamedTuple):
             target.flatten(1, 2).index_copy_(1, self.order, tensor.flatten(1, 2))
 
 
-def _product(matrices: Tensor, rows: int) -> Callable[[Tensor, int, Tensor], Tensor]:
+def _product(
+    matrices: Tensor, rows: int, transposed: bool = False
+) -> Callable[[Tensor, int, Tensor], Tensor]:
     """A function ``(messages, step, out)`` that writes ``messages @ matrices[step]`` to ``out``."""
     steps, groups, num_states, _ = matrices.shape
+    given = matrices.mT if transposed else matrices
     if groups > 1 or steps != 1:
-        return lambda x, t, out: out.copy_(torch.bmm(x, matrices[t if steps > 1 else 0]))
-    matrix = matrices[0, 0]
-    packed = None
+        return lambda x, t, out: out.copy_(torch.bmm(x, given[t if steps > 1 else 0]))
+    matrix, packed = given[0, 0], None
     if matrix.device.type == "cpu" and matrix.dtype == torch.float32 and num_states >= 256:
-        transposed = matrix.mT.contiguous()
-        packed = _pack(transposed, rows)
+        weight = matrix.mT.contiguous()  # for matrices transposed, this is no copy
+        packed = _pack(weight, rows)
     if packed is None:
         return lambda x, t, out: torch.mm(x[0], matrix, out=out[0])
     multiply = torch.ops.mkl._mkl_linear
-    return lambda x, t, out: out[0].copy_(multiply(x[0], packed, transposed, None, rows))
+    return lambda x, t, out: out[0].copy_(multiply(x[0], packed, weight, None, rows))
 
 
 def _pack(transposed: Tensor, rows: int) -> Tensor | None:
@@ -126,7 +128,7 @@ def forward_by_steps(
 
 
 def backward_by_steps(
-    transposed: Tensor,
+    transition: Tensor,
     weight: Tensor,
     lengths: Tensor,
     alpha: Tensor,
@@ -147,7 +149,7 @@ def backward_by_steps(
     beta = torch.ones_like(forward)
     beta[-1] = last
     sent = torch.zeros_like(forward)
-    multiply = _product(transposed, weight.size(2))
+    multiply = _product(transition, weight.size(2), transposed=True)
     for t in range(len(weight) - 2, -1, -1):
         count = rows.counts[t + 1]
         torch.mul(ratio[t + 1, :, :count], beta[t + 1, :, :count], out=sent[t + 1, :, :count])
@@ -280,7 +282,7 @@ def forward_by_chunks(
 
 
 def backward_by_chunks(
-    transposed: Tensor,
+    transition: Tensor,
     weight: Tensor,
     lengths: Tensor,
     alpha: Tensor,
@@ -290,16 +292,16 @@ def backward_by_chunks(
     message: Tensor,
 ) -> None:
     """As :func:`backward_by_steps`, for sequences of one length without hard zeros."""
-    length = chunk_length(transposed, weight, lengths)
+    length = chunk_length(transition, weight, lengths)
     steps, groups, size, num_states = weight.shape
     head = steps % length
     chunks = steps // length
     inside, forward = _split(weight[head:], length), _split(alpha[head:], length)
-    operators = _balanced(*_operators(transposed.mT, inside))
+    operators = _balanced(*_operators(transition, inside))
     operators = operators.reshape(groups, chunks, size, num_states, num_states)
     ends = [torch.ones_like(alpha[0])]  # the message to the last step of each chunk, last first
     for c in range(chunks - 1, -1, -1):
-        back = (operators[:, c] @ ends[-1].unsqueeze(-1)).squeeze(-1) @ transposed[0]
+        back = (operators[:, c] @ ends[-1].unsqueeze(-1)).squeeze(-1) @ transition[0].mT
         end = head + c * length - 1
         known = alpha[end] if end >= 0 else torch.ones_like(back)
         ends.append(back / (known * back).sum(-1, keepdim=True))
@@ -308,13 +310,13 @@ def backward_by_chunks(
     good = torch.ones_like(last[..., 0], dtype=torch.bool)
     law, sent = torch.zeros_like(inside), torch.zeros_like(inside)
     norms = _split(total[head:], length)
-    backward_by_steps(transposed, inside, full, forward, norms, good, law, sent, last)
+    backward_by_steps(transition, inside, full, forward, norms, good, law, sent, last)
     _join(gamma[head:], law)
     _join(message[head:], sent)
     exact &= good.reshape(groups, chunks, size).all(1)
     if head:
         backward_by_steps(
-            transposed, weight[:head], lengths.clamp(max=head), alpha[:head], total[:head],
+            transition, weight[:head], lengths.clamp(max=head), alpha[:head], total[:head],
             exact, gamma[:head], message[:head], ends[-1],
         )  # fmt: skip
 

@@ -26,9 +26,8 @@ NEVER = -np.inf
 def engine(request, monkeypatch):
     """Both implementations: Numba's kernels, and torch operations."""
     if request.param == "steps":
-        monkeypatch.setattr(recursions, "_kernels", lambda: None)
         monkeypatch.setattr(_lookup, "kernels", lambda: None)
-    elif recursions._kernels() is None:
+    elif _lookup.kernels() is None:
         pytest.skip("Numba is not installed")
     return request.param
 

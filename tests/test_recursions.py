@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from torch.autograd import gradcheck, gradgradcheck
 
-from pyrohmm import _lookup, _steps, recursions
+from pyrohmm import _lookup, _messages, _steps, recursions
 
 NEVER = -np.inf
 
@@ -32,9 +32,8 @@ ENGINES = ["compiled", "steps"]
 def engine(request, monkeypatch):
     """Both implementations: Numba's kernels, and torch operations."""
     if request.param == "steps":
-        monkeypatch.setattr(recursions, "_kernels", lambda: None)
         monkeypatch.setattr(_lookup, "kernels", lambda: None)
-    elif recursions._kernels() is None:
+    elif _lookup.kernels() is None:
         pytest.skip("Numba is not installed")
     return request.param
 
@@ -43,7 +42,7 @@ def engine(request, monkeypatch):
 def ranges(monkeypatch):
     """Record the ranges of numbers that are tried, in their order."""
     tried = []
-    scaled, logarithms = recursions._forward, recursions._log_space
+    scaled, logarithms = _messages.forward, _messages.in_log_space
 
     def forward(chain, dtype):
         tried.append(dtype)
@@ -53,8 +52,8 @@ def ranges(monkeypatch):
         tried.append("log")
         return logarithms(*arguments, **keywords)
 
-    monkeypatch.setattr(recursions, "_forward", forward)
-    monkeypatch.setattr(recursions, "_log_space", log_space)
+    monkeypatch.setattr(_messages, "forward", forward)
+    monkeypatch.setattr(_messages, "in_log_space", log_space)
     return tried
 
 
@@ -374,7 +373,7 @@ def test_many_states_with_zeros_and_an_impossible_sequence():
 @pytest.fixture
 def steps_only(monkeypatch):
     """Torch operations; returns how often long chains were cut in chunks."""
-    monkeypatch.setattr(recursions, "_kernels", lambda: None)
+    monkeypatch.setattr(_lookup, "kernels", lambda: None)
     calls = []
     for name in ("forward_by_chunks", "backward_by_chunks"):
         plain = getattr(_steps, name)
@@ -383,7 +382,7 @@ def steps_only(monkeypatch):
             calls.append(name)
             return plain(*arguments)
 
-        monkeypatch.setattr(recursions, name, counted)
+        monkeypatch.setattr(_messages, name, counted)
     return calls
 
 
@@ -415,7 +414,7 @@ def test_chunks_of_a_long_chain_agree_with_its_steps(
     assert_close(recursions.filtered(*chain).exp(), answer.filtered, **tolerance)
     assert_gradients(chain, answer, None, loose)
     steps_only.clear()
-    monkeypatch.setattr(recursions, "chunk_length", lambda *_: 0)
+    monkeypatch.setattr(_messages, "chunk_length", lambda *_: 0)
     plain = recursions.posterior(*chain)
     assert not steps_only
     for one, other in zip(posterior, plain):
@@ -850,7 +849,7 @@ def test_more_states_than_the_data_support_is_no_matter_of_order(engine):
 
 
 def test_threads_share_the_work_and_change_nothing():
-    if recursions._kernels() is None:
+    if _lookup.kernels() is None:
         pytest.skip("Numba is not installed")
     chain = random_chain(8, 300, (7,), ragged=True)
     before = torch.get_num_threads()
@@ -907,7 +906,7 @@ BAD = [  # argument, size or values, kind of error, and what the message must sa
     "function", ["log_evidence", "posterior", "filtered", "viterbi", "sample_states"]
 )
 def test_a_bad_argument_is_named(function, name, value, kind, words, monkeypatch):
-    monkeypatch.setattr(recursions, "_kernels", lambda: None)  # compiled code may read any memory
+    monkeypatch.setattr(_lookup, "kernels", lambda: None)  # compiled code may read any memory
     value = torch.zeros(value) if isinstance(value, tuple) else torch.tensor(value)
     with pytest.raises(kind, match=name) as caught:
         getattr(recursions, function)(**good() | {name: value})
