@@ -50,6 +50,7 @@ class Scales(NamedTuple):
     exact: Tensor  # (G, n), False where the numbers left their range
     transition: Tensor  # (S, G, K, K), probabilities
     watched: bool  # whether zeros or tiny probabilities made it necessary to watch each step
+    weight: Tensor | None  # (T, G, n, K), likelihood over its peak; only for torch operations
 
 
 def forward(chain: Chain, dtype: torch.dtype) -> Scales:
@@ -89,7 +90,7 @@ def forward(chain: Chain, dtype: torch.dtype) -> Scales:
             evidence.view(-1),
             exact.view(-1),
         )
-        return Scales(evidence, alpha, total, exact, transition, watched)
+        return Scales(evidence, alpha, total, exact, transition, watched, None)
     weight, peak = _weigh(likelihood, watched)
     march = forward_by_steps
     if not watched and chunk_length(transition, weight, chain.lengths):
@@ -101,7 +102,7 @@ def forward(chain: Chain, dtype: torch.dtype) -> Scales:
     logs = total.double().log() + peak
     if bool((chain.lengths < steps).any()):
         logs = logs.masked_fill(~exists(chain.lengths, likelihood).squeeze(-1), 0.0)
-    return Scales(logs.sum(0), alpha, total, exact, transition, watched)
+    return Scales(logs.sum(0), alpha, total, exact, transition, watched, weight)
 
 
 def backward(
@@ -120,12 +121,12 @@ def backward(
         exact ``(G, n)``. Zero where they are not.
     """
     alpha, total, transition = scaled.alpha, scaled.total, scaled.transition
-    likelihood = chain.likelihood.detach().to(alpha.dtype)
     exact = scaled.exact.clone()
     gamma, message = torch.empty_like(alpha), torch.empty_like(alpha)
     steps, groups, size, num_states = gamma.shape
-    kernels = compiled(gamma)
-    if kernels is not None:
+    if scaled.weight is None:
+        kernels = compiled(gamma)
+        assert kernels is not None
         if factor is None:
             factor = alpha.new_ones(exact.shape)
         kernels.run(
@@ -133,7 +134,7 @@ def backward(
             groups * size,
             steps * num_states**2,
             transition,
-            likelihood.view(-1),
+            chain.likelihood.detach().to(alpha.dtype).view(-1),
             chain.lengths.view(-1),
             factor.to(alpha.dtype).contiguous().view(-1),
             math.log(torch.finfo(alpha.dtype).tiny),
@@ -144,11 +145,10 @@ def backward(
             message.view(-1),
         )
         return gamma, message, exact
-    weight, _ = _weigh(likelihood, scaled.watched)
     march: Callable[..., None] = backward_by_steps
-    if not scaled.watched and chunk_length(transition, weight, chain.lengths):
+    if not scaled.watched and chunk_length(transition, scaled.weight, chain.lengths):
         march = backward_by_chunks
-    march(transition, weight, chain.lengths, alpha, total, exact, gamma, message)
+    march(transition, scaled.weight, chain.lengths, alpha, total, exact, gamma, message)
     if not bool(exact.all()):
         gamma.masked_fill_(~exact.unsqueeze(-1), 0.0)
         message.masked_fill_(~exact.unsqueeze(-1), 0.0)

@@ -49,20 +49,20 @@ class _Rows(NamedTuple):
 
 def _product(
     matrices: Tensor, rows: int, transposed: bool = False
-) -> Callable[[Tensor, int, Tensor], Tensor]:
-    """A function ``(messages, step, out)`` that writes ``messages @ matrices[step]`` to ``out``."""
+) -> Callable[[Tensor, int], Tensor]:
+    """A function ``(messages, step)`` that returns ``messages @ matrices[step]``."""
     steps, groups, num_states, _ = matrices.shape
     given = matrices.mT if transposed else matrices
     if groups > 1 or steps != 1:
-        return lambda x, t, out: out.copy_(torch.bmm(x, given[t if steps > 1 else 0]))
+        return lambda x, t: torch.bmm(x, given[t if steps > 1 else 0])
     matrix, packed = given[0, 0], None
     if matrix.device.type == "cpu" and matrix.dtype == torch.float32 and num_states >= 256:
         weight = matrix.mT.contiguous()  # for matrices transposed, this is no copy
         packed = _pack(weight, rows)
     if packed is None:
-        return lambda x, t, out: torch.mm(x[0], matrix, out=out[0])
+        return lambda x, t: torch.mm(x[0], matrix).unsqueeze(0)
     multiply = torch.ops.mkl._mkl_linear
-    return lambda x, t, out: out[0].copy_(multiply(x[0], packed, weight, None, rows))
+    return lambda x, t: multiply(x[0], packed, weight, None, rows).unsqueeze(0)
 
 
 def _pack(transposed: Tensor, rows: int) -> Tensor | None:
@@ -96,12 +96,9 @@ def forward_by_steps(
     smallest = product = scale = torch.ones_like(total[0])
     multiply = _product(transition, weight.size(2))
     for t, count in enumerate(rows.counts):
-        seen, norm = weight[t, :, :count], sorted_total[t, :, :count]
-        arrived = sorted_alpha[t, :, :count]
-        if t == 0:
-            arrived.copy_(initial)
-        else:
-            multiply(sorted_alpha[t - 1, :, :count], t - 1, arrived)
+        seen, norm = weight[t, :, :count], sorted_total[t, :, :count].unsqueeze(-1)
+        message = sorted_alpha[t, :, :count]
+        arrived = initial if t == 0 else multiply(sorted_alpha[t - 1, :, :count], t - 1)
         if least >= 0:
             faint = (product[:, :count] <= tiny) | (smallest[:, :count] * least < tiny)
             faint &= arrived.amin(-1) * scale[:, :count] < slack
@@ -109,12 +106,13 @@ def forward_by_steps(
                 faint &= ~rows.ended[t, :, :count, 0]
             sound[:, :count] &= ~faint
             alive = (arrived > 0) & (seen > 0)
-        arrived.mul_(seen)
-        norm.copy_(arrived.sum(-1))
+        torch.mul(arrived, seen, out=message)
+        torch.sum(message, -1, keepdim=True, out=norm)
         if least >= 0:
-            product = arrived.masked_fill(~alive, torch.inf).amin(-1)
-            smallest, scale = product / norm, norm
-        arrived.div_(norm.unsqueeze(-1))
+            product = message.masked_fill(~alive, torch.inf).amin(-1)
+            scale = norm.squeeze(-1)
+            smallest = product / scale
+        message.div_(norm)
     if rows.ended is not None:
         sorted_alpha.masked_fill_(rows.ended, 0.0)
         sorted_total.masked_fill_(rows.ended.squeeze(-1), 1.0)
@@ -136,47 +134,53 @@ def backward_by_steps(
     exact: Tensor,
     gamma: Tensor,
     message: Tensor,
-    last: Tensor | float = 1.0,
+    last: Tensor | None = None,
 ) -> None:
     """Fill the marginals ``gamma`` and the messages back; clear ``exact`` where out of range.
 
-    ``last`` is the message ``(G, n, K)`` that arrives at the last step.
+    ``last`` is the message ``(G, n, K)`` that arrives at the last step; ones by default.
     """
     rows = _Rows.of(lengths, weight)
-    forward = rows.sort(alpha)
-    ratio = rows.sort(weight) / rows.sort(total).unsqueeze(-1)
-    ratio.masked_fill_(forward == 0, 0.0)  # also at padded steps
-    beta = torch.ones_like(forward)
-    beta[-1] = last
-    sent = torch.zeros_like(forward)
+    forward, weight = rows.sort(alpha), rows.sort(weight)
+    norms = rows.sort(total).unsqueeze(-1)
+    never = forward == 0  # also at padded steps
+    masked = bool(never.any())
+    law, sent = gamma, message
+    if rows.order is not None:
+        law, sent = torch.zeros_like(gamma), torch.zeros_like(message)
     multiply = _product(transition, weight.size(2), transposed=True)
-    for t in range(len(weight) - 2, -1, -1):
-        count = rows.counts[t + 1]
-        torch.mul(ratio[t + 1, :, :count], beta[t + 1, :, :count], out=sent[t + 1, :, :count])
-        multiply(sent[t + 1, :, :count], t, beta[t, :, :count])
-        if rows.ended is not None:
-            beta[t].masked_fill_(rows.ended[t + 1], 1.0)
-    torch.mul(ratio[0], beta[0], out=sent[0])
-    beta.mul_(forward)
-    norm = beta.sum(-1, keepdim=True)  # one at each step, but for a drift by rounding
-    norm.masked_fill_((forward == 0).all(-1, keepdim=True), 1.0)
-    steady = (norm[1:] / norm[:-1] - 1).abs() < 1e-2
-    sound = (
-        steady.all(0).squeeze(-1) & (norm > 0).all(0).squeeze(-1) & norm.isfinite().all(0)[..., 0]
-    )
-    beta.div_(norm)
-    sent[1:].div_(norm[:-1])
-    sent[0].div_(norm[0])
-    if rows.order is None:
-        gamma.copy_(beta)
-        message.copy_(sent)
-        exact &= sound
-    else:
-        rows.unsort(gamma, beta)
+    end = torch.ones_like(forward[0])  # what arrives at the last step of a sequence
+    beta = end if last is None else last
+    for t in range(len(weight) - 1, -1, -1):
+        count = rows.counts[t]
+        if t < len(weight) - 1:
+            going = rows.counts[t + 1]
+            beta = multiply(sent[t + 1, :, :going], t)
+            if rows.ended is not None:
+                beta = torch.where(rows.ended[t + 1, :, :going], end[:, :going], beta)
+            if going < count:
+                beta = torch.cat([beta, end[:, going:count]], 1)
+        torch.mul(forward[t, :, :count], beta[:, :count], out=law[t, :, :count])
+        back = torch.mul(weight[t, :, :count], beta[:, :count], out=sent[t, :, :count])
+        back.div_(norms[t, :, :count])
+        if masked:
+            back.masked_fill_(never[t, :, :count], 0.0)
+    norm = law.sum(-1, keepdim=True)  # one at each step, but for a drift by rounding
+    norm.masked_fill_(never.all(-1, keepdim=True), 1.0)
+    drift = (norm - 1).abs().amax().item()
+    sound = torch.ones_like(exact)
+    if not drift < 16 * torch.finfo(norm.dtype).eps:
+        steady = (norm[1:] / norm[:-1] - 1).abs() < 1e-2
+        usable = (norm > 0) & norm.isfinite()
+        sound = (steady.all(0) & usable.all(0)).squeeze(-1)
+        law.div_(norm)
+        sent[1:].div_(norm[:-1])
+    if rows.order is not None:
+        rows.unsort(gamma, law)
         rows.unsort(message, sent)
-        unsorted = torch.empty_like(exact)
-        rows.unsort(unsorted[None], sound[None])
-        exact &= unsorted
+        ranked, sound = sound, torch.empty_like(exact)
+        rows.unsort(sound[None], ranked[None])
+    exact &= sound
 
 
 # Long and narrow chains: two levels, 3 sqrt(T) dependent steps instead of T ----------------------
