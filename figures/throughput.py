@@ -213,9 +213,11 @@ def queries(quick: bool) -> list[dict[str, Any]]:
             table = jax.nn.log_softmax(jnp.array(problem.arrays[2]), -1).T
             seen = table[jnp.array(problem.symbols)]
             keys = jax.random.split(jax.random.PRNGKey(0), num_sequences)
-            smooth = jax.jit(
-                jax.vmap(lambda s: dynamax.hmm_two_filter_smoother(initial, transition, s)[:1])
-            )
+            def smoothed(seen: Any) -> Any:
+                law = dynamax.hmm_smoother(initial, transition, seen)
+                return law.marginal_loglik, law.smoothed_probs, law.trans_probs
+
+            smooth = jax.jit(jax.vmap(smoothed))
             mode = jax.jit(jax.vmap(lambda s: dynamax.hmm_posterior_mode(initial, transition, s)))
             draw = jax.jit(
                 jax.vmap(lambda k, s: dynamax.hmm_posterior_sample(k, initial, transition, s))

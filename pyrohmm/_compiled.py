@@ -116,11 +116,11 @@ def _overload_exp(x):
     return lambda x: implementation(x)
 
 
-# Blocks of messages times a matrix ----------------------------------------------------------------
+# Scaled messages ----------------------------------------------------------------------------------
 #
-# A block holds entry k of sequence i at L k + i: all arithmetic runs along the L = LANES sequences
-# of a block, so that few states are no waste. Where there are few sequences L is one, and products
-# run along the states. K is rounded up to a multiple of four, with zeros.
+# A block holds entry k of sequence i at L k + i: all arithmetic runs along its L = LANES sequences,
+# so that few states are no waste. Where there are few sequences it runs along the states instead.
+# K is rounded up to a multiple of four, with zeros.
 
 
 @_kernel
@@ -134,51 +134,17 @@ def _pack(packed, matrix, transposed):
 
 
 @_kernel
-def _multiply(out, block, packed, height):
-    """Write the product of a block of ``LANES`` messages with a matrix."""
-    for i in range(height * _LANES):
-        out[i] = 0
-    for j in range(_0, height, _4):
-        q = j * _LANES
-        for k in range(_0, height, _4):
-            o = k * _LANES
-            m = j * height + k
-            a0, a1, a2, a3 = packed[m], packed[m + _1], packed[m + _2], packed[m + _3]
-            m += height
-            b0, b1, b2, b3 = packed[m], packed[m + _1], packed[m + _2], packed[m + _3]
-            m += height
-            c0, c1, c2, c3 = packed[m], packed[m + _1], packed[m + _2], packed[m + _3]
-            m += height
-            d0, d1, d2, d3 = packed[m], packed[m + _1], packed[m + _2], packed[m + _3]
-            for i in range(_LANES):
-                a, b = block[q + i], block[q + _LANES + i]
-                c, d = block[q + _2 * _LANES + i], block[q + _3 * _LANES + i]
-                out[o + i] += a * a0 + b * b0 + c * c0 + d * d0
-                out[o + _LANES + i] += a * a1 + b * b1 + c * c1 + d * d1
-                out[o + _2 * _LANES + i] += a * a2 + b * b2 + c * c2 + d * d2
-                out[o + _3 * _LANES + i] += a * a3 + b * b3 + c * c3 + d * d3
-
-
-@_kernel
-def _multiply_one(out, block, packed, height):
-    """As :func:`_multiply`, for a single message."""
-    for k in range(height):
-        out[k] = 0
-    for j in range(_0, height, _4):
-        m = j * height
-        a, b, c, d = block[j], block[j + _1], block[j + _2], block[j + _3]
-        for k in range(height):
-            out[k] += (
-                a * packed[m + k]
-                + b * packed[m + height + k]
-                + c * packed[m + _2 * height + k]
-                + d * packed[m + _3 * height + k]
-            )
+def _clear(array, i, begin, end, count, size):
+    """Zero the steps from ``begin`` to ``end`` of sequence ``i``."""
+    for t in range(begin, end):
+        offset = _u(t * count + i) * size
+        for k in range(size):
+            array[offset + k] = 0
 
 
 @_kernel
 def _load(block, lanes, array, offsets, active, size, other):
-    """Copy rows of ``array`` to the lanes of a block; to those not active, ``other``."""
+    """Copy rows of ``array`` to the sequences of a block; to those not active, ``other``."""
     for i in range(lanes):
         if active[i]:
             offset = offsets[i]
@@ -191,7 +157,7 @@ def _load(block, lanes, array, offsets, active, size, other):
 
 @_kernel
 def _store(array, offsets, active, size, block, lanes, factor):
-    """Copy lanes of a block, each times its factor, to rows of ``array``."""
+    """Copy the sequences of a block, each times its factor, to rows of ``array``."""
     for i in range(lanes):
         if active[i]:
             offset, strength = offsets[i], factor[i]
@@ -221,19 +187,53 @@ def _weigh(seen, lanes, size, peak, low):
 
 
 @_kernel
-def _clear(array, i, begin, end, count, size):
-    """Zero the steps from ``begin`` to ``end`` of sequence ``i``."""
-    for t in range(begin, end):
-        offset = _u(t * count + i) * size
-        for k in range(size):
-            array[offset + k] = 0
-
-
-# Scaled messages ----------------------------------------------------------------------------------
+def _multiply(out, block, packed, height):
+    """Write the product of a block of ``LANES`` messages with a matrix."""
+    for i in range(height * _LANES):
+        out[i] = 0
+    for j in range(_0, height, _4):
+        q = j * _LANES
+        for k in range(_0, height, _4):
+            o = k * _LANES
+            m = j * height + k
+            a0, a1, a2, a3 = packed[m], packed[m + _1], packed[m + _2], packed[m + _3]
+            m += height
+            b0, b1, b2, b3 = packed[m], packed[m + _1], packed[m + _2], packed[m + _3]
+            m += height
+            c0, c1, c2, c3 = packed[m], packed[m + _1], packed[m + _2], packed[m + _3]
+            m += height
+            d0, d1, d2, d3 = packed[m], packed[m + _1], packed[m + _2], packed[m + _3]
+            for i in range(_LANES):
+                a, b = block[q + i], block[q + _LANES + i]
+                c, d = block[q + _2 * _LANES + i], block[q + _3 * _LANES + i]
+                out[o + i] += a * a0 + b * b0 + c * c0 + d * d0
+                out[o + _LANES + i] += a * a1 + b * b1 + c * c1 + d * d1
+                out[o + _2 * _LANES + i] += a * a2 + b * b2 + c * c2 + d * d2
+                out[o + _3 * _LANES + i] += a * a3 + b * b3 + c * c3 + d * d3
 
 
 @_kernel
-def forward(  # documented in _messages.forward
+def _sum_products(norm, product, first, second, lanes, size):
+    """Write the product of two blocks, and its sum for each sequence."""
+    for i in range(lanes):
+        norm[i] = 0
+    for k in range(size):
+        for i in range(lanes):
+            value = first[k * lanes + i] * second[k * lanes + i]
+            product[k * lanes + i] = value
+            norm[i] += value
+
+
+@_kernel
+def _scale(block, factor, lanes, size):
+    """Multiply each sequence of a block by its factor."""
+    for k in range(size):
+        for i in range(lanes):
+            block[k * lanes + i] *= factor[i]
+
+
+@_kernel
+def forward_blocks(  # documented in _messages.forward
     first, last, initial, transition, likelihood, lengths, least, floor, tiny, slack,
     alpha, total, evidence, exact,
 ):  # fmt: skip
@@ -241,14 +241,16 @@ def forward(  # documented in _messages.forward
     count = lengths.shape[0]
     per = count // groups
     most = total.shape[0] // count
-    block = LANES if per >= LANES // 2 else 1
-    size, lanes, height = _u(num_states), _u(block), _u((num_states + 3) // 4 * 4)
+    size, height = _u(num_states), _u((num_states + 3) // 4 * 4)
+    block = LANES
+    norm = np.zeros(block, alpha.dtype)
+    lanes = _u(block)
     packed = np.zeros(height * height, alpha.dtype)
     mass = np.zeros(height * lanes, alpha.dtype)
     arrived = np.zeros(height * lanes, alpha.dtype)
     seen = np.zeros(height * lanes, alpha.dtype)
     zero, one, low = alpha.dtype.type(0), alpha.dtype.type(1), alpha.dtype.type(floor)
-    peak, norm = np.zeros(block, alpha.dtype), np.zeros(block, alpha.dtype)
+    peak = np.zeros(block, alpha.dtype)
     ones = np.ones(block, alpha.dtype)
     smallest = np.zeros(block, alpha.dtype)  # product of a step
     faint = np.zeros(block, np.bool_)  # whether the step before may have lost something
@@ -279,10 +281,7 @@ def forward(  # documented in _messages.forward
                 if wanted != current:
                     _pack(packed, transition[0 if steps == 1 else t - 1, g], False)
                     current = wanted
-                if block == 1:
-                    _multiply_one(arrived, mass, packed, height)
-                else:
-                    _multiply(arrived, mass, packed, height)
+                _multiply(arrived, mass, packed, height)
             _load(seen, lanes, likelihood, offsets, active, size, zero)
             _weigh(seen, lanes, size, peak, low)
             if least >= 0.0:
@@ -294,13 +293,7 @@ def forward(  # documented in _messages.forward
                             exact[start + i] = False
                         if p > 0.0 and q > 0.0:
                             smallest[i] = min(smallest[i], p * q)
-            for i in range(lanes):
-                norm[i] = 0
-            for k in range(size):
-                for i in range(lanes):
-                    value = arrived[k * lanes + i] * seen[k * lanes + i]
-                    mass[k * lanes + i] = value
-                    norm[i] += value
+            _sum_products(norm, mass, arrived, seen, lanes, size)
             for i in range(width):
                 if not active[i]:
                     norm[i] = 1.0
@@ -319,9 +312,7 @@ def forward(  # documented in _messages.forward
                     product[i] = 1.0
             for i in range(lanes):
                 norm[i] = one / norm[i]
-            for k in range(size):
-                for i in range(lanes):
-                    mass[k * lanes + i] *= norm[i]
+            _scale(mass, norm, lanes, size)
             _store(alpha, offsets, active, size, mass, lanes, ones)
         for i in range(width):
             row = start + i
@@ -334,7 +325,7 @@ def forward(  # documented in _messages.forward
 
 
 @_kernel
-def backward(  # documented in _messages.backward
+def backward_blocks(  # documented in _messages.backward
     first, last, transition, likelihood, lengths, factor, floor, alpha, total, exact,
     gamma, message,
 ):  # fmt: skip
@@ -342,14 +333,17 @@ def backward(  # documented in _messages.backward
     count = lengths.shape[0]
     per = count // groups
     most = total.shape[0] // count
-    block = LANES if per >= LANES // 2 else 1
-    size, lanes, height = _u(num_states), _u(block), _u((num_states + 3) // 4 * 4)
+    size, height = _u(num_states), _u((num_states + 3) // 4 * 4)
+    block = LANES
+    norm = np.zeros(block, alpha.dtype)
+    lanes = _u(block)
     packed = np.zeros(height * height, alpha.dtype)
     beta = np.zeros(height * lanes, alpha.dtype)
     later = np.zeros(height * lanes, alpha.dtype)
     here = np.zeros(height * lanes, alpha.dtype)
+    law = np.zeros(height * lanes, alpha.dtype)
     zero, one, low = alpha.dtype.type(0), alpha.dtype.type(1), alpha.dtype.type(floor)
-    peak, norm = np.zeros(block, alpha.dtype), np.zeros(block, alpha.dtype)
+    peak = np.zeros(block, alpha.dtype)
     weight = np.zeros(block, alpha.dtype)
     offsets, active = np.zeros(block, np.uint64), np.zeros(block, np.bool_)
     current = -1
@@ -371,20 +365,13 @@ def backward(  # documented in _messages.backward
                 if wanted != current:
                     _pack(packed, transition[0 if steps == 1 else t, g], True)
                     current = wanted
-                if block == 1:
-                    _multiply_one(beta, later, packed, height)
-                else:
-                    _multiply(beta, later, packed, height)
+                _multiply(beta, later, packed, height)
             for i in range(width):
                 if t == lengths[start + i] - 1:
                     for k in range(size):
                         beta[k * lanes + _u(i)] = 1.0
             _load(here, lanes, alpha, offsets, active, size, zero)
-            for i in range(lanes):
-                norm[i] = 0
-            for k in range(size):
-                for i in range(lanes):
-                    norm[i] += here[k * lanes + i] * beta[k * lanes + i]
+            _sum_products(norm, law, here, beta, lanes, size)
             for i in range(width):
                 if active[i] and not abs(norm[i] - one) < 1e-2:
                     exact[start + i] = False
@@ -393,13 +380,11 @@ def backward(  # documented in _messages.backward
             _weigh(later, lanes, size, peak, low)
             for i in range(width):
                 peak[i] = norm[i] / total[t * count + start + i] if active[i] else zero
-            for k in range(size):
-                for i in range(lanes):
-                    at = k * lanes + i
-                    value = later[at] * (beta[at] * peak[i])
-                    later[at] = value if here[at] > zero else zero
-                    here[at] *= beta[at] * norm[i]
-            _store(gamma, offsets, active, size, here, lanes, weight)
+            _scale(law, norm, lanes, size)
+            _scale(beta, peak, lanes, size)
+            for k in range(size * lanes):
+                later[k] = later[k] * beta[k] if here[k] > zero else zero
+            _store(gamma, offsets, active, size, law, lanes, weight)
             _store(message, offsets, active, size, later, lanes, weight)
         for i in range(width):
             row = start + i
@@ -407,6 +392,163 @@ def backward(  # documented in _messages.backward
             _clear(gamma, row, begin, most, count, size)
             _clear(message, row, begin, most, count, size)
         start += width
+
+
+@_kernel
+def forward_rows(  # the same, for few sequences, one after the other
+    first, last, initial, transition, likelihood, lengths, least, floor, tiny, slack,
+    alpha, total, evidence, exact,
+):  # fmt: skip
+    steps, groups, num_states, _ = transition.shape
+    count = lengths.shape[0]
+    per = count // groups
+    most = total.shape[0] // count
+    size, height = _u(num_states), _u((num_states + 3) // 4 * 4)
+    packed = np.zeros(height * height, alpha.dtype)
+    mass, arrived = np.zeros(height, alpha.dtype), np.zeros(height, alpha.dtype)
+    seen = np.zeros(height, alpha.dtype)
+    zero, one, low = alpha.dtype.type(0), alpha.dtype.type(1), alpha.dtype.type(floor)
+    current = -1  # which matrix is packed
+    for row in range(first, last):
+        g = row // per
+        product, logs = 1.0, 0.0  # of the norms of several steps
+        faint, scale, smallest = least < tiny, one, zero
+        for t in range(lengths[row]):
+            if t == 0:
+                for k in range(size):
+                    arrived[k] = initial[_u(row) * size + k]
+            else:
+                wanted = g if steps == 1 else (t - 1) * groups + g
+                if wanted != current:
+                    _pack(packed, transition[0 if steps == 1 else t - 1, g], False)
+                    current = wanted
+                for k in range(height):
+                    arrived[k] = 0
+                for j in range(_0, height, _4):
+                    m = j * height
+                    a, b, c, d = mass[j], mass[j + _1], mass[j + _2], mass[j + _3]
+                    for k in range(height):
+                        arrived[k] += (
+                            a * packed[m + k]
+                            + b * packed[m + height + k]
+                            + c * packed[m + _2 * height + k]
+                            + d * packed[m + _3 * height + k]
+                        )
+            offset = _u(t * count + row) * size
+            peak = likelihood[offset]
+            for k in range(_1, size):
+                x = likelihood[offset + k]
+                peak = x if x > peak else peak
+            if peak == -np.inf:
+                peak = zero
+            for k in range(size):
+                x = likelihood[offset + k] - peak
+                value = _exp(low if x < low else x)
+                seen[k] = zero if x == -np.inf else value
+            if least >= 0.0:
+                smallest = seen[0] * 0 + alpha.dtype.type(np.inf)
+                for k in range(size):
+                    if faint and arrived[k] * scale < slack:
+                        exact[row] = False
+                    if arrived[k] > 0.0 and seen[k] > 0.0:
+                        smallest = min(smallest, arrived[k] * seen[k])
+            norm = zero
+            for k in range(size):
+                mass[k] = arrived[k] * seen[k]
+                norm += mass[k]
+            total[t * count + row] = norm
+            if not (norm >= slack and norm < np.inf):
+                exact[row] = False
+            if not exact[row]:
+                break
+            faint, scale = smallest <= tiny or smallest / norm * least < tiny, norm
+            logs += peak
+            product *= norm
+            if product < 1e-200:
+                logs += np.log(product)
+                product = 1.0
+            inverse = one / norm
+            for k in range(size):
+                mass[k] *= inverse
+                alpha[offset + k] = mass[k]
+        evidence[row] = logs + np.log(product)
+        begin = lengths[row] if exact[row] else 0
+        _clear(alpha, row, begin, most, count, size)
+        for t in range(begin, most):
+            total[t * count + row] = 1.0
+
+
+@_kernel
+def backward_rows(
+    first, last, transition, likelihood, lengths, factor, floor, alpha, total, exact,
+    gamma, message,
+):  # fmt: skip
+    steps, groups, num_states, _ = transition.shape
+    count = lengths.shape[0]
+    per = count // groups
+    most = total.shape[0] // count
+    size, height = _u(num_states), _u((num_states + 3) // 4 * 4)
+    packed = np.zeros(height * height, alpha.dtype)
+    beta, later = np.zeros(height, alpha.dtype), np.zeros(height, alpha.dtype)
+    zero, one, low = alpha.dtype.type(0), alpha.dtype.type(1), alpha.dtype.type(floor)
+    current = -1
+    for row in range(first, last):
+        g = row // per
+        weight = factor[row]
+        for t in range(lengths[row] - 1 if exact[row] else -1, -1, -1):
+            if t == lengths[row] - 1:
+                for k in range(size):
+                    beta[k] = 1
+            else:
+                wanted = g if steps == 1 else t * groups + g
+                if wanted != current:
+                    _pack(packed, transition[0 if steps == 1 else t, g], True)
+                    current = wanted
+                for k in range(height):
+                    beta[k] = 0
+                for j in range(_0, height, _4):
+                    m = j * height
+                    a, b, c, d = later[j], later[j + _1], later[j + _2], later[j + _3]
+                    for k in range(height):
+                        beta[k] += (
+                            a * packed[m + k]
+                            + b * packed[m + height + k]
+                            + c * packed[m + _2 * height + k]
+                            + d * packed[m + _3 * height + k]
+                        )
+            offset = _u(t * count + row) * size
+            norm = zero
+            for k in range(size):
+                norm += alpha[offset + k] * beta[k]
+            if not abs(norm - one) < 1e-2:
+                exact[row] = False
+                break
+            inverse = one / norm
+            strength = inverse * weight
+            peak = likelihood[offset]
+            for k in range(_1, size):
+                x = likelihood[offset + k]
+                peak = x if x > peak else peak
+            if peak == -np.inf:
+                peak = zero
+            inverse /= total[t * count + row]
+            for k in range(size):
+                x = likelihood[offset + k] - peak
+                value = _exp(low if x < low else x)
+                here = alpha[offset + k]
+                gamma[offset + k] = here * beta[k] * strength
+                value = value * (beta[k] * inverse)
+                later[k] = value if here > zero and x > -np.inf else zero
+                message[offset + k] = later[k] * weight
+        begin = lengths[row] if exact[row] else 0
+        _clear(gamma, row, begin, most, count, size)
+        _clear(message, row, begin, most, count, size)
+
+
+def passes(per: int) -> tuple[Callable[..., None], Callable[..., None]]:
+    """Forward and backward, for groups of ``per`` sequences that share a matrix."""
+    blocks = per >= LANES // 2
+    return (forward_blocks, backward_blocks) if blocks else (forward_rows, backward_rows)
 
 
 # Log space, decoding, sampling -------------------------------------------------------------------

@@ -75,7 +75,7 @@ def forward(chain: Chain, dtype: torch.dtype) -> Scales:
     if kernels is not None:
         evidence = total.new_empty(chain.lengths.shape, dtype=torch.float64)
         kernels.run(
-            kernels.forward,
+            kernels.passes(size)[0],
             groups * size,
             steps * num_states**2,
             initial.view(-1),
@@ -130,7 +130,7 @@ def backward(
         if factor is None:
             factor = alpha.new_ones(exact.shape)
         kernels.run(
-            kernels.backward,
+            kernels.passes(size)[1],
             groups * size,
             steps * num_states**2,
             transition,

@@ -127,7 +127,8 @@ def fit_map(
     Example:
         >>> _ = pyro.set_rng_seed(0)
         >>> data = Sequences.from_list([[0, 1] * 10, [1, 0] * 10])
-        >>> fit = fit_map(MarginalModel(TabularHMM(2, categorical(2))), data)
+        >>> model = MarginalModel(TabularHMM(2, categorical(2)))
+        >>> fit = fit_map(model, data, num_steps=200, learning_rate=0.2)
         >>> fit.draw(data).log_prob(data.values).sum().round(decimals=1)  # 2 log 1/2
         tensor(-1.4000)
     """

@@ -210,7 +210,10 @@ class HMM(TorchDistribution):
 
         A sequence of probability zero has -inf, and gradient zero.
         """
-        return recursions.log_evidence(*self._chain(values), self.lengths)
+        evidence = recursions.log_evidence(*self._chain(values, check=False), self.lengths)
+        if self._validate_args:
+            _check_likelihood(evidence)  # NaN anywhere shows here, and this is a smaller tensor
+        return evidence
 
     def log_joint(self, values: Tensor, states: Tensor) -> Tensor:
         """Log-probability ``(*B)`` of the values and of one path of states ``(*B, T)``."""
@@ -321,7 +324,7 @@ class HMM(TorchDistribution):
 
     # The one method that joins parameters and data to the recursions
 
-    def _chain(self, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _chain(self, values: Tensor, check: bool = True) -> tuple[Tensor, Tensor, Tensor]:
         """What the recursions read: logs of initial, transition and likelihood."""
         values, mask = self._prepare(values)
         if self.emission_per_step:
@@ -331,12 +334,8 @@ class HMM(TorchDistribution):
             likelihood = _log_likelihood(self.emission, values)
         if mask is not None:
             likelihood = likelihood.masked_fill(~mask.unsqueeze(-1), 0.0)
-        if self._validate_args:
-            check_no_nan(
-                "the log-likelihood of values",
-                likelihood,
-                "Look for NaN in values or parameters, or a scale that has shrunk to zero.",
-            )
+        if check and self._validate_args:
+            _check_likelihood(likelihood)
         transition = self.log_transition
         if not self.transition_per_step:
             transition = transition.unsqueeze(-3)
@@ -471,6 +470,14 @@ def _first(emission: Any) -> dict[str, Tensor]:
     tensors = (item for item in vars(emission).values() if isinstance(item, Tensor))
     tensor = next(tensors, None)
     return {} if tensor is None else {"emission": tensor}
+
+
+def _check_likelihood(likelihood: Tensor) -> None:
+    check_no_nan(
+        "the log-likelihood of values",
+        likelihood,
+        "Look for NaN in values or parameters, or a scale that has shrunk to zero.",
+    )
 
 
 def _is_categorical(emission: Any) -> bool:

@@ -13,15 +13,16 @@ import pyrohmm
 
 PACKAGE = Path(pyrohmm.__file__).parent
 
-# First to last: each imports only from those before it (design.md, section 3).
+# First to last: each imports only from those before it.
 ORDER = [
-    "_checks", "_lookup", "sequences", "_compiled", "_steps", "recursions", "cooccurrence", "dpp",
+    "_checks", "_lookup", "sequences", "_compiled", "_chain", "_steps", "_messages", "recursions",
+    "cooccurrence", "dpp",
     "hmm", "modules", "clusters", "blocks", "tabular", "dense", "neural", "models", "fit",
     "metrics", "readers", "datasets", "inference_data", "plots",
 ]  # fmt: skip
 
 # Imports inside functions: (module, what it imports). What is optional, and what is built upwards.
-WITHIN = {("recursions", "_compiled"), ("_lookup", "_compiled"), ("hmm", "tabular")}
+WITHIN = {("_lookup", "_compiled"), ("hmm", "tabular")}
 
 MODULES = sorted(path.stem for path in PACKAGE.glob("*.py") if path.stem != "__init__")
 

