@@ -10,6 +10,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -26,7 +27,7 @@ from pyro import poutine
 from pyro.distributions import Categorical, DiscreteHMM
 from pyro.infer import TraceEnum_ELBO
 
-from pyrohmm import HMM, _lookup, recursions
+from pyrohmm import HMM, _lookup
 
 try:
     import jax
@@ -194,47 +195,53 @@ def gradients(quick: bool) -> list[dict[str, Any]]:
     return rows
 
 
+def _queries(shape: tuple[int, int, int, int]) -> dict[str, dict[str, Callable[[], Any]]]:
+    """What each package calls to answer each query, without gradients."""
+    problem = Problem(*shape)
+    num_sequences, num_steps, num_states, _ = shape
+    with torch.no_grad():
+        hmm = problem.hmm()
+    ours = {
+        "posterior": lambda: hmm.posterior(problem.values),
+        "viterbi": lambda: hmm.viterbi(problem.values),
+        "path sample": lambda: hmm.sample_states(problem.values),
+    }
+    peers: dict[str, dict[str, Any]] = {name: {} for name in ours}
+    if jax is not None:
+        initial, transition = (jax.nn.softmax(jnp.array(a), -1) for a in problem.arrays[:2])
+        table = jax.nn.log_softmax(jnp.array(problem.arrays[2]), -1).T
+        seen = table[jnp.array(problem.symbols)]
+        keys = jax.random.split(jax.random.PRNGKey(0), num_sequences)
+
+        def smoothed(seen: Any) -> Any:
+            law = dynamax.hmm_smoother(initial, transition, seen)
+            return law.marginal_loglik, law.smoothed_probs, law.trans_probs
+
+        smooth = jax.jit(jax.vmap(smoothed))
+        mode = jax.jit(jax.vmap(lambda s: dynamax.hmm_posterior_mode(initial, transition, s)))
+        draw = jax.jit(
+            jax.vmap(lambda k, s: dynamax.hmm_posterior_sample(k, initial, transition, s))
+        )
+        peers["posterior"]["dynamax"] = lambda: jax.block_until_ready(smooth(seen))
+        peers["viterbi"]["dynamax"] = lambda: jax.block_until_ready(mode(seen))
+        peers["path sample"]["dynamax"] = lambda: jax.block_until_ready(draw(keys, seen))
+    if CategoricalHMM is not None:
+        peers["posterior"]["hmmlearn E-step"] = problem.hmmlearn()
+        model = CategoricalHMM(num_states, algorithm="viterbi", n_features=shape[3])
+        softmax = [torch.tensor(a).double().softmax(-1).numpy() for a in problem.arrays]
+        model.startprob_, model.transmat_, model.emissionprob_ = softmax
+        column = problem.symbols.reshape(-1, 1)
+        lengths = [num_steps] * num_sequences
+        peers["viterbi"]["hmmlearn"] = lambda: model.decode(column, lengths)
+    return {name: {"pyrohmm": ours[name], **peers[name]} for name in ours}
+
+
 def queries(quick: bool) -> list[dict[str, Any]]:
     """Posterior, Viterbi and path sampling against the peers that have them."""
     rows = []
     for shape in QUICK[:1] if quick else SHAPES[:2]:
-        problem = Problem(*shape)
-        num_sequences, num_steps, num_states, _ = shape
-        with torch.no_grad():
-            hmm = problem.hmm()
-        ours = {
-            "posterior": lambda: hmm.posterior(problem.values),
-            "viterbi": lambda: hmm.viterbi(problem.values),
-            "path sample": lambda: hmm.sample_states(problem.values),
-        }
-        peers: dict[str, dict[str, Any]] = {name: {} for name in ours}
-        if jax is not None:
-            initial, transition = (jax.nn.softmax(jnp.array(a), -1) for a in problem.arrays[:2])
-            table = jax.nn.log_softmax(jnp.array(problem.arrays[2]), -1).T
-            seen = table[jnp.array(problem.symbols)]
-            keys = jax.random.split(jax.random.PRNGKey(0), num_sequences)
-            def smoothed(seen: Any) -> Any:
-                law = dynamax.hmm_smoother(initial, transition, seen)
-                return law.marginal_loglik, law.smoothed_probs, law.trans_probs
-
-            smooth = jax.jit(jax.vmap(smoothed))
-            mode = jax.jit(jax.vmap(lambda s: dynamax.hmm_posterior_mode(initial, transition, s)))
-            draw = jax.jit(
-                jax.vmap(lambda k, s: dynamax.hmm_posterior_sample(k, initial, transition, s))
-            )
-            peers["posterior"]["dynamax"] = lambda: jax.block_until_ready(smooth(seen))
-            peers["viterbi"]["dynamax"] = lambda: jax.block_until_ready(mode(seen))
-            peers["path sample"]["dynamax"] = lambda: jax.block_until_ready(draw(keys, seen))
-        if CategoricalHMM is not None:
-            peers["posterior"]["hmmlearn E-step"] = problem.hmmlearn()
-            model = CategoricalHMM(num_states, algorithm="viterbi", n_features=shape[3])
-            softmax = [torch.tensor(a).double().softmax(-1).numpy() for a in problem.arrays]
-            model.startprob_, model.transmat_, model.emissionprob_ = softmax
-            column = problem.symbols.reshape(-1, 1)
-            lengths = [num_steps] * num_sequences
-            peers["viterbi"]["hmmlearn"] = lambda: model.decode(column, lengths)
-        for name in ours:
-            times = side_by_side({"pyrohmm": ours[name], **peers[name]}, 3 if quick else 15, 6.0)
+        for name, methods in _queries(shape).items():
+            times = side_by_side(methods, 3 if quick else 15, 6.0)
             for method, seconds in times.items():
                 row = {
                     "quantity": name,

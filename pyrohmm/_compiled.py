@@ -30,7 +30,7 @@ _exactly = njit(cache=True, nogil=True, error_model="numpy")  # for rounding tha
 LANES = 32  # sequences that go through a matrix side by side, if there are so many
 _u = np.uint64  # offsets without a sign need no test for a negative one, so that loops vectorise
 _0, _1, _2, _3, _4, _LANES = (_u(i) for i in (0, 1, 2, 3, 4, LANES))
-_single, _double = np.float32, np.float64
+_single = np.float32
 
 
 @cache

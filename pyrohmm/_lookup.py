@@ -33,7 +33,7 @@ class _TakeRows(torch.autograd.Function):
     """``table[rows]``; its gradient is :class:`_AddRows`."""
 
     @staticmethod
-    def forward(ctx, table, rows):  # noqa: D102
+    def forward(ctx, table, rows):
         ctx.save_for_backward(rows)
         ctx.size = len(table)
         compiled = kernels() if table.device.type == "cpu" else None
@@ -48,7 +48,7 @@ class _TakeRows(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx, gradient):  # noqa: D102
+    def backward(ctx, gradient):
         (rows,) = ctx.saved_tensors
         return _AddRows.apply(gradient, rows, ctx.size), None
 
@@ -57,7 +57,7 @@ class _AddRows(torch.autograd.Function):
     """Sums of the rows of ``values`` that have the same index; its gradient is a look-up."""
 
     @staticmethod
-    def forward(ctx, values, rows, size):  # noqa: D102
+    def forward(ctx, values, rows, size):
         ctx.save_for_backward(rows)
         out = values.new_zeros(size, values.size(1))
         compiled = kernels() if values.device.type == "cpu" else None
@@ -68,6 +68,6 @@ class _AddRows(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx, gradient):  # noqa: D102
+    def backward(ctx, gradient):
         (rows,) = ctx.saved_tensors
         return _TakeRows.apply(gradient, rows), None, None

@@ -70,7 +70,7 @@ class Fit:
         Raises:
             TypeError: If the model does not return an HMM.
         """
-        with torch.no_grad(), pyro.get_param_store().scope(self.params), poutine.block():  # type: ignore[arg-type]
+        with torch.no_grad(), pyro.get_param_store().scope(self.params), poutine.block():
             trace = poutine.trace(self.guide).get_trace(data)
             hmm = poutine.block(poutine.replay(self.model, trace=trace))(data)
         if not isinstance(hmm, HMM):
@@ -83,12 +83,12 @@ class Fit:
     def summary(self) -> str:
         """What was fitted, how it went and why it ended, in a few lines."""
         first, last = self.losses[0].item(), self.losses[-WINDOW:].mean().item()
+        tokens = self.num_observed
         lines = [
             f"{_name(self.guide)} on {_name(self.model)}: {', '.join(self.names) or 'parameters'}",
             f"loss      {first:.2f} -> {last:.2f} nats, mean of the last "
             f"{min(WINDOW, len(self.losses))} steps",
-            f"per step  {last / max(self.num_observed, 1):.4f} nats; {self.num_observed:,} observed "
-            f"steps",
+            f"per step  {last / max(tokens, 1):.4f} nats; {tokens:,} observed steps",
             f"ended     after {len(self.losses)} steps and {self.seconds:.1f} s: {self.reason}",
         ]
         return "\n".join(lines)

@@ -390,7 +390,6 @@ class HMM(TorchDistribution):
                 )
         return values, mask
 
-
     def _filler(self, values: Tensor, known: Tensor) -> Tensor:
         """An observation that can stand where none is known: one of ``values``, or a draw."""
         first = int(known.byte().argmax())

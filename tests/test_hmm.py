@@ -17,7 +17,7 @@ import torch
 from hmmlearn import hmm as hmmlearn_models
 from torch.autograd import gradcheck
 
-from pyrohmm import HMM, _lookup, recursions
+from pyrohmm import HMM, _lookup
 
 NEVER = -np.inf
 

@@ -7,6 +7,7 @@ they are a few roundings of the largest log-likelihood, which is what an exponen
 
 import functools
 import itertools
+import math
 import re
 import zlib
 from concurrent.futures import ThreadPoolExecutor
@@ -935,3 +936,19 @@ def test_mixed_precision_is_refused_by_name_or_works(name, function):
         getattr(recursions, function)(**mixed)
     except TypeError as error:
         assert re.search("log_(initial|transition|likelihood) must", str(error))  # noqa: PT017
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(np.float32, 3e-7), (np.float64, 1e-15)], ids=str)
+def test_the_exponential_of_the_kernels(dtype, tolerance):
+    """From the smallest normal number to one; at the ends, and where the series begins anew."""
+    compiled = _lookup.kernels()
+    if compiled is None:
+        pytest.skip("Numba is not installed")
+    evaluate = compiled._exp_single if dtype is np.float32 else compiled._exp_double
+    floor = math.log(np.finfo(dtype).tiny)
+    points = np.concatenate([np.linspace(floor, 0, 999), -np.log(2) * (np.arange(60) + 0.5)])
+    points = points.astype(dtype)
+    found = np.array([evaluate(x) for x in points[points >= floor]])
+    expected = np.exp(points[points >= floor].astype(np.float64))
+    assert np.abs(found / expected - 1).max() <= tolerance
+    assert np.isnan(evaluate(dtype(np.nan)))

@@ -1,0 +1,49 @@
+"""What the README shows runs, and its figures are those of the result files."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+
+
+def test_the_example_runs():
+    (code,) = re.findall(r"```python\n(.*?)```", README, re.S)
+    torch.set_default_dtype(torch.float32)
+    names = {}
+    exec(code, names)
+    hmm = names["hmm"]
+    loaded = hmm.emission.probs[:, 5].max().item()
+    assert loaded == pytest.approx(0.5, abs=0.1)  # the truth is one half
+
+
+def test_every_file_it_names_exists():
+    for name in re.findall(r"\]\(([^)#]+)\)", README):
+        assert name.startswith("http") or (ROOT / name).exists(), name
+
+
+def test_the_table_of_speed_is_that_of_the_result_file():
+    rows = json.loads((ROOT / "figures" / "throughput.json").read_text())["rows"]
+    table = re.search(r"(\| N, T, K, V.*?)\n\n", README, re.S).group(1).splitlines()
+    methods = [cell.strip() for cell in table[0].split("|")[2:-1]]
+    for line in table[2:]:
+        shape, *cells = (cell.strip() for cell in line.split("|")[1:-1])
+        for method, cell in zip(methods, cells):
+            method = method.split(",")[0] if method == "pyrohmm, ms" else method
+            found = [
+                row
+                for row in rows
+                if row["quantity"] == "evidence and gradient"
+                and row["method"] == method
+                and ", ".join(map(str, row["shape N, T, K, V"])) == shape
+            ]
+            if not found:
+                assert cell == "—"
+            elif method == "pyrohmm":
+                assert cell == f"{found[0]['milliseconds']:.1f}"
+            else:
+                assert cell == f"{found[0]['times_slower_than_pyrohmm'][0]:.1f}×"
