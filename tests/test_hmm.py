@@ -936,7 +936,7 @@ BAD = {  # what is wrong: the argument, how to make it, the error, what it must 
         "log_initial",
         lambda: torch.zeros(3),
         ValueError,
-        "sum to one .* 1.1",
+        "sum to one .* from 3 to 3",
     ),
     "initial holds NaN": (
         "log_initial",
@@ -948,7 +948,7 @@ BAD = {  # what is wrong: the argument, how to make it, the error, what it must 
         "log_initial",
         lambda: torch.full((3,), -torch.inf),
         ValueError,
-        "sum to one .* inf",
+        "sum to one .* from 0 to 0",
     ),
     "initial on another device": (
         "log_initial",
@@ -984,7 +984,7 @@ BAD = {  # what is wrong: the argument, how to make it, the error, what it must 
         "log_transition",
         lambda: even(3, 3).exp(),
         ValueError,
-        "sum to one .* 1.43",
+        "sum to one .* from 4.18684 to 4.18684",
     ),
     "transition holds NaN": (
         "log_transition",
