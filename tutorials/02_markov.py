@@ -12,6 +12,7 @@
 # %%
 import os
 import time
+from pathlib import Path
 
 import pyro
 import torch
@@ -148,7 +149,7 @@ guide = AutoNormal(
     init_loc_fn=init_to_value(values=fit.guide.median(data)),
     init_scale=0.02,
 )
-svi = fit_svi(summed_out, guide, data, num_steps=10 if SMOKE else 1500, learning_rate=0.01)
+svi = fit_svi(summed_out, guide, data, num_steps=10 if SMOKE else 1000, learning_rate=0.01)
 print(svi.summary())
 
 draws = [svi.draw(data) for _ in range(20 if SMOKE else 400)]
@@ -172,9 +173,6 @@ right.fill_between(
 )
 right.set_xlabel("roll")
 right.legend(loc="upper right")
-if not SMOKE:
-    from pathlib import Path
-
-    folder = Path("figures") if Path("figures").is_dir() else Path()
-    figure.savefig(folder / "casino.png", dpi=150)
+if Path("figures").is_dir() and not SMOKE:
+    figure.savefig("figures/casino.png", dpi=150)
 plt.show()
