@@ -163,7 +163,7 @@ left.hist(sixes.numpy(), bins=25, density=True, color="C0", alpha=0.8)
 left.axvline(0.5, color="black", linestyle="--", label="truth")
 left.set_xlabel("p(six | loaded die)")
 left.set_ylabel("density under the guide")
-left.legend()
+left.legend(loc="lower right", bbox_to_anchor=(1.0, 1.0), frameon=False)
 
 loaded = int(hmm.emission.probs[:, 5].argmax())
 law = hmm.posterior(data.values).states[0, :, loaded]
@@ -172,7 +172,7 @@ right.fill_between(
     range(data.num_steps), data.labels[0], step="mid", color="0.85", label="loaded in truth"
 )
 right.set_xlabel("roll")
-right.legend(loc="upper right")
+right.legend(loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=2, frameon=False)
 if Path("figures").is_dir() and not SMOKE:
     figure.savefig("figures/casino.png", dpi=150)
 plt.show()
