@@ -25,7 +25,8 @@ from numba.extending import intrinsic, overload
 from torch import Tensor
 
 _kernel = njit(cache=True, nogil=True, error_model="numpy", fastmath={"contract", "reassoc", "nsz"})
-_exactly = njit(cache=True, nogil=True, error_model="numpy")  # for rounding that is meant
+# for rounding that is meant; if it were not said, it would be as the caller has it
+_exactly = njit(cache=True, nogil=True, error_model="numpy", fastmath=False)
 
 LANES = 32  # sequences that go through a matrix side by side, if there are so many
 _u = np.uint64  # offsets without a sign need no test for a negative one, so that loops vectorise
@@ -545,10 +546,16 @@ def backward_rows(
         _clear(message, row, begin, most, count, size)
 
 
+def in_blocks(per: int) -> bool:
+    """Whether groups of ``per`` sequences that share a matrix are many enough for blocks."""
+    return per >= LANES // 2
+
+
 def passes(per: int) -> tuple[Callable[..., None], Callable[..., None]]:
     """Forward and backward, for groups of ``per`` sequences that share a matrix."""
-    blocks = per >= LANES // 2
-    return (forward_blocks, backward_blocks) if blocks else (forward_rows, backward_rows)
+    if in_blocks(per):
+        return forward_blocks, backward_blocks
+    return forward_rows, backward_rows
 
 
 # Log space, decoding, sampling -------------------------------------------------------------------
@@ -601,7 +608,7 @@ def log_space(  # documented in _messages.in_log_space
                 gamma[t, g, b, k] = np.exp(messages[t, g, b, k] + beta[k] - whole)
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
+@_exactly
 def _logsumexp(scores):
     peak = scores[0]
     for k in range(1, scores.shape[0]):
@@ -616,7 +623,81 @@ def _logsumexp(scores):
 
 
 @_kernel
-def viterbi(first, last, initial, transition, transposed, likelihood, lengths, delta, best):
+def score_blocks(first, last, initial, transition, likelihood, lengths, delta):
+    """Write the score of the best path to each state and step, up to a constant, to ``delta``."""
+    steps, groups, num_states, _ = transition.shape
+    count = lengths.shape[0]
+    per = count // groups
+    size, height, lanes = _u(num_states), _u((num_states + 3) // 4 * 4), _u(LANES)
+    packed = np.full(height * height, -np.inf, delta.dtype)
+    score = np.full(height * lanes, -np.inf, delta.dtype)
+    reached = np.full(height * lanes, -np.inf, delta.dtype)
+    seen = np.zeros(height * lanes, delta.dtype)
+    peak, ones = np.zeros(LANES, delta.dtype), np.ones(LANES, delta.dtype)
+    zero = delta.dtype.type(0)
+    offsets, active = np.zeros(LANES, np.uint64), np.zeros(LANES, np.bool_)
+    current = -1
+    start = first
+    while start < last:
+        g = start // per
+        width = min(LANES, last - start, (g + 1) * per - start)
+        longest = 0
+        for i in range(width):
+            longest = max(longest, lengths[start + i])
+        for t in range(longest):
+            for i in range(LANES):
+                active[i] = i < width and t < lengths[start + i]
+                offsets[i] = _u((t * count if t > 0 else 0) + start + i) * size
+            if t == 0:
+                _load(reached, lanes, initial, offsets, active, size, zero)
+            else:
+                wanted = g if steps == 1 else (t - 1) * groups + g
+                if wanted != current:
+                    _pack(packed, transition[0 if steps == 1 else t - 1, g], False)
+                    current = wanted
+                _reach(reached, score, packed, height)
+            _load(seen, lanes, likelihood, offsets, active, size, zero)
+            for i in range(lanes):
+                peak[i] = -np.inf
+            for k in range(size):
+                for i in range(lanes):
+                    x = reached[k * lanes + i] + seen[k * lanes + i]
+                    score[k * lanes + i] = x
+                    peak[i] = x if x > peak[i] else peak[i]
+            for i in range(lanes):
+                peak[i] = peak[i] if peak[i] > -np.inf else zero
+            for k in range(size):
+                for i in range(lanes):
+                    score[k * lanes + i] -= peak[i]
+            _store(delta, offsets, active, size, score, lanes, ones)
+        start += width
+
+
+@_kernel
+def _reach(out, block, packed, height):
+    """As :func:`_multiply`, with sums for products and the largest for the sum."""
+    for i in range(height * _LANES):
+        out[i] = -np.inf
+    for j in range(height):
+        q = j * _LANES
+        for k in range(_0, height, _4):
+            o = k * _LANES
+            m = j * height + k
+            a0, a1, a2, a3 = packed[m], packed[m + _1], packed[m + _2], packed[m + _3]
+            for i in range(_LANES):
+                x = block[q + i]
+                y, z = x + a0, out[o + i]
+                out[o + i] = y if y > z else z
+                y, z = x + a1, out[o + _LANES + i]
+                out[o + _LANES + i] = y if y > z else z
+                y, z = x + a2, out[o + _2 * _LANES + i]
+                out[o + _2 * _LANES + i] = y if y > z else z
+                y, z = x + a3, out[o + _3 * _LANES + i]
+                out[o + _3 * _LANES + i] = y if y > z else z
+
+
+@_kernel
+def viterbi(first, last, initial, transition, transposed, likelihood, lengths, scored, delta, best):
     num_states = likelihood.shape[3]
     size = likelihood.shape[2]
     steps = transition.shape[0]
@@ -624,7 +705,7 @@ def viterbi(first, last, initial, transition, transposed, likelihood, lengths, d
         g = i // size
         b = i % size
         end = lengths[g, b] - 1
-        for t in range(end + 1):
+        for t in range(0 if scored else end + 1):
             row = delta[t, g, b]
             if t == 0:
                 row[:] = initial[g, b]

@@ -98,16 +98,31 @@ def viterbi(
         best = torch.zeros(steps, groups, size, dtype=torch.long, device=chain.likelihood.device)
         kernels = _messages.compiled(chain.likelihood)
         if kernels is not None:
+            work, transition = steps * num_states**2, chain.transition.contiguous()
+            delta = torch.empty_like(chain.likelihood)
+            scored = kernels.in_blocks(size)
+            if scored:
+                kernels.run(
+                    kernels.score_blocks,
+                    groups * size,
+                    work,
+                    chain.initial.view(-1),
+                    transition,
+                    chain.likelihood.view(-1),
+                    chain.lengths.view(-1),
+                    delta.view(-1),
+                )
             kernels.run(
                 kernels.viterbi,
                 groups * size,
-                steps * num_states**2,
+                steps * num_states if scored else work,
                 chain.initial,
-                chain.transition.contiguous(),
-                chain.transition.mT.contiguous(),
+                transition,
+                transition.mT.contiguous(),
                 chain.likelihood,
                 chain.lengths,
-                torch.empty_like(chain.likelihood),
+                scored,
+                delta,
                 best,
             )
         else:
