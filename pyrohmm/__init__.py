@@ -2,11 +2,28 @@
 
 from . import cooccurrence as cooccurrence
 from . import datasets as datasets
+from . import distributions as distributions
+from . import em as em
+from . import emissions as emissions
 from . import metrics as metrics
 from . import plots as plots
 from . import readers as readers
 from . import recursions as recursions
+from .em import GradientStep as GradientStep
+from .em import fit_em as fit_em
+from .emissions import bernoulli as bernoulli
+from .emissions import categorical as categorical
+from .emissions import normal as normal
+from .emissions import normal_full as normal_full
+from .emissions import normal_mixture as normal_mixture
+from .emissions import normal_spherical as normal_spherical
+from .emissions import normal_tied as normal_tied
+from .emissions import parametric as parametric
+from .emissions import poisson as poisson
+from .emissions import streams as streams
+from .emissions import tied as tied
 from .fit import Fit as Fit
+from .fit import Restarts as Restarts
 from .fit import fit_map as fit_map
 from .fit import fit_svi as fit_svi
 from .hmm import HMM as HMM
@@ -15,31 +32,54 @@ from .models import EnumeratedModel as EnumeratedModel
 from .models import MarginalModel as MarginalModel
 from .models import markov_sample as markov_sample
 from .modules import HMMModule as HMMModule
+from .modules import freeze as freeze
+from .recursions import Expected as Expected
 from .recursions import Posterior as Posterior
 from .sequences import Sequences as Sequences
 from .tabular import TabularHMM as TabularHMM
-from .tabular import categorical as categorical
-from .tabular import normal as normal
+from .tabular import banded as banded
+from .tabular import left_to_right as left_to_right
+from .tabular import sticky as sticky
 
 __all__ = [
     "HMM",
     "EnumeratedModel",
+    "Expected",
     "Fit",
     "Forecast",
+    "GradientStep",
     "HMMModule",
     "MarginalModel",
     "Posterior",
+    "Restarts",
     "Sequences",
     "TabularHMM",
+    "banded",
+    "bernoulli",
     "categorical",
     "cooccurrence",
     "datasets",
+    "distributions",
+    "em",
+    "emissions",
+    "fit_em",
     "fit_map",
     "fit_svi",
+    "freeze",
+    "left_to_right",
     "markov_sample",
     "metrics",
     "normal",
+    "normal_full",
+    "normal_mixture",
+    "normal_spherical",
+    "normal_tied",
+    "parametric",
     "plots",
+    "poisson",
     "readers",
     "recursions",
+    "sticky",
+    "streams",
+    "tied",
 ]

@@ -29,6 +29,11 @@ def take_rows(table: Tensor, rows: Tensor) -> Tensor:
     return found.reshape(*rows.shape, table.size(-1))
 
 
+def add_rows(values: Tensor, rows: Tensor, size: int) -> Tensor:
+    """Sums ``(size, K)`` of the rows of ``values`` ``(M, K)`` that have the same index."""
+    return _AddRows.apply(values, rows, size)
+
+
 class _TakeRows(torch.autograd.Function):
     """``table[rows]``; its gradient is :class:`_AddRows`."""
 

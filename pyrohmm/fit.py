@@ -8,22 +8,26 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 import pyro
 import torch
 from pyro import poutine
+from pyro.distributions import Delta
 from pyro.infer import ELBO, Trace_ELBO, TraceEnum_ELBO
 from pyro.infer.autoguide import AutoDelta, AutoGuide, init_to_sample
 from pyro.nn import PyroModule
 from pyro.poutine.util import site_is_subsample
+from scipy.optimize import linear_sum_assignment
 from torch import Tensor, nn
 from tqdm import tqdm
 
 from ._checks import check_size
+from .checkpoints import Checkpoint, fingerprint
 from .hmm import HMM
 from .modules import HMMModule
 from .sequences import Sequences
@@ -49,6 +53,8 @@ class Fit:
         seconds: How long it took.
         num_observed: Number of observed steps it was fitted to.
         names: Names of the latent variables.
+        notes: Remarks worth knowing, such as that no sequence visits some state.
+        restarts: All the restarts, if there were several; the rest of this is about the best.
         params: The parameter store at the end of the fit. If the model or the guide is a function
             with ``pyro.param`` statements, call it inside
             ``pyro.get_param_store().scope(fit.params)``; modules carry their parameters.
@@ -62,7 +68,25 @@ class Fit:
     seconds: float
     num_observed: int
     names: list[str] = field(default_factory=list)
-    params: dict[str, Any] = field(default_factory=dict, repr=False)
+    params: dict[str, Any] = field(
+        default_factory=lambda: {"params": {}, "constraints": {}}, repr=False
+    )
+    notes: list[str] = field(default_factory=list)
+    restarts: Restarts | None = field(default=None, repr=False)
+
+    @property
+    def values(self) -> dict[str, Tensor]:
+        """Latent variables by name: for MAP and EM their values, for SVI one draw.
+
+        Another fit may start there: ``fit_map(..., init=init_to_value(values=fit.values))``.
+        """
+        with torch.no_grad(), pyro.get_param_store().scope(self.params), poutine.block():
+            trace = poutine.trace(self.guide).get_trace(None)
+        return {
+            name: site["value"].detach()
+            for name, site in trace.nodes.items()
+            if site["type"] == "sample" and name in self.names
+        }
 
     def draw(self, data: Sequences) -> HMM:
         """An HMM for ``data``, from one draw of the guide (which for MAP is always the same).
@@ -91,7 +115,91 @@ class Fit:
             f"per step  {last / max(tokens, 1):.4f} nats; {tokens:,} observed steps",
             f"ended     after {len(self.losses)} steps and {self.seconds:.1f} s: {self.reason}",
         ]
+        if self.restarts is not None:
+            ends = self.restarts.final.sort().values
+            lines.append(
+                f"restarts  {len(ends)}, losses {ends[0].item():.2f} (best), "
+                f"{ends.median().item():.2f} (median), {ends[-1].item():.2f} (worst)"
+            )
+        lines += [f"note      {note}" for note in self.notes]
         return "\n".join(lines)
+
+
+@dataclass
+class Restarts:
+    """Fits of one model from R starts, which ran side by side.
+
+    Attributes:
+        model: The Pyro model, or the module.
+        losses: ``(R, num_steps)``, in nats; infinite where a restart has failed.
+        final: ``(R,)``, the loss each is judged by.
+        values: Latent variables by name, ``(R, ...)``.
+        best: Which restart has the least loss.
+    """
+
+    model: Callable[..., Any]
+    losses: Tensor
+    final: Tensor
+    values: dict[str, Tensor]
+    best: int
+
+    def draw(self, data: Sequences) -> HMM:
+        """The HMMs of all restarts, as one of batch shape ``(R, N)``.
+
+        Raises:
+            TypeError: If the model does not return an HMM.
+        """
+        wide = {name: value.unsqueeze(1) for name, value in self.values.items()}
+        with torch.no_grad(), poutine.block():
+            hmm = poutine.condition(self.model, data=wide)(data)
+        if not isinstance(hmm, HMM):
+            raise TypeError(
+                f"the model must return the HMM it built; it returned {type(hmm).__name__}."
+            )
+        return hmm.expand(torch.Size([len(self.final), len(data)]))
+
+    def align(self, data: Sequences) -> Tensor:
+        """Which state of the best restart each state of the others corresponds to.
+
+        States are matched by the Hungarian algorithm, such that the posteriors of matched states
+        overlap most: the sum over steps of the products of their probabilities.
+
+        Args:
+            data: Where posteriors are compared.
+
+        Returns:
+            ``(R, K)`` integers; row ``best`` is 0, 1, ..., K - 1.
+        """
+        states = self.draw(data).posterior(data.values).states  # (R, N, T, K)
+        overlap = torch.einsum("rntk,ntj->rkj", states, states[self.best])
+        rows = [
+            torch.as_tensor(linear_sum_assignment(each.cpu().numpy(), maximize=True)[1])
+            for each in overlap
+        ]
+        rows[self.best] = torch.arange(overlap.size(-1))
+        return torch.stack(rows)
+
+
+class Point(PyroModule):
+    """A guide that is a single point: each latent variable has one value.
+
+    Args:
+        values: By name; moved and saved with the module.
+    """
+
+    def __init__(self, values: dict[str, Tensor]) -> None:
+        super().__init__()
+        self.names = list(values)
+        for index, value in enumerate(values.values()):
+            self.register_buffer(f"value_{index}", value.detach().clone())
+
+    def forward(self, *_: Any) -> dict[str, Tensor]:
+        """Visit the sites."""
+        values = {name: getattr(self, f"value_{index}") for index, name in enumerate(self.names)}
+        return {
+            name: pyro.sample(name, Delta(value, event_dim=value.dim()))
+            for name, value in values.items()
+        }
 
 
 def fit_map(
@@ -102,6 +210,7 @@ def fit_map(
     learning_rate: float = 0.05,
     tolerance: float | None = 1e-5,
     init: Callable[..., Any] = init_to_sample,
+    restarts: int = 1,
     **options: Any,
 ) -> Fit:
     """Find the most probable parameters: :func:`fit_svi` with a guide that is a single point.
@@ -118,6 +227,9 @@ def fit_map(
         tolerance: See :func:`fit_svi`.
         init: Where the point starts, as for Pyro's autoguides. The default draws from the prior,
             which makes states differ from each other, as they must.
+        restarts: R, from how many starts; they run side by side, in a plate ``restarts`` around the
+            model, which must accept dimensions ``(R, 1)`` on the left of every latent variable, as
+            all of this package do. The best is kept, all are in ``Fit.restarts``.
         **options: Those of :func:`fit_svi`.
 
     Raises:
@@ -132,16 +244,78 @@ def fit_map(
         >>> fit.draw(data).log_prob(data.values).sum().round(decimals=1)  # 2 log 1/2
         tensor(-1.4000)
     """
-    guide = AutoDelta(poutine.block(model, hide_fn=_is_enumerated), init_loc_fn=init)
-    return fit_svi(
-        model,
-        guide,
-        data,
-        num_steps=num_steps,
-        learning_rate=learning_rate,
-        tolerance=tolerance,
-        **options,
-    )
+    options |= {"num_steps": num_steps, "learning_rate": learning_rate, "tolerance": tolerance}
+    check_size("restarts", restarts)
+    if restarts == 1:
+        guide = AutoDelta(poutine.block(model, hide_fn=_is_enumerated), init_loc_fn=init)
+        return fit_svi(model, guide, data, **options)
+    _check(model, data, num_steps, None, None)
+    if isinstance(model, nn.Module) and any(each.requires_grad for each in model.parameters()):
+        raise ValueError(
+            "restarts need every parameter to have a prior, so that each restart has its own; "
+            f"{type(model).__name__} has parameters without one. Fit it once for each start."
+        )
+
+    def side_by_side(batch: Sequences) -> Any:
+        with pyro.plate("restarts", restarts, dim=-2):
+            return model(batch)
+
+    guide = AutoDelta(side_by_side, init_loc_fn=init)
+    fit = fit_svi(side_by_side, guide, data, elbo=_EachRestart(), **options)
+    return _best(fit, model)
+
+
+class _EachRestart:
+    """The loss of each restart by itself: what ``elbo`` is to one fit."""
+
+    def __call__(self, model: Any, guide: Any) -> nn.Module:
+        return _RestartLosses(model, guide)
+
+    def loss(self, model: Any, guide: Any, batch: Sequences) -> float:
+        return _RestartLosses(model, guide)(batch).min().item()
+
+
+class _RestartLosses(nn.Module):
+    """Minus the log joint density of each restart, ``(R,)``."""
+
+    def __init__(self, model: Any, guide: nn.Module) -> None:
+        super().__init__()
+        self.model, self.guide = model, guide
+
+    def forward(self, batch: Sequences) -> Tensor:
+        """Run the guide, and the model against it."""
+        point = poutine.trace(self.guide).get_trace(batch)
+        trace = poutine.trace(poutine.replay(self.model, trace=point)).get_trace(batch)
+        trace.compute_log_prob()
+        total: Any = 0.0
+        for site in trace.nodes.values():
+            if site["type"] == "sample" and not site_is_subsample(site):
+                if _is_enumerated(site):
+                    raise ValueError(
+                        "restarts need a model whose states are summed out, such as MarginalModel."
+                    )
+                scores = site["log_prob"]
+                if scores.dim() < 2:
+                    raise ValueError(
+                        f"site {site['name']!r} is the same in all restarts; its parameters must "
+                        "keep the dimensions to the left of their own."
+                    )
+                total = total - scores.sum(-1).reshape(-1, scores.size(-2)).sum(0)
+        return total
+
+
+def _best(fit: Fit, model: Callable[..., Any]) -> Fit:
+    """The best of several restarts, with all of them beside it."""
+    trail = fit.losses.T  # (R, steps)
+    trail = trail.masked_fill(~trail.isfinite(), torch.inf)
+    final = trail[:, -1] if trail.size(1) < WINDOW else trail[:, -WINDOW:].mean(-1)
+    values = {name: value.squeeze(1) for name, value in fit.values.items()}
+    best = int(final.argmin())
+    guide = Point({name: value[best] for name, value in values.items()})
+    every = Restarts(model, trail, final, values, best)
+    failed = int((~final.isfinite()).sum())
+    notes = [f"{failed} of {len(final)} restarts ended at infinity"] if failed else []
+    return replace(fit, model=model, guide=guide, losses=trail[best], restarts=every, notes=notes)
 
 
 def fit_svi(
@@ -152,18 +326,23 @@ def fit_svi(
     num_steps: int = 1000,
     learning_rate: float = 0.01,
     batch_size: int | None = None,
-    elbo: ELBO | None = None,
+    elbo: ELBO | _EachRestart | None = None,
     optimizer: OptimizerFactory | None = None,
     schedule: ScheduleFactory | None = None,
     clip_norm: float | None = None,
     tolerance: float | None = None,
     generator: torch.Generator | None = None,
     progress: bool | None = None,
+    checkpoint: str | Path | None = None,
 ) -> Fit:
     """Maximise the evidence lower bound by gradient steps.
 
     The fit runs where the parameters are. With ``batch_size`` the data may stay on the host: each
     minibatch is moved as it is used. Two runs after the same ``pyro.set_rng_seed`` are equal.
+
+    With ``checkpoint`` the fit saves where it stands every ten seconds and at its end. The same
+    call goes on from there: after the process was killed, or with more ``num_steps``. On a CPU it
+    ends with the same bits as one that was never killed.
 
     Args:
         model: A Pyro model that takes a :class:`Sequences`.
@@ -184,19 +363,22 @@ def fit_svi(
             share of itself. None runs all steps, which noisy losses may need.
         generator: Source of randomness for minibatches; torch's global one by default.
         progress: Whether to show a progress bar on stderr; by default if that is a terminal.
+        checkpoint: A file to save to and to go on from.
 
     Raises:
         FloatingPointError: If the loss becomes infinite or NaN.
+        FileNotFoundError: If the directory of ``checkpoint`` does not exist.
         TypeError: If ``data`` are not :class:`Sequences`, ``model`` is a module that builds an
             HMM, or a number is of the wrong type.
-        ValueError: If a number is out of range, or there is nothing to fit.
+        ValueError: If a number is out of range, there is nothing to fit, or ``checkpoint`` is
+            damaged or belongs to another fit.
     """
     _check(model, data, num_steps, batch_size, clip_norm)
     if isinstance(guide, AutoGuide):
         _rename(guide)
     begun = time.perf_counter()
     with pyro.get_param_store().scope() as store:
-        probe = _follow(model, guide, data[:1] if batch_size else data)
+        probe = follow(model, guide, data[:1] if batch_size else data)
         with poutine.block(), torch.no_grad():
             names, enumerated = _sites(model, probe)
             guide(probe)  # an autoguide makes its parameters here
@@ -208,12 +390,32 @@ def fit_svi(
             else optimizer(parameters)
         )  # fmt: skip
         scheduler = schedule(stepper) if schedule else None
-        batches = _stream(data, batch_size, generator)
+        batches = Batches(data, batch_size, generator)
         losses: list[Tensor] = []
         converged, reason = False, f"it took all {num_steps} steps"
-        with tqdm(total=num_steps, disable=None if progress is None else not progress) as bar:
-            for step in range(num_steps):
-                batch = _follow(model, guide, next(batches))
+        keeper, state = None, _State(objective, parameters, stepper, scheduler, batches)
+        if checkpoint is not None:
+            identity = {
+                "fit": f"{_name(guide)} on {_name(model)}",
+                "latent variables": names,
+                "shapes": [list(each.shape) for each in parameters],
+                "optimizer": type(stepper).__name__,
+                "batch_size": batch_size,
+                "data": fingerprint(data),
+            }
+            keeper = Checkpoint(checkpoint, identity, (generator,))
+            found = keeper.load()
+            if found is not None:
+                losses, converged, reason, earlier = state.restore(found)
+                begun -= earlier
+        steps = range(0) if converged else range(len(losses), num_steps)
+        with tqdm(
+            total=num_steps,
+            initial=len(losses),
+            disable=None if progress is None else not progress,
+        ) as bar:
+            for step in steps:
+                batch = follow(model, guide, batches.take())
                 stepper.zero_grad()
                 try:
                     loss = objective(batch)
@@ -228,27 +430,32 @@ def fit_svi(
                 losses.append(loss.detach())
                 if loss.device.type == "cpu" or step % WINDOW == 0:  # elsewhere it takes a wait
                     _check_finite(loss, step, elbo, model, guide, batch)
-                loss.backward()
+                loss.sum().backward()
                 if clip_norm is not None:
-                    nn.utils.clip_grad_norm_(parameters, clip_norm * max(data.num_observed, 1))
+                    _clip(parameters, clip_norm * max(data.num_observed, 1), len(loss.shape) > 0)
                 stepper.step()
                 if scheduler is not None:
                     scheduler.step()
                 bar.update()
                 if (step + 1) % WINDOW == 0:
-                    mean = torch.stack(losses[-WINDOW:]).mean().item()
-                    bar.set_postfix(nats_per_step=f"{mean / max(data.num_observed, 1):.4f}")
+                    mean = torch.stack(losses[-WINDOW:]).mean(0)
+                    level = mean.min().item() / max(data.num_observed, 1)
+                    bar.set_postfix(nats_per_step=f"{level:.4f}")
                     if tolerance is not None and len(losses) >= 2 * WINDOW:
-                        before = torch.stack(losses[-2 * WINDOW : -WINDOW]).mean().item()
-                        if before - mean < tolerance * abs(mean):
+                        before = torch.stack(losses[-2 * WINDOW : -WINDOW]).mean(0)
+                        if not bool((before - mean >= tolerance * mean.abs()).any()):
                             converged = True
                             reason = (
                                 f"over {WINDOW} steps the loss fell by less than {tolerance:g} "
                                 "of itself"
                             )
                             break
+                if keeper is not None and keeper.is_due():
+                    keeper.save(state.take(losses, False, reason, time.perf_counter() - begun))
+        if keeper is not None and len(steps):
+            keeper.save(state.take(losses, converged, reason, time.perf_counter() - begun))
         trail = torch.stack(losses).cpu()
-        if not bool(trail.isfinite().all()):
+        if trail.dim() == 1 and not bool(trail.isfinite().all()):
             worst = int((~trail.isfinite()).byte().argmax())
             _check_finite(trail[worst], worst, elbo, model, guide, probe)
     return Fit(
@@ -308,18 +515,79 @@ def _parameters(objective: nn.Module) -> list[nn.Parameter]:
     return wanted
 
 
-def _stream(
-    data: Sequences, batch_size: int | None, generator: torch.Generator | None
-) -> Iterator[Sequences]:
-    """Minibatches without end; the whole set if there is no batch size."""
-    while True:
-        if batch_size is None:
-            yield data
-        else:
-            yield from data.batches(batch_size, generator)
+class Batches:
+    """Minibatches without end, each sequence once in every round; or always the whole set."""
+
+    def __init__(
+        self, data: Sequences, batch_size: int | None, generator: torch.Generator | None
+    ) -> None:
+        self.data, self.batch_size, self.generator = data, batch_size, generator
+        self.order = torch.empty(0, dtype=torch.long)  # what is left of this round
+
+    def take(self) -> Sequences:
+        """The next batch."""
+        if self.batch_size is None:
+            return self.data
+        if len(self.order) == 0:
+            self.order = torch.randperm(len(self.data), generator=self.generator)
+        chosen, self.order = self.order[: self.batch_size], self.order[self.batch_size :]
+        return self.data.batch(chosen)
 
 
-def _follow(model: Any, guide: Any, data: Sequences) -> Sequences:
+@dataclass
+class _State:
+    """Everything a fit by gradient steps changes."""
+
+    objective: nn.Module
+    parameters: list[nn.Parameter]
+    stepper: torch.optim.Optimizer
+    scheduler: torch.optim.lr_scheduler.LRScheduler | None
+    batches: Batches
+
+    def _tensors(self) -> list[Tensor]:
+        return [*self.parameters, *self.objective.buffers()]
+
+    def take(
+        self, losses: list[Tensor], converged: bool, reason: str, seconds: float
+    ) -> dict[str, Any]:
+        """All of it, and how far the fit has come."""
+        return {
+            "losses": torch.stack(losses),
+            "converged": converged,
+            "reason": reason,
+            "seconds": seconds,
+            "tensors": self._tensors(),
+            "optimizer": self.stepper.state_dict(),
+            "schedule": None if self.scheduler is None else self.scheduler.state_dict(),
+            "order": self.batches.order,
+        }
+
+    def restore(self, found: dict[str, Any]) -> tuple[list[Tensor], bool, str, float]:
+        """Set all of it to what was found, and return how far the fit had come."""
+        with torch.no_grad():
+            for own, saved in zip(self._tensors(), found["tensors"]):
+                own.copy_(saved)
+        self.stepper.load_state_dict(found["optimizer"])
+        if self.scheduler is not None:
+            self.scheduler.load_state_dict(found["schedule"])
+        self.batches.order = found["order"]
+        losses = list(found["losses"].to(self.parameters[0].device))
+        return losses, found["converged"], found["reason"], found["seconds"]
+
+
+def _clip(parameters: list[nn.Parameter], limit: float, apart: bool) -> None:
+    """Shrink the gradient to a norm of ``limit``; that of each restart by itself if ``apart``."""
+    if not apart:
+        nn.utils.clip_grad_norm_(parameters, limit)
+        return
+    gradients = [each.grad for each in parameters if each.grad is not None]
+    norm = torch.stack([each.flatten(1).norm(dim=1) for each in gradients]).norm(dim=0)
+    factor = (limit / norm.clamp(min=1e-30)).clamp(max=1.0)
+    for each in gradients:
+        each.mul_(factor.reshape(-1, *(1,) * (each.dim() - 1)))
+
+
+def follow(model: Any, guide: Any, data: Sequences) -> Sequences:
     """``data`` on the device of the parameters."""
     for part in (model, guide):
         if isinstance(part, nn.Module):
@@ -342,10 +610,10 @@ def _sites(model: Callable[..., Any], data: Sequences) -> tuple[list[str], bool]
 
 
 def _check_finite(
-    loss: Tensor, step: int, elbo: ELBO, model: Any, guide: Any, batch: Sequences
+    loss: Tensor, step: int, elbo: ELBO | _EachRestart, model: Any, guide: Any, batch: Sequences
 ) -> None:
-    """Raise if the loss at ``step``, on ``batch``, is not finite."""
-    value = loss.item()
+    """Raise if the loss at ``step``, on ``batch``, is not finite (in any restart)."""
+    value = loss.min().item() if loss.isfinite().any() else loss.flatten()[0].item()
     if math.isfinite(value):
         return
     if math.isnan(value):  # the losses that Pyro differentiates turn infinity into NaN

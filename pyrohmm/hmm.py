@@ -23,8 +23,8 @@ from ._checks import (
     check_tensor,
     check_trailing,
 )
-from ._lookup import take_rows
-from .recursions import Posterior
+from .distributions import in_each_state, is_categorical
+from .recursions import Expected, Posterior
 
 if TYPE_CHECKING:
     from .tabular import TabularHMM
@@ -55,11 +55,14 @@ class HMM(TorchDistribution):
             ``emission_per_step`` over ``(T, K)``.
         lengths: ``(*B)`` integers, the number of steps of each sequence. They are kept on the CPU.
         observed: ``(*B, T)`` booleans, True where a step is observed. A step that is not adds
-            nothing, whatever ``values`` hold there.
+            nothing, whatever ``values`` hold there. Single components of a vector are missing where
+            ``values`` are NaN: see :func:`pyrohmm.distributions.known_log_prob`.
         validate_args: Whether to read values in order to check them; shapes are always checked.
             Pyro's setting by default.
         transition_per_step: Whether ``log_transition`` has a dimension of steps.
         emission_per_step: Whether ``emission`` has a dimension of steps.
+        allowed: ``(*B, T, K)`` booleans, False where a state is known not to be; see
+            :meth:`restrict`, which takes labels.
 
     Raises:
         TypeError: If an argument is of the wrong type or dtype.
@@ -90,6 +93,7 @@ class HMM(TorchDistribution):
         *,
         transition_per_step: bool = False,
         emission_per_step: bool = False,
+        allowed: Tensor | None = None,
     ) -> None:
         check_floats("log_initial", log_initial)
         check_floats("log_transition", log_transition)
@@ -121,6 +125,15 @@ class HMM(TorchDistribution):
             if observed.dim() == 0:
                 raise ValueError("observed must have shape (*B, T); got shape ().")
             steps["observed"] = observed.size(-1)
+        if allowed is not None:
+            check_booleans("allowed", allowed)
+            check_same_device({"log_initial": log_initial, "allowed": allowed})
+            if allowed.dim() < 2 or allowed.size(-1) != num_states:
+                raise ValueError(
+                    f"allowed must have shape (*B, T, K) with K = {num_states}; got "
+                    f"{tuple(allowed.shape)}."
+                )
+            steps["allowed"] = allowed.size(-2)
         if transition_per_step:
             if log_transition.dim() < 3 or log_transition.size(-3) < longest - 1:
                 raise ValueError(
@@ -148,11 +161,14 @@ class HMM(TorchDistribution):
         }
         if observed is not None:
             shapes["observed"] = observed.shape[:-1]
+        if allowed is not None:
+            shapes["allowed"] = allowed.shape[:-2]
         self.log_initial = log_initial
         self.log_transition = log_transition
         self.emission = emission
         self.lengths = lengths
         self.observed = observed
+        self.allowed = allowed
         self.transition_per_step = transition_per_step
         self.emission_per_step = emission_per_step
         super().__init__(
@@ -179,17 +195,71 @@ class HMM(TorchDistribution):
                 f"batch_shape must be one that {tuple(self.batch_shape)} expands to; got "
                 f"{tuple(shape)}."
             )
-        observed = self.observed
-        new = HMM(
-            self.log_initial,
-            self.log_transition,
-            self.emission,
-            self.lengths.expand(shape),
-            None if observed is None else observed.expand(*shape, observed.size(-1)),
-            validate_args=False,  # parameters were checked before; values will be
-            transition_per_step=self.transition_per_step,
-            emission_per_step=self.emission_per_step,
+        observed, allowed = self.observed, self.allowed
+        return self._with(
+            lengths=self.lengths.expand(shape),
+            observed=None if observed is None else observed.expand(*shape, observed.size(-1)),
+            allowed=None if allowed is None else allowed.expand(*shape, *allowed.shape[-2:]),
         )
+
+    def restrict(self, labels: Tensor) -> HMM:
+        r"""The same model, with the states of some steps known, or known to be among a few.
+
+        Its ``log_prob`` is that of the values *and* the labels,
+        :math:`\log p(x, z_t \in L_t \text{ for all } t)`; its posterior, best path and samples
+        keep to the labels. A missing step may have a label, and the padding's is not read.
+
+        Args:
+            labels: ``(*B, T)`` integers, the state of each step, -1 where it is not known; or
+                ``(*B, T, K)`` booleans, True for the states that may be.
+
+        Raises:
+            TypeError: If labels are neither integers nor booleans.
+            ValueError: If a label is not below K, or a step has none that is allowed. With
+                ``validate_args``, what reads values raises if no path keeps to the labels, and
+                names the first sequence and step where that is so.
+
+        Example:
+            >>> from pyro.distributions import Categorical
+            >>> even = torch.full((2, 2), 0.5).log()
+            >>> hmm = HMM(even[0], even, Categorical(logits=even), torch.tensor(3))
+            >>> hmm.restrict(torch.tensor([1, -1, 0])).log_prob(torch.zeros(3).long()).exp()
+            tensor(0.0312)
+        """
+        check_tensor("labels", labels)
+        exists = self._exists().unsqueeze(-1)
+        if labels.dtype == torch.bool:
+            check_trailing("labels", labels, (self.num_steps, self.num_states), "(T, K)")
+            allowed = labels | ~exists
+            if not bool(allowed.any(-1).all()):
+                at = (~allowed.any(-1)).nonzero()[0].tolist()
+                raise ValueError(
+                    f"labels allow no state at {_place(at)}; allow all where nothing is known."
+                )
+        else:
+            check_integers("labels", labels)
+            check_trailing("labels", labels, (self.num_steps,), "(T,)")
+            labels = labels.to(self.log_initial.device).long().masked_fill(~exists.squeeze(-1), -1)
+            if int(labels.max()) >= self.num_states or int(labels.min()) < -1:
+                wrong = (labels >= self.num_states) | (labels < -1)
+                at = wrong.nonzero()[0].tolist()
+                raise ValueError(
+                    f"labels must lie between 0 and K - 1 = {self.num_states - 1}, or be -1 where "
+                    f"the state is not known; got {int(labels[tuple(at)])} at {_place(at)}."
+                )
+            allowed = torch.arange(self.num_states, device=labels.device) == labels.unsqueeze(-1)
+            allowed = allowed | (labels == -1).unsqueeze(-1)
+        allowed = allowed.to(self.log_initial.device)
+        return self._with(allowed=allowed if self.allowed is None else allowed & self.allowed)
+
+    def _with(self, **changes: Any) -> HMM:
+        """A copy with some arguments changed; parameters are not checked again."""
+        given = {
+            name: getattr(self, name)
+            for name in ("log_initial", "log_transition", "emission", "lengths", "observed",
+                         "transition_per_step", "emission_per_step", "allowed")
+        }  # fmt: skip
+        new = HMM(**(given | changes), validate_args=False)
         new._validate_args = self._validate_args
         return new
 
@@ -213,6 +283,8 @@ class HMM(TorchDistribution):
         evidence = recursions.log_evidence(*self._chain(values, check=False), self.lengths)
         if self._validate_args:
             _check_likelihood(evidence)  # NaN anywhere shows here, and this is a smaller tensor
+            if self.allowed is not None and bool(evidence.isneginf().any()):
+                self._check_labels(values)
         return evidence
 
     def log_joint(self, values: Tensor, states: Tensor) -> Tensor:
@@ -244,7 +316,19 @@ class HMM(TorchDistribution):
 
     def posterior(self, values: Tensor) -> Posterior:
         """Smooth: evidence ``(*B)``, states ``(*B, T, K)``, expected moves ``(*B, K, K)``."""
-        return recursions.posterior(*self._chain(values), self.lengths)
+        found = recursions.posterior(*self._chain(values), self.lengths)
+        if self._validate_args and self.allowed is not None:
+            if bool(found.log_evidence.isneginf().any()):
+                self._check_labels(values)
+        return found
+
+    def expected(self, values: Tensor) -> Expected:
+        """Expected counts given ``values``: the E-step; see :class:`recursions.Expected`."""
+        found = recursions.expected(*self._chain(values), self.lengths)
+        if self._validate_args and self.allowed is not None:
+            if bool(found.log_evidence.isneginf().any()):
+                self._check_labels(values)
+        return found
 
     def filtered(self, values: Tensor) -> Tensor:
         """Law of each state given the observations up to it, ``(*B, T, K)``; 0 where padded."""
@@ -252,6 +336,8 @@ class HMM(TorchDistribution):
 
     def viterbi(self, values: Tensor) -> Tensor:
         """Most probable path of states, ``(*B, T)`` integers; padded steps hold 0."""
+        if self._validate_args and self.allowed is not None:
+            self._check_labels(values)
         return recursions.viterbi(*self._chain(values), self.lengths)
 
     def sample_states(self, values: Tensor, sample_shape: Any = ()) -> Tensor:
@@ -300,6 +386,16 @@ class HMM(TorchDistribution):
         """Draw sequences ``(*S, *B, T, *E)`` and the states ``(*S, *B, T)`` that emitted them."""
         shape = torch.Size(sample_shape) + self.batch_shape
         with torch.no_grad():
+            path = self._draw_path(shape)
+            if self.emission_per_step:
+                values = emit_per_step(self.emission, path)
+            else:
+                values = emit(self.emission, path)
+        return values, path
+
+    def _draw_path(self, shape: torch.Size) -> Tensor:
+        """Draw paths ``(*shape, T)`` before anything is observed."""
+        if self.allowed is None:
             state = _draw_rows(self.log_initial, torch.zeros(shape, dtype=torch.long))
             states = [state]
             matrices = self.log_transition
@@ -309,12 +405,16 @@ class HMM(TorchDistribution):
             for t in range(1, self.num_steps):
                 state = tables[t - 1 if self.transition_per_step else 0].draw(state)
                 states.append(state)
-            path = torch.stack(states, -1)
-            if self.emission_per_step:
-                values = emit_per_step(self.emission, path)
-            else:
-                values = emit(self.emission, path)
-        return values, path
+            return torch.stack(states, -1)
+        transition = self.log_transition
+        if not self.transition_per_step:
+            transition = transition.unsqueeze(-3)
+        labels = torch.zeros_like(self.allowed, dtype=self.log_initial.dtype)
+        labels = labels.masked_fill(~self.allowed, -torch.inf)
+        labels = labels.expand(*self.batch_shape, *labels.shape[-2:])
+        count = shape[: len(shape) - len(self.batch_shape)].numel()
+        drawn = recursions.sample_states(self.log_initial, transition, labels, self.lengths, count)
+        return drawn.reshape(*shape, self.num_steps)
 
     def to_module(self) -> TabularHMM:
         """A module that builds this HMM, with its values as parameters that can be trained."""
@@ -328,18 +428,38 @@ class HMM(TorchDistribution):
         """What the recursions read: logs of initial, transition and likelihood."""
         values, mask = self._prepare(values)
         if self.emission_per_step:
-            event_dim = len(self.emission.event_shape)
-            likelihood = self.emission.log_prob(values.unsqueeze(-1 - event_dim))
+            likelihood = in_each_state(self.emission, values)
         else:
             likelihood = _log_likelihood(self.emission, values)
         if mask is not None:
             likelihood = likelihood.masked_fill(~mask.unsqueeze(-1), 0.0)
+        if self.allowed is not None:
+            likelihood = likelihood.masked_fill(~self.allowed, -torch.inf)
         if check and self._validate_args:
             _check_likelihood(likelihood)
         transition = self.log_transition
         if not self.transition_per_step:
             transition = transition.unsqueeze(-3)
         return self.log_initial, transition, likelihood
+
+    def _check_labels(self, values: Tensor) -> None:
+        """Raise if no path keeps to the labels, although some path has emitted the values."""
+        with torch.no_grad():
+            chain = self._chain(values, check=False)
+            reached = recursions.filtered(*chain, self.lengths).isfinite().any(-1)
+            lost = (self._exists() & ~reached).any(-1)
+            if not bool(lost.any()):
+                return
+            free = self._with(allowed=None)._chain(values, check=False)
+            possible = recursions.log_evidence(*free, self.lengths).isfinite()
+            wrong = (lost & possible).nonzero()
+            if len(wrong):
+                where = tuple(wrong[0].tolist())
+                step = int((~reached[where]).byte().argmax())
+                raise ValueError(
+                    "labels must leave a path of positive probability; none does in "
+                    f"{_place([*where, step])}. Correct the label, or allow the move or the symbol."
+                )
 
     def _exists(self) -> Tensor:
         """Which steps exist, ``(*B, T)``."""
@@ -365,7 +485,7 @@ class HMM(TorchDistribution):
             flat = values.expand(*batch, *self.event_shape).reshape(-1, *event)
             filler = self._filler(flat, known.flatten())
             values = torch.where(known.reshape(known.shape + (1,) * len(event)), values, filler)
-        if _is_categorical(self.emission):
+        if is_categorical(self.emission):
             check_integers("values", values)
             if self._validate_args:
                 num_symbols = self.emission.logits.size(-1)  # type: ignore[attr-defined]
@@ -377,8 +497,13 @@ class HMM(TorchDistribution):
                         "unknown ones as not observed."
                     )
         elif self._validate_args:
+            whole = values
+            if len(event) and values.dtype.is_floating_point:
+                gaps = values.isnan()
+                if bool(gaps.any()):
+                    whole = torch.where(gaps, self._inside().to(values.dtype), values)
             # in each state, for a support may depend on parameters
-            seen = values.unsqueeze(-1 - len(event))
+            seen = whole.unsqueeze(-1 - len(event))
             if not self.emission_per_step:
                 seen = seen.movedim(len(batch), 0)
             inside = self.emission.support.check(seen)  # type: ignore[union-attr]  # torch's stub
@@ -395,9 +520,13 @@ class HMM(TorchDistribution):
         first = int(known.byte().argmax())
         if bool(known[first]):
             return values[first]
-        with torch.no_grad():
+        return self._inside().to(values.dtype)
+
+    def _inside(self) -> Tensor:
+        """An observation in the support; it uses up no random numbers."""
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
             drawn = self.emission.sample()
-        return drawn.reshape(-1, *self.emission.event_shape)[0].to(values.dtype)
+        return drawn.reshape(-1, *self.emission.event_shape)[0]
 
 
 class Forecast(TorchDistribution):
@@ -471,6 +600,14 @@ def _first(emission: Any) -> dict[str, Tensor]:
     return {} if tensor is None else {"emission": tensor}
 
 
+def _place(index: list[int]) -> str:
+    """Words for a sequence and its step."""
+    *batch, step = index
+    if not batch:
+        return f"step {step}"
+    return f"sequence {batch[0] if len(batch) == 1 else tuple(batch)}, step {step}"
+
+
 def _check_likelihood(likelihood: Tensor) -> None:
     check_no_nan(
         "the log-likelihood of values",
@@ -479,27 +616,13 @@ def _check_likelihood(likelihood: Tensor) -> None:
     )
 
 
-def _is_categorical(emission: Any) -> bool:
-    return isinstance(emission, torch.distributions.Categorical) and not emission.event_shape
-
-
 def _log_likelihood(emission: TorchDistribution, values: Tensor) -> Tensor:
     """Log-likelihood ``(*B, T, K)`` of ``values`` ``(*B, T, *E)`` in each state.
 
     Time goes first meanwhile, so that the batch of the emission ``(*B, K)`` stays on the right.
     """
-    event_dim = len(emission.event_shape)
-    first = values.movedim(values.dim() - 1 - event_dim, 0)
-    if not _is_categorical(emission):
-        return emission.log_prob(first.unsqueeze(-1 - event_dim)).movedim(0, -2)
-    # a look-up of rows: log_prob would keep a gradient of N T K V numbers
-    logits = emission.logits  # (*b, K, V)
-    table = logits.mT.reshape(-1, logits.size(-2))
-    rows = first.long()
-    if logits.dim() > 2:
-        matrices = torch.arange(len(table) // logits.size(-1), device=rows.device)
-        rows = rows + matrices.reshape(logits.shape[:-2]) * logits.size(-1)
-    return take_rows(table, rows).movedim(0, -2)
+    first = values.movedim(values.dim() - 1 - len(emission.event_shape), 0)
+    return in_each_state(emission, first).movedim(0, -2)
 
 
 class _Table:
@@ -536,7 +659,7 @@ def _draw_rows(logits: Tensor, like: Tensor) -> Tensor:
 def emit(emission: TorchDistribution, states: Tensor) -> Tensor:
     """Draw an observation ``(*B, T, *E)`` from each of ``states`` ``(*B, T)``."""
     first = states.movedim(-1, 0)
-    if _is_categorical(emission):
+    if is_categorical(emission):
         return _Table(emission.logits).draw(first).movedim(0, -1)
     drawn = [
         _pick(emission.expand(state.shape + emission.batch_shape[-1:]), state) for state in first

@@ -7,6 +7,7 @@ is inside the plate, and the priors not.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +20,7 @@ from pyro.ops.indexing import Vindex
 from torch import Tensor
 from torch.distributions import constraints
 
+from .distributions import in_each_state
 from .hmm import HMM, emit, emit_per_step
 from .modules import HMMModule, OwnParameters
 from .sequences import Sequences
@@ -38,15 +40,27 @@ class _Model(OwnParameters):
 
     def forward(self, data: Sequences) -> HMM:
         """Run the model on ``data`` and return the HMM that was built."""
-        hmm = self.module(data.lengths, data.observed)
+        hmm = build(self.module, data)
         if self.log_prior is not None:
             pyro.factor("log_prior", self.log_prior(hmm))
         with pyro.plate("sequences", data.total, subsample=torch.arange(len(data))):
-            self._observe(hmm, data.values)
+            self._observe(hmm if data.labels is None else hmm.restrict(data.labels), data.values)
         return hmm
 
     def _observe(self, hmm: HMM, values: Tensor) -> None:
         raise NotImplementedError
+
+
+def build(module: HMMModule, data: Sequences) -> HMM:
+    """The HMM that ``module`` builds for ``data``, with the covariates if there are some."""
+    if data.covariates is None:
+        return module(data.lengths, data.observed)
+    if len(inspect.signature(module.forward).parameters) < 3:
+        raise TypeError(
+            f"data has covariates, which {type(module).__name__} does not take. Write an HMMModule "
+            "whose forward takes (lengths, observed, covariates), or build data without them."
+        )
+    return module(data.lengths, data.observed, data.covariates)
 
 
 class MarginalModel(_Model):
@@ -95,7 +109,8 @@ def markov_sample(name: str, hmm: HMM, obs: Tensor | None = None) -> Tensor:
     The same statement as ``pyro.sample(name, hmm, obs=obs)``, spelled out. Call it inside the
     plates that hold the batch dimensions of ``hmm``.
 
-    Sites: ``{name}_state_{t}`` and ``{name}_{t}`` for each step t.
+    Sites: ``{name}_state_{t}`` and ``{name}_{t}`` for each step t, and ``{name}_label_{t}`` if the
+    states of ``hmm`` are restricted.
 
     Args:
         name: Begins the names of the sites.
@@ -131,6 +146,10 @@ def markov_sample(name: str, hmm: HMM, obs: Tensor | None = None) -> Tensor:
         with poutine.mask(mask=mask[..., t]):
             emission = EmissionAt(hmm.emission, state, t if hmm.emission_per_step else None)
             values.append(pyro.sample(f"{name}_{t}", emission, obs=seen))
+        if hmm.allowed is not None:
+            known = hmm.allowed[..., t, :] | ~exists[..., t, None]
+            barrier = torch.zeros_like(known, dtype=law.dtype).masked_fill(~known, -torch.inf)
+            pyro.factor(f"{name}_label_{t}", Vindex(barrier)[..., state])
     return torch.stack(values, -1 - len(event)) if given is None else given
 
 
@@ -164,12 +183,11 @@ class EmissionAt(TorchDistribution):
 
     def log_prob(self, value: Tensor) -> Tensor:
         """Log-density of ``value`` ``(*B, *E)`` in the states."""
-        value = value.unsqueeze(-1 - len(self.event_shape))  # (*B, 1, *E)
         if self.step is None:
-            scores = self.emission.log_prob(value)
+            scores = in_each_state(self.emission, value)
         else:
-            value = value.unsqueeze(-1 - len(self.event_shape))
-            scores = self.emission.log_prob(value)[..., self.step, :]
+            value = value.unsqueeze(-1 - len(self.event_shape))  # (*B, 1, *E)
+            scores = in_each_state(self.emission, value)[..., self.step, :]
         return Vindex(scores)[..., self.state]
 
     def sample(self, sample_shape: Any = ()) -> Tensor:

@@ -37,7 +37,8 @@ class OwnParameters(PyroModule):
 class HMMModule(OwnParameters):
     """A ``PyroModule`` whose call returns an :class:`HMM` for sequences of given lengths.
 
-    Subclasses define ``forward(lengths, observed=None)``. Their parameters may be
+    Subclasses define ``forward(lengths, observed=None)``, or, if the model depends on covariates
+    that the data carry, ``forward(lengths, observed, covariates)``. Their parameters may be
     ``torch.nn.Parameter`` or ``PyroParam`` (points), or ``PyroSample`` (random variables, drawn
     from the prior or from a guide each time the module is called). Whoever calls the module need
     not know which.
@@ -63,3 +64,40 @@ class HMMModule(OwnParameters):
             observed: ``(*B, T)`` booleans, True where a step is observed; all by default.
         """
         raise NotImplementedError(f"{type(self).__name__} must define forward(lengths, observed).")
+
+
+def freeze(module: PyroModule, name: str, value: Tensor | None = None) -> None:
+    """Replace a parameter by a constant, which no fit changes; ``state_dict()`` saves it.
+
+    Args:
+        module: What holds the parameter.
+        name: Of the parameter, with dots for parts of the module: ``"emission.loc"``.
+        value: The constant; what the parameter is now by default, if it has no prior.
+
+    Raises:
+        ValueError: If there is no such parameter, or a ``value`` is needed.
+
+    Example:
+        >>> module = TabularHMM(2, categorical(3))
+        >>> freeze(module, "transition", torch.eye(2))
+        >>> sorted(poutine.trace(module).get_trace(torch.tensor([1])).stochastic_nodes)
+        ['emission.probs', 'initial']
+    """
+    *path, last = name.split(".")
+    part: Any = module
+    for each in path:
+        part = getattr(part, each, None)
+    priors = getattr(part, "_pyro_samples", {})
+    points = {*getattr(part, "_pyro_params", ()), *getattr(part, "_parameters", ())}
+    if last not in priors and last not in points:
+        known = sorted({*priors, *points})
+        raise ValueError(
+            f"name must be that of a parameter; {type(module).__name__} has no {name!r}. "
+            f"{'.'.join(path) or 'It'} has {', '.join(known) or 'none'}."
+        )
+    if value is None:
+        if last in priors:
+            raise ValueError(f"value must be given for {name!r}, which has a prior and no value.")
+        value = getattr(part, last)
+    delattr(part, last)
+    part.register_buffer(last, value.detach().clone())

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from . import _messages
 from ._chain import Chain, exists, group
+from ._checks import check_broadcast
 from ._steps import log_space_by_steps, sample_by_steps, viterbi_by_steps
 
 
@@ -37,6 +38,24 @@ class Posterior(NamedTuple):
     log_evidence: Tensor
     states: Tensor
     transitions: Tensor
+
+
+class Expected(NamedTuple):
+    """Expected counts given the observations: what the E-step of EM finds.
+
+    Counts are summed over the sequences that share a parameter, so that they have its shape.
+
+    Attributes:
+        log_evidence: ``(*B)``, log p(x_{1:T}), in nats.
+        initial: As ``log_initial``: expected number of sequences that begin in each state.
+        transitions: As ``log_transition``: expected number of moves from row to column.
+        states: ``(*B, T, K)``, p(z_t | x_{1:T}); zero at padded steps.
+    """
+
+    log_evidence: Tensor
+    initial: Tensor
+    transitions: Tensor
+    states: Tensor
 
 
 def log_evidence(
@@ -73,6 +92,40 @@ def posterior(
             states.reshape(*batch, *states.shape[-2:]),
             moves.reshape(*batch, *moves.shape[-2:]),
         )
+
+
+def expected(
+    log_initial: Tensor, log_transition: Tensor, log_likelihood: Tensor, lengths: Tensor
+) -> Expected:
+    """Expected counts: the gradient of the evidence by the logarithms (Fisher's identity).
+
+    A sequence of probability zero counts nowhere.
+
+    Example:
+        >>> half = torch.full((2,), 0.5).log()
+        >>> likelihood = torch.tensor([[1.0, 0.0], [0.5, 0.5]]).log()
+        >>> expected(half, half.expand(1, 2, 2), likelihood, torch.tensor(2)).transitions
+        tensor([[[0.5000, 0.5000],
+                 [0.0000, 0.0000]]])
+    """
+    batch = check_broadcast(
+        {
+            "log_initial": log_initial.shape[:-1],
+            "log_transition": log_transition.shape[:-3],
+            "log_likelihood": log_likelihood.shape[:-2],
+            "lengths": lengths.shape,
+        }
+    )
+    log_likelihood = log_likelihood.expand(*batch, *log_likelihood.shape[-2:])
+    with torch.enable_grad():
+        initial = log_initial.detach().requires_grad_()
+        transition = log_transition.detach().requires_grad_()
+        likelihood = log_likelihood.detach().requires_grad_()
+        evidence = log_evidence(initial, transition, likelihood, lengths)
+        counts = torch.autograd.grad(
+            evidence.sum(), (initial, transition, likelihood), materialize_grads=True
+        )
+    return Expected(evidence.detach(), *counts)
 
 
 def filtered(

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ._checks import (
     check_booleans,
+    check_floats,
     check_integers,
     check_lengths,
     check_shape,
@@ -31,14 +32,18 @@ class Sequences:
             kept on the CPU, wherever the values are: they steer loops.
         observed: ``(N, T)`` booleans, False where a step is missing. By default every step that
             exists is observed.
-        labels: ``(N, T)`` integers, the known state of each step, -1 where it is not known.
+            Vectors of which single components are NaN are known in part.
+        labels: ``(N, T)`` integers, the known state of each step, -1 where it is not known; or
+            ``(N, T, K)`` booleans, True for the states that may be.
         total: Number of sequences in the whole set these are a part of; N by default.
             Models scale the likelihood by ``total / N``, and priors not.
+        covariates: ``(N, T, C)`` floating point, what transitions and emissions may depend on:
+            models pass it to the module that builds the HMM. Finite wherever a step exists.
 
     Raises:
         TypeError: If a dtype is wrong.
         ValueError: If shapes disagree, there is no sequence or no step, a length is not between
-            1 and T, an observed value is NaN, or ``total`` is less than N.
+            1 and T, an observed value is all NaN, or ``total`` is less than N.
 
     Example:
         >>> data = Sequences(torch.tensor([[3, 1, 4], [1, 5, 0]]), torch.tensor([3, 2]))
@@ -55,6 +60,7 @@ class Sequences:
         observed: Tensor | None = None,
         labels: Tensor | None = None,
         total: int | None = None,
+        covariates: Tensor | None = None,
     ) -> None:
         check_tensor("values", values)
         if values.dim() < 2 or 0 in values.shape[:2]:
@@ -79,7 +85,7 @@ class Sequences:
             check_shape("observed", observed, tuple(values.shape[:2]), "(N, T)")
             observed = observed.to(values.device) & exists
         if values.dtype.is_floating_point:
-            absent = values.flatten(2).isnan().any(-1) if values.dim() > 2 else values.isnan()
+            absent = values.flatten(2).isnan().all(-1) if values.dim() > 2 else values.isnan()
             if bool((absent & observed).any()):
                 n, t = (absent & observed).nonzero()[0].tolist()
                 raise ValueError(
@@ -87,9 +93,32 @@ class Sequences:
                     "Set observed to False there, or build with Sequences.from_list."
                 )
         if labels is not None:
-            check_integers("labels", labels)
-            check_shape("labels", labels, tuple(values.shape[:2]), "(N, T)")
+            check_tensor("labels", labels)
+            if labels.dtype == torch.bool:
+                if labels.dim() != 3 or labels.shape[:2] != values.shape[:2]:
+                    raise ValueError(
+                        "labels that are boolean must have shape (N, T, K) with (N, T) = "
+                        f"{tuple(values.shape[:2])}; got {tuple(labels.shape)}."
+                    )
+            else:
+                check_integers("labels", labels)
+                check_shape("labels", labels, tuple(values.shape[:2]), "(N, T)")
             labels = labels.to(values.device)
+        if covariates is not None:
+            check_floats("covariates", covariates)
+            if covariates.dim() < 3 or covariates.shape[:2] != values.shape[:2]:
+                raise ValueError(
+                    f"covariates must have shape (N, T, C) with (N, T) = {tuple(values.shape[:2])};"
+                    f" got {tuple(covariates.shape)}."
+                )
+            covariates = covariates.to(values.device)
+            wrong = ~covariates.flatten(2).isfinite().all(-1) & exists
+            if bool(wrong.any()):
+                n, t = wrong.nonzero()[0].tolist()
+                raise ValueError(
+                    f"covariates must be finite; that of sequence {n}, step {t} is not. Fill in "
+                    "what is missing, and say so in a covariate of its own."
+                )
         if total is not None and (isinstance(total, bool) or not isinstance(total, int)):
             raise TypeError(f"total must be an int; got {type(total).__name__}.")
         if total is not None and total < len(values):
@@ -99,6 +128,7 @@ class Sequences:
         self.lengths = lengths
         self.observed = observed
         self.labels = labels
+        self.covariates = covariates
         self.total = len(values) if total is None else total
 
     @classmethod
@@ -107,14 +137,18 @@ class Sequences:
         sequences: Iterable[Any],
         labels: Iterable[Any] | None = None,
         device: torch.device | str | None = None,
+        covariates: Iterable[Any] | None = None,
     ) -> Sequences:
         """Pad a list of sequences; steps that hold NaN or None become missing.
+
+        A vector with some components NaN stays, known in part.
 
         Args:
             sequences: One item per sequence: a tensor or array ``(T_n, *E)``, or a list of steps
                 where ``None`` stands for a missing one.
             labels: One item per sequence, ``(T_n,)`` integers, -1 where the state is not known.
             device: Where to put the result; by default where the first sequence is.
+            covariates: One item per sequence, ``(T_n, C)`` floating point.
 
         Raises:
             ValueError: If there is no sequence, one has no step, or event shapes differ.
@@ -157,7 +191,15 @@ class Sequences:
             padded_labels = torch.nn.utils.rnn.pad_sequence(
                 items, batch_first=True, padding_value=-1
             )
-        data = cls(padded, lengths, observed, padded_labels)
+        padded_covariates = None
+        if covariates is not None:
+            rows = [torch.as_tensor(item) for item in covariates]
+            if [len(row) for row in rows] != lengths.tolist():
+                raise ValueError("covariates must have one item per sequence, one row per step; "
+                                 f"got lengths {[len(row) for row in rows][:5]}, sequences have "
+                                 f"{lengths.tolist()[:5]} (first five).")  # fmt: skip
+            padded_covariates = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+        data = cls(padded, lengths, observed, padded_labels, covariates=padded_covariates)
         return data if device is None else data.to(device)
 
     @property
@@ -196,6 +238,7 @@ class Sequences:
             self.observed[chosen, :steps],
             None if self.labels is None else self.labels[chosen, :steps],
             total,
+            None if self.covariates is None else self.covariates[chosen, :steps],
         )
 
     def to(self, device: torch.device | str) -> Sequences:
@@ -206,6 +249,7 @@ class Sequences:
             self.observed.to(device),
             None if self.labels is None else self.labels.to(device),
             self.total,
+            None if self.covariates is None else self.covariates.to(device),
         )
 
     def batches(
@@ -223,7 +267,11 @@ class Sequences:
         check_size("batch_size", batch_size)
         order = torch.randperm(len(self), generator=generator)
         for chosen in order.split(batch_size):
-            yield self._select(chosen, self.total)
+            yield self.batch(chosen)
+
+    def batch(self, chosen: Tensor) -> Sequences:
+        """The sequences ``chosen`` (integers), as a part of the whole set: ``total`` stays."""
+        return self._select(chosen, self.total)
 
 
 def _as_steps(sequence: Any, index: int) -> tuple[Tensor | None, Tensor]:
@@ -247,5 +295,5 @@ def _as_steps(sequence: Any, index: int) -> tuple[Tensor | None, Tensor]:
         raise ValueError(f"sequence {index} has no step; wanted shape (T, *E) with T at least 1.")
     if row.dtype.is_floating_point:
         absent = row.isnan()
-        given = given & ~(absent.flatten(1).any(-1) if row.dim() > 1 else absent)
+        given = given & ~(absent.flatten(1).all(-1) if row.dim() > 1 else absent)
     return row, given

@@ -1,28 +1,20 @@
-"""``TabularHMM``: the probabilities themselves are the parameters; emission families for it.
-
-An emission family is anything that, called with the number of states K, returns a ``PyroModule``
-whose own call returns a distribution batched over the K states. :func:`categorical` and
-:func:`normal` are two; a user's own class is as good.
-"""
+"""``TabularHMM``: the probabilities themselves are the parameters."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
-from typing import Any
-
 import torch
-from pyro.distributions import Categorical, Dirichlet, InverseGamma, Normal
-from pyro.distributions.torch_distribution import TorchDistribution
+from pyro.distributions import Dirichlet
 from pyro.nn import PyroModule, PyroParam, PyroSample
 from torch import Tensor
 from torch.distributions import constraints
 
-from ._checks import check_size
+from . import emissions
+from ._checks import check_booleans, check_shape, check_size
+from .distributions import SparseDirichlet
+from .emissions import Emission, EmissionFamily, Statistics, log, positive, row_mode
 from .hmm import HMM
 from .modules import HMMModule
-
-EmissionFamily = Callable[[int], PyroModule]
+from .recursions import Expected
 
 
 class TabularHMM(HMMModule):
@@ -42,7 +34,10 @@ class TabularHMM(HMMModule):
             it returns a ``PyroModule`` that returns a distribution batched over K states.
         initial_concentration: Of the prior of the first state; a number or ``(K,)``.
         transition_concentration: Of the priors of the rows; a number, ``(K,)`` or ``(K, K)``. A
-            large diagonal makes a sticky chain.
+            large diagonal makes a sticky chain: see :func:`sticky`.
+        initial_allowed: ``(K,)`` booleans, in which states a sequence may begin; all by default.
+        transition_allowed: ``(K, K)`` booleans, which moves are possible; all by default. The
+            others are exactly zero, whatever the fit. See :func:`left_to_right`, :func:`banded`.
 
     Raises:
         ValueError: If ``num_states`` is less than one, or a concentration is not positive or has
@@ -62,6 +57,9 @@ class TabularHMM(HMMModule):
         emission: EmissionFamily,
         initial_concentration: float | Tensor = 1.0,
         transition_concentration: float | Tensor = 1.0,
+        *,
+        initial_allowed: Tensor | None = None,
+        transition_allowed: Tensor | None = None,
     ) -> None:
         super().__init__()
         check_size("num_states", num_states)
@@ -73,17 +71,26 @@ class TabularHMM(HMMModule):
         self.num_states = num_states
         self.register_buffer(
             "initial_concentration",
-            _concentration("initial_concentration", initial_concentration, (num_states,)),
+            positive("initial_concentration", initial_concentration, (num_states,)),
         )
         self.register_buffer(
             "transition_concentration",
-            _concentration(
+            positive(
                 "transition_concentration", transition_concentration, (num_states, num_states)
             ),
         )
-        self.initial = PyroSample(lambda self: Dirichlet(self.initial_concentration))
+        if initial_allowed is not None:
+            _check_allowed("initial_allowed", initial_allowed, (num_states,), "(K,)")
+        if transition_allowed is not None:
+            shape = (num_states, num_states)
+            _check_allowed("transition_allowed", transition_allowed, shape, "(K, K)")
+        self.register_buffer("initial_allowed", initial_allowed)
+        self.register_buffer("transition_allowed", transition_allowed)
+        self.initial = PyroSample(
+            lambda self: _rows(self.initial_concentration, self.initial_allowed)
+        )
         self.transition = PyroSample(
-            lambda self: Dirichlet(self.transition_concentration).to_event(1)
+            lambda self: _rows(self.transition_concentration, self.transition_allowed)
         )
         part = emission(num_states)
         if not isinstance(part, PyroModule):
@@ -106,7 +113,7 @@ class TabularHMM(HMMModule):
             raise ValueError(
                 "hmm has parameters per step; a TabularHMM has one matrix for all steps."
             )
-        module = cls(hmm.num_states, lambda _: PointEmission(hmm.emission))
+        module = cls(hmm.num_states, lambda _: emissions.of(hmm.emission))
         for name, logs in (("initial", hmm.log_initial), ("transition", hmm.log_transition)):
             delattr(module, name)
             setattr(module, name, PyroParam(logs.detach().exp(), constraints.simplex))
@@ -114,194 +121,115 @@ class TabularHMM(HMMModule):
 
     def forward(self, lengths: Tensor, observed: Tensor | None = None) -> HMM:
         """Build the HMM for sequences of ``lengths`` ``(*B)``."""
-        return HMM(_log(self.initial), _log(self.transition), self.emission(), lengths, observed)
+        return HMM(log(self.initial), log(self.transition), self.emission(), lengths, observed)
+
+    def statistics(
+        self, expected: Expected, values: Tensor, weights: Tensor, hmm: HMM | None
+    ) -> Statistics:
+        """What expected counts say about the parameters: sums over sequences.
+
+        Args:
+            expected: Of the E-step.
+            values: ``(M, *E)``, the observations.
+            weights: ``(R, M, K)``, the law of the state at each of them, for R restarts.
+            hmm: What the counts were computed with; None at the start.
+
+        Returns:
+            ``initial`` ``(R, K)``, ``transition`` ``(R, K, K)``, and what the emission adds up.
+        """
+        size = (len(weights), self.num_states)
+        found = {
+            "initial": expected.initial.double().reshape(size),
+            "transition": expected.transitions.double().reshape(*size, self.num_states),
+        }
+        if isinstance(self.emission, Emission):
+            current = None if hmm is None else hmm.emission
+            own = self.emission.statistics(values, weights, current)
+            found |= {f"emission.{name}": value for name, value in own.items()}
+        return found
+
+    def maximise(self, statistics: Statistics) -> tuple[dict[str, Tensor], list[str]]:
+        """The most probable parameters given the statistics: the closed form of the M-step.
+
+        Returns:
+            The free parameters by name, each ``(R, ...)``, NaN where nothing is known of them; and
+            remarks. Those of an emission without a closed form are not among them.
+
+        Raises:
+            ValueError: If a concentration is below one, for then there is no most probable value.
+        """
+        found: dict[str, Tensor] = {}
+        notes: list[str] = []
+        for name in ("initial", "transition"):
+            if name in self._pyro_samples or name in self._pyro_params:
+                counts, prior = statistics[name], None
+                if name in self._pyro_samples:
+                    prior = getattr(self, f"{name}_concentration")
+                    allowed = getattr(self, f"{name}_allowed")
+                    if allowed is not None:  # ones say nothing where nothing is allowed
+                        prior = prior.masked_fill(~allowed, 1.0)
+                        counts = counts.masked_fill(~allowed, 0.0)
+                found[name] = row_mode(counts, prior)
+        if isinstance(self.emission, Emission):
+            begin = "emission."
+            own = {
+                name.removeprefix(begin): value
+                for name, value in statistics.items()
+                if name.startswith(begin)
+            }
+            values, notes = self.emission.maximise(own)
+            found |= {begin + name: value for name, value in values.items()}
+        return found, notes
 
 
-def categorical(num_symbols: int, concentration: float | Tensor = 1.0) -> EmissionFamily:
-    """Emission family of symbols 0 to V - 1, each row with a Dirichlet prior.
-
-    Site: ``emission.probs`` ``(K, V)``.
-
-    Args:
-        num_symbols: V.
-        concentration: Of the prior; a number, ``(V,)`` or ``(K, V)``. One is flat.
-    """
-    check_size("num_symbols", num_symbols)
-    return partial(CategoricalEmission, num_symbols=num_symbols, concentration=concentration)
+def _rows(concentration: Tensor, allowed: Tensor | None) -> Dirichlet | SparseDirichlet:
+    """Prior of rows of probabilities, all as one event."""
+    if allowed is None:
+        return Dirichlet(concentration).to_event(concentration.dim() - 1)
+    return SparseDirichlet(concentration, allowed)
 
 
-def normal(
-    dim: int = 1,
-    loc: float | Tensor = 0.0,
-    weight: float = 0.01,
-    concentration: float = 2.0,
-    rate: float | Tensor = 1.0,
-) -> EmissionFamily:
-    r"""Emission family of vectors whose components are independent and normal in each state.
-
-    The prior is conjugate; the defaults are weak for data of zero mean and unit variance, and
-    keep the variance of a state that owns a single point from shrinking to zero:
-
-    .. math:: \sigma^2_{kd} \sim \mathrm{InvGamma}(a, b_d), \quad
-              \mu_{kd} \sim \mathrm{Normal}(m_d, \sigma^2_{kd} / w)
-
-    Sites: ``emission.variance`` ``(K, D)``, then ``emission.loc`` ``(K, D)``.
-
-    Args:
-        dim: D, the number of components of an observation; the event shape is ``(D,)``. Zero
-            stands for scalar observations, with an empty event shape.
-        loc: m, a number or ``(D,)``.
-        weight: w, how many observations the prior mean is worth.
-        concentration: a.
-        rate: b, a number or ``(D,)``.
-    """
-    if isinstance(dim, bool) or not isinstance(dim, int):
-        raise TypeError(f"dim must be an int; got {type(dim).__name__}.")
-    if dim < 0:
-        raise ValueError(f"dim must be at least 0 (scalars); got {dim}.")
-    return partial(
-        NormalEmission, dim=dim, loc=loc, weight=weight, concentration=concentration, rate=rate
-    )
-
-
-class CategoricalEmission(PyroModule):
-    """Symbols with Dirichlet priors: see :func:`categorical`."""
-
-    def __init__(
-        self, num_states: int, num_symbols: int, concentration: float | Tensor = 1.0
-    ) -> None:
-        super().__init__()
-        shape = (num_states, num_symbols)
-        self.register_buffer("concentration", _concentration("concentration", concentration, shape))
-        self.probs = PyroSample(lambda self: Dirichlet(self.concentration).to_event(1))
-
-    def forward(self) -> TorchDistribution:
-        """The distribution of a symbol, batched over states."""
-        return Categorical(logits=_log(self.probs))
-
-
-class NormalEmission(PyroModule):
-    """Independent normal components with a conjugate prior: see :func:`normal`."""
-
-    def __init__(
-        self,
-        num_states: int,
-        dim: int,
-        loc: float | Tensor,
-        weight: float,
-        concentration: float,
-        rate: float | Tensor,
-    ) -> None:
-        super().__init__()
-        if not min(weight, concentration) > 0:
-            raise ValueError(
-                f"weight and concentration must be positive; got {weight} and {concentration}."
-            )
-        shape = (num_states, dim) if dim else (num_states,)
-        self.dim, self.weight = dim, weight
-        self.register_buffer("prior_loc", _spread("loc", loc, shape))
-        self.register_buffer("rate", _concentration("rate", rate, shape))
-        self.register_buffer("shape", torch.full_like(self.rate, concentration))
-        events = len(shape)
-        self.variance = PyroSample(
-            lambda self: InverseGamma(self.shape, self.rate).to_event(events)
-        )
-        self.loc = PyroSample(
-            lambda self: Normal(self.prior_loc, (self.variance / self.weight).sqrt()).to_event(
-                events
-            )
-        )
-
-    def forward(self) -> TorchDistribution:
-        """The distribution of an observation, batched over states."""
-        variance = self.variance
-        each = Normal(self.loc, variance.sqrt())
-        return each.to_event(1) if self.dim else each
-
-
-class PointEmission(PyroModule):
-    """The emission of a given distribution, its arguments as parameters without priors.
-
-    Arguments that are counts, such as ``total_count`` of a binomial, stay as they are.
-
-    Raises:
-        TypeError: If the distribution is not determined by tensors that its class names in
-            ``arg_constraints``, as mixtures of others are not.
+def sticky(num_states: int, stay: float, move: float = 1.0) -> Tensor:
+    """Concentrations ``(K, K)`` of a chain that likes to stay: ``stay`` on the diagonal.
 
     Example:
-        >>> emission = PointEmission(Normal(torch.zeros(3), torch.ones(3)))
-        >>> sorted(name for name, _ in emission.named_parameters())
-        ['loc_unconstrained', 'scale_unconstrained']
+        >>> sticky(2, 10.0)
+        tensor([[10.,  1.],
+                [ 1., 10.]])
     """
-
-    def __init__(self, distribution: Any) -> None:
-        super().__init__()
-        self.events = 0
-        while isinstance(distribution, torch.distributions.Independent):
-            self.events += distribution.reinterpreted_batch_ndims
-            distribution = distribution.base_dist
-        self.family = type(distribution)
-        self.names = tuple(
-            name
-            for name in self.family.arg_constraints
-            if not any(name in same[1:] and same[0] in self.family.arg_constraints
-                       for same in _SAME)
-        )  # fmt: skip
-        for name in self.names:
-            value = getattr(distribution, name)
-            constraint: Any = self.family.arg_constraints[name]
-            if constraint.is_discrete:
-                self.register_buffer(name, torch.as_tensor(value).detach().clone())
-            else:
-                setattr(self, name, PyroParam(value.detach().clone(), constraint))
-        try:
-            again = self.forward()
-        except Exception as error:
-            raise TypeError(
-                f"emission {self.family.__name__} cannot be built from its arguments "
-                f"{self.names}. Write a PyroModule that returns it."
-            ) from error
-        shape = again.batch_shape + again.event_shape
-        if shape[: len(distribution.batch_shape)] != distribution.batch_shape:
-            raise TypeError(f"emission {self.family.__name__} has arguments that are not tensors.")
-
-    def forward(self) -> TorchDistribution:
-        """The distribution with the parameters as they are now."""
-        given = {name: getattr(self, name) for name in self.names}
-        if issubclass(self.family, torch.distributions.Categorical):
-            given = {"logits": _log(given["probs"])}
-        built = self.family(**given)
-        return built.to_event(self.events) if self.events else built
+    check_size("num_states", num_states)
+    return torch.full((num_states, num_states), move).fill_diagonal_(stay)
 
 
-_SAME = (  # arguments that say the same: the first is kept
-    ("probs", "logits"),
-    ("scale_tril", "covariance_matrix", "precision_matrix"),
-)
+def left_to_right(num_states: int, jump: int | None = None) -> Tensor:
+    """Moves ``(K, K)`` of a chain that never goes back: it stays, or goes up to ``jump`` ahead.
+
+    Example:
+        >>> left_to_right(3, jump=1).int()
+        tensor([[1, 1, 0],
+                [0, 1, 1],
+                [0, 0, 1]], dtype=torch.int32)
+    """
+    check_size("num_states", num_states)
+    moves = torch.ones(num_states, num_states).triu()
+    return (moves if jump is None else moves.tril(jump)).bool()
 
 
-def _log(probs: Tensor) -> Tensor:
-    """Logarithm whose gradient at zero is zero: a hard zero stays what it is, and makes no NaN."""
-    zero = probs == 0
-    return probs.masked_fill(zero, 1.0).log().masked_fill(zero, -torch.inf)
+def banded(num_states: int, width: int = 1) -> Tensor:
+    """Moves ``(K, K)`` between states whose numbers differ by at most ``width``.
+
+    Example:
+        >>> banded(3).int()
+        tensor([[1, 1, 0],
+                [1, 1, 1],
+                [0, 1, 1]], dtype=torch.int32)
+    """
+    check_size("num_states", num_states)
+    return torch.ones(num_states, num_states).triu(-width).tril(width).bool()
 
 
-def _spread(name: str, value: float | Tensor, shape: tuple[int, ...]) -> Tensor:
-    """``value`` as a floating-point tensor of ``shape``."""
-    own = isinstance(value, Tensor) and value.dtype.is_floating_point
-    tensor = torch.as_tensor(value, dtype=None if own else torch.get_default_dtype())
-    try:
-        return tensor.expand(shape).clone()
-    except RuntimeError:
-        raise ValueError(
-            f"{name} must be a number or have a shape that broadcasts to {shape}; got "
-            f"{tuple(tensor.shape)}."
-        ) from None
-
-
-def _concentration(name: str, value: float | Tensor, shape: tuple[int, ...]) -> Tensor:
-    """``value`` as a positive tensor of ``shape``."""
-    tensor = _spread(name, value, shape)
-    if not bool((tensor > 0).all()):
-        raise ValueError(f"{name} must be positive; got a smallest value of {tensor.min().item()}.")
-    return tensor
+def _check_allowed(name: str, allowed: Tensor, shape: tuple[int, ...], meaning: str) -> None:
+    check_booleans(name, allowed)
+    check_shape(name, allowed, shape, meaning)
+    if not bool(allowed.any(-1).all()):
+        raise ValueError(f"{name} must leave at least one state to every row.")

@@ -50,7 +50,7 @@ def test_symbols_stay_integers_whatever_is_missing(sequences):
 def test_steps_with_nan_become_missing(event, make):
     rng = np.random.default_rng(0)
     arrays = [rng.normal(size=(length, *event)) for length in (3, 1, 4)]
-    arrays[0][(1, *(0 for _ in event))] = np.nan  # one component is enough
+    arrays[0][1] = np.nan
     arrays[2][3] = np.nan
     data = Sequences.from_list([make(array) for array in arrays])
     assert data.values.shape == (3, 4, *event)
@@ -62,6 +62,12 @@ def test_steps_with_nan_become_missing(event, make):
     for n, array in enumerate(arrays):
         seen = data.observed[n, : len(array)]
         assert torch.equal(data.values[n, : len(array)][seen], torch.as_tensor(array)[seen])
+
+
+def test_vectors_known_in_part_stay():
+    data = Sequences.from_list([[[1.0, torch.nan], [torch.nan, torch.nan]]])
+    assert data.observed.tolist() == [[True, False]]
+    assert data.values[0, 0, 1].isnan()
 
 
 def test_vectors_may_be_missing_as_none():
@@ -246,10 +252,10 @@ BAD = {  # changes to good arguments; the error; the name and what the message m
         ValueError,
         "values .*NaN at sequence 0, step 0",
     ),
-    "one component is NaN": (
+    "all components are NaN": (
         {
             "values": lambda: torch.tensor(
-                [[[0.0, 0.0]] * 3, [[0.0, 0.0], [0.0, torch.nan], [0.0, 0.0]]]
+                [[[0.0, 0.0]] * 3, [[0.0, 0.0], [torch.nan, torch.nan], [0.0, 0.0]]]
             )
         },
         ValueError,

@@ -16,9 +16,10 @@ PACKAGE = Path(pyrohmm.__file__).parent
 # First to last: each imports only from those before it.
 ORDER = [
     "_checks", "_lookup", "sequences", "_compiled", "_chain", "_steps", "_messages", "recursions",
-    "cooccurrence", "dpp",
-    "hmm", "modules", "clusters", "blocks", "tabular", "dense", "neural", "models", "fit",
-    "metrics", "readers", "datasets", "inference_data", "plots",
+    "cooccurrence", "dpp", "distributions",
+    "hmm", "modules", "clusters", "blocks", "emissions", "tabular", "dense", "neural", "models",
+    "persistence", "checkpoints", "fit", "em", "metrics", "queries", "streaming", "conversion",
+    "readers", "datasets", "inference_data", "plots",
 ]  # fmt: skip
 
 # Imports inside functions: (module, what it imports). What is optional, and what is built upwards.

@@ -1,0 +1,632 @@
+r"""EM: a map from HMM to HMM that never lowers the log joint density.
+
+The E-step is exact (:meth:`HMM.expected`). The M-step is a closed form wherever the module has one
+(a :class:`TabularHMM` with the emissions of this package), priors included; for the rest it is
+:class:`GradientStep`. With minibatches, sufficient statistics are averaged with steps that decay
+(Cappé and Moulines, 2009, On-line EM for latent data models).
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+import warnings
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, Protocol
+
+import pyro
+import torch
+from pyro import poutine
+from scipy.cluster.vq import ClusterError, kmeans2
+from torch import Tensor, nn
+from torch.distributions import transform_to
+from tqdm import tqdm
+
+from ._checks import check_size
+from .checkpoints import Checkpoint, fingerprint
+from .distributions import is_categorical
+from .emissions import Emission, Statistics
+from .fit import Batches, Fit, Point, Restarts, follow
+from .hmm import HMM
+from .models import MarginalModel, build
+from .modules import HMMModule
+from .recursions import Expected
+from .sequences import Sequences
+from .tabular import TabularHMM
+
+DEAD = 1e-8  # expected visits, as a share of the steps, below which a state is reported
+
+Values = dict[str, Tensor]
+
+
+class Start(Protocol):
+    """Where EM begins: values of the latent variables, or expected counts for a first M-step."""
+
+    def __call__(
+        self, module: HMMModule, data: Sequences, restarts: int
+    ) -> Values | tuple[Expected, Tensor]:
+        """Values by name ``(R, 1, ...)``, or expected counts and weights ``(R, N, T, K)``."""
+
+
+def from_prior(module: HMMModule, data: Sequences, restarts: int) -> Values:
+    """Start from draws of the prior, one for each restart."""
+    with torch.no_grad(), poutine.block(), pyro.plate("restarts", restarts, dim=-2):
+        trace = poutine.trace(lambda: build(module, data)).get_trace()
+    return {name: trace.nodes[name]["value"] for name in trace.stochastic_nodes}
+
+
+def by_kmeans(module: HMMModule, data: Sequences, restarts: int) -> tuple[Expected, Tensor]:
+    """Start from k-means clusters of the observations, which are scaled to unit variance.
+
+    Missing steps belong to all clusters alike; missing components are filled by their means.
+    """
+    num_states = build_once(module, data[:1]).num_states
+    values = data.values.double().reshape(len(data), data.num_steps, -1)
+    seen = data.observed.cpu()
+    rows = values.cpu()[seen]
+    rows = torch.where(rows.isnan(), rows.nanmean(0).nan_to_num(0.0), rows)
+    rows = (rows - rows.mean(0)) / rows.std(0, correction=0).clamp(min=1e-12)
+    weights = torch.full((restarts, *seen.shape, num_states), 1.0 / num_states, dtype=torch.float64)
+    for restart in range(restarts):
+        # not quite certain, so that no state and no move is ruled out
+        certain = nn.functional.one_hot(_cluster(rows, num_states), num_states)
+        weights[restart, seen] = 0.99 * certain + 0.01 / num_states
+    return _counts(weights.to(data.values.device), data), weights.to(data.values.device)
+
+
+def _cluster(rows: Tensor, num_states: int) -> Tensor:
+    """Cluster of each row; at random if there are too few rows that differ."""
+    for _ in range(5):
+        seed = int(torch.randint(2**31, ()))
+        try:
+            labels = kmeans2(rows.numpy(), num_states, minit="++", seed=seed, missing="raise")[1]
+        except (ClusterError, ValueError):  # a cluster has lost its points
+            continue
+        return torch.as_tensor(labels).long()
+    return torch.randint(num_states, (len(rows),))
+
+
+def from_hmm(hmm: HMM) -> Start:
+    """Start from what a fitted HMM says of the states; its emission may be of another family.
+
+    Args:
+        hmm: Its parameters are used, not its lengths. All restarts begin alike.
+    """
+
+    def start(module: HMMModule, data: Sequences, restarts: int) -> tuple[Expected, Tensor]:
+        own = HMM(
+            hmm.log_initial,
+            hmm.log_transition,
+            hmm.emission,
+            data.lengths,
+            data.observed,
+            transition_per_step=hmm.transition_per_step,
+            emission_per_step=hmm.emission_per_step,
+        )
+        if data.labels is not None:
+            own = own.restrict(data.labels)
+        found = own.expected(data.values)
+        weights = found.states.expand(restarts, *found.states.shape)
+        initial = found.initial.expand(restarts, 1, own.num_states)
+        moves = found.transitions.expand(restarts, 1, *found.transitions.shape[-3:])
+        return Expected(found.log_evidence, initial, moves, weights), weights
+
+    return start
+
+
+class GradientStep:
+    """An M-step by gradient steps, for what has no closed form.
+
+    Args:
+        num_steps: Gradient steps in one M-step.
+        optimizer: Called with the parameters, returns a torch optimizer, which keeps its state from
+            one M-step to the next. By default each M-step is L-BFGS, run until it stands still.
+    """
+
+    def __init__(
+        self,
+        num_steps: int = 20,
+        optimizer: Callable[[Iterable[Tensor]], torch.optim.Optimizer] | None = None,
+    ) -> None:
+        check_size("num_steps", num_steps)
+        self.num_steps, self.optimizer = num_steps, optimizer
+        self._stepper: torch.optim.Optimizer | None = None
+
+    def __call__(self, loss: Callable[[], Tensor], parameters: list[Tensor]) -> None:
+        """Lower ``loss`` ``(R,)`` in every restart; what would raise it is not kept.
+
+        Args:
+            loss: Reads ``parameters``.
+            parameters: Unconstrained; with several restarts, their first dimension is R.
+        """
+        with torch.no_grad():
+            before = loss()
+        kept = [each.detach().clone() for each in parameters]
+        if self.optimizer is None:
+            stepper: torch.optim.Optimizer = torch.optim.LBFGS(
+                parameters,
+                max_iter=self.num_steps,
+                tolerance_grad=1e-9,
+                line_search_fn="strong_wolfe",
+            )
+        else:
+            self._stepper = self._stepper or self.optimizer(parameters)
+            stepper = self._stepper
+
+        def closure() -> Tensor:
+            stepper.zero_grad()
+            value = loss().sum()
+            value.backward()
+            return value
+
+        for _ in range(1 if self.optimizer is None else self.num_steps):
+            stepper.step(closure)  # type: ignore[arg-type]  # torch's stub wants a float
+        with torch.no_grad():
+            worse = ~(loss() <= before)  # also if it is NaN
+            for each, old in zip(parameters, kept):
+                if len(worse) > 1:
+                    each.copy_(torch.where(worse.reshape(-1, *(1,) * (each.dim() - 1)), old, each))
+                elif bool(worse):
+                    each.copy_(old)
+
+
+def fit_em(
+    module: HMMModule | HMM,
+    data: Sequences,
+    *,
+    num_steps: int = 200,
+    tolerance: float | None = 1e-6,
+    start: Start | None = None,
+    restarts: int = 1,
+    batch_size: int | None = None,
+    decay: float = 0.7,
+    gradient_step: GradientStep | None = None,
+    reseed: bool = False,
+    generator: torch.Generator | None = None,
+    progress: bool | None = None,
+    checkpoint: str | Path | None = None,
+) -> Fit:
+    r"""Find the most probable parameters by EM.
+
+    The module is copied; nothing is written back into it. As :func:`fit_map`, EM maximises
+    :math:`\log p(x, \theta)` in the space of the probabilities, means and covariances themselves.
+
+    Args:
+        module: What builds the HMM, such as a :class:`TabularHMM`, and holds the priors. An
+            :class:`HMM` is a start without priors: the fit is one of maximum likelihood.
+        data: The sequences. Labels restrict the states.
+        num_steps: Largest number of iterations.
+        tolerance: End when an iteration lowers the loss by less than this share of itself, in
+            every restart. None runs all steps.
+        start: Where to begin: :func:`from_prior`, :func:`by_kmeans`, ``from_hmm(hmm)``, or a
+            function like these. By default the prior for symbols and for modules without a closed
+            M-step, k-means for other observations; parameters without a prior begin where they are.
+        restarts: R, from how many starts, side by side; every parameter must have a prior. The
+            best is kept, all are in ``Fit.restarts``.
+        batch_size: Number of sequences in a minibatch; all by default. The module must have a
+            closed M-step. Losses are then those of the batches, scaled to the whole set.
+        decay: With minibatches, iteration t averages the statistics with a step of
+            :math:`(t + 1)^{-d}`; between 0.5 and 1.
+        gradient_step: How parameters without a closed form are maximised.
+        reseed: Whether a state that no observation supports becomes a half of the state that is
+            visited most, which may raise the loss once. If not, it stays as it was.
+        generator: Source of randomness for minibatches; torch's global one by default.
+        progress: Whether to show a progress bar on stderr; by default if that is a terminal.
+        checkpoint: A file to save to, and to go on from: see :func:`fit_svi`.
+
+    Returns:
+        The fit. ``losses`` are minus log joint densities, one before each iteration and one at the
+        end; ``notes`` report states that are not visited, variances at their floor, and a loss
+        that has risen by more than rounding, which would be an error of ours.
+
+    Raises:
+        TypeError: If an argument is of the wrong type.
+        ValueError: If a number is out of range; a sequence has probability zero; a prior has no
+            mode; or the module cannot be fitted in the way that was asked for.
+
+    Example:
+        >>> data = Sequences.from_list([[0, 1] * 10, [1, 0] * 10])
+        >>> fit = fit_em(TabularHMM(2, categorical(2)), data)
+        >>> fit.draw(data).log_prob(data.values).sum().round(decimals=1)  # 2 log 1/2
+        tensor(-1.4000)
+    """
+    begun = time.perf_counter()
+    check_size("num_steps", num_steps)
+    check_size("restarts", restarts)
+    if not isinstance(data, Sequences):
+        raise TypeError(f"data must be Sequences; got {type(data).__name__}.")
+    if not 0.5 <= decay <= 1.0:
+        raise ValueError(f"decay must lie between 0.5 and 1, so that EM converges; got {decay}.")
+    if isinstance(module, HMM):
+        module = TabularHMM.from_hmm(module)
+    if not isinstance(module, HMMModule):
+        raise TypeError(f"module must be an HMMModule or an HMM; got {type(module).__name__}.")
+    problem = _Problem(copy.deepcopy(module), data, restarts, gradient_step or GradientStep())
+    if batch_size is not None:
+        check_size("batch_size", batch_size)
+        if not problem.closed:
+            raise ValueError(
+                "batch_size needs a module whose M-step has a closed form; "
+                f"{type(module).__name__} has none. Use fit_map for minibatches."
+            )
+    batches = Batches(problem.data, batch_size, generator)
+    losses: list[Tensor] = []
+    converged, reason = False, f"it took all {num_steps} steps"
+    statistics: Statistics | None = None
+    keeper = None
+    if checkpoint is not None:
+        identity = {
+            "fit": f"EM on {type(module).__name__}",
+            "latent variables": problem.names,
+            "shapes": [list(each.shape) for each in problem.module.state_dict().values()],
+            "restarts": restarts,
+            "batch_size": batch_size,
+            "data": fingerprint(data),
+        }
+        keeper = Checkpoint(checkpoint, identity, (generator,))
+    found = keeper.load() if keeper is not None else None
+    if found is None:
+        problem.begin(start)
+    else:
+        problem.restore(found)
+        losses, statistics = list(found["losses"]), found["statistics"]
+        converged, reason, batches.order = found["converged"], found["reason"], found["order"]
+        begun -= found["seconds"]
+
+    def save() -> None:
+        if keeper is not None:
+            progressed = {
+                "losses": torch.stack(losses),
+                "statistics": statistics,
+                "converged": converged,
+                "reason": reason,
+                "order": batches.order,
+                "seconds": time.perf_counter() - begun,
+            }
+            keeper.save(progressed | problem.state())
+
+    with tqdm(total=num_steps, disable=None if progress is None else not progress) as bar:
+        while not converged and len(losses) <= num_steps:
+            if keeper is not None and losses:
+                if keeper.is_due() or len(losses) == num_steps:
+                    save()
+            batch = batches.take()
+            loss, fresh = problem.expect(batch, reseed)
+            losses.append(loss.cpu())
+            bar.set_postfix(
+                nats_per_step=f"{loss.min().item() / max(data.num_observed, 1):.4f}", refresh=False
+            )
+            if tolerance is not None and batch_size is None and len(losses) > 1:
+                fall = losses[-2] - losses[-1]
+                if not bool((fall >= tolerance * losses[-1].abs()).any()):
+                    converged = True
+                    reason = f"the loss fell by less than {tolerance:g} of itself"
+                    break
+            if len(losses) > num_steps:
+                break
+            if batch_size is not None:
+                rate, scale = len(losses) ** -decay, len(data) / len(batch)
+                fresh = {name: value * scale for name, value in fresh.items()}
+                if statistics is not None:
+                    fresh = {
+                        name: (1 - rate) * statistics[name] + rate * value
+                        for name, value in fresh.items()
+                    }
+                statistics = fresh
+            problem.maximise(fresh)
+            bar.update()
+    if converged and (found is None or not found["converged"]):
+        save()
+    trail = torch.stack(losses, 1)  # (R, steps)
+    if batch_size is None and not reseed:
+        problem.watch(trail)
+    return problem.finish(trail, converged, reason, time.perf_counter() - begun)
+
+
+def build_once(module: HMMModule, data: Sequences) -> HMM:
+    """One HMM from the module, priors drawn from where there are some."""
+    with torch.no_grad(), poutine.block():
+        return build(module, data)
+
+
+class _Problem:
+    """The parameters of one EM fit: latent variables as ``values``, the others in the module."""
+
+    def __init__(
+        self, module: HMMModule, data: Sequences, restarts: int, step: GradientStep
+    ) -> None:
+        self.module: Any = module
+        self.restarts, self.step = restarts, step
+        self.data = follow(module, None, data)
+        with torch.no_grad(), poutine.block():
+            trace = poutine.trace(lambda: build(module, self.data[:1])).get_trace()
+        self.sites = {name: trace.nodes[name]["fn"] for name in trace.stochastic_nodes}
+        self.names = list(self.sites)
+        self.points = [each for each in module.parameters() if each.requires_grad]
+        if restarts > 1 and self.points:
+            raise ValueError(
+                "restarts need every parameter to have a prior, so that each restart has its own; "
+                f"{type(module).__name__} has parameters without one."
+            )
+        if not self.names and not self.points:
+            raise ValueError("module has no parameters to fit: all of them are frozen.")
+        self.tabular = isinstance(module, TabularHMM)
+        self.closed = self.tabular and isinstance(module.emission, Emission)
+        self.values: Values = {}
+        self.leaves: Values = {}  # unconstrained, for gradient steps
+        self.notes: dict[str, int] = {}  # and in how many iterations
+        self.idle: list[list[bool]] = []  # states that nothing supports, of each restart
+
+    # Where the fit stands
+
+    def begin(self, start: Start | None) -> None:
+        """Find the first parameters."""
+        if start is None:
+            if not self.names:
+                return  # parameters without priors have values
+            symbols = is_categorical(build_once(self.module, self.data[:1]).emission)
+            start = by_kmeans if self.closed and not symbols else from_prior
+        given = start(self.module, self.data, self.restarts)
+        if isinstance(given, dict):
+            self._adopt({name: given[name] for name in self.names})
+            return
+        if not self.closed:
+            raise ValueError(
+                "start gives expected counts, which need a module with a closed M-step; "
+                f"{type(self.module).__name__} has none. Use from_prior."
+            )
+        if self.names:  # what the counts say nothing of stays as in the prior
+            self._adopt(from_prior(self.module, self.data, self.restarts))
+        expected, weights = given
+        self._maximise_closed(self._statistics(expected, weights, self.data, None))
+
+    def _adopt(self, wide: Values) -> None:
+        shape = (self.restarts, 1)
+        for name, site in self.sites.items():
+            value = wide[name].detach().expand(*shape, *site.event_shape)
+            self.values[name] = value if self.restarts > 1 else value[0, 0]
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint needs."""
+        stepper = self.step._stepper
+        return {
+            "values": self.values,
+            "points": list(self.points),
+            "notes": self.notes,
+            "stepper": None if stepper is None else stepper.state_dict(),
+        }
+
+    def restore(self, found: dict[str, Any]) -> None:
+        """Go on from a checkpoint."""
+        self.values, self.notes = found["values"], found["notes"]
+        with torch.no_grad():
+            for own, saved in zip(self.points, found["points"]):
+                own.copy_(saved)
+        if found["stepper"] is not None and self.step.optimizer is not None:
+            self.step._stepper = self.step.optimizer(self._leaves())
+            self.step._stepper.load_state_dict(found["stepper"])
+
+    # The two steps
+
+    def build(self, batch: Sequences) -> tuple[HMM, Tensor]:
+        """The HMM with the parameters as they are, and their log-prior, ``(R,)`` or a scalar."""
+        with poutine.block():
+            with poutine.condition(data=self.values):
+                trace = poutine.trace(lambda: build(self.module, batch)).get_trace()
+            trace.compute_log_prob(site_filter=lambda name, site: name in self.sites)
+        prior = sum(
+            (trace.nodes[name]["log_prob"].sum(-1) if self.restarts > 1
+             else trace.nodes[name]["log_prob"] for name in self.names),
+            torch.zeros(()),
+        )  # fmt: skip
+        hmm: HMM = trace.nodes["_RETURN"]["value"]
+        if batch.labels is not None:
+            hmm = hmm.restrict(batch.labels)
+        return hmm, torch.as_tensor(prior)
+
+    def expect(self, batch: Sequences, reseed: bool) -> tuple[Tensor, Any]:
+        """The loss ``(R,)`` where the parameters are, and what the M-step needs."""
+        with torch.no_grad():
+            hmm, prior = self.build(batch)
+            expected = hmm.expected(batch.values)
+        evidence = expected.log_evidence.double()
+        if bool(
+            evidence.isneginf().all(0).any() if self.restarts > 1 else evidence.isneginf().any()
+        ):
+            where = int(evidence.isneginf().reshape(-1, len(batch)).all(0).byte().argmax())
+            raise ValueError(
+                f"data: sequence {where} of this batch has probability zero; check for symbols or "
+                "moves that no path allows, or give the parameters a prior that rules none out."
+            )
+        scale = batch.total / len(batch)
+        loss = -(scale * evidence.reshape(self.restarts, -1).sum(-1) + prior.double())
+        if not bool(loss.isfinite().any()):
+            raise FloatingPointError(f"the loss is {loss[0].item()}; the prior has density zero at "
+                                     "the parameters found.")  # fmt: skip
+        if not self.closed:
+            return loss, (batch, expected, hmm)
+        weights = expected.states.reshape(self.restarts, *expected.states.shape[-3:])
+        if reseed:
+            expected, weights = _split_busiest(expected, weights)
+        return loss, self._statistics(expected, weights, batch, hmm)
+
+    def _statistics(
+        self, expected: Expected, weights: Tensor, batch: Sequences, hmm: HMM | None
+    ) -> Statistics:
+        seen = batch.observed.flatten()
+        flat = weights.flatten(1, 2)
+        values = batch.values.flatten(0, 1)
+        if not bool(seen.all()):
+            flat, values = flat[:, seen], values[seen]
+        found = self.module.statistics(expected, values, flat, hmm)
+        return found | {"visits": flat.double().sum(1)}
+
+    def maximise(self, found: Any) -> None:
+        """The M-step."""
+        if self.closed:
+            self._maximise_closed(found)
+            return
+        batch, expected, hmm = found
+        free = list(self.names)
+        if self.tabular:  # only the emission has no closed form
+            with torch.no_grad():
+                nothing = torch.zeros(self.restarts, 0, hmm.num_states)
+                self._maximise_closed(self.module.statistics(expected, nothing[0], nothing, None))
+            free = [name for name in free if name.startswith("emission.")]
+        self._maximise_by_gradient(batch, expected, free)
+
+    def _maximise_closed(self, statistics: Statistics) -> None:
+        visits = statistics.get("visits")
+        values, notes = self.module.maximise(statistics)
+        for name, value in values.items():
+            old = self._current(name)
+            new = torch.where(value.isnan(), old.double(), value).to(old.dtype)
+            self._put(name, new)
+        for note in notes:
+            self.notes[note] = self.notes.get(note, 0) + 1
+        self.idle = (
+            [] if visits is None else (visits < DEAD * visits.sum(-1, keepdim=True)).tolist()
+        )
+
+    def _current(self, name: str) -> Tensor:
+        """The value ``(R, ...)`` of a parameter."""
+        if name in self.values:
+            value = self.values[name]
+            return value.squeeze(1) if self.restarts > 1 else value.unsqueeze(0)
+        *path, last = name.split(".")
+        return getattr(self.module.get_submodule(".".join(path)), last).detach().unsqueeze(0)
+
+    def _put(self, name: str, value: Tensor) -> None:
+        """Set a parameter to ``value`` ``(R, ...)``."""
+        if name in self.values:
+            self.values[name] = value.unsqueeze(1) if self.restarts > 1 else value[0]
+        else:
+            *path, last = name.split(".")
+            setattr(self.module.get_submodule(".".join(path)), last, value[0])
+
+    def _leaves(self) -> list[Tensor]:
+        """All that gradient steps move, unconstrained."""
+        for name, site in self.sites.items():
+            value = self.values[name]
+            leaf = transform_to(site.support).inv(value).detach().clone().requires_grad_()
+            self.leaves[name] = leaf
+        return [*self.leaves.values(), *self.points]
+
+    def _maximise_by_gradient(self, batch: Sequences, expected: Expected, free: list[str]) -> None:
+        known = dict(self.values)
+        if self.step.optimizer is None or not self.leaves:
+            self._leaves()
+        leaves = {name: self.leaves[name] for name in free}
+        points = self.points
+        if self.tabular:
+            points = [each for each in self.module.emission.parameters() if each.requires_grad]
+        counts = Expected(*(part.detach() for part in expected))
+
+        def loss() -> Tensor:
+            self.values = known | {
+                name: transform_to(self.sites[name].support)(leaf) for name, leaf in leaves.items()
+            }
+            hmm, prior = self.build(batch)
+            terms = hmm._chain(batch.values)
+            total = prior.reshape(-1).expand(self.restarts)
+            for term, count in zip(terms, (counts.initial, counts.transitions, counts.states)):
+                gain = torch.where(count > 0, term.expand(count.shape) * count, 0.0)
+                total = total + gain.reshape(self.restarts, -1).sum(-1)
+            return -total
+
+        self.step(loss, [*leaves.values(), *points])
+        with torch.no_grad():
+            loss()  # leaves the values where the step ended
+        self.values = {name: value.detach() for name, value in self.values.items()}
+
+    # The end
+
+    def watch(self, trail: Tensor) -> None:
+        """Report a loss that has risen by more than rounding."""
+        single = (
+            self.data.values.dtype == torch.float32 or torch.get_default_dtype() == torch.float32
+        )
+        slack = (1e-5 if single else 1e-9) * trail.abs().amax().item()
+        rise = (trail[:, 1:] - trail[:, :-1]).max().item() if trail.size(1) > 1 else 0.0
+        if rise > slack:
+            note = (
+                f"the loss rose by {rise:.3g} nats in one iteration, which EM must not do: please "
+                "report it as an error of this package"
+            )
+            self.notes[note] = 1
+            warnings.warn(note, RuntimeWarning, stacklevel=3)
+
+    def finish(self, trail: Tensor, converged: bool, reason: str, seconds: float) -> Fit:
+        """The best restart as a fit, all of them beside it."""
+        best = int(trail[:, -1].argmin())
+        notes = [
+            f"{note} ({count} iterations)" if count > 1 else note
+            for note, count in self.notes.items()
+        ]
+        if self.idle and any(self.idle[best]):
+            names = ", ".join(str(k) for k, dead in enumerate(self.idle[best]) if dead)
+            notes.append(
+                f"no observation supports state {names}: it stands where its prior or its start "
+                "put it. Fewer states, restarts or reseed=True may help."
+            )
+        model = MarginalModel(self.module)
+        values = {f"module.{name}": value.detach() for name, value in self.values.items()}
+        every = None
+        if self.restarts > 1:
+            stacked = {name: value.squeeze(1) for name, value in values.items()}
+            every = Restarts(model, trail, trail[:, -1], stacked, best)
+            values = {name: value[best] for name, value in stacked.items()}
+        return Fit(
+            model,
+            Point(values),
+            trail[best],
+            converged,
+            reason,
+            seconds,
+            self.data.num_observed,
+            list(values),
+            notes=notes,
+            restarts=every,
+        )
+
+
+def _counts(weights: Tensor, data: Sequences) -> Expected:
+    """Expected counts if states at different steps were independent, ``weights`` their law."""
+    clock = torch.arange(data.num_steps)
+    exists = (clock < data.lengths.unsqueeze(-1)).to(weights.device)
+    weights = weights * exists.unsqueeze(-1)
+    moves = torch.einsum("rnti,rntj->rij", weights[:, :, :-1], weights[:, :, 1:])
+    evidence = weights.new_zeros(len(data))
+    return Expected(evidence, weights[:, :, 0].sum(1), moves, weights)
+
+
+def _split_busiest(expected: Expected, weights: Tensor) -> tuple[Expected, Tensor]:
+    """Give half of what supports the busiest state to each state that nothing supports.
+
+    Args:
+        expected: Counts.
+        weights: ``(R, N, T, K)``.
+    """
+    visits = weights.sum((1, 2))  # (R, K)
+    dead = visits < DEAD * visits.sum(-1, keepdim=True)
+    if not bool(dead.any()):
+        return expected, weights
+    size = visits.shape
+    weights, visits = weights.clone(), visits.clone()
+    initial = expected.initial.reshape(size).clone()
+    moves = expected.transitions.reshape(*size, size[-1]).clone()
+    for r, k in dead.nonzero().tolist():
+        busy = int(visits[r].argmax())
+        part = torch.rand_like(weights[r, ..., 0]) < 0.5  # of the steps: so that the halves differ
+        weights[r, ..., k] = weights[r, ..., busy] * part
+        weights[r, ..., busy] *= ~part
+        visits[r] = weights[r].sum((0, 1))
+        initial[r, [busy, k]] = initial[r, busy] / 2
+        moves[r, [busy, k]] = moves[r, busy] / 2
+        moves[r, :, [busy, k]] = moves[r, :, [busy, busy]] / 2
+    found = expected._replace(
+        initial=initial.reshape(expected.initial.shape),
+        transitions=moves.reshape(expected.transitions.shape),
+    )
+    return found, weights
