@@ -7,8 +7,11 @@ from . import em as em
 from . import emissions as emissions
 from . import metrics as metrics
 from . import plots as plots
+from . import queries as queries
 from . import readers as readers
 from . import recursions as recursions
+from .conversion import from_hmmlearn as from_hmmlearn
+from .conversion import to_hmmlearn as to_hmmlearn
 from .em import GradientStep as GradientStep
 from .em import fit_em as fit_em
 from .emissions import bernoulli as bernoulli
@@ -33,9 +36,13 @@ from .models import MarginalModel as MarginalModel
 from .models import markov_sample as markov_sample
 from .modules import HMMModule as HMMModule
 from .modules import freeze as freeze
+from .persistence import load_hmm as load_hmm
+from .persistence import load_into as load_into
+from .persistence import save as save
 from .recursions import Expected as Expected
 from .recursions import Posterior as Posterior
 from .sequences import Sequences as Sequences
+from .streaming import Filter as Filter
 from .tabular import TabularHMM as TabularHMM
 from .tabular import banded as banded
 from .tabular import left_to_right as left_to_right
@@ -45,6 +52,7 @@ __all__ = [
     "HMM",
     "EnumeratedModel",
     "Expected",
+    "Filter",
     "Fit",
     "Forecast",
     "GradientStep",
@@ -66,7 +74,10 @@ __all__ = [
     "fit_map",
     "fit_svi",
     "freeze",
+    "from_hmmlearn",
     "left_to_right",
+    "load_hmm",
+    "load_into",
     "markov_sample",
     "metrics",
     "normal",
@@ -77,9 +88,12 @@ __all__ = [
     "parametric",
     "plots",
     "poisson",
+    "queries",
     "readers",
     "recursions",
+    "save",
     "sticky",
     "streams",
     "tied",
+    "to_hmmlearn",
 ]

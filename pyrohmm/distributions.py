@@ -366,7 +366,7 @@ class Streams(TorchDistribution):
 
     arg_constraints: dict[str, constraints.Constraint] = {}  # noqa: RUF012
 
-    def __init__(self, parts: Sequence[Any]) -> None:
+    def __init__(self, parts: Sequence[Any], validate_args: bool | None = None) -> None:
         if not parts:
             raise ValueError("parts is empty; wanted at least one distribution.")
         for part in parts:
@@ -378,7 +378,7 @@ class Streams(TorchDistribution):
         self.parts = list(parts)
         self.widths = [part.event_shape.numel() for part in parts]
         batch = torch.broadcast_shapes(*(part.batch_shape for part in parts))
-        super().__init__(batch, torch.Size([sum(self.widths)]), validate_args=False)
+        super().__init__(batch, torch.Size([sum(self.widths)]), validate_args=validate_args)
 
     @property
     def support(self) -> constraints.Constraint:
@@ -453,7 +453,7 @@ class Tied(TorchDistribution):
 
     arg_constraints: dict[str, constraints.Constraint] = {}  # noqa: RUF012
 
-    def __init__(self, base: Any, index: Tensor) -> None:
+    def __init__(self, base: Any, index: Tensor, validate_args: bool | None = None) -> None:
         check_integers("index", index)
         self.base, self.index = base, index.long()
         if int(index.min()) < 0 or int(index.max()) >= base.batch_shape[-1]:
@@ -461,7 +461,9 @@ class Tied(TorchDistribution):
                 f"index must lie between 0 and {base.batch_shape[-1] - 1}, the distinct emissions; "
                 f"got {int(index.min())} to {int(index.max())}."
             )
-        super().__init__(base.batch_shape[:-1] + index.shape, base.event_shape, validate_args=False)
+        super().__init__(
+            base.batch_shape[:-1] + index.shape, base.event_shape, validate_args=validate_args
+        )
 
     @property
     def support(self) -> constraints.Constraint:

@@ -46,9 +46,18 @@ from pyrohmm import (
     MarginalModel,
     Sequences,
     TabularHMM,
+    bernoulli,
     categorical,
+    left_to_right,
     markov_sample,
     normal,
+    normal_full,
+    normal_mixture,
+    normal_spherical,
+    normal_tied,
+    poisson,
+    streams,
+    tied,
 )
 
 NAN = float("nan")
@@ -101,6 +110,30 @@ class Walker(HMMModule):
         )
 
 
+class Driven(HMMModule):
+    """A module of a user: moves and emissions depend on a covariate of each step."""
+
+    def __init__(self, num_states=2):
+        super().__init__()
+        self.register_buffer("zero", torch.zeros(num_states, num_states))
+        self.base = PyroSample(lambda self: dist.Normal(self.zero, 1.0).to_event(2))
+        self.tilt = PyroSample(lambda self: dist.Normal(self.zero, 1.0).to_event(2))
+        self.slope = torch.nn.Parameter(torch.randn(num_states))
+
+    def forward(self, lengths, observed=None, covariates=None):
+        drive = covariates[:, 1:, :, None] * self.tilt.unsqueeze(-3)  # (*B, T-1, K, K)
+        moves = self.base.unsqueeze(-3) + drive
+        return HMM(
+            self.zero[0].log_softmax(-1),
+            moves.log_softmax(-1),
+            dist.Normal(self.slope * covariates, 1.0),
+            lengths,
+            observed,
+            transition_per_step=True,
+            emission_per_step=True,
+        )
+
+
 def symbols():
     """Four sequences, the first with a gap, the third without any observed step."""
     values = torch.tensor([[0, 9, 2, 1], [1, 1, 9, 9], [9, 9, 9, 9], [2, 0, 1, 9]])
@@ -121,7 +154,78 @@ def counts():
     return Sequences.from_list([[3.0, NAN, 0.0, 1.0], [NAN, 2.0], [5.0]])
 
 
+def known_in_part(width=2, transform=lambda values: values):
+    """Vectors: a whole step is missing, and single components of others."""
+    rows = [transform(torch.randn(length, width)) for length in (4, 2, 1)]
+    rows[0][1], rows[0][2, 0], rows[1][1, -1] = NAN, NAN, NAN
+    return Sequences.from_list(rows)
+
+
+def beside_each_other():
+    """A symbol, a vector and a count at each step, and what is missing of them."""
+    data = known_in_part(4)
+    data.values[..., 0] = (data.values[..., 0] > 0).where(~data.values[..., 0].isnan(), NAN)
+    data.values[..., 3] = (data.values[..., 3].abs() * 3).floor()
+    return data
+
+
+def labelled(data, labels):
+    return Sequences(data.values, data.lengths, data.observed, labels)
+
+
+def with_sets_of_labels():
+    data = symbols()
+    allowed = torch.ones(4, 4, 2).bool()
+    allowed[0, 1, 0] = allowed[0, 2, 1] = allowed[3, 0, 1] = False
+    allowed[1, 3] = False  # padding
+    return labelled(data, allowed)
+
+
+def with_covariates():
+    return Sequences.from_list(
+        [[0.3, NAN, -1.2, 0.7], [NAN, 2.0], [0.1]],
+        covariates=[torch.randn(length, 1) for length in (4, 2, 1)],
+    )
+
+
 CASES = {
+    "ones and zeros": (
+        lambda: TabularHMM(2, bernoulli(2)),
+        lambda: known_in_part(2, lambda values: (values > 0).double()),
+    ),
+    "poisson": (lambda: TabularHMM(2, poisson()), counts),
+    "poisson vectors": (
+        lambda: TabularHMM(2, poisson(2)),
+        lambda: known_in_part(2, lambda values: values.abs().mul(3).floor()),
+    ),
+    "gaps": (lambda: TabularHMM(2, normal(2)), known_in_part),
+    "spherical": (lambda: TabularHMM(2, normal_spherical(2)), known_in_part),
+    "full covariance": (lambda: TabularHMM(2, normal_full(3)), lambda: known_in_part(3)),
+    "tied covariance": (lambda: TabularHMM(2, normal_tied(2)), known_in_part),
+    "mixture": (lambda: TabularHMM(2, normal_mixture(3, 2)), known_in_part),
+    "streams": (
+        lambda: TabularHMM(2, streams(categorical(2), normal_full(2), poisson())),
+        beside_each_other,
+    ),
+    "shared emissions": (lambda: TabularHMM(3, tied(categorical(3), [0, 1, 0])), symbols),
+    "left to right": (
+        lambda: TabularHMM(
+            3,
+            categorical(3),
+            initial_allowed=torch.tensor([True, True, False]),
+            transition_allowed=left_to_right(3, 1),
+        ),
+        symbols,
+    ),
+    "labels": (
+        lambda: TabularHMM(2, categorical(3)),
+        lambda: labelled(
+            symbols(),
+            torch.tensor([[0, 1, -1, -1], [-1, 1, 9, 9], [-1, -1, 9, 9], [0, 0, 0, 9]]),
+        ),
+    ),
+    "sets of labels": (lambda: TabularHMM(2, categorical(3)), with_sets_of_labels),
+    "covariates": (Driven, with_covariates),
     "categorical": (lambda: TabularHMM(2, categorical(3)), symbols),
     "scalar": (lambda: TabularHMM(3, normal(0)), numbers),
     "vector": (lambda: TabularHMM(2, normal(2)), vectors),
@@ -139,13 +243,19 @@ CASES = {
 
 def share_of(data: Sequences, more: int = 7) -> Sequences:
     """The same sequences as a minibatch of a larger set."""
-    return Sequences(data.values, data.lengths, data.observed, total=len(data) + more)
+    return Sequences(
+        data.values, data.lengths, data.observed, data.labels, len(data) + more, data.covariates
+    )
 
 
 def stickiness(hmm: HMM) -> torch.Tensor:
     """A log-prior with one value for each particle, as vectorised particles ask for."""
     stay = hmm.log_transition.exp().diagonal(dim1=-2, dim2=-1).sum(-1)
-    return 2.0 * (stay.sum(-1) if hmm.transition_per_step else stay)
+    if hmm.transition_per_step:
+        stay = stay.sum(-1)
+        if hmm.log_transition.dim() > 3 and hmm.log_transition.size(-4) > 1:  # of each sequence
+            stay = stay.sum(-1, keepdim=stay.dim() > 1)
+    return 2.0 * stay
 
 
 def both(module, log_prior=None):
@@ -172,6 +282,15 @@ def loss_and_gradients(model, guide, data, particles=1):
     return loss.detach(), dict(zip(parameters, given))
 
 
+def seen(emission, value):
+    """Log-density ``(K,)`` of the components that are not NaN."""
+    known = ~value.isnan() if value.is_floating_point() else torch.ones(value.shape).bool()
+    if known.all():
+        return emission.log_prob(value.unsqueeze(0))
+    base = emission.base_dist
+    return dist.Normal(base.loc, base.scale).log_prob(value.nan_to_num())[..., known].sum(-1)
+
+
 def log_evidence_by_paths(hmm: HMM, data: Sequences, n: int) -> torch.Tensor:
     """Log-probability of sequence n by its definition; for unbatched parameters."""
     length, total = int(data.lengths[n]), []
@@ -181,7 +300,7 @@ def log_evidence_by_paths(hmm: HMM, data: Sequences, n: int) -> torch.Tensor:
             score = score + hmm.log_transition[path[t - 1], path[t]]
         for t in range(length):
             if data.observed[n, t]:
-                score = score + hmm.emission.log_prob(data.values[n, t].unsqueeze(0))[path[t]]
+                score = score + seen(hmm.emission, data.values[n, t])[path[t]]
         total.append(score)
     return torch.stack(total).logsumexp(0)
 

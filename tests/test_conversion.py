@@ -1,0 +1,319 @@
+"""Laws of conversion: both libraries say the same of the same data, whichever way a model goes."""
+
+import sys
+import warnings
+
+import numpy as np
+import pyro.distributions as dist
+import pytest
+import torch
+
+from pyrohmm import HMM, Sequences, from_hmmlearn, to_hmmlearn
+
+library = pytest.importorskip("hmmlearn.hmm", reason="hmmlearn is not installed")
+
+SIZES = [(1, 1), (3, 2)]  # states, components of an observation
+
+
+def rows(rng, *shape):
+    return rng.dirichlet(np.ones(shape[-1]), size=shape[:-1])
+
+
+def chain(rng, model, zeros):
+    """Give ``model`` a random chain; with ``zeros``, one that moves forward only."""
+    size = model.n_components
+    model.startprob_, model.transmat_ = rows(rng, size), rows(rng, size, size)
+    if zeros:
+        model.startprob_ = np.eye(size)[0]
+        model.transmat_ = np.triu(model.transmat_)
+        model.transmat_ /= model.transmat_.sum(1, keepdims=True)
+    return model
+
+
+def covariance(rng, *batch, dim):
+    root = rng.normal(size=(*batch, dim, dim))
+    return root @ root.swapaxes(-1, -2) + 0.3 * np.eye(dim)
+
+
+def symbols(rng, size, dim, zeros):
+    model = chain(rng, library.CategoricalHMM(size), zeros)
+    model.emissionprob_ = rows(rng, size, 4)
+    if zeros:
+        model.emissionprob_[0] = [0.5, 0.0, 0.25, 0.25]
+    return model, lambda count: rng.integers(4, size=(count, 1))
+
+
+def counts(rng, size, dim, zeros):
+    model = chain(rng, library.PoissonHMM(size), zeros)
+    model.lambdas_ = rng.uniform(0.5, 4.0, size=(size, dim))
+    return model, lambda count: rng.poisson(2.0, size=(count, dim))
+
+
+def gaussian(kind):
+    def build(rng, size, dim, zeros):
+        model = chain(rng, library.GaussianHMM(size, covariance_type=kind), zeros)
+        model.means_ = rng.normal(size=(size, dim))
+        model.covars_ = {
+            "diag": lambda: rng.uniform(0.3, 2.0, size=(size, dim)),
+            "spherical": lambda: rng.uniform(0.3, 2.0, size=size),
+            "full": lambda: covariance(rng, size, dim=dim),
+            "tied": lambda: covariance(rng, dim=dim),
+        }[kind]()
+        return model, lambda count: rng.normal(size=(count, dim))
+
+    return build
+
+
+def mixture(kind, parts=2):
+    def build(rng, size, dim, zeros):
+        model = chain(rng, library.GMMHMM(size, parts, covariance_type=kind), zeros)
+        model.weights_ = rows(rng, size, parts)
+        model.means_ = rng.normal(size=(size, parts, dim))
+        model.covars_ = {
+            "diag": lambda: rng.uniform(0.3, 2.0, size=(size, parts, dim)),
+            "spherical": lambda: rng.uniform(0.3, 2.0, size=(size, parts)),
+            "full": lambda: covariance(rng, size, parts, dim=dim),
+            "tied": lambda: covariance(rng, size, dim=dim),
+        }[kind]()
+        return model, lambda count: rng.normal(size=(count, dim))
+
+    return build
+
+
+KINDS = {"symbols": symbols, "counts": counts, "mixture of one": mixture("diag", parts=1)}
+for each in ("diag", "spherical", "full", "tied"):
+    KINDS |= {f"gaussian {each}": gaussian(each), f"mixture {each}": mixture(each)}
+
+
+def padded(model, joined, lengths):
+    pieces = np.split(joined, np.cumsum(lengths)[:-1])
+    if isinstance(model, library.CategoricalHMM):
+        pieces = [piece[:, 0] for piece in pieces]
+    return Sequences.from_list([torch.as_tensor(piece) for piece in pieces]).values
+
+
+def check_same(model, hmm, joined, lengths):
+    """Evidence, posterior and best path of ``hmm`` are those of ``model``.
+
+    Of sequences that cannot occur there is only the evidence: hmmlearn makes up a posterior.
+    """
+    values = padded(model, joined, lengths)
+    if not isinstance(model, library.CategoricalHMM):
+        values = values.double()
+    evidence = hmm.log_prob(values)
+    assert evidence.dtype == torch.float64
+    np.testing.assert_allclose(evidence.sum(), model.score(joined, lengths), rtol=1e-9)
+    exists = torch.arange(max(lengths)) < torch.tensor(lengths).unsqueeze(-1)
+    possible = evidence.isfinite().unsqueeze(-1).expand_as(exists)[exists].numpy()
+    found = hmm.posterior(values).states[exists].numpy()
+    expected = model.predict_proba(joined, lengths)
+    np.testing.assert_allclose(found[possible], expected[possible], atol=1e-9)
+    _, path = model.decode(joined, lengths)
+    np.testing.assert_array_equal(hmm.viterbi(values)[exists].numpy()[possible], path[possible])
+
+
+@pytest.mark.parametrize("lengths", [[1], [5], [3, 1, 6]])
+@pytest.mark.parametrize(("size", "dim"), SIZES)
+@pytest.mark.parametrize("zeros", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_both_libraries_agree_in_both_directions(kind, zeros, size, dim, lengths):
+    rng = np.random.default_rng([size, dim, zeros, sum(lengths)])
+    model, draw = KINDS[kind](rng, size, dim, zeros)
+    joined = draw(sum(lengths))
+    hmm = from_hmmlearn(model, lengths)
+    check_same(model, hmm, joined, lengths)
+    again = to_hmmlearn(hmm)
+    assert type(again) is type(model)
+    check_same(again, hmm, joined, lengths)
+    check_same(again, from_hmmlearn(again, lengths), joined, lengths)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_hard_zeros_are_exact_on_both_sides(kind):
+    model, _ = KINDS[kind](np.random.default_rng(0), 3, 2, True)
+    hmm = from_hmmlearn(model, [2])
+    again = to_hmmlearn(hmm)
+    for name, logs in (("startprob_", hmm.log_initial), ("transmat_", hmm.log_transition)):
+        zero = getattr(model, name) == 0
+        assert zero.any()
+        assert (np.isneginf(logs.numpy()) == zero).all()
+        assert ((getattr(again, name) == 0) == zero).all()
+    if kind == "symbols":
+        assert again.emissionprob_[0, 1] == 0
+        assert hmm.emission.logits[0, 1] == -torch.inf
+
+
+def test_a_component_of_weight_zero_stays_one():
+    model, draw = mixture("diag")(np.random.default_rng(0), 2, 2, False)
+    model.weights_ = np.array([[1.0, 0.0], [0.5, 0.5]])
+    hmm = from_hmmlearn(model, [4])
+    with np.errstate(divide="ignore"):  # hmmlearn takes the logarithm of zero
+        check_same(model, hmm, draw(4), [4])
+    assert to_hmmlearn(hmm).weights_[0, 1] == 0
+
+
+@pytest.mark.parametrize("kind", ["symbols", "counts", "gaussian tied", "mixture full"])
+def test_a_model_that_was_fitted_is_converted(kind):
+    rng = np.random.default_rng(1)
+    lengths = [30, 20]
+    _, draw = KINDS[kind](rng, 2, 2, False)
+    joined = draw(50)
+    if kind == "symbols":
+        joined[0] = 3  # every symbol occurs
+    empty = {
+        "symbols": library.CategoricalHMM(2, n_iter=3, random_state=0),
+        "counts": library.PoissonHMM(2, n_iter=3, random_state=0),
+        "gaussian tied": library.GaussianHMM(2, "tied", n_iter=3, random_state=0),
+        "mixture full": library.GMMHMM(2, 2, covariance_type="full", n_iter=3, random_state=0),
+    }[kind]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of other libraries, and of too few iterations
+        model = empty.fit(joined, lengths)
+    check_same(model, from_hmmlearn(model, lengths), joined, lengths)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_converted_model_can_be_fitted_further(kind):
+    """From its parameters: the first iteration does not begin anew."""
+    model, draw = KINDS[kind](np.random.default_rng(0), 2, 2, False)
+    joined = draw(40)
+    again = to_hmmlearn(from_hmmlearn(model, [40]))
+    before = again.score(joined)
+    again.n_iter = 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        again.fit(joined)
+    np.testing.assert_allclose(again.monitor_.history[0], before, rtol=1e-9)
+
+
+def test_the_models_are_independent_copies():
+    model, _ = gaussian("full")(np.random.default_rng(0), 2, 2, False)
+    state = set(vars(model))
+    hmm = from_hmmlearn(model, [3])
+    again = to_hmmlearn(hmm)
+    kept = hmm.log_transition.clone(), hmm.emission.loc.clone()
+    model.transmat_[:] = 0.5
+    model.means_[:] = 0
+    again.means_[:] = 0
+    assert torch.equal(hmm.log_transition, kept[0])
+    assert torch.equal(hmm.emission.loc, kept[1])
+    assert set(vars(model)) == state
+
+
+@pytest.mark.parametrize(
+    "emission",
+    [
+        dist.Normal(torch.randn(2), torch.rand(2) + 0.5),
+        dist.Poisson(torch.rand(2) + 0.5),
+        dist.MixtureSameFamily(
+            dist.Categorical(torch.ones(2, 3)), dist.Normal(torch.randn(2, 3), torch.ones(2, 3))
+        ),
+    ],
+)
+def test_scalars_become_vectors_of_one_component(emission):
+    emission = emission.expand((2,))
+    initial, matrix = torch.tensor([0.5, 0.5]).log(), torch.tensor([[0.9, 0.1], [0.0, 1.0]]).log()
+    hmm = HMM(initial, matrix, emission, torch.tensor([4]))
+    values = emission.sample((4,))[:, 0].abs().unsqueeze(0)
+    score = to_hmmlearn(hmm).score(values.mT.reshape(4, 1).numpy())
+    torch.testing.assert_close(hmm.log_prob(values).sum().item(), score, rtol=1e-5, atol=1e-6)
+
+
+def test_single_precision_gives_rows_that_hmmlearn_accepts():
+    torch.set_default_dtype(torch.float32)
+    logits = torch.randn(40, 1000).log_softmax(-1)
+    matrix = torch.randn(40, 40).log_softmax(-1)
+    hmm = HMM(matrix[0], matrix, dist.Categorical(logits=logits), torch.tensor([5]))
+    values = torch.randint(1000, (1, 5))
+    score = to_hmmlearn(hmm).score(values.mT.numpy())
+    np.testing.assert_allclose(hmm.log_prob(values).sum(), score, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("model", "missing"),
+    [
+        (library.CategoricalHMM(2), "startprob_"),
+        (library.GaussianHMM(2), "startprob_"),
+    ],
+)
+def test_a_model_without_parameters_is_refused(model, missing):
+    with pytest.raises(ValueError, match=f"no {missing}: it has not been fitted"):
+        from_hmmlearn(model, [3])
+
+
+@pytest.mark.parametrize("name", ["means_", "covars_", "weights_"])
+def test_a_model_that_lacks_a_parameter_is_refused(name):
+    builds = [mixture("diag")] if name == "weights_" else [mixture("diag"), gaussian("diag")]
+    for build in builds:
+        model, _ = build(np.random.default_rng(0), 2, 2, False)
+        delattr(model, "_covars_" if hasattr(model, "_covars_") and name == "covars_" else name)
+        with pytest.raises(ValueError, match=f"no {name}"):
+            from_hmmlearn(model, [3])
+
+
+@pytest.mark.parametrize("model", [library.MultinomialHMM(2), library, None, "GaussianHMM"])
+def test_other_models_are_refused(model):
+    with pytest.raises(TypeError, match=r"one of CategoricalHMM, GaussianHMM, GMMHMM, PoissonHMM"):
+        from_hmmlearn(model, [3])
+
+
+def test_rows_that_do_not_sum_to_one_are_refused():
+    model, _ = counts(np.random.default_rng(0), 2, 1, False)
+    model.transmat_ = np.array([[0.0, 0.0], [0.5, 0.5]])  # fits leave this where nothing was seen
+    with pytest.raises(ValueError, match="sum to one"):
+        from_hmmlearn(model, [3])
+
+
+@pytest.mark.parametrize(
+    ("lengths", "error"),
+    [(None, TypeError), ([1.5], TypeError), ([], TypeError), ([0], ValueError)],
+)
+def test_lengths_that_are_none_are_refused(lengths, error):
+    model, _ = counts(np.random.default_rng(0), 2, 1, False)
+    with pytest.raises(error, match="lengths"):
+        from_hmmlearn(model, lengths)
+
+
+EVEN = torch.full((2, 2), 0.5, dtype=torch.float64).log()
+COINS = dist.Poisson(torch.ones(2))
+
+
+@pytest.mark.parametrize(
+    ("hmm", "error", "message"),
+    [
+        (None, TypeError, "hmm must be"),
+        (HMM(EVEN[0], EVEN, COINS, torch.tensor([2]), torch.ones(1, 2).bool()), ValueError, "miss"),
+        (HMM(EVEN[0], EVEN.expand(4, 1, 2, 2), COINS, torch.tensor([2])), ValueError, r"\(4, 1\)"),
+        (HMM(EVEN[0], EVEN, COINS.expand((3, 2)), torch.tensor([2])), ValueError, r"\(3,\)"),
+        (
+            HMM(EVEN[0], EVEN[None], COINS, torch.tensor([2]), transition_per_step=True),
+            ValueError,
+            "per step",
+        ),
+    ],
+)
+def test_what_hmmlearn_does_not_have_is_refused(hmm, error, message):
+    with pytest.raises(error, match=message):
+        to_hmmlearn(hmm)
+
+
+@pytest.mark.parametrize(
+    "emission",
+    [
+        dist.Gamma(torch.ones(2), torch.ones(2)),
+        dist.Normal(torch.zeros(2, 3, 3), 1.0).to_event(2),
+        dist.Categorical(torch.ones(2, 3, 4)).to_event(1),
+        dist.MixtureSameFamily(dist.Categorical(torch.ones(2, 3)), dist.Poisson(torch.ones(2, 3))),
+    ],
+)
+def test_emissions_that_hmmlearn_does_not_have_are_refused(emission):
+    with pytest.raises(TypeError, match="emission must be"):
+        to_hmmlearn(HMM(EVEN[0], EVEN, emission, torch.tensor([2])))
+
+
+def test_without_hmmlearn_the_cure_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "hmmlearn", None)
+    with pytest.raises(ImportError, match="pip install hmmlearn"):
+        from_hmmlearn(None, [1])
+    with pytest.raises(ImportError, match="pip install hmmlearn"):
+        to_hmmlearn(None)

@@ -1,0 +1,984 @@
+"""Laws of saving: what comes back has the same bits, or an error comes and nothing has changed."""
+
+import json
+import os
+import pickle
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pyro.distributions as dist
+import pytest
+import safetensors.torch
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from pyro.nn import PyroParam
+from torch import nn
+
+import pyrohmm
+from pyrohmm import (
+    HMM,
+    HMMModule,
+    TabularHMM,
+    categorical,
+    load_hmm,
+    load_into,
+    normal,
+    persistence,
+    save,
+)
+from pyrohmm.persistence import read_tensors, write_tensors
+
+FILE = "tensors.safetensors"
+K = 3
+
+
+def bits(tensor):
+    """The dtype, the shape and every byte: NaN and minus zero count as they are."""
+    return tensor.dtype, tuple(tensor.shape), bytes(tensor.contiguous().flatten().view(torch.uint8))
+
+
+def all_bits(tensors):
+    return {name: bits(tensor) for name, tensor in tensors.items()}
+
+
+def temporaries(directory):
+    return [path.name for path in Path(directory).rglob("*.tmp")]
+
+
+def forge(path, document, tensors=None):
+    """A valid safetensors file with any document at all in the place of ours."""
+    text = document if isinstance(document, str) else json.dumps(document)
+    data = safetensors.torch.save(tensors or {"a": torch.ones(2)}, {"pyrohmm": text})
+    Path(path).write_bytes(data)
+
+
+def raw(path, header, payload=b""):
+    Path(path).write_bytes(struct.pack("<Q", len(header)) + header + payload)
+
+
+# One file ---------------------------------------------------------------------------------------
+
+EVERY_DTYPE = [
+    torch.bool, torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.int8, torch.int16,
+    torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64,
+    torch.complex64,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", EVERY_DTYPE)
+@pytest.mark.parametrize("shape", [(), (1,), (0,), (0, 3), (2, 0), (2, 3)])
+def test_every_dtype_and_shape_comes_back(tmp_path, dtype, shape):
+    tensor = torch.arange(int(np.prod(shape))).reshape(shape).to(dtype)
+    write_tensors(tmp_path / "x", {"a": tensor}, {})
+    assert all_bits(read_tensors(tmp_path / "x")[0]) == {"a": bits(tensor)}
+
+
+def test_views_and_shared_memory_come_back(tmp_path):
+    base = torch.arange(12.0).reshape(3, 4)
+    complex_base = torch.complex(base, base + 1).to(torch.complex64)
+    tensors = {
+        "base": base,
+        "same": base,
+        "transposed": base.mT,
+        "column": base[:, 1],
+        "row": base[1],
+        "expanded": base[0, 1].expand(5),
+        "parameter": nn.Parameter(base),
+        "conjugate": complex_base.conj(),
+        "negative": complex_base.conj().imag,
+    }
+    write_tensors(tmp_path / "x", tensors, {})
+    found, _ = read_tensors(tmp_path / "x")
+    expected = {n: t.detach().resolve_conj().resolve_neg() for n, t in tensors.items()}
+    assert all_bits(found) == all_bits(expected)
+    assert not any(tensor.requires_grad for tensor in found.values())
+
+
+def test_what_was_read_is_independent_of_the_file(tmp_path):
+    path = tmp_path / "x"
+    write_tensors(path, {"a": torch.ones(1000)}, {})
+    found = read_tensors(path)[0]["a"]
+    path.write_bytes(b"")
+    found += 1
+    assert (found == 2).all()
+
+
+plain = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=8,
+)  # fmt: skip
+
+
+@st.composite
+def any_tensor(draw):
+    dtype = draw(st.sampled_from([torch.bool, torch.int16, torch.int64, torch.float32,
+                                  torch.float64, torch.bfloat16]))  # fmt: skip
+    shape = draw(st.lists(st.integers(0, 3), max_size=3))
+    size = int(np.prod(shape)) * dtype.itemsize
+    data = draw(st.binary(min_size=size, max_size=size))
+    if dtype == torch.bool:
+        data = bytes(byte % 2 for byte in data)
+    if not data:
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(bytearray(data), dtype=dtype).reshape(shape)
+
+
+names = st.text(st.characters(exclude_categories=["Cs"])).filter(lambda n: n != "__metadata__")
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    tensors=st.dictionaries(names, any_tensor(), max_size=4),
+    meta=st.dictionaries(st.text(), plain, max_size=3),
+)
+def test_anything_comes_back_as_it_was(tmp_path_factory, tensors, meta):
+    path = tmp_path_factory.getbasetemp() / "anything"
+    write_tensors(path, tensors, meta)
+    found, also = read_tensors(path)
+    assert all_bits(found) == all_bits(tensors)
+    assert json.dumps(also, sort_keys=True) == json.dumps(meta, sort_keys=True)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "meta", "error"),
+    [
+        ({"a": [1.0]}, {}, TypeError),
+        ({1: torch.ones(1)}, {}, TypeError),
+        ({"__metadata__": torch.ones(1)}, {}, ValueError),
+        ({"a": torch.ones(2, dtype=torch.complex128)}, {}, TypeError),
+        ({"a": torch.eye(2).to_sparse()}, {}, TypeError),
+        ({"a": torch.ones(2, device="meta")}, {}, TypeError),
+        ({}, [], TypeError),
+        ({}, {"a": (1, 2)}, TypeError),
+        ({}, {1: 2}, TypeError),
+        ({}, {"a": {1, 2}}, TypeError),
+        ({}, {"a": torch.ones(1)}, TypeError),
+        ({}, {"loss": float("nan")}, ValueError),
+        ({}, {"loss": float("inf")}, ValueError),
+    ],
+)
+def test_what_cannot_be_written_exactly_is_refused(tmp_path, tensors, meta, error):
+    path = tmp_path / "x"
+    path.write_bytes(b"before")
+    with pytest.raises(error):
+        write_tensors(path, tensors, meta)
+    assert path.read_bytes() == b"before"
+    assert temporaries(tmp_path) == []
+
+
+def test_every_truncated_file_is_refused(tmp_path):
+    path = tmp_path / "x"
+    write_tensors(path, {"a": torch.arange(3), "b": torch.tensor(True)}, {"step": 1})
+    data = path.read_bytes()
+    for end in range(len(data)):
+        path.write_bytes(data[:end])
+        with pytest.raises(ValueError, match="whole"):
+            read_tensors(path)
+    path.write_bytes(data + b"\0")
+    with pytest.raises(ValueError, match="whole"):
+        read_tensors(path)
+
+
+def test_a_changed_byte_never_changes_what_is_read(tmp_path):
+    path = tmp_path / "x"
+    write_tensors(path, {"a": torch.arange(3), "bc": torch.tensor([0.5, -0.0])}, {"step": [1, "x"]})
+    data = path.read_bytes()
+    tensors, meta = read_tensors(path)
+    refused = 0
+    for position in range(len(data)):
+        for flip in (1, 32):
+            path.write_bytes(
+                data[:position] + bytes([data[position] ^ flip]) + data[position + 1 :]
+            )
+            try:
+                found, also = read_tensors(path)
+            except ValueError:
+                refused += 1
+            else:
+                assert all_bits(found) == all_bits(tensors)
+                assert also == meta
+    assert refused > 1.9 * len(data)
+
+
+def test_foreign_files_are_refused(tmp_path):
+    path = tmp_path / "x"
+    for data in (b"", b"\0" * 100, os.urandom(300), b'{"format": "pyrohmm"}', b"PK\3\4" * 20):
+        path.write_bytes(data)
+        with pytest.raises(ValueError, match="not a whole safetensors file"):
+            read_tensors(path)
+    path.write_bytes(safetensors.torch.save({"a": torch.ones(1)}))
+    with pytest.raises(ValueError, match="not written by pyrohmm"):
+        read_tensors(path)
+    path.write_bytes(safetensors.torch.save({"a": torch.ones(1)}, {"format": "pt"}))
+    with pytest.raises(ValueError, match="not written by pyrohmm"):
+        read_tensors(path)
+    with pytest.raises(FileNotFoundError):
+        read_tensors(tmp_path / "nothing")
+    with pytest.raises(IsADirectoryError):
+        read_tensors(tmp_path)
+
+
+class Trap:
+    def __reduce__(self):
+        return os.mkdir, (os.environ["PYROHMM_TRAP"],)
+
+
+def test_a_pickle_is_not_run(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYROHMM_TRAP", str(tmp_path / "sprung"))
+    (tmp_path / "one").write_bytes(pickle.dumps(Trap()))
+    torch.save(Trap(), tmp_path / "two")
+    for name in ("one", "two"):
+        with pytest.raises(ValueError, match="safetensors"):
+            read_tensors(tmp_path / name)
+    assert not (tmp_path / "sprung").exists()
+
+
+GOOD = {"format": "pyrohmm", "version": 1, "checksum": "0", "meta": {}}
+
+
+@pytest.mark.parametrize(
+    ("document", "message"),
+    [
+        ("", "not JSON"),
+        ("{", "not JSON"),
+        ("[" * 100_000, "nested too deeply"),
+        ('{"a":' * 100_000, "nested too deeply"),
+        ("1" * 10_000, "not JSON"),
+        ('{"format": "pyrohmm", "version": NaN}', "not JSON"),
+        ('{"format": "pyrohmm", "version": 1, "meta": {"a": Infinity}}', "not JSON"),
+        ('{"format": "pyrohmm", "version": 1, "meta": {"a": 1e999}}', "not JSON"),
+        ([], "format"),
+        (None, "format"),
+        ({}, "format"),
+        (GOOD | {"format": "torch"}, "format"),
+        (GOOD | {"format": ["pyrohmm"]}, "format"),
+        (GOOD | {"version": None}, "no version"),
+        (GOOD | {"version": True}, "no version"),
+        (GOOD | {"version": 0}, "no version"),
+        (GOOD | {"version": "1"}, "no version"),
+        (GOOD | {"version": 2}, "reads versions up to 1"),
+        (GOOD | {"meta": []}, "meta and checksum"),
+        (GOOD | {"checksum": 1}, "meta and checksum"),
+        (GOOD, "damaged"),
+    ],
+)
+def test_hostile_documents_are_refused(tmp_path, document, message):
+    forge(tmp_path / "x", document)
+    with pytest.raises(ValueError, match=message):
+        read_tensors(tmp_path / "x")
+
+
+@pytest.mark.parametrize("depth", [200, 900, 980, 990, 3000])
+def test_data_nested_to_any_depth_come_back_or_are_refused(tmp_path, depth):
+    text = '{"a": ' * depth + "1" + "}" * depth
+    document = json.dumps(GOOD).replace('"meta": {}', f'"meta": {text}')
+    forge(tmp_path / "x", document)
+    with pytest.raises(ValueError, match=r"nested too deeply|damaged"):
+        read_tensors(tmp_path / "x")
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        b"[]",
+        b"null",
+        b'{"__metadata__": null}',
+        b'{"__metadata__": {"pyrohmm": 3}}',
+        b'{"__metadata__": NaN}',
+        b'{"a": {"dtype": "F64", "shape": [1], "data_offsets": [0, 8]}}',
+        b'{"a": {"dtype": "F64", "shape": [-1], "data_offsets": [0, 4]}}',
+        b'{"a": {"dtype": "F99", "shape": [1], "data_offsets": [0, 4]}}',
+        b'{"a": {"dtype": "F64", "shape": [4294967296, 4294967296], "data_offsets": [0, 4]}}',
+        b'{"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}, "__metadata__": {}}',
+    ],
+)
+def test_headers_that_lie_are_refused(tmp_path, header):
+    raw(tmp_path / "x", header, b"\0\0\0\0")
+    with pytest.raises(ValueError, match=r"x is|x was"):
+        read_tensors(tmp_path / "x")
+
+
+@pytest.mark.parametrize("size", [0, 1, 10**9, 2**62, 2**64 - 1])
+def test_a_header_of_another_size_is_refused(tmp_path, size):
+    write_tensors(tmp_path / "x", {"a": torch.ones(1)}, {})
+    data = (tmp_path / "x").read_bytes()
+    (tmp_path / "x").write_bytes(struct.pack("<Q", size) + data[8:])
+    with pytest.raises(ValueError, match="whole"):
+        read_tensors(tmp_path / "x")
+
+
+class Failure(Exception):
+    pass
+
+
+def fail(*_, **__):
+    raise Failure
+
+
+@pytest.mark.parametrize("call", ["replace", "fsync"])
+def test_the_old_file_survives_a_failure(tmp_path, monkeypatch, call):
+    path = tmp_path / "x"
+    write_tensors(path, {"a": torch.ones(1)}, {"step": 1})
+    with monkeypatch.context() as patch:
+        patch.setattr(os, call, fail)
+        with pytest.raises(Failure):
+            write_tensors(path, {"a": torch.zeros(1)}, {"step": 2})
+    assert read_tensors(path) == ({"a": torch.ones(1)}, {"step": 1})
+    assert [each.name for each in tmp_path.iterdir()] == ["x"]
+
+
+def test_content_reaches_the_disk_before_its_name_does(tmp_path, monkeypatch):
+    calls = []
+
+    def recorded(name, real):
+        def call(*arguments):
+            calls.append(name)
+            return real(*arguments)
+
+        return call
+
+    for name in ("fsync", "replace"):
+        monkeypatch.setattr(os, name, recorded(name, getattr(os, name)))
+    write_tensors(tmp_path / "x", {}, {})
+    assert calls == ["fsync", "replace", "fsync"]
+
+
+def test_a_directory_that_is_not_there_is_named(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        write_tensors(tmp_path / "none" / "x", {}, {})
+
+
+def test_a_link_stays_a_link(tmp_path):
+    write_tensors(tmp_path / "x", {}, {"step": 1})
+    (tmp_path / "latest").symlink_to("x")
+    write_tensors(tmp_path / "latest", {}, {"step": 2})
+    assert (tmp_path / "latest").is_symlink()
+    assert read_tensors(tmp_path / "x")[1] == {"step": 2}
+
+
+KILLS = """
+import os, random, signal, sys, time
+import torch
+from pyrohmm import persistence
+from pyrohmm.persistence import read_tensors, write_tensors
+
+path = sys.argv[1]
+write_tensors(path, {"a": torch.zeros(20_000)}, {"step": 0})
+random.seed(0)
+last = 0
+for _ in range(20):
+    child = os.fork()
+    if child == 0:
+        step = last
+        while True:
+            step += 1
+            write_tensors(path, {"a": torch.full((20_000,), float(step))}, {"step": step})
+    time.sleep(random.uniform(0.005, 0.05))
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    tensors, meta = read_tensors(path)
+    assert bool((tensors["a"] == meta["step"]).all())
+    assert meta["step"] >= last
+    last = meta["step"]
+print(last)
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="writers are made by fork")
+def test_a_killed_writer_leaves_a_whole_file(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", KILLS, str(tmp_path / "x")],
+        cwd=Path(pyrohmm.__file__).parent.parent,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) > 0
+    assert read_tensors(tmp_path / "x")[1] == {"step": int(done.stdout)}
+
+
+# An HMM -----------------------------------------------------------------------------------------
+
+
+def positive(*shape):
+    return torch.rand(shape) + 0.5
+
+
+def simplex(*shape):
+    probs = torch.rand(shape)
+    probs[..., 0] = 0.0
+    return probs / probs.sum(-1, keepdim=True)
+
+
+def logits_with_zeros(*shape):
+    return simplex(*shape).log()
+
+
+def triangle(*batch):
+    return torch.randn(*batch, 2, 2).tril() + 3 * torch.eye(2)
+
+
+def mixture():
+    return dist.MixtureSameFamily(
+        dist.Categorical(logits=logits_with_zeros(K, 2)),
+        dist.Normal(torch.randn(K, 2, 4), positive(K, 2, 4)).to_event(1),
+    )
+
+
+def cached(distribution):
+    """The same after both ``probs`` and ``logits`` have been read, which keeps them."""
+    distribution.probs, distribution.logits  # noqa: B018
+    return distribution
+
+
+EMISSIONS = {
+    "asymmetric laplace": lambda: dist.AsymmetricLaplace(torch.randn(K), positive(K), positive(K)),
+    "bernoulli probs": lambda: dist.Bernoulli(simplex(K)),
+    "bernoulli logits": lambda: dist.Bernoulli(logits=torch.randn(K)),
+    "beta": lambda: dist.Beta(positive(K), positive(K)),
+    "beta binomial": lambda: dist.BetaBinomial(positive(K), positive(K), 7),
+    "binomial probs": lambda: dist.Binomial(torch.tensor([3, 4, 5]), simplex(K)),
+    "binomial logits": lambda: dist.Binomial(6, logits=torch.randn(K)),
+    "categorical probs": lambda: dist.Categorical(simplex(K, 7)),
+    "categorical logits": lambda: dist.Categorical(logits=logits_with_zeros(K, 7)),
+    "categorical both": lambda: cached(dist.Categorical(simplex(K, 7))),
+    "categorical expanded": lambda: cached(dist.Categorical(simplex(1, 7))).expand((K,)),
+    "cauchy": lambda: dist.Cauchy(torch.randn(K), positive(K)),
+    "delta": lambda: dist.Delta(torch.arange(3.0)),
+    "delta of vectors": lambda: dist.Delta(torch.randn(K, 2), event_dim=1),
+    "dirichlet": lambda: dist.Dirichlet(positive(K, 4)),
+    "dirichlet multinomial": lambda: dist.DirichletMultinomial(
+        positive(K, 4), torch.full((K,), 5.0)
+    ),
+    "exponential": lambda: dist.Exponential(positive(K)),
+    "exponential of vectors": lambda: dist.Exponential(positive(K, 2)).to_event(1),
+    "gamma": lambda: dist.Gamma(positive(K), positive(K)),
+    "gamma poisson": lambda: dist.GammaPoisson(positive(K), positive(K)),
+    "geometric": lambda: dist.Geometric(simplex(4)[1:]),
+    "gumbel": lambda: dist.Gumbel(torch.randn(K), positive(K)),
+    "half cauchy": lambda: dist.HalfCauchy(positive(K)),
+    "half normal": lambda: dist.HalfNormal(positive(K)),
+    "inverse gamma": lambda: dist.InverseGamma(positive(K), positive(K)),
+    "laplace": lambda: dist.Laplace(torch.randn(K), positive(K)),
+    "log normal": lambda: dist.LogNormal(torch.randn(K), positive(K)),
+    "logistic": lambda: dist.Logistic(torch.randn(K), positive(K)),
+    "low rank": lambda: dist.LowRankMultivariateNormal(
+        torch.randn(K, 3), torch.randn(K, 3, 1), positive(K, 3)
+    ),
+    "mixture": mixture,
+    "multinomial": lambda: dist.Multinomial(5, simplex(K, 4)),
+    "multinomial logits": lambda: dist.Multinomial(5, logits=torch.randn(K, 4)),
+    "covariance": lambda: dist.MultivariateNormal(
+        torch.randn(K, 2), triangle(K) @ torch.eye(2) * torch.eye(2)
+    ),
+    "triangle": lambda: dist.MultivariateNormal(torch.randn(K, 2), scale_tril=triangle().abs()),
+    "student vectors": lambda: dist.MultivariateStudentT(
+        positive(K), torch.randn(K, 2), triangle(K).abs()
+    ),
+    "masked vectors": lambda: dist.NanMaskedMultivariateNormal(
+        torch.randn(K, 2), scale_tril=triangle(K).abs()
+    ),
+    "masked normal": lambda: dist.NanMaskedNormal(torch.randn(K), positive(K)),
+    "negative binomial": lambda: dist.NegativeBinomial(positive(K), logits=torch.randn(K)),
+    "normal": lambda: dist.Normal(torch.randn(K), positive(K)),
+    "normal numbers": lambda: dist.Normal(0.25, 2.0).expand((K,)),
+    "normal single": lambda: dist.Normal(torch.randn(K).float(), positive(K).float()),
+    "normal vectors": lambda: dist.Normal(torch.randn(K, 2), torch.ones(())).to_event(1),
+    "normal nested": lambda: dist.Independent(
+        dist.Independent(dist.Normal(torch.randn(K, 2, 2), 1.0), 1), 1
+    ),
+    "one hot": lambda: dist.OneHotCategorical(simplex(K, 4)),
+    "pareto": lambda: dist.Pareto(positive(K), positive(K)),
+    "poisson": lambda: dist.Poisson(positive(K)),
+    "poisson sparse": lambda: dist.Poisson(positive(K, 2), is_sparse=True).to_event(1),
+    "projected normal": lambda: dist.ProjectedNormal(torch.randn(K, 3)),
+    "soft laplace": lambda: dist.SoftLaplace(torch.randn(K), positive(K)),
+    "student": lambda: dist.StudentT(positive(K), torch.randn(K), positive(K)),
+    "uniform": lambda: dist.Uniform(-torch.arange(1.0, 4.0), torch.arange(1.0, 4.0)),
+    "von mises": lambda: dist.VonMises(torch.randn(K), positive(K)),
+    "weibull": lambda: dist.Weibull(positive(K), positive(K)),
+}
+
+
+def hmm_with(emission, dtype=torch.float64):
+    matrix = simplex(K, K).to(dtype).log()
+    lengths = torch.tensor([4, 1, 2])
+    return HMM(simplex(K).to(dtype).log(), matrix, emission, lengths)
+
+
+def classes(emission):
+    """Every class that an emission is built of."""
+    found = {type(emission)}
+    for name in ("base_dist", "mixture_distribution", "component_distribution"):
+        if type(emission) in (dist.Independent, dist.MixtureSameFamily) and hasattr(emission, name):
+            found |= classes(getattr(emission, name))
+    return found
+
+
+def test_every_class_that_can_be_saved_is_tested():
+    assert {c for make in EMISSIONS.values() for c in classes(make())} == set(
+        persistence.BUILT_FROM
+    )
+
+
+@pytest.mark.parametrize("name", EMISSIONS)
+def test_every_emission_comes_back_with_the_same_bits(tmp_path, name):
+    hmm = hmm_with(EMISSIONS[name]())
+    values = torch.stack([hmm.emission.sample()[0] for _ in range(12)])
+    values = values.reshape(3, 4, *hmm.emission.event_shape)
+    save(hmm, tmp_path / "x")
+    again = load_hmm(tmp_path / "x")
+    assert type(again.emission) is type(hmm.emission)
+    assert again.emission.batch_shape == hmm.emission.batch_shape
+    assert again.event_shape == hmm.event_shape
+    for attribute in ("log_initial", "log_transition", "lengths"):
+        assert bits(getattr(again, attribute)) == bits(getattr(hmm, attribute))
+    seen, expected = (
+        each.emission.log_prob(values.unsqueeze(-1 - len(hmm.emission.event_shape)))
+        for each in (again, hmm)
+    )
+    assert bits(seen) == bits(expected)
+    assert bits(again.log_prob(values)) == bits(hmm.log_prob(values))
+    first, second = persistence._describe(hmm), persistence._describe(again)
+    assert all_bits(first[0]) == all_bits(second[0])
+    assert first[1] == second[1]
+    if "ProjectedNormal" not in str(type(hmm.emission)):
+        torch.manual_seed(1)
+        drawn = hmm.emission.sample()
+        torch.manual_seed(1)
+        assert bits(again.emission.sample()) == bits(drawn)
+
+
+def test_probabilities_that_were_given_come_back_with_their_zeros(tmp_path):
+    """Their logarithms are clamped, and would not give the zeros back."""
+    for emission in (dist.Categorical(simplex(K, 7)), dist.Multinomial(5, simplex(K, 7))):
+        expected = bits(emission.probs)
+        emission.logits  # noqa: B018
+        save(hmm_with(emission.expand((K,))), tmp_path / "x")
+        assert bits(load_hmm(tmp_path / "x").emission.probs) == expected
+
+
+def test_steps_batches_and_missing_values_come_back(tmp_path):
+    """Parameters per step, restarts (R, 1, K, K) for N sequences, and marks of what is missing."""
+    lengths, observed = torch.tensor([4, 1]), torch.rand(2, 4) < 0.5
+    emission = dist.Normal(torch.randn(5, 1, 4, K), 1.0)
+    matrices = logits_with_zeros(5, 1, 3, K, K)
+    hmm = HMM(
+        logits_with_zeros(5, 1, K), matrices, emission, lengths, observed,
+        transition_per_step=True, emission_per_step=True,
+    )  # fmt: skip
+    save(hmm, tmp_path / "x")
+    again = load_hmm(tmp_path / "x")
+    assert again.batch_shape == (5, 2)
+    assert (again.transition_per_step, again.emission_per_step) == (True, True)
+    assert bits(again.observed) == bits(observed)
+    assert bits(again.log_transition) == bits(matrices)
+    values = torch.randn(2, 4)
+    assert bits(again.log_prob(values)) == bits(hmm.log_prob(values))
+
+
+@pytest.mark.parametrize("flag", [None, True, False])
+def test_whether_values_are_checked_comes_back(tmp_path, flag):
+    scalars = dist.Poisson(positive(K), validate_args=flag)
+    vectors = dist.Poisson(positive(K, 2), validate_args=flag).to_event(1)
+    initial, matrix, lengths = simplex(K).log(), simplex(K, K).log(), torch.tensor([1, 2])
+    for emission in (scalars, vectors):
+        hmm = HMM(initial, matrix, emission, lengths, validate_args=flag)
+        save(hmm, tmp_path / "x")
+        again = load_hmm(tmp_path / "x")
+        assert vars(again).get("_validate_args") is flag
+        assert vars(hmm).get("_validate_args") is flag
+        assert again.emission._validate_args == emission._validate_args
+
+
+def test_models_of_one_state_and_one_step_come_back(tmp_path):
+    hmm = HMM(torch.zeros(1), torch.zeros(1, 1), dist.Poisson(torch.ones(1)), torch.tensor(1))
+    save(hmm, tmp_path / "x")
+    again = load_hmm(tmp_path / "x")
+    assert again.batch_shape == ()
+    assert bits(again.log_prob(torch.tensor([2.0]))) == bits(hmm.log_prob(torch.tensor([2.0])))
+
+
+def test_gradients_are_not_saved(tmp_path):
+    rate = positive(K).requires_grad_()
+    save(hmm_with(dist.Poisson(rate)), tmp_path / "x")
+    assert not load_hmm(tmp_path / "x").emission.rate.requires_grad
+
+
+class Own(dist.Normal):
+    pass
+
+
+@pytest.mark.parametrize(
+    "emission",
+    [
+        Own(torch.zeros(K), torch.ones(K)),
+        torch.distributions.Normal(torch.zeros(K), torch.ones(K)),
+        dist.Normal(torch.zeros(K), torch.ones(K)).mask(torch.tensor(True)),
+        dist.MixtureSameFamily(
+            dist.Categorical(torch.ones(K, 2)), Own(torch.zeros(K, 2), torch.ones(K, 2))
+        ),
+    ],
+)
+def test_an_emission_that_cannot_be_rebuilt_is_refused_and_nothing_is_written(tmp_path, emission):
+    with pytest.raises(TypeError, match="cannot be saved"):
+        save(hmm_with(emission), tmp_path / "x")
+    assert list(tmp_path.iterdir()) == []
+
+
+class Several(dist.TorchDistribution):
+    """A distribution with a list of parts, a tensor and a number."""
+
+    arg_constraints = {}  # noqa: RUF012
+    support = dist.constraints.real_vector
+
+    def __init__(self, parts, shift, count, validate_args=None):
+        self.parts, self.shift, self.count = tuple(parts), shift, count
+        super().__init__(parts[0].batch_shape, torch.Size((len(parts),)), validate_args)
+
+    def log_prob(self, value):
+        scores = [part.log_prob(value[..., i]) for i, part in enumerate(self.parts)]
+        return sum(scores) + self.shift * self.count
+
+
+def test_an_entry_in_the_table_is_all_that_another_class_needs(tmp_path, monkeypatch):
+    names = persistence.Arguments(("shift",), options=("count",), parts=("parts",))
+    monkeypatch.setitem(persistence.BUILT_FROM, Several, names)
+    parts = [dist.Poisson(positive(K)), dist.Categorical(simplex(K, 5))]
+    hmm = hmm_with(Several(parts, torch.randn(K), 3))
+    save(hmm, tmp_path / "x")
+    again = load_hmm(tmp_path / "x")
+    assert [type(part) for part in again.emission.parts] == [dist.Poisson, dist.Categorical]
+    values = torch.ones(3, 4, 2)
+    assert bits(again.log_prob(values)) == bits(hmm.log_prob(values))
+
+
+@pytest.mark.parametrize("thing", [None, {"a": torch.ones(1)}, dist.Normal(0.0, 1.0), "x"])
+def test_other_things_are_refused(tmp_path, thing):
+    with pytest.raises(TypeError, match="thing must be"):
+        save(thing, tmp_path / "x")
+    assert list(tmp_path.iterdir()) == []
+
+
+def described():
+    """Tensors and description of a small HMM, to be spoilt."""
+    emission = dist.Normal(torch.zeros(K, 2), torch.ones(K, 2)).to_event(1)
+    return persistence._describe(hmm_with(emission))
+
+
+def spoil(meta, path, value):
+    node = meta
+    for step in path[:-1]:
+        node = node[step]
+    node[path[-1]] = value
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (("emission",), None),
+        (("emission",), "os.system"),
+        (("emission",), ["os.system"]),
+        (("emission",), []),
+        (("emission", "class"), "os.system"),
+        (("emission", "class"), "builtins.eval"),
+        (("emission", "class"), "__import__"),
+        (("emission", "class"), "Empirical"),
+        (("emission", "class"), "HMM"),
+        (("emission", "class"), None),
+        (("emission", "class"), ["Normal"]),
+        (("emission", "class"), {}),
+        (("emission", "class"), "Normal"),
+        (("emission", "options"), {}),
+        (("emission", "options"), None),
+        (("emission", "options"), {"reinterpreted_batch_ndims": 7}),
+        (("emission", "options"), {"reinterpreted_batch_ndims": -1}),
+        (("emission", "options"), {"reinterpreted_batch_ndims": "1"}),
+        (("emission", "options"), {"reinterpreted_batch_ndims": 1, "__class__": 1}),
+        (("emission", "parts"), []),
+        (("emission", "parts"), None),
+        (("emission", "parts"), ["os.system"]),
+        (("emission", "parts", 0, "class"), "os.system"),
+        (("emission", "parts", 0, "class"), "Gamma"),
+        (("emission", "parts", 0, "class"), "Cauchy.sample"),
+        (("emission", "parts", 0, "validate_args"), "yes"),
+        (("emission", "parts", 0, "options"), {"loc": 1}),
+        (("transition_per_step",), None),
+        (("transition_per_step",), 1),
+        (("transition_per_step",), True),
+        (("emission_per_step",), True),
+        (("validate_args",), 0),
+    ],
+)
+def test_descriptions_that_are_not_of_an_hmm_are_refused_and_run_nothing(tmp_path, path, value):
+    tensors, meta = described()
+    spoil(meta, path, value)
+    write_tensors(tmp_path / FILE, tensors, meta)
+    with pytest.raises(ValueError, match="does not describe an HMM"):
+        load_hmm(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("log_initial", None),
+        ("log_transition", None),
+        ("lengths", None),
+        ("lengths", torch.tensor([0, 1, 2])),
+        ("lengths", torch.ones(3)),
+        ("log_initial", torch.zeros(K)),
+        ("log_initial", torch.full((K,), torch.nan)),
+        ("log_transition", torch.zeros(2, 2)),
+        ("emission.base_dist.loc", None),
+        ("emission.base_dist.loc", torch.ones(5, 5)),
+        ("emission.base_dist.scale", -torch.ones(K, 2)),
+        ("emission.base_dist.probs", torch.ones(K, 2)),
+        ("observed", torch.ones(3, 4)),
+        ("other", torch.ones(1)),
+    ],
+)
+def test_tensors_that_are_not_of_an_hmm_are_refused(tmp_path, name, value):
+    tensors, meta = described()
+    tensors[name] = value
+    if value is None:
+        del tensors[name]
+    write_tensors(tmp_path / FILE, tensors, meta)
+    with pytest.raises(ValueError, match="does not describe an HMM"):
+        load_hmm(tmp_path)
+
+
+def test_a_description_nested_deeply_is_refused(tmp_path):
+    tensors, meta = described()
+    for _ in range(400):
+        meta["emission"] = {
+            "class": "Independent",
+            "validate_args": None,
+            "options": {"reinterpreted_batch_ndims": 0},
+            "parts": [meta["emission"]],
+        }
+    write_tensors(tmp_path / FILE, tensors, meta)
+    with pytest.raises(ValueError, match=r"describe|nested"):
+        load_hmm(tmp_path)
+
+
+# A directory ------------------------------------------------------------------------------------
+
+
+def test_the_description_is_readable_and_not_read(tmp_path):
+    save(hmm_with(mixture()), tmp_path / "x")
+    path = tmp_path / "x" / "pyrohmm.json"
+    document = json.loads(path.read_text())
+    assert document["format"] == "pyrohmm"
+    assert document["version"] == 1
+    assert document["kind"] == "hmm"
+    assert document["class"] == "HMM"
+    assert document["emission"]["class"] == "MixtureSameFamily"
+    assert document["tensors"]["log_initial"] == {"dtype": "float64", "shape": [K]}
+    path.write_text('{"class": "os.system"}')
+    assert load_hmm(tmp_path / "x").num_states == K
+
+
+def test_a_saved_directory_holds_two_files_and_is_replaced(tmp_path):
+    for rate in (1.0, 2.0):
+        save(hmm_with(dist.Poisson(torch.full((K,), rate))), tmp_path / "x")
+        assert sorted(p.name for p in (tmp_path / "x").iterdir()) == ["pyrohmm.json", FILE]
+        assert [p.name for p in tmp_path.iterdir()] == ["x"]
+        assert (load_hmm(tmp_path / "x").emission.rate == rate).all()
+
+
+def test_an_empty_directory_is_filled(tmp_path):
+    """Also one where a writer was killed before."""
+    (tmp_path / ".pyrohmm-0123456789abcdef.tmp").write_bytes(b"half")
+    save(nn.Linear(2, 1), tmp_path)
+    load_into(nn.Linear(2, 1), tmp_path)
+
+
+def test_a_directory_that_was_not_saved_is_left_alone(tmp_path):
+    (tmp_path / "thesis.tex").write_text("years of work")
+    with pytest.raises(ValueError, match="did not write"):
+        save(nn.Linear(2, 1), tmp_path)
+    safetensors.torch.save_file({"a": torch.ones(1)}, tmp_path / FILE)
+    with pytest.raises(ValueError, match="did not write"):
+        save(nn.Linear(2, 1), tmp_path)
+    write_tensors(tmp_path / FILE, {}, {"kind": "checkpoint"})
+    with pytest.raises(ValueError, match="did not write"):
+        save(nn.Linear(2, 1), tmp_path)
+    with pytest.raises(NotADirectoryError):
+        save(nn.Linear(2, 1), tmp_path / "thesis.tex")
+    assert sorted(p.name for p in tmp_path.iterdir()) == [FILE, "thesis.tex"]
+    with pytest.raises(ValueError, match="neither an HMM nor a module"):
+        load_hmm(tmp_path)
+
+
+@pytest.mark.parametrize("existing", [False, True])
+def test_what_was_saved_survives_a_failure_at_every_moment(tmp_path, monkeypatch, existing):
+    """The n-th call to the disk fails: what can be read is the old or the new, and no litter."""
+    target = tmp_path / "x"
+    for count in range(20):
+        if existing:
+            save(hmm_with(dist.Poisson(torch.full((K,), 1.0))), target)
+        calls = {"left": count}
+
+        def guarded(real, calls=calls):
+            def call(*arguments):
+                calls["left"] -= 1
+                if calls["left"] < 0:
+                    raise Failure
+                return real(*arguments)
+
+            return call
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "replace", guarded(os.replace))
+            patch.setattr(os, "fsync", guarded(os.fsync))
+            try:
+                save(hmm_with(dist.Poisson(torch.full((K,), 2.0))), target)
+            except Failure:
+                finished = False
+            else:
+                finished = True
+        assert temporaries(tmp_path) == []
+        if target.exists():
+            assert load_hmm(target).emission.rate[0] in ([1.0, 2.0] if existing else [2.0])
+        else:
+            assert not existing
+        if finished:
+            break
+        if not existing and target.exists():
+            assert calls["left"] < 0
+            for path in target.iterdir():
+                path.unlink()
+            target.rmdir()
+    assert finished
+    assert count > 4
+    assert (load_hmm(target).emission.rate == 2.0).all()
+
+
+def test_nothing_saved_is_nothing_found(tmp_path):
+    for load in (load_hmm, lambda directory: load_into(nn.Linear(1, 1), directory)):
+        with pytest.raises(FileNotFoundError):
+            load(tmp_path)
+        with pytest.raises(FileNotFoundError):
+            load(tmp_path / "nothing")
+
+
+# A module ---------------------------------------------------------------------------------------
+
+
+class Point(HMMModule):
+    def __init__(self, num_states=K, extra=False):
+        super().__init__()
+        self.scores = nn.Parameter(torch.randn(num_states))
+        self.rate = PyroParam(positive(num_states), dist.constraints.positive)
+        self.register_buffer("count", torch.tensor(3))
+        if extra:
+            self.extra = nn.Parameter(torch.ones(1))
+
+    def forward(self, lengths, observed=None):
+        initial = self.scores.log_softmax(-1)
+        matrix = initial.expand(len(initial), -1)
+        return HMM(initial, matrix, dist.Poisson(self.rate), lengths, observed)
+
+
+class Other(Point):
+    pass
+
+
+def state(module):
+    return all_bits(module.state_dict())
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        Point,
+        lambda: TabularHMM(K, categorical(4, torch.rand(K, 4) + 1)),
+        lambda: TabularHMM(K, normal(2, loc=torch.randn(2))),
+        lambda: TabularHMM.from_hmm(hmm_with(dist.Poisson(positive(K)))),
+        lambda: nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)),
+        lambda: nn.Identity(),
+    ],
+)
+def test_modules_come_back_with_the_same_bits(tmp_path, make):
+    first, second = make(), make()
+    save(first, tmp_path / "x")
+    parameters = [id(each) for each in second.parameters()]
+    load_into(second, tmp_path / "x")
+    assert state(second) == state(first)
+    assert [id(each) for each in second.parameters()] == parameters
+    assert all(each.requires_grad for each in second.parameters())
+
+
+def test_tied_parameters_come_back_tied(tmp_path):
+    first, second = (nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)) for _ in range(2))
+    for module in (first, second):
+        module[1].weight = module[0].weight
+    save(first, tmp_path / "x")
+    load_into(second, tmp_path / "x")
+    assert state(second) == state(first)
+    assert second[1].weight is second[0].weight
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Other(), "class Point in the file, Other in module"),
+        (lambda: Point(extra=True), "extra is not in the file"),
+        (lambda: Point(K + 1), r"scores is \(3,\) torch.float64 in the file, \(4,\)"),
+        (lambda: Point().float(), "torch.float32 in module"),
+        (lambda: nn.Linear(1, 1), "scores is not in module"),
+    ],
+)
+def test_a_module_that_differs_is_refused_and_unchanged(tmp_path, make, message):
+    save(Point(), tmp_path / "x")
+    module = make()
+    before = state(module)
+    with pytest.raises(ValueError, match=message):
+        load_into(module, tmp_path / "x")
+    assert state(module) == before
+
+
+class Fragile(Point):
+    def _load_from_state_dict(self, *arguments):
+        super()._load_from_state_dict(*arguments)
+        raise Failure
+
+
+def test_a_module_whose_own_loading_fails_is_unchanged(tmp_path):
+    save(Fragile(), tmp_path / "x")
+    module = Fragile()
+    before = state(module)
+    with pytest.raises(Failure):
+        load_into(module, tmp_path / "x")
+    assert state(module) == before
+
+
+def test_the_kinds_are_not_mixed_up(tmp_path):
+    save(Point(), tmp_path / "module")
+    save(hmm_with(dist.Poisson(positive(K))), tmp_path / "hmm")
+    with pytest.raises(ValueError, match="load_into"):
+        load_hmm(tmp_path / "module")
+    with pytest.raises(ValueError, match="load_hmm"):
+        load_into(Point(), tmp_path / "hmm")
+    with pytest.raises(TypeError, match="module must be"):
+        load_into(load_hmm(tmp_path / "hmm"), tmp_path / "module")
+
+
+class Stateful(nn.Linear):
+    def get_extra_state(self):
+        return {"a": 1}
+
+
+@pytest.mark.parametrize("module", [Stateful(1, 1), nn.LazyLinear(2)])
+def test_state_that_is_not_tensors_is_refused(tmp_path, module):
+    with pytest.raises(TypeError, match="must be a tensor"):
+        save(module, tmp_path / "x")
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,558 @@
+"""Laws of the queries: each is held against the table of all paths, or a count by hand."""
+
+import itertools
+import math
+
+import numpy as np
+import oracle
+import pyro.distributions as dist
+import pytest
+import torch
+from scipy import stats
+from test_hmm import EMISSIONS, LAYOUTS, Case, assert_close, build
+from test_hmm import cases as all_cases
+
+from pyrohmm import HMM, Forecast, queries
+
+NEVER = -np.inf
+
+every_layout = pytest.mark.parametrize(
+    ("emission", "layout"),
+    [("symbols", layout) for layout in LAYOUTS]
+    + [("vectors", "restarts with values each"), ("counts", "restarts")],
+)
+
+
+def cases(emission, layout):
+    """Every third: all sizes, and all switches."""
+    return list(all_cases(emission, layout))[::3]
+
+
+def one_by_one(built):
+    """Each sequence of a batch: its index, its arrays, all its paths and their log p(x, z)."""
+    arrays = [np.asarray(a) for a in built.arrays]
+    full = [
+        np.broadcast_to(a, built.batch + a.shape[a.ndim - dims :])
+        for a, dims in zip(arrays, (1, 3, 2, 0))
+    ]
+    for index in np.ndindex(built.batch):
+        *logs, length = (a[index] for a in full)
+        paths = oracle.all_paths(len(logs[0]), int(length))
+        yield index, logs, int(length), paths, oracle.joint(*logs, paths)
+
+
+def impossible():
+    """Two sequences of a chain that never moves: the second contradicts itself."""
+    stay = torch.eye(2).log()
+    shown = dist.Categorical(logits=torch.eye(2).log())
+    hmm = HMM(torch.tensor([0.5, 0.5]).log(), stay, shown, torch.tensor([3, 3]))
+    return hmm, torch.tensor([[1, 1, 1], [1, 0, 1]])
+
+
+def casino(lengths, observed=None):
+    return HMM(
+        torch.tensor([0.6, 0.4]).log(),
+        torch.tensor([[0.9, 0.1], [0.3, 0.7]]).log(),
+        dist.Categorical(probs=torch.tensor([[0.5, 0.3, 0.2], [0.1, 0.2, 0.7]])),
+        torch.as_tensor(lengths),
+        observed,
+    )
+
+
+# The most probable paths -------------------------------------------------------------------------
+
+
+@every_layout
+def test_k_best_are_the_first_of_the_sorted_table(emission, layout):
+    for case in cases(emission, layout):
+        count = 30 if case.ragged else 3  # thirty are more than there are
+        hmm, values, *_ = built = build(case)
+        paths, log_joint = queries.k_best(hmm, values, count)
+        assert paths.shape == (*built.batch, count, case.num_steps)
+        assert paths.dtype == torch.long
+        for index, logs, length, _, scores in one_by_one(built):
+            expected = np.full(count, NEVER)
+            best = np.sort(scores)[::-1][:count]
+            expected[: len(best)] = best
+            assert_close(log_joint[index], expected, case)
+            found = paths[index].numpy()
+            possible = expected > NEVER
+            assert not found[~possible].any()
+            assert not found[:, length:].any()
+            own = found[possible][:, :length]
+            assert len(np.unique(own, axis=0)) == possible.sum(), "a path came twice"
+            assert_close(torch.as_tensor(oracle.joint(*logs, own)), expected[possible], case)
+
+
+@every_layout
+def test_the_best_path_is_that_of_viterbi(emission, layout):
+    for case in cases(emission, layout):
+        hmm, values, *_ = build(case._replace(zeros=False))
+        assert torch.equal(queries.k_best(hmm, values, 4)[0][..., 0, :], hmm.viterbi(values))
+
+
+def test_all_paths_together_have_the_evidence():
+    hmm = casino([4, 2])
+    values = torch.tensor([[0, 2, 2, 1], [1, 2, 0, 0]])
+    _, log_joint = queries.k_best(hmm, values, 16)
+    assert_close(log_joint.logsumexp(-1), hmm.log_prob(values))
+
+
+def test_an_impossible_sequence_has_no_paths():
+    paths, log_joint = queries.k_best(*impossible(), 2)
+    assert_close(log_joint, [[math.log(0.5), NEVER], [NEVER, NEVER]])
+    assert paths.tolist() == [[[1, 1, 1], [0, 0, 0]], [[0, 0, 0], [0, 0, 0]]]
+
+
+@pytest.mark.parametrize(("count", "error"), [(0, ValueError), (2.0, TypeError)])
+def test_a_count_of_paths_is_a_positive_int(count, error):
+    with pytest.raises(error, match="count must be"):
+        queries.k_best(casino([2]), torch.zeros(1, 2, dtype=torch.long), count)
+
+
+# Entropy -----------------------------------------------------------------------------------------
+
+
+@every_layout
+def test_entropy_is_that_of_the_table(emission, layout):
+    for case in cases(emission, layout):
+        hmm, values, *_ = built = build(case)
+        entropy = queries.path_entropy(hmm, values)
+        assert entropy.shape == built.batch
+        for index, _, _, _, scores in one_by_one(built):
+            expected = 0.0
+            if scores.max() > NEVER:
+                share = np.exp(scores - oracle.log_sum(scores))
+                expected = -sum(p * math.log(p) for p in share if p > 0)
+            assert_close(entropy[index], expected, case)
+
+
+def test_entropy_of_tosses_nobody_sees_is_one_bit_each():
+    fair = torch.full((2, 2), 0.5).log()
+    blank = dist.Categorical(probs=torch.ones(2, 1))
+    hmm = HMM(fair[0], fair, blank, torch.tensor([1, 1000]))
+    entropy = queries.path_entropy(hmm, torch.zeros(2, 1000, dtype=torch.long))
+    assert_close(entropy, np.array([1, 1000]) * math.log(2))
+
+
+def test_entropy_is_zero_when_the_path_is_known():
+    assert queries.path_entropy(*impossible()).tolist() == [0.0, 0.0]
+
+
+# Prediction --------------------------------------------------------------------------------------
+
+
+@every_layout
+def test_predictions_are_ratios_of_evidences(emission, layout):
+    for case in cases(emission, layout):
+        hmm, values, *_ = built = build(case)
+        found = queries.predictive_log_prob(hmm, values)
+        assert found.shape == (*built.batch, case.num_steps)
+        assert_close(found.sum(-1), hmm.log_prob(values), case)
+        for index, logs, length, _, _ in one_by_one(built):
+            before = 0.0
+            for t in range(length):
+                prefixes = oracle.all_paths(case.num_states, t + 1)
+                now = oracle.log_sum(oracle.joint(*logs, prefixes))
+                if now > NEVER:
+                    assert_close(found[(*index, t)], now - before, case)
+                elif before > NEVER:  # what follows may be missing, and then holds zero
+                    assert found[(*index, t)] == NEVER
+                before = now
+            assert not found[index][length:].any()
+
+
+def test_predictions_are_zero_where_nothing_is_observed():
+    seen = torch.tensor([[True, False, True], [True, True, True]])
+    hmm = casino([3, 2], seen)
+    found = queries.predictive_log_prob(hmm, torch.tensor([[0, 9, 1], [2, 1, 9]]))
+    assert (found == 0).tolist() == [[False, True, False], [False, False, True]]
+
+
+def test_what_has_become_impossible_stays_so():
+    hmm, values = impossible()
+    found = queries.predictive_log_prob(hmm, values)
+    assert_close(found, [[math.log(0.5), 0, 0], [math.log(0.5), NEVER, NEVER]])
+
+
+def test_predictions_hold_in_long_sequences():
+    hmm = casino([5000])
+    values = hmm.sample()
+    assert_close(queries.predictive_log_prob(hmm, values).sum(-1), hmm.log_prob(values))
+
+
+# Continuations -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "switches", [(False, False, False), (True, True, False), (True, True, True)]
+)
+def test_a_continuation_completes_the_joint_law(layout, switches):
+    """The law of all is log p(x, y) = log p(x) + log p(y | x), where y follows x."""
+    for num_states, num_steps in [(1, 1), (2, 1), (3, 3)]:
+        ragged, missing, zeros = switches
+        case = Case("symbols", layout, num_states, num_steps, False, False, ragged, missing, zeros)
+        hmm, values, _, batch = build(case)
+        evidence = hmm.log_prob(values)
+        if evidence.isneginf().any():
+            continue
+        ahead = queries.continuation(hmm, values, 2)
+        assert ahead.batch_shape == batch
+        more, states = ahead.sample_with_states([5])
+        assert more.shape == states.shape == (5, *batch, 2)
+        whole = torch.zeros(*more.shape[:-1], num_steps + 2, dtype=torch.long)
+        whole[..., :num_steps] = values
+        place = hmm.lengths.expand(batch).unsqueeze(-1) + torch.arange(2)
+        whole = whole.scatter(-1, place.expand(more.shape), more)
+        seen = torch.ones(*hmm.lengths.shape, num_steps + 2, dtype=torch.bool)
+        if hmm.observed is not None:
+            inside = torch.arange(num_steps) < hmm.lengths.unsqueeze(-1)
+            seen[..., :num_steps] = hmm.observed | ~inside
+        longer = HMM(hmm.log_initial, hmm.log_transition, hmm.emission, hmm.lengths + 2, seen)
+        whole = whole[..., : longer.num_steps]
+        assert_close(longer.log_prob(whole), evidence + ahead.log_prob(more), case)
+
+
+def test_continuations_have_the_law_that_is_forecast():
+    hmm = casino([4, 2])
+    values = torch.tensor([[0, 2, 2, 2], [1, 0, 2, 2]])
+    drawn, _ = queries.continuation(hmm, values, 2).sample_with_states([20000])
+    laws = hmm.forecast(values, 2).probs  # (2, 2, 3)
+    for index in np.ndindex(2, 2):
+        counts = np.bincount(drawn[(slice(None), *index)], minlength=3)
+        assert oracle.looks_drawn_from(counts, laws[index].numpy())
+
+
+def test_continuations_need_a_model_without_steps_and_a_possible_past():
+    case = Case("symbols", "one sequence", 2, 3, transition_per_step=True)
+    hmm, values, *_ = build(case)
+    with pytest.raises(ValueError, match=r"continuation needs a model that does not change"):
+        queries.continuation(hmm, values, 2)
+    with pytest.raises(ValueError, match="1 of 2 sequences have probability zero"):
+        queries.continuation(*impossible(), 2)
+    with pytest.raises(ValueError, match="num_steps must be at least 1"):
+        queries.continuation(casino([1]), torch.tensor([[0]]), 0)
+
+
+# Missing observations ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("emission", EMISSIONS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_imputation_fills_the_missing_steps_and_no_other(emission, layout):
+    for per_step in (False, True):
+        case = Case(emission, layout, 2, 3, per_step, per_step, ragged=True, missing=True)
+        junk = 97 if emission == "symbols" else np.nan
+        whole = np.broadcast_shapes(*LAYOUTS[layout]) == LAYOUTS[layout][2]
+        hmm, values, _, batch = build(case, junk if whole else None)
+        filled = queries.impute(hmm, values, [4])
+        event = hmm.emission.event_shape
+        assert filled.shape == (4, *batch, 3, *event)
+        assert filled.dtype == values.dtype
+        inside = torch.arange(3) < hmm.lengths.unsqueeze(-1)
+        missing = (inside & ~hmm.observed).reshape(*hmm.observed.shape, *(1 for _ in event))
+        kept = torch.where(missing, 0, filled)
+        expected = torch.where(missing, 0, values).expand(filled.shape)
+        torch.testing.assert_close(kept, expected, rtol=0, atol=0, equal_nan=True)
+        complete = HMM(
+            hmm.log_initial, hmm.log_transition, hmm.emission, hmm.lengths, None,
+            transition_per_step=per_step, emission_per_step=per_step,
+        )  # fmt: skip
+        assert complete.log_prob(filled).isfinite().all()
+
+
+def test_imputations_are_drawn_jointly():
+    """Counts of pairs of missing symbols against Bayes' rule over all their values."""
+    seen = torch.tensor([True, False, False, True])
+    values = torch.tensor([2, 0, 0, 0])
+    drawn = queries.impute(casino(4, seen), values, [20000])
+    counts = np.bincount(3 * drawn[:, 1] + drawn[:, 2], minlength=9)
+    every = torch.tensor([[2, a, b, 0] for a, b in itertools.product(range(3), repeat=2)])
+    law = casino([4] * 9).log_prob(every).softmax(0)
+    assert oracle.looks_drawn_from(counts, law.numpy())
+
+
+def test_with_nothing_missing_values_are_as_they_were():
+    values = torch.tensor([[0, 1, 2], [2, 1, 0]])
+    assert torch.equal(queries.impute(casino([3, 2]), values), values)
+
+
+@pytest.mark.parametrize("function", [queries.impute, queries.observation_laws])
+def test_what_is_impossible_has_no_missing_observations(function):
+    with pytest.raises(ValueError, match="1 of 2 sequences have probability zero"):
+        function(*impossible())
+
+
+def at_each_step(hmm, batch, moment):
+    """A moment of the emission in each state, as an array ``(*B, T, K, ...)``."""
+    place = len(hmm.emission.batch_shape) - 1  # of the states
+    if not hmm.emission_per_step:
+        moment, place = moment.unsqueeze(place), place + 1
+    return moment.expand(*batch, hmm.num_steps, *moment.shape[place:]).numpy()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("emission", ["symbols", "numbers", "vectors"])
+def test_laws_of_observations_mix_the_states_of_the_table(emission, layout):
+    for per_step, size in itertools.product((False, True), [(1, 1), (2, 2), (2, 3)]):
+        case = Case(emission, layout, *size, per_step, per_step, ragged=True, missing=True)
+        hmm, values, _, batch = built = build(case)
+        laws = queries.observation_laws(hmm, values)
+        event = tuple(hmm.emission.event_shape)
+        assert isinstance(laws, Forecast)
+        assert laws.batch_shape == (*batch, hmm.num_steps)
+        assert laws.sample([2]).shape == (2, *laws.batch_shape, *event)
+        exists = np.arange(hmm.num_steps) < hmm.lengths.expand(batch).unsqueeze(-1).numpy()
+        weights = built.answer.states  # (*B, T, K)
+        seen = values.expand(*batch, hmm.num_steps, *event)
+        density = laws.log_prob(seen).exp()
+        if emission == "symbols":
+            probs = at_each_step(hmm, batch, hmm.emission.probs)
+            expected = np.einsum("...k,...kv->...v", weights, probs)
+            assert_close(laws.probs[exists], expected[exists], case)
+            chosen = np.take_along_axis(expected, seen.numpy()[..., None], -1)[..., 0]
+            assert_close(density[exists], chosen[exists], case)
+            continue
+        mean = at_each_step(hmm, batch, hmm.emission.mean)
+        variance = at_each_step(hmm, batch, hmm.emission.variance)
+        each = stats.norm.pdf(seen.unsqueeze(-1 - len(event)), mean, np.sqrt(variance))
+        if event:
+            each = each.prod(-1)
+        assert_close(density[exists], (weights * each).sum(-1)[exists], case)
+        weights = weights.reshape(*weights.shape, *(1 for _ in event))
+        centre = (weights * mean).sum(-1 - len(event))
+        square = (weights * (mean**2 + variance)).sum(-1 - len(event))
+        assert_close(laws.mean[exists], centre[exists], case)
+        assert_close(laws.variance[exists], (square - centre**2)[exists], case)
+
+
+# Dwelling ----------------------------------------------------------------------------------------
+
+
+def test_dwelling_is_geometric():
+    matrices = torch.tensor([[[0.9, 0.1], [1.0, 0.0]], [[0.25, 0.75], [0.0, 1.0]]])
+    blank = dist.Categorical(probs=torch.ones(2, 1))
+    hmm = HMM(torch.tensor([0.5, 0.5]).log(), matrices.log(), blank, torch.tensor([2, 2]))
+    assert_close(queries.dwell_time_mean(hmm), [[10.0, 1.0], [4 / 3, np.inf]])
+    found = queries.dwell_time_log_prob(hmm, 400)
+    assert found.shape == (2, 2, 400)
+    for index in np.ndindex(2, 2):
+        stay = float(matrices[(*index, index[1])])
+        expected = [stay**d * (1 - stay) for d in range(400)]
+        assert_close(found[index].exp(), expected)
+    days = torch.arange(1, 401.0)
+    means = (found.exp() * days).sum(-1)
+    assert_close(means, [[10.0, 1.0], [4 / 3, 0.0]])
+
+
+def test_one_state_is_never_left():
+    blank = dist.Categorical(probs=torch.ones(1, 1))
+    hmm = HMM(torch.zeros(1), torch.zeros(1, 1), blank, torch.tensor(3))
+    assert queries.dwell_time_mean(hmm).tolist() == [np.inf]
+    assert queries.dwell_time_log_prob(hmm, 2).tolist() == [[NEVER, NEVER]]
+
+
+def test_long_visits_keep_their_digits_in_single_precision():
+    """One minus the probability of staying would be wrong by percents."""
+    leave = 1e-6
+    matrix = torch.tensor([[1 - leave, leave], [0.5, 0.5]], dtype=torch.float64).log().float()
+    blank = dist.Categorical(probs=torch.ones(2, 1))
+    hmm = HMM(torch.tensor([0.5, 0.5]).log().float(), matrix, blank, torch.tensor(2))
+    assert_close(queries.dwell_time_mean(hmm), [1e6, 2.0], rtol=1e-5)
+
+
+def test_dwelling_needs_one_matrix():
+    hmm = build(Case("symbols", "one sequence", 2, 3, transition_per_step=True)).hmm
+    for function in (queries.dwell_time_mean, lambda hmm: queries.dwell_time_log_prob(hmm, 2)):
+        with pytest.raises(ValueError, match="one log_transition for all steps"):
+            function(hmm)
+
+
+@pytest.mark.parametrize("complete", [False, True])
+@pytest.mark.parametrize("shape", [(1,), (7,), (4, 1), (3, 9), (2, 3, 6)])
+def test_runs_are_those_of_groupby(shape, complete):
+    states = torch.randint(3, shape)
+    lengths = torch.randint(1, shape[-1] + 1, shape[:-1])
+    expected = np.zeros((3, shape[-1]), int)
+    for path, length in zip(states.reshape(-1, shape[-1]), lengths.flatten()):
+        groups = [(k, len(list(g))) for k, g in itertools.groupby(path[:length].tolist())]
+        for k, duration in groups[: len(groups) - complete]:
+            expected[k, duration - 1] += 1
+    found = queries.runs(states, lengths, 3, complete=complete)
+    assert found.tolist() == expected.tolist()
+
+
+def test_runs_of_long_paths_have_the_law_of_dwelling():
+    hmm = casino([10000])
+    _, states = hmm.sample_with_states()
+    counts = queries.runs(states, hmm.lengths, 2, complete=True)
+    law = queries.dwell_time_log_prob(hmm, 10000).exp()
+    for k in range(2):
+        assert oracle.looks_drawn_from(counts[k].numpy(), law[k].numpy())
+
+
+def test_runs_say_what_is_wrong():
+    path = torch.tensor([0, 1, 2])
+    with pytest.raises(ValueError, match=r"states must lie between 0 and K - 1 = 1"):
+        queries.runs(path, torch.tensor(3), 2)
+    assert queries.runs(path, torch.tensor(2), 2).sum() == 2  # padding may be anything
+    with pytest.raises(TypeError, match="states must hold integers"):
+        queries.runs(path.double(), torch.tensor(3), 3)
+    with pytest.raises(ValueError, match="lengths must lie between 1"):
+        queries.runs(path, torch.tensor(4), 3)
+    with pytest.raises(ValueError, match="states must have shape"):
+        queries.runs(torch.tensor(1), torch.tensor(1), 3)
+
+
+# Residuals ---------------------------------------------------------------------------------------
+
+
+# Emissions of two states by a parameter each: in torch, and cumulative and density by scipy
+FAMILIES = {
+    "symbols": (
+        lambda p: dist.Categorical(probs=torch.stack([1 - p, p * 0.4, p * 0.6], -1)),
+        lambda p, x: [0, 1 - p, 1 - p + p * 0.4, 1][int(x) + 1],
+        lambda p, x: [1 - p, p * 0.4, p * 0.6][int(x)],
+    ),
+    "coins": (
+        lambda p: dist.Bernoulli(p),
+        lambda p, x: stats.bernoulli.cdf(x, p),
+        lambda p, x: stats.bernoulli.pmf(x, p),
+    ),
+    "binomials": (
+        lambda p: dist.Binomial(5, p),
+        lambda p, x: stats.binom.cdf(x, 5, p),
+        lambda p, x: stats.binom.pmf(x, 5, p),
+    ),
+    "counts": (
+        lambda p: dist.Poisson(4 * p),
+        lambda p, x: stats.poisson.cdf(x, 4 * p),
+        lambda p, x: stats.poisson.pmf(x, 4 * p),
+    ),
+    "numbers": (
+        lambda p: dist.Normal(3 * p, p),
+        lambda p, x: stats.norm.cdf(x, 3 * p, p),
+        lambda p, x: stats.norm.pdf(x, 3 * p, p),
+    ),
+    "durations": (
+        lambda p: dist.LogNormal(p, torch.ones(())),
+        lambda p, x: stats.lognorm.cdf(x, 1.0, scale=np.exp(p)),
+        lambda p, x: stats.lognorm.pdf(x, 1.0, scale=np.exp(p)),
+    ),
+    "waits": (
+        lambda p: dist.Gamma(2 * torch.ones(()), p),
+        lambda p, x: stats.gamma.cdf(x, 2.0, scale=1 / p),
+        lambda p, x: stats.gamma.pdf(x, 2.0, scale=1 / p),
+    ),
+}
+DISCRETE = ("symbols", "coins", "binomials", "counts")
+
+
+@pytest.mark.parametrize("forecast", [False, True])
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_residuals_are_the_sum_over_paths(kind, forecast):
+    """Weighted by the observations of other steps, or of those before."""
+    make, cdf, pdf = FAMILIES[kind]
+    for num_steps, outer, per_step in itertools.product((1, 3), ((), (2, 1)), (False, True)):
+        parameter = torch.rand(*outer, *([num_steps] if per_step else []), 2) * 0.8 + 0.1
+        hmm = HMM(
+            torch.tensor([0.3, 0.7]).log(),
+            torch.rand(*outer, 2, 2).log_softmax(-1),
+            make(parameter),
+            torch.tensor([num_steps, max(num_steps - 1, 1)]),
+            torch.rand(2, num_steps) < 0.7,
+            emission_per_step=per_step,
+        )
+        values, batch = hmm.sample(), hmm.batch_shape
+        lower, upper = queries.pseudo_residuals(hmm, values, forecast=forecast)
+        assert lower.shape == upper.shape == (*batch, num_steps)
+        parameter = at_each_step(hmm, batch, parameter)
+        matrices = hmm.log_transition.expand(*batch, 2, 2).unsqueeze(-3).numpy()
+        for *index, t in np.ndindex(*batch, num_steps):
+            index = tuple(index)
+            own, x, length = parameter[index], values[index].numpy(), int(hmm.lengths[index[-1]])
+            seen = (hmm.observed[index[-1]] & (torch.arange(num_steps) < length)).numpy()
+            if not seen[t]:
+                assert (lower[index][t], upper[index][t]) == (0, 1)
+                continue
+            emitted = np.zeros((num_steps, 2))
+            for s in range(t if forecast else length):
+                if s != t and seen[s]:
+                    emitted[s] = [math.log(pdf(own[s, k], x[s])) for k in range(2)]
+            paths = oracle.all_paths(2, length)
+            weights = np.exp(oracle.joint(hmm.log_initial.numpy(), matrices[index], emitted, paths))
+            law = np.bincount(paths[:, t], weights, minlength=2) / weights.sum()
+            below = x[t] - 1 if kind in DISCRETE else x[t]
+            at_most = sum(law[k] * cdf(own[t, k], x[t]) for k in range(2))
+            less = sum(law[k] * cdf(own[t, k], below) for k in range(2))
+            assert_close(upper[index][t], at_most, kind)
+            assert_close(lower[index][t], less, kind)
+
+
+@pytest.mark.parametrize("kind", ["symbols", "counts", "numbers"])
+def test_residuals_of_a_true_model_are_normal(kind):
+    emission = {
+        "symbols": dist.Categorical(probs=torch.tensor([[0.7, 0.2, 0.1], [0.1, 0.1, 0.8]])),
+        "counts": dist.Poisson(torch.tensor([1.0, 6.0])),
+        "numbers": dist.Normal(torch.tensor([0.0, 3.0]), torch.tensor([1.0, 0.5])),
+    }[kind]
+    sticky = torch.tensor([[0.9, 0.1], [0.2, 0.8]]).log()
+    hmm = HMM(torch.tensor([0.5, 0.5]).log(), sticky, emission, torch.full((20,), 250))
+    values = hmm.sample()
+    for forecast in (False, True):
+        residuals = queries.pseudo_residuals(hmm, values, forecast=forecast).sample().flatten()
+        assert stats.kstest(residuals.numpy(), "norm").pvalue > 1e-6
+    wrong = HMM(torch.tensor([0.5, 0.5]).log(), sticky.flip(0), emission, hmm.lengths)
+    residuals = queries.pseudo_residuals(wrong, values).sample().flatten()
+    assert stats.kstest(residuals.numpy(), "norm").pvalue < 1e-6
+
+
+def test_limits_become_normal_quantiles():
+    limits = queries.PseudoResiduals(torch.tensor([0.0, 0.2, 0.5]), torch.tensor([1.0, 0.6, 0.5]))
+    low, high = limits.normal()
+    assert_close(low, [NEVER, stats.norm.ppf(0.2), 0.0])
+    assert_close(high, [np.inf, stats.norm.ppf(0.6), 0.0])
+    assert_close(limits.middle(), [0.0, stats.norm.ppf(0.4), 0.0])
+    drawn = limits.sample()
+    assert low[1] <= drawn[1] <= high[1]
+    assert drawn.isfinite().all()
+
+
+def test_residuals_where_the_others_are_impossible_say_nothing():
+    lower, upper = queries.pseudo_residuals(*impossible())
+    assert_close(lower, [[0, 0, 0], [0, 0, 0]])
+    assert_close(upper, [[1, 1, 1], [1, 0, 1]])  # without x_2 the second is a row of ones
+    lower, upper = queries.pseudo_residuals(*impossible(), forecast=True)
+    assert_close(lower[1], [0.5, 0.0, 0.0])
+    assert_close(upper[1], [1.0, 0.0, 1.0])
+
+
+@pytest.mark.parametrize(
+    ("emission", "message"),
+    [
+        (dist.Normal(torch.zeros(2, 1), 1.0).to_event(1), "scalar observations"),
+        (dist.Geometric(torch.full((2,), 0.5)), "cumulative probabilities are known"),
+        (dist.Beta(torch.ones(2), 2.0), "cumulative probabilities are known"),
+    ],
+)
+def test_residuals_need_cumulative_probabilities(emission, message):
+    hmm = HMM(torch.full((2,), 0.5).log(), torch.full((2, 2), 0.5).log(), emission, torch.tensor(2))
+    with pytest.raises(ValueError, match=message):
+        queries.pseudo_residuals(hmm, hmm.sample())
+
+
+def test_no_query_asks_for_a_gradient():
+    hmm = casino([3, 2])
+    hmm = HMM(hmm.log_initial, hmm.log_transition.requires_grad_(), hmm.emission, hmm.lengths)
+    values = torch.tensor([[0, 1, 2], [2, 1, 0]])
+    answers = [
+        queries.k_best(hmm, values, 2)[1],
+        queries.path_entropy(hmm, values),
+        queries.predictive_log_prob(hmm, values),
+        queries.dwell_time_mean(hmm),
+        queries.dwell_time_log_prob(hmm, 3),
+        queries.pseudo_residuals(hmm, values).upper,
+        queries.continuation(hmm, values, 2).log_initial,
+    ]
+    assert not any(answer.requires_grad for answer in answers)

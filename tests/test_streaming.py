@@ -1,0 +1,280 @@
+"""Laws of ``Filter``: it says what the HMM says of whole sequences, and can be resumed."""
+
+import io
+
+import numpy as np
+import oracle
+import pyro.distributions as dist
+import pytest
+import torch
+from test_hmm import LAYOUTS, Case, assert_close, build, cases
+
+from pyrohmm import HMM, Filter
+
+NEVER = -np.inf
+
+
+def casino(batch=(), dtype=torch.float64):
+    """Two dice of three sides; ``lengths`` say only how many streams there are."""
+    return HMM(
+        torch.tensor([0.6, 0.4], dtype=dtype).log(),
+        torch.tensor([[0.9, 0.1], [0.3, 0.7]], dtype=dtype).log(),
+        dist.Categorical(probs=torch.tensor([[0.5, 0.3, 0.2], [0.1, 0.2, 0.7]], dtype=dtype)),
+        torch.ones(batch, dtype=torch.long),
+    )
+
+
+def contradicted():
+    """Three streams of a chain that never moves and shows its state; the second changes it."""
+    shown = dist.Categorical(logits=torch.eye(2).log())
+    hmm = HMM(torch.tensor([0.5, 0.5]).log(), torch.eye(2).log(), shown, torch.ones(3).long())
+    return Filter(hmm), torch.tensor([[1, 1, 0], [1, 0, 0], [1, 1, 0]])
+
+
+@pytest.mark.parametrize(
+    ("emission", "layout"),
+    [("symbols", layout) for layout in LAYOUTS]
+    + [(name, "restarts") for name in ("numbers", "vectors", "counts", "shares")],
+)
+def test_filtering_a_stream_is_filtering_its_sequence(emission, layout):
+    for case in list(cases(emission, layout))[::3]:
+        case = case._replace(transition_per_step=False, emission_per_step=False, ragged=False)
+        hmm, values, arrays, batch = build(case)
+        hmm = hmm.expand(batch)
+        answer = oracle.for_each(oracle.by_paths, *arrays)
+        stream = Filter(hmm)
+        event = hmm.emission.event_shape
+        steps = values.movedim(values.dim() - 1 - len(event), 0)
+        for t, observation in enumerate(steps):
+            observed = None if hmm.observed is None else hmm.observed[..., t]
+            states = stream.update(observation, observed)
+            assert states.shape == (*batch, case.num_states)
+            assert_close(states, answer.filtered[..., t, :], case)
+            assert torch.equal(states, stream.states)
+        assert_close(stream.log_evidence, answer.evidence, case)
+        assert stream.num_steps == case.num_steps
+
+
+def test_before_the_first_step_the_law_is_that_of_the_first_state():
+    stream = Filter(casino((2,)))
+    assert_close(stream.states, [[0.6, 0.4], [0.6, 0.4]])
+    assert stream.log_evidence.tolist() == [0.0, 0.0]
+    assert stream.num_steps == 0
+    assert_close(stream.predict().probs[:, 0], [[0.34, 0.26, 0.4], [0.34, 0.26, 0.4]])
+
+
+def test_predictions_are_forecasts():
+    values = torch.tensor([[0, 2, 2, 1], [1, 2, 0, 2]])
+    stream = Filter(casino((2,)))
+    for t in range(4):
+        stream.update(values[:, t])
+    whole = HMM(*(getattr(stream.hmm, n) for n in ("log_initial", "log_transition", "emission")),
+                torch.tensor([4, 4]))  # fmt: skip
+    ahead = stream.predict(3)
+    assert ahead.batch_shape == (2, 3)
+    assert_close(ahead.probs, whole.forecast(values, 3).probs)
+    assert_close(ahead.probs[:, :1], stream.predict().probs)
+    assert stream.num_steps == 4
+
+
+def test_evidence_is_the_sum_of_what_was_predicted():
+    stream, total = Filter(casino((3,))), torch.zeros(3)
+    for observation in torch.randint(3, (20, 3)):
+        total += stream.predict().log_prob(observation.unsqueeze(-1)).squeeze(-1)
+        stream.update(observation)
+    assert_close(stream.log_evidence, total)
+
+
+def test_a_missing_step_moves_the_chain_and_adds_no_evidence():
+    missing = torch.tensor([False, True])
+    apart, whole = Filter(casino((2,))), Filter(casino((2,)))
+    for stream in (apart, whole):
+        stream.update(torch.tensor([2, 0]))
+    before, law = apart.log_evidence, apart.states
+    apart.update(torch.tensor([99, 1]), missing)  # what stands there may be anything
+    whole.update(None)
+    assert torch.equal(apart.log_evidence[0], before[0])
+    assert torch.equal(whole.log_evidence, before)
+    assert_close(apart.states[0], whole.states[0])
+    assert_close(whole.states, law @ torch.tensor([[0.9, 0.1], [0.3, 0.7]]))
+
+
+@pytest.mark.parametrize("arguments", [(None,), (torch.tensor(0), torch.tensor(False))])
+def test_a_long_silence_is_no_evidence(arguments):
+    """Rows that sum to one only nearly must not add up."""
+    stream = Filter(casino((), torch.float32))
+    for _ in range(1000):
+        stream.update(*arguments)
+    assert stream.log_evidence == 0.0
+    assert_close(stream.states, [0.75, 0.25], rtol=1e-5)
+    stream.update(torch.tensor(2))
+    assert_close(stream.log_evidence.exp(), 0.75 * 0.2 + 0.25 * 0.7, rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_long_streams_keep_their_digits(dtype):
+    """Evidence is summed in double precision, whatever the model's."""
+    hmm = casino((2,), dtype)
+    values = torch.randint(3, (2, 3000))
+    stream = Filter(hmm)
+    for t in range(3000):
+        stream.update(values[:, t])
+    exact = casino((2,))
+    exact = HMM(exact.log_initial, exact.log_transition, exact.emission, torch.tensor([3000, 3000]))
+    tolerance = 1e-6 if dtype == torch.float32 else 1e-12
+    assert_close(stream.log_evidence, exact.log_prob(values), rtol=tolerance)
+    assert_close(stream.states, exact.filtered(values)[:, -1], atol=tolerance, rtol=tolerance)
+    assert stream.states.dtype == dtype
+    assert stream.log_evidence.dtype == torch.float64
+
+
+def test_likelihoods_beyond_the_range_of_numbers_are_no_trouble():
+    far = HMM(
+        torch.tensor([0.5, 0.5]).log(),
+        torch.tensor([[0.9, 0.1], [0.1, 0.9]]).log(),
+        dist.Normal(torch.tensor([0.0, 1.0]), 1e-3),
+        torch.tensor(4),
+    )
+    values = torch.tensor([50.0, -50.0, 50.0, 0.0])
+    stream = Filter(far)
+    for observation in values:
+        stream.update(observation)
+    assert_close(stream.log_evidence, far.log_prob(values))
+    assert_close(stream.states, far.filtered(values)[-1])
+
+
+def test_an_impossible_stream_stays_so_and_harms_no_other():
+    stream, values = contradicted()
+    for t in range(3):
+        stream.update(values[:, t])
+        stream.update(None)
+    first = np.log(0.5)
+    assert_close(stream.log_evidence, [NEVER, NEVER, NEVER])
+    assert stream.states.tolist() == [[0.0, 0.0]] * 3
+    stream, values = contradicted()
+    for t in range(2):
+        stream.update(values[:, t])
+    assert_close(stream.log_evidence, [first, NEVER, first])
+    assert_close(stream.states, [[0, 1], [0, 0], [0, 1]])
+    ahead = stream.predict(2)
+    assert_close(ahead.probs, [[[0, 1], [0, 1]], [[0, 0], [0, 0]], [[0, 1], [0, 1]]])
+    assert (ahead.log_prob(torch.zeros(3, 2, dtype=torch.long))[1] == NEVER).all()
+    stream.update(torch.tensor([1, 1, 1]), torch.tensor([True, False, True]))
+    assert_close(stream.log_evidence, [first, NEVER, first])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_restored_filter_continues_to_the_last_bit(dtype):
+    hmm = casino((3,), dtype)
+    values = torch.randint(3, (40, 3))
+    first = Filter(hmm)
+    for observation in values[:17]:
+        first.update(observation)
+    file = io.BytesIO()
+    torch.save(first.state_dict(), file)
+    file.seek(0)
+    second = Filter(hmm)
+    second.load_state_dict(torch.load(file, weights_only=True))
+    for observation in values[17:]:
+        assert torch.equal(first.update(observation), second.update(observation))
+    assert torch.equal(first.log_evidence, second.log_evidence)
+    assert first.num_steps == second.num_steps == 40
+
+
+def test_a_filter_can_be_saved_before_its_first_step():
+    first, second = Filter(casino()), Filter(casino())
+    second.update(torch.tensor(2))
+    second.load_state_dict(first.state_dict())
+    assert torch.equal(first.update(torch.tensor(1)), second.update(torch.tensor(1)))
+
+
+def test_what_was_saved_or_shown_is_a_copy():
+    stream = Filter(casino((2,)))
+    saved, evidence = stream.state_dict(), stream.log_evidence
+    stream.update(torch.tensor([2, 0]))
+    assert saved["num_steps"] == 0
+    assert_close(saved["log_states"].exp(), [[0.6, 0.4], [0.6, 0.4]])
+    assert evidence.tolist() == [0.0, 0.0]
+    stream.log_evidence.zero_()
+    stream.states.zero_()
+    assert (stream.log_evidence < 0).all()
+    assert_close(stream.states.sum(-1), [1.0, 1.0])
+    other = Filter(casino((2,)))
+    saved = stream.state_dict()
+    other.load_state_dict(saved)
+    saved["log_states"].zero_()
+    assert torch.equal(other.states, stream.states)
+
+
+def test_a_filter_holds_no_more_after_many_steps():
+    stream = Filter(casino((2,)))
+    sizes = set()
+    for observation in torch.randint(3, (50, 2)):
+        stream.update(observation)
+        held = [v for v in vars(stream).values() if isinstance(v, torch.Tensor)]
+        sizes.add(sum(v.untyped_storage().nbytes() for v in held))
+        assert not any(v.requires_grad for v in held)
+    assert len(sizes) == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"log_states": torch.zeros(3, 2)}, ValueError, r"log_states must have shape \(\*B, K\)"),
+        ({"log_evidence": torch.zeros(1)}, ValueError, r"log_evidence must have shape \(\*B\)"),
+        ({"log_states": torch.zeros(2, 2).float()}, ValueError, "log_states must have dtype"),
+        ({"log_evidence": [0.0, 0.0]}, TypeError, "log_evidence must be a torch.Tensor"),
+        ({"num_steps": 1.5}, TypeError, "num_steps must be an int"),
+        ({"num_steps": -1}, ValueError, "num_steps must not be negative"),
+        ({"steps": 1}, ValueError, "state_dict must have the entries"),
+    ],
+)
+def test_a_state_that_does_not_fit_changes_nothing(change, error, message):
+    stream = Filter(casino((2,)))
+    stream.update(torch.tensor([2, 0]))
+    before = stream.state_dict()
+    with pytest.raises(error, match=message):
+        stream.load_state_dict({**Filter(casino((2,))).state_dict(), **change})
+    after = stream.state_dict()
+    assert all(np.array_equal(before[name], after[name]) for name in before)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ((torch.tensor([0, 1, 2]),), ValueError, "observation must have the batch shape"),
+        ((torch.zeros(4, 2).long(),), ValueError, "build the filter from hmm.expand"),
+        ((torch.tensor([0, 3]),), ValueError, "must hold symbols from 0 to V - 1 = 2"),
+        ((torch.tensor([0.0, 1.0]),), TypeError, "must hold integers"),
+        ((3,), TypeError, "observation must be a torch.Tensor"),
+        ((torch.tensor([0, 1]), torch.tensor([1, 0])), TypeError, "observed must be boolean"),
+        ((torch.tensor([0, 1]), torch.ones(3).bool()), ValueError, "observed must have the batch"),
+    ],
+)
+def test_an_observation_that_does_not_fit_changes_nothing(arguments, error, message):
+    stream = Filter(casino((2,)))
+    before = stream.update(torch.tensor([2, 0]))
+    with pytest.raises(error, match=message):
+        stream.update(*arguments)
+    assert torch.equal(stream.states, before)
+    assert stream.num_steps == 1
+
+
+def test_nan_is_refused():
+    hmm = HMM(
+        torch.zeros(1), torch.zeros(1, 1), dist.Normal(torch.zeros(1), 1.0), torch.ones(2).long()
+    )
+    stream = Filter(hmm)
+    with pytest.raises(ValueError, match="support"):
+        stream.update(torch.tensor([np.nan, 0.0]))
+    stream.update(torch.tensor([np.nan, 0.0]), torch.tensor([False, True]))
+    assert_close(stream.states, [[1.0], [1.0]])
+
+
+@pytest.mark.parametrize("switch", ["transition_per_step", "emission_per_step"])
+def test_a_filter_needs_a_model_without_steps(switch):
+    hmm = build(Case("symbols", "one sequence", 2, 3)._replace(**{switch: True})).hmm
+    with pytest.raises(ValueError, match="hmm must not change with the step"):
+        Filter(hmm)
+    with pytest.raises(TypeError, match="hmm must be an HMM"):
+        Filter("casino")
