@@ -91,7 +91,8 @@ def to_hmmlearn(hmm: HMM) -> Any:
     Raises:
         ImportError: If hmmlearn is not installed.
         TypeError: If hmmlearn has no such emission.
-        ValueError: If ``hmm`` has batches of parameters, parameters per step, or missing steps.
+        ValueError: If ``hmm`` has batches of parameters, parameters per step, missing steps, or
+            labels.
 
     Example:
         >>> even = torch.full((2, 2), 0.5).log()
@@ -110,6 +111,10 @@ def to_hmmlearn(hmm: HMM) -> Any:
         raise ValueError(
             "hmm marks steps as missing; hmmlearn knows only sequences that are observed "
             "throughout. Build the HMM without observed."
+        )
+    if hmm.allowed is not None:
+        raise ValueError(
+            "hmm has labels, which hmmlearn does not know. Build the HMM without allowed."
         )
     batches = (
         hmm.log_initial.shape[:-1], hmm.log_transition.shape[:-2], hmm.emission.batch_shape[:-1]

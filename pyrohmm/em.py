@@ -460,7 +460,7 @@ class _Problem:
         if not bool(seen.all()):
             flat, values = flat[:, seen], values[seen]
         found = self.module.statistics(expected, values, flat, hmm)
-        return found | {"visits": flat.double().sum(1)}
+        return found | {"visits": flat.sum(1).double()}
 
     def maximise(self, found: Any) -> None:
         """The M-step."""

@@ -324,9 +324,10 @@ class HMM(TorchDistribution):
 
     def expected(self, values: Tensor) -> Expected:
         """Expected counts given ``values``: the E-step; see :class:`recursions.Expected`."""
-        found = recursions.expected(*self._chain(values), self.lengths)
-        if self._validate_args and self.allowed is not None:
-            if bool(found.log_evidence.isneginf().any()):
+        found = recursions.expected(*self._chain(values, check=False), self.lengths)
+        if self._validate_args:
+            _check_likelihood(found.log_evidence)
+            if self.allowed is not None and bool(found.log_evidence.isneginf().any()):
                 self._check_labels(values)
         return found
 
@@ -431,7 +432,7 @@ class HMM(TorchDistribution):
             likelihood = in_each_state(self.emission, values)
         else:
             likelihood = _log_likelihood(self.emission, values)
-        if mask is not None:
+        if mask is not None and self.observed is not None:  # recursions know of padding
             likelihood = likelihood.masked_fill(~mask.unsqueeze(-1), 0.0)
         if self.allowed is not None:
             likelihood = likelihood.masked_fill(~self.allowed, -torch.inf)

@@ -53,14 +53,15 @@ class _Model(OwnParameters):
 
 def build(module: HMMModule, data: Sequences) -> HMM:
     """The HMM that ``module`` builds for ``data``, with the covariates if there are some."""
+    observed = data.observed if data.has_gaps else None
     if data.covariates is None:
-        return module(data.lengths, data.observed)
+        return module(data.lengths, observed)
     if len(inspect.signature(module.forward).parameters) < 3:
         raise TypeError(
             f"data has covariates, which {type(module).__name__} does not take. Write an HMMModule "
             "whose forward takes (lengths, observed, covariates), or build data without them."
         )
-    return module(data.lengths, data.observed, data.covariates)
+    return module(data.lengths, observed, data.covariates)
 
 
 class MarginalModel(_Model):

@@ -196,8 +196,7 @@ def _plain_tensor(name: str, tensor: Tensor) -> Tensor:
         raise TypeError(
             f"{name} has dtype {tensor.dtype}, which the format does not have. Convert it first."
         )
-    own = tensor.detach().cpu().resolve_conj().resolve_neg()
-    return own.clone(memory_format=torch.contiguous_format)
+    return tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
 
 
 def _check_plain(meta: dict[str, Any]) -> None:
@@ -592,7 +591,7 @@ def _build_part(
         **options,
         validate_args=_validation(node),
     )
-    _holder(built)  # the constructor normalised them once more
+    vars(_holder(built)).update(held)  # the constructor normalised them once more
     return built
 
 

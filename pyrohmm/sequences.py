@@ -78,12 +78,14 @@ class Sequences:
         check_lengths(lengths, values.size(1))
         num_steps = values.size(1)
         exists = (torch.arange(num_steps) < lengths.unsqueeze(-1)).to(values.device)
+        self.has_gaps = False  # whether steps that exist are missing
         if observed is None:
             observed = exists
         else:
             check_booleans("observed", observed)
             check_shape("observed", observed, tuple(values.shape[:2]), "(N, T)")
             observed = observed.to(values.device) & exists
+            self.has_gaps = not torch.equal(observed, exists)
         if values.dtype.is_floating_point:
             absent = values.flatten(2).isnan().all(-1) if values.dim() > 2 else values.isnan()
             if bool((absent & observed).any()):

@@ -283,6 +283,11 @@ COINS = dist.Poisson(torch.ones(2))
     [
         (None, TypeError, "hmm must be"),
         (HMM(EVEN[0], EVEN, COINS, torch.tensor([2]), torch.ones(1, 2).bool()), ValueError, "miss"),
+        (
+            HMM(EVEN[0], EVEN, COINS, torch.tensor([1]), allowed=torch.ones(1, 1, 2).bool()),
+            ValueError,
+            "labels",
+        ),
         (HMM(EVEN[0], EVEN.expand(4, 1, 2, 2), COINS, torch.tensor([2])), ValueError, r"\(4, 1\)"),
         (HMM(EVEN[0], EVEN, COINS.expand((3, 2)), torch.tensor([2])), ValueError, r"\(3,\)"),
         (

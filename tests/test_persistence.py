@@ -30,6 +30,7 @@ from pyrohmm import (
     persistence,
     save,
 )
+from pyrohmm.distributions import Streams, Tied
 from pyrohmm.persistence import read_tensors, write_tensors
 
 FILE = "tensors.safetensors"
@@ -365,7 +366,6 @@ def test_a_link_stays_a_link(tmp_path):
 KILLS = """
 import os, random, signal, sys, time
 import torch
-from pyrohmm import persistence
 from pyrohmm.persistence import read_tensors, write_tensors
 
 path = sys.argv[1]
@@ -501,7 +501,12 @@ EMISSIONS = {
     "poisson sparse": lambda: dist.Poisson(positive(K, 2), is_sparse=True).to_event(1),
     "projected normal": lambda: dist.ProjectedNormal(torch.randn(K, 3)),
     "soft laplace": lambda: dist.SoftLaplace(torch.randn(K), positive(K)),
+    "streams": lambda: Streams(
+        [dist.Categorical(simplex(K, 7)), dist.Normal(torch.randn(K, 2), 1.0).to_event(1)]
+    ),
     "student": lambda: dist.StudentT(positive(K), torch.randn(K), positive(K)),
+    "tied": lambda: Tied(dist.Categorical(simplex(2, 7)), torch.tensor([1, 0, 1])),
+    "tied mixture": lambda: Tied(mixture().expand((K,)), torch.tensor([2, 0, 0])),
     "uniform": lambda: dist.Uniform(-torch.arange(1.0, 4.0), torch.arange(1.0, 4.0)),
     "von mises": lambda: dist.VonMises(torch.randn(K), positive(K)),
     "weibull": lambda: dist.Weibull(positive(K), positive(K)),
@@ -516,11 +521,15 @@ def hmm_with(emission, dtype=torch.float64):
 
 def classes(emission):
     """Every class that an emission is built of."""
-    found = {type(emission)}
-    for name in ("base_dist", "mixture_distribution", "component_distribution"):
-        if type(emission) in (dist.Independent, dist.MixtureSameFamily) and hasattr(emission, name):
-            found |= classes(getattr(emission, name))
-    return found
+    parts = {
+        dist.Independent: lambda: [emission.base_dist],
+        dist.MixtureSameFamily: lambda: [
+            emission.mixture_distribution, emission.component_distribution
+        ],
+        Streams: lambda: emission.parts,
+        Tied: lambda: [emission.base],
+    }.get(type(emission), list)()  # fmt: skip
+    return {type(emission)}.union(*(classes(part) for part in parts))
 
 
 def test_every_class_that_can_be_saved_is_tested():
@@ -569,17 +578,19 @@ def test_probabilities_that_were_given_come_back_with_their_zeros(tmp_path):
 def test_steps_batches_and_missing_values_come_back(tmp_path):
     """Parameters per step, restarts (R, 1, K, K) for N sequences, and marks of what is missing."""
     lengths, observed = torch.tensor([4, 1]), torch.rand(2, 4) < 0.5
+    allowed = torch.tensor([True, False, True]).expand(2, 4, K)
     emission = dist.Normal(torch.randn(5, 1, 4, K), 1.0)
     matrices = logits_with_zeros(5, 1, 3, K, K)
     hmm = HMM(
         logits_with_zeros(5, 1, K), matrices, emission, lengths, observed,
-        transition_per_step=True, emission_per_step=True,
+        transition_per_step=True, emission_per_step=True, allowed=allowed,
     )  # fmt: skip
     save(hmm, tmp_path / "x")
     again = load_hmm(tmp_path / "x")
     assert again.batch_shape == (5, 2)
     assert (again.transition_per_step, again.emission_per_step) == (True, True)
     assert bits(again.observed) == bits(observed)
+    assert bits(again.allowed) == bits(allowed)
     assert bits(again.log_transition) == bits(matrices)
     values = torch.randn(2, 4)
     assert bits(again.log_prob(values)) == bits(hmm.log_prob(values))
@@ -596,7 +607,9 @@ def test_whether_values_are_checked_comes_back(tmp_path, flag):
         again = load_hmm(tmp_path / "x")
         assert vars(again).get("_validate_args") is flag
         assert vars(hmm).get("_validate_args") is flag
-        assert again.emission._validate_args == emission._validate_args
+        inner, expected = (getattr(e, "base_dist", e) for e in (again.emission, emission))
+        assert vars(inner).get("_validate_args") is flag
+        assert vars(expected).get("_validate_args") is flag
 
 
 def test_models_of_one_state_and_one_step_come_back(tmp_path):
@@ -670,7 +683,7 @@ def test_other_things_are_refused(tmp_path, thing):
 
 def described():
     """Tensors and description of a small HMM, to be spoilt."""
-    emission = dist.Normal(torch.zeros(K, 2), torch.ones(K, 2)).to_event(1)
+    emission = dist.Poisson(torch.ones(K, 2)).to_event(1)
     return persistence._describe(hmm_with(emission))
 
 
@@ -711,6 +724,10 @@ def spoil(meta, path, value):
         (("emission", "parts", 0, "class"), "Cauchy.sample"),
         (("emission", "parts", 0, "validate_args"), "yes"),
         (("emission", "parts", 0, "options"), {"loc": 1}),
+        (("emission", "parts", 0, "options"), {}),
+        (("emission", "parts", 0, "options"), {"is_sparse": "yes"}),
+        (("emission", "parts", 0, "options"), {"is_sparse": True, "probs": 1}),
+        (("emission", "parts", 0, "parts"), ["os.system"]),
         (("transition_per_step",), None),
         (("transition_per_step",), 1),
         (("transition_per_step",), True),
@@ -737,9 +754,9 @@ def test_descriptions_that_are_not_of_an_hmm_are_refused_and_run_nothing(tmp_pat
         ("log_initial", torch.zeros(K)),
         ("log_initial", torch.full((K,), torch.nan)),
         ("log_transition", torch.zeros(2, 2)),
-        ("emission.base_dist.loc", None),
-        ("emission.base_dist.loc", torch.ones(5, 5)),
-        ("emission.base_dist.scale", -torch.ones(K, 2)),
+        ("emission.base_dist.rate", None),
+        ("emission.base_dist.rate", torch.ones(5, 5)),
+        ("emission.base_dist.rate", -torch.ones(K, 2)),
         ("emission.base_dist.probs", torch.ones(K, 2)),
         ("observed", torch.ones(3, 4)),
         ("other", torch.ones(1)),
