@@ -27,10 +27,12 @@ from .emissions import streams as streams
 from .emissions import tied as tied
 from .fit import Fit as Fit
 from .fit import Restarts as Restarts
+from .fit import fit_cooccurrence as fit_cooccurrence
 from .fit import fit_map as fit_map
 from .fit import fit_svi as fit_svi
 from .hmm import HMM as HMM
 from .hmm import Forecast as Forecast
+from .models import CooccurrenceModel as CooccurrenceModel
 from .models import EnumeratedModel as EnumeratedModel
 from .models import MarginalModel as MarginalModel
 from .models import markov_sample as markov_sample
@@ -50,6 +52,7 @@ from .tabular import sticky as sticky
 
 __all__ = [
     "HMM",
+    "CooccurrenceModel",
     "EnumeratedModel",
     "Expected",
     "Filter",
@@ -70,6 +73,7 @@ __all__ = [
     "distributions",
     "em",
     "emissions",
+    "fit_cooccurrence",
     "fit_em",
     "fit_map",
     "fit_svi",

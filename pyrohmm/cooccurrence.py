@@ -1,4 +1,4 @@
-"""The law of adjacent symbols of a stationary chain, beginning with the stationary law itself."""
+"""The law of adjacent symbols of a stationary chain: counted, and predicted by a model."""
 
 from __future__ import annotations
 
@@ -7,6 +7,65 @@ import torch
 from scipy.sparse import csr_array
 from scipy.sparse.csgraph import connected_components
 from torch import Tensor
+
+from ._checks import check_integers, check_size
+from .sequences import Sequences
+
+
+def counted(data: Sequences, num_symbols: int) -> Tensor:
+    """How often each symbol follows each, as shares of all pairs of adjacent steps, ``(V, V)``.
+
+    Pairs lie within one sequence, and both their steps are observed.
+
+    Args:
+        data: Sequences of symbols.
+        num_symbols: V.
+
+    Raises:
+        TypeError: If the values are not integers.
+        ValueError: If a symbol is not below V, or there is no pair.
+
+    Example:
+        >>> counted(Sequences.from_list([[0, 1, 1], [1, 0]]), 2)
+        tensor([[0.0000, 0.3333],
+                [0.3333, 0.3333]])
+    """
+    check_integers("values of data", data.values)
+    check_size("num_symbols", num_symbols)
+    pairs = data.observed[:, :-1] & data.observed[:, 1:]
+    first, second = data.values[:, :-1][pairs].long(), data.values[:, 1:][pairs].long()
+    if len(first) == 0:
+        raise ValueError("data has no two adjacent observed steps; there is nothing to count.")
+    low, high = int(min(first.min(), second.min())), int(max(first.max(), second.max()))
+    if low < 0 or high >= num_symbols:
+        raise ValueError(
+            f"values of data must be symbols from 0 to V - 1 = {num_symbols - 1}; got values from "
+            f"{low} to {high}."
+        )
+    counts = torch.bincount(first * num_symbols + second, minlength=num_symbols**2)
+    shares = counts.to(torch.get_default_dtype()) / len(first)
+    return shares.reshape(num_symbols, num_symbols)
+
+
+def predicted(law: Tensor, log_transition: Tensor, probs: Tensor) -> Tensor:
+    r"""The law of two adjacent symbols, :math:`B^\top \mathrm{diag}(\pi) A B`.
+
+    Args:
+        law: ``(*B, K)``, probabilities of the first state, such as :func:`stationary` gives.
+        log_transition: ``(*B, K, K)``.
+        probs: ``(*B, K, V)``, probabilities of symbols.
+
+    Returns:
+        ``(*B, V, V)``, sums to one.
+
+    Example:
+        >>> matrix = torch.tensor([[0.9, 0.1], [0.3, 0.7]])
+        >>> predicted(stationary(matrix.log()), matrix.log(), torch.eye(2))
+        tensor([[0.6750, 0.0750],
+                [0.0750, 0.1750]])
+    """
+    pairs = law.unsqueeze(-1) * log_transition.exp()
+    return probs.mT @ pairs @ probs
 
 
 def stationary(log_transition: Tensor) -> Tensor:

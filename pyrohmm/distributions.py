@@ -238,7 +238,7 @@ class InverseWishart(TorchDistribution):
     @property
     def support(self) -> constraints.Constraint:
         """Covariance matrices."""
-        return _covariance
+        return covariance_matrix
 
     @property
     def mean(self) -> Tensor:
@@ -292,7 +292,7 @@ class _Covariance(constraints.Constraint):
         return constraints.positive_definite.check(value)
 
 
-_covariance = _Covariance()
+covariance_matrix = _Covariance()
 
 
 class _VectorToCovariance(Transform):
@@ -300,7 +300,7 @@ class _VectorToCovariance(Transform):
 
     bijective = True
     domain = constraints.real_vector
-    codomain = _covariance
+    codomain = covariance_matrix
 
     def _root(self, x: Tensor) -> Tensor:
         dim = (math.isqrt(8 * x.size(-1) + 1) - 1) // 2

@@ -27,7 +27,7 @@ from ._checks import check_size
 from .checkpoints import Checkpoint, fingerprint
 from .distributions import is_categorical
 from .emissions import Emission, Statistics
-from .fit import Batches, Fit, Point, Restarts, follow
+from .fit import Batches, Fit, Point, Restarts, follow, uses_labels
 from .hmm import HMM
 from .models import MarginalModel, build
 from .modules import HMMModule
@@ -394,6 +394,7 @@ class _Problem:
             "values": self.values,
             "points": list(self.points),
             "notes": self.notes,
+            "leaves": self.leaves,
             "stepper": None if stepper is None else stepper.state_dict(),
         }
 
@@ -403,8 +404,9 @@ class _Problem:
         with torch.no_grad():
             for own, saved in zip(self.points, found["points"]):
                 own.copy_(saved)
+        self.leaves = {name: leaf.requires_grad_() for name, leaf in found["leaves"].items()}
         if found["stepper"] is not None and self.step.optimizer is not None:
-            self.step._stepper = self.step.optimizer(self._leaves())
+            self.step._stepper = self.step.optimizer([*self.leaves.values(), *self._moved()])
             self.step._stepper.load_state_dict(found["stepper"])
 
     # The two steps
@@ -468,13 +470,11 @@ class _Problem:
             self._maximise_closed(found)
             return
         batch, expected, hmm = found
-        free = list(self.names)
         if self.tabular:  # only the emission has no closed form
             with torch.no_grad():
                 nothing = torch.zeros(self.restarts, 0, hmm.num_states)
                 self._maximise_closed(self.module.statistics(expected, nothing[0], nothing, None))
-            free = [name for name in free if name.startswith("emission.")]
-        self._maximise_by_gradient(batch, expected, free)
+        self._maximise_by_gradient(batch, expected)
 
     def _maximise_closed(self, statistics: Statistics) -> None:
         visits = statistics.get("visits")
@@ -505,22 +505,19 @@ class _Problem:
             *path, last = name.split(".")
             setattr(self.module.get_submodule(".".join(path)), last, value[0])
 
-    def _leaves(self) -> list[Tensor]:
-        """All that gradient steps move, unconstrained."""
-        for name, site in self.sites.items():
-            value = self.values[name]
-            leaf = transform_to(site.support).inv(value).detach().clone().requires_grad_()
-            self.leaves[name] = leaf
-        return [*self.leaves.values(), *self.points]
+    def _moved(self) -> list[Tensor]:
+        """The parameters without a prior that gradient steps move."""
+        part = self.module.emission if self.tabular else self.module
+        return [each for each in part.parameters() if each.requires_grad]
 
-    def _maximise_by_gradient(self, batch: Sequences, expected: Expected, free: list[str]) -> None:
-        known = dict(self.values)
+    def _maximise_by_gradient(self, batch: Sequences, expected: Expected) -> None:
         if self.step.optimizer is None or not self.leaves:
-            self._leaves()
-        leaves = {name: self.leaves[name] for name in free}
-        points = self.points
-        if self.tabular:
-            points = [each for each in self.module.emission.parameters() if each.requires_grad]
+            self.leaves = {
+                name: transform_to(site.support).inv(self.values[name]).clone().requires_grad_()
+                for name, site in self.sites.items()
+                if name.startswith("emission.") or not self.tabular
+            }
+        known, leaves = dict(self.values), self.leaves
         counts = Expected(*(part.detach() for part in expected))
 
         def loss() -> Tensor:
@@ -535,7 +532,7 @@ class _Problem:
                 total = total + gain.reshape(self.restarts, -1).sum(-1)
             return -total
 
-        self.step(loss, [*leaves.values(), *points])
+        self.step(loss, [*leaves.values(), *self._moved()])
         with torch.no_grad():
             loss()  # leaves the values where the step ended
         self.values = {name: value.detach() for name, value in self.values.items()}
@@ -560,7 +557,7 @@ class _Problem:
     def finish(self, trail: Tensor, converged: bool, reason: str, seconds: float) -> Fit:
         """The best restart as a fit, all of them beside it."""
         best = int(trail[:, -1].argmin())
-        notes = [
+        notes = uses_labels(self.data) + [
             f"{note} ({count} iterations)" if count > 1 else note
             for note, count in self.notes.items()
         ]

@@ -37,7 +37,7 @@ from torch.distributions import constraints
 
 from ._checks import check_integers, check_size
 from ._lookup import add_rows
-from .distributions import InverseWishart, Streams, Tied, known_log_prob
+from .distributions import InverseWishart, Streams, Tied, covariance_matrix, known_log_prob
 
 EmissionFamily = Callable[[int], PyroModule]
 Statistics = dict[str, Tensor]
@@ -498,7 +498,7 @@ class CovarianceEmission(Emission):
     """Normal vectors with covariance matrices: see :func:`normal_full`, :func:`normal_tied`."""
 
     spaces: ClassVar[dict[str, constraints.Constraint]] = {
-        "covariance": constraints.positive_definite,
+        "covariance": covariance_matrix,
         "loc": constraints.real,
     }
 

@@ -26,9 +26,11 @@ from scipy.optimize import linear_sum_assignment
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from . import cooccurrence
 from ._checks import check_size
 from .checkpoints import Checkpoint, fingerprint
 from .hmm import HMM
+from .models import CooccurrenceModel
 from .modules import HMMModule
 from .sequences import Sequences
 
@@ -256,13 +258,55 @@ def fit_map(
             f"{type(model).__name__} has parameters without one. Fit it once for each start."
         )
 
+    with poutine.block(), torch.no_grad(), pyro.get_param_store().scope():
+        if _sites(model, follow(model, None, data[:1]))[1]:
+            raise ValueError(
+                "restarts need a model whose states are summed out, such as MarginalModel; this "
+                "one enumerates them."
+            )
+
     def side_by_side(batch: Sequences) -> Any:
         with pyro.plate("restarts", restarts, dim=-2):
             return model(batch)
 
     guide = AutoDelta(side_by_side, init_loc_fn=init)
     fit = fit_svi(side_by_side, guide, data, elbo=_EachRestart(), **options)
+    if isinstance(getattr(model, "module", None), HMMModule):
+        fit.notes += uses_labels(data)
     return _best(fit, model)
+
+
+def fit_cooccurrence(
+    module: HMMModule,
+    data: Sequences,
+    num_symbols: int,
+    *,
+    weight: float | None = None,
+    log_prior: Callable[[HMM], Tensor] | None = None,
+    **options: Any,
+) -> Fit:
+    """Match the law of adjacent symbols: :func:`fit_map` of a :class:`CooccurrenceModel`.
+
+    A step costs V² K, however long the sequences are. The first state has no part in it, and
+    stays where its prior puts it.
+
+    Args:
+        module: Builds an HMM that emits symbols.
+        data: The sequences, whose adjacent symbols are counted once.
+        num_symbols: V.
+        weight: Of the squared distance, against the priors; by default the number of steps.
+        log_prior: A further log-density of the HMM built.
+        **options: Those of :func:`fit_map`, ``restarts`` among them.
+
+    Example:
+        >>> data = Sequences.from_list([[0, 1] * 10, [1, 0] * 10])
+        >>> fit = fit_cooccurrence(TabularHMM(2, categorical(2)), data, 2, restarts=4)
+        >>> fit.restarts.losses.shape[0]
+        4
+    """
+    target = cooccurrence.counted(data, num_symbols)
+    weight = float(data.num_observed) if weight is None else weight
+    return fit_map(CooccurrenceModel(module, target, weight, log_prior), data, **options)
 
 
 class _EachRestart:
@@ -290,10 +334,6 @@ class _RestartLosses(nn.Module):
         total: Any = 0.0
         for site in trace.nodes.values():
             if site["type"] == "sample" and not site_is_subsample(site):
-                if _is_enumerated(site):
-                    raise ValueError(
-                        "restarts need a model whose states are summed out, such as MarginalModel."
-                    )
                 scores = site["log_prob"]
                 if scores.dim() < 2:
                     raise ValueError(
@@ -315,6 +355,7 @@ def _best(fit: Fit, model: Callable[..., Any]) -> Fit:
     every = Restarts(model, trail, final, values, best)
     failed = int((~final.isfinite()).sum())
     notes = [f"{failed} of {len(final)} restarts ended at infinity"] if failed else []
+    notes = fit.notes + notes
     return replace(fit, model=model, guide=guide, losses=trail[best], restarts=every, notes=notes)
 
 
@@ -431,6 +472,8 @@ def fit_svi(
                 if loss.device.type == "cpu" or step % WINDOW == 0:  # elsewhere it takes a wait
                     _check_finite(loss, step, elbo, model, guide, batch)
                 loss.sum().backward()
+                if loss.dim():
+                    _hold(parameters, ~loss.isfinite())
                 if clip_norm is not None:
                     _clip(parameters, clip_norm * max(data.num_observed, 1), len(loss.shape) > 0)
                 stepper.step()
@@ -468,7 +511,16 @@ def fit_svi(
         data.num_observed,
         names,
         dict(store),
+        uses_labels(data) if isinstance(getattr(model, "module", None), HMMModule) else [],
     )
+
+
+def uses_labels(data: Sequences) -> list[str]:
+    """A remark if ``data`` say what some states are, so that nobody is supervised unawares."""
+    count, total = data.num_labelled, int(data.lengths.sum())
+    if not count:
+        return []
+    return [f"the states of {count:,} of {total:,} steps were known: the data have labels"]
 
 
 def _check(
@@ -573,6 +625,14 @@ class _State:
         self.batches.order = found["order"]
         losses = list(found["losses"].to(self.parameters[0].device))
         return losses, found["converged"], found["reason"], found["seconds"]
+
+
+def _hold(parameters: list[nn.Parameter], failed: Tensor) -> None:
+    """Let restarts that have failed stand where they are, so that their NaN do not spread."""
+    if bool(failed.any()):
+        for each in parameters:
+            if each.grad is not None:
+                each.grad[failed] = 0.0
 
 
 def _clip(parameters: list[nn.Parameter], limit: float, apart: bool) -> None:

@@ -1,17 +1,23 @@
-"""Measures of a fit: perplexity, agreement up to renaming of states, distances, diversity."""
+"""Measures of a fit: evidence, criteria for choosing, agreement up to renaming, distances."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+from pyro import poutine
+from pyro.poutine.util import site_is_subsample
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
+from torch.distributions import biject_to
 
 from ._checks import check_integers
 from .fit import Fit
 from .hmm import HMM
+from .models import build
+from .modules import HMMModule
 from .sequences import Sequences
 
 
@@ -52,17 +58,157 @@ def perplexity(model: HMM | Fit, data: Sequences, batch_size: int = 256) -> Perp
     tokens = data.num_observed
     if tokens == 0:
         raise ValueError("data has no observed step; there is nothing to average over.")
-    with torch.no_grad():
-        if isinstance(model, HMM):
-            total = model.log_prob(data.values).double().sum().item()
-        else:
-            total = 0.0
-            for start in range(0, len(data), batch_size):
-                part = data[start : start + batch_size]
-                total += model.draw(part).log_prob(part.values).double().sum().item()
+    total = log_evidence(model, data, batch_size).double().sum().item()
     surprise = -total / tokens
     value = math.exp(surprise) if surprise < 700.0 else math.inf
     return Perplexity(value, tokens, total)
+
+
+def log_evidence(model: HMM | Fit, data: Sequences, batch_size: int = 256) -> Tensor:
+    """Log evidence of each sequence, ``(N,)``, in nats: of held-out data, the mark of a fit.
+
+    Labels that ``data`` may carry are not used.
+
+    Args:
+        model: An :class:`HMM` built for these sequences, or a :class:`Fit`.
+        data: The sequences.
+        batch_size: How many are evaluated at a time, if ``model`` is a fit.
+    """
+    with torch.no_grad():
+        if isinstance(model, HMM):
+            return model.log_prob(data.values)
+        parts = [data[start : start + batch_size] for start in range(0, len(data), batch_size)]
+        return torch.cat([model.draw(part).log_prob(part.values) for part in parts])
+
+
+def num_parameters(module: torch.nn.Module, data: Sequences) -> int:
+    """How many numbers are free: entries that others determine, such as the last of a row, are not.
+
+    Args:
+        module: An :class:`HMMModule`, or a model of one.
+        data: Anything the module can be built for; one sequence is enough.
+
+    Example:
+        >>> data = Sequences.from_list([[0, 1]])
+        >>> num_parameters(TabularHMM(2, categorical(3)), data)  # 1 + 2 + 4
+        7
+    """
+    with torch.no_grad(), poutine.block():
+        run = module if not isinstance(module, HMMModule) else lambda data: build(module, data)
+        trace = poutine.trace(run).get_trace(data[:1])
+    count = 0
+    for name in trace.stochastic_nodes:
+        site = trace.nodes[name]
+        if not site_is_subsample(site) and site["infer"].get("enumerate") != "parallel":
+            shape = biject_to(site["fn"].support).inverse_shape(site["value"].shape)
+            count += math.prod(shape)
+    constrained = set()
+    for part in module.modules():
+        for name, (constraint, _) in getattr(part, "_pyro_params", {}).items():
+            constrained.add(id(getattr(part, f"{name}_unconstrained")))
+            shape = getattr(part, name).shape
+            count += math.prod(biject_to(constraint).inverse_shape(shape))
+    free = [each for each in module.parameters() if id(each) not in constrained]
+    return count + sum(each.numel() for each in free if each.requires_grad)
+
+
+def aic(fit: Fit, data: Sequences) -> float:
+    r"""Akaike's information criterion, in nats times two: less is better.
+
+    .. math:: -2 \log p(x | \hat\theta) + 2 p
+
+    Akaike (1974). It is meant for maximum likelihood, thus for flat priors.
+
+    Args:
+        fit: From :func:`fit_em` or :func:`fit_map`.
+        data: What was fitted.
+    """
+    return _criterion(fit, data, 2.0)
+
+
+def bic(fit: Fit, data: Sequences) -> float:
+    r"""Bayesian information criterion, in nats times two: less is better.
+
+    .. math:: -2 \log p(x | \hat\theta) + p \log n
+
+    Schwarz (1978), with n the number of observed steps, as is usual for hidden Markov models.
+
+    Args:
+        fit: From :func:`fit_em` or :func:`fit_map`.
+        data: What was fitted.
+    """
+    return _criterion(fit, data, math.log(max(data.num_observed, 1)))
+
+
+def _criterion(fit: Fit, data: Sequences, price: float) -> float:
+    if not isinstance(fit.model, torch.nn.Module):
+        raise TypeError(
+            "fit must be of a model that is a module, whose parameters can be counted; got "
+            f"{type(fit.model).__name__}."
+        )
+    evidence = log_evidence(fit, data).double().sum().item()
+    return -2.0 * evidence + price * num_parameters(fit.model, data)
+
+
+class CrossValidation(NamedTuple):
+    """Evidence of sequences that a fit has not seen.
+
+    Attributes:
+        log_evidence: ``(N,)``, in nats, of each sequence under the fit to the other folds.
+        fold: ``(N,)``, in which fold it was.
+        num_observed: Number of observed steps in all.
+    """
+
+    log_evidence: Tensor
+    fold: Tensor
+    num_observed: int
+
+    @property
+    def per_step(self) -> float:
+        """Nats per observed step."""
+        return self.log_evidence.double().sum().item() / max(self.num_observed, 1)
+
+
+def cross_validate(
+    fit: Callable[[Sequences], Fit],
+    data: Sequences,
+    num_folds: int = 5,
+    generator: torch.Generator | None = None,
+) -> CrossValidation:
+    """Fit all folds but one, and evaluate that one: each sequence once.
+
+    Args:
+        fit: Called with the sequences to fit, such as ``lambda data: fit_em(module, data)``.
+        data: The sequences.
+        num_folds: At least 2, at most the number of sequences.
+        generator: Decides who is in which fold; torch's global one by default.
+
+    Raises:
+        ValueError: If ``num_folds`` is out of range.
+
+    Example:
+        >>> data = datasets.casino(num_sequences=10, num_steps=20)
+        >>> module = TabularHMM(2, categorical(6))
+        >>> found = cross_validate(lambda part: fit_em(module, part), data, num_folds=2)
+        >>> found.log_evidence.shape, found.num_observed
+        (torch.Size([10]), 200)
+    """
+    if not 2 <= num_folds <= len(data):
+        raise ValueError(
+            f"num_folds must lie between 2 and the number of sequences, {len(data)}; got "
+            f"{num_folds}."
+        )
+    order = torch.randperm(len(data), generator=generator)
+    fold = torch.empty(len(data), dtype=torch.long)
+    fold[order] = torch.arange(len(data)) % num_folds
+    found = None
+    for number in range(num_folds):
+        away = fold == number
+        evidence = log_evidence(fit(data[~away]), data[away]).cpu()
+        found = evidence.new_zeros(len(data)) if found is None else found
+        found[away] = evidence
+    assert found is not None
+    return CrossValidation(found, fold, data.num_observed)
 
 
 def align(predicted: Tensor, truth: Tensor, num_states: int | None = None) -> Tensor:

@@ -20,7 +20,8 @@ from pyro.ops.indexing import Vindex
 from torch import Tensor
 from torch.distributions import constraints
 
-from .distributions import in_each_state
+from . import cooccurrence
+from .distributions import in_each_state, is_categorical
 from .hmm import HMM, emit, emit_per_step
 from .modules import HMMModule, OwnParameters
 from .sequences import Sequences
@@ -102,6 +103,52 @@ class EnumeratedModel(_Model):
 
     def _observe(self, hmm: HMM, values: Tensor) -> None:
         markov_sample("x", hmm, obs=values)
+
+
+class CooccurrenceModel(OwnParameters):
+    r"""The squared distance of the laws of adjacent symbols, counted and predicted, as a factor.
+
+    .. math:: -w \, \lVert \Omega(\theta) - \hat\Omega \rVert^2
+
+    It never looks at whole sequences, so that its cost does not depend on how many there are.
+    Sites: those of ``module``, then ``log_prior`` if there is one, then ``pairs``.
+
+    Args:
+        module: Builds an HMM that emits symbols.
+        target: ``(V, V)``, such as :func:`cooccurrence.counted` gives.
+        weight: w, which weighs the distance against the priors.
+        log_prior: A further log-density of the HMM built.
+
+    Raises:
+        TypeError: If what the module builds does not emit symbols.
+    """
+
+    def __init__(
+        self,
+        module: HMMModule,
+        target: Tensor,
+        weight: float = 1.0,
+        log_prior: LogPrior | None = None,
+    ) -> None:
+        super().__init__()
+        self.module, self.weight, self.log_prior = module, weight, log_prior
+        self.register_buffer("target", target)
+
+    def forward(self, data: Sequences) -> HMM:
+        """Return the HMM built for ``data``, of which nothing but the sizes is used."""
+        hmm = build(self.module, data)
+        if not is_categorical(hmm.emission):
+            raise TypeError(
+                "co-occurrences are those of symbols; the module emits "
+                f"{type(hmm.emission).__name__}."
+            )
+        if self.log_prior is not None:
+            pyro.factor("log_prior", self.log_prior(hmm))
+        emission: Any = hmm.emission
+        law = cooccurrence.predicted(hmm.stationary(), hmm.log_transition, emission.probs)
+        distance = (law - self.target).square().sum((-2, -1))
+        pyro.factor("pairs", -self.weight * distance)
+        return hmm
 
 
 def markov_sample(name: str, hmm: HMM, obs: Tensor | None = None) -> Tensor:

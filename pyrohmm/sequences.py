@@ -34,7 +34,8 @@ class Sequences:
             exists is observed.
             Vectors of which single components are NaN are known in part.
         labels: ``(N, T)`` integers, the known state of each step, -1 where it is not known; or
-            ``(N, T, K)`` booleans, True for the states that may be.
+            ``(N, T, K)`` booleans, True for the states that may be. The models and fits of this
+            package use them; :meth:`without_labels` drops them.
         total: Number of sequences in the whole set these are a part of; N by default.
             Models scale the likelihood by ``total / N``, and priors not.
         covariates: ``(N, T, C)`` floating point, what transitions and emissions may depend on:
@@ -210,6 +211,15 @@ class Sequences:
         return self.values.size(1)
 
     @property
+    def num_labelled(self) -> int:
+        """Number of steps whose state is known, or is known not to be one of them."""
+        if self.labels is None:
+            return 0
+        known = ~self.labels.all(-1) if self.labels.dtype == torch.bool else self.labels >= 0
+        exists = torch.arange(self.num_steps) < self.lengths.unsqueeze(-1)
+        return int((known & exists.to(known.device)).sum())
+
+    @property
     def num_observed(self) -> int:
         """Number of observed steps: the denominator of figures per token."""
         return int(self.observed.sum())
@@ -252,6 +262,12 @@ class Sequences:
             None if self.labels is None else self.labels.to(device),
             self.total,
             None if self.covariates is None else self.covariates.to(device),
+        )
+
+    def without_labels(self) -> Sequences:
+        """The same sequences; a fit to them is unsupervised."""
+        return Sequences(
+            self.values, self.lengths, self.observed, None, self.total, self.covariates
         )
 
     def batches(

@@ -10,7 +10,26 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pyrohmm import HMM, MarginalModel, Sequences, TabularHMM, categorical, fit_map, metrics
+from pyrohmm import (
+    HMM,
+    MarginalModel,
+    Sequences,
+    TabularHMM,
+    categorical,
+    datasets,
+    fit_em,
+    fit_map,
+    freeze,
+    left_to_right,
+    metrics,
+    normal,
+    normal_full,
+    normal_mixture,
+    normal_spherical,
+    normal_tied,
+    poisson,
+    tied,
+)
 
 patient = settings(deadline=None, max_examples=60, derandomize=True, database=None)
 
@@ -206,3 +225,82 @@ def test_mean_absolute_deviation_of_counts_is_not_taken_in_a_ring():
 def test_tables_of_two_shapes_have_no_deviation():
     with pytest.raises(ValueError, match=r"one shape; got \(2,\) and \(3,\)"):
         metrics.mean_absolute_deviation(torch.zeros(2), torch.zeros(3))
+
+
+# Choosing
+
+
+def test_evidence_by_sequence_is_that_of_the_hmm_and_sums_to_the_perplexity():
+    data = datasets.casino(num_sequences=7, num_steps=9).without_labels()
+    fit = fit_em(TabularHMM(2, categorical(6)), data, num_steps=3)
+    each = metrics.log_evidence(fit, data, batch_size=3)
+    torch.testing.assert_close(each, fit.draw(data).log_prob(data.values))
+    assert metrics.perplexity(fit, data).log_evidence == pytest.approx(each.sum().item())
+
+
+@pytest.mark.parametrize(
+    ("module", "count"),
+    [
+        (TabularHMM(3, categorical(5)), 2 + 3 * 2 + 3 * 4),
+        (TabularHMM(1, categorical(5)), 4),
+        (TabularHMM(2, normal(3)), 1 + 2 + 2 * 3 * 2),
+        (TabularHMM(2, normal_full(3)), 1 + 2 + 2 * (3 + 6)),
+        (TabularHMM(2, normal_tied(3)), 1 + 2 + 2 * 3 + 6),
+        (TabularHMM(2, normal_spherical(3)), 1 + 2 + 2 * (3 + 1)),
+        (TabularHMM(2, normal_mixture(4, 3)), 1 + 2 + 2 * (3 + 4 * 3 * 2)),
+        (TabularHMM(2, poisson()), 1 + 2 + 2),
+        (TabularHMM(3, tied(categorical(5), [0, 0, 1])), 2 + 3 * 2 + 2 * 4),
+        (TabularHMM(3, categorical(5), transition_allowed=left_to_right(3, 1)), 2 + 2 + 3 * 4),
+    ],
+)
+def test_free_parameters_are_counted_once(module, count):
+    length = torch.tensor([1])
+    event = module(length).emission.event_shape
+    values = torch.zeros(1, 1, *event) if event else torch.zeros(1, 1).long()
+    data = Sequences(values, length)
+    assert metrics.num_parameters(module, data) == count
+    assert metrics.num_parameters(MarginalModel(module), data) == count
+    shared = module.transition_allowed is not None or count in (15, 11)
+    if not shared:  # points cannot say what is forbidden, or one for all states
+        assert metrics.num_parameters(module(data.lengths).to_module(), data) == count
+
+
+def test_frozen_parameters_are_not_counted():
+    module = TabularHMM(2, normal(3))
+    freeze(module, "emission.loc", torch.zeros(2, 3))
+    data = Sequences(torch.zeros(1, 1, 3), torch.tensor([1]))
+    assert metrics.num_parameters(module, data) == 1 + 2 + 6
+
+
+def test_criteria_by_their_formulas():
+    data = datasets.casino(num_sequences=5, num_steps=20).without_labels()
+    fit = fit_em(TabularHMM(2, categorical(6)), data, num_steps=3)
+    evidence = fit.draw(data).log_prob(data.values).sum().item()
+    assert metrics.aic(fit, data) == pytest.approx(-2 * evidence + 2 * 13)
+    assert metrics.bic(fit, data) == pytest.approx(-2 * evidence + 13 * math.log(100))
+
+
+def test_cross_validation_evaluates_each_sequence_under_the_fit_to_the_others():
+    data = datasets.casino(num_sequences=7, num_steps=6).without_labels()
+    seen = []
+
+    def fit(part):
+        seen.append(part)
+        return fit_em(TabularHMM(1, categorical(6, 2.0)), part, num_steps=2)
+
+    found = metrics.cross_validate(fit, data, num_folds=3)
+    assert sorted(found.fold.bincount().tolist()) == [2, 2, 3]
+    assert found.num_observed == 42
+    for n in range(7):
+        others = data.values[found.fold != found.fold[n]]
+        counts = others.flatten().bincount(minlength=6) + 1.0
+        expected = (counts / counts.sum()).log()[data.values[n]].sum()
+        torch.testing.assert_close(found.log_evidence[n], expected)
+    assert found.per_step == pytest.approx(found.log_evidence.sum().item() / 42)
+
+
+@pytest.mark.parametrize("num_folds", [0, 1, 8])
+def test_numbers_of_folds_out_of_range_are_named(num_folds):
+    data = datasets.casino(num_sequences=7, num_steps=2)
+    with pytest.raises(ValueError, match=r"^num_folds must lie between 2 and .* 7; got"):
+        metrics.cross_validate(lambda part: None, data, num_folds)

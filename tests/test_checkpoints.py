@@ -1,0 +1,255 @@
+"""Laws of going on: the bits of a fit that was never killed, or an error and nothing changed."""
+
+import functools
+import multiprocessing
+import os
+import random
+import signal
+import time
+
+import pyro
+import pytest
+import torch
+from pyro.infer.autoguide import AutoNormal
+
+from pyrohmm import (
+    GradientStep,
+    MarginalModel,
+    Sequences,
+    TabularHMM,
+    categorical,
+    checkpoints,
+    em,
+    fit_em,
+    fit_map,
+    fit_svi,
+    normal,
+    parametric,
+)
+
+
+def symbols(seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randint(3, (9, 12), generator=generator)
+    return Sequences(values, torch.randint(1, 13, (9,), generator=generator))
+
+
+def numbers():
+    generator = torch.Generator().manual_seed(0)
+    return Sequences(torch.randn(9, 12, 2, generator=generator).double(), torch.full((9,), 12))
+
+
+def model():
+    return MarginalModel(TabularHMM(2, categorical(3)))
+
+
+def cosine(optimizer):
+    return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 300)
+
+
+def by_svi(path, num_steps):
+    both = model()
+    guide = AutoNormal(both)
+    options = {"batch_size": 4, "generator": torch.Generator().manual_seed(5)}
+    fit = fit_svi(both, guide, symbols(), num_steps=num_steps, checkpoint=path, **options)
+    return [fit.losses, *guide.parameters()]
+
+
+def by_map(path, num_steps):
+    options = {"batch_size": 4, "schedule": cosine, "tolerance": None}
+    fit = fit_map(model(), symbols(), num_steps=num_steps, checkpoint=path, **options)
+    return [fit.losses, *fit.values.values()]
+
+
+def by_map_restarts(path, num_steps):
+    fit = fit_map(
+        model(), symbols(), num_steps=num_steps, restarts=3, tolerance=None, checkpoint=path
+    )
+    return [fit.restarts.losses, *fit.restarts.values.values()]
+
+
+def by_em(path, num_steps):
+    module = TabularHMM(3, normal(2))
+    options = {"tolerance": None, "restarts": 2, "reseed": True}
+    fit = fit_em(module, numbers(), num_steps=num_steps, checkpoint=path, **options)
+    return [fit.restarts.losses, *fit.restarts.values.values()]
+
+
+def by_online_em(path, num_steps):
+    module = TabularHMM(3, categorical(3, 1.1))
+    options = {"batch_size": 2, "tolerance": None, "start": em.from_prior}
+    fit = fit_em(module, symbols(), num_steps=num_steps, checkpoint=path, **options)
+    return [fit.losses, *fit.values.values()]
+
+
+def by_em_with_gradient_steps(path, num_steps):
+    start = pyro.distributions.Laplace(torch.tensor([-1.0, 1.0]), torch.ones(2))
+    data = Sequences(numbers().values[..., 0], numbers().lengths)
+    adam = functools.partial(torch.optim.Adam, lr=0.01)
+    fit = fit_em(
+        TabularHMM(2, parametric(start)),
+        data,
+        num_steps=num_steps,
+        tolerance=None,
+        gradient_step=GradientStep(3, adam),
+        checkpoint=path,
+    )
+    return [fit.losses, *fit.values.values(), *fit.model.parameters()]
+
+
+FITS = [by_svi, by_map, by_map_restarts, by_em, by_online_em, by_em_with_gradient_steps]
+
+
+def prepare():
+    """As the fixtures of the tests do, in a process of its own."""
+    torch.set_default_dtype(torch.float64)
+    torch.set_num_threads(1)
+    pyro.clear_param_store()
+    pyro.set_rng_seed(0)
+
+
+def same_bits(one, other):
+    assert len(one) == len(other)
+    return all(torch.equal(first, second) for first, second in zip(one, other))
+
+
+@pytest.fixture
+def often(monkeypatch):
+    monkeypatch.setattr(checkpoints, "SECONDS", 0.0)
+
+
+@pytest.mark.parametrize("fit", FITS)
+def test_a_fit_in_two_parts_ends_as_one_that_was_not_divided(fit, tmp_path, often):
+    pyro.set_rng_seed(0)
+    whole = fit(None, 30)
+    pyro.set_rng_seed(0)
+    fit(tmp_path / "x", 11)
+    pyro.set_rng_seed(99)  # what comes before the file is read does not matter
+    torch.rand(7)
+    assert same_bits(fit(tmp_path / "x", 30), whole)
+
+
+@pytest.mark.parametrize("fit", FITS)
+def test_a_fit_that_has_ended_is_read_back(fit, tmp_path):
+    first = fit(tmp_path / "x", 5)
+    before = (tmp_path / "x").stat().st_mtime_ns
+    assert same_bits(fit(tmp_path / "x", 5), first)
+    if fit in (by_svi, by_map):
+        assert (tmp_path / "x").stat().st_mtime_ns == before
+
+
+def test_a_fit_that_has_converged_is_not_gone_on_with(tmp_path):
+    path = tmp_path / "x"
+    fit = fit_em(TabularHMM(2, categorical(3)), symbols(), tolerance=1e-3, checkpoint=path)
+    again = fit_em(TabularHMM(2, categorical(3)), symbols(), tolerance=1e-3, checkpoint=path)
+    assert fit.converged
+    assert again.converged
+    assert again.reason == fit.reason
+    assert torch.equal(again.losses, fit.losses)
+
+
+def kill_and_go_on(fit, path, num_steps, kills, longest):
+    """Run ``fit`` in processes that are killed at random moments, until one of them ends it."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    chance, killed = random.Random(0), 0
+    while True:
+        receive, send = context.Pipe(duplex=False)
+        process = context.Process(target=work, args=(fit.__name__, path, num_steps, send))
+        process.start()
+        send.close()
+        if killed < kills:
+            while not path.exists() and process.is_alive():
+                time.sleep(0.001)
+            time.sleep(chance.uniform(0, longest))
+            os.kill(process.pid, signal.SIGKILL)
+            process.join()
+            killed += process.exitcode == -signal.SIGKILL
+            if process.exitcode == 0:
+                return killed, receive.recv()
+        else:
+            answer = receive.recv()
+            process.join()
+            return killed, answer
+
+
+def work(name, path, num_steps, send):
+    prepare()
+    checkpoints.SECONDS = 0.05  # a save takes some milliseconds
+    result = globals()[name](path, num_steps)
+    send.send([each.detach().numpy() for each in result])
+
+
+def check_kills(fit, path, num_steps, kills, longest):
+    prepare()
+    whole = fit(None, num_steps)
+    killed, answer = kill_and_go_on(fit, path, num_steps, kills, longest)
+    assert same_bits([torch.as_tensor(each) for each in answer], whole)
+    return killed
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="needs SIGKILL")
+@pytest.mark.parametrize("fit", [by_svi, by_online_em])
+def test_a_fit_that_is_killed_goes_on_and_ends_with_the_same_bits(fit, tmp_path):
+    assert check_kills(fit, tmp_path / "x", 80, 3, 0.3) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="needs SIGKILL")
+@pytest.mark.parametrize("fit", FITS)
+def test_a_fit_that_is_killed_twenty_times_ends_with_the_same_bits(fit, tmp_path):
+    assert check_kills(fit, tmp_path / "x", 2000, 20, 0.4) == 20
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        (lambda path: fit_map(model(), symbols(1), num_steps=2, checkpoint=path), "data"),
+        (
+            lambda path: fit_map(
+                MarginalModel(TabularHMM(3, categorical(3))),
+                symbols(),
+                num_steps=2,
+                checkpoint=path,
+            ),
+            "shapes",
+        ),
+        (
+            lambda path: fit_map(model(), symbols(), num_steps=2, batch_size=2, checkpoint=path),
+            "batch_size",
+        ),
+        (lambda path: fit_em(model().module, symbols(), num_steps=2, checkpoint=path), "fit"),
+        (
+            lambda path: fit_map(
+                model(),
+                symbols(),
+                num_steps=2,
+                checkpoint=path,
+                optimizer=functools.partial(torch.optim.SGD, lr=0.1),
+            ),
+            "optimizer",
+        ),
+    ],
+)
+def test_the_file_of_another_fit_is_refused_and_kept(change, what, tmp_path):
+    path = tmp_path / "x"
+    fit_map(model(), symbols(), num_steps=2, checkpoint=path)
+    before = path.read_bytes()
+    with pytest.raises(ValueError, match=f"belongs to another fit: its {what} is"):
+        change(path)
+    assert path.read_bytes() == before
+
+
+def test_a_damaged_file_is_refused_and_kept(tmp_path):
+    path = tmp_path / "x"
+    fit_map(model(), symbols(), num_steps=2, checkpoint=path)
+    path.write_bytes(path.read_bytes()[:-9])
+    with pytest.raises(ValueError, match="is not a whole safetensors file"):
+        fit_map(model(), symbols(), num_steps=2, checkpoint=path)
+
+
+def test_places_that_cannot_be_written_to_are_named_before_the_work(tmp_path):
+    with pytest.raises(FileNotFoundError, match="no directory"):
+        fit_map(model(), symbols(), num_steps=2, checkpoint=tmp_path / "none" / "x")
+    with pytest.raises(ValueError, match="must be a file"):
+        fit_em(model().module, symbols(), num_steps=2, checkpoint=tmp_path)

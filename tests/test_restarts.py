@@ -1,0 +1,188 @@
+"""Laws of restarts: side by side they are what they would be one by one."""
+
+import pyro
+import pytest
+import torch
+from pyro.distributions import Categorical, Dirichlet
+from pyro.infer.autoguide import init_to_value
+
+from pyrohmm import (
+    HMM,
+    CooccurrenceModel,
+    EnumeratedModel,
+    MarginalModel,
+    Sequences,
+    TabularHMM,
+    categorical,
+    cooccurrence,
+    datasets,
+    fit_cooccurrence,
+    fit_em,
+    fit_map,
+    normal,
+)
+
+DATA = datasets.casino(num_sequences=6, num_steps=15).without_labels()
+
+
+def module():
+    return TabularHMM(2, categorical(6, 1.5), transition_concentration=1.5)
+
+
+def tables(*shape):
+    starts = torch.distributions.Dirichlet(torch.ones(2)).sample((*shape, 2))
+    faces = torch.distributions.Dirichlet(torch.ones(6)).sample((*shape, 2))
+    first = torch.distributions.Dirichlet(torch.ones(2)).sample(shape)
+    return {"module.initial": first, "module.transition": starts, "module.emission.probs": faces}
+
+
+@pytest.mark.parametrize("clip_norm", [None, 0.01])
+@pytest.mark.parametrize(
+    "log_prior", [None, lambda hmm: hmm.log_transition.exp().pow(2).sum((-1, -2))]
+)
+def test_map_from_several_starts_is_map_from_each(clip_norm, log_prior):
+    starts = tables(3)
+    options = {"num_steps": 30, "tolerance": None, "clip_norm": clip_norm}
+    model = MarginalModel(module(), log_prior)
+    wide = {name: value.unsqueeze(1) for name, value in starts.items()}
+    fit = fit_map(model, DATA, restarts=3, init=init_to_value(values=wide), **options)
+    singles = []
+    for r in range(3):
+        own = {name: value[r] for name, value in starts.items()}
+        singles.append(fit_map(model, DATA, init=init_to_value(values=own), **options))
+        torch.testing.assert_close(fit.restarts.losses[r], singles[r].losses)
+        for name, value in singles[r].values.items():
+            torch.testing.assert_close(fit.restarts.values[name][r], value)
+    best = int(torch.stack([single.losses[-25:].mean() for single in singles]).argmin())
+    assert fit.restarts.best == best
+    torch.testing.assert_close(fit.losses, singles[best].losses)
+    torch.testing.assert_close(
+        fit.draw(DATA).log_prob(DATA.values), singles[best].draw(DATA).log_prob(DATA.values)
+    )
+
+
+def test_restarts_of_a_model_written_as_a_function():
+    def model(data):
+        move = pyro.sample("move", Dirichlet(torch.ones(2, 2)).to_event(1))
+        face = pyro.sample("face", Dirichlet(torch.ones(2, 6)).to_event(1))
+        hmm = HMM(move[..., 0, :].log(), move.log(), Categorical(face), data.lengths)
+        with pyro.plate("sequences", len(data)):
+            pyro.sample("rolls", hmm, obs=data.values)
+        return hmm
+
+    fit = fit_map(model, DATA, num_steps=30, restarts=3)
+    assert fit.restarts.losses.shape[0] == 3
+    assert fit.draw(DATA).log_prob(DATA.values).isfinite().all()
+    assert fit.restarts.draw(DATA).batch_shape == (3, 6)
+
+
+def map_of(part, *given, **options):
+    return fit_map(MarginalModel(part), *given, **options)
+
+
+@pytest.mark.parametrize("fit", [fit_em, map_of])
+def test_the_best_is_kept_and_all_are_reported(fit):
+    found = fit(module(), DATA, num_steps=30, restarts=4)
+    assert found.restarts.final.shape == (4,)
+    assert found.restarts.best == int(found.restarts.final.argmin())
+    assert "4, losses" in found.summary()
+    every = found.restarts.draw(DATA)
+    assert every.batch_shape == (4, 6)
+    torch.testing.assert_close(
+        every.log_prob(DATA.values)[found.restarts.best], found.draw(DATA).log_prob(DATA.values)
+    )
+
+
+def test_states_that_are_only_renamed_are_matched():
+    data = Sequences(
+        torch.randn(5, 20, 1) + 4.0 * torch.randint(3, (5, 20, 1)), torch.full((5,), 20)
+    )
+    fit = fit_em(TabularHMM(3, normal(1)), data, restarts=6, num_steps=50)
+    renaming = fit.restarts.align(data)
+    assert renaming[fit.restarts.best].tolist() == [0, 1, 2]
+    best = fit.values["module.emission.loc"][:, 0]
+    for r in range(6):
+        if fit.restarts.final[r] < fit.restarts.final.min() + 1e-3:  # the same optimum
+            own = fit.restarts.values["module.emission.loc"][r, :, 0]
+            torch.testing.assert_close(own, best[renaming[r]], rtol=0.0, atol=1e-2)
+            assert sorted(renaming[r].tolist()) == [0, 1, 2]
+
+
+def test_a_restart_that_fails_does_not_stop_the_others():
+    starts = tables(2)
+    starts["module.emission.probs"][1, :, 3] = 0.0  # an observed face is impossible
+    starts["module.emission.probs"][1] /= starts["module.emission.probs"][1].sum(-1, keepdim=True)
+    wide = {name: value.unsqueeze(1) for name, value in starts.items()}
+    flat = MarginalModel(TabularHMM(2, categorical(6)))
+    fit = fit_map(flat, DATA, restarts=2, num_steps=20, init=init_to_value(values=wide))
+    assert fit.restarts.best == 0
+    assert fit.losses.isfinite().all()
+    assert "1 of 2 restarts ended at infinity" in fit.notes
+
+
+def test_parameters_that_restarts_would_share_are_refused():
+    shared = module()(DATA.lengths).to_module()
+    for fit in (fit_em, map_of):
+        with pytest.raises(ValueError, match=r"^restarts need every parameter to have a prior"):
+            fit(shared, DATA, restarts=2)
+
+
+def test_models_that_enumerate_states_are_refused():
+    with pytest.raises(ValueError, match="restarts need a model whose states are summed out"):
+        fit_map(EnumeratedModel(module()), DATA, restarts=2, num_steps=2)
+
+
+# Co-occurrences
+
+
+def test_pairs_are_counted_within_sequences_and_between_observed_steps():
+    values = torch.tensor([[0, 1, 2, 2], [1, 1, 9, 0], [2, 2, 2, 2]])
+    observed = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 1], [1, 1, 1, 1]]).bool()
+    data = Sequences(values, torch.tensor([3, 4, 1]), observed)
+    expected = torch.zeros(3, 3)
+    for a, b in [(0, 1), (1, 2), (1, 1)]:
+        expected[a, b] += 1 / 3
+    torch.testing.assert_close(cooccurrence.counted(data, 3), expected)
+
+
+def test_the_predicted_law_is_that_of_every_pair_and_has_stationary_margins():
+    hmm = module()(torch.tensor([2]))
+    law = hmm.stationary()
+    pairs = cooccurrence.predicted(law, hmm.log_transition, hmm.emission.probs)
+    by_evidence = torch.stack(
+        [
+            HMM(law.log(), hmm.log_transition, hmm.emission, torch.tensor(2))
+            .log_prob(torch.tensor([a, b]))
+            .exp()
+            for a in range(6)
+            for b in range(6)
+        ]
+    )
+    torch.testing.assert_close(pairs.flatten(), by_evidence)
+    torch.testing.assert_close(pairs.sum(0), pairs.sum(1))
+
+
+@pytest.mark.parametrize("restarts", [1, 3])
+def test_a_fit_to_co_occurrences_finds_a_law_that_can_be_met(restarts):
+    matrix = torch.tensor([[0.9, 0.1], [0.2, 0.8]]).log()
+    probs = torch.tensor([[0.7, 0.2, 0.1], [0.1, 0.1, 0.8]])
+    target = cooccurrence.predicted(cooccurrence.stationary(matrix), matrix, probs)
+    data = Sequences(torch.zeros(1, 1).long(), torch.tensor([1]))
+    model = CooccurrenceModel(TabularHMM(2, categorical(3)), target, weight=1e4)
+    fit = fit_map(model, data, restarts=restarts, num_steps=300, tolerance=None)
+    hmm = fit.draw(data)
+    law = cooccurrence.predicted(hmm.stationary(), hmm.log_transition, hmm.emission.probs)
+    torch.testing.assert_close(law, target, rtol=0.0, atol=1e-3)
+
+
+def test_only_symbols_have_co_occurrences():
+    data = Sequences(torch.randn(2, 3), torch.tensor([3, 3]))
+    with pytest.raises(TypeError, match=r"^values of data must hold integers"):
+        fit_cooccurrence(TabularHMM(2, normal(0)), data, 3)
+    data = Sequences(torch.zeros(2, 3).long(), torch.tensor([3, 3]))
+    with pytest.raises(TypeError, match="the module emits Normal"):
+        fit_cooccurrence(TabularHMM(2, normal(0)), data, 3, num_steps=2)
+    with pytest.raises(ValueError, match="V - 1 = 0; got values from 0 to 1"):
+        cooccurrence.counted(Sequences(torch.tensor([[0, 1]]), torch.tensor([2])), 1)
+    with pytest.raises(ValueError, match="no two adjacent observed steps"):
+        cooccurrence.counted(Sequences(torch.tensor([[0]]), torch.tensor([1])), 1)
