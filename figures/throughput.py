@@ -1,4 +1,4 @@
-"""How fast evidence and gradient are, beside dynamax, hmmlearn and Pyro's own HMMs.
+"""How fast evidence, gradient and EM are, beside dynamax, hmmlearn and Pyro's own HMMs.
 
 Every comparison is measured in turn in one run, with two threads and float32 (hmmlearn knows only
 float64). Peers that are not installed are left out; ``pip install pyrohmm[benchmarks]`` brings
@@ -7,6 +7,7 @@ them. Writes ``throughput.json`` and ``throughput.png``.
 
 from __future__ import annotations
 
+import logging
 import multiprocessing
 import os
 import time
@@ -27,11 +28,24 @@ from pyro import poutine
 from pyro.distributions import Categorical, DiscreteHMM
 from pyro.infer import TraceEnum_ELBO
 
-from pyrohmm import HMM, _lookup
+from pyrohmm import (
+    HMM,
+    MarginalModel,
+    Sequences,
+    TabularHMM,
+    _lookup,
+    categorical,
+    datasets,
+    em,
+    fit_cooccurrence,
+    fit_em,
+    fit_map,
+)
 
 try:
     import jax
     import jax.numpy as jnp
+    from dynamax.hidden_markov_model import CategoricalHMM as DynamaxHMM
     from dynamax.hidden_markov_model import inference as dynamax
 except ImportError:
     jax = None
@@ -147,6 +161,49 @@ class Problem:
         model._check()
         return lambda: model._do_estep(column, lengths)
 
+    def hmmlearn_em(self, count: int) -> Any:
+        """``fit`` of hmmlearn, without a start of its own."""
+        num_sequences, num_steps, num_states, num_symbols = self.shape
+        tables = [torch.tensor(array).double().softmax(-1).numpy() for array in self.arrays]
+        column, lengths = self.symbols.reshape(-1, 1), [num_steps] * num_sequences
+        logging.getLogger("hmmlearn").setLevel(logging.ERROR)  # it warns of few data
+
+        def fit() -> None:
+            model = CategoricalHMM(
+                num_states, n_iter=count, tol=-np.inf, init_params="", n_features=num_symbols,
+                implementation="scaling",
+            )  # fmt: skip
+            model.startprob_, model.transmat_, model.emissionprob_ = tables
+            model.fit(column, lengths)
+
+        return fit
+
+    def dynamax_em(self, count: int) -> Any:
+        """E- and M-step of dynamax, jitted as its ``fit_em`` does, compiled once."""
+        _, _, num_states, num_symbols = self.shape
+        model = DynamaxHMM(num_states, 1, num_symbols)
+        initial, transition, emission = (jax.nn.softmax(jnp.array(a), -1) for a in self.arrays)
+        start, properties = model.initialize(
+            initial_probs=initial,
+            transition_matrix=transition,
+            emission_probs=emission[:, None],
+        )
+        symbols = jnp.array(self.symbols)[..., None]
+
+        @jax.jit
+        def step(parameters: Any, state: Any) -> Any:
+            found, evidence = jax.vmap(lambda each: model.e_step(parameters, each))(symbols)
+            after, state = model.m_step(parameters, properties, found, state)
+            return after, state, model.log_prior(parameters) + evidence.sum()
+
+        def fit() -> None:
+            parameters, state = start, model.initialize_m_step_state(start, properties)
+            for _ in range(count):
+                parameters, state, value = step(parameters, state)
+                value.item()
+
+        return fit
+
 
 def gradients(quick: bool) -> list[dict[str, Any]]:
     """Evidence and gradient at each shape, against every peer that can run it."""
@@ -256,6 +313,77 @@ def queries(quick: bool) -> list[dict[str, Any]]:
                     row["times_slower_than_pyrohmm"] = ratio(times, method, "pyrohmm")
                 rows.append(row)
                 print(row)
+    return rows
+
+
+def iterations(quick: bool) -> list[dict[str, Any]]:
+    """Whole iterations of EM from one start, five in one call: E-step, M-step, log-likelihood."""
+    count = 5
+    rows = []
+    for shape in QUICK[:1] if quick else SHAPES[:2]:
+        problem = Problem(*shape)
+        num_states, num_symbols = shape[2:]
+        data = Sequences(problem.values, problem.lengths)
+        module = TabularHMM(num_states, categorical(num_symbols))
+        with torch.no_grad():
+            start = em.from_hmm(problem.hmm())
+        methods: dict[str, Any] = {
+            "pyrohmm": lambda module=module, data=data, start=start: fit_em(
+                module, data, num_steps=count, tolerance=None, start=start
+            )
+        }
+        if CategoricalHMM is not None:
+            methods["hmmlearn"] = problem.hmmlearn_em(count)
+        if jax is not None:
+            methods["dynamax"] = problem.dynamax_em(count)
+        times = side_by_side(methods, 3 if quick else 11, 30.0)
+        for method, seconds in times.items():
+            row = {
+                "quantity": "EM iteration",
+                "shape N, T, K, V": shape,
+                "method": method,
+                "milliseconds": 1e3 * median(seconds) / count,
+                "low": 1e3 * min(seconds) / count,
+                "high": 1e3 * max(seconds) / count,
+                "runs": len(seconds),
+            }
+            if method != "pyrohmm":
+                row["times_slower_than_pyrohmm"] = ratio(times, method, "pyrohmm")
+                row["target"] = 3.0 if method == "hmmlearn" else None
+            rows.append(row)
+            print(row)
+    return rows
+
+
+def restarts(quick: bool) -> list[dict[str, Any]]:
+    """Sixteen restarts of a small model side by side, against one."""
+    data = datasets.casino(num_sequences=20, num_steps=50).without_labels()
+    rows = []
+    for num_states in (2, 4):
+        module = TabularHMM(num_states, categorical(6))
+        options: dict[str, Any] = {"num_steps": 3 if quick else 100, "tolerance": None}
+        fits = {
+            "EM": lambda m=module, o=options, **r: fit_em(m, data, **o, **r),
+            "MAP": lambda m=module, o=options, **r: fit_map(MarginalModel(m), data, **o, **r),
+            "co-occurrence": lambda m=module, o=options, **r: fit_cooccurrence(
+                m, data, 6, **o, **r
+            ),
+        }
+        for name, fit in fits.items():
+            methods = {"one": fit, "sixteen": lambda fit=fit: fit(restarts=16)}
+            times = side_by_side(methods, 2 if quick else 7, 20.0)
+            rows.append(
+                {
+                    "quantity": "sixteen restarts over one",
+                    "fit": name,
+                    "shape N, T, K, V": (20, 50, num_states, 6),
+                    "seconds_of_one": median(times["one"]),
+                    "ours": ratio(times, "sixteen", "one"),
+                    "target": 3.0,
+                    "runs": len(times["one"]),
+                }
+            )
+            print(rows[-1])
     return rows
 
 
@@ -408,7 +536,7 @@ def main() -> None:
     options = arguments(__doc__)
     torch.set_num_threads(2)
     rows = []
-    for part in (gradients, queries, growth, memory, long_chain):
+    for part in (gradients, iterations, restarts, queries, growth, memory, long_chain):
         rows += part(options.quick)
     if not options.quick:
         write("throughput", rows)

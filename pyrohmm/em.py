@@ -423,6 +423,12 @@ class _Problem:
             torch.zeros(()),
         )  # fmt: skip
         hmm: HMM = trace.nodes["_RETURN"]["value"]
+        if self.restarts > 1:  # also what is the same in all of them is counted for each
+            core = 3 if hmm.transition_per_step else 2
+            hmm = hmm._with(
+                log_initial=_wide(hmm.log_initial, 1, self.restarts),
+                log_transition=_wide(hmm.log_transition, core, self.restarts),
+            )
         if batch.labels is not None:
             hmm = hmm.restrict(batch.labels)
         return hmm, torch.as_tensor(prior)
@@ -586,6 +592,15 @@ class _Problem:
             notes=notes,
             restarts=every,
         )
+
+
+def _wide(tensor: Tensor, core: int, restarts: int) -> Tensor:
+    """``tensor`` with dimensions ``(R, 1)`` or ``(R, N)`` before its ``core`` last ones."""
+    lead = tensor.shape[: tensor.dim() - core]
+    if len(lead) > 1:
+        return tensor
+    inner = (lead or torch.Size([1])) + tensor.shape[tensor.dim() - core :]
+    return tensor.reshape(inner).expand(restarts, *inner)
 
 
 def _counts(weights: Tensor, data: Sequences) -> Expected:

@@ -54,6 +54,26 @@ class HMMModule(OwnParameters):
         ...         return HMM(even[0], even, Categorical(logits=self.logits), lengths, observed)
         >>> Coin()(torch.tensor([2])).log_prob(torch.tensor([[0, 1]])).exp()
         tensor([0.2500], grad_fn=<ExpBackward0>)
+
+        Counts whose rate follows a covariate of each step, with a slope of its own in each state:
+
+        >>> class Seasonal(HMMModule):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.level = torch.nn.Parameter(torch.tensor([0.0, 2.0]))
+        ...         self.slope = torch.nn.Parameter(torch.zeros(2))
+        ...
+        ...     def forward(self, lengths, observed=None, covariates=None):
+        ...         even = torch.full((2, 2), 0.5).log()
+        ...         rate = (self.level + self.slope * covariates).exp()  # (*B, T, 1) to (*B, T, K)
+        ...         counts = Poisson(rate)
+        ...         return HMM(even[0], even, counts, lengths, observed, emission_per_step=True)
+        >>> season = torch.arange(40.0).sin().unsqueeze(-1)
+        >>> data = Sequences.from_list([Poisson((1 + season[:, 0]).exp()).sample()],
+        ...                            covariates=[season])
+        >>> fit = fit_em(Seasonal(), data)
+        >>> bool((fit.model.module.slope > 0.5).any())
+        True
     """
 
     def forward(self, lengths: Tensor, observed: Tensor | None = None) -> HMM:
