@@ -3,13 +3,17 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test check smoke notebooks clean
+.PHONY: demo test fuzz check smoke notebooks clean
 
 demo: .venv/demo
 	$(BIN)/python tutorials/01_letters.py
 
 test: .venv/test
 	$(BIN)/python -m pytest
+
+# ten thousand random models against the sum over all paths
+fuzz: .venv/test
+	$(BIN)/python -m pytest -m slow tests/test_fuzz.py
 
 check: .venv/test
 	$(BIN)/ruff format --check .

@@ -127,3 +127,39 @@ def looks_drawn_from(counts: np.ndarray, probs: np.ndarray) -> bool:
     counts, expected = counts[expected > 0], expected[expected > 0]
     statistic = ((counts - expected) ** 2 / expected).sum()
     return bool(statistic < stats.chi2.isf(1e-6, max(len(counts) - 1, 1)))
+
+
+def one_by_one(initial, transition, likelihood, lengths):
+    """The batch shape, and the four arguments of each of its sequences, in its order."""
+    arrays = [np.asarray(a) for a in (initial, transition, likelihood, lengths)]
+    leads = [a.ndim - dims for a, dims in zip(arrays, (1, 3, 2, 0))]
+    batch = np.broadcast_shapes(*(a.shape[:lead] for a, lead in zip(arrays, leads)))
+    full = [np.broadcast_to(a, batch + a.shape[lead:]) for a, lead in zip(arrays, leads)]
+    return batch, [tuple(a[index] for a in full) for index in np.ndindex(batch)]
+
+
+def scores_of_paths(initial, transition, likelihood, length) -> np.ndarray:
+    """Score log p(x, z) of every path, ``(K^L,)``."""
+    return joint(initial, transition, likelihood, all_paths(len(initial), length))
+
+
+def evidence_so_far(initial, transition, likelihood, length) -> np.ndarray:
+    """Score log p(x_1..t) for each t, ``(T,)``; that of the last step again where padded."""
+    steps = [min(t + 1, length) for t in range(len(likelihood))]
+    return np.array(
+        [log_sum(scores_of_paths(initial, transition, likelihood, step)) for step in steps]
+    )
+
+
+def best_scores(initial, transition, likelihood, length, count) -> np.ndarray:
+    """The ``count`` largest log p(x, z), best first; -inf where there are fewer paths."""
+    scores = np.sort(scores_of_paths(initial, transition, likelihood, length))[::-1]
+    return np.append(scores, np.full(count, -np.inf))[:count]
+
+
+def entropy(initial, transition, likelihood, length) -> np.ndarray:
+    """Entropy of the paths given x, in nats; zero if x is impossible."""
+    scores = scores_of_paths(initial, transition, likelihood, length)
+    scores = scores[scores > -np.inf]
+    share = np.exp(scores - log_sum(scores)) if len(scores) else scores
+    return stats.entropy(share) if len(share) else np.zeros(())
