@@ -227,6 +227,8 @@ class HMM(TorchDistribution):
             tensor(0.0312)
         """
         check_tensor("labels", labels)
+        own = labels.shape[: -2 if labels.dtype == torch.bool else -1]
+        check_broadcast({"labels": own, "HMM": self.batch_shape})
         exists = self._exists().unsqueeze(-1)
         if labels.dtype == torch.bool:
             check_trailing("labels", labels, (self.num_steps, self.num_states), "(T, K)")
