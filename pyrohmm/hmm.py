@@ -335,6 +335,8 @@ class HMM(TorchDistribution):
 
     def filtered(self, values: Tensor) -> Tensor:
         """Law of each state given the observations up to it, ``(*B, T, K)``; 0 where padded."""
+        if self._validate_args and self.allowed is not None:
+            self._check_labels(values)
         return recursions.filtered(*self._chain(values), self.lengths).exp()
 
     def viterbi(self, values: Tensor) -> Tensor:
@@ -345,6 +347,8 @@ class HMM(TorchDistribution):
 
     def sample_states(self, values: Tensor, sample_shape: Any = ()) -> Tensor:
         """Draw paths given the values, ``(*S, *B, T)`` integers; padded steps hold 0."""
+        if self._validate_args and self.allowed is not None:
+            self._check_labels(values)
         shape = torch.Size(sample_shape)
         drawn = recursions.sample_states(*self._chain(values), self.lengths, shape.numel())
         return drawn.reshape(shape + drawn.shape[1:])

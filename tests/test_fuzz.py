@@ -490,9 +490,10 @@ def check_conflict(hmm, values, where):
     words = f"step {step}. "
     if sequence:
         words = f"sequence {sequence[0] if len(sequence) == 1 else tuple(sequence)}, {words}"
-    for method in (hmm.log_prob, hmm.posterior, hmm.expected, hmm.viterbi):
+    methods = ["log_prob", "posterior", "expected", "filtered", "viterbi", "sample_states"]
+    for method in methods:
         with pytest.raises(ValueError, match="labels must leave a path") as caught:
-            method(values)
+            getattr(hmm, method)(values)
         assert words in str(caught.value)
 
 
