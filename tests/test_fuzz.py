@@ -607,7 +607,7 @@ def check_all(seeds):
 
 
 def test_random_models_agree_with_the_table_of_paths():
-    check_all(range(120))
+    check_all(range(100))
 
 
 @pytest.mark.slow

@@ -1,0 +1,656 @@
+"""Laws of labels: of ``HMM.restrict``, and of labelled ``Sequences`` in models and fits.
+
+The oracle lists all paths in NumPy, and leaves out those that a label forbids.
+"""
+
+import itertools
+
+import numpy as np
+import oracle
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro import poutine
+from pyro.infer import Trace_ELBO, TraceEnum_ELBO
+
+from pyrohmm import (
+    HMM,
+    EnumeratedModel,
+    MarginalModel,
+    Sequences,
+    TabularHMM,
+    categorical,
+    fit_em,
+    fit_map,
+    load_hmm,
+    save,
+)
+
+K, V, T = 3, 4, 4
+LENGTHS = torch.tensor([4, 2, 1])
+OBSERVED = torch.tensor([[1, 0, 1, 1], [1, 0, 1, 1], [1, 1, 1, 1]]).bool()
+VALUES = torch.tensor([[0, 9, 3, 1], [2, -5, 7, 7], [1, 7, 7, 7]])  # junk where nothing is seen
+LABELS = torch.tensor([[0, -1, 2, -1], [-1, 1, 9, -9], [2, 5, -7, 5]])  # and in the padding
+TRUTH = torch.tensor([[0, 1, 2, 2], [2, 1, 0, 0], [2, 0, 0, 0]])
+UNKNOWN = torch.full((3, T), -1)
+METHODS = ["log_prob", "posterior", "expected", "filtered", "viterbi", "sample_states"]
+
+# Batch of the parameters, and whether transitions and emissions have a dimension of steps
+LAYOUTS = {
+    "plain": ((), False),
+    "restarts": ((2, 1), False),
+    "per sequence": ((3,), False),
+    "per step": ((), True),
+    "restarts per step": ((2, 1), True),
+}
+
+
+def model(layout="plain", **options):
+    batch, per_step = LAYOUTS[layout]
+    steps = {"transition_per_step": per_step, "emission_per_step": per_step}
+    logits = torch.randn(*batch, *([T] if per_step else []), K, V)
+    return HMM(
+        torch.randn(*batch, K).log_softmax(-1),
+        torch.randn(*batch, *([T - 1] if per_step else []), K, K).log_softmax(-1),
+        dist.Categorical(logits=logits),
+        LENGTHS,
+        OBSERVED,
+        **steps,
+        **options,
+    )
+
+
+def sets_of(labels):
+    """The same labels as booleans ``(*, T, K)``, entry by entry; nothing in the padding."""
+    allowed = np.zeros((*labels.shape, K), bool)
+    for place in np.ndindex(*labels.shape):
+        label = int(labels[place])
+        allowed[place] = [label in (-1, k) for k in range(K)]
+    return torch.tensor(allowed)
+
+
+def any_sets():
+    allowed = torch.rand(3, T, K) < 0.5
+    allowed.scatter_(-1, TRUTH.unsqueeze(-1), True)
+    return allowed
+
+
+KINDS = {
+    "some": lambda: LABELS,
+    "all": lambda: TRUTH,
+    "none": lambda: UNKNOWN,
+    "sets": any_sets,
+}
+
+
+def densities(hmm):
+    """Arguments of the oracle, before labels are known, ``(*b, T, K)`` in the likelihood."""
+    logits = hmm.emission.logits.numpy()  # (*b, [T,] K, V)
+    if not hmm.emission_per_step:
+        logits = np.expand_dims(logits, -3)
+    values = np.where(exists_and_seen(), VALUES.numpy(), 0)
+    hit = values[..., None, None] == np.arange(V)
+    likelihood = np.where(exists_and_seen()[..., None], (logits * hit).sum(-1), 0.0)
+    transition = hmm.log_transition.numpy()
+    if not hmm.transition_per_step:
+        transition = np.expand_dims(transition, -3)
+    return hmm.log_initial.numpy(), transition, likelihood, LENGTHS.numpy()
+
+
+def exists_and_seen():
+    return (OBSERVED & (torch.arange(T) < LENGTHS.unsqueeze(-1))).numpy()
+
+
+def table(hmm, labels):
+    """For each place of the batch: paths that keep to the labels, and their log p(x, z)."""
+    allowed = labels if labels.dtype == torch.bool else sets_of(labels)
+    batch, single = oracle.one_by_one(*densities(hmm))
+    allowed = allowed.expand(*batch, T, K).numpy()
+    found = {}
+    for place, one in zip(np.ndindex(batch), single):
+        length = int(one[-1])
+        paths = np.array([
+            path for path in itertools.product(range(K), repeat=length)
+            if all(allowed[place][t, z] for t, z in enumerate(path))
+        ])  # fmt: skip
+        found[place] = (paths, oracle.joint(*one[:-1], paths))
+    return found
+
+
+def is_allowed(states, labels):
+    """Whether paths ``(*S, *B, T)`` keep to labels, step by step; always in the padding."""
+    allowed = labels if labels.dtype == torch.bool else sets_of(labels)
+    exists = torch.arange(T) < LENGTHS.unsqueeze(-1)
+    allowed = allowed.expand(*states.shape, K)
+    return allowed.gather(-1, states.unsqueeze(-1)).squeeze(-1) | ~exists
+
+
+# What labels do to answers -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_evidence_is_the_sum_over_allowed_paths(layout, kind):
+    hmm, labels = model(layout), KINDS[kind]()
+    found = hmm.restrict(labels).log_prob(VALUES)
+    paths = table(hmm, labels)
+    assert len(paths) == found.numel()
+    for place, (_, scores) in paths.items():
+        assert found[place].item() == pytest.approx(oracle.log_sum(scores), rel=1e-10)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_posterior_and_best_path_are_those_among_allowed_paths(layout, kind):
+    hmm, labels = model(layout), KINDS[kind]()
+    known = hmm.restrict(labels)
+    states, best = known.posterior(VALUES).states, known.viterbi(VALUES)
+    for place, (paths, scores) in table(hmm, labels).items():
+        share = np.exp(scores - oracle.log_sum(scores))
+        expected = np.zeros((T, K))
+        for path, weight in zip(paths, share):
+            expected[range(len(path)), path] += weight
+        np.testing.assert_allclose(states[place], expected, atol=1e-10)
+        assert best[place].tolist()[: paths.shape[1]] == paths[scores.argmax()].tolist()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_all_labels_known_give_the_joint_density_of_values_and_path(layout):
+    hmm = model(layout)
+    known = hmm.restrict(TRUTH)
+    torch.testing.assert_close(known.log_prob(VALUES), hmm.log_joint(VALUES, TRUTH))
+    torch.testing.assert_close(known.log_joint(VALUES, TRUTH), hmm.log_joint(VALUES, TRUTH))
+    path = known.viterbi(VALUES)
+    assert is_allowed(path, TRUTH).all()
+    assert known.posterior(VALUES).states.sum() == pytest.approx(path[..., 0].numel() / 3 * 7)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("nothing", [UNKNOWN, torch.ones(3, T, K).bool()], ids=["-1", "all"])
+def test_labels_that_say_nothing_change_nothing(layout, nothing):
+    hmm = model(layout)
+    same = hmm.restrict(nothing)
+    assert same.batch_shape == hmm.batch_shape
+    assert same.event_shape == hmm.event_shape
+    for method in METHODS[:-1]:
+        torch.testing.assert_close(getattr(same, method)(VALUES), getattr(hmm, method)(VALUES))
+    torch.manual_seed(1)
+    drawn = hmm.sample_states(VALUES, (5,))
+    torch.manual_seed(1)
+    assert same.sample_states(VALUES, (5,)).equal(drawn)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_sets_of_one_state_are_labels(layout):
+    hmm = model(layout)
+    for method in METHODS[:-1]:
+        torch.testing.assert_close(
+            getattr(hmm.restrict(sets_of(LABELS)), method)(VALUES),
+            getattr(hmm.restrict(LABELS), method)(VALUES),
+        )
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int16, torch.int32, torch.int64])
+def test_labels_may_be_integers_of_any_size(dtype):
+    hmm = model()
+    found = hmm.restrict(LABELS.to(dtype)).log_prob(VALUES)
+    assert found.equal(hmm.restrict(LABELS).log_prob(VALUES))
+
+
+def test_labels_of_a_step_share_the_evidence_out():
+    r"""Total probability: :math:`\sum_k p(x, z_t = k) = p(x)`, also at a missing step."""
+    hmm = model()
+    for t in range(T):
+        each = []
+        for k in range(K):
+            labels = UNKNOWN.clone()
+            labels[:, t] = k
+            each.append(hmm.restrict(labels).log_prob(VALUES))
+        found, exists = torch.stack(each).logsumexp(0), t < LENGTHS
+        torch.testing.assert_close(found[exists], hmm.log_prob(VALUES)[exists])
+
+
+def test_states_known_share_the_posterior_out():
+    """The evidence of one more label over that without it is the posterior of its state."""
+    hmm = model().restrict(LABELS)
+    states = hmm.posterior(VALUES).states
+    labels = UNKNOWN.clone()
+    labels[0, 1] = 2
+    ratio = (hmm.restrict(labels).log_prob(VALUES) - hmm.log_prob(VALUES)).exp()
+    assert ratio[0].item() == pytest.approx(states[0, 1, 2].item())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_is_drawn_keeps_to_the_labels(layout, kind):
+    hmm, labels = model(layout), KINDS[kind]()
+    known = hmm.restrict(labels)
+    assert is_allowed(known.sample_states(VALUES, (50,)), labels).all()
+    values, states = known.sample_with_states((50,))
+    assert is_allowed(states, labels).all()
+    assert values.shape == known.sample((50,)).shape == (50, *hmm.batch_shape, T)
+
+
+def test_paths_are_drawn_as_often_as_labels_allow():
+    """From the chain itself for ``sample``, given the values for ``sample_states``."""
+    hmm = model()
+    known = hmm.restrict(LABELS)
+    initial, transition, likelihood, _ = densities(hmm)
+    paths, _ = table(hmm, LABELS)[(0,)]
+    for drawn, seen in [
+        (known.sample_states(VALUES, (4000,)), likelihood[0]),
+        (known.sample_with_states((4000,))[1], np.zeros((T, K))),
+    ]:
+        scores = oracle.joint(initial, transition, seen, paths)
+        numbers = drawn[:, 0].numpy() @ K ** np.arange(T)
+        counts = [(numbers == path @ K ** np.arange(T)).sum() for path in paths]
+        assert sum(counts) == 4000
+        assert oracle.looks_drawn_from(np.array(counts), np.exp(scores - oracle.log_sum(scores)))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_labels_of_the_padding_are_not_read(method):
+    hmm = model()
+    exists = torch.arange(T) < LENGTHS.unsqueeze(-1)
+    others = [LABELS.where(exists, junk) for junk in (-1, 0, 99, -99)]
+    sets = sets_of(LABELS)
+    others += [sets & exists.unsqueeze(-1), sets | ~exists.unsqueeze(-1)]
+    answers = []
+    for labels in others:
+        torch.manual_seed(0)
+        answers.append(getattr(hmm.restrict(labels), method)(VALUES))
+    for answer in answers[1:]:
+        torch.testing.assert_close(answer, answers[0], rtol=0, atol=0)
+
+
+def test_a_label_on_a_missing_step_counts():
+    """By hand: p(x_1 = 0, z_2 = 1) = 0.5 * 0.9 * 0.1 + 0.5 * 0.2 * 0.8."""
+    hmm = HMM(
+        torch.tensor([0.5, 0.5]).log(),
+        torch.tensor([[0.9, 0.1], [0.2, 0.8]]).log(),
+        dist.Categorical(probs=torch.tensor([[0.9, 0.1], [0.2, 0.8]])),
+        torch.tensor(2),
+        torch.tensor([True, False]),
+    )
+    found = hmm.restrict(torch.tensor([-1, 1])).log_prob(torch.tensor([0, 77]))
+    assert found.exp().item() == pytest.approx(0.125)
+
+
+def test_the_law_of_a_state_that_is_known_is_certain():
+    hmm = model().restrict(LABELS)
+    assert hmm.filtered(VALUES)[0, 2].tolist() == [0.0, 0.0, 1.0]
+    ahead = hmm.restrict(torch.tensor([[-1, -1, -1, 1], [-1] * 4, [-1] * 4]))
+    matrix = hmm.log_transition.exp()
+    torch.testing.assert_close(ahead.forecast(VALUES, 1).states[0, 0], matrix[1])
+
+
+def test_restricting_twice_keeps_what_both_allow():
+    hmm = model()
+    first, second = any_sets(), any_sets()
+    both = hmm.restrict(first & second)
+    for other in (hmm.restrict(first).restrict(second), hmm.restrict(second).restrict(first)):
+        for method in METHODS[:-1]:
+            torch.testing.assert_close(
+                getattr(other, method)(VALUES), getattr(both, method)(VALUES), rtol=0, atol=0
+            )
+    again = hmm.restrict(LABELS).restrict(sets_of(LABELS) | True)
+    assert again.log_prob(VALUES).equal(hmm.restrict(LABELS).log_prob(VALUES))
+
+
+def test_restricting_leaves_the_hmm_as_it_was():
+    hmm = model()
+    before, labels = hmm.log_prob(VALUES), LABELS.clone()
+    hmm.restrict(labels)
+    assert hmm.allowed is None
+    assert hmm.log_prob(VALUES).equal(before)
+    assert labels.equal(LABELS)
+
+
+def test_expanding_keeps_the_labels():
+    hmm = model().restrict(LABELS)
+    wide = hmm.expand([2, 3])
+    assert wide.batch_shape == (2, 3)
+    for method in METHODS[:-1]:
+        if method == "expected":
+            continue  # counts are summed over what shares a parameter
+        found, expected = getattr(wide, method)(VALUES), getattr(hmm, method)(VALUES)
+        pairs = zip(found, expected) if method == "posterior" else [(found, expected)]
+        for wider, narrow in pairs:
+            torch.testing.assert_close(wider, narrow.expand_as(wider))
+    assert is_allowed(wide.sample_states(VALUES, (20,)), LABELS).all()
+
+
+def test_labels_may_have_a_batch_of_their_own():
+    """One row for all the sequences; or several labellings of the same sequences."""
+    hmm = model()
+    row = torch.tensor([2, -1, -1, 0])
+    assert hmm.restrict(row).log_prob(VALUES).equal(hmm.restrict(row.expand(3, T)).log_prob(VALUES))
+    several = torch.stack([LABELS, TRUTH, UNKNOWN]).unsqueeze(1)  # (3, 1, 3, T)
+    found = hmm.restrict(several)
+    assert found.batch_shape == (3, 1, 3)
+    for labels, evidence in zip((LABELS, TRUTH, UNKNOWN), found.log_prob(VALUES)):
+        torch.testing.assert_close(evidence[0], hmm.restrict(labels).log_prob(VALUES))
+
+
+def test_each_restart_is_restricted_alike():
+    hmm = model("restarts")
+    for r, evidence in enumerate(hmm.restrict(LABELS).log_prob(VALUES)):
+        alone = HMM(
+            hmm.log_initial[r, 0],
+            hmm.log_transition[r, 0],
+            dist.Categorical(logits=hmm.emission.logits[r, 0]),
+            LENGTHS,
+            OBSERVED,
+        )
+        torch.testing.assert_close(evidence, alone.restrict(LABELS).log_prob(VALUES))
+
+
+@pytest.mark.parametrize("labels", [LABELS, sets_of(LABELS)], ids=["integers", "sets"])
+def test_a_saved_hmm_keeps_its_labels(tmp_path, labels):
+    hmm = model().restrict(labels)
+    save(hmm, tmp_path / "hmm")
+    again = load_hmm(tmp_path / "hmm")
+    assert again.log_prob(VALUES).equal(hmm.log_prob(VALUES))
+    assert again.viterbi(VALUES).equal(hmm.viterbi(VALUES))
+
+
+# Labels that cannot be ---------------------------------------------------------------------------
+
+
+def one_way(**options):
+    """A chain that begins in state 0 and never goes back; state 1 never emits symbol 1."""
+    return HMM(
+        torch.tensor([1.0, 0.0]).log(),
+        torch.tensor([[0.5, 0.5], [0.0, 1.0]]).log(),
+        dist.Categorical(logits=torch.tensor([[0.5, 0.5], [1.0, 0.0]]).log()),  # probs are clamped
+        torch.tensor([3, 2]),
+        **options,
+    )
+
+
+IMPOSSIBLE = {
+    "the first state": ([[-1, -1, -1], [1, -1, -1]], [[0, 0, 0], [0, 0, 0]], "sequence 1, step 0"),
+    "a move": ([[-1, 1, 0], [-1, -1, -1]], [[0, 0, 0], [0, 0, 0]], "sequence 0, step 2"),
+    "a symbol": ([[-1, -1, -1], [-1, 1, -1]], [[0, 0, 0], [0, 1, 0]], "sequence 1, step 1"),
+    "a symbol later": ([[-1, 1, -1], [-1, -1, 0]], [[0, 0, 1], [0, 0, 0]], "sequence 0, step 2"),
+    "the first of two": ([[0, 1, 0], [1, -1, -1]], [[0, 0, 0], [0, 0, 0]], "sequence 0, step 2"),
+}
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("case", IMPOSSIBLE)
+def test_labels_that_no_path_keeps_to_are_named(case, method):
+    labels, values, place = IMPOSSIBLE[case]
+    hmm = one_way(validate_args=True).restrict(torch.tensor(labels))
+    with pytest.raises(ValueError, match=f"labels must leave a path .* in {place}\\. Correct"):
+        getattr(hmm, method)(torch.tensor(values))
+
+
+@pytest.mark.parametrize("case", IMPOSSIBLE)
+def test_without_validation_impossible_labels_have_probability_zero(case):
+    labels, values, place = IMPOSSIBLE[case]
+    labels, values = torch.tensor(labels), torch.tensor(values)
+    hmm = one_way(validate_args=False).restrict(labels)
+    wrong = int(place[9])
+    evidence = hmm.log_prob(values)
+    assert evidence[wrong] == -torch.inf
+    assert (hmm.posterior(values).states[wrong] == 0).all()
+    if case != "the first of two":
+        assert evidence[1 - wrong].isfinite()
+
+
+def test_values_that_are_impossible_are_no_fault_of_the_labels():
+    """-inf is an answer there, as without labels; the other sequence is not told off for it."""
+    chain = one_way(validate_args=True)
+    never = HMM(
+        chain.log_initial,
+        chain.log_transition,
+        dist.Categorical(logits=torch.tensor([[1.0, 0.0], [1.0, 0.0]]).log()),
+        chain.lengths,
+        validate_args=True,
+    )
+    values = torch.tensor([[0, 1, 0], [0, 0, 0]])
+    found = never.restrict(torch.tensor([[0, -1, -1], [-1, 0, -1]]))
+    assert found.log_prob(values)[0] == -torch.inf
+    assert found.log_prob(values)[1].exp().item() == pytest.approx(0.5)
+    with pytest.raises(ValueError, match="none does in sequence 1, step 0"):
+        never.restrict(torch.tensor([[0, -1, -1], [1, 0, -1]])).log_prob(values)
+
+
+def test_impossible_labels_give_gradient_zero_without_validation():
+    hmm = one_way(validate_args=False).restrict(torch.tensor([[-1, 1, 0], [1, -1, -1]]))
+    matrix = hmm.log_transition.requires_grad_()
+    (gradient,) = torch.autograd.grad(hmm.log_prob(torch.zeros(2, 3).long()).sum(), matrix)
+    assert (gradient == 0).all()
+
+
+def test_the_place_of_a_wrong_label_is_given_as_the_batch_has_it():
+    labels = torch.tensor([1, -1, -1])
+    alone = HMM(
+        torch.tensor([1.0, 0.0]).log(),
+        torch.full((2, 2), 0.5).log(),
+        dist.Categorical(probs=torch.full((2, 2), 0.5)),
+        torch.tensor(3),
+    )
+    values = torch.zeros(3).long()
+    with pytest.raises(ValueError, match=r"none does in step 0\."):
+        alone.restrict(labels).log_prob(values)
+    either = HMM(
+        torch.tensor([[[0.5, 0.5]], [[1.0, 0.0]]]).log(),
+        alone.log_transition,
+        alone.emission,
+        torch.tensor([3]),
+    )
+    with pytest.raises(ValueError, match=r"none does in sequence \(1, 0\), step 0\."):
+        either.restrict(labels).log_prob(values)
+
+
+def with_entry(place, value):
+    labels = LABELS.clone()
+    labels[place] = value
+    return labels
+
+
+def empty_set():
+    allowed = sets_of(LABELS)
+    allowed[1, 1] = False
+    return allowed
+
+
+WRONG = {
+    "K": (lambda: with_entry((1, 0), K), ValueError, r"K - 1 = 2.*got 3 at sequence 1, step 0"),
+    "below -1": (lambda: with_entry((0, 3), -2), ValueError, "got -2 at sequence 0, step 3"),
+    "no state": (empty_set, ValueError, "allow no state at sequence 1, step 1; allow all"),
+    "fractions": (lambda: LABELS.double(), TypeError, "integers; got dtype torch.float64"),
+    "a list": (LABELS.tolist, TypeError, r"labels must be a torch\.Tensor; got list"),
+    "too few steps": (lambda: LABELS[:, :3], ValueError, r"\(T,\) = \(4,\); got shape \(3, 3\)"),
+    "too few sequences": (lambda: LABELS[:2], ValueError, r"labels \(2,\), HMM \(3,\)"),
+    "sets of too few sequences": (
+        lambda: sets_of(LABELS)[:2],
+        ValueError,
+        r"labels \(2,\), HMM \(3,\)",
+    ),
+    "a number": (lambda: torch.tensor(0), ValueError, r"\(T,\) = \(4,\); got shape \(\)"),
+    "sets of too many states": (
+        lambda: torch.ones(3, T, K + 1).bool(),
+        ValueError,
+        r"\(T, K\) = \(4, 3\); got shape \(3, 4, 4\)",
+    ),
+    "a mask of steps": (lambda: LABELS >= 0, ValueError, r"\(T, K\) = \(4, 3\)"),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_bad_labels_are_named(wrong):
+    labels, error, words = WRONG[wrong]
+    with pytest.raises(error, match=words):
+        model().restrict(labels())
+
+
+def test_labels_that_disagree_are_named_when_values_are_read():
+    hmm = model().restrict(torch.tensor([0, -1, -1, -1])).restrict(torch.tensor([1, -1, -1, -1]))
+    with pytest.raises(ValueError, match="none does in sequence 0, step 0"):
+        hmm.log_prob(VALUES)
+
+
+# Labelled sequences, in models and fits ----------------------------------------------------------
+
+
+def labelled(labels=LABELS):
+    return Sequences(VALUES, LENGTHS, OBSERVED, labels)
+
+
+PARAMETERS = {
+    name: torch.tensor(probs, dtype=torch.float64)
+    for name, probs in {
+        "module.initial": [0.2, 0.3, 0.5],
+        "module.transition": [[0.6, 0.3, 0.1], [0.2, 0.7, 0.1], [0.3, 0.3, 0.4]],
+        "module.emission.probs": [[0.4, 0.3, 0.2, 0.1], [0.1, 0.2, 0.3, 0.4], [0.7, 0.1, 0.1, 0.1]],
+    }.items()
+}
+
+
+def built(data):
+    """The HMM of these parameters, before labels are known."""
+    return HMM(
+        PARAMETERS["module.initial"].log(),
+        PARAMETERS["module.transition"].log(),
+        dist.Categorical(probs=PARAMETERS["module.emission.probs"]),
+        data.lengths,
+        data.observed,
+    )
+
+
+FORMS = {"marginal": (MarginalModel, Trace_ELBO), "enumerated": (EnumeratedModel, TraceEnum_ELBO)}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("form", FORMS)
+def test_labels_add_to_the_loss_of_both_forms_what_they_take_from_the_evidence(form, kind):
+    make, elbo = FORMS[form]
+    conditioned = poutine.condition(make(TabularHMM(K, categorical(V))), PARAMETERS)
+    labels = KINDS[kind]()
+    losses = [
+        elbo(max_plate_nesting=1).loss(conditioned, lambda _: None, data)
+        for data in (labelled(labels), labelled(None))
+    ]
+    evidence = [
+        sum(oracle.log_sum(scores) for _, scores in table(built(labelled()), each).values())
+        for each in (labels, UNKNOWN)
+    ]
+    assert losses[0] - losses[1] == pytest.approx(evidence[1] - evidence[0], abs=1e-9)
+
+
+@pytest.mark.parametrize("labels", [LABELS, sets_of(LABELS)], ids=["integers", "sets"])
+def test_every_part_of_the_sequences_keeps_its_labels(labels):
+    data = labelled(labels)
+    for part in (data, data[torch.tensor([2, 0])], data.to("cpu"), data.batch(torch.tensor([1]))):
+        for n, length in enumerate(part.lengths.tolist()):
+            own = LENGTHS.tolist().index(length)
+            assert part.labels[n, :length].equal(labels[own, :length])
+            assert part.labels.shape[1] == part.num_steps
+
+
+@pytest.mark.parametrize("labels", [LABELS, sets_of(LABELS)], ids=["integers", "sets"])
+def test_minibatches_carry_the_labels(labels):
+    """Whatever the order, the evidences of the parts are those of the whole."""
+    data = labelled(labels)
+    whole = built(data).restrict(labels).log_prob(VALUES)
+    for size in (1, 2, 3):
+        parts = [
+            built(batch).restrict(batch.labels).log_prob(batch.values)
+            for batch in data.batches(size)
+        ]
+        torch.testing.assert_close(torch.cat(parts).sort().values, whole.sort().values)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("form", FORMS)
+def test_losses_of_labelled_minibatches_average_to_the_whole(form, size):
+    make, elbo = FORMS[form]
+    conditioned = poutine.condition(make(TabularHMM(K, categorical(V))), PARAMETERS)
+    loss = lambda part: elbo(max_plate_nesting=1).loss(conditioned, lambda _: None, part)  # noqa: E731
+    data = labelled()
+    subsets = list(itertools.combinations(range(3), size))
+    losses = [loss(data.batch(torch.tensor(subset))) for subset in subsets]
+    assert np.mean(losses) == pytest.approx(loss(data), abs=1e-9)
+
+
+# A supervised fit: with flat priors and every state known, the mode is counting
+
+
+def sentences():
+    """Symbols and their states, and the share of each start, move and symbol; none is zero."""
+    states = [[0, 0, 1, 1, 0], [1, 0, 1], [1, 1, 0, 1], [0, 1]]
+    symbols = [[0, 1, 0, 1, 0], [1, 1, 0], [1, 1, 0, 1], [0, 1]]
+    start, move, symbol = np.zeros(2), np.zeros((2, 2)), np.zeros((2, 2))
+    for path, row in zip(states, symbols):
+        start[path[0]] += 1
+        for t, (state, value) in enumerate(zip(path, row)):
+            symbol[state, value] += 1
+            if t:
+                move[path[t - 1], state] += 1
+    data = Sequences.from_list(symbols, labels=states)
+    return data, [counts / counts.sum(-1, keepdims=True) for counts in (start, move, symbol)]
+
+
+def parameters_of(hmm):
+    return hmm.log_initial.exp(), hmm.log_transition.exp(), hmm.emission.probs
+
+
+@pytest.mark.parametrize("as_sets", [False, True], ids=["integers", "sets"])
+def test_supervised_em_counts(as_sets):
+    data, frequencies = sentences()
+    if as_sets:
+        allowed = data.labels.unsqueeze(-1) == torch.arange(2)
+        data = Sequences(data.values, data.lengths, data.observed, allowed)
+    found = fit_em(TabularHMM(2, categorical(2)), data).draw(data)
+    for value, expected in zip(parameters_of(found), frequencies):
+        np.testing.assert_allclose(value, expected, atol=1e-12)
+
+
+def test_supervised_map_counts():
+    """A hundred steps of Adam end within a few thousandths."""
+    data, frequencies = sentences()
+    model = MarginalModel(TabularHMM(2, categorical(2)))
+    fit = fit_map(model, data, num_steps=100, learning_rate=0.1, tolerance=None)
+    for value, expected in zip(parameters_of(fit.draw(data)), frequencies):
+        np.testing.assert_allclose(value, expected, atol=3e-3)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_what_a_fit_draws_does_not_know_the_labels(form):
+    """Else decoding the sequences it is tested on would read the answers off."""
+    data, _ = sentences()
+    fit = fit_map(FORMS[form][0](TabularHMM(2, categorical(2))), data, num_steps=3)
+    hmm = fit.draw(data)
+    bare = fit.draw(Sequences(data.values, data.lengths, data.observed))
+    assert hmm.allowed is None
+    assert hmm.viterbi(data.values).equal(bare.viterbi(data.values))
+    assert hmm.log_prob(data.values).equal(bare.log_prob(data.values))
+    certain = hmm.posterior(data.values).states.gather(-1, data.labels.clamp(min=0).unsqueeze(-1))
+    assert certain.max() < 1
+
+
+def test_em_draws_an_hmm_that_does_not_know_the_labels():
+    data, _ = sentences()
+    labels = data.labels.clone()
+    labels[:, 1] = -1
+    data = Sequences(data.values, data.lengths, data.observed, labels)
+    assert fit_em(TabularHMM(2, categorical(2, 2.0), 2.0, 2.0), data).draw(data).allowed is None
+
+
+@pytest.mark.parametrize(
+    "fit",
+    [
+        lambda module, data: fit_map(MarginalModel(module), data, num_steps=2),
+        lambda module, data: fit_em(module, data),
+    ],
+    ids=["map", "em"],
+)
+def test_a_fit_names_labels_that_no_path_keeps_to(fit):
+    allowed = torch.ones(2, 2).triu().bool()
+    module = TabularHMM(2, categorical(V), transition_allowed=allowed)
+    data = Sequences.from_list([[0, 1, 2], [3, 1]], labels=[[0, 0, 1], [1, 0]])
+    with pytest.raises(ValueError, match=r"labels must leave a path .* sequence 1, step 1"):
+        fit(module, data)
