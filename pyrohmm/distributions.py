@@ -85,9 +85,11 @@ class SparseDirichlet(TorchDistribution):
     def rsample(self, sample_shape: Any = ()) -> Tensor:
         """Draw tables ``(*S, *B, *rows, K)``."""
         shape = torch.Size(sample_shape) + self.concentration.shape
-        drawn = torch.distributions.Gamma(self.concentration.expand(shape), 1.0).rsample()
-        drawn = drawn.clamp(min=torch.finfo(drawn.dtype).tiny).masked_fill(~self.allowed, 0.0)
-        return drawn / drawn.sum(-1, keepdim=True)
+        strength = self.concentration.masked_fill(~self.allowed, 1.0).expand(shape)
+        # Gamma(c) is Gamma(c + 1) U^(1/c); in logs, for a small c underflows in whole rows
+        logs = torch.distributions.Gamma(strength + 1, 1.0).rsample().log()
+        logs = logs - torch.empty_like(logs).exponential_() / strength
+        return logs.masked_fill(~self.allowed, -torch.inf).softmax(-1)
 
     def log_prob(self, value: Tensor) -> Tensor:
         """Log-density ``(*B)`` of tables; -inf where a forbidden entry is positive."""
