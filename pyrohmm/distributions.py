@@ -160,14 +160,20 @@ class _SparseStickBreaking(Transform):
         self.offset = rest.clamp(min=1)[self.free].log()  # so that zeros are even shares
 
     def _break(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Share taken at each break, and what is left before it."""
+        """Share taken at each break, and the logarithm of what is left before it.
+
+        Shares that round to one leave something all the same, which only the logarithm shows.
+        """
         share = x.new_ones(x.shape[:-1] + self.free.shape)
+        rest = torch.full_like(share, -torch.inf)
         share[..., self.free] = (x - self.offset).sigmoid()
-        left = torch.cat([torch.ones_like(share[..., :1]), (1 - share).cumprod(-1)], -1)
+        rest[..., self.free] = torch.nn.functional.logsigmoid(self.offset - x)
+        left = torch.cat([torch.zeros_like(share[..., :1]), rest.cumsum(-1)], -1)
         return share, left
 
     def _call(self, x: Tensor) -> Tensor:
         share, left = self._break(x)
+        left = left.exp()
         parts = torch.cat([share * left[..., :-1], left[..., -1:]], -1)
         out = parts.new_zeros(parts.shape[: parts.dim() - self.allowed.dim()] + self.allowed.shape)
         return out.scatter(-1, self.order.expand(parts.shape), parts)
@@ -184,7 +190,7 @@ class _SparseStickBreaking(Transform):
         logit = x - self.offset
         slope = torch.nn.functional.logsigmoid(logit) + torch.nn.functional.logsigmoid(-logit)
         _, left = self._break(x)
-        return (slope + left[..., :-1][..., self.free].log()).sum(-1)
+        return (slope + left[..., :-1][..., self.free]).sum(-1)
 
     def forward_shape(self, shape: Any) -> torch.Size:
         return torch.Size(shape[:-1]) + self.allowed.shape
