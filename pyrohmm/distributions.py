@@ -279,9 +279,7 @@ class InverseWishart(TorchDistribution):
             self._validate_sample(value)
         dim, degrees = self.scale.size(-1), self.degrees
         root = torch.linalg.cholesky(value)
-        half = torch.linalg.solve_triangular(
-            root, torch.linalg.cholesky(self.scale).expand(value.shape), upper=False
-        )
+        half = torch.linalg.solve_triangular(root, torch.linalg.cholesky(self.scale), upper=False)
         trace = half.pow(2).sum((-2, -1))
         norm = (
             0.5 * degrees * torch.logdet(self.scale)
