@@ -433,7 +433,8 @@ class Streams(TorchDistribution):
 
     def sample(self, sample_shape: Any = ()) -> Tensor:
         """Draw vectors ``(*S, *B, sum of widths)``."""
-        return self._join([part.sample(torch.Size(sample_shape)) for part in self.parts])
+        wide = [part.expand(self.batch_shape) for part in self.parts]  # drawn apart for each entry
+        return self._join([part.sample(torch.Size(sample_shape)) for part in wide])
 
 
 class _StreamsSupport(constraints.Constraint):
