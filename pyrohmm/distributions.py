@@ -500,8 +500,11 @@ class Tied(TorchDistribution):
         at = -1 - len(self.event_shape)
         if value.dim() < -at or value.size(at) == 1:
             return known_log_prob(self.base, value).index_select(-1, self.index)
-        every = known_log_prob(self.base, value.unsqueeze(at))  # (*B, K, J)
-        return every.gather(-1, self.index.unsqueeze(-1).expand(*every.shape[:-1], 1)).squeeze(-1)
+        shape = torch.broadcast_shapes(value.shape, self.batch_shape + self.event_shape)
+        apart = value.expand(shape).movedim(at, 0).unsqueeze(at)  # (K, *B, 1, *E)
+        every = known_log_prob(self.base, apart)  # (K, *B, J)
+        index = self.index.reshape(-1, *(1,) * (every.dim() - 1))
+        return every.gather(-1, index.expand(*every.shape[:-1], 1)).squeeze(-1).movedim(0, -1)
 
     def sample(self, sample_shape: Any = ()) -> Tensor:
         """Draw in each state, ``(*S, *B, K, *E)``."""
