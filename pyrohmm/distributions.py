@@ -89,7 +89,9 @@ class SparseDirichlet(TorchDistribution):
         # Gamma(c) is Gamma(c + 1) U^(1/c); in logs, for a small c underflows in whole rows
         logs = torch.distributions.Gamma(strength + 1, 1.0).rsample().log()
         logs = logs - torch.empty_like(logs).exponential_() / strength
-        return logs.masked_fill(~self.allowed, -torch.inf).softmax(-1)
+        drawn = logs.masked_fill(~self.allowed, -torch.inf).softmax(-1)
+        # at zero itself the density is infinite
+        return drawn.clamp(min=torch.finfo(drawn.dtype).tiny).masked_fill(~self.allowed, 0.0)
 
     def log_prob(self, value: Tensor) -> Tensor:
         """Log-density ``(*B)`` of tables; -inf where a forbidden entry is positive."""
