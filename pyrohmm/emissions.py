@@ -588,9 +588,10 @@ class CovarianceEmission(Emission):
             scatter = squares - cross - cross.mT + count[..., None, None] * outer
             apart = loc - prior_loc
             scatter = scatter + weight * apart.unsqueeze(-1) * apart.unsqueeze(-2)
+            scatter = scatter.nan_to_num(0.0)  # a mean of which nothing is known
             divisor = count + (1.0 if weight else 0.0)
             if self.tied:
-                scatter, divisor = scatter.nan_to_num(0.0).sum(1), divisor.sum(1)
+                scatter, divisor = scatter.sum(1), divisor.sum(1)
             if self.has_prior("covariance"):
                 scatter = scatter + self.scale.double()
                 divisor = divisor + self.degrees + self.dim + 1
@@ -1029,6 +1030,7 @@ def maximise_normal(
         loc = part.loc.double().expand_as(sums)
     if part.is_free("variance"):
         scatter = squares - 2 * loc * sums + known * loc**2 + weight * (loc - prior_loc) ** 2
+        scatter = scatter.nan_to_num(0.0)  # a mean of which nothing is known
         count = known + (1.0 if weight else 0.0)
         if part.spherical:
             scatter, count = scatter.sum(-1), count.sum(-1)
