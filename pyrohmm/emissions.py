@@ -1040,7 +1040,7 @@ def maximise_normal(
         variance = above / below
         over = tuple(range(1, known.dim() - (0 if flat else 1)))  # all of one restart and component
         spread = squares.sum(over) / known.sum(over) - (sums.sum(over) / known.sum(over)) ** 2
-        floor = SMALLEST * spread.clamp(min=torch.finfo(spread.dtype).tiny)
+        floor = SMALLEST * spread.nan_to_num(0.0).clamp(min=torch.finfo(spread.dtype).tiny)
         if part.spherical:
             floor = floor.mean(-1)
         shape = (len(floor),) + (1,) * (variance.dim() - floor.dim()) + floor.shape[1:]
