@@ -790,7 +790,8 @@ class TiedEmission(Emission):
             raise ValueError(f"index must have one entry for each of K = {num_states} states; "
                              f"got {len(index)}.")  # fmt: skip
         self.register_buffer("index", index.long())
-        part = family(int(index.max()) + 1)
+        self.num_distinct = int(index.max()) + 1
+        part = family(self.num_distinct)
         if not isinstance(part, Emission):
             raise TypeError(f"family must have a closed M-step; got {type(part).__name__}.")
         self.part = part
@@ -803,7 +804,7 @@ class TiedEmission(Emission):
         self, values: Tensor, weights: Tensor, current: TorchDistribution | None
     ) -> Statistics:
         """Those of the distinct emissions."""
-        member = torch.nn.functional.one_hot(self.index).to(weights)
+        member = torch.nn.functional.one_hot(self.index, self.num_distinct).to(weights)
         inner = None if current is None else current.base
         found = self.part.statistics(values, weights @ member, inner)
         return {f"part.{name}": value for name, value in found.items()}
@@ -925,7 +926,9 @@ def of(distribution: Any) -> PyroModule:
     elif isinstance(distribution, Tied):
         inner = of(distribution.base)
         if isinstance(inner, Emission):
-            return TiedEmission(len(distribution.index), lambda _: inner, distribution.index)
+            module = TiedEmission(len(distribution.index), lambda _: inner, distribution.index)
+            module.num_distinct = distribution.base.batch_shape[-1]  # some perhaps unused
+            return module
     elif len(distribution.batch_shape) != 1 or events > 1:
         pass
     elif isinstance(base, torch.distributions.Categorical) and not events:
