@@ -170,7 +170,7 @@ class _SparseStickBreaking(Transform):
         rest = torch.full_like(share, -torch.inf)
         share[..., self.free] = (x - self.offset).sigmoid()
         rest[..., self.free] = torch.nn.functional.logsigmoid(self.offset - x)
-        left = torch.cat([torch.zeros_like(share[..., :1]), rest.cumsum(-1)], -1)
+        left = torch.cat([x.new_zeros((*share.shape[:-1], 1)), rest.cumsum(-1)], -1)
         return share, left
 
     def _call(self, x: Tensor) -> Tensor:
