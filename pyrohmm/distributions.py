@@ -168,8 +168,9 @@ class _SparseStickBreaking(Transform):
         """
         share = x.new_ones(x.shape[:-1] + self.free.shape)
         rest = torch.full_like(share, -torch.inf)
-        share[..., self.free] = (x - self.offset).sigmoid()
-        rest[..., self.free] = torch.nn.functional.logsigmoid(self.offset - x)
+        logit = x - self.offset.to(x)
+        share[..., self.free] = logit.sigmoid()
+        rest[..., self.free] = torch.nn.functional.logsigmoid(-logit)
         left = torch.cat([x.new_zeros((*share.shape[:-1], 1)), rest.cumsum(-1)], -1)
         return share, left
 
@@ -186,10 +187,10 @@ class _SparseStickBreaking(Transform):
         tiny = torch.finfo(y.dtype).tiny
         after = parts.flip(-1).cumsum(-1).flip(-1)[..., 1:].clamp(min=tiny)  # left after the break
         odds = parts[..., :-1].clamp(min=tiny).log() - after.log()
-        return odds[..., self.free] + self.offset
+        return odds[..., self.free] + self.offset.to(y)
 
     def log_abs_det_jacobian(self, x: Tensor, y: Tensor) -> Tensor:
-        logit = x - self.offset
+        logit = x - self.offset.to(x)
         slope = torch.nn.functional.logsigmoid(logit) + torch.nn.functional.logsigmoid(-logit)
         _, left = self._break(x)
         return (slope + left[..., :-1][..., self.free]).sum(-1)
