@@ -1,0 +1,642 @@
+"""Laws of the distributions that Pyro lacks, and of log-densities of what is known in part."""
+
+import math
+
+import numpy as np
+import oracle
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro.infer import MCMC, NUTS, SVI, Trace_ELBO
+from pyro.infer.autoguide import AutoDelta, AutoNormal
+from scipy import integrate, stats
+from torch.distributions import biject_to, transform_to
+
+from pyrohmm.distributions import (
+    InverseWishart,
+    SparseDirichlet,
+    Streams,
+    Tied,
+    in_each_state,
+    known_log_prob,
+)
+
+NAN = math.nan
+ALLOWED = torch.tensor(
+    [
+        [True, True, False, True],
+        [False, True, False, False],
+        [True, True, True, True],
+        [False, False, True, True],
+    ]
+)
+TABLES = {
+    "row": torch.tensor([True, False, True, True]),
+    "certain row": torch.tensor([False, True]),
+    "one state": torch.ones(1, 1).bool(),
+    "certain rows": torch.eye(3).bool(),
+    "whole": torch.ones(2, 3).bool(),
+    "mixed": ALLOWED,
+    "two tables": torch.stack([ALLOWED, ALLOWED.flip(0)]),
+}
+
+
+def rows_of(allowed, seed=0):
+    """Random tables with the zeros of ``allowed``, and concentrations for them."""
+    rng = np.random.default_rng(seed)
+    table = rng.uniform(0.1, 1.0, size=allowed.shape) * allowed.numpy()
+    strength = rng.uniform(0.5, 4.0, size=allowed.shape)
+    return torch.tensor(table / table.sum(-1, keepdims=True)), torch.tensor(strength)
+
+
+# Sparse rows
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_sparse_density_is_that_of_dirichlet_row_by_row(name):
+    allowed = TABLES[name]
+    table, strength = rows_of(allowed)
+    expected = 0.0
+    for row, weight, mask in zip(
+        table.reshape(-1, allowed.size(-1)).numpy(),
+        strength.reshape(-1, allowed.size(-1)).numpy(),
+        allowed.reshape(-1, allowed.size(-1)).numpy(),
+    ):
+        if mask.sum() > 1:  # a row that may use one entry is certain
+            expected += stats.dirichlet.logpdf(row[mask] / row[mask].sum(), weight[mask])
+    found = SparseDirichlet(strength, allowed).log_prob(table)
+    assert found.shape == ()
+    assert found.item() == pytest.approx(expected, rel=1e-10)
+
+
+def test_sparse_density_where_all_is_allowed_is_that_of_pyro():
+    table, strength = rows_of(torch.ones(3, 4).bool())
+    own = SparseDirichlet(strength, torch.ones(3, 4).bool())
+    pyros = dist.Dirichlet(strength).to_event(1)
+    torch.testing.assert_close(own.log_prob(table), pyros.log_prob(table))
+    torch.testing.assert_close(own.mean, pyros.mean)
+
+
+def test_sparse_density_has_the_batch_of_its_concentration():
+    table, strength = rows_of(ALLOWED)
+    strengths = torch.stack([strength, strength + 1.0])
+    found = SparseDirichlet(strengths, ALLOWED).log_prob(table)
+    each = [SparseDirichlet(one, ALLOWED).log_prob(table) for one in strengths]
+    torch.testing.assert_close(found, torch.stack(each))
+    wide = SparseDirichlet(strength, ALLOWED).expand([3, 1])
+    assert (wide.batch_shape, wide.event_shape) == ((3, 1), (4, 4))
+    assert wide.log_prob(table).shape == (3, 1)
+    assert wide.sample((5,)).shape == (5, 3, 1, 4, 4)
+
+
+def test_sparse_density_is_zero_where_a_forbidden_entry_is_positive():
+    table = torch.full((4, 4), 0.25)
+    law = SparseDirichlet(torch.ones(4, 4), ALLOWED, validate_args=False)
+    assert law.log_prob(table) == -torch.inf
+    checked = SparseDirichlet(torch.ones(4, 4), ALLOWED, validate_args=True)
+    with pytest.raises(ValueError, match="support"):
+        checked.log_prob(table)
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_sparse_support_holds_what_is_drawn_and_nothing_forbidden(name):
+    allowed = TABLES[name]
+    _, strength = rows_of(allowed)
+    law = SparseDirichlet(strength, allowed)
+    drawn = law.sample((50,))
+    assert law.support.check(drawn).tolist() == [True] * 50
+    assert (drawn[:, ~allowed] == 0).all()
+    assert (drawn[:, allowed] > 0).all()
+    torch.testing.assert_close(drawn.sum(-1), torch.ones(drawn.shape[:-1]))
+    assert not law.support.check(drawn * 1.01).any()
+    if not bool(allowed.all()):
+        assert not law.support.check(drawn + ~allowed * 1e-9).any()
+
+
+@pytest.mark.parametrize("strength", [1e-3, 0.05, 0.7, 1.0, 5.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_sparse_draws_have_the_moments_of_dirichlet(strength, dtype):
+    """Also where gamma variables underflow: the row is then a corner, and not even."""
+    concentration = strength * torch.tensor([[1.0, 9.0, 2.0, 3.0]], dtype=dtype)
+    allowed = torch.tensor([[True, False, True, True]])
+    law = SparseDirichlet(concentration, allowed)
+    drawn = law.sample((20000,))[:, 0, allowed[0]].double().numpy()
+    weight = concentration[0, allowed[0]].double().numpy()
+    total = weight.sum()
+    mean = weight / total
+    variance = mean * (1 - mean) / (total + 1)
+    tolerance = 5 * np.sqrt(variance / len(drawn))
+    assert (abs(drawn.mean(0) - mean) < tolerance).all()
+    assert drawn.var(0) == pytest.approx(variance, rel=0.1)
+    torch.testing.assert_close(law.mean[0, allowed[0]].double(), torch.tensor(mean))
+
+
+def test_sparse_draws_differentiate_by_the_concentration():
+    """The mean of an entry over many draws: its derivative is that of c / sum of c."""
+    strength = torch.tensor([2.0, 7.0, 3.0], requires_grad=True)
+    law = SparseDirichlet(strength, torch.tensor([True, False, True]))
+    (found,) = torch.autograd.grad(law.rsample((40000,))[:, 0].mean(), strength)
+    torch.testing.assert_close(found, torch.tensor([3 / 25, 0.0, -2 / 25]), atol=4e-3, rtol=0.0)
+
+
+@pytest.mark.parametrize("name", TABLES)
+@pytest.mark.parametrize("batch", [(), (3,)])
+def test_sparse_bijection_has_an_inverse(name, batch):
+    allowed = TABLES[name]
+    support = SparseDirichlet(torch.ones(allowed.shape), allowed).support
+    transform = biject_to(support)
+    free = int((allowed.sum(-1) - 1).sum())
+    x = torch.randn(*batch, free)
+    y = transform(x)
+    assert y.shape == (*batch, *allowed.shape)
+    assert support.check(y).all()
+    assert (y[..., ~allowed] == 0).all()
+    torch.testing.assert_close(transform.inv(y), x)
+    assert transform.forward_shape(x.shape) == y.shape
+    assert transform.inverse_shape(y.shape) == x.shape
+    even = transform(torch.zeros(free))
+    torch.testing.assert_close(even, allowed / allowed.sum(-1, keepdim=True))
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_sparse_jacobian_is_that_of_autograd(name):
+    """Coordinates of the simplex: all allowed entries but the last of each row."""
+    allowed = TABLES[name]
+    transform = biject_to(SparseDirichlet(torch.ones(allowed.shape), allowed).support)
+    x = torch.randn(int((allowed.sum(-1) - 1).sum()))
+    last = allowed.flip(-1).byte().argmax(-1, keepdim=True)
+    own = allowed.clone().scatter_(-1, allowed.size(-1) - 1 - last, False)
+    expected = torch.zeros(())
+    if len(x):
+        jacobian = torch.autograd.functional.jacobian(lambda x: transform(x)[own], x)
+        expected = torch.linalg.slogdet(jacobian).logabsdet
+    torch.testing.assert_close(transform.log_abs_det_jacobian(x, transform(x)), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_sparse_jacobian_is_finite_far_out(dtype):
+    """A share that rounds to one leaves too little to see, not nothing."""
+    transform = biject_to(SparseDirichlet(torch.ones(3), torch.ones(3).bool()).support)
+    for place in ([40.0, -3.0], [40.0, 40.0], [-60.0, 60.0]):
+        x = torch.tensor(place, dtype=dtype, requires_grad=True)
+        found = transform.log_abs_det_jacobian(x, transform(x))
+        found.backward()
+        # shares are 1 / (1 + exp(-logit)), the remainders 1 / (1 + exp(logit))
+        first, second = place[0] - math.log(2), place[1]
+        softplus = np.logaddexp(0, [first, -first, second, -second])
+        expected = -softplus.sum() - softplus[0]
+        assert found.item() == pytest.approx(expected, rel=1e-6)
+        assert x.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_sparse_map_for_optimisers_has_an_inverse(name):
+    allowed = TABLES[name]
+    table, _ = rows_of(allowed)
+    transform = transform_to(SparseDirichlet(torch.ones(allowed.shape), allowed).support)
+    x = transform.inv(table).requires_grad_()
+    y = transform(x)
+    torch.testing.assert_close(y, table)
+    assert (y[~allowed] == 0).all()
+    y.square().sum().backward()
+    assert x.grad.isfinite().all()
+    assert (x.grad[~allowed] == 0).all()
+
+
+def rows_model(counts):
+    allowed = torch.tensor([[True, True, False], [False, True, False], [True, True, True]])
+    table = pyro.sample("table", SparseDirichlet(torch.full((3, 3), 2.0), allowed))
+    pyro.factor("seen", (counts[allowed] * table[allowed].log()).sum())
+
+
+COUNTS = torch.tensor([[5, 1, 0], [0, 3, 0], [1, 2, 6]])
+SHARES = [[6 / 8, 2 / 8, 0.0], [0.0, 1.0, 0.0], [2 / 12, 3 / 12, 7 / 12]]
+
+
+def fit_guide(guide, num_steps, rate):
+    svi = SVI(rows_model, guide, pyro.optim.Adam({"lr": rate}), Trace_ELBO())
+    for _ in range(num_steps):
+        svi.step(COUNTS)
+
+
+def test_a_point_of_sparse_rows_is_the_mode_and_keeps_zeros():
+    guide = AutoDelta(rows_model)
+    fit_guide(guide, 250, 0.1)
+    table = guide.median()["table"].detach()
+    torch.testing.assert_close(table, torch.tensor(SHARES), atol=1e-3, rtol=0.0)
+    assert (table == 0).tolist() == [[False, False, True], [True, False, True], [False] * 3]
+
+
+def test_a_guide_of_sparse_rows_keeps_zeros():
+    guide = AutoNormal(rows_model)
+    fit_guide(guide, 20, 0.05)
+    for _ in range(5):
+        table = guide()["table"]
+        assert (table == 0).tolist() == [[False, False, True], [True, False, True], [False] * 3]
+        torch.testing.assert_close(table.sum(-1), torch.ones(3))
+
+
+def test_a_sampler_of_sparse_rows_finds_the_posterior_and_keeps_zeros():
+    """The posterior is Dirichlet with concentrations 2 + counts."""
+    sampler = MCMC(NUTS(rows_model), num_samples=150, warmup_steps=50, disable_progbar=True)
+    sampler.run(COUNTS)
+    table = sampler.get_samples()["table"]
+    assert (table[:, 0, 2] == 0).all()
+    assert (table[:, 1] == torch.tensor([0.0, 1.0, 0.0])).all()
+    expected = torch.tensor([[7 / 10, 3 / 10, 0.0], [0.0, 1.0, 0.0], [3 / 15, 4 / 15, 8 / 15]])
+    torch.testing.assert_close(table.mean(0), expected, atol=0.08, rtol=0.0)
+
+
+@pytest.mark.parametrize(
+    ("concentration", "allowed", "error", "words"),
+    [
+        (torch.ones(2, 2), torch.eye(3).bool(), ValueError, r"concentration must end in shape"),
+        (torch.ones(2), torch.tensor([False, False]), ValueError, "at least one True"),
+        (torch.ones(2).long(), torch.ones(2).bool(), TypeError, "concentration must be floating"),
+        (torch.ones(2), torch.ones(2), TypeError, "allowed must be boolean"),
+    ],
+)
+def test_sparse_rows_refuse_what_makes_no_sense(concentration, allowed, error, words):
+    with pytest.raises(error, match=words):
+        SparseDirichlet(concentration, allowed)
+
+
+# Covariances
+
+
+def covariance(dim, seed=0):
+    """A random positive definite matrix."""
+    root = np.random.default_rng(seed).normal(size=(dim, dim))
+    return root @ root.T + np.eye(dim)
+
+
+@pytest.mark.parametrize("dim", [1, 2, 4])
+@pytest.mark.parametrize("spare", [-0.5, 0.0, 3.3])
+def test_inverse_wishart_density_is_that_of_scipy(dim, spare):
+    degrees, scale, value = dim + spare, covariance(dim), covariance(dim, seed=1)
+    found = InverseWishart(degrees, torch.tensor(scale)).log_prob(torch.tensor(value))
+    if spare < 0:  # which scipy refuses
+        degrees = float(degrees)
+        log_norm = degrees / 2 * np.linalg.slogdet(scale)[1] - degrees * dim / 2 * math.log(2)
+        log_norm -= math.log(math.pi) * dim * (dim - 1) / 4
+        log_norm -= sum(math.lgamma((degrees - i) / 2) for i in range(dim))
+        expected = log_norm - (degrees + dim + 1) / 2 * np.linalg.slogdet(value)[1]
+        expected -= np.trace(scale @ np.linalg.inv(value)) / 2
+    else:
+        expected = stats.invwishart.logpdf(value, degrees, scale)
+    assert found.item() == pytest.approx(expected, rel=1e-10)
+
+
+def test_inverse_wishart_densities_broadcast():
+    scales = torch.tensor(np.stack([covariance(2, seed) for seed in range(3)]))
+    values = torch.tensor(np.stack([covariance(2, seed) for seed in range(5, 9)]))
+    law = InverseWishart(4.5, scales)
+    table = law.log_prob(values.unsqueeze(1))
+    assert table.shape == (4, 3)
+    for index, value in enumerate(values):
+        torch.testing.assert_close(law.log_prob(value), table[index])
+        torch.testing.assert_close(InverseWishart(4.5, scales[1]).log_prob(value), table[index, 1])
+    wide = InverseWishart(4.5, scales[0]).expand([3, 2])
+    assert (wide.batch_shape, wide.event_shape) == ((3, 2), (2, 2))
+    assert wide.sample((5,)).shape == (5, 3, 2, 2, 2)
+
+
+def test_inverse_wishart_of_a_number_is_inverse_gamma():
+    degrees, scale = 5.0, torch.tensor([[3.0]])
+    values = torch.tensor([0.1, 1.0, 4.0])
+    own = InverseWishart(degrees, scale)
+    gamma = dist.InverseGamma(torch.tensor(degrees / 2), torch.tensor(1.5))
+    torch.testing.assert_close(own.log_prob(values.reshape(3, 1, 1)), gamma.log_prob(values))
+    torch.testing.assert_close(own.mean.squeeze(), gamma.mean)
+    drawn = own.sample((4000,)).flatten().numpy()
+    assert stats.kstest(drawn, stats.invgamma(degrees / 2, scale=1.5).cdf).pvalue > 1e-6
+
+
+def test_inverse_wishart_draws_have_its_mean_and_spread():
+    """Var of entry (i, j), von Rosen (1988), from the mean of the square of each entry."""
+    dim, degrees, scale = 3, 12.0, covariance(3)
+    law = InverseWishart(degrees, torch.tensor(scale))
+    drawn = law.sample((20000,)).numpy()
+    mean = scale / (degrees - dim - 1)
+    p = degrees - dim
+    diagonal = np.diag(scale)
+    variance = (p + 1) * scale**2 + (p - 1) * np.outer(diagonal, diagonal)
+    variance = variance / (p * (p - 1) ** 2 * (p - 3))
+    assert law.mean.numpy() == pytest.approx(mean)
+    assert (abs(drawn.mean(0) - mean) < 5 * np.sqrt(variance / len(drawn))).all()
+    assert drawn.var(0) == pytest.approx(variance, rel=0.15)
+    assert law.support.check(torch.tensor(drawn)).all()
+    assert InverseWishart(dim + 1.0, torch.tensor(scale)).mean.isinf().all()
+
+
+@pytest.mark.parametrize("dim", [1, 2, 4])
+def test_the_bijection_to_covariances_has_an_inverse_and_its_jacobian(dim):
+    law = InverseWishart(dim + 2.0, torch.eye(dim))
+    transform = biject_to(law.support)
+    x = torch.randn(3, dim * (dim + 1) // 2)
+    y = transform(x)
+    assert law.support.check(y).all()
+    torch.testing.assert_close(transform.inv(y), x)
+    assert transform.forward_shape(x.shape) == y.shape
+    assert transform.inverse_shape(y.shape) == x.shape
+    rows, columns = torch.tril_indices(dim, dim)  # a symmetric matrix has these coordinates
+    found = transform.log_abs_det_jacobian(x, y)
+    for one, value in zip(x, found):
+        jacobian = torch.autograd.functional.jacobian(lambda x: transform(x)[rows, columns], one)
+        torch.testing.assert_close(value, torch.linalg.slogdet(jacobian).logabsdet)
+
+
+@pytest.mark.parametrize(
+    ("degrees", "scale", "error", "words"),
+    [
+        (1.0, torch.eye(2), ValueError, "degrees must be greater than D - 1 = 1; got 1.0"),
+        (3.0, torch.ones(2, 3), ValueError, "scale must end in shape"),
+        (3.0, torch.eye(2).long(), TypeError, "scale must be floating point"),
+    ],
+)
+def test_inverse_wishart_refuses_what_makes_no_sense(degrees, scale, error, words):
+    with pytest.raises(error, match=words):
+        InverseWishart(degrees, scale)
+
+
+# Several observations at once
+
+
+def three_streams(batch=(2,)):
+    """Symbols, a count and a plane."""
+    generator = torch.Generator().manual_seed(0)
+    probs = torch.rand(*batch, 3, generator=generator)
+    rate = torch.rand(*batch, generator=generator) + 0.5
+    loc = torch.randn(*batch, 2, generator=generator)
+    return dist.Categorical(probs), dist.Poisson(rate), dist.Normal(loc, 1.5).to_event(1)
+
+
+def test_streams_density_is_the_product_of_its_parts():
+    symbols, counts, plane = three_streams()
+    both = Streams([symbols, counts, plane])
+    assert (both.batch_shape, both.event_shape) == ((2,), (4,))
+    value = torch.tensor([[2.0, 3.0, 0.1, -0.4], [0.0, 1.0, 1.0, 2.0]])
+    expected = (
+        symbols.log_prob(value[:, 0]) + counts.log_prob(value[:, 1]) + plane.log_prob(value[:, 2:])
+    )
+    torch.testing.assert_close(both.log_prob(value), expected)
+    missing = value.clone()
+    missing[0, 0], missing[1, 1:] = NAN, NAN
+    torch.testing.assert_close(
+        both.log_prob(missing),
+        torch.stack(
+            [
+                counts.log_prob(value[:, 1])[0] + plane.log_prob(value[:, 2:])[0],
+                symbols.log_prob(value[:, 0])[1],
+            ]
+        ),
+    )
+
+
+def test_streams_draw_each_part_by_its_law():
+    symbols, counts, plane = three_streams()
+    drawn = Streams([symbols, counts, plane]).sample((4000,))
+    assert drawn.shape == (4000, 2, 4)
+    for state in range(2):
+        seen = np.bincount(drawn[:, state, 0].long(), minlength=3)
+        assert oracle.looks_drawn_from(seen, symbols.probs[state].numpy())
+        seen = np.bincount(drawn[:, state, 1].long(), minlength=30)
+        law = stats.poisson(counts.rate[state].item()).pmf(np.arange(len(seen)))
+        assert oracle.looks_drawn_from(seen, law)
+        for place in range(2):
+            law = stats.norm(plane.mean[state, place].item(), 1.5)
+            assert stats.kstest(drawn[:, state, 2 + place].numpy(), law.cdf).pvalue > 1e-6
+    found = np.corrcoef(drawn[:, 0].numpy().T)
+    assert abs(found - np.eye(4)).max() < 0.1
+
+
+def test_streams_draw_apart_for_each_entry_of_the_batch():
+    """Also where a part has a smaller batch than the whole."""
+    wide, narrow = dist.Normal(torch.zeros(500, 1, 2), 1.0), dist.Normal(torch.zeros(2), 1.0)
+    drawn = Streams([wide, narrow]).sample()
+    assert drawn.shape == (500, 1, 2, 2)
+    assert len(drawn[..., 1].unique()) == 1000
+
+
+def test_streams_expand_and_hold_their_support_and_moments():
+    symbols, counts, plane = three_streams()
+    both = Streams([symbols, counts, plane])
+    wide = both.expand([5, 2])
+    assert (wide.batch_shape, wide.sample((3,)).shape) == ((5, 2), (3, 5, 2, 4))
+    assert both.support.check(both.sample((20,))).all()
+    for wrong in ([3.0, 1.0, 0.0, 0.0], [0.5, 1.0, 0.0, 0.0], [0.0, -1.0, 0.0, 0.0]):
+        assert not both.support.check(torch.tensor(wrong)).any()
+    assert both.mean[:, 0].isnan().all()
+    torch.testing.assert_close(both.mean[:, 1], counts.rate)
+    torch.testing.assert_close(both.mean[:, 2:], plane.mean)
+    torch.testing.assert_close(both.variance[:, 2:], plane.variance)
+    with pytest.raises(ValueError, match="parts is empty"):
+        Streams([])
+    with pytest.raises(ValueError, match="parts must emit scalars or vectors"):
+        Streams([dist.Normal(torch.zeros(2, 3, 4), 1.0).to_event(2)])
+
+
+# States that share emissions
+
+
+@pytest.mark.parametrize("batch", [(), (4, 1)])
+@pytest.mark.parametrize("event", [(), (3,)])
+def test_tied_states_have_the_density_of_what_they_share(batch, event):
+    loc = torch.randn(*batch, 2, *event)
+    base = dist.Normal(loc, 1.0).to_event(len(event))
+    index = torch.tensor([1, 0, 1])
+    law = Tied(base, index)
+    picked = loc.index_select(-1 - len(event), index)
+    direct = dist.Normal(picked, 1.0).to_event(len(event))
+    assert (law.batch_shape, law.event_shape) == (direct.batch_shape, direct.event_shape)
+    torch.testing.assert_close(law.mean, direct.mean)
+    torch.testing.assert_close(law.variance, direct.variance)
+    wide = law.expand([4, 5, 3])
+    assert wide.batch_shape == (4, 5, 3)
+    for value in (torch.randn(event), torch.randn(1, *event), torch.randn(3, *event),
+                  wide.sample(), torch.randn(4, 5, 1, *event)):  # fmt: skip
+        torch.testing.assert_close(law.log_prob(value), direct.log_prob(value))
+    assert law.sample((7,)).shape == (7, *batch, 3, *event)
+
+
+def test_tied_states_draw_apart_by_the_law_they_share():
+    probs = torch.tensor([[0.1, 0.2, 0.7], [0.5, 0.5, 0.0]])
+    index = torch.tensor([1, 0, 1])
+    drawn = Tied(dist.Categorical(probs), index).sample((4000,))
+    for state, own in enumerate(index.tolist()):
+        counts = np.bincount(drawn[:, state], minlength=3)
+        assert oracle.looks_drawn_from(counts, probs[own].numpy())
+    same = (drawn[:, 0] == drawn[:, 2]).double().mean().item()
+    assert same == pytest.approx(0.5, abs=0.05)
+
+
+@pytest.mark.parametrize("index", [[0, 2], [-1, 0]])
+def test_tied_states_refuse_numbers_that_nothing_has(index):
+    with pytest.raises(ValueError, match="index must lie between 0 and 1"):
+        Tied(dist.Normal(torch.zeros(2), 1.0), torch.tensor(index))
+    with pytest.raises(TypeError, match="index must hold integers"):
+        Tied(dist.Normal(torch.zeros(2), 1.0), torch.tensor(index).double())
+
+
+# What is known in part
+
+
+def gauss(dim, batch=(), seed=0):
+    rng = np.random.default_rng(seed)
+    loc = torch.tensor(rng.normal(size=(*batch, dim)))
+    root = torch.tensor(rng.normal(size=(*batch, dim, dim)))
+    return dist.MultivariateNormal(loc, root @ root.mT + torch.eye(dim))
+
+
+INDEPENDENT = {
+    "normal": dist.Normal(torch.tensor([0.3, -1.0]), torch.tensor([1.0, 2.0])),
+    "bernoulli": dist.Bernoulli(torch.tensor([0.3, 0.9])),
+    "poisson": dist.Poisson(torch.tensor([0.7, 2.0])),
+    "gamma": dist.Gamma(torch.tensor([0.7, 2.0]), torch.tensor([1.0, 3.0])),
+    "beta": dist.Beta(torch.tensor([0.7, 2.0]), torch.tensor([1.0, 3.0])),
+    "student": dist.StudentT(3.0, torch.tensor([0.7, 2.0]), 1.0),
+    "log-normal": dist.LogNormal(torch.tensor([0.7, 2.0]), 1.0),
+    "symbols": dist.Categorical(torch.tensor([[0.2, 0.8], [0.5, 0.5]])),
+}
+
+
+@pytest.mark.parametrize("name", INDEPENDENT)
+def test_independent_components_are_left_out(name):
+    base = INDEPENDENT[name]
+    value = base.sample().double()
+    apart = base.log_prob(value.long() if name == "symbols" else value)
+    joint = base.to_event(1)
+    for gaps in ([], [0], [1], [0, 1]):
+        part = value.clone()
+        part[gaps] = NAN
+        known = [index for index in range(2) if index not in gaps]
+        torch.testing.assert_close(known_log_prob(joint, part), apart[known].sum())
+        torch.testing.assert_close(
+            known_log_prob(base, part), torch.where(part.isnan(), 0.0, apart)
+        )
+
+
+@pytest.mark.parametrize("gaps", [[0], [1], [2], [0, 2], [1, 2]])
+def test_missing_components_of_a_normal_vector_are_integrated_out(gaps):
+    law, value = gauss(3), torch.tensor([0.4, -0.2, 1.0])
+    part = value.clone()
+    part[gaps] = NAN
+
+    def density(*filled):
+        whole = value.clone()
+        whole[gaps] = torch.tensor(filled)
+        return law.log_prob(whole).exp().item()
+
+    if len(gaps) == 1:
+        total = integrate.quad(density, -30, 30)[0]
+    else:  # the trapezium rule is all but exact for a smooth function that vanishes at the ends
+        grid = torch.linspace(-20, 20, 201)
+        whole = value.expand(201, 201, 3).clone()
+        whole[..., gaps] = torch.stack(torch.meshgrid(grid, grid, indexing="ij"), -1)
+        total = law.log_prob(whole).exp().sum().item() * (grid[1] - grid[0]).item() ** 2
+    assert known_log_prob(law, part).exp().item() == pytest.approx(total, rel=1e-6)
+
+
+def test_missing_components_of_a_mixture_are_integrated_out():
+    """The mixture of the marginals, its weights as they are."""
+    weights = torch.tensor([0.2, 0.5, 0.3])
+    for parts in (dist.Normal(torch.randn(3, 2), 1.5).to_event(1), gauss(2, (3,))):
+        law = dist.MixtureSameFamily(dist.Categorical(weights), parts)
+        found = known_log_prob(law, torch.tensor([NAN, 0.7])).exp().item()
+        scales = parts.variance[:, 1].sqrt()
+        expected = sum(
+            weight * stats.norm(loc, scale).pdf(0.7)
+            for weight, loc, scale in zip(weights.numpy(), parts.mean[:, 1].numpy(), scales.numpy())
+        )
+        assert found == pytest.approx(expected, rel=1e-9)
+
+
+def laws_of_vectors(batch):
+    """Every kind whose marginals are known, of ``batch`` and two components."""
+    symbols = dist.Categorical(torch.rand(*batch, 3) + 0.1)
+    parts = dist.Normal(torch.randn(*batch, 4, 2), 1.0).to_event(1)
+    mixture = dist.MixtureSameFamily(dist.Categorical(torch.rand(*batch, 4) + 0.1), parts)
+    return {
+        "normal": dist.Normal(torch.randn(*batch, 2), 1.0).to_event(1),
+        "full": gauss(2, batch),
+        "mixture": mixture,
+        "streams": Streams([symbols, dist.Poisson(torch.rand(batch) + 0.5)]),
+        "tied": Tied(gauss(2, (*batch[:-1], 2)), torch.tensor([0, 1, 1])),
+    }
+
+
+VECTORS = ["normal", "full", "mixture", "streams", "tied"]
+
+
+@pytest.mark.parametrize("name", VECTORS)
+def test_a_vector_of_which_nothing_is_known_says_nothing(name):
+    law = laws_of_vectors((3,))[name]
+    nothing = torch.full((1, 2), NAN)
+    torch.testing.assert_close(known_log_prob(law, nothing), torch.zeros(3))
+
+
+@pytest.mark.parametrize("name", VECTORS)
+def test_entries_of_a_batch_are_scored_one_by_one(name):
+    """Parameters ``(R, 1, K)``, observations ``(N, D)``, each with gaps of its own."""
+    law = laws_of_vectors((4, 1, 3))[name]
+    values = law.sample()[0, 0].double()  # (K, D)
+    values = torch.cat([values, values, values])
+    values[0, 0], values[1, 1], values[2], values[5, 1] = NAN, NAN, NAN, NAN
+    table = in_each_state(law, values)  # (R, N, K)
+    assert table.shape == (4, 9, 3)
+    assert table.isfinite().all()
+    torch.testing.assert_close(known_log_prob(law, values.unsqueeze(1)), table)
+    for index, value in enumerate(values):
+        torch.testing.assert_close(known_log_prob(law, value), table[:, index : index + 1])
+
+
+@pytest.mark.parametrize("name", ["normal", "full", "mixture", "streams"])
+def test_gradients_are_finite_where_components_are_missing(name):
+    leaves = {
+        "loc": torch.randn(3, 2, requires_grad=True),
+        "root": torch.randn(3, 2, 2, requires_grad=True),
+        "logits": torch.randn(3, 4, requires_grad=True),
+        "locs": torch.randn(3, 4, 2, requires_grad=True),
+    }
+    matrix = leaves["root"] @ leaves["root"].mT + torch.eye(2)
+    laws = {
+        "normal": dist.Normal(leaves["loc"], 1.0).to_event(1),
+        "full": dist.MultivariateNormal(leaves["loc"], matrix),
+        "mixture": dist.MixtureSameFamily(
+            dist.Categorical(logits=leaves["logits"]),
+            dist.Normal(leaves["locs"], 1.0).to_event(1),
+        ),
+        "streams": Streams(
+            [dist.Categorical(logits=leaves["logits"]), dist.Poisson(leaves["loc"][:, 0].exp())]
+        ),
+    }
+    values = torch.tensor([[1.0, NAN], [NAN, 2.0], [1.0, 2.0], [NAN, NAN]])
+    in_each_state(laws[name], values).sum().backward()
+    found = [leaf.grad for leaf in leaves.values() if leaf.grad is not None]
+    assert found
+    assert all(bool(gradient.isfinite().all()) for gradient in found)
+
+
+def test_whole_numbers_and_symbols_among_floats_are_scored_as_themselves():
+    symbols = dist.Categorical(torch.tensor([[0.2, 0.8], [0.5, 0.5]]))
+    numbers = torch.tensor([1, 0])
+    torch.testing.assert_close(known_log_prob(symbols, numbers), symbols.log_prob(numbers))
+    torch.testing.assert_close(known_log_prob(symbols, numbers.double()), symbols.log_prob(numbers))
+    missing = torch.tensor([1.0, NAN])
+    expected = torch.tensor([[0.8, 0.5], [1.0, 1.0]]).log()
+    torch.testing.assert_close(in_each_state(symbols, missing), expected)
+
+
+def test_a_vector_without_marginals_is_refused_when_a_component_is_missing():
+    law = dist.Dirichlet(torch.ones(2, 3))
+    assert known_log_prob(law, torch.tensor([0.2, 0.3, 0.5])).isfinite().all()
+    with pytest.raises(ValueError, match="Dirichlet cannot integrate out"):
+        known_log_prob(law, torch.tensor([0.2, NAN, 0.5]))
+
+
+def test_scoring_uses_up_no_random_numbers():
+    law = dist.Normal(torch.zeros(2), 1.0).to_event(1)
+    before = torch.get_rng_state()
+    known_log_prob(law, torch.tensor([0.0, NAN]))
+    assert torch.equal(torch.get_rng_state(), before)
