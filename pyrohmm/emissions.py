@@ -804,6 +804,7 @@ class TiedEmission(Emission):
         self, values: Tensor, weights: Tensor, current: TorchDistribution | None
     ) -> Statistics:
         """Those of the distinct emissions."""
+        weights = weights.double()
         member = torch.nn.functional.one_hot(self.index, self.num_distinct).to(weights)
         inner = None if current is None else current.base
         found = self.part.statistics(values, weights @ member, inner)
