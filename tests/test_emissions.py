@@ -1,0 +1,1072 @@
+"""Laws of the emission families: each M-step is a maximum, of densities that are written out here.
+
+A case knows its family's densities in scipy's words, and how to move its parameters about. Shapes:
+M observations, K states, R restarts.
+"""
+
+import math
+from itertools import product
+from typing import ClassVar
+
+import numpy as np
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro import poutine
+from scipy import stats
+
+from pyrohmm import (
+    bernoulli,
+    categorical,
+    emissions,
+    freeze,
+    normal,
+    normal_full,
+    normal_mixture,
+    normal_spherical,
+    normal_tied,
+    parametric,
+    poisson,
+    streams,
+    tied,
+)
+from pyrohmm.distributions import Streams, Tied
+
+NAN = math.nan
+STATES = 3
+
+
+def sum_known(scores, values):
+    """Sum over the components ``(M, K, D)`` that are known."""
+    return np.where(np.isnan(values)[:, None], 0.0, scores).sum(-1)
+
+
+def random_simplex(rng, shape):
+    return rng.dirichlet(np.ones(shape[-1]) * 2, size=shape[:-1])
+
+
+def random_covariance(rng, batch, dim):
+    root = rng.normal(size=(*batch, dim, dim))
+    return root @ np.swapaxes(root, -1, -2) + np.eye(dim) / 2
+
+
+class Symbols:
+    """Categorical, four symbols."""
+
+    spaces: ClassVar = {"probs": "simplex"}
+    strength = np.array([1.5, 2.0, 1.1, 3.0])
+
+    def family(self):
+        return categorical(4, torch.tensor(self.strength))
+
+    def values(self, rng, size):
+        return rng.integers(4, size=size)
+
+    def draw(self, rng, states):
+        return {"probs": random_simplex(rng, (states, 4))}
+
+    def each(self, found, values):
+        known = ~np.isnan(values.astype(float))
+        picked = np.log(found["probs"]).T[np.where(known, values, 0).astype(int)]
+        return np.where(known[:, None], picked, 0.0)
+
+    def prior(self, found, name):
+        return sum(stats.dirichlet.logpdf(row, self.strength) for row in found["probs"])
+
+
+class Bits:
+    """Two zeros or ones."""
+
+    spaces: ClassVar = {"probs": "unit"}
+
+    def family(self):
+        return bernoulli(2, torch.tensor([1.5, 2.0]), 3.0)
+
+    def values(self, rng, size):
+        return rng.integers(2, size=(size, 2)).astype(float)
+
+    def draw(self, rng, states):
+        return {"probs": rng.uniform(0.1, 0.9, size=(states, 2))}
+
+    def each(self, found, values):
+        filled = np.nan_to_num(values)[:, None]
+        return sum_known(stats.bernoulli.logpmf(filled, found["probs"]), values)
+
+    def prior(self, found, name):
+        return stats.beta.logpdf(found["probs"], [1.5, 2.0], 3.0).sum()
+
+
+class Count:
+    """Poisson numbers."""
+
+    spaces: ClassVar = {"rate": "positive"}
+    shape = ()
+
+    def family(self):
+        return poisson(concentration=2.5, rate=0.3)
+
+    def values(self, rng, size):
+        return rng.poisson(3.0, size=(size, *self.shape)).astype(float)
+
+    def draw(self, rng, states):
+        return {"rate": rng.uniform(0.5, 6.0, size=(states, *self.shape))}
+
+    def each(self, found, values):
+        wide = values.reshape(len(values), -1)
+        scores = stats.poisson.logpmf(
+            np.nan_to_num(wide)[:, None], found["rate"].reshape(len(found["rate"]), -1)
+        )
+        return sum_known(scores, wide)
+
+    def prior(self, found, name):
+        return stats.gamma.logpdf(found["rate"], 2.5, scale=1 / 0.3).sum()
+
+
+class Counts(Count):
+    """Pairs of Poisson numbers."""
+
+    shape = (2,)
+
+    def family(self):
+        return poisson(2, concentration=torch.tensor([2.5, 2.5]), rate=0.3)
+
+
+class Number:
+    """Normal numbers."""
+
+    spaces: ClassVar = {"variance": "positive", "loc": "real"}
+    shape = ()
+    centre, weight, strength, rate = 0.5, 0.7, 1.8, 1.3
+
+    def family(self):
+        return normal(0, self.centre, self.weight, self.strength, self.rate)
+
+    def values(self, rng, size):
+        return rng.normal(1.0, 1.5, size=(size, *self.shape))
+
+    def draw(self, rng, states):
+        shape = (states, *self.shape)
+        return {"variance": rng.uniform(0.5, 2.0, size=shape), "loc": rng.normal(size=shape)}
+
+    def wide(self, found):
+        return np.broadcast_to(found["variance"], found["loc"].shape)
+
+    def each(self, found, values):
+        values = values.reshape(len(values), -1)
+        states = len(found["loc"])
+        scores = stats.norm.logpdf(
+            np.nan_to_num(values)[:, None],
+            found["loc"].reshape(states, -1),
+            np.sqrt(self.wide(found)).reshape(states, -1),
+        )
+        return sum_known(scores, values)
+
+    def prior(self, found, name):
+        if name == "variance":
+            law = stats.invgamma(self.strength, scale=self.rate)
+            return law.logpdf(found["variance"]).sum()
+        spread = np.sqrt(self.wide(found) / self.weight)
+        return stats.norm.logpdf(found["loc"], self.centre, spread).sum()
+
+
+class Plane(Number):
+    """Normal vectors of independent components."""
+
+    shape = (2,)
+    centre, rate = np.array([0.5, -0.5]), np.array([1.3, 0.4])
+
+    def family(self):
+        return normal(
+            2, torch.tensor(self.centre), self.weight, self.strength, torch.tensor(self.rate)
+        )
+
+
+class Ball(Number):
+    """Normal vectors with one variance."""
+
+    shape = (2,)
+
+    def family(self):
+        return normal_spherical(2, self.centre, self.weight, self.strength, self.rate)
+
+    def draw(self, rng, states):
+        return {
+            "variance": rng.uniform(0.5, 2.0, size=states),
+            "loc": rng.normal(size=(states, 2)),
+        }
+
+    def wide(self, found):
+        return np.broadcast_to(found["variance"][:, None], found["loc"].shape)
+
+
+class Full:
+    """Normal vectors with a covariance in each state."""
+
+    spaces: ClassVar = {"covariance": "covariance", "loc": "real"}
+    centre, weight, degrees = np.array([0.5, -0.5]), 0.7, 4.5
+    scale = np.array([[1.0, 0.3], [0.3, 2.0]])
+
+    def family(self, build=normal_full):
+        return build(
+            2, torch.tensor(self.centre), self.weight, self.degrees, torch.tensor(self.scale)
+        )
+
+    def values(self, rng, size):
+        return rng.normal(size=(size, 2)) @ np.array([[1.0, 0.7], [0.0, 1.0]])
+
+    def draw(self, rng, states):
+        return {
+            "covariance": random_covariance(rng, (states,), 2),
+            "loc": rng.normal(size=(states, 2)),
+        }
+
+    def wide(self, found):
+        return np.broadcast_to(found["covariance"], (len(found["loc"]), 2, 2))
+
+    def each(self, found, values):
+        columns = [
+            stats.multivariate_normal.logpdf(values, loc, matrix).reshape(len(values))
+            for loc, matrix in zip(found["loc"], self.wide(found))
+        ]
+        return np.stack(columns, 1)
+
+    def prior(self, found, name):
+        if name == "covariance":
+            matrices = found["covariance"].reshape(-1, 2, 2)
+            return sum(stats.invwishart.logpdf(m, self.degrees, self.scale) for m in matrices)
+        return sum(
+            stats.multivariate_normal.logpdf(loc, self.centre, matrix / self.weight)
+            for loc, matrix in zip(found["loc"], self.wide(found))
+        )
+
+
+class Shared(Full):
+    """Normal vectors with one covariance for all states."""
+
+    def family(self):
+        return super().family(normal_tied)
+
+    def draw(self, rng, states):
+        return {"covariance": random_covariance(rng, (), 2), "loc": rng.normal(size=(states, 2))}
+
+
+class Mixture(Number):
+    """Mixtures of two normal vectors; ``each`` is of the components, as the M-step sees it."""
+
+    spaces: ClassVar = {"weights": "simplex", "variance": "positive", "loc": "real"}
+
+    def family(self):
+        return normal_mixture(2, 2, self.centre, self.weight, self.strength, self.rate, 1.4)
+
+    def values(self, rng, size):
+        return rng.normal(1.0, 1.5, size=(size, 2))
+
+    def draw(self, rng, states):
+        return {
+            "weights": random_simplex(rng, (states, 2)),
+            "variance": rng.uniform(0.5, 2.0, size=(states, 2, 2)),
+            "loc": rng.normal(size=(states, 2, 2)),
+        }
+
+    def each_component(self, found, values):
+        """Log-density ``(M, K, C)`` of value and component."""
+        scores = stats.norm.logpdf(
+            np.nan_to_num(values)[:, None, None], found["loc"], np.sqrt(found["variance"])
+        )
+        known = ~np.isnan(values)[:, None, None]
+        return np.where(known, scores, 0.0).sum(-1) + np.log(found["weights"])
+
+    def each(self, found, values):
+        return np.logaddexp.reduce(self.each_component(found, values), -1)
+
+    def prior(self, found, name):
+        if name == "weights":
+            return sum(stats.dirichlet.logpdf(row, [1.4, 1.4]) for row in found["weights"])
+        return super().prior(found, name)
+
+
+def inside(found, begin):
+    return {n.removeprefix(begin): v for n, v in found.items() if n.startswith(begin)}
+
+
+class Several:
+    """A symbol, a count and a plane side by side."""
+
+    parts = (Symbols(), Count(), Plane())
+
+    def __init__(self):
+        self.spaces = {
+            f"parts.{i}.{name}": space
+            for i, part in enumerate(self.parts)
+            for name, space in part.spaces.items()
+        }
+
+    def family(self):
+        return streams(*(part.family() for part in self.parts))
+
+    def values(self, rng, size):
+        return np.column_stack([part.values(rng, size) for part in self.parts]).astype(float)
+
+    def draw(self, rng, states):
+        return {
+            f"parts.{i}.{name}": value
+            for i, part in enumerate(self.parts)
+            for name, value in part.draw(rng, states).items()
+        }
+
+    def each(self, found, values):
+        pieces = values[:, 0], values[:, 1], values[:, 2:]
+        return sum(
+            part.each(inside(found, f"parts.{i}."), piece)
+            for i, (part, piece) in enumerate(zip(self.parts, pieces))
+        )
+
+    def prior(self, found, name):
+        _, i, last = name.split(".")
+        return self.parts[int(i)].prior(inside(found, f"parts.{i}."), last)
+
+
+class Sharing(Ball):
+    """States 0 and 2 share an emission."""
+
+    index = np.array([0, 1, 0])
+    spaces: ClassVar = {"part.variance": "positive", "part.loc": "real"}
+
+    def family(self):
+        return tied(super().family(), self.index.tolist())
+
+    def draw(self, rng, states):
+        return {f"part.{name}": value for name, value in super().draw(rng, 2).items()}
+
+    def each(self, found, values):
+        return super().each(inside(found, "part."), values)[:, self.index]
+
+    def prior(self, found, name):
+        return super().prior(inside(found, "part."), name.removeprefix("part."))
+
+
+CASES = {
+    "symbols": Symbols(),
+    "bits": Bits(),
+    "count": Count(),
+    "counts": Counts(),
+    "number": Number(),
+    "plane": Plane(),
+    "ball": Ball(),
+    "full": Full(),
+    "shared": Shared(),
+    "mixture": Mixture(),
+    "several": Several(),
+    "sharing": Sharing(),
+}
+PARAMETERS = [(name, one) for name, case in CASES.items() for one in case.spaces]
+
+
+# What tests do with a case
+
+
+def put(module, found):
+    """Make parameters points, with the values ``found``."""
+    for name, value in found.items():
+        *path, last = name.split(".")
+        module.get_submodule(".".join(path)).set_points(**{last: torch.tensor(value)})
+
+
+def call(module):
+    """Its distribution; Pyro's global store, which knows parameters by name, is set aside."""
+    with torch.no_grad(), pyro.get_param_store().scope():
+        return module()
+
+
+def draw_weights(rng, restarts, size):
+    return rng.dirichlet(np.ones(STATES), size=(restarts, size))
+
+
+def m_step(module, values, weights, current=None):
+    statistics = module.statistics(torch.tensor(values), torch.tensor(weights), current)
+    found, notes = module.maximise(statistics)
+    return {name: value.detach().numpy() for name, value in found.items()}, notes
+
+
+def current_of(case, rng):
+    """A distribution the weights may have been computed with, and its parameters."""
+    module, own = case.family()(STATES), case.draw(rng, STATES)
+    put(module, own)
+    return call(module), own
+
+
+def objective(case, found, values, weights, priors, own=None):
+    """Log prior of the parameters ``priors``, and the expected log-likelihood.
+
+    For a mixture, of the component as well, by its law under ``own``.
+    """
+    if isinstance(case, Mixture):
+        scores = case.each_component(own, values)
+        shares = np.exp(scores - np.logaddexp.reduce(scores, -1, keepdims=True))
+        total = (weights[..., None] * shares * case.each_component(found, values)).sum()
+    else:
+        total = (weights * case.each(found, values)).sum()
+    return total + sum(case.prior(found, name) for name in priors)
+
+
+def move(space, value, direction, step):
+    """``value`` after a step in its space."""
+    if space == "real":
+        return value + step * direction
+    if space == "positive":
+        return value * np.exp(step * direction)
+    if space == "unit":
+        odds = value / (1 - value) * np.exp(step * direction)
+        return odds / (1 + odds)
+    if space == "simplex":
+        moved = value * np.exp(step * direction)
+        return moved / moved.sum(-1, keepdims=True)
+    root = np.linalg.cholesky(value)
+    turn = np.eye(value.shape[-1]) + step * direction
+    moved = root @ turn @ np.swapaxes(root @ turn, -1, -2)
+    return (moved + np.swapaxes(moved, -1, -2)) / 2
+
+
+def assert_maximum(case, found, free, score, rng):
+    """No move of the parameters ``free`` raises ``score``, whose gradient there is zero."""
+    top = score(found)
+    assert np.isfinite(top)
+    for _ in range(6):
+        directions = {name: rng.normal(size=found[name].shape) for name in free}
+
+        def at(step, directions=directions):
+            moved = {n: move(case.spaces[n], found[n], d, step) for n, d in directions.items()}
+            return score(found | moved)
+
+        for step in (-0.5, -0.03, 0.03, 0.5):
+            assert at(step) < top + 1e-9 * abs(top)
+        slope = (at(1e-4) - at(-1e-4)) / 2e-4
+        bend = (2 * top - at(1e-2) - at(-1e-2)) / 1e-4
+        assert abs(slope) < 1e-5 * max(bend, 1.0)
+
+
+# The densities themselves
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_distribution_has_the_density_of_its_family(name):
+    case, rng = CASES[name], np.random.default_rng(1)
+    law, own = current_of(case, rng)
+    values = case.values(rng, 7)
+    event = (1,) * (np.ndim(values) - 1)
+    wide = torch.tensor(values).reshape(7, 1, *values.shape[1:])
+    assert len(law.event_shape) == len(event)
+    scores = law.log_prob(wide).detach()
+    np.testing.assert_allclose(scores, case.each(own, values), rtol=1e-10)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_prior_has_the_density_of_its_family(name):
+    case, rng = CASES[name], np.random.default_rng(2)
+    module, own = case.family()(STATES), case.draw(rng, STATES)
+    values = {name: torch.tensor(value) for name, value in own.items()}
+    trace = poutine.trace(poutine.condition(module, data=values)).get_trace()
+    trace.compute_log_prob()
+    sites = {n: site for n, site in trace.nodes.items() if site["type"] == "sample"}
+    assert set(sites) == set(case.spaces)
+    for site, node in sites.items():
+        assert node["value"].shape == own[site].shape
+        assert node["log_prob"].shape == ()
+        assert node["log_prob"].item() == pytest.approx(case.prior(own, site), rel=1e-9)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_draws_of_the_prior_side_by_side_have_the_batch_of_the_plate(name):
+    case = CASES[name]
+    module = case.family()(STATES)
+    with pyro.plate("restarts", 4, dim=-2):
+        law = module()
+    assert torch.broadcast_shapes(law.batch_shape, (4, 1, STATES)) == (4, 1, STATES)
+    assert law.batch_shape == (4, 1, STATES)
+    values = torch.tensor(case.values(np.random.default_rng(0), 5))
+    assert law.log_prob(values.unsqueeze(1)).shape == (4, 5, STATES)
+
+
+# The M-step
+
+
+@pytest.mark.parametrize("restarts", [1, 3])
+@pytest.mark.parametrize("kind", ["priors", "points"])
+@pytest.mark.parametrize("name", CASES)
+def test_the_m_step_is_the_maximum_of_prior_and_weighted_likelihood(name, kind, restarts):
+    case, rng = CASES[name], np.random.default_rng(3)
+    module = case.family()(STATES)
+    priors = list(case.spaces) if kind == "priors" else []
+    law, own = current_of(case, rng)
+    if not priors:
+        put(module, own)
+    values, weights = case.values(rng, 30), draw_weights(rng, restarts, 30)
+    found, notes = m_step(module, values, weights, law)
+    assert notes == []
+    assert set(found) == set(case.spaces)
+    for restart in range(restarts):
+        one = {name: value[restart] for name, value in found.items()}
+        assert {n: v.shape for n, v in one.items()} == {n: v.shape for n, v in own.items()}
+
+        def score(point, weights=weights[restart]):
+            return objective(case, point, values, weights, priors, own)
+
+        assert_maximum(case, one, list(case.spaces), score, rng)
+
+
+@pytest.mark.parametrize(("name", "parameter"), PARAMETERS)
+@pytest.mark.parametrize("kind", ["priors", "points"])
+def test_a_frozen_parameter_stays_and_the_others_are_the_best_beside_it(name, parameter, kind):
+    case, rng = CASES[name], np.random.default_rng(4)
+    module = case.family()(STATES)
+    law, own = current_of(case, rng)
+    if kind == "points":
+        put(module, own)
+        freeze(module, parameter)
+    else:
+        freeze(module, parameter, torch.tensor(own[parameter]))
+    values, weights = case.values(rng, 30), draw_weights(rng, 2, 30)
+    found, _ = m_step(module, values, weights, law)
+    free = [one for one in case.spaces if one != parameter]
+    assert set(found) == set(free)
+    *path, last = parameter.split(".")
+    kept = getattr(module.get_submodule(".".join(path)), last)
+    np.testing.assert_allclose(kept, own[parameter], rtol=1e-12)
+    assert f"{parameter}" in module.state_dict()
+    if not free:
+        return
+    for restart in range(2):
+        one = {name: value[restart] for name, value in found.items()} | {parameter: own[parameter]}
+
+        def score(point, weights=weights[restart]):
+            return objective(case, point, values, weights, free if kind == "priors" else [], own)
+
+        assert_maximum(case, one, free, score, rng)
+
+
+@pytest.mark.parametrize("parameter", ["variance", "loc"])
+def test_a_parameter_with_a_prior_beside_a_point(parameter):
+    """Only what has a prior pays for it."""
+    case, rng = CASES["plane"], np.random.default_rng(5)
+    module, own = case.family()(STATES), case.draw(rng, STATES)
+    put(module, {parameter: own[parameter]})
+    values, weights = case.values(rng, 30), draw_weights(rng, 1, 30)
+    found, _ = m_step(module, values, weights)
+    one = {name: value[0] for name, value in found.items()}
+    priors = [name for name in case.spaces if name != parameter]
+
+    def score(point):
+        return objective(case, point, values, weights[0], priors)
+
+    assert_maximum(case, one, list(case.spaces), score, rng)
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name != "sharing"])
+def test_a_state_without_observations_stands_at_the_mode_of_its_prior(name):
+    case, rng = CASES[name], np.random.default_rng(6)
+    module = case.family()(STATES)
+    law, own = current_of(case, rng)
+    values, weights = case.values(rng, 30), draw_weights(rng, 1, 30)
+    weights[..., 0] += weights[..., 1]
+    weights[..., 1] = 0.0
+    found, notes = m_step(module, values, weights, law)
+    assert notes == []
+    one = {name: value[0] for name, value in found.items()}
+    assert all(np.isfinite(value).all() for value in one.values())
+
+    def score(point):
+        return objective(case, point, values, weights[0], list(case.spaces), own)
+
+    assert_maximum(case, one, list(case.spaces), score, rng)
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name != "sharing"])
+def test_without_priors_only_a_state_without_observations_is_not_known(name):
+    case, rng = CASES[name], np.random.default_rng(7)
+    module = case.family()(STATES)
+    law, own = current_of(case, rng)
+    put(module, own)
+    values, weights = case.values(rng, 30), draw_weights(rng, 2, 30)
+    weights[..., 1] = 0.0
+    found, notes = m_step(module, values, weights, law)
+    assert notes == []
+    for parameter, value in found.items():
+        if name == "shared" and parameter == "covariance":
+            assert np.isfinite(value).all()
+            continue
+        assert np.isnan(value[:, 1]).all()
+        assert np.isfinite(value[:, [0, 2]]).all()
+
+
+def test_what_is_known_of_a_mean_that_is_not():
+    """A variance does not wait for the mean of a component that no observation has."""
+    values = torch.tensor([[1.0, NAN], [2.0, NAN], [0.0, 3.0], [5.0, 4.0]])
+    weights = torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.0, 1.0], [0.0, 1.0]]).unsqueeze(0)
+    ball = normal_spherical(2)(2)
+    ball.set_points(loc=torch.zeros(2, 2), variance=torch.ones(2))
+    found, _ = ball.maximise(ball.statistics(values, weights, None))
+    torch.testing.assert_close(found["variance"], torch.tensor([[0.25, (6.25 + 0.25) / 2]]))
+    plane = normal(2, concentration=3.0, rate=2.0)(2)
+    plane.set_points(loc=torch.zeros(2, 2))
+    found, _ = plane.maximise(plane.statistics(values, weights, None))
+    assert found["variance"][0, 0, 1].item() == pytest.approx(2.0 / (3.0 + 1.0))
+    full = normal_full(2, degrees=5.0, scale=3.0)(2)
+    full.set_points(loc=torch.zeros(2, 2))
+    nobody = torch.tensor([1.0, 0.0]).expand(1, 4, 2)
+    found, _ = full.maximise(full.statistics(values.nan_to_num(0.0), nobody, None))
+    torch.testing.assert_close(found["covariance"][0, 1], torch.eye(2) * 3.0 / (5.0 + 2.0 + 1.0))
+
+
+def test_a_component_that_is_never_observed_has_the_mode_of_its_prior():
+    values, weights = torch.randn(6, 2), torch.rand(1, 6, 2)
+    values[:, 1] = NAN
+    module = normal(2, loc=0.3, concentration=3.0, rate=2.0)(2)
+    found, notes = module.maximise(module.statistics(values, weights, None))
+    assert notes == []
+    torch.testing.assert_close(found["loc"][..., 1], torch.full((1, 2), 0.3))
+    torch.testing.assert_close(found["variance"][..., 1], torch.full((1, 2), 2 / (3 + 0.5 + 1)))
+    alone = normal(1, loc=0.3, concentration=3.0, rate=2.0)(2)
+    expected, _ = alone.maximise(alone.statistics(values[:, :1], weights, None))
+    torch.testing.assert_close(found["variance"][..., :1], expected["variance"])
+
+
+# Floors
+
+
+def floored(name):
+    """A module without priors, and data of which state 1 owns one value twice over."""
+    case, rng = CASES[name], np.random.default_rng(8)
+    module, own = case.family()(STATES), case.draw(rng, STATES)
+    put(module, own)
+    values, weights = case.values(rng, 20), np.zeros((1, 20, STATES))
+    values[1] = values[0]
+    weights[0, :2, 1], weights[0, 2:11, 0], weights[0, 11:, 2] = 1.0, 1.0, 1.0
+    return module, values, weights
+
+
+@pytest.mark.parametrize("name", ["number", "plane", "ball"])
+def test_a_variance_is_held_at_a_millionth_of_that_of_the_data(name):
+    module, values, weights = floored(name)
+    found, notes = m_step(module, values, weights)
+    total = np.var(values, axis=0)
+    expected = 1e-6 * (total.mean() if name == "ball" else total)
+    np.testing.assert_allclose(found["variance"][0, 1], expected, rtol=1e-9)
+    assert (found["variance"][0, [0, 2]] > 1e-3).all()
+    assert len(notes) == 1
+    assert "variance was held at its floor, 1e-06" in notes[0]
+
+
+def test_a_covariance_is_held_at_a_millionth_of_that_of_the_data():
+    module, values, weights = floored("full")
+    found, notes = m_step(module, values, weights)
+    floor = 1e-6 * np.var(values, axis=0).mean()
+    np.testing.assert_allclose(found["covariance"][0, 1], floor * np.eye(2), rtol=1e-6, atol=1e-12)
+    assert "covariance was held at its floor" in notes[0]
+    for state, rows in ((0, values[2:11]), (2, values[11:])):
+        np.testing.assert_allclose(found["covariance"][0, state], np.cov(rows.T, bias=True))
+
+
+def test_values_on_a_line_lift_only_the_flat_direction():
+    values = np.outer(np.linspace(-1, 1, 12), [1.0, 2.0])
+    module = normal_tied(2)(1)
+    put(module, {"loc": np.zeros((1, 2)), "covariance": np.eye(2)})
+    found, notes = m_step(module, values, np.ones((1, 12, 1)))
+    low, high = np.linalg.eigvalsh(found["covariance"][0])
+    variances = np.var(values, axis=0)
+    assert low == pytest.approx(1e-6 * variances.mean(), rel=1e-6)
+    assert high == pytest.approx(variances.sum())
+    assert len(notes) == 1
+
+
+def test_a_component_of_a_mixture_is_held_at_its_floor():
+    module = normal_mixture(2, 1)(1)
+    own = {
+        "weights": np.full((1, 2), 0.5),
+        "loc": np.array([[[0.0], [100.0]]]),
+        "variance": np.ones((1, 2, 1)),
+    }
+    put(module, own)
+    values = np.concatenate([np.linspace(-1, 1, 9), [100.0]])[:, None]
+    found, notes = m_step(module, values, np.ones((1, 10, 1)), call(module))
+    assert found["variance"][0, 0, 1, 0] == pytest.approx(1e-6 * np.var(values))
+    assert found["variance"][0, 0, 0, 0] == pytest.approx(np.var(values[:9]))
+    assert len(notes) == 1
+
+
+@pytest.mark.parametrize("name", ["number", "plane", "ball", "full", "shared"])
+def test_a_prior_needs_no_floor(name):
+    _, values, weights = floored(name)
+    _, notes = m_step(CASES[name].family()(STATES), values, weights)
+    assert notes == []
+
+
+# Missing components
+
+
+@pytest.mark.parametrize("name", ["bits", "counts", "plane", "ball", "mixture", "several"])
+@pytest.mark.parametrize("kind", ["priors", "points"])
+def test_independent_components_that_are_missing_do_not_count(name, kind):
+    case, rng = CASES[name], np.random.default_rng(9)
+    module = case.family()(STATES)
+    law, own = current_of(case, rng)
+    if kind == "points":
+        put(module, own)
+    values, weights = case.values(rng, 40), draw_weights(rng, 2, 40)
+    gaps = rng.random(values.shape) < 0.3
+    gaps[gaps.all(1)] = False
+    values[gaps] = NAN
+    found, _ = m_step(module, values, weights, law)
+    priors = list(case.spaces) if kind == "priors" else []
+    for restart in range(2):
+        one = {name: value[restart] for name, value in found.items()}
+
+        def score(point, weights=weights[restart]):
+            return objective(case, point, values, weights, priors, own)
+
+        assert_maximum(case, one, list(case.spaces), score, rng)
+
+
+def expectation(loc, matrix, value):
+    """Mean of x and of its outer product given what of ``value`` is known: sums over a grid."""
+    gaps = np.isnan(value)
+    whole = np.array(value)
+    if not gaps.any():
+        return whole, np.outer(whole, whole)
+    line = np.linspace(-16, 16, 241)
+    points = np.array(list(product(line, repeat=int(gaps.sum()))))
+    filled = np.broadcast_to(whole, (len(points), len(whole))).copy()
+    filled[:, gaps] = points
+    density = np.exp(stats.multivariate_normal.logpdf(filled, loc, matrix))
+    density = density / density.sum()
+    return density @ filled, np.einsum("p,pd,pe->de", density, filled, filled)
+
+
+@pytest.mark.parametrize("kind", ["full", "tied"])
+@pytest.mark.parametrize("restarts", [1, 2])
+def test_missing_components_of_a_full_covariance_are_expected(kind, restarts):
+    rng = np.random.default_rng(10)
+    values = rng.normal(size=(6, 3))
+    for row, gap in ((0, [1]), (1, [0, 2]), (2, [0]), (3, [1]), (4, [1, 2])):
+        values[row, gap] = NAN
+    weights = rng.dirichlet(np.ones(2), size=(restarts, 6))
+    loc = rng.normal(size=(restarts, 1, 2, 3))
+    states = 1 if kind == "tied" else 2
+    matrix = random_covariance(rng, (restarts, 1, states), 3)
+    if restarts == 1:
+        loc, matrix = loc[0, 0], matrix[0, 0]
+    current = dist.MultivariateNormal(torch.tensor(loc), torch.tensor(matrix))
+    module = (normal_tied if kind == "tied" else normal_full)(3)(2)
+    found = module.statistics(torch.tensor(values), torch.tensor(weights), current)
+    loc = np.broadcast_to(loc.reshape(restarts, 2, 3), (restarts, 2, 3))
+    matrix = np.broadcast_to(matrix.reshape(restarts, states, 3, 3), (restarts, 2, 3, 3))
+    for r, k in product(range(restarts), range(2)):
+        each = [expectation(loc[r, k], matrix[r, k], value) for value in values]
+        sums = sum(w * mean for w, (mean, _) in zip(weights[r, :, k], each))
+        squares = sum(w * square for w, (_, square) in zip(weights[r, :, k], each))
+        # the grid's end is six standard deviations away
+        np.testing.assert_allclose(found["sums"][r, k], sums, atol=1e-5)
+        np.testing.assert_allclose(found["squares"][r, k], squares, atol=1e-5)
+        assert found["count"][r, k].item() == pytest.approx(weights[r, :, k].sum())
+
+
+@pytest.mark.parametrize("name", ["full", "shared"])
+def test_at_the_start_missing_components_are_the_means_of_what_is_known(name):
+    case, rng = CASES[name], np.random.default_rng(11)
+    values, weights = case.values(rng, 12), draw_weights(rng, 2, 12)
+    values[::3, 0] = NAN
+    filled = np.where(np.isnan(values), np.nanmean(values, 0), values)
+    module = case.family()(STATES)
+    found, expected = m_step(module, values, weights)[0], m_step(module, filled, weights)[0]
+    for parameter, value in found.items():
+        np.testing.assert_allclose(value, expected[parameter])
+
+
+@pytest.mark.parametrize("part", ["full", "mixture", "plane", "bits", "counts"])
+def test_a_stream_that_says_nothing_at_a_step_does_not_count_there(part):
+    """As if that step were not there for that stream."""
+    case, rng = CASES[part], np.random.default_rng(12)
+    module = streams(categorical(4), case.family())(STATES)
+    alone = case.family()(STATES)
+    law, _ = current_of(case, rng)
+    joined = Streams([dist.Categorical(torch.ones(STATES, 4)), law])
+    symbols, vectors = rng.integers(4, size=15).astype(float), case.values(rng, 15)
+    weights = draw_weights(rng, 2, 15)
+    absent = np.arange(15) % 4 == 1
+    values = np.column_stack([symbols, vectors])
+    values[absent, 1:] = NAN
+    found, _ = m_step(module, values, weights, joined)
+    expected, _ = m_step(alone, vectors[~absent], weights[:, ~absent], law)
+    for name, value in expected.items():
+        np.testing.assert_allclose(found[f"parts.1.{name}"], value)
+    counted = m_step(categorical(4)(STATES), symbols.astype(int), weights)[0]["probs"]
+    np.testing.assert_allclose(found["parts.0.probs"], counted)
+
+
+# Statistics
+
+
+SCALARS = {"symbols", "count", "number"}  # known or not
+
+
+@pytest.mark.parametrize(
+    ("name", "gaps"), [(name, gaps) for name in CASES for gaps in {False, name not in SCALARS}]
+)
+def test_statistics_add_up_over_observations(name, gaps):
+    case, rng = CASES[name], np.random.default_rng(13)
+    module = case.family()(STATES)
+    law, _ = current_of(case, rng)
+    values, weights = case.values(rng, 12), draw_weights(rng, 2, 12)
+    if gaps:
+        values[3, 0], values[7, -1], values[8, 0] = NAN, NAN, NAN
+    values, weights = torch.tensor(values), torch.tensor(weights)
+    whole = module.statistics(values, weights, law)
+    for size in (1, 5):
+        pieces = [
+            module.statistics(value, weight, law)
+            for value, weight in zip(values.split(size), weights.split(size, 1))
+        ]
+        for statistic, total in whole.items():
+            assert total.dtype == torch.float64
+            assert total.shape[0] == 2
+            torch.testing.assert_close(total, sum(piece[statistic] for piece in pieces))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_statistics_of_restarts_are_those_of_each(name):
+    case, rng = CASES[name], np.random.default_rng(14)
+    module = case.family()(STATES)
+    values = torch.tensor(case.values(rng, 12))
+    weights = torch.tensor(draw_weights(rng, 3, 12))
+    with torch.no_grad(), pyro.plate("restarts", 3, dim=-2):
+        trace = poutine.trace(module).get_trace()
+    law = trace.nodes["_RETURN"]["value"]
+    together = module.statistics(values, weights, law)
+    for restart in range(3):
+        one = {n: trace.nodes[n]["value"][restart, 0] for n in case.spaces}
+        with torch.no_grad():
+            own = poutine.condition(case.family()(STATES), data=one)()
+        alone = module.statistics(values, weights[restart : restart + 1], own)
+        for statistic, value in alone.items():
+            torch.testing.assert_close(together[statistic][restart], value[0])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_sums_are_taken_in_float64_whatever_the_weights(name):
+    case, rng = CASES[name], np.random.default_rng(15)
+    module = case.family()(STATES)
+    law, _ = current_of(case, rng)
+    values = torch.tensor(case.values(rng, 4000))
+    weights = torch.tensor(draw_weights(rng, 1, 4000)).float()
+    found = module.statistics(values, weights, law)
+    expected = module.statistics(values, weights.double(), law)
+    for statistic, value in found.items():
+        torch.testing.assert_close(value, expected[statistic], rtol=1e-12, atol=0.0)
+
+
+def test_an_observation_of_a_mixture_is_shared_out_by_its_components():
+    case, rng = CASES["mixture"], np.random.default_rng(16)
+    module = case.family()(STATES)
+    law, own = current_of(case, rng)
+    values, weights = case.values(rng, 9), draw_weights(rng, 1, 9)
+    found = module.statistics(torch.tensor(values), torch.tensor(weights), law)
+    found = {name: value.detach().numpy() for name, value in found.items()}
+    scores = case.each_component(own, values)
+    shares = np.exp(scores) / np.exp(scores).sum(-1, keepdims=True)
+    np.testing.assert_allclose(
+        found["counts"][0], np.einsum("mk,mkc->kc", weights[0], shares), rtol=1e-9
+    )
+    np.testing.assert_allclose(
+        found["sums"][0], np.einsum("mk,mkc,md->kcd", weights[0], shares, values), rtol=1e-9
+    )
+
+
+def test_at_the_start_components_of_a_mixture_share_out_every_observation():
+    case, rng = CASES["mixture"], np.random.default_rng(17)
+    values, weights = case.values(rng, 25), draw_weights(rng, 2, 25)
+    values[3, 0] = NAN
+    found = case.family()(STATES).statistics(torch.tensor(values), torch.tensor(weights), None)
+    np.testing.assert_allclose(found["counts"].sum(-1), weights.sum(1))
+    assert (found["counts"] > 0).sum(-1).min() >= 1
+
+
+# Distributions made modules
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_distribution_makes_the_module_that_builds_it(name):
+    case, rng = CASES[name], np.random.default_rng(18)
+    law, own = current_of(case, rng)
+    module = emissions.of(law)
+    assert isinstance(module, emissions.Emission)
+    values = torch.tensor(case.values(rng, 6))
+    wide = values.reshape(6, 1, *values.shape[1:])
+    torch.testing.assert_close(call(module).log_prob(wide), law.log_prob(wide))
+    assert not poutine.trace(module).get_trace().stochastic_nodes
+    weights = torch.tensor(draw_weights(rng, 1, 6))
+    found, _ = module.maximise(module.statistics(values, weights, law))
+    given = case.family()(STATES)
+    put(given, own)
+    expected, _ = given.maximise(given.statistics(values, weights, law))
+    shared = name in ("ball", "shared", "sharing")  # which a distribution does not tell
+    for parameter in [p for p in expected if not shared or p.endswith("loc")]:
+        torch.testing.assert_close(found[parameter], expected[parameter])
+
+
+def test_emissions_that_no_state_uses_stay_as_they_are():
+    law = Tied(dist.Poisson(torch.tensor([1.0, 2.0, 3.0])), torch.tensor([1, 0]))
+    module = emissions.of(law)
+    values, weights = torch.tensor([4.0, 6.0]), torch.eye(2).unsqueeze(0)
+    found, _ = module.maximise(module.statistics(values, weights, law))
+    assert found["part.rate"][0, :2].tolist() == [6.0, 4.0]
+    assert found["part.rate"][0, 2].isnan()
+
+
+# Arguments
+
+
+@pytest.mark.parametrize(
+    ("build", "name", "expected"),
+    [
+        (lambda: categorical(2, 3.0), "concentration", [[3.0, 3.0]] * 2),
+        (lambda: categorical(2, torch.tensor([1.0, 2.0])), "concentration", [[1.0, 2.0]] * 2),
+        (lambda: bernoulli(2, torch.tensor([1.0, 2.0])), "ones", [[1.0, 2.0]] * 2),
+        (lambda: bernoulli(2, 1.0, 4), "zeros", [[4.0, 4.0]] * 2),
+        (lambda: poisson(concentration=2), "concentration", [2.0, 2.0]),
+        (lambda: poisson(2, rate=torch.tensor([1.0, 2.0])), "weight", [[1.0, 2.0]] * 2),
+        (lambda: normal(0, loc=3), "prior_loc", [3.0, 3.0]),
+        (lambda: normal(2, loc=torch.tensor([1, 2])), "prior_loc", [[1.0, 2.0]] * 2),
+        (lambda: normal(2, rate=torch.tensor([1.0, 2.0])), "rate", [[1.0, 2.0]] * 2),
+        (lambda: normal_spherical(2, rate=3.0), "rate", [3.0, 3.0]),
+        (lambda: normal_full(2, scale=3.0), "scale", [[3.0, 0.0], [0.0, 3.0]]),
+        (lambda: normal_tied(2, loc=torch.tensor([1.0, 2.0])), "prior_loc", [[1.0, 2.0]] * 2),
+        (lambda: normal_mixture(2, 1, loc=1.0), "prior_loc", [[[1.0], [1.0]]] * 2),
+        (
+            lambda: normal_mixture(2, 1, weights_concentration=2.0),
+            "concentration",
+            [[2.0, 2.0]] * 2,
+        ),
+    ],
+)
+def test_hyperparameters_spread_over_states(build, name, expected):
+    module = build()(2)
+    assert getattr(module, name).tolist() == expected
+    assert name in module.state_dict()
+
+
+WRONG = [
+    (lambda: categorical(0), ValueError, "num_symbols must be at least 1; got 0"),
+    (lambda: categorical(2.0), TypeError, "num_symbols must be an int"),
+    (lambda: categorical(2, 0.0)(2), ValueError, "concentration must be positive"),
+    (lambda: categorical(2, torch.ones(3))(2), ValueError, "concentration must be a number or"),
+    (lambda: categorical(2, NAN)(2), ValueError, "concentration must be positive"),
+    (lambda: bernoulli(0), ValueError, "dim must be at least 1"),
+    (lambda: bernoulli(2, -1.0)(2), ValueError, "concentration1 must be positive"),
+    (lambda: bernoulli(2, 1.0, 0.0)(2), ValueError, "concentration0 must be positive"),
+    (lambda: poisson(-1), ValueError, "dim must be at least 0"),
+    (lambda: poisson(True), TypeError, "dim must be an int"),
+    (lambda: poisson(rate=0.0)(2), ValueError, "rate must be positive"),
+    (lambda: poisson(2, torch.ones(3))(2), ValueError, "concentration must be a number or"),
+    (lambda: normal(-1), ValueError, "dim must be at least 0"),
+    (lambda: normal(1.0), TypeError, "dim must be an int"),
+    (lambda: normal(1, weight=0.0)(2), ValueError, "weight and concentration must be positive"),
+    (lambda: normal(1, concentration=-1.0)(2), ValueError, "weight and concentration"),
+    (lambda: normal(1, rate=0.0)(2), ValueError, "rate must be positive"),
+    (lambda: normal(2, loc=torch.zeros(3))(2), ValueError, "loc must be a number or have a shape"),
+    (lambda: normal_spherical(0), ValueError, "dim must be at least 1"),
+    (lambda: normal_spherical(2, rate=torch.ones(3))(2), ValueError, "rate must be a number"),
+    (lambda: normal_full(0), ValueError, "dim must be at least 1"),
+    (lambda: normal_full(2, weight=0.0)(2), ValueError, "weight and concentration"),
+    (lambda: normal_full(2, degrees=1.0)(2), ValueError, "degrees must be greater than D - 1"),
+    (lambda: normal_full(2, scale=-1.0)(2), ValueError, "scale must be a positive number"),
+    (lambda: normal_full(2, scale=torch.eye(3))(2), ValueError, "scale must be a positive number"),
+    (lambda: normal_tied(2, scale=torch.zeros(2, 2))(2), ValueError, "scale must be a positive"),
+    (lambda: normal_mixture(0, 1), ValueError, "num_components must be at least 1"),
+    (lambda: normal_mixture(2, 0), ValueError, "dim must be at least 1"),
+    (lambda: normal_mixture(2, 1, weights_concentration=0.0)(2), ValueError, "weights_conc"),
+    (lambda: streams(), ValueError, "families is empty"),
+    (
+        lambda: streams(parametric(dist.VonMises(torch.zeros(2), torch.ones(2))))(2),
+        TypeError,
+        "families of streams must have a closed M-step; got PointEmission",
+    ),
+    (lambda: tied(categorical(2), [0, 2]), ValueError, "use all numbers from 0; got .0, 2."),
+    (lambda: tied(categorical(2), [-1, 0]), ValueError, "use all numbers from 0"),
+    (lambda: tied(categorical(2), [[0], [1]]), ValueError, "index must be"),
+    (lambda: tied(categorical(2), [0.0, 1.0]), TypeError, "index must hold integers"),
+    (lambda: tied(categorical(2), [0, 0, 1])(2), ValueError, "one entry for each of K = 2"),
+    (
+        lambda: tied(parametric(dist.VonMises(torch.zeros(1), torch.ones(1))), [0, 0])(2),
+        TypeError,
+        "family must have a closed M-step",
+    ),
+    (
+        lambda: parametric(dist.VonMises(torch.zeros(3), torch.ones(3)))(2),
+        ValueError,
+        "distribution must have batch shape",
+    ),
+]
+
+
+@pytest.mark.parametrize(("build", "error", "words"), WRONG, ids=[row[2] for row in WRONG])
+def test_arguments_that_make_no_sense_are_refused_by_name(build, error, words):
+    with pytest.raises(error, match=words):
+        build()
+
+
+@pytest.mark.parametrize("name", ["symbols", "bits", "count", "mixture"])
+def test_a_prior_without_a_mode_is_refused(name):
+    families = {
+        "symbols": categorical(4, torch.tensor([0.5, 1.0, 1.0, 1.0])),
+        "bits": bernoulli(2, 0.5),
+        "count": poisson(concentration=0.5),
+        "mixture": normal_mixture(2, 2, weights_concentration=0.5),
+    }
+    case, rng = CASES[name], np.random.default_rng(19)
+    with pytest.raises(ValueError, match=r"concentration below one .* got 0.5. Use fit_svi"):
+        m_step(families[name](STATES), case.values(rng, 5), draw_weights(rng, 1, 5))
+
+
+# Frozen parameters
+
+
+def test_what_is_frozen_is_a_constant_of_the_module():
+    module = normal(2)(STATES)
+    loc = torch.randn(STATES, 2)
+    freeze(module, "loc", loc)
+    assert sorted(poutine.trace(module).get_trace().stochastic_nodes) == ["variance"]
+    assert list(module.parameters()) == []
+    kept = loc.clone()
+    loc.zero_()
+    torch.testing.assert_close(module().mean, kept)
+    assert (module.is_free("loc"), module.is_free("variance")) == (False, True)
+
+
+def test_a_point_is_frozen_where_it_is():
+    module = poisson()(STATES)
+    module.set_points(rate=torch.tensor([1.0, 2.0, 3.0]))
+    freeze(module, "rate")
+    assert module.rate.tolist() == pytest.approx([1.0, 2.0, 3.0])
+    assert list(module.parameters()) == []
+
+
+def test_parts_are_frozen_by_their_path():
+    module = streams(categorical(3), tied(poisson(), [0, 1, 0]))(STATES)
+    freeze(module, "parts.1.part.rate", torch.tensor([1.0, 2.0]))
+    freeze(module, "parts.0.probs", torch.full((3, 3), 1 / 3))
+    assert poutine.trace(module).get_trace().stochastic_nodes == []
+    assert module().parts[1].mean.tolist() == [1.0, 2.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("loc", None, "value must be given for 'loc', which has a prior"),
+        ("scale", torch.ones(3, 1), "name must be that of a parameter; NormalEmission has no"),
+        ("part.loc", torch.ones(3, 1), "name must be that of a parameter"),
+        ("rate", torch.ones(3, 1), "name must be that of a parameter"),
+    ],
+)
+def test_what_cannot_be_frozen_is_refused_by_name(name, value, words):
+    with pytest.raises(ValueError, match=words):
+        freeze(normal(1)(STATES), name, value)
