@@ -119,6 +119,10 @@ class TabularHMM(HMMModule):
             setattr(module, name, PyroParam(logs.detach().exp(), constraints.simplex))
         return module.to(hmm.log_initial.device)
 
+    def _is_free(self, name: str) -> bool:
+        """Whether ``initial`` or ``transition`` is fitted; if not, it has no restarts either."""
+        return name in self._pyro_samples or name in self._pyro_params
+
     def forward(self, lengths: Tensor, observed: Tensor | None = None) -> HMM:
         """Build the HMM for sequences of ``lengths`` ``(*B)``."""
         return HMM(log(self.initial), log(self.transition), self.emission(), lengths, observed)
@@ -135,13 +139,15 @@ class TabularHMM(HMMModule):
             hmm: What the counts were computed with; None at the start.
 
         Returns:
-            ``initial`` ``(R, K)``, ``transition`` ``(R, K, K)``, and what the emission adds up.
+            ``initial`` ``(R, K)`` and ``transition`` ``(R, K, K)``, if they are free, and what the
+            emission adds up.
         """
         size = (len(weights), self.num_states)
-        found = {
-            "initial": expected.initial.double().reshape(size),
-            "transition": expected.transitions.double().reshape(*size, self.num_states),
-        }
+        found = {}
+        if self._is_free("initial"):
+            found["initial"] = expected.initial.double().reshape(size)
+        if self._is_free("transition"):
+            found["transition"] = expected.transitions.double().reshape(*size, self.num_states)
         if isinstance(self.emission, Emission):
             current = None if hmm is None else hmm.emission
             own = self.emission.statistics(values, weights, current)
@@ -161,7 +167,7 @@ class TabularHMM(HMMModule):
         found: dict[str, Tensor] = {}
         notes: list[str] = []
         for name in ("initial", "transition"):
-            if name in self._pyro_samples or name in self._pyro_params:
+            if self._is_free(name):
                 counts, prior = statistics[name], None
                 if name in self._pyro_samples:
                     prior = getattr(self, f"{name}_concentration")
