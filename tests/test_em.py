@@ -1,0 +1,886 @@
+"""Laws of EM: it climbs, it stops at the top, and every number it reports is what it says it is.
+
+Log joint densities are computed from their definition: scipy's densities, sums over all paths.
+"""
+
+import math
+import re
+
+import numpy as np
+import oracle
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from families import CASES, STATES
+from hmmlearn import hmm as hmmlearn_models
+from pyro.nn import PyroModule, PyroParam, PyroSample
+from scipy import stats
+from torch.distributions import constraints
+
+from pyrohmm import (
+    HMM,
+    GradientStep,
+    HMMModule,
+    Sequences,
+    TabularHMM,
+    categorical,
+    em,
+    fit_em,
+    freeze,
+    left_to_right,
+    normal,
+    normal_full,
+    parametric,
+    tied,
+)
+
+NAN = math.nan
+INITIAL, TRANSITION = np.array([1.5, 2.0, 1.2]), 1.3 + 2 * np.eye(3)  # concentrations
+LENGTHS = [5, 1, 4, 2, 5, 3]
+
+
+def module_of(case):
+    return TabularHMM(STATES, case.family(), torch.tensor(INITIAL), torch.tensor(TRANSITION))
+
+
+def data_of(case, seed=0, lengths=LENGTHS, gaps=True):
+    """Ragged sequences, some steps and components missing."""
+    rng = np.random.default_rng(seed)
+    values = case.values(rng, len(lengths) * max(lengths))
+    if gaps and values.ndim > 1:
+        values[1::8, 0], values[4::8, -1] = NAN, NAN
+    values = torch.tensor(values.reshape(len(lengths), max(lengths), *values.shape[1:]))
+    observed = torch.tensor(rng.random(values.shape[:2]) > 0.2) if gaps else None
+    return Sequences(values, torch.tensor(lengths), observed)
+
+
+def with_logs(probs):
+    with np.errstate(divide="ignore"):
+        return np.log(probs)
+
+
+def log_joint(case, found, data, solve=oracle.by_paths, allowed=None):
+    """Log joint density of the data and of the parameters ``found``, by definition."""
+    emission = {n.removeprefix("emission."): v for n, v in found.items() if "emission." in n}
+    initial, transition = found["initial"], found["transition"]
+    total = stats.dirichlet.logpdf(initial, INITIAL)
+    total += sum(stats.dirichlet.logpdf(*rows) for rows in zip(transition, TRANSITION))
+    total += sum(case.prior(emission, name) for name in case.spaces)
+    values, observed = data.values.numpy(), data.observed.numpy()
+    for n, length in enumerate(data.lengths.tolist()):
+        likelihood = np.zeros((length, STATES))
+        for t in range(length):
+            if observed[n, t]:
+                likelihood[t] = known_density(case, emission, values[n, t])
+            if allowed is not None:
+                likelihood[t][~allowed[n][t]] = -np.inf
+        logs = with_logs(initial), with_logs(transition)[None], likelihood
+        total += solve(*logs, length).evidence
+    return total
+
+
+def known_density(case, emission, value):
+    """The density of what is known of one observation, ``(K,)``."""
+    if "covariance" not in case.spaces or not np.isnan(value).any():
+        return case.each(emission, value[None])[0]
+    known = ~np.isnan(value)
+    if not known.any():
+        return np.zeros(STATES)
+    return np.array(
+        [
+            stats.norm.logpdf(value[known], loc[known], np.sqrt(np.diag(matrix)[known])).item()
+            for loc, matrix in zip(emission["loc"], case.wide(emission))
+        ]
+    )
+
+
+def numbers_of(fit, restart=None):
+    """Latent variables as NumPy arrays, by their names in the module."""
+    values = fit.values if restart is None else fit.restarts.values
+    return {
+        name.removeprefix("module."): (value if restart is None else value[restart]).numpy()
+        for name, value in values.items()
+    }
+
+
+def start_at(values):
+    """A start at given values ``(R, ...)`` or, for one restart, ``(...)``."""
+
+    def start(module, data, restarts):
+        return {
+            name: torch.as_tensor(value).reshape(restarts, 1, *np.shape(value)[restarts > 1 :])
+            for name, value in values.items()
+        }
+
+    return start
+
+
+def draw_start(module, data, restarts=1):
+    """What a draw of the prior is, to start from more than once."""
+    found = em.from_prior(module, data, restarts)
+    return {n: v.squeeze(1) if restarts > 1 else v.reshape(v.shape[2:]) for n, v in found.items()}
+
+
+def assert_climbs(losses):
+    assert losses.isfinite().all()
+    assert (losses[..., 1:] <= losses[..., :-1] + 1e-9 * losses.abs().max()).all()
+
+
+# What EM is
+
+
+@pytest.mark.parametrize("restarts", [1, 3])
+@pytest.mark.parametrize("name", CASES)
+def test_the_log_joint_never_falls_and_is_what_its_definition_says(name, restarts):
+    case = CASES[name]
+    data = data_of(case)
+    fit = fit_em(module_of(case), data, num_steps=8, tolerance=None, restarts=restarts)
+    assert fit.notes == []
+    if restarts == 1:
+        assert fit.losses.shape == (9,)
+        assert fit.restarts is None
+        trails, found = fit.losses[None], [numbers_of(fit)]
+    else:
+        assert fit.restarts.losses.shape == (3, 9)
+        trails, found = fit.restarts.losses, [numbers_of(fit, r) for r in range(3)]
+        assert fit.restarts.best == int(trails[:, -1].argmin())
+        torch.testing.assert_close(fit.losses[-1], trails[:, -1].min())
+        torch.testing.assert_close(fit.restarts.final, trails[:, -1])
+    assert_climbs(trails)
+    for trail, point in zip(trails, found):
+        assert trail[-1].item() == pytest.approx(-log_joint(case, point, data), rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    "name", ["symbols", "bits", "counts", "ball", "full", "mixture", "several"]
+)
+def test_where_it_stops_no_small_move_is_up(name):
+    case, rng = CASES[name], np.random.default_rng(1)
+    data = data_of(case)
+    fit = fit_em(module_of(case), data, num_steps=1500, tolerance=1e-14)
+    top = numbers_of(fit)
+    spaces = {"initial": "simplex", "transition": "simplex"}
+    spaces |= {f"emission.{one}": space for one, space in case.spaces.items()}
+
+    def at(directions, step):
+        moved = {n: nudge(spaces[n], top[n], d, step) for n, d in directions.items()}
+        return log_joint(case, moved, data, oracle.by_logs)
+
+    for _ in range(4):
+        directions = {one: rng.normal(size=value.shape) for one, value in top.items()}
+        up, here, down = (at(directions, step) for step in (1e-3, 0.0, -1e-3))
+        assert max(up, down) < here
+        assert abs(up - down) < 0.02 * (2 * here - up - down)
+
+
+def nudge(space, value, direction, step):
+    """``value`` after a small step that stays in its space."""
+    if space == "real":
+        return value + step * direction
+    if space == "covariance":
+        half = np.eye(value.shape[-1]) + step * direction
+        return half @ value @ np.swapaxes(half, -1, -2)
+    if space == "unit":
+        return 1 / (1 + (1 / value - 1) * np.exp(step * direction))
+    moved = value * np.exp(step * direction)
+    return moved / moved.sum(-1, keepdims=True) if space == "simplex" else moved
+
+
+# Against hmmlearn
+
+
+def plain_data(kind, seed=0):
+    rng = np.random.default_rng(seed)
+    if kind == "categorical":
+        return rng.integers(4, size=(6, 9))
+    if kind == "poisson":
+        return rng.poisson(3.0, size=(6, 9, 2))
+    return rng.normal(size=(6, 9, 2))
+
+
+def theirs_of(kind, num_steps, **options):
+    """A model of hmmlearn, its own priors switched off, at random parameters."""
+    rng = np.random.default_rng(3)
+    common = {"n_iter": num_steps, "tol": -np.inf, "init_params": "", "implementation": "log"}
+    common |= options
+    if kind == "categorical":
+        model = hmmlearn_models.CategoricalHMM(STATES, **common)
+        model.emissionprob_ = rng.dirichlet(np.ones(4), size=STATES)
+        model.n_features = 4
+    elif kind == "poisson":
+        common = {"lambdas_prior": 0.0, "lambdas_weight": 0.0} | common
+        model = hmmlearn_models.PoissonHMM(STATES, **common)
+        model.lambdas_ = rng.uniform(1.0, 5.0, size=(STATES, 2))
+    else:
+        flat = {"means_prior": 0, "means_weight": 0, "covars_prior": 0, "min_covar": 0}
+        flat["covars_weight"] = 1.0 if kind == "diag" else 0.0  # of diagonals it subtracts one
+        model = hmmlearn_models.GaussianHMM(STATES, kind, **(flat | common))
+        model.means_ = rng.normal(size=(STATES, 2))
+        model.n_features = 2
+        if kind == "diag":
+            model.covars_ = rng.uniform(0.5, 2.0, size=(STATES, 2))
+        else:
+            root = rng.normal(size=(STATES, 2, 2))
+            model.covars_ = root @ root.transpose(0, 2, 1) + np.eye(2)
+    model.startprob_ = rng.dirichlet(np.ones(STATES))
+    model.transmat_ = rng.dirichlet(np.ones(STATES), size=STATES)
+    return model
+
+
+def ours_of(kind, theirs):
+    """The emission at the parameters of a model of hmmlearn."""
+    if kind == "categorical":
+        return dist.Categorical(torch.tensor(theirs.emissionprob_))
+    if kind == "poisson":
+        return dist.Poisson(torch.tensor(theirs.lambdas_)).to_event(1)
+    loc, matrix = torch.tensor(theirs.means_), torch.tensor(theirs.covars_)
+    if kind == "full":
+        return dist.MultivariateNormal(loc, matrix)
+    return dist.Normal(loc, matrix.diagonal(dim1=-2, dim2=-1).sqrt()).to_event(1)
+
+
+@pytest.mark.parametrize("num_steps", [1, 5])
+@pytest.mark.parametrize("kind", ["categorical", "poisson", "diag", "full"])
+def test_maximum_likelihood_goes_step_by_step_as_hmmlearn(kind, num_steps):
+    values, lengths = plain_data(kind), [9, 4, 9, 1, 7, 2]
+    theirs = theirs_of(kind, num_steps)
+    hmm = HMM(
+        torch.tensor(theirs.startprob_).log(),
+        torch.tensor(theirs.transmat_).log(),
+        ours_of(kind, theirs),
+        torch.tensor([1]),
+    )
+    flat = np.concatenate([row[:length] for row, length in zip(values, lengths)])
+    theirs.fit(flat.reshape(len(flat), -1), lengths)
+    ours = torch.tensor(values) if kind == "categorical" else torch.tensor(values).double()
+    data = Sequences(ours, torch.tensor(lengths))
+    fit = fit_em(hmm, data, num_steps=num_steps, tolerance=None)
+    found = fit.draw(data)
+    close = {"rtol": 1e-8, "atol": 1e-10}
+    np.testing.assert_allclose(found.log_initial.exp(), theirs.startprob_, **close)
+    np.testing.assert_allclose(found.log_transition.exp(), theirs.transmat_, **close)
+    expected = ours_of(kind, theirs)
+    if kind == "categorical":
+        np.testing.assert_allclose(found.emission.probs, expected.probs, **close)
+    else:
+        np.testing.assert_allclose(found.emission.mean.detach(), expected.mean, **close)
+    if kind == "full":
+        matrix = found.emission.covariance_matrix.detach()
+        np.testing.assert_allclose(matrix, theirs.covars_, **close)
+    elif kind == "diag":
+        np.testing.assert_allclose(found.emission.variance.detach(), expected.variance, **close)
+    np.testing.assert_allclose(-fit.losses[:-1], list(theirs.monitor_.history), rtol=1e-9)
+
+
+@pytest.mark.parametrize("kind", ["categorical", "diag"])
+def test_priors_go_step_by_step_as_hmmlearn(kind):
+    values = plain_data(kind)
+    options = {"startprob_prior": 1.5, "transmat_prior": 2.5}
+    if kind == "categorical":
+        theirs = theirs_of(kind, 4, emissionprob_prior=3.0, **options)
+        family, emission = categorical(4, 3.0), {"emission.probs": theirs.emissionprob_}
+    else:  # theirs are twice the rate, and twice the concentration and four
+        own = {"means_prior": 0.4, "means_weight": 0.7, "covars_prior": 2.6, "covars_weight": 7.6}
+        theirs = theirs_of(kind, 4, **own, **options)
+        family = normal(2, loc=0.4, weight=0.7, concentration=1.8, rate=1.3)
+        emission = {"emission.variance": np.diagonal(theirs.covars_, axis1=1, axis2=2).copy(),
+                    "emission.loc": theirs.means_}  # fmt: skip
+    start = {"initial": theirs.startprob_, "transition": theirs.transmat_, **emission}
+    data = Sequences(torch.tensor(values), torch.full((6,), 9))
+    module = TabularHMM(STATES, family, 1.5, 2.5)
+    fit = fit_em(module, data, num_steps=4, tolerance=None, start=start_at(start))
+    theirs.fit(values.reshape(54, -1), [9] * 6)
+    found = numbers_of(fit)
+    np.testing.assert_allclose(found["initial"], theirs.startprob_, rtol=1e-8)
+    np.testing.assert_allclose(found["transition"], theirs.transmat_, rtol=1e-8)
+    if kind == "categorical":
+        np.testing.assert_allclose(found["emission.probs"], theirs.emissionprob_, rtol=1e-8)
+    else:
+        variance = np.diagonal(theirs.covars_, axis1=1, axis2=2)
+        np.testing.assert_allclose(found["emission.variance"], variance, rtol=1e-8)
+        np.testing.assert_allclose(found["emission.loc"], theirs.means_, rtol=1e-8)
+
+
+# Restarts
+
+
+@pytest.mark.parametrize("name", ["symbols", "plane", "shared", "mixture", "several", "sharing"])
+def test_restarts_side_by_side_are_the_fits_one_by_one(name):
+    case = CASES[name]
+    data, module = data_of(case), module_of(case)
+    begin = draw_start(module, data, 3)
+    options = {"num_steps": 6, "tolerance": None}
+    fit = fit_em(module, data, restarts=3, start=start_at(begin), **options)
+    for restart in range(3):
+        own = {one: value[restart] for one, value in begin.items()}
+        alone = fit_em(module, data, start=start_at(own), **options)
+        torch.testing.assert_close(fit.restarts.losses[restart], alone.losses)
+        for one, value in numbers_of(alone).items():
+            np.testing.assert_allclose(numbers_of(fit, restart)[one], value, rtol=1e-7, atol=1e-9)
+    best = fit.restarts.best
+    torch.testing.assert_close(fit.losses, fit.restarts.losses[best])
+    for one, value in numbers_of(fit).items():
+        np.testing.assert_array_equal(value, numbers_of(fit, best)[one])
+    assert "restarts  3" in fit.summary()
+
+
+def test_renamed_copies_are_aligned_with_each_other():
+    case = CASES["plane"]
+    data, module = data_of(case, gaps=False), module_of(case)
+    own = draw_start(module, data)
+    orders = torch.tensor([[0, 1, 2], [2, 0, 1], [1, 0, 2]])
+    begin = {
+        one: torch.stack([value[p][:, p] if one == "transition" else value[p] for p in orders])
+        for one, value in own.items()
+    }
+    flat = TabularHMM(STATES, case.family(), 1.5, 2.0)  # a prior that renaming does not change
+    fit = fit_em(flat, data, num_steps=5, restarts=3, tolerance=None, start=start_at(begin))
+    torch.testing.assert_close(fit.restarts.final, fit.restarts.final[:1].expand(3))
+    order = fit.restarts.align(data)
+    assert order[fit.restarts.best].tolist() == [0, 1, 2]
+    loc = fit.restarts.values["module.emission.loc"]
+    for restart in range(3):
+        torch.testing.assert_close(loc[restart], loc[fit.restarts.best][order[restart]])
+
+
+# Minibatches
+
+
+def test_a_minibatch_of_all_sequences_ends_where_full_batches_end():
+    case = CASES["counts"]
+    data, module = data_of(case), module_of(case)
+    begin = start_at(draw_start(module, data))
+    whole = fit_em(module, data, num_steps=300, tolerance=1e-12, start=begin)
+    parts = fit_em(module, data, num_steps=300, batch_size=len(data), start=begin)
+    assert parts.losses[0].item() == pytest.approx(whole.losses[0].item())
+    assert parts.losses[1].item() == pytest.approx(whole.losses[1].item())
+    assert parts.losses[-1].item() == pytest.approx(whole.losses[-1].item(), abs=0.01)
+    assert not parts.converged
+
+
+def test_minibatches_come_near_the_full_fit():
+    case = CASES["symbols"]
+    data, module = data_of(case, lengths=[6] * 40, gaps=False), module_of(case)
+    begin = start_at(draw_start(module, data))
+    whole = fit_em(module, data, num_steps=100, start=begin)
+    generator = torch.Generator().manual_seed(0)
+    parts = fit_em(
+        module, data, num_steps=120, batch_size=10, decay=0.8, start=begin, generator=generator
+    )
+    final = -log_joint(case, numbers_of(parts), data, oracle.by_logs)
+    first, last = whole.losses[0].item(), whole.losses[-1].item()
+    assert final < last + 0.1 * (first - last)
+    generator.manual_seed(0)
+    again = fit_em(
+        module, data, num_steps=120, batch_size=10, decay=0.8, start=begin, generator=generator
+    )
+    torch.testing.assert_close(again.losses, parts.losses, rtol=0.0, atol=0.0)
+
+
+# Labels
+
+
+def test_full_labels_are_counted_in_one_step():
+    rng = np.random.default_rng(4)
+    values, labels = rng.integers(4, size=(5, 6)), rng.integers(3, size=(5, 6))
+    lengths = [6, 3, 1, 5, 6]
+    data = Sequences(torch.tensor(values), torch.tensor(lengths), labels=torch.tensor(labels))
+    fit = fit_em(TabularHMM(3, categorical(4, 1.5), 2.0, 3.0), data, num_steps=1, tolerance=None)
+    initial, moves, counts = np.full(3, 1.0), np.full((3, 3), 2.0), np.full((3, 4), 0.5)
+    for row, states, length in zip(values, labels, lengths):
+        initial[states[0]] += 1
+        np.add.at(moves, (states[: length - 1], states[1:length]), 1)
+        np.add.at(counts, (states[:length], row[:length]), 1)
+    found = numbers_of(fit)
+    for own, expected in (("initial", initial), ("transition", moves), ("emission.probs", counts)):
+        np.testing.assert_allclose(found[own], expected / expected.sum(-1, keepdims=True))
+
+
+@pytest.mark.parametrize("kind", ["some steps", "sets"])
+@pytest.mark.parametrize("restarts", [1, 2])
+def test_what_is_known_of_the_states_restricts_the_paths(kind, restarts):
+    case, rng = CASES["plane"], np.random.default_rng(5)
+    plain = data_of(case)
+    shape = tuple(plain.values.shape[:2])
+    if kind == "sets":
+        allowed = rng.random((*shape, STATES)) < 0.6
+        allowed[..., 1] |= ~allowed.any(-1)
+        labels = torch.tensor(allowed)
+    else:
+        numbers = rng.integers(-1, STATES, size=shape)
+        allowed = (numbers[..., None] == np.arange(STATES)) | (numbers == -1)[..., None]
+        labels = torch.tensor(numbers)
+    data = Sequences(plain.values, plain.lengths, plain.observed, labels)
+    fit = fit_em(module_of(case), data, num_steps=6, tolerance=None, restarts=restarts)
+    assert_climbs(fit.losses)
+    expected = -log_joint(case, numbers_of(fit), data, allowed=allowed)
+    assert fit.losses[-1].item() == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.parametrize("restarts", [1, 2])
+def test_labels_that_no_path_keeps_to_are_named(restarts):
+    labels = torch.tensor([[0, 1, 1], [0, 1, -1], [1, -1, 0]])
+    data = Sequences(torch.zeros(3, 3).long(), torch.full((3,), 3), labels=labels)
+    module = TabularHMM(2, categorical(2), transition_allowed=left_to_right(2))
+    with pytest.raises(ValueError, match=r"labels must leave a path .* sequence .*2.*, step 2"):
+        fit_em(module, data, restarts=restarts)
+
+
+# States, moves and parameters that are special
+
+
+def away_from(state):
+    """A start from which no sequence ever comes to ``state``; ``(K, 2)`` symbols."""
+    initial, transition = np.full(3, 0.5), np.full((3, 3), 0.5)
+    initial[state], transition[:, state] = 0.0, 0.0
+    probs = np.array([[0.9, 0.1], [0.2, 0.8], [0.4, 0.6]])
+    return {"initial": initial, "transition": transition, "emission.probs": probs}
+
+
+def coins():
+    return Sequences(torch.tensor(np.random.default_rng(6).integers(2, size=(8, 6))),
+                     torch.full((8,), 6))  # fmt: skip
+
+
+def test_a_state_that_nothing_supports_stays_where_it_was_and_is_reported():
+    begin = away_from(2)
+    fit = fit_em(
+        TabularHMM(3, categorical(2)), coins(), num_steps=20, start=start_at(begin), tolerance=None
+    )
+    assert_climbs(fit.losses)
+    found = numbers_of(fit)
+    assert all(np.isfinite(value).all() for value in found.values())
+    np.testing.assert_allclose(found["emission.probs"][2], begin["emission.probs"][2])
+    np.testing.assert_allclose(found["transition"][2], begin["transition"][2])
+    assert found["initial"][2] == 0
+    assert (found["transition"][:2, 2] == 0).all()
+    assert len(fit.notes) == 1
+    assert "no observation supports state 2:" in fit.notes[0]
+    assert "note      no observation supports state 2" in fit.summary()
+
+
+@pytest.mark.parametrize("restarts", [1, 2])
+def test_a_state_that_nothing_supports_is_seeded_again_if_asked(restarts):
+    begin = away_from(2)
+    if restarts == 2:
+        begin = {one: np.stack([value, value]) for one, value in begin.items()}
+    fit = fit_em(
+        TabularHMM(3, categorical(2)),
+        coins(),
+        num_steps=5,
+        start=start_at(begin),
+        tolerance=None,
+        reseed=True,
+        restarts=restarts,
+    )
+    data = coins()
+    visits = fit.draw(data).posterior(data.values).states.sum((0, 1))
+    assert (visits > 0.1).all()
+    assert fit.notes == []
+    assert fit.losses.isfinite().all()
+    assert fit.losses[-1] <= fit.losses[0]
+
+
+STARTS = {
+    "prior": em.from_prior,
+    "k-means": em.by_kmeans,
+    "hmm": lambda module, data, restarts: em.from_hmm(module(data.lengths))(module, data, restarts),
+}
+
+
+@pytest.mark.parametrize("begin", STARTS)
+@pytest.mark.parametrize("restarts", [1, 2])
+def test_forbidden_moves_stay_exactly_zero(begin, restarts):
+    data = data_of(CASES["plane"])
+    module = TabularHMM(
+        3,
+        normal(2),
+        initial_allowed=torch.tensor([True, True, False]),
+        transition_allowed=left_to_right(3, jump=1),
+    )
+    with torch.no_grad():
+        fit = fit_em(module, data, num_steps=5, start=STARTS[begin], restarts=restarts)
+    found = numbers_of(fit)
+    assert found["initial"][2] == 0
+    assert (found["transition"][~left_to_right(3, jump=1).numpy()] == 0).all()
+    np.testing.assert_allclose(found["transition"].sum(-1), 1.0)
+    assert_climbs(fit.losses)
+
+
+def test_zeros_of_a_given_hmm_stay_exactly_zero():
+    forbidden = torch.tensor([[0.5, 0.5, 0.0], [0.0, 0.5, 0.5], [0.0, 0.0, 1.0]])
+    symbols = torch.tensor([[0.5, 0.5, 0.0], [0.2, 0.3, 0.5], [0.1, 0.1, 0.8]])
+    hmm = HMM(forbidden[0].log(), forbidden.log(), dist.Categorical(symbols), torch.tensor([1]))
+    data = Sequences(torch.randint(3, (6, 5)), torch.full((6,), 5))
+    found = fit_em(hmm, data, num_steps=5).draw(data)
+    assert (found.log_transition.exp()[forbidden == 0] == 0).all()
+    assert (found.log_initial.exp()[forbidden[0] == 0] == 0).all()
+    assert (found.emission.probs[symbols == 0] == 0).all()
+
+
+@pytest.mark.parametrize("restarts", [1, 2])
+@pytest.mark.parametrize("name", ["initial", "transition", "emission.variance", "emission.loc"])
+def test_frozen_parameters_stay_and_the_loss_is_of_the_others(name, restarts):
+    case = CASES["plane"]
+    data, module = data_of(case), module_of(case)
+    value = torch.as_tensor(draw_start(module, data)[name])
+    freeze(module, name, value)
+    fit = fit_em(module, data, num_steps=5, restarts=restarts, tolerance=None)
+    assert_climbs(fit.losses)
+    found = numbers_of(fit)
+    assert name not in found
+    hmm = fit.draw(data)
+    places = {
+        "initial": hmm.log_initial.exp(),
+        "transition": hmm.log_transition.exp(),
+        "emission.variance": hmm.emission.variance,
+        "emission.loc": hmm.emission.mean,
+    }
+    torch.testing.assert_close(places[name], value)
+    constant = {
+        "initial": lambda: stats.dirichlet.logpdf(value.numpy(), INITIAL),
+        "transition": lambda: sum(
+            stats.dirichlet.logpdf(*rows) for rows in zip(value.numpy(), TRANSITION)
+        ),
+    }
+    last = name.removeprefix("emission.")
+    emission = {last: value.numpy()} | {n.removeprefix("emission."): v for n, v in found.items()}
+    prior = constant.get(name, lambda: case.prior(emission, last))()  # which is not counted
+    expected = prior - log_joint(case, found | {name: value.numpy()}, data)
+    assert fit.losses[-1].item() == pytest.approx(expected, rel=1e-9)
+
+
+def test_tied_states_stay_alike():
+    data = data_of(CASES["plane"], gaps=False)
+    fit = fit_em(TabularHMM(3, tied(normal_full(2), [1, 0, 1])), data, num_steps=6)
+    emission = fit.draw(data).emission
+    torch.testing.assert_close(emission.mean[0], emission.mean[2], rtol=0.0, atol=0.0)
+    assert (emission.mean[0] - emission.mean[1]).abs().max() > 1e-3
+    assert_climbs(fit.losses)
+
+
+def test_a_variance_at_its_floor_is_reported():
+    values = torch.cat([torch.zeros(1, 10), torch.randn(3, 10) + 9.0]).unsqueeze(-1)
+    hmm = HMM(
+        torch.tensor([0.5, 0.5]).log(),
+        torch.tensor([[0.9, 0.1], [0.1, 0.9]]).log(),
+        dist.Normal(torch.tensor([[0.0], [9.0]]), 1.0).to_event(1),
+        torch.tensor([1]),
+    )
+    data = Sequences(values, torch.full((4,), 10))
+    fit = fit_em(hmm, data, num_steps=10)
+    variance = fit.draw(data).emission.variance.detach()
+    assert variance[0].item() == pytest.approx(1e-6 * values.var(correction=0).item())
+    assert any("variance was held at its floor" in note for note in fit.notes)
+
+
+# Sizes
+
+
+@pytest.mark.parametrize(("num_states", "num_steps"), [(1, 1), (1, 4), (3, 1)])
+def test_one_state_and_one_step(num_states, num_steps):
+    """One state: the mode of its prior and of all observations, at once."""
+    values = torch.randn(5, num_steps, 2)
+    data = Sequences(values, torch.full((5,), num_steps))
+    fit = fit_em(TabularHMM(num_states, normal(2)), data, num_steps=4, tolerance=None)
+    assert_climbs(fit.losses)
+    if num_states == 1:
+        flat = values.reshape(-1, 2)
+        expected = flat.sum(0) / (len(flat) + 0.01)
+        torch.testing.assert_close(fit.values["module.emission.loc"][0], expected)
+        torch.testing.assert_close(fit.losses[1:], fit.losses[1:2].expand(4))
+
+
+def test_it_stops_by_its_tolerance_and_says_so():
+    case = CASES["counts"]
+    data, module = data_of(case), module_of(case)
+    fit = fit_em(module, data, num_steps=500, tolerance=1e-4)
+    falls = -fit.losses.diff() / fit.losses[1:].abs()
+    assert fit.converged
+    assert (falls[:-1] >= 1e-4).all()
+    assert falls[-1] < 1e-4
+    assert fit.reason == "the loss fell by less than 0.0001 of itself"
+    short = fit_em(module, data, num_steps=2, tolerance=None)
+    assert (len(short.losses), short.converged) == (3, False)
+    assert short.reason == "it took all 2 steps"
+    assert short.num_observed == data.num_observed
+
+
+# Without a closed form
+
+
+def wrapped(family):
+    """The same emission as ``family``, of a class that EM knows nothing of."""
+
+    class Wrapped(PyroModule):
+        def __init__(self, num_states):
+            super().__init__()
+            self.inner = family(num_states)
+
+        def forward(self):
+            return self.inner()
+
+    return Wrapped
+
+
+@pytest.mark.parametrize("restarts", [1, 2])
+@pytest.mark.parametrize("name", ["symbols", "count", "plane", "full"])
+def test_gradient_steps_do_what_the_closed_form_does(name, restarts):
+    case = CASES[name]
+    # where components of a full covariance are missing, the closed form is EM within EM
+    data, module = data_of(case, gaps=name != "full"), module_of(case)
+    begin = draw_start(module, data, restarts)
+    options = {"num_steps": 5, "tolerance": None, "restarts": restarts}
+    closed = fit_em(module, data, start=start_at(begin), **options)
+    other = TabularHMM(
+        STATES, wrapped(case.family()), torch.tensor(INITIAL), torch.tensor(TRANSITION)
+    )
+    renamed = {one.replace("emission.", "emission.inner."): v for one, v in begin.items()}
+    step = GradientStep(num_steps=200)
+    fit = fit_em(other, data, start=start_at(renamed), gradient_step=step, **options)
+    # L-BFGS ends where it moves by less than 1e-9
+    torch.testing.assert_close(fit.losses, closed.losses, rtol=1e-6, atol=0.0)
+    for one, value in numbers_of(closed).items():
+        found = numbers_of(fit)[one.replace("emission.", "emission.inner.")]
+        np.testing.assert_allclose(found, value, rtol=2e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("restarts", [1, 2])
+def test_an_optimizer_of_the_users_never_lowers_the_log_joint(restarts):
+    """Not even with steps that are far too large."""
+    case = CASES["plane"]
+    for rate in (0.01, 10.0):
+        step = GradientStep(3, lambda parameters, rate=rate: torch.optim.Adam(parameters, lr=rate))
+        module = TabularHMM(3, wrapped(case.family()))
+        fit = fit_em(module, data_of(case), num_steps=5, restarts=restarts, gradient_step=step,
+                     tolerance=None)  # fmt: skip
+        assert_climbs(fit.losses)
+        if restarts > 1:
+            assert_climbs(fit.restarts.losses)
+
+
+class Own(HMMModule):
+    """A user's module: priors on some parameters, points for others."""
+
+    def __init__(self):
+        super().__init__()
+        self.initial = torch.nn.Parameter(torch.zeros(2))
+        self.transition = PyroSample(dist.Dirichlet(torch.full((2, 2), 2.0)).to_event(1))
+        self.loc = PyroSample(dist.Normal(torch.zeros(2), 3.0).to_event(1))
+        self.scale = PyroParam(torch.ones(2), constraints.positive)
+
+    def forward(self, lengths, observed=None):
+        emission = dist.Normal(self.loc, self.scale)
+        logs = self.initial.log_softmax(-1), self.transition.log()
+        return HMM(*logs, emission, lengths, observed)
+
+
+def test_a_module_of_the_users_is_fitted_by_gradient_steps():
+    values = torch.randn(6, 8) + 4.0 * (torch.rand(6, 8) < 0.5)
+    data = Sequences(values, torch.tensor([8, 3, 8, 1, 5, 8]))
+    module = Own()
+    fit = fit_em(module, data, num_steps=60, tolerance=1e-9)
+    assert_climbs(fit.losses)
+    assert fit.losses[0] - fit.losses[-1] > 5
+    assert module.scale.tolist() == [1.0, 1.0]
+    hmm = fit.draw(data)
+    states = hmm.posterior(data.values).states
+    visits, sums = states.sum((0, 1)), torch.einsum("ntk,nt->k", states, data.values)
+    variance = hmm.emission.variance
+    torch.testing.assert_close(  # where each M-step stands still, in closed form
+        hmm.emission.mean, sums / (visits + variance / 9.0), rtol=1e-3, atol=1e-3
+    )
+    torch.testing.assert_close(hmm.log_initial.exp(), states[:, 0].mean(0), rtol=1e-3, atol=1e-3)
+
+
+def test_any_distribution_is_fitted_by_maximum_likelihood():
+    """Von Mises: the mean direction of what a state owns."""
+    data = Sequences(torch.randn(5, 8) * 0.5 + 1.0, torch.full((5,), 8))
+    family = parametric(dist.VonMises(torch.tensor([0.0]), torch.tensor([1.0])))
+    fit = fit_em(TabularHMM(1, family), data, num_steps=10)
+    angle = torch.atan2(data.values.sin().sum(), data.values.cos().sum())
+    torch.testing.assert_close(fit.draw(data).emission.loc.detach()[0], angle, rtol=1e-5, atol=1e-5)
+
+
+# Starts
+
+
+def test_draws_of_the_prior_differ_between_restarts():
+    case = CASES["plane"]
+    data, module = data_of(case), module_of(case)
+    found = em.from_prior(module, data, 4)
+    assert set(found) == {"initial", "transition", "emission.variance", "emission.loc"}
+    assert found["transition"].shape == (4, 1, 3, 3)
+    assert len(found["emission.loc"].reshape(4, -1).unique(dim=0)) == 4
+    assert not any(value.requires_grad for value in found.values())
+
+
+@pytest.mark.parametrize("restarts", [1, 3])
+def test_clusters_that_are_apart_are_found_at_once(restarts):
+    rng = np.random.default_rng(7)
+    states = rng.integers(3, size=(10, 6))
+    centres = np.array([[0.0, 0.0], [900.0, 0.0], [0.0, 1.0]])  # units do not matter
+    values = torch.tensor(centres[states] + rng.normal(size=(10, 6, 2)) * [30.0, 0.03])
+    values[0, 0, 0] = NAN
+    lengths = torch.tensor([6, 5, 4, 6, 6, 6, 1, 2, 6, 6])
+    observed = torch.tensor(rng.random((10, 6)) > 0.1)
+    data = Sequences(values, lengths, observed)
+    expected, weights = em.by_kmeans(TabularHMM(3, normal(2)), data, restarts)
+    assert weights.shape == (restarts, 10, 6, 3)
+    assert weights[:, data.observed].min() > 0
+    torch.testing.assert_close(weights.sum(-1), torch.ones(restarts, 10, 6))
+    torch.testing.assert_close(expected.initial.sum(-1), torch.full((restarts,), 10.0))
+    moves = expected.transitions.sum((-2, -1))
+    torch.testing.assert_close(moves, torch.full((restarts,), float((lengths - 1).sum())))
+    fit = fit_em(TabularHMM(3, normal(2, rate=1e-3)), data, num_steps=30, restarts=restarts)
+    path = fit.draw(data).viterbi(data.values)
+    pairs = set(zip(states[data.observed.numpy()].tolist(), path[data.observed].tolist()))
+    assert len(pairs) == 3
+
+
+def test_where_a_fitted_hmm_begins_is_one_step_of_it():
+    case = CASES["plane"]
+    data, module = data_of(case), module_of(case)
+    begin = draw_start(module, data)
+    first = fit_em(module, data, num_steps=3, tolerance=None, start=start_at(begin))
+    point = fit_em(module, data, num_steps=1, tolerance=None, start=start_at(begin))
+    hmm = HMM(
+        torch.tensor(begin["initial"].numpy()).log(),
+        begin["transition"].log(),
+        dist.Normal(begin["emission.loc"], begin["emission.variance"].sqrt()).to_event(1),
+        torch.tensor([1]),
+    )
+    from_it = fit_em(module, data, num_steps=2, tolerance=None, start=em.from_hmm(hmm))
+    torch.testing.assert_close(from_it.losses, first.losses[1:])
+    torch.testing.assert_close(from_it.losses[0], point.losses[1])
+    wide = fit_em(module, data, num_steps=2, tolerance=None, restarts=2, start=em.from_hmm(hmm))
+    torch.testing.assert_close(wide.restarts.losses, first.losses[1:].expand(2, 3))
+
+
+def test_an_hmm_of_another_family_may_be_where_a_fit_begins():
+    """Here with full covariances: both ends of the start climb on."""
+    data = data_of(CASES["plane"])
+    diagonal = fit_em(TabularHMM(3, normal(2)), data, num_steps=5)
+    fit = fit_em(TabularHMM(3, normal_full(2)), data, start=em.from_hmm(diagonal.draw(data)))
+    assert_climbs(fit.losses)
+
+
+def test_points_begin_where_they_are():
+    case = CASES["count"]
+    data = data_of(case)
+    hmm = HMM(
+        torch.full((3,), 1 / 3).log(),
+        torch.full((3, 3), 1 / 3).log(),
+        dist.Poisson(torch.tensor([1.0, 2.0, 5.0])),
+        torch.tensor([1]),
+    )
+    fit = fit_em(hmm, data, num_steps=2)
+    own = HMM(hmm.log_initial, hmm.log_transition, hmm.emission, data.lengths, data.observed)
+    torch.testing.assert_close(-fit.losses[0], own.log_prob(data.values).sum())
+
+
+# What it leaves alone
+
+
+def test_the_module_is_not_changed_by_the_fit():
+    case = CASES["plane"]
+    data = data_of(case)
+    for module in (module_of(case), Own()):
+        values = data if isinstance(module, TabularHMM) else Sequences(
+            torch.randn(3, 4), torch.full((3,), 4)
+        )  # fmt: skip
+        before = {name: value.clone() for name, value in module.state_dict().items()}
+        first = fit_em(module, values, num_steps=2)
+        after = module.state_dict()
+        assert before.keys() == after.keys()
+        assert all(torch.equal(value, after[name]) for name, value in before.items())
+        kept = first.draw(values).log_transition.clone()
+        fit_em(module, values, num_steps=2)
+        torch.testing.assert_close(first.draw(values).log_transition, kept, rtol=0.0, atol=0.0)
+    assert list(pyro.get_param_store().keys()) == []
+
+
+def test_the_hmm_that_a_fit_begins_at_is_not_changed():
+    hmm = HMM(
+        torch.full((2,), 0.5).log(),
+        torch.full((2, 2), 0.5).log(),
+        dist.Categorical(torch.tensor([[0.2, 0.8], [0.6, 0.4]])),
+        torch.tensor([1]),
+    )
+    fit_em(hmm, coins(), num_steps=2)
+    torch.testing.assert_close(hmm.log_transition.exp(), torch.full((2, 2), 0.5))
+    torch.testing.assert_close(hmm.emission.probs, torch.tensor([[0.2, 0.8], [0.6, 0.4]]))
+
+
+# Errors
+
+
+@pytest.mark.parametrize(
+    ("module", "words"),
+    [
+        (lambda: TabularHMM(2, categorical(2), 0.5), "concentration below one"),
+        (lambda: TabularHMM(2, categorical(2), 1.0, 0.5), "concentration below one"),
+        (lambda: TabularHMM(2, categorical(2, 0.5)), "concentration below one"),
+    ],
+    ids=["initial", "transition", "emission"],
+)
+def test_a_prior_without_a_mode_is_refused(module, words):
+    with pytest.raises(ValueError, match=words):
+        fit_em(module(), coins())
+
+
+def frozen_throughout():
+    module = TabularHMM(2, categorical(2))
+    for name, value in (("initial", torch.full((2,), 0.5)), ("transition", torch.eye(2)),
+                        ("emission.probs", torch.eye(2))):  # fmt: skip
+        freeze(module, name, value)
+    return module
+
+
+def impossible():
+    module = TabularHMM(2, categorical(2))
+    freeze(module, "emission.probs", torch.tensor([[1.0, 0.0], [1.0, 0.0]]))
+    return module
+
+
+def small():
+    return TabularHMM(2, categorical(2))
+
+
+ERRORS = [
+    (lambda: fit_em(small(), coins().values), TypeError, "data must be Sequences; got Tensor"),
+    (lambda: fit_em(categorical(2)(2), coins()), TypeError, "module must be an HMMModule or"),
+    (lambda: fit_em(small(), coins(), num_steps=0), ValueError, "num_steps must be at least 1"),
+    (lambda: fit_em(small(), coins(), num_steps=2.5), TypeError, "num_steps must be an int"),
+    (lambda: fit_em(small(), coins(), restarts=0), ValueError, "restarts must be at least 1"),
+    (lambda: fit_em(small(), coins(), batch_size=0), ValueError, "batch_size must be at least 1"),
+    (lambda: fit_em(small(), coins(), decay=0.3), ValueError, "decay must lie between 0.5 and 1"),
+    (lambda: fit_em(small(), coins(), decay=NAN), ValueError, "decay must lie between 0.5 and 1"),
+    (lambda: GradientStep(0), ValueError, "num_steps must be at least 1"),
+    (
+        lambda: fit_em(Own(), Sequences(torch.randn(2, 3), torch.full((2,), 3)), batch_size=1),
+        ValueError,
+        "batch_size needs a module whose M-step has a closed form; Own has none",
+    ),
+    (
+        lambda: fit_em(Own(), Sequences(torch.randn(2, 3), torch.full((2,), 3)), restarts=2),
+        ValueError,
+        "restarts need every parameter to have a prior",
+    ),
+    (
+        lambda: fit_em(
+            Own(), Sequences(torch.randn(2, 3), torch.full((2,), 3)), start=em.by_kmeans
+        ),
+        ValueError,
+        "start gives expected counts, which need a module with a closed M-step",
+    ),
+    (lambda: fit_em(frozen_throughout(), coins()), ValueError, "module has no parameters to fit"),
+    (lambda: fit_em(impossible(), coins()), ValueError, "sequence . of this batch has probability"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("call", "error", "words"), ERRORS, ids=[row[2] for row in ERRORS])
+def test_what_cannot_be_meant_is_refused_by_name(call, error, words):
+    with pytest.raises(error, match=re.sub(r"[()]", ".", words)):
+        call()
