@@ -530,6 +530,18 @@ def is_categorical(emission: Any) -> bool:
     return isinstance(emission, Categorical) and not emission.event_shape
 
 
+def log_probs(emission: Any) -> Tensor:
+    """Logarithms of the probabilities of symbols; zeros that were given are exact.
+
+    (``Categorical(probs=...).logits`` has the logarithm of the smallest number in their place.)
+    """
+    given = vars(emission).get("probs")
+    if given is None or emission._param is not given:
+        return emission.logits
+    zero = given == 0
+    return given.masked_fill(zero, 1.0).log().masked_fill(zero, -torch.inf)
+
+
 def in_each_state(emission: Any, values: Tensor) -> Tensor:
     """Log-density ``(*A, K)`` of ``values`` ``(*A, *E)`` in each of the K states.
 
@@ -548,7 +560,7 @@ def in_each_state(emission: Any, values: Tensor) -> Tensor:
     missing = values.isnan() if values.dtype.is_floating_point else None
     if missing is not None:
         values = values.masked_fill(missing, 0.0)
-    logits = emission.logits  # (*b, K, V)
+    logits = log_probs(emission)  # (*b, K, V)
     table = logits.mT.reshape(-1, logits.size(-2))
     rows = values.long()
     if logits.dim() > 2:

@@ -18,16 +18,18 @@ from typing import Any, Protocol
 import pyro
 import torch
 from pyro import poutine
+from pyro.nn.module import _Context
 from scipy.cluster.vq import ClusterError, kmeans2
 from torch import Tensor, nn
 from torch.distributions import transform_to
 from tqdm import tqdm
 
+from . import recursions
 from ._checks import check_size
 from .checkpoints import Checkpoint, fingerprint
 from .distributions import is_categorical
 from .emissions import Emission, Statistics
-from .fit import Batches, Fit, Point, Restarts, follow, uses_labels
+from .fit import Batches, Fit, Point, Restarts, check_events, follow, uses_labels
 from .hmm import HMM
 from .models import MarginalModel, build
 from .modules import HMMModule
@@ -41,12 +43,17 @@ Values = dict[str, Tensor]
 
 
 class Start(Protocol):
-    """Where EM begins: values of the latent variables, or expected counts for a first M-step."""
+    """Where EM begins."""
 
     def __call__(
         self, module: HMMModule, data: Sequences, restarts: int
-    ) -> Values | tuple[Expected, Tensor]:
-        """Values by name ``(R, 1, ...)``, or expected counts and weights ``(R, N, T, K)``."""
+    ) -> Values | Tensor | Expected:
+        """What a first M-step needs, or spares.
+
+        Returns:
+            Values of the latent variables by name, ``(R, 1, ...)``; or a law of the state at each
+            step by itself, ``(R, N, T, K)``; or expected counts, whose ``states`` have that shape.
+        """
 
 
 def from_prior(module: HMMModule, data: Sequences, restarts: int) -> Values:
@@ -56,7 +63,7 @@ def from_prior(module: HMMModule, data: Sequences, restarts: int) -> Values:
     return {name: trace.nodes[name]["value"] for name in trace.stochastic_nodes}
 
 
-def by_kmeans(module: HMMModule, data: Sequences, restarts: int) -> tuple[Expected, Tensor]:
+def by_kmeans(module: HMMModule, data: Sequences, restarts: int) -> Tensor:
     """Start from k-means clusters of the observations, which are scaled to unit variance.
 
     Missing steps belong to all clusters alike; missing components are filled by their means.
@@ -65,19 +72,22 @@ def by_kmeans(module: HMMModule, data: Sequences, restarts: int) -> tuple[Expect
     values = data.values.double().reshape(len(data), data.num_steps, -1)
     seen = data.observed.cpu()
     rows = values.cpu()[seen]
+    weights = torch.full((restarts, *seen.shape, num_states), 1.0 / num_states, dtype=torch.float64)
+    if len(rows) == 0:
+        return weights.to(data.values.device)
     rows = torch.where(rows.isnan(), rows.nanmean(0).nan_to_num(0.0), rows)
     rows = (rows - rows.mean(0)) / rows.std(0, correction=0).clamp(min=1e-12)
-    weights = torch.full((restarts, *seen.shape, num_states), 1.0 / num_states, dtype=torch.float64)
     for restart in range(restarts):
         # not quite certain, so that no state and no move is ruled out
-        certain = nn.functional.one_hot(_cluster(rows, num_states), num_states)
+        certain = nn.functional.one_hot(_cluster(rows, num_states), num_states).double()
         weights[restart, seen] = 0.99 * certain + 0.01 / num_states
-    return _counts(weights.to(data.values.device), data), weights.to(data.values.device)
+    return weights.to(data.values.device)
 
 
 def _cluster(rows: Tensor, num_states: int) -> Tensor:
     """Cluster of each row; at random if there are too few rows that differ."""
-    for _ in range(5):
+    enough = len(rows.unique(dim=0)) >= max(num_states, 2)
+    for _ in range(5 if enough else 0):
         seed = int(torch.randint(2**31, ()))
         try:
             labels = kmeans2(rows.numpy(), num_states, minit="++", seed=seed, missing="raise")[1]
@@ -94,7 +104,7 @@ def from_hmm(hmm: HMM) -> Start:
         hmm: Its parameters are used, not its lengths. All restarts begin alike.
     """
 
-    def start(module: HMMModule, data: Sequences, restarts: int) -> tuple[Expected, Tensor]:
+    def start(module: HMMModule, data: Sequences, restarts: int) -> Expected:
         own = HMM(
             hmm.log_initial,
             hmm.log_transition,
@@ -107,10 +117,12 @@ def from_hmm(hmm: HMM) -> Start:
         if data.labels is not None:
             own = own.restrict(data.labels)
         found = own.expected(data.values)
-        weights = found.states.expand(restarts, *found.states.shape)
-        initial = found.initial.expand(restarts, 1, own.num_states)
-        moves = found.transitions.expand(restarts, 1, *found.transitions.shape[-3:])
-        return Expected(found.log_evidence, initial, moves, weights), weights
+        return Expected(
+            found.log_evidence,
+            found.initial.expand(restarts, 1, own.num_states),
+            found.transitions.expand(restarts, 1, *found.transitions.shape[-3:]),
+            found.states.expand(restarts, *found.states.shape),
+        )
 
     return start
 
@@ -292,22 +304,25 @@ def fit_em(
                 if keeper.is_due() or len(losses) == num_steps:
                     save()
             batch = batches.take()
-            loss, fresh = problem.expect(batch, reseed)
+            try:
+                loss, fresh = problem.expect(batch, reseed)
+            except ValueError as error:
+                batches.explain(error)
+                raise
             losses.append(loss.cpu())
             bar.set_postfix(
                 nats_per_step=f"{loss.min().item() / max(data.num_observed, 1):.4f}", refresh=False
             )
             if tolerance is not None and batch_size is None and len(losses) > 1:
                 fall = losses[-2] - losses[-1]
-                if not bool((fall >= tolerance * losses[-1].abs()).any()):
+                if not problem.reseeded and not bool((fall >= tolerance * losses[-1].abs()).any()):
                     converged = True
                     reason = f"the loss fell by less than {tolerance:g} of itself"
                     break
             if len(losses) > num_steps:
                 break
             if batch_size is not None:
-                rate, scale = len(losses) ** -decay, len(data) / len(batch)
-                fresh = {name: value * scale for name, value in fresh.items()}
+                rate = len(losses) ** -decay
                 if statistics is not None:
                     fresh = {
                         name: (1 - rate) * statistics[name] + rate * value
@@ -336,12 +351,14 @@ class _Problem:
     def __init__(
         self, module: HMMModule, data: Sequences, restarts: int, step: GradientStep
     ) -> None:
+        module._pyro_set_supermodule("", _Context())  # its names are its own, whatever holds it
         self.module: Any = module
         self.restarts, self.step = restarts, step
         self.data = follow(module, None, data)
         with torch.no_grad(), poutine.block():
             trace = poutine.trace(lambda: build(module, self.data[:1])).get_trace()
         self.sites = {name: trace.nodes[name]["fn"] for name in trace.stochastic_nodes}
+        check_events(self.sites)
         self.names = list(self.sites)
         self.points = [each for each in module.parameters() if each.requires_grad]
         if restarts > 1 and self.points:
@@ -357,6 +374,7 @@ class _Problem:
         self.leaves: Values = {}  # unconstrained, for gradient steps
         self.notes: dict[str, int] = {}  # and in how many iterations
         self.idle: list[list[bool]] = []  # states that nothing supports, of each restart
+        self.reseeded = False  # in the last iteration, which may have raised the loss
 
     # Where the fit stands
 
@@ -367,19 +385,17 @@ class _Problem:
                 return  # parameters without priors have values
             symbols = is_categorical(build_once(self.module, self.data[:1]).emission)
             start = by_kmeans if self.closed and not symbols else from_prior
+        build_once(self.module, self.data)._prepare(self.data.values)  # are they what is emitted?
         given = start(self.module, self.data, self.restarts)
         if isinstance(given, dict):
             self._adopt({name: given[name] for name in self.names})
             return
-        if not self.closed:
-            raise ValueError(
-                "start gives expected counts, which need a module with a closed M-step; "
-                f"{type(self.module).__name__} has none. Use from_prior."
-            )
-        if self.names:  # what the counts say nothing of stays as in the prior
+        if self.names:  # gradient steps, and what the counts say nothing of, begin in the prior
             self._adopt(from_prior(self.module, self.data, self.restarts))
-        expected, weights = given
-        self._maximise_closed(self._statistics(expected, weights, self.data, None))
+        with torch.no_grad():
+            hmm, _ = self.build(self.data)
+        expected = given if isinstance(given, Expected) else _counts(hmm, self.data, given)
+        self.maximise(self._gather(expected, self.data, None, hmm))
 
     def _adopt(self, wide: Values) -> None:
         shape = (self.restarts, 1)
@@ -452,23 +468,50 @@ class _Problem:
         if not bool(loss.isfinite().any()):
             raise FloatingPointError(f"the loss is {loss[0].item()}; the prior has density zero at "
                                      "the parameters found.")  # fmt: skip
-        if not self.closed:
-            return loss, (batch, expected, hmm)
-        weights = expected.states.reshape(self.restarts, *expected.states.shape[-3:])
         if reseed:
-            expected, weights = _split_busiest(expected, weights)
-        return loss, self._statistics(expected, weights, batch, hmm)
+            expected = self._revive(expected)
+        return loss, self._gather(expected, batch, hmm, hmm)
 
-    def _statistics(
-        self, expected: Expected, weights: Tensor, batch: Sequences, hmm: HMM | None
-    ) -> Statistics:
+    def _revive(self, expected: Expected) -> Expected:
+        """Give half of what supports the busiest state to each that nothing supports, but might."""
+        weights = expected.states.reshape(self.restarts, *expected.states.shape[-3:])
+        visits = weights.sum((1, 2))  # (R, K)
+        dead = visits < DEAD * visits.sum(-1, keepdim=True)
+        self.reseeded = False
+        if bool(dead.any()):
+            with torch.no_grad(), torch.random.fork_rng(devices=[]):
+                hmm = build_once(self.module, self.data)  # its zeros are those that stay
+                hmm = hmm if self.data.labels is None else hmm.restrict(self.data.labels)
+                alike = torch.ones(len(self.data), self.data.num_steps, hmm.num_states)
+                may = _counts(hmm, self.data, alike.to(visits)).states.sum((0, 1)) > 0
+            dead = dead & may
+            self.reseeded = bool(dead.any())
+        return _split_busiest(expected, weights, dead) if self.reseeded else expected
+
+    def _gather(
+        self, expected: Expected, batch: Sequences, current: HMM | None, hmm: HMM
+    ) -> Statistics | tuple[Sequences, Expected, HMM]:
+        """What the M-step needs: sums over observations if it is closed, else all of them.
+
+        Args:
+            expected: Counts.
+            batch: The sequences they are of.
+            current: What they were computed with, if the emission had a part in it.
+            hmm: What the parameters build.
+        """
+        scale = batch.total / len(batch)
+        if not self.closed:
+            counts = (part * scale for part in expected[1:])
+            return batch, Expected(expected.log_evidence, *counts), hmm
+        weights = expected.states.reshape(self.restarts, *expected.states.shape[-3:])
         seen = batch.observed.flatten()
         flat = weights.flatten(1, 2)
         values = batch.values.flatten(0, 1)
         if not bool(seen.all()):
             flat, values = flat[:, seen], values[seen]
-        found = self.module.statistics(expected, values, flat, hmm)
-        return found | {"visits": flat.sum(1).double()}
+        found = self.module.statistics(expected, values, flat, current)
+        found["visits"] = flat.sum(1).double()
+        return {name: value * scale for name, value in found.items()} if scale != 1 else found
 
     def maximise(self, found: Any) -> None:
         """The M-step."""
@@ -524,6 +567,8 @@ class _Problem:
                 if name.startswith("emission.") or not self.tabular
             }
         known, leaves = dict(self.values), self.leaves
+        if not leaves and not self._moved():
+            return  # an emission without parameters
         counts = Expected(*(part.detach() for part in expected))
 
         def loss() -> Tensor:
@@ -591,6 +636,8 @@ class _Problem:
             list(values),
             notes=notes,
             restarts=every,
+            method="EM",
+            window=1,
         )
 
 
@@ -603,42 +650,44 @@ def _wide(tensor: Tensor, core: int, restarts: int) -> Tensor:
     return tensor.reshape(inner).expand(restarts, *inner)
 
 
-def _counts(weights: Tensor, data: Sequences) -> Expected:
-    """Expected counts if states at different steps were independent, ``weights`` their law."""
-    clock = torch.arange(data.num_steps)
-    exists = (clock < data.lengths.unsqueeze(-1)).to(weights.device)
-    weights = weights * exists.unsqueeze(-1)
-    moves = torch.einsum("rnti,rntj->rij", weights[:, :, :-1], weights[:, :, 1:])
-    evidence = weights.new_zeros(len(data))
-    return Expected(evidence, weights[:, :, 0].sum(1), moves, weights)
+def _counts(hmm: HMM, data: Sequences, weights: Tensor) -> Expected:
+    """Expected counts if all moves ``hmm`` allows were alike, and ``weights`` the likelihoods."""
+    initial, transition, likelihood = hmm._chain(data.values, check=False)
+    likelihood = weights.reshape(likelihood.shape).log().to(likelihood)
+    if hmm.allowed is not None:
+        likelihood = likelihood.masked_fill(~hmm.allowed, -torch.inf)
+    alike = [
+        torch.zeros_like(part).masked_fill(part.isneginf(), -torch.inf)
+        for part in (initial, transition)
+    ]
+    return recursions.expected(
+        alike[0].log_softmax(-1), alike[1].log_softmax(-1), likelihood, hmm.lengths
+    )
 
 
-def _split_busiest(expected: Expected, weights: Tensor) -> tuple[Expected, Tensor]:
-    """Give half of what supports the busiest state to each state that nothing supports.
+def _split_busiest(expected: Expected, weights: Tensor, dead: Tensor) -> Expected:
+    """Give half of what supports the busiest state to each of the ``dead`` ones.
 
     Args:
         expected: Counts.
-        weights: ``(R, N, T, K)``.
+        weights: Their ``states``, ``(R, N, T, K)``.
+        dead: ``(R, K)``.
     """
-    visits = weights.sum((1, 2))  # (R, K)
-    dead = visits < DEAD * visits.sum(-1, keepdim=True)
-    if not bool(dead.any()):
-        return expected, weights
-    size = visits.shape
-    weights, visits = weights.clone(), visits.clone()
+    size = dead.shape
+    weights = weights.clone()
     initial = expected.initial.reshape(size).clone()
-    moves = expected.transitions.reshape(*size, size[-1]).clone()
+    moves = expected.transitions.reshape(size[0], -1, size[1], size[1]).clone()
     for r, k in dead.nonzero().tolist():
-        busy = int(visits[r].argmax())
+        busy = int(weights[r].sum((0, 1)).argmax())
         part = torch.rand_like(weights[r, ..., 0]) < 0.5  # of the steps: so that the halves differ
         weights[r, ..., k] = weights[r, ..., busy] * part
         weights[r, ..., busy] *= ~part
-        visits[r] = weights[r].sum((0, 1))
         initial[r, [busy, k]] = initial[r, busy] / 2
-        moves[r, [busy, k]] = moves[r, busy] / 2
         moves[r, :, [busy, k]] = moves[r, :, [busy, busy]] / 2
-    found = expected._replace(
-        initial=initial.reshape(expected.initial.shape),
-        transitions=moves.reshape(expected.transitions.shape),
+        moves[r, :, :, [busy, k]] = moves[r, :, :, [busy, busy]] / 2
+    return Expected(
+        expected.log_evidence,
+        initial.reshape(expected.initial.shape),
+        moves.reshape(expected.transitions.shape),
+        weights.reshape(expected.states.shape),
     )
-    return found, weights

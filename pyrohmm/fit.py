@@ -57,6 +57,8 @@ class Fit:
         names: Names of the latent variables.
         notes: Remarks worth knowing, such as that no sequence visits some state.
         restarts: All the restarts, if there were several; the rest of this is about the best.
+        method: "MAP", "SVI" or "EM".
+        window: Over how many of the last losses their level is averaged: 1 if they have no noise.
         params: The parameter store at the end of the fit. If the model or the guide is a function
             with ``pyro.param`` statements, call it inside
             ``pyro.get_param_store().scope(fit.params)``; modules carry their parameters.
@@ -75,6 +77,8 @@ class Fit:
     )
     notes: list[str] = field(default_factory=list)
     restarts: Restarts | None = field(default=None, repr=False)
+    method: str = "SVI"
+    window: int = WINDOW
 
     @property
     def values(self) -> dict[str, Tensor]:
@@ -108,12 +112,15 @@ class Fit:
 
     def summary(self) -> str:
         """What was fitted, how it went and why it ended, in a few lines."""
-        first, last = self.losses[0].item(), self.losses[-WINDOW:].mean().item()
-        tokens = self.num_observed
+        count, tokens = min(self.window, len(self.losses)), self.num_observed
+        first, last = self.losses[0].item(), self.losses[-count:].mean().item()
+        over = f", mean of the last {count} steps" if self.window > 1 else ""
+        guide = f" with {_name(self.guide)}" if self.method == "SVI" else ""
+        module = getattr(self.model, "module", None)
+        model = _name(self.model) + (f" of {_name(module)}" if module is not None else "")
         lines = [
-            f"{_name(self.guide)} on {_name(self.model)}: {', '.join(self.names) or 'parameters'}",
-            f"loss      {first:.2f} -> {last:.2f} nats, mean of the last "
-            f"{min(WINDOW, len(self.losses))} steps",
+            f"{self.method} of {model}{guide}: {', '.join(self.names) or 'parameters'}",
+            f"loss      {first:.2f} -> {last:.2f} nats{over}",
             f"per step  {last / max(tokens, 1):.4f} nats; {tokens:,} observed steps",
             f"ended     after {len(self.losses)} steps and {self.seconds:.1f} s: {self.reason}",
         ]
@@ -250,7 +257,7 @@ def fit_map(
     check_size("restarts", restarts)
     if restarts == 1:
         guide = AutoDelta(poutine.block(model, hide_fn=_is_enumerated), init_loc_fn=init)
-        return fit_svi(model, guide, data, **options)
+        return replace(fit_svi(model, guide, data, **options), method="MAP")
     _check(model, data, num_steps, None, None)
     if isinstance(model, nn.Module) and any(each.requires_grad for each in model.parameters()):
         raise ValueError(
@@ -259,11 +266,15 @@ def fit_map(
         )
 
     with poutine.block(), torch.no_grad(), pyro.get_param_store().scope():
-        if _sites(model, follow(model, None, data[:1]))[1]:
+        probe = follow(model, None, data[:1])
+        names, enumerated = _sites(model, probe)
+        if enumerated:
             raise ValueError(
                 "restarts need a model whose states are summed out, such as MarginalModel; this "
                 "one enumerates them."
             )
+        nodes = poutine.trace(model).get_trace(probe).nodes
+        check_events({n: nodes[n]["fn"] for n in names if not nodes[n]["cond_indep_stack"]})
 
     def side_by_side(batch: Sequences) -> Any:
         with pyro.plate("restarts", restarts, dim=-2):
@@ -307,6 +318,17 @@ def fit_cooccurrence(
     target = cooccurrence.counted(data, num_symbols)
     weight = float(data.num_observed) if weight is None else weight
     return fit_map(CooccurrenceModel(module, target, weight, log_prior), data, **options)
+
+
+def check_events(sites: dict[str, Any]) -> None:
+    """Raise unless each latent variable is one event: what is to its left are restarts."""
+    for name, distribution in sites.items():
+        if distribution.batch_shape:
+            raise ValueError(
+                f"site {name!r} must be one event, whose dimensions are its own; it has batch "
+                f"shape {tuple(distribution.batch_shape)}. Call "
+                f".to_event({len(distribution.batch_shape)}) on its distribution."
+            )
 
 
 class _EachRestart:
@@ -356,7 +378,9 @@ def _best(fit: Fit, model: Callable[..., Any]) -> Fit:
     failed = int((~final.isfinite()).sum())
     notes = [f"{failed} of {len(final)} restarts ended at infinity"] if failed else []
     notes = fit.notes + notes
-    return replace(fit, model=model, guide=guide, losses=trail[best], restarts=every, notes=notes)
+    return replace(
+        fit, model=model, guide=guide, losses=trail[best], restarts=every, notes=notes, method="MAP"
+    )
 
 
 def fit_svi(
@@ -461,6 +485,7 @@ def fit_svi(
                 try:
                     loss = objective(batch)
                 except ValueError as error:
+                    batches.explain(error)
                     finite = all(bool(parameter.isfinite().all()) for parameter in parameters)
                     if step == 0 or (finite and "Expected parameter" not in str(error)):
                         raise
@@ -575,6 +600,7 @@ class Batches:
     ) -> None:
         self.data, self.batch_size, self.generator = data, batch_size, generator
         self.order = torch.empty(0, dtype=torch.long)  # what is left of this round
+        self.chosen = self.order  # what was taken last
 
     def take(self) -> Sequences:
         """The next batch."""
@@ -582,8 +608,13 @@ class Batches:
             return self.data
         if len(self.order) == 0:
             self.order = torch.randperm(len(self.data), generator=self.generator)
-        chosen, self.order = self.order[: self.batch_size], self.order[self.batch_size :]
-        return self.data.batch(chosen)
+        self.chosen, self.order = self.order[: self.batch_size], self.order[self.batch_size :]
+        return self.data.batch(self.chosen)
+
+    def explain(self, error: Exception) -> None:
+        """Say which sequences a minibatch holds, for errors number them within it."""
+        if self.batch_size is not None:
+            error.add_note(f"The minibatch holds the sequences {self.chosen.tolist()}.")
 
 
 @dataclass

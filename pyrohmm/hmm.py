@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+from pyro.distributions import Categorical
 from pyro.distributions.torch_distribution import TorchDistribution
 from torch import Tensor
 from torch.distributions import constraints
@@ -23,7 +24,7 @@ from ._checks import (
     check_tensor,
     check_trailing,
 )
-from .distributions import in_each_state, is_categorical
+from .distributions import Tied, in_each_state, is_categorical, log_probs
 from .recursions import Expected, Posterior
 
 if TYPE_CHECKING:
@@ -318,11 +319,7 @@ class HMM(TorchDistribution):
 
     def posterior(self, values: Tensor) -> Posterior:
         """Smooth: evidence ``(*B)``, states ``(*B, T, K)``, expected moves ``(*B, K, K)``."""
-        found = recursions.posterior(*self._chain(values), self.lengths)
-        if self._validate_args and self.allowed is not None:
-            if bool(found.log_evidence.isneginf().any()):
-                self._check_labels(values)
-        return found
+        return recursions.posterior(*self._chain(values), self.lengths)
 
     def expected(self, values: Tensor) -> Expected:
         """Expected counts given ``values``: the E-step; see :class:`recursions.Expected`."""
@@ -335,20 +332,14 @@ class HMM(TorchDistribution):
 
     def filtered(self, values: Tensor) -> Tensor:
         """Law of each state given the observations up to it, ``(*B, T, K)``; 0 where padded."""
-        if self._validate_args and self.allowed is not None:
-            self._check_labels(values)
         return recursions.filtered(*self._chain(values), self.lengths).exp()
 
     def viterbi(self, values: Tensor) -> Tensor:
         """Most probable path of states, ``(*B, T)`` integers; padded steps hold 0."""
-        if self._validate_args and self.allowed is not None:
-            self._check_labels(values)
         return recursions.viterbi(*self._chain(values), self.lengths)
 
     def sample_states(self, values: Tensor, sample_shape: Any = ()) -> Tensor:
         """Draw paths given the values, ``(*S, *B, T)`` integers; padded steps hold 0."""
-        if self._validate_args and self.allowed is not None:
-            self._check_labels(values)
         shape = torch.Size(sample_shape)
         drawn = recursions.sample_states(*self._chain(values), self.lengths, shape.numel())
         return drawn.reshape(shape + drawn.shape[1:])
@@ -419,9 +410,44 @@ class HMM(TorchDistribution):
         labels = torch.zeros_like(self.allowed, dtype=self.log_initial.dtype)
         labels = labels.masked_fill(~self.allowed, -torch.inf)
         labels = labels.expand(*self.batch_shape, *labels.shape[-2:])
+        possible = recursions.log_evidence(self.log_initial, transition, labels, self.lengths)
+        if bool(possible.isneginf().any()):
+            raise ValueError(
+                "labels must leave a path of positive probability, for samples to keep to; none does "
+                f"in sequence {possible.isneginf().nonzero()[0].tolist()}."
+            )
         count = shape[: len(shape) - len(self.batch_shape)].numel()
         drawn = recursions.sample_states(self.log_initial, transition, labels, self.lengths, count)
         return drawn.reshape(*shape, self.num_steps)
+
+    def reorder(self, order: Tensor) -> HMM:
+        """The same law with its states in another order: state k is what ``order[k]`` was.
+
+        Args:
+            order: ``(K,)`` integers, each state once. ``metrics.align(found, truth).argsort()``
+                gives the states found the numbers of the true ones.
+
+        Raises:
+            ValueError: If ``order`` is not a permutation.
+        """
+        check_integers("order", order)
+        order = order.to(self.log_initial.device).long()
+        if not torch.equal(order.sort().values, torch.arange(self.num_states).to(order)):
+            raise ValueError(
+                f"order must hold each state from 0 to K - 1 = {self.num_states - 1} once; got "
+                f"{order.tolist()}."
+            )
+        if is_categorical(self.emission):
+            logits = log_probs(self.emission)[..., order, :]
+            emission: TorchDistribution = Categorical(logits=logits)
+        else:
+            emission = Tied(self.emission, order)
+        return self._with(
+            log_initial=self.log_initial[..., order],
+            log_transition=self.log_transition[..., order, :][..., order],
+            emission=emission,
+            allowed=None if self.allowed is None else self.allowed[..., order],
+        )
 
     def to_module(self) -> TabularHMM:
         """A module that builds this HMM, with its values as parameters that can be trained."""
@@ -433,6 +459,7 @@ class HMM(TorchDistribution):
 
     def _chain(self, values: Tensor, check: bool = True) -> tuple[Tensor, Tensor, Tensor]:
         """What the recursions read: logs of initial, transition and likelihood."""
+        given = values
         values, mask = self._prepare(values)
         if self.emission_per_step:
             likelihood = in_each_state(self.emission, values)
@@ -444,6 +471,8 @@ class HMM(TorchDistribution):
             likelihood = likelihood.masked_fill(~self.allowed, -torch.inf)
         if check and self._validate_args:
             _check_likelihood(likelihood)
+            if self.allowed is not None:
+                self._check_labels(given)
         transition = self.log_transition
         if not self.transition_per_step:
             transition = transition.unsqueeze(-3)
@@ -488,8 +517,10 @@ class HMM(TorchDistribution):
             mask = self._exists()
             if self.observed is not None:
                 mask = mask & self.observed
-            known = mask.expand(*batch, self.num_steps)
-            flat = values.expand(*batch, *self.event_shape).reshape(-1, *event)
+            # not the whole batch: restarts and particles see the same values
+            small = torch.broadcast_shapes(values.shape[: len(batch)], mask.shape[:-1])
+            known = mask.expand(*small, self.num_steps)
+            flat = values.expand(*small, *self.event_shape).reshape(-1, *event)
             filler = self._filler(flat, known.flatten())
             values = torch.where(known.reshape(known.shape + (1,) * len(event)), values, filler)
         if is_categorical(self.emission):
@@ -667,7 +698,7 @@ def emit(emission: TorchDistribution, states: Tensor) -> Tensor:
     """Draw an observation ``(*B, T, *E)`` from each of ``states`` ``(*B, T)``."""
     first = states.movedim(-1, 0)
     if is_categorical(emission):
-        return _Table(emission.logits).draw(first).movedim(0, -1)
+        return _Table(log_probs(emission)).draw(first).movedim(0, -1)
     drawn = [
         _pick(emission.expand(state.shape + emission.batch_shape[-1:]), state) for state in first
     ]

@@ -5,9 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pyro
+import torch
+from pyro import poutine
 from pyro.nn import PyroModule
 from torch import Tensor
 
+from ._checks import check_tensor
 from .hmm import HMM
 
 
@@ -95,7 +98,8 @@ def freeze(module: PyroModule, name: str, value: Tensor | None = None) -> None:
         value: The constant; what the parameter is now by default, if it has no prior.
 
     Raises:
-        ValueError: If there is no such parameter, or a ``value`` is needed.
+        TypeError: If ``value`` is not a tensor.
+        ValueError: If there is no such parameter, or a ``value`` is needed, or of another shape.
 
     Example:
         >>> module = TabularHMM(2, categorical(3))
@@ -107,17 +111,24 @@ def freeze(module: PyroModule, name: str, value: Tensor | None = None) -> None:
     part: Any = module
     for each in path:
         part = getattr(part, each, None)
-    priors = getattr(part, "_pyro_samples", {})
-    points = {*getattr(part, "_pyro_params", ()), *getattr(part, "_parameters", ())}
-    if last not in priors and last not in points:
-        known = sorted({*priors, *points})
+    priors, points = getattr(part, "_pyro_samples", {}), getattr(part, "_pyro_params", {})
+    hidden = {f"{each}_unconstrained" for each in points}
+    plain = set(getattr(part, "_parameters", ())) - hidden
+    if last not in priors and last not in points and last not in plain:
+        known = sorted({*priors, *points, *plain})
         raise ValueError(
             f"name must be that of a parameter; {type(module).__name__} has no {name!r}. "
             f"{'.'.join(path) or 'It'} has {', '.join(known) or 'none'}."
         )
-    if value is None:
-        if last in priors:
-            raise ValueError(f"value must be given for {name!r}, which has a prior and no value.")
-        value = getattr(part, last)
+    if value is None and last in priors:
+        raise ValueError(f"value must be given for {name!r}, which has a prior and no value.")
+    with torch.no_grad(), torch.random.fork_rng(devices=[]), poutine.block():
+        now = getattr(part, last)  # of a prior a draw, for its shape
+    value = now if value is None else value
+    check_tensor("value", value)
+    if value.shape != now.shape:
+        raise ValueError(
+            f"value must have the shape of {name!r}, {tuple(now.shape)}; got {tuple(value.shape)}."
+        )
     delattr(part, last)
     part.register_buffer(last, value.detach().clone())

@@ -131,7 +131,7 @@ def predictive_log_prob(hmm: HMM, values: Tensor) -> Tensor:
     .. math:: \log p(x_t | x_{1:t-1})
 
     Steps that are padded or not observed hold 0, so that the sum over steps is
-    :meth:`HMM.log_prob`. Observations hold -inf from where they have become impossible.
+    :meth:`HMM.log_prob`. Labels count as observations. They hold -inf from where they have become impossible.
 
     Args:
         hmm: The model.
@@ -147,7 +147,10 @@ def predictive_log_prob(hmm: HMM, values: Tensor) -> Tensor:
     with torch.no_grad():
         chain = _read(hmm, values)
         scores = (_predicted(chain) + chain.likelihood).logsumexp(-1)
-        return scores.masked_fill(~_known(hmm, chain), 0.0)
+        told = _known(hmm, chain)
+        if hmm.allowed is not None:
+            told = told | (chain.exists & ~hmm.allowed.all(-1))
+        return scores.masked_fill(~told, 0.0)
 
 
 def continuation(hmm: HMM, values: Tensor, num_steps: int) -> HMM:

@@ -211,13 +211,18 @@ class Sequences:
         return self.values.size(1)
 
     @property
+    def exists(self) -> Tensor:
+        """Which steps are not padding, ``(N, T)`` booleans."""
+        clock = torch.arange(self.num_steps)
+        return (clock < self.lengths.unsqueeze(-1)).to(self.values.device)
+
+    @property
     def num_labelled(self) -> int:
         """Number of steps whose state is known, or is known not to be one of them."""
         if self.labels is None:
             return 0
         known = ~self.labels.all(-1) if self.labels.dtype == torch.bool else self.labels >= 0
-        exists = torch.arange(self.num_steps) < self.lengths.unsqueeze(-1)
-        return int((known & exists.to(known.device)).sum())
+        return int((known & self.exists).sum())
 
     @property
     def num_observed(self) -> int:

@@ -61,6 +61,10 @@ class Filter:
                 "hmm must not change with the step, for a stream has no last one; this one has "
                 "parameters per step. Use hmm.filtered on the whole sequence."
             )
+        if hmm.allowed is not None:
+            raise ValueError(
+                "hmm is restricted to labels, which are those of given steps. Give the model without."
+            )
         self.hmm = hmm
         dtype = torch.promote_types(hmm.log_initial.dtype, hmm.log_transition.dtype)
         with torch.no_grad():

@@ -147,7 +147,8 @@ class TabularHMM(HMMModule):
         if self._is_free("initial"):
             found["initial"] = expected.initial.double().reshape(size)
         if self._is_free("transition"):
-            found["transition"] = expected.transitions.double().reshape(*size, self.num_states)
+            moves = expected.transitions.double().reshape(len(weights), -1, *size[1:] * 2)
+            found["transition"] = moves.sum(1)  # over steps, if the counts are of each
         if isinstance(self.emission, Emission):
             current = None if hmm is None else hmm.emission
             own = self.emission.statistics(values, weights, current)

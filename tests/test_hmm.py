@@ -1344,3 +1344,36 @@ def test_words_of_errors_end_in_a_cure():
     with pytest.raises(TypeError) as caught:
         HMM(**arguments(lengths=lambda: torch.ones(2)))
     assert re.search(r"Call \.long\(\) on it\.$", str(caught.value))
+
+
+def test_reordered_states_are_the_same_law():
+    for emission in (
+        dist.Categorical(torch.rand(3, 4)),
+        dist.Normal(torch.randn(3, 2), 1.0).to_event(1),
+        dist.Poisson(torch.rand(3)),
+    ):
+        logits = torch.randn(3).log_softmax(-1), torch.randn(3, 3).log_softmax(-1)
+        hmm = HMM(*logits, emission, torch.tensor([4, 2]))
+        values, order = hmm.sample(), torch.tensor([2, 0, 1])
+        other = hmm.reorder(order)
+        torch.testing.assert_close(other.log_prob(values), hmm.log_prob(values))
+        states = hmm.posterior(values).states
+        torch.testing.assert_close(other.posterior(values).states, states[..., order])
+        path = hmm.viterbi(values)
+        here = torch.arange(4) < hmm.lengths.unsqueeze(-1)
+        assert torch.equal(order[other.viterbi(values)][here], path[here])
+        assert other.sample().shape == values.shape
+    with pytest.raises(ValueError, match="^order must hold each state from 0 to K - 1 = 2 once"):
+        hmm.reorder(torch.tensor([0, 0, 1]))
+
+
+def test_probabilities_of_zero_are_zeros_however_they_are_given():
+    """``Categorical(probs=...).logits`` would have the logarithm of a small number instead."""
+    even = torch.full((2, 2), 0.5).log()
+    probs = torch.eye(2).requires_grad_()
+    hmm = HMM(even[0], torch.eye(2).log(), dist.Categorical(probs), torch.tensor(2))
+    evidence = hmm.log_prob(torch.tensor([[0, 1], [1, 1]]))
+    torch.testing.assert_close(evidence.exp(), torch.tensor([0.0, 0.5]))
+    evidence[1].backward()
+    assert probs.grad.isfinite().all()
+    assert (hmm.sample([50]).diff(dim=-1) == 0).all()

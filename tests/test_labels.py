@@ -16,6 +16,7 @@ from pyro.infer import Trace_ELBO, TraceEnum_ELBO
 from pyrohmm import (
     HMM,
     EnumeratedModel,
+    Filter,
     MarginalModel,
     Sequences,
     TabularHMM,
@@ -23,6 +24,7 @@ from pyrohmm import (
     fit_em,
     fit_map,
     load_hmm,
+    queries,
     save,
 )
 
@@ -654,3 +656,55 @@ def test_a_fit_names_labels_that_no_path_keeps_to(fit):
     data = Sequences.from_list([[0, 1, 2], [3, 1]], labels=[[0, 0, 1], [1, 0]])
     with pytest.raises(ValueError, match=r"labels must leave a path .* sequence 1, step 1"):
         fit(module, data)
+
+
+def test_one_step_ahead_counts_labels_of_missing_steps():
+    hmm = HMM(
+        torch.tensor([0.5, 0.5]).log(),
+        torch.tensor([[0.5, 0.5], [0.3, 0.7]]).log(),
+        dist.Categorical(torch.tensor([[0.5, 0.5], [1.0, 0.0]])),
+        torch.tensor([2]),
+        torch.tensor([[True, False]]),
+    ).restrict(torch.tensor([[-1, 1]]))
+    values = torch.tensor([[0, 0]])
+    scores = queries.predictive_log_prob(hmm, values)
+    torch.testing.assert_close(scores.sum(-1), hmm.log_prob(values))
+    assert (scores < 0).all()
+
+
+def test_what_cannot_keep_to_labels_says_so():
+    start = torch.tensor([1.0, 0.0]).log()
+    even = torch.full((2, 2), 0.5).log()
+    hmm = HMM(start, even, dist.Categorical(logits=even), torch.tensor([2]))
+    hmm = hmm.restrict(torch.tensor([[1, -1]]))
+    values = torch.tensor([[0, 1]])
+    for ask in (
+        queries.path_entropy,
+        queries.predictive_log_prob,
+        lambda hmm, values: queries.k_best(hmm, values, 2),
+    ):
+        with pytest.raises(ValueError, match="sequence 0, step 0"):
+            ask(hmm, values)
+    with pytest.raises(ValueError, match="for samples to keep to"):
+        hmm.sample()
+    with pytest.raises(ValueError, match="hmm is restricted to labels"):
+        Filter(hmm)
+
+
+def test_the_enumerated_form_names_labels_that_no_path_keeps_to():
+    module = TabularHMM(2, categorical(2), initial_allowed=torch.tensor([True, False]))
+    data = Sequences(torch.tensor([[0, 1]]), torch.tensor([2]), labels=torch.tensor([[1, -1]]))
+    for form in (MarginalModel, EnumeratedModel):
+        with pytest.raises(ValueError, match="sequence 0, step 0"):
+            fit_map(form(module), data, num_steps=2)
+
+
+def test_errors_in_minibatches_name_the_sequences_they_hold():
+    module = TabularHMM(2, categorical(2), initial_allowed=torch.tensor([True, False]))
+    labels = torch.tensor([[-1, -1], [-1, -1], [1, -1]])
+    data = Sequences(torch.zeros(3, 2).long(), torch.tensor([2, 2, 2]), labels=labels)
+    for fit in (lambda: fit_map(MarginalModel(module), data, batch_size=1),
+                lambda: fit_em(module, data, batch_size=1)):  # fmt: skip
+        with pytest.raises(ValueError, match="sequence 0, step 0") as found:
+            fit()
+        assert found.value.__notes__ == ["The minibatch holds the sequences [2]."]
