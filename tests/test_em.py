@@ -362,6 +362,17 @@ def test_a_minibatch_of_all_sequences_ends_where_full_batches_end():
     assert not parts.converged
 
 
+def test_a_minibatch_counts_for_the_whole_set():
+    """Of copies of one sequence, any two stand for all six."""
+    case = CASES["symbols"]
+    one = data_of(case, lengths=[5], gaps=False).values
+    data, module = Sequences(one.expand(6, 5), torch.full((6,), 5)), module_of(case)
+    begin = start_at(draw_start(module, data))
+    whole = fit_em(module, data, num_steps=1, tolerance=None, start=begin)
+    parts = fit_em(module, data, num_steps=1, batch_size=2, start=begin)
+    torch.testing.assert_close(parts.losses, whole.losses)
+
+
 def test_minibatches_come_near_the_full_fit():
     case = CASES["symbols"]
     data, module = data_of(case, lengths=[6] * 40, gaps=False), module_of(case)
