@@ -24,6 +24,7 @@ from pyro.distributions import (
 from pyro.distributions.torch_distribution import TorchDistribution
 from torch import Tensor
 
+from .distributions import log_probs
 from .hmm import HMM
 
 
@@ -78,7 +79,7 @@ def from_hmmlearn(model: Any, lengths: Sequence[int] | Tensor) -> HMM:
     )
 
 
-def to_hmmlearn(hmm: HMM) -> Any:
+def to_hmmlearn(hmm: HMM, **options: Any) -> Any:
     """The model of hmmlearn that has the law of ``hmm``.
 
     The class follows from the emission: ``CategoricalHMM`` for symbols, ``PoissonHMM`` for counts,
@@ -87,6 +88,10 @@ def to_hmmlearn(hmm: HMM) -> Any:
     of one component. Lengths are left out: hmmlearn takes them with the data.
 
     Fitting the model goes on from these parameters.
+
+    Args:
+        hmm: The HMM.
+        **options: Of the class in hmmlearn, such as ``n_iter`` and ``tol``.
 
     Raises:
         ImportError: If hmmlearn is not installed.
@@ -126,7 +131,7 @@ def to_hmmlearn(hmm: HMM) -> Any:
             "and emission. Select one of the batch."
         )
     with torch.no_grad():
-        model = _model(library, hmm.num_states, hmm.emission)
+        model = _model(library, hmm.num_states, hmm.emission, {"init_params": "", **options})
         model.startprob_ = _probabilities(hmm.log_initial)
         model.transmat_ = _probabilities(hmm.log_transition)
     return model
@@ -192,27 +197,27 @@ def _normal(means: Tensor, variances: Tensor) -> TorchDistribution:
 # To hmmlearn ---------------------------------------------------------------------------------
 
 
-def _model(library: ModuleType, num_states: int, emission: Any) -> Any:
+def _model(library: ModuleType, num_states: int, emission: Any, options: dict[str, Any]) -> Any:
     """A model with the parameters of ``emission``."""
     part = _as_vectors(emission)
     if isinstance(part, torch.distributions.Categorical):
-        model = library.CategoricalHMM(num_states, init_params="")
-        model.emissionprob_ = _probabilities(part.logits)
-        model.n_features = part.logits.size(-1)
+        model = library.CategoricalHMM(num_states, **options)
+        model.emissionprob_ = _probabilities(log_probs(part))
+        model.n_features = log_probs(part).size(-1)
     elif _is_independent(part, torch.distributions.Poisson):
-        model = library.PoissonHMM(num_states, init_params="")
+        model = library.PoissonHMM(num_states, **options)
         model.lambdas_ = _array(part.base_dist.rate)
         model.n_features = part.event_shape[0]
     elif _is_gaussian(part):
         kind, covariances = _covariances(part)
-        model = library.GaussianHMM(num_states, covariance_type=kind, init_params="")
+        model = library.GaussianHMM(num_states, covariance_type=kind, **options)
         model.means_, model.covars_ = _array(part.mean), covariances
         model.n_features = part.event_shape[0]
     elif _is_gaussian_mixture(part):
         weights, component = part.mixture_distribution, _as_vectors(part.component_distribution)
         kind, covariances = _covariances(component)
         model = library.GMMHMM(
-            num_states, component.batch_shape[-1], covariance_type=kind, init_params=""
+            num_states, component.batch_shape[-1], covariance_type=kind, **options
         )
         model.weights_ = _probabilities(weights.logits)
         model.means_, model.covars_ = _array(component.mean), covariances

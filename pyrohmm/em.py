@@ -576,9 +576,10 @@ class _Problem:
                 name: transform_to(self.sites[name].support)(leaf) for name, leaf in leaves.items()
             }
             hmm, prior = self.build(batch)
-            terms = hmm._chain(batch.values)
+            terms = [*zip(hmm._chain(batch.values), counts[1:])]
             total = prior.reshape(-1).expand(self.restarts)
-            for term, count in zip(terms, (counts.initial, counts.transitions, counts.states)):
+            # with a closed form for the chain, its terms are as they are, or underflow
+            for term, count in terms[2:] if self.tabular else terms:
                 gain = torch.where(count > 0, term.expand(count.shape) * count, 0.0)
                 total = total + gain.reshape(self.restarts, -1).sum(-1)
             return -total
@@ -592,10 +593,8 @@ class _Problem:
 
     def watch(self, trail: Tensor) -> None:
         """Report a loss that has risen by more than rounding."""
-        single = (
-            self.data.values.dtype == torch.float32 or torch.get_default_dtype() == torch.float32
-        )
-        slack = (1e-5 if single else 1e-9) * trail.abs().amax().item()
+        single = any(each.dtype == torch.float32 for each in [*self.values.values(), *self.points])
+        slack = (1e-6 if single else 1e-10) * (1 + trail.abs().amax().item())
         rise = (trail[:, 1:] - trail[:, :-1]).max().item() if trail.size(1) > 1 else 0.0
         if rise > slack:
             note = (

@@ -413,8 +413,8 @@ class HMM(TorchDistribution):
         possible = recursions.log_evidence(self.log_initial, transition, labels, self.lengths)
         if bool(possible.isneginf().any()):
             raise ValueError(
-                "labels must leave a path of positive probability, for samples to keep to; none does "
-                f"in sequence {possible.isneginf().nonzero()[0].tolist()}."
+                "labels must leave a path of positive probability, for samples to keep to; none "
+                f"does in sequence {possible.isneginf().nonzero()[0].tolist()}."
             )
         count = shape[: len(shape) - len(self.batch_shape)].numel()
         drawn = recursions.sample_states(self.log_initial, transition, labels, self.lengths, count)

@@ -131,7 +131,8 @@ def predictive_log_prob(hmm: HMM, values: Tensor) -> Tensor:
     .. math:: \log p(x_t | x_{1:t-1})
 
     Steps that are padded or not observed hold 0, so that the sum over steps is
-    :meth:`HMM.log_prob`. Labels count as observations. They hold -inf from where they have become impossible.
+    :meth:`HMM.log_prob`; a label counts as an observation. What is observed holds -inf from where
+    it has become impossible.
 
     Args:
         hmm: The model.

@@ -63,7 +63,7 @@ class Filter:
             )
         if hmm.allowed is not None:
             raise ValueError(
-                "hmm is restricted to labels, which are those of given steps. Give the model without."
+                "hmm is restricted to labels, which belong to given steps. Give one without them."
             )
         self.hmm = hmm
         dtype = torch.promote_types(hmm.log_initial.dtype, hmm.log_transition.dtype)

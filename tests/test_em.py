@@ -902,7 +902,8 @@ def test_every_family_is_fitted_in_float32(name, restarts):
     data = data_of(CASES[name])
     values = data.values.float() if data.values.is_floating_point() else data.values
     data = Sequences(values, data.lengths, data.observed)
-    fit = fit_em(module_of(CASES[name]), data, num_steps=20, restarts=restarts)
+    module = module_of(CASES[name]).float()
+    fit = fit_em(module, data, num_steps=20, restarts=restarts)
     assert fit.losses.isfinite().all()
     assert all(value.dtype == torch.float32 for value in fit.values.values())
 
@@ -1040,3 +1041,26 @@ def test_what_cannot_be_frozen_is_named(name, value, error, words):
         freeze(points, "initial_unconstrained")
     freeze(points, "initial")
     assert "initial" in dict(points.named_buffers())
+
+
+def test_moves_that_underflow_do_not_let_gradient_steps_go_astray():
+    """In float32 a chance of 1e-44 becomes zero while it is still expected to be used."""
+    torch.set_default_dtype(torch.float32)
+
+    class Laplace(PyroModule):
+        def __init__(self, num_states):
+            super().__init__()
+            self.loc = PyroSample(dist.Normal(torch.zeros(num_states), 5.0).to_event(1))
+
+        def forward(self):
+            return dist.Laplace(self.loc, 1.0)
+
+    pyro.set_rng_seed(2)
+    data = plain(torch.randn(6, 40).float())
+    begin = {
+        "initial": torch.tensor([1e-30, 1.0]),
+        "transition": torch.tensor([[1.0, 1e-44], [1e-41, 1.0]]),
+        "emission.loc": torch.tensor([0.5, -0.1]),
+    }
+    fit = fit_em(TabularHMM(2, Laplace), data, num_steps=12, tolerance=None, start=lambda *_: begin)
+    assert (fit.losses.diff() <= 1e-6 * fit.losses[0].abs()).all()

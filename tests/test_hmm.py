@@ -1363,7 +1363,7 @@ def test_reordered_states_are_the_same_law():
         here = torch.arange(4) < hmm.lengths.unsqueeze(-1)
         assert torch.equal(order[other.viterbi(values)][here], path[here])
         assert other.sample().shape == values.shape
-    with pytest.raises(ValueError, match="^order must hold each state from 0 to K - 1 = 2 once"):
+    with pytest.raises(ValueError, match=r"^order must hold each state from 0 to K - 1 = 2 once"):
         hmm.reorder(torch.tensor([0, 0, 1]))
 
 

@@ -1,0 +1,342 @@
+# %% [markdown]
+# # Coming from hmmlearn, dynamax or plain Pyro
+#
+# The tasks you know, with the names you know beside ours. Each is done twice, and an assertion in
+# the cell holds the two numbers together: score, decode, posterior, EM with and without priors,
+# sampling, and the loss of a `pyro.markov` loop.
+#
+# | hmmlearn | dynamax | Pyro | pyrohmm |
+# | --- | --- | --- | --- |
+# | `n_components` | `num_states` | | `hmm.num_states` |
+# | `startprob_` | `initial.probs` | `initial_logits` | `hmm.log_initial` |
+# | `transmat_` | `transition_matrix` | `transition_logits` | `hmm.log_transition` |
+# | `emissionprob_` | `emissions.probs` | `observation_dist` | `hmm.emission.probs` |
+# | `means_` | `emissions.means` | `observation_dist` | `hmm.emission.mean` |
+# | `covars_` | `.covs`, `.scale_diags` | `observation_dist` | `hmm.emission.variance` |
+# | `X`, `lengths` | `emissions` | `obs=`, `mask` | `Sequences(values, lengths)` |
+# | `score` | `marginal_log_prob` | `log_prob` | `hmm.log_prob` |
+# | `decode`, `predict` | `most_likely_states` | `infer_discrete` | `hmm.viterbi` |
+# | `predict_proba` | `smoother` | `compute_marginals` | `hmm.posterior(x).states` |
+# | | `filter` | `filter`, last step | `hmm.filtered` |
+# | `sample` | `sample` | `sample` | `hmm.sample_with_states` |
+# | `fit` | `fit_em` | | `fit_em` |
+# | | `fit_sgd` | `SVI` | `fit_map`, `fit_svi` |
+# | `monitor_.history` | second result | `svi.step` | `fit.losses`, sign reversed |
+# | `params="st"` | `props`, `trainable` | `pyro.condition` | `freeze(module, name, value)` |
+# | `init_params` | `initialize` | `init_loc_fn` | `fit_em(start=)` |
+#
+# and of the priors:
+#
+# | hmmlearn | dynamax | pyrohmm |
+# | --- | --- | --- |
+# | `startprob_prior` | `initial_probs_concentration` | `initial_concentration` |
+# | `transmat_prior` | `transition_matrix_concentration` | `transition_concentration` |
+# | `emissionprob_prior` | `emission_prior_concentration` | `categorical(V, concentration)` |
+# | `means_prior` | `emission_prior_mean` | `normal(D, loc=)` |
+# | `means_weight` | `emission_prior_concentration` | `normal(D, weight=)` |
+# | `covars_prior`, `covars_weight` | `emission_prior_scale`, `_extra_df` | see below |
+#
+# The data are rolls of a die that is sometimes loaded, and later points in the plane; both are
+# drawn from a model that we choose.
+
+# %%
+import importlib.util
+import logging
+
+import numpy as np
+import pyro
+import torch
+from matplotlib import pyplot as plt
+from pyro import poutine
+from pyro.distributions import Categorical, Dirichlet, DiscreteHMM, Normal
+from pyro.infer import Trace_ELBO, TraceEnum_ELBO
+
+from pyrohmm import (
+    HMM,
+    MarginalModel,
+    Sequences,
+    TabularHMM,
+    categorical,
+    datasets,
+    fit_em,
+    from_hmmlearn,
+    normal,
+    to_hmmlearn,
+)
+from pyrohmm.em import from_hmm
+
+pyro.set_rng_seed(0)
+torch.set_default_dtype(torch.float64)  # as hmmlearn has it; torch's default is float32
+same = torch.testing.assert_close
+has_hmmlearn = importlib.util.find_spec("hmmlearn") is not None
+if not has_hmmlearn:
+    print("hmmlearn is not installed, so its half of the cells is left out.")
+    print("To see it: pip install hmmlearn")
+
+# %% [markdown]
+# ## The data: `X` and `lengths` against padding
+#
+# hmmlearn has all sequences end to end in one array. Here they stand side by side, padded on the
+# right; `Sequences.from_list` pads, and a boolean mask takes the padding out again.
+
+# %%
+start, move, face = datasets.casino_parameters()
+lengths = torch.tensor([120, 60, 90])
+truth = HMM(start.log(), move.log(), Categorical(face), lengths)
+rolls, dice = truth.sample_with_states()
+exists = torch.arange(120) < lengths.unsqueeze(-1)
+
+X = rolls[exists].unsqueeze(-1).numpy()  # hmmlearn: (120 + 60 + 90, 1)
+data = Sequences.from_list(torch.from_numpy(X[:, 0]).split(lengths.tolist()))
+print(X.shape, lengths.tolist())
+print(data)
+same(data.values[exists], rolls[exists])
+
+# %% [markdown]
+# ## Score, decode, posterior
+#
+# `to_hmmlearn` and `from_hmmlearn` carry a model across; parameters are probabilities there and
+# logarithms here. A score is one number there, and one for each sequence here: their sum is the
+# same.
+
+# %%
+print(f"log_prob            {truth.log_prob(data.values)}")
+path = truth.viterbi(data.values)
+states = truth.posterior(data.values).states
+if has_hmmlearn:
+    model = to_hmmlearn(truth)
+    score, best = model.score(X, lengths), model.decode(X, lengths)
+    print(f"score of hmmlearn   {score:.4f}, the sum here {truth.log_prob(data.values).sum():.4f}")
+    same(truth.log_prob(data.values).sum().item(), score)
+    same(path[exists], torch.from_numpy(best[1]))
+    same(truth.log_joint(data.values, path).sum().item(), best[0])
+    same(states[exists], torch.from_numpy(model.predict_proba(X, lengths)))
+    back = from_hmmlearn(model, lengths)
+    same(back.log_prob(data.values), truth.log_prob(data.values))
+    print("decode, predict_proba and the way back agree")
+
+# %% [markdown]
+# ## Sampling
+#
+# One call draws all the sequences, and as many times as you like. The two packages draw from
+# different generators, so only their statistics agree.
+
+# %%
+values, drawn = truth.sample_with_states([200])  # (200, 3, 120)
+print(f"share of sixes, pyrohmm   {(values[:, exists] == 5).double().mean():.3f}")
+if has_hmmlearn:
+    sampled, _ = model.sample(30_000, random_state=0)
+    print(f"share of sixes, hmmlearn  {(sampled == 5).mean():.3f}")
+stationary = truth.stationary()
+print(f"share of sixes, exactly   {stationary @ face[:, 5]:.3f}, in the long run")
+
+# %% [markdown]
+# ## EM
+#
+# `fit_em` of an HMM starts at its parameters and has no priors: maximum likelihood, as
+# `CategoricalHMM` does with its default priors of one. Step by step the two are the same.
+
+# %%
+guess = HMM(
+    torch.tensor([0.5, 0.5]).log(),
+    torch.tensor([[0.8, 0.2], [0.3, 0.7]]).log(),
+    Categorical(torch.tensor([[3.0, 2, 2, 2, 2, 1], [1.0, 2, 2, 2, 2, 3]])),
+    lengths,
+)
+
+
+settings = {"n_iter": 20, "tol": -np.inf}  # twenty steps, whatever they bring
+fit = fit_em(guess, data, num_steps=20, tolerance=None)
+print(fit.summary())
+if has_hmmlearn:
+    model = to_hmmlearn(guess, **settings).fit(X, lengths)
+    same(-fit.losses[:-1], torch.tensor(list(model.monitor_.history)))
+    same(fit.draw(data).emission.probs, torch.from_numpy(model.emissionprob_))
+    print(f"after 20 steps: {-fit.losses[-1]:.6f}, hmmlearn {model.score(X, lengths):.6f}")
+
+# %% [markdown]
+# They end differently. hmmlearn takes 10 steps unless told otherwise (`n_iter`), and ends when the
+# log-likelihood of all the data rises by less than `tol = 0.01` nats; `fit_em` takes up to 200,
+# and ends when it rises by less than a millionth of itself. A fit says which of the two it was;
+# `monitor_.converged` is also True when the steps ran out.
+
+# %%
+longer = fit_em(guess, data)
+print(f"converged: {longer.converged}; {longer.reason}, after {len(longer.losses)} steps")
+if has_hmmlearn:
+    model = to_hmmlearn(guess)
+    model.fit(X, lengths)
+    print(f"hmmlearn converged: {model.monitor_.converged}, after {model.monitor_.iter} steps")
+
+# %% [markdown]
+# ## Normal vectors, and the priors that hmmlearn has without asking
+#
+# `GaussianHMM` is not maximum likelihood by default: `covars_prior = 0.01` is added to the sum of
+# squares of every state. Its prior is ours under other names,
+#
+# $$\text{rate} = \tfrac12 \, \text{covars\_prior}, \quad
+#   \text{concentration} = \tfrac12 (\text{covars\_weight} - 4), \quad
+#   \text{loc} = \text{means\_prior}, \quad \text{weight} = \text{means\_weight},$$
+#
+# so that our default, `normal(D)`, is `covars_prior=2, covars_weight=8, means_weight=0.01`. EM then
+# raises the joint density, not the likelihood; hmmlearn watches the likelihood all the same, and
+# may warn that it is not converging. We ask it not to.
+
+# %%
+logging.getLogger("hmmlearn").setLevel(logging.ERROR)
+points = HMM(
+    torch.tensor([0.5, 0.5]).log(),
+    torch.tensor([[0.9, 0.1], [0.2, 0.8]]).log(),
+    Normal(
+        torch.tensor([[-1.0, 0.0], [1.0, 0.5]]), torch.tensor([[0.6, 1.0], [0.9, 0.4]])
+    ).to_event(1),
+    lengths,
+)
+plane = Sequences(points.sample(), lengths)
+flat = fit_em(points, plane, num_steps=20, tolerance=None)
+prior = fit_em(
+    TabularHMM(2, normal(2)), plane, start=from_hmm(points), num_steps=19, tolerance=None
+)
+print("variances, likelihood alone  ", flat.draw(plane).emission.variance.flatten())
+print("variances, with our prior    ", prior.draw(plane).emission.variance.flatten())
+if has_hmmlearn:
+    priors = {
+        "likelihood alone": (flat, {"covars_prior": 0.0, "covars_weight": 1.0}),
+        "with our prior": (
+            prior, {"covars_prior": 2.0, "covars_weight": 8.0, "means_weight": 0.01},
+        ),
+    }  # fmt: skip
+    for name, (fit, setting) in priors.items():
+        model = to_hmmlearn(points, **settings, **setting)
+        model.fit(plane.values[exists].numpy(), lengths)
+        ours = fit.draw(plane)
+        same(ours.emission.mean, torch.from_numpy(model.means_))
+        same(ours.emission.variance, from_hmmlearn(model, lengths).emission.variance)
+        print(f"hmmlearn agrees: {name}")
+
+# %% [markdown]
+# ## dynamax
+#
+# The same in dynamax, whose sequences must have one length (`vmap` over them, or mask by hand):
+#
+# ```python
+# from jax import numpy as jnp, random
+# from dynamax.hidden_markov_model import CategoricalHMM
+#
+# hmm = CategoricalHMM(num_states=2, emission_dim=1, num_classes=6)
+# params, props = hmm.initialize(
+#     initial_probs=jnp.array(start.numpy()),
+#     transition_matrix=jnp.array(move.numpy()),
+#     emission_probs=jnp.array(face[:, None].numpy()),  # (K, 1, V)
+# )
+# rolls = jnp.array(data.values[0, :, None].numpy())  # (T, 1)
+# hmm.marginal_log_prob(params, rolls)        # truth.log_prob(data.values)[0]
+# hmm.most_likely_states(params, rolls)       # truth.viterbi(data.values)[0]
+# hmm.smoother(params, rolls).smoothed_probs  # truth.posterior(data.values).states[0]
+# hmm.filter(params, rolls).filtered_probs    # truth.filtered(data.values)[0]
+# hmm.sample(params, random.PRNGKey(1), 120)  # truth.sample_with_states(), but states first
+# params, history = hmm.fit_em(params, props, rolls[None], num_iters=20)
+# ```
+#
+# Two habits differ. dynamax holds parameters apart from the model and hands them to every call;
+# an `HMM` here *is* its parameters, and a module is what makes one. And its priors are not flat
+# by default: `CategoricalHMM` has concentrations of 1.1.
+#
+# ## Plain Pyro
+#
+# This is the loop that Pyro users write, for sequences of different lengths, and
+# `TraceEnum_ELBO`, which sums the states out. `MarginalModel` has the same loss at the same point.
+
+
+# %%
+def by_hand(data):
+    initial = pyro.sample("initial", Dirichlet(torch.ones(2)))
+    transition = pyro.sample("transition", Dirichlet(torch.ones(2, 2)).to_event(1))
+    probs = pyro.sample("probs", Dirichlet(torch.ones(2, 6)).to_event(1))
+    state = None
+    with pyro.plate("sequences", len(data)):
+        for t in pyro.markov(range(data.num_steps)):
+            with poutine.mask(mask=data.lengths > t):
+                law = initial if state is None else transition[state]
+                state = pyro.sample(f"z_{t}", Categorical(law), infer={"enumerate": "parallel"})
+                pyro.sample(f"x_{t}", Categorical(probs[state]), obs=data.values[:, t])
+
+
+def nothing(data):
+    """The guide: all that is not enumerated is given."""
+
+
+first = pyro.condition(by_hand, data={"initial": start, "transition": move, "probs": face})
+second = pyro.condition(
+    MarginalModel(TabularHMM(2, categorical(6))),
+    data={"module.initial": start, "module.transition": move, "module.emission.probs": face},
+)
+loop = TraceEnum_ELBO(max_plate_nesting=1).loss(first, nothing, data)
+marginal = Trace_ELBO().loss(second, nothing, data)
+print(f"pyro.markov {loop:.6f}, MarginalModel {marginal:.6f}")
+same(loop, marginal)
+
+# %% [markdown]
+# `fit_map` and `fit_svi` are Pyro's `SVI` with `AutoDelta` and with a guide of yours, on such a
+# model. Tutorial 2 keeps the loop and its gradient, and measures what the change is worth.
+#
+# ## Traps
+#
+# **The first state emits.** So do those of hmmlearn and dynamax. Pyro's `DiscreteHMM` moves once
+# before it emits, so that its first hidden state is one step earlier:
+
+# %%
+start = torch.tensor([0.2, 0.8])
+pyro_hmm = DiscreteHMM(start.log(), move.log(), Categorical(face), duration=60)
+moved = HMM((start @ move).log(), move.log(), Categorical(face), torch.tensor(60))
+ours = HMM(start.log(), move.log(), Categorical(face), torch.tensor(60))
+roll = data.values[1, :60]
+print(f"DiscreteHMM {pyro_hmm.log_prob(roll):.6f}")
+print(f"HMM         {ours.log_prob(roll):.6f}, and {moved.log_prob(roll):.6f} having moved once")
+same(pyro_hmm.log_prob(roll), moved.log_prob(roll))
+
+# %% [markdown]
+# **Rows are where one comes from**, columns where one goes, as in all four packages: rows sum
+# to one.
+#
+# **Logarithms, and zeros among them.** `HMM` takes logarithms, and minus infinity is legal: a move
+# that cannot be made. A sequence that cannot happen scores $-\infty$, and the gradient by the
+# logarithms is zero, not NaN. Zeros given as `Categorical(probs=...)` are zeros too, although its
+# own `logits` show the smallest number that torch knows in their place.
+
+# %%
+log_move = torch.tensor([[0.9, 0.1], [0.0, 1.0]]).log().requires_grad_()
+shown = Categorical(probs=torch.eye(2))
+one_way = HMM(torch.tensor([0.5, 0.5]).log(), log_move, shown, torch.tensor(3))
+score = one_way.log_prob(torch.tensor([1, 0, 0]))
+score.backward()
+print(f"impossible: {score:.1f}, gradient {log_move.grad.tolist()}")
+
+# %% [markdown]
+# **Lengths.** hmmlearn takes `lengths` with every call; an `HMM` here is made for its lengths.
+# The same parameters for other data: `fit.draw(other_data)`. What stands in the padding is not
+# read, but it must be masked from what you compute yourself: `viterbi` holds 0 there.
+#
+# **Symbols are integers** `(N, T)` here, without the last dimension of one that hmmlearn and
+# dynamax have. Vectors are `(N, T, D)`; of a normal distribution that is batched over states and
+# components, `.to_event(1)` makes the last dimension one observation.
+#
+# **Missing steps** are NaN in floating-point data, or `observed=False`; hmmlearn has none.
+#
+# ## In one picture
+#
+# The posterior of the loaded die by pyrohmm and by hmmlearn; you should see one line.
+
+# %%
+figure, axes = plt.subplots(figsize=(9, 2.6), layout="constrained")
+loaded = int(face[:, 5].argmax())
+axes.fill_between(range(120), dice[0] == loaded, step="mid", color="0.88", label="loaded in truth")
+if has_hmmlearn:
+    theirs = to_hmmlearn(truth).predict_proba(X, lengths)[:120, loaded]
+    axes.plot(theirs, color="C1", linewidth=5, alpha=0.5, label="hmmlearn, predict_proba")
+axes.plot(states[0, :, loaded], color="C0", linewidth=1.5, label="pyrohmm, posterior")
+axes.set_xlim(0, 119)
+axes.set_xlabel("roll")
+axes.set_ylabel("p(loaded | rolls)")
+axes.legend(frameon=False, ncols=3, loc="lower right", bbox_to_anchor=(1.0, 1.0))
+plt.show()
