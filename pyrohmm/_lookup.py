@@ -30,8 +30,18 @@ def take_rows(table: Tensor, rows: Tensor) -> Tensor:
 
 
 def add_rows(values: Tensor, rows: Tensor, size: int) -> Tensor:
-    """Sums ``(size, K)`` of the rows of ``values`` ``(M, K)`` that have the same index."""
-    return _AddRows.apply(values, rows, size)
+    """Sums ``(size, K)`` in float64 of the rows of ``values`` ``(M, K)`` that have the same index.
+
+    (Sums of many small numbers in float32 come to a stand.) No gradient is kept.
+    """
+    values = values.detach()
+    out = values.new_zeros(size, values.size(1), dtype=torch.float64)
+    compiled = kernels() if values.device.type == "cpu" else None
+    if compiled is None:
+        return out.index_add_(0, rows, values.double())
+    work = len(rows) * values.size(1) // size
+    compiled.run(compiled.add_rows, size, work, rows, values.contiguous(), out)
+    return out
 
 
 class _TakeRows(torch.autograd.Function):

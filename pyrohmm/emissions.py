@@ -136,7 +136,7 @@ class CategoricalEmission(Emission):
             weights = weights.masked_fill(missing.unsqueeze(-1), 0.0)
             values = values.masked_fill(missing, 0.0).long()
         size = self.concentration.size(-1)
-        counts = [add_rows(each.double(), values.long(), size).mT for each in weights]
+        counts = [add_rows(each, values.long(), size).mT for each in weights]
         return {"counts": torch.stack(counts)}
 
     def maximise(self, statistics: Statistics) -> tuple[dict[str, Tensor], list[str]]:

@@ -1047,6 +1047,11 @@ def test_moves_that_underflow_do_not_let_gradient_steps_go_astray():
     """In float32 a chance of 1e-44 becomes zero while it is still expected to be used."""
     torch.set_default_dtype(torch.float32)
 
+    class Watching(GradientStep):
+        def __call__(self, loss, parameters):
+            assert loss().isfinite().all()  # else it would have nothing to go by
+            super().__call__(loss, parameters)
+
     class Laplace(PyroModule):
         def __init__(self, num_states):
             super().__init__()
@@ -1057,10 +1062,18 @@ def test_moves_that_underflow_do_not_let_gradient_steps_go_astray():
 
     pyro.set_rng_seed(2)
     data = plain(torch.randn(6, 40).float())
-    begin = {
-        "initial": torch.tensor([1e-30, 1.0]),
-        "transition": torch.tensor([[1.0, 1e-44], [1e-41, 1.0]]),
-        "emission.loc": torch.tensor([0.5, -0.1]),
-    }
-    fit = fit_em(TabularHMM(2, Laplace), data, num_steps=12, tolerance=None, start=lambda *_: begin)
-    assert (fit.losses.diff() <= 1e-6 * fit.losses[0].abs()).all()
+    for chance in (2e-45, 1e-44, 3e-44, 1e-43, 3e-43, 1e-42, 3e-42):
+        begin = {
+            "initial": torch.tensor([0.0, 1.0]),
+            "transition": torch.tensor([[1.0, 0.0], [chance, 1.0]]),
+            "emission.loc": torch.tensor([4.0, 1.0]),
+        }
+        fit = fit_em(
+            TabularHMM(2, Laplace),
+            data,
+            num_steps=2,
+            tolerance=None,
+            start=lambda *_, begin=begin: begin,
+            gradient_step=Watching(3),
+        )
+        assert (fit.losses.diff() <= 1e-6 * fit.losses[0].abs()).all()
