@@ -307,7 +307,10 @@ def forward_blocks(  # documented in _messages.forward
                 faint[i] = smallest[i] <= tiny or smallest[i] / norm[i] * least < tiny
                 scale[i] = norm[i]
                 evidence[start + i] += peak[i]
-                product[i] *= norm[i]
+                if norm[i] < 1e-100:  # even two of them might underflow
+                    evidence[start + i] += np.log(norm[i])
+                else:
+                    product[i] *= norm[i]
                 if product[i] < 1e-200:
                     evidence[start + i] += np.log(product[i])
                     product[i] = 1.0
@@ -464,7 +467,10 @@ def forward_rows(  # the same, for few sequences, one after the other
                 break
             faint, scale = smallest <= tiny or smallest / norm * least < tiny, norm
             logs += peak
-            product *= norm
+            if norm < 1e-100:
+                logs += np.log(norm)
+            else:
+                product *= norm
             if product < 1e-200:
                 logs += np.log(product)
                 product = 1.0

@@ -688,6 +688,19 @@ def test_numbers_far_apart_break_nothing(parts, dtype, engine):
     assert_close(reached, answer.best, parts, **tolerance)
 
 
+@pytest.mark.parametrize("num_sequences", [1, 40])
+@pytest.mark.parametrize("apart", [1.0, 100.0, 300.0, 400.0, 460.0, 600.0, 5000.0])
+def test_steps_that_are_unlikely_one_after_the_other_add_up(apart, num_sequences, engine):
+    """Norms of single steps may be 1e-200, and the product of two of them no number at all."""
+    never = torch.tensor([[0.0, -torch.inf], [-torch.inf, 0.0]])
+    turns = torch.tensor([[0.0, -apart], [-apart, 0.0]]).repeat(4, 1)
+    chain = torch.full((2,), 0.5).log(), never[None], turns.expand(num_sequences, 8, 2)
+    lengths = torch.full((num_sequences,), 8)
+    evidence = recursions.log_evidence(*chain, lengths)
+    torch.testing.assert_close(evidence, torch.full((num_sequences,), -4 * apart))
+    torch.testing.assert_close(recursions.posterior(*chain, lengths).log_evidence, evidence)
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 def test_many_random_chains_far_apart_break_nothing(dtype, engine):
     """As above by brute force: chains of every spread, most of them without a way back."""

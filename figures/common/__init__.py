@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import platform
-import sys
 import time
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
@@ -16,11 +15,22 @@ from typing import Any
 FOLDER = Path(__file__).resolve().parent.parent
 
 
-def arguments(description: str | None) -> argparse.Namespace:
-    """The options every script has; ``--quick`` runs it small and leaves its results alone."""
+def arguments(description: str | None, parts: list[str] | None = None) -> argparse.Namespace:
+    """The options every script has; ``--quick`` runs it small and leaves its results alone.
+
+    With ``parts``, ``--only`` runs some of them, and keeps the results of the others.
+    """
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--quick", action="store_true", help="small sizes; nothing is written")
+    if parts:
+        parser.add_argument("--only", nargs="+", choices=parts, default=parts)
     return parser.parse_args()
+
+
+def earlier(name: str) -> list[dict[str, Any]]:
+    """The rows of ``figures/NAME.json``, if there is one."""
+    path = FOLDER / f"{name}.json"
+    return json.loads(path.read_text())["rows"] if path.exists() else []
 
 
 def side_by_side(
@@ -63,7 +73,7 @@ def write(name: str, rows: list[dict[str, Any]], **more: Any) -> None:
             continue
     result = {
         "figure": name,
-        "command": " ".join(["python", f"figures/{name}.py", *sys.argv[1:]]),
+        "command": f"python figures/{name}.py",
         "versions": versions,
         "machine": f"{platform.machine()}, {_processor()}",
         **more,
