@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import time
 import zlib
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -96,11 +97,29 @@ class Checkpoint:
 
 def fingerprint(data: Sequences) -> str:
     """A few digits that differ between sets of data."""
+    parts = (data.values, data.lengths, data.observed, data.labels, data.covariates)
+    return f"{tuple(data.values.shape)} {_digits(parts)}"
+
+
+def constants(*parts: Any) -> str:
+    """A few digits that differ between models: what of their modules no fit changes."""
+    modules = [part for part in parts if isinstance(part, torch.nn.Module)]
+    return _digits(
+        tensor
+        for module in modules
+        for tensor in (
+            *module.buffers(),
+            *(each for each in module.parameters() if not each.requires_grad),
+        )
+    )
+
+
+def _digits(tensors: Iterable[Tensor | None]) -> str:
     total = 0
-    for part in (data.values, data.lengths, data.observed, data.labels, data.covariates):
-        if part is not None:
-            total = zlib.crc32(part.detach().cpu().contiguous().numpy().tobytes(), total)
-    return f"{tuple(data.values.shape)} {total:08x}"
+    for each in tensors:
+        if each is not None:
+            total = zlib.crc32(each.detach().cpu().contiguous().numpy().tobytes(), total)
+    return f"{total:08x}"
 
 
 def _pack(item: Any, tensors: dict[str, Tensor], name: str) -> Any:

@@ -87,11 +87,13 @@ def stationary(log_transition: Tensor) -> Tensor:
         >>> stationary(torch.tensor([[0.9, 0.1], [0.3, 0.7]]).log())
         tensor([0.7500, 0.2500])
     """
-    matrix = log_transition.exp()
+    matrix = log_transition.double().exp()
     size = matrix.size(-1)
     moves = (matrix.detach() > 0).cpu().reshape(-1, size, size)
     ends = 1 if bool(moves.all()) else max(_count_ends(each) for each in moves.numpy())
-    system = torch.eye(size, dtype=matrix.dtype, device=matrix.device) - matrix + 1.0
+    # of I - A, the diagonal is what leaves a state: exact also where A is nearly the identity
+    away = matrix - torch.diag_embed(matrix.diagonal(dim1=-2, dim2=-1))
+    system = torch.diag_embed(away.sum(-1)) - away + 1.0
     law, info = torch.linalg.solve_ex(system.mT, torch.ones_like(matrix[..., 0]))
     residual = ((law.unsqueeze(-2) @ matrix).squeeze(-2) - law).detach().abs().amax()
     if ends > 1 or bool((info != 0).any()) or not bool(residual < 1e-3):
@@ -99,7 +101,7 @@ def stationary(log_transition: Tensor) -> Tensor:
             "log_transition must have one recurrent class for its stationary distribution to be "
             "unique; this chain has several, or nearly so. Allow moves between them."
         )
-    return law.clamp(min=0.0)
+    return law.clamp(min=0.0).to(log_transition.dtype)
 
 
 def _count_ends(moves: np.ndarray) -> int:

@@ -99,7 +99,9 @@ class SparseDirichlet(TorchDistribution):
             self._validate_sample(value)
         strength = self.concentration.masked_fill(~self.allowed, 1.0)
         total = self.concentration.masked_fill(~self.allowed, 0.0).sum(-1).lgamma()
-        powers = torch.xlogy(strength - 1, value.masked_fill(~self.allowed, 1.0))
+        # a flat density has no slope, not even at zero, where xlogy has NaN
+        inner = value.masked_fill(~self.allowed | (strength == 1), 1.0)
+        powers = torch.xlogy(strength - 1, inner)
         rows = (powers - strength.lgamma()).sum(-1) + total
         # a row that may use one entry has no density to speak of
         rows = rows.masked_fill(self.allowed.sum(-1) == 1, 0.0)
@@ -211,6 +213,31 @@ def _bijection_to_rows(constraint: _SparseSimplex) -> Transform:
 @transform_to.register(_SparseSimplex)
 def _map_to_rows(constraint: _SparseSimplex) -> Transform:
     return _SparseSoftmax(constraint.allowed)
+
+
+def interior(support: constraints.Constraint, value: Tensor) -> Tensor:
+    """``value``, moved off the boundary of its space, where gradients and densities may end.
+
+    Probabilities are moved by about a millionth; what is far inside stays to rounding.
+
+    Args:
+        support: Of a latent variable.
+        value: One that may lie on the boundary, such as a probability of zero.
+    """
+    base = support
+    while isinstance(base, constraints.independent):
+        base = base.base_constraint
+    try:
+        transform = biject_to(support)
+    except NotImplementedError:
+        return value
+    free = transform.inv(value)
+    bounded = type(constraints.simplex) | type(constraints.unit_interval) | _SparseSimplex
+    if isinstance(base, bounded):
+        return transform(free.clamp(-14.0, 14.0))
+    if bool(free.isfinite().all()):
+        return value
+    return transform(torch.where(free.isfinite(), free, -14.0))
 
 
 # Covariances -------------------------------------------------------------------------------------

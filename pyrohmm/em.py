@@ -26,7 +26,7 @@ from tqdm import tqdm
 
 from . import recursions
 from ._checks import check_size
-from .checkpoints import Checkpoint, fingerprint
+from .checkpoints import Checkpoint, constants, fingerprint
 from .distributions import is_categorical
 from .emissions import Emission, Statistics
 from .fit import Batches, Fit, Point, Restarts, check_events, follow, uses_labels
@@ -189,7 +189,7 @@ def fit_em(
     *,
     num_steps: int = 200,
     tolerance: float | None = 1e-6,
-    start: Start | None = None,
+    start: Start | Values | None = None,
     restarts: int = 1,
     batch_size: int | None = None,
     decay: float = 0.7,
@@ -211,9 +211,10 @@ def fit_em(
         num_steps: Largest number of iterations.
         tolerance: End when an iteration lowers the loss by less than this share of itself, in
             every restart. None runs all steps.
-        start: Where to begin: :func:`from_prior`, :func:`by_kmeans`, ``from_hmm(hmm)``, or a
-            function like these. By default the prior for symbols and for modules without a closed
-            M-step, k-means for other observations; parameters without a prior begin where they are.
+        start: Where to begin: :func:`from_prior`, :func:`by_kmeans`, ``from_hmm(hmm)``, a function
+            like these, or values by name, such as ``fit.values``. By default the prior for symbols
+            and for modules without a closed M-step, k-means for other observations; parameters
+            without a prior begin where they are.
         restarts: R, from how many starts, side by side; every parameter must have a prior. The
             best is kept, all are in ``Fit.restarts``.
         batch_size: Number of sequences in a minibatch; all by default. The module must have a
@@ -272,8 +273,11 @@ def fit_em(
             "fit": f"EM on {type(module).__name__}",
             "latent variables": problem.names,
             "shapes": [list(each.shape) for each in problem.module.state_dict().values()],
+            "priors and frozen parameters": constants(problem.module),
             "restarts": restarts,
             "batch_size": batch_size,
+            "decay": decay,
+            "reseed": reseed,
             "data": fingerprint(data),
         }
         keeper = Checkpoint(checkpoint, identity, (generator,))
@@ -283,8 +287,17 @@ def fit_em(
     else:
         problem.restore(found)
         losses, statistics = list(found["losses"]), found["statistics"]
-        converged, reason, batches.order = found["converged"], found["reason"], found["order"]
+        if statistics is not None:
+            device = problem.data.values.device
+            statistics = {name: value.to(device) for name, value in statistics.items()}
+        batches.order = found["order"]
+        if found["converged"] and found["tolerance"] == tolerance:
+            converged, reason = True, found["reason"]
+        elif found["converged"]:  # by another test: the last E-step is to be done again
+            losses.pop()
         begun -= found["seconds"]
+
+    known = converged  # the file says so already
 
     def save() -> None:
         if keeper is not None:
@@ -292,6 +305,7 @@ def fit_em(
                 "losses": torch.stack(losses),
                 "statistics": statistics,
                 "converged": converged,
+                "tolerance": tolerance,
                 "reason": reason,
                 "order": batches.order,
                 "seconds": time.perf_counter() - begun,
@@ -331,8 +345,10 @@ def fit_em(
                 statistics = fresh
             problem.maximise(fresh)
             bar.update()
-    if converged and (found is None or not found["converged"]):
+    if converged and not known:
         save()
+    if batch_size is not None:  # what a batch says of the whole set is not enough to judge by
+        losses.append(problem.evaluate(batch_size))
     trail = torch.stack(losses, 1)  # (R, steps)
     if batch_size is None and not reseed:
         problem.watch(trail)
@@ -378,7 +394,7 @@ class _Problem:
 
     # Where the fit stands
 
-    def begin(self, start: Start | None) -> None:
+    def begin(self, start: Start | Values | None) -> None:
         """Find the first parameters."""
         if start is None:
             if not self.names:
@@ -386,9 +402,19 @@ class _Problem:
             symbols = is_categorical(build_once(self.module, self.data[:1]).emission)
             start = by_kmeans if self.closed and not symbols else from_prior
         build_once(self.module, self.data)._prepare(self.data.values)  # are they what is emitted?
-        given = start(self.module, self.data, self.restarts)
+        given: Values | Tensor | Expected
+        if isinstance(start, dict):
+            given = start
+        else:
+            given = start(self.module, self.data, self.restarts)
         if isinstance(given, dict):
-            self._adopt({name: given[name] for name in self.names})
+            # those of a fit have the name of the module before their own
+            own = {name.removeprefix("module."): value for name, value in given.items()}
+            absent = [name for name in self.names if name not in own]
+            if absent:
+                raise ValueError(f"start has no value for {', '.join(absent)}; it has "
+                                 f"{', '.join(own) or 'none'}.")  # fmt: skip
+            self._adopt(own)
             return
         if self.names:  # gradient steps, and what the counts say nothing of, begin in the prior
             self._adopt(from_prior(self.module, self.data, self.restarts))
@@ -411,16 +437,21 @@ class _Problem:
             "points": list(self.points),
             "notes": self.notes,
             "leaves": self.leaves,
+            "idle": self.idle,
             "stepper": None if stepper is None else stepper.state_dict(),
         }
 
     def restore(self, found: dict[str, Any]) -> None:
         """Go on from a checkpoint."""
-        self.values, self.notes = found["values"], found["notes"]
+        device = self.data.values.device
+        self.values = {name: value.to(device) for name, value in found["values"].items()}
+        self.notes, self.idle = found["notes"], found["idle"]
         with torch.no_grad():
             for own, saved in zip(self.points, found["points"]):
                 own.copy_(saved)
-        self.leaves = {name: leaf.requires_grad_() for name, leaf in found["leaves"].items()}
+        self.leaves = {
+            name: leaf.to(device).requires_grad_() for name, leaf in found["leaves"].items()
+        }
         if found["stepper"] is not None and self.step.optimizer is not None:
             self.step._stepper = self.step.optimizer([*self.leaves.values(), *self._moved()])
             self.step._stepper.load_state_dict(found["stepper"])
@@ -472,6 +503,18 @@ class _Problem:
             expected = self._revive(expected)
         return loss, self._gather(expected, batch, hmm, hmm)
 
+    def evaluate(self, batch_size: int) -> Tensor:
+        """The loss ``(R,)`` on all the data."""
+        total: Any = 0.0
+        with torch.no_grad():
+            for first in range(0, len(self.data), batch_size):
+                batch = self.data[first : first + batch_size]
+                hmm, prior = self.build(batch)
+                total = total + hmm.log_prob(batch.values).double().reshape(self.restarts, -1).sum(
+                    -1
+                )
+        return -(total * self.data.total / len(self.data) + prior.double()).cpu()
+
     def _revive(self, expected: Expected) -> Expected:
         """Give half of what supports the busiest state to each that nothing supports, but might."""
         weights = expected.states.reshape(self.restarts, *expected.states.shape[-3:])
@@ -507,6 +550,8 @@ class _Problem:
         seen = batch.observed.flatten()
         flat = weights.flatten(1, 2)
         values = batch.values.flatten(0, 1)
+        if not (values.dtype.is_floating_point or is_categorical(hmm.emission)):
+            values = values.to(hmm.log_initial.dtype)
         if not bool(seen.all()):
             flat, values = flat[:, seen], values[seen]
         found = self.module.statistics(expected, values, flat, current)
@@ -596,7 +641,7 @@ class _Problem:
         single = any(each.dtype == torch.float32 for each in [*self.values.values(), *self.points])
         slack = (1e-6 if single else 1e-10) * (1 + trail.abs().amax().item())
         rise = (trail[:, 1:] - trail[:, :-1]).max().item() if trail.size(1) > 1 else 0.0
-        if rise > slack:
+        if rise > slack and not self.notes:  # a floor may raise the loss, and has been noted
             note = (
                 f"the loss rose by {rise:.3g} nats in one iteration, which EM must not do: please "
                 "report it as an error of this package"
@@ -637,6 +682,7 @@ class _Problem:
             restarts=every,
             method="EM",
             window=1,
+            spaces={f"module.{name}": site.support for name, site in self.sites.items()},
         )
 
 

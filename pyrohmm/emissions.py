@@ -41,7 +41,7 @@ from .distributions import InverseWishart, Streams, Tied, covariance_matrix, kno
 
 EmissionFamily = Callable[[int], PyroModule]
 Statistics = dict[str, Tensor]
-SMALLEST = 1e-6  # share of the data's variance that a variance never falls below
+SMALLEST = 1e-12  # share of the data's variance that one without a prior never falls below
 
 
 class Emission(PyroModule):
@@ -80,7 +80,7 @@ class Emission(PyroModule):
 
     def is_free(self, name: str) -> bool:
         """Whether the parameter ``name`` is fitted."""
-        return name in self._pyro_samples or name in self._pyro_params
+        return is_free(self, name)
 
     def has_prior(self, name: str) -> bool:
         """Whether the parameter ``name`` has a prior."""
@@ -92,6 +92,15 @@ class Emission(PyroModule):
             if name in self._pyro_samples:
                 delattr(self, name)
             setattr(self, name, PyroParam(value.detach().clone(), self.spaces[name]))
+            if name == "loc":  # so that sums are taken about it
+                self.prior_loc.copy_(value.detach().expand(self.prior_loc.shape))
+
+
+def is_free(module: PyroModule, name: str) -> bool:
+    """Whether the parameter ``name`` of ``module`` itself has a prior, or is a point that moves."""
+    if name in module._pyro_params:
+        return getattr(module, f"{name}_unconstrained").requires_grad
+    return name in module._pyro_samples
 
 
 # Symbols and counts ------------------------------------------------------------------------------
@@ -485,8 +494,9 @@ class NormalEmission(Emission):
     def statistics(
         self, values: Tensor, weights: Tensor, current: TorchDistribution | None
     ) -> Statistics:
-        """Expected number of observations, their sums and sums of squares."""
-        known, sums, squares = moments(values if self.dim else values.unsqueeze(-1), weights)
+        """Expected number of observations, their sums and sums of squares, about the centre."""
+        values = values if self.dim else values.unsqueeze(-1)
+        known, sums, squares = moments(values.double() - centre(self), weights)
         return {"known": known.expand_as(sums), "sums": sums, "squares": squares}
 
     def maximise(self, statistics: Statistics) -> tuple[dict[str, Tensor], list[str]]:
@@ -520,7 +530,8 @@ class CovarianceEmission(Emission):
         matrix = torch.as_tensor(scale, dtype=self.prior_loc.dtype)
         if matrix.dim() == 0:
             matrix = matrix * torch.eye(dim)
-        if matrix.shape != (dim, dim) or bool(torch.linalg.cholesky_ex(matrix)[1]):
+        proper = matrix.shape == (dim, dim) and torch.equal(matrix, matrix.mT)
+        if not proper or bool(torch.linalg.cholesky_ex(matrix)[1]):
             raise ValueError(
                 f"scale must be a positive number or a positive definite matrix ({dim}, {dim}); "
                 f"got {tuple(matrix.shape)}."
@@ -559,15 +570,15 @@ class CovarianceEmission(Emission):
         count = weights.sum(1)
         missing = values.isnan()
         if not bool(missing.any()):
-            values = values.double()
+            values = values.double() - centre(self)
             sums = weights.mT @ values
             squares = torch.einsum("rmk,md,me->rkde", weights, values, values)
         elif current is None:
-            centre = values.double().nanmean(0).nan_to_num(0.0)
-            filled = torch.where(missing, centre, values.double())
+            mean = values.double().nanmean(0).nan_to_num(0.0)
+            filled = torch.where(missing, mean, values.double())
             return self.statistics(filled, weights, None)
         else:
-            sums, squares = _completed(values, weights, current)
+            sums, squares = _completed(values, weights, current, centre(self))
         return {"count": count, "sums": sums, "squares": squares}
 
     def maximise(self, statistics: Statistics) -> tuple[dict[str, Tensor], list[str]]:
@@ -575,13 +586,13 @@ class CovarianceEmission(Emission):
         count, sums, squares = (statistics[each] for each in ("count", "sums", "squares"))
         found: dict[str, Tensor] = {}
         notes: list[str] = []
-        prior_loc = self.prior_loc.double()
+        prior_loc = self.prior_loc.double() - centre(self)
         weight = self.weight if self.has_prior("loc") else 0.0
         if self.is_free("loc"):
             loc = (weight * prior_loc + sums) / (weight + count).unsqueeze(-1)
-            found["loc"] = loc
+            found["loc"] = loc + centre(self)
         else:
-            loc = self.loc.double().expand_as(sums)
+            loc = (self.loc.double() - centre(self)).expand_as(sums)
         if self.is_free("covariance"):
             cross = loc.unsqueeze(-1) * sums.unsqueeze(-2)
             outer = loc.unsqueeze(-1) * loc.unsqueeze(-2)
@@ -596,13 +607,19 @@ class CovarianceEmission(Emission):
                 scatter = scatter + self.scale.double()
                 divisor = divisor + self.degrees + self.dim + 1
             matrix = scatter / divisor[..., None, None]
-            total = squares.sum(1).diagonal(dim1=-2, dim2=-1) / count.sum(1, keepdim=True)
-            centre = sums.sum(1) / count.sum(1, keepdim=True)
-            floor = SMALLEST * (total - centre**2).mean(-1)  # (R,)
-            held, low = _lift(matrix, floor.reshape(-1, *(1,) * (matrix.dim() - 3)))
-            found["covariance"] = held
+            dtype = self.prior_loc.dtype
+            # what cannot be told from a singular matrix has no inverse
+            floor = 8 * torch.finfo(dtype).eps * matrix.diagonal(dim1=-2, dim2=-1)
+            if not self.has_prior("covariance"):
+                total = squares.sum(1).diagonal(dim1=-2, dim2=-1) / count.sum(1, keepdim=True)
+                mean = sums.sum(1) / count.sum(1, keepdim=True)
+                least = floor_of(total - mean**2, mean + centre(self), dtype)  # (R, D)
+                least = least.reshape(len(least), *(1,) * (matrix.dim() - 3), -1)
+                floor = torch.maximum(floor, least)
+            matrix, low = _lift(matrix, floor)
             if bool(low.any()):
                 notes.append(_floor_note("covariance"))
+            found["covariance"] = matrix
         return found, notes
 
 
@@ -661,7 +678,7 @@ class MixtureEmission(Emission):
             logits = parts + current.mixture_distribution.logits
             shares = logits.softmax(-1)  # ([R,] M, K, C)
         each = weights.double().unsqueeze(-1) * shares  # (R, M, K, C)
-        known, sums, squares = moments(values, each.flatten(2))
+        known, sums, squares = moments(values.double() - centre(self), each.flatten(2))
         shape = each[:, 0].shape + values.shape[-1:]  # (R, K, C, D)
         return {
             "counts": each.sum(1),
@@ -1025,13 +1042,14 @@ def maximise_normal(
         known, sums, squares = (each.squeeze(-1) for each in (known, sums, squares))
     found: dict[str, Tensor] = {}
     notes: list[str] = []
-    prior_loc = part.prior_loc.double()
+    middle = centre(part).squeeze(-1) if flat else centre(part)
+    prior_loc = part.prior_loc.double() - middle
     weight = part.weight if part.has_prior("loc") else 0.0
     if part.is_free("loc"):
         loc = (weight * prior_loc + sums) / (weight + known)
-        found["loc"] = loc
+        found["loc"] = loc + middle
     else:
-        loc = part.loc.double().expand_as(sums)
+        loc = (part.loc.double() - middle).expand_as(sums)
     if part.is_free("variance"):
         scatter = squares - 2 * loc * sums + known * loc**2 + weight * (loc - prior_loc) ** 2
         scatter = scatter.nan_to_num(0.0)  # a mean of which nothing is known
@@ -1042,17 +1060,32 @@ def maximise_normal(
         if part.has_prior("variance"):
             above, below = above + part.rate.double(), below + part.shape.double() + 1
         variance = above / below
-        over = tuple(range(1, known.dim() - (0 if flat else 1)))  # all of one restart and component
-        spread = squares.sum(over) / known.sum(over) - (sums.sum(over) / known.sum(over)) ** 2
-        floor = SMALLEST * spread.nan_to_num(0.0).clamp(min=torch.finfo(spread.dtype).tiny)
-        if part.spherical:
-            floor = floor.mean(-1)
-        shape = (len(floor),) + (1,) * (variance.dim() - floor.dim()) + floor.shape[1:]
-        held = torch.maximum(variance, floor.reshape(shape))  # NaN stays
-        if bool((held > variance).any()):
-            notes.append(_floor_note("variance"))
-        found["variance"] = held
+        if not part.has_prior("variance"):
+            over = tuple(range(1, known.dim() - (0 if flat else 1)))  # all but restart, component
+            mean = sums.sum(over) / known.sum(over)
+            spread = squares.sum(over) / known.sum(over) - mean**2
+            floor = floor_of(spread, mean + middle, part.prior_loc.dtype)
+            if part.spherical:
+                floor = floor.mean(-1)
+            shape = (len(floor),) + (1,) * (variance.dim() - floor.dim()) + floor.shape[1:]
+            held = torch.maximum(variance, floor.reshape(shape))  # NaN stays
+            if bool((held > variance).any()):
+                notes.append(_floor_note("variance"))
+            variance = held
+        found["variance"] = variance
     return found, notes
+
+
+def centre(part: Any) -> Tensor:
+    """What sums are taken about, ``(D,)``: squares of numbers far from zero would cancel."""
+    loc = part.prior_loc.double()
+    return loc.reshape(-1, max(part.dim, 1)).mean(0)
+
+
+def floor_of(spread: Tensor, mean: Tensor, dtype: torch.dtype) -> Tensor:
+    """The least variance without a prior: of the data's, and of what ``dtype`` can tell apart."""
+    rounding = torch.finfo(dtype).eps ** 2 * (1 + mean.nan_to_num(0.0) ** 2)
+    return torch.maximum(SMALLEST * spread.nan_to_num(0.0), rounding)
 
 
 def _floor_note(name: str) -> str:
@@ -1063,28 +1096,38 @@ def _floor_note(name: str) -> str:
 
 
 def _lift(matrix: Tensor, floor: Tensor) -> tuple[Tensor, Tensor]:
-    """Raise eigenvalues to ``floor``; matrices with NaN stay as they are."""
-    bad = ~matrix.isfinite().all(-1).all(-1)
+    """Raise eigenvalues, in units of the floor of each component, to at least one.
+
+    Args:
+        matrix: ``(*, D, D)``; where it is NaN it stays.
+        floor: ``(*, D)``, least variance of each component.
+    """
+    unit = floor.sqrt()
+    scale = unit.unsqueeze(-1) * unit.unsqueeze(-2)
+    inside = matrix / scale
+    bad = ~inside.isfinite().all(-1).all(-1)
     eye = torch.eye(matrix.size(-1), dtype=matrix.dtype, device=matrix.device)
-    values, vectors = torch.linalg.eigh(torch.where(bad[..., None, None], eye, matrix))
-    floor = floor.clamp(min=torch.finfo(matrix.dtype).tiny).expand(values.shape[:-1]).unsqueeze(-1)
-    low = (values < floor).any(-1) & ~bad
-    lifted = (vectors * torch.maximum(values, floor).unsqueeze(-2)) @ vectors.mT
+    values, vectors = torch.linalg.eigh(torch.where(bad[..., None, None], eye, inside))
+    low = (values < 1).any(-1) & ~bad
+    lifted = (vectors * values.clamp(min=1).unsqueeze(-2)) @ vectors.mT * scale
     return torch.where(low[..., None, None], lifted, matrix), low
 
 
-def _completed(values: Tensor, weights: Tensor, current: Any) -> tuple[Tensor, Tensor]:
+def _completed(
+    values: Tensor, weights: Tensor, current: Any, about: Tensor
+) -> tuple[Tensor, Tensor]:
     """Sums and sums of outer products ``(R, K, D[, D])``, missing components as expected."""
     dim = values.size(-1)
     restarts, _, states = weights.shape
-    loc = current.loc.double().reshape(-1, *current.loc.shape[-2:]).expand(restarts, states, dim)
+    values, loc = values.double() - about, current.loc.double() - about
+    loc = loc.reshape(-1, *loc.shape[-2:]).expand(restarts, states, dim)
     matrix = current.covariance_matrix.double()
     matrix = matrix.reshape(-1, *matrix.shape[-3:]).expand(restarts, states, dim, dim)
     missing = values.isnan()
     sums, squares = torch.zeros_like(loc), torch.zeros_like(matrix)
     for pattern in missing.unique(dim=0):
         here = (missing == pattern).all(-1)
-        share, seen = weights[:, here], values[here].double()  # (R, m, K), (m, D)
+        share, seen = weights[:, here], values[here]  # (R, m, K), (m, D)
         known, absent = (~pattern).nonzero().squeeze(-1), pattern.nonzero().squeeze(-1)
         whole = seen.nan_to_num(0.0).expand(restarts, states, -1, dim).clone()  # (R, K, m, D)
         extra = torch.zeros_like(matrix)
@@ -1104,12 +1147,14 @@ def _completed(values: Tensor, weights: Tensor, current: Any) -> tuple[Tensor, T
 
 def _scatter(values: Tensor, weights: Tensor, num_components: int) -> Tensor:
     """First shares ``(R, M, K, C)``: each value goes to the nearest of C values of its state."""
+    if len(values) == 0:
+        return weights.new_zeros(*weights.shape, num_components)
     filled = torch.where(values.isnan(), values.nanmean(0).nan_to_num(0.0), values)
     shares = []
     for share in weights:
         columns = []
         for column in share.T:
-            chance = column + 1e-9
+            chance = column[: 2**24] + 1e-9  # more than that torch does not take
             centres = filled[torch.multinomial(chance, num_components, replacement=True)]
             nearest = torch.cdist(filled, centres).argmin(-1)
             columns.append(torch.nn.functional.one_hot(nearest, num_components))

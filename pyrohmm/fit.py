@@ -24,11 +24,13 @@ from pyro.nn import PyroModule
 from pyro.poutine.util import site_is_subsample
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor, nn
+from torch.distributions import constraints
 from tqdm import tqdm
 
 from . import cooccurrence
 from ._checks import check_size
-from .checkpoints import Checkpoint, fingerprint
+from .checkpoints import Checkpoint, constants, fingerprint
+from .distributions import interior
 from .hmm import HMM
 from .models import CooccurrenceModel
 from .modules import HMMModule
@@ -58,6 +60,7 @@ class Fit:
         notes: Remarks worth knowing, such as that no sequence visits some state.
         restarts: All the restarts, if there were several; the rest of this is about the best.
         method: "MAP", "SVI" or "EM".
+        spaces: Where each latent variable lives, by name.
         window: Over how many of the last losses their level is averaged: 1 if they have no noise.
         params: The parameter store at the end of the fit. If the model or the guide is a function
             with ``pyro.param`` statements, call it inside
@@ -79,13 +82,23 @@ class Fit:
     restarts: Restarts | None = field(default=None, repr=False)
     method: str = "SVI"
     window: int = WINDOW
+    spaces: dict[str, constraints.Constraint] = field(default_factory=dict, repr=False)
+
+    @property
+    def start(self) -> dict[str, Tensor]:
+        """As :attr:`values`, each moved off the boundary of its space: where a fit may begin.
+
+        EM may end at probabilities of zero, where gradient steps cannot begin:
+        ``AutoNormal(model, init_loc_fn=init_to_value(values=fit.start))``.
+        """
+        return {
+            name: interior(self.spaces[name], value) if name in self.spaces else value
+            for name, value in self.values.items()
+        }
 
     @property
     def values(self) -> dict[str, Tensor]:
-        """Latent variables by name: for MAP and EM their values, for SVI one draw.
-
-        Another fit may start there: ``fit_map(..., init=init_to_value(values=fit.values))``.
-        """
+        """Latent variables by name: for MAP and EM their values, for SVI one draw."""
         with torch.no_grad(), pyro.get_param_store().scope(self.params), poutine.block():
             trace = poutine.trace(self.guide).get_trace(None)
         return {
@@ -100,15 +113,24 @@ class Fit:
         Raises:
             TypeError: If the model does not return an HMM.
         """
+        return self.draw_each([data])[0]
+
+    def draw_each(self, parts: list[Sequences]) -> list[HMM]:
+        """An HMM for each part of some data, all from one draw of the guide.
+
+        Raises:
+            TypeError: If the model does not return an HMM.
+        """
         with torch.no_grad(), pyro.get_param_store().scope(self.params), poutine.block():
-            trace = poutine.trace(self.guide).get_trace(data)
-            hmm = poutine.block(poutine.replay(self.model, trace=trace))(data)
+            trace = poutine.trace(self.guide).get_trace(parts[0])
+            hmms = [poutine.block(poutine.replay(self.model, trace=trace))(part) for part in parts]
+        hmm = hmms[0]
         if not isinstance(hmm, HMM):
             raise TypeError(
                 f"the model must return the HMM it built; it returned {type(hmm).__name__}. "
                 "End your model with `return hmm`."
             )
-        return hmm
+        return hmms
 
     def summary(self) -> str:
         """What was fitted, how it went and why it ended, in a few lines."""
@@ -253,10 +275,16 @@ def fit_map(
         >>> fit.draw(data).log_prob(data.values).sum().round(decimals=1)  # 2 log 1/2
         tensor(-1.4000)
     """
+
+    def inside(site: dict[str, Any] | None = None) -> Any:  # where gradient steps can begin
+        if site is None:
+            return inside
+        return interior(site["fn"].support, init(site))
+
     options |= {"num_steps": num_steps, "learning_rate": learning_rate, "tolerance": tolerance}
     check_size("restarts", restarts)
     if restarts == 1:
-        guide = AutoDelta(poutine.block(model, hide_fn=_is_enumerated), init_loc_fn=init)
+        guide = AutoDelta(poutine.block(model, hide_fn=_is_enumerated), init_loc_fn=inside)
         return replace(fit_svi(model, guide, data, **options), method="MAP")
     _check(model, data, num_steps, None, None)
     if isinstance(model, nn.Module) and any(each.requires_grad for each in model.parameters()):
@@ -267,20 +295,20 @@ def fit_map(
 
     with poutine.block(), torch.no_grad(), pyro.get_param_store().scope():
         probe = follow(model, None, data[:1])
-        names, enumerated = _sites(model, probe)
+        spaces, enumerated = _sites(model, probe)
         if enumerated:
             raise ValueError(
                 "restarts need a model whose states are summed out, such as MarginalModel; this "
                 "one enumerates them."
             )
         nodes = poutine.trace(model).get_trace(probe).nodes
-        check_events({n: nodes[n]["fn"] for n in names if not nodes[n]["cond_indep_stack"]})
+        check_events({n: nodes[n]["fn"] for n in spaces if not nodes[n]["cond_indep_stack"]})
 
     def side_by_side(batch: Sequences) -> Any:
         with pyro.plate("restarts", restarts, dim=-2):
             return model(batch)
 
-    guide = AutoDelta(side_by_side, init_loc_fn=init)
+    guide = AutoDelta(side_by_side, init_loc_fn=inside)
     fit = fit_svi(side_by_side, guide, data, elbo=_EachRestart(), **options)
     if isinstance(getattr(model, "module", None), HMMModule):
         fit.notes += uses_labels(data)
@@ -445,7 +473,8 @@ def fit_svi(
     with pyro.get_param_store().scope() as store:
         probe = follow(model, guide, data[:1] if batch_size else data)
         with poutine.block(), torch.no_grad():
-            names, enumerated = _sites(model, probe)
+            spaces, enumerated = _sites(model, probe)
+            names = list(spaces)
             guide(probe)  # an autoguide makes its parameters here
         elbo = elbo or (TraceEnum_ELBO() if enumerated else Trace_ELBO())
         objective = elbo(model, guide)
@@ -464,15 +493,20 @@ def fit_svi(
                 "fit": f"{_name(guide)} on {_name(model)}",
                 "latent variables": names,
                 "shapes": [list(each.shape) for each in parameters],
+                "priors and frozen parameters": constants(model, guide),
                 "optimizer": type(stepper).__name__,
+                "learning_rate": stepper.defaults.get("lr"),
+                "clip_norm": clip_norm,
                 "batch_size": batch_size,
                 "data": fingerprint(data),
             }
             keeper = Checkpoint(checkpoint, identity, (generator,))
             found = keeper.load()
             if found is not None:
-                losses, converged, reason, earlier = state.restore(found)
+                losses, earlier = state.restore(found)
                 begun -= earlier
+                if found["converged"] and found["tolerance"] == tolerance:
+                    converged, reason = True, found["reason"]
         steps = range(0) if converged else range(len(losses), num_steps)
         with tqdm(
             total=num_steps,
@@ -519,9 +553,10 @@ def fit_svi(
                             )
                             break
                 if keeper is not None and keeper.is_due():
-                    keeper.save(state.take(losses, False, reason, time.perf_counter() - begun))
+                    keeper.save(state.take(losses, time.perf_counter() - begun))
         if keeper is not None and len(steps):
-            keeper.save(state.take(losses, converged, reason, time.perf_counter() - begun))
+            end = {"converged": converged, "reason": reason, "tolerance": tolerance}
+            keeper.save(state.take(losses, time.perf_counter() - begun) | end)
         trail = torch.stack(losses).cpu()
         if trail.dim() == 1 and not bool(trail.isfinite().all()):
             worst = int((~trail.isfinite()).byte().argmax())
@@ -537,6 +572,7 @@ def fit_svi(
         names,
         dict(store),
         uses_labels(data) if isinstance(getattr(model, "module", None), HMMModule) else [],
+        spaces=spaces,
     )
 
 
@@ -630,14 +666,11 @@ class _State:
     def _tensors(self) -> list[Tensor]:
         return [*self.parameters, *self.objective.buffers()]
 
-    def take(
-        self, losses: list[Tensor], converged: bool, reason: str, seconds: float
-    ) -> dict[str, Any]:
+    def take(self, losses: list[Tensor], seconds: float) -> dict[str, Any]:
         """All of it, and how far the fit has come."""
         return {
             "losses": torch.stack(losses),
-            "converged": converged,
-            "reason": reason,
+            "converged": False,
             "seconds": seconds,
             "tensors": self._tensors(),
             "optimizer": self.stepper.state_dict(),
@@ -645,7 +678,7 @@ class _State:
             "order": self.batches.order,
         }
 
-    def restore(self, found: dict[str, Any]) -> tuple[list[Tensor], bool, str, float]:
+    def restore(self, found: dict[str, Any]) -> tuple[list[Tensor], float]:
         """Set all of it to what was found, and return how far the fit had come."""
         with torch.no_grad():
             for own, saved in zip(self._tensors(), found["tensors"]):
@@ -655,7 +688,7 @@ class _State:
             self.scheduler.load_state_dict(found["schedule"])
         self.batches.order = found["order"]
         losses = list(found["losses"].to(self.parameters[0].device))
-        return losses, found["converged"], found["reason"], found["seconds"]
+        return losses, found["seconds"]
 
 
 def _hold(parameters: list[nn.Parameter], failed: Tensor) -> None:
@@ -691,13 +724,15 @@ def _is_enumerated(site: dict[str, Any]) -> bool:
     return site["type"] == "sample" and site["infer"].get("enumerate") == "parallel"
 
 
-def _sites(model: Callable[..., Any], data: Sequences) -> tuple[list[str], bool]:
-    """Names of the latent sites of ``model``, and whether some others are enumerated."""
+def _sites(
+    model: Callable[..., Any], data: Sequences
+) -> tuple[dict[str, constraints.Constraint], bool]:
+    """Spaces of the latent sites of ``model``, and whether some others are enumerated."""
     trace = poutine.trace(model).get_trace(data)
     hidden = [trace.nodes[name] for name in trace.stochastic_nodes]
     hidden = [site for site in hidden if not site_is_subsample(site)]
-    names = [site["name"] for site in hidden if not _is_enumerated(site)]
-    return names, any(_is_enumerated(site) for site in hidden)
+    spaces = {site["name"]: site["fn"].support for site in hidden if not _is_enumerated(site)}
+    return spaces, any(_is_enumerated(site) for site in hidden)
 
 
 def _check_finite(

@@ -420,6 +420,18 @@ class HMM(TorchDistribution):
         drawn = recursions.sample_states(self.log_initial, transition, labels, self.lengths, count)
         return drawn.reshape(*shape, self.num_steps)
 
+    def with_lengths(self, lengths: Tensor, observed: Tensor | None = None) -> HMM:
+        """The same parameters for other sequences: such as one that was loaded, for new data.
+
+        Args:
+            lengths: ``(*B)`` integers.
+            observed: ``(*B, T)`` booleans; all by default.
+
+        Raises:
+            ValueError: If parameters have a dimension of steps that does not fit.
+        """
+        return self._with(lengths=lengths, observed=observed, allowed=None)
+
     def reorder(self, order: Tensor) -> HMM:
         """The same law with its states in another order: state k is what ``order[k]`` was.
 
@@ -507,6 +519,8 @@ class HMM(TorchDistribution):
         check_tensor("values", values)
         check_same_device({"values": values, "log_initial": self.log_initial})
         check_trailing("values", values, tuple(self.event_shape), "(T, *E)")
+        if not (values.dtype.is_floating_point or is_categorical(self.emission)):
+            values = values.to(self.log_initial.dtype)
         event = self.emission.event_shape
         own = values.shape[: values.dim() - len(self.event_shape)]
         batch = check_broadcast({"values": own, "HMM": self.batch_shape})

@@ -11,7 +11,7 @@ from pyro import poutine
 from pyro.poutine.util import site_is_subsample
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
-from torch.distributions import biject_to
+from torch.distributions import biject_to, constraints
 
 from ._checks import check_integers
 from .fit import Fit
@@ -67,7 +67,7 @@ def perplexity(model: HMM | Fit, data: Sequences, batch_size: int = 256) -> Perp
 def log_evidence(model: HMM | Fit, data: Sequences, batch_size: int = 256) -> Tensor:
     """Log evidence of each sequence, ``(N,)``, in nats: of held-out data, the mark of a fit.
 
-    Labels that ``data`` may carry are not used.
+    Labels that ``data`` may carry are not used. Of an SVI fit it is that of one draw of the guide.
 
     Args:
         model: An :class:`HMM` built for these sequences, or a :class:`Fit`.
@@ -78,7 +78,8 @@ def log_evidence(model: HMM | Fit, data: Sequences, batch_size: int = 256) -> Te
         if isinstance(model, HMM):
             return model.log_prob(data.values)
         parts = [data[start : start + batch_size] for start in range(0, len(data), batch_size)]
-        return torch.cat([model.draw(part).log_prob(part.values) for part in parts])
+        hmms = model.draw_each(parts)
+        return torch.cat([hmm.log_prob(part.values) for hmm, part in zip(hmms, parts)])
 
 
 def num_parameters(module: torch.nn.Module, data: Sequences) -> int:
@@ -105,11 +106,22 @@ def num_parameters(module: torch.nn.Module, data: Sequences) -> int:
     constrained = set()
     for part in module.modules():
         for name, (constraint, _) in getattr(part, "_pyro_params", {}).items():
-            constrained.add(id(getattr(part, f"{name}_unconstrained")))
-            shape = getattr(part, name).shape
-            count += math.prod(biject_to(constraint).inverse_shape(shape))
+            leaf = getattr(part, f"{name}_unconstrained")
+            constrained.add(id(leaf))
+            if leaf.requires_grad:
+                count += _dimension(constraint, getattr(part, name))
     free = [each for each in module.parameters() if id(each) not in constrained]
     return count + sum(each.numel() for each in free if each.requires_grad)
+
+
+def _dimension(constraint: Any, value: Tensor) -> int:
+    """How many numbers are free in a point; a probability of zero stays zero."""
+    if constraint is constraints.simplex:
+        return int(((value > 0).sum(-1) - 1).sum())
+    if constraint in (constraints.lower_cholesky, constraints.positive_definite):
+        size = value.size(-1)
+        return value.numel() // size * (size + 1) // 2
+    return math.prod(biject_to(constraint).inverse_shape(value.shape))
 
 
 def aic(fit: Fit, data: Sequences) -> float:
@@ -146,6 +158,8 @@ def _criterion(fit: Fit, data: Sequences, price: float) -> float:
             "fit must be of a model that is a module, whose parameters can be counted; got "
             f"{type(fit.model).__name__}."
         )
+    if fit.method == "SVI":
+        raise ValueError("fit must be one of EM or MAP, a point; SVI has a distribution of them.")
     evidence = log_evidence(fit, data).double().sum().item()
     return -2.0 * evidence + price * num_parameters(fit.model, data)
 
@@ -176,6 +190,9 @@ def cross_validate(
     generator: torch.Generator | None = None,
 ) -> CrossValidation:
     """Fit all folds but one, and evaluate that one: each sequence once.
+
+    With a flat prior, a symbol that the other folds lack makes a sequence impossible: give
+    :func:`categorical` a concentration above one.
 
     Args:
         fit: Called with the sequences to fit, such as ``lambda data: fit_em(module, data)``.

@@ -301,8 +301,9 @@ def save(thing: HMM | nn.Module, directory: str | os.PathLike[str]) -> None:
     """Save an HMM or a module to a directory, in place of what was saved there before.
 
     Of a module its ``state_dict()`` is saved, not its code: :func:`load_into` puts it into a module
-    that was built in the same way. An HMM is saved whole: see :func:`load_hmm`. No gradient
-    information is saved.
+    that was built in the same way. Variables that have a prior are no part of it: save the HMM that
+    a fit has found, ``fit.draw(data)``, for other data ``load_hmm(directory).with_lengths(...)``.
+    An HMM is saved whole: see :func:`load_hmm`. No gradient information is saved.
 
     At any moment there is the old content or the new one, whole. Two files are written:
     ``tensors.safetensors``, and ``pyrohmm.json``, a copy of its description to be read by people.
@@ -403,7 +404,10 @@ def _describe(thing: HMM | nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]
         state = thing.state_dict()
         _check_state(thing, state)
         return dict(state), {"kind": "module", "class": type(thing).__qualname__}
-    raise TypeError(f"thing must be an HMM or a torch.nn.Module; got {type(thing).__name__}.")
+    raise TypeError(
+        f"thing must be an HMM or a torch.nn.Module; got {type(thing).__name__}. Of a fit, save "
+        "fit.draw(data)."
+    )
 
 
 def _check_state(module: nn.Module, state: dict[str, Any]) -> None:

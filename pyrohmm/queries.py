@@ -521,8 +521,9 @@ def _limits(hmm: HMM, values: Tensor) -> tuple[Tensor, Tensor]:
     if isinstance(emission, torch.distributions.Poisson):
 
         def at_most(count: Tensor) -> Tensor:
-            count = count.to(emission.rate.dtype)
-            return torch.special.gammaincc((count + 1).clamp(min=1), emission.rate)
+            return torch.special.gammaincc(
+                (count.double() + 1).clamp(min=1), emission.rate.double()
+            )
 
         upper = _in_each_state(hmm, at_most, seen)
         lower = _in_each_state(hmm, at_most, seen - 1)
@@ -530,7 +531,7 @@ def _limits(hmm: HMM, values: Tensor) -> tuple[Tensor, Tensor]:
     try:
         if emission.support.is_discrete:
             raise NotImplementedError
-        upper = _in_each_state(hmm, emission.cdf, seen)
+        upper = _in_each_state(hmm, lambda value: emission.cdf(value.double()), seen)
     except NotImplementedError:
         raise ValueError(
             "hmm must have an emission whose cumulative probabilities are known: Categorical, "
@@ -568,12 +569,11 @@ def _read(hmm: HMM, values: Tensor) -> _Chain:
     initial, transition, likelihood = hmm._chain(values)
     batch = torch.broadcast_shapes(hmm.batch_shape, likelihood.shape[:-2])
     exists = hmm._exists().expand(*batch, hmm.num_steps)
-    dtype = torch.promote_types(initial.dtype, transition.dtype)
-    dtype = torch.promote_types(dtype, likelihood.dtype)
+    # in float64: sums over long sequences, and the tails of distributions
     return _Chain(
-        initial.to(dtype).expand(*batch, hmm.num_states),
-        transition.to(dtype),
-        likelihood.to(dtype).masked_fill(~exists.unsqueeze(-1), 0.0),
+        initial.double().expand(*batch, hmm.num_states),
+        transition.double(),
+        likelihood.double().masked_fill(~exists.unsqueeze(-1), 0.0),
         exists,
     )
 

@@ -121,7 +121,7 @@ class TabularHMM(HMMModule):
 
     def _is_free(self, name: str) -> bool:
         """Whether ``initial`` or ``transition`` is fitted; if not, it has no restarts either."""
-        return name in self._pyro_samples or name in self._pyro_params
+        return emissions.is_free(self, name)
 
     def forward(self, lengths: Tensor, observed: Tensor | None = None) -> HMM:
         """Build the HMM for sequences of ``lengths`` ``(*B)``."""

@@ -253,3 +253,36 @@ def test_places_that_cannot_be_written_to_are_named_before_the_work(tmp_path):
         fit_map(model(), symbols(), num_steps=2, checkpoint=tmp_path / "none" / "x")
     with pytest.raises(ValueError, match="must be a file"):
         fit_em(model().module, symbols(), num_steps=2, checkpoint=tmp_path)
+
+
+def test_the_file_of_another_prior_is_refused(tmp_path):
+    path = tmp_path / "x"
+    fit_em(TabularHMM(2, categorical(3)), symbols(), num_steps=2, checkpoint=path)
+    with pytest.raises(ValueError, match="its priors and frozen parameters is"):
+        fit_em(TabularHMM(2, categorical(3, 50.0)), symbols(), num_steps=2, checkpoint=path)
+    path.unlink()
+    fit_map(model(), symbols(), num_steps=2, checkpoint=path)
+    with pytest.raises(ValueError, match="its learning_rate is"):
+        fit_map(model(), symbols(), num_steps=2, checkpoint=path, learning_rate=1e-9)
+
+
+def test_a_fit_goes_on_under_another_tolerance(tmp_path):
+    options = {"checkpoint": tmp_path / "x", "start": em.from_prior, "num_steps": 60}
+    module = TabularHMM(2, categorical(3))
+    pyro.set_rng_seed(0)
+    rough = fit_em(module, symbols(), tolerance=1e-2, **options)
+    assert rough.converged
+    finer = fit_em(module, symbols(), tolerance=None, **options)
+    assert len(finer.losses) == 61
+    pyro.set_rng_seed(0)
+    whole = fit_em(module, symbols(), tolerance=None, num_steps=60, start=em.from_prior)
+    assert torch.equal(finer.losses, whole.losses)
+
+
+def test_remarks_are_kept_with_the_file(tmp_path):
+    data = Sequences(torch.zeros(3, 4).long(), torch.full((3,), 4), labels=torch.zeros(3, 4).long())
+    module = TabularHMM(2, categorical(2))
+    first = fit_em(module, data, checkpoint=tmp_path / "x")
+    again = fit_em(module, data, checkpoint=tmp_path / "x")
+    assert any("supports state 1" in note for note in first.notes)
+    assert again.notes == first.notes

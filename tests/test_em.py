@@ -585,7 +585,7 @@ def test_a_variance_at_its_floor_is_reported():
     data = Sequences(values, torch.full((4,), 10))
     fit = fit_em(hmm, data, num_steps=10)
     variance = fit.draw(data).emission.variance.detach()
-    assert variance[0].item() == pytest.approx(1e-6 * values.var(correction=0).item())
+    assert variance[0].item() == pytest.approx(1e-12 * values.var(correction=0).item())
     assert any("variance was held at its floor" in note for note in fit.notes)
 
 

@@ -306,22 +306,22 @@ def floored(name):
 
 
 @pytest.mark.parametrize("name", ["number", "plane", "ball"])
-def test_a_variance_is_held_at_a_millionth_of_that_of_the_data(name):
+def test_a_variance_is_held_at_a_small_share_of_that_of_the_data(name):
     module, values, weights = floored(name)
     found, notes = m_step(module, values, weights)
     total = np.var(values, axis=0)
-    expected = 1e-6 * (total.mean() if name == "ball" else total)
+    expected = emissions.SMALLEST * (total.mean() if name == "ball" else total)
     np.testing.assert_allclose(found["variance"][0, 1], expected, rtol=1e-9)
     assert (found["variance"][0, [0, 2]] > 1e-3).all()
     assert len(notes) == 1
-    assert "variance was held at its floor, 1e-06" in notes[0]
+    assert "variance was held at its floor, 1e-12" in notes[0]
 
 
-def test_a_covariance_is_held_at_a_millionth_of_that_of_the_data():
+def test_a_covariance_is_held_at_a_small_share_of_that_of_the_data():
     module, values, weights = floored("full")
     found, notes = m_step(module, values, weights)
-    floor = 1e-6 * np.var(values, axis=0).mean()
-    np.testing.assert_allclose(found["covariance"][0, 1], floor * np.eye(2), rtol=1e-6, atol=1e-12)
+    floor = emissions.SMALLEST * np.var(values, axis=0)
+    np.testing.assert_allclose(found["covariance"][0, 1], np.diag(floor), rtol=1e-6, atol=1e-18)
     assert "covariance was held at its floor" in notes[0]
     for state, rows in ((0, values[2:11]), (2, values[11:])):
         np.testing.assert_allclose(found["covariance"][0, state], np.cov(rows.T, bias=True))
@@ -332,10 +332,11 @@ def test_values_on_a_line_lift_only_the_flat_direction():
     module = normal_tied(2)(1)
     put(module, {"loc": np.zeros((1, 2)), "covariance": np.eye(2)})
     found, notes = m_step(module, values, np.ones((1, 12, 1)))
-    low, high = np.linalg.eigvalsh(found["covariance"][0])
     variances = np.var(values, axis=0)
-    assert low == pytest.approx(1e-6 * variances.mean(), rel=1e-6)
-    assert high == pytest.approx(variances.sum())
+    unit = np.sqrt(emissions.SMALLEST * variances)
+    low, high = np.linalg.eigvalsh(found["covariance"][0] / np.outer(unit, unit))
+    assert low == pytest.approx(1, abs=1e-3)  # of 2e12, which rounding leaves twelve digits of
+    assert high == pytest.approx(2 / emissions.SMALLEST)
     assert len(notes) == 1
 
 
@@ -349,7 +350,7 @@ def test_a_component_of_a_mixture_is_held_at_its_floor():
     put(module, own)
     values = np.concatenate([np.linspace(-1, 1, 9), [100.0]])[:, None]
     found, notes = m_step(module, values, np.ones((1, 10, 1)), call(module))
-    assert found["variance"][0, 0, 1, 0] == pytest.approx(1e-6 * np.var(values))
+    assert found["variance"][0, 0, 1, 0] == pytest.approx(emissions.SMALLEST * np.var(values))
     assert found["variance"][0, 0, 0, 0] == pytest.approx(np.var(values[:9]))
     assert len(notes) == 1
 
@@ -537,7 +538,9 @@ def test_an_observation_of_a_mixture_is_shared_out_by_its_components():
         found["counts"][0], np.einsum("mk,mkc->kc", weights[0], shares), rtol=1e-9
     )
     np.testing.assert_allclose(
-        found["sums"][0], np.einsum("mk,mkc,md->kcd", weights[0], shares, values), rtol=1e-9
+        found["sums"][0],
+        np.einsum("mk,mkc,md->kcd", weights[0], shares, values - emissions.centre(module).numpy()),
+        rtol=1e-9,
     )
 
 
@@ -730,3 +733,58 @@ def test_parts_are_frozen_by_their_path():
 def test_what_cannot_be_frozen_is_refused_by_name(name, value, words):
     with pytest.raises(ValueError, match=words):
         freeze(normal(1)(STATES), name, value)
+
+
+# Numbers far from zero, and far apart
+
+
+@pytest.mark.parametrize("offset", [0.0, 5e6, 1e8, 1.7e9])
+@pytest.mark.parametrize("family", [normal, normal_full, normal_tied, normal_spherical])
+@pytest.mark.parametrize("kind", ["prior", "points"])
+def test_variances_do_not_cancel_far_from_zero(offset, family, kind):
+    rng = np.random.default_rng(19)
+    values, weights = rng.normal(size=(50, 2)), draw_weights(rng, 1, 50)[..., :2]
+    values = np.round(values * 64) / 64  # exact, also beside the offset
+    near, far = (family(2, loc=shift)(2) for shift in (0.0, offset))
+    if kind == "points":
+        space = near.covariance if hasattr(near, "degrees") else near.variance
+        for module, shift in ((near, 0.0), (far, offset)):
+            name = "covariance" if hasattr(module, "degrees") else "variance"
+            module.set_points(**{name: space.abs(), "loc": torch.zeros(2, 2) + shift})
+    one, _ = m_step(near, values, weights)
+    other, notes = m_step(far, values + offset, weights)
+    assert notes == []
+    np.testing.assert_allclose(other["loc"] - offset, one["loc"], atol=1e-6)
+    for name in {"variance", "covariance"} & set(one):
+        np.testing.assert_allclose(other[name], one[name], rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("kind", ["diagonal", "full"])
+def test_states_far_apart_keep_their_small_variances(kind):
+    rng = np.random.default_rng(20)
+    values = np.concatenate([rng.normal(0, 0.1, (30, 1)), rng.normal(1000, 0.1, (30, 1))])
+    weights = np.zeros((1, 60, 2))
+    weights[0, :30, 0] = weights[0, 30:, 1] = 1.0
+    module = normal(1)(2) if kind == "diagonal" else normal_full(1)(2)
+    name = "variance" if kind == "diagonal" else "covariance"
+    shape = (2, 1) if kind == "diagonal" else (2, 1, 1)
+    module.set_points(**{name: torch.ones(shape), "loc": torch.tensor([[0.0], [1000.0]])})
+    found, notes = m_step(module, values, weights)
+    assert notes == []
+    expected = [values[:30].var(), values[30:].var()]
+    np.testing.assert_allclose(found[name].flatten(), expected, rtol=1e-8)
+
+
+def test_columns_in_other_units_keep_their_covariance():
+    rng = np.random.default_rng(21)
+    values = rng.normal(size=(60, 2)) @ np.array([[1.0, 0.3], [0.0, 1.0]]) * [1e4, 1e-2]
+    module = normal_full(2)(1)
+    module.set_points(covariance=torch.eye(2)[None], loc=torch.zeros(1, 2))
+    found, notes = m_step(module, values, np.ones((1, 60, 1)))
+    assert notes == []
+    np.testing.assert_allclose(found["covariance"][0, 0], np.cov(values.T, bias=True), rtol=1e-9)
+
+
+def test_a_scale_that_is_not_symmetric_is_named():
+    with pytest.raises(ValueError, match="scale must be a positive number or a positive definite"):
+        normal_full(2, scale=torch.tensor([[1.0, 0.9], [0.0, 1.0]]))(2)

@@ -376,7 +376,12 @@ def test_the_summary_says_what_was_fitted_and_how_it_ended():
     data = symbols()
     fit = fit_map(tabular(), data, num_steps=30)
     text = fit.summary()
-    for part in ("MAP of MarginalModel of TabularHMM", *POINT, "30 steps", f"{data.num_observed} observed"):
+    for part in (
+        "MAP of MarginalModel of TabularHMM",
+        *POINT,
+        "30 steps",
+        f"{data.num_observed} observed",
+    ):
         assert part in text, part
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pyro.infer.autoguide import AutoNormal
 
 from pyrohmm import (
     HMM,
@@ -19,6 +20,7 @@ from pyrohmm import (
     datasets,
     fit_em,
     fit_map,
+    fit_svi,
     freeze,
     left_to_right,
     metrics,
@@ -27,6 +29,7 @@ from pyrohmm import (
     normal_mixture,
     normal_spherical,
     normal_tied,
+    parametric,
     poisson,
     tied,
 )
@@ -304,3 +307,36 @@ def test_numbers_of_folds_out_of_range_are_named(num_folds):
     data = datasets.casino(num_sequences=7, num_steps=2)
     with pytest.raises(ValueError, match=r"^num_folds must lie between 2 and .* 7; got"):
         metrics.cross_validate(lambda part: None, data, num_folds)
+
+
+def test_zeros_of_points_and_frozen_points_are_not_free():
+    hmm = HMM(
+        torch.tensor([1.0, 0.0, 0.0]).log(),
+        torch.tensor([[0.5, 0.5, 0.0], [0.0, 0.5, 0.5], [0.0, 0.0, 1.0]]).log(),
+        dist.Normal(torch.zeros(3), 1.0),
+        torch.tensor([1]),
+    )
+    data = Sequences(torch.zeros(1, 1), torch.tensor([1]))
+    module = hmm.to_module()
+    assert metrics.num_parameters(module, data) == 2 + 6
+    module.emission.requires_grad_(False)
+    assert metrics.num_parameters(module, data) == 2
+    fit = fit_em(module, Sequences(torch.randn(4, 5), torch.full((4,), 5)), num_steps=3)
+    assert torch.equal(fit.model.module.emission.loc, torch.zeros(3))
+
+
+def test_points_with_a_triangle_or_a_matrix_are_counted():
+    law = dist.MultivariateNormal(torch.zeros(2, 3), scale_tril=torch.eye(3).expand(2, 3, 3))
+    data = Sequences(torch.zeros(1, 1, 3), torch.tensor([1]))
+    assert metrics.num_parameters(TabularHMM(2, parametric(law)), data) == 1 + 2 + 2 * (3 + 6)
+
+
+def test_criteria_ask_for_a_point():
+    data = datasets.casino(num_sequences=3, num_steps=5).without_labels()
+    model = MarginalModel(TabularHMM(2, categorical(6)))
+    fit = fit_svi(model, AutoNormal(model), data, num_steps=2)
+    with pytest.raises(ValueError, match="fit must be one of EM or MAP"):
+        metrics.aic(fit, data)
+    same = Sequences(data.values[:1].repeat(5, 1), torch.full((5,), 5))
+    each = metrics.log_evidence(fit, same, batch_size=2)  # one draw for all the batches
+    torch.testing.assert_close(each, each[:1].expand(5))

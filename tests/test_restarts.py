@@ -4,7 +4,7 @@ import pyro
 import pytest
 import torch
 from pyro.distributions import Categorical, Dirichlet
-from pyro.infer.autoguide import init_to_value
+from pyro.infer.autoguide import AutoNormal, init_to_value
 
 from pyrohmm import (
     HMM,
@@ -19,6 +19,7 @@ from pyrohmm import (
     fit_cooccurrence,
     fit_em,
     fit_map,
+    fit_svi,
     normal,
 )
 
@@ -109,12 +110,11 @@ def test_states_that_are_only_renamed_are_matched():
 
 
 def test_a_restart_that_fails_does_not_stop_the_others():
-    starts = tables(2)
-    starts["module.emission.probs"][1, :, 3] = 0.0  # an observed face is impossible
-    starts["module.emission.probs"][1] /= starts["module.emission.probs"][1].sum(-1, keepdim=True)
-    wide = {name: value.unsqueeze(1) for name, value in starts.items()}
-    flat = MarginalModel(TabularHMM(2, categorical(6)))
-    fit = fit_map(flat, DATA, restarts=2, num_steps=20, init=init_to_value(values=wide))
+    def barred(hmm):
+        return torch.tensor([[0.0], [-torch.inf]])
+
+    flat = MarginalModel(TabularHMM(2, categorical(6)), barred)
+    fit = fit_map(flat, DATA, restarts=2, num_steps=20)
     assert fit.restarts.best == 0
     assert fit.losses.isfinite().all()
     assert "1 of 2 restarts ended at infinity" in fit.notes
@@ -186,3 +186,32 @@ def test_only_symbols_have_co_occurrences():
         cooccurrence.counted(Sequences(torch.tensor([[0, 1]]), torch.tensor([2])), 1)
     with pytest.raises(ValueError, match="no two adjacent observed steps"):
         cooccurrence.counted(Sequences(torch.tensor([[0]]), torch.tensor([1])), 1)
+
+
+@pytest.mark.parametrize("restarts", [1, 3])
+def test_gradient_fits_may_begin_where_em_ended_at_zeros(restarts):
+    """With one sequence EM is certain of its first state."""
+    data = datasets.casino(num_sequences=1, num_steps=300).without_labels()
+    part = TabularHMM(2, categorical(6))
+    end = fit_em(part, data, restarts=8)
+    assert (end.values["module.initial"] == 0).any() or end.values["module.initial"].min() < 1e-8
+    model = MarginalModel(part)
+    begin = init_to_value(values=end.values)
+    fit = fit_map(model, data, init=begin, restarts=restarts, num_steps=30, learning_rate=1e-3)
+    assert fit.losses.isfinite().all()
+    assert fit.losses[-1] <= end.losses[-1] + 1e-2
+    guide = AutoNormal(model, init_loc_fn=init_to_value(values=end.start))
+    assert fit_svi(model, guide, data, num_steps=20).losses.isfinite().all()
+    chain = TabularHMM(2, categorical(6), transition_allowed=torch.ones(2, 2).triu().bool())
+    end = fit_em(chain, data, restarts=4)
+    fit = fit_map(MarginalModel(chain), data, init=init_to_value(values=end.values), num_steps=30)
+    assert fit.losses.isfinite().all()
+    assert fit.values["module.transition"][1, 0] == 0
+
+
+def test_values_of_a_fit_may_be_where_em_begins():
+    first = fit_em(module(), DATA, num_steps=5, tolerance=None)
+    whole = fit_em(module(), DATA, num_steps=3, tolerance=None, start=first.values)
+    torch.testing.assert_close(whole.losses[0], first.losses[-1])
+    with pytest.raises(ValueError, match="start has no value for transition, emission.probs"):
+        fit_em(module(), DATA, start={"initial": torch.ones(2) / 2})
