@@ -218,7 +218,8 @@ def fit_em(
         restarts: R, from how many starts, side by side; every parameter must have a prior. The
             best is kept, all are in ``Fit.restarts``.
         batch_size: Number of sequences in a minibatch; all by default. The module must have a
-            closed M-step. Losses are then those of the batches, scaled to the whole set.
+            closed M-step. Losses are then those of the batches, scaled to the whole set, but for
+            the last, which is that of all the data.
         decay: With minibatches, iteration t averages the statistics with a step of
             :math:`(t + 1)^{-d}`; between 0.5 and 1.
         gradient_step: How parameters without a closed form are maximised.
@@ -348,7 +349,7 @@ def fit_em(
     if converged and not known:
         save()
     if batch_size is not None:  # what a batch says of the whole set is not enough to judge by
-        losses.append(problem.evaluate(batch_size))
+        losses[-1] = problem.evaluate(batch_size)
     trail = torch.stack(losses, 1)  # (R, steps)
     if batch_size is None and not reseed:
         problem.watch(trail)

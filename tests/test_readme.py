@@ -28,7 +28,7 @@ def test_every_file_it_names_exists():
 
 def test_the_table_of_speed_is_that_of_the_result_file():
     rows = json.loads((ROOT / "figures" / "throughput.json").read_text())["rows"]
-    table = re.search(r"(\| N, T, K, V.*?)\n\n", README, re.S).group(1).splitlines()
+    table = re.search(r"(\| N, T, K, V \|.*?)\n\n", README, re.S).group(1).splitlines()
     methods = [cell.strip() for cell in table[0].split("|")[2:-1]]
     for line in table[2:]:
         shape, *cells = (cell.strip() for cell in line.split("|")[1:-1])
@@ -47,3 +47,22 @@ def test_the_table_of_speed_is_that_of_the_result_file():
                 assert cell == f"{found[0]['milliseconds']:.1f}"
             else:
                 assert cell == f"{found[0]['times_slower_than_pyrohmm'][0]:.1f}×"
+
+
+def test_the_table_of_em_is_that_of_the_result_file():
+    rows = json.loads((ROOT / "figures" / "throughput.json").read_text())["rows"]
+    table = re.search(r"(\| N, T, K, V of EM.*?)\n\n", README, re.S).group(1).splitlines()
+    for line in table[2:]:
+        shape, ours, *others = (cell.strip() for cell in line.split("|")[1:-1])
+        found = {
+            row["method"]: row
+            for row in rows
+            if row["quantity"] == "EM iteration"
+            and ", ".join(map(str, row["shape N, T, K, V"])) == shape
+        }
+        assert ours == f"{found['pyrohmm']['milliseconds']:.1f}"
+        for method, cell in zip(("hmmlearn", "dynamax"), others):
+            assert cell == f"{found[method]['times_slower_than_pyrohmm'][0]:.1f}×"
+    ends = [row["ours"][0] for row in rows if row["quantity"] == "sixteen restarts over one"]
+    low, high = re.search(r"take (\S+) to (\S+) times as\s+long as one", README).groups()
+    assert (low, high) == (f"{min(ends):.1f}", f"{max(ends):.1f}")

@@ -213,5 +213,5 @@ def test_values_of_a_fit_may_be_where_em_begins():
     first = fit_em(module(), DATA, num_steps=5, tolerance=None)
     whole = fit_em(module(), DATA, num_steps=3, tolerance=None, start=first.values)
     torch.testing.assert_close(whole.losses[0], first.losses[-1])
-    with pytest.raises(ValueError, match="start has no value for transition, emission.probs"):
+    with pytest.raises(ValueError, match=r"start has no value for transition, emission.probs"):
         fit_em(module(), DATA, start={"initial": torch.ones(2) / 2})
