@@ -319,6 +319,7 @@ def fit_em(
                 if keeper.is_due() or len(losses) == num_steps:
                     save()
             batch = batches.take()
+            revived = problem.reseeded  # in the iteration before
             try:
                 loss, fresh = problem.expect(batch, reseed)
             except ValueError as error:
@@ -330,7 +331,8 @@ def fit_em(
             )
             if tolerance is not None and batch_size is None and len(losses) > 1:
                 fall = losses[-2] - losses[-1]
-                if not problem.reseeded and not bool((fall >= tolerance * losses[-1].abs()).any()):
+                ended = not bool((fall >= tolerance * losses[-1].abs()).any())
+                if ended and not revived and not problem.reseeded:
                     converged = True
                     reason = f"the loss fell by less than {tolerance:g} of itself"
                     break
@@ -370,7 +372,8 @@ class _Problem:
     ) -> None:
         module._pyro_set_supermodule("", _Context())  # its names are its own, whatever holds it
         self.module: Any = module
-        self.restarts, self.step = restarts, step
+        self.restarts, self.step = restarts, copy.copy(step)
+        self.step._stepper = None  # an optimizer of this fit's own parameters
         self.data = follow(module, None, data)
         with torch.no_grad(), poutine.block():
             trace = poutine.trace(lambda: build(module, self.data[:1])).get_trace()
@@ -439,6 +442,7 @@ class _Problem:
             "notes": self.notes,
             "leaves": self.leaves,
             "idle": self.idle,
+            "reseeded": self.reseeded,
             "stepper": None if stepper is None else stepper.state_dict(),
         }
 
@@ -447,6 +451,7 @@ class _Problem:
         device = self.data.values.device
         self.values = {name: value.to(device) for name, value in found["values"].items()}
         self.notes, self.idle = found["notes"], found["idle"]
+        self.reseeded = found["reseeded"]
         with torch.no_grad():
             for own, saved in zip(self.points, found["points"]):
                 own.copy_(saved)

@@ -1077,3 +1077,32 @@ def test_moves_that_underflow_do_not_let_gradient_steps_go_astray():
             gradient_step=Watching(3),
         )
         assert (fit.losses.diff() <= 1e-6 * fit.losses[0].abs()).all()
+
+
+def test_a_state_that_is_revived_is_fitted_on():
+    """Runs of zeros and of ones, and a start in which one state has it all."""
+    data = plain(torch.tensor([[0, 0, 0, 0, 0, 1, 1, 1, 1, 1] * 4] * 5))
+
+    def start(module, data, restarts):
+        return torch.tensor([1.0, 0.0]).expand(restarts, len(data), data.num_steps, 2)
+
+    module = TabularHMM(2, categorical(2))
+    plain_fit = fit_em(module, data, start=start)
+    fit = fit_em(module, data, start=start, reseed=True)
+    assert plain_fit.losses[-1] > 130  # log 2 a step
+    assert fit.losses[-1] < 100
+    assert not any("supports" in note for note in fit.notes)
+
+
+def test_gradient_steps_may_be_used_again():
+    """Each fit has an optimizer of its own."""
+    step = GradientStep(3, lambda parameters: torch.optim.Adam(parameters, lr=0.1))
+    start = dist.Laplace(torch.tensor([-1.0, 1.0]), torch.ones(2))
+    data = plain(torch.randn(4, 8))
+    fits = []
+    for _ in range(2):
+        pyro.set_rng_seed(0)
+        module = TabularHMM(2, parametric(start))
+        fits.append(fit_em(module, data, num_steps=4, gradient_step=step))
+    assert torch.equal(fits[0].losses, fits[1].losses)
+    assert fits[0].losses[-1] < fits[0].losses[0]
