@@ -618,7 +618,13 @@ class CovarianceEmission(Emission):
                 floor = torch.maximum(floor, least)
             matrix, low = _lift(matrix, floor)
             if bool(low.any()):
-                notes.append(_floor_note("covariance"))
+                singular = (
+                    f"a covariance was as good as singular in {dtype}: components are almost "
+                    "functions of each other. Drop some, or compute in float64."
+                )
+                notes.append(
+                    singular if self.has_prior("covariance") else _floor_note("covariance")
+                )
             found["covariance"] = matrix
         return found, notes
 
@@ -671,7 +677,7 @@ class MixtureEmission(Emission):
         self, values: Tensor, weights: Tensor, current: TorchDistribution | None
     ) -> Statistics:
         """Moments for each component, weighted by its probability given state and value."""
-        if current is None:
+        if current is None or len(values) == 0:
             shares = _scatter(values, weights, self.num_components)
         else:
             parts = known_log_prob(current.component_distribution, values[:, None, None])
@@ -679,7 +685,7 @@ class MixtureEmission(Emission):
             shares = logits.softmax(-1)  # ([R,] M, K, C)
         each = weights.double().unsqueeze(-1) * shares  # (R, M, K, C)
         known, sums, squares = moments(values.double() - centre(self), each.flatten(2))
-        shape = each[:, 0].shape + values.shape[-1:]  # (R, K, C, D)
+        shape = each.sum(1).shape + values.shape[-1:]  # (R, K, C, D)
         return {
             "counts": each.sum(1),
             "known": known.expand_as(sums).reshape(shape),

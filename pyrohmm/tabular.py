@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from pyro.distributions import Dirichlet
 from pyro.nn import PyroModule, PyroParam, PyroSample
@@ -93,6 +95,11 @@ class TabularHMM(HMMModule):
             lambda self: _rows(self.transition_concentration, self.transition_allowed)
         )
         part = emission(num_states)
+        if isinstance(part, partial):
+            raise TypeError(
+                "emission must be an emission family, which is made by a call, such as normal(2) "
+                f"or categorical(6); got {getattr(emission, '__name__', emission)} itself."
+            )
         if not isinstance(part, PyroModule):
             raise TypeError(
                 "emission must return a PyroModule when it is called with K; got "

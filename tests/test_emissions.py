@@ -16,9 +16,13 @@ from pyro import poutine
 from scipy import stats
 
 from pyrohmm import (
+    Sequences,
+    TabularHMM,
     bernoulli,
     categorical,
+    em,
     emissions,
+    fit_em,
     freeze,
     normal,
     normal_full,
@@ -788,3 +792,31 @@ def test_columns_in_other_units_keep_their_covariance():
 def test_a_scale_that_is_not_symmetric_is_named():
     with pytest.raises(ValueError, match="scale must be a positive number or a positive definite"):
         normal_full(2, scale=torch.tensor([[1.0, 0.9], [0.0, 1.0]]))(2)
+
+
+def test_columns_that_are_the_same_to_rounding_are_named():
+    """In float32, with a prior that would let them be: there is no inverse to compute with."""
+    rng = np.random.default_rng(22)
+    column = rng.normal(size=(40, 1))
+    values = np.concatenate([column, column + 1e-6 * rng.normal(size=(40, 1))], 1)
+    module = normal_full(2, scale=1e-12)(1).float()
+    found, notes = m_step(module, values, np.ones((1, 40, 1)))
+    assert "as good as singular in torch.float32" in notes[0]
+    torch.linalg.cholesky(torch.as_tensor(found["covariance"]).float())
+
+
+@pytest.mark.parametrize("kind", [torch.long, torch.int32, torch.bool])
+@pytest.mark.parametrize("name", ["bits", "plane", "mixture"])
+def test_whole_numbers_are_taken_as_numbers(name, kind):
+    values = torch.randint(0, 2, (3, 5, 2))
+    data = Sequences(values.to(kind), torch.full((3,), 5))
+    fit = fit_em(TabularHMM(2, CASES[name].family()), data, num_steps=2, start=em.by_kmeans)
+    assert fit.losses.isfinite().all()
+    law = fit.draw(data)
+    torch.testing.assert_close(law.log_prob(data.values), law.log_prob(values.double()))
+
+
+def test_families_with_nothing_to_see_stay_where_they_are():
+    nothing = Sequences(torch.zeros(2, 3, 2), torch.full((2,), 3), torch.zeros(2, 3).bool())
+    for family in (normal_mixture(2, 2), normal_full(2), normal(2), bernoulli(2)):
+        assert fit_em(TabularHMM(2, family), nothing, num_steps=3).losses.isfinite().all()

@@ -390,3 +390,8 @@ def test_state_dict_carries_fitted_points():
     other.load_state_dict(torch.load(file, weights_only=True))
     assert other(LENGTHS).log_transition.equal(module(LENGTHS).log_transition)
     assert other(LENGTHS).emission.logits.equal(module(LENGTHS).emission.logits)
+
+
+def test_a_family_that_was_not_called_is_named():
+    with pytest.raises(TypeError, match=r"made by a call, such as normal\(2\).*got normal itself"):
+        TabularHMM(2, normal)
