@@ -12,7 +12,7 @@ from scipy import stats
 from test_hmm import EMISSIONS, LAYOUTS, Case, assert_close, build
 from test_hmm import cases as all_cases
 
-from pyrohmm import HMM, Forecast, queries
+from pyrohmm import HMM, Forecast, cooccurrence, queries
 
 NEVER = -np.inf
 
@@ -556,3 +556,49 @@ def test_no_query_asks_for_a_gradient():
         queries.continuation(hmm, values, 2).log_initial,
     ]
     assert not any(answer.requires_grad for answer in answers)
+
+
+# Float32: answers that need more digits are computed in float64
+
+
+def single_hmm(num_steps):
+    return HMM(
+        torch.tensor([0.6, 0.4]).log().float(),
+        torch.tensor([[0.9, 0.1], [0.2, 0.8]]).log().float(),
+        dist.Normal(torch.tensor([-1.0, 1.0]).float(), torch.ones(2).float()),
+        torch.tensor(num_steps),
+    )
+
+
+def test_scores_of_the_best_paths_of_a_long_float32_sequence_are_those_of_the_paths():
+    hmm = single_hmm(4000)
+    values = hmm.sample()
+    paths, scores = queries.k_best(hmm, values, 3)
+    initial, transition, likelihood = (part.double() for part in hmm._chain(values))
+    for path, score in zip(paths, scores):
+        moves = transition[0, path[:-1], path[1:]].sum()
+        seen = likelihood.gather(-1, path.unsqueeze(-1)).sum()
+        torch.testing.assert_close(score, initial[path[0]] + moves + seen, rtol=0, atol=1e-8)
+
+
+@pytest.mark.parametrize("far", [-6.0, -5.0, 5.0, 6.0])
+def test_outliers_have_finite_residuals_in_float32(far):
+    normal = HMM(
+        torch.zeros(1), torch.zeros(1, 1), dist.Normal(torch.zeros(1), 1.0), torch.tensor(1)
+    )
+    single = HMM(
+        torch.zeros(1).float(),
+        torch.zeros(1, 1).float(),
+        dist.Normal(torch.zeros(1).float(), torch.ones(1).float()),
+        torch.tensor(1),
+    )
+    for hmm, value in ((normal, torch.tensor([far])), (single, torch.tensor([far]).float())):
+        residual = queries.pseudo_residuals(hmm, value).normal().lower
+        torch.testing.assert_close(residual, torch.tensor([far]), rtol=1e-6, atol=0.0)
+
+
+@pytest.mark.parametrize("rate", [1e-3, 1e-6, 1e-7])
+def test_the_stationary_law_of_a_chain_that_hardly_moves_is_exact_in_float32(rate):
+    matrix = torch.tensor([[1 - rate, rate], [3 * rate, 1 - 3 * rate]]).float()
+    law = cooccurrence.stationary(matrix.log())
+    torch.testing.assert_close(law, torch.tensor([0.75, 0.25]).float(), rtol=1e-5, atol=0.0)
