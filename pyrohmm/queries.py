@@ -4,6 +4,9 @@ Every function reads an :class:`HMM` and ``values`` ``(*B, T, *E)``, as the meth
 and answers for the whole batch at once. Steps that are padded or not observed say nothing, whatever
 ``values`` hold there. Parameters may change with the step unless it is said that they may not.
 Logarithms are natural: probabilities are in nats. No gradient passes.
+
+Probabilities and scores are float64, whatever the model's numbers are: they are sums over long
+sequences, and tails of distributions.
 """
 
 from __future__ import annotations
@@ -53,7 +56,7 @@ def k_best(hmm: HMM, values: Tensor, count: int) -> tuple[Tensor, Tensor]:
                 [1, 1],
                 [1, 0]])
         >>> log_joint.exp()
-        tensor([0.1125, 0.0405, 0.0225])
+        tensor([0.1125, 0.0405, 0.0225], dtype=torch.float64)
     """
     check_size("count", count)
     with torch.no_grad():
@@ -104,7 +107,7 @@ def path_entropy(hmm: HMM, values: Tensor) -> Tensor:
         >>> fair = torch.full((2, 2), 0.5).log()
         >>> hmm = HMM(fair[0], fair, blank, torch.tensor(3))
         >>> path_entropy(hmm, torch.tensor([0, 0, 0])) / math.log(2)  # three tosses
-        tensor(3.)
+        tensor(3., dtype=torch.float64)
     """
     with torch.no_grad():
         chain = _read(hmm, values)
@@ -143,7 +146,7 @@ def predictive_log_prob(hmm: HMM, values: Tensor) -> Tensor:
         >>> sticky = torch.tensor([[0.9, 0.1], [0.1, 0.9]]).log()
         >>> hmm = HMM(torch.tensor([0.5, 0.5]).log(), sticky, coins, torch.tensor(3))
         >>> predictive_log_prob(hmm, torch.tensor([1, 1, 1])).exp()
-        tensor([0.7000, 0.7457, 0.7772])
+        tensor([0.7000, 0.7457, 0.7772], dtype=torch.float64)
     """
     with torch.no_grad():
         chain = _read(hmm, values)
@@ -482,7 +485,7 @@ def pseudo_residuals(hmm: HMM, values: Tensor, *, forecast: bool = False) -> Pse
         >>> hmm = HMM(torch.tensor([0.5, 0.5]).log(), sticky, levels, torch.tensor(3))
         >>> residuals = pseudo_residuals(hmm, torch.tensor([0.0, 0.0, 4.0]), forecast=True)
         >>> residuals.upper
-        tensor([0.2500, 0.4500, 0.9000])
+        tensor([0.2500, 0.4500, 0.9000], dtype=torch.float64)
     """
     if hmm.emission.event_shape:
         raise ValueError(
