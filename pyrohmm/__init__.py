@@ -16,11 +16,6 @@ from .em import GradientStep as GradientStep
 from .em import fit_em as fit_em
 from .emissions import bernoulli as bernoulli
 from .emissions import categorical as categorical
-from .emissions import normal as normal
-from .emissions import normal_full as normal_full
-from .emissions import normal_mixture as normal_mixture
-from .emissions import normal_spherical as normal_spherical
-from .emissions import normal_tied as normal_tied
 from .emissions import parametric as parametric
 from .emissions import poisson as poisson
 from .emissions import streams as streams
@@ -38,6 +33,11 @@ from .models import MarginalModel as MarginalModel
 from .models import markov_sample as markov_sample
 from .modules import HMMModule as HMMModule
 from .modules import freeze as freeze
+from .normals import normal as normal
+from .normals import normal_full as normal_full
+from .normals import normal_mixture as normal_mixture
+from .normals import normal_spherical as normal_spherical
+from .normals import normal_tied as normal_tied
 from .persistence import load_hmm as load_hmm
 from .persistence import load_into as load_into
 from .persistence import save as save

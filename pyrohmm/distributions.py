@@ -557,6 +557,12 @@ def is_categorical(emission: Any) -> bool:
     return isinstance(emission, Categorical) and not emission.event_shape
 
 
+def log(probs: Tensor) -> Tensor:
+    """Logarithm whose gradient at zero is zero: a hard zero stays what it is, and makes no NaN."""
+    zero = probs == 0
+    return probs.masked_fill(zero, 1.0).log().masked_fill(zero, -torch.inf)
+
+
 def log_probs(emission: Any) -> Tensor:
     """Logarithms of the probabilities of symbols; zeros that were given are exact.
 
@@ -565,8 +571,7 @@ def log_probs(emission: Any) -> Tensor:
     given = vars(emission).get("probs")
     if given is None or emission._param is not given:
         return emission.logits
-    zero = given == 0
-    return given.masked_fill(zero, 1.0).log().masked_fill(zero, -torch.inf)
+    return log(given)
 
 
 def in_each_state(emission: Any, values: Tensor) -> Tensor:

@@ -26,9 +26,9 @@ from tqdm import tqdm
 
 from . import recursions
 from ._checks import check_size
+from ._emission import Emission, Statistics
 from .checkpoints import Checkpoint, constants, fingerprint
 from .distributions import is_categorical
-from .emissions import Emission, Statistics
 from .fit import Batches, Fit, Point, Restarts, check_events, follow, uses_labels
 from .hmm import HMM
 from .models import MarginalModel, build

@@ -12,8 +12,8 @@ from torch.distributions import constraints
 
 from . import emissions
 from ._checks import check_booleans, check_shape, check_size
-from .distributions import SparseDirichlet
-from .emissions import Emission, EmissionFamily, Statistics, log, positive, row_mode
+from ._emission import Emission, EmissionFamily, Statistics, is_free, positive, row_mode
+from .distributions import SparseDirichlet, log
 from .hmm import HMM
 from .modules import HMMModule
 from .recursions import Expected
@@ -128,7 +128,7 @@ class TabularHMM(HMMModule):
 
     def _is_free(self, name: str) -> bool:
         """Whether ``initial`` or ``transition`` is fitted; if not, it has no restarts either."""
-        return emissions.is_free(self, name)
+        return is_free(self, name)
 
     def forward(self, lengths: Tensor, observed: Tensor | None = None) -> HMM:
         """Build the HMM for sequences of ``lengths`` ``(*B)``."""

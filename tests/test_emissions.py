@@ -29,6 +29,7 @@ from pyrohmm import (
     normal_mixture,
     normal_spherical,
     normal_tied,
+    normals,
     parametric,
     poisson,
     streams,
@@ -314,7 +315,7 @@ def test_a_variance_is_held_at_a_small_share_of_that_of_the_data(name):
     module, values, weights = floored(name)
     found, notes = m_step(module, values, weights)
     total = np.var(values, axis=0)
-    expected = emissions.SMALLEST * (total.mean() if name == "ball" else total)
+    expected = normals.SMALLEST * (total.mean() if name == "ball" else total)
     np.testing.assert_allclose(found["variance"][0, 1], expected, rtol=1e-9)
     assert (found["variance"][0, [0, 2]] > 1e-3).all()
     assert len(notes) == 1
@@ -324,7 +325,7 @@ def test_a_variance_is_held_at_a_small_share_of_that_of_the_data(name):
 def test_a_covariance_is_held_at_a_small_share_of_that_of_the_data():
     module, values, weights = floored("full")
     found, notes = m_step(module, values, weights)
-    floor = emissions.SMALLEST * np.var(values, axis=0)
+    floor = normals.SMALLEST * np.var(values, axis=0)
     np.testing.assert_allclose(found["covariance"][0, 1], np.diag(floor), rtol=1e-6, atol=1e-18)
     assert "covariance was held at its floor" in notes[0]
     for state, rows in ((0, values[2:11]), (2, values[11:])):
@@ -337,10 +338,10 @@ def test_values_on_a_line_lift_only_the_flat_direction():
     put(module, {"loc": np.zeros((1, 2)), "covariance": np.eye(2)})
     found, notes = m_step(module, values, np.ones((1, 12, 1)))
     variances = np.var(values, axis=0)
-    unit = np.sqrt(emissions.SMALLEST * variances)
+    unit = np.sqrt(normals.SMALLEST * variances)
     low, high = np.linalg.eigvalsh(found["covariance"][0] / np.outer(unit, unit))
     assert low == pytest.approx(1, abs=1e-3)  # of 2e12, which rounding leaves twelve digits of
-    assert high == pytest.approx(2 / emissions.SMALLEST)
+    assert high == pytest.approx(2 / normals.SMALLEST)
     assert len(notes) == 1
 
 
@@ -354,7 +355,7 @@ def test_a_component_of_a_mixture_is_held_at_its_floor():
     put(module, own)
     values = np.concatenate([np.linspace(-1, 1, 9), [100.0]])[:, None]
     found, notes = m_step(module, values, np.ones((1, 10, 1)), call(module))
-    assert found["variance"][0, 0, 1, 0] == pytest.approx(emissions.SMALLEST * np.var(values))
+    assert found["variance"][0, 0, 1, 0] == pytest.approx(normals.SMALLEST * np.var(values))
     assert found["variance"][0, 0, 0, 0] == pytest.approx(np.var(values[:9]))
     assert len(notes) == 1
 
@@ -543,7 +544,7 @@ def test_an_observation_of_a_mixture_is_shared_out_by_its_components():
     )
     np.testing.assert_allclose(
         found["sums"][0],
-        np.einsum("mk,mkc,md->kcd", weights[0], shares, values - emissions.centre(module).numpy()),
+        np.einsum("mk,mkc,md->kcd", weights[0], shares, values - normals.centre(module).numpy()),
         rtol=1e-9,
     )
 

@@ -17,7 +17,8 @@ PACKAGE = Path(pyrohmm.__file__).parent
 ORDER = [
     "_checks", "_lookup", "sequences", "_compiled", "_chain", "_steps", "_messages", "recursions",
     "cooccurrence", "dpp", "distributions",
-    "hmm", "modules", "clusters", "blocks", "emissions", "tabular", "dense", "neural", "models",
+    "hmm", "modules", "clusters", "blocks", "_emission", "normals", "emissions", "tabular", "dense",
+    "neural", "models",
     "persistence", "checkpoints", "fit", "em", "metrics", "queries", "streaming", "conversion",
     "readers", "datasets", "inference_data", "plots",
 ]  # fmt: skip
