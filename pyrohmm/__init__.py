@@ -2,6 +2,7 @@
 
 from . import cooccurrence as cooccurrence
 from . import datasets as datasets
+from . import dense as dense
 from . import distributions as distributions
 from . import em as em
 from . import emissions as emissions
@@ -12,6 +13,7 @@ from . import readers as readers
 from . import recursions as recursions
 from .conversion import from_hmmlearn as from_hmmlearn
 from .conversion import to_hmmlearn as to_hmmlearn
+from .dense import DenseHMM as DenseHMM
 from .em import GradientStep as GradientStep
 from .em import fit_em as fit_em
 from .emissions import bernoulli as bernoulli
@@ -53,6 +55,7 @@ from .tabular import sticky as sticky
 __all__ = [
     "HMM",
     "CooccurrenceModel",
+    "DenseHMM",
     "EnumeratedModel",
     "Expected",
     "Filter",
@@ -70,6 +73,7 @@ __all__ = [
     "categorical",
     "cooccurrence",
     "datasets",
+    "dense",
     "distributions",
     "em",
     "emissions",
