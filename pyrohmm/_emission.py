@@ -6,6 +6,7 @@ In shapes, M is the number of observations and R that of restarts, which are fit
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -68,6 +69,31 @@ class Emission(PyroModule):
             setattr(self, name, PyroParam(value.detach().clone(), self.spaces[name]))
             if name == "loc":  # so that sums are taken about it
                 self.prior_loc.copy_(value.detach().expand(self.prior_loc.shape))
+
+
+def made(emission: EmissionFamily | None, num_states: int) -> PyroModule:
+    """What the family makes for K states.
+
+    Raises:
+        TypeError: If it is no family, or what it makes is no ``PyroModule``.
+    """
+    if not callable(emission) or isinstance(emission, torch.distributions.Distribution):
+        raise TypeError(
+            "emission must be an emission family, such as categorical(num_symbols); got "
+            f"{type(emission).__name__}."
+        )
+    part = emission(num_states)
+    if isinstance(part, partial):
+        raise TypeError(
+            "emission must be an emission family, which is made by a call, such as normal(2) "
+            f"or categorical(6); got {getattr(emission, '__name__', emission)} itself."
+        )
+    if not isinstance(part, PyroModule):
+        raise TypeError(
+            "emission must return a PyroModule when it is called with K; got "
+            f"{type(part).__name__}. Put the parameters into one, as PyroParam or PyroSample."
+        )
+    return part
 
 
 def is_free(module: PyroModule, name: str) -> bool:

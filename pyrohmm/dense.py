@@ -19,13 +19,13 @@ from functools import partial
 import torch
 from pyro.distributions import Categorical, Normal
 from pyro.distributions.torch_distribution import TorchDistribution
-from pyro.nn import PyroModule, PyroSample
+from pyro.nn import PyroSample
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from . import cooccurrence
 from ._checks import check_size
-from ._emission import EmissionFamily
+from ._emission import EmissionFamily, made
 from .distributions import log
 from .hmm import HMM
 from .modules import HMMModule
@@ -215,7 +215,7 @@ class DenseHMM(HMMModule):
         else:
             if symbol_dim is not None or symbol_kernel is not None:
                 raise ValueError("symbol_dim and symbol_kernel are of symbols; emission has none.")
-            self.emission = _made(emission, num_states)
+            self.emission = made(emission, num_states)
 
     def _embedding(self, *shape: int) -> PyroSample:
         return PyroSample(partial(_prior, shape=shape))
@@ -243,21 +243,6 @@ def _prior(module: DenseHMM, shape: tuple[int, ...]) -> TorchDistribution:
     normal = Normal(torch.zeros_like(module.scale), module.scale)
     normal = normal.expand(torch.Size(shape)).to_event(len(shape))
     return normal.mask(False) if module.flat else normal
-
-
-def _made(emission: EmissionFamily | None, num_states: int) -> PyroModule:
-    if not callable(emission) or isinstance(emission, torch.distributions.Distribution):
-        raise TypeError(
-            "emission must be an emission family, such as normal(2); got "
-            f"{type(emission).__name__}."
-        )
-    part = emission(num_states)
-    if not isinstance(part, PyroModule):
-        raise TypeError(
-            "emission must return a PyroModule when it is called with K; got "
-            f"{type(part).__name__}. Put the parameters into one, as PyroParam or PyroSample."
-        )
-    return part
 
 
 # Sizes that compare ------------------------------------------------------------------------------

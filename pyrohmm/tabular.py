@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 from pyro.distributions import Dirichlet
-from pyro.nn import PyroModule, PyroParam, PyroSample
+from pyro.nn import PyroParam, PyroSample
 from torch import Tensor
 from torch.distributions import constraints
 
 from . import emissions
 from ._checks import check_booleans, check_shape, check_size
-from ._emission import Emission, EmissionFamily, Statistics, is_free, positive, row_mode
+from ._emission import (
+    EmissionFamily,
+    Statistics,
+    is_free,
+    made,
+    positive,
+    row_mode,
+)
 from .distributions import SparseDirichlet, log
 from .hmm import HMM
 from .modules import HMMModule
@@ -65,11 +70,6 @@ class TabularHMM(HMMModule):
     ) -> None:
         super().__init__()
         check_size("num_states", num_states)
-        if not callable(emission) or isinstance(emission, torch.distributions.Distribution):
-            raise TypeError(
-                "emission must be an emission family, such as categorical(num_symbols); got "
-                f"{type(emission).__name__}."
-            )
         self.num_states = num_states
         self.register_buffer(
             "initial_concentration",
@@ -94,18 +94,7 @@ class TabularHMM(HMMModule):
         self.transition = PyroSample(
             lambda self: _rows(self.transition_concentration, self.transition_allowed)
         )
-        part = emission(num_states)
-        if isinstance(part, partial):
-            raise TypeError(
-                "emission must be an emission family, which is made by a call, such as normal(2) "
-                f"or categorical(6); got {getattr(emission, '__name__', emission)} itself."
-            )
-        if not isinstance(part, PyroModule):
-            raise TypeError(
-                "emission must return a PyroModule when it is called with K; got "
-                f"{type(part).__name__}. Put the parameters into one, as PyroParam or PyroSample."
-            )
-        self.emission = part
+        self.emission = made(emission, num_states)
 
     @classmethod
     def from_hmm(cls, hmm: HMM) -> TabularHMM:
@@ -134,46 +123,34 @@ class TabularHMM(HMMModule):
         """Build the HMM for sequences of ``lengths`` ``(*B)``."""
         return HMM(log(self.initial), log(self.transition), self.emission(), lengths, observed)
 
-    def statistics(
-        self, expected: Expected, values: Tensor, weights: Tensor, hmm: HMM | None
-    ) -> Statistics:
-        """What expected counts say about the parameters: sums over sequences.
+    def statistics(self, expected: Expected, restarts: int) -> Statistics:
+        """What expected counts say about the chain, if it is free: sums over sequences.
 
         Args:
             expected: Of the E-step.
-            values: ``(M, *E)``, the observations.
-            weights: ``(R, M, K)``, the law of the state at each of them, for R restarts.
-            hmm: What the counts were computed with; None at the start.
+            restarts: R.
 
         Returns:
-            ``initial`` ``(R, K)`` and ``transition`` ``(R, K, K)``, if they are free, and what the
-            emission adds up.
+            ``initial`` ``(R, K)`` and ``transition`` ``(R, K, K)``, those that are free.
         """
-        size = (len(weights), self.num_states)
         found = {}
         if self._is_free("initial"):
-            found["initial"] = expected.initial.double().reshape(size)
+            found["initial"] = expected.initial.double().reshape(restarts, self.num_states)
         if self._is_free("transition"):
-            moves = expected.transitions.double().reshape(len(weights), -1, *size[1:] * 2)
-            found["transition"] = moves.sum(1)  # over steps, if the counts are of each
-        if isinstance(self.emission, Emission):
-            current = None if hmm is None else hmm.emission
-            own = self.emission.statistics(values, weights, current)
-            found |= {f"emission.{name}": value for name, value in own.items()}
+            shape = (restarts, -1, self.num_states, self.num_states)
+            found["transition"] = expected.transitions.double().reshape(shape).sum(1)  # of steps
         return found
 
-    def maximise(self, statistics: Statistics) -> tuple[dict[str, Tensor], list[str]]:
-        """The most probable parameters given the statistics: the closed form of the M-step.
+    def maximise(self, statistics: Statistics) -> dict[str, Tensor]:
+        """The most probable chain given the statistics: the closed form of the M-step.
 
         Returns:
-            The free parameters by name, each ``(R, ...)``, NaN where nothing is known of them; and
-            remarks. Those of an emission without a closed form are not among them.
+            The free parameters by name, each ``(R, ...)``, NaN where nothing is known of them.
 
         Raises:
             ValueError: If a concentration is below one, for then there is no most probable value.
         """
         found: dict[str, Tensor] = {}
-        notes: list[str] = []
         for name in ("initial", "transition"):
             if self._is_free(name):
                 counts, prior = statistics[name], None
@@ -184,16 +161,7 @@ class TabularHMM(HMMModule):
                         prior = prior.masked_fill(~allowed, 1.0)
                         counts = counts.masked_fill(~allowed, 0.0)
                 found[name] = row_mode(counts, prior)
-        if isinstance(self.emission, Emission):
-            begin = "emission."
-            own = {
-                name.removeprefix(begin): value
-                for name, value in statistics.items()
-                if name.startswith(begin)
-            }
-            values, notes = self.emission.maximise(own)
-            found |= {begin + name: value for name, value in values.items()}
-        return found, notes
+        return found
 
 
 def _rows(concentration: Tensor, allowed: Tensor | None) -> Dirichlet | SparseDirichlet:

@@ -872,7 +872,7 @@ ERRORS = [
     (
         lambda: fit_em(Own(), Sequences(torch.randn(2, 3), torch.full((2,), 3)), batch_size=1),
         ValueError,
-        "batch_size needs a module whose M-step has a closed form; Own has none",
+        "batch_size needs a module whose M-step needs nothing but sums",
     ),
     (
         lambda: fit_em(Own(), Sequences(torch.randn(2, 3), torch.full((2,), 3)), restarts=2),
