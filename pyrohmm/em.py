@@ -756,9 +756,10 @@ class _Problem:
                 total = total + _weigh(logs, count).reshape(self.restarts, -1).sum(-1)
             return -total
 
-        self.step(loss, [*leaves.values(), *self._moved()])
-        with torch.no_grad():
-            loss()  # leaves the values where the step ended
+        with pyro.validation_enabled(False):  # the E-step checks what comes out
+            self.step(loss, [*leaves.values(), *self._moved()])
+            with torch.no_grad():
+                loss()  # leaves the values where the step ended
         self.values = {name: value.detach() for name, value in self.values.items()}
 
     # The end

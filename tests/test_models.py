@@ -41,6 +41,7 @@ from torch.distributions import biject_to
 
 from pyrohmm import (
     HMM,
+    DenseHMM,
     EnumeratedModel,
     HMMModule,
     MarginalModel,
@@ -59,6 +60,7 @@ from pyrohmm import (
     streams,
     tied,
 )
+from pyrohmm.dense import rbf, sigmoid
 
 NAN = float("nan")
 EXACT = {"rtol": 0.0, "atol": 1e-10}
@@ -226,6 +228,11 @@ CASES = {
     ),
     "sets of labels": (lambda: TabularHMM(2, categorical(3)), with_sets_of_labels),
     "covariates": (Driven, with_covariates),
+    "dense": (lambda: DenseHMM(3, 3, 2, symbol_dim=1), symbols),
+    "dense, one embedding": (lambda: DenseHMM(2, 3, 2, share=True, scale=None), symbols),
+    "dense, stationary": (lambda: DenseHMM(3, 3, 1, stationary=True, kernel=rbf(0.7)), symbols),
+    "dense, one state": (lambda: DenseHMM(1, 3, 2, kernel=sigmoid), symbols),
+    "dense with vectors": (lambda: DenseHMM(2, None, 2, emission=normal_full(2)), known_in_part),
     "categorical": (lambda: TabularHMM(2, categorical(3)), symbols),
     "scalar": (lambda: TabularHMM(3, normal(0)), numbers),
     "vector": (lambda: TabularHMM(2, normal(2)), vectors),
@@ -900,7 +907,7 @@ def test_conditioning_a_parameter_is_enough_to_know_it():
 # Markov chain Monte Carlo
 
 
-@pytest.mark.parametrize("case", ["categorical", "scalar", "vector", "class of a user"])
+@pytest.mark.parametrize("case", ["categorical", "scalar", "vector", "class of a user", "dense"])
 def test_potential_energies_of_both_forms_agree(case):
     """And their gradients: what NUTS sees of a model."""
     make_module, make_data = CASES[case]

@@ -1,0 +1,510 @@
+"""Laws of DenseHMM: its formulas written out, what it can express, and how it is fitted."""
+
+import math
+
+import numpy as np
+import pyro
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pyro import poutine
+from pyro.infer.autoguide import AutoNormal, init_to_value
+
+from pyrohmm import (
+    DenseHMM,
+    GradientStep,
+    MarginalModel,
+    Sequences,
+    datasets,
+    dense,
+    em,
+    fit_cooccurrence,
+    fit_em,
+    fit_map,
+    fit_svi,
+    freeze,
+    load_hmm,
+    load_into,
+    metrics,
+    normal,
+    save,
+)
+
+KERNELS = {
+    "exponential": (dense.exponential, lambda u, v: math.exp(u @ v)),
+    "sigmoid": (dense.sigmoid, lambda u, v: 1 / (1 + math.exp(-(u @ v)))),
+    "relu": (dense.relu, lambda u, v: max(u @ v, 0.0) + 1e-6),
+    "absolute": (dense.absolute, lambda u, v: abs(u @ v)),
+    "rbf": (dense.rbf(0.6), lambda u, v: math.exp(-((u - v) @ (u - v)) / (2 * 0.36))),
+    "of products": (
+        dense.of_products(torch.nn.functional.softplus),
+        lambda u, v: math.log1p(math.exp(u @ v)),
+    ),
+}
+
+
+def shares(kernel, rows, columns):
+    """Kernel values over the sums of their rows, one number at a time."""
+    table = [[kernel(row, column) for column in columns] for row in rows]
+    return np.array([[each / sum(row) for each in row] for row in table])
+
+
+def stationary_by_powers(matrix):
+    return np.linalg.matrix_power(matrix, 4096)[0]
+
+
+def embeddings_of(module):
+    """A draw of the embeddings, by name, and the HMM they make."""
+    trace = poutine.trace(module).get_trace(torch.tensor([3, 1]))
+    values = {name: trace.nodes[name]["value"] for name in trace.stochastic_nodes}
+    return values, trace.nodes["_RETURN"]["value"]
+
+
+def some_symbols(num_symbols=4, num_sequences=6, num_steps=9):
+    values = torch.randint(num_symbols, (num_sequences, num_steps))
+    values[:, 0] = torch.arange(num_sequences) % num_symbols  # each occurs
+    lengths = torch.randint(1, num_steps + 1, (num_sequences,))
+    observed = torch.rand(num_sequences, num_steps) < 0.9
+    return Sequences(values, lengths, observed)
+
+
+def assert_falls(losses, slack=1e-8):
+    assert (losses.diff() <= slack * losses.abs().max()).all(), losses
+
+
+# What it is
+
+
+@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("sizes", [(1, 1, 1, 1), (3, 5, 2, 2), (4, 2, 3, 1), (2, 7, 1, 3)])
+def test_probabilities_are_those_of_the_paper(name, sizes):
+    """Eq. 2, one number at a time: rows of A leave, its columns are entered."""
+    num_states, num_symbols, dim, symbol_dim = sizes
+    kernel, plain = KERNELS[name]
+    module = DenseHMM(num_states, num_symbols, dim, symbol_dim=symbol_dim, kernel=kernel)
+    values, hmm = embeddings_of(module)
+    z, u, z0, w, v = (
+        values[one].double().numpy() for one in ("leave", "enter", "start", "emit", "symbol")
+    )
+    close = {"rtol": 1e-6, "atol": 1e-7}
+    np.testing.assert_allclose(hmm.log_transition.exp(), shares(plain, z, u), **close)
+    np.testing.assert_allclose(hmm.emission.probs, shares(plain, w, v), **close)
+    np.testing.assert_allclose(hmm.log_initial.exp(), shares(plain, z0[None], u)[0], **close)
+
+
+def test_kernels_of_states_and_symbols_may_differ():
+    torch.set_default_dtype(torch.float64)
+    module = DenseHMM(3, 4, 2, kernel=dense.rbf(0.6), symbol_kernel=dense.sigmoid)
+    values, hmm = embeddings_of(module)
+    z, u, w, v = (values[one].numpy() for one in ("leave", "enter", "emit", "symbol"))
+    np.testing.assert_allclose(hmm.log_transition.exp(), shares(KERNELS["rbf"][1], z, u))
+    np.testing.assert_allclose(hmm.emission.probs, shares(KERNELS["sigmoid"][1], w, v))
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_one_embedding_for_each_state(name):
+    """Learning Z and V only: A is a symmetric matrix, its rows normalised, so it is reversible."""
+    torch.set_default_dtype(torch.float64)
+    kernel, plain = KERNELS[name]
+    values, hmm = embeddings_of(DenseHMM(4, 5, 2, kernel=kernel, share=True))
+    assert set(values) == {"leave", "start", "symbol"}
+    z, v, z0 = (values[one].numpy() for one in ("leave", "symbol", "start"))
+    np.testing.assert_allclose(hmm.log_transition.exp(), shares(plain, z, z))
+    np.testing.assert_allclose(hmm.emission.probs, shares(plain, z, v))
+    np.testing.assert_allclose(hmm.log_initial.exp(), shares(plain, z0[None], z)[0])
+    flow = hmm.stationary().unsqueeze(-1) * hmm.log_transition.exp()
+    torch.testing.assert_close(flow, flow.mT)
+
+
+def test_it_may_begin_in_the_stationary_law():
+    torch.set_default_dtype(torch.float64)
+    values, hmm = embeddings_of(DenseHMM(4, 3, 2, stationary=True))
+    assert set(values) == {"leave", "enter", "emit", "symbol"}
+    expected = stationary_by_powers(hmm.log_transition.exp().numpy())
+    np.testing.assert_allclose(hmm.log_initial.exp(), expected, rtol=1e-9)
+
+
+def test_rows_stay_probabilities_in_every_batch():
+    kernel = dense.of_products(torch.square)
+    rows = dense.log_rows(kernel, torch.randn(3, 1, 4, 2), torch.randn(3, 1, 5, 2))
+    assert rows.shape == (3, 1, 4, 5)
+    torch.testing.assert_close(rows.exp().sum(-1), torch.ones(3, 1, 4))
+
+
+def test_a_row_of_relus_below_zero_is_even():
+    rows = dense.log_rows(dense.relu, torch.ones(1, 2), -torch.ones(3, 2))
+    torch.testing.assert_close(rows.exp(), torch.full((1, 3), 1 / 3))
+
+
+def test_the_kernel_of_a_function_may_be_zero():
+    relu = dense.of_products(torch.relu)
+    vector = torch.tensor([[1.0]], requires_grad=True)
+    logs = dense.log_rows(relu, vector, torch.tensor([[1.0], [-1.0], [2.0]]))
+    torch.testing.assert_close(logs.exp(), torch.tensor([[1 / 3, 0.0, 2 / 3]]))
+    assert torch.autograd.grad(logs[0, 2], vector)[0].isfinite().all()
+
+
+@pytest.mark.parametrize("flat", [True, False])
+def test_priors_are_normal_or_flat(flat):
+    torch.set_default_dtype(torch.float64)
+    module = DenseHMM(3, 4, 2, symbol_dim=1, scale=None if flat else 0.3)
+    trace = poutine.trace(module).get_trace(torch.tensor([2]))
+    trace.compute_log_prob()
+    for name in ("leave", "enter", "start", "emit", "symbol"):
+        site = trace.nodes[name]
+        value = site["value"].numpy()
+        expected = -0.5 * (value / 0.3) ** 2 - math.log(0.3) - 0.5 * math.log(2 * math.pi)
+        np.testing.assert_allclose(site["log_prob"], 0.0 if flat else expected.sum())
+
+
+def test_starts_spread_as_the_prior_says():
+    for scale, spread in ((None, 1.0), (0.2, 0.2)):
+        values, _ = embeddings_of(DenseHMM(400, 5, 50, scale=scale))
+        assert abs(values["leave"].std().item() / spread - 1) < 0.02
+
+
+def test_rotations_and_shifts_change_nothing():
+    torch.set_default_dtype(torch.float64)
+    data = some_symbols()
+    module = DenseHMM(3, 4, 2, symbol_dim=3)
+    values, hmm = embeddings_of(module)
+    turn, other = (torch.linalg.qr(torch.randn(d, d))[0] for d in (2, 3))
+    turned = {
+        name: value @ (other if name in ("emit", "symbol") else turn)
+        for name, value in values.items()
+    }
+    turned["symbol"] = turned["symbol"] + torch.randn(3)
+    turned["enter"] = turned["enter"] + torch.randn(2)
+    moved = poutine.condition(module, turned)(torch.tensor([3, 1]))
+    for one, two in ((hmm, moved),):
+        first, second = (each.with_lengths(data.lengths) for each in (one, two))
+        torch.testing.assert_close(
+            first.log_prob(data.values), second.log_prob(data.values), rtol=1e-10, atol=1e-10
+        )
+
+
+# What it can express
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(1, 6), st.integers(1, 7), st.integers(1, 7), st.integers(1, 4))
+def test_degrees_of_freedom_are_the_rank_of_the_jacobian(states, symbols, dim, symbol_dim):
+    torch.manual_seed(states + 10 * symbols + 100 * dim)
+    sizes = [(states, dim), (states, dim), (1, dim), (states, symbol_dim), (symbols, symbol_dim)]
+    points = [torch.randn(size, dtype=torch.float64) for size in sizes]
+
+    def logs(leave, enter, start, emit, symbol):
+        pairs = [(leave, enter), (start, enter), (emit, symbol)]
+        return torch.cat([dense.log_rows(dense.exponential, *pair).flatten() for pair in pairs])
+
+    parts = torch.autograd.functional.jacobian(logs, tuple(points))
+    jacobian = torch.cat([part.flatten(1) for part in parts], 1)
+    # the last singular values are 1e-4 of the first or 1e-15 of it
+    rank = int(torch.linalg.matrix_rank(jacobian, rtol=1e-9))
+    assert dense.degrees_of_freedom(states, symbols, dim, symbol_dim) == rank
+
+
+def test_degrees_of_freedom_are_never_more_than_those_of_a_standard_hmm():
+    for states, symbols, dim in ((3, 4, 1), (5, 5, 4), (10, 19, 30), (2, 50, 3)):
+        standard = states**2 + states * (symbols - 1) - 1
+        assert dense.degrees_of_freedom(states, symbols, dim) <= standard
+    assert dense.degrees_of_freedom(10, 19, 19) == 10**2 + 10 * 18 - 1
+
+
+# (V, {(K, D): (as in the code, by the paper's formula)}), computed by hand from either formula
+FAIR = [
+    (None, {(3, 1): (3, 3), (3, 2): (4, 4), (3, 3): (5, 5), (5, 2): (5, 5), (5, 3): (6, 6),
+            (5, 5): (8, 8), (10, 2): (6, 6), (10, 3): (7, 8), (10, 5): (11, 11),
+            (10, 10): (16, 16)}),
+    (19, {(3, 1): (1, 2), (3, 2): (3, 3), (3, 3): (4, 4), (5, 2): (3, 3), (5, 3): (5, 5),
+          (5, 5): (7, 7), (10, 2): (4, 4), (10, 3): (6, 6), (10, 5): (9, 9), (10, 10): (15, 15)}),
+    (42, {(3, 1): (1, 1), (3, 2): (2, 2), (3, 3): (4, 4), (5, 2): (3, 3), (5, 3): (4, 4),
+          (5, 5): (6, 6), (10, 2): (3, 3), (10, 3): (5, 5), (10, 5): (8, 8), (10, 10): (13, 13)}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("symbols", "table"), FAIR)
+def test_fair_numbers_of_states(symbols, table):
+    for (states, dim), (code, paper) in table.items():
+        size = (states, symbols or states, dim)
+        assert dense.fair_num_states(*size, as_in_code=True) == code
+        assert dense.fair_num_states(*size) == paper
+
+
+@pytest.mark.parametrize("size", [2, 3, 6])
+def test_one_dimension_less_than_states_makes_every_positive_matrix(size):
+    """The logarithms without their row means have rank K - 1, so their factors are embeddings."""
+    torch.set_default_dtype(torch.float64)
+    matrix = torch.distributions.Dirichlet(torch.full((size,), 0.5)).sample((size,))
+    logs = matrix.log()
+    left, values, right = torch.linalg.svd(logs - logs.mean(-1, keepdim=True))
+    keep = slice(None, size - 1)
+    leave, enter = left[:, keep] * values[keep], right[keep].mT
+    torch.testing.assert_close(dense.log_rows(dense.exponential, leave, enter).exp(), matrix)
+
+
+def test_a_softmax_of_low_rank_has_full_rank():
+    torch.set_default_dtype(torch.float64)
+    logs = embeddings_of(DenseHMM(6, 3, 1))[1].log_transition
+    assert torch.linalg.matrix_rank(logs - logs.mean(-1, keepdim=True)) == 1
+    assert torch.linalg.matrix_rank(logs.exp(), rtol=1e-12) == 6
+
+
+# EM
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"scale": None}, {"share": True}, {"stationary": True}, {"kernel": dense.rbf(1.0)}],
+    ids=str,
+)
+def test_em_never_lowers_the_log_joint_density(options):
+    torch.set_default_dtype(torch.float64)
+    data = some_symbols()
+    fit = fit_em(DenseHMM(3, 4, 2, **options), data, num_steps=4, tolerance=None)
+    assert_falls(fit.losses)
+    assert fit.losses[0] - fit.losses[-1] > 1.0
+    loss = -fit.draw(data).log_prob(data.values).sum()
+    if "scale" in options:
+        torch.testing.assert_close(fit.losses[-1], loss)
+    else:
+        prior = sum(torch.distributions.Normal(0, 1).log_prob(v).sum() for v in fit.values.values())
+        torch.testing.assert_close(fit.losses[-1], loss - prior)
+
+
+def test_em_ends_where_the_gradient_is_zero():
+    torch.set_default_dtype(torch.float64)
+    data = some_symbols(num_sequences=20)
+    module = DenseHMM(2, 4, 1)
+    fit = fit_em(module, data, num_steps=400, tolerance=1e-12)
+    point = {name: value.requires_grad_() for name, value in fit.values.items()}
+    trace = poutine.trace(poutine.condition(MarginalModel(module), point)).get_trace(data)
+    for gradient in torch.autograd.grad(trace.log_prob_sum(), list(point.values())):
+        assert gradient.abs().max() < 1e-3  # of a loss of about 200 nats
+
+
+@pytest.mark.parametrize("share", [True, False])
+def test_fishers_identity(share):
+    """The M-step's objective has the gradient of the evidence where the counts were found."""
+    torch.set_default_dtype(torch.float64)
+    data = some_symbols()
+    module = DenseHMM(3, 4, 2, share=share)
+    values = {name: value.requires_grad_() for name, value in embeddings_of(module)[0].items()}
+    hmm = poutine.condition(module, values)(data.lengths, data.observed)
+    counts = hmm.expected(data.values)
+    leaves = list(values.values())
+    evidence = hmm.log_prob(data.values).sum()
+    expected = torch.autograd.grad(evidence, leaves, retain_graph=True)
+    joint = em.expected_log_joint(hmm, counts, data.values)
+    for one, two in zip(torch.autograd.grad(joint, leaves), expected):
+        torch.testing.assert_close(one, two, rtol=1e-10, atol=1e-10)
+
+
+def test_expected_log_joint_is_the_mean_over_all_paths():
+    torch.set_default_dtype(torch.float64)
+    values, length = torch.tensor([[0, 2, 1]]), torch.tensor([3])
+    current, other = (DenseHMM(2, 3, 2)(length) for _ in range(2))
+    total = 0.0
+    for path in torch.cartesian_prod(*[torch.arange(2)] * 3):
+        weight = (current.log_joint(values, path[None]) - current.log_prob(values)).exp()
+        total = total + weight * other.log_joint(values, path[None])
+    found = em.expected_log_joint(other, current.expected(values), values)
+    torch.testing.assert_close(found, total.sum())
+
+
+def test_em_of_symbols_needs_only_their_counts():
+    """The M-step on sums over observations takes the steps of one that sees all of them."""
+    torch.set_default_dtype(torch.float64)
+    data = some_symbols()
+    module = DenseHMM(3, 4, 2)
+    start = {name: value for name, value in embeddings_of(module)[0].items()}
+
+    class Covered(type(module)):
+        """The same, with emissions at each step."""
+
+        def forward(self, lengths, observed=None):
+            hmm = super().forward(lengths, observed)
+            steps = len(observed[0]) if observed is not None else int(lengths.max())
+            logits = hmm.emission.logits.unsqueeze(-3).expand(steps, -1, -1)
+            emission = torch.distributions.Categorical(logits=logits)
+            return hmm._with(
+                emission=pyro.distributions.Categorical(logits=emission.logits),
+                emission_per_step=True,
+            )
+
+    step = GradientStep(4, lambda leaves: torch.optim.Adam(leaves, lr=0.05))
+    options = {"start": start, "num_steps": 3, "tolerance": None, "gradient_step": step}
+    one, two = (fit_em(each, data, **options) for each in (module, Covered(3, 4, 2)))
+    torch.testing.assert_close(one.losses, two.losses)
+    for name, value in one.values.items():
+        torch.testing.assert_close(value, two.values[name])
+
+
+def test_restarts_of_em_are_fits_side_by_side():
+    torch.set_default_dtype(torch.float64)
+    data = some_symbols()
+    module = DenseHMM(3, 4, 2)
+    draws = [embeddings_of(module)[0] for _ in range(3)]
+    wide = {name: torch.stack([d[name] for d in draws]).unsqueeze(1) for name in draws[0]}
+    options = {"num_steps": 3, "tolerance": None}
+    step = GradientStep(5, lambda leaves: torch.optim.Adam(leaves, lr=0.05))
+    every = fit_em(module, data, start=wide, restarts=3, gradient_step=step, **options)
+    for restart, draw in enumerate(draws):
+        alone = fit_em(module, data, start=draw, gradient_step=step, **options)
+        torch.testing.assert_close(every.restarts.losses[restart], alone.losses)
+
+
+def test_minibatches_of_em_come_near_the_full_fit():
+    torch.set_default_dtype(torch.float64)
+    toy = datasets.dirichlet_toy(
+        3, 4, concentration=0.3, generator=torch.Generator().manual_seed(0)
+    )
+    data = toy.train.without_labels()
+    module = DenseHMM(3, 4, 2)
+    start = embeddings_of(module)[0]
+    whole = fit_em(module, data, start=start, num_steps=15)
+    parts = fit_em(module, data, start=start, num_steps=25, batch_size=5)
+    assert parts.losses[-1] < whole.losses[0]
+    assert abs(parts.losses[-1] / whole.losses[-1] - 1) < 0.02
+
+
+def test_the_schedule_of_the_authors_moves_a_quarter_in_an_iteration():
+    """25 steps of 0.01, with moments kept: the second iteration begins with those of the first."""
+    torch.set_default_dtype(torch.float64)
+    data = some_symbols()
+    module = DenseHMM(3, 4, 2, scale=None)
+    start = embeddings_of(module)[0]
+    fit = fit_em(module, data, start=start, **em.densehmm_schedule())
+    assert (len(fit.losses), fit.converged) == (41, False)
+    options = em.densehmm_schedule() | {"num_steps": 1}
+    once = fit_em(module, data, start=start, **options)
+    moved = [(once.values[f"module.{name}"] - start[name]).abs().max() for name in start]
+    assert 0.2 < max(moved) <= 0.26
+
+
+def test_without_a_guard_em_may_go_down_and_nobody_complains():
+    torch.set_default_dtype(torch.float64)
+    data = some_symbols()
+    step = GradientStep(3, lambda leaves: torch.optim.Adam(leaves, lr=3.0), guard=False)
+    fit = fit_em(DenseHMM(3, 4, 2), data, num_steps=8, tolerance=None, gradient_step=step)
+    assert (fit.losses.diff() > 0).any()
+    assert not fit.notes
+
+
+@pytest.mark.parametrize("restarts", [1, 2])
+def test_em_of_vectors_has_closed_emissions(restarts):
+    """Means are those that the posterior asks for, as in a TabularHMM; only the chain is dense."""
+    torch.set_default_dtype(torch.float64)
+    values = torch.randn(8, 12, 2) + 4.0 * torch.randint(3, (8, 12, 1))
+    data = Sequences(values, torch.tensor([12, 5, 12, 1, 7, 12, 12, 3]))
+    module = DenseHMM(3, None, 2, emission=normal(2))
+    fit = fit_em(module, data, num_steps=60, tolerance=1e-9, restarts=restarts)
+    for losses in [fit.losses] if restarts == 1 else fit.restarts.losses:
+        assert_falls(losses)
+    hmm = fit.draw(data)
+    states = hmm.posterior(data.values).states
+    visits = states.sum((0, 1)).unsqueeze(-1)
+    means = torch.einsum("ntk,ntd->kd", states, data.values) / visits
+    torch.testing.assert_close(hmm.emission.base_dist.loc, means, rtol=1e-2, atol=1e-2)
+
+
+# Other fits
+
+
+def test_a_cooccurrence_fit_is_a_start_for_the_others():
+    torch.set_default_dtype(torch.float64)
+    toy = datasets.dirichlet_toy(
+        3, 4, concentration=0.3, generator=torch.Generator().manual_seed(2)
+    )
+    data = toy.train.without_labels()
+    module = DenseHMM(3, 4, 2)
+    pairs = fit_cooccurrence(module, data, 4, num_steps=100)
+    reached = -pairs.draw(data).log_prob(data.values).sum()
+    prior = sum(torch.distributions.Normal(0, 1).log_prob(v).sum() for v in pairs.values.values())
+    by_em = fit_em(module, data, start=pairs.values, num_steps=3)
+    torch.testing.assert_close(by_em.losses[0], reached - prior)
+    init = init_to_value(values=pairs.start)
+    by_map = fit_map(MarginalModel(module), data, init=init, num_steps=30)
+    torch.testing.assert_close(by_map.losses[0], reached - prior)
+    assert by_map.losses[-1] < by_map.losses[0]
+
+
+def test_svi_finds_a_lower_bound():
+    torch.set_default_dtype(torch.float64)
+    data = some_symbols()
+    model = MarginalModel(DenseHMM(2, 4, 1))
+    fit = fit_svi(model, AutoNormal(model), data, num_steps=150, learning_rate=0.05)
+    assert fit.losses[-50:].mean() < fit.losses[:20].mean()
+    assert len({fit.draw(data).log_prob(data.values).sum().item() for _ in range(3)}) == 3
+
+
+def test_any_embedding_may_be_held_constant():
+    """As the paper's section 6 has it: learn Z and V, leave the others where they were drawn."""
+    torch.set_default_dtype(torch.float64)
+    data = some_symbols()
+    module = DenseHMM(3, 4, 2)
+    held = {name: torch.randn(3, 2) for name in ("enter", "emit")}
+    for name, value in held.items():
+        freeze(module, name, value)
+    fit = fit_em(module, data, num_steps=3)
+    assert set(fit.names) == {"module.leave", "module.start", "module.symbol"}
+    assert_falls(fit.losses)
+    hmm = fit.draw(data)
+    torch.testing.assert_close(
+        hmm.log_transition, (fit.values["module.leave"] @ held["enter"].mT).log_softmax(-1)
+    )
+
+
+def test_it_is_saved_as_an_hmm_and_as_a_module(tmp_path):
+    data = some_symbols()
+    module = DenseHMM(3, 4, 2)
+    hmm = fit_em(module, data, num_steps=2).draw(data)
+    save(hmm, tmp_path / "hmm")
+    again = load_hmm(tmp_path / "hmm")
+    torch.testing.assert_close(again.log_prob(data.values), hmm.log_prob(data.values))
+    freeze(module, "leave", torch.randn(3, 2))
+    save(module, tmp_path / "module")
+    other = DenseHMM(3, 4, 2)
+    freeze(other, "leave", torch.zeros(3, 2))
+    load_into(other, tmp_path / "module")
+    torch.testing.assert_close(other.leave, module.leave)
+
+
+def test_parameters_are_counted():
+    assert metrics.num_parameters(DenseHMM(3, 4, 2), some_symbols()) == 2 * (3 * 3 + 4 + 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_it_follows_the_dtype_it_is_moved_to(dtype):
+    module = DenseHMM(3, 4, 2).to(dtype)
+    assert module(torch.tensor([2])).log_transition.dtype == dtype
+
+
+# What cannot be meant
+
+ERRORS = [
+    (lambda: DenseHMM(0, 4, 2), ValueError, "num_states"),
+    (lambda: DenseHMM(3, 0, 2), ValueError, "num_symbols"),
+    (lambda: DenseHMM(3, 4, 0), ValueError, "dim must be"),
+    (lambda: DenseHMM(3, 4, 2, symbol_dim=0), ValueError, "symbol_dim"),
+    (lambda: DenseHMM(3, 4, 2, scale=0.0), ValueError, "scale must be positive"),
+    (lambda: DenseHMM(3, 4, 2, scale=math.inf), ValueError, "None for flat priors"),
+    (lambda: DenseHMM(3, 4, 2, kernel="softmax"), TypeError, "kernel must be callable; got str"),
+    (lambda: DenseHMM(3, 4, 2, symbol_kernel=1), TypeError, "symbol_kernel must be callable"),
+    (lambda: DenseHMM(3, None, 2), ValueError, "one of num_symbols and emission"),
+    (lambda: DenseHMM(3, 4, 2, emission=normal(2)), ValueError, "one of num_symbols and emission"),
+    (lambda: DenseHMM(3, None, 2, emission=normal), TypeError, "made by a call"),
+    (lambda: DenseHMM(3, None, 2, emission=normal(2), symbol_dim=2), ValueError, "of symbols"),
+    (lambda: DenseHMM(3, 4, 2, symbol_dim=3, share=True), ValueError, "share one embedding; got 3"),
+    (lambda: dense.rbf(0.0), ValueError, "width must be positive"),
+    (lambda: dense.of_products(3), TypeError, "function must be callable"),
+    (lambda: dense.fair_num_states(3, 0, 1), ValueError, "num_symbols"),
+    (lambda: dense.degrees_of_freedom(3, 2, 1, 0), ValueError, "symbol_dim"),
+]
+
+
+@pytest.mark.parametrize(("call", "error", "words"), ERRORS, ids=[row[2] for row in ERRORS])
+def test_what_cannot_be_meant_is_refused_by_name(call, error, words):
+    with pytest.raises(error, match=words):
+        call()
