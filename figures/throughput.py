@@ -36,10 +36,10 @@ from pyrohmm import (
     _lookup,
     categorical,
     datasets,
-    em,
     fit_cooccurrence,
     fit_em,
     fit_map,
+    starts,
 )
 
 try:
@@ -329,7 +329,7 @@ def iterations(quick: bool) -> list[dict[str, Any]]:
         data = Sequences(problem.values, problem.lengths)
         module = TabularHMM(num_states, categorical(num_symbols))
         with torch.no_grad():
-            start = em.from_hmm(problem.hmm())
+            start = starts.from_hmm(problem.hmm())
         methods: dict[str, Any] = {
             "pyrohmm": lambda module=module, data=data, start=start, count=count: fit_em(
                 module, data, num_steps=count, tolerance=None, start=start

@@ -11,6 +11,7 @@ from . import plots as plots
 from . import queries as queries
 from . import readers as readers
 from . import recursions as recursions
+from . import starts as starts
 from .conversion import from_hmmlearn as from_hmmlearn
 from .conversion import to_hmmlearn as to_hmmlearn
 from .dense import DenseHMM as DenseHMM
@@ -100,6 +101,7 @@ __all__ = [
     "readers",
     "recursions",
     "save",
+    "starts",
     "sticky",
     "streams",
     "tied",

@@ -19,12 +19,12 @@ from pyrohmm import (
     TabularHMM,
     categorical,
     checkpoints,
-    em,
     fit_em,
     fit_map,
     fit_svi,
     normal,
     parametric,
+    starts,
 )
 
 
@@ -77,7 +77,7 @@ def by_em(path, num_steps):
 
 def by_online_em(path, num_steps):
     module = TabularHMM(3, categorical(3, 1.1))
-    options = {"batch_size": 2, "tolerance": None, "start": em.from_prior}
+    options = {"batch_size": 2, "tolerance": None, "start": starts.from_prior}
     fit = fit_em(module, symbols(), num_steps=num_steps, checkpoint=path, **options)
     return [fit.losses, *fit.values.values()]
 
@@ -267,7 +267,7 @@ def test_the_file_of_another_prior_is_refused(tmp_path):
 
 
 def test_a_fit_goes_on_under_another_tolerance(tmp_path):
-    options = {"checkpoint": tmp_path / "x", "start": em.from_prior, "num_steps": 60}
+    options = {"checkpoint": tmp_path / "x", "start": starts.from_prior, "num_steps": 60}
     module = TabularHMM(2, categorical(3))
     pyro.set_rng_seed(0)
     rough = fit_em(module, symbols(), tolerance=1e-2, **options)
@@ -275,7 +275,7 @@ def test_a_fit_goes_on_under_another_tolerance(tmp_path):
     finer = fit_em(module, symbols(), tolerance=None, **options)
     assert len(finer.losses) == 61
     pyro.set_rng_seed(0)
-    whole = fit_em(module, symbols(), tolerance=None, num_steps=60, start=em.from_prior)
+    whole = fit_em(module, symbols(), tolerance=None, num_steps=60, start=starts.from_prior)
     assert torch.equal(finer.losses, whole.losses)
 
 

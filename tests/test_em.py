@@ -26,7 +26,6 @@ from pyrohmm import (
     Sequences,
     TabularHMM,
     categorical,
-    em,
     fit_em,
     fit_map,
     freeze,
@@ -35,6 +34,7 @@ from pyrohmm import (
     normal_full,
     parametric,
     poisson,
+    starts,
     tied,
 )
 
@@ -121,7 +121,7 @@ def start_at(values):
 
 def draw_start(module, data, restarts=1):
     """What a draw of the prior is, to start from more than once."""
-    found = em.from_prior(module, data, restarts)
+    found = starts.from_prior(module, data, restarts)
     return {n: v.squeeze(1) if restarts > 1 else v.reshape(v.shape[2:]) for n, v in found.items()}
 
 
@@ -497,9 +497,11 @@ def test_a_state_that_nothing_supports_is_seeded_again_if_asked(restarts):
 
 
 STARTS = {
-    "prior": em.from_prior,
-    "k-means": em.by_kmeans,
-    "hmm": lambda module, data, restarts: em.from_hmm(module(data.lengths))(module, data, restarts),
+    "prior": starts.from_prior,
+    "k-means": starts.by_kmeans,
+    "hmm": lambda module, data, restarts: starts.from_hmm(module(data.lengths))(
+        module, data, restarts
+    ),
 }
 
 
@@ -723,7 +725,7 @@ def test_any_distribution_is_fitted_by_maximum_likelihood():
 def test_draws_of_the_prior_differ_between_restarts():
     case = CASES["plane"]
     data, module = data_of(case), module_of(case)
-    found = em.from_prior(module, data, 4)
+    found = starts.from_prior(module, data, 4)
     assert set(found) == {"initial", "transition", "emission.variance", "emission.loc"}
     assert found["transition"].shape == (4, 1, 3, 3)
     assert len(found["emission.loc"].reshape(4, -1).unique(dim=0)) == 4
@@ -740,7 +742,7 @@ def test_clusters_that_are_apart_are_found_at_once(restarts):
     lengths = torch.tensor([6, 5, 4, 6, 6, 6, 1, 2, 6, 6])
     observed = torch.tensor(rng.random((10, 6)) > 0.1)
     data = Sequences(values, lengths, observed)
-    weights = em.by_kmeans(TabularHMM(3, normal(2)), data, restarts)
+    weights = starts.by_kmeans(TabularHMM(3, normal(2)), data, restarts)
     assert weights.shape == (restarts, 10, 6, 3)
     assert weights[:, data.observed].min() > 0
     torch.testing.assert_close(weights.sum(-1), torch.ones(restarts, 10, 6))
@@ -762,10 +764,10 @@ def test_where_a_fitted_hmm_begins_is_one_step_of_it():
         dist.Normal(begin["emission.loc"], begin["emission.variance"].sqrt()).to_event(1),
         torch.tensor([1]),
     )
-    from_it = fit_em(module, data, num_steps=2, tolerance=None, start=em.from_hmm(hmm))
+    from_it = fit_em(module, data, num_steps=2, tolerance=None, start=starts.from_hmm(hmm))
     torch.testing.assert_close(from_it.losses, first.losses[1:])
     torch.testing.assert_close(from_it.losses[0], point.losses[1])
-    wide = fit_em(module, data, num_steps=2, tolerance=None, restarts=2, start=em.from_hmm(hmm))
+    wide = fit_em(module, data, num_steps=2, tolerance=None, restarts=2, start=starts.from_hmm(hmm))
     torch.testing.assert_close(wide.restarts.losses, first.losses[1:].expand(2, 3))
 
 
@@ -773,7 +775,7 @@ def test_an_hmm_of_another_family_may_be_where_a_fit_begins():
     """Here with full covariances: both ends of the start climb on."""
     data = data_of(CASES["plane"])
     diagonal = fit_em(TabularHMM(3, normal(2)), data, num_steps=5)
-    fit = fit_em(TabularHMM(3, normal_full(2)), data, start=em.from_hmm(diagonal.draw(data)))
+    fit = fit_em(TabularHMM(3, normal_full(2)), data, start=starts.from_hmm(diagonal.draw(data)))
     assert_climbs(fit.losses)
 
 
@@ -934,7 +936,7 @@ def test_a_part_of_a_larger_set_counts_for_all_of_it():
     fit = fit_em(module, data, num_steps=10, tolerance=None)
     assert_climbs(fit.losses)
     hundredfold = plain(data.values.repeat(100, 1))
-    start = em.from_hmm(fit.draw(data))
+    start = starts.from_hmm(fit.draw(data))
     one = fit_em(module, data, num_steps=3, tolerance=None, start=start)
     other = fit_em(module, hundredfold, num_steps=3, tolerance=None, start=start)
     torch.testing.assert_close(one.losses, other.losses)
@@ -962,7 +964,7 @@ def test_a_start_whose_matrices_change_with_the_step_is_summed_over_them():
         transition_per_step=True,
     )
     data = plain(torch.randint(0, 3, (4, 6)))
-    assert_climbs(fit_em(TabularHMM(2, categorical(3)), data, start=em.from_hmm(hmm)).losses)
+    assert_climbs(fit_em(TabularHMM(2, categorical(3)), data, start=starts.from_hmm(hmm)).losses)
 
 
 def test_where_there_is_nothing_to_see_nothing_is_wrong():
@@ -999,7 +1001,7 @@ def test_a_start_of_clusters_serves_emissions_without_a_closed_form():
             return dist.Laplace(self.loc, 1.0)
 
     values = torch.randn(5, 12) + 30.0 * torch.randint(0, 3, (5, 12))
-    fit = fit_em(TabularHMM(3, Laplace), plain(values), start=em.by_kmeans, num_steps=5)
+    fit = fit_em(TabularHMM(3, Laplace), plain(values), start=starts.by_kmeans, num_steps=5)
     centres = fit.values["module.emission.loc"].sort().values
     torch.testing.assert_close(centres, torch.tensor([0.0, 30.0, 60.0]), rtol=0.0, atol=1.5)
 

@@ -20,7 +20,6 @@ from pyrohmm import (
     TabularHMM,
     bernoulli,
     categorical,
-    em,
     emissions,
     fit_em,
     freeze,
@@ -32,6 +31,7 @@ from pyrohmm import (
     normals,
     parametric,
     poisson,
+    starts,
     streams,
     tied,
 )
@@ -811,7 +811,7 @@ def test_columns_that_are_the_same_to_rounding_are_named():
 def test_whole_numbers_are_taken_as_numbers(name, kind):
     values = torch.randint(0, 2, (3, 5, 2))
     data = Sequences(values.to(kind), torch.full((3,), 5))
-    fit = fit_em(TabularHMM(2, CASES[name].family()), data, num_steps=2, start=em.by_kmeans)
+    fit = fit_em(TabularHMM(2, CASES[name].family()), data, num_steps=2, start=starts.by_kmeans)
     assert fit.losses.isfinite().all()
     law = fit.draw(data)
     torch.testing.assert_close(law.log_prob(data.values), law.log_prob(values.double()))
