@@ -1,0 +1,201 @@
+"""What the embeddings of a DenseHMM look like, before and after a fit, and those of real words.
+
+First a clock: six hours that follow each other, each with a view of eight symbols around a dial,
+as in Fig. 1 of the paper (whose example is not given). Two dimensions are enough to draw the dial.
+Then the 5,000 most frequent words of WikiText-2: which words lie close to each other. Writes
+``densehmm_embeddings.json``, ``densehmm_embeddings.png`` and ``densehmm_words.png``.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter
+from functools import partial
+from typing import Any
+
+import pyro
+import torch
+from common import FOLDER, arguments, write
+from matplotlib import pyplot as plt
+from pyro import poutine
+from pyro.distributions import Categorical
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from pyrohmm import (
+    HMM,
+    DenseHMM,
+    Sequences,
+    cooccurrence,
+    datasets,
+    fit_cooccurrence,
+    fit_em,
+    metrics,
+    readers,
+)
+
+HOURS, SYMBOLS = 6, 8
+LAGS = (1, 2)
+ASKED = "Monday two king river his said new played Germany and".split()
+
+
+def clock(num_sequences: int) -> tuple[HMM, Sequences]:
+    """Hours that mostly go on, sometimes stay, seldom jump; symbols seen from each of them."""
+    moves = torch.zeros(HOURS, HOURS)
+    for hour in range(HOURS):
+        moves[hour, hour], moves[hour, (hour + 1) % HOURS] = 0.15, 0.80
+        moves[hour, (hour + 3) % HOURS] = 0.05
+    angles = torch.arange(HOURS)[:, None] / HOURS - torch.arange(SYMBOLS) / SYMBOLS
+    away = (angles - angles.round()).abs()
+    views = (-((away / 0.06) ** 2) / 2).softmax(-1)
+    lengths = torch.full((num_sequences,), 100)
+    truth = HMM(torch.full((HOURS,), 1 / HOURS).log(), moves.log(), Categorical(views), lengths)
+    return truth, Sequences(truth.sample(), lengths)
+
+
+def draw_clock(quick: bool) -> list[dict[str, Any]]:
+    """Fit the clock, draw it, and report its nats per step."""
+    pyro.set_rng_seed(1)
+    truth, data = clock(10 if quick else 100)
+    module = DenseHMM(HOURS, SYMBOLS, dim=2)
+    trace = poutine.trace(module).get_trace(data.lengths)
+    before = {name: trace.nodes[name]["value"] for name in trace.stochastic_nodes}
+    steps = 50 if quick else 1500
+    pairs = fit_cooccurrence(module, data, SYMBOLS, num_steps=steps, restarts=8)
+    fit = fit_em(module, data, start=pairs.values, num_steps=5 if quick else 60)
+    after = {name.removeprefix("module."): value for name, value in fit.values.items()}
+    untrained, trained = trace.nodes["_RETURN"]["value"], fit.draw(data)
+    order = trained.log_transition.exp().fill_diagonal_(0.0).argmax(-1)  # where each hour goes
+    hours = [0]
+    while len(hours) < HOURS and int(order[hours[-1]]) not in hours:
+        hours.append(int(order[hours[-1]]))
+    hours += [hour for hour in range(HOURS) if hour not in hours]
+
+    figure, grid = plt.subplots(2, 4, figsize=(11, 5.6), layout="constrained")
+    rows = [(before, untrained, list(range(HOURS)), "before"), (after, trained, hours, "after")]
+    for axes, (values, hmm, rank, when) in zip(grid, rows):
+        _vectors(axes[0], values["leave"][rank], values["enter"][rank], "leave", "enter")
+        _matrix(axes[1], hmm.log_transition.exp()[rank][:, rank], "to state", "from state")
+        _vectors(axes[2], values["emit"][rank], values["symbol"], "emit", "symbol")
+        _matrix(axes[3], hmm.emission.probs[rank], "symbol", "state")
+        axes[0].set_ylabel(when, fontsize=13)
+    for axes, title in zip(grid[0], ("state embeddings", "A", "emission embeddings", "B")):
+        axes.set_title(title)
+    if not quick:
+        figure.savefig(FOLDER / "densehmm_embeddings.png", dpi=150)
+    plt.close(figure)
+    count = data.num_observed
+    reached = {
+        "truth": truth.log_prob(data.values).sum().item(),
+        "before": untrained.log_prob(data.values).sum().item(),
+        "co-occurrence": pairs.draw(data).log_prob(data.values).sum().item(),
+        "EM after it": trained.log_prob(data.values).sum().item(),
+    }
+    return [
+        {"part": "clock", "fit": name, "nats_per_step": -value / count, "steps": count}
+        for name, value in reached.items()
+    ]
+
+
+def _vectors(axes: Any, first: Tensor, second: Tensor, name: str, other: str) -> None:
+    """Two kinds of vectors in the plane, numbered."""
+    for kind, points, label in (("C0", first, name), ("C3", second, other)):
+        for index, (x, y) in enumerate(points.tolist()):
+            axes.annotate("", (x, y), (0, 0), arrowprops={"arrowstyle": "->", "color": kind})
+            size = math.hypot(x, y) or 1.0
+            axes.annotate(
+                str(index), (x, y), (7 * x / size, 7 * y / size), textcoords="offset points",
+                color=kind, ha="center", va="center", fontsize=9,
+            )  # fmt: skip
+        axes.plot([], [], color=kind, label=label)
+    reach = 1.2 * max(part.abs().max().item() for part in (first, second))
+    axes.set(xlim=(-reach, reach), ylim=(-reach, reach), aspect="equal")
+    axes.legend(loc="upper left", fontsize=8, frameon=False, handlelength=1.0)
+
+
+def _matrix(axes: Any, matrix: Tensor, columns: str, rows: str) -> None:
+    axes.imshow(matrix.numpy(), vmin=0.0, vmax=1.0, cmap="Blues", aspect="auto")
+    axes.set_xlabel(columns)
+    axes.set_ylabel(rows)
+
+
+def words(quick: bool) -> tuple[Sequences, readers.Vocabulary, str]:
+    """Words of WikiText-2, if it can be found; else those that come with the package."""
+    if not quick:
+        try:
+            path = datasets.find("wikitext2-train")
+        except (FileNotFoundError, ImportError):
+            pass
+        else:
+            count = partial(readers.Vocabulary.from_counts, max_size=5000, unknown="<unk>")
+            corpus = readers.read_sentences(path, count)
+            return corpus.data, corpus.vocabulary, "WikiText-2, training part"
+    corpus = datasets.english_words(500 if quick else 2000)
+    return corpus.data, corpus.vocabulary, "the help of Python"
+
+
+def neighbours(points: Tensor, vocabulary: readers.Vocabulary, word: str, count: int) -> list[str]:
+    """The words whose vectors make the smallest angles with that of ``word``."""
+    index = vocabulary.index(word)
+    nearest = (points @ points[index]).argsort(descending=True)
+    return [vocabulary[int(each)] for each in nearest if int(each) != index][:count]
+
+
+def draw_words(quick: bool) -> list[dict[str, Any]]:
+    """Fit words, list neighbours of some, and draw the most frequent ones in a plane."""
+    pyro.set_rng_seed(0)
+    data, vocabulary, source = words(quick)
+    num_states, dim = (8, 4) if quick else (64, 24)
+    module = DenseHMM(num_states, len(vocabulary), dim)
+    begun = time.perf_counter()
+    fit = fit_cooccurrence(
+        module, data, len(vocabulary), lags=LAGS, loss=cooccurrence.cross_entropy,
+        num_steps=20 if quick else 1500, learning_rate=0.05,
+    )  # fmt: skip
+    seconds = time.perf_counter() - begun
+    symbol = fit.values["module.symbol"]
+    points = normalize(symbol - symbol.mean(0), dim=-1)  # a common shift changes no probability
+    asked = [word for word in ASKED if word in vocabulary] or list(vocabulary[:3])
+    found = {word: neighbours(points, vocabulary, word, 6) for word in asked}
+
+    hmm = fit.draw(data[:1])
+    share = hmm.stationary().unsqueeze(-1) * hmm.emission.probs  # (K, V)
+    counts = Counter(data.values[data.observed].tolist())
+    shown = [index for index, _ in counts.most_common(120 if not quick else 20)]
+    shown += [vocabulary.index(word) for word in asked if vocabulary.index(word) not in shown]
+    plane = torch.pca_lowrank(points[shown], q=2)[0]
+    figure, axes = plt.subplots(figsize=(8, 6.5), layout="constrained")
+    owner = share[:, shown].argmax(0)
+    ranks = {int(k): rank for rank, (k, _) in enumerate(Counter(owner.tolist()).most_common())}
+    for index, k, (x, y) in zip(shown, owner.tolist(), plane.tolist()):
+        colour = f"C{ranks[k]}" if ranks[k] < 9 else "0.5"
+        axes.text(x, y, vocabulary[index], color=colour, fontsize=8, ha="center", va="center")
+    low, high = plane.min(0).values, plane.max(0).values
+    margin = 0.06 * (high - low)
+    axes.set_xlim(low[0] - margin[0], high[0] + margin[0])
+    axes.set_ylim(low[1] - margin[1], high[1] + margin[1])
+    axes.set(xticks=[], yticks=[], title="frequent words, colours: the state that emits them most")
+    if not quick:
+        figure.savefig(FOLDER / "densehmm_words.png", dpi=150)
+    plt.close(figure)
+    perplexity = metrics.perplexity(fit, data[:: max(1, len(data) // 500)])
+    about = {"part": "words", "source": source, "states": num_states, "dim": dim,
+             "vocabulary": len(vocabulary), "tokens": data.num_observed,
+             "seconds": seconds, "perplexity": perplexity.value,
+             "perplexity_tokens": perplexity.num_tokens}  # fmt: skip
+    return [about, *({"part": "neighbours", "word": k, "nearest": v} for k, v in found.items())]
+
+
+def main() -> None:
+    """Both parts."""
+    quick = arguments(__doc__).quick
+    rows = draw_clock(quick) + draw_words(quick)
+    for row in rows:
+        print(row)
+    if not quick:
+        write("densehmm_embeddings", rows)
+
+
+if __name__ == "__main__":
+    main()
