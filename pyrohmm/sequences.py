@@ -244,9 +244,9 @@ class Sequences:
         chosen = torch.arange(len(self))[index].reshape(-1)
         return self._select(chosen, len(chosen))
 
-    def _select(self, chosen: Tensor, total: int) -> Sequences:
-        """Sequences ``chosen``, without the steps that only longer ones need."""
-        lengths = self.lengths[chosen]
+    def _select(self, chosen: Tensor, total: int, longest: int | None = None) -> Sequences:
+        """The first steps of sequences ``chosen``, without those that only longer ones need."""
+        lengths = self.lengths[chosen].clamp(max=self.num_steps if longest is None else longest)
         steps = int(lengths.max()) if len(chosen) else 0
         chosen = chosen.to(self.values.device)
         return Sequences(
@@ -257,6 +257,46 @@ class Sequences:
             total,
             None if self.covariates is None else self.covariates[chosen, :steps],
         )
+
+    def cut(self, num_steps: int) -> Sequences:
+        """The first ``num_steps`` steps of each sequence; shorter ones stay as they are.
+
+        Example:
+            >>> Sequences.from_list([[3, 1, 4, 1], [5]]).cut(2).values
+            tensor([[3, 1],
+                    [5, 0]])
+        """
+        check_size("num_steps", num_steps)
+        return self._select(torch.arange(len(self)), self.total, num_steps)
+
+    def split(
+        self, share: float = 0.5, generator: torch.Generator | None = None
+    ) -> tuple[Sequences, Sequences]:
+        """Part the sequences in two at random, such as into a training and a test set.
+
+        Args:
+            share: Of the sequences that go to the first part, rounded to a whole number.
+            generator: Source of randomness on the CPU; torch's global one by default.
+
+        Returns:
+            The two parts; each has the sequences in the order they have here.
+
+        Raises:
+            ValueError: If a part would be empty.
+
+        Example:
+            >>> train, test = Sequences.from_list([[0], [1], [2], [3]]).split(0.75)
+            >>> len(train), len(test)
+            (3, 1)
+        """
+        first = round(share * len(self)) if 0 < share < 1 else 0
+        if not 0 < first < len(self):
+            raise ValueError(
+                f"share must leave a sequence to each of the two parts; got {share} of "
+                f"{len(self)} sequences."
+            )
+        order = torch.randperm(len(self), generator=generator)
+        return self[order[:first].sort().values], self[order[first:].sort().values]
 
     def to(self, device: torch.device | str) -> Sequences:
         """Copy to ``device`` what is not there yet (lengths stay on the CPU)."""

@@ -269,6 +269,74 @@ def test_masked_residues_are_seen_but_have_no_label(tmp_path):
     assert (other.splits, other.folds) == (None, None)
 
 
+def test_tags_may_be_what_is_observed(tmp_path):
+    corpus = readers.read_conllu(written(tmp_path, CONLLU), "xpos")
+    tags = readers.tags_as_values(corpus)
+    assert tags.vocabulary == corpus.tags
+    assert tags.data.observed.tolist() == [[True, True, False], [True, False, False]]
+    assert tags.data.values[tags.data.observed].equal(corpus.data.labels[tags.data.observed])
+    assert tags.data.lengths.equal(corpus.data.lengths)
+    assert (tags.data.labels, tags.tags) == (None, None)
+    with pytest.raises(ValueError, match="corpus has no tags"):
+        readers.tags_as_values(tags)
+
+
+def corpus_with_gaps(symbols: str, kept: list[bool]) -> readers.Corpus:
+    """One sequence of characters, some of them missing, in an alphabetical vocabulary."""
+    vocabulary = Vocabulary("abcde")
+    values, observed = vocabulary.encode(symbols).unsqueeze(0), torch.tensor([kept])
+    data = readers.Sequences(values, torch.tensor([len(symbols)]), observed, total=9)
+    return readers.Corpus(data, vocabulary)
+
+
+@patient
+@given(
+    st.lists(st.tuples(st.sampled_from("abcde"), st.booleans()), min_size=1, max_size=40),
+    st.floats(0, 1),
+)
+def test_as_many_rare_symbols_are_merged_as_stay_below_the_share(steps, share):
+    symbols, kept = "".join(symbol for symbol, _ in steps), [here for _, here in steps]
+    seen = [symbol for symbol, here in steps if here]
+    corpus = corpus_with_gaps(symbols, kept)
+    merged = readers.merge_rare(corpus, share)
+    if merged is corpus:  # then the rarest alone is not below the share
+        assert min(seen.count(symbol) for symbol in "abcde") >= share * len(seen)
+        return
+    names = list(merged.vocabulary)
+    assert names[0] == merged.vocabulary.unknown == "<rare>"
+    ranks = [(-seen.count(symbol), symbol) for symbol in names[1:]]
+    gone = set("abcde") - set(names)
+    assert gone
+    assert ranks == sorted(ranks)
+    assert all(max(ranks) < (-seen.count(symbol), symbol) for symbol in gone)
+    mass = sum(seen.count(symbol) for symbol in gone)
+    assert mass < share * len(seen) <= mass + seen.count(names[-1])  # one more would be too many
+    expected = [symbol if symbol in names else "<rare>" for symbol in seen]
+    assert merged.vocabulary.decode(merged.data.values[merged.data.observed]) == expected
+    assert merged.data.observed.equal(corpus.data.observed)
+    assert merged.data.total == 9
+
+
+def test_labels_stay_and_padding_may_hold_anything_when_symbols_are_merged():
+    values = torch.tensor([[0, 0, 1], [0, 0, 77]])
+    data = readers.Sequences(values, torch.tensor([3, 2]), labels=torch.tensor([[1, 0, 1]] * 2))
+    corpus = readers.Corpus(data, Vocabulary("ab"), Vocabulary("xy"))
+    merged = readers.merge_rare(corpus, 0.25, name="other")
+    assert merged.vocabulary == ("other", "a")
+    assert merged.data.values[merged.data.observed].tolist() == [1, 1, 0, 1, 1]
+    assert merged.data.labels.equal(data.labels)
+    assert merged.tags == corpus.tags
+
+
+def test_a_merge_that_cannot_be_is_refused():
+    corpus = readers.read_characters("a rose")
+    for share in (-0.1, 1.1, float("nan")):
+        with pytest.raises(ValueError, match="share must lie between 0 and 1"):
+            readers.merge_rare(corpus, share)
+    with pytest.raises(ValueError, match="'e' occurs more than once"):
+        readers.merge_rare(corpus, 0.1, name="e")
+
+
 @pytest.mark.parametrize(
     ("read", "content", "line"),
     [
@@ -505,6 +573,16 @@ def test_english_web_treebank_has_the_published_counts(split, num_sequences, num
         assert len(corpus.vocabulary) == 19674
     else:
         assert len(readers.read_conllu(path).tags) == 17
+
+
+@real
+def test_rare_tags_merge_to_as_many_symbols_as_in_the_code_of_the_densehmm():
+    """Its authors cut sentences of the Penn sample at 45 and go from 46 tags to 20 symbols."""
+    path = datasets.find("treebank-sample")
+    tags = readers.tags_as_values(readers.read_tagged(path, drop=()))
+    cut = tags._replace(data=tags.data.cut(45))
+    assert len(tags.vocabulary) == 46
+    assert len(readers.merge_rare(cut, 0.1).vocabulary) == 20
 
 
 @real

@@ -179,6 +179,51 @@ def test_indexing_selects_sequences(index, chosen):
         assert same(part[n], data[original])
 
 
+@pytest.mark.parametrize("num_steps", [1, 3, 5, 9])
+def test_a_cut_leaves_the_first_steps_of_each_sequence(num_steps):
+    data = make(7, total=50, event=(2,))
+    cut = data.cut(num_steps)
+    assert (len(cut), cut.total) == (7, 50)
+    assert cut.num_steps == int(cut.lengths.max())
+    for n, sequence in enumerate(data):
+        length = min(num_steps, int(data.lengths[n]))
+        assert cut.lengths[n] == length
+        assert cut.values[n, :length].equal(sequence.values[0, :length])
+        assert cut.observed[n, :length].equal(sequence.observed[0, :length])
+        assert cut.labels[n, :length].equal(sequence.labels[0, :length])
+
+
+@pytest.mark.parametrize(("share", "sizes"), [(0.5, (4, 4)), (0.3, (2, 6)), (0.9, (7, 1))])
+def test_a_split_puts_each_sequence_into_one_of_two_parts(share, sizes):
+    data = make(8, total=50)
+    found = []
+    for seed in (1, 1, 2):
+        parts = data.split(share, torch.Generator().manual_seed(seed))
+        assert tuple(map(len, parts)) == tuple(part.total for part in parts) == sizes
+        found.append([part.values[:, 0].tolist() for part in parts])
+        first, second = found[-1]
+        assert sorted(first + second) == data.values[:, 0].tolist()
+        assert (first, second) == (sorted(first), sorted(second))  # in the order they had
+        both = [each for part in parts for each in part]
+        for sequence, original in zip(sorted(both, key=lambda one: one.values[0, 0]), data):
+            assert same(sequence, original)
+    assert found[0] == found[1] != found[2]
+
+
+def test_each_sequence_is_as_likely_to_be_in_a_part():
+    """Four standard deviations of 2,000 splits."""
+    data, generator = make(6), torch.Generator().manual_seed(0)
+    firsts = [data.split(0.5, generator)[0].values[:, 0].div(5).long() for _ in range(2000)]
+    shares = torch.cat(firsts).bincount(minlength=6) / 2000
+    torch.testing.assert_close(shares, torch.full((6,), 0.5), rtol=0, atol=4 * 0.5 / 2000**0.5)
+
+
+@pytest.mark.parametrize("share", [0.0, 1.0, -0.5, 0.05, 0.97, float("nan")])
+def test_a_part_of_no_sequences_is_refused(share):
+    with pytest.raises(ValueError, match="share must leave a sequence to each"):
+        make(7).split(share)
+
+
 def test_iterating_gives_each_sequence():
     data = make(4)
     parts = list(data)
@@ -367,3 +412,9 @@ def test_labels_must_fit_the_list(labels):
 def test_a_batch_size_is_a_number_of_sequences(size, kind):
     with pytest.raises(kind, match=r"batch_size"):
         next(make().batches(size))
+
+
+@pytest.mark.parametrize(("size", "kind"), [(0, ValueError), (1.5, TypeError)])
+def test_a_cut_is_after_a_number_of_steps(size, kind):
+    with pytest.raises(kind, match="num_steps"):
+        make().cut(size)
