@@ -54,9 +54,9 @@ print(train)
 # %% [markdown]
 # ## The module, and what it can express
 #
-# `DenseHMM` is used like any other module: in a `MarginalModel`, with a guide, or in a model of your
-# own. Its embeddings have normal priors; `scale` is their standard deviation. Twelve states and 27
-# symbols in two dimensions:
+# `DenseHMM` is used like any other module: in a `MarginalModel`, with a guide, or in a model of
+# your own. Its embeddings have normal priors; `scale` is their standard deviation. Twelve states
+# and 27 symbols in two dimensions:
 
 # %%
 num_states, num_symbols, dim = 12, len(symbols), 2
@@ -182,10 +182,10 @@ for word in ("the", "is", "list", "must", "two", "returns")[: 1 if SMOKE else No
 #
 # ## Other kernels, fewer embeddings
 #
-# `kernel=` exchanges the exponential for another positive function of two vectors: `dense.rbf(1.0)`,
-# `dense.sigmoid`, or one of your own. `share=True` gives each state a single vector, which leaves,
-# enters and emits; the chain is then reversible. `freeze(module, "enter", value)` holds a vector
-# of each state constant. `emission=normal(2)` puts a dense chain under any other emission.
+# `kernel=` exchanges the exponential for another positive function of two vectors:
+# `dense.rbf(1.0)`, `dense.sigmoid`, or one of your own. `share=True` gives each state a single
+# vector, which leaves, enters and emits; the chain is then reversible. `freeze(module, "enter",
+# value)` holds vectors constant. `emission=normal(2)` puts a dense chain under other emissions.
 
 # %%
 for name, options in {
