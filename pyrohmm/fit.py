@@ -124,13 +124,7 @@ class Fit:
         with torch.no_grad(), pyro.get_param_store().scope(self.params), poutine.block():
             trace = poutine.trace(self.guide).get_trace(parts[0])
             hmms = [poutine.block(poutine.replay(self.model, trace=trace))(part) for part in parts]
-        hmm = hmms[0]
-        if not isinstance(hmm, HMM):
-            raise TypeError(
-                f"the model must return the HMM it built; it returned {type(hmm).__name__}. "
-                "End your model with `return hmm`."
-            )
-        return hmms
+        return [returned(hmm) for hmm in hmms]
 
     def summary(self) -> str:
         """What was fitted, how it went and why it ended, in a few lines."""
@@ -183,32 +177,55 @@ class Restarts:
         wide = {name: value.unsqueeze(1) for name, value in self.values.items()}
         with torch.no_grad(), poutine.block():
             hmm = poutine.condition(self.model, data=wide)(data)
-        if not isinstance(hmm, HMM):
-            raise TypeError(
-                f"the model must return the HMM it built; it returned {type(hmm).__name__}."
-            )
-        return hmm.expand(torch.Size([len(self.final), len(data)]))
+        return returned(hmm).expand(torch.Size([len(self.final), len(data)]))
 
     def align(self, data: Sequences) -> Tensor:
         """Which state of the best restart each state of the others corresponds to.
 
-        States are matched by the Hungarian algorithm, such that the posteriors of matched states
-        overlap most: the sum over steps of the products of their probabilities.
-
         Args:
-            data: Where posteriors are compared.
+            data: Where posteriors are compared; see :func:`match_states`.
 
         Returns:
             ``(R, K)`` integers; row ``best`` is 0, 1, ..., K - 1.
         """
         states = self.draw(data).posterior(data.values).states  # (R, N, T, K)
-        overlap = torch.einsum("rntk,ntj->rkj", states, states[self.best])
-        rows = [
-            torch.as_tensor(linear_sum_assignment(each.cpu().numpy(), maximize=True)[1])
-            for each in overlap
-        ]
-        rows[self.best] = torch.arange(overlap.size(-1))
-        return torch.stack(rows)
+        found = match_states(states, states[self.best])
+        found[self.best] = torch.arange(found.size(-1))
+        return found
+
+
+def returned(hmm: Any) -> HMM:
+    """What a model has returned, which must be an HMM."""
+    if not isinstance(hmm, HMM):
+        raise TypeError(
+            f"the model must return the HMM it built; it returned {type(hmm).__name__}. "
+            "End your model with `return hmm`."
+        )
+    return hmm
+
+
+def match_states(states: Tensor, reference: Tensor) -> Tensor:
+    """Which state of a reference each state corresponds to.
+
+    States are matched by the Hungarian algorithm, such that the posteriors of matched states
+    overlap most: the sum over steps of the products of their probabilities.
+
+    Args:
+        states: ``(R, N, T, K)``, posteriors of R models.
+        reference: ``(N, T, K)``, the posterior they are compared with.
+
+    Returns:
+        ``(R, K)`` integers.
+
+    Example:
+        >>> reference = torch.tensor([[[0.9, 0.1], [0.2, 0.8]]])
+        >>> match_states(torch.stack([reference, reference.flip(-1)]), reference)
+        tensor([[0, 1],
+                [1, 0]])
+    """
+    overlap = torch.einsum("rntk,ntj->rkj", states, reference).cpu().numpy()
+    pairs = [linear_sum_assignment(each, maximize=True)[1] for each in overlap]
+    return torch.stack([torch.as_tensor(each) for each in pairs])
 
 
 class Point(PyroModule):
