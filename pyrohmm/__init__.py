@@ -4,8 +4,10 @@ from . import cooccurrence as cooccurrence
 from . import datasets as datasets
 from . import dense as dense
 from . import distributions as distributions
+from . import draws as draws
 from . import em as em
 from . import emissions as emissions
+from . import inference_data as inference_data
 from . import metrics as metrics
 from . import plots as plots
 from . import queries as queries
@@ -15,6 +17,7 @@ from . import starts as starts
 from .conversion import from_hmmlearn as from_hmmlearn
 from .conversion import to_hmmlearn as to_hmmlearn
 from .dense import DenseHMM as DenseHMM
+from .draws import Draws as Draws
 from .em import GradientStep as GradientStep
 from .em import fit_em as fit_em
 from .emissions import bernoulli as bernoulli
@@ -30,6 +33,7 @@ from .fit import fit_map as fit_map
 from .fit import fit_svi as fit_svi
 from .hmm import HMM as HMM
 from .hmm import Forecast as Forecast
+from .inference_data import to_arviz as to_arviz
 from .models import CooccurrenceModel as CooccurrenceModel
 from .models import EnumeratedModel as EnumeratedModel
 from .models import MarginalModel as MarginalModel
@@ -57,6 +61,7 @@ __all__ = [
     "HMM",
     "CooccurrenceModel",
     "DenseHMM",
+    "Draws",
     "EnumeratedModel",
     "Expected",
     "Filter",
@@ -76,6 +81,7 @@ __all__ = [
     "datasets",
     "dense",
     "distributions",
+    "draws",
     "em",
     "emissions",
     "fit_cooccurrence",
@@ -84,6 +90,7 @@ __all__ = [
     "fit_svi",
     "freeze",
     "from_hmmlearn",
+    "inference_data",
     "left_to_right",
     "load_hmm",
     "load_into",
@@ -105,5 +112,6 @@ __all__ = [
     "sticky",
     "streams",
     "tied",
+    "to_arviz",
     "to_hmmlearn",
 ]

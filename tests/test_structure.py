@@ -20,7 +20,7 @@ ORDER = [
     "hmm", "modules", "clusters", "blocks", "_emission", "normals", "emissions", "tabular", "dense",
     "neural", "models", "starts",
     "persistence", "checkpoints", "fit", "em", "metrics", "queries", "streaming", "conversion",
-    "readers", "datasets", "inference_data", "plots",
+    "readers", "datasets", "draws", "inference_data", "plots",
 ]  # fmt: skip
 
 # Imports inside functions: (module, what it imports). What is optional, and what is built upwards.

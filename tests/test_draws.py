@@ -1,0 +1,388 @@
+"""Laws of draws: side by side they are what they are one by one, whatever states are called."""
+
+import itertools
+
+import pyro
+import pytest
+import torch
+from pyro import poutine
+from pyro.distributions import Categorical, Dirichlet
+from pyro.infer import MCMC, NUTS
+from torch.distributions import constraints
+
+from pyrohmm import (
+    HMM,
+    DenseHMM,
+    Draws,
+    MarginalModel,
+    Sequences,
+    TabularHMM,
+    categorical,
+    draws,
+    fit_em,
+    fit_map,
+    fit_svi,
+    normal_tied,
+    tied,
+)
+
+LENGTHS = torch.tensor([6, 4, 1])
+DATA = Sequences(torch.randint(3, (3, 6), generator=torch.Generator().manual_seed(0)), LENGTHS)
+MODULES = {
+    "tabular": lambda: TabularHMM(3, categorical(3, 2.0), 2.0, 3.0),
+    "dense": lambda: DenseHMM(3, 3, 3),  # K, V and D alike: nothing can be told from sizes
+    "shared": lambda: DenseHMM(3, 3, 2, share=True),
+    "stationary": lambda: DenseHMM(3, 3, 2, stationary=True),
+}
+
+
+def from_prior(model, chains, count, data=DATA):
+    """Draws of the prior, ``(C, S, ...)``."""
+    rows = []
+    for _ in range(chains * count):
+        trace = poutine.trace(model).get_trace(data)
+        rows.append({name: trace.nodes[name]["value"] for name in trace.stochastic_nodes})
+    names = [name for name in rows[0] if name != "sequences"]
+    stacked = {name: torch.stack([row[name] for row in rows]) for name in names}
+    return Draws(model, {n: v.detach().unflatten(0, (chains, count)) for n, v in stacked.items()})
+
+
+def single(model, values, c, s, data=DATA):
+    """The HMM of one draw, with nothing beside it."""
+    return poutine.condition(model, {name: each[c, s] for name, each in values.items()})(data)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_draws_side_by_side_are_draws_one_by_one(name):
+    some = from_prior(MarginalModel(MODULES[name]()), 2, 4)
+    hmm = some.hmm(DATA)
+    assert hmm.batch_shape == (2, 4, 3)
+    together = some.map(DATA, lambda hmm: hmm.log_prob(DATA.values))
+    for c, s in itertools.product(range(2), range(4)):
+        own = single(some.model, some.values, c, s)
+        wanted = own.log_prob(DATA.values)
+        torch.testing.assert_close(hmm.log_prob(DATA.values)[c, s], wanted)
+        torch.testing.assert_close(together[c, s], wanted)
+
+
+@pytest.mark.parametrize("batch_size", [1, 3, 8, 100])
+def test_the_size_of_batches_changes_nothing(batch_size):
+    some = from_prior(MarginalModel(MODULES["tabular"]()), 2, 4)
+
+    def both(hmm):
+        return {"first": hmm.log_prob(DATA.values), "second": hmm.log_initial[:, 0]}
+
+    found, wanted = some.map(DATA, both, batch_size), some.map(DATA, both)
+    assert found["second"].shape == (2, 4, 3)
+    for name in wanted:
+        torch.testing.assert_close(found[name], wanted[name])
+
+
+def test_labels_count_as_observed():
+    labels = torch.full((3, 6), -1)
+    labels[0, 2], labels[1, 0] = 1, 2
+    known = Sequences(DATA.values, LENGTHS, labels=labels)
+    some = from_prior(MarginalModel(MODULES["tabular"]()), 1, 2)
+    found = some.map(known, lambda hmm: hmm.log_prob(known.values))
+    for s in range(2):
+        wanted = single(some.model, some.values, 0, s).restrict(labels).log_prob(DATA.values)
+        torch.testing.assert_close(found[0, s], wanted)
+
+
+@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.parametrize(
+    "log_prior", [None, lambda hmm: hmm.log_transition.exp().square().sum((-1, -2))]
+)
+def test_the_log_prior_and_the_evidence_are_the_log_joint_density(name, log_prior):
+    some = from_prior(MarginalModel(MODULES[name](), log_prior), 2, 2)
+    found = some.log_prior(DATA) + some.map(DATA, lambda hmm: hmm.log_prob(DATA.values).sum(-1))
+    for c, s in itertools.product(range(2), range(2)):
+        values = {name: each[c, s] for name, each in some.values.items()}
+        trace = poutine.trace(poutine.condition(some.model, values)).get_trace(DATA)
+        torch.testing.assert_close(found[c, s], trace.log_prob_sum())
+
+
+def written_out(first_row):
+    """A user's model, which takes the first row of a matrix for the law of the first state."""
+
+    def model(data):
+        move = pyro.sample("move", Dirichlet(torch.full((2, 2), 3.0)).to_event(1))
+        face = pyro.sample("face", Dirichlet(torch.ones(2, 3)).to_event(1))
+        emission = Categorical(face)
+        hmm = HMM(first_row(move).log(), move.log(), emission, data.lengths, data.observed)
+        with pyro.plate("sequences", len(data)):
+            pyro.sample("x", hmm, obs=data.values)
+        return hmm
+
+    return model
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])  # with two sequences shapes happen to broadcast
+def test_a_model_that_counts_dimensions_from_the_left_is_refused(size):
+    right = from_prior(written_out(lambda move: move[..., 0, :]), 1, 4)
+    data = DATA[:size]
+    wanted = [single(right.model, right.values, 0, s, data).log_prob(data.values) for s in range(4)]
+    torch.testing.assert_close(right.hmm(data).log_prob(data.values)[0], torch.stack(wanted))
+    wrong = Draws(written_out(lambda move: move[0]), right.values)
+    with pytest.raises(ValueError, match="from the right"):
+        wrong.hmm(data)
+    with pytest.raises(ValueError, match="from the right"):
+        wrong.map(data, lambda hmm: hmm.log_prob(data.values))
+
+
+# Names of states ----------------------------------------------------------------------------------
+
+
+def shuffled(value, places, orders):
+    """``value`` with the dimensions ``places`` of each draw permuted, one draw at a time."""
+    out = value.clone()
+    for c, s in itertools.product(range(value.size(0)), range(value.size(1))):
+        one = value[c, s]
+        for place in places:
+            one = one.index_select(place, orders[c, s])
+        out[c, s] = one
+    return out
+
+
+PLACES = {
+    "initial": (0,), "transition": (0, 1), "probs": (0,), "loc": (0,), "variance": (0,),
+    "leave": (0,), "enter": (0,), "emit": (0,), "start": (), "symbol": (), "covariance": (),
+}  # fmt: skip
+
+
+def separate(seed=0):
+    """An HMM whose three states differ, and sequences that show it."""
+    torch.manual_seed(seed)
+    module = TabularHMM(3, categorical(3, 2.0), 2.0, 2.0)
+    values = {
+        "module.initial": torch.tensor([0.5, 0.3, 0.2]),
+        "module.transition": torch.tensor([[0.8, 0.15, 0.05], [0.1, 0.7, 0.2], [0.3, 0.1, 0.6]]),
+        "module.emission.probs": torch.tensor(
+            [[0.9, 0.05, 0.05], [0.1, 0.8, 0.1], [0.1, 0.1, 0.8]]
+        ),
+    }
+    model = MarginalModel(module)
+    lengths = torch.tensor([30, 25, 12, 1])
+    hmm = poutine.condition(model, values)(Sequences(torch.zeros(4, 30).long(), lengths))
+    return model, values, Sequences(hmm.sample(), lengths)
+
+
+def jittered(values, chains, count):
+    """Draws about one point."""
+    wide = {}
+    for name, value in values.items():
+        noise = 1 + 0.1 * torch.rand(chains, count, *value.shape)
+        wide[name] = value * noise / (value * noise).sum(-1, keepdim=True)
+    return wide
+
+
+def test_alignment_finds_the_names_that_were_shuffled():
+    model, values, data = separate()
+    straight = jittered(values, 2, 10)
+    orders = torch.stack([torch.randperm(3) for _ in range(20)]).unflatten(0, (2, 10))
+    mixed = {n: shuffled(v, PLACES[n.split(".")[-1]], orders) for n, v in straight.items()}
+    some = Draws(model, mixed)
+    names = some.align(data)
+    # a shuffled state k was state orders[k]; all draws must agree on what that is called
+    common = names[0, 0].gather(0, orders[0, 0].argsort())
+    assert torch.equal(names, common[orders])
+    aligned = some.aligned(data)
+    for name, value in straight.items():
+        back = shuffled(value, PLACES[name.split(".")[-1]], common.argsort().expand(2, 10, 3))
+        torch.testing.assert_close(aligned.values[name], back)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_renaming_states_changes_neither_evidence_nor_prior(name):
+    some = from_prior(MarginalModel(MODULES[name]()), 2, 3)
+    names = torch.stack([torch.randperm(3) for _ in range(6)]).unflatten(0, (2, 3))
+    new = some.rename(names, DATA)
+    for each in (
+        lambda found: found.map(DATA, lambda hmm: hmm.log_prob(DATA.values)),
+        lambda found: found.log_prior(DATA),
+    ):
+        torch.testing.assert_close(each(new), each(some))
+    before, after = (
+        found.map(DATA, lambda hmm: hmm.posterior(DATA.values).states) for found in (some, new)
+    )
+    for c, s, k in itertools.product(range(2), range(3), range(3)):
+        torch.testing.assert_close(after[c, s, ..., names[c, s, k]], before[c, s, ..., k])
+    for site, value in some.values.items():
+        wanted = shuffled(value, PLACES[site.split(".")[-1]], names.argsort(-1))
+        assert torch.equal(new.values[site], wanted)
+
+
+def test_a_covariance_of_all_states_is_not_taken_for_theirs_unless_sizes_say_so():
+    data = Sequences(torch.randn(2, 4, 2), torch.tensor([4, 3]))
+    model = MarginalModel(TabularHMM(3, normal_tied(2)))
+    some = from_prior(model, 1, 2, data)
+    names = torch.tensor([[[1, 2, 0], [0, 1, 2]]])
+    torch.testing.assert_close(
+        some.rename(names, data).hmm(data).log_prob(data.values),
+        some.hmm(data).log_prob(data.values),
+    )
+    square = from_prior(MarginalModel(TabularHMM(2, normal_tied(2))), 1, 1, data)
+    names = torch.tensor([[[1, 0]]])
+    with pytest.raises(ValueError, match="dims="):
+        square.rename(names, data)
+    told = Draws.of(square, dims={"module.emission.covariance": ("row", "column")})
+    torch.testing.assert_close(
+        told.rename(names, data).hmm(data).log_prob(data.values),
+        square.hmm(data).log_prob(data.values),
+    )
+
+
+def test_states_that_share_an_emission_keep_their_names():
+    model = MarginalModel(TabularHMM(3, tied(categorical(3), [0, 0, 1])))
+    with pytest.raises(ValueError, match="share"):
+        from_prior(model, 1, 2).aligned(DATA)
+
+
+def test_states_that_their_priors_tell_apart_keep_their_names():
+    prior = torch.tensor([[5.0, 1.0, 1.0], [1.0, 1.0, 1.0], [1.0, 1.0, 1.0]])
+    model = MarginalModel(TabularHMM(3, categorical(3, prior)))
+    with pytest.raises(ValueError, match="log prior"):
+        from_prior(model, 1, 2).aligned(DATA)
+
+
+def test_dimensions_have_names():
+    some = from_prior(MarginalModel(MODULES["dense"]()), 1, 2)
+    assert some.named_dims(DATA) == {
+        "module.leave": ("state", "embedding"),
+        "module.enter": ("state", "embedding"),
+        "module.start": ("embedding",),
+        "module.emit": ("state", "symbol_embedding"),
+        "module.symbol": ("symbol", "symbol_embedding"),
+    }
+    assert from_prior(written_out(lambda move: move[..., 0, :]), 1, 2).named_dims(DATA) == {
+        "move": ("state", "next_state"),
+        "face": ("state", "symbol"),
+    }
+
+
+# What needs no names ------------------------------------------------------------------------------
+
+
+def test_invariants_are_those_of_a_table_of_all_paths():
+    some = from_prior(MarginalModel(MODULES["tabular"]()), 1, 3)
+    found = some.map(DATA, lambda hmm: draws.invariants(hmm, DATA.values))
+    for s in range(3):
+        hmm = single(some.model, some.values, 0, s)
+        visits, evidence = torch.zeros(3), 0.0
+        for n, length in enumerate(LENGTHS.tolist()):
+            paths = torch.tensor(list(itertools.product(range(3), repeat=length)))
+            own = single(some.model, some.values, 0, s, DATA[n : n + 1])
+            scores = own.log_joint(DATA.values[n, :length], paths)
+            evidence = evidence + scores.logsumexp(0)
+            shares = scores.softmax(0)
+            for k in range(3):
+                visits[k] += (shares.unsqueeze(-1) * (paths == k)).sum()
+        occupancy = visits / visits.sum()
+        move = torch.distributions.Categorical(logits=hmm.log_transition).entropy()
+        spread = torch.distributions.Categorical(probs=occupancy).entropy()
+        torch.testing.assert_close(found["log_evidence"][0, s], evidence)
+        torch.testing.assert_close(found["occupancy"][0, s], occupancy.sort(descending=True).values)
+        torch.testing.assert_close(found["effective_states"][0, s], spread.exp())
+        torch.testing.assert_close(found["move_entropy"][0, s], (occupancy * move).sum())
+
+
+def test_invariants_do_not_depend_on_names():
+    some = from_prior(MarginalModel(MODULES["dense"]()), 2, 3)
+    names = torch.stack([torch.randperm(3) for _ in range(6)]).unflatten(0, (2, 3))
+    before, after = (
+        each.map(DATA, lambda hmm: draws.invariants(hmm, DATA.values))
+        for each in (some, some.rename(names, DATA))
+    )
+    for name, value in before.items():
+        torch.testing.assert_close(after[name], value)
+
+
+# Where draws come from ----------------------------------------------------------------------------
+
+
+def test_a_point_is_one_draw():
+    for fit in (
+        fit_em(MODULES["tabular"](), DATA, num_steps=3),
+        fit_map(MarginalModel(MODULES["tabular"]()), DATA, num_steps=3, progress=False),
+    ):
+        some = Draws.of(fit, num_draws=7)
+        assert some.shape == (1, 1)
+        assert not some.stats
+        for name, value in fit.values.items():
+            assert torch.equal(some.values[name][0, 0], value)
+
+
+def test_a_guide_gives_its_draws_and_their_density():
+    shapes = {"initial": (2,), "transition": (2, 2), "emission.probs": (2, 3)}
+
+    def guide(data):
+        for name, shape in shapes.items():
+            prior = pyro.param(name, 2 * torch.ones(shape), constraint=constraints.positive)
+            pyro.sample(f"module.{name}", Dirichlet(prior).to_event(len(shape) - 1))
+
+    model = MarginalModel(TabularHMM(2, categorical(3)))
+    fit = fit_svi(model, guide, DATA, num_steps=3, progress=False)
+    some = Draws.of(fit, num_draws=5)
+    assert some.shape == (1, 5)
+    total = torch.zeros(1, 5)
+    for name in shapes:
+        prior = fit.params["params"][name].detach().exp()  # kept as its logarithm
+        scores = torch.distributions.Dirichlet(prior).log_prob(some.values[f"module.{name}"])
+        total += scores.reshape(1, 5, -1).sum(-1)
+    torch.testing.assert_close(some.stats["log_guide"], total)
+
+
+@pytest.mark.filterwarnings("ignore:num_chains=2 is more than available_cpu")
+def test_chains_of_a_sampler(monkeypatch):
+    monkeypatch.setattr("torch.multiprocessing.cpu_count", lambda: 1)  # one after the other
+    model = MarginalModel(TabularHMM(2, categorical(3)))
+    mcmc = MCMC(NUTS(model), 5, 2, num_chains=2, disable_progbar=True)
+    mcmc.run(DATA)
+    some = Draws.of(mcmc)
+    assert some.model is model
+    assert some.shape == (2, 5)
+    for name, value in mcmc.get_samples(group_by_chain=True).items():
+        assert torch.equal(some.values[name], value)
+    wanted = torch.zeros(2, 5, dtype=torch.bool)
+    for chain in range(2):
+        wanted[chain, mcmc.diagnostics()["divergences"][f"chain {chain}"]] = True
+    assert torch.equal(some.stats["diverging"], wanted)
+
+
+def test_draws_thinned_are_spread_evenly():
+    some = Draws(
+        None, {"x": torch.arange(20).reshape(2, 10)}, {"y": torch.arange(20).reshape(2, 10)}
+    )
+    assert some.thin(4).values["x"].tolist() == [[0, 3, 6, 9], [10, 13, 16, 19]]
+    assert torch.equal(some.thin(4).stats["y"], some.thin(4).values["x"])
+    assert some.thin(30).shape == (2, 10)
+
+
+def test_a_model_without_latent_variables_is_one_draw():
+    module = MODULES["tabular"]()(LENGTHS).to_module()
+    some = Draws.of({}, MarginalModel(module))
+    assert some.shape == (1, 1)
+    torch.testing.assert_close(
+        some.hmm(DATA).log_prob(DATA.values)[0, 0], module(LENGTHS).log_prob(DATA.values)
+    )
+
+
+def test_errors_say_what_was_wanted():
+    model, values, data = separate()
+    with pytest.raises(TypeError, match="got list"):
+        Draws.of([values], model)
+    with pytest.raises(ValueError, match="model must be given"):
+        Draws.of(values)
+    with pytest.raises(ValueError, match="chains"):
+        Draws.of({"x": torch.zeros(2, 3), "y": torch.zeros(3, 2)}, model)
+    with pytest.raises(ValueError, match="dims must hold"):
+        Draws.of(jittered(values, 1, 2), model, dims={"module.initial": ("state", "state")})
+    with pytest.raises(ValueError, match="dims must hold"):
+        Draws.of(jittered(values, 1, 2), model, dims={"initial": ("state",)})
+    some = Draws.of(jittered(values, 1, 2), model)
+    with pytest.raises(ValueError, match="names must have shape"):
+        some.rename(torch.arange(3), data)
+    with pytest.raises(TypeError, match="return hmm"):
+        Draws.of(some, lambda data: None).hmm(data)
+    with pytest.raises(ValueError, match="batch_size"):
+        some.map(data, lambda hmm: hmm.log_initial, 0)

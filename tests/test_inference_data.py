@@ -1,0 +1,245 @@
+"""Laws of the conversion to ArviZ: every number in it is one that a loop over draws gives."""
+
+import itertools
+
+import arviz
+import numpy as np
+import pytest
+import torch
+from pyro import poutine
+from pyro.distributions import Dirichlet
+from torch.nn.functional import one_hot
+
+from pyrohmm import (
+    Draws,
+    MarginalModel,
+    Sequences,
+    TabularHMM,
+    categorical,
+    fit_em,
+    inference_data,
+    normal,
+    to_arviz,
+)
+
+LENGTHS = torch.tensor([6, 4, 1])
+OBSERVED = torch.ones(3, 6, dtype=torch.bool)
+OBSERVED[0, 2] = OBSERVED[1, 0] = False
+SYMBOLS = torch.randint(4, (3, 6), generator=torch.Generator().manual_seed(0))
+
+
+def from_prior(model, data, chains=2, count=3):
+    rows = []
+    for _ in range(chains * count):
+        trace = poutine.trace(model).get_trace(data)
+        rows.append({n: trace.nodes[n]["value"] for n in trace.stochastic_nodes if "." in n})
+    return {
+        name: torch.stack([row[name] for row in rows]).detach().unflatten(0, (chains, count))
+        for name in rows[0]
+    }
+
+
+def cases(kind):
+    if kind == "symbols":
+        model = MarginalModel(TabularHMM(3, categorical(4, 2.0)))
+        return model, Sequences(SYMBOLS, LENGTHS, OBSERVED)
+    values = torch.randn(3, 6, 2)
+    values[0, 1, 0] = torch.nan  # one component of a vector
+    return MarginalModel(TabularHMM(3, normal(2))), Sequences(values, LENGTHS, OBSERVED)
+
+
+@pytest.mark.parametrize("kind", ["symbols", "vectors"])
+def test_likelihoods_are_those_of_a_loop_over_draws(kind):
+    model, data = cases(kind)
+    values = from_prior(model, data)
+    found = to_arviz(values, data, model, per_step=True, batch_size=2)
+    whole = found["log_likelihood"]["x"].transpose("chain", "draw", "sequence").values
+    steps = found["log_likelihood"]["x_step"].transpose("chain", "draw", "sequence", "step").values
+    joint = found["sample_stats"]["lp"].values
+    for c, s in itertools.product(range(2), range(3)):
+        one = poutine.condition(model, {name: each[c, s] for name, each in values.items()})
+        hmm = one(data)
+        np.testing.assert_allclose(whole[c, s], hmm.log_prob(data.values).numpy())
+        trace = poutine.trace(one).get_trace(data)
+        np.testing.assert_allclose(joint[c, s], trace.log_prob_sum().item())
+        # one step ahead: the evidence of the first t steps less that of the first t - 1
+        for n, length in enumerate(LENGTHS.tolist()):
+            before = 0.0
+            for t in range(6):
+                if t >= length or not OBSERVED[n, t]:
+                    assert np.isnan(steps[c, s, n, t])
+                    continue
+                start = Sequences(
+                    data.values[n : n + 1, : t + 1],
+                    torch.tensor([t + 1]),
+                    OBSERVED[n : n + 1, : t + 1],
+                )
+                upto = one(start).log_prob(start.values).item()
+                np.testing.assert_allclose(steps[c, s, n, t], upto - before)
+                before = upto
+    np.testing.assert_allclose(np.nansum(steps, -1), whole)
+
+
+def test_groups_and_their_dimensions():
+    model, data = cases("vectors")
+    values = from_prior(model, data)
+    found = to_arviz(values, data, model, per_step=True, num_predictive=2)
+    sizes = {
+        group: {name: dict(each.sizes) for name, each in found[group].data_vars.items()}
+        for group in (
+            "posterior",
+            "log_likelihood",
+            "sample_stats",
+            "posterior_predictive",
+            "observed_data",
+        )
+    }
+    draw = {"chain": 2, "draw": 3}
+    assert sizes == {
+        "posterior": {
+            "module.initial": draw | {"state": 3},
+            "module.transition": draw | {"state": 3, "next_state": 3},
+            "module.emission.loc": draw | {"state": 3, "module.emission.loc_dim_1": 2},
+            "module.emission.variance": draw | {"state": 3, "module.emission.variance_dim_1": 2},
+            "log_evidence": draw,
+            "effective_states": draw,
+            "move_entropy": draw,
+            "occupancy": draw | {"rank": 3},
+        },
+        "log_likelihood": {
+            "x": draw | {"sequence": 3},
+            "x_step": draw | {"sequence": 3, "step": 6},
+        },
+        "sample_stats": {"lp": draw},
+        "posterior_predictive": {
+            "x": {"chain": 2, "draw": 2, "sequence": 3, "step": 6, "x_dim_0": 2}
+        },
+        "observed_data": {"x": {"sequence": 3, "step": 6, "x_dim_0": 2}},
+    }
+    for name, value in values.items():
+        np.testing.assert_array_equal(found["posterior"][name].values, value.numpy())
+    seen = found["observed_data"]["x"].values
+    np.testing.assert_array_equal(seen[OBSERVED & data.exists], data.values[data.observed].numpy())
+    gaps = np.isnan(found["posterior_predictive"]["x"].values).any(-1)
+    np.testing.assert_array_equal(gaps, np.broadcast_to(~data.observed.numpy(), gaps.shape))
+
+
+def test_symbols_without_gaps_stay_integers():
+    data = Sequences(SYMBOLS, torch.full((3,), 6))
+    model, _ = cases("symbols")
+    found = to_arviz(from_prior(model, data), data, model, num_predictive=1)
+    assert found["observed_data"]["x"].dtype == np.int64
+    np.testing.assert_array_equal(found["observed_data"]["x"].values, SYMBOLS.numpy())
+    assert found["posterior_predictive"]["x"].dtype == np.int64
+
+
+def test_replicated_data_follow_the_model():
+    """With one state they are independent symbols, of the probabilities of their draw."""
+    model = MarginalModel(TabularHMM(1, categorical(3)))
+    data = Sequences(torch.zeros(20, 50).long(), torch.full((20,), 50))
+    values = from_prior(model, data, 1, 4)
+    found = to_arviz(values, data, model, num_predictive=4)["posterior_predictive"]["x"].values
+    for s in range(4):
+        shares = np.bincount(found[0, s].ravel(), minlength=3) / 1000
+        probs = values["module.emission.probs"][0, s, 0].numpy()
+        np.testing.assert_allclose(shares, probs, atol=0.06)  # four standard errors
+
+
+def test_a_fit_needs_no_model_and_is_one_draw():
+    model, data = cases("symbols")
+    fit = fit_em(model.module, data, num_steps=3)
+    found = to_arviz(fit, data)
+    assert dict(found["posterior"].sizes) == {
+        "chain": 1, "draw": 1, "state": 3, "next_state": 3, "symbol": 4, "rank": 3,
+    }  # fmt: skip
+    np.testing.assert_allclose(
+        found["log_likelihood"]["x"].values[0, 0], fit.draw(data).log_prob(data.values).numpy()
+    )
+
+
+def test_align_renames_states():
+    model, data = cases("symbols")
+    some = Draws.of(from_prior(model, data, 2, 4), model)
+    found = to_arviz(some, data, align=True)["posterior"]
+    for name, value in some.aligned(data).values.items():
+        np.testing.assert_array_equal(found[name].values, value.numpy())
+
+
+# Leaving out sequences ----------------------------------------------------------------------------
+
+
+def counts_of(data, num_symbols=3):
+    each = one_hot(data.values, num_symbols)
+    return each.masked_fill(~data.observed.unsqueeze(-1), 0).sum(1).double()  # (N, V)
+
+
+def log_marginal(prior, counts):
+    """Log probability of symbols in a given order, their Dirichlet probabilities averaged out."""
+    after = prior + counts
+    return (
+        torch.lgamma(after).sum(-1) - torch.lgamma(after.sum(-1))
+        - torch.lgamma(prior).sum(-1) + torch.lgamma(prior.sum(-1))
+    )  # fmt: skip
+
+
+def test_leaving_out_sequences_agrees_with_the_exact_answer():
+    """With one state all is conjugate: Dirichlet posteriors, and those without one sequence."""
+    probs = torch.tensor([0.6, 0.3, 0.1])
+    values = torch.distributions.Categorical(probs).sample((40, 12))
+    data = Sequences(values, torch.randint(4, 13, (40,)))
+    counts, prior = counts_of(data), torch.ones(3)
+    exact = log_marginal(prior + counts.sum(0) - counts, counts)
+
+    model = MarginalModel(TabularHMM(1, categorical(3)))
+    draws = Dirichlet(prior + counts.sum(0)).sample((2, 2000))
+    posterior = {
+        "module.initial": torch.ones(2, 2000, 1),
+        "module.transition": torch.ones(2, 2000, 1, 1),
+        "module.emission.probs": draws.unsqueeze(-2),
+    }
+    found = to_arviz(posterior, data, model, per_step=True)
+    loo = arviz.loo(found, var_name="x", pointwise=True)
+    pointwise = getattr(loo, "loo_i", None)
+    pointwise = loo.elpd_i if pointwise is None else pointwise
+    np.testing.assert_allclose(pointwise.values, exact.numpy(), atol=0.05)
+    assert (loo.pareto_k.values < 0.5).all()
+    # all sequences together, whose probability is known too
+    np.testing.assert_allclose(
+        inference_data.summary(found)["mean"].astype(float)["log_evidence"],
+        (counts.sum(0) * draws.log().mean((0, 1))).sum().item(),
+        atol=0.06,  # the table is rounded
+    )
+
+
+@pytest.mark.filterwarnings("ignore:The inplace keyword in DataFrame:DeprecationWarning")
+def test_leaving_out_sequences_finds_the_number_of_states():
+    """Two are needed. Draws are those that would be exact if expected counts had been seen."""
+    torch.manual_seed(1)
+    truth = {
+        "module.initial": torch.tensor([0.5, 0.5]),
+        "module.transition": torch.tensor([[0.9, 0.1], [0.1, 0.9]]),
+        "module.emission.probs": torch.tensor([[0.8, 0.1, 0.1], [0.1, 0.1, 0.8]]),
+    }
+    lengths = torch.randint(10, 31, (40,))
+    blank = Sequences(torch.zeros(40, 30).long(), lengths)
+    model = MarginalModel(TabularHMM(2, categorical(3)))
+    data = Sequences(poutine.condition(model, truth)(blank).sample(), lengths)
+    found = {}
+    for num_states in (1, 2):
+        fit = fit_em(TabularHMM(num_states, categorical(3)), data, restarts=4)
+        seen = fit.draw(data).expected(data.values)
+        visits = seen.states[data.observed]
+        counts = {
+            "module.initial": seen.initial,
+            "module.transition": seen.transitions,
+            "module.emission.probs": visits.mT @ one_hot(data.values[data.observed], 3).double(),
+        }
+        cloud = {
+            name: Dirichlet(1 + each.reshape(fit.values[name].shape)).sample((1, 500))
+            for name, each in counts.items()
+        }
+        found[str(num_states)] = to_arviz(cloud, data, fit.model)
+    ranked = arviz.compare(found)
+    assert list(ranked.index) == ["2", "1"]
+    difference = ranked["elpd_diff"].astype(float).abs().max()
+    assert difference > 5 * ranked["dse"].astype(float).max()
