@@ -102,7 +102,7 @@ class Fit:
         with torch.no_grad(), pyro.get_param_store().scope(self.params), poutine.block():
             trace = poutine.trace(self.guide).get_trace(None)
         return {
-            name: site["value"].detach()
+            name: site["value"].detach().clone()  # guides move in place what they begin at
             for name, site in trace.nodes.items()
             if site["type"] == "sample" and name in self.names
         }
@@ -296,7 +296,7 @@ def fit_map(
     def inside(site: dict[str, Any] | None = None) -> Any:  # where gradient steps can begin
         if site is None:
             return inside
-        return interior(site["fn"].support, init(site))
+        return interior(site["fn"].support, init(site)).clone()  # which moves in place
 
     options |= {"num_steps": num_steps, "learning_rate": learning_rate, "tolerance": tolerance}
     check_size("restarts", restarts)

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyro import poutine
-from pyro.infer.autoguide import AutoNormal, init_to_value
+from pyro.infer.autoguide import AutoDelta, AutoNormal, init_to_value
 
 from pyrohmm import (
     DenseHMM,
@@ -428,6 +428,23 @@ def test_a_cooccurrence_fit_is_a_start_for_the_others():
     by_map = fit_map(MarginalModel(module), data, init=init, num_steps=30)
     torch.testing.assert_close(by_map.losses[0], reached - prior)
     assert by_map.losses[-1] < by_map.losses[0]
+    torch.testing.assert_close(reached, -pairs.draw(data).log_prob(data.values).sum())
+
+
+@pytest.mark.parametrize("make", [AutoDelta, AutoNormal])
+def test_a_fit_is_not_moved_by_one_that_begins_at_its_values(make):
+    """Guides adjust in place the very tensors that they begin at."""
+    data = some_symbols()
+    model = MarginalModel(DenseHMM(2, 4, 1))
+    first = fit_map(model, data, num_steps=5)
+    before = first.values
+    guide = make(model, init_loc_fn=init_to_value(values=first.start))
+    fit_svi(model, guide, data, num_steps=5)
+    given = {name: value.clone() for name, value in before.items()}
+    fit_map(model, data, num_steps=5, init=init_to_value(values=given))
+    for name, value in first.values.items():
+        assert torch.equal(value, before[name])
+        assert torch.equal(given[name], before[name])
 
 
 def test_svi_finds_a_lower_bound():
