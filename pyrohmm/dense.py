@@ -135,9 +135,12 @@ class DenseHMM(HMMModule):
         symbol_dim: D', of those that make B; D by default.
         kernel: Of A and of the first state; see the head of this module.
         symbol_kernel: Of B; ``kernel`` by default.
-        scale: Standard deviation of the normal priors of all embeddings. None makes the priors
-            flat, so that the most probable parameters are those of maximum likelihood; starts are
-            then drawn with a standard deviation of one.
+        scale: Standard deviation of the normal priors of all embeddings; by default
+            :math:`D^{-1/4}`, with which inner products have a standard deviation of one in any
+            number of dimensions. Fits that begin in draws of wider priors begin at probabilities
+            close to zero and one, and take long to leave them. The paper's starts have one.
+        flat: Whether priors are flat, so that the most probable parameters are those of maximum
+            likelihood; ``scale`` is then that of the starts alone.
         share: Whether a state has one embedding, ``leave``, which stands for ``enter`` and ``emit``
             too (section 6, learning Z and V only). With the kernels of this module A is then a
             symmetric matrix with its rows normalised: the chain is reversible. Any embedding may be
@@ -171,7 +174,8 @@ class DenseHMM(HMMModule):
         symbol_dim: int | None = None,
         kernel: Kernel = exponential,
         symbol_kernel: Kernel | None = None,
-        scale: float | None = 1.0,
+        scale: float | None = None,
+        flat: bool = False,
         share: bool = False,
         stationary: bool = False,
         emission: EmissionFamily | None = None,
@@ -189,17 +193,17 @@ class DenseHMM(HMMModule):
                 raise TypeError(f"{name} must be callable; got {type(given).__name__}.")
         if scale is not None and not 0 < scale < math.inf:
             raise ValueError(
-                f"scale must be positive and finite, or None for flat priors; got {scale}."
+                f"scale must be positive and finite; got {scale}. For flat priors, say flat=True."
             )
         self.num_states, self.num_symbols = num_states, num_symbols
         self.kernel, self.symbol_kernel = kernel, symbol_kernel or kernel
-        self.share, self.stationary, self.flat = share, stationary, scale is None
-        self.register_buffer("scale", torch.tensor(1.0 if scale is None else float(scale)))
-        self.leave = self._embedding(num_states, dim)
+        self.share, self.stationary, self.flat = share, stationary, flat
+        self.register_buffer("one", torch.ones(()))  # of the dtype and on the device of all
+        self.leave = _embedding(scale, num_states, dim)
         if not share:
-            self.enter = self._embedding(num_states, dim)
+            self.enter = _embedding(scale, num_states, dim)
         if not stationary:
-            self.start = self._embedding(dim)
+            self.start = _embedding(scale, dim)
         if num_symbols is not None:
             check_size("num_symbols", num_symbols)
             symbol_dim = dim if symbol_dim is None else symbol_dim
@@ -210,15 +214,12 @@ class DenseHMM(HMMModule):
                     f"{symbol_dim}."
                 )
             if not share:
-                self.emit = self._embedding(num_states, symbol_dim)
-            self.symbol = self._embedding(num_symbols, symbol_dim)
+                self.emit = _embedding(scale, num_states, symbol_dim)
+            self.symbol = _embedding(scale, num_symbols, symbol_dim)
         else:
             if symbol_dim is not None or symbol_kernel is not None:
                 raise ValueError("symbol_dim and symbol_kernel are of symbols; emission has none.")
             self.emission = made(emission, num_states)
-
-    def _embedding(self, *shape: int) -> PyroSample:
-        return PyroSample(partial(_prior, shape=shape))
 
     def forward(self, lengths: Tensor, observed: Tensor | None = None) -> HMM:
         """Build the HMM for sequences of ``lengths`` ``(*B)``."""
@@ -238,9 +239,14 @@ class DenseHMM(HMMModule):
         return Categorical(logits=log_rows(self.symbol_kernel, emit, self.symbol))
 
 
-def _prior(module: DenseHMM, shape: tuple[int, ...]) -> TorchDistribution:
-    """Of one embedding, as one event; flat is normal with a log-density of zero."""
-    normal = Normal(torch.zeros_like(module.scale), module.scale)
+def _embedding(scale: float | None, *shape: int) -> PyroSample:
+    """Vectors with a normal prior, all as one event."""
+    return PyroSample(partial(_prior, shape=shape, scale=scale or shape[-1] ** -0.25))
+
+
+def _prior(module: DenseHMM, shape: tuple[int, ...], scale: float) -> TorchDistribution:
+    """Of one embedding; flat is normal with a log-density of zero."""
+    normal = Normal(0.0 * module.one, scale * module.one)
     normal = normal.expand(torch.Size(shape)).to_event(len(shape))
     return normal.mask(False) if module.flat else normal
 

@@ -31,6 +31,7 @@ from pyrohmm import (
     save,
 )
 
+RADIAL = dense.rbf(1.0)
 KERNELS = {
     "exponential": (dense.exponential, lambda u, v: math.exp(u @ v)),
     "sigmoid": (dense.sigmoid, lambda u, v: 1 / (1 + math.exp(-(u @ v)))),
@@ -148,7 +149,7 @@ def test_the_kernel_of_a_function_may_be_zero():
 @pytest.mark.parametrize("flat", [True, False])
 def test_priors_are_normal_or_flat(flat):
     torch.set_default_dtype(torch.float64)
-    module = DenseHMM(3, 4, 2, symbol_dim=1, scale=None if flat else 0.3)
+    module = DenseHMM(3, 4, 2, symbol_dim=1, scale=0.3, flat=flat)
     trace = poutine.trace(module).get_trace(torch.tensor([2]))
     trace.compute_log_prob()
     for name in ("leave", "enter", "start", "emit", "symbol"):
@@ -159,9 +160,16 @@ def test_priors_are_normal_or_flat(flat):
 
 
 def test_starts_spread_as_the_prior_says():
-    for scale, spread in ((None, 1.0), (0.2, 0.2)):
-        values, _ = embeddings_of(DenseHMM(400, 5, 50, scale=scale))
-        assert abs(values["leave"].std().item() / spread - 1) < 0.02
+    for flat in (True, False):
+        values, _ = embeddings_of(DenseHMM(400, 5, 50, scale=0.2, flat=flat))
+        assert abs(values["leave"].std().item() / 0.2 - 1) < 0.02
+
+
+@pytest.mark.parametrize("dim", [1, 4, 60])
+def test_by_default_inner_products_have_a_standard_deviation_of_one(dim):
+    values, _ = embeddings_of(DenseHMM(300, 400, 2, symbol_dim=dim))
+    assert abs((values["emit"] @ values["symbol"].mT).std().item() - 1) < 0.2
+    assert abs((values["leave"] @ values["enter"].mT).std().item() - 1) < 0.2
 
 
 def test_rotations_and_shifts_change_nothing():
@@ -256,7 +264,7 @@ def test_a_softmax_of_low_rank_has_full_rank():
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"scale": None}, {"share": True}, {"stationary": True}, {"kernel": dense.rbf(1.0)}],
+    [{"scale": 1.0}, {"flat": True}, {"share": True}, {"stationary": True}, {"kernel": RADIAL}],
     ids=str,
 )
 def test_em_never_lowers_the_log_joint_density(options):
@@ -266,9 +274,9 @@ def test_em_never_lowers_the_log_joint_density(options):
     assert_falls(fit.losses)
     assert fit.losses[0] - fit.losses[-1] > 1.0
     loss = -fit.draw(data).log_prob(data.values).sum()
-    if "scale" in options:
+    if "flat" in options:
         torch.testing.assert_close(fit.losses[-1], loss)
-    else:
+    elif "scale" in options:
         prior = sum(torch.distributions.Normal(0, 1).log_prob(v).sum() for v in fit.values.values())
         torch.testing.assert_close(fit.losses[-1], loss - prior)
 
@@ -373,7 +381,7 @@ def test_the_schedule_of_the_authors_moves_a_quarter_in_an_iteration():
     """25 steps of 0.01, with moments kept: the second iteration begins with those of the first."""
     torch.set_default_dtype(torch.float64)
     data = some_symbols()
-    module = DenseHMM(3, 4, 2, scale=None)
+    module = DenseHMM(3, 4, 2, flat=True)
     start = embeddings_of(module)[0]
     fit = fit_em(module, data, start=start, **em.densehmm_schedule())
     assert (len(fit.losses), fit.converged) == (41, False)
@@ -418,7 +426,7 @@ def test_a_cooccurrence_fit_is_a_start_for_the_others():
         3, 4, concentration=0.3, generator=torch.Generator().manual_seed(2)
     )
     data = toy.train.without_labels()
-    module = DenseHMM(3, 4, 2)
+    module = DenseHMM(3, 4, 2, scale=1.0)
     pairs = fit_cooccurrence(module, data, 4, num_steps=100)
     reached = -pairs.draw(data).log_prob(data.values).sum()
     prior = sum(torch.distributions.Normal(0, 1).log_prob(v).sum() for v in pairs.values.values())
@@ -506,7 +514,7 @@ ERRORS = [
     (lambda: DenseHMM(3, 4, 0), ValueError, "dim must be"),
     (lambda: DenseHMM(3, 4, 2, symbol_dim=0), ValueError, "symbol_dim"),
     (lambda: DenseHMM(3, 4, 2, scale=0.0), ValueError, "scale must be positive"),
-    (lambda: DenseHMM(3, 4, 2, scale=math.inf), ValueError, "None for flat priors"),
+    (lambda: DenseHMM(3, 4, 2, scale=math.inf), ValueError, "say flat=True"),
     (lambda: DenseHMM(3, 4, 2, kernel="softmax"), TypeError, "kernel must be callable; got str"),
     (lambda: DenseHMM(3, 4, 2, symbol_kernel=1), TypeError, "symbol_kernel must be callable"),
     (lambda: DenseHMM(3, None, 2), ValueError, "one of num_symbols and emission"),
