@@ -6,6 +6,7 @@ second fit with the same names would start, silently, where the first one ended.
 
 from __future__ import annotations
 
+import inspect
 import math
 import time
 from collections.abc import Callable, Iterable
@@ -30,7 +31,8 @@ from tqdm import tqdm
 from . import cooccurrence
 from ._checks import check_size
 from .checkpoints import Checkpoint, constants, fingerprint
-from .distributions import interior
+from .cooccurrence import Pairs
+from .distributions import interior, is_categorical
 from .hmm import HMM
 from .models import CooccurrenceModel
 from .modules import HMMModule
@@ -325,6 +327,7 @@ def fit_map(
         with pyro.plate("restarts", restarts, dim=-2):
             return model(batch)
 
+    side_by_side.__wrapped__ = model  # type: ignore[attr-defined]  # whose constants are its own
     guide = AutoDelta(side_by_side, init_loc_fn=inside)
     fit = fit_svi(side_by_side, guide, data, elbo=_EachRestart(), **options)
     if isinstance(getattr(model, "module", None), HMMModule):
@@ -334,35 +337,130 @@ def fit_map(
 
 def fit_cooccurrence(
     module: HMMModule,
-    data: Sequences,
-    num_symbols: int,
+    data: Sequences | Pairs | Tensor | Iterable[Pairs | Tensor],
+    num_symbols: int | None = None,
     *,
+    lags: Iterable[int] = (1,),
+    loss: Callable[[Tensor, Tensor, Any], Tensor] = cooccurrence.squared_distance,
+    stationary: Callable[[Tensor], Tensor] = cooccurrence.stationary,
+    edges: Tensor | None = None,
     weight: float | None = None,
+    pairs_per_step: int | None = None,
     log_prior: Callable[[HMM], Tensor] | None = None,
+    generator: torch.Generator | None = None,
     **options: Any,
 ) -> Fit:
-    """Match the law of adjacent symbols: :func:`fit_map` of a :class:`CooccurrenceModel`.
+    r"""Match the law of pairs of symbols: :func:`fit_map` of a :class:`CooccurrenceModel`.
 
-    A step costs V² K, however long the sequences are. The first state has no part in it, and
-    stays where its prior puts it.
+    Pairs are counted once. A step costs O(V K² + M K) for V symbols and M distinct pairs that
+    occur, however many sequences there are and however long. The first state has no part in it, and
+    stays where its prior puts it: see :func:`fit_em`, which can begin at ``fit.values``.
 
     Args:
-        module: Builds an HMM that emits symbols.
-        data: The sequences, whose adjacent symbols are counted once.
-        num_symbols: V.
-        weight: Of the squared distance, against the priors; by default the number of steps.
+        module: Builds an HMM that emits symbols, or numbers that ``edges`` put into bins.
+        data: The sequences; or pairs that were counted before, as from a stream:
+            :func:`cooccurrence.count_pairs`; or dense shares ``(V, V)``; or a list of these, of
+            several lags.
+        num_symbols: V; by default that of the module. Not needed with ``edges``, nor for pairs.
+        lags: How many steps apart pairs of the sequences are; the losses of all lags are added.
+        loss: :func:`cooccurrence.squared_distance`, :func:`cooccurrence.cross_entropy`, or your
+            own: see :class:`CooccurrenceModel`.
+        stationary: :func:`cooccurrence.stationary`; to leave out its gradient, as published code
+            does, :func:`cooccurrence.stationary_detached`.
+        edges: ``(V - 1,)``, between bins of numbers, such as :func:`cooccurrence.quantile_edges`.
+        weight: Of the loss, against the priors. By default that of the data: the number of pairs n
+            for the cross-entropy, which is then in nats, and for the squared distance
+            :math:`n / 2 \lVert W \rVert^2`, with which the two agree to second order where all
+            pairs that occur are equally frequent. Of each lag its own.
+        pairs_per_step: Number of pairs that are drawn at each step, in place of all; losses have
+            noise then, and ``tolerance=None`` runs all steps.
         log_prior: A further log-density of the HMM built.
+        generator: Source of randomness for ``pairs_per_step``; torch's global one by default.
         **options: Those of :func:`fit_map`, ``restarts`` among them.
+
+    Returns:
+        The fit; ``num_observed`` is the number of pairs (those of the first lag).
+
+    Raises:
+        TypeError: If ``data`` are none of these, or a model has neither symbols nor edges.
+        ValueError: If there is no pair, V of data and module differ, ``weight`` is missing for
+            dense shares, or ``batch_size`` is given, of which sequences know, and pairs do not.
 
     Example:
         >>> data = Sequences.from_list([[0, 1] * 10, [1, 0] * 10])
-        >>> fit = fit_cooccurrence(TabularHMM(2, categorical(2)), data, 2, restarts=4)
-        >>> fit.restarts.losses.shape[0]
-        4
+        >>> fit = fit_cooccurrence(TabularHMM(2, categorical(2)), data, restarts=4)
+        >>> fit.restarts.losses.shape[0], fit.num_observed
+        (4, 38)
     """
-    target = cooccurrence.counted(data, num_symbols)
-    weight = float(data.num_observed) if weight is None else weight
-    return fit_map(CooccurrenceModel(module, target, weight, log_prior), data, **options)
+    if "batch_size" in options:
+        raise ValueError("batch_size is a number of sequences, which are not read at each step; "
+                         "give pairs_per_step.")  # fmt: skip
+    notes, targets = [], list[Pairs | Tensor]()
+    if isinstance(data, Sequences):
+        if data.covariates is not None:
+            raise ValueError(
+                "co-occurrences are those of one law for all steps; data has covariates. Fit it "
+                "with fit_map or fit_em."
+            )
+        if data.num_labelled:
+            notes = ["the labels of the data were not used: pairs have none"]
+        if edges is not None:
+            data, num_symbols = cooccurrence.binned(data, edges), len(edges) + 1
+        elif num_symbols is None:
+            num_symbols = _num_symbols(module)
+        targets += [cooccurrence.count_pairs(data, num_symbols, lag) for lag in lags]
+    else:
+        targets += [data] if isinstance(data, Pairs | Tensor) else data
+    model = CooccurrenceModel(
+        module,
+        targets,
+        [_weight(each, loss) for each in targets] if weight is None else weight,
+        log_prior,
+        loss=loss,
+        stationary=stationary,
+        edges=edges,
+        pairs_per_step=pairs_per_step,
+        generator=generator,
+    )
+    total = targets[0].total if isinstance(targets[0], Pairs) else 0
+    fit = fit_map(model, _Counted(total), generator=generator, **options)
+    return replace(fit, notes=fit.notes + notes)
+
+
+class _Counted(Sequences):
+    """What stands for the data of a fit that reads counts of them: a single step, of no meaning."""
+
+    def __init__(self, num_observed: int) -> None:
+        super().__init__(torch.zeros(1, 1, dtype=torch.long), torch.tensor([1]))
+        self._num_observed = num_observed
+
+    @property
+    def num_observed(self) -> int:
+        """How many were counted."""
+        return self._num_observed
+
+
+def _num_symbols(module: HMMModule) -> int:
+    """V of the symbols that a module emits; it uses up no random numbers."""
+    with torch.no_grad(), poutine.block(), torch.random.fork_rng(devices=[]):
+        emission: Any = module(torch.tensor([1])).emission
+    if not is_categorical(emission):
+        raise TypeError(
+            f"co-occurrences are those of symbols; the module emits {type(emission).__name__}. "
+            "Give edges, which put numbers into bins."
+        )
+    return emission.probs.size(-1)
+
+
+def _weight(target: Pairs | Tensor, loss: Any) -> float:
+    """The weight of a loss that makes it, nearly or exactly, one in nats for all the data."""
+    if not isinstance(target, Pairs):
+        raise ValueError(
+            "weight must be given for dense shares, which do not say of how many pairs they are."
+        )
+    if loss is cooccurrence.squared_distance:
+        return target.total / (2 * target.squares)
+    return float(target.total)
 
 
 def check_events(sites: dict[str, Any]) -> None:
@@ -510,7 +608,7 @@ def fit_svi(
                 "fit": f"{_name(guide)} on {_name(model)}",
                 "latent variables": names,
                 "shapes": [list(each.shape) for each in parameters],
-                "priors and frozen parameters": constants(model, guide),
+                "priors and frozen parameters": constants(inspect.unwrap(model), guide),
                 "optimizer": type(stepper).__name__,
                 "learning_rate": stepper.defaults.get("lr"),
                 "clip_norm": clip_norm,

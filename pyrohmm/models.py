@@ -8,7 +8,8 @@ is inside the plate, and the priors not.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+import zlib
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pyro
@@ -21,6 +22,8 @@ from torch import Tensor
 from torch.distributions import constraints
 
 from . import cooccurrence
+from ._checks import check_size
+from .cooccurrence import Pairs
 from .distributions import in_each_state, is_categorical
 from .hmm import HMM, emit, emit_per_step
 from .modules import HMMModule, OwnParameters
@@ -106,49 +109,120 @@ class EnumeratedModel(_Model):
 
 
 class CooccurrenceModel(OwnParameters):
-    r"""The squared distance of the laws of adjacent symbols, counted and predicted, as a factor.
+    r"""The law of pairs of symbols, counted and predicted, and how far they are apart, as a factor.
 
-    .. math:: -w \, \lVert \Omega(\theta) - \hat\Omega \rVert^2
+    .. math:: -\sum_d w_d \, \mathrm{loss}(\Theta_d, B, W_d), \quad
+              \Theta_d = \mathrm{diag}(\pi) A^d
 
-    It never looks at whole sequences, so that its cost does not depend on how many there are.
+    over lags d, by default one: see :mod:`pyrohmm.cooccurrence`. It never looks at sequences, so
+    that its cost does not depend on how many there are.
+
     Sites: those of ``module``, then ``log_prior`` if there is one, then ``pairs``.
 
     Args:
-        module: Builds an HMM that emits symbols.
-        target: ``(V, V)``, such as :func:`cooccurrence.counted` gives.
-        weight: w, which weighs the distance against the priors.
+        module: Builds an HMM that emits symbols, or numbers that ``edges`` put into bins.
+        target: What was counted: :class:`cooccurrence.Pairs`, or dense shares ``(V, V)`` of
+            adjacent symbols, which may have batch dimensions; or a list of them, of several lags.
+        weight: w, which weighs the loss against the priors; one number, or one for each target.
         log_prior: A further log-density of the HMM built.
+        loss: Called with the joint law of the states, the probabilities of symbols and a target:
+            :func:`cooccurrence.squared_distance`, :func:`cooccurrence.cross_entropy`, or your own.
+        stationary: Called with ``log_transition``, returns the law of the state, ``(*B, K)``:
+            :func:`cooccurrence.stationary`, or :func:`cooccurrence.stationary_detached`.
+        edges: ``(V - 1,)``, between the bins of emissions that are numbers.
+        pairs_per_step: Number of pairs drawn at each call in place of all, in proportion to their
+            counts; the loss is then an unbiased estimate.
+        generator: Source of randomness for them; torch's global one by default.
 
     Raises:
-        TypeError: If what the module builds does not emit symbols.
+        TypeError: If a target is neither pairs nor a tensor, or what the module builds emits
+            neither symbols nor numbers with edges.
+        ValueError: If the model changes with the step, V is not that of the target, there are not
+            as many weights as targets, or pairs are to be drawn from a dense target.
     """
 
     def __init__(
         self,
         module: HMMModule,
-        target: Tensor,
-        weight: float = 1.0,
+        target: Pairs | Tensor | Sequence[Pairs | Tensor],
+        weight: float | Sequence[float] = 1.0,
         log_prior: LogPrior | None = None,
+        *,
+        loss: Callable[[Tensor, Tensor, Any], Tensor] = cooccurrence.squared_distance,
+        stationary: Callable[[Tensor], Tensor] = cooccurrence.stationary,
+        edges: Tensor | None = None,
+        pairs_per_step: int | None = None,
+        generator: torch.Generator | None = None,
     ) -> None:
         super().__init__()
-        self.module, self.weight, self.log_prior = module, weight, log_prior
-        self.register_buffer("target", target)
+        targets = [target] if isinstance(target, Pairs | Tensor) else list(target)
+        weights = list(weight) if isinstance(weight, Sequence) else [weight] * len(targets)
+        for each in targets:
+            if not isinstance(each, Pairs | Tensor):
+                raise TypeError(
+                    "target must be Pairs or a dense tensor, or a list of them; got "
+                    f"{type(each).__name__}. Call cooccurrence.count_pairs on sequences."
+                )
+            if pairs_per_step is not None and isinstance(each, Tensor):
+                raise ValueError("pairs_per_step needs Pairs to draw from; the target is dense.")
+        if len(weights) != len(targets) or not targets:
+            raise ValueError(
+                f"weight must be one number, or one for each target; got {len(weights)} for "
+                f"{len(targets)} targets."
+            )
+        if pairs_per_step is not None:
+            check_size("pairs_per_step", pairs_per_step)
+        self.module, self.log_prior, self.loss, self.stationary = (
+            module, log_prior, loss, stationary
+        )  # fmt: skip
+        self.targets, self.weights = targets, weights
+        self.pairs_per_step, self.generator = pairs_per_step, generator
+        self.register_buffer("edges", edges)
+        self.register_buffer("digest", self._digest())  # so that checkpoints tell models apart
+
+    def _digest(self) -> Tensor:
+        """A number that differs between models: ``()`` integer."""
+        names = [getattr(each, "__qualname__", "") for each in (self.loss, self.stationary)]
+        digest = zlib.crc32(repr((names, self.weights, self.pairs_per_step)).encode())
+        for each in self.targets:
+            parts = [each] if isinstance(each, Tensor) else [each.first, each.second, each.counts]
+            for part in parts:
+                digest = zlib.crc32(part.detach().cpu().contiguous().numpy().data, digest)
+        return torch.tensor(digest)
 
     def forward(self, data: Sequences) -> HMM:
         """Return the HMM built for ``data``, of which nothing but the sizes is used."""
         hmm = build(self.module, data)
-        if not is_categorical(hmm.emission):
-            raise TypeError(
-                "co-occurrences are those of symbols; the module emits "
-                f"{type(hmm.emission).__name__}."
+        if hmm.transition_per_step or hmm.emission_per_step:
+            raise ValueError(
+                "co-occurrences are those of one law for all steps; the model changes with the "
+                "step. Fit it with fit_map or fit_em."
             )
+        probs = self._probs(hmm.emission)
         if self.log_prior is not None:
             pyro.factor("log_prior", self.log_prior(hmm))
-        emission: Any = hmm.emission
-        law = cooccurrence.predicted(hmm.stationary(), hmm.log_transition, emission.probs)
-        distance = (law - self.target).square().sum((-2, -1))
-        pyro.factor("pairs", -self.weight * distance)
+        law = self.stationary(hmm.log_transition)
+        self.targets = [each.to(probs.device) for each in self.targets]
+        total: Any = 0.0
+        for target, weight in zip(self.targets, self.weights):
+            lag = 1 if isinstance(target, Tensor) else target.lag
+            if self.pairs_per_step is not None and isinstance(target, Pairs):
+                target = target.sample(self.pairs_per_step, self.generator)
+            joint = cooccurrence.joint_law(law, hmm.log_transition, lag)
+            total = total - weight * self.loss(joint, probs, target)
+        pyro.factor("pairs", total)
         return hmm
+
+    def _probs(self, emission: Any) -> Tensor:
+        """Probabilities of symbols, or of bins, ``(*B, K, V)``."""
+        if self.edges is not None:
+            return cooccurrence.bin_probs(emission, self.edges)
+        if not is_categorical(emission):
+            raise TypeError(
+                "co-occurrences are those of symbols; the module emits "
+                f"{type(emission).__name__}. Give edges, which put numbers into bins."
+            )
+        return emission.probs
 
 
 def markov_sample(name: str, hmm: HMM, obs: Tensor | None = None) -> Tensor:

@@ -8,15 +8,12 @@ from pyro.infer.autoguide import AutoNormal, init_to_value
 
 from pyrohmm import (
     HMM,
-    CooccurrenceModel,
     EnumeratedModel,
     MarginalModel,
     Sequences,
     TabularHMM,
     categorical,
-    cooccurrence,
     datasets,
-    fit_cooccurrence,
     fit_em,
     fit_map,
     fit_svi,
@@ -130,62 +127,6 @@ def test_parameters_that_restarts_would_share_are_refused():
 def test_models_that_enumerate_states_are_refused():
     with pytest.raises(ValueError, match="restarts need a model whose states are summed out"):
         fit_map(EnumeratedModel(module()), DATA, restarts=2, num_steps=2)
-
-
-# Co-occurrences
-
-
-def test_pairs_are_counted_within_sequences_and_between_observed_steps():
-    values = torch.tensor([[0, 1, 2, 2], [1, 1, 9, 0], [2, 2, 2, 2]])
-    observed = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 1], [1, 1, 1, 1]]).bool()
-    data = Sequences(values, torch.tensor([3, 4, 1]), observed)
-    expected = torch.zeros(3, 3)
-    for a, b in [(0, 1), (1, 2), (1, 1)]:
-        expected[a, b] += 1 / 3
-    torch.testing.assert_close(cooccurrence.counted(data, 3), expected)
-
-
-def test_the_predicted_law_is_that_of_every_pair_and_has_stationary_margins():
-    hmm = module()(torch.tensor([2]))
-    law = hmm.stationary()
-    pairs = cooccurrence.predicted(law, hmm.log_transition, hmm.emission.probs)
-    by_evidence = torch.stack(
-        [
-            HMM(law.log(), hmm.log_transition, hmm.emission, torch.tensor(2))
-            .log_prob(torch.tensor([a, b]))
-            .exp()
-            for a in range(6)
-            for b in range(6)
-        ]
-    )
-    torch.testing.assert_close(pairs.flatten(), by_evidence)
-    torch.testing.assert_close(pairs.sum(0), pairs.sum(1))
-
-
-@pytest.mark.parametrize("restarts", [1, 3])
-def test_a_fit_to_co_occurrences_finds_a_law_that_can_be_met(restarts):
-    matrix = torch.tensor([[0.9, 0.1], [0.2, 0.8]]).log()
-    probs = torch.tensor([[0.7, 0.2, 0.1], [0.1, 0.1, 0.8]])
-    target = cooccurrence.predicted(cooccurrence.stationary(matrix), matrix, probs)
-    data = Sequences(torch.zeros(1, 1).long(), torch.tensor([1]))
-    model = CooccurrenceModel(TabularHMM(2, categorical(3)), target, weight=1e4)
-    fit = fit_map(model, data, restarts=restarts, num_steps=300, tolerance=None)
-    hmm = fit.draw(data)
-    law = cooccurrence.predicted(hmm.stationary(), hmm.log_transition, hmm.emission.probs)
-    torch.testing.assert_close(law, target, rtol=0.0, atol=1e-3)
-
-
-def test_only_symbols_have_co_occurrences():
-    data = Sequences(torch.randn(2, 3), torch.tensor([3, 3]))
-    with pytest.raises(TypeError, match=r"^values of data must hold integers"):
-        fit_cooccurrence(TabularHMM(2, normal(0)), data, 3)
-    data = Sequences(torch.zeros(2, 3).long(), torch.tensor([3, 3]))
-    with pytest.raises(TypeError, match="the module emits Normal"):
-        fit_cooccurrence(TabularHMM(2, normal(0)), data, 3, num_steps=2)
-    with pytest.raises(ValueError, match="V - 1 = 0; got values from 0 to 1"):
-        cooccurrence.counted(Sequences(torch.tensor([[0, 1]]), torch.tensor([2])), 1)
-    with pytest.raises(ValueError, match="no two adjacent observed steps"):
-        cooccurrence.counted(Sequences(torch.tensor([[0]]), torch.tensor([1])), 1)
 
 
 @pytest.mark.parametrize("restarts", [1, 3])

@@ -1,0 +1,818 @@
+"""Laws of co-occurrence: counts against loops, losses against the dense formula, fits of pairs."""
+
+import itertools
+import math
+
+import numpy as np
+import pyro
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pyro import poutine
+from pyro.distributions import (
+    Categorical,
+    Gamma,
+    MixtureSameFamily,
+    MultivariateNormal,
+    Normal,
+    Poisson,
+)
+from pyro.infer.autoguide import init_to_value
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from pyrohmm import (
+    HMM,
+    CooccurrenceModel,
+    DenseHMM,
+    HMMModule,
+    MarginalModel,
+    Sequences,
+    TabularHMM,
+    categorical,
+    cooccurrence,
+    fit_cooccurrence,
+    fit_em,
+    fit_map,
+    normal,
+    normal_full,
+)
+from pyrohmm.cooccurrence import (
+    Pairs,
+    average_law,
+    bin_probs,
+    binned,
+    count_pairs,
+    counted,
+    cross_entropy,
+    joint_law,
+    predicted,
+    quantile_edges,
+    squared_distance,
+    stationary,
+    stationary_detached,
+)
+
+LOSSES = [squared_distance, cross_entropy]
+
+
+@pytest.fixture
+def sparse(monkeypatch):
+    """Small vocabularies take the way of large ones."""
+    monkeypatch.setattr(cooccurrence, "SMALL", 0)
+
+
+def random_data(seed, num_sequences=7, num_steps=9, num_symbols=4):
+    """Sequences with padding and gaps, in which there is anything, as ``9`` is."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(1, num_steps + 1, (num_sequences,), generator=generator)
+    lengths[0] = num_steps
+    observed = torch.rand(num_sequences, num_steps, generator=generator) < 0.8
+    values = torch.randint(num_symbols, (num_sequences, num_steps), generator=generator)
+    exists = torch.arange(num_steps) < lengths.unsqueeze(-1)
+    return Sequences(values.masked_fill(~(observed & exists), 9), lengths, observed)
+
+
+def by_loop(data, num_symbols, lag):
+    """Pairs counted one by one."""
+    counts = torch.zeros(num_symbols, num_symbols, dtype=torch.long)
+    for n in range(len(data)):
+        for t in range(int(data.lengths[n]) - lag):
+            if data.observed[n, t] and data.observed[n, t + lag]:
+                counts[data.values[n, t], data.values[n, t + lag]] += 1
+    return counts
+
+
+def random_pairs(num_symbols, seed=0, share=0.5):
+    """Some of all pairs, with small counts."""
+    rng = np.random.default_rng(seed)
+    size = max(1, round(share * num_symbols**2))
+    keys = torch.from_numpy(rng.choice(num_symbols**2, size, replace=False))
+    counts = torch.from_numpy(rng.integers(1, 6, size))
+    return Pairs(keys // num_symbols, keys % num_symbols, counts, num_symbols)
+
+
+def random_law(*batch, num_states=3, num_symbols=4, seed=0):
+    """A joint law of two states, and probabilities of symbols."""
+    generator = torch.Generator().manual_seed(seed)
+    both = torch.rand(*batch, num_states, num_states, generator=generator, dtype=torch.double)
+    probs = torch.rand(*batch, num_states, num_symbols, generator=generator, dtype=torch.double)
+    return both / both.sum((-2, -1), keepdim=True), probs / probs.sum(-1, keepdim=True)
+
+
+def by_formula(loss, joint, probs, shares):
+    """The losses as they are written on paper."""
+    law = probs.mT @ joint @ probs
+    if loss is squared_distance:
+        return (law - shares).square().sum((-2, -1))
+    return -torch.where(shares > 0, shares * law.log(), 0.0).sum((-2, -1))
+
+
+# Counting
+
+
+@pytest.mark.parametrize("lag", [1, 2, 5])
+@pytest.mark.parametrize("seed", range(3))
+def test_counts_are_those_of_a_loop(seed, lag):
+    data = random_data(seed)
+    pairs, expected = count_pairs(data, 4, lag), by_loop(data, 4, lag)
+    table = torch.zeros(4, 4, dtype=torch.long)
+    table[pairs.first, pairs.second] = pairs.counts
+    assert torch.equal(table, expected)
+    assert pairs.total == expected.sum()
+    assert len(pairs) == (expected > 0).sum()
+    keys = 4 * pairs.first + pairs.second
+    assert (keys.diff() > 0).all()
+    torch.testing.assert_close(pairs.dense(), expected / expected.sum())
+    torch.testing.assert_close(counted(data, 4, lag), pairs.dense())
+
+
+@pytest.mark.parametrize("chunk", [1, 5, 1 << 20])
+@pytest.mark.parametrize("size", [1, 3])
+def test_a_stream_is_counted_as_the_whole(monkeypatch, chunk, size):
+    data = random_data(0, num_sequences=11)
+    whole = count_pairs(data, 4)
+    monkeypatch.setattr(cooccurrence, "CHUNK", chunk)
+    parts = [data[n : n + size] for n in range(0, len(data), size)]
+    for source in (data, parts, iter(parts)):
+        found = count_pairs(source, 4)
+        for name in ("first", "second", "counts"):
+            assert torch.equal(getattr(found, name), getattr(whole, name))
+
+
+def test_a_stream_is_not_kept(monkeypatch):
+    """What is held while counting is in proportion to the distinct pairs, not to the stream."""
+    monkeypatch.setattr(cooccurrence, "CHUNK", 64)
+    largest = 0
+    add_up = cooccurrence._add_up
+
+    def watched(keys, counts):
+        nonlocal largest
+        largest = max(largest, len(keys))
+        return add_up(keys, counts)
+
+    monkeypatch.setattr(cooccurrence, "_add_up", watched)
+    stream = (random_data(seed, num_steps=30, num_symbols=5) for seed in range(100))
+    assert count_pairs(stream, 5).total > 5000
+    assert largest < 64 + 4 * 25
+
+
+def test_lags_longer_than_all_sequences_leave_nothing_to_count():
+    data = Sequences.from_list([[0, 1, 1], [1]])
+    assert count_pairs(data, 2, lag=2).total == 1
+    with pytest.raises(ValueError, match="no two observed steps 3 apart in one sequence"):
+        count_pairs(data, 2, lag=3)
+    with pytest.raises(ValueError, match="no two observed steps 1 apart"):
+        counted(Sequences(torch.tensor([[0]]), torch.tensor([1])), 1)
+    with pytest.raises(ValueError, match="no two observed steps"):
+        count_pairs([], 2)
+
+
+def test_only_symbols_are_counted():
+    with pytest.raises(TypeError, match=r"^values of data must hold integers"):
+        count_pairs(Sequences(torch.randn(2, 3), torch.tensor([3, 3])), 3)
+    with pytest.raises(TypeError, match="an iterable of Sequences; got Tensor"):
+        count_pairs([torch.tensor([0, 1])], 3)
+    with pytest.raises(ValueError, match=r"shape \(N, T\), one symbol at a step"):
+        count_pairs(Sequences(torch.zeros(2, 3, 1).long(), torch.tensor([3, 3])), 3)
+    with pytest.raises(ValueError, match="V - 1 = 0; got values from 0 to 1"):
+        counted(Sequences(torch.tensor([[0, 1]]), torch.tensor([2])), 1)
+    with pytest.raises(ValueError, match="lag must be at least 1"):
+        count_pairs(random_data(0), 4, lag=0)
+
+
+def test_pairs_are_sorted_and_added_up():
+    pairs = Pairs(
+        torch.tensor([2, 0, 2, 0], dtype=torch.int32),
+        torch.tensor([1, 2, 1, 0]),
+        torch.tensor([3, 1, 4, 2]),
+        3,
+        lag=2,
+    )
+    assert pairs.first.tolist() == [0, 0, 2]
+    assert pairs.second.tolist() == [0, 2, 1]
+    assert pairs.counts.tolist() == [2, 1, 7]
+    assert repr(pairs) == "Pairs(3 distinct pairs of 3 symbols, 10 in all, lag 2)"
+    assert pairs.to("cpu") is pairs
+    assert pairs.squares == pytest.approx(0.2**2 + 0.1**2 + 0.7**2)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "counts", "message"),
+    [
+        ([], [], [], "first must have shape .* at least one pair"),
+        ([0, 1], [0], [1, 1], "second must have shape"),
+        ([0], [3], [1], "second must be symbols from 0 to V - 1 = 2; got values from 3 to 3"),
+        ([-1], [0], [1], "first must be symbols from 0"),
+        ([0], [0], [0], "counts must be at least 1; got 0"),
+    ],
+)
+def test_pairs_that_cannot_be_are_refused(first, second, counts, message):
+    with pytest.raises(ValueError, match=message):
+        Pairs(*(torch.tensor(each, dtype=torch.long) for each in (first, second, counts)), 3)
+    with pytest.raises(TypeError, match="counts must hold integers"):
+        Pairs(torch.tensor([0]), torch.tensor([0]), torch.tensor([0.5]), 3)
+
+
+# Losses
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("batch", [(), (2,), (3, 1)])
+@pytest.mark.parametrize(("num_states", "num_symbols"), [(1, 1), (1, 4), (4, 1), (2, 3), (5, 17)])
+@pytest.mark.parametrize("small", [0, 256])
+def test_losses_of_pairs_are_those_of_the_dense_law(
+    monkeypatch, loss, batch, num_states, num_symbols, small
+):
+    monkeypatch.setattr(cooccurrence, "SMALL", small)
+    parts = random_law(*batch, num_states=num_states, num_symbols=num_symbols)
+    pairs = random_pairs(num_symbols)
+    found, expected = [], []
+    for target, kept in ((pairs, found), (pairs.dense(), expected)):
+        joint, probs = (part.clone().requires_grad_() for part in parts)
+        value = (
+            loss(joint, probs, target) if kept is found
+            else by_formula(loss, joint, probs, target)
+        )  # fmt: skip
+        assert value.shape == batch
+        weights = torch.arange(1.0, 1 + value.numel()).reshape(batch)
+        kept += [value, *torch.autograd.grad((weights * value).sum(), (joint, probs))]
+    for one, other in zip(found, expected):
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(loss(*parts, pairs.dense()), expected[0], rtol=1e-10, atol=1e-12)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.integers(1, 5), st.integers(1, 12), st.floats(0.01, 1), st.integers(0, 99),
+    st.sampled_from(LOSSES),
+)  # fmt: skip
+def test_losses_of_pairs_are_those_of_the_dense_law_for_any_size(k, v, share, seed, loss):
+    torch.set_default_dtype(torch.float64)
+    parts = random_law(num_states=k, num_symbols=v, seed=seed)
+    pairs = random_pairs(v, seed, share)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cooccurrence, "SMALL", 0)
+        joint, probs = (part.clone().requires_grad_() for part in parts)
+        value = loss(joint, probs, pairs)
+        slopes = torch.autograd.grad(value, (joint, probs))
+    expected = by_formula(loss, joint, probs, pairs.dense())
+    torch.testing.assert_close(value, expected, rtol=1e-10, atol=1e-12)
+    for one, other in zip(slopes, torch.autograd.grad(expected, (joint, probs))):
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.usefixtures("sparse")
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("batch", [(), (2, 1)])
+def test_losses_can_be_differentiated_twice(loss, batch):
+    joint, probs = (part.requires_grad_() for part in random_law(*batch))
+    pairs = random_pairs(4)
+    assert torch.autograd.gradcheck(lambda *parts: loss(*parts, pairs), (joint, probs))
+    assert torch.autograd.gradgradcheck(lambda *parts: loss(*parts, pairs), (joint, probs))
+
+
+@pytest.mark.usefixtures("sparse")
+@pytest.mark.parametrize("loss", LOSSES)
+def test_one_of_the_two_may_be_held(loss):
+    """Only what needs a gradient gets one, in the first derivative and in the second."""
+    joint, probs = random_law()
+    pairs = random_pairs(4)
+    for free, held in ((joint, probs), (probs, joint)):
+        free = free.clone().requires_grad_()
+        parts = (free, held) if held is probs else (held, free)
+        (slope,) = torch.autograd.grad(loss(*parts, pairs), free, create_graph=True)
+        again = by_formula(loss, *parts, pairs.dense())
+        (expected,) = torch.autograd.grad(again, free, create_graph=True)
+        torch.testing.assert_close(slope, expected)
+        (curve,) = torch.autograd.grad(slope.square().sum(), free)
+        torch.testing.assert_close(curve, torch.autograd.grad(expected.square().sum(), free)[0])
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("num_symbols", [12, 300])
+def test_single_precision_loses_nothing_near_a_fit(loss, num_symbols):
+    """The terms of the squared distance cancel: they are added up in double precision.
+
+    The counts are the law itself, rounded to a millionth, so that the distance is some 1e-12, and
+    its terms are up to 1e-2. Rounding the arguments changes it by 1e-7 of their size.
+    """
+    joint, probs = (part.float() for part in random_law(num_symbols=num_symbols))
+    law = (probs.double().mT @ joint.double() @ probs.double()).flatten()
+    counts = (1e9 * law).round().long() + 1
+    keys = torch.arange(num_symbols**2)
+    pairs = Pairs(keys // num_symbols, keys % num_symbols, counts, num_symbols)
+    single = loss(joint, probs, pairs)
+    assert single.dtype == torch.float32
+    exact = by_formula(loss, joint.double(), probs.double(), pairs.dense())
+    torch.testing.assert_close(single.double(), exact, rtol=1e-6, atol=1e-15)
+
+
+@pytest.mark.parametrize("small", [0, 256])
+def test_an_impossible_pair_makes_the_cross_entropy_infinite_and_no_gradient_nan(
+    monkeypatch, small
+):
+    monkeypatch.setattr(cooccurrence, "SMALL", small)
+    joint = torch.tensor([[0.5, 0.5], [0.0, 0.0]], requires_grad=True)
+    probs = torch.tensor([[1.0, 0.0, 0.0], [0.0, 0.5, 0.5]], requires_grad=True)
+    pairs = Pairs(torch.tensor([0, 1]), torch.tensor([1, 2]), torch.tensor([3, 1]), 3)
+    for target in (pairs, pairs.dense()):
+        value = cross_entropy(joint, probs, target)
+        assert value == math.inf
+        for slope in torch.autograd.grad(value, (joint, probs)):
+            assert slope.isfinite().all()
+            assert slope.abs().max() > 0  # of the pair that is possible
+    possible = Pairs(torch.tensor([0]), torch.tensor([1]), torch.tensor([1]), 3)
+    expected = -torch.tensor(0.25).log()  # zeros elsewhere do not matter
+    torch.testing.assert_close(cross_entropy(joint, probs, possible), expected)
+    value = squared_distance(joint, probs, pairs)
+    assert all(slope.isfinite().all() for slope in torch.autograd.grad(value, (joint, probs)))
+
+
+def test_dense_targets_of_many_runs_are_compared_each_with_its_own():
+    joint, probs = random_law(3, 1)
+    targets = torch.stack([random_pairs(4, seed).dense() for seed in range(3)]).unsqueeze(1)
+    for loss in LOSSES:
+        singles = [loss(joint[r, 0], probs[r, 0], targets[r, 0]) for r in range(3)]
+        torch.testing.assert_close(loss(joint, probs, targets), torch.stack(singles).unsqueeze(1))
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_targets_of_other_symbols_are_refused(loss):
+    joint, probs = random_law()
+    for target in (random_pairs(5), torch.ones(5, 5) / 25):
+        with pytest.raises(ValueError, match=r"V = 4; it is of 5"):
+            loss(joint, probs, target)
+
+
+class LargestTensor(TorchDispatchMode):
+    """Remembers the number of entries of the largest tensor that is made (of those that are full).
+
+    A sparse matrix counts as the entries it has.
+    """
+
+    largest = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for each in out if isinstance(out, tuple | list) else [out]:
+            if isinstance(each, torch.Tensor):
+                full = each.layout == torch.strided
+                size = each.untyped_storage().nbytes() // 4 if full else each.values().numel()
+                self.largest = max(self.largest, size)
+        return out
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_no_table_of_all_pairs_is_made(loss):
+    """A fit with V = 20,000, where such a table would hold 400 million numbers."""
+    torch.set_default_dtype(torch.float32)
+    num_symbols, num_states = 20_000, 2
+    data = Sequences(torch.randint(num_symbols, (5, 20_000)), torch.full((5,), 20_000))
+    with LargestTensor() as seen:
+        fit = fit_cooccurrence(
+            TabularHMM(num_states, categorical(num_symbols)), data, loss=loss, num_steps=2
+        )
+    assert fit.losses.isfinite().all()
+    assert 0 < seen.largest < 3e6  # 2 * 100,000 pairs with both neighbours, in 64 bits, at most
+
+
+# Laws
+
+
+def test_the_predicted_law_is_that_of_every_pair_and_has_stationary_margins():
+    hmm = TabularHMM(2, categorical(6, 1.5), transition_concentration=1.5)(torch.tensor([2]))
+    law = hmm.stationary()
+    for lag in (1, 3):
+        pairs = predicted(law, hmm.log_transition, hmm.emission.probs, lag)
+        ends = torch.tensor([True] + [False] * (lag - 1) + [True])
+        chain = HMM(
+            law.log(), hmm.log_transition, hmm.emission, torch.tensor(lag + 1), observed=ends
+        )
+        by_evidence = [
+            chain.log_prob(torch.tensor([a] + [0] * (lag - 1) + [b])).exp()
+            for a, b in itertools.product(range(6), repeat=2)
+        ]
+        torch.testing.assert_close(pairs.flatten(), torch.stack(by_evidence))
+        torch.testing.assert_close(pairs.sum(0), pairs.sum(1))
+
+
+@pytest.mark.parametrize("num_steps", [2, 3, 6])
+def test_the_average_law_is_that_of_a_random_pair_of_a_sequence(num_steps):
+    hmm = TabularHMM(3, categorical(2))(torch.tensor([num_steps]))
+    found = predicted(average_law(hmm, num_steps), hmm.log_transition, hmm.emission.probs)
+    expected = torch.zeros(2, 2)
+    for values in itertools.product(range(2), repeat=num_steps):
+        chance = hmm.log_prob(torch.tensor([values])).exp().squeeze()
+        for pair in itertools.pairwise(values):
+            expected[pair] += chance / (num_steps - 1)
+    torch.testing.assert_close(found, expected)
+
+
+def test_the_average_law_of_a_stationary_chain_is_stationary():
+    hmm = TabularHMM(3, categorical(2))(torch.tensor([2]))
+    hmm = HMM(hmm.stationary().log(), hmm.log_transition, hmm.emission, torch.tensor([2]))
+    torch.testing.assert_close(average_law(hmm, 7), hmm.stationary())
+    with pytest.raises(ValueError, match="num_steps must be at least 2"):
+        average_law(hmm, 1)
+    per_step = HMM(
+        hmm.log_initial, hmm.log_transition.expand(1, 3, 3), hmm.emission, torch.tensor([2]),
+        transition_per_step=True,
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="one transition matrix for all steps"):
+        average_law(per_step, 2)
+
+
+def test_no_gradient_passes_through_a_detached_law():
+    matrix = torch.rand(3, 3).softmax(-1).log().requires_grad_()
+    pairs, (_, probs) = random_pairs(4), random_law()
+
+    def slope(law):
+        joint = joint_law(law(matrix), matrix)
+        return torch.autograd.grad(squared_distance(joint, probs, pairs), matrix)[0]
+
+    constant = stationary(matrix).detach()
+    torch.testing.assert_close(slope(stationary_detached), slope(lambda _: constant))
+    assert (slope(stationary) - slope(stationary_detached)).abs().max() > 1e-3
+
+
+# Bins
+
+
+def test_probabilities_of_bins_are_those_of_draws():
+    pyro.set_rng_seed(0)
+    edges = torch.tensor([-1.0, 0.0, 0.4, 2.0])
+    shares = torch.tensor([[0.3, 0.7], [0.5, 0.5]])
+    parts = Normal(torch.tensor([[0.0, 2.0], [-1.0, 0.5]]), torch.tensor([[1.0, 0.5], [0.3, 2.0]]))
+    vectors = Normal(parts.loc.unsqueeze(-1), parts.scale.unsqueeze(-1)).to_event(1)
+    families = [
+        Normal(torch.tensor([0.0, 1.0]), torch.tensor([1.0, 2.0])),
+        Normal(torch.tensor([[0.0], [1.0]]), torch.tensor([[1.0], [2.0]])).to_event(1),
+        MixtureSameFamily(Categorical(shares), parts),
+        MixtureSameFamily(Categorical(shares), vectors),
+        Gamma(torch.tensor([1.0, 3.0]), 2.0),
+    ]
+    for emission in families:
+        if isinstance(emission, Gamma):  # of positive numbers
+            edges = torch.tensor([0.1, 0.4, 1.0, 2.0])
+        found = bin_probs(emission, edges)
+        assert found.shape == (2, 5)
+        torch.testing.assert_close(found.sum(-1), torch.ones(2))
+        draws = emission.sample((40_000,)).reshape(-1, 2).T
+        symbols = binned(Sequences(draws, torch.full((2,), 40_000)), edges).values
+        for k in range(2):
+            drawn = torch.bincount(symbols[k], minlength=5) / 40_000
+            torch.testing.assert_close(found[k], drawn, rtol=0.0, atol=4 * 0.5 / 200)
+
+
+def test_bins_of_many_models_and_their_gradient():
+    loc = torch.randn(3, 1, 2, requires_grad=True)
+    edges = torch.tensor([-1.0, 0.5])
+    found = bin_probs(Normal(loc.unsqueeze(-1), 1.0).to_event(1), edges)
+    assert found.shape == (3, 1, 2, 3)
+    torch.testing.assert_close(found, bin_probs(Normal(loc, 1.0), edges))
+    torch.testing.assert_close(found[2, 0], bin_probs(Normal(loc[2, 0], 1.0), edges))
+    assert torch.autograd.gradcheck(lambda each: bin_probs(Normal(each, 1.0), edges), (loc,))
+
+
+def test_emissions_without_bins_are_refused():
+    edges = torch.tensor([0.0])
+    with pytest.raises(TypeError, match=r"observations of shape \(2,\)"):
+        bin_probs(Normal(torch.zeros(3, 2), 1.0).to_event(1), edges)
+    with pytest.raises(TypeError, match="Poisson has none"):
+        bin_probs(Poisson(torch.ones(3)), edges)
+    with pytest.raises(TypeError, match="MultivariateNormal has none"):
+        bin_probs(MultivariateNormal(torch.zeros(3, 1), torch.eye(1)), edges)
+    for wrong in ([], [1.0, 1.0], [2.0, 1.0], [0.0, math.nan]):
+        with pytest.raises(ValueError, match=r"edges must be .* that rise"):
+            bin_probs(Normal(torch.zeros(3), 1.0), torch.tensor(wrong))
+
+
+def test_quantile_edges_part_the_observed_values_evenly():
+    values, observed = torch.randn(4, 25, 1), torch.rand(4, 25) < 0.8
+    data = Sequences(values, torch.tensor([25, 20, 25, 3]), observed)
+    edges = quantile_edges(data, 4)
+    symbols = binned(data, edges)
+    sizes = torch.bincount(symbols.values[data.observed], minlength=4)
+    assert sizes.max() - sizes.min() <= 1
+    assert torch.equal(symbols.observed, data.observed)
+    assert torch.equal(symbols.lengths, data.lengths)
+    with pytest.raises(ValueError, match="num_bins = 3 is too many"):
+        quantile_edges(Sequences.from_list([[1.0, 1.0, 1.0, 2.0]]), 3)
+    with pytest.raises(ValueError, match="num_bins must lie between 2 and"):
+        quantile_edges(data, 1)
+    with pytest.raises(ValueError, match=r"numbers, of shape \(N, T\) or \(N, T, 1\)"):
+        quantile_edges(Sequences(torch.randn(2, 3, 2), torch.tensor([3, 3])), 2)
+
+
+# Minibatches of pairs
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("small", [0, 256])
+def test_minibatches_of_pairs_are_unbiased(monkeypatch, loss, small):
+    """Every draw of one pair, weighed by its probability, gives loss and gradient of all."""
+    monkeypatch.setattr(cooccurrence, "SMALL", small)
+    pairs = random_pairs(4)
+    joint, probs = (part.requires_grad_() for part in random_law())
+    every = [
+        Pairs(
+            pairs.first[m : m + 1], pairs.second[m : m + 1], torch.tensor([1]), 4,
+            squares=pairs.squares,
+        )
+        for m in range(len(pairs))
+    ]  # fmt: skip
+    mean = sum(share * loss(joint, probs, one) for share, one in zip(pairs.shares, every))
+    whole = loss(joint, probs, pairs)
+    torch.testing.assert_close(mean, whole)
+    for one, other in zip(
+        torch.autograd.grad(mean, (joint, probs)), torch.autograd.grad(whole, (joint, probs))
+    ):
+        torch.testing.assert_close(one, other)
+
+
+def test_pairs_are_drawn_in_proportion_to_their_counts():
+    pairs = random_pairs(5)
+    count = 200_000
+    sample = pairs.sample(count, torch.Generator().manual_seed(0))
+    assert sample.total == count
+    assert sample.squares == pairs.squares
+    error = (sample.dense() - pairs.dense()).abs()
+    deviation = (pairs.dense() * (1 - pairs.dense()) / count).sqrt()
+    assert (error <= 4.5 * deviation).all()
+    few = pairs.sample(3, torch.Generator().manual_seed(1))
+    again = pairs.sample(3, torch.Generator().manual_seed(1))
+    assert few.total == again.total == 3
+    assert torch.equal(few.dense(), again.dense())
+    with pytest.raises(ValueError, match="num_pairs must be at least 1"):
+        pairs.sample(0)
+
+
+# The model
+
+
+def small_law():
+    matrix = torch.tensor([[0.9, 0.1], [0.2, 0.8]]).log()
+    probs = torch.tensor([[0.7, 0.2, 0.1], [0.1, 0.1, 0.8]])
+    return matrix, probs
+
+
+ONE_STEP = Sequences(torch.zeros(1, 1).long(), torch.tensor([1]))
+
+
+@pytest.mark.parametrize("restarts", [1, 3])
+@pytest.mark.parametrize("loss", LOSSES)
+def test_a_fit_to_co_occurrences_finds_a_law_that_can_be_met(restarts, loss):
+    matrix, probs = small_law()
+    target = predicted(stationary(matrix), matrix, probs)
+    model = CooccurrenceModel(TabularHMM(2, categorical(3)), target, weight=1e4, loss=loss)
+    fit = fit_map(model, ONE_STEP, restarts=restarts, num_steps=300, tolerance=None)
+    hmm = fit.draw(ONE_STEP)
+    law = predicted(hmm.stationary(), hmm.log_transition, hmm.emission.probs)
+    torch.testing.assert_close(law, target, rtol=0.0, atol=1e-3)
+
+
+def test_the_factor_is_the_weighted_sum_over_lags():
+    data = random_data(0)
+    targets = [count_pairs(data, 4, lag) for lag in (1, 3)]
+    module = TabularHMM(2, categorical(4))
+    model = CooccurrenceModel(module, targets, [2.0, 5.0], loss=cross_entropy)
+    trace = poutine.trace(model).get_trace(ONE_STEP)
+    hmm = trace.nodes["_RETURN"]["value"]
+    expected = 0.0
+    for weight, target in zip([2.0, 5.0], targets):
+        law = predicted(hmm.stationary(), hmm.log_transition, hmm.emission.probs, target.lag)
+        expected -= weight * -(target.dense() * law.log()).sum()
+    torch.testing.assert_close(trace.nodes["pairs"]["fn"].log_factor, expected)
+
+
+def test_many_runs_side_by_side_are_what_each_is_alone():
+    """One dense target for each of the restarts."""
+    targets = torch.stack([random_pairs(4, seed).dense() for seed in range(3)]).unsqueeze(1)
+    module = TabularHMM(2, categorical(4, 1.5), transition_concentration=1.5)
+    pyro.set_rng_seed(3)
+    with poutine.block(), pyro.plate("restarts", 3, dim=-2):
+        trace = poutine.trace(module).get_trace(torch.tensor([1]))
+    begin = {f"module.{name}": trace.nodes[name]["value"] for name in trace.stochastic_nodes}
+    options = {"num_steps": 20, "tolerance": None, "weight": 50.0}
+    fit = fit_cooccurrence(module, targets, restarts=3, init=init_to_value(values=begin), **options)
+    for r in range(3):
+        own = {name: value[r, 0] for name, value in begin.items()}
+        alone = fit_cooccurrence(module, targets[r, 0], init=init_to_value(values=own), **options)
+        torch.testing.assert_close(fit.restarts.losses[r], alone.losses)
+
+
+def test_a_model_says_what_it_cannot_take():
+    pairs, module = random_pairs(4), TabularHMM(2, categorical(4))
+    with pytest.raises(TypeError, match=r"target must be Pairs or a dense tensor.*got Sequences"):
+        CooccurrenceModel(module, [ONE_STEP])
+    with pytest.raises(ValueError, match="got 1 for 2 targets"):
+        CooccurrenceModel(module, [pairs, pairs], [1.0])
+    with pytest.raises(ValueError, match="got 0 for 0 targets"):
+        CooccurrenceModel(module, [])
+    with pytest.raises(ValueError, match="pairs_per_step needs Pairs"):
+        CooccurrenceModel(module, pairs.dense(), pairs_per_step=3)
+    with pytest.raises(ValueError, match="pairs_per_step must be at least 1"):
+        CooccurrenceModel(module, pairs, pairs_per_step=0)
+    with pytest.raises(ValueError, match=r"V = 3; it is of 4"):
+        CooccurrenceModel(TabularHMM(2, categorical(3)), pairs)(ONE_STEP)
+    with pytest.raises(TypeError, match="the module emits Normal"):
+        CooccurrenceModel(TabularHMM(2, normal(0)), pairs)(ONE_STEP)
+
+    class Changing(HMMModule):
+        def forward(self, lengths, observed=None):
+            even = torch.full((2, 2), 0.5).log()
+            return HMM(
+                even[0], even.expand(0, 2, 2), Categorical(torch.ones(2, 4)), lengths,
+                transition_per_step=True,
+            )  # fmt: skip
+
+    with pytest.raises(ValueError, match="the model changes with the step"):
+        CooccurrenceModel(Changing(), pairs)(ONE_STEP)
+
+
+# Fits
+
+
+OPTIONS = {"num_steps": 60, "tolerance": None}
+
+
+@pytest.mark.parametrize("restarts", [1, 2])
+def test_a_fit_of_pairs_is_that_of_the_sequences_they_come_from(restarts):
+    data, module = random_data(1), TabularHMM(2, categorical(4))
+    sources = [
+        (data, {"lags": (1, 2), "num_symbols": 4}),
+        (data, {"lags": (1, 2)}),  # of as many symbols as the module has
+        ([count_pairs(data, 4, lag) for lag in (1, 2)], {}),
+    ]
+    fits = []
+    for source, options in sources:
+        pyro.set_rng_seed(0)
+        fits.append(fit_cooccurrence(module, source, restarts=restarts, **options, **OPTIONS))
+    for fit in fits:
+        assert torch.equal(fit.losses, fits[0].losses)
+        assert fit.num_observed == count_pairs(data, 4).total
+        assert fit.draw(data).log_prob(data.values).shape == (7,)  # any data, later
+        assert fit.draw(data[:2]).batch_shape == (2,)
+    assert fits[0].losses[-1] < fits[0].losses[0]
+
+
+def test_the_default_weight_makes_the_losses_agree_where_pairs_are_equally_frequent():
+    r"""To second order, :math:`n \, KL(W | \Omega) = \frac{n}{2 ||W||^2} ||W - \Omega||^2`."""
+    pairs = Pairs(torch.tensor([0, 1, 2]), torch.tensor([1, 2, 0]), torch.full((3,), 20), 3)
+    off = 1e-4 * torch.tensor([1.0, -3.0, 2.0])
+    law = torch.zeros(3, 3)
+    law[pairs.first, pairs.second] = 1 / 3 + off
+    module = TabularHMM(2, categorical(3))
+    weights = [
+        fit_cooccurrence(module, pairs, loss=loss, num_steps=1).model.weights[0]
+        for loss in (squared_distance, cross_entropy)
+    ]
+    assert weights[1] == 60.0
+    divergence = 60 * (cross_entropy(law, torch.eye(3), pairs) - math.log(3))
+    distance = weights[0] * squared_distance(law, torch.eye(3), pairs)
+    torch.testing.assert_close(distance, divergence, rtol=1e-3, atol=0.0)
+
+
+def test_an_own_loss_and_a_detached_law_are_used():
+    pairs = random_pairs(4)
+
+    def absolute_logs(joint, probs, target):
+        law = probs.mT @ joint @ probs
+        return (law.log()[..., target.first, target.second] - target.shares.log()).abs().sum(-1)
+
+    module = TabularHMM(2, categorical(4))
+    fit = fit_cooccurrence(module, pairs, loss=absolute_logs, num_steps=150)
+    assert fit.model.weights == [float(pairs.total)]
+    assert fit.losses[-1] < 0.8 * fit.losses[0]
+    losses = []
+    for law in (stationary, stationary_detached):
+        pyro.set_rng_seed(0)
+        losses.append(fit_cooccurrence(module, pairs, stationary=law, num_steps=5).losses)
+    torch.testing.assert_close(losses[0][0], losses[1][0])
+    assert (losses[0][2:] != losses[1][2:]).all()
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_a_fit_by_minibatches_of_pairs_comes_near_that_of_all(loss):
+    matrix, probs = small_law()
+    target = predicted(stationary(matrix), matrix, probs).flatten()
+    keys = torch.arange(9)
+    pairs = Pairs(keys // 3, keys % 3, (1e6 * target).round().long(), 3)
+    pyro.set_rng_seed(1)
+    fit = fit_cooccurrence(
+        TabularHMM(2, categorical(3)), pairs, loss=loss, pairs_per_step=2000, restarts=2,
+        num_steps=200, tolerance=None, learning_rate=0.1,
+        schedule=lambda optimizer: torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.98),
+    )  # fmt: skip
+    hmm = fit.draw(ONE_STEP)
+    law = predicted(hmm.stationary(), hmm.log_transition, hmm.emission.probs)
+    # one minibatch is off by some 0.01 in each entry; they average out
+    torch.testing.assert_close(law.flatten(), target, rtol=0.0, atol=4e-3)
+    assert fit.losses.diff().abs().min() > 0
+
+
+def test_what_a_fit_does_not_read_is_refused_or_told():
+    data, module = random_data(1), TabularHMM(2, categorical(4))
+    with pytest.raises(ValueError, match="give pairs_per_step"):
+        fit_cooccurrence(module, data, batch_size=2)
+    with pytest.raises(ValueError, match="data has covariates"):
+        fit_cooccurrence(
+            module, Sequences(data.values, data.lengths, covariates=torch.zeros(7, 9, 1))
+        )
+    with pytest.raises(ValueError, match="weight must be given for dense shares"):
+        fit_cooccurrence(module, counted(data, 4))
+    with pytest.raises(TypeError, match="the module emits Normal"):
+        fit_cooccurrence(TabularHMM(2, normal(0)), data)
+    labels = torch.zeros(7, 9).long()
+    labelled = Sequences(data.values, data.lengths, data.observed, labels)
+    fit = fit_cooccurrence(module, labelled, num_steps=2)
+    assert fit.notes == ["the labels of the data were not used: pairs have none"]
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("family", [lambda: normal(0, weight=0.2), lambda: normal(1, weight=0.2)])
+def test_numbers_are_fitted_by_their_bins(loss, family):
+    """Two normal states that take turns."""
+    pyro.set_rng_seed(0)
+    moves = torch.tensor([[0.8, 0.2], [0.3, 0.7]]).log()
+    normals = Normal(torch.tensor([-1.0, 2.0]), 0.5)
+    truth = HMM(stationary(moves).log(), moves, normals, torch.full((50,), 200))
+    module = TabularHMM(2, family())
+    vectors = bool(module(torch.tensor([1])).emission.event_shape)
+    values = truth.sample()
+    data = Sequences(values.unsqueeze(-1) if vectors else values, truth.lengths)
+    edges = quantile_edges(data, 12)
+    fit = fit_cooccurrence(
+        module, data, edges=edges, loss=loss, restarts=6, num_steps=250, learning_rate=0.2
+    )
+    hmm = fit.draw(data)
+    means = hmm.emission.mean.flatten()
+    order = means.argsort()
+    torch.testing.assert_close(means[order], torch.tensor([-1.0, 2.0]), rtol=0.0, atol=0.1)
+    matrix = hmm.log_transition.exp()[order][:, order]
+    torch.testing.assert_close(matrix, moves.exp(), rtol=0.0, atol=0.05)
+    assert torch.equal(fit.model.targets[0].counts, count_pairs(binned(data, edges), 12).counts)
+
+
+def test_bins_need_numbers():
+    data = random_data(1)
+    with pytest.raises(TypeError, match="values of data must be floating point"):
+        fit_cooccurrence(TabularHMM(2, normal(0)), data, edges=torch.tensor([0.0]))
+    numbers = Sequences(torch.randn(2, 9, 1), torch.tensor([9, 9]))
+    with pytest.raises(TypeError, match="MultivariateNormal has none"):
+        fit_cooccurrence(TabularHMM(2, normal_full(1)), numbers, edges=torch.tensor([0.0]))
+
+
+@pytest.mark.parametrize("restarts", [1, 3])
+@pytest.mark.parametrize(
+    "build", [lambda: TabularHMM(3, categorical(4, 1.1)), lambda: DenseHMM(3, 4, 2)]
+)
+def test_maximum_a_posteriori_and_em_may_begin_at_a_fit_of_pairs(build, restarts):
+    data, module = random_data(2, 20, 30), build()
+    fit = fit_cooccurrence(module, data, restarts=restarts, num_steps=100)
+    model = MarginalModel(module)
+    reached = []
+    for values in (fit.values, fit.start):
+        with torch.no_grad():
+            trace = poutine.trace(poutine.condition(model, values)).get_trace(data)
+        reached.append(-trace.log_prob_sum())
+        by_map = fit_map(model, data, init=init_to_value(values=values), num_steps=40)
+        assert by_map.losses[-1] < by_map.losses[0]
+    # gradient steps begin a little away from probabilities of nearly zero, as fit.start is
+    torch.testing.assert_close(by_map.losses[0], reached[1], rtol=0.0, atol=1e-3)
+    by_em = fit_em(module, data, start=fit.values, num_steps=3)
+    torch.testing.assert_close(by_em.losses[0], reached[0])
+    assert by_em.losses[-1] < reached[0]
+
+
+@pytest.mark.parametrize("restarts", [1, 2])
+def test_a_fit_that_was_cut_short_goes_on_with_the_same_bits(tmp_path, restarts):
+    data, module = random_data(1), TabularHMM(2, categorical(4))
+
+    def fit(num_steps, path=None, source=data, **more):
+        pyro.set_rng_seed(0)
+        given = {
+            "loss": cross_entropy,
+            "pairs_per_step": 20,
+            "generator": torch.Generator().manual_seed(7),
+        } | more
+        return fit_cooccurrence(
+            module, source, num_steps=num_steps, tolerance=None, restarts=restarts,
+            checkpoint=path, **given,
+        )  # fmt: skip
+
+    path = tmp_path / "fit"
+    whole = fit(30)
+    fit(11, path)
+    assert torch.equal(fit(30, path).losses, whole.losses)
+    others = [
+        {"source": count_pairs(random_data(2), 4)},
+        {"loss": squared_distance, "weight": float(count_pairs(data, 4).total)},
+        {"weight": 3.0},
+        {"stationary": stationary_detached},
+        {"pairs_per_step": 21},
+    ]
+    for other in others:
+        with pytest.raises(ValueError, match="belongs to another fit"):
+            fit(30, path, **other)
