@@ -1,0 +1,593 @@
+"""Four models on one kind of data, under two protocols: figures 4 to 6 of the DenseHMM paper.
+
+The models are a standard HMM fitted by Baum and Welch's EM; a "fair" one, with as many states as
+give it about as many parameters as the DenseHMM has; a DenseHMM fitted by EM with gradient
+M-steps; and one fitted directly to the law of adjacent symbols. They are compared by the mean
+absolute deviation (MAD) of that law from the one counted in test data, and by the negative log
+likelihood (NLL) of test data, over ten runs for each number of states n and length l of embeddings.
+
+*As in the code* is what the authors' code does. EM: 40 iterations, those of the DenseHMM with 25
+steps of Adam each; the standard HMM begins with uniform initial and transition probabilities.
+Direct: 10,000 steps of Adam at 0.001, through which the stationary law is held constant, and on
+synthetic data towards the true law instead of one counted in the training data. The MAD is that of
+a sample from the model, as many sequences as in the test data and all as long as the longest, but
+for the direct model, where it is analytic. The NLL is divided by the number of sequences times the
+length of the longest.
+
+*Done right*, every model sees the training data and nothing else and begins at random; EM goes on
+until it stands still, or for 100 iterations, each M-step of the DenseHMM being L-BFGS, which cannot
+go down; the direct fit follows the exact gradient until it stands still. The MAD is analytic for
+every model, with the law of the state averaged over the positions of the test data, as sequences
+need not begin in the stationary law. The NLL is per step. On synthetic data the MAD is from the
+true law.
+
+Other than in the code, the ten splits of real data are the same for all n and l, so that a standard
+HMM of n states is fitted once for all l.
+
+References:
+    DenseHMM: Learning Hidden Markov Models by Learning Dense Representations
+    (Sicking, Pintz, Akila and Wirtz, 2020), https://arxiv.org/abs/2012.09783
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import os
+import time
+import zlib
+from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyro
+import torch
+from pyro import poutine
+from torch import Tensor
+
+from pyrohmm import (
+    HMM,
+    DenseHMM,
+    MarginalModel,
+    Sequences,
+    TabularHMM,
+    categorical,
+    cooccurrence,
+    datasets,
+    dense,
+    em,
+    fit_cooccurrence,
+    fit_em,
+    metrics,
+    readers,
+)
+
+from . import FOLDER, write
+
+GRID = {3: [1, 2, 3], 5: [2, 3, 5], 10: [2, 3, 5, 10]}
+RUNS = 10
+STANDARD, FAIR, DENSE_EM, DIRECT = MODELS = ("standard", "fair", "dense, EM", "dense, direct")
+CODE, RIGHT = PROTOCOLS = ("as in the code", "done right")
+
+Cell = tuple[int, int]  # n, l
+Options = dict[str, Any]
+
+
+class Halves(NamedTuple):
+    """What one run is fitted to and tested on; ``law`` is the true law of pairs, if it is known."""
+
+    train: Sequences
+    test: Sequences
+    law: Tensor | None = None
+
+
+class Source(NamedTuple):
+    """One kind of data.
+
+    Attributes:
+        name: In the results.
+        title: In the picture.
+        num_symbols: Called with n, returns V.
+        draw: Called with n and a generator, returns the data of one run.
+        claims: What the paper says of the results.
+        anew: Whether data are drawn anew for each n and l; if not, runs of all n and l share them.
+    """
+
+    name: str
+    title: str
+    num_symbols: Callable[[int], int]
+    draw: Callable[[int, torch.Generator], Halves]
+    claims: list[Claim]
+    anew: bool = False
+
+
+class Budget(NamedTuple):
+    """How much is run: cells, runs, iterations of EM and steps of direct fits in each protocol."""
+
+    grid: dict[int, list[int]]
+    runs: int
+    iterations: dict[str, int]
+    steps: dict[str, int]
+
+    @property
+    def cells(self) -> list[Cell]:
+        """All pairs of n and l."""
+        return [(n, dim) for n, dims in self.grid.items() for dim in dims]
+
+
+FULL = Budget(GRID, 10, {CODE: 40, RIGHT: 100}, {CODE: 10_000, RIGHT: 2_000})
+QUICK = Budget({2: [1], 3: [1]}, 2, {CODE: 2, RIGHT: 2}, {CODE: 20, RIGHT: 20})
+
+
+def of_corpus(
+    read: Callable[[], readers.Corpus], longest: int, share: float, quick: bool
+) -> tuple[Callable[[int], int], Callable[[int, torch.Generator], Halves]]:
+    """A corpus cut, its rare symbols merged, and split at random: what a :class:`Source` needs.
+
+    Args:
+        read: Returns the corpus; a quick run takes letters of English instead if there are no data
+            at hand.
+        longest: Where to cut.
+        share: Of all steps, below which the rarest symbols stay together that are merged.
+        quick: Whether to keep a hundred sequences only.
+    """
+    missing = quick and "PYROHMM_DATA" not in os.environ
+    corpus = datasets.english_letters(6000, chunk=60) if missing else read()
+    data = corpus.data.without_labels().cut(longest)
+    data = data[:100] if quick else data
+    data = data[data.lengths.argsort(stable=True)]  # those of one length go side by side: faster
+    corpus = corpus._replace(data=data, tags=None)
+    corpus = readers.merge_rare(corpus, share)
+
+    def halves(_: int, generator: torch.Generator) -> Halves:
+        for _ in range(100):  # until both show every symbol
+            train, test = corpus.data.split(0.5, generator)
+            seen = [len(half.values[half.observed].unique()) for half in (train, test)]
+            if min(seen) == len(corpus.vocabulary):
+                return Halves(train, test)
+        raise ValueError(f"in 100 splits none shows every symbol twice; raise share = {share}.")
+
+    return lambda _: len(corpus.vocabulary), halves
+
+
+# Fits --------------------------------------------------------------------------------------------
+
+
+def start_of_hmmlearn(num_states: int, num_symbols: int) -> dict[str, Tensor]:
+    """Where hmmlearn 0.2.2 begins: uniform, but for rows of B that are U(0, 1), normalised."""
+    weights = torch.rand(num_states, num_symbols)
+    return {
+        "initial": torch.full((num_states,), 1 / num_states),
+        "transition": torch.full((num_states, num_states), 1 / num_states),
+        "emission.probs": weights / weights.sum(-1, keepdim=True),
+    }
+
+
+def densehmm(protocol: str, num_states: int, size: int, dim: int, **options: Any) -> DenseHMM:
+    """A DenseHMM to be fitted by maximum likelihood; the paper's starts are N(0, 1)."""
+    scale = 1.0 if protocol == CODE else None
+    return DenseHMM(num_states, size, dim, scale=scale, flat=True, **options)
+
+
+def fit_standard(
+    protocol: str, iterations: int, data: Sequences, num_states: int, size: int
+) -> Any:
+    """A standard HMM by EM."""
+    module = TabularHMM(num_states, categorical(size))
+    if protocol == RIGHT:
+        return fit_em(module, data, num_steps=iterations)
+    start = start_of_hmmlearn(num_states, size)
+    return fit_em(module, data, num_steps=iterations, tolerance=None, start=start)
+
+
+def fit_dense(
+    protocol: str, iterations: int, data: Sequences, num_states: int, size: int, dim: int
+) -> Any:
+    """A DenseHMM by EM."""
+    module = densehmm(protocol, num_states, size, dim)
+    options = em.densehmm_schedule() if protocol == CODE else {}
+    return fit_em(module, data, **options | {"num_steps": iterations})
+
+
+def fit_direct(job: Job, halves: list[Halves], size: int, steps: int) -> list[HMM]:
+    """DenseHMMs that begin in their stationary law, fitted to laws of pairs, all runs at once."""
+    code = job.protocol == CODE
+    laws = [
+        part.law if code and part.law is not None else cooccurrence.counted(part.train, size)
+        for part in halves
+    ]
+    module = densehmm(job.protocol, job.num_states, size, job.dim or 1, stationary=True)
+    options: Options = {"learning_rate": 0.001, "weight": 1.0}
+    if not code:
+        options = {
+            "learning_rate": 0.05,
+            "weight": 1e6,  # so that what Adam adds to its denominators has no part in it
+            "schedule": partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=steps),
+        }
+    fit = fit_cooccurrence(
+        module,
+        torch.stack(laws).unsqueeze(1),  # (R, 1, V, V)
+        stationary=cooccurrence.stationary_detached if code else cooccurrence.stationary,
+        restarts=len(laws),
+        num_steps=steps,
+        tolerance=None,
+        **options,
+    )
+    model = MarginalModel(module)
+    found = []
+    for run, part in enumerate(halves):
+        values = {name: value[run] for name, value in fit.restarts.values.items()}
+        with torch.no_grad(), poutine.block():
+            found.append(poutine.condition(model, data=values)(part.test))
+    return found
+
+
+# Measures ----------------------------------------------------------------------------------------
+
+
+def law_of_pairs(hmm: HMM, data: Sequences) -> Tensor:
+    """The law of two adjacent symbols under ``hmm``, averaged over where ``data`` have pairs."""
+    law, move = hmm.log_initial.double().exp(), hmm.log_transition.double().exp()
+    total = torch.zeros_like(law)
+    for step in range(1, data.num_steps):
+        total += (data.lengths > step).sum() * law
+        law = law @ move
+    emission: Any = hmm.emission
+    return cooccurrence.predicted(
+        total / total.sum(), hmm.log_transition.double(), emission.probs.double()
+    )
+
+
+def measures(hmm: HMM, halves: Halves, size: int) -> dict[str, float]:
+    """MAD and NLL of an HMM that was built for the test data."""
+    test, law = halves.test, halves.law
+    longest = torch.full((len(test),), test.num_steps)
+    sample = Sequences(hmm.with_lengths(longest).sample(), longest)
+    evidence = hmm.log_prob(test.values).double().sum().item()
+    found = {
+        "nll": -evidence / (len(test) * test.num_steps),
+        "nll_per_step": -evidence / test.num_observed,
+    }
+    laws = {"mad": law_of_pairs(hmm, test), "mad_sampled": cooccurrence.counted(sample, size)}
+    counts = cooccurrence.counted(test, size)
+    for name, own in laws.items():
+        found[name] = metrics.mean_absolute_deviation(own, counts)
+        if law is not None:
+            found[f"{name}_to_truth"] = metrics.mean_absolute_deviation(own, law)
+    return found
+
+
+# Runs --------------------------------------------------------------------------------------------
+
+
+class Job(NamedTuple):
+    """Ten runs of one model: what is done at once, and kept when the script is interrupted."""
+
+    protocol: str
+    model: str  # STANDARD also for the fair one: what differs is the number of states
+    num_states: int
+    dim: int | None  # of a DenseHMM
+    cell: Cell | None  # for which data are drawn; None if all share them
+
+
+def job_of(source: Source, size: int, protocol: str, model: str, cell: Cell) -> Job:
+    """Where the results of a model for n and l come from."""
+    n, dim = cell
+    drawn_for = cell if source.anew else None
+    if model == FAIR:
+        n = dense.fair_num_states(n, size, dim, as_in_code=protocol == CODE)
+    if model in (STANDARD, FAIR):
+        return Job(protocol, STANDARD, n, None, drawn_for)
+    return Job(protocol, model, n, dim, drawn_for)
+
+
+def data_of(source: Source, job: Job, n: int, run: int) -> Halves:
+    """The data of one run: the same for all models and both protocols."""
+    seed = zlib.crc32(repr((source.name, job.cell, run)).encode())
+    return source.draw(n, torch.Generator().manual_seed(seed))
+
+
+def do(source: Source, job: Job, n: int, size: int, budget: Budget) -> list[dict[str, float]]:
+    """Fit and measure all runs of a job."""
+    halves = [data_of(source, job, n, run) for run in range(budget.runs)]
+    iterations = budget.iterations[job.protocol]
+    found = []
+    if job.model == DIRECT:
+        pyro.set_rng_seed(zlib.crc32(repr((source.name, job)).encode()))
+        begun = time.process_time()
+        hmms = fit_direct(job, halves, size, budget.steps[job.protocol])
+        seconds = (time.process_time() - begun) / budget.runs
+        for hmm, part in zip(hmms, halves):
+            found.append(measures(hmm, part, size) | {"cpu_seconds": seconds})
+        return found
+    for run, part in enumerate(halves):
+        pyro.set_rng_seed(zlib.crc32(repr((source.name, job, run)).encode()))
+        begun = time.process_time()
+        if job.dim is None:
+            fit = fit_standard(job.protocol, iterations, part.train, job.num_states, size)
+        else:
+            fit = fit_dense(job.protocol, iterations, part.train, job.num_states, size, job.dim)
+        seconds = time.process_time() - begun
+        own = {"cpu_seconds": seconds, "iterations": len(fit.losses) - 1}
+        found.append(measures(fit.draw(part.test), part, size) | own)
+    return found
+
+
+class Store:
+    """Results of jobs, in a file of one line each, so that an interrupted script goes on.
+
+    Args:
+        path: None keeps them in memory.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self.path = path
+        lines = path.read_text().splitlines() if path is not None and path.exists() else []
+        self.found = {key: runs for key, runs in map(json.loads, lines)}
+        if self.found:
+            print(f"{len(self.found)} jobs are in {path}; delete it to begin anew")
+
+    def get(self, key: str, make: Callable[[], list[dict[str, float]]]) -> list[dict[str, float]]:
+        """The results under ``key``, made where they are not there."""
+        if key not in self.found:
+            begun = time.perf_counter()
+            self.found[key] = make()
+            print(f"{time.perf_counter() - begun:7.1f} s  {key}", flush=True)
+            if self.path is not None:
+                with self.path.open("a") as file:
+                    file.write(json.dumps([key, self.found[key]]) + "\n")
+        return self.found[key]
+
+
+def rows_of(source: Source, budget: Budget, store: Store) -> list[dict[str, Any]]:
+    """Median and quartiles over runs, for every protocol, cell and model."""
+    rows = []
+    for protocol, cell, model in itertools.product(PROTOCOLS, budget.cells, MODELS):
+        size = source.num_symbols(cell[0])
+        job = job_of(source, size, protocol, model, cell)
+        runs = store.get(repr((source.name, *job)), partial(do, source, job, cell[0], size, budget))
+        row: dict[str, Any] = {
+            "data": source.name,
+            "protocol": protocol,
+            "model": model,
+            "n": cell[0],
+            "l": cell[1],
+            "num_symbols": size,
+            "num_states": job.num_states,
+            "runs": len(runs),
+            "impossible": sum(math.isinf(run["nll"]) for run in runs),  # left out of quartiles
+        }
+        for name in runs[0]:
+            values = [run[name] for run in runs if math.isfinite(run[name])]
+            low, middle, high = np.percentile(values, [25, 50, 75]).tolist()
+            row[name] = {"ours": middle, "low": low, "high": high}
+        rows.append(row)
+    return rows
+
+
+def shown(row: dict[str, Any], synthetic: bool) -> dict[str, dict[str, float]]:
+    """The MAD and the NLL of a row that its protocol is about."""
+    if row["protocol"] == CODE:
+        return {
+            "MAD": row["mad" if row["model"] == DIRECT else "mad_sampled"],
+            "NLL": row["nll"],
+        }
+    return {"MAD": row["mad_to_truth" if synthetic else "mad"], "NLL": row["nll_per_step"]}
+
+
+# Claims ------------------------------------------------------------------------------------------
+
+
+class Medians:
+    """Medians over runs in one protocol, for the claims to be checked.
+
+    Args:
+        rows: Of one kind of data and one protocol.
+        synthetic: Whether the true law is known.
+    """
+
+    def __init__(self, rows: list[dict[str, Any]], synthetic: bool) -> None:
+        self.cells: list[Cell] = list(dict.fromkeys((row["n"], row["l"]) for row in rows))
+        self.sizes = sorted({n for n, _ in self.cells})
+        self._found = {
+            (measure, row["model"], row["n"], row["l"]): value["ours"]
+            for row in rows
+            for measure, value in shown(row, synthetic).items()
+        }
+        self._states = {(row["n"], row["l"]): row["num_states"] for row in rows
+                        if row["model"] == FAIR}  # fmt: skip
+
+    def of(self, measure: str, model: str, cell: Cell) -> float:
+        """The median of a measure."""
+        return self._found[measure, model, *cell]
+
+    def others(self, measure: str, model: str, cell: Cell) -> list[float]:
+        """The medians of the three other models."""
+        return [self.of(measure, other, cell) for other in MODELS if other != model]
+
+    def by_size(self, measure: str, model: str) -> list[float]:
+        """For each n, the median over l."""
+        return [
+            median(self.of(measure, model, cell) for cell in self.cells if cell[0] == n)
+            for n in self.sizes
+        ]
+
+    def wide(self) -> list[Cell]:
+        """Cells where the fair standard HMM has more states than the DenseHMM."""
+        return [cell for cell in self.cells if self._states[cell] > cell[0]]
+
+    def narrow(self) -> list[Cell]:
+        """Cells where embeddings are shorter than there are states."""
+        return [cell for cell in self.cells if cell[1] < cell[0]]
+
+
+class Claim(NamedTuple):
+    """What the paper says of a figure, and how it is checked.
+
+    Attributes:
+        text: The claim, and in brackets what it is taken to mean where the paper leaves that open.
+        check: From medians to a number and to whether the claim holds.
+    """
+
+    text: str
+    check: Callable[[Medians], tuple[float, bool]]
+
+
+MOST = 0.75  # of the cells, where a claim is about all of them
+
+
+def mostly(holds: Callable[[Medians, Cell], bool], cells: Callable[[Medians], list[Cell]]) -> Any:
+    """Check that something holds in at least three of four cells; the number is their share."""
+
+    def check(medians: Medians) -> tuple[float, bool]:
+        chosen = cells(medians)
+        share = sum(holds(medians, cell) for cell in chosen) / max(len(chosen), 1)
+        return share, share >= MOST
+
+    return check
+
+
+def everywhere(medians: Medians) -> list[Cell]:
+    """All cells."""
+    return medians.cells
+
+
+def spread(values: Iterable[float]) -> float:
+    """By which share the largest is above the smallest."""
+    values = list(values)
+    return max(values) / min(values) - 1
+
+
+def least(measure: str, model: str) -> Any:
+    """Whether a model has the least median."""
+    return lambda m, cell: m.of(measure, model, cell) < min(m.others(measure, model, cell))
+
+
+def greatest(measure: str, model: str) -> Any:
+    """Whether a model has the largest median."""
+    return lambda m, cell: m.of(measure, model, cell) > max(m.others(measure, model, cell))
+
+
+def within(measure: str, models: Iterable[str], share: float) -> Any:
+    """Whether the medians of some models are that close to each other."""
+    return lambda m, cell: spread(m.of(measure, model, cell) for model in models) <= share
+
+
+def standard_leads(medians: Medians, cell: Cell) -> bool:
+    """Whether the standard HMM is likelier than both DenseHMMs of as many states."""
+    rest = [medians.of("NLL", model, cell) for model in (DENSE_EM, DIRECT)]
+    return medians.of("NLL", STANDARD, cell) < min(rest)
+
+
+def falls(measure: str, models: Iterable[str]) -> Any:
+    """Check that the medians fall with n; the number is the last one's share of the first's."""
+
+    def check(medians: Medians) -> tuple[float, bool]:
+        rows = [medians.by_size(measure, model) for model in models]
+        holds = all(a > b for row in rows for a, b in itertools.pairwise(row))
+        return max(row[-1] / row[0] for row in rows), holds
+
+    return check
+
+
+def flat(measure: str, models: Iterable[str], share: float) -> Any:
+    """Check that no median over l varies with n by more than that share; the number is how much."""
+
+    def check(medians: Medians) -> tuple[float, bool]:
+        most = max(spread(medians.by_size(measure, model)) for model in models)
+        return most, most <= share
+
+    return check
+
+
+def verdict(code: bool, right: bool) -> str:
+    """What two protocols say together."""
+    if code:
+        return "holds" if right else "holds only as in the code"
+    return "holds only done right" if right else "fails"
+
+
+def judge(source: Source, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Check the claims of the paper against what was found."""
+    medians = [
+        Medians(
+            [row for row in rows if row["data"] == source.name and row["protocol"] == protocol],
+            source.anew,
+        )
+        for protocol in PROTOCOLS
+    ]
+    found = []
+    for text, check in source.claims:
+        (code, in_code), (right, in_right) = map(check, medians)
+        found.append(
+            {
+                "data": source.name,
+                "claim": text,
+                CODE: {"number": code, "holds": in_code},
+                RIGHT: {"number": right, "holds": in_right},
+                "verdict": verdict(in_code, in_right),
+            }
+        )
+    return found
+
+
+# Picture -----------------------------------------------------------------------------------------
+
+
+def draw(name: str, sources: list[Source], rows: list[dict[str, Any]]) -> None:
+    """MAD above NLL, one column for each kind of data and protocol: medians and quartiles."""
+    from matplotlib import pyplot as plt
+
+    columns = [(source, protocol) for source in sources for protocol in PROTOCOLS]
+    figure, axes = plt.subplots(
+        2, len(columns), figsize=(4.6 * len(columns), 6), layout="constrained", squeeze=False
+    )
+    for (source, protocol), pair in zip(columns, axes.T):
+        own = [row for row in rows if (row["data"], row["protocol"]) == (source.name, protocol)]
+        cells = list(dict.fromkeys((row["n"], row["l"]) for row in own))
+        for panel, (measure, unit) in zip(pair, (("MAD", 1000), ("NLL", 1))):
+            for place, model in enumerate(MODELS):
+                values = [shown(row, source.anew)[measure] for row in own if row["model"] == model]
+                low, middle, high = (
+                    unit * np.array([value[key] for value in values])
+                    for key in ("low", "ours", "high")
+                )
+                panel.errorbar(
+                    np.arange(len(cells)) + 0.17 * (place - 1.5), middle,
+                    [middle - low, high - middle], fmt="os^D"[place], markersize=4,
+                    color=f"C{place}", label=model, linewidth=1.2,
+                )  # fmt: skip
+            breaks = [i for i in range(1, len(cells)) if cells[i][0] != cells[i - 1][0]]
+            for place in breaks:
+                panel.axvline(place - 0.5, color="0.7", linewidth=0.8)
+            panel.set_xticks(range(len(cells)), [f"{n}, {dim}" for n, dim in cells])
+            panel.set_xlabel("n, l")
+            panel.grid(axis="y", alpha=0.3)
+        pair[0].set_title(f"{source.title}, {protocol}", fontsize=10)
+        pair[0].set_ylabel("MAD × 1000")
+        pair[0].set_ylim(bottom=0)
+        pair[1].set_ylabel("NLL, normalised" if protocol == CODE else "NLL per step, nats")
+    axes[0, 0].legend(fontsize=8)
+    figure.savefig(FOLDER / f"{name}.png", dpi=150)
+    plt.close(figure)
+
+
+def reproduce(name: str, sources: list[Source], quick: bool) -> None:
+    """Fit, measure, judge and draw; results of single jobs are kept until all are done."""
+    pyro.enable_validation(False)
+    torch.set_default_dtype(torch.float64)
+    path = None if quick else FOLDER / f"{name}.cells.jsonl"
+    store, budget = Store(path), QUICK if quick else FULL
+    rows = [row for source in sources for row in rows_of(source, budget, store)]
+    claims = [claim for source in sources for claim in judge(source, rows)]
+    for claim in claims:
+        numbers = ", ".join(f"{claim[protocol]['number']:.3f}" for protocol in PROTOCOLS)
+        print(f"{claim['data']}: {claim['claim']}: {claim['verdict']} ({numbers})")
+    if path is not None:
+        write(name, rows, claims=claims)
+        draw(name, sources, rows)
+        path.unlink()
