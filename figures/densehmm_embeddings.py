@@ -22,6 +22,7 @@ from pyro import poutine
 from pyro.distributions import Categorical
 from torch import Tensor
 from torch.nn.functional import normalize
+from torch.optim.lr_scheduler import CosineAnnealingLR
 
 from pyrohmm import (
     HMM,
@@ -36,8 +37,7 @@ from pyrohmm import (
 )
 
 HOURS, SYMBOLS = 6, 8
-LAGS = (1, 2)
-ASKED = "Monday two king river his said new played Germany and".split()
+ASKED = "said Germany two September played king his large river Smith".split()
 
 
 def clock(num_sequences: int) -> tuple[HMM, Sequences]:
@@ -135,8 +135,19 @@ def words(quick: bool) -> tuple[Sequences, readers.Vocabulary, str]:
     return corpus.data, corpus.vocabulary, "the help of Python"
 
 
+def profiles(emit: Tensor, symbol: Tensor, law: Tensor) -> Tensor:
+    """Symbols as the states see them, ``(V, K)``, of length one.
+
+    An invertible map of ``emit``, and its transposed inverse of ``symbol``, change no probability,
+    but they change angles between symbols. Inner products with the embeddings of states do not
+    change; about their means they are the logarithms of B without what normalises them.
+    """
+    emit = emit - (law.unsqueeze(-1) * emit).sum(0)
+    return normalize((symbol - symbol.mean(0)) @ emit.mT * law.sqrt(), dim=-1)
+
+
 def neighbours(points: Tensor, vocabulary: readers.Vocabulary, word: str, count: int) -> list[str]:
-    """The words whose vectors make the smallest angles with that of ``word``."""
+    """The words whose profiles make the smallest angles with that of ``word``."""
     index = vocabulary.index(word)
     nearest = (points @ points[index]).argsort(descending=True)
     return [vocabulary[int(each)] for each in nearest if int(each) != index][:count]
@@ -148,19 +159,20 @@ def draw_words(quick: bool) -> list[dict[str, Any]]:
     data, vocabulary, source = words(quick)
     num_states, dim = (8, 4) if quick else (64, 24)
     module = DenseHMM(num_states, len(vocabulary), dim)
+    steps = 20 if quick else 600
     begun = time.perf_counter()
     fit = fit_cooccurrence(
-        module, data, len(vocabulary), lags=LAGS, loss=cooccurrence.cross_entropy,
-        num_steps=20 if quick else 1500, learning_rate=0.05,
+        module, data, len(vocabulary), loss=cooccurrence.cross_entropy, num_steps=steps,
+        learning_rate=0.1, schedule=partial(CosineAnnealingLR, T_max=steps), tolerance=None,
     )  # fmt: skip
     seconds = time.perf_counter() - begun
-    symbol = fit.values["module.symbol"]
-    points = normalize(symbol - symbol.mean(0), dim=-1)  # a common shift changes no probability
+    hmm = fit.draw(data[:1])
+    law = hmm.stationary()
+    points = profiles(fit.values["module.emit"], fit.values["module.symbol"], law)
     asked = [word for word in ASKED if word in vocabulary] or list(vocabulary[:3])
     found = {word: neighbours(points, vocabulary, word, 6) for word in asked}
 
-    hmm = fit.draw(data[:1])
-    share = hmm.stationary().unsqueeze(-1) * hmm.emission.probs  # (K, V)
+    share = law.unsqueeze(-1) * hmm.emission.probs  # (K, V)
     counts = Counter(data.values[data.observed].tolist())
     shown = [index for index, _ in counts.most_common(120 if not quick else 20)]
     shown += [vocabulary.index(word) for word in asked if vocabulary.index(word) not in shown]

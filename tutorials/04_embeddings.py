@@ -119,8 +119,8 @@ for name, fit in fits.items():
 # ## The picture
 #
 # Only inner products matter, so that a rotation of `emit` and `symbol` together changes nothing,
-# and neither does a shift of all symbols: axes and origin mean nothing, directions do. A symbol is
-# likely in a state whose arrow points its way.
+# and neither does a shift of all symbols: axes and origin mean nothing. A symbol is likely in a
+# state whose arrow points its way.
 
 # %%
 best = fits["EM from co-occurrence"]
@@ -152,25 +152,34 @@ plt.show()
 #
 # With words the table of pairs is large, but nearly empty. Counts are kept sparsely, and neither
 # they nor the prediction are ever written out: a step costs $O(V K^2 + n K)$, where $n$ is the
-# number of different pairs. The squared distance of the two tables, the default loss, looks
-# at frequent pairs most.
+# number of different pairs.
+#
+# Which words are used alike? Angles between `symbol` vectors alone would not say: to stretch them
+# along a direction, and `emit` as much the other way, changes no probability. We compare the inner
+# products of symbols with the states' vectors, which are the same whatever the axes.
 
 # %%
 corpus = datasets.english_words(300 if SMOKE else 2000)
 words = corpus.vocabulary
 module = DenseHMM(num_states=32, num_symbols=len(words), dim=12)
-fit = fit_cooccurrence(module, corpus.data, len(words), num_steps=5 if SMOKE else 500)
+fit = fit_cooccurrence(
+    module, corpus.data, len(words), loss=cooccurrence.cross_entropy, learning_rate=0.1,
+    num_steps=5 if SMOKE else 400,
+)  # fmt: skip
 print(fit.summary())
 
 counts = corpus.data.values[corpus.data.observed].bincount(minlength=len(words))
 frequent = (counts >= 50).nonzero().flatten().tolist()
 names = [words[index] for index in frequent]
-points = fit.values["module.symbol"]
-points = normalize(points - points.mean(0), dim=-1)[frequent]
+
+law = fit.draw(corpus.data[:1]).stationary()
+symbol, emit = fit.values["module.symbol"], fit.values["module.emit"]
+emit = emit - (law.unsqueeze(-1) * emit).sum(0)
+points = normalize((symbol - symbol.mean(0)) @ emit.mT * law.sqrt(), dim=-1)[frequent]
 
 
 def neighbours(word, count=6):
-    """The frequent words whose embeddings make the smallest angles with that of ``word``."""
+    """The frequent words that states see from the angles closest to that of ``word``."""
     nearest = (points @ points[names.index(word)]).argsort(descending=True)
     return ", ".join(names[index] for index in nearest[1 : count + 1])
 
