@@ -7,6 +7,7 @@ from . import distributions as distributions
 from . import draws as draws
 from . import em as em
 from . import emissions as emissions
+from . import guides as guides
 from . import inference_data as inference_data
 from . import metrics as metrics
 from . import plots as plots
@@ -31,6 +32,7 @@ from .fit import Restarts as Restarts
 from .fit import fit_cooccurrence as fit_cooccurrence
 from .fit import fit_map as fit_map
 from .fit import fit_svi as fit_svi
+from .guides import RotationGuide as RotationGuide
 from .hmm import HMM as HMM
 from .hmm import Forecast as Forecast
 from .inference_data import to_arviz as to_arviz
@@ -72,6 +74,7 @@ __all__ = [
     "MarginalModel",
     "Posterior",
     "Restarts",
+    "RotationGuide",
     "Sequences",
     "TabularHMM",
     "banded",
@@ -90,6 +93,7 @@ __all__ = [
     "fit_svi",
     "freeze",
     "from_hmmlearn",
+    "guides",
     "inference_data",
     "left_to_right",
     "load_hmm",

@@ -18,11 +18,13 @@ import torch
 from pyro import poutine
 from pyro.distributions import Unit
 from pyro.infer import MCMC
+from pyro.infer.autoguide import AutoContinuous, AutoNormal
 from torch import Tensor
 
 from ._checks import check_integers, check_shape, check_size
 from .distributions import is_categorical, log_probs
 from .fit import Fit, follow, match_states, returned
+from .guides import RotationGuide
 from .hmm import HMM
 from .sequences import Sequences
 
@@ -435,17 +437,27 @@ def _permute(value: Tensor, dims: Sequence[str], order: Tensor) -> Tensor:
 
 def _of_fit(fit: Fit, num_draws: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """One chain of draws of the guide; of SVI also its log-density at each."""
-    values: dict[str, list[Tensor]] = {name: [] for name in fit.names}
-    scores = []
+    inner = fit.guide.inner if isinstance(fit.guide, RotationGuide) else fit.guide
     with torch.no_grad(), pyro.get_param_store().scope(fit.params), poutine.block():
-        for _ in range(num_draws):
-            trace = poutine.trace(fit.guide).get_trace(None)
-            for name, found in values.items():
-                found.append(trace.nodes[name]["value"].detach())
-            if fit.method == "SVI":
-                scores.append(trace.log_prob_sum().double())
-    stats = {"log_guide": torch.stack(scores)[None]} if scores else {}
-    return {name: torch.stack(found)[None] for name, found in values.items()}, stats
+        first = poutine.trace(fit.guide).get_trace(None)
+        plain = not any(site.get("cond_indep_stack") for site in first.nodes.values())
+        if plain and isinstance(inner, AutoNormal | AutoContinuous):  # these draw side by side
+            with pyro.plate("draws", num_draws, dim=-2):
+                trace = poutine.trace(fit.guide).get_trace(None)
+            trace.compute_log_prob()
+            values = {name: trace.nodes[name]["value"].squeeze(1) for name in fit.names}
+            scores = torch.stack(
+                [site["log_prob"] for site in trace.nodes.values() if site["type"] == "sample"]
+            ).sum((0, 2))
+        else:
+            traces = [poutine.trace(fit.guide).get_trace(None) for _ in range(num_draws)]
+            values = {
+                name: torch.stack([trace.nodes[name]["value"] for trace in traces])
+                for name in fit.names
+            }
+            scores = torch.stack([torch.as_tensor(trace.log_prob_sum()) for trace in traces])
+    stats = {"log_guide": scores.double()[None]} if fit.method == "SVI" else {}
+    return {name: value.detach()[None] for name, value in values.items()}, stats
 
 
 def _of_sampler(mcmc: MCMC) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

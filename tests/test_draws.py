@@ -6,8 +6,9 @@ import pyro
 import pytest
 import torch
 from pyro import poutine
-from pyro.distributions import Categorical, Dirichlet
+from pyro.distributions import Categorical, Dirichlet, Normal
 from pyro.infer import MCMC, NUTS
+from pyro.infer.autoguide import AutoNormal
 from torch.distributions import constraints
 
 from pyrohmm import (
@@ -330,6 +331,39 @@ def test_a_guide_gives_its_draws_and_their_density():
         scores = torch.distributions.Dirichlet(prior).log_prob(some.values[f"module.{name}"])
         total += scores.reshape(1, 5, -1).sum(-1)
     torch.testing.assert_close(some.stats["log_guide"], total)
+
+
+def test_an_autoguide_gives_all_its_draws_at_once():
+    model = MarginalModel(DenseHMM(2, 3, 2))
+    guide = AutoNormal(model)
+    some = Draws.of(fit_svi(model, guide, DATA, num_steps=3, progress=False), num_draws=5000)
+    total = torch.zeros(1, 5000)
+    for name, value in some.values.items():
+        loc, scale = (each.detach() for each in guide._get_loc_and_scale(name))
+        total += Normal(loc, scale).log_prob(value).flatten(2).sum(-1)
+        error = (value.mean((0, 1)) - loc).abs() / scale
+        assert error.max() < 5 / 5000**0.5
+    torch.testing.assert_close(some.stats["log_guide"], total)
+
+
+def test_a_guide_with_plates_of_its_own_gives_its_draws_one_by_one():
+    def model(data):
+        with pyro.plate("states", 2):
+            face = pyro.sample("face", Dirichlet(torch.ones(3)))
+        even = torch.full((2, 2), 0.5).log()
+        hmm = HMM(even[0], even, Categorical(face), data.lengths)
+        with pyro.plate("sequences", len(data)):
+            pyro.sample("x", hmm, obs=data.values)
+        return hmm
+
+    fit = fit_svi(model, AutoNormal(model), DATA, num_steps=3, progress=False)
+    some = Draws.of(fit, num_draws=4)
+    assert some.values["face"].shape == (1, 4, 2, 3)
+    for s in range(4):
+        torch.testing.assert_close(
+            some.hmm(DATA).log_prob(DATA.values)[0, s],
+            single(model, some.values, 0, s).log_prob(DATA.values),
+        )
 
 
 @pytest.mark.filterwarnings("ignore:num_chains=2 is more than available_cpu")

@@ -18,7 +18,7 @@ ORDER = [
     "_checks", "_lookup", "sequences", "_compiled", "_chain", "_steps", "_messages", "recursions",
     "cooccurrence", "dpp", "distributions",
     "hmm", "modules", "clusters", "blocks", "_emission", "normals", "emissions", "tabular", "dense",
-    "neural", "models", "starts",
+    "neural", "guides", "models", "starts",
     "persistence", "checkpoints", "fit", "em", "metrics", "queries", "streaming", "conversion",
     "readers", "datasets", "draws", "inference_data", "plots",
 ]  # fmt: skip

@@ -1,0 +1,251 @@
+"""Laws of guides: their densities are densities, and what they leave alone is left alone."""
+
+import itertools
+import math
+
+import numpy as np
+import pyro
+import pytest
+import torch
+from pyro import poutine
+from pyro.distributions import Normal
+from pyro.infer import MCMC, NUTS, Trace_ELBO
+from pyro.infer.autoguide import AutoMultivariateNormal, AutoNormal, init_to_value
+from pyro.ops.stats import effective_sample_size
+from scipy import stats
+
+from pyrohmm import (
+    DenseHMM,
+    Draws,
+    MarginalModel,
+    RotationGuide,
+    Sequences,
+    TabularHMM,
+    categorical,
+    draws,
+    fit_map,
+    fit_svi,
+    freeze,
+    guides,
+    normal,
+)
+
+LENGTHS = torch.tensor([6, 4, 1])
+DATA = Sequences(torch.randint(3, (3, 6), generator=torch.Generator().manual_seed(0)), LENGTHS)
+SIZES = [(1, 1), (3, 1), (2, 2), (5, 2), (4, 3), (2, 3), (1, 4)]  # n, D
+
+
+@pytest.mark.parametrize(("size", "dim"), SIZES)
+def test_the_volume_of_an_orbit_makes_normal_embeddings_of_bartletts_triangles(size, dim):
+    """For M of standard normal entries L is known: chi on the diagonal, normal below it.
+
+    Then the density of M that L gives must be normal, at every L.
+    """
+    rank = min(size, dim)
+    for _ in range(5):
+        lower = torch.randn(size, rank).tril()
+        lower.diagonal().abs_()
+        score = sum(
+            stats.chi(dim - i).logpdf(lower[i, i]) if i == j else stats.norm.logpdf(lower[i, j])
+            for i, j in itertools.product(range(size), range(rank))
+            if j <= i
+        )
+        found = score - guides.log_orbit(lower.diagonal(), dim)
+        padded = torch.nn.functional.pad(lower, (0, dim - rank))
+        wanted = Normal(0.0, 1.0).log_prob(padded).sum()
+        torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.parametrize(("rank", "dim"), [(1, 1), (1, 2), (2, 2), (2, 3), (3, 3)])
+def test_rotations_are_orthogonal_and_uniform(rank, dim):
+    """Uniform means that one more rotation changes nothing: moments of all orders are alike."""
+    found = guides.uniform_rotation(torch.zeros(20000, 5, rank), dim)
+    torch.testing.assert_close(found @ found.mT, torch.eye(rank).expand(20000, rank, rank))
+    error = 5 / 20000**0.5
+    assert found.mean(0).abs().max() < error
+    assert (found.square().mean(0) - 1 / dim).abs().max() < error
+    quartic = 3 / (dim * (dim + 2))  # of a coordinate of a uniform unit vector
+    assert (found.pow(4).mean(0) - quartic).abs().max() < error
+    if rank == dim:
+        assert torch.linalg.det(found).mean().abs() < error
+
+
+def anything(shapes):
+    """A model whose variables are all that there is."""
+
+    def model(data):
+        for name, shape in shapes.items():
+            pyro.sample(name, Normal(torch.zeros(shape), 1.0).to_event(len(shape)))
+
+    return model
+
+
+def guide_of(shapes, **options):
+    start = {name: torch.randn(shape) for name, shape in shapes.items()}
+    return RotationGuide(anything(shapes), start, [list(shapes)], **options)
+
+
+def density(guide, arrays):
+    """Log-density of M, from M alone: L by a Cholesky root, areas of spheres by a table.
+
+    ``arrays`` are ``(P, n, D)``, P arrays of embeddings.
+    """
+    part, dim = guide._parts[0], arrays.shape[-1]
+    order, rank = part.rows.argsort().numpy(), min(arrays.shape[-2:])
+    rows = arrays[:, order]
+    gram = rows @ rows.swapaxes(-1, -2)
+    root = np.linalg.cholesky(gram[:, :rank, :rank])
+    lower = np.linalg.solve(root, gram[:, :rank]).swapaxes(-1, -2)
+    diagonal = np.diagonal(lower, axis1=-2, axis2=-1)
+    below = lower[:, *np.tril_indices(rows.shape[1], -1, rank)]
+    values = torch.as_tensor(np.concatenate([np.log(diagonal), below], -1))
+    if isinstance(guide.inner, AutoNormal):
+        parts = [guide.inner._get_loc_and_scale(name) for name in part.names]
+        loc, scale = (torch.cat([each[i] for each in parts]) for i in range(2))
+        score = Normal(loc, scale).log_prob(values).sum(-1)
+    else:
+        score = guide.inner.get_posterior().log_prob(values)
+    score = score.detach().numpy() - np.log(diagonal).sum(-1)  # of diagonals, not of their logs
+    spheres = {0: 2.0, 1: 2 * math.pi, 2: 4 * math.pi, 3: 2 * math.pi**2}
+    for i in range(rank):
+        score -= (dim - 1 - i) * np.log(diagonal[:, i]) + math.log(spheres[dim - 1 - i])
+    return score
+
+
+@pytest.mark.parametrize("autoguide", [AutoNormal, AutoMultivariateNormal])
+@pytest.mark.parametrize(("size", "dim"), SIZES)
+def test_the_density_is_that_of_a_triangle_among_all_its_rotations(size, dim, autoguide):
+    shapes = {"a": (dim,), "b": (size, dim)}
+    guide = guide_of(shapes, autoguide=autoguide)
+    guide()  # makes its parameters
+    with torch.no_grad(), pyro.plate("draws", 10, dim=-2):
+        trace = poutine.trace(guide).get_trace()
+    trace.compute_log_prob()
+    found = sum(site["log_prob"][:, 0] for site in trace.nodes.values() if site["type"] == "sample")
+    rows = [trace.nodes[name]["value"].reshape(10, -1, dim) for name in shapes]
+    np.testing.assert_allclose(found.detach(), density(guide, torch.cat(rows, 1).numpy()))
+
+
+@pytest.mark.parametrize(("size", "dim"), [(1, 1), (2, 1), (1, 2), (2, 2)])
+def test_the_density_integrates_to_one(size, dim):
+    """Averages of q/p over draws of p are one; p has heavier tails than any q."""
+    guide = guide_of({"a": (size, dim)}, init_scale=0.5)
+    guide()
+    law = stats.t(2)
+    arrays = law.rvs((200000, size, dim), random_state=0)
+    weights = np.exp(density(guide, arrays) - law.logpdf(arrays).sum((-1, -2)))
+    error = weights.std() / len(weights) ** 0.5
+    assert abs(weights.mean() - 1) < 4 * error
+    assert error < 0.03  # so that this says something
+
+
+# In models ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("module", "groups"),
+    [
+        (DenseHMM(2, 3, 2), [["leave", "enter", "start"], ["emit", "symbol"]]),
+        (DenseHMM(2, 3, 2, symbol_dim=1), [["leave", "enter", "start"], ["emit", "symbol"]]),
+        (DenseHMM(2, 3, 2, stationary=True), [["leave", "enter"], ["emit", "symbol"]]),
+        (DenseHMM(2, 3, 2, share=True), [["leave", "start", "symbol"]]),
+        (DenseHMM(2, 3, 2, share=True, stationary=True), [["leave", "symbol"]]),
+        (DenseHMM(2, None, 2, emission=normal(1)), [["leave", "enter", "start"]]),
+    ],
+)
+def test_embeddings_whose_products_matter_are_rotated_together(module, groups):
+    data = DATA
+    if module.num_symbols is None:
+        data = Sequences(torch.randn(3, 6, 1), LENGTHS)
+    model = MarginalModel(module)
+    point = fit_map(model, data, num_steps=3, progress=False)
+    guide = RotationGuide(model, point.start)
+    found = [[name.removeprefix("module.") for name in part.shapes] for part in guide._parts]
+    assert found == groups
+    fit = fit_svi(model, guide, data, num_steps=3, progress=False)
+    assert sorted(fit.names) == sorted(point.names)
+    # at the start L is that of the start: the law is as it was
+    fresh = RotationGuide(model, point.start, init_scale=1e-6)
+    fresh(data)
+    for name, value in point.start.items():
+        again = fresh(data)[name]
+        if value.dim() == 2 and name.split(".")[1] != "emission":
+            torch.testing.assert_close(again @ again.mT, value @ value.mT, rtol=1e-3, atol=0.02)
+    hmm = poutine.replay(model, trace=poutine.trace(fresh).get_trace(data))(data)
+    wanted = point.draw(data).log_prob(data.values)
+    torch.testing.assert_close(hmm.log_prob(data.values), wanted, rtol=1e-2, atol=1e-2)
+
+
+def test_embeddings_of_which_one_is_held_constant_are_not_rotated():
+    module = DenseHMM(2, 3, 2)
+    freeze(module, "symbol", torch.randn(3, 2))
+    model = MarginalModel(module)
+    point = fit_map(model, DATA, num_steps=3, progress=False)
+    guide = RotationGuide(model, point.start)
+    assert [list(part.shapes) for part in guide._parts] == [
+        ["module.leave", "module.enter", "module.start"]
+    ]
+    assert fit_svi(model, guide, DATA, num_steps=3, progress=False).losses.isfinite().all()
+
+
+def test_errors_say_what_was_wanted():
+    model = MarginalModel(TabularHMM(2, categorical(3)))
+    with pytest.raises(ValueError, match="no embeddings"):
+        RotationGuide(model, {})
+    with pytest.raises(ValueError, match="one dimension D"):
+        RotationGuide(anything({}), {"a": torch.zeros(2, 2), "b": torch.zeros(2, 3)}, [["a", "b"]])
+    with pytest.raises(ValueError, match="start must hold"):
+        RotationGuide(MarginalModel(DenseHMM(2, 3, 2)), {})
+
+
+def bound(model, guide, data, num_steps):
+    """The evidence lower bound after a fit, and its standard error."""
+    elbo = Trace_ELBO(num_particles=8, vectorize_particles=True, max_plate_nesting=1)
+    fit = fit_svi(
+        model, guide, data, num_steps=num_steps, learning_rate=0.05, elbo=elbo, progress=False
+    )
+    some = Draws.of(fit, num_draws=4000)
+    evidence = some.map(data, lambda hmm: hmm.log_prob(data.values).sum(-1))
+    each = evidence + some.log_prior(data) - some.stats["log_guide"]
+    return fit, some, each[0]
+
+
+def made(dim):
+    lengths = torch.tensor([12, 12, 9, 9, 6, 6])
+    data = Sequences(DenseHMM(2, 3, dim, scale=2.0)(lengths).sample(), lengths)
+    return data, MarginalModel(DenseHMM(2, 3, dim))
+
+
+@pytest.mark.parametrize("dim", [1, 2])
+def test_a_guide_that_is_rotated_is_nearer_to_the_posterior(dim):
+    """In one dimension by log 2 for each of two groups, which can be turned over."""
+    data, model = made(dim)
+    start = fit_map(model, data, num_steps=100, restarts=8, progress=False).start
+    plain = AutoNormal(model, init_loc_fn=init_to_value(values=start), init_scale=0.3)
+    _, _, before = bound(model, plain, data, 200)
+    _, _, after = bound(model, RotationGuide(model, start, init_scale=0.3), data, 200)
+    gain = after.mean() - before.mean()
+    error = (after.var() / 4000 + before.var() / 4000).sqrt()
+    assert gain - 4 * error > 0.8
+
+
+def test_svi_and_nuts_agree_in_what_names_and_rotations_leave_alone():
+    """Draws of the guide, weighted by p/q, and draws of the sampler have the same averages."""
+    data, model = made(1)
+    start = fit_map(model, data, num_steps=100, restarts=8, progress=False).start
+    guide = RotationGuide(model, start, autoguide=AutoMultivariateNormal, init_scale=0.5)
+    _, some, ratios = bound(model, guide, data, 200)
+    weights = ratios.softmax(0)
+    mcmc = MCMC(NUTS(model, max_tree_depth=4), 120, 60, disable_progbar=True)
+    mcmc.run(data)
+    by_guide, by_sampler = (
+        each.map(data, lambda hmm: draws.invariants(hmm, data.values))
+        for each in (some, Draws.of(mcmc))
+    )
+    for name in ("log_evidence", "effective_states", "move_entropy"):
+        first, second = by_guide[name][0], by_sampler[name][0]
+        mean = (weights * first).sum()
+        error = (weights.square() * (first - mean).square()).sum()
+        error += second.var() / effective_sample_size(second[None], 0, 1)
+        assert (mean - second.mean()).abs() < 4 * error.sqrt()
+        assert error.sqrt() < 0.3 * second.std()  # so that this says something
