@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections import Counter
 from functools import partial
 from typing import Any
 
@@ -38,6 +37,7 @@ from pyrohmm import (
 
 HOURS, SYMBOLS = 6, 8
 ASKED = "said Germany two September played king his large river Smith".split()
+DRAWN = "said Germany two September Smith".split()
 
 
 def clock(num_sequences: int) -> tuple[HMM, Sequences]:
@@ -109,9 +109,10 @@ def _vectors(axes: Any, first: Tensor, second: Tensor, name: str, other: str) ->
                 color=kind, ha="center", va="center", fontsize=9,
             )  # fmt: skip
         axes.plot([], [], color=kind, label=label)
-    reach = 1.2 * max(part.abs().max().item() for part in (first, second))
+    reach = 1.25 * max(part.abs().max().item() for part in (first, second))
     axes.set(xlim=(-reach, reach), ylim=(-reach, reach), aspect="equal")
-    axes.legend(loc="upper left", fontsize=8, frameon=False, handlelength=1.0)
+    place = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.1), "ncols": 2}
+    axes.legend(fontsize=9, frameon=False, handlelength=1.0, **place)
 
 
 def _matrix(axes: Any, matrix: Tensor, columns: str, rows: str) -> None:
@@ -172,22 +173,16 @@ def draw_words(quick: bool) -> list[dict[str, Any]]:
     asked = [word for word in ASKED if word in vocabulary] or list(vocabulary[:3])
     found = {word: neighbours(points, vocabulary, word, 6) for word in asked}
 
-    share = law.unsqueeze(-1) * hmm.emission.probs  # (K, V)
-    counts = Counter(data.values[data.observed].tolist())
-    shown = [index for index, _ in counts.most_common(120 if not quick else 20)]
-    shown += [vocabulary.index(word) for word in asked if vocabulary.index(word) not in shown]
-    plane = torch.pca_lowrank(points[shown], q=2)[0]
-    figure, axes = plt.subplots(figsize=(8, 6.5), layout="constrained")
-    owner = share[:, shown].argmax(0)
-    ranks = {int(k): rank for rank, (k, _) in enumerate(Counter(owner.tolist()).most_common())}
-    for index, k, (x, y) in zip(shown, owner.tolist(), plane.tolist()):
-        colour = f"C{ranks[k]}" if ranks[k] < 9 else "0.5"
-        axes.text(x, y, vocabulary[index], color=colour, fontsize=8, ha="center", va="center")
-    low, high = plane.min(0).values, plane.max(0).values
-    margin = 0.06 * (high - low)
-    axes.set_xlim(low[0] - margin[0], high[0] + margin[0])
-    axes.set_ylim(low[1] - margin[1], high[1] + margin[1])
-    axes.set(xticks=[], yticks=[], title="frequent words, colours: the state that emits them most")
+    groups = {word: [word, *found[word]] for word in (DRAWN if not quick else asked)}
+    shown = [vocabulary.index(word) for group in groups.values() for word in group]
+    names = [vocabulary[index] for index in shown]
+    cosines = points[shown] @ points[shown].mT
+    figure, axes = plt.subplots(figsize=(7.5, 6.5), layout="constrained")
+    picture = axes.imshow(cosines.numpy(), vmin=-1.0, vmax=1.0, cmap="RdBu_r")
+    axes.set_xticks(range(len(names)), names, rotation=90, fontsize=8)
+    axes.set_yticks(range(len(names)), names, fontsize=8)
+    axes.set_title("words and their nearest neighbours: cosines of their profiles")
+    figure.colorbar(picture, ax=axes, shrink=0.8)
     if not quick:
         figure.savefig(FOLDER / "densehmm_words.png", dpi=150)
     plt.close(figure)
