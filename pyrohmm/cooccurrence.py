@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.distributions import Independent, MixtureSameFamily
 
 from ._checks import check_floats, check_integers, check_size
+from .distributions import log
 from .sequences import Sequences
 
 if TYPE_CHECKING:
@@ -640,7 +641,7 @@ def cross_entropy(joint: Tensor, probs: Tensor, target: Pairs | Tensor) -> Tenso
     if isinstance(target, Tensor):
         law = probs.mT @ joint @ probs
         occurs = target > 0
-        return -(target * _log(law.masked_fill(~occurs, 1.0))).sum((-2, -1))
+        return -(target * log(law.masked_fill(~occurs, 1.0))).sum((-2, -1))
     dtype = torch.promote_types(joint.dtype, probs.dtype)
     joint, probs = joint.double(), probs.double()
     before = (joint.mT @ probs).mT  # (*B, V, K)
@@ -648,7 +649,7 @@ def cross_entropy(joint: Tensor, probs: Tensor, target: Pairs | Tensor) -> Tenso
     tables = (each.reshape(-1, *before.shape[-2:]).unbind() for each in (before, after))
     values = [
         -(
-            target.shares * _log(_Products.apply(left.contiguous(), right.contiguous(), target))
+            target.shares * log(_Products.apply(left.contiguous(), right.contiguous(), target))
         ).sum()
         for left, right in zip(*tables)
     ]
@@ -662,12 +663,6 @@ def _check_target(probs: Tensor, target: Pairs | Tensor) -> None:
             f"target must be of the symbols that the model emits, V = {probs.size(-1)}; it is of "
             f"{size}."
         )
-
-
-def _log(probs: Tensor) -> Tensor:
-    """Logarithm whose gradient at zero is zero."""
-    zero = probs == 0
-    return probs.masked_fill(zero, 1.0).log().masked_fill(zero, -torch.inf)
 
 
 # Two products with a sparse matrix. The gradient of each is the other, so that both can be
