@@ -29,7 +29,7 @@ smoke: .venv/test
 notebooks: .venv/test
 	for script in tutorials/*.py; do \
 		$(BIN)/jupytext --quiet --to ipynb $$script && \
-		$(BIN)/jupyter execute --inplace $${script%.py}.ipynb || exit 1; done
+		PYTHONWARNINGS="ignore:IProgress" $(BIN)/jupyter execute --inplace $${script%.py}.ipynb || exit 1; done
 
 .venv/python:
 	$(PYTHON) -m venv .venv
