@@ -648,9 +648,7 @@ def cross_entropy(joint: Tensor, probs: Tensor, target: Pairs | Tensor) -> Tenso
     after = probs.mT.expand(before.shape)
     tables = (each.reshape(-1, *before.shape[-2:]).unbind() for each in (before, after))
     values = [
-        -(
-            target.shares * log(_Products.apply(left.contiguous(), right.contiguous(), target))
-        ).sum()
+        -(target.shares * log(_Products.apply(left.contiguous(), right.contiguous(), target))).sum()
         for left, right in zip(*tables)
     ]
     return torch.stack(values).reshape(before.shape[:-2]).to(dtype)

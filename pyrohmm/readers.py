@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ._checks import check_integers
+from ._checks import check_integers, check_size
 from .sequences import Sequences
 
 FilePath = str | os.PathLike[str]
@@ -221,6 +221,60 @@ def read_sentences(
     end = [] if eos is None else [eos]
     rows = (Entry(number, line.split() + end) for number, line in _lines(path))
     return corpus_of(path, [r for r in rows if r.symbols], vocabulary)
+
+
+class SentenceStream:
+    """The sentences of a file that need not fit into memory, some thousands at a time.
+
+    Iterating reads the file from its beginning, and yields :class:`Sequences`; it may be done any
+    number of times. :func:`pyrohmm.cooccurrence.count_pairs` takes it as it is.
+
+    Args:
+        path: The file, one sentence per line, as for :func:`read_sentences`.
+        vocabulary: Of the tokens, or what makes it, which reads the file once.
+        eos: Appended to each sentence; with None nothing is, and blank lines are passed over.
+        part_size: Number of sentences in a part.
+
+    Attributes:
+        vocabulary: Of the tokens.
+
+    Raises:
+        ValueError: If there is no sentence, or (on iterating) a token is not in ``vocabulary``.
+
+    Example:
+        >>> path = getfixture("tmp_path") / "two.txt"
+        >>> _ = path.write_text("a rose is a rose" + chr(10) + "is a rose")
+        >>> stream = SentenceStream(path, part_size=1)
+        >>> [part.values.tolist() for part in stream]
+        [[[0, 1, 3, 0, 1, 2]], [[3, 0, 1, 2]]]
+        >>> cooccurrence.count_pairs(stream, len(stream.vocabulary))
+        Pairs(4 distinct pairs of 4 symbols, 8 in all, lag 1)
+    """
+
+    def __init__(
+        self,
+        path: FilePath,
+        vocabulary: Vocabulary | Counting | None = None,
+        eos: str | None = "<eos>",
+        part_size: int = 10_000,
+    ) -> None:
+        check_size("part_size", part_size)
+        self.path, self.part_size, self._end = path, part_size, [] if eos is None else [eos]
+        if next(self._entries(), None) is None:
+            raise _malformed(path, 1, "at least one sentence", "none in the whole file")
+        if not isinstance(vocabulary, Vocabulary):
+            count = vocabulary or Vocabulary.from_counts
+            vocabulary = count(symbol for entry in self._entries() for symbol in entry.symbols)
+        self.vocabulary = vocabulary
+
+    def _entries(self) -> Iterator[Entry]:
+        entries = (Entry(number, line.split() + self._end) for number, line in _lines(self.path))
+        return (entry for entry in entries if entry.symbols)
+
+    def __iter__(self) -> Iterator[Sequences]:
+        entries = self._entries()
+        while rows := list(itertools.islice(entries, self.part_size)):
+            yield corpus_of(self.path, rows, self.vocabulary).data
 
 
 def read_characters(text: str, alphabet: str = LETTERS + " ", chunk: int = 100) -> Corpus:

@@ -20,7 +20,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pyrohmm import datasets, readers
+from pyrohmm import cooccurrence, datasets, readers
 from pyrohmm.datasets import PublicFile
 from pyrohmm.readers import Vocabulary
 
@@ -379,6 +379,46 @@ def test_damaged_archives_are_errors_that_name_the_file(tmp_path, damage):
     raw = gzip.compress(b"some words\n" * 100)
     with pytest.raises(ValueError, match=r"file\.gz, line \d+: wanted UTF-8"):
         readers.read_sentences(written(tmp_path, damage(raw), "file.gz"))
+
+
+# Streams
+
+
+@pytest.mark.parametrize("part_size", [1, 2, 100])
+@pytest.mark.parametrize("eos", ["<eos>", None])
+def test_a_stream_yields_what_reading_at_once_does(part_size, eos, tmp_path):
+    path = written(tmp_path, "a b a\n\nb\nc a\n")
+    whole = readers.read_sentences(path, eos=eos)
+    stream = readers.SentenceStream(path, eos=eos, part_size=part_size)
+    assert stream.vocabulary == whole.vocabulary
+    for _ in range(2):  # as often as one likes
+        parts = list(stream)
+        assert all(len(part) == part_size for part in parts[:-1])
+        rows = [row[:n].tolist() for p in parts for row, n in zip(p.values, p.lengths)]
+        wanted = zip(whole.data.values, whole.data.lengths)
+        assert rows == [row[:length].tolist() for row, length in wanted]
+
+
+def test_pairs_of_a_stream_are_those_of_the_whole(tmp_path):
+    words = np.random.default_rng(0).choice(list("abcde"), (40, 7))
+    path = written(tmp_path, "\n".join(map(" ".join, words)))
+    whole = readers.read_sentences(path)
+    stream = readers.SentenceStream(path, whole.vocabulary, part_size=7)
+    for lag in (1, 3):
+        found, wanted = (
+            cooccurrence.count_pairs(each, len(whole.vocabulary), lag)
+            for each in (stream, whole.data)
+        )
+        assert torch.equal(found.dense(), wanted.dense())
+        assert found.total == wanted.total
+
+
+def test_a_stream_names_what_it_cannot_read(tmp_path):
+    with pytest.raises(ValueError, match="at least one sentence"):
+        readers.SentenceStream(written(tmp_path, "\n"), eos=None)
+    stream = readers.SentenceStream(written(tmp_path, "a\nb\n"), Vocabulary(["a", "<eos>"]))
+    with pytest.raises(ValueError, match="line 2"):
+        list(stream)
 
 
 # Public files

@@ -16,6 +16,7 @@ from pyrohmm import (
     GradientStep,
     MarginalModel,
     Sequences,
+    cooccurrence,
     datasets,
     dense,
     em,
@@ -453,6 +454,27 @@ def test_a_fit_is_not_moved_by_one_that_begins_at_its_values(make):
     for name, value in first.values.items():
         assert torch.equal(value, before[name])
         assert torch.equal(given[name], before[name])
+
+
+def test_a_dense_chain_under_numbers_is_fitted_by_every_fit():
+    """EM, MAP, SVI, and co-occurrences of bins, find two levels that alternate."""
+    torch.set_default_dtype(torch.float64)
+    states = (torch.arange(40) // 2) % 2
+    values = 3.0 * states + 0.5 * torch.randn(6, 40)
+    data = Sequences(values, torch.full((6,), 40))
+    module = DenseHMM(2, None, 1, emission=normal(0))
+    model = MarginalModel(module)
+    edges = cooccurrence.quantile_edges(data, 12)
+    fits = [
+        fit_em(module, data),
+        fit_map(model, data, num_steps=300, restarts=4),
+        fit_cooccurrence(module, data, edges=edges, num_steps=300, restarts=4),
+    ]
+    guide = AutoNormal(model, init_loc_fn=init_to_value(values=fits[0].start), init_scale=0.05)
+    fits.append(fit_svi(model, guide, data, num_steps=100))
+    for fit in fits:
+        means = fit.draw(data).emission.mean.sort().values
+        torch.testing.assert_close(means, torch.tensor([0.0, 3.0]), rtol=0.0, atol=0.3)
 
 
 def test_svi_finds_a_lower_bound():
