@@ -602,16 +602,11 @@ def squared_distance(joint: Tensor, probs: Tensor, target: Pairs | Tensor) -> Te
     if target.num_symbols <= SMALL:
         value = squared_distance(joint, probs, target._dense.to(probs.dtype))
         return value + (target.squares - target._own_squares)
-    dtype = torch.promote_types(joint.dtype, probs.dtype)
-    joint, probs = joint.double(), probs.double()
-    gram = probs @ probs.mT  # (*B, K, K)
-    *batch, num_states, num_symbols = probs.shape
-    table = probs.reshape(-1, num_symbols).T.contiguous()  # all of the batch side by side
-    met = _Product.apply(None, table, target, False)  # (V, *B K)
-    met = met.T.reshape(*batch, num_states, num_symbols)
-    cross = probs @ met.mT  # B W B^T
+    table, joint = _table(probs), joint.double()
+    gram = table.mT @ table  # G, (*B, K, K)
+    cross = table.mT @ _Product.apply(None, table, target, False)  # B W B^T, (*B, K, K)
     value = (joint.mT @ gram @ joint * gram).sum((-2, -1)) - 2 * (joint * cross).sum((-2, -1))
-    return (value + target.squares).to(dtype)
+    return (value + target.squares).to(probs.dtype)
 
 
 def cross_entropy(joint: Tensor, probs: Tensor, target: Pairs | Tensor) -> Tensor:
@@ -642,16 +637,15 @@ def cross_entropy(joint: Tensor, probs: Tensor, target: Pairs | Tensor) -> Tenso
         law = probs.mT @ joint @ probs
         occurs = target > 0
         return -(target * log(law.masked_fill(~occurs, 1.0))).sum((-2, -1))
-    dtype = torch.promote_types(joint.dtype, probs.dtype)
-    joint, probs = joint.double(), probs.double()
-    before = (joint.mT @ probs).mT  # (*B, V, K)
-    after = probs.mT.expand(before.shape)
-    tables = (each.reshape(-1, *before.shape[-2:]).unbind() for each in (before, after))
-    values = [
-        -(target.shares * log(_Products.apply(left.contiguous(), right.contiguous(), target))).sum()
-        for left, right in zip(*tables)
-    ]
-    return torch.stack(values).reshape(before.shape[:-2]).to(dtype)
+    table = _table(probs)
+    before = table @ joint.double()  # (*B, V, K): its products with rows of the table make the law
+    law = _Products.apply(before, table.expand(before.shape), target)  # (*B, M)
+    return -(target.shares * log(law)).sum(-1).to(probs.dtype)
+
+
+def _table(probs: Tensor) -> Tensor:
+    """A row for each symbol, ``(*B, V, K)`` in float64 and in one piece."""
+    return probs.mT.to(torch.float64, memory_format=torch.contiguous_format)
 
 
 def _check_target(probs: Tensor, target: Pairs | Tensor) -> None:
@@ -668,13 +662,16 @@ def _check_target(probs: Tensor, target: Pairs | Tensor) -> None:
 
 
 class _Product(torch.autograd.Function):
-    """A sparse matrix (``values`` at the pairs, or else the shares) times a table ``(V, K)``."""
+    """A sparse matrix (``values`` ``(*B, M)``, or else the shares) times tables ``(*B, V, K)``."""
 
     @staticmethod
     def forward(ctx, values, table, pairs, transposed):
         ctx.save_for_backward(values, table)
         ctx.pairs, ctx.transposed = pairs, transposed
-        return pairs._matrix(values, transposed) @ table
+        every = table.reshape(-1, *table.shape[-2:])
+        entries = [None] * len(every) if values is None else values.reshape(-1, values.size(-1))
+        found = [pairs._matrix(each, transposed) @ one for each, one in zip(entries, every)]
+        return _stacked(found).reshape(table.shape)
 
     @staticmethod
     def backward(ctx, gradient):
@@ -689,13 +686,18 @@ class _Product(torch.autograd.Function):
 
 
 class _Products(torch.autograd.Function):
-    """Inner products ``(M,)`` of rows ``first`` of a table ``(V, K)`` and ``second`` of another."""
+    """Products ``(*B, M)`` of rows ``first`` of tables ``(*B, V, K)`` and ``second`` of others."""
 
     @staticmethod
     def forward(ctx, left, right, pairs):
         ctx.save_for_backward(left, right)
         ctx.pairs = pairs
-        return torch.sparse.sampled_addmm(pairs._rows, left, right.mT, beta=0.0).values()
+        both = (table.reshape(-1, *table.shape[-2:]) for table in (left, right))
+        found = [
+            torch.sparse.sampled_addmm(pairs._rows, one, other.mT, beta=0.0).values()
+            for one, other in zip(*both)
+        ]
+        return _stacked(found).reshape(*left.shape[:-2], -1)
 
     @staticmethod
     def backward(ctx, gradient):
@@ -706,3 +708,8 @@ class _Products(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             by_right = _Product.apply(gradient, left, ctx.pairs, True)
         return by_left, by_right, None
+
+
+def _stacked(parts: list[Tensor]) -> Tensor:
+    """As :func:`torch.stack`; a single part is not copied."""
+    return parts[0].unsqueeze(0) if len(parts) == 1 else torch.stack(parts)
