@@ -476,7 +476,7 @@ def predicted(law: Tensor, log_transition: Tensor, probs: Tensor, lag: int = 1) 
     return probs.mT @ joint_law(law, log_transition, lag) @ probs
 
 
-def stationary(log_transition: Tensor) -> Tensor:
+def stationary(log_transition: Tensor, check: bool = True) -> Tensor:
     r"""Stationary distribution of a chain, by one linear solve, differentiable.
 
     It solves :math:`\pi^\top (I - A + 1 1^\top) = 1^\top`, which has one solution whenever the
@@ -484,6 +484,7 @@ def stationary(log_transition: Tensor) -> Tensor:
 
     Args:
         log_transition: ``(*B, K, K)``, log-probabilities; row = from, column = to.
+        check: Whether to raise where there are many; if not, they are NaN there.
 
     Returns:
         ``(*B, K)`` probabilities.
@@ -498,17 +499,22 @@ def stationary(log_transition: Tensor) -> Tensor:
     matrix = log_transition.double().exp()
     size = matrix.size(-1)
     moves = (matrix.detach() > 0).cpu().reshape(-1, size, size)
-    ends = 1 if bool(moves.all()) else max(_count_ends(each) for each in moves.numpy())
+    several = torch.zeros(len(moves), dtype=torch.bool)
+    if not bool(moves.all()):
+        several = torch.tensor([_count_ends(each) > 1 for each in moves.numpy()])
     # of I - A, the diagonal is what leaves a state: exact also where A is nearly the identity
     away = matrix - torch.diag_embed(matrix.diagonal(dim1=-2, dim2=-1))
     system = torch.diag_embed(away.sum(-1)) - away + 1.0
     law, info = torch.linalg.solve_ex(system.mT, torch.ones_like(matrix[..., 0]))
-    residual = ((law.unsqueeze(-2) @ matrix).squeeze(-2) - law).detach().abs().amax()
-    if ends > 1 or bool((info != 0).any()) or not bool(residual < 1e-3):
-        raise ValueError(
-            "log_transition must have one recurrent class for its stationary distribution to be "
-            "unique; this chain has several, or nearly so. Allow moves between them."
-        )
+    residual = ((law.unsqueeze(-2) @ matrix).squeeze(-2) - law).detach().abs().amax(-1)
+    failed = several.to(info.device).reshape(info.shape) | (info != 0) | ~(residual < 1e-3)
+    if bool(failed.any()):
+        if check:
+            raise ValueError(
+                "log_transition must have one recurrent class for its stationary distribution to "
+                "be unique; this chain has several, or nearly so. Allow moves between them."
+            )
+        law = law.masked_fill(failed.unsqueeze(-1), torch.nan)
     return law.clamp(min=0.0).to(log_transition.dtype)
 
 

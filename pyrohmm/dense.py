@@ -56,7 +56,7 @@ def relu(rows: Tensor, columns: Tensor, floor: float = 1e-6) -> Tensor:
 
 def absolute(rows: Tensor, columns: Tensor) -> Tensor:
     r"""Logarithm of :math:`|u \cdot v|`: the paper's ``normAbsLin``, an ordinary factorisation."""
-    return (rows @ columns.mT).abs().log()
+    return _logarithm((rows @ columns.mT).abs())
 
 
 def rbf(width: float = 1.0) -> Kernel:
@@ -90,7 +90,12 @@ def of_products(function: Callable[[Tensor], Tensor]) -> Kernel:
 
 
 def _of_products(rows: Tensor, columns: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
-    return log(function(rows @ columns.mT))
+    return _logarithm(function(rows @ columns.mT))
+
+
+def _logarithm(values: Tensor) -> Tensor:
+    """Of numbers that may be zero, and then count as the least there are: a row has a sum."""
+    return (values + torch.finfo(values.dtype).tiny).log()
 
 
 def log_rows(kernel: Kernel, rows: Tensor, columns: Tensor) -> Tensor:
@@ -122,8 +127,9 @@ class DenseHMM(HMMModule):
               \pi_i = \frac{k(z_0, u_i)}{\sum_{i'} k(z_0, u_{i'})}
 
     With the exponential kernel the logits of A have rank D at most, and A itself full rank in
-    general. No probability is zero. Only inner products matter: the posterior does not change when
-    ``leave``, ``enter`` and ``start`` are rotated together, nor when ``emit`` and ``symbol`` are.
+    general. No probability is exactly zero. Only inner products matter: the posterior does not
+    change when ``leave``, ``enter`` and ``start`` are rotated together, nor when ``emit`` and
+    ``symbol`` are.
 
     Sites: ``leave`` z ``(K, D)``, ``enter`` u ``(K, D)``, ``start`` ``(D,)``, ``emit`` w
     ``(K, D')`` and ``symbol`` v ``(V, D')``, or those of ``emission``.
@@ -140,13 +146,15 @@ class DenseHMM(HMMModule):
             number of dimensions. Fits that begin in draws of wider priors begin at probabilities
             close to zero and one, and take long to leave them. The paper's starts have one.
         flat: Whether priors are flat, so that the most probable parameters are those of maximum
-            likelihood; ``scale`` is then that of the starts alone.
+            likelihood; ``scale`` is then that of the starts alone. For points only: the posterior
+            is improper, because ``emit`` may grow as ``symbol`` shrinks.
         share: Whether a state has one embedding, ``leave``, which stands for ``enter`` and ``emit``
             too (section 6, learning Z and V only). With the kernels of this module A is then a
             symmetric matrix with its rows normalised: the chain is reversible. Any embedding may be
             held constant besides: see :func:`pyrohmm.freeze`.
         stationary: Whether sequences begin in the stationary law of A, so that there is no
-            ``start`` (section 3.2).
+            ``start`` (section 3.2). Data that never leave a state may drive A to where that law is
+            no longer unique.
         emission: An emission family, such as ``normal(2)``, instead of symbols.
 
     Raises:
@@ -227,7 +235,8 @@ class DenseHMM(HMMModule):
         enter = leave if self.share else self.enter
         transition = log_rows(self.kernel, leave, enter)
         if self.stationary:
-            initial = log(cooccurrence.stationary(transition))
+            # where rounding splits the chain in two, the HMM built says so, if it is validated
+            initial = log(cooccurrence.stationary(transition, check=False))
         else:
             initial = log_rows(self.kernel, self.start.unsqueeze(-2), enter).squeeze(-2)
         return HMM(initial, transition, self._emission(leave), lengths, observed)

@@ -355,7 +355,19 @@ class Draws:
                 elif len(shape) == 2 and shape[1] == num_symbols:
                     names[1] = "symbol"
             found[name] = tuple(names)
-        return found
+        return self._told_apart(found)
+
+    def _told_apart(self, dims: dict[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
+        """The same names, with those of the module before a name that has another size already."""
+        sizes: dict[str, int] = {}
+        for name, names in dims.items():
+            path, own = name.rpartition(".")[0], []
+            for each, size in zip(names, self.values[name].shape[2:]):
+                clash = sizes.setdefault(each, size) != size and name not in self.dims
+                own.append(f"{path}.{each}" if clash else each)
+                sizes.setdefault(own[-1], size)
+            dims[name] = tuple(own)
+        return dims
 
     def _check_dims(self, dims: Mapping[str, Sequence[str]], data: Sequences) -> None:
         """Raise unless renaming variables by ``dims`` renames the states, and priors allow it."""

@@ -58,7 +58,9 @@ class GradientStep:
         num_steps: Largest number of gradient steps in one M-step.
         optimizer: Called with the parameters, returns a torch optimizer, which keeps its state from
             one M-step to the next. By default each M-step is L-BFGS, run until it stands still or
-            for ``num_steps``: of a DenseHMM the default gains what a hundred steps do.
+            for ``num_steps``; restarts share its line search. It follows the gradient closely, and
+            stays on a plateau where there is none, as where every softmax is saturated: begin EM
+            in narrow priors, or give Adam, which takes steps of one size.
         guard: Whether an M-step that would raise the loss is undone. Without it EM may go down.
     """
 
@@ -81,13 +83,14 @@ class GradientStep:
         """
         with torch.no_grad():
             before = loss()
+        size = before.masked_fill(~before.isfinite(), 0.0).abs().sum().item()
         kept = [each.detach().clone() for each in parameters]
         if self.optimizer is None:
             stepper: torch.optim.Optimizer = torch.optim.LBFGS(
                 parameters,
                 max_iter=self.num_steps,
                 tolerance_grad=1e-9,
-                tolerance_change=1e-11 * max(100.0, before.abs().sum().item()),
+                tolerance_change=1e-11 * max(100.0, size),
                 line_search_fn="strong_wolfe",
             )
         else:
@@ -96,9 +99,14 @@ class GradientStep:
 
         def closure() -> Tensor:
             stepper.zero_grad()
-            value = loss().sum()
+            values = loss()
+            failed = ~values.isfinite()
+            value = values.masked_fill(failed, 0.0).sum()
             value.backward()
-            return value
+            for each in parameters:  # a restart that has failed must not move the others
+                if each.grad is not None:
+                    each.grad.nan_to_num_(0.0, 0.0, 0.0)
+            return value + failed.sum() * (1e3 + 10 * size)  # nor look good
 
         for _ in range(1 if self.optimizer is None else self.num_steps):
             stepper.step(closure)  # type: ignore[arg-type]  # torch's stub wants a float
@@ -117,8 +125,8 @@ def densehmm_schedule() -> dict[str, Any]:
     """Options of :func:`fit_em` with which the authors of the DenseHMM fit it by EM.
 
     Forty iterations of 25 steps of Adam with a learning rate of 0.01, whose moments are kept from
-    one to the next. Neither the paper says so nor does it suffice: a coordinate moves by at most a
-    quarter in an iteration. It is there for comparison; the default converges in each M-step.
+    one to the next. The paper does not say so, and it is not much: a coordinate moves by at most
+    a quarter in an iteration. It is there for comparison.
 
     Example:
         >>> data = Sequences.from_list([[0, 1] * 10, [1, 0] * 10])
@@ -409,7 +417,16 @@ class _Problem:
     def _adopt(self, wide: Values) -> None:
         shape = (self.restarts, 1)
         for name, site in self.sites.items():
-            value = wide[name].detach().expand(*shape, *site.event_shape)
+            value, event = wide[name].detach(), site.event_shape
+            if value.shape == (self.restarts, *event) and self.restarts > 1:
+                value = value.unsqueeze(1)
+            try:
+                value = value.expand(*shape, *event)
+            except RuntimeError:
+                raise ValueError(
+                    f"start must hold {name!r} of shape {tuple(event)}, or one value for each "
+                    f"restart, {(self.restarts, *event)}; got {tuple(value.shape)}."
+                ) from None
             self.values[name] = value if self.restarts > 1 else value[0, 0]
 
     def state(self) -> dict[str, Any]:
@@ -558,6 +575,8 @@ class _Problem:
     def maximise(self, found: Any) -> None:
         """The M-step."""
         if isinstance(found, dict):
+            visits = found["visits"]
+            self.idle = (visits < DEAD * visits.sum(-1, keepdim=True)).tolist()
             if self.chain_closed or self.emission_closed:
                 self._maximise_closed(found)
             names = [name for name in COUNTED if name in found]
@@ -599,10 +618,6 @@ class _Problem:
             self._put(name, new)
         for note in notes:
             self.notes[note] = self.notes.get(note, 0) + 1
-        visits = statistics.get("visits")
-        self.idle = (
-            [] if visits is None else (visits < DEAD * visits.sum(-1, keepdim=True)).tolist()
-        )
 
     def _current(self, name: str) -> Tensor:
         """The value ``(R, ...)`` of a parameter."""

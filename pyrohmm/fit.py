@@ -340,11 +340,11 @@ def fit_cooccurrence(
     data: Sequences | Pairs | Tensor | Iterable[Pairs | Tensor],
     num_symbols: int | None = None,
     *,
-    lags: Iterable[int] = (1,),
+    lags: Iterable[int] | None = None,
     loss: Callable[[Tensor, Tensor, Any], Tensor] = cooccurrence.squared_distance,
     stationary: Callable[[Tensor], Tensor] = cooccurrence.stationary,
     edges: Tensor | None = None,
-    weight: float | None = None,
+    weight: float | list[float] | None = None,
     pairs_per_step: int | None = None,
     log_prior: Callable[[HMM], Tensor] | None = None,
     generator: torch.Generator | None = None,
@@ -362,12 +362,15 @@ def fit_cooccurrence(
             :func:`cooccurrence.count_pairs`; or dense shares ``(V, V)``; or a list of these, of
             several lags.
         num_symbols: V; by default that of the module. Not needed with ``edges``, nor for pairs.
-        lags: How many steps apart pairs of the sequences are; the losses of all lags are added.
+        lags: How many steps apart pairs of the sequences are, such as ``(1, 2, 5)``; the losses of
+            all lags are added. Adjacent steps by default.
         loss: :func:`cooccurrence.squared_distance`, :func:`cooccurrence.cross_entropy`, or your
             own: see :class:`CooccurrenceModel`.
         stationary: :func:`cooccurrence.stationary`; to leave out its gradient, as published code
             does, :func:`cooccurrence.stationary_detached`.
         edges: ``(V - 1,)``, between bins of numbers, such as :func:`cooccurrence.quantile_edges`.
+            A state far from all numbers has no gradient: where numbers lie far from where priors
+            put the states, begin at another fit, ``init=init_to_value(values=fit.start)``.
         weight: Of the loss, against the priors. By default that of the data: the number of pairs n
             for the cross-entropy, which is then in nats, and for the squared distance
             :math:`n / 2 \lVert W \rVert^2`, with which the two agree to second order where all
@@ -408,9 +411,20 @@ def fit_cooccurrence(
             data, num_symbols = cooccurrence.binned(data, edges), len(edges) + 1
         elif num_symbols is None:
             num_symbols = _num_symbols(module)
+        lags = (1,) if lags is None else lags
+        if isinstance(lags, int) or not (lags := list(lags)):
+            raise ValueError(f"lags must be some numbers of steps, such as (1, 2); got {lags}.")
         targets += [cooccurrence.count_pairs(data, num_symbols, lag) for lag in lags]
     else:
+        if lags is not None:
+            raise ValueError("lags are of sequences; pairs have theirs already. Count each lag: "
+                             "cooccurrence.count_pairs(data, num_symbols, lag).")  # fmt: skip
         targets += [data] if isinstance(data, Pairs | Tensor) else data
+        if any(isinstance(each, Sequences) for each in targets):
+            raise TypeError(
+                "data must be Sequences or what was counted; got several Sequences. Count their "
+                "pairs: cooccurrence.count_pairs(data, num_symbols)."
+            )
     model = CooccurrenceModel(
         module,
         targets,
@@ -862,10 +876,11 @@ def _check_finite(
             value = elbo.loss(model, guide, batch)
     cause = "lower learning_rate, set clip_norm, or keep scales and probabilities away from zero"
     if value == math.inf:
-        cause = (
-            "a sequence has probability zero: check for symbols or moves that no path allows"
-            + (f"; or {cause}" if step else "")
-        )  # fmt: skip
+        which = "a sequence has probability zero: check for symbols or moves that no path allows"
+        if isinstance(inspect.unwrap(model), CooccurrenceModel):
+            which = ("a pair that occurs has probability zero: begin at another fit, with "
+                     "init=init_to_value(values=fit.start)")  # fmt: skip
+        cause = which + (f"; or {cause}" if step else "")
     raise FloatingPointError(f"the loss is {value} at step {step}; {cause}.")
 
 

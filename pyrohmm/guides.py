@@ -99,6 +99,8 @@ class RotationGuide(OwnParameters):
             _Group(f"rotated_{i}", {name: start[name] for name in names})
             for i, names in enumerate(groups)
         ]
+        for i, part in enumerate(self._parts):  # saved with the guide: its parameters need them
+            self.register_buffer(f"rows_{i}", part.rows)
         values = {name: value.detach() for name, value in start.items()}
         for part in self._parts:
             values = {name: value for name, value in values.items() if name not in part.shapes}

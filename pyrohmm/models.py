@@ -8,6 +8,7 @@ is inside the plate, and the priors not.
 from __future__ import annotations
 
 import inspect
+import math
 import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -163,6 +164,11 @@ class CooccurrenceModel(OwnParameters):
                     "target must be Pairs or a dense tensor, or a list of them; got "
                     f"{type(each).__name__}. Call cooccurrence.count_pairs on sequences."
                 )
+            if isinstance(each, Tensor) and len(targets) > 1:
+                raise ValueError(
+                    "target: dense shares are of adjacent symbols, and do not say of which lag; "
+                    "several targets must be Pairs. Call cooccurrence.count_pairs for each lag."
+                )
             if pairs_per_step is not None and isinstance(each, Tensor):
                 raise ValueError("pairs_per_step needs Pairs to draw from; the target is dense.")
         if len(weights) != len(targets) or not targets:
@@ -170,6 +176,14 @@ class CooccurrenceModel(OwnParameters):
                 f"weight must be one number, or one for each target; got {len(weights)} for "
                 f"{len(targets)} targets."
             )
+        for one in weights:
+            if isinstance(one, Tensor) or not 0 < one < math.inf:
+                raise ValueError(
+                    f"weight must be a positive number, or one for each target; got {one!r}."
+                )
+        for name, given in (("loss", loss), ("stationary", stationary)):
+            if not callable(given):
+                raise TypeError(f"{name} must be a function; got {type(given).__name__}.")
         if pairs_per_step is not None:
             check_size("pairs_per_step", pairs_per_step)
         self.module, self.log_prior, self.loss, self.stationary = (

@@ -816,3 +816,40 @@ def test_a_fit_that_was_cut_short_goes_on_with_the_same_bits(tmp_path, restarts)
     for other in others:
         with pytest.raises(ValueError, match="belongs to another fit"):
             fit(30, path, **other)
+
+
+# What cannot be meant of several targets
+
+
+def refused(error, words, *args, **options):
+    with pytest.raises(error, match=words):
+        fit_cooccurrence(TabularHMM(2, categorical(3)), *args, num_steps=1, **options)
+
+
+def test_what_cannot_be_meant_of_a_fit_is_refused_by_name():
+    data = Sequences.from_list([[0, 1, 2, 1], [2, 0]])
+    pairs, dense = count_pairs(data, 3), counted(data, 3)
+    refused(ValueError, "lags must be some numbers", data, lags=2)
+    refused(ValueError, "lags must be some numbers", data, lags=())
+    refused(ValueError, "pairs have theirs already", pairs, lags=(1, 2))
+    refused(ValueError, "several targets must be Pairs", [dense, dense], weight=1.0)
+    refused(TypeError, "Count their pairs", (data for _ in range(2)))
+    refused(TypeError, "loss must be a function; got str", data, loss="x")
+    for weight in (-1.0, float("nan"), torch.tensor(1.0)):
+        refused(ValueError, "weight must be a positive number", data, weight=weight)
+
+
+def test_numbers_far_from_every_state_are_explained():
+    values = torch.randn(3, 60) + 1e4 * (torch.arange(60) // 20 % 2)
+    data = Sequences(values, torch.full((3,), 60))
+    edges = quantile_edges(data, 6)
+    with pytest.raises(FloatingPointError, match="a pair that occurs has probability zero: begin"):
+        fit_cooccurrence(
+            TabularHMM(2, normal(0)), data, edges=edges, loss=cross_entropy,
+            init=init_to_value(values={
+                "module.initial": torch.tensor([0.5, 0.5]),
+                "module.transition": torch.full((2, 2), 0.5),
+                "module.emission.loc": torch.tensor([0.0, 1.0]),
+                "module.emission.scale": torch.tensor([1.0, 1.0]),
+            }),
+        )  # fmt: skip

@@ -139,6 +139,14 @@ def test_a_row_of_relus_below_zero_is_even():
     torch.testing.assert_close(rows.exp(), torch.full((1, 3), 1 / 3))
 
 
+@pytest.mark.parametrize("kernel", [dense.absolute, dense.of_products(torch.relu)])
+def test_a_row_of_zeros_is_even(kernel):
+    rows = torch.tensor([[1.0, 0.0]], requires_grad=True)
+    logs = dense.log_rows(kernel, rows, torch.tensor([[0.0, 1.0], [0.0, 2.0]]))
+    torch.testing.assert_close(logs.exp(), torch.tensor([[0.5, 0.5]]))
+    assert torch.autograd.grad(logs[0, 0], rows)[0].isfinite().all()
+
+
 def test_the_kernel_of_a_function_may_be_zero():
     relu = dense.of_products(torch.relu)
     vector = torch.tensor([[1.0]], requires_grad=True)
@@ -362,6 +370,59 @@ def test_restarts_of_em_are_fits_side_by_side():
     for restart, draw in enumerate(draws):
         alone = fit_em(module, data, start=draw, gradient_step=step, **options)
         torch.testing.assert_close(every.restarts.losses[restart], alone.losses)
+
+
+def test_a_restart_that_has_failed_does_not_stop_the_others():
+    """One start has a row of zeros under a kernel without a floor, and a loss of NaN."""
+    torch.set_default_dtype(torch.float64)
+    data = some_symbols()
+    module = DenseHMM(3, 4, 2, kernel=lambda rows, columns: (rows @ columns.mT).abs().log())
+    draws = [embeddings_of(module)[0] for _ in range(3)]
+    draws[0]["symbol"][0] = 0.0  # a symbol that no state emits
+    wide = {name: torch.stack([draw[name] for draw in draws]) for name in draws[0]}
+    every = fit_em(module, data, start=wide, restarts=3, num_steps=4, tolerance=None)
+    assert not every.restarts.final[0].isfinite()
+    for restart in (1, 2):
+        losses = every.restarts.losses[restart]
+        assert_falls(losses)
+        assert losses[0] - losses[-1] > 5.0
+
+
+def test_a_stationary_law_that_rounding_takes_away_does_not_end_a_fit():
+    """Runs of a hundred equal symbols: steps are tried at which no state is ever left."""
+    runs = [[0] * 50 + [1] * 50, [1] * 60 + [0] * 40, [2] * 100]
+    for seed in range(4):
+        pyro.set_rng_seed(seed)
+        module = DenseHMM(3, 3, 3, stationary=True, flat=True, scale=3.0)
+        fit = fit_em(module, Sequences.from_list(runs), num_steps=30)
+        assert fit.losses.isfinite().all()
+        assert_falls(fit.losses, slack=1e-5)
+
+
+def test_states_that_nothing_supports_are_named():
+    torch.set_default_dtype(torch.float64)
+    data = Sequences.from_list([[0, 1, 2] * 20])
+    start = {
+        "leave": torch.zeros(3, 1),
+        "enter": torch.tensor([[0.0], [0.0], [-60.0]]),
+        "start": torch.ones(1),
+        "emit": torch.randn(3, 1),
+        "symbol": torch.randn(3, 1),
+    }
+    start["leave"] += 1.0
+    fit = fit_em(DenseHMM(3, 3, 1, flat=True), data, start=start, num_steps=1)
+    assert "no observation supports state 2" in " ".join(fit.notes)
+
+
+def test_starts_of_restarts_may_be_those_of_a_fit():
+    data = some_symbols()
+    module = DenseHMM(3, 4, 2)
+    first = fit_em(module, data, restarts=2, num_steps=2, tolerance=None)
+    again = fit_em(module, data, restarts=2, num_steps=1, start=first.restarts.values)
+    torch.testing.assert_close(again.restarts.losses[:, 0], first.restarts.final)
+    wrong = first.values | {"module.leave": torch.zeros(2, 2)}
+    with pytest.raises(ValueError, match=r"start must hold 'leave' of shape \(3, 2\)"):
+        fit_em(module, data, start=wrong)
 
 
 def test_minibatches_of_em_come_near_the_full_fit():

@@ -9,6 +9,7 @@ from pyro import poutine
 from pyro.distributions import Categorical, Dirichlet, Normal
 from pyro.infer import MCMC, NUTS
 from pyro.infer.autoguide import AutoNormal
+from pyro.nn import PyroModule
 from torch.distributions import constraints
 
 from pyrohmm import (
@@ -420,3 +421,26 @@ def test_errors_say_what_was_wanted():
         Draws.of(some, lambda data: None).hmm(data)
     with pytest.raises(ValueError, match="batch_size"):
         some.map(data, lambda hmm: hmm.log_initial, 0)
+
+
+def test_modules_of_other_sizes_have_dimensions_of_their_own():
+    """Two DenseHMMs in one model: names of dimensions that clash are told apart."""
+
+    class Both(PyroModule):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = DenseHMM(2, 3, 2), DenseHMM(3, 3, 1)
+
+        def forward(self, data):
+            hmm = self.a(data.lengths)
+            pyro.factor("other", self.b(data.lengths).log_prob(data.values).sum(-1))
+            with pyro.plate("sequences", len(data)):
+                pyro.sample("x", hmm, obs=data.values)
+            return hmm
+
+    data = Sequences.from_list([[0, 1, 2, 1], [2, 0]])
+    draws = Draws.of(fit_map(Both(), data, num_steps=3))
+    dims = draws.named_dims(data)
+    assert dims["a.leave"] == ("state", "embedding")
+    assert dims["b.leave"] == ("b.state", "b.embedding")
+    assert dims["b.symbol"] == ("symbol", "b.symbol_embedding")

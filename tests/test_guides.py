@@ -249,3 +249,26 @@ def test_svi_and_nuts_agree_in_what_names_and_rotations_leave_alone():
         error += second.var() / effective_sample_size(second[None], 0, 1)
         assert (mean - second.mean()).abs() < 4 * error.sqrt()
         assert error.sqrt() < 0.3 * second.std()  # so that this says something
+
+
+def test_a_saved_guide_knows_the_order_of_its_rows():
+    """Parameters are of rows in an order chosen at the start, which is saved with them."""
+    data = Sequences.from_list([[0, 1, 2, 1], [2, 0, 1]])
+    model = MarginalModel(DenseHMM(3, 3, 2))
+    guides = []
+    for seed in (0, 1):
+        pyro.set_rng_seed(seed)
+        start = fit_map(model, data, num_steps=2).start
+        guides.append(RotationGuide(model, start))
+        guides[-1](data)
+    assert any(
+        not torch.equal(getattr(guides[0], name), getattr(guides[1], name))
+        for name in ("rows_0", "rows_1")
+    )
+    guides[1].load_state_dict(guides[0].state_dict())
+    drawn = []
+    for guide in guides:
+        pyro.set_rng_seed(2)
+        drawn.append(guide(data))
+    for name, value in drawn[0].items():
+        torch.testing.assert_close(drawn[1][name], value)
