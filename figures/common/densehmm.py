@@ -581,7 +581,7 @@ def draw(name: str, sources: list[Source], rows: list[dict[str, Any]]) -> None:
             breaks = [i for i in range(1, len(cells)) if cells[i][0] != cells[i - 1][0]]
             for place in breaks:
                 panel.axvline(place - 0.5, color="0.7", linewidth=0.8)
-            panel.set_xticks(range(len(cells)), [f"{n}, {dim}" for n, dim in cells])
+            panel.set_xticks(range(len(cells)), [f"{n}, {dim}" for n, dim in cells], fontsize=8)
             panel.set_xlabel("n, l")
             panel.grid(axis="y", alpha=0.3)
         pair[0].set_title(f"{source.title}, {protocol}", fontsize=10)
