@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from .hmm import HMM
 
 CHUNK = 1 << 22  # pairs that are sorted at a time
+FAINT = 1e-30  # probabilities of pairs below which single precision may lose them
 SMALL = 256  # symbols, up to which all V^2 pairs take less time than those that occur
 
 # What was counted --------------------------------------------------------------------------------
@@ -608,7 +609,7 @@ def squared_distance(joint: Tensor, probs: Tensor, target: Pairs | Tensor) -> Te
     if target.num_symbols <= SMALL:
         value = squared_distance(joint, probs, target._dense.to(probs.dtype))
         return value + (target.squares - target._own_squares)
-    table, joint = _table(probs), joint.double()
+    table, joint = _table(probs, torch.float64), joint.double()
     gram = table.mT @ table  # G, (*B, K, K)
     cross = table.mT @ _Product.apply(None, table, target, False)  # B W B^T, (*B, K, K)
     value = (joint.mT @ gram @ joint * gram).sum((-2, -1)) - 2 * (joint * cross).sum((-2, -1))
@@ -638,20 +639,30 @@ def cross_entropy(joint: Tensor, probs: Tensor, target: Pairs | Tensor) -> Tenso
     """
     _check_target(probs, target)
     if isinstance(target, Pairs) and target.num_symbols <= SMALL:
-        target = target._dense.to(probs.dtype)
+        target = target._dense
+    shares = target if isinstance(target, Tensor) else target.shares
+    law = _law_of_pairs(joint, probs, target)  # as shares, but for batch dimensions
+    if bool(law.detach().amin() > FAINT):
+        logs = law.log()
+    else:  # too small for single precision, or zero
+        logs = log(_law_of_pairs(joint.double(), probs.double(), target))
+    over = (-2, -1) if isinstance(target, Tensor) else (-1,)
+    terms = shares.to(logs.dtype) * logs
+    return -terms.sum(over, dtype=torch.float64).to(probs.dtype)
+
+
+def _law_of_pairs(joint: Tensor, probs: Tensor, target: Pairs | Tensor) -> Tensor:
+    """The predicted law at the pairs ``(*B, M)``; or at all ``(*B, V, V)``, one where none is."""
     if isinstance(target, Tensor):
-        law = probs.mT @ joint @ probs
-        occurs = target > 0
-        return -(target * log(law.masked_fill(~occurs, 1.0))).sum((-2, -1))
-    table = _table(probs)
-    before = table @ joint.double()  # (*B, V, K): its products with rows of the table make the law
-    law = _Products.apply(before, table.expand(before.shape), target)  # (*B, M)
-    return -(target.shares * log(law)).sum(-1).to(probs.dtype)
+        return (probs.mT @ joint @ probs).masked_fill(target <= 0, 1.0)
+    table = _table(probs, probs.dtype)
+    before = table @ joint  # its products with rows of the table make the law
+    return _Products.apply(before, table.expand(before.shape), target)
 
 
-def _table(probs: Tensor) -> Tensor:
-    """A row for each symbol, ``(*B, V, K)`` in float64 and in one piece."""
-    return probs.mT.to(torch.float64, memory_format=torch.contiguous_format)
+def _table(probs: Tensor, dtype: torch.dtype) -> Tensor:
+    """A row for each symbol, ``(*B, V, K)`` in one piece."""
+    return probs.mT.to(dtype).contiguous()
 
 
 def _check_target(probs: Tensor, target: Pairs | Tensor) -> None:
@@ -698,9 +709,10 @@ class _Products(torch.autograd.Function):
     def forward(ctx, left, right, pairs):
         ctx.save_for_backward(left, right)
         ctx.pairs = pairs
+        places = pairs._matrix(left.new_zeros(len(pairs)), False)
         both = (table.reshape(-1, *table.shape[-2:]) for table in (left, right))
         found = [
-            torch.sparse.sampled_addmm(pairs._rows, one, other.mT, beta=0.0).values()
+            torch.sparse.sampled_addmm(places, one, other.mT, beta=0.0).values()
             for one, other in zip(*both)
         ]
         return _stacked(found).reshape(*left.shape[:-2], -1)

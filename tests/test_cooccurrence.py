@@ -302,10 +302,30 @@ def test_single_precision_loses_nothing_near_a_fit(loss, num_symbols):
     counts = (1e9 * law).round().long() + 1
     keys = torch.arange(num_symbols**2)
     pairs = Pairs(keys // num_symbols, keys % num_symbols, counts, num_symbols)
-    single = loss(joint, probs, pairs)
+    single = loss(joint.requires_grad_(), probs.requires_grad_(), pairs)
     assert single.dtype == torch.float32
     exact = by_formula(loss, joint.double(), probs.double(), pairs.dense())
     torch.testing.assert_close(single.double(), exact, rtol=1e-6, atol=1e-15)
+    pairs = random_pairs(num_symbols)  # far from the law, where the gradient does not cancel
+    slopes = torch.autograd.grad(loss(joint, probs, pairs), (joint, probs))
+    value = by_formula(loss, joint.double(), probs.double(), pairs.dense())
+    for slope, other in zip(slopes, torch.autograd.grad(value, (joint, probs))):
+        assert (slope - other).norm() < 1e-5 * other.norm()
+
+
+@pytest.mark.parametrize("small", [0, 256])
+def test_single_precision_takes_no_faint_pair_for_an_impossible_one(monkeypatch, small):
+    monkeypatch.setattr(cooccurrence, "SMALL", small)
+    parts = (
+        torch.tensor([[1.0, 0.0], [0.0, 1e-20]], dtype=torch.float32).requires_grad_(),
+        torch.tensor([[1.0, 0.0], [1.0, 1e-20]], dtype=torch.float32).requires_grad_(),
+    )
+    pairs = Pairs(torch.tensor([1]), torch.tensor([1]), torch.tensor([1]), 2)
+    value = cross_entropy(*parts, pairs)
+    torch.testing.assert_close(value.item(), 60 * math.log(10), rtol=1e-6, atol=0.0)
+    slopes = torch.autograd.grad(value, parts)
+    torch.testing.assert_close(slopes[0][1, 1].item(), -1e20, rtol=1e-6, atol=0.0)
+    torch.testing.assert_close(slopes[1][1, 1].item(), -2e20, rtol=1e-6, atol=0.0)
 
 
 @pytest.mark.parametrize("small", [0, 256])
