@@ -353,8 +353,12 @@ def fit_cooccurrence(
     r"""Match the law of pairs of symbols: :func:`fit_map` of a :class:`CooccurrenceModel`.
 
     Pairs are counted once. A step costs O(V K² + M K) for V symbols and M distinct pairs that
-    occur, however many sequences there are and however long. The first state has no part in it, and
-    stays where its prior puts it: see :func:`fit_em`, which can begin at ``fit.values``.
+    occur, however many sequences there are and however long.
+
+    Pairs at one distance leave much of the chain open: models that predict them equally well differ
+    in what they say of whole sequences. Several ``lags`` tell them apart, and :func:`fit_em` and
+    :func:`fit_map` go on from ``fit.values``. The first state has no part in pairs, and stays where
+    its prior puts it.
 
     Args:
         module: Builds an HMM that emits symbols, or numbers that ``edges`` put into bins.
@@ -387,7 +391,7 @@ def fit_cooccurrence(
     Raises:
         TypeError: If ``data`` are none of these, or a model has neither symbols nor edges.
         ValueError: If there is no pair, V of data and module differ, ``weight`` is missing for
-            dense shares, or ``batch_size`` is given, of which sequences know, and pairs do not.
+            dense shares, or an option is given that only sequences have.
 
     Example:
         >>> data = Sequences.from_list([[0, 1] * 10, [1, 0] * 10])
