@@ -11,8 +11,9 @@ steps of Adam each; the standard HMM begins with uniform initial and transition 
 Direct: 10,000 steps of Adam at 0.001, through which the stationary law is held constant, and on
 synthetic data towards the true law instead of one counted in the training data. The MAD is that of
 a sample from the model, as many sequences as in the test data and all as long as the longest, but
-for the direct model, where it is analytic. The NLL is divided by the number of sequences times the
-length of the longest.
+for the direct model, where it is analytic. It is taken from the pairs of the test data, also where
+the true law is known, although the paper has it from that. The NLL is divided by the number of
+sequences times the length of the longest.
 
 *Done right*, every model sees the training data and nothing else and begins at random; EM goes on
 until it stands still, or for 100 iterations, each M-step of the DenseHMM being L-BFGS, which cannot
@@ -388,12 +389,16 @@ def rows_of(source: Source, budget: Budget, store: Store) -> list[dict[str, Any]
 
 def shown(row: dict[str, Any], synthetic: bool) -> dict[str, dict[str, float]]:
     """The MAD and the NLL of a row that its protocol is about."""
-    if row["protocol"] == CODE:
-        return {
-            "MAD": row["mad" if row["model"] == DIRECT else "mad_sampled"],
-            "NLL": row["nll"],
-        }
-    return {"MAD": row["mad_to_truth" if synthetic else "mad"], "NLL": row["nll_per_step"]}
+    code = row["protocol"] == CODE
+    mad = "mad_sampled" if code and row["model"] != DIRECT else "mad"
+    found = {"MAD": row[mad], "NLL": row["nll" if code else "nll_per_step"]}
+    if (
+        synthetic
+    ):  # the code measures from what is counted in the test data, the paper says from this
+        found["MAD from the true law"] = row[f"{mad}_to_truth"]
+        if not code:
+            found["MAD"] = found["MAD from the true law"]
+    return found
 
 
 # Claims ------------------------------------------------------------------------------------------
