@@ -15,8 +15,8 @@ of ten. At n = 3 and l = 1 that decides: its ten medians go from 0.006 to 0.134,
 below the 0.048 of the paper; those of the table, the first drawn, are easy ones.
 
 ``rank`` is of the fitted matrices, and of their logarithms less the means of rows. ``exactness``
-builds positive matrices from vectors of length n - 1. All parts take twelve minutes of processor
-time, shared among as many processes as torch has threads.
+builds positive matrices from vectors of length n - 1. All parts take ten minutes on two
+cores, shared among as many processes as torch has threads.
 
 Writes ``densehmm_matrix_fit.json`` and ``densehmm_matrix_fit.png``.
 """
