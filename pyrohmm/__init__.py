@@ -4,12 +4,14 @@ from . import cooccurrence as cooccurrence
 from . import datasets as datasets
 from . import dense as dense
 from . import distributions as distributions
+from . import dpp as dpp
 from . import draws as draws
 from . import em as em
 from . import emissions as emissions
 from . import guides as guides
 from . import inference_data as inference_data
 from . import metrics as metrics
+from . import msteps as msteps
 from . import plots as plots
 from . import queries as queries
 from . import readers as readers
@@ -18,8 +20,8 @@ from . import starts as starts
 from .conversion import from_hmmlearn as from_hmmlearn
 from .conversion import to_hmmlearn as to_hmmlearn
 from .dense import DenseHMM as DenseHMM
+from .dpp import DiversityPrior as DiversityPrior
 from .draws import Draws as Draws
-from .em import GradientStep as GradientStep
 from .em import fit_em as fit_em
 from .emissions import bernoulli as bernoulli
 from .emissions import categorical as categorical
@@ -42,6 +44,7 @@ from .models import MarginalModel as MarginalModel
 from .models import markov_sample as markov_sample
 from .modules import HMMModule as HMMModule
 from .modules import freeze as freeze
+from .msteps import GradientStep as GradientStep
 from .normals import normal as normal
 from .normals import normal_full as normal_full
 from .normals import normal_mixture as normal_mixture
@@ -63,6 +66,7 @@ __all__ = [
     "HMM",
     "CooccurrenceModel",
     "DenseHMM",
+    "DiversityPrior",
     "Draws",
     "EnumeratedModel",
     "Expected",
@@ -84,6 +88,7 @@ __all__ = [
     "datasets",
     "dense",
     "distributions",
+    "dpp",
     "draws",
     "em",
     "emissions",
@@ -100,6 +105,7 @@ __all__ = [
     "load_into",
     "markov_sample",
     "metrics",
+    "msteps",
     "normal",
     "normal_full",
     "normal_mixture",

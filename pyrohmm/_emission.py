@@ -109,11 +109,20 @@ def row_mode(counts: Tensor, concentration: Tensor | None) -> Tensor:
     Raises:
         ValueError: If a concentration is below one, for then there is no mode.
     """
-    counts = counts.double()
-    if concentration is not None:
-        check_mode("concentration", concentration)
-        counts = counts + (concentration - 1)
+    counts = with_prior(counts, concentration)
     return counts / counts.sum(-1, keepdim=True)
+
+
+def with_prior(counts: Tensor, concentration: Tensor | None) -> Tensor:
+    """Counts ``(*, V)`` and the pseudo-counts of a Dirichlet prior, if any, in float64.
+
+    Raises:
+        ValueError: If a concentration is below one.
+    """
+    if concentration is None:
+        return counts.double()
+    check_mode("concentration", concentration)
+    return counts.double() + (concentration - 1)
 
 
 def check_mode(name: str, concentration: Tensor) -> None:

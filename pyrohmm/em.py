@@ -1,8 +1,9 @@
 r"""EM: a map from HMM to HMM that never lowers the log joint density.
 
 The E-step is exact (:meth:`HMM.expected`). The M-step is a closed form wherever there is one (the
-chain of a :class:`TabularHMM`, and the emissions of this package), priors included; for the rest it
-is :class:`GradientStep`, on the expected counts alone if they are all that is needed, as for
+chain of a :class:`TabularHMM`, and the emissions of this package), priors included; transitions
+under a diversity prior have steps of their own (:mod:`pyrohmm.msteps`); for the rest it is
+:class:`GradientStep`, on the expected counts alone if they are all that is needed, as for
 symbols. With minibatches, sufficient statistics are averaged with steps that decay (Cappé and
 Moulines, 2009, On-line EM for latent data models).
 """
@@ -12,7 +13,7 @@ from __future__ import annotations
 import copy
 import time
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,17 +26,19 @@ from torch import Tensor
 from torch.distributions import transform_to
 from tqdm import tqdm
 
-from . import recursions
+from . import msteps, recursions
 from ._checks import check_size
 from ._emission import Emission, Statistics
 from ._lookup import add_rows
 from .checkpoints import Checkpoint, constants, fingerprint
 from .dense import DenseHMM
 from .distributions import is_categorical, log_probs
+from .dpp import DiversityPrior
 from .fit import Batches, Fit, Point, Restarts, check_events, follow, uses_labels
 from .hmm import HMM
-from .models import MarginalModel, build
+from .models import LogPrior, MarginalModel, build
 from .modules import HMMModule
+from .msteps import FixedPoint, GradientStep, LogitGradient, TransitionStep
 from .recursions import Expected
 from .sequences import Sequences
 from .starts import Start, Values, build_once, by_kmeans, from_prior
@@ -49,76 +52,6 @@ COUNTED: dict[str, Callable[[HMM], Tensor]] = {
     "chain.transition": lambda hmm: hmm.log_transition,
     "symbols": lambda hmm: log_probs(hmm.emission),
 }
-
-
-class GradientStep:
-    """An M-step by gradient steps, for what has no closed form.
-
-    Args:
-        num_steps: Largest number of gradient steps in one M-step.
-        optimizer: Called with the parameters, returns a torch optimizer, which keeps its state from
-            one M-step to the next. By default each M-step is L-BFGS, run until it stands still or
-            for ``num_steps``; restarts share its line search. It follows the gradient closely, and
-            stays on a plateau where there is none, as where every softmax is saturated: begin EM
-            in narrow priors, or give Adam, which takes steps of one size.
-        guard: Whether an M-step that would raise the loss is undone. Without it EM may go down.
-    """
-
-    def __init__(
-        self,
-        num_steps: int = 20,
-        optimizer: Callable[[Iterable[Tensor]], torch.optim.Optimizer] | None = None,
-        guard: bool = True,
-    ) -> None:
-        check_size("num_steps", num_steps)
-        self.num_steps, self.optimizer, self.guard = num_steps, optimizer, guard
-        self._stepper: torch.optim.Optimizer | None = None
-
-    def __call__(self, loss: Callable[[], Tensor], parameters: list[Tensor]) -> None:
-        """Lower ``loss`` ``(R,)`` in every restart.
-
-        Args:
-            loss: Reads ``parameters``.
-            parameters: Unconstrained; with several restarts, their first dimension is R.
-        """
-        with torch.no_grad():
-            before = loss()
-        size = before.masked_fill(~before.isfinite(), 0.0).abs().sum().item()
-        kept = [each.detach().clone() for each in parameters]
-        if self.optimizer is None:
-            stepper: torch.optim.Optimizer = torch.optim.LBFGS(
-                parameters,
-                max_iter=self.num_steps,
-                tolerance_grad=1e-9,
-                tolerance_change=1e-11 * max(100.0, size),
-                line_search_fn="strong_wolfe",
-            )
-        else:
-            self._stepper = self._stepper or self.optimizer(parameters)
-            stepper = self._stepper
-
-        def closure() -> Tensor:
-            stepper.zero_grad()
-            values = loss()
-            failed = ~values.isfinite()
-            value = values.masked_fill(failed, 0.0).sum()
-            value.backward()
-            for each in parameters:  # a restart that has failed must not move the others
-                if each.grad is not None:
-                    each.grad.nan_to_num_(0.0, 0.0, 0.0)
-            return value + failed.sum() * (1e3 + 10 * size)  # nor look good
-
-        for _ in range(1 if self.optimizer is None else self.num_steps):
-            stepper.step(closure)  # type: ignore[arg-type]  # torch's stub wants a float
-        if not self.guard:
-            return
-        with torch.no_grad():
-            worse = ~(loss() <= before)  # also if it is NaN
-            for each, old in zip(parameters, kept):
-                if len(worse) > 1:
-                    each.copy_(torch.where(worse.reshape(-1, *(1,) * (each.dim() - 1)), old, each))
-                elif bool(worse):
-                    each.copy_(old)
 
 
 def densehmm_schedule() -> dict[str, Any]:
@@ -175,6 +108,8 @@ def fit_em(
     restarts: int = 1,
     batch_size: int | None = None,
     decay: float = 0.7,
+    log_prior: LogPrior | None = None,
+    transition_step: TransitionStep | None = None,
     gradient_step: GradientStep | None = None,
     reseed: bool = False,
     generator: torch.Generator | None = None,
@@ -204,6 +139,12 @@ def fit_em(
             of the batches, scaled to the whole set, but for the last, which is that of all data.
         decay: With minibatches, iteration t averages the statistics with a step of
             :math:`(t + 1)^{-d}`; between 0.5 and 1.
+        log_prior: A further log-density of the HMM built. A :class:`DiversityPrior` concerns the
+            transitions, and leaves the closed forms of all else; any other function takes them
+            away, for it may be of anything: all is then maximised by gradient steps.
+        transition_step: How transitions of a :class:`TabularHMM` are maximised under a
+            :class:`DiversityPrior`: ``msteps.FixedPoint()``, the default for its usual exponent,
+            ``msteps.LogitGradient()``, that for others, or ``msteps.ProjectedGradient()``.
         gradient_step: How parameters without a closed form are maximised.
         reseed: Whether a state that no observation supports becomes a half of the state that is
             visited most, which may raise the loss once. If not, it stays as it was.
@@ -238,7 +179,26 @@ def fit_em(
         module = TabularHMM.from_hmm(module)
     if not isinstance(module, HMMModule):
         raise TypeError(f"module must be an HMMModule or an HMM; got {type(module).__name__}.")
-    problem = _Problem(copy.deepcopy(module), data, restarts, gradient_step or GradientStep())
+    for name, given in (("log_prior", log_prior), ("transition_step", transition_step)):
+        if given is not None and not callable(given):
+            raise TypeError(f"{name} must be callable; got {type(given).__name__}.")
+    if transition_step is not None and not (
+        isinstance(module, TabularHMM) and isinstance(log_prior, DiversityPrior)
+    ):
+        raise ValueError(
+            "transition_step is for a TabularHMM with log_prior=DiversityPrior(...); other "
+            "transitions have a closed form, or follow gradient_step."
+        )
+    if transition_step is None and isinstance(log_prior, DiversityPrior):
+        transition_step = FixedPoint() if log_prior.rho == 0.5 else LogitGradient()
+    problem = _Problem(
+        copy.deepcopy(module),
+        data,
+        restarts,
+        gradient_step or GradientStep(),
+        log_prior,
+        transition_step,
+    )
     if batch_size is not None:
         check_size("batch_size", batch_size)
         if not problem.summed:
@@ -256,7 +216,7 @@ def fit_em(
             "fit": f"EM on {type(module).__name__}",
             "latent variables": problem.names,
             "shapes": [list(each.shape) for each in problem.module.state_dict().values()],
-            "priors and frozen parameters": constants(problem.module),
+            "priors and frozen parameters": constants(problem.module, log_prior),
             "restarts": restarts,
             "batch_size": batch_size,
             "decay": decay,
@@ -344,12 +304,19 @@ class _Problem:
     """The parameters of one EM fit: latent variables as ``values``, the others in the module."""
 
     def __init__(
-        self, module: HMMModule, data: Sequences, restarts: int, step: GradientStep
+        self,
+        module: HMMModule,
+        data: Sequences,
+        restarts: int,
+        step: GradientStep,
+        log_prior: LogPrior | None,
+        transition_step: TransitionStep | None,
     ) -> None:
         module._pyro_set_supermodule("", _Context())  # its names are its own, whatever holds it
         self.module: Any = module
         self.restarts, self.step = restarts, copy.copy(step)
         self.step._stepper = None  # an optimizer of this fit's own parameters
+        self.log_prior, self.transition_step = log_prior, transition_step
         self.data = follow(module, None, data)
         with torch.no_grad(), poutine.block():
             trace = poutine.trace(lambda: build(module, self.data[:1])).get_trace()
@@ -365,8 +332,9 @@ class _Problem:
         if not self.names and not self.points:
             raise ValueError("module has no parameters to fit: all of them are frozen.")
         # what has a closed form; and whether sums over observations are all that an M-step needs
-        self.chain_closed = isinstance(module, TabularHMM)
-        known = isinstance(module, TabularHMM | DenseHMM)
+        far = log_prior is not None and not isinstance(log_prior, DiversityPrior)
+        self.chain_closed = isinstance(module, TabularHMM) and not far
+        known = isinstance(module, TabularHMM | DenseHMM) and not far
         self.emission_closed = known and isinstance(getattr(module, "emission", None), Emission)
         hmm = trace.nodes["_RETURN"]["value"]
         self.symbols = is_categorical(hmm.emission)
@@ -383,6 +351,9 @@ class _Problem:
         self.notes: dict[str, int] = {}  # and in how many iterations
         self.idle: list[list[bool]] = []  # states that nothing supports, of each restart
         self.reseeded = False  # in the last iteration, which may have raised the loss
+        # moves that a matrix without a prior leaves possible: its zeros are those of the model
+        point = self.chain_closed and "transition" not in self.names
+        self.possible = self._current("transition")[0] > 0 if point else None
 
     # Where the fit stands
 
@@ -472,6 +443,9 @@ class _Problem:
             torch.zeros(()),
         )  # fmt: skip
         hmm: HMM = trace.nodes["_RETURN"]["value"]
+        if self.log_prior is not None:
+            further = self.log_prior(hmm)
+            prior = prior + (further.squeeze(-1) if further.dim() > 1 else further)
         if self.restarts > 1:  # also what is the same in all of them is counted for each
             core = 3 if hmm.transition_per_step else 2
             hmm = hmm._with(
@@ -602,7 +576,8 @@ class _Problem:
         values: Values = {}
         notes: list[str] = []
         if self.chain_closed:
-            values |= self.module.maximise(statistics)
+            of_moves = None if self.log_prior is None else self._diversified
+            values |= self.module.maximise(statistics, of_moves)
         if self.emission_closed:
             begin = "emission."
             own = {
@@ -618,6 +593,20 @@ class _Problem:
             self._put(name, new)
         for note in notes:
             self.notes[note] = self.notes.get(note, 0) + 1
+
+    def _diversified(self, counts: Tensor) -> Tensor:
+        """Transition matrices ``(R, K, K)`` by the M-step under a diversity prior."""
+        prior: Any = self.log_prior
+        step: Any = self.transition_step
+        old = self._current("transition").double().expand(counts.shape)
+        rows = counts / counts.sum(-1, keepdim=True)
+        with torch.no_grad():  # what counts alone say may be a better start than what was there
+            heights = [msteps.objective(each, counts, prior) for each in (rows, old)]
+        begin = torch.where((heights[0] > heights[1])[:, None, None], rows, old)
+        allowed = self.module.transition_allowed
+        if self.possible is not None:
+            allowed = self.possible if allowed is None else allowed & self.possible
+        return step(begin, counts, prior, allowed)
 
     def _current(self, name: str) -> Tensor:
         """The value ``(R, ...)`` of a parameter."""
@@ -715,7 +704,7 @@ class _Problem:
                 f"no observation supports state {names}: it stands where its prior or its start "
                 "put it. Fewer states, restarts or reseed=True may help."
             )
-        model = MarginalModel(self.module)
+        model = MarginalModel(self.module, self.log_prior)
         values = {f"module.{name}": value.detach() for name, value in self.values.items()}
         every = None
         if self.restarts > 1:

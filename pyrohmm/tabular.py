@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from pyro.distributions import Dirichlet
 from pyro.nn import PyroParam, PyroSample
@@ -16,7 +18,7 @@ from ._emission import (
     is_free,
     made,
     positive,
-    row_mode,
+    with_prior,
 )
 from .distributions import SparseDirichlet, log
 from .hmm import HMM
@@ -141,8 +143,16 @@ class TabularHMM(HMMModule):
             found["transition"] = expected.transitions.double().reshape(shape).sum(1)  # of steps
         return found
 
-    def maximise(self, statistics: Statistics) -> dict[str, Tensor]:
+    def maximise(
+        self, statistics: Statistics, of_moves: Callable[[Tensor], Tensor] | None = None
+    ) -> dict[str, Tensor]:
         """The most probable chain given the statistics: the closed form of the M-step.
+
+        Args:
+            statistics: Counts.
+            of_moves: Called with counts of moves ``(R, K, K)``, pseudo-counts of the prior
+                included, returns the transition matrix; by default the counts themselves,
+                normalised.
 
         Returns:
             The free parameters by name, each ``(R, ...)``, NaN where nothing is known of them.
@@ -160,7 +170,9 @@ class TabularHMM(HMMModule):
                     if allowed is not None:  # ones say nothing where nothing is allowed
                         prior = prior.masked_fill(~allowed, 1.0)
                         counts = counts.masked_fill(~allowed, 0.0)
-                found[name] = row_mode(counts, prior)
+                counts = with_prior(counts, prior)
+                rows = counts / counts.sum(-1, keepdim=True)
+                found[name] = of_moves(counts) if of_moves and name == "transition" else rows
         return found
 
 

@@ -16,7 +16,7 @@ PACKAGE = Path(pyrohmm.__file__).parent
 # First to last: each imports only from those before it.
 ORDER = [
     "_checks", "_lookup", "sequences", "_compiled", "_chain", "_steps", "_messages", "recursions",
-    "distributions", "cooccurrence", "dpp",
+    "distributions", "cooccurrence", "dpp", "msteps",
     "hmm", "modules", "clusters", "blocks", "_emission", "normals", "emissions", "tabular", "dense",
     "neural", "guides", "models", "starts",
     "persistence", "checkpoints", "fit", "em", "metrics", "queries", "streaming", "conversion",
