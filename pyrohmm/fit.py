@@ -369,7 +369,9 @@ def fit_cooccurrence(
         lags: How many steps apart pairs of the sequences are, such as ``(1, 2, 5)``; the losses of
             all lags are added. Adjacent steps by default.
         loss: :func:`cooccurrence.squared_distance`, :func:`cooccurrence.cross_entropy`, or your
-            own: see :class:`CooccurrenceModel`.
+            own: see :class:`CooccurrenceModel`. For thousands of symbols take the cross-entropy:
+            the squared distance has next to no slope at small probabilities, so that priors may
+            hold a fit at the uniform law.
         stationary: :func:`cooccurrence.stationary`; to leave out its gradient, as published code
             does, :func:`cooccurrence.stationary_detached`.
         edges: ``(V - 1,)``, between bins of numbers, such as :func:`cooccurrence.quantile_edges`.

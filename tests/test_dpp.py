@@ -1,0 +1,402 @@
+"""The determinantal prior: kernels, their determinant, and the density of diverse rows."""
+
+import itertools
+import math
+
+import pyro
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pyro.distributions import Dirichlet
+from pyro.infer import MCMC, NUTS
+from pyro.infer.autoguide import AutoNormal
+from torch.autograd import gradcheck, gradgradcheck
+from torch.distributions import transform_to
+
+from pyrohmm import (
+    DenseHMM,
+    DiversityPrior,
+    EnumeratedModel,
+    MarginalModel,
+    Sequences,
+    TabularHMM,
+    categorical,
+    dpp,
+    fit_map,
+    fit_svi,
+    left_to_right,
+)
+
+pytestmark = pytest.mark.usefixtures("double")
+
+
+@pytest.fixture
+def double():
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def drawn(num_rows, size=None, batch=(), concentration=1.0):
+    size = size or num_rows
+    return Dirichlet(torch.full((*batch, num_rows, size), concentration)).sample()
+
+
+def slow_kernel(rows, rho, normalized):
+    """Entry by entry, as equations 2 and 5 are written."""
+    found = torch.zeros(len(rows), len(rows))
+    for i, j in itertools.product(range(len(rows)), repeat=2):
+        found[i, j] = sum((float(a) * float(b)) ** rho for a, b in zip(rows[i], rows[j]))
+    if normalized:
+        own = found.diagonal().clone()
+        for i, j in itertools.product(range(len(rows)), repeat=2):
+            found[i, j] /= math.sqrt(own[i] * own[j])
+    return found
+
+
+def slow_determinant(matrix):
+    """Sum over all permutations."""
+    total = 0.0
+    for order in itertools.permutations(range(len(matrix))):
+        swaps = sum(a > b for a, b in itertools.combinations(order, 2))
+        total += (-1) ** swaps * math.prod(float(matrix[i, j]) for i, j in enumerate(order))
+    return total
+
+
+sizes = st.tuples(st.integers(1, 4), st.integers(0, 3)).map(lambda pair: (pair[0], sum(pair)))
+exponents = st.sampled_from([0.25, 0.5, 1.0, 2.0])
+
+
+@settings(deadline=None)
+@given(sizes, exponents, st.booleans(), st.integers(0, 10**6))
+def test_kernel_is_what_the_paper_writes(size, rho, normalized, seed):
+    torch.manual_seed(seed)
+    rows = drawn(*size)
+    kernel = dpp.product_kernel(rows, rho, normalized)
+    torch.testing.assert_close(kernel, slow_kernel(rows, rho, normalized))
+
+
+@settings(deadline=None)
+@given(sizes, exponents, st.integers(0, 10**6))
+def test_log_diversity_is_the_log_determinant(size, rho, seed):
+    torch.manual_seed(seed)
+    rows = drawn(*size)
+    exact = slow_determinant(slow_kernel(rows, rho, True))
+    assert dpp.log_diversity(rows, rho).exp().item() == pytest.approx(exact, rel=1e-6, abs=1e-12)
+
+
+def test_batches_are_independent():
+    rows = drawn(3, 5, (2, 4))
+    each = [[dpp.log_diversity(rows[i, j]) for j in range(4)] for i in range(2)]
+    torch.testing.assert_close(dpp.log_diversity(rows), torch.tensor(each))
+
+
+def test_single_precision_in_and_out():
+    rows = drawn(6)
+    found = dpp.log_diversity(rows.float())
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found.double(), dpp.log_diversity(rows), rtol=1e-4, atol=1e-4)
+
+
+def test_it_is_at_most_zero_and_zero_for_a_permutation():
+    assert bool((dpp.log_diversity(drawn(4, batch=(1000,))) < 0).all())
+    order = torch.randperm(5)
+    assert dpp.log_diversity(torch.eye(5)[order]).item() == 0.0
+    assert dpp.log_diversity(torch.ones(1, 1)).item() == 0.0
+    assert dpp.log_diversity(drawn(1, 7)).item() == pytest.approx(0.0, abs=1e-15)
+
+
+def test_renaming_states_changes_nothing():
+    rows, order = drawn(5), torch.randperm(5)
+    renamed = rows[order][:, order]
+    torch.testing.assert_close(dpp.log_diversity(renamed), dpp.log_diversity(rows))
+
+
+def test_without_normalisation_and_with_exponent_one_it_is_the_squared_determinant():
+    rows = drawn(4)
+    kernel = dpp.product_kernel(rows, 1.0, normalized=False)
+    torch.testing.assert_close(torch.linalg.det(kernel), torch.linalg.det(rows) ** 2)
+
+
+def right_gradient(rows, rho):
+    """Protocol of the derivation: 2 rho A^(rho-1) [(S^-1)_ji - S_ij / n_i^2]."""
+    powers = rows**rho
+    lengths = (powers**2).sum(-1, keepdim=True)
+    return 2 * rho * rows ** (rho - 1) * (torch.linalg.inv(powers).mT - powers / lengths)
+
+
+@pytest.mark.parametrize("rho", [0.3, 0.5, 1.0])
+def test_gradient_is_the_right_formula(rho):
+    rows = drawn(5).requires_grad_()
+    (slope,) = torch.autograd.grad(dpp.log_diversity(rows, rho), rows)
+    torch.testing.assert_close(slope, right_gradient(rows.detach(), rho))
+
+
+def test_gradient_is_twice_that_of_equation_15_along_the_simplex():
+    rows = drawn(4).requires_grad_()
+    (slope,) = torch.autograd.grad(dpp.log_diversity(rows), rows)
+    inverse = torch.linalg.inv(dpp.product_kernel(rows.detach()))
+    paper = torch.zeros(4, 4)
+    for i, j in itertools.product(range(4), repeat=2):
+        paper[i, j] = 0.5 * sum(inverse[m, i] * (rows[m, j] / rows[i, j]).sqrt() for m in range(4))
+    steep = [each - each.mean(-1, keepdim=True) for each in (slope, paper.detach())]
+    torch.testing.assert_close(steep[0], 2 * steep[1])
+
+
+@pytest.mark.parametrize("shape", [(3, 3), (2, 4), (1, 1), (1, 3)])
+def test_gradient_to_second_order(shape):
+    logits = torch.randn(2, *shape, requires_grad=True)
+
+    def of_logits(free):
+        return dpp.log_diversity(free.softmax(-1))
+
+    assert gradcheck(of_logits, logits)
+    assert gradgradcheck(of_logits, logits)
+
+
+def test_hard_zeros_have_a_value_and_a_gradient_of_zero():
+    rows = torch.tensor([[0.0, 0.3, 0.7], [0.5, 0.5, 0.0], [0.2, 0.2, 0.6]], requires_grad=True)
+    value = dpp.log_diversity(rows)
+    (slope,) = torch.autograd.grad(value, rows)
+    assert value.item() == pytest.approx(
+        math.log(slow_determinant(slow_kernel(rows.detach(), 0.5, True)))
+    )
+    assert bool(slope.isfinite().all())
+    assert slope[0, 0] == 0
+    assert slope[1, 2] == 0
+    exact = right_gradient(rows.detach(), 0.5)
+    torch.testing.assert_close(slope[rows > 0], exact[rows > 0])
+
+
+@pytest.mark.parametrize("gap", [1e-3, 1e-6, 1e-9, 1e-12])
+def test_nearly_equal_rows_keep_their_digits(gap):
+    """The determinant of two roots of rows can be written without a difference that cancels."""
+    rows = torch.tensor([[0.5, 0.5], [0.5 + gap, 0.5 - gap]], requires_grad=True)
+    value = dpp.log_diversity(rows)
+    exact = 2 * math.log(abs(math.sqrt(0.5 - gap) - math.sqrt(0.5 + gap)) * math.sqrt(0.5))
+    assert value.item() == pytest.approx(exact, rel=1e-16 / gap + 1e-9)
+    (slope,) = torch.autograd.grad(value, rows)
+    assert bool(slope.isfinite().all())
+    # moving along the gap g changes log det by 2 / g
+    assert (slope[1, 0] - slope[1, 1]).item() == pytest.approx(2 / gap, rel=1e-3 + 1e-15 / gap)
+
+
+def test_a_determinant_of_zero():
+    equal = torch.full((2, 3, 3), 1 / 3)
+    equal[1] = drawn(3)
+    equal.requires_grad_()
+    value = dpp.log_diversity(equal)
+    assert value[0] == -math.inf
+    assert value[1].isfinite()
+    (slope,) = torch.autograd.grad(value[1], equal)
+    assert bool(slope.isfinite().all())
+    assert bool((slope[0] == 0).all())
+    (slope,) = torch.autograd.grad(dpp.log_diversity(equal)[0], equal)
+    assert bool((slope == 0).all())
+    assert dpp.log_diversity(drawn(3, 2)) == -math.inf
+
+
+def test_nan_stays_visible():
+    rows = drawn(3)
+    rows[0, 0] = math.nan
+    assert dpp.log_diversity(rows).isnan()
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "text"),
+    [
+        (lambda: dpp.log_diversity(torch.ones(2, 2).long()), TypeError, "probs must be"),
+        (lambda: dpp.log_diversity(torch.ones(3)), ValueError, "at least one row"),
+        (lambda: dpp.log_diversity(torch.zeros(3, 0)), ValueError, "at least one row"),
+        (lambda: dpp.product_kernel(-torch.ones(2, 2)), ValueError, "must not be negative"),
+        (lambda: dpp.product_kernel(torch.eye(2), rho=0.0), ValueError, "rho must be"),
+        (lambda: DiversityPrior(-1.0), ValueError, "alpha must be"),
+        (lambda: DiversityPrior(math.inf), ValueError, "alpha must be"),
+        (lambda: DiversityPrior(1.0, anchor=torch.eye(2)), ValueError, "belong together"),
+        (lambda: DiversityPrior(1.0, anchor_weight=1.0), ValueError, "belong together"),
+        (
+            lambda: DiversityPrior(1.0, anchor=torch.ones(2, 3), anchor_weight=1.0),
+            ValueError,
+            r"anchor must be \(K, K\)",
+        ),
+        (lambda: dpp.DiverseDirichlet(torch.ones(3, 2), 1.0), ValueError, "as many rows"),
+        (lambda: dpp.DiverseDirichlet(torch.zeros(2, 2), 1.0), ValueError, "positive"),
+        (lambda: dpp.simplex_projection(torch.ones(2).long()), TypeError, "values must be"),
+    ],
+)
+def test_bad_input(call, error, text):
+    with pytest.raises(error, match=text):
+        call()
+
+
+# The prior of a model -----------------------------------------------------------------------------
+
+DATA = Sequences.from_list([[0, 1, 2, 0], [2, 1], [1]])
+
+
+MODULES = {
+    "tabular": lambda: TabularHMM(3, categorical(3)),
+    "left to right": lambda: TabularHMM(3, categorical(3), transition_allowed=left_to_right(3)),
+    "dense": lambda: DenseHMM(3, 3, 2),
+}
+
+
+@pytest.fixture(params=MODULES)
+def module(request):
+    return MODULES[request.param]()
+
+
+def test_one_factor_outside_the_plate_in_both_forms(module):
+    prior = DiversityPrior(3.0)
+    trace = pyro.poutine.trace(MarginalModel(module, prior)).get_trace(DATA)
+    site = trace.nodes["log_prior"]
+    assert [frame.name for frame in site["cond_indep_stack"]] == []
+    matrix = trace.nodes["_RETURN"]["value"].log_transition.exp()
+    expected = 3.0 * torch.tensor(
+        math.log(slow_determinant(slow_kernel(matrix.detach(), 0.5, True)))
+    )
+    torch.testing.assert_close(site["fn"].log_prob(site["value"]), expected)
+    spaces = {
+        name: transform_to(trace.nodes[name]["fn"].support)
+        for name in trace.stochastic_nodes
+        if trace.nodes[name]["value"].is_floating_point()
+    }
+    points = {n: space.inv(trace.nodes[n]["value"]).detach() for n, space in spaces.items()}
+    found = []
+    for form, elbo in (
+        (MarginalModel, pyro.infer.Trace_ELBO()),
+        (EnumeratedModel, pyro.infer.TraceEnum_ELBO(max_plate_nesting=1)),
+    ):
+        leaves = {name: point.clone().requires_grad_() for name, point in points.items()}
+        values = {name: spaces[name](leaf) for name, leaf in leaves.items()}
+        model = pyro.condition(form(module, prior), data=values)
+        loss = elbo.differentiable_loss(model, lambda data: None, DATA)
+        found.append((loss, torch.autograd.grad(loss, list(leaves.values()))))
+    torch.testing.assert_close(*found)
+
+
+def test_minibatches_do_not_weigh_the_prior():
+    module, prior = TabularHMM(3, categorical(3)), DiversityPrior(5.0)
+    part = Sequences(torch.tensor([[0, 1, 2]] * 2), torch.tensor([3, 3]), total=8)
+    whole = Sequences(torch.tensor([[0, 1, 2]] * 8), torch.full((8,), 3))
+    found = []
+    for data in (part, whole):
+        pyro.set_rng_seed(0)
+        found.append(pyro.poutine.trace(MarginalModel(module, prior)).get_trace(data))
+    torch.testing.assert_close(found[0].log_prob_sum(), found[1].log_prob_sum())
+
+
+def test_weights():
+    matrix, anchor = drawn(3), drawn(3)
+    prior = DiversityPrior(2.0, 1.0, anchor=anchor, anchor_weight=7.0)
+    expected = 2 * dpp.log_diversity(matrix, 1.0) - 7 * (matrix - anchor).pow(2).sum()
+    torch.testing.assert_close(prior.log_density(matrix), expected)
+    assert DiversityPrior.as_in_paper(10.0).alpha == 5.0
+    assert DiversityPrior(0.0).log_density(torch.full((3, 3), 1 / 3)).item() == 0.0
+    assert "alpha=2" in repr(prior)
+
+
+def test_transitions_per_step_are_refused():
+    hmm = TabularHMM(2, categorical(2))(torch.tensor([3]))
+    many = hmm._with(log_transition=hmm.log_transition.expand(2, 2, 2), transition_per_step=True)
+    with pytest.raises(ValueError, match="one for each step"):
+        DiversityPrior(1.0)(many)
+
+
+def test_map_and_svi_become_more_diverse(module):
+    data = Sequences.from_list([[0, 1, 2, 0, 0, 1], [2, 1, 1, 2, 0]])
+    options = {"num_steps": 150, "learning_rate": 0.1}
+    found = []
+    for alpha in (0.0, 20.0):
+        model = MarginalModel(module, DiversityPrior(alpha))
+        fits = []
+        for fit in (
+            lambda model: fit_map(model, data, **options),
+            lambda model: fit_svi(model, AutoNormal(model, init_scale=0.01), data, **options),
+        ):
+            pyro.set_rng_seed(1)
+            fits.append(fit(model).draw(data).log_transition.exp())
+        found.append(dpp.log_diversity(torch.stack(fits)))
+    assert bool((found[1] > 0.8 * found[0]).all())  # both are negative
+
+
+def test_nuts_samples_the_posterior_under_the_prior():
+    """Against importance sampling from the Dirichlet posterior, for a chain that is observed."""
+    counts = torch.tensor([[6.0, 3.0], [4.0, 5.0]])
+    alpha = 4.0
+
+    def model():
+        rows = pyro.sample("rows", dpp.DiverseDirichlet(torch.ones(2, 2), alpha))
+        pyro.factor("counts", (counts * rows.log()).sum())
+
+    proposals = Dirichlet(counts + 1).sample((200_000,))
+    weights = (alpha * dpp.log_diversity(proposals)).softmax(0)
+    exact = (weights[:, None, None] * proposals).sum(0)
+    sampler = MCMC(NUTS(model), 300, 100, disable_progbar=True)
+    sampler.run()
+    mean = sampler.get_samples()["rows"].mean(0)
+    torch.testing.assert_close(mean, exact, atol=0.04, rtol=0)
+    plain = (counts + 1) / (counts + 1).sum(-1, keepdim=True)
+    assert (mean - plain).abs().max() > 0.05  # the prior is there
+
+
+def test_diverse_dirichlet_is_dirichlet_rows_times_the_determinant():
+    strength = torch.rand(2, 3, 4) + 0.5
+    law = dpp.DiverseDirichlet(strength, 2.0)
+    assert law.batch_shape == (2,)
+    assert law.event_shape == (3, 4)
+    rows = law.sample((5,))
+    assert rows.shape == (5, 2, 3, 4)
+    exact = Dirichlet(strength).log_prob(rows).sum(-1) + 2 * dpp.log_diversity(rows)
+    torch.testing.assert_close(law.log_prob(rows), exact)
+    assert law.expand((3, 2)).log_prob(rows[:3]).shape == (3, 2)
+    with pytest.raises(ValueError, match="within the support"):
+        dpp.DiverseDirichlet(torch.ones(2, 2), 1.0, validate_args=True).log_prob(torch.ones(2, 2))
+
+
+def test_diverse_dirichlet_draws_its_own_law():
+    """Against exact rejection: the determinant is at most one."""
+    law = dpp.DiverseDirichlet(torch.ones(3, 3), 2.0)
+    law.num_sweeps = 30  # of three rows: enough to forget where it began
+    found = dpp.log_diversity(law.sample((1000,))).exp()
+    proposals = Dirichlet(torch.ones(200_000, 3, 3)).sample()
+    chance = dpp.log_diversity(proposals).exp()
+    exact = chance[torch.rand(len(chance)) < chance**2]
+    error = (found.var() / len(found) + exact.var() / len(exact)).sqrt()
+    assert abs(found.mean() - exact.mean()) < 4 * error
+    assert found.mean() > 5 * chance.mean()
+
+
+# The simplex --------------------------------------------------------------------------------------
+
+
+def slow_projection(row):
+    """By trying all sets of positive entries."""
+    best, closest = math.inf, None
+    for size in range(1, len(row) + 1):
+        for kept in itertools.combinations(range(len(row)), size):
+            shift = (sum(row[i] for i in kept) - 1) / size
+            point = [row[i] - shift if i in kept else 0.0 for i in range(len(row))]
+            distance = sum((a - b) ** 2 for a, b in zip(point, row))
+            if min(point) >= -1e-12 and distance < best:
+                best, closest = distance, point
+    return torch.tensor(closest)
+
+
+@settings(deadline=None)
+@given(st.lists(st.floats(-3, 3), min_size=1, max_size=5))
+def test_projection_is_the_closest_point(row):
+    found = dpp.simplex_projection(torch.tensor(row))
+    assert bool((found >= 0).all())
+    assert found.sum().item() == pytest.approx(1.0)
+    exact = slow_projection(row)
+    distances = [(each - torch.tensor(row)).pow(2).sum().item() for each in (found, exact)]
+    assert distances[0] == pytest.approx(distances[1], abs=1e-9)
+
+
+def test_projection_of_huge_numbers_and_of_distributions():
+    huge = torch.tensor([1e25, -1e25, 3e24])
+    assert dpp.simplex_projection(huge).tolist() == [1.0, 0.0, 0.0]
+    rows = drawn(4, batch=(2,))
+    torch.testing.assert_close(dpp.simplex_projection(rows), rows)
