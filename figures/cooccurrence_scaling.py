@@ -1,13 +1,13 @@
 """What a fit to co-occurrences costs for any vocabulary, and what it reaches beside EM and MAP.
 
-Times are those of the processor, on one thread. The first parts time loss and gradient of one
-step, in float32, against the dense formula, which writes down the law of all V x V pairs. Pairs are
-drawn at random, symbols as often as words are (Zipf). The last part fits words, to the same data
-and with the same priors by each method, and reports nats per held-out word against seconds. (Squared distance to a DenseHMM stays at log V, out
-of the picture: at probabilities of 1 / V it has next to no slope, and the priors pull all
-embeddings to zero.) Words
-are those of the Penn Treebank if ``PYROHMM_DATA`` has it, else those of
-``datasets.english_words``. Writes ``cooccurrence_scaling.json`` and ``cooccurrence_scaling.png``.
+Times are those of the processor, on one thread. The first parts time loss and gradient of one step,
+in float32, against the dense formula, which writes down the law of all V x V pairs. Pairs are drawn
+at random, symbols as often as words are (Zipf). The last part fits words, to the same data and with
+the same priors by each method, and reports nats per held-out word against seconds. (Squared
+distance to a DenseHMM stays at log V, out of the picture: at probabilities of 1 / V it has next to
+no slope, and the priors pull all embeddings to zero.) Words are those of the Penn Treebank if
+``PYROHMM_DATA`` has it, else those of ``datasets.english_words``. Writes
+``cooccurrence_scaling.json`` and ``cooccurrence_scaling.png``.
 """
 
 from __future__ import annotations

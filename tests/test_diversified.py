@@ -1,0 +1,309 @@
+"""EM under a diversity prior: the chain is the only part that changes, and nothing ever falls."""
+
+import math
+from itertools import pairwise
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+
+from pyrohmm import (
+    HMM,
+    DenseHMM,
+    DiversityPrior,
+    GradientStep,
+    MarginalModel,
+    Sequences,
+    TabularHMM,
+    bernoulli,
+    categorical,
+    datasets,
+    dpp,
+    fit_em,
+    fit_map,
+    left_to_right,
+    msteps,
+    normal,
+    starts,
+)
+
+
+@pytest.fixture(autouse=True)
+def double():
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def symbols(num_symbols=4, seed=0, count=12):
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(1, 9, (count,), generator=generator)
+    return Sequences(torch.randint(num_symbols, (count, 8), generator=generator), lengths)
+
+
+def reals(seed=0, count=12):
+    data = symbols(3, seed, count)
+    noise = torch.randn(data.values.shape, generator=torch.Generator().manual_seed(seed))
+    return Sequences(data.values + 0.5 * noise, data.lengths)
+
+
+def pixels(seed=0, count=12):
+    data = symbols(2, seed, count)
+    generator = torch.Generator().manual_seed(seed)
+    values = (torch.rand((*data.values.shape, 3), generator=generator) < 0.5).double()
+    return Sequences(values, data.lengths)
+
+
+FAMILIES = {
+    "categorical": (lambda: categorical(4, 1.1), symbols),
+    "normal": (lambda: normal(0), reals),
+    "bernoulli": (lambda: bernoulli(3), pixels),
+}
+
+
+@pytest.fixture(params=FAMILIES)
+def case(request):
+    family, data = FAMILIES[request.param]
+    return family(), data()
+
+
+@pytest.mark.parametrize("restarts", [1, 3])
+@pytest.mark.parametrize("alpha", [0.5, 20.0])
+def test_the_objective_never_falls_and_is_what_it_should_be(case, restarts, alpha):
+    family, data = case
+    prior = DiversityPrior(alpha)
+    fit = fit_em(TabularHMM(3, family), data, log_prior=prior, restarts=restarts, num_steps=40)
+    fall = fit.losses[:-1] - fit.losses[1:]
+    assert bool((fall > -1e-9 * fit.losses[0].abs()).all())
+    assert not [note for note in fit.notes if "rose" in note]
+    model = MarginalModel(TabularHMM(3, family), prior)
+    trace = pyro.poutine.trace(pyro.condition(model, data=fit.values)).get_trace(data)
+    assert fit.losses[-1].item() == pytest.approx(-trace.log_prob_sum().item())
+
+
+@pytest.mark.parametrize(
+    "step",
+    [msteps.FixedPoint(), msteps.ProjectedGradient(500), msteps.LogitGradient()],
+    ids=lambda step: type(step).__name__,
+)
+def test_the_end_is_stationary(step):
+    """A_ij (n_i + alpha) = c_ij + alpha M_ij, with the counts of the fit itself."""
+    data, alpha = symbols(3, count=30), 5.0
+    pyro.set_rng_seed(3)
+    module = TabularHMM(2, categorical(3, 1.5), 1.5, 1.5)
+    fit = fit_em(
+        module,
+        data,
+        log_prior=DiversityPrior(alpha),
+        transition_step=step,
+        num_steps=3000,
+        tolerance=1e-14,
+    )
+    hmm = fit.draw(data)
+    counts = hmm.expected(data.values).transitions.squeeze(0) + 0.5
+    rows = hmm.log_transition.exp()
+    gains = rows.sqrt() * torch.linalg.inv(rows.sqrt()).mT
+    right = (counts + alpha * gains) / (counts.sum(-1, keepdim=True) + alpha)
+    torch.testing.assert_close(rows, right, rtol=0, atol=1e-4)
+
+
+def test_without_weight_it_is_plain_em(case):
+    family, data = case
+    found = []
+    for prior in (None, DiversityPrior(0.0)):
+        pyro.set_rng_seed(0)
+        found.append(fit_em(TabularHMM(3, family), data, log_prior=prior, num_steps=15))
+    torch.testing.assert_close(found[0].losses, found[1].losses)
+
+
+def test_more_weight_is_more_diverse():
+    data = symbols(4, count=40)
+    found = []
+    for alpha in (0.0, 10.0, 1000.0):
+        pyro.set_rng_seed(1)
+        module = TabularHMM(3, categorical(4))
+        fit = fit_em(module, data, log_prior=DiversityPrior(alpha), num_steps=60)
+        found.append(dpp.log_diversity(fit.draw(data).log_transition.exp()).item())
+    assert found[0] < found[1] < found[2] < 1e-9
+    assert found[2] > -1e-2  # nearly a permutation
+
+
+def test_labelled_sequences_are_counted_once():
+    """Supervised: one step, and the chain is the mode of its counts and the prior."""
+    data = datasets.diverse_toy(50, generator=torch.Generator().manual_seed(0))
+    data = Sequences(data.values.double(), data.lengths, labels=data.labels)
+    prior = DiversityPrior(10.0)
+    fit = fit_em(TabularHMM(5, normal(0)), data, log_prior=prior, num_steps=30, tolerance=1e-12)
+    counts = torch.zeros(5, 5)
+    for row in data.labels.tolist():
+        for a, b in pairwise(row):
+            counts[a, b] += 1
+    start = fit.draw(data).log_transition.exp().unsqueeze(0)
+    exact = msteps.FixedPoint(5000, 1e-13)(start, counts.unsqueeze(0), prior)
+    torch.testing.assert_close(start, exact, rtol=0, atol=1e-6)
+    assert len(fit.losses) < 12
+
+
+def test_the_proximal_term_of_equation_8():
+    """With a heavy anchor at the counts, it stays there; with none, it leaves."""
+    data = datasets.diverse_toy(100, generator=torch.Generator().manual_seed(0))
+    data = Sequences(data.values.double(), data.lengths, labels=data.labels)
+    plain = fit_em(TabularHMM(5, normal(0)), data).draw(data).log_transition.exp()
+    moved = []
+    for weight in (0.0, 1e3, 1e6):
+        options = {"anchor": plain, "anchor_weight": weight} if weight else {}
+        prior = DiversityPrior(20.0, **options)
+        fit = fit_em(TabularHMM(5, normal(0)), data, log_prior=prior)
+        moved.append((fit.draw(data).log_transition.exp() - plain).abs().max().item())
+    assert moved[0] > moved[1] > moved[2]
+    assert moved[2] < 1e-3 < moved[0]
+
+
+def test_partial_labels():
+    data = datasets.diverse_toy(60, generator=torch.Generator().manual_seed(0))
+    labels = data.labels.clone()
+    labels[10:] = -1
+    data = Sequences(data.values.double(), data.lengths, labels=labels)
+    fit = fit_em(TabularHMM(5, normal(0)), data, log_prior=DiversityPrior(5.0), num_steps=100)
+    fall = fit.losses[:-1] - fit.losses[1:]
+    assert bool((fall > -1e-9 * fit.losses[0].abs()).all())
+    assert fit.draw(data).log_transition.exp().sum() == pytest.approx(5.0)
+
+
+def test_forbidden_moves_stay_zero():
+    module = TabularHMM(3, categorical(4), transition_allowed=left_to_right(3))
+    fit = fit_em(module, symbols(), log_prior=DiversityPrior(30.0), num_steps=20)
+    matrix = fit.draw(symbols()).log_transition.exp()
+    assert bool((matrix.tril(-1) == 0).all())
+
+
+def test_zeros_of_a_given_hmm_stay_and_its_others_move():
+    rows = torch.tensor([[0.5, 0.5, 0.0], [0.2, 0.3, 0.5], [0.3, 0.3, 0.4]])
+    emission = dist.Categorical(torch.rand(3, 4).add(0.1).log_softmax(-1).exp())
+    hmm = HMM(torch.full((3,), 1 / 3).log(), rows.log(), emission, torch.tensor([3]))
+    fit = fit_em(hmm, symbols(), log_prior=DiversityPrior(10.0), num_steps=10)
+    found = fit.draw(symbols()).log_transition.exp()
+    assert found[0, 2] == 0
+    assert (found - rows).abs().max() > 0.05
+
+
+def test_one_state():
+    fit = fit_em(TabularHMM(1, categorical(4)), symbols(), log_prior=DiversityPrior(3.0))
+    assert fit.draw(symbols()).log_transition.item() == 0.0
+
+
+def test_a_dense_chain_follows_by_gradient_and_its_emission_in_closed_form():
+    data = reals(count=30)
+    found = []
+    for alpha in (0.0, 50.0):
+        pyro.set_rng_seed(0)
+        module = DenseHMM(3, None, 3, emission=normal(0))
+        fit = fit_em(module, data, log_prior=DiversityPrior(alpha), num_steps=25)
+        fall = fit.losses[:-1] - fit.losses[1:]
+        assert bool((fall > -1e-9 * fit.losses[0].abs()).all())
+        found.append(dpp.log_diversity(fit.draw(data).log_transition.exp()).item())
+    assert found[1] > found[0]
+
+
+def test_any_other_prior_is_followed_by_gradient():
+    """A Dirichlet prior as a function is the Dirichlet prior of the module."""
+    data = symbols(3, count=20)
+
+    def further(hmm):
+        return 2 * hmm.log_transition.sum() + hmm.emission.logits.sum()
+
+    fits = []
+    for module, prior in (
+        (TabularHMM(2, categorical(3, 2.0), 1.0, 3.0), None),
+        (TabularHMM(2, categorical(3)), further),
+    ):
+        pyro.set_rng_seed(0)
+        values = {
+            "initial": torch.tensor([0.5, 0.5]),
+            "transition": torch.tensor([[0.6, 0.4], [0.3, 0.7]]),
+            "emission.probs": torch.tensor([[0.5, 0.3, 0.2], [0.2, 0.3, 0.5]]),
+        }
+        fits.append(fit_em(module, data, log_prior=prior, start=values, num_steps=30,
+                           gradient_step=GradientStep(200)))  # fmt: skip
+    hmms = [fit.draw(data) for fit in fits]
+    torch.testing.assert_close(hmms[0].log_transition, hmms[1].log_transition, atol=1e-4, rtol=0)
+    torch.testing.assert_close(hmms[0].emission.probs, hmms[1].emission.probs, atol=1e-4, rtol=0)
+
+
+def test_em_and_map_agree():
+    data = symbols(3, count=40)
+    module = TabularHMM(2, categorical(3, 1.5), 1.5, 1.5)
+    prior = DiversityPrior(5.0)
+    pyro.set_rng_seed(0)
+    fit = fit_em(module, data, log_prior=prior, num_steps=500, tolerance=1e-12)
+    start = {f"module.{n.removeprefix('module.')}": v for n, v in fit.values.items()}
+    again = fit_map(
+        MarginalModel(module, prior), data, init=pyro.infer.autoguide.init_to_value(values=start),
+        num_steps=200, learning_rate=0.01,
+    )  # fmt: skip
+    first, second = (each.draw(data).log_transition.exp() for each in (fit, again))
+    torch.testing.assert_close(first, second, atol=5e-3, rtol=0)
+
+
+def test_a_killed_fit_goes_on_but_not_with_another_prior(tmp_path):
+    data, path = symbols(count=20), tmp_path / "fit"
+    whole, half = {"num_steps": 12, "tolerance": None}, {"num_steps": 6, "tolerance": None}
+    fits = []
+    for options in (whole, half | {"checkpoint": path}, whole | {"checkpoint": path}):
+        pyro.set_rng_seed(0)
+        module = TabularHMM(3, categorical(4))
+        fits.append(fit_em(module, data, log_prior=DiversityPrior(4.0), **options))
+    torch.testing.assert_close(fits[2].losses, fits[0].losses)
+    with pytest.raises(ValueError, match="priors"):
+        fit_em(TabularHMM(3, categorical(4)), data, log_prior=DiversityPrior(5.0),
+               checkpoint=path, **whole)  # fmt: skip
+
+
+def test_minibatches_and_clusters_as_starts():
+    data = reals(count=40)
+    fit = fit_em(TabularHMM(3, normal(0)), data, log_prior=DiversityPrior(5.0), batch_size=10,
+                 num_steps=20, start=starts.by_kmeans, restarts=2)  # fmt: skip
+    assert bool(fit.losses.isfinite().all())
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "words"),
+    [
+        (lambda m, d: fit_em(m, d, log_prior=3.0), TypeError, "log_prior must be callable"),
+        (
+            lambda m, d: fit_em(m, d, transition_step=msteps.FixedPoint()),
+            ValueError,
+            "transition_step is for",
+        ),
+        (
+            lambda m, d: fit_em(
+                m, d, log_prior=DiversityPrior(1.0, 1.0), transition_step=msteps.FixedPoint()
+            ),
+            ValueError,
+            "FixedPoint is for rho",
+        ),
+    ],
+)
+def test_what_cannot_be_meant(call, error, words):
+    with pytest.raises(error, match=words):
+        call(TabularHMM(2, categorical(4)), symbols())
+
+
+def test_a_start_of_equal_rows_is_named():
+    module = TabularHMM(2, categorical(4))
+    values = {
+        "initial": torch.tensor([0.5, 0.5]),
+        "transition": torch.full((2, 2), 0.5),
+        "emission.probs": torch.full((2, 4), 0.25),
+    }
+    with pytest.raises(FloatingPointError, match="density zero"):
+        fit_em(module, symbols(), log_prior=DiversityPrior(1.0), start=values)
+
+
+def test_other_exponents_go_by_logits():
+    prior = DiversityPrior(3.0, rho=1.0)
+    fit = fit_em(TabularHMM(2, categorical(4)), symbols(), log_prior=prior, num_steps=15)
+    fall = fit.losses[:-1] - fit.losses[1:]
+    assert bool((fall > -1e-9 * fit.losses[0].abs()).all())
+    assert math.isfinite(fit.losses[-1])

@@ -1,0 +1,218 @@
+"""M-steps of a transition matrix under a diversity prior: they climb, and to the same place."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from scipy.optimize import minimize
+
+from pyrohmm import DiversityPrior, GradientStep, left_to_right, msteps
+
+KINDS = {
+    "fixed point": lambda n: msteps.FixedPoint(n, tolerance=1e-13),
+    "projected": lambda n: msteps.ProjectedGradient(n, tolerance=1e-16),
+    "logits": lambda n: msteps.LogitGradient(GradientStep(n)),
+}
+
+
+@pytest.fixture(autouse=True)
+def double():
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.fixture(params=KINDS)
+def kind(request):
+    return KINDS[request.param]
+
+
+def problems(count, size, seed=0, zeros=0.0):
+    """Matrices to begin at, and counts of moves."""
+    rng = np.random.default_rng(seed)
+    rows = np.stack([rng.dirichlet(np.ones(size), size) for _ in range(count)])
+    counts = rng.gamma(0.5, 30.0, (count, size, size))
+    counts *= rng.random(counts.shape) >= zeros
+    counts[:, range(size), range(size)] += 1.0
+    return torch.from_numpy(rows), torch.from_numpy(counts)
+
+
+def slow_objective(rows, counts, alpha, anchor=None, weight=0.0):
+    """Of one matrix, as it is written."""
+    roots = np.sqrt(rows)
+    kernel = roots @ roots.T / np.sqrt(np.outer(rows.sum(-1), rows.sum(-1)))
+    total = alpha * math.log(max(np.linalg.det(kernel), 1e-300)) if alpha else 0.0
+    total += sum(c * math.log(a) for c, a in zip(counts.ravel(), rows.ravel()) if c > 0)
+    return total if anchor is None else total - weight * ((rows - anchor) ** 2).sum()
+
+
+def test_objective():
+    rows, counts = problems(5, 3, zeros=0.3)
+    anchor = problems(1, 3, seed=1)[0][0]
+    found = msteps.objective(rows, counts, DiversityPrior(2.0, anchor=anchor, anchor_weight=3.0))
+    exact = [slow_objective(a, c, 2.0, anchor.numpy(), 3.0)
+             for a, c in zip(rows.numpy(), counts.numpy())]  # fmt: skip
+    torch.testing.assert_close(found, torch.tensor(exact))
+
+
+@pytest.mark.parametrize("alpha", [0.1, 10.0, 300.0])
+def test_every_step_raises_the_objective(kind, alpha):
+    """A thousand problems, side by side."""
+    found, counts = problems(1000, 4, zeros=0.3)
+    prior = DiversityPrior(alpha)
+    height = msteps.objective(found, counts, prior)
+    for num_steps in (1, 1, 2, 3):
+        found = kind(num_steps)(found, counts, prior)
+        reached = msteps.objective(found, counts, prior)
+        assert bool((reached >= height - 1e-11 * height.abs()).all())
+        torch.testing.assert_close(found.sum(-1), torch.ones(1000, 4))
+        assert bool((found >= 0).all())
+        height = reached
+
+
+@pytest.mark.parametrize("size", [2, 3, 6])
+def test_all_three_reach_the_same_optimum(size):
+    """Where counts weigh more than the prior, so that there is one; elsewhere there are several."""
+    _, counts = problems(40, size)
+    counts = counts + 5.0
+    start = counts / counts.sum(-1, keepdim=True)
+    prior = DiversityPrior(3.0)
+    heights = [msteps.objective(kind(4000)(start, counts, prior), counts, prior)
+               for kind in KINDS.values()]  # fmt: skip
+    for other in heights[1:]:
+        torch.testing.assert_close(other, heights[0], rtol=1e-6, atol=0)
+    found = KINDS["fixed point"](4000)(start, counts, prior)
+    for name in ("projected", "logits"):
+        torch.testing.assert_close(KINDS[name](4000)(start, counts, prior), found,
+                                   rtol=0, atol=2e-3)  # fmt: skip
+
+
+@pytest.mark.parametrize("alpha", [0.5, 5.0, 50.0, 500.0])
+@pytest.mark.parametrize("size", [1, 2, 5, 12])
+def test_the_fixed_point_is_one(alpha, size):
+    rows, counts = problems(10, size, zeros=0.2)
+    found = msteps.FixedPoint(20_000, tolerance=1e-12)(rows, counts, DiversityPrior(alpha))
+    roots = found.sqrt()
+    gains = roots * torch.linalg.inv(roots).mT
+    torch.testing.assert_close(gains.sum(-1), torch.ones(10, size))
+    right = (counts + alpha * gains) / (counts.sum(-1, keepdim=True) + alpha)
+    assert (found - right).abs().max() < 1e-10
+
+
+def test_against_a_general_optimiser():
+    """With counts of zero and an anchor; softmax of free numbers, from many starts."""
+    _, counts = problems(2, 3, zeros=0.4)
+    anchor = problems(1, 3, seed=5)[0][0]
+    for weight in (0.0, 20.0):
+        prior = (
+            DiversityPrior(4.0, anchor=anchor, anchor_weight=weight)
+            if weight
+            else DiversityPrior(4.0)
+        )
+        starts = problems(5, 3, seed=9)[0]
+        for own in counts:
+            many = own.expand(5, 3, 3)
+            found = msteps.FixedPoint(3000)(starts, many, prior)
+            best = msteps.objective(found, many, prior).max().item()
+
+            def loss(free, own=own, weight=weight):
+                free = np.exp(free.reshape(3, 3) - free.reshape(3, 3).max(-1, keepdims=True))
+                matrix = (free / free.sum(-1, keepdims=True)).clip(1e-300)
+                return -slow_objective(matrix, own.numpy(), 4.0, anchor.numpy(), weight)
+
+            rivals = [minimize(loss, np.log(start.numpy()).ravel()).fun for start in starts]
+            assert best >= -min(rivals) - 1e-6 * abs(best)
+            assert best == pytest.approx(-min(rivals), rel=2e-3)  # zeros are far away for softmax
+
+
+def test_a_heavy_anchor_holds():
+    rows, counts = problems(4, 5)
+    anchor = problems(1, 5, seed=3)[0][0]
+    for weight in (1e4, 1e6):
+        prior = DiversityPrior(10.0, anchor=anchor, anchor_weight=weight)
+        found = msteps.FixedPoint(1000)(rows, counts, prior)
+        # near a zero of the anchor the slope is alpha / sqrt(a), against weight * a
+        assert (found - anchor).abs().max() < 5 * (10 / weight) ** (2 / 3)
+
+
+def test_no_weight_is_the_counts():
+    rows, counts = problems(6, 4, zeros=0.3)
+    exact = counts / counts.sum(-1, keepdim=True)
+    torch.testing.assert_close(msteps.FixedPoint()(rows, counts, DiversityPrior(0.0)), exact)
+
+
+def test_no_counts_lead_to_a_permutation():
+    """The mode of the prior alone: nearest, as it can but climb."""
+    start = 0.1 + 0.8 * torch.eye(3)[[2, 0, 1]]
+    start = (start / start.sum(-1, keepdim=True)).unsqueeze(0)
+    found = msteps.FixedPoint()(start, torch.zeros(1, 3, 3), DiversityPrior(1.0))
+    torch.testing.assert_close(found[0], torch.eye(3)[[2, 0, 1]], atol=1e-8, rtol=0)
+
+
+def test_zeros_that_are_allowed_may_be_left():
+    """From a zero where the prior gains by leaving it, and the counts do not mind."""
+    start = torch.tensor([[[1.0, 0.0], [0.5, 0.5]]])
+    counts = torch.tensor([[[0.0, 5.0], [9.0, 1.0]]])
+    counts[0, 0, 1] = 0.0
+    prior = DiversityPrior(5.0)
+    found = msteps.FixedPoint()(start, counts, prior)
+    assert msteps.objective(found, counts, prior) > msteps.objective(start, counts, prior)
+    swapped = torch.tensor([[[0.3, 0.7], [0.7, 0.3]]])
+    best = msteps.FixedPoint()(swapped, counts, prior)
+    assert best[0, 0, 0] == 0.0  # nothing is counted there, and the prior wants it gone
+
+
+def test_zeros_that_are_ruled_out_stay(kind):
+    allowed = left_to_right(4)
+    rows, counts = problems(20, 4)
+    rows = rows.masked_fill(~allowed, 0.0)
+    rows = rows / rows.sum(-1, keepdim=True)
+    counts = counts.masked_fill(~allowed, 0.0)
+    found = kind(50)(rows, counts, DiversityPrior(20.0), allowed)
+    assert bool((found.masked_fill(allowed, 0.0) == 0).all())
+    prior = DiversityPrior(20.0)
+    assert bool((msteps.objective(found, counts, prior)
+                 > msteps.objective(rows, counts, prior)).all())  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["fixed point", "projected"])
+def test_restarts_do_not_touch_each_other(name):
+    rows, counts = problems(7, 4, zeros=0.3)
+    prior = DiversityPrior(30.0)
+    together = KINDS[name](25)(rows, counts, prior)
+    alone = [KINDS[name](25)(a, c, prior) for a, c in zip(rows.split(1), counts.split(1))]
+    heights = msteps.objective(together, counts, prior)
+    torch.testing.assert_close(
+        msteps.objective(torch.cat(alone), counts, prior), heights, rtol=1e-5, atol=0
+    )
+
+
+def test_equal_rows_stay_and_others_do_not_mind(kind):
+    rows, counts = problems(3, 3)
+    rows[1] = 1 / 3
+    found = kind(5)(rows, counts, DiversityPrior(2.0))
+    torch.testing.assert_close(found[1], rows[1])
+    assert bool(found.isfinite().all())
+    assert (found[0] - rows[0]).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("name", ["projected", "logits"])
+def test_other_exponents(name):
+    _, counts = problems(5, 3)
+    counts = counts + 5.0
+    start = counts / counts.sum(-1, keepdim=True)
+    prior = DiversityPrior(3.0, rho=1.0)
+    found = [KINDS[each](3000)(start, counts, prior) for each in ("projected", "logits")]
+    heights = [msteps.objective(each, counts, prior) for each in found]
+    torch.testing.assert_close(*heights, rtol=1e-6, atol=0)
+    assert bool((heights[0] > msteps.objective(start, counts, prior)).all())
+
+
+def test_bad_input():
+    rows, counts = problems(1, 2)
+    with pytest.raises(ValueError, match="rho = 0"):
+        msteps.FixedPoint()(rows, counts, DiversityPrior(1.0, rho=1.0))
+    for step in (msteps.FixedPoint, msteps.ProjectedGradient):
+        with pytest.raises(ValueError, match="num_steps"):
+            step(0)
