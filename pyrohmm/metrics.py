@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from pyro import poutine
 from pyro.poutine.util import site_is_subsample
-from scipy.optimize import linear_sum_assignment
+from scipy.optimize import linear_sum_assignment, quadratic_assignment
 from torch import Tensor
 from torch.distributions import biject_to, constraints
 
-from ._checks import check_integers
+from ._checks import check_floats, check_integers, check_size
 from .fit import Fit
 from .hmm import HMM
 from .models import build
@@ -243,6 +245,16 @@ def align(predicted: Tensor, truth: Tensor, num_states: int | None = None) -> Te
         >>> align(torch.tensor([0, 0, 1, 2]), torch.tensor([2, 2, 0, 1]))
         tensor([2, 0, 1])
     """
+    counts = _crossed(predicted, truth, num_states)
+    size = len(counts)
+    rows, columns = linear_sum_assignment(counts.cpu().numpy(), maximize=True)
+    renaming = torch.empty(size, dtype=torch.long)
+    renaming[torch.as_tensor(rows)] = torch.as_tensor(columns)
+    return renaming.to(predicted.device)
+
+
+def _crossed(predicted: Tensor, truth: Tensor, num_states: int | None = None) -> Tensor:
+    """How many steps of known truth have each predicted (row) and true (column) state, (K, K)."""
     check_integers("predicted", predicted)
     check_integers("truth", truth)
     if predicted.shape != truth.shape:
@@ -261,11 +273,52 @@ def align(predicted: Tensor, truth: Tensor, num_states: int | None = None) -> Te
     if max(int(found.max()), int(true.max())) >= size:
         raise ValueError(f"states must be less than num_states = {size}; got "
                          f"{max(int(found.max()), int(true.max()))}.")  # fmt: skip
-    counts = torch.bincount(found * size + true, minlength=size * size).reshape(size, size)
-    rows, columns = linear_sum_assignment(counts.cpu().numpy(), maximize=True)
-    renaming = torch.empty(size, dtype=torch.long)
-    renaming[torch.as_tensor(rows)] = torch.as_tensor(columns)
-    return renaming.to(predicted.device)
+    return torch.bincount(found * size + true, minlength=size * size).reshape(size, size)
+
+
+def align_transitions(found: Tensor, truth: Tensor) -> Tensor:
+    r"""Renaming of states under which a transition matrix is nearest to the true one.
+
+    Rows and columns are renamed together, by the permutation that makes the sum of squared
+    differences least. It is found by trying all of them up to eight states; for more, by
+    :func:`scipy.optimize.quadratic_assignment`, which may end at one that is only good.
+
+    Where states were decoded and true ones are known, :func:`align` says more; where there are
+    data and two HMMs, :func:`pyrohmm.fit.match_states`.
+
+    Args:
+        found: ``(K, K)``, a transition matrix.
+        truth: ``(K, K)``, what it is compared with.
+
+    Returns:
+        ``(K,)`` integers: state k of ``found`` is state ``renaming[k]`` of ``truth``, as from
+        :func:`align`; ``hmm.reorder(renaming.argsort())`` gives an HMM the true numbers.
+
+    Example:
+        >>> truth = torch.tensor([[0.9, 0.1, 0.0], [0.0, 0.8, 0.2], [0.3, 0.0, 0.7]])
+        >>> order = torch.tensor([2, 0, 1])
+        >>> align_transitions(truth[order][:, order], truth)
+        tensor([2, 0, 1])
+    """
+    check_floats("found", found)
+    check_floats("truth", truth)
+    size = truth.size(-1)
+    if truth.shape != (size, size) or found.shape != truth.shape:
+        raise ValueError(
+            "found and truth must both have shape (K, K); got "
+            f"{tuple(found.shape)} and {tuple(truth.shape)}."
+        )
+    if size <= 8:
+        orders = torch.tensor(list(itertools.permutations(range(size))), device=found.device)
+        moved = found[orders.unsqueeze(-1), orders.unsqueeze(-2)]
+        order = orders[(moved - truth).square().sum((-2, -1)).argmin()]
+    else:
+        pair = truth.detach().cpu().numpy(), found.detach().cpu().numpy()
+        options = {"maximize": True, "rng": np.random.default_rng(0)}  # draws nothing from it here
+        first = quadratic_assignment(*pair, options=options).col_ind
+        options["partial_guess"] = np.stack([np.arange(size), first], 1)
+        order = torch.as_tensor(quadratic_assignment(*pair, "2opt", options).col_ind)
+    return order.argsort().to(found.device)
 
 
 def one_to_one_accuracy(predicted: Tensor, truth: Tensor) -> float:
@@ -282,6 +335,88 @@ def one_to_one_accuracy(predicted: Tensor, truth: Tensor) -> float:
     renamed = align(predicted, truth)[predicted.long().clamp(min=0)]
     known = truth >= 0
     return (renamed[known] == truth[known]).double().mean().item()
+
+
+def many_to_one_accuracy(predicted: Tensor, truth: Tensor) -> float:
+    """Share of steps that agree if each predicted state is called what it is most often.
+
+    Several predicted states may get the same name, so that more states are never worse: compare
+    models of the same number of states.
+
+    Args:
+        predicted: ``(*)`` integers.
+        truth: ``(*)`` integers, -1 where it is not known; such steps do not count.
+
+    Example:
+        >>> many_to_one_accuracy(torch.tensor([0, 1, 2, 2]), torch.tensor([1, 1, 0, 1]))
+        0.75
+    """
+    counts = _crossed(predicted, truth)
+    return (counts.amax(1).sum() / counts.sum()).item()
+
+
+def variation_of_information(predicted: Tensor, truth: Tensor) -> float:
+    r"""How far two labellings are apart, in nats, whatever their names: :math:`H(z|y) + H(y|z)`.
+
+    Zero if one renames the other. A distance, of at most the logarithm of the number of steps.
+
+    Args:
+        predicted: ``(*)`` integers.
+        truth: ``(*)`` integers, -1 where it is not known; such steps do not count.
+
+    References:
+        Comparing clusterings (Meila, 2007).
+
+    Example:
+        >>> variation_of_information(torch.tensor([0, 0, 1, 1]), torch.tensor([2, 2, 0, 0]))
+        0.0
+        >>> even = torch.tensor([0, 1, 0, 1])  # says nothing of the truth: two times log 2
+        >>> round(variation_of_information(even, torch.tensor([0, 0, 1, 1])), 4)
+        1.3863
+    """
+    counts = _crossed(predicted, truth).double()
+    joint = counts / counts.sum()
+    both = torch.special.entr(joint).sum()
+    apart = torch.special.entr(joint.sum(0)).sum() + torch.special.entr(joint.sum(1)).sum()
+    return (2 * both - apart).clamp(min=0.0).item()
+
+
+def state_histogram(states: Tensor, num_states: int) -> Tensor:
+    """How many steps are in each state, ``(K,)`` integers.
+
+    Args:
+        states: ``(*)`` integers, such as a decoding; -1 where a step does not count. At padded
+            steps a decoding holds 0: count ``states[data.exists]``.
+        num_states: K.
+
+    Example:
+        >>> state_histogram(torch.tensor([0, 2, 2, -1]), num_states=4)
+        tensor([1, 0, 2, 0])
+    """
+    check_integers("states", states)
+    check_size("num_states", num_states)
+    counted = states.long().flatten()
+    if counted.numel() and not -1 <= int(counted.min()) <= int(counted.max()) < num_states:
+        raise ValueError(
+            f"states must lie between 0 and num_states - 1 = {num_states - 1}, or be -1; got "
+            f"values from {int(counted.min())} to {int(counted.max())}."
+        )
+    return counted[counted >= 0].bincount(minlength=num_states)
+
+
+def num_identified(states: Tensor, num_states: int, at_least: int = 50) -> int:
+    """How many states are in use: those that at least so many steps are in.
+
+    Args:
+        states: As of :func:`state_histogram`.
+        num_states: K.
+        at_least: Number of steps. Fifty is what Qiao et al. (2015) ask for, of 1,800.
+
+    Example:
+        >>> num_identified(torch.tensor([0, 2, 2, 1, 1]), num_states=4, at_least=2)
+        2
+    """
+    return int((state_histogram(states, num_states) >= at_least).sum())
 
 
 def bhattacharyya(probs: Tensor) -> Tensor:
@@ -303,6 +438,42 @@ def bhattacharyya(probs: Tensor) -> Tensor:
     return distance.masked_fill(
         torch.eye(probs.size(-2), dtype=torch.bool, device=probs.device), 0.0
     ).abs()
+
+
+def diversity(probs: Tensor) -> Tensor:
+    """How different rows are: the mean Bhattacharyya distance of all pairs, ``(*B)``, in nats.
+
+    Infinite as soon as two rows have no symbol, or no next state, in common, however much the
+    others share. The measure of Qiao et al. (2015).
+
+    Args:
+        probs: ``(*B, K, V)``, a distribution in each row, such as a transition matrix; K >= 2.
+
+    Example:
+        >>> diversity(torch.tensor([[1.0, 0.0], [0.5, 0.5], [0.5, 0.5]]))  # 0.3466 twice of three
+        tensor(0.2310)
+    """
+    return diversity_by_state(probs).mean(-1)
+
+
+def diversity_by_state(probs: Tensor) -> Tensor:
+    """Mean Bhattacharyya distance of each row to the others, ``(*B, K)``, in nats.
+
+    Infinite for a row that shares nothing with one of the others.
+
+    Args:
+        probs: ``(*B, K, V)``, a distribution in each row; K >= 2.
+
+    Example:
+        >>> diversity_by_state(torch.tensor([[1.0, 0.0], [0.5, 0.5], [0.5, 0.5]]))
+        tensor([0.3466, 0.1733, 0.1733])
+    """
+    if probs.dim() < 2 or probs.size(-2) < 2:
+        raise ValueError(
+            "probs must have shape (*B, K, V) with at least two rows to compare; got "
+            f"{tuple(probs.shape)}."
+        )
+    return bhattacharyya(probs).sum(-1) / (probs.size(-2) - 1)
 
 
 def mean_absolute_deviation(first: Any, second: Any) -> float:

@@ -182,6 +182,155 @@ def test_bad_states_are_named(predicted, truth, size, kind, words):
         metrics.align(torch.tensor(predicted), torch.tensor(truth), size)
 
 
+@patient
+@given(states)
+def test_many_to_one_accuracy_is_the_best_over_all_ways_to_name(drawn):
+    size, predicted, truth = drawn
+    known = [(p, t) for p, t in zip(predicted.tolist(), truth.tolist()) if t >= 0]
+    if known:
+        expected = max(
+            sum(names[p] == t for p, t in known) / len(known)
+            for names in itertools.product(range(size), repeat=size)
+        )
+        found = metrics.many_to_one_accuracy(predicted, truth)
+        assert found == pytest.approx(expected)
+        assert found >= metrics.one_to_one_accuracy(predicted, truth) - 1e-12
+
+
+def entropy(labels):
+    """Of the shares of labels, in nats."""
+    shares = [labels.count(each) / len(labels) for each in set(labels)]
+    return -sum(share * math.log(share) for share in shares)
+
+
+@patient
+@given(states)
+def test_variation_of_information_is_what_either_does_not_say_of_the_other(drawn):
+    size, predicted, truth = drawn
+    known = [(p, t) for p, t in zip(predicted.tolist(), truth.tolist()) if t >= 0]
+    if known:
+        found = metrics.variation_of_information(predicted, truth)
+        rest = 0.0
+        for side in (0, 1):
+            for state in range(size):
+                part = [pair[1 - side] for pair in known if pair[side] == state]
+                rest += len(part) / len(known) * entropy(part) if part else 0.0
+        assert found == pytest.approx(rest, abs=1e-12)
+        assert found <= math.log(len(known)) + 1e-12
+
+
+@patient
+@given(st.lists(st.tuples(*[st.integers(0, 3)] * 3), min_size=1, max_size=12))
+def test_variation_of_information_is_a_distance(triples):
+    first, second, third = map(torch.tensor, zip(*triples))
+    apart = metrics.variation_of_information
+    assert apart(first, second) == pytest.approx(apart(second, first), abs=1e-12)
+    assert apart(first, third) <= apart(first, second) + apart(second, third) + 1e-12
+    renamed = torch.tensor([2, 0, 3, 1])[first]
+    assert apart(first, renamed) == pytest.approx(0.0, abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    "measure", [metrics.many_to_one_accuracy, metrics.variation_of_information]
+)
+def test_unknown_states_do_not_count_in_other_measures_either(measure):
+    predicted, truth = torch.tensor([0, 1, 1, 7]), torch.tensor([2, 0, 2, -1])
+    assert measure(predicted, truth) == measure(predicted[:3], truth[:3])
+    with pytest.raises(ValueError, match="truth has no known state"):
+        measure(predicted, torch.full_like(truth, -1))
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_transitions_are_aligned_by_the_best_of_all_permutations(size):
+    found, truth = torch.randn(2, size, size).softmax(-1)
+    renaming = metrics.align_transitions(found, truth).tolist()
+
+    def distance(names):
+        return sum(
+            (found[i, j] - truth[names[i], names[j]]).item() ** 2
+            for i, j in itertools.product(range(size), repeat=2)
+        )
+
+    best = min(itertools.permutations(range(size)), key=distance)
+    assert distance(renaming) == pytest.approx(distance(best))
+
+
+@pytest.mark.parametrize("size", [5, 8, 9, 15])
+def test_a_renamed_matrix_is_recognised_through_noise(size):
+    truth = dist.Dirichlet(torch.full((size, size), 0.3)).sample()
+    order = torch.randperm(size)
+    noisy = 0.95 * truth[order][:, order] + 0.05 * torch.randn(size, size).softmax(-1)
+    assert metrics.align_transitions(noisy, truth).equal(order)
+
+
+def test_an_hmm_aligned_by_its_transitions_is_the_same_law_with_the_true_numbers():
+    order = torch.tensor([2, 0, 1])
+    truth = HMM(
+        torch.randn(3).log_softmax(-1),
+        torch.randn(3, 3).log_softmax(-1),
+        dist.Categorical(logits=torch.randn(3, 4)),
+        torch.tensor([5]),
+    )
+    found = truth.reorder(order)
+    renaming = metrics.align_transitions(found.log_transition.exp(), truth.log_transition.exp())
+    again = found.reorder(renaming.argsort())
+    torch.testing.assert_close(again.log_initial, truth.log_initial)
+    torch.testing.assert_close(again.log_transition, truth.log_transition)
+    torch.testing.assert_close(again.emission.logits, truth.emission.logits)
+    values = truth.sample()
+    assert renaming[found.viterbi(values)].equal(truth.viterbi(values))
+
+
+@pytest.mark.parametrize(
+    ("found", "truth", "kind", "words"),
+    [
+        (torch.eye(2), torch.eye(3), ValueError, r"shape \(K, K\); got \(2, 2\) and \(3, 3\)"),
+        (torch.ones(2, 3), torch.ones(2, 3), ValueError, r"shape \(K, K\)"),
+        (torch.eye(2).long(), torch.eye(2), TypeError, "found must"),
+        (torch.eye(2), torch.eye(2).bool(), TypeError, "truth must"),
+    ],
+)
+def test_matrices_that_cannot_be_aligned_are_named(found, truth, kind, words):
+    with pytest.raises(kind, match=words):
+        metrics.align_transitions(found, truth)
+
+
+# Which states are in use
+
+
+def test_a_histogram_counts_steps_that_exist():
+    data = Sequences(torch.zeros(2, 4).long(), torch.tensor([4, 1]))
+    states = torch.tensor([[2, 2, 0, 4], [1, 0, 0, 0]])
+    assert metrics.state_histogram(states[data.exists], 6).tolist() == [1, 1, 2, 0, 1, 0]
+    marked = states.masked_fill(~data.exists, -1)
+    assert metrics.state_histogram(marked, 6).tolist() == [1, 1, 2, 0, 1, 0]
+    assert metrics.state_histogram(marked[:, :0], 2).tolist() == [0, 0]
+
+
+@pytest.mark.parametrize(("at_least", "number"), [(0, 4), (1, 3), (2, 2), (3, 1), (4, 0)])
+def test_identified_states_are_those_seen_often_enough(at_least, number):
+    states = torch.tensor([[0, 3, 3], [3, 1, 1]])
+    assert metrics.num_identified(states, 4, at_least) == number
+
+
+def test_fifty_steps_identify_a_state():
+    states = torch.cat([torch.zeros(50), torch.ones(49)]).long()
+    assert metrics.num_identified(states, 2) == 1
+
+
+@pytest.mark.parametrize(
+    ("states", "kind", "words"),
+    [
+        ([0, 2], ValueError, "between 0 and num_states - 1 = 1, or be -1; got values from 0 to 2"),
+        ([-2, 0], ValueError, "got values from -2 to 0"),
+        ([0.5], TypeError, "states must hold integers"),
+    ],
+)
+def test_states_out_of_range_are_not_counted_but_named(states, kind, words):
+    with pytest.raises(kind, match=words):
+        metrics.state_histogram(torch.tensor(states), 2)
+
+
 # Distances
 
 
@@ -209,6 +358,37 @@ def test_bhattacharyya_of_disjoint_rows_is_infinite_and_of_equal_rows_zero():
     found = metrics.bhattacharyya(probs)
     assert found[0, 1] == torch.inf
     assert found[1, 2].item() == pytest.approx(0.0, abs=1e-12)
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_diversity_is_the_mean_over_pairs_and_over_states(size):
+    probs = torch.randn(2, size, 4).softmax(-1)
+    each, whole = metrics.diversity_by_state(probs), metrics.diversity(probs)
+    assert (each.shape, whole.shape) == ((2, size), (2,))
+    for b in range(2):
+        distance = {
+            (i, j): -math.log(sum(math.sqrt(probs[b, i, v] * probs[b, j, v]) for v in range(4)))
+            for i, j in itertools.permutations(range(size), 2)
+        }
+        pairs = [distance[pair] for pair in itertools.combinations(range(size), 2)]
+        assert whole[b].item() == pytest.approx(np.mean(pairs))
+        for i in range(size):
+            own = [value for pair, value in distance.items() if pair[0] == i]
+            assert each[b, i].item() == pytest.approx(np.mean(own))
+
+
+def test_one_disjoint_pair_makes_the_mean_infinite():
+    """Those states that share something with each other have a finite mean of their own."""
+    probs = torch.tensor([[1.0, 0.0], [0.5, 0.5], [0.0, 1.0]])
+    assert metrics.diversity(probs) == torch.inf
+    assert metrics.diversity_by_state(probs).isinf().tolist() == [True, False, True]
+    assert metrics.diversity(torch.full((3, 2), 0.5)).item() == pytest.approx(0.0, abs=1e-12)
+
+
+@pytest.mark.parametrize("shape", [(3,), (1, 3), (2, 1, 3)])
+def test_diversity_needs_two_rows(shape):
+    with pytest.raises(ValueError, match="at least two rows to compare; got"):
+        metrics.diversity(torch.full(shape, 1 / 3))
 
 
 @pytest.mark.parametrize("wrap", [torch.tensor, np.array, lambda rows: rows])
