@@ -14,6 +14,7 @@ import torch
 from pyro.distributions.torch_distribution import TorchDistribution
 from torch import Tensor
 from torch.distributions import (
+    Bernoulli,
     Categorical,
     Independent,
     MixtureSameFamily,
@@ -23,6 +24,7 @@ from torch.distributions import (
     transform_to,
 )
 from torch.distributions.transforms import Transform
+from torch.nn.functional import softplus
 
 from ._checks import check_booleans, check_floats, check_integers, check_trailing
 from ._lookup import take_rows
@@ -586,6 +588,8 @@ def in_each_state(emission: Any, values: Tensor) -> Tensor:
         return torch.stack(torch.broadcast_tensors(*each)).sum(0)
     if isinstance(emission, Tied):
         return in_each_state(emission.base, values).index_select(-1, emission.index)
+    if _is_of_bits(emission):
+        return _of_bits(emission.base_dist.logits, values)
     if not is_categorical(emission):
         return known_log_prob(emission, values.unsqueeze(-1 - len(emission.event_shape)))
     # a look-up of rows: log_prob would keep a gradient of N T K V numbers
@@ -600,6 +604,30 @@ def in_each_state(emission: Any, values: Tensor) -> Tensor:
         rows = rows + matrices.reshape(logits.shape[:-2]) * logits.size(-1)
     scores = take_rows(table, rows)
     return scores if missing is None else scores.masked_fill(missing.unsqueeze(-1), 0.0)
+
+
+def _is_of_bits(emission: Any) -> bool:
+    """Whether it is one of vectors of zeros and ones, with one table for all that is observed."""
+    return (
+        isinstance(emission, Independent)
+        and isinstance(emission.base_dist, Bernoulli)
+        and len(emission.event_shape) == 1
+        and emission.batch_shape[-2:-1] in ((), (1,))
+    )
+
+
+def _of_bits(logits: Tensor, values: Tensor) -> Tensor:
+    """Log-density ``(*A, K)`` of independent bits: products of matrices, not N T K D numbers.
+
+    Args:
+        logits: ``(*b, K, D)`` with ``b[-1] = 1``, if there is one.
+        values: ``(*A, D)``; NaN is missing.
+    """
+    if logits.dim() > 2:
+        logits = logits.squeeze(-3)  # what comes before belongs to what A has before its last
+    known = ~values.isnan()
+    ones = torch.where(known, values, 0.0).to(logits.dtype)
+    return ones @ logits.mT - known.to(logits.dtype) @ softplus(logits).mT
 
 
 def known_log_prob(distribution: Any, values: Tensor) -> Tensor:

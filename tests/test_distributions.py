@@ -618,6 +618,31 @@ def test_gradients_are_finite_where_components_are_missing(name):
     assert all(bool(gradient.isfinite().all()) for gradient in found)
 
 
+@pytest.mark.parametrize(
+    ("lead", "batch"),
+    [((), ()), ((5,), ()), ((2, 5), ()), ((2, 5), (5,)), ((2, 1, 5), (4, 1)), ((5,), (4, 1))],
+)
+def test_bits_are_scored_component_by_component(lead, batch):
+    """Whatever the batch of the parameters ``(*batch, K)``: of restarts, or of sequences."""
+    probs = torch.rand(*batch, 3, 2)
+    values = torch.randint(2, (*lead, 2)).double()
+    values[values.sum(-1) == 1, :] = torch.tensor([NAN, 1.0])
+    table = in_each_state(dist.Bernoulli(probs).to_event(1), values)
+    each = torch.where(values.unsqueeze(-2) == 1, probs, 1 - probs).log()
+    expected = torch.where(values.unsqueeze(-2).isnan(), 0.0, each).sum(-1)
+    torch.testing.assert_close(table, expected)
+
+
+def test_bits_have_the_gradient_of_their_formula():
+    logits = torch.randn(3, 4, requires_grad=True)
+    values = torch.randint(2, (6, 4)).double()
+    law = dist.Bernoulli(logits=logits).to_event(1)
+    weights = torch.rand(6, 3)
+    (found,) = torch.autograd.grad((weights * in_each_state(law, values)).sum(), logits)
+    expected = weights.T @ values - weights.sum(0).unsqueeze(-1) * logits.sigmoid()
+    torch.testing.assert_close(found, expected)
+
+
 def test_whole_numbers_and_symbols_among_floats_are_scored_as_themselves():
     symbols = dist.Categorical(torch.tensor([[0.2, 0.8], [0.5, 0.5]]))
     numbers = torch.tensor([1, 0])
