@@ -25,6 +25,7 @@ from .distributions import log
 from .dpp import DiversityPrior, simplex_projection
 
 Matrix = np.ndarray  # (R, K, K), of R restarts side by side
+NEGLIGIBLE = 1e-30  # share of the counts of a row, below which a count is none
 
 
 class GradientStep:
@@ -177,9 +178,10 @@ class FixedPoint:
         damping = np.zeros_like(unit)
         places: list[Matrix] = []
         moves: list[Matrix] = []
+        still = 0  # iterations without a rise; the last digits come after the last rise
         for _ in range(self.num_steps):
             slopes = climb.slopes(roots)
-            if climb.stationarity(roots, slopes) <= self.tolerance:
+            if still == 20 or climb.stationarity(roots, slopes) <= self.tolerance:
                 break
             plain = climb.proposal(roots, slopes, damping)
             places = [*places[-self.memory :], roots]
@@ -193,6 +195,7 @@ class FixedPoint:
                 reached = climb.objective(far**2)
                 further = reached >= top - slack
                 roots, top = np.where(_wide(further), far, roots), np.where(further, reached, top)
+            still = 0 if (top > height + slack).any() else still + 1
             height = np.maximum(top, height - slack)
             less = np.where(damping > 1e-3 * unit, damping / 4, 0.0)
             damping = np.where(_wide(risen), less, np.maximum(4 * damping, unit / 2))
@@ -271,7 +274,7 @@ class LogitGradient:
         self, rows: Tensor, counts: Tensor, prior: DiversityPrior, allowed: Tensor | None = None
     ) -> Tensor:
         """Raise the objective: see :class:`TransitionStep`."""
-        counts = counts.detach().double()
+        counts = _significant(counts.detach().double())
         logits = log(rows.detach().double())
         kept = logits.isneginf() if allowed is None else logits.isneginf() | ~allowed
         leaf = logits.masked_fill(kept, 0.0).requires_grad_()
@@ -296,8 +299,14 @@ def objective(rows: Tensor, counts: Tensor, prior: DiversityPrior) -> Tensor:
         >>> msteps.objective(rows, torch.tensor([[[1.0, 1.0], [1.0, 0.0]]]), DiversityPrior(1.0))
         tensor([-2.0794])
     """
+    counts = _significant(counts)
     weighed = torch.where(counts > 0, counts * log(rows), 0.0)
     return weighed.sum((-2, -1)) + prior.log_density(rows)
+
+
+def _significant(counts: Tensor) -> Tensor:
+    """Counts ``(R, K, K)``, zero where they are next to nothing: what they ask for underflows."""
+    return torch.where(counts > NEGLIGIBLE * counts.sum(-1, keepdim=True), counts, 0.0)
 
 
 class _Climb:
@@ -308,7 +317,7 @@ class _Climb:
     ) -> None:
         self.like = rows
         self.start: Matrix = rows.detach().double().cpu().numpy()
-        self.counts: Matrix = counts.detach().double().cpu().numpy()
+        self.counts: Matrix = _significant(counts.detach().double()).cpu().numpy()
         self.alpha, self.rho, self.weight = prior.alpha, prior.rho, prior.anchor_weight
         self.anchor: Matrix = (
             np.zeros(()) if prior.anchor is None else prior.anchor.double().cpu().numpy()

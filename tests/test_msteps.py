@@ -209,6 +209,24 @@ def test_other_exponents(name):
     assert bool((heights[0] > msteps.objective(start, counts, prior)).all())
 
 
+def test_counts_that_underflow_are_none(kind):
+    """As where a state can hardly go to another: what is counted there is 1e-226."""
+    rows, counts = problems(4, 3)
+    counts[:, 0, 2] = 1e-226
+    prior = DiversityPrior(0.5)
+    start = counts / counts.sum(-1, keepdim=True)
+    found = kind(200)(rows, counts, prior)
+    none = torch.where(counts > 1e-200, counts, 0.0)
+    heights = [msteps.objective(each, none, prior) for each in (rows, start, found)]
+    assert bool((heights[2] > heights[0]).all())
+    assert bool(msteps.objective(found, counts, prior).isfinite().all())
+    if kind is KINDS["fixed point"]:
+        roots = found.sqrt()
+        gains = roots * torch.linalg.inv(roots).mT
+        right = (none + 0.5 * gains) / (none.sum(-1, keepdim=True) + 0.5)
+        assert (found - right).abs().max() < 1e-9
+
+
 def test_bad_input():
     rows, counts = problems(1, 2)
     with pytest.raises(ValueError, match="rho = 0"):
