@@ -201,6 +201,7 @@ def main() -> None:
     options = arguments(__doc__, [part.__name__ for part in parts])
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float64)
+    pyro.enable_validation(False)
     rows, old = [], earlier("diversified_toy")
     for part in parts:
         if part.__name__ in options.only:

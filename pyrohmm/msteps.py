@@ -410,7 +410,7 @@ class _Climb:
             low, high = np.where(length > 1, weight, low), np.where(length > 1, high, weight)
             slope = np.where(root > 0, found**3 / root, 0.0).sum(-1, keepdims=True)
             weight = weight + (length - 1) * square / slope
-            inside = (weight > low) & (weight < high)
+            inside = (weight >= low) & (weight <= high)
             weight = np.where(inside, weight, (low + high) / 2)
         return found / length
 
