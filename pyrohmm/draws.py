@@ -19,6 +19,7 @@ from pyro import poutine
 from pyro.distributions import Unit
 from pyro.infer import MCMC
 from pyro.infer.autoguide import AutoContinuous, AutoNormal
+from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
 from ._checks import check_integers, check_shape, check_size
@@ -249,6 +250,7 @@ class Draws:
         singles = [
             self._run({name: each[i, 0] for name, each in wide.items()}, data) for i in range(count)
         ]
+        self._check_names({name: each[0, 0] for name, each in wide.items()}, data)
         wanted = torch.stack([single.log_prob(data.values) for single in singles])
         try:
             found = self._run(wide, data).expand(torch.Size([count, 1])).log_prob(data.values)
@@ -260,6 +262,26 @@ class Draws:
                 "right: write matrix[..., 0, :], not matrix[0]."
             ) from error
         return singles[0]
+
+    def _check_names(self, values: dict[str, Tensor], data: Sequences) -> None:
+        """Raise unless the values are those of the model's latent variables, all of them."""
+        with torch.no_grad(), poutine.block():
+            conditioned = poutine.condition(self.model, data=values)
+            nodes = poutine.trace(conditioned).get_trace(data).nodes
+        unknown = [name for name in values if name not in nodes]
+        missing = [
+            name
+            for name, site in nodes.items()
+            if site["type"] == "sample" and not site["is_observed"]
+            and not site_is_subsample(site) and site["infer"].get("enumerate") != "parallel"
+        ]  # fmt: skip
+        if unknown or missing:
+            raise ValueError(
+                "values must be of the latent variables of the model, all of them; it has no "
+                f"{', '.join(map(repr, unknown)) or 'other'}, and draws of "
+                f"{', '.join(map(repr, missing)) or 'none'} are missing. Names in a model begin "
+                "with 'module.'."
+            )
 
     # Names of states
 

@@ -417,6 +417,13 @@ def test_errors_say_what_was_wanted():
     some = Draws.of(jittered(values, 1, 2), model)
     with pytest.raises(ValueError, match="names must have shape"):
         some.rename(torch.arange(3), data)
+    drawn = jittered(values, 1, 2)
+    short = {name.removeprefix("module."): each for name, each in drawn.items()}
+    with pytest.raises(ValueError, match=r"it has no 'initial', .*draws of 'module.initial'"):
+        Draws.of(short, model).hmm(data)
+    del drawn["module.transition"]
+    with pytest.raises(ValueError, match=r"draws of 'module.transition' are missing"):
+        Draws.of(drawn, model).hmm(data)
     with pytest.raises(TypeError, match="return hmm"):
         Draws.of(some, lambda data: None).hmm(data)
     with pytest.raises(ValueError, match="batch_size"):
