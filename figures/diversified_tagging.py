@@ -1,0 +1,244 @@
+"""Tagging without labels under a diversity prior: section 4.2.1 of the diversified HMM paper.
+
+The paper takes 94,000 words of the Wall Street Journal, which its table of tags identifies as the
+sample of the Penn Treebank that comes with NLTK, with 46 tags merged to 15; here, traces left out
+and words in lower case, it is the same. ``web`` is UD English EWT with its 17 universal tags.
+Everything begins in flat Dirichlet draws, as many states as tags; EM takes 100 steps. Weights are
+in the convention of the paper, twice those of ``DiversityPrior``; 0 is the plain HMM, and fits of
+one seed begin at the same values whatever the weight. States are decoded by Viterbi's algorithm.
+
+``figure 8`` and ``figure 9`` are of the first seed: Bhattacharyya distances of the state that
+stands for nouns to those of the other tags, and how many words have each tag, found and true, most
+frequent first. Writes ``diversified_tagging.json`` and ``diversified_tagging.png``.
+"""
+
+from __future__ import annotations
+
+import os
+from multiprocessing import get_context
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyro
+import torch
+from common import FOLDER, arguments, write
+
+from pyrohmm import (
+    DiversityPrior,
+    Sequences,
+    TabularHMM,
+    categorical,
+    datasets,
+    fit_em,
+    metrics,
+    readers,
+    starts,
+)
+
+PAPER = {0.0: 0.4475, 100.0: 0.4688}
+WEIGHTS = (0.0, 1.0, 10.0, 100.0, 1000.0)
+NUM_SEEDS, NUM_STEPS = 10, 100
+MERGED = [  # Table 2; the groups are 1 to 15 in the paper
+    "NNP NNPS NNS NN SYM",
+    ", `` '' : . $ ( ) -LRB- -RRB- -LCB- -RCB- LS #",
+    "CD",
+    "JJS JJ JJR",
+    "MD",
+    "VBZ VB VBG VBD VBN VBP VBG|NN",
+    "DT PDT WDT",
+    "IN CC TO",
+    "FW",
+    "WRB RB RBS RBR",
+    "UH",
+    "WP WP$ PRP PRP$",
+    "POS",
+    "EX",
+    "RP",
+]
+SCALARS = ("one_to_one", "many_to_one", "variation", "nats", "distance", "log_diversity", "used")
+
+
+class Task(NamedTuple):
+    """Words with tags; the values are indices of words in lower case."""
+
+    data: Sequences
+    num_words: int
+    tags: list[str]
+
+
+def lowered(corpus: readers.Corpus) -> tuple[torch.Tensor, int]:
+    """Values ``(N, T)`` of words in lower case, and how many there are."""
+    words = [word.lower() for word in corpus.vocabulary]
+    places = {word: n for n, word in enumerate(dict.fromkeys(words))}
+    renamed = torch.tensor([places[word] for word in words])
+    return renamed[corpus.data.values], len(places)
+
+
+def penn() -> Task:
+    """The sample of the Penn Treebank, its tags merged."""
+    corpus = readers.read_tagged(datasets.find("treebank-sample"))
+    groups = {tag: n for n, group in enumerate(MERGED) for tag in group.split()}
+    assert corpus.tags is not None
+    assert corpus.data.labels is not None
+    renamed = torch.tensor([groups[tag] for tag in corpus.tags])
+    labels = torch.where(corpus.data.exists, renamed[corpus.data.labels.clamp(min=0)], -1)
+    values, num_words = lowered(corpus)
+    data = Sequences(values, corpus.data.lengths, labels=labels).cut(80)
+    return Task(data, num_words, [group.split()[0] for group in MERGED])
+
+
+def web() -> Task:
+    """UD English EWT, training part, universal tags."""
+    corpus = readers.read_conllu(datasets.find("ud-ewt-train"), "upos")
+    assert corpus.tags is not None
+    values, num_words = lowered(corpus)
+    data = Sequences(values, corpus.data.lengths, labels=corpus.data.labels).cut(80)
+    return Task(data, num_words, list(corpus.tags))
+
+
+def toy() -> Task:
+    """What stands for them where there are no data: symbols of a drawn HMM."""
+    toy = datasets.dirichlet_toy(4, 8, 1.0)
+    return Task(toy.train, 8, list("abcd"))
+
+
+SOURCES = {"penn": penn, "web": web, "toy": toy}
+
+
+def fit_one(source: str, seed: int, quick: bool) -> list[dict[str, Any]]:
+    """Fits of one seed with all weights."""
+    torch.set_num_threads(1)
+    pyro.enable_validation(False)
+    task = SOURCES[source]()
+    data, size = task.data.without_labels(), len(task.tags)
+    data = data[:100] if quick else data
+    truth = task.data.labels
+    assert truth is not None
+    truth = truth[: len(data)]
+    module = TabularHMM(size, categorical(task.num_words))
+    pyro.set_rng_seed(seed)
+    start = {n: v[0, 0] for n, v in starts.from_prior(module, data[:1], 1).items()}
+    found = []
+    for weight in WEIGHTS[::2] if quick else WEIGHTS:
+        prior = DiversityPrior.as_in_paper(weight) if weight else None
+        fit = fit_em(
+            module, data, start=start, log_prior=prior, tolerance=None, progress=False,
+            num_steps=3 if quick else NUM_STEPS,
+        )  # fmt: skip
+        hmm = fit.draw(data)
+        states = hmm.viterbi(data.values).masked_fill(~data.exists, 0)
+        rows = hmm.log_transition.exp().double()
+        known = truth >= 0
+        order = metrics.align(states, truth, size).argsort()  # tag by tag, which state it is
+        found.append(
+            {
+                "weight": weight,
+                "one_to_one": metrics.one_to_one_accuracy(states, truth),
+                "many_to_one": metrics.many_to_one_accuracy(states, truth),
+                "variation": metrics.variation_of_information(states, truth),
+                "nats": -hmm.log_prob(data.values).double().sum().item() / data.num_observed,
+                "distance": metrics.diversity(rows).item(),
+                "log_diversity": 2 * torch.linalg.slogdet(rows.sqrt()).logabsdet.item(),
+                "used": metrics.num_identified(states[known], size, 50),
+                "distances": metrics.bhattacharyya(rows[order])[0].tolist(),
+                "histogram": metrics.state_histogram(states[known], size)
+                .sort(descending=True)
+                .values.tolist(),
+            }
+        )
+        print(source, seed, {k: found[-1][k] for k in ("weight", *SCALARS)}, flush=True)
+    return found
+
+
+def summary(source: str, runs: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """For each weight, means and deviations over seeds, and gains over the plain HMM."""
+    task = SOURCES[source]()
+    assert task.data.labels is not None
+    counts = metrics.state_histogram(task.data.labels, len(task.tags))
+    rows = []
+    for place, first in enumerate(runs[0]):
+        weight = first["weight"]
+        row: dict[str, Any] = {
+            "data": source, "weight": weight, "runs": len(runs), "K": len(task.tags),
+            "V": task.num_words, "words": task.data.num_observed,
+        }  # fmt: skip
+        for name in SCALARS:
+            values = np.array([run[place][name] for run in runs])
+            finite = values[np.isfinite(values)]
+            row[name] = {
+                "ours": finite.mean().item() if len(finite) else None,
+                "deviation": finite.std().item() if len(finite) else None,
+                "infinite": len(values) - len(finite),
+            }
+        row["one_to_one"]["paper"] = PAPER.get(weight) if source == "penn" else None
+        gain = np.array([run[place]["one_to_one"] - run[0]["one_to_one"] for run in runs])
+        row["gain"] = {
+            "mean": gain.mean().item(),
+            "standard_error": gain.std(ddof=1).item() / len(gain) ** 0.5 if len(gain) > 1 else None,
+            "better": int((gain > 0).sum()),
+        }
+        row["figure 8"] = dict(zip(task.tags, first["distances"]))
+        row["figure 9"] = {
+            "found": first["histogram"],
+            "true": counts.sort(descending=True).values.tolist(),
+        }
+        rows.append(row)
+    return rows
+
+
+def draw(rows: list[dict[str, Any]]) -> None:
+    """Accuracy by weight; histograms; distances of the state for nouns."""
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(1, 4, figsize=(15, 3.8), layout="constrained")
+    for panel, source in zip(axes[:2], ("penn", "web")):
+        own = [row for row in rows if row["data"] == source]
+        for n, (name, label) in enumerate(
+            {"one_to_one": "one-to-one", "many_to_one": "many-to-one"}.items()
+        ):
+            panel.errorbar(
+                range(len(own)),
+                [row[name]["ours"] for row in own],
+                [row[name]["deviation"] for row in own],
+                fmt="os"[n] + "-", markersize=4, color=f"C{n}", label=label, linewidth=1,
+            )  # fmt: skip
+        if source == "penn":
+            panel.plot([WEIGHTS.index(w) for w in PAPER], list(PAPER.values()), "k*", label="paper")
+        panel.set_xticks(range(len(own)), [f"{row['weight']:g}" for row in own])
+        panel.set_xlabel("α, in the convention of the paper")
+        panel.set_title(f"accuracy, {source}", fontsize=10)
+        panel.legend(fontsize=8)
+    own = [row for row in rows if row["data"] == "penn"]
+    axes[2].plot(own[0]["figure 9"]["true"], "k.-", label="true")
+    for n, row in enumerate(row for row in own if row["weight"] in (0.0, 100.0)):
+        label = f"α = {row['weight']:g}"
+        axes[2].plot(row["figure 9"]["found"], ".-", color=f"C{n}", label=label)
+        names = [name for name in row["figure 8"] if name != "NNP"]
+        axes[3].plot([row["figure 8"][name] for name in names], ".-", color=f"C{n}", label=label)
+        axes[3].set_xticks(range(len(names)), names, rotation=90, fontsize=7)
+    axes[2].set_yscale("symlog", linthresh=10)
+    axes[2].set_title("words of each tag, most frequent first", fontsize=10)
+    axes[3].set_title("distance of nouns' row to other tags', nats", fontsize=10)
+    for panel in axes:
+        panel.grid(alpha=0.3)
+    for panel in axes[2:]:
+        panel.legend(fontsize=8)
+    figure.savefig(FOLDER / "diversified_tagging.png", dpi=150)
+
+
+def main() -> None:
+    """Fit, seeds shared among processes, then write."""
+    quick = arguments(__doc__).quick
+    if quick:
+        print(summary("toy", [fit_one("toy", seed, quick) for seed in range(2)])[0]["gain"])
+        return
+    jobs = [(source, seed, quick) for source in ("penn", "web") for seed in range(NUM_SEEDS)]
+    with get_context("spawn").Pool(int(os.environ.get("PROCESSES", "2"))) as pool:
+        found = pool.starmap(fit_one, jobs, chunksize=1)
+    rows = summary("penn", found[:NUM_SEEDS]) + summary("web", found[NUM_SEEDS:])
+    write("diversified_tagging", rows)
+    draw(rows)
+
+
+if __name__ == "__main__":
+    main()
