@@ -159,8 +159,9 @@ plt.show()
 
 # %% [markdown]
 # Small weights change little: here they help a bit on average, and the best start not at all. Large
-# ones make rows more different than they are, until the matrix is a permutation and labels suffer. What helps against poor starts is better starts:
-# the best of several, or k-means, the default for numbers.
+# ones make rows more different than they are, until the matrix is a permutation and labels suffer.
+# What helps against poor starts is better starts: many of them, or k-means, the default for
+# numbers.
 
 # %%
 plain = fit_em(module, data)
@@ -211,8 +212,8 @@ def chain(alpha):
 
 
 figure, axes = plt.subplots(1, 3, figsize=(10, 3), layout="constrained")
-proposals = torch.distributions.Dirichlet(moves + 1).sample((100_000,))  # the posterior for α = 0
-for panel, alpha in zip(axes, (0.0, 2.0, 10.0)):
+proposals = torch.distributions.Dirichlet(moves + 1).sample((1_000_000,))  # for α = 0
+for panel, alpha in zip(axes, (0.0, 1.0, 4.0)):
     weights = (alpha * dpp.log_diversity(proposals)).exp()
     panel.hist(proposals[:, 0, 1], bins=20, range=(0, 1), density=True, weights=weights, alpha=0.4)
     for seed in range(2):
@@ -229,7 +230,7 @@ plt.show()
 
 # %% [markdown]
 # Filled are draws of the posterior without the prior, weighted by the determinant, which is exact;
-# lines are two chains of NUTS each. With a strong prior these disagree: between two permutations
+# lines are two chains of NUTS each. With a strong prior chains disagree: between two permutations
 # lies a border where the determinant is zero, and a chain stays on the side where it began. It is
 # the same for EM and MAP, which never cross it. Run several, and compare their evidence.
 
