@@ -1,5 +1,6 @@
 """Hidden Markov models as Pyro components: exact, fast, fitted by MAP, SVI or EM."""
 
+from . import clusters as clusters
 from . import cooccurrence as cooccurrence
 from . import datasets as datasets
 from . import dense as dense
@@ -84,6 +85,7 @@ __all__ = [
     "banded",
     "bernoulli",
     "categorical",
+    "clusters",
     "cooccurrence",
     "datasets",
     "dense",

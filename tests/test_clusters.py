@@ -1,0 +1,592 @@
+"""Brown's clusters against merges and moves that are computed from scratch; laws of the rest."""
+
+import itertools
+import math
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pyrohmm import Sequences, _lookup, clusters, datasets
+from pyrohmm.clusters import (
+    Clusters,
+    allocate,
+    average_mutual_information,
+    brown,
+    uniform,
+    with_own,
+)
+from pyrohmm.cooccurrence import Pairs, count_pairs
+
+patient = settings(deadline=None, max_examples=60, derandomize=True, database=None)
+ENGINES = ["compiled", "numpy"]
+
+
+def use(engine, patch):
+    if engine == "numpy":
+        patch.setattr(_lookup, "kernels", lambda: None)
+    elif _lookup.kernels() is None:
+        pytest.skip("Numba is not installed")
+
+
+@pytest.fixture(params=ENGINES)
+def engine(request, monkeypatch):
+    """Both implementations: Numba's kernels, and numpy."""
+    use(request.param, monkeypatch)
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def english():
+    """Pairs of 300 words of English, some 30,000 of them."""
+    corpus = datasets.english_words(300)
+    return count_pairs(corpus.data, 300)
+
+
+def dense(pairs):
+    table = np.zeros((pairs.num_symbols, pairs.num_symbols), np.int64)
+    table[pairs.first, pairs.second] = pairs.counts
+    return table
+
+
+# The slow way ------------------------------------------------------------------------------------
+
+
+def information(table):
+    """Mutual information of the row and the column of a table of counts, times its sum."""
+    found = 0.0
+    for (a, b), n in np.ndenumerate(table):
+        if n > 0:
+            found += n * math.log(n * table.sum() / (table[a].sum() * table[:, b].sum()))
+    return found
+
+
+def between(table, groups):
+    """Counts between groups of words, of the pairs of which both words are in a group."""
+    return np.array([[table[np.ix_(a, b)].sum() for b in groups] for a in groups])
+
+
+def best_merge(table, groups, tie):
+    """Of all pairs of groups (in order of rank), the first whose merge leaves the most."""
+    left = {}
+    for one, other in itertools.combinations(range(len(groups)), 2):
+        rest = [group for n, group in enumerate(groups) if n not in (one, other)]
+        left[one, other] = information(between(table, [*rest, groups[one] + groups[other]]))
+    return next(pair for pair in left if left[pair] >= max(left.values()) - tie)
+
+
+def slow_brown(table, num_clusters, num_sweeps):
+    """Groups of words, sorted by their path from the root, and the paths."""
+    counts = np.maximum(table.sum(0), table.sum(1))
+    order = [int(w) for w in np.argsort(-counts, kind="stable") if counts[w] > 0]
+    tie = 1e-12 * table.sum()
+    groups = []
+    for word in order:
+        groups.append([word])
+        if len(groups) > num_clusters:
+            one, other = best_merge(table, groups, tie)
+            groups[one] += groups.pop(other)
+    for _ in range(num_sweeps):
+        for word in order:
+            old = next(n for n, group in enumerate(groups) if word in group)
+            if len(groups[old]) == 1:
+                continue
+            groups[old].remove(word)
+            gains = []
+            for group in groups:
+                group.append(word)
+                gains.append(information(between(table, groups)))
+                group.pop()
+            new = next(n for n, gain in enumerate(gains) if gain >= max(gains) - tie)
+            groups[old if gains[new] <= gains[old] + tie else new].append(word)
+    groups.sort(key=lambda group: min(map(order.index, group)))
+    trees = [{"": group} for group in groups]
+    merged = list(groups)
+    while len(merged) > 1:
+        one, other = best_merge(table, merged, tie)
+        merged[one] = merged[one] + merged.pop(other)
+        second = trees.pop(other)
+        trees[one] = {
+            bit + path: group
+            for bit, tree in (("0", trees[one]), ("1", second))
+            for path, group in tree.items()
+        }
+    paths = sorted(trees[0])
+    return paths, [sorted(trees[0][path]) for path in paths]
+
+
+@st.composite
+def some_pairs(draw, most=7):
+    size = draw(st.integers(1, most))
+    words = st.integers(0, size - 1)
+    pairs = draw(st.lists(st.tuples(words, words, st.integers(1, 6)), min_size=1, max_size=25))
+    first, second, counts = (torch.tensor(column) for column in zip(*pairs))
+    found = Pairs(first, second, counts, size)
+    return found, draw(st.integers(1, len(torch.cat([first, second]).unique())))
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@patient
+@given(some_pairs(), st.integers(0, 2))
+def test_merges_moves_and_tree_are_those_computed_from_scratch(engine, drawn, num_sweeps):
+    pairs, num_clusters = drawn
+    with pytest.MonkeyPatch.context() as patch:
+        use(engine, patch)
+        found = brown(pairs, num_clusters, num_sweeps)
+    paths, groups = slow_brown(dense(pairs), num_clusters, num_sweeps)
+    assert found.paths == tuple(paths)
+    seen = found.counts > 0
+    for number, group in enumerate(groups):
+        assert ((found.assignment == number) & seen).nonzero().flatten().tolist() == group
+
+
+def test_the_tables_do_not_drift(engine, english):
+    """After hundreds of merges they are, to the last bit, those of clusters that just entered."""
+    terms = clusters._Terms(english.total)
+    order = np.argsort(-dense(english).sum(1), kind="stable")
+    table = dense(english)[np.ix_(order, order)]
+    window, slots, groups = clusters._Window(21, terms), list(range(21)), {}
+    for word in range(len(table)):
+        slot = slots.pop()
+        groups[slot] = [word]
+        beside = np.zeros((2, 21), np.int64)
+        for other, members in groups.items():
+            beside[0, other] = table[word, members].sum()
+            beside[1, other] = table[members, word].sum()
+        window.enter(slot, beside, word)
+        if not slots:
+            keep, gone = window.best()
+            window.merge(keep, gone)
+            groups[keep] += groups.pop(gone)
+            slots = [gone]
+    fresh = clusters._Window(21, terms)
+    cells = between(table, list(groups.values()))
+    inside = np.zeros(21, np.int64)
+    for (slot, members), row, column in zip(groups.items(), cells, cells.T):
+        beside = np.zeros((2, 21), np.int64)
+        beside[:, list(groups)] = row, column
+        inside[slot] = 1
+        fresh.enter(slot, beside * inside, min(members))
+    assert (fresh.loss == window.loss).all()
+    assert np.isfinite(window.loss).sum() == 20 * 19
+
+
+def test_a_loss_is_what_the_information_falls_by(engine, english):
+    table = dense(english)[:6, :6]
+    window = clusters._Window(6, clusters._Terms(int(table.sum())))
+    inside = np.zeros(6, np.int64)
+    for slot in range(6):
+        inside[slot] = 1
+        window.enter(slot, np.stack([table[slot], table[:, slot]]) * inside, slot)
+    before = information(table)
+    for one, other in itertools.combinations(range(6), 2):
+        rest = [[word] for word in range(6) if word not in (one, other)]
+        after = information(between(table, [*rest, [one, other]]))
+        assert window.loss[one, other] == pytest.approx(before - after, abs=1e-8)
+        assert window.loss[one, other] >= 0
+
+
+def test_compiled_or_not_the_clusters_are_the_same(monkeypatch, english):
+    use("compiled", monkeypatch)
+    compiled = brown(english, 40)
+    use("numpy", monkeypatch)
+    assert same(compiled, brown(english, 40))
+
+
+def test_numbers_beyond_the_list_are_computed(engine, monkeypatch, english):
+    listed = brown(english, 12, 2)
+    monkeypatch.setattr(clusters, "LISTED", 50)
+    assert same(listed, brown(english, 12, 2))
+
+
+def same(one, other):
+    return (
+        one.assignment.equal(other.assignment)
+        and one.paths == other.paths
+        and one.counts.equal(other.counts)
+    )
+
+
+# Against the usual algorithm ---------------------------------------------------------------------
+
+
+def usual_brown(table, num_clusters):
+    """As wcluster: the terms of pairs in the window, with shares of all pairs as marginals."""
+    counts = np.maximum(table.sum(0), table.sum(1))
+    order = np.argsort(-counts, kind="stable")
+    shares = table / table.sum()
+    marginals = shares.sum(1), shares.sum(0)
+
+    def quality(cells, rows, columns):
+        with np.errstate(divide="ignore", invalid="ignore"):
+            return np.nansum(cells * np.log(cells / np.outer(rows, columns)))
+
+    groups = []
+    for word in order:
+        groups.append([word])
+        if len(groups) > num_clusters:
+            inside = np.zeros((len(groups), len(table)))
+            for n, group in enumerate(groups):
+                inside[n, group] = 1
+            cells = inside @ shares @ inside.T
+            sides = [inside @ each for each in marginals]
+            found = {}
+            for pair in itertools.combinations(range(len(groups)), 2):
+                merge = np.delete(np.eye(len(groups)), pair[1], 0)
+                merge[pair] = 1
+                found[pair] = quality(merge @ cells @ merge.T, *(merge @ each for each in sides))
+            one, other = max(found, key=found.get)
+            groups[one] += groups.pop(other)
+    assignment = torch.zeros(len(table), dtype=torch.long)
+    for number, group in enumerate(groups):
+        assignment[torch.as_tensor(np.array(group))] = number
+    return assignment
+
+
+@pytest.mark.parametrize("num_clusters", [4, 12])
+def test_the_information_is_above_that_of_the_usual_algorithm(english, num_clusters):
+    usual = average_mutual_information(english, usual_brown(dense(english), num_clusters))
+    greedy, ours = (
+        average_mutual_information(english, brown(english, num_clusters, sweeps).assignment)
+        for sweeps in (0, 20)
+    )
+    assert ours > max(usual, greedy)
+    assert greedy > 0.97 * usual  # neither of the two ways to merge is always ahead
+
+
+# Laws --------------------------------------------------------------------------------------------
+
+
+def test_information_by_hand():
+    """Of two clusters that follow each other strictly, and of words drawn independently."""
+    turns = count_pairs(Sequences.from_list([[0, 1, 2, 3, 0]]), 4)
+    assert average_mutual_information(turns, torch.tensor([0, 1, 0, 1])) == pytest.approx(
+        math.log(2)
+    )
+    assert average_mutual_information(turns, torch.zeros(4, dtype=torch.long)) == 0.0
+    every = torch.cartesian_prod(torch.arange(3), torch.arange(3)).T
+    even = Pairs(*every, torch.full((9,), 5), 3)
+    assert average_mutual_information(even, torch.arange(3)) == pytest.approx(0.0, abs=1e-15)
+
+
+@patient
+@given(some_pairs(), st.randoms(use_true_random=False))
+def test_information_is_that_of_the_definition(drawn, random):
+    pairs, _ = drawn
+    labels = [random.randrange(4) for _ in range(pairs.num_symbols)]
+    groups = [[w for w, label in enumerate(labels) if label == n] for n in sorted(set(labels))]
+    expected = information(between(dense(pairs), groups)) / pairs.total
+    found = average_mutual_information(pairs, torch.tensor(labels))
+    assert found == pytest.approx(expected, abs=1e-13)
+
+
+def test_sweeps_never_lower_the_information(english):
+    found = [
+        average_mutual_information(english, brown(english, 16, sweeps).assignment)
+        for sweeps in range(6)
+    ]
+    assert found == sorted(found)
+    assert found[-1] > 1.02 * found[0]
+    assert found[-1] < average_mutual_information(english, torch.arange(300))
+
+
+def test_sweeps_end_where_no_word_moves(english):
+    assert same(brown(english, 16, 100), brown(english, 16, 200))
+
+
+def test_information_never_rises_in_a_merge(english):
+    """Going up the tree, by cutting the paths shorter and shorter."""
+    found = brown(english, 16)
+    values = []
+    for depth in range(max(map(len, found.paths)), -1, -1):
+        short = [path[:depth] for path in found.paths]
+        numbers = torch.tensor([sorted(set(short)).index(path) for path in short])
+        values.append(average_mutual_information(english, numbers[found.assignment]))
+    assert values == sorted(values, reverse=True)
+    assert values[-1] == 0.0
+
+
+@pytest.mark.parametrize("num_clusters", [1, 2, 7, 299, 300])
+def test_clusters_are_a_partition_and_paths_a_tree(english, num_clusters):
+    found = brown(english, num_clusters)
+    assert found.num_clusters == len(found.paths) == num_clusters
+    assert found.assignment.dtype == torch.long
+    assert found.assignment.unique().equal(torch.arange(num_clusters))
+    assert found.paths == tuple(sorted(found.paths))
+    assert sum(Fraction(1, 2 ** len(path)) for path in found.paths) == 1  # binary, and complete
+
+
+def test_the_branch_of_the_most_frequent_word_is_zero(english):
+    found = brown(english, 16)
+    most = found.assignment[found.counts.argmax()]
+    assert set(found.paths[most]) == {"0"}
+
+
+def test_the_same_call_gives_the_same_clusters(english):
+    assert same(brown(english, 24), brown(english, 24))
+
+
+def test_the_numbers_of_the_words_do_not_matter():
+    """As long as no two are equally frequent."""
+    draws = torch.rand(4000, generator=torch.Generator().manual_seed(2)).pow(3) * 14
+    pairs = count_pairs(Sequences.from_list([draws.long()]), 14)
+    found = brown(pairs, 5)
+    assert len(set(found.counts.tolist())) == 14
+    renamed = torch.randperm(14)
+    other = brown(Pairs(renamed[pairs.first], renamed[pairs.second], pairs.counts, 14), 5)
+    assert other.assignment[renamed].equal(found.assignment)
+    assert other.paths == found.paths
+
+
+def test_words_that_occur_alike_are_together():
+    """Nouns follow articles and verbs follow nouns; four sorts of words, drawn at random."""
+    generator = torch.Generator().manual_seed(0)
+    sorts = torch.arange(400) % 4
+    values = sorts * 10 + torch.randint(10, (50, 400), generator=generator)
+    pairs = count_pairs(Sequences.from_list(list(values)), 40)
+    found = brown(pairs, 4).assignment.view(4, 10)
+    assert (found == found[:, :1]).all()
+    assert found[:, 0].unique().numel() == 4
+
+
+def test_pairs_do_not_reach_across_the_ends_of_sequences_or_gaps():
+    data = Sequences.from_list([[0, 1, 2], [2, 1, None, 0, 1], [3]])
+    found = brown(count_pairs(data, 4), 2)
+    expected = brown(Pairs(*torch.tensor([[0, 1, 2, 0], [1, 2, 1, 1], [1, 1, 1, 1]]), 4), 2)
+    assert same(found, expected)
+    assert found.counts.tolist() == [2, 3, 1, 0]
+
+
+def test_counts_are_those_in_pairs():
+    found = brown(count_pairs(Sequences.from_list([[0, 1, 1], [2, 1]]), 4), 2)
+    assert found.counts.tolist() == [1, 3, 1, 0]
+
+
+def test_words_in_no_pair_go_to_the_cluster_that_occurs_least(engine):
+    pairs = Pairs(torch.tensor([1, 3, 5]), torch.tensor([3, 5, 1]), torch.tensor([9, 9, 2]), 7)
+    found = brown(pairs, 3)
+    rare = found.assignment[5 if found.counts[5] < found.counts[1] else 1]
+    mass = torch.zeros(3, dtype=torch.long).index_add(0, found.assignment, found.counts)
+    assert (found.assignment[[0, 2, 4, 6]] == mass.argmin()).all()
+    assert rare == mass.argmin()
+
+
+def test_one_word_and_one_cluster(engine):
+    found = brown(Pairs(*torch.tensor([[0], [0], [3]]), 1), 1)
+    assert (found.assignment.tolist(), found.paths, found.counts.tolist()) == ([0], ("",), [3])
+
+
+def test_what_cannot_be_clustered_is_refused():
+    pairs = Pairs(*torch.tensor([[0, 1], [1, 0], [1, 1]]), 3)
+    with pytest.raises(ValueError, match=r"num_clusters must be at most .* in pairs, 2; got 3"):
+        brown(pairs, 3)
+    with pytest.raises(ValueError, match="num_clusters must be at least 1; got 0"):
+        brown(pairs, 0)
+    for wrong in (-1, 1.5, True):
+        with pytest.raises(ValueError, match="num_sweeps must be a whole number of at least 0"):
+            brown(pairs, 2, num_sweeps=wrong)
+    with pytest.raises(ValueError, match=r"assignment must have shape \(V,\) = \(3,\)"):
+        average_mutual_information(pairs, torch.zeros(2, dtype=torch.long))
+    with pytest.raises(ValueError, match="least value -1"):
+        average_mutual_information(pairs, torch.tensor([0, -1, 0]))
+    with pytest.raises(TypeError, match="assignment must hold integers"):
+        average_mutual_information(pairs, torch.zeros(3))
+
+
+# Other assignments -------------------------------------------------------------------------------
+
+
+@patient
+@given(st.integers(1, 30), st.data())
+def test_uniform_clusters_are_never_empty(num_symbols, data):
+    num_clusters = data.draw(st.integers(1, num_symbols))
+    seed = data.draw(st.integers(0, 1000))
+    found = uniform(num_symbols, num_clusters, torch.Generator().manual_seed(seed))
+    assert found.dtype == torch.long
+    assert found.shape == (num_symbols,)
+    assert found.unique().equal(torch.arange(num_clusters))
+    assert found.equal(uniform(num_symbols, num_clusters, torch.Generator().manual_seed(seed)))
+
+
+def test_uniform_clusters_are_uniform():
+    """Every word is in every cluster equally often, also where some have to be filled up."""
+    generator = torch.Generator().manual_seed(0)
+    for num_symbols, num_clusters in ((4, 3), (12, 3), (3, 3)):
+        draws = torch.stack([uniform(num_symbols, num_clusters, generator) for _ in range(1000)])
+        shares = torch.nn.functional.one_hot(draws, num_clusters).double().mean(0)
+        assert (shares - 1 / num_clusters).abs().max() < 4.5 * math.sqrt(2 / 9 / 1000)
+
+
+def test_more_clusters_than_words_are_refused():
+    with pytest.raises(ValueError, match=r"num_clusters must be at most .*, 3; got 4"):
+        uniform(3, 4)
+
+
+def test_words_with_a_cluster_of_their_own():
+    assignment = torch.tensor([0, 0, 1, 2, 2], dtype=torch.int32)
+    kept = assignment.clone()
+    assert with_own(assignment, [4]).tolist() == [0, 0, 1, 2, 3]
+    assert with_own(assignment, torch.tensor([2])).tolist() == [0, 0, 2, 1, 1]  # as it had before
+    assert with_own(assignment, [0, 1, 2]).tolist() == [1, 1, 1, 0, 0]
+    assert with_own(assignment, range(5)).tolist() == [0] * 5
+    assert with_own(with_own(assignment, [4]), [1]).tolist() == [0, 4, 1, 2, 3]
+    assert assignment.equal(kept)
+
+
+def test_words_without_a_cluster_are_refused():
+    assignment = torch.tensor([0, 1])
+    for wrong in ([2], [-1]):
+        with pytest.raises(ValueError, match="words must lie between 0 and V - 1 = 1"):
+            with_own(assignment, wrong)
+    with pytest.raises(ValueError, match="at least one word"):
+        with_own(assignment, [])
+    with pytest.raises(TypeError, match="words must hold integers"):
+        with_own(assignment, [0.5])
+    with pytest.raises(ValueError, match="of at least one word"):
+        with_own(torch.zeros(2, 2, dtype=torch.long), [0])
+
+
+def slow_shares(num_states, mass):
+    """Largest remainders, with at least one for each, in whole numbers."""
+    shares = {}
+    rest = dict(enumerate(mass))
+    while True:
+        left = num_states - len(shares)
+        below = [c for c in rest if Fraction(rest[c]) * left < sum(rest.values())]
+        if not below:
+            break
+        for c in below:
+            shares[c] = 1
+        rest = {c: m for c, m in rest.items() if c not in below}
+    quotas = {c: Fraction(m) * left / sum(rest.values()) for c, m in rest.items()}
+    shares |= {c: math.floor(quota) for c, quota in quotas.items()}
+    most = sorted(quotas, key=lambda c: (math.floor(quotas[c]) - quotas[c], c))
+    for c in most[: num_states - sum(shares.values())]:
+        shares[c] += 1
+    return [shares[c] for c in range(len(mass))]
+
+
+@patient
+@given(st.lists(st.integers(0, 40), min_size=1, max_size=8).filter(any), st.integers(0, 60))
+def test_states_in_proportion_are_those_of_the_largest_remainders(mass, more):
+    num_states = len(mass) + more
+    found = allocate(num_states, torch.arange(len(mass)), torch.tensor(mass))
+    assert found.dtype == torch.long
+    assert found.sum() == num_states
+    assert found.min() >= 1
+    assert found.tolist() == slow_shares(num_states, mass)
+
+
+def test_states_are_divided_equally_unless_counts_are_given():
+    assignment = torch.tensor([1, 0, 2, 2, 2, 3])
+    assert allocate(8, assignment).tolist() == [2, 2, 2, 2]
+    assert allocate(11, assignment).tolist() == [3, 3, 3, 2]
+    counts = torch.tensor([10, 30, 10, 20, 10, 20])
+    assert allocate(10, assignment, counts).tolist() == [3, 1, 4, 2]
+
+
+def test_states_that_cannot_be_divided_are_refused():
+    assignment = torch.tensor([0, 1, 1])
+    with pytest.raises(ValueError, match=r"num_states must be at least .* 2; got 1"):
+        allocate(1, assignment)
+    with pytest.raises(ValueError, match="cluster 1 of 3 has none"):
+        allocate(5, torch.tensor([0, 2, 2]))
+    with pytest.raises(ValueError, match="not all of them 0; got values from 0 to 0"):
+        allocate(5, assignment, torch.tensor([0, 0, 0]))
+    with pytest.raises(ValueError, match="got values from -1 to 3"):
+        allocate(5, assignment, torch.tensor([3, -1, 0]))
+    with pytest.raises(ValueError, match=r"counts must have shape \(V,\) = \(3,\)"):
+        allocate(5, assignment, torch.tensor([3]))
+
+
+# Files -------------------------------------------------------------------------------------------
+
+WORDS = ["the", "<eos>", "Zürich", "N", "don't"]
+SOME = Clusters(torch.tensor([1, 0, 2, 2, 2]), ("00", "01", "1"), torch.tensor([7, 5, 1, 3, 1]))
+LINES = "00\t<eos>\t5\n01\tthe\t7\n1\tN\t3\n1\tZürich\t1\n1\tdon't\t1\n"
+
+
+def test_a_file_has_a_line_for_each_word(tmp_path):
+    clusters.write_paths(tmp_path / "paths", SOME, WORDS)
+    assert (tmp_path / "paths").read_bytes() == LINES.encode()
+    assert same(clusters.read_paths(tmp_path / "paths", WORDS), SOME)
+
+
+@pytest.mark.parametrize("num_clusters", [1, 2, 30])
+def test_what_is_written_is_read(tmp_path, english, num_clusters):
+    vocabulary = datasets.english_words(300).vocabulary
+    found = brown(english, num_clusters)
+    clusters.write_paths(tmp_path / "paths", found, vocabulary)
+    assert same(clusters.read_paths(tmp_path / "paths", vocabulary), found)
+
+
+def read(tmp_path, text, words, **options):
+    (tmp_path / "paths").write_bytes(text.encode())
+    return clusters.read_paths(tmp_path / "paths", words, **options)
+
+
+def test_words_and_clusters_that_the_vocabulary_lacks_are_passed_over(tmp_path):
+    found = read(tmp_path, LINES, ["don't", "the"])
+    assert same(found, Clusters(torch.tensor([1, 0]), ("01", "1"), torch.tensor([1, 7])))
+
+
+def test_lines_may_end_as_on_windows_and_the_last_may_not_end(tmp_path):
+    assert same(read(tmp_path, LINES.replace("\n", "\r\n"), WORDS), SOME)
+    assert same(read(tmp_path, LINES[:-1], WORDS), SOME)
+
+
+def test_words_that_the_file_lacks_go_where_they_are_sent(tmp_path):
+    more = [*WORDS, "<pad>", "<bos>"]
+    for place, number in ((-1, 2), (2, 2), (0, 0), (-3, 0)):
+        found = read(tmp_path, LINES, more, unlisted=place)
+        assert found.assignment.tolist() == [1, 0, 2, 2, 2, number, number]
+        assert found.counts.tolist() == [7, 5, 1, 3, 1, 0, 0]
+    with pytest.raises(ValueError, match=r"does not list 2 of the 7 words.*'<pad>'.*unlisted"):
+        read(tmp_path, LINES, more)
+    for place in (3, -4):
+        with pytest.raises(ValueError, match=f"one of the 3 clusters .*; got {place}"):
+            read(tmp_path, LINES, more, unlisted=place)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "none of the 5 words"),
+        ("0\tcat\t3\n", "none of the 5 words"),
+        (LINES + "\n", "line 6: wanted a path"),
+        ("2\tthe\t7\n", "line 1: wanted a path .*; got '2.tthe.t7'"),
+        ("0\tthe\n", "line 1: wanted a path"),
+        ("0\tthe\tmany\n", "line 1: wanted a path"),
+        ("0\tthe\t-1\n", "line 1: wanted a path"),
+        ("0 the 7\n", "line 1: wanted a path"),
+        (LINES + "1\tthe\t7\n", "line 6: the word 'the' is listed twice"),
+        (LINES + "011\tcat\t7\n", "the path 011 leads on from 01"),
+        (LINES + "\tcat\t7\n", "the path 00 leads on from "),
+    ],
+)
+def test_a_malformed_file_is_refused(tmp_path, text, message):
+    with pytest.raises(ValueError, match=message) as error:
+        read(tmp_path, text, WORDS)
+    assert str(tmp_path / "paths") in str(error.value)
+
+
+def test_a_vocabulary_with_a_word_twice_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="vocabulary must hold distinct words"):
+        read(tmp_path, LINES, [*WORDS, "the"])
+
+
+def test_a_file_that_is_not_text_is_refused(tmp_path):
+    (tmp_path / "paths").write_bytes(b"0\t\xff\t1\n")
+    with pytest.raises(ValueError, match="paths must be UTF-8"):
+        clusters.read_paths(tmp_path / "paths", WORDS)
+
+
+def test_what_cannot_be_written_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"vocabulary must have V = 5 words, .*; got 4"):
+        clusters.write_paths(tmp_path / "paths", SOME, WORDS[:4])
+    with pytest.raises(ValueError, match=r"tabs or ends of lines .*; got 'a\\tb'"):
+        clusters.write_paths(tmp_path / "paths", SOME, ["a\tb", *WORDS[1:]])
+    assert not (tmp_path / "paths").exists()
