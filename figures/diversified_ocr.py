@@ -206,8 +206,14 @@ def first_order(
     module = TabularHMM(NUM_LETTERS, categorical(NUM_LETTERS), 1 + first, 1 + moves)
     data = as_values(words)
     diverse = {} if prior is None else {"transition_step": msteps.FixedPoint(1000)}
+    even = torch.full((NUM_LETTERS,), 1 / NUM_LETTERS)
+    start = {  # rows of counts are a better start for diversity, but where two are equal
+        "initial": even,
+        "transition": 0.5 * torch.eye(NUM_LETTERS) + 0.5 * even,
+        "emission.probs": even.expand(NUM_LETTERS, -1),
+    }
     # all counts are known: one iteration, whose M-step goes on to its end, is all
-    fit = fit_em(module, data, log_prior=prior, num_steps=1, tolerance=None, **diverse)
+    fit = fit_em(module, data, log_prior=prior, start=start, num_steps=1, tolerance=None, **diverse)
     hmm = fit.draw(data[:1])
     return Chain(hmm.log_initial.exp(), hmm.log_transition.exp(), torch.arange(NUM_LETTERS))
 
