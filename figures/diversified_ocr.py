@@ -491,16 +491,22 @@ def diversity(letters: readers.Letters, budget: Budget) -> list[dict[str, Any]]:
 def neighbours(letters: readers.Letters, budget: Budget) -> list[dict[str, Any]]:
     """Distances of the rows of x and y from those of the other letters: Fig. 12.
 
-    Of all the words of the file, with pseudo-counts of one: without any, most pairs share nothing,
-    and their distance is infinite.
+    Of all the words of the file. The HMM has pseudo-counts of one: without any, most pairs share
+    nothing, and their distance is infinite. The others stay close to it, by a weight of 1e5.
     """
     words = letters.data
     plain = first_order(words, 1.0, 1.0)
-    chains = {"HMM": plain}
-    for weight in (1e5, 0.0):
-        at = plain.transition if weight else None
-        prior = dpp.DiversityPrior(5.0, anchor=at, anchor_weight=weight)
-        chains[f"dHMM, anchor weight {weight:g}"] = first_order(words, 1.0, 1.0, prior)
+
+    def close(alpha: float, smoothing: float) -> Chain:
+        prior = dpp.DiversityPrior(alpha, anchor=plain.transition, anchor_weight=1e5)
+        return first_order(words, smoothing, smoothing, prior)
+
+    chains = {
+        "HMM": plain,
+        "dHMM": close(5.0, 1.0),
+        "dHMM, pseudo-counts in A_0 alone": close(5.0, HARDLY),
+        "the same without diversity": close(0.0, HARDLY),
+    }
     rows = []
     for model, chain in chains.items():
         apart = metrics.bhattacharyya(chain.transition)
@@ -753,10 +759,9 @@ def main() -> None:
             print(f"{part.__name__}: {len(found)} rows")
         else:
             rows += [row for row in old if row["part"] == part.__name__]
-    used = round(sum(os.times()[:4]))
-    print(f"{used} seconds of processor time")
+    print(f"{sum(os.times()[:4]):.0f} seconds of processor time")
     if not options.quick:
-        write(NAME, rows, processor_seconds=used)
+        write(NAME, rows)
         draw(rows)
 
 
