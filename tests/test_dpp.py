@@ -306,7 +306,7 @@ def test_transitions_per_step_are_refused():
 
 def test_map_and_svi_become_more_diverse(module):
     data = Sequences.from_list([[0, 1, 2, 0, 0, 1], [2, 1, 1, 2, 0]])
-    options = {"num_steps": 150, "learning_rate": 0.1}
+    options = {"num_steps": 60, "learning_rate": 0.2}
     found = []
     for alpha in (0.0, 20.0):
         model = MarginalModel(module, DiversityPrior(alpha))
