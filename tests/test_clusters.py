@@ -21,7 +21,7 @@ from pyrohmm.clusters import (
 )
 from pyrohmm.cooccurrence import Pairs, count_pairs
 
-patient = settings(deadline=None, max_examples=60, derandomize=True, database=None)
+patient = settings(deadline=None, max_examples=100, derandomize=True, database=None)
 ENGINES = ["compiled", "numpy"]
 
 
@@ -122,7 +122,8 @@ def slow_brown(table, num_clusters, num_sweeps):
 def some_pairs(draw, most=7):
     size = draw(st.integers(1, most))
     words = st.integers(0, size - 1)
-    pairs = draw(st.lists(st.tuples(words, words, st.integers(1, 6)), min_size=1, max_size=25))
+    counts = st.integers(1, draw(st.sampled_from([1, 6])))  # with 1, many merges lose the same
+    pairs = draw(st.lists(st.tuples(words, words, counts), min_size=1, max_size=25))
     first, second, counts = (torch.tensor(column) for column in zip(*pairs))
     found = Pairs(first, second, counts, size)
     return found, draw(st.integers(1, len(torch.cat([first, second]).unique())))
@@ -385,9 +386,10 @@ def test_what_cannot_be_clustered_is_refused():
         brown(pairs, 3)
     with pytest.raises(ValueError, match="num_clusters must be at least 1; got 0"):
         brown(pairs, 0)
-    for wrong in (-1, 1.5, True):
-        with pytest.raises(ValueError, match="num_sweeps must be a whole number of at least 0"):
-            brown(pairs, 2, num_sweeps=wrong)
+    with pytest.raises(ValueError, match="num_sweeps must be at least 0; got -1"):
+        brown(pairs, 2, num_sweeps=-1)
+    with pytest.raises(TypeError, match="num_sweeps must be an int; got float"):
+        brown(pairs, 2, num_sweeps=1.5)
     with pytest.raises(ValueError, match=r"assignment must have shape \(V,\) = \(3,\)"):
         average_mutual_information(pairs, torch.zeros(2, dtype=torch.long))
     with pytest.raises(ValueError, match="least value -1"):
