@@ -2,8 +2,10 @@
 
 import importlib
 import json
+from collections import Counter
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -163,3 +165,191 @@ def test_words_apart_share_no_word(ocr):
         homes.setdefault(word, set()).add(fold)
     assert all(len(each) == 1 for each in homes.values())
     assert len({fold for each in homes.values() for fold in each}) == 10
+
+
+# Baseline language models -------------------------------------------------------------------------
+
+
+@pytest.fixture
+def baselines(monkeypatch):
+    monkeypatch.syspath_prepend(FIGURES)
+    return importlib.import_module("common.baselines")
+
+
+def some_sentences(num_sentences, num_symbols, seed):
+    """Lists of symbols, the last of which is 0 and no other; some are of nothing else."""
+    rng = np.random.default_rng(seed)
+    drawn = (rng.geometric(0.35, rng.integers(0, 7)) for _ in range(num_sentences))
+    return [[*row.clip(1, num_symbols - 1).tolist(), 0] for row in drawn]
+
+
+def by_recursion(sentences, num_symbols, order):
+    """Kneser-Ney probabilities as the textbook has them, with a mark for where sentences begin."""
+    begin = -1
+    raw = [Counter() for _ in range(order + 1)]
+    left = [{} for _ in range(order + 1)]
+    for row in sentences:
+        row = [begin, *row]
+        for n in range(1, order + 1):
+            for t in range(len(row) - n + 1):
+                gram = tuple(row[t : t + n])
+                raw[n][gram] += 1
+                left[n].setdefault(gram, set()).add(row[t - 1] if t else None)
+    counts = [{}] * (order + 1)
+    for n in range(1, order + 1):
+        counts[n] = {
+            gram: number if n == order or gram[0] == begin else len(left[n][gram])
+            for gram, number in raw[n].items()
+            if gram != (begin,)
+        }
+
+    def discount(n, count):
+        of = Counter(counts[n].values())
+        m = min(count, 3)
+        left_of_ones = of[1] / max(of[1] + 2 * of[2], 1)
+        return min(max(m - (m + 1) * left_of_ones * of[m + 1] / max(of[m], 1), 0), m)
+
+    def prob(word, context):
+        n = len(context) + 1
+        lower = prob(word, context[1:]) if context else 1 / num_symbols
+        alike = {gram[-1]: c for gram, c in counts[n].items() if gram[:-1] == context}
+        if not alike:
+            return lower
+        taken = sum(discount(n, count) for count in alike.values())
+        own = alike.get(word, 0)
+        own -= discount(n, own) if own else 0
+        return (own + taken * lower) / sum(alike.values())
+
+    return lambda row: [
+        prob(row[t], tuple([begin, *row[:t]][-(order - 1) :])) for t in range(len(row))
+    ]
+
+
+def test_kneser_ney_by_hand(baselines):
+    """Sentences a b, a b and a c; d never occurs.
+
+    Pairs: three occur once, twice and thrice, so discounts are 1/3, 3/2 and 3. Single symbols: a, b
+    and c follow one symbol each and the end two, so discounts are 0.6 and 2 of 5 in all.
+    """
+    model = baselines.KneserNey(np.array([1, 2, 0, 1, 2, 0, 1, 3, 0]), 5, 0, order=2)
+    alone = [0.152, 0.232, 0.232, 0.232, 0.152]
+    rest = (3 / 2 + 1 / 3) / 3
+    after_a = [rest * 0.152, rest * 0.232, 1 / 6 + rest * 0.232, 2 / 9 + rest * 0.232, rest * 0.152]
+    for before, expected in {4: alone, 0: alone, 1: after_a}.items():
+        found = [model.log_probs(np.array([before, after]))[-1] for after in range(5)]
+        assert np.exp(found) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("order", [2, 3, 5])
+def test_kneser_ney_is_the_recursion_of_the_textbook(baselines, order):
+    train, test = some_sentences(40, 7, 1), some_sentences(30, 8, 2)
+    model = baselines.KneserNey(np.concatenate(train), 8, 0, order)
+    probs = by_recursion(train, 8, order)
+    expected = np.concatenate([probs(row) for row in test])
+    np.testing.assert_allclose(np.exp(model.log_probs(np.concatenate(test))), expected)
+    assert model.perplexity(np.concatenate(test)) == pytest.approx(np.exp(-np.log(expected).mean()))
+
+
+def test_kneser_ney_sums_to_one_after_what_was_seen_and_what_was_not(baselines):
+    train = np.concatenate(some_sentences(200, 9, 3))
+    model = baselines.KneserNey(train, 10, 0)
+    seen = [train[t : t + 4] for t in range(0, len(train) - 4, 5)]
+    unseen = np.random.default_rng(4).integers(0, 10, (100, 4))
+    for context in [*seen, *unseen]:
+        rows = np.column_stack([np.tile(context, (10, 1)), np.arange(10)])
+        probs = np.exp(model.log_probs(rows.ravel())).reshape(10, 5)[:, -1]
+        assert probs.min() > 0
+        assert probs.sum() == pytest.approx(1)
+
+
+def test_kneser_ney_does_not_see_the_order_of_sentences(baselines):
+    train, test = some_sentences(50, 7, 5), some_sentences(20, 7, 6)
+    forth, back = (
+        baselines.KneserNey(np.concatenate(train[::step]), 7, 0).log_probs(
+            np.concatenate(test[::step])
+        )
+        for step in (1, -1)
+    )
+    assert forth.sum() == pytest.approx(back.sum())
+
+
+@pytest.fixture
+def networks(baselines):
+    torch.manual_seed(0)
+    return {
+        "feed-forward": baselines.FeedForward(7, 0, dim=4),
+        "lstm": baselines.LSTM(7, dim=4),
+    }
+
+
+@pytest.fixture
+def text():
+    return torch.tensor(np.concatenate(some_sentences(60, 7, 7)))
+
+
+@pytest.mark.parametrize("name", ["feed-forward", "lstm"])
+def test_networks_read_a_text_in_windows_as_they_read_it_whole(networks, text, name):
+    model, rows = networks[name].eval(), text[:120].view(3, 40)
+    whole, _ = model(rows)
+    parts, earlier = [], None
+    for part in rows.split([1, 2, 20, 17], 1):
+        scores, earlier = model(part, earlier)
+        parts.append(scores)
+    torch.testing.assert_close(torch.cat(parts, 1), whole)
+
+
+def test_a_feed_forward_4_gram_sees_three_symbols_of_one_sentence(networks):
+    model = networks["feed-forward"].eval()
+
+    def after(*row):
+        return model(torch.tensor([row]))[0][0, -1]
+
+    torch.testing.assert_close(after(1, 2, 3, 4), after(5, 2, 3, 4))
+    assert not after(1, 2, 3, 4).allclose(after(1, 5, 3, 4))
+    torch.testing.assert_close(after(1, 2, 0, 4), after(3, 5, 0, 4))
+    torch.testing.assert_close(after(4), after(0, 4))
+
+
+@pytest.mark.parametrize("num_streams", [1, 4, 10])
+def test_streams_ask_for_every_symbol_once_after_the_one_before(baselines, text, num_streams):
+    before, after = (x.flatten() for x in baselines.streams(text, 0, num_streams))
+    assert after[after >= 0].equal(text)
+    assert before[1 : len(text)].equal(text[:-1])
+    assert before[0] == 0
+
+
+@pytest.mark.parametrize("name", ["feed-forward", "lstm"])
+def test_an_interrupted_training_ends_with_the_same_bits(baselines, text, tmp_path, capsys, name):
+    def run(epochs, checkpoint=None):
+        torch.manual_seed(1)
+        model = baselines.LSTM(7, 4) if name == "lstm" else baselines.FeedForward(7, 0, dim=4)
+        found = baselines.train(
+            name, model, text[:200], text[200:], 0, epochs=epochs, rate=0.02,
+            checkpoint=checkpoint, num_streams=4, window=10,
+        )  # fmt: skip
+        return model, found
+
+    whole, expected = run(6)
+    assert run(2, tmp_path / "run.pt")[1].stopped == "epochs"
+    torch.manual_seed(2)
+    resumed, found = run(6, tmp_path / "run.pt")
+    assert found._replace(minutes=expected.minutes) == expected
+    assert all(x.equal(y) for x, y in zip(whole.parameters(), resumed.parameters()))
+    assert baselines.perplexity(resumed, text[200:], 0) == found.valid < 7
+    assert capsys.readouterr().out.count(f"{name}: 2.00 epochs") == 2
+
+
+def test_training_ends_when_its_time_is_up(baselines, networks, text, capsys):
+    model = networks["lstm"]
+    found = baselines.train("lstm", model, text, text, 0, minutes=1e-9, num_streams=4, window=5)
+    assert found.stopped == "minutes"
+    assert found.epochs < 0.5
+    assert capsys.readouterr().out.count("\n") == 1
+
+
+def test_the_kneser_ney_5_gram_of_the_penn_treebank_is_that_of_mikolov():
+    rows = json.loads((FIGURES / "language_model_baselines.json").read_text())["rows"]
+    tokens = {"Penn Treebank": (73_760, 82_430), "WikiText-2": (217_646, 245_569)}
+    assert all((row["valid_tokens"], row["test_tokens"]) == tokens[row["data"]] for row in rows)
+    (row,) = (row for row in rows if row["part"] == "kneser-ney-ptb")
+    assert round(row["test_perplexity"], 1) == row["paper_test"]

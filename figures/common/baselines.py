@@ -1,0 +1,344 @@
+"""Baseline language models: a Kneser-Ney n-gram, a feed-forward n-gram and an LSTM.
+
+A text is ``(T,)`` symbols, sentence after sentence, each ended by ``eos``. That symbol is predicted
+like any other, and as the first of what is known it means that a sentence begins: neither n-gram
+sees further back, while the LSTM goes on from sentence to sentence. Perplexities are per symbol,
+``eos`` included. V is the number of symbols.
+
+References:
+    An Empirical Study of Smoothing Techniques for Language Modeling (Chen and Goodman, 1999)
+    A Neural Probabilistic Language Model (Bengio et al., 2003)
+    Recurrent Neural Network Regularization (Zaremba et al., 2014),
+    https://arxiv.org/abs/1409.2329
+    Using the Output Embedding to Improve Language Models (Press and Wolf, 2017),
+    https://arxiv.org/abs/1608.05859, for the embeddings that are also the output layer
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+# Kneser-Ney ---------------------------------------------------------------------------------------
+
+
+class Level(NamedTuple):
+    """The n-grams of one length.
+
+    Attributes:
+        keys: V times the number of the first n - 1 symbols among the shorter n-grams, plus the
+            last symbol; sorted.
+        share: Of each n-gram, its discounted count divided by those of all that begin like it; and
+            a zero at the end, for those that are not listed.
+        rest: Of each shorter n-gram, what the discounts leave for symbols after it, and a one.
+    """
+
+    keys: np.ndarray
+    share: np.ndarray
+    rest: np.ndarray
+
+
+class KneserNey:
+    """Interpolated Kneser-Ney n-grams with the three discounts of Chen and Goodman.
+
+    Nothing is cut off, and discounts are computed from counts of counts, not tuned. An n-gram
+    shorter than the longest counts how many symbols precede it, but how often it occurs if it
+    begins a sentence. The shortest are interpolated with the uniform distribution.
+
+    Args:
+        text: ``(T,)``, what to count.
+        num_symbols: V.
+        eos: Ends each sentence.
+        order: Length of the longest n-grams, at least 2.
+    """
+
+    def __init__(self, text: np.ndarray, num_symbols: int, eos: int, order: int = 5) -> None:
+        self.num_symbols, self.eos = num_symbols, eos
+        text = np.append(eos, text)
+        codes, keys = text, np.arange(num_symbols)
+        counts = np.bincount(text, minlength=num_symbols)
+        self.levels = []
+        for n in range(2, order + 1):
+            before = np.append(-1, codes[:-1])
+            if n > 2:
+                before[1:][text[:-1] == eos] = -1  # no sentence goes on after its end
+            exists = before >= 0
+            longer, numbers = np.unique((before * num_symbols + text)[exists], return_inverse=True)
+            suffixes = np.empty(len(longer), int)
+            suffixes[numbers] = codes[exists]
+            preceding = np.bincount(suffixes, minlength=len(keys))
+            self._add(keys, np.where(preceding > 0, preceding, counts))
+            codes = np.full(len(text), -1)
+            codes[exists] = numbers
+            keys, counts = longer, np.bincount(numbers)
+        self._add(keys, counts)
+
+    def _add(self, keys: np.ndarray, counts: np.ndarray) -> None:
+        """The next level."""
+        discounts = _discounts(counts)[np.minimum(counts, 3)]
+        parents = keys // self.num_symbols
+        size = len(self.levels[-1].keys) if self.levels else 1
+        totals = np.bincount(parents, counts, size)
+        rest = np.ones(size + 1)
+        np.divide(np.bincount(parents, discounts, size), totals, rest[:-1], where=totals > 0)
+        share = np.append((counts - discounts) / np.maximum(totals[parents], 1), 0.0)
+        self.levels.append(Level(keys, share, rest))
+
+    @property
+    def num_parameters(self) -> int:
+        """Number of n-grams of all lengths."""
+        return sum(len(level.keys) for level in self.levels)
+
+    def log_probs(self, text: np.ndarray) -> np.ndarray:
+        """Log probability ``(T,)`` of each symbol of ``text`` given those before it, in nats."""
+        text = np.append(self.eos, text)
+        first = self.levels[0]
+        codes, probs = text, first.share[text] + first.rest[0] / self.num_symbols
+        for level in self.levels[1:]:
+            before = np.append(-1, codes[:-1])
+            wanted = before * self.num_symbols + text
+            codes = np.searchsorted(level.keys, wanted).clip(max=len(level.keys) - 1)
+            codes[(level.keys[codes] != wanted) | (before < 0)] = -1
+            probs = level.share[codes] + level.rest[before] * probs
+        return np.log(probs[1:])
+
+    def perplexity(self, text: np.ndarray) -> float:
+        """Of each symbol of ``text``."""
+        return math.exp(-self.log_probs(text).mean())
+
+
+def _discounts(counts: np.ndarray) -> np.ndarray:
+    """What is taken from counts of 0, 1, 2, and 3 or more."""
+    of = np.bincount(counts, minlength=5)[:5]  # how many occur so often
+    small = np.arange(1, 4)
+    ones = of[1] / max(of[1] + 2 * of[2], 1)
+    found = small - (small + 1) * ones * of[2:] / np.maximum(of[1:4], 1)
+    return np.append(0.0, found.clip(0, small))
+
+
+HALVINGS = 9  # of the rate of a network, before it ends
+
+# Networks -----------------------------------------------------------------------------------------
+
+
+class FeedForward(nn.Module):
+    """A network of the last symbols: embeddings, two layers, and the embeddings again.
+
+    Args:
+        num_symbols: V.
+        eos: Ends each sentence.
+        order: One more than the number of symbols it sees; at least 3.
+        dim: Of embeddings and of the layers.
+        dropout: Of the embeddings and of both layers.
+    """
+
+    def __init__(
+        self, num_symbols: int, eos: int, order: int = 4, dim: int = 256, dropout: float = 0.3
+    ) -> None:
+        super().__init__()
+        self.eos, self.order = eos, order
+        self.output = _Output(num_symbols, dim)
+        self.layers = nn.Sequential(
+            nn.Dropout(dropout), nn.Linear((order - 1) * dim, dim), nn.ReLU(),
+            nn.Dropout(dropout), nn.Linear(dim, dim), nn.ReLU(), nn.Dropout(dropout),
+        )  # fmt: skip
+
+    def forward(self, inputs: Tensor, earlier: Any = None) -> tuple[Tensor, Any]:
+        """Scores ``(N, T, V)`` of what follows each of ``inputs`` ``(N, T)``, and what to pass on.
+
+        Args:
+            inputs: Symbols.
+            earlier: What was passed on from the window of text before; None if there is none.
+        """
+        further = self.order - 2
+        if earlier is None:
+            earlier = inputs.new_full((len(inputs), further), self.eos)
+        known = torch.cat([earlier, inputs], -1)
+        seen = [inputs]
+        for n in range(1, further + 1):
+            shifted = known[:, further - n : known.size(1) - n]
+            seen.append(torch.where(seen[-1] == self.eos, self.eos, shifted))
+        vectors = self.output.embedding(torch.stack(seen, -1)).flatten(-2)
+        return self.output(self.layers(vectors)), known[:, -further:]
+
+
+class LSTM(nn.Module):
+    """Layers of long short-term memory between embeddings and the same embeddings.
+
+    Args:
+        num_symbols: V.
+        dim: Of embeddings and of the layers.
+        num_layers: How many.
+        dropout: Of the embeddings and of each layer.
+    """
+
+    def __init__(
+        self, num_symbols: int, dim: int = 256, num_layers: int = 2, dropout: float = 0.3
+    ) -> None:
+        super().__init__()
+        self.output = _Output(num_symbols, dim)
+        self.dropout = nn.Dropout(dropout)
+        self.lstm = nn.LSTM(dim, dim, num_layers, batch_first=True, dropout=dropout)
+
+    def forward(self, inputs: Tensor, earlier: Any = None) -> tuple[Tensor, Any]:
+        """As of :class:`FeedForward`."""
+        vectors, state = self.lstm(self.dropout(self.output.embedding(inputs)), earlier)
+        return self.output(self.dropout(vectors)), tuple(part.detach() for part in state)
+
+
+class _Output(nn.Module):
+    """Scores of symbols: products with their embeddings, plus one number for each."""
+
+    def __init__(self, num_symbols: int, dim: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(num_symbols, dim)
+        nn.init.uniform_(self.embedding.weight, -0.1, 0.1)
+        self.bias = nn.Parameter(torch.zeros(num_symbols))
+
+    def forward(self, vectors: Tensor) -> Tensor:
+        return F.linear(vectors, self.embedding.weight, self.bias)
+
+
+def streams(text: Tensor, eos: int, num_streams: int) -> tuple[Tensor, Tensor]:
+    """Cut ``text`` into rows: symbols before ``(N, T)``, and what follows each, -1 at the end."""
+    missing = -len(text) % num_streams
+    before = F.pad(text[:-1], (1, missing), value=eos)
+    after = F.pad(text, (0, missing), value=-1)
+    return before.view(num_streams, -1), after.view(num_streams, -1)
+
+
+@torch.no_grad()
+def perplexity(model: nn.Module, text: Tensor, eos: int, num_streams: int = 10) -> float:
+    """Of each symbol of ``text``, which is read in rows that begin without what is before them."""
+    model.eval()
+    nats, earlier = 0.0, None
+    rows = (part.split(32, 1) for part in streams(text, eos, num_streams))
+    for inputs, targets in zip(*rows):
+        scores, earlier = model(inputs, earlier)
+        nats += _cross_entropy(scores, targets, "sum").item()
+    return math.exp(nats / len(text))
+
+
+def _cross_entropy(scores: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:
+    return F.cross_entropy(
+        scores.flatten(0, 1), targets.flatten(), ignore_index=-1, reduction=reduction
+    )
+
+
+class Training(NamedTuple):
+    """How a training went.
+
+    Attributes:
+        epochs: Times the text was read, up to the end.
+        minutes: Of the clock, validation and earlier runs included.
+        valid: Best perplexity of the validation text; the model has the parameters it is of.
+        stopped: Why: "rate", "epochs" or "minutes".
+    """
+
+    epochs: float
+    minutes: float
+    valid: float
+    stopped: str
+
+
+def train(
+    name: str,
+    model: nn.Module,
+    text: Tensor,
+    held_out: Tensor,
+    eos: int,
+    minutes: float = math.inf,
+    epochs: int = 60,
+    rate: float = 1e-3,
+    checkpoint: Path | None = None,
+    num_streams: int = 20,
+    window: int = 35,
+) -> Training:
+    """Fit a network by AdamW, and leave it with the parameters that are best for ``held_out``.
+
+    ``held_out`` is read twice per epoch. Unless its perplexity is one thousandth below the
+    best so far, the rate is halved; the ``HALVINGS``th time, or at a limit, the training ends.
+
+    Args:
+        name: For the line that is printed whenever ``held_out`` was read.
+        model: The network.
+        text: ``(T,)``.
+        held_out: A text as well.
+        eos: Ends each sentence.
+        minutes: Most time to take, earlier runs included.
+        epochs: Most times to read ``text``.
+        rate: Of AdamW, at first.
+        checkpoint: File that is kept up to date; if it is there, the training goes on from it, and
+            ends with the same bits as one that never stopped.
+        num_streams: N, how many places of the text are read side by side.
+        window: How many symbols at each of them make a step of AdamW.
+    """
+    batches = list(zip(*(part.split(window, 1) for part in streams(text, eos, num_streams))))
+    optimizer = torch.optim.AdamW(model.parameters(), rate, weight_decay=0.0)
+    best, least, step, halvings, seconds = model.state_dict(), math.inf, 0, 0, 0.0
+    model.train()
+    earlier: Any = None
+    if checkpoint is not None and checkpoint.exists():
+        kept = torch.load(checkpoint, map_location=text.device, weights_only=True)
+        model.load_state_dict(kept["model"])
+        optimizer.load_state_dict(kept["optimizer"])
+        torch.set_rng_state(kept["random"].cpu())
+        best, earlier = kept["best"], kept["earlier"]
+        least, step, halvings, seconds = kept["numbers"]
+    begun, losses = time.perf_counter() - seconds, []
+    while True:
+        limits = {
+            "rate": halvings == HALVINGS,
+            "epochs": step >= epochs * len(batches),
+            "minutes": seconds >= 60 * minutes,
+        }
+        if any(limits.values()):
+            break
+        place = step % len(batches)
+        inputs, targets = batches[place]
+        scores, earlier = model(inputs, earlier if place else None)
+        loss = _cross_entropy(scores, targets)
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        losses.append(loss.item())
+        step += 1
+        seconds = time.perf_counter() - begun
+        if step % len(batches) not in (0, len(batches) // 2) and seconds < 60 * minutes:
+            continue
+        found = perplexity(model, held_out, eos)
+        model.train()
+        if found > 0.999 * least:
+            halvings += 1
+            optimizer.param_groups[0]["lr"] = rate / 2**halvings
+        if found < least:
+            least, best = found, {key: x.clone() for key, x in model.state_dict().items()}
+        seconds = time.perf_counter() - begun
+        print(
+            f"{name}: {step / len(batches):.2f} epochs, {seconds / 60:.1f} minutes, perplexity "
+            f"{math.exp(sum(losses) / len(losses)):.1f} in training, {found:.2f} held out, "
+            f"{halvings} halvings",
+            flush=True,
+        )
+        losses = []
+        if checkpoint is not None:
+            partial = checkpoint.with_suffix(".partial")
+            kept = {
+                "model": model.state_dict(), "optimizer": optimizer.state_dict(),
+                "random": torch.get_rng_state(), "best": best, "earlier": earlier,
+                "numbers": (least, step, halvings, seconds),
+            }  # fmt: skip
+            torch.save(kept, partial)
+            os.replace(partial, checkpoint)
+    model.load_state_dict(best)
+    stopped = next(limit for limit, reached in limits.items() if reached)
+    return Training(step / len(batches), seconds / 60, least, stopped)
