@@ -217,7 +217,10 @@ def streams(text: Tensor, eos: int, num_streams: int) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def perplexity(model: nn.Module, text: Tensor, eos: int, num_streams: int = 10) -> float:
-    """Of each symbol of ``text``, which is read in rows that begin without what is before them."""
+    """Of each symbol of ``text``, by a model that is left in its mode of evaluation.
+
+    The text is read in ``num_streams`` rows, and each begins as if nothing were before it.
+    """
     model.eval()
     nats, earlier = 0.0, None
     rows = (part.split(32, 1) for part in streams(text, eos, num_streams))
@@ -277,7 +280,7 @@ def train(
         epochs: Most times to read ``text``.
         rate: Of AdamW, at first.
         checkpoint: File that is kept up to date; if it is there, the training goes on from it, and
-            ends with the same bits as one that never stopped.
+            on a CPU it ends with the same bits as one that never stopped.
         num_streams: N, how many places of the text are read side by side.
         window: How many symbols at each of them make a step of AdamW.
     """
