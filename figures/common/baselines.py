@@ -260,7 +260,7 @@ def train(
     eos: int,
     minutes: float = math.inf,
     epochs: int = 60,
-    rate: float = 1e-3,
+    rate: float = 2e-3,
     checkpoint: Path | None = None,
     num_streams: int = 20,
     window: int = 35,
