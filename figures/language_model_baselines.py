@@ -100,6 +100,8 @@ def measure(model: str, source: str, quick: bool) -> dict[str, Any]:
         network.to(device)
         train, held_out, tested = (part.to(device) for part in texts[:3])
         folder = os.environ.get("CHECKPOINTS")
+        if folder:
+            Path(folder).mkdir(parents=True, exist_ok=True)
         found = baselines.train(
             row["part"], network, train, held_out, texts.eos,
             minutes=0.1 if quick else float(os.environ.get("MINUTES", "inf")),
