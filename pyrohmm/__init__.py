@@ -1,5 +1,6 @@
 """Hidden Markov models as Pyro components: exact, fast, fitted by MAP, SVI or EM."""
 
+from . import blocks as blocks
 from . import clusters as clusters
 from . import cooccurrence as cooccurrence
 from . import datasets as datasets
@@ -18,6 +19,7 @@ from . import queries as queries
 from . import readers as readers
 from . import recursions as recursions
 from . import starts as starts
+from .blocks import BlockHMM as BlockHMM
 from .conversion import from_hmmlearn as from_hmmlearn
 from .conversion import to_hmmlearn as to_hmmlearn
 from .dense import DenseHMM as DenseHMM
@@ -46,6 +48,8 @@ from .models import markov_sample as markov_sample
 from .modules import HMMModule as HMMModule
 from .modules import freeze as freeze
 from .msteps import GradientStep as GradientStep
+from .neural import NeuralHMM as NeuralHMM
+from .neural import ScalarHMM as ScalarHMM
 from .normals import normal as normal
 from .normals import normal_full as normal_full
 from .normals import normal_mixture as normal_mixture
@@ -65,6 +69,7 @@ from .tabular import sticky as sticky
 
 __all__ = [
     "HMM",
+    "BlockHMM",
     "CooccurrenceModel",
     "DenseHMM",
     "DiversityPrior",
@@ -77,13 +82,16 @@ __all__ = [
     "GradientStep",
     "HMMModule",
     "MarginalModel",
+    "NeuralHMM",
     "Posterior",
     "Restarts",
     "RotationGuide",
+    "ScalarHMM",
     "Sequences",
     "TabularHMM",
     "banded",
     "bernoulli",
+    "blocks",
     "categorical",
     "clusters",
     "cooccurrence",

@@ -50,6 +50,8 @@ def run(kernel: Callable[..., None], count: int, work: int, *arguments: Any) -> 
         work: Multiplications a sequence needs; little work is not worth a second thread.
         *arguments: Tensors on the CPU, passed as arrays that share their memory, or scalars.
     """
+    if count == 0:
+        return
     passed = [item.numpy() if isinstance(item, Tensor) else item for item in arguments]
     threads = min(torch.get_num_threads(), count, 1 + count * work // 100_000)
     bounds = [count * part // threads for part in range(threads + 1)]

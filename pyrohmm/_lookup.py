@@ -23,6 +23,16 @@ def kernels() -> ModuleType | None:
     return module
 
 
+@cache
+def block_kernels() -> ModuleType | None:
+    """The compiled recursions over blocks of states, if Numba is installed."""
+    try:
+        from . import _compiled_blocks as module
+    except ImportError:
+        return None
+    return module
+
+
 def take_rows(table: Tensor, rows: Tensor) -> Tensor:
     """Rows of ``table`` ``(M, K)`` for each of the integers ``rows`` ``(*)``: ``(*, K)``."""
     found = _TakeRows.apply(table, rows.reshape(-1))

@@ -15,7 +15,8 @@ PACKAGE = Path(pyrohmm.__file__).parent
 
 # First to last: each imports only from those before it.
 ORDER = [
-    "_checks", "_lookup", "sequences", "_compiled", "_chain", "_steps", "_messages", "recursions",
+    "_checks", "_lookup", "sequences", "_compiled", "_compiled_blocks", "_chain", "_steps",
+    "_messages", "_blockwise", "recursions",
     "distributions", "cooccurrence", "dpp", "msteps",
     "hmm", "modules", "clusters", "blocks", "_emission", "normals", "emissions", "tabular", "dense",
     "neural", "guides", "models", "starts",
@@ -24,7 +25,7 @@ ORDER = [
 ]  # fmt: skip
 
 # Imports inside functions: (module, what it imports). What is optional, and what is built upwards.
-WITHIN = {("_lookup", "_compiled"), ("hmm", "tabular")}
+WITHIN = {("_lookup", "_compiled"), ("_lookup", "_compiled_blocks"), ("hmm", "tabular")}
 
 MODULES = sorted(path.stem for path in PACKAGE.glob("*.py") if path.stem != "__init__")
 

@@ -1,0 +1,529 @@
+r"""Exact recursions for chains in which a symbol says to which block of states the state belongs.
+
+Between two symbols only the moves from the one's block to the other's matter, so that a step costs
+the product of the sizes of the two blocks, whatever the number of states. The laws of the moves
+from block to block are computed once for each pair of blocks that occurs in the data.
+
+A law is a product, :math:`p(j | i) = p(b | i) \, p(j | i, b)` for state j in block b: ``shares``
+are the first factor, ``laws`` the second, a softmax of scores within each block. Any chain can be
+written like that. Where states are in several blocks there are no shares, and laws are those of the
+moves themselves.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from . import _lookup
+from ._steps import logsumexp
+
+# What is below the first number counts as zero. Laws, shares, messages and likelihoods over their
+# maximum are at most one, so that a step loses less than that number times that of states, and a
+# sequence is redone in logarithms if all that is left at some step is less than the second.
+LIMITS = {torch.float32: (1e-32, 1e-23), torch.float64: (1e-290, 1e-270)}
+
+
+class Plan(NamedTuple):
+    """Which blocks follow each other in some sequences, and where everything is kept.
+
+    Sequences stand in the order of their lengths, longest first; a token is one step of one of
+    them, numbered step by step. Pairs of blocks that occur next to each other are sorted by their
+    first block. Their laws are in one array: rows of ``stride`` numbers, the states of a source
+    block, with the states of all its targets side by side.
+
+    Attributes:
+        order: ``(N,)``, which sequence is at each place.
+        lengths: ``(N,)`` of the sequences in that order.
+        begins: ``(T,)``, the first token of each step.
+        where: ``(M,)``, each token's place among ``N * T`` steps.
+        before: ``(M,)``, the token before; itself at the first step.
+        block: ``(M,)``, block of each token.
+        pair: ``(M,)``, the pair of which a token is the second; 0 at the first step.
+        source, target: ``(P,)``, blocks of each pair.
+        base, stride: ``(P,)``, where its laws begin, and how far apart its rows are.
+        pairs_of: ``(U + 1,)``, where the pairs of each source begin.
+        columns: The states of the targets of all sources, one after the other.
+        columns_of: ``(U + 1,)``, where those of each source begin.
+        tokens, tokens_of: The tokens of all pairs, one after the other, and where each begins.
+        size: Of the array of laws.
+    """
+
+    order: Tensor
+    lengths: Tensor
+    begins: Tensor
+    where: Tensor
+    before: Tensor
+    block: Tensor
+    pair: Tensor
+    source: Tensor
+    target: Tensor
+    base: Tensor
+    stride: Tensor
+    pairs_of: Tensor
+    columns: Tensor
+    columns_of: Tensor
+    tokens: Tensor
+    tokens_of: Tensor
+    size: int
+
+
+class States(NamedTuple):
+    """The states of each block: ``members[starts[b] : starts[b + 1]]``, ``width`` at most."""
+
+    starts: Tensor
+    members: Tensor
+    sizes: Tensor
+    width: int
+
+
+def bounds(sizes: Tensor) -> Tensor:
+    """Where parts of given sizes begin and the last one ends."""
+    return torch.cat([sizes.new_zeros(1), sizes.cumsum(0)])
+
+
+def make_plan(blocks: Tensor, lengths: Tensor, states: States, apart: bool = False) -> Plan:
+    """Plan for sequences of blocks ``(N, T)``, on the CPU.
+
+    Args:
+        blocks: Block of each step; padding may hold anything.
+        lengths: ``(N,)``.
+        states: Of each block.
+        apart: Whether the pairs of each sequence are its own.
+    """
+    steps = blocks.size(1)
+    order = lengths.argsort(descending=True, stable=True)
+    lengths = lengths[order]
+    clock = torch.arange(int(lengths[0])).unsqueeze(-1)
+    exists = clock < lengths  # (T, N)
+    place = (order * steps + clock)[exists]
+    counts = exists.sum(-1)
+    begins = bounds(counts)[:-1]
+    block = blocks.reshape(-1)[place]
+    step = clock.squeeze(-1).repeat_interleave(counts)
+    index = torch.arange(len(block))
+    before = torch.where(step > 0, index - counts[(step - 1).clamp(min=0)], index)
+    later = int(counts[0])  # the first token that has one before
+    many = len(states.sizes)
+    keys = block[before[later:]] * many + block[later:]
+    if apart:
+        keys += (place[later:] // steps) * many**2
+    keys, pairs, uses = keys.unique(return_inverse=True, return_counts=True)
+    source, target = (keys % many**2) // many, keys % many
+    # pairs of one source stand together (within a sequence, if they are apart)
+    owner = keys // many
+    fresh = torch.ones_like(owner, dtype=torch.bool)
+    fresh[1:] = owner[1:] != owner[:-1]
+    first = fresh.nonzero().squeeze(-1)
+    pairs_of = torch.cat([first, first.new_full((1,), len(keys))])
+    widths = states.sizes[target]
+    column = bounds(widths)
+    columns_of = column[pairs_of]
+    stride = columns_of.diff()  # (U,)
+    unit = fresh.long().cumsum(0) - 1  # (P,)
+    area = bounds(stride * states.sizes[source[first]])
+    base = area[unit] + column[:-1] - columns_of[unit]
+    columns = states.starts[target].repeat_interleave(widths)
+    columns += torch.arange(len(columns)) - column[:-1].repeat_interleave(widths)
+    pair = torch.zeros_like(block)
+    pair[later:] = pairs
+    return Plan(
+        order, lengths, begins, place, before, block, pair, source, target, base,
+        stride[unit], pairs_of, states.members[columns], columns_of,
+        pairs.argsort(stable=True) + later, bounds(uses), int(area[-1]),
+    )  # fmt: skip
+
+
+# Scores of moves ----------------------------------------------------------------------------------
+
+
+DENSE = 3072  # up to so many states, one product of all vectors is faster than one for each source
+
+
+class Scores:
+    """The scores of all pairs of a plan, and their gradient: inner products, or a matrix.
+
+    With ``enter``, states are in the order of their blocks, which are disjoint. For few states all
+    scores are computed, also those of pairs that do not occur.
+    """
+
+    def __init__(self, plan: Plan, states: States, leave: Tensor, enter: Tensor | None) -> None:
+        self.plan, self.states, self.leave, self.enter = plan, states, leave, enter
+        self.dense = enter is not None and len(leave) <= DENSE and enter.device.type == "cpu"
+        self.base, self.stride, self.size = plan.base, plan.stride, plan.size
+        if self.dense:
+            self.base = states.starts[plan.source] * len(leave) + states.starts[plan.target]
+            self.stride, self.size = torch.full_like(plan.stride, len(leave)), len(leave) ** 2
+
+    def __call__(self) -> Tensor:
+        """Scores, ``(size,)``."""
+        if self.enter is None:
+            parts = [self.leave[rows, columns].flatten() for rows, columns, _ in self._matrix()]
+            return torch.cat(parts) if parts else self.leave.new_empty(0)
+        if self.dense:
+            return (self.leave @ self.enter.mT).flatten()
+        out = self.leave.new_empty(self.size)
+        for rows, targets, cells in self._sources():
+            part = out[cells].view(rows.stop - rows.start, -1)
+            torch.mm(self.leave[rows], self._entered(targets).mT, out=part)
+        return out
+
+    def gradients(self, changed: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Of ``leave`` and ``enter``, from those of the scores."""
+        leave, enter = self.leave, self.enter
+        if enter is None:
+            to_leave = torch.zeros_like(leave)
+            for states, columns, cells in self._matrix():
+                part = changed[cells].view(len(states), -1)
+                to_leave.index_put_((states, columns), part, accumulate=True)
+            return to_leave, None
+        if self.dense:
+            changed = changed.view(len(leave), len(leave))
+            return changed @ enter, changed.mT @ leave
+        to_leave, to_enter = torch.zeros_like(leave), torch.zeros_like(enter)
+        for rows, targets, cells in self._sources():
+            part = changed[cells].view(rows.stop - rows.start, -1)
+            torch.mm(part, self._entered(targets), out=to_leave[rows])
+            self._add_entered(to_enter, targets, part.mT @ leave[rows])
+        return to_leave, to_enter
+
+    def _sources(self) -> Iterator[tuple[slice, Tensor, slice]]:
+        """For each source block: its states, its targets, and where its scores are."""
+        plan, starts = self.plan, self.states.starts.tolist()
+        firsts, begin = plan.pairs_of.tolist(), 0
+        widths = plan.columns_of.diff().tolist()
+        for first, last, width in zip(firsts, firsts[1:], widths):
+            source = int(plan.source[first])
+            rows = slice(starts[source], starts[source + 1])
+            cells = slice(begin, begin + width * (rows.stop - rows.start))
+            yield rows, plan.target[first:last], cells
+            begin = cells.stop
+
+    def _matrix(self) -> Iterator[tuple[Tensor, Tensor, slice]]:
+        """The same for states in any order: rows ``(k, 1)`` and columns."""
+        members, device = self.states.members, self.leave.device
+        limits = self.plan.columns_of.tolist()
+        sources = zip(self._sources(), limits, limits[1:])
+        for (rows, _, cells), left, right in sources:
+            columns = self.plan.columns[left:right]
+            yield members[rows].unsqueeze(-1).to(device), columns.to(device), cells
+
+    def _entered(self, targets: Tensor) -> Tensor:
+        """Vectors of the states of some blocks, one block after the other."""
+        assert self.enter is not None
+        count = len(self.states.sizes)
+        if count * self.states.width == len(self.enter):  # blocks of one size
+            blocks = self.enter.view(count, -1).index_select(0, targets.to(self.enter.device))
+            return blocks.view(-1, self.enter.size(1))
+        return torch.cat([self.enter[a:b] for a, b in self._bounds(targets)])
+
+    def _add_entered(self, total: Tensor, targets: Tensor, part: Tensor) -> None:
+        count = len(self.states.sizes)
+        if count * self.states.width == len(total):
+            blocks = total.view(count, -1)
+            blocks.index_add_(0, targets.to(total.device), part.view(len(targets), -1))
+            return
+        begin = 0
+        for a, b in self._bounds(targets):
+            total[a:b] += part[begin : begin + b - a]
+            begin += b - a
+
+    def _bounds(self, targets: Tensor) -> list[tuple[int, int]]:
+        starts = self.states.starts
+        return list(zip(starts[targets].tolist(), starts[targets + 1].tolist()))
+
+
+# Compiled, in the range of probabilities ----------------------------------------------------------
+
+
+def _mixed(count: int) -> Tensor:
+    """The numbers below ``count``, such that equal parts of them hold large and small alike."""
+    threads = max(1, min(torch.get_num_threads(), count))
+    return torch.cat([torch.arange(part, count, threads) for part in range(threads)])
+
+
+class _Scaled(torch.autograd.Function):
+    """Log evidence by scaled messages ``(N,)`` in the order of the plan, and whether it is sound.
+
+    Gradients are analytic, and not differentiable.
+    """
+
+    @staticmethod
+    def forward(ctx, plan, states, leave, enter, log_shares, log_first, log_seen, kernels):
+        dtype = log_seen.dtype
+        least, slack = LIMITS[dtype]
+        shares = leave.new_empty(0, 0) if log_shares is None else log_shares.mT.exp().contiguous()
+        peak = log_seen.amax(-1)
+        peak = peak.masked_fill(peak.isneginf(), 0.0)
+        seen = (log_seen - peak.unsqueeze(-1)).exp_()
+        seen.masked_fill_(seen < least, 0.0)
+        first = log_first.exp()
+        count = len(plan.lengths)
+        alpha, norm = torch.empty_like(seen), torch.ones_like(peak)
+        evidence = torch.zeros(count, dtype=torch.float64)
+        evidence.index_add_(0, _rank(plan), peak.double())
+        sound = torch.ones(count, dtype=torch.bool)
+        ctx.kernels, ctx.least, ctx.plan, ctx.states = kernels, least, plan, states
+        ctx.scores = Scores(plan, states, leave, enter)
+        laws = _Scaled.laws(ctx)
+        mean = plan.size // max(len(plan.source), 1)
+        kernels.run(
+            kernels.forward, count, mean * len(plan.begins), _mixed(count), plan.lengths,
+            plan.begins, plan.block, states.sizes, states.starts, plan.pair, ctx.scores.base,
+            ctx.scores.stride, laws, shares, least, slack, first, seen, alpha, norm, evidence,
+            sound,
+        )  # fmt: skip
+        ctx.save_for_backward(leave, enter, log_shares, alpha, norm, seen, shares, sound)
+        ctx.stored, ctx.given = laws, (log_first.detach(), log_seen.detach())
+        ctx.mark_non_differentiable(sound)
+        return evidence.masked_fill(~sound, 0.0).to(dtype), sound
+
+    @staticmethod
+    def laws(ctx):
+        """The laws of the pairs."""
+        kernels, plan, states, scores = ctx.kernels, ctx.plan, ctx.states, ctx.scores
+        laws = scores()
+        if scores.enter is None or not len(plan.source):
+            return laws.exp_()
+        units = len(plan.pairs_of) - 1
+        kernels.run(
+            kernels.softmax_of_pairs, units, 10 * plan.size // max(units, 1), _mixed(units),
+            plan.pairs_of, plan.source, plan.target, states.sizes, scores.base, scores.stride,
+            math.log(ctx.least), laws,
+        )  # fmt: skip
+        return laws
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, weights, _):
+        leave, enter, log_shares, alpha, norm, seen, shares, sound = ctx.saved_tensors
+        kernels, plan, states = ctx.kernels, ctx.plan, ctx.states
+        laws, ctx.stored = ctx.stored, None
+        if laws is None:  # a second time, through a graph that was retained
+            laws = _Scaled.laws(ctx)
+        gamma, message = torch.zeros_like(seen), torch.empty_like(seen)
+        count, good = len(plan.lengths), sound.clone()
+        mean = plan.size // max(len(plan.source), 1)
+        kernels.run(
+            kernels.backward, count, mean * len(plan.begins), _mixed(count), plan.lengths,
+            plan.begins, plan.block, states.sizes, states.starts, plan.pair, ctx.scores.base,
+            ctx.scores.stride, laws, shares, ctx.least, seen, alpha, norm, weights.contiguous(),
+            gamma, message, good,
+        )  # fmt: skip
+        if not torch.equal(good, sound):  # only the way back left the range
+            given = (leave, enter, log_shares, *ctx.given)
+            return (None, None, *_gradients(plan, states, given, weights), None)
+        to_leave = to_enter = to_shares = None
+        if any(ctx.needs_input_grad[2:5]):
+            if not bool(sound.all()):
+                message[~sound[_rank(plan)]] = 0.0
+                alpha = alpha.masked_fill(~sound[_rank(plan)].unsqueeze(-1), 0.0)
+            scores, pairs, changed = ctx.scores, len(plan.source), torch.zeros_like(shares)
+            moved = torch.zeros_like(laws) if scores.dense else laws
+            uses = plan.tokens_of.diff()
+            schedule = uses.argsort(descending=True, stable=True)[_mixed(pairs)]
+            kernels.run(
+                kernels.gradients_of_pairs, pairs,
+                plan.size // max(pairs, 1) * (2 + len(plan.tokens) // max(pairs, 1)), schedule,
+                plan.tokens_of, plan.tokens, plan.before, plan.block, states.sizes, states.starts,
+                scores.base, scores.stride, ctx.least, alpha, message, shares, laws, moved,
+                changed,
+            )  # fmt: skip
+            to_leave, to_enter = scores.gradients(moved)
+            if log_shares is not None:
+                to_shares = (changed.mul_(shares)).mT
+        first = gamma[: len(plan.lengths)]
+        return None, None, to_leave, to_enter, to_shares, first, gamma, None
+
+
+def _rank(plan: Plan) -> Tensor:
+    """Which of the sequences, in the order of the plan, each token belongs to."""
+    counts = torch.cat([plan.begins[1:], plan.begins.new_full((1,), len(plan.where))])
+    counts = counts - plan.begins
+    return torch.arange(len(plan.where)) - plan.begins.repeat_interleave(counts)
+
+
+# Plain, in logarithms -----------------------------------------------------------------------------
+
+
+class Logs:
+    """The same chain in logarithms, by operations of torch: for any device, and always exact."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        states: States,
+        leave: Tensor,
+        enter: Tensor | None,
+        log_shares: Tensor | None,
+        log_first: Tensor,
+        log_seen: Tensor,
+    ) -> None:
+        self.plan, self.first, self.seen = plan, log_first, log_seen
+        self.sizes, self.device = states.sizes, log_seen.device
+        scores = Scores(plan, states, leave, enter)
+        if enter is None:
+            self.laws = scores()
+            return
+        assert log_shares is not None
+        laws = [log_seen.new_zeros(0)]
+        for rows, targets, _ in scores._sources():
+            found = leave[rows] @ scores._entered(targets).mT
+            widths = self.sizes[targets].tolist()
+            share = log_shares[rows][:, targets.to(self.device)].unsqueeze(-1)
+            if len(set(widths)) == 1:
+                cells = found.unflatten(-1, (len(widths), -1)).log_softmax(-1)
+                laws.append((cells + share).flatten())
+            else:
+                parts = zip(found.split(widths, -1), share.unbind(1))
+                laws.append(
+                    torch.cat([each.log_softmax(-1) + own for each, own in parts], -1).flatten()
+                )
+        self.laws = torch.cat(laws)
+
+    def matrices(self, tokens: Tensor) -> Tensor:
+        """Logarithms of the moves to ``tokens`` ``(m,)`` from those before, ``(m, w, w)``."""
+        plan, width = self.plan, self.seen.size(-1)
+        pair, own = plan.pair[tokens], torch.arange(width)
+        height = self.sizes[plan.source[pair]].unsqueeze(-1)
+        breadth = self.sizes[plan.target[pair]].unsqueeze(-1)
+        exists = (own < height).unsqueeze(-1) & (own < breadth).unsqueeze(-2)
+        places = plan.base[pair].unsqueeze(-1) + own * plan.stride[pair].unsqueeze(-1)
+        places = (places.unsqueeze(-1) + own).masked_fill(~exists, 0)
+        found = self.laws[places.to(self.device)]
+        return found.masked_fill(~exists.to(self.device), -torch.inf)
+
+    def steps(self) -> list[slice]:
+        """The tokens of each step."""
+        ends = [*self.plan.begins.tolist(), len(self.plan.where)]
+        return [slice(begin, end) for begin, end in pairwise(ends)]
+
+    def messages(self) -> list[Tensor]:
+        """Logarithms of p(x_{1:t}, z_t), of the tokens of each step, ``(n_t, w)``."""
+        found: list[Tensor] = []
+        for step in self.steps():
+            seen = self.seen[step]
+            if not found:
+                found.append(self.first + seen)
+                continue
+            moves = self.matrices(torch.arange(step.start, step.stop))
+            alpha = found[-1][: len(seen)]
+            found.append(logsumexp(alpha.unsqueeze(-1) + moves, -2) + seen)
+        return found
+
+    def ends(self, each: list[Tensor]) -> Tensor:
+        """What ``each`` step holds of the sequences that end there; in the order of the plan."""
+        parts = []
+        for now, then in zip(each, [*each[1:], each[0][:0]]):
+            parts.append(now[len(then) :])
+        return torch.cat(parts[::-1])
+
+    def log_evidence(self) -> Tensor:
+        """Log evidence ``(N,)`` in the order of the plan."""
+        return logsumexp(self.ends(self.messages()), -1)
+
+    def viterbi(self) -> Tensor:
+        """The place in its block of each token's state on the most probable path, ``(M,)``."""
+        scores, origins = [self.first + self.seen[self.steps()[0]]], []
+        for step in self.steps()[1:]:
+            moves = self.matrices(torch.arange(step.start, step.stop))
+            best = (scores[-1][: len(moves)].unsqueeze(-1) + moves).max(-2)
+            origins.append(best.indices)
+            score = best.values + self.seen[step]
+            peak = score.amax(-1, keepdim=True)
+            scores.append(score - peak.masked_fill(peak.isneginf(), 0.0))
+        found: list[Tensor] = []
+        for t in range(len(scores) - 1, -1, -1):
+            place = scores[t].argmax(-1)
+            if found:
+                after = origins[t].gather(-1, found[-1].unsqueeze(-1)).squeeze(-1)
+                place = torch.cat([after, place[len(after) :]])
+            found.append(place)
+        return torch.cat(found[::-1])
+
+    def sample(self, count: int) -> Tensor:
+        """Draw paths given the values: places in the blocks, ``(count, M)``."""
+        messages, steps = self.messages(), self.steps()
+        found: list[Tensor] = []
+        for t in range(len(steps) - 1, -1, -1):
+            score = messages[t].expand(count, *messages[t].shape)
+            if found:
+                after = found[-1]  # (count, n)
+                moves = self.matrices(torch.arange(steps[t + 1].start, steps[t + 1].stop))
+                index = after.mT.unsqueeze(-2).expand(-1, moves.size(-2), -1)
+                onward = moves.gather(-1, index).permute(2, 0, 1)  # (count, n, w)
+                ending = torch.zeros_like(score[:, after.size(1) :])
+                score = score + torch.cat([onward, ending], 1)
+            peak = score.amax(-1, keepdim=True)
+            mass = (score - peak.masked_fill(peak.isneginf(), 0.0)).exp().cumsum(-1)
+            chance = torch.rand(mass.shape[:-1], dtype=mass.dtype, device=mass.device)
+            drawn = (mass <= chance.unsqueeze(-1) * mass[..., -1:]).sum(-1)
+            found.append(drawn.clamp(max=mass.size(-1) - 1))
+        return torch.cat(found[::-1], -1)
+
+
+def _gradients(
+    plan: Plan, states: States, given: tuple[Tensor | None, ...], weights: Tensor
+) -> list[Tensor | None]:
+    """The gradient of the evidence times ``weights``, by plain logarithms."""
+    with torch.enable_grad():
+        inputs = [None if each is None else each.detach().requires_grad_() for each in given]
+        evidence = Logs(plan, states, *inputs).log_evidence()  # type: ignore[arg-type]
+        wanted = [each for each in inputs if each is not None]
+        found = iter(torch.autograd.grad(evidence, wanted, weights, allow_unused=True))
+    return [None if each is None else next(found) for each in inputs]
+
+
+# Both ---------------------------------------------------------------------------------------------
+
+
+def log_evidence(
+    blocks: Tensor,
+    lengths: Tensor,
+    states: States,
+    leave: Tensor,
+    enter: Tensor | None,
+    log_shares: Tensor | None,
+    log_first: Tensor,
+    log_seen: Tensor,
+    plan: Plan | None = None,
+) -> Tensor:
+    """Log-probability of sequences ``(N,)``, in nats; differentiable.
+
+    Args:
+        blocks: ``(N, T)``, block of each step, on the CPU.
+        lengths: ``(N,)``, on the CPU.
+        states: Of each block.
+        leave: ``(K, D)``, vectors of states; or, without ``enter``, log-probabilities ``(K, K)``.
+        enter: ``(K, D)``; scores of moves are inner products.
+        log_shares: ``(K, B)``, log-probability of the next block; with ``enter`` only.
+        log_first: ``(N, w)``, log-probability of the first state, in the first block.
+        log_seen: ``(N, T, w)``, log-probability of each step in the states of its block; -inf
+            where a block has fewer states than w.
+        plan: Of these sequences, if there is one.
+    """
+    plan = plan or make_plan(blocks, lengths, states)
+    kernels = _lookup.block_kernels() if log_seen.device.type == "cpu" else None
+    device = log_seen.device
+    first = log_first[plan.order.to(device)]
+    seen = log_seen.flatten(0, 1)[plan.where.to(device)]
+    if kernels is None:
+        value = Logs(plan, states, leave, enter, log_shares, first, seen).log_evidence()
+    else:
+        value, sound = _Scaled.apply(plan, states, leave, enter, log_shares, first, seen, kernels)
+        if not bool(sound.all()):
+            lost = (~sound).nonzero().squeeze(-1)
+            rows = plan.order[lost]
+            part = make_plan(blocks[rows], lengths[rows], states)
+            chosen = log_seen[rows].flatten(0, 1)[part.where]
+            redone = Logs(
+                part, states, leave, enter, log_shares, log_first[rows][part.order], chosen
+            ).log_evidence()
+            value = value.index_put((lost[part.order],), redone)
+    return value[plan.order.argsort().to(device)]

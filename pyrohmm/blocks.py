@@ -1,0 +1,741 @@
+r"""Chains whose symbols say in which block of states the state is, and what that saves.
+
+``K`` states, ``V`` symbols, ``B`` blocks of at most ``w`` states each. Every symbol has a block:
+the states that may emit it. A :class:`BlockHMM` is an HMM with that constraint; it is as exact as
+any, and a step costs :math:`w^2` in place of :math:`K^2`, so that there may be tens of thousands
+of states.
+
+References:
+    Scaling Hidden Markov Language Models (Chiu and Rush, 2020),
+    https://aclanthology.org/2020.emnlp-main.103
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cached_property
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from pyro.distributions import Categorical
+from pyro.distributions.torch_distribution import TorchDistribution
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from . import _blockwise, _lookup
+from ._blockwise import Logs, States, bounds, make_plan
+from ._checks import (
+    check_floats,
+    check_integers,
+    check_lengths,
+    check_log_simplex,
+    check_no_nan,
+    check_same_device,
+    check_shape,
+    check_size,
+    check_tensor,
+    check_trailing,
+)
+from .hmm import HMM
+from .recursions import Posterior
+
+CHUNK = 1 << 23  # scores that exist at one time while all moves of all states are summed
+
+
+class Blocks:
+    """Which states may emit which symbol.
+
+    Args:
+        symbol_block: ``(V,)`` integers, the block of each symbol.
+        states: For each of the B blocks, the states in it; a state may be in several.
+        num_states: K; by default one more than the largest state.
+
+    Raises:
+        TypeError: If something does not hold integers.
+        ValueError: If a block is empty, or has a state twice; or a state has no symbol.
+
+    Example:
+        >>> blocks = Blocks(torch.tensor([0, 0, 1]), [torch.tensor([0, 1]), torch.tensor([2])])
+        >>> blocks.allowed
+        tensor([[ True,  True, False],
+                [ True,  True, False],
+                [False, False,  True]])
+    """
+
+    def __init__(
+        self, symbol_block: Tensor, states: list[Tensor], num_states: int | None = None
+    ) -> None:
+        check_integers("symbol_block", symbol_block)
+        if symbol_block.dim() != 1 or len(symbol_block) == 0:
+            raise ValueError(
+                "symbol_block must have shape (V,) with at least one symbol; got shape "
+                f"{tuple(symbol_block.shape)}."
+            )
+        for number, each in enumerate(states):
+            check_integers(f"states of block {number}", each)
+            if each.dim() != 1 or len(each) == 0 or len(each.unique()) < len(each):
+                raise ValueError(
+                    f"block {number} must have states, each once; got {each.tolist()[:10]}."
+                )
+        if int(symbol_block.min()) < 0 or int(symbol_block.max()) >= len(states):
+            raise ValueError(
+                f"symbol_block must lie between 0 and B - 1 = {len(states) - 1}; got values from "
+                f"{int(symbol_block.min())} to {int(symbol_block.max())}."
+            )
+        self.symbol_block = symbol_block.cpu().long()
+        sizes = torch.tensor([len(each) for each in states])
+        members = torch.cat([each.cpu().long() for each in states])
+        self._states = States(bounds(sizes), members, sizes, int(sizes.max()))
+        self.num_states = int(members.max()) + 1 if num_states is None else num_states
+        self.disjoint = torch.equal(members, torch.arange(self.num_states))
+        used = torch.zeros(len(states), dtype=torch.bool)
+        used[self.symbol_block] = True
+        reached = torch.zeros(self.num_states, dtype=torch.bool)
+        reached[members[used.repeat_interleave(sizes)]] = True
+        if not bool(reached.all()):
+            raise ValueError(
+                "each state must be in a block that some symbol has; state "
+                f"{int((~reached).byte().argmax())} of {self.num_states} is in none."
+            )
+
+    @property
+    def num_symbols(self) -> int:
+        """V."""
+        return len(self.symbol_block)
+
+    @property
+    def num_blocks(self) -> int:
+        """B."""
+        return len(self._states.sizes)
+
+    @property
+    def sizes(self) -> Tensor:
+        """Number of states of each block, ``(B,)``."""
+        return self._states.sizes
+
+    @property
+    def width(self) -> int:
+        """w, the number of states of the largest block."""
+        return self._states.width
+
+    @cached_property
+    def states(self) -> Tensor:
+        """States of each block, ``(B, w)``, -1 where a block has fewer than w."""
+        return torch.nn.utils.rnn.pad_sequence(
+            list(self._states.members.split(self.sizes.tolist())), True, -1
+        )
+
+    @property
+    def allowed(self) -> Tensor:
+        """Whether each state may emit each symbol, ``(K, V)`` booleans."""
+        found = torch.zeros(self.num_symbols, self.num_states + 1, dtype=torch.bool)
+        rows = self.states[self.symbol_block]
+        found.scatter_(1, rows.masked_fill(rows < 0, self.num_states), True)
+        return found[:, :-1].T.contiguous()
+
+    def keep(self, states: Tensor) -> Blocks:
+        """The blocks of some of the states, which are numbered anew in their order.
+
+        Args:
+            states: ``(n,)`` integers, ascending.
+
+        Raises:
+            ValueError: If a block would be empty.
+        """
+        number = torch.full((self.num_states,), -1)
+        number[states] = torch.arange(len(states))
+        members = number[self._states.members]
+        owner = torch.arange(self.num_blocks).repeat_interleave(self.sizes)
+        kept = members >= 0
+        sizes = torch.bincount(owner[kept], minlength=self.num_blocks)
+        if not bool(sizes.all()):
+            raise ValueError(f"no state of block {int((sizes == 0).byte().argmax())} is kept.")
+        new = object.__new__(Blocks)
+        new.symbol_block, new.num_states = self.symbol_block, len(states)
+        new._states = States(bounds(sizes), members[kept], sizes, int(sizes.max()))
+        new.disjoint = self.disjoint
+        return new
+
+    def places(self, states: Tensor) -> Tensor:
+        """Which places of each block hold the states that :meth:`keep` keeps, ``(B, w')``.
+
+        -1 where fewer than w' are kept, the number of the block that keeps most.
+        """
+        kept = torch.isin(self.states, states)
+        order = (~kept).byte().argsort(dim=-1, stable=True)
+        return order.masked_fill(~kept.gather(-1, order), -1)[:, : int(kept.sum(-1).max())]
+
+    def __repr__(self) -> str:
+        low, high = int(self.sizes.min()), self.width
+        each = f"{low}" if low == high else f"{low} to {high}"
+        return (
+            f"Blocks({self.num_states} states and {self.num_symbols} symbols in "
+            f"{self.num_blocks} blocks of {each} states)"
+        )
+
+
+def from_clusters(assignment: Tensor, states_per_cluster: int | Tensor) -> Blocks:
+    """A block for each cluster of symbols; no state is in two.
+
+    Args:
+        assignment: ``(V,)`` integers, such as :func:`pyrohmm.clusters.brown` finds.
+        states_per_cluster: Of each; or ``(C,)`` integers, such as
+            :func:`pyrohmm.clusters.allocate` finds.
+
+    Example:
+        >>> from_clusters(torch.tensor([0, 1, 1, 2]), 4)
+        Blocks(12 states and 4 symbols in 3 blocks of 4 states)
+    """
+    check_integers("assignment", assignment)
+    count = int(assignment.max()) + 1
+    if isinstance(states_per_cluster, int):
+        check_size("states_per_cluster", states_per_cluster)
+        states_per_cluster = torch.full((count,), states_per_cluster)
+    check_integers("states_per_cluster", states_per_cluster)
+    check_shape("states_per_cluster", states_per_cluster, (count,), "(C,)")
+    if int(states_per_cluster.min()) < 1:
+        raise ValueError(
+            f"states_per_cluster must be at least 1 for each; got {int(states_per_cluster.min())}."
+        )
+    sizes = states_per_cluster.cpu().long()
+    return Blocks(assignment, list(torch.arange(int(sizes.sum())).split(sizes.tolist())))
+
+
+def uniform(
+    num_symbols: int,
+    num_states: int,
+    states_per_symbol: int,
+    generator: torch.Generator | None = None,
+) -> Blocks:
+    """A block of its own for each symbol: states drawn uniformly, without regard to the others.
+
+    A state that is in no block then takes the place of one that is in several.
+
+    Args:
+        num_symbols: V.
+        num_states: K, at most V times ``states_per_symbol``.
+        states_per_symbol: How many states may emit a symbol, at most K.
+        generator: Source of randomness on the CPU; torch's global one by default.
+
+    Raises:
+        ValueError: If the sizes do not fit.
+
+    Example:
+        >>> uniform(5, 6, 2, torch.Generator().manual_seed(0)).sizes
+        tensor([2, 2, 2, 2, 2])
+    """
+    sizes = {"num_symbols": num_symbols, "num_states": num_states,
+             "states_per_symbol": states_per_symbol}  # fmt: skip
+    for name, size in sizes.items():
+        check_size(name, size)
+    if not states_per_symbol <= num_states <= num_symbols * states_per_symbol:
+        raise ValueError(
+            f"num_states must lie between states_per_symbol = {states_per_symbol} and "
+            f"num_symbols * states_per_symbol = {num_symbols * states_per_symbol}; got "
+            f"{num_states}."
+        )
+    drawn = torch.stack(
+        [torch.randperm(num_states, generator=generator)[:states_per_symbol]
+         for _ in range(num_symbols)]
+    )  # fmt: skip
+    uses = torch.bincount(drawn.flatten(), minlength=num_states)
+    flat = drawn.flatten()
+    for state in (uses == 0).nonzero().flatten().tolist():
+        spare = int((uses[flat] > 1).byte().argmax())
+        uses[flat[spare]] -= 1
+        uses[state] = 1
+        flat[spare] = state
+    rows = flat.reshape(drawn.shape).sort(-1).values
+    return Blocks(torch.arange(num_symbols), list(rows), num_states)
+
+
+# Emission -----------------------------------------------------------------------------------------
+
+
+def log_emission(emit: Tensor, words: Tensor, bias: Tensor, blocks: Blocks) -> Tensor:
+    """Log-probabilities of symbols in the states of their blocks, ``(V, w)``; -inf beyond a block.
+
+    Logits are inner products and a bias for each symbol; each state has a softmax over the symbols
+    that it may emit, and if blocks are disjoint no other logits are computed.
+
+    Args:
+        emit: ``(K, D)``, a vector for each state.
+        words: ``(V, D)``, a vector for each symbol.
+        bias: ``(V,)``.
+        blocks: Which states may emit which symbol.
+    """
+    device = emit.device
+    if not blocks.disjoint:
+        rows = blocks.states[blocks.symbol_block].to(device)
+        logits = (words @ emit.mT + bias.unsqueeze(-1)).masked_fill(
+            ~blocks.allowed.mT.to(device), -torch.inf
+        )
+        found = logits.log_softmax(0).gather(1, rows.clamp(min=0))
+        return found.masked_fill(rows < 0, -torch.inf)
+    return _LogEmission.apply(emit, words, bias, blocks)
+
+
+class _LogEmission(torch.autograd.Function):
+    """:func:`log_emission` for disjoint blocks, one product for each; not differentiable twice."""
+
+    @staticmethod
+    def forward(ctx, emit, words, bias, blocks):
+        order = blocks.symbol_block.argsort(stable=True).to(emit.device)
+        words, bias = words[order], bias[order]
+        table = emit.new_full((len(words), blocks.width), -torch.inf)
+        for state, word in _parts(blocks):
+            logits = torch.addmm(bias[word].unsqueeze(-1), words[word], emit[state].mT)
+            table[word, : state.stop - state.start] = logits.log_softmax(0)
+        place = order.argsort()
+        ctx.blocks = blocks
+        ctx.save_for_backward(emit, words, table, order, place)
+        return table[place]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, weights):
+        emit, words, table, order, place = ctx.saved_tensors
+        weights, probs = weights[order], table.exp()
+        to_emit, to_words = torch.zeros_like(emit), torch.empty_like(words)
+        to_bias = words.new_empty(len(words))
+        for state, word in _parts(ctx.blocks):
+            width = state.stop - state.start
+            weight = weights[word, :width]
+            changed = weight - probs[word, :width] * weight.sum(0)
+            torch.mm(changed.mT, words[word], out=to_emit[state])
+            torch.mm(changed, emit[state], out=to_words[word])
+            torch.sum(changed, 1, out=to_bias[word])
+        return to_emit, to_words[place], to_bias[place], None
+
+
+def _parts(blocks: Blocks) -> list[tuple[slice, slice]]:
+    """For each block that some symbol has: its states, and its symbols sorted by block."""
+    counts = torch.bincount(blocks.symbol_block, minlength=blocks.num_blocks)
+    ends, starts = bounds(counts).tolist(), blocks._states.starts.tolist()
+    parts = zip(pairwise(starts), pairwise(ends))
+    return [(slice(*state), slice(*word)) for state, word in parts if word[0] < word[1]]
+
+
+# Laws of moves ------------------------------------------------------------------------------------
+
+
+class _SumsOfBlocks(torch.autograd.Function):
+    """Logarithms ``(K, B)`` of the sums of exp(leave @ enter.T) over each block.
+
+    The scores are computed some rows at a time, and again for the gradient, which is not
+    differentiable.
+    """
+
+    @staticmethod
+    def forward(ctx, leave, enter, states):
+        ctx.states = states
+        sums = leave.new_empty(len(leave), len(states.sizes))
+        rows = max(1, CHUNK // len(enter))
+        for part, out in zip(leave.split(rows), sums.split(rows)):
+            _sum_blocks(part @ enter.mT, states, out)
+        ctx.save_for_backward(leave, enter, sums)
+        return sums
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, weights):
+        leave, enter, sums = ctx.saved_tensors
+        to_leave, to_enter = torch.empty_like(leave), torch.zeros_like(enter)
+        rows = max(1, CHUNK // len(enter))
+        parts = (each.split(rows) for each in (leave, sums, weights.contiguous(), to_leave))
+        for part, total, weight, out in zip(*parts):
+            shares = _weigh_blocks(part @ enter.mT, ctx.states, total, weight)
+            torch.mm(shares, enter, out=out)
+            to_enter.addmm_(shares.mT, part)
+        return to_leave, to_enter, None
+
+
+def _sum_blocks(scores: Tensor, states: States, out: Tensor) -> None:
+    kernels = _lookup.block_kernels() if scores.device.type == "cpu" else None
+    if kernels is not None:
+        low = math.log(_blockwise.LIMITS[scores.dtype][0])
+        work = 10 * scores.size(1)
+        kernels.run(kernels.sums_of_blocks, len(scores), work, scores, states.starts, low, out)
+        return
+    parts = scores.split(states.sizes.tolist(), -1)
+    torch.stack([each.logsumexp(-1) for each in parts], -1, out=out)
+
+
+def _weigh_blocks(scores: Tensor, states: States, sums: Tensor, weights: Tensor) -> Tensor:
+    """Softmax in each block, times the weight of the block; ``scores`` are overwritten."""
+    kernels = _lookup.block_kernels() if scores.device.type == "cpu" else None
+    if kernels is not None:
+        low = math.log(_blockwise.LIMITS[scores.dtype][0])
+        kernels.run(
+            kernels.weighted_softmax_of_blocks, len(scores), 10 * scores.size(1), scores,
+            states.starts, low, sums, weights,
+        )  # fmt: skip
+        return scores
+    parts = zip(scores.split(states.sizes.tolist(), -1), sums.unbind(-1), weights.unbind(-1))
+    for each, total, weight in parts:
+        each.sub_(total.unsqueeze(-1)).exp_().mul_(weight.unsqueeze(-1))
+    return scores
+
+
+class Products:
+    r"""Moves whose logits are inner products of vectors of states, for blocks that are disjoint.
+
+    .. math:: p(j | i) = \mathrm{softmax}_j(u_i \cdot v_j)
+              \quad\text{or}\quad
+              p(j | i) = \mathrm{softmax}_b(s_{ib}) \,
+              \mathrm{softmax}_{j \in b}(u_i \cdot v_j)
+
+    In two levels, any matrix can be written with enough dimensions, and what is computed for some
+    sequences are the pairs of blocks that occur in them. On one level the sum over all states is
+    computed as well, in :math:`O(K^2 D)`, though never kept.
+
+    Args:
+        leave: ``(K, D)``, u.
+        enter: ``(K, D)``, v.
+        blocks: Which states are together.
+        block_logits: ``(K, B)``, s; without them there is one level.
+    """
+
+    def __init__(
+        self, leave: Tensor, enter: Tensor, blocks: Blocks, block_logits: Tensor | None = None
+    ) -> None:
+        if not blocks.disjoint:
+            raise ValueError(
+                "blocks must be disjoint, and their states in order; these overlap. Give the "
+                "logarithms of a matrix of probabilities instead."
+            )
+        for name, tensor in (("leave", leave), ("enter", enter)):
+            check_floats(name, tensor)
+            check_shape(name, tensor, (blocks.num_states, leave.size(-1)), "(K, D)")
+        if block_logits is not None:
+            check_floats("block_logits", block_logits)
+            shape = (blocks.num_states, blocks.num_blocks)
+            check_shape("block_logits", block_logits, shape, "(K, B)")
+        self.leave, self.enter, self.blocks = leave, enter, blocks
+        self.block_logits = block_logits
+
+    @cached_property
+    def log_shares(self) -> Tensor:
+        """Log-probability of the next block, ``(K, B)``."""
+        if self.block_logits is not None:
+            return self.block_logits.log_softmax(-1)
+        sums = _SumsOfBlocks.apply(self.leave, self.enter, self.blocks._states)
+        return sums.log_softmax(-1)
+
+    def rows(self, states: Tensor) -> Tensor:
+        """Log-probabilities of the next state, ``(*, K)``, from ``states`` ``(*)``."""
+        scores = self.leave[states] @ self.enter.mT
+        if self.block_logits is None:
+            return scores.log_softmax(-1)
+        parts = scores.split(self.blocks.sizes.tolist(), -1)
+        shares = self.block_logits[states].log_softmax(-1).unsqueeze(-1).unbind(-2)
+        return torch.cat([each.log_softmax(-1) + own for each, own in zip(parts, shares)], -1)
+
+    def matrix(self) -> Tensor:
+        """All of them, ``(K, K)``."""
+        return self.rows(torch.arange(self.blocks.num_states, device=self.leave.device))
+
+
+# The distribution ---------------------------------------------------------------------------------
+
+
+class BlockPosterior(NamedTuple):
+    """What the data say about the states, each step within the block of its symbol.
+
+    Attributes:
+        log_evidence: ``(*B)``, in nats.
+        probs: ``(*B, T, w)``, of the states of the block; zero at padded steps.
+        states: ``(*B, T, w)`` integers, which states these are; -1 where the block has fewer than
+            w, and at padded steps.
+    """
+
+    log_evidence: Tensor
+    probs: Tensor
+    states: Tensor
+
+
+class BlockHMM(HMM):
+    """An HMM of symbols whose states emit only the symbols of their blocks.
+
+    It is the same law as an :class:`HMM` with zeros elsewhere, and answers the same questions. What
+    reads symbols visits only states that can emit them: ``log_prob`` and its gradient,
+    ``viterbi``, ``sample_states``, ``filtered``, ``posterior_in_blocks``; with labels, or
+    where steps are missing, and for everything else, it is :meth:`dense` that answers, whose cost
+    is that of K x K matrices. Parameters have no batch dimensions.
+
+    Args:
+        log_initial: ``(K,)``, log-probabilities of the first state.
+        transition: Moves: :class:`Products`, or ``(K, K)`` log-probabilities.
+        log_emission: ``(V, w)``, log-probability of each symbol in each state of its block, in the
+            order of the block; what is beyond the block is not read.
+        blocks: Which states may emit which symbol.
+        lengths: ``(*B)`` integers, the number of steps of each sequence. They are kept on the CPU.
+        observed: ``(*B, T)`` booleans, True where a step is observed.
+        validate_args: Whether to read values in order to check them; Pyro's setting by default.
+
+    Raises:
+        TypeError: If an argument is of the wrong type.
+        ValueError: If shapes or devices disagree, or (with ``validate_args``) probabilities do not
+            sum to one.
+
+    Example:
+        >>> blocks = from_clusters(torch.tensor([0, 0, 1]), 2)
+        >>> half = torch.full((4, 2), 0.5).log()
+        >>> even = torch.full((4, 4), 0.25).log()
+        >>> emission = torch.tensor([[0.9, 0.2], [0.1, 0.8], [1.0, 1.0]]).log()
+        >>> hmm = BlockHMM(even[0], even, emission, blocks, torch.tensor(3))
+        >>> hmm.log_prob(torch.tensor([0, 2, 1])).exp()  # 1/8 of 0.55 times 0.45
+        tensor(0.0309)
+        >>> hmm.dense().log_prob(torch.tensor([0, 2, 1])).exp()
+        tensor(0.0309)
+    """
+
+    def __init__(
+        self,
+        log_initial: Tensor,
+        transition: Products | Tensor,
+        log_emission: Tensor,
+        blocks: Blocks,
+        lengths: Tensor,
+        observed: Tensor | None = None,
+        validate_args: bool | None = None,
+    ) -> None:
+        check_floats("log_initial", log_initial)
+        check_floats("log_emission", log_emission)
+        size = blocks.num_states
+        check_shape("log_initial", log_initial, (size,), "(K,)")
+        check_shape("log_emission", log_emission, (blocks.num_symbols, blocks.width), "(V, w)")
+        if isinstance(transition, Tensor):
+            check_floats("transition", transition)
+            check_shape("transition", transition, (size, size), "(K, K)")
+        elif not isinstance(transition, Products):
+            raise TypeError(
+                "transition must be Products or a matrix of log-probabilities; got "
+                f"{type(transition).__name__}."
+            )
+        check_integers("lengths", lengths)
+        check_same_device({"log_initial": log_initial, "log_emission": log_emission})
+        lengths = lengths.cpu().long()
+        longest = int(lengths.max()) if lengths.numel() else 0
+        num_steps = longest if observed is None else observed.size(-1)
+        check_lengths(lengths, num_steps)
+        self.log_initial, self.transition, self.blocks = log_initial, transition, blocks
+        exists = (blocks.states[blocks.symbol_block] >= 0).to(log_emission.device)
+        self.log_emission = log_emission.masked_fill(~exists, -torch.inf)
+        self.lengths, self.observed, self.allowed = lengths, observed, None
+        self.transition_per_step = self.emission_per_step = False
+        TorchDistribution.__init__(
+            self, lengths.shape, torch.Size((num_steps,)), validate_args=validate_args
+        )
+        if self._validate_args:
+            check_log_simplex("log_initial", log_initial)
+            self._check_emission()
+            if isinstance(transition, Tensor):
+                check_log_simplex("transition", transition)
+
+    def _check_emission(self) -> None:
+        """Raise unless what each state may emit has probabilities that sum to one."""
+        states = self.blocks.states[self.blocks.symbol_block].to(self.log_emission.device)
+        sums = self.log_emission.new_zeros(self.blocks.num_states + 1)
+        sums.index_add_(
+            0, states.masked_fill(states < 0, self.blocks.num_states).flatten(),
+            self.log_emission.detach().exp().flatten(),
+        )  # fmt: skip
+        low, high = (end.item() for end in torch.aminmax(sums[:-1]))
+        if not 1 - 1e-4 <= low <= high <= 1 + 1e-4:
+            raise ValueError(
+                "log_emission must hold log-probabilities that sum to one over the symbols of each "
+                f"state; got sums from {low:.6g} to {high:.6g}."
+            )
+
+    # Dense, where it is asked for
+
+    @cached_property
+    def log_transition(self) -> Tensor:  # type: ignore[override]
+        """``(K, K)``, log-probabilities of the next state; computed when it is read."""
+        return self.transition if isinstance(self.transition, Tensor) else self.transition.matrix()
+
+    @cached_property
+    def emission(self) -> Categorical:  # type: ignore[override]
+        """Of all K states, -inf where a state cannot emit a symbol; computed when it is read."""
+        rows = self.blocks.states[self.blocks.symbol_block].to(self.log_emission.device)
+        wide = self.log_emission.new_full(
+            (self.blocks.num_symbols, self.blocks.num_states + 1), -torch.inf
+        )
+        wide = wide.scatter(
+            1, rows.masked_fill(rows < 0, self.blocks.num_states), self.log_emission
+        )
+        return Categorical(logits=wide[:, :-1].mT)
+
+    def dense(self) -> HMM:
+        """The same law as an HMM that knows nothing of blocks."""
+        hmm = HMM(
+            self.log_initial, self.log_transition, self.emission, self.lengths, self.observed,
+            validate_args=False, allowed=self.allowed,
+        )  # fmt: skip
+        hmm._validate_args = self._validate_args
+        return hmm
+
+    def _with(self, **changes: Any) -> HMM:
+        if not set(changes) <= {"lengths", "observed"} and changes.get("allowed") is not None:
+            return self.dense()._with(**changes)
+        if set(changes) - {"lengths", "observed", "allowed"}:
+            return self.dense()._with(**changes)
+        new = BlockHMM(
+            self.log_initial, self.transition, self.log_emission, self.blocks,
+            changes.get("lengths", self.lengths), changes.get("observed", self.observed),
+            validate_args=False,
+        )  # fmt: skip
+        new._validate_args = self._validate_args
+        return new
+
+    # What the data say
+
+    def log_prob(self, values: Tensor) -> Tensor:
+        """Log evidence ``(*B)``, in nats; the states are summed out exactly."""
+        if self.observed is not None:
+            return self.dense().log_prob(values)
+        symbols, lengths, batch = self._read(values)
+        found = _blockwise.log_evidence(
+            self.blocks.symbol_block[symbols.cpu()], lengths, self.blocks._states,
+            *(*self._scores(), *self._seen(symbols)),
+        )  # fmt: skip
+        if self._validate_args:
+            check_no_nan("the log-likelihood of values", found, "Look for NaN in the parameters.")
+        return found.reshape(batch)
+
+    def posterior_in_blocks(self, values: Tensor) -> BlockPosterior:
+        """The law of each state given all observations, within the block of its symbol."""
+        symbols, lengths, batch = self._read(values)
+        blocks = self.blocks.symbol_block[symbols.cpu()]
+        with torch.no_grad():
+            leave, enter, shares = self._scores()
+            first, seen = (each.detach() for each in self._seen(symbols))
+        with torch.enable_grad():
+            seen.requires_grad_()
+            found = _blockwise.log_evidence(
+                blocks, lengths, self.blocks._states, leave.detach(),
+                None if enter is None else enter.detach(),
+                None if shares is None else shares.detach(), first, seen,
+            )  # fmt: skip
+            (probs,) = torch.autograd.grad(found.sum(), seen)
+        exists = torch.arange(symbols.size(1)) < lengths.unsqueeze(-1)
+        states = self.blocks.states[blocks].masked_fill(~exists.unsqueeze(-1), -1)
+        shape = (*batch, symbols.size(1), self.blocks.width)
+        return BlockPosterior(
+            found.detach().reshape(batch), probs.reshape(shape),
+            states.to(probs.device).reshape(shape),
+        )  # fmt: skip
+
+    def posterior(self, values: Tensor) -> Posterior:
+        """Smooth: evidence ``(*B)``, states ``(*B, T, K)``, expected moves ``(*B, K, K)``.
+
+        With many states, :meth:`posterior_in_blocks` takes a fraction of the memory.
+        """
+        return self.dense().posterior(values)
+
+    def filtered(self, values: Tensor) -> Tensor:
+        """Law of each state given the observations up to it, ``(*B, T, K)``; 0 where padded."""
+        if self.observed is not None:
+            return self.dense().filtered(values)
+        chain, plan, shape = self._logs(values)
+        messages = torch.cat(chain.messages())
+        norm = messages.logsumexp(-1, keepdim=True)
+        laws = (messages - norm.masked_fill(norm.isneginf(), 0.0)).exp()
+        return self._scattered(laws, plan, shape)
+
+    def viterbi(self, values: Tensor) -> Tensor:
+        """Most probable path of states, ``(*B, T)`` integers; padded steps hold 0."""
+        if self.observed is not None:
+            return self.dense().viterbi(values)
+        chain, plan, shape = self._logs(values)
+        return self._named(chain.viterbi().unsqueeze(0), plan, shape).squeeze(0)
+
+    def sample_states(self, values: Tensor, sample_shape: Any = ()) -> Tensor:
+        """Draw paths given the values, ``(*S, *B, T)`` integers; padded steps hold 0."""
+        if self.observed is not None:
+            return self.dense().sample_states(values, sample_shape)
+        outer = torch.Size(sample_shape)
+        chain, plan, shape = self._logs(values)
+        drawn = self._named(chain.sample(outer.numel()), plan, shape)
+        return drawn.reshape(outer + drawn.shape[1:])
+
+    # Sampling
+
+    def _draw_path(self, shape: torch.Size) -> Tensor:
+        """Draw paths ``(*shape, T)`` before anything is observed."""
+        state = Categorical(logits=self.log_initial).sample(torch.Size([shape.numel()]))
+        states = [state]
+        for _ in range(1, self.num_steps):
+            if isinstance(self.transition, Tensor):
+                rows = self.transition[state]
+            else:
+                rows = self.transition.rows(state)
+            state = Categorical(logits=rows).sample()
+            states.append(state)
+        return torch.stack(states, -1).reshape(*shape, self.num_steps)
+
+    # Joining parameters and data
+
+    def _read(self, values: Tensor) -> tuple[Tensor, Tensor, torch.Size]:
+        """Symbols ``(N, T)``, lengths ``(N,)`` and the batch shape."""
+        check_tensor("values", values)
+        check_integers("values", values)
+        check_same_device({"values": values, "log_initial": self.log_initial})
+        check_trailing("values", values, (self.num_steps,), "(T,)")
+        batch = torch.broadcast_shapes(values.shape[:-1], self.batch_shape)
+        lengths = self.lengths.expand(batch).reshape(-1)
+        values = values.expand(*batch, self.num_steps).reshape(-1, self.num_steps)
+        exists = (torch.arange(self.num_steps) < lengths.unsqueeze(-1)).to(values.device)
+        symbols = values.masked_fill(~exists, 0)
+        low, high = int(symbols.min()), int(symbols.max())
+        if low < 0 or high >= self.blocks.num_symbols:
+            raise ValueError(
+                f"values must hold symbols from 0 to V - 1 = {self.blocks.num_symbols - 1}; got "
+                f"values from {low} to {high}."
+            )
+        return symbols, lengths, batch
+
+    def _scores(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        if isinstance(self.transition, Tensor):
+            return self.transition, None, None
+        return self.transition.leave, self.transition.enter, self.transition.log_shares
+
+    def _seen(self, symbols: Tensor) -> tuple[Tensor, Tensor]:
+        """Log-probabilities of the first state ``(N, w)`` and of the symbols ``(N, T, w)``."""
+        states = self.blocks.states[self.blocks.symbol_block[symbols[:, 0].cpu()]]
+        device = self.log_initial.device
+        first = self.log_initial[states.clamp(min=0).to(device)]
+        first = first.masked_fill((states < 0).to(device), -torch.inf)
+        return first, _lookup.take_rows(self.log_emission, symbols)
+
+    def _logs(self, values: Tensor) -> tuple[Logs, _blockwise.Plan, torch.Size]:
+        """The chain in logarithms, without gradients."""
+        with torch.no_grad():
+            symbols, lengths, batch = self._read(values)
+            plan = make_plan(self.blocks.symbol_block[symbols.cpu()], lengths, self.blocks._states)
+            first, seen = self._seen(symbols)
+            device = first.device
+            first = first[plan.order.to(device)]
+            seen = seen.flatten(0, 1)[plan.where.to(device)]
+            chain = Logs(plan, self.blocks._states, *self._scores(), first, seen)
+        return chain, plan, torch.Size([*batch, symbols.size(1)])
+
+    def _named(self, places: Tensor, plan: _blockwise.Plan, shape: torch.Size) -> Tensor:
+        """The states at ``places`` ``(S, M)`` in the blocks of tokens, as ``(S, *B, T)``."""
+        states = self.blocks.states[plan.block].expand(len(places), -1, -1)
+        found = states.gather(-1, places.cpu().unsqueeze(-1)).squeeze(-1)
+        out = torch.zeros(len(places), shape.numel(), dtype=torch.long)
+        out[:, plan.where] = found
+        return out.reshape(len(places), *shape).to(self.log_initial.device)
+
+    def _scattered(self, laws: Tensor, plan: _blockwise.Plan, shape: torch.Size) -> Tensor:
+        """Laws ``(M, w)`` within blocks as laws of all states, ``(*B, T, K)``."""
+        states = self.blocks.states[plan.block].to(laws.device)
+        size = self.blocks.num_states
+        out = laws.new_zeros(shape.numel(), size + 1)
+        rows = laws.new_zeros(len(laws), size + 1)
+        rows.scatter_(1, states.masked_fill(states < 0, size), laws)
+        out[plan.where.to(laws.device)] = rows
+        return out[:, :-1].reshape(*shape, size)

@@ -1,0 +1,413 @@
+r"""``NeuralHMM``: every probability is a softmax of what small networks make of embeddings.
+
+With tens of thousands of states, parameters are shared through the networks, symbols belong to
+blocks of states (:mod:`pyrohmm.blocks`), and states are dropped at random while it is trained.
+:class:`ScalarHMM` is the same without networks: each logit is a parameter.
+
+References:
+    Scaling Hidden Markov Language Models (Chiu and Rush, 2020),
+    https://aclanthology.org/2020.emnlp-main.103
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from pyro.distributions import Categorical
+from pyro.nn import PyroModule
+from torch import Tensor, nn
+
+from ._checks import check_size
+from ._lookup import take_rows
+from .blocks import BlockHMM, Blocks, Products, log_emission
+from .hmm import HMM
+from .modules import HMMModule
+
+USES = ("start", "leave", "enter", "emit")  # of the embedding of a state
+
+
+class Residual(PyroModule):
+    r"""A residual block whose last operation is a layer normalisation (eq. 3).
+
+    .. math:: f(E) = g(\mathrm{ReLU}(E W_1)), \quad
+              g(D) = \mathrm{LayerNorm}(\mathrm{ReLU}(D W_2) + D)
+
+    Args:
+        dim: D, of what goes in and of what comes out.
+
+    Example:
+        >>> Residual(8)(torch.randn(3, 8)).shape
+        torch.Size([3, 8])
+    """
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        check_size("dim", dim)
+        self.inner = PyroModule[nn.Linear](dim, dim)
+        self.outer = PyroModule[nn.Linear](dim, dim)
+        self.norm = PyroModule[nn.LayerNorm](dim)
+
+    def forward(self, vectors: Tensor) -> Tensor:
+        """Transform ``(*, D)``."""
+        hidden = self.inner(vectors).relu()
+        return self.norm(self.outer(hidden).relu() + hidden)
+
+
+class StateVectors(PyroModule):
+    """Embeddings of states: one table, or one of states and one of blocks, half of each.
+
+    Args:
+        num_states: K.
+        dim: D.
+        blocks: With these the embedding is factored: D / 2 numbers of the state's own, and D / 2
+            that all states of a block share, through a :class:`Residual`.
+
+    Raises:
+        ValueError: If it is to be factored, and D is odd or the blocks overlap.
+    """
+
+    def __init__(self, num_states: int, dim: int, blocks: Blocks | None = None) -> None:
+        super().__init__()
+        own = dim
+        if blocks is not None:
+            if dim % 2 or not blocks.disjoint:
+                raise ValueError(
+                    f"factored embeddings need an even dimension and disjoint blocks; got {dim} "
+                    f"and {blocks}."
+                )
+            own = dim // 2
+            self.block = nn.Parameter(torch.randn(blocks.num_blocks, own))
+            owner = torch.arange(blocks.num_blocks).repeat_interleave(blocks.sizes)
+            self.register_buffer("owner", owner, persistent=False)
+        self.state = nn.Parameter(torch.randn(num_states, own))
+
+    def forward(self, states: Tensor | None) -> Tensor:
+        """The embeddings of ``states``, or of all, ``(n, D)``."""
+        own = self.state if states is None else take_rows(self.state, states)
+        if "owner" not in self._buffers:
+            return own
+        block = take_rows(self.block, self.owner if states is None else self.owner[states])
+        return torch.cat([block, own], -1)
+
+
+class WordTable(PyroModule):
+    """A vector for each symbol, ``(V, D)``, and nothing else.
+
+    Args:
+        num_symbols: V.
+        dim: D.
+    """
+
+    def __init__(self, num_symbols: int, dim: int) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.empty(num_symbols, dim).uniform_(-1, 1) * dim**-0.5)
+
+    def forward(self) -> Tensor:
+        """The vectors."""
+        return self.table
+
+
+class CharacterWords(PyroModule):
+    r"""A vector for each word, from its letters: convolutions, and a maximum over places.
+
+    Every word is spelt with a mark before it and one behind it. For each width there are filters of
+    that many letters, whose largest values over the word go through tanh.
+
+    Args:
+        words: The V words.
+        dim: D.
+        char_dim: Of the embeddings of letters.
+        widths: Of the filters.
+        num_filters: For each width; with it, or with a list, the values of all filters are joined,
+            go through a highway layer, and are brought to D numbers by a linear map. By default
+            there are D for each width, and they are summed.
+
+    Example:
+        >>> CharacterWords(["the", "cat", "cats"], dim=6)().shape
+        torch.Size([3, 6])
+    """
+
+    def __init__(
+        self,
+        words: Sequence[str],
+        dim: int,
+        *,
+        char_dim: int = 16,
+        widths: Sequence[int] = (1, 2, 3, 4, 5, 6, 7),
+        num_filters: int | Sequence[int] | None = None,
+    ) -> None:
+        super().__init__()
+        check_size("dim", dim)
+        check_size("char_dim", char_dim)
+        if len(words) == 0 or not all(isinstance(word, str) and word for word in words):
+            raise ValueError("words must be strings of at least one letter, and at least one word.")
+        if not widths or min(widths) < 1:
+            raise ValueError(f"widths must be at least 1, and at least one of them; got {widths}.")
+        letters = sorted({letter for word in words for letter in word})
+        code = {letter: number for number, letter in enumerate(letters, 3)}  # 0 pads, 1 and 2 mark
+        spelt = [torch.tensor([1, *(code[letter] for letter in word), 2]) for word in words]
+        spelt[0] = nn.functional.pad(spelt[0], (0, max(0, max(widths) - len(spelt[0]))))
+        spellings = nn.utils.rnn.pad_sequence(spelt, batch_first=True)
+        self.register_buffer("spellings", spellings, persistent=False)
+        self.letter = nn.Parameter(torch.randn(len(letters) + 3, char_dim))
+        counts = [dim] * len(widths)
+        if num_filters is not None:
+            counts = [num_filters] * len(widths) if isinstance(num_filters, int) else [*num_filters]
+            if len(counts) != len(widths):
+                raise ValueError(
+                    f"num_filters must be one number, or one for each of {len(widths)} widths; got "
+                    f"{len(counts)}."
+                )
+            total = sum(counts)
+            self.gate = PyroModule[nn.Linear](total, total)
+            self.carry = PyroModule[nn.Linear](total, total)
+            self.out = PyroModule[nn.Linear](total, dim, bias=False)
+        self.joined = num_filters is not None
+        self.filters = PyroModule[nn.ModuleList](
+            [PyroModule[nn.Conv1d](char_dim, count, width) for count, width in zip(counts, widths)]
+        )
+
+    def forward(self) -> Tensor:
+        """The vectors, ``(V, D)``."""
+        exists = (self.spellings > 0).unsqueeze(-1)
+        letters = (self.letter[self.spellings] * exists).mT  # (V, char_dim, L)
+        found = [each(letters).amax(-1).tanh() for each in self.filters]
+        if not self.joined:
+            return torch.stack(found).sum(0)
+        joined = torch.cat(found, -1)
+        gate = self.gate(joined).sigmoid()
+        return self.out(gate * self.carry(joined).relu() + (1 - gate) * joined)
+
+
+class _Large(HMMModule):
+    """What :class:`NeuralHMM` and :class:`ScalarHMM` share: dropped states, and a kept HMM."""
+
+    def __init__(
+        self, num_states: int, num_symbols: int, blocks: Blocks | None, dropout: float
+    ) -> None:
+        super().__init__()
+        check_size("num_states", num_states)
+        check_size("num_symbols", num_symbols)
+        if blocks is not None and (blocks.num_states, blocks.num_symbols) != (
+            num_states, num_symbols,
+        ):  # fmt: skip
+            raise ValueError(
+                f"blocks must be of {num_states} states and {num_symbols} symbols, as the model; "
+                f"got {blocks}."
+            )
+        if not 0 <= dropout < 1:
+            raise ValueError(f"dropout must be at least 0 and less than 1; got {dropout}.")
+        self.num_states, self.num_symbols = num_states, num_symbols
+        self.blocks, self.dropout = blocks, dropout
+        self._last: tuple[list[Tensor], list[int], HMM] | None = None
+
+    def forward(self, lengths: Tensor, observed: Tensor | None = None) -> HMM:
+        """Build the HMM for sequences of ``lengths`` ``(*B)``."""
+        if self.training and self.dropout:
+            states = draw_states(self.num_states, self.blocks, self.dropout)
+            blocks = None if self.blocks is None else self.blocks.keep(states)
+            device = next(self.parameters()).device
+            return self._build(states.to(device), blocks, lengths, observed)
+        if self.training or torch.is_grad_enabled():
+            return self._build(None, self.blocks, lengths, observed)
+        # nothing is to be learnt: what was computed last still holds, if no parameter has changed
+        now = [*self.parameters()]
+        if self._last is not None:
+            tensors, versions, hmm = self._last
+            same = len(tensors) == len(now) and all(a is b for a, b in zip(tensors, now))
+            if same and versions == [each._version for each in now]:
+                return hmm._with(lengths=lengths, observed=observed)
+        hmm = self._build(None, self.blocks, lengths, observed)
+        if now:
+            self._last = now, [each._version for each in now], hmm
+        return hmm
+
+    def _build(
+        self, states: Tensor | None, blocks: Blocks | None, lengths: Tensor, observed: Tensor | None
+    ) -> HMM:
+        raise NotImplementedError
+
+
+def draw_states(num_states: int, blocks: Blocks | None, dropout: float) -> Tensor:
+    """States that are kept, ascending: of each block the same share, at least one (section 4.3).
+
+    Of k states ``round((1 - dropout) * k)`` are kept. Without blocks, or where they overlap, the
+    share is that of all states.
+    """
+    apart = blocks is not None and blocks.disjoint
+    sizes = blocks.sizes if blocks is not None and apart else torch.tensor([num_states])
+    kept = ((1 - dropout) * sizes + 0.5).floor().long().clamp(min=1)
+    owner = torch.arange(len(sizes)).repeat_interleave(sizes)
+    order = (owner + torch.rand(num_states, dtype=torch.float64)).argsort()
+    rank = torch.arange(num_states) - (sizes.cumsum(0) - sizes)[owner]
+    return order[rank < kept[owner]].sort().values
+
+
+class NeuralHMM(_Large):
+    r"""HMM whose logits are inner products of what networks make of states and symbols (eq. 3, 4).
+
+    .. math:: p(z'|z) \propto \exp(E_{z'} \cdot f(E_z)), \quad
+              p(x|z) \propto \exp(E_x \cdot g(E_z) + b_x), \quad
+              p(z_1) \propto \exp(w \cdot h(E_{z_1}) + c)
+
+    with a :class:`Residual` each for f, g and h. With ``blocks`` each symbol is emitted by the
+    states of its block alone, and inference is exact at :math:`O(w^2)` a step. The sum in
+    :math:`p(z'|z)` takes :math:`O(K^2 D)` each time parameters change; ``two_level`` moves,
+
+    .. math:: p(z'|z) = p(b'|z) \, p(z'|z, b'), \quad
+              p(b'|z) = \mathrm{softmax}(M f(E_z) + m), \quad
+              p(z'|z, b') \propto \exp(E_{z'} \cdot f(E_z)) \text{ in block } b',
+
+    need no sum over all states: another parameterization, with no paper to its name.
+
+    Parameters have no priors, so that :func:`pyrohmm.fit_map` finds those of maximum likelihood;
+    any may be given one, as with every ``PyroModule``. In training mode, states are dropped.
+
+    Args:
+        num_states: K.
+        num_symbols: V.
+        hidden_dim: D.
+        blocks: Which states may emit which symbol; all of them by default.
+        two_level: Whether moves have two levels; for disjoint blocks.
+        share: Whether a state has one embedding for all its uses, or four: to begin in, to be left,
+            to be entered and to emit.
+        factored: Whether half of each embedding is that of the block; see :class:`StateVectors`.
+        dropout: Share of the states of each block that is left out, at each call in training mode:
+            see :func:`draw_states`. Then the HMM has fewer states, and only what belongs to them is
+            computed.
+        words: Called without arguments, returns vectors of symbols ``(V, D)``: a
+            :class:`CharacterWords`, for instance. A :class:`WordTable` by default.
+
+    Raises:
+        TypeError: If ``words`` is not callable.
+        ValueError: If a size is less than one, or arguments do not fit each other.
+
+    Example:
+        >>> from pyrohmm import blocks
+        >>> _ = pyro.set_rng_seed(0)
+        >>> two = blocks.from_clusters(torch.tensor([0, 0, 0, 1, 1]), 4)
+        >>> module = NeuralHMM(8, 5, hidden_dim=16, blocks=two, dropout=0.5)
+        >>> module(torch.tensor([3, 2])).num_states, module.eval()(torch.tensor([3, 2])).num_states
+        (4, 8)
+    """
+
+    def __init__(
+        self,
+        num_states: int,
+        num_symbols: int,
+        hidden_dim: int = 256,
+        *,
+        blocks: Blocks | None = None,
+        two_level: bool = False,
+        share: bool = True,
+        factored: bool = False,
+        dropout: float = 0.0,
+        words: Any = None,
+    ) -> None:
+        super().__init__(num_states, num_symbols, blocks, dropout)
+        check_size("hidden_dim", hidden_dim)
+        if two_level and (blocks is None or not blocks.disjoint):
+            raise ValueError("two_level moves need blocks that are disjoint.")
+        if factored and blocks is None:
+            raise ValueError("factored embeddings need blocks.")
+        if words is not None and not callable(words):
+            raise TypeError(f"words must be callable; got {type(words).__name__}.")
+        for use in USES:
+            if use == USES[0] or not share:
+                table = StateVectors(num_states, hidden_dim, blocks if factored else None)
+            setattr(self, f"{use}_vectors", table)
+            if factored:
+                setattr(self, f"{use}_joint", Residual(hidden_dim))
+        self.factored, self.two_level, self.share = factored, two_level, share
+        self.start_net, self.leave_net = Residual(hidden_dim), Residual(hidden_dim)
+        self.emit_net = Residual(hidden_dim)
+        self.start_score = PyroModule[nn.Linear](hidden_dim, 1)
+        if two_level:
+            assert blocks is not None
+            self.block_score = PyroModule[nn.Linear](hidden_dim, blocks.num_blocks)
+        self.words = WordTable(num_symbols, hidden_dim) if words is None else words
+        self.bias = nn.Parameter(torch.zeros(num_symbols))
+
+    def _build(
+        self, states: Tensor | None, blocks: Blocks | None, lengths: Tensor, observed: Tensor | None
+    ) -> HMM:
+        tables = [getattr(self, f"{use}_vectors") for use in USES]
+        if self.share:
+            found = [tables[0](states)] * 4
+        else:
+            found = [each(states) for each in tables]
+        if self.factored:
+            found = [getattr(self, f"{use}_joint")(each) for use, each in zip(USES, found)]
+        start, leave, enter, emit = found
+        initial = self.start_score(self.start_net(start)).squeeze(-1).log_softmax(-1)
+        leave, emit = self.leave_net(leave), self.emit_net(emit)
+        words, bias = self.words(), self.bias
+        if blocks is None:
+            transition = (leave @ enter.mT).log_softmax(-1)
+            emission = Categorical(logits=(emit @ words.mT + bias).log_softmax(-1))
+            return HMM(initial, transition, emission, lengths, observed)
+        moves: Products | Tensor
+        if blocks.disjoint:
+            logits = self.block_score(leave) if self.two_level else None
+            moves = Products(leave, enter, blocks, logits)
+        else:
+            moves = (leave @ enter.mT).log_softmax(-1)
+        table = log_emission(emit, words, bias, blocks)
+        return BlockHMM(initial, moves, table, blocks, lengths, observed)
+
+
+class ScalarHMM(_Large):
+    """HMM whose logits are parameters themselves, with blocks and dropped states (eq. 2).
+
+    What a :class:`NeuralHMM` is compared with; for models of moderate size with priors there is
+    :class:`pyrohmm.TabularHMM`.
+
+    Args:
+        num_states: K.
+        num_symbols: V.
+        blocks: Which states may emit which symbol; all of them by default.
+        dropout: As in :class:`NeuralHMM`.
+    """
+
+    def __init__(
+        self,
+        num_states: int,
+        num_symbols: int,
+        *,
+        blocks: Blocks | None = None,
+        dropout: float = 0.0,
+    ) -> None:
+        super().__init__(num_states, num_symbols, blocks, dropout)
+        width = num_states if blocks is None else blocks.width
+        self.start = nn.Parameter(torch.randn(num_states))
+        self.transition = nn.Parameter(torch.randn(num_states, num_states))
+        self.emit = nn.Parameter(torch.randn(num_symbols, width))
+
+    def _build(
+        self, states: Tensor | None, blocks: Blocks | None, lengths: Tensor, observed: Tensor | None
+    ) -> HMM:
+        every = slice(None) if states is None else states
+        initial = self.start[every].log_softmax(-1)
+        moves = self.transition[every][:, every].log_softmax(-1)
+        if blocks is None or self.blocks is None:
+            emission = self.emit.mT.log_softmax(-1)  # (K, V)
+            emission = emission if states is None else emission[states]
+            return HMM(initial, moves, Categorical(logits=emission), lengths, observed)
+        own = self.blocks.states[self.blocks.symbol_block].to(self.emit.device)  # (V, w)
+        table = self._normalised(own)
+        if states is not None:
+            places = self.blocks.places(states.cpu())[self.blocks.symbol_block].to(own.device)
+            table = table.gather(1, places.clamp(min=0))
+        return BlockHMM(initial, moves, table, blocks, lengths, observed)
+
+    def _normalised(self, own: Tensor) -> Tensor:
+        """Log-probabilities of symbols ``(V, w)``: each state's logits, wherever they stand."""
+        place = own.masked_fill(own < 0, self.num_states).flatten()
+        logits = self.emit.flatten()
+        peak = logits.new_full((self.num_states + 1,), -torch.inf)
+        peak = peak.scatter_reduce(0, place, logits.detach(), "amax")
+        shifted = (logits - peak[place]).exp()
+        total = shifted.new_zeros(self.num_states + 1).index_add(0, place, shifted)
+        return (logits - (peak + total.log())[place]).reshape(self.emit.shape)

@@ -1,0 +1,342 @@
+"""Laws of chains over blocks of states: the same law as an HMM with zeros, in every answer."""
+
+import math
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given, settings
+from torch.nn.functional import one_hot
+
+from pyrohmm import HMM, _blockwise, _lookup, clusters
+from pyrohmm.blocks import BlockHMM, Blocks, Products, from_clusters, log_emission, uniform
+
+patient = settings(deadline=None, max_examples=40, derandomize=True, database=None)
+KINDS = ["two levels", "one level", "matrix", "overlapping"]
+
+
+@pytest.fixture(params=["compiled", "torch"])
+def engine(request, monkeypatch):
+    """Both engines: that of Numba, and plain logarithms."""
+    if request.param == "torch":
+        monkeypatch.setattr(_lookup, "block_kernels", lambda: None)
+    elif _lookup.block_kernels() is None:
+        pytest.skip("Numba is not installed")
+    return request.param
+
+
+class Case:
+    """A random BlockHMM, the parameters it was made of, and values for it."""
+
+    def __init__(self, kind, sizes, lengths, num_symbols=9, dim=3, scale=1.0, dtype=torch.float64):
+        count = len(sizes)
+        spare = torch.randint(count, (num_symbols - count,))
+        assignment = torch.cat([torch.arange(count), spare])
+        self.blocks = from_clusters(assignment, torch.tensor(sizes))
+        size = self.blocks.num_states
+        if kind == "overlapping":
+            self.blocks = uniform(num_symbols, size, min(size, 3))
+        draw = lambda *shape: (torch.randn(shape, dtype=dtype) * scale).requires_grad_()  # noqa: E731
+        self.parameters = [draw(size), draw(size, dim), draw(num_symbols, dim), draw(num_symbols)]
+        start, emit, words, bias = self.parameters
+        emission = log_emission(emit, words, bias, self.blocks)
+        if kind in ("matrix", "overlapping"):
+            self.parameters.append(draw(size, size))
+            moves = self.parameters[-1].log_softmax(-1)
+        else:
+            vectors = [draw(size, dim), draw(size, dim)]
+            if kind == "two levels":
+                vectors.append(draw(size, count))
+            self.parameters += vectors
+            moves = Products(vectors[0], vectors[1], self.blocks, *vectors[2:])
+        self.lengths = torch.tensor(lengths)
+        self.values = torch.randint(num_symbols, (len(lengths), max(lengths)))
+        self.hmm = BlockHMM(start.log_softmax(-1), moves, emission, self.blocks, self.lengths)
+
+
+def zeros(blocks, logits):
+    """The emission, slowly: a softmax over the symbols of each state that it may emit."""
+    rows = []
+    for state in range(blocks.num_states):
+        may = [v for v in range(blocks.num_symbols) if blocks.allowed[state, v]]
+        row = torch.full((blocks.num_symbols,), -math.inf, dtype=logits.dtype)
+        row[may] = logits[state, may].log_softmax(0)
+        rows.append(row)
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize("lengths", [[1], [5], [4, 1, 6, 6, 2]], ids=str)
+@pytest.mark.parametrize("sizes", [[1], [1, 1], [2, 2, 2], [3, 1, 2, 4]], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_everything_is_as_in_the_hmm_with_zeros(kind, sizes, lengths, engine):
+    torch.manual_seed(len(sizes) + len(lengths))
+    case = Case(kind, sizes, lengths)
+    hmm, values = case.hmm, case.values
+    _, emit, words, bias = case.parameters[:4]
+    emission = torch.distributions.Categorical(logits=zeros(case.blocks, emit @ words.T + bias))
+    transition = hmm.transition
+    if not isinstance(transition, torch.Tensor):
+        scores = transition.leave @ transition.enter.T
+        if transition.block_logits is None:
+            transition = scores.log_softmax(-1)
+        else:
+            shares, begin, parts = transition.block_logits.log_softmax(-1), 0, []
+            for number, size in enumerate(sizes):
+                part = scores[:, begin : begin + size].log_softmax(-1)
+                parts.append(part + shares[:, number : number + 1])
+                begin += size
+            transition = torch.cat(parts, -1)
+    plain = HMM(hmm.log_initial, transition, emission, case.lengths)
+    weights = torch.randn(len(lengths), dtype=torch.float64)
+    found, wanted = hmm.log_prob(values), plain.log_prob(values)
+    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+    got = torch.autograd.grad(
+        (found * weights).sum(), case.parameters, retain_graph=True, materialize_grads=True
+    )
+    again = torch.autograd.grad(
+        (found * weights).sum(), case.parameters, retain_graph=True, materialize_grads=True
+    )
+    want = torch.autograd.grad((wanted * weights).sum(), case.parameters, materialize_grads=True)
+    for one, two, three in zip(got, again, want):
+        torch.testing.assert_close(one, three, rtol=1e-9, atol=1e-11)
+        assert torch.equal(one, two)
+    posterior, within = plain.posterior(values), hmm.posterior_in_blocks(values)
+    places = within.states.masked_fill(within.states < 0, plain.num_states)
+    wide = torch.zeros(*places.shape[:-1], plain.num_states + 1, dtype=torch.float64)
+    wide = wide.scatter(-1, places, within.probs)[..., :-1]
+    torch.testing.assert_close(wide, posterior.states, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(within.log_evidence, posterior.log_evidence)
+    torch.testing.assert_close(hmm.posterior(values).transitions, posterior.transitions)
+    torch.testing.assert_close(hmm.filtered(values), plain.filtered(values))
+    torch.testing.assert_close(hmm.log_transition, plain.log_transition)
+    torch.testing.assert_close(hmm.emission.probs, plain.emission.probs)
+    best = hmm.viterbi(values)
+    torch.testing.assert_close(
+        plain.log_joint(values, best), plain.log_joint(values, plain.viterbi(values))
+    )
+    torch.testing.assert_close(hmm.log_joint(values, best), plain.log_joint(values, best))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_paths_are_drawn_from_the_posterior(kind):
+    torch.manual_seed(1)
+    case = Case(kind, [2, 1, 3], [4, 1, 6])
+    drawn = case.hmm.sample_states(case.values, (20_000,))
+    assert drawn.shape == (20_000, 3, 6)
+    steps = torch.arange(6) < case.lengths.unsqueeze(-1)
+    assert bool((drawn[:, ~steps] == 0).all())
+    posterior = case.hmm.dense().posterior(case.values)
+    shares = one_hot(drawn, 6).double().mean(0) * steps.unsqueeze(-1)
+    error = (posterior.states * (1 - posterior.states) / 20_000).sqrt()
+    assert bool(((shares - posterior.states).abs() <= 5 * error + 1e-12).all())
+    pairs = (one_hot(drawn[:, 2, :-1], 6).double().unsqueeze(-1)
+             * one_hot(drawn[:, 2, 1:], 6).double().unsqueeze(-2)).mean(0).sum(0)  # fmt: skip
+    torch.testing.assert_close(pairs, posterior.transitions[2], rtol=0, atol=0.05)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_sequences_are_drawn_from_the_law(kind):
+    torch.manual_seed(2)
+    case = Case(kind, [2, 2], [3], num_symbols=4)
+    values, states = case.hmm.sample_with_states((30_000,))
+    assert bool(case.blocks.allowed[states, values].all())
+    codes = (values.squeeze(1) * torch.tensor([16, 4, 1])).sum(-1)
+    shares = torch.bincount(codes, minlength=64) / 30_000
+    every = torch.cartesian_prod(*[torch.arange(4)] * 3)
+    wide = case.hmm.with_lengths(torch.full((64,), 3))
+    probs = wide.log_prob(every).exp()
+    torch.testing.assert_close(probs.sum().item(), 1.0)
+    error = (probs * (1 - probs) / 30_000).sqrt()
+    assert bool(((shares - probs).abs() <= 5 * error).all())
+
+
+@patient
+@given(st.data())
+def test_single_precision_is_as_good_as_its_numbers(data):
+    """Also where some sequences leave the range of single precision, and are redone."""
+    torch.manual_seed(data.draw(st.integers(0, 1000)))
+    kind, scale = data.draw(st.sampled_from(KINDS)), data.draw(st.sampled_from([0.1, 3.0, 30.0]))
+    sizes = data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=4))
+    lengths = data.draw(st.lists(st.integers(1, 12), min_size=1, max_size=5))
+    case = Case(kind, sizes, lengths, scale=scale)
+    hmm, parts = case.hmm, []
+    for each in (hmm.transition, hmm.log_initial, hmm.log_emission):
+        if isinstance(each, Products):
+            logits = None if each.block_logits is None else each.block_logits.float()
+            parts.append(Products(each.leave.float(), each.enter.float(), case.blocks, logits))
+        else:
+            parts.append(each.float())
+    transition, initial, emission = parts
+    single = BlockHMM(initial, transition, emission, case.blocks, case.lengths)
+    found = single.log_prob(case.values)
+    assert found.dtype == torch.float32
+    size = max(1.0, hmm.log_prob(case.values).abs().max().item(), 30 * scale**2)
+    torch.testing.assert_close(
+        found.double(), hmm.log_prob(case.values), rtol=1e-4, atol=1e-6 * size * max(lengths)
+    )
+    inputs = case.parameters
+    got = torch.autograd.grad(found.sum(), inputs, allow_unused=True)
+    assert all(each is None or bool(each.isfinite().all()) for each in got)
+
+
+def test_sequences_that_leave_the_range_are_redone_in_logarithms():
+    blocks = from_clusters(torch.tensor([0, 1, 1]), 2)
+    slow = torch.tensor([[0.0, -200.0, 0.0, 0.0], [-200.0, 0.0, 0.0, 0.0]])
+    scores = torch.cat([slow, torch.zeros(2, 4)]).log_softmax(-1).requires_grad_()
+    # after symbol 0 the state is 0, but only state 1 goes on to where it can emit symbol 1
+    moves = scores.clone()
+    moves = torch.where(
+        torch.tensor([[0, 0, 0, 1], [0, 0, 1, 0], [0, 0, 0, 0], [0, 0, 0, 0]]).bool(), -150.0, moves
+    )
+    start = torch.tensor([0.0, -180.0, -200.0, -200.0]).log_softmax(-1)
+    emission = torch.tensor([[0.0, 0.0], [-190.0, 0.0], [0.0, -190.0]])
+    values = torch.tensor([[0, 1], [0, 0]])
+    hmm = BlockHMM(start, moves, emission, blocks, torch.tensor([2, 2]), validate_args=False)
+    exact = start[:2].double().unsqueeze(-1) + moves[:2, 2:].double() + emission[1].double()
+    wanted = exact.flatten().logsumexp(0)
+    assert wanted < -140  # far below what a single number holds
+    torch.testing.assert_close(hmm.log_prob(values)[0].double(), wanted, rtol=1e-6, atol=0)
+    (found,) = torch.autograd.grad(hmm.log_prob(values).sum(), scores)
+    assert bool(found.isfinite().all())
+    torch.testing.assert_close(hmm.log_prob(values), hmm.dense().log_prob(values))
+
+
+def test_what_is_impossible_has_no_probability_and_no_gradient():
+    blocks = from_clusters(torch.tensor([0, 1]), 1)
+    moves = torch.tensor([[0.0, -math.inf], [math.log(0.5), math.log(0.5)]], requires_grad=True)
+    start = torch.tensor([0.5, 0.5]).log()
+    values, lengths = torch.tensor([[0, 1], [1, 0]]), torch.tensor([2, 2])
+    hmm = BlockHMM(start, moves, torch.zeros(2, 1), blocks, lengths)
+    found = hmm.log_prob(values)
+    torch.testing.assert_close(found.exp(), torch.tensor([0.0, 0.25]))
+    (gradient,) = torch.autograd.grad(found.sum(), moves)
+    torch.testing.assert_close(gradient, torch.tensor([[0.0, 0.0], [1.0, 0.0]]))
+    assert hmm.viterbi(values).tolist() == [[0, 1], [1, 0]]
+    assert bool(hmm.posterior_in_blocks(values).probs.isfinite().all())
+
+
+def test_gaps_and_labels_are_answered_as_by_the_dense_hmm():
+    torch.manual_seed(3)
+    case = Case("two levels", [2, 3, 1], [5, 3])
+    seen = torch.rand(2, 5) < 0.6
+    gappy = case.hmm._with(observed=seen)
+    wanted = HMM(
+        case.hmm.log_initial, case.hmm.log_transition, case.hmm.emission, case.lengths, seen
+    )
+    torch.testing.assert_close(gappy.log_prob(case.values), wanted.log_prob(case.values))
+    labels = case.hmm.viterbi(case.values)
+    torch.testing.assert_close(
+        case.hmm.restrict(labels).log_prob(case.values), case.hmm.log_joint(case.values, labels)
+    )
+    assert torch.equal(gappy.viterbi(case.values), wanted.viterbi(case.values))
+
+
+def test_the_chain_of_clusters_alone_is_the_case_of_one_state_each():
+    """With one state a block, the model is p(c'|c) p(x|c), which can be counted."""
+    torch.manual_seed(4)
+    assignment = torch.tensor([0, 1, 1, 2, 2, 2])
+    blocks = from_clusters(assignment, 1)
+    moves, start = torch.rand(3, 3), torch.rand(3)
+    moves, start = moves / moves.sum(-1, keepdim=True), start / start.sum()
+    words = torch.rand(6)
+    words = words / torch.zeros(3).index_add_(0, assignment, words)[assignment]
+    values = torch.randint(6, (1, 7))
+    hmm = BlockHMM(start.log(), moves.log(), words.log().unsqueeze(-1), blocks, torch.tensor([7]))
+    path = assignment[values[0]]
+    wanted = (
+        start[path[0]].log() + moves[path[:-1], path[1:]].log().sum() + words[values].log().sum()
+    )
+    torch.testing.assert_close(hmm.log_prob(values).squeeze(), wanted)
+
+
+def test_all_sums_over_states_are_made_in_parts(monkeypatch, engine):
+    torch.manual_seed(5)
+    from pyrohmm import blocks as module
+
+    results = []
+    for chunk in (1, 20, 1 << 20):
+        monkeypatch.setattr(module, "CHUNK", chunk)
+        torch.manual_seed(5)
+        case = Case("one level", [3, 1, 4], [6, 2])
+        found = case.hmm.log_prob(case.values)
+        results.append((found, *torch.autograd.grad(found.sum(), case.parameters)))
+    for each in zip(*results):
+        torch.testing.assert_close(each[0], each[1], rtol=1e-12, atol=1e-13)
+        torch.testing.assert_close(each[0], each[2], rtol=1e-12, atol=1e-13)
+
+
+def test_many_and_few_states_take_the_same_way(monkeypatch):
+    """Below a number of states all scores are computed, above it those that are needed."""
+    results = []
+    for limit in (0, 10_000):
+        monkeypatch.setattr(_blockwise, "DENSE", limit)
+        torch.manual_seed(6)
+        case = Case("two levels", [3, 2, 4], [6, 2, 6])
+        found = case.hmm.log_prob(case.values)
+        results.append((found, *torch.autograd.grad(found.sum(), case.parameters)))
+    for one, two in zip(*results):
+        torch.testing.assert_close(one, two, rtol=1e-12, atol=1e-13)
+
+
+def test_a_second_derivative_is_refused():
+    case = Case("one level", [2, 2], [3])
+    loss = case.hmm.log_prob(case.values).sum()
+    (first,) = torch.autograd.grad(loss, case.parameters[4], create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        first.sum().backward()
+
+
+def test_blocks_say_which_state_emits_which_symbol():
+    blocks = from_clusters(torch.tensor([0, 1, 0]), torch.tensor([2, 1]))
+    assert blocks.allowed.tolist() == [[True, False, True]] * 2 + [[False, True, False]]
+    assert blocks.states.tolist() == [[0, 1], [2, -1]]
+    kept = blocks.keep(torch.tensor([1, 2]))
+    assert (kept.num_states, kept.sizes.tolist(), kept.disjoint) == (2, [1, 1], True)
+    assert blocks.places(torch.tensor([1, 2])).tolist() == [[1], [0]]
+    with pytest.raises(ValueError, match="no state of block 1 is kept"):
+        blocks.keep(torch.tensor([0]))
+
+
+@patient
+@given(st.data())
+def test_uniform_blocks_have_their_size_and_reach_every_state(data):
+    symbols, each = data.draw(st.integers(1, 12)), data.draw(st.integers(1, 6))
+    states = data.draw(st.integers(each, symbols * each))
+    blocks = uniform(symbols, states, each, torch.Generator().manual_seed(0))
+    assert bool((blocks.allowed.sum(0) == each).all())
+    assert bool(blocks.allowed.any(1).all())
+
+
+def test_what_is_no_block_is_refused():
+    with pytest.raises(ValueError, match="block 1 must have states, each once"):
+        Blocks(torch.tensor([0, 1]), [torch.tensor([0]), torch.tensor([1, 1])])
+    with pytest.raises(ValueError, match=r"each state must be in a block .* state 1 of 2"):
+        Blocks(torch.tensor([0, 0]), [torch.tensor([0]), torch.tensor([1])])
+    with pytest.raises(ValueError, match="symbol_block must lie between 0 and B - 1 = 0"):
+        Blocks(torch.tensor([0, 1]), [torch.tensor([0])])
+    with pytest.raises(ValueError, match="num_states must lie between"):
+        uniform(2, 9, 3)
+    case = Case("overlapping", [2, 2], [2])
+    with pytest.raises(ValueError, match="blocks must be disjoint"):
+        Products(torch.zeros(4, 2), torch.zeros(4, 2), case.blocks)
+    hmm = Case("one level", [2, 2], [2]).hmm
+    with pytest.raises(ValueError, match="values must hold symbols from 0 to V - 1 = 8"):
+        hmm.log_prob(torch.tensor([[0, 9]]))
+    with pytest.raises(TypeError, match="transition must be Products or a matrix"):
+        BlockHMM(hmm.log_initial, None, hmm.log_emission, hmm.blocks, torch.tensor([1]))
+    with pytest.raises(ValueError, match=r"log_emission must hold .* that sum to one over"):
+        BlockHMM(
+            hmm.log_initial, hmm.transition, hmm.log_emission - 1, hmm.blocks, torch.tensor([1]),
+            validate_args=True,
+        )  # fmt: skip
+    with pytest.raises(ValueError, match="log_initial must hold"):
+        BlockHMM(
+            hmm.log_initial + 1, hmm.transition, hmm.log_emission, hmm.blocks, torch.tensor([1]),
+            validate_args=True,
+        )  # fmt: skip
+
+
+def test_states_by_token_mass_go_with_clusters():
+    assignment = torch.tensor([0, 1, 1, 2])
+    sizes = clusters.allocate(12, assignment, torch.tensor([8, 1, 1, 2]))
+    assert from_clusters(assignment, sizes).sizes.tolist() == sizes.tolist()

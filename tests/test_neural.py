@@ -1,0 +1,254 @@
+"""Laws of the neural HMM: sizes, both Pyro forms, dropped states, and what a fit can do with it."""
+
+import math
+
+import pyro
+import pytest
+import torch
+from pyro import distributions as dist
+from pyro.infer import Trace_ELBO, TraceEnum_ELBO
+from pyro.nn import PyroSample
+from torch import nn
+
+from pyrohmm import (
+    HMM,
+    DiversityPrior,
+    EnumeratedModel,
+    MarginalModel,
+    NeuralHMM,
+    ScalarHMM,
+    Sequences,
+    blocks,
+    dpp,
+    fit_map,
+    fit_svi,
+)
+from pyrohmm.neural import CharacterWords, Residual, draw_states
+
+RAGGED = blocks.from_clusters(torch.tensor([0, 0, 0, 1, 1, 2]), torch.tensor([3, 1, 2]))
+VARIANTS = {
+    "no blocks": {},
+    "one level": {"blocks": RAGGED},
+    "two levels": {"blocks": RAGGED, "two_level": True},
+    "factored": {"blocks": RAGGED, "factored": True},
+    "apart": {"blocks": RAGGED, "share": False, "factored": True},
+    "overlapping": {"blocks": blocks.uniform(6, 6, 2, torch.Generator().manual_seed(1))},
+}
+DATA = Sequences(torch.tensor([[0, 3, 5, 1], [4, 4, 0, 0], [2, 5, 5, 0]]), torch.tensor([4, 1, 3]))
+
+
+def make(variant, **options):
+    pyro.set_rng_seed(0)
+    return NeuralHMM(6, 6, 8, **(VARIANTS[variant] | options)).double()
+
+
+@pytest.mark.parametrize(
+    ("num_states", "num_symbols", "millions"),
+    [(32_768, 10_001, 7.706), (16_384, 10_001, 5.609), (32_768, 33_279, 13.688)],
+)
+def test_sizes_are_those_of_the_paper(num_states, num_symbols, millions):
+    """It prints 7.7, 5.6 and 13.7 million, of 10,000 and 33,278 words and one for padding."""
+    each = blocks.from_clusters(torch.arange(num_symbols) % 128, num_states // 128)
+    module = NeuralHMM(num_states, num_symbols, 256, blocks=each, factored=True)
+    count = sum(parameter.numel() for parameter in module.parameters())
+    states, words = (num_states + 128) * 128, num_symbols * 257
+    assert count == states + words + 7 * (2 * 256 * 257 + 512) + 257
+    assert round(count / 1e6, 3) == millions
+
+
+def test_the_residual_block_ends_in_the_normalisation():
+    torch.manual_seed(0)
+    block, vectors = Residual(5), torch.randn(4, 5)
+    hidden = torch.relu(vectors @ block.inner.weight.T + block.inner.bias)
+    hidden = torch.relu(hidden @ block.outer.weight.T + block.outer.bias) + hidden
+    wanted = (hidden - hidden.mean(-1, keepdim=True)) / hidden.std(-1, correction=0, keepdim=True)
+    torch.testing.assert_close(block(vectors), wanted, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_both_forms_agree_in_loss_and_gradient(variant):
+    module, found = make(variant), []
+    for form, elbo in ((MarginalModel, Trace_ELBO()), (EnumeratedModel, TraceEnum_ELBO())):
+        prior = DiversityPrior(0.7)
+        loss = elbo.differentiable_loss(form(module, log_prior=prior), lambda data: None, DATA)
+        found.append([loss, *torch.autograd.grad(loss, list(module.parameters()))])
+    for one, two in zip(*found):
+        torch.testing.assert_close(one, two, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_probabilities_are_the_softmaxes_of_the_paper(variant):
+    """Computed slowly, with a mask in place of blocks."""
+    module = make(variant).eval()
+    with torch.no_grad():
+        hmm = module(DATA.lengths)
+        tables = [getattr(module, f"{use}_vectors")(None) for use in
+                  ("start", "leave", "enter", "emit")]  # fmt: skip
+        if "factored" in VARIANTS[variant]:
+            joints = [getattr(module, f"{use}_joint") for use in
+                      ("start", "leave", "enter", "emit")]  # fmt: skip
+            tables = [joint(table) for joint, table in zip(joints, tables)]
+        start, leave, enter, emit = tables
+        initial = module.start_score(module.start_net(start)).squeeze(-1).softmax(-1)
+        scores = module.leave_net(leave) @ enter.T
+        if variant == "two levels":
+            shares = module.block_score(module.leave_net(leave)).softmax(-1)
+            parts = scores.exp().split(RAGGED.sizes.tolist(), -1)
+            moves = torch.cat(
+                [p / p.sum(-1, keepdim=True) * shares[:, n : n + 1] for n, p in enumerate(parts)],
+                -1,
+            )
+        else:
+            moves = scores.softmax(-1)
+        logits = module.emit_net(emit) @ module.words().T + module.bias
+        if "blocks" in VARIANTS[variant]:
+            logits = logits.masked_fill(~VARIANTS[variant]["blocks"].allowed, -math.inf)
+        torch.testing.assert_close(hmm.log_initial.exp(), initial)
+        torch.testing.assert_close(hmm.log_transition.exp(), moves)
+        torch.testing.assert_close(hmm.emission.probs, logits.softmax(-1))
+        plain = HMM(initial.log(), moves.log(), hmm.emission, DATA.lengths)
+        torch.testing.assert_close(hmm.log_prob(DATA.values), plain.log_prob(DATA.values))
+
+
+@pytest.mark.parametrize("kind", [NeuralHMM, ScalarHMM])
+@pytest.mark.parametrize("variant", ["no blocks", "one level", "overlapping"])
+def test_dropped_states_leave_the_law_of_those_kept(kind, variant):
+    """Moves and starts are normalised anew, emissions are not."""
+    pyro.set_rng_seed(0)
+    given = VARIANTS[variant].get("blocks")
+    module = kind(6, 6, blocks=given, dropout=0.4)
+    whole = module.eval()(DATA.lengths)
+    module.train()
+    for _ in range(5):
+        with torch.random.fork_rng():
+            try:
+                kept = draw_states(6, given, 0.4)
+                if given is not None:
+                    given.keep(kept)
+            except ValueError:
+                kept = None
+        if kept is None:
+            torch.rand(6, dtype=torch.float64)  # the states that leave a symbol without any
+            continue
+        part = module(DATA.lengths)
+        assert part.num_states == len(kept)
+        moves = whole.log_transition[kept][:, kept].log_softmax(-1)
+        torch.testing.assert_close(part.log_transition, moves)
+        torch.testing.assert_close(part.log_initial, whole.log_initial[kept].log_softmax(-1))
+        torch.testing.assert_close(part.emission.probs, whole.emission.probs[kept])
+
+
+def test_of_each_block_the_same_share_is_kept():
+    torch.manual_seed(0)
+    sizes = torch.tensor([8, 1, 5, 2])
+    each = blocks.from_clusters(torch.arange(4), sizes)
+    counts = torch.zeros(16)
+    for _ in range(2000):
+        kept = draw_states(16, each, 0.5)
+        assert torch.equal(kept, kept.sort().values)
+        assert each.keep(kept).sizes.tolist() == [4, 1, 3, 1]
+        counts[kept] += 1
+    share = torch.tensor([4, 1, 3, 1]) / sizes
+    wanted = share.repeat_interleave(sizes)
+    assert bool(((counts / 2000 - wanted).abs() < 5 * (wanted * (1 - wanted) / 2000).sqrt() + 1e-9)
+                .all())  # fmt: skip
+    assert len(draw_states(10, None, 0.25)) == 8  # half is rounded up
+
+
+def test_in_evaluation_nothing_is_computed_twice_and_changes_are_seen():
+    module = make("one level").eval()
+    with torch.no_grad():
+        first = module(DATA.lengths)
+        again = module(torch.tensor([2]))
+        assert again.log_emission is first.log_emission or torch.equal(
+            again.log_emission, first.log_emission
+        )
+        assert again.transition is first.transition
+        before = first.log_prob(DATA.values)
+        module.bias += torch.arange(6.0)
+        after = module(DATA.lengths).log_prob(DATA.values)
+    assert not torch.allclose(before, after)
+    assert module(DATA.lengths).log_prob(DATA.values).requires_grad
+
+
+def test_words_come_from_letters():
+    torch.manual_seed(0)
+    words = ["the", "cat", "a", "cats", "the"]
+    vectors = CharacterWords(words, 6)()
+    torch.testing.assert_close(vectors[0], vectors[4])
+    assert not torch.allclose(vectors[1], vectors[3])
+    alone = CharacterWords(["a", "cat"], 6, widths=(2, 3), num_filters=[4, 5])
+    first = alone()
+    longer = CharacterWords(["a", "cat", "catalogue"], 6, widths=(2, 3), num_filters=[4, 5])
+    state = alone.state_dict()
+    letters = state.pop("letter")
+    longer.load_state_dict(state | {"letter": longer.letter.detach()})
+    with torch.no_grad():  # the letters of the shorter list, wherever they stand now
+        places = {each: n for n, each in enumerate(sorted(set("acatcatalogue")), 3)}
+        longer.letter[:3] = letters[:3]
+        for n, each in enumerate(sorted(set("acat")), 3):
+            longer.letter[places[each]] = letters[n]
+    torch.testing.assert_close(longer()[:2], first)  # padding bears on nothing
+
+
+def test_a_model_of_characters_is_one_like_any():
+    pyro.set_rng_seed(0)
+    words = CharacterWords(["the", "cat", "sat", "on", "a", "mat"], 8)
+    module = NeuralHMM(6, 6, 8, blocks=RAGGED, words=words)
+    loss = -module(DATA.lengths).log_prob(DATA.values).sum()
+    loss.backward()
+    assert all(bool(each.grad.abs().sum() > 0) for each in words.parameters())
+
+
+@pytest.mark.parametrize("variant", ["no blocks", "two levels"])
+def test_weights_may_have_priors(variant):
+    """A network is a PyroModule like any other: some weights with a prior, by MAP and by SVI."""
+    pyro.set_rng_seed(0)
+    module = NeuralHMM(6, 6, 8, **VARIANTS[variant])
+    shape = module.leave_net.inner.weight.shape
+    module.leave_net.inner.weight = PyroSample(dist.Normal(0.0, 1.0).expand(shape).to_event(2))
+    model = MarginalModel(module)
+    fit = fit_map(model, DATA, num_steps=30, learning_rate=0.02)
+    assert fit.losses[-1] < fit.losses[0]
+    assert fit.names == ["module.leave_net.inner.weight"]
+    guide = pyro.infer.autoguide.AutoNormal(model)
+    assert bool(fit_svi(model, guide, DATA, num_steps=10).losses.isfinite().all())
+
+
+def test_the_diversity_prior_pushes_rows_apart():
+    found = []
+    for weight in (None, 5.0):
+        pyro.set_rng_seed(0)
+        module = NeuralHMM(6, 6, 8, **VARIANTS["one level"])
+        model = MarginalModel(module, None if weight is None else DiversityPrior(weight))
+        with torch.no_grad():
+            module.enter_vectors.state *= 0.1
+        optimizer = torch.optim.Adam(module.parameters(), 0.01)
+        for _ in range(60):
+            loss = Trace_ELBO().differentiable_loss(model, lambda data: None, DATA)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        hmm = module.eval()(DATA.lengths)
+        found.append(dpp.log_diversity(hmm.log_transition.exp()).item())
+    assert found[1] > found[0] + 1
+
+
+def test_what_does_not_fit_is_refused():
+    with pytest.raises(ValueError, match="blocks must be of 7 states and 6 symbols"):
+        NeuralHMM(7, 6, blocks=RAGGED)
+    with pytest.raises(ValueError, match="dropout must be at least 0 and less than 1; got 1"):
+        NeuralHMM(6, 6, blocks=RAGGED, dropout=1)
+    with pytest.raises(ValueError, match="two_level moves need blocks that are disjoint"):
+        NeuralHMM(6, 6, two_level=True)
+    with pytest.raises(ValueError, match="factored embeddings need blocks"):
+        NeuralHMM(6, 6, factored=True)
+    with pytest.raises(ValueError, match="factored embeddings need an even dimension"):
+        NeuralHMM(6, 6, 7, blocks=RAGGED, factored=True)
+    with pytest.raises(TypeError, match="words must be callable; got list"):
+        NeuralHMM(6, 6, words=["a"])
+    with pytest.raises(ValueError, match="words must be strings of at least one letter"):
+        CharacterWords(["a", ""], 4)
+    with pytest.raises(ValueError, match="num_filters must be one number, or one for each of 2"):
+        CharacterWords(["a"], 4, widths=(1, 2), num_filters=[3])
+    assert isinstance(make("no blocks").words, nn.Module)
