@@ -20,6 +20,7 @@ from .persistence import read_tensors, write_tensors
 from .sequences import Sequences
 
 SECONDS = 10.0  # between two saves
+VERSION = 2  # of what fits save
 
 
 class Checkpoint:
@@ -29,6 +30,7 @@ class Checkpoint:
         path: A file; its directory must exist.
         identity: What the fit is: names, shapes, options. A file of another fit is refused.
         generators: Sources of randomness besides torch's global ones.
+        writes: Whether to write at all: one of several processes does.
 
     Raises:
         FileNotFoundError: If the directory does not exist.
@@ -39,6 +41,7 @@ class Checkpoint:
         path: str | Path,
         identity: dict[str, Any],
         generators: tuple[torch.Generator | None, ...] = (),
+        writes: bool = True,
     ) -> None:
         self.path = Path(path)
         if not self.path.parent.is_dir():
@@ -47,6 +50,7 @@ class Checkpoint:
             raise ValueError(f"checkpoint must be a file; {self.path} is a directory.")
         self.identity = identity
         self.generators = [each for each in generators if each is not None]
+        self.writes = writes
         self.saved = time.perf_counter()
 
     def load(self) -> dict[str, Any] | None:
@@ -60,6 +64,11 @@ class Checkpoint:
         tensors, meta = read_tensors(self.path)
         if meta.get("kind") != "checkpoint":
             raise ValueError(f"checkpoint {self.path} holds something else; choose another file.")
+        if meta.get("version") != VERSION:
+            raise ValueError(
+                f"checkpoint {self.path} was written by another version of this package. Choose "
+                "another file, or delete it to start afresh."
+            )
         for name, wanted in self.identity.items():
             found = meta["identity"].get(name)
             if found != wanted:
@@ -78,10 +87,12 @@ class Checkpoint:
 
     def is_due(self) -> bool:
         """Whether it is time to save again."""
-        return time.perf_counter() - self.saved >= SECONDS
+        return self.writes and time.perf_counter() - self.saved >= SECONDS
 
     def save(self, state: dict[str, Any]) -> None:
         """Replace what was saved by ``state``: nested dicts and lists of tensors and numbers."""
+        if not self.writes:
+            return
         cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
         random = {
             "cpu": torch.get_rng_state(),
@@ -90,7 +101,8 @@ class Checkpoint:
         }
         tensors: dict[str, Tensor] = {}
         packed = _pack(state | {"random": random}, tensors, "state")
-        meta = {"kind": "checkpoint", "identity": self.identity, "state": packed}
+        meta = {"kind": "checkpoint", "version": VERSION, "identity": self.identity}
+        meta["state"] = packed
         write_tensors(self.path, tensors, meta)
         self.saved = time.perf_counter()
 
@@ -98,13 +110,13 @@ class Checkpoint:
 def fingerprint(data: Sequences) -> str:
     """A few digits that differ between sets of data."""
     parts = (data.values, data.lengths, data.observed, data.labels, data.covariates)
-    return f"{tuple(data.values.shape)} {_digits(parts)}"
+    return f"{tuple(data.values.shape)} {digits(parts)}"
 
 
 def constants(*parts: Any) -> str:
     """A few digits that differ between models: what of their modules no fit changes."""
     modules = [part for part in parts if isinstance(part, torch.nn.Module)]
-    return _digits(
+    return digits(
         tensor
         for module in modules
         for tensor in (
@@ -114,7 +126,8 @@ def constants(*parts: Any) -> str:
     )
 
 
-def _digits(tensors: Iterable[Tensor | None]) -> str:
+def digits(tensors: Iterable[Tensor | None]) -> str:
+    """A few digits that differ between tensors, some of which may be None."""
     total = 0
     for each in tensors:
         if each is not None:

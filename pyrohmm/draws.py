@@ -24,9 +24,11 @@ from torch import Tensor
 
 from ._checks import check_integers, check_shape, check_size
 from .distributions import is_categorical, log_probs
-from .fit import Fit, follow, match_states, returned
+from .fit import Fit, match_states
 from .guides import RotationGuide
 from .hmm import HMM
+from .models import follow, returned
+from .modules import in_mode
 from .sequences import Sequences
 
 # Names of the dimensions of the variables of TabularHMM and DenseHMM.
@@ -240,7 +242,7 @@ class Draws:
 
     def _run(self, values: dict[str, Tensor], data: Sequences) -> HMM:
         """The HMM of the model with these values of its variables."""
-        with torch.no_grad(), poutine.block():
+        with torch.no_grad(), poutine.block(), in_mode(False, self.model):
             return returned(poutine.condition(self.model, data=values)(data))
 
     def _check(self, data: Sequences) -> HMM:
@@ -472,7 +474,7 @@ def _permute(value: Tensor, dims: Sequence[str], order: Tensor) -> Tensor:
 def _of_fit(fit: Fit, num_draws: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """One chain of draws of the guide; of SVI also its log-density at each."""
     inner = fit.guide.inner if isinstance(fit.guide, RotationGuide) else fit.guide
-    with torch.no_grad(), pyro.get_param_store().scope(fit.params), poutine.block():
+    with torch.no_grad(), fit.at_rest():
         first = poutine.trace(fit.guide).get_trace(None)
         plain = not any(site.get("cond_indep_stack") for site in first.nodes.values())
         if plain and isinstance(inner, AutoNormal | AutoContinuous):  # these draw side by side

@@ -30,13 +30,14 @@ from . import msteps, recursions
 from ._checks import check_size
 from ._emission import Emission, Statistics
 from ._lookup import add_rows
+from .batches import Batches
 from .checkpoints import Checkpoint, constants, fingerprint
 from .dense import DenseHMM
 from .distributions import is_categorical, log_probs
 from .dpp import DiversityPrior
-from .fit import Batches, Fit, Point, Restarts, check_events, follow, uses_labels
+from .fit import Fit, Point, Restarts, check_events, uses_labels
 from .hmm import HMM
-from .models import LogPrior, MarginalModel, build
+from .models import LogPrior, MarginalModel, build, follow
 from .modules import HMMModule
 from .msteps import FixedPoint, GradientStep, LogitGradient, TransitionStep
 from .recursions import Expected
@@ -233,7 +234,7 @@ def fit_em(
         if statistics is not None:
             device = problem.data.values.device
             statistics = {name: value.to(device) for name, value in statistics.items()}
-        batches.order = found["order"]
+        batches.restore(found["batches"])
         if found["converged"] and found["tolerance"] == tolerance:
             converged, reason = True, found["reason"]
         elif found["converged"]:  # by another test: the last E-step is to be done again
@@ -250,7 +251,7 @@ def fit_em(
                 "converged": converged,
                 "tolerance": tolerance,
                 "reason": reason,
-                "order": batches.order,
+                "batches": batches.state(),
                 "seconds": time.perf_counter() - begun,
             }
             keeper.save(progressed | problem.state())

@@ -9,7 +9,8 @@ from __future__ import annotations
 import inspect
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
@@ -30,17 +31,21 @@ from tqdm import tqdm
 
 from . import cooccurrence
 from ._checks import check_size
-from .checkpoints import Checkpoint, constants, fingerprint
+from .batches import Batches
+from .checkpoints import Checkpoint, constants, digits, fingerprint
 from .cooccurrence import Pairs
 from .distributions import interior, is_categorical
 from .hmm import HMM
-from .models import CooccurrenceModel
-from .modules import HMMModule
+from .models import CooccurrenceModel, follow, returned
+from .modules import HMMModule, in_mode
+from .processes import Processes
 from .sequences import Sequences
+from .validation import HeldOut, Validation
 
 WINDOW = 25  # steps whose mean loss is compared with that of the steps before
 _guides = count()
 
+Plateau = torch.optim.lr_scheduler.ReduceLROnPlateau
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 ScheduleFactory = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]
 
@@ -54,7 +59,7 @@ class Fit:
         guide: What was fitted: a point for MAP, a distribution for SVI.
         losses: ``(num_steps,)``, the loss at each step in nats, for the whole set: minus the log
             joint density for MAP, minus the evidence lower bound for SVI.
-        converged: Whether the convergence test ended the fit.
+        converged: Whether a test ended the fit: that of the losses, or patience with held-out data.
         reason: Why it ended, in words.
         seconds: How long it took.
         num_observed: Number of observed steps it was fitted to.
@@ -64,6 +69,8 @@ class Fit:
         method: "MAP", "SVI" or "EM".
         spaces: Where each latent variable lives, by name.
         window: Over how many of the last losses their level is averaged: 1 if they have no noise.
+        validation: How well held-out sequences were predicted, if there were some, at each
+            :class:`Validation`; model and guide have the parameters of the best one.
         params: The parameter store at the end of the fit. If the model or the guide is a function
             with ``pyro.param`` statements, call it inside
             ``pyro.get_param_store().scope(fit.params)``; modules carry their parameters.
@@ -84,6 +91,7 @@ class Fit:
     restarts: Restarts | None = field(default=None, repr=False)
     method: str = "SVI"
     window: int = WINDOW
+    validation: list[Validation] = field(default_factory=list)
     spaces: dict[str, constraints.Constraint] = field(default_factory=dict, repr=False)
 
     @property
@@ -101,7 +109,7 @@ class Fit:
     @property
     def values(self) -> dict[str, Tensor]:
         """Latent variables by name: for MAP and EM their values, for SVI one draw."""
-        with torch.no_grad(), pyro.get_param_store().scope(self.params), poutine.block():
+        with torch.no_grad(), self.at_rest():
             trace = poutine.trace(self.guide).get_trace(None)
         return {
             name: site["value"].detach().clone()  # guides move in place what they begin at
@@ -123,10 +131,17 @@ class Fit:
         Raises:
             TypeError: If the model does not return an HMM.
         """
-        with torch.no_grad(), pyro.get_param_store().scope(self.params), poutine.block():
+        with torch.no_grad(), self.at_rest():
             trace = poutine.trace(self.guide).get_trace(parts[0])
             hmms = [poutine.block(poutine.replay(self.model, trace=trace))(part) for part in parts]
         return [returned(hmm) for hmm in hmms]
+
+    @contextmanager
+    def at_rest(self) -> Iterator[None]:
+        """Its own parameters are those in the store, and its modules in ``eval()`` mode."""
+        with pyro.get_param_store().scope(self.params), poutine.block():
+            with in_mode(False, self.model, self.guide):
+                yield
 
     def summary(self) -> str:
         """What was fitted, how it went and why it ended, in a few lines."""
@@ -142,6 +157,12 @@ class Fit:
             f"per step  {last / max(tokens, 1):.4f} nats; {tokens:,} observed steps",
             f"ended     after {len(self.losses)} steps and {self.seconds:.1f} s: {self.reason}",
         ]
+        if self.validation:
+            best = min(self.validation, key=lambda found: found.nats)
+            lines.append(
+                f"held out  {best.nats:.4f} nats per step, the best of {len(self.validation)} "
+                f"validations, at step {best.step}"
+            )
         if self.restarts is not None:
             ends = self.restarts.final.sort().values
             lines.append(
@@ -177,7 +198,7 @@ class Restarts:
             TypeError: If the model does not return an HMM.
         """
         wide = {name: value.unsqueeze(1) for name, value in self.values.items()}
-        with torch.no_grad(), poutine.block():
+        with torch.no_grad(), poutine.block(), in_mode(False, self.model):
             hmm = poutine.condition(self.model, data=wide)(data)
         return returned(hmm).expand(torch.Size([len(self.final), len(data)]))
 
@@ -194,16 +215,6 @@ class Restarts:
         found = match_states(states, states[self.best])
         found[self.best] = torch.arange(found.size(-1))
         return found
-
-
-def returned(hmm: Any) -> HMM:
-    """What a model has returned, which must be an HMM."""
-    if not isinstance(hmm, HMM):
-        raise TypeError(
-            f"the model must return the HMM it built; it returned {type(hmm).__name__}. "
-            "End your model with `return hmm`."
-        )
-    return hmm
 
 
 def match_states(states: Tensor, reference: Tensor) -> Tensor:
@@ -305,7 +316,10 @@ def fit_map(
     if restarts == 1:
         guide = AutoDelta(poutine.block(model, hide_fn=_is_enumerated), init_loc_fn=inside)
         return replace(fit_svi(model, guide, data, **options), method="MAP")
-    _check(model, data, num_steps, None, None)
+    _check(model, data, num_steps)
+    if options.get("validation") is not None:
+        raise ValueError("validation is that of one fit; give restarts=1, and go on from the best "
+                         "of several: init=init_to_value(values=fit.start).")  # fmt: skip
     if isinstance(model, nn.Module) and any(each.requires_grad for each in model.parameters()):
         raise ValueError(
             "restarts need every parameter to have a prior, so that each restart has its own; "
@@ -401,9 +415,10 @@ def fit_cooccurrence(
         >>> fit.restarts.losses.shape[0], fit.num_observed
         (4, 38)
     """
-    if "batch_size" in options:
-        raise ValueError("batch_size is a number of sequences, which are not read at each step; "
-                         "give pairs_per_step.")  # fmt: skip
+    for name in ("batch_size", "batch_tokens"):
+        if name in options:
+            raise ValueError(f"{name} is of sequences, which are not read at each step; give "
+                             "pairs_per_step.")  # fmt: skip
     notes, targets = [], list[Pairs | Tensor]()
     if isinstance(data, Sequences):
         if data.covariates is not None:
@@ -554,23 +569,34 @@ def fit_svi(
     num_steps: int = 1000,
     learning_rate: float = 0.01,
     batch_size: int | None = None,
+    batch_tokens: int | None = None,
     elbo: ELBO | _EachRestart | None = None,
     optimizer: OptimizerFactory | None = None,
     schedule: ScheduleFactory | None = None,
     clip_norm: float | None = None,
+    average: float | None = None,
     tolerance: float | None = None,
+    validation: Sequences | None = None,
+    validate_every: int | None = None,
+    patience: int | None = None,
     generator: torch.Generator | None = None,
     progress: bool | None = None,
     checkpoint: str | Path | None = None,
 ) -> Fit:
     """Maximise the evidence lower bound by gradient steps.
 
-    The fit runs where the parameters are. With ``batch_size`` the data may stay on the host: each
-    minibatch is moved as it is used. Two runs after the same ``pyro.set_rng_seed`` are equal.
+    The fit runs where the parameters are. With minibatches the data may stay on the host: each is
+    moved as it is used. Two runs after the same ``pyro.set_rng_seed`` are equal. Modules are in
+    ``train()`` mode while steps are taken, in ``eval()`` mode where held-out data are evaluated and
+    where a :class:`Fit` is used, and each in its own mode at the end.
 
     With ``checkpoint`` the fit saves where it stands every ten seconds and at its end. The same
     call goes on from there: after the process was killed, or with more ``num_steps``. On a CPU it
     ends with the same bits as one that was never killed.
+
+    Where ``torch.distributed`` has been initialised, as ``torchrun`` does, all processes make the
+    same call, with the same seed and the whole data, and each takes its share of every batch. They
+    find what one process finds, to rounding; the first one writes files and shows progress.
 
     Args:
         model: A Pyro model that takes a :class:`Sequences`.
@@ -582,13 +608,25 @@ def fit_svi(
         learning_rate: Of Adam, if there is no ``optimizer``.
         batch_size: Number of sequences in a minibatch; all of them by default. The likelihood is
             scaled by total over batch size, priors are not.
+        batch_tokens: Largest number of steps in a minibatch, padding included, in place of
+            ``batch_size``: sequences of similar length come together, each once in every round, and
+            a longer one is a batch alone. The mean loss of a round is that of the whole set.
         elbo: The objective; ``TraceEnum_ELBO`` if the model enumerates sites, else ``Trace_ELBO``.
         optimizer: Called with the parameters, returns a torch optimizer.
         schedule: Called with the optimizer, returns a torch learning-rate scheduler, which is
-            stepped once after every gradient step.
+            stepped once after every gradient step; a ``ReduceLROnPlateau`` instead after every
+            validation, with its nats per step.
         clip_norm: Largest norm of the whole gradient, per observed step; no limit by default.
+        average: Decay of a moving average of the parameters, below one: the fit ends at it, and
+            validates it. It begins with those after the first step; after step n the decay is
+            (1 + n) / (10 + n) where that is less, so that it soon forgets the beginning.
         tolerance: End when the mean loss of 25 steps is not below that of the 25 before by this
             share of itself. None runs all steps, which noisy losses may need.
+        validation: Held-out sequences. The fit ends with the parameters that predict them best:
+            at the medians of latent variables where the guide knows them, else at a draw.
+        validate_every: After how many gradient steps to do so; by default after every round of
+            minibatches, and after 25 steps without them. The last step is followed by one too.
+        patience: End after this many validations none of which was better than those before.
         generator: Source of randomness for minibatches; torch's global one by default.
         progress: Whether to show a progress bar on stderr; by default if that is a terminal.
         checkpoint: A file to save to and to go on from.
@@ -597,16 +635,44 @@ def fit_svi(
         FloatingPointError: If the loss becomes infinite or NaN.
         FileNotFoundError: If the directory of ``checkpoint`` does not exist.
         TypeError: If ``data`` are not :class:`Sequences`, ``model`` is a module that builds an
-            HMM, or a number is of the wrong type.
-        ValueError: If a number is out of range, there is nothing to fit, or ``checkpoint`` is
+            HMM, a number is of the wrong type, or the model returns no HMM for ``validation``.
+        ValueError: If a number is out of range, two options exclude each other or one needs
+            another, there is nothing to fit, processes begin differently, or ``checkpoint`` is
             damaged or belongs to another fit.
+
+    Example:
+        A network without priors, its best parameters on held-out data, and when to halve its steps:
+
+        >>> class Coin(HMMModule):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.logits = torch.nn.Parameter(torch.zeros(2, 2))
+        ...
+        ...     def forward(self, lengths, observed=None):
+        ...         even = torch.full((2, 2), 0.5).log()
+        ...         return HMM(even[0], even, Categorical(logits=self.logits), lengths, observed)
+        >>> data = Sequences.from_list([[1, 1, 0, 1]] * 9 + [[1, 0]] * 9)
+        >>> fit = fit_map(
+        ...     MarginalModel(Coin()), data[::2], validation=data[1::2], batch_tokens=16,
+        ...     optimizer=lambda given: torch.optim.AdamW(given, lr=0.1), patience=9,
+        ...     schedule=lambda it: torch.optim.lr_scheduler.ReduceLROnPlateau(it, factor=0.5),
+        ... )
+        >>> best = min(fit.validation, key=lambda found: found.nats)
+        >>> math.exp(best.nats) < 1.91  # perplexity; that of a fair coin is 2
+        True
     """
-    _check(model, data, num_steps, batch_size, clip_norm)
+    _check(model, data, num_steps, clip_norm, average)
+    _check_batches(batch_size, batch_tokens)
+    _check_validation(validation, validate_every, patience)
     if isinstance(guide, AutoGuide):
         _rename(guide)
     begun = time.perf_counter()
-    with pyro.get_param_store().scope() as store:
-        probe = follow(model, guide, data[:1] if batch_size else data)
+    processes = Processes.all()
+    with pyro.get_param_store().scope() as store, in_mode(True, model, guide):
+        batches = Batches(
+            data, batch_size, generator, batch_tokens=batch_tokens, processes=processes
+        )
+        probe = follow(model, guide, data[:1] if batches.whole is None else batches.whole)
         with poutine.block(), torch.no_grad():
             spaces, enumerated = _sites(model, probe)
             names = list(spaces)
@@ -619,10 +685,21 @@ def fit_svi(
             else optimizer(parameters)
         )  # fmt: skip
         scheduler = schedule(stepper) if schedule else None
-        batches = Batches(data, batch_size, generator)
+        every = WINDOW if batches.whole is not None and validate_every is None else validate_every
+        held_out = None
+        if validation is not None:
+            held_out = HeldOut(validation, batch_size, batch_tokens, patience, processes)
+            held_out.check(model, guide)  # now rather than after hours
+        if isinstance(scheduler, Plateau) and (held_out is None or scheduler.mode != "min"):
+            raise ValueError(
+                "schedule returned a ReduceLROnPlateau, which follows the nats per step of "
+                f"held-out data: give validation, and mode='min'; its mode is {scheduler.mode!r}."
+            )
+        averages = None if average is None else _Average(parameters, average)
         losses: list[Tensor] = []
         converged, reason = False, f"it took all {num_steps} steps"
-        keeper, state = None, _State(objective, parameters, stepper, scheduler, batches)
+        keeper = None
+        state = _State(objective, parameters, stepper, scheduler, batches, averages, held_out)
         if checkpoint is not None:
             identity = {
                 "fit": f"{_name(guide)} on {_name(model)}",
@@ -633,21 +710,35 @@ def fit_svi(
                 "learning_rate": stepper.defaults.get("lr"),
                 "clip_norm": clip_norm,
                 "batch_size": batch_size,
+                "batch_tokens": batch_tokens,
+                "average": average,
                 "data": fingerprint(data),
+                "validation": None if validation is None else fingerprint(validation),
+                "validate_every": validate_every,
             }
-            keeper = Checkpoint(checkpoint, identity, (generator,))
+            keeper = Checkpoint(checkpoint, identity, (generator,), writes=processes.is_first)
             found = keeper.load()
             if found is not None:
                 losses, earlier = state.restore(found)
                 begun -= earlier
-                if found["converged"] and found["tolerance"] == tolerance:
+                if found["converged"] and found["tests"] == [tolerance, patience]:
                     converged, reason = True, found["reason"]
+        if processes.size > 1:
+            _check_shared(model, data)
+            random = [torch.get_rng_state(), None if generator is None else generator.get_state()]
+            processes.check_same(
+                data=fingerprint(data),
+                random_numbers=digits(random),
+                parameters=digits(parameters),
+                checkpoints=len(losses),
+            )
         steps = range(0) if converged else range(len(losses), num_steps)
         with tqdm(
             total=num_steps,
             initial=len(losses),
-            disable=None if progress is None else not progress,
+            disable=not processes.is_first or (None if progress is None else not progress),
         ) as bar:
+            shown: dict[str, str] = {}
             for step in steps:
                 batch = follow(model, guide, batches.take())
                 stepper.zero_grad()
@@ -662,22 +753,28 @@ def fit_svi(
                         f"a parameter has left its range at step {step}; lower learning_rate or "
                         "set clip_norm."
                     ) from error
-                losses.append(loss.detach())
+                losses.append(processes.mean(loss.detach().clone()))
                 if loss.device.type == "cpu" or step % WINDOW == 0:  # elsewhere it takes a wait
-                    _check_finite(loss, step, elbo, model, guide, batch)
+                    _check_finite(losses[-1], step, elbo, model, guide, batch)
                 loss.sum().backward()
+                for parameter in parameters:  # a model without labels, say, may leave some out
+                    if parameter.grad is not None:
+                        processes.mean(parameter.grad)
                 if loss.dim():
-                    _hold(parameters, ~loss.isfinite())
+                    _hold(parameters, ~losses[-1].isfinite())
                 if clip_norm is not None:
                     _clip(parameters, clip_norm * max(data.num_observed, 1), len(loss.shape) > 0)
                 stepper.step()
-                if scheduler is not None:
+                if averages is not None:
+                    averages.update(step + 1)
+                if scheduler is not None and not isinstance(scheduler, Plateau):
                     scheduler.step()
                 bar.update()
                 if (step + 1) % WINDOW == 0:
                     mean = torch.stack(losses[-WINDOW:]).mean(0)
                     level = mean.min().item() / max(data.num_observed, 1)
-                    bar.set_postfix(nats_per_step=f"{level:.4f}")
+                    shown["nats_per_step"] = f"{level:.4f}"
+                    bar.set_postfix(shown)
                     if tolerance is not None and len(losses) >= 2 * WINDOW:
                         before = torch.stack(losses[-2 * WINDOW : -WINDOW]).mean(0)
                         if not bool((before - mean >= tolerance * mean.abs()).any()):
@@ -687,11 +784,28 @@ def fit_svi(
                                 "of itself"
                             )
                             break
+                due = batches.at_end_of_round if every is None else (step + 1) % every == 0
+                if held_out is not None and due:
+                    with state.judged() as tensors:
+                        nats = held_out.judge(step + 1, model, guide, tensors)
+                    shown["held_out"] = f"{nats:.4f}"
+                    bar.set_postfix(shown)
+                    if isinstance(scheduler, Plateau):
+                        scheduler.step(nats)
+                    if held_out.is_stale:
+                        converged = True
+                        reason = f"{patience} validations in a row were no better than the best"
+                        break
                 if keeper is not None and keeper.is_due():
                     keeper.save(state.take(losses, time.perf_counter() - begun))
         if keeper is not None and len(steps):
-            end = {"converged": converged, "reason": reason, "tolerance": tolerance}
+            end = {"converged": converged, "reason": reason, "tests": [tolerance, patience]}
             keeper.save(state.take(losses, time.perf_counter() - begun) | end)
+        processes.wait()  # for the file, which another fit may ask for
+        if held_out is not None and (not held_out.trail or held_out.trail[-1].step != len(losses)):
+            with state.judged() as tensors:
+                held_out.judge(len(losses), model, guide, tensors)
+        state.settle()
         trail = torch.stack(losses).cpu()
         if trail.dim() == 1 and not bool(trail.isfinite().all()):
             worst = int((~trail.isfinite()).byte().argmax())
@@ -707,6 +821,7 @@ def fit_svi(
         names,
         dict(store),
         uses_labels(data) if isinstance(getattr(model, "module", None), HMMModule) else [],
+        validation=[] if held_out is None else held_out.trail,
         spaces=spaces,
     )
 
@@ -720,7 +835,11 @@ def uses_labels(data: Sequences) -> list[str]:
 
 
 def _check(
-    model: Any, data: Any, num_steps: int, batch_size: int | None, clip_norm: float | None
+    model: Any,
+    data: Any,
+    num_steps: int,
+    clip_norm: float | None = None,
+    average: float | None = None,
 ) -> None:
     """Raise at arguments that cannot be meant."""
     if isinstance(model, HMMModule):
@@ -734,10 +853,31 @@ def _check(
             "Sequences.from_list, or Sequences(values, lengths)."
         )
     check_size("num_steps", num_steps)
-    if batch_size is not None:
-        check_size("batch_size", batch_size)
     if clip_norm is not None and not clip_norm > 0:
         raise ValueError(f"clip_norm must be positive; got {clip_norm}.")
+    if average is not None and not 0 < average < 1:
+        raise ValueError(f"average must be between 0 and 1, such as 0.999; got {average}.")
+
+
+def _check_batches(batch_size: int | None, batch_tokens: int | None) -> None:
+    for name, given in (("batch_size", batch_size), ("batch_tokens", batch_tokens)):
+        if given is not None:
+            check_size(name, given)
+    if batch_size is not None and batch_tokens is not None:
+        raise ValueError(
+            "batch_size and batch_tokens exclude each other: a minibatch has a number of "
+            "sequences, or of steps. Give one of them."
+        )
+
+
+def _check_validation(validation: Any, validate_every: int | None, patience: int | None) -> None:
+    if validation is not None and not isinstance(validation, Sequences):
+        raise TypeError(f"validation must be Sequences; got {type(validation).__name__}.")
+    for name, given in (("validate_every", validate_every), ("patience", patience)):
+        if given is not None:
+            check_size(name, given)
+            if validation is None:
+                raise ValueError(f"{name} needs validation, the sequences that are held out.")
 
 
 def _rename(guide: AutoGuide) -> None:
@@ -763,31 +903,6 @@ def _parameters(objective: nn.Module) -> list[nn.Parameter]:
     return wanted
 
 
-class Batches:
-    """Minibatches without end, each sequence once in every round; or always the whole set."""
-
-    def __init__(
-        self, data: Sequences, batch_size: int | None, generator: torch.Generator | None
-    ) -> None:
-        self.data, self.batch_size, self.generator = data, batch_size, generator
-        self.order = torch.empty(0, dtype=torch.long)  # what is left of this round
-        self.chosen = self.order  # what was taken last
-
-    def take(self) -> Sequences:
-        """The next batch."""
-        if self.batch_size is None:
-            return self.data
-        if len(self.order) == 0:
-            self.order = torch.randperm(len(self.data), generator=self.generator)
-        self.chosen, self.order = self.order[: self.batch_size], self.order[self.batch_size :]
-        return self.data.batch(self.chosen)
-
-    def explain(self, error: Exception) -> None:
-        """Say which sequences a minibatch holds, for errors number them within it."""
-        if self.batch_size is not None:
-            error.add_note(f"The minibatch holds the sequences {self.chosen.tolist()}.")
-
-
 @dataclass
 class _State:
     """Everything a fit by gradient steps changes."""
@@ -797,9 +912,24 @@ class _State:
     stepper: torch.optim.Optimizer
     scheduler: torch.optim.lr_scheduler.LRScheduler | None
     batches: Batches
+    averages: _Average | None
+    held_out: HeldOut | None
 
     def _tensors(self) -> list[Tensor]:
         return [*self.parameters, *self.objective.buffers()]
+
+    @contextmanager
+    def judged(self) -> Iterator[list[Tensor]]:
+        """The tensors as they would be if the fit ended here: averages, if there are some."""
+        with self.averages.lent() if self.averages is not None else nullcontext():
+            yield self._tensors()
+
+    def settle(self) -> None:
+        """Let parameters be what the fit has found."""
+        if self.held_out is not None:
+            _copy(self.held_out.best, self._tensors())
+        elif self.averages is not None:
+            _copy(self.averages.values, self.parameters)
 
     def take(self, losses: list[Tensor], seconds: float) -> dict[str, Any]:
         """All of it, and how far the fit has come."""
@@ -810,20 +940,55 @@ class _State:
             "tensors": self._tensors(),
             "optimizer": self.stepper.state_dict(),
             "schedule": None if self.scheduler is None else self.scheduler.state_dict(),
-            "order": self.batches.order,
+            "batches": self.batches.state(),
+            "averages": None if self.averages is None else self.averages.values,
+            "held_out": None if self.held_out is None else self.held_out.state(),
         }
 
     def restore(self, found: dict[str, Any]) -> tuple[list[Tensor], float]:
         """Set all of it to what was found, and return how far the fit had come."""
-        with torch.no_grad():
-            for own, saved in zip(self._tensors(), found["tensors"]):
-                own.copy_(saved)
+        _copy(found["tensors"], self._tensors())
         self.stepper.load_state_dict(found["optimizer"])
         if self.scheduler is not None:
             self.scheduler.load_state_dict(found["schedule"])
-        self.batches.order = found["order"]
-        losses = list(found["losses"].to(self.parameters[0].device))
+        self.batches.restore(found["batches"])
+        device = self.parameters[0].device
+        if self.averages is not None:
+            self.averages.values = [each.to(device) for each in found["averages"]]
+        if self.held_out is not None:
+            self.held_out.restore(found["held_out"])
+        losses = list(found["losses"].to(device))
         return losses, found["seconds"]
+
+
+class _Average:
+    """A moving average of the parameters, which begins with those after the first step."""
+
+    def __init__(self, parameters: list[nn.Parameter], decay: float) -> None:
+        self.parameters, self.decay = parameters, decay
+        self.values = [each.detach().clone() for each in parameters]
+
+    def update(self, step: int) -> None:
+        """Take in the parameters after ``step`` steps, counted from one."""
+        decay = min(self.decay, (1 + step) / (10 + step)) if step > 1 else 0.0
+        for mean, each in zip(self.values, self.parameters):
+            mean.lerp_(each.detach(), 1.0 - decay)
+
+    @contextmanager
+    def lent(self) -> Iterator[None]:
+        """The parameters are their averages meanwhile."""
+        own = [each.detach().clone() for each in self.parameters]
+        _copy(self.values, self.parameters)
+        try:
+            yield
+        finally:
+            _copy(own, self.parameters)
+
+
+def _copy(values: Iterable[Tensor], into: Iterable[Tensor]) -> None:
+    with torch.no_grad():
+        for own, value in zip(into, values):
+            own.copy_(value)
 
 
 def _hold(parameters: list[nn.Parameter], failed: Tensor) -> None:
@@ -846,15 +1011,6 @@ def _clip(parameters: list[nn.Parameter], limit: float, apart: bool) -> None:
         each.mul_(factor.reshape(-1, *(1,) * (each.dim() - 1)))
 
 
-def follow(model: Any, guide: Any, data: Sequences) -> Sequences:
-    """``data`` on the device of the parameters."""
-    for part in (model, guide):
-        if isinstance(part, nn.Module):
-            for tensor in (*part.parameters(), *part.buffers()):
-                return data if data.values.device == tensor.device else data.to(tensor.device)
-    return data
-
-
 def _is_enumerated(site: dict[str, Any]) -> bool:
     return site["type"] == "sample" and site["infer"].get("enumerate") == "parallel"
 
@@ -868,6 +1024,21 @@ def _sites(
     hidden = [site for site in hidden if not site_is_subsample(site)]
     spaces = {site["name"]: site["fn"].support for site in hidden if not _is_enumerated(site)}
     return spaces, any(_is_enumerated(site) for site in hidden)
+
+
+def _check_shared(model: Callable[..., Any], data: Sequences) -> None:
+    """Raise at latent variables of single sequences, of which processes would see others each."""
+    shapes = []
+    for number in (1, 2):
+        with torch.no_grad(), poutine.block(), torch.random.fork_rng(devices=[]):
+            trace = poutine.trace(model).get_trace(follow(model, None, data[:number]))
+        shapes.append({name: trace.nodes[name]["value"].shape for name in trace.stochastic_nodes})
+    for name, shape in shapes[0].items():
+        if shape != shapes[1].get(name) and not site_is_subsample(trace.nodes[name]):
+            raise ValueError(
+                f"site {name!r} grows with the number of sequences, which several processes share. "
+                "Fit this model in one process."
+            )
 
 
 def _check_finite(

@@ -19,7 +19,7 @@ from pyro import poutine
 from pyro.distributions import Categorical
 from pyro.distributions.torch_distribution import TorchDistribution
 from pyro.ops.indexing import Vindex
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributions import constraints
 
 from . import cooccurrence
@@ -67,6 +67,25 @@ def build(module: HMMModule, data: Sequences) -> HMM:
             "whose forward takes (lengths, observed, covariates), or build data without them."
         )
     return module(data.lengths, observed, data.covariates)
+
+
+def returned(hmm: Any) -> HMM:
+    """What a model has returned, which must be an HMM."""
+    if not isinstance(hmm, HMM):
+        raise TypeError(
+            f"the model must return the HMM it built; it returned {type(hmm).__name__}. "
+            "End your model with `return hmm`."
+        )
+    return hmm
+
+
+def follow(model: Any, guide: Any, data: Sequences) -> Sequences:
+    """``data`` on the device of the parameters."""
+    for part in (model, guide):
+        if isinstance(part, nn.Module):
+            for tensor in (*part.parameters(), *part.buffers()):
+                return data if data.values.device == tensor.device else data.to(tensor.device)
+    return data
 
 
 class MarginalModel(_Model):

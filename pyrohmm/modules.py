@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pyro
@@ -87,6 +90,33 @@ class HMMModule(OwnParameters):
             observed: ``(*B, T)`` booleans, True where a step is observed; all by default.
         """
         raise NotImplementedError(f"{type(self).__name__} must define forward(lengths, observed).")
+
+
+@contextmanager
+def in_mode(training: bool, *parts: Any) -> Iterator[None]:
+    """Modules are in ``train()`` or in ``eval()`` mode meanwhile; each has its own mode again then.
+
+    Args:
+        training: Which mode.
+        *parts: Modules; anything else has no mode.
+
+    Example:
+        >>> part = torch.nn.Dropout()
+        >>> with in_mode(False, part):
+        ...     part.training
+        False
+        >>> part.training
+        True
+    """
+    modules = [part for part in map(inspect.unwrap, parts) if isinstance(part, torch.nn.Module)]
+    before = [(each, each.training) for part in modules for each in part.modules()]
+    try:
+        for part in modules:
+            part.train(training)
+        yield
+    finally:
+        for each, mode in before:
+            each.training = mode
 
 
 def freeze(module: PyroModule, name: str, value: Tensor | None = None) -> None:

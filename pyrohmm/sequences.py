@@ -6,6 +6,7 @@ exists or is observed (the opposite of TensorFlow Probability's).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -37,7 +38,7 @@ class Sequences:
             ``(N, T, K)`` booleans, True for the states that may be. The models and fits of this
             package use them; :meth:`without_labels` drops them.
         total: Number of sequences in the whole set these are a part of; N by default.
-            Models scale the likelihood by ``total / N``, and priors not.
+            Models scale the likelihood by ``total / N``, and priors not. It need not be whole.
         covariates: ``(N, T, C)`` floating point, what transitions and emissions may depend on:
             models pass it to the module that builds the HMM. Finite wherever a step exists.
 
@@ -60,7 +61,7 @@ class Sequences:
         lengths: Tensor,
         observed: Tensor | None = None,
         labels: Tensor | None = None,
-        total: int | None = None,
+        total: float | None = None,
         covariates: Tensor | None = None,
     ) -> None:
         check_tensor("values", values)
@@ -122,9 +123,9 @@ class Sequences:
                     f"covariates must be finite; that of sequence {n}, step {t} is not. Fill in "
                     "what is missing, and say so in a covariate of its own."
                 )
-        if total is not None and (isinstance(total, bool) or not isinstance(total, int)):
-            raise TypeError(f"total must be an int; got {type(total).__name__}.")
-        if total is not None and total < len(values):
+        if total is not None and (isinstance(total, bool) or not isinstance(total, int | float)):
+            raise TypeError(f"total must be a number; got {type(total).__name__}.")
+        if total is not None and not len(values) <= total < math.inf:
             raise ValueError(f"total must be at least the number of sequences, {len(values)}; "
                              f"got {total}.")  # fmt: skip
         self.values = values
@@ -132,7 +133,8 @@ class Sequences:
         self.observed = observed
         self.labels = labels
         self.covariates = covariates
-        self.total = len(values) if total is None else total
+        total = len(values) if total is None else total
+        self.total: float = int(total) if total == int(total) else total
 
     @classmethod
     def from_list(
@@ -244,7 +246,7 @@ class Sequences:
         chosen = torch.arange(len(self))[index].reshape(-1)
         return self._select(chosen, len(chosen))
 
-    def _select(self, chosen: Tensor, total: int, longest: int | None = None) -> Sequences:
+    def _select(self, chosen: Tensor, total: float, longest: int | None = None) -> Sequences:
         """The first steps of sequences ``chosen``, without those that only longer ones need."""
         lengths = self.lengths[chosen].clamp(max=self.num_steps if longest is None else longest)
         steps = int(lengths.max()) if len(chosen) else 0
@@ -332,9 +334,14 @@ class Sequences:
         for chosen in order.split(batch_size):
             yield self.batch(chosen)
 
-    def batch(self, chosen: Tensor) -> Sequences:
-        """The sequences ``chosen`` (integers), as a part of the whole set: ``total`` stays."""
-        return self._select(chosen, self.total)
+    def batch(self, chosen: Tensor, total: float | None = None) -> Sequences:
+        """The sequences ``chosen`` (integers), as a part of the whole set: ``total`` stays.
+
+        Args:
+            chosen: Which sequences.
+            total: How many they stand for, if not for the whole set.
+        """
+        return self._select(chosen, self.total if total is None else total)
 
 
 def _as_steps(sequence: Any, index: int) -> tuple[Tensor | None, Tensor]:

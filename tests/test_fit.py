@@ -34,6 +34,8 @@ from pyrohmm import (
     fit_svi,
     normal,
 )
+from pyrohmm.batches import Batches
+from pyrohmm.validation import Validation
 
 QUICK = {"num_steps": 30, "progress": False}
 TO_THE_END = {
@@ -67,6 +69,28 @@ def from_point():
 
 def local_params(local):
     return pyro.settings.context(module_local_params=local)
+
+
+class Dropout(HMMModule):
+    """One state whose log-odds are drawn to zero at random, while it is in training."""
+
+    def __init__(self, logit=0.0):
+        super().__init__()
+        self.logit = torch.nn.Parameter(torch.tensor(logit))
+        self.drop = torch.nn.Dropout(0.5)
+        self.modes = []
+
+    def forward(self, lengths, observed=None):
+        self.modes.append(self.drop.training)
+        logits = torch.stack([torch.zeros(()), self.drop(self.logit)]).unsqueeze(0)
+        one = torch.zeros(1)
+        return HMM(one, one.unsqueeze(0), dist.Categorical(logits=logits), lengths, observed)
+
+
+def ones(share, total=100):
+    """Sequences of one step, of which a share is one and the others zero."""
+    values = (torch.arange(total) < share * total).long()
+    return Sequences(values.unsqueeze(1), torch.ones(total, dtype=torch.long))
 
 
 class Net(HMMModule):
@@ -334,6 +358,59 @@ def test_minibatch_losses_are_for_the_whole_set():
     torch.testing.assert_close(parts, full.expand(4))
 
 
+@pytest.mark.parametrize("batch_tokens", [1, 12, 40, 10_000])
+def test_losses_of_a_round_of_similar_lengths_have_the_mean_of_the_whole_set(batch_tokens):
+    """Exactly, though long sequences are less likely: at parameters that stand still."""
+    data = symbols(30, 9)
+    rounds = rounds_of(Batches(data, batch_tokens=batch_tokens), 3)
+    model = tabular(log_prior=lambda hmm: hmm.log_transition.exp().square().sum())
+    held = poutine.condition(model, data=POINT)
+    whole = poutine.trace(held).get_trace(data).log_prob_sum()
+    for batches in rounds:
+        found = [poutine.trace(held).get_trace(batch).log_prob_sum() for batch in batches]
+        torch.testing.assert_close(torch.stack(found).mean(), whole)
+
+
+def rounds_of(batches, number):
+    found = []
+    for _ in range(number):
+        found.append([batches.take()])
+        while not batches.at_end_of_round:
+            found[-1].append(batches.take())
+    return found
+
+
+def test_batches_of_steps_hold_each_sequence_once_a_round_beside_others_each_time():
+    lengths = torch.randint(1, 30, (60,))
+    lengths[7] = 50
+    data = Sequences(torch.arange(60).unsqueeze(1).expand(60, 50), lengths)
+    neighbours = []
+    for batches in rounds_of(Batches(data, batch_tokens=40), 3):
+        groups = [tuple(sorted(batch.values[:, 0].tolist())) for batch in batches]
+        assert sorted(n for group in groups for n in group) == list(range(60))
+        for batch in batches:
+            assert len(batch) == 1 or len(batch) * batch.num_steps <= 40
+        padded = sum(len(batch) * batch.num_steps for batch in batches)
+        assert padded <= 1.15 * data.lengths.sum()
+        assert (7,) in groups
+        assert groups != sorted(groups, key=lambda group: lengths[list(group)].max())
+        neighbours.append(set(groups))
+    assert neighbours[0] != neighbours[1] != neighbours[2]
+    assert len(neighbours[0]) < 45
+
+
+def test_a_fit_on_batches_of_steps_comes_near_the_full_one():
+    _, data = drawn_from(truth(), torch.randint(1, 20, (60,)))
+    options = {"init": from_point(), "tolerance": None, "num_steps": 300, "progress": False}
+    schedule = TO_THE_END["schedule"]
+    expected = fit_map(tabular(), data, learning_rate=0.1, schedule=schedule, **options)
+    found = fit_map(
+        tabular(), data, learning_rate=0.1, schedule=schedule, batch_tokens=200, **options
+    )
+    gap = log_likelihood(expected, data) - log_likelihood(found, data)
+    assert abs(gap) < 0.003 * abs(log_likelihood(expected, data))
+
+
 def test_a_fit_on_minibatches_comes_near_the_full_one():
     hmm, data = drawn_from(truth(), torch.full((60,), 8))
     full = fit_map(tabular(), data, init=from_point(), **TO_THE_END)
@@ -437,6 +514,197 @@ def test_the_schedule_is_stepped_once_a_step():
 
     fit_map(tabular(), symbols(), num_steps=7, optimizer=optimizer, schedule=schedule)
     assert made["optimizer"].param_groups[0]["lr"] == pytest.approx(0.5 * 0.9**7)
+
+
+def test_modules_train_while_steps_are_taken_and_rest_where_a_fit_is_used():
+    module = Dropout(3.0)
+    module.eval()
+    module.drop.train()
+    model = MarginalModel(module)
+    fit = fit_map(model, ones(0.7), num_steps=40, validation=ones(0.6), progress=False)
+    assert module.modes.count(True) >= 40
+    assert module.modes.count(False) == 3  # a check, after 25 steps, at the end
+    assert (module.training, module.drop.training) == (False, True)
+    module.modes.clear()
+    drawn = [hmm.emission.logits for hmm in fit.draw_each([ones(0.5), ones(0.1)])]
+    drawn.append(fit.draw(ones(0.5)).emission.logits)
+    assert drawn[0].equal(drawn[1])
+    assert drawn[0].equal(drawn[2])
+    assert module.modes == [False] * 3
+    assert (module.training, module.drop.training) == (False, True)
+
+
+@pytest.mark.parametrize("form", [MarginalModel, EnumeratedModel])
+def test_a_network_without_latent_variables_is_fitted_by_any_optimizer(form):
+    """Of one state its log-odds are known: those of the data."""
+    module = Dropout()
+    module.drop = torch.nn.Identity()
+    fit = fit_map(
+        form(module),
+        ones(0.7),
+        num_steps=300,
+        tolerance=None,
+        optimizer=partial(torch.optim.AdamW, lr=0.05, weight_decay=0.0),
+        progress=False,
+    )
+    assert fit.names == []
+    assert fit.values == {}
+    assert module.logit.item() == pytest.approx(math.log(0.7 / 0.3), abs=1e-3)
+
+
+# Held-out data, and averages
+
+
+def by_descent(**options):
+    """A fit that starts at even odds, goes by steps of one length, and records where it was."""
+    module = Dropout()
+    module.drop = torch.nn.Identity()
+    path = []
+
+    class Noted(torch.optim.SGD):
+        def step(self, closure=None):
+            super().step(closure)
+            path.append(module.logit.item())
+
+    common = {"tolerance": None, "progress": False, "optimizer": partial(Noted, lr=0.002)}
+    fit = fit_map(MarginalModel(module), ones(0.9), **common | {"num_steps": 60} | options)
+    return fit, module.logit.item(), path
+
+
+def surprise(logit, share):
+    """Nats per step of ones in a share of the steps."""
+    return math.log(1 + math.exp(logit)) - share * logit
+
+
+def test_the_parameters_that_predict_held_out_data_best_are_kept():
+    """Training goes to log 9, past the best for the data held out, log 3/2."""
+    fit, logit, path = by_descent(validation=ones(0.6), validate_every=2)
+    assert [found.step for found in fit.validation] == list(range(2, 61, 2))
+    for found in fit.validation:
+        assert found.nats == pytest.approx(surprise(path[found.step - 1], 0.6))
+    best = min(fit.validation, key=lambda found: found.nats)
+    assert 2 < best.step < 30
+    assert logit == path[best.step - 1]
+    assert path[-1] > math.log(1.5) + 0.5  # so that it would show
+    drawn = fit.draw(ones(0.6))
+    nats = -drawn.log_prob(ones(0.6).values).mean().item()
+    assert nats == pytest.approx(best.nats)
+    assert f"held out  {best.nats:.4f} nats per step, the best of 30 validations" in fit.summary()
+
+
+def test_patience_ends_a_fit_after_so_many_validations_without_a_better_one():
+    every, _, _ = by_descent(validation=ones(0.6), validate_every=2)
+    best = min(every.validation, key=lambda found: found.nats)
+    fit, _, path = by_descent(validation=ones(0.6), validate_every=2, patience=3)
+    assert len(path) == len(fit.losses) == best.step + 6
+    assert fit.converged
+    assert fit.reason == "3 validations in a row were no better than the best"
+    assert fit.validation == every.validation[: len(fit.validation)]
+
+
+@pytest.mark.parametrize(
+    ("options", "steps"),
+    [
+        ({}, [25, 50, 60]),
+        ({"batch_size": 40}, [*range(3, 61, 3)]),
+        ({"batch_tokens": 30}, [*range(4, 61, 4)]),
+    ],
+)
+def test_by_default_every_round_is_validated_and_the_end(options, steps):
+    fit, _, _ = by_descent(validation=ones(0.6), **options)
+    assert [found.step for found in fit.validation] == steps
+
+
+def test_what_is_held_out_may_be_cut_in_any_way():
+    _, data = drawn_from(truth(), torch.randint(1, 9, (300,)))
+    nats = []
+    for options in ({}, {"batch_size": 7}, {"batch_tokens": 11}):
+        fit = fit_map(
+            tabular(), symbols(), init=from_point(), num_steps=1, validation=data, **options,
+            optimizer=partial(torch.optim.SGD, lr=0.0),
+        )  # fmt: skip
+        nats.append(fit.validation[0].nats)
+    expected = -fit.draw(data).log_prob(data.values).sum().item() / data.num_observed
+    assert nats == pytest.approx([expected] * 3)
+
+
+def test_held_out_data_are_judged_at_the_median_of_a_guide_that_knows_it():
+    model, data = tabular(), symbols()
+    guide = AutoNormal(model)
+    fit = fit_svi(model, guide, data, num_steps=5, validation=data)
+    with torch.no_grad():
+        hmm = poutine.condition(model, data=fit.guide.median(data))(data)
+    nats = -hmm.log_prob(data.values).sum().item() / data.num_observed
+    assert fit.validation == [Validation(5, pytest.approx(nats))]
+
+
+def test_held_out_data_are_judged_at_a_draw_of_a_guide_that_knows_no_median():
+    def model(data):
+        loc = pyro.sample("loc", dist.Normal(0.0, 1.0))
+        law = dist.Normal(torch.stack([loc]), 1.0)
+        hmm = HMM(torch.zeros(1), torch.zeros(1, 1), law, data.lengths)
+        with pyro.plate("data", len(data)):
+            pyro.sample("x", hmm, obs=data.values)
+        return hmm
+
+    seen = []
+
+    def guide(data):
+        scale = pyro.param("scale", torch.tensor(1.0), constraint=constraints.positive)
+        seen.append(pyro.sample("loc", dist.Normal(5.0, scale)).item())
+
+    data = Sequences(torch.zeros(3, 2), torch.tensor([2, 2, 2]))
+    fit = fit_svi(model, guide, data, num_steps=1, validation=data)
+    expected = 0.5 * math.log(2 * math.pi) + 0.5 * seen[-1] ** 2
+    assert fit.validation == [Validation(1, pytest.approx(expected))]
+
+
+def test_a_model_that_returns_no_hmm_cannot_be_validated_and_says_so_first():
+    def model(data):
+        tabular()(data)
+
+    with pytest.raises(TypeError, match="return the HMM"):
+        fit_map(model, symbols(), validation=symbols(), num_steps=10)
+    unseen = Sequences(torch.zeros(1, 2), torch.tensor([2]), torch.zeros(1, 2).bool())
+    with pytest.raises(ValueError, match="validation has no observed step"):
+        fit_map(tabular(), symbols(), validation=unseen, num_steps=10)
+
+
+def test_a_plateau_of_held_out_data_shortens_the_steps():
+    made = []
+
+    def schedule(stepper):
+        made.append(torch.optim.lr_scheduler.ReduceLROnPlateau(stepper, factor=0.5, patience=1))
+        return made[0]
+
+    fit, _, path = by_descent(validation=ones(0.6), validate_every=2, schedule=schedule)
+    best = min(range(len(fit.validation)), key=lambda i: fit.validation[i].nats)
+    assert made[0].last_epoch == len(fit.validation) == 30
+    assert made[0].best == fit.validation[best].nats
+    there = by_descent(validation=ones(0.6), validate_every=2)[2]
+    shorter = 2 * (best + 3)  # two more validations than the best one, none of them better
+    assert path[:shorter] == there[:shorter]
+    step, other = path[shorter] - path[shorter - 1], there[shorter] - there[shorter - 1]
+    assert step == pytest.approx(other / 2)
+
+    with pytest.raises(ValueError, match="mode='min'"):
+        by_descent(
+            validation=ones(0.6),
+            schedule=partial(torch.optim.lr_scheduler.ReduceLROnPlateau, mode="max"),
+        )
+
+
+def test_averages_are_those_of_the_parameters_after_each_step():
+    fit, logit, path = by_descent(average=0.8, validation=ones(0.6), validate_every=60)
+    mean = path[0]
+    for n, value in enumerate(path[1:], start=2):
+        decay = min(0.8, (1 + n) / (10 + n))
+        mean = decay * mean + (1 - decay) * value
+    assert logit == pytest.approx(mean)
+    assert fit.validation[0].nats == pytest.approx(surprise(mean, 0.6))
+    _, last, there = by_descent(average=0.8)
+    assert there == path  # which averages do not touch
+    assert last == logit
 
 
 def test_an_optimizer_is_given_the_parameters_of_model_and_guide():
@@ -837,6 +1105,16 @@ def test_a_log_prior_that_is_not_a_number_ends_the_fit():
         ({"batch_size": 0}, ValueError, "batch_size"),
         ({"batch_size": -2}, ValueError, "batch_size"),
         ({"batch_size": 1.5}, TypeError, "batch_size"),
+        ({"batch_tokens": 0}, ValueError, "batch_tokens"),
+        ({"batch_tokens": 9, "batch_size": 2}, ValueError, "exclude each other"),
+        ({"average": 1.0}, ValueError, "average"),
+        ({"validation": torch.zeros(2, 3)}, TypeError, "validation must be Sequences"),
+        ({"validation": symbols(), "validate_every": 0}, ValueError, "validate_every"),
+        ({"validation": symbols(), "patience": 0}, ValueError, "patience"),
+        ({"validation": symbols(), "restarts": 2}, ValueError, "validation is that of one fit"),
+        ({"validate_every": 2}, ValueError, "validate_every needs validation"),
+        ({"patience": 2}, ValueError, "patience needs validation"),
+        ({"schedule": torch.optim.lr_scheduler.ReduceLROnPlateau}, ValueError, "validation"),
         ({"clip_norm": -1.0}, ValueError, "clip_norm"),
         ({"clip_norm": 0.0}, ValueError, "clip_norm"),
         ({"surprise": 1}, TypeError, "surprise"),

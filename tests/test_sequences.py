@@ -371,6 +371,11 @@ BAD = {  # changes to good arguments; the error; the name and what the message m
         ValueError,
         "total .*at least the number of sequences, 2; got 1",
     ),
+    "total is infinite": (
+        {"total": lambda: float("inf")},
+        ValueError,
+        "total .*at least the number of sequences, 2; got inf",
+    ),
     "total is text": ({"total": lambda: "many"}, TypeError, "total .*str"),
 }
 

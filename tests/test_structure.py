@@ -15,11 +15,11 @@ PACKAGE = Path(pyrohmm.__file__).parent
 
 # First to last: each imports only from those before it.
 ORDER = [
-    "_checks", "_lookup", "sequences", "_compiled", "_compiled_blocks", "_chain", "_steps",
-    "_messages", "_blockwise", "recursions",
+    "_checks", "_lookup", "sequences", "processes", "batches",
+    "_compiled", "_compiled_blocks", "_chain", "_steps", "_messages", "_blockwise", "recursions",
     "distributions", "cooccurrence", "dpp", "msteps",
     "hmm", "modules", "clusters", "blocks", "_emission", "normals", "emissions", "tabular", "dense",
-    "neural", "guides", "models", "starts",
+    "neural", "guides", "models", "validation", "starts",
     "persistence", "checkpoints", "fit", "em", "metrics", "queries", "streaming", "conversion",
     "readers", "datasets", "draws", "inference_data", "plots",
 ]  # fmt: skip

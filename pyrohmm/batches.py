@@ -1,0 +1,128 @@
+"""``Batches``: minibatches without end, of so many sequences or of so many steps each.
+
+Models scale the likelihood of n sequences by ``total / n``. Batches of sequences chosen at random
+stand for the whole set, which is their ``total``. Batches of similar lengths do not stand for it,
+long sequences having lower likelihoods; there the likelihood of each batch is scaled by the number
+of batches of the round, whose mean loss is then exactly that of the whole set.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .processes import Processes
+from .sequences import Sequences
+
+JITTER = 0.1  # by how much of itself a length may seem larger when sequences are sorted
+
+
+class Batches:
+    """Minibatches without end, each sequence once in every round; or always the whole set.
+
+    Args:
+        data: The sequences.
+        batch_size: Number of sequences in a batch.
+        generator: Source of randomness on the CPU; torch's global one by default.
+        batch_tokens: Largest number of steps in a batch, padding included. Sequences of similar
+            length come together, other ones in each round; a longer sequence is a batch alone.
+        processes: Those that share every batch; this one alone by default.
+
+    Example:
+        >>> data = Sequences.from_list([[0] * 5, [1] * 2, [2] * 2, [3] * 2])
+        >>> batches = Batches(data, batch_tokens=6)
+        >>> sorted(tuple(batches.take().values.shape) for _ in range(2))
+        [(1, 5), (3, 2)]
+    """
+
+    def __init__(
+        self,
+        data: Sequences,
+        batch_size: int | None = None,
+        generator: torch.Generator | None = None,
+        *,
+        batch_tokens: int | None = None,
+        processes: Processes | None = None,
+    ) -> None:
+        self.data, self.batch_size, self.batch_tokens = data, batch_size, batch_tokens
+        self.generator, self.processes = generator, processes or Processes()
+        self.whole = None
+        if batch_size is None and batch_tokens is None:
+            self.whole = self.processes.share(data)
+        self.order = torch.empty(0, dtype=torch.long)  # what is left of this round
+        self.sizes = self.order  # of the batches that are left of it
+        self.number = 0  # of batches of this round
+        self.chosen = self.order  # what was taken last
+
+    @property
+    def at_end_of_round(self) -> bool:
+        """Whether each sequence was taken as often as the others."""
+        return len(self.sizes) == 0
+
+    def take(self) -> Sequences:
+        """The next batch, or the share of it that falls to this process."""
+        if self.whole is not None:
+            return self.whole
+        if self.at_end_of_round:
+            self._begin_round()
+        size = int(self.sizes[0])
+        self.chosen, self.order = self.order[:size], self.order[size:]
+        self.sizes = self.sizes[1:]
+        total = self.data.total
+        if self.batch_tokens is not None:
+            total = total * self.number * size / len(self.data)
+        return self.processes.share(self.data.batch(self.chosen, total))
+
+    def _begin_round(self) -> None:
+        if self.batch_tokens is None:
+            order = torch.randperm(len(self.data), generator=self.generator)
+            self.order = self.processes.from_first(order)
+            self.sizes = torch.tensor([len(each) for each in self.order.split(self.batch_size)])
+        else:
+            noise = torch.rand(len(self.data), generator=self.generator, dtype=torch.float64)
+            order = (self.data.lengths * (1 + JITTER * noise)).argsort()
+            parts = cut_by_steps(
+                self.data.lengths, self.processes.from_first(order), self.batch_tokens
+            )
+            shuffled = torch.randperm(len(parts), generator=self.generator)
+            parts = [parts[i] for i in self.processes.from_first(shuffled).tolist()]
+            self.order = torch.cat(parts)
+            self.sizes = torch.tensor([len(each) for each in parts])
+        self.number = len(self.sizes)
+
+    def state(self) -> dict[str, Any]:
+        """What is left of this round, for checkpoints."""
+        return {"order": self.order, "sizes": self.sizes, "number": self.number}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on where another one stood."""
+        self.order, self.sizes, self.number = state["order"], state["sizes"], state["number"]
+
+    def explain(self, error: Exception) -> None:
+        """Say which sequences a minibatch holds, for errors number them within it."""
+        if self.whole is None:
+            error.add_note(f"The minibatch holds the sequences {self.chosen.tolist()}.")
+
+
+def cut_by_steps(lengths: Tensor, order: Tensor, num_steps: int) -> list[Tensor]:
+    """Cut ``order`` into pieces of at most ``num_steps`` steps when padded, or of one sequence.
+
+    Args:
+        lengths: ``(N,)``, of all sequences.
+        order: Integers, which sequences, in the order wanted.
+        num_steps: Of a piece: its longest sequence times their number.
+
+    Example:
+        >>> cut_by_steps(torch.tensor([1, 2, 3, 9]), torch.arange(4), 6)
+        [tensor([0, 1]), tensor([2]), tensor([3])]
+    """
+    sizes, longest = [0], 0
+    for length in lengths[order].tolist():
+        longest = max(longest, length)
+        if sizes[-1] and longest * (sizes[-1] + 1) > num_steps:
+            sizes.append(0)
+            longest = length
+        sizes[-1] += 1
+    return list(order.split(sizes))
