@@ -770,6 +770,17 @@ def fit_svi(
                 if scheduler is not None and not isinstance(scheduler, Plateau):
                     scheduler.step()
                 bar.update()
+                due = batches.at_end_of_round if every is None else (step + 1) % every == 0
+                if held_out is not None and due:
+                    with state.judged() as tensors:
+                        nats = held_out.judge(step + 1, model, guide, tensors)
+                    shown["held_out"] = f"{nats:.4f}"
+                    bar.set_postfix(shown)
+                    if isinstance(scheduler, Plateau):
+                        scheduler.step(nats)
+                    if held_out.is_stale:
+                        converged = True
+                        reason = f"{patience} validations in a row were no better than the best"
                 if (step + 1) % WINDOW == 0:
                     mean = torch.stack(losses[-WINDOW:]).mean(0)
                     level = mean.min().item() / max(data.num_observed, 1)
@@ -783,19 +794,8 @@ def fit_svi(
                                 f"over {WINDOW} steps the loss fell by less than {tolerance:g} "
                                 "of itself"
                             )
-                            break
-                due = batches.at_end_of_round if every is None else (step + 1) % every == 0
-                if held_out is not None and due:
-                    with state.judged() as tensors:
-                        nats = held_out.judge(step + 1, model, guide, tensors)
-                    shown["held_out"] = f"{nats:.4f}"
-                    bar.set_postfix(shown)
-                    if isinstance(scheduler, Plateau):
-                        scheduler.step(nats)
-                    if held_out.is_stale:
-                        converged = True
-                        reason = f"{patience} validations in a row were no better than the best"
-                        break
+                if converged:
+                    break
                 if keeper is not None and keeper.is_due():
                     keeper.save(state.take(losses, time.perf_counter() - begun))
         if keeper is not None and len(steps):

@@ -13,7 +13,9 @@ import torch
 from pyro.infer.autoguide import AutoNormal
 
 from pyrohmm import (
+    HMM,
     GradientStep,
+    HMMModule,
     MarginalModel,
     Sequences,
     TabularHMM,
@@ -97,7 +99,51 @@ def by_em_with_gradient_steps(path, num_steps):
     return [fit.losses, *fit.values.values(), *fit.model.parameters()]
 
 
-FITS = [by_svi, by_map, by_map_restarts, by_em, by_online_em, by_em_with_gradient_steps]
+class Network(HMMModule):
+    """Logits without priors, of which half are dropped at random."""
+
+    def __init__(self):
+        super().__init__()
+        generator = torch.Generator().manual_seed(3)
+        self.logits = torch.nn.Parameter(torch.randn(2, 3, generator=generator))
+        self.moves = torch.nn.Parameter(torch.randn(2, 2, generator=generator))
+        self.drop = torch.nn.Dropout(0.5)
+
+    def forward(self, lengths, observed=None):
+        moves = self.drop(self.moves).log_softmax(-1)
+        emission = pyro.distributions.Categorical(logits=self.drop(self.logits))
+        return HMM(moves[0], moves, emission, lengths, observed)
+
+
+def with_held_out_data(path, num_steps, **options):
+    """All that a fit to minibatches of steps may have to remember."""
+    common = {
+        "batch_tokens": 20,
+        "validation": symbols(1),
+        "generator": torch.Generator().manual_seed(5),
+        "optimizer": functools.partial(torch.optim.AdamW, lr=0.1),
+        "schedule": functools.partial(torch.optim.lr_scheduler.ReduceLROnPlateau, patience=1),
+        "average": 0.7,
+        "tolerance": None,
+    }
+    network = Network()
+    return network, fit_map(
+        MarginalModel(network),
+        symbols(),
+        num_steps=num_steps,
+        checkpoint=path,
+        **common | options,
+    )
+
+
+def by_held_out(path, num_steps):
+    network, fit = with_held_out_data(path, num_steps)
+    return [fit.losses, torch.tensor(fit.validation), *network.parameters()]
+
+
+FITS = [
+    by_svi, by_map, by_map_restarts, by_held_out, by_em, by_online_em, by_em_with_gradient_steps
+]  # fmt: skip
 
 
 def prepare():
@@ -134,7 +180,7 @@ def test_a_fit_that_has_ended_is_read_back(fit, tmp_path):
     first = fit(tmp_path / "x", 5)
     before = (tmp_path / "x").stat().st_mtime_ns
     assert same_bits(fit(tmp_path / "x", 5), first)
-    if fit in (by_svi, by_map):
+    if fit in (by_svi, by_map, by_held_out):
         assert (tmp_path / "x").stat().st_mtime_ns == before
 
 
@@ -146,6 +192,50 @@ def test_a_fit_that_has_converged_is_not_gone_on_with(tmp_path):
     assert again.converged
     assert again.reason == fit.reason
     assert torch.equal(again.losses, fit.losses)
+
+
+def test_patience_that_has_ended_is_not_gone_on_with_unless_there_is_more_of_it(tmp_path):
+    pyro.set_rng_seed(0)
+    whole, _ = with_held_out_data(None, 200, patience=9)
+    pyro.set_rng_seed(0)
+    network, fit = with_held_out_data(tmp_path / "x", 200, patience=2)
+    assert len(fit.losses) < 100
+    again, same = with_held_out_data(tmp_path / "x", 200, patience=2)
+    assert same.reason == fit.reason == "2 validations in a row were no better than the best"
+    assert same.validation == fit.validation
+    assert same_bits(list(again.parameters()), list(network.parameters()))
+    longer, fit = with_held_out_data(tmp_path / "x", 200, patience=9)
+    assert len(fit.losses) > len(same.losses)
+    assert same_bits(list(longer.parameters()), list(whole.parameters()))
+
+
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [
+        ({"batch_tokens": 30}, "batch_tokens"),
+        ({"validation": symbols(2)}, "validation"),
+        ({"average": None}, "average"),
+        ({"validate_every": 3}, "validate_every"),
+    ],
+)
+def test_options_that_change_the_result_are_part_of_what_a_fit_is(options, what, tmp_path):
+    with_held_out_data(tmp_path / "x", 2)
+    with pytest.raises(ValueError, match=f"belongs to another fit: its {what} is"):
+        with_held_out_data(tmp_path / "x", 2, **options)
+
+
+def test_only_one_of_several_processes_writes(tmp_path, often):
+    silent = checkpoints.Checkpoint(tmp_path / "x", {}, writes=False)
+    assert not silent.is_due()
+    silent.save({"losses": torch.zeros(3)})
+    assert silent.load() is None
+
+
+def test_a_file_of_another_version_is_refused(tmp_path, monkeypatch):
+    fit_map(model(), symbols(), num_steps=2, checkpoint=tmp_path / "x")
+    monkeypatch.setattr(checkpoints, "VERSION", checkpoints.VERSION + 1)
+    with pytest.raises(ValueError, match="another version of this package"):
+        fit_map(model(), symbols(), num_steps=2, checkpoint=tmp_path / "x")
 
 
 def kill_and_go_on(fit, path, num_steps, kills, longest):

@@ -479,6 +479,12 @@ def test_progress_is_shown_on_stderr_when_asked_for(progress, capsys):
     assert bool(seen.err) is bool(progress)
 
 
+def test_progress_shows_what_is_held_out(capsys):
+    data = symbols()
+    fit = fit_map(tabular(), data, validation=data, num_steps=26, tolerance=None, progress=True)
+    assert f"held_out={fit.validation[0].nats:.4f}" in capsys.readouterr().err
+
+
 # What steers it
 
 
