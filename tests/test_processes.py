@@ -163,7 +163,8 @@ def found(tmp_path_factory):
     """What each of two processes found."""
     directory = tmp_path_factory.mktemp("processes")
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    torch.multiprocessing.spawn(work, (directory,), nprocs=2)
+    torch.multiprocessing.get_context("forkserver").set_forkserver_preload([__name__])
+    torch.multiprocessing.start_processes(work, (directory,), 2, start_method="forkserver")
     return [torch.load(directory / f"found_{rank}") for rank in (0, 1)]
 
 
