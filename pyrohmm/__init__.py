@@ -41,6 +41,7 @@ from .guides import RotationGuide as RotationGuide
 from .hmm import HMM as HMM
 from .hmm import Forecast as Forecast
 from .inference_data import to_arviz as to_arviz
+from .models import CarriedModel as CarriedModel
 from .models import CooccurrenceModel as CooccurrenceModel
 from .models import EnumeratedModel as EnumeratedModel
 from .models import MarginalModel as MarginalModel
@@ -70,6 +71,7 @@ from .tabular import sticky as sticky
 __all__ = [
     "HMM",
     "BlockHMM",
+    "CarriedModel",
     "CooccurrenceModel",
     "DenseHMM",
     "DiversityPrior",

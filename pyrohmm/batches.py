@@ -19,6 +19,35 @@ from .sequences import Sequences
 JITTER = 0.1  # by how much of itself a length may seem larger when sequences are sorted
 
 
+class Window(Sequences):
+    """Pieces of sequences, which some streams hold one after the other.
+
+    Args:
+        values: ``(N, T, *E)``.
+        lengths: ``(N,)`` integers.
+        streams: ``(N,)`` integers, which stream holds each piece; those of one in their order.
+        begins: ``(N,)`` booleans, whether a piece begins; or goes on from where the stream ended in
+            the window before.
+        total: As in :class:`Sequences`.
+    """
+
+    def __init__(
+        self,
+        values: Tensor,
+        lengths: Tensor,
+        streams: Tensor,
+        begins: Tensor,
+        total: float | None = None,
+    ) -> None:
+        super().__init__(values, lengths, total=total)
+        self.streams, self.begins = streams, begins
+
+    def to(self, device: torch.device | str) -> Window:
+        """Copy to ``device`` what is not there yet."""
+        values = self.values.to(device)
+        return Window(values, self.lengths, self.streams, self.begins, self.total)
+
+
 class Batches:
     """Minibatches without end, each sequence once in every round; or always the whole set.
 
@@ -28,6 +57,9 @@ class Batches:
         generator: Source of randomness on the CPU; torch's global one by default.
         batch_tokens: Largest number of steps in a batch, padding included. Sequences of similar
             length come together, other ones in each round; a longer sequence is a batch alone.
+        windows: ``(streams, steps)``: the sequences of a round, one after the other, are parted
+            into streams of equal length, and each batch is the next so many steps of every stream.
+            See :class:`Window`.
         processes: Those that share every batch; this one alone by default.
 
     Example:
@@ -44,12 +76,18 @@ class Batches:
         generator: torch.Generator | None = None,
         *,
         batch_tokens: int | None = None,
+        windows: tuple[int, int] | None = None,
         processes: Processes | None = None,
     ) -> None:
         self.data, self.batch_size, self.batch_tokens = data, batch_size, batch_tokens
         self.generator, self.processes = generator, processes or Processes()
+        self.windows = windows
+        if windows is not None and (data.has_gaps or data.labels is not None):
+            raise ValueError("windows are of sequences without gaps or labels; give batch_size.")
+        if windows is not None and self.processes.size > 1:
+            raise ValueError("windows go on from each other, and cannot be shared by processes.")
         self.whole = None
-        if batch_size is None and batch_tokens is None:
+        if batch_size is None and batch_tokens is None and windows is None:
             self.whole = self.processes.share(data)
         self.order = torch.empty(0, dtype=torch.long)  # what is left of this round
         self.sizes = self.order  # of the batches that are left of it
@@ -67,6 +105,9 @@ class Batches:
             return self.whole
         if self.at_end_of_round:
             self._begin_round()
+        if self.windows is not None:
+            self.sizes = self.sizes[1:]
+            return self._window(self.number - len(self.sizes) - 1)
         size = int(self.sizes[0])
         self.chosen, self.order = self.order[:size], self.order[size:]
         self.sizes = self.sizes[1:]
@@ -76,7 +117,12 @@ class Batches:
         return self.processes.share(self.data.batch(self.chosen, total))
 
     def _begin_round(self) -> None:
-        if self.batch_tokens is None:
+        if self.windows is not None:
+            self.order = torch.randperm(len(self.data), generator=self.generator)
+            streams, steps = self.windows
+            length = -(-int(self.data.lengths.sum()) // streams)
+            self.sizes = torch.full((-(-length // steps),), streams)
+        elif self.batch_tokens is None:
             order = torch.randperm(len(self.data), generator=self.generator)
             self.order = self.processes.from_first(order)
             self.sizes = torch.tensor([len(each) for each in self.order.split(self.batch_size)])
@@ -91,6 +137,42 @@ class Batches:
             self.order = torch.cat(parts)
             self.sizes = torch.tensor([len(each) for each in parts])
         self.number = len(self.sizes)
+
+    def _pieces(self, number: int) -> list[list[tuple[int, int, int]]]:
+        """For each stream, its pieces in a window: of which sequence, from where and how long."""
+        assert self.windows is not None
+        streams, steps = self.windows
+        lengths = self.data.lengths[self.order]
+        ends = lengths.cumsum(0)
+        total = int(ends[-1])
+        length = -(-total // streams)
+        found: list[list[tuple[int, int, int]]] = [[] for _ in range(streams)]
+        for stream, pieces in enumerate(found):
+            low = stream * length + number * steps
+            high = min(low + steps, (stream + 1) * length, total)
+            place = int(torch.searchsorted(ends, low, right=True))
+            while low < high:
+                end = min(high, int(ends[place]))
+                pieces.append(
+                    (int(self.order[place]), low - int(ends[place] - lengths[place]), end - low)
+                )
+                low, place = end, place + 1
+        return found
+
+    def _window(self, number: int) -> Window:
+        """The next steps of each stream."""
+        found = [
+            (stream, *piece, place > 0 or number == 0 or piece[1] == 0)
+            for stream, pieces in enumerate(self._pieces(number))
+            for place, piece in enumerate(pieces)
+        ]
+        streams, rows, firsts, sizes, begins = (torch.tensor(each) for each in zip(*found))
+        clock = torch.arange(int(sizes.max()))
+        places = (firsts.unsqueeze(-1) + clock).clamp(max=self.data.num_steps - 1)
+        device = self.data.values.device
+        values = self.data.values[rows.to(device).unsqueeze(-1), places.to(device)]
+        total = self.data.total * self.number * len(rows) / len(self.data)
+        return Window(values, sizes, streams, begins, total)
 
     def state(self) -> dict[str, Any]:
         """What is left of this round, for checkpoints."""

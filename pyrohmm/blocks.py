@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from functools import cached_property
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from pyro.distributions import Categorical
@@ -418,19 +418,26 @@ class Products:
     @cached_property
     def log_shares(self) -> Tensor:
         """Log-probability of the next block, ``(K, B)``."""
-        if self.block_logits is not None:
-            return self.block_logits.log_softmax(-1)
-        sums = _SumsOfBlocks.apply(self.leave, self.enter, self.blocks._states)
-        return sums.log_softmax(-1)
+        return self.shares_of(self.leave, self.block_logits)
+
+    def shares_of(self, leave: Tensor, block_logits: Tensor | None) -> Tensor:
+        """The same from states with the vectors ``leave`` ``(n, D)``, ``(n, B)``."""
+        if block_logits is not None:
+            return block_logits.log_softmax(-1)
+        return _SumsOfBlocks.apply(leave, self.enter, self.blocks._states).log_softmax(-1)
+
+    def moves_of(self, leave: Tensor, log_shares: Tensor) -> Tensor:
+        """Log-probabilities of the next state, ``(n, K)``, from states with vectors ``(n, D)``."""
+        parts = (leave @ self.enter.mT).split(self.blocks.sizes.tolist(), -1)
+        shares = log_shares.unsqueeze(-1).unbind(-2)
+        return torch.cat([each.log_softmax(-1) + own for each, own in zip(parts, shares)], -1)
 
     def rows(self, states: Tensor) -> Tensor:
-        """Log-probabilities of the next state, ``(*, K)``, from ``states`` ``(*)``."""
-        scores = self.leave[states] @ self.enter.mT
+        """Log-probabilities of the next state, ``(n, K)``, from ``states`` ``(n,)``."""
+        leave = self.leave[states]
         if self.block_logits is None:
-            return scores.log_softmax(-1)
-        parts = scores.split(self.blocks.sizes.tolist(), -1)
-        shares = self.block_logits[states].log_softmax(-1).unsqueeze(-1).unbind(-2)
-        return torch.cat([each.log_softmax(-1) + own for each, own in zip(parts, shares)], -1)
+            return (leave @ self.enter.mT).log_softmax(-1)
+        return self.moves_of(leave, self.block_logits[states].log_softmax(-1))
 
     def matrix(self) -> Tensor:
         """All of them, ``(K, K)``."""
@@ -453,6 +460,36 @@ class BlockPosterior(NamedTuple):
     log_evidence: Tensor
     probs: Tensor
     states: Tensor
+
+
+class Ending(NamedTuple):
+    """The law of the last state of each sequence, given all its observations.
+
+    Attributes:
+        states: ``(N, w)`` integers, the states of the block of its last symbol; -1 beyond them.
+        log_probs: ``(N, w)``.
+    """
+
+    states: Tensor
+    log_probs: Tensor
+
+
+class Before(NamedTuple):
+    """What came before some sequences: blocks of states that are left, and never entered.
+
+    Attributes:
+        leave: ``(G, D)``, vectors of these states, those of a block side by side.
+        log_shares: ``(G, B)``, log-probability of the next block.
+        sizes: ``(b,)``, number of states of each of these blocks.
+        block: ``(N,)``, which of them each sequence comes from; -1 if it begins anew.
+        log_probs: ``(N, w)``, of the states of that block.
+    """
+
+    leave: Tensor
+    log_shares: Tensor
+    sizes: Tensor
+    block: Tensor
+    log_probs: Tensor
 
 
 class BlockHMM(HMM):
@@ -525,6 +562,7 @@ class BlockHMM(HMM):
         self.log_emission = log_emission.masked_fill(~exists, -torch.inf)
         self.lengths, self.observed, self.allowed = lengths, observed, None
         self.transition_per_step = self.emission_per_step = False
+        self.before: Before | None = None  # of sequences that go on from others
         TorchDistribution.__init__(
             self, lengths.shape, torch.Size((num_steps,)), validate_args=validate_args
         )
@@ -570,12 +608,28 @@ class BlockHMM(HMM):
 
     def dense(self) -> HMM:
         """The same law as an HMM that knows nothing of blocks."""
+        initial = self.log_initial
+        if self.before is not None:
+            initial = self._continued(initial)
         hmm = HMM(
-            self.log_initial, self.log_transition, self.emission, self.lengths, self.observed,
+            initial, self.log_transition, self.emission, self.lengths, self.observed,
             validate_args=False, allowed=self.allowed,
         )  # fmt: skip
         hmm._validate_args = self._validate_args
         return hmm
+
+    def _continued(self, initial: Tensor) -> Tensor:
+        """The law of the first state of each sequence ``(N, K)``, where some go on from others."""
+        before = self.before
+        assert before is not None
+        moves = cast(Products, self.transition).moves_of(before.leave, before.log_shares)
+        moves = moves.split(before.sizes.tolist())
+        rows = [
+            initial if block < 0
+            else (moves[block] + law[: len(moves[block])].unsqueeze(-1)).logsumexp(0)
+            for block, law in zip(before.block.tolist(), before.log_probs)
+        ]  # fmt: skip
+        return torch.stack(rows)
 
     def _with(self, **changes: Any) -> HMM:
         if not set(changes) <= {"lengths", "observed"} and changes.get("allowed") is not None:
@@ -597,10 +651,7 @@ class BlockHMM(HMM):
         if self.observed is not None:
             return self.dense().log_prob(values)
         symbols, lengths, batch = self._read(values)
-        found = _blockwise.log_evidence(
-            self.blocks.symbol_block[symbols.cpu()], lengths, self.blocks._states,
-            *(*self._scores(), *self._seen(symbols)),
-        )  # fmt: skip
+        found = _blockwise.log_evidence(*self._chain_in_blocks(symbols, lengths))
         if self._validate_args:
             check_no_nan("the log-likelihood of values", found, "Look for NaN in the parameters.")
         return found.reshape(batch)
@@ -608,25 +659,34 @@ class BlockHMM(HMM):
     def posterior_in_blocks(self, values: Tensor) -> BlockPosterior:
         """The law of each state given all observations, within the block of its symbol."""
         symbols, lengths, batch = self._read(values)
-        blocks = self.blocks.symbol_block[symbols.cpu()]
         with torch.no_grad():
-            leave, enter, shares = self._scores()
-            first, seen = (each.detach() for each in self._seen(symbols))
+            *chain, seen = self._chain_in_blocks(symbols, lengths)
+            chain = [each.detach() if isinstance(each, Tensor) else each for each in chain]
+            seen = seen.detach()
         with torch.enable_grad():
             seen.requires_grad_()
-            found = _blockwise.log_evidence(
-                blocks, lengths, self.blocks._states, leave.detach(),
-                None if enter is None else enter.detach(),
-                None if shares is None else shares.detach(), first, seen,
-            )  # fmt: skip
+            found = _blockwise.log_evidence(*chain, seen)  # type: ignore[call-arg]
             (probs,) = torch.autograd.grad(found.sum(), seen)
+        if self.before is not None:  # what came before is no step of these
+            later = (self.before.block >= 0).long().unsqueeze(-1) + torch.arange(symbols.size(1))
+            later = later.to(probs.device).unsqueeze(-1).expand(-1, -1, self.blocks.width)
+            probs = probs.gather(1, later)
         exists = torch.arange(symbols.size(1)) < lengths.unsqueeze(-1)
+        blocks = self.blocks.symbol_block[symbols.cpu()]
         states = self.blocks.states[blocks].masked_fill(~exists.unsqueeze(-1), -1)
         shape = (*batch, symbols.size(1), self.blocks.width)
         return BlockPosterior(
             found.detach().reshape(batch), probs.reshape(shape),
             states.to(probs.device).reshape(shape),
         )  # fmt: skip
+
+    def ending(self, values: Tensor) -> Ending:
+        """The law of the last state of each sequence ``(N, T)``, given its symbols."""
+        found = self.posterior_in_blocks(values)
+        last = (self.lengths.to(found.probs.device) - 1).reshape(-1, 1, 1)
+        last = last.expand(-1, 1, self.blocks.width)
+        states, probs = (each.gather(1, last).squeeze(1) for each in (found.states, found.probs))
+        return Ending(states, probs.log())
 
     def posterior(self, values: Tensor) -> Posterior:
         """Smooth: evidence ``(*B)``, states ``(*B, T, K)``, expected moves ``(*B, K, K)``.
@@ -702,6 +762,36 @@ class BlockHMM(HMM):
             return self.transition, None, None
         return self.transition.leave, self.transition.enter, self.transition.log_shares
 
+    def _chain_in_blocks(self, symbols: Tensor, lengths: Tensor) -> tuple[Any, ...]:
+        """What :func:`_blockwise.log_evidence` reads."""
+        blocks, states = self.blocks.symbol_block[symbols.cpu()], self.blocks._states
+        scores, (first, seen) = self._scores(), self._seen(symbols)
+        if self.before is None:
+            return blocks, lengths, states, *scores, first, seen
+        # a sequence that goes on from another has one more step, whose law is known
+        before, (leave, enter, shares) = self.before, scores
+        assert enter is not None
+        assert shares is not None
+        sizes = torch.cat([states.sizes, before.sizes])
+        width = max(states.width, before.log_probs.size(-1))
+        states = States(bounds(sizes), torch.arange(int(sizes.sum())), sizes, width)
+        leave = torch.cat([leave, before.leave])
+        enter = torch.cat([enter, torch.zeros_like(before.leave)])  # they are never entered
+        shares = torch.cat([shares, before.log_shares])
+        goes_on = before.block >= 0
+        earlier = (before.block + self.blocks.num_blocks).unsqueeze(-1)
+        blocks = torch.where(
+            goes_on.unsqueeze(-1), torch.cat([earlier, blocks], 1), torch.cat([blocks, earlier], 1)
+        )
+        there = goes_on.to(seen.device).reshape(-1, 1)
+        first, seen = (_widened(each, width) for each in (first, seen))
+        law = _widened(before.log_probs, width).unsqueeze(1)
+        seen = torch.where(
+            there.unsqueeze(-1), torch.cat([law, seen], 1), torch.cat([seen, law], 1)
+        )
+        first = torch.where(there, torch.zeros_like(first), first)
+        return blocks, lengths + goes_on, states, leave, enter, shares, first, seen
+
     def _seen(self, symbols: Tensor) -> tuple[Tensor, Tensor]:
         """Log-probabilities of the first state ``(N, w)`` and of the symbols ``(N, T, w)``."""
         states = self.blocks.states[self.blocks.symbol_block[symbols[:, 0].cpu()]]
@@ -739,3 +829,8 @@ class BlockHMM(HMM):
         rows.scatter_(1, states.masked_fill(states < 0, size), laws)
         out[plan.where.to(laws.device)] = rows
         return out[:, :-1].reshape(*shape, size)
+
+
+def _widened(logs: Tensor, width: int) -> Tensor:
+    """Logarithms ``(*, w)`` with zero probabilities beyond."""
+    return torch.nn.functional.pad(logs, (0, width - logs.size(-1)), value=-torch.inf)

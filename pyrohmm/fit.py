@@ -570,6 +570,7 @@ def fit_svi(
     learning_rate: float = 0.01,
     batch_size: int | None = None,
     batch_tokens: int | None = None,
+    windows: tuple[int, int] | None = None,
     elbo: ELBO | _EachRestart | None = None,
     optimizer: OptimizerFactory | None = None,
     schedule: ScheduleFactory | None = None,
@@ -611,6 +612,9 @@ def fit_svi(
         batch_tokens: Largest number of steps in a minibatch, padding included, in place of
             ``batch_size``: sequences of similar length come together, each once in every round, and
             a longer one is a batch alone. The mean loss of a round is that of the whole set.
+        windows: ``(streams, steps)``, in place of both: the sequences of a round, one after the
+            other, are parted into so many streams, and each minibatch is the next so many steps of
+            all. For a :class:`pyrohmm.CarriedModel`.
         elbo: The objective; ``TraceEnum_ELBO`` if the model enumerates sites, else ``Trace_ELBO``.
         optimizer: Called with the parameters, returns a torch optimizer.
         schedule: Called with the optimizer, returns a torch learning-rate scheduler, which is
@@ -662,7 +666,7 @@ def fit_svi(
         True
     """
     _check(model, data, num_steps, clip_norm, average)
-    _check_batches(batch_size, batch_tokens)
+    _check_batches(batch_size, batch_tokens, windows)
     _check_validation(validation, validate_every, patience)
     if isinstance(guide, AutoGuide):
         _rename(guide)
@@ -670,7 +674,12 @@ def fit_svi(
     processes = Processes.all()
     with pyro.get_param_store().scope() as store, in_mode(True, model, guide):
         batches = Batches(
-            data, batch_size, generator, batch_tokens=batch_tokens, processes=processes
+            data,
+            batch_size,
+            generator,
+            batch_tokens=batch_tokens,
+            windows=windows,
+            processes=processes,
         )
         probe = follow(model, guide, data[:1] if batches.whole is None else batches.whole)
         with poutine.block(), torch.no_grad():
@@ -711,6 +720,7 @@ def fit_svi(
                 "clip_norm": clip_norm,
                 "batch_size": batch_size,
                 "batch_tokens": batch_tokens,
+                "windows": None if windows is None else list(windows),
                 "average": average,
                 "data": fingerprint(data),
                 "validation": None if validation is None else fingerprint(validation),
@@ -859,14 +869,21 @@ def _check(
         raise ValueError(f"average must be between 0 and 1, such as 0.999; got {average}.")
 
 
-def _check_batches(batch_size: int | None, batch_tokens: int | None) -> None:
+def _check_batches(
+    batch_size: int | None, batch_tokens: int | None, windows: tuple[int, int] | None
+) -> None:
     for name, given in (("batch_size", batch_size), ("batch_tokens", batch_tokens)):
         if given is not None:
             check_size(name, given)
-    if batch_size is not None and batch_tokens is not None:
+    if windows is not None:
+        if not isinstance(windows, tuple) or len(windows) != 2:
+            raise TypeError(f"windows must be a pair, (streams, steps); got {windows!r}.")
+        for name, given in zip(("the streams of windows", "the steps of windows"), windows):
+            check_size(name, given)
+    if sum(each is not None for each in (batch_size, batch_tokens, windows)) > 1:
         raise ValueError(
-            "batch_size and batch_tokens exclude each other: a minibatch has a number of "
-            "sequences, or of steps. Give one of them."
+            "batch_size, batch_tokens and windows exclude each other: a minibatch has a number of "
+            "sequences, or of steps, or the next steps of streams. Give one of them."
         )
 
 

@@ -24,10 +24,13 @@ from torch.distributions import constraints
 
 from . import cooccurrence
 from ._checks import check_size
+from .batches import Window
+from .blocks import Ending
 from .cooccurrence import Pairs
 from .distributions import in_each_state, is_categorical
 from .hmm import HMM, emit, emit_per_step
 from .modules import HMMModule, OwnParameters
+from .neural import NeuralHMM
 from .sequences import Sequences
 
 LogPrior = Callable[[HMM], Tensor]
@@ -108,6 +111,70 @@ class MarginalModel(_Model):
 
     def _observe(self, hmm: HMM, values: Tensor) -> None:
         pyro.sample("x", hmm, obs=values)
+
+
+class CarriedModel(MarginalModel):
+    """A :class:`MarginalModel` for windows of long sequences, which are read one after the other.
+
+    A piece that goes on from the window before (see :class:`pyrohmm.batches.Window`) begins in the
+    law of the state there, given all that was read since its sequence began. No gradient passes
+    from window to window. A sequence begins as it would anywhere, in training as in evaluation:
+    what is fitted is the model of whole sequences, and for them the one of the other models.
+
+    Args:
+        module: A :class:`pyrohmm.NeuralHMM` whose blocks are disjoint.
+        num_streams: How many streams the windows have.
+        log_prior: A further log-density of the HMM built.
+
+    Example:
+        >>> from pyrohmm import blocks
+        >>> _ = pyro.set_rng_seed(0)
+        >>> two = blocks.from_clusters(torch.tensor([0, 0, 1]), 2)
+        >>> model = CarriedModel(NeuralHMM(4, 3, 8, blocks=two), num_streams=2)
+        >>> data = Sequences.from_list([[0, 1, 2] * 20, [2, 0] * 20])
+        >>> fit = fit_map(model, data, windows=(2, 10), num_steps=50)
+        >>> bool(fit.losses[-1] < fit.losses[0])
+        True
+    """
+
+    def __init__(
+        self, module: NeuralHMM, num_streams: int, log_prior: LogPrior | None = None
+    ) -> None:
+        super().__init__(module, log_prior)
+        check_size("num_streams", num_streams)
+        blocks = getattr(module, "blocks", None)
+        if blocks is None or not blocks.disjoint:
+            raise ValueError("module must have blocks that are disjoint, for laws to be carried.")
+        shape = num_streams, blocks.width
+        self.register_buffer("states", torch.full(shape, -1))
+        self.register_buffer("log_probs", torch.zeros(shape))
+
+    def forward(self, data: Sequences) -> HMM:
+        """Run the model on ``data`` and return the HMM that was built."""
+        if not isinstance(data, Window):
+            return super().forward(data)
+        if int(data.streams.max()) >= len(self.states):
+            raise ValueError(
+                f"num_streams must be that of the windows, at least {int(data.streams.max()) + 1}; "
+                f"got {len(self.states)}."
+            )
+        continues = data.streams.masked_fill(data.begins, -1)
+        # as they are now: they will be replaced before a gradient is taken
+        carried = Ending(self.states.clone(), self.log_probs.clone())
+        hmm, kept = self.module.go_on(data.lengths, carried, continues)
+        if self.log_prior is not None:
+            pyro.factor("log_prior", self.log_prior(hmm))
+        with pyro.plate("sequences", data.total, subsample=torch.arange(len(data))):
+            self._observe(hmm, data.values)
+        ending = hmm.ending(data.values)
+        last = torch.ones_like(data.streams, dtype=torch.bool)
+        last[:-1] = data.streams[1:] != data.streams[:-1]
+        rows, streams, width = ending.states[last], data.streams[last], ending.states.size(1)
+        self.states[streams] = -1
+        own = kept[rows.clamp(min=0)].masked_fill(rows < 0, -1)
+        self.states[streams, :width] = own
+        self.log_probs[streams, :width] = ending.log_probs[last].to(self.log_probs.dtype)
+        return hmm
 
 
 class EnumeratedModel(_Model):

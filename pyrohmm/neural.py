@@ -12,7 +12,7 @@ References:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from pyro.distributions import Categorical
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from ._checks import check_size
 from ._lookup import take_rows
-from .blocks import BlockHMM, Blocks, Products, log_emission
+from .blocks import Before, BlockHMM, Blocks, Ending, Products, log_emission
 from .hmm import HMM
 from .modules import HMMModule
 
@@ -206,10 +206,8 @@ class _Large(HMMModule):
     def forward(self, lengths: Tensor, observed: Tensor | None = None) -> HMM:
         """Build the HMM for sequences of ``lengths`` ``(*B)``."""
         if self.training and self.dropout:
-            states = draw_states(self.num_states, self.blocks, self.dropout)
-            blocks = None if self.blocks is None else self.blocks.keep(states)
-            device = next(self.parameters()).device
-            return self._build(states.to(device), blocks, lengths, observed)
+            states, blocks = self._draw()
+            return self._build(states, blocks, lengths, observed)
         if self.training or torch.is_grad_enabled():
             return self._build(None, self.blocks, lengths, observed)
         # nothing is to be learnt: what was computed last still holds, if no parameter has changed
@@ -223,6 +221,12 @@ class _Large(HMMModule):
         if now:
             self._last = now, [each._version for each in now], hmm
         return hmm
+
+    def _draw(self) -> tuple[Tensor, Blocks | None]:
+        """States to keep, and their blocks."""
+        states = draw_states(self.num_states, self.blocks, self.dropout)
+        blocks = None if self.blocks is None else self.blocks.keep(states)
+        return states.to(next(self.parameters()).device), blocks
 
     def _build(
         self, states: Tensor | None, blocks: Blocks | None, lengths: Tensor, observed: Tensor | None
@@ -333,14 +337,7 @@ class NeuralHMM(_Large):
     def _build(
         self, states: Tensor | None, blocks: Blocks | None, lengths: Tensor, observed: Tensor | None
     ) -> HMM:
-        tables = [getattr(self, f"{use}_vectors") for use in USES]
-        if self.share:
-            found = [tables[0](states)] * 4
-        else:
-            found = [each(states) for each in tables]
-        if self.factored:
-            found = [getattr(self, f"{use}_joint")(each) for use, each in zip(USES, found)]
-        start, leave, enter, emit = found
+        start, leave, enter, emit = self._vectors(states)
         initial = self.start_score(self.start_net(start)).squeeze(-1).log_softmax(-1)
         leave, emit = self.leave_net(leave), self.emit_net(emit)
         words, bias = self.words(), self.bias
@@ -356,6 +353,63 @@ class NeuralHMM(_Large):
             moves = (leave @ enter.mT).log_softmax(-1)
         table = log_emission(emit, words, bias, blocks)
         return BlockHMM(initial, moves, table, blocks, lengths, observed)
+
+    def _vectors(self, states: Tensor | None, uses: tuple[str, ...] = USES) -> list[Tensor]:
+        """Embeddings of states, or of all, for some uses."""
+        if self.share:
+            found = [self.start_vectors(states)] * len(uses)
+        else:
+            found = [getattr(self, f"{use}_vectors")(states) for use in uses]
+        if self.factored:
+            return [getattr(self, f"{use}_joint")(each) for use, each in zip(uses, found)]
+        return found
+
+    def go_on(
+        self, lengths: Tensor, ending: Ending | None, continues: Tensor
+    ) -> tuple[BlockHMM, Tensor]:
+        """The HMM for sequences of which some go on from where others ended.
+
+        The law of the state there is given, and no gradient passes to it; the move from there to
+        the first step is one of this HMM. In training mode states are dropped, but those that the
+        others may have ended in can be left all the same.
+
+        Args:
+            lengths: ``(N,)`` integers.
+            ending: Of the others; their states numbered as those of the whole model.
+            continues: ``(N,)`` integers, which of the others each goes on from; -1 if from none.
+
+        Returns:
+            The HMM, and which states of the whole model its states are, ``(K',)``.
+        """
+        if self.blocks is None or not self.blocks.disjoint:
+            raise ValueError("what goes on in windows must have blocks that are disjoint.")
+        every = torch.arange(self.num_states, device=next(self.parameters()).device)
+        states, blocks = (None, self.blocks)
+        if self.training and self.dropout:
+            states, kept = self._draw()
+            assert kept is not None
+            blocks = kept
+        hmm = cast(BlockHMM, self._build(states, blocks, lengths, None))
+        goes_on = continues >= 0
+        if ending is not None and bool(goes_on.any()):
+            sources, place = continues[goes_on].unique(return_inverse=True)
+            rows = ending.states[sources]
+            exist = rows >= 0
+            (leave,) = self._vectors(rows[exist], ("leave",))
+            leave = self.leave_net(leave)
+            logits = self.block_score(leave) if self.two_level else None
+            block = torch.full(continues.shape, -1)
+            block[goes_on] = place
+            laws = ending.log_probs.new_full((len(continues), rows.size(1)), -torch.inf)
+            laws[goes_on] = ending.log_probs[continues[goes_on]].detach()
+            hmm.before = Before(
+                leave,
+                cast(Products, hmm.transition).shares_of(leave, logits),
+                exist.sum(-1).cpu(),
+                block,
+                laws,
+            )
+        return hmm, every if states is None else states
 
 
 class ScalarHMM(_Large):

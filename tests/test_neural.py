@@ -12,6 +12,7 @@ from torch import nn
 
 from pyrohmm import (
     HMM,
+    CarriedModel,
     DiversityPrior,
     EnumeratedModel,
     MarginalModel,
@@ -23,6 +24,7 @@ from pyrohmm import (
     fit_map,
     fit_svi,
 )
+from pyrohmm.batches import Batches
 from pyrohmm.neural import CharacterWords, Residual, draw_states
 
 RAGGED = blocks.from_clusters(torch.tensor([0, 0, 0, 1, 1, 2]), torch.tensor([3, 1, 2]))
@@ -252,3 +254,110 @@ def test_what_does_not_fit_is_refused():
     with pytest.raises(ValueError, match="num_filters must be one number, or one for each of 2"):
         CharacterWords(["a"], 4, widths=(1, 2), num_filters=[3])
     assert isinstance(make("no blocks").words, nn.Module)
+
+
+# Windows of long sequences ------------------------------------------------------------------------
+
+
+def windowed(sequences, num_streams, num_steps, generator=None):
+    """All windows of a round."""
+    batches = Batches(sequences, generator=generator, windows=(num_streams, num_steps))
+    found = [batches.take()]
+    while not batches.at_end_of_round:
+        found.append(batches.take())
+    return found
+
+
+@pytest.mark.parametrize("shape", [(1, 3), (2, 4), (3, 100), (5, 1)])
+def test_windows_hold_every_step_once_and_in_order(shape):
+    torch.manual_seed(0)
+    data = Sequences.from_list([torch.arange(n) + 100 * i for i, n in enumerate((7, 1, 12, 4))])
+    windows = windowed(data, *shape)
+    streams = [[] for _ in range(shape[0])]
+    for window in windows:
+        assert window.total * sum(window.lengths.tolist()) > 0
+        for row, length, stream, begins in zip(
+            window.values, window.lengths, window.streams, window.begins
+        ):
+            steps = row[:length].tolist()
+            goes_on = bool(streams[stream]) and steps[0] == streams[stream][-1] + 1
+            assert goes_on != bool(begins)
+            streams[stream] += steps
+    every = [step for stream in streams for step in stream]
+    assert sorted(every) == sorted(data.values[data.exists].tolist())
+    assert max(map(len, streams)) - min(map(len, streams)) <= shape[0] + max(map(len, streams)) - (
+        len(every) // shape[0]
+    )
+    # the mean over windows of the scaled likelihood is that of the whole
+    weights = sum(window.total / len(window) * window.num_observed for window in windows)
+    assert weights / len(windows) == pytest.approx(data.num_observed)
+
+
+@pytest.mark.parametrize("two_level", [False, True])
+def test_windows_have_the_evidence_of_the_sequences_they_are_of(two_level):
+    module = NeuralHMM(6, 6, 8, blocks=RAGGED, two_level=two_level).double().eval()
+    data = Sequences(torch.randint(6, (4, 9)), torch.tensor([9, 1, 6, 3]))
+    model = CarriedModel(module, 1).double()
+    found = 0.0
+    for window in windowed(data, 1, 4):
+        with torch.no_grad():
+            hmm = model(window)
+            evidence = hmm.log_prob(window.values)
+            torch.testing.assert_close(evidence, hmm.dense().log_prob(window.values))
+        found += evidence.sum().item()
+    wanted = module(data.lengths).log_prob(data.values).sum().item()
+    assert found == pytest.approx(wanted, rel=1e-12)
+
+
+def test_with_other_states_dropped_in_each_window_the_law_is_that_of_the_paper(monkeypatch):
+    """The sum over the kept states of the window before of law times move to those kept now."""
+    pyro.set_rng_seed(3)
+    module = NeuralHMM(6, 6, 8, blocks=RAGGED, dropout=0.4).double()
+    whole = module.eval()(torch.tensor([1]))
+    module.train()
+    data = Sequences(torch.tensor([[0, 5, 2, 1, 4, 0]]), torch.tensor([6]))
+    model, before, seen = CarriedModel(module, 1).double(), None, []
+    go_on = module.go_on
+    monkeypatch.setattr(module, "go_on", lambda *given: seen.append(go_on(*given)) or seen[-1])
+    for window in windowed(data, 1, 2):
+        hmm, kept = model(window), seen[-1][1]
+        logits = whole.log_transition
+        if before is not None:
+            states, laws = before
+            exist = states >= 0
+            moves = logits[states[exist]][:, kept].log_softmax(-1)
+            first = (laws[exist].unsqueeze(-1) + moves).logsumexp(0)
+            plain = HMM(first, hmm.log_transition, hmm.emission, window.lengths)
+            torch.testing.assert_close(hmm.log_prob(window.values), plain.log_prob(window.values))
+        before = model.states[0].clone(), model.log_probs[0].clone()
+        assert set(before[0][before[0] >= 0].tolist()) <= set(kept.tolist())
+
+
+def test_a_fit_in_windows_goes_on_from_a_checkpoint_with_the_same_bits(tmp_path):
+    data = Sequences(torch.randint(6, (6, 20)), torch.tensor([20, 3, 17, 11, 9, 20]))
+
+    def fit(steps, checkpoint=None):
+        pyro.set_rng_seed(4)
+        module = NeuralHMM(6, 6, 8, blocks=RAGGED, dropout=0.3)
+        return fit_map(
+            CarriedModel(module, 2), data, num_steps=steps, windows=(2, 7), checkpoint=checkpoint,
+            tolerance=None, learning_rate=0.01,
+        )  # fmt: skip
+
+    straight = fit(12)
+    fit(5, tmp_path / "fit")
+    again = fit(12, tmp_path / "fit")
+    assert torch.equal(straight.losses, again.losses)
+
+
+def test_windows_that_cannot_be_are_refused():
+    data = Sequences(torch.randint(6, (2, 5)), torch.tensor([5, 5]))
+    module = NeuralHMM(6, 6, 8, blocks=RAGGED)
+    with pytest.raises(ValueError, match="num_streams must be that of the windows, at least 3"):
+        fit_map(CarriedModel(module, 2), data, windows=(3, 2), num_steps=2)
+    with pytest.raises(ValueError, match="batch_size, batch_tokens and windows exclude each other"):
+        fit_map(CarriedModel(module, 2), data, windows=(3, 2), batch_size=1)
+    with pytest.raises(TypeError, match="windows must be a pair"):
+        fit_map(CarriedModel(module, 2), data, windows=3)
+    with pytest.raises(ValueError, match="module must have blocks that are disjoint"):
+        CarriedModel(NeuralHMM(6, 6, 8), 2)
