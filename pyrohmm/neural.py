@@ -11,6 +11,7 @@ References:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -63,13 +64,21 @@ class StateVectors(PyroModule):
         dim: D.
         blocks: With these the embedding is factored: D / 2 numbers of the state's own, and D / 2
             that all states of a block share, through a :class:`Residual`.
+        scale: Standard deviation of the numbers at the start; by default :math:`D^{-1/2}`.
 
     Raises:
         ValueError: If it is to be factored, and D is odd or the blocks overlap.
     """
 
-    def __init__(self, num_states: int, dim: int, blocks: Blocks | None = None) -> None:
+    def __init__(
+        self,
+        num_states: int,
+        dim: int,
+        blocks: Blocks | None = None,
+        scale: float | None = None,
+    ) -> None:
         super().__init__()
+        scale = dim**-0.5 if scale is None else scale
         own = dim
         if blocks is not None:
             if dim % 2 or not blocks.disjoint:
@@ -78,10 +87,10 @@ class StateVectors(PyroModule):
                     f"and {blocks}."
                 )
             own = dim // 2
-            self.block = nn.Parameter(torch.randn(blocks.num_blocks, own))
+            self.block = nn.Parameter(scale * torch.randn(blocks.num_blocks, own))
             owner = torch.arange(blocks.num_blocks).repeat_interleave(blocks.sizes)
             self.register_buffer("owner", owner, persistent=False)
-        self.state = nn.Parameter(torch.randn(num_states, own))
+        self.state = nn.Parameter(scale * torch.randn(num_states, own))
 
     def forward(self, states: Tensor | None) -> Tensor:
         """The embeddings of ``states``, or of all, ``(n, D)``."""
@@ -281,6 +290,9 @@ class NeuralHMM(_Large):
         dropout: Share of the states of each block that is left out, at each call in training mode:
             see :func:`draw_states`. Then the HMM has fewer states, and only what belongs to them is
             computed.
+        scale: Standard deviation of the embeddings of states at the start; by default
+            :math:`D^{-1/2}`, with which logits have one of about one. The authors' code has 1, which
+            makes moves nearly certain before anything is learnt, and takes longer.
         words: Called without arguments, returns vectors of symbols ``(V, D)``: a
             :class:`CharacterWords`, for instance. A :class:`WordTable` by default.
 
@@ -308,6 +320,7 @@ class NeuralHMM(_Large):
         share: bool = True,
         factored: bool = False,
         dropout: float = 0.0,
+        scale: float | None = None,
         words: Any = None,
     ) -> None:
         super().__init__(num_states, num_symbols, blocks, dropout)
@@ -316,11 +329,14 @@ class NeuralHMM(_Large):
             raise ValueError("two_level moves need blocks that are disjoint.")
         if factored and blocks is None:
             raise ValueError("factored embeddings need blocks.")
+        if scale is not None and not 0 < scale < math.inf:
+            raise ValueError(f"scale must be positive and finite; got {scale}.")
         if words is not None and not callable(words):
             raise TypeError(f"words must be callable; got {type(words).__name__}.")
+        given = blocks if factored else None
         for use in USES:
             if use == USES[0] or not share:
-                table = StateVectors(num_states, hidden_dim, blocks if factored else None)
+                table = StateVectors(num_states, hidden_dim, given, scale)
             setattr(self, f"{use}_vectors", table)
             if factored:
                 setattr(self, f"{use}_joint", Residual(hidden_dim))
