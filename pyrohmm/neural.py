@@ -214,11 +214,12 @@ class _Large(HMMModule):
 
     def forward(self, lengths: Tensor, observed: Tensor | None = None) -> HMM:
         """Build the HMM for sequences of ``lengths`` ``(*B)``."""
-        if self.training and self.dropout:
-            states, blocks = self._draw()
-            return self._build(states, blocks, lengths, observed)
         if self.training or torch.is_grad_enabled():
-            return self._build(None, self.blocks, lengths, observed)
+            self._last = None  # parameters may change now; some optimizers hide that they did
+            states, blocks = None, self.blocks
+            if self.training and self.dropout:
+                states, blocks = self._draw()
+            return self._build(states, blocks, lengths, observed)
         # nothing is to be learnt: what was computed last still holds, if no parameter has changed
         now = [*self.parameters()]
         if self._last is not None:
@@ -230,6 +231,11 @@ class _Large(HMMModule):
         if now:
             self._last = now, [each._version for each in now], hmm
         return hmm
+
+    def train(self, mode: bool = True) -> Any:
+        """Set the mode; what was computed in another one is forgotten."""
+        self._last = None
+        return super().train(mode)
 
     def _draw(self) -> tuple[Tensor, Blocks | None]:
         """States to keep, and their blocks."""

@@ -173,6 +173,26 @@ def test_in_evaluation_nothing_is_computed_twice_and_changes_are_seen():
     assert module(DATA.lengths).log_prob(DATA.values).requires_grad
 
 
+@pytest.mark.parametrize("mode", [True, False])
+@pytest.mark.parametrize("options", [{"fused": True}, {"foreach": True}, {}], ids=str)
+def test_steps_of_every_optimizer_are_seen(options, mode):
+    """Fused ones change parameters without counting it as a change."""
+    module = make("two levels").eval()
+    optimizer = torch.optim.AdamW(module.parameters(), 0.1, **options)
+    with torch.no_grad():
+        before = module(DATA.lengths).log_prob(DATA.values)
+    module.train(mode)
+    (-module(DATA.lengths).log_prob(DATA.values).sum()).backward()
+    optimizer.step()
+    module.eval()
+    with torch.no_grad():
+        after = module(DATA.lengths).log_prob(DATA.values)
+    wanted = make("two levels")
+    wanted.load_state_dict(module.state_dict())
+    torch.testing.assert_close(after, wanted(DATA.lengths).log_prob(DATA.values))
+    assert not torch.allclose(before, after)
+
+
 def test_words_come_from_letters():
     torch.manual_seed(0)
     words = ["the", "cat", "a", "cats", "the"]
