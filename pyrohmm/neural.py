@@ -297,7 +297,7 @@ class NeuralHMM(_Large):
             see :func:`draw_states`. Then the HMM has fewer states, and only what belongs to them is
             computed.
         scale: Standard deviation of the embeddings of states at the start; by default
-            :math:`D^{-1/2}`, with which logits have one of about one. The authors' code has 1: moves
+            :math:`D^{-1/2}`, with which logits have one of about one. With 1, as in the code, moves
             are nearly certain before anything is learnt, and learning takes longer.
         words: Called without arguments, returns vectors of symbols ``(V, D)``: a
             :class:`CharacterWords`, for instance. A :class:`WordTable` by default.
