@@ -37,7 +37,7 @@ from ._checks import (
     check_tensor,
     check_trailing,
 )
-from .hmm import HMM
+from .hmm import HMM, full_precision
 from .recursions import Posterior
 
 CHUNK = 1 << 23  # scores that exist at one time while all moves of all states are summed
@@ -651,7 +651,8 @@ class BlockHMM(HMM):
         if self.observed is not None:
             return self.dense().log_prob(values)
         symbols, lengths, batch = self._read(values)
-        found = _blockwise.log_evidence(*self._chain_in_blocks(symbols, lengths))
+        with full_precision(self.log_initial):
+            found = _blockwise.log_evidence(*self._chain_in_blocks(symbols, lengths))
         if self._validate_args:
             check_no_nan("the log-likelihood of values", found, "Look for NaN in the parameters.")
         return found.reshape(batch)

@@ -283,7 +283,8 @@ class HMM(TorchDistribution):
 
         A sequence of probability zero has -inf, and gradient zero.
         """
-        evidence = recursions.log_evidence(*self._chain(values, check=False), self.lengths)
+        with full_precision(self.log_initial):
+            evidence = recursions.log_evidence(*self._chain(values, check=False), self.lengths)
         if self._validate_args:
             _check_likelihood(evidence)  # NaN anywhere shows here, and this is a smaller tensor
             if self.allowed is not None and bool(evidence.isneginf().any()):
@@ -579,6 +580,11 @@ class HMM(TorchDistribution):
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             drawn = self.emission.sample()
         return drawn.reshape(-1, *self.emission.event_shape)[0]
+
+
+def full_precision(like: Tensor) -> torch.autocast:
+    """A context in which ``torch.autocast`` lowers no precision, on the device of ``like``."""
+    return torch.autocast(like.device.type, enabled=False)
 
 
 class Forecast(TorchDistribution):

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from ._checks import check_size
 from ._lookup import take_rows
 from .blocks import Before, BlockHMM, Blocks, Ending, Products, log_emission
-from .hmm import HMM
+from .hmm import HMM, full_precision
 from .modules import HMMModule
 
 USES = ("start", "leave", "enter", "emit")  # of the embedding of a state
@@ -282,7 +282,8 @@ class NeuralHMM(_Large):
     need no sum over all states: another parameterization, with no paper to its name.
 
     Parameters have no priors, so that :func:`pyrohmm.fit_map` finds those of maximum likelihood;
-    any may be given one, as with every ``PyroModule``. In training mode, states are dropped.
+    any may be given one, as with every ``PyroModule``. In training mode, states are dropped. Under
+    ``torch.autocast`` the networks run in lower precision, and nothing else does.
 
     Args:
         num_states: K.
@@ -360,21 +361,26 @@ class NeuralHMM(_Large):
         self, states: Tensor | None, blocks: Blocks | None, lengths: Tensor, observed: Tensor | None
     ) -> HMM:
         start, leave, enter, emit = self._vectors(states)
-        initial = self.start_score(self.start_net(start)).squeeze(-1).log_softmax(-1)
-        leave, emit = self.leave_net(leave), self.emit_net(emit)
-        words, bias = self.words(), self.bias
-        if blocks is None:
-            transition = (leave @ enter.mT).log_softmax(-1)
-            emission = Categorical(logits=(emit @ words.mT + bias).log_softmax(-1))
-            return HMM(initial, transition, emission, lengths, observed)
-        moves: Products | Tensor
-        if blocks.disjoint:
-            logits = self.block_score(leave) if self.two_level else None
-            moves = Products(leave, enter, blocks, logits)
-        else:
-            moves = (leave @ enter.mT).log_softmax(-1)
-        table = log_emission(emit, words, bias, blocks)
-        return BlockHMM(initial, moves, table, blocks, lengths, observed)
+        start = self.start_score(self.start_net(start)).squeeze(-1)
+        leave, emit, words = self.leave_net(leave), self.emit_net(emit), self.words()
+        with full_precision(leave):  # networks may do with less, probabilities may not
+            start, leave, enter, emit, words = (
+                each if each.dtype == torch.float64 else each.float()
+                for each in (start, leave, enter, emit, words)
+            )
+            initial, bias = start.log_softmax(-1), self.bias
+            if blocks is None:
+                transition = (leave @ enter.mT).log_softmax(-1)
+                emission = Categorical(logits=(emit @ words.mT + bias).log_softmax(-1))
+                return HMM(initial, transition, emission, lengths, observed)
+            moves: Products | Tensor
+            if blocks.disjoint:
+                logits = self.block_score(leave) if self.two_level else None
+                moves = Products(leave, enter, blocks, logits)
+            else:
+                moves = (leave @ enter.mT).log_softmax(-1)
+            table = log_emission(emit, words, bias, blocks)
+            return BlockHMM(initial, moves, table, blocks, lengths, observed)
 
     def _vectors(self, states: Tensor | None, uses: tuple[str, ...] = USES) -> list[Tensor]:
         """Embeddings of states, or of all, for some uses."""

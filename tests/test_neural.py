@@ -193,6 +193,19 @@ def test_steps_of_every_optimizer_are_seen(options, mode):
     assert not torch.allclose(before, after)
 
 
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_under_autocast_probabilities_keep_their_precision(variant):
+    pyro.set_rng_seed(0)
+    module = NeuralHMM(6, 6, 8, **VARIANTS[variant]).float()
+    full = module(DATA.lengths).log_prob(DATA.values)
+    with torch.autocast("cpu", torch.bfloat16):
+        half = module(DATA.lengths).log_prob(DATA.values)
+    half.sum().backward()
+    assert half.dtype == torch.float32
+    torch.testing.assert_close(half, full, rtol=0.05, atol=0.05)
+    assert not torch.equal(half, full)  # the networks did run in half
+
+
 def test_words_come_from_letters():
     torch.manual_seed(0)
     words = ["the", "cat", "a", "cats", "the"]
