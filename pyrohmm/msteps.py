@@ -260,8 +260,9 @@ class ProjectedGradient:
 class LogitGradient:
     """M-step by gradient steps in logits, for any exponent of the kernel.
 
-    Entries of zero have no logit to move, and stay; begin where there are none, but for moves that
-    are ruled out.
+    A zero has no logit to move, and a small entry hardly moves: those of moves that are possible
+    begin at no less than a hundredth of an even share. Where the climb from there does not get
+    above where it was, nothing changes.
 
     Args:
         step: How steps are taken; by default L-BFGS, as for all that has no closed form.
@@ -275,20 +276,21 @@ class LogitGradient:
     ) -> Tensor:
         """Raise the objective: see :class:`TransitionStep`."""
         counts = _significant(counts.detach().double())
-        logits = log(rows.detach().double())
-        kept = logits.isneginf() if allowed is None else logits.isneginf() | ~allowed
-        leaf = logits.masked_fill(kept, 0.0).requires_grad_()
+        old = rows.detach().double()
+        kept = torch.zeros_like(old, dtype=torch.bool) if allowed is None else ~allowed
+        begin = old.clamp(min=0.01 / old.size(-1)).masked_fill(kept, 0.0)
+        leaf = log(begin).masked_fill(kept, 0.0).requires_grad_()
 
         def matrix() -> Tensor:
             return leaf.masked_fill(kept, -torch.inf).softmax(-1)
 
         def loss() -> Tensor:
-            found = matrix()
-            weighed = torch.where(counts > 0, counts * log(found), 0.0).sum((-2, -1))
-            return -(weighed + prior.log_density(found))
+            return -objective(matrix(), counts, prior)
 
         self.step(loss, [leaf])
-        return matrix().detach()
+        found = matrix().detach()
+        risen = objective(found, counts, prior) > objective(old, counts, prior)
+        return torch.where(risen[:, None, None], found, old)
 
 
 def objective(rows: Tensor, counts: Tensor, prior: DiversityPrior) -> Tensor:
