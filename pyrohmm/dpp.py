@@ -24,7 +24,7 @@ from pyro.distributions.torch_distribution import TorchDistribution
 from torch import Tensor, nn
 from torch.distributions import constraints
 
-from ._checks import check_floats
+from ._checks import check_floats, check_trailing
 from .distributions import log
 
 if TYPE_CHECKING:
@@ -100,14 +100,18 @@ class DiversityPrior(nn.Module):
 
     up to its normalising constant, which does not depend on A and is not known in closed form. Give
     it to a model, :class:`MarginalModel` or :class:`EnumeratedModel`, or to a fit, as
-    ``log_prior``: it becomes one ``pyro.factor`` outside every plate. The density is one by the
-    Lebesgue measure of the rows; a Dirichlet prior of the module multiplies it.
+    ``log_prior``: it becomes one ``pyro.factor`` outside every plate. The density is with respect
+    to the Lebesgue measure of the rows; a Dirichlet prior of the module multiplies it.
+
+    It is zero where two rows are equal, and some guides of Pyro begin there: give them
+    ``init_loc_fn=init_to_sample``, or ``init_to_value(values=fit_em(...).start)``.
 
     Args:
-        alpha: Weight of the log-determinant, not negative; 0 leaves it out. In the M-step of a
-            chain it has the effect of that many pseudo-counts for each row.
+        alpha: Weight of the log-determinant, not negative; 0 leaves it out. For the usual exponent
+            it has the effect, in the M-step of a chain, of that many pseudo-counts for each row.
         rho: Exponent of the kernel.
-        anchor: :math:`A_0` ``(K, K)``, a matrix to stay close to, such as one of counts.
+        anchor: :math:`A_0` ``(K, K)``, a transition matrix to stay close to, such as the shares of
+            counted moves.
         anchor_weight: :math:`\alpha_A`.
 
     Raises:
@@ -149,6 +153,11 @@ class DiversityPrior(nn.Module):
             check_floats("anchor", anchor)
             if anchor.dim() != 2 or anchor.size(0) != anchor.size(1):
                 raise ValueError(f"anchor must be (K, K); got {tuple(anchor.shape)}.")
+            if bool((anchor < 0).any()) or not bool(((anchor.sum(-1) - 1).abs() < 1e-3).all()):
+                raise ValueError(
+                    "anchor must hold probabilities, each row of which sums to one. Divide counts "
+                    "by the sums of their rows; take .exp() of logarithms."
+                )
         self.alpha, self.rho, self.anchor_weight = float(alpha), float(rho), float(anchor_weight)
         self.register_buffer("anchor", anchor)
         numbers = torch.tensor([alpha, rho, anchor_weight], dtype=torch.float64)
@@ -183,6 +192,7 @@ class DiversityPrior(nn.Module):
         if self.alpha > 0:
             total = total + self.alpha * _log_diversity(transition, self.rho)
         if self.anchor is not None:
+            check_trailing("transition", transition, tuple(self.anchor.shape), "(K, K) of anchor")
             away = transition - self.anchor.to(transition)
             total = total - self.anchor_weight * away.square().sum((-2, -1))
         return total
@@ -249,7 +259,9 @@ class DiverseDirichlet(TorchDistribution):
         """The same law for a larger batch."""
         shape = torch.Size(batch_shape) + self.event_shape
         wide = self.concentration.expand(shape)
-        return DiverseDirichlet(wide, self.prior.alpha, self.prior.rho, validate_args=False)
+        found = DiverseDirichlet(wide, self.prior.alpha, self.prior.rho, validate_args=False)
+        found.num_sweeps = self.num_sweeps
+        return found
 
     def log_prob(self, value: Tensor) -> Tensor:
         """Log-density ``(*B)`` up to its constant."""
@@ -333,8 +345,13 @@ def _check_rho(rho: float) -> None:
 
 def _features(probs: Tensor, rho: float, normalized: bool) -> Tensor:
     """``probs ** rho`` ``(*B, K, V)``, its rows of length one if ``normalized``."""
-    powers = (rho * log(probs)).exp()  # the derivative of a power is infinite at zero
-    return powers / powers.norm(dim=-1, keepdim=True) if normalized else powers
+    logs = rho * log(probs)  # the derivative of a power is infinite at zero
+    if not normalized:
+        return logs.exp()
+    # a large exponent of small probabilities must not underflow
+    largest = logs.detach().amax(-1, keepdim=True).clamp(min=torch.finfo(logs.dtype).min)
+    powers = (logs - largest).exp()
+    return powers / powers.norm(dim=-1, keepdim=True)
 
 
 def _log_diversity(probs: Tensor, rho: float) -> Tensor:

@@ -1071,6 +1071,9 @@ def _check_finite(
     cause = "lower learning_rate, set clip_norm, or keep scales and probabilities away from zero"
     if value == math.inf:
         which = "a sequence has probability zero: check for symbols or moves that no path allows"
+        if getattr(inspect.unwrap(model), "log_prior", None) is not None:
+            which += (", or the log_prior is -inf, as that of diversity is where two rows are "
+                      "equal: begin elsewhere, such as with init_to_sample")  # fmt: skip
         if isinstance(inspect.unwrap(model), CooccurrenceModel):
             which = ("a pair that occurs has probability zero: begin at another fit, with "
                      "init=init_to_value(values=fit.start)")  # fmt: skip

@@ -433,6 +433,9 @@ def bhattacharyya(probs: Tensor) -> Tensor:
         tensor([[0.0000, 0.3466],
                 [0.3466, 0.0000]])
     """
+    check_floats("probs", probs)
+    if bool((probs < 0).any()):
+        raise ValueError("probs must not be negative. Take .exp() of logarithms.")
     root = probs.sqrt()
     distance = -(root @ root.mT).log().clamp(max=0.0)
     return distance.masked_fill(

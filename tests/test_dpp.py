@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyro.distributions import Dirichlet
 from pyro.infer import MCMC, NUTS
-from pyro.infer.autoguide import AutoNormal
+from pyro.infer.autoguide import AutoDelta, AutoNormal, init_to_feasible
+from pyro.infer.mcmc.util import initialize_model
 from torch.autograd import gradcheck, gradgradcheck
 from torch.distributions import transform_to
 
@@ -84,6 +85,18 @@ def test_log_diversity_is_the_log_determinant(size, rho, seed):
     rows = drawn(*size)
     exact = slow_determinant(slow_kernel(rows, rho, True))
     assert dpp.log_diversity(rows, rho).exp().item() == pytest.approx(exact, rel=1e-6, abs=1e-12)
+
+
+def test_a_large_exponent_does_not_underflow():
+    """All that is left of each row is its largest entry, and that is another in each."""
+    rows = drawn(3, 20)
+    assert len(set(rows.argmax(-1).tolist())) == 3
+    assert not bool((rows**600).any(-1).all())  # what the length of a row is the root of
+    rows.requires_grad_()
+    value = dpp.log_diversity(rows, 300.0)
+    assert value.item() == pytest.approx(0.0, abs=1e-6)
+    (slope,) = torch.autograd.grad(value, rows)
+    assert bool(slope.isfinite().all())
 
 
 def test_batches_are_independent():
@@ -220,6 +233,20 @@ def test_nan_stays_visible():
             ValueError,
             r"anchor must be \(K, K\)",
         ),
+        (
+            lambda: DiversityPrior(
+                1.0, anchor=torch.tensor([[3.0, 1.0], [2.0, 5.0]]), anchor_weight=1.0
+            ),
+            ValueError,
+            "Divide counts",
+        ),
+        (
+            lambda: DiversityPrior(1.0, anchor=torch.ones(1, 1), anchor_weight=1.0).log_density(
+                torch.eye(2)
+            ),
+            ValueError,
+            r"transition must end in shape \(K, K\) of anchor = \(1, 1\)",
+        ),
         (lambda: dpp.DiverseDirichlet(torch.ones(3, 2), 1.0), ValueError, "as many rows"),
         (lambda: dpp.DiverseDirichlet(torch.zeros(2, 2), 1.0), ValueError, "positive"),
         (lambda: dpp.simplex_projection(torch.ones(2).long()), TypeError, "values must be"),
@@ -297,6 +324,12 @@ def test_weights():
     assert "alpha=2" in repr(prior)
 
 
+def test_a_guide_that_begins_at_equal_rows_is_told_so():
+    model = MarginalModel(TabularHMM(2, categorical(3)), DiversityPrior(1.0))
+    with pytest.raises(FloatingPointError, match="where two rows are equal"):
+        fit_svi(model, AutoDelta(model, init_loc_fn=init_to_feasible), DATA)
+
+
 def test_transitions_per_step_are_refused():
     hmm = TabularHMM(2, categorical(2))(torch.tensor([3]))
     many = hmm._with(log_transition=hmm.log_transition.expand(2, 2, 2), transition_per_step=True)
@@ -319,6 +352,19 @@ def test_map_and_svi_become_more_diverse(module):
             fits.append(fit(model).draw(data).log_transition.exp())
         found.append(dpp.log_diversity(torch.stack(fits)))
     assert bool((found[1] > 0.8 * found[0]).all())  # both are negative
+
+
+@pytest.mark.parametrize("form", [MarginalModel, EnumeratedModel])
+def test_the_prior_enters_the_potential_of_nuts_once(form):
+    module, found = TabularHMM(3, categorical(3)), []
+    for prior in (None, DiversityPrior(4.0)):
+        pyro.set_rng_seed(0)
+        begin, potential, spaces, _ = initialize_model(
+            form(module, prior), (DATA,), max_plate_nesting=1
+        )
+        found.append(potential(begin))
+    rows = spaces["module.transition"].inv(begin["module.transition"])
+    torch.testing.assert_close(found[0] - found[1], 4 * dpp.log_diversity(rows))
 
 
 def test_nuts_samples_the_posterior_under_the_prior():
@@ -350,7 +396,9 @@ def test_diverse_dirichlet_is_dirichlet_rows_times_the_determinant():
     assert rows.shape == (5, 2, 3, 4)
     exact = Dirichlet(strength).log_prob(rows).sum(-1) + 2 * dpp.log_diversity(rows)
     torch.testing.assert_close(law.log_prob(rows), exact)
+    law.num_sweeps = 7
     assert law.expand((3, 2)).log_prob(rows[:3]).shape == (3, 2)
+    assert law.expand((3, 2)).num_sweeps == 7
     with pytest.raises(ValueError, match="within the support"):
         dpp.DiverseDirichlet(torch.ones(2, 2), 1.0, validate_args=True).log_prob(torch.ones(2, 2))
 

@@ -391,6 +391,12 @@ def test_diversity_needs_two_rows(shape):
         metrics.diversity(torch.full(shape, 1 / 3))
 
 
+@pytest.mark.parametrize("distance", [metrics.bhattacharyya, metrics.diversity])
+def test_logarithms_have_no_distance(distance):
+    with pytest.raises(ValueError, match=r"Take .exp\(\)"):
+        distance(torch.full((2, 2), 0.5).log())
+
+
 @pytest.mark.parametrize("wrap", [torch.tensor, np.array, lambda rows: rows])
 def test_mean_absolute_deviation_is_a_mean(wrap):
     first, second = [[0.25, 0.75], [1.0, 0.0]], [[0.5, 0.5], [1.0, 1.0]]
