@@ -181,7 +181,8 @@ def draw(rows: list[dict[str, Any]]) -> None:
         for n, weight in enumerate((0.0, 1.0, 100.0)):
             own = [row for row in rows if row["part"] == "sweep" and row["weight"] == weight]
             noise = np.array([row["variance"] for row in own])
-            found = np.array([row[name]["ours"] for row in own])
+            found = np.array([row[name]["ours"] for row in own], float)
+            found = np.nan_to_num(found, nan=np.inf)  # None in the file
             panel.plot(noise, found, "os^"[n], markersize=3, color=f"C{n}", alpha=0.4)
             panel.plot(
                 noise,

@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import math
 from collections import Counter
 from pathlib import Path
 
@@ -69,6 +70,22 @@ def test_the_matrix_fits_are_at_or_below_those_of_the_paper_in_every_row():
     ]
     assert len(ours) == 12
     assert all(row["ours"] <= row["paper"] for row in ours)
+
+
+@pytest.mark.parametrize("path", sorted(FIGURES.glob("*.json")), ids=lambda path: path.stem)
+def test_results_are_what_every_reader_of_json_takes(path):
+    def refuse(word):
+        raise AssertionError(f"{word} is not JSON")
+
+    json.loads(path.read_text(), parse_constant=refuse)
+
+
+def test_what_is_not_finite_is_written_as_null(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(FIGURES)
+    common = importlib.import_module("common")
+    monkeypatch.setattr(common, "FOLDER", tmp_path)
+    common.write("some", [{"a": (1.0, math.inf), "b": {"c": math.nan}, "d": 2}])
+    assert common.earlier("some") == [{"a": [1.0, None], "b": {"c": None}, "d": 2}]
 
 
 # Handwritten letters ------------------------------------------------------------------------------

@@ -158,10 +158,10 @@ for panel, (name, matrix) in zip(axes, shown.items()):
 plt.show()
 
 # %% [markdown]
-# Small weights change little: here they help a bit on average, and the best start not at all. Large
-# ones make rows more different than they are, until the matrix is a permutation and labels suffer.
-# What helps against poor starts is better starts: many of them, or k-means, the default for
-# numbers.
+# Small weights change little: what differs here is within the noise of ten starts, and over a
+# hundred pairs of fits there is no gain (`figures/diversified_toy.py`). Large ones make rows more
+# different than they are, until the matrix is a permutation and labels suffer. What helps against
+# poor starts is better starts: many of them, or k-means, the default for numbers.
 
 # %%
 plain = fit_em(module, data)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import platform
 import time
 from collections.abc import Callable
@@ -67,7 +68,7 @@ def ratio(times: dict[str, list[float]], slow: str, fast: str) -> tuple[float, f
 
 
 def write(name: str, rows: list[dict[str, Any]], **more: Any) -> None:
-    """Write ``figures/NAME.json``."""
+    """Write ``figures/NAME.json``; numbers that are not finite, which JSON has not, are null."""
     packages = "pyrohmm torch pyro-ppl numpy numba jax dynamax hmmlearn".split()
     versions = {"python": platform.python_version()}
     for package in packages:
@@ -83,7 +84,16 @@ def write(name: str, rows: list[dict[str, Any]], **more: Any) -> None:
         **more,
         "rows": rows,
     }
-    (FOLDER / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
+    text = json.dumps(_finite(result), indent=1, allow_nan=False)
+    (FOLDER / f"{name}.json").write_text(text + "\n")
+
+
+def _finite(item: Any) -> Any:
+    if isinstance(item, dict):
+        return {key: _finite(value) for key, value in item.items()}
+    if isinstance(item, list | tuple):
+        return [_finite(value) for value in item]
+    return None if isinstance(item, float) and not math.isfinite(item) else item
 
 
 def _processor() -> str:
