@@ -161,7 +161,9 @@ class DiversityPrior(nn.Module):
         self.alpha, self.rho, self.anchor_weight = float(alpha), float(rho), float(anchor_weight)
         self.register_buffer("anchor", anchor)
         numbers = torch.tensor([alpha, rho, anchor_weight], dtype=torch.float64)
-        self.register_buffer("numbers", numbers)  # so that checkpoints tell priors apart
+        self.register_buffer(
+            "numbers", numbers, persistent=False
+        )  # so that checkpoints tell priors apart
 
     @classmethod
     def as_in_paper(cls, alpha: float, rho: float = 0.5, **options: Any) -> DiversityPrior:
@@ -335,6 +337,8 @@ def _check(probs: Tensor, rho: float) -> None:
             f"probs must not be negative; got {probs.min().item():g}. Give probabilities, not "
             "their logarithms."
         )
+    if not bool((probs.detach() > 0).any(-1).all()):
+        raise ValueError("probs must have a positive entry in every row; a row is all zero.")
     _check_rho(rho)
 
 

@@ -29,6 +29,7 @@ class Sequences:
 
     Args:
         values: ``(N, T, *E)``, what was observed; padding and missing steps may hold anything.
+            Steps that no sequence has are dropped.
         lengths: ``(N,)`` integers from 1 to T, the number of steps of each sequence. They are
             kept on the CPU, wherever the values are: they steer loops.
         observed: ``(N, T)`` booleans, False where a step is missing. By default every step that
@@ -128,11 +129,12 @@ class Sequences:
         if total is not None and not len(values) <= total < math.inf:
             raise ValueError(f"total must be at least the number of sequences, {len(values)}; "
                              f"got {total}.")  # fmt: skip
-        self.values = values
+        longest = int(lengths.max())  # steps that no sequence has are dropped
+        self.values = values[:, :longest]
         self.lengths = lengths
-        self.observed = observed
-        self.labels = labels
-        self.covariates = covariates
+        self.observed = observed[:, :longest]
+        self.labels = None if labels is None else labels[:, :longest]
+        self.covariates = None if covariates is None else covariates[:, :longest]
         total = len(values) if total is None else total
         self.total: float = int(total) if total == int(total) else total
 

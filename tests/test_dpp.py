@@ -223,6 +223,11 @@ def test_nan_stays_visible():
         (lambda: dpp.log_diversity(torch.ones(3)), ValueError, "at least one row"),
         (lambda: dpp.log_diversity(torch.zeros(3, 0)), ValueError, "at least one row"),
         (lambda: dpp.product_kernel(-torch.ones(2, 2)), ValueError, "must not be negative"),
+        (
+            lambda: dpp.product_kernel(torch.zeros(2, 2)),
+            ValueError,
+            "a positive entry in every row",
+        ),
         (lambda: dpp.product_kernel(torch.eye(2), rho=0.0), ValueError, "rho must be"),
         (lambda: DiversityPrior(-1.0), ValueError, "alpha must be"),
         (lambda: DiversityPrior(math.inf), ValueError, "alpha must be"),

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pyrohmm import Sequences
+from pyrohmm import Sequences, TabularHMM, categorical
 
 patient = settings(deadline=None, max_examples=60, derandomize=True, database=None)
 
@@ -423,3 +423,17 @@ def test_a_batch_size_is_a_number_of_sequences(size, kind):
 def test_a_cut_is_after_a_number_of_steps(size, kind):
     with pytest.raises(kind, match="num_steps"):
         make().cut(size)
+
+
+def test_steps_that_no_sequence_has_are_dropped():
+    values = torch.arange(12).reshape(2, 6)
+    data = Sequences(
+        values, torch.tensor([4, 2]), torch.ones(2, 6, dtype=torch.bool), torch.zeros(2, 6).long(),
+        covariates=torch.ones(2, 6, 1),
+    )  # fmt: skip
+    shapes = [each.shape[1] for each in (data.values, data.observed, data.labels, data.covariates)]
+    assert shapes == [4, 4, 4, 4]
+    assert data.num_steps == 4
+    assert not data.has_gaps
+    hmm = TabularHMM(2, categorical(12))(data.lengths)
+    assert hmm.log_prob(data.values).shape == (2,)
