@@ -19,6 +19,7 @@ from . import queries as queries
 from . import readers as readers
 from . import recursions as recursions
 from . import starts as starts
+from . import tagging as tagging
 from .blocks import BlockHMM as BlockHMM
 from .conversion import from_hmmlearn as from_hmmlearn
 from .conversion import to_hmmlearn as to_hmmlearn
@@ -67,6 +68,8 @@ from .tabular import TabularHMM as TabularHMM
 from .tabular import banded as banded
 from .tabular import left_to_right as left_to_right
 from .tabular import sticky as sticky
+from .tagging import NeuralTagger as NeuralTagger
+from .tagging import TaggedHMM as TaggedHMM
 
 __all__ = [
     "HMM",
@@ -85,12 +88,14 @@ __all__ = [
     "HMMModule",
     "MarginalModel",
     "NeuralHMM",
+    "NeuralTagger",
     "Posterior",
     "Restarts",
     "RotationGuide",
     "ScalarHMM",
     "Sequences",
     "TabularHMM",
+    "TaggedHMM",
     "banded",
     "bernoulli",
     "blocks",
@@ -133,6 +138,7 @@ __all__ = [
     "starts",
     "sticky",
     "streams",
+    "tagging",
     "tied",
     "to_arviz",
     "to_hmmlearn",

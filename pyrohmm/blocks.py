@@ -492,6 +492,24 @@ class Before(NamedTuple):
     log_probs: Tensor
 
 
+class _Read(NamedTuple):
+    """What is read of values, for N sequences.
+
+    Attributes:
+        blocks: ``(N, T)``, the block of each step, on the CPU; anything at padded steps.
+        lengths: ``(N,)``.
+        batch: The batch shape, of N elements.
+        first: ``(N, w)``, log-probability of the first state, in its block.
+        seen: ``(N, T, w)``, log-likelihood of each step in the states of its block.
+    """
+
+    blocks: Tensor
+    lengths: Tensor
+    batch: torch.Size
+    first: Tensor
+    seen: Tensor
+
+
 class BlockHMM(HMM):
     """An HMM of symbols whose states emit only the symbols of their blocks.
 
@@ -595,8 +613,11 @@ class BlockHMM(HMM):
         return self.transition if isinstance(self.transition, Tensor) else self.transition.matrix()
 
     @cached_property
-    def emission(self) -> Categorical:  # type: ignore[override]
+    def emission(self) -> TorchDistribution:  # type: ignore[override]
         """Of all K states, -inf where a state cannot emit a symbol; computed when it is read."""
+        return self._symbols()
+
+    def _symbols(self) -> Categorical:
         rows = self.blocks.states[self.blocks.symbol_block].to(self.log_emission.device)
         wide = self.log_emission.new_full(
             (self.blocks.num_symbols, self.blocks.num_states + 1), -torch.inf
@@ -650,18 +671,29 @@ class BlockHMM(HMM):
         """Log evidence ``(*B)``, in nats; the states are summed out exactly."""
         if self.observed is not None:
             return self.dense().log_prob(values)
-        symbols, lengths, batch = self._read(values)
+        read = self._read(values)
         with full_precision(self.log_initial):
-            found = _blockwise.log_evidence(*self._chain_in_blocks(symbols, lengths))
+            found = _blockwise.log_evidence(*self._chain_in_blocks(read))
+        batch = read.batch
         if self._validate_args:
             check_no_nan("the log-likelihood of values", found, "Look for NaN in the parameters.")
         return found.reshape(batch)
 
     def posterior_in_blocks(self, values: Tensor) -> BlockPosterior:
-        """The law of each state given all observations, within the block of its symbol."""
-        symbols, lengths, batch = self._read(values)
+        """The law of each state given all observations, within the block of its symbol.
+
+        Raises:
+            ValueError: If steps are missing, where the state may be in any block.
+        """
+        if self.observed is not None:
+            raise ValueError(
+                "posterior_in_blocks needs every step to be observed; some are not, and their "
+                "states may be in any block. Call posterior."
+            )
         with torch.no_grad():
-            *chain, seen = self._chain_in_blocks(symbols, lengths)
+            read = self._read(values)
+            blocks, lengths, batch = read.blocks, read.lengths, read.batch
+            *chain, seen = self._chain_in_blocks(read)
             chain = [each.detach() if isinstance(each, Tensor) else each for each in chain]
             seen = seen.detach()
         with torch.enable_grad():
@@ -669,13 +701,12 @@ class BlockHMM(HMM):
             found = _blockwise.log_evidence(*chain, seen)  # type: ignore[call-arg]
             (probs,) = torch.autograd.grad(found.sum(), seen)
         if self.before is not None:  # what came before is no step of these
-            later = (self.before.block >= 0).long().unsqueeze(-1) + torch.arange(symbols.size(1))
+            later = (self.before.block >= 0).long().unsqueeze(-1) + torch.arange(self.num_steps)
             later = later.to(probs.device).unsqueeze(-1).expand(-1, -1, self.blocks.width)
             probs = probs.gather(1, later)
-        exists = torch.arange(symbols.size(1)) < lengths.unsqueeze(-1)
-        blocks = self.blocks.symbol_block[symbols.cpu()]
+        exists = torch.arange(self.num_steps) < lengths.unsqueeze(-1)
         states = self.blocks.states[blocks].masked_fill(~exists.unsqueeze(-1), -1)
-        shape = (*batch, symbols.size(1), self.blocks.width)
+        shape = (*batch, self.num_steps, self.blocks.width)
         return BlockPosterior(
             found.detach().reshape(batch), probs.reshape(shape),
             states.to(probs.device).reshape(shape),
@@ -739,8 +770,8 @@ class BlockHMM(HMM):
 
     # Joining parameters and data
 
-    def _read(self, values: Tensor) -> tuple[Tensor, Tensor, torch.Size]:
-        """Symbols ``(N, T)``, lengths ``(N,)`` and the batch shape."""
+    def _read(self, values: Tensor) -> _Read:
+        """What the recursions read of the values."""
         check_tensor("values", values)
         check_integers("values", values)
         check_same_device({"values": values, "log_initial": self.log_initial})
@@ -756,17 +787,21 @@ class BlockHMM(HMM):
                 f"values must hold symbols from 0 to V - 1 = {self.blocks.num_symbols - 1}; got "
                 f"values from {low} to {high}."
             )
-        return symbols, lengths, batch
+        blocks = self.blocks.symbol_block[symbols.cpu()]
+        states, device = self.blocks.states[blocks[:, 0]], self.log_initial.device
+        first = self.log_initial[states.clamp(min=0).to(device)]
+        first = first.masked_fill((states < 0).to(device), -torch.inf)
+        return _Read(blocks, lengths, batch, first, _lookup.take_rows(self.log_emission, symbols))
 
     def _scores(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
         if isinstance(self.transition, Tensor):
             return self.transition, None, None
         return self.transition.leave, self.transition.enter, self.transition.log_shares
 
-    def _chain_in_blocks(self, symbols: Tensor, lengths: Tensor) -> tuple[Any, ...]:
+    def _chain_in_blocks(self, read: _Read) -> tuple[Any, ...]:
         """What :func:`_blockwise.log_evidence` reads."""
-        blocks, states = self.blocks.symbol_block[symbols.cpu()], self.blocks._states
-        scores, (first, seen) = self._scores(), self._seen(symbols)
+        blocks, lengths, _, first, seen = read
+        scores, states = self._scores(), self.blocks._states
         if self.before is None:
             return blocks, lengths, states, *scores, first, seen
         # a sequence that goes on from another has one more step, whose law is known
@@ -793,25 +828,16 @@ class BlockHMM(HMM):
         first = torch.where(there, torch.zeros_like(first), first)
         return blocks, lengths + goes_on, states, leave, enter, shares, first, seen
 
-    def _seen(self, symbols: Tensor) -> tuple[Tensor, Tensor]:
-        """Log-probabilities of the first state ``(N, w)`` and of the symbols ``(N, T, w)``."""
-        states = self.blocks.states[self.blocks.symbol_block[symbols[:, 0].cpu()]]
-        device = self.log_initial.device
-        first = self.log_initial[states.clamp(min=0).to(device)]
-        first = first.masked_fill((states < 0).to(device), -torch.inf)
-        return first, _lookup.take_rows(self.log_emission, symbols)
-
     def _logs(self, values: Tensor) -> tuple[Logs, _blockwise.Plan, torch.Size]:
         """The chain in logarithms, without gradients."""
         with torch.no_grad():
-            symbols, lengths, batch = self._read(values)
-            plan = make_plan(self.blocks.symbol_block[symbols.cpu()], lengths, self.blocks._states)
-            first, seen = self._seen(symbols)
+            blocks, lengths, batch, first, seen = self._read(values)
+            plan = make_plan(blocks, lengths, self.blocks._states)
             device = first.device
             first = first[plan.order.to(device)]
             seen = seen.flatten(0, 1)[plan.where.to(device)]
             chain = Logs(plan, self.blocks._states, *self._scores(), first, seen)
-        return chain, plan, torch.Size([*batch, symbols.size(1)])
+        return chain, plan, torch.Size([*batch, self.num_steps])
 
     def _named(self, places: Tensor, plan: _blockwise.Plan, shape: torch.Size) -> Tensor:
         """The states at ``places`` ``(S, M)`` in the blocks of tokens, as ``(S, *B, T)``."""

@@ -24,7 +24,7 @@ from ._checks import (
     check_tensor,
     check_trailing,
 )
-from .distributions import Tied, in_each_state, is_categorical, log_probs
+from .distributions import Streams, Tied, in_each_state, is_categorical, log_probs
 from .recursions import Expected, Posterior
 
 if TYPE_CHECKING:
@@ -716,6 +716,9 @@ def _draw_rows(logits: Tensor, like: Tensor) -> Tensor:
 
 def emit(emission: TorchDistribution, states: Tensor) -> Tensor:
     """Draw an observation ``(*B, T, *E)`` from each of ``states`` ``(*B, T)``."""
+    if isinstance(emission, Streams):
+        parts = (part.expand(emission.batch_shape) for part in emission.parts)
+        return emission._join([emit(part, states) for part in parts])
     first = states.movedim(-1, 0)
     if is_categorical(emission):
         return _Table(log_probs(emission)).draw(first).movedim(0, -1)

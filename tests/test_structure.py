@@ -19,7 +19,7 @@ ORDER = [
     "_compiled", "_compiled_blocks", "_chain", "_steps", "_messages", "_blockwise", "recursions",
     "distributions", "cooccurrence", "dpp", "msteps",
     "hmm", "modules", "clusters", "blocks", "_emission", "normals", "emissions", "tabular", "dense",
-    "neural", "guides", "models", "validation", "starts",
+    "neural", "tagging", "guides", "models", "validation", "starts",
     "persistence", "checkpoints", "fit", "em", "metrics", "queries", "streaming", "conversion",
     "readers", "datasets", "draws", "inference_data", "plots",
 ]  # fmt: skip

@@ -1,0 +1,251 @@
+"""Laws of chains that emit words and tags: against sums over all paths of states and tags."""
+
+import itertools
+import math
+
+import numpy as np
+import oracle
+import pyro
+import pytest
+import torch
+from pyro.infer import Trace_ELBO, TraceEnum_ELBO
+from torch.nn.functional import one_hot
+
+from pyrohmm import (
+    HMM,
+    EnumeratedModel,
+    MarginalModel,
+    NeuralHMM,
+    NeuralTagger,
+    Sequences,
+    TaggedHMM,
+    blocks,
+    fit_map,
+)
+from pyrohmm.neural import CharacterWords
+from pyrohmm.tagging import WordAndTag, tagged
+
+RAGGED = blocks.from_clusters(torch.tensor([0, 0, 0, 1, 1, 2]), torch.tensor([2, 1, 2]))
+VARIANTS = {
+    "no blocks": {},
+    "one level": {"blocks": RAGGED},
+    "two levels": {"blocks": RAGGED, "two_level": True},
+    "apart": {"blocks": RAGGED, "share": False, "factored": True},
+    "overlapping": {"blocks": blocks.uniform(6, 5, 2, torch.Generator().manual_seed(1))},
+}
+WORDS = Sequences(torch.tensor([[0, 3, 5, 1], [4, 9, 9, 9], [2, 5, 5, 9]]), torch.tensor([4, 1, 3]))
+TAGS = torch.tensor([[-1, 1, -1, 0], [-1, 7, 7, 7], [2, 1, 0, 7]])  # padding may hold anything
+DATA = tagged(Sequences(WORDS.values, WORDS.lengths, labels=TAGS))
+
+
+def make(variant, num_tags=3, **options):
+    pyro.set_rng_seed(0)
+    return NeuralTagger(5, 6, num_tags, 8, **(VARIANTS[variant] | options)).double()
+
+
+class Truth:
+    """Everything about one sequence, from the table of all paths of states and of tags."""
+
+    def __init__(self, hmm, values, length, observed=None):
+        """Take the parameters of ``hmm`` as dense tables, and visit every pair of paths."""
+        words, tags = values[:length].T.tolist()
+        seen = [True] * length if observed is None else observed[:length].tolist()
+        start, moves = hmm.log_initial.numpy(), hmm.log_transition.numpy()
+        emission, law = hmm.emission.parts[0].logits.numpy(), hmm.log_tags.numpy()
+        size, count = law.shape
+        zeros = np.zeros(size)
+        likelihood = np.stack([emission[:, w] if s else zeros for w, s in zip(words, seen)])
+        free = oracle.all_paths(count, length)
+        agrees = np.ones(len(free), bool)
+        for t, tag in enumerate(tags):
+            if seen[t] and tag >= 0:
+                agrees &= free[:, t] == tag
+        self.tags, self.states = free[agrees], oracle.all_paths(size, length)
+        chain = oracle.joint(start, moves[None], likelihood, self.states)
+        rows = np.stack([law[self.states, y].sum(1) for y in self.tags], 1)
+        self.table = chain[:, None] + rows  # (paths of states, paths of tags)
+        self.evidence = oracle.log_sum(self.table.flatten())
+        self.share = np.exp(self.table - self.evidence)
+
+    def tag_probs(self, num_tags):
+        weights = self.share.sum(0)
+        return np.stack([
+            [weights[self.tags[:, t] == tag].sum() for tag in range(num_tags)]
+            for t in range(self.tags.shape[1])
+        ])  # fmt: skip
+
+
+@pytest.fixture(params=[False, True], ids=["whole", "gaps"])
+def observed(request):
+    """All steps, or some that are missing, one with a tag that then must not be read."""
+    if request.param:
+        return torch.tensor([[True, False, True, True], [True] * 4, [True, True, False, True]])
+    return None
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_everything_is_the_sum_over_all_paths_of_states_and_tags(variant, observed):
+    with torch.no_grad():
+        hmm = make(variant).eval()(DATA.lengths, observed)
+        assert isinstance(hmm, TaggedHMM)
+        evidence, probs = hmm.log_prob(DATA.values), hmm.tag_probs(DATA.values)
+        path, tags = hmm.best_path(DATA.values), hmm.best_tags(DATA.values)
+        states = hmm.posterior(DATA.values).states
+        for n, length in enumerate(DATA.lengths.tolist()):
+            seen = None if observed is None else observed[n]
+            truth = Truth(hmm, DATA.values[n], length, seen)
+            assert evidence[n].item() == pytest.approx(truth.evidence, rel=1e-10)
+            wanted = truth.tag_probs(3)
+            np.testing.assert_allclose(probs[n, :length], wanted, atol=1e-12)
+            assert tags[n, :length].tolist() == wanted.argmax(-1).tolist()
+            best = np.unravel_index(truth.table.argmax(), truth.table.shape)
+            assert path.states[n, :length].tolist() == truth.states[best[0]].tolist()
+            assert path.tags[n, :length].tolist() == truth.tags[best[1]].tolist()
+            weights = truth.share.sum(1)
+            visits = one_hot(torch.tensor(truth.states), 5).double().numpy()
+            np.testing.assert_allclose(
+                states[n, :length], (visits * weights[:, None, None]).sum(0), atol=1e-12
+            )
+        for found in (probs, path.states, path.tags, tags):
+            assert not found[~DATA.exists].any()
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_dense_form_has_the_same_evidence_and_gradient(variant):
+    module, found = make(variant), []
+    for form in (lambda hmm: hmm, lambda hmm: hmm.dense()):
+        hmm = form(module(DATA.lengths))
+        weighted = (hmm.log_prob(DATA.values) * torch.tensor([1.0, -2.0, 0.5])).sum()
+        found.append([weighted, *torch.autograd.grad(weighted, list(module.parameters()))])
+    for one, two in zip(*found):
+        torch.testing.assert_close(one, two, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_both_forms_agree_in_loss_and_gradient(variant):
+    module, found = make(variant), []
+    for form, elbo in ((MarginalModel, Trace_ELBO()), (EnumeratedModel, TraceEnum_ELBO())):
+        loss = elbo.differentiable_loss(form(module), lambda data: None, DATA)
+        found.append([loss, *torch.autograd.grad(loss, list(module.parameters()))])
+    for one, two in zip(*found):
+        torch.testing.assert_close(one, two, rtol=1e-9, atol=1e-9)
+
+
+def test_without_tags_it_is_the_law_of_the_words():
+    """The same parameters in a NeuralHMM, whose states and words have the same names."""
+    module = make("two levels")
+    words = NeuralHMM(5, 6, 8, **VARIANTS["two levels"]).double()
+    words.load_state_dict({k: v for k, v in module.state_dict().items() if "tag" not in k})
+    hmm = module.eval()(WORDS.lengths)
+    plain = tagged(WORDS).values
+    expected = words.eval()(WORDS.lengths).log_prob(WORDS.values)
+    torch.testing.assert_close(hmm.log_prob(plain), expected)
+    torch.testing.assert_close(hmm.words.log_prob(WORDS.values), expected)
+    torch.testing.assert_close(hmm.viterbi(plain), hmm.words.viterbi(WORDS.values))
+
+
+def test_probabilities_of_all_taggings_sum_to_one():
+    hmm = make("one level").eval()(torch.tensor(3))
+    words = torch.tensor([0, 5, 3])
+    every = torch.tensor(list(itertools.product(range(3), repeat=3)))
+    values = torch.stack([words.expand(27, 3), every], -1)
+    logs = hmm.expand([27]).log_prob_of_tags(values)
+    torch.testing.assert_close(logs.exp().sum(), torch.tensor(1.0).double())
+
+
+def test_tags_are_drawn_from_their_law():
+    hmm = make("two levels").eval()(DATA.lengths)
+    drawn = hmm.sample_tags(DATA.values, (20_000,))
+    assert drawn.shape == (20_000, 3, 4)
+    assert not drawn[:, ~DATA.exists].any()
+    with torch.no_grad():
+        for n, length in enumerate(DATA.lengths.tolist()):
+            truth = Truth(hmm, DATA.values[n], length)
+            powers = 3 ** np.arange(length)
+            counts = np.bincount(drawn[:, n, :length].numpy() @ powers, minlength=3**length)
+            probs = np.zeros(3**length)
+            np.add.at(probs, truth.tags @ powers, truth.share.sum(0))
+            assert oracle.looks_drawn_from(counts, probs)
+
+
+def test_words_and_tags_are_drawn_from_their_law():
+    with torch.no_grad():
+        hmm = make("one level").eval()(torch.tensor(2))
+        values, states = hmm.sample_with_states((20_000,))
+        assert values.dtype == torch.long
+        assert values.shape == (20_000, 2, 2)
+        every = torch.tensor(list(itertools.product(range(6), range(3), repeat=2))).reshape(
+            -1, 2, 2
+        )
+        probs = hmm.expand([len(every)]).log_prob(every).exp()
+        codes = values.flatten(1) @ torch.tensor([54, 18, 3, 1])
+        assert oracle.looks_drawn_from(np.bincount(codes, minlength=324), probs.numpy())
+        assert bool(RAGGED.allowed[states, values[..., 0]].all())
+
+
+def test_dropped_states_keep_their_tags():
+    module = make("one level", dropout=0.5)
+    whole, part = module.eval()(DATA.lengths), module.train()(DATA.lengths)
+    assert part.num_states == 3
+    rows = torch.isclose(part.log_tags.unsqueeze(1), whole.log_tags, rtol=1e-12)
+    assert bool(rows.all(-1).any(-1).all())
+    assert math.isfinite(part.log_prob(DATA.values).sum().item())
+
+
+def test_in_single_precision_and_with_characters_every_parameter_is_reached():
+    pyro.set_rng_seed(0)
+    words = CharacterWords(["the", "cat", "sat", "on", "a", "mat"], 8)
+    module = NeuralTagger(5, 6, 3, 8, blocks=RAGGED, two_level=True, words=words)
+    module(DATA.lengths).log_prob(DATA.values).sum().backward()
+    for name, each in module.named_parameters():
+        assert bool(each.grad.isfinite().all()), name
+        assert bool(each.grad.any()), name
+
+
+def test_few_tags_and_many_words_are_one_fit():
+    """Tags follow from the word before; the words alone show which states there are."""
+    torch.manual_seed(0)
+    states = torch.randint(2, (60, 12))
+    words = 2 * states + torch.randint(2, (60, 12))  # words 0, 1 of state 0; 2, 3 of state 1
+    tags = torch.cat([torch.zeros(60, 1, dtype=torch.long), states[:, :-1]], 1)
+    lengths = torch.full((60,), 12)
+    some = torch.where(torch.arange(60).unsqueeze(-1) < 20, tags, -1)
+    data = tagged(Sequences(words, lengths, labels=some))
+    pyro.set_rng_seed(0)
+    module = NeuralTagger(8, 4, 2, 16, blocks=blocks.from_clusters(torch.tensor([0, 0, 1, 1]), 4))
+    fit = fit_map(MarginalModel(module), data, num_steps=250, learning_rate=0.02)
+    hidden = data[20:]
+    found = fit.draw(hidden).best_tags(hidden.values)
+    assert (found == tags[20:]).double().mean() > 0.98
+
+
+def test_the_emission_is_that_of_two_symbols():
+    torch.manual_seed(0)
+    words, tags = torch.randn(3, 4).log_softmax(-1), torch.randn(3, 2).log_softmax(-1)
+    law = WordAndTag(*(torch.distributions.Categorical(logits=each) for each in (words, tags)))
+    values = torch.tensor([[3, 1], [0, -1], [-1, 0]]).unsqueeze(1)
+    expected = torch.stack([words[:, 3] + tags[:, 1], words[:, 0], tags[:, 0]])
+    torch.testing.assert_close(law.expand([3, 3]).log_prob(values), expected)
+    inside = law.support.check(torch.tensor([[3, -1], [4, 0], [0, 2], [-2, 0]]))
+    assert inside.tolist() == [True, False, False, False]
+
+
+def test_what_does_not_fit_is_refused():
+    hmm = make("one level").eval()(DATA.lengths)
+    with pytest.raises(ValueError, match=r"values must end in shape \(T, 2\)"):
+        hmm.log_prob(WORDS.values)
+    with pytest.raises(ValueError, match=r"tags must lie between 0 and Y - 1 = 2, or be -1"):
+        hmm.log_prob(DATA.values + 2)
+    with pytest.raises(ValueError, match="values must hold symbols from 0 to V - 1 = 5"):
+        hmm.log_prob(DATA.values - torch.tensor([1, 0]))
+    with pytest.raises(TypeError, match="words must be a BlockHMM; got HMM"):
+        TaggedHMM(hmm.dense(), hmm.log_tags)
+    with pytest.raises(ValueError, match="log_tags must have shape"):
+        TaggedHMM(hmm.words, hmm.log_tags[:4])
+    with pytest.raises(ValueError, match="labels must be tags; got sets of them"):
+        tagged(Sequences(WORDS.values, WORDS.lengths, labels=torch.ones(3, 4, 2).bool()))
+    with pytest.raises(ValueError, match=r"values must have shape \(N, T\)"):
+        tagged(DATA)
+    with pytest.raises(ValueError, match="posterior_in_blocks needs every step to be observed"):
+        make("one level").eval()(DATA.lengths, DATA.exists).posterior_in_blocks(DATA.values)
+    assert isinstance(hmm.restrict(torch.zeros(3, 4).long()), HMM)
