@@ -92,6 +92,47 @@ def test_a_vocabulary_that_names_nothing_or_twice_is_refused(symbols, unknown, m
         Vocabulary(symbols, unknown)
 
 
+def test_the_first_symbol_listed_stands_for_an_unknown_one():
+    words = Vocabulary(["<b>", "<a>", "x"], unknown=lambda word: [f"<{word[0]}>", "<b>"])
+    assert words.encode(["x", "apple", "boat", "cat"]).tolist() == [2, 1, 0, 0]
+    with pytest.raises(ValueError, match="symbol 'cat' is not one of the 1"):
+        Vocabulary(["x"], unknown=lambda word: ["<c>"]).encode(["cat"])
+    with pytest.raises(ValueError, match="max_size cannot be given if unknown is a function"):
+        Vocabulary.from_counts(["x"], max_size=3, unknown=lambda word: ["<c>"])
+
+
+@patient
+@given(st.lists(st.text("aAsig9.-", min_size=1, max_size=5), max_size=80), st.integers(1, 4))
+def test_every_symbol_of_a_training_text_occurs_and_kinds_of_rare_words_often(text, min_count):
+    text = ["plain"] + [word for word in text for _ in range(3)]
+    vocabulary = Vocabulary.from_counts(text, min_count, unknown=readers.word_classes)
+    codes = vocabulary.encode(text).tolist()
+    assert set(codes) == set(range(len(vocabulary)))
+    for code, symbol in enumerate(vocabulary):
+        if symbol.startswith("<unk-"):
+            assert codes.count(code) >= readers.CLASS_COUNT
+    assert all(
+        vocabulary[code] == word for code, word in zip(codes, text) if text.count(word) >= min_count
+    )
+
+
+@pytest.mark.parametrize(
+    ("word", "classes"),
+    [
+        ("walked", ["<unk-ed>", "<unk>"]),
+        ("Oslo", ["<unk-Aa>", "<unk>"]),
+        ("NATO", ["<unk-AA>", "<unk-Aa>", "<unk>"]),
+        ("B2B", ["<unk-9a>", "<unk-9>", "<unk>"]),
+        ("3,000", ["<unk-9>", "<unk>"]),
+        ("half-baked", ["<unk-a-b-ed>", "<unk-a-b>", "<unk>"]),
+        (":-)", ["<unk-.>", "<unk>"]),
+        ("fjord", ["<unk>"]),
+    ],
+)
+def test_kinds_of_words_are_what_can_be_seen_of_them(word, classes):
+    assert readers.word_classes(word) == classes
+
+
 @pytest.mark.parametrize("codes", [[-1], [0, 2], [[0, 1]]])
 def test_codes_that_name_no_symbol_are_refused(codes):
     with pytest.raises(ValueError, match="codes must"):
