@@ -9,7 +9,7 @@ demo: .venv/demo
 	$(BIN)/python tutorials/01_letters.py
 
 test: .venv/test
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto
 
 # ten thousand random models against the sum over all paths
 fuzz: .venv/test

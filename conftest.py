@@ -1,10 +1,16 @@
 """What every test and every doctest starts from: a seed, and an empty parameter store."""
 
 import math
+import os
 
 import pyro
 import pytest
 import torch
+
+
+if "PYTEST_XDIST_WORKER_COUNT" in os.environ:  # workers share the processors
+    workers = int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
+    torch.set_num_threads(max(1, torch.get_num_threads() // workers))
 
 
 @pytest.fixture(autouse=True)
