@@ -757,11 +757,13 @@ def main() -> None:
             found = [{"part": part.__name__, **row} for row in part(letters, budget)]
             rows += found
             print(f"{part.__name__}: {len(found)} rows")
+            old = [row for row in old if row["part"] != part.__name__]
+            if not options.quick:
+                write(NAME, rows + old)  # each part as soon as it is there
         else:
             rows += [row for row in old if row["part"] == part.__name__]
     print(f"{sum(os.times()[:4]):.0f} seconds of processor time")
     if not options.quick:
-        write(NAME, rows)
         draw(rows)
 
 
