@@ -686,12 +686,13 @@ def draw(rows: list[dict[str, Any]]) -> None:
                 list(PAPER_ALPHAS), [100 * each for each in PAPER_ALPHAS.values()],
                 "k*--", markersize=10, label="paper, Fig. 10", linewidth=0.8,
             )  # fmt: skip
-            panel.legend(fontsize=8)
         panel.set_xscale("symlog", linthresh=0.1)
         panel.set_xlabel(r"$\alpha$, weight of the log-determinant")
         panel.set_ylabel("letters right, %")
         panel.set_title(split, fontsize=10)
         panel.grid(alpha=0.3)
+    # where the other panel leaves room
+    panels[1].legend(*panels[0].get_legend_handles_labels(), fontsize=8, loc=(0.02, 0.48))
     left, *right = bottom.subplots(1, 3, width_ratios=(1.5, 1, 1))
     _bars(left, rows)
     distances = [row for row in rows if row["part"] == "neighbours" and "letter" in row]
@@ -705,7 +706,8 @@ def draw(rows: list[dict[str, Any]]) -> None:
         panel.set_title(f"distance of the row of {letter} to the others, nats", fontsize=10)
         panel.tick_params(axis="x", labelsize=7)
         panel.grid(alpha=0.3)
-    right[0].legend(fontsize=8)
+    right[0].set_ylim(0.3, 3)
+    right[0].legend(fontsize=8, loc="upper center")
     figure.savefig(FOLDER / f"{NAME}.png", dpi=150)
     plt.close(figure)
 
