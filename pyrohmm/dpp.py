@@ -106,6 +106,10 @@ class DiversityPrior(nn.Module):
     It is zero where two rows are equal, and some guides of Pyro begin there: give them
     ``init_loc_fn=init_to_sample``, or ``init_to_value(values=fit_em(...).start)``.
 
+    EM under the prior has many local optima, and an entry that has become zero stays zero, unless
+    the M-step leaves it, as those of :mod:`pyrohmm.msteps` do where the prior gains by it: use
+    ``restarts``.
+
     Args:
         alpha: Weight of the log-determinant, not negative; 0 leaves it out. For the usual exponent
             it has the effect, in the M-step of a chain, of that many pseudo-counts for each row.
