@@ -298,12 +298,12 @@ plt.show()
 
 # %% [markdown]
 # Where the two rows are equal, on the diagonal, the prior is zero. The data alone leave a twentieth
-# of the posterior above it, the prior next to nothing: it says for certain that state 1 is the one
-# more likely to come next to itself. And it pushes moves to the corner: both rates of change are
+# of the posterior above it, the prior next to nothing: it says for certain that state 1 is more
+# likely after itself than after state 2. And it pushes to the corner: both rates of change are
 # nearly halved, to about half of the true ones (stars). NUTS agrees with the exact posterior where
-# it begins on the right side. Begun on the other, with a strong prior, it lingers there, for the
-# diagonal is a border that it rarely crosses. It is the same for EM and MAP. Run several, from
-# different starts, and compare their evidence.
+# it begins on the right side. Begun on the other, with the prior, most of its draws stay there, and
+# the rest repeat themselves: the diagonal is a border that is hard to cross, for EM and MAP too.
+# Run several, from different starts, and compare their evidence.
 
 # %% [markdown]
 # ## When to use it
