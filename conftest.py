@@ -7,7 +7,6 @@ import pyro
 import pytest
 import torch
 
-
 if "PYTEST_XDIST_WORKER_COUNT" in os.environ:  # workers share the processors
     workers = int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
     torch.set_num_threads(max(1, torch.get_num_threads() // workers))
