@@ -12,6 +12,7 @@ from . import em as em
 from . import emissions as emissions
 from . import guides as guides
 from . import inference_data as inference_data
+from . import language as language
 from . import metrics as metrics
 from . import msteps as msteps
 from . import plots as plots
@@ -42,6 +43,7 @@ from .guides import RotationGuide as RotationGuide
 from .hmm import HMM as HMM
 from .hmm import Forecast as Forecast
 from .inference_data import to_arviz as to_arviz
+from .language import LanguageModel as LanguageModel
 from .models import CarriedModel as CarriedModel
 from .models import CooccurrenceModel as CooccurrenceModel
 from .models import EnumeratedModel as EnumeratedModel
@@ -86,6 +88,7 @@ __all__ = [
     "Forecast",
     "GradientStep",
     "HMMModule",
+    "LanguageModel",
     "MarginalModel",
     "NeuralHMM",
     "NeuralTagger",
@@ -117,6 +120,7 @@ __all__ = [
     "from_hmmlearn",
     "guides",
     "inference_data",
+    "language",
     "left_to_right",
     "load_hmm",
     "load_into",

@@ -580,6 +580,7 @@ def fit_svi(
     validation: Sequences | None = None,
     validate_every: int | None = None,
     patience: int | None = None,
+    report: Callable[[Validation], object] | None = None,
     generator: torch.Generator | None = None,
     progress: bool | None = None,
     checkpoint: str | Path | None = None,
@@ -631,6 +632,8 @@ def fit_svi(
         validate_every: After how many gradient steps to do so; by default after every round of
             minibatches, and after 25 steps without them. The last step is followed by one too.
         patience: End after this many validations none of which was better than those before.
+        report: Called with the :class:`Validation` after each, in the first process: ``print``, or
+            what writes to your log.
         generator: Source of randomness for minibatches; torch's global one by default.
         progress: Whether to show a progress bar on stderr; by default if that is a terminal.
         checkpoint: A file to save to and to go on from.
@@ -667,7 +670,7 @@ def fit_svi(
     """
     _check(model, data, num_steps, clip_norm, average)
     _check_batches(batch_size, batch_tokens, windows)
-    _check_validation(validation, validate_every, patience)
+    _check_validation(validation, validate_every, patience, report)
     if isinstance(guide, AutoGuide):
         _rename(guide)
     begun = time.perf_counter()
@@ -697,7 +700,7 @@ def fit_svi(
         every = WINDOW if batches.whole is not None and validate_every is None else validate_every
         held_out = None
         if validation is not None:
-            held_out = HeldOut(validation, batch_size, batch_tokens, patience, processes)
+            held_out = HeldOut(validation, batch_size, batch_tokens, patience, processes, report)
             held_out.check(model, guide)  # now rather than after hours
         if isinstance(scheduler, Plateau) and (held_out is None or scheduler.mode != "min"):
             raise ValueError(
@@ -887,7 +890,9 @@ def _check_batches(
         )
 
 
-def _check_validation(validation: Any, validate_every: int | None, patience: int | None) -> None:
+def _check_validation(
+    validation: Any, validate_every: int | None, patience: int | None, report: Any
+) -> None:
     if validation is not None and not isinstance(validation, Sequences):
         raise TypeError(f"validation must be Sequences; got {type(validation).__name__}.")
     for name, given in (("validate_every", validate_every), ("patience", patience)):
@@ -895,6 +900,8 @@ def _check_validation(validation: Any, validate_every: int | None, patience: int
             check_size(name, given)
             if validation is None:
                 raise ValueError(f"{name} needs validation, the sequences that are held out.")
+    if report is not None and validation is None:
+        raise ValueError("report needs validation, the sequences that are held out.")
 
 
 def _rename(guide: AutoGuide) -> None:

@@ -4,8 +4,8 @@ A file is in safetensors format; its metadata hold one JSON document, with a che
 It is written beside its place and then renamed: at any moment, also one of a power cut, there is
 the old file or the new one, whole. A writer that is killed may leave ``.pyrohmm-*.tmp`` behind.
 
-A saved HMM or module is a directory with such a file, ``tensors.safetensors``, which alone is read,
-and ``pyrohmm.json``, which says for people what is in it.
+A saved HMM, module or language model is a directory with such a file, ``tensors.safetensors``,
+which alone is read, and ``pyrohmm.json``, which says for people what is in it.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ FORMAT = "pyrohmm"
 VERSION = 1  # what is written, and the newest that can be read
 TENSORS = "tensors.safetensors"
 READABLE = "pyrohmm.json"
+KINDS = {"hmm": "load_hmm", "module": "load_into", "language model": "LanguageModel.load"}
 DTYPES = (
     torch.bool, torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.int8, torch.int16,
     torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64,
@@ -326,7 +327,22 @@ def save(thing: HMM | nn.Module, directory: str | os.PathLike[str]) -> None:
         >>> load_hmm(directory).emission.rate
         tensor([1.])
     """
-    tensors, meta = _describe(thing)
+    write_directory(directory, *_describe(thing))
+
+
+def write_directory(
+    directory: str | os.PathLike[str], tensors: dict[str, Tensor], meta: dict[str, Any]
+) -> None:
+    """Write tensors and plain data to a directory, as :func:`save` does with what it describes.
+
+    Args:
+        directory: As for :func:`save`.
+        tensors: As for :func:`write_tensors`.
+        meta: The same; its entry ``kind`` is one of ``KINDS``.
+
+    Raises:
+        TypeError, ValueError, OSError: As :func:`write_tensors` and :func:`save`.
+    """
     files = {TENSORS: _to_bytes(tensors, meta), READABLE: _readable(tensors, meta)}
     target = Path(os.path.realpath(directory))
     if not target.exists():
@@ -337,8 +353,24 @@ def save(thing: HMM | nn.Module, directory: str | os.PathLike[str]) -> None:
         _replace(target / name, data)  # the first is all that is ever read
 
 
-def load_hmm(directory: str | os.PathLike[str]) -> HMM:
-    """The HMM that was saved to ``directory``, on the CPU, every bit as it was.
+def check_directory(directory: str | os.PathLike[str]) -> None:
+    """Raise, before long work, what :func:`save` would find wrong with ``directory`` after it.
+
+    Raises:
+        FileNotFoundError: If the directory above it does not exist.
+        ValueError, NotADirectoryError: If there is something else.
+    """
+    target = Path(os.path.realpath(directory))
+    if target.exists():
+        _check_replaceable(target)
+    elif not target.parent.is_dir():
+        raise FileNotFoundError(f"there is no directory {target.parent} to make {target.name} in.")
+
+
+def read_directory(
+    directory: str | os.PathLike[str], kind: str
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Read what :func:`write_directory` wrote, of this ``kind``.
 
     Raises:
         FileNotFoundError: If nothing was saved there.
@@ -346,10 +378,32 @@ def load_hmm(directory: str | os.PathLike[str]) -> HMM:
     """
     path = Path(directory) / TENSORS
     tensors, meta = read_tensors(path)
-    _check_kind(path, meta, "hmm", "Load it with load_into.")
+    found = meta.get("kind")
+    if found not in KINDS:
+        raise ValueError(
+            f"{path} holds neither an HMM nor a module nor a language model. Read it with "
+            "read_tensors."
+        )
+    if found != kind:
+        raise ValueError(
+            f"{path} must hold one of kind {kind}; it is of kind {found}. Load it with "
+            f"{KINDS[found]}."
+        )
+    return tensors, meta
+
+
+def load_hmm(directory: str | os.PathLike[str]) -> HMM:
+    """The HMM that was saved to ``directory``, on the CPU, every bit as it was.
+
+    Raises:
+        FileNotFoundError: If nothing was saved there.
+        ValueError: If the files are damaged, hold something else, or come from a newer version.
+    """
+    tensors, meta = read_directory(directory, "hmm")
     try:
         return _build_hmm(tensors, meta)
     except Exception as error:
+        path = Path(directory) / TENSORS
         raise ValueError(f"{path} does not describe an HMM: {error}") from error
 
 
@@ -378,13 +432,12 @@ def load_into(module: nn.Module, directory: str | os.PathLike[str]) -> None:
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"module must be a torch.nn.Module; got {type(module).__name__}.")
-    path = Path(directory) / TENSORS
-    tensors, meta = read_tensors(path)
-    _check_kind(path, meta, "module", "Load it with load_hmm.")
+    tensors, meta = read_directory(directory, "module")
     own = module.state_dict()
     _check_state(module, own)
     differences = _differences(module, own, tensors, meta)
     if differences:
+        path = Path(directory) / TENSORS
         raise ValueError(f"{path} differs from module: {'; '.join(differences)}.")
     before = {name: tensor.clone() for name, tensor in own.items()}
     try:
@@ -458,17 +511,8 @@ def _check_replaceable(target: Path) -> None:
             f"{target} holds files that save did not write ({error}). Name another directory, or "
             "remove it."
         ) from error
-    if meta.get("kind") not in ("hmm", "module"):
+    if meta.get("kind") not in KINDS:
         raise ValueError(f"{target} holds files that save did not write. Name another directory.")
-
-
-def _check_kind(path: Path, meta: dict[str, Any], kind: str, cure: str) -> None:
-    """Raise unless what was saved is of this ``kind``."""
-    found = meta.get("kind")
-    if found not in ("hmm", "module"):
-        raise ValueError(f"{path} holds neither an HMM nor a module. Read it with read_tensors.")
-    if found != kind:
-        raise ValueError(f"{path} must hold one of kind {kind}; it is of kind {found}. {cure}")
 
 
 def _differences(

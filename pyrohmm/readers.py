@@ -271,6 +271,19 @@ class Entry(NamedTuple):
     tags: Sequence[str | None] = ()
 
 
+def read_lines(path: FilePath) -> list[str]:
+    """The lines of a text file, blank ones too.
+
+    Raises:
+        FileNotFoundError: If there is no such file.
+        ValueError: If it has no line that is not blank, or is not UTF-8.
+    """
+    lines = [line for _, line in _lines(path)]
+    if not any(line.strip() for line in lines):
+        raise _malformed(path, 1, "at least one sentence", "none in the whole file")
+    return lines
+
+
 def read_sentences(
     path: FilePath,
     vocabulary: Vocabulary | Counting | None = None,

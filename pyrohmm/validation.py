@@ -41,6 +41,7 @@ class HeldOut:
         batch_tokens: The same.
         patience: After how many validations without a better one to end; never by default.
         processes: Those that share the work; this one alone by default.
+        report: Called with each :class:`Validation`, in the first process.
 
     Raises:
         ValueError: If no step is observed.
@@ -53,6 +54,7 @@ class HeldOut:
         batch_tokens: int | None = None,
         patience: int | None = None,
         processes: Processes | None = None,
+        report: Callable[[Validation], object] | None = None,
     ) -> None:
         self.num_observed = data.num_observed
         if self.num_observed == 0:
@@ -66,6 +68,7 @@ class HeldOut:
         chosen = chosen[self.processes.rank :: self.processes.size]
         self.first, self.parts = data[:1], [data[each] for each in chosen]
         self.patience = patience
+        self.report = report if self.processes.is_first else None
         self.trail: list[Validation] = []
         self.best: list[Tensor] = []  # parameters
 
@@ -75,6 +78,8 @@ class HeldOut:
         if not self.trail or nats < min(found.nats for found in self.trail):
             self.best = [each.detach().clone() for each in tensors]
         self.trail.append(Validation(step, nats))
+        if self.report is not None:
+            self.report(self.trail[-1])
         return nats
 
     def check(self, model: Callable[..., Any], guide: Callable[..., Any]) -> None:

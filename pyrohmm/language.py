@@ -1,0 +1,431 @@
+r"""``LanguageModel``: sentences in, their probabilities and new sentences out.
+
+A vocabulary, Brown clusters of its words and a :class:`pyrohmm.NeuralHMM` whose blocks of states
+belong to the clusters, with one way to fit, evaluate, sample and keep them. Every sentence ends in
+``<eos>``, which is predicted and counted like any word, and has a cluster of its own. N sentences
+are made of V words in C clusters; there are K states.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections import Counter
+from collections.abc import Iterable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import blocks as state_blocks
+from . import clusters, cooccurrence
+from ._checks import check_size
+from .batches import cut_by_steps
+from .blocks import BlockHMM, Blocks
+from .fit import Fit, fit_map
+from .metrics import Perplexity
+from .models import MarginalModel
+from .modules import in_mode
+from .neural import NeuralHMM
+from .persistence import TENSORS, read_directory, write_directory
+from .readers import Vocabulary
+from .sequences import Sequences
+
+END = "<eos>"
+UNKNOWN = "<unk>"
+AT_ONCE = 256  # sentences that are drawn side by side
+STEPS = 8192  # that are evaluated at once
+WARM = 0.05  # share of all steps in which the learning rate rises
+
+
+def count_words(
+    lines: Iterable[str], min_count: int = 1, max_size: int | None = None
+) -> Vocabulary:
+    """The words of some lines by falling count, after ``<unk>`` and ``<eos>``, which are always in.
+
+    Args:
+        lines: Sentences, their words separated by white space.
+        min_count: Words that occur less often are left out: ``<unk>`` stands for them.
+        max_size: Largest V, with ``<unk>`` and ``<eos>``; the rarest words give way.
+
+    Raises:
+        ValueError: If there is no line, or ``max_size`` leaves no room for a word.
+
+    Example:
+        >>> list(count_words(["a rose is a rose", "is a rose"], min_count=3))
+        ['<unk>', '<eos>', 'a', 'rose']
+    """
+    check_size("min_count", min_count)
+    if max_size is not None and max_size < 3:
+        raise ValueError(f"max_size must be at least 3, for {UNKNOWN}, {END} and a word; got "
+                         f"{max_size}.")  # fmt: skip
+    counts: Counter[str] = Counter()
+    for line in lines:
+        counts.update(line.split())
+        counts[END] += 1
+    if not counts:
+        raise ValueError("lines is empty; wanted at least one sentence.")
+    counts[END] = counts.total() + min_count  # first, and never left out
+    return Vocabulary.from_counts(counts, min_count, max_size, UNKNOWN)
+
+
+class LanguageModel:
+    """Sentences of words, each the path of a neural HMM until it emits ``<eos>``.
+
+    :meth:`from_data` finds clusters and builds a model from them, :meth:`load` reads one. The
+    module is on the CPU; ``model.module.to("cuda")`` moves it, and everything follows.
+
+    Args:
+        vocabulary: The V words, ``<eos>`` among them.
+        blocks: Which states may emit which word; disjoint.
+        hidden_dim: D, of embeddings.
+        two_level: Whether a move draws the block first; see :class:`pyrohmm.NeuralHMM`.
+        dropout: Share of the states of each block that is left out at each training step.
+
+    Attributes:
+        vocabulary: The V words.
+        blocks: Which states may emit which word.
+        module: The :class:`pyrohmm.NeuralHMM`.
+
+    Raises:
+        ValueError: If ``<eos>`` is not in the vocabulary, or blocks overlap or have other words.
+
+    Example:
+        >>> _ = pyro.set_rng_seed(0)
+        >>> lines = ["a rose is a rose", "a daisy is a daisy", "is a rose a rose"] * 9
+        >>> vocabulary = language.count_words(lines)
+        >>> data = language.encode(lines, vocabulary)
+        >>> model = LanguageModel.from_data(vocabulary, data, 16, 4, hidden_dim=16, dropout=0.25)
+        >>> model
+        LanguageModel(6 words; 16 states in 4 blocks of 4)
+        >>> fit = model.fit(data, num_epochs=20, batch_tokens=80, learning_rate=0.02)
+        >>> model.perplexity(["is a daisy a daisy"]).value < 3.5
+        True
+        >>> set(" ".join(model.generate(4)).split()) <= set(vocabulary)
+        True
+    """
+
+    def __init__(
+        self,
+        vocabulary: Vocabulary,
+        blocks: Blocks,
+        hidden_dim: int = 256,
+        *,
+        two_level: bool = True,
+        dropout: float = 0.5,
+    ) -> None:
+        if END not in vocabulary:
+            raise ValueError(f"vocabulary must have {END}, the end of a sentence, among its words.")
+        if not blocks.disjoint or blocks.num_symbols != len(vocabulary):
+            raise ValueError(
+                f"blocks must be disjoint, and of the {len(vocabulary)} words of the vocabulary; "
+                f"got {blocks}. Make them with blocks.from_clusters."
+            )
+        self.vocabulary, self.blocks = vocabulary, blocks
+        self._options = {"hidden_dim": hidden_dim, "two_level": two_level, "dropout": dropout}
+        self.module = NeuralHMM(
+            blocks.num_states, len(vocabulary), hidden_dim,
+            blocks=blocks, two_level=two_level, dropout=dropout,
+        )  # fmt: skip
+
+    @classmethod
+    def from_data(
+        cls,
+        vocabulary: Vocabulary,
+        data: Sequences,
+        num_states: int = 4096,
+        num_clusters: int = 128,
+        hidden_dim: int = 256,
+        *,
+        two_level: bool = True,
+        dropout: float = 0.5,
+    ) -> LanguageModel:
+        """A model that knows nothing yet, whose blocks belong to Brown clusters of the words.
+
+        Args:
+            vocabulary: The V words.
+            data: Sentences that end in ``<eos>``, as :func:`encode` makes them; only clusters are
+                found from them.
+            num_states: K, divided equally among the clusters.
+            num_clusters: C, that of ``<eos>`` included; fewer if fewer words occur.
+            hidden_dim: As for the class.
+            two_level: The same.
+            dropout: The same.
+
+        Raises:
+            TypeError: If ``data`` are not :class:`Sequences` of integers.
+            ValueError: If a sentence does not end in ``<eos>``, or has it earlier; or if there are
+                fewer than two clusters, or more of them than states.
+        """
+        check_size("num_clusters", num_clusters)
+        if not 2 <= num_clusters <= num_states:
+            raise ValueError(
+                f"num_clusters must be at least 2, one of them for {END}, and at most num_states = "
+                f"{num_states}; got {num_clusters}."
+            )
+        _check_ends(vocabulary, data)
+        pairs = cooccurrence.count_pairs(data, len(vocabulary))
+        present = int(torch.cat([pairs.first, pairs.second]).unique().numel())
+        found = clusters.brown(pairs, min(num_clusters - 1, present)).assignment
+        assignment = clusters.with_own(found, vocabulary.encode([END]))
+        blocks = state_blocks.from_clusters(assignment, clusters.allocate(num_states, assignment))
+        return cls(vocabulary, blocks, hidden_dim, two_level=two_level, dropout=dropout)
+
+    def __repr__(self) -> str:
+        low, high = int(self.blocks.sizes.min()), self.blocks.width
+        return (
+            f"LanguageModel({len(self.vocabulary):,} words; {self.blocks.num_states:,} states in "
+            f"{self.blocks.num_blocks} blocks of {low if low == high else f'{low} to {high}'})"
+        )
+
+    # Fitting
+
+    def fit(
+        self,
+        data: Sequences,
+        validation: Sequences | None = None,
+        *,
+        num_epochs: int = 10,
+        batch_tokens: int = 2048,
+        learning_rate: float = 0.004,
+        clip_norm: float | None = 1.0,
+        **options: Any,
+    ) -> Fit:
+        """Maximise the likelihood by AdamW, from where the parameters are.
+
+        The learning rate rises for the first steps, one in twenty, and falls as a cosine to zero
+        at the end. With ``validation``, the parameters that predicted it best are kept.
+
+        Args:
+            data: Sentences to learn from, as :func:`encode` makes them.
+            validation: Held-out sentences, evaluated once an epoch.
+            num_epochs: How often each sentence is seen, on average.
+            batch_tokens: Largest number of tokens in a minibatch, padding included.
+            learning_rate: The largest.
+            clip_norm: As in :func:`pyrohmm.fit_svi`, per token.
+            **options: Others of :func:`pyrohmm.fit_svi`: ``patience``, ``report``, ``checkpoint``,
+                ``average``, ``generator``, ``progress``.
+
+        Raises:
+            FloatingPointError: If the loss becomes infinite or NaN.
+            TypeError, ValueError: As :func:`pyrohmm.fit_svi`.
+        """
+        check_size("num_epochs", num_epochs)
+        check_size("batch_tokens", batch_tokens)
+        for each in (data, validation):
+            if each is not None:
+                _check_ends(self.vocabulary, each)
+        in_epoch = len(cut_by_steps(data.lengths, data.lengths.argsort(), batch_tokens))
+        num_steps = num_epochs * in_epoch
+        if validation is not None:
+            options = {"validate_every": in_epoch} | options
+        return fit_map(
+            MarginalModel(self.module),
+            data,
+            num_steps=num_steps,
+            tolerance=None,
+            batch_tokens=batch_tokens,
+            validation=validation,
+            clip_norm=clip_norm,
+            optimizer=partial(torch.optim.AdamW, lr=learning_rate),
+            schedule=partial(
+                torch.optim.lr_scheduler.LambdaLR, lr_lambda=partial(rise_and_fall, num_steps)
+            ),
+            **options,
+        )
+
+    # What it says of sentences
+
+    def encode(self, lines: Iterable[str]) -> Sequences:
+        """Codes of sentences, each with ``<eos>`` at its end: :func:`encode`."""
+        return encode(lines, self.vocabulary)
+
+    def num_unknown(self, lines: Iterable[str]) -> int:
+        """How many words of some lines are not in the vocabulary, each as often as it occurs."""
+        return sum(word not in self.vocabulary for line in lines for word in line.split())
+
+    def score(self, sentences: Iterable[str] | Sequences) -> Tensor:
+        """Log-probability of each sentence with its ``<eos>``, ``(N,)`` float64, in nats.
+
+        Args:
+            sentences: Lines, or what :meth:`encode` makes of them.
+        """
+        data = sentences if isinstance(sentences, Sequences) else self.encode(sentences)
+        _check_ends(self.vocabulary, data)
+        scores = torch.empty(len(data), dtype=torch.float64)
+        device = next(self.module.parameters()).device
+        with torch.no_grad(), in_mode(False, self.module):
+            for chosen in cut_by_steps(data.lengths, data.lengths.argsort(), STEPS):
+                part = data[chosen].to(device)
+                scores[chosen] = self.module(part.lengths).log_prob(part.values).double().cpu()
+        return scores
+
+    def perplexity(self, sentences: Iterable[str] | Sequences) -> Perplexity:
+        """Perplexity per token, ``<eos>`` included.
+
+        Args:
+            sentences: Lines, or what :meth:`encode` makes of them.
+        """
+        data = sentences if isinstance(sentences, Sequences) else self.encode(sentences)
+        total = self.score(data).sum().item()
+        surprise = -total / data.num_observed
+        value = math.exp(surprise) if surprise < 700.0 else math.inf
+        return Perplexity(value, data.num_observed, total)
+
+    def generate(
+        self, count: int, generator: torch.Generator | None = None, max_words: int = 100
+    ) -> list[str]:
+        """Draw sentences, without their ``<eos>``: state by state and word by word, exactly.
+
+        Args:
+            count: How many.
+            generator: Source of randomness on the CPU; torch's global one by default.
+            max_words: Sentences that have not ended after so many words are cut off.
+        """
+        check_size("count", count)
+        check_size("max_words", max_words)
+        with torch.no_grad(), in_mode(False, self.module):
+            hmm: Any = self.module(torch.tensor([1]))
+            parts = [
+                _draw(hmm, min(AT_ONCE, count - first), max_words, self._end, generator)
+                for first in range(0, count, AT_ONCE)
+            ]
+        return [" ".join(self.vocabulary.decode(codes)) for part in parts for codes in part]
+
+    @property
+    def _end(self) -> int:
+        return int(self.vocabulary.encode([END]))
+
+    # Keeping it
+
+    def save(self, directory: str | os.PathLike[str]) -> None:
+        """Save everything to a directory, in place of what was saved there before.
+
+        Its two files are those of :func:`pyrohmm.save`: tensors, and plain data for people to read.
+
+        Args:
+            directory: A directory that does not exist, is empty, or holds what was saved before.
+                The one above it must exist.
+
+        Raises:
+            ValueError: If the directory holds something else.
+            OSError: If the files cannot be written.
+        """
+        tensors = {f"module.{name}": each for name, each in self.module.state_dict().items()}
+        tensors |= {"symbol_block": self.blocks.symbol_block, "block_sizes": self.blocks.sizes}
+        words = {"words": list(self.vocabulary), "unknown": self.vocabulary.unknown}
+        write_directory(directory, tensors, {"kind": "language model", **words, **self._options})
+
+    @classmethod
+    def load(cls, directory: str | os.PathLike[str]) -> LanguageModel:
+        """The model that was saved to ``directory``, on the CPU, every bit as it was.
+
+        Raises:
+            FileNotFoundError: If nothing was saved there.
+            ValueError: If the files are damaged, hold something else, or come from a newer version.
+        """
+        tensors, meta = read_directory(directory, "language model")
+        try:
+            vocabulary = Vocabulary(meta["words"], meta["unknown"])
+            blocks = state_blocks.from_clusters(
+                tensors.pop("symbol_block"), tensors.pop("block_sizes")
+            )
+            state = {name.removeprefix("module."): each for name, each in tensors.items()}
+            with torch.random.fork_rng(devices=[]):  # what it begins with is replaced
+                model = cls(
+                    vocabulary, blocks, meta["hidden_dim"],
+                    two_level=meta["two_level"], dropout=meta["dropout"],
+                )  # fmt: skip
+            model.module.to(state["bias"].dtype).load_state_dict(state)
+        except Exception as error:
+            path = Path(directory) / TENSORS
+            raise ValueError(f"{path} does not describe a language model: {error}") from error
+        return model
+
+
+def encode(lines: Iterable[str], vocabulary: Vocabulary) -> Sequences:
+    """Codes of sentences, each with ``<eos>`` at its end; a blank line is an empty sentence.
+
+    Args:
+        lines: Their words are separated by white space.
+        vocabulary: Of the words, ``<eos>`` among them.
+
+    Raises:
+        ValueError: If there is no line, ``<eos>`` is written in one, or a word is not in a
+            vocabulary that has nothing for the unknown.
+
+    Example:
+        >>> encode(["a rose", ""], count_words(["a rose is a rose"])).values
+        tensor([[2, 3, 1],
+                [1, 0, 0]])
+    """
+    rows = []
+    for number, line in enumerate(lines, 1):
+        words = line.split()
+        if END in words:
+            raise ValueError(
+                f"lines must not have {END} in them, which is added at the end of each; sentence "
+                f"{number} has. Take it out."
+            )
+        rows.append(vocabulary.encode([*words, END]))
+    return Sequences.from_list(rows)
+
+
+def rise_and_fall(num_steps: int, step: int) -> float:
+    """Share of the largest learning rate at a step: a short rise, then half a cosine, to zero.
+
+    Args:
+        num_steps: Of the whole fit.
+        step: From 0.
+
+    Example:
+        >>> [round(rise_and_fall(100, step), 2) for step in (0, 4, 50, 99)]
+        [0.2, 1.0, 0.5, 0.0]
+    """
+    rise = (step + 1) / max(1.0, WARM * num_steps)
+    return min(1.0, rise) * (1.0 + math.cos(math.pi * min(1.0, step / num_steps))) / 2.0
+
+
+def _check_ends(vocabulary: Vocabulary, data: Sequences) -> None:
+    """Raise unless each sentence has ``<eos>`` at its end, and only there."""
+    if not isinstance(data, Sequences):
+        raise TypeError(f"data must be Sequences, as encode makes them; got {type(data).__name__}.")
+    ends = (data.values == vocabulary.encode([END]).to(data.values.device)) & data.exists
+    last = ends[torch.arange(len(data)), data.lengths - 1]
+    if int(ends.sum()) != len(data) or not bool(last.all()):
+        raise ValueError(
+            f"data must have {END} at the end of each sentence, and only there. Make them with "
+            "encode, or with readers.read_sentences."
+        )
+
+
+def _draw(
+    hmm: BlockHMM, count: int, max_words: int, end: int, generator: torch.Generator | None
+) -> list[Tensor]:
+    """Draw the words of sentences side by side; only rows of the current states are computed."""
+    sizes = hmm.blocks.sizes
+    owner = torch.arange(hmm.blocks.num_blocks).repeat_interleave(sizes)
+    place = torch.arange(hmm.blocks.num_states) - (sizes.cumsum(0) - sizes)[owner]
+    words = torch.full((count, max_words), end)
+    going = torch.arange(count)  # sentences that have not ended
+    law = hmm.log_initial.expand(count, -1)
+    for step in range(max_words):
+        states = _choose(law, generator)
+        emitted = hmm.log_emission[:, place[states].to(law.device)].mT  # (n, V)
+        apart = hmm.blocks.symbol_block != owner[states].unsqueeze(-1)
+        emitted = emitted.masked_fill(apart.to(law.device), -torch.inf)
+        words[going, step] = _choose(emitted, generator)
+        stays = words[going, step] != end
+        going, states = going[stays], states[stays]
+        if len(going) == 0:
+            break
+        law = hmm.transition.rows(states)  # type: ignore[union-attr]  # blocks are disjoint
+    lengths = (words != end).sum(-1)
+    return [row[:length] for row, length in zip(words, lengths.tolist())]
+
+
+def _choose(log_probs: Tensor, generator: torch.Generator | None) -> Tensor:
+    """One of the columns for each row, ``(n,)``, on the CPU."""
+    return torch.multinomial(log_probs.exp().cpu(), 1, generator=generator).squeeze(-1)
