@@ -410,18 +410,20 @@ def _draw(
     place = torch.arange(hmm.blocks.num_states) - (sizes.cumsum(0) - sizes)[owner]
     words = torch.full((count, max_words), end)
     going = torch.arange(count)  # sentences that have not ended
-    law = hmm.log_initial.expand(count, -1)
+    states = _choose(hmm.log_initial.expand(count, -1), generator)
     for step in range(max_words):
-        states = _choose(law, generator)
-        emitted = hmm.log_emission[:, place[states].to(law.device)].mT  # (n, V)
+        if step > 0:
+            law = hmm.transition.rows(states)  # type: ignore[union-attr]  # blocks are disjoint
+            states = _choose(law, generator)
+        emitted = hmm.log_emission[:, place[states].to(hmm.log_emission.device)].mT  # (n, V)
         apart = hmm.blocks.symbol_block != owner[states].unsqueeze(-1)
-        emitted = emitted.masked_fill(apart.to(law.device), -torch.inf)
-        words[going, step] = _choose(emitted, generator)
+        words[going, step] = _choose(
+            emitted.masked_fill(apart.to(emitted.device), -torch.inf), generator
+        )
         stays = words[going, step] != end
         going, states = going[stays], states[stays]
         if len(going) == 0:
             break
-        law = hmm.transition.rows(states)  # type: ignore[union-attr]  # blocks are disjoint
     lengths = (words != end).sum(-1)
     return [row[:length] for row, length in zip(words, lengths.tolist())]
 

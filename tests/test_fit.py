@@ -581,7 +581,9 @@ def surprise(logit, share):
 
 def test_the_parameters_that_predict_held_out_data_best_are_kept():
     """Training goes to log 9, past the best for the data held out, log 3/2."""
-    fit, logit, path = by_descent(validation=ones(0.6), validate_every=2)
+    told = []
+    fit, logit, path = by_descent(validation=ones(0.6), validate_every=2, report=told.append)
+    assert told == fit.validation
     assert [found.step for found in fit.validation] == list(range(2, 61, 2))
     for found in fit.validation:
         assert found.nats == pytest.approx(surprise(path[found.step - 1], 0.6))
@@ -1117,6 +1119,7 @@ def test_a_log_prior_that_is_not_a_number_ends_the_fit():
         ({"validation": symbols(), "restarts": 2}, ValueError, "validation is that of one fit"),
         ({"validate_every": 2}, ValueError, "validate_every needs validation"),
         ({"patience": 2}, ValueError, "patience needs validation"),
+        ({"report": print}, ValueError, "report needs validation"),
         ({"schedule": torch.optim.lr_scheduler.ReduceLROnPlateau}, ValueError, "validation"),
         ({"clip_norm": -1.0}, ValueError, "clip_norm"),
         ({"clip_norm": 0.0}, ValueError, "clip_norm"),

@@ -1,0 +1,356 @@
+"""Laws of the language model and of its command: scores, sentences, files, processes."""
+
+import itertools
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pyro
+import pytest
+import torch
+
+from pyrohmm import HMM, LanguageModel, Sequences, blocks, checkpoints, metrics, save, train_lm
+from pyrohmm.language import count_words, encode
+from pyrohmm.persistence import read_tensors, write_directory
+from pyrohmm.readers import Vocabulary
+from pyrohmm.train_lm import hold_out, main
+
+ROOT = Path(__file__).resolve().parent.parent
+SMALL = ["--states", "12", "--clusters", "4", "--dim", "8", "--tokens", "40", "--epochs", "2",
+         "--rate", "0.02"]  # fmt: skip
+
+
+def text(count, seed=0):
+    """Lines of a small grammar."""
+    generator = torch.Generator().manual_seed(seed)
+    parts = [["the", "a"], ["cat", "dog", "owl"], ["sees", "hears"], ["the", "a"], ["cat", "dog"]]
+
+    def line():
+        length = 2 + 3 * int(torch.randint(2, (), generator=generator))
+        return " ".join(
+            each[int(torch.randint(len(each), (), generator=generator))] for each in parts[:length]
+        )
+
+    return [line() for _ in range(count)]
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """A directory with texts, where the command runs."""
+    monkeypatch.chdir(tmp_path)
+    Path("train.txt").write_text("\n".join(text(60)))
+    Path("valid.txt").write_text("\n".join(text(20, 1)))
+    Path("test.txt").write_text("\n".join([*text(10, 2), "", "a cat hears pyrohmm"]))
+    return tmp_path
+
+
+def tiny(**options):
+    """A model of random parameters: three words and the end, in blocks of 2, 3 and 1 states."""
+    pyro.set_rng_seed(0)
+    vocabulary = Vocabulary(["<unk>", "<eos>", "a", "b"], "<unk>")
+    sizes = torch.tensor([2, 3, 1])
+    each = blocks.from_clusters(torch.tensor([0, 2, 1, 0]), sizes)
+    model = LanguageModel(vocabulary, each, 4, **options)
+    with torch.no_grad():
+        for parameter in model.module.parameters():
+            parameter.add_(torch.randn_like(parameter) / 4).mul_(0.7)
+    return model
+
+
+# The command --------------------------------------------------------------------------------------
+
+
+def test_text_becomes_a_model_that_scores_and_writes(here, capsys):
+    main(["train.txt", "--valid", "valid.txt", "--save", "m", *SMALL])
+    shown = capsys.readouterr().out
+    model = LanguageModel.load("m")
+    held = model.perplexity(text(20, 1))
+    assert f"held out: {held}, <eos> included" in shown
+    assert held.value < 6 < len(model.vocabulary)
+    validated = [float(each) for each in re.findall(r"held-out perplexity (\S+),", shown)]
+    assert len(validated) == 2
+    assert min(validated) == pytest.approx(held.value, abs=0.005)
+    assert "<unk> does not occur" in shown
+
+    main(["--load", "m", "--score", "test.txt", "valid.txt", "--per-line", "--generate", "5"])
+    shown = capsys.readouterr().out.splitlines()
+    lines = Path("test.txt").read_text().split("\n")
+    found = [line.split("\t") for line in shown[1:13]]
+    assert [each[2] for each in found] == lines
+    assert [int(each[1]) for each in found] == [len(line.split()) + 1 for line in lines]
+    scores = torch.tensor([float(each[0]) for each in found])
+    torch.testing.assert_close(scores, model.score(lines), atol=1e-6, rtol=0)
+    assert shown[13] == f"test.txt: {model.perplexity(lines)}, <eos> included; 1 unknown words"
+    assert shown[-6].startswith(f"valid.txt: {held}")
+    assert shown[-5:] == model.generate(5, torch.Generator().manual_seed(0))
+
+
+def test_a_training_that_was_stopped_ends_with_the_same_bits(here, monkeypatch):
+    command = ["train.txt", *SMALL, "--epochs", "4", "--checkpoint", "c"]
+    main([*command, "--checkpoint", "d", "--save", "whole"])
+    monkeypatch.setattr(checkpoints, "SECONDS", 0.0)
+    steps = []
+
+    class Stopping:
+        @staticmethod
+        def write(line):
+            steps.append(int(re.match(r"step (\d+)", line).group(1)))
+            if len(steps) == 2:
+                raise KeyboardInterrupt
+
+    monkeypatch.setattr(train_lm, "tqdm", Stopping)
+    with pytest.raises(KeyboardInterrupt):
+        main([*command, "--save", "parts"])
+    assert not Path("parts").exists()
+    main([*command, "--save", "parts"])
+    assert len(steps) == 5  # the second was not saved before the stop
+    files = [Path(each, "tensors.safetensors").read_bytes() for each in ("whole", "parts")]
+    assert files[0] == files[1]
+
+
+SCRIPT = """
+import sys, torch
+from pyrohmm.train_lm import main
+torch.set_default_dtype(torch.float64)
+torch.set_num_threads(1)
+main(sys.argv[1:])
+"""
+
+
+def test_two_processes_train_what_one_trains(here, capsys):
+    command = ["train.txt", "--valid", "valid.txt", *SMALL, "--score", "test.txt", "--save"]
+    main([*command, "one"])
+    one = capsys.readouterr().out
+    Path("script.py").write_text(SCRIPT)
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+         "script.py", *command, "two"],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo",
+             "OMP_NUM_THREADS": "1"},
+        capture_output=True, text=True, timeout=200,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "processes: 2" in done.stdout
+    perplexities = [re.findall(r"perplexity ([\d.]+)", shown) for shown in (one, done.stdout)]
+    assert len(perplexities[0]) == 4
+    assert perplexities[0] == perplexities[1]
+    (first, meta), (second, other) = (
+        read_tensors(Path(each, "tensors.safetensors")) for each in ("one", "two")
+    )
+    assert meta == other
+    assert first.keys() == second.keys()
+    for name, tensor in first.items():
+        torch.testing.assert_close(tensor, second[name], msg=name)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "give either text files to train on or --load DIR"),
+        (["train.txt", "--load", "m"], "give either text files"),
+        (["train.txt"], "needs --save DIR"),
+        (["--load", "m"], "give --score FILE, --generate N or both"),
+        (["--load", "m", "--generate", "1", "--valid", "valid.txt"], "belong to training"),
+        (["train.txt", "--save", "m", "--device", "tpu"], "must be cpu or cuda"),
+    ],
+)
+def test_options_that_cannot_be_meant_are_explained(here, capsys, arguments, message):
+    with pytest.raises(SystemExit) as stopped:
+        main(arguments)
+    assert stopped.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["none.txt", "--save", "m"], "No such file or directory: 'none.txt'"),
+        (["train.txt", "none.txt", "--save", "m"], "No such file or directory: 'none.txt'"),
+        (["train.txt", "--save", "m", "--score", "none.txt"], "No such file"),
+        (["empty.txt", "--save", "m"], "empty.txt, line 1: wanted at least one sentence"),
+        (["blank.txt", "--save", "m"], "blank.txt, line 1: wanted at least one sentence"),
+        (["one.txt", "--save", "m"], "cannot be divided"),
+        (["bytes.txt", "--save", "m"], "bytes.txt, line 1: wanted UTF-8"),
+        (["marked.txt", "--save", "m"], "must not have <eos> in them"),
+        (["train.txt", "--save", "no/where"], "there is no directory"),
+        (["train.txt", "--save", "full"], "holds files that save did not write"),
+        (["train.txt", "--save", "m", "--clusters", "1"], "num_clusters must be at least 2"),
+        (["train.txt", "--save", "m", "--states", "9"], "at most num_states = 9; got 128"),
+        (["train.txt", "--save", "m", "--hold-out", "1"], "--hold-out must be between 0 and 1"),
+        (["train.txt", "--save", "m", "--max-words", "2"], "max_size must be at least 3"),
+        (["train.txt", "--save", "m", "--min-count", "0"], "min_count must be"),
+        (["train.txt", "--save", "m", "--epochs", "0"], "num_epochs must be"),
+        (["train.txt", "--save", "m", "--dropout", "1"], "dropout must be"),
+        (["--load", "none", "--generate", "1"], "No such file"),
+        (["--load", "hmm", "--generate", "1"], "it is of kind hmm. Load it with load_hmm."),
+    ],
+)  # fmt: skip
+def test_bad_input_is_explained_and_nothing_is_left(here, arguments, message):
+    Path("empty.txt").write_text("")
+    Path("blank.txt").write_text("\n \n")
+    Path("one.txt").write_text("a cat\n")
+    Path("bytes.txt").write_bytes(b"\xff\n")
+    Path("marked.txt").write_text("a cat\na <eos> cat\n")
+    Path("full").mkdir()
+    Path("full", "thesis.tex").write_text("years of work")
+    law = torch.zeros(1)
+    emission = pyro.distributions.Categorical(torch.ones(1, 2))
+    save(HMM(law, law.unsqueeze(0), emission, torch.tensor([1])), "hmm")
+    with pytest.raises(SystemExit) as stopped:
+        main(arguments)
+    assert message in stopped.value.code
+    assert not Path("m").exists()
+    assert [each.name for each in Path("full").iterdir()] == ["thesis.tex"]
+
+
+def test_few_words_have_few_clusters(here, capsys):
+    main(["train.txt", "--save", "m", "--states", "40", "--clusters", "20", "--dim", "4",
+          "--epochs", "1"])  # fmt: skip
+    assert "note: 8 clusters, not 20: few words" in capsys.readouterr().out
+    model = LanguageModel.load("m")
+    ends = model.blocks.symbol_block == model.blocks.symbol_block[model.vocabulary.index("<eos>")]
+    assert int(ends.sum()) == 1
+    assert model.blocks.num_states == 40
+
+
+def test_held_out_lines_are_taken_evenly():
+    for count, share in itertools.product((2, 3, 20, 101), (0.01, 0.05, 0.5, 0.99)):
+        lines = [str(number) for number in range(count)]
+        kept, held = hold_out(lines, share)
+        assert sorted([*kept, *held], key=int) == lines
+        assert kept
+        assert len(held) == min(max(1, round(share * count)), count - 1)
+        gaps = [int(two) - int(one) for one, two in itertools.pairwise(held)]
+        assert not gaps or max(gaps) - min(gaps) <= 1
+
+
+# Its parts ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("two_level", [False, True])
+def test_scores_are_those_of_the_law_without_blocks(two_level):
+    model = tiny(two_level=two_level)
+    lines = ["a b", "", "b", "a a b c b a", "b b b"]
+    data = model.encode(lines)
+    with torch.no_grad():
+        hmm = model.module.eval()(data.lengths)
+        expected = metrics.perplexity(hmm.dense(), data)
+        torch.testing.assert_close(model.score(lines), hmm.dense().log_prob(data.values))
+    assert expected.num_tokens == 17
+    found = model.perplexity(lines)
+    assert found == pytest.approx(expected)
+    assert found == model.perplexity(data)
+    assert model.num_unknown(lines) == 1
+
+
+def test_a_fit_is_scored_as_metrics_do():
+    lines = text(40)
+    vocabulary = count_words(lines)
+    data = encode(lines, vocabulary)
+    model = LanguageModel.from_data(vocabulary, data, 8, 3, 8, dropout=0.0)
+    found = []
+    fit = model.fit(data, data[:7], num_epochs=3, batch_tokens=50, learning_rate=0.02,
+                    report=found.append)  # fmt: skip
+    assert found == fit.validation
+    assert len(found) == 3
+    assert model.perplexity(data) == pytest.approx(metrics.perplexity(fit, data))
+    best = min(each.nats for each in found)
+    assert model.perplexity(data[:7]).value == pytest.approx(math.exp(best))
+
+
+@pytest.mark.parametrize("two_level", [False, True])
+def test_sentences_are_drawn_from_the_law_that_scores_them(two_level):
+    """How often each of the short sentences occurs, within 4.5 standard deviations."""
+    model, count = tiny(two_level=two_level), 20_000
+    drawn = model.generate(count, torch.Generator().manual_seed(0), max_words=3)
+    words = ["a", "b", "<unk>"]
+    short = [" ".join(w) for n in (0, 1, 2) for w in itertools.product(words, repeat=n)]
+    probs = model.score(short).exp()
+    frequencies = torch.tensor([drawn.count(line) / count for line in short])
+    deviations = (frequencies - probs) / (probs * (1 - probs) / count).sqrt()
+    assert len(short) == 13
+    assert probs.min() * count > 10
+    assert deviations.abs().max() < 4.5
+    ended = probs.sum().item()  # the others have three words, and may have been cut off
+    longer = sum(len(line.split()) == 3 for line in drawn) / count
+    assert longer == pytest.approx(1 - ended, abs=4.5 * math.sqrt(ended * (1 - ended) / count))
+
+
+def test_sentences_take_only_rows_of_moves(monkeypatch):
+    model = tiny(two_level=True)
+    sizes = []
+    rows = blocks.Products.rows
+
+    def spy(self, states):
+        sizes.append(len(states))
+        return rows(self, states)
+
+    monkeypatch.setattr(blocks.Products, "rows", spy)
+    monkeypatch.setattr(blocks.Products, "matrix", None)
+    drawn = model.generate(300, max_words=5)
+    words = [line.split() for line in drawn]
+    assert len(drawn) == 300
+    assert max(map(len, words)) == 5
+    assert sum(sizes) == sum(min(len(each), 4) for each in words)
+
+
+def test_what_was_saved_is_the_same_model(tmp_path):
+    model = tiny(two_level=True, dropout=0.25)
+    model.save(tmp_path / "m")
+    state = torch.get_rng_state()
+    found = LanguageModel.load(tmp_path / "m")
+    assert torch.get_rng_state().equal(state)
+    lines = ["a b", "", "b a a c"]
+    assert found.score(lines).equal(model.score(lines))
+    assert (found.vocabulary, found.vocabulary.unknown) == (model.vocabulary, "<unk>")
+    assert (found.module.two_level, found.module.dropout) == (True, 0.25)
+    assert repr(found) == "LanguageModel(4 words; 6 states in 3 blocks of 1 to 3)"
+    draws = [each.generate(20, torch.Generator().manual_seed(1)) for each in (model, found)]
+    assert draws[0] == draws[1]
+    found.module.float()
+    found.save(tmp_path / "m")
+    again = LanguageModel.load(tmp_path / "m")
+    assert again.module.bias.dtype == torch.float32
+    readable = json.loads((tmp_path / "m" / "pyrohmm.json").read_text())
+    assert readable["words"] == ["<unk>", "<eos>", "a", "b"]
+
+
+@pytest.mark.parametrize("broken", ["words", "hidden_dim", "symbol_block", "module.bias"])
+def test_a_directory_that_lacks_something_is_refused(tmp_path, broken):
+    tiny().save(tmp_path / "m")
+    tensors, meta = read_tensors(tmp_path / "m" / "tensors.safetensors")
+    tensors.pop(broken, None)
+    meta.pop(broken, None)
+    write_directory(tmp_path / "m", tensors, meta)
+    with pytest.raises(ValueError, match="does not describe a language model"):
+        LanguageModel.load(tmp_path / "m")
+
+
+def test_words_are_counted_and_the_marks_are_always_in():
+    lines = ["b b b a", "b a c", "d"]
+    assert list(count_words(lines)) == ["<unk>", "<eos>", "b", "a", "c", "d"]
+    assert list(count_words(lines, 2)) == ["<unk>", "<eos>", "b", "a"]
+    assert list(count_words(lines, 1, 3)) == ["<unk>", "<eos>", "b"]
+    assert list(count_words(["a"], 9)) == ["<unk>", "<eos>"]
+    with pytest.raises(ValueError, match="at least one sentence"):
+        count_words([])
+
+
+def test_what_does_not_fit_is_refused():
+    model = tiny()
+    with pytest.raises(ValueError, match="must have <eos> at the end of each"):
+        model.score(Sequences.from_list([[2, 1], [1, 2, 1]]))
+    with pytest.raises(ValueError, match="must have <eos> at the end of each"):
+        model.fit(Sequences.from_list([[2, 1], [2]]))
+    with pytest.raises(TypeError, match="must be Sequences"):
+        LanguageModel.from_data(model.vocabulary, [[1]], 4, 2)
+    with pytest.raises(ValueError, match="the end of a sentence, among its words"):
+        LanguageModel(Vocabulary(["a", "b", "c", "d"]), model.blocks, 4)
+    with pytest.raises(ValueError, match="blocks must be disjoint, and of the 3 words"):
+        LanguageModel(Vocabulary(["a", "b", "<eos>"]), model.blocks, 4)
+    with pytest.raises(ValueError, match="sentence 2 has"):
+        model.encode(["a", "a <eos>"])
