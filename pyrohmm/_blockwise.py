@@ -88,14 +88,13 @@ def bounds(sizes: Tensor) -> Tensor:
     return torch.cat([sizes.new_zeros(1), sizes.cumsum(0)])
 
 
-def make_plan(blocks: Tensor, lengths: Tensor, states: States, apart: bool = False) -> Plan:
+def make_plan(blocks: Tensor, lengths: Tensor, states: States) -> Plan:
     """Plan for sequences of blocks ``(N, T)``, on the CPU.
 
     Args:
         blocks: Block of each step; padding may hold anything.
         lengths: ``(N,)``.
         states: Of each block.
-        apart: Whether the pairs of each sequence are its own.
     """
     steps = blocks.size(1)
     order = lengths.argsort(descending=True, stable=True)
@@ -112,14 +111,10 @@ def make_plan(blocks: Tensor, lengths: Tensor, states: States, apart: bool = Fal
     later = int(counts[0])  # the first token that has one before
     many = len(states.sizes)
     keys = block[before[later:]] * many + block[later:]
-    if apart:
-        keys += (place[later:] // steps) * many**2
     keys, pairs, uses = keys.unique(return_inverse=True, return_counts=True)
-    source, target = (keys % many**2) // many, keys % many
-    # pairs of one source stand together (within a sequence, if they are apart)
-    owner = keys // many
-    fresh = torch.ones_like(owner, dtype=torch.bool)
-    fresh[1:] = owner[1:] != owner[:-1]
+    source, target = keys // many, keys % many  # pairs of one source stand together
+    fresh = torch.ones_like(source, dtype=torch.bool)
+    fresh[1:] = source[1:] != source[:-1]
     first = fresh.nonzero().squeeze(-1)
     pairs_of = torch.cat([first, first.new_full((1,), len(keys))])
     widths = states.sizes[target]
@@ -492,7 +487,6 @@ def log_evidence(
     log_shares: Tensor | None,
     log_first: Tensor,
     log_seen: Tensor,
-    plan: Plan | None = None,
 ) -> Tensor:
     """Log-probability of sequences ``(N,)``, in nats; differentiable.
 
@@ -506,10 +500,9 @@ def log_evidence(
         log_first: ``(N, w)``, log-probability of the first state, in the first block.
         log_seen: ``(N, T, w)``, log-probability of each step in the states of its block; -inf
             where a block has fewer states than w.
-        plan: Of these sequences, if there is one.
     """
-    plan = plan or make_plan(blocks, lengths, states)
-    kernels = _lookup.block_kernels() if log_seen.device.type == "cpu" else None
+    plan = make_plan(blocks, lengths, states)
+    kernels = _lookup.kernels("_compiled_blocks") if log_seen.device.type == "cpu" else None
     device = log_seen.device
     first = log_first[plan.order.to(device)]
     seen = log_seen.flatten(0, 1)[plan.where.to(device)]

@@ -16,7 +16,7 @@ _u = np.uint64  # offsets without a sign need no test for a negative one, so tha
 
 
 # Numbers below ``least``, whose logarithm is ``low``, are zero: arithmetic with numbers below the
-# smallest normal one takes a hundred times as long.
+# smallest normal one takes many times as long.
 
 
 @_kernel

@@ -7,6 +7,7 @@ which for few states is longer than the recursions take.
 from __future__ import annotations
 
 from functools import cache
+from importlib import import_module
 from types import ModuleType
 
 import torch
@@ -14,23 +15,12 @@ from torch import Tensor
 
 
 @cache
-def kernels() -> ModuleType | None:
-    """The compiled recursions and look-ups, if Numba is installed."""
+def kernels(module: str = "_compiled") -> ModuleType | None:
+    """The compiled loops of a module of this package, if Numba is installed."""
     try:
-        from . import _compiled as module
+        return import_module(f".{module}", __package__)
     except ImportError:
         return None
-    return module
-
-
-@cache
-def block_kernels() -> ModuleType | None:
-    """The compiled recursions over blocks of states, if Numba is installed."""
-    try:
-        from . import _compiled_blocks as module
-    except ImportError:
-        return None
-    return module
 
 
 def take_rows(table: Tensor, rows: Tensor) -> Tensor:

@@ -352,7 +352,7 @@ class _SumsOfBlocks(torch.autograd.Function):
 
 
 def _sum_blocks(scores: Tensor, states: States, out: Tensor) -> None:
-    kernels = _lookup.block_kernels() if scores.device.type == "cpu" else None
+    kernels = _lookup.kernels("_compiled_blocks") if scores.device.type == "cpu" else None
     if kernels is not None:
         low = math.log(_blockwise.LIMITS[scores.dtype][0])
         work = 10 * scores.size(1)
@@ -364,7 +364,7 @@ def _sum_blocks(scores: Tensor, states: States, out: Tensor) -> None:
 
 def _weigh_blocks(scores: Tensor, states: States, sums: Tensor, weights: Tensor) -> Tensor:
     """Softmax in each block, times the weight of the block; ``scores`` are overwritten."""
-    kernels = _lookup.block_kernels() if scores.device.type == "cpu" else None
+    kernels = _lookup.kernels("_compiled_blocks") if scores.device.type == "cpu" else None
     if kernels is not None:
         low = math.log(_blockwise.LIMITS[scores.dtype][0])
         kernels.run(
@@ -653,9 +653,8 @@ class BlockHMM(HMM):
         return torch.stack(rows)
 
     def _with(self, **changes: Any) -> HMM:
-        if not set(changes) <= {"lengths", "observed"} and changes.get("allowed") is not None:
-            return self.dense()._with(**changes)
-        if set(changes) - {"lengths", "observed", "allowed"}:
+        other = set(changes) - {"lengths", "observed", "allowed"}
+        if other or changes.get("allowed") is not None or self.before is not None:
             return self.dense()._with(**changes)
         new = BlockHMM(
             self.log_initial, self.transition, self.log_emission, self.blocks,
@@ -664,6 +663,11 @@ class BlockHMM(HMM):
         )  # fmt: skip
         new._validate_args = self._validate_args
         return new
+
+    @property
+    def _is_open(self) -> bool:
+        """Whether some state is not within the block of a symbol of these sequences."""
+        return self.observed is not None or self.before is not None
 
     # What the data say
 
@@ -729,7 +733,7 @@ class BlockHMM(HMM):
 
     def filtered(self, values: Tensor) -> Tensor:
         """Law of each state given the observations up to it, ``(*B, T, K)``; 0 where padded."""
-        if self.observed is not None:
+        if self._is_open:
             return self.dense().filtered(values)
         chain, plan, shape = self._logs(values)
         messages = torch.cat(chain.messages())
@@ -739,14 +743,14 @@ class BlockHMM(HMM):
 
     def viterbi(self, values: Tensor) -> Tensor:
         """Most probable path of states, ``(*B, T)`` integers; padded steps hold 0."""
-        if self.observed is not None:
+        if self._is_open:
             return self.dense().viterbi(values)
         chain, plan, shape = self._logs(values)
         return self._named(chain.viterbi().unsqueeze(0), plan, shape).squeeze(0)
 
     def sample_states(self, values: Tensor, sample_shape: Any = ()) -> Tensor:
         """Draw paths given the values, ``(*S, *B, T)`` integers; padded steps hold 0."""
-        if self.observed is not None:
+        if self._is_open:
             return self.dense().sample_states(values, sample_shape)
         outer = torch.Size(sample_shape)
         chain, plan, shape = self._logs(values)
@@ -757,6 +761,8 @@ class BlockHMM(HMM):
 
     def _draw_path(self, shape: torch.Size) -> Tensor:
         """Draw paths ``(*shape, T)`` before anything is observed."""
+        if self.before is not None:
+            return self.dense()._draw_path(shape)
         state = Categorical(logits=self.log_initial).sample(torch.Size([shape.numel()]))
         states = [state]
         for _ in range(1, self.num_steps):

@@ -515,7 +515,7 @@ class _Window:
         self.loss = np.full((size, size), np.inf)
         self.rank = np.full(size, -1)
         self._least, self._stale = np.full(size, np.inf), np.zeros(size, np.bool_)
-        self._compiled = _lookup.kernels()
+        self._compiled = _lookup.kernels("_compiled_clusters")
 
     def _arrays(self) -> tuple[np.ndarray, ...]:
         tables = self.counts, self.marginals, self.shared, self.loss, self.rank
@@ -654,7 +654,7 @@ def _exchange(
     disable: bool | None,
 ) -> None:
     """Move words to better clusters, in place, until none moves or the sweeps are over."""
-    compiled = _lookup.kernels()
+    compiled = _lookup.kernels("_compiled_clusters")
     table = words.table(labels, num_clusters)
     counts = np.stack([table, table.T])
     marginals = counts.sum(2)

@@ -12,6 +12,7 @@ References:
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -210,6 +211,10 @@ class _Large(HMMModule):
             raise ValueError(f"dropout must be at least 0 and less than 1; got {dropout}.")
         self.num_states, self.num_symbols = num_states, num_symbols
         self.blocks, self.dropout = blocks, dropout
+        parts = [] if blocks is None else [blocks.symbol_block, blocks.sizes, blocks.states]
+        digest = zlib.crc32(repr((dropout, [part.tolist() for part in parts])).encode())
+        # so that checkpoints tell models apart
+        self.register_buffer("digest", torch.tensor(digest), persistent=False)
         self._last: tuple[list[Tensor], list[int], HMM] | None = None
 
     def forward(self, lengths: Tensor, observed: Tensor | None = None) -> HMM:

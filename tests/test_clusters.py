@@ -27,7 +27,7 @@ ENGINES = ["compiled", "numpy"]
 
 def use(engine, patch):
     if engine == "numpy":
-        patch.setattr(_lookup, "kernels", lambda: None)
+        patch.setattr(_lookup, "kernels", lambda *_: None)
     elif _lookup.kernels() is None:
         pytest.skip("Numba is not installed")
 

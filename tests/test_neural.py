@@ -336,7 +336,12 @@ def test_windows_have_the_evidence_of_the_sequences_they_are_of(two_level):
         with torch.no_grad():
             hmm = model(window)
             evidence = hmm.log_prob(window.values)
-            torch.testing.assert_close(evidence, hmm.dense().log_prob(window.values))
+            dense = hmm.dense()
+            torch.testing.assert_close(evidence, dense.log_prob(window.values))
+            assert torch.equal(hmm.viterbi(window.values), dense.viterbi(window.values))
+            torch.testing.assert_close(hmm.filtered(window.values), dense.filtered(window.values))
+            same = hmm._with(observed=torch.ones_like(window.values, dtype=torch.bool))
+            torch.testing.assert_close(evidence, same.log_prob(window.values))
         found += evidence.sum().item()
     wanted = module(data.lengths).log_prob(data.values).sum().item()
     assert found == pytest.approx(wanted, rel=1e-12)
@@ -381,6 +386,19 @@ def test_a_fit_in_windows_goes_on_from_a_checkpoint_with_the_same_bits(tmp_path)
     fit(5, tmp_path / "fit")
     again = fit(12, tmp_path / "fit")
     assert torch.equal(straight.losses, again.losses)
+
+
+def test_a_checkpoint_of_other_blocks_is_refused(tmp_path):
+    def fit(given, **options):
+        module = NeuralHMM(6, 6, 8, blocks=given, **options)
+        fit_map(MarginalModel(module), DATA, num_steps=2, checkpoint=tmp_path / "fit")
+
+    fit(RAGGED)
+    fit(RAGGED)
+    other = blocks.from_clusters(torch.tensor([0, 1, 0, 1, 1, 2]), torch.tensor([3, 1, 2]))
+    for given, options in ((other, {}), (RAGGED, {"dropout": 0.4})):
+        with pytest.raises(ValueError, match="another fit"):
+            fit(given, **options)
 
 
 def test_windows_that_cannot_be_are_refused():

@@ -16,7 +16,8 @@ PACKAGE = Path(pyrohmm.__file__).parent
 # First to last: each imports only from those before it.
 ORDER = [
     "_checks", "_lookup", "sequences", "processes", "batches",
-    "_compiled", "_compiled_blocks", "_chain", "_steps", "_messages", "_blockwise", "recursions",
+    "_compiled", "_compiled_blocks", "_compiled_clusters",
+    "_chain", "_steps", "_messages", "_blockwise", "recursions",
     "distributions", "cooccurrence", "dpp", "msteps",
     "hmm", "modules", "clusters", "blocks", "_emission", "normals", "emissions", "tabular", "dense",
     "neural", "tagging", "guides", "models", "validation", "starts",
@@ -26,7 +27,7 @@ ORDER = [
 ]  # fmt: skip
 
 # Imports inside functions: (module, what it imports). What is optional, and what is built upwards.
-WITHIN = {("_lookup", "_compiled"), ("_lookup", "_compiled_blocks"), ("hmm", "tabular")}
+WITHIN = {("hmm", "tabular")}
 
 # What is run by `python -m`, and speaks to whoever has called it.
 COMMANDS = {"train_lm"}
