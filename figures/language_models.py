@@ -2,9 +2,10 @@
 
 ``best`` are the best models found for the Penn Treebank and WikiText-2, on two levels; ``tables``
 the ablations of the paper at sizes that a laptop carries, with two seeds each: number of blocks,
-uniform blocks, no dropout, scalar parameters, factored embeddings, one level or two, and number of
-states. Perplexities are per token, ``<eos>`` included, sentences apart; their denominators stand
-beside them. Baselines are those of ``language_model_baselines.json``.
+uniform blocks, no dropout, wider embeddings at the start, scalar parameters, factored embeddings,
+one level or two, and number of states. Perplexities are per token, ``<eos>`` included, sentences
+apart; their denominators stand beside them. Baselines are those of
+``language_model_baselines.json``.
 
 Training is ``fit_map``: AdamW, a cosine schedule with a short warm-up, batches of sentences of
 similar length, clipped gradients, and the parameters of the best validation. An interrupted run
@@ -20,6 +21,7 @@ import os
 import tempfile
 import time
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,7 @@ import pyro
 import torch
 from common import FOLDER, arguments, earlier, write
 from common.text import Text, brown, read
+from torch.optim.lr_scheduler import LambdaLR
 
 from pyrohmm import (
     MarginalModel,
@@ -38,6 +41,7 @@ from pyrohmm import (
     metrics,
 )
 from pyrohmm.batches import cut_by_steps
+from pyrohmm.language import rise_and_fall
 
 
 @dataclass(frozen=True)
@@ -58,6 +62,7 @@ class Model:
     epochs: float = 8.0
     tokens: int = 2048
     rate: float = 0.004
+    scale: float | None = None
     average: float | None = None
     seed: int = 0
     paper: float | None = None
@@ -73,6 +78,7 @@ TABLES = [
     replace(BASE, name="one level", two_level=False),
     *(replace(BASE, name=f"{count} blocks", clusters=count) for count in (32, 64, 256)),
     replace(BASE, name="no dropout", dropout=0.0),
+    replace(BASE, name="embeddings begin at 1", scale=1.0),
     replace(BASE, name="factored", factored=True),
     replace(BASE, name="by token mass", by_mass=True),
     *(replace(BASE, name=f"{states} states", states=states) for states in (1024, 2048, 8192)),
@@ -101,15 +107,6 @@ def blocks_of(model: Model, text: Text, cache: dict[Any, Any]) -> blocks.Blocks 
     return blocks.from_clusters(assignment, each)
 
 
-def schedule(total: int) -> Any:
-    """Up in the first steps, and down by a half cosine."""
-
-    def factor(step: int) -> float:
-        return min(1.0, (step + 1) / 100) * (1 + math.cos(math.pi * min(1.0, step / total))) / 2
-
-    return lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
-
-
 def run(model: Model, text: Text, cache: dict[Any, Any]) -> dict[str, Any]:
     """Train one, and say how good it is."""
     pyro.set_rng_seed(model.seed)
@@ -120,7 +117,7 @@ def run(model: Model, text: Text, cache: dict[Any, Any]) -> dict[str, Any]:
     else:
         module = NeuralHMM(
             model.states, len(text.words), model.dim, blocks=given, dropout=model.dropout,
-            two_level=model.two_level, factored=model.factored,
+            two_level=model.two_level, factored=model.factored, scale=model.scale,
         )  # fmt: skip
     lengths = text.train.lengths
     steps = len(cut_by_steps(lengths, lengths.argsort(), model.tokens))
@@ -131,7 +128,8 @@ def run(model: Model, text: Text, cache: dict[Any, Any]) -> dict[str, Any]:
     fit = fit_map(
         MarginalModel(module), text.train, num_steps=total, batch_tokens=model.tokens,
         optimizer=lambda p: torch.optim.AdamW(p, lr=model.rate, weight_decay=0.0, fused=True),
-        schedule=schedule(total), clip_norm=5.0, average=model.average, tolerance=None,
+        schedule=partial(LambdaLR, lr_lambda=partial(rise_and_fall, total)), clip_norm=5.0,
+        average=model.average, tolerance=None,
         validation=text.valid, validate_every=max(1, min(steps, total)),
         checkpoint=None if model.name == "quick" else folder / f"{file}.fit",
     )  # fmt: skip

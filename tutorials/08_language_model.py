@@ -232,5 +232,5 @@ print(again.perplexity(test))
 #
 # It shows the perplexity of the held-out text after every epoch, goes on from its checkpoint if it
 # was stopped, and runs in several processes after `torchrun --nproc-per-node 2 -m` in place of
-# `python -m`. What such models reach on its million words, beside n-grams and a recurrent network,
-# is in `figures/language_models.json`.
+# `python -m`. `figures/language_models.py` trains such models on its million words, and
+# `figures/language_model_baselines.py` n-grams and networks beside them.
