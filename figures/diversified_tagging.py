@@ -179,11 +179,11 @@ def summary(source: str, runs: list[list[dict[str, Any]]]) -> list[dict[str, Any
         }  # fmt: skip
         for name in SCALARS:
             values = np.array([run[place][name] for run in runs])
-            finite = values[np.isfinite(values)]
+            finite = bool(np.isfinite(values).all())  # states alike have no distance
             row[name] = {
-                "ours": finite.mean().item() if len(finite) else None,
-                "deviation": finite.std().item() if len(finite) else None,
-                "infinite": len(values) - len(finite),
+                "ours": values.mean().item() if finite else None,
+                "deviation": values.std().item() if finite else None,
+                "median": np.median(values).item(),
             }
         row["one_to_one"]["paper"] = PAPER.get(weight) if source == "penn" else None
         gain = np.array([run[place]["one_to_one"] - run[0]["one_to_one"] for run in runs])

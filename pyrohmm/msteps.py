@@ -13,7 +13,6 @@ the paper; and :class:`LogitGradient`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from itertools import pairwise
 from typing import Protocol
 
 import numpy as np
@@ -176,22 +175,20 @@ class FixedPoint:
         height = climb.objective(roots**2)
         unit = climb.counts.sum(-1).mean(-1)[:, None, None] + climb.alpha
         damping = np.zeros_like(unit)
-        places: list[Matrix] = []
-        moves: list[Matrix] = []
+        anderson = _Anderson(self.memory)
         still = 0  # iterations without a rise; the last digits come after the last rise
         for _ in range(self.num_steps):
             slopes = climb.slopes(roots)
             if still == 20 or climb.stationarity(roots, slopes) <= self.tolerance:
                 break
             plain = climb.proposal(roots, slopes, damping)
-            places = [*places[-self.memory :], roots]
-            moves = [*moves[-self.memory :], plain - roots]
+            ahead = anderson(roots, plain - roots)
             slack = 1e-13 * np.abs(height)  # of rounding
             reached = climb.objective(plain**2)
             risen = reached >= height - slack
             roots, top = np.where(_wide(risen), plain, roots), np.where(risen, reached, height)
-            if len(places) > 1:
-                far = climb.normalised(_extrapolated(places, moves), plain)
+            if ahead is not None:
+                far = climb.normalised(ahead, plain)
                 reached = climb.objective(far**2)
                 further = reached >= top - slack
                 roots, top = np.where(_wide(further), far, roots), np.where(further, reached, top)
@@ -342,19 +339,23 @@ class _Climb:
         with np.errstate(divide="ignore", invalid="ignore"):
             found = np.where(self.counts > 0, self.counts * np.log(rows), 0.0).sum((-2, -1))
             if self.alpha > 0:
-                powers = rows**self.rho
+                powers = self.powers(rows)
                 powers = powers / np.sqrt((powers**2).sum(-1, keepdims=True))
                 found = found + 2 * self.alpha * np.linalg.slogdet(powers)[1]
         if self.weight > 0:
             found = found - self.weight * ((rows - self.anchor) ** 2).sum((-2, -1))
         return np.where(np.isnan(found), -np.inf, found)
 
+    def powers(self, rows: Matrix) -> Matrix:
+        """Of the entries as shares of the largest of their row: no row becomes nothing."""
+        return (rows / rows.max(-1, keepdims=True)) ** self.rho
+
     def gradient(self, rows: Matrix) -> Matrix:
         """Of the objective by the rows, cut off near zeros."""
         floor = np.maximum(rows, 1e-12)
         found = np.where(self.counts > 0, self.counts / floor, 0.0)
         if self.alpha > 0:
-            powers = floor**self.rho
+            powers = self.powers(floor)
             shares = powers**2 / (powers**2).sum(-1, keepdims=True)
             turned = powers * np.linalg.inv(powers).swapaxes(-1, -2)
             found = found + 2 * self.rho * self.alpha * (turned - shares) / floor
@@ -428,15 +429,28 @@ def _wide(each: np.ndarray) -> np.ndarray:
     return each[:, None, None]
 
 
-def _extrapolated(places: list[Matrix], moves: list[Matrix]) -> Matrix:
-    """Where the map would stand still if it were the line through the last few of its values."""
-    here, move = places[-1], moves[-1]
-    flat = (len(here), len(places) - 1, -1)
-    turns = np.stack([b - a for a, b in pairwise(moves)], 1).reshape(flat)
-    steps = np.stack([b - a for a, b in pairwise(places)], 1).reshape(flat)
-    gram = turns @ turns.swapaxes(-1, -2)
-    size = np.trace(gram, axis1=-2, axis2=-1)[:, None, None]
-    gram = gram + (1e-10 * size + 1e-300) * np.eye(gram.shape[-1])
-    shares = np.linalg.solve(gram, turns @ move.reshape(len(here), -1, 1))
-    back = (steps + turns).swapaxes(-1, -2) @ shares
-    return here + move - back.reshape(here.shape)
+class _Anderson:
+    """Where a map would stand still if it were the line through the last few of its values."""
+
+    def __init__(self, memory: int) -> None:
+        self.memory, self.count = memory, -1
+
+    def __call__(self, place: Matrix, move: Matrix) -> Matrix | None:
+        """A point further on than ``place + move``; none from a first value."""
+        flat = place.reshape(len(place), -1), move.reshape(len(move), -1)
+        if self.count < 0:
+            self.steps, self.turns = np.zeros((2, len(place), self.memory, flat[0].shape[-1]))
+        else:
+            oldest = self.count % self.memory
+            self.steps[:, oldest] = flat[0] - self.last[0]
+            self.turns[:, oldest] = flat[1] - self.last[1]
+        self.last, self.count = flat, self.count + 1
+        if self.count == 0:
+            return None
+        steps, turns = self.steps[:, : self.count], self.turns[:, : self.count]
+        gram = turns @ turns.swapaxes(-1, -2)
+        size = np.trace(gram, axis1=-2, axis2=-1)[:, None, None]
+        gram = gram + (1e-10 * size + 1e-300) * np.eye(gram.shape[-1])
+        shares = np.linalg.solve(gram, turns @ flat[1][..., None])[..., 0]
+        back = (shares[:, None] @ steps + shares[:, None] @ turns).reshape(place.shape)
+        return place + move - back

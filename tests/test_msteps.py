@@ -218,6 +218,17 @@ def test_other_exponents(name):
     assert bool((heights[0] > msteps.objective(start, counts, prior)).all())
 
 
+def test_exponents_under_which_rows_underflow():
+    """1/6 to the power of 500 is 1e-389; the kernel is of shares, in which nothing underflows."""
+    _, counts = problems(2, 6)
+    start = (counts + 5) / (counts + 5).sum(-1, keepdim=True)
+    prior = DiversityPrior(1e-3, rho=500.0)
+    found = KINDS["projected"](50)(start, counts, prior)
+    heights = [msteps.objective(each, counts, prior) for each in (start, found)]
+    assert bool(heights[0].isfinite().all())
+    assert bool((heights[1] > heights[0]).all())
+
+
 def test_counts_that_underflow_are_none(kind):
     """As where a state can hardly go to another: what is counted there is 1e-226."""
     rows, counts = problems(4, 3)
