@@ -434,6 +434,7 @@ class _Anderson:
 
     def __init__(self, memory: int) -> None:
         self.memory, self.count = memory, -1
+        self.last: tuple[Matrix, Matrix]
 
     def __call__(self, place: Matrix, move: Matrix) -> Matrix | None:
         """A point further on than ``place + move``; none from a first value."""
