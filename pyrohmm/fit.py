@@ -674,6 +674,7 @@ def fit_svi(
     if isinstance(guide, AutoGuide):
         _rename(guide)
     begun = time.perf_counter()
+    tokens = max(data.num_observed, 1)
     processes = Processes.all()
     with pyro.get_param_store().scope() as store, in_mode(True, model, guide):
         batches = Batches(
@@ -776,7 +777,7 @@ def fit_svi(
                 if loss.dim():
                     _hold(parameters, ~losses[-1].isfinite())
                 if clip_norm is not None:
-                    _clip(parameters, clip_norm * max(data.num_observed, 1), len(loss.shape) > 0)
+                    _clip(parameters, clip_norm * tokens, len(loss.shape) > 0)
                 stepper.step()
                 if averages is not None:
                     averages.update(step + 1)
@@ -796,7 +797,7 @@ def fit_svi(
                         reason = f"{patience} validations in a row were no better than the best"
                 if (step + 1) % WINDOW == 0:
                     mean = torch.stack(losses[-WINDOW:]).mean(0)
-                    level = mean.min().item() / max(data.num_observed, 1)
+                    level = mean.min().item() / tokens
                     shown["nats_per_step"] = f"{level:.4f}"
                     bar.set_postfix(shown)
                     if tolerance is not None and len(losses) >= 2 * WINDOW:
