@@ -1,5 +1,6 @@
 """Hidden Markov models as Pyro components: exact, fast, fitted by MAP, SVI or EM."""
 
+from . import block_hmm as block_hmm
 from . import blocks as blocks
 from . import clusters as clusters
 from . import cooccurrence as cooccurrence
@@ -21,7 +22,7 @@ from . import readers as readers
 from . import recursions as recursions
 from . import starts as starts
 from . import tagging as tagging
-from .blocks import BlockHMM as BlockHMM
+from .block_hmm import BlockHMM as BlockHMM
 from .conversion import from_hmmlearn as from_hmmlearn
 from .conversion import to_hmmlearn as to_hmmlearn
 from .dense import DenseHMM as DenseHMM
@@ -101,6 +102,7 @@ __all__ = [
     "TaggedHMM",
     "banded",
     "bernoulli",
+    "block_hmm",
     "blocks",
     "categorical",
     "clusters",

@@ -23,7 +23,8 @@ from . import blocks as state_blocks
 from . import clusters, cooccurrence
 from ._checks import check_size
 from .batches import cut_by_steps
-from .blocks import BlockHMM, Blocks
+from .block_hmm import BlockHMM
+from .blocks import Blocks
 from .fit import Fit, fit_map
 from .metrics import Perplexity
 from .models import MarginalModel

@@ -25,7 +25,7 @@ from torch.distributions import constraints
 from . import cooccurrence
 from ._checks import check_size
 from .batches import Window
-from .blocks import Ending
+from .block_hmm import Ending
 from .cooccurrence import Pairs
 from .distributions import in_each_state, is_categorical
 from .hmm import HMM, emit, emit_per_step

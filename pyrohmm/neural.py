@@ -23,7 +23,8 @@ from torch import Tensor, nn
 
 from ._checks import check_size
 from ._lookup import take_rows
-from .blocks import Before, BlockHMM, Blocks, Ending, Products, log_emission
+from .block_hmm import Before, BlockHMM, Ending
+from .blocks import Blocks, Products, log_emission
 from .hmm import HMM, full_precision
 from .modules import HMMModule
 

@@ -24,6 +24,8 @@ import torch
 from pyro.distributions.torch_distribution import TorchDistribution
 from torch import Tensor, nn
 
+from .block_hmm import BlockHMM
+from .blocks import Blocks, Products
 from .distributions import Streams, Tied
 from .hmm import HMM
 
@@ -310,7 +312,8 @@ def save(thing: HMM | nn.Module, directory: str | os.PathLike[str]) -> None:
     ``tensors.safetensors``, and ``pyrohmm.json``, a copy of its description to be read by people.
 
     Args:
-        thing: An :class:`HMM`, or a ``torch.nn.Module`` such as an :class:`HMMModule`.
+        thing: An :class:`HMM`, a :class:`BlockHMM`, or a ``torch.nn.Module`` such as an
+            :class:`HMMModule`.
         directory: A directory that does not exist, is empty, or holds what was saved before. The
             one above it must exist.
 
@@ -401,7 +404,8 @@ def load_hmm(directory: str | os.PathLike[str]) -> HMM:
     """
     tensors, meta = read_directory(directory, "hmm")
     try:
-        return _build_hmm(tensors, meta)
+        build = _build_block_hmm if meta.get("class") == "BlockHMM" else _build_hmm
+        return build(tensors, meta)
     except Exception as error:
         path = Path(directory) / TENSORS
         raise ValueError(f"{path} does not describe an HMM: {error}") from error
@@ -453,13 +457,15 @@ def _describe(thing: HMM | nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]
     """The tensors of ``thing``, and what else there is to say of it."""
     if type(thing) is HMM:
         return _describe_hmm(thing)
+    if type(thing) is BlockHMM:
+        return _describe_block_hmm(thing)
     if isinstance(thing, nn.Module):
         state = thing.state_dict()
         _check_state(thing, state)
         return dict(state), {"kind": "module", "class": type(thing).__qualname__}
     raise TypeError(
-        f"thing must be an HMM or a torch.nn.Module; got {type(thing).__name__}. Of a fit, save "
-        "fit.draw(data)."
+        f"thing must be an HMM, a BlockHMM or a torch.nn.Module; got {type(thing).__name__}. Of a "
+        "fit, save fit.draw(data); of an HMM of another class, the module that builds it."
     )
 
 
@@ -572,6 +578,46 @@ def _build_hmm(tensors: dict[str, Tensor], meta: dict[str, Any]) -> HMM:
         emission_per_step=_flag(meta, "emission_per_step"),
         allowed=left.pop("allowed", None),
     )
+    if left:
+        raise ValueError(f"nothing needs the tensors {sorted(left)}")
+    return hmm
+
+
+def _describe_block_hmm(hmm: BlockHMM) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    if hmm.before is not None:
+        raise TypeError("an HMM of sequences that go on from others cannot be saved; save dense().")
+    tensors = {
+        "log_initial": hmm.log_initial,
+        "log_emission": hmm.log_emission,
+        "lengths": hmm.lengths,
+        "symbol_block": hmm.blocks.symbol_block,
+        "states": hmm.blocks.states,
+    }
+    if isinstance(hmm.transition, Tensor):
+        tensors["transition"] = hmm.transition
+    else:
+        tensors |= {"leave": hmm.transition.leave, "enter": hmm.transition.enter}
+        if hmm.transition.block_logits is not None:
+            tensors["block_logits"] = hmm.transition.block_logits
+    if hmm.observed is not None:
+        tensors["observed"] = hmm.observed
+    validation = vars(hmm).get("_validate_args")
+    return tensors, {"kind": "hmm", "class": "BlockHMM", "validate_args": validation}
+
+
+def _build_block_hmm(tensors: dict[str, Tensor], meta: dict[str, Any]) -> BlockHMM:
+    left = dict(tensors)
+    initial, emission = left.pop("log_initial"), left.pop("log_emission")
+    states = [each[each >= 0] for each in left.pop("states")]
+    blocks = Blocks(left.pop("symbol_block"), states, len(initial))
+    transition = (
+        left.pop("transition") if "transition" in left
+        else Products(left.pop("leave"), left.pop("enter"), blocks, left.pop("block_logits", None))
+    )  # fmt: skip
+    hmm = BlockHMM(
+        initial, transition, emission, blocks, left.pop("lengths"), left.pop("observed", None),
+        validate_args=_validation(meta),
+    )  # fmt: skip
     if left:
         raise ValueError(f"nothing needs the tensors {sorted(left)}")
     return hmm

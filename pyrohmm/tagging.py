@@ -24,7 +24,8 @@ from . import blocks as _blocks
 from . import recursions
 from ._checks import check_floats, check_integers, check_shape, check_size, check_trailing
 from ._lookup import take_rows
-from .blocks import BlockHMM, Blocks
+from .block_hmm import BlockHMM, _Read
+from .blocks import Blocks
 from .distributions import Streams
 from .hmm import HMM, emit
 from .neural import NeuralHMM, Residual
@@ -276,7 +277,7 @@ class TaggedHMM(BlockHMM):
             )
         return words, tags
 
-    def _read(self, values: Tensor) -> _blocks._Read:
+    def _read(self, values: Tensor) -> _Read:
         words, tags = self._split(values)
         read = super()._read(words)
         tags = tags.expand(*read.batch, self.num_steps).reshape(-1, self.num_steps)

@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from torch.nn.functional import one_hot
 
 from pyrohmm import HMM, _blockwise, _lookup, clusters
-from pyrohmm.blocks import BlockHMM, Blocks, Products, from_clusters, log_emission, uniform
+from pyrohmm.block_hmm import BlockHMM
+from pyrohmm.blocks import Blocks, Products, from_clusters, log_emission, uniform
 
 patient = settings(deadline=None, max_examples=40, derandomize=True, database=None)
 KINDS = ["two levels", "one level", "matrix", "overlapping"]
@@ -324,6 +325,11 @@ def test_what_is_no_block_is_refused():
         hmm.log_prob(torch.tensor([[0, 9]]))
     with pytest.raises(TypeError, match="transition must be Products or a matrix"):
         BlockHMM(hmm.log_initial, None, hmm.log_emission, hmm.blocks, torch.tensor([1]))
+    parts = hmm.log_initial, hmm.transition, hmm.log_emission, hmm.blocks, torch.tensor([2])
+    with pytest.raises(ValueError, match=r"observed must have shape .* got shape \(3, 2\)"):
+        BlockHMM(*parts, torch.ones(3, 2, dtype=torch.bool))
+    with pytest.raises(TypeError, match="observed must"):
+        BlockHMM(*parts, torch.ones(1, 2))
     with pytest.raises(ValueError, match=r"log_emission must hold .* that sum to one over"):
         BlockHMM(
             hmm.log_initial, hmm.transition, hmm.log_emission - 1, hmm.blocks, torch.tensor([1]),

@@ -21,8 +21,11 @@ from torch import nn
 import pyrohmm
 from pyrohmm import (
     HMM,
+    BlockHMM,
     HMMModule,
     TabularHMM,
+    TaggedHMM,
+    blocks,
     categorical,
     load_hmm,
     load_into,
@@ -770,6 +773,69 @@ def test_tensors_that_are_not_of_an_hmm_are_refused(tmp_path, name, value):
     write_tensors(tmp_path / FILE, tensors, meta)
     with pytest.raises(ValueError, match="does not describe an HMM"):
         load_hmm(tmp_path)
+
+
+def block_hmm(kind, dtype=torch.float32):
+    """Three blocks of 2, 1 and 3 states; sequences of lengths 4, 1 and 2, with missing steps."""
+    torch.manual_seed(0)
+    two = blocks.from_clusters(torch.tensor([0, 0, 1, 2, 2]), torch.tensor([2, 1, 3]))
+    words = torch.full((5, 3), -torch.inf, dtype=dtype)
+    for members, size in (([0, 1], 2), ([2], 1), ([3, 4], 3)):
+        words[members, :size] = torch.randn(len(members), size, dtype=dtype).log_softmax(0)
+    vectors = torch.randn(2, 6, 4, dtype=dtype)
+    moves = {
+        "matrix": torch.randn(6, 6, dtype=dtype).log_softmax(-1),
+        "one level": blocks.Products(*vectors, two),
+        "two levels": blocks.Products(*vectors, two, torch.randn(6, 3, dtype=dtype)),
+    }[kind]
+    start, lengths = torch.full((6,), 1 / 6, dtype=dtype).log(), torch.tensor([4, 1, 2])
+    return BlockHMM(start, moves, words, two, lengths, torch.rand(3, 4) < 0.7)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("kind", ["matrix", "one level", "two levels"])
+def test_an_hmm_in_blocks_comes_back(tmp_path, kind, dtype):
+    hmm = block_hmm(kind, dtype)
+    save(hmm, tmp_path / "hmm")
+    found = load_hmm(tmp_path / "hmm")
+    assert type(found) is BlockHMM
+    assert all_bits(persistence._describe(found)[0]) == all_bits(persistence._describe(hmm)[0])
+    values = hmm.sample()
+    assert bits(found.log_prob(values)) == bits(hmm.log_prob(values))
+    longer = found.with_lengths(torch.tensor([4, 4, 4]))
+    assert longer.log_prob(values).dtype == dtype
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("leave", None),
+        ("leave", torch.ones(5, 4)),
+        ("block_logits", torch.ones(6, 2)),
+        ("symbol_block", torch.tensor([0, 0, 1, 2, 3])),
+        ("symbol_block", torch.zeros(5)),
+        ("states", torch.tensor([[0, 1], [2, 2]])),
+        ("log_emission", torch.zeros(5, 3)),
+        ("observed", torch.ones(3, 4)),
+        ("other", torch.ones(1)),
+    ],
+)
+def test_tensors_that_are_not_of_an_hmm_in_blocks_are_refused(tmp_path, name, value):
+    tensors, meta = persistence._describe(block_hmm("two levels"))
+    tensors[name] = value
+    if value is None:
+        del tensors[name]
+    write_tensors(tmp_path / FILE, tensors, meta)
+    with pytest.raises(ValueError, match="does not describe an HMM"):
+        load_hmm(tmp_path)
+
+
+def test_hmms_of_other_classes_name_the_way_out(tmp_path):
+    words = block_hmm("matrix")
+    tagged = TaggedHMM(words, torch.randn(6, 2).log_softmax(-1))
+    with pytest.raises(TypeError, match=r"TaggedHMM.*the module that builds it"):
+        save(tagged, tmp_path / "hmm")
+    assert not (tmp_path / "hmm").exists()
 
 
 def test_a_description_nested_deeply_is_refused(tmp_path):
