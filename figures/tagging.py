@@ -67,7 +67,6 @@ ADDED = [(words, moves) for words in (0.001, 0.01, 0.1) for moves in (0.1, 1.0)]
 STATES, CLUSTERS, DIM, TOKENS, RATE = 1024, 64, 128, 2048, 3e-3
 STEPS = {"web": 1600, "penn": 1200, "toy": 20}
 LETTERS: dict[str, Any] = {"widths": (2, 3, 4, 5), "num_filters": 32}
-SHRINK = 1 / 16  # of the embeddings of states at the start
 
 
 class Task(NamedTuple):
@@ -189,8 +188,6 @@ def neural(task: Task, characters: bool, seed: int, steps: int) -> tuple[Tagging
         states, len(task.vocabulary), len(task.tags), dim, blocks=found, two_level=True,
         dropout=0.5, words=CharacterWords(task.vocabulary, dim, **LETTERS) if characters else None,
     )  # fmt: skip
-    with torch.no_grad():
-        module.start_vectors.state *= SHRINK
     held_out = task.parts["dev"]
     assert held_out.labels is not None
     known = Sequences(

@@ -15,6 +15,7 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,7 @@ from .sequences import Sequences
 from .starts import Start, Values, build_once, by_kmeans, from_prior
 from .tabular import TabularHMM
 
+PADDED = 1 << 16  # steps, padding included, below which sequences of all lengths go together
 DEAD = 1e-8  # expected visits, as a share of the steps, below which a state is reported
 
 # sums of counts that gradient steps need, and the logarithms they weigh
@@ -351,6 +353,7 @@ class _Problem:
         self.leaves: Values = {}  # unconstrained, for gradient steps
         self.notes: dict[str, int] = {}  # and in how many iterations
         self.idle: list[list[bool]] = []  # states that nothing supports, of each restart
+        self.parts: tuple[Sequences, list[tuple[Tensor, Sequences]]] | None = None
         self.reseeded = False  # in the last iteration, which may have raised the loss
         # moves that a matrix without a prior leaves possible: its zeros are those of the model
         point = self.chain_closed and "transition" not in self.names
@@ -459,26 +462,55 @@ class _Problem:
 
     def expect(self, batch: Sequences, reseed: bool) -> tuple[Tensor, Any]:
         """The loss ``(R,)`` where the parameters are, and what the M-step needs."""
-        with torch.no_grad():
-            hmm, prior = self.build(batch)
-            expected = hmm.expected(batch.values)
-        evidence = expected.log_evidence.double()
-        if bool(
-            evidence.isneginf().all(0).any() if self.restarts > 1 else evidence.isneginf().any()
-        ):
-            where = int(evidence.isneginf().reshape(-1, len(batch)).all(0).byte().argmax())
-            raise ValueError(
-                f"data: sequence {where} of this batch has probability zero; check for symbols or "
-                "moves that no path allows, or give the parameters a prior that rules none out."
-            )
+        if self.summed and self.chain_closed and not reseed:
+            parts = self._parted(batch)
+        else:
+            parts = [(torch.arange(len(batch)), batch)]
         scale = batch.total / len(batch)
-        loss = -(scale * evidence.reshape(self.restarts, -1).sum(-1) + prior.double())
+        total: Any = 0.0
+        found: Any = {}
+        for chosen, part in parts:
+            with torch.no_grad():
+                hmm, prior = self.build(part)
+                expected = hmm.expected(part.values)
+            evidence = expected.log_evidence.double().reshape(-1, len(part))
+            impossible = evidence.isneginf().all(0)
+            if bool(impossible.any()):
+                where = int(chosen[impossible.byte().argmax()])
+                raise ValueError(
+                    f"data: sequence {where} of this batch has probability zero; check for symbols "
+                    "or moves that no path allows, or give the parameters a prior that rules none "
+                    "out."
+                )
+            total = total + evidence.sum(-1)
+            if reseed:
+                expected = self._revive(expected)
+            own: Any = self._gather(expected, part, hmm, hmm)
+            if len(parts) == 1:
+                found = own
+            else:  # of sums, those of the parts add up
+                for name, value in own.items():
+                    found[name] = found.get(name, 0.0) + scale * value
+        loss = -(scale * total + prior.double())
         if not bool(loss.isfinite().any()):
             raise FloatingPointError(f"the loss is {loss[0].item()}; the prior has density zero at "
                                      "the parameters found.")  # fmt: skip
-        if reseed:
-            expected = self._revive(expected)
-        return loss, self._gather(expected, batch, hmm, hmm)
+        return loss, found
+
+    def _parted(self, batch: Sequences) -> list[tuple[Tensor, Sequences]]:
+        """Sequences of similar length, and which these are: else most of the work is padding."""
+        if self.parts is None or self.parts[0] is not batch:
+            order = batch.lengths.argsort(descending=True, stable=True)
+            lengths = batch.lengths[order]
+            if batch.num_steps * len(batch) < max(PADDED, 1.5 * int(lengths.sum())):
+                self.parts = batch, [(order.sort().values, batch)]
+                return self.parts[1]
+            ends = [0]
+            while ends[-1] < len(batch):
+                ends.append(int((1.5 * lengths > lengths[ends[-1]]).sum()))
+            chosen = [order[a:b].sort().values for a, b in pairwise(ends)]
+            self.parts = batch, [(each, batch[each]) for each in chosen]
+        return self.parts[1]
 
     def evaluate(self, batch_size: int) -> Tensor:
         """The loss ``(R,)`` on all the data."""

@@ -26,6 +26,7 @@ from pyrohmm import (
     Sequences,
     TabularHMM,
     categorical,
+    em,
     fit_em,
     fit_map,
     freeze,
@@ -347,7 +348,41 @@ def test_renamed_copies_are_aligned_with_each_other():
         torch.testing.assert_close(loc[restart], loc[fit.restarts.best][order[restart]])
 
 
-# Minibatches
+# Parts and minibatches
+
+
+@pytest.mark.parametrize("restarts", [1, 2])
+@pytest.mark.parametrize("name", CASES)
+def test_sequences_that_are_parted_by_length_are_those_that_go_together(
+    name, restarts, monkeypatch
+):
+    case = CASES[name]
+    module, data = module_of(case), data_of(case, lengths=[9, 1, 2, 8, 3, 1, 1, 2])
+    data = Sequences(data.values, data.lengths, data.observed, total=10)
+    begin, fits = start_at(draw_start(module, data, restarts)), []
+    for least in (1 << 16, 0):
+        monkeypatch.setattr(em, "PADDED", least)
+        pyro.set_rng_seed(0)
+        fits.append(
+            fit_em(module, data, num_steps=3, tolerance=None, start=begin, restarts=restarts)
+        )
+    together, parted = fits
+    torch.testing.assert_close(parted.losses, together.losses, rtol=1e-7, atol=1e-7)
+    for each, value in together.values.items():
+        torch.testing.assert_close(parted.values[each], value, rtol=1e-6, atol=1e-6)
+
+
+def test_a_sequence_that_is_impossible_is_named_whatever_part_it_is_in(monkeypatch):
+    monkeypatch.setattr(em, "PADDED", 0)
+    sequences = [[0] * 9, [0], [0], [0, 1], [0, 0], [0]]
+    module = TabularHMM(2, categorical(2))
+    begin = {
+        "initial": [0.5, 0.5],
+        "transition": [[0.5, 0.5]] * 2,
+        "emission.probs": [[1.0, 0]] * 2,
+    }
+    with pytest.raises(ValueError, match="sequence 3 of this batch has probability zero"):
+        fit_em(module, Sequences.from_list(sequences), start=start_at(begin))
 
 
 def test_a_minibatch_of_all_sequences_ends_where_full_batches_end():
