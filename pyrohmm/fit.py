@@ -686,13 +686,13 @@ def fit_svi(
             processes=processes,
         )
         probe = follow(model, guide, data[:1] if batches.whole is None else batches.whole)
-        with poutine.block(), torch.no_grad():
+        with poutine.block(), torch.no_grad(), _Parameters() as met:
             spaces, enumerated = _sites(model, probe)
             names = list(spaces)
             guide(probe)  # an autoguide makes its parameters here
         elbo = elbo or (TraceEnum_ELBO() if enumerated else Trace_ELBO())
         objective = elbo(model, guide)
-        parameters = _parameters(objective)
+        parameters = _parameters(objective, met.found)
         stepper = (
             torch.optim.Adam(parameters, lr=learning_rate) if optimizer is None
             else optimizer(parameters)
@@ -914,11 +914,20 @@ def _rename(guide: AutoGuide) -> None:
                 part._pyro_name = f"{own}.{name}" if name else own
 
 
-def _parameters(objective: nn.Module) -> list[nn.Parameter]:
-    """What is trained: parameters of modules, and those of ``pyro.param`` statements."""
-    found = {id(parameter): parameter for parameter in objective.parameters()}
-    for _, parameter in pyro.get_param_store().named_parameters():
-        found.setdefault(id(parameter), parameter)
+class _Parameters(poutine.messenger.Messenger):
+    """Notes the parameters that are met: also those of modules that a function calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[nn.Parameter] = []
+
+    def _pyro_post_param(self, message: Any) -> None:
+        self.found.append(message["value"].unconstrained())
+
+
+def _parameters(objective: nn.Module, met: list[nn.Parameter]) -> list[nn.Parameter]:
+    """What is trained: parameters of modules, and those that model and guide have read."""
+    found = {id(parameter): parameter for parameter in (*objective.parameters(), *met)}
     wanted = [parameter for parameter in found.values() if parameter.requires_grad]
     if not wanted:
         raise ValueError(

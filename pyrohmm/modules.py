@@ -30,13 +30,19 @@ class OwnParameters(PyroModule):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run ``forward``."""
+        store = pyro.get_param_store()
+        known = {} if self._pyro_context.active else dict(store.named_parameters())
         try:
             return super().__call__(*args, **kwargs)
         finally:
             if not self._pyro_context.active:
-                store, own = pyro.get_param_store(), {id(each) for each in self.parameters()}
-                for name in [n for n, each in store.named_parameters() if id(each) in own]:
-                    del store[name]
+                own = {id(each) for each in self.parameters()}
+                for name, each in list(store.named_parameters()):
+                    if id(each) in own and name not in known:
+                        del store[name]
+                for name, each in known.items():  # given a name by pyro.module, say
+                    if id(each) in own:
+                        store._param_to_name[each] = name
                 self._pyro_context.used = False
 
 

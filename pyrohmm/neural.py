@@ -124,7 +124,8 @@ class CharacterWords(PyroModule):
     r"""A vector for each word, from its letters: convolutions, and a maximum over places.
 
     Every word is spelt with a mark before it and one behind it. For each width there are filters of
-    that many letters, whose largest values over the word go through tanh.
+    that many letters, whose largest values over the word go through tanh. A filter wider than a
+    word sees it followed by nothing. Words of one length go through together.
 
     Args:
         words: The V words.
@@ -157,12 +158,15 @@ class CharacterWords(PyroModule):
         if not widths or min(widths) < 1:
             raise ValueError(f"widths must be at least 1, and at least one of them; got {widths}.")
         letters = sorted({letter for word in words for letter in word})
-        code = {letter: number for number, letter in enumerate(letters, 3)}  # 0 pads, 1 and 2 mark
-        spelt = [torch.tensor([1, *(code[letter] for letter in word), 2]) for word in words]
-        spelt[0] = nn.functional.pad(spelt[0], (0, max(0, max(widths) - len(spelt[0]))))
-        spellings = nn.utils.rnn.pad_sequence(spelt, batch_first=True)
-        self.register_buffer("spellings", spellings, persistent=False)
-        self.letter = nn.Parameter(torch.randn(len(letters) + 3, char_dim))
+        code = {letter: number for number, letter in enumerate(letters, 2)}  # 0 and 1 are marks
+        lengths = torch.tensor([len(word) + 2 for word in words])
+        order = lengths.argsort(stable=True)
+        self.lengths, self.counts = (each.tolist() for each in lengths.unique(return_counts=True))
+        spelt = [[0, *(code[letter] for letter in words[word]), 1] for word in order.tolist()]
+        spellings = torch.tensor([number for word in spelt for number in word])
+        self.register_buffer("spellings", spellings, persistent=False)  # shortest words first
+        self.register_buffer("place", order.argsort(), persistent=False)
+        self.letter = nn.Parameter(torch.randn(len(letters) + 2, char_dim))
         counts = [dim] * len(widths)
         if num_filters is not None:
             counts = [num_filters] * len(widths) if isinstance(num_filters, int) else [*num_filters]
@@ -182,14 +186,25 @@ class CharacterWords(PyroModule):
 
     def forward(self) -> Tensor:
         """The vectors, ``(V, D)``."""
-        exists = (self.spellings > 0).unsqueeze(-1)
-        letters = (self.letter[self.spellings] * exists).mT  # (V, char_dim, L)
-        found = [each(letters).amax(-1).tanh() for each in self.filters]
+        letters = self.letter[self.spellings]
+        sizes = [count * length for count, length in zip(self.counts, self.lengths)]
+        groups = [
+            self._filtered(part.view(count, length, -1).mT)
+            for part, count, length in zip(letters.split(sizes), self.counts, self.lengths)
+        ]
+        joined = torch.cat(groups)[self.place]
         if not self.joined:
-            return torch.stack(found).sum(0)
-        joined = torch.cat(found, -1)
+            return joined
         gate = self.gate(joined).sigmoid()
         return self.out(gate * self.carry(joined).relu() + (1 - gate) * joined)
+
+    def _filtered(self, letters: Tensor) -> Tensor:
+        """Largest values of the filters over words of one length, ``(n, char_dim, L)``."""
+        found = []
+        for each in self.filters:
+            short = max(0, each.kernel_size[0] - letters.size(-1))
+            found.append(each(nn.functional.pad(letters, (0, short))).amax(-1).tanh())
+        return torch.cat(found, -1) if self.joined else torch.stack(found).sum(0)
 
 
 class _Large(HMMModule):
@@ -216,32 +231,24 @@ class _Large(HMMModule):
         digest = zlib.crc32(repr((dropout, [part.tolist() for part in parts])).encode())
         # so that checkpoints tell models apart
         self.register_buffer("digest", torch.tensor(digest), persistent=False)
-        self._last: tuple[list[Tensor], list[int], HMM] | None = None
+        self._last: tuple[list[Tensor], HMM] | None = None
 
     def forward(self, lengths: Tensor, observed: Tensor | None = None) -> HMM:
         """Build the HMM for sequences of ``lengths`` ``(*B)``."""
-        if self.training or torch.is_grad_enabled():
-            self._last = None  # parameters may change now; some optimizers hide that they did
+        random = any(isinstance(each, PyroModule) and each._pyro_samples for each in self.modules())
+        if self.training or torch.is_grad_enabled() or random:
+            self._last = None
             states, blocks = None, self.blocks
             if self.training and self.dropout:
                 states, blocks = self._draw()
             return self._build(states, blocks, lengths, observed)
-        # nothing is to be learnt: what was computed last still holds, if no parameter has changed
-        now = [*self.parameters()]
-        if self._last is not None:
-            tensors, versions, hmm = self._last
-            same = len(tensors) == len(now) and all(a is b for a, b in zip(tensors, now))
-            if same and versions == [each._version for each in now]:
-                return hmm._with(lengths=lengths, observed=observed)
+        # nothing is to be learnt: what was computed last still holds, if no number has changed
+        now = [*self.parameters(), *self.buffers()]
+        if self._last is not None and _are_same(self._last[0], now):
+            return self._last[1]._with(lengths=lengths, observed=observed)
         hmm = self._build(None, self.blocks, lengths, observed)
-        if now:
-            self._last = now, [each._version for each in now], hmm
+        self._last = [each.clone() for each in now], hmm
         return hmm
-
-    def train(self, mode: bool = True) -> Any:
-        """Set the mode; what was computed in another one is forgotten."""
-        self._last = None
-        return super().train(mode)
 
     def _draw(self) -> tuple[Tensor, Blocks | None]:
         """States to keep, and their blocks."""
@@ -268,6 +275,14 @@ def draw_states(num_states: int, blocks: Blocks | None, dropout: float) -> Tenso
     order = (owner + torch.rand(num_states, dtype=torch.float64)).argsort()
     rank = torch.arange(num_states) - (sizes.cumsum(0) - sizes)[owner]
     return order[rank < kept[owner]].sort().values
+
+
+def _are_same(some: list[Tensor], others: list[Tensor]) -> bool:
+    """Whether tensors have the same numbers, of the same types, in the same places."""
+    return len(some) == len(others) and all(
+        (a.dtype, a.device) == (b.dtype, b.device) and torch.equal(a, b)
+        for a, b in zip(some, others)
+    )
 
 
 class NeuralHMM(_Large):

@@ -6,6 +6,7 @@ import pyro
 import pytest
 import torch
 from pyro import distributions as dist
+from pyro import poutine
 from pyro.infer import Trace_ELBO, TraceEnum_ELBO
 from pyro.nn import PyroSample
 from torch import nn
@@ -162,15 +163,48 @@ def test_in_evaluation_nothing_is_computed_twice_and_changes_are_seen():
     with torch.no_grad():
         first = module(DATA.lengths)
         again = module(torch.tensor([2]))
-        assert again.log_emission is first.log_emission or torch.equal(
-            again.log_emission, first.log_emission
-        )
         assert again.transition is first.transition
-        before = first.log_prob(DATA.values)
-        module.bias += torch.arange(6.0)
-        after = module(DATA.lengths).log_prob(DATA.values)
-    assert not torch.allclose(before, after)
     assert module(DATA.lengths).log_prob(DATA.values).requires_grad
+
+
+CHANGES = {
+    "in place": lambda module: module.bias.add_(torch.arange(6.0)),
+    "data in place": lambda module: module.bias.data.add_(torch.arange(6.0)),
+    "other data": lambda module: setattr(module.bias, "data", torch.arange(6.0)),
+    "another parameter": lambda module: setattr(module, "bias", nn.Parameter(torch.arange(6.0))),
+    "a vector": lambda module: nn.utils.vector_to_parameters(
+        nn.utils.parameters_to_vector(module.parameters()) * 1.5, module.parameters()
+    ),
+    "another type": lambda module: module.float(),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_changes_between_evaluations_are_seen(change):
+    module = make("one level").eval()
+    with torch.no_grad():
+        before = module(DATA.lengths).log_prob(DATA.values)
+        change(module)
+        after = module(DATA.lengths).log_prob(DATA.values)
+    wanted = module(DATA.lengths).log_prob(DATA.values).detach()  # with gradients, all is computed
+    assert wanted.dtype == module.bias.dtype
+    torch.testing.assert_close(after, wanted)
+    if module.bias.dtype == before.dtype:
+        assert not torch.allclose(before, after)
+
+
+def test_what_has_a_prior_is_drawn_at_each_evaluation():
+    module = make("one level").eval()
+    module.bias = PyroSample(dist.Normal(torch.zeros(6), 3.0).to_event(1))
+
+    def evidence(**values):
+        return poutine.condition(module, values)(DATA.lengths).log_prob(DATA.values)
+
+    with torch.no_grad():
+        found = [evidence(bias=torch.arange(6.0) * times) for times in (0, 5)]
+        sites = poutine.trace(module).get_trace(DATA.lengths).stochastic_nodes
+        assert not torch.allclose(*found)
+        assert sites == ["bias"]
 
 
 @pytest.mark.parametrize("mode", [True, False])
@@ -212,18 +246,32 @@ def test_words_come_from_letters():
     vectors = CharacterWords(words, 6)()
     torch.testing.assert_close(vectors[0], vectors[4])
     assert not torch.allclose(vectors[1], vectors[3])
-    alone = CharacterWords(["a", "cat"], 6, widths=(2, 3), num_filters=[4, 5])
-    first = alone()
-    longer = CharacterWords(["a", "cat", "catalogue"], 6, widths=(2, 3), num_filters=[4, 5])
-    state = alone.state_dict()
-    letters = state.pop("letter")
-    longer.load_state_dict(state | {"letter": longer.letter.detach()})
-    with torch.no_grad():  # the letters of the shorter list, wherever they stand now
-        places = {each: n for n, each in enumerate(sorted(set("acatcatalogue")), 3)}
-        longer.letter[:3] = letters[:3]
-        for n, each in enumerate(sorted(set("acat")), 3):
-            longer.letter[places[each]] = letters[n]
-    torch.testing.assert_close(longer()[:2], first)  # padding bears on nothing
+
+
+@pytest.mark.parametrize("num_filters", [None, [4, 5, 2]])
+@pytest.mark.parametrize("seed", range(5))
+def test_vectors_of_words_are_their_definition_whatever_other_words_there_are(seed, num_filters):
+    pyro.set_rng_seed(seed)
+    words, widths = ["cat", "a", "catalogue", "tac", "at"], (1, 2, 5)
+    module = CharacterWords(words, 6, widths=widths, num_filters=num_filters).double()
+    code = {letter: n for n, letter in enumerate(sorted(set("".join(words))), 2)}
+    with torch.no_grad():
+        for word, found in zip(words, module()):
+            spelt = module.letter[[0, *(code[letter] for letter in word), 1]]
+            spelt = torch.cat([spelt, spelt.new_zeros(max(0, 5 - len(spelt)), 16)])
+            values = []
+            for width, each in zip(widths, module.filters):
+                steps = max(1, len(word) + 3 - width)
+                windows = [spelt[t : t + width].T for t in range(steps)]
+                scores = [(each.weight * part).sum((1, 2)) + each.bias for part in windows]
+                values.append(torch.stack(scores).amax(0).tanh())
+            if num_filters is None:
+                torch.testing.assert_close(found, sum(values))
+                continue
+            joined = torch.cat(values)
+            gate = module.gate(joined).sigmoid()
+            wanted = module.out(gate * module.carry(joined).relu() + (1 - gate) * joined)
+            torch.testing.assert_close(found, wanted)
 
 
 def test_a_model_of_characters_is_one_like_any():
