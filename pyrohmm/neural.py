@@ -228,8 +228,9 @@ class _Large(HMMModule):
         self.num_states, self.num_symbols = num_states, num_symbols
         self.blocks, self.dropout = blocks, dropout
         parts = [] if blocks is None else [blocks.symbol_block, blocks.sizes, blocks.states]
-        digest = zlib.crc32(repr((dropout, [part.tolist() for part in parts])).encode())
+        self._digest = zlib.crc32(repr([part.tolist() for part in parts]).encode())
         # so that checkpoints tell models apart
+        digest = zlib.crc32(repr((self._digest, dropout)).encode())
         self.register_buffer("digest", torch.tensor(digest), persistent=False)
         self._last: tuple[list[Tensor], HMM] | None = None
 
@@ -250,6 +251,18 @@ class _Large(HMMModule):
         self._last = [each.clone() for each in now], hmm
         return hmm
 
+    def get_extra_state(self) -> Tensor:
+        """What ``state_dict`` holds besides parameters: a digest of the blocks."""
+        return torch.tensor(self._digest)
+
+    def set_extra_state(self, state: Tensor) -> None:
+        """Refuse the parameters of a model whose blocks are others."""
+        if int(state) != self._digest:
+            raise ValueError(
+                "the parameters are of a model with other blocks, in which other states emit the "
+                "symbols. Build the module with the blocks that were saved."
+            )
+
     def _draw(self) -> tuple[Tensor, Blocks | None]:
         """States to keep, and their blocks."""
         states = draw_states(self.num_states, self.blocks, self.dropout)
@@ -266,15 +279,21 @@ def draw_states(num_states: int, blocks: Blocks | None, dropout: float) -> Tenso
     """States that are kept, ascending: of each block the same share, at least one (section 4.3).
 
     Of k states ``round((1 - dropout) * k)`` are kept. Without blocks, or where they overlap, the
-    share is that of all states.
+    share is that of all states, and a state more for each block that would have none.
     """
     apart = blocks is not None and blocks.disjoint
     sizes = blocks.sizes if blocks is not None and apart else torch.tensor([num_states])
-    kept = ((1 - dropout) * sizes + 0.5).floor().long().clamp(min=1)
+    num_kept = ((1 - dropout) * sizes + 0.5).floor().long().clamp(min=1)
     owner = torch.arange(len(sizes)).repeat_interleave(sizes)
-    order = (owner + torch.rand(num_states, dtype=torch.float64)).argsort()
+    chance = torch.rand(num_states, dtype=torch.float64)
+    order = (owner + chance).argsort()
     rank = torch.arange(num_states) - (sizes.cumsum(0) - sizes)[owner]
-    return order[rank < kept[owner]].sort().values
+    kept = torch.zeros(num_states, dtype=torch.bool)
+    kept[order[rank < num_kept[owner]]] = True
+    if blocks is not None and not apart:
+        places = chance[blocks.states].masked_fill(blocks.states < 0, torch.inf).argmin(-1)
+        kept[blocks.states.gather(-1, places.unsqueeze(-1))] = True
+    return kept.nonzero().squeeze(-1)
 
 
 def _are_same(some: list[Tensor], others: list[Tensor]) -> bool:

@@ -1,6 +1,7 @@
 """Laws of the neural HMM: sizes, both Pyro forms, dropped states, and what a fit can do with it."""
 
 import math
+from functools import partial
 
 import pyro
 import pytest
@@ -24,6 +25,8 @@ from pyrohmm import (
     dpp,
     fit_map,
     fit_svi,
+    load_into,
+    save,
 )
 from pyrohmm.batches import Batches
 from pyrohmm.neural import CharacterWords, Residual, draw_states
@@ -113,32 +116,48 @@ def test_probabilities_are_the_softmaxes_of_the_paper(variant):
         torch.testing.assert_close(hmm.log_prob(DATA.values), plain.log_prob(DATA.values))
 
 
-@pytest.mark.parametrize("kind", [NeuralHMM, ScalarHMM])
-@pytest.mark.parametrize("variant", ["no blocks", "one level", "overlapping"])
+SCALAR = ["no blocks", "one level", "overlapping"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "variant"),
+    [(NeuralHMM, each) for each in VARIANTS] + [(ScalarHMM, each) for each in SCALAR],
+)
 def test_dropped_states_leave_the_law_of_those_kept(kind, variant):
-    """Moves and starts are normalised anew, emissions are not."""
+    """Moves and starts are normalised anew, on two levels within each block; emissions are not."""
     pyro.set_rng_seed(0)
     given = VARIANTS[variant].get("blocks")
-    module = kind(6, 6, blocks=given, dropout=0.4)
+    module = kind(6, 6, **VARIANTS[variant], dropout=0.4).double()
     whole = module.eval()(DATA.lengths)
     module.train()
     for _ in range(5):
         with torch.random.fork_rng():
-            try:
-                kept = draw_states(6, given, 0.4)
-                if given is not None:
-                    given.keep(kept)
-            except ValueError:
-                kept = None
-        if kept is None:
-            torch.rand(6, dtype=torch.float64)  # the states that leave a symbol without any
-            continue
+            kept = draw_states(6, given, 0.4)
         part = module(DATA.lengths)
-        assert part.num_states == len(kept)
-        moves = whole.log_transition[kept][:, kept].log_softmax(-1)
-        torch.testing.assert_close(part.log_transition, moves)
+        assert part.num_states == len(kept) < 6
+        moves = whole.log_transition[kept][:, kept]
+        if variant == "two levels":
+            sizes, chosen = given.sizes.tolist(), given.keep(kept).sizes.tolist()
+            shares = [p.logsumexp(-1) for p in whole.log_transition[kept].split(sizes, -1)]
+            within = [p.log_softmax(-1) for p in moves.split(chosen, -1)]
+            wanted = torch.cat([p + q.unsqueeze(-1) for p, q in zip(within, shares)], -1)
+        else:
+            wanted = moves.log_softmax(-1)
+        torch.testing.assert_close(part.log_transition, wanted)
         torch.testing.assert_close(part.log_initial, whole.log_initial[kept].log_softmax(-1))
         torch.testing.assert_close(part.emission.probs, whole.emission.probs[kept])
+        dense = HMM(part.log_initial, wanted, part.emission, DATA.lengths)
+        torch.testing.assert_close(part.log_prob(DATA.values), dense.log_prob(DATA.values))
+
+
+def test_where_blocks_overlap_each_keeps_a_state():
+    torch.manual_seed(0)
+    each = blocks.uniform(30, 12, 2, torch.Generator().manual_seed(0))
+    for _ in range(50):
+        kept = draw_states(12, each, 0.7)
+        assert torch.equal(kept, kept.unique())
+        assert len(kept) >= 4
+        each.keep(kept)  # which refuses a block without states
 
 
 def test_of_each_block_the_same_share_is_kept():
@@ -460,3 +479,21 @@ def test_windows_that_cannot_be_are_refused():
         fit_map(CarriedModel(module, 2), data, windows=3)
     with pytest.raises(ValueError, match="module must have blocks that are disjoint"):
         CarriedModel(NeuralHMM(6, 6, 8), 2)
+
+
+def test_parameters_of_other_blocks_are_refused(tmp_path):
+    """Their shapes are the same."""
+    saved, other = (
+        NeuralHMM(4, 4, 8, blocks=blocks.from_clusters(torch.tensor(clusters), 2), dropout=0.5)
+        for clusters in ([0, 0, 1, 1], [1, 0, 1, 0])
+    )
+    before = other.bias.clone()
+    save(saved, tmp_path / "model")
+    for load in (partial(load_into, other, tmp_path / "model"),
+                 partial(other.load_state_dict, saved.state_dict())):  # fmt: skip
+        with pytest.raises(ValueError, match="of a model with other blocks"):
+            load()
+    torch.testing.assert_close(other.bias, before)
+    undropped = NeuralHMM(4, 4, 8, blocks=saved.blocks)
+    load_into(undropped, tmp_path / "model")
+    assert bool((undropped.words.table == saved.words.table).all())
