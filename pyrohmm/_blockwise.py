@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from . import _lookup
+from ._precision import in_full_precision
 from ._steps import logsumexp
 
 # What is below the first number counts as zero. Laws, shares, messages and likelihoods over their
@@ -295,6 +296,7 @@ class _Scaled(torch.autograd.Function):
         return laws
 
     @staticmethod
+    @in_full_precision
     @once_differentiable
     def backward(ctx, weights, _):
         leave, enter, log_shares, alpha, norm, seen, shares, sound = ctx.saved_tensors
@@ -459,7 +461,8 @@ class Logs:
             mass = (score - peak.masked_fill(peak.isneginf(), 0.0)).exp().cumsum(-1)
             chance = torch.rand(mass.shape[:-1], dtype=mass.dtype, device=mass.device)
             drawn = (mass <= chance.unsqueeze(-1) * mass[..., -1:]).sum(-1)
-            found.append(drawn.clamp(max=mass.size(-1) - 1))
+            last = self.sizes[self.plan.block[steps[t]]].to(drawn.device) - 1
+            found.append(drawn.minimum(last))  # also where no path is possible
         return torch.cat(found[::-1], -1)
 
 

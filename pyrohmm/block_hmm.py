@@ -24,8 +24,9 @@ from ._checks import (
     check_tensor,
     check_trailing,
 )
+from ._precision import full_precision
 from .blocks import Blocks, Products
-from .hmm import HMM, full_precision
+from .hmm import HMM
 from .recursions import Posterior
 
 
@@ -292,7 +293,11 @@ class BlockHMM(HMM):
             *chain, seen = self._chain_in_blocks(read)
             chain = [each.detach() if isinstance(each, Tensor) else each for each in chain]
             seen = seen.detach()
-        with torch.enable_grad():
+        with torch.inference_mode(False), torch.enable_grad():
+            *chain, seen = (
+                each.clone() if isinstance(each, Tensor) and each.is_inference() else each
+                for each in (*chain, seen)
+            )
             seen.requires_grad_()
             found = _blockwise.log_evidence(*chain, seen)  # type: ignore[call-arg]
             (probs,) = torch.autograd.grad(found.sum(), seen)

@@ -28,6 +28,7 @@ from ._checks import (
     check_shape,
     check_size,
 )
+from ._precision import in_full_precision
 
 CHUNK = 1 << 23  # scores that exist at one time while all moves of all states are summed
 
@@ -42,7 +43,8 @@ class Blocks:
 
     Raises:
         TypeError: If something does not hold integers.
-        ValueError: If a block is empty, or has a state twice; or a state has no symbol.
+        ValueError: If a block is empty, or has a state twice; or a state has no symbol, or is not
+            one of 0 to K - 1.
 
     Example:
         >>> blocks = Blocks(torch.tensor([0, 0, 1]), [torch.tensor([0, 1]), torch.tensor([2])])
@@ -61,6 +63,8 @@ class Blocks:
                 "symbol_block must have shape (V,) with at least one symbol; got shape "
                 f"{tuple(symbol_block.shape)}."
             )
+        if num_states is not None:
+            check_size("num_states", num_states)
         for number, each in enumerate(states):
             check_integers(f"states of block {number}", each)
             if each.dim() != 1 or len(each) == 0 or len(each.unique()) < len(each):
@@ -77,6 +81,11 @@ class Blocks:
         members = torch.cat([each.cpu().long() for each in states])
         self._states = States(bounds(sizes), members, sizes, int(sizes.max()))
         self.num_states = int(members.max()) + 1 if num_states is None else num_states
+        if int(members.min()) < 0 or int(members.max()) >= self.num_states:
+            raise ValueError(
+                f"states must lie between 0 and K - 1 = {self.num_states - 1}; got states from "
+                f"{int(members.min())} to {int(members.max())}."
+            )
         self.disjoint = torch.equal(members, torch.arange(self.num_states))
         used = torch.zeros(len(states), dtype=torch.bool)
         used[self.symbol_block] = True
@@ -130,8 +139,11 @@ class Blocks:
             states: ``(n,)`` integers, ascending.
 
         Raises:
-            ValueError: If a block would be empty.
+            ValueError: If a block would be empty, or ``states`` are not ascending.
         """
+        check_integers("states", states)
+        if states.dim() != 1 or bool((states.diff() <= 0).any()):
+            raise ValueError(f"states must be ascending, each once; got {states.tolist()[:10]}.")
         number = torch.full((self.num_states,), -1)
         number[states] = torch.arange(len(states))
         members = number[self._states.members]
@@ -177,7 +189,19 @@ def from_clusters(assignment: Tensor, states_per_cluster: int | Tensor) -> Block
         Blocks(12 states and 4 symbols in 3 blocks of 4 states)
     """
     check_integers("assignment", assignment)
-    count = int(assignment.max()) + 1
+    if assignment.dim() != 1 or len(assignment) == 0:
+        raise ValueError(
+            "assignment must have shape (V,) with at least one symbol; got shape "
+            f"{tuple(assignment.shape)}."
+        )
+    present = torch.bincount(assignment.clamp(min=0)) > 0
+    if int(assignment.min()) < 0 or not bool(present.all()):
+        raise ValueError(
+            "assignment must number clusters from 0 on, each with a symbol; got numbers from "
+            f"{int(assignment.min())} to {int(assignment.max())}, of which "
+            f"{int(present.sum())} occur."
+        )
+    count = len(present)
     if isinstance(states_per_cluster, int):
         check_size("states_per_cluster", states_per_cluster)
         states_per_cluster = torch.full((count,), states_per_cluster)
@@ -282,6 +306,7 @@ class _LogEmission(torch.autograd.Function):
         return table[place]
 
     @staticmethod
+    @in_full_precision
     @once_differentiable
     def backward(ctx, weights):
         emit, words, table, order, place = ctx.saved_tensors
@@ -327,6 +352,7 @@ class _SumsOfBlocks(torch.autograd.Function):
         return sums
 
     @staticmethod
+    @in_full_precision
     @once_differentiable
     def backward(ctx, weights):
         leave, enter, sums = ctx.saved_tensors
@@ -347,8 +373,16 @@ def _sum_blocks(scores: Tensor, states: States, out: Tensor) -> None:
         work = 10 * scores.size(1)
         kernels.run(kernels.sums_of_blocks, len(scores), work, scores, states.starts, low, out)
         return
+    if _are_equal(states):
+        torch.logsumexp(scores.unflatten(-1, (-1, states.width)), -1, out=out)
+        return
     parts = scores.split(states.sizes.tolist(), -1)
     torch.stack([each.logsumexp(-1) for each in parts], -1, out=out)
+
+
+def _are_equal(states: States) -> bool:
+    """Whether all blocks have as many states, so that there is one operation for all."""
+    return bool((states.sizes == states.width).all())
 
 
 def _weigh_blocks(scores: Tensor, states: States, sums: Tensor, weights: Tensor) -> Tensor:
@@ -360,6 +394,10 @@ def _weigh_blocks(scores: Tensor, states: States, sums: Tensor, weights: Tensor)
             kernels.weighted_softmax_of_blocks, len(scores), 10 * scores.size(1), scores,
             states.starts, low, sums, weights,
         )  # fmt: skip
+        return scores
+    if _are_equal(states):
+        cells = scores.unflatten(-1, (-1, states.width))
+        cells.sub_(sums.unsqueeze(-1)).exp_().mul_(weights.unsqueeze(-1))
         return scores
     parts = zip(scores.split(states.sizes.tolist(), -1), sums.unbind(-1), weights.unbind(-1))
     for each, total, weight in parts:

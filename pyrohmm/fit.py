@@ -31,6 +31,7 @@ from tqdm import tqdm
 
 from . import cooccurrence
 from ._checks import check_size
+from ._precision import full_precision
 from .batches import Batches
 from .checkpoints import Checkpoint, constants, digits, fingerprint
 from .cooccurrence import Pairs
@@ -770,7 +771,8 @@ def fit_svi(
                 losses.append(processes.mean(loss.detach().clone()))
                 if loss.device.type == "cpu" or step % WINDOW == 0:  # elsewhere it takes a wait
                     _check_finite(losses[-1], step, elbo, model, guide, batch)
-                loss.sum().backward()
+                with full_precision(loss):
+                    loss.sum().backward()
                 for parameter in parameters:  # a model without labels, say, may leave some out
                     if parameter.grad is not None:
                         processes.mean(parameter.grad)

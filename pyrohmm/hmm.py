@@ -24,6 +24,7 @@ from ._checks import (
     check_tensor,
     check_trailing,
 )
+from ._precision import full_precision
 from .distributions import Streams, Tied, in_each_state, is_categorical, log_probs
 from .recursions import Expected, Posterior
 
@@ -580,11 +581,6 @@ class HMM(TorchDistribution):
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             drawn = self.emission.sample()
         return drawn.reshape(-1, *self.emission.event_shape)[0]
-
-
-def full_precision(like: Tensor) -> torch.autocast:
-    """A context in which ``torch.autocast`` lowers no precision, on the device of ``like``."""
-    return torch.autocast(like.device.type, enabled=False)
 
 
 class Forecast(TorchDistribution):

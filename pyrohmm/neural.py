@@ -23,9 +23,10 @@ from torch import Tensor, nn
 
 from ._checks import check_size
 from ._lookup import take_rows
+from ._precision import full_precision
 from .block_hmm import Before, BlockHMM, Ending
 from .blocks import Blocks, Products, log_emission
-from .hmm import HMM, full_precision
+from .hmm import HMM
 from .modules import HMMModule
 
 USES = ("start", "leave", "enter", "emit")  # of the embedding of a state
@@ -296,6 +297,11 @@ def draw_states(num_states: int, blocks: Blocks | None, dropout: float) -> Tenso
     return kept.nonzero().squeeze(-1)
 
 
+def _at_least_single(tensor: Tensor) -> Tensor:
+    """In float32, if it is in less."""
+    return tensor if tensor.dtype == torch.float64 else tensor.float()
+
+
 def _are_same(some: list[Tensor], others: list[Tensor]) -> bool:
     """Whether tensors have the same numbers, of the same types, in the same places."""
     return len(some) == len(others) and all(
@@ -405,8 +411,7 @@ class NeuralHMM(_Large):
         leave, emit, words = self.leave_net(leave), self.emit_net(emit), self.words()
         with full_precision(leave):  # networks may do with less, probabilities may not
             start, leave, enter, emit, words = (
-                each if each.dtype == torch.float64 else each.float()
-                for each in (start, leave, enter, emit, words)
+                _at_least_single(each) for each in (start, leave, enter, emit, words)
             )
             initial, bias = start.log_softmax(-1), self.bias
             if blocks is None:
@@ -465,18 +470,15 @@ class NeuralHMM(_Large):
             exist = rows >= 0
             (leave,) = self._vectors(rows[exist], ("leave",))
             leave = self.leave_net(leave)
-            logits = self.block_score(leave) if self.two_level else None
+            with full_precision(leave):
+                leave = _at_least_single(leave)
+                logits = self.block_score(leave) if self.two_level else None
+                shares = cast(Products, hmm.transition).shares_of(leave, logits)
             block = torch.full(continues.shape, -1)
             block[goes_on] = place
             laws = ending.log_probs.new_full((len(continues), rows.size(1)), -torch.inf)
             laws[goes_on] = ending.log_probs[continues[goes_on]].detach()
-            hmm.before = Before(
-                leave,
-                cast(Products, hmm.transition).shares_of(leave, logits),
-                exist.sum(-1).cpu(),
-                block,
-                laws,
-            )
+            hmm.before = Before(leave, shares, exist.sum(-1).cpu(), block, laws)
         return hmm, every if states is None else states
 
 

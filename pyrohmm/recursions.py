@@ -23,6 +23,7 @@ from torch import Tensor
 from . import _messages
 from ._chain import Chain, exists, group
 from ._checks import check_broadcast
+from ._precision import in_full_precision
 from ._steps import log_space_by_steps, sample_by_steps, viterbi_by_steps
 
 
@@ -308,6 +309,7 @@ class _Scaled(torch.autograd.Function):
         return value.to(likelihood.dtype), scaled.exact
 
     @staticmethod
+    @in_full_precision
     def backward(ctx, weight, _):
         initial, transition, likelihood = ctx.saved_tensors
         chain = Chain(initial, transition, likelihood, ctx.lengths)
@@ -349,6 +351,7 @@ class _LogSpace(torch.autograd.Function):
         return value.to(likelihood.dtype), exact
 
     @staticmethod
+    @in_full_precision
     def backward(ctx, weight, _):
         initial, transition, likelihood = ctx.saved_tensors
         chain = Chain(initial, transition, likelihood, ctx.lengths)

@@ -266,6 +266,31 @@ def test_all_sums_over_states_are_made_in_parts(monkeypatch, engine):
         torch.testing.assert_close(each[0], each[2], rtol=1e-12, atol=1e-13)
 
 
+@pytest.mark.parametrize("kind", ["one level", "two levels", "overlapping"])
+def test_questions_are_answered_in_inference_mode(kind):
+    torch.manual_seed(0)
+    case = Case(kind, [3, 1, 4], [6, 2, 3])
+    with torch.no_grad():
+        wanted = case.hmm.posterior_in_blocks(case.values)
+    with torch.inference_mode():
+        hmm = case.hmm._with(lengths=case.hmm.lengths)
+        for each, other in zip(hmm.posterior_in_blocks(case.values), wanted):
+            torch.testing.assert_close(each, other)
+
+
+def test_a_path_of_an_impossible_sequence_has_states_of_the_blocks():
+    three = from_clusters(torch.tensor([0, 1]), torch.tensor([3, 1]))
+    moves = torch.full((4, 4), -torch.inf)
+    moves[:, :3] = math.log(1 / 3)  # never to the last state
+    words = torch.tensor([[0.0, 0.0, 0.0], [0.0, -torch.inf, -torch.inf]])
+    hmm = BlockHMM(torch.full((4,), 0.25).log(), moves, words, three, torch.tensor([3]))
+    values = torch.tensor([[0, 1, 1]])
+    assert hmm.log_prob(values).item() == -math.inf
+    states = hmm.sample_states(values, (20,))
+    assert bool((states[..., 1:] == 3).all())
+    assert bool(((states[..., 0] >= 0) & (states[..., 0] < 3)).all())
+
+
 def test_many_and_few_states_take_the_same_way(monkeypatch):
     """Below a number of states all scores are computed, above it those that are needed."""
     results = []
@@ -315,6 +340,16 @@ def test_what_is_no_block_is_refused():
         Blocks(torch.tensor([0, 0]), [torch.tensor([0]), torch.tensor([1])])
     with pytest.raises(ValueError, match="symbol_block must lie between 0 and B - 1 = 0"):
         Blocks(torch.tensor([0, 1]), [torch.tensor([0])])
+    with pytest.raises(ValueError, match=r"states must lie between 0 and K - 1 = 1; .* -1 to 1"):
+        Blocks(torch.tensor([0, 1]), [torch.tensor([0, 1]), torch.tensor([-1])])
+    with pytest.raises(ValueError, match=r"states must lie between 0 and K - 1 = 1; .* 0 to 2"):
+        Blocks(torch.tensor([0, 1]), [torch.tensor([0, 1]), torch.tensor([2])], num_states=2)
+    with pytest.raises(ValueError, match="assignment must have shape"):
+        from_clusters(torch.empty(0, dtype=torch.long), 2)
+    with pytest.raises(ValueError, match="assignment must number clusters from 0 on"):
+        from_clusters(torch.tensor([0, 2]), 2)
+    with pytest.raises(ValueError, match="states must be ascending"):
+        from_clusters(torch.tensor([0, 1]), 2).keep(torch.tensor([2, 0]))
     with pytest.raises(ValueError, match="num_states must lie between"):
         uniform(2, 9, 3)
     case = Case("overlapping", [2, 2], [2])

@@ -11,7 +11,7 @@ import torch
 from hmmlearn.hmm import CategoricalHMM, GaussianHMM
 from pyro import distributions as dist
 from pyro import poutine
-from pyro.infer import Predictive, Trace_ELBO, TraceEnum_ELBO
+from pyro.infer import SVI, Predictive, Trace_ELBO, TraceEnum_ELBO
 from pyro.infer.autoguide import (
     AutoDelta,
     AutoMultivariateNormal,
@@ -27,8 +27,10 @@ from pyrohmm import (
     EnumeratedModel,
     HMMModule,
     MarginalModel,
+    NeuralHMM,
     Sequences,
     TabularHMM,
+    blocks,
     categorical,
     fit_map,
     fit_svi,
@@ -264,6 +266,37 @@ def test_parameters_of_the_module_are_trained_in_both_settings(local, make):
         expected = module(data.lengths, data.observed)
         assert fit.draw(data).log_transition.equal(expected.log_transition)
         assert -log_likelihood(fit, data) < fit.losses[0]
+
+
+@pytest.mark.parametrize("beside", [False, True])
+@pytest.mark.parametrize("named", [False, True])
+@pytest.mark.parametrize("way", ["fit", "pyro"])
+def test_modules_in_functions_are_trained(way, named, beside):
+    """Called from a function, given a name by ``pyro.module`` or none, beside other parameters."""
+    pyro.set_rng_seed(0)
+    net = NeuralHMM(4, 4, 6, blocks=blocks.from_clusters(torch.tensor([0, 0, 1, 1]), 2))
+    data = Sequences.from_list([[0, 1, 2, 3, 1], [2, 2, 1]])
+
+    def model(data):
+        if named:
+            pyro.module("net", net)
+        if beside:
+            pyro.param("beside", torch.zeros(2))
+        hmm = net(data.lengths)
+        with pyro.plate("sequences", len(data)):
+            pyro.sample("x", hmm, obs=data.values)
+
+    before = [each.clone() for each in net.parameters()]
+    if way == "fit":
+        losses = fit_map(model, data, num_steps=20, tolerance=None).losses
+    else:
+        svi = SVI(model, lambda data: None, pyro.optim.Adam({"lr": 0.01}), Trace_ELBO())
+        losses = [svi.step(data) for _ in range(20)]
+        names = set(pyro.get_param_store().keys())
+        wanted = {f"net$$${name}" for name, _ in net.named_parameters()} if named else set()
+        assert names == wanted | ({"beside"} if beside else set())
+    assert losses[-1] < losses[0]
+    assert not any(torch.equal(one, two) for one, two in zip(before, net.parameters()))
 
 
 @both_settings

@@ -259,6 +259,31 @@ def test_under_autocast_probabilities_keep_their_precision(variant):
     assert not torch.equal(half, full)  # the networks did run in half
 
 
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_gradients_within_autocast_are_those_without_to_its_precision(variant):
+    pyro.set_rng_seed(0)
+    module, found = NeuralHMM(6, 6, 8, **VARIANTS[variant]).float(), []
+    for within in (True, False):
+        with torch.autocast("cpu", torch.bfloat16, enabled=within):
+            loss = module(DATA.lengths).log_prob(DATA.values).sum()
+            parts = torch.autograd.grad(loss, list(module.parameters()))
+        found.append(torch.cat([each.flatten() for each in parts]))
+    # bfloat16 has 8 bits, and here and there a unit of eight is on the other side of zero
+    assert 0 < (found[0] - found[1]).norm() < 0.15 * found[1].norm()
+
+
+@pytest.mark.parametrize("variant", ["one level", "two levels"])
+def test_fits_run_under_autocast(variant):
+    pyro.set_rng_seed(0)
+    module = NeuralHMM(6, 6, 8, **VARIANTS[variant], dropout=0.4).float()
+    with torch.autocast("cpu", torch.bfloat16):
+        fit = fit_map(MarginalModel(module), DATA, num_steps=30, tolerance=None)
+        carried = fit_map(CarriedModel(module, 2), DATA, windows=(2, 2), num_steps=5)
+    assert fit.losses[-1] < fit.losses[0]
+    assert bool(carried.losses.isfinite().all())
+    assert all(each.dtype == torch.float32 for each in module.parameters())
+
+
 def test_words_come_from_letters():
     torch.manual_seed(0)
     words = ["the", "cat", "a", "cats", "the"]

@@ -15,7 +15,7 @@ PACKAGE = Path(pyrohmm.__file__).parent
 
 # First to last: each imports only from those before it.
 ORDER = [
-    "_checks", "_lookup", "sequences", "processes", "batches",
+    "_checks", "_precision", "_lookup", "sequences", "processes", "batches",
     "_compiled", "_compiled_blocks", "_compiled_clusters",
     "_chain", "_steps", "_messages", "_blockwise", "recursions",
     "distributions", "cooccurrence", "dpp", "msteps",
