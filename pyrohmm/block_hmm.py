@@ -287,13 +287,13 @@ class BlockHMM(HMM):
                 "posterior_in_blocks needs every step to be observed; some are not, and their "
                 "states may be in any block. Call posterior."
             )
-        with torch.no_grad():
+        with torch.no_grad(), full_precision(self.log_initial):
             read = self._read(values)
             blocks, lengths, batch = read.blocks, read.lengths, read.batch
             *chain, seen = self._chain_in_blocks(read)
             chain = [each.detach() if isinstance(each, Tensor) else each for each in chain]
             seen = seen.detach()
-        with torch.inference_mode(False), torch.enable_grad():
+        with torch.inference_mode(False), torch.enable_grad(), full_precision(seen):
             *chain, seen = (
                 each.clone() if isinstance(each, Tensor) and each.is_inference() else each
                 for each in (*chain, seen)
@@ -433,7 +433,7 @@ class BlockHMM(HMM):
 
     def _logs(self, values: Tensor) -> tuple[Logs, _blockwise.Plan, torch.Size]:
         """The chain in logarithms, without gradients."""
-        with torch.no_grad():
+        with torch.no_grad(), full_precision(self.log_initial):
             blocks, lengths, batch, first, seen = self._read(values)
             plan = make_plan(blocks, lengths, self.blocks._states)
             device = first.device

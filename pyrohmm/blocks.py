@@ -28,7 +28,7 @@ from ._checks import (
     check_shape,
     check_size,
 )
-from ._precision import in_full_precision
+from ._precision import full_precision, in_full_precision
 
 CHUNK = 1 << 23  # scores that exist at one time while all moves of all states are summed
 
@@ -451,11 +451,13 @@ class Products:
         """The same from states with the vectors ``leave`` ``(n, D)``, ``(n, B)``."""
         if block_logits is not None:
             return block_logits.log_softmax(-1)
-        return _SumsOfBlocks.apply(leave, self.enter, self.blocks._states).log_softmax(-1)
+        with full_precision(leave):
+            return _SumsOfBlocks.apply(leave, self.enter, self.blocks._states).log_softmax(-1)
 
     def moves_of(self, leave: Tensor, log_shares: Tensor) -> Tensor:
         """Log-probabilities of the next state, ``(n, K)``, from states with vectors ``(n, D)``."""
-        parts = (leave @ self.enter.mT).split(self.blocks.sizes.tolist(), -1)
+        with full_precision(leave):
+            parts = (leave @ self.enter.mT).split(self.blocks.sizes.tolist(), -1)
         shares = log_shares.unsqueeze(-1).unbind(-2)
         return torch.cat([each.log_softmax(-1) + own for each, own in zip(parts, shares)], -1)
 
@@ -463,7 +465,8 @@ class Products:
         """Log-probabilities of the next state, ``(n, K)``, from ``states`` ``(n,)``."""
         leave = self.leave[states]
         if self.block_logits is None:
-            return (leave @ self.enter.mT).log_softmax(-1)
+            with full_precision(leave):
+                return (leave @ self.enter.mT).log_softmax(-1)
         return self.moves_of(leave, self.block_logits[states].log_softmax(-1))
 
     def matrix(self) -> Tensor:

@@ -262,13 +262,13 @@ def test_under_autocast_probabilities_keep_their_precision(variant):
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_gradients_within_autocast_are_those_without_to_its_precision(variant):
     pyro.set_rng_seed(0)
-    module, found = NeuralHMM(6, 6, 8, **VARIANTS[variant]).float(), []
+    module, found = NeuralHMM(6, 6, 128, **VARIANTS[variant]).float(), []
     for within in (True, False):
         with torch.autocast("cpu", torch.bfloat16, enabled=within):
             loss = module(DATA.lengths).log_prob(DATA.values).sum()
             parts = torch.autograd.grad(loss, list(module.parameters()))
         found.append(torch.cat([each.flatten() for each in parts]))
-    # bfloat16 has 8 bits, and here and there a unit of eight is on the other side of zero
+    # bfloat16 has 8 bits
     assert 0 < (found[0] - found[1]).norm() < 0.15 * found[1].norm()
 
 
