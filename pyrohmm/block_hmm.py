@@ -247,14 +247,18 @@ class BlockHMM(HMM):
 
     def _with(self, **changes: Any) -> HMM:
         other = set(changes) - {"lengths", "observed", "allowed"}
-        if other or changes.get("allowed") is not None or self.before is not None:
+        if other or changes.get("allowed") is not None:
             return self.dense()._with(**changes)
+        if self.before is not None:  # it belongs to these sequences
+            lengths = changes.get("lengths", self.lengths)
+            if changes.get("observed") is not None or not torch.equal(lengths, self.lengths):
+                return self.dense()._with(**changes)
         new = BlockHMM(
             self.log_initial, self.transition, self.log_emission, self.blocks,
             changes.get("lengths", self.lengths), changes.get("observed", self.observed),
             validate_args=False,
         )  # fmt: skip
-        new._validate_args = self._validate_args
+        new._validate_args, new.before = self._validate_args, self.before
         return new
 
     @property

@@ -14,6 +14,7 @@ from torch import nn
 
 from pyrohmm import (
     HMM,
+    BlockHMM,
     CarriedModel,
     DiversityPrior,
     EnumeratedModel,
@@ -437,6 +438,14 @@ def test_windows_have_the_evidence_of_the_sequences_they_are_of(two_level):
         found += evidence.sum().item()
     wanted = module(data.lengths).log_prob(data.values).sum().item()
     assert found == pytest.approx(wanted, rel=1e-12)
+
+
+@pytest.mark.parametrize("variant", ["one level", "two levels"])
+def test_nothing_is_made_dense_while_windows_are_trained_on(variant, monkeypatch):
+    monkeypatch.setattr(BlockHMM, "dense", lambda self: pytest.fail("of all pairs of states"))
+    module = make(variant, dropout=0.4)
+    fit = fit_map(CarriedModel(module, 2).double(), DATA, windows=(2, 2), num_steps=6)
+    assert bool(fit.losses.isfinite().all())
 
 
 def test_with_other_states_dropped_in_each_window_the_law_is_that_of_the_paper(monkeypatch):
