@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from common import arguments, baselines, earlier, write
+from common import alone, arguments, baselines, earlier, write
 from torch import Tensor, nn
 
 from pyrohmm import Sequences, datasets, readers
@@ -133,8 +133,9 @@ def main() -> None:
         return
     for part in options.only:
         row = measure(*parts[part], False)
-        rows = {row["part"]: row for row in earlier(NAME)} | {part: row}
-        write(NAME, [rows[name] for name in parts if name in rows])
+        with alone(NAME):
+            rows = {row["part"]: row for row in earlier(NAME)} | {part: row}
+            write(NAME, [rows[name] for name in parts if name in rows])
 
 
 if __name__ == "__main__":

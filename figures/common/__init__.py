@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import argparse
+import fcntl
 import json
 import math
 import platform
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from statistics import median
 from typing import Any
+
+import torch
+
+from pyrohmm import Sequences
+from pyrohmm.batches import Batches
 
 FOLDER = Path(__file__).resolve().parent.parent
 
@@ -32,6 +40,21 @@ def earlier(name: str) -> list[dict[str, Any]]:
     """The rows of ``figures/NAME.json``, if there is one."""
     path = FOLDER / f"{name}.json"
     return json.loads(path.read_text())["rows"] if path.exists() else []
+
+
+@contextmanager
+def alone(name: str) -> Iterator[None]:
+    """Wait until no other process holds the results of that name: their rows are added to."""
+    with Path(tempfile.gettempdir(), f"{name}.lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def steps_in_round(data: Sequences, tokens: int) -> int:
+    """How many batches of at most so many tokens a round of training has, cut as training does."""
+    batches = Batches(data, generator=torch.Generator().manual_seed(0), batch_tokens=tokens)
+    batches.take()
+    return batches.number
 
 
 def side_by_side(
