@@ -1,16 +1,24 @@
 """Language models that are HMMs with thousands of states: Tables 1 to 4 and Figure 3 of the paper.
 
-``best`` are the best models found for the Penn Treebank and WikiText-2, on two levels; ``tables``
-the ablations of the paper at sizes that a laptop carries, with two seeds each: number of blocks,
-uniform blocks, no dropout, wider embeddings at the start, scalar parameters, factored embeddings,
-one level or two, and number of states. They are trained for eight epochs, too few to see what a
-long training makes of them. Perplexities are per token, ``<eos>`` included, sentences
-apart; their denominators stand beside them. Baselines are those of
-``language_model_baselines.json``.
+``best`` are the best models found for the Penn Treebank and WikiText-2, on two levels, and the
+best of 8,192 states. The others are the ablations of the paper at sizes that a laptop carries, with
+two seeds each, in three panels: ``large`` changes one thing of 4,096 states on two levels in 128
+blocks, dropout 0.5; ``small`` one thing of 1,024 states on one level in 8 blocks, without dropout,
+as the paper's of that size are; ``states`` is the first of these by number of states. They are
+trained for eight epochs, too few to see what a long training makes of them. Perplexities are per
+token, ``<eos>`` included, sentences apart; their denominators stand beside them.
+
+``paper_valid`` and ``paper_test`` are what *Scaling Hidden Markov Language Models* has for the same
+thing, on one level, after 50 epochs; a pair where it prints several numbers. ``paper_states`` and
+``paper_blocks`` are the size of its model, which is often another one; those larger than 1,024
+states have dropout 0.5. The 200 of 8 blocks with dropout is from the logs of its authors, whose own
+number without it is 187 there and 194 in print. ``summary`` has mean and range over seeds beside
+these. Baselines in the picture are those of ``language_model_baselines.json``, where it has them.
 
 Training is ``fit_map``: AdamW, a cosine schedule with a short warm-up, batches of sentences of
 similar length, clipped gradients, and the parameters of the best validation. An interrupted run
-goes on: checkpoints are in the folder ``CHECKPOINTS`` (by default that of temporary files).
+goes on: checkpoints are in the folder ``CHECKPOINTS`` (by default that of temporary files), named
+by what is trained. ``minutes`` are those of training, from the first start.
 
 Writes ``language_models.json`` and ``language_models.png``.
 """
@@ -20,15 +28,15 @@ from __future__ import annotations
 import math
 import os
 import tempfile
-import time
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import pyro
 import torch
-from common import FOLDER, arguments, earlier, write
+from common import FOLDER, alone, arguments, earlier, steps_in_round, write
 from common.text import Text, brown, read
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -41,14 +49,26 @@ from pyrohmm import (
     fit_map,
     metrics,
 )
-from pyrohmm.batches import cut_by_steps
 from pyrohmm.language import rise_and_fall
+
+NAME = "language_models"
+
+
+@dataclass(frozen=True)
+class Paper:
+    """What the paper has for the same thing; None for what it does not say."""
+
+    paper_valid: float | tuple[float, float] | None = None  # from one number to another
+    paper_test: float | None = None
+    paper_states: int | None = None
+    paper_blocks: int | None = None
 
 
 @dataclass(frozen=True)
 class Model:
     """One run."""
 
+    panel: str
     name: str
     data: str = "ptb"
     states: int = 4096
@@ -66,29 +86,56 @@ class Model:
     scale: float | None = None
     average: float | None = None
     seed: int = 0
-    paper: float | None = None
 
 
-BEST = [
-    Model("best", states=32768, epochs=30, paper=125.0),
-    Model("best", "wikitext2", states=16384, epochs=12, paper=167.0),
-]
-BASE = Model("base", epochs=8)
+BEST = {
+    "best-ptb": (
+        Model("best", "best", states=32768, epochs=30),
+        Paper(125.0, 115.8, 32768, 128),
+    ),
+    "best-wikitext2": (
+        Model("best", "best", "wikitext2", states=16384, epochs=12),
+        Paper(167.0, None, 32768, 128),
+    ),
+    "best-8192-ptb": (
+        Model("best", "best of 8,192 states", states=8192, epochs=16),
+        Paper(142.0, None, 8192, 64),
+    ),
+}
 SEEDS = (0, 1)
+LARGE = Model("large", "base")
+SMALL = Model("small", "base", two_level=False, states=1024, clusters=8, dropout=0.0)
 TABLES = [
-    BASE,
-    replace(BASE, name="one level", two_level=False),
-    *(replace(BASE, name=f"{count} blocks", clusters=count) for count in (32, 64, 256)),
-    replace(BASE, name="no dropout", dropout=0.0),
-    replace(BASE, name="embeddings begin at 1", scale=1.0),
-    replace(BASE, name="factored", factored=True),
-    replace(BASE, name="by token mass", by_mass=True),
-    *(replace(BASE, name=f"{states} states", states=states) for states in (1024, 2048, 8192)),
-    replace(BASE, name="uniform", constraint="uniform", two_level=False, states=1024, clusters=8),
-    replace(BASE, name="Brown", two_level=False, states=1024, clusters=8),
-    replace(BASE, name="no constraint", constraint="none", two_level=False, states=1024),
-    replace(BASE, name="scalar", scalar=True, two_level=False, states=1024, clusters=8),
+    (LARGE, Paper((134.0, 136.0), None, 16384, 128)),
+    (replace(LARGE, name="one level", two_level=False), Paper((134.0, 136.0), None, 16384, 128)),
+    (replace(LARGE, name="32 blocks", clusters=32), Paper(137.0, None, 16384, 32)),
+    (replace(LARGE, name="64 blocks", clusters=64), Paper(138.0, None, 16384, 64)),
+    (replace(LARGE, name="256 blocks", clusters=256), Paper(136.0, None, 16384, 256)),
+    (replace(LARGE, name="no dropout", dropout=0.0), Paper(145.0, None, 16384, 128)),
+    (replace(LARGE, name="embeddings begin at 1", scale=1.0), Paper()),
+    (replace(LARGE, name="factored", factored=True), Paper()),
+    (replace(LARGE, name="by token mass", by_mass=True), Paper()),
+    (SMALL, Paper(194.0, None, 1024, 8)),
+    (replace(SMALL, name="dropout 0.5", dropout=0.5), Paper(200.0, None, 1024, 8)),
+    (replace(SMALL, name="4 blocks", clusters=4), Paper(182.0, None, 1024, 4)),
+    (replace(SMALL, name="no constraint", constraint="none"), Paper(180.0, None, 1024)),
+    (replace(SMALL, name="uniform", constraint="uniform"), Paper(150.0, None, 8192)),
+    (replace(SMALL, name="scalar", scalar=True), Paper(169.0, None, 16384, 128)),
+    *(
+        (replace(LARGE, panel="states", name=f"{states:,} states", states=states), paper)
+        for states, paper in (
+            (1024, Paper()),
+            (2048, Paper()),
+            (8192, Paper(142.0, None, 8192, 64)),
+        )
+    ),
 ]
+FIGURE_3 = {8192: (142.0, 142.0), 16384: (134.0, 136.0), 32768: (125.0, 125.0)}  # those in print
+CORPORA = {"ptb": "Penn Treebank", "wikitext2": "WikiText-2"}
+PANELS = {
+    "large": "4,096 states, two levels, 128 blocks, dropout 0.5",
+    "small": "1,024 states, one level, 8 blocks, no dropout",
+}
 
 
 def blocks_of(model: Model, text: Text, cache: dict[Any, Any]) -> blocks.Blocks | None:
@@ -109,7 +156,13 @@ def blocks_of(model: Model, text: Text, cache: dict[Any, Any]) -> blocks.Blocks 
     return blocks.from_clusters(assignment, each)
 
 
-def run(model: Model, text: Text, cache: dict[Any, Any]) -> dict[str, Any]:
+def file_of(model: Model) -> Path:
+    """The checkpoint of a run."""
+    name = "-".join(str(value) for value in asdict(model).values()).replace(" ", "_")
+    return Path(os.environ.get("CHECKPOINTS", tempfile.gettempdir()), f"{name}.fit")
+
+
+def run(model: Model, paper: Paper, text: Text, cache: dict[Any, Any]) -> dict[str, Any]:
     """Train one, and say how good it is."""
     pyro.set_rng_seed(model.seed)
     given = blocks_of(model, text, cache)
@@ -121,86 +174,185 @@ def run(model: Model, text: Text, cache: dict[Any, Any]) -> dict[str, Any]:
             model.states, len(text.words), model.dim, blocks=given, dropout=model.dropout,
             two_level=model.two_level, factored=model.factored, scale=model.scale,
         )  # fmt: skip
-    lengths = text.train.lengths
-    steps = len(cut_by_steps(lengths, lengths.argsort(), model.tokens))
+    steps = steps_in_round(text.train, model.tokens)
     total = max(1, round(steps * model.epochs))
-    folder = Path(os.environ.get("CHECKPOINTS", tempfile.gettempdir()))
-    file = "-".join(str(value) for value in asdict(model).values()).replace(" ", "_")
-    begun = time.perf_counter()
     fit = fit_map(
         MarginalModel(module), text.train, num_steps=total, batch_tokens=model.tokens,
         optimizer=lambda p: torch.optim.AdamW(p, lr=model.rate, weight_decay=0.0, fused=True),
         schedule=partial(LambdaLR, lr_lambda=partial(rise_and_fall, total)), clip_norm=5.0,
         average=model.average, tolerance=None,
         validation=text.valid, validate_every=max(1, min(steps, total)),
-        checkpoint=None if model.name == "quick" else folder / f"{file}.fit",
+        checkpoint=None if model.panel == "quick" else file_of(model),
     )  # fmt: skip
     row: dict[str, Any] = asdict(model) | {
         "parameters": sum(each.numel() for each in module.parameters()),
         "epochs_run": len(fit.losses) / steps,
         "minutes": fit.seconds / 60,
-        "course": [math.exp(each.nats) for each in fit.validation],
-        "wall_minutes": (time.perf_counter() - begun) / 60,
+        "course": [[each.step / steps, math.exp(each.nats)] for each in fit.validation],
     }
     for part, data in (("valid", text.valid), ("test", text.test)):
         found = metrics.perplexity(fit, data, 64)
         row[f"{part}_perplexity"], row[f"{part}_tokens"] = found.value, found.num_tokens
+    row |= asdict(paper)
     print({k: v for k, v in row.items() if k != "course"}, flush=True)
     return row
 
 
-def draw(rows: list[dict[str, Any]]) -> None:
-    """How validation perplexity falls, and what the ablations change."""
+def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Mean and range over seeds of each model, beside what the paper has."""
+    lines = []
+    for panel, name, data in dict.fromkeys(key(row)[:3] for row in rows):
+        own = [row for row in rows if key(row)[:3] == (panel, name, data)]
+        line = {"panel": panel, "name": name, "data": data, "seeds": [row["seed"] for row in own]}
+        line |= {"states": own[0]["states"], "blocks": own[0]["clusters"]}
+        if own[0]["constraint"] != "Brown":
+            line["blocks"] = None
+        for part in ("valid", "test"):
+            values = [row[f"{part}_perplexity"] for row in own]
+            line[part] = {"mean": mean(values), "range": [min(values), max(values)]}
+        lines.append(line | {name: own[0][name] for name in asdict(Paper())})
+    return lines
+
+
+def draw(rows: list[dict[str, Any]], baselines: list[dict[str, Any]]) -> None:
+    """Training, perplexity by number of states, and what each change of the bases does."""
     import matplotlib.pyplot as plt
 
-    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4.5), layout="constrained")
+    figure, axes = plt.subplot_mosaic(
+        [["ptb", "ptb", "wikitext2", "wikitext2", "states", "states"],
+         ["large", "large", "large", "small", "small", "small"]],
+        figsize=(13, 8.5), layout="constrained",
+    )  # fmt: skip
+    for data, title in CORPORA.items():
+        own = [row for row in rows if (row["panel"], row["data"]) == ("best", data)]
+        for number, row in enumerate(own):
+            label = f"{row['states']:,} states"
+            axes[data].plot(*zip(*row["course"]), ".-", color=f"C{number}", label=label)
+            level(axes[data], row["paper_valid"], f"paper, {row['paper_states']:,} states", ":")
+        lines_of(baselines, title, axes[data])
+        axes[data].set(xlabel="epochs", ylabel="perplexity, held out", title=title, yscale="log")
+        ticks(axes[data])
+    by_states(rows, baselines, axes["states"])
+    for panel, title in PANELS.items():
+        lines = [line for line in summary(rows) if line["panel"] == panel]
+        for place, line in enumerate(lines):
+            seeds = [row["valid_perplexity"] for row in rows if key(row)[:3] == key(line)[:3]]
+            axes[panel].plot(seeds, [place] * len(seeds), "o", color="C0", label="each seed")
+            if line["name"] == "base":
+                axes[panel].axvline(line["valid"]["mean"], color="C0", linestyle="--", alpha=0.6)
+            if line["paper_valid"] is not None:
+                low, high = ends(line["paper_valid"])
+                axes[panel].plot([low, high], [place, place], "D-", color="0.5", label="paper")
+                axes[panel].annotate(
+                    said(line), (high, place), (6, 0), "data", "offset points", fontsize=7,
+                    va="center", color="0.4",
+                )  # fmt: skip
+        names = [line["name"] for line in lines]
+        axes[panel].set_yticks(range(len(names)), names)
+        axes[panel].set(xlabel="perplexity, held out, Penn Treebank", title=f"base: {title}")
+        axes[panel].invert_yaxis()
+        axes[panel].grid(alpha=0.3, axis="x")
+    for axis in axes.values():
+        found = dict(zip(*axis.get_legend_handles_labels()[::-1]))
+        if found:
+            axis.legend(found.values(), found.keys(), fontsize=7)
+    figure.savefig(FOLDER / f"{NAME}.png", dpi=150)
+    plt.close(figure)
+
+
+def by_states(rows: list[dict[str, Any]], baselines: list[dict[str, Any]], axis: Any) -> None:
+    """Perplexity by number of states, as in Figure 3."""
+    own = [row for row in rows if row["panel"] == "states" or key(row)[:2] == ("large", "base")]
+    if own:
+        sizes = sorted({row["states"] for row in own})
+        means = [mean(r["valid_perplexity"] for r in own if r["states"] == s) for s in sizes]
+        (line,) = axis.plot(sizes, means, label=f"two levels, {own[0]['epochs']:g} epochs")
+        for row in own:
+            axis.plot(row["states"], row["valid_perplexity"], "o", color=line.get_color())
     for row in rows:
-        if row["name"] == "best":
-            epochs = range(1, len(row["course"]) + 1)
-            left.plot(epochs, row["course"], "o-", label=f"{row['data']}, {row['states']:,} states")
-            left.axhline(row["paper"], color="k", linestyle=":", linewidth=0.8)
-    left.set(xlabel="epochs", ylabel="validation perplexity", title="training (dotted: paper)")
-    left.legend()
-    names = list(dict.fromkeys(row["name"] for row in rows if row["name"] != "best"))
-    for place, name in enumerate(names):
-        values = [row["valid_perplexity"] for row in rows if row["name"] == name]
-        right.plot(values, [place] * len(values), "o", color="C0")
-    right.set_yticks(range(len(names)), names)
-    right.set(xlabel="validation perplexity, Penn Treebank", title="each change of the base")
-    right.invert_yaxis()
-    figure.savefig(FOLDER / "language_models.png", dpi=150)
+        if (row["panel"], row["data"]) == ("best", "ptb"):
+            axis.plot(row["states"], row["valid_perplexity"], "*", color="C3", markersize=11,
+                      label="the best of ours")  # fmt: skip
+    for states, spread in FIGURE_3.items():
+        axis.plot([states, states], spread, "D-", color="0.5", label="paper, one level, 50 epochs")
+    lines_of(baselines, CORPORA["ptb"], axis)
+    axis.set_xscale("log", base=2)
+    axis.set(xlabel="states", ylabel="perplexity, held out", yscale="log", title=CORPORA["ptb"])
+    ticks(axis)
 
 
-def main() -> None:
-    tables = {f"tables-{seed}": seed for seed in SEEDS}
-    options = arguments(__doc__, ["best-ptb", "best-wikitext2", *tables])
-    if options.quick:
-        text, cache = read("letters"), {}
-        small = Model("quick", "letters", states=64, clusters=8, dim=16, epochs=0.2, tokens=512)
-        for each in (small, replace(small, two_level=False), replace(small, scalar=True,
-                     two_level=False)):  # fmt: skip
-            run(each, text, cache)
-        return
-    wanted = [each for each in BEST if f"best-{each.data}" in options.only]
-    for part, seed in tables.items():
-        if part in options.only:
-            wanted += [replace(each, seed=seed) for each in TABLES]
-    order = [(each.name, each.data) for each in (*BEST, *TABLES)]
-    texts: dict[str, Text] = {}
-    cache: dict[Any, Any] = {}
-    for each in wanted:
-        if each.data not in texts:
-            texts[each.data] = read(each.data)
-        row = run(each, texts[each.data], cache)
-        others = [other for other in earlier("language_models") if key(other) != key(row)]
-        rows = sorted([*others, row], key=lambda row: (order.index(key(row)[:2]), row["seed"]))
-        write("language_models", rows)  # as soon as it is there
-        draw(rows)
+def lines_of(baselines: list[dict[str, Any]], data: str, axis: Any) -> None:
+    """Baselines of a text, as lines with their names."""
+    for row in baselines:
+        if row["data"] == data:
+            early = ", stopped early" if row.get("stopped", "rate") != "rate" else ""
+            level(axis, row["valid_perplexity"], row["model"].split(",")[0] + early, "--")
+
+
+def level(axis: Any, height: float, label: str, style: str) -> None:
+    """A line with its name."""
+    axis.axhline(height, color="0.4", linestyle=style, linewidth=0.8)
+    axis.annotate(
+        label, (0.98, height), (0, 2), axis.get_yaxis_transform(), "offset points", ha="right",
+        fontsize=7, color="0.3",
+    )  # fmt: skip
+
+
+def ticks(axis: Any) -> None:
+    """Name perplexities on a logarithmic axis by themselves, not by powers."""
+    from matplotlib.ticker import LogLocator, StrMethodFormatter
+
+    axis.yaxis.set_major_locator(LogLocator(subs=(1.0, 1.2, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 7.0)))
+    axis.yaxis.set_major_formatter(StrMethodFormatter("{x:.0f}"))
+    axis.minorticks_off()
+
+
+def ends(value: float | list[float] | tuple[float, float]) -> tuple[float, float]:
+    """A number, or the first and the last of a range."""
+    return (value, value) if isinstance(value, float) else (value[0], value[-1])
+
+
+def said(line: dict[str, Any]) -> str:
+    """Of which size the paper's model is, where it is another one."""
+    parts = []
+    if line["paper_states"] != line["states"]:
+        parts.append(f"{line['paper_states']:,} states")
+    if line["paper_blocks"] not in (line["blocks"], None):
+        parts.append(f"{line['paper_blocks']} blocks")
+    return ", ".join(parts)
 
 
 def key(row: dict[str, Any]) -> tuple[Any, ...]:
     """What tells rows apart."""
-    return row["name"], row["data"], row["seed"]
+    return row["panel"], row["name"], row["data"], row.get("seed")
+
+
+def main() -> None:
+    tables = {f"tables-{seed}": seed for seed in SEEDS}
+    options = arguments(__doc__, [*BEST, *tables])
+    cache: dict[Any, Any] = {}
+    if options.quick:
+        text = read("letters")
+        small = Model("quick", "", "letters", 64, 8, dim=16, epochs=0.2, tokens=512)
+        for each in (small, replace(small, two_level=False), replace(small, scalar=True,
+                     two_level=False)):  # fmt: skip
+            run(each, Paper(), text, cache)
+        return
+    wanted = [BEST[part] for part in BEST if part in options.only]
+    for part, seed in tables.items():
+        if part in options.only:
+            wanted += [(replace(each, seed=seed), paper) for each, paper in TABLES]
+    order = [key(asdict(each))[:3] for each, _ in (*BEST.values(), *TABLES)]
+    texts: dict[str, Text] = {}
+    for each, paper in wanted:
+        if each.data not in texts:
+            texts[each.data] = read(each.data)
+        row = run(each, paper, texts[each.data], cache)
+        with alone(NAME):  # as soon as it is there
+            others = [other for other in earlier(NAME) if key(other) != key(row)]
+            rows = sorted([*others, row], key=lambda row: (order.index(key(row)[:3]), row["seed"]))
+            write(NAME, rows, threads=torch.get_num_threads(), summary=summary(rows))
+            draw(rows, earlier("language_model_baselines"))
 
 
 if __name__ == "__main__":

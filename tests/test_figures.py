@@ -4,6 +4,7 @@ import importlib
 import json
 import math
 from collections import Counter
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +21,7 @@ from pyrohmm import (
     fit_em,
     recursions,
 )
+from pyrohmm.batches import Batches
 
 FIGURES = Path(__file__).resolve().parent.parent / "figures"
 
@@ -182,6 +184,76 @@ def test_words_apart_share_no_word(ocr):
         homes.setdefault(word, set()).add(fold)
     assert all(len(each) == 1 for each in homes.values())
     assert len({fold for each in homes.values() for fold in each}) == 10
+
+
+# Pictures of large models -------------------------------------------------------------------------
+
+
+@pytest.fixture
+def figure(monkeypatch, tmp_path):
+    """Import a script whose pictures go to ``tmp_path``."""
+    monkeypatch.syspath_prepend(FIGURES)
+
+    def load(name):
+        script = importlib.import_module(name)
+        monkeypatch.setattr(script, "FOLDER", tmp_path)
+        return script
+
+    return load
+
+
+def trained(script, model, paper, seed):
+    """A row of ``language_models`` as after training, with perplexities made up."""
+    found = 130 + 2 * len(model.name) + seed
+    course = [[epoch, found + 90 / epoch] for epoch in range(1, 5)]
+    made = {"course": course, "valid_perplexity": found, "test_perplexity": found - 9}
+    return asdict(replace(model, seed=seed)) | made | asdict(paper)
+
+
+def all_trained(script):
+    best = [trained(script, *each, 0) for each in script.BEST.values()]
+    return best + [trained(script, *each, seed) for each in script.TABLES for seed in (0, 1)]
+
+
+def test_language_models_are_drawn_as_soon_as_there_is_one(figure, tmp_path):
+    script = figure("language_models")
+    rows = all_trained(script)
+    baselines = json.loads((FIGURES / "language_model_baselines.json").read_text())["rows"]
+    for some in (rows[:1], rows[5:7], rows):
+        script.draw(some, baselines)
+        (tmp_path / "language_models.png").unlink()
+
+
+def test_a_language_model_is_summed_up_over_seeds_beside_the_paper(figure):
+    script = figure("language_models")
+    lines = script.summary(json.loads(json.dumps(all_trained(script))))
+    assert len(lines) == len(script.BEST) + len(script.TABLES)
+    (line,) = (line for line in lines if (line["panel"], line["name"]) == ("large", "base"))
+    assert line["valid"] == {"mean": 138.5, "range": [138, 139]}
+    assert (line["seeds"], line["paper_valid"], line["paper_states"]) == ([0, 1], [134, 136], 16384)
+
+
+def test_every_language_model_has_a_key_and_a_checkpoint_of_its_own(figure):
+    script = figure("language_models")
+    models = [
+        replace(model, seed=seed)
+        for model, _ in (*script.BEST.values(), *script.TABLES)
+        for seed in script.SEEDS
+    ]
+    assert len({script.key(asdict(model)) for model in models}) == len(models)
+    assert len({script.file_of(model) for model in models}) == len(models)
+
+
+def test_a_round_has_as_many_steps_as_training_takes_of_it(monkeypatch):
+    monkeypatch.syspath_prepend(FIGURES)
+    common = importlib.import_module("common")
+    data = Sequences.from_list([[0] * length for length in torch.randint(1, 30, (300,)).tolist()])
+    batches = Batches(data, generator=torch.Generator().manual_seed(0), batch_tokens=64)
+    steps = 0
+    while not steps or not batches.at_end_of_round:
+        batches.take()
+        steps += 1
+    assert common.steps_in_round(data, 64) == steps
 
 
 # Baseline language models -------------------------------------------------------------------------
