@@ -6,35 +6,46 @@ levels* moves to a block first. The straightforward way is what one writes first
 of the kept states by a log-softmax, for each batch of 512 tokens; log-potentials for each token;
 the forward algorithm in logarithms, and autograd through it. Emission and networks are the same.
 
-Seconds per epoch are those of a step times the number of steps in an epoch. Ours and the other are
-measured in turn, in five rounds, the first steps of each round left out; ``low`` and ``high`` are
-the fastest and the slowest round. ``scaling`` are ours alone, by the number of states and by the
-number of tokens in a batch; its ``gigabytes`` are the peak of the process.
+Seconds per epoch are those of a step times the number of steps in an epoch. All ways are measured
+in turn, in five rounds, on the same batches in each run (their seed is the round's); the first
+steps of each round are left out, and ``low`` and ``high`` are the fastest and the slowest round.
+``steps`` are those measured in all: 50 of ours; the straightforward way with 32,768 states, where
+each step takes very long, has 10. ``times_faster`` is how often as long the straightforward way
+takes with its batches of 512 tokens, so that for our batches of 8,192 it counts what larger batches
+save as well; ``times_faster_alike`` compares batches of the same number of tokens. With 4,096
+states these are 512 and 8,192, with 32,768 they are 512.
 
-Writes ``large_hmm_speed.json`` and ``large_hmm_speed.png``.
+``scaling`` are ways alone, each in a process of its own, by the number of states and by the number
+of tokens in a batch; ``gigabytes`` (10^9 bytes) are the largest memory of that process, data and
+libraries included.
+
+Writes ``large_hmm_speed.json`` and ``large_hmm_speed.png``; each row as soon as it is there.
 """
 
 from __future__ import annotations
 
 import multiprocessing
-import resource
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from pathlib import Path
 from statistics import median
 from typing import Any
 
 import pyro
 import torch
-from common import FOLDER, arguments, earlier, write
+from common import FOLDER, alone, arguments, earlier, steps_in_round, write
 from common.text import Text, brown, read
 from torch import Tensor, nn
 
 from pyrohmm import MarginalModel, NeuralHMM, Sequences, blocks, fit_map
-from pyrohmm.batches import cut_by_steps
+from pyrohmm.batches import Batches
 from pyrohmm.neural import draw_states
 
-CLUSTERS, ROUNDS, BATCH, SMALL = 128, 5, 8192, 512
+NAME = "large_hmm_speed"
+CLUSTERS, ROUNDS, STEPS, BATCH, SMALL = 128, 5, 10, 8192, 512
 TARGETS = {4096: (40.0, 10.0), 32768: (300.0, 15.0)}  # seconds an epoch, and times faster
+TWO, ONE, PLAIN = "two levels", "one level", "plain"
+SIZES = [1024, 2048, 4096, 8192, 16384, 32768]
 
 
 class Watch(torch.optim.AdamW):
@@ -53,18 +64,14 @@ class Watch(torch.optim.AdamW):
         return result
 
 
-def ours(module: NeuralHMM, data: Sequences, tokens: int, steps: int) -> list[float]:
-    """Seconds of ``steps`` steps."""
+def ours(module: NeuralHMM, data: Sequences, tokens: int, steps: int, seed: int) -> list[float]:
+    """Seconds of ``steps`` steps, on batches that the seed chooses."""
+    pyro.set_rng_seed(seed)
     fit_map(
         MarginalModel(module), data, num_steps=steps + 3, batch_tokens=tokens, optimizer=Watch,
         clip_norm=5.0, tolerance=None, progress=False,
     )  # fmt: skip
     return [b - a for a, b in zip(Watch.ends[2:], Watch.ends[3:])]
-
-
-def per_epoch(data: Sequences, tokens: int) -> int:
-    """Steps in an epoch."""
-    return len(cut_by_steps(data.lengths, data.lengths.argsort(), tokens))
 
 
 def plain_loss(module: NeuralHMM, batch: Sequences) -> Tensor:
@@ -85,15 +92,15 @@ def plain_loss(module: NeuralHMM, batch: Sequences) -> Tensor:
     return -alpha.logsumexp(-1).sum() / batch.num_observed
 
 
-def plain(
-    module: NeuralHMM, data: Sequences, optimizer: torch.optim.Optimizer, steps: int
-) -> list[float]:
-    """Seconds of ``steps`` steps of the straightforward way, on batches of 512 tokens."""
-    parts = cut_by_steps(data.lengths, data.lengths.argsort(), SMALL)
+def plain(module: NeuralHMM, data: Sequences, tokens: int, steps: int, seed: int) -> list[float]:
+    """The same of the straightforward way, after one step that is not counted."""
+    pyro.set_rng_seed(seed)
+    batches = Batches(data, batch_tokens=tokens)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3, weight_decay=0.0, fused=True)
     taken = []
-    for i in torch.randint(len(parts), (steps + 1,)).tolist():
+    for _ in range(steps + 1):
         begun = time.perf_counter()
-        loss = plain_loss(module, data.batch(parts[i]))
+        loss = plain_loss(module, batches.take())
         optimizer.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_(module.parameters(), 5.0)
@@ -109,115 +116,157 @@ def model(clusters: Tensor, words: int, states: int, two_level: bool) -> NeuralH
     return NeuralHMM(states, words, 256, blocks=each, two_level=two_level, dropout=0.5)
 
 
-def compare(text: Text, clusters: Tensor, states: int, quick: bool) -> list[dict[str, Any]]:
+def compare(text: Text, clusters: Tensor, states: int, quick: bool) -> Iterator[dict[str, Any]]:
     """Ours, on one and two levels, and the straightforward way, in turn."""
     data, words = text.train, len(text.words)
-    modules = {name: model(clusters, words, states, name == "two levels")
-               for name in ("two levels", "one level")}  # fmt: skip
-    simple = model(clusters, words, states, False)
-    optimizer = torch.optim.AdamW(simple.parameters(), lr=1e-3, fused=True)
-    large = states > 8192
-    steps = {"two levels": 10, "one level": 4 if large else 10, "plain": 2 if large else 10}
-    if quick:
-        steps = dict.fromkeys(steps, 1)
-    epochs: dict[str, list[float]] = {name: [] for name in steps}
-    for _ in range(1 if quick else ROUNDS):
-        for name, module in modules.items():
-            taken = ours(module, data, BATCH, steps[name])
-            epochs[name].append(sum(taken) / len(taken) * per_epoch(data, BATCH))
-        taken = plain(simple, data, optimizer, steps["plain"])
-        epochs["plain"].append(sum(taken) / len(taken) * per_epoch(data, SMALL))
-    rows = []
-    for name, found in epochs.items():
-        ratios = [b / a for a, b in zip(found, epochs["plain"])]
+    modules = {way: model(clusters, words, states, way == TWO) for way in (TWO, ONE, PLAIN)}
+    ways = [(way, tokens) for way in (TWO, ONE) for tokens in (BATCH, SMALL)] + [(PLAIN, SMALL)]
+    if states <= 8192:
+        ways.append((PLAIN, BATCH))
+    counts = {tokens: steps_in_round(data, tokens) for tokens in (BATCH, SMALL)}
+    epochs: dict[tuple[str, int], list[float]] = {each: [] for each in ways}
+    steps = dict.fromkeys(ways, 0)
+    for seed in range(1 if quick else ROUNDS):
+        for way, tokens in ways:
+            measure = plain if way == PLAIN else ours
+            number = 1 if quick else 2 if way == PLAIN and states > 8192 else STEPS
+            taken = measure(modules[way], data, tokens, number, seed)
+            epochs[way, tokens].append(sum(taken) / len(taken) * counts[tokens])
+            steps[way, tokens] += len(taken)
+    for (way, tokens), found in epochs.items():
         target, faster = TARGETS.get(states, (None, None))
-        rows.append(
-            {
-                "part": "compare", "states": states, "way": name, "steps": steps[name] * len(found),
-                "tokens": SMALL if name == "plain" else BATCH, "seconds_per_epoch": median(found),
-                "low": min(found), "high": max(found), "times_faster": median(ratios),
-                "target_seconds": target if name == "two levels" else None,
-                "target_times_faster": faster if name == "two levels" else None,
-            }
-        )  # fmt: skip
-        print(rows[-1], flush=True)
-    return rows
+        aimed = way == TWO and tokens == BATCH
+        yield {
+            "part": "compare", "states": states, "way": way, "tokens": tokens,
+            "steps": steps[way, tokens], "steps_per_epoch": counts[tokens],
+            "seconds_per_epoch": median(found), "low": min(found), "high": max(found),
+            "times_faster": times(epochs[PLAIN, SMALL], found),
+            "times_faster_alike": times(epochs.get((PLAIN, tokens)), found),
+            "target_seconds": target if aimed else None,
+            "target_times_faster": faster if aimed else None,
+        }  # fmt: skip
 
 
-def one(task: tuple[Tensor, int, int, int, bool, Text, int]) -> dict[str, Any]:
-    """Ours alone, in a process of its own."""
-    clusters, words, states, tokens, two_level, text, steps = task
+def times(slow: list[float] | None, fast: list[float]) -> float | None:
+    """How often as long one takes, by the median over rounds; None if it was not measured."""
+    return None if slow is None else median(a / b for a, b in zip(slow, fast))
+
+
+def one(task: tuple[Tensor, int, int, int, str, Sequences, int]) -> dict[str, Any]:
+    """One way alone, in a process of its own."""
+    clusters, words, states, tokens, way, data, steps = task
     torch.set_num_threads(2)
-    module = model(clusters, words, states, two_level)
-    taken = ours(module, text.train, tokens, steps)
-    count = per_epoch(text.train, tokens)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
+    module = model(clusters, words, states, way == TWO)
+    taken = (plain if way == PLAIN else ours)(module, data, tokens, steps, 0)
+    count = steps_in_round(data, tokens)
     return {
-        "part": "scaling", "states": states, "tokens": tokens,
-        "way": "two levels" if two_level else "one level", "steps": len(taken),
-        "seconds_per_epoch": median(taken) * count, "low": min(taken) * count,
-        "high": max(taken) * count, "gigabytes": peak,
+        "part": "scaling", "states": states, "tokens": tokens, "way": way, "steps": len(taken),
+        "steps_per_epoch": count, "seconds_per_epoch": sum(taken) / len(taken) * count,
+        "low": min(taken) * count, "high": max(taken) * count, "gigabytes": gigabytes(),
     }  # fmt: skip
 
 
-def scaling(text: Text, clusters: Tensor, quick: bool) -> list[dict[str, Any]]:
+def gigabytes() -> float:
+    """Largest memory of this program so far.
+
+    Not ``ru_maxrss``, of which a new process inherits what the one that started it had.
+    """
+    lines = Path("/proc/self/status").read_text().splitlines()
+    (line,) = (line for line in lines if line.startswith("VmHWM"))
+    return int(line.split()[1]) * 1024 / 1e9
+
+
+def scaling(
+    text: Text, clusters: Tensor, tasks: list[tuple[int, int, str]], quick: bool
+) -> Iterator[dict[str, Any]]:
     """By states, and by tokens in a batch."""
-    sizes = [1024, 4096] if quick else [1024, 2048, 4096, 8192, 16384, 32768, 65536]
-    tasks = [(states, BATCH, True) for states in sizes]
-    tasks += [(states, BATCH, False) for states in sizes if states <= 32768]
-    if not quick:
-        tasks += [(8192, tokens, True) for tokens in (512, 1024, 2048, 4096, 16384)]
-    rows = []
     with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
-        for states, tokens, two_level in tasks:
-            steps = 1 if quick else 4 if states > 8192 and not two_level else 12
-            task = (clusters, len(text.words), states, tokens, two_level, text, steps)
-            rows.append(pool.apply(one, (task,)))
-            print(rows[-1], flush=True)
-    return rows
+        for states, tokens, way in tasks:
+            steps = 1 if quick else 10 if way == PLAIN and states > 8192 else ROUNDS * STEPS
+            task = (clusters, len(text.words), states, tokens, way, text.train, steps)
+            yield pool.apply(one, (task,))
 
 
 def draw(rows: list[dict[str, Any]]) -> None:
-    """The picture."""
+    """Time and memory by states, and time by tokens in a batch."""
     import matplotlib.pyplot as plt
 
-    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
-    for way, mark in (("two levels", "o-"), ("one level", "s-")):
-        found = [row for row in rows if row["part"] == "scaling" and row["way"] == way]
-        found = sorted((row["states"], row["seconds_per_epoch"]) for row in found
-                       if row["tokens"] == BATCH)  # fmt: skip
-        left.plot(*zip(*found), mark, label=f"pyrohmm, {way}")
-    plain_rows = [row for row in rows if row["way"] == "plain"]
-    found = sorted((row["states"], row["seconds_per_epoch"]) for row in plain_rows)
-    left.plot(*zip(*found), "x--", label="straightforward, one level")
-    left.set(xscale="log", yscale="log", xlabel="states", ylabel="seconds per epoch")
-    left.set_xscale("log", base=2)
-    left.set_title(f"Penn Treebank, batches of {BATCH:,} tokens")
-    left.legend()
-    found = sorted((row["tokens"], row["seconds_per_epoch"]) for row in rows
-                   if row["part"] == "scaling" and row["states"] == 8192
-                   and row["way"] == "two levels")  # fmt: skip
-    right.plot(*zip(*found), "o-")
-    right.set_xscale("log", base=2)
-    right.set(xlabel="tokens in a batch", ylabel="seconds per epoch", ylim=(0, None))
-    right.set_title("8,192 states, two levels")
-    figure.savefig(FOLDER / "large_hmm_speed.png", dpi=150)
+    figure, axes = plt.subplots(1, 3, figsize=(13, 4), layout="constrained")
+    single = [row for row in rows if row["part"] == "scaling"]
+    lines = [
+        (TWO, BATCH, "o-", "pyrohmm, two levels"),
+        (ONE, BATCH, "s-", "pyrohmm, one level"),
+        (PLAIN, SMALL, "x--", "straightforward, one level"),
+    ]
+    for axis, name in zip(axes, ("seconds_per_epoch", "gigabytes")):
+        for way, tokens, mark, label in lines:
+            found = sorted((row["states"], row[name]) for row in single
+                           if (row["way"], row["tokens"]) == (way, tokens))  # fmt: skip
+            if found:
+                axis.plot(*zip(*found), mark, label=f"{label}, {tokens:,} tokens")
+        logarithmic(axis)
+        axis.set_xlabel("states")
+    axes[0].set(ylabel="seconds per epoch", title="Penn Treebank")
+    axes[1].set(ylabel="GB", title="largest memory of the process")
+    for way, _, mark, label in lines:
+        found = sorted((row["tokens"], row["seconds_per_epoch"]) for row in single
+                       if (row["way"], row["states"]) == (way, 4096))  # fmt: skip
+        if found:
+            axes[2].plot(*zip(*found), mark, label=label)
+    logarithmic(axes[2])
+    axes[2].set(xlabel="tokens in a batch", ylabel="seconds per epoch", title="4,096 states")
+    figure.savefig(FOLDER / f"{NAME}.png", dpi=150)
+    plt.close(figure)
+
+
+def logarithmic(axis: Any) -> None:
+    """Both axes, if there is something on them; and what is what."""
+    if axis.lines:
+        axis.set_xscale("log", base=2)
+        axis.set_yscale("log")
+        axis.legend(fontsize=8)
+
+
+def key(row: dict[str, Any]) -> tuple[Any, ...]:
+    """What tells rows apart, and their order."""
+    return row["part"], row["states"], row["tokens"], row["way"]
 
 
 def main() -> None:
-    options = arguments(__doc__, ["compare", "scaling"])
+    tasks = {
+        "scaling-states": [(size, BATCH, TWO) for size in (*SIZES, 65536)]
+        + [(size, BATCH, ONE) for size in SIZES]
+        + [(size, SMALL, PLAIN) for size in SIZES],
+        "scaling-batches": [
+            (4096, tokens, way)
+            for way, own in ((TWO, BATCH), (ONE, BATCH), (PLAIN, SMALL))
+            for tokens in (512, 1024, 2048, 4096, 8192, 16384)
+            if tokens != own
+        ],
+    }
+    sizes = {"compare-4096": 4096, "compare-32768": 32768}
+    options = arguments(__doc__, [*sizes, *tasks])
     torch.set_num_threads(2)
     text = read("letters" if options.quick else "ptb")
     clusters, _ = brown(text, CLUSTERS)
-    rows = [row for row in earlier("large_hmm_speed") if row["part"] not in options.only]
-    if "compare" in options.only:
-        for states in (1024,) if options.quick else (4096, 32768):
-            rows += compare(text, clusters, states, options.quick)
-    if "scaling" in options.only:
-        rows += scaling(text, clusters, options.quick)
-    if not options.quick:
-        write("large_hmm_speed", rows, threads=2)
-        draw(rows)
+    if options.quick:
+        few = [(1024, BATCH, TWO), (1024, SMALL, PLAIN)]
+        for row in (*compare(text, clusters, 256, True), *scaling(text, clusters, few, True)):
+            print(row, flush=True)
+        return
+    for part in options.only:
+        found = (
+            compare(text, clusters, sizes[part], False)
+            if part in sizes
+            else scaling(text, clusters, tasks[part], False)
+        )
+        for row in found:
+            print(row, flush=True)
+            with alone(NAME):
+                others = [other for other in earlier(NAME) if key(other) != key(row)]
+                rows = sorted([*others, row], key=key)
+                write(NAME, rows, threads=torch.get_num_threads())
+                draw(rows)
 
 
 if __name__ == "__main__":

@@ -13,9 +13,11 @@ import torch
 
 from pyrohmm import (
     DiversityPrior,
+    NeuralHMM,
     Sequences,
     TabularHMM,
     bernoulli,
+    blocks,
     dense,
     distributions,
     fit_em,
@@ -254,6 +256,37 @@ def test_a_round_has_as_many_steps_as_training_takes_of_it(monkeypatch):
         batches.take()
         steps += 1
     assert common.steps_in_round(data, 64) == steps
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_the_straightforward_way_has_our_loss_and_our_gradient(figure, dropout):
+    script = figure("large_hmm_speed")
+    torch.manual_seed(0)
+    three = blocks.from_clusters(torch.tensor([0, 1, 1, 2, 2, 0]), 4)
+    module = NeuralHMM(12, 6, 8, blocks=three, dropout=dropout).double()
+    batch = Sequences.from_list([[0, 3, 1, 5, 2], [4], [2, 2, 3]])
+    found = []
+    for loss in (
+        lambda: script.plain_loss(module, batch),
+        lambda: -module(batch.lengths).log_prob(batch.values).sum() / batch.num_observed,
+    ):
+        torch.manual_seed(1)
+        found.append((*torch.autograd.grad(loss(), [*module.parameters()]), loss().detach()))
+    torch.testing.assert_close(*found)
+
+
+def test_times_and_memory_are_drawn_as_soon_as_there_is_one(figure, tmp_path):
+    script = figure("large_hmm_speed")
+    rows = [
+        {"part": "scaling", "states": states, "way": way, "tokens": tokens,
+         "seconds_per_epoch": states / tokens, "gigabytes": 1 + states / 1e4}
+        for way, tokens in ((script.TWO, 8192), (script.ONE, 8192), (script.PLAIN, 512))
+        for states in (4096, 8192)
+    ]  # fmt: skip
+    compared = rows[0] | {"part": "compare"}
+    for some in ([compared], rows[:1], [*rows, compared]):
+        script.draw(some)
+        (tmp_path / "large_hmm_speed.png").unlink()
 
 
 # Baseline language models -------------------------------------------------------------------------
