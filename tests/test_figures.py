@@ -289,6 +289,61 @@ def test_times_and_memory_are_drawn_as_soon_as_there_is_one(figure, tmp_path):
         (tmp_path / "large_hmm_speed.png").unlink()
 
 
+def tagged_rows(script):
+    """Rows of ``tagging`` as after all fits, with accuracies made up."""
+    rows = [{"part": "web-rate-0.001", "data": "UD English EWT", "model": "neural HMM", "dev": {}}]
+    for source in script.SOURCES.values():
+        for place, (name, model) in enumerate(script.MODELS.items()):
+            for seed in script.SEEDS if name in script.NEURAL else (0,):
+                right = {"all": 0.9 + place / 100 + seed / 1000, "unknown": 0.6 + place / 20}
+                found = {"posterior": right} | ({"path": right} if place else {})
+                rows.append({"data": source, "model": model, "seed": seed, "test": found})
+    return rows
+
+
+def test_accuracies_of_tags_are_drawn_as_soon_as_there_is_one(figure, tmp_path):
+    script = figure("tagging")
+    rows = tagged_rows(script)
+    for some in (rows[:1], rows[:3], rows):
+        script.draw(script.summary(some))
+        (tmp_path / "tagging.png").unlink()
+    lines = script.summary(rows)
+    assert len(lines) == 2 * 9
+    line = lines[-1]
+    assert line["model"] == "neural HMM, all words from letters"
+    assert (line["runs"], line["paper_on_other_data"]) == (3, 0.9695)
+    assert line["all"]["ours"] == pytest.approx(0.941)
+    assert line["all"]["deviation"] == pytest.approx(0.001)
+
+
+def test_words_that_are_kept_have_the_cluster_of_what_would_replace_them(figure):
+    script = figure("tagging")
+    short, whole = script.read("toy"), script.read("toy", False)
+    texts = [[task.train, *task.parts.values()] for task in (short, whole)]
+    for replaced, kept in zip(*texts):
+        assert whole.kinds[kept.values].equal(replaced.values)
+        assert kept.labels.equal(replaced.labels)
+    of_symbols, of_words = script.clusters_of(short, 4), script.clusters_of(whole, 4)
+    assert of_words.equal(of_symbols[whole.kinds])
+    corpus, kept = script.toy(), whole.parts["test"]
+    assert whole.vocabulary.decode(kept.values[kept.exists]) == corpus.vocabulary.decode(
+        corpus.data.values[90:].flatten()
+    )
+
+
+def test_a_learning_rate_is_chosen_by_held_out_accuracy(figure, monkeypatch):
+    script = figure("tagging")
+    rows = [
+        {"part": f"web-rate-{rate}", "dev": {"posterior": {"all": -abs(rate - 0.01)}}}
+        for rate in script.RATES
+    ]
+    monkeypatch.setattr(script, "earlier", lambda name: rows)
+    assert script.best_rate("web") == 0.01
+    monkeypatch.setattr(script, "earlier", lambda name: rows[1:])
+    with pytest.raises(ValueError, match=r"--only web-rate-0.001\."):
+        script.best_rate("web")
+
+
 # Baseline language models -------------------------------------------------------------------------
 
 
