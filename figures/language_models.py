@@ -90,7 +90,7 @@ class Model:
 
 BEST = {
     "best-ptb": (
-        Model("best", "best", states=32768, epochs=30),
+        Model("best", "best", states=32768, epochs=16),
         Paper(125.0, 115.8, 32768, 128),
     ),
     "best-wikitext2": (
@@ -98,7 +98,7 @@ BEST = {
         Paper(167.0, None, 32768, 128),
     ),
     "best-8192-ptb": (
-        Model("best", "best of 8,192 states", states=8192, epochs=16),
+        Model("best", "best of 8,192 states", states=8192, by_mass=True, epochs=16),
         Paper(142.0, None, 8192, 64),
     ),
 }
@@ -114,7 +114,7 @@ TABLES = [
     (replace(LARGE, name="no dropout", dropout=0.0), Paper(145.0, None, 16384, 128)),
     (replace(LARGE, name="embeddings begin at 1", scale=1.0), Paper()),
     (replace(LARGE, name="factored", factored=True), Paper()),
-    (replace(LARGE, name="by token mass", by_mass=True), Paper()),
+    (replace(LARGE, name="by root of token mass", by_mass=True), Paper()),
     (SMALL, Paper(194.0, None, 1024, 8)),
     (replace(SMALL, name="dropout 0.5", dropout=0.5), Paper(200.0, None, 1024, 8)),
     (replace(SMALL, name="4 blocks", clusters=4), Paper(182.0, None, 1024, 4)),
@@ -149,9 +149,11 @@ def blocks_of(model: Model, text: Text, cache: dict[Any, Any]) -> blocks.Blocks 
     if key not in cache:
         cache[key] = brown(text, model.clusters)
     assignment, counts = cache[key]
-    if model.by_mass:
+    if model.by_mass:  # as the root of how often words of the cluster occur
+        mass = torch.zeros(model.clusters).index_add_(0, assignment, counts.float())
+        weights = (1e6 * counts / mass.sqrt()[assignment]).long()
         return blocks.from_clusters(
-            assignment, clusters.allocate(model.states, assignment, counts.double().sqrt().long())
+            assignment, clusters.allocate(model.states, assignment, weights)
         )
     return blocks.from_clusters(assignment, each)
 
