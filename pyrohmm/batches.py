@@ -92,6 +92,7 @@ class Batches:
         self.order = torch.empty(0, dtype=torch.long)  # what is left of this round
         self.sizes = self.order  # of the batches that are left of it
         self.number = 0  # of batches of this round
+        self.ends = self.order  # where its sequences end, one after the other, for windows
         self.chosen = self.order  # what was taken last
 
     @property
@@ -122,16 +123,14 @@ class Batches:
             streams, steps = self.windows
             length = -(-int(self.data.lengths.sum()) // streams)
             self.sizes = torch.full((-(-length // steps),), streams)
+            self.ends = self.data.lengths[self.order].cumsum(0)
         elif self.batch_tokens is None:
             order = torch.randperm(len(self.data), generator=self.generator)
             self.order = self.processes.from_first(order)
             self.sizes = torch.tensor([len(each) for each in self.order.split(self.batch_size)])
         else:
-            noise = torch.rand(len(self.data), generator=self.generator, dtype=torch.float64)
-            order = (self.data.lengths * (1 + JITTER * noise)).argsort()
-            parts = cut_by_steps(
-                self.data.lengths, self.processes.from_first(order), self.batch_tokens
-            )
+            order = self.processes.from_first(_similar(self.data.lengths, self.generator))
+            parts = cut_by_steps(self.data.lengths, order, self.batch_tokens)
             shuffled = torch.randperm(len(parts), generator=self.generator)
             parts = [parts[i] for i in self.processes.from_first(shuffled).tolist()]
             self.order = torch.cat(parts)
@@ -142,8 +141,7 @@ class Batches:
         """For each stream, its pieces in a window: of which sequence, from where and how long."""
         assert self.windows is not None
         streams, steps = self.windows
-        lengths = self.data.lengths[self.order]
-        ends = lengths.cumsum(0)
+        ends = self.ends
         total = int(ends[-1])
         length = -(-total // streams)
         found: list[list[tuple[int, int, int]]] = [[] for _ in range(streams)]
@@ -153,9 +151,8 @@ class Batches:
             place = int(torch.searchsorted(ends, low, right=True))
             while low < high:
                 end = min(high, int(ends[place]))
-                pieces.append(
-                    (int(self.order[place]), low - int(ends[place] - lengths[place]), end - low)
-                )
+                begin = int(ends[place - 1]) if place else 0  # of the sequence
+                pieces.append((int(self.order[place]), low - begin, end - low))
                 low, place = end, place + 1
         return found
 
@@ -181,11 +178,37 @@ class Batches:
     def restore(self, state: dict[str, Any]) -> None:
         """Go on where another one stood."""
         self.order, self.sizes, self.number = state["order"], state["sizes"], state["number"]
+        if self.windows is not None:
+            self.ends = self.data.lengths[self.order].cumsum(0)
 
     def explain(self, error: Exception) -> None:
         """Say which sequences a minibatch holds, for errors number them within it."""
         if self.whole is None:
             error.add_note(f"The minibatch holds the sequences {self.chosen.tolist()}.")
+
+
+def batches_in_round(lengths: Tensor, batch_tokens: int) -> int:
+    """How many batches of so many steps :class:`Batches` makes of sequences in a round.
+
+    Their number varies a little, as each round has another order: this is that of one order, always
+    the same, and no source of randomness moves.
+
+    Args:
+        lengths: ``(N,)``, of the sequences.
+        batch_tokens: Largest number of steps in a batch, padding included.
+
+    Example:
+        >>> batches_in_round(torch.tensor([5, 2, 2, 2]), 6)
+        2
+    """
+    order = _similar(lengths, torch.Generator().manual_seed(0))
+    return len(cut_by_steps(lengths, order, batch_tokens))
+
+
+def _similar(lengths: Tensor, generator: torch.Generator | None) -> Tensor:
+    """An order of sequences in which those of similar length are together."""
+    noise = torch.rand(len(lengths), generator=generator, dtype=torch.float64)
+    return (lengths * (1 + JITTER * noise)).argsort()
 
 
 def cut_by_steps(lengths: Tensor, order: Tensor, num_steps: int) -> list[Tensor]:

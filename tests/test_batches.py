@@ -1,0 +1,58 @@
+"""Laws of ``Batches``: how many there are of a round, and what one of them costs."""
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from pyrohmm import Sequences
+from pyrohmm.batches import Batches, batches_in_round, cut_by_steps
+
+LENGTHS = torch.randint(1, 80, (4000,), generator=torch.Generator().manual_seed(0))
+
+
+def of_lengths(lengths):
+    return Sequences(torch.zeros(len(lengths), int(lengths.max()), dtype=torch.long), lengths)
+
+
+def rounds(batches, number):
+    """How many batches each of some rounds has."""
+    found = [0] * number
+    for place in range(number):
+        while not found[place] or not batches.at_end_of_round:
+            batches.take()
+            found[place] += 1
+    return found
+
+
+def test_the_number_of_batches_of_a_round_is_foretold():
+    """Within one in two hundred; cut by length alone, there would be three in a hundred fewer."""
+    found = rounds(Batches(of_lengths(LENGTHS), batch_tokens=300), 3)
+    state = torch.get_rng_state()
+    foretold = batches_in_round(LENGTHS, 300)
+    assert torch.get_rng_state().equal(state)
+    assert batches_in_round(LENGTHS, 300) == foretold
+    assert all(abs(number - foretold) <= 0.005 * foretold for number in found)
+    assert len(cut_by_steps(LENGTHS, LENGTHS.argsort(), 300)) < 0.97 * foretold
+
+
+class Largest(TorchDispatchMode):
+    """The largest tensor that was made."""
+
+    size = 0
+
+    def __torch_dispatch__(self, function, types, arguments=(), options=None):
+        made = function(*arguments, **(options or {}))
+        if isinstance(made, torch.Tensor):
+            self.size = max(self.size, made.numel())
+        return made
+
+
+def test_a_window_does_not_go_through_all_sequences():
+    """What is the same for all windows of a round is computed once."""
+    batches = Batches(of_lengths(LENGTHS), windows=(2, 100))
+    with Largest() as first:
+        batches.take()
+    with Largest() as later:
+        for _ in range(20):
+            batches.take()
+    assert first.size >= len(LENGTHS)
+    assert later.size < len(LENGTHS) / 4
