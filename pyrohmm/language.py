@@ -150,27 +150,21 @@ class LanguageModel:
             data: Sentences that end in ``<eos>``, as :func:`encode` makes them; only clusters are
                 found from them.
             num_states: K, divided equally among the clusters.
-            num_clusters: C, that of ``<eos>`` included; fewer if fewer words occur.
+            num_clusters: C, as for :func:`find_clusters`.
             hidden_dim: As for the class.
             two_level: The same.
             dropout: The same.
 
         Raises:
             TypeError: If ``data`` are not :class:`Sequences` of integers.
-            ValueError: If a sentence does not end in ``<eos>``, or has it earlier; or if there are
-                fewer than two clusters, or more of them than states.
+            ValueError: As :func:`find_clusters`; or if there are more clusters than states.
         """
         check_size("num_clusters", num_clusters)
-        if not 2 <= num_clusters <= num_states:
+        if num_clusters > num_states:
             raise ValueError(
-                f"num_clusters must be at least 2, one of them for {END}, and at most num_states = "
-                f"{num_states}; got {num_clusters}."
+                f"num_clusters must be at most num_states = {num_states}; got {num_clusters}."
             )
-        _check_ends(vocabulary, data)
-        pairs = cooccurrence.count_pairs(data, len(vocabulary))
-        present = int(torch.cat([pairs.first, pairs.second]).unique().numel())
-        found = clusters.brown(pairs, min(num_clusters - 1, present)).assignment
-        assignment = clusters.with_own(found, vocabulary.encode([END]))
+        assignment = find_clusters(data, vocabulary, num_clusters)
         blocks = state_blocks.from_clusters(assignment, clusters.allocate(num_states, assignment))
         return cls(vocabulary, blocks, hidden_dim, two_level=two_level, dropout=dropout)
 
@@ -372,6 +366,57 @@ def encode(lines: Iterable[str], vocabulary: Vocabulary) -> Sequences:
             )
         rows.append(vocabulary.encode([*words, END]))
     return Sequences.from_list(rows)
+
+
+def find_clusters(
+    data: Sequences, vocabulary: Vocabulary, num_clusters: int, progress: bool | None = None
+) -> Tensor:
+    """Brown clusters of words, the last of which is ``<eos>`` alone: ``(V,)`` long.
+
+    They are C - 1 clusters by :func:`pyrohmm.clusters.brown`, out of which ``<eos>`` is taken.
+    Where it has been alone, one would be missing; they are C clusters then, and if it is not alone
+    among these, the two of them that are deepest in the tree are joined.
+
+    Args:
+        data: Sentences that end in ``<eos>``, as :func:`encode` makes them.
+        vocabulary: The V words.
+        num_clusters: C, at least 2. Where fewer words than that occur, ``<eos>`` among them, there
+            are fewer clusters.
+        progress: Whether to show a progress bar on stderr; by default if that is a terminal.
+
+    Raises:
+        TypeError: If ``data`` are not :class:`Sequences` of integers.
+        ValueError: If a sentence does not end in ``<eos>``, or has it earlier; no sentence has a
+            word; or there are fewer than two clusters.
+
+    Example:
+        >>> vocabulary = count_words(lines := ["a cat", "a dog", "the cat"])
+        >>> found = find_clusters(encode(lines, vocabulary), vocabulary, 3)
+        >>> dict(zip(vocabulary, found.tolist()))  # <unk> does not occur
+        {'<unk>': 1, '<eos>': 2, 'a': 0, 'cat': 1, 'dog': 1, 'the': 0}
+    """
+    check_size("num_clusters", num_clusters)
+    if num_clusters < 2:
+        raise ValueError(
+            f"num_clusters must be at least 2, one of them for {END}; got {num_clusters}."
+        )
+    _check_ends(vocabulary, data)
+    if data.num_steps < 2:
+        raise ValueError("data must have a word in some sentence; all sentences are empty.")
+    pairs = cooccurrence.count_pairs(data, len(vocabulary))
+    present = len(torch.cat([pairs.first, pairs.second]).unique())
+    end = vocabulary.encode([END])
+    found = clusters.brown(pairs, min(num_clusters - 1, present), progress=progress)
+    if num_clusters <= present and _is_alone(end, found.assignment):
+        found = clusters.brown(pairs, num_clusters, progress=progress)
+        if not _is_alone(end, found.assignment):
+            deepest = max(range(num_clusters), key=lambda n: len(found.paths[n]))
+            found.assignment[found.assignment == deepest + 1] = deepest  # its sister comes next
+    return clusters.with_own(found.assignment, end)
+
+
+def _is_alone(word: Tensor, assignment: Tensor) -> bool:
+    return int((assignment == assignment[word]).sum()) == 1
 
 
 def rise_and_fall(num_steps: int, step: int) -> float:

@@ -7,9 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pyrohmm import Sequences, blocks, clusters, cooccurrence, datasets, readers
-
-EOS = "<eos>"
+from pyrohmm import Sequences, clusters, cooccurrence, datasets, readers
+from pyrohmm.language import END, find_clusters
 
 
 class Text(NamedTuple):
@@ -37,15 +36,8 @@ def read(name: str) -> Text:
 
 def brown(text: Text, num_clusters: int) -> tuple[Tensor, Tensor]:
     """Brown clusters in which ``<eos>`` is alone, where there is one; and how often words occur."""
-    pairs = cooccurrence.count_pairs(text.train, len(text.words))
-    alone = EOS in text.words
-    found = clusters.brown(pairs, num_clusters - alone, progress=False)
     counts = torch.bincount(text.train.values[text.train.exists], minlength=len(text.words))
-    if not alone:
-        return found.assignment, counts
-    return clusters.with_own(found.assignment, [text.words.index(EOS)]), counts
-
-
-def brown_blocks(text: Text, num_clusters: int, states_per_cluster: int) -> blocks.Blocks:
-    """A block for each cluster, all of one size."""
-    return blocks.from_clusters(brown(text, num_clusters)[0], states_per_cluster)
+    if END in text.words:
+        return find_clusters(text.train, text.words, num_clusters, progress=False), counts
+    pairs = cooccurrence.count_pairs(text.train, len(text.words))
+    return clusters.brown(pairs, num_clusters, progress=False).assignment, counts

@@ -1,0 +1,104 @@
+"""Laws of what makes a language model out of text: its clusters, and what it refuses."""
+
+import pytest
+import torch
+
+from pyrohmm import LanguageModel, Sequences, clusters, cooccurrence
+from pyrohmm.language import count_words, encode, find_clusters
+
+GRAMMAR = [["the", "a", "this"], ["cat", "dog", "owl"], ["sees", "hears", "likes"],
+           ["my", "your", "our"], ["house", "tree", "boat"]]  # fmt: skip
+
+
+def text(count, seed=0):
+    """Lines of a grammar that goes round five places, each with three words, and ends anywhere."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def line():
+        length = int(torch.randint(1, 11, (), generator=generator))
+        words = torch.randint(3, (length,), generator=generator).tolist()
+        return " ".join(GRAMMAR[place % 5][word] for place, word in enumerate(words))
+
+    return [line() for _ in range(count)]
+
+
+def prepared(lines):
+    vocabulary = count_words(lines)
+    return vocabulary, encode(lines, vocabulary)
+
+
+# Clusters -----------------------------------------------------------------------------------------
+
+
+def plain(vocabulary, data, num_clusters):
+    """Brown clusters where ``<eos>`` is a word like others, and whether it is alone."""
+    found = clusters.brown(cooccurrence.count_pairs(data, len(vocabulary)), num_clusters)
+    end = vocabulary.index("<eos>")
+    return found.assignment, int((found.assignment == found.assignment[end]).sum()) == 1
+
+
+@pytest.mark.parametrize("num_clusters", range(2, 17))
+def test_there_are_as_many_clusters_as_were_asked_for(num_clusters):
+    vocabulary, data = prepared(text(80))
+    model = LanguageModel.from_data(vocabulary, data, 32, num_clusters, 4)
+    found = find_clusters(data, vocabulary, num_clusters)
+    assert model.blocks.num_blocks == num_clusters
+    assert found.unique().tolist() == list(range(num_clusters))
+    assert torch.equal(model.blocks.symbol_block, found)
+    assert (found == num_clusters - 1).nonzero().tolist() == [[vocabulary.index("<eos>")]]
+
+
+def test_the_end_is_taken_out_of_clusters_that_keep_other_words():
+    """Where it is alone among C - 1, the others are those of C."""
+    vocabulary, data = prepared(text(80))
+    cases = set()
+    for num_clusters in range(2, 12):
+        found = find_clusters(data, vocabulary, num_clusters)
+        expected, alone = plain(vocabulary, data, num_clusters - 1)
+        if alone:
+            expected, again = plain(vocabulary, data, num_clusters)
+            assert again
+        cases.add(alone)
+        assert torch.equal(found, clusters.with_own(expected, [vocabulary.index("<eos>")]))
+    assert cases == {False, True}
+
+
+@pytest.mark.parametrize(
+    ("lines", "num_clusters"),
+    [
+        ("d e d b,e c e,b d a,b,c e c b,e c,b,e,d e,d", 4),
+        ("g a d,c,e e e c,d,f g f e,e d,f e a b,e f b d,b f d,a,f", 6),
+        ("b,d c e b,a d a a,a e,e a d b,f f b,f e d,e d f", 4),
+    ],
+)
+def test_there_are_as_many_clusters_where_the_end_has_company_only_among_more(lines, num_clusters):
+    vocabulary, data = prepared(lines.split(","))
+    assert plain(vocabulary, data, num_clusters - 1)[1]
+    more, alone = plain(vocabulary, data, num_clusters)
+    assert not alone
+    found = find_clusters(data, vocabulary, num_clusters)
+    assert len(found.unique()) == num_clusters
+    assert int((found == num_clusters - 1).sum()) == 1
+    # two of the clusters were joined, and nothing else has changed
+    end = vocabulary.index("<eos>")
+    pairs = set(zip(clusters.with_own(more, [end]).tolist(), found.tolist()))
+    assert len(pairs) == num_clusters + 1
+
+
+def test_no_more_clusters_than_words_that_occur():
+    vocabulary, data = prepared(["a b", "b a", "c"])
+    assert [len(find_clusters(data, vocabulary, n).unique()) for n in range(2, 8)] == [
+        2, 3, 4, 4, 4, 4,
+    ]  # fmt: skip
+
+
+def test_what_has_no_clusters_is_refused():
+    vocabulary, data = prepared(["a b", "b a"])
+    with pytest.raises(ValueError, match="must have a word in some sentence; all sentences"):
+        find_clusters(encode(["", ""], vocabulary), vocabulary, 3)
+    with pytest.raises(ValueError, match="num_clusters must be at least 2, one of them for <eos>"):
+        find_clusters(data, vocabulary, 1)
+    with pytest.raises(ValueError, match="<eos> at the end of each sentence"):
+        find_clusters(Sequences.from_list([[2, 3]]), vocabulary, 3)
+    with pytest.raises(ValueError, match="num_clusters must be at most num_states = 4; got 5"):
+        LanguageModel.from_data(vocabulary, data, 4, 5)
