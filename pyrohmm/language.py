@@ -22,7 +22,7 @@ from torch import Tensor
 from . import blocks as state_blocks
 from . import clusters, cooccurrence
 from ._checks import check_size
-from .batches import cut_by_steps
+from .batches import batches_in_round, cut_by_steps
 from .block_hmm import BlockHMM
 from .blocks import Blocks
 from .fit import Fit, fit_map
@@ -31,13 +31,14 @@ from .models import MarginalModel
 from .modules import in_mode
 from .neural import NeuralHMM
 from .persistence import TENSORS, read_directory, write_directory
-from .readers import Vocabulary
+from .readers import Vocabulary, word_classes
 from .sequences import Sequences
 
 END = "<eos>"
 UNKNOWN = "<unk>"
 AT_ONCE = 256  # sentences that are drawn side by side
 STEPS = 8192  # that are evaluated at once
+CLASSES = {"function": "word_classes"}  # what stands for the unknown, in a file
 WARM = 0.05  # share of all steps in which the learning rate rises
 
 
@@ -52,12 +53,14 @@ def count_words(
         max_size: Largest V, with ``<unk>`` and ``<eos>``; the rarest words give way.
 
     Raises:
+        TypeError: If ``lines`` is a single string.
         ValueError: If there is no line, or ``max_size`` leaves no room for a word.
 
     Example:
         >>> list(count_words(["a rose is a rose", "is a rose"], min_count=3))
         ['<unk>', '<eos>', 'a', 'rose']
     """
+    _check_lines("lines", lines)
     check_size("min_count", min_count)
     if max_size is not None and max_size < 3:
         raise ValueError(f"max_size must be at least 3, for {UNKNOWN}, {END} and a word; got "
@@ -91,7 +94,9 @@ class LanguageModel:
         module: The :class:`pyrohmm.NeuralHMM`.
 
     Raises:
-        ValueError: If ``<eos>`` is not in the vocabulary, or blocks overlap or have other words.
+        ValueError: If ``<eos>`` is not in the vocabulary, or what stands there for the unknown is a
+            function other than :func:`pyrohmm.readers.word_classes`, which could not be saved; or
+            if blocks overlap or have other words.
 
     Example:
         >>> _ = pyro.set_rng_seed(0)
@@ -119,6 +124,12 @@ class LanguageModel:
     ) -> None:
         if END not in vocabulary:
             raise ValueError(f"vocabulary must have {END}, the end of a sentence, among its words.")
+        unknown = vocabulary.unknown
+        if not (unknown is None or isinstance(unknown, str) or unknown is word_classes):
+            raise ValueError(
+                "vocabulary must have as unknown one of its words, readers.word_classes or None, "
+                f"which can be saved; got {getattr(unknown, '__name__', unknown)}."
+            )
         if not blocks.disjoint or blocks.num_symbols != len(vocabulary):
             raise ValueError(
                 f"blocks must be disjoint, and of the {len(vocabulary)} words of the vocabulary; "
@@ -188,20 +199,25 @@ class LanguageModel:
         clip_norm: float | None = 1.0,
         **options: Any,
     ) -> Fit:
-        """Maximise the likelihood by AdamW, from where the parameters are.
+        """Maximise the likelihood by AdamW without weight decay, from where the parameters are.
 
-        The learning rate rises for the first steps, one in twenty, and falls as a cosine to zero
-        at the end. With ``validation``, the parameters that predicted it best are kept.
+        A round of minibatches has each sentence once. How many of them there are varies a little
+        from round to round; the fit takes ``num_epochs`` times as many steps as a typical round
+        has, so that the last round may lack a few or be followed by a few.
+
+        The learning rate rises for the first steps, one in twenty, and falls as a cosine to zero at
+        the end. With ``validation``, the parameters that predicted it best are kept. The optimizer
+        is torch's fused one, which takes less time.
 
         Args:
             data: Sentences to learn from, as :func:`encode` makes them.
-            validation: Held-out sentences, evaluated once an epoch.
-            num_epochs: How often each sentence is seen, on average.
+            validation: Held-out sentences, evaluated after every round and after the last step.
+            num_epochs: How many rounds to take, about.
             batch_tokens: Largest number of tokens in a minibatch, padding included.
             learning_rate: The largest.
             clip_norm: As in :func:`pyrohmm.fit_svi`, per token.
-            **options: Others of :func:`pyrohmm.fit_svi`: ``patience``, ``report``, ``checkpoint``,
-                ``average``, ``generator``, ``progress``.
+            **options: Others of :func:`pyrohmm.fit_svi`: ``validate_every``, ``patience``,
+                ``report``, ``checkpoint``, ``average``, ``generator``, ``progress``.
 
         Raises:
             FloatingPointError: If the loss becomes infinite or NaN.
@@ -212,10 +228,7 @@ class LanguageModel:
         for each in (data, validation):
             if each is not None:
                 _check_ends(self.vocabulary, each)
-        in_epoch = len(cut_by_steps(data.lengths, data.lengths.argsort(), batch_tokens))
-        num_steps = num_epochs * in_epoch
-        if validation is not None:
-            options = {"validate_every": in_epoch} | options
+        num_steps = num_epochs * batches_in_round(data.lengths, batch_tokens)
         return fit_map(
             MarginalModel(self.module),
             data,
@@ -224,7 +237,7 @@ class LanguageModel:
             batch_tokens=batch_tokens,
             validation=validation,
             clip_norm=clip_norm,
-            optimizer=partial(torch.optim.AdamW, lr=learning_rate),
+            optimizer=partial(torch.optim.AdamW, lr=learning_rate, weight_decay=0.0, fused=True),
             schedule=partial(
                 torch.optim.lr_scheduler.LambdaLR, lr_lambda=partial(rise_and_fall, num_steps)
             ),
@@ -239,6 +252,7 @@ class LanguageModel:
 
     def num_unknown(self, lines: Iterable[str]) -> int:
         """How many words of some lines are not in the vocabulary, each as often as it occurs."""
+        _check_lines("lines", lines)
         return sum(word not in self.vocabulary for line in lines for word in line.split())
 
     def score(self, sentences: Iterable[str] | Sequences) -> Tensor:
@@ -246,8 +260,12 @@ class LanguageModel:
 
         Args:
             sentences: Lines, or what :meth:`encode` makes of them.
+
+        Raises:
+            TypeError: If it is a single string.
+            ValueError: As :func:`encode`; or if a sentence does not end in ``<eos>``.
         """
-        data = sentences if isinstance(sentences, Sequences) else self.encode(sentences)
+        data = self._coded(sentences)
         _check_ends(self.vocabulary, data)
         scores = torch.empty(len(data), dtype=torch.float64)
         device = next(self.module.parameters()).device
@@ -262,12 +280,12 @@ class LanguageModel:
 
         Args:
             sentences: Lines, or what :meth:`encode` makes of them.
+
+        Raises:
+            TypeError, ValueError: As :meth:`score`.
         """
-        data = sentences if isinstance(sentences, Sequences) else self.encode(sentences)
-        total = self.score(data).sum().item()
-        surprise = -total / data.num_observed
-        value = math.exp(surprise) if surprise < 700.0 else math.inf
-        return Perplexity(value, data.num_observed, total)
+        data = self._coded(sentences)
+        return Perplexity.of(self.score(data).sum().item(), data.num_observed)
 
     def generate(
         self, count: int, generator: torch.Generator | None = None, max_words: int = 100
@@ -288,6 +306,12 @@ class LanguageModel:
                 for first in range(0, count, AT_ONCE)
             ]
         return [" ".join(self.vocabulary.decode(codes)) for part in parts for codes in part]
+
+    def _coded(self, sentences: Iterable[str] | Sequences) -> Sequences:
+        if isinstance(sentences, Sequences):
+            return sentences
+        _check_lines("sentences", sentences)
+        return self.encode(sentences)
 
     @property
     def _end(self) -> int:
@@ -310,7 +334,11 @@ class LanguageModel:
         """
         tensors = {f"module.{name}": each for name, each in self.module.state_dict().items()}
         tensors |= {"symbol_block": self.blocks.symbol_block, "block_sizes": self.blocks.sizes}
-        words = {"words": list(self.vocabulary), "unknown": self.vocabulary.unknown}
+        unknown = self.vocabulary.unknown
+        words = {
+            "words": list(self.vocabulary),
+            "unknown": CLASSES if unknown is word_classes else unknown,
+        }
         write_directory(directory, tensors, {"kind": "language model", **words, **self._options})
 
     @classmethod
@@ -323,7 +351,8 @@ class LanguageModel:
         """
         tensors, meta = read_directory(directory, "language model")
         try:
-            vocabulary = Vocabulary(meta["words"], meta["unknown"])
+            unknown = word_classes if meta["unknown"] == CLASSES else meta["unknown"]
+            vocabulary = Vocabulary(meta["words"], unknown)
             blocks = state_blocks.from_clusters(
                 tensors.pop("symbol_block"), tensors.pop("block_sizes")
             )
@@ -348,6 +377,7 @@ def encode(lines: Iterable[str], vocabulary: Vocabulary) -> Sequences:
         vocabulary: Of the words, ``<eos>`` among them.
 
     Raises:
+        TypeError: If ``lines`` is a single string.
         ValueError: If there is no line, ``<eos>`` is written in one, or a word is not in a
             vocabulary that has nothing for the unknown.
 
@@ -356,6 +386,7 @@ def encode(lines: Iterable[str], vocabulary: Vocabulary) -> Sequences:
         tensor([[2, 3, 1],
                 [1, 0, 0]])
     """
+    _check_lines("lines", lines)
     rows = []
     for number, line in enumerate(lines, 1):
         words = line.split()
@@ -432,6 +463,15 @@ def rise_and_fall(num_steps: int, step: int) -> float:
     """
     rise = (step + 1) / max(1.0, WARM * num_steps)
     return min(1.0, rise) * (1.0 + math.cos(math.pi * min(1.0, step / num_steps))) / 2.0
+
+
+def _check_lines(name: str, lines: object) -> None:
+    """Raise at a single string, whose letters would be taken for sentences."""
+    if isinstance(lines, str | bytes):
+        raise TypeError(
+            f"{name} must be lines of text, such as a list of str; got a single "
+            f"{type(lines).__name__}. Put it into a list."
+        )
 
 
 def _check_ends(vocabulary: Vocabulary, data: Sequences) -> None:

@@ -36,6 +36,17 @@ class Perplexity(NamedTuple):
     num_tokens: int
     log_evidence: float
 
+    @classmethod
+    def of(cls, log_evidence: float, num_tokens: int) -> Perplexity:
+        """That of so many observed steps, of this log evidence in nats.
+
+        Example:
+            >>> print(Perplexity.of(-2 * math.log(3), 2))
+            perplexity 3.00 over 2 tokens
+        """
+        surprise = -log_evidence / num_tokens
+        return cls(math.exp(surprise) if surprise < 700.0 else math.inf, num_tokens, log_evidence)
+
     def __str__(self) -> str:
         return f"perplexity {self.value:.2f} over {self.num_tokens:,} tokens"
 
@@ -60,10 +71,7 @@ def perplexity(model: HMM | Fit, data: Sequences, batch_size: int = 256) -> Perp
     tokens = data.num_observed
     if tokens == 0:
         raise ValueError("data has no observed step; there is nothing to average over.")
-    total = log_evidence(model, data, batch_size).double().sum().item()
-    surprise = -total / tokens
-    value = math.exp(surprise) if surprise < 700.0 else math.inf
-    return Perplexity(value, tokens, total)
+    return Perplexity.of(log_evidence(model, data, batch_size).double().sum().item(), tokens)
 
 
 def log_evidence(model: HMM | Fit, data: Sequences, batch_size: int = 256) -> Tensor:

@@ -1,21 +1,25 @@
 """Laws of what makes a language model out of text: its clusters, and what it refuses."""
 
+import pyro
 import pytest
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from pyrohmm import LanguageModel, Sequences, clusters, cooccurrence
+from pyrohmm import LanguageModel, Sequences, blocks, clusters, cooccurrence
+from pyrohmm.batches import Batches
 from pyrohmm.language import count_words, encode, find_clusters
+from pyrohmm.readers import Vocabulary, word_classes
 
 GRAMMAR = [["the", "a", "this"], ["cat", "dog", "owl"], ["sees", "hears", "likes"],
            ["my", "your", "our"], ["house", "tree", "boat"]]  # fmt: skip
 
 
-def text(count, seed=0):
+def text(count, seed=0, longest=10):
     """Lines of a grammar that goes round five places, each with three words, and ends anywhere."""
     generator = torch.Generator().manual_seed(seed)
 
     def line():
-        length = int(torch.randint(1, 11, (), generator=generator))
+        length = int(torch.randint(1, longest + 1, (), generator=generator))
         words = torch.randint(3, (length,), generator=generator).tolist()
         return " ".join(GRAMMAR[place % 5][word] for place, word in enumerate(words))
 
@@ -102,3 +106,89 @@ def test_what_has_no_clusters_is_refused():
         find_clusters(Sequences.from_list([[2, 3]]), vocabulary, 3)
     with pytest.raises(ValueError, match="num_clusters must be at most num_states = 4; got 5"):
         LanguageModel.from_data(vocabulary, data, 4, 5)
+
+
+# What it is given ---------------------------------------------------------------------------------
+
+
+def model_of(lines, **options):
+    vocabulary, data = prepared(lines)
+    pyro.set_rng_seed(0)
+    return LanguageModel.from_data(vocabulary, data, 12, 4, 8, **options), data
+
+
+@pytest.mark.parametrize("line", ["my cat", b"my cat"])
+def test_a_single_string_is_not_lines(line):
+    model, _ = model_of(text(30))
+    for function, name in [
+        (model.score, "sentences"),
+        (model.perplexity, "sentences"),
+        (model.encode, "lines"),
+        (model.num_unknown, "lines"),
+        (count_words, "lines"),
+        (lambda lines: encode(lines, model.vocabulary), "lines"),
+    ]:
+        message = f"^{name} must be lines of text.* a single {type(line).__name__}. Put it into a l"
+        with pytest.raises(TypeError, match=message):
+            function(line)
+
+
+def test_a_vocabulary_with_classes_of_rare_words_is_saved(tmp_path):
+    words = " ".join(text(60)).split() + ["walking", "talking", "Oslo", "rises"] * 6
+    vocabulary = Vocabulary.from_counts([*words, *["<eos>"] * 99], 7, unknown=word_classes)
+    assert "<unk-ing>" in vocabulary
+    data = encode([*text(60), "walking a cat", "Oslo"], vocabulary)
+    model = LanguageModel.from_data(vocabulary, data, 12, 4, 8)
+    model.save(tmp_path / "m")
+    found = LanguageModel.load(tmp_path / "m")
+    lines = ["my cat", "barking Bergen"]
+    assert found.encode(lines).values.equal(model.encode(lines).values)
+    assert found.score(lines).equal(model.score(lines))
+
+
+def test_a_vocabulary_that_could_not_be_saved_is_refused_before_any_training():
+    def first_letter(word):
+        return [word[0]]
+
+    vocabulary = Vocabulary(["<eos>", "a", "b"], first_letter)
+    each = blocks.from_clusters(torch.tensor([1, 0, 0]), 2)
+    with pytest.raises(ValueError, match=r"readers\.word_classes or None, .* got first_letter"):
+        LanguageModel(vocabulary, each, 4)
+
+
+# Fitting ------------------------------------------------------------------------------------------
+
+
+def test_a_round_ends_where_each_sentence_was_taken_once():
+    """Held-out data are evaluated there, and steps are as many as rounds have, within 1 %."""
+    model, data = model_of(text(400, longest=60))
+    generator = torch.Generator().manual_seed(0)
+    batches = Batches(data, batch_tokens=150, generator=torch.Generator().manual_seed(0))
+    fit = model.fit(
+        data, data[:5], num_epochs=2, batch_tokens=150, generator=generator, progress=False
+    )
+    ends, step = [], 0
+    while len(ends) < 2:
+        batches.take()
+        step += 1
+        if batches.at_end_of_round:
+            ends.append(step)
+    validated = [found.step for found in fit.validation]
+    assert validated[0] == ends[0]
+    assert validated[-1] == len(fit.losses)
+    assert abs(len(fit.losses) - ends[1]) <= 0.01 * ends[1]
+
+
+def test_parameters_do_not_decay():
+    model, data = model_of(text(20))
+    found = []
+    handle = register_optimizer_step_post_hook(
+        lambda optimizer, *_: found.extend(
+            group["weight_decay"] for group in optimizer.param_groups
+        )
+    )
+    try:
+        model.fit(data, num_epochs=1, batch_tokens=200, progress=False)
+    finally:
+        handle.remove()
+    assert set(found) == {0.0}
