@@ -17,7 +17,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import pyro
@@ -25,7 +25,9 @@ import torch
 from torch import distributed
 from tqdm import tqdm
 
+from .checkpoints import Checkpoint
 from .language import END, UNKNOWN, LanguageModel, count_words, encode
+from .metrics import Perplexity
 from .persistence import check_directory
 from .processes import Processes
 from .readers import read_lines
@@ -51,6 +53,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error("--save, --valid and --checkpoint belong to training, without --load")
     if given.load and not (given.score or given.generate):
         parser.error("with --load give --score FILE, --generate N or both")
+    if given.per_line and not given.score:
+        parser.error("--per-line tells more of --score FILE, which is not given")
+    if given.train and given.states < given.clusters:
+        parser.error(f"--states must be at least --clusters = {given.clusters}; got {given.states}")
     try:
         with _processes(given.device):
             run(given)
@@ -60,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def run(given: argparse.Namespace) -> None:
     """Train or load, then score and generate, as the options say."""
-    texts = {name: read_lines(name) for name in given.score}
+    texts = {name: _read(name) for name in given.score}
     model = train(given) if given.train else LanguageModel.load(given.load)
     model.module.to(given.device)
     if not Processes.all().is_first:
@@ -73,8 +79,8 @@ def run(given: argparse.Namespace) -> None:
         if given.per_line:
             for line, score, length in zip(lines, scores.tolist(), data.lengths.tolist()):
                 print(f"{score:.6f}\t{length}\t{line}")
-        print(f"{name}: {model.perplexity(data)}, {END} included; "
-              f"{model.num_unknown(lines):,} unknown words")  # fmt: skip
+        found = Perplexity.of(scores.sum().item(), data.num_observed)
+        print(f"{name}: {found}, {END} included; {model.num_unknown(lines):,} unknown words")
     if given.generate:
         generator = torch.Generator().manual_seed(given.seed)
         for sentence in model.generate(given.generate, generator, given.longest):
@@ -84,12 +90,17 @@ def run(given: argparse.Namespace) -> None:
 def train(given: argparse.Namespace) -> LanguageModel:
     """Train a model on the files and save it."""
     check_directory(given.save)
+    if given.checkpoint:
+        Checkpoint(given.checkpoint, {})  # raises if no file can be there
     begun = time.perf_counter()
-    lines = [line for name in given.train for line in read_lines(name)]
+    lines = [line for name in given.train for line in _read(name)]
     if given.valid:
-        held = [line for name in given.valid for line in read_lines(name)]
+        held = [line for name in given.valid for line in _read(name)]
     else:
         lines, held = hold_out(lines, given.hold_out)
+    if not any(line.split() for line in lines):
+        raise ValueError(f"the text to train on must have words in it; its {len(lines):,} lines, "
+                         "without those held out, are all blank.")  # fmt: skip
     vocabulary = count_words(lines, given.min_count, given.max_words)
     data, validation = encode(lines, vocabulary), encode(held, vocabulary)
     pyro.set_rng_seed(given.seed)
@@ -151,7 +162,7 @@ def hold_out(lines: list[str], share: float) -> tuple[list[str], list[str]]:
         (['a', 'c', 'e'], ['b', 'd'])
     """
     if not 0 < share < 1:
-        raise ValueError(f"--hold-out must be between 0 and 1, such as 0.05; got {share}.")
+        raise ValueError(f"share must be between 0 and 1, such as 0.05; got {share}.")
     if len(lines) < 2:
         raise ValueError("one sentence cannot be divided into those to train on and those held "
                          "out; give --valid FILE, or more text.")  # fmt: skip
@@ -161,6 +172,18 @@ def hold_out(lines: list[str], share: float) -> tuple[list[str], list[str]]:
         [line for number, line in enumerate(lines) if number not in held],
         [lines[number] for number in sorted(held)],
     )
+
+
+def _read(name: str) -> list[str]:
+    """Lines of a file, in none of which the mark is written that is added to each."""
+    lines = read_lines(name)
+    for number, line in enumerate(lines, 1):
+        if END in line.split():
+            raise ValueError(
+                f"{name}, line {number}: lines must not have {END} in them, which is added at the "
+                "end of each. Take it out."
+            )
+    return lines
 
 
 @contextmanager
@@ -189,6 +212,27 @@ def _device(text: str) -> torch.device:
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
 
 
+def _number(
+    kind: type[int] | type[float], wanted: str, holds: Callable[[float], bool]
+) -> Callable[[str], float]:
+    """What reads a number from an option, and says which are ``wanted`` where it does not hold."""
+
+    def read(text: str) -> float:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = math.nan
+        if not holds(value):
+            raise argparse.ArgumentTypeError(f"must be {wanted}; got {text!r}")
+        return value
+
+    return read
+
+
+def _at_least(least: int) -> Callable[[str], float]:
+    return _number(int, f"a whole number of at least {least}", lambda value: value >= least)
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         "python -m pyrohmm.train_lm",
@@ -197,6 +241,7 @@ def _parser() -> argparse.ArgumentParser:
         "each, predicted and counted.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
+    count, positive = _at_least(1), _number(float, "above 0", lambda value: 0 < value < math.inf)
     parser.add_argument("train", nargs="*", metavar="TRAIN", help="text files to train on")
     add = parser.add_argument_group("what to do").add_argument
     add("--save", metavar="DIR", help="where the trained model goes")
@@ -206,25 +251,29 @@ def _parser() -> argparse.ArgumentParser:
     add("--score", nargs="+", metavar="FILE", default=[], help="text whose perplexity is wanted")
     add("--per-line", action="store_true",
         help="with --score, also log-probability (nats), tokens and text of each line")  # fmt: skip
-    add("--generate", type=int, metavar="N", help="write N sentences")
-    add("--longest", type=int, default=100, help="words after which those are cut off")
+    add("--generate", type=count, metavar="N", help="write N sentences")
+    add("--longest", type=count, default=100, help="words after which those are cut off")
     add("--checkpoint", metavar="FILE", help="a file from which the same command goes on")
     add = parser.add_argument_group("the model").add_argument
-    add("--states", type=int, default=4096)
-    add("--clusters", type=int, default=128, help=f"of words, that of {END} included")
-    add("--dim", type=int, default=256, help="of embeddings")
-    add("--dropout", type=float, default=0.5, help="share of states left out at each step")
+    add("--states", type=count, default=4096)
+    add("--clusters", type=_at_least(2), default=128, help=f"of words, that of {END} included")
+    add("--dim", type=count, default=256, help="of embeddings")
+    add("--dropout", default=0.5, help="share of states left out at each step",
+        type=_number(float, "at least 0 and below 1", lambda value: 0 <= value < 1))  # fmt: skip
     add("--one-level", action="store_true", help="moves need a sum over all states: slower")
-    add("--min-count", type=int, default=1, help=f"rarer words become {UNKNOWN}")
-    add("--max-words", type=int, help="largest vocabulary; the rarest words give way")
+    add("--min-count", type=count, default=1, help=f"rarer words become {UNKNOWN}")
+    add("--max-words", type=_at_least(3), help="largest vocabulary; the rarest words give way")
     add = parser.add_argument_group("training").add_argument
-    add("--epochs", type=int, default=10)
-    add("--tokens", type=int, default=2048, help="largest number in a minibatch")
-    add("--rate", type=float, default=0.004, help="largest learning rate of AdamW")
-    add("--clip", type=float, default=1.0, help="largest norm of the gradient, per token")
-    add("--patience", type=int, help="end after so many epochs that were no better")
-    add("--hold-out", type=float, default=0.05, help="share of lines, where --valid is not given")
-    add("--seed", type=int, default=0)
+    add("--epochs", type=count, default=10)
+    add("--tokens", type=count, default=2048, help="largest number in a minibatch")
+    add("--rate", type=positive, default=0.004, help="largest learning rate of AdamW")
+    add("--clip", type=positive, default=1.0, help="largest norm of the gradient, per token")
+    add("--patience", type=count, help="end after so many epochs that were no better")
+    add("--hold-out", default=0.05, help="share of lines, where --valid is not given",
+        type=_number(float, "between 0 and 1", lambda value: 0 < value < 1))  # fmt: skip
+    add("--seed", default=0,
+        type=_number(int, "a whole number from 0 to 2^32 - 1", lambda value: 0 <= value < 1 << 32),
+        )  # fmt: skip
     add("--device", type=_device, default="cuda" if torch.cuda.is_available() else "cpu")
     return parser
 

@@ -13,7 +13,17 @@ import pyro
 import pytest
 import torch
 
-from pyrohmm import HMM, LanguageModel, Sequences, blocks, checkpoints, metrics, save, train_lm
+from pyrohmm import (
+    HMM,
+    LanguageModel,
+    Sequences,
+    blocks,
+    checkpoints,
+    language,
+    metrics,
+    save,
+    train_lm,
+)
 from pyrohmm.language import count_words, encode
 from pyrohmm.persistence import read_tensors, write_directory
 from pyrohmm.readers import Vocabulary
@@ -158,6 +168,30 @@ def test_two_processes_train_what_one_trains(here, capsys):
         (["--load", "m"], "give --score FILE, --generate N or both"),
         (["--load", "m", "--generate", "1", "--valid", "valid.txt"], "belong to training"),
         (["train.txt", "--save", "m", "--device", "tpu"], "must be cpu or cuda"),
+        (["train.txt", "--save", "m", "--per-line"], "--per-line tells more of --score FILE"),
+        (["train.txt", "--save", "m", "--states", "9"], "at least --clusters = 128; got 9"),
+        (["--load", "m", "--generate", "0"], "--generate: must be a whole number of at least 1"),
+        *(
+            (["train.txt", "--save", "m", f"--{name}", value], f"--{name}: must be {message}")
+            for name, value, message in [
+                ("generate", "-1", "a whole number of at least 1; got '-1'"),
+                ("longest", "0", "a whole number of at least 1; got '0'"),
+                ("states", "many", "a whole number of at least 1; got 'many'"),
+                ("clusters", "1", "a whole number of at least 2; got '1'"),
+                ("dim", "0", "a whole number of at least 1"),
+                ("dropout", "1", "at least 0 and below 1; got '1'"),
+                ("min-count", "0", "a whole number of at least 1"),
+                ("max-words", "2", "a whole number of at least 3; got '2'"),
+                ("epochs", "2.5", "a whole number of at least 1; got '2.5'"),
+                ("tokens", "-1", "a whole number of at least 1; got '-1'"),
+                ("rate", "0", "above 0; got '0'"),
+                ("clip", "inf", "above 0; got 'inf'"),
+                ("patience", "0", "a whole number of at least 1"),
+                ("hold-out", "1", "between 0 and 1; got '1'"),
+                ("seed", "-1", "a whole number from 0 to 2^32 - 1; got '-1'"),
+                ("seed", "4294967296", "a whole number from 0 to 2^32 - 1"),
+            ]
+        ),
     ],
 )
 def test_options_that_cannot_be_meant_are_explained(here, capsys, arguments, message):
@@ -177,36 +211,51 @@ def test_options_that_cannot_be_meant_are_explained(here, capsys, arguments, mes
         (["blank.txt", "--save", "m"], "blank.txt, line 1: wanted at least one sentence"),
         (["one.txt", "--save", "m"], "cannot be divided"),
         (["bytes.txt", "--save", "m"], "bytes.txt, line 1: wanted UTF-8"),
-        (["marked.txt", "--save", "m"], "must not have <eos> in them"),
+        (["marked.txt", "--save", "m"], "line 2: lines must not have <eos> in"),
         (["train.txt", "--save", "no/where"], "there is no directory"),
         (["train.txt", "--save", "full"], "holds files that save did not write"),
-        (["train.txt", "--save", "m", "--clusters", "1"], "num_clusters must be at least 2"),
-        (["train.txt", "--save", "m", "--states", "9"], "at most num_states = 9; got 128"),
-        (["train.txt", "--save", "m", "--hold-out", "1"], "--hold-out must be between 0 and 1"),
-        (["train.txt", "--save", "m", "--max-words", "2"], "max_size must be at least 3"),
-        (["train.txt", "--save", "m", "--min-count", "0"], "min_count must be"),
-        (["train.txt", "--save", "m", "--epochs", "0"], "num_epochs must be"),
-        (["train.txt", "--save", "m", "--dropout", "1"], "dropout must be"),
+        (["train.txt", "--save", "m", "--checkpoint", "no/c"], "checkpoint: there is no directory"),
+        (["train.txt", "--save", "m", "--checkpoint", "full"], "full is a directory"),
+        (["train.txt", "--save", "m", "--score", "marked.txt"], "marked.txt, line 2: lines must"),
+        (["gaps.txt", "--save", "m"], "its 2 lines, without those held"),
         (["--load", "none", "--generate", "1"], "No such file"),
         (["--load", "hmm", "--generate", "1"], "it is of kind hmm. Load it with load_hmm."),
     ],
 )  # fmt: skip
-def test_bad_input_is_explained_and_nothing_is_left(here, arguments, message):
+def test_bad_input_is_explained_and_nothing_is_left(here, monkeypatch, arguments, message):
     Path("empty.txt").write_text("")
     Path("blank.txt").write_text("\n \n")
     Path("one.txt").write_text("a cat\n")
     Path("bytes.txt").write_bytes(b"\xff\n")
+    Path("gaps.txt").write_text("\na cat\n \n")
     Path("marked.txt").write_text("a cat\na <eos> cat\n")
     Path("full").mkdir()
     Path("full", "thesis.tex").write_text("years of work")
     law = torch.zeros(1)
     emission = pyro.distributions.Categorical(torch.ones(1, 2))
     save(HMM(law, law.unsqueeze(0), emission, torch.tensor([1])), "hmm")
+    monkeypatch.setattr(language, "find_clusters", None)  # no work is begun
     with pytest.raises(SystemExit) as stopped:
         main(arguments)
     assert message in stopped.value.code
     assert not Path("m").exists()
     assert [each.name for each in Path("full").iterdir()] == ["thesis.tex"]
+
+
+def test_each_file_is_scored_once(here, capsys, monkeypatch):
+    tiny().save("m")
+    seen = []
+    score = LanguageModel.score
+
+    def spy(self, sentences):
+        seen.append(len(sentences))
+        return score(self, sentences)
+
+    monkeypatch.setattr(LanguageModel, "score", spy)
+    main(["--load", "m", "--score", "test.txt", "valid.txt"])
+    assert seen == [12, 20]
+    found = LanguageModel.load("m").perplexity(text(20, 1))
+    assert f"valid.txt: {found}, <eos> included" in capsys.readouterr().out
 
 
 def test_few_words_have_few_clusters(here, capsys):
