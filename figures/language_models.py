@@ -36,7 +36,7 @@ from typing import Any
 
 import pyro
 import torch
-from common import FOLDER, alone, arguments, earlier, steps_in_round, write
+from common import FOLDER, alone, arguments, earlier, write
 from common.text import Text, brown, read
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -49,6 +49,7 @@ from pyrohmm import (
     fit_map,
     metrics,
 )
+from pyrohmm.batches import batches_in_round
 from pyrohmm.language import rise_and_fall
 
 NAME = "language_models"
@@ -176,14 +177,14 @@ def run(model: Model, paper: Paper, text: Text, cache: dict[Any, Any]) -> dict[s
             model.states, len(text.words), model.dim, blocks=given, dropout=model.dropout,
             two_level=model.two_level, factored=model.factored, scale=model.scale,
         )  # fmt: skip
-    steps = steps_in_round(text.train, model.tokens)
+    steps = batches_in_round(text.train.lengths, model.tokens)
     total = max(1, round(steps * model.epochs))
     fit = fit_map(
         MarginalModel(module), text.train, num_steps=total, batch_tokens=model.tokens,
         optimizer=lambda p: torch.optim.AdamW(p, lr=model.rate, weight_decay=0.0, fused=True),
         schedule=partial(LambdaLR, lr_lambda=partial(rise_and_fall, total)), clip_norm=5.0,
         average=model.average, tolerance=None,
-        validation=text.valid, validate_every=max(1, min(steps, total)),
+        validation=text.valid,
         checkpoint=None if model.panel == "quick" else file_of(model),
     )  # fmt: skip
     row: dict[str, Any] = asdict(model) | {

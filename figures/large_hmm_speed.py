@@ -33,12 +33,12 @@ from typing import Any
 
 import pyro
 import torch
-from common import FOLDER, alone, arguments, earlier, steps_in_round, write
+from common import FOLDER, alone, arguments, earlier, write
 from common.text import Text, brown, read
 from torch import Tensor, nn
 
 from pyrohmm import MarginalModel, NeuralHMM, Sequences, blocks, fit_map
-from pyrohmm.batches import Batches
+from pyrohmm.batches import Batches, batches_in_round
 from pyrohmm.neural import draw_states
 
 NAME = "large_hmm_speed"
@@ -123,7 +123,7 @@ def compare(text: Text, clusters: Tensor, states: int, quick: bool) -> Iterator[
     ways = [(way, tokens) for way in (TWO, ONE) for tokens in (BATCH, SMALL)] + [(PLAIN, SMALL)]
     if states <= 8192:
         ways.append((PLAIN, BATCH))
-    counts = {tokens: steps_in_round(data, tokens) for tokens in (BATCH, SMALL)}
+    counts = {tokens: batches_in_round(data.lengths, tokens) for tokens in (BATCH, SMALL)}
     epochs: dict[tuple[str, int], list[float]] = {each: [] for each in ways}
     steps = dict.fromkeys(ways, 0)
     for seed in range(1 if quick else ROUNDS):
@@ -158,7 +158,7 @@ def one(task: tuple[Tensor, int, int, int, str, Sequences, int]) -> dict[str, An
     torch.set_num_threads(2)
     module = model(clusters, words, states, way == TWO)
     taken = (plain if way == PLAIN else ours)(module, data, tokens, steps, 0)
-    count = steps_in_round(data, tokens)
+    count = batches_in_round(data.lengths, tokens)
     return {
         "part": "scaling", "states": states, "tokens": tokens, "way": way, "steps": len(taken),
         "steps_per_epoch": count, "seconds_per_epoch": sum(taken) / len(taken) * count,

@@ -23,7 +23,6 @@ from pyrohmm import (
     fit_em,
     recursions,
 )
-from pyrohmm.batches import Batches
 
 FIGURES = Path(__file__).resolve().parent.parent / "figures"
 
@@ -244,18 +243,6 @@ def test_every_language_model_has_a_key_and_a_checkpoint_of_its_own(figure):
     ]
     assert len({script.key(asdict(model)) for model in models}) == len(models)
     assert len({script.file_of(model) for model in models}) == len(models)
-
-
-def test_a_round_has_as_many_steps_as_training_takes_of_it(monkeypatch):
-    monkeypatch.syspath_prepend(FIGURES)
-    common = importlib.import_module("common")
-    data = Sequences.from_list([[0] * length for length in torch.randint(1, 30, (300,)).tolist()])
-    batches = Batches(data, generator=torch.Generator().manual_seed(0), batch_tokens=64)
-    steps = 0
-    while not steps or not batches.at_end_of_round:
-        batches.take()
-        steps += 1
-    assert common.steps_in_round(data, 64) == steps
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.5])

@@ -16,11 +16,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import torch
-
-from pyrohmm import Sequences
-from pyrohmm.batches import Batches
-
 FOLDER = Path(__file__).resolve().parent.parent
 
 
@@ -48,13 +43,6 @@ def alone(name: str) -> Iterator[None]:
     with Path(tempfile.gettempdir(), f"{name}.lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
-
-
-def steps_in_round(data: Sequences, tokens: int) -> int:
-    """How many batches of at most so many tokens a round of training has, cut as training does."""
-    batches = Batches(data, generator=torch.Generator().manual_seed(0), batch_tokens=tokens)
-    batches.take()
-    return batches.number
 
 
 def side_by_side(
