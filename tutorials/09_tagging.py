@@ -302,9 +302,10 @@ plt.show()
 # $$p(y_t \mid w) = \sum_k p(y_t \mid z_t = k)\, p(z_t = k \mid w)$$
 #
 # is no approximation: one run of the forward-backward algorithm, and no other guess is right at
-# more steps, if the model is right. Three more questions have exact answers: the most probable path
-# of states and tags together, draws from $p(y \mid w)$, and the probability of a whole tagging.
-# Only the most probable tagging, states summed out, is out of reach. All of them of one sentence:
+# more steps, if the model is right. (It is fitted, not right: above, the best path is no worse.)
+# Three more questions have exact answers: the most probable path of states and tags together, draws
+# from $p(y \mid w)$, and the probability of a whole tagging. Only the most probable tagging, states
+# summed out, is out of reach. All of them of one sentence:
 
 # %%
 doubt = (1 - hmm.tag_probs(words.values).amax(-1)).masked_fill(~new.exists, 0).amax(-1)
