@@ -7,8 +7,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from torch.nn.functional import one_hot
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from pyrohmm import HMM, _blockwise, _lookup, clusters
+from pyrohmm import blocks as blocks_module
 from pyrohmm.block_hmm import BlockHMM
 from pyrohmm.blocks import Blocks, Products, from_clusters, log_emission, uniform
 
@@ -252,11 +254,9 @@ def test_the_chain_of_clusters_alone_is_the_case_of_one_state_each():
 
 def test_all_sums_over_states_are_made_in_parts(monkeypatch, engine):
     torch.manual_seed(5)
-    from pyrohmm import blocks as module
-
     results = []
     for chunk in (1, 20, 1 << 20):
-        monkeypatch.setattr(module, "CHUNK", chunk)
+        monkeypatch.setattr(blocks_module, "CHUNK", chunk)
         torch.manual_seed(5)
         case = Case("one level", [3, 1, 4], [6, 2])
         found = case.hmm.log_prob(case.values)
@@ -289,6 +289,34 @@ def test_a_path_of_an_impossible_sequence_has_states_of_the_blocks():
     states = hmm.sample_states(values, (20,))
     assert bool((states[..., 1:] == 3).all())
     assert bool(((states[..., 0] >= 0) & (states[..., 0] < 3)).all())
+
+
+class Largest(TorchDispatchMode):
+    """How many numbers the largest tensor has that any operation makes."""
+
+    def __init__(self):
+        super().__init__()
+        self.size = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        found = function(*args, **(kwargs or {}))
+        for each in found if isinstance(found, tuple | list) else [found]:
+            if isinstance(each, torch.Tensor):
+                self.size = max(self.size, each.numel())
+        return found
+
+
+@pytest.mark.parametrize("kind", ["one level", "two levels"])
+def test_moves_between_all_states_are_never_there_at_once(kind, monkeypatch, engine):
+    monkeypatch.setattr(_blockwise, "DENSE", 0)
+    monkeypatch.setattr(blocks_module, "CHUNK", 1 << 14)
+    torch.manual_seed(0)
+    case = Case(kind, [16] * 64, [4, 9], num_symbols=64, dtype=torch.float32)
+    with Largest() as largest:
+        evidence = case.hmm.log_prob(case.values)
+        gradients = torch.autograd.grad(evidence.sum(), case.parameters)
+    assert all(bool(each.isfinite().all()) for each in gradients)
+    assert largest.size <= 1024 * 64  # shares of 64 blocks
 
 
 def test_many_and_few_states_take_the_same_way(monkeypatch):
