@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from itertools import pairwise
+from types import ModuleType
 from typing import NamedTuple
 
 import torch
@@ -244,6 +245,69 @@ def _mixed(count: int) -> Tensor:
     return torch.cat([torch.arange(part, count, threads) for part in range(threads)])
 
 
+class _Forward:
+    """The way forth by scaled messages; sequences in the order of the plan.
+
+    Attributes:
+        evidence: ``(N,)`` float64, the logarithm.
+        sound: ``(N,)``, whether nothing was lost on the way.
+        alpha: ``(M, w)``, the law of the state of each token given what was seen up to it.
+        norm: ``(M,)``, likelihood of each token given those before, over its maximum.
+        seen: ``(M, w)``, likelihood of each token in its states, over its maximum.
+        shares: ``(B, K)``, probability of the next block; empty if there is one level.
+        laws: Those of the pairs.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        states: States,
+        leave: Tensor,
+        enter: Tensor | None,
+        log_shares: Tensor | None,
+        log_first: Tensor,
+        log_seen: Tensor,
+        kernels: ModuleType,
+    ) -> None:
+        self.least, slack = LIMITS[log_seen.dtype]
+        self.kernels, self.plan, self.states = kernels, plan, states
+        empty = leave.new_empty(0, 0)
+        self.shares = empty if log_shares is None else log_shares.mT.exp().contiguous()
+        peak = log_seen.amax(-1)
+        peak = peak.masked_fill(peak.isneginf(), 0.0)
+        self.seen = (log_seen - peak.unsqueeze(-1)).exp_()
+        self.seen.masked_fill_(self.seen < self.least, 0.0)
+        first = log_first.exp()
+        count = len(plan.lengths)
+        self.alpha, self.norm = torch.empty_like(self.seen), torch.ones_like(peak)
+        self.evidence = torch.zeros(count, dtype=torch.float64)
+        self.evidence.index_add_(0, _rank(plan), peak.double())
+        self.sound = torch.ones(count, dtype=torch.bool)
+        self.scores = Scores(plan, states, leave, enter)
+        self.laws: Tensor | None = self.laws_of_pairs()
+        mean = plan.size // max(len(plan.source), 1)
+        kernels.run(
+            kernels.forward, count, mean * len(plan.begins), _mixed(count), plan.lengths,
+            plan.begins, plan.block, states.sizes, states.starts, plan.pair, self.scores.base,
+            self.scores.stride, self.laws, self.shares, self.least, slack, first, self.seen,
+            self.alpha, self.norm, self.evidence, self.sound,
+        )  # fmt: skip
+
+    def laws_of_pairs(self) -> Tensor:
+        """The laws of the pairs."""
+        kernels, plan, states, scores = self.kernels, self.plan, self.states, self.scores
+        laws = scores()
+        if scores.enter is None or not len(plan.source):
+            return laws.exp_()
+        units = len(plan.pairs_of) - 1
+        kernels.run(
+            kernels.softmax_of_pairs, units, 10 * plan.size // max(units, 1), _mixed(units),
+            plan.pairs_of, plan.source, plan.target, states.sizes, scores.base, scores.stride,
+            math.log(self.least), laws,
+        )  # fmt: skip
+        return laws
+
+
 class _Scaled(torch.autograd.Function):
     """Log evidence by scaled messages ``(N,)`` in the order of the plan, and whether it is sound.
 
@@ -252,65 +316,33 @@ class _Scaled(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, plan, states, leave, enter, log_shares, log_first, log_seen, kernels):
-        dtype = log_seen.dtype
-        least, slack = LIMITS[dtype]
-        shares = leave.new_empty(0, 0) if log_shares is None else log_shares.mT.exp().contiguous()
-        peak = log_seen.amax(-1)
-        peak = peak.masked_fill(peak.isneginf(), 0.0)
-        seen = (log_seen - peak.unsqueeze(-1)).exp_()
-        seen.masked_fill_(seen < least, 0.0)
-        first = log_first.exp()
-        count = len(plan.lengths)
-        alpha, norm = torch.empty_like(seen), torch.ones_like(peak)
-        evidence = torch.zeros(count, dtype=torch.float64)
-        evidence.index_add_(0, _rank(plan), peak.double())
-        sound = torch.ones(count, dtype=torch.bool)
-        ctx.kernels, ctx.least, ctx.plan, ctx.states = kernels, least, plan, states
-        ctx.scores = Scores(plan, states, leave, enter)
-        laws = _Scaled.laws(ctx)
-        mean = plan.size // max(len(plan.source), 1)
-        kernels.run(
-            kernels.forward, count, mean * len(plan.begins), _mixed(count), plan.lengths,
-            plan.begins, plan.block, states.sizes, states.starts, plan.pair, ctx.scores.base,
-            ctx.scores.stride, laws, shares, least, slack, first, seen, alpha, norm, evidence,
-            sound,
-        )  # fmt: skip
-        ctx.save_for_backward(leave, enter, log_shares, alpha, norm, seen, shares, sound)
-        ctx.stored, ctx.given = laws, (log_first.detach(), log_seen.detach())
+        forth = _Forward(plan, states, leave, enter, log_shares, log_first, log_seen, kernels)
+        sound = forth.sound
+        ctx.save_for_backward(leave, enter, log_shares)
+        ctx.forth, ctx.given = forth, (log_first.detach(), log_seen.detach())
         ctx.mark_non_differentiable(sound)
-        return evidence.masked_fill(~sound, 0.0).to(dtype), sound
-
-    @staticmethod
-    def laws(ctx):
-        """The laws of the pairs."""
-        kernels, plan, states, scores = ctx.kernels, ctx.plan, ctx.states, ctx.scores
-        laws = scores()
-        if scores.enter is None or not len(plan.source):
-            return laws.exp_()
-        units = len(plan.pairs_of) - 1
-        kernels.run(
-            kernels.softmax_of_pairs, units, 10 * plan.size // max(units, 1), _mixed(units),
-            plan.pairs_of, plan.source, plan.target, states.sizes, scores.base, scores.stride,
-            math.log(ctx.least), laws,
-        )  # fmt: skip
-        return laws
+        return forth.evidence.masked_fill(~sound, 0.0).to(log_seen.dtype), sound
 
     @staticmethod
     @in_full_precision
     @once_differentiable
     def backward(ctx, weights, _):
-        leave, enter, log_shares, alpha, norm, seen, shares, sound = ctx.saved_tensors
-        kernels, plan, states = ctx.kernels, ctx.plan, ctx.states
-        laws, ctx.stored = ctx.stored, None
+        leave, enter, log_shares = ctx.saved_tensors
+        forth = ctx.forth
+        alpha, norm, seen, shares, sound = (
+            forth.alpha, forth.norm, forth.seen, forth.shares, forth.sound
+        )  # fmt: skip
+        kernels, plan, states, scores = forth.kernels, forth.plan, forth.states, forth.scores
+        laws, forth.laws = forth.laws, None
         if laws is None:  # a second time, through a graph that was retained
-            laws = _Scaled.laws(ctx)
+            laws = forth.laws_of_pairs()
         gamma, message = torch.zeros_like(seen), torch.empty_like(seen)
         count, good = len(plan.lengths), sound.clone()
         mean = plan.size // max(len(plan.source), 1)
         kernels.run(
             kernels.backward, count, mean * len(plan.begins), _mixed(count), plan.lengths,
-            plan.begins, plan.block, states.sizes, states.starts, plan.pair, ctx.scores.base,
-            ctx.scores.stride, laws, shares, ctx.least, seen, alpha, norm, weights.contiguous(),
+            plan.begins, plan.block, states.sizes, states.starts, plan.pair, scores.base,
+            scores.stride, laws, shares, forth.least, seen, alpha, norm, weights.contiguous(),
             gamma, message, good,
         )  # fmt: skip
         if not torch.equal(good, sound):  # only the way back left the range
@@ -321,7 +353,7 @@ class _Scaled(torch.autograd.Function):
             if not bool(sound.all()):
                 message[~sound[_rank(plan)]] = 0.0
                 alpha = alpha.masked_fill(~sound[_rank(plan)].unsqueeze(-1), 0.0)
-            scores, pairs, changed = ctx.scores, len(plan.source), torch.zeros_like(shares)
+            pairs, changed = len(plan.source), torch.zeros_like(shares)
             moved = torch.zeros_like(laws) if scores.dense else laws
             uses = plan.tokens_of.diff()
             schedule = uses.argsort(descending=True, stable=True)[_mixed(pairs)]
@@ -329,7 +361,7 @@ class _Scaled(torch.autograd.Function):
                 kernels.gradients_of_pairs, pairs,
                 plan.size // max(pairs, 1) * (2 + len(plan.tokens) // max(pairs, 1)), schedule,
                 plan.tokens_of, plan.tokens, plan.before, plan.block, states.sizes, states.starts,
-                scores.base, scores.stride, ctx.least, alpha, message, shares, laws, moved,
+                scores.base, scores.stride, forth.least, alpha, message, shares, laws, moved,
                 changed,
             )  # fmt: skip
             to_leave, to_enter = scores.gradients(moved)
@@ -523,3 +555,37 @@ def log_evidence(
             ).log_evidence()
             value = value.index_put((lost[part.order],), redone)
     return value[plan.order.argsort().to(device)]
+
+
+def last_laws(
+    blocks: Tensor,
+    lengths: Tensor,
+    states: States,
+    leave: Tensor,
+    enter: Tensor | None,
+    log_shares: Tensor | None,
+    log_first: Tensor,
+    log_seen: Tensor,
+) -> Tensor:
+    """Logarithms of the laws of the last states in their blocks, given everything; ``(N, w)``.
+
+    Args as those of :func:`log_evidence`; without gradients. -inf where that is impossible.
+    """
+    with torch.no_grad():
+        plan = make_plan(blocks, lengths, states)
+        kernels = _lookup.kernels("_compiled_blocks") if log_seen.device.type == "cpu" else None
+        device = log_seen.device
+        first = log_first[plan.order.to(device)]
+        seen = log_seen.flatten(0, 1)[plan.where.to(device)]
+        chain = plan, states, leave, enter, log_shares, first, seen
+        forth = None if kernels is None else _Forward(*chain, kernels)
+        if forth is not None and bool(forth.sound.all()):
+            found = forth.alpha[plan.begins[plan.lengths - 1] + torch.arange(len(lengths))].log()
+            own = states.sizes[blocks.gather(1, lengths.unsqueeze(-1) - 1)][plan.order]
+            found = found.masked_fill(torch.arange(states.width) >= own, -torch.inf)
+        else:
+            logs = Logs(*chain)
+            found = logs.ends(logs.messages())
+            total = found.logsumexp(-1, keepdim=True)
+            found = torch.where(total.isneginf(), -torch.inf, found - total)
+        return found[plan.order.argsort().to(device)]

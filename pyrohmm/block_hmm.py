@@ -319,11 +319,14 @@ class BlockHMM(HMM):
 
     def ending(self, values: Tensor) -> Ending:
         """The law of the last state of each sequence ``(N, T)``, given its symbols."""
-        found = self.posterior_in_blocks(values)
-        last = (self.lengths.to(found.probs.device) - 1).reshape(-1, 1, 1)
-        last = last.expand(-1, 1, self.blocks.width)
-        states, probs = (each.gather(1, last).squeeze(1) for each in (found.states, found.probs))
-        return Ending(states, probs.log())
+        if self.observed is not None:
+            raise ValueError("ending needs every step to be observed; some are not.")
+        with torch.no_grad(), full_precision(self.log_initial):
+            read = self._read(values)
+            found = _blockwise.last_laws(*self._chain_in_blocks(read))
+        last = read.blocks.gather(1, read.lengths.unsqueeze(-1) - 1).squeeze(-1)
+        states = self.blocks.states[last].to(found.device)
+        return Ending(states, found[:, : self.blocks.width])
 
     def posterior(self, values: Tensor) -> Posterior:
         """Smooth: evidence ``(*B)``, states ``(*B, T, K)``, expected moves ``(*B, K, K)``.

@@ -291,6 +291,32 @@ def test_a_path_of_an_impossible_sequence_has_states_of_the_blocks():
     assert bool(((states[..., 0] >= 0) & (states[..., 0] < 3)).all())
 
 
+@pytest.mark.parametrize("lengths", [[1], [4, 1, 6, 6, 2]], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_law_of_the_last_state_is_the_last_that_is_filtered(kind, lengths, engine):
+    torch.manual_seed(2)
+    case = Case(kind, [3, 1, 2, 4], lengths)
+    found = case.hmm.ending(case.values)
+    wanted = case.hmm.dense().filtered(case.values)
+    wanted = torch.stack([law[length - 1] for law, length in zip(wanted, lengths)])
+    wide = torch.zeros(len(lengths), case.blocks.num_states + 1, dtype=torch.float64)
+    rows = found.states.masked_fill(found.states < 0, case.blocks.num_states)
+    wide.scatter_(1, rows, found.log_probs.exp())
+    torch.testing.assert_close(wide[:, :-1], wanted)
+    assert not found.log_probs.requires_grad
+
+
+def test_a_sequence_that_is_impossible_has_no_last_state(engine):
+    three = from_clusters(torch.tensor([0, 1]), torch.tensor([3, 1]))
+    moves = torch.full((4, 4), -torch.inf)
+    moves[:, :3] = math.log(1 / 3)  # never to the last state
+    words = torch.tensor([[0.0, 0.0, 0.0], [0.0, -torch.inf, -torch.inf]])
+    hmm = BlockHMM(torch.full((4,), 0.25).log(), moves, words, three, torch.tensor([2, 2]))
+    found = hmm.ending(torch.tensor([[0, 1], [0, 0]]))
+    assert bool(found.log_probs[0].isneginf().all())
+    torch.testing.assert_close(found.log_probs[1].exp(), torch.full((3,), 1 / 3))
+
+
 class Largest(TorchDispatchMode):
     """How many numbers the largest tensor has that any operation makes."""
 
