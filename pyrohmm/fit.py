@@ -329,7 +329,13 @@ def fit_map(
 
     with poutine.block(), torch.no_grad(), pyro.get_param_store().scope():
         probe = follow(model, None, data[:1])
-        spaces, enumerated = _sites(model, probe)
+        with _Parameters(model) as met:
+            spaces, enumerated = _sites(model, probe)
+        if any(each.requires_grad for each in met.found):
+            raise ValueError(
+                "restarts need every parameter to have a prior, so that each restart has its own; "
+                "model reads parameters without one. Fit it once for each start."
+            )
         if enumerated:
             raise ValueError(
                 "restarts need a model whose states are summed out, such as MarginalModel; this "
@@ -687,13 +693,15 @@ def fit_svi(
             processes=processes,
         )
         probe = follow(model, guide, data[:1] if batches.whole is None else batches.whole)
-        with poutine.block(), torch.no_grad(), _Parameters() as met:
-            spaces, enumerated = _sites(model, probe)
+        with poutine.block(), torch.no_grad():
+            with _Parameters(model) as met:
+                spaces, enumerated = _sites(model, probe)
             names = list(spaces)
-            guide(probe)  # an autoguide makes its parameters here
+            with _Parameters(guide) as read:
+                guide(probe)  # an autoguide makes its parameters here
         elbo = elbo or (TraceEnum_ELBO() if enumerated else Trace_ELBO())
         objective = elbo(model, guide)
-        parameters = _parameters(objective, met.found)
+        parameters = _parameters(objective, [*met.found, *read.found])
         stepper = (
             torch.optim.Adam(parameters, lr=learning_rate) if optimizer is None
             else optimizer(parameters)
@@ -917,14 +925,22 @@ def _rename(guide: AutoGuide) -> None:
 
 
 class _Parameters(poutine.messenger.Messenger):
-    """Notes the parameters that are met: also those of modules that a function calls."""
+    """Notes the parameters that a function reads, also those of modules that it calls.
 
-    def __init__(self) -> None:
+    A module has its parameters, and some that it has read may have been replaced since.
+    """
+
+    def __init__(self, called: Any) -> None:
         super().__init__()
+        self.wanted = not isinstance(called, nn.Module)
         self.found: list[nn.Parameter] = []
 
     def _pyro_post_param(self, message: Any) -> None:
-        self.found.append(message["value"].unconstrained())
+        value = message["value"]
+        if self.wanted and hasattr(value, "unconstrained"):
+            self.found.append(value.unconstrained())
+        elif self.wanted and isinstance(value, nn.Parameter):  # which its module alone keeps
+            self.found.append(value)
 
 
 def _parameters(objective: nn.Module, met: list[nn.Parameter]) -> list[nn.Parameter]:

@@ -288,6 +288,8 @@ def test_modules_in_functions_are_trained(way, named, beside):
 
     before = [each.clone() for each in net.parameters()]
     if way == "fit":
+        with pytest.raises(ValueError, match="restarts need every parameter to have a prior"):
+            fit_map(model, data, restarts=2)
         losses = fit_map(model, data, num_steps=20, tolerance=None).losses
     else:
         svi = SVI(model, lambda data: None, pyro.optim.Adam({"lr": 0.01}), Trace_ELBO())
