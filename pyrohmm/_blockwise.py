@@ -513,6 +513,15 @@ def _gradients(
 # Both ---------------------------------------------------------------------------------------------
 
 
+def planned(
+    blocks: Tensor, lengths: Tensor, states: States, log_first: Tensor, log_seen: Tensor
+) -> tuple[Plan, Tensor, Tensor]:
+    """A plan, and in its order what begins ``(N, w)`` and what is seen ``(M, w)``."""
+    plan, device = make_plan(blocks, lengths, states), log_seen.device
+    first = log_first[plan.order.to(device)]
+    return plan, first, log_seen.flatten(0, 1)[plan.where.to(device)]
+
+
 def log_evidence(
     blocks: Tensor,
     lengths: Tensor,
@@ -536,11 +545,8 @@ def log_evidence(
         log_seen: ``(N, T, w)``, log-probability of each step in the states of its block; -inf
             where a block has fewer states than w.
     """
-    plan = make_plan(blocks, lengths, states)
+    plan, first, seen = planned(blocks, lengths, states, log_first, log_seen)
     kernels = _lookup.kernels("_compiled_blocks") if log_seen.device.type == "cpu" else None
-    device = log_seen.device
-    first = log_first[plan.order.to(device)]
-    seen = log_seen.flatten(0, 1)[plan.where.to(device)]
     if kernels is None:
         value = Logs(plan, states, leave, enter, log_shares, first, seen).log_evidence()
     else:
@@ -554,7 +560,7 @@ def log_evidence(
                 part, states, leave, enter, log_shares, log_first[rows][part.order], chosen
             ).log_evidence()
             value = value.index_put((lost[part.order],), redone)
-    return value[plan.order.argsort().to(device)]
+    return value[plan.order.argsort().to(value.device)]
 
 
 def last_laws(
@@ -572,11 +578,8 @@ def last_laws(
     Args as those of :func:`log_evidence`; without gradients. -inf where that is impossible.
     """
     with torch.no_grad():
-        plan = make_plan(blocks, lengths, states)
+        plan, first, seen = planned(blocks, lengths, states, log_first, log_seen)
         kernels = _lookup.kernels("_compiled_blocks") if log_seen.device.type == "cpu" else None
-        device = log_seen.device
-        first = log_first[plan.order.to(device)]
-        seen = log_seen.flatten(0, 1)[plan.where.to(device)]
         chain = plan, states, leave, enter, log_shares, first, seen
         forth = None if kernels is None else _Forward(*chain, kernels)
         if forth is not None and bool(forth.sound.all()):
@@ -588,4 +591,4 @@ def last_laws(
             found = logs.ends(logs.messages())
             total = found.logsumexp(-1, keepdim=True)
             found = torch.where(total.isneginf(), -torch.inf, found - total)
-        return found[plan.order.argsort().to(device)]
+        return found[plan.order.argsort().to(found.device)]

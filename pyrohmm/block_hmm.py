@@ -11,7 +11,7 @@ from pyro.distributions.torch_distribution import TorchDistribution
 from torch import Tensor
 
 from . import _blockwise, _lookup
-from ._blockwise import Logs, States, bounds, make_plan
+from ._blockwise import Logs, States, bounds, planned
 from ._checks import (
     check_booleans,
     check_floats,
@@ -442,11 +442,9 @@ class BlockHMM(HMM):
         """The chain in logarithms, without gradients."""
         with torch.no_grad(), full_precision(self.log_initial):
             blocks, lengths, batch, first, seen = self._read(values)
-            plan = make_plan(blocks, lengths, self.blocks._states)
-            device = first.device
-            first = first[plan.order.to(device)]
-            seen = seen.flatten(0, 1)[plan.where.to(device)]
-            chain = Logs(plan, self.blocks._states, *self._scores(), first, seen)
+            states = self.blocks._states
+            plan, first, seen = planned(blocks, lengths, states, first, seen)
+            chain = Logs(plan, states, *self._scores(), first, seen)
         return chain, plan, torch.Size([*batch, self.num_steps])
 
     def _named(self, places: Tensor, plan: _blockwise.Plan, shape: torch.Size) -> Tensor:

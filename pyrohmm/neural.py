@@ -237,8 +237,7 @@ class _Large(HMMModule):
 
     def forward(self, lengths: Tensor, observed: Tensor | None = None) -> HMM:
         """Build the HMM for sequences of ``lengths`` ``(*B)``."""
-        random = any(isinstance(each, PyroModule) and each._pyro_samples for each in self.modules())
-        if self.training or torch.is_grad_enabled() or random:
+        if self.training or torch.is_grad_enabled() or self._has_priors():
             self._last = None
             states, blocks = None, self.blocks
             if self.training and self.dropout:
@@ -251,6 +250,10 @@ class _Large(HMMModule):
         hmm = self._build(None, self.blocks, lengths, observed)
         self._last = [each.clone() for each in now], hmm
         return hmm
+
+    def _has_priors(self) -> bool:
+        """Whether something is drawn anew each time."""
+        return any(isinstance(each, PyroModule) and each._pyro_samples for each in self.modules())
 
     def get_extra_state(self) -> Tensor:
         """What ``state_dict`` holds besides parameters: a digest of the blocks."""
