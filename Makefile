@@ -20,9 +20,11 @@ check: .venv/test
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-# every tutorial and every figure script, with fewer steps
+# every tutorial and every figure script, with fewer steps; tutorials leave nothing behind
 smoke: .venv/test
-	for script in tutorials/*.py; do echo $$script; PYROHMM_SMOKE=1 MPLBACKEND=agg $(BIN)/python $$script > /dev/null || exit 1; done
+	for script in $(CURDIR)/tutorials/*.py; do echo $$script; folder=$$(mktemp -d); \
+		(cd $$folder && PYROHMM_SMOKE=1 MPLBACKEND=agg $(CURDIR)/$(BIN)/python -W error::UserWarning:pyrohmm $$script > /dev/null) \
+		&& rmdir $$folder || exit 1; done
 	for script in figures/*.py; do echo $$script; MPLBACKEND=agg $(BIN)/python $$script --quick > /dev/null || exit 1; done
 
 # the tutorials with their outputs

@@ -9,11 +9,11 @@ the forward algorithm in logarithms, and autograd through it. Emission and netwo
 Seconds per epoch are those of a step times the number of steps in an epoch. All ways are measured
 in turn, in five rounds, on the same batches in each run (their seed is the round's); the first
 steps of each round are left out, and ``low`` and ``high`` are the fastest and the slowest round.
-``steps`` are those measured in all: 50 of ours; the straightforward way with 32,768 states, where
-each step takes very long, has 10. ``times_faster`` is how often as long the straightforward way
-takes with its batches of 512 tokens, so that for our batches of 8,192 it counts what larger batches
-save as well; ``times_faster_alike`` compares batches of the same number of tokens. With 4,096
-states these are 512 and 8,192, with 32,768 they are 512.
+``steps`` are those measured in all: 50, but 10 of ways on one level with more than 8,192 states,
+where each step takes long. ``times_faster`` is how often as long the straightforward way takes with
+its batches of 512 tokens, so that for our batches of 8,192 it counts what larger batches save as
+well; ``times_faster_alike`` compares batches of the same number of tokens. With 4,096 states these
+are 512 and 8,192, with 32,768 they are 512.
 
 ``scaling`` are ways alone, each in a process of its own, by the number of states and by the number
 of tokens in a batch; ``gigabytes`` (10^9 bytes) are the largest memory of that process, data and
@@ -129,7 +129,7 @@ def compare(text: Text, clusters: Tensor, states: int, quick: bool) -> Iterator[
     for seed in range(1 if quick else ROUNDS):
         for way, tokens in ways:
             measure = plain if way == PLAIN else ours
-            number = 1 if quick else 2 if way == PLAIN and states > 8192 else STEPS
+            number = 1 if quick else 2 if slow(way, states) else STEPS
             taken = measure(modules[way], data, tokens, number, seed)
             epochs[way, tokens].append(sum(taken) / len(taken) * counts[tokens])
             steps[way, tokens] += len(taken)
@@ -147,9 +147,14 @@ def compare(text: Text, clusters: Tensor, states: int, quick: bool) -> Iterator[
         }  # fmt: skip
 
 
-def times(slow: list[float] | None, fast: list[float]) -> float | None:
+def slow(way: str, states: int) -> bool:
+    """Whether a step takes so long that few must do."""
+    return way != TWO and states > 8192
+
+
+def times(longer: list[float] | None, shorter: list[float]) -> float | None:
     """How often as long one takes, by the median over rounds; None if it was not measured."""
-    return None if slow is None else median(a / b for a, b in zip(slow, fast))
+    return None if longer is None else median(a / b for a, b in zip(longer, shorter))
 
 
 def one(task: tuple[Tensor, int, int, int, str, Sequences, int]) -> dict[str, Any]:
@@ -182,7 +187,7 @@ def scaling(
     """By states, and by tokens in a batch."""
     with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
         for states, tokens, way in tasks:
-            steps = 1 if quick else 10 if way == PLAIN and states > 8192 else ROUNDS * STEPS
+            steps = 1 if quick else 10 if slow(way, states) else ROUNDS * STEPS
             task = (clusters, len(text.words), states, tokens, way, text.train, steps)
             yield pool.apply(one, (task,))
 
