@@ -35,8 +35,6 @@ from .emissions import parametric as parametric
 from .emissions import poisson as poisson
 from .emissions import streams as streams
 from .emissions import tied as tied
-from .fit import Fit as Fit
-from .fit import Restarts as Restarts
 from .fit import fit_cooccurrence as fit_cooccurrence
 from .fit import fit_map as fit_map
 from .fit import fit_svi as fit_svi
@@ -65,6 +63,8 @@ from .persistence import load_into as load_into
 from .persistence import save as save
 from .recursions import Expected as Expected
 from .recursions import Posterior as Posterior
+from .results import Fit as Fit
+from .results import Restarts as Restarts
 from .sequences import Sequences as Sequences
 from .streaming import Filter as Filter
 from .tabular import TabularHMM as TabularHMM

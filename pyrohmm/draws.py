@@ -24,11 +24,11 @@ from torch import Tensor
 
 from ._checks import check_integers, check_shape, check_size
 from .distributions import is_categorical, log_probs
-from .fit import Fit, match_states
 from .guides import RotationGuide
 from .hmm import HMM
 from .models import follow, returned
 from .modules import in_mode
+from .results import Fit, match_states
 from .sequences import Sequences
 
 # Names of the dimensions of the variables of TabularHMM and DenseHMM.
@@ -298,8 +298,8 @@ class Draws:
     def align(self, data: Sequences) -> Tensor:
         """Which state of a common naming each state of each draw corresponds to.
 
-        States are matched where posteriors overlap most (:func:`pyrohmm.fit.match_states`): first
-        with those of the draw of the largest evidence, then with the average of all draws so
+        States are matched where posteriors overlap most (:func:`pyrohmm.results.match_states`):
+        first with those of the draw of the largest evidence, then with the average of all draws so
         matched, until no name changes. Where the data do not tell two states apart, or never visit
         them, the match is arbitrary.
 

@@ -36,12 +36,13 @@ from .checkpoints import Checkpoint, constants, fingerprint
 from .dense import DenseHMM
 from .distributions import is_categorical, log_probs
 from .dpp import DiversityPrior
-from .fit import Fit, Point, Restarts, check_events, uses_labels
+from .fit import check_events
 from .hmm import HMM
 from .models import LogPrior, MarginalModel, build, follow
 from .modules import HMMModule
 from .msteps import FixedPoint, GradientStep, LogitGradient, TransitionStep
 from .recursions import Expected
+from .results import Fit, Point, Restarts, uses_labels
 from .sequences import Sequences
 from .starts import Start, Values, build_once, by_kmeans, from_prior
 from .tabular import TabularHMM

@@ -9,9 +9,8 @@ from __future__ import annotations
 import inspect
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -19,12 +18,10 @@ from typing import Any
 import pyro
 import torch
 from pyro import poutine
-from pyro.distributions import Delta
 from pyro.infer import ELBO, Trace_ELBO, TraceEnum_ELBO
 from pyro.infer.autoguide import AutoDelta, AutoGuide, init_to_sample
 from pyro.nn import PyroModule
 from pyro.poutine.util import site_is_subsample
-from scipy.optimize import linear_sum_assignment
 from torch import Tensor, nn
 from torch.distributions import constraints
 from tqdm import tqdm
@@ -32,236 +29,24 @@ from tqdm import tqdm
 from . import cooccurrence
 from ._checks import check_size
 from ._precision import full_precision
+from ._training import Average, ParametersRead, State, clip, hold, trained
 from .batches import Batches
 from .checkpoints import Checkpoint, constants, digits, fingerprint
 from .cooccurrence import Pairs
 from .distributions import interior, is_categorical
 from .hmm import HMM
-from .models import CooccurrenceModel, follow, returned
+from .models import CooccurrenceModel, follow
 from .modules import HMMModule, in_mode
 from .processes import Processes
+from .results import WINDOW, Fit, Point, Restarts, name_of, uses_labels
 from .sequences import Sequences
 from .validation import HeldOut, Validation
 
-WINDOW = 25  # steps whose mean loss is compared with that of the steps before
 _guides = count()
 
 Plateau = torch.optim.lr_scheduler.ReduceLROnPlateau
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 ScheduleFactory = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]
-
-
-@dataclass
-class Fit:
-    """A fitted model.
-
-    Attributes:
-        model: The Pyro model.
-        guide: What was fitted: a point for MAP, a distribution for SVI.
-        losses: ``(num_steps,)``, the loss at each step in nats, for the whole set: minus the log
-            joint density for MAP, minus the evidence lower bound for SVI.
-        converged: Whether a test ended the fit: that of the losses, or patience with held-out data.
-        reason: Why it ended, in words.
-        seconds: How long it took.
-        num_observed: Number of observed steps it was fitted to.
-        names: Names of the latent variables.
-        notes: Remarks worth knowing, such as that no sequence visits some state.
-        restarts: All the restarts, if there were several; the rest of this is about the best.
-        method: "MAP", "SVI" or "EM".
-        spaces: Where each latent variable lives, by name.
-        window: Over how many of the last losses their level is averaged: 1 if they have no noise.
-        validation: How well held-out sequences were predicted, if there were some, at each
-            :class:`Validation`; model and guide have the parameters of the best one.
-        params: The parameter store at the end of the fit. If the model or the guide is a function
-            with ``pyro.param`` statements, call it inside
-            ``pyro.get_param_store().scope(fit.params)``; modules carry their parameters.
-    """
-
-    model: Callable[..., Any]
-    guide: Callable[..., Any]
-    losses: Tensor
-    converged: bool
-    reason: str
-    seconds: float
-    num_observed: int
-    names: list[str] = field(default_factory=list)
-    params: dict[str, Any] = field(
-        default_factory=lambda: {"params": {}, "constraints": {}}, repr=False
-    )
-    notes: list[str] = field(default_factory=list)
-    restarts: Restarts | None = field(default=None, repr=False)
-    method: str = "SVI"
-    window: int = WINDOW
-    validation: list[Validation] = field(default_factory=list)
-    spaces: dict[str, constraints.Constraint] = field(default_factory=dict, repr=False)
-
-    @property
-    def start(self) -> dict[str, Tensor]:
-        """As :attr:`values`, each moved off the boundary of its space: where a fit may begin.
-
-        EM may end at probabilities of zero, where gradient steps cannot begin:
-        ``AutoNormal(model, init_loc_fn=init_to_value(values=fit.start))``.
-        """
-        return {
-            name: interior(self.spaces[name], value) if name in self.spaces else value
-            for name, value in self.values.items()
-        }
-
-    @property
-    def values(self) -> dict[str, Tensor]:
-        """Latent variables by name: for MAP and EM their values, for SVI one draw."""
-        with torch.no_grad(), self.at_rest():
-            trace = poutine.trace(self.guide).get_trace(None)
-        return {
-            name: site["value"].detach().clone()  # guides move in place what they begin at
-            for name, site in trace.nodes.items()
-            if site["type"] == "sample" and name in self.names
-        }
-
-    def draw(self, data: Sequences) -> HMM:
-        """An HMM for ``data``, from one draw of the guide (which for MAP is always the same).
-
-        Raises:
-            TypeError: If the model does not return an HMM.
-        """
-        return self.draw_each([data])[0]
-
-    def draw_each(self, parts: list[Sequences]) -> list[HMM]:
-        """An HMM for each part of some data, all from one draw of the guide.
-
-        Raises:
-            TypeError: If the model does not return an HMM.
-        """
-        with torch.no_grad(), self.at_rest():
-            trace = poutine.trace(self.guide).get_trace(parts[0])
-            hmms = [poutine.block(poutine.replay(self.model, trace=trace))(part) for part in parts]
-        return [returned(hmm) for hmm in hmms]
-
-    @contextmanager
-    def at_rest(self) -> Iterator[None]:
-        """Its own parameters are those in the store, and its modules in ``eval()`` mode."""
-        with pyro.get_param_store().scope(self.params), poutine.block():
-            with in_mode(False, self.model, self.guide):
-                yield
-
-    def summary(self) -> str:
-        """What was fitted, how it went and why it ended, in a few lines."""
-        count, tokens = min(self.window, len(self.losses)), self.num_observed
-        first, last = self.losses[0].item(), self.losses[-count:].mean().item()
-        over = f", mean of the last {count} steps" if self.window > 1 else ""
-        guide = f" with {_name(self.guide)}" if self.method == "SVI" else ""
-        module = getattr(self.model, "module", None)
-        model = _name(self.model) + (f" of {_name(module)}" if module is not None else "")
-        lines = [
-            f"{self.method} of {model}{guide}: {', '.join(self.names) or 'parameters'}",
-            f"loss      {first:.2f} -> {last:.2f} nats{over}",
-            f"per step  {last / max(tokens, 1):.4f} nats; {tokens:,} observed steps",
-            f"ended     after {len(self.losses)} steps and {self.seconds:.1f} s: {self.reason}",
-        ]
-        if self.validation:
-            best = min(self.validation, key=lambda found: found.nats)
-            lines.append(
-                f"held out  {best.nats:.4f} nats per step, the best of {len(self.validation)} "
-                f"validations, at step {best.step}"
-            )
-        if self.restarts is not None:
-            ends = self.restarts.final.sort().values
-            lines.append(
-                f"restarts  {len(ends)}, losses {ends[0].item():.2f} (best), "
-                f"{ends.median().item():.2f} (median), {ends[-1].item():.2f} (worst)"
-            )
-        lines += [f"note      {note}" for note in self.notes]
-        return "\n".join(lines)
-
-
-@dataclass
-class Restarts:
-    """Fits of one model from R starts, which ran side by side.
-
-    Attributes:
-        model: The Pyro model, or the module.
-        losses: ``(R, num_steps)``, in nats; infinite where a restart has failed.
-        final: ``(R,)``, the loss each is judged by.
-        values: Latent variables by name, ``(R, ...)``.
-        best: Which restart has the least loss.
-    """
-
-    model: Callable[..., Any]
-    losses: Tensor
-    final: Tensor
-    values: dict[str, Tensor]
-    best: int
-
-    def draw(self, data: Sequences) -> HMM:
-        """The HMMs of all restarts, as one of batch shape ``(R, N)``.
-
-        Raises:
-            TypeError: If the model does not return an HMM.
-        """
-        wide = {name: value.unsqueeze(1) for name, value in self.values.items()}
-        with torch.no_grad(), poutine.block(), in_mode(False, self.model):
-            hmm = poutine.condition(self.model, data=wide)(data)
-        return returned(hmm).expand(torch.Size([len(self.final), len(data)]))
-
-    def align(self, data: Sequences) -> Tensor:
-        """Which state of the best restart each state of the others corresponds to.
-
-        Args:
-            data: Where posteriors are compared; see :func:`match_states`.
-
-        Returns:
-            ``(R, K)`` integers; row ``best`` is 0, 1, ..., K - 1.
-        """
-        states = self.draw(data).posterior(data.values).states  # (R, N, T, K)
-        found = match_states(states, states[self.best])
-        found[self.best] = torch.arange(found.size(-1))
-        return found
-
-
-def match_states(states: Tensor, reference: Tensor) -> Tensor:
-    """Which state of a reference each state corresponds to.
-
-    States are matched by the Hungarian algorithm, such that the posteriors of matched states
-    overlap most: the sum over steps of the products of their probabilities.
-
-    Args:
-        states: ``(R, N, T, K)``, posteriors of R models.
-        reference: ``(N, T, K)``, the posterior they are compared with.
-
-    Returns:
-        ``(R, K)`` integers.
-
-    Example:
-        >>> reference = torch.tensor([[[0.9, 0.1], [0.2, 0.8]]])
-        >>> match_states(torch.stack([reference, reference.flip(-1)]), reference)
-        tensor([[0, 1],
-                [1, 0]])
-    """
-    overlap = torch.einsum("rntk,ntj->rkj", states, reference).cpu().numpy()
-    pairs = [linear_sum_assignment(each, maximize=True)[1] for each in overlap]
-    return torch.stack([torch.as_tensor(each) for each in pairs])
-
-
-class Point(PyroModule):
-    """A guide that is a single point: each latent variable has one value.
-
-    Args:
-        values: By name; moved and saved with the module.
-    """
-
-    def __init__(self, values: dict[str, Tensor]) -> None:
-        super().__init__()
-        self.names = list(values)
-        for index, value in enumerate(values.values()):
-            self.register_buffer(f"value_{index}", value.detach().clone())
-
-    def forward(self, *_: Any) -> dict[str, Tensor]:
-        """Visit the sites."""
-        values = {name: getattr(self, f"value_{index}") for index, name in enumerate(self.names)}
-        return {
-            name: pyro.sample(name, Delta(value, event_dim=value.dim()))
-            for name, value in values.items()
-        }
 
 
 def fit_map(
@@ -329,7 +114,7 @@ def fit_map(
 
     with poutine.block(), torch.no_grad(), pyro.get_param_store().scope():
         probe = follow(model, None, data[:1])
-        with _Parameters(model) as met:
+        with ParametersRead(model) as met:
             spaces, enumerated = _sites(model, probe)
         if any(each.requires_grad for each in met.found):
             raise ValueError(
@@ -694,14 +479,14 @@ def fit_svi(
         )
         probe = follow(model, guide, data[:1] if batches.whole is None else batches.whole)
         with poutine.block(), torch.no_grad():
-            with _Parameters(model) as met:
+            with ParametersRead(model) as met:
                 spaces, enumerated = _sites(model, probe)
             names = list(spaces)
-            with _Parameters(guide) as read:
+            with ParametersRead(guide) as read:
                 guide(probe)  # an autoguide makes its parameters here
         elbo = elbo or (TraceEnum_ELBO() if enumerated else Trace_ELBO())
         objective = elbo(model, guide)
-        parameters = _parameters(objective, [*met.found, *read.found])
+        parameters = trained(objective, [*met.found, *read.found])
         stepper = (
             torch.optim.Adam(parameters, lr=learning_rate) if optimizer is None
             else optimizer(parameters)
@@ -717,14 +502,14 @@ def fit_svi(
                 "schedule returned a ReduceLROnPlateau, which follows the nats per step of "
                 f"held-out data: give validation, and mode='min'; its mode is {scheduler.mode!r}."
             )
-        averages = None if average is None else _Average(parameters, average)
+        averages = None if average is None else Average(parameters, average)
         losses: list[Tensor] = []
         converged, reason = False, f"it took all {num_steps} steps"
         keeper = None
-        state = _State(objective, parameters, stepper, scheduler, batches, averages, held_out)
+        state = State(objective, parameters, stepper, scheduler, batches, averages, held_out)
         if checkpoint is not None:
             identity = {
-                "fit": f"{_name(guide)} on {_name(model)}",
+                "fit": f"{name_of(guide)} on {name_of(model)}",
                 "latent variables": names,
                 "shapes": [list(each.shape) for each in parameters],
                 "priors and frozen parameters": constants(inspect.unwrap(model), guide),
@@ -785,9 +570,9 @@ def fit_svi(
                     if parameter.grad is not None:
                         processes.mean(parameter.grad)
                 if loss.dim():
-                    _hold(parameters, ~losses[-1].isfinite())
+                    hold(parameters, ~losses[-1].isfinite())
                 if clip_norm is not None:
-                    _clip(parameters, clip_norm * tokens, len(loss.shape) > 0)
+                    clip(parameters, clip_norm * tokens, len(loss.shape) > 0)
                 stepper.step()
                 if averages is not None:
                     averages.update(step + 1)
@@ -848,14 +633,6 @@ def fit_svi(
         validation=[] if held_out is None else held_out.trail,
         spaces=spaces,
     )
-
-
-def uses_labels(data: Sequences) -> list[str]:
-    """A remark if ``data`` say what some states are, so that nobody is supervised unawares."""
-    count, total = data.num_labelled, int(data.lengths.sum())
-    if not count:
-        return []
-    return [f"the states of {count:,} of {total:,} steps were known: the data have labels"]
 
 
 def _check(
@@ -924,145 +701,6 @@ def _rename(guide: AutoGuide) -> None:
                 part._pyro_name = f"{own}.{name}" if name else own
 
 
-class _Parameters(poutine.messenger.Messenger):
-    """Notes the parameters that a function reads, also those of modules that it calls.
-
-    A module has its parameters, and some that it has read may have been replaced since.
-    """
-
-    def __init__(self, called: Any) -> None:
-        super().__init__()
-        self.wanted = not isinstance(called, nn.Module)
-        self.found: list[nn.Parameter] = []
-
-    def _pyro_post_param(self, message: Any) -> None:
-        value = message["value"]
-        if self.wanted and hasattr(value, "unconstrained"):
-            self.found.append(value.unconstrained())
-        elif self.wanted and isinstance(value, nn.Parameter):  # which its module alone keeps
-            self.found.append(value)
-
-
-def _parameters(objective: nn.Module, met: list[nn.Parameter]) -> list[nn.Parameter]:
-    """What is trained: parameters of modules, and those that model and guide have read."""
-    found = {id(parameter): parameter for parameter in (*objective.parameters(), *met)}
-    wanted = [parameter for parameter in found.values() if parameter.requires_grad]
-    if not wanted:
-        raise ValueError(
-            "model and guide have no parameters to fit. Give the module PyroParam or "
-            "torch.nn.Parameter attributes, or priors to a guide that has parameters."
-        )
-    return wanted
-
-
-@dataclass
-class _State:
-    """Everything a fit by gradient steps changes."""
-
-    objective: nn.Module
-    parameters: list[nn.Parameter]
-    stepper: torch.optim.Optimizer
-    scheduler: torch.optim.lr_scheduler.LRScheduler | None
-    batches: Batches
-    averages: _Average | None
-    held_out: HeldOut | None
-
-    def _tensors(self) -> list[Tensor]:
-        return [*self.parameters, *self.objective.buffers()]
-
-    @contextmanager
-    def judged(self) -> Iterator[list[Tensor]]:
-        """The tensors as they would be if the fit ended here: averages, if there are some."""
-        with self.averages.lent() if self.averages is not None else nullcontext():
-            yield self._tensors()
-
-    def settle(self) -> None:
-        """Let parameters be what the fit has found."""
-        if self.held_out is not None:
-            _copy(self.held_out.best, self._tensors())
-        elif self.averages is not None:
-            _copy(self.averages.values, self.parameters)
-
-    def take(self, losses: list[Tensor], seconds: float) -> dict[str, Any]:
-        """All of it, and how far the fit has come."""
-        return {
-            "losses": torch.stack(losses),
-            "converged": False,
-            "seconds": seconds,
-            "tensors": self._tensors(),
-            "optimizer": self.stepper.state_dict(),
-            "schedule": None if self.scheduler is None else self.scheduler.state_dict(),
-            "batches": self.batches.state(),
-            "averages": None if self.averages is None else self.averages.values,
-            "held_out": None if self.held_out is None else self.held_out.state(),
-        }
-
-    def restore(self, found: dict[str, Any]) -> tuple[list[Tensor], float]:
-        """Set all of it to what was found, and return how far the fit had come."""
-        _copy(found["tensors"], self._tensors())
-        self.stepper.load_state_dict(found["optimizer"])
-        if self.scheduler is not None:
-            self.scheduler.load_state_dict(found["schedule"])
-        self.batches.restore(found["batches"])
-        device = self.parameters[0].device
-        if self.averages is not None:
-            self.averages.values = [each.to(device) for each in found["averages"]]
-        if self.held_out is not None:
-            self.held_out.restore(found["held_out"])
-        losses = list(found["losses"].to(device))
-        return losses, found["seconds"]
-
-
-class _Average:
-    """A moving average of the parameters, which begins with those after the first step."""
-
-    def __init__(self, parameters: list[nn.Parameter], decay: float) -> None:
-        self.parameters, self.decay = parameters, decay
-        self.values = [each.detach().clone() for each in parameters]
-
-    def update(self, step: int) -> None:
-        """Take in the parameters after ``step`` steps, counted from one."""
-        decay = min(self.decay, (1 + step) / (10 + step)) if step > 1 else 0.0
-        for mean, each in zip(self.values, self.parameters):
-            mean.lerp_(each.detach(), 1.0 - decay)
-
-    @contextmanager
-    def lent(self) -> Iterator[None]:
-        """The parameters are their averages meanwhile."""
-        own = [each.detach().clone() for each in self.parameters]
-        _copy(self.values, self.parameters)
-        try:
-            yield
-        finally:
-            _copy(own, self.parameters)
-
-
-def _copy(values: Iterable[Tensor], into: Iterable[Tensor]) -> None:
-    with torch.no_grad():
-        for own, value in zip(into, values):
-            own.copy_(value)
-
-
-def _hold(parameters: list[nn.Parameter], failed: Tensor) -> None:
-    """Let restarts that have failed stand where they are, so that their NaN do not spread."""
-    if bool(failed.any()):
-        for each in parameters:
-            if each.grad is not None:
-                each.grad[failed] = 0.0
-
-
-def _clip(parameters: list[nn.Parameter], limit: float, apart: bool) -> None:
-    """Shrink the gradient to a norm of ``limit``; that of each restart by itself if ``apart``."""
-    if not apart:
-        nn.utils.clip_grad_norm_(parameters, limit)
-        return
-    gradients = [each.grad for each in parameters if each.grad is not None]
-    norm = torch.stack([each.flatten(1).norm(dim=1) for each in gradients]).norm(dim=0)
-    factor = (limit / norm.clamp(min=1e-30)).clamp(max=1.0)
-    for each in gradients:
-        each.mul_(factor.reshape(-1, *(1,) * (each.dim() - 1)))
-
-
 def _is_enumerated(site: dict[str, Any]) -> bool:
     return site["type"] == "sample" and site["infer"].get("enumerate") == "parallel"
 
@@ -1114,7 +752,3 @@ def _check_finite(
                      "init=init_to_value(values=fit.start)")  # fmt: skip
         cause = which + (f"; or {cause}" if step else "")
     raise FloatingPointError(f"the loss is {value} at step {step}; {cause}.")
-
-
-def _name(part: Any) -> str:
-    return getattr(part, "__name__", type(part).__name__)

@@ -15,9 +15,9 @@ from pyro.infer import MCMC
 from torch import Tensor
 
 from .draws import Draws, invariants
-from .fit import Fit
 from .hmm import HMM
 from .queries import predictive_log_prob
+from .results import Fit
 from .sequences import Sequences
 
 if TYPE_CHECKING:

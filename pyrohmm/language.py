@@ -25,13 +25,14 @@ from ._checks import check_size
 from .batches import batches_in_round, cut_by_steps
 from .block_hmm import BlockHMM
 from .blocks import Blocks
-from .fit import Fit, fit_map
+from .fit import fit_map
 from .metrics import Perplexity
 from .models import MarginalModel
 from .modules import in_mode
 from .neural import NeuralHMM
 from .persistence import TENSORS, read_directory, write_directory
 from .readers import Vocabulary, word_classes
+from .results import Fit
 from .sequences import Sequences
 
 END = "<eos>"

@@ -292,7 +292,7 @@ def align_transitions(found: Tensor, truth: Tensor) -> Tensor:
     :func:`scipy.optimize.quadratic_assignment`, which may end at one that is only good.
 
     Where states were decoded and true ones are known, :func:`align` says more; where there are
-    data and two HMMs, :func:`pyrohmm.fit.match_states`.
+    data and two HMMs, :func:`pyrohmm.results.match_states`.
 
     Args:
         found: ``(K, K)``, a transition matrix.

@@ -21,8 +21,9 @@ ORDER = [
     "distributions", "cooccurrence", "dpp", "msteps",
     "hmm", "modules", "clusters", "blocks", "block_hmm",
     "_emission", "normals", "emissions", "tabular", "dense",
-    "neural", "tagging", "guides", "models", "validation", "starts",
-    "persistence", "checkpoints", "fit", "em", "metrics", "queries", "streaming", "conversion",
+    "neural", "tagging", "guides", "models", "validation", "results", "starts",
+    "persistence", "checkpoints", "_training", "fit", "em",
+    "metrics", "queries", "streaming", "conversion",
     "readers", "datasets", "language", "draws", "inference_data", "plots",
     "train_lm",
 ]  # fmt: skip
