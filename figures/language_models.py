@@ -106,7 +106,7 @@ BEST = {
         Paper((134.0, 136.0), None, 16384, 128),
     ),
     "best-8192-ptb": (
-        Model("best", "best of 8,192 states", states=8192, by_mass=True, epochs=16),
+        Model("best", "best of 8,192 states", states=8192, by_mass=True, epochs=24),
         Paper(142.0, None, 8192, 64),
     ),
 }
