@@ -150,22 +150,17 @@ PANELS = {
 
 def blocks_of(model: Model, text: Text, cache: dict[Any, Any]) -> blocks.Blocks | None:
     """Which states may emit which word."""
-    each = model.states // model.clusters
     if model.constraint == "none":
         return None
     if model.constraint == "uniform":
-        return blocks.uniform(len(text.words), model.states, each)
+        return blocks.uniform(len(text.words), model.states, model.states // model.clusters)
     key = model.data, model.clusters
     if key not in cache:
         cache[key] = brown(text, model.clusters)
     assignment, counts = cache[key]
-    if model.by_mass:  # as the root of how often words of the cluster occur
-        mass = torch.zeros(model.clusters).index_add_(0, assignment, counts.float())
-        weights = (1e6 * counts / mass.sqrt()[assignment]).long()
-        return blocks.from_clusters(
-            assignment, clusters.allocate(model.states, assignment, weights)
-        )
-    return blocks.from_clusters(assignment, each)
+    power = 0.5 if model.by_mass else 0.0
+    sizes = clusters.allocate(model.states, assignment, counts, power)
+    return blocks.from_clusters(assignment, sizes)
 
 
 def file_of(model: Model) -> Path:

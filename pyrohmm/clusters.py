@@ -241,8 +241,10 @@ def with_own(assignment: Tensor, words: Tensor | Sequence[int]) -> Tensor:
     return changed.unique(return_inverse=True)[1]
 
 
-def allocate(num_states: int, assignment: Tensor, counts: Tensor | None = None) -> Tensor:
-    """Divide states among clusters, equally or in proportion to how often their words occur.
+def allocate(
+    num_states: int, assignment: Tensor, counts: Tensor | None = None, power: float = 1.0
+) -> Tensor:
+    """Divide states among clusters, equally or by how often their words occur.
 
     What is not whole goes by the largest remainders, to the first clusters where they are equal.
     Clusters whose share is below one get one state, and the others divide the rest.
@@ -252,20 +254,25 @@ def allocate(num_states: int, assignment: Tensor, counts: Tensor | None = None) 
         assignment: ``(V,)`` integers, the cluster of each word.
         counts: ``(V,)`` integers, at least 0, how often each word occurs; by default the clusters
             get equally many.
+        power: From 0 to 1. A cluster's share is the sum of its counts to this power: in proportion
+            by default; 0.5, the root, leaves more to rare clusters.
 
     Returns:
         ``(C,)`` long, at least 1 each, K in sum.
 
     Raises:
-        ValueError: If there are fewer states than clusters, a cluster has no word, or no word
-            occurs.
+        ValueError: If there are fewer states than clusters, a cluster has no word, no word occurs,
+            or the power is out of range.
 
     Example:
         >>> assignment = torch.tensor([0, 1, 1, 2])
         >>> clusters.allocate(10, assignment)
         tensor([4, 3, 3])
-        >>> clusters.allocate(10, assignment, torch.tensor([70, 20, 9, 1]))
+        >>> counts = torch.tensor([70, 20, 9, 1])
+        >>> clusters.allocate(10, assignment, counts)
         tensor([6, 3, 1])
+        >>> clusters.allocate(10, assignment, counts, power=0.5)
+        tensor([5, 4, 1])
     """
     check_size("num_states", num_states)
     _check_assignment(assignment)
@@ -279,7 +286,9 @@ def allocate(num_states: int, assignment: Tensor, counts: Tensor | None = None) 
         raise ValueError(
             f"num_states must be at least the number of clusters, {len(sizes)}; got {num_states}."
         )
-    mass = np.ones(len(sizes), np.int64)
+    if not 0 <= power <= 1:
+        raise ValueError(f"power must be from 0, equal shares, to 1, in proportion; got {power}.")
+    mass: np.ndarray = np.ones(len(sizes))
     if counts is not None:
         check_integers("counts", counts)
         check_shape("counts", counts, tuple(assignment.shape), "(V,)")
@@ -288,17 +297,17 @@ def allocate(num_states: int, assignment: Tensor, counts: Tensor | None = None) 
                 "counts must be at least 0, and not all of them 0; got values from "
                 f"{int(counts.min())} to {int(counts.max())}."
             )
-        mass[:] = 0
-        np.add.at(mass, assignment.cpu().numpy(), counts.cpu().numpy())
+        mass = np.bincount(assignment.cpu().numpy(), counts.cpu().numpy()) ** power
     out = np.ones(len(sizes), np.int64)
     large, left = np.arange(len(sizes)), num_states
     while True:
         share = mass[large] * left  # in units of one over the sum of their masses
-        total = int(mass[large].sum())
+        total = mass[large].sum()
         if (share >= total).all():
             break
         large, left = large[share >= total], left - int((share < total).sum())
-    out[large], remainder = np.divmod(share, total)
+    whole, remainder = np.divmod(share, total)
+    out[large] = whole
     most = np.argsort(-remainder, kind="stable")[: left - int(out[large].sum())]
     out[large[most]] += 1
     return torch.from_numpy(out).to(assignment.device)

@@ -152,6 +152,7 @@ class LanguageModel:
         num_clusters: int = 128,
         hidden_dim: int = 256,
         *,
+        mass_power: float = 0.0,
         two_level: bool = True,
         dropout: float = 0.5,
     ) -> LanguageModel:
@@ -159,17 +160,21 @@ class LanguageModel:
 
         Args:
             vocabulary: The V words.
-            data: Sentences that end in ``<eos>``, as :func:`encode` makes them; only clusters are
-                found from them.
-            num_states: K, divided equally among the clusters.
+            data: Sentences that end in ``<eos>``, as :func:`encode` makes them; only clusters and
+                their sizes are found from them.
+            num_states: K, divided among the clusters.
             num_clusters: C, as for :func:`find_clusters`.
             hidden_dim: As for the class.
+            mass_power: From 0, equally many states for each cluster, to 1, in proportion to how
+                often its words occur; see :func:`pyrohmm.clusters.allocate`. 0.5 predicts better,
+                and takes longer.
             two_level: The same.
             dropout: The same.
 
         Raises:
             TypeError: If ``data`` are not :class:`Sequences` of integers.
-            ValueError: As :func:`find_clusters`; or if there are more clusters than states.
+            ValueError: As :func:`find_clusters` and :func:`pyrohmm.clusters.allocate`; or if there
+                are more clusters than states.
         """
         check_size("num_clusters", num_clusters)
         if num_clusters > num_states:
@@ -177,7 +182,9 @@ class LanguageModel:
                 f"num_clusters must be at most num_states = {num_states}; got {num_clusters}."
             )
         assignment = find_clusters(data, vocabulary, num_clusters)
-        blocks = state_blocks.from_clusters(assignment, clusters.allocate(num_states, assignment))
+        counts = torch.bincount(data.values[data.exists], minlength=len(vocabulary))
+        sizes = clusters.allocate(num_states, assignment, counts, mass_power)
+        blocks = state_blocks.from_clusters(assignment, sizes)
         return cls(vocabulary, blocks, hidden_dim, two_level=two_level, dropout=dropout)
 
     def __repr__(self) -> str:

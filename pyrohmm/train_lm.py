@@ -106,7 +106,7 @@ def train(given: argparse.Namespace) -> LanguageModel:
     pyro.set_rng_seed(given.seed)
     model = LanguageModel.from_data(
         vocabulary, data, given.states, given.clusters, given.dim,
-        two_level=not given.one_level, dropout=given.dropout,
+        mass_power=given.mass_power, two_level=not given.one_level, dropout=given.dropout,
     )  # fmt: skip
     model.module.to(given.device)
 
@@ -257,6 +257,9 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument_group("the model").add_argument
     add("--states", type=count, default=4096)
     add("--clusters", type=_at_least(2), default=128, help=f"of words, that of {END} included")
+    add("--mass-power", default=0.0, help="0: equally many states for each cluster; up to 1: in "
+        "proportion to how often its words occur; 0.5 predicts better, and takes longer",
+        type=_number(float, "from 0 to 1", lambda value: 0 <= value <= 1))  # fmt: skip
     add("--dim", type=count, default=256, help="of embeddings")
     add("--dropout", default=0.5, help="share of states left out at each step",
         type=_number(float, "at least 0 and below 1", lambda value: 0 <= value < 1))  # fmt: skip

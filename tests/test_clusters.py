@@ -482,6 +482,15 @@ def test_states_in_proportion_are_those_of_the_largest_remainders(mass, more):
     assert found.tolist() == slow_shares(num_states, mass)
 
 
+@patient
+@given(st.lists(st.integers(0, 12), min_size=1, max_size=8).filter(any), st.integers(0, 60))
+def test_states_by_the_root_are_those_in_proportion_to_roots(roots, more):
+    num_states = len(roots) + more
+    words, mass = torch.arange(len(roots)), torch.tensor(roots) ** 2
+    assert allocate(num_states, words, mass, 0.5).tolist() == slow_shares(num_states, roots)
+    assert torch.equal(allocate(num_states, words, mass, 0.0), allocate(num_states, words))
+
+
 def test_states_are_divided_equally_unless_counts_are_given():
     assignment = torch.tensor([1, 0, 2, 2, 2, 3])
     assert allocate(8, assignment).tolist() == [2, 2, 2, 2]
@@ -502,6 +511,9 @@ def test_states_that_cannot_be_divided_are_refused():
         allocate(5, assignment, torch.tensor([3, -1, 0]))
     with pytest.raises(ValueError, match=r"counts must have shape \(V,\) = \(3,\)"):
         allocate(5, assignment, torch.tensor([3]))
+    for power in (-0.5, 2.0, math.nan):
+        with pytest.raises(ValueError, match=f"power must be from 0.* to 1.*; got {power}"):
+            allocate(5, assignment, torch.tensor([3, 1, 1]), power)
 
 
 # Files -------------------------------------------------------------------------------------------

@@ -96,6 +96,21 @@ def test_no_more_clusters_than_words_that_occur():
     ]  # fmt: skip
 
 
+def test_clusters_whose_words_occur_more_may_have_more_states():
+    vocabulary, data = prepared(["a b a", "b a", "a c b"])
+    counts = torch.tensor(
+        [" ".join(["a b a", "b a", "a c b"]).split().count(w) for w in vocabulary]
+    )
+    counts[vocabulary.index("<eos>")] = 3
+    for power, most in ((0.0, 3), (0.5, 4), (1.0, 5)):
+        model = LanguageModel.from_data(vocabulary, data, 12, 4, 4, mass_power=power)
+        owner = model.blocks.symbol_block
+        assert torch.equal(model.blocks.sizes, clusters.allocate(12, owner, counts, power))
+        assert int(model.blocks.sizes.max()) == most
+    with pytest.raises(ValueError, match="power must be from 0"):
+        LanguageModel.from_data(vocabulary, data, 12, 4, 4, mass_power=2.0)
+
+
 def test_what_has_no_clusters_is_refused():
     vocabulary, data = prepared(["a b", "b a"])
     with pytest.raises(ValueError, match="must have a word in some sentence; all sentences"):

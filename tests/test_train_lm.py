@@ -180,6 +180,7 @@ def test_two_processes_train_what_one_trains(here, capsys):
                 ("clusters", "1", "a whole number of at least 2; got '1'"),
                 ("dim", "0", "a whole number of at least 1"),
                 ("dropout", "1", "at least 0 and below 1; got '1'"),
+                ("mass-power", "2", "from 0 to 1; got '2'"),
                 ("min-count", "0", "a whole number of at least 1"),
                 ("max-words", "2", "a whole number of at least 3; got '2'"),
                 ("epochs", "2.5", "a whole number of at least 1; got '2.5'"),
