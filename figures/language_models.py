@@ -89,6 +89,7 @@ class Model:
     rate: float = 0.01
     scale: float | None = None
     average: float | None = None
+    decay: float = 0.0
     seed: int = 0
 
 
@@ -106,7 +107,7 @@ BEST = {
         Paper((134.0, 136.0), None, 16384, 128),
     ),
     "best-8192-ptb": (
-        Model("best", "best of 8,192 states", states=8192, by_mass=True, epochs=24),
+        Model("best", "best of 8,192 states", states=8192, by_mass=True, epochs=20, decay=0.03),
         Paper(142.0, None, 8192, 64),
     ),
 }
@@ -190,7 +191,7 @@ def run(model: Model, paper: Paper, text: Text, cache: dict[Any, Any]) -> dict[s
     total = max(1, round(steps * model.epochs))
     fit = fit_map(
         MarginalModel(module), text.train, num_steps=total, batch_tokens=model.tokens,
-        optimizer=lambda p: torch.optim.AdamW(p, lr=model.rate, weight_decay=0.0, fused=True),
+        optimizer=lambda p: torch.optim.AdamW(p, lr=model.rate, weight_decay=model.decay, fused=True),
         schedule=partial(LambdaLR, lr_lambda=partial(rise_and_fall, total)), clip_norm=5.0,
         average=model.average, tolerance=None,
         validation=text.valid,
