@@ -1,14 +1,13 @@
 """Language models that are HMMs with thousands of states: Tables 1 to 4 and Figure 3 of the paper.
 
 ``best`` are the best models found for the Penn Treebank and WikiText-2, on two levels, and the best
-of 16,384 and of 8,192 states, their states given to clusters by the root of how often its words
-occur; ``mixture`` is one of equal parts of those three. The others are the ablations of the paper
-at sizes that a laptop carries, with two seeds each, in three panels: ``large`` changes one thing of
-4,096 states on two levels in 128 blocks, dropout 0.5; ``small`` one thing of 1,024 states on one
-level in 8 blocks, without dropout, as the paper's of that size are; ``states`` is the first of
-these by number of states. They are trained for five epochs, too few to see what a long training
-makes of them: dropout, above all, pays late. Perplexities are per token, ``<eos>`` included,
-sentences apart; their denominators stand beside them.
+of 8,192 states, given to clusters by the root of how often their words occur. The others are the
+ablations of the paper at sizes that a laptop carries, with two seeds each, in three panels:
+``large`` changes one thing of 4,096 states on two levels in 128 blocks, dropout 0.5; ``small`` one
+thing of 1,024 states on one level in 8 blocks, without dropout, as the paper's of that size are;
+``states`` is the first of these by number of states. They are trained for five epochs, too few to
+see what a long training makes of them: dropout, above all, pays late. Perplexities are per token,
+``<eos>`` included, sentences apart; their denominators stand beside them.
 
 ``paper_valid`` and ``paper_test`` are what *Scaling Hidden Markov Language Models* has for the same
 thing, on one level, after 50 epochs; a pair where it prints several numbers. ``paper_states`` and
@@ -40,7 +39,6 @@ import pyro
 import torch
 from common import FOLDER, alone, arguments, earlier, write
 from common.text import Text, brown, read
-from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
 from pyrohmm import (
@@ -102,16 +100,11 @@ BEST = {
         Model("best", "best", "wikitext2", states=16384, epochs=12),
         Paper(167.0, None, 32768, 128),
     ),
-    "best-16384-ptb": (
-        Model("best", "best of 16,384 states", states=16384, by_mass=True, epochs=16),
-        Paper((134.0, 136.0), None, 16384, 128),
-    ),
     "best-8192-ptb": (
         Model("best", "best of 8,192 states", states=8192, by_mass=True, epochs=20, decay=0.03),
         Paper(142.0, None, 8192, 64),
     ),
 }
-MIXTURE = "mixture-ptb"  # of all the best on the Penn Treebank
 SEEDS = (0, 1)
 LARGE = Model("large", "base")
 SMALL = Model("small", "base", two_level=False, states=1024, clusters=8, dropout=0.0)
@@ -141,7 +134,6 @@ TABLES = [
     ),
 ]
 FIGURE_3 = {8192: (142.0, 142.0), 16384: (134.0, 136.0), 32768: (125.0, 125.0)}  # those in print
-PARTS = ("valid", "test")
 CORPORA = {"ptb": "Penn Treebank", "wikitext2": "WikiText-2"}
 PANELS = {
     "large": "4,096 states, two levels, 128 blocks, dropout 0.5",
@@ -170,11 +162,6 @@ def file_of(model: Model) -> Path:
     return Path(os.environ.get("CHECKPOINTS", tempfile.gettempdir()), f"{name}.fit")
 
 
-def scores_of(model: Model) -> Path:
-    """Log-probabilities of sentences by one of the best."""
-    return file_of(model).with_suffix(".scores")
-
-
 def run(model: Model, paper: Paper, text: Text, cache: dict[Any, Any]) -> dict[str, Any]:
     """Train one, and say how good it is."""
     pyro.set_rng_seed(model.seed)
@@ -191,7 +178,9 @@ def run(model: Model, paper: Paper, text: Text, cache: dict[Any, Any]) -> dict[s
     total = max(1, round(steps * model.epochs))
     fit = fit_map(
         MarginalModel(module), text.train, num_steps=total, batch_tokens=model.tokens,
-        optimizer=lambda p: torch.optim.AdamW(p, lr=model.rate, weight_decay=model.decay, fused=True),
+        optimizer=partial(
+            torch.optim.AdamW, lr=model.rate, weight_decay=model.decay, fused=True
+        ),
         schedule=partial(LambdaLR, lr_lambda=partial(rise_and_fall, total)), clip_norm=5.0,
         average=model.average, tolerance=None,
         validation=text.valid,
@@ -203,37 +192,11 @@ def run(model: Model, paper: Paper, text: Text, cache: dict[Any, Any]) -> dict[s
         "minutes": fit.seconds / 60,
         "course": [[each.step / steps, math.exp(each.nats)] for each in fit.validation],
     }
-    scores = {part: metrics.log_evidence(fit, getattr(text, part), 64).double() for part in PARTS}
-    if model.panel == "best":
-        torch.save(scores, scores_of(model))
-    row |= perplexities(scores, text) | asdict(paper)
-    print({k: v for k, v in row.items() if k != "course"}, flush=True)
-    return row
-
-
-def perplexities(scores: dict[str, Tensor], text: Text) -> dict[str, Any]:
-    """What log-probabilities of held-out and test sentences come to."""
-    row: dict[str, Any] = {}
-    for part, logs in scores.items():
-        found = metrics.Perplexity.of(logs.sum().item(), getattr(text, part).num_observed)
+    for part in ("valid", "test"):
+        found = metrics.perplexity(fit, getattr(text, part), 64)
         row[f"{part}_perplexity"], row[f"{part}_tokens"] = found.value, found.num_tokens
-    return row
-
-
-def mix(models: list[Model], text: Text) -> dict[str, Any]:
-    """A mixture of equal parts, which is an HMM too: each sentence stays in the states of one."""
-    each = [torch.load(scores_of(model)) for model in models]
-    mixed = {
-        part: torch.stack([scores[part] for scores in each]).logsumexp(0) - math.log(len(each))
-        for part in PARTS
-    }
-    row: dict[str, Any] = {
-        "panel": "mixture", "name": f"mixture of {len(models)}", "data": models[0].data, "seed": 0,
-        "members": [model.name for model in models], "states": sum(m.states for m in models),
-        "clusters": models[0].clusters, "constraint": "Brown",
-    }  # fmt: skip
-    row |= perplexities(mixed, text) | asdict(BEST["best-ptb"][1])
-    print(row, flush=True)
+    row |= asdict(paper)
+    print({k: v for k, v in row.items() if k != "course"}, flush=True)
     return row
 
 
@@ -309,12 +272,10 @@ def by_states(rows: list[dict[str, Any]], baselines: list[dict[str, Any]], axis:
         (line,) = axis.plot(sizes, means, label=f"two levels, {own[0]['epochs']:g} epochs")
         for row in own:
             axis.plot(row["states"], row["valid_perplexity"], "o", color=line.get_color())
-    for panel, marker in (("best", "*"), ("mixture", "P")):
-        for row in rows:
-            if (row["panel"], row["data"]) == (panel, "ptb"):
-                label = "the best of ours" if panel == "best" else row["name"]
-                axis.plot(row["states"], row["valid_perplexity"], marker, color="C3", markersize=9,
-                          label=label)  # fmt: skip
+    for row in rows:
+        if (row["panel"], row["data"]) == ("best", "ptb"):
+            axis.plot(row["states"], row["valid_perplexity"], "*", color="C3", markersize=9,
+                      label="the best of ours")  # fmt: skip
     for states, spread in FIGURE_3.items():
         axis.plot([states, states], spread, "D-", color="0.5", label="paper, one level, 50 epochs")
     lines_of(baselines, CORPORA["ptb"], axis)
@@ -371,7 +332,7 @@ def key(row: dict[str, Any]) -> tuple[Any, ...]:
 
 def main() -> None:
     tables = {f"tables-{seed}": seed for seed in SEEDS}
-    options = arguments(__doc__, [*BEST, MIXTURE, *tables])
+    options = arguments(__doc__, [*BEST, *tables])
     cache: dict[Any, Any] = {}
     if options.quick:
         text = read("letters")
@@ -388,8 +349,7 @@ def main() -> None:
     texts: dict[str, Text] = {}
 
     def place(row: dict[str, Any]) -> tuple[Any, ...]:
-        known = key(row)[:2] in order
-        return order.index(key(row)[:2]) if known else len(order), row["data"], row["seed"]
+        return order.index(key(row)[:2]), row["data"], row["seed"]
 
     def add(row: dict[str, Any]) -> None:
         with alone(NAME):  # as soon as it is there
@@ -402,9 +362,6 @@ def main() -> None:
         if each.data not in texts:
             texts[each.data] = read(each.data)
         add(run(each, paper, texts[each.data], cache))
-    if MIXTURE in options.only:
-        members = [model for model, _ in BEST.values() if model.data == "ptb"]
-        add(mix(members, texts.get("ptb") or read("ptb")))
 
 
 if __name__ == "__main__":

@@ -225,26 +225,6 @@ def test_language_models_are_drawn_as_soon_as_there_is_one(figure, tmp_path):
         (tmp_path / "language_models.png").unlink()
 
 
-def test_a_mixture_is_of_probabilities_of_sentences(figure, tmp_path, monkeypatch):
-    script = figure("language_models")
-    monkeypatch.setenv("CHECKPOINTS", str(tmp_path))
-    text = script.read("letters")
-    models = [model for model, _ in script.BEST.values()][:2]
-    probs = {part: torch.rand(2, len(getattr(text, part))).double() for part in script.PARTS}
-    for number, model in enumerate(models):
-        logs = {part: each[number].log() for part, each in probs.items()}
-        torch.save(logs, script.scores_of(model))
-    row = script.mix(models, text)
-    for part in script.PARTS:
-        tokens = getattr(text, part).num_observed
-        wanted = math.exp(-probs[part].mean(0).log().sum().item() / tokens)
-        assert row[f"{part}_perplexity"] == pytest.approx(wanted)
-        assert row[f"{part}_tokens"] == tokens
-    rows = [*all_trained(script), row]
-    script.draw(rows, [])
-    assert len(script.summary(rows)) == len(script.BEST) + len(script.TABLES) + 1
-
-
 def test_a_language_model_is_summed_up_over_seeds_beside_the_paper(figure):
     script = figure("language_models")
     lines = script.summary(json.loads(json.dumps(all_trained(script))))
