@@ -29,6 +29,10 @@ from .blocks import Blocks, Products
 from .hmm import HMM
 from .recursions import Posterior
 
+# Blocks that overlap are of single symbols, of which hardly any pair occurs twice: to gather moves
+# within them takes longer than all moves at once, unless there are so many states for each in one.
+CROWDED = 8
+
 
 class BlockPosterior(NamedTuple):
     """What the data say about the states, each step within the block of its symbol.
@@ -270,7 +274,9 @@ class BlockHMM(HMM):
 
     def log_prob(self, values: Tensor) -> Tensor:
         """Log evidence ``(*B)``, in nats; the states are summed out exactly."""
-        if self.observed is not None:
+        blocks = self.blocks
+        crowded = not blocks.disjoint and blocks.num_states <= CROWDED * blocks.width
+        if self.observed is not None or crowded:
             return self.dense().log_prob(values)
         read = self._read(values)
         with full_precision(self.log_initial):

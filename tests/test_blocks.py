@@ -9,13 +9,21 @@ from hypothesis import given, settings
 from torch.nn.functional import one_hot
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pyrohmm import HMM, _blockwise, _lookup, clusters
+from pyrohmm import HMM, _blockwise, _lookup, block_hmm, clusters
 from pyrohmm import blocks as blocks_module
 from pyrohmm.block_hmm import BlockHMM
 from pyrohmm.blocks import Blocks, Products, from_clusters, log_emission, uniform
 
 patient = settings(deadline=None, max_examples=40, derandomize=True, database=None)
 KINDS = ["two levels", "one level", "matrix", "overlapping"]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def in_blocks():
+    """Small cases go through blocks too where these overlap."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(block_hmm, "CROWDED", 0)
+        yield
 
 
 @pytest.fixture(params=["compiled", "torch"])
@@ -118,6 +126,21 @@ def test_everything_is_as_in_the_hmm_with_zeros(kind, sizes, lengths, engine):
         plain.log_joint(values, best), plain.log_joint(values, plain.viterbi(values))
     )
     torch.testing.assert_close(hmm.log_joint(values, best), plain.log_joint(values, best))
+
+
+def test_where_blocks_overlap_much_all_moves_are_made_at_once(monkeypatch):
+    torch.manual_seed(3)
+    case = Case("overlapping", [3, 1, 4], [4, 1, 6])
+    slow = case.hmm.log_prob(case.values)
+    monkeypatch.setattr(block_hmm, "CROWDED", 8 / 3)  # 8 states, 3 of them in each block
+    monkeypatch.setattr(_blockwise, "log_evidence", None)
+    fast = case.hmm.log_prob(case.values)
+    torch.testing.assert_close(fast, slow, rtol=1e-12, atol=1e-12)
+    got, want = (
+        torch.autograd.grad(each.sum(), case.parameters, retain_graph=True) for each in (fast, slow)
+    )
+    for one, two in zip(got, want):
+        torch.testing.assert_close(one, two, rtol=1e-9, atol=1e-11)
 
 
 @pytest.mark.parametrize("kind", KINDS)
