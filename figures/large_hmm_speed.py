@@ -16,8 +16,8 @@ well; ``times_faster_alike`` compares batches of the same number of tokens. With
 are 512 and 8,192, with 32,768 they are 512.
 
 ``scaling`` are ways alone, each in a process of its own, by the number of states and by the number
-of tokens in a batch, with the median, the fastest and the slowest step; ``gigabytes`` (10^9 bytes) are the largest memory of that process, data and
-libraries included.
+of tokens in a batch, with the median, the fastest and the slowest step; ``gigabytes`` (10^9 bytes)
+are the largest memory of that process, data and libraries included.
 
 Writes ``large_hmm_speed.json`` and ``large_hmm_speed.png``; each row as soon as it is there.
 """
