@@ -29,8 +29,8 @@ from .blocks import Blocks, Products
 from .hmm import HMM
 from .recursions import Posterior
 
-# Blocks that overlap are of single symbols, of which hardly any pair occurs twice: to gather moves
-# within them takes longer than all moves at once, unless there are so many states for each in one.
+# Where blocks overlap, each symbol has one of its own, and hardly any pair of them occurs twice. Up
+# to so many times the states of a block, all moves at once take less time than those of each pair.
 CROWDED = 8
 
 
@@ -104,7 +104,8 @@ class BlockHMM(HMM):
     reads symbols visits only states that can emit them: ``log_prob`` and its gradient,
     ``viterbi``, ``sample_states``, ``filtered``, ``posterior_in_blocks``; with labels, or
     where steps are missing, and for everything else, it is :meth:`dense` that answers, whose cost
-    is that of K x K matrices. Parameters have no batch dimensions.
+    is that of K x K matrices; for ``log_prob`` also where blocks overlap and are large. Parameters
+    have no batch dimensions.
 
     Args:
         log_initial: ``(K,)``, log-probabilities of the first state.
@@ -270,13 +271,17 @@ class BlockHMM(HMM):
         """Whether some state is not within the block of a symbol of these sequences."""
         return self.observed is not None or self.before is not None
 
+    @property
+    def _is_crowded(self) -> bool:
+        """Whether all moves at once take less time than those of pairs of blocks."""
+        blocks = self.blocks
+        return not blocks.disjoint and blocks.num_states <= CROWDED * blocks.width
+
     # What the data say
 
     def log_prob(self, values: Tensor) -> Tensor:
         """Log evidence ``(*B)``, in nats; the states are summed out exactly."""
-        blocks = self.blocks
-        crowded = not blocks.disjoint and blocks.num_states <= CROWDED * blocks.width
-        if self.observed is not None or crowded:
+        if self.observed is not None or self._is_crowded:
             return self.dense().log_prob(values)
         read = self._read(values)
         with full_precision(self.log_initial):

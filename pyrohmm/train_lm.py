@@ -258,7 +258,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--states", type=count, default=4096)
     add("--clusters", type=_at_least(2), default=128, help=f"of words, that of {END} included")
     add("--mass-power", default=0.0, help="0: equally many states for each cluster; up to 1: in "
-        "proportion to how often its words occur; 0.5 predicts better, and takes longer",
+        "proportion to how often its words occur; 0.5 may predict better, and takes longer",
         type=_number(float, "from 0 to 1", lambda value: 0 <= value <= 1))  # fmt: skip
     add("--dim", type=count, default=256, help="of embeddings")
     add("--dropout", default=0.5, help="share of states left out at each step",
