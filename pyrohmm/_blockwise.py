@@ -14,16 +14,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from functools import partial
 from itertools import pairwise
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from . import _lookup
-from ._precision import in_full_precision
+from ._precision import differentiable_gradient, in_full_precision
 from ._steps import logsumexp
 
 # What is below the first number counts as zero. Laws, shares, messages and likelihoods over their
@@ -143,29 +143,35 @@ def make_plan(blocks: Tensor, lengths: Tensor, states: States) -> Plan:
 DENSE = 3072  # up to so many states, one product of all vectors is faster than one for each source
 
 
+def is_dense(leave: Tensor) -> bool:
+    """Whether all scores at once are faster, for states with these vectors."""
+    return len(leave) <= DENSE and leave.device.type == "cpu"
+
+
 class Scores:
     """The scores of all pairs of a plan, and their gradient: inner products, or a matrix.
 
-    With ``enter``, states are in the order of their blocks, which are disjoint. For few states all
-    scores are computed, also those of pairs that do not occur.
+    With ``enter``, states are in the order of their blocks, which are disjoint. For few states in
+    that order there are scores of all pairs, also of those that do not occur.
     """
 
     def __init__(self, plan: Plan, states: States, leave: Tensor, enter: Tensor | None) -> None:
         self.plan, self.states, self.leave, self.enter = plan, states, leave, enter
-        self.dense = enter is not None and len(leave) <= DENSE and enter.device.type == "cpu"
-        self.base, self.stride, self.size = plan.base, plan.stride, plan.size
+        count = len(leave)
+        self.dense = is_dense(leave) and torch.equal(states.members, torch.arange(count))
+        self.base, self.stride = plan.base, plan.stride
         if self.dense:
-            self.base = states.starts[plan.source] * len(leave) + states.starts[plan.target]
-            self.stride, self.size = torch.full_like(plan.stride, len(leave)), len(leave) ** 2
+            self.base = states.starts[plan.source] * count + states.starts[plan.target]
+            self.stride = torch.full_like(plan.stride, count)
 
     def __call__(self) -> Tensor:
-        """Scores, ``(size,)``."""
+        """Scores, one after the other; of a matrix they may be those of the matrix itself."""
+        if self.dense:
+            return (self.leave if self.enter is None else self.leave @ self.enter.mT).flatten()
         if self.enter is None:
             parts = [self.leave[rows, columns].flatten() for rows, columns, _ in self._matrix()]
             return torch.cat(parts) if parts else self.leave.new_empty(0)
-        if self.dense:
-            return (self.leave @ self.enter.mT).flatten()
-        out = self.leave.new_empty(self.size)
+        out = self.leave.new_empty(self.plan.size)
         for rows, targets, cells in self._sources():
             part = out[cells].view(rows.stop - rows.start, -1)
             torch.mm(self.leave[rows], self._entered(targets).mT, out=part)
@@ -174,15 +180,15 @@ class Scores:
     def gradients(self, changed: Tensor) -> tuple[Tensor, Tensor | None]:
         """Of ``leave`` and ``enter``, from those of the scores."""
         leave, enter = self.leave, self.enter
+        if self.dense:
+            changed = changed.view(len(leave), len(leave))
+            return (changed, None) if enter is None else (changed @ enter, changed.mT @ leave)
         if enter is None:
             to_leave = torch.zeros_like(leave)
             for states, columns, cells in self._matrix():
                 part = changed[cells].view(len(states), -1)
                 to_leave.index_put_((states, columns), part, accumulate=True)
             return to_leave, None
-        if self.dense:
-            changed = changed.view(len(leave), len(leave))
-            return changed @ enter, changed.mT @ leave
         to_leave, to_enter = torch.zeros_like(leave), torch.zeros_like(enter)
         for rows, targets, cells in self._sources():
             part = changed[cells].view(rows.stop - rows.start, -1)
@@ -297,8 +303,11 @@ class _Forward:
         """The laws of the pairs."""
         kernels, plan, states, scores = self.kernels, self.plan, self.states, self.scores
         laws = scores()
-        if scores.enter is None or not len(plan.source):
-            return laws.exp_()
+        if scores.enter is None:  # exp takes long where it underflows
+            low = math.log(self.least)
+            return laws.clamp(min=low).exp_().masked_fill_(laws < low, 0.0)
+        if not len(plan.source):
+            return laws
         units = len(plan.pairs_of) - 1
         kernels.run(
             kernels.softmax_of_pairs, units, 10 * plan.size // max(units, 1), _mixed(units),
@@ -311,28 +320,31 @@ class _Forward:
 class _Scaled(torch.autograd.Function):
     """Log evidence by scaled messages ``(N,)`` in the order of the plan, and whether it is sound.
 
-    Gradients are analytic, and not differentiable.
+    Gradients are analytic; those that will be differentiated have a tape of T steps.
     """
 
     @staticmethod
     def forward(ctx, plan, states, leave, enter, log_shares, log_first, log_seen, kernels):
         forth = _Forward(plan, states, leave, enter, log_shares, log_first, log_seen, kernels)
         sound = forth.sound
-        ctx.save_for_backward(leave, enter, log_shares)
-        ctx.forth, ctx.given = forth, (log_first.detach(), log_seen.detach())
+        ctx.save_for_backward(leave, enter, log_shares, log_first, log_seen)
+        ctx.forth = forth
         ctx.mark_non_differentiable(sound)
         return forth.evidence.masked_fill(~sound, 0.0).to(log_seen.dtype), sound
 
     @staticmethod
     @in_full_precision
-    @once_differentiable
     def backward(ctx, weights, _):
-        leave, enter, log_shares = ctx.saved_tensors
+        given = ctx.saved_tensors
+        log_shares: Tensor | None = given[2]
         forth = ctx.forth
         alpha, norm, seen, shares, sound = (
             forth.alpha, forth.norm, forth.seen, forth.shares, forth.sound
         )  # fmt: skip
         kernels, plan, states, scores = forth.kernels, forth.plan, forth.states, forth.scores
+        if torch.is_grad_enabled():
+            evidence = partial(_evidence, plan, states, sound)
+            return (None, None, *differentiable_gradient(evidence, given, weights), None)
         laws, forth.laws = forth.laws, None
         if laws is None:  # a second time, through a graph that was retained
             laws = forth.laws_of_pairs()
@@ -346,7 +358,6 @@ class _Scaled(torch.autograd.Function):
             gamma, message, good,
         )  # fmt: skip
         if not torch.equal(good, sound):  # only the way back left the range
-            given = (leave, enter, log_shares, *ctx.given)
             return (None, None, *_gradients(plan, states, given, weights), None)
         to_leave = to_enter = to_shares = None
         if any(ctx.needs_input_grad[2:5]):
@@ -396,9 +407,10 @@ class Logs:
     ) -> None:
         self.plan, self.first, self.seen = plan, log_first, log_seen
         self.sizes, self.device = states.sizes, log_seen.device
+        self.base, self.stride = plan.base, plan.stride
         scores = Scores(plan, states, leave, enter)
         if enter is None:
-            self.laws = scores()
+            self.base, self.stride, self.laws = scores.base, scores.stride, scores()
             return
         assert log_shares is not None
         laws = [log_seen.new_zeros(0)]
@@ -423,7 +435,7 @@ class Logs:
         height = self.sizes[plan.source[pair]].unsqueeze(-1)
         breadth = self.sizes[plan.target[pair]].unsqueeze(-1)
         exists = (own < height).unsqueeze(-1) & (own < breadth).unsqueeze(-2)
-        places = plan.base[pair].unsqueeze(-1) + own * plan.stride[pair].unsqueeze(-1)
+        places = self.base[pair].unsqueeze(-1) + own * self.stride[pair].unsqueeze(-1)
         places = (places.unsqueeze(-1) + own).masked_fill(~exists, 0)
         found = self.laws[places.to(self.device)]
         return found.masked_fill(~exists.to(self.device), -torch.inf)
@@ -496,6 +508,11 @@ class Logs:
             last = self.sizes[self.plan.block[steps[t]]].to(drawn.device) - 1
             found.append(drawn.minimum(last))  # also where no path is possible
         return torch.cat(found[::-1], -1)
+
+
+def _evidence(plan: Plan, states: States, sound: Tensor, *given: Any) -> Tensor:
+    """Log evidence of the sequences that are sound, by plain logarithms; 0 for the others."""
+    return Logs(plan, states, *given).log_evidence().masked_fill(~sound, 0.0)
 
 
 def _gradients(

@@ -1,7 +1,7 @@
 """The loops of Brown's clusters, compiled by Numba.
 
-Documented in :mod:`pyrohmm.clusters`, which does the same by numpy. Tables are those of a
-``_Window``; ``table`` lists f(n) = n log n, rounded to ``steps`` in a nat; beyond it f is computed.
+Documented in :mod:`pyrohmm._brown`, which does the same by numpy. Tables are those of a
+``Window``; ``table`` lists f(n) = n log n, rounded to ``steps`` in a nat; beyond it f is computed.
 """
 
 from __future__ import annotations

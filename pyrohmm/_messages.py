@@ -164,13 +164,9 @@ def _weigh(likelihood: Tensor, watched: bool) -> tuple[Tensor, Tensor]:
     peak = likelihood.amax(-1, keepdim=True)
     peak = peak.masked_fill(peak.isneginf(), 0.0)
     weight = likelihood - peak
-    if watched:  # below tiny, but not zero: only hard zeros may be zero
-        hard = likelihood.isneginf()
-        floor = math.log(torch.finfo(likelihood.dtype).tiny)
-        weight = weight.clamp_(min=floor).exp_().masked_fill_(hard, 0.0)
-    else:
-        weight = weight.exp_()
-    return weight, peak.squeeze(-1)
+    floor = math.log(torch.finfo(likelihood.dtype).tiny)  # exp takes long where it underflows
+    zero = likelihood.isneginf() if watched else weight < floor  # watched: hard zeros only
+    return weight.clamp_(min=floor).exp_().masked_fill_(zero, 0.0), peak.squeeze(-1)
 
 
 def _least(logs: Tensor, positive: bool = False) -> float:

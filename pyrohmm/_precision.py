@@ -1,8 +1,8 @@
-"""Full precision where ``torch.autocast`` would lower it; networks may do with less."""
+"""Gradients of our own: in full precision, and differentiable where that is asked for."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any
 
@@ -24,3 +24,21 @@ def in_full_precision(backward: Callable[..., Any]) -> Callable[..., Any]:
             return backward(ctx, *gradients)
 
     return run
+
+
+def differentiable_gradient(
+    value: Callable[..., Tensor], inputs: Sequence[Tensor | None], weights: Tensor
+) -> list[Tensor | None]:
+    """The gradient of ``value(*inputs)`` times ``weights``, itself differentiable.
+
+    ``value`` is made of operations of torch; second derivatives are for small problems, such as
+    the Laplace approximation of a posterior. None for inputs that need no gradient.
+    """
+    with torch.enable_grad():  # one input may be made of another: of each a view of its own
+        own = [None if each is None else each.view_as(each) for each in inputs]
+        wanted = [each for each in own if each is not None and each.requires_grad]
+        found = torch.autograd.grad(
+            value(*own), wanted, weights, create_graph=True, materialize_grads=True
+        )
+    gradients = iter(found)
+    return [None if x is None or not x.requires_grad else next(gradients) for x in own]

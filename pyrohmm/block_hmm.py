@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cached_property
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -11,7 +10,7 @@ from pyro.distributions.torch_distribution import TorchDistribution
 from torch import Tensor
 
 from . import _blockwise, _lookup
-from ._blockwise import Logs, States, bounds, planned
+from ._blockwise import Logs, States, bounds, is_dense, planned
 from ._checks import (
     check_booleans,
     check_floats,
@@ -24,6 +23,7 @@ from ._checks import (
     check_tensor,
     check_trailing,
 )
+from ._lazy import lazy
 from ._precision import full_precision
 from .blocks import Blocks, Products
 from .hmm import HMM
@@ -205,13 +205,13 @@ class BlockHMM(HMM):
 
     # Dense, where it is asked for
 
-    @cached_property
-    def log_transition(self) -> Tensor:  # type: ignore[override]
+    @lazy
+    def log_transition(self) -> Tensor:
         """``(K, K)``, log-probabilities of the next state; computed when it is read."""
         return self.transition if isinstance(self.transition, Tensor) else self.transition.matrix()
 
-    @cached_property
-    def emission(self) -> TorchDistribution:  # type: ignore[override]
+    @lazy
+    def emission(self) -> TorchDistribution:
         """Of all K states, -inf where a state cannot emit a symbol; computed when it is read."""
         return self._symbols()
 
@@ -415,9 +415,12 @@ class BlockHMM(HMM):
         return _Read(blocks, lengths, batch, first, _lookup.take_rows(self.log_emission, symbols))
 
     def _scores(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        if isinstance(self.transition, Tensor):
-            return self.transition, None, None
-        return self.transition.leave, self.transition.enter, self.transition.log_shares
+        moves = self.transition
+        if isinstance(moves, Tensor):
+            return moves, None, None
+        if moves.block_logits is None and self.before is None and is_dense(moves.leave):
+            return self.log_transition, None, None
+        return moves.leave, moves.enter, moves.log_shares
 
     def _chain_in_blocks(self, read: _Read) -> tuple[Any, ...]:
         """What :func:`_blockwise.log_evidence` reads."""

@@ -13,12 +13,11 @@ References:
 from __future__ import annotations
 
 import math
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import pairwise
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from . import _blockwise, _lookup
 from ._blockwise import States, bounds
@@ -28,7 +27,8 @@ from ._checks import (
     check_shape,
     check_size,
 )
-from ._precision import full_precision, in_full_precision
+from ._lazy import lazy
+from ._precision import differentiable_gradient, full_precision, in_full_precision
 
 CHUNK = 1 << 23  # scores that exist at one time while all moves of all states are summed
 
@@ -278,39 +278,44 @@ def log_emission(emit: Tensor, words: Tensor, bias: Tensor, blocks: Blocks) -> T
         bias: ``(V,)``.
         blocks: Which states may emit which symbol.
     """
-    device = emit.device
     if not blocks.disjoint:
-        rows = blocks.states[blocks.symbol_block].to(device)
-        logits = (words @ emit.mT + bias.unsqueeze(-1)).masked_fill(
-            ~blocks.allowed.mT.to(device), -torch.inf
-        )
-        found = logits.log_softmax(0).gather(1, rows.clamp(min=0))
-        return found.masked_fill(rows < 0, -torch.inf)
+        return _plain_log_emission(emit, words, bias, blocks)
     return _LogEmission.apply(emit, words, bias, blocks)
 
 
+def _plain_log_emission(emit: Tensor, words: Tensor, bias: Tensor, blocks: Blocks) -> Tensor:
+    """:func:`log_emission` by the logits of all symbols in all states."""
+    rows = blocks.states[blocks.symbol_block].to(emit.device)
+    allowed = blocks.allowed.mT.to(emit.device)
+    logits = (words @ emit.mT + bias.unsqueeze(-1)).masked_fill(~allowed, -torch.inf)
+    found = logits.log_softmax(0).gather(1, rows.clamp(min=0))
+    return found.masked_fill(rows < 0, -torch.inf)
+
+
 class _LogEmission(torch.autograd.Function):
-    """:func:`log_emission` for disjoint blocks, one product for each; not differentiable twice."""
+    """:func:`log_emission` for disjoint blocks, one product for each."""
 
     @staticmethod
     def forward(ctx, emit, words, bias, blocks):
         order = blocks.symbol_block.argsort(stable=True).to(emit.device)
-        words, bias = words[order], bias[order]
+        vectors, biases = words[order], bias[order]
         table = emit.new_full((len(words), blocks.width), -torch.inf)
         for state, word in _parts(blocks):
-            logits = torch.addmm(bias[word].unsqueeze(-1), words[word], emit[state].mT)
+            logits = torch.addmm(biases[word].unsqueeze(-1), vectors[word], emit[state].mT)
             table[word, : state.stop - state.start] = logits.log_softmax(0)
         place = order.argsort()
         ctx.blocks = blocks
-        ctx.save_for_backward(emit, words, table, order, place)
+        ctx.save_for_backward(emit, words, bias, table, order, place)
         return table[place]
 
     @staticmethod
     @in_full_precision
-    @once_differentiable
     def backward(ctx, weights):
-        emit, words, table, order, place = ctx.saved_tensors
-        weights, probs = weights[order], table.exp()
+        emit, words, bias, table, order, place = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            plain = partial(_plain_log_emission, blocks=ctx.blocks)
+            return (*differentiable_gradient(plain, (emit, words, bias), weights), None)
+        words, weights, probs = words[order], weights[order], table.exp()
         to_emit, to_words = torch.zeros_like(emit), torch.empty_like(words)
         to_bias = words.new_empty(len(words))
         for state, word in _parts(ctx.blocks):
@@ -337,8 +342,7 @@ def _parts(blocks: Blocks) -> list[tuple[slice, slice]]:
 class _SumsOfBlocks(torch.autograd.Function):
     """Logarithms ``(K, B)`` of the sums of exp(leave @ enter.T) over each block.
 
-    The scores are computed some rows at a time, and again for the gradient, which is not
-    differentiable.
+    The scores are computed some rows at a time, and again for the gradient.
     """
 
     @staticmethod
@@ -353,9 +357,11 @@ class _SumsOfBlocks(torch.autograd.Function):
 
     @staticmethod
     @in_full_precision
-    @once_differentiable
     def backward(ctx, weights):
         leave, enter, sums = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            plain = partial(_plain_sums, states=ctx.states)
+            return (*differentiable_gradient(plain, (leave, enter), weights), None)
         to_leave, to_enter = torch.empty_like(leave), torch.zeros_like(enter)
         rows = max(1, CHUNK // len(enter))
         parts = (each.split(rows) for each in (leave, sums, weights.contiguous(), to_leave))
@@ -364,6 +370,12 @@ class _SumsOfBlocks(torch.autograd.Function):
             torch.mm(shares, enter, out=out)
             to_enter.addmm_(shares.mT, part)
         return to_leave, to_enter, None
+
+
+def _plain_sums(leave: Tensor, enter: Tensor, states: States) -> Tensor:
+    """The same by all scores at once."""
+    parts = (leave @ enter.mT).split(states.sizes.tolist(), -1)
+    return torch.stack([each.logsumexp(-1) for each in parts], -1)
 
 
 def _sum_blocks(scores: Tensor, states: States, out: Tensor) -> None:
@@ -442,7 +454,7 @@ class Products:
         self.leave, self.enter, self.blocks = leave, enter, blocks
         self.block_logits = block_logits
 
-    @cached_property
+    @lazy
     def log_shares(self) -> Tensor:
         """Log-probability of the next block, ``(K, B)``."""
         return self.shares_of(self.leave, self.block_logits)

@@ -23,7 +23,7 @@ from torch import Tensor
 from . import _messages
 from ._chain import Chain, exists, group
 from ._checks import check_broadcast
-from ._precision import in_full_precision
+from ._precision import differentiable_gradient, in_full_precision
 from ._steps import log_space_by_steps, sample_by_steps, viterbi_by_steps
 
 
@@ -372,12 +372,10 @@ def _log_space_gradient(chain: Chain, weight: Tensor) -> list[Tensor]:
 def _differentiable_gradient(chain: Chain, weight: Tensor) -> list[Tensor | None]:
     """Derivative of the weighted evidences, itself differentiable by chain and weights.
 
-    This is the only place with a tape of T steps: second derivatives are for small problems, such
-    as the Laplace approximation of a posterior.
+    This has a tape of T steps.
     """
-    wanted = [part for part in chain[:3] if part.requires_grad]
-    evidence, _ = log_space_by_steps(*chain)
-    found = iter(
-        torch.autograd.grad(evidence, wanted, weight, create_graph=True, materialize_grads=True)
-    )
-    return [next(found) if part.requires_grad else None for part in chain[:3]]
+
+    def evidence(initial: Tensor, transition: Tensor, likelihood: Tensor) -> Tensor:
+        return log_space_by_steps(initial, transition, likelihood, chain.lengths)[0]
+
+    return differentiable_gradient(evidence, chain[:3], weight)

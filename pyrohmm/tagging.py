@@ -12,7 +12,6 @@ References:
 
 from __future__ import annotations
 
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +22,7 @@ from torch.distributions import constraints
 from . import blocks as _blocks
 from . import recursions
 from ._checks import check_floats, check_integers, check_shape, check_size, check_trailing
+from ._lazy import lazy
 from ._lookup import take_rows
 from .block_hmm import BlockHMM, _Read
 from .blocks import Blocks
@@ -177,7 +177,7 @@ class TaggedHMM(BlockHMM):
             self.observed, validate_args=False,
         )  # fmt: skip
 
-    @cached_property
+    @lazy
     def emission(self) -> WordAndTag:  # type: ignore[override]
         """Of all K states; computed when it is read."""
         return WordAndTag(self._symbols(), Categorical(logits=self.log_tags))

@@ -6,6 +6,7 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import given, settings
+from pyro.distributions import Categorical
 from torch.nn.functional import one_hot
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -79,7 +80,11 @@ def zeros(blocks, logits):
 @pytest.mark.parametrize("lengths", [[1], [5], [4, 1, 6, 6, 2]], ids=str)
 @pytest.mark.parametrize("sizes", [[1], [1, 1], [2, 2, 2], [3, 1, 2, 4]], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
-def test_everything_is_as_in_the_hmm_with_zeros(kind, sizes, lengths, engine):
+@pytest.mark.parametrize("all_moves", [False, True])
+def test_everything_is_as_in_the_hmm_with_zeros(
+    all_moves, kind, sizes, lengths, engine, monkeypatch
+):
+    monkeypatch.setattr(_blockwise, "DENSE", 10_000 if all_moves else 0)
     torch.manual_seed(len(sizes) + len(lengths))
     case = Case(kind, sizes, lengths)
     hmm, values = case.hmm, case.values
@@ -141,6 +146,45 @@ def test_where_blocks_overlap_much_all_moves_are_made_at_once(monkeypatch):
     )
     for one, two in zip(got, want):
         torch.testing.assert_close(one, two, rtol=1e-9, atol=1e-11)
+
+
+def test_where_blocks_overlap_much_values_are_checked_and_padding_is_not_read(monkeypatch):
+    torch.manual_seed(3)
+    case = Case("overlapping", [3, 1, 4], [4, 1, 6])
+    monkeypatch.setattr(block_hmm, "CROWDED", 8 / 3)
+    wanted = case.hmm.log_prob(case.values)
+    padded = torch.arange(6) >= case.lengths.unsqueeze(-1)
+    assert torch.equal(case.hmm.log_prob(case.values.masked_fill(padded, -7)), wanted)
+    assert torch.equal(case.hmm.log_prob(case.values.masked_fill(padded, 99)), wanted)
+    with pytest.raises(ValueError, match=r"values must .*8; got"):
+        case.hmm.log_prob(torch.full((3, 6), 9))
+
+
+QUESTIONS = {
+    "viterbi": lambda hmm, values: hmm.viterbi(values),
+    "filtered": lambda hmm, values: hmm.filtered(values),
+    "sample_states": lambda hmm, values: hmm.sample_states(values),
+    "posterior": lambda hmm, values: hmm.posterior(values),
+    "posterior_in_blocks": lambda hmm, values: hmm.posterior_in_blocks(values),
+    "ending": lambda hmm, values: hmm.ending(values),
+}
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+@pytest.mark.parametrize("question", QUESTIONS)
+@pytest.mark.parametrize("kind", ["two levels", "one level", "overlapping"])
+def test_a_question_before_takes_no_gradient_away(kind, question, mode):
+    gradients = []
+    for asked in (False, True):
+        torch.manual_seed(5)
+        case = Case(kind, [3, 1, 4], [4, 1, 6])
+        if asked:
+            with mode():
+                QUESTIONS[question](case.hmm, case.values)
+        evidence = case.hmm.log_prob(case.values) + case.hmm.dense().log_prob(case.values)
+        gradients.append(torch.autograd.grad(evidence.sum(), case.parameters))
+    for one, other in zip(*gradients):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-13)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -368,25 +412,43 @@ def test_moves_between_all_states_are_never_there_at_once(kind, monkeypatch, eng
     assert largest.size <= 1024 * 64  # shares of 64 blocks
 
 
-def test_many_and_few_states_take_the_same_way(monkeypatch):
+@pytest.mark.parametrize("kind", ["two levels", "one level", "matrix"])
+def test_many_and_few_states_take_the_same_way(kind, monkeypatch):
     """Below a number of states all scores are computed, above it those that are needed."""
     results = []
     for limit in (0, 10_000):
         monkeypatch.setattr(_blockwise, "DENSE", limit)
         torch.manual_seed(6)
-        case = Case("two levels", [3, 2, 4], [6, 2, 6])
+        case = Case(kind, [3, 2, 4], [6, 2, 6])
         found = case.hmm.log_prob(case.values)
         results.append((found, *torch.autograd.grad(found.sum(), case.parameters)))
     for one, two in zip(*results):
         torch.testing.assert_close(one, two, rtol=1e-12, atol=1e-13)
 
 
-def test_a_second_derivative_is_refused():
-    case = Case("one level", [2, 2], [3])
-    loss = case.hmm.log_prob(case.values).sum()
-    (first,) = torch.autograd.grad(loss, case.parameters[4], create_graph=True)
-    with pytest.raises(RuntimeError, match="differentiate twice"):
-        first.sum().backward()
+@pytest.mark.parametrize("all_moves", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_second_derivatives_are_those_of_the_hmm_with_zeros(all_moves, kind, engine, monkeypatch):
+    monkeypatch.setattr(_blockwise, "DENSE", 10_000 if all_moves else 0)
+    torch.manual_seed(1)
+    case = Case(kind, [2, 1, 3], [4, 1, 3], num_symbols=5)
+    start, emit, words, bias, *_ = case.parameters
+    plain = Categorical(logits=(emit @ words.T + bias).where(case.blocks.allowed, -math.inf))
+    if isinstance(case.hmm.transition, torch.Tensor):
+        moves = case.hmm.transition
+    else:
+        moves = case.hmm.transition.matrix()
+    wide = HMM(start.log_softmax(-1), moves, plain, case.lengths)
+    weights = torch.randn(3, dtype=torch.float64)
+    found = []
+    for hmm in (case.hmm, wide):
+        value = (hmm.log_prob(case.values).exp() * weights).sum()
+        first = torch.autograd.grad(value, case.parameters, create_graph=True)
+        turned = sum((each * (0.1 + each.detach().sin())).sum() for each in first)
+        second = torch.autograd.grad(turned, case.parameters, retain_graph=True)
+        found.append([*first, *second])
+    for one, other in zip(*found):
+        torch.testing.assert_close(one, other, rtol=1e-8, atol=1e-12)
 
 
 def test_blocks_say_which_state_emits_which_symbol():

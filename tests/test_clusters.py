@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pyrohmm import Sequences, _lookup, clusters, datasets
+from pyrohmm import Sequences, _brown, _lookup, clusters, datasets
 from pyrohmm.clusters import (
     Clusters,
     allocate,
@@ -146,10 +146,10 @@ def test_merges_moves_and_tree_are_those_computed_from_scratch(engine, drawn, nu
 
 def test_the_tables_do_not_drift(engine, english):
     """After hundreds of merges they are, to the last bit, those of clusters that just entered."""
-    terms = clusters._Terms(english.total)
+    terms = _brown.Terms(english.total)
     order = np.argsort(-dense(english).sum(1), kind="stable")
     table = dense(english)[np.ix_(order, order)]
-    window, slots, groups = clusters._Window(21, terms), list(range(21)), {}
+    window, slots, groups = _brown.Window(21, terms), list(range(21)), {}
     for word in range(len(table)):
         slot = slots.pop()
         groups[slot] = [word]
@@ -163,7 +163,7 @@ def test_the_tables_do_not_drift(engine, english):
             window.merge(keep, gone)
             groups[keep] += groups.pop(gone)
             slots = [gone]
-    fresh = clusters._Window(21, terms)
+    fresh = _brown.Window(21, terms)
     cells = between(table, list(groups.values()))
     inside = np.zeros(21, np.int64)
     for (slot, members), row, column in zip(groups.items(), cells, cells.T):
@@ -177,7 +177,7 @@ def test_the_tables_do_not_drift(engine, english):
 
 def test_a_loss_is_what_the_information_falls_by(engine, english):
     table = dense(english)[:6, :6]
-    window = clusters._Window(6, clusters._Terms(int(table.sum())))
+    window = _brown.Window(6, _brown.Terms(int(table.sum())))
     inside = np.zeros(6, np.int64)
     for slot in range(6):
         inside[slot] = 1
@@ -199,7 +199,7 @@ def test_compiled_or_not_the_clusters_are_the_same(monkeypatch, english):
 
 def test_numbers_beyond_the_list_are_computed(engine, monkeypatch, english):
     listed = brown(english, 12, 2)
-    monkeypatch.setattr(clusters, "LISTED", 50)
+    monkeypatch.setattr(_brown, "LISTED", 50)
     assert same(listed, brown(english, 12, 2))
 
 

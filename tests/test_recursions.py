@@ -524,6 +524,23 @@ def test_gradient_of_a_gradient_equals_the_covariance_of_visits(engine):
     assert_close(hessian, expected)
 
 
+def test_second_derivatives_of_parts_that_are_made_of_each_other(engine):
+    """Both laws and the likelihoods are one tensor: what passes through it counts once."""
+    logits = torch.tensor([0.3, -1.2], dtype=torch.float64)
+
+    def evidence(logits):
+        law = logits.log_softmax(-1)
+        return recursions.log_evidence(
+            law, law.expand(1, 2, 2), law.expand(1, 3, 2), torch.tensor([3])
+        )[0]
+
+    def slow(logits):  # each step: the sum of the squares of the law
+        return 3 * (2 * logits.log_softmax(-1)).logsumexp(-1)
+
+    hessian = torch.autograd.functional.hessian
+    torch.testing.assert_close(hessian(evidence, logits), hessian(slow, logits))
+
+
 def test_a_gradient_can_be_asked_for_twice(engine):
     chain, answer = solved(Case(3, 4, "restarts", zeros=True, ragged=True))
     chain = chain.with_gradients()

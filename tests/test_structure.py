@@ -15,11 +15,11 @@ PACKAGE = Path(pyrohmm.__file__).parent
 
 # First to last: each imports only from those before it.
 ORDER = [
-    "_checks", "_precision", "_lookup", "sequences", "processes", "batches",
+    "_checks", "_precision", "_lazy", "_lookup", "sequences", "processes", "batches",
     "_compiled", "_compiled_blocks", "_compiled_clusters",
     "_chain", "_steps", "_messages", "_blockwise", "recursions",
     "distributions", "cooccurrence", "dpp", "msteps",
-    "hmm", "modules", "clusters", "blocks", "block_hmm",
+    "hmm", "modules", "_brown", "clusters", "blocks", "block_hmm",
     "_emission", "normals", "emissions", "tabular", "dense",
     "neural", "tagging", "guides", "models", "validation", "results", "starts",
     "persistence", "checkpoints", "_training", "fit", "em",

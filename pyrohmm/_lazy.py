@@ -1,0 +1,37 @@
+"""Properties that are computed when they are read, with their gradient where one is wanted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar, overload
+
+import torch
+
+Value = TypeVar("Value")
+
+
+class lazy(Generic[Value]):  # a decorator, like functools.cached_property
+    """A property kept once it is computed, unless it then had no gradient and now needs one.
+
+    What is read first under ``torch.no_grad`` has none, and would lose that of all later uses.
+    """
+
+    def __init__(self, compute: Callable[[Any], Value]) -> None:
+        self.compute, self.__doc__ = compute, compute.__doc__
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.place = f"_lazy_{name}"
+
+    @overload
+    def __get__(self, owner: None, kind: type) -> lazy[Value]: ...
+    @overload
+    def __get__(self, owner: object, kind: type | None = None) -> Value: ...
+    def __get__(self, owner: object | None, kind: type | None = None) -> lazy[Value] | Value:
+        if owner is None:
+            return self
+        wanted = torch.is_grad_enabled()
+        kept = owner.__dict__.get(self.place)
+        if kept is None or (wanted and not kept[1]):
+            kept = owner.__dict__[self.place] = self.compute(owner), wanted
+        value: Value = kept[0]
+        return value
