@@ -281,8 +281,7 @@ class _Forward:
         self.shares = empty if log_shares is None else log_shares.mT.exp().contiguous()
         peak = log_seen.amax(-1)
         peak = peak.masked_fill(peak.isneginf(), 0.0)
-        self.seen = (log_seen - peak.unsqueeze(-1)).exp_()
-        self.seen.masked_fill_(self.seen < self.least, 0.0)
+        self.seen = self._exp(log_seen - peak.unsqueeze(-1))
         first = log_first.exp()
         count = len(plan.lengths)
         self.alpha, self.norm = torch.empty_like(self.seen), torch.ones_like(peak)
@@ -299,13 +298,17 @@ class _Forward:
             self.alpha, self.norm, self.evidence, self.sound,
         )  # fmt: skip
 
+    def _exp(self, logs: Tensor) -> Tensor:
+        """Probabilities, zero below the least; exp itself takes long where it underflows."""
+        low = math.log(self.least)
+        return logs.clamp(min=low).exp_().masked_fill_(logs < low, 0.0)
+
     def laws_of_pairs(self) -> Tensor:
         """The laws of the pairs."""
         kernels, plan, states, scores = self.kernels, self.plan, self.states, self.scores
         laws = scores()
-        if scores.enter is None:  # exp takes long where it underflows
-            low = math.log(self.least)
-            return laws.clamp(min=low).exp_().masked_fill_(laws < low, 0.0)
+        if scores.enter is None:
+            return self._exp(laws)
         if not len(plan.source):
             return laws
         units = len(plan.pairs_of) - 1

@@ -164,9 +164,13 @@ def _weigh(likelihood: Tensor, watched: bool) -> tuple[Tensor, Tensor]:
     peak = likelihood.amax(-1, keepdim=True)
     peak = peak.masked_fill(peak.isneginf(), 0.0)
     weight = likelihood - peak
-    floor = math.log(torch.finfo(likelihood.dtype).tiny)  # exp takes long where it underflows
-    zero = likelihood.isneginf() if watched else weight < floor  # watched: hard zeros only
-    return weight.clamp_(min=floor).exp_().masked_fill_(zero, 0.0), peak.squeeze(-1)
+    tiny = torch.finfo(likelihood.dtype).tiny
+    floor = math.log(tiny) + 0.1  # exp takes long at the end of its range, and beyond
+    low = weight < floor
+    weight.clamp_(min=floor).exp_().masked_fill_(low, tiny if watched else 0.0)
+    if watched:  # only hard zeros may be zero
+        weight.masked_fill_(likelihood.isneginf(), 0.0)
+    return weight, peak.squeeze(-1)
 
 
 def _least(logs: Tensor, positive: bool = False) -> float:

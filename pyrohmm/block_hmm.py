@@ -9,7 +9,7 @@ from pyro.distributions import Categorical
 from pyro.distributions.torch_distribution import TorchDistribution
 from torch import Tensor
 
-from . import _blockwise, _lookup
+from . import _blockwise, _lookup, recursions
 from ._blockwise import Logs, States, bounds, is_dense, planned
 from ._checks import (
     check_booleans,
@@ -281,11 +281,14 @@ class BlockHMM(HMM):
 
     def log_prob(self, values: Tensor) -> Tensor:
         """Log evidence ``(*B)``, in nats; the states are summed out exactly."""
-        if self.observed is not None or self._is_crowded:
+        if self.observed is not None:
             return self.dense().log_prob(values)
         read = self._read(values)
         with full_precision(self.log_initial):
-            found = _blockwise.log_evidence(*self._chain_in_blocks(read))
+            if self._is_crowded:
+                found = recursions.log_evidence(*self._chain_of_all(read))
+            else:
+                found = _blockwise.log_evidence(*self._chain_in_blocks(read))
         batch = read.batch
         if self._validate_args:
             check_no_nan("the log-likelihood of values", found, "Look for NaN in the parameters.")
@@ -451,6 +454,14 @@ class BlockHMM(HMM):
         )
         first = torch.where(there, torch.zeros_like(first), first)
         return blocks, lengths + goes_on, states, leave, enter, shares, first, seen
+
+    def _chain_of_all(self, read: _Read) -> tuple[Tensor, ...]:
+        """What :func:`recursions.log_evidence` reads: likelihoods in all K states."""
+        states = self.blocks.states[read.blocks].to(read.seen.device)
+        seen = read.seen.new_full((*states.shape[:2], self.blocks.num_states + 1), -torch.inf)
+        seen = seen.scatter(2, states.masked_fill(states < 0, self.blocks.num_states), read.seen)
+        transition = self.log_transition.unsqueeze(0)
+        return self.log_initial, transition, seen[..., :-1], read.lengths
 
     def _logs(self, values: Tensor) -> tuple[Logs, _blockwise.Plan, torch.Size]:
         """The chain in logarithms, without gradients."""

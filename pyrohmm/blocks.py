@@ -286,9 +286,24 @@ def log_emission(emit: Tensor, words: Tensor, bias: Tensor, blocks: Blocks) -> T
 def _plain_log_emission(emit: Tensor, words: Tensor, bias: Tensor, blocks: Blocks) -> Tensor:
     """:func:`log_emission` by the logits of all symbols in all states."""
     rows = blocks.states[blocks.symbol_block].to(emit.device)
-    allowed = blocks.allowed.mT.to(emit.device)
-    logits = (words @ emit.mT + bias.unsqueeze(-1)).masked_fill(~allowed, -torch.inf)
-    found = logits.log_softmax(0).gather(1, rows.clamp(min=0))
+    logits = words @ emit.mT + bias.unsqueeze(-1)
+    return normalised(logits.gather(1, rows.clamp(min=0)), blocks)
+
+
+def normalised(logits: Tensor, blocks: Blocks) -> Tensor:
+    """Log-probabilities of symbols in the states of their blocks, ``(V, w)``; -inf beyond a block.
+
+    Args:
+        logits: ``(V, w)``, of each symbol in the states of its block; finite.
+        blocks: Which states those are. Each state has a softmax over its symbols.
+    """
+    rows = blocks.states[blocks.symbol_block].to(logits.device)
+    place = rows.masked_fill(rows < 0, blocks.num_states).flatten()
+    peak = logits.new_full((blocks.num_states + 1,), -torch.inf)
+    peak = peak.scatter_reduce(0, place, logits.detach().flatten(), "amax")
+    shifted = (logits.flatten() - peak[place]).exp()
+    total = peak + torch.zeros_like(peak).index_add(0, place, shifted).log()
+    found = logits - total.index_select(0, place).view_as(logits)
     return found.masked_fill(rows < 0, -torch.inf)
 
 

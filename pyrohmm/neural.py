@@ -25,7 +25,7 @@ from ._checks import check_size
 from ._lookup import take_rows
 from ._precision import full_precision
 from .block_hmm import Before, BlockHMM, Ending
-from .blocks import Blocks, Products, log_emission
+from .blocks import Blocks, Products, log_emission, normalised
 from .hmm import HMM
 from .modules import HMMModule
 
@@ -419,7 +419,7 @@ class NeuralHMM(_Large):
             initial, bias = start.log_softmax(-1), self.bias
             if blocks is None:
                 transition = (leave @ enter.mT).log_softmax(-1)
-                emission = Categorical(logits=(emit @ words.mT + bias).log_softmax(-1))
+                emission = Categorical(logits=emit @ words.mT + bias)
                 return HMM(initial, transition, emission, lengths, observed)
             moves: Products | Tensor
             if blocks.disjoint:
@@ -519,22 +519,10 @@ class ScalarHMM(_Large):
         initial = self.start[every].log_softmax(-1)
         moves = self.transition[every][:, every].log_softmax(-1)
         if blocks is None or self.blocks is None:
-            emission = self.emit.mT.log_softmax(-1)  # (K, V)
-            emission = emission if states is None else emission[states]
-            return HMM(initial, moves, Categorical(logits=emission), lengths, observed)
-        own = self.blocks.states[self.blocks.symbol_block].to(self.emit.device)  # (V, w)
-        table = self._normalised(own)
+            emission = Categorical(logits=self.emit.mT[every])  # (K, V)
+            return HMM(initial, moves, emission, lengths, observed)
+        table = normalised(self.emit, self.blocks)
         if states is not None:
-            places = self.blocks.places(states.cpu())[self.blocks.symbol_block].to(own.device)
+            places = self.blocks.places(states.cpu())[self.blocks.symbol_block].to(table.device)
             table = table.gather(1, places.clamp(min=0))
         return BlockHMM(initial, moves, table, blocks, lengths, observed)
-
-    def _normalised(self, own: Tensor) -> Tensor:
-        """Log-probabilities of symbols ``(V, w)``: each state's logits, wherever they stand."""
-        place = own.masked_fill(own < 0, self.num_states).flatten()
-        logits = self.emit.flatten()
-        peak = logits.new_full((self.num_states + 1,), -torch.inf)
-        peak = peak.scatter_reduce(0, place, logits.detach(), "amax")
-        shifted = (logits - peak[place]).exp()
-        total = shifted.new_zeros(self.num_states + 1).index_add(0, place, shifted)
-        return (logits - (peak + total.log())[place]).reshape(self.emit.shape)
