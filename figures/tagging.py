@@ -10,11 +10,10 @@ are not comparable.
 The vocabulary is that of the training text. What occurs once there is replaced by a symbol for its
 kind (``readers.word_classes``), and what does not occur there is read as that symbol; "unknown" are
 the latter only. All models but the last see the same symbols. The tabular HMM has a state for each
-tag, and is fitted by counting. The neural HMM has 1,024 states in 64 Brown clusters, of which half
-are dropped in each step, in two levels, with 128 dimensions; it is fitted to words and tags
-together by AdamW with a cosine schedule. Words from letters have 32 filters of each of four widths
-and a highway layer, an eighth of the work of seven widths with as many filters as dimensions;
-symbols for kinds of words are spelt like words.
+tag, and is fitted by counting. The neural HMM has 1,024 states in 64 Brown clusters, in two levels,
+with 128 dimensions; it is fitted to words and tags together by AdamW with a cosine schedule. Words
+from letters have 32 filters of each of four widths and a highway layer, an eighth of the work of
+seven widths with as many filters as dimensions; symbols for kinds of words are spelt like words.
 
 A symbol hides the letters of the words it stands for. The last model, "all words from letters",
 replaces none: its vocabulary is all distinct words of the three parts, each state's law is
@@ -24,9 +23,10 @@ held-out and the test text too. A word that other models replace is in the clust
 that would stand for it. Of words longer than 16 letters both models read the first and the last 8.
 
 Choices are made by held-out data. What is added to the counts of the tabular HMM is that of the
-highest accuracy; so is the learning rate of the neural HMMs, for each text that of the first of
-them with seed 0 (parts ``rate``, whose rows know nothing of test data). Among its epochs a fit
-keeps the one of the least held-out nats of words and tags. ``STEPS`` were not chosen but are what
+highest accuracy; so are the learning rate of the neural HMMs and the share of states that are
+dropped in each step, for each text those of the first of them with seed 0 (parts ``choice``, whose
+rows know nothing of test data). Among its epochs a fit keeps the one of the least held-out nats of
+words and tags. ``STEPS`` were not chosen but are what
 there was time for, and the other sizes were not varied. Accuracies are shares of words, by the most
 probable tag at each step ("posterior") and by the most probable path of states and tags ("path");
 a word whose tag does not occur in training counts as wrong, and ``tags_not_in_train`` says how many
@@ -81,7 +81,7 @@ PAPER = {"words": (0.9625, 0.9650), "spelling": (0.9673, 0.9695)}  # held out, t
 SEEDS = (0, 1, 2)
 ADDED = [(words, moves) for words in (0.001, 0.01, 0.1) for moves in (0.1, 1.0)]
 STATES, CLUSTERS, DIM, TOKENS = 1024, 64, 128, 2048
-RATES = (1e-3, 3e-3, 1e-2)
+CHOICES = [(rate, dropout) for rate in (3e-3, 1e-2, 3e-2) for dropout in (0.0, 0.25, 0.5)]
 STEPS = {"web": 1000, "penn": 800, "toy": 20}
 LETTERS: dict[str, Any] = {"widths": (2, 3, 4, 5), "num_filters": 32}
 HALF = 8  # of the letters of a long word that are read, from either end
@@ -216,7 +216,7 @@ def clusters_of(task: Task, count: int) -> Tensor:
 
 
 def neural(
-    task: Task, letters: bool, seed: int, steps: int, rate: float
+    task: Task, letters: bool, seed: int, steps: int, rate: float, dropout: float
 ) -> tuple[Tagging, dict[str, Any]]:
     """A neural HMM of words and tags."""
     small = len(task.vocabulary) < 100
@@ -226,7 +226,7 @@ def neural(
     spellings = [spelt(word) for word in task.vocabulary]
     module = NeuralTagger(
         found.num_states, len(task.vocabulary), len(task.tags), dim, blocks=found, two_level=True,
-        dropout=0.5, words=CharacterWords(spellings, dim, **LETTERS) if letters else None,
+        dropout=dropout, words=CharacterWords(spellings, dim, **LETTERS) if letters else None,
     )  # fmt: skip
     held_out = task.parts["dev"]
     assert held_out.labels is not None
@@ -253,7 +253,7 @@ def neural(
 
     return decode, {
         "states": found.num_states, "clusters": found.num_blocks, "dimensions": dim,
-        "steps": steps, "rate": rate,
+        "steps": steps, "rate": rate, "dropout": dropout,
         "parameters": sum(each.numel() for each in module.parameters()),
         "cpu_minutes": seconds / 60, "seconds_per_step": seconds / steps,
         "held_out_nats": best.nats, "best_step": best.step,
@@ -280,21 +280,26 @@ def accuracy(task: Task, part: str, decode: Tagging) -> dict[str, dict[str, floa
     }
 
 
-def best_rate(source: str) -> float:
-    """The learning rate of the highest held-out accuracy."""
+def choice(source: str) -> tuple[float, float]:
+    """The learning rate and the dropout of the highest held-out accuracy."""
     rows = {row["part"]: row for row in earlier(NAME)}
-    parts = {rate: f"{source}-rate-{rate}" for rate in RATES}
+    parts = {each: choosing(source, *each) for each in CHOICES}
     missing = [part for part in parts.values() if part not in rows]
     if missing:
-        raise ValueError(f"the learning rate is not chosen yet; run --only {' '.join(missing)}.")
-    return max(RATES, key=lambda rate: rows[parts[rate]]["dev"]["posterior"]["all"])
+        raise ValueError(f"what to choose is not known yet; run --only {' '.join(missing)}.")
+    return max(CHOICES, key=lambda each: rows[parts[each]]["dev"]["posterior"]["all"])
+
+
+def choosing(source: str, rate: float, dropout: float) -> str:
+    """The part that tries a learning rate and a dropout."""
+    return f"{source}-choice-{rate}-{dropout}"
 
 
 def measure(part: str) -> dict[str, Any]:
-    """The row of one fit: ``SOURCE-MODEL-SEED``, or ``SOURCE-rate-RATE`` for held-out data only."""
-    source, model, number = part.split("-", 2)
-    choosing = model == "rate"
-    seed = 0 if choosing else int(number)
+    """The row of ``SOURCE-MODEL-SEED``, or, for held-out data, ``SOURCE-choice-RATE-DROPOUT``."""
+    source, model, *numbers = part.split("-")
+    tried = model == "choice"
+    seed = 0 if tried else int(numbers[0])
     task = read(source, model != "spelling")
     steps = min(STEPS[source], int(os.environ.get("STEPS", "1000000")))
     if model == "frequent":
@@ -302,13 +307,14 @@ def measure(part: str) -> dict[str, Any]:
     elif model == "tabular":
         decode, more = tabular(task)
     else:
-        toy = source == "toy"
-        rate = float(number) if choosing else RATES[1] if toy else best_rate(source)
-        decode, more = neural(task, model in ("characters", "spelling"), seed, steps, rate)
-    own = ("dev",) if choosing else ("dev", "test")
+        given = tuple(map(float, numbers)) if tried else None
+        rate, dropout = given or (CHOICES[0] if source == "toy" else choice(source))
+        letters = model in ("characters", "spelling")
+        decode, more = neural(task, letters, seed, steps, rate, dropout)
+    own = ("dev",) if tried else ("dev", "test")
     row = {
         "part": part, "data": SOURCES.get(source, source),
-        "model": MODELS["words" if choosing else model], "choosing": choosing,
+        "model": MODELS["words" if tried else model], "choosing": tried,
         "seed": seed, "words": len(task.vocabulary), "tags": len(task.tags),
         "tokens": {"train": task.train.num_observed}
         | {name: data.num_observed for name, data in task.parts.items()},
@@ -379,7 +385,7 @@ def draw(lines: list[dict[str, Any]]) -> None:
 
 def main() -> None:
     """One fit after another; each is written as soon as it is there."""
-    parts = [f"{source}-rate-{rate}" for source in SOURCES for rate in RATES]
+    parts = [choosing(source, *each) for source in SOURCES for each in CHOICES]
     parts += [
         f"{source}-{model}-{seed}"
         for source in SOURCES

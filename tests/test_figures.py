@@ -278,7 +278,9 @@ def test_times_and_memory_are_drawn_as_soon_as_there_is_one(figure, tmp_path):
 
 def tagged_rows(script):
     """Rows of ``tagging`` as after all fits, with accuracies made up."""
-    rows = [{"part": "web-rate-0.001", "data": "UD English EWT", "model": "neural HMM", "dev": {}}]
+    rows = [
+        {"part": "web-choice-0.003-0.0", "data": "UD English EWT", "model": "neural HMM", "dev": {}}
+    ]
     for source in script.SOURCES.values():
         for place, (name, model) in enumerate(script.MODELS.items()):
             for seed in script.SEEDS if name in script.NEURAL else (0,):
@@ -318,17 +320,20 @@ def test_words_that_are_kept_have_the_cluster_of_what_would_replace_them(figure)
     )
 
 
-def test_a_learning_rate_is_chosen_by_held_out_accuracy(figure, monkeypatch):
+def test_rate_and_dropout_are_chosen_by_held_out_accuracy(figure, monkeypatch):
     script = figure("tagging")
     rows = [
-        {"part": f"web-rate-{rate}", "dev": {"posterior": {"all": -abs(rate - 0.01)}}}
-        for rate in script.RATES
+        {
+            "part": script.choosing("web", rate, dropout),
+            "dev": {"posterior": {"all": -abs(rate - 0.01) - abs(dropout - 0.25)}},
+        }
+        for rate, dropout in script.CHOICES
     ]
     monkeypatch.setattr(script, "earlier", lambda name: rows)
-    assert script.best_rate("web") == 0.01
+    assert script.choice("web") == (0.01, 0.25)
     monkeypatch.setattr(script, "earlier", lambda name: rows[1:])
-    with pytest.raises(ValueError, match=r"--only web-rate-0.001\."):
-        script.best_rate("web")
+    with pytest.raises(ValueError, match=r"--only web-choice-0.003-0.0\."):
+        script.choice("web")
 
 
 # Baseline language models -------------------------------------------------------------------------
