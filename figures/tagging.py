@@ -82,7 +82,7 @@ SEEDS = (0, 1, 2)
 ADDED = [(words, moves) for words in (0.001, 0.01, 0.1) for moves in (0.1, 1.0)]
 STATES, CLUSTERS, DIM, TOKENS = 1024, 64, 128, 2048
 CHOICES = [(rate, dropout) for rate in (3e-3, 1e-2, 3e-2) for dropout in (0.0, 0.25, 0.5)]
-STEPS = {"web": 1000, "penn": 800, "toy": 20}
+STEPS = {"web": 1000, "penn": 500, "toy": 20}
 LETTERS: dict[str, Any] = {"widths": (2, 3, 4, 5), "num_filters": 32}
 HALF = 8  # of the letters of a long word that are read, from either end
 
