@@ -220,13 +220,18 @@ def draw(rows: list[dict[str, Any]], baselines: list[dict[str, Any]]) -> None:
     """Training, perplexity by number of states, and what each change of the bases does."""
     import matplotlib.pyplot as plt
 
+    best = {
+        data: [row for row in rows if (row["panel"], row["data"]) == ("best", data)]
+        for data in CORPORA
+    }
+    above = [data for data in CORPORA if best[data]] + ["states"]
+    width = 6 // len(above)
     figure, axes = plt.subplot_mosaic(
-        [["ptb", "ptb", "wikitext2", "wikitext2", "states", "states"],
-         ["large", "large", "large", "small", "small", "small"]],
+        [[name for name in above for _ in range(width)], ["large"] * 3 + ["small"] * 3],
         figsize=(13, 8.5), layout="constrained",
     )  # fmt: skip
-    for data, title in CORPORA.items():
-        own = [row for row in rows if (row["panel"], row["data"]) == ("best", data)]
+    for data in above[:-1]:
+        own, title = best[data], CORPORA[data]
         for number, row in enumerate(own):
             label = f"{row['states']:,} states"
             axes[data].plot(*zip(*row["course"]), ".-", color=f"C{number}", label=label)
