@@ -8,6 +8,18 @@ A law is a product, :math:`p(j | i) = p(b | i) \, p(j | i, b)` for state j in bl
 are the first factor, ``laws`` the second, a softmax of scores within each block. Any chain can be
 written like that. Where states are in several blocks there are no shares, and laws are those of the
 moves themselves.
+
+What scaled messages lose
+-------------------------
+Messages are probabilities that sum to one at each step, and what is below ``LEAST`` in them counts
+as zero. The paths that are lost so may turn out to matter later, so that each sequence carries a
+bound on them, over what is left: what a step loses is added, and the sum divided by the norm of
+each step. Mostly that ends at the next step: if m is the mass that enters a block, and a the least
+law of its moves there, what is left has at least a m in each state before that is seen, and what
+was lost, x, at most x. So it is at most x / (a m) of what is left in each state, and stays that
+however long the sequence, for both go on by the same products. A sequence whose lost paths may be
+more than rounding of its evidence is redone in logarithms. (Going back needs no such care: there, a
+message is zero only if all paths through that state and time have less than ``LEAST`` together.)
 """
 
 from __future__ import annotations
@@ -26,10 +38,8 @@ from . import _lookup
 from ._precision import differentiable_gradient, in_full_precision
 from ._steps import logsumexp
 
-# What is below the first number counts as zero. Laws, shares, messages and likelihoods over their
-# maximum are at most one, so that a step loses less than that number times that of states, and a
-# sequence is redone in logarithms if all that is left at some step is less than the second.
-LIMITS = {torch.float32: (1e-32, 1e-23), torch.float64: (1e-290, 1e-270)}
+# What is below that counts as zero: laws, shares, messages and likelihoods over their maximum.
+LEAST = {torch.float32: 1e-32, torch.float64: 1e-290}
 
 
 class Plan(NamedTuple):
@@ -275,47 +285,56 @@ class _Forward:
         log_seen: Tensor,
         kernels: ModuleType,
     ) -> None:
-        self.least, slack = LIMITS[log_seen.dtype]
+        self.least = LEAST[log_seen.dtype]
         self.kernels, self.plan, self.states = kernels, plan, states
         empty = leave.new_empty(0, 0)
         self.shares = empty if log_shares is None else log_shares.mT.exp().contiguous()
         peak = log_seen.amax(-1)
         peak = peak.masked_fill(peak.isneginf(), 0.0)
-        self.seen = self._exp(log_seen - peak.unsqueeze(-1))
-        first = log_first.exp()
+        self.seen, cut = self._exp(log_seen - peak.unsqueeze(-1))
+        first, cut_first = self._exp(log_first)
         count = len(plan.lengths)
+        cut[:count] |= cut_first
         self.alpha, self.norm = torch.empty_like(self.seen), torch.ones_like(peak)
         self.evidence = torch.zeros(count, dtype=torch.float64)
         self.evidence.index_add_(0, _rank(plan), peak.double())
         self.sound = torch.ones(count, dtype=torch.bool)
+        self.lost = torch.zeros(count, dtype=torch.float64)
+        self.lowest = leave.new_empty(len(plan.source))
         self.scores = Scores(plan, states, leave, enter)
         self.laws: Tensor | None = self.laws_of_pairs()
-        mean = plan.size // max(len(plan.source), 1)
+        mean, number = plan.size // max(len(plan.source), 1), torch.finfo(log_seen.dtype)
         kernels.run(
             kernels.forward, count, mean * len(plan.begins), _mixed(count), plan.lengths,
             plan.begins, plan.block, states.sizes, states.starts, plan.pair, self.scores.base,
-            self.scores.stride, self.laws, self.shares, self.least, slack, first, self.seen,
-            self.alpha, self.norm, self.evidence, self.sound,
+            self.scores.stride, self.laws, self.lowest, self.shares, self.least, number.tiny,
+            number.eps, first, self.seen, cut, self.alpha, self.norm, self.evidence, self.lost,
+            self.sound,
         )  # fmt: skip
 
-    def _exp(self, logs: Tensor) -> Tensor:
-        """Probabilities, zero below the least; exp itself takes long where it underflows."""
+    def _exp(self, logs: Tensor) -> tuple[Tensor, Tensor]:
+        """Probabilities, zero below the least; and of which rows one was cut off there."""
         low = math.log(self.least)
-        return logs.clamp(min=low).exp_().masked_fill_(logs < low, 0.0)
+        below = logs < low
+        probs = logs.clamp(min=low).exp_().masked_fill_(below, 0.0)  # it takes long where it is 0
+        return probs, (below & ~logs.isneginf()).any(-1)
 
     def laws_of_pairs(self) -> Tensor:
-        """The laws of the pairs."""
+        """The laws of the pairs; notes the least of each."""
         kernels, plan, states, scores = self.kernels, self.plan, self.states, self.scores
-        laws = scores()
+        laws, low = scores(), math.log(self.least)
+        parts = plan.source, plan.target, states.sizes, scores.base, scores.stride, low
         if scores.enter is None:
-            return self._exp(laws)
-        if not len(plan.source):
+            laws, count = laws.clone(), len(plan.source)
+            kernels.run(
+                kernels.exp_of_pairs, count, 10 * plan.size // max(count, 1), _mixed(count),
+                *parts, laws, self.lowest,
+            )  # fmt: skip
             return laws
         units = len(plan.pairs_of) - 1
         kernels.run(
             kernels.softmax_of_pairs, units, 10 * plan.size // max(units, 1), _mixed(units),
-            plan.pairs_of, plan.source, plan.target, states.sizes, scores.base, scores.stride,
-            math.log(self.least), laws,
+            plan.pairs_of, *parts, laws, self.lowest,
         )  # fmt: skip
         return laws
 
@@ -601,12 +620,17 @@ def last_laws(
         plan, first, seen = planned(blocks, lengths, states, log_first, log_seen)
         kernels = _lookup.kernels("_compiled_blocks") if log_seen.device.type == "cpu" else None
         chain = plan, states, leave, enter, log_shares, first, seen
-        forth = None if kernels is None else _Forward(*chain, kernels)
-        if forth is not None and bool(forth.sound.all()):
-            found = forth.alpha[plan.begins[plan.lengths - 1] + torch.arange(len(lengths))].log()
+        found = None
+        if kernels is not None:
+            forth = _Forward(*chain, kernels)
+            last = forth.alpha[plan.begins[plan.lengths - 1] + torch.arange(len(lengths))]
             own = states.sizes[blocks.gather(1, lengths.unsqueeze(-1) - 1)][plan.order]
-            found = found.masked_fill(torch.arange(states.width) >= own, -torch.inf)
-        else:
+            beyond = torch.arange(states.width) >= own
+            last.masked_fill_(beyond, 0.0)
+            cut = (last == 0).logical_and_(~beyond).any(-1) & (forth.lost > 0)
+            if bool((forth.sound & ~cut).all()):
+                found = last.log()
+        if found is None:
             logs = Logs(*chain)
             found = logs.ends(logs.messages())
             total = found.logsumexp(-1, keepdim=True)

@@ -28,7 +28,7 @@ def _raised(x, low):
 
 @_kernel
 def _row_softmax(row, width, low):
-    """Softmax in place."""
+    """Softmax in place; the least of it."""
     peak = row[0]
     for j in range(_u(1), width):
         peak = row[j] if row[j] > peak else peak
@@ -37,16 +37,19 @@ def _row_softmax(row, width, low):
         value = _raised(row[j] - peak, low)
         row[j] = value
         total += value
-    scale = 1 / total
+    scale, lowest = 1 / total, total
     for j in range(width):
-        row[j] *= scale
+        value = row[j] * scale
+        row[j] = value
+        lowest = value if value < lowest else lowest
+    return lowest
 
 
 @_kernel
 def softmax_of_pairs(
-    first, last, schedule, pairs_of, source, target, sizes, base, stride, low, scores
+    first, last, schedule, pairs_of, source, target, sizes, base, stride, low, scores, lowest
 ):
-    """Replace the scores of each pair of blocks by the softmax of each row."""
+    """Replace the scores of each pair of blocks by the softmax of each row; note the least."""
     for q in range(first, last):
         u = schedule[q]
         height = sizes[source[pairs_of[u]]]
@@ -54,7 +57,35 @@ def softmax_of_pairs(
             for p in range(pairs_of[u], pairs_of[u + 1]):
                 begin = base[p] + i * stride[p]
                 width = sizes[target[p]]
-                _row_softmax(scores[begin : begin + width], _u(width), scores.dtype.type(low))
+                row = scores[begin : begin + width]
+                found = _row_softmax(row, _u(width), scores.dtype.type(low))
+                lowest[p] = found if i == 0 or found < lowest[p] else lowest[p]
+
+
+@_kernel
+def exp_of_pairs(first, last, schedule, source, target, sizes, base, stride, low, logs, lowest):
+    """Replace the logarithms of each pair of blocks by their exponentials; note the least.
+
+    It is 0 if one that is positive is not kept, and below 0, the least positive one, if some are
+    zero by themselves.
+    """
+    least = logs.dtype.type(low)
+    for q in range(first, last):
+        p = schedule[q]
+        found, zeros, cut = np.inf, False, False
+        for i in range(sizes[source[p]]):
+            begin = base[p] + i * stride[p]
+            for j in range(begin, begin + sizes[target[p]]):
+                x = logs[j]
+                if x < least:
+                    logs[j] = 0
+                    zeros = zeros or x == -np.inf
+                    cut = cut or x > -np.inf
+                else:
+                    logs[j] = np.exp(x)
+                    found = min(found, logs[j])
+        found = min(found, 1.0)
+        lowest[p] = 0.0 if cut else -found if zeros else found
 
 
 @_kernel
@@ -90,23 +121,28 @@ def weighted_softmax_of_blocks(first, last, scores, starts, low, sums, weights):
 
 @_kernel
 def forward(
-    first, last, schedule, lengths, begins, block, sizes, offsets, pair, base, stride, laws, shares,
-    least, slack, initial, seen, alpha, norm, evidence, sound,
+    first, last, schedule, lengths, begins, block, sizes, offsets, pair, base, stride, laws, lowest,
+    shares, least, tiny, eps, initial, seen, cut, alpha, norm, evidence, lost, sound,
 ):  # fmt: skip
     shared = shares.shape[0] > 0
     mass = np.empty(alpha.shape[1], alpha.dtype)
+    most = alpha.dtype.type(1)
     for q in range(first, last):
         r = schedule[q]
         total = 0.0
+        old = fresh = 0.0
         before = 0
         for t in range(lengths[r]):
             now = begins[t] + r
             width = _u(sizes[block[now]])
             here, weight = alpha[now], seen[now]
+            smallest, faintest = most, most
             if t == 0:
                 start = initial[r]
+                height, arrived, low = 1, 1.0, 1.0
                 for j in range(width):
                     here[j] = start[j]
+                    smallest = start[j] if start[j] > 0 and start[j] < smallest else smallest
             else:
                 height = sizes[block[before]]
                 for j in range(width):
@@ -118,6 +154,10 @@ def forward(
                     share = shares[block[now], offsets[block[before]] : offsets[block[before] + 1]]
                     for i in range(_u(height)):
                         mass[i] *= share[i]
+                whole = mass[0] * 0
+                for i in range(_u(height)):
+                    whole += mass[i]
+                    smallest = mass[i] if there[i] > 0 and mass[i] < smallest else smallest
                 p = pair[now]
                 for i in range(height):
                     row = laws[
@@ -126,21 +166,38 @@ def forward(
                     a = mass[i]
                     for j in range(width):
                         here[j] += a * row[j]
+                arrived, low = np.float64(whole), np.float64(lowest[p])
+                if fresh > 0 and fresh < eps * arrived * low:
+                    old += fresh / (arrived * low)
+                    fresh = 0.0
+            for j in range(width):
+                faintest = weight[j] if weight[j] > 0 and weight[j] < faintest else faintest
+            if cut[now] or low == 0:
+                fresh += arrived * sizes[block[now]] * least
+            if np.float64(smallest) * abs(low) * np.float64(faintest) < tiny:
+                fresh += height * sizes[block[now]] * tiny
             whole = here[0] * 0
             for j in range(width):
                 here[j] *= weight[j]
                 whole += here[j]
-            if not (whole >= slack and whole < np.inf):
+            if not (whole >= tiny and whole < np.inf):
                 sound[r] = False
                 break
             scale = 1 / whole
+            gone = whole * 0
             for j in range(width):
                 value = here[j] * scale
-                here[j] = value if value > least else value * 0
+                kept = value if value > least else value * 0
+                here[j] = kept
+                gone += value - kept
+            fresh = fresh / np.float64(whole) + np.float64(gone)
             norm[now] = whole
             total += np.log(np.float64(whole))
             before = now
         evidence[r] += total
+        lost[r] = fresh
+        if not old + fresh < eps:
+            sound[r] = False
 
 
 @_kernel

@@ -396,7 +396,7 @@ def _plain_sums(leave: Tensor, enter: Tensor, states: States) -> Tensor:
 def _sum_blocks(scores: Tensor, states: States, out: Tensor) -> None:
     kernels = _lookup.kernels("_compiled_blocks") if scores.device.type == "cpu" else None
     if kernels is not None:
-        low = math.log(_blockwise.LIMITS[scores.dtype][0])
+        low = math.log(_blockwise.LEAST[scores.dtype])
         work = 10 * scores.size(1)
         kernels.run(kernels.sums_of_blocks, len(scores), work, scores, states.starts, low, out)
         return
@@ -416,7 +416,7 @@ def _weigh_blocks(scores: Tensor, states: States, sums: Tensor, weights: Tensor)
     """Softmax in each block, times the weight of the block; ``scores`` are overwritten."""
     kernels = _lookup.kernels("_compiled_blocks") if scores.device.type == "cpu" else None
     if kernels is not None:
-        low = math.log(_blockwise.LIMITS[scores.dtype][0])
+        low = math.log(_blockwise.LEAST[scores.dtype])
         kernels.run(
             kernels.weighted_softmax_of_blocks, len(scores), 10 * scores.size(1), scores,
             states.starts, low, sums, weights,

@@ -249,6 +249,67 @@ def test_single_precision_is_as_good_as_its_numbers(data):
     assert all(each is None or bool(each.isfinite().all()) for each in got)
 
 
+@pytest.mark.parametrize("kind", ["matrix", "one level", "two levels"])
+@pytest.mark.parametrize(
+    ("dtype", "noise", "lengths"),
+    [(torch.float32, 0.05, (30, 60)), (torch.float64, 1e-10, (40, 80))],
+    ids=["single", "double"],
+)
+def test_paths_that_were_lost_long_before_they_matter_are_found(kind, dtype, noise, lengths):
+    """Two states that hardly change places: the first symbols speak for one, more for the other."""
+    blocks = from_clusters(torch.tensor([0, 0]), 2)
+    values = torch.tensor([[0] * lengths[0] + [1] * lengths[1]])
+    emission = torch.tensor([[1 - noise, noise], [noise, 1 - noise]], dtype=dtype).log()
+    vectors = 40 * torch.eye(2, dtype=dtype)
+    moves = {
+        "matrix": torch.eye(2, dtype=dtype).log(),
+        "one level": Products(vectors, vectors, blocks),
+        "two levels": Products(vectors, vectors, blocks, torch.zeros(2, 1, dtype=dtype)),
+    }[kind]
+    start = torch.tensor([0.5, 0.5], dtype=dtype).log()
+    hmm = BlockHMM(start, moves, emission, blocks, torch.tensor([sum(lengths)]))
+    wide = HMM(start.double(), hmm.log_transition.double(),
+               Categorical(logits=emission.double()), hmm.lengths)  # fmt: skip
+    found, wanted = hmm.log_prob(values), wide.log_prob(values)
+    torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=0)
+    states = wide.posterior(values).states
+    within = hmm.posterior_in_blocks(values).probs
+    torch.testing.assert_close(within.double(), states, rtol=0, atol=1e-3)
+    odds = (lengths[0] - lengths[1]) * math.log((1 - noise) / noise)  # it never changed places
+    last = hmm.ending(values).log_probs.double()
+    torch.testing.assert_close(last, torch.tensor([[odds, 0.0]]).double(), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("stay", [10.0, 200.0])
+@pytest.mark.parametrize("sizes", [[3], [3, 2], "overlapping"], ids=str)
+def test_symbols_that_come_in_runs_to_states_that_stay(sizes, stay, seed):
+    """What was lost in one run may matter in the next."""
+    torch.manual_seed(seed)
+    if sizes == "overlapping":
+        blocks = uniform(6, 4, 3)
+    else:
+        blocks = from_clusters(torch.arange(6) % len(sizes), torch.tensor(sizes))
+    count = blocks.num_states
+    draw = lambda *shape: torch.randn(shape, dtype=torch.float32)  # noqa: E731
+    moves = (draw(count, count) + stay * torch.eye(count, dtype=torch.float32)).log_softmax(-1)
+    moves.requires_grad_()
+    emission = log_emission(4 * draw(count, 3), draw(6, 3), draw(6), blocks)
+    runs = torch.randint(10, 60, (3,))
+    values = torch.randint(6, (2, 3)).repeat_interleave(runs, 1)
+    lengths = torch.tensor([values.size(1), 50 % values.size(1)])
+    start = draw(count).log_softmax(-1)
+    hmm = BlockHMM(start, moves, emission, blocks, lengths)
+    wide = HMM(start.double(), moves.double(), Categorical(logits=hmm.emission.logits.double()),
+               lengths)  # fmt: skip
+    found, wanted = hmm.log_prob(values), wide.log_prob(values)
+    torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=1e-4)
+    possible = ~wanted.isneginf()
+    (got,) = torch.autograd.grad(found[possible].sum(), moves, materialize_grads=True)
+    (want,) = torch.autograd.grad(wanted[possible].sum(), moves, materialize_grads=True)
+    torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-2)
+
+
 def test_sequences_that_leave_the_range_are_redone_in_logarithms():
     blocks = from_clusters(torch.tensor([0, 1, 1]), 2)
     slow = torch.tensor([[0.0, -200.0, 0.0, 0.0], [-200.0, 0.0, 0.0, 0.0]])
