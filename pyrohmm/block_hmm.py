@@ -157,6 +157,11 @@ class BlockHMM(HMM):
                 "transition must be Products or a matrix of log-probabilities; got "
                 f"{type(transition).__name__}."
             )
+        elif not (blocks.disjoint and torch.equal(transition.blocks.sizes, blocks.sizes)):
+            raise ValueError(
+                f"the blocks of transition must be those of the HMM, {blocks!r}; got "
+                f"{transition.blocks!r}."
+            )
         check_integers("lengths", lengths)
         parts = {"log_initial": log_initial, "log_emission": log_emission}
         parts["transition"] = transition if isinstance(transition, Tensor) else transition.leave
@@ -205,10 +210,10 @@ class BlockHMM(HMM):
 
     # Dense, where it is asked for
 
-    @lazy
-    def log_transition(self) -> Tensor:
+    @property
+    def log_transition(self) -> Tensor:  # type: ignore[override]
         """``(K, K)``, log-probabilities of the next state; computed when it is read."""
-        return self.transition if isinstance(self.transition, Tensor) else self.transition.matrix()
+        return self.transition if isinstance(self.transition, Tensor) else self.transition.matrix
 
     @lazy
     def emission(self) -> TorchDistribution:
@@ -404,7 +409,7 @@ class BlockHMM(HMM):
         lengths = self.lengths.expand(batch).reshape(-1)
         values = values.expand(*batch, self.num_steps).reshape(-1, self.num_steps)
         exists = (torch.arange(self.num_steps) < lengths.unsqueeze(-1)).to(values.device)
-        symbols = values.masked_fill(~exists, 0)
+        symbols = values.long().masked_fill(~exists, 0)
         low, high = int(symbols.min()), int(symbols.max())
         if low < 0 or high >= self.blocks.num_symbols:
             raise ValueError(

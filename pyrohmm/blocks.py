@@ -144,6 +144,11 @@ class Blocks:
         check_integers("states", states)
         if states.dim() != 1 or bool((states.diff() <= 0).any()):
             raise ValueError(f"states must be ascending, each once; got {states.tolist()[:10]}.")
+        if len(states) and not 0 <= int(states[0]) <= int(states[-1]) < self.num_states:
+            raise ValueError(
+                f"states must lie between 0 and K - 1 = {self.num_states - 1}; got states from "
+                f"{int(states[0])} to {int(states[-1])}."
+            )
         number = torch.full((self.num_states,), -1)
         number[states] = torch.arange(len(states))
         members = number[self._states.members]
@@ -496,6 +501,7 @@ class Products:
                 return (leave @ self.enter.mT).log_softmax(-1)
         return self.moves_of(leave, self.block_logits[states].log_softmax(-1))
 
+    @lazy
     def matrix(self) -> Tensor:
-        """All of them, ``(K, K)``."""
+        """All of them, ``(K, K)``; computed when it is read."""
         return self.rows(torch.arange(self.blocks.num_states, device=self.leave.device))

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import os
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -61,14 +61,14 @@ def count_words(
         >>> list(count_words(["a rose is a rose", "is a rose"], min_count=3))
         ['<unk>', '<eos>', 'a', 'rose']
     """
-    _check_lines("lines", lines)
+    rows = _words("lines", lines)
     check_size("min_count", min_count)
     if max_size is not None and max_size < 3:
         raise ValueError(f"max_size must be at least 3, for {UNKNOWN}, {END} and a word; got "
                          f"{max_size}.")  # fmt: skip
     counts: Counter[str] = Counter()
-    for line in lines:
-        counts.update(line.split())
+    for words in rows:
+        counts.update(words)
         counts[END] += 1
     if not counts:
         raise ValueError("lines is empty; wanted at least one sentence.")
@@ -205,10 +205,11 @@ class LanguageModel:
         num_epochs: int = 10,
         batch_tokens: int = 2048,
         learning_rate: float = 0.004,
+        weight_decay: float = 0.0,
         clip_norm: float | None = 1.0,
         **options: Any,
     ) -> Fit:
-        """Maximise the likelihood by AdamW without weight decay, from where the parameters are.
+        """Maximise the likelihood by AdamW, from where the parameters are.
 
         A round of minibatches has each sentence once. How many of them there are varies a little
         from round to round; the fit takes ``num_epochs`` times as many steps as a typical round
@@ -224,19 +225,27 @@ class LanguageModel:
             num_epochs: How many rounds to take, about.
             batch_tokens: Largest number of tokens in a minibatch, padding included.
             learning_rate: The largest.
+            weight_decay: Of AdamW.
             clip_norm: As in :func:`pyrohmm.fit_svi`, per token.
             **options: Others of :func:`pyrohmm.fit_svi`: ``validate_every``, ``patience``,
                 ``report``, ``checkpoint``, ``average``, ``generator``, ``progress``.
 
         Raises:
             FloatingPointError: If the loss becomes infinite or NaN.
-            TypeError, ValueError: As :func:`pyrohmm.fit_svi`.
+            TypeError, ValueError: As :func:`pyrohmm.fit_svi`; or if an option is one that this
+                method chooses.
         """
         check_size("num_epochs", num_epochs)
         check_size("batch_tokens", batch_tokens)
-        for each in (data, validation):
+        own = sorted({"num_steps", "tolerance", "optimizer", "schedule"} & set(options))
+        if own:
+            raise TypeError(
+                f"fit chooses {', '.join(own)} itself. For another, call fit_map with "
+                "MarginalModel(model.module)."
+            )
+        for name, each in (("data", data), ("validation", validation)):
             if each is not None:
-                _check_ends(self.vocabulary, each)
+                _check_ends(name, self.vocabulary, each)
         num_steps = num_epochs * batches_in_round(data.lengths, batch_tokens)
         return fit_map(
             MarginalModel(self.module),
@@ -246,7 +255,9 @@ class LanguageModel:
             batch_tokens=batch_tokens,
             validation=validation,
             clip_norm=clip_norm,
-            optimizer=partial(torch.optim.AdamW, lr=learning_rate, weight_decay=0.0, fused=True),
+            optimizer=partial(
+                torch.optim.AdamW, lr=learning_rate, weight_decay=weight_decay, fused=True
+            ),
             schedule=partial(
                 torch.optim.lr_scheduler.LambdaLR, lr_lambda=partial(rise_and_fall, num_steps)
             ),
@@ -261,8 +272,8 @@ class LanguageModel:
 
     def num_unknown(self, lines: Iterable[str]) -> int:
         """How many words of some lines are not in the vocabulary, each as often as it occurs."""
-        _check_lines("lines", lines)
-        return sum(word not in self.vocabulary for line in lines for word in line.split())
+        rows = _words("lines", lines)
+        return sum(word not in self.vocabulary for words in rows for word in words)
 
     def score(self, sentences: Iterable[str] | Sequences) -> Tensor:
         """Log-probability of each sentence with its ``<eos>``, ``(N,)`` float64, in nats.
@@ -271,11 +282,12 @@ class LanguageModel:
             sentences: Lines, or what :meth:`encode` makes of them.
 
         Raises:
-            TypeError: If it is a single string.
-            ValueError: As :func:`encode`; or if a sentence does not end in ``<eos>``.
+            TypeError: If it is a single string, or does not hold strings.
+            ValueError: As :func:`encode`; or if a sentence does not end in ``<eos>``, or has steps
+                that are missing.
         """
         data = self._coded(sentences)
-        _check_ends(self.vocabulary, data)
+        _check_ends("sentences", self.vocabulary, data)
         scores = torch.empty(len(data), dtype=torch.float64)
         device = next(self.module.parameters()).device
         with torch.no_grad(), in_mode(False, self.module):
@@ -319,8 +331,7 @@ class LanguageModel:
     def _coded(self, sentences: Iterable[str] | Sequences) -> Sequences:
         if isinstance(sentences, Sequences):
             return sentences
-        _check_lines("sentences", sentences)
-        return self.encode(sentences)
+        return _encode("sentences", sentences, self.vocabulary)
 
     @property
     def _end(self) -> int:
@@ -386,7 +397,7 @@ def encode(lines: Iterable[str], vocabulary: Vocabulary) -> Sequences:
         vocabulary: Of the words, ``<eos>`` among them.
 
     Raises:
-        TypeError: If ``lines`` is a single string.
+        TypeError: If ``lines`` is a single string, or does not hold strings.
         ValueError: If there is no line, ``<eos>`` is written in one, or a word is not in a
             vocabulary that has nothing for the unknown.
 
@@ -395,13 +406,15 @@ def encode(lines: Iterable[str], vocabulary: Vocabulary) -> Sequences:
         tensor([[2, 3, 1],
                 [1, 0, 0]])
     """
-    _check_lines("lines", lines)
+    return _encode("lines", lines, vocabulary)
+
+
+def _encode(name: str, lines: Iterable[str], vocabulary: Vocabulary) -> Sequences:
     rows = []
-    for number, line in enumerate(lines, 1):
-        words = line.split()
+    for number, words in enumerate(_words(name, lines), 1):
         if END in words:
             raise ValueError(
-                f"lines must not have {END} in them, which is added at the end of each; sentence "
+                f"{name} must not have {END} in them, which is added at the end of each; sentence "
                 f"{number} has. Take it out."
             )
         rows.append(vocabulary.encode([*words, END]))
@@ -440,7 +453,7 @@ def find_clusters(
         raise ValueError(
             f"num_clusters must be at least 2, one of them for {END}; got {num_clusters}."
         )
-    _check_ends(vocabulary, data)
+    _check_ends("data", vocabulary, data)
     if data.num_steps < 2:
         raise ValueError("data must have a word in some sentence; all sentences are empty.")
     pairs = cooccurrence.count_pairs(data, len(vocabulary))
@@ -474,24 +487,32 @@ def rise_and_fall(num_steps: int, step: int) -> float:
     return min(1.0, rise) * (1.0 + math.cos(math.pi * min(1.0, step / num_steps))) / 2.0
 
 
-def _check_lines(name: str, lines: object) -> None:
-    """Raise at a single string, whose letters would be taken for sentences."""
-    if isinstance(lines, str | bytes):
+def _words(name: str, lines: Iterable[str]) -> Iterator[list[str]]:
+    """The words of each line; raise at a single string, whose letters would be taken for lines."""
+    if isinstance(lines, str | bytes) or not isinstance(lines, Iterable):
         raise TypeError(
             f"{name} must be lines of text, such as a list of str; got a single "
             f"{type(lines).__name__}. Put it into a list."
         )
+    for number, line in enumerate(lines, 1):
+        if not isinstance(line, str):
+            raise TypeError(f"{name} must hold str; item {number} is {type(line).__name__}.")
+        yield line.split()
 
 
-def _check_ends(vocabulary: Vocabulary, data: Sequences) -> None:
-    """Raise unless each sentence has ``<eos>`` at its end, and only there."""
+def _check_ends(name: str, vocabulary: Vocabulary, data: Sequences) -> None:
+    """Raise unless each sentence ends in ``<eos>``, has none before, and lacks no step."""
     if not isinstance(data, Sequences):
-        raise TypeError(f"data must be Sequences, as encode makes them; got {type(data).__name__}.")
+        raise TypeError(
+            f"{name} must be Sequences, as encode makes them; got {type(data).__name__}."
+        )
+    if data.observed is not None and not bool((data.observed | ~data.exists).all()):
+        raise ValueError(f"{name} must have no missing steps. Take out the sentences with some.")
     ends = (data.values == vocabulary.encode([END]).to(data.values.device)) & data.exists
     last = ends[torch.arange(len(data)), data.lengths - 1]
     if int(ends.sum()) != len(data) or not bool(last.all()):
         raise ValueError(
-            f"data must have {END} at the end of each sentence, and only there. Make them with "
+            f"{name} must have {END} at the end of each sentence, and only there. Make them with "
             "encode, or with readers.read_sentences."
         )
 

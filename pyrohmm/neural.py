@@ -237,7 +237,7 @@ class _Large(HMMModule):
 
     def forward(self, lengths: Tensor, observed: Tensor | None = None) -> HMM:
         """Build the HMM for sequences of ``lengths`` ``(*B)``."""
-        if self.training or torch.is_grad_enabled() or self._has_priors():
+        if self.training or torch.is_grad_enabled() or not self._is_fixed():
             self._last = None
             states, blocks = None, self.blocks
             if self.training and self.dropout:
@@ -251,9 +251,12 @@ class _Large(HMMModule):
         self._last = [each.clone() for each in now], hmm
         return hmm
 
-    def _has_priors(self) -> bool:
-        """Whether something is drawn anew each time."""
-        return any(isinstance(each, PyroModule) and each._pyro_samples for each in self.modules())
+    def _is_fixed(self) -> bool:
+        """Whether parameters and buffers are all that it depends on, and none is drawn anew."""
+        words = getattr(self, "words", self)
+        return isinstance(words, nn.Module) and not any(
+            isinstance(each, PyroModule) and each._pyro_samples for each in self.modules()
+        )
 
     def get_extra_state(self) -> Tensor:
         """What ``state_dict`` holds besides parameters: a digest of the blocks."""

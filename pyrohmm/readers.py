@@ -280,7 +280,7 @@ def read_lines(path: FilePath) -> list[str]:
     """
     lines = [line for _, line in _lines(path)]
     if not any(line.strip() for line in lines):
-        raise _malformed(path, 1, "at least one sentence", "none in the whole file")
+        raise _malformed(path, 1, "at least one sentence", "a file without any")
     return lines
 
 
@@ -343,7 +343,7 @@ class SentenceStream:
         check_size("part_size", part_size)
         self.path, self.part_size, self._end = path, part_size, [] if eos is None else [eos]
         if next(self._entries(), None) is None:
-            raise _malformed(path, 1, "at least one sentence", "none in the whole file")
+            raise _malformed(path, 1, "at least one sentence", "a file without any")
         if not isinstance(vocabulary, Vocabulary):
             count = vocabulary or Vocabulary.from_counts
             vocabulary = count(symbol for entry in self._entries() for symbol in entry.symbols)
@@ -680,7 +680,7 @@ def corpus_of(
 ) -> Corpus:
     """Encode what was read, with vocabularies made here where they are not given."""
     if not rows:
-        raise _malformed(path, 1, "at least one sequence", "none in the whole file")
+        raise _malformed(path, 1, "at least one sequence", "a file without any")
     if not isinstance(vocabulary, Vocabulary):
         count = vocabulary or Vocabulary.from_counts
         vocabulary = count(symbol for row in rows for symbol in row.symbols)

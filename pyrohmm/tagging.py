@@ -159,7 +159,7 @@ class TaggedHMM(BlockHMM):
             words.log_initial, words.transition, words.log_emission, words.blocks, words.lengths,
             words.observed, validate_args=False,
         )  # fmt: skip
-        self._event_shape = torch.Size((self.num_steps, 2))
+        self._event_shape, self.before = torch.Size((self.num_steps, 2)), words.before
         self._validate_args = words._validate_args
         self.log_tags = log_tags
         self._unknown = log_tags.new_zeros(words.num_states)  # score of a tag that is not known
@@ -172,10 +172,12 @@ class TaggedHMM(BlockHMM):
     @property
     def words(self) -> BlockHMM:
         """The law of the words alone."""
-        return BlockHMM(
+        words = BlockHMM(
             self.log_initial, self.transition, self.log_emission, self.blocks, self.lengths,
             self.observed, validate_args=False,
         )  # fmt: skip
+        words.before = self.before
+        return words
 
     @lazy
     def emission(self) -> WordAndTag:  # type: ignore[override]
@@ -241,7 +243,7 @@ class TaggedHMM(BlockHMM):
         _, tags = self._split(values)
         with torch.no_grad():
             best = self.log_tags.max(-1)
-            if self.observed is None:
+            if not self._is_open:
                 joint = TaggedHMM(self.words, self.log_tags)
                 joint._unknown = best.values
                 states = joint.viterbi(values)

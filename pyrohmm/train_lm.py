@@ -135,6 +135,7 @@ def train(given: argparse.Namespace) -> LanguageModel:
         num_epochs=given.epochs,
         batch_tokens=given.tokens,
         learning_rate=given.rate,
+        weight_decay=given.decay,
         clip_norm=given.clip,
         patience=given.patience,
         checkpoint=given.checkpoint,
@@ -261,7 +262,8 @@ def _parser() -> argparse.ArgumentParser:
         "proportion to how often its words occur; 0.5 may predict better, and takes longer",
         type=_number(float, "from 0 to 1", lambda value: 0 <= value <= 1))  # fmt: skip
     add("--dim", type=count, default=256, help="of embeddings")
-    add("--dropout", default=0.5, help="share of states left out at each step",
+    add("--dropout", default=0.5, help="share of states left out at each step; none predicts "
+        "better after few epochs, half after many",
         type=_number(float, "at least 0 and below 1", lambda value: 0 <= value < 1))  # fmt: skip
     add("--one-level", action="store_true", help="moves need a sum over all states: slower")
     add("--min-count", type=count, default=1, help=f"rarer words become {UNKNOWN}")
@@ -270,6 +272,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--epochs", type=count, default=10)
     add("--tokens", type=count, default=2048, help="largest number in a minibatch")
     add("--rate", type=positive, default=0.004, help="largest learning rate of AdamW")
+    add("--decay", default=0.0, help="weight decay of AdamW",
+        type=_number(float, "at least 0", lambda value: value >= 0))  # fmt: skip
     add("--clip", type=positive, default=1.0, help="largest norm of the gradient, per token")
     add("--patience", type=count, help="end after so many epochs that were no better")
     add("--hold-out", default=0.05, help="share of lines, where --valid is not given",

@@ -498,7 +498,7 @@ def test_second_derivatives_are_those_of_the_hmm_with_zeros(all_moves, kind, eng
     if isinstance(case.hmm.transition, torch.Tensor):
         moves = case.hmm.transition
     else:
-        moves = case.hmm.transition.matrix()
+        moves = case.hmm.transition.matrix
     wide = HMM(start.log_softmax(-1), moves, plain, case.lengths)
     weights = torch.randn(3, dtype=torch.float64)
     found = []
@@ -552,12 +552,23 @@ def test_what_is_no_block_is_refused():
         from_clusters(torch.tensor([0, 1]), 2).keep(torch.tensor([2, 0]))
     with pytest.raises(ValueError, match="num_states must lie between"):
         uniform(2, 9, 3)
+    with pytest.raises(ValueError, match=r"states must lie between 0 and K - 1 = 3; .* -1 to 1"):
+        from_clusters(torch.tensor([0, 1]), 2).keep(torch.tensor([-1, 0, 1]))
+    with pytest.raises(ValueError, match=r"states must lie between 0 and K - 1 = 3; .* 0 to 4"):
+        from_clusters(torch.tensor([0, 1]), 2).keep(torch.tensor([0, 2, 4]))
     case = Case("overlapping", [2, 2], [2])
     with pytest.raises(ValueError, match="blocks must be disjoint"):
         Products(torch.zeros(4, 2), torch.zeros(4, 2), case.blocks)
     hmm = Case("one level", [2, 2], [2]).hmm
     with pytest.raises(ValueError, match="values must hold symbols from 0 to V - 1 = 8"):
         hmm.log_prob(torch.tensor([[0, 9]]))
+    torch.testing.assert_close(
+        hmm.log_prob(torch.tensor([[0, 8]], dtype=torch.uint8)),
+        hmm.log_prob(torch.tensor([[0, 8]])),
+    )
+    other = Case("one level", [3, 1], [2]).hmm
+    with pytest.raises(ValueError, match="blocks of transition must be those of the HMM"):
+        BlockHMM(hmm.log_initial, other.transition, hmm.log_emission, hmm.blocks, hmm.lengths)
     with pytest.raises(TypeError, match="transition must be Products or a matrix"):
         BlockHMM(hmm.log_initial, None, hmm.log_emission, hmm.blocks, torch.tensor([1]))
     parts = hmm.log_initial, hmm.transition, hmm.log_emission, hmm.blocks, torch.tensor([2])

@@ -148,6 +148,46 @@ def test_a_single_string_is_not_lines(line):
             function(line)
 
 
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [(None, "a single NoneType"), ([1, 2], "must hold str; item 1 is int"),
+     (["my cat", ["a"]], "must hold str; item 2 is list")],
+)  # fmt: skip
+def test_what_is_no_text_is_not_lines(lines, message):
+    model, _ = model_of(text(30))
+    for function in (model.score, model.num_unknown, model.encode, count_words):
+        with pytest.raises(TypeError, match=message):
+            function(lines)
+
+
+def test_sentences_with_missing_words_are_refused():
+    model, data = model_of(text(30))
+    seen = data.exists.clone()
+    seen[3, 0] = False
+    gappy = Sequences(data.values, data.lengths, observed=seen)
+    for function in (model.score, model.perplexity):
+        with pytest.raises(ValueError, match="sentences must have no missing steps"):
+            function(gappy)
+    with pytest.raises(ValueError, match="validation must have no missing steps"):
+        model.fit(data, gappy)
+
+
+def test_what_fit_chooses_cannot_be_given():
+    model, data = model_of(text(30))
+    with pytest.raises(TypeError, match="fit chooses num_steps, optimizer itself"):
+        model.fit(data, optimizer=torch.optim.SGD, num_steps=3)
+
+
+def test_weights_that_decay_are_smaller():
+    sizes = []
+    for decay in (0.0, 3.0):
+        pyro.set_rng_seed(0)
+        model, data = model_of(text(30))
+        model.fit(data, num_epochs=3, weight_decay=decay, progress=False)
+        sizes.append(sum(each.square().sum().item() for each in model.module.parameters()))
+    assert sizes[1] < sizes[0]
+
+
 def test_a_vocabulary_with_classes_of_rare_words_is_saved(tmp_path):
     words = " ".join(text(60)).split() + ["walking", "talking", "Oslo", "rises"] * 6
     vocabulary = Vocabulary.from_counts([*words, *["<eos>"] * 99], 7, unknown=word_classes)

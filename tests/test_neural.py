@@ -328,6 +328,18 @@ def test_a_model_of_characters_is_one_like_any():
     assert all(bool(each.grad.abs().sum() > 0) for each in words.parameters())
 
 
+def test_words_of_a_function_are_asked_for_each_time():
+    pyro.set_rng_seed(0)
+    tables = [torch.randn(6, 8), torch.randn(6, 8)]
+    module = NeuralHMM(6, 6, 8, blocks=RAGGED, words=lambda: tables[0]).eval()
+    with torch.no_grad():
+        first = module(DATA.lengths).log_prob(DATA.values)
+        tables.reverse()
+        second = module(DATA.lengths).log_prob(DATA.values)
+    torch.testing.assert_close(second, module(DATA.lengths).log_prob(DATA.values).detach())
+    assert not torch.allclose(first, second)
+
+
 @pytest.mark.parametrize("variant", ["no blocks", "two levels"])
 def test_weights_may_have_priors(variant):
     """A network is a PyroModule like any other: some weights with a prior, by MAP and by SVI."""

@@ -230,6 +230,37 @@ def test_the_emission_is_that_of_two_symbols():
     assert inside.tolist() == [True, False, False, False]
 
 
+@pytest.mark.parametrize("variant", ["one level", "two levels"])
+def test_what_goes_on_is_answered_as_the_rest_of_the_whole(variant):
+    module = make(variant).eval()
+    torch.manual_seed(0)
+    words = torch.randint(6, (3, 5))
+    tags = torch.full_like(words, -1)
+    tags[:, 3] = torch.tensor([0, 2, -1])
+    values = torch.stack([words, tags], -1)
+    first, rest = values[:, :3], values[:, 3:]
+    with torch.no_grad():
+        begun, whole = module(torch.full((3,), 3)), module(torch.full((3,), 5))
+        hmm, _ = module.go_on(torch.full((3,), 2), begun.ending(first), torch.arange(3))
+        close = torch.testing.assert_close
+        close(hmm.log_prob_of_tags(rest), whole.log_prob_of_tags(values))
+        close(hmm.tag_probs(rest)[:, -1], whole.tag_probs(values)[:, -1])
+        best, chain = hmm.best_path(rest), hmm.dense()
+        emission, law = hmm.emission.parts[0].logits, hmm.log_tags
+        paths = torch.tensor(list(itertools.product(range(5), range(5), range(3), range(3))))
+        a, b, x, y = paths.T
+        for n, (one, two) in enumerate(words[:, 3:].tolist()):
+            score = (
+                chain.log_initial[n, a] + emission[a, one] + law[a, x]
+                + chain.log_transition[a, b] + emission[b, two] + law[b, y]
+            )  # fmt: skip
+            if tags[n, 3] >= 0:
+                score[x != tags[n, 3]] = -math.inf
+            wanted = paths[score.argmax()]
+            assert best.states[n].tolist() == wanted[:2].tolist()
+            assert best.tags[n].tolist() == wanted[2:].tolist()
+
+
 def test_what_does_not_fit_is_refused():
     hmm = make("one level").eval()(DATA.lengths)
     with pytest.raises(ValueError, match=r"values must end in shape \(T, 2\)"):
