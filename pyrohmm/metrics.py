@@ -445,7 +445,9 @@ def bhattacharyya(probs: Tensor) -> Tensor:
     if bool((probs < 0).any()):
         raise ValueError("probs must not be negative. Take .exp() of logarithms.")
     root = probs.sqrt()
-    distance = -(root @ root.mT).log().clamp(max=0.0)
+    overlap = root @ root.mT
+    overlap = (overlap + overlap.mT) / 2  # a product may round its two halves differently
+    distance = -overlap.log().clamp(max=0.0)
     return distance.masked_fill(
         torch.eye(probs.size(-2), dtype=torch.bool, device=probs.device), 0.0
     ).abs()
