@@ -1,7 +1,7 @@
 """The recursions over blocks of states, compiled by Numba, for models on the CPU.
 
 What they compute is documented in :mod:`pyrohmm._blockwise`, and most of their arguments are parts
-of its ``Plan``. A kernel works on the items ``first`` to ``last`` of ``schedule``, which mixes
+of a ``Plan``. A kernel works on the items ``first`` to ``last`` of ``schedule``, which mixes
 large and small ones, so that threads have equal work; it releases Python's lock.
 """
 

@@ -10,7 +10,7 @@ from pyro.distributions.torch_distribution import TorchDistribution
 from torch import Tensor
 
 from . import _blockwise, _lookup, recursions
-from ._blockwise import Logs, States, bounds, is_dense, planned
+from ._blockwise import Logs, planned
 from ._checks import (
     check_booleans,
     check_floats,
@@ -24,6 +24,7 @@ from ._checks import (
     check_trailing,
 )
 from ._lazy import lazy
+from ._plan import Plan, States, bounds, is_dense
 from ._precision import full_precision
 from .blocks import Blocks, Products
 from .hmm import HMM
@@ -468,7 +469,7 @@ class BlockHMM(HMM):
         transition = self.log_transition.unsqueeze(0)
         return self.log_initial, transition, seen[..., :-1], read.lengths
 
-    def _logs(self, values: Tensor) -> tuple[Logs, _blockwise.Plan, torch.Size]:
+    def _logs(self, values: Tensor) -> tuple[Logs, Plan, torch.Size]:
         """The chain in logarithms, without gradients."""
         with torch.no_grad(), full_precision(self.log_initial):
             blocks, lengths, batch, first, seen = self._read(values)
@@ -477,7 +478,7 @@ class BlockHMM(HMM):
             chain = Logs(plan, states, *self._scores(), first, seen)
         return chain, plan, torch.Size([*batch, self.num_steps])
 
-    def _named(self, places: Tensor, plan: _blockwise.Plan, shape: torch.Size) -> Tensor:
+    def _named(self, places: Tensor, plan: Plan, shape: torch.Size) -> Tensor:
         """The states at ``places`` ``(S, M)`` in the blocks of tokens, as ``(S, *B, T)``."""
         states = self.blocks.states[plan.block].expand(len(places), -1, -1)
         found = states.gather(-1, places.cpu().unsqueeze(-1)).squeeze(-1)
@@ -485,7 +486,7 @@ class BlockHMM(HMM):
         out[:, plan.where] = found
         return out.reshape(len(places), *shape).to(self.log_initial.device)
 
-    def _scattered(self, laws: Tensor, plan: _blockwise.Plan, shape: torch.Size) -> Tensor:
+    def _scattered(self, laws: Tensor, plan: Plan, shape: torch.Size) -> Tensor:
         """Laws ``(M, w)`` within blocks as laws of all states, ``(*B, T, K)``."""
         states = self.blocks.states[plan.block].to(laws.device)
         size = self.blocks.num_states

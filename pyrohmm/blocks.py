@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from . import _blockwise, _lookup
-from ._blockwise import States, bounds
 from ._checks import (
     check_floats,
     check_integers,
@@ -28,6 +27,7 @@ from ._checks import (
     check_size,
 )
 from ._lazy import lazy
+from ._plan import States, bounds
 from ._precision import differentiable_gradient, full_precision, in_full_precision
 
 CHUNK = 1 << 23  # scores that exist at one time while all moves of all states are summed

@@ -10,7 +10,7 @@ from pyro.distributions import Categorical
 from torch.nn.functional import one_hot
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pyrohmm import HMM, _blockwise, _lookup, block_hmm, clusters
+from pyrohmm import HMM, _blockwise, _lookup, _plan, block_hmm, clusters
 from pyrohmm import blocks as blocks_module
 from pyrohmm.block_hmm import BlockHMM
 from pyrohmm.blocks import Blocks, Products, from_clusters, log_emission, uniform
@@ -84,7 +84,7 @@ def zeros(blocks, logits):
 def test_everything_is_as_in_the_hmm_with_zeros(
     all_moves, kind, sizes, lengths, engine, monkeypatch
 ):
-    monkeypatch.setattr(_blockwise, "DENSE", 10_000 if all_moves else 0)
+    monkeypatch.setattr(_plan, "DENSE", 10_000 if all_moves else 0)
     torch.manual_seed(len(sizes) + len(lengths))
     case = Case(kind, sizes, lengths)
     hmm, values = case.hmm, case.values
@@ -462,7 +462,7 @@ class Largest(TorchDispatchMode):
 
 @pytest.mark.parametrize("kind", ["one level", "two levels"])
 def test_moves_between_all_states_are_never_there_at_once(kind, monkeypatch, engine):
-    monkeypatch.setattr(_blockwise, "DENSE", 0)
+    monkeypatch.setattr(_plan, "DENSE", 0)
     monkeypatch.setattr(blocks_module, "CHUNK", 1 << 14)
     torch.manual_seed(0)
     case = Case(kind, [16] * 64, [4, 9], num_symbols=64, dtype=torch.float32)
@@ -478,7 +478,7 @@ def test_many_and_few_states_take_the_same_way(kind, monkeypatch):
     """Below a number of states all scores are computed, above it those that are needed."""
     results = []
     for limit in (0, 10_000):
-        monkeypatch.setattr(_blockwise, "DENSE", limit)
+        monkeypatch.setattr(_plan, "DENSE", limit)
         torch.manual_seed(6)
         case = Case(kind, [3, 2, 4], [6, 2, 6])
         found = case.hmm.log_prob(case.values)
@@ -490,7 +490,7 @@ def test_many_and_few_states_take_the_same_way(kind, monkeypatch):
 @pytest.mark.parametrize("all_moves", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_second_derivatives_are_those_of_the_hmm_with_zeros(all_moves, kind, engine, monkeypatch):
-    monkeypatch.setattr(_blockwise, "DENSE", 10_000 if all_moves else 0)
+    monkeypatch.setattr(_plan, "DENSE", 10_000 if all_moves else 0)
     torch.manual_seed(1)
     case = Case(kind, [2, 1, 3], [4, 1, 3], num_symbols=5)
     start, emit, words, bias, *_ = case.parameters

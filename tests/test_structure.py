@@ -17,7 +17,7 @@ PACKAGE = Path(pyrohmm.__file__).parent
 ORDER = [
     "_checks", "_precision", "_lazy", "_lookup", "sequences", "processes", "batches",
     "_compiled", "_compiled_blocks", "_compiled_clusters",
-    "_chain", "_steps", "_messages", "_blockwise", "recursions",
+    "_chain", "_steps", "_messages", "_plan", "_blockwise", "recursions",
     "distributions", "cooccurrence", "dpp", "msteps",
     "hmm", "modules", "_brown", "clusters", "blocks", "block_hmm",
     "_emission", "normals", "emissions", "tabular", "dense",

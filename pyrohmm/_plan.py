@@ -1,0 +1,219 @@
+"""Which blocks of states follow each other in some sequences, and where their laws are kept."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Plan(NamedTuple):
+    """Which blocks follow each other in some sequences, and where everything is kept.
+
+    Sequences stand in the order of their lengths, longest first; a token is one step of one of
+    them, numbered step by step. Pairs of blocks that occur next to each other are sorted by their
+    first block. Their laws are in one array: rows of ``stride`` numbers, the states of a source
+    block, with the states of all its targets side by side.
+
+    Attributes:
+        order: ``(N,)``, which sequence is at each place.
+        lengths: ``(N,)`` of the sequences in that order.
+        begins: ``(T,)``, the first token of each step.
+        where: ``(M,)``, each token's place among ``N * T`` steps.
+        before: ``(M,)``, the token before; itself at the first step.
+        block: ``(M,)``, block of each token.
+        pair: ``(M,)``, the pair of which a token is the second; 0 at the first step.
+        source, target: ``(P,)``, blocks of each pair.
+        base, stride: ``(P,)``, where its laws begin, and how far apart its rows are.
+        pairs_of: ``(U + 1,)``, where the pairs of each source begin.
+        columns: The states of the targets of all sources, one after the other.
+        columns_of: ``(U + 1,)``, where those of each source begin.
+        tokens, tokens_of: The tokens of all pairs, one after the other, and where each begins.
+        size: Of the array of laws.
+    """
+
+    order: Tensor
+    lengths: Tensor
+    begins: Tensor
+    where: Tensor
+    before: Tensor
+    block: Tensor
+    pair: Tensor
+    source: Tensor
+    target: Tensor
+    base: Tensor
+    stride: Tensor
+    pairs_of: Tensor
+    columns: Tensor
+    columns_of: Tensor
+    tokens: Tensor
+    tokens_of: Tensor
+    size: int
+
+
+class States(NamedTuple):
+    """The states of each block: ``members[starts[b] : starts[b + 1]]``, ``width`` at most."""
+
+    starts: Tensor
+    members: Tensor
+    sizes: Tensor
+    width: int
+
+
+def bounds(sizes: Tensor) -> Tensor:
+    """Where parts of given sizes begin and the last one ends."""
+    return torch.cat([sizes.new_zeros(1), sizes.cumsum(0)])
+
+
+def make_plan(blocks: Tensor, lengths: Tensor, states: States) -> Plan:
+    """Plan for sequences of blocks ``(N, T)``, on the CPU.
+
+    Args:
+        blocks: Block of each step; padding may hold anything.
+        lengths: ``(N,)``.
+        states: Of each block.
+    """
+    steps = blocks.size(1)
+    order = lengths.argsort(descending=True, stable=True)
+    lengths = lengths[order]
+    clock = torch.arange(int(lengths[0])).unsqueeze(-1)
+    exists = clock < lengths  # (T, N)
+    place = (order * steps + clock)[exists]
+    counts = exists.sum(-1)
+    begins = bounds(counts)[:-1]
+    block = blocks.reshape(-1)[place]
+    step = clock.squeeze(-1).repeat_interleave(counts)
+    index = torch.arange(len(block))
+    before = torch.where(step > 0, index - counts[(step - 1).clamp(min=0)], index)
+    later = int(counts[0])  # the first token that has one before
+    many = len(states.sizes)
+    keys = block[before[later:]] * many + block[later:]
+    keys, pairs, uses = keys.unique(return_inverse=True, return_counts=True)
+    source, target = keys // many, keys % many  # pairs of one source stand together
+    fresh = torch.ones_like(source, dtype=torch.bool)
+    fresh[1:] = source[1:] != source[:-1]
+    first = fresh.nonzero().squeeze(-1)
+    pairs_of = torch.cat([first, first.new_full((1,), len(keys))])
+    widths = states.sizes[target]
+    column = bounds(widths)
+    columns_of = column[pairs_of]
+    stride = columns_of.diff()  # (U,)
+    unit = fresh.long().cumsum(0) - 1  # (P,)
+    area = bounds(stride * states.sizes[source[first]])
+    base = area[unit] + column[:-1] - columns_of[unit]
+    columns = states.starts[target].repeat_interleave(widths)
+    columns += torch.arange(len(columns)) - column[:-1].repeat_interleave(widths)
+    pair = torch.zeros_like(block)
+    pair[later:] = pairs
+    return Plan(
+        order, lengths, begins, place, before, block, pair, source, target, base,
+        stride[unit], pairs_of, states.members[columns], columns_of,
+        pairs.argsort(stable=True) + later, bounds(uses), int(area[-1]),
+    )  # fmt: skip
+
+
+# Scores of moves ----------------------------------------------------------------------------------
+
+
+DENSE = 3072  # up to so many states, one product of all vectors is faster than one for each source
+
+
+def is_dense(leave: Tensor) -> bool:
+    """Whether all scores at once are faster, for states with these vectors."""
+    return len(leave) <= DENSE and leave.device.type == "cpu"
+
+
+class Scores:
+    """The scores of all pairs of a plan, and their gradient: inner products, or a matrix.
+
+    With ``enter``, states are in the order of their blocks, which are disjoint. For few states in
+    that order there are scores of all pairs, also of those that do not occur.
+    """
+
+    def __init__(self, plan: Plan, states: States, leave: Tensor, enter: Tensor | None) -> None:
+        self.plan, self.states, self.leave, self.enter = plan, states, leave, enter
+        count = len(leave)
+        self.dense = is_dense(leave) and torch.equal(states.members, torch.arange(count))
+        self.base, self.stride = plan.base, plan.stride
+        if self.dense:
+            self.base = states.starts[plan.source] * count + states.starts[plan.target]
+            self.stride = torch.full_like(plan.stride, count)
+
+    def __call__(self) -> Tensor:
+        """Scores, one after the other; of a matrix they may be those of the matrix itself."""
+        if self.dense:
+            return (self.leave if self.enter is None else self.leave @ self.enter.mT).flatten()
+        if self.enter is None:
+            parts = [self.leave[rows, columns].flatten() for rows, columns, _ in self._matrix()]
+            return torch.cat(parts) if parts else self.leave.new_empty(0)
+        out = self.leave.new_empty(self.plan.size)
+        for rows, targets, cells in self._sources():
+            part = out[cells].view(rows.stop - rows.start, -1)
+            torch.mm(self.leave[rows], self._entered(targets).mT, out=part)
+        return out
+
+    def gradients(self, changed: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Of ``leave`` and ``enter``, from those of the scores."""
+        leave, enter = self.leave, self.enter
+        if self.dense:
+            changed = changed.view(len(leave), len(leave))
+            return (changed, None) if enter is None else (changed @ enter, changed.mT @ leave)
+        if enter is None:
+            to_leave = torch.zeros_like(leave)
+            for states, columns, cells in self._matrix():
+                part = changed[cells].view(len(states), -1)
+                to_leave.index_put_((states, columns), part, accumulate=True)
+            return to_leave, None
+        to_leave, to_enter = torch.zeros_like(leave), torch.zeros_like(enter)
+        for rows, targets, cells in self._sources():
+            part = changed[cells].view(rows.stop - rows.start, -1)
+            torch.mm(part, self._entered(targets), out=to_leave[rows])
+            self._add_entered(to_enter, targets, part.mT @ leave[rows])
+        return to_leave, to_enter
+
+    def _sources(self) -> Iterator[tuple[slice, Tensor, slice]]:
+        """For each source block: its states, its targets, and where its scores are."""
+        plan, starts = self.plan, self.states.starts.tolist()
+        firsts, begin = plan.pairs_of.tolist(), 0
+        widths = plan.columns_of.diff().tolist()
+        for first, last, width in zip(firsts, firsts[1:], widths):
+            source = int(plan.source[first])
+            rows = slice(starts[source], starts[source + 1])
+            cells = slice(begin, begin + width * (rows.stop - rows.start))
+            yield rows, plan.target[first:last], cells
+            begin = cells.stop
+
+    def _matrix(self) -> Iterator[tuple[Tensor, Tensor, slice]]:
+        """The same for states in any order: rows ``(k, 1)`` and columns."""
+        members, device = self.states.members, self.leave.device
+        limits = self.plan.columns_of.tolist()
+        sources = zip(self._sources(), limits, limits[1:])
+        for (rows, _, cells), left, right in sources:
+            columns = self.plan.columns[left:right]
+            yield members[rows].unsqueeze(-1).to(device), columns.to(device), cells
+
+    def _entered(self, targets: Tensor) -> Tensor:
+        """Vectors of the states of some blocks, one block after the other."""
+        assert self.enter is not None
+        count = len(self.states.sizes)
+        if count * self.states.width == len(self.enter):  # blocks of one size
+            blocks = self.enter.view(count, -1).index_select(0, targets.to(self.enter.device))
+            return blocks.view(-1, self.enter.size(1))
+        return torch.cat([self.enter[a:b] for a, b in self._bounds(targets)])
+
+    def _add_entered(self, total: Tensor, targets: Tensor, part: Tensor) -> None:
+        count = len(self.states.sizes)
+        if count * self.states.width == len(total):
+            blocks = total.view(count, -1)
+            blocks.index_add_(0, targets.to(total.device), part.view(len(targets), -1))
+            return
+        begin = 0
+        for a, b in self._bounds(targets):
+            total[a:b] += part[begin : begin + b - a]
+            begin += b - a
+
+    def _bounds(self, targets: Tensor) -> list[tuple[int, int]]:
+        starts = self.states.starts
+        return list(zip(starts[targets].tolist(), starts[targets + 1].tolist()))
