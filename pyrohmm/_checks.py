@@ -45,6 +45,10 @@ def check_floats(name: str, tensor: Tensor) -> None:
         raise TypeError(
             f"{name} must be floating point; got dtype {tensor.dtype}. Call .float() on it."
         )
+    if tensor.dtype not in (torch.float32, torch.float64):
+        raise TypeError(
+            f"{name} must be float32 or float64; got dtype {tensor.dtype}. Call .float() on it."
+        )
 
 
 def check_trailing(name: str, tensor: Tensor, trailing: tuple[int, ...], meaning: str) -> None:

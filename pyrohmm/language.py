@@ -510,6 +510,13 @@ def _check_ends(name: str, vocabulary: Vocabulary, data: Sequences) -> None:
         )
     if data.observed is not None and not bool((data.observed | ~data.exists).all()):
         raise ValueError(f"{name} must have no missing steps. Take out the sentences with some.")
+    codes = data.values[data.exists]
+    low, high = int(codes.min()), int(codes.max())
+    if low < 0 or high >= len(vocabulary):
+        raise ValueError(
+            f"{name} must hold codes of words, from 0 to V - 1 = {len(vocabulary) - 1}; got values "
+            f"from {low} to {high}."
+        )
     ends = (data.values == vocabulary.encode([END]).to(data.values.device)) & data.exists
     last = ends[torch.arange(len(data)), data.lengths - 1]
     if int(ends.sum()) != len(data) or not bool(last.all()):

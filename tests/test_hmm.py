@@ -1377,3 +1377,11 @@ def test_probabilities_of_zero_are_zeros_however_they_are_given():
     evidence[1].backward()
     assert probs.grad.isfinite().all()
     assert (hmm.sample([50]).diff(dim=-1) == 0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_half_precision_is_refused(dtype):
+    law = torch.full((2,), 0.5).log().to(dtype)
+    emission = dist.Categorical(logits=torch.zeros(2, 3))
+    with pytest.raises(TypeError, match=r"log_initial must be float32 or float64; .*16\. Call"):
+        HMM(law, law.expand(2, 2), emission, torch.tensor([3]))

@@ -172,6 +172,14 @@ def test_sentences_with_missing_words_are_refused():
         model.fit(data, gappy)
 
 
+def test_codes_of_no_word_are_refused():
+    model, data = model_of(text(30))
+    values = data.values.clone()
+    values[2, 0] = len(model.vocabulary)
+    with pytest.raises(ValueError, match=r"data must hold codes of words, from 0 to V - 1 = "):
+        model.fit(Sequences(values, data.lengths))
+
+
 def test_what_fit_chooses_cannot_be_given():
     model, data = model_of(text(30))
     with pytest.raises(TypeError, match="fit chooses num_steps, optimizer itself"):

@@ -232,6 +232,6 @@ print(again.perplexity(test))
 #
 # It shows the perplexity of the held-out text after every epoch, goes on from its checkpoint if it
 # was stopped, and runs in several processes after `torchrun --nproc-per-node 2 -m` in place of
-# `python -m`. On that million words a model of 8,192 states reaches a test perplexity of 129, one of
-# 32,768 states 115, where a Kneser-Ney 5-gram has 141 (`figures/language_models.json`,
+# `python -m`. On that million words a model of 8,192 states reaches a test perplexity of 129, and
+# one of 32,768 states 115, where a Kneser-Ney 5-gram has 141 (`figures/language_models.json`,
 # `figures/language_model_baselines.json`).
