@@ -254,8 +254,8 @@ def draw(rows: list[dict[str, Any]], baselines: list[dict[str, Any]]) -> None:
                 low, high = ends(line["paper_valid"])
                 axes[panel].plot([low, high], [place, place], "D-", color="0.5", label="paper")
                 axes[panel].annotate(
-                    said(line), (high, place), (6, 0), "data", "offset points", fontsize=7,
-                    va="center", color="0.4",
+                    said(line), (low, place), (-4, 6), "data", "offset points", fontsize=7,
+                    color="0.4",
                 )  # fmt: skip
         names = [line["name"] for line in lines]
         axes[panel].set_yticks(range(len(names)), names)
