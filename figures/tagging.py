@@ -26,8 +26,8 @@ Choices are made by held-out data. What is added to the counts of the tabular HM
 highest accuracy; so are the learning rate of the neural HMMs and the share of states that are
 dropped in each step, for each text those of the first of them with seed 0 (parts ``choice``, whose
 rows know nothing of test data). Among its epochs a fit keeps the one of the least held-out nats of
-words and tags. ``STEPS`` were not chosen but are what
-there was time for, and the other sizes were not varied. Accuracies are shares of words, by the most
+words and tags. ``STEPS`` are what there was time for, fewer for the smaller text, whose best epoch
+comes earlier; other sizes were not varied. Accuracies are shares of words, by the most
 probable tag at each step ("posterior") and by the most probable path of states and tags ("path");
 a word whose tag does not occur in training counts as wrong, and ``tags_not_in_train`` says how many
 there are. ``seconds_per_step`` is of the processor, evaluation included.

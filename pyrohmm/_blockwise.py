@@ -56,7 +56,10 @@ class _Forward:
 
     Attributes:
         evidence: ``(N,)`` float64, the logarithm.
-        sound: ``(N,)``, whether nothing was lost on the way.
+        sound: ``(N,)``, whether what was lost is surely less than rounding of the evidence.
+        lost: ``(N,)`` float64, bound on what the last steps lost, over what is left.
+        lowest: ``(P,)``, the least law of each pair; 0 if a positive one was cut off, and negative,
+            the least positive one, where some are zero by themselves.
         alpha: ``(M, w)``, the law of the state of each token given what was seen up to it.
         norm: ``(M,)``, likelihood of each token given those before, over its maximum.
         seen: ``(M, w)``, likelihood of each token in its states, over its maximum.
@@ -115,7 +118,7 @@ class _Forward:
         laws, low = scores(), math.log(self.least)
         parts = plan.source, plan.target, states.sizes, scores.base, scores.stride, low
         if scores.enter is None:
-            laws, count = laws.clone(), len(plan.source)
+            laws, count = laws.clone() if scores.dense else laws, len(plan.source)
             kernels.run(
                 kernels.exp_of_pairs, count, 10 * plan.size // max(count, 1), _mixed(count),
                 *parts, laws, self.lowest,

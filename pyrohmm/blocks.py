@@ -380,8 +380,12 @@ class _SumsOfBlocks(torch.autograd.Function):
     def backward(ctx, weights):
         leave, enter, sums = ctx.saved_tensors
         if torch.is_grad_enabled():
-            plain = partial(_plain_sums, states=ctx.states)
-            return (*differentiable_gradient(plain, (leave, enter), weights), None)
+            plain = differentiable_gradient(
+                lambda leave, enter: _plain_sums(leave @ enter.mT, ctx.states),
+                (leave, enter),
+                weights,
+            )
+            return (*plain, None)
         to_leave, to_enter = torch.empty_like(leave), torch.zeros_like(enter)
         rows = max(1, CHUNK // len(enter))
         parts = (each.split(rows) for each in (leave, sums, weights.contiguous(), to_leave))
@@ -392,9 +396,9 @@ class _SumsOfBlocks(torch.autograd.Function):
         return to_leave, to_enter, None
 
 
-def _plain_sums(leave: Tensor, enter: Tensor, states: States) -> Tensor:
-    """The same by all scores at once."""
-    parts = (leave @ enter.mT).split(states.sizes.tolist(), -1)
+def _plain_sums(scores: Tensor, states: States) -> Tensor:
+    """Logarithms of the sums over each block, by operations of torch."""
+    parts = scores.split(states.sizes.tolist(), -1)
     return torch.stack([each.logsumexp(-1) for each in parts], -1)
 
 
@@ -408,8 +412,7 @@ def _sum_blocks(scores: Tensor, states: States, out: Tensor) -> None:
     if _are_equal(states):
         torch.logsumexp(scores.unflatten(-1, (-1, states.width)), -1, out=out)
         return
-    parts = scores.split(states.sizes.tolist(), -1)
-    torch.stack([each.logsumexp(-1) for each in parts], -1, out=out)
+    out.copy_(_plain_sums(scores, states))
 
 
 def _are_equal(states: States) -> bool:
