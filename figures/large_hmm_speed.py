@@ -1,10 +1,11 @@
 """How long an epoch of training takes with thousands of states, beside the straightforward way.
 
-A neural HMM of 128 Brown clusters on the Penn Treebank (929,589 tokens), state dropout 0.5,
-float32, two threads, AdamW, by ``fit_map``. *One level* is the paper's parameterization, *two
-levels* moves to a block first. The straightforward way is what one writes first: the whole matrix
-of the kept states by a log-softmax, for each batch of 512 tokens; log-potentials for each token;
-the forward algorithm in logarithms, and autograd through it. Emission and networks are the same.
+A neural HMM of 128 Brown clusters (if not said otherwise) on the Penn Treebank (929,589 tokens),
+state dropout 0.5, float32, two threads, AdamW, by ``fit_map``. *One level* is the paper's
+parameterization, *two levels* moves to a block first. The straightforward way is what one writes
+first: the whole matrix of the kept states by a log-softmax, for each batch of 512 tokens;
+log-potentials for each token; the forward algorithm in logarithms, and autograd through it.
+Emission and networks are the same.
 
 Seconds per epoch are those of a step times the number of steps in an epoch. All ways are measured
 in turn, in five rounds, on the same batches in each run (their seed is the round's); the first
@@ -17,7 +18,9 @@ are 512 and 8,192, with 32,768 they are 512.
 
 ``scaling`` are ways alone, each in a process of its own, by the number of states and by the number
 of tokens in a batch, with the median, the fastest and the slowest step; ``gigabytes`` (10^9 bytes)
-are the largest memory of that process, data and libraries included.
+are the largest memory of that process, data and libraries included. ``blocks`` are the same by the
+number of states that may emit a word: 8,192 states in fewer or more blocks. A shared machine is not
+equally fast at all times: compare rows of one part.
 
 Writes ``large_hmm_speed.json`` and ``large_hmm_speed.png``; each row as soon as it is there.
 """
@@ -42,10 +45,11 @@ from pyrohmm.batches import Batches, batches_in_round
 from pyrohmm.neural import draw_states
 
 NAME = "large_hmm_speed"
-CLUSTERS, ROUNDS, STEPS, BATCH, SMALL = 128, 5, 10, 8192, 512
+BLOCKS, ROUNDS, STEPS, BATCH, SMALL = 128, 5, 10, 8192, 512
 TARGETS = {4096: (40.0, 10.0), 32768: (300.0, 15.0)}  # seconds an epoch, and times faster
 TWO, ONE, PLAIN = "two levels", "one level", "plain"
 SIZES = [1024, 2048, 4096, 8192, 16384, 32768]
+NUMBERS = [512, 256, 128, 64, 32]  # of blocks, with 8,192 states
 
 
 class Watch(torch.optim.AdamW):
@@ -112,13 +116,13 @@ def plain(module: NeuralHMM, data: Sequences, tokens: int, steps: int, seed: int
 def model(clusters: Tensor, words: int, states: int, two_level: bool) -> NeuralHMM:
     """A neural HMM of so many states."""
     pyro.set_rng_seed(0)
-    each = blocks.from_clusters(clusters, states // CLUSTERS)
+    each = blocks.from_clusters(clusters, states // blocks_in(clusters))
     return NeuralHMM(states, words, 256, blocks=each, two_level=two_level, dropout=0.5)
 
 
-def compare(text: Text, clusters: Tensor, states: int, quick: bool) -> Iterator[dict[str, Any]]:
+def compare(text: Text, states: int, quick: bool) -> Iterator[dict[str, Any]]:
     """Ours, on one and two levels, and the straightforward way, in turn."""
-    data, words = text.train, len(text.words)
+    data, words, (clusters, _) = text.train, len(text.words), brown(text, BLOCKS)
     modules = {way: model(clusters, words, states, way == TWO) for way in (TWO, ONE, PLAIN)}
     ways = [(way, tokens) for way in (TWO, ONE) for tokens in (BATCH, SMALL)] + [(PLAIN, SMALL)]
     if states <= 8192:
@@ -137,14 +141,19 @@ def compare(text: Text, clusters: Tensor, states: int, quick: bool) -> Iterator[
         target, faster = TARGETS.get(states, (None, None))
         aimed = way == TWO and tokens == BATCH
         yield {
-            "part": "compare", "states": states, "way": way, "tokens": tokens,
-            "steps": steps[way, tokens], "steps_per_epoch": counts[tokens],
+            "part": "compare", "states": states, "blocks": blocks_in(clusters), "way": way,
+            "tokens": tokens, "steps": steps[way, tokens], "steps_per_epoch": counts[tokens],
             "seconds_per_epoch": median(found), "low": min(found), "high": max(found),
             "times_faster": times(epochs[PLAIN, SMALL], found),
             "times_faster_alike": times(epochs.get((PLAIN, tokens)), found),
             "target_seconds": target if aimed else None,
             "target_times_faster": faster if aimed else None,
         }  # fmt: skip
+
+
+def blocks_in(clusters: Tensor) -> int:
+    """How many blocks of states there are, one for each cluster."""
+    return int(clusters.max()) + 1
 
 
 def slow(way: str, states: int) -> bool:
@@ -157,17 +166,18 @@ def times(longer: list[float] | None, shorter: list[float]) -> float | None:
     return None if longer is None else median(a / b for a, b in zip(longer, shorter))
 
 
-def one(task: tuple[Tensor, int, int, int, str, Sequences, int]) -> dict[str, Any]:
+def one(task: tuple[str, Tensor, int, int, int, str, Sequences, int]) -> dict[str, Any]:
     """One way alone, in a process of its own."""
-    clusters, words, states, tokens, way, data, steps = task
+    part, clusters, words, states, tokens, way, data, steps = task
     torch.set_num_threads(2)
     module = model(clusters, words, states, way == TWO)
     taken = (plain if way == PLAIN else ours)(module, data, tokens, steps, 0)
     count = batches_in_round(data.lengths, tokens)
     return {
-        "part": "scaling", "states": states, "tokens": tokens, "way": way, "steps": len(taken),
-        "steps_per_epoch": count, "seconds_per_epoch": median(taken) * count,
-        "low": min(taken) * count, "high": max(taken) * count, "gigabytes": gigabytes(),
+        "part": part, "states": states, "blocks": blocks_in(clusters), "tokens": tokens,
+        "way": way, "steps": len(taken), "steps_per_epoch": count,
+        "seconds_per_epoch": median(taken) * count, "low": min(taken) * count,
+        "high": max(taken) * count, "gigabytes": gigabytes(),
     }  # fmt: skip
 
 
@@ -182,68 +192,89 @@ def gigabytes() -> float:
 
 
 def scaling(
-    text: Text, clusters: Tensor, tasks: list[tuple[int, int, str]], quick: bool
+    part: str, text: Text, tasks: list[tuple[int, int, int, str]], quick: bool
 ) -> Iterator[dict[str, Any]]:
-    """By states, and by tokens in a batch."""
+    """By states, by blocks, and by tokens in a batch."""
+    assignments = {number: brown(text, number)[0] for number in {task[1] for task in tasks}}
     with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
-        for states, tokens, way in tasks:
+        for states, number, tokens, way in tasks:
             steps = 1 if quick else 10 if slow(way, states) else ROUNDS * STEPS
-            task = (clusters, len(text.words), states, tokens, way, text.train, steps)
+            data, words = text.train, len(text.words)
+            task = (part, assignments[number], words, states, tokens, way, data, steps)
             yield pool.apply(one, (task,))
 
 
 def draw(rows: list[dict[str, Any]]) -> None:
-    """Time and memory by states, and time by tokens in a batch."""
+    """Time and memory by states; time by states of a block, and by tokens in a batch."""
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(1, 3, figsize=(13, 4), layout="constrained")
+    figure, ((times_axis, memory), (widths, batches)) = plt.subplots(
+        2, 2, figsize=(10, 7.5), layout="constrained"
+    )
     single = [row for row in rows if row["part"] == "scaling"]
-    lines = [
-        (TWO, BATCH, "o-", "pyrohmm, two levels"),
-        (ONE, BATCH, "s-", "pyrohmm, one level"),
-        (PLAIN, SMALL, "x--", "straightforward, one level"),
-    ]
-    for axis, name in zip(axes, ("seconds_per_epoch", "gigabytes")):
-        for way, tokens, mark, label in lines:
-            found = sorted((row["states"], row[name]) for row in single
-                           if (row["way"], row["tokens"]) == (way, tokens))  # fmt: skip
-            if found:
-                axis.plot(*zip(*found), mark, label=f"{label}, {tokens:,} tokens")
-        logarithmic(axis)
-        axis.set_xlabel("states")
-    axes[0].set(ylabel="seconds per epoch", title="Penn Treebank")
-    axes[1].set(ylabel="GB", title="largest memory of the process")
-    for way, _, mark, label in lines:
-        found = sorted((row["tokens"], row["seconds_per_epoch"]) for row in single
-                       if (row["way"], row["states"]) == (way, 4096))  # fmt: skip
-        if found:
-            axes[2].plot(*zip(*found), mark, label=label)
-    logarithmic(axes[2])
-    axes[2].set(xlabel="tokens in a batch", ylabel="seconds per epoch", title="4,096 states")
+    own = {TWO: BATCH, ONE: BATCH, PLAIN: SMALL}
+    by_states = [row for row in single if row["tokens"] == own[row["way"]]]
+    lines(times_axis, by_states, "states", "seconds_per_epoch", own)
+    lines(memory, by_states, "states", "gigabytes", own)
+    by_blocks = [row for row in rows if row["part"] == "blocks"]
+    wide = [row | {"width": row["states"] // row["blocks"]} for row in by_blocks]
+    lines(widths, wide, "width", "seconds_per_epoch", own)
+    few = [row for row in single if row["states"] == 4096]
+    lines(batches, few, "tokens", "seconds_per_epoch", {})
+    times_axis.set(xlabel="states", ylabel="seconds per epoch", title=f"{BLOCKS} blocks")
+    memory.set(xlabel="states", ylabel="GB", title=f"{BLOCKS} blocks, memory of the whole process")
+    widths.set(
+        xlabel="states of a block (all that may emit a word)", ylabel="seconds per epoch",
+        title="8,192 states, in fewer and larger blocks",
+    )  # fmt: skip
+    batches.set(
+        xlabel="tokens in a batch", ylabel="seconds per epoch",
+        title=f"4,096 states, {BLOCKS} blocks",
+    )  # fmt: skip
     figure.savefig(FOLDER / f"{NAME}.png", dpi=150)
     plt.close(figure)
 
 
-def logarithmic(axis: Any) -> None:
-    """Both axes, if there is something on them; and what is what."""
+def lines(axis: Any, rows: list[dict[str, Any]], x: str, y: str, tokens: dict[str, int]) -> None:
+    """A line for each way, with the range over steps; both axes in logarithms."""
+    styles = {
+        TWO: ("o-", "two levels"), ONE: ("s-", "one level"), PLAIN: ("x--", "straightforward")
+    }  # fmt: skip
+    for way, (mark, label) in styles.items():
+        found = sorted((row for row in rows if row["way"] == way), key=lambda row: row[x])
+        if not found:
+            continue
+        places = [row[x] for row in found]
+        name = f"{label}, {tokens[way]:,} tokens a batch" if way in tokens else label
+        (line,) = axis.plot(places, [row[y] for row in found], mark, label=name)
+        if y == "seconds_per_epoch":
+            low, high = zip(*((row["low"], row["high"]) for row in found))
+            axis.fill_between(places, low, high, color=line.get_color(), alpha=0.2, linewidth=0)
     if axis.lines:
         axis.set_xscale("log", base=2)
-        axis.set_yscale("log")
+        axis.set_yscale("log", base=2 if y == "gigabytes" else 10)
         axis.legend(fontsize=8)
+        axis.xaxis.set_major_formatter("{x:,.0f}")
+        axis.yaxis.set_major_formatter("{x:,g}")
 
 
 def key(row: dict[str, Any]) -> tuple[Any, ...]:
     """What tells rows apart, and their order."""
-    return row["part"], row["states"], row["tokens"], row["way"]
+    return row["part"], row["states"], row["blocks"], row["tokens"], row["way"]
 
 
 def main() -> None:
     tasks = {
-        "scaling-states": [(size, BATCH, TWO) for size in (*SIZES, 65536)]
-        + [(size, BATCH, ONE) for size in SIZES]
-        + [(size, SMALL, PLAIN) for size in SIZES],
+        "scaling-states": [(size, BLOCKS, BATCH, TWO) for size in (*SIZES, 65536)]
+        + [(size, BLOCKS, BATCH, ONE) for size in SIZES]
+        + [(size, BLOCKS, SMALL, PLAIN) for size in SIZES],
+        "blocks": [
+            (8192, number, tokens, way)
+            for way, tokens in ((TWO, BATCH), (ONE, BATCH), (PLAIN, SMALL))
+            for number in NUMBERS
+        ],
         "scaling-batches": [
-            (4096, tokens, way)
+            (4096, BLOCKS, tokens, way)
             for way, own in ((TWO, BATCH), (ONE, BATCH), (PLAIN, SMALL))
             for tokens in (512, 1024, 2048, 4096, 8192, 16384)
             if tokens != own
@@ -253,17 +284,16 @@ def main() -> None:
     options = arguments(__doc__, [*sizes, *tasks])
     torch.set_num_threads(2)
     text = read("letters" if options.quick else "ptb")
-    clusters, _ = brown(text, CLUSTERS)
     if options.quick:
-        few = [(1024, BATCH, TWO), (1024, SMALL, PLAIN)]
-        for row in (*compare(text, clusters, 256, True), *scaling(text, clusters, few, True)):
+        few = [(1024, BLOCKS, BATCH, TWO), (1024, 64, SMALL, PLAIN)]
+        for row in (*compare(text, 256, True), *scaling("scaling", text, few, True)):
             print(row, flush=True)
         return
     for part in options.only:
         found = (
-            compare(text, clusters, sizes[part], False)
+            compare(text, sizes[part], False)
             if part in sizes
-            else scaling(text, clusters, tasks[part], False)
+            else scaling("blocks" if part == "blocks" else "scaling", text, tasks[part], False)
         )
         for row in found:
             print(row, flush=True)

@@ -265,13 +265,15 @@ def test_the_straightforward_way_has_our_loss_and_our_gradient(figure, dropout):
 def test_times_and_memory_are_drawn_as_soon_as_there_is_one(figure, tmp_path):
     script = figure("large_hmm_speed")
     rows = [
-        {"part": "scaling", "states": states, "way": way, "tokens": tokens,
-         "seconds_per_epoch": states / tokens, "gigabytes": 1 + states / 1e4}
+        {"part": "scaling", "states": states, "blocks": 128, "way": way, "tokens": tokens,
+         "seconds_per_epoch": states / tokens, "low": 0.1, "high": 100.0,
+         "gigabytes": 1 + states / 1e4}
         for way, tokens in ((script.TWO, 8192), (script.ONE, 8192), (script.PLAIN, 512))
         for states in (4096, 8192)
     ]  # fmt: skip
     compared = rows[0] | {"part": "compare"}
-    for some in ([compared], rows[:1], [*rows, compared]):
+    wide = [row | {"part": "blocks", "blocks": 64} for row in rows]
+    for some in ([compared], rows[:1], wide[:1], [*rows, *wide, compared]):
         script.draw(some)
         (tmp_path / "large_hmm_speed.png").unlink()
 
