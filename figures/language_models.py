@@ -241,6 +241,7 @@ def draw(rows: list[dict[str, Any]], baselines: list[dict[str, Any]]) -> None:
             level(axes[data], height, f"paper, {row['paper_states']:,} states", ":")
         lines_of(baselines, title, axes[data])
         axes[data].set(xlabel="epochs", ylabel="perplexity, held out", title=title, yscale="log")
+        axes[data].xaxis.get_major_locator().set_params(integer=True)
         ticks(axes[data])
     by_states(rows, baselines, axes["states"])
     for panel, title in PANELS.items():
@@ -287,6 +288,7 @@ def by_states(rows: list[dict[str, Any]], baselines: list[dict[str, Any]], axis:
         axis.plot([states, states], spread, "D-", color="0.5", label="paper, one level, 50 epochs")
     lines_of(baselines, CORPORA["ptb"], axis)
     axis.set_xscale("log", base=2)
+    axis.xaxis.set_major_formatter("{x:,.0f}")
     axis.set(xlabel="states", ylabel="perplexity, held out", yscale="log", title=CORPORA["ptb"])
     ticks(axis)
 
