@@ -54,7 +54,7 @@ from pyrohmm import (
     metrics,
 )
 from pyrohmm.batches import batches_in_round
-from pyrohmm.language import rise_and_fall
+from pyrohmm.language import RiseAndFall
 
 NAME = "language_models"
 
@@ -184,7 +184,7 @@ def run(model: Model, paper: Paper, text: Text, cache: dict[Any, Any]) -> dict[s
         optimizer=partial(
             torch.optim.AdamW, lr=model.rate, weight_decay=model.decay, fused=True
         ),
-        schedule=partial(LambdaLR, lr_lambda=partial(rise_and_fall, total)), clip_norm=5.0,
+        schedule=partial(LambdaLR, lr_lambda=RiseAndFall(total)), clip_norm=5.0,
         tolerance=None, validation=text.valid,
         checkpoint=None if model.panel == "quick" else file_of(model),
     )  # fmt: skip

@@ -260,18 +260,27 @@ class Logs:
         ends = [*self.plan.begins.tolist(), len(self.plan.where)]
         return [slice(begin, end) for begin, end in pairwise(ends)]
 
-    def messages(self) -> list[Tensor]:
-        """Logarithms of p(x_{1:t}, z_t), of the tokens of each step, ``(n_t, w)``."""
+    def messages(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Logarithms of p(x_{1:t}, z_t) less the largest, of the tokens of each step, ``(n_t, w)``.
+
+        And what was taken away from each, ``(n_t,)`` float64: logarithms of thousands of steps have
+        no digits left for the law of a state.
+        """
         found: list[Tensor] = []
+        taken: list[Tensor] = []
         for step in self.steps():
             seen = self.seen[step]
             if not found:
-                found.append(self.first + seen)
-                continue
-            moves = self.matrices(torch.arange(step.start, step.stop))
-            alpha = found[-1][: len(seen)]
-            found.append(logsumexp(alpha.unsqueeze(-1) + moves, -2) + seen)
-        return found
+                message, before = self.first + seen, seen.new_zeros(len(seen), dtype=torch.float64)
+            else:
+                moves = self.matrices(torch.arange(step.start, step.stop))
+                alpha, before = found[-1][: len(seen)], taken[-1][: len(seen)]
+                message = logsumexp(alpha.unsqueeze(-1) + moves, -2) + seen
+            peak = message.detach().amax(-1)
+            peak = peak.masked_fill(peak.isneginf(), 0.0)
+            found.append(message - peak.unsqueeze(-1))
+            taken.append(before + peak.double())
+        return found, taken
 
     def ends(self, each: list[Tensor]) -> Tensor:
         """What ``each`` step holds of the sequences that end there; in the order of the plan."""
@@ -282,7 +291,9 @@ class Logs:
 
     def log_evidence(self) -> Tensor:
         """Log evidence ``(N,)`` in the order of the plan."""
-        return logsumexp(self.ends(self.messages()), -1)
+        messages, taken = self.messages()
+        value = logsumexp(self.ends(messages), -1)
+        return (value.double() + self.ends(taken)).to(value.dtype)
 
     def viterbi(self) -> Tensor:
         """The place in its block of each token's state on the most probable path, ``(M,)``."""
@@ -305,7 +316,7 @@ class Logs:
 
     def sample(self, count: int) -> Tensor:
         """Draw paths given the values: places in the blocks, ``(count, M)``."""
-        messages, steps = self.messages(), self.steps()
+        (messages, _), steps = self.messages(), self.steps()
         found: list[Tensor] = []
         for t in range(len(steps) - 1, -1, -1):
             score = messages[t].expand(count, *messages[t].shape)
@@ -425,7 +436,7 @@ def last_laws(
                 found = last.log()
         if found is None:
             logs = Logs(*chain)
-            found = logs.ends(logs.messages())
+            found = logs.ends(logs.messages()[0])
             total = found.logsumexp(-1, keepdim=True)
             found = torch.where(total.isneginf(), -torch.inf, found - total)
         return found[plan.order.argsort().to(found.device)]

@@ -15,6 +15,11 @@ def full_precision(like: Tensor) -> torch.autocast:
     return torch.autocast(like.device.type, enabled=False)
 
 
+def at_least_single(tensor: Tensor) -> Tensor:
+    """In float32, if it is in less."""
+    return tensor if tensor.dtype == torch.float64 else tensor.float()
+
+
 def in_full_precision(backward: Callable[..., Any]) -> Callable[..., Any]:
     """The ``backward`` of an autograd function, also where it is called under autocast."""
 

@@ -360,7 +360,7 @@ class BlockHMM(HMM):
         if self._is_open:
             return self.dense().filtered(values)
         chain, plan, shape = self._logs(values)
-        messages = torch.cat(chain.messages())
+        messages = torch.cat(chain.messages()[0])
         norm = messages.logsumexp(-1, keepdim=True)
         laws = (messages - norm.masked_fill(norm.isneginf(), 0.0)).exp()
         return self._scattered(laws, plan, shape)
@@ -415,7 +415,7 @@ class BlockHMM(HMM):
         if low < 0 or high >= self.blocks.num_symbols:
             raise ValueError(
                 f"values must hold symbols from 0 to V - 1 = {self.blocks.num_symbols - 1}; got "
-                f"values from {low} to {high}."
+                f"values from {low} to {high}. Steps without a symbol are said by observed=."
             )
         blocks = self.blocks.symbol_block[symbols.cpu()]
         states, device = self.blocks.states[blocks[:, 0]], self.log_initial.device

@@ -10,6 +10,7 @@ import math
 import time
 import zlib
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from .persistence import read_tensors, write_tensors
 from .sequences import Sequences
 
 SECONDS = 10.0  # between two saves
-VERSION = 2  # of what fits save
+VERSION = 3  # of what fits save
 
 
 class Checkpoint:
@@ -124,6 +125,23 @@ def constants(*parts: Any) -> str:
             *(each for each in module.parameters() if not each.requires_grad),
         )
     )
+
+
+def settings(item: Any) -> Any:
+    """What ``item`` was made with, as far as numbers and text say it, as what JSON can say."""
+    if isinstance(item, Tensor):
+        return digits([item])
+    if isinstance(item, partial):
+        return [settings(each) for each in (item.func, item.args, item.keywords)]
+    if isinstance(item, dict):
+        return {str(key): settings(value) for key, value in item.items()}
+    if isinstance(item, list | tuple):
+        return [settings(each) for each in item]
+    if item is None or isinstance(item, bool | int | str):
+        return item
+    if isinstance(item, float):
+        return item if math.isfinite(item) else str(item)
+    return getattr(item, "__qualname__", type(item).__name__)
 
 
 def digits(tensors: Iterable[Tensor | None]) -> str:

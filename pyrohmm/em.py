@@ -32,7 +32,7 @@ from ._checks import check_size
 from ._emission import Emission, Statistics
 from ._lookup import add_rows
 from .batches import Batches
-from .checkpoints import Checkpoint, constants, fingerprint
+from .checkpoints import Checkpoint, constants, fingerprint, settings
 from .dense import DenseHMM
 from .distributions import is_categorical, log_probs
 from .dpp import DiversityPrior
@@ -216,6 +216,7 @@ def fit_em(
     statistics: Statistics | None = None
     keeper = None
     if checkpoint is not None:
+        step = gradient_step
         identity = {
             "fit": f"EM on {type(module).__name__}",
             "latent variables": problem.names,
@@ -225,6 +226,10 @@ def fit_em(
             "batch_size": batch_size,
             "decay": decay,
             "reseed": reseed,
+            "gradient_step": None
+            if step is None
+            else settings([step.num_steps, step.optimizer, step.guard]),
+            "seed of the generator": None if generator is None else generator.initial_seed(),
             "data": fingerprint(data),
         }
         keeper = Checkpoint(checkpoint, identity, (generator,))

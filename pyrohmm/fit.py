@@ -31,7 +31,7 @@ from ._checks import check_size
 from ._precision import full_precision
 from ._training import Average, ParametersRead, State, clip, hold, trained
 from .batches import Batches
-from .checkpoints import Checkpoint, constants, digits, fingerprint
+from .checkpoints import Checkpoint, constants, digits, fingerprint, settings
 from .cooccurrence import Pairs
 from .distributions import interior, is_categorical
 from .hmm import HMM
@@ -386,7 +386,9 @@ def fit_svi(
 
     With ``checkpoint`` the fit saves where it stands every ten seconds and at its end. The same
     call goes on from there: after the process was killed, or with more ``num_steps``. On a CPU it
-    ends with the same bits as one that was never killed.
+    ends with the same bits as one that was never killed. A file of a call with other options is
+    refused, that of a schedule made for another number of steps included. What the parameters were
+    before the first step is not compared.
 
     Where ``torch.distributed`` has been initialised, as ``torchrun`` does, all processes make the
     same call, with the same seed and the whole data, and each takes its share of every batch. They
@@ -508,13 +510,16 @@ def fit_svi(
         keeper = None
         state = State(objective, parameters, stepper, scheduler, batches, averages, held_out)
         if checkpoint is not None:
+            others = {name: each for name, each in stepper.defaults.items() if name != "lr"}
             identity = {
                 "fit": f"{name_of(guide)} on {name_of(model)}",
                 "latent variables": names,
                 "shapes": [list(each.shape) for each in parameters],
                 "priors and frozen parameters": constants(inspect.unwrap(model), guide),
                 "optimizer": type(stepper).__name__,
-                "learning_rate": stepper.defaults.get("lr"),
+                "learning_rate": settings(stepper.defaults.get("lr")),
+                "settings of the optimizer": settings(others),
+                "schedule": None if scheduler is None else settings(scheduler.state_dict()),
                 "clip_norm": clip_norm,
                 "batch_size": batch_size,
                 "batch_tokens": batch_tokens,
@@ -523,12 +528,15 @@ def fit_svi(
                 "data": fingerprint(data),
                 "validation": None if validation is None else fingerprint(validation),
                 "validate_every": validate_every,
+                "seed of the generator": None if generator is None else generator.initial_seed(),
             }
             keeper = Checkpoint(checkpoint, identity, (generator,), writes=processes.is_first)
             found = keeper.load()
             if found is not None:
                 losses, earlier = state.restore(found)
                 begun -= earlier
+                if len(losses) > num_steps:
+                    reason = f"checkpoint had taken {len(losses)} steps already"
                 if found["converged"] and found["tests"] == [tolerance, patience]:
                     converged, reason = True, found["reason"]
         if processes.size > 1:

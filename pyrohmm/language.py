@@ -30,7 +30,7 @@ from .metrics import Perplexity
 from .models import MarginalModel
 from .modules import in_mode
 from .neural import NeuralHMM
-from .persistence import TENSORS, read_directory, write_directory
+from .persistence import TENSORS, check_directory, read_directory, write_directory
 from .readers import Vocabulary, word_classes
 from .results import Fit
 from .sequences import Sequences
@@ -260,9 +260,7 @@ class LanguageModel:
             optimizer=partial(
                 torch.optim.AdamW, lr=learning_rate, weight_decay=weight_decay, fused=True
             ),
-            schedule=partial(
-                torch.optim.lr_scheduler.LambdaLR, lr_lambda=partial(rise_and_fall, num_steps)
-            ),
+            schedule=partial(torch.optim.lr_scheduler.LambdaLR, lr_lambda=RiseAndFall(num_steps)),
             **options,
         )
 
@@ -354,6 +352,7 @@ class LanguageModel:
             ValueError: If the directory holds something else.
             OSError: If the files cannot be written.
         """
+        check_directory(directory)
         tensors = {f"module.{name}": each for name, each in self.module.state_dict().items()}
         tensors |= {"symbol_block": self.blocks.symbol_block, "block_sizes": self.blocks.sizes}
         unknown = self.vocabulary.unknown
@@ -420,6 +419,8 @@ def _encode(name: str, lines: Iterable[str], vocabulary: Vocabulary) -> Sequence
                 f"{number} has. Take it out."
             )
         rows.append(vocabulary.encode([*words, END]))
+    if not rows:
+        raise ValueError(f"{name} is empty; wanted at least one sentence.")
     return Sequences.from_list(rows)
 
 
@@ -474,27 +475,35 @@ def _is_alone(word: Tensor, assignment: Tensor) -> bool:
     return int((assignment == assignment[word]).sum()) == 1
 
 
-def rise_and_fall(num_steps: int, step: int) -> float:
+class RiseAndFall:
     """Share of the largest learning rate at a step: a short rise, then half a cosine, to zero.
+
+    An object, so that ``LambdaLR.state_dict()`` and with it checkpoints tell the number of steps.
 
     Args:
         num_steps: Of the whole fit.
-        step: From 0.
 
     Example:
-        >>> [round(rise_and_fall(100, step), 2) for step in (0, 4, 50, 99)]
+        >>> [round(RiseAndFall(100)(step), 2) for step in (0, 4, 50, 99)]
         [0.2, 1.0, 0.5, 0.0]
     """
-    rise = (step + 1) / max(1.0, WARM * num_steps)
-    return min(1.0, rise) * (1.0 + math.cos(math.pi * min(1.0, step / num_steps))) / 2.0
+
+    def __init__(self, num_steps: int) -> None:
+        self.num_steps = num_steps
+
+    def __call__(self, step: int) -> float:
+        """That of a ``step``, from 0."""
+        rise = (step + 1) / max(1.0, WARM * self.num_steps)
+        return min(1.0, rise) * (1.0 + math.cos(math.pi * min(1.0, step / self.num_steps))) / 2.0
 
 
 def _words(name: str, lines: Iterable[str]) -> Iterator[list[str]]:
     """The words of each line; raise at a single string, whose letters would be taken for lines."""
     if isinstance(lines, str | bytes) or not isinstance(lines, Iterable):
+        single = ", a single one. Put it into a list." if isinstance(lines, str | bytes) else "."
         raise TypeError(
-            f"{name} must be lines of text, such as a list of str; got a single "
-            f"{type(lines).__name__}. Put it into a list."
+            f"{name} must be lines of text, such as a list of str; got {type(lines).__name__}"
+            f"{single}"
         )
     for number, line in enumerate(lines, 1):
         if not isinstance(line, str):

@@ -142,7 +142,9 @@ class CarriedModel(MarginalModel):
     ) -> None:
         super().__init__(module, log_prior)
         check_size("num_streams", num_streams)
-        blocks = getattr(module, "blocks", None)
+        if not isinstance(module, NeuralHMM):
+            raise TypeError(f"module must be a NeuralHMM; got {type(module).__name__}.")
+        blocks = module.blocks
         if blocks is None or not blocks.disjoint:
             raise ValueError("module must have blocks that are disjoint, for laws to be carried.")
         shape = num_streams, blocks.width

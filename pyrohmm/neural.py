@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from ._checks import check_size
 from ._lookup import take_rows
-from ._precision import full_precision
+from ._precision import at_least_single, full_precision
 from .block_hmm import Before, BlockHMM, Ending
 from .blocks import Blocks, Products, log_emission, normalised
 from .hmm import HMM
@@ -303,9 +303,15 @@ def draw_states(num_states: int, blocks: Blocks | None, dropout: float) -> Tenso
     return kept.nonzero().squeeze(-1)
 
 
-def _at_least_single(tensor: Tensor) -> Tensor:
-    """In float32, if it is in less."""
-    return tensor if tensor.dtype == torch.float64 else tensor.float()
+def _check_single(dims: int = 1, **parts: Tensor) -> None:
+    """Raise if something is there more than once, as for several particles."""
+    for name, each in parts.items():
+        if each.dim() != dims:
+            raise ValueError(
+                f"{name} must have {dims} dimension{'s' * (dims > 1)}; got shape "
+                f"{tuple(each.shape)}. Models with thousands of states take one set of parameters "
+                "at a time: use vectorize_particles=False, or Predictive(parallel=False)."
+            )
 
 
 def _are_same(some: list[Tensor], others: list[Tensor]) -> bool:
@@ -334,8 +340,9 @@ class NeuralHMM(_Large):
     need no sum over all states: another parameterization, with no paper to its name.
 
     Parameters have no priors, so that :func:`pyrohmm.fit_map` finds those of maximum likelihood;
-    any may be given one, as with every ``PyroModule``. In training mode, states are dropped. Under
-    ``torch.autocast`` the networks run in lower precision, and nothing else does.
+    any may be given one, as with every ``PyroModule``; particles are then drawn one after the other
+    (``vectorize_particles=False``). In training mode, states are dropped. Under ``torch.autocast``
+    the networks run in lower precision, and nothing else does.
 
     Args:
         num_states: K.
@@ -417,9 +424,12 @@ class NeuralHMM(_Large):
         leave, emit, words = self.leave_net(leave), self.emit_net(emit), self.words()
         with full_precision(leave):  # networks may do with less, probabilities may not
             start, leave, enter, emit, words = (
-                _at_least_single(each) for each in (start, leave, enter, emit, words)
+                at_least_single(each) for each in (start, leave, enter, emit, words)
             )
-            initial, bias = start.log_softmax(-1), self.bias
+            bias = self.bias
+            _check_single(start=start, bias=bias)
+            _check_single(2, leave=leave, enter=enter, emit=emit, words=words)
+            initial = start.log_softmax(-1)
             if blocks is None:
                 transition = (leave @ enter.mT).log_softmax(-1)
                 emission = Categorical(logits=emit @ words.mT + bias)
@@ -477,7 +487,7 @@ class NeuralHMM(_Large):
             (leave,) = self._vectors(rows[exist], ("leave",))
             leave = self.leave_net(leave)
             with full_precision(leave):
-                leave = _at_least_single(leave)
+                leave = at_least_single(leave)
                 logits = self.block_score(leave) if self.two_level else None
                 shares = cast(Products, hmm.transition).shares_of(leave, logits)
             block = torch.full(continues.shape, -1)
@@ -519,12 +529,15 @@ class ScalarHMM(_Large):
         self, states: Tensor | None, blocks: Blocks | None, lengths: Tensor, observed: Tensor | None
     ) -> HMM:
         every = slice(None) if states is None else states
-        initial = self.start[every].log_softmax(-1)
-        moves = self.transition[every][:, every].log_softmax(-1)
+        start, transition, emit = self.start, self.transition, self.emit
+        _check_single(start=start)
+        _check_single(2, transition=transition, emit=emit)
+        initial = start[every].log_softmax(-1)
+        moves = transition[every][:, every].log_softmax(-1)
         if blocks is None or self.blocks is None:
-            emission = Categorical(logits=self.emit.mT[every])  # (K, V)
+            emission = Categorical(logits=emit.mT[every])  # (K, V)
             return HMM(initial, moves, emission, lengths, observed)
-        table = normalised(self.emit, self.blocks)
+        table = normalised(emit, self.blocks)
         if states is not None:
             places = self.blocks.places(states.cpu())[self.blocks.symbol_block].to(table.device)
             table = table.gather(1, places.clamp(min=0))

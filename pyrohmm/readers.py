@@ -654,7 +654,8 @@ def _lines(path: FilePath) -> Iterator[tuple[int, str]]:
     try:
         with gzip.open(path) if Path(path).suffix == ".gz" else open(path, "rb") as file:
             for number, line in enumerate(file, 1):
-                yield number, line.decode().rstrip("\r\n")
+                text = line.decode("utf-8" if number > 1 else "utf-8-sig")  # a mark may begin it
+                yield number, text.rstrip("\r\n")
     except (UnicodeDecodeError, *BROKEN) as error:
         raise _malformed(path, max(number, 1), "UTF-8, whole if gzipped", str(error)) from error
 

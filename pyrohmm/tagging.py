@@ -24,6 +24,7 @@ from . import recursions
 from ._checks import check_floats, check_integers, check_shape, check_size, check_trailing
 from ._lazy import lazy
 from ._lookup import take_rows
+from ._precision import at_least_single, full_precision
 from .block_hmm import BlockHMM, _Read
 from .blocks import Blocks
 from .distributions import Streams
@@ -206,7 +207,7 @@ class TaggedHMM(BlockHMM):
         holds exactly, for a tag depends on nothing but its state. A known tag has probability one.
         """
         words, tags = self._split(values)
-        with torch.no_grad():
+        with torch.no_grad(), full_precision(self.log_tags):
             if self.observed is not None:
                 found = self.posterior(values).states @ self.log_tags.exp()
             else:
@@ -343,5 +344,7 @@ class NeuralTagger(NeuralHMM):
     ) -> HMM:
         words = super()._build(states, blocks, lengths, observed)
         *_, emit = self._vectors(states)
-        log_tags = (self.tag_net(emit) @ self.tag.mT + self.tag_bias).log_softmax(-1)
-        return TaggedHMM(words, log_tags)
+        emit = self.tag_net(emit)
+        with full_precision(emit):
+            logits = at_least_single(emit) @ self.tag.mT + self.tag_bias
+            return TaggedHMM(words, logits.log_softmax(-1))

@@ -33,6 +33,10 @@ from .processes import Processes
 from .readers import read_lines
 from .validation import Validation
 
+OF_TRAINING = ["save", "valid", "checkpoint", "states", "clusters", "mass-power", "dim", "dropout",
+               "one-level", "min-count", "max-words", "epochs", "tokens", "rate", "decay", "clip",
+               "patience", "hold-out"]  # fmt: skip
+
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command.
@@ -49,8 +53,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error("give either text files to train on or --load DIR")
     if given.train and not given.save:
         parser.error("training needs --save DIR, where the model goes")
-    if given.load and (given.save or given.valid or given.checkpoint):
-        parser.error("--save, --valid and --checkpoint belong to training, without --load")
+    if given.load:
+        for option in OF_TRAINING:
+            name = option.replace("-", "_")
+            if getattr(given, name) != parser.get_default(name):
+                parser.error(f"--{option} belongs to training, without --load")
     if given.load and not (given.score or given.generate):
         parser.error("with --load give --score FILE, --generate N or both")
     if given.per_line and not given.score:
@@ -138,6 +145,7 @@ def train(given: argparse.Namespace) -> LanguageModel:
         weight_decay=given.decay,
         clip_norm=given.clip,
         patience=given.patience,
+        generator=torch.Generator().manual_seed(given.seed),
         checkpoint=given.checkpoint,
         report=tell,
     )

@@ -220,6 +220,47 @@ def test_sequences_are_drawn_from_the_law(kind):
     assert bool(((shares - probs).abs() <= 5 * error).all())
 
 
+def in_single_precision(case):
+    """The same HMM, a function of the same parameters."""
+    hmm, parts = case.hmm, []
+    for each in (hmm.transition, hmm.log_initial, hmm.log_emission):
+        if isinstance(each, Products):
+            logits = None if each.block_logits is None else each.block_logits.float()
+            parts.append(Products(each.leave.float(), each.enter.float(), case.blocks, logits))
+        else:
+            parts.append(each.float())
+    transition, initial, emission = parts
+    return BlockHMM(initial, transition, emission, case.blocks, case.lengths)
+
+
+@pytest.mark.parametrize("scale", [1.0, 3.0])
+@pytest.mark.parametrize("kind", ["matrix", "two levels"])
+def test_long_sequences_have_laws_and_gradients_in_single_precision(kind, scale, engine):
+    """Their evidence is thousands of nats, of which single precision has few decimals."""
+    torch.manual_seed(0)
+    case = Case(kind, [3, 4, 4], [1500, 7], num_symbols=40, scale=scale)
+    single = in_single_precision(case)
+    evidence = [hmm.log_prob(case.values) for hmm in (single, case.hmm)]
+    assert evidence[1].min() < -3000
+    torch.testing.assert_close(evidence[0].double(), evidence[1], rtol=1e-6, atol=1e-6)
+    gradients = [
+        torch.cat(
+            [
+                part.flatten()
+                for part in torch.autograd.grad(each.sum(), case.parameters, retain_graph=True)
+            ]
+        )
+        for each in evidence
+    ]
+    assert (gradients[0] - gradients[1]).norm() < 1e-3 * gradients[1].norm()
+    with torch.no_grad():
+        for laws in (lambda hmm: hmm.posterior_in_blocks(case.values).probs,
+                     lambda hmm: hmm.filtered(case.values)):  # fmt: skip
+            found, wanted = laws(single).double(), laws(case.hmm)
+            torch.testing.assert_close(found.sum(-1), wanted.sum(-1), rtol=0, atol=1e-4)
+            torch.testing.assert_close(found, wanted, rtol=0, atol=1e-3)
+
+
 @patient
 @given(st.data())
 def test_single_precision_is_as_good_as_its_numbers(data):
@@ -229,15 +270,7 @@ def test_single_precision_is_as_good_as_its_numbers(data):
     sizes = data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=4))
     lengths = data.draw(st.lists(st.integers(1, 12), min_size=1, max_size=5))
     case = Case(kind, sizes, lengths, scale=scale)
-    hmm, parts = case.hmm, []
-    for each in (hmm.transition, hmm.log_initial, hmm.log_emission):
-        if isinstance(each, Products):
-            logits = None if each.block_logits is None else each.block_logits.float()
-            parts.append(Products(each.leave.float(), each.enter.float(), case.blocks, logits))
-        else:
-            parts.append(each.float())
-    transition, initial, emission = parts
-    single = BlockHMM(initial, transition, emission, case.blocks, case.lengths)
+    hmm, single = case.hmm, in_single_precision(case)
     found = single.log_prob(case.values)
     assert found.dtype == torch.float32
     size = max(1.0, hmm.log_prob(case.values).abs().max().item(), 30 * scale**2)

@@ -216,12 +216,29 @@ def test_patience_that_has_ended_is_not_gone_on_with_unless_there_is_more_of_it(
         ({"validation": symbols(2)}, "validation"),
         ({"average": None}, "average"),
         ({"validate_every": 3}, "validate_every"),
+        (
+            {"optimizer": functools.partial(torch.optim.AdamW, lr=0.1, weight_decay=0.5)},
+            "settings of the optimizer",
+        ),
+        (
+            {"schedule": functools.partial(torch.optim.lr_scheduler.ReduceLROnPlateau, patience=2)},
+            "schedule",
+        ),
+        ({"schedule": None}, "schedule"),
+        ({"generator": torch.Generator().manual_seed(6)}, "seed of the generator"),
     ],
 )
 def test_options_that_change_the_result_are_part_of_what_a_fit_is(options, what, tmp_path):
     with_held_out_data(tmp_path / "x", 2)
     with pytest.raises(ValueError, match=f"belongs to another fit: its {what} is"):
         with_held_out_data(tmp_path / "x", 2, **options)
+
+
+def test_a_fit_that_has_more_steps_already_says_so(tmp_path):
+    fit_map(model(), symbols(), num_steps=7, tolerance=None, checkpoint=tmp_path / "x")
+    fit = fit_map(model(), symbols(), num_steps=3, tolerance=None, checkpoint=tmp_path / "x")
+    assert len(fit.losses) == 7
+    assert fit.reason == "checkpoint had taken 7 steps already"
 
 
 def test_only_one_of_several_processes_writes(tmp_path, often):

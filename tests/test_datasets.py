@@ -198,6 +198,11 @@ def test_sentences_end_and_blank_lines_are_sentences(tmp_path):
     assert sentences_of(readers.read_sentences(path, eos=None)) == [["a", "b"], ["b\u00e9"]]
 
 
+def test_a_mark_of_the_encoding_is_no_part_of_the_first_word(tmp_path):
+    path = written(tmp_path, "\ufeffcat sat\n\ufeffcat\n".encode(), "file.txt")
+    assert readers.read_lines(path) == ["cat sat", "\ufeffcat"]
+
+
 def test_gzipped_files_read_as_plain_ones(tmp_path):
     plain = written(tmp_path, "a b\r\nc\r\n")
     zipped = written(tmp_path, gzip.compress(plain.read_bytes()), "file.txt.gz")

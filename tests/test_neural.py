@@ -525,6 +525,29 @@ def test_windows_that_cannot_be_are_refused():
         fit_map(CarriedModel(module, 2), data, windows=3)
     with pytest.raises(ValueError, match="module must have blocks that are disjoint"):
         CarriedModel(NeuralHMM(6, 6, 8), 2)
+    with pytest.raises(TypeError, match="module must be a NeuralHMM; got ScalarHMM"):
+        CarriedModel(ScalarHMM(6, 6, blocks=RAGGED), 2)
+
+
+@pytest.mark.parametrize("given", [None, RAGGED], ids=["no blocks", "blocks"])
+@pytest.mark.parametrize(
+    ("make", "name", "shape"),
+    [(lambda **given: NeuralHMM(6, 6, 8, **given), "bias", (6,)),
+     (lambda **given: ScalarHMM(6, 6, **given), "start", (6,))],
+    ids=["neural", "scalar"],
+)  # fmt: skip
+def test_particles_are_drawn_one_after_the_other(make, name, shape, given):
+    module = make(blocks=given)
+    law = pyro.distributions.Normal(0.0, torch.ones(shape)).to_event(1)
+    setattr(module, name, PyroSample(law))
+    model = MarginalModel(module)
+    guide = pyro.infer.autoguide.AutoNormal(model)
+    for number in (3, 6):
+        elbo = Trace_ELBO(number, max_plate_nesting=1, vectorize_particles=True)
+        with pytest.raises(ValueError, match=f"{name} must have 1 dimension; got shape .*False"):
+            fit_svi(model, guide, DATA, num_steps=2, elbo=elbo)
+    fit = fit_svi(model, guide, DATA, num_steps=2, elbo=Trace_ELBO(3))
+    assert bool(fit.losses.isfinite().all())
 
 
 def test_parameters_of_other_blocks_are_refused(tmp_path):

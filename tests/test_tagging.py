@@ -202,6 +202,25 @@ def test_in_single_precision_and_with_characters_every_parameter_is_reached():
         assert bool(each.grad.any()), name
 
 
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_under_autocast_laws_of_tags_keep_their_precision(variant):
+    pyro.set_rng_seed(0)
+    module = NeuralTagger(5, 6, 3, 8, **VARIANTS[variant]).float().eval()
+    full, words = module(DATA.lengths), DATA.values.clone()
+    words[..., 1] = -1
+    for observed in (None, DATA.exists):
+        with torch.autocast("cpu", torch.bfloat16):
+            half = module(DATA.lengths, observed)
+            probs, tags, path = half.tag_probs(words), half.best_tags(words), half.best_path(words)
+            evidence = half.log_prob(DATA.values)
+        assert half.log_tags.dtype == probs.dtype == evidence.dtype == torch.float32
+        torch.testing.assert_close(probs.sum(-1), DATA.exists.float(), rtol=0, atol=1e-5)
+        torch.testing.assert_close(probs, full.tag_probs(words), rtol=0.1, atol=0.1)
+        assert not torch.equal(probs, full.tag_probs(words))  # the networks did run in half
+        torch.testing.assert_close(tags, probs.argmax(-1))
+        assert path.tags.shape == tags.shape
+
+
 def test_few_tags_and_many_words_are_one_fit():
     """Tags follow from the word before; the words alone show which states there are."""
     torch.manual_seed(0)

@@ -101,6 +101,25 @@ def test_text_becomes_a_model_that_scores_and_writes(here, capsys):
     assert shown[-5:] == model.generate(5, torch.Generator().manual_seed(0))
 
 
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        (["--seed", "5"], "seed of the generator"),
+        (["--decay", "0.5"], "settings of the optimizer"),
+        (["--epochs", "3"], "schedule"),
+        (["--epochs", "1"], "schedule"),
+        (["--rate", "0.1"], "learning_rate"),
+    ],
+)
+def test_the_checkpoint_of_other_options_is_refused(here, change, what):
+    command = ["train.txt", *SMALL, "--checkpoint", "c", "--save"]
+    main([*command, "m"])
+    with pytest.raises(SystemExit) as stopped:
+        main([*command, "n", *change])
+    assert f"belongs to another fit: its {what} is" in str(stopped.value)
+    assert not os.path.exists("n")
+
+
 def test_a_training_that_was_stopped_ends_with_the_same_bits(here, monkeypatch):
     command = ["train.txt", *SMALL, "--epochs", "4", "--checkpoint", "c"]
     main([*command, "--checkpoint", "d", "--save", "whole"])
@@ -166,7 +185,29 @@ def test_two_processes_train_what_one_trains(here, capsys):
         (["train.txt", "--load", "m"], "give either text files"),
         (["train.txt"], "needs --save DIR"),
         (["--load", "m"], "give --score FILE, --generate N or both"),
-        (["--load", "m", "--generate", "1", "--valid", "valid.txt"], "belong to training"),
+        (["--load", "m", "--generate", "1", "--valid", "valid.txt"], "--valid belongs to training"),
+        *(
+            (["--load", "m", "--generate", "1", f"--{name}", *value], f"--{name} belongs to train")
+            for name, *value in [
+                ("save", "n"),
+                ("checkpoint", "c"),
+                ("states", "9"),
+                ("clusters", "9"),
+                ("mass-power", "1"),
+                ("dim", "9"),
+                ("dropout", "0"),
+                ("one-level",),
+                ("min-count", "7"),
+                ("max-words", "9"),
+                ("epochs", "50"),
+                ("tokens", "9"),
+                ("rate", "1"),
+                ("decay", "1"),
+                ("clip", "9"),
+                ("patience", "9"),
+                ("hold-out", ".5"),
+            ]
+        ),
         (["train.txt", "--save", "m", "--device", "tpu"], "must be cpu or cuda"),
         (["train.txt", "--save", "m", "--per-line"], "--per-line tells more of --score FILE"),
         (["train.txt", "--save", "m", "--states", "9"], "at least --clusters = 128; got 9"),
@@ -406,3 +447,10 @@ def test_what_does_not_fit_is_refused():
         LanguageModel(Vocabulary(["a", "b", "<eos>"]), model.blocks, 4)
     with pytest.raises(ValueError, match="sentence 2 has"):
         model.encode(["a", "a <eos>"])
+    for answer in (model.score, model.perplexity):
+        with pytest.raises(ValueError, match="sentences is empty; wanted at least one sentence"):
+            answer([])
+        with pytest.raises(TypeError, match=r"got str, a single one\. Put it into a list"):
+            answer("a")
+        with pytest.raises(TypeError, match=r"sentences must be lines of text.*; got NoneType\.$"):
+            answer(None)
