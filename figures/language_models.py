@@ -238,7 +238,7 @@ def draw(rows: list[dict[str, Any]], baselines: list[dict[str, Any]]) -> None:
             label = f"{row['states']:,} states"
             axes[data].plot(*zip(*row["course"]), ".-", color=f"C{number}", label=label)
             height = mean(ends(row["paper_valid"]))
-            level(axes[data], height, f"paper, {row['paper_states']:,} states", ":")
+            level(axes[data], height, f"paper, {row['paper_states']:,} states", ":", left=True)
         lines_of(baselines, title, axes[data])
         axes[data].set(xlabel="epochs", ylabel="perplexity, held out", title=title, yscale="log")
         axes[data].xaxis.get_major_locator().set_params(integer=True)
@@ -294,19 +294,25 @@ def by_states(rows: list[dict[str, Any]], baselines: list[dict[str, Any]], axis:
 
 
 def lines_of(baselines: list[dict[str, Any]], data: str, axis: Any) -> None:
-    """Baselines of a text, as lines with their names."""
-    for row in baselines:
-        if row["data"] == data:
-            early = ", stopped early" if row.get("stopped", "rate") != "rate" else ""
-            level(axis, row["valid_perplexity"], row["model"].split(",")[0] + early, "--")
+    """Baselines of a text, as lines with their names; below a line that is close to another."""
+    own = [row for row in baselines if row["data"] == data]
+    above = math.inf
+    for row in sorted(own, key=lambda row: -row["valid_perplexity"]):
+        early = ", stopped early" if row.get("stopped", "rate") != "rate" else ""
+        height = row["valid_perplexity"]
+        level(axis, height, row["model"].split(",")[0] + early, "--", height > above / 1.03)
+        above = height
 
 
-def level(axis: Any, height: float, label: str, style: str) -> None:
-    """A line with its name."""
+def level(
+    axis: Any, height: float, label: str, style: str, below: bool = False, left: bool = False
+) -> None:
+    """A line with its name, above or ``below`` it, at its right or ``left`` end."""
     axis.axhline(height, color="0.4", linestyle=style, linewidth=0.8)
     axis.annotate(
-        label, (0.98, height), (0, 2), axis.get_yaxis_transform(), "offset points", ha="right",
-        fontsize=7, color="0.3",
+        label, (0.02 if left else 0.98, height), (0, -2 if below else 2),
+        axis.get_yaxis_transform(), "offset points", ha="left" if left else "right",
+        va="top" if below else "bottom", fontsize=7, color="0.3",
     )  # fmt: skip
 
 
