@@ -500,11 +500,9 @@ class RiseAndFall:
 def _words(name: str, lines: Iterable[str]) -> Iterator[list[str]]:
     """The words of each line; raise at a single string, whose letters would be taken for lines."""
     if isinstance(lines, str | bytes) or not isinstance(lines, Iterable):
-        single = ", a single one. Put it into a list." if isinstance(lines, str | bytes) else "."
-        raise TypeError(
-            f"{name} must be lines of text, such as a list of str; got {type(lines).__name__}"
-            f"{single}"
-        )
+        got = type(lines).__name__
+        got = f"a single {got}. Put it into a list" if isinstance(lines, str | bytes) else got
+        raise TypeError(f"{name} must be lines of text, such as a list of str; got {got}.")
     for number, line in enumerate(lines, 1):
         if not isinstance(line, str):
             raise TypeError(f"{name} must hold str; item {number} is {type(line).__name__}.")

@@ -2,7 +2,6 @@
 
 import functools
 import multiprocessing
-import os
 import random
 import signal
 import time
@@ -269,7 +268,7 @@ def kill_and_go_on(fit, path, num_steps, kills, longest):
             while not path.exists() and process.is_alive():
                 time.sleep(0.001)
             time.sleep(chance.uniform(0, longest))
-            os.kill(process.pid, signal.SIGKILL)
+            process.kill()  # which may have ended by itself
             process.join()
             killed += process.exitcode == -signal.SIGKILL
             if process.exitcode == 0:

@@ -150,7 +150,7 @@ def test_a_single_string_is_not_lines(line):
 
 @pytest.mark.parametrize(
     ("lines", "message"),
-    [(None, "a single NoneType"), ([1, 2], "must hold str; item 1 is int"),
+    [(None, r"such as a list of str; got NoneType\.$"), ([1, 2], "must hold str; item 1 is int"),
      (["my cat", ["a"]], "must hold str; item 2 is list")],
 )  # fmt: skip
 def test_what_is_no_text_is_not_lines(lines, message):

@@ -450,7 +450,7 @@ def test_what_does_not_fit_is_refused():
     for answer in (model.score, model.perplexity):
         with pytest.raises(ValueError, match="sentences is empty; wanted at least one sentence"):
             answer([])
-        with pytest.raises(TypeError, match=r"got str, a single one\. Put it into a list"):
+        with pytest.raises(TypeError, match=r"got a single str\. Put it into a list\.$"):
             answer("a")
         with pytest.raises(TypeError, match=r"sentences must be lines of text.*; got NoneType\.$"):
             answer(None)
