@@ -216,7 +216,9 @@ def fit_em(
     statistics: Statistics | None = None
     keeper = None
     if checkpoint is not None:
-        step = gradient_step
+        step = gradient_step and [
+            gradient_step.num_steps, gradient_step.optimizer, gradient_step.guard
+        ]  # fmt: skip
         identity = {
             "fit": f"EM on {type(module).__name__}",
             "latent variables": problem.names,
@@ -226,9 +228,7 @@ def fit_em(
             "batch_size": batch_size,
             "decay": decay,
             "reseed": reseed,
-            "gradient_step": None
-            if step is None
-            else settings([step.num_steps, step.optimizer, step.guard]),
+            "gradient_step": settings(step),
             "seed of the generator": None if generator is None else generator.initial_seed(),
             "data": fingerprint(data),
         }

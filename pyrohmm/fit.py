@@ -386,9 +386,9 @@ def fit_svi(
 
     With ``checkpoint`` the fit saves where it stands every ten seconds and at its end. The same
     call goes on from there: after the process was killed, or with more ``num_steps``. On a CPU it
-    ends with the same bits as one that was never killed. A file of a call with other options is
-    refused, that of a schedule made for another number of steps included. What the parameters were
-    before the first step is not compared.
+    ends with the same bits as one that was never killed. A file of a call that takes other steps
+    is refused, that of a schedule made for another number of them included; what the parameters
+    were before the first one is not compared.
 
     Where ``torch.distributed`` has been initialised, as ``torchrun`` does, all processes make the
     same call, with the same seed and the whole data, and each takes its share of every batch. They

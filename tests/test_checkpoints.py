@@ -233,6 +233,25 @@ def test_options_that_change_the_result_are_part_of_what_a_fit_is(options, what,
         with_held_out_data(tmp_path / "x", 2, **options)
 
 
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [
+        ({"gradient_step": GradientStep(4)}, "gradient_step"),
+        ({"gradient_step": GradientStep(3, guard=False)}, "gradient_step"),
+        ({"gradient_step": GradientStep(3, functools.partial(torch.optim.Adam, lr=0.1))},
+         "gradient_step"),
+        ({"generator": torch.Generator().manual_seed(6)}, "seed of the generator"),
+    ],
+)  # fmt: skip
+def test_em_of_other_steps_is_another_fit(options, what, tmp_path):
+    common = {"num_steps": 2, "checkpoint": tmp_path / "x", "gradient_step": GradientStep(3)}
+    common["generator"] = torch.Generator().manual_seed(5)
+    fit_em(model().module, symbols(), **common)
+    fit_em(model().module, symbols(), **common)
+    with pytest.raises(ValueError, match=f"belongs to another fit: its {what} is"):
+        fit_em(model().module, symbols(), **common | options)
+
+
 def test_a_fit_that_has_more_steps_already_says_so(tmp_path):
     fit_map(model(), symbols(), num_steps=7, tolerance=None, checkpoint=tmp_path / "x")
     fit = fit_map(model(), symbols(), num_steps=3, tolerance=None, checkpoint=tmp_path / "x")
