@@ -18,9 +18,11 @@ import numpy as np
 import torch
 from common import FOLDER, arguments, earlier, write
 
-from pyrohmm import _lookup, datasets, readers
-from pyrohmm.clusters import Clusters, average_mutual_information, brown
-from pyrohmm.cooccurrence import Pairs, count_pairs
+from pyrohmm import datasets, readers
+from pyrohmm.data.pair_counts import count_pairs
+from pyrohmm.language.clusters import Clusters, average_mutual_information, brown
+from pyrohmm.ops import lookup as _lookup
+from pyrohmm.ops.pairs import Pairs
 
 SIZES = [32, 64, 128, 256, 512, 1024]
 SOURCES = {"ptb": "Penn Treebank", "wikitext2": "WikiText-2", "quick": "words of English"}

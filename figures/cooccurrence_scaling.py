@@ -38,7 +38,8 @@ from pyrohmm import (
     fit_map,
     readers,
 )
-from pyrohmm.cooccurrence import Pairs
+from pyrohmm.ops import pair_losses
+from pyrohmm.ops.pairs import Pairs
 
 # number of symbols V, and of distinct pairs M
 SIZES = [(100, 5_000), (1_000, 50_000), (10_000, 400_000)]
@@ -124,9 +125,9 @@ def steps(quick: bool) -> list[dict[str, Any]]:
 
 
 def crossover(quick: bool) -> list[dict[str, Any]]:
-    """Up to which V our own losses had better write down all pairs: see ``cooccurrence.SMALL``."""
+    """Up to which V our own losses had better write down all pairs: see ``pair_losses.SMALL``."""
     rows = []
-    small = cooccurrence.SMALL
+    small = pair_losses.SMALL
     for num_states in (8, 32):
         for num_symbols in (32, 64) if quick else (64, 128, 192, 256, 384, 512, 768, 1024):
             target = zipf(num_symbols, min(num_symbols**2 // 4, 50 * num_symbols))
@@ -134,7 +135,7 @@ def crossover(quick: bool) -> list[dict[str, Any]]:
             for name, loss in LOSSES.items():
 
                 def with_limit(limit: int, f=loss, p=parts, t=target) -> Any:
-                    cooccurrence.SMALL = limit
+                    pair_losses.SMALL = limit
                     return step(f, p, t)
 
                 times = side_by_side(
@@ -151,7 +152,7 @@ def crossover(quick: bool) -> list[dict[str, Any]]:
                     }
                 )  # fmt: skip
                 print(rows[-1])
-    cooccurrence.SMALL = small
+    pair_losses.SMALL = small
     return rows
 
 

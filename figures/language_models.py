@@ -53,8 +53,8 @@ from pyrohmm import (
     fit_map,
     metrics,
 )
-from pyrohmm.batches import batches_in_round
-from pyrohmm.language import RiseAndFall
+from pyrohmm.data.batches import batches_in_round
+from pyrohmm.language.model import RiseAndFall
 
 NAME = "language_models"
 

@@ -41,8 +41,8 @@ from common.text import Text, brown, read
 from torch import Tensor, nn
 
 from pyrohmm import MarginalModel, NeuralHMM, Sequences, blocks, fit_map
-from pyrohmm.batches import Batches, batches_in_round
-from pyrohmm.neural import draw_states
+from pyrohmm.data.batches import Batches, batches_in_round
+from pyrohmm.nn.neural import draw_states
 
 NAME = "large_hmm_speed"
 BLOCKS, ROUNDS, STEPS, BATCH, SMALL = 128, 5, 10, 8192, 512

@@ -63,9 +63,9 @@ from pyrohmm import (
     fit_map,
     readers,
 )
-from pyrohmm.clusters import brown
-from pyrohmm.neural import CharacterWords
-from pyrohmm.tagging import tagged
+from pyrohmm.data.tags import tagged
+from pyrohmm.language.clusters import brown
+from pyrohmm.nn.networks import CharacterWords
 
 NAME = "tagging"
 SOURCES = {"web": "UD English EWT", "penn": "Penn Treebank sample"}

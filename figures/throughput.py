@@ -33,7 +33,6 @@ from pyrohmm import (
     MarginalModel,
     Sequences,
     TabularHMM,
-    _lookup,
     categorical,
     datasets,
     fit_cooccurrence,
@@ -41,6 +40,7 @@ from pyrohmm import (
     fit_map,
     starts,
 )
+from pyrohmm.ops import lookup as _lookup
 
 try:
     import jax

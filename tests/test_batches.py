@@ -4,7 +4,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pyrohmm import Sequences
-from pyrohmm.batches import Batches, batches_in_round, cut_by_steps
+from pyrohmm.data.batches import Batches, batches_in_round, cut_by_steps
 
 LENGTHS = torch.randint(1, 80, (4000,), generator=torch.Generator().manual_seed(0))
 

@@ -10,10 +10,15 @@ from pyro.distributions import Categorical
 from torch.nn.functional import one_hot
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pyrohmm import HMM, _blockwise, _lookup, _plan, block_hmm, clusters
-from pyrohmm import blocks as blocks_module
-from pyrohmm.block_hmm import BlockHMM
-from pyrohmm.blocks import Blocks, Products, from_clusters, log_emission, uniform
+from pyrohmm import HMM, block_hmm, clusters
+from pyrohmm.distributions.block_hmm import BlockHMM
+from pyrohmm.ops import block_plan as _plan
+from pyrohmm.ops import block_recursions as _blockwise
+from pyrohmm.ops import block_transition
+from pyrohmm.ops import lookup as _lookup
+from pyrohmm.ops.block_emission import log_emission
+from pyrohmm.ops.block_transition import Products
+from pyrohmm.ops.blocks import Blocks, from_clusters, uniform
 
 patient = settings(deadline=None, max_examples=40, derandomize=True, database=None)
 KINDS = ["two levels", "one level", "matrix", "overlapping"]
@@ -417,7 +422,7 @@ def test_all_sums_over_states_are_made_in_parts(monkeypatch, engine):
     torch.manual_seed(5)
     results = []
     for chunk in (1, 20, 1 << 20):
-        monkeypatch.setattr(blocks_module, "CHUNK", chunk)
+        monkeypatch.setattr(block_transition, "CHUNK", chunk)
         torch.manual_seed(5)
         case = Case("one level", [3, 1, 4], [6, 2])
         found = case.hmm.log_prob(case.values)
@@ -496,7 +501,7 @@ class Largest(TorchDispatchMode):
 @pytest.mark.parametrize("kind", ["one level", "two levels"])
 def test_moves_between_all_states_are_never_there_at_once(kind, monkeypatch, engine):
     monkeypatch.setattr(_plan, "DENSE", 0)
-    monkeypatch.setattr(blocks_module, "CHUNK", 1 << 14)
+    monkeypatch.setattr(block_transition, "CHUNK", 1 << 14)
     torch.manual_seed(0)
     case = Case(kind, [16] * 64, [4, 9], num_symbols=64, dtype=torch.float32)
     with Largest() as largest:

@@ -19,7 +19,6 @@ from pyrohmm import (
     Sequences,
     TabularHMM,
     categorical,
-    checkpoints,
     fit_em,
     fit_map,
     fit_svi,
@@ -27,6 +26,7 @@ from pyrohmm import (
     parametric,
     starts,
 )
+from pyrohmm.io import checkpoints as checkpoints
 
 
 def symbols(seed=0):

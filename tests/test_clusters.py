@@ -10,8 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pyrohmm import Sequences, _brown, _lookup, clusters, datasets
-from pyrohmm.clusters import (
+from pyrohmm import Sequences, clusters, datasets
+from pyrohmm.data.pair_counts import count_pairs
+from pyrohmm.language.clusters import (
     Clusters,
     allocate,
     average_mutual_information,
@@ -19,7 +20,9 @@ from pyrohmm.clusters import (
     uniform,
     with_own,
 )
-from pyrohmm.cooccurrence import Pairs, count_pairs
+from pyrohmm.ops import brown_merges as _brown
+from pyrohmm.ops import lookup as _lookup
+from pyrohmm.ops.pairs import Pairs
 
 patient = settings(deadline=None, max_examples=100, derandomize=True, database=None)
 ENGINES = ["compiled", "numpy"]

@@ -30,28 +30,19 @@ from pyrohmm import (
     Sequences,
     TabularHMM,
     categorical,
-    cooccurrence,
     fit_cooccurrence,
     fit_em,
     fit_map,
     normal,
     normal_full,
 )
-from pyrohmm.cooccurrence import (
-    Pairs,
-    average_law,
-    bin_probs,
-    binned,
-    count_pairs,
-    counted,
-    cross_entropy,
-    joint_law,
-    predicted,
-    quantile_edges,
-    squared_distance,
-    stationary,
-    stationary_detached,
-)
+from pyrohmm.data import pair_counts
+from pyrohmm.data.pair_counts import binned, count_pairs, counted, quantile_edges
+from pyrohmm.infer.cooccurrence import average_law, bin_probs
+from pyrohmm.ops import pair_losses
+from pyrohmm.ops.pair_losses import cross_entropy, squared_distance
+from pyrohmm.ops.pairs import Pairs
+from pyrohmm.ops.stationary import joint_law, predicted, stationary, stationary_detached
 
 LOSSES = [squared_distance, cross_entropy]
 
@@ -59,7 +50,7 @@ LOSSES = [squared_distance, cross_entropy]
 @pytest.fixture
 def sparse(monkeypatch):
     """Small vocabularies take the way of large ones."""
-    monkeypatch.setattr(cooccurrence, "SMALL", 0)
+    monkeypatch.setattr(pair_losses, "SMALL", 0)
 
 
 def random_data(seed, num_sequences=7, num_steps=9, num_symbols=4):
@@ -132,7 +123,7 @@ def test_counts_are_those_of_a_loop(seed, lag):
 def test_a_stream_is_counted_as_the_whole(monkeypatch, chunk, size):
     data = random_data(0, num_sequences=11)
     whole = count_pairs(data, 4)
-    monkeypatch.setattr(cooccurrence, "CHUNK", chunk)
+    monkeypatch.setattr(pair_counts, "CHUNK", chunk)
     parts = [data[n : n + size] for n in range(0, len(data), size)]
     for source in (data, parts, iter(parts)):
         found = count_pairs(source, 4)
@@ -142,16 +133,16 @@ def test_a_stream_is_counted_as_the_whole(monkeypatch, chunk, size):
 
 def test_a_stream_is_not_kept(monkeypatch):
     """What is held while counting is in proportion to the distinct pairs, not to the stream."""
-    monkeypatch.setattr(cooccurrence, "CHUNK", 64)
+    monkeypatch.setattr(pair_counts, "CHUNK", 64)
     largest = 0
-    add_up = cooccurrence._add_up
+    add_up = pair_counts._add_up
 
     def watched(keys, counts):
         nonlocal largest
         largest = max(largest, len(keys))
         return add_up(keys, counts)
 
-    monkeypatch.setattr(cooccurrence, "_add_up", watched)
+    monkeypatch.setattr(pair_counts, "_add_up", watched)
     stream = (random_data(seed, num_steps=30, num_symbols=5) for seed in range(100))
     assert count_pairs(stream, 5).total > 5000
     assert largest < 64 + 4 * 25
@@ -224,7 +215,7 @@ def test_pairs_that_cannot_be_are_refused(first, second, counts, message):
 def test_losses_of_pairs_are_those_of_the_dense_law(
     monkeypatch, loss, batch, num_states, num_symbols, small
 ):
-    monkeypatch.setattr(cooccurrence, "SMALL", small)
+    monkeypatch.setattr(pair_losses, "SMALL", small)
     parts = random_law(*batch, num_states=num_states, num_symbols=num_symbols)
     pairs = random_pairs(num_symbols)
     found, expected = [], []
@@ -252,7 +243,7 @@ def test_losses_of_pairs_are_those_of_the_dense_law_for_any_size(k, v, share, se
     parts = random_law(num_states=k, num_symbols=v, seed=seed)
     pairs = random_pairs(v, seed, share)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cooccurrence, "SMALL", 0)
+        patch.setattr(pair_losses, "SMALL", 0)
         joint, probs = (part.clone().requires_grad_() for part in parts)
         value = loss(joint, probs, pairs)
         slopes = torch.autograd.grad(value, (joint, probs))
@@ -315,7 +306,7 @@ def test_single_precision_loses_nothing_near_a_fit(loss, num_symbols):
 
 @pytest.mark.parametrize("small", [0, 256])
 def test_single_precision_takes_no_faint_pair_for_an_impossible_one(monkeypatch, small):
-    monkeypatch.setattr(cooccurrence, "SMALL", small)
+    monkeypatch.setattr(pair_losses, "SMALL", small)
     parts = (
         torch.tensor([[1.0, 0.0], [0.0, 1e-20]], dtype=torch.float32).requires_grad_(),
         torch.tensor([[1.0, 0.0], [1.0, 1e-20]], dtype=torch.float32).requires_grad_(),
@@ -332,7 +323,7 @@ def test_single_precision_takes_no_faint_pair_for_an_impossible_one(monkeypatch,
 def test_an_impossible_pair_makes_the_cross_entropy_infinite_and_no_gradient_nan(
     monkeypatch, small
 ):
-    monkeypatch.setattr(cooccurrence, "SMALL", small)
+    monkeypatch.setattr(pair_losses, "SMALL", small)
     joint = torch.tensor([[0.5, 0.5], [0.0, 0.0]], requires_grad=True)
     probs = torch.tensor([[1.0, 0.0, 0.0], [0.0, 0.5, 0.5]], requires_grad=True)
     pairs = Pairs(torch.tensor([0, 1]), torch.tensor([1, 2]), torch.tensor([3, 1]), 3)
@@ -532,7 +523,7 @@ def test_quantile_edges_part_the_observed_values_evenly():
 @pytest.mark.parametrize("small", [0, 256])
 def test_minibatches_of_pairs_are_unbiased(monkeypatch, loss, small):
     """Every draw of one pair, weighed by its probability, gives loss and gradient of all."""
-    monkeypatch.setattr(cooccurrence, "SMALL", small)
+    monkeypatch.setattr(pair_losses, "SMALL", small)
     pairs = random_pairs(4)
     joint, probs = (part.requires_grad_() for part in random_law())
     every = [

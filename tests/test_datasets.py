@@ -21,8 +21,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pyrohmm import cooccurrence, datasets, readers
-from pyrohmm.datasets import PublicFile
-from pyrohmm.readers import Vocabulary
+from pyrohmm.data import simulated
+from pyrohmm.data.datasets import PublicFile
+from pyrohmm.data.vocabulary import Vocabulary
 
 patient = settings(deadline=None, max_examples=50)  # the machine may be busy
 symbol_lists = st.lists(st.text(max_size=3), min_size=1, max_size=20)
@@ -765,8 +766,8 @@ def test_a_dirichlet_toy_is_stationary_and_shows_every_symbol(num_states, num_sy
 
 def test_draws_that_miss_a_symbol_are_rejected(monkeypatch):
     seen = []
-    sample = datasets._sample
-    monkeypatch.setattr(datasets, "_sample", lambda *a: seen.append(sample(*a)) or seen[-1])
+    sample = simulated._sample
+    monkeypatch.setattr(simulated, "_sample", lambda *a: seen.append(sample(*a)) or seen[-1])
     toy = datasets.dirichlet_toy(3, 3, num_sequences=2, num_steps=5, generator=seeded())
     pairs = list(zip(seen[::2], seen[1::2], strict=True))
     full = [all(len(data.values.unique()) == 3 for data in pair) for pair in pairs]
@@ -789,7 +790,7 @@ def test_states_hardly_ever_left_do_not_spoil_the_stationary_law():
     """By detailed balance it is (3, 1) / 4, however slow; 1 - A would be mostly rounding."""
     slow = torch.tensor([[1 - 1e-15, 1e-15], [3e-15, 1 - 3e-15]], dtype=torch.float64)
     expected = torch.tensor([0.75, 0.25], dtype=torch.float64)
-    torch.testing.assert_close(datasets._stationary(slow), expected)
+    torch.testing.assert_close(simulated._stationary(slow), expected)
 
 
 GENERATED = [

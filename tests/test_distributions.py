@@ -13,14 +13,9 @@ from pyro.infer.autoguide import AutoDelta, AutoNormal
 from scipy import integrate, stats
 from torch.distributions import biject_to, transform_to
 
-from pyrohmm.distributions import (
-    InverseWishart,
-    SparseDirichlet,
-    Streams,
-    Tied,
-    in_each_state,
-    known_log_prob,
-)
+from pyrohmm.distributions.inverse_wishart import InverseWishart
+from pyrohmm.distributions.observation import Streams, Tied, in_each_state, known_log_prob
+from pyrohmm.distributions.sparse_dirichlet import SparseDirichlet
 
 NAN = math.nan
 ALLOWED = torch.tensor(

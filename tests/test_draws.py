@@ -394,7 +394,7 @@ def test_draws_thinned_are_spread_evenly():
 
 
 def test_a_model_without_latent_variables_is_one_draw():
-    module = MODULES["tabular"]()(LENGTHS).to_module()
+    module = TabularHMM.from_hmm(MODULES["tabular"]()(LENGTHS))
     some = Draws.of({}, MarginalModel(module))
     assert some.shape == (1, 1)
     torch.testing.assert_close(

@@ -1073,7 +1073,7 @@ def test_what_cannot_be_frozen_is_named(name, value, error, words):
     module = TabularHMM(2, categorical(2))
     with pytest.raises(error, match=re.escape(words)):
         freeze(module, name, value)
-    points = module(torch.tensor([1])).to_module()
+    points = TabularHMM.from_hmm(module(torch.tensor([1])))
     with pytest.raises(ValueError, match="has no 'initial_unconstrained'"):
         freeze(points, "initial_unconstrained")
     freeze(points, "initial")

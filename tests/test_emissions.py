@@ -28,14 +28,14 @@ from pyrohmm import (
     normal_mixture,
     normal_spherical,
     normal_tied,
-    normals,
     parametric,
     poisson,
     starts,
     streams,
     tied,
 )
-from pyrohmm.distributions import Streams, Tied
+from pyrohmm.distributions.observation import Streams, Tied
+from pyrohmm.nn import normals as normals
 
 NAN = math.nan
 PARAMETERS = [(name, one) for name, case in CASES.items() for one in case.spaces]

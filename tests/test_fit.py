@@ -36,8 +36,8 @@ from pyrohmm import (
     fit_svi,
     normal,
 )
-from pyrohmm.batches import Batches
-from pyrohmm.validation import Validation
+from pyrohmm.data.batches import Batches
+from pyrohmm.infer.validation import Validation
 
 QUICK = {"num_steps": 30, "progress": False}
 TO_THE_END = {
@@ -245,7 +245,7 @@ def test_models_used_outside_of_their_fits_leave_each_other_alone(local, make):
 def a_module(scores):
     """Points without priors."""
     initial, _, emission = truth()
-    return HMM(initial, scores.log_softmax(-1), emission, ONE).to_module()
+    return TabularHMM.from_hmm(HMM(initial, scores.log_softmax(-1), emission, ONE))
 
 
 def parameters_of(part):
@@ -968,7 +968,7 @@ def test_a_normal_module_without_priors_reaches_what_em_of_hmmlearn_reaches():
     em.means_, em.covars_ = hmm.emission.mean.numpy(), hmm.emission.variance.numpy()
     stacked, lengths = data.values[exists].numpy(), data.lengths.tolist()
     em.fit(stacked, lengths)
-    fit = fit_map(MarginalModel(hmm.to_module()), data, **TO_THE_END)
+    fit = fit_map(MarginalModel(TabularHMM.from_hmm(hmm)), data, **TO_THE_END)
     assert log_likelihood(fit, data) == pytest.approx(em.score(stacked, lengths), abs=0.1)
     torch.testing.assert_close(
         fit.draw(data).emission.mean, torch.as_tensor(em.means_), rtol=0.0, atol=0.02
@@ -1083,7 +1083,7 @@ def test_hard_zeros_stay_zero_under_training():
     moves = torch.tensor([[0.6, 0.4, 0.0], [0.0, 0.7, 0.3], [0.0, 0.0, 1.0]])
     probs = torch.tensor([[0.6, 0.2, 0.2], [0.1, 0.8, 0.1], [0.0, 0.2, 0.8]])
     hmm, data = drawn_from((start.log(), moves.log(), dist.Categorical(probs)), torch.full((9,), 6))
-    fit = fit_map(MarginalModel(hmm.to_module()), data, num_steps=150, tolerance=None)
+    fit = fit_map(MarginalModel(TabularHMM.from_hmm(hmm)), data, num_steps=150, tolerance=None)
     found = fit.draw(data)
     assert found.log_initial.exp().equal(start)
     assert (found.log_transition == -torch.inf).equal(moves == 0)
@@ -1099,7 +1099,7 @@ def test_hard_zeros_stay_zero_under_training():
 def test_a_sequence_of_probability_zero_is_named_as_the_cause():
     half = torch.full((2, 2), 0.5).log()
     hmm = HMM(half[0], half, dist.Categorical(torch.tensor([[0.5, 0.5, 0.0]] * 2)), ONE)
-    model = MarginalModel(hmm.to_module())
+    model = MarginalModel(TabularHMM.from_hmm(hmm))
     with pytest.raises(FloatingPointError, match=r"at step 0; .*probability zero"):
         fit_map(model, Sequences.from_list([[0, 1], [2, 0]]))
 
@@ -1111,7 +1111,7 @@ def test_an_impossible_sequence_is_found_in_whichever_minibatch(batch_size):
     hmm = HMM(half[0], half, probs, ONE)
     data = Sequences.from_list([[0, 1], [1], [0, 0, 1], [2, 0]])
     with pytest.raises(FloatingPointError, match="probability zero"):
-        fit_map(MarginalModel(hmm.to_module()), data, batch_size=batch_size, num_steps=40)
+        fit_map(MarginalModel(TabularHMM.from_hmm(hmm)), data, batch_size=batch_size, num_steps=40)
 
 
 @pytest.mark.parametrize("family", [categorical(3), normal(0)])

@@ -16,8 +16,9 @@ import pytest
 import torch
 from scipy import stats
 
-from pyrohmm import HMM, _lookup, queries
-from pyrohmm.distributions import Streams, Tied
+from pyrohmm import HMM, queries
+from pyrohmm.distributions.observation import Streams, Tied
+from pyrohmm.ops import lookup as _lookup
 
 NAN = np.nan
 CHUNK = 500

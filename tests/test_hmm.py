@@ -17,7 +17,8 @@ import torch
 from hmmlearn import hmm as hmmlearn_models
 from torch.autograd import gradcheck
 
-from pyrohmm import HMM, _lookup
+from pyrohmm import HMM
+from pyrohmm.ops import lookup as _lookup
 
 NEVER = -np.inf
 

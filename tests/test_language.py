@@ -6,9 +6,9 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from pyrohmm import LanguageModel, Sequences, blocks, clusters, cooccurrence
-from pyrohmm.batches import Batches
-from pyrohmm.language import count_words, encode, find_clusters
-from pyrohmm.readers import Vocabulary, word_classes
+from pyrohmm.data.batches import Batches
+from pyrohmm.data.vocabulary import Vocabulary, word_classes
+from pyrohmm.language.model import count_words, encode, find_clusters
 
 GRAMMAR = [["the", "a", "this"], ["cat", "dog", "owl"], ["sees", "hears", "likes"],
            ["my", "your", "our"], ["house", "tree", "boat"]]  # fmt: skip

@@ -451,7 +451,7 @@ def test_free_parameters_are_counted_once(module, count):
     assert metrics.num_parameters(MarginalModel(module), data) == count
     shared = module.transition_allowed is not None or count in (15, 11)
     if not shared:  # points cannot say what is forbidden, or one for all states
-        assert metrics.num_parameters(module(data.lengths).to_module(), data) == count
+        assert metrics.num_parameters(TabularHMM.from_hmm(module(data.lengths)), data) == count
 
 
 def test_frozen_parameters_are_not_counted():
@@ -503,7 +503,7 @@ def test_zeros_of_points_and_frozen_points_are_not_free():
         torch.tensor([1]),
     )
     data = Sequences(torch.zeros(1, 1), torch.tensor([1]))
-    module = hmm.to_module()
+    module = TabularHMM.from_hmm(hmm)
     assert metrics.num_parameters(module, data) == 2 + 6
     module.emission.requires_grad_(False)
     assert metrics.num_parameters(module, data) == 2

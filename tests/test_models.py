@@ -60,7 +60,7 @@ from pyrohmm import (
     streams,
     tied,
 )
-from pyrohmm.dense import rbf, sigmoid
+from pyrohmm.nn.dense import rbf, sigmoid
 
 NAN = float("nan")
 EXACT = {"rtol": 0.0, "atol": 1e-10}
@@ -383,7 +383,7 @@ def test_hard_zeros_agree_and_give_finite_gradients():
         torch.tensor([4, 2, 1]),
     )
     data = Sequences(hmm.sample(), hmm.lengths)
-    models = both(hmm.to_module())
+    models = both(TabularHMM.from_hmm(hmm))
     guide = ready(AutoDelta, models[0], data)
     marginal, enumerated = (loss_and_gradients(model, guide, data) for model in models)
     torch.testing.assert_close(enumerated[0], marginal[0], **EXACT)
@@ -638,7 +638,7 @@ def test_draws_follow_the_chain(spelled):
 def test_enumerated_marginals_are_the_posterior_of_the_states():
     data = symbols()
     hmm = TabularHMM(3, categorical(3))(data.lengths, data.observed)
-    model = EnumeratedModel(hmm.to_module())
+    model = EnumeratedModel(TabularHMM.from_hmm(hmm))
     sites = TraceEnum_ELBO(max_plate_nesting=1).compute_marginals(model, no_guide, data)
     found = torch.stack([sites[f"x_state_{t}"].probs for t in range(4)], -2)
     exists = (torch.arange(4) < data.lengths.unsqueeze(-1)).unsqueeze(-1)

@@ -29,8 +29,9 @@ from pyrohmm import (
     load_into,
     save,
 )
-from pyrohmm.batches import Batches
-from pyrohmm.neural import CharacterWords, Residual, draw_states
+from pyrohmm.data.batches import Batches
+from pyrohmm.nn.networks import CharacterWords, Residual
+from pyrohmm.nn.neural import draw_states
 
 RAGGED = blocks.from_clusters(torch.tensor([0, 0, 0, 1, 1, 2]), torch.tensor([3, 1, 2]))
 VARIANTS = {

@@ -30,11 +30,11 @@ from pyrohmm import (
     load_hmm,
     load_into,
     normal,
-    persistence,
     save,
 )
-from pyrohmm.distributions import Streams, Tied
-from pyrohmm.persistence import read_tensors, write_tensors
+from pyrohmm.distributions.observation import Streams, Tied
+from pyrohmm.io import persistence as persistence
+from pyrohmm.io.persistence import read_tensors, write_tensors
 
 FILE = "tensors.safetensors"
 K = 3
@@ -785,8 +785,8 @@ def block_hmm(kind, dtype=torch.float32):
     vectors = torch.randn(2, 6, 4, dtype=dtype)
     moves = {
         "matrix": torch.randn(6, 6, dtype=dtype).log_softmax(-1),
-        "one level": blocks.Products(*vectors, two),
-        "two levels": blocks.Products(*vectors, two, torch.randn(6, 3, dtype=dtype)),
+        "one level": block_hmm.Products(*vectors, two),
+        "two levels": block_hmm.Products(*vectors, two, torch.randn(6, 3, dtype=dtype)),
     }[kind]
     start, lengths = torch.full((6,), 1 / 6, dtype=dtype).log(), torch.tensor([4, 1, 2])
     return BlockHMM(start, moves, words, two, lengths, torch.rand(3, 4) < 0.7)

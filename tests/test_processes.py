@@ -20,7 +20,7 @@ from pyrohmm import (
     fit_map,
     fit_svi,
 )
-from pyrohmm.processes import Processes
+from pyrohmm.data.process_group import Processes
 
 
 def symbols(num_sequences, seed=0):

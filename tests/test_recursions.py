@@ -22,7 +22,10 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from torch.autograd import gradcheck, gradgradcheck
 
-from pyrohmm import _lookup, _messages, _steps, recursions
+from pyrohmm import recursions
+from pyrohmm.ops import lookup as _lookup
+from pyrohmm.ops import message_passing as _messages
+from pyrohmm.ops import torch_chain as _steps
 
 NEVER = -np.inf
 

@@ -1,4 +1,4 @@
-"""Laws of ``TabularHMM``, its emission families and what ``hmm.to_module()`` builds."""
+"""Laws of ``TabularHMM``, its emission families and what ``TabularHMM.from_hmm(hmm)`` builds."""
 
 import io
 
@@ -231,7 +231,7 @@ def test_a_module_made_of_an_hmm_builds_that_hmm(name, used):
         hmm.log_prob(values)
         if isinstance(hmm.emission, dist.MultivariateNormal):
             assert hmm.emission.precision_matrix.shape == (2, 2, 2)
-    module = hmm.to_module()
+    module = TabularHMM.from_hmm(hmm)
     assert isinstance(module, TabularHMM)
     again = module(LENGTHS)
     torch.testing.assert_close(again.log_initial, hmm.log_initial)
@@ -252,7 +252,7 @@ def test_a_module_made_of_an_hmm_is_a_copy():
     probs = torch.rand(2, 3).requires_grad_()
     initial, transition = parts()
     hmm = HMM(initial, transition, dist.Categorical(probs), LENGTHS)
-    module = hmm.to_module()
+    module = TabularHMM.from_hmm(hmm)
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.add_(torch.randn_like(parameter))
@@ -268,7 +268,7 @@ def test_modules_called_one_after_the_other_keep_their_own_values(local):
     """T2 without a fit: their parameters have the same names in Pyro's global store."""
     with pyro.settings.context(module_local_params=local):
         hmms = [HMM(*parts(), dist.Categorical(logits=torch.randn(2, 3)), LENGTHS) for _ in "ab"]
-        modules = [hmm.to_module() for hmm in hmms]
+        modules = [TabularHMM.from_hmm(hmm) for hmm in hmms]
         for hmm, module in zip(hmms, modules):
             torch.testing.assert_close(module(LENGTHS).log_transition, hmm.log_transition)
             torch.testing.assert_close(module(LENGTHS).emission.logits, hmm.emission.logits)
@@ -279,7 +279,7 @@ def test_hard_zeros_survive_the_round_trip():
     transition = torch.tensor([[0.5, 0.5], [0.0, 1.0]])
     probs = torch.tensor([[0.5, 0.5, 0.0], [0.0, 0.0, 1.0]])
     hmm = HMM(initial.log(), transition.log(), dist.Categorical(probs), LENGTHS)
-    again = hmm.to_module()(LENGTHS)
+    again = TabularHMM.from_hmm(hmm)(LENGTHS)
     assert again.log_initial.exp().equal(initial)
     assert again.log_transition.exp().equal(transition)
     assert again.emission.probs.equal(probs)
@@ -291,7 +291,7 @@ def test_a_module_made_of_an_hmm_is_in_its_dtype():
         dist.Normal(torch.zeros(2, dtype=torch.float32), torch.ones(2, dtype=torch.float32)),
         LENGTHS,
     )
-    module = hmm.to_module()
+    module = TabularHMM.from_hmm(hmm)
     assert {parameter.dtype for parameter in module.parameters()} == {torch.float32}
     assert module(LENGTHS).log_prob(torch.zeros(2, 3, dtype=torch.float32)).dtype == torch.float32
 
@@ -306,7 +306,7 @@ def test_an_hmm_with_parameters_per_step_makes_no_module():
         transition_per_step=True,
     )
     with pytest.raises(ValueError, match="per step"):
-        hmm.to_module()
+        TabularHMM.from_hmm(hmm)
 
 
 @pytest.mark.parametrize(
@@ -326,7 +326,7 @@ def test_an_emission_is_made_a_module_or_refused_by_name(emission):
     hmm = HMM(*parts(), emission, LENGTHS)
     values = hmm.sample()
     try:
-        module = hmm.to_module()
+        module = TabularHMM.from_hmm(hmm)
         found = module(LENGTHS).log_prob(values)
     except (TypeError, ValueError, NotImplementedError) as error:
         assert type(emission).__name__ in str(error)  # noqa: PT017
@@ -340,7 +340,7 @@ def test_draws_of_a_posterior_make_a_module_with_a_batch():
     initial, transition = torch.randn(3, 1, 2), torch.randn(3, 1, 2, 2)
     logits, lengths = torch.randn(3, 1, 2, 3), torch.tensor([3, 3])
     initial, transition = initial.log_softmax(-1), transition.log_softmax(-1)
-    module = HMM(initial, transition, dist.Categorical(logits=logits), lengths).to_module()
+    module = TabularHMM.from_hmm(HMM(initial, transition, dist.Categorical(logits=logits), lengths))
     values = torch.tensor([[0, 1, 2], [2, 0, 0]])
     found = module(lengths).log_prob(values)
     for r in range(3):
@@ -380,7 +380,7 @@ def test_state_dict_carries_the_priors(family):
 def test_state_dict_carries_fitted_points():
     """Through a file, as torch saves it, read without executing anything."""
     hmm = HMM(*parts(), dist.Categorical(logits=torch.randn(2, 3)), LENGTHS)
-    module = hmm.to_module()
+    module = TabularHMM.from_hmm(hmm)
     data = Sequences(hmm.sample(), LENGTHS)
     fit_map(MarginalModel(module), data, num_steps=3)
     file = io.BytesIO()

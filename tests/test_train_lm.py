@@ -13,21 +13,14 @@ import pyro
 import pytest
 import torch
 
-from pyrohmm import (
-    HMM,
-    LanguageModel,
-    Sequences,
-    blocks,
-    checkpoints,
-    language,
-    metrics,
-    save,
-    train_lm,
-)
-from pyrohmm.language import count_words, encode
-from pyrohmm.persistence import read_tensors, write_directory
-from pyrohmm.readers import Vocabulary
-from pyrohmm.train_lm import hold_out, main
+from pyrohmm import HMM, LanguageModel, Sequences, blocks, metrics, save
+from pyrohmm.data.vocabulary import Vocabulary
+from pyrohmm.io import checkpoints as checkpoints
+from pyrohmm.io.persistence import read_tensors, write_directory
+from pyrohmm.language import command as train_lm
+from pyrohmm.language import model
+from pyrohmm.language.command import hold_out, main
+from pyrohmm.language.model import count_words, encode
 
 ROOT = Path(__file__).resolve().parent.parent
 SMALL = ["--states", "12", "--clusters", "4", "--dim", "8", "--tokens", "40", "--epochs", "2",
@@ -276,7 +269,7 @@ def test_bad_input_is_explained_and_nothing_is_left(here, monkeypatch, arguments
     law = torch.zeros(1)
     emission = pyro.distributions.Categorical(torch.ones(1, 2))
     save(HMM(law, law.unsqueeze(0), emission, torch.tensor([1])), "hmm")
-    monkeypatch.setattr(language, "find_clusters", None)  # no work is begun
+    monkeypatch.setattr(model, "find_clusters", None)  # no work is begun
     with pytest.raises(SystemExit) as stopped:
         main(arguments)
     assert message in stopped.value.code
@@ -376,14 +369,14 @@ def test_sentences_are_drawn_from_the_law_that_scores_them(two_level):
 def test_sentences_take_only_rows_of_moves(monkeypatch):
     model = tiny(two_level=True)
     sizes = []
-    rows = blocks.Products.rows
+    rows = block_hmm.Products.rows
 
     def spy(self, states):
         sizes.append(len(states))
         return rows(self, states)
 
-    monkeypatch.setattr(blocks.Products, "rows", spy)
-    monkeypatch.setattr(blocks.Products, "matrix", None)
+    monkeypatch.setattr(block_hmm.Products, "rows", spy)
+    monkeypatch.setattr(block_hmm.Products, "matrix", None)
     drawn = model.generate(300, max_words=5)
     words = [line.split() for line in drawn]
     assert len(drawn) == 300

@@ -44,7 +44,7 @@ from pyrohmm import (
     queries,
     sticky,
 )
-from pyrohmm.distributions import Streams
+from pyrohmm.distributions.observation import Streams
 
 SMOKE = "PYROHMM_SMOKE" in os.environ  # the tests set this: same cells, fewer steps
 pyro.set_rng_seed(0)

@@ -37,8 +37,8 @@ from pyrohmm import (
     fit_map,
     readers,
 )
-from pyrohmm.clusters import brown
-from pyrohmm.tagging import tagged
+from pyrohmm.data.tags import tagged
+from pyrohmm.language.clusters import brown
 
 SMOKE = "PYROHMM_SMOKE" in os.environ  # the tests set this: same cells, fewer steps
 pyro.set_rng_seed(0)

@@ -63,7 +63,7 @@ from pyrohmm import (
     normal,
     to_hmmlearn,
 )
-from pyrohmm.starts import from_hmm
+from pyrohmm.infer.starts import from_hmm
 
 pyro.set_rng_seed(0)
 torch.set_default_dtype(torch.float64)  # as hmmlearn has it; torch's default is float32

@@ -1,0 +1,113 @@
+"""Decoding: the k best paths, and the entropy of the posterior over paths."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .._checks import check_size
+from ..distributions.hmm import HMM
+from .chains import _finite, _normalised, _read
+
+# Paths --------------------------------------------------------------------------------------------
+
+
+def k_best(hmm: HMM, values: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    r"""The ``count`` most probable paths of states, best first.
+
+    The list Viterbi algorithm: the best paths into each state are kept at each step, so that the
+    answer is exact. The first path is that of :meth:`HMM.viterbi`.
+
+    Args:
+        hmm: The model.
+        values: ``(*B, T, *E)``, observations.
+        count: How many paths to find, C.
+
+    Returns:
+        Paths ``(*B, C, T)``, integers, 0 at padded steps; and their log p(x, z) ``(*B, C)``, in
+        nats. Where fewer than C paths are possible the rest have -inf, and hold 0.
+
+    Raises:
+        TypeError: If ``count`` is not an int.
+        ValueError: If ``count`` is less than one.
+
+    References:
+        List Viterbi decoding algorithms with applications (Seshadri and Sundberg, 1994).
+
+    Example:
+        >>> coins = Categorical(probs=torch.tensor([[0.5, 0.5], [0.1, 0.9]]))
+        >>> sticky = torch.tensor([[0.9, 0.1], [0.1, 0.9]]).log()
+        >>> hmm = HMM(torch.tensor([0.5, 0.5]).log(), sticky, coins, torch.tensor(2))
+        >>> paths, log_joint = k_best(hmm, torch.tensor([1, 0]), 3)
+        >>> paths
+        tensor([[0, 0],
+                [1, 1],
+                [1, 0]])
+        >>> log_joint.exp()
+        tensor([0.1125, 0.0405, 0.0225], dtype=torch.float64)
+    """
+    check_size("count", count)
+    with torch.no_grad():
+        chain = _read(hmm, values)
+        num_steps, num_states = chain.likelihood.shape[-2:]
+        first = chain.initial + chain.likelihood[..., 0, :]
+        scores = first.new_full((*first.shape, count), -torch.inf)  # of the C best into each state
+        scores[..., 0] = first
+        own = torch.arange(num_states * count, device=first.device)
+        pointers = []  # where each of the K C paths came from, among those of the step before
+        for t in range(1, num_steps):
+            moved = chain.matrix(t).mT.unsqueeze(-1) + scores.unsqueeze(-3)  # (*B, to, from, C)
+            ranked, order = moved.flatten(-2).sort(dim=-1, descending=True, stable=True)
+            exists = chain.exists[..., t, None, None]
+            arrived = ranked[..., :count] + chain.likelihood[..., t, :, None]
+            scores = torch.where(exists, arrived, scores)
+            origin = order[..., :count].flatten(-2)
+            pointers.append(torch.where(exists.squeeze(-1), origin, own))
+        ranked, order = scores.flatten(-2).sort(dim=-1, descending=True, stable=True)
+        log_joint, place = ranked[..., :count], order[..., :count]
+        path = [place // count]
+        for pointer in reversed(pointers):
+            place = pointer.gather(-1, place)
+            path.append(place // count)
+        paths = torch.stack(path[::-1], -1)
+        real = chain.exists.unsqueeze(-2) & ~log_joint.isneginf().unsqueeze(-1)
+        return paths.masked_fill(~real, 0), log_joint
+
+
+def path_entropy(hmm: HMM, values: Tensor) -> Tensor:
+    r"""Entropy of the path of states given the observations, in nats, shape ``(*B)``.
+
+    .. math:: H(z_{1:T} | x) = -\sum_z p(z | x) \log p(z | x)
+
+    It is zero when the observations leave one path only, and at most :math:`T \log K`. A sequence
+    of probability zero has no paths: its entropy is given as zero.
+
+    Args:
+        hmm: The model.
+        values: ``(*B, T, *E)``, observations.
+
+    References:
+        Efficient computation of the hidden Markov model entropy for a given observation sequence
+        (Hernando, Crespi and Cybenko, 2005).
+
+    Example:
+        >>> blank = Categorical(probs=torch.ones(2, 1))
+        >>> fair = torch.full((2, 2), 0.5).log()
+        >>> hmm = HMM(fair[0], fair, blank, torch.tensor(3))
+        >>> path_entropy(hmm, torch.tensor([0, 0, 0])) / math.log(2)  # three tosses
+        tensor(3., dtype=torch.float64)
+    """
+    with torch.no_grad():
+        chain = _read(hmm, values)
+        law = _normalised(chain.initial + chain.likelihood[..., 0, :])
+        entropy = torch.zeros_like(law)  # of the states before, given the state at t
+        for t in range(1, hmm.num_steps):
+            pairs = law.unsqueeze(-1) + chain.matrix(t)
+            arrived = pairs.logsumexp(-2)
+            share = (pairs - _finite(arrived).unsqueeze(-2)).exp()  # of the states at t - 1
+            before = (share * entropy.unsqueeze(-1) + torch.special.entr(share)).sum(-2)
+            exists = chain.exists[..., t, None]
+            law = torch.where(exists, _normalised(arrived + chain.likelihood[..., t, :]), law)
+            entropy = torch.where(exists, before, entropy)
+        last = law.exp()
+        return (last * entropy + torch.special.entr(last)).sum(-1).clamp(min=0.0)

@@ -1,0 +1,129 @@
+"""Dwell times: how long a chain stays in a state."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .._checks import check_broadcast, check_integers, check_lengths, check_size
+from ..distributions.hmm import HMM
+
+# Dwelling -----------------------------------------------------------------------------------------
+
+
+def dwell_time_mean(hmm: HMM) -> Tensor:
+    r"""Mean number of steps that a visit to each state lasts, shape ``(*B, K)``.
+
+    .. math:: 1 / (1 - A_{kk})
+
+    It is infinite for a state that is never left.
+
+    Args:
+        hmm: The model; its ``log_transition`` must not change with the step.
+
+    Raises:
+        ValueError: If ``log_transition`` changes with the step.
+
+    Example:
+        >>> matrix = torch.tensor([[0.9, 0.1], [0.0, 1.0]])
+        >>> coins = Categorical(probs=torch.tensor([[0.5, 0.5], [0.1, 0.9]]))
+        >>> hmm = HMM(torch.tensor([0.5, 0.5]).log(), matrix.log(), coins, torch.tensor(5))
+        >>> dwell_time_mean(hmm)
+        tensor([10., inf])
+    """
+    return (-_log_leave(hmm)).exp()
+
+
+def dwell_time_log_prob(hmm: HMM, num_steps: int) -> Tensor:
+    r"""Log-probability that a visit to a state lasts 1, 2, ... steps, in nats.
+
+    .. math:: \log p(d | k) = (d - 1) \log A_{kk} + \log (1 - A_{kk})
+
+    Args:
+        hmm: The model; its ``log_transition`` must not change with the step.
+        num_steps: The longest visit to score, D.
+
+    Returns:
+        ``(*B, K, D)``: entry d - 1 is that of a visit of d steps. A state that is never left has
+        -inf throughout.
+
+    Raises:
+        TypeError: If ``num_steps`` is not an int.
+        ValueError: If ``num_steps`` is less than one, or ``log_transition`` changes with the step.
+
+    Example:
+        >>> matrix = torch.tensor([[0.5, 0.5], [1.0, 0.0]])
+        >>> coins = Categorical(probs=torch.tensor([[0.5, 0.5], [0.1, 0.9]]))
+        >>> hmm = HMM(torch.tensor([0.5, 0.5]).log(), matrix.log(), coins, torch.tensor(5))
+        >>> dwell_time_log_prob(hmm, 3).exp()
+        tensor([[0.5000, 0.2500, 0.1250],
+                [1.0000, 0.0000, 0.0000]])
+    """
+    check_size("num_steps", num_steps)
+    leave = _log_leave(hmm).unsqueeze(-1)
+    stay = hmm.log_transition.detach().diagonal(dim1=-2, dim2=-1).unsqueeze(-1)
+    more = torch.arange(num_steps, device=stay.device)
+    return (more * stay).masked_fill(more == 0, 0.0) + leave  # 0 times -inf is NaN
+
+
+def runs(states: Tensor, lengths: Tensor, num_states: int, *, complete: bool = False) -> Tensor:
+    """Count how long the visits to each state last in paths that were decoded or drawn.
+
+    Args:
+        states: ``(*B, T)`` integers, paths.
+        lengths: ``(*B)`` integers, the number of steps of each path.
+        num_states: K.
+        complete: Whether to leave out each path's last visit, which its end cuts off.
+
+    Returns:
+        ``(K, T)`` integers: entry ``[k, d - 1]`` is the number of visits to state k that lasted d
+        steps, over all paths.
+
+    Raises:
+        TypeError: If an argument is of the wrong type or dtype.
+        ValueError: If states or lengths are out of range, or their shapes disagree.
+
+    Example:
+        >>> runs(torch.tensor([[0, 0, 1, 0, 0], [1, 1, 1, 0, 0]]), torch.tensor([5, 3]), 2)
+        tensor([[0, 2, 0, 0, 0],
+                [1, 0, 1, 0, 0]])
+    """
+    check_integers("states", states)
+    check_integers("lengths", lengths)
+    check_size("num_states", num_states)
+    if states.dim() == 0:
+        raise ValueError("states must have shape (*B, T); got a scalar. Use unsqueeze(-1).")
+    num_steps = states.size(-1)
+    check_lengths(lengths, num_steps)
+    batch = check_broadcast({"states": states.shape[:-1], "lengths": lengths.shape})
+    states = states.long().expand(*batch, num_steps).reshape(-1, num_steps)
+    ends = lengths.to(states.device).expand(batch).reshape(-1, 1)
+    exists = torch.arange(num_steps, device=states.device) < ends
+    real = states[exists]
+    if int(real.min()) < 0 or int(real.max()) >= num_states:
+        raise ValueError(
+            f"states must lie between 0 and K - 1 = {num_states - 1}; got values from "
+            f"{int(real.min())} to {int(real.max())}. Give the number of states of the model."
+        )
+    starts = exists.clone()
+    starts[:, 1:] &= states[:, 1:] != states[:, :-1]
+    visit = starts.flatten().cumsum(0) - 1  # numbers the visits of all paths
+    duration = visit[exists.flatten()].bincount()
+    place = states[starts] * num_steps + duration - 1
+    if complete:
+        last = visit.reshape(states.shape).gather(1, ends - 1).squeeze(1)
+        cut = torch.zeros_like(place, dtype=torch.bool).index_fill(0, last, True)
+        place = place[~cut]
+    return place.bincount(minlength=num_states * num_steps).reshape(num_states, num_steps)
+
+
+def _log_leave(hmm: HMM) -> Tensor:
+    """Log-probability of moving to another state; one minus staying would lose its digits."""
+    if hmm.transition_per_step:
+        raise ValueError(
+            "hmm must have one log_transition for all steps, for dwell times to have one law; this "
+            "one has a matrix for each move. Take one of them, or count visits with runs."
+        )
+    matrix = hmm.log_transition.detach()
+    own = torch.eye(matrix.size(-1), dtype=torch.bool, device=matrix.device)
+    return matrix.masked_fill(own, -torch.inf).logsumexp(-1)

@@ -1,0 +1,504 @@
+"""Measures of a fit: evidence, criteria for choosing, agreement up to renaming, distances."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from pyro import poutine
+from pyro.poutine.util import site_is_subsample
+from scipy.optimize import linear_sum_assignment, quadratic_assignment
+from torch import Tensor
+from torch.distributions import biject_to, constraints
+
+from .._checks import check_floats, check_integers, check_size
+from ..data.sequences import Sequences
+from ..distributions.hmm import HMM
+from ..infer.fit import Fit
+from ..infer.models import build
+from ..nn.base import HMMModule
+
+
+class Perplexity(NamedTuple):
+    """Perplexity per observed step, with its denominator.
+
+    Attributes:
+        value: exp(-log_evidence / num_tokens).
+        num_tokens: Number of observed steps: the denominator.
+        log_evidence: Of all sequences, in nats.
+    """
+
+    value: float
+    num_tokens: int
+    log_evidence: float
+
+    @classmethod
+    def of(cls, log_evidence: float, num_tokens: int) -> Perplexity:
+        """That of so many observed steps, of this log evidence in nats.
+
+        Example:
+            >>> print(Perplexity.of(-2 * math.log(3), 2))
+            perplexity 3.00 over 2 tokens
+        """
+        surprise = -log_evidence / num_tokens
+        return cls(math.exp(surprise) if surprise < 700.0 else math.inf, num_tokens, log_evidence)
+
+    def __str__(self) -> str:
+        return f"perplexity {self.value:.2f} over {self.num_tokens:,} tokens"
+
+
+def perplexity(model: HMM | Fit, data: Sequences, batch_size: int = 256) -> Perplexity:
+    """Perplexity of ``data`` under an HMM or a fit, per observed step (``<eos>`` included, if any).
+
+    Args:
+        model: An :class:`HMM` built for these sequences, or a :class:`Fit`.
+        data: The sequences.
+        batch_size: How many are evaluated at a time, if ``model`` is a fit.
+
+    Raises:
+        ValueError: If nothing is observed.
+
+    Example:
+        >>> data = Sequences(torch.tensor([[0, 1, 2]]), torch.tensor([3]))
+        >>> even = torch.zeros(1), torch.zeros(1, 1), Categorical(probs=torch.ones(1, 4))
+        >>> print(perplexity(HMM(*even, data.lengths), data))
+        perplexity 4.00 over 3 tokens
+    """
+    tokens = data.num_observed
+    if tokens == 0:
+        raise ValueError("data has no observed step; there is nothing to average over.")
+    return Perplexity.of(log_evidence(model, data, batch_size).double().sum().item(), tokens)
+
+
+def log_evidence(model: HMM | Fit, data: Sequences, batch_size: int = 256) -> Tensor:
+    """Log evidence of each sequence, ``(N,)``, in nats: of held-out data, the mark of a fit.
+
+    Labels that ``data`` may carry are not used. Of an SVI fit it is that of one draw of the guide.
+
+    Args:
+        model: An :class:`HMM` built for these sequences, or a :class:`Fit`.
+        data: The sequences.
+        batch_size: How many are evaluated at a time, if ``model`` is a fit.
+    """
+    with torch.no_grad():
+        if isinstance(model, HMM):
+            return model.log_prob(data.values)
+        parts = [data[start : start + batch_size] for start in range(0, len(data), batch_size)]
+        hmms = model.draw_each(parts)
+        return torch.cat([hmm.log_prob(part.values) for hmm, part in zip(hmms, parts)])
+
+
+def num_parameters(module: torch.nn.Module, data: Sequences) -> int:
+    """How many numbers are free: entries that others determine, such as the last of a row, are not.
+
+    Args:
+        module: An :class:`HMMModule`, or a model of one.
+        data: Anything the module can be built for; one sequence is enough.
+
+    Example:
+        >>> data = Sequences.from_list([[0, 1]])
+        >>> num_parameters(TabularHMM(2, categorical(3)), data)  # 1 + 2 + 4
+        7
+    """
+    with torch.no_grad(), poutine.block():
+        run = module if not isinstance(module, HMMModule) else lambda data: build(module, data)
+        trace = poutine.trace(run).get_trace(data[:1])
+    count = 0
+    for name in trace.stochastic_nodes:
+        site = trace.nodes[name]
+        if not site_is_subsample(site) and site["infer"].get("enumerate") != "parallel":
+            shape = biject_to(site["fn"].support).inverse_shape(site["value"].shape)
+            count += math.prod(shape)
+    constrained = set()
+    for part in module.modules():
+        for name, (constraint, _) in getattr(part, "_pyro_params", {}).items():
+            leaf = getattr(part, f"{name}_unconstrained")
+            constrained.add(id(leaf))
+            if leaf.requires_grad:
+                count += _dimension(constraint, getattr(part, name))
+    free = [each for each in module.parameters() if id(each) not in constrained]
+    return count + sum(each.numel() for each in free if each.requires_grad)
+
+
+def _dimension(constraint: Any, value: Tensor) -> int:
+    """How many numbers are free in a point; a probability of zero stays zero."""
+    if constraint is constraints.simplex:
+        return int(((value > 0).sum(-1) - 1).sum())
+    if constraint in (constraints.lower_cholesky, constraints.positive_definite):
+        size = value.size(-1)
+        return value.numel() // size * (size + 1) // 2
+    return math.prod(biject_to(constraint).inverse_shape(value.shape))
+
+
+def aic(fit: Fit, data: Sequences) -> float:
+    r"""Akaike's information criterion, in nats times two: less is better.
+
+    .. math:: -2 \log p(x | \hat\theta) + 2 p
+
+    Akaike (1974). It is meant for maximum likelihood, thus for flat priors.
+
+    Args:
+        fit: From :func:`fit_em` or :func:`fit_map`.
+        data: What was fitted.
+    """
+    return _criterion(fit, data, 2.0)
+
+
+def bic(fit: Fit, data: Sequences) -> float:
+    r"""Bayesian information criterion, in nats times two: less is better.
+
+    .. math:: -2 \log p(x | \hat\theta) + p \log n
+
+    Schwarz (1978), with n the number of observed steps, as is usual for hidden Markov models.
+
+    Args:
+        fit: From :func:`fit_em` or :func:`fit_map`.
+        data: What was fitted.
+    """
+    return _criterion(fit, data, math.log(max(data.num_observed, 1)))
+
+
+def _criterion(fit: Fit, data: Sequences, price: float) -> float:
+    if not isinstance(fit.model, torch.nn.Module):
+        raise TypeError(
+            "fit must be of a model that is a module, whose parameters can be counted; got "
+            f"{type(fit.model).__name__}."
+        )
+    if fit.method == "SVI":
+        raise ValueError("fit must be one of EM or MAP, a point; SVI has a distribution of them.")
+    evidence = log_evidence(fit, data).double().sum().item()
+    return -2.0 * evidence + price * num_parameters(fit.model, data)
+
+
+class CrossValidation(NamedTuple):
+    """Evidence of sequences that a fit has not seen.
+
+    Attributes:
+        log_evidence: ``(N,)``, in nats, of each sequence under the fit to the other folds.
+        fold: ``(N,)``, in which fold it was.
+        num_observed: Number of observed steps in all.
+    """
+
+    log_evidence: Tensor
+    fold: Tensor
+    num_observed: int
+
+    @property
+    def per_step(self) -> float:
+        """Nats per observed step."""
+        return self.log_evidence.double().sum().item() / max(self.num_observed, 1)
+
+
+def cross_validate(
+    fit: Callable[[Sequences], Fit],
+    data: Sequences,
+    num_folds: int = 5,
+    generator: torch.Generator | None = None,
+) -> CrossValidation:
+    """Fit all folds but one, and evaluate that one: each sequence once.
+
+    With a flat prior, a symbol that the other folds lack makes a sequence impossible: give
+    :func:`categorical` a concentration above one.
+
+    Args:
+        fit: Called with the sequences to fit, such as ``lambda data: fit_em(module, data)``.
+        data: The sequences.
+        num_folds: At least 2, at most the number of sequences.
+        generator: Decides who is in which fold; torch's global one by default.
+
+    Raises:
+        ValueError: If ``num_folds`` is out of range.
+
+    Example:
+        >>> data = datasets.casino(num_sequences=10, num_steps=20)
+        >>> module = TabularHMM(2, categorical(6))
+        >>> found = cross_validate(lambda part: fit_em(module, part), data, num_folds=2)
+        >>> found.log_evidence.shape, found.num_observed
+        (torch.Size([10]), 200)
+    """
+    if not 2 <= num_folds <= len(data):
+        raise ValueError(
+            f"num_folds must lie between 2 and the number of sequences, {len(data)}; got "
+            f"{num_folds}."
+        )
+    order = torch.randperm(len(data), generator=generator)
+    fold = torch.empty(len(data), dtype=torch.long)
+    fold[order] = torch.arange(len(data)) % num_folds
+    found = None
+    for number in range(num_folds):
+        away = fold == number
+        evidence = log_evidence(fit(data[~away]), data[away]).cpu()
+        found = evidence.new_zeros(len(data)) if found is None else found
+        found[away] = evidence
+    assert found is not None
+    return CrossValidation(found, fold, data.num_observed)
+
+
+def align(predicted: Tensor, truth: Tensor, num_states: int | None = None) -> Tensor:
+    """Renaming of predicted states under which they agree with the truth most often.
+
+    Args:
+        predicted: ``(*)`` integers.
+        truth: ``(*)`` integers, -1 where it is not known.
+        num_states: K; by default one more than the largest state of either.
+
+    Returns:
+        ``(K,)`` integers: ``renaming[predicted]`` is comparable with ``truth``.
+
+    Example:
+        >>> align(torch.tensor([0, 0, 1, 2]), torch.tensor([2, 2, 0, 1]))
+        tensor([2, 0, 1])
+    """
+    counts = _crossed(predicted, truth, num_states)
+    size = len(counts)
+    rows, columns = linear_sum_assignment(counts.cpu().numpy(), maximize=True)
+    renaming = torch.empty(size, dtype=torch.long)
+    renaming[torch.as_tensor(rows)] = torch.as_tensor(columns)
+    return renaming.to(predicted.device)
+
+
+def _crossed(predicted: Tensor, truth: Tensor, num_states: int | None = None) -> Tensor:
+    """How many steps of known truth have each predicted (row) and true (column) state, (K, K)."""
+    check_integers("predicted", predicted)
+    check_integers("truth", truth)
+    if predicted.shape != truth.shape:
+        raise ValueError(
+            f"predicted and truth must have one shape; got {tuple(predicted.shape)} and "
+            f"{tuple(truth.shape)}."
+        )
+    predicted, truth = predicted.long(), truth.long()
+    known = truth >= 0
+    found, true = predicted[known].flatten(), truth[known].flatten()
+    if found.numel() == 0:
+        raise ValueError("truth has no known state; wanted at least one that is not -1.")
+    if int(found.min()) < 0:
+        raise ValueError(f"predicted must not be negative; got {int(found.min())}.")
+    size = num_states or 1 + max(int(predicted.max()), int(truth.max()))
+    if max(int(found.max()), int(true.max())) >= size:
+        raise ValueError(f"states must be less than num_states = {size}; got "
+                         f"{max(int(found.max()), int(true.max()))}.")  # fmt: skip
+    return torch.bincount(found * size + true, minlength=size * size).reshape(size, size)
+
+
+def align_transitions(found: Tensor, truth: Tensor) -> Tensor:
+    r"""Renaming of states under which a transition matrix is nearest to the true one.
+
+    Rows and columns are renamed together, by the permutation that makes the sum of squared
+    differences least. It is found by trying all of them up to eight states; for more, by
+    :func:`scipy.optimize.quadratic_assignment`, which may end at one that is only good.
+
+    Where states were decoded and true ones are known, :func:`align` says more; where there are
+    data and two HMMs, :func:`pyrohmm.results.match_states`.
+
+    Args:
+        found: ``(K, K)``, a transition matrix.
+        truth: ``(K, K)``, what it is compared with.
+
+    Returns:
+        ``(K,)`` integers: state k of ``found`` is state ``renaming[k]`` of ``truth``, as from
+        :func:`align`; ``hmm.reorder(renaming.argsort())`` gives an HMM the true numbers.
+
+    Example:
+        >>> truth = torch.tensor([[0.9, 0.1, 0.0], [0.0, 0.8, 0.2], [0.3, 0.0, 0.7]])
+        >>> order = torch.tensor([2, 0, 1])
+        >>> align_transitions(truth[order][:, order], truth)
+        tensor([2, 0, 1])
+    """
+    check_floats("found", found)
+    check_floats("truth", truth)
+    size = truth.size(-1)
+    if truth.shape != (size, size) or found.shape != truth.shape:
+        raise ValueError(
+            "found and truth must both have shape (K, K); got "
+            f"{tuple(found.shape)} and {tuple(truth.shape)}."
+        )
+    if size <= 8:
+        orders = torch.tensor(list(itertools.permutations(range(size))), device=found.device)
+        moved = found[orders.unsqueeze(-1), orders.unsqueeze(-2)]
+        order = orders[(moved - truth).square().sum((-2, -1)).argmin()]
+    else:
+        pair = truth.detach().cpu().numpy(), found.detach().cpu().numpy()
+        options = {"maximize": True, "rng": np.random.default_rng(0)}  # draws nothing from it here
+        first = quadratic_assignment(*pair, options=options).col_ind
+        options["partial_guess"] = np.stack([np.arange(size), first], 1)
+        order = torch.as_tensor(quadratic_assignment(*pair, "2opt", options).col_ind)
+    return order.argsort().to(found.device)
+
+
+def one_to_one_accuracy(predicted: Tensor, truth: Tensor) -> float:
+    """Share of steps where predicted and true states agree, after the best renaming.
+
+    Args:
+        predicted: ``(*)`` integers.
+        truth: ``(*)`` integers, -1 where it is not known; such steps do not count.
+
+    Example:
+        >>> one_to_one_accuracy(torch.tensor([0, 0, 1, 1]), torch.tensor([1, 1, 0, 1]))
+        0.75
+    """
+    renamed = align(predicted, truth)[predicted.long().clamp(min=0)]
+    known = truth >= 0
+    return (renamed[known] == truth[known]).double().mean().item()
+
+
+def many_to_one_accuracy(predicted: Tensor, truth: Tensor) -> float:
+    """Share of steps that agree if each predicted state is called what it is most often.
+
+    Several predicted states may get the same name, so that more states are never worse: compare
+    models of the same number of states.
+
+    Args:
+        predicted: ``(*)`` integers.
+        truth: ``(*)`` integers, -1 where it is not known; such steps do not count.
+
+    Example:
+        >>> many_to_one_accuracy(torch.tensor([0, 1, 2, 2]), torch.tensor([1, 1, 0, 1]))
+        0.75
+    """
+    counts = _crossed(predicted, truth)
+    return (counts.amax(1).sum() / counts.sum()).item()
+
+
+def variation_of_information(predicted: Tensor, truth: Tensor) -> float:
+    r"""How far two labellings are apart, in nats, whatever their names: :math:`H(z|y) + H(y|z)`.
+
+    Zero if one renames the other. A distance, of at most the logarithm of the number of steps.
+
+    Args:
+        predicted: ``(*)`` integers.
+        truth: ``(*)`` integers, -1 where it is not known; such steps do not count.
+
+    References:
+        Comparing clusterings (Meila, 2007).
+
+    Example:
+        >>> variation_of_information(torch.tensor([0, 0, 1, 1]), torch.tensor([2, 2, 0, 0]))
+        0.0
+        >>> even = torch.tensor([0, 1, 0, 1])  # says nothing of the truth: two times log 2
+        >>> round(variation_of_information(even, torch.tensor([0, 0, 1, 1])), 4)
+        1.3863
+    """
+    counts = _crossed(predicted, truth).double()
+    joint = counts / counts.sum()
+    both = torch.special.entr(joint).sum()
+    apart = torch.special.entr(joint.sum(0)).sum() + torch.special.entr(joint.sum(1)).sum()
+    return (2 * both - apart).clamp(min=0.0).item()
+
+
+def state_histogram(states: Tensor, num_states: int) -> Tensor:
+    """How many steps are in each state, ``(K,)`` integers.
+
+    Args:
+        states: ``(*)`` integers, such as a decoding; -1 where a step does not count. At padded
+            steps a decoding holds 0: count ``states[data.exists]``.
+        num_states: K.
+
+    Example:
+        >>> state_histogram(torch.tensor([0, 2, 2, -1]), num_states=4)
+        tensor([1, 0, 2, 0])
+    """
+    check_integers("states", states)
+    check_size("num_states", num_states)
+    counted = states.long().flatten()
+    if counted.numel() and not -1 <= int(counted.min()) <= int(counted.max()) < num_states:
+        raise ValueError(
+            f"states must lie between 0 and num_states - 1 = {num_states - 1}, or be -1; got "
+            f"values from {int(counted.min())} to {int(counted.max())}."
+        )
+    return counted[counted >= 0].bincount(minlength=num_states)
+
+
+def num_identified(states: Tensor, num_states: int, at_least: int = 50) -> int:
+    """How many states are in use: those that at least so many steps are in.
+
+    Args:
+        states: As of :func:`state_histogram`.
+        num_states: K.
+        at_least: Number of steps. Fifty is what Qiao et al. (2015) ask for, of 1,800.
+
+    Example:
+        >>> num_identified(torch.tensor([0, 2, 2, 1, 1]), num_states=4, at_least=2)
+        2
+    """
+    return int((state_histogram(states, num_states) >= at_least).sum())
+
+
+def bhattacharyya(probs: Tensor) -> Tensor:
+    r"""Bhattacharyya distances between distributions: :math:`-\ln \sum_v \sqrt{p_{iv} p_{jv}}`.
+
+    Args:
+        probs: ``(*B, K, V)``, a distribution in each row.
+
+    Returns:
+        ``(*B, K, K)``, in nats; zero on the diagonal, infinite where supports are disjoint.
+
+    Example:
+        >>> bhattacharyya(torch.tensor([[1.0, 0.0], [0.5, 0.5]]))
+        tensor([[0.0000, 0.3466],
+                [0.3466, 0.0000]])
+    """
+    check_floats("probs", probs)
+    if bool((probs < 0).any()):
+        raise ValueError("probs must not be negative. Take .exp() of logarithms.")
+    root = probs.sqrt()
+    overlap = root @ root.mT
+    overlap = (overlap + overlap.mT) / 2  # a product may round its two halves differently
+    distance = -overlap.log().clamp(max=0.0)
+    return distance.masked_fill(
+        torch.eye(probs.size(-2), dtype=torch.bool, device=probs.device), 0.0
+    ).abs()
+
+
+def diversity(probs: Tensor) -> Tensor:
+    """How different rows are: the mean Bhattacharyya distance of all pairs, ``(*B)``, in nats.
+
+    Infinite as soon as two rows have no symbol, or no next state, in common, however much the
+    others share. The measure of Qiao et al. (2015).
+
+    Args:
+        probs: ``(*B, K, V)``, a distribution in each row, such as a transition matrix; K >= 2.
+
+    Example:
+        >>> diversity(torch.tensor([[1.0, 0.0], [0.5, 0.5], [0.5, 0.5]]))  # 0.3466 twice of three
+        tensor(0.2310)
+    """
+    return diversity_by_state(probs).mean(-1)
+
+
+def diversity_by_state(probs: Tensor) -> Tensor:
+    """Mean Bhattacharyya distance of each row to the others, ``(*B, K)``, in nats.
+
+    Infinite for a row that shares nothing with one of the others.
+
+    Args:
+        probs: ``(*B, K, V)``, a distribution in each row; K >= 2.
+
+    Example:
+        >>> diversity_by_state(torch.tensor([[1.0, 0.0], [0.5, 0.5], [0.5, 0.5]]))
+        tensor([0.3466, 0.1733, 0.1733])
+    """
+    if probs.dim() < 2 or probs.size(-2) < 2:
+        raise ValueError(
+            "probs must have shape (*B, K, V) with at least two rows to compare; got "
+            f"{tuple(probs.shape)}."
+        )
+    return bhattacharyya(probs).sum(-1) / (probs.size(-2) - 1)
+
+
+def mean_absolute_deviation(first: Any, second: Any) -> float:
+    """Mean of the absolute differences of two tables, such as two laws of adjacent symbols.
+
+    Example:
+        >>> mean_absolute_deviation(torch.tensor([0.25, 0.75]), torch.tensor([0.5, 0.5]))
+        0.25
+    """
+    first, second = torch.as_tensor(first), torch.as_tensor(second)
+    if first.shape != second.shape:
+        raise ValueError(
+            f"tables must have one shape; got {tuple(first.shape)} and {tuple(second.shape)}."
+        )
+    return (first.double() - second.double()).abs().mean().item()

@@ -1,0 +1,141 @@
+"""Pseudo-residuals: whether observations are distributed as the model says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..distributions.hmm import HMM
+from .chains import _known, _normalised, _onward, _predicted, _read
+
+# Residuals ----------------------------------------------------------------------------------------
+
+
+class PseudoResiduals(NamedTuple):
+    r"""Where each observation lies within the law that the other observations give it.
+
+    If the model is true, a number drawn uniformly from ``lower`` to ``upper`` is uniform on [0, 1].
+    The two are equal when observations are continuous. Steps that are padded or not observed have
+    the limits 0 and 1.
+
+    Attributes:
+        lower: ``(*B, T)``, :math:`P(X_t < x_t | \cdot)`.
+        upper: ``(*B, T)``, :math:`P(X_t \le x_t | \cdot)`.
+    """
+
+    lower: Tensor
+    upper: Tensor
+
+    def normal(self) -> PseudoResiduals:
+        """Both limits as quantiles of the standard normal law; those of 0 and 1 are infinite."""
+        return PseudoResiduals(torch.special.ndtri(self.lower), torch.special.ndtri(self.upper))
+
+    def middle(self) -> Tensor:
+        """Normal quantile ``(*B, T)`` of the midpoint; 0 at padded and missing steps."""
+        return torch.special.ndtri((self.lower + self.upper) / 2)
+
+    def sample(self) -> Tensor:
+        """Draw randomised residuals ``(*B, T)``: standard normal, if the model is true."""
+        share = torch.rand_like(self.lower)
+        return torch.special.ndtri(torch.lerp(self.lower, self.upper, share))
+
+
+def pseudo_residuals(hmm: HMM, values: Tensor, *, forecast: bool = False) -> PseudoResiduals:
+    r"""Pseudo-residuals, which show outliers and emissions of a wrong form.
+
+    .. math:: P(X_t \le x_t | x_{1:t-1}, x_{t+1:T})
+
+    Forecast pseudo-residuals, given the past alone, are also independent from step to step if the
+    model is true; the ordinary ones, given all other observations, are not.
+
+    Args:
+        hmm: The model, of scalar observations: categorical, Bernoulli, binomial, Poisson, or any
+            continuous law that has a ``cdf``.
+        values: ``(*B, T)``, observations.
+        forecast: Whether to condition on the past alone.
+
+    Returns:
+        Limits ``(*B, T)`` of uniform pseudo-residuals. They are 0 and 1 also where the observations
+        conditioned on are impossible, and so give no law.
+
+    Raises:
+        ValueError: If an observation is not a scalar, or its cumulative probabilities are not
+            known.
+
+    References:
+        Hidden Markov Models for Time Series, 2nd edition, section 6.2 (Zucchini, MacDonald and
+        Langrock, 2016).
+
+    Example:
+        >>> levels = Normal(torch.tensor([0.0, 10.0]), 1.0)
+        >>> sticky = torch.tensor([[0.9, 0.1], [0.1, 0.9]]).log()
+        >>> hmm = HMM(torch.tensor([0.5, 0.5]).log(), sticky, levels, torch.tensor(3))
+        >>> residuals = pseudo_residuals(hmm, torch.tensor([0.0, 0.0, 4.0]), forecast=True)
+        >>> residuals.upper
+        tensor([0.2500, 0.4500, 0.9000], dtype=torch.float64)
+    """
+    if hmm.emission.event_shape:
+        raise ValueError(
+            "hmm must have scalar observations, for only those can be ordered; got event shape "
+            f"{tuple(hmm.emission.event_shape)} of the emission. Build an HMM of one coordinate."
+        )
+    with torch.no_grad():
+        chain = _read(hmm, values)
+        law = _predicted(chain) if forecast else _predicted(chain) + _onward(chain)
+        law = _normalised(law)
+        unknown = ~_known(hmm, chain) | law.isneginf().all(-1)
+        lower, upper = (
+            (law.exp() * limit).sum(-1).clamp(0.0, 1.0) for limit in _limits(hmm, values)
+        )
+        return PseudoResiduals(lower.masked_fill(unknown, 0.0), upper.masked_fill(unknown, 1.0))
+
+
+def _limits(hmm: HMM, values: Tensor) -> tuple[Tensor, Tensor]:
+    """Probability in each state of less than each value, and of at most it, ``(*B, T, K)``."""
+    seen, _ = hmm._prepare(values)
+    emission: Any = hmm.emission
+    if isinstance(
+        emission,
+        torch.distributions.Categorical
+        | torch.distributions.Bernoulli
+        | torch.distributions.Binomial,
+    ):
+        symbols = emission.enumerate_support(expand=False)  # 0, 1, ..., first dimension
+        weights = emission.log_prob(symbols).exp().movedim(0, -1)  # (*b, [T,] K, V)
+        upto = torch.nn.functional.pad(weights.cumsum(-1), (1, 0))
+        upto = upto if hmm.emission_per_step else upto.unsqueeze(-3)
+        index = seen.long()[..., None, None]  # (*B, T, 1, 1)
+        shape = torch.broadcast_shapes(upto.shape[:-1], index.shape[:-1])
+        upto, index = upto.expand(*shape, upto.size(-1)), index.expand(*shape, 1)
+        return upto.gather(-1, index).squeeze(-1), upto.gather(-1, index + 1).squeeze(-1)
+    if isinstance(emission, torch.distributions.Poisson):
+
+        def at_most(count: Tensor) -> Tensor:
+            return torch.special.gammaincc(
+                (count.double() + 1).clamp(min=1), emission.rate.double()
+            )
+
+        upper = _in_each_state(hmm, at_most, seen)
+        lower = _in_each_state(hmm, at_most, seen - 1)
+        return torch.where((seen > 0).unsqueeze(-1), lower, 0.0), upper
+    try:
+        if emission.support.is_discrete:
+            raise NotImplementedError
+        upper = _in_each_state(hmm, lambda value: emission.cdf(value.double()), seen)
+    except NotImplementedError:
+        raise ValueError(
+            "hmm must have an emission whose cumulative probabilities are known: Categorical, "
+            "Bernoulli, Binomial, Poisson, or a continuous law with a cdf; got "
+            f"{type(emission).__name__}. Write a subclass that has a cdf."
+        ) from None
+    return upper, upper
+
+
+def _in_each_state(hmm: HMM, function: Callable[[Tensor], Tensor], values: Tensor) -> Tensor:
+    """Apply what broadcasts with the emission's batch to ``values`` ``(*B, T)``: ``(*B, T, K)``."""
+    if hmm.emission_per_step:
+        return function(values.unsqueeze(-1))
+    return function(values.movedim(-1, 0).unsqueeze(-1)).movedim(0, -2)

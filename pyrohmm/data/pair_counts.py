@@ -1,0 +1,176 @@
+"""Pairs of symbols a few steps apart, counted; numbers put into bins first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .._checks import check_floats, check_integers, check_size
+from ..ops.pairs import Pairs, _add_up, _check_symbols
+from .sequences import Sequences
+
+CHUNK = 1 << 20  # pairs that are sorted at a time
+
+
+def count_pairs(data: Sequences | Iterable[Sequences], num_symbols: int, lag: int = 1) -> Pairs:
+    """Count the pairs of symbols ``lag`` steps apart.
+
+    Both steps of a pair lie in one sequence and are observed; what lies between them need not be.
+
+    Args:
+        data: Sequences of symbols; or many such, one after the other, as from a file that is larger
+            than memory: no more is kept than the distinct pairs, and one of the ``Sequences``.
+        num_symbols: V.
+        lag: How many steps apart.
+
+    Raises:
+        TypeError: If the values are not integers.
+        ValueError: If a symbol is not below V, or there is no pair.
+
+    Example:
+        >>> data = Sequences.from_list([[0, 1, 1, 1], [1, 0]])
+        >>> pairs = count_pairs(data, 2)
+        >>> pairs.first, pairs.second, pairs.counts
+        (tensor([0, 1, 1]), tensor([1, 0, 1]), tensor([1, 1, 2]))
+        >>> count_pairs((data[n : n + 1] for n in range(2)), 2, lag=2)  # a stream
+        Pairs(2 distinct pairs of 2 symbols, 2 in all, lag 2)
+    """
+    check_size("num_symbols", num_symbols)
+    check_size("lag", lag)
+    none = np.zeros(0, np.int64)
+    keys, counts = none, none  # of all so far
+    held, pending = [(none, none)], 0  # what has been counted since, each part by itself
+
+    def merged() -> tuple[np.ndarray, np.ndarray]:
+        parts = [(keys, counts), *held]
+        return _add_up(*(np.concatenate(column) for column in zip(*parts)))
+
+    device = None
+    for part in (data,) if isinstance(data, Sequences) else data:
+        if not isinstance(part, Sequences):
+            raise TypeError(
+                "data must be Sequences, or an iterable of Sequences; got "
+                f"{type(part).__name__} in it."
+            )
+        device = part.values.device if device is None else device
+        for found in _keys(part, num_symbols, lag):
+            held.append(np.unique(found, return_counts=True))
+            pending += len(held[-1][0])
+            if pending > max(CHUNK, len(keys)):
+                (keys, counts), held, pending = merged(), [], 0
+    keys, counts = merged()
+    if len(keys) == 0:
+        raise ValueError(
+            f"data has no two observed steps {lag} apart in one sequence; there is nothing to "
+            "count."
+        )
+    first, second, number = (
+        torch.from_numpy(column).to(device) for column in (*np.divmod(keys, num_symbols), counts)
+    )
+    return Pairs(first, second, number, num_symbols, lag)
+
+
+def _keys(data: Sequences, num_symbols: int, lag: int) -> Iterable[np.ndarray]:
+    """The pairs of some sequences after those of others, (a, b) as the number a V + b."""
+    check_integers("values of data", data.values)
+    if data.values.dim() != 2:
+        raise ValueError(
+            f"values of data must have shape (N, T), one symbol at a step; got "
+            f"{tuple(data.values.shape)}."
+        )
+    rows = max(1, CHUNK // data.num_steps)
+    for values, observed in zip(data.values.split(rows), data.observed.split(rows)):
+        both = observed[:, :-lag] & observed[:, lag:]
+        first, second = values[:, :-lag][both].long(), values[:, lag:][both].long()
+        if len(first):
+            _check_symbols("values of data", torch.cat([first, second]), num_symbols)
+            yield (first * num_symbols + second).cpu().numpy()
+
+
+def counted(data: Sequences | Iterable[Sequences], num_symbols: int, lag: int = 1) -> Tensor:
+    """How often each symbol follows each, as shares of all pairs, ``(V, V)``.
+
+    :func:`count_pairs` as a dense matrix.
+
+    Example:
+        >>> counted(Sequences.from_list([[0, 1, 1], [1, 0]]), 2)
+        tensor([[0.0000, 0.3333],
+                [0.3333, 0.3333]])
+    """
+    return count_pairs(data, num_symbols, lag).dense()
+
+
+# Continuous observations -------------------------------------------------------------------------
+
+
+def quantile_edges(data: Sequences, num_bins: int) -> Tensor:
+    """Cut points ``(V - 1,)`` between V bins that hold equally many of the observed values.
+
+    Args:
+        data: Sequences of numbers, ``(N, T)`` or ``(N, T, 1)``.
+        num_bins: V, at least 2.
+
+    Raises:
+        ValueError: If so many values are equal that two cut points would be.
+
+    Example:
+        >>> quantile_edges(Sequences.from_list([[4.0, 1.0, 3.0], [2.0]]), 2)
+        tensor([2.])
+    """
+    check_size("num_bins", num_bins)
+    values = _numbers(data)[data.observed].sort().values
+    if num_bins < 2 or len(values) < num_bins:
+        raise ValueError(
+            f"num_bins must lie between 2 and the number of observed values, {len(values)}; got "
+            f"{num_bins}."
+        )
+    ranks = torch.arange(1, num_bins, device=values.device) * len(values) // num_bins
+    edges = values[ranks - 1]
+    if not bool((edges[1:] > edges[:-1]).all()):
+        raise ValueError(
+            f"num_bins = {num_bins} is too many: some of the bins would lie between equal values. "
+            "Ask for fewer, or choose the edges yourself."
+        )
+    return edges
+
+
+def binned(data: Sequences, edges: Tensor) -> Sequences:
+    """Number the bin of each value: bin v holds what lies above edge v - 1 and not above edge v.
+
+    Args:
+        data: Sequences of numbers, ``(N, T)`` or ``(N, T, 1)``.
+        edges: ``(V - 1,)``, rising.
+
+    Returns:
+        Sequences of symbols from 0 to V - 1, with the same lengths and the same gaps.
+
+    Example:
+        >>> binned(Sequences.from_list([[0.5, 2.0, 7.0]]), torch.tensor([1.0, 2.0])).values
+        tensor([[0, 1, 2]])
+    """
+    _check_edges(edges)
+    values = _numbers(data)
+    symbols = torch.bucketize(values.contiguous(), edges.to(values))
+    return Sequences(symbols, data.lengths, data.observed, total=data.total)
+
+
+def _numbers(data: Sequences) -> Tensor:
+    """Values ``(N, T)`` of sequences of numbers."""
+    check_floats("values of data", data.values)
+    if data.values.shape[2:].numel() != 1:
+        raise ValueError(
+            "values of data must be numbers, of shape (N, T) or (N, T, 1); got "
+            f"{tuple(data.values.shape)}."
+        )
+    return data.values.reshape(data.values.shape[:2])
+
+
+def _check_edges(edges: Tensor) -> None:
+    check_floats("edges", edges)
+    if edges.dim() != 1 or len(edges) == 0 or not bool((edges[1:] > edges[:-1]).all()):
+        raise ValueError(
+            f"edges must be (V - 1,) numbers that rise, at least one; got {edges.tolist()}."
+        )

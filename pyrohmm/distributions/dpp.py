@@ -1,0 +1,227 @@
+"""The determinantal prior of the diversified HMM."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from pyro.distributions import Dirichlet
+from pyro.distributions.torch_distribution import TorchDistribution
+from torch import Tensor, nn
+from torch.distributions import constraints
+
+from .._checks import check_floats, check_trailing
+from ..ops.diversity import _check_rho, _log_diversity
+from ..ops.diversity import log_diversity as log_diversity
+from ..ops.diversity import product_kernel as product_kernel
+from ..ops.diversity import simplex_projection as simplex_projection
+
+if TYPE_CHECKING:
+    from .hmm import HMM
+
+
+class DiversityPrior(nn.Module):
+    r"""Log-density of an HMM's transition matrix that favours rows which differ.
+
+    .. math:: \alpha \log \det \tilde K_A - \alpha_A \lVert A - A_0 \rVert^2
+
+    up to its normalising constant, which does not depend on A and is not known in closed form. Give
+    it to a model, :class:`MarginalModel` or :class:`EnumeratedModel`, or to a fit, as
+    ``log_prior``: it becomes one ``pyro.factor`` outside every plate. The density is with respect
+    to the Lebesgue measure of the rows; a Dirichlet prior of the module multiplies it.
+
+    It is zero where two rows are equal, and some guides of Pyro begin there: give them
+    ``init_loc_fn=init_to_sample``, or ``init_to_value(values=fit_em(...).start)``.
+
+    EM under the prior has many local optima, and an entry that has become zero stays zero, unless
+    the M-step leaves it, as those of :mod:`pyrohmm.msteps` do where the prior gains by it: use
+    ``restarts``.
+
+    Args:
+        alpha: Weight of the log-determinant, not negative; 0 leaves it out. For the usual exponent
+            it has the effect, in the M-step of a chain, of that many pseudo-counts for each row.
+        rho: Exponent of the kernel.
+        anchor: :math:`A_0` ``(K, K)``, a transition matrix to stay close to, such as the shares of
+            counted moves.
+        anchor_weight: :math:`\alpha_A`.
+
+    Raises:
+        ValueError: If a number is out of range, or there is a weight and no anchor.
+
+    References:
+        Equations 6 to 8 of the paper. Its algorithm follows half the gradient of its objective, so
+        that its :math:`\alpha` is twice the one here: see :meth:`as_in_paper`.
+
+    Example:
+        >>> data = Sequences.from_list([[0, 1, 2] * 5, [2, 0, 1] * 5])
+        >>> fit = fit_em(TabularHMM(3, categorical(3)), data, log_prior=DiversityPrior(2.0))
+        >>> bool(fit.losses[-1] <= fit.losses[0])
+        True
+    """
+
+    anchor: Tensor | None
+
+    def __init__(
+        self,
+        alpha: float,
+        rho: float = 0.5,
+        *,
+        anchor: Tensor | None = None,
+        anchor_weight: float = 0.0,
+    ) -> None:
+        super().__init__()
+        for name, value in (("alpha", alpha), ("anchor_weight", anchor_weight)):
+            if not 0 <= value < float("inf"):
+                raise ValueError(f"{name} must be a number of at least 0; got {value!r}.")
+        _check_rho(rho)
+        if (anchor is None) != (anchor_weight == 0):
+            raise ValueError(
+                "anchor and anchor_weight belong together: a matrix to stay close to, and a "
+                f"positive weight; got anchor_weight = {anchor_weight} "
+                f"{'without' if anchor is None else 'with'} an anchor."
+            )
+        if anchor is not None:
+            check_floats("anchor", anchor)
+            if anchor.dim() != 2 or anchor.size(0) != anchor.size(1):
+                raise ValueError(f"anchor must be (K, K); got {tuple(anchor.shape)}.")
+            if bool((anchor < 0).any()) or not bool(((anchor.sum(-1) - 1).abs() < 1e-3).all()):
+                raise ValueError(
+                    "anchor must hold probabilities, each row of which sums to one. Divide counts "
+                    "by the sums of their rows; take .exp() of logarithms."
+                )
+        self.alpha, self.rho, self.anchor_weight = float(alpha), float(rho), float(anchor_weight)
+        self.register_buffer("anchor", anchor)
+        numbers = torch.tensor([alpha, rho, anchor_weight], dtype=torch.float64)
+        self.register_buffer(
+            "numbers", numbers, persistent=False
+        )  # so that checkpoints tell priors apart
+
+    @classmethod
+    def as_in_paper(cls, alpha: float, rho: float = 0.5, **options: Any) -> DiversityPrior:
+        """The prior whose mode the paper's algorithm finds for its ``alpha``: half the weight.
+
+        Example:
+            >>> DiversityPrior.as_in_paper(100.0).alpha
+            50.0
+        """
+        return cls(alpha / 2, rho, **options)
+
+    def forward(self, hmm: HMM) -> Tensor:
+        """Log-density ``(*B)`` of the transition matrix of ``hmm``.
+
+        Raises:
+            ValueError: If transitions change with the step.
+        """
+        if hmm.transition_per_step:
+            raise ValueError(
+                "a diversity prior is one of a single transition matrix; this HMM has one for "
+                "each step. Write a log_prior of your own, with dpp.log_diversity."
+            )
+        return self.log_density(hmm.log_transition.exp())
+
+    def log_density(self, transition: Tensor) -> Tensor:
+        """Log-density ``(*B)`` of transition matrices ``(*B, K, K)``."""
+        total = transition.new_zeros(transition.shape[:-2])
+        if self.alpha > 0:
+            total = total + self.alpha * _log_diversity(transition, self.rho)
+        if self.anchor is not None:
+            check_trailing("transition", transition, tuple(self.anchor.shape), "(K, K) of anchor")
+            away = transition - self.anchor.to(transition)
+            total = total - self.anchor_weight * away.square().sum((-2, -1))
+        return total
+
+    def extra_repr(self) -> str:
+        """The numbers, for print."""
+        return f"alpha={self.alpha:g}, rho={self.rho:g}, anchor_weight={self.anchor_weight:g}"
+
+
+class DiverseDirichlet(TorchDistribution):
+    r"""Rows of probabilities that repel each other: Dirichlet rows times their diversity.
+
+    .. math:: p(A) \propto \det(\tilde K_A)^\alpha \prod_i \mathrm{Dir}(A_i; \eta_i)
+
+    A proper density, as the determinant is at most one; its normalising constant is not known, and
+    ``log_prob`` leaves it out: it does not matter to MAP, SVI and sampling of A, but densities of
+    different ``alpha`` or ``concentration`` cannot be compared. The same density of a chain is a
+    :class:`TabularHMM` whose model has the ``log_prior`` :class:`DiversityPrior`.
+
+    Args:
+        concentration: :math:`\eta` ``(*B, K, V)``.
+        alpha: Exponent of the determinant.
+        rho: Exponent of the kernel.
+
+    Raises:
+        TypeError: If ``concentration`` is not a floating-point tensor.
+        ValueError: If it is not positive, or there are more rows than columns, whose determinant
+            is always zero.
+
+    Example:
+        >>> _ = pyro.set_rng_seed(0)
+        >>> law = dpp.DiverseDirichlet(torch.ones(2, 2), alpha=20.0)
+        >>> rows = law.sample((1000,))
+        >>> dpp.log_diversity(rows).exp().mean() > 0.9  # 0.25 without the determinant
+        tensor(True)
+    """
+
+    arg_constraints: dict[str, constraints.Constraint] = {}  # noqa: RUF012  # torch's interface
+    support = constraints.independent(constraints.simplex, 1)
+    num_sweeps = 100  # of the sampler
+
+    def __init__(
+        self,
+        concentration: Tensor,
+        alpha: float,
+        rho: float = 0.5,
+        validate_args: bool | None = None,
+    ) -> None:
+        check_floats("concentration", concentration)
+        if concentration.dim() < 2 or concentration.size(-2) > concentration.size(-1):
+            raise ValueError(
+                "concentration must be (*B, K, V) with at most as many rows as columns, for more "
+                f"cannot be diverse; got {tuple(concentration.shape)}."
+            )
+        if not bool((concentration > 0).all()):
+            raise ValueError("concentration must be positive.")
+        self.prior = DiversityPrior(alpha, rho)
+        self.concentration = concentration
+        super().__init__(
+            concentration.shape[:-2], concentration.shape[-2:], validate_args=validate_args
+        )
+
+    def expand(self, batch_shape: Any, _instance: Any = None) -> DiverseDirichlet:
+        """The same law for a larger batch."""
+        shape = torch.Size(batch_shape) + self.event_shape
+        wide = self.concentration.expand(shape)
+        found = DiverseDirichlet(wide, self.prior.alpha, self.prior.rho, validate_args=False)
+        found.num_sweeps = self.num_sweeps
+        return found
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        """Log-density ``(*B)`` up to its constant."""
+        if self._validate_args:
+            self._validate_sample(value)
+        rows = Dirichlet(self.concentration, validate_args=False).log_prob(value).sum(-1)
+        return rows + self.prior.log_density(value)
+
+    def sample(self, sample_shape: Any = ()) -> Tensor:
+        """Draw rows ``(*S, *B, K, V)`` by ``num_sweeps`` sweeps of Metropolis's algorithm.
+
+        It begins in independent rows and proposes each row anew from its Dirichlet law, so that
+        few proposals are taken where ``alpha`` is large; draws are then less diverse than they
+        should be. They are good to begin a fit; NUTS samples the law itself.
+        """
+        with torch.no_grad():
+            shape = torch.Size(sample_shape) + self.concentration.shape
+            proposals = Dirichlet(self.concentration.expand(shape), validate_args=False)
+            rows = proposals.sample()
+            current = self.prior.log_density(rows)
+            for _ in range(self.num_sweeps if self.prior.alpha > 0 else 0):
+                fresh = proposals.sample()
+                for k in range(rows.size(-2)):
+                    trial = rows.clone()
+                    trial[..., k, :] = fresh[..., k, :]
+                    found = self.prior.log_density(trial)
+                    taken = torch.rand_like(found).log() < found - current
+                    rows = torch.where(taken[..., None, None], trial, rows)
+                    current = torch.where(taken, found, current)
+            return rows

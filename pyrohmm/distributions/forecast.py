@@ -1,0 +1,75 @@
+"""``Forecast``: the predictive distribution of observations at future steps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from pyro.distributions.torch_distribution import TorchDistribution
+from torch import Tensor
+from torch.distributions import constraints
+
+from .observation import log_likelihood
+from .sampling import emit
+
+
+class Forecast(TorchDistribution):
+    r"""The law of observations to come: a mixture of the emissions of the K states.
+
+    .. math:: p(x_{T+h} | x_{1:T}) = \sum_k p(z_{T+h} = k | x_{1:T}) \, p(x_{T+h} | k)
+
+    Each observation has its own law; samples at different steps are not a joint sequence.
+
+    Args:
+        states: ``(*B, H, K)``, law of the state at each of the H steps ahead.
+        emission: Distribution of an observation, batched over the K states.
+    """
+
+    arg_constraints: dict[str, constraints.Constraint] = {}  # noqa: RUF012
+
+    def __init__(self, states: Tensor, emission: TorchDistribution) -> None:
+        self.states = states
+        self.emission = emission
+        super().__init__(states.shape[:-1], emission.event_shape, validate_args=False)
+
+    @property
+    def support(self) -> constraints.Constraint:
+        """What the emission can emit."""
+        return self.emission.support
+
+    @property
+    def probs(self) -> Tensor:
+        """Probabilities of symbols ``(*B, H, V)``, if the emission is categorical."""
+        return self.states @ self.emission.probs
+
+    @property
+    def mean(self) -> Tensor:
+        """Mean of the observation, ``(*B, H, *E)``."""
+        return self._average(self.emission.mean)
+
+    @property
+    def variance(self) -> Tensor:
+        """Variance of the observation, ``(*B, H, *E)``: within states and between them."""
+        events = len(self.event_shape)
+        within = self._average(self.emission.variance)
+        centres = self.emission.mean.unsqueeze(-2 - events)  # (*B, 1, K, *E)
+        apart = (centres - self.mean.unsqueeze(-1 - events)) ** 2  # (*B, H, K, *E)
+        weights = self.states.reshape(self.states.shape + (1,) * events)
+        return within + (weights * apart).sum(-1 - events)
+
+    def _average(self, moment: Tensor) -> Tensor:
+        """Mix a moment ``(*B, K, *E)`` over the states."""
+        event = self.event_shape
+        flat = moment.reshape(*self.emission.batch_shape, event.numel())
+        return (self.states @ flat).reshape(self.batch_shape + event)
+
+    def log_prob(self, values: Tensor) -> Tensor:
+        """Log-density of each observation ``(*B, H)``, given ``values`` ``(*B, H, *E)``."""
+        return (log_likelihood(self.emission, values) + self.states.log()).logsumexp(-1)
+
+    def sample(self, sample_shape: Any = ()) -> Tensor:
+        """Draw each observation, ``(*S, *B, H, *E)``."""
+        with torch.no_grad():
+            shape = torch.Size(sample_shape)
+            drawn = torch.distributions.Categorical(probs=self.states).sample(shape)
+            return emit(self.emission, drawn)

@@ -1,0 +1,153 @@
+"""``InverseWishart``: the conjugate prior of covariance matrices."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from pyro.distributions.torch_distribution import TorchDistribution
+from torch import Tensor
+from torch.distributions import biject_to, constraints, transform_to
+from torch.distributions.transforms import Transform
+
+from .._checks import check_floats, check_trailing
+
+# Covariances -------------------------------------------------------------------------------------
+
+
+class InverseWishart(TorchDistribution):
+    r"""Inverse Wishart distribution of a covariance matrix.
+
+    .. math:: p(\Sigma) \propto |\Sigma|^{-(\nu + D + 1)/2}
+              \exp(-\tfrac12 \mathrm{tr}(\Psi \Sigma^{-1}))
+
+    Its mean is :math:`\Psi / (\nu - D - 1)`; with D = 1 it is the inverse gamma distribution with
+    concentration :math:`\nu/2` and rate :math:`\Psi/2`.
+
+    Args:
+        degrees: :math:`\nu`, greater than D - 1.
+        scale: :math:`\Psi`, ``(*B, D, D)``, positive definite.
+
+    Example:
+        >>> InverseWishart(5.0, torch.eye(2)).log_prob(torch.eye(2))
+        tensor(-5.3228)
+    """
+
+    arg_constraints: dict[str, constraints.Constraint] = {}  # noqa: RUF012
+    has_rsample = True
+
+    def __init__(self, degrees: float, scale: Tensor, validate_args: bool | None = None) -> None:
+        check_floats("scale", scale)
+        dim = scale.size(-1)
+        check_trailing("scale", scale, (dim, dim), "(D, D)")
+        if not degrees > dim - 1:
+            raise ValueError(f"degrees must be greater than D - 1 = {dim - 1}; got {degrees}.")
+        self.degrees, self.scale = float(degrees), scale
+        super().__init__(scale.shape[:-2], scale.shape[-2:], validate_args=validate_args)
+
+    @property
+    def support(self) -> constraints.Constraint:
+        """Covariance matrices."""
+        return covariance_matrix
+
+    @property
+    def mean(self) -> Tensor:
+        """Mean of the matrix, infinite unless degrees exceed D + 1."""
+        spare = self.degrees - self.scale.size(-1) - 1
+        return self.scale / spare if spare > 0 else torch.full_like(self.scale, torch.inf)
+
+    def expand(self, batch_shape: Any, _instance: Any = None) -> InverseWishart:
+        """The same law for a larger batch."""
+        shape = torch.Size(batch_shape) + self.event_shape
+        return InverseWishart(self.degrees, self.scale.expand(shape), validate_args=False)
+
+    def rsample(self, sample_shape: Any = ()) -> Tensor:
+        """Draw matrices ``(*S, *B, D, D)``, by Bartlett's decomposition."""
+        dim = self.scale.size(-1)
+        shape = torch.Size(sample_shape) + self.batch_shape
+        freedom = self.degrees - torch.arange(dim, dtype=self.scale.dtype, device=self.scale.device)
+        chi = torch.distributions.Chi2(freedom).rsample(shape).sqrt()
+        lower = torch.randn(
+            shape + self.event_shape, dtype=self.scale.dtype, device=self.scale.device
+        )
+        lower = lower.tril(-1) + torch.diag_embed(chi)  # W = M A A' M' with M M' = inverse of scale
+        factor = torch.linalg.cholesky(self.scale)
+        root = torch.linalg.solve_triangular(lower, factor.mT.expand(lower.shape), upper=False)
+        return root.mT @ root
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        """Log-density ``(*B)`` of covariance matrices."""
+        if self._validate_args:
+            self._validate_sample(value)
+        dim, degrees = self.scale.size(-1), self.degrees
+        root = torch.linalg.cholesky(value)
+        half = torch.linalg.solve_triangular(root, torch.linalg.cholesky(self.scale), upper=False)
+        trace = half.pow(2).sum((-2, -1))
+        norm = (
+            0.5 * degrees * torch.logdet(self.scale)
+            - 0.5 * degrees * dim * math.log(2)
+            - torch.special.multigammaln(value.new_tensor(0.5 * degrees), dim)
+        )
+        return norm - 0.5 * (degrees + dim + 1) * _log_det(root) - 0.5 * trace
+
+
+class _Covariance(constraints.Constraint):
+    """Positive definite matrices; torch's own constraint has no bijection to vectors."""
+
+    event_dim = 2
+
+    def check(self, value: Tensor) -> Tensor:
+        return constraints.positive_definite.check(value)
+
+
+covariance_matrix = _Covariance()
+
+
+class _VectorToCovariance(Transform):
+    """Fills a triangle, takes the exponential of its diagonal, and squares it."""
+
+    bijective = True
+    domain = constraints.real_vector
+    codomain = covariance_matrix
+
+    def _root(self, x: Tensor) -> Tensor:
+        dim = (math.isqrt(8 * x.size(-1) + 1) - 1) // 2
+        rows, columns = torch.tril_indices(dim, dim, device=x.device)
+        lower = x.new_zeros((*x.shape[:-1], dim, dim))
+        lower[..., rows, columns] = x
+        return lower.tril(-1) + torch.diag_embed(lower.diagonal(dim1=-2, dim2=-1).exp())
+
+    def _call(self, x: Tensor) -> Tensor:
+        root = self._root(x)
+        return root @ root.mT
+
+    def _inverse(self, y: Tensor) -> Tensor:
+        root = torch.linalg.cholesky(y)
+        rows, columns = torch.tril_indices(y.size(-1), y.size(-1), device=y.device)
+        lower = root.tril(-1) + torch.diag_embed(root.diagonal(dim1=-2, dim2=-1).log())
+        return lower[..., rows, columns]
+
+    def log_abs_det_jacobian(self, x: Tensor, y: Tensor) -> Tensor:
+        logs = self._root(x).diagonal(dim1=-2, dim2=-1).log()
+        dim = logs.size(-1)
+        powers = torch.arange(dim + 1, 1, -1, dtype=logs.dtype, device=logs.device)
+        return dim * math.log(2) + (powers * logs).sum(-1)
+
+    def forward_shape(self, shape: Any) -> torch.Size:
+        dim = (math.isqrt(8 * shape[-1] + 1) - 1) // 2
+        return torch.Size(shape[:-1]) + torch.Size([dim, dim])
+
+    def inverse_shape(self, shape: Any) -> torch.Size:
+        return torch.Size(shape[:-2]) + torch.Size([shape[-1] * (shape[-1] + 1) // 2])
+
+
+@biject_to.register(_Covariance)
+@transform_to.register(_Covariance)
+def _bijection_to_covariance(_: _Covariance) -> Transform:
+    return _VectorToCovariance()
+
+
+def _log_det(root: Tensor) -> Tensor:
+    """Log-determinant of a matrix, from its Cholesky factor."""
+    return 2 * root.diagonal(dim1=-2, dim2=-1).log().sum(-1)

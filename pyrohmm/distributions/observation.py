@@ -1,0 +1,350 @@
+r"""Distributions that Pyro lacks, and log-densities of vectors of which only a part is known.
+
+An observation may be known in part: components that are NaN are missing. Where a distribution
+allows it exactly they are integrated out (:func:`known_log_prob`), never filled in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from pyro.distributions.torch_distribution import TorchDistribution
+from torch import Tensor
+from torch.distributions import (
+    Bernoulli,
+    Categorical,
+    Independent,
+    MixtureSameFamily,
+    MultivariateNormal,
+    constraints,
+)
+from torch.nn.functional import softplus
+
+from .._checks import check_integers
+from ..ops.log_space import log
+from ..ops.lookup import take_rows
+
+# Distributions made of others --------------------------------------------------------------------
+
+
+class Streams(TorchDistribution):
+    """Several observations at once, independent given the state, side by side in one vector.
+
+    A part that emits scalars or symbols takes one component, one that emits vectors of D takes D.
+    Symbols stand in the vector as whole numbers.
+
+    Args:
+        parts: Distributions with equal batch shapes and at most one dimension of events.
+
+    Example:
+        >>> from pyro.distributions import Categorical, Normal
+        >>> symbols, vectors = Categorical(torch.ones(2, 3)), Normal(torch.zeros(2, 4), 1.0)
+        >>> both = Streams([symbols, vectors.to_event(1)])
+        >>> both.batch_shape, both.event_shape
+        (torch.Size([2]), torch.Size([5]))
+    """
+
+    arg_constraints: dict[str, constraints.Constraint] = {}  # noqa: RUF012
+
+    def __init__(self, parts: Sequence[Any], validate_args: bool | None = None) -> None:
+        if not parts:
+            raise ValueError("parts is empty; wanted at least one distribution.")
+        for part in parts:
+            if len(part.event_shape) > 1:
+                raise ValueError(
+                    "parts must emit scalars or vectors; got one with event shape "
+                    f"{tuple(part.event_shape)}."
+                )
+        self.parts = list(parts)
+        self.widths = [part.event_shape.numel() for part in parts]
+        batch = torch.broadcast_shapes(*(part.batch_shape for part in parts))
+        super().__init__(batch, torch.Size([sum(self.widths)]), validate_args=validate_args)
+
+    @property
+    def support(self) -> constraints.Constraint:
+        """What all the parts can emit."""
+        return _StreamsSupport(self)
+
+    @property
+    def mean(self) -> Tensor:
+        """Means of the parts, side by side; that of a symbol means nothing and is NaN."""
+        return self._join([part.mean for part in self.parts])
+
+    @property
+    def variance(self) -> Tensor:
+        """Variances of the parts, side by side; that of a symbol is NaN."""
+        return self._join([part.variance for part in self.parts])
+
+    def split(self, values: Tensor) -> list[Tensor]:
+        """The observation of each part, from vectors ``(*, sum of widths)``."""
+        pieces = values.split(self.widths, -1)
+        return [
+            piece if part.event_shape else piece.squeeze(-1)
+            for piece, part in zip(pieces, self.parts)
+        ]
+
+    def _join(self, pieces: list[Tensor]) -> Tensor:
+        width = [
+            piece if part.event_shape else piece.unsqueeze(-1)
+            for piece, part in zip(pieces, self.parts)
+        ]
+        lead = torch.broadcast_shapes(*(piece.shape[:-1] for piece in width))
+        dtype = torch.get_default_dtype()
+        for piece in width:
+            if piece.dtype.is_floating_point:
+                dtype = piece.dtype
+        return torch.cat([piece.to(dtype).expand(*lead, piece.size(-1)) for piece in width], -1)
+
+    def expand(self, batch_shape: Any, _instance: Any = None) -> Streams:
+        """The same law for a larger batch."""
+        return Streams([part.expand(torch.Size(batch_shape)) for part in self.parts])
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        """Log-density ``(*B)`` of vectors; NaN components are missing."""
+        pieces = self.split(value)
+        scores = [known_log_prob(part, piece) for part, piece in zip(self.parts, pieces)]
+        return torch.stack(torch.broadcast_tensors(*scores)).sum(0)
+
+    def sample(self, sample_shape: Any = ()) -> Tensor:
+        """Draw vectors ``(*S, *B, sum of widths)``."""
+        wide = [part.expand(self.batch_shape) for part in self.parts]  # drawn apart for each entry
+        return self._join([part.sample(torch.Size(sample_shape)) for part in wide])
+
+
+class _StreamsSupport(constraints.Constraint):
+    event_dim = 1
+
+    def __init__(self, joined: Streams) -> None:
+        self.joined = joined
+        super().__init__()
+
+    def check(self, value: Tensor) -> Tensor:
+        pieces = self.joined.split(value)
+        inside = [part.support.check(piece) for part, piece in zip(self.joined.parts, pieces)]
+        return torch.stack(torch.broadcast_tensors(*inside)).all(0)
+
+
+class Tied(TorchDistribution):
+    """States that share emissions: state k emits as entry ``index[k]`` of ``base`` does.
+
+    Args:
+        base: Distribution batched over the distinct emissions, ``(*B, J)``.
+        index: ``(K,)`` integers below J.
+    """
+
+    arg_constraints: dict[str, constraints.Constraint] = {}  # noqa: RUF012
+
+    def __init__(self, base: Any, index: Tensor, validate_args: bool | None = None) -> None:
+        check_integers("index", index)
+        self.base, self.index = base, index.long()
+        if int(index.min()) < 0 or int(index.max()) >= base.batch_shape[-1]:
+            raise ValueError(
+                f"index must lie between 0 and {base.batch_shape[-1] - 1}, the distinct emissions; "
+                f"got {int(index.min())} to {int(index.max())}."
+            )
+        super().__init__(
+            base.batch_shape[:-1] + index.shape, base.event_shape, validate_args=validate_args
+        )
+
+    @property
+    def support(self) -> constraints.Constraint:
+        """What the base can emit."""
+        return self.base.support
+
+    @property
+    def mean(self) -> Tensor:
+        """Mean in each state."""
+        return self._pick(self.base.mean)
+
+    @property
+    def variance(self) -> Tensor:
+        """Variance in each state."""
+        return self._pick(self.base.variance)
+
+    def _pick(self, each: Tensor) -> Tensor:
+        return each.index_select(-1 - len(self.event_shape), self.index)
+
+    def expand(self, batch_shape: Any, _instance: Any = None) -> Tied:
+        """The same law for a larger batch."""
+        shape = torch.Size(batch_shape)
+        return Tied(self.base.expand(shape[:-1] + self.base.batch_shape[-1:]), self.index)
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        """Log-density ``(*B, K)``; ``value`` has one entry for all states, or one for each."""
+        at = -1 - len(self.event_shape)
+        if value.dim() < -at or value.size(at) == 1:
+            return known_log_prob(self.base, value).index_select(-1, self.index)
+        shape = torch.broadcast_shapes(value.shape, self.batch_shape + self.event_shape)
+        apart = value.expand(shape).movedim(at, 0).unsqueeze(at)  # (K, *B, 1, *E)
+        every = known_log_prob(self.base, apart)  # (K, *B, J)
+        index = self.index.reshape(-1, *(1,) * (every.dim() - 1))
+        return every.gather(-1, index.expand(*every.shape[:-1], 1)).squeeze(-1).movedim(0, -1)
+
+    def sample(self, sample_shape: Any = ()) -> Tensor:
+        """Draw in each state, ``(*S, *B, K, *E)``."""
+        states = len(self.index)
+        wide = self.base.expand((states, *self.base.batch_shape))  # drawn apart for each state
+        drawn = wide.sample(torch.Size(sample_shape))  # (*S, K, *b, J, *E)
+        at = drawn.dim() - len(self.event_shape) - 1
+        first = len(torch.Size(sample_shape))
+        drawn = drawn.movedim(first, at - 1)  # (*S, *b, K, J, *E)
+        index = self.index.reshape((states,) + (1,) * (1 + len(self.event_shape)))
+        index = index.expand((*drawn.shape[: at - 1], states, 1, *self.event_shape))
+        return drawn.gather(at, index).squeeze(at)
+
+
+# Log-densities in every state --------------------------------------------------------------------
+
+
+def is_categorical(emission: Any) -> bool:
+    """Whether ``emission`` emits symbols."""
+    return isinstance(emission, Categorical) and not emission.event_shape
+
+
+def log_probs(emission: Any) -> Tensor:
+    """Logarithms of the probabilities of symbols; zeros that were given are exact.
+
+    (``Categorical(probs=...).logits`` has the logarithm of the smallest number in their place.)
+    """
+    given = vars(emission).get("probs")
+    if given is None or emission._param is not given:
+        return emission.logits
+    return log(given)
+
+
+def in_each_state(emission: Any, values: Tensor) -> Tensor:
+    """Log-density ``(*A, K)`` of ``values`` ``(*A, *E)`` in each of the K states.
+
+    The batch of ``emission`` is ``(*b, K)``, where b broadcasts with A from the right. Components
+    that are NaN are missing: see :func:`known_log_prob`.
+    """
+    if isinstance(emission, Streams):
+        pieces = emission.split(values)
+        each = [in_each_state(part, piece) for part, piece in zip(emission.parts, pieces)]
+        return torch.stack(torch.broadcast_tensors(*each)).sum(0)
+    if isinstance(emission, Tied):
+        return in_each_state(emission.base, values).index_select(-1, emission.index)
+    if _is_of_bits(emission):
+        return _of_bits(emission.base_dist.logits, values)
+    if not is_categorical(emission):
+        return known_log_prob(emission, values.unsqueeze(-1 - len(emission.event_shape)))
+    # a look-up of rows: log_prob would keep a gradient of N T K V numbers
+    missing = values.isnan() if values.dtype.is_floating_point else None
+    if missing is not None:
+        values = values.masked_fill(missing, 0.0)
+    logits = log_probs(emission)  # (*b, K, V)
+    table = logits.mT.reshape(-1, logits.size(-2))
+    rows = values.long()
+    if logits.dim() > 2:
+        matrices = torch.arange(len(table) // logits.size(-1), device=rows.device)
+        rows = rows + matrices.reshape(logits.shape[:-2]) * logits.size(-1)
+    scores = take_rows(table, rows)
+    return scores if missing is None else scores.masked_fill(missing.unsqueeze(-1), 0.0)
+
+
+def _is_of_bits(emission: Any) -> bool:
+    """Whether it is one of vectors of zeros and ones, with one table for all that is observed."""
+    return (
+        isinstance(emission, Independent)
+        and isinstance(emission.base_dist, Bernoulli)
+        and len(emission.event_shape) == 1
+        and emission.batch_shape[-2:-1] in ((), (1,))
+    )
+
+
+def _of_bits(logits: Tensor, values: Tensor) -> Tensor:
+    """Log-density ``(*A, K)`` of independent bits: products of matrices, not N T K D numbers.
+
+    Args:
+        logits: ``(*b, K, D)`` with ``b[-1] = 1``, if there is one.
+        values: ``(*A, D)``; NaN is missing.
+    """
+    if logits.dim() > 2:
+        logits = logits.squeeze(-3)  # what comes before belongs to what A has before its last
+    known = ~values.isnan()
+    ones = torch.where(known, values, 0.0).to(logits.dtype)
+    return ones @ logits.mT - known.to(logits.dtype) @ softplus(logits).mT
+
+
+def known_log_prob(distribution: Any, values: Tensor) -> Tensor:
+    r"""Log-density of the components of ``values`` that are not NaN.
+
+    The others are integrated out exactly: independent components are left out, and a normal
+    distribution with full covariance is marginalised, once for each pattern of missing components.
+
+    Args:
+        distribution: Of batch shape B.
+        values: ``(*B, *E)``, or what broadcasts with it.
+
+    Raises:
+        ValueError: If a component is missing and the distribution has no marginal we know.
+
+    Example:
+        >>> from pyro.distributions import Normal
+        >>> plane = Normal(torch.zeros(2), 1.0).to_event(1)
+        >>> known_log_prob(plane, torch.tensor([0.0, torch.nan]))
+        tensor(-0.9189)
+    """
+    if not values.dtype.is_floating_point:
+        return distribution.log_prob(values)
+    if isinstance(distribution, Streams | Tied):
+        return distribution.log_prob(values)
+    missing = values.isnan()
+    if not bool(missing.any()):
+        whole = isinstance(distribution, Categorical)
+        return distribution.log_prob(values.long() if whole else values)
+    if isinstance(distribution, MixtureSameFamily):
+        at = -1 - len(distribution.event_shape)
+        parts = known_log_prob(distribution.component_distribution, values.unsqueeze(at))
+        return (parts + distribution.mixture_distribution.logits.log_softmax(-1)).logsumexp(-1)
+    if isinstance(distribution, MultivariateNormal):
+        return _marginal_normal(distribution, values)
+    base, events = distribution, 0
+    while isinstance(base, Independent):
+        base, events = base.base_dist, events + base.reinterpreted_batch_ndims
+    if base.event_shape:
+        raise ValueError(
+            f"values has vectors with some components NaN, which {type(base).__name__} cannot "
+            "integrate out. Mark these steps as not observed, or use independent components."
+        )
+    filled = torch.where(missing, _stand_in(base), values)
+    if isinstance(base, Categorical):
+        filled = filled.long()
+    scores = base.log_prob(filled).masked_fill(missing, 0.0)
+    return scores.sum(tuple(range(-events, 0))) if events else scores
+
+
+def _stand_in(distribution: Any) -> Tensor:
+    """Something in the support, for what will not be read; it uses up no random numbers."""
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        return distribution.sample().to(torch.get_default_dtype())
+
+
+def _marginal_normal(normal: MultivariateNormal, values: Tensor) -> Tensor:
+    missing = values.isnan()
+    shape = torch.broadcast_shapes(values.shape, normal.batch_shape + normal.event_shape)
+    out = values.new_zeros(shape[:-1])
+    for pattern in missing.reshape(-1, missing.size(-1)).unique(dim=0):
+        known = (~pattern).nonzero().squeeze(-1)
+        if len(known) == 0:
+            continue
+        here = (missing == pattern).all(-1)
+        part = MultivariateNormal(
+            normal.loc[..., known],
+            normal.covariance_matrix[..., known.unsqueeze(-1), known],
+            validate_args=False,
+        )
+        scores = part.log_prob(values[..., known].masked_fill(~here.unsqueeze(-1), 0.0))
+        out = torch.where(here, scores, out)
+    return out
+
+
+def log_likelihood(emission: TorchDistribution, values: Tensor) -> Tensor:
+    """Log-likelihood ``(*B, T, K)`` of ``values`` ``(*B, T, *E)`` in each state.
+
+    Time goes first meanwhile, so that the batch of the emission ``(*B, K)`` stays on the right.
+    """
+    first = values.movedim(values.dim() - 1 - len(emission.event_shape), 0)
+    return in_each_state(emission, first).movedim(0, -2)

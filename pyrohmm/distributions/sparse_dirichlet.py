@@ -1,0 +1,225 @@
+"""``SparseDirichlet``: rows of probabilities some of which are exactly zero."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from pyro.distributions.torch_distribution import TorchDistribution
+from torch import Tensor
+from torch.distributions import biject_to, constraints, transform_to
+from torch.distributions.transforms import Transform
+
+from .._checks import check_booleans, check_floats, check_trailing
+
+# Rows of probabilities with exact zeros ----------------------------------------------------------
+
+
+class SparseDirichlet(TorchDistribution):
+    """Rows of probabilities, Dirichlet over the entries they may use, exactly zero elsewhere.
+
+    The whole table is one event. Guides and samplers move the allowed entries only, so that what
+    is forbidden stays forbidden to the last bit.
+
+    Args:
+        concentration: Positive, ``(*B, *rows, K)``; what stands at forbidden entries is not read.
+        allowed: ``(*rows, K)`` booleans, True where an entry may be positive.
+
+    Raises:
+        TypeError: If a dtype is wrong.
+        ValueError: If a row allows nothing, or shapes disagree.
+
+    Example:
+        >>> left_to_right = torch.ones(3, 3).triu().bool()
+        >>> matrix = SparseDirichlet(torch.ones(3, 3), left_to_right).sample()
+        >>> matrix[1, 0], matrix[2]
+        (tensor(0.), tensor([0., 0., 1.]))
+    """
+
+    arg_constraints: dict[str, constraints.Constraint] = {}  # noqa: RUF012  # torch's interface
+    has_rsample = True
+
+    def __init__(
+        self, concentration: Tensor, allowed: Tensor, validate_args: bool | None = None
+    ) -> None:
+        check_floats("concentration", concentration)
+        check_booleans("allowed", allowed)
+        check_trailing("concentration", concentration, tuple(allowed.shape), "(*rows, K)")
+        if not bool(allowed.any(-1).all()):
+            raise ValueError("allowed must have at least one True in each row.")
+        self.concentration, self.allowed = concentration, allowed
+        batch = concentration.shape[: concentration.dim() - allowed.dim()]
+        super().__init__(batch, allowed.shape, validate_args=validate_args)
+
+    @property
+    def support(self) -> constraints.Constraint:
+        """Tables whose rows sum to one and are zero where nothing is allowed."""
+        return _SparseSimplex(self.allowed)
+
+    @property
+    def mean(self) -> Tensor:
+        """Mean of the table, ``(*B, *rows, K)``."""
+        strength = self.concentration.masked_fill(~self.allowed, 0.0)
+        return strength / strength.sum(-1, keepdim=True)
+
+    def expand(self, batch_shape: Any, _instance: Any = None) -> SparseDirichlet:
+        """The same law for a larger batch."""
+        shape = torch.Size(batch_shape) + self.event_shape
+        return SparseDirichlet(self.concentration.expand(shape), self.allowed, validate_args=False)
+
+    def rsample(self, sample_shape: Any = ()) -> Tensor:
+        """Draw tables ``(*S, *B, *rows, K)``."""
+        shape = torch.Size(sample_shape) + self.concentration.shape
+        strength = self.concentration.masked_fill(~self.allowed, 1.0).expand(shape)
+        # Gamma(c) is Gamma(c + 1) U^(1/c); in logs, for a small c underflows in whole rows
+        logs = torch.distributions.Gamma(strength + 1, 1.0).rsample().log()
+        logs = logs - torch.empty_like(logs).exponential_() / strength
+        drawn = logs.masked_fill(~self.allowed, -torch.inf).softmax(-1)
+        # at zero itself the density is infinite
+        return drawn.clamp(min=torch.finfo(drawn.dtype).tiny).masked_fill(~self.allowed, 0.0)
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        """Log-density ``(*B)`` of tables; -inf where a forbidden entry is positive."""
+        if self._validate_args:
+            self._validate_sample(value)
+        strength = self.concentration.masked_fill(~self.allowed, 1.0)
+        total = self.concentration.masked_fill(~self.allowed, 0.0).sum(-1).lgamma()
+        # a flat density has no slope, not even at zero, where xlogy has NaN
+        inner = value.masked_fill(~self.allowed | (strength == 1), 1.0)
+        powers = torch.xlogy(strength - 1, inner)
+        rows = (powers - strength.lgamma()).sum(-1) + total
+        # a row that may use one entry has no density to speak of
+        rows = rows.masked_fill(self.allowed.sum(-1) == 1, 0.0)
+        rows = rows.masked_fill(((value > 0) & ~self.allowed).any(-1), -torch.inf)
+        return rows.flatten(1 - self.allowed.dim()).sum(-1) if self.allowed.dim() > 1 else rows
+
+
+class _SparseSimplex(constraints.Constraint):
+    """Tables of probabilities that are zero where ``allowed`` is not."""
+
+    def __init__(self, allowed: Tensor) -> None:
+        self.allowed = allowed
+        self.event_dim = allowed.dim()
+        super().__init__()
+
+    def check(self, value: Tensor) -> Tensor:
+        """Whether each table is one of them."""
+        inside = ((value.sum(-1) - 1).abs() < 1e-4) & (value >= 0).all(-1)
+        inside = inside & (value.masked_fill(self.allowed, 0.0) == 0).all(-1)
+        return inside.flatten(-self.event_dim + 1).all(-1) if self.event_dim > 1 else inside
+
+
+class _SparseSoftmax(Transform):
+    """Softmax of each row over the entries that are allowed: for optimisers."""
+
+    bijective = False
+
+    def __init__(self, allowed: Tensor) -> None:
+        super().__init__()
+        self.allowed = allowed
+        self.domain = constraints.independent(constraints.real, allowed.dim())
+        self.codomain = _SparseSimplex(allowed)
+
+    def _call(self, x: Tensor) -> Tensor:
+        return x.masked_fill(~self.allowed, -torch.inf).softmax(-1)
+
+    def _inverse(self, y: Tensor) -> Tensor:
+        return y.clamp(min=torch.finfo(y.dtype).tiny).log().masked_fill(~self.allowed, 0.0)
+
+
+class _SparseStickBreaking(Transform):
+    """Breaks a stick for each row among the entries that are allowed: for densities.
+
+    Rows differ in the number n of entries allowed. The n - 1 free numbers of all the rows make one
+    vector; where a row is shorter than the longest one, the whole rest of the stick is taken.
+    """
+
+    bijective = True
+
+    def __init__(self, allowed: Tensor) -> None:
+        super().__init__()
+        self.allowed = allowed
+        self.domain = constraints.real_vector
+        self.codomain = _SparseSimplex(allowed)
+        count = allowed.sum(-1, keepdim=True)  # (*rows, 1)
+        width = int(count.max())
+        self.order = (~allowed).byte().argsort(stable=True)[..., :width]  # allowed ones first
+        rest = count - 1 - torch.arange(width - 1, device=allowed.device)
+        self.free = rest > 0  # (*rows, width - 1)
+        self.offset = rest.clamp(min=1)[self.free].log()  # so that zeros are even shares
+
+    def _break(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Share taken at each break, and the logarithm of what is left before it.
+
+        Shares that round to one leave something all the same, which only the logarithm shows.
+        """
+        share = x.new_ones(x.shape[:-1] + self.free.shape)
+        rest = torch.full_like(share, -torch.inf)
+        logit = x - self.offset.to(x)
+        share[..., self.free] = logit.sigmoid()
+        rest[..., self.free] = torch.nn.functional.logsigmoid(-logit)
+        left = torch.cat([x.new_zeros((*share.shape[:-1], 1)), rest.cumsum(-1)], -1)
+        return share, left
+
+    def _call(self, x: Tensor) -> Tensor:
+        share, left = self._break(x)
+        left = left.exp()
+        parts = torch.cat([share * left[..., :-1], left[..., -1:]], -1)
+        out = parts.new_zeros(parts.shape[: parts.dim() - self.allowed.dim()] + self.allowed.shape)
+        return out.scatter(-1, self.order.expand(parts.shape), parts)
+
+    def _inverse(self, y: Tensor) -> Tensor:
+        batch = y.shape[: y.dim() - self.allowed.dim()]
+        parts = y.gather(-1, self.order.expand(batch + self.order.shape))
+        tiny = torch.finfo(y.dtype).tiny
+        after = parts.flip(-1).cumsum(-1).flip(-1)[..., 1:].clamp(min=tiny)  # left after the break
+        odds = parts[..., :-1].clamp(min=tiny).log() - after.log()
+        return odds[..., self.free] + self.offset.to(y)
+
+    def log_abs_det_jacobian(self, x: Tensor, y: Tensor) -> Tensor:
+        logit = x - self.offset.to(x)
+        slope = torch.nn.functional.logsigmoid(logit) + torch.nn.functional.logsigmoid(-logit)
+        _, left = self._break(x)
+        return (slope + left[..., :-1][..., self.free]).sum(-1)
+
+    def forward_shape(self, shape: Any) -> torch.Size:
+        return torch.Size(shape[:-1]) + self.allowed.shape
+
+    def inverse_shape(self, shape: Any) -> torch.Size:
+        shape = torch.Size(shape)
+        return shape[: len(shape) - self.allowed.dim()] + torch.Size([int(self.free.sum())])
+
+
+@biject_to.register(_SparseSimplex)
+def _bijection_to_rows(constraint: _SparseSimplex) -> Transform:
+    return _SparseStickBreaking(constraint.allowed)
+
+
+@transform_to.register(_SparseSimplex)
+def _map_to_rows(constraint: _SparseSimplex) -> Transform:
+    return _SparseSoftmax(constraint.allowed)
+
+
+def interior(support: constraints.Constraint, value: Tensor) -> Tensor:
+    """``value``, moved off the boundary of its space, where gradients and densities may end.
+
+    Probabilities are moved by about a millionth; what is far inside stays to rounding.
+
+    Args:
+        support: Of a latent variable.
+        value: One that may lie on the boundary, such as a probability of zero.
+    """
+    base = support
+    while isinstance(base, constraints.independent):
+        base = base.base_constraint
+    try:
+        transform = biject_to(support)
+    except NotImplementedError:
+        return value
+    free = transform.inv(value)
+    bounded = type(constraints.simplex) | type(constraints.unit_interval) | _SparseSimplex
+    if isinstance(base, bounded):
+        return transform(free.clamp(-14.0, 14.0))
+    if bool(free.isfinite().all()):
+        return value
+    return transform(torch.where(free.isfinite(), free, -14.0))

@@ -1,0 +1,262 @@
+r"""Tagging: chains whose states emit a word and a tag, and the most probable tags of given words.
+
+.. math:: p(w, y, z) = \prod_t p(w_t | z_t) \, p(y_t | z_t) \, p(z_t | z_{t-1})
+
+Values are pairs ``(N, T, 2)`` of integers, a word and its tag, -1 where the tag is not known; one
+call fits sequences with all tags, with some and with none. K states, V words, Y tags, B blocks of
+at most w states.
+
+References:
+    Scaling Hidden Markov Language Models (Chiu and Rush, 2020), section 5.2 of the first draft
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from pyro.distributions import Categorical
+from torch import Tensor
+from torch.distributions import constraints
+
+from .._checks import check_floats, check_integers, check_shape, check_trailing
+from .._lazy import lazy
+from .._precision import full_precision
+from ..ops import recursions
+from ..ops.lookup import take_rows
+from .block_hmm import BlockHMM, _Read
+from .hmm import HMM
+from .observation import Streams
+from .sampling import emit
+
+
+class WordAndTag(Streams):
+    """A word and a tag, independent given the state: pairs of integers, -1 where one is missing.
+
+    Args:
+        words: Batched over the K states.
+        tags: The same.
+
+    Example:
+        >>> law = WordAndTag(Categorical(torch.ones(2, 4)), Categorical(torch.ones(2, 3)))
+        >>> law.log_prob(torch.tensor([[3, 1], [3, -1]])).exp()
+        tensor([0.0833, 0.2500])
+    """
+
+    def __init__(self, words: Categorical, tags: Categorical) -> None:
+        super().__init__([words, tags])
+
+    @property
+    def support(self) -> constraints.Constraint:
+        """Pairs of integers; -1 is allowed."""
+        sizes = [part.logits.size(-1) for part in self.parts]
+        return constraints.independent(_Below(sizes), 1)
+
+    def split(self, values: Tensor) -> list[Tensor]:
+        """The words and the tags of ``(*, 2)``, as floating point with NaN where one is missing."""
+        values = values if values.dtype.is_floating_point else values.to(self.parts[0].logits.dtype)
+        return list(values.masked_fill(values < 0, torch.nan).unbind(-1))
+
+    def _join(self, pieces: list[Tensor]) -> Tensor:
+        return torch.stack(torch.broadcast_tensors(*pieces), -1)
+
+    def expand(self, batch_shape: Any, _instance: Any = None) -> WordAndTag:
+        """The same law for a larger batch."""
+        return WordAndTag(*(part.expand(torch.Size(batch_shape)) for part in self.parts))
+
+
+class _Below(constraints.Constraint):
+    """Integers from -1 to below a size of its own for each component."""
+
+    is_discrete = True
+
+    def __init__(self, sizes: list[int]) -> None:
+        self.sizes = torch.tensor(sizes)
+        super().__init__()
+
+    def check(self, value: Tensor) -> Tensor:
+        whole = value == value.floor()
+        return whole & (value >= -1) & (value < self.sizes.to(value.device))
+
+
+class TagPath(NamedTuple):
+    """The most probable states and tags.
+
+    Attributes:
+        states: ``(*B, T)`` integers; padded steps hold 0.
+        tags: The same.
+    """
+
+    states: Tensor
+    tags: Tensor
+
+
+class TaggedHMM(BlockHMM):
+    r"""A :class:`pyrohmm.BlockHMM` whose states emit a tag beside each word.
+
+    Any state may emit any tag. Its values are pairs ``(*B, T, 2)``; at a step whose tag is -1 the
+    tag is summed out, so that with none known ``log_prob`` is that of the words. All that a
+    ``BlockHMM`` answers within blocks, this one does.
+
+    Tags of given words are found exactly, by three rules: :meth:`best_tags` is right most often,
+    :meth:`best_path` is the most probable path of states and tags, :meth:`sample_tags` draws
+    from :math:`p(y | w)`. (The most probable path of tags alone, with the states summed out, is
+    what cannot be found in polynomial time.) Tags that are known are kept, and bear on the others.
+
+    Args:
+        words: The chain and its words.
+        log_tags: ``(K, Y)``, log-probabilities of tags in each state.
+
+    Raises:
+        TypeError: If an argument is of the wrong type.
+        ValueError: If the number of states differs.
+
+    Example:
+        >>> clusters = blocks.from_clusters(torch.tensor([0, 0, 1]), 2)
+        >>> even = torch.full((4, 4), 0.25).log()
+        >>> emission = torch.tensor([[0.5], [0.5], [1.0]]).log().expand(3, 2)
+        >>> words = BlockHMM(even[0], even, emission, clusters, torch.tensor(2))
+        >>> tags = torch.tensor([[0.9, 0.1], [0.7, 0.3], [0.0, 1.0], [0.5, 0.5]]).log()
+        >>> TaggedHMM(words, tags).tag_probs(torch.tensor([[0, -1], [2, -1]]))
+        tensor([[0.8000, 0.2000],
+                [0.2500, 0.7500]])
+    """
+
+    def __init__(self, words: BlockHMM, log_tags: Tensor) -> None:
+        if not isinstance(words, BlockHMM) or isinstance(words, TaggedHMM):
+            raise TypeError(f"words must be a BlockHMM; got {type(words).__name__}.")
+        check_floats("log_tags", log_tags)
+        check_shape("log_tags", log_tags, (words.num_states, log_tags.size(-1)), "(K, Y)")
+        super().__init__(
+            words.log_initial, words.transition, words.log_emission, words.blocks, words.lengths,
+            words.observed, validate_args=False,
+        )  # fmt: skip
+        self._event_shape, self.before = torch.Size((self.num_steps, 2)), words.before
+        self._validate_args = words._validate_args
+        self.log_tags = log_tags
+        self._unknown = log_tags.new_zeros(words.num_states)  # score of a tag that is not known
+
+    @property
+    def num_tags(self) -> int:
+        """Y."""
+        return self.log_tags.size(-1)
+
+    @property
+    def words(self) -> BlockHMM:
+        """The law of the words alone."""
+        words = BlockHMM(
+            self.log_initial, self.transition, self.log_emission, self.blocks, self.lengths,
+            self.observed, validate_args=False,
+        )  # fmt: skip
+        words.before = self.before
+        return words
+
+    @lazy
+    def emission(self) -> WordAndTag:  # type: ignore[override]
+        """Of all K states; computed when it is read."""
+        return WordAndTag(self._symbols(), Categorical(logits=self.log_tags))
+
+    def _with(self, **changes: Any) -> HMM:
+        new = super()._with(**changes)
+        return TaggedHMM(new, self.log_tags) if isinstance(new, BlockHMM) else new
+
+    # Tags
+
+    def log_prob_of_tags(self, values: Tensor) -> Tensor:
+        r"""Log-probability of the tags that are known given the words, ``(*B)``, in nats.
+
+        Two evidences: :math:`\log p(w, y) - \log p(w)`.
+        """
+        words, _ = self._split(values)
+        return self.log_prob(values) - self.words.log_prob(words)
+
+    def tag_probs(self, values: Tensor) -> Tensor:
+        r"""Probability of each tag at each step, ``(*B, T, Y)``; zero at padded steps.
+
+        .. math:: p(y_t | w) = \sum_k p(y_t | z_t = k) \, p(z_t = k | w)
+
+        holds exactly, for a tag depends on nothing but its state. A known tag has probability one.
+        """
+        words, tags = self._split(values)
+        with torch.no_grad(), full_precision(self.log_tags):
+            if self.observed is not None:
+                found = self.posterior(values).states @ self.log_tags.exp()
+            else:
+                found = self._mixed(self.posterior_in_blocks(values).probs, words)
+            tags = tags.expand(found.shape[:-1]).unsqueeze(-1)
+            sure = torch.arange(self.num_tags, device=tags.device) == tags
+            return torch.where(tags >= 0, sure.to(found.dtype), found)
+
+    def _mixed(self, probs: Tensor, words: Tensor) -> Tensor:
+        """Laws of tags ``(*B, T, Y)`` from laws of states within the blocks of words."""
+        owner = self.blocks.symbol_block[words.cpu()].expand(probs.shape[:-1]).flatten()
+        flat, law = probs.flatten(0, -2), self.log_tags.exp()
+        found = flat.new_zeros(len(flat), self.num_tags)
+        for block in owner.unique().tolist():
+            at = (owner == block).nonzero().squeeze(-1).to(flat.device)
+            states = self.blocks.states[block]
+            states = states[states >= 0].to(flat.device)
+            found[at] = flat[at, : len(states)] @ law[states]
+        return found.reshape(*probs.shape[:-1], self.num_tags)
+
+    def best_tags(self, values: Tensor) -> Tensor:
+        """The most probable tag of each step by itself, ``(*B, T)`` integers; padded steps hold 0.
+
+        No other rule is right at more steps, in expectation under the model.
+        """
+        return self.tag_probs(values).argmax(-1)
+
+    def best_path(self, values: Tensor) -> TagPath:
+        """The most probable path of states and tags together.
+
+        At a tag that is not known each state has its most probable one. (:meth:`viterbi` is the
+        path of states alone, with such tags summed out.)
+        """
+        _, tags = self._split(values)
+        with torch.no_grad():
+            best = self.log_tags.max(-1)
+            if not self._is_open:
+                joint = TaggedHMM(self.words, self.log_tags)
+                joint._unknown = best.values
+                states = joint.viterbi(values)
+            else:
+                initial, transition, seen = self.dense()._chain(values)
+                seen = torch.where(tags.unsqueeze(-1) < 0, seen + best.values, seen)
+                states = recursions.viterbi(initial, transition, seen, self.lengths)
+            found = torch.where(tags < 0, best.indices[states], tags)
+        return TagPath(states, found.masked_fill(~self._exists(), 0))
+
+    def sample_tags(self, values: Tensor, sample_shape: Any = ()) -> Tensor:
+        """Draw the tags given the words, ``(*S, *B, T)`` integers; padded steps hold 0."""
+        _, tags = self._split(values)
+        with torch.no_grad():
+            states = self.sample_states(values, sample_shape)
+            found = torch.where(tags < 0, emit(Categorical(logits=self.log_tags), states), tags)
+        return found.masked_fill(~self._exists(), 0)
+
+    # Joining parameters and data
+
+    def _split(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Words and tags ``(*B, T)``; 0 and -1 where a step is padded or missing."""
+        check_integers("values", values)
+        check_trailing("values", values, (self.num_steps, 2), "(T, 2)")
+        known = self._exists() if self.observed is None else self._exists() & self.observed
+        words, tags = values.long().unbind(-1)
+        words, tags = words.masked_fill(~known, 0), tags.masked_fill(~known, -1)
+        low, high = int(tags.min()), int(tags.max())
+        if low < -1 or high >= self.num_tags:
+            raise ValueError(
+                f"tags must lie between 0 and Y - 1 = {self.num_tags - 1}, or be -1 where they are "
+                f"not known; got values from {low} to {high}."
+            )
+        return words, tags
+
+    def _read(self, values: Tensor) -> _Read:
+        words, tags = self._split(values)
+        read = super()._read(words)
+        tags = tags.expand(*read.batch, self.num_steps).reshape(-1, self.num_steps)
+        states = self.blocks.states.clamp(min=0).flatten().to(tags.device)
+        table = torch.cat([self.log_tags.mT, self._unknown.unsqueeze(0)])  # the last for -1
+        table = table.index_select(-1, states).reshape(-1, self.blocks.width)
+        rows = torch.where(tags < 0, self.num_tags, tags) * self.blocks.num_blocks
+        return read._replace(seen=read.seen + take_rows(table, rows + read.blocks.to(tags.device)))

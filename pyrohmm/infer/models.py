@@ -1,0 +1,295 @@
+"""Pyro models: the same density twice, with the states summed out or enumerated site by site.
+
+Both call a module, which returns an :class:`HMM`, add a log-prior of that HMM as one factor
+outside every plate, and observe sequences inside the plate ``sequences``. Minibatches scale what
+is inside the plate, and the priors not.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import pyro
+import torch
+from pyro import poutine
+from pyro.distributions import Categorical
+from pyro.distributions.torch_distribution import TorchDistribution
+from pyro.ops.indexing import Vindex
+from torch import Tensor, nn
+from torch.distributions import constraints
+
+from .._checks import check_size
+from ..data.batches import Window
+from ..data.sequences import Sequences
+from ..distributions.block_hmm import Ending
+from ..distributions.hmm import HMM
+from ..distributions.observation import in_each_state
+from ..distributions.sampling import emit, emit_per_step
+from ..nn.base import HMMModule, OwnParameters
+from ..nn.neural import NeuralHMM
+
+LogPrior = Callable[[HMM], Tensor]
+
+
+class _Model(OwnParameters):
+    """What the two forms share: everything but the statement about the sequences."""
+
+    def __init__(self, module: HMMModule, log_prior: LogPrior | None = None) -> None:
+        super().__init__()
+        if not isinstance(module, torch.nn.Module):
+            raise TypeError(f"module must be an HMMModule; got {type(module).__name__}.")
+        self.module = module
+        self.log_prior = log_prior
+
+    def forward(self, data: Sequences) -> HMM:
+        """Run the model on ``data`` and return the HMM that was built."""
+        hmm = build(self.module, data)
+        if self.log_prior is not None:
+            pyro.factor("log_prior", self.log_prior(hmm))
+        with pyro.plate("sequences", data.total, subsample=torch.arange(len(data))):
+            self._observe(hmm if data.labels is None else hmm.restrict(data.labels), data.values)
+        return hmm
+
+    def _observe(self, hmm: HMM, values: Tensor) -> None:
+        raise NotImplementedError
+
+
+def build(module: HMMModule, data: Sequences) -> HMM:
+    """The HMM that ``module`` builds for ``data``, with the covariates if there are some."""
+    observed = data.observed if data.has_gaps else None
+    if data.covariates is None:
+        return module(data.lengths, observed)
+    if len(inspect.signature(module.forward).parameters) < 3:
+        raise TypeError(
+            f"data has covariates, which {type(module).__name__} does not take. Write an HMMModule "
+            "whose forward takes (lengths, observed, covariates), or build data without them."
+        )
+    return module(data.lengths, observed, data.covariates)
+
+
+def returned(hmm: Any) -> HMM:
+    """What a model has returned, which must be an HMM."""
+    if not isinstance(hmm, HMM):
+        raise TypeError(
+            f"the model must return the HMM it built; it returned {type(hmm).__name__}. "
+            "End your model with `return hmm`."
+        )
+    return hmm
+
+
+def follow(model: Any, guide: Any, data: Sequences) -> Sequences:
+    """``data`` on the device of the parameters."""
+    for part in (model, guide):
+        if isinstance(part, nn.Module):
+            for tensor in (*part.parameters(), *part.buffers()):
+                return data if data.values.device == tensor.device else data.to(tensor.device)
+    return data
+
+
+class MarginalModel(_Model):
+    """Independent sequences from one HMM whose states are summed out: the form to train.
+
+    Sites: those of ``module``, then ``log_prior`` if there is one, then ``x``, in the plate
+    ``sequences``.
+
+    Args:
+        module: Builds the HMM; its ``PyroSample`` attributes are the latent variables.
+        log_prior: A further log-density of the HMM built, such as a diversity prior; scalar.
+
+    Example:
+        >>> _ = pyro.set_rng_seed(0)
+        >>> data = Sequences(torch.tensor([[0, 1, 1], [1, 0, 0]]), torch.tensor([3, 2]))
+        >>> model = MarginalModel(TabularHMM(2, categorical(2)))
+        >>> sorted(poutine.trace(model).get_trace(data).observation_nodes)
+        ['x']
+    """
+
+    def _observe(self, hmm: HMM, values: Tensor) -> None:
+        pyro.sample("x", hmm, obs=values)
+
+
+class CarriedModel(MarginalModel):
+    """A :class:`MarginalModel` for windows of long sequences, which are read one after the other.
+
+    A piece that goes on from the window before (see :class:`pyrohmm.batches.Window`) begins in the
+    law of the state there, given all that was read since its sequence began. No gradient passes
+    from window to window. A sequence begins as it would anywhere, in training as in evaluation:
+    what is fitted is the model of whole sequences, and for them the one of the other models.
+
+    Args:
+        module: A :class:`pyrohmm.NeuralHMM` whose blocks are disjoint.
+        num_streams: How many streams the windows have.
+        log_prior: A further log-density of the HMM built.
+
+    Example:
+        >>> from pyrohmm import blocks
+        >>> _ = pyro.set_rng_seed(0)
+        >>> two = blocks.from_clusters(torch.tensor([0, 0, 1]), 2)
+        >>> model = CarriedModel(NeuralHMM(4, 3, 8, blocks=two), num_streams=2)
+        >>> data = Sequences.from_list([[0, 1, 2] * 20, [2, 0] * 20])
+        >>> fit = fit_map(model, data, windows=(2, 10), num_steps=50)
+        >>> bool(fit.losses[-1] < fit.losses[0])
+        True
+    """
+
+    def __init__(
+        self, module: NeuralHMM, num_streams: int, log_prior: LogPrior | None = None
+    ) -> None:
+        super().__init__(module, log_prior)
+        check_size("num_streams", num_streams)
+        if not isinstance(module, NeuralHMM):
+            raise TypeError(f"module must be a NeuralHMM; got {type(module).__name__}.")
+        blocks = module.blocks
+        if blocks is None or not blocks.disjoint:
+            raise ValueError("module must have blocks that are disjoint, for laws to be carried.")
+        shape = num_streams, blocks.width
+        self.register_buffer("states", torch.full(shape, -1))
+        self.register_buffer("log_probs", torch.zeros(shape))
+
+    def forward(self, data: Sequences) -> HMM:
+        """Run the model on ``data`` and return the HMM that was built."""
+        if not isinstance(data, Window):
+            return super().forward(data)
+        if int(data.streams.max()) >= len(self.states):
+            raise ValueError(
+                f"num_streams must be that of the windows, at least {int(data.streams.max()) + 1}; "
+                f"got {len(self.states)}."
+            )
+        continues = data.streams.masked_fill(data.begins, -1)
+        # as they are now: they will be replaced before a gradient is taken
+        carried = Ending(self.states.clone(), self.log_probs.clone())
+        hmm, kept = self.module.go_on(data.lengths, carried, continues)
+        if self.log_prior is not None:
+            pyro.factor("log_prior", self.log_prior(hmm))
+        with pyro.plate("sequences", data.total, subsample=torch.arange(len(data))):
+            self._observe(hmm, data.values)
+        ending = hmm.ending(data.values)
+        last = torch.ones_like(data.streams, dtype=torch.bool)
+        last[:-1] = data.streams[1:] != data.streams[:-1]
+        rows, streams, width = ending.states[last], data.streams[last], ending.states.size(1)
+        self.states[streams] = -1
+        own = kept[rows.clamp(min=0)].masked_fill(rows < 0, -1)
+        self.states[streams, :width] = own
+        self.log_probs[streams, :width] = ending.log_probs[last].to(self.log_probs.dtype)
+        return hmm
+
+
+class EnumeratedModel(_Model):
+    """The same density with one enumerated site per state inside ``pyro.markov``.
+
+    What a Pyro user would write, and edit. It needs ``TraceEnum_ELBO`` (or NUTS, which finds
+    the enumerated sites itself), and agrees with :class:`MarginalModel` in loss and gradient.
+
+    Sites: those of ``module``, then ``log_prior`` if there is one, then ``x_state_t`` (enumerated)
+    and ``x_t`` for each step t, in the plate ``sequences``.
+
+    Args:
+        module: Builds the HMM; its ``PyroSample`` attributes are the latent variables.
+        log_prior: A further log-density of the HMM built, such as a diversity prior; scalar.
+    """
+
+    def _observe(self, hmm: HMM, values: Tensor) -> None:
+        markov_sample("x", hmm, obs=values)
+
+
+def markov_sample(name: str, hmm: HMM, obs: Tensor | None = None) -> Tensor:
+    """Sample sequences from ``hmm``, its states as enumerated sites inside ``pyro.markov``.
+
+    The same statement as ``pyro.sample(name, hmm, obs=obs)``, spelled out. Call it inside the
+    plates that hold the batch dimensions of ``hmm``.
+
+    Sites: ``{name}_state_{t}`` and ``{name}_{t}`` for each step t, and ``{name}_label_{t}`` if the
+    states of ``hmm`` are restricted.
+
+    Args:
+        name: Begins the names of the sites.
+        hmm: The distribution.
+        obs: ``(*B, T, *E)``, what was observed; by default observations are drawn too.
+
+    Returns:
+        The observations ``(*B, T, *E)``.
+    """
+    exists, event = hmm._exists(), hmm.emission.event_shape
+    mask, given = exists, obs
+    if obs is not None:
+        if hmm.allowed is not None and hmm._validate_args:
+            hmm._check_labels(obs)
+        obs, known = hmm._prepare(obs)
+        mask = exists if known is None else known
+    padded = not bool(exists.all())
+    stay = torch.eye(hmm.num_states).log().to(hmm.log_initial)
+    values = []
+    state: Tensor | None = None
+    for t in pyro.markov(range(hmm.num_steps)):
+        if state is None:
+            law = hmm.log_initial
+        else:
+            matrix = hmm.log_transition
+            if hmm.transition_per_step:
+                matrix = matrix[..., t - 1, :, :]
+            law = Vindex(matrix)[..., state, :]
+            if padded:  # the chain has ended: what follows must not bear on the states before
+                law = torch.where(exists[..., t, None], law, stay[state])
+        state = pyro.sample(
+            f"{name}_state_{t}", Categorical(logits=law), infer={"enumerate": "parallel"}
+        )
+        seen = None if obs is None else obs.select(obs.dim() - 1 - len(event), t)
+        with poutine.mask(mask=mask[..., t]):
+            emission = EmissionAt(hmm.emission, state, t if hmm.emission_per_step else None)
+            values.append(pyro.sample(f"{name}_{t}", emission, obs=seen))
+        if hmm.allowed is not None:
+            known = hmm.allowed[..., t, :] | ~exists[..., t, None]
+            barrier = torch.zeros_like(known, dtype=law.dtype).masked_fill(~known, -torch.inf)
+            pyro.factor(f"{name}_label_{t}", Vindex(barrier)[..., state])
+    return torch.stack(values, -1 - len(event)) if given is None else given
+
+
+class EmissionAt(TorchDistribution):
+    """The emission in given states: ``emission``, batched over K states, seen at ``state``.
+
+    It picks one of the K log-densities, so that it serves every distribution alike.
+
+    Args:
+        emission: Distribution of an observation, of batch shape ``(*b, K)``, or ``(*b, T, K)``.
+        state: ``(*B)`` integers; dimensions of enumeration are on the left.
+        step: Which of the T steps, if the emission has a dimension of steps.
+    """
+
+    arg_constraints: dict[str, constraints.Constraint] = {}  # noqa: RUF012  # torch's interface
+
+    def __init__(self, emission: TorchDistribution, state: Tensor, step: int | None = None) -> None:
+        self.emission, self.state, self.step = emission, state, step
+        own = emission.batch_shape[: -1 if step is None else -2]
+        batch = torch.broadcast_shapes(state.shape, own)
+        super().__init__(batch, emission.event_shape, validate_args=False)
+
+    @property
+    def support(self) -> constraints.Constraint:
+        """What the emission can emit."""
+        return self.emission.support
+
+    def expand(self, batch_shape: Any, _instance: EmissionAt | None = None) -> EmissionAt:
+        """The same law for a larger batch."""
+        return EmissionAt(self.emission, self.state.expand(torch.Size(batch_shape)), self.step)
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        """Log-density of ``value`` ``(*B, *E)`` in the states."""
+        if self.step is None:
+            scores = in_each_state(self.emission, value)
+        else:
+            value = value.unsqueeze(-1 - len(self.event_shape))  # (*B, 1, *E)
+            scores = in_each_state(self.emission, value)[..., self.step, :]
+        return Vindex(scores)[..., self.state]
+
+    def sample(self, sample_shape: Any = ()) -> Tensor:
+        """Draw an observation in each state, ``(*S, *B, *E)``."""
+        shape = torch.Size(sample_shape) + self.batch_shape
+        state = self.state.expand(shape).unsqueeze(-1)
+        with torch.no_grad():
+            if self.step is None:
+                return emit(self.emission, state).squeeze(len(shape))
+            steps = self.emission.batch_shape[-2]
+            every = emit_per_step(self.emission, state.expand(*shape, steps))
+            return every.select(len(shape), self.step)

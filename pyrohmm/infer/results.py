@@ -1,0 +1,252 @@
+"""What a fit returns: a fitted model, several of them side by side, and a guide of one point."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import pyro
+import torch
+from pyro import poutine
+from pyro.distributions import Delta
+from pyro.nn import PyroModule
+from scipy.optimize import linear_sum_assignment
+from torch import Tensor
+from torch.distributions import constraints
+
+from ..data.sequences import Sequences
+from ..distributions.hmm import HMM
+from ..distributions.sparse_dirichlet import interior
+from ..nn.base import in_mode
+from .models import returned
+from .validation import Validation
+
+WINDOW = 25  # steps whose mean loss is compared with that of the steps before
+
+
+@dataclass
+class Fit:
+    """A fitted model.
+
+    Attributes:
+        model: The Pyro model.
+        guide: What was fitted: a point for MAP, a distribution for SVI.
+        losses: ``(num_steps,)``, the loss at each step in nats, for the whole set: minus the log
+            joint density for MAP, minus the evidence lower bound for SVI.
+        converged: Whether a test ended the fit: that of the losses, or patience with held-out data.
+        reason: Why it ended, in words.
+        seconds: How long it took.
+        num_observed: Number of observed steps it was fitted to.
+        names: Names of the latent variables.
+        notes: Remarks worth knowing, such as that no sequence visits some state.
+        restarts: All the restarts, if there were several; the rest of this is about the best.
+        method: "MAP", "SVI" or "EM".
+        spaces: Where each latent variable lives, by name.
+        window: Over how many of the last losses their level is averaged: 1 if they have no noise.
+        validation: How well held-out sequences were predicted, if there were some, at each
+            :class:`Validation`; model and guide have the parameters of the best one.
+        params: The parameter store at the end of the fit. If the model or the guide is a function
+            with ``pyro.param`` statements, call it inside
+            ``pyro.get_param_store().scope(fit.params)``; modules carry their parameters.
+    """
+
+    model: Callable[..., Any]
+    guide: Callable[..., Any]
+    losses: Tensor
+    converged: bool
+    reason: str
+    seconds: float
+    num_observed: int
+    names: list[str] = field(default_factory=list)
+    params: dict[str, Any] = field(
+        default_factory=lambda: {"params": {}, "constraints": {}}, repr=False
+    )
+    notes: list[str] = field(default_factory=list)
+    restarts: Restarts | None = field(default=None, repr=False)
+    method: str = "SVI"
+    window: int = WINDOW
+    validation: list[Validation] = field(default_factory=list)
+    spaces: dict[str, constraints.Constraint] = field(default_factory=dict, repr=False)
+
+    @property
+    def start(self) -> dict[str, Tensor]:
+        """As :attr:`values`, each moved off the boundary of its space: where a fit may begin.
+
+        EM may end at probabilities of zero, where gradient steps cannot begin:
+        ``AutoNormal(model, init_loc_fn=init_to_value(values=fit.start))``.
+        """
+        return {
+            name: interior(self.spaces[name], value) if name in self.spaces else value
+            for name, value in self.values.items()
+        }
+
+    @property
+    def values(self) -> dict[str, Tensor]:
+        """Latent variables by name: for MAP and EM their values, for SVI one draw."""
+        with torch.no_grad(), self.at_rest():
+            trace = poutine.trace(self.guide).get_trace(None)
+        return {
+            name: site["value"].detach().clone()  # guides move in place what they begin at
+            for name, site in trace.nodes.items()
+            if site["type"] == "sample" and name in self.names
+        }
+
+    def draw(self, data: Sequences) -> HMM:
+        """An HMM for ``data``, from one draw of the guide (which for MAP is always the same).
+
+        Raises:
+            TypeError: If the model does not return an HMM.
+        """
+        return self.draw_each([data])[0]
+
+    def draw_each(self, parts: list[Sequences]) -> list[HMM]:
+        """An HMM for each part of some data, all from one draw of the guide.
+
+        Raises:
+            TypeError: If the model does not return an HMM.
+        """
+        with torch.no_grad(), self.at_rest():
+            trace = poutine.trace(self.guide).get_trace(parts[0])
+            hmms = [poutine.block(poutine.replay(self.model, trace=trace))(part) for part in parts]
+        return [returned(hmm) for hmm in hmms]
+
+    @contextmanager
+    def at_rest(self) -> Iterator[None]:
+        """Its own parameters are those in the store, and its modules in ``eval()`` mode."""
+        with pyro.get_param_store().scope(self.params), poutine.block():
+            with in_mode(False, self.model, self.guide):
+                yield
+
+    def summary(self) -> str:
+        """What was fitted, how it went and why it ended, in a few lines."""
+        count, tokens = min(self.window, len(self.losses)), self.num_observed
+        first, last = self.losses[0].item(), self.losses[-count:].mean().item()
+        over = f", mean of the last {count} steps" if self.window > 1 else ""
+        guide = f" with {name_of(self.guide)}" if self.method == "SVI" else ""
+        module = getattr(self.model, "module", None)
+        model = name_of(self.model) + (f" of {name_of(module)}" if module is not None else "")
+        lines = [
+            f"{self.method} of {model}{guide}: {', '.join(self.names) or 'parameters'}",
+            f"loss      {first:.2f} -> {last:.2f} nats{over}",
+            f"per step  {last / max(tokens, 1):.4f} nats; {tokens:,} observed steps",
+            f"ended     after {len(self.losses)} steps and {self.seconds:.1f} s: {self.reason}",
+        ]
+        if self.validation:
+            best = min(self.validation, key=lambda found: found.nats)
+            lines.append(
+                f"held out  {best.nats:.4f} nats per step, the best of {len(self.validation)} "
+                f"validations, at step {best.step}"
+            )
+        if self.restarts is not None:
+            ends = self.restarts.final.sort().values
+            lines.append(
+                f"restarts  {len(ends)}, losses {ends[0].item():.2f} (best), "
+                f"{ends.median().item():.2f} (median), {ends[-1].item():.2f} (worst)"
+            )
+        lines += [f"note      {note}" for note in self.notes]
+        return "\n".join(lines)
+
+
+@dataclass
+class Restarts:
+    """Fits of one model from R starts, which ran side by side.
+
+    Attributes:
+        model: The Pyro model, or the module.
+        losses: ``(R, num_steps)``, in nats; infinite where a restart has failed.
+        final: ``(R,)``, the loss each is judged by.
+        values: Latent variables by name, ``(R, ...)``.
+        best: Which restart has the least loss.
+    """
+
+    model: Callable[..., Any]
+    losses: Tensor
+    final: Tensor
+    values: dict[str, Tensor]
+    best: int
+
+    def draw(self, data: Sequences) -> HMM:
+        """The HMMs of all restarts, as one of batch shape ``(R, N)``.
+
+        Raises:
+            TypeError: If the model does not return an HMM.
+        """
+        wide = {name: value.unsqueeze(1) for name, value in self.values.items()}
+        with torch.no_grad(), poutine.block(), in_mode(False, self.model):
+            hmm = poutine.condition(self.model, data=wide)(data)
+        return returned(hmm).expand(torch.Size([len(self.final), len(data)]))
+
+    def align(self, data: Sequences) -> Tensor:
+        """Which state of the best restart each state of the others corresponds to.
+
+        Args:
+            data: Where posteriors are compared; see :func:`match_states`.
+
+        Returns:
+            ``(R, K)`` integers; row ``best`` is 0, 1, ..., K - 1.
+        """
+        states = self.draw(data).posterior(data.values).states  # (R, N, T, K)
+        found = match_states(states, states[self.best])
+        found[self.best] = torch.arange(found.size(-1))
+        return found
+
+
+def match_states(states: Tensor, reference: Tensor) -> Tensor:
+    """Which state of a reference each state corresponds to.
+
+    States are matched by the Hungarian algorithm, such that the posteriors of matched states
+    overlap most: the sum over steps of the products of their probabilities.
+
+    Args:
+        states: ``(R, N, T, K)``, posteriors of R models.
+        reference: ``(N, T, K)``, the posterior they are compared with.
+
+    Returns:
+        ``(R, K)`` integers.
+
+    Example:
+        >>> reference = torch.tensor([[[0.9, 0.1], [0.2, 0.8]]])
+        >>> match_states(torch.stack([reference, reference.flip(-1)]), reference)
+        tensor([[0, 1],
+                [1, 0]])
+    """
+    overlap = torch.einsum("rntk,ntj->rkj", states, reference).cpu().numpy()
+    pairs = [linear_sum_assignment(each, maximize=True)[1] for each in overlap]
+    return torch.stack([torch.as_tensor(each) for each in pairs])
+
+
+class Point(PyroModule):
+    """A guide that is a single point: each latent variable has one value.
+
+    Args:
+        values: By name; moved and saved with the module.
+    """
+
+    def __init__(self, values: dict[str, Tensor]) -> None:
+        super().__init__()
+        self.names = list(values)
+        for index, value in enumerate(values.values()):
+            self.register_buffer(f"value_{index}", value.detach().clone())
+
+    def forward(self, *_: Any) -> dict[str, Tensor]:
+        """Visit the sites."""
+        values = {name: getattr(self, f"value_{index}") for index, name in enumerate(self.names)}
+        return {
+            name: pyro.sample(name, Delta(value, event_dim=value.dim()))
+            for name, value in values.items()
+        }
+
+
+def uses_labels(data: Sequences) -> list[str]:
+    """A remark if ``data`` say what some states are, so that nobody is supervised unawares."""
+    count, total = data.num_labelled, int(data.lengths.sum())
+    if not count:
+        return []
+    return [f"the states of {count:,} of {total:,} steps were known: the data have labels"]
+
+
+def name_of(part: Any) -> str:
+    """The name of a function or of the class of an object."""
+    return getattr(part, "__name__", type(part).__name__)

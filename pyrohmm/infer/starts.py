@@ -1,0 +1,114 @@
+"""Where EM begins: draws of the prior, clusters of the observations, or a fitted HMM.
+
+A start is any function of ``(module, data, restarts)`` that returns what a first M-step needs, or
+spares: see :class:`Start`.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import pyro
+import torch
+from pyro import poutine
+from scipy.cluster.vq import ClusterError, kmeans2
+from torch import Tensor, nn
+
+from ..data.sequences import Sequences
+from ..distributions.hmm import HMM
+from ..nn.base import HMMModule
+from ..ops.recursions import Expected
+from .models import build
+
+Values = dict[str, Tensor]
+
+
+class Start(Protocol):
+    """Where EM begins."""
+
+    def __call__(
+        self, module: HMMModule, data: Sequences, restarts: int
+    ) -> Values | Tensor | Expected:
+        """What a first M-step needs, or spares.
+
+        Returns:
+            Values of the latent variables by name, ``(R, 1, ...)``; or a law of the state at each
+            step by itself, ``(R, N, T, K)``; or expected counts, whose ``states`` have that shape.
+        """
+
+
+def from_prior(module: HMMModule, data: Sequences, restarts: int) -> Values:
+    """Start from draws of the prior, one for each restart."""
+    with torch.no_grad(), poutine.block(), pyro.plate("restarts", restarts, dim=-2):
+        trace = poutine.trace(lambda: build(module, data)).get_trace()
+    return {name: trace.nodes[name]["value"] for name in trace.stochastic_nodes}
+
+
+def by_kmeans(module: HMMModule, data: Sequences, restarts: int) -> Tensor:
+    """Start from k-means clusters of the observations, which are scaled to unit variance.
+
+    Missing steps belong to all clusters alike; missing components are filled by their means.
+    """
+    num_states = build_once(module, data[:1]).num_states
+    values = data.values.double().reshape(len(data), data.num_steps, -1)
+    seen = data.observed.cpu()
+    rows = values.cpu()[seen]
+    weights = torch.full((restarts, *seen.shape, num_states), 1.0 / num_states, dtype=torch.float64)
+    if len(rows) == 0:
+        return weights.to(data.values.device)
+    rows = torch.where(rows.isnan(), rows.nanmean(0).nan_to_num(0.0), rows)
+    rows = (rows - rows.mean(0)) / rows.std(0, correction=0).clamp(min=1e-12)
+    for restart in range(restarts):
+        # not quite certain, so that no state and no move is ruled out
+        certain = nn.functional.one_hot(_cluster(rows, num_states), num_states).double()
+        weights[restart, seen] = 0.99 * certain + 0.01 / num_states
+    return weights.to(data.values.device)
+
+
+def _cluster(rows: Tensor, num_states: int) -> Tensor:
+    """Cluster of each row; at random if there are too few rows that differ."""
+    enough = len(rows.unique(dim=0)) >= max(num_states, 2)
+    for _ in range(5 if enough else 0):
+        seed = int(torch.randint(2**31, ()))
+        try:
+            labels = kmeans2(rows.numpy(), num_states, minit="++", seed=seed, missing="raise")[1]
+        except (ClusterError, ValueError):  # a cluster has lost its points
+            continue
+        return torch.as_tensor(labels).long()
+    return torch.randint(num_states, (len(rows),))
+
+
+def from_hmm(hmm: HMM) -> Start:
+    """Start from what a fitted HMM says of the states; its emission may be of another family.
+
+    Args:
+        hmm: Its parameters are used, not its lengths. All restarts begin alike.
+    """
+
+    def start(module: HMMModule, data: Sequences, restarts: int) -> Expected:
+        own = HMM(
+            hmm.log_initial,
+            hmm.log_transition,
+            hmm.emission,
+            data.lengths,
+            data.observed,
+            transition_per_step=hmm.transition_per_step,
+            emission_per_step=hmm.emission_per_step,
+        )
+        if data.labels is not None:
+            own = own.restrict(data.labels)
+        found = own.expected(data.values)
+        return Expected(
+            found.log_evidence,
+            found.initial.expand(restarts, 1, own.num_states),
+            found.transitions.expand(restarts, 1, *found.transitions.shape[-3:]),
+            found.states.expand(restarts, *found.states.shape),
+        )
+
+    return start
+
+
+def build_once(module: HMMModule, data: Sequences) -> HMM:
+    """One HMM from the module, priors drawn from where there are some."""
+    with torch.no_grad(), poutine.block():
+        return build(module, data)

@@ -1,0 +1,272 @@
+"""Models of hmmlearn as HMMs, and back.
+
+hmmlearn keeps all sequences end to end in one array ``(sum of lengths, D)``; here they are padded
+to ``(N, T, D)``, or ``(N, T)`` for symbols: see :meth:`Sequences.from_list`. Both let the first
+state emit, and read a matrix by rows: row = from, column = to.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from pyro.distributions import Categorical, MixtureSameFamily, MultivariateNormal, Normal, Poisson
+from pyro.distributions.torch_distribution import TorchDistribution
+from torch import Tensor
+
+from ..distributions.hmm import HMM
+from ..distributions.observation import log_probs
+
+
+def from_hmmlearn(model: Any, lengths: Sequence[int] | Tensor) -> HMM:
+    """The HMM that has the law of a fitted model of hmmlearn, in float64.
+
+    ``CategoricalHMM`` has symbols ``(N, T)``; ``GaussianHMM``, ``GMMHMM`` and ``PoissonHMM`` have
+    vectors ``(N, T, D)``. Hard zeros stay exact.
+
+    Args:
+        model: Of one of these classes, fitted, or with all its parameters set.
+        lengths: ``(N,)`` integers, the number of steps of each sequence, as in hmmlearn.
+
+    Raises:
+        ImportError: If hmmlearn is not installed.
+        TypeError: If the model is of another class.
+        ValueError: If the model has not been fitted, or its probabilities do not sum to one.
+
+    Example:
+        >>> import numpy
+        >>> from hmmlearn.hmm import PoissonHMM
+        >>> model = PoissonHMM(2)
+        >>> model.startprob_ = numpy.array([1.0, 0.0])
+        >>> model.transmat_ = numpy.array([[0.5, 0.5], [0.0, 1.0]])
+        >>> model.lambdas_ = numpy.array([[1.0], [2.0]])
+        >>> hmm = from_hmmlearn(model, [2, 1])
+        >>> values = torch.tensor([[[0.0], [3.0]], [[1.0], [0.0]]])
+        >>> same = model.score([[0], [3], [1]], [2, 1])
+        >>> math.isclose(hmm.log_prob(values).sum(), same, rel_tol=1e-6)
+        True
+    """
+    library = _library()
+    emissions = {
+        library.CategoricalHMM: _categorical,
+        library.GaussianHMM: _gaussian,
+        library.GMMHMM: _mixture,
+        library.PoissonHMM: _poisson,
+    }
+    build = emissions.get(type(model))
+    if build is None:
+        raise TypeError(
+            f"model must be one of {', '.join(cls.__name__ for cls in emissions)} of hmmlearn; got "
+            f"{type(model).__name__}."
+        )
+    if lengths is None:
+        raise TypeError("lengths must be a list of integers; got None. Of one sequence: [len(X)].")
+    return HMM(
+        _tensor(model, "startprob_").log(),
+        _tensor(model, "transmat_").log(),
+        build(model),
+        torch.as_tensor(lengths),
+    )
+
+
+def to_hmmlearn(hmm: HMM, **options: Any) -> Any:
+    """The model of hmmlearn that has the law of ``hmm``.
+
+    The class follows from the emission: ``CategoricalHMM`` for symbols, ``PoissonHMM`` for counts,
+    ``GaussianHMM`` for (vectors of) normal numbers, with covariances of type ``diag`` if they are
+    independent and ``full`` if not, and ``GMMHMM`` for mixtures of either. Scalars become vectors
+    of one component. Lengths are left out: hmmlearn takes them with the data.
+
+    Fitting the model goes on from these parameters.
+
+    Args:
+        hmm: The HMM.
+        **options: Of the class in hmmlearn, such as ``n_iter`` and ``tol``.
+
+    Raises:
+        ImportError: If hmmlearn is not installed.
+        TypeError: If hmmlearn has no such emission.
+        ValueError: If ``hmm`` has batches of parameters, parameters per step, missing steps, or
+            labels.
+
+    Example:
+        >>> even = torch.full((2, 2), 0.5).log()
+        >>> coins = Categorical(probs=torch.tensor([[0.5, 0.5], [0.25, 0.75]]))
+        >>> model = to_hmmlearn(HMM(even[0], even, coins, torch.tensor([3])))
+        >>> model.emissionprob_
+        array([[0.5 , 0.5 ],
+               [0.25, 0.75]])
+    """
+    library = _library()
+    if not isinstance(hmm, HMM):
+        raise TypeError(f"hmm must be an HMM; got {type(hmm).__name__}.")
+    if hmm.transition_per_step or hmm.emission_per_step:
+        raise ValueError("hmm has parameters per step; hmmlearn has one set for all steps.")
+    if hmm.observed is not None:
+        raise ValueError(
+            "hmm marks steps as missing; hmmlearn knows only sequences that are observed "
+            "throughout. Build the HMM without observed."
+        )
+    if hmm.allowed is not None:
+        raise ValueError(
+            "hmm has labels, which hmmlearn does not know. Build the HMM without allowed."
+        )
+    batches = (
+        hmm.log_initial.shape[:-1], hmm.log_transition.shape[:-2], hmm.emission.batch_shape[:-1]
+    )  # fmt: skip
+    if any(batches):
+        raise ValueError(
+            "hmm must have one set of parameters; got batches of shapes "
+            f"{', '.join(str(tuple(batch)) for batch in batches)} in log_initial, log_transition "
+            "and emission. Select one of the batch."
+        )
+    with torch.no_grad():
+        model = _model(library, hmm.num_states, hmm.emission, {"init_params": "", **options})
+        model.startprob_ = _probabilities(hmm.log_initial)
+        model.transmat_ = _probabilities(hmm.log_transition)
+    return model
+
+
+def _library() -> ModuleType:
+    """``hmmlearn.hmm``, if there is one."""
+    try:
+        from hmmlearn import hmm  # type: ignore[import-untyped]
+    except ImportError as error:
+        raise ImportError("This needs hmmlearn. Install it: pip install hmmlearn.") from error
+    return hmm
+
+
+# From hmmlearn -------------------------------------------------------------------------------
+
+
+def _tensor(model: Any, name: str) -> Tensor:
+    """A parameter of a model, copied."""
+    try:
+        value = getattr(model, name)
+    except AttributeError:
+        raise ValueError(
+            f"model has no {name}: it has not been fitted. Call its fit, or set its parameters."
+        ) from None
+    return torch.tensor(np.asarray(value), dtype=torch.float64)
+
+
+def _categorical(model: Any) -> TorchDistribution:
+    return Categorical(logits=_tensor(model, "emissionprob_").log())
+
+
+def _poisson(model: Any) -> TorchDistribution:
+    return Poisson(_tensor(model, "lambdas_")).to_event(1)
+
+
+def _gaussian(model: Any) -> TorchDistribution:
+    means = _tensor(model, "means_")  # (K, D)
+    model = copy.copy(model)
+    model.n_features = means.size(-1)  # without it, the covariances cannot be read before a fit
+    matrices = _tensor(model, "covars_")  # (K, D, D), whatever the type
+    if model.covariance_type in ("diag", "spherical"):
+        return _normal(means, matrices.diagonal(dim1=-2, dim2=-1))
+    return MultivariateNormal(means, matrices)
+
+
+def _mixture(model: Any) -> TorchDistribution:
+    means, covariances = _tensor(model, "means_"), _tensor(model, "covars_")  # (K, M, D)
+    weights = Categorical(logits=_tensor(model, "weights_").log())
+    if model.covariance_type == "spherical":
+        covariances = covariances.unsqueeze(-1)  # one for each component of a mixture
+    if model.covariance_type in ("diag", "spherical"):
+        return MixtureSameFamily(weights, _normal(means, covariances))
+    if model.covariance_type == "tied":
+        covariances = covariances.unsqueeze(-3)  # one for each state
+    return MixtureSameFamily(weights, MultivariateNormal(means, covariances))
+
+
+def _normal(means: Tensor, variances: Tensor) -> TorchDistribution:
+    return Normal(means, variances.sqrt()).to_event(1)
+
+
+# To hmmlearn ---------------------------------------------------------------------------------
+
+
+def _model(library: ModuleType, num_states: int, emission: Any, options: dict[str, Any]) -> Any:
+    """A model with the parameters of ``emission``."""
+    part = _as_vectors(emission)
+    if isinstance(part, torch.distributions.Categorical):
+        model = library.CategoricalHMM(num_states, **options)
+        model.emissionprob_ = _probabilities(log_probs(part))
+        model.n_features = log_probs(part).size(-1)
+    elif _is_independent(part, torch.distributions.Poisson):
+        model = library.PoissonHMM(num_states, **options)
+        model.lambdas_ = _array(part.base_dist.rate)
+        model.n_features = part.event_shape[0]
+    elif _is_gaussian(part):
+        kind, covariances = _covariances(part)
+        model = library.GaussianHMM(num_states, covariance_type=kind, **options)
+        model.means_, model.covars_ = _array(part.mean), covariances
+        model.n_features = part.event_shape[0]
+    elif _is_gaussian_mixture(part):
+        weights, component = part.mixture_distribution, _as_vectors(part.component_distribution)
+        kind, covariances = _covariances(component)
+        model = library.GMMHMM(
+            num_states, component.batch_shape[-1], covariance_type=kind, **options
+        )
+        model.weights_ = _probabilities(weights.logits)
+        model.means_, model.covars_ = _array(component.mean), covariances
+        model.n_features = component.event_shape[0]
+    else:
+        raise TypeError(
+            "emission must be Categorical, or a Poisson, Normal or MultivariateNormal with an "
+            "observation of at most one dimension, or a mixture of the latter two; got "
+            f"{type(emission).__name__} with event shape {tuple(emission.event_shape)}."
+        )
+    return model
+
+
+def _as_vectors(emission: Any) -> Any:
+    """A distribution of numbers as one of vectors of one component; others as they are."""
+    if isinstance(emission, torch.distributions.Normal | torch.distributions.Poisson):
+        shape = (*emission.batch_shape, 1)
+        if isinstance(emission, torch.distributions.Poisson):
+            return Poisson(emission.rate.reshape(shape)).to_event(1)
+        return Normal(emission.loc.reshape(shape), emission.scale.reshape(shape)).to_event(1)
+    return emission
+
+
+def _is_independent(part: Any, family: type) -> bool:
+    """Whether an observation is a vector of independent members of ``family``."""
+    return (
+        isinstance(part, torch.distributions.Independent)
+        and part.reinterpreted_batch_ndims == 1
+        and isinstance(part.base_dist, family)
+    )
+
+
+def _is_gaussian(part: Any) -> bool:
+    return isinstance(part, torch.distributions.MultivariateNormal) or _is_independent(
+        part, torch.distributions.Normal
+    )
+
+
+def _is_gaussian_mixture(part: Any) -> bool:
+    return isinstance(part, torch.distributions.MixtureSameFamily) and _is_gaussian(
+        _as_vectors(part.component_distribution)
+    )
+
+
+def _covariances(part: Any) -> tuple[str, np.ndarray]:
+    """The type that hmmlearn gives to the covariances of normal vectors, and their values."""
+    if isinstance(part, torch.distributions.MultivariateNormal):
+        return "full", _array(part.covariance_matrix)
+    return "diag", _array(part.variance)
+
+
+def _array(tensor: Tensor) -> np.ndarray:
+    return tensor.detach().cpu().double().numpy().copy()
+
+
+def _probabilities(logits: Tensor) -> np.ndarray:
+    """Rows that sum to one in float64, as hmmlearn wants them; zeros stay exact."""
+    return _array(logits.double().softmax(-1))

@@ -1,0 +1,429 @@
+r"""Clusters of words: Brown's, which keep what neighbours say about each other, and random ones.
+
+``V`` words, ``C`` clusters, ``M`` distinct pairs that occur, ``N`` pairs in all. An assignment is
+``(V,)`` integers, the cluster of each word; clusters are numbered from 0, and none is empty.
+
+Brown's clusters keep the average mutual information of the clusters of adjacent words,
+
+.. math:: \sum_{ab} \frac{n_{ab}}{N} \log \frac{n_{ab} N}{n_{a \cdot} n_{\cdot b}}
+          = \log N + \frac1N \Big( \sum_{ab} f(n_{ab}) - \sum_a f(n_{a \cdot})
+          - \sum_b f(n_{\cdot b}) \Big), \qquad f(n) = n \log n.
+
+Each f is rounded to a multiple of a power of two. Their sums are then exact: a table that is
+brought up to date merge by merge equals one that is computed anew, and the order of summation, or
+whether loops are compiled, changes no bit.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .._checks import check_integers, check_shape, check_size
+from ..ops import brown_merges
+from ..ops.pairs import Pairs
+
+
+class Clusters(NamedTuple):
+    """Clusters of words, and the binary tree in which they were merged to one.
+
+    Attributes:
+        assignment: ``(V,)`` long, the cluster of each word.
+        paths: C strings of 0 and 1, the way from the root of the tree to each cluster. They are
+            sorted, so that neighbours in number are neighbours in the tree.
+        counts: ``(V,)`` long, how often each word occurs in pairs: as the first or as the second of
+            them, whichever is more.
+    """
+
+    assignment: Tensor
+    paths: tuple[str, ...]
+    counts: Tensor
+
+    @property
+    def num_clusters(self) -> int:
+        """C."""
+        return len(self.paths)
+
+
+# Brown's clusters --------------------------------------------------------------------------------
+
+
+def brown(
+    pairs: Pairs, num_clusters: int, num_sweeps: int = 20, progress: bool | None = None
+) -> Clusters:
+    """Cluster words so that the clusters of neighbours say much about each other.
+
+    The words enter by falling count. The first C have clusters of their own; each further one is
+    added, and of all pairs of the C + 1 clusters those two are merged that lose least of the
+    average mutual information among the words so far. Then, in sweeps over all words, each moves
+    to the cluster where the information is largest, until none does; the only word of a cluster
+    stays. Last, the clusters are merged to one in the same way, which makes the tree.
+
+    Clusters rank by their most frequent word, and of equally frequent words that with the smaller
+    number is first. Of several merges that lose the same, that whose first cluster ranks highest is
+    made, and of those the one whose second does; of several moves that gain the same, that to the
+    cluster which ranked highest before the sweeps. In the tree, 0 is the branch of the higher rank.
+    Words that are in no pair go to the cluster whose words occur least.
+
+    A merge takes O(C²) operations at most, for rare words far fewer, and a sweep O(M C).
+
+    Args:
+        pairs: Counts of adjacent words, as :func:`pyrohmm.cooccurrence.count_pairs` makes them.
+        num_clusters: C, at most the number of words that occur in pairs.
+        num_sweeps: The most sweeps over the words. With 0 these are the clusters of Brown et al.
+            (1992); with more the information is larger, and often by several hundredths of a nat.
+        progress: Whether to show a progress bar on stderr; by default if that is a terminal.
+
+    Raises:
+        ValueError: If there are fewer words than clusters.
+
+    References:
+        Class-Based n-gram Models of Natural Language (Brown et al., 1992),
+        https://aclanthology.org/J92-4003
+        Semi-Supervised Learning for Natural Language (Liang, 2005), chapter 4, for the window of
+        C + 1 clusters and its tables.
+        Algorithms for Bigram and Trigram Word Clustering (Martin, Liermann and Ney, 1998), for the
+        sweeps.
+
+    Example:
+        >>> words = Sequences.from_list([[0, 2, 1, 3], [0, 3, 1, 2], [1, 2, 0, 2], [1, 3, 0, 3]])
+        >>> found = clusters.brown(cooccurrence.count_pairs(words, 5), 2)
+        >>> found.assignment, found.paths  # word 4 is in no pair
+        (tensor([0, 0, 1, 1, 0]), ('0', '1'))
+    """
+    check_size("num_clusters", num_clusters)
+    if isinstance(num_sweeps, bool) or not isinstance(num_sweeps, int):
+        raise TypeError(f"num_sweeps must be an int; got {type(num_sweeps).__name__}.")
+    if num_sweeps < 0:
+        raise ValueError(f"num_sweeps must be at least 0; got {num_sweeps}.")
+    first, second, numbers = _columns(pairs)
+    counts = np.zeros((2, pairs.num_symbols), np.int64)
+    np.add.at(counts[0], first, numbers)
+    np.add.at(counts[1], second, numbers)
+    counts = counts.max(0)
+    order = np.argsort(-counts, kind="stable")[: np.count_nonzero(counts)]
+    if num_clusters > len(order):
+        raise ValueError(
+            f"num_clusters must be at most the number of words that occur in pairs, {len(order)}; "
+            f"got {num_clusters}."
+        )
+    rank = np.empty(pairs.num_symbols, np.int64)
+    rank[order] = np.arange(len(order))
+    words = brown_merges.Words(rank[first], rank[second], numbers, len(order))
+    terms = brown_merges.Terms(pairs.total)
+    disable = None if progress is None else not progress
+    labels = brown_merges.merge_words(words, num_clusters, terms, disable)
+    brown_merges.exchange(words, labels, num_clusters, num_sweeps, terms, disable)
+    paths = brown_merges.tree(words, labels, num_clusters, terms)
+    number = {path: n for n, path in enumerate(sorted(paths))}
+    labels = np.array([number[path] for path in paths])[labels]
+    mass = np.bincount(labels, counts[order])
+    assignment = np.full(pairs.num_symbols, mass.argmin())
+    assignment[order] = labels
+    device = pairs.first.device
+    return Clusters(
+        torch.from_numpy(assignment).to(device),
+        tuple(sorted(paths)),
+        torch.from_numpy(counts).to(device),
+    )
+
+
+def average_mutual_information(pairs: Pairs, assignment: Tensor) -> float:
+    """What the cluster of a word says about that of the next, in nats a pair.
+
+    Args:
+        pairs: Counts of adjacent words.
+        assignment: ``(V,)`` integers, at least 0. With ``torch.arange(V)`` the result is that of
+            the words themselves, above which no clusters come.
+
+    Example:
+        >>> pairs = cooccurrence.count_pairs(Sequences.from_list([[0, 1, 2, 3, 0]]), 4)
+        >>> clusters.average_mutual_information(pairs, torch.tensor([0, 1, 0, 1]))  # log 2
+        0.6931471805599453
+    """
+    _check_assignment(assignment)
+    check_shape("assignment", assignment, (pairs.num_symbols,), "(V,)")
+    _, labels = np.unique(assignment.cpu().numpy(), return_inverse=True)
+    first, second, numbers = _columns(pairs)
+    first, second = labels[first], labels[second]
+    size = int(labels.max()) + 1
+    keys, places = np.unique(first * size + second, return_inverse=True)
+    cells = np.bincount(places, numbers)
+    rows, columns = (np.bincount(side, numbers, size) for side in (first, second))
+    ratios = cells * pairs.total / (rows[keys // size] * columns[keys % size])
+    return float((cells * np.log(ratios)).sum() / pairs.total)
+
+
+# Other assignments, and states for them -----------------------------------------------------------
+
+
+def uniform(
+    num_symbols: int, num_clusters: int, generator: torch.Generator | None = None
+) -> Tensor:
+    """Put each word into a cluster drawn uniformly, ``(V,)`` long.
+
+    Should some of the clusters be empty then, as many words of others are drawn and put into them.
+
+    Args:
+        num_symbols: V.
+        num_clusters: C, at most V.
+        generator: Source of randomness on the CPU; torch's global one by default.
+
+    Raises:
+        ValueError: If there are fewer words than clusters.
+
+    Example:
+        >>> clusters.uniform(8, 3, torch.Generator().manual_seed(0))
+        tensor([2, 0, 2, 0, 1, 0, 1, 1])
+    """
+    check_size("num_symbols", num_symbols)
+    check_size("num_clusters", num_clusters)
+    if num_clusters > num_symbols:
+        raise ValueError(
+            f"num_clusters must be at most the number of symbols, {num_symbols}; got "
+            f"{num_clusters}."
+        )
+    drawn = torch.randint(num_clusters, (num_symbols,), generator=generator)
+    order = torch.randperm(num_symbols, generator=generator)
+    found, kept = np.unique(drawn[order].numpy(), return_index=True)  # a word that each one keeps
+    spare = np.delete(order.numpy(), kept)
+    empty = np.setdiff1d(np.arange(num_clusters), found)
+    drawn[torch.from_numpy(spare[: len(empty)])] = torch.from_numpy(empty)
+    return drawn
+
+
+def with_own(assignment: Tensor, words: Tensor | Sequence[int]) -> Tensor:
+    """Take words out of their clusters and give them one of their own, the last.
+
+    Clusters that are empty then are dropped, and the others keep their order.
+
+    Args:
+        assignment: ``(V,)`` integers, the cluster of each word.
+        words: ``(n,)`` integers from 0 to V - 1, at least one, such as that of ``<eos>``.
+
+    Returns:
+        ``(V,)`` long.
+
+    Example:
+        >>> clusters.with_own(torch.tensor([0, 0, 1, 2, 2]), [0, 2])
+        tensor([2, 0, 2, 1, 1])
+    """
+    _check_assignment(assignment)
+    words = torch.as_tensor(words, device=assignment.device)
+    if words.dim() != 1 or len(words) == 0:
+        raise ValueError(
+            f"words must have shape (n,), with at least one word; got shape {tuple(words.shape)}."
+        )
+    check_integers("words", words)
+    low, high = (int(end) for end in torch.aminmax(words))
+    if low < 0 or high >= len(assignment):
+        raise ValueError(
+            f"words must lie between 0 and V - 1 = {len(assignment) - 1}; got values from {low} to "
+            f"{high}."
+        )
+    changed = assignment.long().clone()
+    changed[words.long()] = changed.max() + 1
+    return changed.unique(return_inverse=True)[1]
+
+
+def allocate(
+    num_states: int, assignment: Tensor, counts: Tensor | None = None, power: float = 1.0
+) -> Tensor:
+    """Divide states among clusters, equally or by how often their words occur.
+
+    What is not whole goes by the largest remainders, to the first clusters where they are equal.
+    Clusters whose share is below one get one state, and the others divide the rest.
+
+    Args:
+        num_states: K, at least C.
+        assignment: ``(V,)`` integers, the cluster of each word.
+        counts: ``(V,)`` integers, at least 0, how often each word occurs; by default the clusters
+            get equally many.
+        power: From 0 to 1. A cluster's share is the sum of its counts to this power: in proportion
+            by default; 0.5, the root, leaves more to rare clusters.
+
+    Returns:
+        ``(C,)`` long, at least 1 each, K in sum.
+
+    Raises:
+        ValueError: If there are fewer states than clusters, a cluster has no word, no word occurs,
+            or the power is out of range.
+
+    Example:
+        >>> assignment = torch.tensor([0, 1, 1, 2])
+        >>> clusters.allocate(10, assignment)
+        tensor([4, 3, 3])
+        >>> counts = torch.tensor([70, 20, 9, 1])
+        >>> clusters.allocate(10, assignment, counts)
+        tensor([6, 3, 1])
+        >>> clusters.allocate(10, assignment, counts, power=0.5)
+        tensor([5, 4, 1])
+    """
+    check_size("num_states", num_states)
+    _check_assignment(assignment)
+    sizes = torch.bincount(assignment.long()).cpu().numpy()
+    if not sizes.all():
+        raise ValueError(
+            f"assignment must have a word in every cluster; cluster {sizes.argmin()} of "
+            f"{len(sizes)} has none. Call assignment.unique(return_inverse=True)[1] to drop such."
+        )
+    if num_states < len(sizes):
+        raise ValueError(
+            f"num_states must be at least the number of clusters, {len(sizes)}; got {num_states}."
+        )
+    if not 0 <= power <= 1:
+        raise ValueError(f"power must be from 0, equal shares, to 1, in proportion; got {power}.")
+    mass: np.ndarray = np.ones(len(sizes))
+    if counts is not None:
+        check_integers("counts", counts)
+        check_shape("counts", counts, tuple(assignment.shape), "(V,)")
+        if int(counts.min()) < 0 or int(counts.max()) == 0:
+            raise ValueError(
+                "counts must be at least 0, and not all of them 0; got values from "
+                f"{int(counts.min())} to {int(counts.max())}."
+            )
+        mass = np.bincount(assignment.cpu().numpy(), counts.cpu().numpy()) ** power
+    out = np.ones(len(sizes), np.int64)
+    large, left = np.arange(len(sizes)), num_states
+    while True:
+        share = mass[large] * left  # in units of one over the sum of their masses
+        total = mass[large].sum()
+        if (share >= total).all():
+            break
+        large, left = large[share >= total], left - int((share < total).sum())
+    whole, remainder = np.divmod(share, total)
+    out[large] = whole
+    most = np.argsort(-remainder, kind="stable")[: left - int(out[large].sum())]
+    out[large[most]] += 1
+    return torch.from_numpy(out).to(assignment.device)
+
+
+def _check_assignment(assignment: Tensor) -> None:
+    check_integers("assignment", assignment)
+    if assignment.dim() != 1 or len(assignment) == 0 or int(assignment.min()) < 0:
+        raise ValueError(
+            "assignment must be (V,) numbers of clusters from 0, of at least one word; got shape "
+            f"{tuple(assignment.shape)}"
+            + (f", least value {int(assignment.min())}." if assignment.numel() else ".")
+        )
+
+
+# Files -------------------------------------------------------------------------------------------
+
+
+def write_paths(
+    path: str | os.PathLike[str], clusters: Clusters, vocabulary: Sequence[str]
+) -> None:
+    """Write a line for each word: the path of its cluster, the word, and its count, by tabs.
+
+    This is the form of Liang's ``wcluster`` and of what reads its output. Lines are sorted by path,
+    then by falling count.
+
+    Args:
+        path: The file, which is replaced.
+        clusters: What to write.
+        vocabulary: The V words, such as a :class:`pyrohmm.readers.Vocabulary`.
+
+    Raises:
+        ValueError: If there are not V words, or one of them has a tab or the end of a line in it.
+    """
+    if len(vocabulary) != len(clusters.assignment):
+        raise ValueError(
+            f"vocabulary must have V = {len(clusters.assignment)} words, as the clusters have; got "
+            f"{len(vocabulary)}."
+        )
+    for word in vocabulary:
+        if any(mark in word for mark in "\t\n\r"):
+            raise ValueError(
+                f"vocabulary must not have tabs or ends of lines in its words; got {word!r}."
+            )
+    assignment, counts = (part.cpu().numpy() for part in (clusters.assignment, clusters.counts))
+    lines = [
+        f"{clusters.paths[assignment[word]]}\t{vocabulary[word]}\t{counts[word]}\n"
+        for word in np.lexsort((-counts, assignment))
+    ]
+    Path(path).write_bytes("".join(lines).encode())
+
+
+def read_paths(
+    path: str | os.PathLike[str], vocabulary: Sequence[str], unlisted: int | None = None
+) -> Clusters:
+    """Read clusters as :func:`write_paths` or Liang's ``wcluster`` writes them.
+
+    Words that are not in the vocabulary are passed over, and so are clusters of which no word is.
+
+    Args:
+        path: The file.
+        vocabulary: The V words to be clustered, such as a :class:`pyrohmm.readers.Vocabulary`.
+        unlisted: Which cluster takes words that the file does not list: its place among the sorted
+            paths, from the end if negative. (They may be given another by :func:`with_own`.)
+
+    Raises:
+        ValueError: If a line is malformed, a word is listed twice, a path leads on from another, no
+            word is in the vocabulary, or some are not listed and ``unlisted`` does not say where
+            they go; or if the vocabulary has a word twice.
+
+    Example:
+        >>> path = getfixture("tmp_path") / "paths"
+        >>> _ = path.write_text("0" + chr(9) + "the" + chr(9) + "7" + chr(10)
+        ...                     + "10" + chr(9) + "cat" + chr(9) + "2" + chr(10))
+        >>> clusters.read_paths(path, ["the", "cat", "<eos>"], unlisted=-1)
+        Clusters(assignment=tensor([0, 1, 1]), paths=('0', '10'), counts=tensor([7, 2, 0]))
+    """
+    codes = {word: code for code, word in enumerate(vocabulary)}
+    if len(codes) < len(vocabulary):
+        raise ValueError("vocabulary must hold distinct words; one of them occurs twice.")
+    listed: dict[str, tuple[str, int]] = {}
+    try:
+        lines = Path(path).read_bytes().decode().split("\n")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} must be UTF-8; {error}.") from None
+    for number, line in enumerate(lines if lines[-1] else lines[:-1], 1):
+        bits, *fields = line.rstrip("\r").split("\t")
+        if len(fields) != 2 or bits.strip("01") or not re.fullmatch("[0-9]+", fields[1]):
+            raise ValueError(
+                f"{path}, line {number}: wanted a path of 0 and 1, a word and its count, with tabs "
+                f"between; got {line[:60]!r}."
+            )
+        if fields[0] in listed:
+            raise ValueError(f"{path}, line {number}: the word {fields[0]!r} is listed twice.")
+        listed[fields[0]] = bits, int(fields[1])
+    paths = sorted({bits for bits, _ in listed.values()})
+    for short, long in itertools.pairwise(paths):
+        if long.startswith(short):
+            raise ValueError(f"{path}: the path {long} leads on from {short}, which is a cluster.")
+    number_of = {bits: number for number, bits in enumerate(paths)}
+    missing = [word for word in vocabulary if word not in listed]
+    if len(missing) == len(vocabulary):
+        raise ValueError(f"{path} lists none of the {len(vocabulary)} words of the vocabulary.")
+    if unlisted is not None and not -len(paths) <= unlisted < len(paths):
+        raise ValueError(
+            f"unlisted must be the place of one of the {len(paths)} clusters of {path}; got "
+            f"{unlisted}."
+        )
+    if missing and unlisted is None:
+        raise ValueError(
+            f"{path} does not list {len(missing)} of the {len(vocabulary)} words of the "
+            f"vocabulary, such as {missing[0]!r}. Say which cluster takes them by unlisted."
+        )
+    other = range(len(paths))[unlisted or 0]
+    assignment = torch.full((len(codes),), other)
+    counts = torch.zeros(len(codes), dtype=torch.long)
+    for word, code in codes.items():
+        if word in listed:
+            bits, count = listed[word]
+            assignment[code], counts[code] = number_of[bits], count
+    used, assignment = assignment.unique(return_inverse=True)
+    return Clusters(assignment, tuple(paths[number] for number in used), counts)
+
+
+def _columns(pairs: Pairs) -> tuple[np.ndarray, ...]:
+    return tuple(part.cpu().numpy() for part in (pairs.first, pairs.second, pairs.counts))

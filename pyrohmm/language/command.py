@@ -1,0 +1,297 @@
+"""The command ``python -m pyrohmm.train_lm``: train a language model on text files, and use it.
+
+::
+
+    python -m pyrohmm.train_lm train.txt --valid valid.txt --save model --score test.txt
+    python -m pyrohmm.train_lm --load model --score test.txt --generate 5
+
+Files have one sentence a line, its words separated by white space; they may be gzipped. Each
+sentence ends in ``<eos>``, which is predicted and counted. In several processes it is the same
+command after ``torchrun --nproc-per-node 2 -m``. What it does is :mod:`pyrohmm.language`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import pyro
+import torch
+from torch import distributed
+from tqdm import tqdm
+
+from ..analysis.metrics import Perplexity
+from ..data.process_group import Processes
+from ..data.readers import read_lines
+from ..infer.validation import Validation
+from ..io.checkpoints import Checkpoint
+from ..io.persistence import check_directory
+from .model import END, UNKNOWN, LanguageModel, count_words, encode
+
+OF_TRAINING = ["save", "valid", "checkpoint", "states", "clusters", "mass-power", "dim", "dropout",
+               "one-level", "min-count", "max-words", "epochs", "tokens", "rate", "decay", "clip",
+               "patience", "hold-out"]  # fmt: skip
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command.
+
+    Args:
+        arguments: Of the command line; those of this process by default.
+
+    Raises:
+        SystemExit: With what is wrong, if something is.
+    """
+    parser = _parser()
+    given = parser.parse_args(arguments)
+    if bool(given.train) == bool(given.load):
+        parser.error("give either text files to train on or --load DIR")
+    if given.train and not given.save:
+        parser.error("training needs --save DIR, where the model goes")
+    if given.load:
+        for option in OF_TRAINING:
+            name = option.replace("-", "_")
+            if getattr(given, name) != parser.get_default(name):
+                parser.error(f"--{option} belongs to training, without --load")
+    if given.load and not (given.score or given.generate):
+        parser.error("with --load give --score FILE, --generate N or both")
+    if given.per_line and not given.score:
+        parser.error("--per-line tells more of --score FILE, which is not given")
+    if given.train and given.states < given.clusters:
+        parser.error(f"--states must be at least --clusters = {given.clusters}; got {given.states}")
+    try:
+        with _processes(given.device):
+            run(given)
+    except (OSError, ValueError, FloatingPointError) as error:
+        sys.exit(f"{parser.prog}: {error}")
+
+
+def run(given: argparse.Namespace) -> None:
+    """Train or load, then score and generate, as the options say."""
+    texts = {name: _read(name) for name in given.score}
+    model = train(given) if given.train else LanguageModel.load(given.load)
+    model.module.to(given.device)
+    if not Processes.all().is_first:
+        return
+    if given.load:
+        print(model)
+    for name, lines in texts.items():
+        data = model.encode(lines)
+        scores = model.score(data)
+        if given.per_line:
+            for line, score, length in zip(lines, scores.tolist(), data.lengths.tolist()):
+                print(f"{score:.6f}\t{length}\t{line}")
+        found = Perplexity.of(scores.sum().item(), data.num_observed)
+        print(f"{name}: {found}, {END} included; {model.num_unknown(lines):,} unknown words")
+    if given.generate:
+        generator = torch.Generator().manual_seed(given.seed)
+        for sentence in model.generate(given.generate, generator, given.longest):
+            print(sentence)
+
+
+def train(given: argparse.Namespace) -> LanguageModel:
+    """Train a model on the files and save it."""
+    check_directory(given.save)
+    if given.checkpoint:
+        Checkpoint(given.checkpoint, {})  # raises if no file can be there
+    begun = time.perf_counter()
+    lines = [line for name in given.train for line in _read(name)]
+    if given.valid:
+        held = [line for name in given.valid for line in _read(name)]
+    else:
+        lines, held = hold_out(lines, given.hold_out)
+    if not any(line.split() for line in lines):
+        raise ValueError(f"the text to train on must have words in it; its {len(lines):,} lines, "
+                         "without those held out, are all blank.")  # fmt: skip
+    vocabulary = count_words(lines, given.min_count, given.max_words)
+    data, validation = encode(lines, vocabulary), encode(held, vocabulary)
+    pyro.set_rng_seed(given.seed)
+    model = LanguageModel.from_data(
+        vocabulary, data, given.states, given.clusters, given.dim,
+        mass_power=given.mass_power, two_level=not given.one_level, dropout=given.dropout,
+    )  # fmt: skip
+    model.module.to(given.device)
+
+    processes = Processes.all()
+    if processes.is_first:
+        count = sum(each.numel() for each in model.module.parameters())
+        print(f"training on {len(data):,} sentences, {data.num_observed:,} tokens with {END}")
+        print(f"held out    {len(validation):,} sentences, {validation.num_observed:,} tokens, "
+              f"{model.num_unknown(held):,} unknown words")  # fmt: skip
+        print(f"{model}, {count:,} parameters, processes: {processes.size}")
+        if model.blocks.num_blocks < given.clusters:
+            print(f"note: {model.blocks.num_blocks} clusters, not {given.clusters}: few words")
+        if not bool((data.values == vocabulary.index(UNKNOWN))[data.exists].any()):
+            print(f"note: no word was left out, so that {UNKNOWN} does not occur, and unknown "
+                  "words will be very improbable; see --min-count")  # fmt: skip
+        print(f"ready after {time.perf_counter() - begun:.1f} s", flush=True)
+
+    def tell(found: Validation) -> None:
+        value, seconds = math.exp(min(found.nats, 700.0)), time.perf_counter() - begun
+        tqdm.write(f"step {found.step:,}: held-out perplexity {value:.2f}, {seconds:.0f} s")
+        sys.stdout.flush()  # for those who follow a file
+
+    fit = model.fit(
+        data,
+        validation,
+        num_epochs=given.epochs,
+        batch_tokens=given.tokens,
+        learning_rate=given.rate,
+        weight_decay=given.decay,
+        clip_norm=given.clip,
+        patience=given.patience,
+        generator=torch.Generator().manual_seed(given.seed),
+        checkpoint=given.checkpoint,
+        report=tell,
+    )
+    if processes.is_first:
+        model.save(given.save)
+        print(f"ended after {len(fit.losses):,} steps: {fit.reason}; saved to {given.save}")
+        print(f"held out: {model.perplexity(validation)}, {END} included")
+    return model
+
+
+def hold_out(lines: list[str], share: float) -> tuple[list[str], list[str]]:
+    """Lines to train on, and those held out: every so many-th, at least one of each.
+
+    Args:
+        lines: All of them.
+        share: About which share to hold out, between 0 and 1.
+
+    Raises:
+        ValueError: If there are fewer than two lines, or ``share`` is out of range.
+
+    Example:
+        >>> hold_out(["a", "b", "c", "d", "e"], 0.4)
+        (['a', 'c', 'e'], ['b', 'd'])
+    """
+    if not 0 < share < 1:
+        raise ValueError(f"share must be between 0 and 1, such as 0.05; got {share}.")
+    if len(lines) < 2:
+        raise ValueError("one sentence cannot be divided into those to train on and those held "
+                         "out; give --valid FILE, or more text.")  # fmt: skip
+    count = min(max(1, round(share * len(lines))), len(lines) - 1)
+    held = {(2 * n + 1) * len(lines) // (2 * count) for n in range(count)}
+    return (
+        [line for number, line in enumerate(lines) if number not in held],
+        [lines[number] for number in sorted(held)],
+    )
+
+
+def _read(name: str) -> list[str]:
+    """Lines of a file, in none of which the mark is written that is added to each."""
+    lines = read_lines(name)
+    for number, line in enumerate(lines, 1):
+        if END in line.split():
+            raise ValueError(
+                f"{name}, line {number}: lines must not have {END} in them, which is added at the "
+                "end of each. Take it out."
+            )
+    return lines
+
+
+@contextmanager
+def _processes(device: torch.device) -> Iterator[None]:
+    """Processes that ``torchrun`` has started know each other meanwhile."""
+    if not {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys():
+        yield
+        return
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    distributed.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    try:
+        yield
+    finally:
+        distributed.destroy_process_group()
+
+
+def _device(text: str) -> torch.device:
+    """Where to compute, from an option: of several GPUs, each process has one."""
+    if text not in ("cpu", "cuda"):
+        raise argparse.ArgumentTypeError(f"must be cpu or cuda; got {text!r}")
+    if text == "cpu":
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise argparse.ArgumentTypeError("torch finds no GPU here")
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+
+
+def _number(
+    kind: type[int] | type[float], wanted: str, holds: Callable[[float], bool]
+) -> Callable[[str], float]:
+    """What reads a number from an option, and says which are ``wanted`` where it does not hold."""
+
+    def read(text: str) -> float:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = math.nan
+        if not holds(value):
+            raise argparse.ArgumentTypeError(f"must be {wanted}; got {text!r}")
+        return value
+
+    return read
+
+
+def _at_least(least: int) -> Callable[[str], float]:
+    return _number(int, f"a whole number of at least {least}", lambda value: value >= least)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        "python -m pyrohmm.train_lm",
+        description="Train a hidden Markov language model on text files, score text, or write "
+        f"some. Files have one sentence a line, words separated by blanks; {END} is added to "
+        "each, predicted and counted.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    count, positive = _at_least(1), _number(float, "above 0", lambda value: 0 < value < math.inf)
+    parser.add_argument("train", nargs="*", metavar="TRAIN", help="text files to train on")
+    add = parser.add_argument_group("what to do").add_argument
+    add("--save", metavar="DIR", help="where the trained model goes")
+    add("--load", metavar="DIR", help="a model that was saved, in place of training")
+    add("--valid", nargs="+", metavar="FILE", default=[],
+        help="held-out text; without it some lines of the training text are held out")  # fmt: skip
+    add("--score", nargs="+", metavar="FILE", default=[], help="text whose perplexity is wanted")
+    add("--per-line", action="store_true",
+        help="with --score, also log-probability (nats), tokens and text of each line")  # fmt: skip
+    add("--generate", type=count, metavar="N", help="write N sentences")
+    add("--longest", type=count, default=100, help="words after which those are cut off")
+    add("--checkpoint", metavar="FILE", help="a file from which the same command goes on")
+    add = parser.add_argument_group("the model").add_argument
+    add("--states", type=count, default=4096)
+    add("--clusters", type=_at_least(2), default=128, help=f"of words, that of {END} included")
+    add("--mass-power", default=0.0, help="0: equally many states for each cluster; up to 1: in "
+        "proportion to how often its words occur; 0.5 may predict better, and takes longer",
+        type=_number(float, "from 0 to 1", lambda value: 0 <= value <= 1))  # fmt: skip
+    add("--dim", type=count, default=256, help="of embeddings")
+    add("--dropout", default=0.5, help="share of states left out at each step; 0 takes "
+        "longer, and predicts better where a large text is read few times",
+        type=_number(float, "at least 0 and below 1", lambda value: 0 <= value < 1))  # fmt: skip
+    add("--one-level", action="store_true", help="moves need a sum over all states: slower")
+    add("--min-count", type=count, default=1, help=f"rarer words become {UNKNOWN}")
+    add("--max-words", type=_at_least(3), help="largest vocabulary; the rarest words give way")
+    add = parser.add_argument_group("training").add_argument
+    add("--epochs", type=count, default=10)
+    add("--tokens", type=count, default=2048, help="largest number in a minibatch")
+    add("--rate", type=positive, default=0.004, help="largest learning rate of AdamW")
+    add("--decay", default=0.0, help="weight decay of AdamW",
+        type=_number(float, "at least 0", lambda value: value >= 0))  # fmt: skip
+    add("--clip", type=positive, default=1.0, help="largest norm of the gradient, per token")
+    add("--patience", type=count, help="end after so many epochs that were no better")
+    add("--hold-out", default=0.05, help="share of lines, where --valid is not given",
+        type=_number(float, "between 0 and 1", lambda value: 0 < value < 1))  # fmt: skip
+    add("--seed", default=0,
+        type=_number(int, "a whole number from 0 to 2^32 - 1", lambda value: 0 <= value < 1 << 32),
+        )  # fmt: skip
+    add("--device", type=_device, default="cuda" if torch.cuda.is_available() else "cpu")
+    return parser
+
+
+if __name__ == "__main__":
+    main()

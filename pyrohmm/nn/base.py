@@ -1,0 +1,170 @@
+"""``HMMModule``: what calling a module means."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pyro
+import torch
+from pyro import poutine
+from pyro.nn import PyroModule
+from torch import Tensor
+
+from .._checks import check_tensor
+from ..distributions.hmm import HMM
+
+
+class OwnParameters(PyroModule):
+    """A ``PyroModule`` that keeps its parameters to itself; ``state_dict()`` saves them.
+
+    Pyro names the parameters of a module after its attributes, keeps them in a global store, and
+    where it meets a name again it replaces the parameter of the module by that in the store: of
+    two models with an attribute ``module``, the second would silently become the first. Here they
+    leave the store when the call ends. Effect handlers see them as usual.
+
+    A module that has run may still become a part of another one.
+    """
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run ``forward``."""
+        store = pyro.get_param_store()
+        known = {} if self._pyro_context.active else dict(store.named_parameters())
+        try:
+            return super().__call__(*args, **kwargs)
+        finally:
+            if not self._pyro_context.active:
+                own = {id(each) for each in self.parameters()}
+                for name, each in list(store.named_parameters()):
+                    if id(each) in own and name not in known:
+                        del store[name]
+                for name, each in known.items():  # given a name by pyro.module, say
+                    if id(each) in own:
+                        store._param_to_name[each] = name
+                self._pyro_context.used = False
+
+
+class HMMModule(OwnParameters):
+    """A ``PyroModule`` whose call returns an :class:`HMM` for sequences of given lengths.
+
+    Subclasses define ``forward(lengths, observed=None)``, or, if the model depends on covariates
+    that the data carry, ``forward(lengths, observed, covariates)``. Their parameters may be
+    ``torch.nn.Parameter`` or ``PyroParam`` (points), or ``PyroSample`` (random variables, drawn
+    from the prior or from a guide each time the module is called). Whoever calls the module need
+    not know which.
+
+    Example:
+        >>> class Coin(HMMModule):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.logits = torch.nn.Parameter(torch.zeros(2, 2))
+        ...
+        ...     def forward(self, lengths, observed=None):
+        ...         even = torch.full((2, 2), 0.5).log()
+        ...         return HMM(even[0], even, Categorical(logits=self.logits), lengths, observed)
+        >>> Coin()(torch.tensor([2])).log_prob(torch.tensor([[0, 1]])).exp()
+        tensor([0.2500], grad_fn=<ExpBackward0>)
+
+        Counts whose rate follows a covariate of each step, with a slope of its own in each state:
+
+        >>> class Seasonal(HMMModule):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.level = torch.nn.Parameter(torch.tensor([0.0, 2.0]))
+        ...         self.slope = torch.nn.Parameter(torch.zeros(2))
+        ...
+        ...     def forward(self, lengths, observed=None, covariates=None):
+        ...         even = torch.full((2, 2), 0.5).log()
+        ...         rate = (self.level + self.slope * covariates).exp()  # (*B, T, 1) to (*B, T, K)
+        ...         counts = Poisson(rate)
+        ...         return HMM(even[0], even, counts, lengths, observed, emission_per_step=True)
+        >>> season = torch.arange(40.0).sin().unsqueeze(-1)
+        >>> data = Sequences.from_list([Poisson((1 + season[:, 0]).exp()).sample()],
+        ...                            covariates=[season])
+        >>> fit = fit_em(Seasonal(), data)
+        >>> bool((fit.model.module.slope > 0.5).any())
+        True
+    """
+
+    def forward(self, lengths: Tensor, observed: Tensor | None = None) -> HMM:
+        """Build the HMM.
+
+        Args:
+            lengths: ``(*B)`` integers, the number of steps of each sequence.
+            observed: ``(*B, T)`` booleans, True where a step is observed; all by default.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must define forward(lengths, observed).")
+
+
+@contextmanager
+def in_mode(training: bool, *parts: Any) -> Iterator[None]:
+    """Modules are in ``train()`` or in ``eval()`` mode meanwhile; each has its own mode again then.
+
+    Args:
+        training: Which mode.
+        *parts: Modules; anything else has no mode.
+
+    Example:
+        >>> part = torch.nn.Dropout()
+        >>> with in_mode(False, part):
+        ...     part.training
+        False
+        >>> part.training
+        True
+    """
+    modules = [part for part in map(inspect.unwrap, parts) if isinstance(part, torch.nn.Module)]
+    before = [(each, each.training) for part in modules for each in part.modules()]
+    try:
+        for part in modules:
+            part.train(training)
+        yield
+    finally:
+        for each, mode in before:
+            each.training = mode
+
+
+def freeze(module: PyroModule, name: str, value: Tensor | None = None) -> None:
+    """Replace a parameter by a constant, which no fit changes; ``state_dict()`` saves it.
+
+    Args:
+        module: What holds the parameter.
+        name: Of the parameter, with dots for parts of the module: ``"emission.loc"``.
+        value: The constant; what the parameter is now by default, if it has no prior.
+
+    Raises:
+        TypeError: If ``value`` is not a tensor.
+        ValueError: If there is no such parameter, or a ``value`` is needed, or of another shape.
+
+    Example:
+        >>> module = TabularHMM(2, categorical(3))
+        >>> freeze(module, "transition", torch.eye(2))
+        >>> sorted(poutine.trace(module).get_trace(torch.tensor([1])).stochastic_nodes)
+        ['emission.probs', 'initial']
+    """
+    *path, last = name.split(".")
+    part: Any = module
+    for each in path:
+        part = getattr(part, each, None)
+    priors, points = getattr(part, "_pyro_samples", {}), getattr(part, "_pyro_params", {})
+    hidden = {f"{each}_unconstrained" for each in points}
+    plain = set(getattr(part, "_parameters", ())) - hidden
+    if last not in priors and last not in points and last not in plain:
+        known = sorted({*priors, *points, *plain})
+        raise ValueError(
+            f"name must be that of a parameter; {type(module).__name__} has no {name!r}. "
+            f"{'.'.join(path) or 'It'} has {', '.join(known) or 'none'}."
+        )
+    if value is None and last in priors:
+        raise ValueError(f"value must be given for {name!r}, which has a prior and no value.")
+    with torch.no_grad(), torch.random.fork_rng(devices=[]), poutine.block():
+        now = getattr(part, last)  # of a prior a draw, for its shape
+    value = now if value is None else value
+    check_tensor("value", value)
+    if value.shape != now.shape:
+        raise ValueError(
+            f"value must have the shape of {name!r}, {tuple(now.shape)}; got {tuple(value.shape)}."
+        )
+    delattr(part, last)
+    part.register_buffer(last, value.detach().clone())

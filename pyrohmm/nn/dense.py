@@ -1,0 +1,322 @@
+r"""``DenseHMM``: every probability is that of a kernel between two embeddings.
+
+A kernel compares each of n vectors with each of m: called with ``rows`` ``(*B, n, D)`` and
+``columns`` ``(*B, m, D)``, it returns the logarithms ``(*B, n, m)`` of positive numbers, which are
+then divided by the sums of their rows. :func:`exponential`, with which that is the softmax of
+inner products, is the paper's and the default; a function of one's own will do.
+
+References:
+    DenseHMM: Learning Hidden Markov Models by Learning Dense Representations
+    (Sicking, Pintz, Akila and Wirtz, 2020), https://arxiv.org/abs/2012.09783
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from pyro.distributions import Categorical, Normal
+from pyro.distributions.torch_distribution import TorchDistribution
+from pyro.nn import PyroSample
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from .._checks import check_size
+from ..distributions.hmm import HMM
+from ..ops import stationary as stationary_ops
+from ..ops.log_space import log
+from .base import HMMModule
+from .family import EmissionFamily, made
+
+Kernel = Callable[[Tensor, Tensor], Tensor]
+
+
+# Kernels -----------------------------------------------------------------------------------------
+
+
+def exponential(rows: Tensor, columns: Tensor) -> Tensor:
+    r"""Logarithm of :math:`\exp(u \cdot v)`."""
+    return rows @ columns.mT
+
+
+def sigmoid(rows: Tensor, columns: Tensor) -> Tensor:
+    r"""Logarithm of :math:`1 / (1 + \exp(-u \cdot v))`."""
+    return logsigmoid(rows @ columns.mT)
+
+
+def relu(rows: Tensor, columns: Tensor, floor: float = 1e-6) -> Tensor:
+    r"""Logarithm of :math:`\max(u \cdot v, 0)` plus a floor, without which a row may have no sum.
+
+    Where the inner product is negative the gradient is zero.
+    """
+    return ((rows @ columns.mT).relu() + floor).log()
+
+
+def absolute(rows: Tensor, columns: Tensor) -> Tensor:
+    r"""Logarithm of :math:`|u \cdot v|`: the paper's ``normAbsLin``, an ordinary factorisation."""
+    return _logarithm((rows @ columns.mT).abs())
+
+
+def rbf(width: float = 1.0) -> Kernel:
+    r"""The kernel :math:`\exp(-\lVert u - v \rVert^2 / 2 w^2)` of width w.
+
+    Example:
+        >>> rbf(2.0)(torch.zeros(1, 2), torch.ones(1, 2))
+        tensor([[-0.2500]])
+    """
+    if not 0 < width < math.inf:
+        raise ValueError(f"width must be positive and finite; got {width}.")
+    return partial(_rbf, width=width)
+
+
+def _rbf(rows: Tensor, columns: Tensor, width: float) -> Tensor:
+    squares = rows.square().sum(-1, keepdim=True) + columns.square().sum(-1).unsqueeze(-2)
+    return (rows @ columns.mT - squares / 2) / width**2
+
+
+def of_products(function: Callable[[Tensor], Tensor]) -> Kernel:
+    """The kernel ``function(u · v)``, for a function of tensors whose values are not negative.
+
+    Example:
+        >>> square = of_products(torch.square)
+        >>> log_rows(square, torch.tensor([[1.0]]), torch.tensor([[1.0], [2.0]])).exp()
+        tensor([[0.2000, 0.8000]])
+    """
+    if not callable(function):
+        raise TypeError(f"function must be callable; got {type(function).__name__}.")
+    return partial(_of_products, function=function)
+
+
+def _of_products(rows: Tensor, columns: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
+    return _logarithm(function(rows @ columns.mT))
+
+
+def _logarithm(values: Tensor) -> Tensor:
+    """Of numbers that may be zero, and then count as the least there are: a row has a sum."""
+    return (values + torch.finfo(values.dtype).tiny).log()
+
+
+def log_rows(kernel: Kernel, rows: Tensor, columns: Tensor) -> Tensor:
+    r"""Log-probabilities ``(*B, n, m)``: the kernel, divided by the sum of each row.
+
+    .. math:: p_{ij} = \frac{k(u_i, v_j)}{\sum_{j'} k(u_i, v_{j'})}
+
+    Args:
+        kernel: Such as :func:`exponential`.
+        rows: ``(*B, n, D)``, one vector for each row.
+        columns: ``(*B, m, D)``, one vector for each column.
+
+    Example:
+        >>> log_rows(exponential, torch.tensor([[0.0], [1.0]]), torch.tensor([[0.0], [1.0]])).exp()
+        tensor([[0.5000, 0.5000],
+                [0.2689, 0.7311]])
+    """
+    return kernel(rows, columns).log_softmax(-1)
+
+
+# The module --------------------------------------------------------------------------------------
+
+
+class DenseHMM(HMMModule):
+    r"""HMM of embeddings: of states as left, entered and emitting, and of symbols (eq. 2).
+
+    .. math:: A_{ij} = \frac{k(z_i, u_j)}{\sum_{j'} k(z_i, u_{j'})}, \quad
+              B_{iv} = \frac{k(w_i, v_v)}{\sum_{v'} k(w_i, v_{v'})}, \quad
+              \pi_i = \frac{k(z_0, u_i)}{\sum_{i'} k(z_0, u_{i'})}
+
+    With the exponential kernel the logits of A have rank D at most, and A itself full rank in
+    general. No probability is exactly zero. Only inner products matter: the posterior does not
+    change when ``leave``, ``enter`` and ``start`` are rotated together, nor when ``emit`` and
+    ``symbol`` are.
+
+    Sites: ``leave`` z ``(K, D)``, ``enter`` u ``(K, D)``, ``start`` ``(D,)``, ``emit`` w
+    ``(K, D')`` and ``symbol`` v ``(V, D')``, or those of ``emission``.
+
+    Args:
+        num_states: K.
+        num_symbols: V; None if there is an ``emission``.
+        dim: D, of the embeddings of states that make A and the law of the first state.
+        symbol_dim: D', of those that make B; D by default.
+        kernel: Of A and of the first state; see the head of this module.
+        symbol_kernel: Of B; ``kernel`` by default.
+        scale: Standard deviation of the normal priors of all embeddings; by default
+            :math:`D^{-1/4}`, with which inner products have a standard deviation of one in any
+            number of dimensions. Fits that begin in draws of wider priors begin at probabilities
+            close to zero and one, and take long to leave them. The paper's starts have one.
+        flat: Whether priors are flat, so that the most probable parameters are those of maximum
+            likelihood; ``scale`` is then that of the starts alone. For points only: the posterior
+            is improper, because ``emit`` may grow as ``symbol`` shrinks.
+        share: Whether a state has one embedding, ``leave``, which stands for ``enter`` and ``emit``
+            too (section 6, learning Z and V only). With the kernels of this module A is then a
+            symmetric matrix with its rows normalised: the chain is reversible. Any embedding may be
+            held constant besides: see :func:`pyrohmm.freeze`.
+        stationary: Whether sequences begin in the stationary law of A, so that there is no
+            ``start`` (section 3.2). Data that never leave a state may drive A to where that law is
+            no longer unique.
+        emission: An emission family, such as ``normal(2)``, instead of symbols.
+
+    Raises:
+        TypeError: If a kernel or ``emission`` is not callable.
+        ValueError: If a size is less than one; ``scale`` is not positive; both or neither of
+            ``num_symbols`` and ``emission`` are given; or ``share`` is given with two dimensions.
+
+    Example:
+        >>> _ = pyro.set_rng_seed(0)
+        >>> module = DenseHMM(num_states=4, num_symbols=10, dim=2)
+        >>> hmm = module(torch.tensor([3, 1]))  # one draw from the prior
+        >>> hmm.log_transition.shape, hmm.emission.probs.shape
+        (torch.Size([4, 4]), torch.Size([4, 10]))
+        >>> logits = hmm.log_transition - hmm.log_transition.mean(-1, keepdim=True)
+        >>> torch.linalg.matrix_rank(logits, rtol=1e-5), torch.linalg.matrix_rank(logits.exp())
+        (tensor(2), tensor(4))
+    """
+
+    def __init__(
+        self,
+        num_states: int,
+        num_symbols: int | None,
+        dim: int,
+        *,
+        symbol_dim: int | None = None,
+        kernel: Kernel = exponential,
+        symbol_kernel: Kernel | None = None,
+        scale: float | None = None,
+        flat: bool = False,
+        share: bool = False,
+        stationary: bool = False,
+        emission: EmissionFamily | None = None,
+    ) -> None:
+        super().__init__()
+        check_size("num_states", num_states)
+        check_size("dim", dim)
+        if (num_symbols is None) == (emission is None):
+            raise ValueError(
+                "one of num_symbols and emission must be given: the number of symbols, or an "
+                f"emission family; got num_symbols={num_symbols!r} and emission={emission!r}."
+            )
+        for name, given in (("kernel", kernel), ("symbol_kernel", symbol_kernel)):
+            if given is not None and not callable(given):
+                raise TypeError(f"{name} must be callable; got {type(given).__name__}.")
+        if scale is not None and not 0 < scale < math.inf:
+            raise ValueError(
+                f"scale must be positive and finite; got {scale}. For flat priors, say flat=True."
+            )
+        self.num_states, self.num_symbols = num_states, num_symbols
+        self.kernel, self.symbol_kernel = kernel, symbol_kernel or kernel
+        self.share, self.stationary, self.flat = share, stationary, flat
+        self.register_buffer("one", torch.ones(()))  # of the dtype and on the device of all
+        self.leave = _embedding(scale, num_states, dim)
+        if not share:
+            self.enter = _embedding(scale, num_states, dim)
+        if not stationary:
+            self.start = _embedding(scale, dim)
+        if num_symbols is not None:
+            check_size("num_symbols", num_symbols)
+            symbol_dim = dim if symbol_dim is None else symbol_dim
+            check_size("symbol_dim", symbol_dim)
+            if share and symbol_dim != dim:
+                raise ValueError(
+                    f"symbol_dim must be dim = {dim} where states share one embedding; got "
+                    f"{symbol_dim}."
+                )
+            if not share:
+                self.emit = _embedding(scale, num_states, symbol_dim)
+            self.symbol = _embedding(scale, num_symbols, symbol_dim)
+        else:
+            if symbol_dim is not None or symbol_kernel is not None:
+                raise ValueError("symbol_dim and symbol_kernel are of symbols; emission has none.")
+            self.emission = made(emission, num_states)
+
+    def forward(self, lengths: Tensor, observed: Tensor | None = None) -> HMM:
+        """Build the HMM for sequences of ``lengths`` ``(*B)``."""
+        leave = self.leave
+        enter = leave if self.share else self.enter
+        transition = log_rows(self.kernel, leave, enter)
+        if self.stationary:
+            # where rounding splits the chain in two, the HMM built says so, if it is validated
+            initial = log(stationary_ops.stationary(transition, check=False))
+        else:
+            initial = log_rows(self.kernel, self.start.unsqueeze(-2), enter).squeeze(-2)
+        return HMM(initial, transition, self._emission(leave), lengths, observed)
+
+    def _emission(self, leave: Tensor) -> TorchDistribution:
+        if self.num_symbols is None:
+            return self.emission()
+        emit = leave if self.share else self.emit
+        return Categorical(logits=log_rows(self.symbol_kernel, emit, self.symbol))
+
+
+def _embedding(scale: float | None, *shape: int) -> PyroSample:
+    """Vectors with a normal prior, all as one event."""
+    return PyroSample(partial(_prior, shape=shape, scale=scale or shape[-1] ** -0.25))
+
+
+def _prior(module: DenseHMM, shape: tuple[int, ...], scale: float) -> TorchDistribution:
+    """Of one embedding; flat is normal with a log-density of zero."""
+    normal = Normal(0.0 * module.one, scale * module.one)
+    normal = normal.expand(torch.Size(shape)).to_event(len(shape))
+    return normal.mask(False) if module.flat else normal
+
+
+# Sizes that compare ------------------------------------------------------------------------------
+
+
+def fair_num_states(
+    num_states: int, num_symbols: int, dim: int, *, as_in_code: bool = False
+) -> int:
+    r"""Number of states of a standard HMM with as many parameters as a DenseHMM (section 5).
+
+    The positive root of :math:`x^2 + x (V - 1) - 1 = D (3 K + V + 1)`, rounded. The right side
+    counts embeddings; what they can express is less: see :func:`degrees_of_freedom`.
+
+    Args:
+        num_states: K of the DenseHMM.
+        num_symbols: V.
+        dim: D.
+        as_in_code: Whether to leave out the -1, as the authors' code does.
+
+    Example:
+        >>> fair_num_states(10, 10, 3), fair_num_states(10, 10, 3, as_in_code=True)
+        (8, 7)
+    """
+    for name, size in (("num_states", num_states), ("num_symbols", num_symbols), ("dim", dim)):
+        check_size(name, size)
+    parameters = dim * (3 * num_states + num_symbols + 1) + (0 if as_in_code else 1)
+    half = (num_symbols - 1) / 2
+    return max(1, round(math.sqrt(half**2 + parameters) - half))
+
+
+def degrees_of_freedom(
+    num_states: int, num_symbols: int, dim: int, symbol_dim: int | None = None
+) -> int:
+    r"""Number of parameters a DenseHMM with the exponential kernel can vary independently.
+
+    Log-probabilities of n rows and m columns, up to a constant in each row, have rank
+    :math:`r = \min(D, n, m - 1)` at most, and such matrices form a set of dimension
+    :math:`r (n + m - 1 - r)`. The law of the first state is one more row beside those of A. It is
+    never more than :math:`K^2 + K (V - 1) - 1`, which a standard HMM has.
+
+    Args:
+        num_states: K.
+        num_symbols: V.
+        dim: D, of the embeddings that make A and the law of the first state.
+        symbol_dim: D', of those that make B; D by default.
+
+    Example:
+        >>> degrees_of_freedom(10, 19, 3), 3 * (3 * 10 + 19 + 1)  # and how many embeddings have
+        (126, 150)
+    """
+    symbol_dim = dim if symbol_dim is None else symbol_dim
+    sizes = {"num_states": num_states, "num_symbols": num_symbols, "dim": dim}
+    for name, size in (sizes | {"symbol_dim": symbol_dim}).items():
+        check_size(name, size)
+    return _dimension(num_states + 1, num_states, dim) + _dimension(
+        num_states, num_symbols, symbol_dim
+    )
+
+
+def _dimension(num_rows: int, num_columns: int, dim: int) -> int:
+    rank = min(dim, num_rows, num_columns - 1)
+    return rank * (num_rows + num_columns - 1 - rank)

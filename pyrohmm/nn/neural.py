@@ -1,0 +1,367 @@
+r"""``NeuralHMM``: every probability is a softmax of what small networks make of embeddings.
+
+With tens of thousands of states, parameters are shared through the networks, symbols belong to
+blocks of states (:mod:`pyrohmm.blocks`), and states are dropped at random while it is trained.
+:class:`ScalarHMM` is the same without networks: each logit is a parameter.
+
+References:
+    Scaling Hidden Markov Language Models (Chiu and Rush, 2020),
+    https://aclanthology.org/2020.emnlp-main.103
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from typing import Any, cast
+
+import torch
+from pyro.distributions import Categorical
+from pyro.nn import PyroModule
+from torch import Tensor, nn
+
+from .._checks import check_size
+from .._precision import at_least_single, full_precision
+from ..distributions.block_hmm import Before, BlockHMM, Ending
+from ..distributions.hmm import HMM
+from ..ops.block_emission import log_emission, normalised
+from ..ops.block_transition import Products
+from ..ops.blocks import Blocks
+from .base import HMMModule
+from .networks import USES, Residual, StateVectors, WordTable
+
+
+class _Large(HMMModule):
+    """What :class:`NeuralHMM` and :class:`ScalarHMM` share: dropped states, and a kept HMM."""
+
+    def __init__(
+        self, num_states: int, num_symbols: int, blocks: Blocks | None, dropout: float
+    ) -> None:
+        super().__init__()
+        check_size("num_states", num_states)
+        check_size("num_symbols", num_symbols)
+        if blocks is not None and (blocks.num_states, blocks.num_symbols) != (
+            num_states, num_symbols,
+        ):  # fmt: skip
+            raise ValueError(
+                f"blocks must be of {num_states} states and {num_symbols} symbols, as the model; "
+                f"got {blocks}."
+            )
+        if not 0 <= dropout < 1:
+            raise ValueError(f"dropout must be at least 0 and less than 1; got {dropout}.")
+        self.num_states, self.num_symbols = num_states, num_symbols
+        self.blocks, self.dropout = blocks, dropout
+        parts = [] if blocks is None else [blocks.symbol_block, blocks.sizes, blocks.states]
+        self._digest = zlib.crc32(repr([part.tolist() for part in parts]).encode())
+        # so that checkpoints tell models apart
+        digest = zlib.crc32(repr((self._digest, dropout)).encode())
+        self.register_buffer("digest", torch.tensor(digest), persistent=False)
+        self._last: tuple[list[Tensor], HMM] | None = None
+
+    def forward(self, lengths: Tensor, observed: Tensor | None = None) -> HMM:
+        """Build the HMM for sequences of ``lengths`` ``(*B)``."""
+        if self.training or torch.is_grad_enabled() or not self._is_fixed():
+            self._last = None
+            states, blocks = None, self.blocks
+            if self.training and self.dropout:
+                states, blocks = self._draw()
+            return self._build(states, blocks, lengths, observed)
+        # nothing is to be learnt: what was computed last still holds, if no number has changed
+        now = [*self.parameters(), *self.buffers()]
+        if self._last is not None and _are_same(self._last[0], now):
+            return self._last[1]._with(lengths=lengths, observed=observed)
+        hmm = self._build(None, self.blocks, lengths, observed)
+        self._last = [each.clone() for each in now], hmm
+        return hmm
+
+    def _is_fixed(self) -> bool:
+        """Whether parameters and buffers are all that it depends on, and none is drawn anew."""
+        words = getattr(self, "words", self)
+        return isinstance(words, nn.Module) and not any(
+            isinstance(each, PyroModule) and each._pyro_samples for each in self.modules()
+        )
+
+    def get_extra_state(self) -> Tensor:
+        """What ``state_dict`` holds besides parameters: a digest of the blocks."""
+        return torch.tensor(self._digest)
+
+    def set_extra_state(self, state: Tensor) -> None:
+        """Refuse the parameters of a model whose blocks are others."""
+        if int(state) != self._digest:
+            raise ValueError(
+                "the parameters are of a model with other blocks, in which other states emit the "
+                "symbols. Build the module with the blocks that were saved."
+            )
+
+    def _draw(self) -> tuple[Tensor, Blocks | None]:
+        """States to keep, and their blocks."""
+        states = draw_states(self.num_states, self.blocks, self.dropout)
+        blocks = None if self.blocks is None else self.blocks.keep(states)
+        return states.to(next(self.parameters()).device), blocks
+
+    def _build(
+        self, states: Tensor | None, blocks: Blocks | None, lengths: Tensor, observed: Tensor | None
+    ) -> HMM:
+        raise NotImplementedError
+
+
+def draw_states(num_states: int, blocks: Blocks | None, dropout: float) -> Tensor:
+    """States that are kept, ascending: of each block the same share, at least one (section 4.3).
+
+    Of k states ``round((1 - dropout) * k)`` are kept. Without blocks, or where they overlap, the
+    share is that of all states, and a state more for each block that would have none.
+    """
+    apart = blocks is not None and blocks.disjoint
+    sizes = blocks.sizes if blocks is not None and apart else torch.tensor([num_states])
+    num_kept = ((1 - dropout) * sizes + 0.5).floor().long().clamp(min=1)
+    owner = torch.arange(len(sizes)).repeat_interleave(sizes)
+    chance = torch.rand(num_states, dtype=torch.float64)
+    order = (owner + chance).argsort()
+    rank = torch.arange(num_states) - (sizes.cumsum(0) - sizes)[owner]
+    kept = torch.zeros(num_states, dtype=torch.bool)
+    kept[order[rank < num_kept[owner]]] = True
+    if blocks is not None and not apart:
+        places = chance[blocks.states].masked_fill(blocks.states < 0, torch.inf).argmin(-1)
+        kept[blocks.states.gather(-1, places.unsqueeze(-1))] = True
+    return kept.nonzero().squeeze(-1)
+
+
+def _check_single(dims: int = 1, **parts: Tensor) -> None:
+    """Raise if something is there more than once, as for several particles."""
+    for name, each in parts.items():
+        if each.dim() != dims:
+            raise ValueError(
+                f"{name} must have {dims} dimension{'s' * (dims > 1)}; got shape "
+                f"{tuple(each.shape)}. Models with thousands of states take one set of parameters "
+                "at a time: use vectorize_particles=False, or Predictive(parallel=False)."
+            )
+
+
+def _are_same(some: list[Tensor], others: list[Tensor]) -> bool:
+    """Whether tensors have the same numbers, of the same types, in the same places."""
+    return len(some) == len(others) and all(
+        (a.dtype, a.device) == (b.dtype, b.device) and torch.equal(a, b)
+        for a, b in zip(some, others)
+    )
+
+
+class NeuralHMM(_Large):
+    r"""HMM whose logits are inner products of what networks make of states and symbols (eq. 3, 4).
+
+    .. math:: p(z'|z) \propto \exp(E_{z'} \cdot f(E_z)), \quad
+              p(x|z) \propto \exp(E_x \cdot g(E_z) + b_x), \quad
+              p(z_1) \propto \exp(w \cdot h(E_{z_1}) + c)
+
+    with a :class:`Residual` each for f, g and h. With ``blocks`` each symbol is emitted by the
+    states of its block alone, and inference is exact at :math:`O(w^2)` a step. The sum in
+    :math:`p(z'|z)` takes :math:`O(K^2 D)` each time parameters change; ``two_level`` moves,
+
+    .. math:: p(z'|z) = p(b'|z) \, p(z'|z, b'), \quad
+              p(b'|z) = \mathrm{softmax}(M f(E_z) + m), \quad
+              p(z'|z, b') \propto \exp(E_{z'} \cdot f(E_z)) \text{ in block } b',
+
+    need no sum over all states: another parameterization, with no paper to its name.
+
+    Parameters have no priors, so that :func:`pyrohmm.fit_map` finds those of maximum likelihood;
+    any may be given one, as with every ``PyroModule``; particles are then drawn one after the other
+    (``vectorize_particles=False``). In training mode, states are dropped. Under ``torch.autocast``
+    the networks run in lower precision, and nothing else does.
+
+    Args:
+        num_states: K.
+        num_symbols: V.
+        hidden_dim: D.
+        blocks: Which states may emit which symbol; all of them by default.
+        two_level: Whether moves have two levels; for disjoint blocks.
+        share: Whether a state has one embedding for all its uses, or four: to begin in, to be left,
+            to be entered and to emit.
+        factored: Whether half of each embedding is that of the block; see :class:`StateVectors`.
+        dropout: Share of the states of each block that is left out, at each call in training mode:
+            see :func:`draw_states`. Then the HMM has fewer states, and only what belongs to them is
+            computed.
+        scale: Standard deviation of the embeddings of states at the start; by default
+            :math:`D^{-1/2}`, with which logits have one of about one. With 1, as in the code, moves
+            are nearly certain before anything is learnt, and learning takes longer.
+        words: Called without arguments, returns vectors of symbols ``(V, D)``: a
+            :class:`CharacterWords`, for instance. A :class:`WordTable` by default.
+
+    Raises:
+        TypeError: If ``words`` is not callable.
+        ValueError: If a size is less than one, or arguments do not fit each other.
+
+    Example:
+        >>> from pyrohmm import blocks
+        >>> _ = pyro.set_rng_seed(0)
+        >>> two = blocks.from_clusters(torch.tensor([0, 0, 0, 1, 1]), 4)
+        >>> module = NeuralHMM(8, 5, hidden_dim=16, blocks=two, dropout=0.5)
+        >>> module(torch.tensor([3, 2])).num_states, module.eval()(torch.tensor([3, 2])).num_states
+        (4, 8)
+    """
+
+    def __init__(
+        self,
+        num_states: int,
+        num_symbols: int,
+        hidden_dim: int = 256,
+        *,
+        blocks: Blocks | None = None,
+        two_level: bool = False,
+        share: bool = True,
+        factored: bool = False,
+        dropout: float = 0.0,
+        scale: float | None = None,
+        words: Any = None,
+    ) -> None:
+        super().__init__(num_states, num_symbols, blocks, dropout)
+        check_size("hidden_dim", hidden_dim)
+        if two_level and (blocks is None or not blocks.disjoint):
+            raise ValueError("two_level moves need blocks that are disjoint.")
+        if factored and blocks is None:
+            raise ValueError("factored embeddings need blocks.")
+        if scale is not None and not 0 < scale < math.inf:
+            raise ValueError(f"scale must be positive and finite; got {scale}.")
+        if words is not None and not callable(words):
+            raise TypeError(f"words must be callable; got {type(words).__name__}.")
+        given = blocks if factored else None
+        for use in USES:
+            if use == USES[0] or not share:
+                table = StateVectors(num_states, hidden_dim, given, scale)
+            setattr(self, f"{use}_vectors", table)
+            if factored:
+                setattr(self, f"{use}_joint", Residual(hidden_dim))
+        self.factored, self.two_level, self.share = factored, two_level, share
+        self.start_net, self.leave_net = Residual(hidden_dim), Residual(hidden_dim)
+        self.emit_net = Residual(hidden_dim)
+        self.start_score = PyroModule[nn.Linear](hidden_dim, 1)
+        if two_level:
+            assert blocks is not None
+            self.block_score = PyroModule[nn.Linear](hidden_dim, blocks.num_blocks)
+        self.words = WordTable(num_symbols, hidden_dim) if words is None else words
+        self.bias = nn.Parameter(torch.zeros(num_symbols))
+
+    def _build(
+        self, states: Tensor | None, blocks: Blocks | None, lengths: Tensor, observed: Tensor | None
+    ) -> HMM:
+        start, leave, enter, emit = self._vectors(states)
+        start = self.start_score(self.start_net(start)).squeeze(-1)
+        leave, emit, words = self.leave_net(leave), self.emit_net(emit), self.words()
+        with full_precision(leave):  # networks may do with less, probabilities may not
+            start, leave, enter, emit, words = (
+                at_least_single(each) for each in (start, leave, enter, emit, words)
+            )
+            bias = self.bias
+            _check_single(start=start, bias=bias)
+            _check_single(2, leave=leave, enter=enter, emit=emit, words=words)
+            initial = start.log_softmax(-1)
+            if blocks is None:
+                transition = (leave @ enter.mT).log_softmax(-1)
+                emission = Categorical(logits=emit @ words.mT + bias)
+                return HMM(initial, transition, emission, lengths, observed)
+            moves: Products | Tensor
+            if blocks.disjoint:
+                logits = self.block_score(leave) if self.two_level else None
+                moves = Products(leave, enter, blocks, logits)
+            else:
+                moves = (leave @ enter.mT).log_softmax(-1)
+            table = log_emission(emit, words, bias, blocks)
+            return BlockHMM(initial, moves, table, blocks, lengths, observed)
+
+    def _vectors(self, states: Tensor | None, uses: tuple[str, ...] = USES) -> list[Tensor]:
+        """Embeddings of states, or of all, for some uses."""
+        if self.share:
+            found = [self.start_vectors(states)] * len(uses)
+        else:
+            found = [getattr(self, f"{use}_vectors")(states) for use in uses]
+        if self.factored:
+            return [getattr(self, f"{use}_joint")(each) for use, each in zip(uses, found)]
+        return found
+
+    def go_on(
+        self, lengths: Tensor, ending: Ending | None, continues: Tensor
+    ) -> tuple[BlockHMM, Tensor]:
+        """The HMM for sequences of which some go on from where others ended.
+
+        The law of the state there is given, and no gradient passes to it; the move from there to
+        the first step is one of this HMM. In training mode states are dropped, but those that the
+        others may have ended in can be left all the same.
+
+        Args:
+            lengths: ``(N,)`` integers.
+            ending: Of the others; their states numbered as those of the whole model.
+            continues: ``(N,)`` integers, which of the others each goes on from; -1 if from none.
+
+        Returns:
+            The HMM, and which states of the whole model its states are, ``(K',)``.
+        """
+        if self.blocks is None or not self.blocks.disjoint:
+            raise ValueError("what goes on in windows must have blocks that are disjoint.")
+        every = torch.arange(self.num_states, device=next(self.parameters()).device)
+        states, blocks = (None, self.blocks)
+        if self.training and self.dropout:
+            states, kept = self._draw()
+            assert kept is not None
+            blocks = kept
+        hmm = cast(BlockHMM, self._build(states, blocks, lengths, None))
+        goes_on = continues >= 0
+        if ending is not None and bool(goes_on.any()):
+            sources, place = continues[goes_on].unique(return_inverse=True)
+            rows = ending.states[sources]
+            exist = rows >= 0
+            (leave,) = self._vectors(rows[exist], ("leave",))
+            leave = self.leave_net(leave)
+            with full_precision(leave):
+                leave = at_least_single(leave)
+                logits = self.block_score(leave) if self.two_level else None
+                shares = cast(Products, hmm.transition).shares_of(leave, logits)
+            block = torch.full(continues.shape, -1)
+            block[goes_on] = place
+            laws = ending.log_probs.new_full((len(continues), rows.size(1)), -torch.inf)
+            laws[goes_on] = ending.log_probs[continues[goes_on]].detach()
+            hmm.before = Before(leave, shares, exist.sum(-1).cpu(), block, laws)
+        return hmm, every if states is None else states
+
+
+class ScalarHMM(_Large):
+    """HMM whose logits are parameters themselves, with blocks and dropped states (eq. 2).
+
+    What a :class:`NeuralHMM` is compared with; for models of moderate size with priors there is
+    :class:`pyrohmm.TabularHMM`.
+
+    Args:
+        num_states: K.
+        num_symbols: V.
+        blocks: Which states may emit which symbol; all of them by default.
+        dropout: As in :class:`NeuralHMM`.
+    """
+
+    def __init__(
+        self,
+        num_states: int,
+        num_symbols: int,
+        *,
+        blocks: Blocks | None = None,
+        dropout: float = 0.0,
+    ) -> None:
+        super().__init__(num_states, num_symbols, blocks, dropout)
+        width = num_states if blocks is None else blocks.width
+        self.start = nn.Parameter(torch.randn(num_states))
+        self.transition = nn.Parameter(torch.randn(num_states, num_states))
+        self.emit = nn.Parameter(torch.randn(num_symbols, width))
+
+    def _build(
+        self, states: Tensor | None, blocks: Blocks | None, lengths: Tensor, observed: Tensor | None
+    ) -> HMM:
+        every = slice(None) if states is None else states
+        start, transition, emit = self.start, self.transition, self.emit
+        _check_single(start=start)
+        _check_single(2, transition=transition, emit=emit)
+        initial = start[every].log_softmax(-1)
+        moves = transition[every][:, every].log_softmax(-1)
+        if blocks is None or self.blocks is None:
+            emission = Categorical(logits=emit.mT[every])  # (K, V)
+            return HMM(initial, moves, emission, lengths, observed)
+        table = normalised(emit, self.blocks)
+        if states is not None:
+            places = self.blocks.places(states.cpu())[self.blocks.symbol_block].to(table.device)
+            table = table.gather(1, places.clamp(min=0))
+        return BlockHMM(initial, moves, table, blocks, lengths, observed)

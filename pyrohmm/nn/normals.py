@@ -1,0 +1,598 @@
+"""Emission families of normal vectors: independent components, covariance matrices, mixtures.
+
+Sums of squares are taken about a centre, and a variance without a prior never falls below a small
+share of that of the data; see :mod:`pyrohmm.emissions` for what a family is.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+from pyro.distributions import (
+    Categorical,
+    Dirichlet,
+    InverseGamma,
+    MixtureSameFamily,
+    MultivariateNormal,
+    Normal,
+)
+from pyro.distributions.torch_distribution import TorchDistribution
+from pyro.nn import PyroSample
+from torch import Tensor
+from torch.distributions import constraints
+
+from .._checks import check_size
+from ..distributions.inverse_wishart import InverseWishart, covariance_matrix
+from ..distributions.observation import known_log_prob
+from ..ops.log_space import log
+from .family import (
+    Emission,
+    EmissionFamily,
+    Statistics,
+    check_dim,
+    check_strengths,
+    moments,
+    positive,
+    row_mode,
+    spread,
+)
+
+SMALLEST = 1e-12  # share of the data's variance that one without a prior never falls below
+
+
+def normal(
+    dim: int = 1,
+    loc: float | Tensor = 0.0,
+    weight: float = 0.01,
+    concentration: float = 2.0,
+    rate: float | Tensor = 1.0,
+) -> EmissionFamily:
+    r"""Emission family of vectors whose components are independent and normal in each state.
+
+    The prior is conjugate; the defaults are weak for data of zero mean and unit variance, and
+    keep the variance of a state that owns a single point from shrinking to zero:
+
+    .. math:: \sigma^2_{kd} \sim \mathrm{InvGamma}(a, b_d), \quad
+              \mu_{kd} \sim \mathrm{Normal}(m_d, \sigma^2_{kd} / w)
+
+    Sites: ``emission.variance`` ``(K, D)``, then ``emission.loc`` ``(K, D)``.
+
+    Args:
+        dim: D, the number of components of an observation; the event shape is ``(D,)``. Zero
+            stands for scalar observations, with an empty event shape.
+        loc: m, a number or ``(D,)``.
+        weight: w, how many observations the prior mean is worth.
+        concentration: a.
+        rate: b, a number or ``(D,)``.
+    """
+    check_dim(dim)
+    return partial(
+        NormalEmission, dim=dim, loc=loc, weight=weight, concentration=concentration, rate=rate
+    )
+
+
+def normal_spherical(
+    dim: int,
+    loc: float | Tensor = 0.0,
+    weight: float = 0.01,
+    concentration: float = 2.0,
+    rate: float = 1.0,
+) -> EmissionFamily:
+    """As :func:`normal`, with one variance for all the components of a state.
+
+    Sites: ``emission.variance`` ``(K,)``, then ``emission.loc`` ``(K, D)``.
+
+    Args:
+        dim: D, at least 1.
+        loc: Prior mean, a number or ``(D,)``.
+        weight: How many observations the prior mean is worth.
+        concentration: Of the inverse gamma prior of the variance.
+        rate: Of the inverse gamma prior of the variance.
+    """
+    check_size("dim", dim)
+    return partial(
+        NormalEmission,
+        dim=dim,
+        loc=loc,
+        weight=weight,
+        concentration=concentration,
+        rate=rate,
+        spherical=True,
+    )
+
+
+def normal_full(
+    dim: int,
+    loc: float | Tensor = 0.0,
+    weight: float = 0.01,
+    degrees: float | None = None,
+    scale: float | Tensor = 1.0,
+) -> EmissionFamily:
+    r"""Emission family of normal vectors with a covariance matrix for each state.
+
+    .. math:: \Sigma_k \sim \mathrm{InvWishart}(\nu, \Psi), \quad
+              \mu_k \sim \mathrm{Normal}(m, \Sigma_k / w)
+
+    Sites: ``emission.covariance`` ``(K, D, D)``, then ``emission.loc`` ``(K, D)``.
+
+    Args:
+        dim: D, at least 1.
+        loc: m, a number or ``(D,)``.
+        weight: w, how many observations the prior mean is worth.
+        degrees: :math:`\nu`, D + 2 by default, with which the prior mean of the covariance is
+            :math:`\Psi`.
+        scale: :math:`\Psi`, a number (times the identity) or ``(D, D)``.
+    """
+    check_size("dim", dim)
+    return partial(
+        CovarianceEmission, dim=dim, loc=loc, weight=weight, degrees=degrees, scale=scale
+    )
+
+
+def normal_tied(
+    dim: int,
+    loc: float | Tensor = 0.0,
+    weight: float = 0.01,
+    degrees: float | None = None,
+    scale: float | Tensor = 1.0,
+) -> EmissionFamily:
+    """As :func:`normal_full`, with one covariance matrix ``(D, D)`` for all the states.
+
+    Sites: ``emission.covariance`` ``(D, D)``, then ``emission.loc`` ``(K, D)``.
+
+    Args:
+        dim: D, at least 1.
+        loc: Prior mean, a number or ``(D,)``.
+        weight: How many observations the prior mean is worth.
+        degrees: Of the inverse Wishart prior, D + 2 by default.
+        scale: Of the inverse Wishart prior, a number (times the identity) or ``(D, D)``.
+    """
+    check_size("dim", dim)
+    return partial(
+        CovarianceEmission,
+        dim=dim,
+        loc=loc,
+        weight=weight,
+        degrees=degrees,
+        scale=scale,
+        tied=True,
+    )
+
+
+def normal_mixture(
+    num_components: int,
+    dim: int,
+    loc: float | Tensor = 0.0,
+    weight: float = 0.01,
+    concentration: float = 2.0,
+    rate: float | Tensor = 1.0,
+    weights_concentration: float = 1.0,
+) -> EmissionFamily:
+    """Emission family of vectors that are a mixture of C normal distributions in each state.
+
+    Components of a vector are independent given the component of the mixture; priors are those of
+    :func:`normal`, and a Dirichlet one on the weights.
+
+    Sites: ``emission.weights`` ``(K, C)``, ``emission.variance`` ``(K, C, D)`` and
+    ``emission.loc`` ``(K, C, D)``.
+
+    Args:
+        num_components: C.
+        dim: D, at least 1.
+        loc: Prior mean, a number or ``(D,)``.
+        weight: How many observations the prior mean is worth.
+        concentration: Of the inverse gamma prior of the variance.
+        rate: Of the inverse gamma prior of the variance, a number or ``(D,)``.
+        weights_concentration: Of the Dirichlet prior of the weights.
+    """
+    check_size("num_components", num_components)
+    check_size("dim", dim)
+    return partial(
+        MixtureEmission,
+        num_components=num_components,
+        dim=dim,
+        loc=loc,
+        weight=weight,
+        concentration=concentration,
+        rate=rate,
+        weights_concentration=weights_concentration,
+    )
+
+
+class NormalEmission(Emission):
+    """Independent normal components with a conjugate prior: see :func:`normal`."""
+
+    spaces: ClassVar[dict[str, constraints.Constraint]] = {
+        "variance": constraints.positive,
+        "loc": constraints.real,
+    }
+
+    def __init__(
+        self,
+        num_states: int,
+        dim: int,
+        loc: float | Tensor = 0.0,
+        weight: float = 0.01,
+        concentration: float = 2.0,
+        rate: float | Tensor = 1.0,
+        spherical: bool = False,
+    ) -> None:
+        super().__init__()
+        check_strengths(weight, concentration)
+        shape = (num_states, dim) if dim else (num_states,)
+        self.dim, self.weight, self.spherical = dim, weight, spherical
+        self.register_buffer("prior_loc", spread("loc", loc, shape))
+        own = (num_states,) if spherical else shape
+        self.register_buffer("rate", positive("rate", rate, own))
+        self.register_buffer("shape", torch.full_like(self.rate, concentration))
+        events = len(shape)
+        self.variance = PyroSample(
+            lambda self: InverseGamma(self.shape, self.rate).to_event(len(own))
+        )
+        self.loc = PyroSample(
+            lambda self: Normal(self.prior_loc, (self._wide() / self.weight).sqrt()).to_event(
+                events
+            )
+        )
+
+    def _wide(self) -> Tensor:
+        variance = self.variance
+        if self.spherical:
+            variance = variance.unsqueeze(-1).expand(*variance.shape, self.dim)
+        return variance
+
+    def forward(self) -> TorchDistribution:
+        """The distribution of an observation, batched over states."""
+        variance = self._wide()
+        each = Normal(self.loc, variance.sqrt())
+        return each.to_event(1) if self.dim else each
+
+    def statistics(
+        self, values: Tensor, weights: Tensor, current: TorchDistribution | None
+    ) -> Statistics:
+        """Expected number of observations, their sums and sums of squares, about the centre."""
+        values = values if self.dim else values.unsqueeze(-1)
+        known, sums, squares = moments(values.double() - centre(self), weights)
+        return {"known": known.expand_as(sums), "sums": sums, "squares": squares}
+
+    def maximise(self, statistics: Statistics) -> tuple[dict[str, Tensor], list[str]]:
+        """The mode of the normal-inverse-gamma posterior."""
+        return maximise_normal(self, statistics, flat=not self.dim)
+
+
+class CovarianceEmission(Emission):
+    """Normal vectors with covariance matrices: see :func:`normal_full`, :func:`normal_tied`."""
+
+    spaces: ClassVar[dict[str, constraints.Constraint]] = {
+        "covariance": covariance_matrix,
+        "loc": constraints.real,
+    }
+
+    def __init__(
+        self,
+        num_states: int,
+        dim: int,
+        loc: float | Tensor = 0.0,
+        weight: float = 0.01,
+        degrees: float | None = None,
+        scale: float | Tensor = 1.0,
+        tied: bool = False,
+    ) -> None:
+        super().__init__()
+        check_strengths(weight, 1.0)
+        self.dim, self.weight, self.tied = dim, weight, tied
+        self.degrees = dim + 2.0 if degrees is None else float(degrees)
+        self.register_buffer("prior_loc", spread("loc", loc, (num_states, dim)))
+        matrix = torch.as_tensor(scale, dtype=self.prior_loc.dtype)
+        if matrix.dim() == 0:
+            matrix = matrix * torch.eye(dim)
+        proper = matrix.shape == (dim, dim) and torch.equal(matrix, matrix.mT)
+        if not proper or bool(torch.linalg.cholesky_ex(matrix)[1]):
+            raise ValueError(
+                f"scale must be a positive number or a positive definite matrix ({dim}, {dim}); "
+                f"got {tuple(matrix.shape)}."
+            )
+        self.register_buffer("scale", matrix)
+        InverseWishart(self.degrees, matrix)  # complains of degrees
+        batch = () if tied else (num_states,)
+        self.covariance = PyroSample(
+            lambda self: InverseWishart(self.degrees, self.scale.expand(*batch, dim, dim)).to_event(
+                len(batch)
+            )
+        )
+        self.loc = PyroSample(
+            lambda self: MultivariateNormal(self.prior_loc, self._wide() / self.weight).to_event(1)
+        )
+
+    def _wide(self) -> Tensor:
+        covariance = self.covariance
+        return covariance.unsqueeze(-3) if self.tied else covariance
+
+    def forward(self) -> TorchDistribution:
+        """The distribution of a vector, batched over states."""
+        covariance = self._wide()
+        return MultivariateNormal(self.loc, covariance)
+
+    def statistics(
+        self, values: Tensor, weights: Tensor, current: TorchDistribution | None
+    ) -> Statistics:
+        """Expected number of observations, sum, and sum of outer products.
+
+        Missing components are those expected given the known ones and the state (Dempster, Laird
+        and Rubin, 1977), with their covariance; at the start, when nothing is known of the state,
+        the means of what is known.
+        """
+        weights = weights.double()
+        count = weights.sum(1)
+        missing = values.isnan()
+        if not bool(missing.any()):
+            values = values.double() - centre(self)
+            sums = weights.mT @ values
+            squares = torch.einsum("rmk,md,me->rkde", weights, values, values)
+        elif current is None:
+            mean = values.double().nanmean(0).nan_to_num(0.0)
+            filled = torch.where(missing, mean, values.double())
+            return self.statistics(filled, weights, None)
+        else:
+            sums, squares = _completed(values, weights, current, centre(self))
+        return {"count": count, "sums": sums, "squares": squares}
+
+    def maximise(self, statistics: Statistics) -> tuple[dict[str, Tensor], list[str]]:
+        """The mode of the normal-inverse-Wishart posterior."""
+        count, sums, squares = (statistics[each] for each in ("count", "sums", "squares"))
+        found: dict[str, Tensor] = {}
+        notes: list[str] = []
+        prior_loc = self.prior_loc.double() - centre(self)
+        weight = self.weight if self.has_prior("loc") else 0.0
+        if self.is_free("loc"):
+            loc = (weight * prior_loc + sums) / (weight + count).unsqueeze(-1)
+            found["loc"] = loc + centre(self)
+        else:
+            loc = (self.loc.double() - centre(self)).expand_as(sums)
+        if self.is_free("covariance"):
+            cross = loc.unsqueeze(-1) * sums.unsqueeze(-2)
+            outer = loc.unsqueeze(-1) * loc.unsqueeze(-2)
+            scatter = squares - cross - cross.mT + count[..., None, None] * outer
+            apart = loc - prior_loc
+            scatter = scatter + weight * apart.unsqueeze(-1) * apart.unsqueeze(-2)
+            scatter = scatter.nan_to_num(0.0)  # a mean of which nothing is known
+            divisor = count + (1.0 if weight else 0.0)
+            if self.tied:
+                scatter, divisor = scatter.sum(1), divisor.sum(1)
+            if self.has_prior("covariance"):
+                scatter = scatter + self.scale.double()
+                divisor = divisor + self.degrees + self.dim + 1
+            matrix = scatter / divisor[..., None, None]
+            dtype = self.prior_loc.dtype
+            # what cannot be told from a singular matrix has no inverse
+            floor = 8 * torch.finfo(dtype).eps * matrix.diagonal(dim1=-2, dim2=-1)
+            if not self.has_prior("covariance"):
+                total = squares.sum(1).diagonal(dim1=-2, dim2=-1) / count.sum(1, keepdim=True)
+                mean = sums.sum(1) / count.sum(1, keepdim=True)
+                least = floor_of(total - mean**2, mean + centre(self), dtype)  # (R, D)
+                least = least.reshape(len(least), *(1,) * (matrix.dim() - 3), -1)
+                floor = torch.maximum(floor, least)
+            matrix, low = _lift(matrix, floor)
+            if bool(low.any()):
+                singular = (
+                    f"a covariance was as good as singular in {dtype}: components are almost "
+                    "functions of each other. Drop some, or compute in float64."
+                )
+                notes.append(
+                    singular if self.has_prior("covariance") else _floor_note("covariance")
+                )
+            found["covariance"] = matrix
+        return found, notes
+
+
+class MixtureEmission(Emission):
+    """Mixtures of normal vectors in each state: see :func:`normal_mixture`."""
+
+    spaces: ClassVar[dict[str, constraints.Constraint]] = {
+        "weights": constraints.simplex,
+        "variance": constraints.positive,
+        "loc": constraints.real,
+    }
+
+    def __init__(
+        self,
+        num_states: int,
+        num_components: int,
+        dim: int,
+        loc: float | Tensor = 0.0,
+        weight: float = 0.01,
+        concentration: float = 2.0,
+        rate: float | Tensor = 1.0,
+        weights_concentration: float = 1.0,
+    ) -> None:
+        super().__init__()
+        check_strengths(weight, concentration)
+        self.dim, self.weight, self.spherical = dim, weight, False
+        self.num_components = num_components
+        shape = (num_states, num_components, dim)
+        self.register_buffer("prior_loc", spread("loc", loc, shape))
+        self.register_buffer("rate", positive("rate", rate, shape))
+        self.register_buffer("shape", torch.full_like(self.rate, concentration))
+        self.register_buffer(
+            "concentration", positive("weights_concentration", weights_concentration, shape[:2])
+        )
+        self.weights = PyroSample(lambda self: Dirichlet(self.concentration).to_event(1))
+        self.variance = PyroSample(lambda self: InverseGamma(self.shape, self.rate).to_event(3))
+        self.loc = PyroSample(
+            lambda self: Normal(self.prior_loc, (self.variance / self.weight).sqrt()).to_event(3)
+        )
+
+    def forward(self) -> TorchDistribution:
+        """The distribution of a vector, batched over states."""
+        weights, variance = self.weights, self.variance
+        return MixtureSameFamily(
+            Categorical(logits=log(weights)), Normal(self.loc, variance.sqrt()).to_event(1)
+        )
+
+    def statistics(
+        self, values: Tensor, weights: Tensor, current: TorchDistribution | None
+    ) -> Statistics:
+        """Moments for each component, weighted by its probability given state and value."""
+        if current is None or len(values) == 0:
+            shares = _scatter(values, weights, self.num_components)
+        else:
+            parts = known_log_prob(current.component_distribution, values[:, None, None])
+            logits = parts + current.mixture_distribution.logits
+            shares = logits.softmax(-1)  # ([R,] M, K, C)
+        each = weights.double().unsqueeze(-1) * shares  # (R, M, K, C)
+        known, sums, squares = moments(values.double() - centre(self), each.flatten(2))
+        shape = each.sum(1).shape + values.shape[-1:]  # (R, K, C, D)
+        return {
+            "counts": each.sum(1),
+            "known": known.expand_as(sums).reshape(shape),
+            "sums": sums.reshape(shape),
+            "squares": squares.reshape(shape),
+        }
+
+    def maximise(self, statistics: Statistics) -> tuple[dict[str, Tensor], list[str]]:
+        """The mode for the moments of each component, and for the weights."""
+        found, notes = maximise_normal(self, statistics, flat=False)
+        if self.is_free("weights"):
+            prior = self.concentration if self.has_prior("weights") else None
+            found["weights"] = row_mode(statistics["counts"], prior)
+        return found, notes
+
+
+# What M-steps share ------------------------------------------------------------------------------
+
+
+def maximise_normal(
+    part: Any, statistics: Statistics, flat: bool
+) -> tuple[dict[str, Tensor], list[str]]:
+    """The mode of ``loc`` and ``variance`` of independent normal components.
+
+    Args:
+        part: The module: its priors, and what of it is frozen.
+        statistics: ``known``, ``sums`` and ``squares``, ``(R, K, ..., D)``.
+        flat: Whether observations are scalars, so that D = 1 is to be dropped.
+    """
+    known, sums, squares = (statistics[name] for name in ("known", "sums", "squares"))
+    if flat:
+        known, sums, squares = (each.squeeze(-1) for each in (known, sums, squares))
+    found: dict[str, Tensor] = {}
+    notes: list[str] = []
+    middle = centre(part).squeeze(-1) if flat else centre(part)
+    prior_loc = part.prior_loc.double() - middle
+    weight = part.weight if part.has_prior("loc") else 0.0
+    if part.is_free("loc"):
+        loc = (weight * prior_loc + sums) / (weight + known)
+        found["loc"] = loc + middle
+    else:
+        loc = (part.loc.double() - middle).expand_as(sums)
+    if part.is_free("variance"):
+        scatter = squares - 2 * loc * sums + known * loc**2 + weight * (loc - prior_loc) ** 2
+        scatter = scatter.nan_to_num(0.0)  # a mean of which nothing is known
+        count = known + (1.0 if weight else 0.0)
+        if part.spherical:
+            scatter, count = scatter.sum(-1), count.sum(-1)
+        above, below = 0.5 * scatter.clamp(min=0.0), 0.5 * count
+        if part.has_prior("variance"):
+            above, below = above + part.rate.double(), below + part.shape.double() + 1
+        variance = above / below
+        if not part.has_prior("variance"):
+            over = tuple(range(1, known.dim() - (0 if flat else 1)))  # all but restart, component
+            mean = sums.sum(over) / known.sum(over)
+            spread = squares.sum(over) / known.sum(over) - mean**2
+            floor = floor_of(spread, mean + middle, part.prior_loc.dtype)
+            if part.spherical:
+                floor = floor.mean(-1)
+            shape = (len(floor),) + (1,) * (variance.dim() - floor.dim()) + floor.shape[1:]
+            held = torch.maximum(variance, floor.reshape(shape))  # NaN stays
+            if bool((held > variance).any()):
+                notes.append(_floor_note("variance"))
+            variance = held
+        found["variance"] = variance
+    return found, notes
+
+
+def centre(part: Any) -> Tensor:
+    """What sums are taken about, ``(D,)``: squares of numbers far from zero would cancel."""
+    loc = part.prior_loc.double()
+    return loc.reshape(-1, max(part.dim, 1)).mean(0)
+
+
+def floor_of(spread: Tensor, mean: Tensor, dtype: torch.dtype) -> Tensor:
+    """The least variance without a prior: of the data's, and of what ``dtype`` can tell apart."""
+    rounding = torch.finfo(dtype).eps ** 2 * (1 + mean.nan_to_num(0.0) ** 2)
+    return torch.maximum(SMALLEST * spread.nan_to_num(0.0), rounding)
+
+
+def _floor_note(name: str) -> str:
+    return (
+        f"a {name} was held at its floor, {SMALLEST:g} of that of the data: a state has come to "
+        "stand for a single value. A prior, or fewer states, would prevent it."
+    )
+
+
+def _lift(matrix: Tensor, floor: Tensor) -> tuple[Tensor, Tensor]:
+    """Raise eigenvalues, in units of the floor of each component, to at least one.
+
+    Args:
+        matrix: ``(*, D, D)``; where it is NaN it stays.
+        floor: ``(*, D)``, least variance of each component.
+    """
+    unit = floor.sqrt()
+    scale = unit.unsqueeze(-1) * unit.unsqueeze(-2)
+    inside = matrix / scale
+    bad = ~inside.isfinite().all(-1).all(-1)
+    eye = torch.eye(matrix.size(-1), dtype=matrix.dtype, device=matrix.device)
+    values, vectors = torch.linalg.eigh(torch.where(bad[..., None, None], eye, inside))
+    low = (values < 1).any(-1) & ~bad
+    lifted = (vectors * values.clamp(min=1).unsqueeze(-2)) @ vectors.mT * scale
+    return torch.where(low[..., None, None], lifted, matrix), low
+
+
+def _completed(
+    values: Tensor, weights: Tensor, current: Any, about: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Sums and sums of outer products ``(R, K, D[, D])``, missing components as expected."""
+    dim = values.size(-1)
+    restarts, _, states = weights.shape
+    values, loc = values.double() - about, current.loc.double() - about
+    loc = loc.reshape(-1, *loc.shape[-2:]).expand(restarts, states, dim)
+    matrix = current.covariance_matrix.double()
+    matrix = matrix.reshape(-1, *matrix.shape[-3:]).expand(restarts, states, dim, dim)
+    missing = values.isnan()
+    sums, squares = torch.zeros_like(loc), torch.zeros_like(matrix)
+    for pattern in missing.unique(dim=0):
+        here = (missing == pattern).all(-1)
+        share, seen = weights[:, here], values[here]  # (R, m, K), (m, D)
+        known, absent = (~pattern).nonzero().squeeze(-1), pattern.nonzero().squeeze(-1)
+        whole = seen.nan_to_num(0.0).expand(restarts, states, -1, dim).clone()  # (R, K, m, D)
+        extra = torch.zeros_like(matrix)
+        if len(absent):
+            inner = matrix[..., known.unsqueeze(-1), known]
+            across = matrix[..., absent.unsqueeze(-1), known]
+            slope = torch.linalg.solve(inner, across.mT).mT if len(known) else across
+            residual = seen[:, known] - loc[..., known].unsqueeze(-2)
+            whole[..., absent] = loc[..., absent].unsqueeze(-2) + residual @ slope.mT
+            left = matrix[..., absent.unsqueeze(-1), absent] - slope @ across.mT
+            extra[..., absent.unsqueeze(-1), absent] = left
+        weighted = share.mT.unsqueeze(-1) * whole
+        sums = sums + weighted.sum(-2)
+        squares = squares + weighted.mT @ whole + share.sum(1)[..., None, None] * extra
+    return sums, squares
+
+
+def _scatter(values: Tensor, weights: Tensor, num_components: int) -> Tensor:
+    """First shares ``(R, M, K, C)``: each value goes to the nearest of C values of its state."""
+    if len(values) == 0:
+        return weights.new_zeros(*weights.shape, num_components)
+    filled = torch.where(values.isnan(), values.nanmean(0).nan_to_num(0.0), values)
+    shares = []
+    for share in weights:
+        columns = []
+        for column in share.T:
+            chance = column[: 2**24] + 1e-9  # more than that torch does not take
+            centres = filled[torch.multinomial(chance, num_components, replacement=True)]
+            nearest = torch.cdist(filled, centres).argmin(-1)
+            columns.append(torch.nn.functional.one_hot(nearest, num_components))
+        shares.append(torch.stack(columns, 1))
+    return torch.stack(shares).double()

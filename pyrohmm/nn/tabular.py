@@ -1,0 +1,223 @@
+"""``TabularHMM``: the probabilities themselves are the parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from pyro.distributions import Dirichlet
+from pyro.nn import PyroParam, PyroSample
+from torch import Tensor
+from torch.distributions import constraints
+
+from .._checks import check_booleans, check_shape, check_size
+from ..distributions.hmm import HMM
+from ..distributions.sparse_dirichlet import SparseDirichlet
+from ..ops.log_space import log
+from ..ops.recursions import Expected
+from . import emissions
+from .base import HMMModule
+from .family import EmissionFamily, Statistics, is_free, made, positive, with_prior
+
+
+class TabularHMM(HMMModule):
+    r"""HMM whose parameters are its probabilities, with Dirichlet priors on every row.
+
+    .. math:: \pi \sim \mathrm{Dir}(c_0), \quad A_i \sim \mathrm{Dir}(c_i)
+
+    With the default concentrations of one the priors are flat, and the most probable parameters
+    are those of maximum likelihood. A concentration above one keeps every probability away from
+    zero; below one the density has no maximum, and MAP runs away (use SVI or sampling there).
+
+    Sites: ``initial`` ``(K,)``, ``transition`` ``(K, K)``, and those of ``emission``.
+
+    Args:
+        num_states: K.
+        emission: An emission family, such as :func:`categorical` or :func:`normal`: called with K,
+            it returns a ``PyroModule`` that returns a distribution batched over K states.
+        initial_concentration: Of the prior of the first state; a number or ``(K,)``.
+        transition_concentration: Of the priors of the rows; a number, ``(K,)`` or ``(K, K)``. A
+            large diagonal makes a sticky chain: see :func:`sticky`.
+        initial_allowed: ``(K,)`` booleans, in which states a sequence may begin; all by default.
+        transition_allowed: ``(K, K)`` booleans, which moves are possible; all by default. The
+            others are exactly zero, whatever the fit. See :func:`left_to_right`, :func:`banded`.
+
+    Raises:
+        ValueError: If ``num_states`` is less than one, or a concentration is not positive or has
+            the wrong shape.
+
+    Example:
+        >>> _ = pyro.set_rng_seed(0)
+        >>> module = TabularHMM(2, categorical(6))
+        >>> hmm = module(torch.tensor([3, 1]))  # one draw from the prior
+        >>> hmm.log_transition.shape, hmm.emission.probs.shape
+        (torch.Size([2, 2]), torch.Size([2, 6]))
+    """
+
+    def __init__(
+        self,
+        num_states: int,
+        emission: EmissionFamily,
+        initial_concentration: float | Tensor = 1.0,
+        transition_concentration: float | Tensor = 1.0,
+        *,
+        initial_allowed: Tensor | None = None,
+        transition_allowed: Tensor | None = None,
+    ) -> None:
+        super().__init__()
+        check_size("num_states", num_states)
+        self.num_states = num_states
+        self.register_buffer(
+            "initial_concentration",
+            positive("initial_concentration", initial_concentration, (num_states,)),
+        )
+        self.register_buffer(
+            "transition_concentration",
+            positive(
+                "transition_concentration", transition_concentration, (num_states, num_states)
+            ),
+        )
+        if initial_allowed is not None:
+            _check_allowed("initial_allowed", initial_allowed, (num_states,), "(K,)")
+        if transition_allowed is not None:
+            shape = (num_states, num_states)
+            _check_allowed("transition_allowed", transition_allowed, shape, "(K, K)")
+        self.register_buffer("initial_allowed", initial_allowed)
+        self.register_buffer("transition_allowed", transition_allowed)
+        self.initial = PyroSample(
+            lambda self: _rows(self.initial_concentration, self.initial_allowed)
+        )
+        self.transition = PyroSample(
+            lambda self: _rows(self.transition_concentration, self.transition_allowed)
+        )
+        self.emission = made(emission, num_states)
+
+    @classmethod
+    def from_hmm(cls, hmm: HMM) -> TabularHMM:
+        """A module with the values of ``hmm`` as parameters: points, without priors.
+
+        The parameters are copies; zeros stay zero under gradient steps.
+
+        Raises:
+            ValueError: If parameters of ``hmm`` have a dimension of steps.
+        """
+        if hmm.transition_per_step or hmm.emission_per_step:
+            raise ValueError(
+                "hmm has parameters per step; a TabularHMM has one matrix for all steps."
+            )
+        module = cls(hmm.num_states, lambda _: emissions.of(hmm.emission))
+        for name, logs in (("initial", hmm.log_initial), ("transition", hmm.log_transition)):
+            delattr(module, name)
+            setattr(module, name, PyroParam(logs.detach().exp(), constraints.simplex))
+        return module.to(hmm.log_initial.device)
+
+    def _is_free(self, name: str) -> bool:
+        """Whether ``initial`` or ``transition`` is fitted; if not, it has no restarts either."""
+        return is_free(self, name)
+
+    def forward(self, lengths: Tensor, observed: Tensor | None = None) -> HMM:
+        """Build the HMM for sequences of ``lengths`` ``(*B)``."""
+        return HMM(log(self.initial), log(self.transition), self.emission(), lengths, observed)
+
+    def statistics(self, expected: Expected, restarts: int) -> Statistics:
+        """What expected counts say about the chain, if it is free: sums over sequences.
+
+        Args:
+            expected: Of the E-step.
+            restarts: R.
+
+        Returns:
+            ``initial`` ``(R, K)`` and ``transition`` ``(R, K, K)``, those that are free.
+        """
+        found = {}
+        if self._is_free("initial"):
+            found["initial"] = expected.initial.double().reshape(restarts, self.num_states)
+        if self._is_free("transition"):
+            shape = (restarts, -1, self.num_states, self.num_states)
+            found["transition"] = expected.transitions.double().reshape(shape).sum(1)  # of steps
+        return found
+
+    def maximise(
+        self, statistics: Statistics, of_moves: Callable[[Tensor], Tensor] | None = None
+    ) -> dict[str, Tensor]:
+        """The most probable chain given the statistics: the closed form of the M-step.
+
+        Args:
+            statistics: Counts.
+            of_moves: Called with counts of moves ``(R, K, K)``, pseudo-counts of the prior
+                included, returns the transition matrix; by default the counts themselves,
+                normalised.
+
+        Returns:
+            The free parameters by name, each ``(R, ...)``, NaN where nothing is known of them.
+
+        Raises:
+            ValueError: If a concentration is below one, for then there is no most probable value.
+        """
+        found: dict[str, Tensor] = {}
+        for name in ("initial", "transition"):
+            if self._is_free(name):
+                counts, prior = statistics[name], None
+                if name in self._pyro_samples:
+                    prior = getattr(self, f"{name}_concentration")
+                    allowed = getattr(self, f"{name}_allowed")
+                    if allowed is not None:  # ones say nothing where nothing is allowed
+                        prior = prior.masked_fill(~allowed, 1.0)
+                        counts = counts.masked_fill(~allowed, 0.0)
+                counts = with_prior(counts, prior)
+                rows = counts / counts.sum(-1, keepdim=True)
+                found[name] = of_moves(counts) if of_moves and name == "transition" else rows
+        return found
+
+
+def _rows(concentration: Tensor, allowed: Tensor | None) -> Dirichlet | SparseDirichlet:
+    """Prior of rows of probabilities, all as one event."""
+    if allowed is None:
+        return Dirichlet(concentration).to_event(concentration.dim() - 1)
+    return SparseDirichlet(concentration, allowed)
+
+
+def sticky(num_states: int, stay: float, move: float = 1.0) -> Tensor:
+    """Concentrations ``(K, K)`` of a chain that likes to stay: ``stay`` on the diagonal.
+
+    Example:
+        >>> sticky(2, 10.0)
+        tensor([[10.,  1.],
+                [ 1., 10.]])
+    """
+    check_size("num_states", num_states)
+    return torch.full((num_states, num_states), move).fill_diagonal_(stay)
+
+
+def left_to_right(num_states: int, jump: int | None = None) -> Tensor:
+    """Moves ``(K, K)`` of a chain that never goes back: it stays, or goes up to ``jump`` ahead.
+
+    Example:
+        >>> left_to_right(3, jump=1).int()
+        tensor([[1, 1, 0],
+                [0, 1, 1],
+                [0, 0, 1]], dtype=torch.int32)
+    """
+    check_size("num_states", num_states)
+    moves = torch.ones(num_states, num_states).triu()
+    return (moves if jump is None else moves.tril(jump)).bool()
+
+
+def banded(num_states: int, width: int = 1) -> Tensor:
+    """Moves ``(K, K)`` between states whose numbers differ by at most ``width``.
+
+    Example:
+        >>> banded(3).int()
+        tensor([[1, 1, 0],
+                [1, 1, 1],
+                [0, 1, 1]], dtype=torch.int32)
+    """
+    check_size("num_states", num_states)
+    return torch.ones(num_states, num_states).triu(-width).tril(width).bool()
+
+
+def _check_allowed(name: str, allowed: Tensor, shape: tuple[int, ...], meaning: str) -> None:
+    check_booleans(name, allowed)
+    check_shape(name, allowed, shape, meaning)
+    if not bool(allowed.any(-1).all()):
+        raise ValueError(f"{name} must leave at least one state to every row.")

@@ -1,0 +1,81 @@
+"""``NeuralTagger``: a neural HMM whose states emit a word and a tag."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .._checks import check_size
+from .._precision import at_least_single, full_precision
+from ..data.tags import tagged as tagged
+from ..distributions.hmm import HMM
+from ..distributions.tagged_hmm import TaggedHMM as TaggedHMM
+from ..distributions.tagged_hmm import TagPath as TagPath
+from ..distributions.tagged_hmm import WordAndTag as WordAndTag
+from ..ops import blocks as state_blocks
+from ..ops.blocks import Blocks
+from .networks import Residual
+from .neural import NeuralHMM
+
+
+class NeuralTagger(NeuralHMM):
+    r"""A :class:`pyrohmm.NeuralHMM` whose states emit tags too; it builds a :class:`TaggedHMM`.
+
+    .. math:: p(y|z) \propto \exp(E_y \cdot g'(E_z) + b_y)
+
+    over all tags, with a :class:`pyrohmm.neural.Residual` g' of its own. Blocks are those of words.
+
+    Args:
+        num_states: K.
+        num_symbols: V, of words.
+        num_tags: Y.
+        hidden_dim: D.
+        blocks: Which states may emit which word; by default all states are one block.
+        **options: Those of :class:`pyrohmm.NeuralHMM`.
+
+    Example:
+        >>> _ = pyro.set_rng_seed(0)
+        >>> text = Sequences.from_list([[0, 1, 2, 1], [2, 1]], labels=[[0, 1, 0, 1], [0, 1]])
+        >>> model = MarginalModel(NeuralTagger(4, 3, 2, hidden_dim=8))
+        >>> fit = fit_map(model, tagged(text), num_steps=100, learning_rate=0.02)
+        >>> new = tagged(Sequences.from_list([[2, 1, 0]]))
+        >>> fit.draw(new).best_tags(new.values)
+        tensor([[0, 1, 0]])
+    """
+
+    def __init__(
+        self,
+        num_states: int,
+        num_symbols: int,
+        num_tags: int,
+        hidden_dim: int = 256,
+        *,
+        blocks: Blocks | None = None,
+        **options: Any,
+    ) -> None:
+        check_size("num_tags", num_tags)
+        if blocks is None:
+            check_size("num_states", num_states)
+            check_size("num_symbols", num_symbols)
+            blocks = state_blocks.from_clusters(
+                torch.zeros(num_symbols, dtype=torch.long), num_states
+            )
+        super().__init__(num_states, num_symbols, hidden_dim, blocks=blocks, **options)
+        self.num_tags = num_tags
+        self.tag_net = Residual(hidden_dim)
+        self.tag = nn.Parameter(
+            torch.empty(num_tags, hidden_dim).uniform_(-1, 1) * hidden_dim**-0.5
+        )
+        self.tag_bias = nn.Parameter(torch.zeros(num_tags))
+
+    def _build(
+        self, states: Tensor | None, blocks: Blocks | None, lengths: Tensor, observed: Tensor | None
+    ) -> HMM:
+        words = super()._build(states, blocks, lengths, observed)
+        *_, emit = self._vectors(states)
+        emit = self.tag_net(emit)
+        with full_precision(emit):
+            logits = at_least_single(emit) @ self.tag.mT + self.tag_bias
+            return TaggedHMM(words, logits.log_softmax(-1))

@@ -1,0 +1,100 @@
+"""Emission log-probabilities of states in blocks: scores that exist only where they are allowed."""
+
+from __future__ import annotations
+
+from functools import partial
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from .._precision import differentiable_gradient, in_full_precision
+from .block_plan import bounds
+from .blocks import Blocks
+
+# Emission -----------------------------------------------------------------------------------------
+
+
+def log_emission(emit: Tensor, words: Tensor, bias: Tensor, blocks: Blocks) -> Tensor:
+    """Log-probabilities of symbols in the states of their blocks, ``(V, w)``; -inf beyond a block.
+
+    Logits are inner products and a bias for each symbol; each state has a softmax over the symbols
+    that it may emit, and if blocks are disjoint no other logits are computed.
+
+    Args:
+        emit: ``(K, D)``, a vector for each state.
+        words: ``(V, D)``, a vector for each symbol.
+        bias: ``(V,)``.
+        blocks: Which states may emit which symbol.
+    """
+    if not blocks.disjoint:
+        return _plain_log_emission(emit, words, bias, blocks)
+    return _LogEmission.apply(emit, words, bias, blocks)
+
+
+def _plain_log_emission(emit: Tensor, words: Tensor, bias: Tensor, blocks: Blocks) -> Tensor:
+    """:func:`log_emission` by the logits of all symbols in all states."""
+    rows = blocks.states[blocks.symbol_block].to(emit.device)
+    logits = words @ emit.mT + bias.unsqueeze(-1)
+    return normalised(logits.gather(1, rows.clamp(min=0)), blocks)
+
+
+def normalised(logits: Tensor, blocks: Blocks) -> Tensor:
+    """Log-probabilities of symbols in the states of their blocks, ``(V, w)``; -inf beyond a block.
+
+    Args:
+        logits: ``(V, w)``, of each symbol in the states of its block; finite.
+        blocks: Which states those are. Each state has a softmax over its symbols.
+    """
+    rows = blocks.states[blocks.symbol_block].to(logits.device)
+    place = rows.masked_fill(rows < 0, blocks.num_states).flatten()
+    peak = logits.new_full((blocks.num_states + 1,), -torch.inf)
+    peak = peak.scatter_reduce(0, place, logits.detach().flatten(), "amax")
+    shifted = (logits.flatten() - peak[place]).exp()
+    total = peak + torch.zeros_like(peak).index_add(0, place, shifted).log()
+    found = logits - total.index_select(0, place).view_as(logits)
+    return found.masked_fill(rows < 0, -torch.inf)
+
+
+class _LogEmission(torch.autograd.Function):
+    """:func:`log_emission` for disjoint blocks, one product for each."""
+
+    @staticmethod
+    def forward(ctx, emit, words, bias, blocks):
+        order = blocks.symbol_block.argsort(stable=True).to(emit.device)
+        vectors, biases = words[order], bias[order]
+        table = emit.new_full((len(words), blocks.width), -torch.inf)
+        for state, word in _parts(blocks):
+            logits = torch.addmm(biases[word].unsqueeze(-1), vectors[word], emit[state].mT)
+            table[word, : state.stop - state.start] = logits.log_softmax(0)
+        place = order.argsort()
+        ctx.blocks = blocks
+        ctx.save_for_backward(emit, words, bias, table, order, place)
+        return table[place]
+
+    @staticmethod
+    @in_full_precision
+    def backward(ctx, weights):
+        emit, words, bias, table, order, place = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            plain = partial(_plain_log_emission, blocks=ctx.blocks)
+            return (*differentiable_gradient(plain, (emit, words, bias), weights), None)
+        words, weights, probs = words[order], weights[order], table.exp()
+        to_emit, to_words = torch.zeros_like(emit), torch.empty_like(words)
+        to_bias = words.new_empty(len(words))
+        for state, word in _parts(ctx.blocks):
+            width = state.stop - state.start
+            weight = weights[word, :width]
+            changed = weight - probs[word, :width] * weight.sum(0)
+            torch.mm(changed.mT, words[word], out=to_emit[state])
+            torch.mm(changed, emit[state], out=to_words[word])
+            torch.sum(changed, 1, out=to_bias[word])
+        return to_emit, to_words[place], to_bias[place], None
+
+
+def _parts(blocks: Blocks) -> list[tuple[slice, slice]]:
+    """For each block that some symbol has: its states, and its symbols sorted by block."""
+    counts = torch.bincount(blocks.symbol_block, minlength=blocks.num_blocks)
+    ends, starts = bounds(counts).tolist(), blocks._states.starts.tolist()
+    parts = zip(pairwise(starts), pairwise(ends))
+    return [(slice(*state), slice(*word)) for state, word in parts if word[0] < word[1]]

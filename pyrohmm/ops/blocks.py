@@ -1,0 +1,256 @@
+r"""Chains whose symbols say in which block of states the state is, and what that saves.
+
+``K`` states, ``V`` symbols, ``B`` blocks of at most ``w`` states each. Every symbol has a block:
+the states that may emit it. A :class:`pyrohmm.BlockHMM` is an HMM with that constraint; it is as
+exact as any, and a step costs :math:`w^2` in place of :math:`K^2`, so that there may be tens of
+thousands of states.
+
+References:
+    Scaling Hidden Markov Language Models (Chiu and Rush, 2020),
+    https://aclanthology.org/2020.emnlp-main.103
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from .._checks import check_integers, check_shape, check_size
+from .block_plan import States, bounds
+
+
+class Blocks:
+    """Which states may emit which symbol.
+
+    Args:
+        symbol_block: ``(V,)`` integers, the block of each symbol.
+        states: For each of the B blocks, the states in it; a state may be in several.
+        num_states: K; by default one more than the largest state.
+
+    Raises:
+        TypeError: If something does not hold integers.
+        ValueError: If a block is empty, or has a state twice; or a state has no symbol, or is not
+            one of 0 to K - 1.
+
+    Example:
+        >>> blocks = Blocks(torch.tensor([0, 0, 1]), [torch.tensor([0, 1]), torch.tensor([2])])
+        >>> blocks.allowed
+        tensor([[ True,  True, False],
+                [ True,  True, False],
+                [False, False,  True]])
+    """
+
+    def __init__(
+        self, symbol_block: Tensor, states: list[Tensor], num_states: int | None = None
+    ) -> None:
+        check_integers("symbol_block", symbol_block)
+        if symbol_block.dim() != 1 or len(symbol_block) == 0:
+            raise ValueError(
+                "symbol_block must have shape (V,) with at least one symbol; got shape "
+                f"{tuple(symbol_block.shape)}."
+            )
+        if num_states is not None:
+            check_size("num_states", num_states)
+        for number, each in enumerate(states):
+            check_integers(f"states of block {number}", each)
+            if each.dim() != 1 or len(each) == 0 or len(each.unique()) < len(each):
+                raise ValueError(
+                    f"block {number} must have states, each once; got {each.tolist()[:10]}."
+                )
+        if int(symbol_block.min()) < 0 or int(symbol_block.max()) >= len(states):
+            raise ValueError(
+                f"symbol_block must lie between 0 and B - 1 = {len(states) - 1}; got values from "
+                f"{int(symbol_block.min())} to {int(symbol_block.max())}."
+            )
+        self.symbol_block = symbol_block.cpu().long()
+        sizes = torch.tensor([len(each) for each in states])
+        members = torch.cat([each.cpu().long() for each in states])
+        self._states = States(bounds(sizes), members, sizes, int(sizes.max()))
+        self.num_states = int(members.max()) + 1 if num_states is None else num_states
+        if int(members.min()) < 0 or int(members.max()) >= self.num_states:
+            raise ValueError(
+                f"states must lie between 0 and K - 1 = {self.num_states - 1}; got states from "
+                f"{int(members.min())} to {int(members.max())}."
+            )
+        self.disjoint = torch.equal(members, torch.arange(self.num_states))
+        used = torch.zeros(len(states), dtype=torch.bool)
+        used[self.symbol_block] = True
+        reached = torch.zeros(self.num_states, dtype=torch.bool)
+        reached[members[used.repeat_interleave(sizes)]] = True
+        if not bool(reached.all()):
+            raise ValueError(
+                "each state must be in a block that some symbol has; state "
+                f"{int((~reached).byte().argmax())} of {self.num_states} is in none."
+            )
+
+    @property
+    def num_symbols(self) -> int:
+        """V."""
+        return len(self.symbol_block)
+
+    @property
+    def num_blocks(self) -> int:
+        """B."""
+        return len(self._states.sizes)
+
+    @property
+    def sizes(self) -> Tensor:
+        """Number of states of each block, ``(B,)``."""
+        return self._states.sizes
+
+    @property
+    def width(self) -> int:
+        """w, the number of states of the largest block."""
+        return self._states.width
+
+    @cached_property
+    def states(self) -> Tensor:
+        """States of each block, ``(B, w)``, -1 where a block has fewer than w."""
+        return torch.nn.utils.rnn.pad_sequence(
+            list(self._states.members.split(self.sizes.tolist())), True, -1
+        )
+
+    @property
+    def allowed(self) -> Tensor:
+        """Whether each state may emit each symbol, ``(K, V)`` booleans."""
+        found = torch.zeros(self.num_symbols, self.num_states + 1, dtype=torch.bool)
+        rows = self.states[self.symbol_block]
+        found.scatter_(1, rows.masked_fill(rows < 0, self.num_states), True)
+        return found[:, :-1].T.contiguous()
+
+    def keep(self, states: Tensor) -> Blocks:
+        """The blocks of some of the states, which are numbered anew in their order.
+
+        Args:
+            states: ``(n,)`` integers, ascending.
+
+        Raises:
+            ValueError: If a block would be empty, or ``states`` are not ascending.
+        """
+        check_integers("states", states)
+        if states.dim() != 1 or bool((states.diff() <= 0).any()):
+            raise ValueError(f"states must be ascending, each once; got {states.tolist()[:10]}.")
+        if len(states) and not 0 <= int(states[0]) <= int(states[-1]) < self.num_states:
+            raise ValueError(
+                f"states must lie between 0 and K - 1 = {self.num_states - 1}; got states from "
+                f"{int(states[0])} to {int(states[-1])}."
+            )
+        number = torch.full((self.num_states,), -1)
+        number[states] = torch.arange(len(states))
+        members = number[self._states.members]
+        owner = torch.arange(self.num_blocks).repeat_interleave(self.sizes)
+        kept = members >= 0
+        sizes = torch.bincount(owner[kept], minlength=self.num_blocks)
+        if not bool(sizes.all()):
+            raise ValueError(f"no state of block {int((sizes == 0).byte().argmax())} is kept.")
+        new = object.__new__(Blocks)
+        new.symbol_block, new.num_states = self.symbol_block, len(states)
+        new._states = States(bounds(sizes), members[kept], sizes, int(sizes.max()))
+        new.disjoint = self.disjoint
+        return new
+
+    def places(self, states: Tensor) -> Tensor:
+        """Which places of each block hold the states that :meth:`keep` keeps, ``(B, w')``.
+
+        -1 where fewer than w' are kept, the number of the block that keeps most.
+        """
+        kept = torch.isin(self.states, states)
+        order = (~kept).byte().argsort(dim=-1, stable=True)
+        return order.masked_fill(~kept.gather(-1, order), -1)[:, : int(kept.sum(-1).max())]
+
+    def __repr__(self) -> str:
+        low, high = int(self.sizes.min()), self.width
+        each = f"{low}" if low == high else f"{low} to {high}"
+        return (
+            f"Blocks({self.num_states} states and {self.num_symbols} symbols in "
+            f"{self.num_blocks} blocks of {each} states)"
+        )
+
+
+def from_clusters(assignment: Tensor, states_per_cluster: int | Tensor) -> Blocks:
+    """A block for each cluster of symbols; no state is in two.
+
+    Args:
+        assignment: ``(V,)`` integers, such as :func:`pyrohmm.clusters.brown` finds.
+        states_per_cluster: Of each; or ``(C,)`` integers, such as
+            :func:`pyrohmm.clusters.allocate` finds.
+
+    Example:
+        >>> from_clusters(torch.tensor([0, 1, 1, 2]), 4)
+        Blocks(12 states and 4 symbols in 3 blocks of 4 states)
+    """
+    check_integers("assignment", assignment)
+    if assignment.dim() != 1 or len(assignment) == 0:
+        raise ValueError(
+            "assignment must have shape (V,) with at least one symbol; got shape "
+            f"{tuple(assignment.shape)}."
+        )
+    present = torch.bincount(assignment.clamp(min=0)) > 0
+    if int(assignment.min()) < 0 or not bool(present.all()):
+        raise ValueError(
+            "assignment must number clusters from 0 on, each with a symbol; got numbers from "
+            f"{int(assignment.min())} to {int(assignment.max())}, of which "
+            f"{int(present.sum())} occur."
+        )
+    count = len(present)
+    if isinstance(states_per_cluster, int):
+        check_size("states_per_cluster", states_per_cluster)
+        states_per_cluster = torch.full((count,), states_per_cluster)
+    check_integers("states_per_cluster", states_per_cluster)
+    check_shape("states_per_cluster", states_per_cluster, (count,), "(C,)")
+    if int(states_per_cluster.min()) < 1:
+        raise ValueError(
+            f"states_per_cluster must be at least 1 for each; got {int(states_per_cluster.min())}."
+        )
+    sizes = states_per_cluster.cpu().long()
+    return Blocks(assignment, list(torch.arange(int(sizes.sum())).split(sizes.tolist())))
+
+
+def uniform(
+    num_symbols: int,
+    num_states: int,
+    states_per_symbol: int,
+    generator: torch.Generator | None = None,
+) -> Blocks:
+    """A block of its own for each symbol: states drawn uniformly, without regard to the others.
+
+    A state that is in no block then takes the place of one that is in several.
+
+    Args:
+        num_symbols: V.
+        num_states: K, at most V times ``states_per_symbol``.
+        states_per_symbol: How many states may emit a symbol, at most K.
+        generator: Source of randomness on the CPU; torch's global one by default.
+
+    Raises:
+        ValueError: If the sizes do not fit.
+
+    Example:
+        >>> uniform(5, 6, 2, torch.Generator().manual_seed(0)).sizes
+        tensor([2, 2, 2, 2, 2])
+    """
+    sizes = {"num_symbols": num_symbols, "num_states": num_states,
+             "states_per_symbol": states_per_symbol}  # fmt: skip
+    for name, size in sizes.items():
+        check_size(name, size)
+    if not states_per_symbol <= num_states <= num_symbols * states_per_symbol:
+        raise ValueError(
+            f"num_states must lie between states_per_symbol = {states_per_symbol} and "
+            f"num_symbols * states_per_symbol = {num_symbols * states_per_symbol}; got "
+            f"{num_states}."
+        )
+    drawn = torch.stack(
+        [torch.randperm(num_states, generator=generator)[:states_per_symbol]
+         for _ in range(num_symbols)]
+    )  # fmt: skip
+    uses = torch.bincount(drawn.flatten(), minlength=num_states)
+    flat = drawn.flatten()
+    for state in (uses == 0).nonzero().flatten().tolist():
+        spare = int((uses[flat] > 1).byte().argmax())
+        uses[flat[spare]] -= 1
+        uses[state] = 1
+        flat[spare] = state
+    rows = flat.reshape(drawn.shape).sort(-1).values
+    return Blocks(torch.arange(num_symbols), list(rows), num_states)

@@ -1,0 +1,181 @@
+r"""The law of pairs of symbols a few steps apart: counted, predicted by a model, and compared.
+
+``K`` states, ``V`` symbols, ``M`` distinct pairs that occur; ``*B`` are batch dimensions.
+
+``law``     ``(*B, K)``     probabilities of the state of the first of the two steps
+``joint``   ``(*B, K, K)``  :math:`\Theta = \mathrm{diag}(\pi) A^d`, of both states, d steps apart
+``probs``   ``(*B, K, V)``  B, probabilities of symbols in each state
+``target``  what was counted, W: :class:`Pairs`, or dense shares ``(*B, V, V)``
+
+A model predicts :math:`\Omega = B^\top \Theta B`, which has V² entries. Losses against
+:class:`Pairs` never write them down: they cost O(V K² + M K) and keep O(V K + M) numbers.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .log_space import log
+from .pairs import Pairs
+
+FAINT = 1e-30  # probabilities of pairs below which single precision may lose them
+SMALL = 256  # symbols, up to which all V^2 pairs take less time than those that occur
+
+
+# Losses ------------------------------------------------------------------------------------------
+
+
+def squared_distance(joint: Tensor, probs: Tensor, target: Pairs | Tensor) -> Tensor:
+    r"""The squared distance of what is predicted and counted, :math:`\lVert \Omega - W \rVert^2`.
+
+    Against :class:`Pairs` it is
+    :math:`\mathrm{tr}(\Theta^\top G \Theta G) - 2 \langle \Theta, B W B^\top \rangle +
+    \lVert W \rVert^2` with :math:`G = B B^\top`, in float64, in which the terms cancel to some
+    1e-16 of :math:`\lVert W \rVert^2`: at a perfect fit the result may be as much below zero.
+
+    Its slope by the logarithm of a probability is in proportion to that probability: with thousands
+    of symbols a fit that begins far off hardly moves. :func:`cross_entropy` does not have this.
+
+    Args:
+        joint: ``(*B, K, K)``.
+        probs: ``(*B, K, V)``.
+        target: Pairs, or dense shares ``(*B, V, V)``.
+
+    Returns:
+        ``(*B)``.
+
+    Example:
+        >>> both = torch.tensor([[0.5, 0.0], [0.0, 0.5]])
+        >>> target = Pairs(torch.tensor([0, 1]), torch.tensor([1, 1]), torch.tensor([1, 1]), 2)
+        >>> squared_distance(both, torch.eye(2), target)  # ((1/2)^2 + (-1/2)^2 + 0)
+        tensor(0.5000)
+    """
+    _check_target(probs, target)
+    if isinstance(target, Tensor):
+        return (probs.mT @ joint @ probs - target).square().sum((-2, -1))
+    if target.num_symbols <= SMALL:
+        value = squared_distance(joint, probs, target._dense.to(probs.dtype))
+        return value + (target.squares - target._own_squares)
+    table, joint = _table(probs, torch.float64), joint.double()
+    gram = table.mT @ table  # G, (*B, K, K)
+    cross = table.mT @ _Product.apply(None, table, target, False)  # B W B^T, (*B, K, K)
+    value = (joint.mT @ gram @ joint * gram).sum((-2, -1)) - 2 * (joint * cross).sum((-2, -1))
+    return (value + target.squares).to(probs.dtype)
+
+
+def cross_entropy(joint: Tensor, probs: Tensor, target: Pairs | Tensor) -> Tensor:
+    r"""Minus the mean log-probability of the pairs, :math:`-\sum_{xy} W_{xy} \log \Omega_{xy}`.
+
+    In nats a pair. The least value that any law can reach is the entropy of the target. If a pair
+    occurs that is impossible under the model, the result is infinite, and this pair adds nothing to
+    the gradient.
+
+    Args:
+        joint: ``(*B, K, K)``.
+        probs: ``(*B, K, V)``.
+        target: Pairs, or dense shares ``(*B, V, V)``.
+
+    Returns:
+        ``(*B)``.
+
+    Example:
+        >>> even = torch.full((2, 2), 0.25)
+        >>> target = Pairs(torch.tensor([0, 1]), torch.tensor([1, 1]), torch.tensor([1, 1]), 2)
+        >>> cross_entropy(even, torch.eye(2), target)  # log 4
+        tensor(1.3863)
+    """
+    _check_target(probs, target)
+    if isinstance(target, Pairs) and target.num_symbols <= SMALL:
+        target = target._dense
+    shares = target if isinstance(target, Tensor) else target.shares
+    law = _law_of_pairs(joint, probs, target)  # as shares, but for batch dimensions
+    if bool(law.detach().amin() > FAINT):
+        logs = law.log()
+    else:  # too small for single precision, or zero
+        logs = log(_law_of_pairs(joint.double(), probs.double(), target))
+    over = (-2, -1) if isinstance(target, Tensor) else (-1,)
+    terms = shares.to(logs.dtype) * logs
+    return -terms.sum(over, dtype=torch.float64).to(probs.dtype)
+
+
+def _law_of_pairs(joint: Tensor, probs: Tensor, target: Pairs | Tensor) -> Tensor:
+    """The predicted law at the pairs ``(*B, M)``; or at all ``(*B, V, V)``, one where none is."""
+    if isinstance(target, Tensor):
+        return (probs.mT @ joint @ probs).masked_fill(target <= 0, 1.0)
+    table = _table(probs, probs.dtype)
+    before = table @ joint  # its products with rows of the table make the law
+    return _Products.apply(before, table.expand(before.shape), target)
+
+
+def _table(probs: Tensor, dtype: torch.dtype) -> Tensor:
+    """A row for each symbol, ``(*B, V, K)`` in one piece."""
+    return probs.mT.to(dtype).contiguous()
+
+
+def _check_target(probs: Tensor, target: Pairs | Tensor) -> None:
+    size = target.size(-1) if isinstance(target, Tensor) else target.num_symbols
+    if size != probs.size(-1):
+        raise ValueError(
+            f"target must be of the symbols that the model emits, V = {probs.size(-1)}; it is of "
+            f"{size}."
+        )
+
+
+# Two products with a sparse matrix. The gradient of each is the other, so that both can be
+# differentiated any number of times; nothing of size M K or V V is ever made.
+
+
+class _Product(torch.autograd.Function):
+    """A sparse matrix (``values`` ``(*B, M)``, or else the shares) times tables ``(*B, V, K)``."""
+
+    @staticmethod
+    def forward(ctx, values, table, pairs, transposed):
+        ctx.save_for_backward(values, table)
+        ctx.pairs, ctx.transposed = pairs, transposed
+        every = table.reshape(-1, *table.shape[-2:])
+        entries = [None] * len(every) if values is None else values.reshape(-1, values.size(-1))
+        found = [pairs._matrix(each, transposed) @ one for each, one in zip(entries, every)]
+        return _stacked(found).reshape(table.shape)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        values, table = ctx.saved_tensors
+        by_values = by_table = None
+        if ctx.needs_input_grad[0]:
+            sides = (table, gradient) if ctx.transposed else (gradient, table)
+            by_values = _Products.apply(*sides, ctx.pairs)
+        if ctx.needs_input_grad[1]:
+            by_table = _Product.apply(values, gradient, ctx.pairs, not ctx.transposed)
+        return by_values, by_table, None, None
+
+
+class _Products(torch.autograd.Function):
+    """Products ``(*B, M)`` of rows ``first`` of tables ``(*B, V, K)`` and ``second`` of others."""
+
+    @staticmethod
+    def forward(ctx, left, right, pairs):
+        ctx.save_for_backward(left, right)
+        ctx.pairs = pairs
+        places = pairs._matrix(left.new_zeros(len(pairs)), False)
+        both = (table.reshape(-1, *table.shape[-2:]) for table in (left, right))
+        found = [
+            torch.sparse.sampled_addmm(places, one, other.mT, beta=0.0).values()
+            for one, other in zip(*both)
+        ]
+        return _stacked(found).reshape(*left.shape[:-2], -1)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        left, right = ctx.saved_tensors
+        by_left = by_right = None
+        if ctx.needs_input_grad[0]:
+            by_left = _Product.apply(gradient, right, ctx.pairs, False)
+        if ctx.needs_input_grad[1]:
+            by_right = _Product.apply(gradient, left, ctx.pairs, True)
+        return by_left, by_right, None
+
+
+def _stacked(parts: list[Tensor]) -> Tensor:
+    """As :func:`torch.stack`; a single part is not copied."""
+    return parts[0].unsqueeze(0) if len(parts) == 1 else torch.stack(parts)

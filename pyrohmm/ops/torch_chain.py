@@ -1,0 +1,386 @@
+"""The recursions as torch operations, a step at a time, for any device and any number of states.
+
+Tensors are time-major: ``T`` steps of ``G`` groups of ``n`` sequences with ``K`` states; each
+group has transition matrices of its own, ``(S, G, K, K)`` with S = 1 or T - 1. ``lengths``
+``(G, n)`` is on the CPU. Results are written into the tensors given last. What is computed, and
+when it is exact, is said in :mod:`pyrohmm.recursions`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .log_space import logsumexp
+
+
+class _Rows(NamedTuple):
+    """Sequences sorted by falling length, so that those still running are the first rows."""
+
+    order: Tensor | None  # (G * n), None if all have the same length
+    counts: list[int]  # rows that exist at step t in any group
+    ended: Tensor | None  # (T, G, n, 1), only if the groups differ in their lengths
+
+    @classmethod
+    def of(cls, lengths: Tensor, weight: Tensor) -> _Rows:
+        """Sort ``lengths`` ``(G, n)`` within each group."""
+        steps, groups, size, _ = weight.shape
+        if bool((lengths == steps).all()):
+            return cls(None, [size] * steps, None)
+        ranked, order = lengths.sort(dim=-1, descending=True, stable=True)
+        order = (order + size * torch.arange(groups).unsqueeze(-1)).flatten()
+        alive = torch.arange(steps).reshape(-1, 1, 1) < ranked  # (T, G, n)
+        uneven = bool((ranked != ranked[0]).any())
+        ended = (~alive).unsqueeze(-1).to(weight.device) if uneven else None
+        return cls(order.to(weight.device), alive.any(1).sum(-1).tolist(), ended)
+
+    def sort(self, tensor: Tensor) -> Tensor:
+        """Bring ``(T, G, n, ...)`` into this order."""
+        if self.order is None:
+            return tensor
+        return tensor.flatten(1, 2).index_select(1, self.order).reshape(tensor.shape)
+
+    def unsort(self, target: Tensor, tensor: Tensor) -> None:
+        """Write ``(T, G, n, ...)`` in this order to ``target``, in the original one."""
+        if self.order is not None:
+            target.flatten(1, 2).index_copy_(1, self.order, tensor.flatten(1, 2))
+
+
+def _product(
+    matrices: Tensor, rows: int, transposed: bool = False
+) -> Callable[[Tensor, int], Tensor]:
+    """A function ``(messages, step)`` that returns ``messages @ matrices[step]``."""
+    steps, groups, num_states, _ = matrices.shape
+    given = matrices.mT if transposed else matrices
+    if groups > 1 or steps != 1:
+        return lambda x, t: torch.bmm(x, given[t if steps > 1 else 0])
+    matrix, packed = given[0, 0], None
+    if matrix.device.type == "cpu" and matrix.dtype == torch.float32 and num_states >= 256:
+        weight = matrix.mT.contiguous()  # for matrices transposed, this is no copy
+        packed = _pack(weight, rows)
+    if packed is None:
+        return lambda x, t: torch.mm(x[0], matrix).unsqueeze(0)
+    multiply = torch.ops.mkl._mkl_linear
+    return lambda x, t: multiply(x[0], packed, weight, None, rows).unsqueeze(0)
+
+
+def _pack(transposed: Tensor, rows: int) -> Tensor | None:
+    """The matrix in the layout that MKL multiplies by fastest, where torch was built with MKL.
+
+    Packing once, not at every step, saves a quarter of the time at K = 1024.
+    """
+    try:
+        return torch.ops.mkl._mkl_reorder_linear_weight(transposed, rows)
+    except (AttributeError, RuntimeError):
+        return None
+
+
+def forward_by_steps(
+    initial: Tensor,
+    transition: Tensor,
+    weight: Tensor,
+    lengths: Tensor,
+    limits: tuple[float, float, float],
+    alpha: Tensor,
+    total: Tensor,
+    exact: Tensor,
+) -> None:
+    """Fill the forward messages ``alpha``, their norms ``total``, and ``exact``."""
+    least, tiny, slack = limits
+    rows = _Rows.of(lengths, weight)
+    weight, initial = rows.sort(weight), rows.sort(initial[None])[0]
+    sorted_alpha = alpha if rows.order is None else torch.zeros_like(alpha)
+    sorted_total = total if rows.order is None else torch.ones_like(total)
+    sound = torch.ones_like(total[0], dtype=torch.bool)
+    smallest = product = scale = torch.ones_like(total[0])
+    multiply = _product(transition, weight.size(2))
+    for t, count in enumerate(rows.counts):
+        seen, norm = weight[t, :, :count], sorted_total[t, :, :count].unsqueeze(-1)
+        message = sorted_alpha[t, :, :count]
+        arrived = initial if t == 0 else multiply(sorted_alpha[t - 1, :, :count], t - 1)
+        if least >= 0:
+            faint = (product[:, :count] <= tiny) | (smallest[:, :count] * least < tiny)
+            faint &= arrived.amin(-1) * scale[:, :count] < slack
+            if rows.ended is not None:
+                faint &= ~rows.ended[t, :, :count, 0]
+            sound[:, :count] &= ~faint
+            alive = (arrived > 0) & (seen > 0)
+        torch.mul(arrived, seen, out=message)
+        torch.sum(message, -1, keepdim=True, out=norm)
+        if least >= 0:
+            product = message.masked_fill(~alive, torch.inf).amin(-1)
+            scale = norm.squeeze(-1)
+            smallest = product / scale
+        message.div_(norm)
+    if rows.ended is not None:
+        sorted_alpha.masked_fill_(rows.ended, 0.0)
+        sorted_total.masked_fill_(rows.ended.squeeze(-1), 1.0)
+    sound &= ((sorted_total >= slack) & (sorted_total < torch.inf)).all(0)
+    if rows.order is None:
+        exact.copy_(sound)
+    else:
+        rows.unsort(alpha, sorted_alpha)
+        rows.unsort(total, sorted_total)
+        rows.unsort(exact[None], sound[None])
+
+
+def backward_by_steps(
+    transition: Tensor,
+    weight: Tensor,
+    lengths: Tensor,
+    alpha: Tensor,
+    total: Tensor,
+    exact: Tensor,
+    gamma: Tensor,
+    message: Tensor,
+    last: Tensor | None = None,
+) -> None:
+    """Fill the marginals ``gamma`` and the messages back; clear ``exact`` where out of range.
+
+    ``last`` is the message ``(G, n, K)`` that arrives at the last step; ones by default.
+    """
+    rows = _Rows.of(lengths, weight)
+    forward, weight = rows.sort(alpha), rows.sort(weight)
+    norms = rows.sort(total).unsqueeze(-1)
+    never = forward == 0  # also at padded steps
+    masked = bool(never.any())
+    law, sent = gamma, message
+    if rows.order is not None:
+        law, sent = torch.zeros_like(gamma), torch.zeros_like(message)
+    multiply = _product(transition, weight.size(2), transposed=True)
+    end = torch.ones_like(forward[0])  # what arrives at the last step of a sequence
+    beta = end if last is None else last
+    for t in range(len(weight) - 1, -1, -1):
+        count = rows.counts[t]
+        if t < len(weight) - 1:
+            going = rows.counts[t + 1]
+            beta = multiply(sent[t + 1, :, :going], t)
+            if rows.ended is not None:
+                beta = torch.where(rows.ended[t + 1, :, :going], end[:, :going], beta)
+            if going < count:
+                beta = torch.cat([beta, end[:, going:count]], 1)
+        torch.mul(forward[t, :, :count], beta[:, :count], out=law[t, :, :count])
+        back = torch.mul(weight[t, :, :count], beta[:, :count], out=sent[t, :, :count])
+        back.div_(norms[t, :, :count])
+        if masked:
+            back.masked_fill_(never[t, :, :count], 0.0)
+    norm = law.sum(-1, keepdim=True)  # one at each step, but for a drift by rounding
+    norm.masked_fill_(never.all(-1, keepdim=True), 1.0)
+    drift = (norm - 1).abs().amax().item()
+    sound = torch.ones_like(exact)
+    if not drift < 16 * torch.finfo(norm.dtype).eps:
+        steady = (norm[1:] / norm[:-1] - 1).abs() < 1e-2
+        usable = (norm > 0) & norm.isfinite()
+        sound = (steady.all(0) & usable.all(0)).squeeze(-1)
+        law.div_(norm)
+        sent[1:].div_(norm[:-1])
+    if rows.order is not None:
+        rows.unsort(gamma, law)
+        rows.unsort(message, sent)
+        ranked, sound = sound, torch.empty_like(exact)
+        rows.unsort(sound[None], ranked[None])
+    exact &= sound
+
+
+# Long and narrow chains: two levels, 3 sqrt(T) dependent steps instead of T ----------------------
+
+
+def chunk_length(transition: Tensor, weight: Tensor, lengths: Tensor) -> int:
+    """How many steps to take as one chunk; 0 if the chain is not long and narrow.
+
+    Chunks multiply K x K operators, K times the work, side by side: worth it while that costs less
+    than calling the operations of a step.
+    """
+    steps, groups, size, num_states = weight.shape
+    narrow = groups * size * num_states**3 <= 1_000_000
+    if len(transition) > 1 or steps < 256 or not narrow or bool((lengths < steps).any()):
+        return 0
+    return round(steps**0.5)
+
+
+def _split(tensor: Tensor, length: int) -> Tensor:
+    """Cut ``(C * L, G, n, ...)`` into chunks that lie side by side, ``(L, G, C * n, ...)``."""
+    steps, groups, size = tensor.shape[:3]
+    cut = tensor.reshape(steps // length, length, groups, size, *tensor.shape[3:])
+    cut = cut.movedim(0, 2)
+    return cut.reshape(length, groups, -1, *tensor.shape[3:])
+
+
+def _join(target: Tensor, tensor: Tensor) -> None:
+    """Undo :func:`_split`, into ``target``."""
+    length, groups = tensor.shape[:2]
+    size = target.size(2)
+    cut = tensor.reshape(length, groups, -1, size, *tensor.shape[3:]).movedim(2, 0)
+    target.copy_(cut.reshape(target.shape))
+
+
+def _operators(transition: Tensor, inside: Tensor) -> tuple[Tensor, Tensor]:
+    """What each chunk does to the mass that arrives at its first step.
+
+    Returns:
+        Matrices ``(G, C, n..., K, K)`` flattened to ``(G, C * n, K, K)`` whose rows sum to one,
+        and the logarithms of the norms of the rows ``(G, C * n, K)``.
+    """
+    length, groups, size, num_states = inside.shape
+    rows = torch.diag_embed(inside[0])  # unit mass in each state, seen once
+    logs = torch.zeros(groups, size, num_states, dtype=torch.float64, device=inside.device)
+    for t in range(length):
+        if t > 0:
+            rows = (rows.flatten(1, 2) @ transition[0]).reshape(rows.shape)
+            rows *= inside[t].unsqueeze(2)
+        norm = rows.sum(-1)
+        logs += norm.double().log()
+        rows /= norm.masked_fill(norm == 0, 1.0).unsqueeze(-1)
+    return rows, logs
+
+
+def _balanced(rows: Tensor, logs: Tensor) -> Tensor:
+    """The operators up to a factor each."""
+    peak = logs.amax(-1, keepdim=True)
+    return rows * (logs - peak.masked_fill(peak.isneginf(), 0.0)).exp().to(rows.dtype).unsqueeze(-1)
+
+
+def forward_by_chunks(
+    initial: Tensor,
+    transition: Tensor,
+    weight: Tensor,
+    lengths: Tensor,
+    limits: tuple[float, float, float],
+    alpha: Tensor,
+    total: Tensor,
+    exact: Tensor,
+) -> None:
+    """As :func:`forward_by_steps`, for sequences of one length without hard zeros."""
+    length = chunk_length(transition, weight, lengths)
+    steps, groups, size, num_states = weight.shape
+    head = steps % length
+    sound = torch.ones_like(exact)
+    arrived = initial
+    if head:
+        forward_by_steps(
+            initial, transition, weight[:head], lengths.clamp(max=head), limits,
+            alpha[:head], total[:head], sound,
+        )  # fmt: skip
+        arrived = alpha[head - 1] @ transition[0]
+    inside = _split(weight[head:], length)
+    chunks = steps // length
+    operators = _balanced(*_operators(transition, inside))
+    operators = operators.reshape(groups, chunks, size, num_states, num_states)
+    starts = [arrived]
+    for c in range(chunks - 1):
+        left = (starts[-1].unsqueeze(-2) @ operators[:, c]).squeeze(-2)
+        starts.append((left / left.sum(-1, keepdim=True)) @ transition[0])
+    start = torch.stack(starts, 1).flatten(1, 2)  # (G, C * n, K)
+    full = torch.full(start.shape[:2], length)
+    parts = (
+        torch.zeros_like(inside),
+        torch.ones_like(inside[..., 0]),
+        torch.ones_like(start[..., 0]),
+    )
+    good = parts[2].bool()
+    forward_by_steps(start, transition, inside, full, limits, parts[0], parts[1], good)
+    _join(alpha[head:], parts[0])
+    _join(total[head:], parts[1])
+    exact.copy_(sound & good.reshape(groups, chunks, size).all(1))
+
+
+def backward_by_chunks(
+    transition: Tensor,
+    weight: Tensor,
+    lengths: Tensor,
+    alpha: Tensor,
+    total: Tensor,
+    exact: Tensor,
+    gamma: Tensor,
+    message: Tensor,
+) -> None:
+    """As :func:`backward_by_steps`, for sequences of one length without hard zeros."""
+    length = chunk_length(transition, weight, lengths)
+    steps, groups, size, num_states = weight.shape
+    head = steps % length
+    chunks = steps // length
+    inside, forward = _split(weight[head:], length), _split(alpha[head:], length)
+    operators = _balanced(*_operators(transition, inside))
+    operators = operators.reshape(groups, chunks, size, num_states, num_states)
+    ends = [torch.ones_like(alpha[0])]  # the message to the last step of each chunk, last first
+    for c in range(chunks - 1, -1, -1):
+        back = (operators[:, c] @ ends[-1].unsqueeze(-1)).squeeze(-1) @ transition[0].mT
+        end = head + c * length - 1
+        known = alpha[end] if end >= 0 else torch.ones_like(back)
+        ends.append(back / (known * back).sum(-1, keepdim=True))
+    last = torch.stack(ends[-2::-1], 1).flatten(1, 2)  # (G, C * n, K)
+    full = torch.full(last.shape[:2], length)
+    good = torch.ones_like(last[..., 0], dtype=torch.bool)
+    law, sent = torch.zeros_like(inside), torch.zeros_like(inside)
+    norms = _split(total[head:], length)
+    backward_by_steps(transition, inside, full, forward, norms, good, law, sent, last)
+    _join(gamma[head:], law)
+    _join(message[head:], sent)
+    exact &= good.reshape(groups, chunks, size).all(1)
+    if head:
+        backward_by_steps(
+            transition, weight[:head], lengths.clamp(max=head), alpha[:head], total[:head],
+            exact, gamma[:head], message[:head], ends[-1],
+        )  # fmt: skip
+
+
+def log_space_by_steps(
+    initial: Tensor, transition: Tensor, likelihood: Tensor, lengths: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Evidence ``(G, n)`` and messages log p(x_{1:t}, z_t) ``(T, G, n, K)``, by plain autograd."""
+    alpha = initial + likelihood[0]  # (G, n, K)
+    alphas = [alpha]
+    for t in range(1, len(likelihood)):
+        matrix = transition[t - 1 if len(transition) > 1 else 0].unsqueeze(1)  # (G, 1, K, K)
+        arrived = logsumexp(alpha.unsqueeze(-1) + matrix, -2) + likelihood[t]
+        exists = (t < lengths).unsqueeze(-1).to(alpha.device)
+        alpha = torch.where(exists, arrived, alpha)
+        alphas.append(alpha)
+    return logsumexp(alpha, -1), torch.stack(alphas)
+
+
+def viterbi_by_steps(
+    initial: Tensor, transition: Tensor, likelihood: Tensor, lengths: Tensor, best: Tensor
+) -> None:
+    """Write the most probable path to ``best`` ``(T, G, n)``."""
+    delta = torch.empty_like(likelihood)
+    delta[0] = initial + likelihood[0]
+    for t in range(1, len(likelihood)):
+        matrix = transition[t - 1 if len(transition) > 1 else 0]
+        for g in range(likelihood.size(1)):
+            for rows in range(0, likelihood.size(2), 32):  # bounds the memory to 32 K^2
+                part = delta[t - 1, g, rows : rows + 32]
+                delta[t, g, rows : rows + 32] = (part.unsqueeze(-1) + matrix[g]).amax(-2)
+        delta[t] += likelihood[t]
+        peak = delta[t].amax(-1, keepdim=True)
+        delta[t] -= peak.masked_fill(peak.isneginf(), 0.0)
+    lengths = lengths.to(best.device)
+    for t in range(len(likelihood) - 1, -1, -1):
+        score = delta[t]
+        if t < len(likelihood) - 1:
+            matrix = transition[t if len(transition) > 1 else 0].mT  # (G, to, from)
+            follow = torch.stack([rows[state] for rows, state in zip(matrix, best[t + 1])])
+            score = torch.where((t + 1 < lengths).unsqueeze(-1), score + follow, score)
+        best[t] = score.argmax(-1).masked_fill(t >= lengths, 0)
+
+
+def sample_by_steps(
+    messages: Tensor, transposed: Tensor, lengths: Tensor, uniform: Tensor, states: Tensor
+) -> None:
+    """Write paths to ``states`` ``(S, T, G, n)``, given log filtered ``messages``."""
+    lengths = lengths.to(states.device)
+    for t in range(messages.size(0) - 1, -1, -1):
+        score = messages[t].expand(*states.shape[:1], *messages[t].shape)  # (S, G, n, K)
+        if t < messages.size(0) - 1:
+            matrix = transposed[t if len(transposed) > 1 else 0]  # (G, to, from)
+            after = states[:, t + 1].movedim(1, 0)  # (G, S, n)
+            follow = torch.stack([rows[state] for rows, state in zip(matrix, after)], 1)
+            score = torch.where((t + 1 < lengths).unsqueeze(-1), score + follow, score)
+        peak = score.amax(-1, keepdim=True)
+        mass = (score - peak.masked_fill(peak.isneginf(), 0.0)).exp().cumsum(-1)
+        drawn = (mass <= uniform[:, t].unsqueeze(-1) * mass[..., -1:]).sum(-1)
+        drawn.clamp_(max=messages.size(-1) - 1)
+        states[:, t] = drawn.masked_fill(t >= lengths, 0)
