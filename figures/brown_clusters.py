@@ -66,9 +66,9 @@ def measure(
     kernels = _lookup.kernels
     if not compiled:
         _lookup.kernels = lambda *_: None
-    begun = time.process_time()
+    start_time = time.process_time()
     found = brown(train, size, sweeps, progress=False)
-    seconds = time.process_time() - begun
+    seconds = time.process_time() - start_time
     _lookup.kernels = kernels
     row = {
         "data": SOURCES[source],

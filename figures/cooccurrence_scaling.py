@@ -267,15 +267,15 @@ def words(quick: bool) -> tuple[str, Sequences, Sequences, int]:
 def nats(fit: Any, data: Sequences) -> float:
     """Minus the mean log-probability of a held-out word."""
     with torch.no_grad():
-        return -(fit.draw(data).log_prob(data.values).double().sum() / data.num_observed).item()
+        return -(fit.hmm(data).log_prob(data.values).double().sum() / data.num_observed).item()
 
 
 def timed(fit: Callable[..., Any], *given: Any, **options: Any) -> tuple[Any, float]:
     """A fit, always from the same seed, and the seconds of the processor that it took."""
     pyro.set_rng_seed(0)
-    begun = time.process_time()
+    start_time = time.process_time()
     found = fit(*given, tolerance=None, progress=False, **options)
-    return found, time.process_time() - begun
+    return found, time.process_time() - start_time
 
 
 def quality(quick: bool) -> list[dict[str, Any]]:

@@ -65,7 +65,7 @@ def draw_clock(quick: bool) -> list[dict[str, Any]]:
     pairs = fit_cooccurrence(module, data, SYMBOLS, num_steps=steps, restarts=8)
     fit = fit_em(module, data, start=pairs.values, num_steps=5 if quick else 60)
     after = {name.removeprefix("module."): value for name, value in fit.values.items()}
-    untrained, trained = trace.nodes["_RETURN"]["value"], fit.draw(data)
+    untrained, trained = trace.nodes["_RETURN"]["value"], fit.hmm(data)
     order = trained.log_transition.exp().fill_diagonal_(0.0).argmax(-1)  # where each hour goes
     hours = [0]
     while len(hours) < HOURS and int(order[hours[-1]]) not in hours:
@@ -89,7 +89,7 @@ def draw_clock(quick: bool) -> list[dict[str, Any]]:
     reached = {
         "truth": truth.log_prob(data.values).sum().item(),
         "before": untrained.log_prob(data.values).sum().item(),
-        "co-occurrence": pairs.draw(data).log_prob(data.values).sum().item(),
+        "co-occurrence": pairs.hmm(data).log_prob(data.values).sum().item(),
         "EM after it": trained.log_prob(data.values).sum().item(),
     }
     return [
@@ -161,13 +161,13 @@ def draw_words(quick: bool) -> list[dict[str, Any]]:
     num_states, dim = (8, 4) if quick else (64, 24)
     module = DenseHMM(num_states, len(vocabulary), dim)
     steps = 20 if quick else 600
-    begun = time.perf_counter()
+    start_time = time.perf_counter()
     fit = fit_cooccurrence(
         module, data, len(vocabulary), loss=cooccurrence.cross_entropy, num_steps=steps,
         learning_rate=0.1, schedule=partial(CosineAnnealingLR, T_max=steps), tolerance=None,
     )  # fmt: skip
-    seconds = time.perf_counter() - begun
-    hmm = fit.draw(data[:1])
+    seconds = time.perf_counter() - start_time
+    hmm = fit.hmm(data[:1])
     law = hmm.stationary()
     points = profiles(fit.values["module.emit"], fit.values["module.symbol"], law)
     asked = [word for word in ASKED if word in vocabulary] or list(vocabulary[:3])

@@ -306,7 +306,7 @@ def by_alpha(make: Callable[[float, Sequences], Fit], quick: bool) -> list[dict[
         for seed in range(1 if quick else 3):
             pyro.set_rng_seed(seed)
             fit = make(alpha, train)
-            rows_of_matrix = fit.draw(test).log_transition.exp().double()
+            rows_of_matrix = fit.hmm(test).log_transition.exp().double()
             rows.append(
                 {
                     "alpha": alpha, "seed": seed,

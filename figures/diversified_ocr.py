@@ -214,7 +214,7 @@ def first_order(
     }
     # all counts are known: one iteration, whose M-step goes on to its end, is all
     fit = fit_em(module, data, log_prior=prior, start=start, num_steps=1, tolerance=None, **diverse)
-    hmm = fit.draw(data[:1])
+    hmm = fit.hmm(data[:1])
     return Chain(hmm.log_initial.exp(), hmm.log_transition.exp(), torch.arange(NUM_LETTERS))
 
 
@@ -303,8 +303,8 @@ def naive_bayes(train: Sequences, test: Sequences) -> Bayes:
         "emission.probs": torch.full((size, pixels), 0.5),
     }
     module = TabularHMM(size, bernoulli(pixels, 2.0, 2.0), 1 + HARDLY)
-    hmm = fit_em(module, data, start=start, num_steps=1, tolerance=None).draw(data[:1])
-    return Bayes(hmm.log_initial.exp(), distributions.in_each_state(hmm.emission, test.values))
+    hmm = fit_em(module, data, start=start, num_steps=1, tolerance=None).hmm(data[:1])
+    return Bayes(hmm.log_initial.exp(), distributions.log_prob_per_state(hmm.emission, test.values))
 
 
 def projection(train: Sequences, dim: int = 30, width: float = 0.7) -> Tensor:
@@ -377,7 +377,7 @@ def by_path(chain: Chain, table: Tensor, words: Sequences) -> float:
 def by_step(chain: Chain, table: Tensor, words: Sequences) -> float:
     """Accuracy of the most probable letter at each step."""
     logs = chain.initial.log(), chain.transition.log().unsqueeze(0), table[..., chain.letters]
-    states = recursions.expected(*logs, words.lengths).states
+    states = recursions.expected_counts(*logs, words.lengths).states
     member = one_hot(chain.letters, NUM_LETTERS).to(states)
     return accuracy((states @ member).argmax(-1), words)
 
@@ -585,7 +585,7 @@ def better(letters: readers.Letters, budget: Budget) -> list[dict[str, Any]]:
     score, text = Score(), english_chains(budget.english)
     chosen: Counter[tuple[str, str, str]] = Counter()
     for number, (split, train, test, (learnt, held)) in enumerate(tasks(letters, budget)):
-        begun = time.process_time()
+        start_time = time.process_time()
         inside, outside = maker(learnt, text), maker(train, text)
         found: dict[tuple[str, str], tuple[float, float]] = {}  # inside, outside
         for place, look in enumerate(budget.looks):
@@ -640,7 +640,7 @@ def better(letters: readers.Letters, budget: Budget) -> list[dict[str, Any]]:
             pick = best({key: share[0] for key, share in found.items() if key[1] in models})
             score.add(found[pick][1], split=split, look="chosen", model=" or ".join(models))
             chosen[split, "chosen", f"{' or '.join(models)}: {', '.join(pick)}"] += 1
-        print(f"{time.process_time() - begun:6.0f} s  {split}, fold {number % budget.folds}",
+        print(f"{time.process_time() - start_time:6.0f} s  {split}, fold {number % budget.folds}",
               flush=True)  # fmt: skip
     rows = [row | {"paper": None} for row in score.rows()]
     for row in rows:

@@ -88,7 +88,7 @@ def penn() -> Task:
     renamed = torch.tensor([groups[tag] for tag in corpus.tags])
     labels = torch.where(corpus.data.exists, renamed[corpus.data.labels.clamp(min=0)], -1)
     values, num_words = lowered(corpus)
-    data = Sequences(values, corpus.data.lengths, labels=labels).cut(80)
+    data = Sequences(values, corpus.data.lengths, labels=labels).truncate(80)
     return Task(data, num_words, [group.split()[0] for group in MERGED])
 
 
@@ -97,7 +97,7 @@ def web() -> Task:
     corpus = readers.read_conllu(datasets.find("ud-ewt-train"), "upos")
     assert corpus.tags is not None
     values, num_words = lowered(corpus)
-    data = Sequences(values, corpus.data.lengths, labels=corpus.data.labels).cut(80)
+    data = Sequences(values, corpus.data.lengths, labels=corpus.data.labels).truncate(80)
     return Task(data, num_words, list(corpus.tags))
 
 
@@ -140,7 +140,7 @@ def fit_one(source: str, seed: int, quick: bool) -> list[dict[str, Any]]:
             module, data, start=start, log_prior=prior, tolerance=None, progress=False,
             num_steps=3 if quick else NUM_STEPS,
         )  # fmt: skip
-        hmm = fit.draw(data)
+        hmm = fit.hmm(data)
         states = hmm.viterbi(data.values).masked_fill(~data.exists, 0)
         rows = hmm.log_transition.exp().double()
         known = truth >= 0

@@ -84,10 +84,10 @@ def measure(model: str, source: str, quick: bool) -> dict[str, Any]:
         "model": MODELS[model],
     }
     if model == "kneser-ney":
-        begun = time.perf_counter()
+        start_time = time.perf_counter()
         ngrams = baselines.KneserNey(texts.train.numpy(), *sizes)
         valid, test = (ngrams.perplexity(part.numpy()) for part in (texts.valid, texts.test))
-        minutes = (time.perf_counter() - begun) / 60
+        minutes = (time.perf_counter() - start_time) / 60
         row |= {"parameters": ngrams.num_parameters, "epochs": 1, "minutes": minutes}
     else:
         dim = 16 if quick else 256

@@ -54,7 +54,7 @@ from pyrohmm import (
     metrics,
 )
 from pyrohmm.data.batches import batches_in_round
-from pyrohmm.language.model import RiseAndFall
+from pyrohmm.language.model import WarmupCosine
 
 NAME = "language_models"
 
@@ -184,7 +184,7 @@ def run(model: Model, paper: Paper, text: Text, cache: dict[Any, Any]) -> dict[s
         optimizer=partial(
             torch.optim.AdamW, lr=model.rate, weight_decay=model.decay, fused=True
         ),
-        schedule=partial(LambdaLR, lr_lambda=RiseAndFall(total)), clip_norm=5.0,
+        schedule=partial(LambdaLR, lr_lambda=WarmupCosine(total)), clip_norm=5.0,
         tolerance=None, validation=text.valid,
         checkpoint=None if model.panel == "quick" else file_of(model),
     )  # fmt: skip

@@ -103,13 +103,13 @@ def plain(module: NeuralHMM, data: Sequences, tokens: int, steps: int, seed: int
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3, weight_decay=0.0, fused=True)
     taken = []
     for _ in range(steps + 1):
-        begun = time.perf_counter()
+        start_time = time.perf_counter()
         loss = plain_loss(module, batches.take())
         optimizer.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_(module.parameters(), 5.0)
         optimizer.step()
-        taken.append(time.perf_counter() - begun)
+        taken.append(time.perf_counter() - start_time)
     return taken[1:]
 
 

@@ -65,7 +65,7 @@ from pyrohmm import (
 )
 from pyrohmm.data.tags import tagged
 from pyrohmm.language.clusters import brown
-from pyrohmm.nn.networks import CharacterWords
+from pyrohmm.nn.networks import CharCNN
 
 NAME = "tagging"
 SOURCES = {"web": "UD English EWT", "penn": "Penn Treebank sample"}
@@ -226,7 +226,7 @@ def neural(
     spellings = [spelt(word) for word in task.vocabulary]
     module = NeuralTagger(
         found.num_states, len(task.vocabulary), len(task.tags), dim, blocks=found, two_level=True,
-        dropout=dropout, words=CharacterWords(spellings, dim, **LETTERS) if letters else None,
+        dropout=dropout, words=CharCNN(spellings, dim, **LETTERS) if letters else None,
     )  # fmt: skip
     held_out = task.parts["dev"]
     assert held_out.labels is not None
@@ -234,19 +234,19 @@ def neural(
         held_out.values, held_out.lengths,
         labels=held_out.labels.masked_fill(held_out.labels == len(task.tags), -1),
     )  # fmt: skip
-    begun = time.process_time()
+    start_time = time.process_time()
     fit = fit_map(
         MarginalModel(module), tagged(task.train), num_steps=steps, batch_tokens=TOKENS,
         optimizer=lambda parameters: torch.optim.AdamW(parameters, rate, weight_decay=0.01),
         schedule=lambda each: torch.optim.lr_scheduler.CosineAnnealingLR(each, steps),
         clip_norm=5.0, tolerance=None, validation=tagged(known), progress=False,
     )  # fmt: skip
-    seconds = time.process_time() - begun
+    seconds = time.process_time() - start_time
     best = min(fit.validation, key=lambda each: each.nats)
 
     def decode(data: Sequences) -> dict[str, Tensor]:
         pairs = tagged(data.without_labels())
-        hmm: Any = fit.draw(pairs)
+        hmm: Any = fit.hmm(pairs)
         return {
             "posterior": hmm.best_tags(pairs.values), "path": hmm.best_path(pairs.values).tags
         }  # fmt: skip

@@ -466,9 +466,9 @@ def long_chain(quick: bool) -> list[dict[str, Any]]:
         ("pyrohmm, no Numba", problem.pyrohmm_torch),
     ):
         method()
-        begun = time.perf_counter()
+        start_time = time.perf_counter()
         value, slopes = method()
-        seconds = time.perf_counter() - begun
+        seconds = time.perf_counter() - start_time
         single = problem.logits
         problem.logits = [part.detach().double().requires_grad_() for part in single]
         exact, exact_slopes = method()

@@ -7,7 +7,7 @@ from .analysis import inference_data as inference_data
 from .analysis import metrics as metrics
 from .analysis import plots as plots
 from .analysis import queries as queries
-from .analysis.draws import Draws as Draws
+from .analysis.draws import PosteriorDraws as PosteriorDraws
 from .analysis.inference_data import to_arviz as to_arviz
 from .analysis.streaming import Filter as Filter
 from .data import datasets as datasets
@@ -31,9 +31,9 @@ from .infer.em import fit_em as fit_em
 from .infer.fit import fit_map as fit_map
 from .infer.fit import fit_svi as fit_svi
 from .infer.guides import RotationGuide as RotationGuide
-from .infer.models import CarriedModel as CarriedModel
 from .infer.models import EnumeratedModel as EnumeratedModel
 from .infer.models import MarginalModel as MarginalModel
+from .infer.models import StatefulModel as StatefulModel
 from .infer.models import markov_sample as markov_sample
 from .infer.msteps import GradientStep as GradientStep
 from .infer.results import Fit as Fit
@@ -71,19 +71,17 @@ from .nn.tabular import sticky as sticky
 from .nn.tagging import NeuralTagger as NeuralTagger
 from .ops import blocks as blocks
 from .ops import recursions as recursions
-from .ops.recursions import Expected as Expected
+from .ops.recursions import ExpectedCounts as ExpectedCounts
 from .ops.recursions import Posterior as Posterior
 
 __all__ = [
     "HMM",
     "BlockHMM",
-    "CarriedModel",
     "CooccurrenceModel",
     "DenseHMM",
     "DiversityPrior",
-    "Draws",
     "EnumeratedModel",
-    "Expected",
+    "ExpectedCounts",
     "Filter",
     "Fit",
     "Forecast",
@@ -94,10 +92,12 @@ __all__ = [
     "NeuralHMM",
     "NeuralTagger",
     "Posterior",
+    "PosteriorDraws",
     "Restarts",
     "RotationGuide",
     "ScalarHMM",
     "Sequences",
+    "StatefulModel",
     "TabularHMM",
     "TaggedHMM",
     "banded",

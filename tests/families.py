@@ -45,7 +45,7 @@ def random_covariance(rng, batch, dim):
 class Symbols:
     """Categorical, four symbols."""
 
-    spaces: ClassVar = {"probs": "simplex"}
+    supports: ClassVar = {"probs": "simplex"}
     strength = np.array([1.5, 2.0, 1.1, 3.0])
 
     def family(self):
@@ -69,7 +69,7 @@ class Symbols:
 class Bits:
     """Two zeros or ones."""
 
-    spaces: ClassVar = {"probs": "unit"}
+    supports: ClassVar = {"probs": "unit"}
 
     def family(self):
         return bernoulli(2, torch.tensor([1.5, 2.0]), 3.0)
@@ -91,7 +91,7 @@ class Bits:
 class Count:
     """Poisson numbers."""
 
-    spaces: ClassVar = {"rate": "positive"}
+    supports: ClassVar = {"rate": "positive"}
     shape = ()
 
     def family(self):
@@ -126,7 +126,7 @@ class Counts(Count):
 class Number:
     """Normal numbers."""
 
-    spaces: ClassVar = {"variance": "positive", "loc": "real"}
+    supports: ClassVar = {"variance": "positive", "loc": "real"}
     shape = ()
     centre, weight, strength, rate = 0.5, 0.7, 1.8, 1.3
 
@@ -194,7 +194,7 @@ class Ball(Number):
 class Full:
     """Normal vectors with a covariance in each state."""
 
-    spaces: ClassVar = {"covariance": "covariance", "loc": "real"}
+    supports: ClassVar = {"covariance": "covariance", "loc": "real"}
     centre, weight, degrees = np.array([0.5, -0.5]), 0.7, 4.5
     scale = np.array([[1.0, 0.3], [0.3, 2.0]])
 
@@ -245,7 +245,7 @@ class Shared(Full):
 class Mixture(Number):
     """Mixtures of two normal vectors; ``each`` is of the components, as the M-step sees it."""
 
-    spaces: ClassVar = {"weights": "simplex", "variance": "positive", "loc": "real"}
+    supports: ClassVar = {"weights": "simplex", "variance": "positive", "loc": "real"}
 
     def family(self):
         return normal_mixture(2, 2, self.centre, self.weight, self.strength, self.rate, 1.4)
@@ -287,10 +287,10 @@ class Several:
     parts = (Symbols(), Count(), Plane())
 
     def __init__(self):
-        self.spaces = {
+        self.supports = {
             f"parts.{i}.{name}": space
             for i, part in enumerate(self.parts)
-            for name, space in part.spaces.items()
+            for name, space in part.supports.items()
         }
 
     def family(self):
@@ -322,7 +322,7 @@ class Sharing(Ball):
     """States 0 and 2 share an emission."""
 
     index = np.array([0, 1, 0])
-    spaces: ClassVar = {"part.variance": "positive", "part.loc": "real"}
+    supports: ClassVar = {"part.variance": "positive", "part.loc": "real"}
 
     def family(self):
         return tied(super().family(), self.index.tolist())

@@ -116,12 +116,12 @@ def test_letters_and_their_order_fitted_apart_are_those_of_one_labelled_fit(ocr,
         "transition": 0.5 * torch.eye(26) + 0.5 * even,
         "emission.probs": torch.full((26, 128), 0.5),
     }
-    whole = fit_em(module, train, log_prior=prior, start=start).draw(test)
+    whole = fit_em(module, train, log_prior=prior, start=start).hmm(test)
     chain = ocr.first_order(train, 0.5, 0.5, prior)
     torch.testing.assert_close(chain.initial, whole.log_initial.exp())
     torch.testing.assert_close(chain.transition, whole.log_transition.exp(), atol=1e-6, rtol=0)
     table = ocr.naive_bayes(train, test).table
-    torch.testing.assert_close(table, distributions.in_each_state(whole.emission, test.values))
+    torch.testing.assert_close(table, distributions.log_prob_per_state(whole.emission, test.values))
     assert ocr.by_path(chain, table, test) == ocr.accuracy(whole.viterbi(test.values), test)
 
 
@@ -435,13 +435,13 @@ def test_kneser_ney_sums_to_one_after_what_was_seen_and_what_was_not(baselines):
 
 def test_kneser_ney_does_not_see_the_order_of_sentences(baselines):
     train, test = some_sentences(50, 7, 5), some_sentences(20, 7, 6)
-    forth, back = (
+    forward, back = (
         baselines.KneserNey(np.concatenate(train[::step]), 7, 0).log_probs(
             np.concatenate(test[::step])
         )
         for step in (1, -1)
     )
-    assert forth.sum() == pytest.approx(back.sum())
+    assert forward.sum() == pytest.approx(back.sum())
 
 
 @pytest.fixture

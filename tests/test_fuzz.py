@@ -38,7 +38,7 @@ class Symbols:
         hit = values[..., None, None] == np.arange(self.logs.shape[-1])  # nowhere if it is NaN
         return np.where(hit, self.logs, 0.0).sum(-1)
 
-    def emit(self, rng, place):
+    def sample_emission(self, rng, place):
         return draw(rng, at(self.logs, place, 1))
 
     def any_value(self, rng):
@@ -61,7 +61,7 @@ class Components:
         scores = self.scores(np.where(known, each, 0.0), *self.arrays)
         return np.where(known, scores, 0.0).sum(-1)
 
-    def emit(self, rng, place):
+    def sample_emission(self, rng, place):
         drawn = self.drawn(rng, *(at(array, place, 1) for array in self.arrays))
         return drawn if self.event else drawn[0]
 
@@ -156,7 +156,7 @@ class Covariances:
                 )
         return scores
 
-    def emit(self, rng, place):
+    def sample_emission(self, rng, place):
         return rng.multivariate_normal(at(self.loc, place, 1), at(self.covariance, place, 2))
 
     def any_value(self, rng):
@@ -184,7 +184,7 @@ class Mixtures:
         parts = np.where(known, scores, 0.0).sum(-1) + self.weights
         return np.logaddexp.reduce(parts, -1)
 
-    def emit(self, rng, place):
+    def sample_emission(self, rng, place):
         part = draw(rng, at(self.weights, place, 1))
         return rng.normal(at(self.loc, place, 2)[part], at(self.scale, place, 2)[part])
 
@@ -213,7 +213,7 @@ class Beside:
             for part, piece in zip(self.parts, pieces)
         )
 
-    def emit(self, rng, place):
+    def sample_emission(self, rng, place):
         return np.hstack([part.emit(rng, place) for part in self.parts]).astype(float)
 
     def any_value(self, rng):
@@ -232,7 +232,7 @@ class Shared:
     def density(self, values):
         return self.base.density(values)[..., self.index]
 
-    def emit(self, rng, place):
+    def sample_emission(self, rng, place):
         return self.base.emit(rng, (*place[:-1], self.index[place[-1]]))
 
     def any_value(self, rng):
@@ -506,7 +506,7 @@ def check_methods(hmm, case, answer):
     assert_close(found.states, answer.states)
     assert_close(found.transitions, answer.moves.sum(-3))
     assert_close(hmm.filtered(case.values), answer.filtered)
-    counts = hmm.expected(case.values)
+    counts = hmm.expected_counts(case.values)
     assert_close(counts.log_evidence, answer.evidence)
     assert_close(counts.states, answer.states)
     assert_close(counts.initial, sum_over_sequences(answer.states[..., 0, :], case.initial, 1))

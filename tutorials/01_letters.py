@@ -70,7 +70,7 @@ def letters_of(hmm):
     return groups
 
 
-hmm = two.draw(data)
+hmm = two.hmm(data)
 for k, group in enumerate(letters_of(hmm)):
     print(f"state {k}: {group}")
 
@@ -82,7 +82,7 @@ for k, group in enumerate(letters_of(hmm)):
 
 # %%
 five = best_of(num_states=5, num_steps=240, seeds=(0, 1))
-hmm = five.draw(data)
+hmm = five.hmm(data)
 print(five.summary())
 unigram = torch.bincount(data.values[data.observed], minlength=27).double()
 unigram = (unigram / unigram.sum()).clamp(min=1e-12)

@@ -98,9 +98,9 @@ def loss_and_gradient(model, elbo):
     evaluate()  # whatever is done once is done here
     times = []
     for _ in range(3):
-        begun = time.perf_counter()
+        start_time = time.perf_counter()
         loss, gradient = evaluate()
-        times.append(time.perf_counter() - begun)
+        times.append(time.perf_counter() - start_time)
     return loss.item(), torch.cat([g.flatten() for g in gradient]), sorted(times)[1]
 
 
@@ -125,7 +125,7 @@ torch.testing.assert_close(gradient_1, gradient_2, rtol=1e-3, atol=1e-2)
 # %%
 pyro.set_rng_seed(1)
 fit = fit_map(summed_out, data, num_steps=10 if SMOKE else 1000)
-hmm = fit.draw(data)
+hmm = fit.hmm(data)
 print(fit.summary())
 
 start, move, face = datasets.casino_parameters()
@@ -152,7 +152,7 @@ guide = AutoNormal(
 svi = fit_svi(summed_out, guide, data, num_steps=10 if SMOKE else 1000, learning_rate=0.01)
 print(svi.summary())
 
-draws = [svi.draw(data) for _ in range(20 if SMOKE else 400)]
+draws = [svi.hmm(data) for _ in range(20 if SMOKE else 400)]
 sixes = torch.stack([draw.emission.probs[:, 5].max() for draw in draws])
 low, high = sixes.quantile(torch.tensor([0.05, 0.95])).tolist()
 print(f"p(six | loaded): 90 % between {low:.3f} and {high:.3f}; the truth is 0.500")

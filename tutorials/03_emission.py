@@ -198,12 +198,12 @@ def accuracy(hmm):
     return metrics.one_to_one_accuracy(hmm.viterbi(held_out.values), states)
 
 
-draws = [svi.draw(held_out) for _ in range(10 if SMOKE else 200)]
+draws = [svi.hmm(held_out) for _ in range(10 if SMOKE else 200)]
 rows = {
     "truth": [truth],
-    "normal, EM": [rough.draw(held_out)],
-    "own, EM": [em.draw(held_out)],
-    "own, MAP": [point.draw(held_out)],
+    "normal, EM": [rough.hmm(held_out)],
+    "own, EM": [em.hmm(held_out)],
+    "own, MAP": [point.hmm(held_out)],
     "own, SVI": draws,
 }
 print("            nats an hour  states right")
@@ -233,11 +233,9 @@ def ordered(values, order):
     return new | {"transition": new["transition"][..., order, :]}
 
 
-by_em = ordered(em.values, state_order(em.draw(held_out)))
-by_map = ordered(point.values, state_order(point.draw(held_out)))
-draws = [
-    ordered(svi.values, state_order(point.draw(held_out))) for _ in range(10 if SMOKE else 500)
-]
+by_em = ordered(em.values, state_order(em.hmm(held_out)))
+by_map = ordered(point.values, state_order(point.hmm(held_out)))
+draws = [ordered(svi.values, state_order(point.hmm(held_out))) for _ in range(10 if SMOKE else 500)]
 covered = []
 print(f"{'':20s}truth    EM   MAP  SVI, 90 %")
 for name, true in true_values.items():
@@ -254,15 +252,15 @@ print(f"{sum(covered)} of {len(covered)} intervals of 90 % hold the truth")
 # %% [markdown]
 # ## What was in the holes
 #
-# `queries.observation_laws` gives the law of each observation given all that was measured, before
+# `queries.observation_marginals` gives the marginal of each observation given all others, before
 # and after it: at a hole, the law of what is missing. Its mean fills the hole with the least
 # squared error, and its variance says how far to trust it. We know what was there.
 
 # %%
-hmm = point.draw(held_out)
-laws = queries.observation_laws(hmm, held_out.values)
+hmm = point.hmm(held_out)
+laws = queries.observation_marginals(hmm, held_out.values)
 holes = held_out.values.isnan() & (states >= 0).unsqueeze(-1)
-by_truth = queries.observation_laws(truth, held_out.values).mean
+by_truth = queries.observation_marginals(truth, held_out.values).mean
 print("root mean squared error       mean of all   MAP  truth")
 for i, unit in ((0, "km"), (2, "°C")):
     hole = holes[..., i]

@@ -126,7 +126,7 @@ for name, fit in fits.items():
 best = fits["EM from co-occurrence"]
 symbol, emit = best.values["module.symbol"], best.values["module.emit"]
 symbol = symbol - symbol.mean(0)
-share = best.draw(train[:1]).stationary()
+share = best.hmm(train[:1]).stationary()
 
 figure, axes = plt.subplots(figsize=(7, 6), layout="constrained")
 for name, (x, y) in zip(symbols, symbol.tolist()):
@@ -172,7 +172,7 @@ counts = corpus.data.values[corpus.data.observed].bincount(minlength=len(words))
 frequent = (counts >= 50).nonzero().flatten().tolist()
 names = [words[index] for index in frequent]
 
-law = fit.draw(corpus.data[:1]).stationary()
+law = fit.hmm(corpus.data[:1]).stationary()
 symbol, emit = fit.values["module.symbol"], fit.values["module.emit"]
 emit = emit - (law.unsqueeze(-1) * emit).sum(0)
 points = normalize((symbol - symbol.mean(0)) @ emit.mT * law.sqrt(), dim=-1)[frequent]

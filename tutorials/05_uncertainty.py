@@ -11,7 +11,7 @@
 # | on paper | in code | here |
 # | --- | --- | --- |
 # | $x_n$ | `data.values[n]` | a word of English, letter by letter |
-# | $\theta_s$, of $C$ chains | `Draws`, shape $(C, S)$ | from a guide (SVI), or a sampler (NUTS) |
+# | $\theta_s$, of $C$ chains | `PosteriorDraws`, shape $(C, S)$ | from a guide or a sampler |
 # | $\log p(x_n \mid \theta_s)$ | `log_likelihood`, `x` | what leaving out a word is computed from |
 # | $\log p(x_{n,t} \mid x_{n,1:t-1}, \theta_s)$ | `log_likelihood`, `x_step` | letter by letter |
 # | elpd | `az.loo` | $\sum_n \log p(x_n \mid \text{the other words})$ |
@@ -32,8 +32,8 @@ from torch.distributions import biject_to
 
 from pyrohmm import (
     DenseHMM,
-    Draws,
     MarginalModel,
+    PosteriorDraws,
     RotationGuide,
     Sequences,
     TabularHMM,
@@ -108,7 +108,7 @@ for num_states in range(1, 3 if SMOKE else 6):
     guide = AutoNormal(model, init_loc_fn=init_to_value(values=em.start), init_scale=0.1)
     svi = fit_svi(model, guide, train, num_steps=5 if SMOKE else 300, learning_rate=0.06, elbo=elbo)
     fits[num_states] = model, svi
-    draws = Draws.of(svi, num_draws=num_draws)
+    draws = PosteriorDraws.of(svi, num_draws=num_draws)
     found[num_states] = to_arviz(draws, train, per_step=True)
     loo[num_states], k = left_out(found[num_states])
     held[num_states] = predicted(draws, held_out)
@@ -174,15 +174,15 @@ for num_states, each in found.items():
 
 # %% [markdown]
 # Predictions are good all the same, as we have seen. For intervals we ask a sampler, with two
-# states: two chains of NUTS, begun at draws of the guide, so that they need not look for the
+# states: two chains of NUTS, start_time at draws of the guide, so that they need not look for the
 # posterior first. Nothing says which state is number 0, and chains begun anywhere would choose by
 # chance; here we exchange the names in the second start, to see what that does.
 
 # %%
 model, svi = fits[2]
-starts = Draws.of(svi, num_draws=2)
-starts = starts.rename(torch.tensor([[[0, 1], [1, 0]]]), train)
-begin = {name: biject_to(svi.spaces[name]).inv(value[0]) for name, value in starts.values.items()}
+starts = PosteriorDraws.of(svi, num_draws=2)
+starts = starts.permute_states(torch.tensor([[[0, 1], [1, 0]]]), train)
+begin = {name: biject_to(svi.supports[name]).inv(value[0]) for name, value in starts.values.items()}
 warnings.filterwarnings("ignore", message="num_chains")  # one after the other is good enough
 sampler = MCMC(
     NUTS(model, max_tree_depth=3 if SMOKE else 4),
@@ -193,15 +193,15 @@ sampler = MCMC(
     disable_progbar=True,
 )
 sampler.run(train)
-chains = Draws.of(sampler)
+chains = PosteriorDraws.of(sampler)
 aligned = chains.aligned(train)
 
 # %% [markdown]
 # ## Names of states
 #
 # $\hat R$ compares chains with each other, and is near one where they agree. Of the parameters it
-# says that they do not: their states have other names. `Draws.aligned` renames the states of every
-# draw, by the overlap of their posteriors, and then they agree.
+# says that they do not: their states have other names. `PosteriorDraws.aligned` renames
+# the states of every draw, by the overlap of their posteriors, and then they agree.
 
 
 # %%
@@ -275,7 +275,7 @@ guides = {
 clouds = {}
 for name, guide in guides.items():
     svi = fit_svi(dense, guide, train, num_steps=5 if SMOKE else 300, learning_rate=0.04, elbo=elbo)
-    clouds[name] = Draws.of(svi, num_draws=num_draws)
+    clouds[name] = PosteriorDraws.of(svi, num_draws=num_draws)
     stats = to_arviz(clouds[name], train).sample_stats
     bound = (stats["lp"] - stats["log_guide"]).values
     print(f"{name:13s} bound {bound.mean():8.1f} ± {bound.std() / num_draws**0.5:.1f} nats")
@@ -291,7 +291,7 @@ ends = point.restarts
 good = ends.final < ends.final.min() + 1.0  # the others ended at other optima
 print(f"{good.sum()} of {len(good)} restarts found the best optimum")
 points = {name: value[None, good] for name, value in ends.values.items()}
-panels = {"restarts of MAP": Draws(dense, points)} | clouds
+panels = {"restarts of MAP": PosteriorDraws(dense, points)} | clouds
 
 figure, row = plt.subplots(1, 3, figsize=(9, 3.2), sharex=True, sharey=True, layout="constrained")
 for axes, (name, draws) in zip(row, panels.items()):
@@ -308,7 +308,7 @@ plt.show()
 
 # %% [markdown]
 # Whatever is computed from probabilities is safe from rotations, and after `aligned` from names:
-# `Draws.map` applies any function of an HMM to all draws, a few at a time.
+# `PosteriorDraws.map` applies any function of an HMM to all draws, a few at a time.
 
 
 # %%

@@ -152,7 +152,7 @@ figure, axes = plt.subplots(1, 4, figsize=(12, 3.2), layout="constrained")
 shown = {"true": torch.tensor(datasets.DIVERSE_TRANSITION)}
 for alpha in (0.0, 50.0, 500.0):
     fit = results[alpha][0]
-    hmm = fit.draw(data)
+    hmm = fit.hmm(data)
     order = metrics.align(hmm.viterbi(data.values), truth, 5).argsort()
     shown[f"α = {alpha:g}"] = hmm.log_transition.exp()[order][:, order].detach()
 for panel, (name, matrix) in zip(axes, shown.items()):
@@ -170,7 +170,7 @@ plt.show()
 
 # %%
 plain = fit_em(module, data)
-print("k-means:", metrics.one_to_one_accuracy(plain.draw(data).viterbi(data.values), truth))
+print("k-means:", metrics.one_to_one_accuracy(plain.hmm(data).viterbi(data.values), truth))
 
 # %% [markdown]
 # EM under the prior has many local optima, and an entry that has become zero stays zero, unless the

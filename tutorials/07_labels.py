@@ -73,7 +73,7 @@ def module():
 
 def accuracy(fit):
     """Of the most probable letter at each step."""
-    found = fit.draw(test).posterior(test.values).states.argmax(-1)
+    found = fit.hmm(test).posterior(test.values).states.argmax(-1)
     return (found == truth)[test.exists].double().mean().item()
 
 
@@ -81,7 +81,7 @@ full = fit_em(module(), train)
 print(full.reason, "after", len(full.losses) - 1, "steps;", *full.notes)
 print(f"as typed {(test.values == truth)[test.exists].double().mean():.3f}, "
       f"read {accuracy(full):.3f}")  # fmt: skip
-path = full.draw(test).viterbi(test.values)
+path = full.hmm(test).viterbi(test.values)
 for line in range(3):
     print("typed:", "".join(letters[k] for k in test.values[line].tolist()))
     print("read: ", "".join(letters[k] for k in path[line].tolist()))
@@ -100,7 +100,7 @@ def words(states):
 
 
 known = set(words(train.labels))
-best = full.draw(test).posterior(test.values).states.argmax(-1)
+best = full.hmm(test).posterior(test.values).states.argmax(-1)
 for name, states in {"viterbi": path, "posterior": best, "meant": truth}.items():
     right = (states == truth)[test.exists].double().mean()
     share = sum(word in known for word in words(states)) / len(words(states))
@@ -191,7 +191,7 @@ plt.show()
 # a matter of measuring:
 
 # %%
-counts = full.draw(test).log_transition.exp()
+counts = full.hmm(test).log_transition.exp()
 for alpha in (1.0, 10.0, 100.0):
     free = fit_em(module(), train, log_prior=DiversityPrior(alpha))
     anchored = DiversityPrior(alpha, anchor=counts, anchor_weight=1e5)

@@ -123,7 +123,7 @@ for block in torch.bincount(owner, often).argsort(descending=True)[:12].tolist()
 # rate that rises shortly and then falls, and the best parameters on held-out sentences.
 
 # %%
-begun = time.process_time()
+start_time = time.process_time()
 fit = model.fit(
     train,
     held_out,
@@ -131,7 +131,7 @@ fit = model.fit(
     batch_tokens=1024,
     learning_rate=0.01,
 )
-print(f"{time.process_time() - begun:.0f} s of a processor, {len(fit.losses)} steps")
+print(f"{time.process_time() - start_time:.0f} s of a processor, {len(fit.losses)} steps")
 found = model.perplexity(test)
 results[f"neural HMM, {num_states:,} states"] = found.value
 for name, value in results.items():
@@ -139,8 +139,8 @@ for name, value in results.items():
 
 # %%
 figure, axis = plt.subplots(figsize=(5.5, 3.4), layout="constrained")
-trail = [(each.step, math.exp(each.nats)) for each in fit.validation]
-axis.plot(*zip(*trail), "o-", label="neural HMM, held out")
+history = [(each.step, math.exp(each.nats)) for each in fit.validation]
+axis.plot(*zip(*history), "o-", label="neural HMM, held out")
 for colour, (name, value) in zip(("0.7", "0.4", "0.0"), results.items()):
     axis.axhline(value, color=colour, linewidth=0.9, label=f"{name}, test")
 axis.set_xlabel("steps")
@@ -163,7 +163,7 @@ plt.show()
 # %%
 with torch.no_grad():
     hmm = model.module.eval()(train.lengths)
-    posterior = hmm.posterior_in_blocks(train.values)
+    posterior = hmm.block_posterior(train.values)
 place = posterior.states.clamp(min=0)  # (N, T, w), states of the block of each word
 chance = posterior.probs
 

@@ -193,7 +193,7 @@ counts.index_put_(
 report("most frequent tag", (counts + 0.001 * counts.sum(0)).argmax(-1)[new.values])
 
 simple = fit_em(TabularHMM(len(tags), categorical(len(vocabulary), 1.1), 1.1, 1.1), with_tags)
-law = simple.draw(new.without_labels())
+law = simple.hmm(new.without_labels())
 report("tabular, sentences with tags", law.posterior(new.values).states.argmax(-1))
 
 exact = tagged(test.without_labels())
@@ -242,7 +242,7 @@ def fit(data, num_steps):
 
 alone = fit(tagged(with_tags), 150)
 words = tagged(new.without_labels())
-report("neural, sentences with tags", alone.draw(words).best_tags(words.values))
+report("neural, sentences with tags", alone.hmm(words).best_tags(words.values))
 
 # %% [markdown]
 # ## Sentences without tags
@@ -265,13 +265,13 @@ for num_steps in (3, 20):
         TabularHMM(len(tags), categorical(len(vocabulary), 1.1), 1.1, 1.1), again,
         start=simple.values, num_steps=num_steps, tolerance=None,
     )  # fmt: skip
-    law = more.draw(new.without_labels())
+    law = more.hmm(new.without_labels())
     report(
         f"tabular, all sentences, {num_steps} steps", law.posterior(new.values).states.argmax(-1)
     )
 
 half = fit(both, 500)
-hmm = half.draw(words)
+hmm = half.hmm(words)
 report("neural, all sentences", hmm.best_tags(words.values))
 report("neural, all sentences, best path", hmm.best_path(words.values).tags)
 

@@ -151,7 +151,7 @@ print(fit.summary())
 if has_hmmlearn:
     model = to_hmmlearn(guess, **settings).fit(X, lengths)
     same(-fit.losses[:-1], torch.tensor(list(model.monitor_.history)))
-    same(fit.draw(data).emission.probs, torch.from_numpy(model.emissionprob_))
+    same(fit.hmm(data).emission.probs, torch.from_numpy(model.emissionprob_))
     print(f"after 20 steps: {-fit.losses[-1]:.6f}, hmmlearn {model.score(X, lengths):.6f}")
 
 # %% [markdown]
@@ -197,8 +197,8 @@ flat = fit_em(points, plane, num_steps=20, tolerance=None)
 prior = fit_em(
     TabularHMM(2, normal(2)), plane, start=from_hmm(points), num_steps=19, tolerance=None
 )
-print("variances, likelihood alone  ", flat.draw(plane).emission.variance.flatten())
-print("variances, with our prior    ", prior.draw(plane).emission.variance.flatten())
+print("variances, likelihood alone  ", flat.hmm(plane).emission.variance.flatten())
+print("variances, with our prior    ", prior.hmm(plane).emission.variance.flatten())
 if has_hmmlearn:
     priors = {
         "likelihood alone": (flat, {"covars_prior": 0.0, "covars_weight": 1.0}),
@@ -209,7 +209,7 @@ if has_hmmlearn:
     for name, (fit, setting) in priors.items():
         model = to_hmmlearn(points, **settings, **setting)
         model.fit(plane.values[exists].numpy(), lengths)
-        ours = fit.draw(plane)
+        ours = fit.hmm(plane)
         same(ours.emission.mean, torch.from_numpy(model.means_))
         same(ours.emission.variance, from_hmmlearn(model, lengths).emission.variance)
         print(f"hmmlearn agrees: {name}")
@@ -314,7 +314,7 @@ print(f"impossible: {score:.1f}, gradient {log_move.grad.tolist()}")
 
 # %% [markdown]
 # **Lengths.** hmmlearn takes `lengths` with every call; an `HMM` here is made for its lengths.
-# The same parameters for other data: `fit.draw(other_data)`. What stands in the padding is not
+# The same parameters for other data: `fit.hmm(other_data)`. What stands in the padding is not
 # read, but it must be masked from what you compute yourself: `viterbi` holds 0 there.
 #
 # **Symbols are integers** `(N, T)` here, without the last dimension of one that hmmlearn and

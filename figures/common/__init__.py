@@ -66,9 +66,9 @@ def side_by_side(
     for _ in range(rounds):
         for name, method in methods.items():
             if sum(times[name]) < seconds:
-                begun = clock()
+                start_time = clock()
                 method()
-                times[name].append(clock() - begun)
+                times[name].append(clock() - start_time)
     return times
 
 

@@ -296,7 +296,7 @@ def train(
         torch.set_rng_state(kept["random"].cpu())
         best, earlier = kept["best"], kept["earlier"]
         least, step, halvings, seconds = kept["numbers"]
-    begun, losses = time.perf_counter() - seconds, []
+    start_time, losses = time.perf_counter() - seconds, []
     while True:
         limits = {
             "rate": halvings == HALVINGS,
@@ -315,7 +315,7 @@ def train(
         optimizer.step()
         losses.append(loss.item())
         step += 1
-        seconds = time.perf_counter() - begun
+        seconds = time.perf_counter() - start_time
         if step % len(batches) not in (0, len(batches) // 2) and seconds < 60 * minutes:
             continue
         found = perplexity(model, held_out, eos)
@@ -325,7 +325,7 @@ def train(
             optimizer.param_groups[0]["lr"] = rate / 2**halvings
         if found < least:
             least, best = found, {key: x.clone() for key, x in model.state_dict().items()}
-        seconds = time.perf_counter() - begun
+        seconds = time.perf_counter() - start_time
         print(
             f"{name}: {step / len(batches):.2f} epochs, {seconds / 60:.1f} minutes, perplexity "
             f"{math.exp(sum(losses) / len(losses)):.1f} in training, {found:.2f} held out, "

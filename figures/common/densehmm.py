@@ -136,7 +136,7 @@ def of_corpus(
     """
     missing = quick and "PYROHMM_DATA" not in os.environ
     corpus = datasets.english_letters(6000, chunk=60) if missing else read()
-    data = corpus.data.without_labels().cut(longest)
+    data = corpus.data.without_labels().truncate(longest)
     data = data[:100] if quick else data
     data = data[data.lengths.argsort(stable=True)]  # those of one length go side by side: faster
     corpus = corpus._replace(data=data, tags=None)
@@ -237,7 +237,7 @@ def descend_as_in_code(laws: Tensor, num_states: int, dim: int, steps: int) -> d
         transition = dense.log_rows(dense.exponential, leave, enter)
         probs = dense.log_rows(dense.exponential, emit, symbol).exp()
         law = cooccurrence.stationary_detached(transition)
-        joint = cooccurrence.joint_law(law, transition)
+        joint = cooccurrence.joint_probs(law, transition)
         optimizer.zero_grad()
         cooccurrence.squared_distance(joint, probs, laws).sum().backward()
         optimizer.step()
@@ -316,22 +316,22 @@ def do(source: Source, job: Job, n: int, size: int, budget: Budget) -> list[dict
     found = []
     if job.model == DIRECT:
         pyro.set_rng_seed(zlib.crc32(repr((source.name, job)).encode()))
-        begun = time.process_time()
+        start_time = time.process_time()
         hmms = fit_direct(job, halves, size, budget.steps[job.protocol])
-        seconds = (time.process_time() - begun) / budget.runs
+        seconds = (time.process_time() - start_time) / budget.runs
         for hmm, part in zip(hmms, halves):
             found.append(measures(hmm, part, size) | {"cpu_seconds": seconds})
         return found
     for run, part in enumerate(halves):
         pyro.set_rng_seed(zlib.crc32(repr((source.name, job, run)).encode()))
-        begun = time.process_time()
+        start_time = time.process_time()
         if job.dim is None:
             fit = fit_standard(job.protocol, iterations, part.train, job.num_states, size)
         else:
             fit = fit_dense(job.protocol, iterations, part.train, job.num_states, size, job.dim)
-        seconds = time.process_time() - begun
+        seconds = time.process_time() - start_time
         own = {"cpu_seconds": seconds, "iterations": len(fit.losses) - 1}
-        found.append(measures(fit.draw(part.test), part, size) | own)
+        found.append(measures(fit.hmm(part.test), part, size) | own)
     return found
 
 
@@ -352,9 +352,9 @@ class Store:
     def get(self, key: str, make: Callable[[], list[dict[str, float]]]) -> list[dict[str, float]]:
         """The results under ``key``, made where they are not there."""
         if key not in self.found:
-            begun = time.perf_counter()
+            start_time = time.perf_counter()
             self.found[key] = make()
-            print(f"{time.perf_counter() - begun:7.1f} s  {key}", flush=True)
+            print(f"{time.perf_counter() - start_time:7.1f} s  {key}", flush=True)
             if self.path is not None:
                 with self.path.open("a") as file:
                     file.write(json.dumps([key, self.found[key]]) + "\n")

@@ -1,6 +1,20 @@
-"""After a fit: metrics, posterior queries, online filtering, posterior samples, ArviZ, plots.
+"""After a fit: metrics, posterior queries, filtering, posterior samples, plots.
 
-Imports the rooms above, down to :mod:`pyrohmm.infer`.
+Imports the rooms down to ``infer``.
+
+Its modules; each imports only those above it:
+
+``metrics``         perplexity, information criteria, accuracy, diversity
+``chains``          the arguments of a chain as queries read them
+``decoding``        the k best paths, entropy of paths
+``prediction``      one step ahead, continuation, imputation
+``dwell_times``     how long a chain stays in a state
+``residuals``       pseudo-residuals
+``queries``         the posterior queries under one name
+``streaming``       ``Filter``: online filtering
+``draws``           ``PosteriorDraws``: samples of a posterior
+``inference_data``  ``to_arviz``
+``plots``           pictures of a fitted HMM
 """
 
 from . import draws as draws

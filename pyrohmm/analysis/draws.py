@@ -1,9 +1,10 @@
-r"""``Draws``: draws of a posterior as HMMs, whose states have one name in all of them.
+r"""``PosteriorDraws``: draws of a posterior as HMMs, whose states have one name in all of them.
 
 There are C chains of S draws. In each of them the states may have other numbers: the posterior of
 an HMM does not change when they are renamed, and a sampler or a guide ends at any naming. Averages
 of parameters over draws, their R-hat and their effective sample size then mean nothing, although
-each draw is sound. There are two cures: rename the states of every draw (:meth:`Draws.aligned`),
+each draw is sound. There are two cures: rename the states of every draw
+(:meth:`PosteriorDraws.aligned`),
 or look at quantities in which no name occurs (:func:`invariants`).
 """
 
@@ -27,7 +28,7 @@ from ..data.sequences import Sequences
 from ..distributions.hmm import HMM
 from ..distributions.observation import is_categorical, log_probs
 from ..infer.guides import RotationGuide
-from ..infer.models import follow, returned
+from ..infer.models import check_returns_hmm, to_model_device
 from ..infer.results import Fit, match_states
 from ..nn.base import in_mode
 
@@ -46,7 +47,7 @@ _CELLS = 2**22  # draws × N × T × K numbers, in one tensor
 
 
 @dataclass
-class Draws:
+class PosteriorDraws:
     """C chains of S draws of the latent variables of a model.
 
     Make them with :meth:`of`, from a fit or from Pyro's ``MCMC``.
@@ -68,7 +69,7 @@ class Draws:
         >>> data = datasets.casino(num_sequences=5, num_steps=20).without_labels()
         >>> model = MarginalModel(TabularHMM(2, categorical(6)))
         >>> guide = pyro.infer.autoguide.AutoNormal(model)
-        >>> draws = Draws.of(fit_svi(model, guide, data, num_steps=10), num_draws=100)
+        >>> draws = PosteriorDraws.of(fit_svi(model, guide, data, num_steps=10), num_draws=100)
         >>> draws.hmm(data).batch_shape  # chains, draws, sequences
         torch.Size([1, 100, 5])
         >>> draws.aligned(data).values["module.transition"].mean((0, 1)).shape
@@ -99,12 +100,12 @@ class Draws:
     @classmethod
     def of(
         cls,
-        posterior: Fit | MCMC | Mapping[str, Tensor] | Draws,
+        posterior: Fit | MCMC | Mapping[str, Tensor] | PosteriorDraws,
         model: Callable[..., Any] | None = None,
         *,
         num_draws: int = 1000,
         dims: Mapping[str, Sequence[str]] | None = None,
-    ) -> Draws:
+    ) -> PosteriorDraws:
         """Take draws from what stands for a posterior.
 
         Args:
@@ -113,14 +114,14 @@ class Draws:
                 ``(C, S, ...)``.
             model: The Pyro model; needed only if ``posterior`` does not know it.
             num_draws: S, how many to take from a guide.
-            dims: See :class:`Draws`.
+            dims: See :class:`PosteriorDraws`.
 
         Raises:
             TypeError: If ``posterior`` is nothing of the above.
             ValueError: If there is no ``model``, or shapes disagree.
         """
         check_size("num_draws", num_draws)
-        if isinstance(posterior, Draws):
+        if isinstance(posterior, PosteriorDraws):
             model = model or posterior.model
             values, stats, dims = posterior.values, posterior.stats, dims or posterior.dims
         elif isinstance(posterior, Fit):
@@ -145,7 +146,7 @@ class Draws:
         """``(C, S)``; one draw if there is no latent variable."""
         return next((each.shape[:2] for each in self.values.values()), torch.Size([1, 1]))
 
-    def thin(self, count: int) -> Draws:
+    def thin(self, count: int) -> PosteriorDraws:
         """At most ``count`` draws of each chain, evenly spaced."""
         check_size("count", count)
         total = self.shape[1]
@@ -166,7 +167,7 @@ class Draws:
             TypeError: If the model does not return an HMM.
             ValueError: If the model does not accept draws to the left of its variables.
         """
-        data = follow(self.model, None, data)
+        data = to_model_device(self.model, None, data)
         self._check(data)
         wide = {name: value.unsqueeze(2) for name, value in self.values.items()}
         return self._run(wide, data).expand(torch.Size([*self.shape, len(data)]))
@@ -192,11 +193,11 @@ class Draws:
 
         Example:
             >>> data = datasets.casino(num_sequences=5, num_steps=20).without_labels()
-            >>> draws = Draws.of(fit_em(TabularHMM(2, categorical(6)), data, num_steps=5))
+            >>> draws = PosteriorDraws.of(fit_em(TabularHMM(2, categorical(6)), data, num_steps=5))
             >>> draws.map(data, lambda hmm: hmm.log_prob(data.values)).shape
             torch.Size([1, 1, 5])
         """
-        data = follow(self.model, None, data)
+        data = to_model_device(self.model, None, data)
         num_states = self._check(data).num_states
         if batch_size is None:
             batch_size = max(1, _CELLS // (data.observed.numel() * num_states))
@@ -219,7 +220,7 @@ class Draws:
         It is that of the variables themselves (of probabilities, not of their logits). Together
         with the evidence of the sequences it makes the log joint density.
         """
-        data = follow(self.model, None, data)[:1]
+        data = to_model_device(self.model, None, data)[:1]
         self._check(data)
         ((wide, count),) = self._split(self.shape.numel())
         total = torch.zeros(count, dtype=torch.float64, device=data.values.device)
@@ -243,7 +244,7 @@ class Draws:
     def _run(self, values: dict[str, Tensor], data: Sequences) -> HMM:
         """The HMM of the model with these values of its variables."""
         with torch.no_grad(), poutine.block(), in_mode(False, self.model):
-            return returned(poutine.condition(self.model, data=values)(data))
+            return check_returns_hmm(poutine.condition(self.model, data=values)(data))
 
     def _check(self, data: Sequences) -> HMM:
         """Raise unless draws side by side are what they are one by one; return the first."""
@@ -287,13 +288,13 @@ class Draws:
 
     # Names of states
 
-    def aligned(self, data: Sequences) -> Draws:
+    def aligned(self, data: Sequences) -> PosteriorDraws:
         """The same draws with their states renamed, such that a name means one thing in all.
 
         Raises:
             TypeError, ValueError: As :meth:`hmm` and :meth:`rename`.
         """
-        return self.rename(self.align(data), data)
+        return self.permute_states(self.align(data), data)
 
     def align(self, data: Sequences) -> Tensor:
         """Which state of a common naming each state of each draw corresponds to.
@@ -313,7 +314,7 @@ class Draws:
             Dealing with label switching in mixture models (Stephens, 2000), where the loss is
             another.
         """
-        data = follow(self.model, None, data)
+        data = to_model_device(self.model, None, data)
         evidence = self.map(data, lambda hmm: hmm.log_prob(data.values).sum(-1))
         best = int(evidence.argmax())
         values = {name: each.flatten(0, 1)[best, None, None] for name, each in self.values.items()}
@@ -335,7 +336,7 @@ class Draws:
                 break
         return names
 
-    def rename(self, names: Tensor, data: Sequences) -> Draws:
+    def permute_states(self, names: Tensor, data: Sequences) -> PosteriorDraws:
         """The same draws with their states under other names.
 
         The dimensions of variables that run over states are known for the modules of this package,
@@ -349,7 +350,7 @@ class Draws:
             ValueError: If the renamed variables do not make the HMM with its states renamed, or if
                 priors tell states apart, so that their names have a meaning already.
         """
-        data = follow(self.model, None, data)
+        data = to_model_device(self.model, None, data)
         hmm = self._check(data)
         check_integers("names", names)
         check_shape("names", names, (*self.shape, hmm.num_states), "(C, S, K)")
@@ -402,14 +403,15 @@ class Draws:
         try:
             found = self._run({name: value[0, 0] for name, value in moved.items()}, data)
             for own, wanted in zip(
-                found._chain(data.values), hmm.reorder(order)._chain(data.values)
+                found._chain(data.values), hmm.permute_states(order)._chain(data.values)
             ):
                 torch.testing.assert_close(own, wanted, rtol=1e-3, atol=1e-3)
         except (ValueError, RuntimeError, AssertionError) as error:
             raise ValueError(
                 "states can be renamed only if it is known which dimensions of variables run over "
                 f"them; taken as {dims}, the HMM is not what it was with its states renamed. Name "
-                "them: Draws.of(..., dims={'matrix': ('state', 'next_state')}); if states share "
+                "them: PosteriorDraws.of(..., dims={'matrix': ('state', 'next_state')}); if states "
+                "share "
                 "parameters, their names have a meaning already."
             ) from error
         before, after = (replace(self, values=each, stats={}).log_prior(data)

@@ -66,7 +66,9 @@ def dwell_time_log_prob(hmm: HMM, num_steps: int) -> Tensor:
     return (more * stay).masked_fill(more == 0, 0.0) + leave  # 0 times -inf is NaN
 
 
-def runs(states: Tensor, lengths: Tensor, num_states: int, *, complete: bool = False) -> Tensor:
+def dwell_counts(
+    states: Tensor, lengths: Tensor, num_states: int, *, complete: bool = False
+) -> Tensor:
     """Count how long the visits to each state last in paths that were decoded or drawn.
 
     Args:
@@ -84,7 +86,7 @@ def runs(states: Tensor, lengths: Tensor, num_states: int, *, complete: bool = F
         ValueError: If states or lengths are out of range, or their shapes disagree.
 
     Example:
-        >>> runs(torch.tensor([[0, 0, 1, 0, 0], [1, 1, 1, 0, 0]]), torch.tensor([5, 3]), 2)
+        >>> dwell_counts(torch.tensor([[0, 0, 1, 0, 0], [1, 1, 1, 0, 0]]), torch.tensor([5, 3]), 2)
         tensor([[0, 2, 0, 0, 0],
                 [1, 0, 1, 0, 0]])
     """
@@ -122,7 +124,7 @@ def _log_leave(hmm: HMM) -> Tensor:
     if hmm.transition_per_step:
         raise ValueError(
             "hmm must have one log_transition for all steps, for dwell times to have one law; this "
-            "one has a matrix for each move. Take one of them, or count visits with runs."
+            "one has a matrix for each move. Take one of them, or count visits with dwell_counts."
         )
     matrix = hmm.log_transition.detach()
     own = torch.eye(matrix.size(-1), dtype=torch.bool, device=matrix.device)

@@ -17,7 +17,7 @@ from torch import Tensor
 from ..data.sequences import Sequences
 from ..distributions.hmm import HMM
 from ..infer.results import Fit
-from .draws import Draws, invariants
+from .draws import PosteriorDraws, invariants
 from .prediction import predictive_log_prob
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ INVARIANTS = ("log_evidence", "effective_states", "move_entropy", "occupancy")
 
 
 def to_arviz(
-    posterior: Fit | MCMC | Mapping[str, Tensor] | Draws,
+    posterior: Fit | MCMC | Mapping[str, Tensor] | PosteriorDraws,
     data: Sequences,
     model: Callable[..., Any] | None = None,
     *,
@@ -66,23 +66,25 @@ def to_arviz(
     C S N numbers, with ``per_step`` C S N T.
 
     Args:
-        posterior: What :meth:`Draws.of` takes: a :class:`Fit`, Pyro's ``MCMC``, draws by name
-            ``(C, S, ...)``, or :class:`Draws`.
+        posterior: What :meth:`PosteriorDraws.of` takes: a :class:`Fit`, Pyro's ``MCMC``, draws by
+            name
+            ``(C, S, ...)``, or :class:`PosteriorDraws`.
         data: The sequences that were fitted. Their labels, if any, count as observed.
         model: The Pyro model; needed only if ``posterior`` does not know it.
         num_draws: How many draws to take from a guide.
-        dims: Names of the dimensions of a variable, by its name; see :class:`Draws`.
+        dims: Names of the dimensions of a variable, by its name; see :class:`PosteriorDraws`.
         align: Whether to rename states such that a name means one thing in all draws; see
-            :meth:`Draws.align`.
+            :meth:`PosteriorDraws.align`.
         per_step: Whether to add ``x_step``.
         num_predictive: From how many draws of each chain to draw a data set.
-        batch_size: How many draws to work on at a time; see :meth:`Draws.map`.
+        batch_size: How many draws to work on at a time; see :meth:`PosteriorDraws.map`.
 
     Returns:
         An ``arviz.InferenceData``, or an ``xarray.DataTree`` if ArviZ is of version 1 or later.
 
     Raises:
-        TypeError, ValueError: As :meth:`Draws.of`, :meth:`Draws.hmm` and :meth:`Draws.rename`.
+        TypeError, ValueError: As :meth:`PosteriorDraws.of`, :meth:`PosteriorDraws.hmm` and
+            :meth:`PosteriorDraws.permute_states`.
 
     Example:
         >>> data = datasets.casino(num_sequences=5, num_steps=20).without_labels()
@@ -90,7 +92,7 @@ def to_arviz(
         >>> found["log_likelihood"]["x"].sizes["sequence"]
         5
     """
-    draws = Draws.of(posterior, model, num_draws=num_draws, dims=dims)
+    draws = PosteriorDraws.of(posterior, model, num_draws=num_draws, dims=dims)
     draws = draws.aligned(data) if align else draws
     names = draws.named_dims(data)
     groups: dict[str, dict[str, Any]] = {"posterior": {}, "log_likelihood": {}}

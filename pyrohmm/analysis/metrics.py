@@ -88,7 +88,7 @@ def log_evidence(model: HMM | Fit, data: Sequences, batch_size: int = 256) -> Te
         if isinstance(model, HMM):
             return model.log_prob(data.values)
         parts = [data[start : start + batch_size] for start in range(0, len(data), batch_size)]
-        hmms = model.draw_each(parts)
+        hmms = model.hmms(parts)
         return torch.cat([hmm.log_prob(part.values) for hmm, part in zip(hmms, parts)])
 
 
@@ -300,7 +300,7 @@ def align_transitions(found: Tensor, truth: Tensor) -> Tensor:
 
     Returns:
         ``(K,)`` integers: state k of ``found`` is state ``renaming[k]`` of ``truth``, as from
-        :func:`align`; ``hmm.reorder(renaming.argsort())`` gives an HMM the true numbers.
+        :func:`align`; ``hmm.permute_states(renaming.argsort())`` gives an HMM the true numbers.
 
     Example:
         >>> truth = torch.tensor([[0.9, 0.1, 0.0], [0.0, 0.8, 0.2], [0.3, 0.0, 0.7]])

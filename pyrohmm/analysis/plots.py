@@ -46,7 +46,7 @@ def transition(hmm: HMM, names: Sequence[str] | None = None, axes: Axes | None =
     if matrix.dim() != 2:
         raise ValueError(
             f"hmm must have one transition matrix (K, K); got shape {tuple(matrix.shape)}. "
-            "Build it from one draw, for instance with fit.draw(data)."
+            "Build it from one draw, for instance with fit.hmm(data)."
         )
     size = len(matrix)
     labels = _names(names, size)

@@ -10,7 +10,7 @@ from torch import Tensor
 from .._checks import check_size
 from ..distributions.forecast import Forecast
 from ..distributions.hmm import HMM
-from ..distributions.sampling import emit, emit_per_step
+from ..distributions.sampling import sample_emission, sample_emission_per_step
 from ..ops import recursions
 from .chains import (
     _check_constant,
@@ -127,7 +127,7 @@ def impute(hmm: HMM, values: Tensor, sample_shape: Any = ()) -> Tensor:
     with torch.no_grad():
         _check_possible(hmm.log_prob(values))
         states = hmm.sample_states(values, sample_shape)
-        draw = emit_per_step if hmm.emission_per_step else emit
+        draw = sample_emission_per_step if hmm.emission_per_step else sample_emission
         drawn = draw(hmm.emission, states).to(values.dtype)
         missing = torch.zeros_like(states, dtype=torch.bool)
         if hmm.observed is not None:
@@ -135,7 +135,7 @@ def impute(hmm: HMM, values: Tensor, sample_shape: Any = ()) -> Tensor:
         return torch.where(_over_events(missing, hmm), drawn, values)
 
 
-def observation_laws(hmm: HMM, values: Tensor) -> Forecast:
+def observation_marginals(hmm: HMM, values: Tensor) -> Forecast:
     r"""The law of an observation at each step, given all that was observed.
 
     .. math:: \sum_k p(z_t = k | x) \, p(x_t | k)
@@ -160,7 +160,7 @@ def observation_laws(hmm: HMM, values: Tensor) -> Forecast:
         >>> levels = Normal(torch.tensor([0.0, 10.0]), 1.0)
         >>> seen = torch.tensor([True, False])
         >>> hmm = HMM(torch.tensor([0.5, 0.5]).log(), sure, levels, torch.tensor(2), seen)
-        >>> observation_laws(hmm, torch.tensor([9.5, math.nan])).mean
+        >>> observation_marginals(hmm, torch.tensor([9.5, math.nan])).mean
         tensor([10., 10.])
     """
     evidence, states, _ = hmm.posterior(values)

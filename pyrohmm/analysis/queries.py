@@ -2,12 +2,12 @@
 
 from .decoding import k_best as k_best
 from .decoding import path_entropy as path_entropy
+from .dwell_times import dwell_counts as dwell_counts
 from .dwell_times import dwell_time_log_prob as dwell_time_log_prob
 from .dwell_times import dwell_time_mean as dwell_time_mean
-from .dwell_times import runs as runs
 from .prediction import continuation as continuation
 from .prediction import impute as impute
-from .prediction import observation_laws as observation_laws
+from .prediction import observation_marginals as observation_marginals
 from .prediction import predictive_log_prob as predictive_log_prob
 from .residuals import PseudoResiduals as PseudoResiduals
 from .residuals import pseudo_residuals as pseudo_residuals

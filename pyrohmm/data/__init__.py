@@ -1,6 +1,18 @@
-"""Sequences, minibatches of them, vocabularies, readers and data sets.
+"""Sequences, minibatches, vocabularies, readers and data sets.
 
-Imports :mod:`pyrohmm.ops`.
+Imports ``ops``.
+
+Its modules; each imports only those above it:
+
+``sequences``      ``Sequences``: ragged data in one padded tensor
+``process_group``  ``ProcessGroup``: data-parallel ranks
+``batches``        minibatches by number of sequences or of steps
+``pair_counts``    pairs of symbols counted; numbers put into bins
+``tags``           words and tags joined as one observation
+``vocabulary``     ``Vocabulary``: symbols and their codes
+``readers``        files of text, treebanks, proteins, letters
+``simulated``      data simulated from known parameters
+``datasets``       public files with checksums, and embedded text
 """
 
 from . import datasets as datasets

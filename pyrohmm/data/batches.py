@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .process_group import Processes
+from .process_group import ProcessGroup
 from .sequences import Sequences
 
 JITTER = 0.1  # by how much of itself a length may seem larger when sequences are sorted
@@ -77,10 +77,10 @@ class Batches:
         *,
         batch_tokens: int | None = None,
         windows: tuple[int, int] | None = None,
-        processes: Processes | None = None,
+        processes: ProcessGroup | None = None,
     ) -> None:
         self.data, self.batch_size, self.batch_tokens = data, batch_size, batch_tokens
-        self.generator, self.processes = generator, processes or Processes()
+        self.generator, self.processes = generator, processes or ProcessGroup()
         self.windows = windows
         if windows is not None and (data.has_gaps or data.labels is not None):
             raise ValueError("windows are of sequences without gaps or labels; give batch_size.")
@@ -88,7 +88,7 @@ class Batches:
             raise ValueError("windows go on from each other, and cannot be shared by processes.")
         self.whole = None
         if batch_size is None and batch_tokens is None and windows is None:
-            self.whole = self.processes.share(data)
+            self.whole = self.processes.shard(data)
         self.order = torch.empty(0, dtype=torch.long)  # what is left of this round
         self.sizes = self.order  # of the batches that are left of it
         self.number = 0  # of batches of this round
@@ -115,7 +115,7 @@ class Batches:
         total = self.data.total
         if self.batch_tokens is not None:
             total = total * self.number * size / len(self.data)
-        return self.processes.share(self.data.batch(self.chosen, total))
+        return self.processes.shard(self.data.batch(self.chosen, total))
 
     def _begin_round(self) -> None:
         if self.windows is not None:

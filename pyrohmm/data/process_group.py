@@ -1,4 +1,4 @@
-"""``Processes``: those that fit one model side by side, each on its share of every batch.
+"""``ProcessGroup``: those that fit one model side by side, each on its share of every batch.
 
 The loss of a batch is the mean of those of the processes, and its gradient that of theirs. Each
 scales the likelihood of its share such that this mean is what one process finds: the likelihood of
@@ -16,7 +16,7 @@ from torch import Tensor, distributed
 from .sequences import Sequences
 
 
-class Processes:
+class ProcessGroup:
     """Several processes, or this one alone.
 
     Args:
@@ -25,7 +25,7 @@ class Processes:
 
     Example:
         >>> data = Sequences.from_list([[0], [1], [2]])
-        >>> [Processes(2, rank).share(data).total for rank in (0, 1)]  # 3 * 2 of 3, 3 * 1 of 3
+        >>> [ProcessGroup(2, rank).shard(data).total for rank in (0, 1)]  # 3 * 2 of 3, 3 * 1 of 3
         [4, 2]
     """
 
@@ -33,7 +33,7 @@ class Processes:
         self.size, self.rank = size, rank
 
     @classmethod
-    def all(cls) -> Processes:
+    def all(cls) -> ProcessGroup:
         """Those of ``torch.distributed``, if it has been initialised."""
         if distributed.is_available() and distributed.is_initialized():
             return cls(distributed.get_world_size(), distributed.get_rank())
@@ -44,7 +44,7 @@ class Processes:
         """Whether this is the process that writes files and shows progress."""
         return self.rank == 0
 
-    def share(self, data: Sequences) -> Sequences:
+    def shard(self, data: Sequences) -> Sequences:
         """What this process takes of ``data``; its ``total`` counts the others' shares as well.
 
         Of fewer sequences than processes, some are taken by several, each for a part of its weight.

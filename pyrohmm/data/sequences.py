@@ -262,11 +262,11 @@ class Sequences:
             None if self.covariates is None else self.covariates[chosen, :steps],
         )
 
-    def cut(self, num_steps: int) -> Sequences:
+    def truncate(self, num_steps: int) -> Sequences:
         """The first ``num_steps`` steps of each sequence; shorter ones stay as they are.
 
         Example:
-            >>> Sequences.from_list([[3, 1, 4, 1], [5]]).cut(2).values
+            >>> Sequences.from_list([[3, 1, 4, 1], [5]]).truncate(2).values
             tensor([[3, 1],
                     [5, 0]])
         """

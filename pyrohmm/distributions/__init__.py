@@ -1,6 +1,18 @@
-"""Pyro distributions: HMMs whose states are summed out, emissions joined of others, priors.
+"""Pyro distributions: HMMs whose states are summed out, emissions, priors.
 
-Imports :mod:`pyrohmm.ops` and :mod:`pyrohmm.data`.
+Imports ``ops`` and ``data``.
+
+Its modules; each imports only those above it:
+
+``sparse_dirichlet``  Dirichlet rows with exact zeros
+``inverse_wishart``   the prior of covariance matrices
+``observation``       joined and tied emissions; log-probabilities per state
+``sampling``          sampling of states and of observations given states
+``forecast``          ``Forecast``: observations at future steps
+``hmm``               ``HMM``: a distribution over whole sequences
+``block_hmm``         ``BlockHMM``: states in blocks, tens of thousands of them
+``tagged_hmm``        ``TaggedHMM``: states that emit a word and a tag
+``dpp``               the determinantal prior of the diversified HMM
 """
 
 from . import block_hmm as block_hmm
@@ -14,10 +26,10 @@ from .inverse_wishart import InverseWishart as InverseWishart
 from .inverse_wishart import covariance_matrix as covariance_matrix
 from .observation import Streams as Streams
 from .observation import Tied as Tied
-from .observation import in_each_state as in_each_state
 from .observation import is_categorical as is_categorical
-from .observation import known_log_prob as known_log_prob
+from .observation import log_prob_per_state as log_prob_per_state
 from .observation import log_probs as log_probs
+from .observation import marginal_log_prob as marginal_log_prob
 from .sparse_dirichlet import SparseDirichlet as SparseDirichlet
 from .sparse_dirichlet import interior as interior
 from .tagged_hmm import TaggedHMM as TaggedHMM

@@ -26,7 +26,7 @@ from .._precision import full_precision
 from ..ops import block_recursions, lookup, recursions
 from ..ops.block_plan import Plan, States, bounds, is_dense
 from ..ops.block_recursions import Logs, planned
-from ..ops.block_transition import Products as Products
+from ..ops.block_transition import InnerProductTransition as InnerProductTransition
 from ..ops.blocks import Blocks
 from ..ops.recursions import Posterior
 from .hmm import HMM
@@ -51,7 +51,7 @@ class BlockPosterior(NamedTuple):
     states: Tensor
 
 
-class Ending(NamedTuple):
+class FinalState(NamedTuple):
     """The law of the last state of each sequence, given all its observations.
 
     Attributes:
@@ -63,7 +63,7 @@ class Ending(NamedTuple):
     log_probs: Tensor
 
 
-class Before(NamedTuple):
+class CarriedState(NamedTuple):
     """What came before some sequences: blocks of states that are left, and never entered.
 
     Attributes:
@@ -104,14 +104,14 @@ class BlockHMM(HMM):
 
     It is the same law as an :class:`HMM` with zeros elsewhere, and answers the same questions. What
     reads symbols visits only states that can emit them: ``log_prob`` and its gradient,
-    ``viterbi``, ``sample_states``, ``filtered``, ``posterior_in_blocks``; with labels, or
+    ``viterbi``, ``sample_states``, ``filtered``, ``block_posterior``; with labels, or
     where steps are missing, and for everything else, it is :meth:`dense` that answers, whose cost
     is that of K x K matrices; for ``log_prob`` also where blocks overlap and are large. Parameters
     have no batch dimensions.
 
     Args:
         log_initial: ``(K,)``, log-probabilities of the first state.
-        transition: Moves: :class:`Products`, or ``(K, K)`` log-probabilities.
+        transition: Moves: :class:`InnerProductTransition`, or ``(K, K)`` log-probabilities.
         log_emission: ``(V, w)``, log-probability of each symbol in each state of its block, in the
             order of the block; what is beyond the block is not read.
         blocks: Which states may emit which symbol.
@@ -139,7 +139,7 @@ class BlockHMM(HMM):
     def __init__(
         self,
         log_initial: Tensor,
-        transition: Products | Tensor,
+        transition: InnerProductTransition | Tensor,
         log_emission: Tensor,
         blocks: Blocks,
         lengths: Tensor,
@@ -154,9 +154,9 @@ class BlockHMM(HMM):
         if isinstance(transition, Tensor):
             check_floats("transition", transition)
             check_shape("transition", transition, (size, size), "(K, K)")
-        elif not isinstance(transition, Products):
+        elif not isinstance(transition, InnerProductTransition):
             raise TypeError(
-                "transition must be Products or a matrix of log-probabilities; got "
+                "transition must be InnerProductTransition or a matrix of log-probabilities; got "
                 f"{type(transition).__name__}."
             )
         elif not (blocks.disjoint and torch.equal(transition.blocks.sizes, blocks.sizes)):
@@ -185,7 +185,7 @@ class BlockHMM(HMM):
         self.log_emission = log_emission.masked_fill(~exists, -torch.inf)
         self.lengths, self.observed, self.allowed = lengths, observed, None
         self.transition_per_step = self.emission_per_step = False
-        self.before: Before | None = None  # of sequences that go on from others
+        self.before: CarriedState | None = None  # of sequences that go on from others
         TorchDistribution.__init__(
             self, lengths.shape, torch.Size((num_steps,)), validate_args=validate_args
         )
@@ -248,7 +248,9 @@ class BlockHMM(HMM):
         """The law of the first state of each sequence ``(N, K)``, where some go on from others."""
         before = self.before
         assert before is not None
-        moves = cast(Products, self.transition).moves_of(before.leave, before.log_shares)
+        moves = cast(InnerProductTransition, self.transition).moves_of(
+            before.leave, before.log_shares
+        )
         moves = moves.split(before.sizes.tolist())
         rows = [
             initial if block < 0
@@ -301,7 +303,7 @@ class BlockHMM(HMM):
             check_no_nan("the log-likelihood of values", found, "Look for NaN in the parameters.")
         return found.reshape(batch)
 
-    def posterior_in_blocks(self, values: Tensor) -> BlockPosterior:
+    def block_posterior(self, values: Tensor) -> BlockPosterior:
         """The law of each state given all observations, within the block of its symbol.
 
         Raises:
@@ -338,7 +340,7 @@ class BlockHMM(HMM):
             states.to(probs.device).reshape(shape),
         )  # fmt: skip
 
-    def ending(self, values: Tensor) -> Ending:
+    def final_state(self, values: Tensor) -> FinalState:
         """The law of the last state of each sequence ``(N, T)``, given its symbols."""
         if self.observed is not None:
             raise ValueError("ending needs every step to be observed; some are not.")
@@ -347,12 +349,12 @@ class BlockHMM(HMM):
             found = block_recursions.last_laws(*self._chain_in_blocks(read))
         last = read.blocks.gather(1, read.lengths.unsqueeze(-1) - 1).squeeze(-1)
         states = self.blocks.states[last].to(found.device)
-        return Ending(states, found[:, : self.blocks.width])
+        return FinalState(states, found[:, : self.blocks.width])
 
     def posterior(self, values: Tensor) -> Posterior:
         """Smooth: evidence ``(*B)``, states ``(*B, T, K)``, expected moves ``(*B, K, K)``.
 
-        With many states, :meth:`posterior_in_blocks` takes a fraction of the memory.
+        With many states, :meth:`block_posterior` takes a fraction of the memory.
         """
         return self.dense().posterior(values)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributions import constraints
 
 from .observation import log_likelihood
-from .sampling import emit
+from .sampling import sample_emission
 
 
 class Forecast(TorchDistribution):
@@ -72,4 +72,4 @@ class Forecast(TorchDistribution):
         with torch.no_grad():
             shape = torch.Size(sample_shape)
             drawn = torch.distributions.Categorical(probs=self.states).sample(shape)
-            return emit(self.emission, drawn)
+            return sample_emission(self.emission, drawn)

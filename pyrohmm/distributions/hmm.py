@@ -26,10 +26,10 @@ from .._checks import (
 from .._precision import full_precision
 from ..ops import recursions
 from ..ops import stationary as stationary_ops
-from ..ops.recursions import Expected, Posterior
+from ..ops.recursions import ExpectedCounts, Posterior
 from .forecast import Forecast
-from .observation import Tied, in_each_state, is_categorical, log_likelihood, log_probs
-from .sampling import _draw_rows, _Table, emit, emit_per_step
+from .observation import Tied, is_categorical, log_likelihood, log_prob_per_state, log_probs
+from .sampling import _draw_rows, _Table, sample_emission, sample_emission_per_step
 
 
 class HMM(TorchDistribution):
@@ -58,7 +58,7 @@ class HMM(TorchDistribution):
         lengths: ``(*B)`` integers, the number of steps of each sequence. They are kept on the CPU.
         observed: ``(*B, T)`` booleans, True where a step is observed. A step that is not adds
             nothing, whatever ``values`` hold there. Single components of a vector are missing where
-            ``values`` are NaN: see :func:`pyrohmm.distributions.known_log_prob`.
+            ``values`` are NaN: see :func:`pyrohmm.distributions.marginal_log_prob`.
         validate_args: Whether to read values in order to check them; shapes are always checked.
             Pyro's setting by default.
         transition_per_step: Whether ``log_transition`` has a dimension of steps.
@@ -323,9 +323,9 @@ class HMM(TorchDistribution):
         """Smooth: evidence ``(*B)``, states ``(*B, T, K)``, expected moves ``(*B, K, K)``."""
         return recursions.posterior(*self._chain(values), self.lengths)
 
-    def expected(self, values: Tensor) -> Expected:
-        """Expected counts given ``values``: the E-step; see :class:`recursions.Expected`."""
-        found = recursions.expected(*self._chain(values, check=False), self.lengths)
+    def expected_counts(self, values: Tensor) -> ExpectedCounts:
+        """Expected counts given ``values``: the E-step; see :class:`recursions.ExpectedCounts`."""
+        found = recursions.expected_counts(*self._chain(values, check=False), self.lengths)
         if self._validate_args:
             _check_likelihood(found.log_evidence)
             if self.allowed is not None and bool(found.log_evidence.isneginf().any()):
@@ -388,9 +388,9 @@ class HMM(TorchDistribution):
         with torch.no_grad():
             path = self._draw_path(shape)
             if self.emission_per_step:
-                values = emit_per_step(self.emission, path)
+                values = sample_emission_per_step(self.emission, path)
             else:
-                values = emit(self.emission, path)
+                values = sample_emission(self.emission, path)
         return values, path
 
     def _draw_path(self, shape: torch.Size) -> Tensor:
@@ -434,7 +434,7 @@ class HMM(TorchDistribution):
         """
         return self._with(lengths=lengths, observed=observed, allowed=None)
 
-    def reorder(self, order: Tensor) -> HMM:
+    def permute_states(self, order: Tensor) -> HMM:
         """The same law with its states in another order: state k is what ``order[k]`` was.
 
         Args:
@@ -470,7 +470,7 @@ class HMM(TorchDistribution):
         given = values
         values, mask = self._prepare(values)
         if self.emission_per_step:
-            likelihood = in_each_state(self.emission, values)
+            likelihood = log_prob_per_state(self.emission, values)
         else:
             likelihood = log_likelihood(self.emission, values)
         if mask is not None and self.observed is not None:  # recursions know of padding

@@ -1,7 +1,7 @@
 r"""Distributions that Pyro lacks, and log-densities of vectors of which only a part is known.
 
 An observation may be known in part: components that are NaN are missing. Where a distribution
-allows it exactly they are integrated out (:func:`known_log_prob`), never filled in.
+allows it exactly they are integrated out (:func:`marginal_log_prob`), never filled in.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class Streams(TorchDistribution):
     def log_prob(self, value: Tensor) -> Tensor:
         """Log-density ``(*B)`` of vectors; NaN components are missing."""
         pieces = self.split(value)
-        scores = [known_log_prob(part, piece) for part, piece in zip(self.parts, pieces)]
+        scores = [marginal_log_prob(part, piece) for part, piece in zip(self.parts, pieces)]
         return torch.stack(torch.broadcast_tensors(*scores)).sum(0)
 
     def sample(self, sample_shape: Any = ()) -> Tensor:
@@ -175,10 +175,10 @@ class Tied(TorchDistribution):
         """Log-density ``(*B, K)``; ``value`` has one entry for all states, or one for each."""
         at = -1 - len(self.event_shape)
         if value.dim() < -at or value.size(at) == 1:
-            return known_log_prob(self.base, value).index_select(-1, self.index)
+            return marginal_log_prob(self.base, value).index_select(-1, self.index)
         shape = torch.broadcast_shapes(value.shape, self.batch_shape + self.event_shape)
         apart = value.expand(shape).movedim(at, 0).unsqueeze(at)  # (K, *B, 1, *E)
-        every = known_log_prob(self.base, apart)  # (K, *B, J)
+        every = marginal_log_prob(self.base, apart)  # (K, *B, J)
         index = self.index.reshape(-1, *(1,) * (every.dim() - 1))
         return every.gather(-1, index.expand(*every.shape[:-1], 1)).squeeze(-1).movedim(0, -1)
 
@@ -214,22 +214,22 @@ def log_probs(emission: Any) -> Tensor:
     return log(given)
 
 
-def in_each_state(emission: Any, values: Tensor) -> Tensor:
+def log_prob_per_state(emission: Any, values: Tensor) -> Tensor:
     """Log-density ``(*A, K)`` of ``values`` ``(*A, *E)`` in each of the K states.
 
     The batch of ``emission`` is ``(*b, K)``, where b broadcasts with A from the right. Components
-    that are NaN are missing: see :func:`known_log_prob`.
+    that are NaN are missing: see :func:`marginal_log_prob`.
     """
     if isinstance(emission, Streams):
         pieces = emission.split(values)
-        each = [in_each_state(part, piece) for part, piece in zip(emission.parts, pieces)]
+        each = [log_prob_per_state(part, piece) for part, piece in zip(emission.parts, pieces)]
         return torch.stack(torch.broadcast_tensors(*each)).sum(0)
     if isinstance(emission, Tied):
-        return in_each_state(emission.base, values).index_select(-1, emission.index)
+        return log_prob_per_state(emission.base, values).index_select(-1, emission.index)
     if _is_of_bits(emission):
         return _of_bits(emission.base_dist.logits, values)
     if not is_categorical(emission):
-        return known_log_prob(emission, values.unsqueeze(-1 - len(emission.event_shape)))
+        return marginal_log_prob(emission, values.unsqueeze(-1 - len(emission.event_shape)))
     # a look-up of rows: log_prob would keep a gradient of N T K V numbers
     missing = values.isnan() if values.dtype.is_floating_point else None
     if missing is not None:
@@ -268,7 +268,7 @@ def _of_bits(logits: Tensor, values: Tensor) -> Tensor:
     return ones @ logits.mT - known.to(logits.dtype) @ softplus(logits).mT
 
 
-def known_log_prob(distribution: Any, values: Tensor) -> Tensor:
+def marginal_log_prob(distribution: Any, values: Tensor) -> Tensor:
     r"""Log-density of the components of ``values`` that are not NaN.
 
     The others are integrated out exactly: independent components are left out, and a normal
@@ -284,7 +284,7 @@ def known_log_prob(distribution: Any, values: Tensor) -> Tensor:
     Example:
         >>> from pyro.distributions import Normal
         >>> plane = Normal(torch.zeros(2), 1.0).to_event(1)
-        >>> known_log_prob(plane, torch.tensor([0.0, torch.nan]))
+        >>> marginal_log_prob(plane, torch.tensor([0.0, torch.nan]))
         tensor(-0.9189)
     """
     if not values.dtype.is_floating_point:
@@ -297,7 +297,7 @@ def known_log_prob(distribution: Any, values: Tensor) -> Tensor:
         return distribution.log_prob(values.long() if whole else values)
     if isinstance(distribution, MixtureSameFamily):
         at = -1 - len(distribution.event_shape)
-        parts = known_log_prob(distribution.component_distribution, values.unsqueeze(at))
+        parts = marginal_log_prob(distribution.component_distribution, values.unsqueeze(at))
         return (parts + distribution.mixture_distribution.logits.log_softmax(-1)).logsumexp(-1)
     if isinstance(distribution, MultivariateNormal):
         return _marginal_normal(distribution, values)
@@ -347,4 +347,4 @@ def log_likelihood(emission: TorchDistribution, values: Tensor) -> Tensor:
     Time goes first meanwhile, so that the batch of the emission ``(*B, K)`` stays on the right.
     """
     first = values.movedim(values.dim() - 1 - len(emission.event_shape), 0)
-    return in_each_state(emission, first).movedim(0, -2)
+    return log_prob_per_state(emission, first).movedim(0, -2)

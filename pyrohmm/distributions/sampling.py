@@ -40,11 +40,11 @@ def _draw_rows(logits: Tensor, like: Tensor) -> Tensor:
     return _Table(logits.unsqueeze(-2)).draw(like)
 
 
-def emit(emission: TorchDistribution, states: Tensor) -> Tensor:
+def sample_emission(emission: TorchDistribution, states: Tensor) -> Tensor:
     """Draw an observation ``(*B, T, *E)`` from each of ``states`` ``(*B, T)``."""
     if isinstance(emission, Streams):
         parts = (part.expand(emission.batch_shape) for part in emission.parts)
-        return emission._join([emit(part, states) for part in parts])
+        return emission._join([sample_emission(part, states) for part in parts])
     first = states.movedim(-1, 0)
     if is_categorical(emission):
         return _Table(log_probs(emission)).draw(first).movedim(0, -1)
@@ -54,7 +54,7 @@ def emit(emission: TorchDistribution, states: Tensor) -> Tensor:
     return torch.stack(drawn, states.dim() - 1)
 
 
-def emit_per_step(emission: TorchDistribution, states: Tensor) -> Tensor:
+def sample_emission_per_step(emission: TorchDistribution, states: Tensor) -> Tensor:
     """As :func:`emit`, from an emission of batch shape ``(*b, T, K)``."""
     return _pick(emission.expand(states.shape + emission.batch_shape[-1:]), states)
 

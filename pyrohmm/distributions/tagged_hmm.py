@@ -27,7 +27,7 @@ from ..ops.lookup import take_rows
 from .block_hmm import BlockHMM, _Read
 from .hmm import HMM
 from .observation import Streams
-from .sampling import emit
+from .sampling import sample_emission
 
 
 class WordAndTag(Streams):
@@ -182,7 +182,7 @@ class TaggedHMM(BlockHMM):
             if self.observed is not None:
                 found = self.posterior(values).states @ self.log_tags.exp()
             else:
-                found = self._mixed(self.posterior_in_blocks(values).probs, words)
+                found = self._mixed(self.block_posterior(values).probs, words)
             tags = tags.expand(found.shape[:-1]).unsqueeze(-1)
             sure = torch.arange(self.num_tags, device=tags.device) == tags
             return torch.where(tags >= 0, sure.to(found.dtype), found)
@@ -231,7 +231,9 @@ class TaggedHMM(BlockHMM):
         _, tags = self._split(values)
         with torch.no_grad():
             states = self.sample_states(values, sample_shape)
-            found = torch.where(tags < 0, emit(Categorical(logits=self.log_tags), states), tags)
+            found = torch.where(
+                tags < 0, sample_emission(Categorical(logits=self.log_tags), states), tags
+            )
         return found.masked_fill(~self._exists(), 0)
 
     # Joining parameters and data

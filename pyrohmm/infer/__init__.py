@@ -1,6 +1,19 @@
 """Inference: the Pyro models, the fits, guides, initial values, results.
 
-Imports the rooms above, down to :mod:`pyrohmm.io`.
+Imports the rooms down to ``io``.
+
+Its modules; each imports only those above it:
+
+``models``        ``MarginalModel``, ``EnumeratedModel``, ``StatefulModel``
+``guides``        ``RotationGuide``: variational families for embeddings
+``starts``        where EM begins
+``msteps``        M-steps without a closed form
+``validation``    held-out evidence during a fit
+``results``       ``Fit``, ``Restarts``: what a fit returns
+``training``      the state of a gradient fit
+``fit``           ``fit_svi``, ``fit_map``
+``cooccurrence``  ``fit_cooccurrence``, ``CooccurrenceModel``
+``em``            ``fit_em``
 """
 
 from . import cooccurrence as cooccurrence

@@ -31,7 +31,7 @@ from ..ops.pair_losses import SMALL as SMALL
 from ..ops.pair_losses import cross_entropy as cross_entropy
 from ..ops.pair_losses import squared_distance as squared_distance
 from ..ops.pairs import Pairs as Pairs
-from ..ops.stationary import joint_law as joint_law
+from ..ops.stationary import joint_probs as joint_probs
 from ..ops.stationary import predicted as predicted
 from ..ops.stationary import stationary as stationary
 from ..ops.stationary import stationary_detached as stationary_detached
@@ -89,11 +89,11 @@ def _cdf(distribution: Any, points: Tensor) -> Tensor:
         ) from None
 
 
-def average_law(hmm: HMM, num_steps: int) -> Tensor:
+def average_probs(hmm: HMM, num_steps: int) -> Tensor:
     """Mean law of the state over all steps but the last: that of the first step of a random pair.
 
     For chains that do not begin in their stationary law.
-    ``predicted(average_law(hmm, T), hmm.log_transition, probs)`` is the law of pairs of adjacent
+    ``predicted(average_probs(hmm, T), hmm.log_transition, probs)`` is the law of pairs of adjacent
     symbols in sequences of T steps.
 
     Args:
@@ -107,7 +107,7 @@ def average_law(hmm: HMM, num_steps: int) -> Tensor:
         >>> swap = torch.tensor([[0.0, 1.0], [1.0, 0.0]])
         >>> coins = Categorical(torch.ones(2, 2) / 2)
         >>> hmm = HMM(torch.tensor([1.0, 0.0]).log(), swap.log(), coins, torch.tensor(4))
-        >>> average_law(hmm, 4)  # of the states 0, 1, 0
+        >>> average_probs(hmm, 4)  # of the states 0, 1, 0
         tensor([0.6667, 0.3333])
     """
     check_size("num_steps", num_steps)
@@ -242,7 +242,7 @@ class CooccurrenceModel(OwnParameters):
             lag = 1 if isinstance(target, Tensor) else target.lag
             if self.pairs_per_step is not None and isinstance(target, Pairs):
                 target = target.sample(self.pairs_per_step, self.generator)
-            joint = stationary_ops.joint_law(law, hmm.log_transition, lag)
+            joint = stationary_ops.joint_probs(law, hmm.log_transition, lag)
             total = total - weight * self.loss(joint, probs, target)
         pyro.factor("pairs", total)
         return hmm

@@ -40,10 +40,10 @@ from ..nn.family import Emission, Statistics
 from ..nn.tabular import TabularHMM
 from ..ops import recursions
 from ..ops.lookup import add_rows
-from ..ops.recursions import Expected
+from ..ops.recursions import ExpectedCounts
 from . import msteps
 from .fit import check_events
-from .models import LogPrior, MarginalModel, build, follow
+from .models import LogPrior, MarginalModel, build, to_model_device
 from .msteps import FixedPoint, GradientStep, LogitGradient, TransitionStep
 from .results import Fit, Point, Restarts, uses_labels
 from .starts import Start, Values, build_once, by_kmeans, from_prior
@@ -77,7 +77,7 @@ def densehmm_schedule() -> dict[str, Any]:
     return {"num_steps": 40, "tolerance": None, "gradient_step": GradientStep(25, adam, False)}
 
 
-def expected_log_joint(hmm: HMM, expected: Expected, values: Tensor) -> Tensor:
+def expected_log_joint(hmm: HMM, expected: ExpectedCounts, values: Tensor) -> Tensor:
     r"""The expectation of :math:`\log p(x, z)` over paths, given their expected counts; a scalar.
 
     What an M-step raises. Where the counts are those of ``hmm`` itself, its gradient by the
@@ -92,7 +92,7 @@ def expected_log_joint(hmm: HMM, expected: Expected, values: Tensor) -> Tensor:
         >>> even = torch.full((2, 2), 0.5).log()
         >>> hmm = HMM(even[0], even, Categorical(logits=even), torch.tensor([3]))
         >>> values = torch.tensor([[0, 1, 1]])
-        >>> em.expected_log_joint(hmm, hmm.expected(values), values)  # 6 log 1/2
+        >>> em.expected_log_joint(hmm, hmm.expected_counts(values), values)  # 6 log 1/2
         tensor(-4.1589)
     """
     parts = [_weigh(*each).sum() for each in zip(hmm._chain(values), expected[1:])]
@@ -171,10 +171,10 @@ def fit_em(
     Example:
         >>> data = Sequences.from_list([[0, 1] * 10, [1, 0] * 10])
         >>> fit = fit_em(TabularHMM(2, categorical(2)), data)
-        >>> fit.draw(data).log_prob(data.values).sum().round(decimals=1)  # 2 log 1/2
+        >>> fit.hmm(data).log_prob(data.values).sum().round(decimals=1)  # 2 log 1/2
         tensor(-1.4000)
     """
-    begun = time.perf_counter()
+    start_time = time.perf_counter()
     check_size("num_steps", num_steps)
     check_size("restarts", restarts)
     if not isinstance(data, Sequences):
@@ -249,7 +249,7 @@ def fit_em(
             converged, reason = True, found["reason"]
         elif found["converged"]:  # by another test: the last E-step is to be done again
             losses.pop()
-        begun -= found["seconds"]
+        start_time -= found["seconds"]
 
     known = converged  # the file says so already
 
@@ -262,7 +262,7 @@ def fit_em(
                 "tolerance": tolerance,
                 "reason": reason,
                 "batches": batches.state(),
-                "seconds": time.perf_counter() - begun,
+                "seconds": time.perf_counter() - start_time,
             }
             keeper.save(progressed | problem.state())
 
@@ -305,10 +305,10 @@ def fit_em(
         save()
     if batch_size is not None:  # what a batch says of the whole set is not enough to judge by
         losses[-1] = problem.evaluate(batch_size)
-    trail = torch.stack(losses, 1)  # (R, steps)
+    history = torch.stack(losses, 1)  # (R, steps)
     if batch_size is None and not reseed:
-        problem.watch(trail)
-    return problem.finish(trail, converged, reason, time.perf_counter() - begun)
+        problem.watch(history)
+    return problem.finish(history, converged, reason, time.perf_counter() - start_time)
 
 
 class _Problem:
@@ -328,7 +328,7 @@ class _Problem:
         self.restarts, self.step = restarts, copy.copy(step)
         self.step._stepper = None  # an optimizer of this fit's own parameters
         self.log_prior, self.transition_step = log_prior, transition_step
-        self.data = follow(module, None, data)
+        self.data = to_model_device(module, None, data)
         with torch.no_grad(), poutine.block():
             trace = poutine.trace(lambda: build(module, self.data[:1])).get_trace()
         self.sites = {name: trace.nodes[name]["fn"] for name in trace.stochastic_nodes}
@@ -376,7 +376,7 @@ class _Problem:
                 return  # parameters without priors have values
             start = by_kmeans if self.emission_closed and not self.symbols else from_prior
         build_once(self.module, self.data)._prepare(self.data.values)  # are they what is emitted?
-        given: Values | Tensor | Expected
+        given: Values | Tensor | ExpectedCounts
         if isinstance(start, dict):
             given = start
         else:
@@ -394,7 +394,7 @@ class _Problem:
             self._adopt(from_prior(self.module, self.data, self.restarts))
         with torch.no_grad():
             hmm, _ = self.build(self.data)
-        expected = given if isinstance(given, Expected) else _counts(hmm, self.data, given)
+        expected = given if isinstance(given, ExpectedCounts) else _counts(hmm, self.data, given)
         self.maximise(self._gather(expected, self.data, None, hmm))
 
     def _adopt(self, wide: Values) -> None:
@@ -414,7 +414,7 @@ class _Problem:
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint needs."""
-        stepper = self.step._stepper
+        optimizer = self.step._stepper
         return {
             "values": self.values,
             "points": list(self.points),
@@ -422,7 +422,7 @@ class _Problem:
             "leaves": self.leaves,
             "idle": self.idle,
             "reseeded": self.reseeded,
-            "stepper": None if stepper is None else stepper.state_dict(),
+            "stepper": None if optimizer is None else optimizer.state_dict(),
         }
 
     def restore(self, found: dict[str, Any]) -> None:
@@ -480,7 +480,7 @@ class _Problem:
         for chosen, part in parts:
             with torch.no_grad():
                 hmm, prior = self.build(part)
-                expected = hmm.expected(part.values)
+                expected = hmm.expected_counts(part.values)
             evidence = expected.log_evidence.double().reshape(-1, len(part))
             impossible = evidence.isneginf().all(0)
             if bool(impossible.any()):
@@ -532,7 +532,7 @@ class _Problem:
                 )
         return -(total * self.data.total / len(self.data) + prior.double()).cpu()
 
-    def _revive(self, expected: Expected) -> Expected:
+    def _revive(self, expected: ExpectedCounts) -> ExpectedCounts:
         """Give half of what supports the busiest state to each that nothing supports, but might."""
         weights = expected.states.reshape(self.restarts, *expected.states.shape[-3:])
         visits = weights.sum((1, 2))  # (R, K)
@@ -549,8 +549,8 @@ class _Problem:
         return _split_busiest(expected, weights, dead) if self.reseeded else expected
 
     def _gather(
-        self, expected: Expected, batch: Sequences, current: HMM | None, hmm: HMM
-    ) -> Statistics | tuple[Sequences, Expected]:
+        self, expected: ExpectedCounts, batch: Sequences, current: HMM | None, hmm: HMM
+    ) -> Statistics | tuple[Sequences, ExpectedCounts]:
         """What the M-step needs: sums over observations if they suffice, else all of them.
 
         Args:
@@ -561,7 +561,7 @@ class _Problem:
         """
         scale = batch.total / len(batch)
         if not self.summed:
-            return batch, Expected(*(part.detach() * scale for part in expected))
+            return batch, ExpectedCounts(*(part.detach() * scale for part in expected))
         weights = expected.states.reshape(self.restarts, *expected.states.shape[-3:])
         seen = batch.observed.flatten()
         flat = weights.flatten(1, 2)
@@ -717,11 +717,11 @@ class _Problem:
 
     # The end
 
-    def watch(self, trail: Tensor) -> None:
+    def watch(self, history: Tensor) -> None:
         """Report a loss that has risen by more than rounding."""
         single = any(each.dtype == torch.float32 for each in [*self.values.values(), *self.points])
-        slack = (1e-6 if single else 1e-10) * (1 + trail.abs().amax().item())
-        rise = (trail[:, 1:] - trail[:, :-1]).max().item() if trail.size(1) > 1 else 0.0
+        slack = (1e-6 if single else 1e-10) * (1 + history.abs().amax().item())
+        rise = (history[:, 1:] - history[:, :-1]).max().item() if history.size(1) > 1 else 0.0
         if (
             rise > slack and not self.notes and self.step.guard
         ):  # a floor may raise the loss, and has been noted
@@ -732,9 +732,9 @@ class _Problem:
             self.notes[note] = 1
             warnings.warn(note, RuntimeWarning, stacklevel=3)
 
-    def finish(self, trail: Tensor, converged: bool, reason: str, seconds: float) -> Fit:
+    def finish(self, history: Tensor, converged: bool, reason: str, seconds: float) -> Fit:
         """The best restart as a fit, all of them beside it."""
-        best = int(trail[:, -1].argmin())
+        best = int(history[:, -1].argmin())
         notes = uses_labels(self.data) + [
             f"{note} ({count} iterations)" if count > 1 else note
             for note, count in self.notes.items()
@@ -750,12 +750,12 @@ class _Problem:
         every = None
         if self.restarts > 1:
             stacked = {name: value.squeeze(1) for name, value in values.items()}
-            every = Restarts(model, trail, trail[:, -1], stacked, best)
+            every = Restarts(model, history, history[:, -1], stacked, best)
             values = {name: value[best] for name, value in stacked.items()}
         return Fit(
             model,
             Point(values),
-            trail[best],
+            history[best],
             converged,
             reason,
             seconds,
@@ -765,7 +765,7 @@ class _Problem:
             restarts=every,
             method="EM",
             window=1,
-            spaces={f"module.{name}": site.support for name, site in self.sites.items()},
+            supports={f"module.{name}": site.support for name, site in self.sites.items()},
         )
 
 
@@ -778,7 +778,7 @@ def _wide(tensor: Tensor, core: int, restarts: int) -> Tensor:
     return tensor.reshape(inner).expand(restarts, *inner)
 
 
-def _counts(hmm: HMM, data: Sequences, weights: Tensor) -> Expected:
+def _counts(hmm: HMM, data: Sequences, weights: Tensor) -> ExpectedCounts:
     """Expected counts if all moves ``hmm`` allows were alike, and ``weights`` the likelihoods."""
     initial, transition, likelihood = hmm._chain(data.values, check=False)
     likelihood = weights.reshape(likelihood.shape).log().to(likelihood)
@@ -788,12 +788,12 @@ def _counts(hmm: HMM, data: Sequences, weights: Tensor) -> Expected:
         torch.zeros_like(part).masked_fill(part.isneginf(), -torch.inf)
         for part in (initial, transition)
     ]
-    return recursions.expected(
+    return recursions.expected_counts(
         alike[0].log_softmax(-1), alike[1].log_softmax(-1), likelihood, hmm.lengths
     )
 
 
-def _split_busiest(expected: Expected, weights: Tensor, dead: Tensor) -> Expected:
+def _split_busiest(expected: ExpectedCounts, weights: Tensor, dead: Tensor) -> ExpectedCounts:
     """Give half of what supports the busiest state to each of the ``dead`` ones.
 
     Args:
@@ -813,7 +813,7 @@ def _split_busiest(expected: Expected, weights: Tensor, dead: Tensor) -> Expecte
         initial[r, [busy, k]] = initial[r, busy] / 2
         moves[r, :, [busy, k]] = moves[r, :, [busy, busy]] / 2
         moves[r, :, :, [busy, k]] = moves[r, :, :, [busy, busy]] / 2
-    return Expected(
+    return ExpectedCounts(
         expected.log_evidence,
         initial.reshape(expected.initial.shape),
         moves.reshape(expected.transitions.shape),

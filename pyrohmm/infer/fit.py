@@ -29,12 +29,12 @@ from tqdm import tqdm
 from .._checks import check_size
 from .._precision import full_precision
 from ..data.batches import Batches
-from ..data.process_group import Processes
+from ..data.process_group import ProcessGroup
 from ..data.sequences import Sequences
 from ..distributions.sparse_dirichlet import interior
 from ..io.checkpoints import Checkpoint, constants, digits, fingerprint, settings
 from ..nn.base import HMMModule, in_mode
-from .models import follow
+from .models import to_model_device
 from .results import WINDOW, Fit, Point, Restarts, name_of, uses_labels
 from .training import Average, ParametersRead, State, clip, hold, trained
 from .validation import HeldOut, Validation
@@ -88,7 +88,7 @@ def fit_map(
         >>> data = Sequences.from_list([[0, 1] * 10, [1, 0] * 10])
         >>> model = MarginalModel(TabularHMM(2, categorical(2)))
         >>> fit = fit_map(model, data, num_steps=200, learning_rate=0.2)
-        >>> fit.draw(data).log_prob(data.values).sum().round(decimals=1)  # 2 log 1/2
+        >>> fit.hmm(data).log_prob(data.values).sum().round(decimals=1)  # 2 log 1/2
         tensor(-1.4000)
     """
 
@@ -113,9 +113,9 @@ def fit_map(
         )
 
     with poutine.block(), torch.no_grad(), pyro.get_param_store().scope():
-        probe = follow(model, None, data[:1])
+        probe = to_model_device(model, None, data[:1])
         with ParametersRead(model) as met:
-            spaces, enumerated = _sites(model, probe)
+            supports, enumerated = _sites(model, probe)
         if any(each.requires_grad for each in met.found):
             raise ValueError(
                 "restarts need every parameter to have a prior, so that each restart has its own; "
@@ -127,7 +127,7 @@ def fit_map(
                 "one enumerates them."
             )
         nodes = poutine.trace(model).get_trace(probe).nodes
-        check_events({n: nodes[n]["fn"] for n in spaces if not nodes[n]["cond_indep_stack"]})
+        check_events({n: nodes[n]["fn"] for n in supports if not nodes[n]["cond_indep_stack"]})
 
     def side_by_side(batch: Sequences) -> Any:
         with pyro.plate("restarts", restarts, dim=-2):
@@ -189,18 +189,24 @@ class _RestartLosses(nn.Module):
 
 def _best(fit: Fit, model: Callable[..., Any]) -> Fit:
     """The best of several restarts, with all of them beside it."""
-    trail = fit.losses.T  # (R, steps)
-    trail = trail.masked_fill(~trail.isfinite(), torch.inf)
-    final = trail[:, -1] if trail.size(1) < WINDOW else trail[:, -WINDOW:].mean(-1)
+    history = fit.losses.T  # (R, steps)
+    history = history.masked_fill(~history.isfinite(), torch.inf)
+    final = history[:, -1] if history.size(1) < WINDOW else history[:, -WINDOW:].mean(-1)
     values = {name: value.squeeze(1) for name, value in fit.values.items()}
     best = int(final.argmin())
     guide = Point({name: value[best] for name, value in values.items()})
-    every = Restarts(model, trail, final, values, best)
+    every = Restarts(model, history, final, values, best)
     failed = int((~final.isfinite()).sum())
     notes = [f"{failed} of {len(final)} restarts ended at infinity"] if failed else []
     notes = fit.notes + notes
     return replace(
-        fit, model=model, guide=guide, losses=trail[best], restarts=every, notes=notes, method="MAP"
+        fit,
+        model=model,
+        guide=guide,
+        losses=history[best],
+        restarts=every,
+        notes=notes,
+        method="MAP",
     )
 
 
@@ -260,7 +266,7 @@ def fit_svi(
             a longer one is a batch alone. The mean loss of a round is that of the whole set.
         windows: ``(streams, steps)``, in place of both: the sequences of a round, one after the
             other, are parted into so many streams, and each minibatch is the next so many steps of
-            all. For a :class:`pyrohmm.CarriedModel`.
+            all. For a :class:`pyrohmm.StatefulModel`.
         elbo: The objective; ``TraceEnum_ELBO`` if the model enumerates sites, else ``Trace_ELBO``.
         optimizer: Called with the parameters, returns a torch optimizer.
         schedule: Called with the optimizer, returns a torch learning-rate scheduler, which is
@@ -318,9 +324,9 @@ def fit_svi(
     _check_validation(validation, validate_every, patience, report)
     if isinstance(guide, AutoGuide):
         _rename(guide)
-    begun = time.perf_counter()
+    start_time = time.perf_counter()
     tokens = max(data.num_observed, 1)
-    processes = Processes.all()
+    processes = ProcessGroup.all()
     with pyro.get_param_store().scope() as store, in_mode(True, model, guide):
         batches = Batches(
             data,
@@ -330,11 +336,11 @@ def fit_svi(
             windows=windows,
             processes=processes,
         )
-        probe = follow(model, guide, data[:1] if batches.whole is None else batches.whole)
+        probe = to_model_device(model, guide, data[:1] if batches.whole is None else batches.whole)
         with poutine.block(), torch.no_grad():
             with ParametersRead(model) as met:
-                spaces, enumerated = _sites(model, probe)
-            names = list(spaces)
+                supports, enumerated = _sites(model, probe)
+            names = list(supports)
             with ParametersRead(guide) as read:
                 guide(probe)  # an autoguide makes its parameters here
         elbo = elbo or (TraceEnum_ELBO() if enumerated else Trace_ELBO())
@@ -385,7 +391,7 @@ def fit_svi(
             found = keeper.load()
             if found is not None:
                 losses, earlier = state.restore(found)
-                begun -= earlier
+                start_time -= earlier
                 if len(losses) > num_steps:
                     reason = f"checkpoint had taken {len(losses)} steps already"
                 if found["converged"] and found["tests"] == [tolerance, patience]:
@@ -407,14 +413,14 @@ def fit_svi(
         ) as bar:
             shown: dict[str, str] = {}
             for step in steps:
-                batch = follow(model, guide, batches.take())
+                batch = to_model_device(model, guide, batches.take())
                 stepper.zero_grad()
                 try:
                     loss = objective(batch)
                 except ValueError as error:
                     batches.explain(error)
                     finite = all(bool(parameter.isfinite().all()) for parameter in parameters)
-                    if step == 0 or (finite and "Expected parameter" not in str(error)):
+                    if step == 0 or (finite and "ExpectedCounts parameter" not in str(error)):
                         raise
                     raise FloatingPointError(
                         f"a parameter has left its range at step {step}; lower learning_rate or "
@@ -465,32 +471,34 @@ def fit_svi(
                 if converged:
                     break
                 if keeper is not None and keeper.is_due():
-                    keeper.save(state.take(losses, time.perf_counter() - begun))
+                    keeper.save(state.take(losses, time.perf_counter() - start_time))
         if keeper is not None and len(steps):
             end = {"converged": converged, "reason": reason, "tests": [tolerance, patience]}
-            keeper.save(state.take(losses, time.perf_counter() - begun) | end)
+            keeper.save(state.take(losses, time.perf_counter() - start_time) | end)
         processes.wait()  # for the file, which another fit may ask for
-        if held_out is not None and (not held_out.trail or held_out.trail[-1].step != len(losses)):
+        if held_out is not None and (
+            not held_out.history or held_out.history[-1].step != len(losses)
+        ):
             with state.judged() as tensors:
                 held_out.judge(len(losses), model, guide, tensors)
         state.settle()
-        trail = torch.stack(losses).cpu()
-        if trail.dim() == 1 and not bool(trail.isfinite().all()):
-            worst = int((~trail.isfinite()).byte().argmax())
-            _check_finite(trail[worst], worst, elbo, model, guide, probe)
+        history = torch.stack(losses).cpu()
+        if history.dim() == 1 and not bool(history.isfinite().all()):
+            worst = int((~history.isfinite()).byte().argmax())
+            _check_finite(history[worst], worst, elbo, model, guide, probe)
     return Fit(
         model,
         guide,
-        trail,
+        history,
         converged,
         reason,
-        time.perf_counter() - begun,
+        time.perf_counter() - start_time,
         data.num_observed,
         names,
         dict(store),
         uses_labels(data) if isinstance(getattr(model, "module", None), HMMModule) else [],
-        validation=[] if held_out is None else held_out.trail,
-        spaces=spaces,
+        validation=[] if held_out is None else held_out.history,
+        supports=supports,
     )
 
 
@@ -571,8 +579,8 @@ def _sites(
     trace = poutine.trace(model).get_trace(data)
     hidden = [trace.nodes[name] for name in trace.stochastic_nodes]
     hidden = [site for site in hidden if not site_is_subsample(site)]
-    spaces = {site["name"]: site["fn"].support for site in hidden if not _is_enumerated(site)}
-    return spaces, any(_is_enumerated(site) for site in hidden)
+    supports = {site["name"]: site["fn"].support for site in hidden if not _is_enumerated(site)}
+    return supports, any(_is_enumerated(site) for site in hidden)
 
 
 def _check_shared(model: Callable[..., Any], data: Sequences) -> None:
@@ -580,7 +588,7 @@ def _check_shared(model: Callable[..., Any], data: Sequences) -> None:
     shapes = []
     for number in (1, 2):
         with torch.no_grad(), poutine.block(), torch.random.fork_rng(devices=[]):
-            trace = poutine.trace(model).get_trace(follow(model, None, data[:number]))
+            trace = poutine.trace(model).get_trace(to_model_device(model, None, data[:number]))
         shapes.append({name: trace.nodes[name]["value"].shape for name in trace.stochastic_nodes})
     for name, shape in shapes[0].items():
         if shape != shapes[1].get(name) and not site_is_subsample(trace.nodes[name]):

@@ -23,10 +23,10 @@ from torch.distributions import constraints
 from .._checks import check_size
 from ..data.batches import Window
 from ..data.sequences import Sequences
-from ..distributions.block_hmm import Ending
+from ..distributions.block_hmm import FinalState
 from ..distributions.hmm import HMM
-from ..distributions.observation import in_each_state
-from ..distributions.sampling import emit, emit_per_step
+from ..distributions.observation import log_prob_per_state
+from ..distributions.sampling import sample_emission, sample_emission_per_step
 from ..nn.base import HMMModule, OwnParameters
 from ..nn.neural import NeuralHMM
 
@@ -69,7 +69,7 @@ def build(module: HMMModule, data: Sequences) -> HMM:
     return module(data.lengths, observed, data.covariates)
 
 
-def returned(hmm: Any) -> HMM:
+def check_returns_hmm(hmm: Any) -> HMM:
     """What a model has returned, which must be an HMM."""
     if not isinstance(hmm, HMM):
         raise TypeError(
@@ -79,7 +79,7 @@ def returned(hmm: Any) -> HMM:
     return hmm
 
 
-def follow(model: Any, guide: Any, data: Sequences) -> Sequences:
+def to_model_device(model: Any, guide: Any, data: Sequences) -> Sequences:
     """``data`` on the device of the parameters."""
     for part in (model, guide):
         if isinstance(part, nn.Module):
@@ -110,7 +110,7 @@ class MarginalModel(_Model):
         pyro.sample("x", hmm, obs=values)
 
 
-class CarriedModel(MarginalModel):
+class StatefulModel(MarginalModel):
     """A :class:`MarginalModel` for windows of long sequences, which are read one after the other.
 
     A piece that goes on from the window before (see :class:`pyrohmm.batches.Window`) begins in the
@@ -127,7 +127,7 @@ class CarriedModel(MarginalModel):
         >>> from pyrohmm import blocks
         >>> _ = pyro.set_rng_seed(0)
         >>> two = blocks.from_clusters(torch.tensor([0, 0, 1]), 2)
-        >>> model = CarriedModel(NeuralHMM(4, 3, 8, blocks=two), num_streams=2)
+        >>> model = StatefulModel(NeuralHMM(4, 3, 8, blocks=two), num_streams=2)
         >>> data = Sequences.from_list([[0, 1, 2] * 20, [2, 0] * 20])
         >>> fit = fit_map(model, data, windows=(2, 10), num_steps=50)
         >>> bool(fit.losses[-1] < fit.losses[0])
@@ -159,13 +159,13 @@ class CarriedModel(MarginalModel):
             )
         continues = data.streams.masked_fill(data.begins, -1)
         # as they are now: they will be replaced before a gradient is taken
-        carried = Ending(self.states.clone(), self.log_probs.clone())
-        hmm, kept = self.module.go_on(data.lengths, carried, continues)
+        carried = FinalState(self.states.clone(), self.log_probs.clone())
+        hmm, kept = self.module.continue_from(data.lengths, carried, continues)
         if self.log_prior is not None:
             pyro.factor("log_prior", self.log_prior(hmm))
         with pyro.plate("sequences", data.total, subsample=torch.arange(len(data))):
             self._observe(hmm, data.values)
-        ending = hmm.ending(data.values)
+        ending = hmm.final_state(data.values)
         last = torch.ones_like(data.streams, dtype=torch.bool)
         last[:-1] = data.streams[1:] != data.streams[:-1]
         rows, streams, width = ending.states[last], data.streams[last], ending.states.size(1)
@@ -277,10 +277,10 @@ class EmissionAt(TorchDistribution):
     def log_prob(self, value: Tensor) -> Tensor:
         """Log-density of ``value`` ``(*B, *E)`` in the states."""
         if self.step is None:
-            scores = in_each_state(self.emission, value)
+            scores = log_prob_per_state(self.emission, value)
         else:
             value = value.unsqueeze(-1 - len(self.event_shape))  # (*B, 1, *E)
-            scores = in_each_state(self.emission, value)[..., self.step, :]
+            scores = log_prob_per_state(self.emission, value)[..., self.step, :]
         return Vindex(scores)[..., self.state]
 
     def sample(self, sample_shape: Any = ()) -> Tensor:
@@ -289,7 +289,7 @@ class EmissionAt(TorchDistribution):
         state = self.state.expand(shape).unsqueeze(-1)
         with torch.no_grad():
             if self.step is None:
-                return emit(self.emission, state).squeeze(len(shape))
+                return sample_emission(self.emission, state).squeeze(len(shape))
             steps = self.emission.batch_shape[-2]
-            every = emit_per_step(self.emission, state.expand(*shape, steps))
+            every = sample_emission_per_step(self.emission, state.expand(*shape, steps))
             return every.select(len(shape), self.step)

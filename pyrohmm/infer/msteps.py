@@ -63,7 +63,7 @@ class GradientStep:
         size = before.masked_fill(~before.isfinite(), 0.0).abs().sum().item()
         kept = [each.detach().clone() for each in parameters]
         if self.optimizer is None:
-            stepper: torch.optim.Optimizer = torch.optim.LBFGS(
+            optimizer: torch.optim.Optimizer = torch.optim.LBFGS(
                 parameters,
                 max_iter=self.num_steps,
                 tolerance_grad=1e-9,
@@ -72,10 +72,10 @@ class GradientStep:
             )
         else:
             self._stepper = self._stepper or self.optimizer(parameters)
-            stepper = self._stepper
+            optimizer = self._stepper
 
         def closure() -> Tensor:
-            stepper.zero_grad()
+            optimizer.zero_grad()
             values = loss()
             failed = ~values.isfinite()
             value = values.masked_fill(failed, 0.0).sum()
@@ -86,7 +86,7 @@ class GradientStep:
             return value + failed.sum() * (1e3 + 10 * size)  # nor look good
 
         for _ in range(1 if self.optimizer is None else self.num_steps):
-            stepper.step(closure)  # type: ignore[arg-type]  # torch's stub wants a float
+            optimizer.step(closure)  # type: ignore[arg-type]  # torch's stub wants a float
         if not self.guard:
             return
         with torch.no_grad():

@@ -20,7 +20,7 @@ from ..data.sequences import Sequences
 from ..distributions.hmm import HMM
 from ..distributions.sparse_dirichlet import interior
 from ..nn.base import in_mode
-from .models import returned
+from .models import check_returns_hmm
 from .validation import Validation
 
 WINDOW = 25  # steps whose mean loss is compared with that of the steps before
@@ -43,7 +43,7 @@ class Fit:
         notes: Remarks worth knowing, such as that no sequence visits some state.
         restarts: All the restarts, if there were several; the rest of this is about the best.
         method: "MAP", "SVI" or "EM".
-        spaces: Where each latent variable lives, by name.
+        supports: Where each latent variable lives, by name.
         window: Over how many of the last losses their level is averaged: 1 if they have no noise.
         validation: How well held-out sequences were predicted, if there were some, at each
             :class:`Validation`; model and guide have the parameters of the best one.
@@ -68,7 +68,7 @@ class Fit:
     method: str = "SVI"
     window: int = WINDOW
     validation: list[Validation] = field(default_factory=list)
-    spaces: dict[str, constraints.Constraint] = field(default_factory=dict, repr=False)
+    supports: dict[str, constraints.Constraint] = field(default_factory=dict, repr=False)
 
     @property
     def start(self) -> dict[str, Tensor]:
@@ -78,7 +78,7 @@ class Fit:
         ``AutoNormal(model, init_loc_fn=init_to_value(values=fit.start))``.
         """
         return {
-            name: interior(self.spaces[name], value) if name in self.spaces else value
+            name: interior(self.supports[name], value) if name in self.supports else value
             for name, value in self.values.items()
         }
 
@@ -93,15 +93,15 @@ class Fit:
             if site["type"] == "sample" and name in self.names
         }
 
-    def draw(self, data: Sequences) -> HMM:
+    def hmm(self, data: Sequences) -> HMM:
         """An HMM for ``data``, from one draw of the guide (which for MAP is always the same).
 
         Raises:
             TypeError: If the model does not return an HMM.
         """
-        return self.draw_each([data])[0]
+        return self.hmms([data])[0]
 
-    def draw_each(self, parts: list[Sequences]) -> list[HMM]:
+    def hmms(self, parts: list[Sequences]) -> list[HMM]:
         """An HMM for each part of some data, all from one draw of the guide.
 
         Raises:
@@ -110,7 +110,7 @@ class Fit:
         with torch.no_grad(), self.at_rest():
             trace = poutine.trace(self.guide).get_trace(parts[0])
             hmms = [poutine.block(poutine.replay(self.model, trace=trace))(part) for part in parts]
-        return [returned(hmm) for hmm in hmms]
+        return [check_returns_hmm(hmm) for hmm in hmms]
 
     @contextmanager
     def at_rest(self) -> Iterator[None]:
@@ -167,7 +167,7 @@ class Restarts:
     values: dict[str, Tensor]
     best: int
 
-    def draw(self, data: Sequences) -> HMM:
+    def hmm(self, data: Sequences) -> HMM:
         """The HMMs of all restarts, as one of batch shape ``(R, N)``.
 
         Raises:
@@ -176,7 +176,7 @@ class Restarts:
         wide = {name: value.unsqueeze(1) for name, value in self.values.items()}
         with torch.no_grad(), poutine.block(), in_mode(False, self.model):
             hmm = poutine.condition(self.model, data=wide)(data)
-        return returned(hmm).expand(torch.Size([len(self.final), len(data)]))
+        return check_returns_hmm(hmm).expand(torch.Size([len(self.final), len(data)]))
 
     def align(self, data: Sequences) -> Tensor:
         """Which state of the best restart each state of the others corresponds to.
@@ -187,7 +187,7 @@ class Restarts:
         Returns:
             ``(R, K)`` integers; row ``best`` is 0, 1, ..., K - 1.
         """
-        states = self.draw(data).posterior(data.values).states  # (R, N, T, K)
+        states = self.hmm(data).posterior(data.values).states  # (R, N, T, K)
         found = match_states(states, states[self.best])
         found[self.best] = torch.arange(found.size(-1))
         return found

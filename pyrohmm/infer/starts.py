@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ..data.sequences import Sequences
 from ..distributions.hmm import HMM
 from ..nn.base import HMMModule
-from ..ops.recursions import Expected
+from ..ops.recursions import ExpectedCounts
 from .models import build
 
 Values = dict[str, Tensor]
@@ -28,7 +28,7 @@ class Start(Protocol):
 
     def __call__(
         self, module: HMMModule, data: Sequences, restarts: int
-    ) -> Values | Tensor | Expected:
+    ) -> Values | Tensor | ExpectedCounts:
         """What a first M-step needs, or spares.
 
         Returns:
@@ -85,7 +85,7 @@ def from_hmm(hmm: HMM) -> Start:
         hmm: Its parameters are used, not its lengths. All restarts begin alike.
     """
 
-    def start(module: HMMModule, data: Sequences, restarts: int) -> Expected:
+    def start(module: HMMModule, data: Sequences, restarts: int) -> ExpectedCounts:
         own = HMM(
             hmm.log_initial,
             hmm.log_transition,
@@ -97,8 +97,8 @@ def from_hmm(hmm: HMM) -> Start:
         )
         if data.labels is not None:
             own = own.restrict(data.labels)
-        found = own.expected(data.values)
-        return Expected(
+        found = own.expected_counts(data.values)
+        return ExpectedCounts(
             found.log_evidence,
             found.initial.expand(restarts, 1, own.num_states),
             found.transitions.expand(restarts, 1, *found.transitions.shape[-3:]),

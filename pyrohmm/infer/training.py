@@ -52,7 +52,7 @@ class State:
 
     objective: nn.Module
     parameters: list[nn.Parameter]
-    stepper: torch.optim.Optimizer
+    optimizer: torch.optim.Optimizer
     scheduler: torch.optim.lr_scheduler.LRScheduler | None
     batches: Batches
     averages: Average | None
@@ -81,7 +81,7 @@ class State:
             "converged": False,
             "seconds": seconds,
             "tensors": self._tensors(),
-            "optimizer": self.stepper.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
             "schedule": None if self.scheduler is None else self.scheduler.state_dict(),
             "batches": self.batches.state(),
             "averages": None if self.averages is None else self.averages.values,
@@ -91,7 +91,7 @@ class State:
     def restore(self, found: dict[str, Any]) -> tuple[list[Tensor], float]:
         """Set all of it to what was found, and return how far the fit had come."""
         _copy(found["tensors"], self._tensors())
-        self.stepper.load_state_dict(found["optimizer"])
+        self.optimizer.load_state_dict(found["optimizer"])
         if self.scheduler is not None:
             self.scheduler.load_state_dict(found["schedule"])
         self.batches.restore(found["batches"])

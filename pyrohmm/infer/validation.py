@@ -11,10 +11,10 @@ from pyro import poutine
 from torch import Tensor
 
 from ..data.batches import cut_by_steps
-from ..data.process_group import Processes
+from ..data.process_group import ProcessGroup
 from ..data.sequences import Sequences
 from ..nn.base import in_mode
-from .models import follow, returned
+from .models import check_returns_hmm, to_model_device
 
 LARGER = 4  # times the size of a minibatch is evaluated at once, without a gradient
 BATCH_SIZE = 256  # sequences that are, if there are no minibatches
@@ -53,7 +53,7 @@ class HeldOut:
         batch_size: int | None = None,
         batch_tokens: int | None = None,
         patience: int | None = None,
-        processes: Processes | None = None,
+        processes: ProcessGroup | None = None,
         report: Callable[[Validation], object] | None = None,
     ) -> None:
         self.num_observed = data.num_observed
@@ -64,22 +64,22 @@ class HeldOut:
             chosen = cut_by_steps(data.lengths, order, LARGER * batch_tokens)
         else:
             chosen = list(order.split(LARGER * batch_size if batch_size else BATCH_SIZE))
-        self.processes = processes or Processes()
+        self.processes = processes or ProcessGroup()
         chosen = chosen[self.processes.rank :: self.processes.size]
         self.first, self.parts = data[:1], [data[each] for each in chosen]
         self.patience = patience
         self.report = report if self.processes.is_first else None
-        self.trail: list[Validation] = []
+        self.history: list[Validation] = []
         self.best: list[Tensor] = []  # parameters
 
     def judge(self, step: int, model: Any, guide: Any, tensors: list[Tensor]) -> float:
         """Evaluate what ``tensors`` now are, and keep a copy of them if nothing was better."""
         nats = self.evaluate(model, guide)
-        if not self.trail or nats < min(found.nats for found in self.trail):
+        if not self.history or nats < min(found.nats for found in self.history):
             self.best = [each.detach().clone() for each in tensors]
-        self.trail.append(Validation(step, nats))
+        self.history.append(Validation(step, nats))
         if self.report is not None:
-            self.report(self.trail[-1])
+            self.report(self.history[-1])
         return nats
 
     def check(self, model: Callable[..., Any], guide: Callable[..., Any]) -> None:
@@ -104,30 +104,30 @@ class HeldOut:
     @property
     def is_stale(self) -> bool:
         """Whether patience has ended: so many validations since the best one were no better."""
-        if self.patience is None or not self.trail:
+        if self.patience is None or not self.history:
             return False
-        values = [found.nats for found in self.trail]
+        values = [found.nats for found in self.history]
         return len(values) - 1 - values.index(min(values)) >= self.patience
 
     def state(self) -> dict[str, Any]:
         """What was found so far, for checkpoints."""
-        return {"trail": [list(found) for found in self.trail], "best": self.best}
+        return {"trail": [list(found) for found in self.history], "best": self.best}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Go on where another one stood."""
-        self.trail = [Validation(*found) for found in state["trail"]]
+        self.history = [Validation(*found) for found in state["trail"]]
         self.best = state["best"]
 
 
 def _log_evidence(model: Any, guide: Any, parts: list[Sequences], first: Sequences) -> Tensor:
     """Log evidence of all parts, at one value of each latent variable."""
     with torch.no_grad(), in_mode(False, model, guide), poutine.block():
-        first = follow(model, guide, first)
+        first = to_model_device(model, guide, first)
         total = torch.zeros((), dtype=torch.float64, device=first.values.device)
         point = poutine.condition(model, data=median(guide, first))
         for part in parts:
-            part = follow(model, guide, part)
-            total += returned(point(part)).log_prob(part.values).sum()
+            part = to_model_device(model, guide, part)
+            total += check_returns_hmm(point(part)).log_prob(part.values).sum()
     return total
 
 

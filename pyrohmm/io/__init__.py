@@ -1,6 +1,12 @@
 """Files: saved models, checkpoints, conversion from and to other packages.
 
-Imports the rooms above, down to :mod:`pyrohmm.nn`.
+Imports the rooms down to ``nn``.
+
+Its modules; each imports only those above it:
+
+``persistence``  ``save``, ``load_hmm``, ``load_into``
+``checkpoints``  the file a fit writes and goes on from
+``hmmlearn``     models of hmmlearn as HMMs, and back
 """
 
 from .hmmlearn import from_hmmlearn as from_hmmlearn

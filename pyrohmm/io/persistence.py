@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from ..distributions.block_hmm import BlockHMM
 from ..distributions.hmm import HMM
 from ..distributions.observation import Streams, Tied
-from ..ops.block_transition import Products
+from ..ops.block_transition import InnerProductTransition
 from ..ops.blocks import Blocks
 
 FORMAT = "pyrohmm"
@@ -306,7 +306,7 @@ def save(thing: HMM | nn.Module, directory: str | os.PathLike[str]) -> None:
 
     Of a module its ``state_dict()`` is saved, not its code: :func:`load_into` puts it into a module
     that was built in the same way. Variables that have a prior are no part of it: save the HMM that
-    a fit has found, ``fit.draw(data)``, for other data ``load_hmm(directory).with_lengths(...)``.
+    a fit has found, ``fit.hmm(data)``, for other data ``load_hmm(directory).with_lengths(...)``.
     An HMM is saved whole: see :func:`load_hmm`. No gradient information is saved.
 
     At any moment there is the old content or the new one, whole. Two files are written:
@@ -466,7 +466,7 @@ def _describe(thing: HMM | nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]
         return dict(state), {"kind": "module", "class": type(thing).__qualname__}
     raise TypeError(
         f"thing must be an HMM, a BlockHMM or a torch.nn.Module; got {type(thing).__name__}. Of a "
-        "fit, save fit.draw(data); of an HMM of another class, the module that builds it."
+        "fit, save fit.hmm(data); of an HMM of another class, the module that builds it."
     )
 
 
@@ -613,7 +613,9 @@ def _build_block_hmm(tensors: dict[str, Tensor], meta: dict[str, Any]) -> BlockH
     blocks = Blocks(left.pop("symbol_block"), states, len(initial))
     transition = (
         left.pop("transition") if "transition" in left
-        else Products(left.pop("leave"), left.pop("enter"), blocks, left.pop("block_logits", None))
+        else InnerProductTransition(
+            left.pop("leave"), left.pop("enter"), blocks, left.pop("block_logits", None)
+        )
     )  # fmt: skip
     hmm = BlockHMM(
         initial, transition, emission, blocks, left.pop("lengths"), left.pop("observed", None),

@@ -26,7 +26,7 @@ from torch import distributed
 from tqdm import tqdm
 
 from ..analysis.metrics import Perplexity
-from ..data.process_group import Processes
+from ..data.process_group import ProcessGroup
 from ..data.readers import read_lines
 from ..infer.validation import Validation
 from ..io.checkpoints import Checkpoint
@@ -76,7 +76,7 @@ def run(given: argparse.Namespace) -> None:
     texts = {name: _read(name) for name in given.score}
     model = train(given) if given.train else LanguageModel.load(given.load)
     model.module.to(given.device)
-    if not Processes.all().is_first:
+    if not ProcessGroup.all().is_first:
         return
     if given.load:
         print(model)
@@ -99,7 +99,7 @@ def train(given: argparse.Namespace) -> LanguageModel:
     check_directory(given.save)
     if given.checkpoint:
         Checkpoint(given.checkpoint, {})  # raises if no file can be there
-    begun = time.perf_counter()
+    start_time = time.perf_counter()
     lines = [line for name in given.train for line in _read(name)]
     if given.valid:
         held = [line for name in given.valid for line in _read(name)]
@@ -117,7 +117,7 @@ def train(given: argparse.Namespace) -> LanguageModel:
     )  # fmt: skip
     model.module.to(given.device)
 
-    processes = Processes.all()
+    processes = ProcessGroup.all()
     if processes.is_first:
         count = sum(each.numel() for each in model.module.parameters())
         print(f"training on {len(data):,} sentences, {data.num_observed:,} tokens with {END}")
@@ -129,10 +129,10 @@ def train(given: argparse.Namespace) -> LanguageModel:
         if not bool((data.values == vocabulary.index(UNKNOWN))[data.exists].any()):
             print(f"note: no word was left out, so that {UNKNOWN} does not occur, and unknown "
                   "words will be very improbable; see --min-count")  # fmt: skip
-        print(f"ready after {time.perf_counter() - begun:.1f} s", flush=True)
+        print(f"ready after {time.perf_counter() - start_time:.1f} s", flush=True)
 
     def tell(found: Validation) -> None:
-        value, seconds = math.exp(min(found.nats, 700.0)), time.perf_counter() - begun
+        value, seconds = math.exp(min(found.nats, 700.0)), time.perf_counter() - start_time
         tqdm.write(f"step {found.step:,}: held-out perplexity {value:.2f}, {seconds:.0f} s")
         sys.stdout.flush()  # for those who follow a file
 

@@ -261,7 +261,7 @@ class LanguageModel:
             optimizer=partial(
                 torch.optim.AdamW, lr=learning_rate, weight_decay=weight_decay, fused=True
             ),
-            schedule=partial(torch.optim.lr_scheduler.LambdaLR, lr_lambda=RiseAndFall(num_steps)),
+            schedule=partial(torch.optim.lr_scheduler.LambdaLR, lr_lambda=WarmupCosine(num_steps)),
             **options,
         )
 
@@ -476,7 +476,7 @@ def _is_alone(word: Tensor, assignment: Tensor) -> bool:
     return int((assignment == assignment[word]).sum()) == 1
 
 
-class RiseAndFall:
+class WarmupCosine:
     """Share of the largest learning rate at a step: a short rise, then half a cosine, to zero.
 
     An object, so that ``LambdaLR.state_dict()`` and with it checkpoints tell the number of steps.
@@ -485,7 +485,7 @@ class RiseAndFall:
         num_steps: Of the whole fit.
 
     Example:
-        >>> [round(RiseAndFall(100)(step), 2) for step in (0, 4, 50, 99)]
+        >>> [round(WarmupCosine(100)(step), 2) for step in (0, 4, 50, 99)]
         [0.2, 1.0, 0.5, 0.0]
     """
 

@@ -1,6 +1,18 @@
-"""``PyroModule``s whose call returns an ``HMM``: tabular, dense, neural; and families of emissions.
+"""``PyroModule``s whose call returns an ``HMM``, and families of emissions.
 
-Imports the rooms above: :mod:`pyrohmm.ops`, :mod:`pyrohmm.data`, :mod:`pyrohmm.distributions`.
+Imports ``ops``, ``data`` and ``distributions``.
+
+Its modules; each imports only those above it:
+
+``base``       ``HMMModule``: what every module of this room is
+``family``     ``Emission``: what every family of emissions is
+``normals``    normal families: diagonal, spherical, full, tied, mixtures
+``emissions``  categorical, Bernoulli, Poisson, joined, tied, parametric
+``tabular``    ``TabularHMM``: probabilities are the parameters
+``dense``      ``DenseHMM``: softmax of inner products of embeddings
+``networks``   networks and tables that make embeddings
+``neural``     ``NeuralHMM``, ``ScalarHMM``: tens of thousands of states
+``tagging``    ``NeuralTagger``: a neural HMM of words and tags
 """
 
 from . import dense as dense

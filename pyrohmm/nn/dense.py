@@ -28,7 +28,7 @@ from ..distributions.hmm import HMM
 from ..ops import stationary as stationary_ops
 from ..ops.log_space import log
 from .base import HMMModule
-from .family import EmissionFamily, made
+from .family import EmissionFamily, build_emission
 
 Kernel = Callable[[Tensor, Tensor], Tensor]
 
@@ -227,7 +227,7 @@ class DenseHMM(HMMModule):
         else:
             if symbol_dim is not None or symbol_kernel is not None:
                 raise ValueError("symbol_dim and symbol_kernel are of symbols; emission has none.")
-            self.emission = made(emission, num_states)
+            self.emission = build_emission(emission, num_states)
 
     def forward(self, lengths: Tensor, observed: Tensor | None = None) -> HMM:
         """Build the HMM for sequences of ``lengths`` ``(*B)``."""

@@ -58,7 +58,7 @@ def categorical(num_symbols: int, concentration: float | Tensor = 1.0) -> Emissi
 class CategoricalEmission(Emission):
     """Symbols with Dirichlet priors: see :func:`categorical`."""
 
-    spaces: ClassVar[dict[str, constraints.Constraint]] = {"probs": constraints.simplex}
+    supports: ClassVar[dict[str, constraints.Constraint]] = {"probs": constraints.simplex}
 
     def __init__(
         self, num_states: int, num_symbols: int, concentration: float | Tensor = 1.0
@@ -117,7 +117,7 @@ def bernoulli(
 class BernoulliEmission(Emission):
     """Vectors of zeros and ones: see :func:`bernoulli`."""
 
-    spaces: ClassVar[dict[str, constraints.Constraint]] = {"probs": constraints.unit_interval}
+    supports: ClassVar[dict[str, constraints.Constraint]] = {"probs": constraints.unit_interval}
 
     def __init__(
         self,
@@ -175,7 +175,7 @@ def poisson(
 class PoissonEmission(Emission):
     """Counts: see :func:`poisson`."""
 
-    spaces: ClassVar[dict[str, constraints.Constraint]] = {"rate": constraints.nonnegative}
+    supports: ClassVar[dict[str, constraints.Constraint]] = {"rate": constraints.nonnegative}
 
     def __init__(
         self,
@@ -439,14 +439,14 @@ _SAME = (  # arguments that say the same: the first is kept
 )
 
 
-def of(distribution: Any) -> PyroModule:
+def from_distribution(distribution: Any) -> PyroModule:
     """The emission module with the values of ``distribution`` as points, without priors.
 
     One with a closed M-step where there is one for the distribution, else a
     :class:`PointEmission`.
 
     Example:
-        >>> type(of(Poisson(torch.tensor([1.0, 5.0])))).__name__
+        >>> type(from_distribution(Poisson(torch.tensor([1.0, 5.0])))).__name__
         'PoissonEmission'
     """
     events = len(distribution.event_shape)
@@ -457,13 +457,13 @@ def of(distribution: Any) -> PyroModule:
     own = distribution.batch_shape + distribution.event_shape
     module: Emission | None = None
     if isinstance(distribution, Streams):
-        parts = [of(part) for part in distribution.parts]
+        parts = [from_distribution(part) for part in distribution.parts]
         closed = all(isinstance(part, Emission) for part in parts)
         if closed:
             built = iter(parts)
             return StreamsEmission(0, tuple(lambda _: next(built) for _ in parts))
     elif isinstance(distribution, Tied):
-        inner = of(distribution.base)
+        inner = from_distribution(distribution.base)
         if isinstance(inner, Emission):
             module = TiedEmission(len(distribution.index), lambda _: inner, distribution.index)
             module.num_distinct = distribution.base.batch_shape[-1]  # some perhaps unused

@@ -26,10 +26,10 @@ class Emission(PyroModule):
     a ``PyroSample`` nor a ``PyroParam`` is frozen: see :func:`pyrohmm.freeze`.
 
     Attributes:
-        spaces: Where each parameter lives, by its name.
+        supports: Where each parameter lives, by its name.
     """
 
-    spaces: ClassVar[dict[str, constraints.Constraint]] = {}
+    supports: ClassVar[dict[str, constraints.Constraint]] = {}
 
     def statistics(
         self, values: Tensor, weights: Tensor, current: TorchDistribution | None
@@ -66,12 +66,12 @@ class Emission(PyroModule):
         for name, value in values.items():
             if name in self._pyro_samples:
                 delattr(self, name)
-            setattr(self, name, PyroParam(value.detach().clone(), self.spaces[name]))
+            setattr(self, name, PyroParam(value.detach().clone(), self.supports[name]))
             if name == "loc":  # so that sums are taken about it
                 self.prior_loc.copy_(value.detach().expand(self.prior_loc.shape))
 
 
-def made(emission: EmissionFamily | None, num_states: int) -> PyroModule:
+def build_emission(emission: EmissionFamily | None, num_states: int) -> PyroModule:
     """What the family makes for K states.
 
     Raises:

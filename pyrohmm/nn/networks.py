@@ -42,7 +42,7 @@ class Residual(PyroModule):
         return self.norm(self.outer(hidden).relu() + hidden)
 
 
-class StateVectors(PyroModule):
+class StateEmbedding(PyroModule):
     """Embeddings of states: one table, or one of states and one of blocks, half of each.
 
     Args:
@@ -87,7 +87,7 @@ class StateVectors(PyroModule):
         return torch.cat([block, own], -1)
 
 
-class WordTable(PyroModule):
+class SymbolEmbedding(PyroModule):
     """A vector for each symbol, ``(V, D)``, and nothing else.
 
     Args:
@@ -104,7 +104,7 @@ class WordTable(PyroModule):
         return self.table
 
 
-class CharacterWords(PyroModule):
+class CharCNN(PyroModule):
     r"""A vector for each word, from its letters: convolutions, and a maximum over places.
 
     Every word is spelt with a mark before it and one behind it. For each width there are filters of
@@ -121,7 +121,7 @@ class CharacterWords(PyroModule):
             there are D for each width, and they are summed.
 
     Example:
-        >>> CharacterWords(["the", "cat", "cats"], dim=6)().shape
+        >>> CharCNN(["the", "cat", "cats"], dim=6)().shape
         torch.Size([3, 6])
     """
 

@@ -22,13 +22,13 @@ from torch import Tensor, nn
 
 from .._checks import check_size
 from .._precision import at_least_single, full_precision
-from ..distributions.block_hmm import Before, BlockHMM, Ending
+from ..distributions.block_hmm import BlockHMM, CarriedState, FinalState
 from ..distributions.hmm import HMM
 from ..ops.block_emission import log_emission, normalised
-from ..ops.block_transition import Products
+from ..ops.block_transition import InnerProductTransition
 from ..ops.blocks import Blocks
 from .base import HMMModule
-from .networks import USES, Residual, StateVectors, WordTable
+from .networks import USES, Residual, StateEmbedding, SymbolEmbedding
 
 
 class _Large(HMMModule):
@@ -175,7 +175,7 @@ class NeuralHMM(_Large):
         two_level: Whether moves have two levels; for disjoint blocks.
         share: Whether a state has one embedding for all its uses, or four: to begin in, to be left,
             to be entered and to emit.
-        factored: Whether half of each embedding is that of the block; see :class:`StateVectors`.
+        factored: Whether half of each embedding is that of the block; see :class:`StateEmbedding`.
         dropout: Share of the states of each block that is left out, at each call in training mode:
             see :func:`draw_states`. Then the HMM has fewer states, and only what belongs to them is
             computed.
@@ -183,7 +183,7 @@ class NeuralHMM(_Large):
             :math:`D^{-1/2}`, with which logits have one of about one. With 1, as in the code, moves
             are nearly certain before anything is learnt, and learning takes longer.
         words: Called without arguments, returns vectors of symbols ``(V, D)``: a
-            :class:`CharacterWords`, for instance. A :class:`WordTable` by default.
+            :class:`CharCNN`, for instance. A :class:`SymbolEmbedding` by default.
 
     Raises:
         TypeError: If ``words`` is not callable.
@@ -225,7 +225,7 @@ class NeuralHMM(_Large):
         given = blocks if factored else None
         for use in USES:
             if use == USES[0] or not share:
-                table = StateVectors(num_states, hidden_dim, given, scale)
+                table = StateEmbedding(num_states, hidden_dim, given, scale)
             setattr(self, f"{use}_vectors", table)
             if factored:
                 setattr(self, f"{use}_joint", Residual(hidden_dim))
@@ -236,7 +236,7 @@ class NeuralHMM(_Large):
         if two_level:
             assert blocks is not None
             self.block_score = PyroModule[nn.Linear](hidden_dim, blocks.num_blocks)
-        self.words = WordTable(num_symbols, hidden_dim) if words is None else words
+        self.words = SymbolEmbedding(num_symbols, hidden_dim) if words is None else words
         self.bias = nn.Parameter(torch.zeros(num_symbols))
 
     def _build(
@@ -257,10 +257,10 @@ class NeuralHMM(_Large):
                 transition = (leave @ enter.mT).log_softmax(-1)
                 emission = Categorical(logits=emit @ words.mT + bias)
                 return HMM(initial, transition, emission, lengths, observed)
-            moves: Products | Tensor
+            moves: InnerProductTransition | Tensor
             if blocks.disjoint:
                 logits = self.block_score(leave) if self.two_level else None
-                moves = Products(leave, enter, blocks, logits)
+                moves = InnerProductTransition(leave, enter, blocks, logits)
             else:
                 moves = (leave @ enter.mT).log_softmax(-1)
             table = log_emission(emit, words, bias, blocks)
@@ -276,8 +276,8 @@ class NeuralHMM(_Large):
             return [getattr(self, f"{use}_joint")(each) for use, each in zip(uses, found)]
         return found
 
-    def go_on(
-        self, lengths: Tensor, ending: Ending | None, continues: Tensor
+    def continue_from(
+        self, lengths: Tensor, ending: FinalState | None, continues: Tensor
     ) -> tuple[BlockHMM, Tensor]:
         """The HMM for sequences of which some go on from where others ended.
 
@@ -312,12 +312,12 @@ class NeuralHMM(_Large):
             with full_precision(leave):
                 leave = at_least_single(leave)
                 logits = self.block_score(leave) if self.two_level else None
-                shares = cast(Products, hmm.transition).shares_of(leave, logits)
+                shares = cast(InnerProductTransition, hmm.transition).shares_of(leave, logits)
             block = torch.full(continues.shape, -1)
             block[goes_on] = place
             laws = ending.log_probs.new_full((len(continues), rows.size(1)), -torch.inf)
             laws[goes_on] = ending.log_probs[continues[goes_on]].detach()
-            hmm.before = Before(leave, shares, exist.sum(-1).cpu(), block, laws)
+            hmm.before = CarriedState(leave, shares, exist.sum(-1).cpu(), block, laws)
         return hmm, every if states is None else states
 
 

@@ -25,7 +25,7 @@ from torch.distributions import constraints
 
 from .._checks import check_size
 from ..distributions.inverse_wishart import InverseWishart, covariance_matrix
-from ..distributions.observation import known_log_prob
+from ..distributions.observation import marginal_log_prob
 from ..ops.log_space import log
 from .family import (
     Emission,
@@ -204,7 +204,7 @@ def normal_mixture(
 class NormalEmission(Emission):
     """Independent normal components with a conjugate prior: see :func:`normal`."""
 
-    spaces: ClassVar[dict[str, constraints.Constraint]] = {
+    supports: ClassVar[dict[str, constraints.Constraint]] = {
         "variance": constraints.positive,
         "loc": constraints.real,
     }
@@ -265,7 +265,7 @@ class NormalEmission(Emission):
 class CovarianceEmission(Emission):
     """Normal vectors with covariance matrices: see :func:`normal_full`, :func:`normal_tied`."""
 
-    spaces: ClassVar[dict[str, constraints.Constraint]] = {
+    supports: ClassVar[dict[str, constraints.Constraint]] = {
         "covariance": covariance_matrix,
         "loc": constraints.real,
     }
@@ -390,7 +390,7 @@ class CovarianceEmission(Emission):
 class MixtureEmission(Emission):
     """Mixtures of normal vectors in each state: see :func:`normal_mixture`."""
 
-    spaces: ClassVar[dict[str, constraints.Constraint]] = {
+    supports: ClassVar[dict[str, constraints.Constraint]] = {
         "weights": constraints.simplex,
         "variance": constraints.positive,
         "loc": constraints.real,
@@ -438,7 +438,7 @@ class MixtureEmission(Emission):
         if current is None or len(values) == 0:
             shares = _scatter(values, weights, self.num_components)
         else:
-            parts = known_log_prob(current.component_distribution, values[:, None, None])
+            parts = marginal_log_prob(current.component_distribution, values[:, None, None])
             logits = parts + current.mixture_distribution.logits
             shares = logits.softmax(-1)  # ([R,] M, K, C)
         each = weights.double().unsqueeze(-1) * shares  # (R, M, K, C)

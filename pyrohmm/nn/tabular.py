@@ -14,10 +14,10 @@ from .._checks import check_booleans, check_shape, check_size
 from ..distributions.hmm import HMM
 from ..distributions.sparse_dirichlet import SparseDirichlet
 from ..ops.log_space import log
-from ..ops.recursions import Expected
+from ..ops.recursions import ExpectedCounts
 from . import emissions
 from .base import HMMModule
-from .family import EmissionFamily, Statistics, is_free, made, positive, with_prior
+from .family import EmissionFamily, Statistics, build_emission, is_free, positive, with_prior
 
 
 class TabularHMM(HMMModule):
@@ -90,7 +90,7 @@ class TabularHMM(HMMModule):
         self.transition = PyroSample(
             lambda self: _rows(self.transition_concentration, self.transition_allowed)
         )
-        self.emission = made(emission, num_states)
+        self.emission = build_emission(emission, num_states)
 
     @classmethod
     def from_hmm(cls, hmm: HMM) -> TabularHMM:
@@ -105,7 +105,7 @@ class TabularHMM(HMMModule):
             raise ValueError(
                 "hmm has parameters per step; a TabularHMM has one matrix for all steps."
             )
-        module = cls(hmm.num_states, lambda _: emissions.of(hmm.emission))
+        module = cls(hmm.num_states, lambda _: emissions.from_distribution(hmm.emission))
         for name, logs in (("initial", hmm.log_initial), ("transition", hmm.log_transition)):
             delattr(module, name)
             setattr(module, name, PyroParam(logs.detach().exp(), constraints.simplex))
@@ -119,7 +119,7 @@ class TabularHMM(HMMModule):
         """Build the HMM for sequences of ``lengths`` ``(*B)``."""
         return HMM(log(self.initial), log(self.transition), self.emission(), lengths, observed)
 
-    def statistics(self, expected: Expected, restarts: int) -> Statistics:
+    def statistics(self, expected: ExpectedCounts, restarts: int) -> Statistics:
         """What expected counts say about the chain, if it is free: sums over sequences.
 
         Args:

@@ -41,7 +41,7 @@ class NeuralTagger(NeuralHMM):
         >>> model = MarginalModel(NeuralTagger(4, 3, 2, hidden_dim=8))
         >>> fit = fit_map(model, tagged(text), num_steps=100, learning_rate=0.02)
         >>> new = tagged(Sequences.from_list([[2, 1, 0]]))
-        >>> fit.draw(new).best_tags(new.values)
+        >>> fit.hmm(new).best_tags(new.values)
         tensor([[0, 1, 0]])
     """
 

@@ -52,7 +52,7 @@ def _mixed(count: int) -> Tensor:
 
 
 class _Forward:
-    """The way forth by scaled messages; sequences in the order of the plan.
+    """The way forward by scaled messages; sequences in the order of the plan.
 
     Attributes:
         evidence: ``(N,)`` float64, the logarithm.
@@ -140,36 +140,41 @@ class _Scaled(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, plan, states, leave, enter, log_shares, log_first, log_seen, kernels):
-        forth = _Forward(plan, states, leave, enter, log_shares, log_first, log_seen, kernels)
-        sound = forth.sound
+        forward = _Forward(plan, states, leave, enter, log_shares, log_first, log_seen, kernels)
+        sound = forward.sound
         ctx.save_for_backward(leave, enter, log_shares, log_first, log_seen)
-        ctx.forth = forth
+        ctx.forward = forward
         ctx.mark_non_differentiable(sound)
-        return forth.evidence.masked_fill(~sound, 0.0).to(log_seen.dtype), sound
+        return forward.evidence.masked_fill(~sound, 0.0).to(log_seen.dtype), sound
 
     @staticmethod
     @in_full_precision
     def backward(ctx, weights, _):
         given = ctx.saved_tensors
         log_shares: Tensor | None = given[2]
-        forth = ctx.forth
+        forward = ctx.forward
         alpha, norm, seen, shares, sound = (
-            forth.alpha, forth.norm, forth.seen, forth.shares, forth.sound
+            forward.alpha, forward.norm, forward.seen, forward.shares, forward.sound
         )  # fmt: skip
-        kernels, plan, states, scores = forth.kernels, forth.plan, forth.states, forth.scores
+        kernels, plan, states, scores = (
+            forward.kernels,
+            forward.plan,
+            forward.states,
+            forward.scores,
+        )
         if torch.is_grad_enabled():
             evidence = partial(_evidence, plan, states, sound)
             return (None, None, *differentiable_gradient(evidence, given, weights), None)
-        laws, forth.laws = forth.laws, None
+        laws, forward.laws = forward.laws, None
         if laws is None:  # a second time, through a graph that was retained
-            laws = forth.laws_of_pairs()
+            laws = forward.laws_of_pairs()
         gamma, message = torch.zeros_like(seen), torch.empty_like(seen)
         count, good = len(plan.lengths), sound.clone()
         mean = plan.size // max(len(plan.source), 1)
         kernels.run(
             kernels.backward, count, mean * len(plan.begins), _mixed(count), plan.lengths,
             plan.begins, plan.block, states.sizes, states.starts, plan.pair, scores.base,
-            scores.stride, laws, shares, forth.least, seen, alpha, norm, weights.contiguous(),
+            scores.stride, laws, shares, forward.least, seen, alpha, norm, weights.contiguous(),
             gamma, message, good,
         )  # fmt: skip
         if not torch.equal(good, sound):  # only the way back left the range
@@ -187,7 +192,7 @@ class _Scaled(torch.autograd.Function):
                 kernels.gradients_of_pairs, pairs,
                 plan.size // max(pairs, 1) * (2 + len(plan.tokens) // max(pairs, 1)), schedule,
                 plan.tokens_of, plan.tokens, plan.before, plan.block, states.sizes, states.starts,
-                scores.base, scores.stride, forth.least, alpha, message, shares, laws, moved,
+                scores.base, scores.stride, forward.least, alpha, message, shares, laws, moved,
                 changed,
             )  # fmt: skip
             to_leave, to_enter = scores.gradients(moved)
@@ -426,13 +431,13 @@ def last_laws(
         chain = plan, states, leave, enter, log_shares, first, seen
         found = None
         if kernels is not None:
-            forth = _Forward(*chain, kernels)
-            last = forth.alpha[plan.begins[plan.lengths - 1] + torch.arange(len(lengths))]
+            forward = _Forward(*chain, kernels)
+            last = forward.alpha[plan.begins[plan.lengths - 1] + torch.arange(len(lengths))]
             own = states.sizes[blocks.gather(1, lengths.unsqueeze(-1) - 1)][plan.order]
             beyond = torch.arange(states.width) >= own
             last.masked_fill_(beyond, 0.0)
-            cut = (last == 0).logical_and_(~beyond).any(-1) & (forth.lost > 0)
-            if bool((forth.sound & ~cut).all()):
+            cut = (last == 0).logical_and_(~beyond).any(-1) & (forward.lost > 0)
+            if bool((forward.sound & ~cut).all()):
                 found = last.log()
         if found is None:
             logs = Logs(*chain)

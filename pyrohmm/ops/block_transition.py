@@ -101,7 +101,7 @@ def _weigh_blocks(scores: Tensor, states: States, sums: Tensor, weights: Tensor)
     return scores
 
 
-class Products:
+class InnerProductTransition:
     r"""Moves whose logits are inner products of vectors of states, for blocks that are disjoint.
 
     .. math:: p(j | i) = \mathrm{softmax}_j(u_i \cdot v_j)

@@ -41,7 +41,7 @@ class Posterior(NamedTuple):
     transitions: Tensor
 
 
-class Expected(NamedTuple):
+class ExpectedCounts(NamedTuple):
     """Expected counts given the observations: what the E-step of EM finds.
 
     Counts are summed over the sequences that share a parameter, so that they have its shape.
@@ -95,9 +95,9 @@ def posterior(
         )
 
 
-def expected(
+def expected_counts(
     log_initial: Tensor, log_transition: Tensor, log_likelihood: Tensor, lengths: Tensor
-) -> Expected:
+) -> ExpectedCounts:
     """Expected counts: the gradient of the evidence by the logarithms (Fisher's identity).
 
     A sequence of probability zero counts nowhere.
@@ -126,7 +126,7 @@ def expected(
         counts = torch.autograd.grad(
             evidence.sum(), (initial, transition, likelihood), materialize_grads=True
         )
-    return Expected(evidence.detach(), *counts)
+    return ExpectedCounts(evidence.detach(), *counts)
 
 
 def filtered(

@@ -11,7 +11,7 @@ from torch import Tensor
 # What a model predicts ---------------------------------------------------------------------------
 
 
-def joint_law(law: Tensor, log_transition: Tensor, lag: int = 1) -> Tensor:
+def joint_probs(law: Tensor, log_transition: Tensor, lag: int = 1) -> Tensor:
     r"""The law of two states ``lag`` steps apart, :math:`\mathrm{diag}(\pi) A^d`.
 
     Args:
@@ -44,7 +44,7 @@ def predicted(law: Tensor, log_transition: Tensor, probs: Tensor, lag: int = 1) 
         tensor([[0.6750, 0.0750],
                 [0.0750, 0.1750]])
     """
-    return probs.mT @ joint_law(law, log_transition, lag) @ probs
+    return probs.mT @ joint_probs(law, log_transition, lag) @ probs
 
 
 def stationary(log_transition: Tensor, check: bool = True) -> Tensor:

@@ -282,7 +282,7 @@ def test_em_never_lowers_the_log_joint_density(options):
     fit = fit_em(DenseHMM(3, 4, 2, **options), data, num_steps=4, tolerance=None)
     assert_falls(fit.losses)
     assert fit.losses[0] - fit.losses[-1] > 1.0
-    loss = -fit.draw(data).log_prob(data.values).sum()
+    loss = -fit.hmm(data).log_prob(data.values).sum()
     if "flat" in options:
         torch.testing.assert_close(fit.losses[-1], loss)
     elif "scale" in options:
@@ -309,7 +309,7 @@ def test_fishers_identity(share):
     module = DenseHMM(3, 4, 2, share=share)
     values = {name: value.requires_grad_() for name, value in embeddings_of(module)[0].items()}
     hmm = poutine.condition(module, values)(data.lengths, data.observed)
-    counts = hmm.expected(data.values)
+    counts = hmm.expected_counts(data.values)
     leaves = list(values.values())
     evidence = hmm.log_prob(data.values).sum()
     expected = torch.autograd.grad(evidence, leaves, retain_graph=True)
@@ -472,7 +472,7 @@ def test_em_of_vectors_has_closed_emissions(restarts):
     fit = fit_em(module, data, num_steps=60, tolerance=1e-9, restarts=restarts)
     for losses in [fit.losses] if restarts == 1 else fit.restarts.losses:
         assert_falls(losses)
-    hmm = fit.draw(data)
+    hmm = fit.hmm(data)
     states = hmm.posterior(data.values).states
     visits = states.sum((0, 1)).unsqueeze(-1)
     means = torch.einsum("ntk,ntd->kd", states, data.values) / visits
@@ -490,7 +490,7 @@ def test_a_cooccurrence_fit_is_a_start_for_the_others():
     data = toy.train.without_labels()
     module = DenseHMM(3, 4, 2, scale=1.0)
     pairs = fit_cooccurrence(module, data, 4, num_steps=100)
-    reached = -pairs.draw(data).log_prob(data.values).sum()
+    reached = -pairs.hmm(data).log_prob(data.values).sum()
     prior = sum(torch.distributions.Normal(0, 1).log_prob(v).sum() for v in pairs.values.values())
     by_em = fit_em(module, data, start=pairs.values, num_steps=3)
     torch.testing.assert_close(by_em.losses[0], reached - prior)
@@ -498,7 +498,7 @@ def test_a_cooccurrence_fit_is_a_start_for_the_others():
     by_map = fit_map(MarginalModel(module), data, init=init, num_steps=30)
     torch.testing.assert_close(by_map.losses[0], reached - prior)
     assert by_map.losses[-1] < by_map.losses[0]
-    torch.testing.assert_close(reached, -pairs.draw(data).log_prob(data.values).sum())
+    torch.testing.assert_close(reached, -pairs.hmm(data).log_prob(data.values).sum())
 
 
 @pytest.mark.parametrize("make", [AutoDelta, AutoNormal])
@@ -534,7 +534,7 @@ def test_a_dense_chain_under_numbers_is_fitted_by_every_fit():
     guide = AutoNormal(model, init_loc_fn=init_to_value(values=fits[0].start), init_scale=0.05)
     fits.append(fit_svi(model, guide, data, num_steps=100))
     for fit in fits:
-        means = fit.draw(data).emission.mean.sort().values
+        means = fit.hmm(data).emission.mean.sort().values
         torch.testing.assert_close(means, torch.tensor([0.0, 3.0]), rtol=0.0, atol=0.3)
 
 
@@ -544,7 +544,7 @@ def test_svi_finds_a_lower_bound():
     model = MarginalModel(DenseHMM(2, 4, 1))
     fit = fit_svi(model, AutoNormal(model), data, num_steps=150, learning_rate=0.05)
     assert fit.losses[-50:].mean() < fit.losses[:20].mean()
-    assert len({fit.draw(data).log_prob(data.values).sum().item() for _ in range(3)}) == 3
+    assert len({fit.hmm(data).log_prob(data.values).sum().item() for _ in range(3)}) == 3
 
 
 def test_any_embedding_may_be_held_constant():
@@ -558,7 +558,7 @@ def test_any_embedding_may_be_held_constant():
     fit = fit_em(module, data, num_steps=3)
     assert set(fit.names) == {"module.leave", "module.start", "module.symbol"}
     assert_falls(fit.losses)
-    hmm = fit.draw(data)
+    hmm = fit.hmm(data)
     torch.testing.assert_close(
         hmm.log_transition, (fit.values["module.leave"] @ held["enter"].mT).log_softmax(-1)
     )
@@ -567,7 +567,7 @@ def test_any_embedding_may_be_held_constant():
 def test_it_is_saved_as_an_hmm_and_as_a_module(tmp_path):
     data = some_symbols()
     module = DenseHMM(3, 4, 2)
-    hmm = fit_em(module, data, num_steps=2).draw(data)
+    hmm = fit_em(module, data, num_steps=2).hmm(data)
     save(hmm, tmp_path / "hmm")
     again = load_hmm(tmp_path / "hmm")
     torch.testing.assert_close(again.log_prob(data.values), hmm.log_prob(data.values))

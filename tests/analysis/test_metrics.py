@@ -76,7 +76,7 @@ def test_perplexity_of_a_fit_does_not_depend_on_the_batch_size():
         part = metrics.perplexity(fit, data, batch_size)
         assert part.num_tokens == whole.num_tokens == 6
         assert part.value == pytest.approx(whole.value)
-    assert metrics.perplexity(fit.draw(data), data).value == pytest.approx(whole.value)
+    assert metrics.perplexity(fit.hmm(data), data).value == pytest.approx(whole.value)
 
 
 def test_perplexity_of_impossible_data_is_infinite():
@@ -271,9 +271,9 @@ def test_an_hmm_aligned_by_its_transitions_is_the_same_law_with_the_true_numbers
         dist.Categorical(logits=torch.randn(3, 4)),
         torch.tensor([5]),
     )
-    found = truth.reorder(order)
+    found = truth.permute_states(order)
     renaming = metrics.align_transitions(found.log_transition.exp(), truth.log_transition.exp())
-    again = found.reorder(renaming.argsort())
+    again = found.permute_states(renaming.argsort())
     torch.testing.assert_close(again.log_initial, truth.log_initial)
     torch.testing.assert_close(again.log_transition, truth.log_transition)
     torch.testing.assert_close(again.emission.logits, truth.emission.logits)
@@ -423,7 +423,7 @@ def test_evidence_by_sequence_is_that_of_the_hmm_and_sums_to_the_perplexity():
     data = datasets.casino(num_sequences=7, num_steps=9).without_labels()
     fit = fit_em(TabularHMM(2, categorical(6)), data, num_steps=3)
     each = metrics.log_evidence(fit, data, batch_size=3)
-    torch.testing.assert_close(each, fit.draw(data).log_prob(data.values))
+    torch.testing.assert_close(each, fit.hmm(data).log_prob(data.values))
     assert metrics.perplexity(fit, data).log_evidence == pytest.approx(each.sum().item())
 
 
@@ -464,7 +464,7 @@ def test_frozen_parameters_are_not_counted():
 def test_criteria_by_their_formulas():
     data = datasets.casino(num_sequences=5, num_steps=20).without_labels()
     fit = fit_em(TabularHMM(2, categorical(6)), data, num_steps=3)
-    evidence = fit.draw(data).log_prob(data.values).sum().item()
+    evidence = fit.hmm(data).log_prob(data.values).sum().item()
     assert metrics.aic(fit, data) == pytest.approx(-2 * evidence + 2 * 13)
     assert metrics.bic(fit, data) == pytest.approx(-2 * evidence + 13 * math.log(100))
 

@@ -606,7 +606,7 @@ def test_supervised_em_counts(as_sets):
     if as_sets:
         allowed = data.labels.unsqueeze(-1) == torch.arange(2)
         data = Sequences(data.values, data.lengths, data.observed, allowed)
-    found = fit_em(TabularHMM(2, categorical(2)), data).draw(data)
+    found = fit_em(TabularHMM(2, categorical(2)), data).hmm(data)
     for value, expected in zip(parameters_of(found), frequencies):
         np.testing.assert_allclose(value, expected, atol=1e-12)
 
@@ -616,7 +616,7 @@ def test_supervised_map_counts():
     data, frequencies = sentences()
     model = MarginalModel(TabularHMM(2, categorical(2)))
     fit = fit_map(model, data, num_steps=100, learning_rate=0.1, tolerance=None)
-    for value, expected in zip(parameters_of(fit.draw(data)), frequencies):
+    for value, expected in zip(parameters_of(fit.hmm(data)), frequencies):
         np.testing.assert_allclose(value, expected, atol=3e-3)
 
 
@@ -625,8 +625,8 @@ def test_what_a_fit_draws_does_not_know_the_labels(form):
     """Else decoding the sequences it is tested on would read the answers off."""
     data, _ = sentences()
     fit = fit_map(FORMS[form][0](TabularHMM(2, categorical(2))), data, num_steps=3)
-    hmm = fit.draw(data)
-    bare = fit.draw(Sequences(data.values, data.lengths, data.observed))
+    hmm = fit.hmm(data)
+    bare = fit.hmm(Sequences(data.values, data.lengths, data.observed))
     assert hmm.allowed is None
     assert hmm.viterbi(data.values).equal(bare.viterbi(data.values))
     assert hmm.log_prob(data.values).equal(bare.log_prob(data.values))
@@ -639,7 +639,7 @@ def test_em_draws_an_hmm_that_does_not_know_the_labels():
     labels = data.labels.clone()
     labels[:, 1] = -1
     data = Sequences(data.values, data.lengths, data.observed, labels)
-    assert fit_em(TabularHMM(2, categorical(2, 2.0), 2.0, 2.0), data).draw(data).allowed is None
+    assert fit_em(TabularHMM(2, categorical(2, 2.0), 2.0, 2.0), data).hmm(data).allowed is None
 
 
 @pytest.mark.parametrize(

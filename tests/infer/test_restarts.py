@@ -55,7 +55,7 @@ def test_map_from_several_starts_is_map_from_each(clip_norm, log_prior):
     assert fit.restarts.best == best
     torch.testing.assert_close(fit.losses, singles[best].losses)
     torch.testing.assert_close(
-        fit.draw(DATA).log_prob(DATA.values), singles[best].draw(DATA).log_prob(DATA.values)
+        fit.hmm(DATA).log_prob(DATA.values), singles[best].hmm(DATA).log_prob(DATA.values)
     )
 
 
@@ -70,8 +70,8 @@ def test_restarts_of_a_model_written_as_a_function():
 
     fit = fit_map(model, DATA, num_steps=30, restarts=3)
     assert fit.restarts.losses.shape[0] == 3
-    assert fit.draw(DATA).log_prob(DATA.values).isfinite().all()
-    assert fit.restarts.draw(DATA).batch_shape == (3, 6)
+    assert fit.hmm(DATA).log_prob(DATA.values).isfinite().all()
+    assert fit.restarts.hmm(DATA).batch_shape == (3, 6)
 
 
 def map_of(part, *given, **options):
@@ -84,10 +84,10 @@ def test_the_best_is_kept_and_all_are_reported(fit):
     assert found.restarts.final.shape == (4,)
     assert found.restarts.best == int(found.restarts.final.argmin())
     assert "4, losses" in found.summary()
-    every = found.restarts.draw(DATA)
+    every = found.restarts.hmm(DATA)
     assert every.batch_shape == (4, 6)
     torch.testing.assert_close(
-        every.log_prob(DATA.values)[found.restarts.best], found.draw(DATA).log_prob(DATA.values)
+        every.log_prob(DATA.values)[found.restarts.best], found.hmm(DATA).log_prob(DATA.values)
     )
 
 

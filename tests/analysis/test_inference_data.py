@@ -11,8 +11,8 @@ from pyro.distributions import Dirichlet
 from torch.nn.functional import one_hot
 
 from pyrohmm import (
-    Draws,
     MarginalModel,
+    PosteriorDraws,
     Sequences,
     TabularHMM,
     categorical,
@@ -153,13 +153,13 @@ def test_a_fit_needs_no_model_and_is_one_draw():
         "chain": 1, "draw": 1, "state": 3, "next_state": 3, "symbol": 4, "rank": 3,
     }  # fmt: skip
     np.testing.assert_allclose(
-        found["log_likelihood"]["x"].values[0, 0], fit.draw(data).log_prob(data.values).numpy()
+        found["log_likelihood"]["x"].values[0, 0], fit.hmm(data).log_prob(data.values).numpy()
     )
 
 
 def test_align_renames_states():
     model, data = cases("symbols")
-    some = Draws.of(from_prior(model, data, 2, 4), model)
+    some = PosteriorDraws.of(from_prior(model, data, 2, 4), model)
     found = to_arviz(some, data, align=True)["posterior"]
     for name, value in some.aligned(data).values.items():
         np.testing.assert_array_equal(found[name].values, value.numpy())
@@ -227,7 +227,7 @@ def test_leaving_out_sequences_finds_the_number_of_states():
     found = {}
     for num_states in (1, 2):
         fit = fit_em(TabularHMM(num_states, categorical(3)), data, restarts=4)
-        seen = fit.draw(data).expected(data.values)
+        seen = fit.hmm(data).expected(data.values)
         visits = seen.states[data.observed]
         counts = {
             "module.initial": seen.initial,

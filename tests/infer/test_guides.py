@@ -16,8 +16,8 @@ from scipy import stats
 
 from pyrohmm import (
     DenseHMM,
-    Draws,
     MarginalModel,
+    PosteriorDraws,
     RotationGuide,
     Sequences,
     TabularHMM,
@@ -172,7 +172,7 @@ def test_embeddings_whose_products_matter_are_rotated_together(module, groups):
         if value.dim() == 2 and name.split(".")[1] != "emission":
             torch.testing.assert_close(again @ again.mT, value @ value.mT, rtol=1e-3, atol=0.02)
     hmm = poutine.replay(model, trace=poutine.trace(fresh).get_trace(data))(data)
-    wanted = point.draw(data).log_prob(data.values)
+    wanted = point.hmm(data).log_prob(data.values)
     torch.testing.assert_close(hmm.log_prob(data.values), wanted, rtol=1e-2, atol=1e-2)
 
 
@@ -204,13 +204,13 @@ def bound(model, guide, data, num_steps):
     fit = fit_svi(
         model, guide, data, num_steps=num_steps, learning_rate=0.05, elbo=elbo, progress=False
     )
-    some = Draws.of(fit, num_draws=4000)
+    some = PosteriorDraws.of(fit, num_draws=4000)
     evidence = some.map(data, lambda hmm: hmm.log_prob(data.values).sum(-1))
     each = evidence + some.log_prior(data) - some.stats["log_guide"]
     return fit, some, each[0]
 
 
-def made(dim):
+def build_emission(dim):
     lengths = torch.tensor([12, 12, 9, 9, 6, 6])
     data = Sequences(DenseHMM(2, 3, dim, scale=2.0)(lengths).sample(), lengths)
     return data, MarginalModel(DenseHMM(2, 3, dim))
@@ -219,7 +219,7 @@ def made(dim):
 @pytest.mark.parametrize("dim", [1, 2])
 def test_a_guide_that_is_rotated_is_nearer_to_the_posterior(dim):
     """In one dimension by log 2 for each of two groups, which can be turned over."""
-    data, model = made(dim)
+    data, model = build_emission(dim)
     start = fit_map(model, data, num_steps=100, restarts=8, progress=False).start
     plain = AutoNormal(model, init_loc_fn=init_to_value(values=start), init_scale=0.3)
     _, _, before = bound(model, plain, data, 200)
@@ -231,7 +231,7 @@ def test_a_guide_that_is_rotated_is_nearer_to_the_posterior(dim):
 
 def test_svi_and_nuts_agree_in_what_names_and_rotations_leave_alone():
     """Draws of the guide, weighted by p/q, and draws of the sampler have the same averages."""
-    data, model = made(1)
+    data, model = build_emission(1)
     start = fit_map(model, data, num_steps=100, restarts=8, progress=False).start
     guide = RotationGuide(model, start, autoguide=AutoMultivariateNormal, init_scale=0.5)
     _, some, ratios = bound(model, guide, data, 200)
@@ -240,7 +240,7 @@ def test_svi_and_nuts_agree_in_what_names_and_rotations_leave_alone():
     mcmc.run(data)
     by_guide, by_sampler = (
         each.map(data, lambda hmm: draws.invariants(hmm, data.values))
-        for each in (some, Draws.of(mcmc))
+        for each in (some, PosteriorDraws.of(mcmc))
     )
     for name in ("log_evidence", "effective_states", "move_entropy"):
         first, second = by_guide[name][0], by_sampler[name][0]

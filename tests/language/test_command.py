@@ -13,7 +13,7 @@ import pyro
 import pytest
 import torch
 
-from pyrohmm import HMM, LanguageModel, Sequences, blocks, metrics, save
+from pyrohmm import HMM, LanguageModel, Sequences, block_hmm, blocks, metrics, save
 from pyrohmm.data.vocabulary import Vocabulary
 from pyrohmm.io import checkpoints as checkpoints
 from pyrohmm.io.persistence import read_tensors, write_directory
@@ -22,7 +22,7 @@ from pyrohmm.language import model
 from pyrohmm.language.command import hold_out, main
 from pyrohmm.language.model import count_words, encode
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 SMALL = ["--states", "12", "--clusters", "4", "--dim", "8", "--tokens", "40", "--epochs", "2",
          "--rate", "0.02"]  # fmt: skip
 
@@ -369,14 +369,14 @@ def test_sentences_are_drawn_from_the_law_that_scores_them(two_level):
 def test_sentences_take_only_rows_of_moves(monkeypatch):
     model = tiny(two_level=True)
     sizes = []
-    rows = block_hmm.Products.rows
+    rows = block_hmm.InnerProductTransition.rows
 
     def spy(self, states):
         sizes.append(len(states))
         return rows(self, states)
 
-    monkeypatch.setattr(block_hmm.Products, "rows", spy)
-    monkeypatch.setattr(block_hmm.Products, "matrix", None)
+    monkeypatch.setattr(block_hmm.InnerProductTransition, "rows", spy)
+    monkeypatch.setattr(block_hmm.InnerProductTransition, "matrix", None)
     drawn = model.generate(300, max_words=5)
     words = [line.split() for line in drawn]
     assert len(drawn) == 300

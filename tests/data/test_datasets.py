@@ -669,7 +669,7 @@ def test_rare_tags_merge_to_as_many_symbols_as_in_the_code_of_the_densehmm():
     """Its authors cut sentences of the Penn sample at 45 and go from 46 tags to 20 symbols."""
     path = datasets.find("treebank-sample")
     tags = readers.tags_as_values(readers.read_tagged(path, drop=()))
-    cut = tags._replace(data=tags.data.cut(45))
+    cut = tags._replace(data=tags.data.truncate(45))
     assert len(tags.vocabulary) == 46
     assert len(readers.merge_rare(cut, 0.1).vocabulary) == 20
 

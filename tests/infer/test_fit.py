@@ -130,7 +130,7 @@ def drawn_from(parts, lengths):
 
 
 def log_likelihood(fit, data):
-    return fit.draw(data).log_prob(data.values).sum().item()
+    return fit.hmm(data).log_prob(data.values).sum().item()
 
 
 # The global parameter store (T2)
@@ -169,7 +169,7 @@ def test_the_parameter_store_is_left_exactly_as_found(local, fails):
                 fit_map(tabular(log_prior=fail_at_third_call()), data, **QUICK)
         else:
             fit = fit_map(tabular(), data, init=from_point(), **QUICK)
-            fit.draw(data)
+            fit.hmm(data)
             model = tabular()
             fit_svi(model, AutoNormal(model), data, **QUICK)
         assert list(store.keys()) == list(before)
@@ -199,11 +199,11 @@ def test_an_earlier_fit_draws_as_before_after_a_later_one(local, make_guide):
         model = tabular()
         first = fit_svi(model, make_guide(model), data, **QUICK)
         pyro.set_rng_seed(1)
-        before = first.draw(data)
+        before = first.hmm(data)
         fit_svi(model, make_guide(model), data, learning_rate=0.5, **QUICK)
         pyro.param("AutoDelta.module.initial", torch.tensor([0.1, 0.9]))
         pyro.set_rng_seed(1)
-        after = first.draw(data)
+        after = first.hmm(data)
         assert after.log_transition.equal(before.log_transition)
         assert after.emission.logits.equal(before.emission.logits)
 
@@ -235,11 +235,11 @@ def test_models_used_outside_of_their_fits_leave_each_other_alone(local, make):
     data = symbols()
     with local_params(local):
         fits = [fit_map(MarginalModel(make()), data, **QUICK) for _ in range(2)]
-        before = [fit.draw(data).log_transition for fit in fits]
+        before = [fit.hmm(data).log_transition for fit in fits]
         for fit, expected in zip(fits, before):
             assert fit.model(data).log_transition.equal(expected)
         for fit, expected in zip(fits, before):
-            assert fit.draw(data).log_transition.equal(expected)
+            assert fit.hmm(data).log_transition.equal(expected)
 
 
 def a_module(scores):
@@ -264,7 +264,7 @@ def test_parameters_of_the_module_are_trained_in_both_settings(local, make):
         for name, value in module.named_parameters():
             assert not value.equal(before[name]), name
         expected = module(data.lengths, data.observed)
-        assert fit.draw(data).log_transition.equal(expected.log_transition)
+        assert fit.hmm(data).log_transition.equal(expected.log_transition)
         assert -log_likelihood(fit, data) < fit.losses[0]
 
 
@@ -305,7 +305,7 @@ def test_modules_in_functions_are_trained(way, named, beside):
 def test_the_setting_of_pyro_is_left_alone(local):
     """T3: it cannot be changed once modules exist."""
     with local_params(local):
-        fit_map(tabular(), symbols(), num_steps=2).draw(symbols())
+        fit_map(tabular(), symbols(), num_steps=2).hmm(symbols())
         assert pyro.settings.get("module_local_params") is local
 
 
@@ -320,7 +320,7 @@ def test_a_seed_makes_a_fit_reproducible_to_the_bit(batch_size):
         pyro.set_rng_seed(7)
         model = tabular()
         fit = fit_svi(model, AutoNormal(model), data, batch_size=batch_size, **QUICK)
-        runs.append((fit.losses, fit.draw(data).log_transition))
+        runs.append((fit.losses, fit.hmm(data).log_transition))
     assert runs[0][0].equal(runs[1][0])
     assert runs[0][1].equal(runs[1][1])
 
@@ -348,7 +348,7 @@ def test_both_forms_take_the_same_path(form):
     torch.testing.assert_close(found.losses, expected.losses, rtol=0.0, atol=1e-9)
     assert found.names == expected.names == list(POINT)
     torch.testing.assert_close(
-        found.draw(data).log_transition, expected.draw(data).log_transition, rtol=0.0, atol=1e-9
+        found.hmm(data).log_transition, expected.hmm(data).log_transition, rtol=0.0, atol=1e-9
     )
 
 
@@ -564,8 +564,8 @@ def test_modules_train_while_steps_are_taken_and_rest_where_a_fit_is_used():
     assert module.modes.count(False) == 3  # a check, after 25 steps, at the end
     assert (module.training, module.drop.training) == (False, True)
     module.modes.clear()
-    drawn = [hmm.emission.logits for hmm in fit.draw_each([ones(0.5), ones(0.1)])]
-    drawn.append(fit.draw(ones(0.5)).emission.logits)
+    drawn = [hmm.emission.logits for hmm in fit.hmms([ones(0.5), ones(0.1)])]
+    drawn.append(fit.hmm(ones(0.5)).emission.logits)
     assert drawn[0].equal(drawn[1])
     assert drawn[0].equal(drawn[2])
     assert module.modes == [False] * 3
@@ -626,7 +626,7 @@ def test_the_parameters_that_predict_held_out_data_best_are_kept():
     assert 2 < best.step < 30
     assert logit == path[best.step - 1]
     assert path[-1] > math.log(1.5) + 0.5  # so that it would show
-    drawn = fit.draw(ones(0.6))
+    drawn = fit.hmm(ones(0.6))
     nats = -drawn.log_prob(ones(0.6).values).mean().item()
     assert nats == pytest.approx(best.nats)
     assert f"held out  {best.nats:.4f} nats per step, the best of 30 validations" in fit.summary()
@@ -664,7 +664,7 @@ def test_what_is_held_out_may_be_cut_in_any_way():
             optimizer=partial(torch.optim.SGD, lr=0.0),
         )  # fmt: skip
         nats.append(fit.validation[0].nats)
-    expected = -fit.draw(data).log_prob(data.values).sum().item() / data.num_observed
+    expected = -fit.hmm(data).log_prob(data.values).sum().item() / data.num_observed
     assert nats == pytest.approx([expected] * 3)
 
 
@@ -713,8 +713,8 @@ def test_a_model_that_returns_no_hmm_cannot_be_validated_and_says_so_first():
 def test_a_plateau_of_held_out_data_shortens_the_steps():
     made = []
 
-    def schedule(stepper):
-        made.append(torch.optim.lr_scheduler.ReduceLROnPlateau(stepper, factor=0.5, patience=1))
+    def schedule(optimizer):
+        made.append(torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=1))
         return made[0]
 
     fit, _, path = by_descent(validation=ones(0.6), validate_every=2, schedule=schedule)
@@ -829,7 +829,7 @@ def test_a_plain_function_is_a_model(local):
     with local_params(local):
         fit = fit_map(plain(returns=True), data, num_steps=60)
         assert fit.losses[-1] < fit.losses[0]
-        assert fit.draw(data).num_states == 2
+        assert fit.hmm(data).num_states == 2
         assert -log_likelihood(fit, data) < fit.losses[0]
         assert "model" in fit.summary()
 
@@ -843,7 +843,7 @@ def test_a_model_that_does_not_return_the_hmm_can_be_fitted_but_not_drawn():
     fit = fit_map(plain(returns=False), data, num_steps=2)
     assert fit.losses.isfinite().all()
     with pytest.raises(TypeError, match=r"it returned NoneType.*return hmm"):
-        fit.draw(data)
+        fit.hmm(data)
 
 
 def test_pyro_param_in_a_function_is_trained_or_refused():
@@ -865,7 +865,7 @@ def test_pyro_param_in_a_function_is_trained_or_refused():
     except (TypeError, ValueError, NotImplementedError) as error:
         assert "moves" in str(error)  # noqa: PT017
     else:
-        assert not torch.allclose(fit.draw(data).log_transition.exp(), start)
+        assert not torch.allclose(fit.hmm(data).log_transition.exp(), start)
 
 
 def test_a_guide_of_functions_is_trained_or_refused():
@@ -883,7 +883,7 @@ def test_a_guide_of_functions_is_trained_or_refused():
         assert "pyro.param" in str(error)  # noqa: PT017
     else:
         assert fit.losses[-1] < fit.losses[0]
-        moves = fit.draw(data).log_transition.exp()
+        moves = fit.hmm(data).log_transition.exp()
         assert not torch.allclose(moves, POINT["module.transition"])
 
 
@@ -902,19 +902,19 @@ def test_a_latent_variable_for_each_sequence_can_be_fitted():
 
     fit = fit_svi(model, AutoNormal(model), data, num_steps=50, learning_rate=0.05)
     assert fit.guide.median(data)["shift"].shape == (5,)
-    assert fit.draw(data).emission.batch_shape == (5, 2)
+    assert fit.hmm(data).emission.batch_shape == (5, 2)
 
 
 def test_map_draws_one_point_and_svi_many():
     data, other = symbols(4), symbols(7, 9)
     fit = fit_map(tabular(), data, **QUICK)
-    assert fit.draw(data).log_transition.equal(fit.draw(data).log_transition)
-    assert not fit.draw(data).log_transition.requires_grad
-    assert fit.draw(other).batch_shape == (7,)
-    assert fit.draw(other).log_transition.equal(fit.draw(data).log_transition)
+    assert fit.hmm(data).log_transition.equal(fit.hmm(data).log_transition)
+    assert not fit.hmm(data).log_transition.requires_grad
+    assert fit.hmm(other).batch_shape == (7,)
+    assert fit.hmm(other).log_transition.equal(fit.hmm(data).log_transition)
     model = tabular()
     fit = fit_svi(model, AutoNormal(model), data, **QUICK)
-    assert not fit.draw(data).log_transition.equal(fit.draw(data).log_transition)
+    assert not fit.hmm(data).log_transition.equal(fit.hmm(data).log_transition)
 
 
 def test_going_on_with_a_fitted_guide_goes_on():
@@ -971,7 +971,7 @@ def test_a_normal_module_without_priors_reaches_what_em_of_hmmlearn_reaches():
     fit = fit_map(MarginalModel(TabularHMM.from_hmm(hmm)), data, **TO_THE_END)
     assert log_likelihood(fit, data) == pytest.approx(em.score(stacked, lengths), abs=0.1)
     torch.testing.assert_close(
-        fit.draw(data).emission.mean, torch.as_tensor(em.means_), rtol=0.0, atol=0.02
+        fit.hmm(data).emission.mean, torch.as_tensor(em.means_), rtol=0.0, atol=0.02
     )
 
 
@@ -982,7 +982,7 @@ def test_map_of_one_state_is_the_mode_of_the_dirichlet_posterior():
     model = MarginalModel(TabularHMM(1, categorical(3, concentration)))
     fit = fit_map(model, data, **TO_THE_END)
     expected = torch.tensor([4.0, 1.0, 2.0]) + concentration - 1
-    found = fit.draw(data).emission.probs
+    found = fit.hmm(data).emission.probs
     torch.testing.assert_close(found, (expected / expected.sum()).unsqueeze(0), rtol=0, atol=1e-4)
 
 
@@ -994,7 +994,7 @@ def test_map_of_known_states_is_the_mode_of_every_dirichlet_posterior():
     model = MarginalModel(TabularHMM(2, categorical(2), 3.0, prior))
     known = poutine.condition(model, {"module.emission.probs": torch.eye(2)})
     fit = fit_map(known, data, **TO_THE_END)
-    hmm = fit.draw(data)
+    hmm = fit.hmm(data)
     for found, counts in [
         (hmm.log_initial, starts + 3.0 - 1),
         (hmm.log_transition, moves + prior - 1),
@@ -1019,7 +1019,7 @@ def test_map_of_one_normal_state_is_the_mode_of_its_posterior():
     variance = rate / (
         a + n / 2 + 3 / 2
     )  # density 1 / variance^(a + n/2 + 1 + 1/2) exp(-rate/variance)
-    found = fit.draw(data).emission
+    found = fit.hmm(data).emission
     torch.testing.assert_close(found.mean, loc.unsqueeze(0), rtol=0.0, atol=1e-4)
     torch.testing.assert_close(found.variance, variance.unsqueeze(0), rtol=1e-4, atol=0.0)
 
@@ -1084,7 +1084,7 @@ def test_hard_zeros_stay_zero_under_training():
     probs = torch.tensor([[0.6, 0.2, 0.2], [0.1, 0.8, 0.1], [0.0, 0.2, 0.8]])
     hmm, data = drawn_from((start.log(), moves.log(), dist.Categorical(probs)), torch.full((9,), 6))
     fit = fit_map(MarginalModel(TabularHMM.from_hmm(hmm)), data, num_steps=150, tolerance=None)
-    found = fit.draw(data)
+    found = fit.hmm(data)
     assert found.log_initial.exp().equal(start)
     assert (found.log_transition == -torch.inf).equal(moves == 0)
     assert (found.emission.probs == 0).equal(probs == 0)

@@ -70,7 +70,7 @@ def log_joint(case, found, data, solve=oracle.by_paths, allowed=None):
     initial, transition = found["initial"], found["transition"]
     total = stats.dirichlet.logpdf(initial, INITIAL)
     total += sum(stats.dirichlet.logpdf(*rows) for rows in zip(transition, TRANSITION))
-    total += sum(case.prior(emission, name) for name in case.spaces)
+    total += sum(case.prior(emission, name) for name in case.supports)
     values, observed = data.values.numpy(), data.observed.numpy()
     for n, length in enumerate(data.lengths.tolist()):
         likelihood = np.zeros((length, STATES))
@@ -86,7 +86,7 @@ def log_joint(case, found, data, solve=oracle.by_paths, allowed=None):
 
 def known_density(case, emission, value):
     """The density of what is known of one observation, ``(K,)``."""
-    if "covariance" not in case.spaces or not np.isnan(value).any():
+    if "covariance" not in case.supports or not np.isnan(value).any():
         return case.each(emission, value[None])[0]
     known = ~np.isnan(value)
     if not known.any():
@@ -152,8 +152,8 @@ def test_the_log_joint_never_falls_and_is_what_its_definition_says(name, restart
         torch.testing.assert_close(fit.losses[-1], trails[:, -1].min())
         torch.testing.assert_close(fit.restarts.final, trails[:, -1])
     assert_climbs(trails)
-    for trail, point in zip(trails, found):
-        assert trail[-1].item() == pytest.approx(-log_joint(case, point, data), rel=1e-9)
+    for history, point in zip(trails, found):
+        assert history[-1].item() == pytest.approx(-log_joint(case, point, data), rel=1e-9)
 
 
 @pytest.mark.parametrize(
@@ -164,11 +164,11 @@ def test_where_it_stops_no_small_move_is_up(name):
     data = data_of(case)
     fit = fit_em(module_of(case), data, num_steps=1500, tolerance=1e-14)
     top = numbers_of(fit)
-    spaces = {"initial": "simplex", "transition": "simplex"}
-    spaces |= {f"emission.{one}": space for one, space in case.spaces.items()}
+    supports = {"initial": "simplex", "transition": "simplex"}
+    supports |= {f"emission.{one}": space for one, space in case.supports.items()}
 
     def at(directions, step):
-        moved = {n: nudge(spaces[n], top[n], d, step) for n, d in directions.items()}
+        moved = {n: nudge(supports[n], top[n], d, step) for n, d in directions.items()}
         return log_joint(case, moved, data, oracle.by_logs)
 
     for _ in range(4):
@@ -260,7 +260,7 @@ def test_maximum_likelihood_goes_step_by_step_as_hmmlearn(kind, num_steps):
     ours = torch.tensor(values) if kind == "categorical" else torch.tensor(values).double()
     data = Sequences(ours, torch.tensor(lengths))
     fit = fit_em(hmm, data, num_steps=num_steps, tolerance=None)
-    found = fit.draw(data)
+    found = fit.hmm(data)
     close = {"rtol": 1e-8, "atol": 1e-10}
     np.testing.assert_allclose(found.log_initial.exp(), theirs.startprob_, **close)
     np.testing.assert_allclose(found.log_transition.exp(), theirs.transmat_, **close)
@@ -524,7 +524,7 @@ def test_a_state_that_nothing_supports_is_seeded_again_if_asked(restarts):
         restarts=restarts,
     )
     data = coins()
-    visits = fit.draw(data).posterior(data.values).states.sum((0, 1))
+    visits = fit.hmm(data).posterior(data.values).states.sum((0, 1))
     assert (visits > 0.1).all()
     assert fit.notes == []
     assert fit.losses.isfinite().all()
@@ -564,7 +564,7 @@ def test_zeros_of_a_given_hmm_stay_exactly_zero():
     symbols = torch.tensor([[0.5, 0.5, 0.0], [0.2, 0.3, 0.5], [0.1, 0.1, 0.8]])
     hmm = HMM(forbidden[0].log(), forbidden.log(), dist.Categorical(symbols), torch.tensor([1]))
     data = Sequences(torch.randint(3, (6, 5)), torch.full((6,), 5))
-    found = fit_em(hmm, data, num_steps=5).draw(data)
+    found = fit_em(hmm, data, num_steps=5).hmm(data)
     assert (found.log_transition.exp()[forbidden == 0] == 0).all()
     assert (found.log_initial.exp()[forbidden[0] == 0] == 0).all()
     assert (found.emission.probs[symbols == 0] == 0).all()
@@ -581,7 +581,7 @@ def test_frozen_parameters_stay_and_the_loss_is_of_the_others(name, restarts):
     assert_climbs(fit.losses)
     found = numbers_of(fit)
     assert name not in found
-    hmm = fit.draw(data)
+    hmm = fit.hmm(data)
     places = {
         "initial": hmm.log_initial.exp(),
         "transition": hmm.log_transition.exp(),
@@ -605,7 +605,7 @@ def test_frozen_parameters_stay_and_the_loss_is_of_the_others(name, restarts):
 def test_tied_states_stay_alike():
     data = data_of(CASES["plane"], gaps=False)
     fit = fit_em(TabularHMM(3, tied(normal_full(2), [1, 0, 1])), data, num_steps=6)
-    emission = fit.draw(data).emission
+    emission = fit.hmm(data).emission
     torch.testing.assert_close(emission.mean[0], emission.mean[2], rtol=0.0, atol=0.0)
     assert (emission.mean[0] - emission.mean[1]).abs().max() > 1e-3
     assert_climbs(fit.losses)
@@ -621,7 +621,7 @@ def test_a_variance_at_its_floor_is_reported():
     )
     data = Sequences(values, torch.full((4,), 10))
     fit = fit_em(hmm, data, num_steps=10)
-    variance = fit.draw(data).emission.variance.detach()
+    variance = fit.hmm(data).emission.variance.detach()
     assert variance[0].item() == pytest.approx(1e-12 * values.var(correction=0).item())
     assert any("variance was held at its floor" in note for note in fit.notes)
 
@@ -735,7 +735,7 @@ def test_a_module_of_the_users_is_fitted_by_gradient_steps():
     assert_climbs(fit.losses)
     assert fit.losses[0] - fit.losses[-1] > 5
     assert module.scale.tolist() == [1.0, 1.0]
-    hmm = fit.draw(data)
+    hmm = fit.hmm(data)
     states = hmm.posterior(data.values).states
     visits, sums = states.sum((0, 1)), torch.einsum("ntk,nt->k", states, data.values)
     variance = hmm.emission.variance
@@ -751,7 +751,7 @@ def test_any_distribution_is_fitted_by_maximum_likelihood():
     family = parametric(dist.VonMises(torch.tensor([0.0]), torch.tensor([1.0])))
     fit = fit_em(TabularHMM(1, family), data, num_steps=10)
     angle = torch.atan2(data.values.sin().sum(), data.values.cos().sum())
-    torch.testing.assert_close(fit.draw(data).emission.loc.detach()[0], angle, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(fit.hmm(data).emission.loc.detach()[0], angle, rtol=1e-5, atol=1e-5)
 
 
 # Starts
@@ -782,7 +782,7 @@ def test_clusters_that_are_apart_are_found_at_once(restarts):
     assert weights[:, data.observed].min() > 0
     torch.testing.assert_close(weights.sum(-1), torch.ones(restarts, 10, 6))
     fit = fit_em(TabularHMM(3, normal(2, rate=1e-3)), data, num_steps=30, restarts=restarts)
-    path = fit.draw(data).viterbi(data.values)
+    path = fit.hmm(data).viterbi(data.values)
     pairs = set(zip(states[data.observed.numpy()].tolist(), path[data.observed].tolist()))
     assert len(pairs) == 3
 
@@ -810,7 +810,7 @@ def test_an_hmm_of_another_family_may_be_where_a_fit_begins():
     """Here with full covariances: both ends of the start climb on."""
     data = data_of(CASES["plane"])
     diagonal = fit_em(TabularHMM(3, normal(2)), data, num_steps=5)
-    fit = fit_em(TabularHMM(3, normal_full(2)), data, start=starts.from_hmm(diagonal.draw(data)))
+    fit = fit_em(TabularHMM(3, normal_full(2)), data, start=starts.from_hmm(diagonal.hmm(data)))
     assert_climbs(fit.losses)
 
 
@@ -843,9 +843,9 @@ def test_the_module_is_not_changed_by_the_fit():
         after = module.state_dict()
         assert before.keys() == after.keys()
         assert all(torch.equal(value, after[name]) for name, value in before.items())
-        kept = first.draw(values).log_transition.clone()
+        kept = first.hmm(values).log_transition.clone()
         fit_em(module, values, num_steps=2)
-        torch.testing.assert_close(first.draw(values).log_transition, kept, rtol=0.0, atol=0.0)
+        torch.testing.assert_close(first.hmm(values).log_transition, kept, rtol=0.0, atol=0.0)
     assert list(pyro.get_param_store().keys()) == []
 
 
@@ -971,7 +971,7 @@ def test_a_part_of_a_larger_set_counts_for_all_of_it():
     fit = fit_em(module, data, num_steps=10, tolerance=None)
     assert_climbs(fit.losses)
     hundredfold = plain(data.values.repeat(100, 1))
-    start = starts.from_hmm(fit.draw(data))
+    start = starts.from_hmm(fit.hmm(data))
     one = fit_em(module, data, num_steps=3, tolerance=None, start=start)
     other = fit_em(module, hundredfold, num_steps=3, tolerance=None, start=start)
     torch.testing.assert_close(one.losses, other.losses)

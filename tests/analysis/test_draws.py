@@ -15,8 +15,8 @@ from torch.distributions import constraints
 from pyrohmm import (
     HMM,
     DenseHMM,
-    Draws,
     MarginalModel,
+    PosteriorDraws,
     Sequences,
     TabularHMM,
     categorical,
@@ -46,7 +46,9 @@ def from_prior(model, chains, count, data=DATA):
         rows.append({name: trace.nodes[name]["value"] for name in trace.stochastic_nodes})
     names = [name for name in rows[0] if name != "sequences"]
     stacked = {name: torch.stack([row[name] for row in rows]) for name in names}
-    return Draws(model, {n: v.detach().unflatten(0, (chains, count)) for n, v in stacked.items()})
+    return PosteriorDraws(
+        model, {n: v.detach().unflatten(0, (chains, count)) for n, v in stacked.items()}
+    )
 
 
 def single(model, values, c, s, data=DATA):
@@ -125,7 +127,7 @@ def test_a_model_that_counts_dimensions_from_the_left_is_refused(size):
     data = DATA[:size]
     wanted = [single(right.model, right.values, 0, s, data).log_prob(data.values) for s in range(4)]
     torch.testing.assert_close(right.hmm(data).log_prob(data.values)[0], torch.stack(wanted))
-    wrong = Draws(written_out(lambda move: move[0]), right.values)
+    wrong = PosteriorDraws(written_out(lambda move: move[0]), right.values)
     with pytest.raises(ValueError, match="from the right"):
         wrong.hmm(data)
     with pytest.raises(ValueError, match="from the right"):
@@ -183,7 +185,7 @@ def test_alignment_finds_the_names_that_were_shuffled():
     straight = jittered(values, 2, 10)
     orders = torch.stack([torch.randperm(3) for _ in range(20)]).unflatten(0, (2, 10))
     mixed = {n: shuffled(v, PLACES[n.split(".")[-1]], orders) for n, v in straight.items()}
-    some = Draws(model, mixed)
+    some = PosteriorDraws(model, mixed)
     names = some.align(data)
     # a shuffled state k was state orders[k]; all draws must agree on what that is called
     common = names[0, 0].gather(0, orders[0, 0].argsort())
@@ -198,7 +200,7 @@ def test_alignment_finds_the_names_that_were_shuffled():
 def test_renaming_states_changes_neither_evidence_nor_prior(name):
     some = from_prior(MarginalModel(MODULES[name]()), 2, 3)
     names = torch.stack([torch.randperm(3) for _ in range(6)]).unflatten(0, (2, 3))
-    new = some.rename(names, DATA)
+    new = some.permute_states(names, DATA)
     for each in (
         lambda found: found.map(DATA, lambda hmm: hmm.log_prob(DATA.values)),
         lambda found: found.log_prior(DATA),
@@ -220,16 +222,16 @@ def test_a_covariance_of_all_states_is_not_taken_for_theirs_unless_sizes_say_so(
     some = from_prior(model, 1, 2, data)
     names = torch.tensor([[[1, 2, 0], [0, 1, 2]]])
     torch.testing.assert_close(
-        some.rename(names, data).hmm(data).log_prob(data.values),
+        some.permute_states(names, data).hmm(data).log_prob(data.values),
         some.hmm(data).log_prob(data.values),
     )
     square = from_prior(MarginalModel(TabularHMM(2, normal_tied(2))), 1, 1, data)
     names = torch.tensor([[[1, 0]]])
     with pytest.raises(ValueError, match="dims="):
-        square.rename(names, data)
-    told = Draws.of(square, dims={"module.emission.covariance": ("row", "column")})
+        square.permute_states(names, data)
+    told = PosteriorDraws.of(square, dims={"module.emission.covariance": ("row", "column")})
     torch.testing.assert_close(
-        told.rename(names, data).hmm(data).log_prob(data.values),
+        told.permute_states(names, data).hmm(data).log_prob(data.values),
         square.hmm(data).log_prob(data.values),
     )
 
@@ -293,7 +295,7 @@ def test_invariants_do_not_depend_on_names():
     names = torch.stack([torch.randperm(3) for _ in range(6)]).unflatten(0, (2, 3))
     before, after = (
         each.map(DATA, lambda hmm: draws.invariants(hmm, DATA.values))
-        for each in (some, some.rename(names, DATA))
+        for each in (some, some.permute_states(names, DATA))
     )
     for name, value in before.items():
         torch.testing.assert_close(after[name], value)
@@ -307,7 +309,7 @@ def test_a_point_is_one_draw():
         fit_em(MODULES["tabular"](), DATA, num_steps=3),
         fit_map(MarginalModel(MODULES["tabular"]()), DATA, num_steps=3, progress=False),
     ):
-        some = Draws.of(fit, num_draws=7)
+        some = PosteriorDraws.of(fit, num_draws=7)
         assert some.shape == (1, 1)
         assert not some.stats
         for name, value in fit.values.items():
@@ -324,7 +326,7 @@ def test_a_guide_gives_its_draws_and_their_density():
 
     model = MarginalModel(TabularHMM(2, categorical(3)))
     fit = fit_svi(model, guide, DATA, num_steps=3, progress=False)
-    some = Draws.of(fit, num_draws=5)
+    some = PosteriorDraws.of(fit, num_draws=5)
     assert some.shape == (1, 5)
     total = torch.zeros(1, 5)
     for name in shapes:
@@ -337,7 +339,9 @@ def test_a_guide_gives_its_draws_and_their_density():
 def test_an_autoguide_gives_all_its_draws_at_once():
     model = MarginalModel(DenseHMM(2, 3, 2))
     guide = AutoNormal(model)
-    some = Draws.of(fit_svi(model, guide, DATA, num_steps=3, progress=False), num_draws=5000)
+    some = PosteriorDraws.of(
+        fit_svi(model, guide, DATA, num_steps=3, progress=False), num_draws=5000
+    )
     total = torch.zeros(1, 5000)
     for name, value in some.values.items():
         loc, scale = (each.detach() for each in guide._get_loc_and_scale(name))
@@ -358,7 +362,7 @@ def test_a_guide_with_plates_of_its_own_gives_its_draws_one_by_one():
         return hmm
 
     fit = fit_svi(model, AutoNormal(model), DATA, num_steps=3, progress=False)
-    some = Draws.of(fit, num_draws=4)
+    some = PosteriorDraws.of(fit, num_draws=4)
     assert some.values["face"].shape == (1, 4, 2, 3)
     for s in range(4):
         torch.testing.assert_close(
@@ -373,7 +377,7 @@ def test_chains_of_a_sampler(monkeypatch):
     model = MarginalModel(TabularHMM(2, categorical(3)))
     mcmc = MCMC(NUTS(model), 5, 2, num_chains=2, disable_progbar=True)
     mcmc.run(DATA)
-    some = Draws.of(mcmc)
+    some = PosteriorDraws.of(mcmc)
     assert some.model is model
     assert some.shape == (2, 5)
     for name, value in mcmc.get_samples(group_by_chain=True).items():
@@ -385,7 +389,7 @@ def test_chains_of_a_sampler(monkeypatch):
 
 
 def test_draws_thinned_are_spread_evenly():
-    some = Draws(
+    some = PosteriorDraws(
         None, {"x": torch.arange(20).reshape(2, 10)}, {"y": torch.arange(20).reshape(2, 10)}
     )
     assert some.thin(4).values["x"].tolist() == [[0, 3, 6, 9], [10, 13, 16, 19]]
@@ -395,7 +399,7 @@ def test_draws_thinned_are_spread_evenly():
 
 def test_a_model_without_latent_variables_is_one_draw():
     module = TabularHMM.from_hmm(MODULES["tabular"]()(LENGTHS))
-    some = Draws.of({}, MarginalModel(module))
+    some = PosteriorDraws.of({}, MarginalModel(module))
     assert some.shape == (1, 1)
     torch.testing.assert_close(
         some.hmm(DATA).log_prob(DATA.values)[0, 0], module(LENGTHS).log_prob(DATA.values)
@@ -405,27 +409,29 @@ def test_a_model_without_latent_variables_is_one_draw():
 def test_errors_say_what_was_wanted():
     model, values, data = separate()
     with pytest.raises(TypeError, match="got list"):
-        Draws.of([values], model)
+        PosteriorDraws.of([values], model)
     with pytest.raises(ValueError, match="model must be given"):
-        Draws.of(values)
+        PosteriorDraws.of(values)
     with pytest.raises(ValueError, match="chains"):
-        Draws.of({"x": torch.zeros(2, 3), "y": torch.zeros(3, 2)}, model)
+        PosteriorDraws.of({"x": torch.zeros(2, 3), "y": torch.zeros(3, 2)}, model)
     with pytest.raises(ValueError, match="dims must hold"):
-        Draws.of(jittered(values, 1, 2), model, dims={"module.initial": ("state", "state")})
+        PosteriorDraws.of(
+            jittered(values, 1, 2), model, dims={"module.initial": ("state", "state")}
+        )
     with pytest.raises(ValueError, match="dims must hold"):
-        Draws.of(jittered(values, 1, 2), model, dims={"initial": ("state",)})
-    some = Draws.of(jittered(values, 1, 2), model)
+        PosteriorDraws.of(jittered(values, 1, 2), model, dims={"initial": ("state",)})
+    some = PosteriorDraws.of(jittered(values, 1, 2), model)
     with pytest.raises(ValueError, match="names must have shape"):
-        some.rename(torch.arange(3), data)
+        some.permute_states(torch.arange(3), data)
     drawn = jittered(values, 1, 2)
     short = {name.removeprefix("module."): each for name, each in drawn.items()}
     with pytest.raises(ValueError, match=r"it has no 'initial', .*draws of 'module.initial'"):
-        Draws.of(short, model).hmm(data)
+        PosteriorDraws.of(short, model).hmm(data)
     del drawn["module.transition"]
     with pytest.raises(ValueError, match=r"draws of 'module.transition' are missing"):
-        Draws.of(drawn, model).hmm(data)
+        PosteriorDraws.of(drawn, model).hmm(data)
     with pytest.raises(TypeError, match="return hmm"):
-        Draws.of(some, lambda data: None).hmm(data)
+        PosteriorDraws.of(some, lambda data: None).hmm(data)
     with pytest.raises(ValueError, match="batch_size"):
         some.map(data, lambda hmm: hmm.log_initial, 0)
 
@@ -446,7 +452,7 @@ def test_modules_of_other_sizes_have_dimensions_of_their_own():
             return hmm
 
     data = Sequences.from_list([[0, 1, 2, 1], [2, 0]])
-    draws = Draws.of(fit_map(Both(), data, num_steps=3))
+    draws = PosteriorDraws.of(fit_map(Both(), data, num_steps=3))
     dims = draws.named_dims(data)
     assert dims["a.leave"] == ("state", "embedding")
     assert dims["b.leave"] == ("b.state", "b.embedding")

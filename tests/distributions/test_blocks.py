@@ -17,7 +17,7 @@ from pyrohmm.ops import block_recursions as _blockwise
 from pyrohmm.ops import block_transition
 from pyrohmm.ops import lookup as _lookup
 from pyrohmm.ops.block_emission import log_emission
-from pyrohmm.ops.block_transition import Products
+from pyrohmm.ops.block_transition import InnerProductTransition
 from pyrohmm.ops.blocks import Blocks, from_clusters, uniform
 
 patient = settings(deadline=None, max_examples=40, derandomize=True, database=None)
@@ -65,7 +65,7 @@ class Case:
             if kind == "two levels":
                 vectors.append(draw(size, count))
             self.parameters += vectors
-            moves = Products(vectors[0], vectors[1], self.blocks, *vectors[2:])
+            moves = InnerProductTransition(vectors[0], vectors[1], self.blocks, *vectors[2:])
         self.lengths = torch.tensor(lengths)
         self.values = torch.randint(num_symbols, (len(lengths), max(lengths)))
         self.hmm = BlockHMM(start.log_softmax(-1), moves, emission, self.blocks, self.lengths)
@@ -121,7 +121,7 @@ def test_everything_is_as_in_the_hmm_with_zeros(
     for one, two, three in zip(got, again, want):
         torch.testing.assert_close(one, three, rtol=1e-9, atol=1e-11)
         assert torch.equal(one, two)
-    posterior, within = plain.posterior(values), hmm.posterior_in_blocks(values)
+    posterior, within = plain.posterior(values), hmm.block_posterior(values)
     places = within.states.masked_fill(within.states < 0, plain.num_states)
     wide = torch.zeros(*places.shape[:-1], plain.num_states + 1, dtype=torch.float64)
     wide = wide.scatter(-1, places, within.probs)[..., :-1]
@@ -170,8 +170,8 @@ QUESTIONS = {
     "filtered": lambda hmm, values: hmm.filtered(values),
     "sample_states": lambda hmm, values: hmm.sample_states(values),
     "posterior": lambda hmm, values: hmm.posterior(values),
-    "posterior_in_blocks": lambda hmm, values: hmm.posterior_in_blocks(values),
-    "ending": lambda hmm, values: hmm.ending(values),
+    "posterior_in_blocks": lambda hmm, values: hmm.block_posterior(values),
+    "ending": lambda hmm, values: hmm.final_state(values),
 }
 
 
@@ -229,9 +229,11 @@ def in_single_precision(case):
     """The same HMM, a function of the same parameters."""
     hmm, parts = case.hmm, []
     for each in (hmm.transition, hmm.log_initial, hmm.log_emission):
-        if isinstance(each, Products):
+        if isinstance(each, InnerProductTransition):
             logits = None if each.block_logits is None else each.block_logits.float()
-            parts.append(Products(each.leave.float(), each.enter.float(), case.blocks, logits))
+            parts.append(
+                InnerProductTransition(each.leave.float(), each.enter.float(), case.blocks, logits)
+            )
         else:
             parts.append(each.float())
     transition, initial, emission = parts
@@ -259,7 +261,7 @@ def test_long_sequences_have_laws_and_gradients_in_single_precision(kind, scale,
     ]
     assert (gradients[0] - gradients[1]).norm() < 1e-3 * gradients[1].norm()
     with torch.no_grad():
-        for laws in (lambda hmm: hmm.posterior_in_blocks(case.values).probs,
+        for laws in (lambda hmm: hmm.block_posterior(case.values).probs,
                      lambda hmm: hmm.filtered(case.values)):  # fmt: skip
             found, wanted = laws(single).double(), laws(case.hmm)
             torch.testing.assert_close(found.sum(-1), wanted.sum(-1), rtol=0, atol=1e-4)
@@ -301,8 +303,10 @@ def test_paths_that_were_lost_long_before_they_matter_are_found(kind, dtype, noi
     vectors = 40 * torch.eye(2, dtype=dtype)
     moves = {
         "matrix": torch.eye(2, dtype=dtype).log(),
-        "one level": Products(vectors, vectors, blocks),
-        "two levels": Products(vectors, vectors, blocks, torch.zeros(2, 1, dtype=dtype)),
+        "one level": InnerProductTransition(vectors, vectors, blocks),
+        "two levels": InnerProductTransition(
+            vectors, vectors, blocks, torch.zeros(2, 1, dtype=dtype)
+        ),
     }[kind]
     start = torch.tensor([0.5, 0.5], dtype=dtype).log()
     hmm = BlockHMM(start, moves, emission, blocks, torch.tensor([sum(lengths)]))
@@ -311,10 +315,10 @@ def test_paths_that_were_lost_long_before_they_matter_are_found(kind, dtype, noi
     found, wanted = hmm.log_prob(values), wide.log_prob(values)
     torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=0)
     states = wide.posterior(values).states
-    within = hmm.posterior_in_blocks(values).probs
+    within = hmm.block_posterior(values).probs
     torch.testing.assert_close(within.double(), states, rtol=0, atol=1e-3)
     odds = (lengths[0] - lengths[1]) * math.log((1 - noise) / noise)  # it never changed places
-    last = hmm.ending(values).log_probs.double()
+    last = hmm.final_state(values).log_probs.double()
     torch.testing.assert_close(last, torch.tensor([[odds, 0.0]]).double(), rtol=1e-4, atol=1e-4)
 
 
@@ -381,7 +385,7 @@ def test_what_is_impossible_has_no_probability_and_no_gradient():
     (gradient,) = torch.autograd.grad(found.sum(), moves)
     torch.testing.assert_close(gradient, torch.tensor([[0.0, 0.0], [1.0, 0.0]]))
     assert hmm.viterbi(values).tolist() == [[0, 1], [1, 0]]
-    assert bool(hmm.posterior_in_blocks(values).probs.isfinite().all())
+    assert bool(hmm.block_posterior(values).probs.isfinite().all())
 
 
 def test_gaps_and_labels_are_answered_as_by_the_dense_hmm():
@@ -437,10 +441,10 @@ def test_questions_are_answered_in_inference_mode(kind):
     torch.manual_seed(0)
     case = Case(kind, [3, 1, 4], [6, 2, 3])
     with torch.no_grad():
-        wanted = case.hmm.posterior_in_blocks(case.values)
+        wanted = case.hmm.block_posterior(case.values)
     with torch.inference_mode():
         hmm = case.hmm._with(lengths=case.hmm.lengths)
-        for each, other in zip(hmm.posterior_in_blocks(case.values), wanted):
+        for each, other in zip(hmm.block_posterior(case.values), wanted):
             torch.testing.assert_close(each, other)
 
 
@@ -462,7 +466,7 @@ def test_a_path_of_an_impossible_sequence_has_states_of_the_blocks():
 def test_the_law_of_the_last_state_is_the_last_that_is_filtered(kind, lengths, engine):
     torch.manual_seed(2)
     case = Case(kind, [3, 1, 2, 4], lengths)
-    found = case.hmm.ending(case.values)
+    found = case.hmm.final_state(case.values)
     wanted = case.hmm.dense().filtered(case.values)
     wanted = torch.stack([law[length - 1] for law, length in zip(wanted, lengths)])
     wide = torch.zeros(len(lengths), case.blocks.num_states + 1, dtype=torch.float64)
@@ -478,7 +482,7 @@ def test_a_sequence_that_is_impossible_has_no_last_state(engine):
     moves[:, :3] = math.log(1 / 3)  # never to the last state
     words = torch.tensor([[0.0, 0.0, 0.0], [0.0, -torch.inf, -torch.inf]])
     hmm = BlockHMM(torch.full((4,), 0.25).log(), moves, words, three, torch.tensor([2, 2]))
-    found = hmm.ending(torch.tensor([[0, 1], [0, 0]]))
+    found = hmm.final_state(torch.tensor([[0, 1], [0, 0]]))
     assert bool(found.log_probs[0].isneginf().all())
     torch.testing.assert_close(found.log_probs[1].exp(), torch.full((3,), 1 / 3))
 
@@ -596,7 +600,7 @@ def test_what_is_no_block_is_refused():
         from_clusters(torch.tensor([0, 1]), 2).keep(torch.tensor([0, 2, 4]))
     case = Case("overlapping", [2, 2], [2])
     with pytest.raises(ValueError, match="blocks must be disjoint"):
-        Products(torch.zeros(4, 2), torch.zeros(4, 2), case.blocks)
+        InnerProductTransition(torch.zeros(4, 2), torch.zeros(4, 2), case.blocks)
     hmm = Case("one level", [2, 2], [2]).hmm
     with pytest.raises(ValueError, match="values must hold symbols from 0 to V - 1 = 8"):
         hmm.log_prob(torch.tensor([[0, 9]]))
@@ -607,7 +611,7 @@ def test_what_is_no_block_is_refused():
     other = Case("one level", [3, 1], [2]).hmm
     with pytest.raises(ValueError, match="blocks of transition must be those of the HMM"):
         BlockHMM(hmm.log_initial, other.transition, hmm.log_emission, hmm.blocks, hmm.lengths)
-    with pytest.raises(TypeError, match="transition must be Products or a matrix"):
+    with pytest.raises(TypeError, match="transition must be InnerProductTransition or a matrix"):
         BlockHMM(hmm.log_initial, None, hmm.log_emission, hmm.blocks, torch.tensor([1]))
     parts = hmm.log_initial, hmm.transition, hmm.log_emission, hmm.blocks, torch.tensor([2])
     with pytest.raises(ValueError, match=r"observed must have shape .* got shape \(3, 2\)"):

@@ -20,7 +20,7 @@ from pyrohmm import (
     fit_map,
     fit_svi,
 )
-from pyrohmm.data.process_group import Processes
+from pyrohmm.data.process_group import ProcessGroup
 
 
 def symbols(num_sequences, seed=0):
@@ -38,7 +38,7 @@ def test_the_mean_over_shares_is_the_whole(size, count, total):
     data = Sequences(torch.rand(count, count + 1), lengths, total=total)
     scores = []
     for rank in range(size):
-        share = Processes(size, rank).share(data)
+        share = ProcessGroup(size, rank).shard(data)
         assert 1 <= len(share) <= -(-count // size)
         scores.append(share.values[:, 0].sum() * share.total / len(share))
     expected = data.values[:, 0].sum() * data.total / count

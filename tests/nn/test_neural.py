@@ -15,13 +15,13 @@ from torch import nn
 from pyrohmm import (
     HMM,
     BlockHMM,
-    CarriedModel,
     DiversityPrior,
     EnumeratedModel,
     MarginalModel,
     NeuralHMM,
     ScalarHMM,
     Sequences,
+    StatefulModel,
     blocks,
     dpp,
     fit_map,
@@ -30,7 +30,7 @@ from pyrohmm import (
     save,
 )
 from pyrohmm.data.batches import Batches
-from pyrohmm.nn.networks import CharacterWords, Residual
+from pyrohmm.nn.networks import CharCNN, Residual
 from pyrohmm.nn.neural import draw_states
 
 RAGGED = blocks.from_clusters(torch.tensor([0, 0, 0, 1, 1, 2]), torch.tensor([3, 1, 2]))
@@ -280,7 +280,7 @@ def test_fits_run_under_autocast(variant):
     module = NeuralHMM(6, 6, 8, **VARIANTS[variant], dropout=0.4).float()
     with torch.autocast("cpu", torch.bfloat16):
         fit = fit_map(MarginalModel(module), DATA, num_steps=30, tolerance=None)
-        carried = fit_map(CarriedModel(module, 2), DATA, windows=(2, 2), num_steps=5)
+        carried = fit_map(StatefulModel(module, 2), DATA, windows=(2, 2), num_steps=5)
     assert fit.losses[-1] < fit.losses[0]
     assert bool(carried.losses.isfinite().all())
     assert all(each.dtype == torch.float32 for each in module.parameters())
@@ -289,7 +289,7 @@ def test_fits_run_under_autocast(variant):
 def test_words_come_from_letters():
     torch.manual_seed(0)
     words = ["the", "cat", "a", "cats", "the"]
-    vectors = CharacterWords(words, 6)()
+    vectors = CharCNN(words, 6)()
     torch.testing.assert_close(vectors[0], vectors[4])
     assert not torch.allclose(vectors[1], vectors[3])
 
@@ -299,7 +299,7 @@ def test_words_come_from_letters():
 def test_vectors_of_words_are_their_definition_whatever_other_words_there_are(seed, num_filters):
     pyro.set_rng_seed(seed)
     words, widths = ["cat", "a", "catalogue", "tac", "at"], (1, 2, 5)
-    module = CharacterWords(words, 6, widths=widths, num_filters=num_filters).double()
+    module = CharCNN(words, 6, widths=widths, num_filters=num_filters).double()
     code = {letter: n for n, letter in enumerate(sorted(set("".join(words))), 2)}
     with torch.no_grad():
         for word, found in zip(words, module()):
@@ -322,7 +322,7 @@ def test_vectors_of_words_are_their_definition_whatever_other_words_there_are(se
 
 def test_a_model_of_characters_is_one_like_any():
     pyro.set_rng_seed(0)
-    words = CharacterWords(["the", "cat", "sat", "on", "a", "mat"], 8)
+    words = CharCNN(["the", "cat", "sat", "on", "a", "mat"], 8)
     module = NeuralHMM(6, 6, 8, blocks=RAGGED, words=words)
     loss = -module(DATA.lengths).log_prob(DATA.values).sum()
     loss.backward()
@@ -389,9 +389,9 @@ def test_what_does_not_fit_is_refused():
     with pytest.raises(TypeError, match="words must be callable; got list"):
         NeuralHMM(6, 6, words=["a"])
     with pytest.raises(ValueError, match="words must be strings of at least one letter"):
-        CharacterWords(["a", ""], 4)
+        CharCNN(["a", ""], 4)
     with pytest.raises(ValueError, match="num_filters must be one number, or one for each of 2"):
-        CharacterWords(["a"], 4, widths=(1, 2), num_filters=[3])
+        CharCNN(["a"], 4, widths=(1, 2), num_filters=[3])
     assert isinstance(make("no blocks").words, nn.Module)
 
 
@@ -436,7 +436,7 @@ def test_windows_hold_every_step_once_and_in_order(shape):
 def test_windows_have_the_evidence_of_the_sequences_they_are_of(two_level):
     module = NeuralHMM(6, 6, 8, blocks=RAGGED, two_level=two_level).double().eval()
     data = Sequences(torch.randint(6, (4, 9)), torch.tensor([9, 1, 6, 3]))
-    model = CarriedModel(module, 1).double()
+    model = StatefulModel(module, 1).double()
     found = 0.0
     for window in windowed(data, 1, 4):
         with torch.no_grad():
@@ -457,7 +457,7 @@ def test_windows_have_the_evidence_of_the_sequences_they_are_of(two_level):
 def test_nothing_is_made_dense_while_windows_are_trained_on(variant, monkeypatch):
     monkeypatch.setattr(BlockHMM, "dense", lambda self: pytest.fail("of all pairs of states"))
     module = make(variant, dropout=0.4)
-    fit = fit_map(CarriedModel(module, 2).double(), DATA, windows=(2, 2), num_steps=6)
+    fit = fit_map(StatefulModel(module, 2).double(), DATA, windows=(2, 2), num_steps=6)
     assert bool(fit.losses.isfinite().all())
 
 
@@ -468,9 +468,11 @@ def test_with_other_states_dropped_in_each_window_the_law_is_that_of_the_paper(m
     whole = module.eval()(torch.tensor([1]))
     module.train()
     data = Sequences(torch.tensor([[0, 5, 2, 1, 4, 0]]), torch.tensor([6]))
-    model, before, seen = CarriedModel(module, 1).double(), None, []
-    go_on = module.go_on
-    monkeypatch.setattr(module, "go_on", lambda *given: seen.append(go_on(*given)) or seen[-1])
+    model, before, seen = StatefulModel(module, 1).double(), None, []
+    continue_from = module.continue_from
+    monkeypatch.setattr(
+        module, "go_on", lambda *given: seen.append(continue_from(*given)) or seen[-1]
+    )
     for window in windowed(data, 1, 2):
         hmm, kept = model(window), seen[-1][1]
         logits = whole.log_transition
@@ -492,7 +494,7 @@ def test_a_fit_in_windows_goes_on_from_a_checkpoint_with_the_same_bits(tmp_path)
         pyro.set_rng_seed(4)
         module = NeuralHMM(6, 6, 8, blocks=RAGGED, dropout=0.3)
         return fit_map(
-            CarriedModel(module, 2), data, num_steps=steps, windows=(2, 7), checkpoint=checkpoint,
+            StatefulModel(module, 2), data, num_steps=steps, windows=(2, 7), checkpoint=checkpoint,
             tolerance=None, learning_rate=0.01,
         )  # fmt: skip
 
@@ -519,15 +521,15 @@ def test_windows_that_cannot_be_are_refused():
     data = Sequences(torch.randint(6, (2, 5)), torch.tensor([5, 5]))
     module = NeuralHMM(6, 6, 8, blocks=RAGGED)
     with pytest.raises(ValueError, match="num_streams must be that of the windows, at least 3"):
-        fit_map(CarriedModel(module, 2), data, windows=(3, 2), num_steps=2)
+        fit_map(StatefulModel(module, 2), data, windows=(3, 2), num_steps=2)
     with pytest.raises(ValueError, match="batch_size, batch_tokens and windows exclude each other"):
-        fit_map(CarriedModel(module, 2), data, windows=(3, 2), batch_size=1)
+        fit_map(StatefulModel(module, 2), data, windows=(3, 2), batch_size=1)
     with pytest.raises(TypeError, match="windows must be a pair"):
-        fit_map(CarriedModel(module, 2), data, windows=3)
+        fit_map(StatefulModel(module, 2), data, windows=3)
     with pytest.raises(ValueError, match="module must have blocks that are disjoint"):
-        CarriedModel(NeuralHMM(6, 6, 8), 2)
+        StatefulModel(NeuralHMM(6, 6, 8), 2)
     with pytest.raises(TypeError, match="module must be a NeuralHMM; got ScalarHMM"):
-        CarriedModel(ScalarHMM(6, 6, blocks=RAGGED), 2)
+        StatefulModel(ScalarHMM(6, 6, blocks=RAGGED), 2)
 
 
 @pytest.mark.parametrize("given", [None, RAGGED], ids=["no blocks", "blocks"])

@@ -278,7 +278,7 @@ def test_with_nothing_missing_values_are_as_they_were():
     assert torch.equal(queries.impute(casino([3, 2]), values), values)
 
 
-@pytest.mark.parametrize("function", [queries.impute, queries.observation_laws])
+@pytest.mark.parametrize("function", [queries.impute, queries.observation_marginals])
 def test_what_is_impossible_has_no_missing_observations(function):
     with pytest.raises(ValueError, match="1 of 2 sequences have probability zero"):
         function(*impossible())
@@ -298,7 +298,7 @@ def test_laws_of_observations_mix_the_states_of_the_table(emission, layout):
     for per_step, size in itertools.product((False, True), [(1, 1), (2, 2), (2, 3)]):
         case = Case(emission, layout, *size, per_step, per_step, ragged=True, missing=True)
         hmm, values, _, batch = built = build(case)
-        laws = queries.observation_laws(hmm, values)
+        laws = queries.observation_marginals(hmm, values)
         event = tuple(hmm.emission.event_shape)
         assert isinstance(laws, Forecast)
         assert laws.batch_shape == (*batch, hmm.num_steps)
@@ -379,14 +379,14 @@ def test_runs_are_those_of_groupby(shape, complete):
         groups = [(k, len(list(g))) for k, g in itertools.groupby(path[:length].tolist())]
         for k, duration in groups[: len(groups) - complete]:
             expected[k, duration - 1] += 1
-    found = queries.runs(states, lengths, 3, complete=complete)
+    found = queries.dwell_counts(states, lengths, 3, complete=complete)
     assert found.tolist() == expected.tolist()
 
 
 def test_runs_of_long_paths_have_the_law_of_dwelling():
     hmm = casino([10000])
     _, states = hmm.sample_with_states()
-    counts = queries.runs(states, hmm.lengths, 2, complete=True)
+    counts = queries.dwell_counts(states, hmm.lengths, 2, complete=True)
     law = queries.dwell_time_log_prob(hmm, 10000).exp()
     for k in range(2):
         assert oracle.looks_drawn_from(counts[k].numpy(), law[k].numpy())
@@ -395,14 +395,14 @@ def test_runs_of_long_paths_have_the_law_of_dwelling():
 def test_runs_say_what_is_wrong():
     path = torch.tensor([0, 1, 2])
     with pytest.raises(ValueError, match=r"states must lie between 0 and K - 1 = 1"):
-        queries.runs(path, torch.tensor(3), 2)
-    assert queries.runs(path, torch.tensor(2), 2).sum() == 2  # padding may be anything
+        queries.dwell_counts(path, torch.tensor(3), 2)
+    assert queries.dwell_counts(path, torch.tensor(2), 2).sum() == 2  # padding may be anything
     with pytest.raises(TypeError, match="states must hold integers"):
-        queries.runs(path.double(), torch.tensor(3), 3)
+        queries.dwell_counts(path.double(), torch.tensor(3), 3)
     with pytest.raises(ValueError, match="lengths must lie between 1"):
-        queries.runs(path, torch.tensor(4), 3)
+        queries.dwell_counts(path, torch.tensor(4), 3)
     with pytest.raises(ValueError, match="states must have shape"):
-        queries.runs(torch.tensor(1), torch.tensor(1), 3)
+        queries.dwell_counts(torch.tensor(1), torch.tensor(1), 3)
 
 
 # Residuals ---------------------------------------------------------------------------------------

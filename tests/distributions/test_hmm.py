@@ -1356,7 +1356,7 @@ def test_reordered_states_are_the_same_law():
         logits = torch.randn(3).log_softmax(-1), torch.randn(3, 3).log_softmax(-1)
         hmm = HMM(*logits, emission, torch.tensor([4, 2]))
         values, order = hmm.sample(), torch.tensor([2, 0, 1])
-        other = hmm.reorder(order)
+        other = hmm.permute_states(order)
         torch.testing.assert_close(other.log_prob(values), hmm.log_prob(values))
         states = hmm.posterior(values).states
         torch.testing.assert_close(other.posterior(values).states, states[..., order])
@@ -1365,7 +1365,7 @@ def test_reordered_states_are_the_same_law():
         assert torch.equal(order[other.viterbi(values)][here], path[here])
         assert other.sample().shape == values.shape
     with pytest.raises(ValueError, match=r"^order must hold each state from 0 to K - 1 = 2 once"):
-        hmm.reorder(torch.tensor([0, 0, 1]))
+        hmm.permute_states(torch.tensor([0, 0, 1]))
 
 
 def test_probabilities_of_zero_are_zeros_however_they_are_given():

@@ -14,7 +14,7 @@ from scipy import integrate, stats
 from torch.distributions import biject_to, transform_to
 
 from pyrohmm.distributions.inverse_wishart import InverseWishart
-from pyrohmm.distributions.observation import Streams, Tied, in_each_state, known_log_prob
+from pyrohmm.distributions.observation import Streams, Tied, log_prob_per_state, marginal_log_prob
 from pyrohmm.distributions.sparse_dirichlet import SparseDirichlet
 
 NAN = math.nan
@@ -506,9 +506,9 @@ def test_independent_components_are_left_out(name):
         part = value.clone()
         part[gaps] = NAN
         known = [index for index in range(2) if index not in gaps]
-        torch.testing.assert_close(known_log_prob(joint, part), apart[known].sum())
+        torch.testing.assert_close(marginal_log_prob(joint, part), apart[known].sum())
         torch.testing.assert_close(
-            known_log_prob(base, part), torch.where(part.isnan(), 0.0, apart)
+            marginal_log_prob(base, part), torch.where(part.isnan(), 0.0, apart)
         )
 
 
@@ -530,7 +530,7 @@ def test_missing_components_of_a_normal_vector_are_integrated_out(gaps):
         whole = value.expand(201, 201, 3).clone()
         whole[..., gaps] = torch.stack(torch.meshgrid(grid, grid, indexing="ij"), -1)
         total = law.log_prob(whole).exp().sum().item() * (grid[1] - grid[0]).item() ** 2
-    assert known_log_prob(law, part).exp().item() == pytest.approx(total, rel=1e-6)
+    assert marginal_log_prob(law, part).exp().item() == pytest.approx(total, rel=1e-6)
 
 
 def test_missing_components_of_a_mixture_are_integrated_out():
@@ -538,7 +538,7 @@ def test_missing_components_of_a_mixture_are_integrated_out():
     weights = torch.tensor([0.2, 0.5, 0.3])
     for parts in (dist.Normal(torch.randn(3, 2), 1.5).to_event(1), gauss(2, (3,))):
         law = dist.MixtureSameFamily(dist.Categorical(weights), parts)
-        found = known_log_prob(law, torch.tensor([NAN, 0.7])).exp().item()
+        found = marginal_log_prob(law, torch.tensor([NAN, 0.7])).exp().item()
         scales = parts.variance[:, 1].sqrt()
         expected = sum(
             weight * stats.norm(loc, scale).pdf(0.7)
@@ -568,7 +568,7 @@ VECTORS = ["normal", "full", "mixture", "streams", "tied"]
 def test_a_vector_of_which_nothing_is_known_says_nothing(name):
     law = laws_of_vectors((3,))[name]
     nothing = torch.full((1, 2), NAN)
-    torch.testing.assert_close(known_log_prob(law, nothing), torch.zeros(3))
+    torch.testing.assert_close(marginal_log_prob(law, nothing), torch.zeros(3))
 
 
 @pytest.mark.parametrize("name", VECTORS)
@@ -578,12 +578,12 @@ def test_entries_of_a_batch_are_scored_one_by_one(name):
     values = law.sample()[0, 0].double()  # (K, D)
     values = torch.cat([values, values, values])
     values[0, 0], values[1, 1], values[2], values[5, 1] = NAN, NAN, NAN, NAN
-    table = in_each_state(law, values)  # (R, N, K)
+    table = log_prob_per_state(law, values)  # (R, N, K)
     assert table.shape == (4, 9, 3)
     assert table.isfinite().all()
-    torch.testing.assert_close(known_log_prob(law, values.unsqueeze(1)), table)
+    torch.testing.assert_close(marginal_log_prob(law, values.unsqueeze(1)), table)
     for index, value in enumerate(values):
-        torch.testing.assert_close(known_log_prob(law, value), table[:, index : index + 1])
+        torch.testing.assert_close(marginal_log_prob(law, value), table[:, index : index + 1])
 
 
 @pytest.mark.parametrize("name", ["normal", "full", "mixture", "streams"])
@@ -607,7 +607,7 @@ def test_gradients_are_finite_where_components_are_missing(name):
         ),
     }
     values = torch.tensor([[1.0, NAN], [NAN, 2.0], [1.0, 2.0], [NAN, NAN]])
-    in_each_state(laws[name], values).sum().backward()
+    log_prob_per_state(laws[name], values).sum().backward()
     found = [leaf.grad for leaf in leaves.values() if leaf.grad is not None]
     assert found
     assert all(bool(gradient.isfinite().all()) for gradient in found)
@@ -622,7 +622,7 @@ def test_bits_are_scored_component_by_component(lead, batch):
     probs = torch.rand(*batch, 3, 2)
     values = torch.randint(2, (*lead, 2)).double()
     values[values.sum(-1) == 1, :] = torch.tensor([NAN, 1.0])
-    table = in_each_state(dist.Bernoulli(probs).to_event(1), values)
+    table = log_prob_per_state(dist.Bernoulli(probs).to_event(1), values)
     each = torch.where(values.unsqueeze(-2) == 1, probs, 1 - probs).log()
     expected = torch.where(values.unsqueeze(-2).isnan(), 0.0, each).sum(-1)
     torch.testing.assert_close(table, expected)
@@ -633,7 +633,7 @@ def test_bits_have_the_gradient_of_their_formula():
     values = torch.randint(2, (6, 4)).double()
     law = dist.Bernoulli(logits=logits).to_event(1)
     weights = torch.rand(6, 3)
-    (found,) = torch.autograd.grad((weights * in_each_state(law, values)).sum(), logits)
+    (found,) = torch.autograd.grad((weights * log_prob_per_state(law, values)).sum(), logits)
     expected = weights.T @ values - weights.sum(0).unsqueeze(-1) * logits.sigmoid()
     torch.testing.assert_close(found, expected)
 
@@ -641,22 +641,24 @@ def test_bits_have_the_gradient_of_their_formula():
 def test_whole_numbers_and_symbols_among_floats_are_scored_as_themselves():
     symbols = dist.Categorical(torch.tensor([[0.2, 0.8], [0.5, 0.5]]))
     numbers = torch.tensor([1, 0])
-    torch.testing.assert_close(known_log_prob(symbols, numbers), symbols.log_prob(numbers))
-    torch.testing.assert_close(known_log_prob(symbols, numbers.double()), symbols.log_prob(numbers))
+    torch.testing.assert_close(marginal_log_prob(symbols, numbers), symbols.log_prob(numbers))
+    torch.testing.assert_close(
+        marginal_log_prob(symbols, numbers.double()), symbols.log_prob(numbers)
+    )
     missing = torch.tensor([1.0, NAN])
     expected = torch.tensor([[0.8, 0.5], [1.0, 1.0]]).log()
-    torch.testing.assert_close(in_each_state(symbols, missing), expected)
+    torch.testing.assert_close(log_prob_per_state(symbols, missing), expected)
 
 
 def test_a_vector_without_marginals_is_refused_when_a_component_is_missing():
     law = dist.Dirichlet(torch.ones(2, 3))
-    assert known_log_prob(law, torch.tensor([0.2, 0.3, 0.5])).isfinite().all()
+    assert marginal_log_prob(law, torch.tensor([0.2, 0.3, 0.5])).isfinite().all()
     with pytest.raises(ValueError, match="Dirichlet cannot integrate out"):
-        known_log_prob(law, torch.tensor([0.2, NAN, 0.5]))
+        marginal_log_prob(law, torch.tensor([0.2, NAN, 0.5]))
 
 
 def test_scoring_uses_up_no_random_numbers():
     law = dist.Normal(torch.zeros(2), 1.0).to_event(1)
     before = torch.get_rng_state()
-    known_log_prob(law, torch.tensor([0.0, NAN]))
+    marginal_log_prob(law, torch.tensor([0.0, NAN]))
     assert torch.equal(torch.get_rng_state(), before)

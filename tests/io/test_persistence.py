@@ -785,8 +785,10 @@ def block_hmm(kind, dtype=torch.float32):
     vectors = torch.randn(2, 6, 4, dtype=dtype)
     moves = {
         "matrix": torch.randn(6, 6, dtype=dtype).log_softmax(-1),
-        "one level": block_hmm.Products(*vectors, two),
-        "two levels": block_hmm.Products(*vectors, two, torch.randn(6, 3, dtype=dtype)),
+        "one level": block_hmm.InnerProductTransition(*vectors, two),
+        "two levels": block_hmm.InnerProductTransition(
+            *vectors, two, torch.randn(6, 3, dtype=dtype)
+        ),
     }[kind]
     start, lengths = torch.full((6,), 1 / 6, dtype=dtype).log(), torch.tensor([4, 1, 2])
     return BlockHMM(start, moves, words, two, lengths, torch.rand(3, 4) < 0.7)

@@ -38,7 +38,7 @@ from pyrohmm.distributions.observation import Streams, Tied
 from pyrohmm.nn import normals as normals
 
 NAN = math.nan
-PARAMETERS = [(name, one) for name, case in CASES.items() for one in case.spaces]
+PARAMETERS = [(name, one) for name, case in CASES.items() for one in case.supports]
 
 
 # What tests do with a case
@@ -101,7 +101,7 @@ def assert_maximum(case, found, free, score, rng):
         directions = {name: rng.normal(size=found[name].shape) for name in free}
 
         def at(step, directions=directions):
-            moved = {n: move(case.spaces[n], found[n], d, step) for n, d in directions.items()}
+            moved = {n: move(case.supports[n], found[n], d, step) for n, d in directions.items()}
             return score(found | moved)
 
         for step in (-0.5, -0.03, 0.03, 0.5):
@@ -134,7 +134,7 @@ def test_the_prior_has_the_density_of_its_family(name):
     trace = poutine.trace(poutine.condition(module, data=values)).get_trace()
     trace.compute_log_prob()
     sites = {n: site for n, site in trace.nodes.items() if site["type"] == "sample"}
-    assert set(sites) == set(case.spaces)
+    assert set(sites) == set(case.supports)
     for site, node in sites.items():
         assert node["value"].shape == own[site].shape
         assert node["log_prob"].shape == ()
@@ -162,14 +162,14 @@ def test_draws_of_the_prior_side_by_side_have_the_batch_of_the_plate(name):
 def test_the_m_step_is_the_maximum_of_prior_and_weighted_likelihood(name, kind, restarts):
     case, rng = CASES[name], np.random.default_rng(3)
     module = case.family()(STATES)
-    priors = list(case.spaces) if kind == "priors" else []
+    priors = list(case.supports) if kind == "priors" else []
     law, own = current_of(case, rng)
     if not priors:
         put(module, own)
     values, weights = case.values(rng, 30), draw_weights(rng, restarts, 30)
     found, notes = m_step(module, values, weights, law)
     assert notes == []
-    assert set(found) == set(case.spaces)
+    assert set(found) == set(case.supports)
     for restart in range(restarts):
         one = {name: value[restart] for name, value in found.items()}
         assert {n: v.shape for n, v in one.items()} == {n: v.shape for n, v in own.items()}
@@ -177,7 +177,7 @@ def test_the_m_step_is_the_maximum_of_prior_and_weighted_likelihood(name, kind, 
         def score(point, weights=weights[restart]):
             return objective(case, point, values, weights, priors, own)
 
-        assert_maximum(case, one, list(case.spaces), score, rng)
+        assert_maximum(case, one, list(case.supports), score, rng)
 
 
 @pytest.mark.parametrize(("name", "parameter"), PARAMETERS)
@@ -193,7 +193,7 @@ def test_a_frozen_parameter_stays_and_the_others_are_the_best_beside_it(name, pa
         freeze(module, parameter, torch.tensor(own[parameter]))
     values, weights = case.values(rng, 30), draw_weights(rng, 2, 30)
     found, _ = m_step(module, values, weights, law)
-    free = [one for one in case.spaces if one != parameter]
+    free = [one for one in case.supports if one != parameter]
     assert set(found) == set(free)
     *path, last = parameter.split(".")
     kept = getattr(module.get_submodule(".".join(path)), last)
@@ -219,12 +219,12 @@ def test_a_parameter_with_a_prior_beside_a_point(parameter):
     values, weights = case.values(rng, 30), draw_weights(rng, 1, 30)
     found, _ = m_step(module, values, weights)
     one = {name: value[0] for name, value in found.items()}
-    priors = [name for name in case.spaces if name != parameter]
+    priors = [name for name in case.supports if name != parameter]
 
     def score(point):
         return objective(case, point, values, weights[0], priors)
 
-    assert_maximum(case, one, list(case.spaces), score, rng)
+    assert_maximum(case, one, list(case.supports), score, rng)
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name != "sharing"])
@@ -241,9 +241,9 @@ def test_a_state_without_observations_stands_at_the_mode_of_its_prior(name):
     assert all(np.isfinite(value).all() for value in one.values())
 
     def score(point):
-        return objective(case, point, values, weights[0], list(case.spaces), own)
+        return objective(case, point, values, weights[0], list(case.supports), own)
 
-    assert_maximum(case, one, list(case.spaces), score, rng)
+    assert_maximum(case, one, list(case.supports), score, rng)
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name != "sharing"])
@@ -383,14 +383,14 @@ def test_independent_components_that_are_missing_do_not_count(name, kind):
     gaps[gaps.all(1)] = False
     values[gaps] = NAN
     found, _ = m_step(module, values, weights, law)
-    priors = list(case.spaces) if kind == "priors" else []
+    priors = list(case.supports) if kind == "priors" else []
     for restart in range(2):
         one = {name: value[restart] for name, value in found.items()}
 
         def score(point, weights=weights[restart]):
             return objective(case, point, values, weights, priors, own)
 
-        assert_maximum(case, one, list(case.spaces), score, rng)
+        assert_maximum(case, one, list(case.supports), score, rng)
 
 
 def expectation(loc, matrix, value):
@@ -509,7 +509,7 @@ def test_statistics_of_restarts_are_those_of_each(name):
     law = trace.nodes["_RETURN"]["value"]
     together = module.statistics(values, weights, law)
     for restart in range(3):
-        one = {n: trace.nodes[n]["value"][restart, 0] for n in case.spaces}
+        one = {n: trace.nodes[n]["value"][restart, 0] for n in case.supports}
         with torch.no_grad():
             own = poutine.condition(case.family()(STATES), data=one)()
         alone = module.statistics(values, weights[restart : restart + 1], own)
@@ -565,7 +565,7 @@ def test_at_the_start_components_of_a_mixture_share_out_every_observation():
 def test_a_distribution_makes_the_module_that_builds_it(name):
     case, rng = CASES[name], np.random.default_rng(18)
     law, own = current_of(case, rng)
-    module = emissions.of(law)
+    module = emissions.from_distribution(law)
     assert isinstance(module, emissions.Emission)
     values = torch.tensor(case.values(rng, 6))
     wide = values.reshape(6, 1, *values.shape[1:])
@@ -583,7 +583,7 @@ def test_a_distribution_makes_the_module_that_builds_it(name):
 
 def test_emissions_that_no_state_uses_stay_as_they_are():
     law = Tied(dist.Poisson(torch.tensor([1.0, 2.0, 3.0])), torch.tensor([1, 0]))
-    module = emissions.of(law)
+    module = emissions.from_distribution(law)
     values, weights = torch.tensor([4.0, 6.0]), torch.eye(2).unsqueeze(0)
     found, _ = module.maximise(module.statistics(values, weights, law))
     assert found["part.rate"][0, :2].tolist() == [6.0, 4.0]
@@ -813,7 +813,7 @@ def test_whole_numbers_are_taken_as_numbers(name, kind):
     data = Sequences(values.to(kind), torch.full((3,), 5))
     fit = fit_em(TabularHMM(2, CASES[name].family()), data, num_steps=2, start=starts.by_kmeans)
     assert fit.losses.isfinite().all()
-    law = fit.draw(data)
+    law = fit.hmm(data)
     torch.testing.assert_close(law.log_prob(data.values), law.log_prob(values.double()))
 
 

@@ -289,19 +289,19 @@ def test_one_factor_outside_the_plate_in_both_forms(module):
         math.log(slow_determinant(slow_kernel(matrix.detach(), 0.5, True)))
     )
     torch.testing.assert_close(site["fn"].log_prob(site["value"]), expected)
-    spaces = {
+    supports = {
         name: transform_to(trace.nodes[name]["fn"].support)
         for name in trace.stochastic_nodes
         if trace.nodes[name]["value"].is_floating_point()
     }
-    points = {n: space.inv(trace.nodes[n]["value"]).detach() for n, space in spaces.items()}
+    points = {n: space.inv(trace.nodes[n]["value"]).detach() for n, space in supports.items()}
     found = []
     for form, elbo in (
         (MarginalModel, pyro.infer.Trace_ELBO()),
         (EnumeratedModel, pyro.infer.TraceEnum_ELBO(max_plate_nesting=1)),
     ):
         leaves = {name: point.clone().requires_grad_() for name, point in points.items()}
-        values = {name: spaces[name](leaf) for name, leaf in leaves.items()}
+        values = {name: supports[name](leaf) for name, leaf in leaves.items()}
         model = pyro.condition(form(module, prior), data=values)
         loss = elbo.differentiable_loss(model, lambda data: None, DATA)
         found.append((loss, torch.autograd.grad(loss, list(leaves.values()))))
@@ -354,7 +354,7 @@ def test_map_and_svi_become_more_diverse(module):
             lambda model: fit_svi(model, AutoNormal(model, init_scale=0.01), data, **options),
         ):
             pyro.set_rng_seed(1)
-            fits.append(fit(model).draw(data).log_transition.exp())
+            fits.append(fit(model).hmm(data).log_transition.exp())
         found.append(dpp.log_diversity(torch.stack(fits)))
     assert bool((found[1] > 0.8 * found[0]).all())  # both are negative
 
@@ -364,11 +364,11 @@ def test_the_prior_enters_the_potential_of_nuts_once(form):
     module, found = TabularHMM(3, categorical(3)), []
     for prior in (None, DiversityPrior(4.0)):
         pyro.set_rng_seed(0)
-        begin, potential, spaces, _ = initialize_model(
+        begin, potential, supports, _ = initialize_model(
             form(module, prior), (DATA,), max_plate_nesting=1
         )
         found.append(potential(begin))
-    rows = spaces["module.transition"].inv(begin["module.transition"])
+    rows = supports["module.transition"].inv(begin["module.transition"])
     torch.testing.assert_close(found[0] - found[1], 4 * dpp.log_diversity(rows))
 
 

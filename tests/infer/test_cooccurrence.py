@@ -38,11 +38,11 @@ from pyrohmm import (
 )
 from pyrohmm.data import pair_counts
 from pyrohmm.data.pair_counts import binned, count_pairs, counted, quantile_edges
-from pyrohmm.infer.cooccurrence import average_law, bin_probs
+from pyrohmm.infer.cooccurrence import average_probs, bin_probs
 from pyrohmm.ops import pair_losses
 from pyrohmm.ops.pair_losses import cross_entropy, squared_distance
 from pyrohmm.ops.pairs import Pairs
-from pyrohmm.ops.stationary import joint_law, predicted, stationary, stationary_detached
+from pyrohmm.ops.stationary import joint_probs, predicted, stationary, stationary_detached
 
 LOSSES = [squared_distance, cross_entropy]
 
@@ -411,7 +411,7 @@ def test_the_predicted_law_is_that_of_every_pair_and_has_stationary_margins():
 @pytest.mark.parametrize("num_steps", [2, 3, 6])
 def test_the_average_law_is_that_of_a_random_pair_of_a_sequence(num_steps):
     hmm = TabularHMM(3, categorical(2))(torch.tensor([num_steps]))
-    found = predicted(average_law(hmm, num_steps), hmm.log_transition, hmm.emission.probs)
+    found = predicted(average_probs(hmm, num_steps), hmm.log_transition, hmm.emission.probs)
     expected = torch.zeros(2, 2)
     for values in itertools.product(range(2), repeat=num_steps):
         chance = hmm.log_prob(torch.tensor([values])).exp().squeeze()
@@ -423,15 +423,15 @@ def test_the_average_law_is_that_of_a_random_pair_of_a_sequence(num_steps):
 def test_the_average_law_of_a_stationary_chain_is_stationary():
     hmm = TabularHMM(3, categorical(2))(torch.tensor([2]))
     hmm = HMM(hmm.stationary().log(), hmm.log_transition, hmm.emission, torch.tensor([2]))
-    torch.testing.assert_close(average_law(hmm, 7), hmm.stationary())
+    torch.testing.assert_close(average_probs(hmm, 7), hmm.stationary())
     with pytest.raises(ValueError, match="num_steps must be at least 2"):
-        average_law(hmm, 1)
+        average_probs(hmm, 1)
     per_step = HMM(
         hmm.log_initial, hmm.log_transition.expand(1, 3, 3), hmm.emission, torch.tensor([2]),
         transition_per_step=True,
     )  # fmt: skip
     with pytest.raises(ValueError, match="one transition matrix for all steps"):
-        average_law(per_step, 2)
+        average_probs(per_step, 2)
 
 
 def test_no_gradient_passes_through_a_detached_law():
@@ -439,7 +439,7 @@ def test_no_gradient_passes_through_a_detached_law():
     pairs, (_, probs) = random_pairs(4), random_law()
 
     def slope(law):
-        joint = joint_law(law(matrix), matrix)
+        joint = joint_probs(law(matrix), matrix)
         return torch.autograd.grad(squared_distance(joint, probs, pairs), matrix)[0]
 
     constant = stationary(matrix).detach()
@@ -578,7 +578,7 @@ def test_a_fit_to_co_occurrences_finds_a_law_that_can_be_met(restarts, loss):
     target = predicted(stationary(matrix), matrix, probs)
     model = CooccurrenceModel(TabularHMM(2, categorical(3)), target, weight=1e4, loss=loss)
     fit = fit_map(model, ONE_STEP, restarts=restarts, num_steps=300, tolerance=None)
-    hmm = fit.draw(ONE_STEP)
+    hmm = fit.hmm(ONE_STEP)
     law = predicted(hmm.stationary(), hmm.log_transition, hmm.emission.probs)
     torch.testing.assert_close(law, target, rtol=0.0, atol=1e-3)
 
@@ -663,8 +663,8 @@ def test_a_fit_of_pairs_is_that_of_the_sequences_they_come_from(restarts):
     for fit in fits:
         assert torch.equal(fit.losses, fits[0].losses)
         assert fit.num_observed == count_pairs(data, 4).total
-        assert fit.draw(data).log_prob(data.values).shape == (7,)  # any data, later
-        assert fit.draw(data[:2]).batch_shape == (2,)
+        assert fit.hmm(data).log_prob(data.values).shape == (7,)  # any data, later
+        assert fit.hmm(data[:2]).batch_shape == (2,)
     assert fits[0].losses[-1] < fits[0].losses[0]
 
 
@@ -716,7 +716,7 @@ def test_a_fit_by_minibatches_of_pairs_comes_near_that_of_all(loss):
         num_steps=200, tolerance=None, learning_rate=0.1,
         schedule=lambda optimizer: torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.98),
     )  # fmt: skip
-    hmm = fit.draw(ONE_STEP)
+    hmm = fit.hmm(ONE_STEP)
     law = predicted(hmm.stationary(), hmm.log_transition, hmm.emission.probs)
     # one minibatch is off by some 0.01 in each entry; they average out
     torch.testing.assert_close(law.flatten(), target, rtol=0.0, atol=4e-3)
@@ -757,7 +757,7 @@ def test_numbers_are_fitted_by_their_bins(loss, family):
     fit = fit_cooccurrence(
         module, data, edges=edges, loss=loss, restarts=6, num_steps=250, learning_rate=0.2
     )
-    hmm = fit.draw(data)
+    hmm = fit.hmm(data)
     means = hmm.emission.mean.flatten()
     order = means.argsort()
     torch.testing.assert_close(means[order], torch.tensor([-1.0, 2.0]), rtol=0.0, atol=0.1)

@@ -24,7 +24,7 @@ from pyrohmm import (
 )
 from pyrohmm.data.tags import tagged
 from pyrohmm.distributions.tagged_hmm import WordAndTag
-from pyrohmm.nn.networks import CharacterWords
+from pyrohmm.nn.networks import CharCNN
 
 RAGGED = blocks.from_clusters(torch.tensor([0, 0, 0, 1, 1, 2]), torch.tensor([2, 1, 2]))
 VARIANTS = {
@@ -195,7 +195,7 @@ def test_dropped_states_keep_their_tags():
 
 def test_in_single_precision_and_with_characters_every_parameter_is_reached():
     pyro.set_rng_seed(0)
-    words = CharacterWords(["the", "cat", "sat", "on", "a", "mat"], 8)
+    words = CharCNN(["the", "cat", "sat", "on", "a", "mat"], 8)
     module = NeuralTagger(5, 6, 3, 8, blocks=RAGGED, two_level=True, words=words)
     module(DATA.lengths).log_prob(DATA.values).sum().backward()
     for name, each in module.named_parameters():
@@ -235,7 +235,7 @@ def test_few_tags_and_many_words_are_one_fit():
     module = NeuralTagger(8, 4, 2, 16, blocks=blocks.from_clusters(torch.tensor([0, 0, 1, 1]), 4))
     fit = fit_map(MarginalModel(module), data, num_steps=250, learning_rate=0.02)
     hidden = data[20:]
-    found = fit.draw(hidden).best_tags(hidden.values)
+    found = fit.hmm(hidden).best_tags(hidden.values)
     assert (found == tags[20:]).double().mean() > 0.98
 
 
@@ -260,8 +260,10 @@ def test_what_goes_on_is_answered_as_the_rest_of_the_whole(variant):
     values = torch.stack([words, tags], -1)
     first, rest = values[:, :3], values[:, 3:]
     with torch.no_grad():
-        begun, whole = module(torch.full((3,), 3)), module(torch.full((3,), 5))
-        hmm, _ = module.go_on(torch.full((3,), 2), begun.ending(first), torch.arange(3))
+        start_time, whole = module(torch.full((3,), 3)), module(torch.full((3,), 5))
+        hmm, _ = module.continue_from(
+            torch.full((3,), 2), start_time.final_state(first), torch.arange(3)
+        )
         close = torch.testing.assert_close
         close(hmm.log_prob_of_tags(rest), whole.log_prob_of_tags(values))
         close(hmm.tag_probs(rest)[:, -1], whole.tag_probs(values)[:, -1])
@@ -298,5 +300,5 @@ def test_what_does_not_fit_is_refused():
     with pytest.raises(ValueError, match=r"values must have shape \(N, T\)"):
         tagged(DATA)
     with pytest.raises(ValueError, match="posterior_in_blocks needs every step to be observed"):
-        make("one level").eval()(DATA.lengths, DATA.exists).posterior_in_blocks(DATA.values)
+        make("one level").eval()(DATA.lengths, DATA.exists).block_posterior(DATA.values)
     assert isinstance(hmm.restrict(torch.zeros(3, 4).long()), HMM)

@@ -100,8 +100,8 @@ def test_the_end_is_stationary(step):
         num_steps=3000,
         tolerance=1e-14,
     )
-    hmm = fit.draw(data)
-    counts = hmm.expected(data.values).transitions.squeeze(0) + 0.5
+    hmm = fit.hmm(data)
+    counts = hmm.expected_counts(data.values).transitions.squeeze(0) + 0.5
     rows = hmm.log_transition.exp()
     gains = rows.sqrt() * torch.linalg.inv(rows.sqrt()).mT
     right = (counts + alpha * gains) / (counts.sum(-1, keepdim=True) + alpha)
@@ -124,7 +124,7 @@ def test_more_weight_is_more_diverse():
         pyro.set_rng_seed(1)
         module = TabularHMM(3, categorical(4))
         fit = fit_em(module, data, log_prior=DiversityPrior(alpha), num_steps=60)
-        found.append(dpp.log_diversity(fit.draw(data).log_transition.exp()).item())
+        found.append(dpp.log_diversity(fit.hmm(data).log_transition.exp()).item())
     assert found[0] < found[1] < found[2] < 1e-9
     assert found[2] > -1e-2  # nearly a permutation
 
@@ -139,7 +139,7 @@ def test_labelled_sequences_are_counted_once():
     for row in data.labels.tolist():
         for a, b in pairwise(row):
             counts[a, b] += 1
-    start = fit.draw(data).log_transition.exp().unsqueeze(0)
+    start = fit.hmm(data).log_transition.exp().unsqueeze(0)
     exact = msteps.FixedPoint(5000, 1e-13)(start, counts.unsqueeze(0), prior)
     torch.testing.assert_close(start, exact, rtol=0, atol=1e-6)
     assert len(fit.losses) < 12
@@ -149,13 +149,13 @@ def test_the_proximal_term_of_equation_8():
     """With a heavy anchor at the counts, it stays there; with none, it leaves."""
     data = datasets.diverse_toy(100, generator=torch.Generator().manual_seed(0))
     data = Sequences(data.values.double(), data.lengths, labels=data.labels)
-    plain = fit_em(TabularHMM(5, normal(0)), data).draw(data).log_transition.exp()
+    plain = fit_em(TabularHMM(5, normal(0)), data).hmm(data).log_transition.exp()
     moved = []
     for weight in (0.0, 1e3, 1e6):
         options = {"anchor": plain, "anchor_weight": weight} if weight else {}
         prior = DiversityPrior(20.0, **options)
         fit = fit_em(TabularHMM(5, normal(0)), data, log_prior=prior)
-        moved.append((fit.draw(data).log_transition.exp() - plain).abs().max().item())
+        moved.append((fit.hmm(data).log_transition.exp() - plain).abs().max().item())
     assert moved[0] > moved[1] > moved[2]
     assert moved[2] < 1e-3 < moved[0]
 
@@ -168,13 +168,13 @@ def test_partial_labels():
     fit = fit_em(TabularHMM(5, normal(0)), data, log_prior=DiversityPrior(5.0), num_steps=100)
     fall = fit.losses[:-1] - fit.losses[1:]
     assert bool((fall > -1e-9 * fit.losses[0].abs()).all())
-    assert fit.draw(data).log_transition.exp().sum() == pytest.approx(5.0)
+    assert fit.hmm(data).log_transition.exp().sum() == pytest.approx(5.0)
 
 
 def test_forbidden_moves_stay_zero():
     module = TabularHMM(3, categorical(4), transition_allowed=left_to_right(3))
     fit = fit_em(module, symbols(), log_prior=DiversityPrior(30.0), num_steps=20)
-    matrix = fit.draw(symbols()).log_transition.exp()
+    matrix = fit.hmm(symbols()).log_transition.exp()
     assert bool((matrix.tril(-1) == 0).all())
 
 
@@ -183,14 +183,14 @@ def test_zeros_of_a_given_hmm_stay_and_its_others_move():
     emission = dist.Categorical(torch.rand(3, 4).add(0.1).log_softmax(-1).exp())
     hmm = HMM(torch.full((3,), 1 / 3).log(), rows.log(), emission, torch.tensor([3]))
     fit = fit_em(hmm, symbols(), log_prior=DiversityPrior(10.0), num_steps=10)
-    found = fit.draw(symbols()).log_transition.exp()
+    found = fit.hmm(symbols()).log_transition.exp()
     assert found[0, 2] == 0
     assert (found - rows).abs().max() > 0.05
 
 
 def test_one_state():
     fit = fit_em(TabularHMM(1, categorical(4)), symbols(), log_prior=DiversityPrior(3.0))
-    assert fit.draw(symbols()).log_transition.item() == 0.0
+    assert fit.hmm(symbols()).log_transition.item() == 0.0
 
 
 def test_a_dense_chain_follows_by_gradient_and_its_emission_in_closed_form():
@@ -202,7 +202,7 @@ def test_a_dense_chain_follows_by_gradient_and_its_emission_in_closed_form():
         fit = fit_em(module, data, log_prior=DiversityPrior(alpha), num_steps=25)
         fall = fit.losses[:-1] - fit.losses[1:]
         assert bool((fall > -1e-9 * fit.losses[0].abs()).all())
-        found.append(dpp.log_diversity(fit.draw(data).log_transition.exp()).item())
+        found.append(dpp.log_diversity(fit.hmm(data).log_transition.exp()).item())
     assert found[1] > found[0]
 
 
@@ -226,7 +226,7 @@ def test_any_other_prior_is_followed_by_gradient():
         }
         fits.append(fit_em(module, data, log_prior=prior, start=values, num_steps=30,
                            gradient_step=GradientStep(200)))  # fmt: skip
-    hmms = [fit.draw(data) for fit in fits]
+    hmms = [fit.hmm(data) for fit in fits]
     torch.testing.assert_close(hmms[0].log_transition, hmms[1].log_transition, atol=1e-4, rtol=0)
     torch.testing.assert_close(hmms[0].emission.probs, hmms[1].emission.probs, atol=1e-4, rtol=0)
 
@@ -242,7 +242,7 @@ def test_em_and_map_agree():
         MarginalModel(module, prior), data, init=pyro.infer.autoguide.init_to_value(values=start),
         num_steps=200, learning_rate=0.01,
     )  # fmt: skip
-    first, second = (each.draw(data).log_transition.exp() for each in (fit, again))
+    first, second = (each.hmm(data).log_transition.exp() for each in (fit, again))
     torch.testing.assert_close(first, second, atol=5e-3, rtol=0)
 
 

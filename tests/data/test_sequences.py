@@ -182,7 +182,7 @@ def test_indexing_selects_sequences(index, chosen):
 @pytest.mark.parametrize("num_steps", [1, 3, 5, 9])
 def test_a_cut_leaves_the_first_steps_of_each_sequence(num_steps):
     data = make(7, total=50, event=(2,))
-    cut = data.cut(num_steps)
+    cut = data.truncate(num_steps)
     assert (len(cut), cut.total) == (7, 50)
     assert cut.num_steps == int(cut.lengths.max())
     for n, sequence in enumerate(data):
@@ -422,7 +422,7 @@ def test_a_batch_size_is_a_number_of_sequences(size, kind):
 @pytest.mark.parametrize(("size", "kind"), [(0, ValueError), (1.5, TypeError)])
 def test_a_cut_is_after_a_number_of_steps(size, kind):
     with pytest.raises(kind, match="num_steps"):
-        make().cut(size)
+        make().truncate(size)
 
 
 def test_steps_that_no_sequence_has_are_dropped():
