@@ -129,3 +129,23 @@ def check_size(name: str, value: int) -> None:
         raise TypeError(f"{name} must be an int; got {type(value).__name__}.")
     if value < 1:
         raise ValueError(f"{name} must be at least 1; got {value}.")
+
+
+def check_range(name: str, tensor: Tensor, size: int, meaning: str, cure: str = "") -> None:
+    """Raise unless integers lie between 0 and ``size - 1``, known as ``meaning``; reads values.
+
+    Args:
+        name: Of the argument.
+        tensor: Integers; may be empty.
+        size: What they must be below.
+        meaning: The size by its letter: ``"K - 1"``.
+        cure: What to do about it: a sentence.
+    """
+    if tensor.numel() == 0:
+        return
+    low, high = (int(end) for end in torch.aminmax(tensor))
+    if low < 0 or high >= size:
+        raise ValueError(
+            f"{name} must lie between 0 and {meaning} = {size - 1}; got values from {low} to "
+            f"{high}.{' ' if cure else ''}{cure}"
+        )

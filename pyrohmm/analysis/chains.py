@@ -27,9 +27,9 @@ class _Chain(NamedTuple):
 
 def _read(hmm: HMM, values: Tensor) -> _Chain:
     """Join parameters and data."""
-    initial, transition, likelihood = hmm._chain(values)
+    initial, transition, likelihood = hmm.log_factors(values)
     batch = torch.broadcast_shapes(hmm.batch_shape, likelihood.shape[:-2])
-    exists = hmm._exists().expand(*batch, hmm.num_steps)
+    exists = hmm.exists.expand(*batch, hmm.num_steps)
     # in float64: sums over long sequences, and the tails of distributions
     return _Chain(
         initial.double().expand(*batch, hmm.num_states),

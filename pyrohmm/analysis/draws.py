@@ -403,7 +403,7 @@ class PosteriorDraws:
         try:
             found = self._run({name: value[0, 0] for name, value in moved.items()}, data)
             for own, wanted in zip(
-                found._chain(data.values), hmm.permute_states(order)._chain(data.values)
+                found.log_factors(data.values), hmm.permute_states(order).log_factors(data.values)
             ):
                 torch.testing.assert_close(own, wanted, rtol=1e-3, atol=1e-3)
         except (ValueError, RuntimeError, AssertionError) as error:

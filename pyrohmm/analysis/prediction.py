@@ -87,7 +87,7 @@ def continuation(hmm: HMM, values: Tensor, num_steps: int) -> HMM:
     check_size("num_steps", num_steps)
     _check_constant(hmm, "continuation")
     with torch.no_grad():
-        laws = recursions.filtered(*hmm._chain(values), hmm.lengths)
+        laws = recursions.filtered(*hmm.log_factors(values), hmm.lengths)
         batch = laws.shape[:-2]
         last = (hmm.lengths.expand(batch) - 1).to(laws.device)
         law = laws.gather(-2, last[..., None, None].expand(*batch, 1, hmm.num_states)).squeeze(-2)
@@ -131,7 +131,7 @@ def impute(hmm: HMM, values: Tensor, sample_shape: Any = ()) -> Tensor:
         drawn = draw(hmm.emission, states).to(values.dtype)
         missing = torch.zeros_like(states, dtype=torch.bool)
         if hmm.observed is not None:
-            missing = (hmm._exists() & ~hmm.observed).expand(states.shape)
+            missing = (hmm.exists & ~hmm.observed).expand(states.shape)
         return torch.where(_over_events(missing, hmm), drawn, values)
 
 
@@ -165,7 +165,7 @@ def observation_marginals(hmm: HMM, values: Tensor) -> Forecast:
     """
     evidence, states, _ = hmm.posterior(values)
     _check_possible(evidence)
-    states = states.masked_fill(~hmm._exists().unsqueeze(-1), 1.0)  # so that sampling is possible
+    states = states.masked_fill(~hmm.exists.unsqueeze(-1), 1.0)  # so that sampling is possible
     states = states / states.sum(-1, keepdim=True)
     return (_ForecastPerStep if hmm.emission_per_step else Forecast)(states, hmm.emission)
 

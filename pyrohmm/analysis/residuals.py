@@ -95,7 +95,7 @@ def pseudo_residuals(hmm: HMM, values: Tensor, *, forecast: bool = False) -> Pse
 
 def _limits(hmm: HMM, values: Tensor) -> tuple[Tensor, Tensor]:
     """Probability in each state of less than each value, and of at most it, ``(*B, T, K)``."""
-    seen, _ = hmm._prepare(values)
+    seen, _ = hmm.prepare_values(values)
     emission: Any = hmm.emission
     if isinstance(
         emission,

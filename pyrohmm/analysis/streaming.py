@@ -206,7 +206,7 @@ class Filter:
             check_booleans("observed", observed)
             self._check_batch("observed", observed.shape)
             one = self._one_step(observed)
-        return one._chain(observation.unsqueeze(-1 - len(event)))[2].squeeze(-2)
+        return one.log_factors(observation.unsqueeze(-1 - len(event)))[2].squeeze(-2)
 
     def _check_batch(self, name: str, shape: torch.Size) -> None:
         batch = self.batch_shape

@@ -259,14 +259,15 @@ class BlockHMM(HMM):
         ]  # fmt: skip
         return torch.stack(rows)
 
-    def _with(self, **changes: Any) -> HMM:
+    def replace(self, **changes: Any) -> HMM:
+        """A copy with some arguments changed; dense where blocks cannot say it."""
         other = set(changes) - {"lengths", "observed", "allowed"}
         if other or changes.get("allowed") is not None:
-            return self.dense()._with(**changes)
+            return self.dense().replace(**changes)
         if self.before is not None:  # it belongs to these sequences
             lengths = changes.get("lengths", self.lengths)
             if changes.get("observed") is not None or not torch.equal(lengths, self.lengths):
-                return self.dense()._with(**changes)
+                return self.dense().replace(**changes)
         new = BlockHMM(
             self.log_initial, self.transition, self.log_emission, self.blocks,
             changes.get("lengths", self.lengths), changes.get("observed", self.observed),

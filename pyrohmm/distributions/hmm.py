@@ -198,7 +198,7 @@ class HMM(TorchDistribution):
                 f"{tuple(shape)}."
             )
         observed, allowed = self.observed, self.allowed
-        return self._with(
+        return self.replace(
             lengths=self.lengths.expand(shape),
             observed=None if observed is None else observed.expand(*shape, observed.size(-1)),
             allowed=None if allowed is None else allowed.expand(*shape, *allowed.shape[-2:]),
@@ -231,7 +231,7 @@ class HMM(TorchDistribution):
         check_tensor("labels", labels)
         own = labels.shape[: -2 if labels.dtype == torch.bool else -1]
         check_broadcast({"labels": own, "HMM": self.batch_shape})
-        exists = self._exists().unsqueeze(-1)
+        exists = self.exists.unsqueeze(-1)
         if labels.dtype == torch.bool:
             check_trailing("labels", labels, (self.num_steps, self.num_states), "(T, K)")
             allowed = labels | ~exists
@@ -254,9 +254,9 @@ class HMM(TorchDistribution):
             allowed = torch.arange(self.num_states, device=labels.device) == labels.unsqueeze(-1)
             allowed = allowed | (labels == -1).unsqueeze(-1)
         allowed = allowed.to(self.log_initial.device)
-        return self._with(allowed=allowed if self.allowed is None else allowed & self.allowed)
+        return self.replace(allowed=allowed if self.allowed is None else allowed & self.allowed)
 
-    def _with(self, **changes: Any) -> HMM:
+    def replace(self, **changes: Any) -> HMM:
         """A copy with some arguments changed; parameters are not checked again."""
         given = {
             name: getattr(self, name)
@@ -285,7 +285,7 @@ class HMM(TorchDistribution):
         A sequence of probability zero has -inf, and gradient zero.
         """
         with full_precision(self.log_initial):
-            evidence = recursions.log_evidence(*self._chain(values, check=False), self.lengths)
+            evidence = recursions.log_evidence(*self.log_factors(values, check=False), self.lengths)
         if self._validate_args:
             _check_likelihood(evidence)  # NaN anywhere shows here, and this is a smaller tensor
             if self.allowed is not None and bool(evidence.isneginf().any()):
@@ -298,14 +298,14 @@ class HMM(TorchDistribution):
         check_same_device({"states": states, "log_initial": self.log_initial})
         check_trailing("states", states, (self.num_steps,), "(T,)")
         check_broadcast({"states": states.shape[:-1], "HMM": self.batch_shape})
-        exists = self._exists()
+        exists = self.exists
         states = states.long().masked_fill(~exists, 0)
         if self._validate_args and not bool(((states >= 0) & (states < self.num_states)).all()):
             raise ValueError(
                 f"states must lie between 0 and K - 1 = {self.num_states - 1}; got values from "
                 f"{int(states.min())} to {int(states.max())}."
             )
-        initial, transition, likelihood = self._chain(values)
+        initial, transition, likelihood = self.log_factors(values)
         batch = torch.broadcast_shapes(self.batch_shape, likelihood.shape[:-2], states.shape[:-1])
         states = states.expand(*batch, self.num_steps)
         seen = likelihood.expand(*batch, *likelihood.shape[-2:])
@@ -321,11 +321,11 @@ class HMM(TorchDistribution):
 
     def posterior(self, values: Tensor) -> Posterior:
         """Smooth: evidence ``(*B)``, states ``(*B, T, K)``, expected moves ``(*B, K, K)``."""
-        return recursions.posterior(*self._chain(values), self.lengths)
+        return recursions.posterior(*self.log_factors(values), self.lengths)
 
     def expected_counts(self, values: Tensor) -> ExpectedCounts:
         """Expected counts given ``values``: the E-step; see :class:`recursions.ExpectedCounts`."""
-        found = recursions.expected_counts(*self._chain(values, check=False), self.lengths)
+        found = recursions.expected_counts(*self.log_factors(values, check=False), self.lengths)
         if self._validate_args:
             _check_likelihood(found.log_evidence)
             if self.allowed is not None and bool(found.log_evidence.isneginf().any()):
@@ -334,16 +334,16 @@ class HMM(TorchDistribution):
 
     def filtered(self, values: Tensor) -> Tensor:
         """Law of each state given the observations up to it, ``(*B, T, K)``; 0 where padded."""
-        return recursions.filtered(*self._chain(values), self.lengths).exp()
+        return recursions.filtered(*self.log_factors(values), self.lengths).exp()
 
     def viterbi(self, values: Tensor) -> Tensor:
         """Most probable path of states, ``(*B, T)`` integers; padded steps hold 0."""
-        return recursions.viterbi(*self._chain(values), self.lengths)
+        return recursions.viterbi(*self.log_factors(values), self.lengths)
 
     def sample_states(self, values: Tensor, sample_shape: Any = ()) -> Tensor:
         """Draw paths given the values, ``(*S, *B, T)`` integers; padded steps hold 0."""
         shape = torch.Size(sample_shape)
-        drawn = recursions.sample_states(*self._chain(values), self.lengths, shape.numel())
+        drawn = recursions.sample_states(*self.log_factors(values), self.lengths, shape.numel())
         return drawn.reshape(shape + drawn.shape[1:])
 
     def forecast(self, values: Tensor, num_steps: int) -> Forecast:
@@ -432,7 +432,7 @@ class HMM(TorchDistribution):
         Raises:
             ValueError: If parameters have a dimension of steps that does not fit.
         """
-        return self._with(lengths=lengths, observed=observed, allowed=None)
+        return self.replace(lengths=lengths, observed=observed, allowed=None)
 
     def permute_states(self, order: Tensor) -> HMM:
         """The same law with its states in another order: state k is what ``order[k]`` was.
@@ -456,7 +456,7 @@ class HMM(TorchDistribution):
             emission: TorchDistribution = Categorical(logits=logits)
         else:
             emission = Tied(self.emission, order)
-        return self._with(
+        return self.replace(
             log_initial=self.log_initial[..., order],
             log_transition=self.log_transition[..., order, :][..., order],
             emission=emission,
@@ -465,10 +465,10 @@ class HMM(TorchDistribution):
 
     # The one method that joins parameters and data to the recursions
 
-    def _chain(self, values: Tensor, check: bool = True) -> tuple[Tensor, Tensor, Tensor]:
+    def log_factors(self, values: Tensor, check: bool = True) -> tuple[Tensor, Tensor, Tensor]:
         """What the recursions read: logs of initial, transition and likelihood."""
         given = values
-        values, mask = self._prepare(values)
+        values, mask = self.prepare_values(values)
         if self.emission_per_step:
             likelihood = log_prob_per_state(self.emission, values)
         else:
@@ -489,12 +489,12 @@ class HMM(TorchDistribution):
     def _check_labels(self, values: Tensor) -> None:
         """Raise if no path keeps to the labels, although some path has emitted the values."""
         with torch.no_grad():
-            chain = self._chain(values, check=False)
+            chain = self.log_factors(values, check=False)
             reached = recursions.filtered(*chain, self.lengths).isfinite().any(-1)
-            lost = (self._exists() & ~reached).any(-1)
+            lost = (self.exists & ~reached).any(-1)
             if not bool(lost.any()):
                 return
-            free = self._with(allowed=None)._chain(values, check=False)
+            free = self.replace(allowed=None).log_factors(values, check=False)
             possible = recursions.log_evidence(*free, self.lengths).isfinite()
             wrong = (lost & possible).nonzero()
             if len(wrong):
@@ -505,12 +505,13 @@ class HMM(TorchDistribution):
                     f"{_place([*where, step])}. Correct the label, or allow the move or the symbol."
                 )
 
-    def _exists(self) -> Tensor:
+    @property
+    def exists(self) -> Tensor:
         """Which steps exist, ``(*B, T)``."""
         clock = torch.arange(self.num_steps)
         return (clock < self.lengths.unsqueeze(-1)).to(self.log_initial.device)
 
-    def _prepare(self, values: Tensor) -> tuple[Tensor, Tensor | None]:
+    def prepare_values(self, values: Tensor) -> tuple[Tensor, Tensor | None]:
         """Check ``values``, and replace what is not observed by something in the support."""
         check_tensor("values", values)
         check_same_device({"values": values, "log_initial": self.log_initial})
@@ -524,7 +525,7 @@ class HMM(TorchDistribution):
         values = values.reshape((1,) * (len(batch) - len(own)) + values.shape)
         mask = None
         if self.observed is not None or bool((self.lengths < self.num_steps).any()):
-            mask = self._exists()
+            mask = self.exists
             if self.observed is not None:
                 mask = mask & self.observed
             # not the whole batch: restarts and particles see the same values

@@ -70,12 +70,12 @@ class Streams(TorchDistribution):
     @property
     def mean(self) -> Tensor:
         """Means of the parts, side by side; that of a symbol means nothing and is NaN."""
-        return self._join([part.mean for part in self.parts])
+        return self.join([part.mean for part in self.parts])
 
     @property
     def variance(self) -> Tensor:
         """Variances of the parts, side by side; that of a symbol is NaN."""
-        return self._join([part.variance for part in self.parts])
+        return self.join([part.variance for part in self.parts])
 
     def split(self, values: Tensor) -> list[Tensor]:
         """The observation of each part, from vectors ``(*, sum of widths)``."""
@@ -85,7 +85,8 @@ class Streams(TorchDistribution):
             for piece, part in zip(pieces, self.parts)
         ]
 
-    def _join(self, pieces: list[Tensor]) -> Tensor:
+    def join(self, pieces: list[Tensor]) -> Tensor:
+        """One tensor ``(*, D)`` of the values of all parts."""
         width = [
             piece if part.event_shape else piece.unsqueeze(-1)
             for piece, part in zip(pieces, self.parts)
@@ -110,7 +111,7 @@ class Streams(TorchDistribution):
     def sample(self, sample_shape: Any = ()) -> Tensor:
         """Draw vectors ``(*S, *B, sum of widths)``."""
         wide = [part.expand(self.batch_shape) for part in self.parts]  # drawn apart for each entry
-        return self._join([part.sample(torch.Size(sample_shape)) for part in wide])
+        return self.join([part.sample(torch.Size(sample_shape)) for part in wide])
 
 
 class _StreamsSupport(constraints.Constraint):

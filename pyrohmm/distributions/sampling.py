@@ -44,7 +44,7 @@ def sample_emission(emission: TorchDistribution, states: Tensor) -> Tensor:
     """Draw an observation ``(*B, T, *E)`` from each of ``states`` ``(*B, T)``."""
     if isinstance(emission, Streams):
         parts = (part.expand(emission.batch_shape) for part in emission.parts)
-        return emission._join([sample_emission(part, states) for part in parts])
+        return emission.join([sample_emission(part, states) for part in parts])
     first = states.movedim(-1, 0)
     if is_categorical(emission):
         return _Table(log_probs(emission)).draw(first).movedim(0, -1)

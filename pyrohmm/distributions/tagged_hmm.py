@@ -57,7 +57,8 @@ class WordAndTag(Streams):
         values = values if values.dtype.is_floating_point else values.to(self.parts[0].logits.dtype)
         return list(values.masked_fill(values < 0, torch.nan).unbind(-1))
 
-    def _join(self, pieces: list[Tensor]) -> Tensor:
+    def join(self, pieces: list[Tensor]) -> Tensor:
+        """Word and tag side by side, ``(*, 2)``."""
         return torch.stack(torch.broadcast_tensors(*pieces), -1)
 
     def expand(self, batch_shape: Any, _instance: Any = None) -> WordAndTag:
@@ -156,8 +157,9 @@ class TaggedHMM(BlockHMM):
         """Of all K states; computed when it is read."""
         return WordAndTag(self._symbols(), Categorical(logits=self.log_tags))
 
-    def _with(self, **changes: Any) -> HMM:
-        new = super()._with(**changes)
+    def replace(self, **changes: Any) -> HMM:
+        """A copy with some arguments changed."""
+        new = super().replace(**changes)
         return TaggedHMM(new, self.log_tags) if isinstance(new, BlockHMM) else new
 
     # Tags
@@ -220,11 +222,11 @@ class TaggedHMM(BlockHMM):
                 joint._unknown = best.values
                 states = joint.viterbi(values)
             else:
-                initial, transition, seen = self.dense()._chain(values)
+                initial, transition, seen = self.dense().log_factors(values)
                 seen = torch.where(tags.unsqueeze(-1) < 0, seen + best.values, seen)
                 states = recursions.viterbi(initial, transition, seen, self.lengths)
             found = torch.where(tags < 0, best.indices[states], tags)
-        return TagPath(states, found.masked_fill(~self._exists(), 0))
+        return TagPath(states, found.masked_fill(~self.exists, 0))
 
     def sample_tags(self, values: Tensor, sample_shape: Any = ()) -> Tensor:
         """Draw the tags given the words, ``(*S, *B, T)`` integers; padded steps hold 0."""
@@ -234,7 +236,7 @@ class TaggedHMM(BlockHMM):
             found = torch.where(
                 tags < 0, sample_emission(Categorical(logits=self.log_tags), states), tags
             )
-        return found.masked_fill(~self._exists(), 0)
+        return found.masked_fill(~self.exists, 0)
 
     # Joining parameters and data
 
@@ -242,7 +244,7 @@ class TaggedHMM(BlockHMM):
         """Words and tags ``(*B, T)``; 0 and -1 where a step is padded or missing."""
         check_integers("values", values)
         check_trailing("values", values, (self.num_steps, 2), "(T, 2)")
-        known = self._exists() if self.observed is None else self._exists() & self.observed
+        known = self.exists if self.observed is None else self.exists & self.observed
         words, tags = values.long().unbind(-1)
         words, tags = words.masked_fill(~known, 0), tags.masked_fill(~known, -1)
         low, high = int(tags.min()), int(tags.max())

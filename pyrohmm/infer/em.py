@@ -95,7 +95,7 @@ def expected_log_joint(hmm: HMM, expected: ExpectedCounts, values: Tensor) -> Te
         >>> em.expected_log_joint(hmm, hmm.expected_counts(values), values)  # 6 log 1/2
         tensor(-4.1589)
     """
-    parts = [_weigh(*each).sum() for each in zip(hmm._chain(values), expected[1:])]
+    parts = [_weigh(*each).sum() for each in zip(hmm.log_factors(values), expected[1:])]
     return torch.stack(parts).sum()
 
 
@@ -375,7 +375,9 @@ class _Problem:
             if not self.names:
                 return  # parameters without priors have values
             start = by_kmeans if self.emission_closed and not self.symbols else from_prior
-        build_once(self.module, self.data)._prepare(self.data.values)  # are they what is emitted?
+        build_once(self.module, self.data).prepare_values(
+            self.data.values
+        )  # are they what is emitted?
         given: Values | Tensor | ExpectedCounts
         if isinstance(start, dict):
             given = start
@@ -460,7 +462,7 @@ class _Problem:
             prior = prior + (further.squeeze(-1) if further.dim() > 1 else further)
         if self.restarts > 1:  # also what is the same in all of them is counted for each
             core = 3 if hmm.transition_per_step else 2
-            hmm = hmm._with(
+            hmm = hmm.replace(
                 log_initial=_wide(hmm.log_initial, 1, self.restarts),
                 log_transition=_wide(hmm.log_transition, core, self.restarts),
             )
@@ -610,7 +612,7 @@ class _Problem:
             with torch.no_grad():
                 self._maximise_closed(self.module.statistics(expected, self.restarts))
         self._maximise_by_gradient(
-            batch, lambda hmm: list(hmm._chain(batch.values))[kept], expected[1:][kept]
+            batch, lambda hmm: list(hmm.log_factors(batch.values))[kept], expected[1:][kept]
         )
 
     def _maximise_closed(self, statistics: Statistics) -> None:
@@ -780,7 +782,7 @@ def _wide(tensor: Tensor, core: int, restarts: int) -> Tensor:
 
 def _counts(hmm: HMM, data: Sequences, weights: Tensor) -> ExpectedCounts:
     """Expected counts if all moves ``hmm`` allows were alike, and ``weights`` the likelihoods."""
-    initial, transition, likelihood = hmm._chain(data.values, check=False)
+    initial, transition, likelihood = hmm.log_factors(data.values, check=False)
     likelihood = weights.reshape(likelihood.shape).log().to(likelihood)
     if hmm.allowed is not None:
         likelihood = likelihood.masked_fill(~hmm.allowed, -torch.inf)

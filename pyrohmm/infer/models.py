@@ -211,12 +211,12 @@ def markov_sample(name: str, hmm: HMM, obs: Tensor | None = None) -> Tensor:
     Returns:
         The observations ``(*B, T, *E)``.
     """
-    exists, event = hmm._exists(), hmm.emission.event_shape
+    exists, event = hmm.exists, hmm.emission.event_shape
     mask, given = exists, obs
     if obs is not None:
         if hmm.allowed is not None and hmm._validate_args:
             hmm._check_labels(obs)
-        obs, known = hmm._prepare(obs)
+        obs, known = hmm.prepare_values(obs)
         mask = exists if known is None else known
     padded = not bool(exists.all())
     stay = torch.eye(hmm.num_states).log().to(hmm.log_initial)

@@ -69,7 +69,7 @@ class _Large(HMMModule):
         # nothing is to be learnt: what was computed last still holds, if no number has changed
         now = [*self.parameters(), *self.buffers()]
         if self._last is not None and _are_same(self._last[0], now):
-            return self._last[1]._with(lengths=lengths, observed=observed)
+            return self._last[1].replace(lengths=lengths, observed=observed)
         hmm = self._build(None, self.blocks, lengths, observed)
         self._last = [each.clone() for each in now], hmm
         return hmm

@@ -574,7 +574,7 @@ def test_scores_of_the_best_paths_of_a_long_float32_sequence_are_those_of_the_pa
     hmm = single_hmm(4000)
     values = hmm.sample()
     paths, scores = queries.k_best(hmm, values, 3)
-    initial, transition, likelihood = (part.double() for part in hmm._chain(values))
+    initial, transition, likelihood = (part.double() for part in hmm.log_factors(values))
     for path, score in zip(paths, scores):
         moves = transition[0, path[:-1], path[1:]].sum()
         seen = likelihood.gather(-1, path.unsqueeze(-1)).sum()

@@ -392,7 +392,7 @@ def test_gaps_and_labels_are_answered_as_by_the_dense_hmm():
     torch.manual_seed(3)
     case = Case("two levels", [2, 3, 1], [5, 3])
     seen = torch.rand(2, 5) < 0.6
-    gappy = case.hmm._with(observed=seen)
+    gappy = case.hmm.replace(observed=seen)
     wanted = HMM(
         case.hmm.log_initial, case.hmm.log_transition, case.hmm.emission, case.lengths, seen
     )
@@ -443,7 +443,7 @@ def test_questions_are_answered_in_inference_mode(kind):
     with torch.no_grad():
         wanted = case.hmm.block_posterior(case.values)
     with torch.inference_mode():
-        hmm = case.hmm._with(lengths=case.hmm.lengths)
+        hmm = case.hmm.replace(lengths=case.hmm.lengths)
         for each, other in zip(hmm.block_posterior(case.values), wanted):
             torch.testing.assert_close(each, other)
 

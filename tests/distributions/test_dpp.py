@@ -337,7 +337,7 @@ def test_a_guide_that_begins_at_equal_rows_is_told_so():
 
 def test_transitions_per_step_are_refused():
     hmm = TabularHMM(2, categorical(2))(torch.tensor([3]))
-    many = hmm._with(log_transition=hmm.log_transition.expand(2, 2, 2), transition_per_step=True)
+    many = hmm.replace(log_transition=hmm.log_transition.expand(2, 2, 2), transition_per_step=True)
     with pytest.raises(ValueError, match="one for each step"):
         DiversityPrior(1.0)(many)
 

@@ -345,7 +345,7 @@ def test_em_of_symbols_needs_only_their_counts():
             steps = len(observed[0]) if observed is not None else int(lengths.max())
             logits = hmm.emission.logits.unsqueeze(-3).expand(steps, -1, -1)
             emission = torch.distributions.Categorical(logits=logits)
-            return hmm._with(
+            return hmm.replace(
                 emission=pyro.distributions.Categorical(logits=emission.logits),
                 emission_per_step=True,
             )

@@ -446,7 +446,7 @@ def test_windows_have_the_evidence_of_the_sequences_they_are_of(two_level):
             torch.testing.assert_close(evidence, dense.log_prob(window.values))
             assert torch.equal(hmm.viterbi(window.values), dense.viterbi(window.values))
             torch.testing.assert_close(hmm.filtered(window.values), dense.filtered(window.values))
-            same = hmm._with(observed=torch.ones_like(window.values, dtype=torch.bool))
+            same = hmm.replace(observed=torch.ones_like(window.values, dtype=torch.bool))
             torch.testing.assert_close(evidence, same.log_prob(window.values))
         found += evidence.sum().item()
     wanted = module(data.lengths).log_prob(data.values).sum().item()
