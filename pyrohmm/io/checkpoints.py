@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ..data.sequences import Sequences
-from .persistence import read_tensors, write_tensors
+from .files import read_tensors, write_tensors
 
 SECONDS = 10.0  # between two saves
 VERSION = 3  # of what fits save

@@ -23,7 +23,7 @@ from ..distributions.observation import log_probs
 
 
 def from_hmmlearn(model: Any, lengths: Sequence[int] | Tensor) -> HMM:
-    """The HMM that has the law of a fitted model of hmmlearn, in float64.
+    """The HMM with the parameters of a fitted model of hmmlearn, in float64.
 
     ``CategoricalHMM`` has symbols ``(N, T)``; ``GaussianHMM``, ``GMMHMM`` and ``PoissonHMM`` have
     vectors ``(N, T, D)``. Hard zeros stay exact.
@@ -52,10 +52,10 @@ def from_hmmlearn(model: Any, lengths: Sequence[int] | Tensor) -> HMM:
     """
     library = _library()
     emissions = {
-        library.CategoricalHMM: _categorical,
+        library.CategoricalHMM: lambda m: Categorical(logits=_tensor(m, "emissionprob_").log()),
         library.GaussianHMM: _gaussian,
         library.GMMHMM: _mixture,
-        library.PoissonHMM: _poisson,
+        library.PoissonHMM: lambda m: Poisson(_tensor(m, "lambdas_")).to_event(1),
     }
     build = emissions.get(type(model))
     if build is None:
@@ -74,14 +74,14 @@ def from_hmmlearn(model: Any, lengths: Sequence[int] | Tensor) -> HMM:
 
 
 def to_hmmlearn(hmm: HMM, **options: Any) -> Any:
-    """The model of hmmlearn that has the law of ``hmm``.
+    """The model of hmmlearn with the parameters of ``hmm``.
 
     The class follows from the emission: ``CategoricalHMM`` for symbols, ``PoissonHMM`` for counts,
     ``GaussianHMM`` for (vectors of) normal numbers, with covariances of type ``diag`` if they are
     independent and ``full`` if not, and ``GMMHMM`` for mixtures of either. Scalars become vectors
     of one component. Lengths are left out: hmmlearn takes them with the data.
 
-    Fitting the model goes on from these parameters.
+    A fit of the model starts from these parameters.
 
     Args:
         hmm: The HMM.
@@ -152,14 +152,6 @@ def _tensor(model: Any, name: str) -> Tensor:
             f"model has no {name}: it has not been fitted. Call its fit, or set its parameters."
         ) from None
     return torch.tensor(np.asarray(value), dtype=torch.float64)
-
-
-def _categorical(model: Any) -> TorchDistribution:
-    return Categorical(logits=_tensor(model, "emissionprob_").log())
-
-
-def _poisson(model: Any) -> TorchDistribution:
-    return Poisson(_tensor(model, "lambdas_")).to_event(1)
 
 
 def _gaussian(model: Any) -> TorchDistribution:

@@ -30,7 +30,7 @@ from ..data.process_group import ProcessGroup
 from ..data.readers import read_lines
 from ..infer.validation import Validation
 from ..io.checkpoints import Checkpoint
-from ..io.persistence import check_directory
+from ..io.files import check_directory
 from .model import END, UNKNOWN, LanguageModel, count_words, encode
 
 OF_TRAINING = ["save", "valid", "checkpoint", "states", "clusters", "mass-power", "dim", "dropout",

@@ -29,7 +29,7 @@ from ..distributions.block_hmm import BlockHMM
 from ..infer.fit import fit_map
 from ..infer.models import MarginalModel
 from ..infer.results import Fit
-from ..io.persistence import TENSORS, check_directory, read_directory, write_directory
+from ..io.files import TENSORS, check_directory, read_directory, write_directory
 from ..nn.base import in_mode
 from ..nn.neural import NeuralHMM
 from ..ops import blocks as state_blocks

@@ -19,7 +19,7 @@ from pyrohmm import (
     load_hmm,
     load_into,
 )
-from pyrohmm.io.persistence import read_tensors
+from pyrohmm.io.files import read_tensors
 from pyrohmm.nn.networks import CharCNN
 
 SAVED = Path(__file__).parent / "saved_0_4_0"

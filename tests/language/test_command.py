@@ -16,7 +16,7 @@ import torch
 from pyrohmm import HMM, LanguageModel, Sequences, block_hmm, blocks, metrics, save
 from pyrohmm.data.vocabulary import Vocabulary
 from pyrohmm.io import checkpoints as checkpoints
-from pyrohmm.io.persistence import read_tensors, write_directory
+from pyrohmm.io.files import read_tensors, write_directory
 from pyrohmm.language import command as train_lm
 from pyrohmm.language import model
 from pyrohmm.language.command import hold_out, main
