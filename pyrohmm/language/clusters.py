@@ -1,4 +1,4 @@
-r"""Clusters of words: Brown's, which keep what neighbours say about each other, and random ones.
+r"""Clusters of words: Brown's, of high mutual information between neighbours, and random ones.
 
 ``V`` words, ``C`` clusters, ``M`` distinct pairs that occur, ``N`` pairs in all. An assignment is
 ``(V,)`` integers, the cluster of each word; clusters are numbered from 0, and none is empty.
@@ -16,20 +16,20 @@ whether loops are compiled, changes no bit.
 
 from __future__ import annotations
 
-import itertools
-import os
-import re
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from .._checks import check_integers, check_shape, check_size
+from .._checks import check_integers, check_range, check_shape, check_size
+from ..data.pair_counts import count_pairs
+from ..data.sequences import Sequences
+from ..data.vocabulary import Vocabulary
 from ..ops import brown_merges
 from ..ops.pairs import Pairs
+from .text import END, check_ends
 
 
 class Clusters(NamedTuple):
@@ -59,17 +59,17 @@ class Clusters(NamedTuple):
 def brown(
     pairs: Pairs, num_clusters: int, num_sweeps: int = 20, progress: bool | None = None
 ) -> Clusters:
-    """Cluster words so that the clusters of neighbours say much about each other.
+    """Cluster words so that the mutual information of neighbouring clusters is large.
 
-    The words enter by falling count. The first C have clusters of their own; each further one is
+    Words are added by falling count. The first C have clusters of their own; each further one is
     added, and of all pairs of the C + 1 clusters those two are merged that lose least of the
-    average mutual information among the words so far. Then, in sweeps over all words, each moves
+    average mutual information among the words so far. Then, in sweeps over all words, each goes
     to the cluster where the information is largest, until none does; the only word of a cluster
     stays. Last, the clusters are merged to one in the same way, which makes the tree.
 
     Clusters rank by their most frequent word, and of equally frequent words that with the smaller
     number is first. Of several merges that lose the same, that whose first cluster ranks highest is
-    made, and of those the one whose second does; of several moves that gain the same, that to the
+    made, and of those the one whose second does; of several exchanges of equal gain, that to the
     cluster which ranked highest before the sweeps. In the tree, 0 is the branch of the higher rank.
     Words that are in no pair go to the cluster whose words occur least.
 
@@ -95,7 +95,7 @@ def brown(
 
     Example:
         >>> words = Sequences.from_list([[0, 2, 1, 3], [0, 3, 1, 2], [1, 2, 0, 2], [1, 3, 0, 3]])
-        >>> found = clusters.brown(cooccurrence.count_pairs(words, 5), 2)
+        >>> found = brown(cooccurrence.count_pairs(words, 5), 2)
         >>> found.assignment, found.paths  # word 4 is in no pair
         (tensor([0, 0, 1, 1, 0]), ('0', '1'))
     """
@@ -137,7 +137,7 @@ def brown(
 
 
 def average_mutual_information(pairs: Pairs, assignment: Tensor) -> float:
-    """What the cluster of a word says about that of the next, in nats a pair.
+    """Mutual information of the clusters of two adjacent words, in nats a pair.
 
     Args:
         pairs: Counts of adjacent words.
@@ -223,15 +223,62 @@ def with_own(assignment: Tensor, words: Tensor | Sequence[int]) -> Tensor:
             f"words must have shape (n,), with at least one word; got shape {tuple(words.shape)}."
         )
     check_integers("words", words)
-    low, high = (int(end) for end in torch.aminmax(words))
-    if low < 0 or high >= len(assignment):
-        raise ValueError(
-            f"words must lie between 0 and V - 1 = {len(assignment) - 1}; got values from {low} to "
-            f"{high}."
-        )
+    check_range("words", words, len(assignment), "V - 1")
     changed = assignment.long().clone()
     changed[words.long()] = changed.max() + 1
     return changed.unique(return_inverse=True)[1]
+
+
+def find_clusters(
+    data: Sequences, vocabulary: Vocabulary, num_clusters: int, progress: bool | None = None
+) -> Tensor:
+    """Brown clusters of words, the last of which is ``<eos>`` alone: ``(V,)`` long.
+
+    They are C - 1 clusters by :func:`brown`, out of which ``<eos>`` is taken.
+    Where it has been alone, one would be missing; they are C clusters then, and if it is not alone
+    among these, the two of them that are deepest in the tree are joined.
+
+    Args:
+        data: Sentences that end in ``<eos>``, as :func:`encode` makes them.
+        vocabulary: The V words.
+        num_clusters: C, at least 2. Where fewer words than that occur, ``<eos>`` among them, there
+            are fewer clusters.
+        progress: Whether to show a progress bar on stderr; by default if that is a terminal.
+
+    Raises:
+        TypeError: If ``data`` are not :class:`Sequences` of integers.
+        ValueError: If a sentence does not end in ``<eos>``, or has it earlier; no sentence has a
+            word; or there are fewer than two clusters.
+
+    Example:
+        >>> vocabulary = language.count_words(lines := ["a cat", "a dog", "the cat"])
+        >>> data = language.encode(lines, vocabulary)
+        >>> found = find_clusters(data, vocabulary, 3)
+        >>> dict(zip(vocabulary, found.tolist()))  # <unk> does not occur
+        {'<unk>': 1, '<eos>': 2, 'a': 0, 'cat': 1, 'dog': 1, 'the': 0}
+    """
+    check_size("num_clusters", num_clusters)
+    if num_clusters < 2:
+        raise ValueError(
+            f"num_clusters must be at least 2, one of them for {END}; got {num_clusters}."
+        )
+    check_ends("data", vocabulary, data)
+    if data.num_steps < 2:
+        raise ValueError("data must have a word in some sentence; all sentences are empty.")
+    pairs = count_pairs(data, len(vocabulary))
+    present = len(torch.cat([pairs.first, pairs.second]).unique())
+    end = vocabulary.encode([END])
+    found = brown(pairs, min(num_clusters - 1, present), progress=progress)
+    if num_clusters <= present and _is_alone(end, found.assignment):
+        found = brown(pairs, num_clusters, progress=progress)
+        if not _is_alone(end, found.assignment):
+            deepest = max(range(num_clusters), key=lambda n: len(found.paths[n]))
+            found.assignment[found.assignment == deepest + 1] = deepest  # its sister comes next
+    return with_own(found.assignment, end)
+
+
+def _is_alone(word: Tensor, assignment: Tensor) -> bool:
+    return int((assignment == assignment[word]).sum()) == 1
 
 
 def allocate(
@@ -314,115 +361,6 @@ def _check_assignment(assignment: Tensor) -> None:
             f"{tuple(assignment.shape)}"
             + (f", least value {int(assignment.min())}." if assignment.numel() else ".")
         )
-
-
-# Files -------------------------------------------------------------------------------------------
-
-
-def write_paths(
-    path: str | os.PathLike[str], clusters: Clusters, vocabulary: Sequence[str]
-) -> None:
-    """Write a line for each word: the path of its cluster, the word, and its count, by tabs.
-
-    This is the form of Liang's ``wcluster`` and of what reads its output. Lines are sorted by path,
-    then by falling count.
-
-    Args:
-        path: The file, which is replaced.
-        clusters: What to write.
-        vocabulary: The V words, such as a :class:`pyrohmm.readers.Vocabulary`.
-
-    Raises:
-        ValueError: If there are not V words, or one of them has a tab or the end of a line in it.
-    """
-    if len(vocabulary) != len(clusters.assignment):
-        raise ValueError(
-            f"vocabulary must have V = {len(clusters.assignment)} words, as the clusters have; got "
-            f"{len(vocabulary)}."
-        )
-    for word in vocabulary:
-        if any(mark in word for mark in "\t\n\r"):
-            raise ValueError(
-                f"vocabulary must not have tabs or ends of lines in its words; got {word!r}."
-            )
-    assignment, counts = (part.cpu().numpy() for part in (clusters.assignment, clusters.counts))
-    lines = [
-        f"{clusters.paths[assignment[word]]}\t{vocabulary[word]}\t{counts[word]}\n"
-        for word in np.lexsort((-counts, assignment))
-    ]
-    Path(path).write_bytes("".join(lines).encode())
-
-
-def read_paths(
-    path: str | os.PathLike[str], vocabulary: Sequence[str], unlisted: int | None = None
-) -> Clusters:
-    """Read clusters as :func:`write_paths` or Liang's ``wcluster`` writes them.
-
-    Words that are not in the vocabulary are passed over, and so are clusters of which no word is.
-
-    Args:
-        path: The file.
-        vocabulary: The V words to be clustered, such as a :class:`pyrohmm.readers.Vocabulary`.
-        unlisted: Which cluster takes words that the file does not list: its place among the sorted
-            paths, from the end if negative. (They may be given another by :func:`with_own`.)
-
-    Raises:
-        ValueError: If a line is malformed, a word is listed twice, a path leads on from another, no
-            word is in the vocabulary, or some are not listed and ``unlisted`` does not say where
-            they go; or if the vocabulary has a word twice.
-
-    Example:
-        >>> path = getfixture("tmp_path") / "paths"
-        >>> _ = path.write_text("0" + chr(9) + "the" + chr(9) + "7" + chr(10)
-        ...                     + "10" + chr(9) + "cat" + chr(9) + "2" + chr(10))
-        >>> clusters.read_paths(path, ["the", "cat", "<eos>"], unlisted=-1)
-        Clusters(assignment=tensor([0, 1, 1]), paths=('0', '10'), counts=tensor([7, 2, 0]))
-    """
-    codes = {word: code for code, word in enumerate(vocabulary)}
-    if len(codes) < len(vocabulary):
-        raise ValueError("vocabulary must hold distinct words; one of them occurs twice.")
-    listed: dict[str, tuple[str, int]] = {}
-    try:
-        lines = Path(path).read_bytes().decode().split("\n")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} must be UTF-8; {error}.") from None
-    for number, line in enumerate(lines if lines[-1] else lines[:-1], 1):
-        bits, *fields = line.rstrip("\r").split("\t")
-        if len(fields) != 2 or bits.strip("01") or not re.fullmatch("[0-9]+", fields[1]):
-            raise ValueError(
-                f"{path}, line {number}: wanted a path of 0 and 1, a word and its count, with tabs "
-                f"between; got {line[:60]!r}."
-            )
-        if fields[0] in listed:
-            raise ValueError(f"{path}, line {number}: the word {fields[0]!r} is listed twice.")
-        listed[fields[0]] = bits, int(fields[1])
-    paths = sorted({bits for bits, _ in listed.values()})
-    for short, long in itertools.pairwise(paths):
-        if long.startswith(short):
-            raise ValueError(f"{path}: the path {long} leads on from {short}, which is a cluster.")
-    number_of = {bits: number for number, bits in enumerate(paths)}
-    missing = [word for word in vocabulary if word not in listed]
-    if len(missing) == len(vocabulary):
-        raise ValueError(f"{path} lists none of the {len(vocabulary)} words of the vocabulary.")
-    if unlisted is not None and not -len(paths) <= unlisted < len(paths):
-        raise ValueError(
-            f"unlisted must be the place of one of the {len(paths)} clusters of {path}; got "
-            f"{unlisted}."
-        )
-    if missing and unlisted is None:
-        raise ValueError(
-            f"{path} does not list {len(missing)} of the {len(vocabulary)} words of the "
-            f"vocabulary, such as {missing[0]!r}. Say which cluster takes them by unlisted."
-        )
-    other = range(len(paths))[unlisted or 0]
-    assignment = torch.full((len(codes),), other)
-    counts = torch.zeros(len(codes), dtype=torch.long)
-    for word, code in codes.items():
-        if word in listed:
-            bits, count = listed[word]
-            assignment[code], counts[code] = number_of[bits], count
-    used, assignment = assignment.unique(return_inverse=True)
-    return Clusters(assignment, tuple(paths[number] for number in used), counts)
 
 
 def _columns(pairs: Pairs) -> tuple[np.ndarray, ...]:

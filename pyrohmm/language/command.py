@@ -1,9 +1,9 @@
-"""The command ``python -m pyrohmm.train_lm``: train a language model on text files, and use it.
+"""The command ``python -m pyrohmm.language``: train a language model on text files, and use it.
 
 ::
 
-    python -m pyrohmm.train_lm train.txt --valid valid.txt --save model --score test.txt
-    python -m pyrohmm.train_lm --load model --score test.txt --generate 5
+    python -m pyrohmm.language train.txt --valid valid.txt --save model --score test.txt
+    python -m pyrohmm.language --load model --score test.txt --generate 5
 
 Files have one sentence a line, its words separated by white space; they may be gzipped. Each
 sentence ends in ``<eos>``, which is predicted and counted. In several processes it is the same
@@ -31,7 +31,8 @@ from ..data.readers import read_lines
 from ..infer.validation import Validation
 from ..io.checkpoints import Checkpoint
 from ..io.files import check_directory
-from .model import END, UNKNOWN, LanguageModel, count_words, encode
+from .model import LanguageModel
+from .text import END, UNKNOWN, count_words, encode
 
 OF_TRAINING = ["save", "valid", "checkpoint", "states", "clusters", "mass-power", "dim", "dropout",
                "one-level", "min-count", "max-words", "epochs", "tokens", "rate", "decay", "clip",
@@ -244,7 +245,7 @@ def _at_least(least: int) -> Callable[[str], float]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        "python -m pyrohmm.train_lm",
+        "python -m pyrohmm.language",
         description="Train a hidden Markov language model on text files, score text, or write "
         f"some. Files have one sentence a line, words separated by blanks; {END} is added to "
         "each, predicted and counted.",
@@ -273,7 +274,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--dropout", default=0.5, help="share of states left out at each step; 0 takes "
         "longer, and predicts better where a large text is read few times",
         type=_number(float, "at least 0 and below 1", lambda value: 0 <= value < 1))  # fmt: skip
-    add("--one-level", action="store_true", help="moves need a sum over all states: slower")
+    add("--one-level", action="store_true", help="transitions need a sum over all states: slower")
     add("--min-count", type=count, default=1, help=f"rarer words become {UNKNOWN}")
     add("--max-words", type=_at_least(3), help="largest vocabulary; the rarest words give way")
     add = parser.add_argument_group("training").add_argument
@@ -291,7 +292,3 @@ def _parser() -> argparse.ArgumentParser:
         )  # fmt: skip
     add("--device", type=_device, default="cuda" if torch.cuda.is_available() else "cpu")
     return parser
-
-
-if __name__ == "__main__":
-    main()

@@ -1,4 +1,4 @@
-"""Laws of what makes a language model out of text: its clusters, and what it refuses."""
+"""How a language model is made of text: its clusters, its schedule, and what it refuses."""
 
 import pyro
 import pytest
@@ -8,7 +8,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from pyrohmm import LanguageModel, Sequences, blocks, clusters, cooccurrence
 from pyrohmm.data.batches import Batches
 from pyrohmm.data.vocabulary import Vocabulary, word_classes
-from pyrohmm.language.model import count_words, encode, find_clusters
+from pyrohmm.language.clusters import find_clusters
+from pyrohmm.language.text import count_words, encode
 
 GRAMMAR = [["the", "a", "this"], ["cat", "dog", "owl"], ["sees", "hears", "likes"],
            ["my", "your", "our"], ["house", "tree", "boat"]]  # fmt: skip
@@ -176,7 +177,7 @@ def test_codes_of_no_word_are_refused():
     model, data = model_of(text(30))
     values = data.values.clone()
     values[2, 0] = len(model.vocabulary)
-    with pytest.raises(ValueError, match=r"data must hold codes of words, from 0 to V - 1 = "):
+    with pytest.raises(ValueError, match=r"codes of words in data must lie between 0 and V - 1 = "):
         model.fit(Sequences(values, data.lengths))
 
 
