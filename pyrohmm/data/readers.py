@@ -17,7 +17,7 @@ import itertools
 import os
 import re
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -122,9 +122,7 @@ def read_sentences(
     Raises:
         ValueError: If there is no sentence, or a token is not in ``vocabulary``.
     """
-    end = [] if eos is None else [eos]
-    rows = (Entry(number, line.split() + end) for number, line in _lines(path))
-    return corpus_of(path, [r for r in rows if r.symbols], vocabulary)
+    return corpus_of(path, list(_sentences(path, eos)), vocabulary)
 
 
 class SentenceStream:
@@ -163,20 +161,13 @@ class SentenceStream:
         part_size: int = 10_000,
     ) -> None:
         check_size("part_size", part_size)
-        self.path, self.part_size, self._end = path, part_size, [] if eos is None else [eos]
-        if next(self._entries(), None) is None:
+        self.path, self.part_size, self.eos = path, part_size, eos
+        if next(_sentences(path, eos), None) is None:
             raise _malformed(path, 1, "at least one sentence", "a file without any")
-        if not isinstance(vocabulary, Vocabulary):
-            count = vocabulary or Vocabulary.from_counts
-            vocabulary = count(symbol for entry in self._entries() for symbol in entry.symbols)
-        self.vocabulary = vocabulary
-
-    def _entries(self) -> Iterator[Entry]:
-        entries = (Entry(number, line.split() + self._end) for number, line in _lines(self.path))
-        return (entry for entry in entries if entry.symbols)
+        self.vocabulary = _made(vocabulary, _sentences(path, eos))
 
     def __iter__(self) -> Iterator[Sequences]:
-        entries = self._entries()
+        entries = _sentences(self.path, self.eos)
         while rows := list(itertools.islice(entries, self.part_size)):
             yield corpus_of(self.path, rows, self.vocabulary).data
 
@@ -197,8 +188,7 @@ def read_characters(text: str, alphabet: str = LETTERS + " ", chunk: int = 100) 
         >>> corpus.vocabulary.decode(corpus.data.values[0]), corpus.data.lengths
         (['t', 'w', 'o', ' ', 'd'], tensor([5, 4]))
     """
-    if chunk < 1:
-        raise ValueError(f"chunk must be at least 1; got {chunk}.")
+    check_size("chunk", chunk)
     vocabulary = Vocabulary(alphabet)
     codes = vocabulary.encode(plain(text, alphabet))
     if not len(codes):
@@ -482,6 +472,20 @@ def _lines(path: FilePath) -> Iterator[tuple[int, str]]:
         raise _malformed(path, max(number, 1), "UTF-8, whole if gzipped", str(error)) from error
 
 
+def _sentences(path: FilePath, eos: str | None) -> Iterator[Entry]:
+    """The tokens of each line, with ``eos`` if there is one; if not, without blank lines."""
+    end = [] if eos is None else [eos]
+    entries = (Entry(number, line.split() + end) for number, line in _lines(path))
+    return (entry for entry in entries if entry.symbols)
+
+
+def _made(vocabulary: Vocabulary | Counting | None, rows: Iterable[Entry]) -> Vocabulary:
+    """The vocabulary, or that which is made of the symbols of ``rows``."""
+    if isinstance(vocabulary, Vocabulary):
+        return vocabulary
+    return (vocabulary or Vocabulary.from_counts)(s for row in rows for s in row.symbols)
+
+
 def _blocks(path: FilePath) -> Iterator[list[tuple[int, str]]]:
     """The numbered lines between blank ones, block by block."""
     for filled, block in itertools.groupby(_lines(path), lambda line: bool(line[1].strip())):
@@ -504,9 +508,7 @@ def corpus_of(
     """Encode what was read, with vocabularies made here where they are not given."""
     if not rows:
         raise _malformed(path, 1, "at least one sequence", "a file without any")
-    if not isinstance(vocabulary, Vocabulary):
-        count = vocabulary or Vocabulary.from_counts
-        vocabulary = count(symbol for row in rows for symbol in row.symbols)
+    vocabulary = _made(vocabulary, rows)
     marks = [tag for row in rows for tag in row.tags if tag is not None]
     if tags is None and marks:
         tags = Vocabulary.from_counts(marks)

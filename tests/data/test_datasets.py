@@ -1,4 +1,4 @@
-"""Laws of the readers, of the downloads and of the data made here.
+"""Vocabularies, readers, downloads, and the data made here.
 
 Counts of real files are checked where ``$PYROHMM_DATA`` holds them.
 """
@@ -742,10 +742,10 @@ def test_the_diverse_toy_has_the_moments_of_its_law():
 
 
 def test_states_of_the_diverse_toy_are_about_equally_frequent():
-    law, expected = np.array(datasets.DIVERSE_INITIAL), np.zeros(5)
+    marginal, expected = np.array(datasets.DIVERSE_INITIAL), np.zeros(5)
     for _ in range(6):
-        expected += law / 6
-        law = law @ np.array(datasets.DIVERSE_TRANSITION)
+        expected += marginal / 6
+        marginal = marginal @ np.array(datasets.DIVERSE_TRANSITION)
     np.testing.assert_allclose(expected, 0.2, atol=0.0125)
 
 
@@ -786,7 +786,7 @@ def test_a_dirichlet_toy_that_cannot_be_is_refused():
         datasets.casino(1, 0)
 
 
-def test_states_hardly_ever_left_do_not_spoil_the_stationary_law():
+def test_states_hardly_ever_left_do_not_spoil_the_stationary_distribution():
     """By detailed balance it is (3, 1) / 4, however slow; 1 - A would be mostly rounding."""
     slow = torch.tensor([[1 - 1e-15, 1e-15], [3e-15, 1 - 3e-15]], dtype=torch.float64)
     expected = torch.tensor([0.75, 0.25], dtype=torch.float64)
