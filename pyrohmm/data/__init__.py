@@ -10,6 +10,7 @@ Its modules; each imports only those above it:
 ``pair_counts``    pairs of symbols counted; numbers put into bins
 ``tags``           words and tags joined as one observation
 ``vocabulary``     ``Vocabulary``: symbols and their codes
+``corpus``         ``Corpus``: sequences with the names of their symbols and tags
 ``readers``        files of text, treebanks, proteins, letters
 ``simulated``      data simulated from known parameters
 ``datasets``       public files with checksums, and embedded text

@@ -22,7 +22,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from .readers import BROKEN, Corpus, Entry, corpus_of, plain, read_characters
+from .corpus import Corpus, Entry, corpus_of
+from .readers import BROKEN, plain, read_characters
 from .simulated import DIVERSE_INITIAL as DIVERSE_INITIAL
 from .simulated import DIVERSE_MEANS as DIVERSE_MEANS
 from .simulated import DIVERSE_TRANSITION as DIVERSE_TRANSITION

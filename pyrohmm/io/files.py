@@ -23,7 +23,8 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-FilePath = str | os.PathLike[str]
+from ..data.corpus import FilePath
+
 FORMAT = "pyrohmm"
 VERSION = 1  # what is written, and the newest that can be read
 TENSORS = "tensors.safetensors"

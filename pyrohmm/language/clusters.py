@@ -168,9 +168,9 @@ def average_mutual_information(pairs: Pairs, assignment: Tensor) -> float:
 def uniform(
     num_symbols: int, num_clusters: int, generator: torch.Generator | None = None
 ) -> Tensor:
-    """Put each word into a cluster drawn uniformly, ``(V,)`` long.
+    """Assign each word to a cluster uniformly at random, ``(V,)`` long.
 
-    Should some of the clusters be empty then, as many words of others are drawn and put into them.
+    Where some clusters are empty then, as many random words of others are put into them.
 
     Args:
         num_symbols: V.
@@ -191,17 +191,17 @@ def uniform(
             f"num_clusters must be at most the number of symbols, {num_symbols}; got "
             f"{num_clusters}."
         )
-    drawn = torch.randint(num_clusters, (num_symbols,), generator=generator)
+    assignment = torch.randint(num_clusters, (num_symbols,), generator=generator)
     order = torch.randperm(num_symbols, generator=generator)
-    found, kept = np.unique(drawn[order].numpy(), return_index=True)  # a word that each one keeps
+    used, kept = np.unique(assignment[order].numpy(), return_index=True)  # each keeps one word
     spare = np.delete(order.numpy(), kept)
-    empty = np.setdiff1d(np.arange(num_clusters), found)
-    drawn[torch.from_numpy(spare[: len(empty)])] = torch.from_numpy(empty)
-    return drawn
+    empty = np.setdiff1d(np.arange(num_clusters), used)
+    assignment[torch.from_numpy(spare[: len(empty)])] = torch.from_numpy(empty)
+    return assignment
 
 
-def with_own(assignment: Tensor, words: Tensor | Sequence[int]) -> Tensor:
-    """Take words out of their clusters and give them one of their own, the last.
+def isolate(assignment: Tensor, words: Tensor | Sequence[int]) -> Tensor:
+    """Put words into a separate cluster, the last.
 
     Clusters that are empty then are dropped, and the others keep their order.
 
@@ -213,7 +213,7 @@ def with_own(assignment: Tensor, words: Tensor | Sequence[int]) -> Tensor:
         ``(V,)`` long.
 
     Example:
-        >>> clusters.with_own(torch.tensor([0, 0, 1, 2, 2]), [0, 2])
+        >>> clusters.isolate(torch.tensor([0, 0, 1, 2, 2]), [0, 2])
         tensor([2, 0, 2, 1, 1])
     """
     _check_assignment(assignment)
@@ -268,13 +268,13 @@ def find_clusters(
     pairs = count_pairs(data, len(vocabulary))
     present = len(torch.cat([pairs.first, pairs.second]).unique())
     end = vocabulary.encode([END])
-    found = brown(pairs, min(num_clusters - 1, present), progress=progress)
-    if num_clusters <= present and _is_alone(end, found.assignment):
-        found = brown(pairs, num_clusters, progress=progress)
-        if not _is_alone(end, found.assignment):
-            deepest = max(range(num_clusters), key=lambda n: len(found.paths[n]))
-            found.assignment[found.assignment == deepest + 1] = deepest  # its sister comes next
-    return with_own(found.assignment, end)
+    assignment = brown(pairs, min(num_clusters - 1, present), progress=progress).assignment
+    if num_clusters <= present and _is_alone(end, assignment):
+        assignment, paths, _ = brown(pairs, num_clusters, progress=progress)
+        if not _is_alone(end, assignment):
+            deepest = max(range(num_clusters), key=lambda n: len(paths[n]))
+            assignment[assignment == deepest + 1] = deepest  # its sister comes next
+    return isolate(assignment, end)
 
 
 def _is_alone(word: Tensor, assignment: Tensor) -> bool:

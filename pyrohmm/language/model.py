@@ -1,4 +1,4 @@
-r"""``LanguageModel``: sentences in, their probabilities and new sentences out.
+"""``LanguageModel``: probabilities of sentences, and new sentences.
 
 A vocabulary, Brown clusters of its words and a :class:`pyrohmm.NeuralHMM` whose blocks of states
 belong to the clusters, with one way to fit, evaluate, sample and keep them. Every sentence ends in
@@ -36,20 +36,20 @@ from .text import END, check_ends, split_words
 
 AT_ONCE = 256  # sentences that are sampled as one batch
 STEPS = 8192  # that are evaluated at once
-CLASSES = {"function": "word_classes"}  # what stands for the unknown, in a file
+CLASSES = {"function": "word_classes"}  # the function for unknown words, in a file
 
 
 class LanguageModel:
     """Sentences of words, each the path of a neural HMM until it emits ``<eos>``.
 
     :meth:`from_data` finds clusters and builds a model from them, :meth:`load` reads one. The
-    module is on the CPU; ``model.module.to("cuda")`` moves it, and everything follows.
+    module is on the CPU; after ``model.module.to("cuda")`` everything is computed there.
 
     Args:
         vocabulary: The V words, ``<eos>`` among them.
         blocks: Which states may emit which word; disjoint.
         hidden_dim: D, of embeddings.
-        two_level: Whether a move draws the block first; see :class:`pyrohmm.NeuralHMM`.
+        two_level: Whether a transition chooses the block first; see :class:`pyrohmm.NeuralHMM`.
         dropout: Share of the states of each block that is left out at each training step. It saves
             time, and small texts are not learnt by heart so soon. Of a large text, in a few rounds,
             more is learnt without (``figures/language_models.json``, "no dropout").
@@ -121,12 +121,12 @@ class LanguageModel:
         two_level: bool = True,
         dropout: float = 0.5,
     ) -> LanguageModel:
-        """A model that knows nothing yet, whose blocks belong to Brown clusters of the words.
+        """An untrained model whose blocks belong to Brown clusters of the words.
 
         Args:
             vocabulary: The V words.
-            data: Sentences that end in ``<eos>``, as :func:`encode` makes them; only clusters and
-                their sizes are found from them.
+            data: Sentences that end in ``<eos>``, as :func:`encode` makes them; they determine
+                clusters and their sizes only.
             num_states: K, divided among the clusters.
             num_clusters: C, as for :func:`find_clusters`.
             hidden_dim: As for the class.
@@ -187,7 +187,7 @@ class LanguageModel:
         Args:
             data: Sentences to learn from, as :func:`encode` makes them.
             validation: Held-out sentences, evaluated after every round and after the last step.
-            num_epochs: How many rounds to take, about.
+            num_epochs: Number of rounds, about.
             batch_tokens: Largest number of tokens in a minibatch, padding included.
             learning_rate: The largest.
             weight_decay: Of AdamW.
@@ -202,15 +202,15 @@ class LanguageModel:
         """
         check_size("num_epochs", num_epochs)
         check_size("batch_tokens", batch_tokens)
-        own = sorted({"num_steps", "tolerance", "optimizer", "schedule"} & set(options))
-        if own:
+        chosen = sorted({"num_steps", "tolerance", "optimizer", "schedule"} & set(options))
+        if chosen:
             raise TypeError(
-                f"fit chooses {', '.join(own)} itself. For another, call fit_map with "
+                f"fit chooses {', '.join(chosen)} itself. For another, call fit_map with "
                 "MarginalModel(model.module)."
             )
-        for name, each in (("data", data), ("validation", validation)):
-            if each is not None:
-                check_ends(name, self.vocabulary, each)
+        check_ends("data", self.vocabulary, data)
+        if validation is not None:
+            check_ends("validation", self.vocabulary, validation)
         num_steps = num_epochs * batches_in_round(data.lengths, batch_tokens)
         return fit_map(
             MarginalModel(self.module),
@@ -227,14 +227,14 @@ class LanguageModel:
             **options,
         )
 
-    # What it says of sentences
+    # Evaluation and sampling
 
     def encode(self, lines: Iterable[str]) -> Sequences:
         """Codes of sentences, each with ``<eos>`` at its end: :func:`encode`."""
         return text.encode(lines, self.vocabulary)
 
     def num_unknown(self, lines: Iterable[str]) -> int:
-        """How many words of some lines are not in the vocabulary, each as often as it occurs."""
+        """Number of words of some lines that are not in the vocabulary, counting repetitions."""
         rows = split_words("lines", lines)
         return sum(word not in self.vocabulary for words in rows for word in words)
 
@@ -260,24 +260,17 @@ class LanguageModel:
         return scores
 
     def perplexity(self, sentences: Iterable[str] | Sequences) -> Perplexity:
-        """Perplexity per token, ``<eos>`` included.
-
-        Args:
-            sentences: Lines, or what :meth:`encode` makes of them.
-
-        Raises:
-            TypeError, ValueError: As :meth:`score`.
-        """
+        """Perplexity per token, ``<eos>`` included, of what :meth:`score` takes."""
         data = self._coded(sentences)
         return Perplexity.of(self.score(data).sum().item(), data.num_observed)
 
     def generate(
         self, count: int, generator: torch.Generator | None = None, max_words: int = 100
     ) -> list[str]:
-        """Draw sentences, without their ``<eos>``: state by state and word by word, exactly.
+        """Ancestral samples of sentences, without their ``<eos>``.
 
         Args:
-            count: How many.
+            count: Number of sentences.
             generator: Source of randomness on the CPU; torch's global one by default.
             max_words: Sentences that have not ended after so many words are cut off.
         """
@@ -285,8 +278,9 @@ class LanguageModel:
         check_size("max_words", max_words)
         with torch.no_grad(), in_mode(False, self.module):
             hmm: Any = self.module(torch.tensor([1]))
+            end = int(self.vocabulary.encode([END]))
             parts = [
-                sample_sentences(hmm, min(AT_ONCE, count - first), max_words, self._end, generator)
+                sample_sentences(hmm, min(AT_ONCE, count - first), max_words, end, generator)
                 for first in range(0, count, AT_ONCE)
             ]
         return [" ".join(self.vocabulary.decode(codes)) for part in parts for codes in part]
@@ -296,33 +290,16 @@ class LanguageModel:
             return sentences
         return text.encode(sentences, self.vocabulary, "sentences")
 
-    @property
-    def _end(self) -> int:
-        return int(self.vocabulary.encode([END]))
-
-    # Keeping it
+    # Saving and loading
 
     def save(self, directory: FilePath) -> None:
-        """Save everything to a directory, in place of what was saved there before.
-
-        Its two files are those of :func:`pyrohmm.save`: tensors, and plain data for people to read.
-
-        Args:
-            directory: A directory that does not exist, is empty, or holds what was saved before.
-                The one above it must exist.
-
-        Raises:
-            ValueError: If the directory holds something else.
-            OSError: If the files cannot be written.
-        """
+        """Save vocabulary, blocks and parameters to a directory, as :func:`pyrohmm.save` does."""
         check_directory(directory)
-        tensors = {f"module.{name}": each for name, each in self.module.state_dict().items()}
+        tensors = {f"module.{name}": tensor for name, tensor in self.module.state_dict().items()}
         tensors |= {"symbol_block": self.blocks.symbol_block, "block_sizes": self.blocks.sizes}
         unknown = self.vocabulary.unknown
-        words = {
-            "words": list(self.vocabulary),
-            "unknown": CLASSES if unknown is word_classes else unknown,
-        }
+        saved_unknown = CLASSES if unknown is word_classes else unknown
+        words = {"words": list(self.vocabulary), "unknown": saved_unknown}
         write_directory(directory, tensors, {"kind": "language model", **words, **self._options})
 
     @classmethod
@@ -330,8 +307,7 @@ class LanguageModel:
         """The model that was saved to ``directory``, on the CPU, every bit as it was.
 
         Raises:
-            FileNotFoundError: If nothing was saved there.
-            ValueError: If the files are damaged, hold something else, or come from a newer version.
+            FileNotFoundError, ValueError: As :func:`pyrohmm.load_hmm`.
         """
         tensors, meta = read_directory(directory, "language model")
         try:
@@ -340,8 +316,8 @@ class LanguageModel:
             blocks = state_blocks.from_clusters(
                 tensors.pop("symbol_block"), tensors.pop("block_sizes")
             )
-            state = {name.removeprefix("module."): each for name, each in tensors.items()}
-            with torch.random.fork_rng(devices=[]):  # what it begins with is replaced
+            state = {name.removeprefix("module."): tensor for name, tensor in tensors.items()}
+            with torch.random.fork_rng(devices=[]):  # its first parameters are replaced
                 model = cls(
                     vocabulary, blocks, meta["hidden_dim"],
                     two_level=meta["two_level"], dropout=meta["dropout"],

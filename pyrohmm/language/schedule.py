@@ -24,6 +24,6 @@ class WarmupCosine:
         self.num_steps = num_steps
 
     def __call__(self, step: int) -> float:
-        """That of a ``step``, from 0."""
+        """The share at a ``step``, from 0."""
         rise = (step + 1) / max(1.0, WARM * self.num_steps)
         return min(1.0, rise) * (1.0 + math.cos(math.pi * min(1.0, step / self.num_steps))) / 2.0

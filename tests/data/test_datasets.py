@@ -702,7 +702,7 @@ def test_the_casino_is_stationary_from_its_first_roll():
     torch.testing.assert_close(emission.sum(-1), torch.ones(2))
 
 
-def test_frequencies_at_the_casino_are_those_of_its_law():
+def test_frequencies_at_the_casino_are_those_of_its_parameters():
     """Tolerances are four standard deviations of 100,000 rolls, dice lasting 7 times 1.85."""
     initial, transition, emission = datasets.casino_parameters()
     data = datasets.casino(200, 500, seeded())
@@ -730,7 +730,7 @@ def test_rows_of_the_diverse_toy_are_as_far_apart_as_in_the_paper():
     assert sum(datasets.DIVERSE_INITIAL) == pytest.approx(1)
 
 
-def test_the_diverse_toy_has_the_moments_of_its_law():
+def test_the_diverse_toy_has_the_moments_of_its_parameters():
     data = datasets.diverse_toy(3000, deviation=0.5, generator=seeded())
     assert data.values.shape == (3000, 6)
     noise = data.values - data.labels - 1
@@ -764,7 +764,7 @@ def test_a_dirichlet_toy_is_stationary_and_shows_every_symbol(num_states, num_sy
         assert num_symbols == 1 or not toy.train.values.equal(toy.test.values)
 
 
-def test_draws_that_miss_a_symbol_are_rejected(monkeypatch):
+def test_samples_that_miss_a_symbol_are_rejected(monkeypatch):
     seen = []
     sample = simulated._sample
     monkeypatch.setattr(simulated, "_sample", lambda *a: seen.append(sample(*a)) or seen[-1])

@@ -16,8 +16,8 @@ from pyrohmm.language.clusters import (
     allocate,
     average_mutual_information,
     brown,
+    isolate,
     uniform,
-    with_own,
 )
 from pyrohmm.ops import brown_merges as _brown
 from pyrohmm.ops import lookup as _lookup
@@ -134,7 +134,7 @@ def some_pairs(draw, most=7):
 @pytest.mark.parametrize("engine", ENGINES)
 @patient
 @given(some_pairs(), st.integers(0, 2))
-def test_merges_moves_and_tree_are_those_computed_from_scratch(engine, drawn, num_sweeps):
+def test_merges_exchanges_and_tree_are_those_computed_from_scratch(engine, drawn, num_sweeps):
     pairs, num_clusters = drawn
     with pytest.MonkeyPatch.context() as patch:
         use(engine, patch)
@@ -296,7 +296,7 @@ def test_sweeps_never_lower_the_information(english):
     assert found[-1] < average_mutual_information(english, torch.arange(300))
 
 
-def test_sweeps_end_where_no_word_moves(english):
+def test_sweeps_end_where_no_exchange_gains(english):
     assert same(brown(english, 16, 100), brown(english, 16, 200))
 
 
@@ -432,11 +432,11 @@ def test_more_clusters_than_words_are_refused():
 def test_words_with_a_cluster_of_their_own():
     assignment = torch.tensor([0, 0, 1, 2, 2], dtype=torch.int32)
     kept = assignment.clone()
-    assert with_own(assignment, [4]).tolist() == [0, 0, 1, 2, 3]
-    assert with_own(assignment, torch.tensor([2])).tolist() == [0, 0, 2, 1, 1]  # as it had before
-    assert with_own(assignment, [0, 1, 2]).tolist() == [1, 1, 1, 0, 0]
-    assert with_own(assignment, range(5)).tolist() == [0] * 5
-    assert with_own(with_own(assignment, [4]), [1]).tolist() == [0, 4, 1, 2, 3]
+    assert isolate(assignment, [4]).tolist() == [0, 0, 1, 2, 3]
+    assert isolate(assignment, torch.tensor([2])).tolist() == [0, 0, 2, 1, 1]  # as it had before
+    assert isolate(assignment, [0, 1, 2]).tolist() == [1, 1, 1, 0, 0]
+    assert isolate(assignment, range(5)).tolist() == [0] * 5
+    assert isolate(isolate(assignment, [4]), [1]).tolist() == [0, 4, 1, 2, 3]
     assert assignment.equal(kept)
 
 
@@ -444,13 +444,13 @@ def test_words_without_a_cluster_are_refused():
     assignment = torch.tensor([0, 1])
     for wrong in ([2], [-1]):
         with pytest.raises(ValueError, match="words must lie between 0 and V - 1 = 1"):
-            with_own(assignment, wrong)
+            isolate(assignment, wrong)
     with pytest.raises(ValueError, match="at least one word"):
-        with_own(assignment, [])
+        isolate(assignment, [])
     with pytest.raises(TypeError, match="words must hold integers"):
-        with_own(assignment, [0.5])
+        isolate(assignment, [0.5])
     with pytest.raises(ValueError, match="of at least one word"):
-        with_own(torch.zeros(2, 2, dtype=torch.long), [0])
+        isolate(torch.zeros(2, 2, dtype=torch.long), [0])
 
 
 def slow_shares(num_states, mass):

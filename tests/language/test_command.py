@@ -332,7 +332,7 @@ def test_held_out_lines_are_taken_evenly():
 
 
 @pytest.mark.parametrize("two_level", [False, True])
-def test_scores_are_those_of_the_law_without_blocks(two_level):
+def test_scores_are_those_of_the_hmm_without_blocks(two_level):
     model = tiny(two_level=two_level)
     lines = ["a b", "", "b", "a a b c b a", "b b b"]
     data = model.encode(lines)
@@ -363,7 +363,7 @@ def test_a_fit_is_scored_as_metrics_do():
 
 
 @pytest.mark.parametrize("two_level", [False, True])
-def test_sentences_are_drawn_from_the_law_that_scores_them(two_level):
+def test_sentences_are_sampled_from_the_distribution_that_scores_them(two_level):
     """How often each of the short sentences occurs, within 4.5 standard deviations."""
     model, count = tiny(two_level=two_level), 20_000
     drawn = model.generate(count, torch.Generator().manual_seed(0), max_words=3)

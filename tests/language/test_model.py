@@ -64,7 +64,7 @@ def test_the_end_is_taken_out_of_clusters_that_keep_other_words():
             expected, again = plain(vocabulary, data, num_clusters)
             assert again
         cases.add(alone)
-        assert torch.equal(found, clusters.with_own(expected, [vocabulary.index("<eos>")]))
+        assert torch.equal(found, clusters.isolate(expected, [vocabulary.index("<eos>")]))
     assert cases == {False, True}
 
 
@@ -86,7 +86,7 @@ def test_there_are_as_many_clusters_where_the_end_has_company_only_among_more(li
     assert int((found == num_clusters - 1).sum()) == 1
     # two of the clusters were joined, and nothing else has changed
     end = vocabulary.index("<eos>")
-    pairs = set(zip(clusters.with_own(more, [end]).tolist(), found.tolist()))
+    pairs = set(zip(clusters.isolate(more, [end]).tolist(), found.tolist()))
     assert len(pairs) == num_clusters + 1
 
 
