@@ -186,6 +186,9 @@ def _normal(means: Tensor, variances: Tensor) -> TorchDistribution:
 def _model(library: ModuleType, num_states: int, emission: Any, options: dict[str, Any]) -> Any:
     """A model with the parameters of ``emission``."""
     part = _as_vectors(emission)
+    is_mixture = isinstance(part, torch.distributions.MixtureSameFamily)
+    normal = _as_vectors(part.component_distribution) if is_mixture else part
+    full = isinstance(normal, torch.distributions.MultivariateNormal)
     if isinstance(part, torch.distributions.Categorical):
         model = library.CategoricalHMM(num_states, **options)
         model.emissionprob_ = _probabilities(log_probs(part))
@@ -194,20 +197,17 @@ def _model(library: ModuleType, num_states: int, emission: Any, options: dict[st
         model = library.PoissonHMM(num_states, **options)
         model.lambdas_ = _array(part.base_dist.rate)
         model.n_features = part.event_shape[0]
-    elif _is_gaussian(part):
-        kind, covariances = _covariances(part)
-        model = library.GaussianHMM(num_states, covariance_type=kind, **options)
-        model.means_, model.covars_ = _array(part.mean), covariances
-        model.n_features = part.event_shape[0]
-    elif _is_gaussian_mixture(part):
-        weights, component = part.mixture_distribution, _as_vectors(part.component_distribution)
-        kind, covariances = _covariances(component)
-        model = library.GMMHMM(
-            num_states, component.batch_shape[-1], covariance_type=kind, **options
-        )
-        model.weights_ = _probabilities(weights.logits)
-        model.means_, model.covars_ = _array(component.mean), covariances
-        model.n_features = component.event_shape[0]
+    elif full or _is_independent(normal, torch.distributions.Normal):
+        kind = "full" if full else "diag"
+        if is_mixture:
+            count = normal.batch_shape[-1]
+            model = library.GMMHMM(num_states, count, covariance_type=kind, **options)
+            model.weights_ = _probabilities(part.mixture_distribution.logits)
+        else:
+            model = library.GaussianHMM(num_states, covariance_type=kind, **options)
+        model.means_ = _array(normal.mean)
+        model.covars_ = _array(normal.covariance_matrix if full else normal.variance)
+        model.n_features = normal.event_shape[0]
     else:
         raise TypeError(
             "emission must be Categorical, or a Poisson, Normal or MultivariateNormal with an "
@@ -234,25 +234,6 @@ def _is_independent(part: Any, family: type) -> bool:
         and part.reinterpreted_batch_ndims == 1
         and isinstance(part.base_dist, family)
     )
-
-
-def _is_gaussian(part: Any) -> bool:
-    return isinstance(part, torch.distributions.MultivariateNormal) or _is_independent(
-        part, torch.distributions.Normal
-    )
-
-
-def _is_gaussian_mixture(part: Any) -> bool:
-    return isinstance(part, torch.distributions.MixtureSameFamily) and _is_gaussian(
-        _as_vectors(part.component_distribution)
-    )
-
-
-def _covariances(part: Any) -> tuple[str, np.ndarray]:
-    """The type that hmmlearn gives to the covariances of normal vectors, and their values."""
-    if isinstance(part, torch.distributions.MultivariateNormal):
-        return "full", _array(part.covariance_matrix)
-    return "diag", _array(part.variance)
 
 
 def _array(tensor: Tensor) -> np.ndarray:
