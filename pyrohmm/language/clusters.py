@@ -16,7 +16,10 @@ whether loops are compiled, changes no bit.
 
 from __future__ import annotations
 
+import itertools
+import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -24,6 +27,7 @@ import torch
 from torch import Tensor
 
 from .._checks import check_integers, check_range, check_shape, check_size
+from ..data.corpus import FilePath
 from ..data.pair_counts import count_pairs
 from ..data.sequences import Sequences
 from ..data.vocabulary import Vocabulary
@@ -361,6 +365,111 @@ def _check_assignment(assignment: Tensor) -> None:
             f"{tuple(assignment.shape)}"
             + (f", least value {int(assignment.min())}." if assignment.numel() else ".")
         )
+
+
+# Files -------------------------------------------------------------------------------------------
+
+
+def write_paths(path: FilePath, clusters: Clusters, vocabulary: Sequence[str]) -> None:
+    """Write a line for each word: the path of its cluster, the word, and its count, by tabs.
+
+    This is the form of Liang's ``wcluster`` and of what reads its output. Lines are sorted by path,
+    then by falling count.
+
+    Args:
+        path: The file, which is replaced.
+        clusters: What to write.
+        vocabulary: The V words, such as a :class:`pyrohmm.readers.Vocabulary`.
+
+    Raises:
+        ValueError: If there are not V words, or one of them has a tab or the end of a line in it.
+    """
+    if len(vocabulary) != len(clusters.assignment):
+        raise ValueError(
+            f"vocabulary must have V = {len(clusters.assignment)} words, as the clusters have; got "
+            f"{len(vocabulary)}."
+        )
+    for word in vocabulary:
+        if any(mark in word for mark in "\t\n\r"):
+            raise ValueError(
+                f"vocabulary must not have tabs or ends of lines in its words; got {word!r}."
+            )
+    assignment, counts = (part.cpu().numpy() for part in (clusters.assignment, clusters.counts))
+    lines = [
+        f"{clusters.paths[assignment[word]]}\t{vocabulary[word]}\t{counts[word]}\n"
+        for word in np.lexsort((-counts, assignment))
+    ]
+    Path(path).write_bytes("".join(lines).encode())
+
+
+def read_paths(path: FilePath, vocabulary: Sequence[str], unlisted: int | None = None) -> Clusters:
+    """Read clusters as :func:`write_paths` or Liang's ``wcluster`` writes them.
+
+    Words that are not in the vocabulary are passed over, and so are clusters of which no word is.
+
+    Args:
+        path: The file.
+        vocabulary: The V words to be clustered, such as a :class:`pyrohmm.readers.Vocabulary`.
+        unlisted: Which cluster takes words that the file does not list: its place among the sorted
+            paths, from the end if negative. (They may be given another by :func:`isolate`.)
+
+    Raises:
+        ValueError: If a line is malformed, a word is listed twice, a path leads on from another, no
+            word is in the vocabulary, or some are not listed and ``unlisted`` does not say where
+            they go; or if the vocabulary has a word twice.
+
+    Example:
+        >>> path = getfixture("tmp_path") / "paths"
+        >>> _ = path.write_text("0" + chr(9) + "the" + chr(9) + "7" + chr(10)
+        ...                     + "10" + chr(9) + "cat" + chr(9) + "2" + chr(10))
+        >>> clusters.read_paths(path, ["the", "cat", "<eos>"], unlisted=-1)
+        Clusters(assignment=tensor([0, 1, 1]), paths=('0', '10'), counts=tensor([7, 2, 0]))
+    """
+    codes = {word: code for code, word in enumerate(vocabulary)}
+    if len(codes) < len(vocabulary):
+        raise ValueError("vocabulary must hold distinct words; one of them occurs twice.")
+    listed: dict[str, tuple[str, int]] = {}
+    try:
+        lines = Path(path).read_bytes().decode().split("\n")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} must be UTF-8; {error}.") from None
+    for number, line in enumerate(lines if lines[-1] else lines[:-1], 1):
+        bits, *fields = line.rstrip("\r").split("\t")
+        if len(fields) != 2 or bits.strip("01") or not re.fullmatch("[0-9]+", fields[1]):
+            raise ValueError(
+                f"{path}, line {number}: wanted a path of 0 and 1, a word and its count, with tabs "
+                f"between; got {line[:60]!r}."
+            )
+        if fields[0] in listed:
+            raise ValueError(f"{path}, line {number}: the word {fields[0]!r} is listed twice.")
+        listed[fields[0]] = bits, int(fields[1])
+    paths = sorted({bits for bits, _ in listed.values()})
+    for short, long in itertools.pairwise(paths):
+        if long.startswith(short):
+            raise ValueError(f"{path}: the path {long} leads on from {short}, which is a cluster.")
+    number_of = {bits: number for number, bits in enumerate(paths)}
+    missing = [word for word in vocabulary if word not in listed]
+    if len(missing) == len(vocabulary):
+        raise ValueError(f"{path} lists none of the {len(vocabulary)} words of the vocabulary.")
+    if unlisted is not None and not -len(paths) <= unlisted < len(paths):
+        raise ValueError(
+            f"unlisted must be the place of one of the {len(paths)} clusters of {path}; got "
+            f"{unlisted}."
+        )
+    if missing and unlisted is None:
+        raise ValueError(
+            f"{path} does not list {len(missing)} of the {len(vocabulary)} words of the "
+            f"vocabulary, such as {missing[0]!r}. Say which cluster takes them by unlisted."
+        )
+    other = range(len(paths))[unlisted or 0]
+    assignment = torch.full((len(codes),), other)
+    counts = torch.zeros(len(codes), dtype=torch.long)
+    for word, code in codes.items():
+        if word in listed:
+            bits, count = listed[word]
+            assignment[code], counts[code] = number_of[bits], count
+    used, assignment = assignment.unique(return_inverse=True)
+    return Clusters(assignment, tuple(paths[number] for number in used), counts)
 
 
 def _columns(pairs: Pairs) -> tuple[np.ndarray, ...]:

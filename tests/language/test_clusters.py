@@ -10,9 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pyrohmm import Sequences, datasets
+from pyrohmm import Sequences, clusters, datasets
 from pyrohmm.data.pair_counts import count_pairs
 from pyrohmm.language.clusters import (
+    Clusters,
     allocate,
     average_mutual_information,
     brown,
@@ -516,3 +517,93 @@ def test_states_that_cannot_be_divided_are_refused():
     for power in (-0.5, 2.0, math.nan):
         with pytest.raises(ValueError, match=f"power must be from 0.* to 1.*; got {power}"):
             allocate(5, assignment, torch.tensor([3, 1, 1]), power)
+
+
+# Files -------------------------------------------------------------------------------------------
+
+WORDS = ["the", "<eos>", "Zürich", "N", "don't"]
+SOME = Clusters(torch.tensor([1, 0, 2, 2, 2]), ("00", "01", "1"), torch.tensor([7, 5, 1, 3, 1]))
+LINES = "00\t<eos>\t5\n01\tthe\t7\n1\tN\t3\n1\tZürich\t1\n1\tdon't\t1\n"
+
+
+def test_a_file_has_a_line_for_each_word(tmp_path):
+    clusters.write_paths(tmp_path / "paths", SOME, WORDS)
+    assert (tmp_path / "paths").read_bytes() == LINES.encode()
+    assert same(clusters.read_paths(tmp_path / "paths", WORDS), SOME)
+
+
+@pytest.mark.parametrize("num_clusters", [1, 2, 30])
+def test_what_is_written_is_read(tmp_path, english, num_clusters):
+    vocabulary = datasets.english_words(300).vocabulary
+    found = brown(english, num_clusters)
+    clusters.write_paths(tmp_path / "paths", found, vocabulary)
+    assert same(clusters.read_paths(tmp_path / "paths", vocabulary), found)
+
+
+def read(tmp_path, text, words, **options):
+    (tmp_path / "paths").write_bytes(text.encode())
+    return clusters.read_paths(tmp_path / "paths", words, **options)
+
+
+def test_words_and_clusters_that_the_vocabulary_lacks_are_passed_over(tmp_path):
+    found = read(tmp_path, LINES, ["don't", "the"])
+    assert same(found, Clusters(torch.tensor([1, 0]), ("01", "1"), torch.tensor([1, 7])))
+
+
+def test_lines_may_end_as_on_windows_and_the_last_may_not_end(tmp_path):
+    assert same(read(tmp_path, LINES.replace("\n", "\r\n"), WORDS), SOME)
+    assert same(read(tmp_path, LINES[:-1], WORDS), SOME)
+
+
+def test_words_that_the_file_lacks_go_where_they_are_sent(tmp_path):
+    more = [*WORDS, "<pad>", "<bos>"]
+    for place, number in ((-1, 2), (2, 2), (0, 0), (-3, 0)):
+        found = read(tmp_path, LINES, more, unlisted=place)
+        assert found.assignment.tolist() == [1, 0, 2, 2, 2, number, number]
+        assert found.counts.tolist() == [7, 5, 1, 3, 1, 0, 0]
+    with pytest.raises(ValueError, match=r"does not list 2 of the 7 words.*'<pad>'.*unlisted"):
+        read(tmp_path, LINES, more)
+    for place in (3, -4):
+        with pytest.raises(ValueError, match=f"one of the 3 clusters .*; got {place}"):
+            read(tmp_path, LINES, more, unlisted=place)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "none of the 5 words"),
+        ("0\tcat\t3\n", "none of the 5 words"),
+        (LINES + "\n", "line 6: wanted a path"),
+        ("2\tthe\t7\n", "line 1: wanted a path .*; got '2.tthe.t7'"),
+        ("0\tthe\n", "line 1: wanted a path"),
+        ("0\tthe\tmany\n", "line 1: wanted a path"),
+        ("0\tthe\t-1\n", "line 1: wanted a path"),
+        ("0 the 7\n", "line 1: wanted a path"),
+        (LINES + "1\tthe\t7\n", "line 6: the word 'the' is listed twice"),
+        (LINES + "011\tcat\t7\n", "the path 011 leads on from 01"),
+        (LINES + "\tcat\t7\n", "the path 00 leads on from "),
+    ],
+)
+def test_a_malformed_file_is_refused(tmp_path, text, message):
+    with pytest.raises(ValueError, match=message) as error:
+        read(tmp_path, text, WORDS)
+    assert str(tmp_path / "paths") in str(error.value)
+
+
+def test_a_vocabulary_with_a_word_twice_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="vocabulary must hold distinct words"):
+        read(tmp_path, LINES, [*WORDS, "the"])
+
+
+def test_a_file_that_is_not_text_is_refused(tmp_path):
+    (tmp_path / "paths").write_bytes(b"0\t\xff\t1\n")
+    with pytest.raises(ValueError, match="paths must be UTF-8"):
+        clusters.read_paths(tmp_path / "paths", WORDS)
+
+
+def test_what_cannot_be_written_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"vocabulary must have V = 5 words, .*; got 4"):
+        clusters.write_paths(tmp_path / "paths", SOME, WORDS[:4])
+    with pytest.raises(ValueError, match=r"tabs or ends of lines .*; got 'a\\tb'"):
+        clusters.write_paths(tmp_path / "paths", SOME, ["a\tb", *WORDS[1:]])
+    assert not (tmp_path / "paths").exists()
