@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..ops.stationary import stationary
 from .sequences import Sequences
 
 
@@ -149,10 +150,10 @@ def dirichlet_toy(
             torch.from_numpy(random.dirichlet([concentration] * size, num_states))
             for size in (num_states, num_symbols)
         )
-        law = (_stationary(moves), moves, emits)
+        law = (stationary(moves.log(), check=False), moves, emits)
         initial, transition, emission = (p.to(torch.get_default_dtype()) for p in law)
         if not initial.isfinite().all():
-            continue  # a state that cannot be left
+            continue  # several recurrent classes
         law = (initial, transition, emission)
         train, test = (_sample(law, (num_sequences, num_steps), generator) for _ in range(2))
         if all(len(data.values.unique()) == num_symbols for data in (train, test)):
@@ -161,22 +162,6 @@ def dirichlet_toy(
         f"in 100 draws of {num_sequences} sequences of {num_steps} steps none showed all "
         f"{num_symbols} symbols in both sets. Raise num_sequences, num_steps or concentration."
     )
-
-
-def _stationary(transition: Tensor) -> Tensor:
-    """Stationary distribution ``(K,)``, by elimination of one state after another.
-
-    Nothing is subtracted, so that states which are hardly ever left do no harm (Grassmann,
-    Taksar and Heyman, 1985).
-    """
-    moves = transition.clone()
-    for k in range(len(moves) - 1, 0, -1):
-        moves[:k, k] /= moves[k, :k].sum()
-        moves[:k, :k] += moves[:k, k].outer(moves[k, :k])
-    weights = torch.ones_like(moves[0])
-    for k in range(1, len(moves)):
-        weights[k] = weights[:k] @ moves[:k, k]
-    return weights / weights.sum()
 
 
 def _sample(

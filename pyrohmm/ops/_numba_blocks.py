@@ -149,11 +149,11 @@ def forward(
                 for i in range(height):
                     mass[i] = there[i]
                 if two_levels:
-                    weights = block_probs[
+                    reached = block_probs[
                         block[now], offsets[block[before]] : offsets[block[before] + 1]
                     ]
                     for i in range(u64(height)):
-                        mass[i] *= weights[i]
+                        mass[i] *= reached[i]
                 whole = mass[0] * 0
                 for i in range(u64(height)):
                     whole += mass[i]
@@ -249,11 +249,11 @@ def backward(
                     value += row[j] * sent[j]
                 beta[i] = value
             if two_levels:
-                weights = block_probs[
+                reached = block_probs[
                     block[now], offsets[block[before]] : offsets[block[before] + 1]
                 ]
                 for i in range(u64(height)):
-                    beta[i] *= weights[i]
+                    beta[i] *= reached[i]
 
 
 @kernel

@@ -1,7 +1,7 @@
 """Arithmetic of the compiled recursions along many sequences, or along the states of one.
 
-A tile holds entry k of sequence i at L k + i: all arithmetic runs along its L = ``LANES`` sequences,
-so that few states are no waste. Where there are few sequences it runs along the states instead.
+A tile holds entry k of sequence i at L k + i: arithmetic runs along its L = ``LANES`` sequences, so
+that few states are no waste. Where there are few sequences it runs along the states instead.
 K is rounded up to a multiple of four, with zeros.
 """
 

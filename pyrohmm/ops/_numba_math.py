@@ -1,6 +1,6 @@
 """What all compiled loops use: the compiler's options, threads, exponentials.
 
-A kernel works on the items ``first`` to ``last`` of its data, so that threads can share the work; it
+A kernel works on the items ``first`` to ``last`` of its data, so that threads can share it, and
 releases Python's lock.
 """
 

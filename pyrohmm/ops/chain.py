@@ -66,8 +66,8 @@ def group(
     log_initial, log_transition, log_likelihood = (tensor.to(dtype) for tensor in logs.values())
     steps, num_states = log_likelihood.shape[-2:]
     if steps == 0:
-        shape = tuple(log_likelihood.shape)
-        raise ValueError(f"log_likelihood must have at least one step; got shape {shape}.")
+        dims = tuple(log_likelihood.shape)
+        raise ValueError(f"log_likelihood must have at least one step; got shape {dims}.")
     check_trailing("log_initial", log_initial, (num_states,), "(K,)")
     check_trailing("log_transition", log_transition, (num_states, num_states), "(K, K)")
     lengths = lengths.cpu().long()

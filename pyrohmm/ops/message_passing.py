@@ -120,6 +120,6 @@ def in_log_space(
         ``(S, G * n, K, K)``, which are undefined unless ``with_posterior``; log p(x_{1:t}, z_t)
         ``(T, G, n, K)``.
     """
-    parts = (part.detach().double().contiguous() for part in chain[:3])
-    wide = Chain(*parts, chain.lengths)
+    initial, transition, likelihood = (part.detach().double().contiguous() for part in chain[:3])
+    wide = Chain(initial, transition, likelihood, chain.lengths)
     return backend_for(wide.likelihood.device).log_space(wide, with_posterior)

@@ -3,6 +3,8 @@
 Numba is imported when an operation is first called, and optional (extra ``compiled``).
 """
 
+# ruff: noqa: D102  # documented where they are declared, in operations.Backend
+
 from __future__ import annotations
 
 import math

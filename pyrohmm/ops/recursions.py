@@ -156,10 +156,10 @@ def viterbi(
     """
     with torch.no_grad():
         chain, batch = group(log_initial, log_transition, log_likelihood, lengths)
-        steps, groups, size, num_states = chain.likelihood.shape
-        best = torch.zeros(steps, groups, size, dtype=torch.long, device=chain.likelihood.device)
-        backend_for(best.device).viterbi(chain, best)
-        return best.permute(1, 2, 0).reshape(*batch, steps)
+        shape, device = chain.likelihood.shape[:3], chain.likelihood.device
+        best = torch.zeros(shape, dtype=torch.long, device=device)
+        backend_for(device).viterbi(chain, best)
+        return best.permute(1, 2, 0).reshape(*batch, len(best))
 
 
 def sample_states(
@@ -275,7 +275,7 @@ class _Scaled(torch.autograd.Function):
         transition: Tensor,
         likelihood: Tensor,
         lengths: Tensor,
-        dtype: torch.dtype | None,
+        dtype: torch.dtype,
     ) -> tuple[Tensor, Tensor]:
         chain = Chain(initial, transition, likelihood, lengths)
         scaled = message_passing.forward(chain, dtype)
