@@ -56,7 +56,7 @@ def perplexity(train: Pairs, held_out: Pairs, found: Clusters) -> float:
     words = (words + 0.01) / np.bincount(labels, words + 0.01)[labels]
     logs = np.log(moves[labels[held_out.first], labels[held_out.second]])
     logs += np.log(words[held_out.second])
-    return math.exp(-(logs * held_out.shares.numpy()).sum())
+    return math.exp(-(logs * held_out.fractions.numpy()).sum())
 
 
 def measure(

@@ -32,7 +32,7 @@ from ._numba_math import run as run
 
 @kernel
 def _accumulate(logs, product, norm):
-    """Multiply a norm into a product that is moved to its logarithm before it underflows."""
+    """Multiply a norm into a product, which becomes part of the logarithm before it underflows."""
     if norm < 1e-100:  # even two of them might underflow
         logs += np.log(norm)
     else:

@@ -1,7 +1,7 @@
 """The recursions as torch operations, a step at a time, for any device and any number of states.
 
 Tensors are time-major: ``T`` steps of ``G`` groups of ``n`` sequences with ``K`` states; each
-group has transition matrices of its own, ``(S, G, K, K)`` with S = 1 or T - 1. ``lengths``
+group has transition matrices ``(S, G, K, K)`` with S = 1 or T - 1. ``lengths``
 ``(G, n)`` is on the CPU. Results are written into the tensors given last. What is computed, and
 when it is exact, is said in :mod:`pyrohmm.recursions`.
 """
@@ -54,10 +54,10 @@ def _product(
 ) -> Callable[[Tensor, int], Tensor]:
     """A function ``(messages, step)`` that returns ``messages @ matrices[step]``."""
     steps, groups, num_states, _ = matrices.shape
-    given = matrices.mT if transposed else matrices
+    factors = matrices.mT if transposed else matrices
     if groups > 1 or steps != 1:
-        return lambda x, t: torch.bmm(x, given[t if steps > 1 else 0])
-    matrix, packed = given[0, 0], None
+        return lambda x, t: torch.bmm(x, factors[t if steps > 1 else 0])
+    matrix, packed = factors[0, 0], None
     if matrix.device.type == "cpu" and matrix.dtype == torch.float32 and num_states >= 256:
         weight = matrix.mT.contiguous()  # for matrices transposed, this is no copy
         packed = _pack(weight, rows)
@@ -138,7 +138,7 @@ def backward_by_steps(
     message: Tensor,
     last: Tensor | None = None,
 ) -> None:
-    """Fill the marginals ``gamma`` and the messages back; clear ``exact`` where out of range.
+    """Fill the marginals ``gamma`` and backward messages; clear ``exact`` where out of range.
 
     ``last`` is the message ``(G, n, K)`` that arrives at the last step; ones by default.
     """
@@ -147,9 +147,9 @@ def backward_by_steps(
     norms = rows.sort(total).unsqueeze(-1)
     never = forward == 0  # also at padded steps
     masked = bool(never.any())
-    law, sent = gamma, message
+    smoothed, sent = gamma, message
     if rows.order is not None:
-        law, sent = torch.zeros_like(gamma), torch.zeros_like(message)
+        smoothed, sent = torch.zeros_like(gamma), torch.zeros_like(message)
     multiply = _product(transition, weight.size(2), transposed=True)
     end = torch.ones_like(forward[0])  # what arrives at the last step of a sequence
     beta = end if last is None else last
@@ -162,12 +162,12 @@ def backward_by_steps(
                 beta = torch.where(rows.ended[t + 1, :, :going], end[:, :going], beta)
             if going < count:
                 beta = torch.cat([beta, end[:, going:count]], 1)
-        torch.mul(forward[t, :, :count], beta[:, :count], out=law[t, :, :count])
+        torch.mul(forward[t, :, :count], beta[:, :count], out=smoothed[t, :, :count])
         back = torch.mul(weight[t, :, :count], beta[:, :count], out=sent[t, :, :count])
         back.div_(norms[t, :, :count])
         if masked:
             back.masked_fill_(never[t, :, :count], 0.0)
-    norm = law.sum(-1, keepdim=True)  # one at each step, but for a drift by rounding
+    norm = smoothed.sum(-1, keepdim=True)  # one at each step, but for a drift by rounding
     norm.masked_fill_(never.all(-1, keepdim=True), 1.0)
     drift = (norm - 1).abs().amax().item()
     sound = torch.ones_like(exact)
@@ -175,10 +175,10 @@ def backward_by_steps(
         steady = (norm[1:] / norm[:-1] - 1).abs() < 1e-2
         usable = (norm > 0) & norm.isfinite()
         sound = (steady.all(0) & usable.all(0)).squeeze(-1)
-        law.div_(norm)
+        smoothed.div_(norm)
         sent[1:].div_(norm[:-1])
     if rows.order is not None:
-        rows.unsort(gamma, law)
+        rows.unsort(gamma, smoothed)
         rows.unsort(message, sent)
         ranked, sound = sound, torch.empty_like(exact)
         rows.unsort(sound[None], ranked[None])
@@ -228,7 +228,7 @@ def viterbi_by_steps(
 def sample_by_steps(
     messages: Tensor, transposed: Tensor, lengths: Tensor, uniform: Tensor, states: Tensor
 ) -> None:
-    """Write paths to ``states`` ``(S, T, G, n)``, given log filtered ``messages``."""
+    """Sample paths to ``states`` ``(S, T, G, n)`` backward, from log filtered ``messages``."""
     lengths = lengths.to(states.device)
     for t in range(messages.size(0) - 1, -1, -1):
         score = messages[t].expand(*states.shape[:1], *messages[t].shape)  # (S, G, n, K)
@@ -239,6 +239,6 @@ def sample_by_steps(
             score = torch.where((t + 1 < lengths).unsqueeze(-1), score + follow, score)
         peak = score.amax(-1, keepdim=True)
         mass = (score - peak.masked_fill(peak.isneginf(), 0.0)).exp().cumsum(-1)
-        drawn = (mass <= uniform[:, t].unsqueeze(-1) * mass[..., -1:]).sum(-1)
-        drawn.clamp_(max=messages.size(-1) - 1)
-        states[:, t] = drawn.masked_fill(t >= lengths, 0)
+        sampled = (mass <= uniform[:, t].unsqueeze(-1) * mass[..., -1:]).sum(-1)
+        sampled.clamp_(max=messages.size(-1) - 1)
+        states[:, t] = sampled.masked_fill(t >= lengths, 0)

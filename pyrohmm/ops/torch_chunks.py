@@ -11,7 +11,7 @@ from .torch_chain import backward_by_steps, forward_by_steps
 def chunk_length(transition: Tensor, weight: Tensor, lengths: Tensor) -> int:
     """How many steps to take as one chunk; 0 if the chain is not long and narrow.
 
-    Chunks multiply K x K operators, K times the work, side by side: worth it while that costs less
+    Chunks multiply K x K operators, K times the work, together: worth it while that costs less
     than calling the operations of a step.
     """
     steps, groups, size, num_states = weight.shape
@@ -22,7 +22,7 @@ def chunk_length(transition: Tensor, weight: Tensor, lengths: Tensor) -> int:
 
 
 def _split(tensor: Tensor, length: int) -> Tensor:
-    """Cut ``(C * L, G, n, ...)`` into chunks that lie side by side, ``(L, G, C * n, ...)``."""
+    """Cut ``(C * L, G, n, ...)`` into chunks that are one batch, ``(L, G, C * n, ...)``."""
     steps, groups, size = tensor.shape[:3]
     cut = tensor.reshape(steps // length, length, groups, size, *tensor.shape[3:])
     cut = cut.movedim(0, 2)
@@ -134,10 +134,10 @@ def backward_by_chunks(
     last = torch.stack(ends[-2::-1], 1).flatten(1, 2)  # (G, C * n, K)
     full = torch.full(last.shape[:2], length)
     good = torch.ones_like(last[..., 0], dtype=torch.bool)
-    law, sent = torch.zeros_like(inside), torch.zeros_like(inside)
+    smoothed, sent = torch.zeros_like(inside), torch.zeros_like(inside)
     norms = _split(total[head:], length)
-    backward_by_steps(transition, inside, full, forward, norms, good, law, sent, last)
-    _join(gamma[head:], law)
+    backward_by_steps(transition, inside, full, forward, norms, good, smoothed, sent, last)
+    _join(gamma[head:], smoothed)
     _join(message[head:], sent)
     exact &= good.reshape(groups, chunks, size).all(1)
     if head:

@@ -141,7 +141,8 @@ def blocks(backend):
     )
     evidence, exact = backend.block_evidence(chain)
     gradients = torch.autograd.grad((evidence * torch.rand(4)).sum(), vectors)
-    final = backend.block_final_state(chain).exp().detach()
+    with torch.no_grad():
+        final = backend.block_final_state(chain).exp()
     scores, sums = torch.randn(4, 6), torch.empty(4, 3)
     backend.sums_of_blocks(scores, states, sums)
     backend.softmax_of_blocks(scores, states, sums, torch.rand(4, 3))
