@@ -20,8 +20,8 @@ Its modules; each imports only those above it:
 ``_numba_blocks``     compiled loops over chains in blocks of states
 ``_numba_clusters``   compiled loops of Brown clustering
 ``operations``        ``Backend``: the operations that torch and Numba implement
-``torch_backend``     the operations by torch
-``numba_backend``     the operations by Numba
+``_torch_backend``    the operations by torch
+``_numba_backend``    the operations by Numba
 ``backends``          which backend computes: ``use``, ``TORCH``, ``NUMBA``
 ``lookup``            rows of a table, and the sums that are their gradient
 ``message_passing``   scaled and log-space messages

@@ -201,23 +201,6 @@ def backward_lanes(
 
 
 @kernel
-def _multiply_row(out, message, packed, height):
-    """Write the product of one message with a matrix."""
-    for k in range(height):
-        out[k] = 0
-    for j in range(_0, height, _4):
-        m = j * height
-        a, b, c, d = message[j], message[j + _1], message[j + _2], message[j + _3]
-        for k in range(height):
-            out[k] += (
-                a * packed[m + k]
-                + b * packed[m + height + k]
-                + c * packed[m + _2 * height + k]
-                + d * packed[m + _3 * height + k]
-            )
-
-
-@kernel
 def _weigh_row(seen, likelihood, offset, size, low):
     """As :func:`weigh`, for one step of one sequence; returns the peak."""
     peak = likelihood[offset]
@@ -256,7 +239,18 @@ def forward_rows(
                     arrived[k] = initial[u64(row) * size + k]
             else:
                 current = pack(packed, transition, t - 1, row // per, current, False)
-                _multiply_row(arrived, mass, packed, height)
+                for k in range(height):
+                    arrived[k] = 0
+                for j in range(_0, height, _4):
+                    m = j * height
+                    a, b, c, d = mass[j], mass[j + _1], mass[j + _2], mass[j + _3]
+                    for k in range(height):
+                        arrived[k] += (
+                            a * packed[m + k]
+                            + b * packed[m + height + k]
+                            + c * packed[m + _2 * height + k]
+                            + d * packed[m + _3 * height + k]
+                        )
             offset = u64(t * count + row) * size
             peak = _weigh_row(seen, likelihood, offset, size, low)
             if least >= 0.0:
@@ -308,7 +302,18 @@ def backward_rows(
                     beta[k] = 1
             else:
                 current = pack(packed, transition, t, row // per, current, True)
-                _multiply_row(beta, later, packed, height)
+                for k in range(height):
+                    beta[k] = 0
+                for j in range(_0, height, _4):
+                    m = j * height
+                    a, b, c, d = later[j], later[j + _1], later[j + _2], later[j + _3]
+                    for k in range(height):
+                        beta[k] += (
+                            a * packed[m + k]
+                            + b * packed[m + height + k]
+                            + c * packed[m + _2 * height + k]
+                            + d * packed[m + _3 * height + k]
+                        )
             offset = u64(t * count + row) * size
             norm = zero
             for k in range(size):

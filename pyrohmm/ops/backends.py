@@ -15,9 +15,9 @@ from functools import cache
 
 import torch
 
-from .numba_backend import NUMBA as NUMBA
+from ._numba_backend import NUMBA as NUMBA
+from ._torch_backend import TORCH as TORCH
 from .operations import Backend as Backend
-from .torch_backend import TORCH as TORCH
 
 _chosen: ContextVar[Backend | None] = ContextVar("pyrohmm_backend", default=None)
 CPU = torch.device("cpu")

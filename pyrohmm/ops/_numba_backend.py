@@ -3,8 +3,6 @@
 Numba is imported when an operation is first called, and optional (extra ``compiled``).
 """
 
-# ruff: noqa: D102  # documented where they are declared, in operations.Backend
-
 from __future__ import annotations
 
 import math
@@ -17,11 +15,11 @@ import torch
 from torch import Tensor
 
 from . import block_scaled
+from ._torch_backend import TORCH
 from .block_plan import BlockChain, States
 from .chain import Chain
 from .numpy_clusters import Tables, Terms, Words
 from .operations import Backend
-from .torch_backend import TORCH
 
 
 class NumbaBackend(Backend):

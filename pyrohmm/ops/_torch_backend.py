@@ -1,7 +1,5 @@
 """The operations by torch (and numpy, for clusters), on any device."""
 
-# ruff: noqa: D102  # documented where they are declared, in operations.Backend
-
 from __future__ import annotations
 
 import math
