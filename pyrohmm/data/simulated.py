@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..ops.stationary import stationary
 from .sequences import Sequences
 
 
@@ -149,10 +150,11 @@ def dirichlet_toy(
             torch.from_numpy(random.dirichlet([concentration] * size, num_states))
             for size in (num_states, num_symbols)
         )
+        probs = stationary(transition.log(), check=False), transition, emission
+        if not probs[0].isfinite().all():
+            continue  # several recurrent classes
         dtype = torch.get_default_dtype()
-        hmm = _stationary(transition).to(dtype), transition.to(dtype), emission.to(dtype)
-        if not hmm[0].isfinite().all():
-            continue  # a state that cannot be left
+        hmm = probs[0].to(dtype), transition.to(dtype), emission.to(dtype)
         train, test = (_sample(hmm, (num_sequences, num_steps), generator) for _ in range(2))
         if all(len(data.values.unique()) == num_symbols for data in (train, test)):
             return DirichletToy(*hmm, train, test)
@@ -160,23 +162,6 @@ def dirichlet_toy(
         f"in 100 draws of {num_sequences} sequences of {num_steps} steps none showed all "
         f"{num_symbols} symbols in both sets. Raise num_sequences, num_steps or concentration."
     )
-
-
-def _stationary(transition: Tensor) -> Tensor:
-    """Stationary distribution ``(K,)``, by elimination of one state after another.
-
-    Sparse Dirichlet rows have entries far below the rounding of one, with which the linear solve of
-    :func:`pyrohmm.ops.stationary.stationary` fails; here nothing is subtracted (Grassmann, Taksar
-    and Heyman, 1985).
-    """
-    probs = transition.clone()
-    for k in range(len(probs) - 1, 0, -1):
-        probs[:k, k] /= probs[k, :k].sum()
-        probs[:k, :k] += probs[:k, k].outer(probs[k, :k])
-    weights = torch.ones_like(probs[0])
-    for k in range(1, len(probs)):
-        weights[k] = weights[:k] @ probs[:k, k]
-    return weights / weights.sum()
 
 
 def _sample(

@@ -24,8 +24,8 @@ from .._checks import (
 from .._lazy import lazy
 from .._precision import full_precision
 from ..ops import block_recursions, lookup, recursions
+from ..ops.block_logs import BlockLogs
 from ..ops.block_plan import Plan, States, bounds, is_dense
-from ..ops.block_recursions import Logs, planned
 from ..ops.block_transition import InnerProductTransition as InnerProductTransition
 from ..ops.blocks import Blocks
 from ..ops.recursions import Posterior
@@ -248,7 +248,7 @@ class BlockHMM(HMM):
         """The law of the first state of each sequence ``(N, K)``, where some go on from others."""
         before = self.before
         assert before is not None
-        moves = cast(InnerProductTransition, self.transition).moves_of(
+        moves = cast(InnerProductTransition, self.transition).log_probs_from(
             before.leave, before.log_shares
         )
         moves = moves.split(before.sizes.tolist())
@@ -347,7 +347,7 @@ class BlockHMM(HMM):
             raise ValueError("ending needs every step to be observed; some are not.")
         with torch.no_grad(), full_precision(self.log_initial):
             read = self._read(values)
-            found = block_recursions.last_laws(*self._chain_in_blocks(read))
+            found = block_recursions.final_state_log_probs(*self._chain_in_blocks(read))
         last = read.blocks.gather(1, read.lengths.unsqueeze(-1) - 1).squeeze(-1)
         states = self.blocks.states[last].to(found.device)
         return FinalState(states, found[:, : self.blocks.width])
@@ -433,7 +433,7 @@ class BlockHMM(HMM):
             return moves, None, None
         if moves.block_logits is None and self.before is None and is_dense(moves.leave):
             return self.log_transition, None, None
-        return moves.leave, moves.enter, moves.log_shares
+        return moves.leave, moves.enter, moves.log_block_probs
 
     def _chain_in_blocks(self, read: _Read) -> tuple[Any, ...]:
         """What :func:`_blockwise.log_evidence` reads."""
@@ -473,14 +473,15 @@ class BlockHMM(HMM):
         transition = self.log_transition.unsqueeze(0)
         return self.log_initial, transition, seen[..., :-1], read.lengths
 
-    def _logs(self, values: Tensor) -> tuple[Logs, Plan, torch.Size]:
+    def _logs(self, values: Tensor) -> tuple[BlockLogs, Plan, torch.Size]:
         """The chain in logarithms, without gradients."""
         with torch.no_grad(), full_precision(self.log_initial):
             blocks, lengths, batch, first, seen = self._read(values)
             states = self.blocks._states
-            plan, first, seen = planned(blocks, lengths, states, first, seen)
-            chain = Logs(plan, states, *self._scores(), first, seen)
-        return chain, plan, torch.Size([*batch, self.num_steps])
+            chain = BlockLogs(
+                block_recursions.plan_chain(blocks, lengths, states, *self._scores(), first, seen)
+            )
+        return chain, chain.plan, torch.Size([*batch, self.num_steps])
 
     def _named(self, places: Tensor, plan: Plan, shape: torch.Size) -> Tensor:
         """The states at ``places`` ``(S, M)`` in the blocks of tokens, as ``(S, *B, T)``."""

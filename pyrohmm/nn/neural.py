@@ -312,7 +312,9 @@ class NeuralHMM(_Large):
             with full_precision(leave):
                 leave = at_least_single(leave)
                 logits = self.block_score(leave) if self.two_level else None
-                shares = cast(InnerProductTransition, hmm.transition).shares_of(leave, logits)
+                shares = cast(InnerProductTransition, hmm.transition).log_block_probs_from(
+                    leave, logits
+                )
             block = torch.full(continues.shape, -1)
             block[goes_on] = place
             laws = ending.log_probs.new_full((len(continues), rows.size(1)), -torch.inf)

@@ -24,6 +24,7 @@ from pyrohmm import cooccurrence, datasets, readers
 from pyrohmm.data import simulated
 from pyrohmm.data.datasets import PublicFile
 from pyrohmm.data.vocabulary import Vocabulary
+from pyrohmm.ops.stationary import stationary
 
 patient = settings(deadline=None, max_examples=50)  # the machine may be busy
 symbol_lists = st.lists(st.text(max_size=3), min_size=1, max_size=20)
@@ -790,7 +791,11 @@ def test_states_hardly_ever_left_do_not_spoil_the_stationary_distribution():
     """By detailed balance it is (3, 1) / 4, however slow; 1 - A would be mostly rounding."""
     slow = torch.tensor([[1 - 1e-15, 1e-15], [3e-15, 1 - 3e-15]], dtype=torch.float64)
     expected = torch.tensor([0.75, 0.25], dtype=torch.float64)
-    torch.testing.assert_close(simulated._stationary(slow), expected)
+    torch.testing.assert_close(stationary(slow.log()), expected)
+    # a fast state beside them: by detailed balance with rates 1/2 and 1e-15
+    mixed = torch.tensor([[0.5, 0.5], [1e-15, 1 - 1e-15]], dtype=torch.float64)
+    expected = torch.tensor([2e-15, 1.0], dtype=torch.float64)
+    torch.testing.assert_close(stationary(mixed.log()), expected, rtol=1e-12, atol=0)
 
 
 GENERATED = [

@@ -12,10 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pyrohmm import HMM, block_hmm, clusters
 from pyrohmm.distributions.block_hmm import BlockHMM
+from pyrohmm.ops import backends, block_transition
 from pyrohmm.ops import block_plan as _plan
 from pyrohmm.ops import block_recursions as _blockwise
-from pyrohmm.ops import block_transition
-from pyrohmm.ops import lookup as _lookup
 from pyrohmm.ops.block_emission import log_emission
 from pyrohmm.ops.block_transition import InnerProductTransition
 from pyrohmm.ops.blocks import Blocks, from_clusters, uniform
@@ -33,13 +32,12 @@ def in_blocks():
 
 
 @pytest.fixture(params=["compiled", "torch"])
-def engine(request, monkeypatch):
+def engine(request):
     """Both engines: that of Numba, and plain logarithms."""
-    if request.param == "torch":
-        monkeypatch.setattr(_lookup, "kernels", lambda *_: None)
-    elif _lookup.kernels() is None:
+    if request.param == "compiled" and not backends.has_numba():
         pytest.skip("Numba is not installed")
-    return request.param
+    with backends.use(backends.NUMBA if request.param == "compiled" else backends.TORCH):
+        yield request.param
 
 
 class Case:

@@ -18,19 +18,18 @@ from hmmlearn import hmm as hmmlearn_models
 from torch.autograd import gradcheck
 
 from pyrohmm import HMM
-from pyrohmm.ops import lookup as _lookup
+from pyrohmm.ops import backends
 
 NEVER = -np.inf
 
 
 @pytest.fixture(params=["compiled", "steps"])
-def engine(request, monkeypatch):
+def engine(request):
     """Both implementations: Numba's kernels, and torch operations."""
-    if request.param == "steps":
-        monkeypatch.setattr(_lookup, "kernels", lambda: None)
-    elif _lookup.kernels() is None:
+    if request.param == "compiled" and not backends.has_numba():
         pytest.skip("Numba is not installed")
-    return request.param
+    with backends.use(backends.NUMBA if request.param == "compiled" else backends.TORCH):
+        yield request.param
 
 
 # Emissions, each with its density in words anybody can check -------------------------------------

@@ -533,7 +533,7 @@ def test_minibatches_of_pairs_are_unbiased(monkeypatch, loss, small):
         )
         for m in range(len(pairs))
     ]  # fmt: skip
-    mean = sum(share * loss(joint, probs, one) for share, one in zip(pairs.shares, every))
+    mean = sum(share * loss(joint, probs, one) for share, one in zip(pairs.fractions, every))
     whole = loss(joint, probs, pairs)
     torch.testing.assert_close(mean, whole)
     for one, other in zip(
@@ -690,7 +690,7 @@ def test_an_own_loss_and_a_detached_law_are_used():
 
     def absolute_logs(joint, probs, target):
         law = probs.mT @ joint @ probs
-        return (law.log()[..., target.first, target.second] - target.shares.log()).abs().sum(-1)
+        return (law.log()[..., target.first, target.second] - target.fractions.log()).abs().sum(-1)
 
     module = TabularHMM(2, categorical(4))
     fit = fit_cooccurrence(module, pairs, loss=absolute_logs, num_steps=150)
