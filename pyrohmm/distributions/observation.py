@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from pyro.distributions import Categorical as PyroCategorical
 from pyro.distributions.torch_distribution import TorchDistribution
 from torch import Tensor
 from torch.distributions import (
@@ -22,7 +23,7 @@ from torch.distributions import (
 )
 from torch.nn.functional import softplus
 
-from .._checks import check_integers
+from .._checks import check_integers, check_range
 from ..ops.log_space import log
 from ..ops.lookup import take_rows
 
@@ -140,11 +141,7 @@ class Tied(TorchDistribution):
     def __init__(self, base: Any, index: Tensor, validate_args: bool | None = None) -> None:
         check_integers("index", index)
         self.base, self.index = base, index.long()
-        if int(index.min()) < 0 or int(index.max()) >= base.batch_shape[-1]:
-            raise ValueError(
-                f"index must lie between 0 and {base.batch_shape[-1] - 1}, the distinct emissions; "
-                f"got {int(index.min())} to {int(index.max())}."
-            )
+        check_range("index", index, base.batch_shape[-1], "J - 1")
         super().__init__(
             base.batch_shape[:-1] + index.shape, base.event_shape, validate_args=validate_args
         )
@@ -194,6 +191,13 @@ class Tied(TorchDistribution):
         index = self.index.reshape((states,) + (1,) * (1 + len(self.event_shape)))
         index = index.expand((*drawn.shape[: at - 1], states, 1, *self.event_shape))
         return drawn.gather(at, index).squeeze(at)
+
+
+def permuted(emission: Any, order: Tensor) -> TorchDistribution:
+    """The same emissions with state k emitting as ``order[k]`` did, ``(K,)`` integers."""
+    if is_categorical(emission):
+        return PyroCategorical(logits=log_probs(emission)[..., order, :])
+    return Tied(emission, order)
 
 
 # Log-densities in every state --------------------------------------------------------------------
@@ -310,17 +314,17 @@ def marginal_log_prob(distribution: Any, values: Tensor) -> Tensor:
             f"values has vectors with some components NaN, which {type(base).__name__} cannot "
             "integrate out. Mark these steps as not observed, or use independent components."
         )
-    filled = torch.where(missing, _stand_in(base), values)
+    filled = torch.where(missing, any_value(base).to(torch.get_default_dtype()), values)
     if isinstance(base, Categorical):
         filled = filled.long()
     scores = base.log_prob(filled).masked_fill(missing, 0.0)
     return scores.sum(tuple(range(-events, 0))) if events else scores
 
 
-def _stand_in(distribution: Any) -> Tensor:
-    """Something in the support, for what will not be read; it uses up no random numbers."""
+def any_value(distribution: Any) -> Tensor:
+    """Something in the support, ``(*B, *E)``, as placeholder; it uses up no random numbers."""
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
-        return distribution.sample().to(torch.get_default_dtype())
+        return distribution.sample()
 
 
 def _marginal_normal(normal: MultivariateNormal, values: Tensor) -> Tensor:

@@ -4,6 +4,8 @@ Imports nothing of the package but its private helpers.
 
 Its modules; each imports only those above it:
 
+``masks``             which steps exist
+``sampling``          ancestral sampling of paths
 ``log_space``         logarithms and their sums with hard zeros
 ``_numba_chain``      compiled loops over dense chains
 ``_numba_blocks``     compiled loops over chains in blocks of states

@@ -244,7 +244,7 @@ def test_a_state_that_does_not_fit_changes_nothing(change, error, message):
     [
         ((torch.tensor([0, 1, 2]),), ValueError, "observation must have the batch shape"),
         ((torch.zeros(4, 2).long(),), ValueError, "build the filter from hmm.expand"),
-        ((torch.tensor([0, 3]),), ValueError, "must hold symbols from 0 to V - 1 = 2"),
+        ((torch.tensor([0, 3]),), ValueError, "values must lie between 0 and V - 1 = 2"),
         ((torch.tensor([0.0, 1.0]),), TypeError, "must hold integers"),
         ((3,), TypeError, "observation must be a torch.Tensor"),
         ((torch.tensor([0, 1]), torch.tensor([1, 0])), TypeError, "observed must be boolean"),

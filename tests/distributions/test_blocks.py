@@ -602,7 +602,7 @@ def test_what_is_no_block_is_refused():
     with pytest.raises(ValueError, match="blocks must be disjoint"):
         InnerProductTransition(torch.zeros(4, 2), torch.zeros(4, 2), case.blocks)
     hmm = Case("one level", [2, 2], [2]).hmm
-    with pytest.raises(ValueError, match="values must hold symbols from 0 to V - 1 = 8"):
+    with pytest.raises(ValueError, match="values must lie between 0 and V - 1 = 8"):
         hmm.log_prob(torch.tensor([[0, 9]]))
     torch.testing.assert_close(
         hmm.log_prob(torch.tensor([[0, 8]], dtype=torch.uint8)),

@@ -468,7 +468,7 @@ def test_tied_states_draw_apart_by_the_law_they_share():
 
 @pytest.mark.parametrize("index", [[0, 2], [-1, 0]])
 def test_tied_states_refuse_numbers_that_nothing_has(index):
-    with pytest.raises(ValueError, match="index must lie between 0 and 1"):
+    with pytest.raises(ValueError, match="index must lie between 0 and J - 1 = 1"):
         Tied(dist.Normal(torch.zeros(2), 1.0), torch.tensor(index))
     with pytest.raises(TypeError, match="index must hold integers"):
         Tied(dist.Normal(torch.zeros(2), 1.0), torch.tensor(index).double())

@@ -749,7 +749,7 @@ def test_an_expanded_hmm_still_checks_its_values():
     checked = HMM(
         hmm.log_initial, hmm.log_transition, hmm.emission, hmm.lengths, validate_args=True
     )
-    with pytest.raises(ValueError, match="symbols from 0 to"):
+    with pytest.raises(ValueError, match="values must lie between 0 and V - 1"):
         checked.expand([2, 3]).log_prob(torch.full((2, 3, 3), 9))
 
 
@@ -1206,12 +1206,12 @@ BAD_VALUES = {
     "a negative symbol": (
         lambda: torch.full((2, 4), -1),
         ValueError,
-        "from 0 to V - 1 = 3; got values from -1",
+        "between 0 and V - 1 = 3; got values from -1",
     ),
     "a symbol too large": (
         lambda: torch.full((2, 4), 4),
         ValueError,
-        "from 0 to V - 1 = 3; got values from 4 to 4",
+        "between 0 and V - 1 = 3; got values from 4 to 4",
     ),
     "another device": (
         lambda: torch.zeros(2, 4, device="meta").long(),

@@ -285,11 +285,11 @@ def test_what_goes_on_is_answered_as_the_rest_of_the_whole(variant):
 
 def test_what_does_not_fit_is_refused():
     hmm = make("one level").eval()(DATA.lengths)
-    with pytest.raises(ValueError, match=r"values must end in shape \(T, 2\)"):
+    with pytest.raises(ValueError, match=r"values must end in shape \(T, \*E\) = \(4, 2\)"):
         hmm.log_prob(WORDS.values)
     with pytest.raises(ValueError, match=r"tags must lie between 0 and Y - 1 = 2, or be -1"):
         hmm.log_prob(DATA.values + 2)
-    with pytest.raises(ValueError, match="values must hold symbols from 0 to V - 1 = 5"):
+    with pytest.raises(ValueError, match="values must lie between 0 and V - 1 = 5"):
         hmm.log_prob(DATA.values - torch.tensor([1, 0]))
     with pytest.raises(TypeError, match="words must be a BlockHMM; got HMM"):
         TaggedHMM(hmm.dense(), hmm.log_tags)
@@ -299,6 +299,6 @@ def test_what_does_not_fit_is_refused():
         tagged(Sequences(WORDS.values, WORDS.lengths, labels=torch.ones(3, 4, 2).bool()))
     with pytest.raises(ValueError, match=r"values must have shape \(N, T\)"):
         tagged(DATA)
-    with pytest.raises(ValueError, match="posterior_in_blocks needs every step to be observed"):
+    with pytest.raises(ValueError, match="block_posterior needs every step to be observed"):
         make("one level").eval()(DATA.lengths, DATA.exists).block_posterior(DATA.values)
     assert isinstance(hmm.restrict(torch.zeros(3, 4).long()), HMM)
