@@ -425,10 +425,10 @@ def test_errors_say_what_was_wanted():
         some.permute_states(torch.arange(3), data)
     drawn = jittered(values, 1, 2)
     short = {name.removeprefix("module."): each for name, each in drawn.items()}
-    with pytest.raises(ValueError, match=r"it has no 'initial', .*draws of 'module.initial'"):
+    with pytest.raises(ValueError, match=r"it has no 'initial', .*samples of 'module.initial'"):
         PosteriorDraws.of(short, model).hmm(data)
     del drawn["module.transition"]
-    with pytest.raises(ValueError, match=r"draws of 'module.transition' are missing"):
+    with pytest.raises(ValueError, match=r"samples of 'module.transition' are missing"):
         PosteriorDraws.of(drawn, model).hmm(data)
     with pytest.raises(TypeError, match="return hmm"):
         PosteriorDraws.of(some, lambda data: None).hmm(data)

@@ -274,7 +274,7 @@ def test_nan_is_refused():
 @pytest.mark.parametrize("switch", ["transition_per_step", "emission_per_step"])
 def test_a_filter_needs_a_model_without_steps(switch):
     hmm = build(Case("symbols", "one sequence", 2, 3)._replace(**{switch: True})).hmm
-    with pytest.raises(ValueError, match="hmm must not change with the step"):
+    with pytest.raises(ValueError, match="Filter needs a model that does not change with the step"):
         Filter(hmm)
     with pytest.raises(TypeError, match="hmm must be an HMM"):
         Filter("casino")
