@@ -104,7 +104,7 @@ def check_steps(
     """
     longest = int(lengths.max()) if lengths.numel() else 0
     num_steps: dict[str, int] = {}  # by the argument that says so
-    shapes = {"log_initial": log_initial.shape[:-1], "lengths": lengths.shape}
+    shapes = {"log_initial": log_initial.shape[:-1]}
     if isinstance(log_transition, Tensor):
         shapes["log_transition"] = log_transition.shape[: -3 if transition_per_step else -2]
         if transition_per_step:
@@ -115,6 +115,7 @@ def check_steps(
                 )
             num_steps["log_transition"] = log_transition.size(-3) + 1
     shapes["emission"] = emission.batch_shape[: -2 if emission_per_step else -1]
+    shapes["lengths"] = lengths.shape
     if emission_per_step:
         if len(emission.batch_shape) < 2 or emission.batch_shape[-2] < longest:
             raise ValueError(

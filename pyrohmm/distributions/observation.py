@@ -27,11 +27,9 @@ from .._checks import check_integers, check_range
 from ..ops.log_space import log
 from ..ops.lookup import take_rows
 
-# Distributions made of others --------------------------------------------------------------------
-
 
 class Streams(TorchDistribution):
-    """Several observations at once, independent given the state, side by side in one vector.
+    """Several observations at once, independent given the state, joined in one vector.
 
     A part that emits scalars or symbols takes one component, one that emits vectors of D takes D.
     Symbols stand in the vector as whole numbers.
@@ -70,12 +68,12 @@ class Streams(TorchDistribution):
 
     @property
     def mean(self) -> Tensor:
-        """Means of the parts, side by side; that of a symbol means nothing and is NaN."""
+        """Means of the parts, joined; that of a symbol means nothing and is NaN."""
         return self.join([part.mean for part in self.parts])
 
     @property
     def variance(self) -> Tensor:
-        """Variances of the parts, side by side; that of a symbol is NaN."""
+        """Variances of the parts, joined; that of a symbol is NaN."""
         return self.join([part.variance for part in self.parts])
 
     def split(self, values: Tensor) -> list[Tensor]:
@@ -100,7 +98,7 @@ class Streams(TorchDistribution):
         return torch.cat([piece.to(dtype).expand(*lead, piece.size(-1)) for piece in width], -1)
 
     def expand(self, batch_shape: Any, _instance: Any = None) -> Streams:
-        """The same law for a larger batch."""
+        """The same distribution for a larger batch."""
         return Streams([part.expand(torch.Size(batch_shape)) for part in self.parts])
 
     def log_prob(self, value: Tensor) -> Tensor:
@@ -110,8 +108,8 @@ class Streams(TorchDistribution):
         return torch.stack(torch.broadcast_tensors(*scores)).sum(0)
 
     def sample(self, sample_shape: Any = ()) -> Tensor:
-        """Draw vectors ``(*S, *B, sum of widths)``."""
-        wide = [part.expand(self.batch_shape) for part in self.parts]  # drawn apart for each entry
+        """Sample vectors ``(*S, *B, sum of widths)``."""
+        wide = [part.expand(self.batch_shape) for part in self.parts]  # independent for each entry
         return self.join([part.sample(torch.Size(sample_shape)) for part in wide])
 
 
@@ -161,11 +159,11 @@ class Tied(TorchDistribution):
         """Variance in each state."""
         return self._pick(self.base.variance)
 
-    def _pick(self, each: Tensor) -> Tensor:
-        return each.index_select(-1 - len(self.event_shape), self.index)
+    def _pick(self, moment: Tensor) -> Tensor:
+        return moment.index_select(-1 - len(self.event_shape), self.index)
 
     def expand(self, batch_shape: Any, _instance: Any = None) -> Tied:
-        """The same law for a larger batch."""
+        """The same distribution for a larger batch."""
         shape = torch.Size(batch_shape)
         return Tied(self.base.expand(shape[:-1] + self.base.batch_shape[-1:]), self.index)
 
@@ -181,16 +179,16 @@ class Tied(TorchDistribution):
         return every.gather(-1, index.expand(*every.shape[:-1], 1)).squeeze(-1).movedim(0, -1)
 
     def sample(self, sample_shape: Any = ()) -> Tensor:
-        """Draw in each state, ``(*S, *B, K, *E)``."""
+        """Sample in each state, ``(*S, *B, K, *E)``."""
         states = len(self.index)
-        wide = self.base.expand((states, *self.base.batch_shape))  # drawn apart for each state
-        drawn = wide.sample(torch.Size(sample_shape))  # (*S, K, *b, J, *E)
-        at = drawn.dim() - len(self.event_shape) - 1
+        wide = self.base.expand((states, *self.base.batch_shape))  # independent for each state
+        values = wide.sample(torch.Size(sample_shape))  # (*S, K, *b, J, *E)
+        at = values.dim() - len(self.event_shape) - 1
         first = len(torch.Size(sample_shape))
-        drawn = drawn.movedim(first, at - 1)  # (*S, *b, K, J, *E)
+        values = values.movedim(first, at - 1)  # (*S, *b, K, J, *E)
         index = self.index.reshape((states,) + (1,) * (1 + len(self.event_shape)))
-        index = index.expand((*drawn.shape[: at - 1], states, 1, *self.event_shape))
-        return drawn.gather(at, index).squeeze(at)
+        index = index.expand((*values.shape[: at - 1], states, 1, *self.event_shape))
+        return values.gather(at, index).squeeze(at)
 
 
 def permuted(emission: Any, order: Tensor) -> TorchDistribution:
@@ -200,23 +198,20 @@ def permuted(emission: Any, order: Tensor) -> TorchDistribution:
     return Tied(emission, order)
 
 
-# Log-densities in every state --------------------------------------------------------------------
-
-
 def is_categorical(emission: Any) -> bool:
     """Whether ``emission`` emits symbols."""
     return isinstance(emission, Categorical) and not emission.event_shape
 
 
 def log_probs(emission: Any) -> Tensor:
-    """Logarithms of the probabilities of symbols; zeros that were given are exact.
+    """Logarithms of the probabilities of symbols; probabilities of zero are exact.
 
     (``Categorical(probs=...).logits`` has the logarithm of the smallest number in their place.)
     """
-    given = vars(emission).get("probs")
-    if given is None or emission._param is not given:
+    probs = vars(emission).get("probs")
+    if probs is None or emission._param is not probs:  # torch keeps there what it was made of
         return emission.logits
-    return log(given)
+    return log(probs)
 
 
 def log_prob_per_state(emission: Any, values: Tensor) -> Tensor:
@@ -227,8 +222,8 @@ def log_prob_per_state(emission: Any, values: Tensor) -> Tensor:
     """
     if isinstance(emission, Streams):
         pieces = emission.split(values)
-        each = [log_prob_per_state(part, piece) for part, piece in zip(emission.parts, pieces)]
-        return torch.stack(torch.broadcast_tensors(*each)).sum(0)
+        scores = [log_prob_per_state(part, piece) for part, piece in zip(emission.parts, pieces)]
+        return torch.stack(torch.broadcast_tensors(*scores)).sum(0)
     if isinstance(emission, Tied):
         return log_prob_per_state(emission.base, values).index_select(-1, emission.index)
     if _is_of_bits(emission):
