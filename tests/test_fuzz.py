@@ -67,14 +67,14 @@ class Components:
 
     def build(self, convert):
         if self.event:
-            return self.law(*(convert(array) for array in self.arrays)).to_event(1)
-        return self.law(*(convert(array[..., 0]) for array in self.arrays))
+            return self.family(*(convert(array) for array in self.arrays)).to_event(1)
+        return self.family(*(convert(array[..., 0]) for array in self.arrays))
 
 
 class Normals(Components):
     """Normal components."""
 
-    law = dist.Normal
+    family = dist.Normal
 
     def parameters(self, rng, shape):
         return rng.normal(size=shape) * 2, rng.uniform(0.3, 2.0, size=shape)
@@ -99,7 +99,7 @@ class Spherical(Normals):
 class Flags(Components):
     """Zeros and ones."""
 
-    law = dist.Bernoulli
+    family = dist.Bernoulli
 
     def parameters(self, rng, shape):
         return (rng.uniform(0.05, 0.95, size=shape),)
@@ -117,7 +117,7 @@ class Flags(Components):
 class Counts(Components):
     """Poisson counts."""
 
-    law = dist.Poisson
+    family = dist.Poisson
 
     def parameters(self, rng, shape):
         return (rng.uniform(0.1, 8.0, size=shape),)
@@ -296,7 +296,7 @@ def log_rows(rng, shape, zeros=False, allowed=None):
         return np.log(rows / rows.sum(-1, keepdims=True))
 
 
-def moves(rng, shape):
+def transition_matrix(rng, shape):
     """Transitions: dense, left to right, banded, or with holes."""
     square = np.ones(shape[-2:], bool)
     kind = rng.integers(5)
@@ -355,7 +355,7 @@ def make_case(seed) -> Case:
 
     initial = log_rows(rng, (*leads[0], num_states), zeros=rng.random() < 0.4)
     size = (*leads[1], steps - 1 if moving else 1, num_states, num_states)
-    transition = moves(rng, size)
+    transition = transition_matrix(rng, size)
     emission = any_emission(rng, (*leads[2], steps if changing else 1, num_states))
 
     states = paths(rng, initial, transition, number, steps)
@@ -448,7 +448,7 @@ def build(case, validate_args=True):
     return hmm if case.labels is None else hmm.restrict(case.labels)
 
 
-# Laws --------------------------------------------------------------------------------------------
+# Properties ---------------------------------------------------------------------------------------
 
 
 def assert_close(actual, expected, tolerance=1e-8):

@@ -88,16 +88,7 @@ def check_steps(
 ) -> tuple[torch.Size, int]:
     """Raise unless batch dimensions broadcast and all arguments are for one number of steps.
 
-    Args:
-        log_initial: As of :class:`pyrohmm.HMM`, and so are the others, whose last dimensions have
-            been checked.
-        log_transition: The same.
-        emission: The same.
-        lengths: The same, on the CPU.
-        observed: The same.
-        allowed: The same.
-        transition_per_step: The same.
-        emission_per_step: The same.
+    Their last dimensions have been checked, and ``lengths`` are on the CPU.
 
     Returns:
         The batch shape ``(*B)``, and T.

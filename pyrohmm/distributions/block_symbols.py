@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from pyro.distributions import Categorical
 from pyro.distributions.torch_distribution import TorchDistribution
@@ -13,18 +11,6 @@ from .._checks import check_floats, check_integers, check_range, check_shape
 from .._lazy import lazy
 from ..ops.blocks import Blocks
 from ..ops.lookup import take_rows
-
-
-class BlockLikelihood(NamedTuple):
-    """Log-likelihoods of N sequences within the blocks of their symbols.
-
-    Attributes:
-        blocks: ``(N, T)``, the block of each step, on the CPU; anything at padded steps.
-        log_likelihood: ``(N, T, w)``, of each step in the states of its block.
-    """
-
-    blocks: Tensor
-    log_likelihood: Tensor
 
 
 class BlockSymbols:
@@ -58,16 +44,11 @@ class BlockSymbols:
         return torch.Size()
 
     @lazy
-    def categorical(self) -> Categorical:
+    def distribution(self) -> TorchDistribution:
         """Of all K states, -inf where a state cannot emit a symbol; computed when it is read."""
         size = self.blocks.num_states
         wide = self.log_probs.new_full((self.blocks.num_symbols, size + 1), -torch.inf)
         return Categorical(logits=wide.scatter(1, self._columns(), self.log_probs)[:, :-1].mT)
-
-    @property
-    def distribution(self) -> TorchDistribution:
-        """Batched over all K states; computed when it is read."""
-        return self.categorical
 
     def _columns(self) -> Tensor:
         """The state of each of the ``log_probs``, ``(V, w)``; K beyond the block."""
@@ -85,12 +66,16 @@ class BlockSymbols:
                 f"state; got sums from {low:.6g} to {high:.6g}."
             )
 
-    def likelihood(self, values: Tensor, exists: Tensor) -> BlockLikelihood:
+    def likelihood(self, values: Tensor, exists: Tensor) -> tuple[Tensor, Tensor]:
         """Log-likelihoods of symbols in the states of their blocks.
 
         Args:
             values: ``(N, T)`` integers, symbols; anything at padded steps.
             exists: ``(N, T)`` booleans.
+
+        Returns:
+            The block of each step ``(N, T)``, on the CPU, and the log-likelihood of the step in the
+            states of that block ``(N, T, w)``; at padded steps they mean nothing.
 
         Raises:
             TypeError: If ``values`` are not integers.
@@ -103,4 +88,4 @@ class BlockSymbols:
             "Steps without a symbol are said by observed=.",
         )  # fmt: skip
         blocks = self.blocks.symbol_block[symbols.cpu()]
-        return BlockLikelihood(blocks, take_rows(self.log_probs, symbols))
+        return blocks, take_rows(self.log_probs, symbols)

@@ -222,8 +222,8 @@ def log_prob_per_state(emission: Any, values: Tensor) -> Tensor:
     """
     if isinstance(emission, Streams):
         pieces = emission.split(values)
-        scores = [log_prob_per_state(part, piece) for part, piece in zip(emission.parts, pieces)]
-        return torch.stack(torch.broadcast_tensors(*scores)).sum(0)
+        parts = [log_prob_per_state(part, piece) for part, piece in zip(emission.parts, pieces)]
+        return torch.stack(torch.broadcast_tensors(*parts)).sum(0)
     if isinstance(emission, Tied):
         return log_prob_per_state(emission.base, values).index_select(-1, emission.index)
     if _is_of_bits(emission):

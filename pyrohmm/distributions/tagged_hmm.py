@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 from pyro.distributions import Categorical
+from pyro.distributions.torch_distribution import TorchDistribution
 from torch import Tensor
 from torch.distributions import constraints
 
@@ -25,7 +26,7 @@ from .._precision import full_precision
 from ..ops import recursions
 from ..ops.lookup import take_rows
 from .block_hmm import BlockHMM
-from .block_symbols import BlockLikelihood, BlockSymbols
+from .block_symbols import BlockSymbols
 from .carried_state import CarriedState
 from .observation import Streams
 from .sampling import sample_emission
@@ -106,14 +107,9 @@ class TaggedSymbols(BlockSymbols):
         return torch.Size((2,))
 
     @lazy
-    def word_and_tag(self) -> WordAndTag:
+    def distribution(self) -> TorchDistribution:
         """Of all K states; computed when it is read."""
-        return WordAndTag(self.words.categorical, Categorical(logits=self.log_tags))
-
-    @property
-    def distribution(self) -> WordAndTag:
-        """Batched over all K states; computed when it is read."""
-        return self.word_and_tag
+        return WordAndTag(self.words.distribution, Categorical(logits=self.log_tags))
 
     def split(self, values: Tensor, known: Tensor) -> tuple[Tensor, Tensor]:
         """Words and tags ``(*B, T)`` of ``values`` ``(*B, T, 2)``; 0 and -1 where not ``known``.
@@ -134,7 +130,7 @@ class TaggedSymbols(BlockSymbols):
             )
         return words, tags
 
-    def likelihood(self, values: Tensor, exists: Tensor) -> BlockLikelihood:
+    def likelihood(self, values: Tensor, exists: Tensor) -> tuple[Tensor, Tensor]:
         """As :meth:`BlockSymbols.likelihood`, of pairs ``(N, T, 2)``."""
         words, tags = self.split(values, exists)
         blocks, log_likelihood = super().likelihood(words, exists)
@@ -143,7 +139,7 @@ class TaggedSymbols(BlockSymbols):
         table = table.index_select(-1, states).reshape(-1, self.blocks.width)
         rows = torch.where(tags < 0, self.log_tags.size(-1), tags) * self.blocks.num_blocks
         scores = take_rows(table, rows + blocks.to(tags.device))
-        return BlockLikelihood(blocks, log_likelihood + scores)
+        return blocks, log_likelihood + scores
 
 
 class TagPath(NamedTuple):

@@ -1,4 +1,4 @@
-"""Laws of ``Filter``: it says what the HMM says of whole sequences, and can be resumed."""
+"""``Filter``: it computes what the HMM computes of whole sequences, and can be resumed."""
 
 import io
 
@@ -25,7 +25,7 @@ def casino(batch=(), dtype=torch.float64):
 
 
 def contradicted():
-    """Three streams of a chain that never moves and shows its state; the second changes it."""
+    """Three streams of a chain that never leaves its state and shows it; the second changes it."""
     shown = dist.Categorical(logits=torch.eye(2).log())
     hmm = HMM(torch.tensor([0.5, 0.5]).log(), torch.eye(2).log(), shown, torch.ones(3).long())
     return Filter(hmm), torch.tensor([[1, 1, 0], [1, 0, 0], [1, 1, 0]])
@@ -55,7 +55,7 @@ def test_filtering_a_stream_is_filtering_its_sequence(emission, layout):
         assert stream.num_steps == case.num_steps
 
 
-def test_before_the_first_step_the_law_is_that_of_the_first_state():
+def test_before_the_first_step_the_state_has_the_distribution_of_the_first_state():
     stream = Filter(casino((2,)))
     assert_close(stream.states, [[0.6, 0.4], [0.6, 0.4]])
     assert stream.log_evidence.tolist() == [0.0, 0.0]
@@ -85,18 +85,18 @@ def test_evidence_is_the_sum_of_what_was_predicted():
     assert_close(stream.log_evidence, total)
 
 
-def test_a_missing_step_moves_the_chain_and_adds_no_evidence():
+def test_a_missing_step_advances_the_chain_and_adds_no_evidence():
     missing = torch.tensor([False, True])
     apart, whole = Filter(casino((2,))), Filter(casino((2,)))
     for stream in (apart, whole):
         stream.update(torch.tensor([2, 0]))
-    before, law = apart.log_evidence, apart.states
+    before, states = apart.log_evidence, apart.states
     apart.update(torch.tensor([99, 1]), missing)  # what stands there may be anything
     whole.update(None)
     assert torch.equal(apart.log_evidence[0], before[0])
     assert torch.equal(whole.log_evidence, before)
     assert_close(apart.states[0], whole.states[0])
-    assert_close(whole.states, law @ torch.tensor([[0.9, 0.1], [0.3, 0.7]]))
+    assert_close(whole.states, states @ torch.tensor([[0.9, 0.1], [0.3, 0.7]]))
 
 
 @pytest.mark.parametrize("arguments", [(None,), (torch.tensor(0), torch.tensor(False))])
