@@ -70,7 +70,7 @@ class PosteriorDraws:
     dims: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        shapes = {name: tuple(each.shape[:2]) for name, each in self.values.items()}
+        shapes = {name: tuple(value.shape[:2]) for name, value in self.values.items()}
         if len(set(shapes.values())) > 1 or any(len(shape) < 2 for shape in shapes.values()):
             raise ValueError(
                 "values must have shape (C, S, ...), S samples of each of C chains; got shapes "
@@ -82,7 +82,7 @@ class PosteriorDraws:
                 raise ValueError(
                     "dims must hold one name for each dimension of a variable; got "
                     f"{name!r}: {tuple(names)}, and variables "
-                    f"{ {n: tuple(each.shape[2:]) for n, each in self.values.items()} }."
+                    f"{ {n: tuple(value.shape[2:]) for n, value in self.values.items()} }."
                 )
 
     @classmethod
@@ -132,15 +132,15 @@ class PosteriorDraws:
     @property
     def shape(self) -> torch.Size:
         """``(C, S)``; one sample if there is no latent variable."""
-        return next((each.shape[:2] for each in self.values.values()), torch.Size([1, 1]))
+        return next((value.shape[:2] for value in self.values.values()), torch.Size([1, 1]))
 
     def thin(self, count: int) -> PosteriorDraws:
         """At most ``count`` samples of each chain, evenly spaced."""
         check_size("count", count)
         total = self.shape[1]
         chosen = torch.linspace(0, total - 1, min(count, total)).round().long()
-        values = {name: each[:, chosen] for name, each in self.values.items()}
-        stats = {name: each[:, chosen] for name, each in self.stats.items()}
+        values = {name: value[:, chosen] for name, value in self.values.items()}
+        stats = {name: value[:, chosen] for name, value in self.stats.items()}
         return replace(self, values=values, stats=stats)
 
     # Samples as HMMs
@@ -239,9 +239,10 @@ class PosteriorDraws:
         data = data[:1]
         wide, count = next(self._split(3))
         singles = [
-            self._run({name: each[i, 0] for name, each in wide.items()}, data) for i in range(count)
+            self._run({name: value[i, 0] for name, value in wide.items()}, data)
+            for i in range(count)
         ]
-        self._check_names({name: each[0, 0] for name, each in wide.items()}, data)
+        _check_names(self.model, {name: value[0, 0] for name, value in wide.items()}, data)
         wanted = torch.stack([single.log_prob(data.values) for single in singles])
         try:
             batched = self._run(wide, data).expand(torch.Size([count, 1])).log_prob(data.values)
@@ -253,26 +254,6 @@ class PosteriorDraws:
                 "the right: write matrix[..., 0, :], not matrix[0]."
             ) from error
         return singles[0]
-
-    def _check_names(self, values: dict[str, Tensor], data: Sequences) -> None:
-        """Raise unless the values are those of the model's latent variables, all of them."""
-        with torch.no_grad(), poutine.block():
-            conditioned = poutine.condition(self.model, data=values)
-            nodes = poutine.trace(conditioned).get_trace(data).nodes
-        unknown = [name for name in values if name not in nodes]
-        missing = [
-            name
-            for name, site in nodes.items()
-            if site["type"] == "sample" and not site["is_observed"]
-            and not site_is_subsample(site) and site["infer"].get("enumerate") != "parallel"
-        ]  # fmt: skip
-        if unknown or missing:
-            raise ValueError(
-                "values must be of the latent variables of the model, all of them; it has no "
-                f"{', '.join(map(repr, unknown)) or 'other'}, and samples of "
-                f"{', '.join(map(repr, missing)) or 'none'} are missing. Names in a model begin "
-                "with 'module.'."
-            )
 
     # The order of states
 
@@ -305,7 +286,9 @@ class PosteriorDraws:
         data = to_model_device(self.model, None, data)
         evidence = self.map(data, lambda hmm: hmm.log_prob(data.values).sum(-1))
         best = int(evidence.argmax())
-        values = {name: each.flatten(0, 1)[best, None, None] for name, each in self.values.items()}
+        values = {
+            name: value.flatten(0, 1)[best, None, None] for name, value in self.values.items()
+        }
         one = replace(self, values=values, stats={})
         reference = one.map(data, lambda hmm: hmm.posterior(data.values).states)[0, 0]
         names = torch.empty(0)
@@ -345,7 +328,9 @@ class PosteriorDraws:
         dims = self.named_dims(data)
         self._check_dims(dims, data)
         order = names.argsort(-1)
-        values = {name: permute_dims(each, dims[name], order) for name, each in self.values.items()}
+        values = {
+            name: permute_dims(value, dims[name], order) for name, value in self.values.items()
+        }
         return replace(self, values=values)
 
     def named_dims(self, data: Sequences) -> dict[str, tuple[str, ...]]:
@@ -362,11 +347,10 @@ class PosteriorDraws:
         order = torch.arange(hmm.num_states).roll(1)
         permuted = {n: permute_dims(v, dims[n], order[None, None]) for n, v in first.items()}
         try:
-            found = self._run({name: value[0, 0] for name, value in permuted.items()}, data)
-            for own, wanted in zip(
-                found.log_factors(data.values), hmm.permute_states(order).log_factors(data.values)
-            ):
-                torch.testing.assert_close(own, wanted, rtol=1e-3, atol=1e-3)
+            other = self._run({name: value[0, 0] for name, value in permuted.items()}, data)
+            wanted = hmm.permute_states(order).log_factors(data.values)
+            for factor, expected in zip(other.log_factors(data.values), wanted):
+                torch.testing.assert_close(factor, expected, rtol=1e-3, atol=1e-3)
         except (ValueError, RuntimeError, AssertionError) as error:
             raise ValueError(
                 "states can be permuted only if it is known which dimensions of variables run over "
@@ -374,12 +358,12 @@ class PosteriorDraws:
                 "them: PosteriorDraws.of(..., dims={'matrix': ('state', 'next_state')}); if states "
                 "share parameters, their order has a meaning already."
             ) from error
-        before, after = (replace(self, values=each, stats={}).log_prior(data)
-                         for each in (first, permuted))  # fmt: skip
+        before, after = (replace(self, values=values, stats={}).log_prior(data)
+                         for values in (first, permuted))  # fmt: skip
         if not torch.allclose(before, after, rtol=1e-4, atol=1e-3):
             raise ValueError(
                 "states can be permuted only if priors do not tell them apart; here the log prior "
-                f"of a draw changes from {before.item():.4f} to {after.item():.4f} with their "
+                f"of a sample changes from {before.item():.4f} to {after.item():.4f} with their "
                 "order. It has a meaning already: compare samples as they are."
             )
 
@@ -411,11 +395,32 @@ def invariants(hmm: HMM, values: Tensor) -> dict[str, Tensor]:
         visits = posterior.states.double().sum(-2)  # (*b, N, K)
         visits = visits / visits.sum((-2, -1), keepdim=True)
         shares = visits.sum(-2)
-        found = {
+        quantities = {
             "log_evidence": posterior.log_evidence.double().sum(-1),
             "effective_states": torch.special.entr(shares).sum(-1).exp(),
         }
         if not hmm.transition_per_step:
             entropy = torch.special.entr(hmm.log_transition.double().exp()).sum(-1)
-            found["move_entropy"] = (visits * entropy).sum((-2, -1))
-        return found | {"occupancy": shares.sort(-1, descending=True).values}
+            quantities["move_entropy"] = (visits * entropy).sum((-2, -1))
+        return quantities | {"occupancy": shares.sort(-1, descending=True).values}
+
+
+def _check_names(model: Callable[..., Any], values: dict[str, Tensor], data: Sequences) -> None:
+    """Raise unless the values are those of the model's latent variables, all of them."""
+    with torch.no_grad(), poutine.block():
+        conditioned = poutine.condition(model, data=values)
+        nodes = poutine.trace(conditioned).get_trace(data).nodes
+    unknown = [name for name in values if name not in nodes]
+    missing = [
+        name
+        for name, site in nodes.items()
+        if site["type"] == "sample" and not site["is_observed"]
+        and not site_is_subsample(site) and site["infer"].get("enumerate") != "parallel"
+    ]  # fmt: skip
+    if unknown or missing:
+        raise ValueError(
+            "values must be of the latent variables of the model, all of them; it has no "
+            f"{', '.join(map(repr, unknown)) or 'other'}, and samples of "
+            f"{', '.join(map(repr, missing)) or 'none'} are missing. Names in a model begin "
+            "with 'module.'."
+        )

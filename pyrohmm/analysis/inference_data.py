@@ -137,7 +137,7 @@ def _fitted_groups(
     }
 
 
-def summary(found: Any, **options: Any) -> Any:
+def summary(converted: Any, **options: Any) -> Any:
     """ArviZ's table of the quantities that do not depend on the order of states.
 
     Its columns of R-hat and effective sample size are those to judge a sampler by: of parameters
@@ -145,7 +145,7 @@ def summary(found: Any, **options: Any) -> Any:
     embeddings, which can be rotated, not even then.
 
     Args:
-        found: What :func:`to_arviz` returns.
+        converted: What :func:`to_arviz` returns.
         **options: Those of ``arviz.summary``.
 
     Returns:
@@ -153,9 +153,9 @@ def summary(found: Any, **options: Any) -> Any:
     """
     import arviz
 
-    known = [name for name in INVARIANTS if name in found["posterior"].data_vars]
+    known = [name for name in INVARIANTS if name in converted["posterior"].data_vars]
     with numpy.errstate(invalid="ignore", divide="ignore"):  # of one state, what is constant
-        return arviz.summary(found, var_names=known, **options)
+        return arviz.summary(converted, var_names=known, **options)
 
 
 def _blank(values: Tensor, data: Sequences) -> Tensor:
