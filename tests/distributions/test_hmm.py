@@ -787,10 +787,10 @@ def test_forecast_is_the_predictive_distribution(emission, layout, engine):
         ends = np.broadcast_to(lengths, batch).reshape(-1)
         matrix = np.broadcast_to(np.exp(transition), (*batch, 1, 2, 2)).reshape(-1, 2, 2)
         predicted = []
-        for row, end, transition in zip(filtered, ends, matrix):
+        for row, end, step in zip(filtered, ends, matrix):
             steps = [row[end - 1]]
             for _ in range(horizon):
-                steps.append(steps[-1] @ transition)
+                steps.append(steps[-1] @ step)
             predicted.append(steps[1:])
         probs = np.reshape(predicted, (*batch, horizon, 2))
         assert_close(forecast.states, probs, case)
