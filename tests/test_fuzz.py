@@ -214,7 +214,7 @@ class Beside:
         )
 
     def sample_emission(self, rng, place):
-        return np.hstack([part.emit(rng, place) for part in self.parts]).astype(float)
+        return np.hstack([part.sample_emission(rng, place) for part in self.parts]).astype(float)
 
     def any_value(self, rng):
         return np.hstack([part.any_value(rng) for part in self.parts]).astype(float)
@@ -233,7 +233,7 @@ class Shared:
         return self.base.density(values)[..., self.index]
 
     def sample_emission(self, rng, place):
-        return self.base.emit(rng, (*place[:-1], self.index[place[-1]]))
+        return self.base.sample_emission(rng, (*place[:-1], self.index[place[-1]]))
 
     def any_value(self, rng):
         return self.base.any_value(rng)
@@ -364,7 +364,7 @@ def make_case(seed) -> Case:
         [
             [
                 emission.any_value(rng) if foreign and rng.random() < 0.5
-                else emission.emit(rng, (0, n, t, states[n, t]))
+                else emission.sample_emission(rng, (0, n, t, states[n, t]))
                 for t in range(steps)
             ]
             for n in range(number)
@@ -491,7 +491,7 @@ def check_conflict(hmm, values, where):
     words = f"step {step}. "
     if sequence:
         words = f"sequence {sequence[0] if len(sequence) == 1 else tuple(sequence)}, {words}"
-    methods = ["log_prob", "posterior", "expected", "filtered", "viterbi", "sample_states"]
+    methods = ["log_prob", "posterior", "expected_counts", "filtered", "viterbi", "sample_states"]
     for method in methods:
         with pytest.raises(ValueError, match="labels must leave a path") as caught:
             getattr(hmm, method)(values)
