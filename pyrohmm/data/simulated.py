@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..ops.sampling import sample_path
 from ..ops.stationary import stationary
 from .sequences import Sequences
 
@@ -182,8 +183,8 @@ def _sample_states(
         raise ValueError(
             f"num_sequences and num_steps must be at least 1; got {num_sequences} and {num_steps}."
         )
-    states = [torch.multinomial(initial, num_sequences, True, generator=generator)]
-    for _ in range(num_steps - 1):
-        step = torch.multinomial(transition[states[-1]], 1, generator=generator)
-        states.append(step.squeeze(-1))
-    return torch.stack(states, -1)
+    return sample_path(
+        torch.multinomial(initial, num_sequences, True, generator=generator),
+        num_steps,
+        lambda _, states: torch.multinomial(transition[states], 1, generator=generator).squeeze(-1),
+    )

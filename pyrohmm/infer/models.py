@@ -214,8 +214,7 @@ def markov_sample(name: str, hmm: HMM, obs: Tensor | None = None) -> Tensor:
     exists, event = hmm.exists, hmm.emission.event_shape
     mask, given = exists, obs
     if obs is not None:
-        if hmm.allowed is not None and hmm._validate_args:
-            hmm._check_labels(obs)
+        hmm.check_labels(obs)
         obs, known = hmm.prepare_values(obs)
         mask = exists if known is None else known
     padded = not bool(exists.all())

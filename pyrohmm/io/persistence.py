@@ -252,7 +252,7 @@ def _build_hmm(tensors: dict[str, Tensor], meta: dict[str, Any]) -> HMM:
 
 
 def _describe_block_hmm(hmm: BlockHMM) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    if hmm.before is not None:
+    if hmm.carried is not None:
         raise TypeError("an HMM of continued sequences cannot be saved; save dense().")
     tensors = {
         "log_initial": hmm.log_initial,

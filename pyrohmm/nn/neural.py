@@ -22,7 +22,8 @@ from torch import Tensor, nn
 
 from .._checks import check_size
 from .._precision import at_least_single, full_precision
-from ..distributions.block_hmm import BlockHMM, CarriedState, FinalState
+from ..distributions.block_hmm import BlockHMM, FinalState
+from ..distributions.carried_state import CarriedState
 from ..distributions.hmm import HMM
 from ..ops.block_emission import log_emission, normalised
 from ..ops.block_transition import InnerProductTransition
@@ -319,7 +320,8 @@ class NeuralHMM(_Large):
             block[goes_on] = place
             laws = ending.log_probs.new_full((len(continues), rows.size(1)), -torch.inf)
             laws[goes_on] = ending.log_probs[continues[goes_on]].detach()
-            hmm.before = CarriedState(leave, shares, exist.sum(-1).cpu(), block, laws)
+            carried = CarriedState(leave, shares, exist.sum(-1).cpu(), block, laws)
+            hmm = hmm.continue_from(carried)
         return hmm, every if states is None else states
 
 

@@ -4,6 +4,8 @@ Imports nothing of the package but its private helpers.
 
 Its modules; each imports only those above it:
 
+``masks``             which steps exist
+``sampling``          ancestral sampling of paths
 ``log_space``         logarithms and their sums with hard zeros
 ``masks``             which steps of ragged sequences exist
 ``chain``             the arguments of the recursions, checked and in one form

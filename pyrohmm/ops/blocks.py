@@ -101,6 +101,11 @@ class Blocks:
         return self._states.sizes
 
     @property
+    def layout(self) -> States:
+        """The states of all blocks, one block after the other."""
+        return self._states
+
+    @property
     def width(self) -> int:
         """w, the number of states of the largest block."""
         return self._states.width

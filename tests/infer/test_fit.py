@@ -1179,7 +1179,7 @@ def test_a_module_in_place_of_a_model_is_named():
 
 def test_symbols_that_the_emission_does_not_know_are_named():
     data = Sequences(torch.tensor([[0, 7]]), torch.tensor([2]))
-    with pytest.raises(ValueError, match="symbols from 0 to V - 1 = 2"):
+    with pytest.raises(ValueError, match="values must lie between 0 and V - 1 = 2"):
         fit_map(tabular(), data, num_steps=3)
 
 
