@@ -13,7 +13,7 @@ the paper; and :class:`LogitGradient`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ from torch import Tensor
 
 from .._checks import check_size
 from ..distributions.dpp import DiversityPrior
+from ..distributions.hmm import HMM
 from ..ops.diversity import simplex_projection
 from ..ops.log_space import log
 
@@ -98,24 +99,45 @@ class GradientStep:
                     each.copy_(old)
 
 
+@runtime_checkable
+class TransitionPrior(Protocol):
+    """A log-prior of the transition matrix alone, such as a :class:`DiversityPrior`.
+
+    As the ``log_prior`` of :func:`fit_em` it leaves the closed forms of all other parameters.
+    """
+
+    def __call__(self, hmm: HMM) -> Tensor:
+        """Log-density ``(*B)`` of the transition matrix of ``hmm``."""
+
+    def log_density(self, transition: Tensor) -> Tensor:
+        """Log-density ``(*B)`` of transition matrices ``(*B, K, K)``."""
+
+
 class TransitionStep(Protocol):
-    """An M-step of transition matrices under a diversity prior."""
+    """An M-step of transition matrices under a prior."""
 
     def __call__(
-        self, rows: Tensor, counts: Tensor, prior: DiversityPrior, allowed: Tensor | None = None
+        self, rows: Tensor, counts: Tensor, prior: Any, allowed: Tensor | None = None
     ) -> Tensor:
         """Raise the objective.
 
         Args:
-            rows: ``(R, K, K)`` float64, where to begin, of R restarts.
-            counts: ``(R, K, K)``, expected numbers of moves, pseudo-counts of a Dirichlet prior
-                included; not negative.
-            prior: The weights.
-            allowed: ``(K, K)`` booleans, moves that are possible; all by default.
+            rows: ``(R, K, K)`` float64, the start of each of R restarts.
+            counts: ``(R, K, K)``, expected counts of transitions, pseudo-counts of a Dirichlet
+                prior included; not negative.
+            prior: A :class:`TransitionPrior`.
+            allowed: ``(K, K)`` booleans, transitions that are possible; all by default.
 
         Returns:
             Matrices ``(R, K, K)`` with an objective at least as high.
         """
+
+
+def default_step(prior: TransitionPrior) -> TransitionStep:
+    """:class:`FixedPoint` where it applies, :class:`LogitGradient` elsewhere."""
+    if isinstance(prior, DiversityPrior) and prior.rho == 0.5:
+        return FixedPoint()
+    return LogitGradient()
 
 
 class FixedPoint:

@@ -50,7 +50,9 @@ class HMMModule(OwnParameters):
     """A ``PyroModule`` whose call returns an :class:`HMM` for sequences of given lengths.
 
     Subclasses define ``forward(lengths, observed=None)``, or, if the model depends on covariates
-    that the data carry, ``forward(lengths, observed, covariates)``. Their parameters may be
+    that the data carry, ``forward(lengths, observed, covariates)``. With ``statistics`` and
+    ``m_step`` of a :class:`pyrohmm.nn.closed_form.ChainMStep`, EM maximises their chain in closed
+    form; else by gradient steps. Their parameters may be
     ``torch.nn.Parameter`` or ``PyroParam`` (points), or ``PyroSample`` (random variables, drawn
     from the prior or from a guide each time the module is called). Whoever calls the module need
     not know which.
@@ -96,6 +98,14 @@ class HMMModule(OwnParameters):
             observed: ``(*B, T)`` booleans, True where a step is observed; all by default.
         """
         raise NotImplementedError(f"{type(self).__name__} must define forward(lengths, observed).")
+
+    def emission_module(self) -> PyroModule | None:
+        """The part whose call is the emission of the HMM, so that EM may use its M-step.
+
+        None by default. A module that builds ``HMM(..., self.emission(), ...)`` returns
+        ``self.emission`` here.
+        """
+        return None
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from functools import partial
 import torch
 from pyro.distributions import Categorical, Normal
 from pyro.distributions.torch_distribution import TorchDistribution
-from pyro.nn import PyroSample
+from pyro.nn import PyroModule, PyroSample
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
@@ -148,8 +148,8 @@ class DenseHMM(HMMModule):
         flat: Whether priors are flat, so that the most probable parameters are those of maximum
             likelihood; ``scale`` is then that of the starts alone. For points only: the posterior
             is improper, because ``emit`` may grow as ``symbol`` shrinks.
-        share: Whether a state has one embedding, ``leave``, which stands for ``enter`` and ``emit``
-            too (section 6, learning Z and V only). With the kernels of this module A is then a
+        tied: Whether a state has one embedding, ``leave``, which is ``enter`` and ``emit`` as
+            well (section 6, learning Z and V only). With the kernels of this module A is then a
             symmetric matrix with its rows normalised: the chain is reversible. Any embedding may be
             held constant besides: see :func:`pyrohmm.freeze`.
         stationary: Whether sequences begin in the stationary law of A, so that there is no
@@ -160,7 +160,7 @@ class DenseHMM(HMMModule):
     Raises:
         TypeError: If a kernel or ``emission`` is not callable.
         ValueError: If a size is less than one; ``scale`` is not positive; both or neither of
-            ``num_symbols`` and ``emission`` are given; or ``share`` is given with two dimensions.
+            ``num_symbols`` and ``emission`` are given; or ``tied`` is given with two dimensions.
 
     Example:
         >>> _ = pyro.set_rng_seed(0)
@@ -184,7 +184,7 @@ class DenseHMM(HMMModule):
         symbol_kernel: Kernel | None = None,
         scale: float | None = None,
         flat: bool = False,
-        share: bool = False,
+        tied: bool = False,
         stationary: bool = False,
         emission: EmissionFamily | None = None,
     ) -> None:
@@ -205,10 +205,10 @@ class DenseHMM(HMMModule):
             )
         self.num_states, self.num_symbols = num_states, num_symbols
         self.kernel, self.symbol_kernel = kernel, symbol_kernel or kernel
-        self.share, self.stationary, self.flat = share, stationary, flat
+        self.tied, self.stationary, self.flat = tied, stationary, flat
         self.register_buffer("one", torch.ones(()))  # of the dtype and on the device of all
         self.leave = _embedding(scale, num_states, dim)
-        if not share:
+        if not tied:
             self.enter = _embedding(scale, num_states, dim)
         if not stationary:
             self.start = _embedding(scale, dim)
@@ -216,12 +216,12 @@ class DenseHMM(HMMModule):
             check_size("num_symbols", num_symbols)
             symbol_dim = dim if symbol_dim is None else symbol_dim
             check_size("symbol_dim", symbol_dim)
-            if share and symbol_dim != dim:
+            if tied and symbol_dim != dim:
                 raise ValueError(
                     f"symbol_dim must be dim = {dim} where states share one embedding; got "
                     f"{symbol_dim}."
                 )
-            if not share:
+            if not tied:
                 self.emit = _embedding(scale, num_states, symbol_dim)
             self.symbol = _embedding(scale, num_symbols, symbol_dim)
         else:
@@ -232,7 +232,7 @@ class DenseHMM(HMMModule):
     def forward(self, lengths: Tensor, observed: Tensor | None = None) -> HMM:
         """Build the HMM for sequences of ``lengths`` ``(*B)``."""
         leave = self.leave
-        enter = leave if self.share else self.enter
+        enter = leave if self.tied else self.enter
         transition = log_rows(self.kernel, leave, enter)
         if self.stationary:
             # where rounding splits the chain in two, the HMM built says so, if it is validated
@@ -241,10 +241,14 @@ class DenseHMM(HMMModule):
             initial = log_rows(self.kernel, self.start.unsqueeze(-2), enter).squeeze(-2)
         return HMM(initial, transition, self._emission(leave), lengths, observed)
 
+    def emission_module(self) -> PyroModule | None:
+        """The module of the emission, if it is not of symbols."""
+        return None if self.num_symbols is not None else self.emission
+
     def _emission(self, leave: Tensor) -> TorchDistribution:
         if self.num_symbols is None:
             return self.emission()
-        emit = leave if self.share else self.emit
+        emit = leave if self.tied else self.emit
         return Categorical(logits=log_rows(self.symbol_kernel, emit, self.symbol))
 
 

@@ -173,7 +173,7 @@ class NeuralHMM(_Large):
         hidden_dim: D.
         blocks: Which states may emit which symbol; all of them by default.
         two_level: Whether moves have two levels; for disjoint blocks.
-        share: Whether a state has one embedding for all its uses, or four: to begin in, to be left,
+        tied: Whether a state has one embedding for all its uses, or four: to begin in, to be left,
             to be entered and to emit.
         factored: Whether half of each embedding is that of the block; see :class:`StateEmbedding`.
         dropout: Share of the states of each block that is left out, at each call in training mode:
@@ -206,7 +206,7 @@ class NeuralHMM(_Large):
         *,
         blocks: Blocks | None = None,
         two_level: bool = False,
-        share: bool = True,
+        tied: bool = True,
         factored: bool = False,
         dropout: float = 0.0,
         scale: float | None = None,
@@ -224,12 +224,12 @@ class NeuralHMM(_Large):
             raise TypeError(f"words must be callable; got {type(words).__name__}.")
         given = blocks if factored else None
         for use in USES:
-            if use == USES[0] or not share:
+            if use == USES[0] or not tied:
                 table = StateEmbedding(num_states, hidden_dim, given, scale)
             setattr(self, f"{use}_vectors", table)
             if factored:
                 setattr(self, f"{use}_joint", Residual(hidden_dim))
-        self.factored, self.two_level, self.share = factored, two_level, share
+        self.factored, self.two_level, self.tied = factored, two_level, tied
         self.start_net, self.leave_net = Residual(hidden_dim), Residual(hidden_dim)
         self.emit_net = Residual(hidden_dim)
         self.start_score = PyroModule[nn.Linear](hidden_dim, 1)
@@ -268,7 +268,7 @@ class NeuralHMM(_Large):
 
     def _vectors(self, states: Tensor | None, uses: tuple[str, ...] = USES) -> list[Tensor]:
         """Embeddings of states, or of all, for some uses."""
-        if self.share:
+        if self.tied:
             found = [self.start_vectors(states)] * len(uses)
         else:
             found = [getattr(self, f"{use}_vectors")(states) for use in uses]

@@ -26,7 +26,6 @@ from pyrohmm import (
     Sequences,
     TabularHMM,
     categorical,
-    em,
     fit_em,
     fit_map,
     freeze,
@@ -38,6 +37,7 @@ from pyrohmm import (
     starts,
     tied,
 )
+from pyrohmm.infer import expectation
 
 NAN = math.nan
 INITIAL, TRANSITION = np.array([1.5, 2.0, 1.2]), 1.3 + 2 * np.eye(3)  # concentrations
@@ -361,7 +361,7 @@ def test_sequences_that_are_parted_by_length_are_those_that_go_together(
     data = Sequences(data.values, data.lengths, data.observed, total=10)
     begin, fits = start_at(draw_start(module, data, restarts)), []
     for least in (1 << 16, 0):
-        monkeypatch.setattr(em, "PADDED", least)
+        monkeypatch.setattr(expectation, "PADDED", least)
         pyro.set_rng_seed(0)
         fits.append(
             fit_em(module, data, num_steps=3, tolerance=None, start=begin, restarts=restarts)
@@ -373,7 +373,7 @@ def test_sequences_that_are_parted_by_length_are_those_that_go_together(
 
 
 def test_a_sequence_that_is_impossible_is_named_whatever_part_it_is_in(monkeypatch):
-    monkeypatch.setattr(em, "PADDED", 0)
+    monkeypatch.setattr(expectation, "PADDED", 0)
     sequences = [[0] * 9, [0], [0], [0, 1], [0, 0], [0]]
     module = TabularHMM(2, categorical(2))
     begin = {

@@ -109,7 +109,7 @@ def test_one_embedding_for_each_state(name):
     """Learning Z and V only: A is a symmetric matrix, its rows normalised, so it is reversible."""
     torch.set_default_dtype(torch.float64)
     kernel, plain = KERNELS[name]
-    values, hmm = embeddings_of(DenseHMM(4, 5, 2, kernel=kernel, share=True))
+    values, hmm = embeddings_of(DenseHMM(4, 5, 2, kernel=kernel, tied=True))
     assert set(values) == {"leave", "start", "symbol"}
     z, v, z0 = (values[one].numpy() for one in ("leave", "symbol", "start"))
     np.testing.assert_allclose(hmm.log_transition.exp(), shares(plain, z, z))
@@ -273,7 +273,7 @@ def test_a_softmax_of_low_rank_has_full_rank():
 
 @pytest.mark.parametrize(
     "options",
-    [{"scale": 1.0}, {"flat": True}, {"share": True}, {"stationary": True}, {"kernel": RADIAL}],
+    [{"scale": 1.0}, {"flat": True}, {"tied": True}, {"stationary": True}, {"kernel": RADIAL}],
     ids=lambda options: next(iter(options)),
 )
 def test_em_never_lowers_the_log_joint_density(options):
@@ -301,12 +301,12 @@ def test_em_ends_where_the_gradient_is_zero():
         assert gradient.abs().max() < 1e-3  # of a loss of about 200 nats
 
 
-@pytest.mark.parametrize("share", [True, False])
-def test_fishers_identity(share):
+@pytest.mark.parametrize("tied", [True, False])
+def test_fishers_identity(tied):
     """The M-step's objective has the gradient of the evidence where the counts were found."""
     torch.set_default_dtype(torch.float64)
     data = some_symbols()
-    module = DenseHMM(3, 4, 2, share=share)
+    module = DenseHMM(3, 4, 2, tied=tied)
     values = {name: value.requires_grad_() for name, value in embeddings_of(module)[0].items()}
     hmm = poutine.condition(module, values)(data.lengths, data.observed)
     counts = hmm.expected_counts(data.values)
@@ -604,7 +604,7 @@ ERRORS = [
     (lambda: DenseHMM(3, 4, 2, emission=normal(2)), ValueError, "one of num_symbols and emission"),
     (lambda: DenseHMM(3, None, 2, emission=normal), TypeError, "made by a call"),
     (lambda: DenseHMM(3, None, 2, emission=normal(2), symbol_dim=2), ValueError, "of symbols"),
-    (lambda: DenseHMM(3, 4, 2, symbol_dim=3, share=True), ValueError, "share one embedding; got 3"),
+    (lambda: DenseHMM(3, 4, 2, symbol_dim=3, tied=True), ValueError, "share one embedding; got 3"),
     (lambda: dense.rbf(0.0), ValueError, "width must be positive"),
     (lambda: dense.of_products(3), TypeError, "function must be callable"),
     (lambda: dense.fair_num_states(3, 0, 1), ValueError, "num_symbols"),

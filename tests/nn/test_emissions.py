@@ -50,7 +50,7 @@ def draw_weights(rng, restarts, size):
 
 def m_step(module, values, weights, current=None):
     statistics = module.statistics(torch.tensor(values), torch.tensor(weights), current)
-    found, notes = module.maximise(statistics)
+    found, notes = module.m_step(statistics)
     return {name: value.detach().numpy() for name, value in found.items()}, notes
 
 
@@ -270,16 +270,16 @@ def test_what_is_known_of_a_mean_that_is_not():
     weights = torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.0, 1.0], [0.0, 1.0]]).unsqueeze(0)
     ball = normal_spherical(2)(2)
     ball.set_points(loc=torch.zeros(2, 2), variance=torch.ones(2))
-    found, _ = ball.maximise(ball.statistics(values, weights, None))
+    found, _ = ball.m_step(ball.statistics(values, weights, None))
     torch.testing.assert_close(found["variance"], torch.tensor([[0.25, (6.25 + 0.25) / 2]]))
     plane = normal(2, concentration=3.0, rate=2.0)(2)
     plane.set_points(loc=torch.zeros(2, 2))
-    found, _ = plane.maximise(plane.statistics(values, weights, None))
+    found, _ = plane.m_step(plane.statistics(values, weights, None))
     assert found["variance"][0, 0, 1].item() == pytest.approx(2.0 / (3.0 + 1.0))
     full = normal_full(2, degrees=5.0, scale=3.0)(2)
     full.set_points(loc=torch.zeros(2, 2))
     nobody = torch.tensor([1.0, 0.0]).expand(1, 4, 2)
-    found, _ = full.maximise(full.statistics(values.nan_to_num(0.0), nobody, None))
+    found, _ = full.m_step(full.statistics(values.nan_to_num(0.0), nobody, None))
     torch.testing.assert_close(found["covariance"][0, 1], torch.eye(2) * 3.0 / (5.0 + 2.0 + 1.0))
 
 
@@ -287,12 +287,12 @@ def test_a_component_that_is_never_observed_has_the_mode_of_its_prior():
     values, weights = torch.randn(6, 2), torch.rand(1, 6, 2)
     values[:, 1] = NAN
     module = normal(2, loc=0.3, concentration=3.0, rate=2.0)(2)
-    found, notes = module.maximise(module.statistics(values, weights, None))
+    found, notes = module.m_step(module.statistics(values, weights, None))
     assert notes == []
     torch.testing.assert_close(found["loc"][..., 1], torch.full((1, 2), 0.3))
     torch.testing.assert_close(found["variance"][..., 1], torch.full((1, 2), 2 / (3 + 0.5 + 1)))
     alone = normal(1, loc=0.3, concentration=3.0, rate=2.0)(2)
-    expected, _ = alone.maximise(alone.statistics(values[:, :1], weights, None))
+    expected, _ = alone.m_step(alone.statistics(values[:, :1], weights, None))
     torch.testing.assert_close(found["variance"][..., :1], expected["variance"])
 
 
@@ -572,10 +572,10 @@ def test_a_distribution_makes_the_module_that_builds_it(name):
     torch.testing.assert_close(call(module).log_prob(wide), law.log_prob(wide))
     assert not poutine.trace(module).get_trace().stochastic_nodes
     weights = torch.tensor(draw_weights(rng, 1, 6))
-    found, _ = module.maximise(module.statistics(values, weights, law))
+    found, _ = module.m_step(module.statistics(values, weights, law))
     given = case.family()(STATES)
     put(given, own)
-    expected, _ = given.maximise(given.statistics(values, weights, law))
+    expected, _ = given.m_step(given.statistics(values, weights, law))
     shared = name in ("ball", "shared", "sharing")  # which a distribution does not tell
     for parameter in [p for p in expected if not shared or p.endswith("loc")]:
         torch.testing.assert_close(found[parameter], expected[parameter])
@@ -585,7 +585,7 @@ def test_emissions_that_no_state_uses_stay_as_they_are():
     law = Tied(dist.Poisson(torch.tensor([1.0, 2.0, 3.0])), torch.tensor([1, 0]))
     module = emissions.from_distribution(law)
     values, weights = torch.tensor([4.0, 6.0]), torch.eye(2).unsqueeze(0)
-    found, _ = module.maximise(module.statistics(values, weights, law))
+    found, _ = module.m_step(module.statistics(values, weights, law))
     assert found["part.rate"][0, :2].tolist() == [6.0, 4.0]
     assert found["part.rate"][0, 2].isnan()
 

@@ -39,7 +39,7 @@ VARIANTS = {
     "one level": {"blocks": RAGGED},
     "two levels": {"blocks": RAGGED, "two_level": True},
     "factored": {"blocks": RAGGED, "factored": True},
-    "apart": {"blocks": RAGGED, "share": False, "factored": True},
+    "apart": {"blocks": RAGGED, "tied": False, "factored": True},
     "overlapping": {"blocks": blocks.uniform(6, 6, 2, torch.Generator().manual_seed(1))},
 }
 DATA = Sequences(torch.tensor([[0, 3, 5, 1], [4, 4, 0, 0], [2, 5, 5, 0]]), torch.tensor([4, 1, 3]))
