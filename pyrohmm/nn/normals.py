@@ -82,8 +82,9 @@ def normal_spherical(
         rate: Of the inverse gamma prior of the variance.
     """
     check_size("dim", dim)
-    prior = {"loc": loc, "weight": weight, "concentration": concentration, "rate": rate}
-    return partial(NormalEmission, dim=dim, spherical=True, **prior)
+    return lambda num_states: NormalEmission(
+        num_states, dim, loc, weight, concentration, rate, spherical=True
+    )
 
 
 def normal_full(
@@ -133,8 +134,9 @@ def normal_tied(
         scale: Of the inverse Wishart prior, a number (times the identity) or ``(D, D)``.
     """
     check_size("dim", dim)
-    prior = {"loc": loc, "weight": weight, "degrees": degrees, "scale": scale}
-    return partial(CovarianceEmission, dim=dim, tied=True, **prior)
+    return lambda num_states: CovarianceEmission(
+        num_states, dim, loc, weight, degrees, scale, tied=True
+    )
 
 
 class NormalEmission(Emission):

@@ -231,6 +231,32 @@ def test_any_other_prior_is_followed_by_gradient():
     torch.testing.assert_close(hmms[0].emission.probs, hmms[1].emission.probs, atol=1e-4, rtol=0)
 
 
+def test_a_prior_of_the_users_is_one_of_transitions_by_its_log_density():
+    """A Dirichlet prior of the rows; the rest keeps its closed form."""
+
+    class Rows:
+        def __call__(self, hmm):
+            return self.log_density(hmm.log_transition.exp())
+
+        def log_density(self, transition):
+            return 2 * transition.log().sum((-2, -1))
+
+    data, fits = symbols(3, count=20), []
+    for module, prior in (
+        (TabularHMM(2, categorical(3), 1.0, 3.0), None),
+        (TabularHMM(2, categorical(3)), Rows()),
+    ):
+        values = {
+            "initial": torch.tensor([0.5, 0.5]),
+            "transition": torch.tensor([[0.6, 0.4], [0.3, 0.7]]),
+            "emission.probs": torch.tensor([[0.5, 0.3, 0.2], [0.2, 0.3, 0.5]]),
+        }
+        fits.append(fit_em(module, data, log_prior=prior, start=values, num_steps=30))
+    hmms = [fit.hmm(data) for fit in fits]
+    torch.testing.assert_close(hmms[0].log_transition, hmms[1].log_transition, atol=1e-5, rtol=0)
+    torch.testing.assert_close(hmms[0].emission.probs, hmms[1].emission.probs, atol=1e-5, rtol=0)
+
+
 def test_em_and_map_agree():
     data = symbols(3, count=40)
     module = TabularHMM(2, categorical(3, 1.5), 1.5, 1.5)

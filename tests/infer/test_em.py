@@ -35,6 +35,7 @@ from pyrohmm import (
     parametric,
     poisson,
     starts,
+    streams,
     tied,
 )
 from pyrohmm.infer import expectation
@@ -743,6 +744,153 @@ def test_a_module_of_the_users_is_fitted_by_gradient_steps():
         hmm.emission.mean, sums / (visits + variance / 9.0), rtol=1e-3, atol=1e-3
     )
     torch.testing.assert_close(hmm.log_initial.exp(), states[:, 0].mean(0), rtol=1e-3, atol=1e-3)
+
+
+class Failures(PyroModule):
+    """A user's family: numbers of failures before a success, with a Beta prior."""
+
+    def __init__(self, num_states):
+        super().__init__()
+        self.probs = PyroSample(dist.Beta(torch.full((num_states,), 2.0), 3.0).to_event(1))
+
+    def forward(self):
+        return dist.Geometric(self.probs)
+
+    def statistics(self, values, weights, current):
+        weights = weights.double()
+        return {
+            "successes": weights.sum(1),
+            "failures": torch.einsum("rmk,m->rk", weights, values.double()),
+        }
+
+    def m_step(self, statistics):
+        successes, failures = statistics["successes"] + 1.0, statistics["failures"] + 2.0
+        return {"probs": successes / (successes + failures)}, []
+
+
+def failures(**options):
+    rng = np.random.default_rng(8)
+    values = torch.tensor(rng.geometric(0.3 + 0.4 * (rng.random((6, 7)) < 0.5)) - 1.0)
+    return Sequences(values, torch.tensor([7, 3, 7, 1, 5, 7]), **options)
+
+
+@pytest.mark.parametrize("restarts", [1, 2])
+def test_a_family_of_the_users_joins_the_closed_form_by_its_two_methods(restarts):
+    data, module = failures(), TabularHMM(2, Failures, 1.5, 1.5)
+    begin = draw_start(module, data, restarts)
+    options = {"num_steps": 5, "tolerance": None, "restarts": restarts}
+
+    def refuse(loss, parameters):
+        raise AssertionError("nothing is left to gradient steps")
+
+    refuse.optimizer, refuse.guard = None, True
+    closed = fit_em(module, data, start=start_at(begin), gradient_step=refuse, **options)
+    other = TabularHMM(2, wrapped(Failures), 1.5, 1.5)
+    renamed = {one.replace("emission.", "emission.inner."): v for one, v in begin.items()}
+    step = GradientStep(num_steps=200)
+    fit = fit_em(other, data, start=start_at(renamed), gradient_step=step, **options)
+    torch.testing.assert_close(fit.losses, closed.losses, rtol=1e-6, atol=0.0)
+    found = numbers_of(fit)["emission.inner.probs"]
+    np.testing.assert_allclose(found, numbers_of(closed)["emission.probs"], rtol=2e-3, atol=1e-4)
+
+
+def test_a_family_of_the_users_has_minibatches_and_joins_others():
+    data = failures()
+    assert_climbs(fit_em(TabularHMM(3, tied(Failures, [0, 1, 0])), data, num_steps=5).losses)
+    parts = fit_em(TabularHMM(2, Failures), data, num_steps=5, batch_size=2)
+    assert parts.losses.isfinite().all()
+    both = torch.stack([data.values, torch.randn(data.values.shape)], -1)
+    both[0, 1, 0] = NAN  # missing, which the family knows nothing of
+    several = TabularHMM(2, streams(Failures, normal(0)))
+    fit = fit_em(several, Sequences(both, data.lengths), num_steps=5)
+    assert_climbs(fit.losses)
+
+
+class Cycle(HMMModule):
+    """A user's module: a chain that stays, or goes to the next state of a ring."""
+
+    def __init__(self, emission):
+        super().__init__()
+        self.stay = PyroSample(dist.Beta(torch.full((3,), 2.0), 3.0).to_event(1))
+        self.emission = emission(3)
+
+    def forward(self, lengths, observed=None):
+        stay, eye = self.stay.unsqueeze(-1), torch.eye(3)
+        never = (eye + eye.roll(1, -1)) == 0
+        logs = torch.where(eye > 0, stay.log(), (1 - stay).log()).masked_fill(never, -torch.inf)
+        return HMM(torch.full((3,), 1 / 3).log(), logs, self.emission(), lengths, observed)
+
+
+class ClosedCycle(Cycle):
+    """The same, with its M-step."""
+
+    def emission_module(self):
+        return self.emission
+
+    def statistics(self, expected):
+        pairs = expected.transitions.sum(1)  # (R, K, K)
+        return {"stay": pairs.diagonal(dim1=-2, dim2=-1), "all": pairs.sum(-1)}
+
+    def m_step(self, statistics):
+        return {"stay": (statistics["stay"] + 1.0) / (statistics["all"] + 3.0)}, []
+
+
+@pytest.mark.parametrize("restarts", [1, 2])
+@pytest.mark.parametrize("closed", [True, False], ids=["closed emission", "other emission"])
+def test_a_module_of_the_users_joins_the_closed_form_by_its_two_methods(closed, restarts):
+    data = failures()
+    module = ClosedCycle(Failures if closed else wrapped(Failures))
+    begin = draw_start(module, data, restarts)
+    options = {"num_steps": 5, "tolerance": None, "restarts": restarts}
+    options["gradient_step"] = GradientStep(num_steps=200)
+    fit = fit_em(module, data, start=start_at(begin), **options)
+    assert_climbs(fit.losses)
+    other = Cycle(Failures if closed else wrapped(Failures))  # all by gradient
+    expected = fit_em(other, data, start=start_at(begin), **options)
+    torch.testing.assert_close(fit.losses, expected.losses, rtol=1e-6, atol=0.0)
+    for one, value in numbers_of(expected).items():
+        np.testing.assert_allclose(numbers_of(fit)[one], value, rtol=2e-3, atol=1e-4)
+
+
+def test_the_m_step_of_a_users_chain_is_its_counts_and_prior():
+    states = torch.tensor([[0, 0, 1, 1, 2, 0], [2, 2, 0, 1, 1, 2]])
+    data = Sequences(torch.zeros(2, 6), torch.tensor([6, 6]), labels=states)
+    fit = fit_em(ClosedCycle(Failures), data, num_steps=1, tolerance=None)
+    stayed, left = torch.tensor([1.0, 2.0, 1.0]), torch.tensor([2.0, 2.0, 2.0])
+    torch.testing.assert_close(fit.values["module.stay"], (stayed + 1) / (stayed + left + 3))
+
+
+def test_what_an_m_step_does_not_return_follows_gradient_steps():
+    """Here the first state, and an emission that is no module of its own."""
+
+    class Mixed(ClosedCycle):
+        def __init__(self):
+            super().__init__(Failures)
+            self.begin = torch.nn.Parameter(torch.zeros(3))
+            self.rate = PyroSample(dist.Gamma(torch.full((3,), 2.0), 1.0).to_event(1))
+            del self.emission
+
+        def emission_module(self):
+            return None
+
+        def forward(self, lengths, observed=None):
+            self.emission = lambda: dist.Poisson(self.rate)
+            hmm = super().forward(lengths, observed)
+            return hmm.replace(log_initial=self.begin.log_softmax(-1))
+
+    data = failures()
+    fit = fit_em(Mixed(), data, num_steps=150, tolerance=1e-12)
+    assert_climbs(fit.losses)
+    hmm = fit.hmm(data)
+    counts = hmm.expected_counts(data.values)
+    pairs = counts.transitions.squeeze(0)
+    stay = (pairs.diagonal() + 1) / (pairs.sum(-1) + 3)
+    close = {"rtol": 0.0, "atol": 5e-3}
+    torch.testing.assert_close(fit.values["module.stay"], stay, **close)
+    torch.testing.assert_close(hmm.log_initial.exp(), counts.initial / 6, **close)
+    sums = torch.einsum("ntk,nt->k", counts.states, data.values) + 1
+    rates = sums / (counts.states.sum((0, 1)) + 1)
+    torch.testing.assert_close(fit.values["module.rate"], rates, rtol=5e-3, atol=5e-3)
 
 
 def test_any_distribution_is_fitted_by_maximum_likelihood():
