@@ -31,7 +31,7 @@ from ..nn.closed_form import Statistics, TransitionCounts
 from ..nn.tabular import TabularHMM
 from ..ops.recursions import ExpectedCounts
 from .expectation import Expectation, uniform_counts
-from .maximization import Gathered, Maximization
+from .maximization import Maximization
 from .maximization import expected_log_joint as expected_log_joint
 from .models import LogPrior, MarginalModel
 from .msteps import GradientStep, TransitionPrior, TransitionStep, default_step
@@ -242,7 +242,7 @@ def _begin(parameters: Parameters, maximize: Maximization, start: Start | Values
         hmm, _ = parameters.build(data)
     if not isinstance(begin, ExpectedCounts):
         begin = uniform_counts(hmm, data, begin)
-    maximize(maximize.gather(begin, data, None, hmm, data.total / len(data)))
+    maximize(maximize.gather(begin, data, None, hmm, data.total / len(data)), data)
 
 
 class _Convergence:
@@ -309,7 +309,7 @@ class _Loop:
             batch = self.batches.take()
             disturbed = self.expect.reseeded  # in the iteration before
             try:
-                loss, gathered = self.expect(batch)
+                loss, statistics = self.expect(batch)
             except ValueError as error:
                 self.batches.explain(error)
                 raise
@@ -321,8 +321,8 @@ class _Loop:
             if self.convergence.converged or len(self.losses) > num_steps:
                 break
             if self.average is not None:
-                gathered = Gathered(self.average(gathered.statistics, len(self.losses)))
-            self.maximize(gathered)
+                statistics = self.average(statistics, len(self.losses))
+            self.maximize(statistics, batch)
             bar.update()
         if self.checkpoint is not None and self.convergence.converged and not known:
             self._save(self.checkpoint)

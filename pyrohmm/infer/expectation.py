@@ -11,15 +11,16 @@ from torch import Tensor
 
 from ..data.sequences import Sequences
 from ..distributions.hmm import HMM
+from ..nn.closed_form import Statistics
 from ..ops import recursions
 from ..ops.recursions import ExpectedCounts
-from .maximization import DEAD, Gathered
+from .maximization import DEAD
 from .parameters import Parameters
 from .starts import build_once
 
 PADDED = 1 << 16  # steps, padding included, below which sequences of all lengths go together
 
-Gather = Callable[[ExpectedCounts, Sequences, HMM, HMM, float], Gathered]
+Gather = Callable[[ExpectedCounts, Sequences, HMM, HMM, float], Statistics]
 
 
 class Expectation:
@@ -43,11 +44,11 @@ class Expectation:
         self.reseeded = False
         self._batches: tuple[Sequences, list[tuple[Tensor, Sequences]]] | None = None
 
-    def __call__(self, batch: Sequences) -> tuple[Tensor, Gathered]:
+    def __call__(self, batch: Sequences) -> tuple[Tensor, Statistics]:
         """The loss ``(R,)`` with the parameters as they are, and what the M-step needs."""
         scale = batch.total / len(batch)
         total: Any = 0.0
-        sums: dict[str, Tensor] = {}
+        statistics: Statistics = {}
         parts = self._split(batch) if self.by_length else [(torch.arange(len(batch)), batch)]
         for chosen, part in parts:
             with torch.no_grad():
@@ -65,17 +66,14 @@ class Expectation:
             total = total + evidence.sum(-1)
             if self.reseed:
                 expected = self._reseed(expected)
-            gathered = self.gather(expected, part, hmm, hmm, scale)
-            if len(parts) > 1:
-                for name, value in gathered.statistics.items():
-                    sums[name] = sums.get(name, 0.0) + value
-                gathered = Gathered(sums)
+            for name, value in self.gather(expected, part, hmm, hmm, scale).items():
+                statistics[name] = statistics[name] + value if name in statistics else value
         loss = -(scale * total + prior.double())
         if not bool(loss.isfinite().any()):
             raise FloatingPointError(
                 f"the loss is {loss[0].item()}; the prior has density zero at the parameters."
             )
-        return loss, gathered
+        return loss, statistics
 
     def _reseed(self, expected: ExpectedCounts) -> ExpectedCounts:
         """Give half of the busiest state to each that no observation supports, but might."""

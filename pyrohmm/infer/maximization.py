@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable
+from typing import Any
 
 import pyro
 import torch
@@ -30,13 +30,6 @@ from .parameters import Parameters
 from .starts import Values
 
 DEAD = 1e-8  # expected visits, as a share of the steps, below which a state is reported
-
-# expected counts that gradient steps need, and the log-probabilities they weight
-COUNTED: dict[str, Callable[[HMM], Tensor]] = {
-    "counts.initial": lambda hmm: hmm.log_initial,
-    "counts.transition": lambda hmm: hmm.log_transition,
-    "counts.symbols": lambda hmm: log_probs(hmm.emission),
-}
 
 
 def expected_log_joint(hmm: HMM, expected: ExpectedCounts, values: Tensor) -> Tensor:
@@ -185,18 +178,12 @@ class GradientSteps:
     def _constrain(self, name: str) -> Any:
         return transform_to(self.parameters.sites[name].support)
 
-    def __call__(
-        self,
-        batch: Sequences,
-        terms: Callable[[HMM], Sequence[Tensor]],
-        counts: Sequence[Tensor],
-    ) -> None:
+    def __call__(self, batch: Sequences, counts: Statistics) -> None:
         """Raise the expected log joint density.
 
         Args:
             batch: What the HMM is built for.
-            terms: The log-probabilities of an HMM, in the order of ``counts``.
-            counts: Expected counts of each.
+            counts: Expected counts, by what they are of: see :func:`_logs`.
         """
         parameters, restarts = self.parameters, self.parameters.restarts
         if not self.names and not self.points:
@@ -213,7 +200,7 @@ class GradientSteps:
             parameters.values = known | moving
             hmm, prior = parameters.build(batch)
             total = prior.reshape(-1).expand(restarts)
-            for logs, count in zip(terms(hmm), counts):
+            for logs, count in zip(_logs(hmm, batch, counts), counts.values()):
                 total = total + _weighted(logs, count).reshape(restarts, -1).sum(-1)
             return -total
 
@@ -240,20 +227,6 @@ class GradientSteps:
         if state["stepper"] is not None and self.step.optimizer is not None:
             self.step._stepper = self.step.optimizer([*self.leaves.values(), *self.points])
             self.step._stepper.load_state_dict(state["stepper"])
-
-
-class Gathered(NamedTuple):
-    """What an M-step reads.
-
-    Attributes:
-        statistics: Sums over observations, by name.
-        batch: The sequences, where the M-step needs each of their steps.
-        expected: Their expected counts.
-    """
-
-    statistics: Statistics
-    batch: Sequences | None = None
-    expected: ExpectedCounts | None = None
 
 
 class Maximization:
@@ -297,9 +270,9 @@ class Maximization:
         batch: Sequences,
         current: HMM | None,
         hmm: HMM,
-        scale: float = 1.0,
-    ) -> Gathered:
-        """What the M-step needs: sums over observations if they suffice, else each step as well.
+        scale: float,
+    ) -> Statistics:
+        """Statistics that the M-step needs: sums over observations, where they suffice.
 
         Args:
             expected: Expected counts.
@@ -318,44 +291,35 @@ class Maximization:
                 weights, values = weights[:, seen], values[seen]
             emission: Any = None if current is None else current.emission
             found |= self.closed.emission_statistics(values, weights, emission)
-        if not self.summed:
-            scaled = ExpectedCounts(*(part.detach() * scale for part in expected))
-            return Gathered(_scaled(found, scale), batch, scaled)
-        found["visits"] = weights.sum(1).double()
+        if self.summed:
+            found["visits"] = weights.sum(1).double()
         if not self.chain_closed:
             found["counts.initial"] = expected.initial
-            found["counts.transition"] = expected.transitions.squeeze(-3)  # the same at all steps
-        if not self.emission_closed:
+            found["counts.transition"] = expected.transitions
+        if not self.emission_closed and not self.summed:
+            found["counts.states"] = expected.states
+        elif not self.emission_closed:
             table: Any = hmm.emission
             size = table.param_shape[-1]
             counts = torch.stack([add_rows(weight, values.long(), size).mT for weight in weights])
             found["counts.symbols"] = counts.unsqueeze(1) if len(counts) > 1 else counts[0]
-        return Gathered(_scaled(found, scale))
+        return found if scale == 1 else {name: value * scale for name, value in found.items()}
 
-    def __call__(self, gathered: Gathered) -> None:
-        """Maximise the parameters."""
-        statistics, batch, expected = gathered
-        if "visits" in statistics:
+    def __call__(self, statistics: Statistics, batch: Sequences) -> None:
+        """Maximise the parameters.
+
+        Args:
+            statistics: From :meth:`gather`.
+            batch: The sequences they are of.
+        """
+        if self.summed:
             visits = statistics["visits"]
             self.idle = (visits < DEAD * visits.sum(-1, keepdim=True)).tolist()
+            batch = self.parameters.data[:1]  # any will do
         with torch.no_grad():
             for note in self.closed.m_step(statistics):
                 self.notes[note] = self.notes.get(note, 0) + 1
-        if batch is None or expected is None:
-            names = [name for name in COUNTED if name in statistics]
-            self.gradient(
-                self.parameters.data[:1],
-                lambda hmm: [COUNTED[name](hmm) for name in names],
-                [statistics[name] for name in names],
-            )
-        else:  # the terms of a chain in closed form are constant, or underflow
-            kept = slice(2 * self.chain_closed, 3 - self.emission_closed)
-            values = batch.values
-            self.gradient(
-                batch,
-                lambda hmm: list(hmm.log_factors(values))[kept],
-                list(expected[1:])[kept],
-            )
+        self.gradient(batch, inside(statistics, "counts."))
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint saves."""
@@ -367,7 +331,15 @@ class Maximization:
         self.gradient.restore(state)
 
 
-def _scaled(statistics: Statistics, scale: float) -> Statistics:
-    if scale == 1:
-        return statistics
-    return {name: value * scale for name, value in statistics.items()}
+def _logs(hmm: HMM, batch: Sequences, names: Iterable[str]) -> list[Tensor]:
+    """Log-probabilities that have expected counts, by the names of the counts."""
+    names = list(names)
+    if "states" in names:
+        logs = dict(zip(("initial", "transition", "states"), hmm.log_factors(batch.values)))
+    else:
+        matrix = hmm.log_transition
+        matrix = matrix if hmm.transition_per_step else matrix.unsqueeze(-3)
+        logs = {"initial": hmm.log_initial, "transition": matrix}
+        if "symbols" in names:
+            logs["symbols"] = log_probs(hmm.emission)
+    return [logs[name] for name in names]

@@ -48,7 +48,7 @@ class TabularHMM(HMMModule):
     Example:
         >>> _ = pyro.set_rng_seed(0)
         >>> module = TabularHMM(2, categorical(6))
-        >>> hmm = module(torch.tensor([3, 1]))  # one draw from the prior
+        >>> hmm = module(torch.tensor([3, 1]))  # a sample from the prior
         >>> hmm.log_transition.shape, hmm.emission.probs.shape
         (torch.Size([2, 2]), torch.Size([2, 6]))
     """

@@ -1,4 +1,4 @@
-"""Laws of labels: of ``HMM.restrict``, and of labelled ``Sequences`` in models and fits.
+"""Properties of labels: of ``HMM.restrict``, and of labelled ``Sequences`` in models and fits.
 
 The oracle lists all paths in NumPy, and leaves out those that a label forbids.
 """
@@ -372,7 +372,7 @@ def one_way(**options):
 
 IMPOSSIBLE = {
     "the first state": ([[-1, -1, -1], [1, -1, -1]], [[0, 0, 0], [0, 0, 0]], "sequence 1, step 0"),
-    "a move": ([[-1, 1, 0], [-1, -1, -1]], [[0, 0, 0], [0, 0, 0]], "sequence 0, step 2"),
+    "a transition": ([[-1, 1, 0], [-1, -1, -1]], [[0, 0, 0], [0, 0, 0]], "sequence 0, step 2"),
     "a symbol": ([[-1, -1, -1], [-1, 1, -1]], [[0, 0, 0], [0, 1, 0]], "sequence 1, step 1"),
     "a symbol later": ([[-1, 1, -1], [-1, -1, 0]], [[0, 0, 1], [0, 0, 0]], "sequence 0, step 2"),
     "the first of two": ([[0, 1, 0], [1, -1, -1]], [[0, 0, 0], [0, 0, 0]], "sequence 0, step 2"),
@@ -582,18 +582,18 @@ def test_losses_of_labelled_minibatches_average_to_the_whole(form, size):
 
 
 def sentences():
-    """Symbols and their states, and the share of each start, move and symbol; none is zero."""
+    """Symbols and their states, and the shares of starts, transitions and symbols; none is zero."""
     states = [[0, 0, 1, 1, 0], [1, 0, 1], [1, 1, 0, 1], [0, 1]]
     symbols = [[0, 1, 0, 1, 0], [1, 1, 0], [1, 1, 0, 1], [0, 1]]
-    start, move, symbol = np.zeros(2), np.zeros((2, 2)), np.zeros((2, 2))
+    start, pair, symbol = np.zeros(2), np.zeros((2, 2)), np.zeros((2, 2))
     for path, row in zip(states, symbols):
         start[path[0]] += 1
         for t, (state, value) in enumerate(zip(path, row)):
             symbol[state, value] += 1
             if t:
-                move[path[t - 1], state] += 1
+                pair[path[t - 1], state] += 1
     data = Sequences.from_list(symbols, labels=states)
-    return data, [counts / counts.sum(-1, keepdims=True) for counts in (start, move, symbol)]
+    return data, [counts / counts.sum(-1, keepdims=True) for counts in (start, pair, symbol)]
 
 
 def parameters_of(hmm):

@@ -1,4 +1,4 @@
-"""Laws of DenseHMM: its formulas written out, what it can express, and how it is fitted."""
+"""Properties of DenseHMM: its formulas written out, what it can express, and how it is fitted."""
 
 import math
 
@@ -57,7 +57,7 @@ def stationary_by_powers(matrix):
 
 
 def embeddings_of(module):
-    """A draw of the embeddings, by name, and the HMM they make."""
+    """A sample of the embeddings, by name, and their HMM."""
     trace = poutine.trace(module).get_trace(torch.tensor([3, 1]))
     values = {name: trace.nodes[name]["value"] for name in trace.stochastic_nodes}
     return values, trace.nodes["_RETURN"]["value"]
@@ -193,8 +193,8 @@ def test_rotations_and_shifts_change_nothing():
     }
     turned["symbol"] = turned["symbol"] + torch.randn(3)
     turned["enter"] = turned["enter"] + torch.randn(2)
-    moved = poutine.condition(module, turned)(torch.tensor([3, 1]))
-    for one, two in ((hmm, moved),):
+    changed = poutine.condition(module, turned)(torch.tensor([3, 1]))
+    for one, two in ((hmm, changed),):
         first, second = (each.with_lengths(data.lengths) for each in (one, two))
         torch.testing.assert_close(
             first.log_prob(data.values), second.log_prob(data.values), rtol=1e-10, atol=1e-10
@@ -362,13 +362,13 @@ def test_restarts_of_em_are_fits_side_by_side():
     torch.set_default_dtype(torch.float64)
     data = some_symbols()
     module = DenseHMM(3, 4, 2)
-    draws = [embeddings_of(module)[0] for _ in range(3)]
-    wide = {name: torch.stack([d[name] for d in draws]).unsqueeze(1) for name in draws[0]}
+    samples = [embeddings_of(module)[0] for _ in range(3)]
+    wide = {name: torch.stack([d[name] for d in samples]).unsqueeze(1) for name in samples[0]}
     options = {"num_steps": 3, "tolerance": None}
     step = GradientStep(5, lambda leaves: torch.optim.Adam(leaves, lr=0.05))
     every = fit_em(module, data, start=wide, restarts=3, gradient_step=step, **options)
-    for restart, draw in enumerate(draws):
-        alone = fit_em(module, data, start=draw, gradient_step=step, **options)
+    for restart, sample in enumerate(samples):
+        alone = fit_em(module, data, start=sample, gradient_step=step, **options)
         torch.testing.assert_close(every.restarts.losses[restart], alone.losses)
 
 
@@ -377,9 +377,9 @@ def test_a_restart_that_has_failed_does_not_stop_the_others():
     torch.set_default_dtype(torch.float64)
     data = some_symbols()
     module = DenseHMM(3, 4, 2, kernel=lambda rows, columns: (rows @ columns.mT).abs().log())
-    draws = [embeddings_of(module)[0] for _ in range(3)]
-    draws[0]["symbol"][0] = 0.0  # a symbol that no state emits
-    wide = {name: torch.stack([draw[name] for draw in draws]) for name in draws[0]}
+    samples = [embeddings_of(module)[0] for _ in range(3)]
+    samples[0]["symbol"][0] = 0.0  # a symbol that no state emits
+    wide = {name: torch.stack([sample[name] for sample in samples]) for name in samples[0]}
     every = fit_em(module, data, start=wide, restarts=3, num_steps=4, tolerance=None)
     assert not every.restarts.final[0].isfinite()
     for restart in (1, 2):
@@ -449,8 +449,8 @@ def test_the_schedule_of_the_authors_moves_a_quarter_in_an_iteration():
     assert (len(fit.losses), fit.converged) == (41, False)
     options = em.densehmm_schedule() | {"num_steps": 1}
     once = fit_em(module, data, start=start, **options)
-    moved = [(once.values[f"module.{name}"] - start[name]).abs().max() for name in start]
-    assert 0.2 < max(moved) <= 0.26
+    changed = [(once.values[f"module.{name}"] - start[name]).abs().max() for name in start]
+    assert 0.2 < max(changed) <= 0.26
 
 
 def test_without_a_guard_em_may_go_down_and_nobody_complains():
@@ -503,7 +503,7 @@ def test_a_cooccurrence_fit_is_a_start_for_the_others():
 
 @pytest.mark.parametrize("make", [AutoDelta, AutoNormal])
 def test_a_fit_is_not_moved_by_one_that_begins_at_its_values(make):
-    """Guides adjust in place the very tensors that they begin at."""
+    """Guides change in place the tensors of their start."""
     data = some_symbols()
     model = MarginalModel(DenseHMM(2, 4, 1))
     first = fit_map(model, data, num_steps=5)

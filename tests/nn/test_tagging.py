@@ -1,4 +1,4 @@
-"""Laws of chains that emit words and tags: against sums over all paths of states and tags."""
+"""Properties of chains that emit words and tags: against sums over all paths of states and tags."""
 
 import itertools
 import math
@@ -51,9 +51,9 @@ class Truth:
         """Take the parameters of ``hmm`` as dense tables, and visit every pair of paths."""
         words, tags = values[:length].T.tolist()
         seen = [True] * length if observed is None else observed[:length].tolist()
-        start, moves = hmm.log_initial.numpy(), hmm.log_transition.numpy()
-        emission, law = hmm.emission.parts[0].logits.numpy(), hmm.log_tags.numpy()
-        size, count = law.shape
+        start, matrix = hmm.log_initial.numpy(), hmm.log_transition.numpy()
+        emission, tagging = hmm.emission.parts[0].logits.numpy(), hmm.log_tags.numpy()
+        size, count = tagging.shape
         zeros = np.zeros(size)
         likelihood = np.stack([emission[:, w] if s else zeros for w, s in zip(words, seen)])
         free = oracle.all_paths(count, length)
@@ -62,8 +62,8 @@ class Truth:
             if seen[t] and tag >= 0:
                 agrees &= free[:, t] == tag
         self.tags, self.states = free[agrees], oracle.all_paths(size, length)
-        chain = oracle.joint(start, moves[None], likelihood, self.states)
-        rows = np.stack([law[self.states, y].sum(1) for y in self.tags], 1)
+        chain = oracle.joint(start, matrix[None], likelihood, self.states)
+        rows = np.stack([tagging[self.states, y].sum(1) for y in self.tags], 1)
         self.table = chain[:, None] + rows  # (paths of states, paths of tags)
         self.evidence = oracle.log_sum(self.table.flatten())
         self.share = np.exp(self.table - self.evidence)
@@ -242,11 +242,11 @@ def test_few_tags_and_many_words_are_one_fit():
 def test_the_emission_is_that_of_two_symbols():
     torch.manual_seed(0)
     words, tags = torch.randn(3, 4).log_softmax(-1), torch.randn(3, 2).log_softmax(-1)
-    law = WordAndTag(*(torch.distributions.Categorical(logits=each) for each in (words, tags)))
+    tagging = WordAndTag(*(torch.distributions.Categorical(logits=each) for each in (words, tags)))
     values = torch.tensor([[3, 1], [0, -1], [-1, 0]]).unsqueeze(1)
     expected = torch.stack([words[:, 3] + tags[:, 1], words[:, 0], tags[:, 0]])
-    torch.testing.assert_close(law.expand([3, 3]).log_prob(values), expected)
-    inside = law.support.check(torch.tensor([[3, -1], [4, 0], [0, 2], [-2, 0]]))
+    torch.testing.assert_close(tagging.expand([3, 3]).log_prob(values), expected)
+    inside = tagging.support.check(torch.tensor([[3, -1], [4, 0], [0, 2], [-2, 0]]))
     assert inside.tolist() == [True, False, False, False]
 
 
@@ -268,13 +268,13 @@ def test_what_goes_on_is_answered_as_the_rest_of_the_whole(variant):
         close(hmm.log_prob_of_tags(rest), whole.log_prob_of_tags(values))
         close(hmm.tag_probs(rest)[:, -1], whole.tag_probs(values)[:, -1])
         best, chain = hmm.best_path(rest), hmm.dense()
-        emission, law = hmm.emission.parts[0].logits, hmm.log_tags
+        emission, tagging = hmm.emission.parts[0].logits, hmm.log_tags
         paths = torch.tensor(list(itertools.product(range(5), range(5), range(3), range(3))))
         a, b, x, y = paths.T
         for n, (one, two) in enumerate(words[:, 3:].tolist()):
             score = (
-                chain.log_initial[n, a] + emission[a, one] + law[a, x]
-                + chain.log_transition[a, b] + emission[b, two] + law[b, y]
+                chain.log_initial[n, a] + emission[a, one] + tagging[a, x]
+                + chain.log_transition[a, b] + emission[b, two] + tagging[b, y]
             )  # fmt: skip
             if tags[n, 3] >= 0:
                 score[x != tags[n, 3]] = -math.inf
