@@ -281,7 +281,7 @@ class Maximization:
             hmm: The HMM that the parameters build.
             scale: Of the counts.
         """
-        found = self.closed.chain_statistics(expected)
+        statistics = self.closed.chain_statistics(expected)
         if self.summed or self.emission_closed:
             weights = expected.states.reshape(self.parameters.restarts, -1, hmm.num_states)
             values, seen = batch.values.flatten(0, 1), batch.observed.flatten()
@@ -290,20 +290,22 @@ class Maximization:
             if not bool(seen.all()):
                 weights, values = weights[:, seen], values[seen]
             emission: Any = None if current is None else current.emission
-            found |= self.closed.emission_statistics(values, weights, emission)
+            statistics |= self.closed.emission_statistics(values, weights, emission)
         if self.summed:
-            found["visits"] = weights.sum(1).double()
+            statistics["visits"] = weights.sum(1).double()
         if not self.chain_closed:
-            found["counts.initial"] = expected.initial
-            found["counts.transition"] = expected.transitions
+            statistics["counts.initial"] = expected.initial
+            statistics["counts.transition"] = expected.transitions
         if not self.emission_closed and not self.summed:
-            found["counts.states"] = expected.states
+            statistics["counts.states"] = expected.states
         elif not self.emission_closed:
             table: Any = hmm.emission
             size = table.param_shape[-1]
             counts = torch.stack([add_rows(weight, values.long(), size).mT for weight in weights])
-            found["counts.symbols"] = counts.unsqueeze(1) if len(counts) > 1 else counts[0]
-        return found if scale == 1 else {name: value * scale for name, value in found.items()}
+            statistics["counts.symbols"] = counts.unsqueeze(1) if len(counts) > 1 else counts[0]
+        if scale == 1:
+            return statistics
+        return {name: value * scale for name, value in statistics.items()}
 
     def __call__(self, statistics: Statistics, batch: Sequences) -> None:
         """Maximise the parameters.

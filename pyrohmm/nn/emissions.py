@@ -185,8 +185,8 @@ class PoissonEmission(Emission):
     ) -> Statistics:
         """Expected number of observations and sum of counts."""
         known, sums, _ = moments(values if self.dim else values.unsqueeze(-1), weights)
-        found = {"known": known.expand_as(sums), "sums": sums}
-        return found if self.dim else {name: value.squeeze(-1) for name, value in found.items()}
+        counts = {"known": known.expand_as(sums), "sums": sums}
+        return counts if self.dim else {name: count.squeeze(-1) for name, count in counts.items()}
 
     def m_step(self, statistics: Statistics) -> Maximum:
         """Mean counts, with those of the prior."""

@@ -82,8 +82,14 @@ def normal_spherical(
         rate: Of the inverse gamma prior of the variance.
     """
     check_size("dim", dim)
-    return lambda num_states: NormalEmission(
-        num_states, dim, loc, weight, concentration, rate, spherical=True
+    return partial(
+        NormalEmission,
+        dim=dim,
+        loc=loc,
+        weight=weight,
+        concentration=concentration,
+        rate=rate,
+        spherical=True,
     )
 
 
@@ -134,8 +140,14 @@ def normal_tied(
         scale: Of the inverse Wishart prior, a number (times the identity) or ``(D, D)``.
     """
     check_size("dim", dim)
-    return lambda num_states: CovarianceEmission(
-        num_states, dim, loc, weight, degrees, scale, tied=True
+    return partial(
+        CovarianceEmission,
+        dim=dim,
+        loc=loc,
+        weight=weight,
+        degrees=degrees,
+        scale=scale,
+        tied=True,
     )
 
 
@@ -276,14 +288,14 @@ class CovarianceEmission(Emission):
 
     def m_step(self, statistics: Statistics) -> Maximum:
         """The mode of the normal-inverse-Wishart posterior."""
-        count, sums, squares = (statistics[each] for each in ("count", "sums", "squares"))
-        found: dict[str, Tensor] = {}
+        count, sums, squares = (statistics[name] for name in ("count", "sums", "squares"))
+        mode: dict[str, Tensor] = {}
         notes: list[str] = []
         prior_loc = self.prior_loc.double() - centre(self)
         weight = self.weight if self.has_prior("loc") else 0.0
         if self.is_free("loc"):
             loc = (weight * prior_loc + sums) / (weight + count).unsqueeze(-1)
-            found["loc"] = loc + centre(self)
+            mode["loc"] = loc + centre(self)
         else:
             loc = (self.loc.double() - centre(self)).expand_as(sums)
         if self.is_free("covariance"):
@@ -318,8 +330,8 @@ class CovarianceEmission(Emission):
                 notes.append(
                     singular if self.has_prior("covariance") else _floor_note("covariance")
                 )
-            found["covariance"] = matrix
-        return found, notes
+            mode["covariance"] = matrix
+        return mode, notes
 
 
 # What M-steps share ------------------------------------------------------------------------------
@@ -337,15 +349,15 @@ def normal_m_step(
     """
     known, sums, squares = (statistics[name] for name in ("known", "sums", "squares"))
     if flat:
-        known, sums, squares = (each.squeeze(-1) for each in (known, sums, squares))
-    found: dict[str, Tensor] = {}
+        known, sums, squares = (part.squeeze(-1) for part in (known, sums, squares))
+    mode: dict[str, Tensor] = {}
     notes: list[str] = []
     middle = centre(part).squeeze(-1) if flat else centre(part)
     prior_loc = part.prior_loc.double() - middle
     weight = part.weight if part.has_prior("loc") else 0.0
     if part.is_free("loc"):
         loc = (weight * prior_loc + sums) / (weight + known)
-        found["loc"] = loc + middle
+        mode["loc"] = loc + middle
     else:
         loc = (part.loc.double() - middle).expand_as(sums)
     if part.is_free("variance"):
@@ -370,8 +382,8 @@ def normal_m_step(
             if bool((held > variance).any()):
                 notes.append(_floor_note("variance"))
             variance = held
-        found["variance"] = variance
-    return found, notes
+        mode["variance"] = variance
+    return mode, notes
 
 
 def centre(part: Any) -> Tensor:

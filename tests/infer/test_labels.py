@@ -224,7 +224,7 @@ def test_states_known_share_the_posterior_out():
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_what_is_drawn_keeps_to_the_labels(layout, kind):
+def test_samples_keep_to_the_labels(layout, kind):
     hmm, labels = model(layout), KINDS[kind]()
     known = hmm.restrict(labels)
     assert is_allowed(known.sample_states(VALUES, (50,)), labels).all()
@@ -233,7 +233,7 @@ def test_what_is_drawn_keeps_to_the_labels(layout, kind):
     assert values.shape == known.sample((50,)).shape == (50, *hmm.batch_shape, T)
 
 
-def test_paths_are_drawn_as_often_as_labels_allow():
+def test_paths_are_sampled_as_often_as_labels_allow():
     """From the chain itself for ``sample``, given the values for ``sample_states``."""
     hmm = model()
     known = hmm.restrict(LABELS)
@@ -278,7 +278,7 @@ def test_a_label_on_a_missing_step_counts():
     assert found.exp().item() == pytest.approx(0.125)
 
 
-def test_the_law_of_a_state_that_is_known_is_certain():
+def test_a_known_state_is_certain():
     hmm = model().restrict(LABELS)
     assert hmm.filtered(VALUES)[0, 2].tolist() == [0.0, 0.0, 1.0]
     ahead = hmm.restrict(torch.tensor([[-1, -1, -1, 1], [-1] * 4, [-1] * 4]))
@@ -621,7 +621,7 @@ def test_supervised_map_counts():
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_what_a_fit_draws_does_not_know_the_labels(form):
+def test_the_hmm_of_a_fit_does_not_know_the_labels(form):
     """Else decoding the sequences it is tested on would read the answers off."""
     data, _ = sentences()
     fit = fit_map(FORMS[form][0](TabularHMM(2, categorical(2))), data, num_steps=3)
@@ -634,7 +634,7 @@ def test_what_a_fit_draws_does_not_know_the_labels(form):
     assert certain.max() < 1
 
 
-def test_em_draws_an_hmm_that_does_not_know_the_labels():
+def test_em_fits_an_hmm_that_does_not_know_the_labels():
     data, _ = sentences()
     labels = data.labels.clone()
     labels[:, 1] = -1

@@ -119,7 +119,7 @@ def test_one_embedding_for_each_state(name):
     torch.testing.assert_close(flow, flow.mT)
 
 
-def test_it_may_begin_in_the_stationary_law():
+def test_it_may_start_in_the_stationary_distribution():
     torch.set_default_dtype(torch.float64)
     values, hmm = embeddings_of(DenseHMM(4, 3, 2, stationary=True))
     assert set(values) == {"leave", "enter", "emit", "symbol"}
@@ -358,7 +358,7 @@ def test_em_of_symbols_needs_only_their_counts():
         torch.testing.assert_close(value, two.values[name])
 
 
-def test_restarts_of_em_are_fits_side_by_side():
+def test_batched_restarts_of_em_are_single_fits():
     torch.set_default_dtype(torch.float64)
     data = some_symbols()
     module = DenseHMM(3, 4, 2)
@@ -388,7 +388,7 @@ def test_a_restart_that_has_failed_does_not_stop_the_others():
         assert losses[0] - losses[-1] > 5.0
 
 
-def test_a_stationary_law_that_rounding_takes_away_does_not_end_a_fit():
+def test_a_stationary_distribution_that_rounding_takes_away_does_not_end_a_fit():
     """Runs of a hundred equal symbols: steps are tried at which no state is ever left."""
     runs = [[0] * 50 + [1] * 50, [1] * 60 + [0] * 40, [2] * 100]
     for seed in range(4):
@@ -439,7 +439,7 @@ def test_minibatches_of_em_come_near_the_full_fit():
     assert abs(parts.losses[-1] / whole.losses[-1] - 1) < 0.02
 
 
-def test_the_schedule_of_the_authors_moves_a_quarter_in_an_iteration():
+def test_the_schedule_of_the_authors_changes_a_quarter_in_an_iteration():
     """25 steps of 0.01, with moments kept: the second iteration begins with those of the first."""
     torch.set_default_dtype(torch.float64)
     data = some_symbols()
@@ -502,7 +502,7 @@ def test_a_cooccurrence_fit_is_a_start_for_the_others():
 
 
 @pytest.mark.parametrize("make", [AutoDelta, AutoNormal])
-def test_a_fit_is_not_moved_by_one_that_begins_at_its_values(make):
+def test_a_fit_is_not_changed_by_one_that_starts_at_its_values(make):
     """Guides change in place the tensors of their start."""
     data = some_symbols()
     model = MarginalModel(DenseHMM(2, 4, 1))

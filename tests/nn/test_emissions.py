@@ -144,7 +144,7 @@ def test_the_prior_has_the_density_of_its_family(name):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_draws_of_the_prior_side_by_side_have_the_batch_of_the_plate(name):
+def test_batched_samples_of_the_prior_have_the_batch_of_the_plate(name):
     case = CASES[name]
     module = case.family()(STATES)
     with pyro.plate("restarts", 4, dim=-2):

@@ -214,7 +214,7 @@ def test_changes_between_evaluations_are_seen(change):
         assert not torch.allclose(before, after)
 
 
-def test_what_has_a_prior_is_drawn_at_each_evaluation():
+def test_what_has_a_prior_is_sampled_at_each_evaluation():
     module = make("one level").eval()
     module.bias = PyroSample(dist.Normal(torch.zeros(6), 3.0).to_event(1))
 
@@ -471,7 +471,7 @@ def test_windows_with_different_dropped_states_follow_the_paper(monkeypatch):
     model, before, seen = StatefulModel(module, 1).double(), None, []
     continue_from = module.continue_from
     monkeypatch.setattr(
-        module, "go_on", lambda *given: seen.append(continue_from(*given)) or seen[-1]
+        module, "continue_from", lambda *given: seen.append(continue_from(*given)) or seen[-1]
     )
     for window in windowed(data, 1, 2):
         hmm, kept = model(window), seen[-1][1]
@@ -539,7 +539,7 @@ def test_windows_that_cannot_be_are_refused():
      (lambda **given: ScalarHMM(6, 6, **given), "start", (6,))],
     ids=["neural", "scalar"],
 )  # fmt: skip
-def test_particles_are_drawn_one_after_the_other(make, name, shape, given):
+def test_particles_are_sampled_one_after_the_other(make, name, shape, given):
     module = make(blocks=given)
     prior = pyro.distributions.Normal(0.0, torch.ones(shape)).to_event(1)
     setattr(module, name, PyroSample(prior))

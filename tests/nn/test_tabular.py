@@ -87,7 +87,7 @@ def test_the_normal_family_has_the_prior_of_its_formula():
     [(categorical(4), ()), (normal(0), ()), (normal(), (1,)), (normal(3), (3,))],
 )
 @pytest.mark.parametrize("num_states", [1, 3])
-def test_a_call_builds_an_hmm_of_what_was_drawn(family, event, num_states):
+def test_a_call_builds_an_hmm_of_what_was_sampled(family, event, num_states):
     module = TabularHMM(num_states, family)
     trace = poutine.trace(module).get_trace(LENGTHS)
     hmm, drawn = trace.nodes["_RETURN"]["value"], trace.nodes

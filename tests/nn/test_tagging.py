@@ -132,7 +132,7 @@ def test_both_forms_agree_in_loss_and_gradient(variant):
         torch.testing.assert_close(one, two, rtol=1e-9, atol=1e-9)
 
 
-def test_without_tags_it_is_the_law_of_the_words():
+def test_without_tags_it_is_the_distribution_of_the_words():
     """The same parameters in a NeuralHMM, whose states and words have the same names."""
     module = make("two levels")
     words = NeuralHMM(5, 6, 8, **VARIANTS["two levels"]).double()
@@ -154,7 +154,7 @@ def test_probabilities_of_all_taggings_sum_to_one():
     torch.testing.assert_close(logs.exp().sum(), torch.tensor(1.0).double())
 
 
-def test_tags_are_drawn_from_their_law():
+def test_tags_are_sampled_from_their_distribution():
     hmm = make("two levels").eval()(DATA.lengths)
     drawn = hmm.sample_tags(DATA.values, (20_000,))
     assert drawn.shape == (20_000, 3, 4)
@@ -169,7 +169,7 @@ def test_tags_are_drawn_from_their_law():
             assert oracle.looks_drawn_from(counts, probs)
 
 
-def test_words_and_tags_are_drawn_from_their_law():
+def test_words_and_tags_are_sampled_from_their_distribution():
     with torch.no_grad():
         hmm = make("one level").eval()(torch.tensor(2))
         values, states = hmm.sample_with_states((20_000,))
@@ -204,7 +204,7 @@ def test_in_single_precision_and_with_characters_every_parameter_is_reached():
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_under_autocast_laws_of_tags_keep_their_precision(variant):
+def test_under_autocast_probabilities_of_tags_keep_their_precision(variant):
     pyro.set_rng_seed(0)
     module = NeuralTagger(5, 6, 3, 8, **VARIANTS[variant]).float().eval()
     full, words = module(DATA.lengths), DATA.values.clone()
