@@ -136,7 +136,8 @@ def fit_em(
         transition_step = default_step(log_prior)
     parameters = Parameters(copy.deepcopy(module), data, restarts, log_prior)
     maximize = Maximization(parameters, transition_step, gradient_step or GradientStep())
-    _check_batch_size(batch_size, maximize)
+    if batch_size is not None:
+        _check_batch_size(batch_size, maximize)
     by_length = maximize.summed and maximize.chain_closed and not reseed
     loop = _Loop(
         Expectation(parameters, maximize.gather, by_length, reseed),
@@ -191,9 +192,7 @@ def _check(
         )
 
 
-def _check_batch_size(batch_size: int | None, maximize: Maximization) -> None:
-    if batch_size is None:
-        return
+def _check_batch_size(batch_size: int, maximize: Maximization) -> None:
     check_size("batch_size", batch_size)
     if not maximize.summed:
         raise ValueError(

@@ -242,7 +242,7 @@ class CovarianceEmission(Emission):
                 f"got {tuple(matrix.shape)}."
             )
         self.register_buffer("scale", matrix)
-        InverseWishart(self.degrees, matrix)  # complains of degrees
+        InverseWishart(self.degrees, matrix)  # checks the degrees
         batch = () if tied else (num_states,)
         self.covariance = PyroSample(
             lambda self: InverseWishart(self.degrees, self.scale.expand(*batch, dim, dim)).to_event(
@@ -267,9 +267,8 @@ class CovarianceEmission(Emission):
     ) -> Statistics:
         """Expected number of observations, sum, and sum of outer products.
 
-        Missing components are those expected given the known ones and the state (Dempster, Laird
-        and Rubin, 1977), with their covariance; at the start, when nothing is known of the state,
-        the means of what is known.
+        Missing components are replaced by their conditional expectation and covariance (Dempster,
+        Laird and Rubin, 1977); at the start, without a current emission, by means.
         """
         weights = weights.double()
         count = weights.sum(1)
@@ -304,7 +303,7 @@ class CovarianceEmission(Emission):
             scatter = squares - cross - cross.mT + count[..., None, None] * outer
             apart = loc - prior_loc
             scatter = scatter + weight * apart.unsqueeze(-1) * apart.unsqueeze(-2)
-            scatter = scatter.nan_to_num(0.0)  # a mean of which nothing is known
+            scatter = scatter.nan_to_num(0.0)  # of a mean without observations
             divisor = count + (1.0 if weight else 0.0)
             if self.tied:
                 scatter, divisor = scatter.sum(1), divisor.sum(1)
@@ -313,7 +312,7 @@ class CovarianceEmission(Emission):
                 divisor = divisor + self.degrees + self.dim + 1
             matrix = scatter / divisor[..., None, None]
             dtype = self.prior_loc.dtype
-            # what cannot be told from a singular matrix has no inverse
+            # a matrix that is singular up to rounding has no inverse
             floor = 8 * torch.finfo(dtype).eps * matrix.diagonal(dim1=-2, dim2=-1)
             if not self.has_prior("covariance"):
                 total = squares.sum(1).diagonal(dim1=-2, dim2=-1) / count.sum(1, keepdim=True)
@@ -324,7 +323,7 @@ class CovarianceEmission(Emission):
             matrix, low = _lift(matrix, floor)
             if bool(low.any()):
                 singular = (
-                    f"a covariance was as good as singular in {dtype}: components are almost "
+                    f"a covariance was numerically singular in {dtype}: components are almost "
                     "functions of each other. Drop some, or compute in float64."
                 )
                 notes.append(
@@ -362,7 +361,7 @@ def normal_m_step(
         loc = (part.loc.double() - middle).expand_as(sums)
     if part.is_free("variance"):
         scatter = squares - 2 * loc * sums + known * loc**2 + weight * (loc - prior_loc) ** 2
-        scatter = scatter.nan_to_num(0.0)  # a mean of which nothing is known
+        scatter = scatter.nan_to_num(0.0)  # of a mean without observations
         count = known + (1.0 if weight else 0.0)
         if part.spherical:
             scatter, count = scatter.sum(-1), count.sum(-1)
@@ -387,21 +386,21 @@ def normal_m_step(
 
 
 def centre(part: Any) -> Tensor:
-    """What sums are taken about, ``(D,)``: squares of numbers far from zero would cancel."""
+    """Origin of the moments, ``(D,)``: squares of numbers far from zero would cancel."""
     loc = part.prior_loc.double()
     return loc.reshape(-1, max(part.dim, 1)).mean(0)
 
 
 def floor_of(spread: Tensor, mean: Tensor, dtype: torch.dtype) -> Tensor:
-    """The least variance without a prior: of the data's, and of what ``dtype`` can tell apart."""
+    """The least variance without a prior: by that of the data, and by the rounding of ``dtype``."""
     rounding = torch.finfo(dtype).eps ** 2 * (1 + mean.nan_to_num(0.0) ** 2)
     return torch.maximum(SMALLEST * spread.nan_to_num(0.0), rounding)
 
 
 def _floor_note(name: str) -> str:
     return (
-        f"a {name} was held at its floor, {SMALLEST:g} of that of the data: a state has come to "
-        "stand for a single value. A prior, or fewer states, would prevent it."
+        f"a {name} was held at its floor, {SMALLEST:g} of that of the data: a state emits a single "
+        "value. A prior, or fewer states, would prevent it."
     )
 
 
