@@ -225,9 +225,9 @@ def _groups(model: Any) -> list[list[str]]:
     modules = model.named_modules() if isinstance(model, torch.nn.Module) else ()
     for path, module in modules:
         if isinstance(module, DenseHMM):
-            moves = ["leave"] + ["enter"] * (not module.share) + ["start"] * (not module.stationary)
+            moves = ["leave"] + ["enter"] * (not module.tied) + ["start"] * (not module.stationary)
             symbols = ["symbol"] if module.num_symbols is not None else []
-            if module.share:
+            if module.tied:
                 parts = [moves + symbols]
             else:
                 parts = [moves] + [["emit", *symbols]] * bool(symbols)

@@ -33,7 +33,7 @@ DATA = Sequences(torch.randint(3, (3, 6), generator=torch.Generator().manual_see
 MODULES = {
     "tabular": lambda: TabularHMM(3, categorical(3, 2.0), 2.0, 3.0),
     "dense": lambda: DenseHMM(3, 3, 3),  # K, V and D alike: nothing can be told from sizes
-    "shared": lambda: DenseHMM(3, 3, 2, share=True),
+    "shared": lambda: DenseHMM(3, 3, 2, tied=True),
     "stationary": lambda: DenseHMM(3, 3, 2, stationary=True),
 }
 

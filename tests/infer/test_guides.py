@@ -148,8 +148,8 @@ def test_the_density_integrates_to_one(size, dim):
         (DenseHMM(2, 3, 2), [["leave", "enter", "start"], ["emit", "symbol"]]),
         (DenseHMM(2, 3, 2, symbol_dim=1), [["leave", "enter", "start"], ["emit", "symbol"]]),
         (DenseHMM(2, 3, 2, stationary=True), [["leave", "enter"], ["emit", "symbol"]]),
-        (DenseHMM(2, 3, 2, share=True), [["leave", "start", "symbol"]]),
-        (DenseHMM(2, 3, 2, share=True, stationary=True), [["leave", "symbol"]]),
+        (DenseHMM(2, 3, 2, tied=True), [["leave", "start", "symbol"]]),
+        (DenseHMM(2, 3, 2, tied=True, stationary=True), [["leave", "symbol"]]),
         (DenseHMM(2, None, 2, emission=normal(1)), [["leave", "enter", "start"]]),
     ],
 )

@@ -229,7 +229,7 @@ CASES = {
     "sets of labels": (lambda: TabularHMM(2, categorical(3)), with_sets_of_labels),
     "covariates": (Driven, with_covariates),
     "dense": (lambda: DenseHMM(3, 3, 2, symbol_dim=1), symbols),
-    "dense, one embedding": (lambda: DenseHMM(2, 3, 2, share=True, flat=True), symbols),
+    "dense, one embedding": (lambda: DenseHMM(2, 3, 2, tied=True, flat=True), symbols),
     "dense, stationary": (lambda: DenseHMM(3, 3, 1, stationary=True, kernel=rbf(0.7)), symbols),
     "dense, one state": (lambda: DenseHMM(1, 3, 2, kernel=sigmoid), symbols),
     "dense with vectors": (lambda: DenseHMM(2, None, 2, emission=normal_full(2)), known_in_part),

@@ -31,7 +31,7 @@ VARIANTS = {
     "no blocks": {},
     "one level": {"blocks": RAGGED},
     "two levels": {"blocks": RAGGED, "two_level": True},
-    "apart": {"blocks": RAGGED, "share": False, "factored": True},
+    "apart": {"blocks": RAGGED, "tied": False, "factored": True},
     "overlapping": {"blocks": blocks.uniform(6, 5, 2, torch.Generator().manual_seed(1))},
 }
 WORDS = Sequences(torch.tensor([[0, 3, 5, 1], [4, 9, 9, 9], [2, 5, 5, 9]]), torch.tensor([4, 1, 3]))
