@@ -18,8 +18,8 @@ from torch.distributions import biject_to, constraints
 from .._checks import check_floats, check_integers, check_size
 from ..data.sequences import Sequences
 from ..distributions.hmm import HMM
-from ..infer.fit import Fit
 from ..infer.models import build
+from ..infer.results import Fit
 from ..nn.base import HMMModule
 
 

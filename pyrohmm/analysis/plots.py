@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from ..distributions.hmm import HMM
-from ..infer.fit import Fit
+from ..infer.results import Fit
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

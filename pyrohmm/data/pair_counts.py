@@ -151,7 +151,7 @@ def binned(data: Sequences, edges: Tensor) -> Sequences:
         >>> binned(Sequences.from_list([[0.5, 2.0, 7.0]]), torch.tensor([1.0, 2.0])).values
         tensor([[0, 1, 2]])
     """
-    _check_edges(edges)
+    check_edges(edges)
     values = _numbers(data)
     symbols = torch.bucketize(values.contiguous(), edges.to(values))
     return Sequences(symbols, data.lengths, data.observed, total=data.total)
@@ -168,7 +168,8 @@ def _numbers(data: Sequences) -> Tensor:
     return data.values.reshape(data.values.shape[:2])
 
 
-def _check_edges(edges: Tensor) -> None:
+def check_edges(edges: Tensor) -> None:
+    """Raise unless ``edges`` are numbers that rise."""
     check_floats("edges", edges)
     if edges.dim() != 1 or len(edges) == 0 or not bool((edges[1:] > edges[:-1]).all()):
         raise ValueError(

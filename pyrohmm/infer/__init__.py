@@ -8,10 +8,14 @@ Its modules; each imports only those above it:
 ``guides``        ``RotationGuide``: variational families for embeddings
 ``starts``        where EM begins
 ``msteps``        M-steps without a closed form
+``process_group``  ``ProcessGroup``: data-parallel ranks
 ``validation``    held-out evidence during a fit
 ``results``       ``Fit``, ``Restarts``: what a fit returns
-``training``      the state of a gradient fit
-``fit``           ``fit_svi``, ``fit_map``
+``objective``     the loss of a gradient fit
+``training``      settings and state of a gradient fit, its steps
+``loop``          the training loop
+``svi``           ``fit_svi``
+``map``           ``fit_map``
 ``cooccurrence``  ``fit_cooccurrence``, ``CooccurrenceModel``
 ``em``            ``fit_em``
 """

@@ -42,9 +42,9 @@ from ..ops import recursions
 from ..ops.lookup import add_rows
 from ..ops.recursions import ExpectedCounts
 from . import msteps
-from .fit import check_events
 from .models import LogPrior, MarginalModel, build, to_model_device
 from .msteps import FixedPoint, GradientStep, LogitGradient, TransitionStep
+from .objective import check_events
 from .results import Fit, Point, Restarts, uses_labels
 from .starts import Start, Values, build_once, by_kmeans, from_prior
 

@@ -26,7 +26,7 @@ from ..data.batches import batches_in_round, cut_by_steps
 from ..data.sequences import Sequences
 from ..data.vocabulary import Vocabulary, word_classes
 from ..distributions.block_hmm import BlockHMM
-from ..infer.fit import fit_map
+from ..infer.map import fit_map
 from ..infer.models import MarginalModel
 from ..infer.results import Fit
 from ..io.persistence import TENSORS, check_directory, read_directory, write_directory

@@ -725,8 +725,9 @@ def test_a_fit_by_minibatches_of_pairs_comes_near_that_of_all(loss):
 
 def test_what_a_fit_does_not_read_is_refused_or_told():
     data, module = random_data(1), TabularHMM(2, categorical(4))
-    with pytest.raises(ValueError, match="give pairs_per_step"):
-        fit_cooccurrence(module, data, batch_size=2)
+    for name in ("batch_size", "batch_tokens", "windows"):
+        with pytest.raises(TypeError, match=f"unexpected keyword argument '{name}'"):
+            fit_cooccurrence(module, data, **{name: 2})
     with pytest.raises(ValueError, match="data has covariates"):
         fit_cooccurrence(
             module, Sequences(data.values, data.lengths, covariates=torch.zeros(7, 9, 1))

@@ -20,7 +20,7 @@ from pyrohmm import (
     fit_map,
     fit_svi,
 )
-from pyrohmm.data.process_group import ProcessGroup
+from pyrohmm.infer.process_group import ProcessGroup
 
 
 def symbols(num_sequences, seed=0):
