@@ -31,7 +31,6 @@ from ..data.sequences import Sequences
 from ..distributions.hmm import HMM
 from ..distributions.observation import is_categorical
 from ..nn.base import HMMModule, OwnParameters
-from ..ops.pair_losses import SMALL as SMALL
 from ..ops.pair_losses import cross_entropy as cross_entropy
 from ..ops.pair_losses import squared_distance as squared_distance
 from ..ops.pairs import Pairs as Pairs
@@ -234,12 +233,11 @@ class CooccurrenceModel(OwnParameters):
         names = [getattr(part, "__qualname__", "") for part in (self.loss, self.stationary)]
         digest = zlib.crc32(repr((names, self.weights, self.pairs_per_step)).encode())
         for target in self.targets:
-            parts = (
-                [target.first, target.second, target.counts]
+            for part in (
+                (target.first, target.second, target.counts)
                 if isinstance(target, Pairs)
-                else [target]
-            )
-            for part in parts:
+                else (target,)
+            ):
                 digest = zlib.crc32(part.detach().cpu().contiguous().numpy().data, digest)
         return torch.tensor(digest)
 
@@ -301,11 +299,13 @@ def fit_cooccurrence(  # noqa: D417  # the other arguments are those of fit_map
     r"""Match the joint distribution of symbols: MAP of a :class:`CooccurrenceModel`.
 
     Pairs are counted once. A step costs O(V K² + M K) for V symbols and M distinct pairs, however
-    many sequences there are and however long.
+    many sequences there are. Pairs at one lag do not determine the chain: models that predict them
+    equally well may differ for whole sequences. Several ``lags`` distinguish them, and
+    ``fit.values`` initialise :func:`fit_em` and :func:`fit_map`. The first state is in no pair, and
+    follows its prior.
 
-    Pairs at one lag do not determine the chain: models that predict them equally well may differ
-    for whole sequences. Several ``lags`` distinguish them, and ``fit.values`` initialise
-    :func:`fit_em` and :func:`fit_map`. The first state is in no pair, and follows its prior.
+    Arguments that are not listed, from ``num_steps`` to ``generator``, are those of
+    :func:`fit_map`; ``generator`` is for ``pairs_per_step``.
 
     Args:
         module: Builds an HMM that emits symbols, or numbers that ``edges`` put into bins.
@@ -320,8 +320,8 @@ def fit_cooccurrence(  # noqa: D417  # the other arguments are those of fit_map
         stationary: As in :class:`CooccurrenceModel`; ``stationary_detached`` leaves out the
             gradient of the stationary distribution, as published code does.
         edges: ``(V - 1,)``, between bins of numbers, such as :func:`cooccurrence.quantile_edges`.
-            A state far from all numbers has no gradient: where numbers lie far from where priors
-            put the states, give ``init=init_to_value(values=fit.start)`` of another fit.
+            A state far from all numbers has no gradient: where priors put states there, give
+            ``init=init_to_value(values=fit.start)`` of another fit.
         weight: Of the loss, against the priors; one number, or one for each lag. By default the
             number of pairs n for the cross-entropy, which is then in nats, and for the squared
             distance :math:`n / 2 \lVert W \rVert^2`, with which the two agree to second order
@@ -329,9 +329,6 @@ def fit_cooccurrence(  # noqa: D417  # the other arguments are those of fit_map
         pairs_per_step: Number of pairs sampled at each step, in place of all; losses are noisy
             then, and ``tolerance=None`` takes all steps.
         log_prior: A further log-density of the HMM built.
-        num_steps, learning_rate, tolerance, init, restarts: As in :func:`fit_map`.
-        validation, patience, progress, checkpoint: As in :func:`fit_svi`; also the other arguments,
-            from ``elbo`` to ``generator``, which is used for ``pairs_per_step``.
 
     Returns:
         The fit; ``num_observed`` is the number of pairs (those of the first lag).

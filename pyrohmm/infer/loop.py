@@ -37,19 +37,15 @@ def train(
     method: str,
     batched: bool = False,
 ) -> Fit:
-    """Minimise the loss of ``model`` and ``guide`` by gradient steps.
+    """Minimise the loss of ``model`` and ``guide`` on ``data`` by gradient steps.
 
     Args:
-        model: The Pyro model.
+        model: The Pyro model; with ``batched``, of restarts in a plate.
         guide: The Pyro guide.
         data: The sequences.
         settings: All else that fits take.
-        method: Its name, for the :class:`Fit`.
-        batched: Whether the model is that of batched restarts; see :class:`Objective`.
-
-    Raises:
-        FloatingPointError: If the loss becomes infinite or NaN.
-        TypeError, ValueError: As :func:`fit_svi`.
+        method: "MAP" or "SVI".
+        batched: Whether there is one loss for each of R restarts.
     """
     check_model_and_data(model, data)
     if isinstance(guide, AutoGuide):
@@ -68,20 +64,12 @@ def train(
         losses = state.finish()
     asked = inspect.unwrap(model)
     return Fit(
-        model,
-        guide,
-        losses,
-        state.converged,
-        state.reason,
-        state.seconds,
-        data.num_observed,
-        list(state.objective.supports),
-        dict(store),
-        uses_labels(data) if isinstance(getattr(asked, "module", None), HMMModule) else [],
-        method=method,
-        validation=[] if state.held_out is None else state.held_out.history,
+        model, guide, losses, state.converged, state.reason, state.seconds, data.num_observed,
+        names=list(state.objective.supports), params=dict(store),
+        notes=uses_labels(data) if isinstance(getattr(asked, "module", None), HMMModule) else [],
+        method=method, validation=[] if state.held_out is None else state.held_out.history,
         supports=state.objective.supports,
-    )
+    )  # fmt: skip
 
 
 def descend(state: State, checkpoint: Checkpoint | None) -> None:
@@ -108,7 +96,8 @@ def descend(state: State, checkpoint: Checkpoint | None) -> None:
             if held_out is not None and held_out.is_due(step + 1, batches.at_end_of_round):
                 nats = state.validate(held_out)
                 progress.show("held_out", nats)
-                descent.follow(nats)
+                if descent.plateau is not None:
+                    descent.plateau.step(nats)
                 ended = held_out.why_ended
             if (step + 1) % WINDOW == 0:
                 level = torch.stack(losses[-WINDOW:]).mean(0).min().item()
@@ -119,7 +108,7 @@ def descend(state: State, checkpoint: Checkpoint | None) -> None:
             if checkpoint is not None and checkpoint.is_due():
                 checkpoint.save(state.take())
     if checkpoint is not None and len(steps):
-        checkpoint.save(state.take() | state.end())
+        checkpoint.save(state.take())
     group.wait()  # for the file, which another fit may ask for
 
 

@@ -56,20 +56,22 @@ def fit_map(  # noqa: D417  # the other arguments are those of fit_svi
     not of their logits). Parameters without a prior, such as the weights of a network, are fitted
     by maximum likelihood at the same time.
 
+    Arguments that are not listed, from ``batch_size`` to ``generator``, are those
+    of :func:`fit_svi`.
+
     Args:
         model: A Pyro model that takes ``data``, such as :class:`MarginalModel`.
         data: The sequences.
         num_steps: Largest number of gradient steps.
         learning_rate: Of Adam, if there is no ``optimizer``.
-        tolerance: As in :func:`fit_svi`.
+        tolerance: Least relative fall of the loss in 25 steps before the fit ends; None takes all
+            steps.
         init: Initial values, as for Pyro's autoguides. The default samples them from the prior,
             so that states differ from each other, as they must.
         restarts: R, the number of initial values. Batched restarts run as one fit, in a plate
             around the model, which must accept dimensions ``(R, 1)`` on the left of every latent
             variable, as all models of this package do. The best restart is returned, all are in
             ``Fit.restarts``.
-        batch_size, validation, patience, progress, checkpoint: As in :func:`fit_svi`; also the
-            other arguments, from ``batch_tokens`` to ``generator``.
 
     Raises:
         FloatingPointError: If the loss becomes infinite or NaN.

@@ -23,24 +23,14 @@ WHEN_IMPOSSIBLE = (
 
 
 class Objective:
-    """Minus the evidence lower bound of a model and a guide, or minus their log joint density.
+    """Minus the evidence lower bound, or with ``batched`` minus each restart's log joint density.
 
-    Args:
-        model: The Pyro model.
-        guide: The Pyro guide; an autoguide makes its parameters here.
-        probe: Data on which both are run once, to see their sites and parameters.
-        elbo: The bound; by default ``TraceEnum_ELBO`` if the model enumerates sites, else
-            ``Trace_ELBO``.
-        batched: Whether the model is that of R batched restarts, whose losses ``(R,)`` are then
-            minus their log joint densities.
+    Model and guide are run once on ``probe``; an autoguide makes its parameters there.
 
     Attributes:
         supports: Spaces of the latent variables, by name.
         module: Called with data, returns the loss.
         parameters: All that are trained: those of modules, and those that model and guide read.
-
-    Raises:
-        ValueError: If there is no parameter to fit.
     """
 
     def __init__(
@@ -69,24 +59,16 @@ class Objective:
             )
 
     def explain(self, error: ValueError, step: int) -> None:
-        """Raise, in place of an ``error`` of the loss, that parameters have become invalid.
-
-        Raises:
-            FloatingPointError: If they have; checks of Pyro often see it first.
-        """
+        """Raise FloatingPointError if an ``error`` is due to parameters that became invalid."""
         finite = all(bool(parameter.isfinite().all()) for parameter in self.parameters)
-        if step > 0 and (not finite or "ExpectedCounts parameter" in str(error)):
+        if step > 0 and (not finite or "Expected parameter" in str(error)):
             raise FloatingPointError(
                 f"a parameter has left its range at step {step}; lower learning_rate or "
                 "set clip_norm."
             ) from error
 
     def check_finite(self, loss: Tensor, step: int, batch: Sequences) -> None:
-        """Raise if the ``loss`` at ``step`` is not finite, in all restarts if there are several.
-
-        Raises:
-            FloatingPointError: With the likely cause.
-        """
+        """Raise FloatingPointError, with the likely cause, if the ``loss`` is not finite."""
         value = loss.min().item() if loss.isfinite().any() else loss.flatten()[0].item()
         if math.isfinite(value):
             return
@@ -112,7 +94,7 @@ class Objective:
 class ParametersRead(poutine.messenger.Messenger):
     """Collects the parameters that a function reads, also those of modules that it calls.
 
-    Of a module, ``parameters()`` are taken instead: some that it read may have been replaced since.
+    Of a module ``parameters()`` are known, and some that it read may have been replaced since.
     """
 
     def __init__(self, called: Any) -> None:
@@ -170,11 +152,7 @@ def latent_sites(
 
 
 def check_events(sites: dict[str, Any]) -> None:
-    """Raise unless each latent variable is one event: batch dimensions are those of restarts.
-
-    Args:
-        sites: Their distributions, by name.
-    """
+    """Raise unless all ``sites`` (distributions by name) are events: restarts are the batch."""
     for name, distribution in sites.items():
         if distribution.batch_shape:
             raise ValueError(

@@ -45,10 +45,7 @@ class ProcessGroup:
         return self.rank == 0
 
     def shard(self, data: Sequences) -> Sequences:
-        """The sequences of ``data`` for this rank, with the ``total`` that makes means exact.
-
-        If there are fewer sequences than ranks, several ranks share one and its weight.
-        """
+        """The sequences for this rank; of fewer sequences than ranks, several ranks share one."""
         if self.size == 1:
             return data
         count = len(data)
@@ -72,13 +69,9 @@ class ProcessGroup:
         return numbers.cpu()
 
     def check_same(self, **values: object) -> None:
-        """Raise unless each value is the same in all ranks.
-
-        Raises:
-            ValueError: In all ranks; it names the first value that differs.
-        """
-        digits = [zlib.crc32(repr(value).encode()) for value in values.values()]
-        least = torch.tensor(digits, device=_device())
+        """Raise ValueError in all ranks unless each value is the same in all of them."""
+        hashes = [zlib.crc32(repr(value).encode()) for value in values.values()]
+        least = torch.tensor(hashes, device=_device())
         most = least.clone()
         distributed.all_reduce(least, distributed.ReduceOp.MIN)
         distributed.all_reduce(most, distributed.ReduceOp.MAX)

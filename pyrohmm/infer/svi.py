@@ -43,8 +43,7 @@ def fit_svi(
 
     The fit runs on the device of the parameters; with minibatches the data may stay on the host.
     Two runs after the same ``pyro.set_rng_seed`` are equal. Modules are in ``train()`` mode during
-    steps, in ``eval()`` mode for held-out data and where a :class:`Fit` is used; afterwards each
-    has its former mode.
+    steps, in ``eval()`` mode for held-out data and where a :class:`Fit` is used.
 
     With ``checkpoint`` the fit saves its state every ten seconds and at its end. The same call
     resumes from there: after the process was killed, or with more ``num_steps``. On a CPU it ends
@@ -53,7 +52,7 @@ def fit_svi(
 
     Where ``torch.distributed`` has been initialised, as ``torchrun`` does, all processes make the
     same call, with the same seed and the whole data, and each takes its shard of every batch. The
-    result is that of one process, to rounding; rank 0 writes files and shows progress.
+    result is that of one process, to rounding.
 
     Args:
         model: A Pyro model that takes :class:`Sequences`.
@@ -95,21 +94,18 @@ def fit_svi(
     Raises:
         FloatingPointError: If the loss becomes infinite or NaN.
         FileNotFoundError: If the directory of ``checkpoint`` does not exist.
-        TypeError: If ``data`` are not :class:`Sequences`, ``model`` is a module that builds an
-            HMM, a number is of the wrong type, or the model returns no HMM for ``validation``.
-        ValueError: If a number is out of range, two arguments exclude each other or one needs
-            another, there is nothing to fit, processes start differently, or ``checkpoint`` is
-            damaged or belongs to another fit.
+        TypeError: If an argument is of the wrong type, ``model`` is a module that builds an HMM, or
+            the model returns no HMM for ``validation``.
+        ValueError: If a number is out of range, arguments exclude or need each other, there is
+            nothing to fit, processes start differently, or ``checkpoint`` is that of another fit.
 
     Example:
-        A normal posterior, whose bound comes near the evidence log 1/12 of one state:
-
         >>> _ = pyro.set_rng_seed(0)
         >>> model = MarginalModel(TabularHMM(1, categorical(2)))
         >>> data = Sequences.from_list([[1, 1, 0]])
         >>> guide = pyro.infer.autoguide.AutoNormal(model)
         >>> fit = fit_svi(model, guide, data, num_steps=500, learning_rate=0.05)
-        >>> abs(fit.losses[-100:].mean() - math.log(12)) < 0.1
+        >>> abs(fit.losses[-100:].mean() - math.log(12)) < 0.1  # the evidence is 1/12
         tensor(True)
     """
     settings = Settings(

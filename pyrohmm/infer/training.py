@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,12 +35,7 @@ Report = Callable[[Validation], object]
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """The arguments that gradient fits share; :func:`fit_svi` explains each.
-
-    Raises:
-        TypeError: If one is of the wrong type.
-        ValueError: If one is out of range, two exclude each other, or one needs another.
-    """
+    """The arguments that gradient fits share, checked; :func:`fit_svi` explains each."""
 
     num_steps: int
     learning_rate: float
@@ -87,47 +83,32 @@ class Settings:
 
 
 class Descent:
-    """Gradient steps: the optimizer, its schedule, the clipping and the average of parameters.
-
-    Args:
-        parameters: Those that are trained.
-        settings: Of the fit.
-        num_observed: Number of observed steps of the data, which scales ``clip_norm``.
-
-    Raises:
-        ValueError: If a ``ReduceLROnPlateau`` cannot follow the held-out evidence.
-    """
+    """Gradient steps: the optimizer, its schedule, the clipping and the average of parameters."""
 
     def __init__(
         self, parameters: list[nn.Parameter], settings: Settings, num_observed: int
     ) -> None:
         self.parameters = parameters
-        if settings.optimizer is None:
-            self.optimizer: torch.optim.Optimizer = torch.optim.Adam(
-                parameters, lr=settings.learning_rate
-            )
-        else:
-            self.optimizer = settings.optimizer(parameters)
+        adam = partial(torch.optim.Adam, lr=settings.learning_rate)
+        self.optimizer = (settings.optimizer or adam)(parameters)
         self.schedule = settings.schedule(self.optimizer) if settings.schedule else None
-        self.follows_validation = isinstance(self.schedule, ReduceLROnPlateau)
-        if isinstance(self.schedule, ReduceLROnPlateau) and (
-            settings.validation is None or self.schedule.mode != "min"
-        ):
+        self.plateau = self.schedule if isinstance(self.schedule, ReduceLROnPlateau) else None
+        if self.plateau and (settings.validation is None or self.plateau.mode != "min"):
             raise ValueError(
                 "schedule returned a ReduceLROnPlateau, which follows the nats per step of "
                 "held-out data: give validation, and mode='min'; its mode is "
-                f"{self.schedule.mode!r}."
+                f"{self.plateau.mode!r}."
             )
         self.limit = None if settings.clip_norm is None else settings.clip_norm * num_observed
         self.average = None if settings.average is None else Average(parameters, settings.average)
 
     def step(self, loss: Tensor, mean: Tensor, group: ProcessGroup, number: int) -> None:
-        """Take the gradient of ``loss`` and step ``number``, counted from one.
+        """Take step ``number``, counted from one, along the gradient of ``loss``.
 
         Args:
-            loss: That of this process, ``()``, or ``(R,)`` of batched restarts.
-            mean: The mean of ``loss`` over the processes.
-            group: The data-parallel ranks.
+            loss: Of this rank, ``()``, or ``(R,)`` of batched restarts.
+            mean: Of the losses of all ranks.
+            group: The ranks, whose gradients are averaged.
             number: Of the step.
         """
         with full_precision(loss):
@@ -142,13 +123,8 @@ class Descent:
         self.optimizer.step()
         if self.average is not None:
             self.average.update(number)
-        if self.schedule is not None and not self.follows_validation:
+        if self.schedule is not None and self.plateau is None:
             self.schedule.step()
-
-    def follow(self, nats: float) -> None:
-        """Tell a ``ReduceLROnPlateau`` the held-out evidence."""
-        if isinstance(self.schedule, ReduceLROnPlateau):
-            self.schedule.step(nats)
 
     def _stop(self, failed: Tensor) -> None:
         """Set the gradient of failed restarts to zero, so that their NaN do not spread."""
@@ -194,10 +170,7 @@ class Average:
 
 
 class State:
-    """Everything that a gradient fit changes, and how far it is.
-
-    Args: Those of :func:`train`.
-    """
+    """The state of a gradient fit: all that it changes, as a checkpoint keeps it."""
 
     def __init__(
         self,
@@ -214,34 +187,23 @@ class State:
         if settings.windows is not None and self.group.size > 1:
             raise ValueError("windows continue each other, and cannot be shared by processes.")
         self.batches = Batches(
-            data,
-            settings.batch_size,
-            settings.generator,
-            batch_tokens=settings.batch_tokens,
-            windows=settings.windows,
-            shard=self.group.shard,
-            agree=self.group.from_first,
-        )
+            data, settings.batch_size, settings.generator, batch_tokens=settings.batch_tokens,
+            windows=settings.windows, shard=self.group.shard, agree=self.group.from_first,
+        )  # fmt: skip
         whole = self.batches.whole
         self.probe = to_model_device(model, guide, data[:1] if whole is None else whole)
         self.objective = Objective(model, guide, self.probe, settings.elbo, batched)
         self.descent = Descent(self.objective.parameters, settings, self.num_observed)
         self.held_out = None
         if settings.validation is not None:
-            every = settings.validate_every
+            every = settings.validate_every or (None if whole is None else WINDOW)
             self.held_out = HeldOut(
-                model,
-                guide,
-                settings.validation,
-                batch_size=settings.batch_size,
-                batch_tokens=settings.batch_tokens,
-                every=WINDOW if every is None and whole is not None else every,
-                patience=settings.patience,
-                report=settings.report,
-                group=self.group,
-            )
+                model, guide, settings.validation, every, settings.patience, settings.report,
+                self.group, settings.batch_size, settings.batch_tokens,
+            )  # fmt: skip
         self.losses: list[Tensor] = []
         self.converged, self.reason = False, f"it took all {settings.num_steps} steps"
+        self._tests = [settings.tolerance, settings.patience]  # which a resumed fit may change
 
     @property
     def seconds(self) -> float:
@@ -258,11 +220,7 @@ class State:
             return held_out.validate(len(self.losses), self._tensors())
 
     def finish(self) -> Tensor:
-        """Set the parameters to those that the fit ends with, and return all losses.
-
-        Raises:
-            FloatingPointError: If one is not finite: on a GPU not every step is checked.
-        """
+        """Set the parameters to those that the fit ends with, and return all losses, checked."""
         if self.held_out is not None:
             if not self.held_out.history or self.held_out.history[-1].step != len(self.losses):
                 self.validate(self.held_out)
@@ -280,7 +238,9 @@ class State:
         schedule, average = self.descent.schedule, self.descent.average
         return {
             "losses": torch.stack(self.losses),
-            "converged": False,
+            "converged": self.converged,
+            "reason": self.reason,
+            "tests": self._tests,
             "seconds": self.seconds,
             "tensors": self._tensors(),
             "optimizer": self.descent.optimizer.state_dict(),
@@ -289,11 +249,6 @@ class State:
             "averages": None if average is None else average.values,
             "held_out": None if self.held_out is None else self.held_out.state(),
         }
-
-    def end(self) -> dict[str, Any]:
-        """How it ended, for checkpoints."""
-        tests = [self.settings.tolerance, self.settings.patience]
-        return {"converged": self.converged, "reason": self.reason, "tests": tests}
 
     def resume(self, saved: dict[str, Any] | None) -> None:
         """Continue from a checkpoint, if there is one."""
@@ -313,7 +268,7 @@ class State:
         self.start_time -= saved["seconds"]
         if len(self.losses) > self.settings.num_steps:
             self.reason = f"checkpoint had taken {len(self.losses)} steps already"
-        if saved["converged"] and saved["tests"] == self.end()["tests"]:
+        if saved["converged"] and saved["tests"] == self._tests:
             self.converged, self.reason = True, saved["reason"]
 
     def identity(self) -> dict[str, Any]:
@@ -321,6 +276,7 @@ class State:
         settings, optimizer, schedule = self.settings, self.descent.optimizer, self.descent.schedule
         model, generator = inspect.unwrap(self.model), settings.generator
         others = {name: value for name, value in optimizer.defaults.items() if name != "lr"}
+        plain = "clip_norm", "batch_size", "batch_tokens", "windows", "average", "validate_every"
         return {
             "fit": f"{name_of(self.guide)} on {name_of(model)}",
             "latent variables": list(self.objective.supports),
@@ -330,23 +286,14 @@ class State:
             "learning_rate": settings_of(optimizer.defaults.get("lr")),
             "settings of the optimizer": settings_of(others),
             "schedule": None if schedule is None else settings_of(schedule.state_dict()),
-            "clip_norm": settings.clip_norm,
-            "batch_size": settings.batch_size,
-            "batch_tokens": settings.batch_tokens,
-            "windows": None if settings.windows is None else list(settings.windows),
-            "average": settings.average,
+            **{name: settings_of(getattr(settings, name)) for name in plain},
             "data": fingerprint(self.data),
             "validation": None if settings.validation is None else fingerprint(settings.validation),
-            "validate_every": settings.validate_every,
             "seed of the generator": None if generator is None else generator.initial_seed(),
         }
 
     def check_ranks(self) -> None:
-        """Raise unless all data-parallel ranks start alike, and share all latent variables.
-
-        Raises:
-            ValueError: In all ranks.
-        """
+        """Raise unless all data-parallel ranks start alike, and share all latent variables."""
         check_shared(self.model, self.data)
         generator = self.settings.generator
         random = [torch.get_rng_state(), None if generator is None else generator.get_state()]

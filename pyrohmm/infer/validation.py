@@ -39,17 +39,12 @@ class HeldOut:
         model: The Pyro model, which must return an HMM.
         guide: Its guide.
         data: The held-out sequences; labels that they may have are not used.
-        batch_size: Of the minibatches of the fit, if it has minibatches of that kind.
-        batch_tokens: The same.
-        every: Number of gradient steps between two validations; by default one follows every
-            round of minibatches.
-        patience: Number of validations without an improvement after which to end; none by default.
-        report: Called with each :class:`Validation`, in the first process.
+        every: Number of steps between validations; None for one after each round of minibatches.
+        patience: Number of validations without an improvement after which to end, if any.
+        report: Called with each :class:`Validation`, in rank 0.
         group: The data-parallel ranks.
-
-    Raises:
-        TypeError: If the model does not return an HMM.
-        ValueError: If no step is observed.
+        batch_size: Of the minibatches of the fit, if they are of that kind.
+        batch_tokens: The same.
     """
 
     def __init__(
@@ -57,13 +52,12 @@ class HeldOut:
         model: Callable[..., Any],
         guide: Callable[..., Any],
         data: Sequences,
-        *,
-        batch_size: int | None,
-        batch_tokens: int | None,
         every: int | None,
         patience: int | None,
         report: Callable[[Validation], object] | None,
         group: ProcessGroup,
+        batch_size: int | None,
+        batch_tokens: int | None,
     ) -> None:
         self.num_observed = data.num_observed
         if self.num_observed == 0:
@@ -87,11 +81,7 @@ class HeldOut:
         return at_end_of_round if self.every is None else step % self.every == 0
 
     def validate(self, step: int, tensors: list[Tensor]) -> float:
-        """Evaluate the parameters after ``step`` steps, and copy ``tensors`` if they are the best.
-
-        Returns:
-            Minus the log evidence per observed step; infinite where it is not a number.
-        """
+        """Minus the log evidence per observed step; a copy of the best ``tensors`` is kept."""
         total = self.group.mean(self._log_evidence(self.parts))
         nats = -self.group.size * total.item() / self.num_observed
         nats = math.inf if math.isnan(nats) else nats

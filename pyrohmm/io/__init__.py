@@ -5,7 +5,7 @@ Imports the rooms down to ``nn``.
 Its modules; each imports only those above it:
 
 ``persistence``  ``save``, ``load_hmm``, ``load_into``
-``checkpoints``  the file a fit writes and goes on from
+``checkpoints``  the file from which a fit resumes
 ``hmmlearn``     models of hmmlearn as HMMs, and back
 """
 
