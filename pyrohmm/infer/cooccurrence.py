@@ -38,10 +38,10 @@ from ..ops.stationary import joint_probs as joint_probs
 from ..ops.stationary import predicted as predicted
 from ..ops.stationary import stationary as stationary
 from ..ops.stationary import stationary_detached as stationary_detached
-from .map import maximize
+from .map import fit_map
 from .models import LogPrior, build
 from .results import Fit
-from .training import OptimizerFactory, Report, ScheduleFactory, Settings
+from .training import OptimizerFactory, Report, ScheduleFactory
 
 Target = Pairs | Tensor
 Loss = Callable[[Tensor, Tensor, Any], Tensor]
@@ -344,12 +344,6 @@ def fit_cooccurrence(  # noqa: D417  # the other arguments are those of fit_map
         >>> fit.restarts.losses.shape[0], fit.num_observed
         (4, 38)
     """
-    settings = Settings(
-        num_steps=num_steps, learning_rate=learning_rate, tolerance=tolerance,
-        validation=validation, patience=patience, progress=progress, checkpoint=checkpoint,
-        elbo=elbo, optimizer=optimizer, schedule=schedule, clip_norm=clip_norm, average=average,
-        validate_every=validate_every, report=report, generator=generator,
-    )  # fmt: skip
     targets, notes = _targets(module, data, num_symbols, lags, edges)
     model = CooccurrenceModel(
         module, targets, [_weight(each, loss) for each in targets] if weight is None else weight,
@@ -357,7 +351,13 @@ def fit_cooccurrence(  # noqa: D417  # the other arguments are those of fit_map
         generator=generator,
     )  # fmt: skip
     total = targets[0].total if isinstance(targets[0], Pairs) else 0
-    fit = maximize(model, _PlaceholderData(total), settings, init, restarts)
+    fit = fit_map(
+        model, _PlaceholderData(total), num_steps=num_steps, learning_rate=learning_rate,
+        tolerance=tolerance, init=init, restarts=restarts, validation=validation,
+        patience=patience, progress=progress, checkpoint=checkpoint, elbo=elbo,
+        optimizer=optimizer, schedule=schedule, clip_norm=clip_norm, average=average,
+        validate_every=validate_every, report=report, generator=generator,
+    )  # fmt: skip
     return replace(fit, notes=fit.notes + notes)
 
 

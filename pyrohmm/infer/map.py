@@ -93,17 +93,6 @@ def fit_map(  # noqa: D417  # the other arguments are those of fit_svi
         optimizer=optimizer, schedule=schedule, clip_norm=clip_norm, average=average,
         validate_every=validate_every, report=report, generator=generator,
     )  # fmt: skip
-    return maximize(model, data, settings, init, restarts)
-
-
-def maximize(
-    model: Callable[..., Any],
-    data: Sequences,
-    settings: Settings,
-    init: Callable[..., Any],
-    restarts: int,
-) -> Fit:
-    """Fit ``model`` by MAP; the arguments are those of :func:`fit_map`."""
     check_size("restarts", restarts)
     start = partial(_interior_value, init)
     if restarts == 1:
@@ -120,10 +109,8 @@ def maximize(
     return _best(train(batched, guide, data, settings, "MAP", batched=True), model)
 
 
-def _interior_value(init: Callable[..., Any], site: dict[str, Any] | None = None) -> Any:
+def _interior_value(init: Callable[..., Any], site: dict[str, Any]) -> Any:
     """An initial value off the boundary of its space, where gradient steps can start."""
-    if site is None:
-        return partial(_interior_value, init)
     return interior(site["fn"].support, init(site)).clone()  # the optimizer changes it in place
 
 

@@ -102,11 +102,7 @@ class Fit:
         return self.hmms([data])[0]
 
     def hmms(self, parts: list[Sequences]) -> list[HMM]:
-        """The fitted HMM for each part of some data; for SVI, all of one sample of the guide.
-
-        Raises:
-            TypeError: If the model does not return an HMM.
-        """
+        """As :meth:`hmm` for each part of some data, all of one sample of the guide."""
         with torch.no_grad(), self.at_rest():
             trace = poutine.trace(self.guide).get_trace(parts[0])
             hmms = [poutine.block(poutine.replay(self.model, trace=trace))(part) for part in parts]
@@ -168,11 +164,7 @@ class Restarts:
     best: int
 
     def hmm(self, data: Sequences) -> HMM:
-        """The fitted HMMs of all restarts, as one HMM of batch shape ``(R, N)``.
-
-        Raises:
-            TypeError: If the model does not return an HMM.
-        """
+        """The fitted HMMs of all restarts, as one HMM of batch shape ``(R, N)``."""
         wide = {name: value.unsqueeze(1) for name, value in self.values.items()}
         with torch.no_grad(), poutine.block(), in_mode(False, self.model):
             hmm = poutine.condition(self.model, data=wide)(data)

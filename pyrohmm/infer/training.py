@@ -52,9 +52,9 @@ class Settings:
     validate_every: int | None
     report: Report | None
     generator: torch.Generator | None
-    batch_size: int | None = None
-    batch_tokens: int | None = None
-    windows: tuple[int, int] | None = None
+    batch_size: int | None
+    batch_tokens: int | None
+    windows: tuple[int, int] | None
 
     def __post_init__(self) -> None:
         check_size("num_steps", self.num_steps)

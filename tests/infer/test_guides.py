@@ -1,4 +1,4 @@
-"""Laws of guides: their densities are densities, and what they leave alone is left alone."""
+"""Guides: their densities are densities, and what they leave alone is left alone."""
 
 import itertools
 import math
@@ -132,9 +132,9 @@ def test_the_density_integrates_to_one(size, dim):
     """Averages of q/p over draws of p are one; p has heavier tails than any q."""
     guide = guide_of({"a": (size, dim)}, partial(AutoNormal, init_scale=0.5))
     guide()
-    law = stats.t(2)
-    arrays = law.rvs((200000, size, dim), random_state=0)
-    weights = np.exp(density(guide, arrays) - law.logpdf(arrays).sum((-1, -2)))
+    student = stats.t(2)
+    arrays = student.rvs((200000, size, dim), random_state=0)
+    weights = np.exp(density(guide, arrays) - student.logpdf(arrays).sum((-1, -2)))
     error = weights.std() / len(weights) ** 0.5
     assert abs(weights.mean() - 1) < 4 * error
     assert error < 0.03  # so that this says something
@@ -165,7 +165,7 @@ def test_embeddings_whose_products_matter_are_rotated_together(module, groups):
     assert found == groups
     fit = fit_svi(model, guide, data, num_steps=3, progress=False)
     assert sorted(fit.names) == sorted(point.names)
-    # at the start L is that of the start: the law is as it was
+    # at the start L is that of the start: the distribution is unchanged
     fresh = RotationGuide(model, point.start, autoguide=partial(AutoNormal, init_scale=1e-6))
     fresh(data)
     for name, value in point.start.items():
