@@ -54,18 +54,15 @@ def fit_map(  # noqa: D417  # the other arguments are those of fit_svi
 
     The maximum is that of the density in the constrained space (of the probabilities themselves,
     not of their logits). Parameters without a prior, such as the weights of a network, are fitted
-    by maximum likelihood at the same time.
-
-    Arguments that are not listed, from ``batch_size`` to ``generator``, are those
-    of :func:`fit_svi`.
+    by maximum likelihood at the same time. Arguments that are not listed, from ``batch_size`` to
+    ``generator``, are those of :func:`fit_svi`.
 
     Args:
         model: A Pyro model that takes ``data``, such as :class:`MarginalModel`.
         data: The sequences.
         num_steps: Largest number of gradient steps.
         learning_rate: Of Adam, if there is no ``optimizer``.
-        tolerance: Least relative fall of the loss in 25 steps before the fit ends; None takes all
-            steps.
+        tolerance: Least relative fall of the loss over 25 steps; None takes all steps.
         init: Initial values, as for Pyro's autoguides. The default samples them from the prior,
             so that states differ from each other, as they must.
         restarts: R, the number of initial values. Batched restarts run as one fit, in a plate
@@ -130,8 +127,8 @@ def _check_restarts(model: Any, data: Sequences, settings: Settings) -> None:
         parameters = [*model.parameters()] if isinstance(model, nn.Module) else read.parameters
         if any(parameter.requires_grad for parameter in parameters):
             raise ValueError(
-                "restarts need every parameter to have a prior, so that each restart has one of "
-                "its own; the model has parameters without one. Fit it once for each start."
+                "restarts need every parameter to have a prior, so that each restart has another "
+                "value; the model has parameters without one. Fit it once for each start."
             )
         if enumerated:
             raise ValueError(
