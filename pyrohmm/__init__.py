@@ -28,9 +28,8 @@ from .infer import starts as starts
 from .infer.cooccurrence import CooccurrenceModel as CooccurrenceModel
 from .infer.cooccurrence import fit_cooccurrence as fit_cooccurrence
 from .infer.em import fit_em as fit_em
-from .infer.fit import fit_map as fit_map
-from .infer.fit import fit_svi as fit_svi
 from .infer.guides import RotationGuide as RotationGuide
+from .infer.map import fit_map as fit_map
 from .infer.models import EnumeratedModel as EnumeratedModel
 from .infer.models import MarginalModel as MarginalModel
 from .infer.models import StatefulModel as StatefulModel
@@ -38,6 +37,7 @@ from .infer.models import markov_sample as markov_sample
 from .infer.msteps import GradientStep as GradientStep
 from .infer.results import Fit as Fit
 from .infer.results import Restarts as Restarts
+from .infer.svi import fit_svi as fit_svi
 from .io.hmmlearn import from_hmmlearn as from_hmmlearn
 from .io.hmmlearn import to_hmmlearn as to_hmmlearn
 from .io.persistence import load_hmm as load_hmm

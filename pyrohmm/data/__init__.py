@@ -5,7 +5,6 @@ Imports ``ops``.
 Its modules; each imports only those above it:
 
 ``sequences``      ``Sequences``: ragged data in one padded tensor
-``process_group``  ``ProcessGroup``: data-parallel ranks
 ``batches``        minibatches by number of sequences or of steps
 ``pair_counts``    pairs of symbols counted; numbers put into bins
 ``tags``           words and tags joined as one observation

@@ -12,8 +12,8 @@ from torch import Tensor
 from ..data.sequences import Sequences
 from ..distributions.hmm import HMM
 from ..nn.base import HMMModule
-from .fit import check_events
 from .models import LogPrior, build, to_model_device
+from .objective import check_events
 from .starts import Values
 
 

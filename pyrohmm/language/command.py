@@ -26,8 +26,8 @@ from torch import distributed
 from tqdm import tqdm
 
 from ..analysis.metrics import Perplexity
-from ..data.process_group import ProcessGroup
 from ..data.readers import read_lines
+from ..infer.process_group import ProcessGroup
 from ..infer.validation import Validation
 from ..io.checkpoints import Checkpoint
 from ..io.files import check_directory

@@ -21,7 +21,7 @@ from ..analysis.metrics import Perplexity
 from ..data.batches import batches_in_round, cut_by_steps
 from ..data.sequences import Sequences
 from ..data.vocabulary import Vocabulary, word_classes
-from ..infer.fit import fit_map
+from ..infer.map import fit_map
 from ..infer.models import MarginalModel
 from ..infer.results import Fit
 from ..io.files import TENSORS, FilePath, check_directory, read_directory, write_directory
