@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import FOLDER, arguments, earlier, write
+from common import FOLDER, arguments, earlier, pyplot, write
 
 from pyrohmm import datasets, readers
 from pyrohmm.data.pair_counts import count_pairs
@@ -101,9 +101,8 @@ def some_words(found: Clusters, vocabulary: readers.Vocabulary) -> dict[str, lis
 
 def draw(rows: list[dict[str, Any]]) -> None:
     """Seconds, information and perplexity against the number of clusters."""
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(1, 3, figsize=(13, 4.3), layout="constrained")
+    plt = pyplot()
+    figure, axes = plt.subplots(1, 3, figsize=(10, 4.4), layout="constrained")
     lines = {
         (SWEEPS, True): ("-", f"up to {SWEEPS} sweeps"),
         (0, True): ("--", "no sweep"),
@@ -124,14 +123,13 @@ def draw(rows: list[dict[str, Any]]) -> None:
                         [row["clusters"] for row in own], [row[quantity] for row in own], style,
                         marker="o", markersize=4, color=f"C{n}", label=f"{source}, {label}",
                     )  # fmt: skip
-    titles = ("seconds of the processor", "average mutual information, nats",
-              "held-out perplexity, cluster bigrams")  # fmt: skip
+    titles = ("processor seconds", "average mutual information, nats",
+              "held-out perplexity")  # fmt: skip
     for panel, title in zip(axes, titles):
-        panel.set_title(title, fontsize=10)
+        panel.set_title(title)
         panel.set_xscale("log", base=2)
         panel.set_xticks(SIZES, [str(size) for size in SIZES])
         panel.set_xlabel("clusters")
-        panel.grid(alpha=0.3)
     axes[0].set_yscale("log")
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=2)
     figure.savefig(FOLDER / "brown_clusters.png", dpi=150)
@@ -141,6 +139,9 @@ def draw(rows: list[dict[str, Any]]) -> None:
 def main() -> None:
     """Measure, then write."""
     options = arguments(__doc__, list(TARGETS))
+    if options.draw:
+        draw(earlier("brown_clusters"))
+        return
     torch.set_num_threads(1)
     rows: list[dict[str, Any]] = []
     for source in ["quick"] if options.quick else TARGETS:

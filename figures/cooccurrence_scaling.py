@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import pyro
 import torch
-from common import FOLDER, arguments, earlier, ratio, side_by_side, write
+from common import FOLDER, arguments, earlier, interleaved, pyplot, ratio, write
 
 from pyrohmm import (
     DenseHMM,
@@ -105,7 +105,7 @@ def steps(quick: bool) -> list[dict[str, Any]]:
                 assert abs(value / dense - 1) < 1e-4, "the two disagree"
                 for one, other in zip(slopes, others):
                     assert (one - other).norm() < 1e-3 * other.norm(), "their gradients disagree"
-            times = side_by_side(methods, 3 if quick else 9, 15.0, time.process_time)
+            times = interleaved(methods, 3 if quick else 9, 15.0, time.process_time)
             for method, seconds in times.items():
                 row = {
                     "quantity": f"{name} and gradient",
@@ -138,7 +138,7 @@ def crossover(quick: bool) -> list[dict[str, Any]]:
                     pair_losses.SMALL = limit
                     return step(f, p, t)
 
-                times = side_by_side(
+                times = interleaved(
                     {"all": lambda w=with_limit: w(1 << 20), "those that occur":
                      lambda w=with_limit: w(0)}, 3 if quick else 101, 2.0, time.process_time,
                 )  # fmt: skip
@@ -171,7 +171,7 @@ def loop(quick: bool) -> list[dict[str, Any]]:
                 return fit_cooccurrence(m, t, num_steps=num_steps, tolerance=None, progress=False)
 
             methods = {"one": lambda f=fit: f(1), "many": lambda f=fit, c=count: f(c + 1)}
-            times = side_by_side(methods, 2 if quick else 3, 60.0, time.process_time)
+            times = interleaved(methods, 2 if quick else 3, 60.0, time.process_time)
             each = [(b - a) / count for a, b in zip(times["one"], times["many"])]
             rows.append(
                 {
@@ -346,15 +346,14 @@ def quality(quick: bool) -> list[dict[str, Any]]:
 
 def draw(rows: list[dict[str, Any]]) -> None:
     """Time and memory against V, and nats against seconds."""
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(1, 4, figsize=(15, 4.3), layout="constrained")
+    plt = pyplot()
+    figure, ((times, peaks), bottom) = plt.subplots(2, 2, figsize=(10, 8.5), layout="constrained")
     for n, name in enumerate(LOSSES):
         for method, line in (("ours", "-"), ("dense formula", ":")):
             sizes = SIZES + ([LARGE[-1]] if method == "ours" else [])
             for panel, quantity, unit in (
-                (axes[0], f"{name} and gradient", "milliseconds"),
-                (axes[1], f"peak memory, {name}", "megabytes"),
+                (times, f"{name} and gradient", "milliseconds"),
+                (peaks, f"peak memory, {name}", "megabytes"),
             ):
                 points = [
                     (row["V"], row[unit])
@@ -368,40 +367,43 @@ def draw(rows: list[dict[str, Any]]) -> None:
                         *zip(*sorted(points)), line, marker="o", markersize=4, color=f"C{n}",
                         label=f"{name}, {method}",
                     )  # fmt: skip
-    axes[0].set_title("loss and gradient, milliseconds", fontsize=10)
-    axes[1].set_title("peak memory with the target, MB", fontsize=10)
-    for panel in axes[:2]:
-        panel.set_xlabel("V, with 5,000, 50,000, 400,000, 10 million pairs")
-        panel.grid(alpha=0.3)
-    axes[0].legend(fontsize=7)
-    found = [row for row in rows if row["quantity"] == "nats per held-out word"]
-    methods = list(dict.fromkeys(row["method"] for row in found))
-    for panel, kind in zip(axes[2:], ("TabularHMM", "DenseHMM")):
+    times.set(title="loss and gradient", ylabel="milliseconds")
+    peaks.set(title="peak memory, target included", ylabel="MB")
+    numbers = [f"{pairs:,}" for _, pairs in (*SIZES, LARGE[-1])]
+    for panel in (times, peaks):
+        panel.set_xlabel(f"symbols V\n({', '.join(numbers)} distinct pairs)")
+    times.legend(loc="lower right")
+    quality_rows = [row for row in rows if row["quantity"] == "nats per held-out word"]
+    methods = list(dict.fromkeys(row["method"] for row in quality_rows))
+    for panel, kind in zip(bottom, ("TabularHMM", "DenseHMM")):
         for n, method in enumerate(methods):
             points = [
                 (row["seconds"], row["nats_per_word"])
-                for row in found
+                for row in quality_rows
                 if row["method"] == method and row["module"] == kind
             ]
-            panel.plot(*zip(*points), marker="o", markersize=3, color=f"C{n}", label=method)
+            panel.plot(*zip(*points), marker="o", markersize=4, color=f"C{n}", label=method)
         panel.set_xscale("log")
         panel.set_xticks([1, 3, 10, 30, 100], ["1", "3", "10", "30", "100"])
         panel.minorticks_off()
         panel.set_ylim(5.7, 7.4)
-        panel.set_xlabel("seconds")
-        panel.grid(alpha=0.3)
-        if found:
-            panel.set_title(f"{kind}, K = {found[0]['K']}: nats per held-out word", fontsize=10)
-    if found:
-        handles = axes[2].get_legend_handles_labels()
-        figure.legend(*handles, loc="outside lower right", ncols=3, fontsize=8)
+        panel.set(xlabel="processor seconds", ylabel="nats per held-out word")
+        if quality_rows:
+            panel.set_title(f"{kind}, K = {quality_rows[0]['K']}")
+    if quality_rows:
+        handles = bottom[0].get_legend_handles_labels()
+        figure.legend(*handles, loc="outside lower center", ncols=2)
     figure.savefig(FOLDER / "cooccurrence_scaling.png", dpi=150)
+    plt.close(figure)
 
 
 def main() -> None:
     """Measure, then write."""
     parts = (steps, crossover, loop, memory, quality)
     options = arguments(__doc__, [part.__name__ for part in parts])
+    if options.draw:
+        draw(earlier("cooccurrence_scaling"))
+        return
     torch.set_num_threads(1)
     old = earlier("cooccurrence_scaling")
     rows = []

@@ -196,7 +196,7 @@ def draw_words(quick: bool) -> list[dict[str, Any]]:
 
 def main() -> None:
     """Both parts."""
-    quick = arguments(__doc__).quick
+    quick = arguments(__doc__, picture=False).quick
     rows = draw_clock(quick) + draw_words(quick)
     for row in rows:
         print(row)

@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from common import FOLDER, arguments, earlier, write
+from common import FOLDER, arguments, earlier, pyplot, write
 from torch import Tensor
 
 from pyrohmm import dense
@@ -315,11 +315,12 @@ def exactness(quick: bool) -> list[dict[str, Any]]:
 
 def draw(rows: list[dict[str, Any]]) -> None:
     """Fig. 3: errors against l, one panel for each n; the paper's as hollow markers."""
-    from matplotlib import pyplot as plt
     from matplotlib.lines import Line2D
 
+    plt = pyplot()
+
     errors = [row for row in rows if row["quantity"] == "relative error"]
-    figure, axes = plt.subplots(1, 3, figsize=(11, 4.3), layout="constrained", sharey=True)
+    figure, axes = plt.subplots(1, 3, figsize=(10, 4.4), layout="constrained", sharey=True)
     bottom, finest = 5e-8, 5e-4  # the paper prints three decimals
     colors = {"softmax": "C2", "normAbsLin": "C0"}
     for panel, n in zip(axes, (3, 5, 10)):
@@ -343,7 +344,7 @@ def draw(rows: list[dict[str, Any]]) -> None:
         panel.set_xticks(lengths)
         panel.set_xlim(1 - 0.1 * width, lengths[-1] + 0.1 * width)
         panel.set_xlabel("l, length of the vectors")
-        panel.set_title(f"n = {n}", fontsize=11)
+        panel.set_title(f"n = {n}")
     axes[0].set_yscale("log")
     axes[0].set_ylim(bottom, 2)
     axes[0].set_ylabel("relative error, median and quartiles of 200 fits")
@@ -353,13 +354,21 @@ def draw(rows: list[dict[str, Any]]) -> None:
     handles = [Line2D([], [], color=c, linewidth=4, label=name) for name, c in colors.items()]
     ink = "0.3"
     handles += [
-        Line2D([], [], color=ink, marker="o", label="ours, rate decays"),
-        Line2D([], [], color=ink, linestyle=":", label="ours, fixed rate as in the code"),
+        Line2D([], [], color=ink, marker="o", label="ours, decaying rate"),
+        Line2D([], [], color=ink, linestyle=":", label="ours, constant rate (authors' code)"),
         Line2D([], [], color=ink, marker="o", markerfacecolor="white", linestyle="", label="paper"),
         Line2D([], [], color="0.6", linewidth=0.8, label="l = n"),
     ]
-    figure.legend(handles=handles, loc="outside upper center", ncols=6, fontsize=9, frameon=False)
+    figure.legend(
+        handles=handles,
+        loc="outside upper center",
+        ncols=6,
+        fontsize=8.5,
+        columnspacing=1.2,
+        frameon=False,
+    )
     figure.savefig(FOLDER / f"{NAME}.png", dpi=150)
+    plt.close(figure)
 
 
 def _bars(
@@ -379,6 +388,9 @@ def main() -> None:
     """Fit, then write."""
     parts = (table, draws, exactness)
     options = arguments(__doc__, [part.__name__ for part in parts])
+    if options.draw:
+        draw(earlier(NAME))
+        return
     old = earlier(NAME)
     rows = []
     for part in parts:

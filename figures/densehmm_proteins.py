@@ -70,7 +70,7 @@ CLAIMS = [
 ]
 
 if __name__ == "__main__":
-    quick = arguments(__doc__).quick
-    corpus = of_corpus(chains, 500, 0.05, quick)
+    options = arguments(__doc__)
+    corpus = of_corpus(chains, 500, 0.05, options.quick)
     proteins = Source("proteins", "proteins", *corpus, CLAIMS)
-    reproduce("densehmm_proteins", [proteins], quick)
+    reproduce("densehmm_proteins", [proteins], options)

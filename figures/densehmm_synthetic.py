@@ -80,4 +80,4 @@ CLAIMS = [
 SYNTHETIC = Source("synthetic", "synthetic", lambda n: n, draw, CLAIMS, anew=True)
 
 if __name__ == "__main__":
-    reproduce("densehmm_synthetic", [SYNTHETIC], arguments(__doc__).quick)
+    reproduce("densehmm_synthetic", [SYNTHETIC], arguments(__doc__))

@@ -86,9 +86,10 @@ CLAIMS = [
 ]
 
 if __name__ == "__main__":
-    quick = arguments(__doc__).quick
+    options = arguments(__doc__)
+    quick = options.quick
     sources = [
-        Source("penn", "tags of the Penn sample", *of_corpus(penn, 45, 0.10, quick), CLAIMS),
-        Source("web", "tags of UD English EWT", *of_corpus(web, 40, 0.01, quick), CLAIMS),
+        Source("penn", "Penn Treebank sample, tags", *of_corpus(penn, 45, 0.10, quick), CLAIMS),
+        Source("web", "UD English EWT, tags", *of_corpus(web, 40, 0.01, quick), CLAIMS),
     ]
-    reproduce("densehmm_tags", sources, quick)
+    reproduce("densehmm_tags", sources, options)

@@ -29,7 +29,7 @@ from typing import Any
 
 import pyro
 import torch
-from common import FOLDER, arguments, earlier, ratio, side_by_side, write
+from common import FOLDER, arguments, earlier, interleaved, pyplot, ratio, write
 from pyro.distributions import Categorical
 from torch import Tensor
 
@@ -81,7 +81,7 @@ def cost(quick: bool) -> list[dict[str, Any]]:
             return torch.autograd.grad(hmm.log_prob(values).sum(), (logits, emission))
 
         methods: dict[str, Callable[[], Any]] = {"determinant": prior, "evidence": evidence}
-        times = side_by_side(methods, 3 if quick else 15, 10.0, time.process_time)
+        times = interleaved(methods, 3 if quick else 15, 10.0, time.process_time)
         rows.append(
             {
                 "K": size,
@@ -115,7 +115,7 @@ def iterations(quick: bool) -> list[dict[str, Any]]:
             "plain": partial(fit, None),
             "diversity": partial(fit, DiversityPrior(10.0)),
         }
-        times = side_by_side(methods, 1 if quick else 7, 60.0, time.process_time)
+        times = interleaved(methods, 1 if quick else 7, 60.0, time.process_time)
         rows.append(
             {
                 "K": size,
@@ -320,51 +320,56 @@ def by_alpha(make: Callable[[float, Sequences], Fit], quick: bool) -> list[dict[
 
 
 def draw(rows: list[dict[str, Any]]) -> None:
-    """Costs, gains, and embeddings."""
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(1, 3, figsize=(13, 3.8), layout="constrained")
-    own = [row for row in rows if row["part"] == "cost"]
+    """Costs, gains, and a DenseHMM and a NeuralHMM under the prior."""
+    plt = pyplot()
+    figure, ((costs, gains), by_weight) = plt.subplots(
+        2, 2, figsize=(10, 7.5), layout="constrained"
+    )
+    selected = [row for row in rows if row["part"] == "cost"]
     for name in ("evidence", "determinant"):
-        axes[0].loglog([row["K"] for row in own],
-                       [row[f"{name}_milliseconds"] for row in own], "o-", label=name)  # fmt: skip
-    axes[0].set_xlabel("K")
-    axes[0].set_title("value and gradient, milliseconds", fontsize=10)
-    axes[0].legend(fontsize=8)
-    own = [row for row in rows if row["part"] == "priors"]
+        milliseconds = [row[f"{name}_milliseconds"] for row in selected]
+        costs.loglog([row["K"] for row in selected], milliseconds, "o-", label=name)
+    costs.set(xlabel="states K", ylabel="milliseconds", title="value and gradient")
+    costs.legend()
+    selected = [row for row in rows if row["part"] == "priors"]
     for n, kind in enumerate(STRENGTHS):
-        found = [row for row in own if row["prior"] == kind]
-        axes[1].errorbar(
-            [place + 0.12 * (n - 1.5) for place in range(len(found))],
-            [row["gain"] for row in found],
-            [row["standard_error"] for row in found],
-            fmt="os^D"[n], markersize=5, label=kind,
+        of_kind = [row for row in selected if row["prior"] == kind]
+        gains.errorbar(
+            [place + 0.12 * (n - 1.5) for place in range(len(of_kind))],
+            [row["gain"] for row in of_kind],
+            [row["standard_error"] for row in of_kind],
+            fmt="os^D"[n], markersize=5, label=f"{kind} prior",
         )  # fmt: skip
-    axes[1].axhline(0, color="k", linewidth=0.8)
-    axes[1].set_xticks(range(len(SOURCES)), list(SOURCES))
-    axes[1].set_title("gain in nats per test observation", fontsize=10)
-    axes[1].legend(fontsize=8)
-    for n, (name, title) in enumerate({"nats": "nats", "log_diversity": "log det"}.items()):
-        panel = axes[2] if n == 0 else axes[2].twinx()
-        for part, label, line in (("embeddings", "DenseHMM", "-"), ("networks", "NeuralHMM", "--")):
-            own = [row for row in rows if row["part"] == part]
-            alphas = list(dict.fromkeys(row["alpha"] for row in own))
-            values = [median(row[name] for row in own if row["alpha"] == alpha) for alpha in alphas]
-            panel.plot(range(len(alphas)), values, "os"[n] + line, color=f"C{n}", label=label)
-        panel.set_ylabel(title, color=f"C{n}")
+    gains.axhline(0, color="k", linewidth=0.8)
+    gains.set_xticks(range(len(SOURCES)), list(SOURCES))
+    gains.set(ylabel="nats per test observation", title="gain over no prior (mean, standard error)")
+    gains.grid(visible=False, axis="x")
+    gains.legend()
+    titles = {"nats": "nats per held-out letter", "log_diversity": "log-determinant"}
+    for panel, (name, title) in zip(by_weight, titles.items()):
+        for part, label, line in (
+            ("embeddings", "DenseHMM", "o-"), ("networks", "NeuralHMM", "s--"),
+        ):  # fmt: skip
+            selected = [row for row in rows if row["part"] == part]
+            alphas = list(dict.fromkeys(row["alpha"] for row in selected))
+            values = [
+                median(row[name] for row in selected if row["alpha"] == alpha) for alpha in alphas
+            ]
+            panel.plot(range(len(alphas)), values, line, label=label)
         panel.set_xticks(range(len(alphas)), [f"{alpha:g}" for alpha in alphas])
-    axes[2].set_xlabel("α")
-    axes[2].set_title("letters: nats per held-out letter, diversity", fontsize=10)
-    axes[2].legend(fontsize=8, loc="center left")
-    for panel in axes:
-        panel.grid(alpha=0.3)
+        panel.set(xlabel="α, weight of the prior", ylabel=title, title="12 states, English letters")
+        panel.legend()
     figure.savefig(FOLDER / "diversified_beyond.png", dpi=150)
+    plt.close(figure)
 
 
 def main() -> None:
     """Run the parts, then write."""
     parts = (cost, iterations, priors, embeddings, networks)
     options = arguments(__doc__, [part.__name__ for part in parts])
+    if options.draw:
+        draw(earlier("diversified_beyond"))
+        return
     torch.set_num_threads(1)
     pyro.enable_validation(False)
     rows, old = [], earlier("diversified_beyond")

@@ -42,7 +42,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyro
 import torch
-from common import FOLDER, arguments, earlier, write
+from common import FOLDER, arguments, earlier, pyplot, write
 from torch import Tensor
 from torch.nn.functional import one_hot
 
@@ -656,12 +656,11 @@ def better(letters: readers.Letters, budget: Budget) -> list[dict[str, Any]]:
 
 
 def draw(rows: list[dict[str, Any]]) -> None:
-    """Accuracy by alpha above; by model, and distances of rows, below."""
-    from matplotlib import pyplot as plt
-
-    figure = plt.figure(figsize=(13, 8), layout="constrained")
-    top, bottom = figure.subfigures(2, 1)
-    panels = top.subplots(1, 2)
+    """Accuracy by alpha; by model; distances of rows."""
+    plt = pyplot()
+    figure, axes = plt.subplot_mosaic(
+        [[*SPLITS], ["models"] * 2, [*PAPER_FARTHER]], figsize=(10, 11), layout="constrained"
+    )
     swept = [row for row in rows if row["part"] == "diversity" and row["measure"] == "accuracy"]
     lines = [
         (1.0, 0.0, False, "counts + 1, no penalty", "C0-o"),
@@ -670,44 +669,51 @@ def draw(rows: list[dict[str, Any]]) -> None:
         (0.0, 1e5, False, r"counts, $\alpha_A = 10^5$", "C2:s"),
         (0.0, 1e5, True, r"counts, $A_0$ of counts + 1, $\alpha_A = 10^5$", "C1:^"),
     ]
-    for panel, split in zip(panels, SPLITS):
+    for split in SPLITS:
+        panel = axes[split]
         for smoothing, weight, aside, label, style in lines:
-            own = [
+            selected = [
                 row for row in swept
                 if (row["split"], row["smoothing"], row["anchor_weight"])
                 == (split, smoothing, weight) and (row["anchor"] == SMOOTHED) == aside
             ]  # fmt: skip
             panel.plot(
-                [row["alpha"] for row in own], [100 * row["ours"] for row in own],
+                [row["alpha"] for row in selected], [100 * row["ours"] for row in selected],
                 style, label=label, markersize=5,
             )  # fmt: skip
         if split == FILE:
             panel.plot(
-                list(PAPER_ALPHAS), [100 * each for each in PAPER_ALPHAS.values()],
+                list(PAPER_ALPHAS), [100 * share for share in PAPER_ALPHAS.values()],
                 "k*--", markersize=10, label="paper, Fig. 10", linewidth=0.8,
             )  # fmt: skip
         panel.set_xscale("symlog", linthresh=0.1)
         panel.set_xlabel(r"$\alpha$, weight of the log-determinant")
         panel.set_ylabel("letters right, %")
-        panel.set_title(split, fontsize=10)
-        panel.grid(alpha=0.3)
+        panel.set_title(split)
     # where the other panel leaves room
-    panels[1].legend(*panels[0].get_legend_handles_labels(), fontsize=8, loc=(0.02, 0.48))
-    left, *right = bottom.subplots(1, 3, width_ratios=(1.5, 1, 1))
-    _bars(left, rows)
+    axes[APART].legend(*axes[FILE].get_legend_handles_labels(), loc=(0.02, 0.48))
+    _bars(axes["models"], rows)
     distances = [row for row in rows if row["part"] == "neighbours" and "letter" in row]
-    for panel, letter in zip(right, PAPER_FARTHER):
-        for model in dict.fromkeys(row["model"] for row in distances):
-            own = [row for row in distances if (row["model"], row["letter"]) == (model, letter)]
-            panel.plot([row["other"] for row in own], [row["ours"] for row in own], label=model)
-        for place, row in enumerate(own):
+    markers = dict(zip(dict.fromkeys(row["model"] for row in distances), "sox^"))
+    for letter in PAPER_FARTHER:
+        panel = axes[letter]
+        for place, (model, marker) in enumerate(markers.items()):
+            selected = [
+                row for row in distances if (row["model"], row["letter"]) == (model, letter)
+            ]
+            panel.plot(
+                [row["other"] for row in selected], [row["ours"] for row in selected], marker,
+                label=model.replace("A_0", "$A_0$"), markersize=(8, 5, 5, 5)[place],
+                alpha=0.4 if place == 0 else 1.0,
+            )  # fmt: skip
+        for place, row in enumerate(selected):
             if row["paper_says_farther"]:
-                panel.axvline(place, color="0.7", linestyle=":")
-        panel.set_title(f"distance of the row of {letter} to the others, nats", fontsize=10)
-        panel.tick_params(axis="x", labelsize=7)
-        panel.grid(alpha=0.3)
-    right[0].set_ylim(0.3, 3)
-    right[0].legend(fontsize=8, loc="upper center")
+                panel.axvline(place, color="0.5", linestyle=":", zorder=0,
+                              label="farther in the paper")  # fmt: skip
+        panel.set_title(f"distance of the row of {letter} from the others, nats")
+    axes["x"].set_ylim(top=3.2)
+    handles = dict(zip(*axes["x"].get_legend_handles_labels()[::-1]))
+    axes["x"].legend(handles.values(), handles.keys(), loc="upper center", ncols=2, fontsize=8)
     figure.savefig(FOLDER / f"{NAME}.png", dpi=150)
     plt.close(figure)
 
@@ -737,17 +743,20 @@ def _bars(panel: Any, rows: list[dict[str, Any]]) -> None:
             (0, 1, 1.4)[place], 100 * mean, 100 * sd, fmt="k*", markersize=9,
             label="paper: naive Bayes, HMM, dHMM" if place == 0 else None,
         )  # fmt: skip
-    panel.set_xticks(range(len(names)), list(names), fontsize=8, rotation=20, ha="right")
+    panel.set_xticks(range(len(names)), list(names))
     panel.set_ylim(50, 101)
     panel.set_ylabel("letters right, %")
-    panel.legend(fontsize=8, loc="upper left")
-    panel.grid(axis="y", alpha=0.3)
+    panel.legend(loc="upper left")
+    panel.grid(visible=False, axis="x")
 
 
 def main() -> None:
     """Fit and test, then write."""
     parts = (baselines, diversity, neighbours, better)
     options = arguments(__doc__, [part.__name__ for part in parts])
+    if options.draw:
+        draw(earlier(NAME))
+        return
     pyro.enable_validation(False)
     torch.set_default_dtype(torch.float64)
     letters, budget = letters_of(options.quick), QUICK if options.quick else FULL

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyro
 import torch
-from common import FOLDER, arguments, write
+from common import FOLDER, arguments, earlier, pyplot, write
 
 from pyrohmm import (
     DiversityPrior,
@@ -203,49 +203,56 @@ def summary(source: str, runs: list[list[dict[str, Any]]]) -> list[dict[str, Any
 
 def draw(rows: list[dict[str, Any]]) -> None:
     """Accuracy by weight; histograms; distances of the state for nouns."""
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(1, 4, figsize=(15, 3.8), layout="constrained")
-    for panel, source in zip(axes[:2], ("penn", "web")):
-        own = [row for row in rows if row["data"] == source]
+    plt = pyplot()
+    figure, (upper, (histogram, distances)) = plt.subplots(
+        2, 2, figsize=(10, 7.5), layout="constrained"
+    )
+    titles = {"penn": "Penn Treebank sample", "web": "UD English EWT"}
+    for panel, (source, title) in zip(upper, titles.items()):
+        selected = [row for row in rows if row["data"] == source]
         for n, (name, label) in enumerate(
             {"one_to_one": "one-to-one", "many_to_one": "many-to-one"}.items()
         ):
             panel.errorbar(
-                range(len(own)),
-                [row[name]["ours"] for row in own],
-                [row[name]["deviation"] for row in own],
+                range(len(selected)),
+                [row[name]["ours"] for row in selected],
+                [row[name]["deviation"] for row in selected],
                 fmt="os"[n] + "-", markersize=4, color=f"C{n}", label=label, linewidth=1,
             )  # fmt: skip
         if source == "penn":
-            panel.plot([WEIGHTS.index(w) for w in PAPER], list(PAPER.values()), "k*", label="paper")
-        panel.set_xticks(range(len(own)), [f"{row['weight']:g}" for row in own])
-        panel.set_xlabel("α, in the convention of the paper")
-        panel.set_title(f"accuracy, {source}", fontsize=10)
-        panel.legend(fontsize=8)
-    own = [row for row in rows if row["data"] == "penn"]
-    axes[2].plot(own[0]["figure 9"]["true"], "k.-", label="true")
-    for n, row in enumerate(row for row in own if row["weight"] in (0.0, 100.0)):
-        label = f"α = {row['weight']:g}"
-        axes[2].plot(row["figure 9"]["found"], ".-", color=f"C{n}", label=label)
+            paper = [WEIGHTS.index(weight) for weight in PAPER]
+            panel.plot(paper, list(PAPER.values()), "k*", label="paper, one-to-one")
+        panel.set_xticks(range(len(selected)), [f"{row['weight']:g}" for row in selected])
+        panel.set(xlabel="α, in the convention of the paper", title=f"accuracy, {title}")
+        if source == "penn":
+            panel.legend(loc=(0.08, 0.47))
+    selected = [row for row in rows if row["data"] == "penn"]
+    true = selected[0]["figure 9"]["true"]
+    histogram.plot(range(1, len(true) + 1), true, "k.-", label="true")
+    for n, row in enumerate(row for row in selected if row["weight"] in (0.0, 100.0)):
+        label, found = f"α = {row['weight']:g}", row["figure 9"]["found"]
+        histogram.plot(range(1, len(found) + 1), found, ".-", color=f"C{n}", label=label)
         names = [name for name in row["figure 8"] if name != "NNP"]
-        axes[3].plot([row["figure 8"][name] for name in names], ".-", color=f"C{n}", label=label)
-        axes[3].set_xticks(range(len(names)), names, rotation=90, fontsize=7)
-    axes[2].set_yscale("symlog", linthresh=10)
-    axes[2].set_title("words of each tag, most frequent first", fontsize=10)
-    axes[3].set_title("distance of nouns' row to other tags', nats", fontsize=10)
-    for panel in axes:
-        panel.grid(alpha=0.3)
-    for panel in axes[2:]:
-        panel.legend(fontsize=8)
+        values = [row["figure 8"][name] for name in names]
+        distances.plot(range(len(names)), values, ".-", color=f"C{n}", label=label)
+        distances.set_xticks(range(len(names)), names, rotation=90, fontsize=8)
+    histogram.set_yscale("symlog", linthresh=10)
+    histogram.set(xlabel="rank of the tag", title="words of each tag, most frequent first")
+    distances.set(ylabel="nats", title="distance of the row for nouns from those of other tags")
+    for panel in (histogram, distances):
+        panel.legend()
     figure.savefig(FOLDER / "diversified_tagging.png", dpi=150)
+    plt.close(figure)
 
 
 def main() -> None:
     """Fit, seeds shared among processes, then write."""
-    quick = arguments(__doc__).quick
-    if quick:
-        print(summary("toy", [fit_one("toy", seed, quick) for seed in range(2)])[0]["gain"])
+    options = arguments(__doc__)
+    if options.draw:
+        draw(earlier("diversified_tagging"))
+        return
+    if options.quick:
+        print(summary("toy", [fit_one("toy", seed, True) for seed in range(2)])[0]["gain"])
         return
     jobs = [(source, seed) for source in ("penn", "web") for seed in range(NUM_SEEDS)]
     with get_context("spawn").Pool(int(os.environ.get("PROCESSES", "2"))) as pool:

@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 import pyro
 import torch
-from common import FOLDER, arguments, earlier, write
+from common import FOLDER, arguments, earlier, pyplot, write
 from pyro import poutine
 from pyro.distributions import Dirichlet, Gamma
 from torch import Tensor
@@ -162,9 +162,8 @@ def sweep(quick: bool) -> list[dict[str, Any]]:
 
 def draw(rows: list[dict[str, Any]]) -> None:
     """Accuracy by weight and start; distance, identified states and accuracy by the noise."""
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(2, 2, figsize=(9, 7), layout="constrained")
+    plt = pyplot()
+    figure, axes = plt.subplots(2, 2, figsize=(10, 7.5), layout="constrained")
     axes = axes.flatten()
     for n, kind in enumerate(STARTS):
         own = [row for row in rows if row["part"] == "table" and row["start"] == kind]
@@ -172,13 +171,13 @@ def draw(rows: list[dict[str, Any]]) -> None:
             np.arange(len(own)) + 0.08 * (n - 1),
             [row["accuracy"]["ours"] for row in own],
             [row["accuracy"]["standard_error"] for row in own],
-            fmt="o-", markersize=4, color=f"C{n}", label=f"starts: {kind}", linewidth=1,
+            fmt="o-", markersize=4, color=f"C{n}", label=f"initial values: {kind}", linewidth=1,
         )  # fmt: skip
     axes[0].plot([0, 1], list(PAPER.values()), "k*", label="paper")
     axes[0].set_xticks(range(len(WEIGHTS)), [f"{weight:g}" for weight in WEIGHTS])
     axes[0].set_xlabel("α, in the convention of the paper")
-    axes[0].set_title("one-to-one accuracy, variance 0.025 (mean, standard error)", fontsize=10)
-    axes[0].legend(fontsize=8, loc="center left")
+    axes[0].set_title("one-to-one accuracy, variance 0.025 (mean, standard error)")
+    axes[0].legend(loc="center left", bbox_to_anchor=(0, 0.4))
     titles = {
         "distance": "distance of rows, nats (median of runs)",
         "identified": "states identified, of 5 (mean)",
@@ -197,20 +196,22 @@ def draw(rows: list[dict[str, Any]]) -> None:
                 color=f"C{n}",
                 label="HMM" if weight == 0 else f"dHMM, α = {weight:g}",
             )
-        panel.set_title(title, fontsize=10)
+        panel.set_title(title)
         panel.set_xlabel("variance of the emissions")
     axes[1].set_ylim(0, 1.5)
     axes[1].axhline(TRUE_DISTANCE, color="k", linewidth=0.8, linestyle=":", label="true matrix")
-    axes[1].legend(fontsize=8)
-    for panel in axes:
-        panel.grid(alpha=0.3)
+    axes[1].legend()
     figure.savefig(FOLDER / "diversified_toy.png", dpi=150)
+    plt.close(figure)
 
 
 def main() -> None:
     """Run the parts, then write."""
     parts = (table, sweep)
     options = arguments(__doc__, [part.__name__ for part in parts])
+    if options.draw:
+        draw(earlier("diversified_toy"))
+        return
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float64)
     pyro.enable_validation(False)

@@ -126,7 +126,7 @@ def measure(model: str, source: str, quick: bool) -> dict[str, Any]:
 def main() -> None:
     """One part after another; each is written as soon as it is there."""
     parts = {f"{model}-{source}": (model, source) for source in SOURCES for model in MODELS}
-    options = arguments(__doc__, list(parts))
+    options = arguments(__doc__, list(parts), picture=False)
     if options.quick:
         for model in MODELS:
             measure(model, "quick", True)

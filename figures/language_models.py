@@ -40,7 +40,7 @@ from typing import Any
 
 import pyro
 import torch
-from common import FOLDER, alone, arguments, earlier, write
+from common import FOLDER, alone, arguments, earlier, pyplot, write
 from common.text import Text, brown, read
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -220,104 +220,116 @@ def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def draw(rows: list[dict[str, Any]], baselines: list[dict[str, Any]]) -> None:
     """Training, perplexity by number of states, and what each change of the bases does."""
-    import matplotlib.pyplot as plt
-
-    best = {
-        data: [row for row in rows if (row["panel"], row["data"]) == ("best", data)]
-        for data in CORPORA
-    }
-    above = [data for data in CORPORA if best[data]] + ["states"]
-    width = 6 // len(above)
-    figure, axes = plt.subplot_mosaic(
-        [[name for name in above for _ in range(width)], ["large"] * 3 + ["small"] * 3],
-        figsize=(13, 8.5), layout="constrained",
-    )  # fmt: skip
-    for data in above[:-1]:
-        own, title = best[data], CORPORA[data]
-        for number, row in enumerate(own):
+    plt = pyplot()
+    figure = plt.figure(figsize=(10.5, 8), layout="constrained")
+    upper, lower = figure.subfigures(2, 1, height_ratios=[1, 1.1])
+    axes = dict(zip(("ptb", "states", "wikitext2"), upper.subplots(1, 3)))
+    axes |= dict(zip(PANELS, lower.subplots(1, 2)))
+    for data, title in CORPORA.items():
+        best = [row for row in rows if (row["panel"], row["data"]) == ("best", data)]
+        for number, row in enumerate(best):
             label = f"{row['states']:,} states"
             axes[data].plot(*zip(*row["course"]), ".-", color=f"C{number}", label=label)
+        for number, row in enumerate(best):
+            label = f"paper, {row['paper_states']:,} states"
             height = mean(ends(row["paper_valid"]))
-            level(axes[data], height, f"paper, {row['paper_states']:,} states", ":", left=True)
-        lines_of(baselines, title, axes[data])
-        axes[data].set(xlabel="epochs", ylabel="perplexity, held out", title=title, yscale="log")
+            axes[data].axhline(height, color=f"C{number}", linestyle=":", label=label)
+        axes[data].set(xlabel="epochs", ylabel="held-out perplexity", yscale="log",
+                       title=f"training, {title}")  # fmt: skip
         axes[data].xaxis.get_major_locator().set_params(integer=True)
         ticks(axes[data])
-    by_states(rows, baselines, axes["states"])
+        lines_of(baselines, title, axes[data], None if data == "ptb" else "right")
+    by_states(rows, baselines, axes["states"])  # names the baselines of its neighbour too
+    low, high = (
+        pick(axes[name].get_ylim()[end] for name in ("ptb", "states"))
+        for end, pick in enumerate((min, max))
+    )
+    for name in ("ptb", "states"):
+        axes[name].set_ylim(low, high)
     for panel, title in PANELS.items():
         lines = [line for line in summary(rows) if line["panel"] == panel]
-        for place, line in enumerate(lines):
-            seeds = [row["valid_perplexity"] for row in rows if key(row)[:3] == key(line)[:3]]
-            axes[panel].plot(seeds, [place] * len(seeds), "o", color="C0", label="each seed")
-            if line["name"] == "base":
-                axes[panel].axvline(line["valid"]["mean"], color="C0", linestyle="--", alpha=0.6)
-            if line["paper_valid"] is not None:
-                low, high = ends(line["paper_valid"])
-                axes[panel].plot([low, high], [place, place], "D-", color="0.5", label="paper")
-                axes[panel].annotate(
-                    said(line), (low, place), (-4, 6), "data", "offset points", fontsize=7,
-                    color="0.4",
-                )  # fmt: skip
-        names = [line["name"] for line in lines]
-        axes[panel].set_yticks(range(len(names)), names)
-        axes[panel].set(xlabel="perplexity, held out, Penn Treebank", title=f"base: {title}")
-        axes[panel].invert_yaxis()
-        axes[panel].grid(alpha=0.3, axis="x")
+        ablations(axes[panel], lines, rows, title)
     for axis in axes.values():
-        found = dict(zip(*axis.get_legend_handles_labels()[::-1]))
-        if found:
-            axis.legend(found.values(), found.keys(), fontsize=7)
+        handles = dict(zip(*axis.get_legend_handles_labels()[::-1]))
+        if handles:
+            axis.legend(handles.values(), handles.keys(), loc="upper right")
     figure.savefig(FOLDER / f"{NAME}.png", dpi=150)
     plt.close(figure)
 
 
+def ablations(
+    axis: Any, lines: list[dict[str, Any]], rows: list[dict[str, Any]], title: str
+) -> None:
+    """Perplexities of each seed and of the paper, one model a line."""
+    sizes = {size_in_paper(line) for line in lines if line["paper_valid"] is not None}
+    label = "paper" if len(sizes) != 1 else f"paper, {sizes.pop()}"
+    for place, line in enumerate(lines):
+        seeds = [row["valid_perplexity"] for row in rows if key(row)[:3] == key(line)[:3]]
+        axis.plot(seeds, [place] * len(seeds), "o", color="C0", label="ours, each seed")
+        if line["name"] == "base":
+            axis.axvline(line["valid"]["mean"], color="C0", linestyle="--", alpha=0.6, zorder=0)
+        if line["paper_valid"] is not None:
+            low, high = ends(line["paper_valid"])
+            axis.plot([low, high], [place, place], "D-", color="0.5", label=label)
+            if label == "paper":
+                axis.annotate(
+                    size_in_paper(line), (low, place), (-8, 0), "data", "offset points",
+                    ha="right", va="center", fontsize=8, color="0.3",
+                )  # fmt: skip
+    names = [line["name"] for line in lines]
+    axis.set_yticks(range(len(names)), names)
+    axis.set(xlabel="held-out perplexity, Penn Treebank", title=f"base: {title}")
+    axis.set_ylim(len(names) - 0.5, -1.5)  # the base on top, below the legend
+    low, high = axis.get_xlim()
+    axis.set_xlim(low - (0.25 if label == "paper" else 0.05) * (high - low), high)
+    axis.grid(visible=False, axis="y")
+
+
 def by_states(rows: list[dict[str, Any]], baselines: list[dict[str, Any]], axis: Any) -> None:
     """Perplexity by number of states, as in Figure 3."""
-    own = [row for row in rows if row["panel"] == "states" or key(row)[:2] == ("large", "base")]
-    if own:
-        sizes = sorted({row["states"] for row in own})
-        means = [mean(r["valid_perplexity"] for r in own if r["states"] == s) for s in sizes]
-        (line,) = axis.plot(sizes, means, label=f"two levels, {own[0]['epochs']:g} epochs")
-        for row in own:
-            axis.plot(row["states"], row["valid_perplexity"], "o", color=line.get_color())
+    swept = [row for row in rows if row["panel"] == "states" or key(row)[:2] == ("large", "base")]
+    if swept:
+        sizes = sorted({row["states"] for row in swept})
+        means = [mean(r["valid_perplexity"] for r in swept if r["states"] == s) for s in sizes]
+        axis.plot(sizes, means, color="C0", label=f"two levels, {swept[0]['epochs']:g} epochs")
+        for row in swept:
+            axis.plot(row["states"], row["valid_perplexity"], "o", color="C0")
     for row in rows:
         if (row["panel"], row["data"]) == ("best", "ptb"):
             axis.plot(row["states"], row["valid_perplexity"], "*", color="C3", markersize=9,
-                      label="the best of ours")  # fmt: skip
+                      label="our best", zorder=3)  # fmt: skip
     for states, spread in FIGURE_3.items():
-        axis.plot([states, states], spread, "D-", color="0.5", label="paper, one level, 50 epochs")
-    lines_of(baselines, CORPORA["ptb"], axis)
+        axis.plot([states, states], spread, "D-", color="0.5", label="paper, one level")
     axis.set_xscale("log", base=2)
-    axis.xaxis.set_major_formatter("{x:,.0f}")
-    axis.set(xlabel="states", ylabel="perplexity, held out", yscale="log", title=CORPORA["ptb"])
+    axis.set_xticks([2**power for power in range(10, 16)], ["1k", "2k", "4k", "8k", "16k", "32k"])
+    title = CORPORA["ptb"]
+    axis.set(xlabel="states (k: 1,024)", yscale="log", title=f"by states, {title}")
     ticks(axis)
+    lines_of(baselines, title, axis, "left")
 
 
-def lines_of(baselines: list[dict[str, Any]], data: str, axis: Any) -> None:
-    """Baselines of a text, as lines with their names; below a line that is close to another."""
-    own = [row for row in baselines if row["data"] == data]
+def lines_of(baselines: list[dict[str, Any]], data: str, axis: Any, side: str | None) -> None:
+    """Baselines of a text as lines, named at one side of the panel, if at any."""
+    levels = sorted((row for row in baselines if row["data"] == data),
+                    key=lambda row: -row["valid_perplexity"])  # fmt: skip
     above = math.inf
-    for row in sorted(own, key=lambda row: -row["valid_perplexity"]):
-        early = ", stopped early" if row.get("stopped", "rate") != "rate" else ""
+    for row in levels:
         height = row["valid_perplexity"]
-        level(axis, height, row["model"].split(",")[0] + early, "--", height > above / 1.03)
+        axis.axhline(height, color="0.4", linestyle="--", linewidth=0.8)
+        early = ",\nstopped early" if row.get("stopped", "rate") != "rate" else ""
+        close = height > above / 1.03
+        if side is not None:
+            axis.annotate(
+                row["model"].split(",")[0] + early, (0.99 if side == "right" else 0.02, height),
+                (0, -3 if close else 3), axis.get_yaxis_transform(), "offset points",
+                ha=side, va="top" if close else "bottom", fontsize=8,
+                color="0.3",
+            )  # fmt: skip
         above = height
 
 
-def level(
-    axis: Any, height: float, label: str, style: str, below: bool = False, left: bool = False
-) -> None:
-    """A line with its name, above or ``below`` it, at its right or ``left`` end."""
-    axis.axhline(height, color="0.4", linestyle=style, linewidth=0.8)
-    axis.annotate(
-        label, (0.02 if left else 0.98, height), (0, -2 if below else 2),
-        axis.get_yaxis_transform(), "offset points", ha="left" if left else "right",
-        va="top" if below else "bottom", fontsize=7, color="0.3",
-    )  # fmt: skip
-
-
 def ticks(axis: Any) -> None:
-    """Name perplexities on a logarithmic axis by themselves, not by powers."""
+    """Label a logarithmic axis with perplexities, not with powers of ten."""
     from matplotlib.ticker import LogLocator, StrMethodFormatter
 
     axis.yaxis.set_major_locator(LogLocator(subs=(1.0, 1.2, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 7.0)))
@@ -330,14 +342,14 @@ def ends(value: float | list[float] | tuple[float, float]) -> tuple[float, float
     return (value, value) if isinstance(value, float) else (value[0], value[-1])
 
 
-def said(line: dict[str, Any]) -> str:
-    """Of which size the paper's model is, where it is another one."""
+def size_in_paper(line: dict[str, Any]) -> str:
+    """The size of the paper's model, where it differs from ours."""
     parts = []
     if line["paper_states"] != line["states"]:
         parts.append(f"{line['paper_states']:,} states")
     if line["paper_blocks"] not in (line["blocks"], None):
         parts.append(f"{line['paper_blocks']} blocks")
-    return ", ".join(parts)
+    return ",\n".join(parts)
 
 
 def key(row: dict[str, Any]) -> tuple[Any, ...]:
@@ -349,6 +361,9 @@ def main() -> None:
     panels = dict.fromkeys(each.panel for each, _ in TABLES)
     tables = {f"{panel}-{seed}": (panel, seed) for seed in SEEDS for panel in panels}
     options = arguments(__doc__, [*BEST, *tables])
+    if options.draw:
+        draw(earlier(NAME), earlier("language_model_baselines"))
+        return
     cache: dict[Any, Any] = {}
     if options.quick:
         text = read("letters")

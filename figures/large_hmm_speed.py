@@ -36,7 +36,7 @@ from typing import Any
 
 import pyro
 import torch
-from common import FOLDER, alone, arguments, earlier, write
+from common import FOLDER, alone, arguments, earlier, pyplot, write
 from common.text import Text, brown, read
 from torch import Tensor, nn
 
@@ -206,10 +206,9 @@ def scaling(
 
 def draw(rows: list[dict[str, Any]]) -> None:
     """Time and memory by states; time by states of a block, and by tokens in a batch."""
-    import matplotlib.pyplot as plt
-
+    plt = pyplot()
     figure, ((times_axis, memory), (widths, batches)) = plt.subplots(
-        2, 2, figsize=(10, 7.5), layout="constrained"
+        2, 2, figsize=(10.5, 7.5), layout="constrained"
     )
     single = [row for row in rows if row["part"] == "scaling"]
     own = {TWO: BATCH, ONE: BATCH, PLAIN: SMALL}
@@ -222,13 +221,13 @@ def draw(rows: list[dict[str, Any]]) -> None:
     few = [row for row in single if row["states"] == 4096]
     lines(batches, few, "tokens", "seconds_per_epoch", {})
     times_axis.set(xlabel="states", ylabel="seconds per epoch", title=f"{BLOCKS} blocks")
-    memory.set(xlabel="states", ylabel="GB", title=f"{BLOCKS} blocks, memory of the whole process")
+    memory.set(xlabel="states", ylabel="GB", title=f"{BLOCKS} blocks, peak memory of the process")
     widths.set(
-        xlabel="states of a block (all that may emit a word)", ylabel="seconds per epoch",
-        title="8,192 states, in fewer and larger blocks",
+        xlabel="states per block", ylabel="seconds per epoch",
+        title="8,192 states, in blocks of different sizes",
     )  # fmt: skip
     batches.set(
-        xlabel="tokens in a batch", ylabel="seconds per epoch",
+        xlabel="tokens per batch", ylabel="seconds per epoch",
         title=f"4,096 states, {BLOCKS} blocks",
     )  # fmt: skip
     figure.savefig(FOLDER / f"{NAME}.png", dpi=150)
@@ -245,7 +244,7 @@ def lines(axis: Any, rows: list[dict[str, Any]], x: str, y: str, tokens: dict[st
         if not found:
             continue
         places = [row[x] for row in found]
-        name = f"{label}, {tokens[way]:,} tokens a batch" if way in tokens else label
+        name = f"{label}, {tokens[way]:,} tokens per batch" if way in tokens else label
         (line,) = axis.plot(places, [row[y] for row in found], mark, label=name)
         if y == "seconds_per_epoch":
             low, high = zip(*((row["low"], row["high"]) for row in found))
@@ -253,8 +252,9 @@ def lines(axis: Any, rows: list[dict[str, Any]], x: str, y: str, tokens: dict[st
     if axis.lines:
         axis.set_xscale("log", base=2)
         axis.set_yscale("log", base=2 if y == "gigabytes" else 10)
-        axis.legend(fontsize=8)
+        axis.legend()
         axis.xaxis.set_major_formatter("{x:,.0f}")
+        axis.tick_params(axis="x", labelsize=8)
         axis.yaxis.set_major_formatter("{x:,g}")
 
 
@@ -282,6 +282,9 @@ def main() -> None:
     }
     sizes = {"compare-4096": 4096, "compare-32768": 32768}
     options = arguments(__doc__, [*sizes, *tasks])
+    if options.draw:
+        draw(earlier(NAME))
+        return
     torch.set_num_threads(2)
     text = read("letters" if options.quick else "ptb")
     if options.quick:

@@ -48,7 +48,7 @@ from typing import Any, NamedTuple
 
 import pyro
 import torch
-from common import FOLDER, alone, arguments, earlier, write
+from common import FOLDER, alone, arguments, earlier, pyplot, write
 from pyro.distributions import Categorical
 from torch import Tensor
 
@@ -356,29 +356,27 @@ def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def draw(lines: list[dict[str, Any]]) -> None:
-    """Errors of each model, of all words and of unknown ones."""
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(1, 4, figsize=(13, 3.2), layout="constrained", sharey=True)
+    """Accuracies of each model, for all words and for unknown ones."""
+    plt = pyplot()
+    figure, axes = plt.subplots(2, 2, figsize=(10, 5.5), layout="constrained", sharey=True)
     panels = [(source, which) for source in SOURCES.values() for which in ("all", "unknown")]
-    for panel, (source, which) in zip(axes, panels):
-        own = [line for line in lines if line["data"] == source]
-        for n, decoding in enumerate(("path", "posterior")):
-            part = [line for line in own if line["decoding"] == decoding]
-            panel.barh(
-                [list(MODELS.values()).index(line["model"]) + 0.35 * n for line in part],
+    for panel, (source, which) in zip(axes.flat, panels):
+        selected = [line for line in lines if line["data"] == source]
+        for n, decoding in enumerate(("posterior", "path")):
+            part = [line for line in selected if line["decoding"] == decoding]
+            panel.errorbar(
                 [100 * line[which]["ours"] for line in part],
-                0.33,
+                [list(MODELS.values()).index(line["model"]) + 0.24 * n - 0.12 for line in part],
                 xerr=[100 * (line[which]["deviation"] or 0) for line in part],
-                color=f"C{n}", label=decoding,
+                fmt="os"[n], markersize=5, capsize=3, color=f"C{n}", label=decoding,
             )  # fmt: skip
-        low = min((line[which]["ours"] for line in own), default=0.5)
-        panel.set_xlim(100 * low - 5, 100)
-        panel.set_title(f"{source},\n{which} words", fontsize=10)
-        panel.set_xlabel("tags that are right, %")
-        panel.grid(alpha=0.3, axis="x")
-    axes[0].set_yticks([n + 0.17 for n in range(len(MODELS))], MODELS.values())
-    axes[-1].legend(fontsize=8)
+        panel.set_title(f"{source}, {which} words")
+    for panel in axes[1]:
+        panel.set_xlabel("tagging accuracy, % (mean and deviation over seeds)")
+    for panel in axes[:, 0]:
+        panel.set_yticks(range(len(MODELS)), MODELS.values())
+        panel.set_ylim(len(MODELS) - 0.5, -0.5)
+    axes[0, 0].legend(loc="lower left", title="decoding")
     figure.savefig(FOLDER / f"{NAME}.png", dpi=150)
     plt.close(figure)
 
@@ -394,6 +392,9 @@ def main() -> None:
         if seed == 0 or model in NEURAL
     ]
     options = arguments(__doc__, parts)
+    if options.draw:
+        draw(summary(earlier(NAME)))
+        return
     if options.quick:
         for model in MODELS:
             measure(f"toy-{model}-0")

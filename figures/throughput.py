@@ -23,7 +23,7 @@ os.environ.setdefault(
 import numpy as np
 import pyro
 import torch
-from common import FOLDER, arguments, earlier, ratio, side_by_side, write
+from common import FOLDER, arguments, earlier, interleaved, pyplot, ratio, write
 from pyro import poutine
 from pyro.distributions import Categorical, DiscreteHMM
 from pyro.infer import TraceEnum_ELBO
@@ -226,7 +226,7 @@ def gradients(quick: bool) -> list[dict[str, Any]]:
         if num_states >= 1024:
             left, right = torch.rand(2048, 2048), torch.rand(2048, 2048)
             methods["sgemm 2048"] = lambda left=left, right=right: left @ right
-        times = side_by_side(methods, 3 if quick else 31, 12.0)
+        times = interleaved(methods, 3 if quick else 31, 12.0)
         flops = 6 * num_sequences * num_steps * num_states**2
         for name, seconds in times.items():
             row: dict[str, Any] = {
@@ -298,7 +298,7 @@ def queries(quick: bool) -> list[dict[str, Any]]:
     rows = []
     for shape in QUICK[:1] if quick else SHAPES[:2]:
         for name, methods in _queries(shape).items():
-            times = side_by_side(methods, 3 if quick else 15, 6.0)
+            times = interleaved(methods, 3 if quick else 15, 6.0)
             for method, seconds in times.items():
                 row = {
                     "quantity": name,
@@ -339,7 +339,7 @@ def iterations(quick: bool) -> list[dict[str, Any]]:
             methods["hmmlearn"] = problem.hmmlearn_em(count)
         if jax is not None:
             methods["dynamax"] = problem.dynamax_em(count)
-        times = side_by_side(methods, 3 if quick else 11, 30.0)
+        times = interleaved(methods, 3 if quick else 11, 30.0)
         for method, seconds in times.items():
             row = {
                 "quantity": "EM iteration",
@@ -374,7 +374,7 @@ def restarts(quick: bool) -> list[dict[str, Any]]:
         }
         for name, fit in fits.items():
             methods = {"one": fit, "sixteen": lambda fit=fit: fit(restarts=16)}
-            times = side_by_side(methods, 2 if quick else 7, 20.0)
+            times = interleaved(methods, 2 if quick else 7, 20.0)
             rows.append(
                 {
                     "quantity": "sixteen restarts over one",
@@ -402,7 +402,7 @@ def growth(quick: bool) -> list[dict[str, Any]]:
             methods = {"pyrohmm": problem.pyrohmm, "pyrohmm, no Numba": problem.pyrohmm_torch}
             if jax is not None:
                 methods["dynamax"] = problem.dynamax()
-            times = side_by_side(methods, 3 if quick else 9, 4.0)
+            times = interleaved(methods, 3 if quick else 9, 4.0)
             rows += [
                 {
                     "quantity": f"growth in {letter}",
@@ -491,33 +491,43 @@ def long_chain(quick: bool) -> list[dict[str, Any]]:
 
 def draw(rows: list[dict[str, Any]]) -> None:
     """Ratios as bars, growth as lines."""
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(1, 4, figsize=(14, 3.6), layout="constrained",
-                                width_ratios=[1.7, 1, 1, 1])  # fmt: skip
+    plt = pyplot()
+    figure, axes = plt.subplot_mosaic(
+        [["ratios"] * 3, ["N", "T", "K"]], figsize=(10, 7), layout="constrained"
+    )
     names = ["dynamax", "hmmlearn E-step", "DiscreteHMM", "log space, autograd", "pyro.markov"]
-    bars = axes[0]
+    bars = axes["ratios"]
     for place, shape in enumerate(SHAPES):
         for n, name in enumerate(names):
-            found = [
+            ratios = [
                 row["times_slower_than_pyrohmm"][0]
                 for row in rows
                 if row["quantity"] == "evidence and gradient"
                 and row["method"] == name
                 and tuple(row["shape N, T, K, V"]) == shape
             ]
-            if found:
-                x = place + 0.16 * (n - 2)
-                bars.bar(x, found[0], 0.15, color=f"C{n}", label=name if place == 0 else None)
-                bars.text(x, found[0] * 1.1, f"{found[0]:.3g}", ha="center", fontsize=7)
+            if ratios:
+                x = place + 0.17 * (n - 2)
+                bars.bar(
+                    x, ratios[0] - 1, 0.15, 1, color=f"C{n}", label=name if place == 0 else None
+                )
+                label = f"{ratios[0]:.0f}" if ratios[0] >= 10 else f"{ratios[0]:.1f}"
+                bars.text(x, ratios[0] * 1.08, label, ha="center", fontsize=9)
     bars.axhline(1, color="black", linewidth=0.8)
     bars.set_yscale("log")
-    bars.set_xticks(range(len(SHAPES)), [f"{n} x {t}\n{k} states" for n, t, k, _ in SHAPES])
-    bars.set_title("how many times slower than pyrohmm", fontsize=10)
-    bars.margins(y=0.15)
-    bars.legend(fontsize=7)
+    shapes = [f"N = {n:,}, T = {t:,}\nK = {k:,} states" for n, t, k, _ in SHAPES]
+    bars.set_xticks(range(len(SHAPES)), shapes)
+    bars.set_ylabel("time / time of pyrohmm")
+    bars.set_title(
+        "evidence and gradient, float32, two threads: how many times slower than pyrohmm"
+    )
+    bars.grid(visible=False, axis="x")
+    bars.margins(y=0.1)
+    bars.legend(loc="upper center", ncols=2, bbox_to_anchor=(0.6, 1.0))
     fixed = {"N": "T = 64, K = 16", "T": "N = 32, K = 16", "K": "N = 32, T = 64"}
-    for panel, letter in zip(axes[1:], "NTK"):
+    meanings = {"N": "sequences", "T": "steps", "K": "states"}
+    for letter, meaning in meanings.items():
+        panel = axes[letter]
         for color, name in (("C3", "pyrohmm"), ("C1", "pyrohmm, no Numba"), ("C0", "dynamax")):
             points = [
                 (row[letter], row["milliseconds"])
@@ -526,18 +536,21 @@ def draw(rows: list[dict[str, Any]]) -> None:
             ]
             if points:
                 panel.loglog(*zip(*points), marker="o", markersize=4, color=color, label=name)
-        panel.set_xlabel(f"{letter}   ({fixed[letter]})")
-        panel.set_ylabel("milliseconds")
-        panel.grid(alpha=0.3)
-    axes[1].legend(fontsize=8)
-    figure.suptitle("evidence and gradient, float32, two threads", fontsize=11)
+        panel.set_xlabel(f"{letter}, number of {meaning}")
+        panel.set_title(fixed[letter])
+    axes["N"].set_ylabel("milliseconds")
+    axes["T"].legend(loc="upper left")
     figure.savefig(FOLDER / "throughput.png", dpi=150)
+    plt.close(figure)
 
 
 def main() -> None:
     """Measure, then write."""
     parts = (gradients, iterations, restarts, queries, growth, memory, long_chain)
     options = arguments(__doc__, [part.__name__ for part in parts])
+    if options.draw:
+        draw(earlier("throughput"))
+        return
     torch.set_num_threads(2)
     old = earlier("throughput")
     rows = []

@@ -32,6 +32,7 @@ References:
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import json
 import math
@@ -39,9 +40,9 @@ import os
 import time
 import zlib
 from collections.abc import Callable, Iterable
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -66,7 +67,7 @@ from pyrohmm import (
     readers,
 )
 
-from . import FOLDER, write
+from . import FOLDER, earlier, pyplot, write
 
 GRID = {3: [1, 2, 3], 5: [2, 3, 5], 10: [2, 3, 5, 10]}
 RUNS = 10
@@ -134,23 +135,26 @@ def of_corpus(
         share: Of all steps, below which the rarest symbols stay together that are merged.
         quick: Whether to keep a hundred sequences only.
     """
-    missing = quick and "PYROHMM_DATA" not in os.environ
-    corpus = datasets.english_letters(6000, chunk=60) if missing else read()
-    data = corpus.data.without_labels().truncate(longest)
-    data = data[:100] if quick else data
-    data = data[data.lengths.argsort(stable=True)]  # those of one length go side by side: faster
-    corpus = corpus._replace(data=data, tags=None)
-    corpus = readers.merge_rare(corpus, share)
+
+    @cache
+    def corpus() -> readers.Corpus:
+        missing = quick and "PYROHMM_DATA" not in os.environ
+        whole = datasets.english_letters(6000, chunk=60) if missing else read()
+        data = whole.data.without_labels().truncate(longest)
+        data = data[:100] if quick else data
+        data = data[data.lengths.argsort(stable=True)]  # batches of equal lengths are faster
+        return readers.merge_rare(whole._replace(data=data, tags=None), share)
 
     def halves(_: int, generator: torch.Generator) -> Halves:
+        data, num_symbols = corpus().data, len(corpus().vocabulary)
         for _ in range(100):  # until both show every symbol
-            train, test = corpus.data.split(0.5, generator)
+            train, test = data.split(0.5, generator)
             seen = [len(half.values[half.observed].unique()) for half in (train, test)]
-            if min(seen) == len(corpus.vocabulary):
+            if min(seen) == num_symbols:
                 return Halves(train, test)
         raise ValueError(f"in 100 splits none shows every symbol twice; raise share = {share}.")
 
-    return lambda _: len(corpus.vocabulary), halves
+    return lambda _: len(corpus().vocabulary), halves
 
 
 # Fits --------------------------------------------------------------------------------------------
@@ -561,49 +565,66 @@ def judge(source: Source, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def draw(name: str, sources: list[Source], rows: list[dict[str, Any]]) -> None:
-    """MAD above NLL, one column for each kind of data and protocol: medians and quartiles."""
-    from matplotlib import pyplot as plt
-
-    columns = [(source, protocol) for source in sources for protocol in PROTOCOLS]
+    """MAD above NLL for each kind of data, a column for each protocol: medians and quartiles."""
+    plt = pyplot()
     figure, axes = plt.subplots(
-        2, len(columns), figsize=(4.6 * len(columns), 6), layout="constrained", squeeze=False
-    )
-    for (source, protocol), pair in zip(columns, axes.T):
-        own = [row for row in rows if (row["data"], row["protocol"]) == (source.name, protocol)]
-        cells = list(dict.fromkeys((row["n"], row["l"]) for row in own))
-        for panel, (measure, unit) in zip(pair, (("MAD", 1000), ("NLL", 1))):
-            for place, model in enumerate(MODELS):
-                values = [shown(row, source.anew)[measure] for row in own if row["model"] == model]
-                low, middle, high = (
-                    unit * np.array([value[key] for value in values])
-                    for key in ("low", "ours", "high")
-                )
-                panel.errorbar(
-                    np.arange(len(cells)) + 0.17 * (place - 1.5), middle,
-                    [middle - low, high - middle], fmt="os^D"[place], markersize=4,
-                    color=f"C{place}", label=model, linewidth=1.2,
-                )  # fmt: skip
-            breaks = [i for i in range(1, len(cells)) if cells[i][0] != cells[i - 1][0]]
-            for place in breaks:
-                panel.axvline(place - 0.5, color="0.7", linewidth=0.8)
-            panel.set_xticks(range(len(cells)), [f"{n}, {dim}" for n, dim in cells], fontsize=8)
-            panel.set_xlabel("n, l")
-            panel.grid(axis="y", alpha=0.3)
-        pair[0].set_title(f"{source.title}, {protocol}", fontsize=10)
-        pair[0].set_ylabel("MAD × 1000")
-        pair[0].set_ylim(bottom=0)
-        pair[1].set_ylabel("NLL, normalised" if protocol == CODE else "NLL per step, nats")
-    axes[0, 0].legend(fontsize=8)
+        2 * len(sources), len(PROTOCOLS), figsize=(10, 6.6 * len(sources)), layout="constrained",
+        squeeze=False,
+    )  # fmt: skip
+    columns = itertools.product(enumerate(sources), enumerate(PROTOCOLS))
+    for (place, source), (column, protocol) in columns:
+        shown_rows = [
+            row for row in rows if (row["data"], row["protocol"]) == (source.name, protocol)
+        ]
+        upper, lower = axes[2 * place : 2 * place + 2, column]
+        for panel, (measure, unit) in ((upper, ("MAD", 1000)), (lower, ("NLL", 1))):
+            _points(panel, shown_rows, source, measure, unit)
+        upper.set_title(f"{source.title}, {protocol}")
+        upper.set_ylabel("MAD × 1000")
+        upper.set_ylim(bottom=0)
+        lower.set_ylabel("NLL, normalised" if protocol == CODE else "NLL per step, nats")
+    handles = axes[0, 0].get_legend_handles_labels()
+    figure.legend(*handles, loc="outside upper center", ncols=len(MODELS), frameon=False)
     figure.savefig(FOLDER / f"{name}.png", dpi=150)
     plt.close(figure)
 
 
-def reproduce(name: str, sources: list[Source], quick: bool) -> None:
+def _points(
+    panel: Any, rows: list[dict[str, Any]], source: Source, measure: str, unit: float
+) -> None:
+    """Medians and quartiles of all models at each n and l."""
+    cells = list(dict.fromkeys((row["n"], row["l"]) for row in rows))
+    for place, model in enumerate(MODELS):
+        values = [shown(row, source.anew)[measure] for row in rows if row["model"] == model]
+        low, middle, high = (
+            unit * np.array([value[key] for value in values]) for key in ("low", "ours", "high")
+        )
+        panel.errorbar(
+            np.arange(len(cells)) + 0.17 * (place - 1.5), middle, [middle - low, high - middle],
+            fmt="os^D"[place], markersize=4.5, color=f"C{place}", label=model, linewidth=1.2,
+        )  # fmt: skip
+    panel.set_xticks(range(len(cells)), [f"{dim}" for _, dim in cells])
+    for n in dict.fromkeys(n for n, _ in cells):
+        places = [place for place, cell in enumerate(cells) if cell[0] == n]
+        panel.text(
+            mean(places), -0.1, f"n = {n}", transform=panel.get_xaxis_transform(), ha="center",
+            va="top",
+        )  # fmt: skip
+        if places[0] > 0:
+            panel.axvline(places[0] - 0.5, color="0.7", linewidth=0.8)
+    panel.set_xlabel("length l of embeddings", labelpad=16)
+    panel.grid(visible=False, axis="x")
+
+
+def reproduce(name: str, sources: list[Source], options: argparse.Namespace) -> None:
     """Fit, measure, judge and draw; results of single jobs are kept until all are done."""
+    if options.draw:
+        draw(name, sources, earlier(name))
+        return
     pyro.enable_validation(False)
     torch.set_default_dtype(torch.float64)
-    path = None if quick else FOLDER / f"{name}.cells.jsonl"
-    store, budget = Store(path), QUICK if quick else FULL
+    path = None if options.quick else FOLDER / f"{name}.cells.jsonl"
+    store, budget = Store(path), QUICK if options.quick else FULL
     rows = [row for source in sources for row in rows_of(source, budget, store)]
     claims = [claim for source in sources for claim in judge(source, rows)]
     for claim in claims:
