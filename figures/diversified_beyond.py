@@ -1,19 +1,20 @@
-"""The diversity prior beyond the paper: beside other priors, on embeddings, and at many states.
+"""The diversity prior beyond the paper: other priors, embeddings and networks, many states.
 
-``cost``: log-determinant and gradient for K up to 1,000, beside evidence and gradient of 64
+``cost``: log-determinant and gradient for K up to 1,000, compared with evidence and gradient of 64
 sequences of 100 steps with as many states, in turn, on one thread. ``iterations``: ten iterations
-of EM with the prior beside ten without it, on 200 such sequences.
+of EM with and without the prior, on 200 such sequences.
 
-``priors``: few data; the strength of each prior is chosen by the evidence of validation data, and
-the evidence of test data reported, in nats per observation, less that without a prior. ``toy`` is
-that of the paper (40 sequences of six numbers), ``ring`` a chain of six states that mostly go on to
-the next (40 sequences of ten symbols), ``sticky`` one that mostly stays, ``letters`` English (4,000
-letters, eight states). EM, ten seeds; all priors begin at the same values. A Dirichlet prior with a
-concentration below one (sparse) has no mode: counts that become negative are zero, as is usual.
+``priors``: small data sets; the strength of each prior is chosen by the evidence of validation
+data, and the gain in evidence of test data over no prior is reported, in nats per observation.
+``toy`` is the data of the paper (40 sequences of six numbers), ``ring`` a chain of six states that
+mostly advance to the next (40 sequences of ten symbols), ``sticky`` one that mostly stays,
+``letters`` English (4,000 letters, eight states). EM, ten seeds; all priors use the same initial
+values. A Dirichlet prior with a concentration below one (sparse) has no mode: negative counts are
+set to zero, as usual.
 
 ``embeddings``: a DenseHMM with twelve states of four dimensions on 100,000 letters of English, by
 EM with gradient M-steps, under the prior: nats per held-out letter, and diversity. ``networks``: a
-NeuralHMM of as many states by MAP, 600 gradient steps, on the same letters.
+NeuralHMM with as many states by MAP, 600 gradient steps, on the same letters.
 
 Writes ``diversified_beyond.json`` and ``diversified_beyond.png``.
 """
@@ -58,7 +59,7 @@ Data = tuple[Sequences, Sequences, Sequences]  # for training, validation and te
 
 
 def cost(quick: bool) -> list[dict[str, Any]]:
-    """What the determinant costs beside the evidence."""
+    """Cost of the determinant relative to the evidence."""
     rows = []
     for size in (5, 20) if quick else (10, 30, 100, 300, 1000):
         torch.manual_seed(0)
@@ -95,7 +96,7 @@ def cost(quick: bool) -> list[dict[str, Any]]:
 
 
 def iterations(quick: bool) -> list[dict[str, Any]]:
-    """What the M-step under the prior costs beside plain EM."""
+    """Cost of EM with the M-step under the prior, relative to plain EM."""
     rows = []
     for size in (5, 10) if quick else (10, 30, 100, 200):
         torch.manual_seed(0)
@@ -129,7 +130,7 @@ def iterations(quick: bool) -> list[dict[str, Any]]:
 
 
 class _Sparse(TabularHMM):
-    """A tabular HMM whose M-step lets negative counts of moves be zero: sparse rows.
+    """A tabular HMM whose M-step sets negative transition counts to zero: sparse rows.
 
     Args:
         num_states: K.
@@ -142,7 +143,7 @@ class _Sparse(TabularHMM):
         self.less = 1 - concentration
 
     def maximise(self, statistics: dict[str, Tensor], of_moves: Any = None) -> dict[str, Tensor]:
-        """Counts of moves, less what the prior takes away."""
+        """M-step with the transition counts reduced by the prior."""
         counts = (statistics["transition"] - self.less).clamp(min=0.0)
         best = statistics["transition"].argmax(-1, keepdim=True)
         counts = torch.where(counts.sum(-1, keepdim=True) > 0, counts,
@@ -151,7 +152,7 @@ class _Sparse(TabularHMM):
 
 
 def chain(matrix: Tensor, seed: int, num: int) -> Sequences:
-    """Sequences of ten of nine symbols: a state emits its own most of the time."""
+    """Sequences of length ten over nine symbols; each state mostly emits one of them."""
     pyro.set_rng_seed(seed)
     size = len(matrix)
     emission = (0.3 / 9 + 0.7 * torch.eye(size, 9)).double()
@@ -165,7 +166,7 @@ def chain(matrix: Tensor, seed: int, num: int) -> Sequences:
 
 
 def toy(seed: int) -> Data:
-    """That of the paper."""
+    """The data of the paper."""
     generator = torch.Generator().manual_seed(seed)
     data = datasets.diverse_toy(1040, generator=generator).without_labels()
     data = Sequences(data.values.double(), data.lengths)
@@ -173,7 +174,7 @@ def toy(seed: int) -> Data:
 
 
 def ring(seed: int) -> Data:
-    """A chain that mostly goes on."""
+    """A chain that mostly advances to the next state."""
     data = chain(0.1 / 6 + 0.9 * torch.eye(6).roll(1, -1), seed, 1040)
     return data[:40], data[40:540], data[540:]
 
@@ -185,7 +186,7 @@ def staying(seed: int) -> Data:
 
 
 def letters(seed: int) -> Data:
-    """English."""
+    """English letters."""
     data = datasets.english_letters(60_000, chunk=100).data
     order = torch.randperm(len(data), generator=torch.Generator().manual_seed(seed))
     data = data[order]
@@ -227,36 +228,36 @@ def priors(quick: bool) -> list[dict[str, Any]]:
             train, valid, test = make(seed)
             pyro.set_rng_seed(seed)
             plain = TabularHMM(size, family())
-            begin = starts.by_kmeans if source == "toy" else None
-            if begin is None:
+            start = starts.by_kmeans if source == "toy" else None
+            if start is None:
                 first = starts.from_prior(plain, train, 1)
-                begin = {name: value[0, 0] for name, value in first.items()}
+                start = {name: value[0, 0] for name, value in first.items()}
 
             def scores(module: HMMModule, prior: Any, *data: Any) -> tuple[float, float]:
-                train, valid, test, begin, seed = data
+                train, valid, test, start, seed = data
                 pyro.set_rng_seed(seed)
                 with warnings.catch_warnings():
-                    if isinstance(module, _Sparse):  # there is no mode that its steps go up to
+                    if isinstance(module, _Sparse):  # without a mode EM is not monotone
                         warnings.filterwarnings("ignore", "the loss rose")
                     fit = fit_em(
-                        module, train, log_prior=prior, start=begin, progress=False,
+                        module, train, log_prior=prior, start=start, progress=False,
                         num_steps=5 if quick else 200,
                     )  # fmt: skip
-                found = [
+                nats = [
                     (metrics.log_evidence(fit, part).sum() / part.num_observed).item()
                     for part in (valid, test)
                 ]
-                return found[0], found[1]
+                return nats[0], nats[1]
 
-            given = (train, valid, test, begin, seed)
-            _, base = scores(plain, None, *given)
+            inputs = (train, valid, test, start, seed)
+            _, base = scores(plain, None, *inputs)
             for kind, strengths in STRENGTHS.items():
-                every = {
-                    strength: scores(*under(kind, strength, size, family()), *given)
+                by_strength = {
+                    strength: scores(*under(kind, strength, size, family()), *inputs)
                     for strength in (strengths[:2] if quick else strengths)
                 }
-                best = max(every, key=lambda strength: every[strength][0])
-                gains[kind].append(every[best][1] - base)
+                best = max(by_strength, key=lambda strength: by_strength[strength][0])
+                gains[kind].append(by_strength[best][1] - base)
                 chosen[kind].append(best)
         for kind in STRENGTHS:
             rows.append(

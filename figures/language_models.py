@@ -1,28 +1,28 @@
 """Language models that are HMMs with thousands of states: Tables 1 to 4 and Figure 3 of the paper.
 
-``best`` are the best models found for the Penn Treebank and WikiText-2, on two levels, and the best
-of 8,192 states, given to clusters by the root of how often their words occur. The others are the
-ablations of the paper at sizes that a laptop carries, with two seeds each, in three panels:
-``large`` changes one thing of 4,096 states on two levels in 128 blocks, dropout 0.5; ``small`` one
-thing of 1,024 states on one level in 8 blocks, without dropout, as the paper's of that size are;
-``states`` is the first of these by number of states. They are trained for five epochs, the small
-ones for three in batches of a quarter of the size: too few to see what a long training makes of
-them. Dropout raises perplexity here, and lowers it in the paper's large models. Logits that are
-parameters themselves ("scalar") have a learning rate of their own, the best for held-out data of
-four that were tried with seed 0; the other rates were not varied. Perplexities are per token,
-``<eos>`` included, sentences apart; their denominators stand beside them.
+``best`` are the best models for the Penn Treebank and WikiText-2, on two levels, and the best with
+8,192 states, allocated to clusters by the root of their token counts. The others are the ablations
+of the paper at sizes for a laptop, with two seeds each, in three panels: ``large`` changes one
+setting of a model with 4,096 states on two levels in 128 blocks, dropout 0.5; ``small`` one setting
+of a model with 1,024 states on one level in 8 blocks, without dropout, like the paper's of that
+size; ``states`` varies the number of states of the first. They are trained for five epochs, the
+small ones for three with batches of a quarter of the size: too few to show the effect of long
+training. Dropout raises the perplexity here, and lowers it in the paper's large models. Logits that
+are parameters themselves ("scalar") have a separate learning rate, the best for held-out data of
+four tried with seed 0; the other rates were not tuned. Perplexities are per token, ``<eos>``
+included, with sentences independent; the numbers of tokens are reported beside them.
 
-``paper_valid`` and ``paper_test`` are what *Scaling Hidden Markov Language Models* has for the same
-thing, on one level, after 50 epochs; a pair where it prints several numbers. ``paper_states`` and
-``paper_blocks`` are the size of its model, which is often another one; those larger than 1,024
-states have dropout 0.5. The 200 of 8 blocks with dropout is from the logs of its authors, whose own
-number without it is 187 there and 194 in print. ``summary`` has mean and range over seeds beside
-these. Baselines in the picture are those of ``language_model_baselines.json``, where it has them.
+``paper_valid`` and ``paper_test`` are the numbers of *Scaling Hidden Markov Language Models* for
+the same setting, on one level, after 50 epochs; a pair where it prints several numbers.
+``paper_states`` and ``paper_blocks`` are the size of its model, which often differs; its models
+with more than 1,024 states have dropout 0.5. The 200 of 8 blocks with dropout is from the logs of
+its authors, where the number without it is 187, against 194 in print. ``summary`` has mean and
+range over seeds. Baselines in the picture are those of ``language_model_baselines.json``.
 
 Training is ``fit_map``: AdamW, a cosine schedule with a short warm-up, batches of sentences of
-similar length, clipped gradients, and the parameters of the best validation. An interrupted run
-goes on: checkpoints are in the folder ``CHECKPOINTS`` (by default that of temporary files), named
-by what is trained. ``minutes`` are those of training, from the first start.
+similar length, clipped gradients, and the parameters of the best validation. An interrupted run is
+resumed from its checkpoint in the folder ``CHECKPOINTS`` (by default that of temporary files),
+named after the settings. ``minutes`` is the training time, interruptions included.
 
 Writes ``language_models.json`` and ``language_models.png``.
 """
@@ -61,9 +61,9 @@ NAME = "language_models"
 
 @dataclass(frozen=True)
 class Paper:
-    """What the paper has for the same thing; None for what it does not say."""
+    """The paper's numbers for the same setting; None where there are none."""
 
-    paper_valid: float | tuple[float, float] | None = None  # from one number to another
+    paper_valid: float | tuple[float, float] | None = None  # a range where it prints several
     paper_test: float | None = None
     paper_states: int | None = None
     paper_blocks: int | None = None
@@ -136,7 +136,11 @@ TABLES = [
         )
     ),
 ]
-FIGURE_3 = {8192: (142.0, 142.0), 16384: (134.0, 136.0), 32768: (125.0, 125.0)}  # those in print
+FIGURE_3 = {
+    8192: (142.0, 142.0),
+    16384: (134.0, 136.0),
+    32768: (125.0, 125.0),
+}  # the numbers in print
 CORPORA = {"ptb": "Penn Treebank", "wikitext2": "WikiText-2"}
 PANELS = {
     "large": "4,096 states, two levels, 128 blocks, dropout 0.5",
@@ -145,7 +149,7 @@ PANELS = {
 
 
 def blocks_of(model: Model, text: Text, cache: dict[Any, Any]) -> blocks.Blocks | None:
-    """Which states may emit which word."""
+    """The states that may emit each word."""
     if model.constraint == "none":
         return None
     if model.constraint == "uniform":
@@ -160,21 +164,21 @@ def blocks_of(model: Model, text: Text, cache: dict[Any, Any]) -> blocks.Blocks 
 
 
 def file_of(model: Model) -> Path:
-    """The checkpoint of a run."""
+    """Path of the checkpoint of a run."""
     name = "-".join(str(value) for value in asdict(model).values()).replace(" ", "_")
     return Path(os.environ.get("CHECKPOINTS", tempfile.gettempdir()), f"{name}.fit")
 
 
 def run(model: Model, paper: Paper, text: Text, cache: dict[Any, Any]) -> dict[str, Any]:
-    """Train one, and say how good it is."""
+    """Train a model and evaluate it."""
     pyro.set_rng_seed(model.seed)
-    given = blocks_of(model, text, cache)
+    partition = blocks_of(model, text, cache)
     module: NeuralHMM | ScalarHMM
     if model.scalar:
-        module = ScalarHMM(model.states, len(text.words), blocks=given, dropout=model.dropout)
+        module = ScalarHMM(model.states, len(text.words), blocks=partition, dropout=model.dropout)
     else:
         module = NeuralHMM(
-            model.states, len(text.words), model.dim, blocks=given, dropout=model.dropout,
+            model.states, len(text.words), model.dim, blocks=partition, dropout=model.dropout,
             two_level=model.two_level, factored=model.factored, scale=model.scale,
         )  # fmt: skip
     steps = batches_in_round(text.train.lengths, model.tokens)
@@ -189,32 +193,32 @@ def run(model: Model, paper: Paper, text: Text, cache: dict[Any, Any]) -> dict[s
         checkpoint=None if model.panel == "quick" else file_of(model),
     )  # fmt: skip
     row: dict[str, Any] = asdict(model) | {
-        "parameters": sum(each.numel() for each in module.parameters()),
+        "parameters": sum(parameter.numel() for parameter in module.parameters()),
         "epochs_run": len(fit.losses) / steps,
         "minutes": fit.seconds / 60,
-        "course": [[each.step / steps, math.exp(each.nats)] for each in fit.validation],
+        "course": [[report.step / steps, math.exp(report.nats)] for report in fit.validation],
     }
     for part in ("valid", "test"):
-        found = metrics.perplexity(fit, getattr(text, part), 64)
-        row[f"{part}_perplexity"], row[f"{part}_tokens"] = found.value, found.num_tokens
+        result = metrics.perplexity(fit, getattr(text, part), 64)
+        row[f"{part}_perplexity"], row[f"{part}_tokens"] = result.value, result.num_tokens
     row |= asdict(paper)
     print({k: v for k, v in row.items() if k != "course"}, flush=True)
     return row
 
 
 def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Mean and range over seeds of each model, beside what the paper has."""
+    """Mean and range over seeds of each model, with the paper's numbers."""
     lines = []
     for panel, name, data in dict.fromkeys(key(row)[:3] for row in rows):
-        own = [row for row in rows if key(row)[:3] == (panel, name, data)]
-        line = {"panel": panel, "name": name, "data": data, "seeds": [row["seed"] for row in own]}
-        line |= {"states": own[0]["states"], "blocks": own[0]["clusters"]}
-        if own[0]["constraint"] != "Brown":
+        runs = [row for row in rows if key(row)[:3] == (panel, name, data)]
+        line = {"panel": panel, "name": name, "data": data, "seeds": [row["seed"] for row in runs]}
+        line |= {"states": runs[0]["states"], "blocks": runs[0]["clusters"]}
+        if runs[0]["constraint"] != "Brown":
             line["blocks"] = None
         for part in ("valid", "test"):
-            values = [row[f"{part}_perplexity"] for row in own]
+            values = [row[f"{part}_perplexity"] for row in runs]
             line[part] = {"mean": mean(values), "range": [min(values), max(values)]}
-        lines.append(line | {name: own[0][name] for name in asdict(Paper())})
+        lines.append(line | {name: runs[0][name] for name in asdict(Paper())})
     return lines
 
 
@@ -353,7 +357,7 @@ def size_in_paper(line: dict[str, Any]) -> str:
 
 
 def key(row: dict[str, Any]) -> tuple[Any, ...]:
-    """What tells rows apart."""
+    """Identifies a row."""
     return row["panel"], row["name"], row["data"], row.get("seed")
 
 
@@ -386,7 +390,7 @@ def main() -> None:
         if each.data not in texts:
             texts[each.data] = read(each.data)
         row = run(each, paper, texts[each.data], cache)
-        with alone(NAME):  # as soon as it is there
+        with alone(NAME):  # after each run
             rows = [other for other in earlier(NAME) if key(other) != key(row)]
             rows = sorted([*rows, row], key=place)
             write(NAME, rows, threads=torch.get_num_threads(), summary=summary(rows))

@@ -1,8 +1,8 @@
-"""How fast evidence, gradient and EM are, beside dynamax, hmmlearn and Pyro's own HMMs.
+"""Speed of evidence, gradient and EM, compared with dynamax, hmmlearn and Pyro's own HMMs.
 
-Every comparison is measured in turn in one run, with two threads and float32 (hmmlearn knows only
-float64). Peers that are not installed are left out; ``pip install pyrohmm[benchmarks]`` brings
-them. Writes ``throughput.json`` and ``throughput.png``.
+All methods of a comparison are timed in turn in one run, with two threads and float32 (hmmlearn has
+float64 only). Peers that are not installed are skipped; ``pip install pyrohmm[benchmarks]``
+installs them. Writes ``throughput.json`` and ``throughput.png``.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ TARGETS = {"dynamax": 1 / 0.8, "DiscreteHMM": 10.0, "pyro.markov": 40.0, "hmmlea
 
 
 class Problem:
-    """Random logits and symbols of one shape, and each way to get evidence and gradient."""
+    """Random logits and symbols of one shape, and all ways to compute evidence and gradient."""
 
     def __init__(self, num_sequences: int, num_steps: int, num_states: int, num_symbols: int):
         rng = np.random.default_rng(0)
@@ -106,7 +106,7 @@ class Problem:
         torch.autograd.grad(alpha.logsumexp(-1).sum(), self.logits)
 
     def discrete_hmm(self) -> None:
-        """Pyro's distribution (which moves once before it emits: the same work)."""
+        """Pyro's distribution (with a transition before the first emission: the same work)."""
         initial, transition, emission = self.logits
         observed = Categorical(logits=emission, validate_args=False)
         hmm = DiscreteHMM(
@@ -122,8 +122,10 @@ class Problem:
             state = None
             with pyro.plate("sequences", self.shape[0]):
                 for t in pyro.markov(range(self.shape[1])):
-                    law = initial if state is None else transition[state]
-                    state = pyro.sample(f"z{t}", Categorical(law), infer={"enumerate": "parallel"})
+                    probs = initial if state is None else transition[state]
+                    state = pyro.sample(
+                        f"z{t}", Categorical(probs), infer={"enumerate": "parallel"}
+                    )
                     pyro.sample(f"x{t}", Categorical(emission[state]), obs=self.values[:, t])
 
         with poutine.block():
@@ -162,7 +164,7 @@ class Problem:
         return lambda: model._do_estep(column, lengths)
 
     def hmmlearn_em(self, count: int) -> Any:
-        """``fit`` of hmmlearn, without a start of its own."""
+        """``fit`` of hmmlearn, from our initial values."""
         num_sequences, num_steps, num_states, num_symbols = self.shape
         tables = [torch.tensor(array).double().softmax(-1).numpy() for array in self.arrays]
         column, lengths = self.symbols.reshape(-1, 1), [num_steps] * num_sequences
@@ -192,8 +194,8 @@ class Problem:
 
         @jax.jit
         def step(parameters: Any, state: Any) -> Any:
-            found, evidence = jax.vmap(lambda each: model.e_step(parameters, each))(symbols)
-            after, state = model.m_step(parameters, properties, found, state)
+            statistics, evidence = jax.vmap(lambda row: model.e_step(parameters, row))(symbols)
+            after, state = model.m_step(parameters, properties, statistics, state)
             return after, state, model.log_prior(parameters) + evidence.sum()
 
         def fit() -> None:
@@ -206,7 +208,7 @@ class Problem:
 
 
 def gradients(quick: bool) -> list[dict[str, Any]]:
-    """Evidence and gradient at each shape, against every peer that can run it."""
+    """Evidence and gradient at each shape, against every peer that supports it."""
     rows = []
     for shape in QUICK if quick else SHAPES:
         problem = Problem(*shape)
@@ -271,8 +273,8 @@ def _queries(shape: tuple[int, int, int, int]) -> dict[str, dict[str, Callable[[
         keys = jax.random.split(jax.random.PRNGKey(0), num_sequences)
 
         def smoothed(seen: Any) -> Any:
-            law = dynamax.hmm_smoother(initial, transition, seen)
-            return law.marginal_loglik, law.smoothed_probs, law.trans_probs
+            posterior = dynamax.hmm_smoother(initial, transition, seen)
+            return posterior.marginal_loglik, posterior.smoothed_probs, posterior.trans_probs
 
         smooth = jax.jit(jax.vmap(smoothed))
         mode = jax.jit(jax.vmap(lambda s: dynamax.hmm_posterior_mode(initial, transition, s)))
@@ -317,9 +319,9 @@ def queries(quick: bool) -> list[dict[str, Any]]:
 
 
 def iterations(quick: bool) -> list[dict[str, Any]]:
-    """Whole iterations of EM from one start, many in one call: E-step, M-step, log-likelihood.
+    """Whole iterations of EM from the same start, many in one call: E-step, M-step, log-likelihood.
 
-    Ours include a start and a last E-step, which says how likely the parameters returned are.
+    Ours include the initialisation and a last E-step, the evidence of the final parameters.
     """
     rows = []
     for shape in QUICK[:1] if quick else SHAPES[:2]:
@@ -359,7 +361,7 @@ def iterations(quick: bool) -> list[dict[str, Any]]:
 
 
 def restarts(quick: bool) -> list[dict[str, Any]]:
-    """Sixteen restarts of a small model side by side, against one."""
+    """Sixteen batched restarts of a small model, against one."""
     data = datasets.casino(num_sequences=20, num_steps=50).without_labels()
     rows = []
     for num_states in (2, 4):
@@ -432,7 +434,7 @@ def _peak_so_far() -> int:
 
 
 def memory(quick: bool) -> list[dict[str, Any]]:
-    """Peak memory as T doubles, each in a process of its own (on Linux, which can tell)."""
+    """Peak memory as T doubles, each in a separate process (Linux only)."""
     if not Path("/proc/self/clear_refs").exists():
         return []
     context = multiprocessing.get_context("spawn")
