@@ -211,8 +211,8 @@ for name, hmms in rows.items():
     print(f"{name:10s} {score(hmms):13.4f} {accuracy(hmms[0]):13.1%}")
 
 # %% [markdown]
-# Our emission reaches the score of the truth. The normal emission does not, and more data would not
-# help, because the model is wrong. (For SVI, one sample of the parameters decodes the states.)
+# Our emission is close to the score of the truth. The normal emission is not, and more data would
+# not help, because the model is wrong. (For SVI, one sample of the parameters decodes the states.)
 #
 # ## Parameters and credible intervals
 #

@@ -115,8 +115,8 @@ for name, fit in fits.items():
     print(f"{name:24s}{fit.seconds:6.1f} s  {metrics.perplexity(fit, test)}")
 
 # %% [markdown]
-# The standard HMM has several times as many parameters and predicts slightly better; the text is
-# long enough to estimate them. Embeddings give a smaller model, and one that can be plotted.
+# The standard HMM has several times as many parameters and predicts better; the text is long enough
+# to estimate them. Embeddings give a smaller model, and one that can be plotted.
 #
 # ## The embeddings
 #
