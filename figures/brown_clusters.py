@@ -1,11 +1,11 @@
-"""Brown clusters of words: seconds of the processor, the information that is kept, and its use.
+"""Brown clusters of words: processor time, mutual information, and perplexity of a bigram model.
 
-For the Penn Treebank and WikiText-2, for 32 to 1024 clusters, with sweeps and without, and for some
-sizes without what is compiled: one run of each on one thread, in which nothing is compiled. Beside
-the average mutual information there is the perplexity of held-out words given the word before, by
-the model that needs nothing but clusters: p(cluster | cluster before) p(word | cluster), counted in
-the training data, the first with one further count that is divided as clusters occur, the second
-with 0.01 more of each word. Writes ``brown_clusters.json`` and ``brown_clusters.png``.
+For the Penn Treebank and WikiText-2, for 32 to 1024 clusters, with and without sweeps, and for some
+sizes without compiled code: one run each on one thread, compilation excluded. The perplexity is
+that of held-out words given the previous word, by the cluster bigram model p(cluster | previous
+cluster) p(word | cluster) with counts of the training data; the first factor is smoothed with one
+count in proportion to the cluster frequencies, the second with 0.01 counts per word. Writes
+``brown_clusters.json`` and ``brown_clusters.png``.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import FOLDER, arguments, earlier, write
+from common import FOLDER, arguments, earlier, pyplot, write
 
 from pyrohmm import datasets, readers
 from pyrohmm.data.pair_counts import count_pairs
@@ -45,16 +45,16 @@ def read(source: str) -> tuple[Pairs, Pairs, readers.Vocabulary]:
     return *pairs, train.vocabulary
 
 
-def perplexity(train: Pairs, held_out: Pairs, found: Clusters) -> float:
-    """Of the second words of held-out pairs, given the cluster of the first."""
-    labels, size = found.assignment.numpy(), found.num_clusters
-    moves = np.zeros((size, size))
-    np.add.at(moves, (labels[train.first], labels[train.second]), train.counts.numpy())
-    arrived = moves.sum(0) / moves.sum()
-    moves = (moves + arrived) / (moves.sum(1, keepdims=True) + 1)
+def perplexity(train: Pairs, held_out: Pairs, clusters: Clusters) -> float:
+    """Perplexity of the second words of held-out pairs given the clusters of the first."""
+    labels, size = clusters.assignment.numpy(), clusters.num_clusters
+    transition = np.zeros((size, size))
+    np.add.at(transition, (labels[train.first], labels[train.second]), train.counts.numpy())
+    marginal = transition.sum(0) / transition.sum()
+    transition = (transition + marginal) / (transition.sum(1, keepdims=True) + 1)
     words = np.bincount(train.second, train.counts, train.num_symbols)
     words = (words + 0.01) / np.bincount(labels, words + 0.01)[labels]
-    logs = np.log(moves[labels[held_out.first], labels[held_out.second]])
+    logs = np.log(transition[labels[held_out.first], labels[held_out.second]])
     logs += np.log(words[held_out.second])
     return math.exp(-(logs * held_out.fractions.numpy()).sum())
 
@@ -65,7 +65,7 @@ def measure(
     """One run."""
     with backends.use(backends.NUMBA if compiled else backends.TORCH):
         start_time = time.process_time()
-        found = brown(train, size, sweeps, progress=False)
+        clusters = brown(train, size, sweeps, progress=False)
         seconds = time.process_time() - start_time
     row = {
         "data": SOURCES[source],
@@ -76,31 +76,30 @@ def measure(
         "compiled": compiled,
         "seconds": seconds,
         "target_seconds": TARGETS.get(source) if size == 128 else None,
-        "average_mutual_information": average_mutual_information(train, found.assignment),
-        "held_out_perplexity": perplexity(train, held_out, found),
+        "average_mutual_information": average_mutual_information(train, clusters.assignment),
+        "held_out_perplexity": perplexity(train, held_out, clusters),
         "runs": 1,
     }
     print(row, flush=True)
-    return row, found
+    return row, clusters
 
 
-def some_words(found: Clusters, vocabulary: readers.Vocabulary) -> dict[str, list[str]]:
+def some_words(clusters: Clusters, vocabulary: readers.Vocabulary) -> dict[str, list[str]]:
     """The most frequent words of a few clusters, by path."""
     count, most = SHOWN
-    chosen = np.linspace(0, found.num_clusters - 1, count).round().astype(int)
+    chosen = np.linspace(0, clusters.num_clusters - 1, count).round().astype(int)
     shown = {}
     for cluster in chosen.tolist():
-        words = (found.assignment == cluster).nonzero().squeeze(-1)
-        order = found.counts[words].argsort(descending=True, stable=True)[:most]
-        shown[found.paths[cluster]] = vocabulary.decode(words[order])
+        words = (clusters.assignment == cluster).nonzero().squeeze(-1)
+        order = clusters.counts[words].argsort(descending=True, stable=True)[:most]
+        shown[clusters.paths[cluster]] = vocabulary.decode(words[order])
     return shown
 
 
 def draw(rows: list[dict[str, Any]]) -> None:
     """Seconds, information and perplexity against the number of clusters."""
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(1, 3, figsize=(13, 4.3), layout="constrained")
+    plt = pyplot()
+    figure, axes = plt.subplots(1, 3, figsize=(10, 4.4), layout="constrained")
     lines = {
         (SWEEPS, True): ("-", f"up to {SWEEPS} sweeps"),
         (0, True): ("--", "no sweep"),
@@ -108,7 +107,7 @@ def draw(rows: list[dict[str, Any]]) -> None:
     }
     for n, source in enumerate(dict.fromkeys(row["data"] for row in rows)):
         for (sweeps, compiled), (style, label) in lines.items():
-            own = [
+            selected = [
                 row
                 for row in rows
                 if (row["data"], row["most_sweeps"], row["compiled"]) == (source, sweeps, compiled)
@@ -116,19 +115,19 @@ def draw(rows: list[dict[str, Any]]) -> None:
             for panel, quantity in zip(
                 axes, ("seconds", "average_mutual_information", "held_out_perplexity")
             ):
-                if own and (compiled or quantity == "seconds"):
+                if selected and (compiled or quantity == "seconds"):
                     panel.plot(
-                        [row["clusters"] for row in own], [row[quantity] for row in own], style,
-                        marker="o", markersize=4, color=f"C{n}", label=f"{source}, {label}",
+                        [row["clusters"] for row in selected],
+                        [row[quantity] for row in selected],
+                        style, marker="o", markersize=4, color=f"C{n}", label=f"{source}, {label}",
                     )  # fmt: skip
-    titles = ("seconds of the processor", "average mutual information, nats",
-              "held-out perplexity, cluster bigrams")  # fmt: skip
+    titles = ("processor seconds", "average mutual information, nats",
+              "held-out perplexity")  # fmt: skip
     for panel, title in zip(axes, titles):
-        panel.set_title(title, fontsize=10)
+        panel.set_title(title)
         panel.set_xscale("log", base=2)
         panel.set_xticks(SIZES, [str(size) for size in SIZES])
         panel.set_xlabel("clusters")
-        panel.grid(alpha=0.3)
     axes[0].set_yscale("log")
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=2)
     figure.savefig(FOLDER / "brown_clusters.png", dpi=150)
@@ -138,6 +137,9 @@ def draw(rows: list[dict[str, Any]]) -> None:
 def main() -> None:
     """Measure, then write."""
     options = arguments(__doc__, list(TARGETS))
+    if options.draw:
+        draw(earlier("brown_clusters"))
+        return
     torch.set_num_threads(1)
     rows: list[dict[str, Any]] = []
     for source in ["quick"] if options.quick else TARGETS:
@@ -154,10 +156,10 @@ def main() -> None:
             if size == 128 and same:
                 rows[-1]["some_words"] = some_words(same[size], vocabulary)
         for size in NOT_COMPILED[source]:
-            row, found = measure(source, train, held_out, size, SWEEPS, False)
+            row, clusters = measure(source, train, held_out, size, SWEEPS, False)
             rows.append(row)
             if same:
-                assert found.assignment.equal(same[size].assignment), "the two disagree"
+                assert clusters.assignment.equal(same[size].assignment), "the two disagree"
     if not options.quick:
         write("brown_clusters", rows, threads=1)
         draw(rows)

@@ -1,12 +1,12 @@
-"""What a fit to co-occurrences costs for any vocabulary, and what it reaches beside EM and MAP.
+"""The cost of a co-occurrence fit for large vocabularies, and its quality compared with EM and MAP.
 
-Times are those of the processor, on one thread. The first parts time loss and gradient of one step,
-in float32, against the dense formula, which writes down the law of all V x V pairs. Pairs are drawn
-at random, symbols as often as words are (Zipf). The last part fits words, to the same data and with
-the same priors by each method, and reports nats per held-out word against seconds. (Squared
-distance to a DenseHMM stays at log V, out of the picture: at probabilities of 1 / V it has next to
-no slope, and the priors pull all embeddings to zero.) Words are those of the Penn Treebank if
-``PYROHMM_DATA`` has it, else those of ``datasets.english_words``. Writes
+Times are processor times on one thread. The first parts time the loss and gradient of one step, in
+float32, against the dense formula, which stores the joint distribution of all V x V pairs. Pairs
+are random, with symbol frequencies following Zipf's law. The last part fits words by each method,
+with the same data and priors, and reports nats per held-out word against seconds. (The squared
+distance of a DenseHMM stays at log V and is not in the picture: at probabilities of 1 / V its
+gradient nearly vanishes, and the priors shrink all embeddings to zero.) The words are those of the
+Penn Treebank if ``PYROHMM_DATA`` has it, else those of ``datasets.english_words``. Writes
 ``cooccurrence_scaling.json`` and ``cooccurrence_scaling.png``.
 """
 
@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import pyro
 import torch
-from common import FOLDER, arguments, earlier, ratio, side_by_side, write
+from common import FOLDER, arguments, earlier, interleaved, pyplot, ratio, write
 
 from pyrohmm import (
     DenseHMM,
@@ -52,13 +52,13 @@ LOSSES = {
 
 
 def zipf(num_symbols: int, num_pairs: int) -> Pairs:
-    """Distinct pairs of symbols that are drawn in proportion to one over their rank."""
+    """Distinct pairs of symbols, sampled with probabilities proportional to one over their rank."""
     rng = np.random.default_rng(0)
     shares = np.cumsum(1 / np.arange(1, num_symbols + 1))
     keys = np.zeros(0, np.int64)
     while len(keys) < num_pairs:
-        draws = np.searchsorted(shares, shares[-1] * rng.random((2, num_pairs)))
-        keys = np.unique(np.concatenate([keys, draws[0] * num_symbols + draws[1]]))
+        samples = np.searchsorted(shares, shares[-1] * rng.random((2, num_pairs)))
+        keys = np.unique(np.concatenate([keys, samples[0] * num_symbols + samples[1]]))
     keys = np.sort(rng.choice(keys, num_pairs, replace=False))
     counts = rng.integers(1, 5, num_pairs)
     first, second, counts = (torch.from_numpy(x) for x in (*np.divmod(keys, num_symbols), counts))
@@ -66,7 +66,7 @@ def zipf(num_symbols: int, num_pairs: int) -> Pairs:
 
 
 def parameters(num_states: int, num_symbols: int) -> list[torch.Tensor]:
-    """A joint law of two states, and probabilities of symbols."""
+    """A joint distribution of two states, and emission probabilities."""
     generator = torch.Generator().manual_seed(0)
     joint = torch.rand(num_states, num_states, generator=generator)
     probs = torch.rand(num_states, num_symbols, generator=generator)
@@ -75,7 +75,7 @@ def parameters(num_states: int, num_symbols: int) -> list[torch.Tensor]:
 
 
 def by_dense_formula(name: str, joint: torch.Tensor, probs: torch.Tensor, shares: torch.Tensor):
-    """The losses with all V x V pairs written down, in as few passes over them as torch can."""
+    """The losses over all V x V pairs, in as few passes as torch allows."""
     left = probs.mT @ joint
     if name == "squared distance":
         return torch.addmm(shares, left, probs, beta=-1).square().sum()
@@ -99,13 +99,13 @@ def steps(quick: bool) -> list[dict[str, Any]]:
             methods: dict[str, Any] = {"ours": lambda f=loss, p=parts, t=target: step(f, p, t)}
             if fits:
                 methods["dense formula"] = lambda n=name, p=parts, t=shares: step(
-                    lambda *given: by_dense_formula(n, *given), p, t
+                    lambda *inputs: by_dense_formula(n, *inputs), p, t
                 )
-                (value, slopes), (dense, others) = (each() for each in methods.values())
+                (value, slopes), (dense, others) = (method() for method in methods.values())
                 assert abs(value / dense - 1) < 1e-4, "the two disagree"
                 for one, other in zip(slopes, others):
                     assert (one - other).norm() < 1e-3 * other.norm(), "their gradients disagree"
-            times = side_by_side(methods, 3 if quick else 9, 15.0, time.process_time)
+            times = interleaved(methods, 3 if quick else 9, 15.0, time.process_time)
             for method, seconds in times.items():
                 row = {
                     "quantity": f"{name} and gradient",
@@ -125,7 +125,7 @@ def steps(quick: bool) -> list[dict[str, Any]]:
 
 
 def crossover(quick: bool) -> list[dict[str, Any]]:
-    """Up to which V our own losses had better write down all pairs: see ``pair_losses.SMALL``."""
+    """The largest V for which storing all pairs is faster: see ``pair_losses.SMALL``."""
     rows = []
     small = pair_losses.SMALL
     for num_states in (8, 32):
@@ -138,7 +138,7 @@ def crossover(quick: bool) -> list[dict[str, Any]]:
                     pair_losses.SMALL = limit
                     return step(f, p, t)
 
-                times = side_by_side(
+                times = interleaved(
                     {"all": lambda w=with_limit: w(1 << 20), "those that occur":
                      lambda w=with_limit: w(0)}, 3 if quick else 101, 2.0, time.process_time,
                 )  # fmt: skip
@@ -157,7 +157,7 @@ def crossover(quick: bool) -> list[dict[str, Any]]:
 
 
 def loop(quick: bool) -> list[dict[str, Any]]:
-    """A step of a whole fit: priors, softmaxes, loss, gradient, Adam; without what is done once."""
+    """A step of a whole fit: priors, softmaxes, loss, gradient, Adam; one-off costs excluded."""
     rows = []
     for num_symbols, num_pairs in [(50, 300)] if quick else SIZES + LARGE[-1:]:
         target = zipf(num_symbols, num_pairs)
@@ -171,17 +171,17 @@ def loop(quick: bool) -> list[dict[str, Any]]:
                 return fit_cooccurrence(m, t, num_steps=num_steps, tolerance=None, progress=False)
 
             methods = {"one": lambda f=fit: f(1), "many": lambda f=fit, c=count: f(c + 1)}
-            times = side_by_side(methods, 2 if quick else 3, 60.0, time.process_time)
-            each = [(b - a) / count for a, b in zip(times["one"], times["many"])]
+            times = interleaved(methods, 2 if quick else 3, 60.0, time.process_time)
+            per_step = [(b - a) / count for a, b in zip(times["one"], times["many"])]
             rows.append(
                 {
                     "quantity": "a step of fit_cooccurrence, squared distance",
                     "module": type(module).__name__,
                     "V": num_symbols, "pairs": num_pairs, "K": 32,
-                    "milliseconds": 1e3 * median(each),
-                    "low": 1e3 * min(each),
-                    "high": 1e3 * max(each),
-                    "runs": len(each),
+                    "milliseconds": 1e3 * median(per_step),
+                    "low": 1e3 * min(per_step),
+                    "high": 1e3 * max(per_step),
+                    "runs": len(per_step),
                 }
             )  # fmt: skip
             print(rows[-1])
@@ -198,16 +198,16 @@ def _peak(name: str, dense: bool, num_symbols: int, num_pairs: int, result: Any)
     torch.set_num_threads(1)
     loss = LOSSES[name]
     step(loss, parameters(32, 300), zipf(300, 1000))
-    drawn = zipf(num_symbols, num_pairs)
+    pairs = zipf(num_symbols, num_pairs)
     parts = parameters(32, num_symbols)
     Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
     before = _peak_so_far()
     if dense:
         shares = torch.zeros(num_symbols, num_symbols)
-        shares[drawn.first, drawn.second] = drawn.fractions.float()
-        step(lambda *given: by_dense_formula(name, *given), parts, shares)
+        shares[pairs.first, pairs.second] = pairs.fractions.float()
+        step(lambda *inputs: by_dense_formula(name, *inputs), parts, shares)
     else:
-        copies = (each.clone() for each in (drawn.first, drawn.second, drawn.counts))
+        copies = (tensor.clone() for tensor in (pairs.first, pairs.second, pairs.counts))
         target = Pairs(*copies, num_symbols)
         for _ in range(2):
             step(loss, parts, target)
@@ -215,7 +215,7 @@ def _peak(name: str, dense: bool, num_symbols: int, num_pairs: int, result: Any)
 
 
 def memory(quick: bool) -> list[dict[str, Any]]:
-    """Peak of a step and its target, each in a process of its own (on Linux, which can tell)."""
+    """Peak memory of a step and its target, each in a separate process (Linux only)."""
     if not Path("/proc/self/clear_refs").exists():
         return []
     context = multiprocessing.get_context("spawn")
@@ -227,8 +227,8 @@ def memory(quick: bool) -> list[dict[str, Any]]:
     for name in list(LOSSES)[: 1 if quick else None]:
         for dense, num_symbols, num_pairs in grid:
             queue = context.Queue()
-            given = (name, dense, num_symbols, num_pairs, queue)
-            process = context.Process(target=_peak, args=given)
+            inputs = (name, dense, num_symbols, num_pairs, queue)
+            process = context.Process(target=_peak, args=inputs)
             process.start()
             peak = queue.get()
             process.join()
@@ -270,12 +270,12 @@ def nats(fit: Any, data: Sequences) -> float:
         return -(fit.hmm(data).log_prob(data.values).double().sum() / data.num_observed).item()
 
 
-def timed(fit: Callable[..., Any], *given: Any, **options: Any) -> tuple[Any, float]:
-    """A fit, always from the same seed, and the seconds of the processor that it took."""
+def timed(fit: Callable[..., Any], *inputs: Any, **options: Any) -> tuple[Any, float]:
+    """A fit, always with the same seed, and its processor seconds."""
     pyro.set_rng_seed(0)
     start_time = time.process_time()
-    found = fit(*given, tolerance=None, progress=False, **options)
-    return found, time.process_time() - start_time
+    result = fit(*inputs, tolerance=None, progress=False, **options)
+    return result, time.process_time() - start_time
 
 
 def quality(quick: bool) -> list[dict[str, Any]]:
@@ -283,7 +283,7 @@ def quality(quick: bool) -> list[dict[str, Any]]:
     source, train, held_out, num_symbols = words(quick)
     print(source, train, held_out)
     num_states = 4 if quick else 32
-    few = (2, 4) if quick else (25, 50, 100, 200, 400)
+    step_counts = (2, 4) if quick else (25, 50, 100, 200, 400)
     table = TabularHMM(num_states, categorical(num_symbols, 1.1), transition_concentration=1.1)
     modules: dict[str, tuple[HMMModule, float]] = {  # and the learning rate of gradient steps
         "TabularHMM": (table, 0.2),
@@ -317,24 +317,24 @@ def quality(quick: bool) -> list[dict[str, Any]]:
             print(rows[-1], flush=True)
 
         for method, (counts, loss) in targets.items():
-            for count in few:  # each from the start, so that a line is one fit, longer and longer
+            for count in step_counts:  # each from the start: a line is one fit of increasing length
                 fit, seconds = timed(
                     fit_cooccurrence, module, counts, loss=loss, num_steps=count, learning_rate=rate
                 )
                 record(method, count, fit, seconds)
-                if count == few[-2]:
-                    begin = (fit.values, seconds)  # in the end those of the last method
-        for count in few:
+                if count == step_counts[-2]:
+                    warm_start = (fit.values, seconds)  # finally of the last method
+        for count in step_counts:
             fit, seconds = timed(
                 fit_map, MarginalModel(module), train, num_steps=count, learning_rate=rate,
                 batch_size=min(256, len(train)),
             )  # fmt: skip
             record("MAP, minibatches of 256 sequences", count, fit, seconds)
         rounds = (2, 4) if quick else (5, 10, 20, 40) if kind == "TabularHMM" else (2, 5, 10, 20)
-        starts = {"EM": (None, 0.0), "EM from co-occurrence of lags 1 and 2": begin}
+        starts = {"EM": (None, 0.0), "EM from co-occurrence of lags 1 and 2": warm_start}
         for method, (values, total) in starts.items():
             done = 0
-            for count in rounds:  # EM has no memory but its parameters
+            for count in rounds:  # EM continues from its parameters
                 fit, seconds = timed(fit_em, module, train, start=values, num_steps=count - done)
                 done, values, total = count, fit.values, total + seconds
                 record(method, count, fit, total)
@@ -346,15 +346,14 @@ def quality(quick: bool) -> list[dict[str, Any]]:
 
 def draw(rows: list[dict[str, Any]]) -> None:
     """Time and memory against V, and nats against seconds."""
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(1, 4, figsize=(15, 4.3), layout="constrained")
+    plt = pyplot()
+    figure, ((times, peaks), bottom) = plt.subplots(2, 2, figsize=(10, 8.5), layout="constrained")
     for n, name in enumerate(LOSSES):
         for method, line in (("ours", "-"), ("dense formula", ":")):
             sizes = SIZES + ([LARGE[-1]] if method == "ours" else [])
             for panel, quantity, unit in (
-                (axes[0], f"{name} and gradient", "milliseconds"),
-                (axes[1], f"peak memory, {name}", "megabytes"),
+                (times, f"{name} and gradient", "milliseconds"),
+                (peaks, f"peak memory, {name}", "megabytes"),
             ):
                 points = [
                     (row["V"], row[unit])
@@ -368,40 +367,43 @@ def draw(rows: list[dict[str, Any]]) -> None:
                         *zip(*sorted(points)), line, marker="o", markersize=4, color=f"C{n}",
                         label=f"{name}, {method}",
                     )  # fmt: skip
-    axes[0].set_title("loss and gradient, milliseconds", fontsize=10)
-    axes[1].set_title("peak memory with the target, MB", fontsize=10)
-    for panel in axes[:2]:
-        panel.set_xlabel("V, with 5,000, 50,000, 400,000, 10 million pairs")
-        panel.grid(alpha=0.3)
-    axes[0].legend(fontsize=7)
-    found = [row for row in rows if row["quantity"] == "nats per held-out word"]
-    methods = list(dict.fromkeys(row["method"] for row in found))
-    for panel, kind in zip(axes[2:], ("TabularHMM", "DenseHMM")):
+    times.set(title="loss and gradient", ylabel="milliseconds")
+    peaks.set(title="peak memory, target included", ylabel="MB")
+    numbers = [f"{pairs:,}" for _, pairs in (*SIZES, LARGE[-1])]
+    for panel in (times, peaks):
+        panel.set_xlabel(f"symbols V\n({', '.join(numbers)} distinct pairs)")
+    times.legend(loc="lower right")
+    quality_rows = [row for row in rows if row["quantity"] == "nats per held-out word"]
+    methods = list(dict.fromkeys(row["method"] for row in quality_rows))
+    for panel, kind in zip(bottom, ("TabularHMM", "DenseHMM")):
         for n, method in enumerate(methods):
             points = [
                 (row["seconds"], row["nats_per_word"])
-                for row in found
+                for row in quality_rows
                 if row["method"] == method and row["module"] == kind
             ]
-            panel.plot(*zip(*points), marker="o", markersize=3, color=f"C{n}", label=method)
+            panel.plot(*zip(*points), marker="o", markersize=4, color=f"C{n}", label=method)
         panel.set_xscale("log")
         panel.set_xticks([1, 3, 10, 30, 100], ["1", "3", "10", "30", "100"])
         panel.minorticks_off()
         panel.set_ylim(5.7, 7.4)
-        panel.set_xlabel("seconds")
-        panel.grid(alpha=0.3)
-        if found:
-            panel.set_title(f"{kind}, K = {found[0]['K']}: nats per held-out word", fontsize=10)
-    if found:
-        handles = axes[2].get_legend_handles_labels()
-        figure.legend(*handles, loc="outside lower right", ncols=3, fontsize=8)
+        panel.set(xlabel="processor seconds", ylabel="nats per held-out word")
+        if quality_rows:
+            panel.set_title(f"{kind}, K = {quality_rows[0]['K']}")
+    if quality_rows:
+        handles = bottom[0].get_legend_handles_labels()
+        figure.legend(*handles, loc="outside lower center", ncols=2)
     figure.savefig(FOLDER / "cooccurrence_scaling.png", dpi=150)
+    plt.close(figure)
 
 
 def main() -> None:
     """Measure, then write."""
     parts = (steps, crossover, loop, memory, quality)
     options = arguments(__doc__, [part.__name__ for part in parts])
+    if options.draw:
+        draw(earlier("cooccurrence_scaling"))
+        return
     torch.set_num_threads(1)
     old = earlier("cooccurrence_scaling")
     rows = []

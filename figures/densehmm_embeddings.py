@@ -1,9 +1,10 @@
-"""What the embeddings of a DenseHMM look like, before and after a fit, and those of real words.
+"""Embeddings of a DenseHMM before and after a fit, and similarities of word embeddings.
 
-First a clock: six hours that follow each other, each with a view of eight symbols around a dial,
-as in Fig. 1 of the paper (whose example is not given). Two dimensions are enough to draw the dial.
-Then the 5,000 most frequent words of WikiText-2: which words lie close to each other. Writes
-``densehmm_embeddings.json``, ``densehmm_embeddings.png`` and ``densehmm_words.png``.
+The first part is a clock, as in Fig. 1 of the paper (whose example is not specified): six hours
+that follow each other, each of which emits some of eight symbols around a dial. Two dimensions
+suffice to represent the dial. The second part fits the 5,000 most frequent words of WikiText-2 and
+lists nearest neighbours. Writes ``densehmm_embeddings.json``, ``densehmm_embeddings.png`` and
+``densehmm_words.png``; the embeddings themselves are not stored, so there is no ``--draw``.
 """
 
 from __future__ import annotations
@@ -41,21 +42,23 @@ DRAWN = "said Germany two September Smith".split()
 
 
 def clock(num_sequences: int) -> tuple[HMM, Sequences]:
-    """Hours that mostly go on, sometimes stay, seldom jump; symbols seen from each of them."""
-    moves = torch.zeros(HOURS, HOURS)
+    """Hours that mostly advance, sometimes stay, seldom jump; symbols emitted by each of them."""
+    transition = torch.zeros(HOURS, HOURS)
     for hour in range(HOURS):
-        moves[hour, hour], moves[hour, (hour + 1) % HOURS] = 0.15, 0.80
-        moves[hour, (hour + 3) % HOURS] = 0.05
+        transition[hour, hour], transition[hour, (hour + 1) % HOURS] = 0.15, 0.80
+        transition[hour, (hour + 3) % HOURS] = 0.05
     angles = torch.arange(HOURS)[:, None] / HOURS - torch.arange(SYMBOLS) / SYMBOLS
     away = (angles - angles.round()).abs()
     views = (-((away / 0.06) ** 2) / 2).softmax(-1)
     lengths = torch.full((num_sequences,), 100)
-    truth = HMM(torch.full((HOURS,), 1 / HOURS).log(), moves.log(), Categorical(views), lengths)
+    truth = HMM(
+        torch.full((HOURS,), 1 / HOURS).log(), transition.log(), Categorical(views), lengths
+    )
     return truth, Sequences(truth.sample(), lengths)
 
 
 def draw_clock(quick: bool) -> list[dict[str, Any]]:
-    """Fit the clock, draw it, and report its nats per step."""
+    """Fit the clock, plot its embeddings, and report nats per step."""
     pyro.set_rng_seed(1)
     truth, data = clock(10 if quick else 100)
     module = DenseHMM(HOURS, SYMBOLS, dim=2)
@@ -66,7 +69,9 @@ def draw_clock(quick: bool) -> list[dict[str, Any]]:
     fit = fit_em(module, data, start=pairs.values, num_steps=5 if quick else 60)
     after = {name.removeprefix("module."): value for name, value in fit.values.items()}
     untrained, trained = trace.nodes["_RETURN"]["value"], fit.hmm(data)
-    order = trained.log_transition.exp().fill_diagonal_(0.0).argmax(-1)  # where each hour goes
+    order = (
+        trained.log_transition.exp().fill_diagonal_(0.0).argmax(-1)
+    )  # the successor of each hour
     hours = [0]
     while len(hours) < HOURS and int(order[hours[-1]]) not in hours:
         hours.append(int(order[hours[-1]]))
@@ -99,7 +104,7 @@ def draw_clock(quick: bool) -> list[dict[str, Any]]:
 
 
 def _vectors(axes: Any, first: Tensor, second: Tensor, name: str, other: str) -> None:
-    """Two kinds of vectors in the plane, numbered."""
+    """Two kinds of embeddings as numbered arrows."""
     for kind, points, label in (("C0", first, name), ("C3", second, other)):
         for index, (x, y) in enumerate(points.tolist()):
             axes.annotate("", (x, y), (0, 0), arrowprops={"arrowstyle": "->", "color": kind})
@@ -122,7 +127,7 @@ def _matrix(axes: Any, matrix: Tensor, columns: str, rows: str) -> None:
 
 
 def words(quick: bool) -> tuple[Sequences, readers.Vocabulary, str]:
-    """Words of WikiText-2, if it can be found; else those that come with the package."""
+    """Words of WikiText-2 if available; else those that come with the package."""
     if not quick:
         try:
             path = datasets.find("wikitext2-train")
@@ -136,26 +141,26 @@ def words(quick: bool) -> tuple[Sequences, readers.Vocabulary, str]:
     return corpus.data, corpus.vocabulary, "the help of Python"
 
 
-def profiles(emit: Tensor, symbol: Tensor, law: Tensor) -> Tensor:
-    """Symbols as the states see them, ``(V, K)``, of length one.
+def profiles(emit: Tensor, symbol: Tensor, stationary: Tensor) -> Tensor:
+    """Identifiable profiles of symbols, ``(V, K)``, of unit length.
 
-    An invertible map of ``emit``, and its transposed inverse of ``symbol``, change no probability,
-    but they change angles between symbols. Inner products with the embeddings of states do not
-    change; about their means they are the logarithms of B without what normalises them.
+    An invertible linear map of ``emit`` and its inverse transpose of ``symbol`` change no
+    probability, but they change angles between symbols. Inner products with the embeddings of
+    states are invariant; centred, they are the unnormalised logarithms of B.
     """
-    emit = emit - (law.unsqueeze(-1) * emit).sum(0)
-    return normalize((symbol - symbol.mean(0)) @ emit.mT * law.sqrt(), dim=-1)
+    emit = emit - (stationary.unsqueeze(-1) * emit).sum(0)
+    return normalize((symbol - symbol.mean(0)) @ emit.mT * stationary.sqrt(), dim=-1)
 
 
 def neighbours(points: Tensor, vocabulary: readers.Vocabulary, word: str, count: int) -> list[str]:
-    """The words whose profiles make the smallest angles with that of ``word``."""
+    """The words whose profiles have the highest cosine similarity with that of ``word``."""
     index = vocabulary.index(word)
     nearest = (points @ points[index]).argsort(descending=True)
-    return [vocabulary[int(each)] for each in nearest if int(each) != index][:count]
+    return [vocabulary[place] for place in nearest.tolist() if place != index][:count]
 
 
 def draw_words(quick: bool) -> list[dict[str, Any]]:
-    """Fit words, list neighbours of some, and draw the most frequent ones in a plane."""
+    """Fit words, list neighbours of some, and plot their similarities."""
     pyro.set_rng_seed(0)
     data, vocabulary, source = words(quick)
     num_states, dim = (8, 4) if quick else (64, 24)
@@ -168,12 +173,12 @@ def draw_words(quick: bool) -> list[dict[str, Any]]:
     )  # fmt: skip
     seconds = time.perf_counter() - start_time
     hmm = fit.hmm(data[:1])
-    law = hmm.stationary()
-    points = profiles(fit.values["module.emit"], fit.values["module.symbol"], law)
+    stationary = hmm.stationary()
+    points = profiles(fit.values["module.emit"], fit.values["module.symbol"], stationary)
     asked = [word for word in ASKED if word in vocabulary] or list(vocabulary[:3])
-    found = {word: neighbours(points, vocabulary, word, 6) for word in asked}
+    nearest = {word: neighbours(points, vocabulary, word, 6) for word in asked}
 
-    groups = {word: [word, *found[word]] for word in (DRAWN if not quick else asked)}
+    groups = {word: [word, *nearest[word]] for word in (DRAWN if not quick else asked)}
     shown = [vocabulary.index(word) for group in groups.values() for word in group]
     names = [vocabulary[index] for index in shown]
     cosines = points[shown] @ points[shown].mT
@@ -181,7 +186,7 @@ def draw_words(quick: bool) -> list[dict[str, Any]]:
     picture = axes.imshow(cosines.numpy(), vmin=-1.0, vmax=1.0, cmap="RdBu_r")
     axes.set_xticks(range(len(names)), names, rotation=90, fontsize=8)
     axes.set_yticks(range(len(names)), names, fontsize=8)
-    axes.set_title("words and their nearest neighbours: cosines of their profiles")
+    axes.set_title("cosine similarity of words and their nearest neighbours")
     figure.colorbar(picture, ax=axes, shrink=0.8)
     if not quick:
         figure.savefig(FOLDER / "densehmm_words.png", dpi=150)
@@ -191,12 +196,12 @@ def draw_words(quick: bool) -> list[dict[str, Any]]:
              "vocabulary": len(vocabulary), "tokens": data.num_observed,
              "seconds": seconds, "perplexity": perplexity.value,
              "perplexity_tokens": perplexity.num_tokens}  # fmt: skip
-    return [about, *({"part": "neighbours", "word": k, "nearest": v} for k, v in found.items())]
+    return [about, *({"part": "neighbours", "word": k, "nearest": v} for k, v in nearest.items())]
 
 
 def main() -> None:
     """Both parts."""
-    quick = arguments(__doc__).quick
+    quick = arguments(__doc__, picture=False).quick
     rows = draw_clock(quick) + draw_words(quick)
     for row in rows:
         print(row)

@@ -1,22 +1,23 @@
 """Transition matrices as softmaxes of products of thin matrices: Table 1 and Fig. 3 of DenseHMM.
 
-As in section 4 of the paper, matrices A of n rows, each drawn from a Dirichlet law of 0.1, are
-approximated by rows of ``|U Z|`` (normAbsLin) or of ``exp(U Z)`` (softmax) divided by their sums,
-with vectors of length l. The loss is ``|A' - A| / |A|`` (Frobenius), and a row of the table is the
-median of 200: 10 matrices, each from 20 starts of N(0, 1) that both factorisations share.
+As in section 4 of the paper, n x n matrices A, whose rows are sampled from a Dirichlet distribution
+of concentration 0.1, are approximated by the normalised rows of ``|U Z|`` (normAbsLin) or of
+``exp(U Z)`` (softmax), with vectors of length l. The loss is ``|A' - A| / |A|`` (Frobenius), and a
+row of the table is the median of 200 fits: 10 matrices with 20 initial values from N(0, 1) each,
+shared by both factorisations.
 
-``decaying`` is Adam for 30,000 steps whose rate falls from 0.03 to zero; ``as in the code`` is what
-the authors ran, a rate of 0.01 for as many steps or until the loss, in float32, does not change at
-all from one step to the next after the first 2,000. All problems of a row are fitted side by side,
-with a gradient written by hand.
+``decaying`` is 30,000 steps of Adam with a rate that falls from 0.03 to zero; ``as in the code`` is
+what the authors ran, a rate of 0.01 for as many steps or until the loss, in float32, does not
+change between two steps after the first 2,000. All problems of a row are one batch, with a
+hand-written gradient.
 
-A median over ten matrices depends on which ten: ``draws`` repeats the rows with l < n for ten draws
-of ten. At n = 3 and l = 1 that decides: its ten medians go from 0.006 to 0.134, three of them at or
-below the 0.048 of the paper; those of the table, the first drawn, are easy ones.
+A median over ten matrices depends on the matrices: ``draws`` repeats the rows with l < n for ten
+samples of ten matrices. At n = 3 and l = 1 this matters: the ten medians range from 0.006 to 0.134,
+three of them at or below the paper's 0.048; those of the table, the first sample, are easy ones.
 
-``rank`` is of the fitted matrices, and of their logarithms less the means of rows. ``exactness``
-builds positive matrices from vectors of length n - 1. All parts take ten minutes on two
-cores, shared among as many processes as torch has threads.
+``rank`` is the rank of the fitted matrices, and of their centred logarithms. ``exactness``
+constructs positive matrices from vectors of length n - 1. All parts take ten minutes on two cores,
+with as many processes as torch has threads.
 
 Writes ``densehmm_matrix_fit.json`` and ``densehmm_matrix_fit.png``.
 """
@@ -30,7 +31,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from common import FOLDER, arguments, earlier, write
+from common import FOLDER, arguments, earlier, pyplot, write
 from torch import Tensor
 
 from pyrohmm import dense
@@ -96,7 +97,7 @@ NEVER_BEFORE = 2_000  # steps
 
 
 def problems(n: int, length: int, draw: int = 0) -> tuple[Tensor, Tensor]:
-    """Matrices ``(n, n, B)``, each as often as it has starts, and starts ``(2, B, n, l)``."""
+    """Matrices ``(n, n, B)``, one for each start, and starts ``(2, B, n, l)``."""
     matrices = np.random.default_rng(1000 * draw + n).dirichlet(np.full(n, 0.1), (NUM_MATRICES, n))
     targets = torch.tensor(matrices, dtype=torch.float32).repeat_interleave(NUM_STARTS, 0)
     shape = (2, NUM_MATRICES * NUM_STARTS, n, length)
@@ -150,15 +151,15 @@ def fit(
         losses = gradient(factorisation, embeddings, targets, sizes, slopes)
         if t >= NEVER_BEFORE:
             still = ((losses == before) & stops)[:, None, None]
-            first.masked_fill_(still, 0.0)  # and they do not move from here on
+            first.masked_fill_(still, 0.0)  # and they stay constant from here on
             fall.masked_fill_(still, 0.0)
         before = losses
         mean.lerp_(slopes, 0.1)
         square.mul_(0.999).addcmul_(slopes, slopes, value=0.001)
         unbiased = (1 - 0.999 ** (t + 1)) ** 0.5
-        moves = mean / (square.sqrt().add_(1e-8 * unbiased))
+        direction = mean / (square.sqrt().add_(1e-8 * unbiased))
         rate = first - fall * (t / num_steps)
-        embeddings.addcmul_(moves, rate, value=-unbiased / (1 - 0.9 ** (t + 1)))
+        embeddings.addcmul_(direction, rate, value=-unbiased / (1 - 0.9 ** (t + 1)))
     return embeddings.unflatten(1, (len(schedules), num_problems)).transpose(0, 1)
 
 
@@ -182,7 +183,7 @@ def quartiles(losses: Tensor) -> dict[str, Any]:
 
 
 def one_row(job: tuple[int, int, Factorisation, int]) -> list[dict[str, Any]]:
-    """One line of Table 1 for one factorisation, both schedules, and the ranks of what it gave."""
+    """One line of Table 1 for one factorisation and both schedules, and the ranks of its fits."""
     n, length, factorisation, num_steps = job
     targets, starts = problems(n, length)
     schedules = [DECAYING, AS_IN_CODE]
@@ -191,7 +192,7 @@ def one_row(job: tuple[int, int, Factorisation, int]) -> list[dict[str, Any]]:
     line = {"n": n, "l": length, "factorisation": factorisation.name}
     rows = []
     for schedule, embeddings in zip(schedules, by_schedule):
-        found = quartiles(losses_of(fitted(factorisation, embeddings), targets))
+        summary = quartiles(losses_of(fitted(factorisation, embeddings), targets))
         rows.append(
             {
                 "quantity": "relative error",
@@ -200,15 +201,15 @@ def one_row(job: tuple[int, int, Factorisation, int]) -> list[dict[str, Any]]:
                 "paper": middle,
                 "paper_low": low,
                 "paper_high": high,
-                **found,
-                "at_or_below_paper": found["ours"] <= middle,
+                **summary,
+                "at_or_below_paper": summary["ours"] <= middle,
             }
         )
     return [*rows, {"quantity": "rank", **line, **ranks(factorisation, by_schedule[0], targets)}]
 
 
 def ranks(factorisation: Factorisation, embeddings: Tensor, targets: Tensor) -> dict[str, Any]:
-    """How far from singular fitted matrices are, and the rank of their logarithms."""
+    """Conditioning of the fitted matrices, and the rank of their logarithms."""
     log_probs = fitted(factorisation, embeddings)
     ratios = _singular_ratios(log_probs.exp())
     result = {
@@ -230,11 +231,11 @@ def _singular_ratios(matrices: Tensor) -> Tensor:
 
 
 def many_draws(job: tuple[int, int, int, int]) -> dict[str, Any]:
-    """A row of Table 1 for other draws of its matrices, by softmax and the decaying rate."""
+    """A row of Table 1 for other samples of its matrices, by softmax and the decaying rate."""
     n, length, num_steps, num_draws = job
-    drawn = [problems(n, length, draw) for draw in range(num_draws)]
-    targets = torch.cat([targets for targets, _ in drawn], -1)
-    starts = torch.cat([starts for _, starts in drawn], 1)
+    samples = [problems(n, length, draw) for draw in range(num_draws)]
+    targets = torch.cat([targets for targets, _ in samples], -1)
+    starts = torch.cat([starts for _, starts in samples], 1)
     embeddings = fit(SOFTMAX, targets, starts, [DECAYING], num_steps)[0]
     losses = losses_of(fitted(SOFTMAX, embeddings), targets)
     losses = losses.view(num_draws, NUM_MATRICES, NUM_STARTS)
@@ -259,33 +260,33 @@ def many_draws(job: tuple[int, int, int, int]) -> dict[str, Any]:
 
 
 def exact(n: int, num_matrices: int) -> dict[str, Any]:
-    """The largest error of vectors of length n - 1 that are built, not fitted."""
+    """The largest error of a construction with vectors of length n - 1."""
     rng = np.random.default_rng(n)
     matrices = torch.tensor(rng.dirichlet(np.full(n, 0.1), (num_matrices, n))).clamp(min=1e-300)
     matrices /= matrices.sum(-1, keepdim=True)
     logs = matrices.log()
     rows = (logs - logs[..., :1])[..., 1:]  # (B, n, n - 1); the first column of scores is zero
     columns = torch.eye(n, dtype=rows.dtype)[:, 1:]  # (n, n - 1)
-    found = dense.log_rows(dense.exponential, rows, columns).exp()
+    probs = dense.log_rows(dense.exponential, rows, columns).exp()
     return {
         "quantity": "largest error of l = n - 1",
         "n": n,
         "l": n - 1,
         "factorisation": "softmax",
-        "ours": (found - matrices).abs().max().item(),
+        "ours": (probs - matrices).abs().max().item(),
         "runs": num_matrices,
     }
 
 
-def _begin() -> None:
+def _initialise() -> None:
     torch.set_num_threads(1)
-    torch.set_flush_denormal(True)  # squares of vanishing slopes are far below what float32 holds
+    torch.set_flush_denormal(True)  # squared gradients underflow float32
 
 
-def _side_by_side(function: Callable[[Any], Any], jobs: list[Any], part: str) -> list[Any]:
+def _in_parallel(function: Callable[[Any], Any], jobs: list[Any], part: str) -> list[Any]:
     """Results of ``function`` for all jobs, on as many processes as torch has threads."""
     results = []
-    with get_context("spawn").Pool(torch.get_num_threads(), _begin) as pool:
+    with get_context("spawn").Pool(torch.get_num_threads(), _initialise) as pool:
         for result in pool.imap(function, jobs):
             results.append(result)
             print(part, result, flush=True)
@@ -297,13 +298,13 @@ def table(quick: bool) -> list[dict[str, Any]]:
     lines = [(3, 2), (5, 3)] if quick else list(PAPER)
     num_steps = 200 if quick else NUM_STEPS
     jobs = [(*line, kind, num_steps) for line in lines for kind in (SOFTMAX, NORM_ABS_LIN)]
-    return [row for rows in _side_by_side(one_row, jobs, "table") for row in rows]
+    return [row for rows in _in_parallel(one_row, jobs, "table") for row in rows]
 
 
 def draws(quick: bool) -> list[dict[str, Any]]:
-    """How much the medians depend on the matrices that were drawn, where l is less than n."""
+    """Dependence of the medians on the sampled matrices, where l is less than n."""
     jobs = [(n, length, 10_000, NUM_DRAWS) for n, length in PAPER if length < n]
-    return _side_by_side(many_draws, [(3, 1, 200, 2)] if quick else jobs, "draws")
+    return _in_parallel(many_draws, [(3, 1, 200, 2)] if quick else jobs, "draws")
 
 
 def exactness(quick: bool) -> list[dict[str, Any]]:
@@ -315,11 +316,12 @@ def exactness(quick: bool) -> list[dict[str, Any]]:
 
 def draw(rows: list[dict[str, Any]]) -> None:
     """Fig. 3: errors against l, one panel for each n; the paper's as hollow markers."""
-    from matplotlib import pyplot as plt
     from matplotlib.lines import Line2D
 
+    plt = pyplot()
+
     errors = [row for row in rows if row["quantity"] == "relative error"]
-    figure, axes = plt.subplots(1, 3, figsize=(11, 4.3), layout="constrained", sharey=True)
+    figure, axes = plt.subplots(1, 3, figsize=(10, 4.4), layout="constrained", sharey=True)
     bottom, finest = 5e-8, 5e-4  # the paper prints three decimals
     colors = {"softmax": "C2", "normAbsLin": "C0"}
     for panel, n in zip(axes, (3, 5, 10)):
@@ -343,7 +345,7 @@ def draw(rows: list[dict[str, Any]]) -> None:
         panel.set_xticks(lengths)
         panel.set_xlim(1 - 0.1 * width, lengths[-1] + 0.1 * width)
         panel.set_xlabel("l, length of the vectors")
-        panel.set_title(f"n = {n}", fontsize=11)
+        panel.set_title(f"n = {n}")
     axes[0].set_yscale("log")
     axes[0].set_ylim(bottom, 2)
     axes[0].set_ylabel("relative error, median and quartiles of 200 fits")
@@ -353,13 +355,21 @@ def draw(rows: list[dict[str, Any]]) -> None:
     handles = [Line2D([], [], color=c, linewidth=4, label=name) for name, c in colors.items()]
     ink = "0.3"
     handles += [
-        Line2D([], [], color=ink, marker="o", label="ours, rate decays"),
-        Line2D([], [], color=ink, linestyle=":", label="ours, fixed rate as in the code"),
+        Line2D([], [], color=ink, marker="o", label="ours, decaying rate"),
+        Line2D([], [], color=ink, linestyle=":", label="ours, constant rate (authors' code)"),
         Line2D([], [], color=ink, marker="o", markerfacecolor="white", linestyle="", label="paper"),
         Line2D([], [], color="0.6", linewidth=0.8, label="l = n"),
     ]
-    figure.legend(handles=handles, loc="outside upper center", ncols=6, fontsize=9, frameon=False)
+    figure.legend(
+        handles=handles,
+        loc="outside upper center",
+        ncols=6,
+        fontsize=8.5,
+        columnspacing=1.2,
+        frameon=False,
+    )
     figure.savefig(FOLDER / f"{NAME}.png", dpi=150)
+    plt.close(figure)
 
 
 def _bars(
@@ -370,7 +380,7 @@ def _bars(
     floor: float,
     **style: Any,
 ) -> None:
-    """Medians, and bars from quartile to quartile; what is below ``floor`` is drawn there."""
+    """Medians and quartiles; values below ``floor`` are drawn at it."""
     low, middle, high = (np.array([max(row[key], floor) for row in rows]) for key in keys.split())
     panel.errorbar(places, middle, [middle - low, high - middle], elinewidth=1.2, **style)
 
@@ -379,6 +389,9 @@ def main() -> None:
     """Fit, then write."""
     parts = (table, draws, exactness)
     options = arguments(__doc__, [part.__name__ for part in parts])
+    if options.draw:
+        draw(earlier(NAME))
+        return
     old = earlier(NAME)
     rows = []
     for part in parts:
@@ -386,7 +399,7 @@ def main() -> None:
             rows += [{"part": part.__name__, **row} for row in part(options.quick)]
         else:
             rows += [row for row in old if row["part"] == part.__name__]
-    used = round(sum(os.times()[:4]))  # by this process and those that it waited for
+    used = round(sum(os.times()[:4]))  # of this process and its children
     print(f"{used} seconds of processor time")
     if not options.quick:
         write(NAME, rows, processes=torch.get_num_threads(), processor_seconds=used)

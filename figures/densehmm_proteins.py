@@ -1,12 +1,11 @@
 """Figure 5 of the DenseHMM paper: MAD and NLL on proteins.
 
-The paper takes the first 1,024 sequences of the Protein Data Bank as it was in October 2019; these
-are the first 1,024 of the chains that JPred4 was trained on, which come from that bank too, but no
-two of which resemble each other. As in the authors' code, chains are cut at 500 residues, and the
-rarest residues, which together make less than 5 % of all, are merged (the paper's 0.2 % would merge
-one). Half the chains are for learning, half for testing.
-See ``common/densehmm.py`` for the models, the measures and the two protocols. Writes
-``densehmm_proteins.json`` and ``densehmm_proteins.png``.
+The paper uses the first 1,024 sequences of the Protein Data Bank as of October 2019; here they are
+the first 1,024 chains of the training set of JPred4, which come from the same database, but no two
+of which are similar. As in the authors' code, chains are cut at 500 residues, and the rarest
+residues, together less than 5 % of all, are merged (the paper's 0.2 % would merge one). Half of the
+chains are for training, half for testing. See ``common/densehmm.py`` for the models, the measures
+and the two protocols. Writes ``densehmm_proteins.json`` and ``densehmm_proteins.png``.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ def chains() -> readers.Corpus:
 
 
 def falls_with_length(medians: Medians) -> tuple[float, bool]:
-    """What the direct model's MAD at the largest l is of that at the least, at worst over n."""
+    """Ratio of the direct model's MAD at the largest l to that at the least, the worst over n."""
     shares = []
     for size in medians.sizes:
         dims = sorted(dim for n, dim in medians.cells if n == size)
@@ -70,7 +69,7 @@ CLAIMS = [
 ]
 
 if __name__ == "__main__":
-    quick = arguments(__doc__).quick
-    corpus = of_corpus(chains, 500, 0.05, quick)
+    options = arguments(__doc__)
+    corpus = of_corpus(chains, 500, 0.05, options.quick)
     proteins = Source("proteins", "proteins", *corpus, CLAIMS)
-    reproduce("densehmm_proteins", [proteins], quick)
+    reproduce("densehmm_proteins", [proteins], options)

@@ -1,8 +1,8 @@
-"""Figure 4 of the DenseHMM paper: MAD and NLL on data drawn from HMMs that are known.
+"""Figure 4 of the DenseHMM paper: MAD and NLL on samples from known HMMs.
 
-As many symbols as states; rows of the true matrices are drawn from a Dirichlet distribution with
-concentration 0.1; ten sequences of 200 steps to learn from and ten to test on. See
-``common/densehmm.py`` for the models, the measures and the two protocols. Writes
+There are as many symbols as states, and the rows of the true matrices are sampled from a Dirichlet
+distribution with concentration 0.1; ten sequences of 200 steps for training and ten for testing.
+See ``common/densehmm.py`` for the models, the measures and the two protocols. Writes
 ``densehmm_synthetic.json`` and ``densehmm_synthetic.png``.
 """
 
@@ -33,14 +33,14 @@ from pyrohmm import cooccurrence, datasets
 
 
 def draw(num_states: int, generator: torch.Generator) -> Halves:
-    """A new HMM and data from it."""
+    """A random HMM and data sampled from it."""
     toy = datasets.dirichlet_toy(num_states, num_states, generator=generator)
-    law = cooccurrence.predicted(toy.initial, toy.transition.log(), toy.emission)
-    return Halves(toy.train.without_labels(), toy.test.without_labels(), law)
+    pair_probs = cooccurrence.predicted(toy.initial, toy.transition.log(), toy.emission)
+    return Halves(toy.train.without_labels(), toy.test.without_labels(), pair_probs)
 
 
 def lead_at_least_states(medians: Medians) -> tuple[float, bool]:
-    """What the direct model's MAD is of the next best one's, at the least n."""
+    """The direct model's MAD relative to the next best one's, at the least n."""
     shares = {
         cell: medians.of("MAD", DIRECT, cell) / min(medians.others("MAD", DIRECT, cell))
         for cell in medians.cells
@@ -56,8 +56,8 @@ def lead_at_least_states(medians: Medians) -> tuple[float, bool]:
 CLAIMS = [
     Claim("MAD: direct is best (in 3 of 4 cells)", mostly(least("MAD", DIRECT), everywhere)),
     Claim(
-        "MAD from the true law, as the paper has it: direct is best (in 3 of 4 cells)",
-        mostly(least("MAD from the true law", DIRECT), everywhere),
+        "MAD from the true distribution, as the paper has it: direct is best (in 3 of 4 cells)",
+        mostly(least("MAD from the true distribution", DIRECT), everywhere),
     ),
     Claim("MAD: its lead is clearest at n = 3 (MAD over the next best)", lead_at_least_states),
     Claim(
@@ -80,4 +80,4 @@ CLAIMS = [
 SYNTHETIC = Source("synthetic", "synthetic", lambda n: n, draw, CLAIMS, anew=True)
 
 if __name__ == "__main__":
-    reproduce("densehmm_synthetic", [SYNTHETIC], arguments(__doc__).quick)
+    reproduce("densehmm_synthetic", [SYNTHETIC], arguments(__doc__))

@@ -1,10 +1,10 @@
 """Figure 6 of the DenseHMM paper: MAD and NLL on sequences of part-of-speech tags.
 
-The paper takes 1,000 sentences of MedPost, which is not to be had any more, its code the sample of
-the Penn Treebank that comes with NLTK. Here are both settings. The Penn sample is as in the code:
-3,914 sentences, traces included, cut at 45 tags, the rarest tags merged, which together make less
-than 10 %. In the place of MedPost are 1,000 sentences of UD English EWT, drawn at random, cut at 40
-tags, less than 1 % merged. Half the sentences are for learning, half for testing. See
+The paper uses 1,000 sentences of MedPost, which is no longer available; its code uses the sample of
+the Penn Treebank that comes with NLTK. Both settings are here. The Penn sample is as in the code:
+3,914 sentences, traces included, cut at 45 tags, with the rarest tags, together less than 10 %,
+merged. MedPost is replaced by 1,000 random sentences of UD English EWT, cut at 40 tags, with less
+than 1 % merged. Half of the sentences are for training, half for testing. See
 ``common/densehmm.py`` for the models, the measures and the two protocols. Writes
 ``densehmm_tags.json`` and ``densehmm_tags.png``.
 """
@@ -86,9 +86,10 @@ CLAIMS = [
 ]
 
 if __name__ == "__main__":
-    quick = arguments(__doc__).quick
+    options = arguments(__doc__)
+    quick = options.quick
     sources = [
-        Source("penn", "tags of the Penn sample", *of_corpus(penn, 45, 0.10, quick), CLAIMS),
-        Source("web", "tags of UD English EWT", *of_corpus(web, 40, 0.01, quick), CLAIMS),
+        Source("penn", "Penn Treebank sample, tags", *of_corpus(penn, 45, 0.10, quick), CLAIMS),
+        Source("web", "UD English EWT, tags", *of_corpus(web, 40, 0.01, quick), CLAIMS),
     ]
-    reproduce("densehmm_tags", sources, quick)
+    reproduce("densehmm_tags", sources, options)

@@ -1,19 +1,20 @@
-"""The diversity prior beyond the paper: beside other priors, on embeddings, and at many states.
+"""The diversity prior beyond the paper: other priors, embeddings and networks, many states.
 
-``cost``: log-determinant and gradient for K up to 1,000, beside evidence and gradient of 64
+``cost``: log-determinant and gradient for K up to 1,000, compared with evidence and gradient of 64
 sequences of 100 steps with as many states, in turn, on one thread. ``iterations``: ten iterations
-of EM with the prior beside ten without it, on 200 such sequences.
+of EM with and without the prior, on 200 such sequences.
 
-``priors``: few data; the strength of each prior is chosen by the evidence of validation data, and
-the evidence of test data reported, in nats per observation, less that without a prior. ``toy`` is
-that of the paper (40 sequences of six numbers), ``ring`` a chain of six states that mostly go on to
-the next (40 sequences of ten symbols), ``sticky`` one that mostly stays, ``letters`` English (4,000
-letters, eight states). EM, ten seeds; all priors begin at the same values. A Dirichlet prior with a
-concentration below one (sparse) has no mode: counts that become negative are zero, as is usual.
+``priors``: small data sets; the strength of each prior is chosen by the evidence of validation
+data, and the gain in evidence of test data over no prior is reported, in nats per observation.
+``toy`` is the data of the paper (40 sequences of six numbers), ``ring`` a chain of six states that
+mostly advance to the next (40 sequences of ten symbols), ``sticky`` one that mostly stays,
+``letters`` English (4,000 letters, eight states). EM, ten seeds; all priors use the same initial
+values. A Dirichlet prior with a concentration below one (sparse) has no mode: negative counts are
+set to zero, as usual.
 
 ``embeddings``: a DenseHMM with twelve states of four dimensions on 100,000 letters of English, by
 EM with gradient M-steps, under the prior: nats per held-out letter, and diversity. ``networks``: a
-NeuralHMM of as many states by MAP, 600 gradient steps, on the same letters.
+NeuralHMM with as many states by MAP, 600 gradient steps, on the same letters.
 
 Writes ``diversified_beyond.json`` and ``diversified_beyond.png``.
 """
@@ -29,7 +30,7 @@ from typing import Any
 
 import pyro
 import torch
-from common import FOLDER, arguments, earlier, ratio, side_by_side, write
+from common import FOLDER, arguments, earlier, interleaved, pyplot, ratio, write
 from pyro.distributions import Categorical
 from torch import Tensor
 
@@ -58,7 +59,7 @@ Data = tuple[Sequences, Sequences, Sequences]  # for training, validation and te
 
 
 def cost(quick: bool) -> list[dict[str, Any]]:
-    """What the determinant costs beside the evidence."""
+    """Cost of the determinant relative to the evidence."""
     rows = []
     for size in (5, 20) if quick else (10, 30, 100, 300, 1000):
         torch.manual_seed(0)
@@ -81,7 +82,7 @@ def cost(quick: bool) -> list[dict[str, Any]]:
             return torch.autograd.grad(hmm.log_prob(values).sum(), (logits, emission))
 
         methods: dict[str, Callable[[], Any]] = {"determinant": prior, "evidence": evidence}
-        times = side_by_side(methods, 3 if quick else 15, 10.0, time.process_time)
+        times = interleaved(methods, 3 if quick else 15, 10.0, time.process_time)
         rows.append(
             {
                 "K": size,
@@ -95,7 +96,7 @@ def cost(quick: bool) -> list[dict[str, Any]]:
 
 
 def iterations(quick: bool) -> list[dict[str, Any]]:
-    """What the M-step under the prior costs beside plain EM."""
+    """Cost of EM with the M-step under the prior, relative to plain EM."""
     rows = []
     for size in (5, 10) if quick else (10, 30, 100, 200):
         torch.manual_seed(0)
@@ -115,7 +116,7 @@ def iterations(quick: bool) -> list[dict[str, Any]]:
             "plain": partial(fit, None),
             "diversity": partial(fit, DiversityPrior(10.0)),
         }
-        times = side_by_side(methods, 1 if quick else 7, 60.0, time.process_time)
+        times = interleaved(methods, 1 if quick else 7, 60.0, time.process_time)
         rows.append(
             {
                 "K": size,
@@ -129,7 +130,7 @@ def iterations(quick: bool) -> list[dict[str, Any]]:
 
 
 class _Sparse(TabularHMM):
-    """A tabular HMM whose M-step lets negative counts of transitions be zero: sparse rows.
+    """A tabular HMM whose M-step sets negative transition counts to zero: sparse rows.
 
     Args:
         num_states: K.
@@ -151,7 +152,7 @@ class _Sparse(TabularHMM):
 
 
 def chain(matrix: Tensor, seed: int, num: int) -> Sequences:
-    """Sequences of ten of nine symbols: a state emits its own most of the time."""
+    """Sequences of length ten over nine symbols; each state mostly emits one of them."""
     pyro.set_rng_seed(seed)
     size = len(matrix)
     emission = (0.3 / 9 + 0.7 * torch.eye(size, 9)).double()
@@ -165,7 +166,7 @@ def chain(matrix: Tensor, seed: int, num: int) -> Sequences:
 
 
 def toy(seed: int) -> Data:
-    """That of the paper."""
+    """The data of the paper."""
     generator = torch.Generator().manual_seed(seed)
     data = datasets.diverse_toy(1040, generator=generator).without_labels()
     data = Sequences(data.values.double(), data.lengths)
@@ -173,7 +174,7 @@ def toy(seed: int) -> Data:
 
 
 def ring(seed: int) -> Data:
-    """A chain that mostly goes on."""
+    """A chain that mostly advances to the next state."""
     data = chain(0.1 / 6 + 0.9 * torch.eye(6).roll(1, -1), seed, 1040)
     return data[:40], data[40:540], data[540:]
 
@@ -185,7 +186,7 @@ def staying(seed: int) -> Data:
 
 
 def letters(seed: int) -> Data:
-    """English."""
+    """English letters."""
     data = datasets.english_letters(60_000, chunk=100).data
     order = torch.randperm(len(data), generator=torch.Generator().manual_seed(seed))
     data = data[order]
@@ -227,36 +228,36 @@ def priors(quick: bool) -> list[dict[str, Any]]:
             train, valid, test = make(seed)
             pyro.set_rng_seed(seed)
             plain = TabularHMM(size, family())
-            begin = starts.by_kmeans if source == "toy" else None
-            if begin is None:
+            start = starts.by_kmeans if source == "toy" else None
+            if start is None:
                 first = starts.from_prior(plain, train, 1)
-                begin = {name: value[0, 0] for name, value in first.items()}
+                start = {name: value[0, 0] for name, value in first.items()}
 
             def scores(module: HMMModule, prior: Any, *data: Any) -> tuple[float, float]:
-                train, valid, test, begin, seed = data
+                train, valid, test, start, seed = data
                 pyro.set_rng_seed(seed)
                 with warnings.catch_warnings():
-                    if isinstance(module, _Sparse):  # there is no mode that its steps go up to
+                    if isinstance(module, _Sparse):  # without a mode EM is not monotone
                         warnings.filterwarnings("ignore", "the loss rose")
                     fit = fit_em(
-                        module, train, log_prior=prior, start=begin, progress=False,
+                        module, train, log_prior=prior, start=start, progress=False,
                         num_steps=5 if quick else 200,
                     )  # fmt: skip
-                found = [
+                nats = [
                     (metrics.log_evidence(fit, part).sum() / part.num_observed).item()
                     for part in (valid, test)
                 ]
-                return found[0], found[1]
+                return nats[0], nats[1]
 
-            given = (train, valid, test, begin, seed)
-            _, base = scores(plain, None, *given)
+            inputs = (train, valid, test, start, seed)
+            _, base = scores(plain, None, *inputs)
             for kind, strengths in STRENGTHS.items():
-                every = {
-                    strength: scores(*under(kind, strength, size, family()), *given)
+                by_strength = {
+                    strength: scores(*under(kind, strength, size, family()), *inputs)
                     for strength in (strengths[:2] if quick else strengths)
                 }
-                best = max(every, key=lambda strength: every[strength][0])
-                gains[kind].append(every[best][1] - base)
+                best = max(by_strength, key=lambda strength: by_strength[strength][0])
+                gains[kind].append(by_strength[best][1] - base)
                 chosen[kind].append(best)
         for kind in STRENGTHS:
             rows.append(
@@ -320,51 +321,56 @@ def by_alpha(make: Callable[[float, Sequences], Fit], quick: bool) -> list[dict[
 
 
 def draw(rows: list[dict[str, Any]]) -> None:
-    """Costs, gains, and embeddings."""
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(1, 3, figsize=(13, 3.8), layout="constrained")
-    own = [row for row in rows if row["part"] == "cost"]
+    """Costs, gains, and a DenseHMM and a NeuralHMM under the prior."""
+    plt = pyplot()
+    figure, ((costs, gains), by_weight) = plt.subplots(
+        2, 2, figsize=(10, 7.5), layout="constrained"
+    )
+    selected = [row for row in rows if row["part"] == "cost"]
     for name in ("evidence", "determinant"):
-        axes[0].loglog([row["K"] for row in own],
-                       [row[f"{name}_milliseconds"] for row in own], "o-", label=name)  # fmt: skip
-    axes[0].set_xlabel("K")
-    axes[0].set_title("value and gradient, milliseconds", fontsize=10)
-    axes[0].legend(fontsize=8)
-    own = [row for row in rows if row["part"] == "priors"]
+        milliseconds = [row[f"{name}_milliseconds"] for row in selected]
+        costs.loglog([row["K"] for row in selected], milliseconds, "o-", label=name)
+    costs.set(xlabel="states K", ylabel="milliseconds", title="value and gradient")
+    costs.legend()
+    selected = [row for row in rows if row["part"] == "priors"]
     for n, kind in enumerate(STRENGTHS):
-        found = [row for row in own if row["prior"] == kind]
-        axes[1].errorbar(
-            [place + 0.12 * (n - 1.5) for place in range(len(found))],
-            [row["gain"] for row in found],
-            [row["standard_error"] for row in found],
-            fmt="os^D"[n], markersize=5, label=kind,
+        of_kind = [row for row in selected if row["prior"] == kind]
+        gains.errorbar(
+            [place + 0.12 * (n - 1.5) for place in range(len(of_kind))],
+            [row["gain"] for row in of_kind],
+            [row["standard_error"] for row in of_kind],
+            fmt="os^D"[n], markersize=5, label=f"{kind} prior",
         )  # fmt: skip
-    axes[1].axhline(0, color="k", linewidth=0.8)
-    axes[1].set_xticks(range(len(SOURCES)), list(SOURCES))
-    axes[1].set_title("gain in nats per test observation", fontsize=10)
-    axes[1].legend(fontsize=8)
-    for n, (name, title) in enumerate({"nats": "nats", "log_diversity": "log det"}.items()):
-        panel = axes[2] if n == 0 else axes[2].twinx()
-        for part, label, line in (("embeddings", "DenseHMM", "-"), ("networks", "NeuralHMM", "--")):
-            own = [row for row in rows if row["part"] == part]
-            alphas = list(dict.fromkeys(row["alpha"] for row in own))
-            values = [median(row[name] for row in own if row["alpha"] == alpha) for alpha in alphas]
-            panel.plot(range(len(alphas)), values, "os"[n] + line, color=f"C{n}", label=label)
-        panel.set_ylabel(title, color=f"C{n}")
+    gains.axhline(0, color="k", linewidth=0.8)
+    gains.set_xticks(range(len(SOURCES)), list(SOURCES))
+    gains.set(ylabel="nats per test observation", title="gain over no prior (mean, standard error)")
+    gains.grid(visible=False, axis="x")
+    gains.legend()
+    titles = {"nats": "nats per held-out letter", "log_diversity": "log-determinant"}
+    for panel, (name, title) in zip(by_weight, titles.items()):
+        for part, label, line in (
+            ("embeddings", "DenseHMM", "o-"), ("networks", "NeuralHMM", "s--"),
+        ):  # fmt: skip
+            selected = [row for row in rows if row["part"] == part]
+            alphas = list(dict.fromkeys(row["alpha"] for row in selected))
+            values = [
+                median(row[name] for row in selected if row["alpha"] == alpha) for alpha in alphas
+            ]
+            panel.plot(range(len(alphas)), values, line, label=label)
         panel.set_xticks(range(len(alphas)), [f"{alpha:g}" for alpha in alphas])
-    axes[2].set_xlabel("α")
-    axes[2].set_title("letters: nats per held-out letter, diversity", fontsize=10)
-    axes[2].legend(fontsize=8, loc="center left")
-    for panel in axes:
-        panel.grid(alpha=0.3)
+        panel.set(xlabel="α, weight of the prior", ylabel=title, title="12 states, English letters")
+        panel.legend()
     figure.savefig(FOLDER / "diversified_beyond.png", dpi=150)
+    plt.close(figure)
 
 
 def main() -> None:
     """Run the parts, then write."""
     parts = (cost, iterations, priors, embeddings, networks)
     options = arguments(__doc__, [part.__name__ for part in parts])
+    if options.draw:
+        draw(earlier("diversified_beyond"))
+        return
     torch.set_num_threads(1)
     pyro.enable_validation(False)
     rows, old = [], earlier("diversified_beyond")

@@ -1,27 +1,27 @@
 """Handwritten letters: section 4.2.2 of the diversified HMM paper, Figs 10 to 12, and beyond.
 
-Words of Kassel's set, 128 pixels a letter, are labelled by HMMs of 26 states that were fitted to
-labelled words: ten folds, nine to learn from and one to test on. The set has 6,877 images of words
-and only 55 words. Folds of the file share all of them, so that a chain may know by heart what it is
-to read; *words apart* are folds that share none.
+Words of Kassel's data set, 128 pixels per letter, are labelled by HMMs of 26 states fitted to
+labelled words: ten folds, nine for training and one for testing. The set has 6,877 images of words
+but only 55 distinct words. The folds of the file share all of them, so a chain may memorise the
+test words; *words apart* are folds that share none.
 
-``baselines`` is naive Bayes, which does not know the neighbours, and an HMM whose moves are counts
-with pseudo-counts (``smoothing``). ``diversity`` adds the determinantal prior with weight
-``alpha``, and the paper's penalty ``anchor_weight`` on squared distance from A_0. A_0 is the mode
-for ``alpha`` of zero; or, where ``anchor`` says so, counts with a pseudo-count of one, while the
-likelihood has none. ``alpha`` is that of the objective; the gradient that the paper prints is half
-of the objective's, so that its alpha of 10 is 5 here. ``neighbours`` is Fig. 12: how far the rows
-of the letters x and y are from those of the others.
+``baselines`` is naive Bayes, which ignores the neighbours, and an HMM whose transition
+probabilities are counts with pseudo-counts (``smoothing``). ``diversity`` adds the determinantal
+prior with weight ``alpha``, and the paper's penalty ``anchor_weight`` on the squared distance from
+A_0. A_0 is the mode for ``alpha`` of zero; or, where ``anchor`` says so, counts with a pseudo-count
+of one, while the likelihood has none. ``alpha`` is that of the objective; the gradient in the paper
+is half of the objective's, so its alpha of 10 is 5 here. ``neighbours`` is Fig. 12: distances of
+the rows of the letters x and y from those of the others.
 
-``better`` is how well an HMM can do: several styles a letter (a mixture, whose label says no more
-than the letter), of pixels or of normal vectors with full covariances, which are principal
-components of blurred images; pseudo-counts that are even, or spread by how frequent letters are, or
-by how English words go on; chains on pairs of letters; and, to show what the folds of the file
-measure, a chain that can only write the words it was fitted to. What has to be chosen is chosen for
-each fold by holding out the next one, among those it learns from.
+``better`` is how well an HMM can do: several styles per letter (a mixture whose label determines
+the letter only), of pixels or of normal vectors with full covariances, which are principal
+components of blurred images; pseudo-counts that are uniform, proportional to letter frequencies, or
+to transitions in English words; chains on pairs of letters; and, to show what the folds of the file
+measure, a chain that generates its training words only. Settings are chosen for each fold by
+holding out the next one of its training folds.
 
-Decodings are the most probable path, but in ``better`` the most probable letter at each step.
-Accuracies are shares of letters; ``low`` and ``high`` are the worst and the best fold.
+Decoding is the Viterbi path, but in ``better`` the most probable letter at each step. Accuracies
+are shares of letters; ``low`` and ``high`` are the worst and the best fold.
 
 Writes ``diversified_ocr.json`` and ``diversified_ocr.png``; all parts take half an hour on one
 core.
@@ -42,7 +42,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyro
 import torch
-from common import FOLDER, arguments, earlier, write
+from common import FOLDER, arguments, earlier, pyplot, write
 from torch import Tensor
 from torch.nn.functional import one_hot
 
@@ -65,7 +65,7 @@ from pyrohmm import (
 NAME = "diversified_ocr"
 FILE, APART = SPLITS = ("folds of the file", "words apart")
 NUM_LETTERS, HEIGHT, WIDTH = 26, 16, 8
-HARDLY = 1e-6  # pseudo-counts in the place of none: they decide rows no training word has
+HARDLY = 1e-6  # in place of no pseudo-counts; it determines rows without counts
 SMOOTHINGS = (0.0, 0.001, 1.0, 10.0, 100.0)
 ALPHAS = (0.0, 0.1, 1.0, 5.0, 10.0, 100.0, 1000.0)
 ANCHOR_WEIGHTS = (0.0, 1e2, 1e5)
@@ -88,20 +88,20 @@ class Budget(NamedTuple):
 
 
 class Look(NamedTuple):
-    """What letters look like: a mixture of so many styles, of pixels or of normal vectors."""
+    """The emission model: a mixture of styles, of pixels or of normal vectors."""
 
     name: str
     styles: int
     normal: bool = False
-    pairs: bool = False  # whether it is worth chains of second order
+    pairs: bool = False  # whether to fit chains of second order too
 
 
 class Chain(NamedTuple):
-    """How letters follow each other.
+    """A Markov chain of letters.
 
     Attributes:
         initial: ``(K,)``, probabilities of the first state.
-        transition: ``(K, K)``, of the next one.
+        transition: ``(K, K)``, transition probabilities.
         letters: ``(K,)``, the letter of each state.
     """
 
@@ -127,22 +127,22 @@ QUICK = Budget(
 )
 
 
-# Words and how they are parted --------------------------------------------------------------------
+# Words and their folds ----------------------------------------------------------------------------
 
 
 def letters_of(quick: bool) -> readers.Letters:
-    """The words; a quick run takes four hundred of them, or makes some if there are no data."""
+    """The words; a quick run uses four hundred of them, or synthetic ones if there are no data."""
     if quick and "PYROHMM_DATA" not in os.environ:
         return made_up()
-    found = readers.read_ocr_letters(datasets.find("ocr-letters"))
+    letters = readers.read_ocr_letters(datasets.find("ocr-letters"))
     if not quick:
-        return found
-    few = torch.randperm(len(found.data), generator=torch.Generator().manual_seed(0))[:400]
-    return found._replace(data=found.data[few], folds=found.folds[few])
+        return letters
+    few = torch.randperm(len(letters.data), generator=torch.Generator().manual_seed(0))[:400]
+    return letters._replace(data=letters.data[few], folds=letters.folds[few])
 
 
 def made_up() -> readers.Letters:
-    """Frequent words of an English text, each letter a fixed picture with pixels turned over."""
+    """Frequent words of an English text, each letter a fixed image with flipped pixels."""
     generator = torch.Generator().manual_seed(0)
     tags = readers.Vocabulary(readers.LETTERS)
     shapes = torch.rand(NUM_LETTERS, HEIGHT * WIDTH, generator=generator) < 0.3
@@ -171,7 +171,7 @@ def spelt(words: Sequences) -> list[tuple[int, ...]]:
 
 
 def folds_of(letters: readers.Letters) -> dict[str, Tensor]:
-    """Two ways to part the words: the file's, and with all copies of a word in one fold."""
+    """Two splits: the folds of the file, and with all copies of a word in one fold."""
     known = spelt(letters.data)
     distinct = sorted(set(known))
     order = torch.randperm(len(distinct), generator=torch.Generator().manual_seed(0)).tolist()
@@ -183,43 +183,43 @@ def folds_of(letters: readers.Letters) -> dict[str, Tensor]:
 
 
 def as_values(words: Sequences) -> Sequences:
-    """Words whose letters are seen: what says all about the chain."""
+    """The letters as observations, which suffice to fit the chain."""
     return Sequences(words.labels.clamp(min=0), words.lengths, labels=words.labels)
 
 
 def first_order(
     words: Sequences,
     first: float | Tensor,
-    moves: float | Tensor,
+    transitions: float | Tensor,
     prior: dpp.DiversityPrior | None = None,
 ) -> Chain:
-    """The most probable chain of letters given labelled words.
+    """Posterior mode of the chain of letters given labelled words.
 
-    Images do not matter to it when all letters are known, so that the words are fitted alone.
+    With all letters known it does not depend on the images.
 
     Args:
         words: Labelled.
         first: Pseudo-counts of first letters.
-        moves: Pseudo-counts of moves.
+        transitions: Pseudo-counts of transitions.
         prior: Of the diversity of rows.
     """
-    module = TabularHMM(NUM_LETTERS, categorical(NUM_LETTERS), 1 + first, 1 + moves)
+    module = TabularHMM(NUM_LETTERS, categorical(NUM_LETTERS), 1 + first, 1 + transitions)
     data = as_values(words)
     diverse = {} if prior is None else {"transition_step": msteps.FixedPoint(1000)}
     even = torch.full((NUM_LETTERS,), 1 / NUM_LETTERS)
-    start = {  # rows of counts are a better start for diversity, but where two are equal
+    start = {  # counts would be a better start, except where two rows are equal
         "initial": even,
         "transition": 0.5 * torch.eye(NUM_LETTERS) + 0.5 * even,
         "emission.probs": even.expand(NUM_LETTERS, -1),
     }
-    # all counts are known: one iteration, whose M-step goes on to its end, is all
+    # all counts are known: a single iteration with a converged M-step suffices
     fit = fit_em(module, data, log_prior=prior, start=start, num_steps=1, tolerance=None, **diverse)
     hmm = fit.hmm(data[:1])
     return Chain(hmm.log_initial.exp(), hmm.log_transition.exp(), torch.arange(NUM_LETTERS))
 
 
 def shares_of_letters(words: Sequences) -> Tensor:
-    """How frequent letters are, ``(26,)``."""
+    """Letter frequencies, ``(26,)``."""
     counts = metrics.state_histogram(words.labels[words.exists], NUM_LETTERS) + 0.5
     return counts / counts.sum()
 
@@ -232,15 +232,15 @@ def english(count: int | None) -> Sequences:
 
 
 def second_order(words: Sequences, initial: Tensor, like: Tensor, weight: float) -> Chain:
-    """A chain on pairs of letters: state (a, b) stands for b after a, with 26 before a word.
+    """A chain on pairs of letters: state (a, b) is b after a, where a = 26 before a word.
 
-    All states are known, so that fitting is counting.
+    All states are known, so fitting is counting.
 
     Args:
         words: Labelled.
         initial: ``(26,)``, probabilities of the first letter.
-        like: ``(26, 26)`` or ``(27, 26, 26)``, how pairs go on as far as is known without counts.
-        weight: Number of pseudo-counts that this is worth to each pair.
+        like: ``(26, 26)`` or ``(27, 26, 26)``, prior transition probabilities of pairs.
+        weight: Number of pseudo-counts of each pair.
     """
     size = NUM_LETTERS
     counts = torch.zeros(size + 1, size, size)
@@ -249,26 +249,28 @@ def second_order(words: Sequences, initial: Tensor, like: Tensor, weight: float)
             counts[a, b, c] += number
     rows = counts + weight * like
     rows = rows / rows.sum(-1, keepdim=True)
-    moves = torch.zeros(size + 1, size, size + 1, size)
+    transitions = torch.zeros(size + 1, size, size + 1, size)
     for b in range(size):
-        moves[:, b, b] = rows[:, b]
+        transitions[:, b, b] = rows[:, b]
     first = torch.zeros(size + 1, size)
     first[size] = initial
     count = (size + 1) * size
-    return Chain(first.flatten(), moves.reshape(count, count), torch.arange(count) % size)
+    return Chain(first.flatten(), transitions.reshape(count, count), torch.arange(count) % size)
 
 
 def lexicon(words: Sequences) -> Chain:
-    """A chain that can write these words and nothing else."""
+    """A chain that generates these words only."""
     numbers = Counter(spelt(words))
     states = [(word, place) for word in sorted(numbers) for place in range(len(word))]
     index = {state: k for k, state in enumerate(states)}
-    initial, moves = torch.zeros(len(states)), torch.zeros(len(states), len(states))
+    initial, transitions = torch.zeros(len(states)), torch.zeros(len(states), len(states))
     for (word, place), k in index.items():
         if place == 0:
             initial[k] = numbers[word] / len(words)
-        moves[k, index.get((word, place + 1), k)] = 1.0  # at its end a word stands still
-    return Chain(initial, moves, torch.tensor([word[place] for word, place in states]))
+        transitions[k, index.get((word, place + 1), k)] = (
+            1.0  # the last letter of a word is absorbing
+        )
+    return Chain(initial, transitions, torch.tensor([word[place] for word, place in states]))
 
 
 # Letters ------------------------------------------------------------------------------------------
@@ -297,7 +299,7 @@ def naive_bayes(train: Sequences, test: Sequences) -> Bayes:
     size, pixels = NUM_LETTERS, train.values.size(-1)
     seen = train.exists
     data = one_by_one(train.values[seen], train.labels[seen])
-    start = {  # labels leave nothing open: one iteration from anywhere is all
+    start = {  # all states are labelled: one iteration from any start suffices
         "initial": torch.full((size,), 1 / size),
         "transition": torch.full((size, size), 1 / size),
         "emission.probs": torch.full((size, pixels), 0.5),
@@ -311,9 +313,9 @@ def projection(train: Sequences, dim: int = 30, width: float = 0.7) -> Tensor:
     """Principal components of blurred images, ``(128, dim)``: ``images @ projection``.
 
     Args:
-        train: What they are principal of.
-        dim: How many.
-        width: Of the blur, in pixels.
+        train: Training words.
+        dim: Number of components.
+        width: Standard deviation of the blur, in pixels.
     """
 
     def blur(size: int) -> Tensor:
@@ -329,43 +331,43 @@ def projection(train: Sequences, dim: int = 30, width: float = 0.7) -> Tensor:
 def table_of(train: Sequences, test: Sequences, look: Look, iterations: int) -> Tensor:
     """Log-likelihoods ``(N, T, 26)`` of letters at each step of the test words.
 
-    The styles of a letter are the states of an HMM of its images one by one, whose evidence is the
-    likelihood. A letter that no training word has is taken to look like any.
+    The styles of a letter are the states of an HMM of its single images, whose evidence is the
+    likelihood. A letter that is absent from the training words has the distribution of all.
     """
     images, labels = train.values[train.exists].double(), train.labels[train.exists]
-    asked = test.values[test.exists].double()
+    queried = test.values[test.exists].double()
     if look.normal:
         matrix = projection(train)
-        images, asked = images @ matrix, asked @ matrix
+        images, queried = images @ matrix, queried @ matrix
         middle = images.mean(0)
         within = torch.zeros(len(middle), len(middle))
         for letter in labels.unique():
-            own = images[labels == letter]
-            within += (own - own.mean(0)).T @ (own - own.mean(0)) / len(images)
+            centred = images[labels == letter] - images[labels == letter].mean(0)
+            within += centred.T @ centred / len(images)
         within = (within + within.T) / 2
     table = torch.zeros(*test.exists.shape, NUM_LETTERS)
     for letter in range(NUM_LETTERS):
-        own = images[labels == letter]
-        styles = max(1, min(look.styles, len(own) // 10))
-        if len(own) == 0:
-            own = images
+        selected = images[labels == letter]
+        styles = max(1, min(look.styles, len(selected) // 10))
+        if len(selected) == 0:
+            selected = images
         if look.normal:  # a prior worth a hundred images
-            degrees = 100.0 - own.size(-1) - 2
-            family = normal_full(own.size(-1), middle, degrees=degrees, scale=100.0 * within)
+            degrees = 100.0 - selected.size(-1) - 2
+            family = normal_full(selected.size(-1), middle, degrees=degrees, scale=100.0 * within)
         else:
-            family = bernoulli(own.size(-1), *((2.0, 2.0) if look.styles == 1 else (1.2, 1.2)))
+            family = bernoulli(selected.size(-1), *((2.0, 2.0) if look.styles == 1 else (1.2, 1.2)))
         module = TabularHMM(styles, family, 2.0)
-        fit = fit_em(module, one_by_one(own), num_steps=iterations, tolerance=1e-4)
-        table[test.exists, letter] = metrics.log_evidence(fit, one_by_one(asked), 2000)
+        fit = fit_em(module, one_by_one(selected), num_steps=iterations, tolerance=1e-4)
+        table[test.exists, letter] = metrics.log_evidence(fit, one_by_one(queried), 2000)
     return table
 
 
 # Accuracy -----------------------------------------------------------------------------------------
 
 
-def accuracy(found: Tensor, words: Sequences) -> float:
+def accuracy(decoded: Tensor, words: Sequences) -> float:
     """Share of letters that are right."""
-    return (found == words.labels)[words.exists].double().mean().item()
+    return (decoded == words.labels)[words.exists].double().mean().item()
 
 
 def by_path(chain: Chain, table: Tensor, words: Sequences) -> float:
@@ -383,19 +385,19 @@ def by_step(chain: Chain, table: Tensor, words: Sequences) -> float:
 
 
 def alone(prior: Tensor, table: Tensor, words: Sequences) -> float:
-    """Accuracy without neighbours."""
+    """Accuracy without a chain."""
     return accuracy((table + prior.log()).argmax(-1), words)
 
 
 class Score:
-    """Numbers by what they are of, one for each fold."""
+    """Numbers by their description, one for each fold."""
 
     def __init__(self) -> None:
-        self.found: dict[tuple[tuple[str, Any], ...], list[float]] = {}
+        self.values: dict[tuple[tuple[str, Any], ...], list[float]] = {}
 
     def add(self, value: float, **what: Any) -> None:
-        """One more fold."""
-        self.found.setdefault(tuple(what.items()), []).append(value)
+        """Append the number of a fold."""
+        self.values.setdefault(tuple(what.items()), []).append(value)
 
     def rows(self) -> list[dict[str, Any]]:
         """Means, extremes and standard deviations."""
@@ -404,17 +406,17 @@ class Score:
                 "ours": float(np.mean(values)), "low": min(values), "high": max(values),
                 "sd": float(np.std(values, ddof=1)), "runs": len(values),
             }
-            for what, values in self.found.items()
+            for what, values in self.values.items()
         ]  # fmt: skip
 
 
 class Task(NamedTuple):
-    """One fold: what is learnt from and what is tested, and the naive Bayes of it."""
+    """One fold: training and test words, and a split of the training words."""
 
     split: str
     train: Sequences
     test: Sequences
-    held_out: tuple[Sequences, Sequences]  # the same, inside of ``train``
+    held_out: tuple[Sequences, Sequences]  # a split of ``train``
 
 
 def tasks(letters: readers.Letters, budget: Budget) -> Iterable[Task]:
@@ -430,7 +432,7 @@ def tasks(letters: readers.Letters, budget: Budget) -> Iterable[Task]:
 
 
 def baselines(letters: readers.Letters, budget: Budget) -> list[dict[str, Any]]:
-    """Naive Bayes, and HMMs whose moves are counts."""
+    """Naive Bayes, and HMMs with transition counts."""
     score = Score()
     for split, train, test, _ in tasks(letters, budget):
         prior, table = naive_bayes(train, test)
@@ -444,18 +446,18 @@ def baselines(letters: readers.Letters, budget: Budget) -> list[dict[str, Any]]:
             score.add(by_step(chain, table, test), **what, decoding="step")
     rows = score.rows()
     for row in rows:
-        own = row["split"] == FILE and row["model"] in PAPER_BARS
-        mine = own and row.get("smoothing", 1.0) == 1.0 and row.get("decoding") != "step"
-        row["paper"], row["paper_sd"] = PAPER_BARS[row["model"]] if mine else (None, None)
+        listed = row["split"] == FILE and row["model"] in PAPER_BARS
+        same = listed and row.get("smoothing", 1.0) == 1.0 and row.get("decoding") != "step"
+        row["paper"], row["paper_sd"] = PAPER_BARS[row["model"]] if same else (None, None)
     return rows
 
 
 def variants(budget: Budget) -> list[tuple[float, str, float]]:
-    """Pseudo-counts, what A_0 is, and the weight of the distance from it."""
+    """Pseudo-counts, the choice of A_0, and the weight of the distance from it."""
     mode = "the mode without diversity"
-    own = itertools.product((0.0, 1.0), (mode,), budget.anchor_weights)
+    anchored = itertools.product((0.0, 1.0), (mode,), budget.anchor_weights)
     weights = [weight for weight in budget.anchor_weights if weight > 0]
-    return [*own, *((0.0, SMOOTHED, weight) for weight in weights)]
+    return [*anchored, *((0.0, SMOOTHED, weight) for weight in weights)]
 
 
 def diversity(letters: readers.Letters, budget: Budget) -> list[dict[str, Any]]:
@@ -491,8 +493,8 @@ def diversity(letters: readers.Letters, budget: Budget) -> list[dict[str, Any]]:
 def neighbours(letters: readers.Letters, budget: Budget) -> list[dict[str, Any]]:
     """Distances of the rows of x and y from those of the other letters: Fig. 12.
 
-    Of all the words of the file. The HMM has pseudo-counts of one: without any, most pairs share
-    nothing, and their distance is infinite. The others stay close to it, by a weight of 1e5.
+    All words of the file are used. The HMM has pseudo-counts of one: without any, most pairs of
+    rows are disjoint and their distance is infinite. The others are anchored to it (weight 1e5).
     """
     words = letters.data
     plain = first_order(words, 1.0, 1.0)
@@ -511,11 +513,11 @@ def neighbours(letters: readers.Letters, budget: Budget) -> list[dict[str, Any]]
     for model, chain in chains.items():
         apart = metrics.bhattacharyya(chain.transition)
         for letter, farther in PAPER_FARTHER.items():
-            own = apart[letters.tags.encode([letter])[0]]
+            distances = apart[letters.tags.encode([letter])[0]]
             rows += [
                 {
                     "model": model, "letter": letter, "other": other,
-                    "ours": own[number].item(), "paper": None, "runs": 1,
+                    "ours": distances[number].item(), "paper": None, "runs": 1,
                     "paper_says_farther": other in farther,
                 }
                 for number, other in enumerate(letters.tags) if other != letter
@@ -530,11 +532,11 @@ def neighbours(letters: readers.Letters, budget: Budget) -> list[dict[str, Any]]
 
 
 class English(NamedTuple):
-    """How words of an English text go on.
+    """Markov chains of the letters of English words.
 
     Attributes:
         first: Chain of first order.
-        pairs: ``(27, 26, 26)``, the next letter after two.
+        pairs: ``(27, 26, 26)``, probabilities of the next letter after two.
     """
 
     first: Chain
@@ -542,7 +544,7 @@ class English(NamedTuple):
 
 
 def english_chains(count: int | None) -> English:
-    """Both orders, each smoothed by the one below, of so many words."""
+    """Chains of both orders, each smoothed by the lower one, of the first ``count`` words."""
     words = english(count)
     first = first_order(words, 1.0, 1.0)
     pairs = second_order(words, first.initial, first.transition, 10.0).transition
@@ -551,21 +553,21 @@ def english_chains(count: int | None) -> English:
 
 
 def pseudo_counts(words: Sequences, text: English) -> dict[str, tuple[Any, Any]]:
-    """Of first letters and of moves: even, as frequent as letters are, or as in English."""
+    """Pseudo-counts of first letters and transitions: uniform, by letter frequency, by English."""
     shares = shares_of_letters(words)
-    found: dict[str, tuple[Any, Any]] = {
+    counts: dict[str, tuple[Any, Any]] = {
         f"even, {each:g} each": (each, each) for each in (HARDLY, 0.1, 1.0, 10.0)
     }
     for total in (300.0, 3000.0, 30000.0):
         rows = total * shares.expand(NUM_LETTERS, -1)
-        found[f"letters, {total:g} a row"] = total * shares, rows
+        counts[f"letters, {total:g} a row"] = total * shares, rows
         rows = total * text.first.transition
-        found[f"English, {total:g} a row"] = total * text.first.initial, rows
-    return found
+        counts[f"English, {total:g} a row"] = total * text.first.initial, rows
+    return counts
 
 
 def maker(words: Sequences, text: English) -> Callable[[str, float], Chain]:
-    """Makes first-order chains by the name of their pseudo-counts and a weight of diversity."""
+    """A function from the name of pseudo-counts and a weight of diversity to a chain."""
     known = pseudo_counts(words, text)
 
     @cache
@@ -576,23 +578,23 @@ def maker(words: Sequences, text: English) -> Callable[[str, float], Chain]:
 
 
 def best(choices: dict[Any, float]) -> Any:
-    """What has the largest number; among equals the first."""
+    """The key of the largest number; the first among equals."""
     return max(choices, key=lambda each: choices[each])
 
 
 def better(letters: readers.Letters, budget: Budget) -> list[dict[str, Any]]:
-    """How well an HMM can do, with what has to be chosen chosen inside of the training words."""
+    """The best accuracy of an HMM, with settings chosen on the training words."""
     score, text = Score(), english_chains(budget.english)
     chosen: Counter[tuple[str, str, str]] = Counter()
     for number, (split, train, test, (learnt, held)) in enumerate(tasks(letters, budget)):
         start_time = time.process_time()
         inside, outside = maker(learnt, text), maker(train, text)
-        found: dict[tuple[str, str], tuple[float, float]] = {}  # inside, outside
+        accuracies: dict[tuple[str, str], tuple[float, float]] = {}  # inside, outside
         for place, look in enumerate(budget.looks):
             pyro.set_rng_seed(100 * number + place)
             trial = table_of(learnt, held, look, budget.iterations)
             table = table_of(train, test, look, budget.iterations)
-            found[look.name, "no chain"] = (
+            accuracies[look.name, "no chain"] = (
                 alone(shares_of_letters(learnt), trial, held),
                 alone(shares_of_letters(train), table, test),
             )
@@ -601,22 +603,22 @@ def better(letters: readers.Letters, budget: Budget) -> list[dict[str, Any]]:
             }
             name = best(shares)
             chosen[split, look.name, f"pseudo-counts: {name}"] += 1
-            found[look.name, "first order"] = (
+            accuracies[look.name, "first order"] = (
                 shares[name], by_step(outside(name, 0.0), table, test)
             )  # fmt: skip
             diverse = {alpha: by_step(inside(name, alpha), trial, held) for alpha in budget.alphas}
             alpha = best(diverse)
             chosen[split, look.name, f"alpha: {alpha:g}"] += 1
-            found[look.name, "first order, diversity"] = (
+            accuracies[look.name, "first order, diversity"] = (
                 diverse[alpha], by_step(outside(name, alpha), table, test)
             )  # fmt: skip
             if not look.pairs:
                 continue
 
             def pairs(make: Any, words: Sequences, kind: str, weight: float, name: str = name):
-                own = make(name, 0.0)
-                like = own.transition if kind == "first order" else text.pairs
-                return second_order(words, own.initial, like, weight)
+                chain = make(name, 0.0)
+                like = chain.transition if kind == "first order" else text.pairs
+                return second_order(words, chain.initial, like, weight)
 
             kinds = [
                 ("first order", HARDLY),
@@ -627,18 +629,18 @@ def better(letters: readers.Letters, budget: Budget) -> list[dict[str, Any]]:
             paired = {kind: by_step(pairs(inside, learnt, *kind), trial, held) for kind in kinds}
             kind = best(paired)
             chosen[split, look.name, f"pairs: {kind[0]}, {kind[1]:g}"] += 1
-            found[look.name, "second order"] = (
+            accuracies[look.name, "second order"] = (
                 paired[kind], by_step(pairs(outside, train, *kind), table, test)
             )  # fmt: skip
             score.add(
                 by_step(lexicon(train), table, test),
                 split=split, look=look.name, model="words by heart",
             )  # fmt: skip
-        for (name, model), (_, share) in found.items():
+        for (name, model), (_, share) in accuracies.items():
             score.add(share, split=split, look=name, model=model)
         for models in (["no chain"], ["first order"], ["first order", "second order"]):
-            pick = best({key: share[0] for key, share in found.items() if key[1] in models})
-            score.add(found[pick][1], split=split, look="chosen", model=" or ".join(models))
+            pick = best({key: share[0] for key, share in accuracies.items() if key[1] in models})
+            score.add(accuracies[pick][1], split=split, look="chosen", model=" or ".join(models))
             chosen[split, "chosen", f"{' or '.join(models)}: {', '.join(pick)}"] += 1
         print(f"{time.process_time() - start_time:6.0f} s  {split}, fold {number % budget.folds}",
               flush=True)  # fmt: skip
@@ -656,12 +658,11 @@ def better(letters: readers.Letters, budget: Budget) -> list[dict[str, Any]]:
 
 
 def draw(rows: list[dict[str, Any]]) -> None:
-    """Accuracy by alpha above; by model, and distances of rows, below."""
-    from matplotlib import pyplot as plt
-
-    figure = plt.figure(figsize=(13, 8), layout="constrained")
-    top, bottom = figure.subfigures(2, 1)
-    panels = top.subplots(1, 2)
+    """Accuracy by alpha; by model; distances of rows."""
+    plt = pyplot()
+    figure, axes = plt.subplot_mosaic(
+        [[*SPLITS], ["models"] * 2, [*PAPER_FARTHER]], figsize=(10, 11), layout="constrained"
+    )
     swept = [row for row in rows if row["part"] == "diversity" and row["measure"] == "accuracy"]
     lines = [
         (1.0, 0.0, False, "counts + 1, no penalty", "C0-o"),
@@ -670,44 +671,51 @@ def draw(rows: list[dict[str, Any]]) -> None:
         (0.0, 1e5, False, r"counts, $\alpha_A = 10^5$", "C2:s"),
         (0.0, 1e5, True, r"counts, $A_0$ of counts + 1, $\alpha_A = 10^5$", "C1:^"),
     ]
-    for panel, split in zip(panels, SPLITS):
+    for split in SPLITS:
+        panel = axes[split]
         for smoothing, weight, aside, label, style in lines:
-            own = [
+            selected = [
                 row for row in swept
                 if (row["split"], row["smoothing"], row["anchor_weight"])
                 == (split, smoothing, weight) and (row["anchor"] == SMOOTHED) == aside
             ]  # fmt: skip
             panel.plot(
-                [row["alpha"] for row in own], [100 * row["ours"] for row in own],
+                [row["alpha"] for row in selected], [100 * row["ours"] for row in selected],
                 style, label=label, markersize=5,
             )  # fmt: skip
         if split == FILE:
             panel.plot(
-                list(PAPER_ALPHAS), [100 * each for each in PAPER_ALPHAS.values()],
+                list(PAPER_ALPHAS), [100 * share for share in PAPER_ALPHAS.values()],
                 "k*--", markersize=10, label="paper, Fig. 10", linewidth=0.8,
             )  # fmt: skip
         panel.set_xscale("symlog", linthresh=0.1)
         panel.set_xlabel(r"$\alpha$, weight of the log-determinant")
         panel.set_ylabel("letters right, %")
-        panel.set_title(split, fontsize=10)
-        panel.grid(alpha=0.3)
+        panel.set_title(split)
     # where the other panel leaves room
-    panels[1].legend(*panels[0].get_legend_handles_labels(), fontsize=8, loc=(0.02, 0.48))
-    left, *right = bottom.subplots(1, 3, width_ratios=(1.5, 1, 1))
-    _bars(left, rows)
+    axes[APART].legend(*axes[FILE].get_legend_handles_labels(), loc=(0.02, 0.48))
+    _bars(axes["models"], rows)
     distances = [row for row in rows if row["part"] == "neighbours" and "letter" in row]
-    for panel, letter in zip(right, PAPER_FARTHER):
-        for model in dict.fromkeys(row["model"] for row in distances):
-            own = [row for row in distances if (row["model"], row["letter"]) == (model, letter)]
-            panel.plot([row["other"] for row in own], [row["ours"] for row in own], label=model)
-        for place, row in enumerate(own):
+    markers = dict(zip(dict.fromkeys(row["model"] for row in distances), "sox^"))
+    for letter in PAPER_FARTHER:
+        panel = axes[letter]
+        for place, (model, marker) in enumerate(markers.items()):
+            selected = [
+                row for row in distances if (row["model"], row["letter"]) == (model, letter)
+            ]
+            panel.plot(
+                [row["other"] for row in selected], [row["ours"] for row in selected], marker,
+                label=model.replace("A_0", "$A_0$"), markersize=(8, 5, 5, 5)[place],
+                alpha=0.4 if place == 0 else 1.0,
+            )  # fmt: skip
+        for place, row in enumerate(selected):
             if row["paper_says_farther"]:
-                panel.axvline(place, color="0.7", linestyle=":")
-        panel.set_title(f"distance of the row of {letter} to the others, nats", fontsize=10)
-        panel.tick_params(axis="x", labelsize=7)
-        panel.grid(alpha=0.3)
-    right[0].set_ylim(0.3, 3)
-    right[0].legend(fontsize=8, loc="upper center")
+                panel.axvline(place, color="0.5", linestyle=":", zorder=0,
+                              label="farther in the paper")  # fmt: skip
+        panel.set_title(f"distance of the row of {letter} from the others, nats")
+    axes["x"].set_ylim(top=3.2)
+    handles = dict(zip(*axes["x"].get_legend_handles_labels()[::-1]))
+    axes["x"].legend(handles.values(), handles.keys(), loc="upper center", ncols=2, fontsize=8)
     figure.savefig(FOLDER / f"{NAME}.png", dpi=150)
     plt.close(figure)
 
@@ -737,17 +745,20 @@ def _bars(panel: Any, rows: list[dict[str, Any]]) -> None:
             (0, 1, 1.4)[place], 100 * mean, 100 * sd, fmt="k*", markersize=9,
             label="paper: naive Bayes, HMM, dHMM" if place == 0 else None,
         )  # fmt: skip
-    panel.set_xticks(range(len(names)), list(names), fontsize=8, rotation=20, ha="right")
+    panel.set_xticks(range(len(names)), list(names))
     panel.set_ylim(50, 101)
     panel.set_ylabel("letters right, %")
-    panel.legend(fontsize=8, loc="upper left")
-    panel.grid(axis="y", alpha=0.3)
+    panel.legend(loc="upper left")
+    panel.grid(visible=False, axis="x")
 
 
 def main() -> None:
     """Fit and test, then write."""
     parts = (baselines, diversity, neighbours, better)
     options = arguments(__doc__, [part.__name__ for part in parts])
+    if options.draw:
+        draw(earlier(NAME))
+        return
     pyro.enable_validation(False)
     torch.set_default_dtype(torch.float64)
     letters, budget = letters_of(options.quick), QUICK if options.quick else FULL
@@ -756,9 +767,9 @@ def main() -> None:
     for part in parts:
         if part.__name__ in options.only:
             pyro.set_rng_seed(0)
-            found = [{"part": part.__name__, **row} for row in part(letters, budget)]
-            rows += found
-            print(f"{part.__name__}: {len(found)} rows")
+            results = [{"part": part.__name__, **row} for row in part(letters, budget)]
+            rows += results
+            print(f"{part.__name__}: {len(results)} rows")
             old = [row for row in old if row["part"] != part.__name__]
             if not options.quick:
                 write(NAME, rows + old)  # each part as soon as it is there

@@ -1,17 +1,18 @@
-"""Tagging without labels under a diversity prior: section 4.2.1 of the diversified HMM paper.
+"""Unsupervised tagging under a diversity prior: section 4.2.1 of the diversified HMM paper.
 
-The paper takes 94,000 words of the Wall Street Journal, which its table of tags identifies as the
-sample of the Penn Treebank that comes with NLTK, with 46 tags merged to 15; here, traces left out
-and words in lower case, it is the same. ``web`` is UD English EWT with its 17 universal tags.
-Everything begins in flat Dirichlet draws, as many states as tags; EM takes 100 steps. Weights are
-in the convention of the paper, twice those of ``DiversityPrior``; 0 is the plain HMM, and fits of
-one seed begin at the same values whatever the weight. States are decoded by Viterbi's algorithm.
+The paper uses 94,000 words of the Wall Street Journal. Its table of tags identifies them as the
+sample of the Penn Treebank that comes with NLTK, with 46 tags merged to 15; here it is the same
+sample, without traces and in lower case. ``web`` is UD English EWT with its 17 universal tags. All
+parameters are initialised from flat Dirichlet distributions, with as many states as tags; EM takes
+100 steps. Weights are in the convention of the paper, twice those of ``DiversityPrior``; 0 is the
+plain HMM, and all fits of one seed have the same initial values. States are decoded by Viterbi's
+algorithm.
 
-``figure 8`` and ``figure 9`` are of the first seed: Bhattacharyya distances of the state that
-stands for nouns to those of the other tags, and how many words have each tag, found and true, most
-frequent first. What has been fitted is kept in the folder ``CHECKPOINTS`` (by default that of
-temporary files), so that an interrupted run goes on; two and a half hours of one core in all.
-Writes ``diversified_tagging.json`` and ``diversified_tagging.png``.
+``figure 8`` and ``figure 9`` are of the first seed: Bhattacharyya distances of the state for nouns
+from those of the other tags, and numbers of words of each tag, decoded and true, most frequent
+first. Fits are stored in the folder ``CHECKPOINTS`` (by default that of temporary files), so that
+an interrupted run can be resumed; the whole takes two and a half hours of one core. Writes
+``diversified_tagging.json`` and ``diversified_tagging.png``.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyro
 import torch
-from common import FOLDER, arguments, write
+from common import FOLDER, arguments, earlier, pyplot, write
 
 from pyrohmm import (
     DiversityPrior,
@@ -72,7 +73,7 @@ class Task(NamedTuple):
 
 
 def lowered(corpus: readers.Corpus) -> tuple[torch.Tensor, int]:
-    """Values ``(N, T)`` of words in lower case, and how many there are."""
+    """Values ``(N, T)`` of words in lower case, and the number of words."""
     words = [word.lower() for word in corpus.vocabulary]
     places = {word: n for n, word in enumerate(dict.fromkeys(words))}
     renamed = torch.tensor([places[word] for word in words])
@@ -102,7 +103,7 @@ def web() -> Task:
 
 
 def toy() -> Task:
-    """What stands for them where there are no data: symbols of a drawn HMM."""
+    """Samples of a random HMM, where there are no data."""
     toy = datasets.dirichlet_toy(4, 8, 1.0)
     return Task(toy.train, 8, list("abcd"))
 
@@ -111,12 +112,11 @@ SOURCES = {"penn": penn, "web": web, "toy": toy}
 
 
 def kept(source: str, seed: int) -> list[dict[str, Any]]:
-    """Fits of one seed with all weights, from the file that they are in, or to be put there."""
+    """Fits of one seed with all weights, stored in a file."""
     folder = Path(os.environ.get("CHECKPOINTS", tempfile.gettempdir()))
     path = folder / f"diversified-tagging-{source}-{seed}.json"
     if not path.exists():
-        found = fit_one(source, seed, False)
-        path.write_text(json.dumps(found))
+        path.write_text(json.dumps(fit_one(source, seed, False)))
     return json.loads(path.read_text())
 
 
@@ -133,7 +133,7 @@ def fit_one(source: str, seed: int, quick: bool) -> list[dict[str, Any]]:
     module = TabularHMM(size, categorical(task.num_words))
     pyro.set_rng_seed(seed)
     start = {n: v[0, 0] for n, v in starts.from_prior(module, data[:1], 1).items()}
-    found = []
+    fits = []
     for weight in WEIGHTS[::2] if quick else WEIGHTS:
         prior = DiversityPrior.as_in_paper(weight) if weight else None
         fit = fit_em(
@@ -144,8 +144,8 @@ def fit_one(source: str, seed: int, quick: bool) -> list[dict[str, Any]]:
         states = hmm.viterbi(data.values).masked_fill(~data.exists, 0)
         rows = hmm.log_transition.exp().double()
         known = truth >= 0
-        order = metrics.align(states, truth, size).argsort()  # tag by tag, which state it is
-        found.append(
+        order = metrics.align(states, truth, size).argsort()  # the state of each tag
+        fits.append(
             {
                 "weight": weight,
                 "one_to_one": metrics.one_to_one_accuracy(states, truth),
@@ -161,8 +161,8 @@ def fit_one(source: str, seed: int, quick: bool) -> list[dict[str, Any]]:
                 .values.tolist(),
             }
         )
-        print(source, seed, {k: found[-1][k] for k in ("weight", *SCALARS)}, flush=True)
-    return found
+        print(source, seed, {k: fits[-1][k] for k in ("weight", *SCALARS)}, flush=True)
+    return fits
 
 
 def summary(source: str, runs: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
@@ -179,7 +179,7 @@ def summary(source: str, runs: list[list[dict[str, Any]]]) -> list[dict[str, Any
         }  # fmt: skip
         for name in SCALARS:
             values = np.array([run[place][name] for run in runs])
-            finite = bool(np.isfinite(values).all())  # states alike have no distance
+            finite = bool(np.isfinite(values).all())  # the log-determinant of equal rows is -inf
             row[name] = {
                 "ours": values.mean().item() if finite else None,
                 "deviation": values.std().item() if finite else None,
@@ -203,54 +203,61 @@ def summary(source: str, runs: list[list[dict[str, Any]]]) -> list[dict[str, Any
 
 def draw(rows: list[dict[str, Any]]) -> None:
     """Accuracy by weight; histograms; distances of the state for nouns."""
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(1, 4, figsize=(15, 3.8), layout="constrained")
-    for panel, source in zip(axes[:2], ("penn", "web")):
-        own = [row for row in rows if row["data"] == source]
+    plt = pyplot()
+    figure, (upper, (histogram, distances)) = plt.subplots(
+        2, 2, figsize=(10, 7.5), layout="constrained"
+    )
+    titles = {"penn": "Penn Treebank sample", "web": "UD English EWT"}
+    for panel, (source, title) in zip(upper, titles.items()):
+        selected = [row for row in rows if row["data"] == source]
         for n, (name, label) in enumerate(
             {"one_to_one": "one-to-one", "many_to_one": "many-to-one"}.items()
         ):
             panel.errorbar(
-                range(len(own)),
-                [row[name]["ours"] for row in own],
-                [row[name]["deviation"] for row in own],
+                range(len(selected)),
+                [row[name]["ours"] for row in selected],
+                [row[name]["deviation"] for row in selected],
                 fmt="os"[n] + "-", markersize=4, color=f"C{n}", label=label, linewidth=1,
             )  # fmt: skip
         if source == "penn":
-            panel.plot([WEIGHTS.index(w) for w in PAPER], list(PAPER.values()), "k*", label="paper")
-        panel.set_xticks(range(len(own)), [f"{row['weight']:g}" for row in own])
-        panel.set_xlabel("α, in the convention of the paper")
-        panel.set_title(f"accuracy, {source}", fontsize=10)
-        panel.legend(fontsize=8)
-    own = [row for row in rows if row["data"] == "penn"]
-    axes[2].plot(own[0]["figure 9"]["true"], "k.-", label="true")
-    for n, row in enumerate(row for row in own if row["weight"] in (0.0, 100.0)):
-        label = f"α = {row['weight']:g}"
-        axes[2].plot(row["figure 9"]["found"], ".-", color=f"C{n}", label=label)
+            paper = [WEIGHTS.index(weight) for weight in PAPER]
+            panel.plot(paper, list(PAPER.values()), "k*", label="paper, one-to-one")
+        panel.set_xticks(range(len(selected)), [f"{row['weight']:g}" for row in selected])
+        panel.set(xlabel="α, in the convention of the paper", title=f"accuracy, {title}")
+        if source == "penn":
+            panel.legend(loc=(0.08, 0.47))
+    selected = [row for row in rows if row["data"] == "penn"]
+    true = selected[0]["figure 9"]["true"]
+    histogram.plot(range(1, len(true) + 1), true, "k.-", label="true")
+    for n, row in enumerate(row for row in selected if row["weight"] in (0.0, 100.0)):
+        label, counts = f"α = {row['weight']:g}", row["figure 9"]["found"]
+        histogram.plot(range(1, len(counts) + 1), counts, ".-", color=f"C{n}", label=label)
         names = [name for name in row["figure 8"] if name != "NNP"]
-        axes[3].plot([row["figure 8"][name] for name in names], ".-", color=f"C{n}", label=label)
-        axes[3].set_xticks(range(len(names)), names, rotation=90, fontsize=7)
-    axes[2].set_yscale("symlog", linthresh=10)
-    axes[2].set_title("words of each tag, most frequent first", fontsize=10)
-    axes[3].set_title("distance of nouns' row to other tags', nats", fontsize=10)
-    for panel in axes:
-        panel.grid(alpha=0.3)
-    for panel in axes[2:]:
-        panel.legend(fontsize=8)
+        values = [row["figure 8"][name] for name in names]
+        distances.plot(range(len(names)), values, ".-", color=f"C{n}", label=label)
+        distances.set_xticks(range(len(names)), names, rotation=90, fontsize=8)
+    histogram.set_yscale("symlog", linthresh=10)
+    histogram.set(xlabel="rank of the tag", title="words of each tag, most frequent first")
+    distances.set(ylabel="nats", title="distance of the row for nouns from those of other tags")
+    for panel in (histogram, distances):
+        panel.legend()
     figure.savefig(FOLDER / "diversified_tagging.png", dpi=150)
+    plt.close(figure)
 
 
 def main() -> None:
-    """Fit, seeds shared among processes, then write."""
-    quick = arguments(__doc__).quick
-    if quick:
-        print(summary("toy", [fit_one("toy", seed, quick) for seed in range(2)])[0]["gain"])
+    """Fit all seeds, in several processes, then write."""
+    options = arguments(__doc__)
+    if options.draw:
+        draw(earlier("diversified_tagging"))
+        return
+    if options.quick:
+        print(summary("toy", [fit_one("toy", seed, True) for seed in range(2)])[0]["gain"])
         return
     jobs = [(source, seed) for source in ("penn", "web") for seed in range(NUM_SEEDS)]
     with get_context("spawn").Pool(int(os.environ.get("PROCESSES", "2"))) as pool:
-        found = pool.starmap(kept, jobs, chunksize=1)
-    rows = summary("penn", found[:NUM_SEEDS]) + summary("web", found[NUM_SEEDS:])
+        runs = pool.starmap(kept, jobs, chunksize=1)
+    rows = summary("penn", runs[:NUM_SEEDS]) + summary("web", runs[NUM_SEEDS:])
     write("diversified_tagging", rows)
     draw(rows)
 

@@ -1,19 +1,19 @@
 """The toy of the diversified HMM: section 4.1 of the paper, its Table 1 and Figures 2 to 5.
 
-Five states that emit normal numbers around 1, ..., 5; 300 sequences of six steps. The paper shows
+Five states with normal emissions of means 1, ..., 5; 300 sequences of six steps. The paper shows
 its transition matrix as a picture; that of ``datasets.diverse_toy`` has the mean Bhattacharyya
-distance of rows that it reports, 0.531. As in the paper, chains begin in Dirichlet rows of 3, means
-in a normal and variances in a gamma law, whose parameters it leaves open: here the normal law is
-that of the data or (``standard normal``) has mean 0 and variance 1, and the gamma law has shape 2
-and the variance of the data as its mean. ``k-means`` is the start that a user would take.
+distance of rows that it reports, 0.531. As in the paper, the initial values are Dirichlet rows of
+concentration 3, means from a normal and variances from a gamma distribution. The paper leaves their
+parameters open: here the normal distribution has the moments of the data, or (``standard normal``)
+mean 0 and variance 1, and the gamma distribution has shape 2 and the variance of the data as its
+mean. ``k-means`` is the initialisation a user would choose.
 
 All weights are in the convention of the paper, twice those of ``DiversityPrior``; 0 is the plain
-HMM. Runs with different weights begin at the same values, on the same data, and go on until the
-objective stands still.
+HMM. Runs with different weights have the same initial values and data, and run until convergence.
 
 ``table``: ten data sets, ten starts each. ``sweep``: the variance goes from 0.025 to 4.925 in fifty
 steps; at each, one data set and ten starts. States are decoded by Viterbi's algorithm; accuracy is
-after the best one-to-one renaming; a state is identified if at least 50 of 1,800 steps are in it.
+that of the best one-to-one matching; a state is identified if at least 50 of 1,800 steps are in it.
 Lines in the picture are medians over nine neighbours.
 
 Writes ``diversified_toy.json`` and ``diversified_toy.png``.
@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 import pyro
 import torch
-from common import FOLDER, arguments, earlier, write
+from common import FOLDER, arguments, earlier, pyplot, write
 from pyro import poutine
 from pyro.distributions import Dirichlet, Gamma
 from torch import Tensor
@@ -41,7 +41,7 @@ SCALARS = ("accuracy", "distance", "identified", "histogram", "nats", "log_deter
 
 
 def start(kind: str, data: Sequences, restarts: int) -> Any:
-    """Where EM begins: values by name, or k-means."""
+    """Initial values of EM by name, or k-means."""
     if kind == "k-means":
         return starts.by_kmeans
     spread = data.values.var()
@@ -64,7 +64,7 @@ def runs(kind: str, variance: float, seed: int, weight: float, num: int) -> list
     assert truth is not None
     data = data.without_labels()
     data = Sequences(data.values.double(), data.lengths)
-    module = TabularHMM(5, normal(0, rate=0.01))  # a floor for variances, and little else
+    module = TabularHMM(5, normal(0, rate=0.01))  # essentially a lower bound of the variances
     pyro.set_rng_seed(seed)
     fit = fit_em(
         module,
@@ -77,7 +77,7 @@ def runs(kind: str, variance: float, seed: int, weight: float, num: int) -> list
     )
     assert fit.restarts is not None
     actual = metrics.state_histogram(truth, 5).sort().values
-    found = []
+    results = []
     for run in range(num):
         values = {n.removeprefix("module."): v[run] for n, v in fit.restarts.values.items()}
         with torch.no_grad(), poutine.block():
@@ -85,25 +85,25 @@ def runs(kind: str, variance: float, seed: int, weight: float, num: int) -> list
         states = hmm.viterbi(data.values)
         rows = hmm.log_transition.exp()
         counts = metrics.state_histogram(states, 5)
-        found.append(
+        results.append(
             {
                 "accuracy": metrics.one_to_one_accuracy(states, truth),
                 "distance": metrics.diversity(rows).item(),
                 "identified": metrics.num_identified(states, 5),
-                # share of steps that would have to move for the sorted histograms to agree
+                # total variation distance of the sorted histograms
                 "histogram": (counts.sort().values - actual).abs().sum().item() / 3600,
                 "nats": -hmm.log_prob(data.values).sum().item() / data.num_observed,
                 "log_determinant": 2 * torch.linalg.slogdet(rows.sqrt()).logabsdet.item(),
             }
         )
-    return found
+    return results
 
 
 def summary(runs: list[dict[str, float]], **row: Any) -> dict[str, Any]:
-    """A row: median and quartiles of distances, mean and standard deviation of all else."""
+    """A row: median and quartiles of distances, mean and standard deviation of the others."""
     for name in SCALARS:
         values = np.array([run[name] for run in runs])
-        if name in ("distance", "log_determinant"):  # of a few runs they are infinite
+        if name in ("distance", "log_determinant"):  # infinite for a few runs
             low, middle, high = np.quantile(values, [0.25, 0.5, 0.75], method="nearest").tolist()
             row[name] = {"ours": middle, "low": low, "high": high}
         else:
@@ -123,14 +123,14 @@ def table(quick: bool) -> list[dict[str, Any]]:
     for kind in STARTS:
         plain: Tensor | None = None
         for weight in WEIGHTS[:2] if quick else WEIGHTS:
-            found = [
+            fits = [
                 run
                 for seed in range(1 if quick else 10)
                 for run in runs(kind, 0.025, seed, weight, 2 if quick else 10)
             ]
-            row = summary(found, start=kind, variance=0.025, weight=weight)
+            row = summary(fits, start=kind, variance=0.025, weight=weight)
             row["accuracy"]["paper"] = PAPER.get(weight) if kind != "k-means" else None
-            accuracies = torch.tensor([run["accuracy"] for run in found])
+            accuracies = torch.tensor([run["accuracy"] for run in fits])
             plain = accuracies if plain is None else plain
             gain = accuracies - plain
             row["accuracy"]["standard_error"] = over_data(accuracies)
@@ -147,13 +147,13 @@ def table(quick: bool) -> list[dict[str, Any]]:
 
 
 def sweep(quick: bool) -> list[dict[str, Any]]:
-    """Figures 3 to 5: distance of rows and number of states found, by the noise."""
+    """Figures 3 to 5: distance of rows and number of identified states, by the noise."""
     variances = 0.025 + 0.1 * np.arange(50)
     rows = []
     for place, variance in enumerate(variances[:: 25 if quick else 1].tolist()):
         for weight in (0.0, 1.0, 100.0):
-            found = runs("as the data", variance, 1000 + place, weight, 2 if quick else 10)
-            rows.append(summary(found, start="as the data", variance=variance, weight=weight))
+            fits = runs("as the data", variance, 1000 + place, weight, 2 if quick else 10)
+            rows.append(summary(fits, start="as the data", variance=variance, weight=weight))
         print(
             [(row["weight"], row["distance"], row["identified"]) for row in rows[-3:]], flush=True
         )
@@ -162,23 +162,22 @@ def sweep(quick: bool) -> list[dict[str, Any]]:
 
 def draw(rows: list[dict[str, Any]]) -> None:
     """Accuracy by weight and start; distance, identified states and accuracy by the noise."""
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(2, 2, figsize=(9, 7), layout="constrained")
+    plt = pyplot()
+    figure, axes = plt.subplots(2, 2, figsize=(10, 7.5), layout="constrained")
     axes = axes.flatten()
     for n, kind in enumerate(STARTS):
-        own = [row for row in rows if row["part"] == "table" and row["start"] == kind]
+        selected = [row for row in rows if row["part"] == "table" and row["start"] == kind]
         axes[0].errorbar(
-            np.arange(len(own)) + 0.08 * (n - 1),
-            [row["accuracy"]["ours"] for row in own],
-            [row["accuracy"]["standard_error"] for row in own],
-            fmt="o-", markersize=4, color=f"C{n}", label=f"starts: {kind}", linewidth=1,
+            np.arange(len(selected)) + 0.08 * (n - 1),
+            [row["accuracy"]["ours"] for row in selected],
+            [row["accuracy"]["standard_error"] for row in selected],
+            fmt="o-", markersize=4, color=f"C{n}", label=f"initial values: {kind}", linewidth=1,
         )  # fmt: skip
     axes[0].plot([0, 1], list(PAPER.values()), "k*", label="paper")
     axes[0].set_xticks(range(len(WEIGHTS)), [f"{weight:g}" for weight in WEIGHTS])
     axes[0].set_xlabel("α, in the convention of the paper")
-    axes[0].set_title("one-to-one accuracy, variance 0.025 (mean, standard error)", fontsize=10)
-    axes[0].legend(fontsize=8, loc="center left")
+    axes[0].set_title("one-to-one accuracy, variance 0.025 (mean, standard error)")
+    axes[0].legend(loc="center left", bbox_to_anchor=(0, 0.4))
     titles = {
         "distance": "distance of rows, nats (median of runs)",
         "identified": "states identified, of 5 (mean)",
@@ -186,31 +185,33 @@ def draw(rows: list[dict[str, Any]]) -> None:
     }
     for panel, (name, title) in zip(axes[1:], titles.items()):
         for n, weight in enumerate((0.0, 1.0, 100.0)):
-            own = [row for row in rows if row["part"] == "sweep" and row["weight"] == weight]
-            noise = np.array([row["variance"] for row in own])
-            found = np.array([row[name]["ours"] for row in own], float)
-            found = np.nan_to_num(found, nan=np.inf)  # None in the file
-            panel.plot(noise, found, "os^"[n], markersize=3, color=f"C{n}", alpha=0.4)
+            selected = [row for row in rows if row["part"] == "sweep" and row["weight"] == weight]
+            noise = np.array([row["variance"] for row in selected])
+            values = np.array([row[name]["ours"] for row in selected], float)
+            values = np.nan_to_num(values, nan=np.inf)  # None in the file
+            panel.plot(noise, values, "os^"[n], markersize=3, color=f"C{n}", alpha=0.4)
             panel.plot(
                 noise,
-                [np.median(found[abs(noise - each) < 0.45]) for each in noise],
+                [np.median(values[abs(noise - place) < 0.45]) for place in noise],
                 color=f"C{n}",
                 label="HMM" if weight == 0 else f"dHMM, α = {weight:g}",
             )
-        panel.set_title(title, fontsize=10)
+        panel.set_title(title)
         panel.set_xlabel("variance of the emissions")
     axes[1].set_ylim(0, 1.5)
     axes[1].axhline(TRUE_DISTANCE, color="k", linewidth=0.8, linestyle=":", label="true matrix")
-    axes[1].legend(fontsize=8)
-    for panel in axes:
-        panel.grid(alpha=0.3)
+    axes[1].legend()
     figure.savefig(FOLDER / "diversified_toy.png", dpi=150)
+    plt.close(figure)
 
 
 def main() -> None:
     """Run the parts, then write."""
     parts = (table, sweep)
     options = arguments(__doc__, [part.__name__ for part in parts])
+    if options.draw:
+        draw(earlier("diversified_toy"))
+        return
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float64)
     pyro.enable_validation(False)

@@ -1,16 +1,16 @@
-"""Language models beside which to see those of HMMs: Kneser-Ney 5-grams and two networks.
+"""Baselines for the HMM language models: Kneser-Ney 5-grams and two neural networks.
 
 The networks are those of Table 1 of *Scaling Hidden Markov Language Models*, with 256 dimensions
 and tied embeddings: a feed-forward 4-gram and an LSTM of two layers. Perplexities are per token,
-``<eos>`` included, and ``paper_valid`` and ``paper_test`` are those of that paper (Mikolov's for
-the 5-gram). N-grams know nothing of earlier sentences; the LSTM does. A row says after how many
-epochs and minutes a network ended, and whether that was because its learning rate had been halved
-as often as it may be ("rate") or at a limit, in which case it is not at its best. ``parameters`` of
-the 5-gram is the number of n-grams that occur, of all lengths.
+``<eos>`` included; ``paper_valid`` and ``paper_test`` are those of that paper (Mikolov's for the
+5-gram). N-grams do not condition on earlier sentences; the LSTM does. A row reports after how many
+epochs and minutes the training of a network ended, and whether it was because the learning rate had
+been halved as often as allowed ("rate") or because of a limit, in which case it has not converged.
+``parameters`` of the 5-gram is the number of n-grams of all lengths that occur.
 
-``MINUTES`` in the environment limits each training, and ``CHECKPOINTS`` names a folder from whose
-files those that were interrupted go on. Networks are trained on a GPU if there is one. Writes
-``language_model_baselines.json``.
+``MINUTES`` in the environment limits each training, and ``CHECKPOINTS`` names a folder with the
+checkpoints from which interrupted trainings are resumed. Networks are trained on a GPU if there is
+one. Writes ``language_model_baselines.json``.
 
 References:
     Scaling Hidden Markov Language Models (Chiu and Rush, 2020), https://arxiv.org/abs/2011.04640
@@ -47,7 +47,7 @@ PAPER = {  # held-out and test data
 
 
 class Texts(NamedTuple):
-    """Symbols one after another, and how many there are."""
+    """Three texts as sequences of symbols."""
 
     train: Tensor
     valid: Tensor
@@ -57,7 +57,7 @@ class Texts(NamedTuple):
 
 
 def read(source: str) -> Texts:
-    """A text in three parts; ``quick`` needs no file."""
+    """Training, validation and test text; ``quick`` needs no file."""
     if source == "quick":
         corpus = datasets.english_words(300)
         train, rest = corpus.data[:600].split(0.8)
@@ -102,15 +102,15 @@ def measure(model: str, source: str, quick: bool) -> dict[str, Any]:
         folder = os.environ.get("CHECKPOINTS")
         if folder:
             Path(folder).mkdir(parents=True, exist_ok=True)
-        found = baselines.train(
+        training = baselines.train(
             row["part"], network, train, held_out, texts.eos,
             minutes=0.1 if quick else float(os.environ.get("MINUTES", "inf")),
             checkpoint=Path(folder, f"{row['part']}.pt") if folder and not quick else None,
         )  # fmt: skip
-        valid, test = found.valid, baselines.perplexity(network, tested, texts.eos)
+        valid, test = training.valid, baselines.perplexity(network, tested, texts.eos)
         row |= {
             "parameters": sum(x.numel() for x in network.parameters()),
-            "epochs": found.epochs, "minutes": found.minutes, "stopped": found.stopped,
+            "epochs": training.epochs, "minutes": training.minutes, "stopped": training.stopped,
             "device": device.type,
         }  # fmt: skip
     paper_valid, paper_test = PAPER.get((model, source), (None, None))
@@ -124,9 +124,9 @@ def measure(model: str, source: str, quick: bool) -> dict[str, Any]:
 
 
 def main() -> None:
-    """One part after another; each is written as soon as it is there."""
+    """Run the parts; each is written as soon as it is finished."""
     parts = {f"{model}-{source}": (model, source) for source in SOURCES for model in MODELS}
-    options = arguments(__doc__, list(parts))
+    options = arguments(__doc__, list(parts), picture=False)
     if options.quick:
         for model in MODELS:
             measure(model, "quick", True)

@@ -1,28 +1,28 @@
 """Language models that are HMMs with thousands of states: Tables 1 to 4 and Figure 3 of the paper.
 
-``best`` are the best models found for the Penn Treebank and WikiText-2, on two levels, and the best
-of 8,192 states, given to clusters by the root of how often their words occur. The others are the
-ablations of the paper at sizes that a laptop carries, with two seeds each, in three panels:
-``large`` changes one thing of 4,096 states on two levels in 128 blocks, dropout 0.5; ``small`` one
-thing of 1,024 states on one level in 8 blocks, without dropout, as the paper's of that size are;
-``states`` is the first of these by number of states. They are trained for five epochs, the small
-ones for three in batches of a quarter of the size: too few to see what a long training makes of
-them. Dropout raises perplexity here, and lowers it in the paper's large models. Logits that are
-parameters themselves ("scalar") have a learning rate of their own, the best for held-out data of
-four that were tried with seed 0; the other rates were not varied. Perplexities are per token,
-``<eos>`` included, sentences apart; their denominators stand beside them.
+``best`` are the best models for the Penn Treebank and WikiText-2, on two levels, and the best with
+8,192 states, allocated to clusters by the root of their token counts. The others are the ablations
+of the paper at sizes for a laptop, with two seeds each, in three panels: ``large`` changes one
+setting of a model with 4,096 states on two levels in 128 blocks, dropout 0.5; ``small`` one setting
+of a model with 1,024 states on one level in 8 blocks, without dropout, like the paper's of that
+size; ``states`` varies the number of states of the first. They are trained for five epochs, the
+small ones for three with batches of a quarter of the size: too few to show the effect of long
+training. Dropout raises the perplexity here, and lowers it in the paper's large models. Logits that
+are parameters themselves ("scalar") have a separate learning rate, the best for held-out data of
+four tried with seed 0; the other rates were not tuned. Perplexities are per token, ``<eos>``
+included, with sentences independent; the numbers of tokens are reported beside them.
 
-``paper_valid`` and ``paper_test`` are what *Scaling Hidden Markov Language Models* has for the same
-thing, on one level, after 50 epochs; a pair where it prints several numbers. ``paper_states`` and
-``paper_blocks`` are the size of its model, which is often another one; those larger than 1,024
-states have dropout 0.5. The 200 of 8 blocks with dropout is from the logs of its authors, whose own
-number without it is 187 there and 194 in print. ``summary`` has mean and range over seeds beside
-these. Baselines in the picture are those of ``language_model_baselines.json``, where it has them.
+``paper_valid`` and ``paper_test`` are the numbers of *Scaling Hidden Markov Language Models* for
+the same setting, on one level, after 50 epochs; a pair where it prints several numbers.
+``paper_states`` and ``paper_blocks`` are the size of its model, which often differs; its models
+with more than 1,024 states have dropout 0.5. The 200 of 8 blocks with dropout is from the logs of
+its authors, where the number without it is 187, against 194 in print. ``summary`` has mean and
+range over seeds. Baselines in the picture are those of ``language_model_baselines.json``.
 
 Training is ``fit_map``: AdamW, a cosine schedule with a short warm-up, batches of sentences of
-similar length, clipped gradients, and the parameters of the best validation. An interrupted run
-goes on: checkpoints are in the folder ``CHECKPOINTS`` (by default that of temporary files), named
-by what is trained. ``minutes`` are those of training, from the first start.
+similar length, clipped gradients, and the parameters of the best validation. An interrupted run is
+resumed from its checkpoint in the folder ``CHECKPOINTS`` (by default that of temporary files),
+named after the settings. ``minutes`` is the training time, interruptions included.
 
 Writes ``language_models.json`` and ``language_models.png``.
 """
@@ -40,7 +40,7 @@ from typing import Any
 
 import pyro
 import torch
-from common import FOLDER, alone, arguments, earlier, write
+from common import FOLDER, alone, arguments, earlier, pyplot, write
 from common.text import Text, brown, read
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -61,9 +61,9 @@ NAME = "language_models"
 
 @dataclass(frozen=True)
 class Paper:
-    """What the paper has for the same thing; None for what it does not say."""
+    """The paper's numbers for the same setting; None where there are none."""
 
-    paper_valid: float | tuple[float, float] | None = None  # from one number to another
+    paper_valid: float | tuple[float, float] | None = None  # a range where it prints several
     paper_test: float | None = None
     paper_states: int | None = None
     paper_blocks: int | None = None
@@ -136,7 +136,11 @@ TABLES = [
         )
     ),
 ]
-FIGURE_3 = {8192: (142.0, 142.0), 16384: (134.0, 136.0), 32768: (125.0, 125.0)}  # those in print
+FIGURE_3 = {
+    8192: (142.0, 142.0),
+    16384: (134.0, 136.0),
+    32768: (125.0, 125.0),
+}  # the numbers in print
 CORPORA = {"ptb": "Penn Treebank", "wikitext2": "WikiText-2"}
 PANELS = {
     "large": "4,096 states, two levels, 128 blocks, dropout 0.5",
@@ -145,7 +149,7 @@ PANELS = {
 
 
 def blocks_of(model: Model, text: Text, cache: dict[Any, Any]) -> blocks.Blocks | None:
-    """Which states may emit which word."""
+    """The states that may emit each word."""
     if model.constraint == "none":
         return None
     if model.constraint == "uniform":
@@ -160,21 +164,21 @@ def blocks_of(model: Model, text: Text, cache: dict[Any, Any]) -> blocks.Blocks 
 
 
 def file_of(model: Model) -> Path:
-    """The checkpoint of a run."""
+    """Path of the checkpoint of a run."""
     name = "-".join(str(value) for value in asdict(model).values()).replace(" ", "_")
     return Path(os.environ.get("CHECKPOINTS", tempfile.gettempdir()), f"{name}.fit")
 
 
 def run(model: Model, paper: Paper, text: Text, cache: dict[Any, Any]) -> dict[str, Any]:
-    """Train one, and say how good it is."""
+    """Train a model and evaluate it."""
     pyro.set_rng_seed(model.seed)
-    given = blocks_of(model, text, cache)
+    partition = blocks_of(model, text, cache)
     module: NeuralHMM | ScalarHMM
     if model.scalar:
-        module = ScalarHMM(model.states, len(text.words), blocks=given, dropout=model.dropout)
+        module = ScalarHMM(model.states, len(text.words), blocks=partition, dropout=model.dropout)
     else:
         module = NeuralHMM(
-            model.states, len(text.words), model.dim, blocks=given, dropout=model.dropout,
+            model.states, len(text.words), model.dim, blocks=partition, dropout=model.dropout,
             two_level=model.two_level, factored=model.factored, scale=model.scale,
         )  # fmt: skip
     steps = batches_in_round(text.train.lengths, model.tokens)
@@ -189,135 +193,147 @@ def run(model: Model, paper: Paper, text: Text, cache: dict[Any, Any]) -> dict[s
         checkpoint=None if model.panel == "quick" else file_of(model),
     )  # fmt: skip
     row: dict[str, Any] = asdict(model) | {
-        "parameters": sum(each.numel() for each in module.parameters()),
+        "parameters": sum(parameter.numel() for parameter in module.parameters()),
         "epochs_run": len(fit.losses) / steps,
         "minutes": fit.seconds / 60,
-        "course": [[each.step / steps, math.exp(each.nats)] for each in fit.validation],
+        "course": [[report.step / steps, math.exp(report.nats)] for report in fit.validation],
     }
     for part in ("valid", "test"):
-        found = metrics.perplexity(fit, getattr(text, part), 64)
-        row[f"{part}_perplexity"], row[f"{part}_tokens"] = found.value, found.num_tokens
+        result = metrics.perplexity(fit, getattr(text, part), 64)
+        row[f"{part}_perplexity"], row[f"{part}_tokens"] = result.value, result.num_tokens
     row |= asdict(paper)
     print({k: v for k, v in row.items() if k != "course"}, flush=True)
     return row
 
 
 def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Mean and range over seeds of each model, beside what the paper has."""
+    """Mean and range over seeds of each model, with the paper's numbers."""
     lines = []
     for panel, name, data in dict.fromkeys(key(row)[:3] for row in rows):
-        own = [row for row in rows if key(row)[:3] == (panel, name, data)]
-        line = {"panel": panel, "name": name, "data": data, "seeds": [row["seed"] for row in own]}
-        line |= {"states": own[0]["states"], "blocks": own[0]["clusters"]}
-        if own[0]["constraint"] != "Brown":
+        runs = [row for row in rows if key(row)[:3] == (panel, name, data)]
+        line = {"panel": panel, "name": name, "data": data, "seeds": [row["seed"] for row in runs]}
+        line |= {"states": runs[0]["states"], "blocks": runs[0]["clusters"]}
+        if runs[0]["constraint"] != "Brown":
             line["blocks"] = None
         for part in ("valid", "test"):
-            values = [row[f"{part}_perplexity"] for row in own]
+            values = [row[f"{part}_perplexity"] for row in runs]
             line[part] = {"mean": mean(values), "range": [min(values), max(values)]}
-        lines.append(line | {name: own[0][name] for name in asdict(Paper())})
+        lines.append(line | {name: runs[0][name] for name in asdict(Paper())})
     return lines
 
 
 def draw(rows: list[dict[str, Any]], baselines: list[dict[str, Any]]) -> None:
     """Training, perplexity by number of states, and what each change of the bases does."""
-    import matplotlib.pyplot as plt
-
-    best = {
-        data: [row for row in rows if (row["panel"], row["data"]) == ("best", data)]
-        for data in CORPORA
-    }
-    above = [data for data in CORPORA if best[data]] + ["states"]
-    width = 6 // len(above)
-    figure, axes = plt.subplot_mosaic(
-        [[name for name in above for _ in range(width)], ["large"] * 3 + ["small"] * 3],
-        figsize=(13, 8.5), layout="constrained",
-    )  # fmt: skip
-    for data in above[:-1]:
-        own, title = best[data], CORPORA[data]
-        for number, row in enumerate(own):
+    plt = pyplot()
+    figure = plt.figure(figsize=(10.5, 8), layout="constrained")
+    upper, lower = figure.subfigures(2, 1, height_ratios=[1, 1.1])
+    axes = dict(zip(("ptb", "states", "wikitext2"), upper.subplots(1, 3)))
+    axes |= dict(zip(PANELS, lower.subplots(1, 2)))
+    for data, title in CORPORA.items():
+        best = [row for row in rows if (row["panel"], row["data"]) == ("best", data)]
+        for number, row in enumerate(best):
             label = f"{row['states']:,} states"
             axes[data].plot(*zip(*row["course"]), ".-", color=f"C{number}", label=label)
+        for number, row in enumerate(best):
+            label = f"paper, {row['paper_states']:,} states"
             height = mean(ends(row["paper_valid"]))
-            level(axes[data], height, f"paper, {row['paper_states']:,} states", ":", left=True)
-        lines_of(baselines, title, axes[data])
-        axes[data].set(xlabel="epochs", ylabel="perplexity, held out", title=title, yscale="log")
+            axes[data].axhline(height, color=f"C{number}", linestyle=":", label=label)
+        axes[data].set(xlabel="epochs", ylabel="held-out perplexity", yscale="log",
+                       title=f"training, {title}")  # fmt: skip
         axes[data].xaxis.get_major_locator().set_params(integer=True)
         ticks(axes[data])
-    by_states(rows, baselines, axes["states"])
+        lines_of(baselines, title, axes[data], None if data == "ptb" else "right")
+    by_states(rows, baselines, axes["states"])  # names the baselines of its neighbour too
+    low, high = (
+        pick(axes[name].get_ylim()[end] for name in ("ptb", "states"))
+        for end, pick in enumerate((min, max))
+    )
+    for name in ("ptb", "states"):
+        axes[name].set_ylim(low, high)
     for panel, title in PANELS.items():
         lines = [line for line in summary(rows) if line["panel"] == panel]
-        for place, line in enumerate(lines):
-            seeds = [row["valid_perplexity"] for row in rows if key(row)[:3] == key(line)[:3]]
-            axes[panel].plot(seeds, [place] * len(seeds), "o", color="C0", label="each seed")
-            if line["name"] == "base":
-                axes[panel].axvline(line["valid"]["mean"], color="C0", linestyle="--", alpha=0.6)
-            if line["paper_valid"] is not None:
-                low, high = ends(line["paper_valid"])
-                axes[panel].plot([low, high], [place, place], "D-", color="0.5", label="paper")
-                axes[panel].annotate(
-                    said(line), (low, place), (-4, 6), "data", "offset points", fontsize=7,
-                    color="0.4",
-                )  # fmt: skip
-        names = [line["name"] for line in lines]
-        axes[panel].set_yticks(range(len(names)), names)
-        axes[panel].set(xlabel="perplexity, held out, Penn Treebank", title=f"base: {title}")
-        axes[panel].invert_yaxis()
-        axes[panel].grid(alpha=0.3, axis="x")
+        ablations(axes[panel], lines, rows, title)
     for axis in axes.values():
-        found = dict(zip(*axis.get_legend_handles_labels()[::-1]))
-        if found:
-            axis.legend(found.values(), found.keys(), fontsize=7)
+        handles = dict(zip(*axis.get_legend_handles_labels()[::-1]))
+        if handles:
+            axis.legend(handles.values(), handles.keys(), loc="upper right")
     figure.savefig(FOLDER / f"{NAME}.png", dpi=150)
     plt.close(figure)
 
 
+def ablations(
+    axis: Any, lines: list[dict[str, Any]], rows: list[dict[str, Any]], title: str
+) -> None:
+    """Perplexities of each seed and of the paper, one model a line."""
+    sizes = {size_in_paper(line) for line in lines if line["paper_valid"] is not None}
+    label = "paper" if len(sizes) != 1 else f"paper, {sizes.pop()}"
+    for place, line in enumerate(lines):
+        seeds = [row["valid_perplexity"] for row in rows if key(row)[:3] == key(line)[:3]]
+        axis.plot(seeds, [place] * len(seeds), "o", color="C0", label="ours, each seed")
+        if line["name"] == "base":
+            axis.axvline(line["valid"]["mean"], color="C0", linestyle="--", alpha=0.6, zorder=0)
+        if line["paper_valid"] is not None:
+            low, high = ends(line["paper_valid"])
+            axis.plot([low, high], [place, place], "D-", color="0.5", label=label)
+            if label == "paper":
+                axis.annotate(
+                    size_in_paper(line), (low, place), (-8, 0), "data", "offset points",
+                    ha="right", va="center", fontsize=8, color="0.3",
+                )  # fmt: skip
+    names = [line["name"] for line in lines]
+    axis.set_yticks(range(len(names)), names)
+    axis.set(xlabel="held-out perplexity, Penn Treebank", title=f"base: {title}")
+    axis.set_ylim(len(names) - 0.5, -1.5)  # the base on top, below the legend
+    low, high = axis.get_xlim()
+    axis.set_xlim(low - (0.25 if label == "paper" else 0.05) * (high - low), high)
+    axis.grid(visible=False, axis="y")
+
+
 def by_states(rows: list[dict[str, Any]], baselines: list[dict[str, Any]], axis: Any) -> None:
     """Perplexity by number of states, as in Figure 3."""
-    own = [row for row in rows if row["panel"] == "states" or key(row)[:2] == ("large", "base")]
-    if own:
-        sizes = sorted({row["states"] for row in own})
-        means = [mean(r["valid_perplexity"] for r in own if r["states"] == s) for s in sizes]
-        (line,) = axis.plot(sizes, means, label=f"two levels, {own[0]['epochs']:g} epochs")
-        for row in own:
-            axis.plot(row["states"], row["valid_perplexity"], "o", color=line.get_color())
+    swept = [row for row in rows if row["panel"] == "states" or key(row)[:2] == ("large", "base")]
+    if swept:
+        sizes = sorted({row["states"] for row in swept})
+        means = [mean(r["valid_perplexity"] for r in swept if r["states"] == s) for s in sizes]
+        axis.plot(sizes, means, color="C0", label=f"two levels, {swept[0]['epochs']:g} epochs")
+        for row in swept:
+            axis.plot(row["states"], row["valid_perplexity"], "o", color="C0")
     for row in rows:
         if (row["panel"], row["data"]) == ("best", "ptb"):
             axis.plot(row["states"], row["valid_perplexity"], "*", color="C3", markersize=9,
-                      label="the best of ours")  # fmt: skip
+                      label="our best", zorder=3)  # fmt: skip
     for states, spread in FIGURE_3.items():
-        axis.plot([states, states], spread, "D-", color="0.5", label="paper, one level, 50 epochs")
-    lines_of(baselines, CORPORA["ptb"], axis)
+        axis.plot([states, states], spread, "D-", color="0.5", label="paper, one level")
     axis.set_xscale("log", base=2)
-    axis.xaxis.set_major_formatter("{x:,.0f}")
-    axis.set(xlabel="states", ylabel="perplexity, held out", yscale="log", title=CORPORA["ptb"])
+    axis.set_xticks([2**power for power in range(10, 16)], ["1k", "2k", "4k", "8k", "16k", "32k"])
+    title = CORPORA["ptb"]
+    axis.set(xlabel="states (k: 1,024)", yscale="log", title=f"by states, {title}")
     ticks(axis)
+    lines_of(baselines, title, axis, "left")
 
 
-def lines_of(baselines: list[dict[str, Any]], data: str, axis: Any) -> None:
-    """Baselines of a text, as lines with their names; below a line that is close to another."""
-    own = [row for row in baselines if row["data"] == data]
+def lines_of(baselines: list[dict[str, Any]], data: str, axis: Any, side: str | None) -> None:
+    """Baselines of a text as lines, named at one side of the panel, if at any."""
+    levels = sorted((row for row in baselines if row["data"] == data),
+                    key=lambda row: -row["valid_perplexity"])  # fmt: skip
     above = math.inf
-    for row in sorted(own, key=lambda row: -row["valid_perplexity"]):
-        early = ", stopped early" if row.get("stopped", "rate") != "rate" else ""
+    for row in levels:
         height = row["valid_perplexity"]
-        level(axis, height, row["model"].split(",")[0] + early, "--", height > above / 1.03)
+        axis.axhline(height, color="0.4", linestyle="--", linewidth=0.8)
+        early = ",\nstopped early" if row.get("stopped", "rate") != "rate" else ""
+        close = height > above / 1.03
+        if side is not None:
+            axis.annotate(
+                row["model"].split(",")[0] + early, (0.99 if side == "right" else 0.02, height),
+                (0, -3 if close else 3), axis.get_yaxis_transform(), "offset points",
+                ha=side, va="top" if close else "bottom", fontsize=8,
+                color="0.3",
+            )  # fmt: skip
         above = height
 
 
-def level(
-    axis: Any, height: float, label: str, style: str, below: bool = False, left: bool = False
-) -> None:
-    """A line with its name, above or ``below`` it, at its right or ``left`` end."""
-    axis.axhline(height, color="0.4", linestyle=style, linewidth=0.8)
-    axis.annotate(
-        label, (0.02 if left else 0.98, height), (0, -2 if below else 2),
-        axis.get_yaxis_transform(), "offset points", ha="left" if left else "right",
-        va="top" if below else "bottom", fontsize=7, color="0.3",
-    )  # fmt: skip
-
-
 def ticks(axis: Any) -> None:
-    """Name perplexities on a logarithmic axis by themselves, not by powers."""
+    """Label a logarithmic axis with perplexities, not with powers of ten."""
     from matplotlib.ticker import LogLocator, StrMethodFormatter
 
     axis.yaxis.set_major_locator(LogLocator(subs=(1.0, 1.2, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 7.0)))
@@ -330,18 +346,18 @@ def ends(value: float | list[float] | tuple[float, float]) -> tuple[float, float
     return (value, value) if isinstance(value, float) else (value[0], value[-1])
 
 
-def said(line: dict[str, Any]) -> str:
-    """Of which size the paper's model is, where it is another one."""
+def size_in_paper(line: dict[str, Any]) -> str:
+    """The size of the paper's model, where it differs from ours."""
     parts = []
     if line["paper_states"] != line["states"]:
         parts.append(f"{line['paper_states']:,} states")
     if line["paper_blocks"] not in (line["blocks"], None):
         parts.append(f"{line['paper_blocks']} blocks")
-    return ", ".join(parts)
+    return ",\n".join(parts)
 
 
 def key(row: dict[str, Any]) -> tuple[Any, ...]:
-    """What tells rows apart."""
+    """Identifies a row."""
     return row["panel"], row["name"], row["data"], row.get("seed")
 
 
@@ -349,6 +365,9 @@ def main() -> None:
     panels = dict.fromkeys(each.panel for each, _ in TABLES)
     tables = {f"{panel}-{seed}": (panel, seed) for seed in SEEDS for panel in panels}
     options = arguments(__doc__, [*BEST, *tables])
+    if options.draw:
+        draw(earlier(NAME), earlier("language_model_baselines"))
+        return
     cache: dict[Any, Any] = {}
     if options.quick:
         text = read("letters")
@@ -371,7 +390,7 @@ def main() -> None:
         if each.data not in texts:
             texts[each.data] = read(each.data)
         row = run(each, paper, texts[each.data], cache)
-        with alone(NAME):  # as soon as it is there
+        with alone(NAME):  # after each run
             rows = [other for other in earlier(NAME) if key(other) != key(row)]
             rows = sorted([*rows, row], key=place)
             write(NAME, rows, threads=torch.get_num_threads(), summary=summary(rows))

@@ -1,28 +1,27 @@
-"""How long an epoch of training takes with thousands of states, beside the straightforward way.
+"""Seconds per epoch of training with thousands of states, compared with a straightforward program.
 
-A neural HMM of 128 Brown clusters (if not said otherwise) on the Penn Treebank (929,589 tokens),
+A neural HMM of 128 Brown clusters (unless stated otherwise) on the Penn Treebank (929,589 tokens),
 state dropout 0.5, float32, two threads, AdamW, by ``fit_map``. *One level* is the paper's
-parameterization, *two levels* moves to a block first. The straightforward way is what one writes
-first: the whole matrix of the kept states by a log-softmax, for each batch of 512 tokens;
-log-potentials for each token; the forward algorithm in logarithms, and autograd through it.
+parameterization; with *two levels* a transition chooses a block first. The straightforward program
+computes the whole transition matrix of the kept states by a log-softmax for each batch of 512
+tokens, log-potentials for each token, and the forward algorithm in logarithms with autograd.
 Emission and networks are the same.
 
 Seconds per epoch are those of a step times the number of steps in an epoch. All ways are measured
-in turn, in five rounds, on the same batches in each run (their seed is the round's); the first
-steps of each round are left out, and ``low`` and ``high`` are the fastest and the slowest round.
-``steps`` are those measured in all: 50, but 10 of ways on one level with more than 8,192 states,
-where each step takes long. ``times_faster`` is how often as long the straightforward way takes with
-its batches of 512 tokens, so that for our batches of 8,192 it counts what larger batches save as
-well; ``times_faster_alike`` compares batches of the same number of tokens. With 4,096 states these
-are 512 and 8,192, with 32,768 they are 512.
+in turn, in five rounds, on the same batches in each run (seeded by the round); the first steps of
+each round are excluded, and ``low`` and ``high`` are the fastest and the slowest round. ``steps``
+is the total number of measured steps: 50, but 10 for slow ways, on one level with more than 8,192
+states. ``times_faster`` is relative to the straightforward program with batches of 512 tokens, so
+for our batches of 8,192 it includes the gain of larger batches; ``times_faster_alike`` compares
+batches of equal size. With 4,096 states these are 512 and 8,192, with 32,768 they are 512.
 
-``scaling`` are ways alone, each in a process of its own, by the number of states and by the number
-of tokens in a batch, with the median, the fastest and the slowest step; ``gigabytes`` (10^9 bytes)
-are the largest memory of that process, data and libraries included. ``blocks`` are the same by the
-number of states that may emit a word: 8,192 states in fewer or more blocks. A shared machine is not
-equally fast at all times: compare rows of one part.
+``scaling`` measures each way alone, in a separate process, by the number of states and by the
+number of tokens in a batch, with the median, the fastest and the slowest step; ``gigabytes`` (10^9
+bytes) is the peak memory of that process, data and libraries included. ``blocks`` is the same by
+the number of states per word: 8,192 states in fewer or more blocks. The speed of a shared machine
+varies: compare rows of one part only.
 
-Writes ``large_hmm_speed.json`` and ``large_hmm_speed.png``; each row as soon as it is there.
+Writes ``large_hmm_speed.json`` and ``large_hmm_speed.png``, after each row.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from typing import Any
 
 import pyro
 import torch
-from common import FOLDER, alone, arguments, earlier, write
+from common import FOLDER, alone, arguments, earlier, pyplot, write
 from common.text import Text, brown, read
 from torch import Tensor, nn
 
@@ -53,7 +52,7 @@ NUMBERS = [512, 256, 128, 64, 32]  # of blocks, with 8,192 states
 
 
 class Watch(torch.optim.AdamW):
-    """AdamW that notes when its steps end."""
+    """AdamW that records the end times of its steps."""
 
     ends: list[float]
 
@@ -69,7 +68,7 @@ class Watch(torch.optim.AdamW):
 
 
 def ours(module: NeuralHMM, data: Sequences, tokens: int, steps: int, seed: int) -> list[float]:
-    """Seconds of ``steps`` steps, on batches that the seed chooses."""
+    """Seconds of ``steps`` steps, on batches determined by the seed."""
     pyro.set_rng_seed(seed)
     fit_map(
         MarginalModel(module), data, num_steps=steps + 3, batch_tokens=tokens, optimizer=Watch,
@@ -79,25 +78,25 @@ def ours(module: NeuralHMM, data: Sequences, tokens: int, steps: int, seed: int)
 
 
 def plain_loss(module: NeuralHMM, batch: Sequences) -> Tensor:
-    """The negative log evidence per token, straightforwardly."""
+    """Negative log-evidence per token, by the straightforward program."""
     states = sample_kept_states(module.num_states, module.blocks, module.dropout)
     assert module.blocks is not None
     kept = module.blocks.keep(states)
     hmm = module._build(states, kept, batch.lengths, None)
     transition = (hmm.transition.leave @ hmm.transition.enter.mT).log_softmax(-1)
-    own = kept.states[kept.symbol_block[batch.values]]  # (N, T, k)
+    allowed = kept.states[kept.symbol_block[batch.values]]  # (N, T, k)
     seen = hmm.log_emission[batch.values]
-    alpha = hmm.log_initial[own[:, 0]] + seen[:, 0]
-    potentials = transition[own[:, :-1].unsqueeze(-1), own[:, 1:].unsqueeze(-2)]
+    alpha = hmm.log_initial[allowed[:, 0]] + seen[:, 0]
+    potentials = transition[allowed[:, :-1].unsqueeze(-1), allowed[:, 1:].unsqueeze(-2)]
     potentials = potentials + seen[:, 1:].unsqueeze(-2)
     for t in range(1, batch.num_steps):
-        moved = (alpha.unsqueeze(-1) + potentials[:, t - 1]).logsumexp(-2)
-        alpha = torch.where((t < batch.lengths).unsqueeze(-1), moved, alpha)
+        predicted = (alpha.unsqueeze(-1) + potentials[:, t - 1]).logsumexp(-2)
+        alpha = torch.where((t < batch.lengths).unsqueeze(-1), predicted, alpha)
     return -alpha.logsumexp(-1).sum() / batch.num_observed
 
 
 def plain(module: NeuralHMM, data: Sequences, tokens: int, steps: int, seed: int) -> list[float]:
-    """The same of the straightforward way, after one step that is not counted."""
+    """Seconds of the straightforward program, after one step that is not counted."""
     pyro.set_rng_seed(seed)
     batches = Batches(data, batch_tokens=tokens)
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3, weight_decay=0.0, fused=True)
@@ -114,14 +113,14 @@ def plain(module: NeuralHMM, data: Sequences, tokens: int, steps: int, seed: int
 
 
 def model(clusters: Tensor, words: int, states: int, two_level: bool) -> NeuralHMM:
-    """A neural HMM of so many states."""
+    """A neural HMM with ``states`` states."""
     pyro.set_rng_seed(0)
-    each = blocks.from_clusters(clusters, states // blocks_in(clusters))
-    return NeuralHMM(states, words, 256, blocks=each, two_level=two_level, dropout=0.5)
+    partition = blocks.from_clusters(clusters, states // blocks_in(clusters))
+    return NeuralHMM(states, words, 256, blocks=partition, two_level=two_level, dropout=0.5)
 
 
 def compare(text: Text, states: int, quick: bool) -> Iterator[dict[str, Any]]:
-    """Ours, on one and two levels, and the straightforward way, in turn."""
+    """Ours, on one and two levels, and the straightforward program, in turn."""
     data, words, (clusters, _) = text.train, len(text.words), brown(text, BLOCKS)
     modules = {way: model(clusters, words, states, way == TWO) for way in (TWO, ONE, PLAIN)}
     ways = [(way, tokens) for way in (TWO, ONE) for tokens in (BATCH, SMALL)] + [(PLAIN, SMALL)]
@@ -137,37 +136,37 @@ def compare(text: Text, states: int, quick: bool) -> Iterator[dict[str, Any]]:
             taken = measure(modules[way], data, tokens, number, seed)
             epochs[way, tokens].append(sum(taken) / len(taken) * counts[tokens])
             steps[way, tokens] += len(taken)
-    for (way, tokens), found in epochs.items():
+    for (way, tokens), seconds in epochs.items():
         target, faster = TARGETS.get(states, (None, None))
         aimed = way == TWO and tokens == BATCH
         yield {
             "part": "compare", "states": states, "blocks": blocks_in(clusters), "way": way,
             "tokens": tokens, "steps": steps[way, tokens], "steps_per_epoch": counts[tokens],
-            "seconds_per_epoch": median(found), "low": min(found), "high": max(found),
-            "times_faster": times(epochs[PLAIN, SMALL], found),
-            "times_faster_alike": times(epochs.get((PLAIN, tokens)), found),
+            "seconds_per_epoch": median(seconds), "low": min(seconds), "high": max(seconds),
+            "times_faster": times(epochs[PLAIN, SMALL], seconds),
+            "times_faster_alike": times(epochs.get((PLAIN, tokens)), seconds),
             "target_seconds": target if aimed else None,
             "target_times_faster": faster if aimed else None,
         }  # fmt: skip
 
 
 def blocks_in(clusters: Tensor) -> int:
-    """How many blocks of states there are, one for each cluster."""
+    """Number of blocks, one for each cluster."""
     return int(clusters.max()) + 1
 
 
 def slow(way: str, states: int) -> bool:
-    """Whether a step takes so long that few must do."""
+    """Whether a step is so slow that few are measured."""
     return way != TWO and states > 8192
 
 
 def times(longer: list[float] | None, shorter: list[float]) -> float | None:
-    """How often as long one takes, by the median over rounds; None if it was not measured."""
+    """Ratio of two times, the median over rounds; None if it was not measured."""
     return None if longer is None else median(a / b for a, b in zip(longer, shorter))
 
 
 def one(task: tuple[str, Tensor, int, int, int, str, Sequences, int]) -> dict[str, Any]:
-    """One way alone, in a process of its own."""
+    """One way alone, in a separate process."""
     part, clusters, words, states, tokens, way, data, steps = task
     torch.set_num_threads(2)
     module = model(clusters, words, states, way == TWO)
@@ -182,9 +181,9 @@ def one(task: tuple[str, Tensor, int, int, int, str, Sequences, int]) -> dict[st
 
 
 def gigabytes() -> float:
-    """Largest memory of this program so far.
+    """Peak memory of this process.
 
-    Not ``ru_maxrss``, of which a new process inherits what the one that started it had.
+    Not ``ru_maxrss``, which a new process inherits from its parent.
     """
     lines = Path("/proc/self/status").read_text().splitlines()
     (line,) = (line for line in lines if line.startswith("VmHWM"))
@@ -206,29 +205,28 @@ def scaling(
 
 def draw(rows: list[dict[str, Any]]) -> None:
     """Time and memory by states; time by states of a block, and by tokens in a batch."""
-    import matplotlib.pyplot as plt
-
+    plt = pyplot()
     figure, ((times_axis, memory), (widths, batches)) = plt.subplots(
-        2, 2, figsize=(10, 7.5), layout="constrained"
+        2, 2, figsize=(10.5, 7.5), layout="constrained"
     )
     single = [row for row in rows if row["part"] == "scaling"]
-    own = {TWO: BATCH, ONE: BATCH, PLAIN: SMALL}
-    by_states = [row for row in single if row["tokens"] == own[row["way"]]]
-    lines(times_axis, by_states, "states", "seconds_per_epoch", own)
-    lines(memory, by_states, "states", "gigabytes", own)
+    batch_sizes = {TWO: BATCH, ONE: BATCH, PLAIN: SMALL}
+    by_states = [row for row in single if row["tokens"] == batch_sizes[row["way"]]]
+    lines(times_axis, by_states, "states", "seconds_per_epoch", batch_sizes)
+    lines(memory, by_states, "states", "gigabytes", batch_sizes)
     by_blocks = [row for row in rows if row["part"] == "blocks"]
     wide = [row | {"width": row["states"] // row["blocks"]} for row in by_blocks]
-    lines(widths, wide, "width", "seconds_per_epoch", own)
+    lines(widths, wide, "width", "seconds_per_epoch", batch_sizes)
     few = [row for row in single if row["states"] == 4096]
     lines(batches, few, "tokens", "seconds_per_epoch", {})
     times_axis.set(xlabel="states", ylabel="seconds per epoch", title=f"{BLOCKS} blocks")
-    memory.set(xlabel="states", ylabel="GB", title=f"{BLOCKS} blocks, memory of the whole process")
+    memory.set(xlabel="states", ylabel="GB", title=f"{BLOCKS} blocks, peak memory of the process")
     widths.set(
-        xlabel="states of a block (all that may emit a word)", ylabel="seconds per epoch",
-        title="8,192 states, in fewer and larger blocks",
+        xlabel="states per block", ylabel="seconds per epoch",
+        title="8,192 states, in blocks of different sizes",
     )  # fmt: skip
     batches.set(
-        xlabel="tokens in a batch", ylabel="seconds per epoch",
+        xlabel="tokens per batch", ylabel="seconds per epoch",
         title=f"4,096 states, {BLOCKS} blocks",
     )  # fmt: skip
     figure.savefig(FOLDER / f"{NAME}.png", dpi=150)
@@ -241,25 +239,26 @@ def lines(axis: Any, rows: list[dict[str, Any]], x: str, y: str, tokens: dict[st
         TWO: ("o-", "two levels"), ONE: ("s-", "one level"), PLAIN: ("x--", "straightforward")
     }  # fmt: skip
     for way, (mark, label) in styles.items():
-        found = sorted((row for row in rows if row["way"] == way), key=lambda row: row[x])
-        if not found:
+        selected = sorted((row for row in rows if row["way"] == way), key=lambda row: row[x])
+        if not selected:
             continue
-        places = [row[x] for row in found]
-        name = f"{label}, {tokens[way]:,} tokens a batch" if way in tokens else label
-        (line,) = axis.plot(places, [row[y] for row in found], mark, label=name)
+        places = [row[x] for row in selected]
+        name = f"{label}, {tokens[way]:,} tokens per batch" if way in tokens else label
+        (line,) = axis.plot(places, [row[y] for row in selected], mark, label=name)
         if y == "seconds_per_epoch":
-            low, high = zip(*((row["low"], row["high"]) for row in found))
+            low, high = zip(*((row["low"], row["high"]) for row in selected))
             axis.fill_between(places, low, high, color=line.get_color(), alpha=0.2, linewidth=0)
     if axis.lines:
         axis.set_xscale("log", base=2)
         axis.set_yscale("log", base=2 if y == "gigabytes" else 10)
-        axis.legend(fontsize=8)
+        axis.legend()
         axis.xaxis.set_major_formatter("{x:,.0f}")
+        axis.tick_params(axis="x", labelsize=8)
         axis.yaxis.set_major_formatter("{x:,g}")
 
 
 def key(row: dict[str, Any]) -> tuple[Any, ...]:
-    """What tells rows apart, and their order."""
+    """Identifies a row, and orders rows."""
     return row["part"], row["states"], row["blocks"], row["tokens"], row["way"]
 
 
@@ -275,13 +274,16 @@ def main() -> None:
         ],
         "scaling-batches": [
             (4096, BLOCKS, tokens, way)
-            for way, own in ((TWO, BATCH), (ONE, BATCH), (PLAIN, SMALL))
+            for way, standard in ((TWO, BATCH), (ONE, BATCH), (PLAIN, SMALL))
             for tokens in (512, 1024, 2048, 4096, 8192, 16384)
-            if tokens != own
+            if tokens != standard
         ],
     }
     sizes = {"compare-4096": 4096, "compare-32768": 32768}
     options = arguments(__doc__, [*sizes, *tasks])
+    if options.draw:
+        draw(earlier(NAME))
+        return
     torch.set_num_threads(2)
     text = read("letters" if options.quick else "ptb")
     if options.quick:
@@ -290,12 +292,12 @@ def main() -> None:
             print(row, flush=True)
         return
     for part in options.only:
-        found = (
+        results = (
             compare(text, sizes[part], False)
             if part in sizes
             else scaling("blocks" if part == "blocks" else "scaling", text, tasks[part], False)
         )
-        for row in found:
+        for row in results:
             print(row, flush=True)
             with alone(NAME):
                 others = [other for other in earlier(NAME) if key(other) != key(row)]

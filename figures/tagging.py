@@ -1,39 +1,37 @@
-"""Tagging words: a neural HMM beside the most frequent tag of each word and a tabular HMM.
+"""Part-of-speech tagging: a neural HMM, the most frequent tag of each word, and a tabular HMM.
 
 Section 5.2 of the first draft of *Scaling Hidden Markov Language Models* tags the Wall Street
-Journal, which is not free to use. Here are UD English EWT, with the 49 tags
-of its language, split as it is published, and the sample of the Penn Treebank that comes with NLTK,
-traces left out, of whose sentences in their order the first 80 % are for learning, the next 10 %
-held out, the last 10 % for testing. The paper's accuracies on the whole Journal stand beside, and
-are not comparable.
+Journal, which is not freely available. Here the data are UD English EWT, with the 49 tags of its
+language and its published split, and the sample of the Penn Treebank that comes with NLTK, without
+traces; its first 80 % of sentences are for training, the next 10 % held out, the last 10 % for
+testing. The paper's accuracies on the whole Journal are listed beside, and are not comparable.
 
-The vocabulary is that of the training text. What occurs once there is replaced by a symbol for its
-kind (``readers.word_classes``), and what does not occur there is read as that symbol; "unknown" are
-the latter only. All models but the last see the same symbols. The tabular HMM has a state for each
-tag, and is fitted by counting. The neural HMM has 1,024 states in 64 Brown clusters, in two levels,
-with 128 dimensions; it is fitted to words and tags together by AdamW with a cosine schedule. Words
-from letters have 32 filters of each of four widths and a highway layer, an eighth of the work of
-seven widths with as many filters as dimensions; symbols for kinds of words are spelt like words.
+The vocabulary is that of the training text. Words that occur once there are replaced by a symbol
+for their class (``readers.word_classes``), and so are words that do not occur; only the latter are
+"unknown". All models but the last see the same symbols. The tabular HMM has one state per tag and
+is fitted by counting. The neural HMM has 1,024 states in 64 Brown clusters, on two levels, with 128
+dimensions; it is fitted to words and tags jointly by AdamW with a cosine schedule. The character
+model of words has 32 filters of each of four widths and a highway layer, an eighth of the cost of
+seven widths with as many filters as dimensions; class symbols are spelt like words.
 
-A symbol hides the letters of the words it stands for. The last model, "all words from letters",
-replaces none: its vocabulary is all distinct words of the three parts, each state's law is
-normalised over all those of its block, and a word that training lacks has a probability by its
-letters. So the list of words, though neither their tags nor how often they occur, is taken from the
-held-out and the test text too. A word that other models replace is in the cluster of the symbol
-that would stand for it. Of words longer than 16 letters both models read the first and the last 8.
+A class symbol hides the letters of its words. The last model, "all words from letters", replaces
+none: its vocabulary is all distinct words of the three parts, the emission distribution of a state
+is normalised over all words of its block, and a word that is absent from training has a probability
+through its letters. So the list of words, but not their tags or frequencies, is taken from the
+held-out and the test text too. A word that other models replace is in the cluster of its class
+symbol. Of words longer than 16 letters both models read the first and the last 8.
 
-Choices are made by held-out data. What is added to the counts of the tabular HMM is that of the
-highest accuracy; so are the learning rate of the neural HMMs and the share of states that are
-dropped in each step, for each text those of the first of them with seed 0 (parts ``choice``, whose
-rows know nothing of test data). Among its epochs a fit keeps the one of the least held-out nats of
-words and tags. ``STEPS`` are what there was time for, fewer for the smaller text, whose best epoch
-comes earlier; other sizes were not varied. Accuracies are shares of words, by the most
-probable tag at each step ("posterior") and by the most probable path of states and tags ("path");
-a word whose tag does not occur in training counts as wrong, and ``tags_not_in_train`` says how many
-there are. ``seconds_per_step`` is of the processor, evaluation included.
+Settings are chosen on held-out data: the pseudo-counts of the tabular HMM by accuracy, and the
+learning rate and state dropout of the neural HMMs, for each text, by the accuracy of the first of
+them with seed 0 (parts ``choice``, whose rows contain no test results). A fit keeps the epoch with
+the least held-out nats of words and tags. ``STEPS`` is what time allowed, fewer for the smaller
+text, whose best epoch comes earlier; other sizes were not tuned. Accuracies are shares of words,
+decoded by the most probable tag at each step ("posterior") and by the most probable path of states
+and tags ("path"); a word whose tag does not occur in training counts as wrong, and
+``tags_not_in_train`` is their number. ``seconds_per_step`` is processor time, evaluation included.
 
-Seeds are those of parameters and of batches. ``STEPS`` in the environment limits the gradient
-steps. Writes ``tagging.json`` and ``tagging.png``.
+Seeds determine initial values and batches. ``STEPS`` in the environment limits the gradient steps.
+Writes ``tagging.json`` and ``tagging.png``.
 """
 
 from __future__ import annotations
@@ -48,7 +46,7 @@ from typing import Any, NamedTuple
 
 import pyro
 import torch
-from common import FOLDER, alone, arguments, earlier, write
+from common import FOLDER, alone, arguments, earlier, pyplot, write
 from pyro.distributions import Categorical
 from torch import Tensor
 
@@ -79,7 +77,7 @@ MODELS = {
 NEURAL = ("words", "characters", "spelling")
 PAPER = {"words": (0.9625, 0.9650), "spelling": (0.9673, 0.9695)}  # held out, test: whole Journal
 SEEDS = (0, 1, 2)
-ADDED = [(words, moves) for words in (0.001, 0.01, 0.1) for moves in (0.1, 1.0)]
+ADDED = [(words, transitions) for words in (0.001, 0.01, 0.1) for transitions in (0.1, 1.0)]
 STATES, CLUSTERS, DIM, TOKENS = 1024, 64, 128, 2048
 CHOICES = [(rate, dropout) for rate in (3e-3, 1e-2, 3e-2) for dropout in (0.0, 0.25, 0.5)]
 STEPS = {"web": 1000, "penn": 500, "toy": 20}
@@ -88,13 +86,13 @@ HALF = 8  # of the letters of a long word that are read, from either end
 
 
 class Task(NamedTuple):
-    """Words with tags as labels, and which words never occur in the training text."""
+    """Words with tags as labels, and masks of the words that do not occur in the training text."""
 
     train: Sequences
     parts: dict[str, Sequences]  # "dev" and "test"
     unknown: dict[str, Tensor]
     vocabulary: readers.Vocabulary
-    kinds: Tensor  # of each of the vocabulary, its symbol where rare and unknown words are replaced
+    kinds: Tensor  # index of the class symbol of each word, or of the word itself
     tags: readers.Vocabulary
 
 
@@ -103,35 +101,35 @@ def read(source: str, replaced: bool = True) -> Task:
     """A source; ``toy`` needs no file. Rare and unknown words are replaced by symbols, or kept."""
     if source == "web":
         files = (datasets.find(f"ud-ewt-{part}") for part in ("train", "dev", "test"))
-        found = [readers.read_conllu(path, "xpos") for path in files]
+        corpora = [readers.read_conllu(path, "xpos") for path in files]
     else:
         corpus = (
             readers.read_tagged(datasets.find("treebank-sample")) if source == "penn" else toy()
         )
         count = len(corpus.data)
         ends = [0, int(0.8 * count), int(0.9 * count), count]
-        found = [corpus._replace(data=corpus.data[a:b]) for a, b in itertools.pairwise(ends)]
-    words = [corpus.vocabulary.decode(corpus.data.values[corpus.data.exists]) for corpus in found]
+        corpora = [corpus._replace(data=corpus.data[a:b]) for a, b in itertools.pairwise(ends)]
+    words = [corpus.vocabulary.decode(corpus.data.values[corpus.data.exists]) for corpus in corpora]
     vocabulary = readers.Vocabulary.from_counts(words[0], min_count=2, unknown=readers.word_classes)
     kinds = torch.arange(len(vocabulary))
     if not replaced:
-        every = readers.Vocabulary(sorted({word for own in words for word in own}))
+        every = readers.Vocabulary(sorted({word for part in words for word in part}))
         vocabulary, kinds = every, vocabulary.encode(every)
-    tags = found[0].tags
+    tags = corpora[0].tags
     assert tags is not None
     seen, sets, unknown = set(words[0]), [], []
-    for corpus, own in zip(found, words):
+    for corpus, part in zip(corpora, words):
         assert corpus.tags is not None
         assert corpus.data.labels is not None
         if not bool((corpus.data.labels >= 0)[corpus.data.exists].all()):
             raise ValueError(f"each word of {source} must have a tag; there are some without.")
         exists, values = corpus.data.exists, torch.zeros_like(corpus.data.values)
-        values[exists] = vocabulary.encode(own)
+        values[exists] = vocabulary.encode(part)
         new = torch.tensor([tags.index(tag) if tag in tags else len(tags) for tag in corpus.tags])
         labels = torch.where(corpus.data.labels >= 0, new[corpus.data.labels], -1)
         sets.append(Sequences(values, corpus.data.lengths, labels=labels))
         strange = torch.zeros_like(exists)
-        strange[exists] = torch.tensor([word not in seen for word in own])
+        strange[exists] = torch.tensor([word not in seen for word in part])
         unknown.append(strange)
     names = ("dev", "test")
     parts = dict(zip(names, sets[1:]))
@@ -139,23 +137,23 @@ def read(source: str, replaced: bool = True) -> Task:
 
 
 def toy() -> readers.Corpus:
-    """Words that end as their tags say, most of them rare; what follows a tag is drawn."""
+    """Words whose ending determines the tag, most of them rare, from a random Markov chain."""
     torch.manual_seed(0)
-    moves = torch.distributions.Dirichlet(torch.full((4,), 0.3)).sample((4,))
+    transition = torch.distributions.Dirichlet(torch.full((4,), 0.3)).sample((4,))
     names = [f"{n}{ending}" for ending in ("ing", "ed", "s", "x") for n in "abcdefghijklmnopqrst"]
     states = torch.zeros(100, 8, dtype=torch.long)
     for t in range(1, 8):
-        states[:, t] = torch.distributions.Categorical(moves[states[:, t - 1]]).sample()
+        states[:, t] = torch.distributions.Categorical(transition[states[:, t - 1]]).sample()
     values = 20 * states + (20 * torch.rand(100, 8) ** 4).long()
     data = Sequences(values, torch.full((100,), 8), labels=states)
     return readers.Corpus(data, readers.Vocabulary(names), readers.Vocabulary("abcd"))
 
 
-Tagging = Callable[[Sequences], dict[str, Tensor]]  # tags of words by each decoding
+Tagging = Callable[[Sequences], dict[str, Tensor]]  # tags of words by decoding
 
 
 def frequent(task: Task) -> tuple[Tagging, dict[str, Any]]:
-    """The most frequent tag of each symbol; the most frequent of all for what has none."""
+    """The most frequent tag of each symbol; the overall one for symbols without tags."""
     assert task.train.labels is not None
     size, known = len(task.tags), task.train.labels >= 0
     pairs = task.train.values[known] * size + task.train.labels[known]
@@ -165,54 +163,57 @@ def frequent(task: Task) -> tuple[Tagging, dict[str, Any]]:
 
 
 def tabular(task: Task) -> tuple[Tagging, dict[str, Any]]:
-    """A state for each tag; what is added to the counts is best for held-out data."""
+    """One state per tag; pseudo-counts are chosen on held-out data."""
     assert task.train.labels is not None
     labels, size = task.train.labels, len(task.tags)
     known = labels >= 0
     first = tally(labels[:, 0][known[:, 0]], size)
     both = known[:, 1:] & known[:, :-1]
-    moves = tally(labels[:, :-1][both] * size + labels[:, 1:][both], size**2).view(size, size)
+    transitions = tally(labels[:, :-1][both] * size + labels[:, 1:][both], size**2).view(size, size)
     number = len(task.vocabulary)
     words = tally(labels[known] * number + task.train.values[known], size * number)
 
-    def decoder(to_words: float, to_moves: float) -> Tagging:
-        """What ``fit_em`` finds with these concentrations, less one, when all states are known."""
-        logs = [
+    def decoder(to_words: float, to_transitions: float) -> Tagging:
+        """The result of ``fit_em`` with these concentrations, less one, and all states known."""
+        probs = [
             (counts + added) / (counts + added).sum(-1, keepdim=True)
             for counts, added in (
-                (first, to_moves), (moves, to_moves), (words.view(size, number), to_words)
+                (first, to_transitions),
+                (transitions, to_transitions),
+                (words.view(size, number), to_words),
             )
         ]  # fmt: skip
-        start, law, emission = (each.log().float() for each in logs)
+        initial, transition, emission = (part.log().float() for part in probs)
 
         def decode(data: Sequences) -> dict[str, Tensor]:
-            hmm = HMM(start, law, Categorical(logits=emission), data.lengths, validate_args=False)
+            logits = Categorical(logits=emission)
+            hmm = HMM(initial, transition, logits, data.lengths, validate_args=False)
             best = hmm.posterior(data.values).states.argmax(-1)
             return {"posterior": best, "path": hmm.viterbi(data.values)}
 
         return decode
 
-    found = {each: accuracy(task, "dev", decoder(*each))["posterior"]["all"] for each in ADDED}
-    best = max(found, key=lambda each: found[each])
+    scores = {added: accuracy(task, "dev", decoder(*added))["posterior"]["all"] for added in ADDED}
+    best = max(scores, key=lambda added: scores[added])
     return decoder(*best), {"added_to_words": best[0], "added_to_moves": best[1]}
 
 
 def tally(codes: Tensor, size: int) -> Tensor:
-    """How often each code occurs, ``(size,)``."""
+    """Counts of the codes, ``(size,)``."""
     return torch.bincount(codes, minlength=size).double()
 
 
 def spelt(word: str) -> str:
-    """The letters of a word that are read."""
+    """The letters of a word that the models read."""
     return word if len(word) <= 2 * HALF else word[:HALF] + word[-HALF:]
 
 
 def clusters_of(task: Task, count: int) -> Tensor:
-    """The Brown cluster of each of the vocabulary, found with rare words replaced, ``(V,)``."""
+    """The Brown cluster of each word, computed with rare words replaced, ``(V,)``."""
     symbols = Sequences(task.kinds[task.train.values], task.train.lengths)
     pairs = cooccurrence.count_pairs(symbols, int(task.kinds.max()) + 1)
     assignment = brown(pairs, count, progress=False).assignment
-    return assignment[task.kinds].unique(return_inverse=True)[1]  # those that some word has
+    return assignment[task.kinds].unique(return_inverse=True)[1]  # nonempty clusters only
 
 
 def neural(
@@ -222,11 +223,12 @@ def neural(
     small = len(task.vocabulary) < 100
     states, count, dim = (32, 4, 16) if small else (STATES, CLUSTERS, DIM)
     pyro.set_rng_seed(seed)
-    found = blocks.from_clusters(clusters_of(task, count), states // count)
+    partition = blocks.from_clusters(clusters_of(task, count), states // count)
     spellings = [spelt(word) for word in task.vocabulary]
     module = NeuralTagger(
-        found.num_states, len(task.vocabulary), len(task.tags), dim, blocks=found, two_level=True,
-        dropout=dropout, words=CharCNN(spellings, dim, **LETTERS) if letters else None,
+        partition.num_states, len(task.vocabulary), len(task.tags), dim, blocks=partition,
+        two_level=True, dropout=dropout,
+        words=CharCNN(spellings, dim, **LETTERS) if letters else None,
     )  # fmt: skip
     held_out = task.parts["dev"]
     assert held_out.labels is not None
@@ -238,11 +240,11 @@ def neural(
     fit = fit_map(
         MarginalModel(module), tagged(task.train), num_steps=steps, batch_tokens=TOKENS,
         optimizer=lambda parameters: torch.optim.AdamW(parameters, rate, weight_decay=0.01),
-        schedule=lambda each: torch.optim.lr_scheduler.CosineAnnealingLR(each, steps),
+        schedule=lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps),
         clip_norm=5.0, tolerance=None, validation=tagged(known), progress=False,
     )  # fmt: skip
     seconds = time.process_time() - start_time
-    best = min(fit.validation, key=lambda each: each.nats)
+    best = min(fit.validation, key=lambda report: report.nats)
 
     def decode(data: Sequences) -> dict[str, Tensor]:
         pairs = tagged(data.without_labels())
@@ -252,9 +254,9 @@ def neural(
         }  # fmt: skip
 
     return decode, {
-        "states": found.num_states, "clusters": found.num_blocks, "dimensions": dim,
+        "states": partition.num_states, "clusters": partition.num_blocks, "dimensions": dim,
         "steps": steps, "rate": rate, "dropout": dropout,
-        "parameters": sum(each.numel() for each in module.parameters()),
+        "parameters": sum(parameter.numel() for parameter in module.parameters()),
         "cpu_minutes": seconds / 60, "seconds_per_step": seconds / steps,
         "held_out_nats": best.nats, "best_step": best.step,
         "trail": [list(each) for each in fit.validation],
@@ -262,7 +264,7 @@ def neural(
 
 
 def accuracy(task: Task, part: str, decode: Tagging) -> dict[str, dict[str, float]]:
-    """Shares of words whose tag is right, of all and of the unknown ones, by each decoding."""
+    """Tagging accuracy of all and of unknown words, by decoding."""
     data, right = task.parts[part], dict[str, list[Tensor]]()
     strange = []
     for rows in data.lengths.argsort(stable=True).split(64):
@@ -273,20 +275,20 @@ def accuracy(task: Task, part: str, decode: Tagging) -> dict[str, dict[str, floa
         for name, tags in decode(piece).items():
             right.setdefault(name, []).append((tags == piece.labels)[known].double())
     new = torch.cat(strange)
-    found = {name: torch.cat(each) for name, each in right.items()}
+    correct = {name: torch.cat(pieces) for name, pieces in right.items()}
     return {
-        name: {"all": each.mean().item(), "unknown": each[new].mean().item()}
-        for name, each in found.items()
+        name: {"all": values.mean().item(), "unknown": values[new].mean().item()}
+        for name, values in correct.items()
     }
 
 
 def choice(source: str) -> tuple[float, float]:
-    """The learning rate and the dropout of the highest held-out accuracy."""
+    """The learning rate and the dropout with the highest held-out accuracy."""
     rows = {row["part"]: row for row in earlier(NAME)}
     parts = {each: choosing(source, *each) for each in CHOICES}
     missing = [part for part in parts.values() if part not in rows]
     if missing:
-        raise ValueError(f"what to choose is not known yet; run --only {' '.join(missing)}.")
+        raise ValueError(f"the settings are not chosen yet; run --only {' '.join(missing)}.")
     return max(CHOICES, key=lambda each: rows[parts[each]]["dev"]["posterior"]["all"])
 
 
@@ -307,11 +309,11 @@ def measure(part: str) -> dict[str, Any]:
     elif model == "tabular":
         decode, more = tabular(task)
     else:
-        given = tuple(map(float, numbers)) if tried else None
-        rate, dropout = given or (CHOICES[0] if source == "toy" else choice(source))
+        setting = tuple(map(float, numbers)) if tried else None
+        rate, dropout = setting or (CHOICES[0] if source == "toy" else choice(source))
         letters = model in ("characters", "spelling")
         decode, more = neural(task, letters, seed, steps, rate, dropout)
-    own = ("dev",) if tried else ("dev", "test")
+    evaluated = ("dev",) if tried else ("dev", "test")
     row = {
         "part": part, "data": SOURCES.get(source, source),
         "model": MODELS["words" if tried else model], "choosing": tried,
@@ -324,7 +326,7 @@ def measure(part: str) -> dict[str, Any]:
             for name, data in task.parts.items()
             if data.labels is not None
         },
-        **{name: accuracy(task, name, decode) for name in own}, **more,
+        **{name: accuracy(task, name, decode) for name in evaluated}, **more,
     }  # fmt: skip
     print({name: value for name, value in row.items() if name != "trail"}, flush=True)
     return row
@@ -332,59 +334,57 @@ def measure(part: str) -> dict[str, Any]:
 
 def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Mean and deviation over seeds of the accuracies on test data."""
-    found = []
+    lines = []
     for source in SOURCES.values():
         for key, model in MODELS.items():
-            own = [
+            scores = [
                 row["test"]
                 for row in rows
                 if (row["data"], row["model"]) == (source, model) and "test" in row
             ]
-            for decoding in own[0] if own else ():
+            for decoding in scores[0] if scores else ():
                 line: dict[str, Any] = {
-                    "data": source, "model": model, "decoding": decoding, "runs": len(own)
+                    "data": source, "model": model, "decoding": decoding, "runs": len(scores)
                 }  # fmt: skip
                 for which in ("all", "unknown"):
-                    values = [each[decoding][which] for each in own]
+                    values = [score[decoding][which] for score in scores]
                     line[which] = {
                         "ours": mean(values),
                         "deviation": stdev(values) if len(values) > 1 else None,
                     }
                 line["paper_on_other_data"] = PAPER.get(key, (None, None))[1]
-                found.append(line)
-    return found
+                lines.append(line)
+    return lines
 
 
 def draw(lines: list[dict[str, Any]]) -> None:
-    """Errors of each model, of all words and of unknown ones."""
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(1, 4, figsize=(13, 3.2), layout="constrained", sharey=True)
+    """Accuracies of each model, for all words and for unknown ones."""
+    plt = pyplot()
+    figure, axes = plt.subplots(2, 2, figsize=(10, 5.5), layout="constrained", sharey=True)
     panels = [(source, which) for source in SOURCES.values() for which in ("all", "unknown")]
-    for panel, (source, which) in zip(axes, panels):
-        own = [line for line in lines if line["data"] == source]
-        for n, decoding in enumerate(("path", "posterior")):
-            part = [line for line in own if line["decoding"] == decoding]
-            panel.barh(
-                [list(MODELS.values()).index(line["model"]) + 0.35 * n for line in part],
+    for panel, (source, which) in zip(axes.flat, panels):
+        selected = [line for line in lines if line["data"] == source]
+        for n, decoding in enumerate(("posterior", "path")):
+            part = [line for line in selected if line["decoding"] == decoding]
+            panel.errorbar(
                 [100 * line[which]["ours"] for line in part],
-                0.33,
+                [list(MODELS.values()).index(line["model"]) + 0.24 * n - 0.12 for line in part],
                 xerr=[100 * (line[which]["deviation"] or 0) for line in part],
-                color=f"C{n}", label=decoding,
+                fmt="os"[n], markersize=5, capsize=3, color=f"C{n}", label=decoding,
             )  # fmt: skip
-        low = min((line[which]["ours"] for line in own), default=0.5)
-        panel.set_xlim(100 * low - 5, 100)
-        panel.set_title(f"{source},\n{which} words", fontsize=10)
-        panel.set_xlabel("tags that are right, %")
-        panel.grid(alpha=0.3, axis="x")
-    axes[0].set_yticks([n + 0.17 for n in range(len(MODELS))], MODELS.values())
-    axes[-1].legend(fontsize=8)
+        panel.set_title(f"{source}, {which} words")
+    for panel in axes[1]:
+        panel.set_xlabel("tagging accuracy, % (mean and deviation over seeds)")
+    for panel in axes[:, 0]:
+        panel.set_yticks(range(len(MODELS)), MODELS.values())
+        panel.set_ylim(len(MODELS) - 0.5, -0.5)
+    axes[0, 0].legend(loc="lower left", title="decoding")
     figure.savefig(FOLDER / f"{NAME}.png", dpi=150)
     plt.close(figure)
 
 
 def main() -> None:
-    """One fit after another; each is written as soon as it is there."""
+    """Run the fits; each is written as soon as it is finished."""
     parts = [choosing(source, *each) for source in SOURCES for each in CHOICES]
     parts += [
         f"{source}-{model}-{seed}"
@@ -394,6 +394,9 @@ def main() -> None:
         if seed == 0 or model in NEURAL
     ]
     options = arguments(__doc__, parts)
+    if options.draw:
+        draw(summary(earlier(NAME)))
+        return
     if options.quick:
         for model in MODELS:
             measure(f"toy-{model}-0")

@@ -1,8 +1,8 @@
-"""How fast evidence, gradient and EM are, beside dynamax, hmmlearn and Pyro's own HMMs.
+"""Speed of evidence, gradient and EM, compared with dynamax, hmmlearn and Pyro's own HMMs.
 
-Every comparison is measured in turn in one run, with two threads and float32 (hmmlearn knows only
-float64). Peers that are not installed are left out; ``pip install pyrohmm[benchmarks]`` brings
-them. Writes ``throughput.json`` and ``throughput.png``.
+All methods of a comparison are timed in turn in one run, with two threads and float32 (hmmlearn has
+float64 only). Peers that are not installed are skipped; ``pip install pyrohmm[benchmarks]``
+installs them. Writes ``throughput.json`` and ``throughput.png``.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ os.environ.setdefault(
 import numpy as np
 import pyro
 import torch
-from common import FOLDER, arguments, earlier, ratio, side_by_side, write
+from common import FOLDER, arguments, earlier, interleaved, pyplot, ratio, write
 from pyro import poutine
 from pyro.distributions import Categorical, DiscreteHMM
 from pyro.infer import TraceEnum_ELBO
@@ -60,7 +60,7 @@ TARGETS = {"dynamax": 1 / 0.8, "DiscreteHMM": 10.0, "pyro.markov": 40.0, "hmmlea
 
 
 class Problem:
-    """Random logits and symbols of one shape, and each way to get evidence and gradient."""
+    """Random logits and symbols of one shape, and all ways to compute evidence and gradient."""
 
     def __init__(self, num_sequences: int, num_steps: int, num_states: int, num_symbols: int):
         rng = np.random.default_rng(0)
@@ -102,7 +102,7 @@ class Problem:
         torch.autograd.grad(alpha.logsumexp(-1).sum(), self.logits)
 
     def discrete_hmm(self) -> None:
-        """Pyro's distribution (which moves once before it emits: the same work)."""
+        """Pyro's distribution (with a transition before the first emission: the same work)."""
         initial, transition, emission = self.logits
         observed = Categorical(logits=emission, validate_args=False)
         hmm = DiscreteHMM(
@@ -118,8 +118,10 @@ class Problem:
             state = None
             with pyro.plate("sequences", self.shape[0]):
                 for t in pyro.markov(range(self.shape[1])):
-                    law = initial if state is None else transition[state]
-                    state = pyro.sample(f"z{t}", Categorical(law), infer={"enumerate": "parallel"})
+                    probs = initial if state is None else transition[state]
+                    state = pyro.sample(
+                        f"z{t}", Categorical(probs), infer={"enumerate": "parallel"}
+                    )
                     pyro.sample(f"x{t}", Categorical(emission[state]), obs=self.values[:, t])
 
         with poutine.block():
@@ -158,7 +160,7 @@ class Problem:
         return lambda: model._do_estep(column, lengths)
 
     def hmmlearn_em(self, count: int) -> Any:
-        """``fit`` of hmmlearn, without a start of its own."""
+        """``fit`` of hmmlearn, from our initial values."""
         num_sequences, num_steps, num_states, num_symbols = self.shape
         tables = [torch.tensor(array).double().softmax(-1).numpy() for array in self.arrays]
         column, lengths = self.symbols.reshape(-1, 1), [num_steps] * num_sequences
@@ -188,8 +190,8 @@ class Problem:
 
         @jax.jit
         def step(parameters: Any, state: Any) -> Any:
-            found, evidence = jax.vmap(lambda each: model.e_step(parameters, each))(symbols)
-            after, state = model.m_step(parameters, properties, found, state)
+            statistics, evidence = jax.vmap(lambda row: model.e_step(parameters, row))(symbols)
+            after, state = model.m_step(parameters, properties, statistics, state)
             return after, state, model.log_prior(parameters) + evidence.sum()
 
         def fit() -> None:
@@ -202,7 +204,7 @@ class Problem:
 
 
 def gradients(quick: bool) -> list[dict[str, Any]]:
-    """Evidence and gradient at each shape, against every peer that can run it."""
+    """Evidence and gradient at each shape, against every peer that supports it."""
     rows = []
     for shape in QUICK if quick else SHAPES:
         problem = Problem(*shape)
@@ -222,7 +224,7 @@ def gradients(quick: bool) -> list[dict[str, Any]]:
         if num_states >= 1024:
             left, right = torch.rand(2048, 2048), torch.rand(2048, 2048)
             methods["sgemm 2048"] = lambda left=left, right=right: left @ right
-        times = side_by_side(methods, 3 if quick else 31, 12.0)
+        times = interleaved(methods, 3 if quick else 31, 12.0)
         flops = 6 * num_sequences * num_steps * num_states**2
         for name, seconds in times.items():
             row: dict[str, Any] = {
@@ -267,8 +269,8 @@ def _queries(shape: tuple[int, int, int, int]) -> dict[str, dict[str, Callable[[
         keys = jax.random.split(jax.random.PRNGKey(0), num_sequences)
 
         def smoothed(seen: Any) -> Any:
-            law = dynamax.hmm_smoother(initial, transition, seen)
-            return law.marginal_loglik, law.smoothed_probs, law.trans_probs
+            posterior = dynamax.hmm_smoother(initial, transition, seen)
+            return posterior.marginal_loglik, posterior.smoothed_probs, posterior.trans_probs
 
         smooth = jax.jit(jax.vmap(smoothed))
         mode = jax.jit(jax.vmap(lambda s: dynamax.hmm_posterior_mode(initial, transition, s)))
@@ -294,7 +296,7 @@ def queries(quick: bool) -> list[dict[str, Any]]:
     rows = []
     for shape in QUICK[:1] if quick else SHAPES[:2]:
         for name, methods in _queries(shape).items():
-            times = side_by_side(methods, 3 if quick else 15, 6.0)
+            times = interleaved(methods, 3 if quick else 15, 6.0)
             for method, seconds in times.items():
                 row = {
                     "quantity": name,
@@ -313,9 +315,9 @@ def queries(quick: bool) -> list[dict[str, Any]]:
 
 
 def iterations(quick: bool) -> list[dict[str, Any]]:
-    """Whole iterations of EM from one start, many in one call: E-step, M-step, log-likelihood.
+    """Whole iterations of EM from the same start, many in one call: E-step, M-step, log-likelihood.
 
-    Ours include a start and a last E-step, which says how likely the parameters returned are.
+    Ours include the initialisation and a last E-step, the evidence of the final parameters.
     """
     rows = []
     for shape in QUICK[:1] if quick else SHAPES[:2]:
@@ -335,7 +337,7 @@ def iterations(quick: bool) -> list[dict[str, Any]]:
             methods["hmmlearn"] = problem.hmmlearn_em(count)
         if jax is not None:
             methods["dynamax"] = problem.dynamax_em(count)
-        times = side_by_side(methods, 3 if quick else 11, 30.0)
+        times = interleaved(methods, 3 if quick else 11, 30.0)
         for method, seconds in times.items():
             row = {
                 "quantity": "EM iteration",
@@ -355,7 +357,7 @@ def iterations(quick: bool) -> list[dict[str, Any]]:
 
 
 def restarts(quick: bool) -> list[dict[str, Any]]:
-    """Sixteen restarts of a small model side by side, against one."""
+    """Sixteen batched restarts of a small model, against one."""
     data = datasets.casino(num_sequences=20, num_steps=50).without_labels()
     rows = []
     for num_states in (2, 4):
@@ -370,7 +372,7 @@ def restarts(quick: bool) -> list[dict[str, Any]]:
         }
         for name, fit in fits.items():
             methods = {"one": fit, "sixteen": lambda fit=fit: fit(restarts=16)}
-            times = side_by_side(methods, 2 if quick else 7, 20.0)
+            times = interleaved(methods, 2 if quick else 7, 20.0)
             rows.append(
                 {
                     "quantity": "sixteen restarts over one",
@@ -398,7 +400,7 @@ def growth(quick: bool) -> list[dict[str, Any]]:
             methods = {"pyrohmm": problem.pyrohmm, "pyrohmm, no Numba": problem.pyrohmm_torch}
             if jax is not None:
                 methods["dynamax"] = problem.dynamax()
-            times = side_by_side(methods, 3 if quick else 9, 4.0)
+            times = interleaved(methods, 3 if quick else 9, 4.0)
             rows += [
                 {
                     "quantity": f"growth in {letter}",
@@ -428,7 +430,7 @@ def _peak_so_far() -> int:
 
 
 def memory(quick: bool) -> list[dict[str, Any]]:
-    """Peak memory as T doubles, each in a process of its own (on Linux, which can tell)."""
+    """Peak memory as T doubles, each in a separate process (Linux only)."""
     if not Path("/proc/self/clear_refs").exists():
         return []
     context = multiprocessing.get_context("spawn")
@@ -487,33 +489,43 @@ def long_chain(quick: bool) -> list[dict[str, Any]]:
 
 def draw(rows: list[dict[str, Any]]) -> None:
     """Ratios as bars, growth as lines."""
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(1, 4, figsize=(14, 3.6), layout="constrained",
-                                width_ratios=[1.7, 1, 1, 1])  # fmt: skip
+    plt = pyplot()
+    figure, axes = plt.subplot_mosaic(
+        [["ratios"] * 3, ["N", "T", "K"]], figsize=(10, 7), layout="constrained"
+    )
     names = ["dynamax", "hmmlearn E-step", "DiscreteHMM", "log space, autograd", "pyro.markov"]
-    bars = axes[0]
+    bars = axes["ratios"]
     for place, shape in enumerate(SHAPES):
         for n, name in enumerate(names):
-            found = [
+            ratios = [
                 row["times_slower_than_pyrohmm"][0]
                 for row in rows
                 if row["quantity"] == "evidence and gradient"
                 and row["method"] == name
                 and tuple(row["shape N, T, K, V"]) == shape
             ]
-            if found:
-                x = place + 0.16 * (n - 2)
-                bars.bar(x, found[0], 0.15, color=f"C{n}", label=name if place == 0 else None)
-                bars.text(x, found[0] * 1.1, f"{found[0]:.3g}", ha="center", fontsize=7)
+            if ratios:
+                x = place + 0.17 * (n - 2)
+                bars.bar(
+                    x, ratios[0] - 1, 0.15, 1, color=f"C{n}", label=name if place == 0 else None
+                )
+                label = f"{ratios[0]:.0f}" if ratios[0] >= 10 else f"{ratios[0]:.1f}"
+                bars.text(x, ratios[0] * 1.08, label, ha="center", fontsize=9)
     bars.axhline(1, color="black", linewidth=0.8)
     bars.set_yscale("log")
-    bars.set_xticks(range(len(SHAPES)), [f"{n} x {t}\n{k} states" for n, t, k, _ in SHAPES])
-    bars.set_title("how many times slower than pyrohmm", fontsize=10)
-    bars.margins(y=0.15)
-    bars.legend(fontsize=7)
+    shapes = [f"N = {n:,}, T = {t:,}\nK = {k:,} states" for n, t, k, _ in SHAPES]
+    bars.set_xticks(range(len(SHAPES)), shapes)
+    bars.set_ylabel("time / time of pyrohmm")
+    bars.set_title(
+        "evidence and gradient, float32, two threads: how many times slower than pyrohmm"
+    )
+    bars.grid(visible=False, axis="x")
+    bars.margins(y=0.1)
+    bars.legend(loc="upper center", ncols=2, bbox_to_anchor=(0.6, 1.0))
     fixed = {"N": "T = 64, K = 16", "T": "N = 32, K = 16", "K": "N = 32, T = 64"}
-    for panel, letter in zip(axes[1:], "NTK"):
+    meanings = {"N": "sequences", "T": "steps", "K": "states"}
+    for letter, meaning in meanings.items():
+        panel = axes[letter]
         for color, name in (("C3", "pyrohmm"), ("C1", "pyrohmm, no Numba"), ("C0", "dynamax")):
             points = [
                 (row[letter], row["milliseconds"])
@@ -522,18 +534,21 @@ def draw(rows: list[dict[str, Any]]) -> None:
             ]
             if points:
                 panel.loglog(*zip(*points), marker="o", markersize=4, color=color, label=name)
-        panel.set_xlabel(f"{letter}   ({fixed[letter]})")
-        panel.set_ylabel("milliseconds")
-        panel.grid(alpha=0.3)
-    axes[1].legend(fontsize=8)
-    figure.suptitle("evidence and gradient, float32, two threads", fontsize=11)
+        panel.set_xlabel(f"{letter}, number of {meaning}")
+        panel.set_title(fixed[letter])
+    axes["N"].set_ylabel("milliseconds")
+    axes["T"].legend(loc="upper left")
     figure.savefig(FOLDER / "throughput.png", dpi=150)
+    plt.close(figure)
 
 
 def main() -> None:
     """Measure, then write."""
     parts = (gradients, iterations, restarts, queries, growth, memory, long_chain)
     options = arguments(__doc__, [part.__name__ for part in parts])
+    if options.draw:
+        draw(earlier("throughput"))
+        return
     torch.set_num_threads(2)
     old = earlier("throughput")
     rows = []

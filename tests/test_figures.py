@@ -1,8 +1,9 @@
-"""What the scripts of ``figures/`` compute beside the package, and what their results claim."""
+"""The figure scripts: what they compute themselves, their results and their pictures."""
 
 import importlib
 import json
 import math
+import sys
 from collections import Counter
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -49,8 +50,8 @@ def test_the_gradient_of_the_matrix_fit_is_that_of_the_package(matrix_fit, name)
     torch.testing.assert_close(found, slopes)
 
 
-def test_a_fit_as_in_the_code_ends_where_its_loss_does_not_change(matrix_fit, monkeypatch):
-    """At the least loss that vectors of length one can have; Adam would move on all the same."""
+def test_a_fit_as_in_the_code_stops_where_its_loss_is_constant(matrix_fit, monkeypatch):
+    """At the minimum for vectors of length one; Adam alone would not stop there."""
     monkeypatch.setattr(matrix_fit, "NEVER_BEFORE", 20)
     targets = torch.eye(2).unsqueeze(-1)
     starts = torch.tensor([1.0, 1.2, 1.0, 1.5]).view(2, 1, 2, 1)
@@ -126,7 +127,7 @@ def test_letters_and_their_order_fitted_apart_are_those_of_one_labelled_fit(ocr,
 
 
 def test_one_style_of_pixels_is_naive_bayes_and_styles_are_mixtures(ocr, words):
-    """A letter without words of its own looks like any; the others have pseudo-counts of one."""
+    """A letter that is absent has the distribution of all; the others have pseudo-counts of one."""
     train, test = words[:30], words[30:]
     known = ocr.metrics.state_histogram(train.labels[train.exists], 26) > 0
     assert not known.all()
@@ -170,10 +171,11 @@ def test_a_lexicon_writes_its_words_and_no_other(ocr, words):
         torch.randn(*words.exists.shape, len(chain.letters)),
         words.lengths,
     )
-    begin = {word[: len(own)] for word in ocr.spelt(words) for own in ocr.spelt(words)}
+    spelt = ocr.spelt(words)
+    prefixes = {word[: len(other)] for word in spelt for other in spelt}
     for states, length in zip(path, words.lengths.tolist()):
         written = tuple(chain.letters[states[:length]].tolist())
-        assert any(written[: len(each)] == each for each in begin)
+        assert any(written[: len(prefix)] == prefix for prefix in prefixes)
 
 
 def test_words_apart_share_no_word(ocr):
@@ -192,7 +194,7 @@ def test_words_apart_share_no_word(ocr):
 
 @pytest.fixture
 def figure(monkeypatch, tmp_path):
-    """Import a script whose pictures go to ``tmp_path``."""
+    """Import a script and redirect its pictures to ``tmp_path``."""
     monkeypatch.syspath_prepend(FIGURES)
 
     def load(name):
@@ -201,6 +203,21 @@ def figure(monkeypatch, tmp_path):
         return script
 
     return load
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "brown_clusters", "cooccurrence_scaling", "densehmm_matrix_fit", "diversified_beyond",
+        "diversified_ocr", "diversified_tagging", "diversified_toy", "language_models",
+        "large_hmm_speed", "tagging", "throughput",
+    ],
+)  # fmt: skip
+def test_a_picture_is_redrawn_from_the_results_alone(figure, monkeypatch, tmp_path, name):
+    script = figure(name)
+    monkeypatch.setattr(sys, "argv", [name, "--draw"])
+    script.main()
+    assert [path.name for path in tmp_path.iterdir()] == [f"{name}.png"]
 
 
 def trained(script, model, paper, seed):

@@ -1,18 +1,18 @@
 # %% [markdown]
 # # 1. Vowels, consonants and the space, found in plain text
 #
-# A hidden Markov model with two states is given nothing but letters, and finds the vowels. With
-# five it also finds where words begin and end. We describe the model in one line, find its most
-# probable parameters, and look at what the states have become.
+# A hidden Markov model with two states is fitted to plain text, and separates vowels from
+# consonants. With five states it also learns where words begin and end. We define the model in one
+# line, fit it by maximum a posteriori (MAP) estimation, and inspect what each state emits.
 #
 # | on paper | in code | here |
 # | --- | --- | --- |
 # | $x_{1:T}$ | `data.values` | letters a to z and the space |
 # | $K$ | `num_states` | 2, then 5 |
 # | $A_{ij} = p(z_{t+1}=j \mid z_t=i)$ | `hmm.log_transition` | row = from, column = to |
-# | $B_{iv} = p(x_t=v \mid z_t=i)$ | `hmm.emission.probs` | one row of letters a state |
+# | $B_{iv} = p(x_t=v \mid z_t=i)$ | `hmm.emission.probs` | one row of letters per state |
 #
-# The text is the help of the Python language itself, which comes with every Python.
+# The text is Python's own help pages, which come with every installation.
 
 # %%
 import os
@@ -35,9 +35,9 @@ print("".join(symbols.decode(data.values[0])))
 # %% [markdown]
 # ## Model and fit
 #
-# `TabularHMM` has flat Dirichlet priors on all its rows; `MarginalModel` is the Pyro model in
-# which the states are summed out, exactly. MAP finds a local optimum, so we start a few times
-# and keep the best.
+# `TabularHMM` puts flat Dirichlet priors on all rows of its tables. `MarginalModel` is the Pyro
+# model in which the states are summed out exactly. MAP finds a local optimum, so we fit from
+# several random starts and keep the best.
 
 
 # %%
@@ -55,18 +55,18 @@ two = best_of(num_states=2, num_steps=150, seeds=(0, 1, 2))
 print(two.summary())
 
 # %% [markdown]
-# Which letters belong to which state? By Bayes' rule, with the stationary law of the chain as
-# prior, $p(z \mid x) \propto \pi_z B_{zx}$.
+# Which letters belong to which state? By Bayes' rule, with the stationary distribution $\pi$ of the
+# chain as prior, $p(z \mid x) \propto \pi_z B_{zx}$.
 
 
 # %%
 def letters_of(hmm):
-    share = hmm.stationary().unsqueeze(-1) * hmm.emission.probs  # (K, V)
-    owner = share.argmax(0)
+    joint = hmm.stationary().unsqueeze(-1) * hmm.emission.probs  # (K, V)
+    state_of_letter = joint.argmax(0)
     groups = []
     for k in range(hmm.num_states):
         order = hmm.emission.probs[k].argsort(descending=True)
-        groups.append(" ".join(names[v] for v in order if owner[v] == k))
+        groups.append(" ".join(names[v] for v in order if state_of_letter[v] == k))
     return groups
 
 
@@ -75,8 +75,8 @@ for k, group in enumerate(letters_of(hmm)):
     print(f"state {k}: {group}")
 
 # %% [markdown]
-# One state is the vowels. Nobody told the model what a vowel is: vowels seldom follow each other,
-# and that is all there is to be seen.
+# One state emits the vowels. The model was not told what a vowel is; it uses only the fact that
+# vowels seldom follow each other.
 #
 # ## Five states
 
@@ -93,7 +93,7 @@ print(f"five states {metrics.perplexity(five, data)}")
 # %% [markdown]
 # ## What the states are
 #
-# `viterbi` finds the most probable path of states; the colours below are the states.
+# `viterbi` computes the most probable sequence of states; the colours below are the states.
 
 # %%
 path = hmm.viterbi(data.values)[0]
@@ -102,13 +102,13 @@ text = symbols.decode(data.values[0])
 figure = plt.figure(figsize=(9, 6.5), layout="constrained")
 grid = figure.add_gridspec(2, 2, height_ratios=[3, 1], width_ratios=[2.4, 1])
 axes = plots.emission(hmm, names, axes=figure.add_subplot(grid[0, 0]))
-axes.set_title("what each state emits")
+axes.set_title("emission probabilities")
 axes = plots.transition(hmm, axes=figure.add_subplot(grid[0, 1]))
-axes.set_title("where it goes next")
+axes.set_title("transition probabilities")
 
 axes = figure.add_subplot(grid[1, :])
 axes.set_axis_off()
-axes.set_title("the most probable state of each letter", fontsize=10)
+axes.set_title("Viterbi path: the state of each letter", fontsize=10)
 width = 67
 for t in range(3 * width):
     if t >= len(text):

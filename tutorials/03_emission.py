@@ -1,21 +1,20 @@
 # %% [markdown]
-# # 3. Your own emission, and data with holes
+# # 3. Your own emission distribution, and missing data
 #
-# A collar on a fox measures three things every hour, and often fails to. We first fit what comes
-# with the package, normal vectors; then we write the emission that such data ask for, a Gamma
-# distribution beside a von Mises distribution beside a normal one, in twelve lines, and fit it in
-# three ways: EM, MAP and SVI. Holes in the data are integrated out, never filled in; afterwards we
-# ask the model what they may have been.
+# A collar on a fox measures three quantities every hour, and often fails. We first fit a built-in
+# emission, normal vectors. Then we write the emission that such data call for, independent Gamma,
+# von Mises and normal components, in twelve lines, and fit it by EM, MAP and SVI. Missing values
+# are integrated out, never imputed; afterwards we compute their posterior distribution.
 #
 # | on paper | in code | here |
 # | --- | --- | --- |
 # | $z_t$ | `states` | 0 rests, 1 forages, 2 travels |
 # | $x_t$ | `data.values[:, t]` | step length (km), turning angle (radians), temperature (°C) |
-# | not measured | `NaN` in `values` | a sensor failed |
-# | nothing measured | `data.observed` is False | all the sensors failed |
+# | one component missing | `NaN` in `values` | a sensor failed |
+# | the whole step missing | `data.observed` is False | all the sensors failed |
 # | $p(x_t \mid z_t = k)$ | `hmm.emission` | batched over the three states |
 #
-# The fox is made up: we draw its data from parameters that we know, and so we can check.
+# The data are simulated from known parameters, so that the fits can be checked.
 
 # %%
 import os
@@ -53,12 +52,12 @@ names = ["rests", "forages", "travels"]
 sensors = ["length", "turn", "temperature"]
 
 # %% [markdown]
-# ## An emission of your own
+# ## Writing an emission
 #
-# An emission is a `PyroModule` that is made with the number of states $K$, and returns, when it is
-# called, a distribution batched over the states. Any distribution of Pyro will do. `Streams` puts
-# several side by side in one vector; it is also what knows how to leave out a component that is
-# `NaN`. A prior is a `PyroSample`; `to_event(1)` says that its $K$ values are one thing.
+# An emission is a `PyroModule` that is constructed with the number of states $K$ and whose call
+# returns a distribution batched over the states. Any Pyro distribution will do. `Streams` joins
+# several distributions into the components of one vector and leaves out components that are `NaN`.
+# A prior is a `PyroSample`; `to_event(1)` declares its $K$ values as one event.
 
 
 # %%
@@ -81,9 +80,9 @@ class Movement(PyroModule):
 # %% [markdown]
 # ## Data
 #
-# `TabularHMM` puts the emission onto a Markov chain; it also holds the priors of the chain, which
-# likes to stay where it is. Given values for all its sites it is the truth, from which we draw:
-# foxes for the fits, and others, held out, to judge them.
+# `TabularHMM` combines the emission with a Markov chain and holds the priors of the chain; `sticky`
+# favours self-transitions. Conditioned on values for all its sites, the module is the true HMM. We
+# sample a training set and a held-out set from it.
 
 # %%
 module = TabularHMM(3, Movement, transition_concentration=sticky(3, stay=10.0))
@@ -104,7 +103,7 @@ def true_hmm(lengths, observed=None):
 
 
 def track(num_foxes):
-    """Sequences with holes; the same without holes; the states, -1 after the end."""
+    """Sequences with missing values; the complete values; the states, -1 after the end."""
     lengths = torch.randint(48, 121, (num_foxes,))  # hours: two to five days
     whole, states = true_hmm(lengths).sample_with_states()
     failed = torch.rand(whole.shape) < torch.tensor([0.15, 0.15, 0.30])
@@ -124,14 +123,14 @@ for name, column in zip(sensors, data.values[data.observed].unbind(-1)):
     print(f"{name:11s} missing in {column.isnan().double().mean():.0%} of the observed hours")
 
 # %% [markdown]
-# (We keep the true states apart. Given as `Sequences(..., labels=states)` they would count as
-# known, and a fit would use them.)
+# (The true states are kept apart. As `Sequences(..., labels=states)` they would count as observed,
+# and a fit would use them.)
 #
-# ## A family of the package: normal vectors
+# ## A built-in emission: normal vectors
 #
-# With a normal emission every M-step has a closed form, holes included. EM finds a local optimum,
-# so it runs from ten starts, side by side; each is a k-means clustering. The prior is put to the
-# scale of the data.
+# With a normal emission every M-step has a closed form, with missing values too. EM finds a local
+# optimum, so it runs ten restarts as one batch, each initialised by k-means. The prior is set to
+# the scale of the data.
 
 # %%
 columns = data.values[data.observed]
@@ -142,10 +141,11 @@ rough = fit_em(TabularHMM(3, family), data, restarts=2 if SMOKE else 10)
 print(rough.summary())
 
 # %% [markdown]
-# ## The emission of our own, by EM
+# ## Our emission, by EM
 #
-# `Movement` has no closed M-step: inside each M-step EM climbs by gradients, and all the rest
-# stays exact. The starts are draws from the prior, so a prior that knows the units saves restarts.
+# `Movement` has no closed-form M-step: its parameters are updated by gradient ascent on the
+# expected log joint, and everything else stays exact. The restarts are sampled from the prior, so a
+# prior on the right scale saves restarts.
 
 # %%
 em = fit_em(module, data, restarts=2 if SMOKE else 3, num_steps=3 if SMOKE else 100)
@@ -154,8 +154,8 @@ print(em.summary())
 # %% [markdown]
 # ## By MAP
 #
-# `MarginalModel` makes a Pyro model of the module; `fit_map` climbs the same hill as EM, by
-# gradients all the way. From starts of its own it should come to the same summit.
+# `MarginalModel` makes a Pyro model of the module. `fit_map` maximises the same objective as EM, by
+# gradient steps. From its own restarts it should reach the same optimum.
 
 # %%
 model = MarginalModel(module)
@@ -167,13 +167,12 @@ point = fit_map(
     restarts=2 if SMOKE else 3,
 )
 print(point.summary())
-print(f"least loss: EM {em.restarts.final.min():.2f}, MAP {point.restarts.final.min():.2f} nats")
+print(f"lowest loss: EM {em.restarts.final.min():.2f}, MAP {point.restarts.final.min():.2f} nats")
 
 # %% [markdown]
 # ## By SVI
 #
-# Nothing changes but the guide: a normal distribution for each parameter, which starts at the MAP
-# point.
+# Only the guide changes: a normal distribution for each parameter, initialised at the MAP estimate.
 
 # %%
 guide = AutoNormal(model, init_loc_fn=init_to_value(values=point.values), init_scale=0.03)
@@ -181,92 +180,94 @@ svi = fit_svi(model, guide, data, num_steps=5 if SMOKE else 400, learning_rate=0
 print(svi.summary())
 
 # %% [markdown]
-# ## Against the truth, on foxes that no fit has seen
+# ## Comparison with the truth, on held-out data
 #
-# The likelihood of the truth is the mark to reach. SVI's score is that of its predictive
-# distribution, $\log \tfrac1S \sum_s p(x \mid \theta_s)$ with $S$ draws of the parameters.
+# The log-likelihood under the true parameters is the reference. The score of SVI is that of its
+# posterior predictive distribution, $\log \tfrac1S \sum_s p(x \mid \theta_s)$, with $S$ samples of
+# the parameters.
 
 
 # %%
 def score(hmms):
-    """Nats an observed hour."""
-    each = torch.stack([hmm.log_prob(held_out.values).sum() for hmm in hmms])
-    return ((each.logsumexp(0) - torch.tensor(len(hmms)).log()) / held_out.num_observed).item()
+    """Log predictive density in nats per observed hour."""
+    totals = torch.stack([hmm.log_prob(held_out.values).sum() for hmm in hmms])
+    return ((totals.logsumexp(0) - torch.tensor(len(hmms)).log()) / held_out.num_observed).item()
 
 
 def accuracy(hmm):
     return metrics.one_to_one_accuracy(hmm.viterbi(held_out.values), states)
 
 
-draws = [svi.hmm(held_out) for _ in range(10 if SMOKE else 200)]
+samples = [svi.hmm(held_out) for _ in range(10 if SMOKE else 200)]
 rows = {
     "truth": [truth],
     "normal, EM": [rough.hmm(held_out)],
-    "own, EM": [em.hmm(held_out)],
-    "own, MAP": [point.hmm(held_out)],
-    "own, SVI": draws,
+    "ours, EM": [em.hmm(held_out)],
+    "ours, MAP": [point.hmm(held_out)],
+    "ours, SVI": samples,
 }
-print("            nats an hour  states right")
+print("          nats per hour  states right")
 for name, hmms in rows.items():
     print(f"{name:10s} {score(hmms):13.4f} {accuracy(hmms[0]):13.1%}")
 
 # %% [markdown]
-# Our own emission is at the truth; the normal one is not, and no amount of data would bring it
-# there. (Of SVI one draw decodes.)
+# Our emission is close to the score of the truth. The normal emission is not, and more data would
+# not help, because the model is wrong. (For SVI, one sample of the parameters decodes the states.)
 #
-# ## The parameters, with intervals
+# ## Parameters and credible intervals
 #
-# The numbers of states mean nothing: `metrics.align` finds the renaming under which a decoding
-# agrees best with the true states, and we put the parameters into its order. `AutoNormal` takes the
-# parameters as independent of each other, so that its intervals tend to be somewhat narrow.
+# The labels of states are arbitrary: `metrics.align` finds the permutation under which a decoding
+# agrees best with the true states, and we permute the parameters accordingly. `AutoNormal` assumes
+# independent parameters, so its intervals tend to be too narrow.
 
 
 # %%
 def state_order(hmm):
-    """Which state of the fit is the true state 0, which 1, which 2."""
+    """The state of the fit that matches each true state."""
     return metrics.align(hmm.viterbi(held_out.values), states, num_states=3).argsort()
 
 
 def ordered(values, order):
-    """Parameters with their states in another order."""
-    new = {name.removeprefix("module."): each[..., order] for name, each in values.items()}
+    """Parameters with their states permuted."""
+    new = {name.removeprefix("module."): value[..., order] for name, value in values.items()}
     return new | {"transition": new["transition"][..., order, :]}
 
 
 by_em = ordered(em.values, state_order(em.hmm(held_out)))
-by_map = ordered(point.values, state_order(point.hmm(held_out)))
-draws = [ordered(svi.values, state_order(point.hmm(held_out))) for _ in range(10 if SMOKE else 500)]
+map_order = state_order(point.hmm(held_out))
+by_map = ordered(point.values, map_order)
+samples = [ordered(svi.values, map_order) for _ in range(10 if SMOKE else 500)]
 covered = []
 print(f"{'':20s}truth    EM   MAP  SVI, 90 %")
 for name, true in true_values.items():
-    drawn = torch.stack([draw[name] for draw in draws])
-    low, high = drawn.quantile(torch.tensor([0.05, 0.95]), 0)
+    values = torch.stack([sample[name] for sample in samples])
+    low, high = values.quantile(torch.tensor([0.05, 0.95]), 0)
     covered += ((low <= true) & (true <= high)).flatten().tolist()
     columns = torch.stack([true, by_em[name], by_map[name], low, high], -1).reshape(-1, 5)
     for k, (a, b, c, d, e) in enumerate(columns.tolist()):
         at = f"{k // 3} to {k % 3}" if name == "transition" else k
         label = f"{name.removeprefix('emission.')} {at}"
         print(f"{label:19s} {a:5.2f} {b:5.2f} {c:5.2f}  {d:.2f} to {e:.2f}")
-print(f"{sum(covered)} of {len(covered)} intervals of 90 % hold the truth")
+print(f"{sum(covered)} of {len(covered)} 90 % intervals contain the truth")
 
 # %% [markdown]
-# ## What was in the holes
+# ## Posterior of the missing values
 #
-# `queries.observation_marginals` gives the marginal of each observation given all others, before
-# and after it: at a hole, the law of what is missing. Its mean fills the hole with the least
-# squared error, and its variance says how far to trust it. We know what was there.
+# `queries.observation_marginals` computes the marginal of each observation given all others, before
+# and after it; for a missing value this is its posterior. The mean minimises the expected squared
+# error, and the variance measures the uncertainty. The true values are known here.
 
 # %%
 hmm = point.hmm(held_out)
-laws = queries.observation_marginals(hmm, held_out.values)
+missing = queries.observation_marginals(hmm, held_out.values)
 holes = held_out.values.isnan() & (states >= 0).unsqueeze(-1)
 by_truth = queries.observation_marginals(truth, held_out.values).mean
-print("root mean squared error       mean of all   MAP  truth")
+print("root mean squared error       train mean   MAP  truth")
 for i, unit in ((0, "km"), (2, "°C")):
     hole = holes[..., i]
     errors = [
         (guess - whole[..., i])[hole].square().mean().sqrt().item()
-        for guess in (centre[i], laws.mean[..., i], by_truth[..., i])
+        for guess in (centre[i], missing.mean[..., i], by_truth[..., i])
     ]
     label = f"{sensors[i]}, {hole.sum()} holes"
     print(f"{label:25s} {unit}  {errors[0]:11.2f} {errors[1]:5.2f} {errors[2]:6.2f}")
@@ -274,9 +275,9 @@ for i, unit in ((0, "km"), (2, "°C")):
 # %% [markdown]
 # ## One fox
 #
-# The track in grey is the true one. A dot is an hour in which something was measured, in the colour
-# of its most probable state; where the fox rests the dots are large, for they lie on each other. On
-# the right, circles and bars are holes: the mean of their law and its standard deviation.
+# The grey track is the true one. A dot is an hour with measurements, coloured by its most probable
+# state. The right panels show the measured values; open circles with bars are the posterior mean
+# and standard deviation of missing values.
 
 # %%
 visits = torch.stack([(states == k).sum(-1) for k in range(3)])
@@ -284,7 +285,7 @@ fox = int(visits.amin(0).argmax())  # the one that does a bit of everything
 hours = int(held_out.lengths[fox])
 order = state_order(hmm)
 path = order.argsort()[hmm.viterbi(held_out.values)[fox, :hours]]
-law = hmm.posterior(held_out.values).states[fox, :hours][:, order]
+posterior = hmm.posterior(held_out.values).states[fox, :hours][:, order]
 shades = [f"C{k}" for k in range(3)]
 
 figure = plt.figure(figsize=(10, 5), layout="constrained")
@@ -307,7 +308,8 @@ for row, (i, label) in enumerate(((0, "km an hour"), (2, "°C"))):
     axes = figure.add_subplot(grid[row, 1])
     axes.scatter(clock, held_out.values[fox, :hours, i], s=10, color=[shades[k] for k in path])
     hole = holes[fox, :hours, i]
-    middle, width = laws.mean[fox, :hours, i][hole], laws.variance[fox, :hours, i][hole].sqrt()
+    middle = missing.mean[fox, :hours, i][hole]
+    width = missing.variance[fox, :hours, i][hole].sqrt()
     axes.errorbar(
         clock[hole], middle, width, fmt="o", markersize=3, color="0.6", markerfacecolor="white",
         linewidth=0.8, zorder=0,
@@ -315,7 +317,7 @@ for row, (i, label) in enumerate(((0, "km an hour"), (2, "°C"))):
     axes.set_ylabel(label)
     axes.set_xlim(0, hours - 1)
     axes.tick_params(labelbottom=False)
-axes = plots.states(law, names, axes=figure.add_subplot(grid[2, 1]))
+axes = plots.states(posterior, names, axes=figure.add_subplot(grid[2, 1]))
 axes.get_legend().remove()
 axes.set_xlabel("hour")
 if Path("figures").is_dir() and not SMOKE:
@@ -324,12 +326,12 @@ if Path("figures").is_dir() and not SMOKE:
 plt.show()
 
 # %% [markdown]
-# ## Moves that depend on the hour of the day
+# ## Transition probabilities that depend on the hour of the day
 #
-# Foxes rest by day. Covariates go into the data, `Sequences(..., covariates=)` of shape
-# $(N, T, C)$, and reach a module whose `forward` takes them as its third argument. With
-# `transition_per_step` the HMM takes one matrix for each move. Here daylight $u_t$, from $-1$ at
-# midnight to $1$ at noon, tilts every row towards rest:
+# Foxes rest by day. Covariates are part of the data, `Sequences(..., covariates=)` of shape
+# $(N, T, C)$, and are passed to a module whose `forward` takes them as its third argument. With
+# `transition_per_step` the HMM takes one transition matrix per step. Here daylight $u_t$, from $-1$
+# at midnight to $1$ at noon, shifts the logits of every row towards rest:
 #
 # $$p(z_{t+1} = j \mid z_t = i, u_{t+1}) \propto A_{ij} \, e^{\beta u_{t+1} [j = 0]}$$
 
@@ -346,15 +348,20 @@ class Daily(HMMModule):
     def forward(self, lengths, observed, covariates):
         to_rest = torch.tensor([1.0, 0.0, 0.0])
         tilt = self.slope * covariates[:, 1:, :1, None] * to_rest  # (N, T - 1, 1, K)
-        moves = (self.transition.log() + tilt).log_softmax(-1)
+        log_transition = (self.transition.log() + tilt).log_softmax(-1)
         return HMM(
-            self.initial.log(), moves, self.emission(), lengths, observed, transition_per_step=True
+            self.initial.log(),
+            log_transition,
+            self.emission(),
+            lengths,
+            observed,
+            transition_per_step=True,
         )
 
 
 # %% [markdown]
-# What the fox does in each state we know by now: `freeze` keeps the emission as MAP found it, and
-# with it the names of the states. The rest is fitted to new foxes.
+# The emission is already fitted: `freeze` fixes it at the MAP estimate, and with it the labels of
+# the states. The remaining parameters are fitted to new foxes.
 
 # %%
 lengths = torch.full((6 if SMOKE else 30,), 72)
@@ -371,9 +378,9 @@ for name, value in by_map.items():
 model = MarginalModel(daily)
 by_hour = fit_map(model, diary, num_steps=5 if SMOKE else 200, learning_rate=0.1)
 guide = AutoNormal(model, init_loc_fn=init_to_value(values=by_hour.values), init_scale=0.05)
-sure = fit_svi(model, guide, diary, num_steps=5 if SMOKE else 200)
+svi_by_hour = fit_svi(model, guide, diary, num_steps=5 if SMOKE else 200)
 print(by_hour.summary())
-slopes = torch.stack([sure.values["module.slope"] for _ in range(10 if SMOKE else 500)])
+slopes = torch.stack([svi_by_hour.values["module.slope"] for _ in range(10 if SMOKE else 500)])
 low, high = slopes.quantile(torch.tensor([0.05, 0.95])).tolist()
 print(f"slope: truth 1.50, MAP {by_hour.values['module.slope']:.2f}, ", end="")
 print(f"SVI 90 % between {low:.2f} and {high:.2f}")

@@ -1,24 +1,24 @@
 # %% [markdown]
 # # 4. Dense embeddings of states and symbols
 #
-# An ordinary hidden Markov model has a number of its own for every pair of states and for every
-# pair of a state and a symbol. In a DenseHMM each state and each symbol has a few vectors instead,
-# and a probability says how well two vectors go together:
+# A standard hidden Markov model has one parameter for every pair of states and for every pair of a
+# state and a symbol. A DenseHMM gives each state and each symbol a few embedding vectors instead,
+# and its probabilities are softmaxes of their inner products:
 #
 # $$A_{ij} = \frac{\exp(z_i \cdot u_j)}{\sum_{j'} \exp(z_i \cdot u_{j'})} \qquad
 #   B_{iv} = \frac{\exp(w_i \cdot v_v)}{\sum_{v'} \exp(w_i \cdot v_{v'})} \qquad
 #   \pi_i = \frac{\exp(z_0 \cdot u_i)}{\sum_{i'} \exp(z_0 \cdot u_{i'})}$$
 #
-# | on paper | in code | shape | what it is |
+# | on paper | in code | shape | what it embeds |
 # | --- | --- | --- | --- |
-# | $z_i$ | `leave` | $(K, D)$ | a state that the chain leaves |
-# | $u_j$ | `enter` | $(K, D)$ | a state that it enters |
-# | $w_i$ | `emit` | $(K, D')$ | a state that emits |
+# | $z_i$ | `leave` | $(K, D)$ | a state as the source of a transition |
+# | $u_j$ | `enter` | $(K, D)$ | a state as the target of a transition |
+# | $w_i$ | `emit` | $(K, D')$ | a state as it emits |
 # | $v_v$ | `symbol` | $(V, D')$ | a symbol |
-# | $z_0$ | `start` | $(D,)$ | where sequences begin |
+# | $z_0$ | `start` | $(D,)$ | the start of a sequence |
 #
-# There are fewer parameters, and they can be looked at: symbols that are used alike lie close to
-# each other. (Sicking et al., 2020, [DenseHMM](https://arxiv.org/abs/2012.09783).)
+# There are fewer parameters, and they can be plotted: symbols with similar emission probabilities
+# have similar embeddings. (Sicking et al., 2020, [DenseHMM](https://arxiv.org/abs/2012.09783).)
 
 # %%
 import os
@@ -55,28 +55,30 @@ print(train)
 # ## The module, and what it can express
 #
 # `DenseHMM` is used like any other module: in a `MarginalModel`, with a guide, or in a model of
-# your own. Its embeddings have normal priors; `scale` is their standard deviation. Twelve states
-# and 27 symbols in two dimensions:
+# your own. Its embeddings have normal priors with standard deviation `scale`. Twelve states and 27
+# symbols in two dimensions:
 
 # %%
 num_states, num_symbols, dim = 12, len(symbols), 2
 module = DenseHMM(num_states, num_symbols, dim)
 standard = num_states**2 + num_states * (num_symbols - 1) - 1
-print(f"numbers in the embeddings   {metrics.num_parameters(module, train)}")
-print(f"that vary independently     {dense.degrees_of_freedom(num_states, num_symbols, dim)}")
-print(f"of a standard HMM           {standard}")
+print(f"parameters of the embeddings  {metrics.num_parameters(module, train)}")
+degrees = dense.degrees_of_freedom(num_states, num_symbols, dim)
+print(f"their degrees of freedom      {degrees}")
+print(f"parameters, standard HMM      {standard}")
 
 # %% [markdown]
-# The logits of $A$ are a product of two matrices of $D$ columns, so their rank is $D$ at most; the
-# softmax gives $A$ itself full rank in general. In $K - 1$ dimensions every positive $A$ can be
-# written so. The price is that no probability is exactly zero.
+# The logits of $A$ are a product of two matrices with $D$ columns, so their rank is at most $D$;
+# $A$ itself has full rank in general, because of the softmax. With $D = K - 1$ every positive $A$
+# can be represented. No probability can be exactly zero.
 #
-# ## By co-occurrence
+# ## Fit to co-occurrences
 #
-# How often each letter follows each other one is a table of 27 by 27 numbers. The model predicts
-# such a table too: if $\pi$ is the stationary law of its chain, it is $B^\top \mathrm{diag}(\pi) A
-# B$. `fit_cooccurrence` brings the two together. It counts once, and never looks at the text again,
-# so a step costs the same for a thousand letters and for a billion. Restarts run side by side.
+# The frequencies of adjacent pairs of letters form a table of 27 by 27 numbers. The model predicts
+# the same table: if $\pi$ is the stationary distribution of its chain, it is $B^\top
+# \mathrm{diag}(\pi) A B$. `fit_cooccurrence` minimises a distance between the two. The pairs are
+# counted once, so the cost of a step does not depend on the length of the text. Restarts run as one
+# batch.
 
 # %%
 pairs = fit_cooccurrence(
@@ -87,11 +89,11 @@ print(pairs.summary())
 print(metrics.perplexity(pairs, test), "(held out)")
 
 # %% [markdown]
-# ## By MAP and by EM, from there
+# ## MAP and EM, initialised from the co-occurrence fit
 #
-# Pairs of neighbours are not all there is in a text. MAP and EM see whole sequences; a fit by
-# co-occurrence is a good place for them to begin. Latent variables have the same names in all
-# fits, so that the values of one are the start of another.
+# Adjacent pairs are only part of the information in a text. MAP and EM use whole sequences, and a
+# co-occurrence fit is a good initialisation for them. Latent variables have the same names in all
+# fits, so the values of one fit can initialise another.
 
 # %%
 steps = 5 if SMOKE else 150
@@ -113,20 +115,20 @@ for name, fit in fits.items():
     print(f"{name:24s}{fit.seconds:6.1f} s  {metrics.perplexity(fit, test)}")
 
 # %% [markdown]
-# The standard HMM has several times as many parameters and predicts a little better: there is text
-# enough for them. What the embeddings have to offer is smaller models, and a picture.
+# The standard HMM has several times as many parameters and predicts better; the text is long enough
+# to estimate them. Embeddings give a smaller model, and one that can be plotted.
 #
-# ## The picture
+# ## The embeddings
 #
-# Only inner products matter, so that a rotation of `emit` and `symbol` together changes nothing,
-# and neither does a shift of all symbols: axes and origin mean nothing. A symbol is likely in a
-# state whose arrow points its way.
+# Only inner products matter: a joint rotation of `emit` and `symbol`, or a shift of all symbols,
+# does not change the model, so axes and origin have no meaning. A symbol is likely in a state whose
+# arrow points towards it.
 
 # %%
 best = fits["EM from co-occurrence"]
 symbol, emit = best.values["module.symbol"], best.values["module.emit"]
 symbol = symbol - symbol.mean(0)
-share = best.hmm(train[:1]).stationary()
+stationary = best.hmm(train[:1]).stationary()
 
 figure, axes = plt.subplots(figsize=(7, 6), layout="constrained")
 for name, (x, y) in zip(symbols, symbol.tolist()):
@@ -136,7 +138,7 @@ for name, (x, y) in zip(symbols, symbol.tolist()):
         ha="center", va="center",
     )  # fmt: skip
 reach = 1.1 * symbol.norm(dim=-1).max().item()
-for weight, (x, y) in zip(share.tolist(), (normalize(emit, dim=-1) * reach * 0.9).tolist()):
+for weight, (x, y) in zip(stationary.tolist(), (normalize(emit, dim=-1) * reach * 0.9).tolist()):
     axes.annotate(
         "", (x, y), (0, 0),
         arrowprops={"arrowstyle": "->", "color": "C0", "lw": 0.5 + 20 * weight, "alpha": 0.35},
@@ -144,19 +146,18 @@ for weight, (x, y) in zip(share.tolist(), (normalize(emit, dim=-1) * reach * 0.9
 axes.set_xlim(-reach, reach)
 axes.set_ylim(-reach, reach)
 axes.set_aspect("equal")
-axes.set_title("letters (vowels red), and the directions of the states that emit them")
+axes.set_title("letters (vowels in red) and directions of the states")
 plt.show()
 
 # %% [markdown]
 # ## Words
 #
-# With words the table of pairs is large, but nearly empty. Counts are kept sparsely, and neither
-# they nor the prediction are ever written out: a step costs $O(V K^2 + n K)$, where $n$ is the
-# number of different pairs.
+# For words the table of pairs is large but sparse. Neither the counts nor the predictions are
+# stored densely: a step costs $O(V K^2 + n K)$, where $n$ is the number of distinct pairs.
 #
-# Which words are used alike? Angles between `symbol` vectors alone would not say: to stretch them
-# along a direction, and `emit` as much the other way, changes no probability. We compare the inner
-# products of symbols with the states' vectors, which are the same whatever the axes.
+# Which words have similar embeddings? Angles between `symbol` vectors are not identified: scaling
+# them along one direction, and `emit` inversely, changes no probability. We compare their inner
+# products with the `emit` vectors of the states, which are identified up to a shift.
 
 # %%
 corpus = datasets.english_words(300 if SMOKE else 2000)
@@ -172,14 +173,15 @@ counts = corpus.data.values[corpus.data.observed].bincount(minlength=len(words))
 frequent = (counts >= 50).nonzero().flatten().tolist()
 names = [words[index] for index in frequent]
 
-law = fit.hmm(corpus.data[:1]).stationary()
+stationary = fit.hmm(corpus.data[:1]).stationary()
 symbol, emit = fit.values["module.symbol"], fit.values["module.emit"]
-emit = emit - (law.unsqueeze(-1) * emit).sum(0)
-points = normalize((symbol - symbol.mean(0)) @ emit.mT * law.sqrt(), dim=-1)[frequent]
+emit = emit - (stationary.unsqueeze(-1) * emit).sum(0)
+profiles = (symbol - symbol.mean(0)) @ emit.mT * stationary.sqrt()
+points = normalize(profiles, dim=-1)[frequent]
 
 
 def neighbours(word, count=6):
-    """The frequent words that states see from the angles closest to that of ``word``."""
+    """The frequent words with the highest cosine similarity to ``word``."""
     nearest = (points @ points[names.index(word)]).argsort(descending=True)
     return ", ".join(names[index] for index in nearest[1 : count + 1])
 
@@ -188,24 +190,24 @@ for word in ("a", "must", "list", "is", "by", "method"):
     print(f"{word:9s}{neighbours(word)}")
 
 # %% [markdown]
-# Nobody told the model what an article is, or an auxiliary verb. (The text is small; with two
-# million words the neighbours of *Monday* are the days of the week, see
+# Articles and auxiliary verbs are grouped although the model knows nothing of grammar. (The text is
+# small. With two million words the neighbours of *Monday* are the days of the week, see
 # `figures/densehmm_embeddings.json`.)
 #
-# ## Other kernels, fewer embeddings
+# ## Other kernels, and shared embeddings
 #
-# `kernel=` exchanges the exponential for another positive function of two vectors:
-# `dense.rbf(1.0)`, `dense.sigmoid`, or one of your own. `tied=True` gives each state a single
-# vector, which leaves, enters and emits; the chain is then reversible. `freeze(module, "enter",
-# value)` holds vectors constant. `emission=normal(2)` puts a dense chain under other emissions.
+# `kernel=` replaces the exponential by another positive function of two vectors: `dense.rbf(1.0)`,
+# `dense.sigmoid`, or your own. `tied=True` gives each state a single vector for `leave`, `enter`
+# and `emit`; the chain is then reversible. `freeze(module, "enter", value)` fixes embeddings.
+# `emission=normal(2)` combines the dense transition matrix with another emission.
 
 # %%
 for name, options in {
     "exponential": {},
     "radial": {"kernel": dense.rbf(1.0)},
-    "one vector a state": {"tied": True},
+    "one vector per state": {"tied": True},
 }.items():
     module = DenseHMM(num_states, num_symbols, dim, **options)
     fit = fit_map(MarginalModel(module), train, num_steps=steps)
     count = metrics.num_parameters(module, train)
-    print(f"{name:20s}{count:4d} numbers  {metrics.perplexity(fit, test)}")
+    print(f"{name:21s}{count:4d} parameters  {metrics.perplexity(fit, test)}")

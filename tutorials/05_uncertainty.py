@@ -1,18 +1,18 @@
 # %% [markdown]
 # # 5. Uncertainty: SVI, NUTS and ArviZ
 #
-# A fit by EM or MAP is one set of parameters. How many states should it have, and how sure are we
-# of what it says? A posterior answers both, if two traps are avoided: states can be renamed and
-# embeddings can be rotated without any change of the model, so that averages, intervals and
-# $\hat R$ of the parameters themselves may mean nothing. `to_arviz` hands a posterior to
-# [ArviZ](https://python.arviz.org), with the likelihood of each sequence and with quantities in
-# which no state has a name.
+# EM and MAP return one set of parameters. How many states should the model have, and how certain
+# are its parameters? A posterior distribution answers both, once two symmetries are dealt with:
+# states can be permuted and embeddings can be rotated without changing the model, so means,
+# intervals and $\hat R$ of the raw parameters may be meaningless. `to_arviz` converts a posterior
+# for [ArviZ](https://python.arviz.org), with the log-likelihood of each sequence and with
+# quantities that are invariant to both symmetries.
 #
 # | on paper | in code | here |
 # | --- | --- | --- |
 # | $x_n$ | `data.values[n]` | a word of English, letter by letter |
 # | $\theta_s$, of $C$ chains | `PosteriorDraws`, shape $(C, S)$ | from a guide or a sampler |
-# | $\log p(x_n \mid \theta_s)$ | `log_likelihood`, `x` | what leaving out a word is computed from |
+# | $\log p(x_n \mid \theta_s)$ | `log_likelihood`, `x` | used to leave out whole words |
 # | $\log p(x_{n,t} \mid x_{n,1:t-1}, \theta_s)$ | `log_likelihood`, `x_step` | letter by letter |
 # | elpd | `az.loo` | $\sum_n \log p(x_n \mid \text{the other words})$ |
 
@@ -59,9 +59,9 @@ pyro.set_rng_seed(0)
 # %% [markdown]
 # ## Words
 #
-# Each sequence is a word, in the letters a to z: different lengths, no order among them. There are
-# few of them, so that there is something to be unsure of. A thousand other words are held out, to
-# check what the posterior claims.
+# Each sequence is a word in the letters a to z. Words differ in length and are exchangeable. The
+# training set is small, so that the posterior is wide; a thousand other words are held out to check
+# the estimates.
 
 # %%
 words = sorted(set(re.findall(r"\b[a-z]{3,}\b", datasets.english_text())))
@@ -76,32 +76,34 @@ print(" ".join(words[:10]))
 # %% [markdown]
 # ## How many states?
 #
-# For each number of states: EM from eight starts, SVI from the best of them, five hundred draws of
-# the guide. `az.loo` weighs these draws such that each word in turn is left out, without fitting
-# again; `k` says for how many words the weights are not to be trusted. The last column is the
-# yardstick, the score of held-out words, $\log \frac1S \sum_s p(x \mid \theta_s)$.
+# For each number of states we run EM with eight restarts, SVI from the best of them, and take five
+# hundred samples from the guide. `az.loo` estimates leave-one-out cross-validation by importance
+# sampling, without refitting; $\hat k$ diagnoses for how many words the weights are unreliable.
+# The reference is the log predictive density of held-out words, $\log \frac1S \sum_s p(x \mid
+# \theta_s)$.
 
 
 # %%
-def left_out(found):
-    """Of each word, log p(word | the other words) as ArviZ estimates it, and its diagnostic k."""
-    loo = az.loo(found, var_name="x", pointwise=True)
-    each = loo.elpd_i if "elpd_i" in loo else loo.loo_i  # ArviZ since, and before, version 1
-    return torch.tensor(each.values), torch.tensor(loo.pareto_k.values)
+def left_out(posterior):
+    """ArviZ's estimate of log p(word | the other words) of each word, and its diagnostic k."""
+    estimate = az.loo(posterior, var_name="x", pointwise=True)
+    # the name changed in ArviZ 1
+    per_word = estimate.elpd_i if "elpd_i" in estimate else estimate.loo_i
+    return torch.tensor(per_word.values), torch.tensor(estimate.pareto_k.values)
 
 
-def predicted(draws, data):
-    """Of each word, log p(word), averaged over draws."""
+def predictive_density(draws, data):
+    """Log posterior predictive density of each word."""
     scores = draws.map(data, lambda hmm: hmm.log_prob(data.values).double()).flatten(0, 1)
     return scores.logsumexp(0) - math.log(len(scores))
 
 
-# eight draws of the guide at each step, side by side, which takes hardly longer than one
+# a vectorised ELBO of eight particles costs hardly more than one particle
 elbo = Trace_ELBO(num_particles=8, vectorize_particles=True, max_plate_nesting=1)
 num_draws = 50 if SMOKE else 500
-found, fits, loo, held = {}, {}, {}, {}
+posteriors, fits, loo, held = {}, {}, {}, {}
 warnings.filterwarnings("ignore", message="Estimated shape parameter")  # k is printed below
-print("states     BIC   nats a word: left out  held out   words with k > 0.7")
+print("states     BIC nats per word: left out  held out  words with k > 0.7")
 for num_states in range(1, 3 if SMOKE else 6):
     module = TabularHMM(num_states, categorical(26))
     em = fit_em(module, train, restarts=8, num_steps=10 if SMOKE else 200)
@@ -110,22 +112,22 @@ for num_states in range(1, 3 if SMOKE else 6):
     svi = fit_svi(model, guide, train, num_steps=5 if SMOKE else 300, learning_rate=0.06, elbo=elbo)
     fits[num_states] = model, svi
     draws = PosteriorDraws.of(svi, num_draws=num_draws)
-    found[num_states] = to_arviz(draws, train, per_step=True)
-    loo[num_states], k = left_out(found[num_states])
-    held[num_states] = predicted(draws, held_out)
+    posteriors[num_states] = to_arviz(draws, train, per_step=True)
+    loo[num_states], k = left_out(posteriors[num_states])
+    held[num_states] = predictive_density(draws, held_out)
     print(
         f"{num_states:6d} {metrics.bic(em, train):7.0f} {loo[num_states].mean():23.2f} "
         f"{held[num_states].mean():9.2f} {(k > 0.7).sum():11d} of {num_train}"
     )
 
 # %% [markdown]
-# The two columns on the right come from different words, so that their levels differ by chance;
-# what is to be compared is how they rise. The difference of two models is a sum over words, and has
-# a standard error of its own, smaller than that of either score.
+# The two columns of nats refer to different words, so their levels differ by chance; compare how
+# they grow with the number of states. The difference of two models is a sum over words with its own
+# standard error, smaller than that of either score.
 
 # %%
 figure, axes = plt.subplots(figsize=(6, 3.5), layout="constrained")
-counts = list(found)
+counts = list(posteriors)
 for label, scores, colour in (("left out", loo, "C0"), ("held out", held, "C1")):
     gains = [scores[count] - scores[1] for count in counts]
     errors = [2 * gain.std() / len(gain) ** 0.5 for gain in gains]
@@ -133,64 +135,67 @@ for label, scores, colour in (("left out", loo, "C0"), ("held out", held, "C1"))
     axes.errorbar(counts, means, errors, marker="o", capsize=3, color=colour, label=label)
 axes.set_xticks(counts)
 axes.set_xlabel("number of states")
-axes.set_ylabel("nats a word, beyond one state")
+axes.set_ylabel("nats per word, relative to one state")
 axes.legend(frameon=False)
 plt.show()
 
 for before, after in itertools.pairwise(counts):
     gain = loo[after] - loo[before]
     error = gain.std() * len(gain) ** 0.5
-    print(f"from {before} to {after} states: {gain.sum():6.1f} nats in all, ± {error:.1f}")
+    print(f"from {before} to {after} states: {gain.sum():6.1f} nats in total, ± {error:.1f}")
 
 # %% [markdown]
-# Leaving out agrees with holding out, and costs no data. There is no true number of states here:
-# two are far better than one, and three than two, a fourth and a fifth gain less. BIC, which counts
-# parameters instead of asking what is predicted, stops at three. (Leaving out weighs the draws of
-# one fit again. It cannot show that without a word another optimum might have been found: a reason
-# to hold out some words all the same.)
+# Leave-one-out and held-out scores agree, and the former needs no extra data. Two states are far
+# better than one, and three better than two; a fourth and a fifth gain less. BIC, which penalises
+# the number of parameters instead of estimating predictive performance, selects three. (Importance
+# weights reuse the samples of one fit. They cannot show that a fit without a word might have
+# reached another optimum, so some held-out data remain useful.)
 #
-# Words are exchangeable, and so they can be left out. Letters of a word are not: each is predicted
-# from those before it, and `x_step` says how well. It shows where a model is surprised.
+# Words are exchangeable and can be left out. The letters of a word are not: each is predicted from
+# those before it, and `x_step` holds these one-step log-probabilities.
 
 # %%
-best = max(found)
+best = max(posteriors)
 for n in range(3):
     print(f"\n{words[n]:12s}" + "".join(f"{letter:>6s}" for letter in words[n]))
     for num_states in (1, best):
-        steps = found[num_states].log_likelihood["x_step"].mean(("chain", "draw")).values[n]
+        steps = posteriors[num_states].log_likelihood["x_step"].mean(("chain", "draw")).values[n]
         print(f"{num_states} states    " + "".join(f"{x:6.1f}" for x in steps[: len(words[n])]))
 
 # %% [markdown]
-# ## SVI beside NUTS
+# ## SVI and NUTS
 #
-# `AutoNormal` takes parameters to be independent of each other. Its draws, weighted by
-# $p(x, \theta) / q(\theta)$, would be draws of the posterior; where a few of them have all the
-# weight, it is far from it. `sample_stats` has both logarithms.
+# `AutoNormal` assumes independent parameters. Its samples, weighted by $p(x, \theta) / q(\theta)$,
+# are importance samples of the posterior; a small effective sample size shows a poor
+# approximation. `sample_stats` has both log-densities.
 
 # %%
-for num_states, each in found.items():
-    stats = each.sample_stats
+for num_states, posterior in posteriors.items():
+    stats = posterior.sample_stats
     weights = torch.tensor((stats["lp"] - stats["log_guide"]).values).softmax(-1)
-    print(f"{num_states} states: {1 / weights.square().sum():6.1f} of {num_draws} draws count")
+    effective = 1 / weights.square().sum()
+    print(f"{num_states} states: effective sample size {effective:6.1f} of {num_draws}")
 
 # %% [markdown]
-# Predictions are good all the same, as we have seen. For intervals we ask a sampler, with two
-# states: two chains of NUTS, start_time at draws of the guide, so that they need not look for the
-# posterior first. Nothing says which state is number 0, and chains begun anywhere would choose by
-# chance; here we exchange the names in the second start, to see what that does.
+# The predictions are good all the same, as the scores show. For intervals we use a sampler, with
+# two states: two chains of NUTS, initialised at samples from the guide to shorten the warm-up. The
+# labels of states are arbitrary, and independent chains would choose them at random; here we swap
+# the labels in the second start to show the effect.
 
 # %%
 model, svi = fits[2]
 starts = PosteriorDraws.of(svi, num_draws=2)
 starts = starts.permute_states(torch.tensor([[[0, 1], [1, 0]]]), train)
-begin = {name: biject_to(svi.supports[name]).inv(value[0]) for name, value in starts.values.items()}
+initial_params = {
+    name: biject_to(svi.supports[name]).inv(value[0]) for name, value in starts.values.items()
+}
 warnings.filterwarnings("ignore", message="num_chains")  # one after the other is good enough
 sampler = MCMC(
     NUTS(model, max_tree_depth=3 if SMOKE else 4),
     num_samples=10 if SMOKE else 100,
     warmup_steps=10 if SMOKE else 60,
     num_chains=2,
-    initial_params=begin,
+    initial_params=initial_params,
     disable_progbar=True,
 )
 sampler.run(train)
@@ -198,71 +203,71 @@ chains = PosteriorDraws.of(sampler)
 aligned = chains.aligned(train)
 
 # %% [markdown]
-# ## Names of states
+# ## Label switching
 #
-# $\hat R$ compares chains with each other, and is near one where they agree. Of the parameters it
-# says that they do not: their states have other names. `PosteriorDraws.aligned` renames
-# the states of every draw, by the overlap of their posteriors, and then they agree.
+# $\hat R$ compares chains and is near one where they agree. For the raw parameters it reports
+# disagreement, because the chains label the states differently. `PosteriorDraws.aligned` permutes
+# the states of every sample by the overlap of their smoothed posteriors, and the chains agree.
 
 
 # %%
-def worst(values):
-    """The largest R-hat of numbers ``(chains, draws, ...)``."""
+def worst_rhat(values):
+    """The largest R-hat of ``values`` ``(chains, draws, ...)``."""
     dims = ["chain", "draw", *(f"dim_{i}" for i in range(values.dim() - 2))]
-    each = xarray.Dataset({"it": (dims, values.double().numpy())})
-    return float(az.rhat(each)["it"].max())
+    dataset = xarray.Dataset({"values": (dims, values.double().numpy())})
+    return float(az.rhat(dataset)["values"].max())
 
 
 for name in chains.values:
-    before, after = worst(chains.values[name]), worst(aligned.values[name])
-    print(f"{name:22s} largest R-hat {before:5.2f}, of aligned states {after:5.2f}")
+    before, after = worst_rhat(chains.values[name]), worst_rhat(aligned.values[name])
+    print(f"{name:22s} largest R-hat {before:5.2f}, after alignment {after:5.2f}")
 
 figure, panels = plt.subplots(1, 2, figsize=(9, 2.8), sharey=True, layout="constrained")
-for axes, each, title in zip(panels, (chains, aligned), ("as drawn", "aligned")):
-    for k, probs in enumerate(each.values["module.emission.probs"].mean((0, 1))):
+for axes, draws, title in zip(panels, (chains, aligned), ("as sampled", "aligned")):
+    for k, probs in enumerate(draws.values["module.emission.probs"].mean((0, 1))):
         axes.bar(torch.arange(26) + 0.4 * k, probs, width=0.4, label=f"state {k}")
     axes.set_xticks(torch.arange(26) + 0.2, "abcdefghijklmnopqrstuvwxyz")
-    axes.set_title(f"average of all draws, states {title}")
-panels[0].set_ylabel("probability of a letter")
+    axes.set_title(f"posterior mean, states {title}")
+panels[0].set_ylabel("emission probability")
 panels[1].legend(frameon=False)
 plt.show()
 
 # %% [markdown]
-# Averaged as they are drawn, two good chains give two states that are alike, and neither was ever
-# drawn. Aligned, they are vowels and consonants.
+# Averaged as sampled, the two chains give two nearly equal states that occur in no sample. Aligned,
+# the states are vowels and consonants.
 #
-# Better still are quantities that need no names. `to_arviz` adds a few to the posterior: the
-# evidence, the shares of steps spent in the states in order of size, how many states that amounts
-# to, and the entropy of a move. `summary` is their table, by which to judge a sampler.
+# Invariant quantities need no alignment. `to_arviz` adds several to the posterior: the
+# log-evidence, the shares of steps spent in each state in decreasing order, the effective number
+# of states, and the entropy rate of the transitions. `summary` tabulates them with the sampler's
+# diagnostics.
 
 # %%
 inference_data.summary(to_arviz(chains, train))
 
 # %% [markdown]
-# And beside it that of the guide (one chain has no $\hat R$, and its draws are independent). The
-# means agree. The guide is too sure of how much the states are used, by a factor of two: it does
-# not know that parameters can make up for each other. For the same reason its evidence varies
-# somewhat too much.
+# The same quantities under the guide (a single chain of independent samples, so without $\hat R$).
+# The means agree. The guide underestimates the standard deviation of the shares by a factor of two,
+# because it ignores posterior correlations; for the same reason its log-evidence varies too much.
 
 # %%
 guided, sampled = to_arviz(svi, train, num_draws=num_draws), to_arviz(chains, train)
 print("                   SVI: mean ± sd     NUTS: mean ± sd")
 for name in inference_data.INVARIANTS:
     row = f"{name:17s}"
-    for each in (guided, sampled):
-        values = torch.tensor(each.posterior[name].values)
+    for posterior in (guided, sampled):
+        values = torch.tensor(posterior.posterior[name].values)
         values = values[..., 0] if values.dim() > 2 else values  # the largest share
         row += f"{values.mean():11.2f} ± {values.std():6.3f}"
     print(row)
 
 # %% [markdown]
-# ## Rotations
+# ## Rotations of embeddings
 #
-# A `DenseHMM` has one more symmetry: its probabilities depend on inner products of embeddings,
-# which can be rotated together. With two dimensions the posterior of an embedding is a ring, and
-# restarts of MAP end anywhere on it. `AutoNormal` sits at one place of the ring. `RotationGuide`
-# fits what rotation leaves alone, and turns every draw at random; its density is exact, so that the
-# bounds can be compared.
+# A `DenseHMM` has a further symmetry: its probabilities depend on inner products of embeddings,
+# which are invariant to a joint rotation. In two dimensions the posterior of an embedding is a
+# ring, and restarts of MAP end anywhere on it. `AutoNormal` covers one part of the ring.
+# `RotationGuide` fits a distribution over the embeddings up to rotation and rotates every sample
+# at random. Its density is exact, so the ELBOs of the two guides can be compared.
 
 # %%
 dense = MarginalModel(DenseHMM(2, 26, 2))
@@ -281,26 +286,26 @@ for name, guide in guides.items():
     clouds[name] = PosteriorDraws.of(svi, num_draws=num_draws)
     stats = to_arviz(clouds[name], train).sample_stats
     bound = (stats["lp"] - stats["log_guide"]).values
-    print(f"{name:13s} bound {bound.mean():8.1f} ± {bound.std() / num_draws**0.5:.1f} nats")
+    print(f"{name:13s} ELBO {bound.mean():8.1f} ± {bound.std() / num_draws**0.5:.1f} nats")
 
 # %% [markdown]
-# The picture shows one embedding, that of the state of consonants as it emits. The cross is the
-# average of the draws: inside the ring, where no draw is. (Rings differ in radius, for a longer
-# `emit` makes up for a shorter `symbol`.)
+# The plot shows one embedding, `emit` of the state of consonants. The cross is the posterior mean;
+# it lies inside the ring, where there are no samples. (The radius varies, because a longer `emit`
+# compensates for a shorter `symbol`.)
 
 # %%
 vowels = torch.tensor([0, 4, 8, 14, 20])
 ends = point.restarts
 good = ends.final < ends.final.min() + 1.0  # the others ended at other optima
-print(f"{good.sum()} of {len(good)} restarts found the best optimum")
+print(f"{good.sum()} of {len(good)} restarts reached the best optimum")
 points = {name: value[None, good] for name, value in ends.values.items()}
 panels = {"restarts of MAP": PosteriorDraws(dense, points)} | clouds
 
 figure, row = plt.subplots(1, 3, figsize=(9, 3.2), sharex=True, sharey=True, layout="constrained")
 for axes, (name, draws) in zip(row, panels.items()):
     draws = draws.aligned(train)
-    spoken = draws.map(train, lambda hmm: hmm.emission.probs[:, 0][..., vowels].sum(-1))
-    emit = draws.values["module.emit"][0, :, spoken.mean((0, 1)).argmin()]  # (S, 2)
+    vowel_probs = draws.map(train, lambda hmm: hmm.emission.probs[:, 0][..., vowels].sum(-1))
+    emit = draws.values["module.emit"][0, :, vowel_probs.mean((0, 1)).argmin()]  # (S, 2)
     axes.scatter(*emit[:500].T, s=10, alpha=0.6)
     axes.scatter(*emit.mean(0), marker="x", color="black", s=60)
     axes.set_title(name)
@@ -310,19 +315,20 @@ row[1].set_xlabel("first dimension")
 plt.show()
 
 # %% [markdown]
-# Whatever is computed from probabilities is safe from rotations, and after `aligned` from names:
-# `PosteriorDraws.map` applies any function of an HMM to all draws, a few at a time.
+# Functions of the probabilities are invariant to rotations, and after `aligned` to label switching.
+# `PosteriorDraws.map` applies a function of an HMM to all samples, in batches.
 
 
 # %%
-def stay(hmm):
+def self_transitions(hmm):
     return hmm.log_transition.exp()[:, 0].diagonal(dim1=-2, dim2=-1)  # (b, K)
 
 
 for name, draws in {"standard, NUTS": chains, "dense, SVI": clouds["RotationGuide"]}.items():
     draws = draws.aligned(train)
-    spoken = draws.map(train, lambda hmm: hmm.emission.probs[:, 0][..., vowels].sum(-1))
-    order = spoken.mean((0, 1)).argsort(descending=True)
-    ends = draws.map(train, stay).flatten(0, 1)[:, order].quantile(torch.tensor([0.05, 0.95]), 0)
+    vowel_probs = draws.map(train, lambda hmm: hmm.emission.probs[:, 0][..., vowels].sum(-1))
+    order = vowel_probs.mean((0, 1)).argsort(descending=True)
+    probs = draws.map(train, self_transitions).flatten(0, 1)[:, order]
+    ends = probs.quantile(torch.tensor([0.05, 0.95]), 0)
     for label, (low, high) in zip(("vowel", "consonant"), ends.T.tolist()):
-        print(f"{name:15s} after a {label:9s} another: between {low:.2f} and {high:.2f}")
+        print(f"{name:15s} p({label:9s} | {label:9s}): 90 % interval {low:.2f} to {high:.2f}")

@@ -1,13 +1,13 @@
 # %% [markdown]
-# # 7. Supervised and half-supervised labelling
+# # 7. Supervised and semi-supervised labelling
 #
-# When the states mean something (letters, tags, phases) some sequences may come with the states
-# written beside them. Labels are part of the data: every fit takes those that are there, and sums
-# over the rest. So *supervised*, *half-supervised* and *unsupervised* are one call on different
-# data.
+# If the states have a meaning (letters, tags, phases), some sequences may come with labels. Labels
+# are part of the data: every fit conditions on the labels that are present and sums over the other
+# states. So *supervised*, *semi-supervised* and *unsupervised* learning are the same call on
+# different data.
 #
-# The task: somebody types English with clumsy fingers, and a quarter of the letters come out as a
-# key next to the right one. States are the letters meant, observations the keys hit.
+# The task: English is typed with errors, and a quarter of the letters are replaced by a
+# neighbouring key. The states are the intended letters, the observations the typed keys.
 
 # %%
 import os
@@ -45,10 +45,10 @@ def near(a, b):
     return float((y - v) ** 2 + (x - u) ** 2 < 1.7)
 
 
-slips = torch.tensor([[near(a, b) for b in letters] for a in letters])
-slips = 0.75 * torch.eye(27) + 0.25 * slips / slips.sum(-1, keepdim=True).clamp(min=1)
-slips[letters.index(" "), letters.index(" ")] = 1.0
-typed = torch.distributions.Categorical(slips[meant]).sample()
+key_probs = torch.tensor([[near(a, b) for b in letters] for a in letters])
+key_probs = 0.75 * torch.eye(27) + 0.25 * key_probs / key_probs.sum(-1, keepdim=True).clamp(min=1)
+key_probs[letters.index(" "), letters.index(" ")] = 1.0
+typed = torch.distributions.Categorical(key_probs[meant]).sample()
 for line in range(3):
     print("typed:", "".join(letters[k] for k in typed[line].tolist()))
     print("meant:", "".join(letters[k] for k in meant[line].tolist()), "\n")
@@ -56,9 +56,10 @@ for line in range(3):
 # %% [markdown]
 # ## All labels: one step
 #
-# With every state known there is nothing to sum over, and EM is done after one step: it counts. A
-# concentration of 1.1 adds a tenth of a count to every move and every key; it is the smoothing, and
-# it is a choice. Without it a move that was never seen could never be read.
+# With all states observed there is nothing to sum over, and EM converges in one step: it counts. A
+# concentration of 1.1 adds 0.1 pseudo-counts to every transition and every emission (additive
+# smoothing). Without it, a transition that is absent from the training data would have probability
+# zero.
 
 # %%
 lengths = english.data.lengths
@@ -72,29 +73,30 @@ def module():
 
 
 def accuracy(fit):
-    """Of the most probable letter at each step."""
-    found = fit.hmm(test).posterior(test.values).states.argmax(-1)
-    return (found == truth)[test.exists].double().mean().item()
+    """Share of steps at which the state of highest posterior marginal is right."""
+    decoded = fit.hmm(test).posterior(test.values).states.argmax(-1)
+    return (decoded == truth)[test.exists].double().mean().item()
 
 
 full = fit_em(module(), train)
 print(full.reason, "after", len(full.losses) - 1, "steps;", *full.notes)
 print(f"as typed {(test.values == truth)[test.exists].double().mean():.3f}, "
-      f"read {accuracy(full):.3f}")  # fmt: skip
+      f"decoded {accuracy(full):.3f}")  # fmt: skip
 path = full.hmm(test).viterbi(test.values)
 for line in range(3):
     print("typed:", "".join(letters[k] for k in test.values[line].tolist()))
-    print("read: ", "".join(letters[k] for k in path[line].tolist()))
+    print("path: ", "".join(letters[k] for k in path[line].tolist()))
     print("meant:", "".join(letters[k] for k in truth[line].tolist()), "\n")
 
 # %% [markdown]
-# `viterbi` is the most probable path as a whole, and the posterior has the state that is best at
-# each step. The one makes words more often, the other is right more often, each by a little:
+# `viterbi` computes the most probable path as a whole; the posterior marginals give the most
+# probable state at each step. The path contains slightly more words, the marginals slightly more
+# correct letters:
 
 
 # %%
 def words(states):
-    """Those that are whole, not cut at an end of a sequence."""
+    """The complete words: not those cut at an end of a sequence."""
     lines = ["".join(letters[k] for k in line) for line in states.tolist()]
     return [word for line in lines for word in line.split()[1:-1]]
 
@@ -103,92 +105,93 @@ known = set(words(train.labels))
 best = full.hmm(test).posterior(test.values).states.argmax(-1)
 for name, states in {"viterbi": path, "posterior": best, "meant": truth}.items():
     right = (states == truth)[test.exists].double().mean()
-    share = sum(word in known for word in words(states)) / len(words(states))
-    print(f"{name:9s}: {right:.4f} of letters right, {share:.3f} of words occur in training")
+    in_training = sum(word in known for word in words(states)) / len(words(states))
+    print(f"{name:9s}: {right:.4f} of letters right, {in_training:.3f} of words occur in training")
 
 # %% [markdown]
-# ## Few labels, and many sequences without
+# ## Few labels and many unlabelled sequences
 #
-# Labels are -1 where the state is not known; single steps may have labels, or whole sequences. The
-# same call counts what is known and sums over what is not. Beginning at the fit to the labels
-# alone, states go on meaning what they mean. At first, everything is free:
+# A label of -1 marks an unknown state; single steps or whole sequences may be labelled. The same
+# call conditions on the known labels and sums over the rest. Initialised at the supervised fit, the
+# states keep their meaning at first. We begin with all parameters free:
 
 
 # %%
 def with_labels(share):
-    """The training set with that share of its labels, and the part that has them."""
+    """The sequences that keep their labels, and the whole training set with those labels."""
     known = torch.rand(len(train)) < share
     labels = torch.where(known[:, None], train.labels, -1)
     few = train[known.nonzero().flatten()]
     return few, Sequences(train.values, train.lengths, labels=labels)
 
 
-few, some = with_labels(0.01)
+few, partial = with_labels(0.01)
 alone = fit_em(module(), few)
-print(f"{len(few)} labelled sequences alone: {accuracy(alone):.3f}")
+print(f"{len(few)} labelled sequences only: {accuracy(alone):.3f}")
 for num_steps in (1, 5) if SMOKE else (1, 3, 10, 30):
-    both = fit_em(module(), some, start=alone.values, num_steps=num_steps, tolerance=None)
+    both = fit_em(module(), partial, start=alone.values, num_steps=num_steps, tolerance=None)
     nats = -metrics.log_evidence(both, test).sum() / test.num_observed
-    print(f"and the others, {num_steps:2d} steps: {accuracy(both):.3f}, {nats:.3f} nats per key")
+    print(f"semi-supervised, {num_steps:2d} steps: {accuracy(both):.3f}, {nats:.3f} nats per key")
 
 # %% [markdown]
-# The model explains new text better and better, and reads it worse and worse. Nothing is wrong with
-# the fit: maximum likelihood has no reason to use its 27 states for letters, and finds better uses.
-# That has been known for tagging since Merialdo (1994). A few steps may help; more of them, only if
-# something keeps the states to their meaning.
+# The likelihood of new text rises while the accuracy falls. This is no failure of the fit: maximum
+# likelihood has no reason to use the 27 states for letters. It is well known for tagging (Merialdo,
+# 1994): a few steps may help, and more only if something keeps the states tied to their meaning.
 #
-# Here that is easy. How fingers slip is known, so the emission is not to be learned: `freeze` holds
-# it, and the sequences without labels teach the chain, which is what they can do.
+# Here that is easy. The error probabilities of the keys are known, so the emission need not be
+# learned: `freeze` fixes it, and the unlabelled sequences are used to learn the transitions.
 
 # %%
-certain = slips.clamp(min=1e-6) / slips.clamp(min=1e-6).sum(-1, keepdim=True)
+emission_probs = key_probs.clamp(min=1e-6) / key_probs.clamp(min=1e-6).sum(-1, keepdim=True)
 
 
-def held():
-    """A module whose emission is known."""
+def fixed():
+    """A module with the emission fixed at the true one."""
     module = TabularHMM(27, categorical(27), 1.1, 1.1)
-    freeze(module, "emission.probs", certain)
+    freeze(module, "emission.probs", emission_probs)
     return module
 
 
 results = {}
 for share in (0.0025, 0.01, 0.1, 1.0):
-    few, some = with_labels(share)
+    few, partial = with_labels(share)
     pyro.set_rng_seed(0)
-    fits = {"labelled alone": fit_em(module(), few), "labelled, slips known": fit_em(held(), few)}
-    start = fits["labelled, slips known"].values
+    fits = {
+        "labelled only": fit_em(module(), few),
+        "labelled only, emission known": fit_em(fixed(), few),
+    }
+    start = fits["labelled only, emission known"].values
     steps = 5 if SMOKE else 30
-    fits["all, slips known"] = fit_em(held(), some, start=start, num_steps=steps)
+    fits["all, emission known"] = fit_em(fixed(), partial, start=start, num_steps=steps)
     results[share] = {name: accuracy(fit) for name, fit in fits.items()}
     print(f"{share:6.2%}, {len(few):4d} sequences:", results[share])
 
-nothing = fit_em(held(), train.without_labels(), num_steps=10 if SMOKE else 60)
-print(f"no labels at all, slips known: {accuracy(nothing):.3f}")
+unlabelled = fit_em(fixed(), train.without_labels(), num_steps=10 if SMOKE else 60)
+print(f"no labels, emission known: {accuracy(unlabelled):.3f}")
 
 # %%
 figure, axis = plt.subplots(figsize=(5.5, 3.4), layout="constrained")
 names = [f"{share:.2%}" for share in results]
 for name in results[1.0]:
-    axis.plot(names, [found[name] for found in results.values()], "o-", label=name)
+    axis.plot(names, [scores[name] for scores in results.values()], "o-", label=name)
 axis.axhline(
     (test.values == truth)[test.exists].double().mean(), color="k", linewidth=0.8, label="as typed"
 )
-axis.set_xlabel("sequences with labels")
-axis.set_ylabel("letters read rightly")
+axis.set_xlabel("share of sequences with labels")
+axis.set_ylabel("share of letters right")
 axis.legend()
 plt.show()
 
 # %% [markdown]
-# With slips known, eight labelled sequences and three thousand without labels do nearly as well as
-# labels on all, and so do sequences without any labels. From a tenth of the labels on, the others
-# have nothing to add: what they are fitted to is still not quite the reading of letters.
+# With the emission known, eight labelled sequences and three thousand unlabelled ones do nearly as
+# well as labels on all, and so do unlabelled sequences alone. With a tenth of the labels or more,
+# unlabelled sequences add nothing: their likelihood is not quite the same objective as accuracy.
 
 # %% [markdown]
-# ## A prior on the rows
+# ## A diversity prior
 #
-# Supervised fits under a diversity prior (tutorial 6) are the same call again. `anchor` is the
-# penalty with which Qiao et al. (2015) hold the matrix at its counts. Whether the prior helps is
-# a matter of measuring:
+# Supervised fits under a diversity prior (tutorial 6) use the same call. `anchor` is the penalty
+# with which Qiao et al. (2015) keep the matrix near the counts. We measure whether the prior helps:
 
 # %%
 counts = full.hmm(test).log_transition.exp()
@@ -196,10 +199,10 @@ for alpha in (1.0, 10.0, 100.0):
     free = fit_em(module(), train, log_prior=DiversityPrior(alpha))
     anchored = DiversityPrior(alpha, anchor=counts, anchor_weight=1e5)
     close = fit_em(module(), train, log_prior=anchored)
-    print(f"α = {alpha:3g}: {accuracy(free):.4f}; held at the counts: {accuracy(close):.4f}")
-print(f"without: {accuracy(full):.4f}")
+    print(f"α = {alpha:3g}: {accuracy(free):.4f}; anchored at the counts: {accuracy(close):.4f}")
+print(f"no prior: {accuracy(full):.4f}")
 print("mean distance of rows:", f"{metrics.diversity(counts):.2f} nats")
 
 # %% [markdown]
-# It does not: letters *share* their successors, and many hundred counts in each row leave little to
-# say. Labels, or more text without them, are worth far more.
+# It does not: letters *share* their successors, and with several hundred counts in each row the
+# prior has little influence. More labels, or more unlabelled text, are worth far more.

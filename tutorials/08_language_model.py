@@ -1,25 +1,25 @@
 # %% [markdown]
 # # 8. A language model with thousands of states, on your laptop
 #
-# A hidden Markov model with $K$ states has a table of $K^2$ moves, and each word costs $K^2$
-# multiplications. Chiu and Rush (2020, [Scaling Hidden Markov Language
-# Models](https://aclanthology.org/2020.emnlp-main.103)) go to tens of thousands of states, and sum
-# over all of them exactly, by three ideas:
+# A hidden Markov model with $K$ states has a transition matrix of $K^2$ entries, and each word
+# costs $K^2$ multiplications. Chiu and Rush (2020, [Scaling Hidden Markov Language
+# Models](https://aclanthology.org/2020.emnlp-main.103)) use tens of thousands of states, with exact
+# inference, by three ideas:
 #
-# - **Blocks.** Every word belongs to a cluster, and every cluster has a block of states, which
-#   alone emit its words. A word then says in which block the state is, and a step costs the square
-#   of a block's size, not of $K$.
-# - **Networks.** Probabilities are softmaxes of inner products of embeddings that have gone through
-#   small networks: parameters grow with $K$, not with $K^2$.
-# - **Dropout.** At each training step half of the states of every block are left out, at random.
-#   States cannot rely on single others, and a step costs a quarter.
+# - **Block-sparse emissions.** Every word belongs to a cluster, and every cluster has a block of
+#   states, the only ones that emit its words. An observed word determines the block of its state,
+#   so a step costs the square of the block size instead of $K^2$.
+# - **Neural parameterization.** Probabilities are softmaxes of inner products of embeddings that
+#   pass through small networks: the number of parameters grows with $K$, not with $K^2$.
+# - **State dropout.** Each training step drops half of the states of every block, at random. This
+#   regularises the model, and a step costs a quarter.
 #
 # | on paper | in code | here |
 # | --- | --- | --- |
 # | $K$ | `num_states` | 2,048 states |
-# | $C$ | `num_clusters` | 64 clusters of words, `<eos>` has one of its own |
+# | $C$ | `num_clusters` | 64 clusters of words, one of them `<eos>` alone |
 # | $V$ | `len(vocabulary)` | 2,000 words |
-# | $D$ | `hidden_dim` | embeddings of 64 numbers |
+# | $D$ | `hidden_dim` | embeddings of 64 dimensions |
 
 # %%
 import math
@@ -38,8 +38,8 @@ pyro.set_rng_seed(0)
 
 corpus = datasets.english_words(2000)
 vocabulary = corpus.vocabulary
-once = {tuple(row): number for number, row in enumerate(corpus.data.values.tolist())}
-sentences = corpus.data[torch.tensor(sorted(once.values()))]
+distinct = {tuple(row): number for number, row in enumerate(corpus.data.values.tolist())}
+sentences = corpus.data[torch.tensor(sorted(distinct.values()))]
 place = torch.arange(len(sentences)) % 10
 train, held_out, test = sentences[place < 8], sentences[place == 8], sentences[place == 9]
 if SMOKE:
@@ -48,20 +48,18 @@ for part in (train, held_out, test):
     print(f"{len(part):5,} sentences, {part.num_observed:6,} words with <eos>")
 
 # %% [markdown]
-# The text is what Python's `help()` knows: a small one, and rather dry. It says some sentences in
-# several places; each is kept once, so that none of the test is in the training set.
+# The text is Python's own help pages: short, and repetitive. Duplicate sentences are removed, so
+# that no test sentence is in the training set.
 #
-# ## What there is to beat
+# ## Baselines
 #
-# The perplexity is `exp` of the mean surprise per word, `<eos>` included: among how many equally
-# probable words one would have to guess. Three yardsticks: how often each word occurs; pairs of
-# words, whose counts are discounted so that unseen pairs keep something; and a small HMM with
-# tables.
+# Perplexity is `exp` of the mean negative log-probability per word, `<eos>` included. The baselines
+# are unigram frequencies, a bigram model with absolute discounting, and a small tabular HMM.
 
 
 # %%
-def count(data):
-    """How often each word follows each, or (last row) begins a sentence: (V + 1, V)."""
+def count_bigrams(data):
+    """Bigram counts (V + 1, V); the last row counts the first words of sentences."""
     num_words = len(vocabulary)
     before = torch.cat([torch.full((len(data), 1), num_words), data.values[:, :-1]], 1)
     table = torch.zeros(num_words + 1, num_words)
@@ -70,27 +68,30 @@ def count(data):
 
 
 def perplexity(probs, data):
-    counts = count(data)
+    counts = count_bigrams(data)
     return math.exp(-(counts * probs.log()).sum() / counts.sum())
 
 
-seen = count(train)
-single = (seen.sum(0) + 0.1) / (seen.sum() + 0.1 * len(vocabulary))
-total = seen.sum(1, keepdim=True)
+counts = count_bigrams(train)
+unigram = (counts.sum(0) + 0.1) / (counts.sum() + 0.1 * len(vocabulary))
+totals = counts.sum(1, keepdim=True)
 
 
-def pairs(discount):
-    left = torch.where(total > 0, discount * (seen > 0).sum(1, keepdim=True) / total, 1.0)
-    return (seen - discount).clamp(min=0) / total.clamp(min=1) + left * single
+def bigram(discount):
+    """Absolute discounting, interpolated with the unigrams."""
+    seen = (counts > 0).sum(1, keepdim=True)
+    weight = torch.where(totals > 0, discount * seen / totals, 1.0)
+    return (counts - discount).clamp(min=0) / totals.clamp(min=1) + weight * unigram
 
 
-discount = min((0.5, 0.6, 0.7, 0.8, 0.9), key=lambda each: perplexity(pairs(each), held_out))
+discounts = (0.5, 0.6, 0.7, 0.8, 0.9)
+discount = min(discounts, key=lambda discount: perplexity(bigram(discount), held_out))
 small = TabularHMM(32, categorical(len(vocabulary), 1.02), 1.02, 1.02)
 small_fit = fit_em(small, train, num_steps=2 if SMOKE else 20, tolerance=None)
 results = {
-    "single words": perplexity(single, test),
-    "pairs of words": perplexity(pairs(discount), test),
-    "HMM with tables, 32 states": metrics.perplexity(small_fit, test).value,
+    "unigrams": perplexity(unigram, test),
+    "bigrams": perplexity(bigram(discount), test),
+    "tabular HMM, 32 states": metrics.perplexity(small_fit, test).value,
 }
 for name, value in results.items():
     print(f"{value:6.1f}  {name}")
@@ -98,29 +99,31 @@ for name, value in results.items():
 # %% [markdown]
 # ## Clusters
 #
-# `LanguageModel` puts everything together: it finds Brown clusters, which are such that the cluster
-# of a word says much about the cluster of the next, takes `<eos>` out of them, and gives each
-# cluster a block of states. `two_level` moves (its default) draw the next block first and then a
-# state of it, so that no sum over all states is ever needed.
+# `LanguageModel` combines the parts. It computes Brown clusters, which maximise the mutual
+# information between the clusters of adjacent words, puts `<eos>` in a cluster of its own, and
+# gives each cluster a block of states. With `two_level` transitions (the default) the model chooses
+# the next block first and then a state in it, so no normalisation over all states is needed.
 
 # %%
 num_states, num_clusters = (64, 16) if SMOKE else (2048, 64)
 model = LanguageModel.from_data(vocabulary, train, num_states, num_clusters, hidden_dim=64)
-print(model, f"{sum(each.numel() for each in model.module.parameters()):,} parameters")
-often = seen.sum(0)
-owner = model.blocks.symbol_block
-for block in torch.bincount(owner, often).argsort(descending=True)[:12].tolist():
-    words = (often * (owner == block)).argsort(descending=True)[: int((owner == block).sum())]
+num_parameters = sum(parameter.numel() for parameter in model.module.parameters())
+print(model, f"{num_parameters:,} parameters")
+frequency = counts.sum(0)
+block_of_word = model.blocks.symbol_block
+for block in torch.bincount(block_of_word, frequency).argsort(descending=True)[:12].tolist():
+    size = int((block_of_word == block).sum())
+    words = (frequency * (block_of_word == block)).argsort(descending=True)[:size]
     print(f"{block:3d}:", " ".join(vocabulary[word] for word in words[:12].tolist()))
 
 # %% [markdown]
-# Words that are used alike are together. What a block adds is that a word may be used in several
-# ways: each of its states has moves, and words, of its own.
+# Words with similar contexts share a cluster. The states of a block then separate the different
+# uses of its words: each state has its own transition and emission probabilities.
 #
 # ## Training
 #
-# `fit` is `fit_map` with what such models need: minibatches of so many words, AdamW, a learning
-# rate that rises shortly and then falls, and the best parameters on held-out sentences.
+# `fit` is `fit_map` with suitable settings: minibatches of a fixed number of words, AdamW, a
+# learning rate with warm-up and cosine decay, and the best parameters on held-out sentences.
 
 # %%
 start_time = time.process_time()
@@ -131,15 +134,14 @@ fit = model.fit(
     batch_tokens=1024,
     learning_rate=0.01,
 )
-print(f"{time.process_time() - start_time:.0f} s of a processor, {len(fit.losses)} steps")
-found = model.perplexity(test)
-results[f"neural HMM, {num_states:,} states"] = found.value
+print(f"{time.process_time() - start_time:.0f} s of processor time, {len(fit.losses)} steps")
+results[f"neural HMM, {num_states:,} states"] = model.perplexity(test).value
 for name, value in results.items():
     print(f"{value:6.1f}  {name}")
 
 # %%
 figure, axis = plt.subplots(figsize=(5.5, 3.4), layout="constrained")
-history = [(each.step, math.exp(each.nats)) for each in fit.validation]
+history = [(report.step, math.exp(report.nats)) for report in fit.validation]
 axis.plot(*zip(*history), "o-", label="neural HMM, held out")
 for colour, (name, value) in zip(("0.7", "0.4", "0.0"), results.items()):
     axis.axhline(value, color=colour, linewidth=0.9, label=f"{name}, test")
@@ -150,54 +152,54 @@ axis.legend(fontsize=8)
 plt.show()
 
 # %% [markdown]
-# Many states, tied to words and dropped while they learn, predict new sentences better than a few
-# that are free. Counts of pairs predict them better still: thirty thousand words of one dry text
-# are few, and the same words stand beside each other again and again.
+# Many states with block-sparse emissions and state dropout predict new sentences better than the
+# small tabular HMM. The bigram model is better still: thirty thousand words are few for a neural
+# model, and the text repeats many pairs of words.
 #
-# ## What states have learnt
+# ## What the states represent
 #
-# The posterior of a state, given a whole sentence, lies within the block of each word. Summed over
-# the training set, it says how often each state is used, for which words, and after and before
-# which words. The most used states that share their words with others:
+# The posterior of a state given the whole sentence is nonzero only within the block of the word.
+# Summed over the training set, it gives the expected number of uses of each state, of the words it
+# emits, and of the words before and after. The most used states:
 
 # %%
 with torch.no_grad():
     hmm = model.module.eval()(train.lengths)
     posterior = hmm.block_posterior(train.values)
-place = posterior.states.clamp(min=0)  # (N, T, w), states of the block of each word
-chance = posterior.probs
+block_states = posterior.states.clamp(min=0)  # (N, T, w), states of the block of each word
+state_probs = posterior.probs
 
 
 def uses(values, mask):
-    """How often a state meets each of the words ``values`` ``(N, T)``: (K, V)."""
+    """Expected counts of states with the words ``values`` ``(N, T)``: (K, V)."""
     table = torch.zeros(num_states, len(vocabulary))
-    word = values.unsqueeze(-1).expand_as(place)
-    return table.index_put_((place[mask], word[mask]), chance[mask], accumulate=True)
+    word = values.unsqueeze(-1).expand_as(block_states)
+    return table.index_put_((block_states[mask], word[mask]), state_probs[mask], accumulate=True)
 
 
-def shown(row, number=5):
+def top_words(row, number=5):
     best = row.topk(number).indices[row.topk(number).values > 0.5]
     return " ".join(vocabulary[word] for word in best.tolist())
 
 
-own = uses(train.values, train.exists)
+emitted = uses(train.values, train.exists)
 inside = train.exists.clone()
 inside[:, 0] = False
 before = uses(train.values.roll(1, 1), inside)
 inside = torch.arange(train.num_steps) < train.lengths.unsqueeze(-1) - 1
 after = uses(train.values.roll(-1, 1), inside)
-used = own.sum(1)
+used = emitted.sum(1)
 print(f"{int((used > 1).sum())} of {num_states} states are used more than once")
 for state in used.argsort(descending=True)[:16].tolist():
-    print(f"{used[state]:6.0f} times: {shown(own[state], 4)}")
-    print(f"{'after':>20} {shown(before[state])}")
-    print(f"{'before':>20} {shown(after[state])}")
+    print(f"{used[state]:6.0f} times: {top_words(emitted[state], 4)}")
+    print(f"{'after':>20} {top_words(before[state])}")
+    print(f"{'before':>20} {top_words(after[state])}")
 
 # %% [markdown]
-# ## Sentences
+# ## Scoring and generating sentences
 #
-# The log-probability of a sentence is exact, and so are draws: a state, a word of it, a move, until
-# `<eos>`. Only the rows of states that are visited are ever computed.
+# The log-probability of a sentence is exact. Sampling is ancestral: a state, a word, a transition,
+# until `<eos>`. Only the rows of the visited states are computed.
 
 # %%
 plain = "the value of the expression is returned by the function"
@@ -208,21 +210,21 @@ for line in model.generate(8, torch.Generator().manual_seed(0), max_words=40):
     print(line)
 
 # %% [markdown]
-# ## Keeping it
+# ## Saving and loading
 #
-# `save` writes tensors and plain data, which cannot run anything when they are read.
+# `save` writes tensors and plain data. Loading them cannot execute code.
 
 # %%
 with tempfile.TemporaryDirectory() as directory:
     model.save(f"{directory}/help")
     print(sorted(os.listdir(f"{directory}/help")))
-    again = LanguageModel.load(f"{directory}/help")
-print(again.perplexity(test))
+    loaded = LanguageModel.load(f"{directory}/help")
+print(loaded.perplexity(test))
 
 # %% [markdown]
 # ## The same on your own text
 #
-# Files with one sentence a line, for instance the Penn Treebank, with more states:
+# Files with one sentence per line, for instance the Penn Treebank, and more states:
 #
 # ```sh
 # python -m pyrohmm.language ptb.train.txt --valid ptb.valid.txt --score ptb.test.txt \
@@ -230,8 +232,8 @@ print(again.perplexity(test))
 # python -m pyrohmm.language --load ptb_model --generate 10
 # ```
 #
-# It shows the perplexity of the held-out text after every epoch, goes on from its checkpoint if it
-# was stopped, and runs in several processes after `torchrun --nproc-per-node 2 -m` in place of
-# `python -m`. On that million words a model of 8,192 states reaches a test perplexity of 129, and
-# one of 32,768 states 115, where a Kneser-Ney 5-gram has 141 (`figures/language_models.json`,
-# `figures/language_model_baselines.json`).
+# The command reports the held-out perplexity after every epoch, resumes from its checkpoint after
+# an interruption, and trains data-parallel with `torchrun --nproc-per-node 2 -m` in place of
+# `python -m`. On the Penn Treebank, a million words, a model of 8,192 states reaches a test
+# perplexity of 129 and one of 32,768 states 115; a Kneser-Ney 5-gram has 141
+# (`figures/language_models.json`, `figures/language_model_baselines.json`).

@@ -1,9 +1,9 @@
 # %% [markdown]
 # # Coming from hmmlearn, dynamax or plain Pyro
 #
-# The tasks you know, with the names you know beside ours. Each is done twice, and an assertion in
-# the cell holds the two numbers together: score, decode, posterior, EM with and without priors,
-# sampling, and the loss of a `pyro.markov` loop.
+# Familiar tasks under their familiar names, beside ours. Each is done with both packages, and an
+# assertion in the cell checks that the numbers agree: score, decoding, posterior, EM with and
+# without priors, sampling, and the loss of a `pyro.markov` loop.
 #
 # | hmmlearn | dynamax | Pyro | pyrohmm |
 # | --- | --- | --- | --- |
@@ -25,7 +25,7 @@
 # | `params="st"` | `props`, `trainable` | `pyro.condition` | `freeze(module, name, value)` |
 # | `init_params` | `initialize` | `init_loc_fn` | `fit_em(start=)` |
 #
-# and of the priors:
+# and for priors:
 #
 # | hmmlearn | dynamax | pyrohmm |
 # | --- | --- | --- |
@@ -36,8 +36,8 @@
 # | `means_weight` | `emission_prior_concentration` | `normal(D, weight=)` |
 # | `covars_prior`, `covars_weight` | `emission_prior_scale`, `_extra_df` | see below |
 #
-# The data are rolls of a die that is sometimes loaded, and later points in the plane; both are
-# drawn from a model that we choose.
+# The data are rolls of a die that is sometimes loaded, and later points in the plane, both sampled
+# from known models.
 
 # %%
 import importlib.util
@@ -70,19 +70,19 @@ torch.set_default_dtype(torch.float64)  # as hmmlearn has it; torch's default is
 same = torch.testing.assert_close
 has_hmmlearn = importlib.util.find_spec("hmmlearn") is not None
 if not has_hmmlearn:
-    print("hmmlearn is not installed, so its half of the cells is left out.")
+    print("hmmlearn is not installed, so its part of the cells is skipped.")
     print("To see it: pip install hmmlearn")
 
 # %% [markdown]
-# ## The data: `X` and `lengths` against padding
+# ## The data: `X` and `lengths`, or padding
 #
-# hmmlearn has all sequences end to end in one array. Here they stand side by side, padded on the
-# right; `Sequences.from_list` pads, and a boolean mask takes the padding out again.
+# hmmlearn concatenates all sequences into one array. Here they are rows of one tensor, padded on
+# the right; `Sequences.from_list` pads, and indexing with a boolean mask removes the padding.
 
 # %%
-start, move, face = datasets.casino_parameters()
+initial, transition, faces = datasets.casino_parameters()
 lengths = torch.tensor([120, 60, 90])
-truth = HMM(start.log(), move.log(), Categorical(face), lengths)
+truth = HMM(initial.log(), transition.log(), Categorical(faces), lengths)
 rolls, dice = truth.sample_with_states()
 exists = torch.arange(120) < lengths.unsqueeze(-1)
 
@@ -95,9 +95,8 @@ same(data.values[exists], rolls[exists])
 # %% [markdown]
 # ## Score, decode, posterior
 #
-# `to_hmmlearn` and `from_hmmlearn` carry a model across; parameters are probabilities there and
-# logarithms here. A score is one number there, and one for each sequence here: their sum is the
-# same.
+# `to_hmmlearn` and `from_hmmlearn` convert a model; hmmlearn stores probabilities, `HMM` their
+# logarithms. hmmlearn's score is the sum of our log-probabilities per sequence.
 
 # %%
 print(f"log_prob            {truth.log_prob(data.values)}")
@@ -113,28 +112,28 @@ if has_hmmlearn:
     same(states[exists], torch.from_numpy(model.predict_proba(X, lengths)))
     back = from_hmmlearn(model, lengths)
     same(back.log_prob(data.values), truth.log_prob(data.values))
-    print("decode, predict_proba and the way back agree")
+    print("decode, predict_proba and the converted model agree")
 
 # %% [markdown]
 # ## Sampling
 #
-# One call draws all the sequences, and as many times as you like. The two packages draw from
-# different generators, so only their statistics agree.
+# One call samples all sequences, any number of times. The two packages use different random number
+# generators, so only the statistics agree.
 
 # %%
-values, drawn = truth.sample_with_states([200])  # (200, 3, 120)
-print(f"share of sixes, pyrohmm   {(values[:, exists] == 5).double().mean():.3f}")
+values, _ = truth.sample_with_states([200])  # (200, 3, 120)
+print(f"frequency of sixes, pyrohmm     {(values[:, exists] == 5).double().mean():.3f}")
 if has_hmmlearn:
     sampled, _ = model.sample(30_000, random_state=0)
-    print(f"share of sixes, hmmlearn  {(sampled == 5).mean():.3f}")
+    print(f"frequency of sixes, hmmlearn    {(sampled == 5).mean():.3f}")
 stationary = truth.stationary()
-print(f"share of sixes, exactly   {stationary @ face[:, 5]:.3f}, in the long run")
+print(f"frequency of sixes, stationary  {stationary @ faces[:, 5]:.3f}")
 
 # %% [markdown]
 # ## EM
 #
-# `fit_em` of an HMM starts at its parameters and has no priors: maximum likelihood, as
-# `CategoricalHMM` does with its default priors of one. Step by step the two are the same.
+# `fit_em` of an `HMM` starts at its parameters and has no priors: maximum likelihood, like
+# `CategoricalHMM` with its default priors of one. The two agree after every step.
 
 # %%
 guess = HMM(
@@ -145,7 +144,7 @@ guess = HMM(
 )
 
 
-settings = {"n_iter": 20, "tol": -np.inf}  # twenty steps, whatever they bring
+settings = {"n_iter": 20, "tol": -np.inf}  # exactly twenty steps
 fit = fit_em(guess, data, num_steps=20, tolerance=None)
 print(fit.summary())
 if has_hmmlearn:
@@ -155,9 +154,9 @@ if has_hmmlearn:
     print(f"after 20 steps: {-fit.losses[-1]:.6f}, hmmlearn {model.score(X, lengths):.6f}")
 
 # %% [markdown]
-# They end differently. hmmlearn takes 10 steps unless told otherwise (`n_iter`), and ends when the
-# log-likelihood of all the data rises by less than `tol = 0.01` nats; `fit_em` takes up to 200,
-# and ends when it rises by less than a millionth of itself. A fit says which of the two it was;
+# The default stopping rules differ. hmmlearn takes at most 10 steps (`n_iter`) and stops when the
+# total log-likelihood rises by less than `tol = 0.01` nats. `fit_em` takes up to 200 steps and
+# stops when the relative increase is below one millionth. A fit reports which criterion stopped it;
 # `monitor_.converged` is also True when the steps ran out.
 
 # %%
@@ -169,18 +168,18 @@ if has_hmmlearn:
     print(f"hmmlearn converged: {model.monitor_.converged}, after {model.monitor_.iter} steps")
 
 # %% [markdown]
-# ## Normal vectors, and the priors that hmmlearn has without asking
+# ## Normal vectors, and hmmlearn's default priors
 #
 # `GaussianHMM` is not maximum likelihood by default: `covars_prior = 0.01` is added to the sum of
-# squares of every state. Its prior is ours under other names,
+# squares of every state. Its prior corresponds to ours by
 #
 # $$\text{rate} = \tfrac12 \, \text{covars\_prior}, \quad
 #   \text{concentration} = \tfrac12 (\text{covars\_weight} - 4), \quad
 #   \text{loc} = \text{means\_prior}, \quad \text{weight} = \text{means\_weight},$$
 #
-# so that our default, `normal(D)`, is `covars_prior=2, covars_weight=8, means_weight=0.01`. EM then
-# raises the joint density, not the likelihood; hmmlearn watches the likelihood all the same, and
-# may warn that it is not converging. We ask it not to.
+# so our default, `normal(D)`, is `covars_prior=2, covars_weight=8, means_weight=0.01`. EM then
+# increases the joint density, not the likelihood. hmmlearn monitors the likelihood and may warn
+# that it is not converging; we silence the warning.
 
 # %%
 logging.getLogger("hmmlearn").setLevel(logging.ERROR)
@@ -217,7 +216,7 @@ if has_hmmlearn:
 # %% [markdown]
 # ## dynamax
 #
-# The same in dynamax, whose sequences must have one length (`vmap` over them, or mask by hand):
+# The same in dynamax, whose sequences must have equal lengths (`vmap` over them, or mask by hand):
 #
 # ```python
 # from jax import numpy as jnp, random
@@ -225,112 +224,121 @@ if has_hmmlearn:
 #
 # hmm = CategoricalHMM(num_states=2, emission_dim=1, num_classes=6)
 # params, props = hmm.initialize(
-#     initial_probs=jnp.array(start.numpy()),
-#     transition_matrix=jnp.array(move.numpy()),
-#     emission_probs=jnp.array(face[:, None].numpy()),  # (K, 1, V)
+#     initial_probs=jnp.array(initial.numpy()),
+#     transition_matrix=jnp.array(transition.numpy()),
+#     emission_probs=jnp.array(faces[:, None].numpy()),  # (K, 1, V)
 # )
 # rolls = jnp.array(data.values[0, :, None].numpy())  # (T, 1)
 # hmm.marginal_log_prob(params, rolls)        # truth.log_prob(data.values)[0]
 # hmm.most_likely_states(params, rolls)       # truth.viterbi(data.values)[0]
 # hmm.smoother(params, rolls).smoothed_probs  # truth.posterior(data.values).states[0]
 # hmm.filter(params, rolls).filtered_probs    # truth.filtered(data.values)[0]
-# hmm.sample(params, random.PRNGKey(1), 120)  # truth.sample_with_states(), but states first
+# hmm.sample(params, random.PRNGKey(1), 120)  # truth.sample_with_states(); states come first there
 # params, history = hmm.fit_em(params, props, rolls[None], num_iters=20)
 # ```
 #
-# Two habits differ. dynamax holds parameters apart from the model and hands them to every call;
-# an `HMM` here *is* its parameters, and a module is what makes one. And its priors are not flat
-# by default: `CategoricalHMM` has concentrations of 1.1.
+# Two differences. dynamax keeps parameters apart from the model and passes them to every call; an
+# `HMM` here contains its parameters, and a module constructs it. And dynamax's default priors are
+# not flat: `CategoricalHMM` has concentrations of 1.1.
 #
 # ## Plain Pyro
 #
-# This is the loop that Pyro users write, for sequences of different lengths, and
-# `TraceEnum_ELBO`, which sums the states out. `MarginalModel` has the same loss at the same point.
+# This is the usual Pyro loop for sequences of different lengths, with `TraceEnum_ELBO`, which sums
+# out the states. `MarginalModel` has the same loss at the same parameters.
 
 
 # %%
-def by_hand(data):
+def enumerated(data):
     initial = pyro.sample("initial", Dirichlet(torch.ones(2)))
     transition = pyro.sample("transition", Dirichlet(torch.ones(2, 2)).to_event(1))
-    probs = pyro.sample("probs", Dirichlet(torch.ones(2, 6)).to_event(1))
+    faces = pyro.sample("faces", Dirichlet(torch.ones(2, 6)).to_event(1))
     state = None
     with pyro.plate("sequences", len(data)):
         for t in pyro.markov(range(data.num_steps)):
             with poutine.mask(mask=data.lengths > t):
-                law = initial if state is None else transition[state]
-                state = pyro.sample(f"z_{t}", Categorical(law), infer={"enumerate": "parallel"})
-                pyro.sample(f"x_{t}", Categorical(probs[state]), obs=data.values[:, t])
+                probs = initial if state is None else transition[state]
+                state = pyro.sample(f"z_{t}", Categorical(probs), infer={"enumerate": "parallel"})
+                pyro.sample(f"x_{t}", Categorical(faces[state]), obs=data.values[:, t])
 
 
-def nothing(data):
-    """The guide: all that is not enumerated is given."""
+def guide(data):
+    """Empty: the parameters are conditioned on, and the states are enumerated."""
 
 
-first = pyro.condition(by_hand, data={"initial": start, "transition": move, "probs": face})
+first = pyro.condition(
+    enumerated, data={"initial": initial, "transition": transition, "faces": faces}
+)
 second = pyro.condition(
     MarginalModel(TabularHMM(2, categorical(6))),
-    data={"module.initial": start, "module.transition": move, "module.emission.probs": face},
+    data={
+        "module.initial": initial,
+        "module.transition": transition,
+        "module.emission.probs": faces,
+    },
 )
-loop = TraceEnum_ELBO(max_plate_nesting=1).loss(first, nothing, data)
-marginal = Trace_ELBO().loss(second, nothing, data)
+loop = TraceEnum_ELBO(max_plate_nesting=1).loss(first, guide, data)
+marginal = Trace_ELBO().loss(second, guide, data)
 print(f"pyro.markov {loop:.6f}, MarginalModel {marginal:.6f}")
 same(loop, marginal)
 
 # %% [markdown]
-# `fit_map` and `fit_svi` are Pyro's `SVI` with `AutoDelta` and with a guide of yours, on such a
-# model. Tutorial 2 keeps the loop and its gradient, and measures what the change is worth.
+# `fit_map` and `fit_svi` are Pyro's `SVI` with `AutoDelta` and with a guide of your choice, on such
+# a model. Tutorial 2 compares the gradients and the running times.
 #
-# ## Traps
+# ## Differences in conventions
 #
-# **The first state emits.** So do those of hmmlearn and dynamax. Pyro's `DiscreteHMM` moves once
-# before it emits, so that its first hidden state is one step earlier:
+# **The first state emits**, as in hmmlearn and dynamax. Pyro's `DiscreteHMM` makes a transition
+# before the first emission, so its initial state is one step earlier:
 
 # %%
-start = torch.tensor([0.2, 0.8])
-pyro_hmm = DiscreteHMM(start.log(), move.log(), Categorical(face), duration=60)
-moved = HMM((start @ move).log(), move.log(), Categorical(face), torch.tensor(60))
-ours = HMM(start.log(), move.log(), Categorical(face), torch.tensor(60))
+initial = torch.tensor([0.2, 0.8])
+pyro_hmm = DiscreteHMM(initial.log(), transition.log(), Categorical(faces), duration=60)
+shifted = HMM((initial @ transition).log(), transition.log(), Categorical(faces), torch.tensor(60))
+ours = HMM(initial.log(), transition.log(), Categorical(faces), torch.tensor(60))
 roll = data.values[1, :60]
 print(f"DiscreteHMM {pyro_hmm.log_prob(roll):.6f}")
-print(f"HMM         {ours.log_prob(roll):.6f}, and {moved.log_prob(roll):.6f} having moved once")
-same(pyro_hmm.log_prob(roll), moved.log_prob(roll))
+print(
+    f"HMM         {ours.log_prob(roll):.6f}, and {shifted.log_prob(roll):.6f} after one transition"
+)
+same(pyro_hmm.log_prob(roll), shifted.log_prob(roll))
 
 # %% [markdown]
-# **Rows are where one comes from**, columns where one goes, as in all four packages: rows sum
-# to one.
+# **Rows are source states**, columns target states, as in all four packages: rows sum to one.
 #
-# **Logarithms, and zeros among them.** `HMM` takes logarithms, and minus infinity is legal: a move
-# that cannot be made. A sequence that cannot happen scores $-\infty$, and the gradient by the
-# logarithms is zero, not NaN. Zeros given as `Categorical(probs=...)` are zeros too, although its
-# own `logits` show the smallest number that torch knows in their place.
+# **Log-probabilities, with hard zeros.** `HMM` takes log-probabilities, and minus infinity is
+# legal: a forbidden transition. An impossible sequence scores $-\infty$, with gradient zero, not
+# NaN. Zeros passed as `Categorical(probs=...)` are exact zeros too, although its own `logits` clamp
+# them to the smallest positive number.
 
 # %%
-log_move = torch.tensor([[0.9, 0.1], [0.0, 1.0]]).log().requires_grad_()
-shown = Categorical(probs=torch.eye(2))
-one_way = HMM(torch.tensor([0.5, 0.5]).log(), log_move, shown, torch.tensor(3))
+log_transition = torch.tensor([[0.9, 0.1], [0.0, 1.0]]).log().requires_grad_()
+emission = Categorical(probs=torch.eye(2))
+one_way = HMM(torch.tensor([0.5, 0.5]).log(), log_transition, emission, torch.tensor(3))
 score = one_way.log_prob(torch.tensor([1, 0, 0]))
 score.backward()
-print(f"impossible: {score:.1f}, gradient {log_move.grad.tolist()}")
+print(f"impossible: {score:.1f}, gradient {log_transition.grad.tolist()}")
 
 # %% [markdown]
-# **Lengths.** hmmlearn takes `lengths` with every call; an `HMM` here is made for its lengths.
-# The same parameters for other data: `fit.hmm(other_data)`. What stands in the padding is not
-# read, but it must be masked from what you compute yourself: `viterbi` holds 0 there.
+# **Lengths.** hmmlearn takes `lengths` in every call; an `HMM` is constructed for its lengths. For
+# other data with the same parameters use `fit.hmm(other_data)`. Values in the padding are ignored,
+# but results there are padding too: `viterbi` returns 0.
 #
-# **Symbols are integers** `(N, T)` here, without the last dimension of one that hmmlearn and
-# dynamax have. Vectors are `(N, T, D)`; of a normal distribution that is batched over states and
-# components, `.to_event(1)` makes the last dimension one observation.
+# **Symbols are integers** of shape `(N, T)`, without the trailing dimension of one that hmmlearn
+# and dynamax have. Vectors are `(N, T, D)`; for a normal distribution batched over states and
+# components, `.to_event(1)` makes the last dimension the event.
 #
 # **Missing steps** are NaN in floating-point data, or `observed=False`; hmmlearn has none.
 #
-# ## In one picture
+# ## Posterior of the loaded die
 #
-# The posterior of the loaded die by pyrohmm and by hmmlearn; you should see one line.
+# The smoothed posterior by pyrohmm and by hmmlearn; the two curves coincide.
 
 # %%
 figure, axes = plt.subplots(figsize=(9, 2.6), layout="constrained")
-loaded = int(face[:, 5].argmax())
-axes.fill_between(range(120), dice[0] == loaded, step="mid", color="0.88", label="loaded in truth")
+loaded = int(faces[:, 5].argmax())
+axes.fill_between(
+    range(120), dice[0] == loaded, step="mid", color="0.88", label="loaded die in use"
+)
 if has_hmmlearn:
     theirs = to_hmmlearn(truth).predict_proba(X, lengths)[:120, loaded]
     axes.plot(theirs, color="C1", linewidth=5, alpha=0.5, label="hmmlearn, predict_proba")

@@ -1,4 +1,4 @@
-"""What the figure scripts share: timing side by side, and the form of their results."""
+"""What the figure scripts share: options, interleaved timing, results and the style of pictures."""
 
 from __future__ import annotations
 
@@ -19,16 +19,45 @@ from typing import Any
 FOLDER = Path(__file__).resolve().parent.parent
 
 
-def arguments(description: str | None, parts: list[str] | None = None) -> argparse.Namespace:
-    """The options every script has; ``--quick`` runs it small and leaves its results alone.
+STYLE = {  # pictures are about 10 inches wide: no text is smaller than 8 points
+    "font.size": 10,
+    "axes.titlesize": 10,
+    "legend.fontsize": 8.5,
+    "xtick.labelsize": 9,
+    "ytick.labelsize": 9,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.alpha": 0.3,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+}
 
-    With ``parts``, ``--only`` runs some of them, and keeps the results of the others.
+
+def arguments(
+    description: str | None, parts: list[str] | None = None, picture: bool = True
+) -> argparse.Namespace:
+    """The options of every script.
+
+    Args:
+        description: Of the script.
+        parts: Names of its parts; with ``--only`` it runs some and keeps the results of the others.
+        picture: Whether its picture can be drawn from its results alone; if so, ``--draw`` does it.
     """
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--quick", action="store_true", help="small sizes; nothing is written")
+    if picture:
+        parser.add_argument("--draw", action="store_true", help="only redraw the written results")
     if parts:
         parser.add_argument("--only", nargs="+", choices=parts, default=parts)
     return parser.parse_args()
+
+
+def pyplot() -> Any:
+    """Matplotlib's ``pyplot``, in the style of all pictures."""
+    from matplotlib import pyplot as plt
+
+    plt.rcParams.update(STYLE)
+    return plt
 
 
 def earlier(name: str) -> list[dict[str, Any]]:
@@ -39,23 +68,22 @@ def earlier(name: str) -> list[dict[str, Any]]:
 
 @contextmanager
 def alone(name: str) -> Iterator[None]:
-    """Wait until no other process holds the results of that name: their rows are added to."""
+    """Hold a lock on the results ``name``, to which several processes may add rows."""
     with Path(tempfile.gettempdir(), f"{name}.lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
-def side_by_side(
+def interleaved(
     methods: dict[str, Callable[[], Any]],
     rounds: int,
     seconds: float = 20.0,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, list[float]]:
-    """Time the methods in turn, round after round, so that all see the same machine.
+    """Time the methods in turn, round after round, under the same load of the machine.
 
-    A method is timed in each round until it has used up ``seconds``. The first call of each is
-    not counted: it compiles what is compiled. With one thread, ``time.process_time`` as the clock
-    leaves out what else the machine does.
+    A method is timed in each round until it has used ``seconds``. Its first call is not counted,
+    because it may compile. With one thread, ``time.process_time`` excludes other processes.
 
     Returns:
         Seconds of each call, by method.
@@ -79,7 +107,7 @@ def ratio(times: dict[str, list[float]], slow: str, fast: str) -> tuple[float, f
 
 
 def write(name: str, rows: list[dict[str, Any]], **more: Any) -> None:
-    """Write ``figures/NAME.json``; numbers that are not finite, which JSON has not, are null."""
+    """Write ``figures/NAME.json``; numbers that are not finite are null, as JSON has none."""
     packages = "pyrohmm torch pyro-ppl numpy numba jax dynamax hmmlearn".split()
     versions = {"python": platform.python_version()}
     for package in packages:

@@ -1,8 +1,8 @@
 """Baseline language models: a Kneser-Ney n-gram, a feed-forward n-gram and an LSTM.
 
-A text is ``(T,)`` symbols, sentence after sentence, each ended by ``eos``. That symbol is predicted
-like any other, and as the first of what is known it means that a sentence begins: neither n-gram
-sees further back, while the LSTM goes on from sentence to sentence. Perplexities are per symbol,
+A text is ``(T,)`` symbols, sentence after sentence, each ended by ``eos``. ``eos`` is predicted
+like any other symbol, and as context it marks the start of a sentence: the n-grams do not condition
+on anything before it, while the LSTM keeps its state across sentences. Perplexities are per symbol,
 ``eos`` included. V is the number of symbols.
 
 References:
@@ -11,7 +11,7 @@ References:
     Recurrent Neural Network Regularization (Zaremba et al., 2014),
     https://arxiv.org/abs/1409.2329
     Using the Output Embedding to Improve Language Models (Press and Wolf, 2017),
-    https://arxiv.org/abs/1608.05859, for the embeddings that are also the output layer
+    https://arxiv.org/abs/1608.05859, for the tied embeddings
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ class Level(NamedTuple):
     Attributes:
         keys: V times the number of the first n - 1 symbols among the shorter n-grams, plus the
             last symbol; sorted.
-        share: Of each n-gram, its discounted count divided by those of all that begin like it; and
-            a zero at the end, for those that are not listed.
-        rest: Of each shorter n-gram, what the discounts leave for symbols after it, and a one.
+        share: Discounted count of each n-gram, divided by the total count of its context; and a
+            zero at the end, for n-grams that do not occur.
+        rest: Back-off weight of each shorter n-gram, and a one.
     """
 
     keys: np.ndarray
@@ -49,12 +49,12 @@ class Level(NamedTuple):
 class KneserNey:
     """Interpolated Kneser-Ney n-grams with the three discounts of Chen and Goodman.
 
-    Nothing is cut off, and discounts are computed from counts of counts, not tuned. An n-gram
-    shorter than the longest counts how many symbols precede it, but how often it occurs if it
-    begins a sentence. The shortest are interpolated with the uniform distribution.
+    There is no count cutoff, and the discounts are computed from counts of counts, not tuned.
+    Shorter n-grams use continuation counts, but plain counts if they begin a sentence. Unigrams
+    are interpolated with the uniform distribution.
 
     Args:
-        text: ``(T,)``, what to count.
+        text: ``(T,)``, the training text.
         num_symbols: V.
         eos: Ends each sentence.
         order: Length of the longest n-grams, at least 2.
@@ -69,7 +69,7 @@ class KneserNey:
         for n in range(2, order + 1):
             before = np.append(-1, codes[:-1])
             if n > 2:
-                before[1:][text[:-1] == eos] = -1  # no sentence goes on after its end
+                before[1:][text[:-1] == eos] = -1  # n-grams do not span sentences
             exists = before >= 0
             longer, numbers = np.unique((before * num_symbols + text)[exists], return_inverse=True)
             suffixes = np.empty(len(longer), int)
@@ -98,7 +98,7 @@ class KneserNey:
         return sum(len(level.keys) for level in self.levels)
 
     def log_probs(self, text: np.ndarray) -> np.ndarray:
-        """Log probability ``(T,)`` of each symbol of ``text`` given those before it, in nats."""
+        """Log-probability ``(T,)`` of each symbol of ``text`` given its predecessors, in nats."""
         text = np.append(self.eos, text)
         first = self.levels[0]
         codes, probs = text, first.share[text] + first.rest[0] / self.num_symbols
@@ -111,26 +111,26 @@ class KneserNey:
         return np.log(probs[1:])
 
     def perplexity(self, text: np.ndarray) -> float:
-        """Of each symbol of ``text``."""
+        """Perplexity per symbol of ``text``."""
         return math.exp(-self.log_probs(text).mean())
 
 
 def _discounts(counts: np.ndarray) -> np.ndarray:
-    """What is taken from counts of 0, 1, 2, and 3 or more."""
-    of = np.bincount(counts, minlength=5)[:5]  # how many occur so often
+    """Discounts of counts of 0, 1, 2, and 3 or more."""
+    of = np.bincount(counts, minlength=5)[:5]  # counts of counts
     small = np.arange(1, 4)
     ones = of[1] / max(of[1] + 2 * of[2], 1)
-    found = small - (small + 1) * ones * of[2:] / np.maximum(of[1:4], 1)
-    return np.append(0.0, found.clip(0, small))
+    discounts = small - (small + 1) * ones * of[2:] / np.maximum(of[1:4], 1)
+    return np.append(0.0, discounts.clip(0, small))
 
 
-HALVINGS = 9  # of the rate of a network, before it ends
+HALVINGS = 9  # of the learning rate of a network, before its training ends
 
 # Networks -----------------------------------------------------------------------------------------
 
 
 class FeedForward(nn.Module):
-    """A network of the last symbols: embeddings, two layers, and the embeddings again.
+    """A feed-forward n-gram: embeddings of the context, two layers, tied output embeddings.
 
     Args:
         num_symbols: V.
@@ -152,11 +152,11 @@ class FeedForward(nn.Module):
         )  # fmt: skip
 
     def forward(self, inputs: Tensor, earlier: Any = None) -> tuple[Tensor, Any]:
-        """Scores ``(N, T, V)`` of what follows each of ``inputs`` ``(N, T)``, and what to pass on.
+        """Logits ``(N, T, V)`` of the symbols after ``inputs`` ``(N, T)``, and the next state.
 
         Args:
             inputs: Symbols.
-            earlier: What was passed on from the window of text before; None if there is none.
+            earlier: State passed on by the previous window of text; None if there is none.
         """
         further = self.order - 2
         if earlier is None:
@@ -171,7 +171,7 @@ class FeedForward(nn.Module):
 
 
 class LSTM(nn.Module):
-    """Layers of long short-term memory between embeddings and the same embeddings.
+    """LSTM layers between tied input and output embeddings.
 
     Args:
         num_symbols: V.
@@ -195,7 +195,7 @@ class LSTM(nn.Module):
 
 
 class _Output(nn.Module):
-    """Scores of symbols: products with their embeddings, plus one number for each."""
+    """Logits of symbols: inner products with their embeddings, plus a bias."""
 
     def __init__(self, num_symbols: int, dim: int) -> None:
         super().__init__()
@@ -217,9 +217,9 @@ def streams(text: Tensor, eos: int, num_streams: int) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def perplexity(model: nn.Module, text: Tensor, eos: int, num_streams: int = 10) -> float:
-    """Of each symbol of ``text``, by a model that is left in its mode of evaluation.
+    """Perplexity per symbol of ``text``; leaves the model in evaluation mode.
 
-    The text is read in ``num_streams`` rows, and each begins as if nothing were before it.
+    The text is read in ``num_streams`` rows, each of which starts without context.
     """
     model.eval()
     nats, earlier = 0.0, None
@@ -237,13 +237,13 @@ def _cross_entropy(scores: Tensor, targets: Tensor, reduction: str = "mean") -> 
 
 
 class Training(NamedTuple):
-    """How a training went.
+    """Summary of a training.
 
     Attributes:
-        epochs: Times the text was read, up to the end.
-        minutes: Of the clock, validation and earlier runs included.
-        valid: Best perplexity of the validation text; the model has the parameters it is of.
-        stopped: Why: "rate", "epochs" or "minutes".
+        epochs: Number of passes through the text.
+        minutes: Wall time, validation and earlier runs included.
+        valid: Best perplexity of the validation text, that of the final parameters.
+        stopped: Reason: "rate", "epochs" or "minutes".
     """
 
     epochs: float
@@ -265,24 +265,24 @@ def train(
     num_streams: int = 20,
     window: int = 35,
 ) -> Training:
-    """Fit a network by AdamW, and leave it with the parameters that are best for ``held_out``.
+    """Train a network by AdamW and keep the parameters with the best perplexity of ``held_out``.
 
-    ``held_out`` is read twice per epoch. Unless its perplexity is one thousandth below the
+    ``held_out`` is evaluated twice per epoch. Unless its perplexity is one thousandth below the
     best so far, the rate is halved; the ``HALVINGS``th time, or at a limit, the training ends.
 
     Args:
-        name: For the line that is printed whenever ``held_out`` was read.
+        name: Printed at each evaluation.
         model: The network.
         text: ``(T,)``.
-        held_out: A text as well.
+        held_out: ``(T',)``, the validation text.
         eos: Ends each sentence.
-        minutes: Most time to take, earlier runs included.
-        epochs: Most times to read ``text``.
-        rate: Of AdamW, at first.
-        checkpoint: File that is kept up to date; if it is there, the training goes on from it, and
-            on a CPU it ends with the same bits as one that never stopped.
-        num_streams: N, how many places of the text are read side by side.
-        window: How many symbols at each of them make a step of AdamW.
+        minutes: Time limit, earlier runs included.
+        epochs: Maximal number of passes through ``text``.
+        rate: Initial learning rate.
+        checkpoint: File that is kept up to date; if it exists, the training resumes from it, and on
+            a CPU it ends with the same bits as an uninterrupted one.
+        num_streams: N, the number of rows into which the text is cut.
+        window: Symbols of each row in a step of AdamW.
     """
     batches = list(zip(*(part.split(window, 1) for part in streams(text, eos, num_streams))))
     optimizer = torch.optim.AdamW(model.parameters(), rate, weight_decay=0.0)
@@ -318,17 +318,17 @@ def train(
         seconds = time.perf_counter() - start_time
         if step % len(batches) not in (0, len(batches) // 2) and seconds < 60 * minutes:
             continue
-        found = perplexity(model, held_out, eos)
+        valid = perplexity(model, held_out, eos)
         model.train()
-        if found > 0.999 * least:
+        if valid > 0.999 * least:
             halvings += 1
             optimizer.param_groups[0]["lr"] = rate / 2**halvings
-        if found < least:
-            least, best = found, {key: x.clone() for key, x in model.state_dict().items()}
+        if valid < least:
+            least, best = valid, {key: x.clone() for key, x in model.state_dict().items()}
         seconds = time.perf_counter() - start_time
         print(
             f"{name}: {step / len(batches):.2f} epochs, {seconds / 60:.1f} minutes, perplexity "
-            f"{math.exp(sum(losses) / len(losses)):.1f} in training, {found:.2f} held out, "
+            f"{math.exp(sum(losses) / len(losses)):.1f} in training, {valid:.2f} held out, "
             f"{halvings} halvings",
             flush=True,
         )

@@ -1,29 +1,30 @@
 """Four models on one kind of data, under two protocols: figures 4 to 6 of the DenseHMM paper.
 
-The models are a standard HMM fitted by Baum and Welch's EM; a "fair" one, with as many states as
-give it about as many parameters as the DenseHMM has; a DenseHMM fitted by EM with gradient
-M-steps; and one fitted directly to the law of adjacent symbols. They are compared by the mean
-absolute deviation (MAD) of that law from the one counted in test data, and by the negative log
-likelihood (NLL) of test data, over ten runs for each number of states n and length l of embeddings.
+The models are a standard HMM fitted by EM (Baum-Welch); a "fair" one, with the number of states
+that gives it about as many parameters as the DenseHMM; a DenseHMM fitted by EM with gradient
+M-steps; and a DenseHMM fitted directly to the joint distribution of adjacent symbols. They are
+compared by the mean absolute deviation (MAD) of that distribution from its counts in test data, and
+by the negative log-likelihood (NLL) of test data, over ten runs for each number of states n and
+length l of embeddings.
 
-*As in the code* is what the authors' code does. EM: 40 iterations, those of the DenseHMM with 25
-steps of Adam each; the standard HMM begins with uniform initial and transition probabilities.
-Direct: 10,000 steps of Adam at 0.001, through which the stationary law is held constant, and on
-synthetic data towards the true law instead of one counted in the training data. The MAD is that of
-a sample from the model, as many sequences as in the test data and all as long as the longest, but
-for the direct model, where it is analytic. It is taken from the pairs of the test data, also where
-the true law is known, although the paper has it from that. The NLL is divided by the number of
-sequences times the length of the longest.
+*As in the code* reproduces the authors' code. EM: 40 iterations, those of the DenseHMM with 25
+steps of Adam each; the standard HMM starts from uniform initial and transition probabilities.
+Direct: 10,000 steps of Adam at 0.001, without the gradient through the stationary distribution, and
+on synthetic data towards the true distribution of pairs instead of the training counts. The MAD is
+that of a sample from the model, with as many sequences as the test data, all of the maximal length;
+for the direct model it is analytic. The reference is the counts of the test data, also where the
+true distribution is known (the paper says it is the true one). The NLL is divided by the number of
+sequences times the maximal length.
 
-*Done right*, every model sees the training data and nothing else and begins at random; EM goes on
-until it stands still, or for 100 iterations, each M-step of the DenseHMM being L-BFGS, which cannot
-go down; the direct fit follows the exact gradient until it stands still. The MAD is analytic for
-every model, with the law of the state averaged over the positions of the test data, as sequences
-need not begin in the stationary law. The NLL is per step. On synthetic data the MAD is from the
-true law.
+*Done right*, every model sees the training data only and starts at random. EM runs until
+convergence or for 100 iterations, with L-BFGS as the M-step of the DenseHMM, which cannot decrease
+the objective; the direct fit follows the exact gradient until convergence. The MAD is analytic for
+every model, with the state marginals averaged over the positions of the test data, because
+sequences need not start in the stationary distribution. The NLL is per step. On synthetic data the
+reference of the MAD is the true distribution.
 
-Other than in the code, the ten splits of real data are the same for all n and l, so that a standard
-HMM of n states is fitted once for all l.
+Unlike in the code, the ten splits of real data are the same for all n and l, so a standard HMM of n
+states is fitted once for all l.
 
 References:
     DenseHMM: Learning Hidden Markov Models by Learning Dense Representations
@@ -32,6 +33,7 @@ References:
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import json
 import math
@@ -39,9 +41,9 @@ import os
 import time
 import zlib
 from collections.abc import Callable, Iterable
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -66,7 +68,7 @@ from pyrohmm import (
     readers,
 )
 
-from . import FOLDER, write
+from . import FOLDER, earlier, pyplot, write
 
 GRID = {3: [1, 2, 3], 5: [2, 3, 5], 10: [2, 3, 5, 10]}
 RUNS = 10
@@ -77,11 +79,11 @@ Cell = tuple[int, int]  # n, l
 
 
 class Halves(NamedTuple):
-    """What one run is fitted to and tested on; ``law`` is the true law of pairs, if it is known."""
+    """Data of one run; ``pair_probs`` is the true distribution of pairs, if it is known."""
 
     train: Sequences
     test: Sequences
-    law: Tensor | None = None
+    pair_probs: Tensor | None = None
 
 
 class Source(NamedTuple):
@@ -93,7 +95,7 @@ class Source(NamedTuple):
         num_symbols: Called with n, returns V.
         draw: Called with n and a generator, returns the data of one run.
         claims: What the paper says of the results.
-        anew: Whether data are drawn anew for each n and l; if not, runs of all n and l share them.
+        anew: Whether data are sampled anew for each n and l; if not, all n and l share them.
     """
 
     name: str
@@ -125,39 +127,41 @@ QUICK = Budget({2: [1], 3: [1]}, 2, {CODE: 2, RIGHT: 2}, {CODE: 20, RIGHT: 20})
 def of_corpus(
     read: Callable[[], readers.Corpus], longest: int, share: float, quick: bool
 ) -> tuple[Callable[[int], int], Callable[[int, torch.Generator], Halves]]:
-    """A corpus cut, its rare symbols merged, and split at random: what a :class:`Source` needs.
+    """Arguments of a :class:`Source`: a corpus, cut, with rare symbols merged, split at random.
 
     Args:
-        read: Returns the corpus; a quick run takes letters of English instead if there are no data
-            at hand.
-        longest: Where to cut.
-        share: Of all steps, below which the rarest symbols stay together that are merged.
-        quick: Whether to keep a hundred sequences only.
+        read: Returns the corpus; without data, a quick run uses English letters instead.
+        longest: Maximal length; longer sequences are cut.
+        share: Of all steps; the rarest symbols are merged as long as their sum is below it.
+        quick: Whether to keep only a hundred sequences.
     """
-    missing = quick and "PYROHMM_DATA" not in os.environ
-    corpus = datasets.english_letters(6000, chunk=60) if missing else read()
-    data = corpus.data.without_labels().truncate(longest)
-    data = data[:100] if quick else data
-    data = data[data.lengths.argsort(stable=True)]  # those of one length go side by side: faster
-    corpus = corpus._replace(data=data, tags=None)
-    corpus = readers.merge_rare(corpus, share)
+
+    @cache
+    def corpus() -> readers.Corpus:
+        missing = quick and "PYROHMM_DATA" not in os.environ
+        whole = datasets.english_letters(6000, chunk=60) if missing else read()
+        data = whole.data.without_labels().truncate(longest)
+        data = data[:100] if quick else data
+        data = data[data.lengths.argsort(stable=True)]  # batches of equal lengths are faster
+        return readers.merge_rare(whole._replace(data=data, tags=None), share)
 
     def halves(_: int, generator: torch.Generator) -> Halves:
+        data, num_symbols = corpus().data, len(corpus().vocabulary)
         for _ in range(100):  # until both show every symbol
-            train, test = corpus.data.split(0.5, generator)
+            train, test = data.split(0.5, generator)
             seen = [len(half.values[half.observed].unique()) for half in (train, test)]
-            if min(seen) == len(corpus.vocabulary):
+            if min(seen) == num_symbols:
                 return Halves(train, test)
         raise ValueError(f"in 100 splits none shows every symbol twice; raise share = {share}.")
 
-    return lambda _: len(corpus.vocabulary), halves
+    return lambda _: len(corpus().vocabulary), halves
 
 
 # Fits --------------------------------------------------------------------------------------------
 
 
 def start_of_hmmlearn(num_states: int, num_symbols: int) -> dict[str, Tensor]:
-    """Where hmmlearn 0.2.2 begins: uniform, but for rows of B that are U(0, 1), normalised."""
+    """Initial values of hmmlearn 0.2.2: uniform, except rows of B: U(0, 1), normalised."""
     weights = torch.rand(num_states, num_symbols)
     return {
         "initial": torch.full((num_states,), 1 / num_states),
@@ -167,7 +171,7 @@ def start_of_hmmlearn(num_states: int, num_symbols: int) -> dict[str, Tensor]:
 
 
 def densehmm(protocol: str, num_states: int, size: int, dim: int, **options: Any) -> DenseHMM:
-    """A DenseHMM to be fitted by maximum likelihood; the paper's starts are N(0, 1)."""
+    """A DenseHMM for maximum likelihood; the paper's initial values are N(0, 1)."""
     scale = 1.0 if protocol == CODE else None
     return DenseHMM(num_states, size, dim, scale=scale, flat=True, **options)
 
@@ -193,21 +197,21 @@ def fit_dense(
 
 
 def fit_direct(job: Job, halves: list[Halves], size: int, steps: int) -> list[HMM]:
-    """DenseHMMs that begin in their stationary law, fitted to laws of pairs, all runs at once."""
+    """Stationary DenseHMMs fitted to distributions of pairs, all runs as one batch."""
     n, dim = job.num_states, job.dim or 1
     if job.protocol == CODE:
-        laws = [
-            cooccurrence.counted(part.train, size) if part.law is None else part.law
+        targets = [
+            cooccurrence.counted(part.train, size) if part.pair_probs is None else part.pair_probs
             for part in halves
         ]
-        values = descend_as_in_code(torch.stack(laws), n, dim, steps)
+        values = descend_as_in_code(torch.stack(targets), n, dim, steps)
     else:
-        laws = [cooccurrence.counted(part.train, size) for part in halves]
+        targets = [cooccurrence.counted(part.train, size) for part in halves]
         fit = fit_cooccurrence(
             densehmm(job.protocol, n, size, dim),
-            torch.stack(laws).unsqueeze(1),  # (R, 1, V, V), to each restart its own
-            weight=1e6,  # so that what Adam adds to its denominators has no part in it
-            restarts=len(laws),
+            torch.stack(targets).unsqueeze(1),  # (R, 1, V, V), one for each restart
+            weight=1e6,  # makes Adam's epsilon negligible
+            restarts=len(targets),
             num_steps=steps,
             learning_rate=0.05,
             schedule=partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=steps),
@@ -217,29 +221,33 @@ def fit_direct(job: Job, halves: list[Halves], size: int, steps: int) -> list[HM
     module = densehmm(job.protocol, n, size, dim, stationary=True)
     hmms = []
     for run, part in enumerate(halves):
-        own = {name: each[run] for name, each in values.items()}
+        of_run = {name: value[run] for name, value in values.items()}
         with torch.no_grad(), poutine.block():
-            hmms.append(poutine.condition(module, data=own)(part.test.lengths))
+            hmms.append(poutine.condition(module, data=of_run)(part.test.lengths))
     return hmms
 
 
-def descend_as_in_code(laws: Tensor, num_states: int, dim: int, steps: int) -> dict[str, Tensor]:
-    """Embeddings ``(R, ...)`` fitted to laws ``(R, V, V)`` by the scheme of the authors' code.
+def descend_as_in_code(targets: Tensor, num_states: int, dim: int, steps: int) -> dict[str, Tensor]:
+    """Embeddings ``(R, ...)`` fitted to ``targets`` ``(R, V, V)`` as the authors' code does.
 
-    The loop is written out because it is theirs, and because a hundred thousand steps of it for
-    each figure are worth it.
+    It is written out to follow theirs exactly, and for speed.
     """
-    sizes = {"leave": num_states, "enter": num_states, "emit": num_states, "symbol": laws.size(-1)}
-    embeddings = torch.randn(len(laws), sum(sizes.values()), dim).requires_grad_()
+    sizes = {
+        "leave": num_states,
+        "enter": num_states,
+        "emit": num_states,
+        "symbol": targets.size(-1),
+    }
+    embeddings = torch.randn(len(targets), sum(sizes.values()), dim).requires_grad_()
     optimizer = torch.optim.Adam([embeddings], lr=0.001)
     for _ in range(steps):
         leave, enter, emit, symbol = embeddings.split([*sizes.values()], -2)
         transition = dense.log_rows(dense.exponential, leave, enter)
         probs = dense.log_rows(dense.exponential, emit, symbol).exp()
-        law = cooccurrence.stationary_detached(transition)
-        joint = cooccurrence.joint_probs(law, transition)
+        stationary = cooccurrence.stationary_detached(transition)
+        joint = cooccurrence.joint_probs(stationary, transition)
         optimizer.zero_grad()
-        cooccurrence.squared_distance(joint, probs, laws).sum().backward()
+        cooccurrence.squared_distance(joint, probs, targets).sum().backward()
         optimizer.step()
     return dict(zip(sizes, embeddings.detach().split([*sizes.values()], -2)))
 
@@ -247,13 +255,13 @@ def descend_as_in_code(laws: Tensor, num_states: int, dim: int, steps: int) -> d
 # Measures ----------------------------------------------------------------------------------------
 
 
-def law_of_pairs(hmm: HMM, data: Sequences) -> Tensor:
-    """The law of two adjacent symbols under ``hmm``, averaged over where ``data`` have pairs."""
-    law, move = hmm.log_initial.double().exp(), hmm.log_transition.double().exp()
-    total = torch.zeros_like(law)
+def pair_distribution(hmm: HMM, data: Sequences) -> Tensor:
+    """Joint distribution of adjacent symbols, averaged over the positions of ``data``."""
+    marginal, transition = hmm.log_initial.double().exp(), hmm.log_transition.double().exp()
+    total = torch.zeros_like(marginal)
     for step in range(1, data.num_steps):
-        total += (data.lengths > step).sum() * law
-        law = law @ move
+        total += (data.lengths > step).sum() * marginal
+        marginal = marginal @ transition
     emission: Any = hmm.emission
     return cooccurrence.predicted(
         total / total.sum(), hmm.log_transition.double(), emission.probs.double()
@@ -262,45 +270,48 @@ def law_of_pairs(hmm: HMM, data: Sequences) -> Tensor:
 
 def measures(hmm: HMM, halves: Halves, size: int) -> dict[str, float]:
     """MAD and NLL of an HMM that was built for the test data."""
-    test, law = halves.test, halves.law
+    test, true_probs = halves.test, halves.pair_probs
     longest = torch.full((len(test),), test.num_steps)
     sample = Sequences(hmm.with_lengths(longest).sample(), longest)
     evidence = hmm.log_prob(test.values).double().sum().item()
-    found = {
+    results = {
         "nll": -evidence / (len(test) * test.num_steps),
         "nll_per_step": -evidence / test.num_observed,
     }
-    laws = {"mad": law_of_pairs(hmm, test), "mad_sampled": cooccurrence.counted(sample, size)}
+    pair_probs = {
+        "mad": pair_distribution(hmm, test),
+        "mad_sampled": cooccurrence.counted(sample, size),
+    }
     counts = cooccurrence.counted(test, size)
-    for name, own in laws.items():
-        found[name] = metrics.mean_absolute_deviation(own, counts)
-        if law is not None:
-            found[f"{name}_to_truth"] = metrics.mean_absolute_deviation(own, law)
-    return found
+    for name, probs in pair_probs.items():
+        results[name] = metrics.mean_absolute_deviation(probs, counts)
+        if true_probs is not None:
+            results[f"{name}_to_truth"] = metrics.mean_absolute_deviation(probs, true_probs)
+    return results
 
 
 # Runs --------------------------------------------------------------------------------------------
 
 
 class Job(NamedTuple):
-    """Ten runs of one model: what is done at once, and kept when the script is interrupted."""
+    """Ten runs of one model: the unit of work that is stored when the script is interrupted."""
 
     protocol: str
     model: str  # STANDARD also for the fair one: what differs is the number of states
     num_states: int
     dim: int | None  # of a DenseHMM
-    cell: Cell | None  # for which data are drawn; None if all share them
+    cell: Cell | None  # the cell that its data are sampled for; None if all share them
 
 
 def job_of(source: Source, size: int, protocol: str, model: str, cell: Cell) -> Job:
-    """Where the results of a model for n and l come from."""
+    """The job that has the results of a model for n and l."""
     n, dim = cell
-    drawn_for = cell if source.anew else None
+    sampled_for = cell if source.anew else None
     if model == FAIR:
         n = dense.fair_num_states(n, size, dim, as_in_code=protocol == CODE)
     if model in (STANDARD, FAIR):
-        return Job(protocol, STANDARD, n, None, drawn_for)
-    return Job(protocol, model, n, dim, drawn_for)
+        return Job(protocol, STANDARD, n, None, sampled_for)
+    return Job(protocol, model, n, dim, sampled_for)
 
 
 def data_of(source: Source, job: Job, n: int, run: int) -> Halves:
@@ -313,15 +324,15 @@ def do(source: Source, job: Job, n: int, size: int, budget: Budget) -> list[dict
     """Fit and measure all runs of a job."""
     halves = [data_of(source, job, n, run) for run in range(budget.runs)]
     iterations = budget.iterations[job.protocol]
-    found = []
+    results = []
     if job.model == DIRECT:
         pyro.set_rng_seed(zlib.crc32(repr((source.name, job)).encode()))
         start_time = time.process_time()
         hmms = fit_direct(job, halves, size, budget.steps[job.protocol])
         seconds = (time.process_time() - start_time) / budget.runs
         for hmm, part in zip(hmms, halves):
-            found.append(measures(hmm, part, size) | {"cpu_seconds": seconds})
-        return found
+            results.append(measures(hmm, part, size) | {"cpu_seconds": seconds})
+        return results
     for run, part in enumerate(halves):
         pyro.set_rng_seed(zlib.crc32(repr((source.name, job, run)).encode()))
         start_time = time.process_time()
@@ -330,13 +341,13 @@ def do(source: Source, job: Job, n: int, size: int, budget: Budget) -> list[dict
         else:
             fit = fit_dense(job.protocol, iterations, part.train, job.num_states, size, job.dim)
         seconds = time.process_time() - start_time
-        own = {"cpu_seconds": seconds, "iterations": len(fit.losses) - 1}
-        found.append(measures(fit.hmm(part.test), part, size) | own)
-    return found
+        cost = {"cpu_seconds": seconds, "iterations": len(fit.losses) - 1}
+        results.append(measures(fit.hmm(part.test), part, size) | cost)
+    return results
 
 
 class Store:
-    """Results of jobs, in a file of one line each, so that an interrupted script goes on.
+    """Results of jobs, one line of a file each, so that an interrupted script can be resumed.
 
     Args:
         path: None keeps them in memory.
@@ -345,20 +356,20 @@ class Store:
     def __init__(self, path: Path | None) -> None:
         self.path = path
         lines = path.read_text().splitlines() if path is not None and path.exists() else []
-        self.found = {key: runs for key, runs in map(json.loads, lines)}
-        if self.found:
-            print(f"{len(self.found)} jobs are in {path}; delete it to begin anew")
+        self.results = {key: runs for key, runs in map(json.loads, lines)}
+        if self.results:
+            print(f"{len(self.results)} jobs are in {path}; delete it to start again")
 
     def get(self, key: str, make: Callable[[], list[dict[str, float]]]) -> list[dict[str, float]]:
-        """The results under ``key``, made where they are not there."""
-        if key not in self.found:
+        """The results under ``key``; computed if they are missing."""
+        if key not in self.results:
             start_time = time.perf_counter()
-            self.found[key] = make()
+            self.results[key] = make()
             print(f"{time.perf_counter() - start_time:7.1f} s  {key}", flush=True)
             if self.path is not None:
                 with self.path.open("a") as file:
-                    file.write(json.dumps([key, self.found[key]]) + "\n")
-        return self.found[key]
+                    file.write(json.dumps([key, self.results[key]]) + "\n")
+        return self.results[key]
 
 
 def rows_of(source: Source, budget: Budget, store: Store) -> list[dict[str, Any]]:
@@ -388,34 +399,32 @@ def rows_of(source: Source, budget: Budget, store: Store) -> list[dict[str, Any]
 
 
 def shown(row: dict[str, Any], synthetic: bool) -> dict[str, dict[str, float]]:
-    """The MAD and the NLL of a row that its protocol is about."""
+    """The MAD and the NLL of a row, as its protocol defines them."""
     code = row["protocol"] == CODE
     mad = "mad_sampled" if code and row["model"] != DIRECT else "mad"
-    found = {"MAD": row[mad], "NLL": row["nll" if code else "nll_per_step"]}
-    if (
-        synthetic
-    ):  # the code measures from what is counted in the test data, the paper says from this
-        found["MAD from the true law"] = row[f"{mad}_to_truth"]
+    values = {"MAD": row[mad], "NLL": row["nll" if code else "nll_per_step"]}
+    if synthetic:  # the code measures from the test counts, the paper says from the truth
+        values["MAD from the true distribution"] = row[f"{mad}_to_truth"]
         if not code:
-            found["MAD"] = found["MAD from the true law"]
-    return found
+            values["MAD"] = values["MAD from the true distribution"]
+    return values
 
 
 # Claims ------------------------------------------------------------------------------------------
 
 
 class Medians:
-    """Medians over runs in one protocol, for the claims to be checked.
+    """Medians over runs in one protocol, against which claims are checked.
 
     Args:
         rows: Of one kind of data and one protocol.
-        synthetic: Whether the true law is known.
+        synthetic: Whether the true distribution is known.
     """
 
     def __init__(self, rows: list[dict[str, Any]], synthetic: bool) -> None:
         self.cells: list[Cell] = list(dict.fromkeys((row["n"], row["l"]) for row in rows))
         self.sizes = sorted({n for n, _ in self.cells})
-        self._found = {
+        self._medians = {
             (measure, row["model"], row["n"], row["l"]): value["ours"]
             for row in rows
             for measure, value in shown(row, synthetic).items()
@@ -425,7 +434,7 @@ class Medians:
 
     def of(self, measure: str, model: str, cell: Cell) -> float:
         """The median of a measure."""
-        return self._found[measure, model, *cell]
+        return self._medians[measure, model, *cell]
 
     def others(self, measure: str, model: str, cell: Cell) -> list[float]:
         """The medians of the three other models."""
@@ -443,7 +452,7 @@ class Medians:
         return [cell for cell in self.cells if self._states[cell] > cell[0]]
 
     def narrow(self) -> list[Cell]:
-        """Cells where embeddings are shorter than there are states."""
+        """Cells where embeddings have fewer dimensions than there are states."""
         return [cell for cell in self.cells if cell[1] < cell[0]]
 
 
@@ -451,15 +460,15 @@ class Claim(NamedTuple):
     """What the paper says of a figure, and how it is checked.
 
     Attributes:
-        text: The claim, and in brackets what it is taken to mean where the paper leaves that open.
-        check: From medians to a number and to whether the claim holds.
+        text: The claim, and in brackets our reading where the paper is vague.
+        check: Maps medians to a number and to whether the claim holds.
     """
 
     text: str
     check: Callable[[Medians], tuple[float, bool]]
 
 
-MOST = 0.75  # of the cells, where a claim is about all of them
+MOST = 0.75  # of the cells, for a claim about all of them
 
 
 def mostly(holds: Callable[[Medians, Cell], bool], cells: Callable[[Medians], list[Cell]]) -> Any:
@@ -479,7 +488,7 @@ def everywhere(medians: Medians) -> list[Cell]:
 
 
 def spread(values: Iterable[float]) -> float:
-    """By which share the largest is above the smallest."""
+    """Relative excess of the largest value over the smallest."""
     values = list(values)
     return max(values) / min(values) - 1
 
@@ -517,7 +526,7 @@ def falls(measure: str, models: Iterable[str]) -> Any:
 
 
 def flat(measure: str, models: Iterable[str], share: float) -> Any:
-    """Check that no median over l varies with n by more than that share; the number is how much."""
+    """Check that no median over l varies with n by more than that share; the number is the most."""
 
     def check(medians: Medians) -> tuple[float, bool]:
         most = max(spread(medians.by_size(measure, model)) for model in models)
@@ -527,14 +536,14 @@ def flat(measure: str, models: Iterable[str], share: float) -> Any:
 
 
 def verdict(code: bool, right: bool) -> str:
-    """What two protocols say together."""
+    """The verdict of the two protocols together."""
     if code:
         return "holds" if right else "holds only as in the code"
     return "holds only done right" if right else "fails"
 
 
 def judge(source: Source, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Check the claims of the paper against what was found."""
+    """Check the claims of the paper against the results."""
     medians = [
         Medians(
             [row for row in rows if row["data"] == source.name and row["protocol"] == protocol],
@@ -542,10 +551,10 @@ def judge(source: Source, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         )
         for protocol in PROTOCOLS
     ]
-    found = []
+    verdicts = []
     for text, check in source.claims:
         (code, in_code), (right, in_right) = map(check, medians)
-        found.append(
+        verdicts.append(
             {
                 "data": source.name,
                 "claim": text,
@@ -554,56 +563,73 @@ def judge(source: Source, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 "verdict": verdict(in_code, in_right),
             }
         )
-    return found
+    return verdicts
 
 
 # Picture -----------------------------------------------------------------------------------------
 
 
 def draw(name: str, sources: list[Source], rows: list[dict[str, Any]]) -> None:
-    """MAD above NLL, one column for each kind of data and protocol: medians and quartiles."""
-    from matplotlib import pyplot as plt
-
-    columns = [(source, protocol) for source in sources for protocol in PROTOCOLS]
+    """MAD above NLL for each kind of data, a column for each protocol: medians and quartiles."""
+    plt = pyplot()
     figure, axes = plt.subplots(
-        2, len(columns), figsize=(4.6 * len(columns), 6), layout="constrained", squeeze=False
-    )
-    for (source, protocol), pair in zip(columns, axes.T):
-        own = [row for row in rows if (row["data"], row["protocol"]) == (source.name, protocol)]
-        cells = list(dict.fromkeys((row["n"], row["l"]) for row in own))
-        for panel, (measure, unit) in zip(pair, (("MAD", 1000), ("NLL", 1))):
-            for place, model in enumerate(MODELS):
-                values = [shown(row, source.anew)[measure] for row in own if row["model"] == model]
-                low, middle, high = (
-                    unit * np.array([value[key] for value in values])
-                    for key in ("low", "ours", "high")
-                )
-                panel.errorbar(
-                    np.arange(len(cells)) + 0.17 * (place - 1.5), middle,
-                    [middle - low, high - middle], fmt="os^D"[place], markersize=4,
-                    color=f"C{place}", label=model, linewidth=1.2,
-                )  # fmt: skip
-            breaks = [i for i in range(1, len(cells)) if cells[i][0] != cells[i - 1][0]]
-            for place in breaks:
-                panel.axvline(place - 0.5, color="0.7", linewidth=0.8)
-            panel.set_xticks(range(len(cells)), [f"{n}, {dim}" for n, dim in cells], fontsize=8)
-            panel.set_xlabel("n, l")
-            panel.grid(axis="y", alpha=0.3)
-        pair[0].set_title(f"{source.title}, {protocol}", fontsize=10)
-        pair[0].set_ylabel("MAD × 1000")
-        pair[0].set_ylim(bottom=0)
-        pair[1].set_ylabel("NLL, normalised" if protocol == CODE else "NLL per step, nats")
-    axes[0, 0].legend(fontsize=8)
+        2 * len(sources), len(PROTOCOLS), figsize=(10, 6.6 * len(sources)), layout="constrained",
+        squeeze=False,
+    )  # fmt: skip
+    columns = itertools.product(enumerate(sources), enumerate(PROTOCOLS))
+    for (place, source), (column, protocol) in columns:
+        shown_rows = [
+            row for row in rows if (row["data"], row["protocol"]) == (source.name, protocol)
+        ]
+        upper, lower = axes[2 * place : 2 * place + 2, column]
+        for panel, (measure, unit) in ((upper, ("MAD", 1000)), (lower, ("NLL", 1))):
+            _points(panel, shown_rows, source, measure, unit)
+        upper.set_title(f"{source.title}, {protocol}")
+        upper.set_ylabel("MAD × 1000")
+        upper.set_ylim(bottom=0)
+        lower.set_ylabel("NLL, normalised" if protocol == CODE else "NLL per step, nats")
+    handles = axes[0, 0].get_legend_handles_labels()
+    figure.legend(*handles, loc="outside upper center", ncols=len(MODELS), frameon=False)
     figure.savefig(FOLDER / f"{name}.png", dpi=150)
     plt.close(figure)
 
 
-def reproduce(name: str, sources: list[Source], quick: bool) -> None:
-    """Fit, measure, judge and draw; results of single jobs are kept until all are done."""
+def _points(
+    panel: Any, rows: list[dict[str, Any]], source: Source, measure: str, unit: float
+) -> None:
+    """Medians and quartiles of all models at each n and l."""
+    cells = list(dict.fromkeys((row["n"], row["l"]) for row in rows))
+    for place, model in enumerate(MODELS):
+        values = [shown(row, source.anew)[measure] for row in rows if row["model"] == model]
+        low, middle, high = (
+            unit * np.array([value[key] for value in values]) for key in ("low", "ours", "high")
+        )
+        panel.errorbar(
+            np.arange(len(cells)) + 0.17 * (place - 1.5), middle, [middle - low, high - middle],
+            fmt="os^D"[place], markersize=4.5, color=f"C{place}", label=model, linewidth=1.2,
+        )  # fmt: skip
+    panel.set_xticks(range(len(cells)), [f"{dim}" for _, dim in cells])
+    for n in dict.fromkeys(n for n, _ in cells):
+        places = [place for place, cell in enumerate(cells) if cell[0] == n]
+        panel.text(
+            mean(places), -0.1, f"n = {n}", transform=panel.get_xaxis_transform(), ha="center",
+            va="top",
+        )  # fmt: skip
+        if places[0] > 0:
+            panel.axvline(places[0] - 0.5, color="0.7", linewidth=0.8)
+    panel.set_xlabel("length l of embeddings", labelpad=16)
+    panel.grid(visible=False, axis="x")
+
+
+def reproduce(name: str, sources: list[Source], options: argparse.Namespace) -> None:
+    """Fit, measure, judge and draw; results of single jobs are stored until all are done."""
+    if options.draw:
+        draw(name, sources, earlier(name))
+        return
     pyro.enable_validation(False)
     torch.set_default_dtype(torch.float64)
-    path = None if quick else FOLDER / f"{name}.cells.jsonl"
-    store, budget = Store(path), QUICK if quick else FULL
+    path = None if options.quick else FOLDER / f"{name}.cells.jsonl"
+    store, budget = Store(path), QUICK if options.quick else FULL
     rows = [row for source in sources for row in rows_of(source, budget, store)]
     claims = [claim for source in sources for claim in judge(source, rows)]
     for claim in claims:

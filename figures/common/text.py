@@ -1,4 +1,4 @@
-"""Text that language models are trained on, and the blocks of states its words are given."""
+"""Texts for language models, and the Brown clusters of their words."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pyrohmm.language import END, find_clusters
 
 
 class Text(NamedTuple):
-    """Sentences, each with ``<eos>`` at its end, and the words by number."""
+    """Sentences, each ended by ``<eos>``, and the vocabulary."""
 
     train: Sequences
     valid: Sequences
@@ -21,7 +21,7 @@ class Text(NamedTuple):
 
 
 def read(name: str) -> Text:
-    """``ptb``, ``wikitext2``, or ``letters``, which needs no file: words of an embedded text."""
+    """Read ``ptb``, ``wikitext2``, or ``letters``: words of an embedded text, without a file."""
     if name == "letters":
         corpus = datasets.english_words(500)
         data = corpus.data
@@ -35,7 +35,7 @@ def read(name: str) -> Text:
 
 
 def brown(text: Text, num_clusters: int) -> tuple[Tensor, Tensor]:
-    """Brown clusters in which ``<eos>`` is alone, where there is one; and how often words occur."""
+    """Brown clusters, with ``<eos>`` in a cluster of its own if there is one; and word counts."""
     counts = torch.bincount(text.train.values[text.train.exists], minlength=len(text.words))
     if END in text.words:
         return find_clusters(text.train, text.words, num_clusters, progress=False), counts
