@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test fuzz check smoke notebooks clean
+.PHONY: demo test fuzz check smoke notebooks docs wheel oldest clean
 
 demo: .venv/demo
 	$(BIN)/python tutorials/01_letters.py
@@ -27,6 +27,11 @@ smoke: .venv/test
 		&& rmdir $$folder || exit 1; done
 	for script in figures/*.py; do echo $$script; MPLBACKEND=agg $(BIN)/python $$script --quick > /dev/null || exit 1; done
 
+# this site, warnings being errors; nothing is run and nothing is fetched
+docs: .venv/docs
+	$(BIN)/sphinx-build -W --keep-going -q -b html docs docs/_build/html
+	@echo "docs/_build/html/index.html"
+
 # the tutorials with their outputs
 notebooks: .venv/test
 	for script in tutorials/*.py; do \
@@ -46,5 +51,9 @@ notebooks: .venv/test
 	$(PIP) -e '.[test]'
 	touch $@ .venv/demo
 
+.venv/docs: .venv/python pyproject.toml constraints.txt
+	$(PIP) -e '.[docs]'
+	touch $@
+
 clean:
-	rm -rf .venv build dist *.egg-info
+	rm -rf .venv .venv-oldest build dist docs/_build docs/generated *.egg-info

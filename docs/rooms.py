@@ -1,0 +1,173 @@
+"""The rooms of the package: pages of the API and the picture of its imports.
+
+Everything is read from the sources, so that it cannot fall behind them.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+from pathlib import Path
+
+PACKAGE = Path(__file__).resolve().parent.parent / "pyrohmm"
+ROOMS = ["ops", "data", "distributions", "nn", "io", "infer", "analysis", "language"]
+
+
+def text_of(room: str) -> str:
+    """The docstring of a room."""
+    return ast.get_docstring(ast.parse((PACKAGE / room / "__init__.py").read_text())) or ""
+
+
+def modules_of(room: str) -> dict[str, str]:
+    """The modules that the docstring of a room lists, with what it says of each."""
+    lines = [line for line in text_of(room).splitlines() if line.startswith("``")]
+    pairs = (line.split("``", 2)[1:] for line in lines)
+    return {name: rest.strip() for name, rest in pairs if rest.startswith("  ")}
+
+
+def imports_of(room: str) -> set[str]:
+    """The other rooms that the modules of a room import."""
+    found = set()
+    for path in (PACKAGE / room).rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.level == 2 and node.module:
+                found.add(node.module.split(".")[0])
+            elif isinstance(node, ast.ImportFrom) and node.level == 2:
+                found.update(alias.name for alias in node.names)
+    return (found & set(ROOMS)) - {room}
+
+
+def public_names() -> dict[str, str]:
+    """Where each public name of ``pyrohmm`` is defined: the module, with its dots."""
+    found = {}
+    for node in ast.parse((PACKAGE / "__init__.py").read_text()).body:
+        if isinstance(node, ast.ImportFrom) and node.module and not node.module.startswith("_"):
+            found.update({alias.name: node.module for alias in node.names})
+    return found
+
+
+def first_sentence(thing: object) -> str:
+    """What the docstring of a thing says first."""
+    lines = (inspect.getdoc(thing) or "").split("\n\n")[0].replace("\n", " ")
+    return lines.split(". ")[0].rstrip(".:") + "."
+
+
+def page(room: str) -> str:
+    """The page of a room."""
+    paragraphs = text_of(room).split("\n\n")
+    shown = [name for name in modules_of(room) if not name.startswith("_")]
+    names = "\n".join(f"   pyrohmm.{room}.{name}" for name in shown)
+    return f"""# {room}
+
+{paragraphs[0]}
+
+{" ".join(paragraphs[1].split()) if len(paragraphs) > 1 else ""}
+
+```{{eval-rst}}
+.. autosummary::
+   :toctree: .
+   :template: module.rst
+
+{names}
+```
+"""
+
+
+def index() -> str:
+    """The page of the public names, and of the rooms."""
+    names = public_names()
+    lines = [
+        "# API",
+        "",
+        "What `from pyrohmm import ...` gives. Each name links to its module.",
+        "",
+    ]
+    for room in ROOMS:
+        inside = sorted(
+            (name for name, module in names.items() if module.split(".")[0] == room),
+            key=lambda name: (name.islower(), name),
+        )
+        inside += [name for name, module in names.items() if name == room and module == room]
+        if not inside:
+            continue
+        links = []
+        for name in inside:
+            module = names[name]
+            lower = modules_of(room)
+            if name in lower:  # the module itself
+                links.append(f"[`{name}`](#pyrohmm.{room}.{name})")
+            else:
+                links.append(f"[`{name}`](#pyrohmm.{module}.{name})")
+        lines += [f"[**{room}**]({room}.md): {text_of(room).splitlines()[0]}", "",
+                  ", ".join(links), ""]  # fmt: skip
+    toctree = "\n".join(ROOMS)
+    return "\n".join(lines) + f"\n```{{toctree}}\n:hidden:\n\n{toctree}\n```\n"
+
+
+def write(folder: Path) -> None:
+    """Write the pages of the API into ``folder``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "index.md").write_text(index())
+    for room in ROOMS:
+        (folder / f"{room}.md").write_text(page(room))
+
+
+# Pictures ---------------------------------------------------------------------------------------
+
+
+def draw_imports(path: Path) -> None:
+    """Draw the rooms, one above the other, and which of them each imports."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 4.6), layout="constrained")
+    axes = figure.add_subplot()
+    for row, room in enumerate(ROOMS):
+        axes.text(-0.4, row, room, ha="right", va="center", weight="bold")
+        text = textwrap.fill(text_of(room).splitlines()[0].replace("``", "").rstrip("."), 60)
+        axes.text(len(ROOMS) - 0.3, row, text, ha="left", va="center", fontsize=8)
+        imported = imports_of(room)
+        for column, other in enumerate(ROOMS[: row + 1]):
+            colour = "0.3" if other == room else "C0" if other in imported else "0.85"
+            axes.scatter(column, row, s=90 if other in imported else 20, color=colour)
+    for column, room in enumerate(ROOMS):
+        axes.text(column, -0.7, room, rotation=35, ha="left", va="bottom", fontsize=8)
+    axes.set_xlim(-2.2, len(ROOMS) + 7)
+    axes.set_ylim(len(ROOMS) - 0.4, -2.2)
+    axes.axis("off")
+    figure.savefig(path, dpi=150)
+
+
+def draw_fit(path: Path) -> None:
+    """Draw the way of data through a fit."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 3.3), layout="constrained")
+    axes = figure.add_subplot()
+    boxes = {
+        "data": (0.0, 1.0, "lists, text,\nfiles, frames"),
+        "Sequences": (2.2, 1.0, "Sequences\nvalues, lengths, masks"),
+        "module": (2.2, 2.2, "HMM module\nparameters, priors"),
+        "HMM": (4.6, 2.2, "HMM\nlog_prob, posterior"),
+        "model": (4.6, 1.0, "Pyro model\nMarginalModel or yours"),
+        "fit": (7.0, 1.0, "fit_em, fit_map,\nfit_svi, NUTS"),
+        "Fit": (9.3, 1.0, "Fit\nlosses, reason, notes"),
+        "fitted": (9.3, 2.2, "Fit.hmm(data)\na fitted HMM"),
+        "use": (11.6, 2.2, "posterior, viterbi,\nforecast, metrics"),
+        "file": (11.6, 1.0, "save, load_hmm,\nto_arviz"),
+    }
+    frame = {"boxstyle": "round,pad=0.5", "facecolor": "0.95", "edgecolor": "C0"}
+    for x, y, text in boxes.values():
+        axes.text(x, y, text, ha="center", va="center", fontsize=8.5, bbox=frame)
+    arrows = [("data", "Sequences"), ("Sequences", "model"), ("module", "HMM"), ("HMM", "model"),
+              ("Sequences", "module"), ("model", "fit"), ("fit", "Fit"), ("Fit", "fitted"),
+              ("fitted", "use"), ("fitted", "file")]  # fmt: skip
+    for start, end in arrows:
+        (x0, y0, _), (x1, y1, _) = boxes[start], boxes[end]
+        gap = 46 if y0 == y1 else 18  # half of a box, in points
+        arrow = {"arrowstyle": "->", "color": "0.4", "shrinkA": gap, "shrinkB": gap}
+        axes.annotate("", (x1, y1), (x0, y0), zorder=0, arrowprops=arrow)
+    axes.set_xlim(-1.1, 12.8)
+    axes.set_ylim(0.4, 2.8)
+    axes.axis("off")
+    figure.savefig(path, dpi=150)
