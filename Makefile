@@ -1,7 +1,8 @@
 # `make demo`: set up .venv and run the first tutorial. `make test`: the whole suite.
 PYTHON ?= python3
 BIN := .venv/bin
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+CONSTRAINTS ?= constraints.txt
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS)
 
 .PHONY: demo test fuzz check smoke notebooks docs wheel oldest clean
 
@@ -31,6 +32,22 @@ smoke: .venv/test
 docs: .venv/docs
 	$(BIN)/sphinx-build -W --keep-going -q -b html docs docs/_build/html
 	@echo "docs/_build/html/index.html"
+
+# the wheel and the source distribution; the wheel is imported from where it was installed
+wheel: .venv/test
+	rm -rf dist build/wheel
+	$(BIN)/python -m build --outdir dist .
+	$(BIN)/python -m pip install --quiet --no-deps --target build/wheel dist/*.whl
+	cd build && PYTHONPATH=wheel ../$(BIN)/python -c \
+		"import pyrohmm; assert '/build/wheel/' in pyrohmm.__file__; print(pyrohmm.__version__)"
+
+# the suite with the lower bounds of pyproject.toml; for Python 3.11 or 3.12
+oldest:
+	$(PYTHON) -m venv .venv-oldest
+	$(PYTHON) .ci/oldest.py > .venv-oldest/constraints.txt
+	.venv-oldest/bin/python -m pip install --quiet --disable-pip-version-check \
+		-c .venv-oldest/constraints.txt -e '.[test]'
+	.venv-oldest/bin/python -m pytest -n auto $(TESTS)
 
 # the tutorials with their outputs
 notebooks: .venv/test

@@ -35,7 +35,7 @@ extensions = [
     "sphinx.ext.viewcode",
     "sphinx_copybutton",
     "sphinx_design",
-    "sphinx_mathjax_offline",
+    "sphinx-mathjax-offline",
 ]
 exclude_patterns = ["_build"]
 templates_path = ["_templates"]
@@ -51,6 +51,7 @@ autodoc_typehints = "none"  # docstrings say shapes and dtypes, which types do n
 autosummary_generate = True
 autosummary_ignore_module_all = False
 napoleon_numpy_docstring = False
+napoleon_use_ivar = True  # attributes are described once, in the list of the class
 python_maximum_signature_line_length = 88
 
 nitpicky = True
@@ -84,6 +85,12 @@ def resolve(app: Sphinx, env: Any, node: Any, content: nodes.Element) -> nodes.E
     return make_refnode(app.builder, node["refdoc"], entry.docname, entry.node_id, content)
 
 
+def is_field(app: Sphinx, what: str, name: str, obj: Any, skip: bool, options: Any) -> bool | None:
+    """Leave out the fields of named tuples, which their docstrings list."""
+    return True if type(obj).__name__ == "_tuplegetter" else None
+
+
 def setup(app: Sphinx) -> None:
     """What Sphinx calls."""
+    app.connect("autodoc-skip-member", is_field)
     app.connect("missing-reference", resolve)
