@@ -1,11 +1,16 @@
 """Configuration of Sphinx: ``make docs``. Nothing is run and nothing is fetched."""
 
+import inspect
 import sys
+from operator import attrgetter
 from pathlib import Path
+from pydoc import locate
 from typing import Any
 
 from docutils import nodes
 from sphinx.application import Sphinx
+from sphinx.ext.napoleon import Config, GoogleDocstring
+from sphinx.util.nodes import make_refnode
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
@@ -31,7 +36,6 @@ extensions = [
     "myst_nb",
     "sphinx.ext.autodoc",
     "sphinx.ext.autosummary",
-    "sphinx.ext.napoleon",
     "sphinx.ext.viewcode",
     "sphinx_copybutton",
     "sphinx_design",
@@ -50,14 +54,14 @@ autodoc_member_order = "bysource"
 autodoc_typehints = "none"  # docstrings say shapes and dtypes, which types do not
 autosummary_generate = True
 autosummary_ignore_module_all = False
-napoleon_numpy_docstring = False
-napoleon_use_ivar = True  # attributes are described once, in the list of the class
 python_maximum_signature_line_length = 88
 
 nitpicky = True
 nitpick_ignore_regex = [
     ("py:.*", r"(torch|pyro|numpy|scipy|arviz|matplotlib|xarray|hmmlearn|typing|collections)\b.*"),
-    ("py:class", r"(Tensor|Module|PyroModule|TorchDistribution|NamedTuple|Protocol|Any|optional)"),
+    ("py:data", r"[A-Z_]+"),
+    ("py:class", r"pyrohmm\..*\._\w+"),
+    ("py:class", r"(?!pyrohmm\.).*"),  # words before the colon of a docstring's "Returns"
 ]
 
 html_theme = "furo"
@@ -68,21 +72,40 @@ html_show_copyright = False
 html_theme_options = {"navigation_with_keys": True}
 
 
+def defined_as(target: str, module: str, owner: str) -> str:
+    """The full name of a thing, by the short one that a docstring uses: as Python finds it."""
+    for place in (f"{module}.{owner}", module, "pyrohmm"):
+        try:
+            thing = attrgetter(target.removeprefix("pyrohmm."))(locate(place))
+        except AttributeError:
+            continue
+        if inspect.ismodule(thing):
+            return thing.__name__
+        return f"{getattr(thing, '__module__', '')}.{getattr(thing, '__qualname__', '')}"
+    return target
+
+
 def resolve(app: Sphinx, env: Any, node: Any, content: nodes.Element) -> nodes.Element | None:
-    """Find a name by its end: docstrings use the short names under which users import things."""
+    """Find what Sphinx does not: names as users import them, else the last part if it is unique."""
     if node.get("refdomain") != "py":
         return None
-    domain = env.get_domain("py")
-    tail = node["reftarget"].removeprefix("pyrohmm.")
-    found = [name for name in domain.objects if name.endswith(f".{tail}")]
-    module = node.get("py:module") or ""
-    found = [name for name in found if name.startswith(f"{module}.")] or found
+    objects, target = env.get_domain("py").objects, node["reftarget"]
+    found = [defined_as(target, node.get("py:module") or "", node.get("py:class") or "")]
+    if found[0] not in objects:
+        found = [name for name in objects if name.endswith(f".{target.split('.')[-1]}")]
     if len(found) != 1:
         return None
-    entry = domain.objects[found[0]]
-    from sphinx.util.nodes import make_refnode
-
+    entry = objects[found[0]]
     return make_refnode(app.builder, node["refdoc"], entry.docname, entry.node_id, content)
+
+
+STYLE = Config(napoleon_use_ivar=True)  # attributes are described once, in the list of the class
+
+
+def to_rest(app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
+    """Google style to reStructuredText; properties as methods, lest their colons begin types."""
+    kind = "method" if what == "property" else what
+    lines[:] = GoogleDocstring(lines, STYLE, app, kind, name, obj, options).lines()
 
 
 def is_field(app: Sphinx, what: str, name: str, obj: Any, skip: bool, options: Any) -> bool | None:
@@ -92,5 +115,6 @@ def is_field(app: Sphinx, what: str, name: str, obj: Any, skip: bool, options: A
 
 def setup(app: Sphinx) -> None:
     """What Sphinx calls."""
+    app.connect("autodoc-process-docstring", to_rest)
     app.connect("autodoc-skip-member", is_field)
     app.connect("missing-reference", resolve)

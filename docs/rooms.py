@@ -65,6 +65,8 @@ def page(room: str) -> str:
 {" ".join(paragraphs[1].split()) if len(paragraphs) > 1 else ""}
 
 ```{{eval-rst}}
+.. py:module:: pyrohmm.{room}
+
 .. autosummary::
    :toctree: .
    :template: module.rst
@@ -91,14 +93,12 @@ def index() -> str:
         inside += [name for name, module in names.items() if name == room and module == room]
         if not inside:
             continue
-        links = []
-        for name in inside:
-            module = names[name]
-            lower = modules_of(room)
-            if name in lower:  # the module itself
-                links.append(f"[`{name}`](#pyrohmm.{room}.{name})")
-            else:
-                links.append(f"[`{name}`](#pyrohmm.{module}.{name})")
+        links = [
+            f"[`{name}`](pyrohmm.{room}.{name}.rst)"
+            if name in modules_of(room)
+            else f"[`{name}`](#pyrohmm.{names[name]}.{name})"
+            for name in inside
+        ]
         lines += [f"[**{room}**]({room}.md): {text_of(room).splitlines()[0]}", "",
                   ", ".join(links), ""]  # fmt: skip
     toctree = "\n".join(ROOMS)

@@ -5,9 +5,8 @@ import re
 from pathlib import Path
 
 import pytest
-import torch
-
 import results
+import torch
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()

@@ -292,7 +292,7 @@ class PosteriorDraws:
         """The same draws with their states renamed, such that a name means one thing in all.
 
         Raises:
-            TypeError, ValueError: As :meth:`hmm` and :meth:`rename`.
+            TypeError, ValueError: As :meth:`hmm` and :meth:`permute_states`.
         """
         return self.permute_states(self.align(data), data)
 

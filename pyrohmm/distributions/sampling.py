@@ -55,7 +55,7 @@ def sample_emission(emission: TorchDistribution, states: Tensor) -> Tensor:
 
 
 def sample_emission_per_step(emission: TorchDistribution, states: Tensor) -> Tensor:
-    """As :func:`emit`, from an emission of batch shape ``(*b, T, K)``."""
+    """As :func:`sample_emission`, from an emission of batch shape ``(*b, T, K)``."""
     return _pick(emission.expand(states.shape + emission.batch_shape[-1:]), states)
 
 

@@ -1,6 +1,6 @@
 r"""EM: a map from HMM to HMM that never lowers the log joint density.
 
-The E-step is exact (:meth:`HMM.expected`). The M-step is a closed form wherever there is one (the
+The E-step is exact (:meth:`HMM.expected_counts`). The M-step is a closed form wherever there is one (the
 chain of a :class:`TabularHMM`, and the emissions of this package), priors included; transitions
 under a diversity prior have steps of their own (:mod:`pyrohmm.msteps`); for the rest it is
 :class:`GradientStep`, on the expected counts alone if they are all that is needed, as for
@@ -85,7 +85,7 @@ def expected_log_joint(hmm: HMM, expected: ExpectedCounts, values: Tensor) -> Te
 
     Args:
         hmm: With the parameters to be judged.
-        expected: The E-step of an HMM of the same shape: :meth:`HMM.expected`.
+        expected: The E-step of an HMM of the same shape: :meth:`HMM.expected_counts`.
         values: ``(*B, T, *E)``, what the counts were found for.
 
     Example:
