@@ -61,17 +61,23 @@ def card(name: str, notebook: Notebook) -> str:
     )
 
 
+def keep(path: Path, content: bytes) -> None:
+    """Write a file that is new or has changed; Sphinx reads again what was written."""
+    if not path.exists() or path.read_bytes() != content:
+        path.write_bytes(content)
+
+
 def write(folder: Path) -> None:
     """Copy the notebooks and their first pictures into ``folder``, with an index."""
     folder.mkdir(parents=True, exist_ok=True)
     cards, names = [], []
     for path in [*sorted(TUTORIALS.glob("[0-9]*.ipynb")), TUTORIALS / "coming_from.ipynb"]:
         notebook = json.loads(path.read_text())
-        (folder / path.name).write_bytes(path.read_bytes())
+        keep(folder / path.name, path.read_bytes())
         picture = first_picture(notebook)
         if picture is None:
             raise ValueError(f"{path.name} has no picture among its outputs; render it anew.")
-        (folder / f"{path.stem}.png").write_bytes(picture)
+        keep(folder / f"{path.stem}.png", picture)
         cards.append(card(path.stem, notebook))
         names.append(path.stem)
     lines = [
@@ -93,4 +99,4 @@ def write(folder: Path) -> None:
         *names,
         "```",
     ]
-    (folder / "index.md").write_text("\n".join(lines) + "\n")
+    keep(folder / "index.md", ("\n".join(lines) + "\n").encode())

@@ -6,9 +6,11 @@ Everything is read from the sources, so that it cannot fall behind them.
 from __future__ import annotations
 
 import ast
-import inspect
+import re
 import textwrap
 from pathlib import Path
+
+from gallery import keep
 
 PACKAGE = Path(__file__).resolve().parent.parent / "pyrohmm"
 ROOMS = ["ops", "data", "distributions", "nn", "io", "infer", "analysis", "language"]
@@ -42,15 +44,22 @@ def public_names() -> dict[str, str]:
     """Where each public name of ``pyrohmm`` is defined: the module, with its dots."""
     found = {}
     for node in ast.parse((PACKAGE / "__init__.py").read_text()).body:
-        if isinstance(node, ast.ImportFrom) and node.module and not node.module.startswith("_"):
-            found.update({alias.name: node.module for alias in node.names})
+        if isinstance(node, ast.ImportFrom) and not (node.module or "").startswith("_"):
+            found.update({alias.name: node.module or alias.name for alias in node.names})
     return found
 
 
-def first_sentence(thing: object) -> str:
-    """What the docstring of a thing says first."""
-    lines = (inspect.getdoc(thing) or "").split("\n\n")[0].replace("\n", " ")
-    return lines.split(". ")[0].rstrip(".:") + "."
+def sentence_of(module: str, name: str) -> str:
+    """The first sentence of the docstring of a class or function of a module."""
+    tree = ast.parse(PACKAGE.joinpath(*module.split(".")).with_suffix(".py").read_text())
+    (node,) = (
+        node
+        for node in tree.body
+        if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == name
+    )
+    first = " ".join((ast.get_docstring(node) or "").split("\n\n")[0].split())
+    first = re.sub(r":\w+:`~?([^`]+)`", r"`\1`", first).replace("``", "`")
+    return re.split(r"(?<=[\w)`])[.:](?: (?=[A-Z`])|$)", first)[0]
 
 
 def page(room: str) -> str:
@@ -65,13 +74,13 @@ def page(room: str) -> str:
 {" ".join(paragraphs[1].split()) if len(paragraphs) > 1 else ""}
 
 ```{{eval-rst}}
-.. py:module:: pyrohmm.{room}
-
 .. autosummary::
    :toctree: .
    :template: module.rst
 
 {names}
+
+.. py:module:: pyrohmm.{room}
 ```
 """
 
@@ -82,25 +91,24 @@ def index() -> str:
     lines = [
         "# API",
         "",
-        "What `from pyrohmm import ...` gives. Each name links to its module.",
+        "What `from pyrohmm import ...` gives, by the subpackage that defines it.",
         "",
     ]
     for room in ROOMS:
-        inside = sorted(
-            (name for name, module in names.items() if module.split(".")[0] == room),
-            key=lambda name: (name.islower(), name),
-        )
-        inside += [name for name, module in names.items() if name == room and module == room]
-        if not inside:
-            continue
-        links = [
-            f"[`{name}`](pyrohmm.{room}.{name}.rst)"
-            if name in modules_of(room)
-            else f"[`{name}`](#pyrohmm.{names[name]}.{name})"
-            for name in inside
-        ]
-        lines += [f"[**{room}**]({room}.md): {text_of(room).splitlines()[0]}", "",
-                  ", ".join(links), ""]  # fmt: skip
+        inside = [name for name, module in names.items() if module.split(".")[0] == room]
+        owns = text_of(room).splitlines()[0]
+        lines += [f"## {room}", "", f"{owns} [All its modules]({room}.md).", ""]
+        lines += ["| name | |", "| :-- | :-- |"]
+        for name in sorted(inside, key=lambda name: (name.islower(), name)):
+            if name in modules_of(room):
+                lines.append(f"| [`{name}`](pyrohmm.{room}.{name}.rst) | a module: "
+                             f"{modules_of(room)[name].replace('``', '`')} |")  # fmt: skip
+            elif name == room:
+                lines.append(f"| [`{name}`]({room}.md) | the subpackage |")
+            else:
+                lines.append(f"| [`{name}`](#pyrohmm.{names[name]}.{name}) | "
+                             f"{sentence_of(names[name], name)} |")  # fmt: skip
+        lines.append("")
     toctree = "\n".join(ROOMS)
     return "\n".join(lines) + f"\n```{{toctree}}\n:hidden:\n\n{toctree}\n```\n"
 
@@ -108,9 +116,9 @@ def index() -> str:
 def write(folder: Path) -> None:
     """Write the pages of the API into ``folder``."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "index.md").write_text(index())
+    keep(folder / "index.md", index().encode())
     for room in ROOMS:
-        (folder / f"{room}.md").write_text(page(room))
+        keep(folder / f"{room}.md", page(room).encode())
 
 
 # Pictures ---------------------------------------------------------------------------------------

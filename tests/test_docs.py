@@ -3,6 +3,7 @@
 import ast
 import json
 import re
+import tomllib
 from pathlib import Path
 
 import gallery
@@ -240,7 +241,7 @@ def test_pictures_are_drawn(tmp_path):
 
 
 def test_the_versions_that_are_written_down_are_one():
-    version = pyrohmm.__version__
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
     assert f"## {version}" in (ROOT / "CHANGELOG.md").read_text()
     assert f"version: {version}\n" in (ROOT / "CITATION.cff").read_text()
 
