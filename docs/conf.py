@@ -86,13 +86,14 @@ def defined_as(target: str, module: str, owner: str) -> str:
 
 
 def resolve(app: Sphinx, env: Any, node: Any, content: nodes.Element) -> nodes.Element | None:
-    """Find what Sphinx does not: names as users import them, else the last part if it is unique."""
+    """Find what Sphinx does not: names as users import them, else by their last parts."""
     if node.get("refdomain") != "py":
         return None
     objects, target = env.get_domain("py").objects, node["reftarget"]
     found = [defined_as(target, node.get("py:module") or "", node.get("py:class") or "")]
-    if found[0] not in objects:
-        found = [name for name in objects if name.endswith(f".{target.split('.')[-1]}")]
+    for tail in (target.removeprefix("pyrohmm."), target.split(".")[-1]):
+        if len(found) != 1 or found[0] not in objects:
+            found = [name for name in objects if name.endswith(f".{tail}")]
     if len(found) != 1:
         return None
     entry = objects[found[0]]

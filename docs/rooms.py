@@ -11,6 +11,8 @@ import textwrap
 from pathlib import Path
 
 from gallery import keep
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
 
 PACKAGE = Path(__file__).resolve().parent.parent / "pyrohmm"
 ROOMS = ["ops", "data", "distributions", "nn", "io", "infer", "analysis", "language"]
@@ -126,8 +128,6 @@ def write(folder: Path) -> None:
 
 def draw_imports(path: Path) -> None:
     """Draw the rooms, one above the other, and which of them each imports."""
-    from matplotlib.figure import Figure
-
     figure = Figure(figsize=(9, 4.6), layout="constrained")
     axes = figure.add_subplot()
     for row, room in enumerate(ROOMS):
@@ -148,34 +148,35 @@ def draw_imports(path: Path) -> None:
 
 def draw_fit(path: Path) -> None:
     """Draw the way of data through a fit."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 3.3), layout="constrained")
+    figure = Figure(figsize=(10, 2.9), layout="constrained")
+    FigureCanvasAgg(figure)  # to know how large texts are
     axes = figure.add_subplot()
     boxes = {
-        "data": (0.0, 1.0, "lists, text,\nfiles, frames"),
-        "Sequences": (2.2, 1.0, "Sequences\nvalues, lengths, masks"),
-        "module": (2.2, 2.2, "HMM module\nparameters, priors"),
-        "HMM": (4.6, 2.2, "HMM\nlog_prob, posterior"),
-        "model": (4.6, 1.0, "Pyro model\nMarginalModel or yours"),
-        "fit": (7.0, 1.0, "fit_em, fit_map,\nfit_svi, NUTS"),
-        "Fit": (9.3, 1.0, "Fit\nlosses, reason, notes"),
-        "fitted": (9.3, 2.2, "Fit.hmm(data)\na fitted HMM"),
-        "use": (11.6, 2.2, "posterior, viterbi,\nforecast, metrics"),
-        "file": (11.6, 1.0, "save, load_hmm,\nto_arviz"),
+        "data": (0, 0, "lists, text,\nfiles, tables"),
+        "sequences": (1, 0, "Sequences\nvalues, lengths,\nmasks"),
+        "module": (1, 1, "HMM module\nparameters,\npriors"),
+        "hmm": (2, 1, "HMM\na distribution over\nsequences"),
+        "model": (2, 0, "Pyro model\nMarginalModel,\nor your function"),
+        "fit": (3, 0, "fit_em, fit_map,\nfit_svi, NUTS"),
+        "result": (4, 0, "Fit\nlosses, reason,\nnotes"),
+        "fitted": (4, 1, "Fit.hmm(data)\na fitted HMM"),
+        "use": (5, 1, "posterior, viterbi,\nforecast, metrics"),
+        "file": (5, 0, "save, to_arviz"),
     }
     frame = {"boxstyle": "round,pad=0.5", "facecolor": "0.95", "edgecolor": "C0"}
-    for x, y, text in boxes.values():
-        axes.text(x, y, text, ha="center", va="center", fontsize=8.5, bbox=frame)
-    arrows = [("data", "Sequences"), ("Sequences", "model"), ("module", "HMM"), ("HMM", "model"),
-              ("Sequences", "module"), ("model", "fit"), ("fit", "Fit"), ("Fit", "fitted"),
-              ("fitted", "use"), ("fitted", "file")]  # fmt: skip
-    for start, end in arrows:
-        (x0, y0, _), (x1, y1, _) = boxes[start], boxes[end]
-        gap = 46 if y0 == y1 else 18  # half of a box, in points
-        arrow = {"arrowstyle": "->", "color": "0.4", "shrinkA": gap, "shrinkB": gap}
-        axes.annotate("", (x1, y1), (x0, y0), zorder=0, arrowprops=arrow)
-    axes.set_xlim(-1.1, 12.8)
-    axes.set_ylim(0.4, 2.8)
+    axes.set_xlim(-0.5, 5.5)
+    axes.set_ylim(-0.5, 1.5)
     axes.axis("off")
+    texts = {
+        name: axes.text(x, y, text, ha="center", va="center", fontsize=8, bbox=frame)
+        for name, (x, y, text) in boxes.items()
+    }
+    figure.canvas.draw()
+    arrows = [("data", "sequences"), ("sequences", "module"), ("sequences", "model"),
+              ("module", "hmm"), ("hmm", "model"), ("model", "fit"), ("fit", "result"),
+              ("result", "fitted"), ("fitted", "use"), ("fitted", "file")]  # fmt: skip
+    for start, end in arrows:
+        patches = {"patchA": texts[start].get_bbox_patch(), "patchB": texts[end].get_bbox_patch()}
+        arrow = {"arrowstyle": "->", "color": "0.4", "shrinkA": 2, "shrinkB": 2, **patches}
+        axes.annotate("", boxes[end][:2], boxes[start][:2], arrowprops=arrow)
     figure.savefig(path, dpi=150)
