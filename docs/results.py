@@ -404,7 +404,6 @@ def speed_numbers() -> dict[str, str]:
         if row[SHAPE] == ours[SHAPE] and row[SHAPE][2] <= 128
     ]
     long = one("throughput", quantity="one long sequence", method="pyrohmm")
-    pairs = {"V": 10000, "pairs": 400000, "method": "dense formula"}
     return {
         "numba": bounds(numba, 1),
         "restarts": restart_bounds(),
@@ -412,14 +411,22 @@ def speed_numbers() -> dict[str, str]:
         "fixed": plain(one("throughput", method="pyrohmm", **small)["milliseconds"]),
         "fixed_dynamax": plain(one("throughput", method="dynamax", **small)["milliseconds"]),
         "million": plain(long["seconds"]),
-    } | {
-        loss.split()[0].replace("-", "_"): plain(
-            one("cooccurrence_scaling", quantity=f"{loss} and gradient", **pairs)[
-                "times_slower_than_ours"
-            ][0], 0
-        )
-        for loss in ("squared distance", "cross-entropy")
-    }  # fmt: skip
+    }
+
+
+def matrix_numbers() -> dict[str, str]:
+    """What the page of the DenseHMM says beside its tables."""
+    sizes = {"part": "table", "quantity": "relative error", "factorisation": "softmax"}
+    code, decaying = (
+        [row["ours"] - row["paper"] for row in rows("densehmm_matrix_fit", **sizes, schedule=each)]
+        for each in ("as in the code", "decaying")
+    )
+    return {
+        "rows": str(len(code)),
+        "code": str(sum(excess <= 0 for excess in code)),
+        "decaying": str(sum(excess <= 0 for excess in decaying)),
+        "excess": f"{max(code):.4f}",
+    }
 
 
 def diversity_numbers() -> dict[str, str]:
@@ -431,7 +438,14 @@ def diversity_numbers() -> dict[str, str]:
     toy = rows("diversified_toy", part="table", weight=0.0)
     apart = one("diversified_ocr", split="words apart", part="better", look="chosen",
                 model="first order or second order")  # fmt: skip
+    letters = {"part": "diversity", "split": "folds of the file", "measure": "accuracy"}
+    smoothed = [row["ours"] for row in rows("diversified_ocr", **letters, smoothing=1.0)]
+    without = one("diversified_ocr", part="baselines", split="folds of the file", model="HMM",
+                  smoothing=1.0, decoding="path")["ours"]  # fmt: skip
+    starts = [row["one_to_one"]["deviation"] for row in rows("diversified_tagging", weight=0.0)]
     return {
+        "starts": bounds(starts, 2),
+        "letters": percent(max(smoothed) - without),
         "cost": f"{100 * min(cost):.0f} to {100 * max(cost):.0f} %",
         "slower": bounds(slower, 1),
         "toy": bounds([row["accuracy"]["ours"] for row in toy], 2),
@@ -448,6 +462,12 @@ def language_numbers() -> dict[str, str]:
     )
     minutes = {row["states"]: row["minutes"] for row in rows("language_models", panel="best")}
     widest = one("large_hmm_speed", part="scaling", states=65536)
+    (paper,) = {
+        line["paper_on_other_data"]
+        for line in result("tagging")["summary"]
+        if line["model"] == "neural HMM"
+    }
+    epochs = [row["epochs"] for row in rows("language_models", panel="best")]
     return {
         "ptb_valid": f"{ptb['valid_tokens']:,}",
         "ptb_test": f"{ptb['test_tokens']:,}",
@@ -455,6 +475,9 @@ def language_numbers() -> dict[str, str]:
         "wiki_test": f"{wiki['test_tokens']:,}",
         "minutes_8192": f"{minutes[8192]:.0f}",
         "hours_32768": f"{minutes[32768] / 60:.1f}",
+        "epochs": f"{min(epochs)} to {max(epochs)}",
+        "no_dropout": f"{trained(panel='large', name='no dropout')['valid']['mean']:.0f}",
+        "tagging_paper": percent(paper),
         "widest_seconds": f"{widest['seconds_per_epoch']:.0f}",
         "widest_gigabytes": plain(widest["gigabytes"]),
     }
@@ -471,6 +494,7 @@ def substitutions() -> dict[str, Any]:
         "table": {name: build() for name, build in TABLES.items()}
         | {name: claim_table(name) for name in claims},
         "origin": {name: origin(name) for name in RESULTS},
+        "matrix": matrix_numbers(),
         "speed": speed_numbers(),
         "diversity": diversity_numbers(),
         "language": language_numbers(),
