@@ -21,7 +21,7 @@ from common import FOLDER, arguments, earlier, write
 from pyrohmm import datasets, readers
 from pyrohmm.data.pair_counts import count_pairs
 from pyrohmm.language.clusters import Clusters, average_mutual_information, brown
-from pyrohmm.ops import lookup as _lookup
+from pyrohmm.ops import backends
 from pyrohmm.ops.pairs import Pairs
 
 SIZES = [32, 64, 128, 256, 512, 1024]
@@ -56,20 +56,17 @@ def perplexity(train: Pairs, held_out: Pairs, found: Clusters) -> float:
     words = (words + 0.01) / np.bincount(labels, words + 0.01)[labels]
     logs = np.log(moves[labels[held_out.first], labels[held_out.second]])
     logs += np.log(words[held_out.second])
-    return math.exp(-(logs * held_out.shares.numpy()).sum())
+    return math.exp(-(logs * held_out.fractions.numpy()).sum())
 
 
 def measure(
     source: str, train: Pairs, held_out: Pairs, size: int, sweeps: int, compiled: bool
 ) -> tuple[dict[str, Any], Clusters]:
     """One run."""
-    kernels = _lookup.kernels
-    if not compiled:
-        _lookup.kernels = lambda *_: None
-    start_time = time.process_time()
-    found = brown(train, size, sweeps, progress=False)
-    seconds = time.process_time() - start_time
-    _lookup.kernels = kernels
+    with backends.use(backends.NUMBA if compiled else backends.TORCH):
+        start_time = time.process_time()
+        found = brown(train, size, sweeps, progress=False)
+        seconds = time.process_time() - start_time
     row = {
         "data": SOURCES[source],
         "words": train.num_symbols,
@@ -151,7 +148,7 @@ def main() -> None:
         brown(Pairs(*torch.tensor([[0, 1], [1, 0], [1, 1]]), 2), 2)  # compiles what is not yet
         same = {}
         for size in [4, 8] if options.quick else SIZES:
-            for sweeps in (0, SWEEPS) if _lookup.kernels() else ():
+            for sweeps in (0, SWEEPS) if backends.has_numba() else ():
                 row, same[size] = measure(source, train, held_out, size, sweeps, True)
                 rows.append(row)
             if size == 128 and same:

@@ -204,7 +204,7 @@ def _peak(name: str, dense: bool, num_symbols: int, num_pairs: int, result: Any)
     before = _peak_so_far()
     if dense:
         shares = torch.zeros(num_symbols, num_symbols)
-        shares[drawn.first, drawn.second] = drawn.shares.float()
+        shares[drawn.first, drawn.second] = drawn.fractions.float()
         step(lambda *given: by_dense_formula(name, *given), parts, shares)
     else:
         copies = (each.clone() for each in (drawn.first, drawn.second, drawn.counts))

@@ -129,7 +129,7 @@ def iterations(quick: bool) -> list[dict[str, Any]]:
 
 
 class _Sparse(TabularHMM):
-    """A tabular HMM whose M-step lets negative counts of moves be zero: sparse rows.
+    """A tabular HMM whose M-step lets negative counts of transitions be zero: sparse rows.
 
     Args:
         num_states: K.
@@ -141,13 +141,13 @@ class _Sparse(TabularHMM):
         super().__init__(num_states, emission)
         self.less = 1 - concentration
 
-    def maximise(self, statistics: dict[str, Tensor], of_moves: Any = None) -> dict[str, Tensor]:
-        """Counts of moves, less what the prior takes away."""
+    def m_step(self, statistics: dict[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
+        """Counts of transitions, less what the prior takes away."""
         counts = (statistics["transition"] - self.less).clamp(min=0.0)
         best = statistics["transition"].argmax(-1, keepdim=True)
         counts = torch.where(counts.sum(-1, keepdim=True) > 0, counts,
                              torch.zeros_like(counts).scatter(-1, best, 1.0))  # fmt: skip
-        return super().maximise({**statistics, "transition": counts}, of_moves)
+        return super().m_step({**statistics, "transition": counts})
 
 
 def chain(matrix: Tensor, seed: int, num: int) -> Sequences:

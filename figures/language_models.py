@@ -54,7 +54,7 @@ from pyrohmm import (
     metrics,
 )
 from pyrohmm.data.batches import batches_in_round
-from pyrohmm.language.model import WarmupCosine
+from pyrohmm.language import WarmupCosine
 
 NAME = "language_models"
 

@@ -42,7 +42,7 @@ from torch import Tensor, nn
 
 from pyrohmm import MarginalModel, NeuralHMM, Sequences, blocks, fit_map
 from pyrohmm.data.batches import Batches, batches_in_round
-from pyrohmm.nn.neural import draw_states
+from pyrohmm.nn.neural import sample_kept_states
 
 NAME = "large_hmm_speed"
 BLOCKS, ROUNDS, STEPS, BATCH, SMALL = 128, 5, 10, 8192, 512
@@ -80,7 +80,7 @@ def ours(module: NeuralHMM, data: Sequences, tokens: int, steps: int, seed: int)
 
 def plain_loss(module: NeuralHMM, batch: Sequences) -> Tensor:
     """The negative log evidence per token, straightforwardly."""
-    states = draw_states(module.num_states, module.blocks, module.dropout)
+    states = sample_kept_states(module.num_states, module.blocks, module.dropout)
     assert module.blocks is not None
     kept = module.blocks.keep(states)
     hmm = module._build(states, kept, batch.lengths, None)

@@ -40,7 +40,7 @@ from pyrohmm import (
     fit_map,
     starts,
 )
-from pyrohmm.ops import lookup as _lookup
+from pyrohmm.ops import backends
 
 try:
     import jax
@@ -89,12 +89,8 @@ class Problem:
 
     def pyrohmm_torch(self) -> tuple[float, list[torch.Tensor]]:
         """Ours without Numba."""
-        kernels = _lookup.kernels
-        _lookup.kernels = lambda: None
-        try:
+        with backends.use(backends.TORCH):
             return self.pyrohmm()
-        finally:
-            _lookup.kernels = kernels
 
     def log_space(self) -> None:
         """A loop of logsumexp with torch's autograd."""

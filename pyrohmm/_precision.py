@@ -1,4 +1,4 @@
-"""Gradients of our own: in full precision, and differentiable where that is asked for."""
+"""Hand-written gradients: in full precision, and differentiable where that is asked for."""
 
 from __future__ import annotations
 
@@ -39,11 +39,12 @@ def differentiable_gradient(
     ``value`` is made of operations of torch; second derivatives are for small problems, such as
     the Laplace approximation of a posterior. None for inputs that need no gradient.
     """
-    with torch.enable_grad():  # one input may be made of another: of each a view of its own
-        own = [None if each is None else each.view_as(each) for each in inputs]
-        wanted = [each for each in own if each is not None and each.requires_grad]
-        found = torch.autograd.grad(
-            value(*own), wanted, weights, create_graph=True, materialize_grads=True
+    with torch.enable_grad():  # one input may be made of another: so a separate view of each
+        views = [None if x is None else x.view_as(x) for x in inputs]
+        differentiable = [x for x in views if x is not None and x.requires_grad]
+        gradients = iter(
+            torch.autograd.grad(
+                value(*views), differentiable, weights, create_graph=True, materialize_grads=True
+            )
         )
-    gradients = iter(found)
-    return [None if x is None or not x.requires_grad else next(gradients) for x in own]
+    return [None if x is None or not x.requires_grad else next(gradients) for x in views]

@@ -1,4 +1,4 @@
-"""The command by its first name: ``python -m pyrohmm.language`` is the same."""
+"""The name that ``python -m pyrohmm.language`` had first: it is the same command."""
 
 from .language.command import main
 

@@ -1,6 +1,6 @@
 """The emission families in scipy's words; they share no code with the package but its builders.
 
-A case has a name and a space for each parameter, ``values(rng, M)`` and ``draw(rng, K)``, and two
+A case has a name and a space for each parameter, ``values(rng, M)`` and ``sample(rng, K)``, and two
 densities: ``each(parameters, values)`` ``(M, K)``, and ``prior(parameters, name)``, of one
 parameter given the others. NaN components are missing. Everything is NumPy in float64.
 """
@@ -54,7 +54,7 @@ class Symbols:
     def values(self, rng, size):
         return rng.integers(4, size=size)
 
-    def draw(self, rng, states):
+    def sample(self, rng, states):
         return {"probs": random_simplex(rng, (states, 4))}
 
     def each(self, found, values):
@@ -77,7 +77,7 @@ class Bits:
     def values(self, rng, size):
         return rng.integers(2, size=(size, 2)).astype(float)
 
-    def draw(self, rng, states):
+    def sample(self, rng, states):
         return {"probs": rng.uniform(0.1, 0.9, size=(states, 2))}
 
     def each(self, found, values):
@@ -100,7 +100,7 @@ class Count:
     def values(self, rng, size):
         return rng.poisson(3.0, size=(size, *self.shape)).astype(float)
 
-    def draw(self, rng, states):
+    def sample(self, rng, states):
         return {"rate": rng.uniform(0.5, 6.0, size=(states, *self.shape))}
 
     def each(self, found, values):
@@ -136,7 +136,7 @@ class Number:
     def values(self, rng, size):
         return rng.normal(1.0, 1.5, size=(size, *self.shape))
 
-    def draw(self, rng, states):
+    def sample(self, rng, states):
         shape = (states, *self.shape)
         return {"variance": rng.uniform(0.5, 2.0, size=shape), "loc": rng.normal(size=shape)}
 
@@ -155,8 +155,8 @@ class Number:
 
     def prior(self, found, name):
         if name == "variance":
-            law = stats.invgamma(self.strength, scale=self.rate)
-            return law.logpdf(found["variance"]).sum()
+            density = stats.invgamma(self.strength, scale=self.rate)
+            return density.logpdf(found["variance"]).sum()
         spread = np.sqrt(self.wide(found) / self.weight)
         return stats.norm.logpdf(found["loc"], self.centre, spread).sum()
 
@@ -181,7 +181,7 @@ class Ball(Number):
     def family(self):
         return normal_spherical(2, self.centre, self.weight, self.strength, self.rate)
 
-    def draw(self, rng, states):
+    def sample(self, rng, states):
         return {
             "variance": rng.uniform(0.5, 2.0, size=states),
             "loc": rng.normal(size=(states, 2)),
@@ -206,7 +206,7 @@ class Full:
     def values(self, rng, size):
         return rng.normal(size=(size, 2)) @ np.array([[1.0, 0.7], [0.0, 1.0]])
 
-    def draw(self, rng, states):
+    def sample(self, rng, states):
         return {
             "covariance": random_covariance(rng, (states,), 2),
             "loc": rng.normal(size=(states, 2)),
@@ -238,7 +238,7 @@ class Shared(Full):
     def family(self):
         return super().family(normal_tied)
 
-    def draw(self, rng, states):
+    def sample(self, rng, states):
         return {"covariance": random_covariance(rng, (), 2), "loc": rng.normal(size=(states, 2))}
 
 
@@ -253,7 +253,7 @@ class Mixture(Number):
     def values(self, rng, size):
         return rng.normal(1.0, 1.5, size=(size, 2))
 
-    def draw(self, rng, states):
+    def sample(self, rng, states):
         return {
             "weights": random_simplex(rng, (states, 2)),
             "variance": rng.uniform(0.5, 2.0, size=(states, 2, 2)),
@@ -282,7 +282,7 @@ def inside(found, begin):
 
 
 class Several:
-    """A symbol, a count and a plane side by side."""
+    """A symbol, a count and a plane, joined."""
 
     parts = (Symbols(), Count(), Plane())
 
@@ -299,11 +299,11 @@ class Several:
     def values(self, rng, size):
         return np.column_stack([part.values(rng, size) for part in self.parts]).astype(float)
 
-    def draw(self, rng, states):
+    def sample(self, rng, states):
         return {
             f"parts.{i}.{name}": value
             for i, part in enumerate(self.parts)
-            for name, value in part.draw(rng, states).items()
+            for name, value in part.sample(rng, states).items()
         }
 
     def each(self, found, values):
@@ -327,8 +327,8 @@ class Sharing(Ball):
     def family(self):
         return tied(super().family(), self.index.tolist())
 
-    def draw(self, rng, states):
-        return {f"part.{name}": value for name, value in super().draw(rng, 2).items()}
+    def sample(self, rng, states):
+        return {f"part.{name}": value for name, value in super().sample(rng, 2).items()}
 
     def each(self, found, values):
         return super().each(inside(found, "part."), values)[:, self.index]

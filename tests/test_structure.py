@@ -28,7 +28,10 @@ COMMANDS = {"language.command"}
 # Larger than is comfortable, each with the reason.
 LONG_MODULES: dict[str, str] = {}
 LONG_CLASSES: dict[str, str] = {}
-LONG_FUNCTIONS: dict[str, str] = {}
+LONG_FUNCTIONS: dict[str, str] = {
+    "infer.svi.fit_svi": "explains the arguments of all gradient fits; its body is two statements",
+    "infer.cooccurrence.fit_cooccurrence": "lists its own arguments and those of all fits",
+}
 MOST_LINES = {"module": 500, "class": 350, "function": 80, "package": 18_500}
 
 

@@ -195,7 +195,7 @@ for word in ("a", "must", "list", "is", "by", "method"):
 # ## Other kernels, fewer embeddings
 #
 # `kernel=` exchanges the exponential for another positive function of two vectors:
-# `dense.rbf(1.0)`, `dense.sigmoid`, or one of your own. `share=True` gives each state a single
+# `dense.rbf(1.0)`, `dense.sigmoid`, or one of your own. `tied=True` gives each state a single
 # vector, which leaves, enters and emits; the chain is then reversible. `freeze(module, "enter",
 # value)` holds vectors constant. `emission=normal(2)` puts a dense chain under other emissions.
 
@@ -203,7 +203,7 @@ for word in ("a", "must", "list", "is", "by", "method"):
 for name, options in {
     "exponential": {},
     "radial": {"kernel": dense.rbf(1.0)},
-    "one vector a state": {"share": True},
+    "one vector a state": {"tied": True},
 }.items():
     module = DenseHMM(num_states, num_symbols, dim, **options)
     fit = fit_map(MarginalModel(module), train, num_steps=steps)

@@ -22,6 +22,7 @@ import math
 import os
 import re
 import warnings
+from functools import partial
 
 import pyro
 import torch
@@ -270,7 +271,9 @@ point = fit_map(
 )
 guides = {
     "AutoNormal": AutoNormal(dense, init_loc_fn=init_to_value(values=point.start), init_scale=0.1),
-    "RotationGuide": RotationGuide(dense, point.start, init_scale=0.1),
+    "RotationGuide": RotationGuide(
+        dense, point.start, autoguide=partial(AutoNormal, init_scale=0.1)
+    ),
 }
 clouds = {}
 for name, guide in guides.items():

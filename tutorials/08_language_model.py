@@ -225,9 +225,9 @@ print(again.perplexity(test))
 # Files with one sentence a line, for instance the Penn Treebank, with more states:
 #
 # ```sh
-# python -m pyrohmm.train_lm ptb.train.txt --valid ptb.valid.txt --score ptb.test.txt \
+# python -m pyrohmm.language ptb.train.txt --valid ptb.valid.txt --score ptb.test.txt \
 #     --save ptb_model --checkpoint ptb.checkpoint --states 4096 --clusters 128
-# python -m pyrohmm.train_lm --load ptb_model --generate 10
+# python -m pyrohmm.language --load ptb_model --generate 10
 # ```
 #
 # It shows the perplexity of the held-out text after every epoch, goes on from its checkpoint if it

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from pyrohmm import Sequences, clusters, cooccurrence, datasets, readers
-from pyrohmm.language.model import END, find_clusters
+from pyrohmm.language import END, find_clusters
 
 
 class Text(NamedTuple):

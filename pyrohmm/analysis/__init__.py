@@ -5,14 +5,16 @@ Imports the rooms down to ``infer``.
 Its modules; each imports only those above it:
 
 ``metrics``         perplexity, information criteria, accuracy, diversity
-``chains``          the arguments of a chain as queries read them
+``chains``          factors of a chain as queries read them
 ``decoding``        the k best paths, entropy of paths
 ``prediction``      one step ahead, continuation, imputation
 ``dwell_times``     how long a chain stays in a state
 ``residuals``       pseudo-residuals
 ``queries``         the posterior queries under one name
 ``streaming``       ``Filter``: online filtering
-``draws``           ``PosteriorDraws``: samples of a posterior
+``draw_sources``    posterior samples of a fit or a sampler
+``state_dims``      which dimensions of variables run over states
+``draws``           ``PosteriorDraws``: samples of a posterior as HMMs
 ``inference_data``  ``to_arviz``
 ``plots``           pictures of a fitted HMM
 """

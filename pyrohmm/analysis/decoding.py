@@ -7,13 +7,11 @@ from torch import Tensor
 
 from .._checks import check_size
 from ..distributions.hmm import HMM
-from .chains import _finite, _normalised, _read
-
-# Paths --------------------------------------------------------------------------------------------
+from .chains import chain_factors, finite_or_zero, normalised
 
 
 def k_best(hmm: HMM, values: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    r"""The ``count`` most probable paths of states, best first.
+    r"""The C paths of largest :math:`p(z_{1:T} \mid x_{1:T})`, best first.
 
     The list Viterbi algorithm: the best paths into each state are kept at each step, so that the
     answer is exact. The first path is that of :meth:`HMM.viterbi`.
@@ -48,21 +46,21 @@ def k_best(hmm: HMM, values: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """
     check_size("count", count)
     with torch.no_grad():
-        chain = _read(hmm, values)
+        chain = chain_factors(hmm, values)
         num_steps, num_states = chain.likelihood.shape[-2:]
         first = chain.initial + chain.likelihood[..., 0, :]
         scores = first.new_full((*first.shape, count), -torch.inf)  # of the C best into each state
         scores[..., 0] = first
-        own = torch.arange(num_states * count, device=first.device)
+        same = torch.arange(num_states * count, device=first.device)
         pointers = []  # where each of the K C paths came from, among those of the step before
         for t in range(1, num_steps):
-            moved = chain.matrix(t).mT.unsqueeze(-1) + scores.unsqueeze(-3)  # (*B, to, from, C)
-            ranked, order = moved.flatten(-2).sort(dim=-1, descending=True, stable=True)
+            extended = chain.matrix(t).mT.unsqueeze(-1) + scores.unsqueeze(-3)  # (*B, to, from, C)
+            ranked, order = extended.flatten(-2).sort(dim=-1, descending=True, stable=True)
             exists = chain.exists[..., t, None, None]
             arrived = ranked[..., :count] + chain.likelihood[..., t, :, None]
             scores = torch.where(exists, arrived, scores)
             origin = order[..., :count].flatten(-2)
-            pointers.append(torch.where(exists.squeeze(-1), origin, own))
+            pointers.append(torch.where(exists.squeeze(-1), origin, same))
         ranked, order = scores.flatten(-2).sort(dim=-1, descending=True, stable=True)
         log_joint, place = ranked[..., :count], order[..., :count]
         path = [place // count]
@@ -98,16 +96,19 @@ def path_entropy(hmm: HMM, values: Tensor) -> Tensor:
         tensor(3., dtype=torch.float64)
     """
     with torch.no_grad():
-        chain = _read(hmm, values)
-        law = _normalised(chain.initial + chain.likelihood[..., 0, :])
-        entropy = torch.zeros_like(law)  # of the states before, given the state at t
+        chain = chain_factors(hmm, values)
+        filtered = normalised(chain.initial + chain.likelihood[..., 0, :])
+        entropy = torch.zeros_like(filtered)  # of the states before, given the state at t
         for t in range(1, hmm.num_steps):
-            pairs = law.unsqueeze(-1) + chain.matrix(t)
-            arrived = pairs.logsumexp(-2)
-            share = (pairs - _finite(arrived).unsqueeze(-2)).exp()  # of the states at t - 1
+            pairs = filtered.unsqueeze(-1) + chain.matrix(t)
+            predicted = pairs.logsumexp(-2)
+            share = (
+                pairs - finite_or_zero(predicted).unsqueeze(-2)
+            ).exp()  # of the states at t - 1
             before = (share * entropy.unsqueeze(-1) + torch.special.entr(share)).sum(-2)
             exists = chain.exists[..., t, None]
-            law = torch.where(exists, _normalised(arrived + chain.likelihood[..., t, :]), law)
+            updated = normalised(predicted + chain.likelihood[..., t, :])
+            filtered = torch.where(exists, updated, filtered)
             entropy = torch.where(exists, before, entropy)
-        last = law.exp()
+        last = filtered.exp()
         return (last * entropy + torch.special.entr(last)).sum(-1).clamp(min=0.0)

@@ -5,10 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .._checks import check_broadcast, check_integers, check_lengths, check_size
+from .._checks import check_broadcast, check_integers, check_lengths, check_range, check_size
 from ..distributions.hmm import HMM
-
-# Dwelling -----------------------------------------------------------------------------------------
+from ..ops import masks
 
 
 def dwell_time_mean(hmm: HMM) -> Tensor:
@@ -69,7 +68,7 @@ def dwell_time_log_prob(hmm: HMM, num_steps: int) -> Tensor:
 def dwell_counts(
     states: Tensor, lengths: Tensor, num_states: int, *, complete: bool = False
 ) -> Tensor:
-    """Count how long the visits to each state last in paths that were decoded or drawn.
+    """Count how long the visits to each state last in paths that were decoded or sampled.
 
     Args:
         states: ``(*B, T)`` integers, paths.
@@ -100,13 +99,9 @@ def dwell_counts(
     batch = check_broadcast({"states": states.shape[:-1], "lengths": lengths.shape})
     states = states.long().expand(*batch, num_steps).reshape(-1, num_steps)
     ends = lengths.to(states.device).expand(batch).reshape(-1, 1)
-    exists = torch.arange(num_steps, device=states.device) < ends
-    real = states[exists]
-    if int(real.min()) < 0 or int(real.max()) >= num_states:
-        raise ValueError(
-            f"states must lie between 0 and K - 1 = {num_states - 1}; got values from "
-            f"{int(real.min())} to {int(real.max())}. Give the number of states of the model."
-        )
+    exists = masks.exists(ends.squeeze(1), num_steps)
+    cure = "Give the number of states of the model."
+    check_range("states", states[exists], num_states, "K - 1", cure)
     starts = exists.clone()
     starts[:, 1:] &= states[:, 1:] != states[:, :-1]
     visit = starts.flatten().cumsum(0) - 1  # numbers the visits of all paths
@@ -120,12 +115,13 @@ def dwell_counts(
 
 
 def _log_leave(hmm: HMM) -> Tensor:
-    """Log-probability of moving to another state; one minus staying would lose its digits."""
+    """Log-probability of leaving each state; one minus that of staying would lose its digits."""
     if hmm.transition_per_step:
         raise ValueError(
-            "hmm must have one log_transition for all steps, for dwell times to have one law; this "
-            "one has a matrix for each move. Take one of them, or count visits with dwell_counts."
+            "hmm must have one log_transition for all steps, for dwell times to have one "
+            "distribution; this one has a matrix for each transition. Take one of them, or count "
+            "visits with dwell_counts."
         )
     matrix = hmm.log_transition.detach()
-    own = torch.eye(matrix.size(-1), dtype=torch.bool, device=matrix.device)
-    return matrix.masked_fill(own, -torch.inf).logsumexp(-1)
+    diagonal = torch.eye(matrix.size(-1), dtype=torch.bool, device=matrix.device)
+    return matrix.masked_fill(diagonal, -torch.inf).logsumexp(-1)

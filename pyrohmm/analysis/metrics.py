@@ -1,4 +1,4 @@
-"""Measures of a fit: evidence, criteria for choosing, agreement up to renaming, distances."""
+"""Measures of a fit: evidence, information criteria, agreement up to renaming, distances."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from scipy.optimize import linear_sum_assignment, quadratic_assignment
 from torch import Tensor
 from torch.distributions import biject_to, constraints
 
-from .._checks import check_floats, check_integers, check_size
+from .._checks import check_floats, check_integers, check_range, check_shape, check_size
 from ..data.sequences import Sequences
 from ..distributions.hmm import HMM
-from ..infer.fit import Fit
 from ..infer.models import build
+from ..infer.results import Fit
 from ..nn.base import HMMModule
 
 
@@ -75,9 +75,9 @@ def perplexity(model: HMM | Fit, data: Sequences, batch_size: int = 256) -> Perp
 
 
 def log_evidence(model: HMM | Fit, data: Sequences, batch_size: int = 256) -> Tensor:
-    """Log evidence of each sequence, ``(N,)``, in nats: of held-out data, the mark of a fit.
+    r"""Log evidence :math:`\log p(x_{1:T})` of each sequence, ``(N,)``, in nats.
 
-    Labels that ``data`` may carry are not used. Of an SVI fit it is that of one draw of the guide.
+    Labels of ``data`` are not used. Of an SVI fit it is that of one sample of the guide.
 
     Args:
         model: An :class:`HMM` built for these sequences, or a :class:`Fit`.
@@ -93,7 +93,7 @@ def log_evidence(model: HMM | Fit, data: Sequences, batch_size: int = 256) -> Te
 
 
 def num_parameters(module: torch.nn.Module, data: Sequences) -> int:
-    """How many numbers are free: entries that others determine, such as the last of a row, are not.
+    """Number of free parameters p; what sums to one has one less than entries.
 
     Args:
         module: An :class:`HMMModule`, or a model of one.
@@ -125,7 +125,7 @@ def num_parameters(module: torch.nn.Module, data: Sequences) -> int:
 
 
 def _dimension(constraint: Any, value: Tensor) -> int:
-    """How many numbers are free in a point; a probability of zero stays zero."""
+    """Degrees of freedom of a constrained value; a probability of zero stays zero."""
     if constraint is constraints.simplex:
         return int(((value > 0).sum(-1) - 1).sum())
     if constraint in (constraints.lower_cholesky, constraints.positive_definite):
@@ -135,11 +135,11 @@ def _dimension(constraint: Any, value: Tensor) -> int:
 
 
 def aic(fit: Fit, data: Sequences) -> float:
-    r"""Akaike's information criterion, in nats times two: less is better.
+    r"""Akaike's information criterion (1974), in nats times two: less is better.
 
     .. math:: -2 \log p(x | \hat\theta) + 2 p
 
-    Akaike (1974). It is meant for maximum likelihood, thus for flat priors.
+    It is meant for maximum likelihood, thus for flat priors.
 
     Args:
         fit: From :func:`fit_em` or :func:`fit_map`.
@@ -156,8 +156,8 @@ def bic(fit: Fit, data: Sequences) -> float:
     Schwarz (1978), with n the number of observed steps, as is usual for hidden Markov models.
 
     Args:
-        fit: From :func:`fit_em` or :func:`fit_map`.
-        data: What was fitted.
+        fit: As for :func:`aic`.
+        data: The same.
     """
     return _criterion(fit, data, math.log(max(data.num_observed, 1)))
 
@@ -228,14 +228,12 @@ def cross_validate(
     order = torch.randperm(len(data), generator=generator)
     fold = torch.empty(len(data), dtype=torch.long)
     fold[order] = torch.arange(len(data)) % num_folds
-    found = None
-    for number in range(num_folds):
-        away = fold == number
-        evidence = log_evidence(fit(data[~away]), data[away]).cpu()
-        found = evidence.new_zeros(len(data)) if found is None else found
-        found[away] = evidence
-    assert found is not None
-    return CrossValidation(found, fold, data.num_observed)
+    by_fold = torch.cat([(fold == number).nonzero().flatten() for number in range(num_folds)])
+    parts = [
+        log_evidence(fit(data[fold != number]), data[fold == number]).cpu()
+        for number in range(num_folds)
+    ]
+    return CrossValidation(torch.cat(parts)[by_fold.argsort()], fold, data.num_observed)
 
 
 def align(predicted: Tensor, truth: Tensor, num_states: int | None = None) -> Tensor:
@@ -253,15 +251,12 @@ def align(predicted: Tensor, truth: Tensor, num_states: int | None = None) -> Te
         >>> align(torch.tensor([0, 0, 1, 2]), torch.tensor([2, 2, 0, 1]))
         tensor([2, 0, 1])
     """
-    counts = _crossed(predicted, truth, num_states)
-    size = len(counts)
-    rows, columns = linear_sum_assignment(counts.cpu().numpy(), maximize=True)
-    renaming = torch.empty(size, dtype=torch.long)
-    renaming[torch.as_tensor(rows)] = torch.as_tensor(columns)
-    return renaming.to(predicted.device)
+    counts = _contingency(predicted, truth, num_states)
+    _, columns = linear_sum_assignment(counts.cpu().numpy(), maximize=True)  # rows are in order
+    return torch.as_tensor(columns, device=predicted.device)
 
 
-def _crossed(predicted: Tensor, truth: Tensor, num_states: int | None = None) -> Tensor:
+def _contingency(predicted: Tensor, truth: Tensor, num_states: int | None = None) -> Tensor:
     """How many steps of known truth have each predicted (row) and true (column) state, (K, K)."""
     check_integers("predicted", predicted)
     check_integers("truth", truth)
@@ -272,35 +267,32 @@ def _crossed(predicted: Tensor, truth: Tensor, num_states: int | None = None) ->
         )
     predicted, truth = predicted.long(), truth.long()
     known = truth >= 0
-    found, true = predicted[known].flatten(), truth[known].flatten()
-    if found.numel() == 0:
+    rows, columns = predicted[known].flatten(), truth[known].flatten()
+    if rows.numel() == 0:
         raise ValueError("truth has no known state; wanted at least one that is not -1.")
-    if int(found.min()) < 0:
-        raise ValueError(f"predicted must not be negative; got {int(found.min())}.")
     size = num_states or 1 + max(int(predicted.max()), int(truth.max()))
-    if max(int(found.max()), int(true.max())) >= size:
-        raise ValueError(f"states must be less than num_states = {size}; got "
-                         f"{max(int(found.max()), int(true.max()))}.")  # fmt: skip
-    return torch.bincount(found * size + true, minlength=size * size).reshape(size, size)
+    check_range("predicted", rows, size, "K - 1")
+    check_range("truth", columns, size, "K - 1")
+    return torch.bincount(rows * size + columns, minlength=size * size).reshape(size, size)
 
 
 def align_transitions(found: Tensor, truth: Tensor) -> Tensor:
     r"""Renaming of states under which a transition matrix is nearest to the true one.
 
-    Rows and columns are renamed together, by the permutation that makes the sum of squared
-    differences least. It is found by trying all of them up to eight states; for more, by
-    :func:`scipy.optimize.quadratic_assignment`, which may end at one that is only good.
+    Rows and columns are permuted together so that the sum of squared differences is least. Up to
+    eight states all permutations are tried; for more, :func:`scipy.optimize.quadratic_assignment`
+    finds one that need not be the best.
 
-    Where states were decoded and true ones are known, :func:`align` says more; where there are
-    data and two HMMs, :func:`pyrohmm.results.match_states`.
+    Where true states are known :func:`align` is better, and where there are data and two HMMs
+    :func:`pyrohmm.infer.results.match_states`.
 
     Args:
         found: ``(K, K)``, a transition matrix.
         truth: ``(K, K)``, what it is compared with.
 
     Returns:
-        ``(K,)`` integers: state k of ``found`` is state ``renaming[k]`` of ``truth``, as from
-        :func:`align`; ``hmm.permute_states(renaming.argsort())`` gives an HMM the true numbers.
+        ``(K,)`` integers: state k of ``found`` is state ``renaming[k]`` of ``truth``;
+        ``hmm.permute_states(renaming.argsort())`` gives an HMM the true numbers.
 
     Example:
         >>> truth = torch.tensor([[0.9, 0.1, 0.0], [0.0, 0.8, 0.2], [0.3, 0.0, 0.7]])
@@ -311,15 +303,12 @@ def align_transitions(found: Tensor, truth: Tensor) -> Tensor:
     check_floats("found", found)
     check_floats("truth", truth)
     size = truth.size(-1)
-    if truth.shape != (size, size) or found.shape != truth.shape:
-        raise ValueError(
-            "found and truth must both have shape (K, K); got "
-            f"{tuple(found.shape)} and {tuple(truth.shape)}."
-        )
+    check_shape("truth", truth, (size, size), "(K, K)")
+    check_shape("found", found, (size, size), "(K, K)")
     if size <= 8:
         orders = torch.tensor(list(itertools.permutations(range(size))), device=found.device)
-        moved = found[orders.unsqueeze(-1), orders.unsqueeze(-2)]
-        order = orders[(moved - truth).square().sum((-2, -1)).argmin()]
+        permuted = found[orders.unsqueeze(-1), orders.unsqueeze(-2)]
+        order = orders[(permuted - truth).square().sum((-2, -1)).argmin()]
     else:
         pair = truth.detach().cpu().numpy(), found.detach().cpu().numpy()
         options = {"maximize": True, "rng": np.random.default_rng(0)}  # draws nothing from it here
@@ -346,31 +335,31 @@ def one_to_one_accuracy(predicted: Tensor, truth: Tensor) -> float:
 
 
 def many_to_one_accuracy(predicted: Tensor, truth: Tensor) -> float:
-    """Share of steps that agree if each predicted state is called what it is most often.
+    """Share of steps that agree if each predicted state is mapped to its most frequent true one.
 
-    Several predicted states may get the same name, so that more states are never worse: compare
+    Several predicted states may be mapped to one, so that more states are never worse: compare
     models of the same number of states.
 
     Args:
-        predicted: ``(*)`` integers.
-        truth: ``(*)`` integers, -1 where it is not known; such steps do not count.
+        predicted: As for :func:`one_to_one_accuracy`.
+        truth: The same.
 
     Example:
         >>> many_to_one_accuracy(torch.tensor([0, 1, 2, 2]), torch.tensor([1, 1, 0, 1]))
         0.75
     """
-    counts = _crossed(predicted, truth)
+    counts = _contingency(predicted, truth)
     return (counts.amax(1).sum() / counts.sum()).item()
 
 
 def variation_of_information(predicted: Tensor, truth: Tensor) -> float:
-    r"""How far two labellings are apart, in nats, whatever their names: :math:`H(z|y) + H(y|z)`.
+    r"""Variation of information of two labellings, :math:`H(z|y) + H(y|z)`, in nats.
 
     Zero if one renames the other. A distance, of at most the logarithm of the number of steps.
 
     Args:
-        predicted: ``(*)`` integers.
-        truth: ``(*)`` integers, -1 where it is not known; such steps do not count.
+        predicted: As for :func:`one_to_one_accuracy`.
+        truth: The same.
 
     References:
         Comparing clusterings (Meila, 2007).
@@ -382,11 +371,11 @@ def variation_of_information(predicted: Tensor, truth: Tensor) -> float:
         >>> round(variation_of_information(even, torch.tensor([0, 0, 1, 1])), 4)
         1.3863
     """
-    counts = _crossed(predicted, truth).double()
+    counts = _contingency(predicted, truth).double()
     joint = counts / counts.sum()
     both = torch.special.entr(joint).sum()
-    apart = torch.special.entr(joint.sum(0)).sum() + torch.special.entr(joint.sum(1)).sum()
-    return (2 * both - apart).clamp(min=0.0).item()
+    single = torch.special.entr(joint.sum(0)).sum() + torch.special.entr(joint.sum(1)).sum()
+    return (2 * both - single).clamp(min=0.0).item()
 
 
 def state_histogram(states: Tensor, num_states: int) -> Tensor:
@@ -404,16 +393,13 @@ def state_histogram(states: Tensor, num_states: int) -> Tensor:
     check_integers("states", states)
     check_size("num_states", num_states)
     counted = states.long().flatten()
-    if counted.numel() and not -1 <= int(counted.min()) <= int(counted.max()) < num_states:
-        raise ValueError(
-            f"states must lie between 0 and num_states - 1 = {num_states - 1}, or be -1; got "
-            f"values from {int(counted.min())} to {int(counted.max())}."
-        )
-    return counted[counted >= 0].bincount(minlength=num_states)
+    counted = counted[counted != -1]
+    check_range("states", counted, num_states, "K - 1", "Steps that do not count are marked -1.")
+    return counted.bincount(minlength=num_states)
 
 
 def num_identified(states: Tensor, num_states: int, at_least: int = 50) -> int:
-    """How many states are in use: those that at least so many steps are in.
+    """Number of states in use: those that at least ``at_least`` steps are in.
 
     Args:
         states: As of :func:`state_histogram`.
@@ -454,10 +440,9 @@ def bhattacharyya(probs: Tensor) -> Tensor:
 
 
 def diversity(probs: Tensor) -> Tensor:
-    """How different rows are: the mean Bhattacharyya distance of all pairs, ``(*B)``, in nats.
+    """Mean Bhattacharyya distance of all pairs of rows, ``(*B)``, in nats (Qiao et al., 2015).
 
-    Infinite as soon as two rows have no symbol, or no next state, in common, however much the
-    others share. The measure of Qiao et al. (2015).
+    Infinite as soon as two rows have disjoint supports.
 
     Args:
         probs: ``(*B, K, V)``, a distribution in each row, such as a transition matrix; K >= 2.
@@ -472,7 +457,7 @@ def diversity(probs: Tensor) -> Tensor:
 def diversity_by_state(probs: Tensor) -> Tensor:
     """Mean Bhattacharyya distance of each row to the others, ``(*B, K)``, in nats.
 
-    Infinite for a row that shares nothing with one of the others.
+    Infinite for a row whose support is disjoint from that of another.
 
     Args:
         probs: ``(*B, K, V)``, a distribution in each row; K >= 2.
@@ -490,7 +475,7 @@ def diversity_by_state(probs: Tensor) -> Tensor:
 
 
 def mean_absolute_deviation(first: Any, second: Any) -> float:
-    """Mean of the absolute differences of two tables, such as two laws of adjacent symbols.
+    """Mean absolute difference of two tables, such as two joint distributions of adjacent symbols.
 
     Example:
         >>> mean_absolute_deviation(torch.tensor([0.25, 0.75]), torch.tensor([0.5, 0.5]))

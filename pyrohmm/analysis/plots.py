@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from ..distributions.hmm import HMM
-from ..infer.fit import Fit
+from ..infer.results import Fit
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -46,7 +46,7 @@ def transition(hmm: HMM, names: Sequence[str] | None = None, axes: Axes | None =
     if matrix.dim() != 2:
         raise ValueError(
             f"hmm must have one transition matrix (K, K); got shape {tuple(matrix.shape)}. "
-            "Build it from one draw, for instance with fit.hmm(data)."
+            "Build it from one sample, for instance with fit.hmm(data)."
         )
     size = len(matrix)
     labels = _names(names, size)
@@ -109,7 +109,7 @@ def emission(
 
 
 def states(probs: Tensor, names: Sequence[str] | None = None, axes: Axes | None = None) -> Axes:
-    """Draw the law of the state at each step as stacked shares.
+    """Draw the distribution of the state at each step as stacked shares.
 
     Args:
         probs: ``(T, K)``, such as one sequence of ``hmm.posterior(values).states``.

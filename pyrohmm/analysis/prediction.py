@@ -12,17 +12,7 @@ from ..distributions.forecast import Forecast
 from ..distributions.hmm import HMM
 from ..distributions.sampling import sample_emission, sample_emission_per_step
 from ..ops import recursions
-from .chains import (
-    _check_constant,
-    _check_possible,
-    _known,
-    _normalised,
-    _over_events,
-    _predicted,
-    _read,
-)
-
-# Observations to come, and missing ones -----------------------------------------------------------
+from .chains import chain_factors, check_possible, normalised
 
 
 def predictive_log_prob(hmm: HMM, values: Tensor) -> Tensor:
@@ -46,20 +36,20 @@ def predictive_log_prob(hmm: HMM, values: Tensor) -> Tensor:
         tensor([0.7000, 0.7457, 0.7772], dtype=torch.float64)
     """
     with torch.no_grad():
-        chain = _read(hmm, values)
-        scores = (_predicted(chain) + chain.likelihood).logsumexp(-1)
-        told = _known(hmm, chain)
+        chain = chain_factors(hmm, values)
+        scores = (chain.predicted() + chain.likelihood).logsumexp(-1)
+        informative = chain.observed
         if hmm.allowed is not None:
-            told = told | (chain.exists & ~hmm.allowed.all(-1))
-        return scores.masked_fill(~told, 0.0)
+            informative = informative | (chain.exists & ~hmm.allowed.all(-1))
+        return scores.masked_fill(~informative, 0.0)
 
 
 def continuation(hmm: HMM, values: Tensor, num_steps: int) -> HMM:
-    """The joint law of the ``num_steps`` observations that follow ``values``: itself an HMM.
+    r"""Joint predictive distribution :math:`p(x_{T+1:T+H} \mid x_{1:T})`, itself an HMM.
 
-    Its ``sample_with_states`` draws continuations and their states, its ``log_prob`` scores them.
-    :meth:`HMM.forecast` gives the law of each step alone. The law of its first state is a constant
-    for gradients.
+    Its ``sample_with_states`` samples continuations and their states, its ``log_prob`` scores them.
+    :meth:`HMM.forecast` gives the marginal of each step. The distribution of its first state is a
+    constant for gradients.
 
     Args:
         hmm: The model; it must not change with the step.
@@ -85,30 +75,27 @@ def continuation(hmm: HMM, values: Tensor, num_steps: int) -> HMM:
                 [0, 1, 0, 1]])
     """
     check_size("num_steps", num_steps)
-    _check_constant(hmm, "continuation")
+    hmm.check_constant("continuation")
     with torch.no_grad():
-        laws = recursions.filtered(*hmm.log_factors(values), hmm.lengths)
-        batch = laws.shape[:-2]
-        last = (hmm.lengths.expand(batch) - 1).to(laws.device)
-        law = laws.gather(-2, last[..., None, None].expand(*batch, 1, hmm.num_states)).squeeze(-2)
-        _check_possible(law.logsumexp(-1))
-        first = _normalised((law.unsqueeze(-1) + hmm.log_transition).logsumexp(-2))
-    return HMM(
-        first,
-        hmm.log_transition,
-        hmm.emission,
-        torch.full(batch, num_steps),
-        validate_args=hmm._validate_args,
+        filtered = recursions.filtered(*hmm.log_factors(values), hmm.lengths)
+        batch = filtered.shape[:-2]
+        last = (hmm.lengths.expand(batch) - 1).to(filtered.device)
+        last = last[..., None, None].expand(*batch, 1, hmm.num_states)
+        final = filtered.gather(-2, last).squeeze(-2)
+        check_possible(final.logsumexp(-1))
+        first = normalised((final.unsqueeze(-1) + hmm.log_transition).logsumexp(-2))
+    return hmm.replace(
+        log_initial=first, lengths=torch.full(batch, num_steps), observed=None, allowed=None
     )
 
 
 def impute(hmm: HMM, values: Tensor, sample_shape: Any = ()) -> Tensor:
-    """Fill the steps that are not observed by joint draws given those that are.
+    """Fill the steps that are not observed by joint samples given those that are.
 
     Args:
         hmm: The model; its ``observed`` says which steps are missing.
         values: ``(*B, T, *E)``, observations.
-        sample_shape: How many times to draw, ``*S``.
+        sample_shape: How many times to sample, ``*S``.
 
     Returns:
         ``(*S, *B, T, *E)``, of the dtype of ``values``. Observed and padded steps are as given.
@@ -125,25 +112,26 @@ def impute(hmm: HMM, values: Tensor, sample_shape: Any = ()) -> Tensor:
         tensor([0, 1, 0, 1])
     """
     with torch.no_grad():
-        _check_possible(hmm.log_prob(values))
+        check_possible(hmm.log_prob(values))
         states = hmm.sample_states(values, sample_shape)
-        draw = sample_emission_per_step if hmm.emission_per_step else sample_emission
-        drawn = draw(hmm.emission, states).to(values.dtype)
+        sample = sample_emission_per_step if hmm.emission_per_step else sample_emission
+        samples = sample(hmm.emission, states).to(values.dtype)
         missing = torch.zeros_like(states, dtype=torch.bool)
         if hmm.observed is not None:
             missing = (hmm.exists & ~hmm.observed).expand(states.shape)
-        return torch.where(_over_events(missing, hmm), drawn, values)
+        missing = missing.reshape(missing.shape + (1,) * len(hmm.emission.event_shape))
+        return torch.where(missing, samples, values)
 
 
 def observation_marginals(hmm: HMM, values: Tensor) -> Forecast:
-    r"""The law of an observation at each step, given all that was observed.
+    r"""Marginal distribution of an observation at each step, given all that was observed.
 
-    .. math:: \sum_k p(z_t = k | x) \, p(x_t | k)
+    .. math:: p(x'_t \mid x_{1:T}) = \sum_k p(z_t = k \mid x_{1:T}) \, p(x'_t \mid z_t = k)
 
-    At a missing step this is the law of what is missing there, and its ``mean`` or ``probs`` the
-    imputation by expectation; each step has its own law, so that its samples are not joint:
-    :func:`impute` draws those. At an observed step it is the law of a second observation of the
-    same state. At padded steps the law means nothing.
+    At a missing step this is the distribution of what is missing there, and its ``mean`` or
+    ``probs`` the imputation by expectation; these are marginals, so that samples of different steps
+    are not joint: :func:`impute` samples those. At an observed step it is the distribution of a
+    second observation of the same state. At padded steps it means nothing.
 
     Args:
         hmm: The model; its ``observed`` says which steps are missing.
@@ -164,7 +152,7 @@ def observation_marginals(hmm: HMM, values: Tensor) -> Forecast:
         tensor([10., 10.])
     """
     evidence, states, _ = hmm.posterior(values)
-    _check_possible(evidence)
+    check_possible(evidence)
     states = states.masked_fill(~hmm.exists.unsqueeze(-1), 1.0)  # so that sampling is possible
     states = states / states.sum(-1, keepdim=True)
     return (_ForecastPerStep if hmm.emission_per_step else Forecast)(states, hmm.emission)
@@ -175,23 +163,23 @@ class _ForecastPerStep(Forecast):
 
     def __init__(self, states: Tensor, emission: Any) -> None:
         super().__init__(states, emission)
-        self._each = Forecast(states.unsqueeze(-2), emission)  # batch shape (*B, H, 1)
-        self._one = -1 - len(self.event_shape)
+        self._forecast = Forecast(states.unsqueeze(-2), emission)  # batch shape (*B, H, 1)
+        self._dim = -1 - len(self.event_shape)
 
     @property
     def probs(self) -> Tensor:
-        return self._each.probs.squeeze(-2)
+        return self._forecast.probs.squeeze(-2)
 
     @property
     def mean(self) -> Tensor:
-        return self._each.mean.squeeze(self._one)
+        return self._forecast.mean.squeeze(self._dim)
 
     @property
     def variance(self) -> Tensor:
-        return self._each.variance.squeeze(self._one)
+        return self._forecast.variance.squeeze(self._dim)
 
     def log_prob(self, values: Tensor) -> Tensor:
-        return self._each.log_prob(values.unsqueeze(self._one)).squeeze(-1)
+        return self._forecast.log_prob(values.unsqueeze(self._dim)).squeeze(-1)
 
     def sample(self, sample_shape: Any = ()) -> Tensor:
-        return self._each.sample(sample_shape).squeeze(self._one)
+        return self._forecast.sample(sample_shape).squeeze(self._dim)

@@ -9,13 +9,11 @@ import torch
 from torch import Tensor
 
 from ..distributions.hmm import HMM
-from .chains import _known, _normalised, _onward, _predicted, _read
-
-# Residuals ----------------------------------------------------------------------------------------
+from .chains import chain_factors, normalised
 
 
 class PseudoResiduals(NamedTuple):
-    r"""Where each observation lies within the law that the other observations give it.
+    r"""Cumulative probability of each observation given the other observations.
 
     If the model is true, a number drawn uniformly from ``lower`` to ``upper`` is uniform on [0, 1].
     The two are equal when observations are continuous. Steps that are padded or not observed have
@@ -30,7 +28,7 @@ class PseudoResiduals(NamedTuple):
     upper: Tensor
 
     def normal(self) -> PseudoResiduals:
-        """Both limits as quantiles of the standard normal law; those of 0 and 1 are infinite."""
+        """Both limits as quantiles of the standard normal; those of 0 and 1 are infinite."""
         return PseudoResiduals(torch.special.ndtri(self.lower), torch.special.ndtri(self.upper))
 
     def middle(self) -> Tensor:
@@ -38,7 +36,7 @@ class PseudoResiduals(NamedTuple):
         return torch.special.ndtri((self.lower + self.upper) / 2)
 
     def sample(self) -> Tensor:
-        """Draw randomised residuals ``(*B, T)``: standard normal, if the model is true."""
+        """Sample randomised residuals ``(*B, T)``: standard normal, if the model is true."""
         share = torch.rand_like(self.lower)
         return torch.special.ndtri(torch.lerp(self.lower, self.upper, share))
 
@@ -53,13 +51,13 @@ def pseudo_residuals(hmm: HMM, values: Tensor, *, forecast: bool = False) -> Pse
 
     Args:
         hmm: The model, of scalar observations: categorical, Bernoulli, binomial, Poisson, or any
-            continuous law that has a ``cdf``.
+            continuous distribution that has a ``cdf``.
         values: ``(*B, T)``, observations.
         forecast: Whether to condition on the past alone.
 
     Returns:
         Limits ``(*B, T)`` of uniform pseudo-residuals. They are 0 and 1 also where the observations
-        conditioned on are impossible, and so give no law.
+        conditioned on are impossible.
 
     Raises:
         ValueError: If an observation is not a scalar, or its cumulative probabilities are not
@@ -83,12 +81,12 @@ def pseudo_residuals(hmm: HMM, values: Tensor, *, forecast: bool = False) -> Pse
             f"{tuple(hmm.emission.event_shape)} of the emission. Build an HMM of one coordinate."
         )
     with torch.no_grad():
-        chain = _read(hmm, values)
-        law = _predicted(chain) if forecast else _predicted(chain) + _onward(chain)
-        law = _normalised(law)
-        unknown = ~_known(hmm, chain) | law.isneginf().all(-1)
+        chain = chain_factors(hmm, values)
+        log_probs = chain.predicted()
+        log_probs = normalised(log_probs if forecast else log_probs + chain.backward())
+        unknown = ~chain.observed | log_probs.isneginf().all(-1)
         lower, upper = (
-            (law.exp() * limit).sum(-1).clamp(0.0, 1.0) for limit in _limits(hmm, values)
+            (log_probs.exp() * limit).sum(-1).clamp(0.0, 1.0) for limit in _limits(hmm, values)
         )
         return PseudoResiduals(lower.masked_fill(unknown, 0.0), upper.masked_fill(unknown, 1.0))
 
@@ -128,7 +126,7 @@ def _limits(hmm: HMM, values: Tensor) -> tuple[Tensor, Tensor]:
     except NotImplementedError:
         raise ValueError(
             "hmm must have an emission whose cumulative probabilities are known: Categorical, "
-            "Bernoulli, Binomial, Poisson, or a continuous law with a cdf; got "
+            "Bernoulli, Binomial, Poisson, or a continuous distribution with a cdf; got "
             f"{type(emission).__name__}. Write a subclass that has a cdf."
         ) from None
     return upper, upper

@@ -1,22 +1,22 @@
-"""``Batches``: minibatches without end, of so many sequences or of so many steps each.
+"""``Batches``: an endless stream of minibatches, of so many sequences or of so many steps each.
 
-Models scale the likelihood of n sequences by ``total / n``. Batches of sequences chosen at random
-stand for the whole set, which is their ``total``. Batches of similar lengths do not stand for it,
-long sequences having lower likelihoods; there the likelihood of each batch is scaled by the number
-of batches of the round, whose mean loss is then exactly that of the whole set.
+Models scale the likelihood of n sequences by ``total / n``. A batch of sequences chosen at random
+has the ``total`` of the whole set. Batches of similar lengths are no random sample, as longer
+sequences have lower likelihoods: there the likelihood of each batch is scaled by the number of
+batches in the round, so that the mean loss of a round is exactly that of the whole set.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .process_group import ProcessGroup
 from .sequences import Sequences
 
-JITTER = 0.1  # by how much of itself a length may seem larger when sequences are sorted
+JITTER = 0.1  # share of itself by which a length may appear longer when sequences are sorted
 
 
 class Window(Sequences):
@@ -25,9 +25,9 @@ class Window(Sequences):
     Args:
         values: ``(N, T, *E)``.
         lengths: ``(N,)`` integers.
-        streams: ``(N,)`` integers, which stream holds each piece; those of one in their order.
-        begins: ``(N,)`` booleans, whether a piece begins; or goes on from where the stream ended in
-            the window before.
+        streams: ``(N,)`` integers, the stream of each piece; those of one stream in their order.
+        begins: ``(N,)`` booleans: whether the piece starts its sequence, or continues from where
+            the stream ended in the window before.
         total: As in :class:`Sequences`.
     """
 
@@ -49,18 +49,19 @@ class Window(Sequences):
 
 
 class Batches:
-    """Minibatches without end, each sequence once in every round; or always the whole set.
+    """Endless minibatches, each sequence once per round; or the whole set every time.
 
     Args:
         data: The sequences.
         batch_size: Number of sequences in a batch.
         generator: Source of randomness on the CPU; torch's global one by default.
         batch_tokens: Largest number of steps in a batch, padding included. Sequences of similar
-            length come together, other ones in each round; a longer sequence is a batch alone.
-        windows: ``(streams, steps)``: the sequences of a round, one after the other, are parted
-            into streams of equal length, and each batch is the next so many steps of every stream.
+            length share a batch, others in each round; a longer sequence is a batch alone.
+        windows: ``(streams, steps)``: the sequences of a round, concatenated, are split into
+            streams of equal length, and each batch is the next so many steps of every stream.
             See :class:`Window`.
-        processes: Those that share every batch; this one alone by default.
+        shard: Returns the part of a batch that this process takes; all of it by default.
+        agree: Called with a random order, returns the one that all processes use.
 
     Example:
         >>> data = Sequences.from_list([[0] * 5, [1] * 2, [2] * 2, [3] * 2])
@@ -77,93 +78,83 @@ class Batches:
         *,
         batch_tokens: int | None = None,
         windows: tuple[int, int] | None = None,
-        processes: ProcessGroup | None = None,
+        shard: Callable[[Sequences], Sequences] = lambda batch: batch,
+        agree: Callable[[Tensor], Tensor] = lambda order: order,
     ) -> None:
-        self.data, self.batch_size, self.batch_tokens = data, batch_size, batch_tokens
-        self.generator, self.processes = generator, processes or ProcessGroup()
-        self.windows = windows
         if windows is not None and (data.has_gaps or data.labels is not None):
             raise ValueError("windows are of sequences without gaps or labels; give batch_size.")
-        if windows is not None and self.processes.size > 1:
-            raise ValueError("windows go on from each other, and cannot be shared by processes.")
+        self.data, self.batch_size, self.batch_tokens = data, batch_size, batch_tokens
+        self.windows, self.generator, self.shard, self.agree = windows, generator, shard, agree
         self.whole = None
         if batch_size is None and batch_tokens is None and windows is None:
-            self.whole = self.processes.shard(data)
-        self.order = torch.empty(0, dtype=torch.long)  # what is left of this round
-        self.sizes = self.order  # of the batches that are left of it
-        self.number = 0  # of batches of this round
-        self.ends = self.order  # where its sequences end, one after the other, for windows
-        self.chosen = self.order  # what was taken last
+            self.whole = shard(data)
+        self.order = torch.empty(0, dtype=torch.long)  # of the sequences left in this round
+        self.sizes = self.order  # of the batches left in it
+        self.number = 0  # of batches in this round
+        self.ends = self.order  # of its sequences, concatenated, for windows
+        self.chosen = self.order  # the batch taken last
 
     @property
     def at_end_of_round(self) -> bool:
-        """Whether each sequence was taken as often as the others."""
+        """Whether every sequence has been taken equally often."""
         return len(self.sizes) == 0
 
     def take(self) -> Sequences:
-        """The next batch, or the share of it that falls to this process."""
+        """The next batch, or the shard of it that this process takes."""
         if self.whole is not None:
             return self.whole
         if self.at_end_of_round:
-            self._begin_round()
+            self._start_round()
+        size, self.sizes = int(self.sizes[0]), self.sizes[1:]
         if self.windows is not None:
-            self.sizes = self.sizes[1:]
             return self._window(self.number - len(self.sizes) - 1)
-        size = int(self.sizes[0])
         self.chosen, self.order = self.order[:size], self.order[size:]
-        self.sizes = self.sizes[1:]
         total = self.data.total
         if self.batch_tokens is not None:
             total = total * self.number * size / len(self.data)
-        return self.processes.shard(self.data.batch(self.chosen, total))
+        return self.shard(self.data.batch(self.chosen, total))
 
-    def _begin_round(self) -> None:
+    def _start_round(self) -> None:
+        lengths = self.data.lengths
         if self.windows is not None:
-            self.order = torch.randperm(len(self.data), generator=self.generator)
+            self.order = torch.randperm(len(lengths), generator=self.generator)
             streams, steps = self.windows
-            length = -(-int(self.data.lengths.sum()) // streams)
+            length = -(-int(lengths.sum()) // streams)
             self.sizes = torch.full((-(-length // steps),), streams)
-            self.ends = self.data.lengths[self.order].cumsum(0)
+            self.ends = lengths[self.order].cumsum(0)
         elif self.batch_tokens is None:
-            order = torch.randperm(len(self.data), generator=self.generator)
-            self.order = self.processes.from_first(order)
-            self.sizes = torch.tensor([len(each) for each in self.order.split(self.batch_size)])
+            self.order = self.agree(torch.randperm(len(lengths), generator=self.generator))
+            self.sizes = torch.tensor([len(part) for part in self.order.split(self.batch_size)])
         else:
-            order = self.processes.from_first(_similar(self.data.lengths, self.generator))
-            parts = cut_by_steps(self.data.lengths, order, self.batch_tokens)
-            shuffled = torch.randperm(len(parts), generator=self.generator)
-            parts = [parts[i] for i in self.processes.from_first(shuffled).tolist()]
+            order = self.agree(_similar(lengths, self.generator))
+            parts = cut_by_steps(lengths, order, self.batch_tokens)
+            shuffled = self.agree(torch.randperm(len(parts), generator=self.generator))
+            parts = [parts[i] for i in shuffled.tolist()]
             self.order = torch.cat(parts)
-            self.sizes = torch.tensor([len(each) for each in parts])
+            self.sizes = torch.tensor([len(part) for part in parts])
         self.number = len(self.sizes)
 
-    def _pieces(self, number: int) -> list[list[tuple[int, int, int]]]:
-        """For each stream, its pieces in a window: of which sequence, from where and how long."""
+    def _pieces(self, number: int) -> Iterator[tuple[int, int, int, int, bool]]:
+        """Pieces of window ``number``: stream, sequence, first step, steps, whether it begins."""
         assert self.windows is not None
         streams, steps = self.windows
-        ends = self.ends
-        total = int(ends[-1])
+        total = int(self.ends[-1])
         length = -(-total // streams)
-        found: list[list[tuple[int, int, int]]] = [[] for _ in range(streams)]
-        for stream, pieces in enumerate(found):
-            low = stream * length + number * steps
+        for stream in range(streams):
+            first = low = stream * length + number * steps
             high = min(low + steps, (stream + 1) * length, total)
-            place = int(torch.searchsorted(ends, low, right=True))
+            place = int(torch.searchsorted(self.ends, low, right=True))
             while low < high:
-                end = min(high, int(ends[place]))
-                begin = int(ends[place - 1]) if place else 0  # of the sequence
-                pieces.append((int(self.order[place]), low - begin, end - low))
+                end = min(high, int(self.ends[place]))
+                start = int(self.ends[place - 1]) if place else 0  # of the sequence
+                begins = low > first or number == 0 or low == start
+                yield stream, int(self.order[place]), low - start, end - low, begins
                 low, place = end, place + 1
-        return found
 
     def _window(self, number: int) -> Window:
         """The next steps of each stream."""
-        found = [
-            (stream, *piece, place > 0 or number == 0 or piece[1] == 0)
-            for stream, pieces in enumerate(self._pieces(number))
-            for place, piece in enumerate(pieces)
-        ]
-        streams, rows, firsts, sizes, begins = (torch.tensor(each) for each in zip(*found))
+        columns = zip(*self._pieces(number))
+        streams, rows, firsts, sizes, begins = (torch.tensor(column) for column in columns)
         clock = torch.arange(int(sizes.max()))
         places = (firsts.unsqueeze(-1) + clock).clamp(max=self.data.num_steps - 1)
         device = self.data.values.device
@@ -176,22 +167,22 @@ class Batches:
         return {"order": self.order, "sizes": self.sizes, "number": self.number}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on where another one stood."""
+        """Continue from the :meth:`state` of another one."""
         self.order, self.sizes, self.number = state["order"], state["sizes"], state["number"]
         if self.windows is not None:
             self.ends = self.data.lengths[self.order].cumsum(0)
 
     def explain(self, error: Exception) -> None:
-        """Say which sequences a minibatch holds, for errors number them within it."""
+        """Note which sequences a minibatch holds: errors number them within it."""
         if self.whole is None:
             error.add_note(f"The minibatch holds the sequences {self.chosen.tolist()}.")
 
 
 def batches_in_round(lengths: Tensor, batch_tokens: int) -> int:
-    """How many batches of so many steps :class:`Batches` makes of sequences in a round.
+    """Number of batches of so many steps that :class:`Batches` makes of sequences in a round.
 
-    Their number varies a little, as each round has another order: this is that of one order, always
-    the same, and no source of randomness moves.
+    It varies a little between rounds, as each has another order: this is the number for one fixed
+    order. Random number generators are left as they are.
 
     Args:
         lengths: ``(N,)``, of the sequences.
@@ -206,7 +197,7 @@ def batches_in_round(lengths: Tensor, batch_tokens: int) -> int:
 
 
 def _similar(lengths: Tensor, generator: torch.Generator | None) -> Tensor:
-    """An order of sequences in which those of similar length are together."""
+    """A random order of sequences in which those of similar length are neighbours."""
     noise = torch.rand(len(lengths), generator=generator, dtype=torch.float64)
     return (lengths * (1 + JITTER * noise)).argsort()
 
@@ -216,7 +207,7 @@ def cut_by_steps(lengths: Tensor, order: Tensor, num_steps: int) -> list[Tensor]
 
     Args:
         lengths: ``(N,)``, of all sequences.
-        order: Integers, which sequences, in the order wanted.
+        order: Integers, the sequences in the order wanted.
         num_steps: Of a piece: its longest sequence times their number.
 
     Example:

@@ -1,7 +1,7 @@
 """Data sets: public files with checksums, and small sets made here.
 
 No public data set is part of this package. :func:`find` gives the path of one, and trusts no
-content whose checksum differs. Other data are drawn from a known law (:func:`casino`,
+content whose checksum differs. Other data are simulated from known parameters (:func:`casino`,
 :func:`diverse_toy`, :func:`dirichlet_toy`) or are the prose that comes with Python
 (:func:`english_text`). Whatever is random takes a ``torch.Generator`` on the CPU; without one it
 takes torch's global generator.
@@ -22,7 +22,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from .readers import BROKEN, Corpus, Entry, corpus_of, plain, read_characters
+from .corpus import Corpus, Entry, corpus_of
+from .readers import BROKEN, plain, read_characters
 from .simulated import DIVERSE_INITIAL as DIVERSE_INITIAL
 from .simulated import DIVERSE_MEANS as DIVERSE_MEANS
 from .simulated import DIVERSE_TRANSITION as DIVERSE_TRANSITION
@@ -156,7 +157,7 @@ def download(name: str) -> Path:
             f"downloading {name} needs pooch, which is not installed. Call pip install "
             f"'pyrohmm[data]', or put {file.path} from {file.url} under $PYROHMM_DATA."
         ) from None
-    pooch.retrieve(  # moves the file into place only when its checksum is right
+    pooch.retrieve(  # the file is renamed into place only when its checksum is right
         file.url,
         f"sha256:{file.sha256}",
         target.name,

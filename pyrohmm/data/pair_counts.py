@@ -1,4 +1,4 @@
-"""Pairs of symbols a few steps apart, counted; numbers put into bins first."""
+"""Counts of pairs of symbols a few steps apart, and bins for numbers."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ CHUNK = 1 << 20  # pairs that are sorted at a time
 def count_pairs(data: Sequences | Iterable[Sequences], num_symbols: int, lag: int = 1) -> Pairs:
     """Count the pairs of symbols ``lag`` steps apart.
 
-    Both steps of a pair lie in one sequence and are observed; what lies between them need not be.
+    Both steps of a pair lie in one sequence and are observed; steps between them need not be.
 
     Args:
-        data: Sequences of symbols; or many such, one after the other, as from a file that is larger
-            than memory: no more is kept than the distinct pairs, and one of the ``Sequences``.
+        data: Sequences of symbols; or an iterable of them, as from a file larger than memory: only
+            the distinct pairs and one of the ``Sequences`` are held at a time.
         num_symbols: V.
-        lag: How many steps apart.
+        lag: Distance of the pairs in steps.
 
     Raises:
         TypeError: If the values are not integers.
@@ -40,13 +40,13 @@ def count_pairs(data: Sequences | Iterable[Sequences], num_symbols: int, lag: in
     """
     check_size("num_symbols", num_symbols)
     check_size("lag", lag)
-    none = np.zeros(0, np.int64)
-    keys, counts = none, none  # of all so far
-    held, pending = [(none, none)], 0  # what has been counted since, each part by itself
+    keys, counts = np.zeros((2, 0), np.int64)  # of all merged parts
+    parts: list[tuple[np.ndarray, np.ndarray]] = []  # not yet merged
+    pending = 0
 
     def merged() -> tuple[np.ndarray, np.ndarray]:
-        parts = [(keys, counts), *held]
-        return _add_up(*(np.concatenate(column) for column in zip(*parts)))
+        columns = zip((keys, counts), *parts)
+        return _add_up(*(np.concatenate(column) for column in columns))
 
     device = None
     for part in (data,) if isinstance(data, Sequences) else data:
@@ -56,11 +56,12 @@ def count_pairs(data: Sequences | Iterable[Sequences], num_symbols: int, lag: in
                 f"{type(part).__name__} in it."
             )
         device = part.values.device if device is None else device
-        for found in _keys(part, num_symbols, lag):
-            held.append(np.unique(found, return_counts=True))
-            pending += len(held[-1][0])
+        for pairs in _keys(part, num_symbols, lag):
+            parts.append(np.unique(pairs, return_counts=True))
+            pending += len(parts[-1][0])
             if pending > max(CHUNK, len(keys)):
-                (keys, counts), held, pending = merged(), [], 0
+                (keys, counts), pending = merged(), 0
+                parts.clear()
     keys, counts = merged()
     if len(keys) == 0:
         raise ValueError(
@@ -74,7 +75,7 @@ def count_pairs(data: Sequences | Iterable[Sequences], num_symbols: int, lag: in
 
 
 def _keys(data: Sequences, num_symbols: int, lag: int) -> Iterable[np.ndarray]:
-    """The pairs of some sequences after those of others, (a, b) as the number a V + b."""
+    """Pairs (a, b) as numbers a V + b, those of some sequences at a time."""
     check_integers("values of data", data.values)
     if data.values.dim() != 2:
         raise ValueError(
@@ -91,7 +92,7 @@ def _keys(data: Sequences, num_symbols: int, lag: int) -> Iterable[np.ndarray]:
 
 
 def counted(data: Sequences | Iterable[Sequences], num_symbols: int, lag: int = 1) -> Tensor:
-    """How often each symbol follows each, as shares of all pairs, ``(V, V)``.
+    """Joint relative frequencies of symbols ``lag`` steps apart, ``(V, V)``.
 
     :func:`count_pairs` as a dense matrix.
 
@@ -103,18 +104,15 @@ def counted(data: Sequences | Iterable[Sequences], num_symbols: int, lag: int = 
     return count_pairs(data, num_symbols, lag).dense()
 
 
-# Continuous observations -------------------------------------------------------------------------
-
-
 def quantile_edges(data: Sequences, num_bins: int) -> Tensor:
-    """Cut points ``(V - 1,)`` between V bins that hold equally many of the observed values.
+    """Edges ``(V - 1,)`` between V bins with equally many observed values, by their quantiles.
 
     Args:
         data: Sequences of numbers, ``(N, T)`` or ``(N, T, 1)``.
         num_bins: V, at least 2.
 
     Raises:
-        ValueError: If so many values are equal that two cut points would be.
+        ValueError: If so many values are equal that two edges would be.
 
     Example:
         >>> quantile_edges(Sequences.from_list([[4.0, 1.0, 3.0], [2.0]]), 2)
@@ -138,7 +136,7 @@ def quantile_edges(data: Sequences, num_bins: int) -> Tensor:
 
 
 def binned(data: Sequences, edges: Tensor) -> Sequences:
-    """Number the bin of each value: bin v holds what lies above edge v - 1 and not above edge v.
+    """Replace each value by the number of its bin: v if it is in (edge v - 1, edge v].
 
     Args:
         data: Sequences of numbers, ``(N, T)`` or ``(N, T, 1)``.
@@ -151,7 +149,7 @@ def binned(data: Sequences, edges: Tensor) -> Sequences:
         >>> binned(Sequences.from_list([[0.5, 2.0, 7.0]]), torch.tensor([1.0, 2.0])).values
         tensor([[0, 1, 2]])
     """
-    _check_edges(edges)
+    check_edges(edges)
     values = _numbers(data)
     symbols = torch.bucketize(values.contiguous(), edges.to(values))
     return Sequences(symbols, data.lengths, data.observed, total=data.total)
@@ -168,7 +166,8 @@ def _numbers(data: Sequences) -> Tensor:
     return data.values.reshape(data.values.shape[:2])
 
 
-def _check_edges(edges: Tensor) -> None:
+def check_edges(edges: Tensor) -> None:
+    """Raise unless ``edges`` are numbers that rise."""
     check_floats("edges", edges)
     if edges.dim() != 1 or len(edges) == 0 or not bool((edges[1:] > edges[:-1]).all()):
         raise ValueError(

@@ -14,7 +14,6 @@ from __future__ import annotations
 import functools
 import gzip
 import itertools
-import os
 import re
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -26,6 +25,10 @@ import torch
 from torch import Tensor
 
 from .._checks import check_size
+from .corpus import Corpus as Corpus
+from .corpus import Entry, FilePath, corpus_of, malformed, vocabulary_of
+from .corpus import merge_rare as merge_rare
+from .corpus import tags_as_values as tags_as_values
 from .sequences import Sequences
 from .vocabulary import CLASS_COUNT as CLASS_COUNT
 from .vocabulary import LETTERS as LETTERS
@@ -33,22 +36,7 @@ from .vocabulary import Counting as Counting
 from .vocabulary import Vocabulary as Vocabulary
 from .vocabulary import word_classes as word_classes
 
-FilePath = str | os.PathLike[str]
 BROKEN = (EOFError, gzip.BadGzipFile, zlib.error)  # what reading a damaged .gz raises
-
-
-class Corpus(NamedTuple):
-    """Sequences of symbols and their names.
-
-    Attributes:
-        data: Values ``(N, T)``, codes of symbols; labels ``(N, T)``, codes of tags, if tagged.
-        vocabulary: Names the values.
-        tags: Names the labels; None if there are none.
-    """
-
-    data: Sequences
-    vocabulary: Vocabulary
-    tags: Vocabulary | None = None
 
 
 class Letters(NamedTuple):
@@ -85,14 +73,6 @@ class Proteins(NamedTuple):
     folds: Tensor | None = None
 
 
-class Entry(NamedTuple):
-    """A sequence as it was read: the line it starts at, its symbols, its tags (None: not known)."""
-
-    line: int
-    symbols: Sequence[str]
-    tags: Sequence[str | None] = ()
-
-
 def read_lines(path: FilePath) -> list[str]:
     """The lines of a text file, blank ones too.
 
@@ -102,7 +82,7 @@ def read_lines(path: FilePath) -> list[str]:
     """
     lines = [line for _, line in _lines(path)]
     if not any(line.strip() for line in lines):
-        raise _malformed(path, 1, "at least one sentence", "a file without any")
+        raise malformed(path, 1, "at least one sentence", "a file without any")
     return lines
 
 
@@ -122,9 +102,7 @@ def read_sentences(
     Raises:
         ValueError: If there is no sentence, or a token is not in ``vocabulary``.
     """
-    end = [] if eos is None else [eos]
-    rows = (Entry(number, line.split() + end) for number, line in _lines(path))
-    return corpus_of(path, [r for r in rows if r.symbols], vocabulary)
+    return corpus_of(path, list(_sentences(path, eos)), vocabulary)
 
 
 class SentenceStream:
@@ -163,20 +141,13 @@ class SentenceStream:
         part_size: int = 10_000,
     ) -> None:
         check_size("part_size", part_size)
-        self.path, self.part_size, self._end = path, part_size, [] if eos is None else [eos]
-        if next(self._entries(), None) is None:
-            raise _malformed(path, 1, "at least one sentence", "a file without any")
-        if not isinstance(vocabulary, Vocabulary):
-            count = vocabulary or Vocabulary.from_counts
-            vocabulary = count(symbol for entry in self._entries() for symbol in entry.symbols)
-        self.vocabulary = vocabulary
-
-    def _entries(self) -> Iterator[Entry]:
-        entries = (Entry(number, line.split() + self._end) for number, line in _lines(self.path))
-        return (entry for entry in entries if entry.symbols)
+        self.path, self.part_size, self.eos = path, part_size, eos
+        if next(_sentences(path, eos), None) is None:
+            raise malformed(path, 1, "at least one sentence", "a file without any")
+        self.vocabulary = vocabulary_of(vocabulary, _sentences(path, eos))
 
     def __iter__(self) -> Iterator[Sequences]:
-        entries = self._entries()
+        entries = _sentences(self.path, self.eos)
         while rows := list(itertools.islice(entries, self.part_size)):
             yield corpus_of(self.path, rows, self.vocabulary).data
 
@@ -197,8 +168,7 @@ def read_characters(text: str, alphabet: str = LETTERS + " ", chunk: int = 100) 
         >>> corpus.vocabulary.decode(corpus.data.values[0]), corpus.data.lengths
         (['t', 'w', 'o', ' ', 'd'], tensor([5, 4]))
     """
-    if chunk < 1:
-        raise ValueError(f"chunk must be at least 1; got {chunk}.")
+    check_size("chunk", chunk)
     vocabulary = Vocabulary(alphabet)
     codes = vocabulary.encode(plain(text, alphabet))
     if not len(codes):
@@ -238,7 +208,7 @@ def read_conllu(
                 continue
             fields = line.split("\t")
             if len(fields) != 10 or "" in fields or not re.fullmatch(r"\d+([-.]\d+)?", fields[0]):
-                raise _malformed(path, number, "10 tab-separated fields, the first a number", line)
+                raise malformed(path, number, "10 tab-separated fields, the first a number", line)
             if fields[0].isdigit():
                 words.append(fields[1])
                 marks.append(None if fields[place] == "_" else fields[place])
@@ -271,7 +241,7 @@ def read_tagged(
         for number, line in block:
             pair = line.split("\t")
             if len(pair) != 2 or not all(pair):
-                raise _malformed(path, number, "a word, a tab and a tag", line)
+                raise malformed(path, number, "a word, a tab and a tag", line)
             if pair[1] not in drop:
                 pairs.append(pair)
         if pairs:
@@ -302,12 +272,12 @@ def read_ocr_letters(path: FilePath) -> Letters:
         fields = line.rstrip("\t").split("\t")
         image = "".join(fields[6:])
         if len(fields) != 134 or not re.fullmatch("[01]{128}", image) or fields[1] not in tags:
-            raise _malformed(path, number, "6 fields, the second a letter, and 128 pixels", line)
+            raise malformed(path, number, "6 fields, the second a letter, and 128 pixels", line)
         if not all(re.fullmatch(r"-1|\d+", field) for field in (fields[0], *fields[2:6])):
-            raise _malformed(path, number, "integers in the fields 1 and 3 to 6", line)
+            raise malformed(path, number, "integers in the fields 1 and 3 to 6", line)
         own, following, word, position, fold = map(int, (fields[0], *fields[2:6]))
         if (own, word, position, fold) != (expected or (own, word, 1, fold)):
-            raise _malformed(path, number, "the letters of a word in their order", line)
+            raise malformed(path, number, "the letters of a word in their order", line)
         expected = (following, word, position + 1, fold) if following != -1 else None
         pixels.append(image.encode())
         letters.append(fields[1])
@@ -315,7 +285,7 @@ def read_ocr_letters(path: FilePath) -> Letters:
             lengths.append(position)
             folds.append(fold)
     if expected is not None or not lengths:
-        raise _malformed(path, len(letters) + 1, "the end of a word", "the end of the file")
+        raise malformed(path, len(letters) + 1, "the end of a word", "the end of the file")
     images = np.frombuffer(b"".join(pixels), np.uint8).reshape(-1, 128) - ord("0")
     data = Sequences.from_list(
         torch.from_numpy(images.astype(np.float32)).split(lengths),
@@ -349,12 +319,12 @@ def read_fasta(
             residues.append([])
         elif line.strip():
             if not headers or not re.fullmatch("[A-Za-z]+", line.strip()):
-                raise _malformed(path, number, "a header (>), or letters under one", line)
+                raise malformed(path, number, "a header (>), or letters under one", line)
             residues[-1].extend(line.strip().upper())
     rows, names = [], []
     for (number, header), chain in zip(headers, residues, strict=True):
         if not chain:
-            raise _malformed(path, number, "a sequence under the header", f">{header}")
+            raise malformed(path, number, "a sequence under the header", f">{header}")
         if keep is None or keep(header):
             rows.append(Entry(number, chain))
             names.append(header.split()[0] if header else "")
@@ -381,20 +351,20 @@ def read_protein_table(path: FilePath, vocabulary: Vocabulary | Counting | None 
     lines = _lines(path)
     header = next(lines, (1, ""))[1].split("\t")
     if not {"id", "sequence", "dssp3"} <= set(header):
-        raise _malformed(path, 1, "columns named id, sequence and dssp3", "\t".join(header))
+        raise malformed(path, 1, "columns named id, sequence and dssp3", "\t".join(header))
     tags = Vocabulary("HEC")
     rows, table = [], []
     for number, line in lines:
         fields = line.split("\t")
         if len(fields) != len(header):
-            raise _malformed(path, number, f"{len(header)} tab-separated fields", line)
+            raise malformed(path, number, f"{len(header)} tab-separated fields", line)
         row = dict(zip(header, fields, strict=True))
         structure = row["dssp3"].replace("-", "C")
         flags = [row[name] for name in ("mask", "ordered") if name in row]
         if any(len(strand) != len(row["sequence"]) for strand in (structure, *flags)):
-            raise _malformed(path, number, "one character per residue in each column", line)
+            raise malformed(path, number, "one character per residue in each column", line)
         if not set("".join(flags)) <= {"0", "1"} or not row.get("cv_fold", "0").isdigit():
-            raise _malformed(path, number, "mask and ordered of 0 and 1, an integer fold", line)
+            raise malformed(path, number, "mask and ordered of 0 and 1, an integer fold", line)
         scored = zip(structure, *flags, strict=True)
         marks = [None if "0" in given else mark for mark, *given in scored]
         rows.append(Entry(number, row["sequence"], marks))
@@ -411,65 +381,6 @@ def read_protein_table(path: FilePath, vocabulary: Vocabulary | Counting | None 
     )
 
 
-def tags_as_values(corpus: Corpus) -> Corpus:
-    """The tags of a corpus as what is observed; a step whose tag is not known is missing.
-
-    Raises:
-        ValueError: If the corpus has no tags.
-
-    Example:
-        >>> data = Sequences.from_list([[0, 1]], labels=[[1, 0]])
-        >>> tags = tags_as_values(Corpus(data, Vocabulary(["the", "die"]), Vocabulary("ND")))
-        >>> tags.data.values, tags.vocabulary.decode(tags.data.values[0])
-        (tensor([[1, 0]]), ['D', 'N'])
-    """
-    data, tags = corpus.data, corpus.tags
-    if data.labels is None or tags is None:
-        raise ValueError("corpus has no tags; wanted one whose data have labels.")
-    values = data.labels.clamp(min=0)
-    return Corpus(Sequences(values, data.lengths, data.labels >= 0, total=data.total), tags)
-
-
-def merge_rare(corpus: Corpus, share: float, name: str = "<rare>") -> Corpus:
-    """Put one symbol in place of the rarest, which together make less than ``share`` of all steps.
-
-    The others are numbered anew after it, by falling count. It stands for symbols that are not
-    listed, too, so that further data can be read with the vocabulary returned.
-
-    Args:
-        corpus: Sequences of symbols.
-        share: Of the observed steps, from 0 to 1. As many symbols are merged as stay below it
-            together, the rarest first, of equally frequent ones the alphabetically last.
-        name: Of the symbol put in their place. If there is nothing to merge it is not added, and
-            the corpus is returned as it is.
-
-    Raises:
-        ValueError: If ``share`` is out of range, or a symbol that is kept has that name already.
-
-    Example:
-        >>> corpus = merge_rare(read_characters("a rose is a rose"), share=0.2)
-        >>> list(corpus.vocabulary), corpus.data.values[0, :6]
-        (['<rare>', ' ', 's', 'a', 'e', 'o'], tensor([3, 1, 0, 5, 2, 4]))
-    """
-    if not 0 <= share <= 1:
-        raise ValueError(f"share must lie between 0 and 1; got {share}.")
-    data, symbols = corpus.data, corpus.vocabulary
-    counts = data.values[data.observed].bincount(minlength=len(symbols)).tolist()
-    rising = sorted(range(len(symbols)), key=lambda code: (-counts[code], symbols[code]))[::-1]
-    mass = itertools.accumulate(counts[code] for code in rising)
-    merged = sum(1 for sum_so_far in mass if sum_so_far < share * data.num_observed)
-    if merged == 0:
-        return corpus
-    kept = [symbols[code] for code in rising[: merged - 1 : -1]]
-    vocabulary = Vocabulary([name, *kept], unknown=name)
-    codes = vocabulary.encode(symbols).to(data.values.device)
-    values = codes[data.values.masked_fill(~data.observed, 0)]  # padding may hold anything
-    merged_data = Sequences(
-        values, data.lengths, data.observed, data.labels, data.total, data.covariates
-    )
-    return Corpus(merged_data, vocabulary, corpus.tags)
-
-
 def _lines(path: FilePath) -> Iterator[tuple[int, str]]:
     """Number, from 1, and text of each line; only a newline ends a line."""
     number = 0
@@ -479,7 +390,14 @@ def _lines(path: FilePath) -> Iterator[tuple[int, str]]:
                 text = line.decode("utf-8" if number > 1 else "utf-8-sig")  # a mark may begin it
                 yield number, text.rstrip("\r\n")
     except (UnicodeDecodeError, *BROKEN) as error:
-        raise _malformed(path, max(number, 1), "UTF-8, whole if gzipped", str(error)) from error
+        raise malformed(path, max(number, 1), "UTF-8, whole if gzipped", str(error)) from error
+
+
+def _sentences(path: FilePath, eos: str | None) -> Iterator[Entry]:
+    """The tokens of each line, with ``eos`` if there is one; if not, without blank lines."""
+    end = [] if eos is None else [eos]
+    entries = (Entry(number, line.split() + end) for number, line in _lines(path))
+    return (entry for entry in entries if entry.symbols)
 
 
 def _blocks(path: FilePath) -> Iterator[list[tuple[int, str]]]:
@@ -487,41 +405,6 @@ def _blocks(path: FilePath) -> Iterator[list[tuple[int, str]]]:
     for filled, block in itertools.groupby(_lines(path), lambda line: bool(line[1].strip())):
         if filled:
             yield list(block)
-
-
-def _malformed(path: FilePath, number: int, wanted: str, got: str) -> ValueError:
-    """What is wrong with a line of a file."""
-    shown = got if len(got) <= 60 else got[:57] + "..."
-    return ValueError(f"{path}, line {number}: wanted {wanted}; got {shown!r}.")
-
-
-def corpus_of(
-    path: FilePath,
-    rows: Sequence[Entry],
-    vocabulary: Vocabulary | Counting | None,
-    tags: Vocabulary | None = None,
-) -> Corpus:
-    """Encode what was read, with vocabularies made here where they are not given."""
-    if not rows:
-        raise _malformed(path, 1, "at least one sequence", "a file without any")
-    if not isinstance(vocabulary, Vocabulary):
-        count = vocabulary or Vocabulary.from_counts
-        vocabulary = count(symbol for row in rows for symbol in row.symbols)
-    marks = [tag for row in rows for tag in row.tags if tag is not None]
-    if tags is None and marks:
-        tags = Vocabulary.from_counts(marks)
-    values, labels = [], []
-    for row in rows:
-        try:
-            values.append(vocabulary.encode(row.symbols))
-            if tags is not None:
-                label = values[-1].new_full((len(row.tags),), -1)
-                known = torch.tensor([tag is not None for tag in row.tags])
-                label[known] = tags.encode(tag for tag in row.tags if tag is not None)
-                labels.append(label)
-        except ValueError as error:
-            raise ValueError(f"{path}, sequence starting at line {row.line}: {error}") from None
-    return Corpus(Sequences.from_list(values, labels or None), vocabulary, tags)
 
 
 def plain(text: str, alphabet: str) -> str:

@@ -7,7 +7,7 @@ exists or is observed (the opposite of TensorFlow Probability's).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -65,22 +65,12 @@ class Sequences:
         total: float | None = None,
         covariates: Tensor | None = None,
     ) -> None:
-        check_tensor("values", values)
-        if values.dim() < 2 or 0 in values.shape[:2]:
-            raise ValueError(
-                "values must have shape (N, T, *E) with at least one sequence and one step; got "
-                f"shape {tuple(values.shape)}. Add the dimension of sequences with unsqueeze(0)."
-            )
+        _check_values(values)
         check_integers("lengths", lengths)
-        if lengths.shape != values.shape[:1]:
-            raise ValueError(
-                f"lengths must have shape (N,) = {tuple(values.shape[:1])}; got "
-                f"{tuple(lengths.shape)}."
-            )
+        check_shape("lengths", lengths, tuple(values.shape[:1]), "(N,)")
         lengths = lengths.cpu().long()
         check_lengths(lengths, values.size(1))
-        num_steps = values.size(1)
-        exists = (torch.arange(num_steps) < lengths.unsqueeze(-1)).to(values.device)
+        exists = (torch.arange(values.size(1)) < lengths.unsqueeze(-1)).to(values.device)
         self.has_gaps = False  # whether steps that exist are missing
         if observed is None:
             observed = exists
@@ -89,54 +79,19 @@ class Sequences:
             check_shape("observed", observed, tuple(values.shape[:2]), "(N, T)")
             observed = observed.to(values.device) & exists
             self.has_gaps = not torch.equal(observed, exists)
-        if values.dtype.is_floating_point:
-            absent = values.flatten(2).isnan().all(-1) if values.dim() > 2 else values.isnan()
-            if bool((absent & observed).any()):
-                n, t = (absent & observed).nonzero()[0].tolist()
-                raise ValueError(
-                    f"values holds NaN at sequence {n}, step {t}, which is marked as observed. "
-                    "Set observed to False there, or build with Sequences.from_list."
-                )
+        _check_observed(values, observed)
         if labels is not None:
-            check_tensor("labels", labels)
-            if labels.dtype == torch.bool:
-                if labels.dim() != 3 or labels.shape[:2] != values.shape[:2]:
-                    raise ValueError(
-                        "labels that are boolean must have shape (N, T, K) with (N, T) = "
-                        f"{tuple(values.shape[:2])}; got {tuple(labels.shape)}."
-                    )
-            else:
-                check_integers("labels", labels)
-                check_shape("labels", labels, tuple(values.shape[:2]), "(N, T)")
+            _check_labels(labels, values.shape[:2])
             labels = labels.to(values.device)
         if covariates is not None:
-            check_floats("covariates", covariates)
-            if covariates.dim() < 3 or covariates.shape[:2] != values.shape[:2]:
-                raise ValueError(
-                    f"covariates must have shape (N, T, C) with (N, T) = {tuple(values.shape[:2])};"
-                    f" got {tuple(covariates.shape)}."
-                )
+            _check_covariates(covariates, exists)
             covariates = covariates.to(values.device)
-            wrong = ~covariates.flatten(2).isfinite().all(-1) & exists
-            if bool(wrong.any()):
-                n, t = wrong.nonzero()[0].tolist()
-                raise ValueError(
-                    f"covariates must be finite; that of sequence {n}, step {t} is not. Fill in "
-                    "what is missing, and say so in a covariate of its own."
-                )
-        if total is not None and (isinstance(total, bool) or not isinstance(total, int | float)):
-            raise TypeError(f"total must be a number; got {type(total).__name__}.")
-        if total is not None and not len(values) <= total < math.inf:
-            raise ValueError(f"total must be at least the number of sequences, {len(values)}; "
-                             f"got {total}.")  # fmt: skip
         longest = int(lengths.max())  # steps that no sequence has are dropped
-        self.values = values[:, :longest]
-        self.lengths = lengths
+        self.values, self.lengths = values[:, :longest], lengths
         self.observed = observed[:, :longest]
         self.labels = None if labels is None else labels[:, :longest]
         self.covariates = None if covariates is None else covariates[:, :longest]
-        total = len(values) if total is None else total
-        self.total: float = int(total) if total == int(total) else total
+        self.total = _check_total(total, len(values))
 
     @classmethod
     def from_list(
@@ -166,14 +121,14 @@ class Sequences:
             tensor([[ True, False,  True],
                     [ True, False, False]])
         """
-        found = [_as_steps(sequence, index) for index, sequence in enumerate(sequences)]
-        if not found:
+        parts = [_as_steps(sequence, index) for index, sequence in enumerate(sequences)]
+        if not parts:
             raise ValueError("sequences is empty; wanted at least one sequence.")
-        masks = [mask for _, mask in found]
-        given = [(index, row) for index, (row, _) in enumerate(found) if row is not None]
-        index, first = given[0] if given else (0, torch.zeros(1))
+        masks = [mask for _, mask in parts]
+        known = [(index, row) for index, (row, _) in enumerate(parts) if row is not None]
+        index, first = known[0] if known else (0, torch.zeros(1))
         dtype = first.dtype
-        for other, row in given:
+        for other, row in known:
             if row.shape[1:] != first.shape[1:]:
                 raise ValueError(
                     f"sequences must share one event shape; sequence {index} has "
@@ -183,30 +138,15 @@ class Sequences:
         rows = [
             first.new_zeros(len(mask), *first.shape[1:], dtype=dtype) if row is None
             else row.to(dtype)
-            for row, mask in found
+            for row, mask in parts
         ]  # fmt: skip
         lengths = torch.tensor([len(row) for row in rows])
         padded = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
         observed = torch.nn.utils.rnn.pad_sequence(masks, batch_first=True)
-        padded_labels = None
-        if labels is not None:
-            items = [torch.as_tensor(item) for item in labels]
-            if [len(item) for item in items] != lengths.tolist():
-                raise ValueError("labels must have one item per sequence, one label per step; "
-                                 f"got lengths {[len(item) for item in items][:5]}, sequences have "
-                                 f"{lengths.tolist()[:5]} (first five).")  # fmt: skip
-            padded_labels = torch.nn.utils.rnn.pad_sequence(
-                items, batch_first=True, padding_value=-1
-            )
-        padded_covariates = None
-        if covariates is not None:
-            rows = [torch.as_tensor(item) for item in covariates]
-            if [len(row) for row in rows] != lengths.tolist():
-                raise ValueError("covariates must have one item per sequence, one row per step; "
-                                 f"got lengths {[len(row) for row in rows][:5]}, sequences have "
-                                 f"{lengths.tolist()[:5]} (first five).")  # fmt: skip
-            padded_covariates = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
-        data = cls(padded, lengths, observed, padded_labels, covariates=padded_covariates)
+        data = cls(
+            padded, lengths, observed, _padded("labels", labels, lengths, -1.0),
+            covariates=_padded("covariates", covariates, lengths, 0.0),
+        )  # fmt: skip
         return data if device is None else data.to(device)
 
     @property
@@ -217,8 +157,7 @@ class Sequences:
     @property
     def exists(self) -> Tensor:
         """Which steps are not padding, ``(N, T)`` booleans."""
-        clock = torch.arange(self.num_steps)
-        return (clock < self.lengths.unsqueeze(-1)).to(self.values.device)
+        return (torch.arange(self.num_steps) < self.lengths.unsqueeze(-1)).to(self.values.device)
 
     @property
     def num_labelled(self) -> int:
@@ -253,14 +192,13 @@ class Sequences:
         lengths = self.lengths[chosen].clamp(max=self.num_steps if longest is None else longest)
         steps = int(lengths.max()) if len(chosen) else 0
         chosen = chosen.to(self.values.device)
-        return Sequences(
-            self.values[chosen, :steps],
-            lengths,
-            self.observed[chosen, :steps],
-            None if self.labels is None else self.labels[chosen, :steps],
-            total,
-            None if self.covariates is None else self.covariates[chosen, :steps],
-        )
+        return self._map(lambda part: part[chosen, :steps], lengths, total)
+
+    def _map(self, change: Callable[[Tensor], Tensor], lengths: Tensor, total: float) -> Sequences:
+        """The sequences whose parts ``(N, T, *)`` are changed in the same way."""
+        parts = (self.observed, self.labels, self.covariates)
+        observed, labels, covariates = (p if p is None else change(p) for p in parts)
+        return Sequences(change(self.values), lengths, observed, labels, total, covariates)
 
     def truncate(self, num_steps: int) -> Sequences:
         """The first ``num_steps`` steps of each sequence; shorter ones stay as they are.
@@ -276,7 +214,7 @@ class Sequences:
     def split(
         self, share: float = 0.5, generator: torch.Generator | None = None
     ) -> tuple[Sequences, Sequences]:
-        """Part the sequences in two at random, such as into a training and a test set.
+        """Divide the sequences at random in two, such as into a training and a test set.
 
         Args:
             share: Of the sequences that go to the first part, rounded to a whole number.
@@ -304,14 +242,7 @@ class Sequences:
 
     def to(self, device: torch.device | str) -> Sequences:
         """Copy to ``device`` what is not there yet (lengths stay on the CPU)."""
-        return Sequences(
-            self.values.to(device),
-            self.lengths,
-            self.observed.to(device),
-            None if self.labels is None else self.labels.to(device),
-            self.total,
-            None if self.covariates is None else self.covariates.to(device),
-        )
+        return self._map(lambda part: part.to(device), self.lengths, self.total)
 
     def without_labels(self) -> Sequences:
         """The same sequences; a fit to them is unsupervised."""
@@ -341,7 +272,7 @@ class Sequences:
 
         Args:
             chosen: Which sequences.
-            total: How many they stand for, if not for the whole set.
+            total: Number of sequences they are a sample of, if not of the whole set.
         """
         return self._select(chosen, self.total if total is None else total)
 
@@ -354,18 +285,95 @@ def _as_steps(sequence: Any, index: int) -> tuple[Tensor | None, Tensor]:
             f"{type(sequence).__name__}. Wrap a single sequence in a list."
         )
     if not isinstance(sequence, Tensor) and any(step is None for step in sequence):
-        given = torch.tensor([step is not None for step in sequence])
+        present = torch.tensor([step is not None for step in sequence])
         known = [torch.as_tensor(step) for step in sequence if step is not None]
         if not known:
-            return None, given
+            return None, present
         steps = iter(known)
-        row = torch.stack([next(steps) if here else known[0] for here in given.tolist()])
+        row = torch.stack([next(steps) if here else known[0] for here in present.tolist()])
     else:
         row = torch.as_tensor(sequence)
-        given = torch.ones(row.shape[:1], dtype=torch.bool, device=row.device)
+        present = torch.ones(row.shape[:1], dtype=torch.bool, device=row.device)
     if row.dim() == 0 or len(row) == 0:
         raise ValueError(f"sequence {index} has no step; wanted shape (T, *E) with T at least 1.")
     if row.dtype.is_floating_point:
         absent = row.isnan()
-        given = given & ~(absent.flatten(1).all(-1) if row.dim() > 1 else absent)
-    return row, given
+        present = present & ~(absent.flatten(1).all(-1) if row.dim() > 1 else absent)
+    return row, present
+
+
+def _padded(
+    name: str, items: Iterable[Any] | None, lengths: Tensor, padding: float
+) -> Tensor | None:
+    """Labels or covariates of sequences of ``lengths`` in one tensor, ``(N, T, *)``."""
+    if items is None:
+        return None
+    rows = [torch.as_tensor(item) for item in items]
+    if [len(row) for row in rows] != lengths.tolist():
+        raise ValueError(
+            f"{name} must have one item per sequence, one row per step; got lengths "
+            f"{[len(row) for row in rows][:5]}, sequences have {lengths.tolist()[:5]} (first five)."
+        )
+    return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=padding)
+
+
+def _check_values(values: Tensor) -> None:
+    check_tensor("values", values)
+    if values.dim() < 2 or 0 in values.shape[:2]:
+        raise ValueError(
+            "values must have shape (N, T, *E) with at least one sequence and one step; got "
+            f"shape {tuple(values.shape)}. Add the dimension of sequences with unsqueeze(0)."
+        )
+
+
+def _check_observed(values: Tensor, observed: Tensor) -> None:
+    """Raise if an observed step is NaN throughout."""
+    if not values.dtype.is_floating_point:
+        return
+    absent = values.flatten(2).isnan().all(-1) if values.dim() > 2 else values.isnan()
+    if bool((absent & observed).any()):
+        n, t = (absent & observed).nonzero()[0].tolist()
+        raise ValueError(
+            f"values holds NaN at sequence {n}, step {t}, which is marked as observed. "
+            "Set observed to False there, or build with Sequences.from_list."
+        )
+
+
+def _check_labels(labels: Tensor, shape: torch.Size) -> None:
+    """Raise unless labels are states, or sets of them, of each step of ``shape`` (N, T)."""
+    check_tensor("labels", labels)
+    if labels.dtype != torch.bool:
+        check_integers("labels", labels)
+        check_shape("labels", labels, tuple(shape), "(N, T)")
+    elif labels.dim() != 3 or labels.shape[:2] != shape:
+        raise ValueError(
+            f"labels that are boolean must have shape (N, T, K) with (N, T) = {tuple(shape)}; got "
+            f"{tuple(labels.shape)}."
+        )
+
+
+def _check_covariates(covariates: Tensor, exists: Tensor) -> None:
+    check_floats("covariates", covariates)
+    if covariates.dim() < 3 or covariates.shape[:2] != exists.shape:
+        raise ValueError(
+            f"covariates must have shape (N, T, C) with (N, T) = {tuple(exists.shape)}; got "
+            f"{tuple(covariates.shape)}."
+        )
+    wrong = ~covariates.flatten(2).isfinite().all(-1) & exists.to(covariates.device)
+    if bool(wrong.any()):
+        n, t = wrong.nonzero()[0].tolist()
+        raise ValueError(
+            f"covariates must be finite; that of sequence {n}, step {t} is not. Fill in what is "
+            "missing, and say so in a covariate of its own."
+        )
+
+
+def _check_total(total: float | None, count: int) -> float:
+    """The size of the whole set of which ``count`` sequences are a part."""
+    if total is None:
+        return count
+    if isinstance(total, bool) or not isinstance(total, int | float):
+        raise TypeError(f"total must be a number; got {type(total).__name__}.")
+    if not count <= total < math.inf:
+        raise ValueError(f"total must be at least the number of sequences, {count}; got {total}.")
+    return int(total) if total == int(total) else total

@@ -8,6 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..ops.sampling import sample_path
+from ..ops.stationary import stationary
 from .sequences import Sequences
 
 
@@ -15,7 +17,7 @@ def casino_parameters() -> tuple[Tensor, Tensor, Tensor]:
     """Initial ``(2,)``, transition ``(2, 2)`` and emission ``(2, 6)`` of the dishonest casino.
 
     State 0 is the fair die. The loaded one shows six every other time. The first die is drawn
-    from the stationary law, which the book leaves open.
+    from the stationary distribution, which the book leaves open.
 
     References:
         Biological Sequence Analysis (Durbin et al., 1998), section 3.2
@@ -145,46 +147,30 @@ def dirichlet_toy(
     seed = int(torch.randint(2**63 - 1, (), generator=generator))
     random = np.random.default_rng(seed)  # torch's Dirichlet knows only the global generator
     for _ in range(100):
-        moves, emits = (
+        transition, emission = (
             torch.from_numpy(random.dirichlet([concentration] * size, num_states))
             for size in (num_states, num_symbols)
         )
-        law = (_stationary(moves), moves, emits)
-        initial, transition, emission = (p.to(torch.get_default_dtype()) for p in law)
-        if not initial.isfinite().all():
-            continue  # a state that cannot be left
-        law = (initial, transition, emission)
-        train, test = (_sample(law, (num_sequences, num_steps), generator) for _ in range(2))
+        probs = stationary(transition.log(), check=False), transition, emission
+        if not probs[0].isfinite().all():
+            continue  # several recurrent classes
+        dtype = torch.get_default_dtype()
+        hmm = probs[0].to(dtype), transition.to(dtype), emission.to(dtype)
+        train, test = (_sample(hmm, (num_sequences, num_steps), generator) for _ in range(2))
         if all(len(data.values.unique()) == num_symbols for data in (train, test)):
-            return DirichletToy(*law, train, test)
+            return DirichletToy(*hmm, train, test)
     raise ValueError(
         f"in 100 draws of {num_sequences} sequences of {num_steps} steps none showed all "
         f"{num_symbols} symbols in both sets. Raise num_sequences, num_steps or concentration."
     )
 
 
-def _stationary(transition: Tensor) -> Tensor:
-    """Stationary distribution ``(K,)``, by elimination of one state after another.
-
-    Nothing is subtracted, so that states which are hardly ever left do no harm (Grassmann,
-    Taksar and Heyman, 1985).
-    """
-    moves = transition.clone()
-    for k in range(len(moves) - 1, 0, -1):
-        moves[:k, k] /= moves[k, :k].sum()
-        moves[:k, :k] += moves[:k, k].outer(moves[k, :k])
-    weights = torch.ones_like(moves[0])
-    for k in range(1, len(moves)):
-        weights[k] = weights[:k] @ moves[:k, k]
-    return weights / weights.sum()
-
-
 def _sample(
-    law: tuple[Tensor, Tensor, Tensor], shape: tuple[int, int], generator: torch.Generator | None
+    hmm: tuple[Tensor, Tensor, Tensor], shape: tuple[int, int], generator: torch.Generator | None
 ) -> Sequences:
     """Symbols ``(N, T)`` of an HMM with (initial, transition, emission); labels are the states."""
-    states = _sample_states(*law[:2], shape, generator)
-    symbols = torch.multinomial(law[2][states.flatten()], 1, generator=generator)
+    states = _sample_states(*hmm[:2], shape, generator)
+    symbols = torch.multinomial(hmm[2][states.flatten()], 1, generator=generator)
     return Sequences(symbols.view(shape), torch.full(shape[:1], shape[1]), labels=states)
 
 
@@ -197,8 +183,8 @@ def _sample_states(
         raise ValueError(
             f"num_sequences and num_steps must be at least 1; got {num_sequences} and {num_steps}."
         )
-    states = [torch.multinomial(initial, num_sequences, True, generator=generator)]
-    for _ in range(num_steps - 1):
-        step = torch.multinomial(transition[states[-1]], 1, generator=generator)
-        states.append(step.squeeze(-1))
-    return torch.stack(states, -1)
+    return sample_path(
+        torch.multinomial(initial, num_sequences, True, generator=generator),
+        num_steps,
+        lambda _, states: torch.multinomial(transition[states], 1, generator=generator).squeeze(-1),
+    )

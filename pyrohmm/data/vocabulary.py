@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
-from .._checks import check_integers
+from .._checks import check_integers, check_range
 
 Classes = Callable[[str], Sequence[str]]  # what may stand for a symbol, the first choice first
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
@@ -133,13 +133,8 @@ class Vocabulary(tuple[str, ...]):
                 f"codes must have shape (T,); got {tuple(codes.shape)}. Decode one sequence at a "
                 "time, up to its length."
             )
-        listed = codes.tolist()
-        if listed and not 0 <= min(listed) <= max(listed) < len(self):
-            raise ValueError(
-                f"codes must lie between 0 and {len(self) - 1}; got values from {min(listed)} to "
-                f"{max(listed)}. Cut off padding and unknown labels (-1)."
-            )
-        return [self[code] for code in listed]
+        check_range("codes", codes, len(self), "V - 1", "Cut off padding and unknown labels (-1).")
+        return [self[code] for code in codes.tolist()]
 
     def __contains__(self, symbol: object) -> bool:
         return symbol in self._codes

@@ -7,9 +7,15 @@ Its modules; each imports only those above it:
 ``sparse_dirichlet``  Dirichlet rows with exact zeros
 ``inverse_wishart``   the prior of covariance matrices
 ``observation``       joined and tied emissions; log-probabilities per state
-``sampling``          sampling of states and of observations given states
+``values``            observations as the recursions read them
+``arguments``         the arguments of an ``HMM``, checked
+``labels``            which states are allowed at each step
+``sampling``          sampling of observations given states
 ``forecast``          ``Forecast``: observations at future steps
+``base``              ``ChainDistribution``: parameters, masks and data joined
 ``hmm``               ``HMM``: a distribution over whole sequences
+``block_symbols``     ``BlockSymbols``: symbols emitted only by the states of their blocks
+``carried_state``     ``CarriedState``: the state before the first step
 ``block_hmm``         ``BlockHMM``: states in blocks, tens of thousands of them
 ``tagged_hmm``        ``TaggedHMM``: states that emit a word and a tag
 ``dpp``               the determinantal prior of the diversified HMM

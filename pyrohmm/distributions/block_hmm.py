@@ -1,47 +1,46 @@
-"""HMMs of symbols whose states emit only the symbols of their blocks: :class:`BlockHMM`."""
+"""``BlockHMM``: an HMM of symbols whose states emit only the symbols of their blocks."""
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple, cast
 
 import torch
-from pyro.distributions import Categorical
-from pyro.distributions.torch_distribution import TorchDistribution
 from torch import Tensor
 
 from .._checks import (
     check_booleans,
     check_floats,
     check_integers,
-    check_lengths,
-    check_log_simplex,
     check_no_nan,
     check_same_device,
     check_shape,
     check_tensor,
     check_trailing,
 )
-from .._lazy import lazy
 from .._precision import full_precision
-from ..ops import block_recursions, lookup, recursions
-from ..ops.block_plan import Plan, States, bounds, is_dense
-from ..ops.block_recursions import Logs, planned
+from ..ops import block_recursions, masks, recursions
+from ..ops.block_logs import BlockLogs
+from ..ops.block_plan import Plan, is_dense
 from ..ops.block_transition import InnerProductTransition as InnerProductTransition
 from ..ops.blocks import Blocks
 from ..ops.recursions import Posterior
+from ..ops.sampling import sample_path
+from .block_symbols import BlockSymbols
+from .carried_state import CarriedState
 from .hmm import HMM
 
-# Where blocks overlap, each symbol has one of its own, and hardly any pair of them occurs twice. Up
-# to so many times the states of a block, all moves at once take less time than those of each pair.
+# Where blocks overlap, each symbol has its block, and hardly any pair of blocks occurs twice. Up to
+# so many times the states of a block, all transitions at once take less time than those of pairs.
 CROWDED = 8
 
 
 class BlockPosterior(NamedTuple):
-    """What the data say about the states, each step within the block of its symbol.
+    r"""Smoothed posterior of the states, each step within the block of its symbol.
 
     Attributes:
         log_evidence: ``(*B)``, in nats.
-        probs: ``(*B, T, w)``, of the states of the block; zero at padded steps.
+        probs: ``(*B, T, w)``, :math:`p(z_t \mid x_{1:T})` of the states of the block; zero at
+            padded steps.
         states: ``(*B, T, w)`` integers, which states these are; -1 where the block has fewer than
             w, and at padded steps.
     """
@@ -52,7 +51,7 @@ class BlockPosterior(NamedTuple):
 
 
 class FinalState(NamedTuple):
-    """The law of the last state of each sequence, given all its observations.
+    r"""Distribution :math:`p(z_T \mid x_{1:T})` of the last state of each sequence.
 
     Attributes:
         states: ``(N, w)`` integers, the states of the block of its last symbol; -1 beyond them.
@@ -63,61 +62,44 @@ class FinalState(NamedTuple):
     log_probs: Tensor
 
 
-class CarriedState(NamedTuple):
-    """What came before some sequences: blocks of states that are left, and never entered.
-
-    Attributes:
-        leave: ``(G, D)``, vectors of these states, those of a block side by side.
-        log_shares: ``(G, B)``, log-probability of the next block.
-        sizes: ``(b,)``, number of states of each of these blocks.
-        block: ``(N,)``, which of them each sequence comes from; -1 if it begins anew.
-        log_probs: ``(N, w)``, of the states of that block.
-    """
-
-    leave: Tensor
-    log_shares: Tensor
-    sizes: Tensor
-    block: Tensor
-    log_probs: Tensor
-
-
-class _Read(NamedTuple):
-    """What is read of values, for N sequences.
+class _Factors(NamedTuple):
+    """Parameters and symbols of N sequences, within the blocks of the symbols.
 
     Attributes:
         blocks: ``(N, T)``, the block of each step, on the CPU; anything at padded steps.
         lengths: ``(N,)``.
-        batch: The batch shape, of N elements.
         first: ``(N, w)``, log-probability of the first state, in its block.
-        seen: ``(N, T, w)``, log-likelihood of each step in the states of its block.
+        likelihood: ``(N, T, w)``, log-likelihood of each step in the states of its block.
+        batch: The batch shape, of N elements.
     """
 
     blocks: Tensor
     lengths: Tensor
-    batch: torch.Size
     first: Tensor
-    seen: Tensor
+    likelihood: Tensor
+    batch: torch.Size
 
 
 class BlockHMM(HMM):
     """An HMM of symbols whose states emit only the symbols of their blocks.
 
-    It is the same law as an :class:`HMM` with zeros elsewhere, and answers the same questions. What
-    reads symbols visits only states that can emit them: ``log_prob`` and its gradient,
-    ``viterbi``, ``sample_states``, ``filtered``, ``block_posterior``; with labels, or
-    where steps are missing, and for everything else, it is :meth:`dense` that answers, whose cost
-    is that of K x K matrices; for ``log_prob`` also where blocks overlap and are large. Parameters
-    have no batch dimensions.
+    It is the same distribution as an :class:`HMM` with zeros elsewhere, and answers the same
+    queries. ``log_prob`` and its gradient, ``viterbi``, ``sample_states``, ``filtered`` and
+    ``block_posterior`` visit only states that can emit a symbol. With labels, or where steps are
+    missing, and for everything else, :meth:`dense` answers, at the cost of K x K matrices; for
+    ``log_prob`` also where blocks overlap and are large. Parameters have no batch dimensions.
 
     Args:
         log_initial: ``(K,)``, log-probabilities of the first state.
-        transition: Moves: :class:`InnerProductTransition`, or ``(K, K)`` log-probabilities.
+        transition: :class:`InnerProductTransition`, or ``(K, K)`` log-probabilities.
         log_emission: ``(V, w)``, log-probability of each symbol in each state of its block, in the
-            order of the block; what is beyond the block is not read.
+            order of the block; what is beyond the block is not read. Or a :class:`BlockSymbols`.
         blocks: Which states may emit which symbol.
         lengths: ``(*B)`` integers, the number of steps of each sequence. They are kept on the CPU.
         observed: ``(*B, T)`` booleans, True where a step is observed.
         validate_args: Whether to read values in order to check them; Pyro's setting by default.
+        carried: The state before the first step, where sequences continue from others; for
+            lengths ``(N,)`` and an :class:`InnerProductTransition`.
 
     Raises:
         TypeError: If an argument is of the wrong type.
@@ -140,17 +122,21 @@ class BlockHMM(HMM):
         self,
         log_initial: Tensor,
         transition: InnerProductTransition | Tensor,
-        log_emission: Tensor,
+        log_emission: Tensor | BlockSymbols,
         blocks: Blocks,
         lengths: Tensor,
         observed: Tensor | None = None,
         validate_args: bool | None = None,
+        *,
+        carried: CarriedState | None = None,
     ) -> None:
         check_floats("log_initial", log_initial)
-        check_floats("log_emission", log_emission)
         size = blocks.num_states
         check_shape("log_initial", log_initial, (size,), "(K,)")
-        check_shape("log_emission", log_emission, (blocks.num_symbols, blocks.width), "(V, w)")
+        if isinstance(log_emission, BlockSymbols):
+            symbols = log_emission
+        else:
+            symbols = BlockSymbols(log_emission, blocks)
         if isinstance(transition, Tensor):
             check_floats("transition", transition)
             check_shape("transition", transition, (size, size), "(K, K)")
@@ -165,342 +151,272 @@ class BlockHMM(HMM):
                 f"{transition.blocks!r}."
             )
         check_integers("lengths", lengths)
-        parts = {"log_initial": log_initial, "log_emission": log_emission}
-        parts["transition"] = transition if isinstance(transition, Tensor) else transition.leave
-        lengths = lengths.cpu().long()
         if observed is not None:
             check_booleans("observed", observed)
-            parts["observed"] = observed
             if observed.dim() == 0 or observed.shape[:-1] != lengths.shape:
                 raise ValueError(
                     f"observed must have shape (*B, T) with the shape {tuple(lengths.shape)} of "
                     f"lengths as *B; got shape {tuple(observed.shape)}."
                 )
-        check_same_device(parts)
-        longest = int(lengths.max()) if lengths.numel() else 0
-        num_steps = longest if observed is None else observed.size(-1)
-        check_lengths(lengths, num_steps)
-        self.log_initial, self.transition, self.blocks = log_initial, transition, blocks
-        exists = (blocks.states[blocks.symbol_block] >= 0).to(log_emission.device)
-        self.log_emission = log_emission.masked_fill(~exists, -torch.inf)
-        self.lengths, self.observed, self.allowed = lengths, observed, None
-        self.transition_per_step = self.emission_per_step = False
-        self.before: CarriedState | None = None  # of sequences that go on from others
-        TorchDistribution.__init__(
-            self, lengths.shape, torch.Size((num_steps,)), validate_args=validate_args
+        leave = transition if isinstance(transition, Tensor) else transition.leave
+        check_same_device(
+            {"log_initial": log_initial, "log_emission": symbols.log_probs, "transition": leave}
         )
+        super().__init__(log_initial, transition, symbols, lengths, observed, validate_args)
+        self.transition, self.symbols, self.blocks = transition, symbols, blocks
+        self.carried = carried
         if self._validate_args:
-            check_log_simplex("log_initial", log_initial)
-            self._check_emission()
-            if isinstance(transition, Tensor):
-                check_log_simplex("transition", transition)
-
-    def _check_emission(self) -> None:
-        """Raise unless what each state may emit has probabilities that sum to one."""
-        states = self.blocks.states[self.blocks.symbol_block].to(self.log_emission.device)
-        sums = self.log_emission.new_zeros(self.blocks.num_states + 1)
-        sums.index_add_(
-            0, states.masked_fill(states < 0, self.blocks.num_states).flatten(),
-            self.log_emission.detach().exp().flatten(),
-        )  # fmt: skip
-        low, high = (end.item() for end in torch.aminmax(sums[:-1]))
-        if not 1 - 1e-4 <= low <= high <= 1 + 1e-4:
-            raise ValueError(
-                "log_emission must hold log-probabilities that sum to one over the symbols of each "
-                f"state; got sums from {low:.6g} to {high:.6g}."
-            )
-
-    # Dense, where it is asked for
+            symbols.check_sums()
 
     @property
-    def log_transition(self) -> Tensor:  # type: ignore[override]
-        """``(K, K)``, log-probabilities of the next state; computed when it is read."""
-        return self.transition if isinstance(self.transition, Tensor) else self.transition.matrix
-
-    @lazy
-    def emission(self) -> TorchDistribution:
-        """Of all K states, -inf where a state cannot emit a symbol; computed when it is read."""
-        return self._symbols()
-
-    def _symbols(self) -> Categorical:
-        rows = self.blocks.states[self.blocks.symbol_block].to(self.log_emission.device)
-        wide = self.log_emission.new_full(
-            (self.blocks.num_symbols, self.blocks.num_states + 1), -torch.inf
-        )
-        wide = wide.scatter(
-            1, rows.masked_fill(rows < 0, self.blocks.num_states), self.log_emission
-        )
-        return Categorical(logits=wide[:, :-1].mT)
+    def log_emission(self) -> Tensor:
+        """``(V, w)``, log-probability of each symbol in each state of its block."""
+        return self.symbols.log_probs
 
     def dense(self) -> HMM:
-        """The same law as an HMM that knows nothing of blocks."""
+        """The same distribution as an HMM that knows nothing of blocks."""
         initial = self.log_initial
-        if self.before is not None:
-            initial = self._continued(initial)
-        hmm = HMM(
-            initial, self.log_transition, self.emission, self.lengths, self.observed,
-            validate_args=False, allowed=self.allowed,
+        if self.carried is not None:
+            initial = self.carried.log_initial(initial, self._inner_products)
+        return self._validated_alike(
+            HMM(
+                initial, self.log_transition, self.emission, self.lengths, self.observed,
+                validate_args=False,
+            )
         )  # fmt: skip
-        hmm._validate_args = self._validate_args
-        return hmm
-
-    def _continued(self, initial: Tensor) -> Tensor:
-        """The law of the first state of each sequence ``(N, K)``, where some go on from others."""
-        before = self.before
-        assert before is not None
-        moves = cast(InnerProductTransition, self.transition).moves_of(
-            before.leave, before.log_shares
-        )
-        moves = moves.split(before.sizes.tolist())
-        rows = [
-            initial if block < 0
-            else (moves[block] + law[: len(moves[block])].unsqueeze(-1)).logsumexp(0)
-            for block, law in zip(before.block.tolist(), before.log_probs)
-        ]  # fmt: skip
-        return torch.stack(rows)
 
     def replace(self, **changes: Any) -> HMM:
         """A copy with some arguments changed; dense where blocks cannot say it."""
         other = set(changes) - {"lengths", "observed", "allowed"}
         if other or changes.get("allowed") is not None:
             return self.dense().replace(**changes)
-        if self.before is not None:  # it belongs to these sequences
-            lengths = changes.get("lengths", self.lengths)
-            if changes.get("observed") is not None or not torch.equal(lengths, self.lengths):
-                return self.dense().replace(**changes)
-        new = BlockHMM(
-            self.log_initial, self.transition, self.log_emission, self.blocks,
-            changes.get("lengths", self.lengths), changes.get("observed", self.observed),
-            validate_args=False,
-        )  # fmt: skip
-        new._validate_args, new.before = self._validate_args, self.before
+        lengths = changes.get("lengths", self.lengths)
+        observed = changes.get("observed", self.observed)
+        if self.carried is not None and not (  # it belongs to these sequences
+            observed is None and torch.equal(lengths, self.lengths)
+        ):
+            return self.dense().replace(**changes)
+        return self._validated_alike(self._for_sequences(lengths, observed, self.carried))
+
+    def continue_from(self, carried: CarriedState) -> BlockHMM:
+        """The same parameters and lengths, for sequences that continue from others."""
+        new = self._for_sequences(self.lengths, self.observed, carried)
+        self._validated_alike(new)
         return new
 
+    def _for_sequences(
+        self, lengths: Tensor, observed: Tensor | None, carried: CarriedState | None
+    ) -> BlockHMM:
+        """The same parameters in blocks; a subclass that has more of them overrides this."""
+        return BlockHMM(
+            self.log_initial, self.transition, self.symbols, self.blocks, lengths, observed,
+            validate_args=False, carried=carried,
+        )  # fmt: skip
+
     @property
-    def _is_open(self) -> bool:
+    def _inner_products(self) -> InnerProductTransition:
+        """The transition where it must be one, of blocks that are disjoint."""
+        return cast(InnerProductTransition, self.transition)
+
+    @property
+    def _needs_dense(self) -> bool:
         """Whether some state is not within the block of a symbol of these sequences."""
-        return self.observed is not None or self.before is not None
+        return self.observed is not None or self.carried is not None
 
     @property
     def _is_crowded(self) -> bool:
-        """Whether all moves at once take less time than those of pairs of blocks."""
+        """Whether all transitions at once take less time than those of pairs of blocks."""
         blocks = self.blocks
         return not blocks.disjoint and blocks.num_states <= CROWDED * blocks.width
 
-    # What the data say
+    # Queries given values (*B, T, *E)
 
     def log_prob(self, values: Tensor) -> Tensor:
-        """Log evidence ``(*B)``, in nats; the states are summed out exactly."""
+        r"""Log evidence :math:`\log p(x_{1:T})`, ``(*B)``, in nats; exact."""
         if self.observed is not None:
             return self.dense().log_prob(values)
-        read = self._read(values)
+        factors = self._factors(values)
         with full_precision(self.log_initial):
             if self._is_crowded:
-                found = recursions.log_evidence(*self._chain_of_all(read))
+                evidence = recursions.log_evidence(*self._dense_chain(factors))
             else:
-                found = block_recursions.log_evidence(*self._chain_in_blocks(read))
-        batch = read.batch
+                evidence = block_recursions.log_evidence(*self._block_chain(factors))
         if self._validate_args:
-            check_no_nan("the log-likelihood of values", found, "Look for NaN in the parameters.")
-        return found.reshape(batch)
+            cure = "Look for NaN in the parameters."
+            check_no_nan("the log-likelihood of values", evidence, cure)
+        return evidence.reshape(factors.batch)
 
     def block_posterior(self, values: Tensor) -> BlockPosterior:
-        """The law of each state given all observations, within the block of its symbol.
+        r"""Smoothed posterior :math:`p(z_t \mid x_{1:T})` within the block of each symbol.
 
         Raises:
             ValueError: If steps are missing, where the state may be in any block.
         """
-        if self.observed is not None:
-            raise ValueError(
-                "posterior_in_blocks needs every step to be observed; some are not, and their "
-                "states may be in any block. Call posterior."
-            )
+        self._check_observed("block_posterior", " Call posterior.")
         with torch.no_grad(), full_precision(self.log_initial):
-            read = self._read(values)
-            blocks, lengths, batch = read.blocks, read.lengths, read.batch
-            *chain, seen = self._chain_in_blocks(read)
-            chain = [each.detach() if isinstance(each, Tensor) else each for each in chain]
-            seen = seen.detach()
-        with torch.inference_mode(False), torch.enable_grad(), full_precision(seen):
-            *chain, seen = (
-                each.clone() if isinstance(each, Tensor) and each.is_inference() else each
-                for each in (*chain, seen)
-            )
-            seen.requires_grad_()
-            found = block_recursions.log_evidence(*chain, seen)  # type: ignore[call-arg]
-            (probs,) = torch.autograd.grad(found.sum(), seen)
-        if self.before is not None:  # what came before is no step of these
-            later = (self.before.block >= 0).long().unsqueeze(-1) + torch.arange(self.num_steps)
-            later = later.to(probs.device).unsqueeze(-1).expand(-1, -1, self.blocks.width)
-            probs = probs.gather(1, later)
-        exists = torch.arange(self.num_steps) < lengths.unsqueeze(-1)
-        states = self.blocks.states[blocks].masked_fill(~exists.unsqueeze(-1), -1)
-        shape = (*batch, self.num_steps, self.blocks.width)
+            factors = self._factors(values)
+            chain: list[Any] = [
+                part.detach() if isinstance(part, Tensor) else part
+                for part in self._block_chain(factors)
+            ]
+        with torch.inference_mode(False), torch.enable_grad(), full_precision(chain[-1]):
+            chain = [
+                part.clone() if isinstance(part, Tensor) and part.is_inference() else part
+                for part in chain
+            ]
+            chain[-1].requires_grad_()
+            evidence = block_recursions.log_evidence(*chain)
+            (probs,) = torch.autograd.grad(evidence.sum(), chain[-1])
+        if self.carried is not None:  # the step before the first is none of these
+            steps = self.carried.continues.long().unsqueeze(-1) + torch.arange(self.num_steps)
+            steps = steps.to(probs.device).unsqueeze(-1).expand(-1, -1, self.blocks.width)
+            probs = probs.gather(1, steps)
+        exists = masks.exists(factors.lengths, self.num_steps)
+        states = self.blocks.states[factors.blocks].masked_fill(~exists.unsqueeze(-1), -1)
+        shape = (*factors.batch, self.num_steps, self.blocks.width)
         return BlockPosterior(
-            found.detach().reshape(batch), probs.reshape(shape),
+            evidence.detach().reshape(factors.batch),
+            probs.reshape(shape),
             states.to(probs.device).reshape(shape),
-        )  # fmt: skip
+        )
 
     def final_state(self, values: Tensor) -> FinalState:
-        """The law of the last state of each sequence ``(N, T)``, given its symbols."""
-        if self.observed is not None:
-            raise ValueError("ending needs every step to be observed; some are not.")
+        r"""Distribution :math:`p(z_T \mid x_{1:T})` of the last state, values ``(N, T)``."""
+        self._check_observed("final_state")
         with torch.no_grad(), full_precision(self.log_initial):
-            read = self._read(values)
-            found = block_recursions.last_laws(*self._chain_in_blocks(read))
-        last = read.blocks.gather(1, read.lengths.unsqueeze(-1) - 1).squeeze(-1)
-        states = self.blocks.states[last].to(found.device)
-        return FinalState(states, found[:, : self.blocks.width])
+            factors = self._factors(values)
+            log_probs = block_recursions.final_state_log_probs(*self._block_chain(factors))
+        last = factors.blocks.gather(1, factors.lengths.unsqueeze(-1) - 1).squeeze(-1)
+        states = self.blocks.states[last].to(log_probs.device)
+        return FinalState(states, log_probs[:, : self.blocks.width])
+
+    def _check_observed(self, query: str, cure: str = "") -> None:
+        if self.observed is not None:
+            raise ValueError(
+                f"{query} needs every step to be observed; some are not, and their states may be "
+                f"in any block.{cure}"
+            )
 
     def posterior(self, values: Tensor) -> Posterior:
-        """Smooth: evidence ``(*B)``, states ``(*B, T, K)``, expected moves ``(*B, K, K)``.
+        r"""Smoothed posterior, as :meth:`HMM.posterior`: :math:`p(z_t \mid x_{1:T})` and others.
 
         With many states, :meth:`block_posterior` takes a fraction of the memory.
         """
         return self.dense().posterior(values)
 
     def filtered(self, values: Tensor) -> Tensor:
-        """Law of each state given the observations up to it, ``(*B, T, K)``; 0 where padded."""
-        if self._is_open:
+        r"""Filtered probabilities :math:`p(z_t \mid x_{1:t})`, ``(*B, T, K)``; 0 where padded."""
+        if self._needs_dense:
             return self.dense().filtered(values)
-        chain, plan, shape = self._logs(values)
+        chain, plan, shape = self._log_chain(values)
         messages = torch.cat(chain.messages()[0])
         norm = messages.logsumexp(-1, keepdim=True)
-        laws = (messages - norm.masked_fill(norm.isneginf(), 0.0)).exp()
-        return self._scattered(laws, plan, shape)
+        probs = (messages - norm.masked_fill(norm.isneginf(), 0.0)).exp()
+        states = self.blocks.states[plan.block].to(probs.device)
+        size = self.blocks.num_states
+        rows = probs.new_zeros(len(probs), size + 1)
+        rows.scatter_(1, states.masked_fill(states < 0, size), probs)
+        out = probs.new_zeros(shape.numel(), size + 1)
+        out[plan.where.to(probs.device)] = rows
+        return out[:, :-1].reshape(*shape, size)
 
     def viterbi(self, values: Tensor) -> Tensor:
-        """Most probable path of states, ``(*B, T)`` integers; padded steps hold 0."""
-        if self._is_open:
+        r"""Best path :math:`\arg\max_z p(z_{1:T} \mid x_{1:T})`, ``(*B, T)``; 0 where padded."""
+        if self._needs_dense:
             return self.dense().viterbi(values)
-        chain, plan, shape = self._logs(values)
-        return self._named(chain.viterbi().unsqueeze(0), plan, shape).squeeze(0)
+        chain, plan, shape = self._log_chain(values)
+        return self._states_at(chain.viterbi().unsqueeze(0), plan, shape).squeeze(0)
 
     def sample_states(self, values: Tensor, sample_shape: Any = ()) -> Tensor:
-        """Draw paths given the values, ``(*S, *B, T)`` integers; padded steps hold 0."""
-        if self._is_open:
+        r"""Sample paths from :math:`p(z_{1:T} \mid x_{1:T})`, ``(*S, *B, T)``; 0 where padded."""
+        if self._needs_dense:
             return self.dense().sample_states(values, sample_shape)
         outer = torch.Size(sample_shape)
-        chain, plan, shape = self._logs(values)
-        drawn = self._named(chain.sample(outer.numel()), plan, shape)
-        return drawn.reshape(outer + drawn.shape[1:])
+        chain, plan, shape = self._log_chain(values)
+        states = self._states_at(chain.sample(outer.numel()), plan, shape)
+        return states.reshape(outer + states.shape[1:])
 
-    # Sampling
+    def sample_prior_states(self, shape: torch.Size) -> Tensor:
+        r"""Sample paths from :math:`p(z_{1:T})`, ``(*shape, T)``; ``shape`` ends in ``(*B)``.
 
-    def _draw_path(self, shape: torch.Size) -> Tensor:
-        """Draw paths ``(*shape, T)`` before anything is observed."""
-        if self.before is not None:
-            return self.dense()._draw_path(shape)
-        state = Categorical(logits=self.log_initial).sample(torch.Size([shape.numel()]))
-        states = [state]
-        for _ in range(1, self.num_steps):
-            if isinstance(self.transition, Tensor):
-                rows = self.transition[state]
-            else:
-                rows = self.transition.rows(state)
-            state = Categorical(logits=rows).sample()
-            states.append(state)
-        return torch.stack(states, -1).reshape(*shape, self.num_steps)
+        Only the rows of the states that occur are computed.
+        """
+        if self.carried is not None:
+            return self.dense().sample_prior_states(shape)
+        matrix = self.transition if isinstance(self.transition, Tensor) else None
+        states = sample_path(
+            torch.multinomial(self.log_initial.exp(), shape.numel(), True),
+            self.num_steps,
+            lambda _, states: torch.multinomial(
+                (matrix[states] if matrix is not None else self._inner_products.rows(states)).exp(),
+                1,
+            ).squeeze(-1),
+        )
+        return states.reshape(*shape, self.num_steps)
 
-    # Joining parameters and data
+    # Parameters and data as the recursions read them
 
-    def _read(self, values: Tensor) -> _Read:
-        """What the recursions read of the values."""
+    def log_factors(self, values: Tensor, check: bool = True) -> tuple[Tensor, Tensor, Tensor]:
+        """As :meth:`HMM.log_factors`, of all K states."""
+        if self.carried is not None:
+            return self.dense().log_factors(values, check)
+        return super().log_factors(values, check)
+
+    def _factors(self, values: Tensor) -> _Factors:
+        """Join parameters and symbols, within the blocks of the symbols."""
         check_tensor("values", values)
-        check_integers("values", values)
         check_same_device({"values": values, "log_initial": self.log_initial})
-        check_trailing("values", values, (self.num_steps,), "(T,)")
-        batch = torch.broadcast_shapes(values.shape[:-1], self.batch_shape)
+        check_trailing("values", values, tuple(self.event_shape), "(T, *E)")
+        outer = values.shape[: values.dim() - len(self.event_shape)]
+        batch = torch.broadcast_shapes(outer, self.batch_shape)
         lengths = self.lengths.expand(batch).reshape(-1)
-        values = values.expand(*batch, self.num_steps).reshape(-1, self.num_steps)
-        exists = (torch.arange(self.num_steps) < lengths.unsqueeze(-1)).to(values.device)
-        symbols = values.long().masked_fill(~exists, 0)
-        low, high = int(symbols.min()), int(symbols.max())
-        if low < 0 or high >= self.blocks.num_symbols:
-            raise ValueError(
-                f"values must hold symbols from 0 to V - 1 = {self.blocks.num_symbols - 1}; got "
-                f"values from {low} to {high}. Steps without a symbol are said by observed=."
-            )
-        blocks = self.blocks.symbol_block[symbols.cpu()]
+        values = values.expand(*batch, *self.event_shape).reshape(-1, *self.event_shape)
+        exists = masks.exists(lengths, self.num_steps, values.device)
+        blocks, likelihood = self.symbols.likelihood(values, exists)
         states, device = self.blocks.states[blocks[:, 0]], self.log_initial.device
         first = self.log_initial[states.clamp(min=0).to(device)]
         first = first.masked_fill((states < 0).to(device), -torch.inf)
-        return _Read(blocks, lengths, batch, first, lookup.take_rows(self.log_emission, symbols))
+        return _Factors(blocks, lengths, first, likelihood, batch)
 
     def _scores(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        moves = self.transition
-        if isinstance(moves, Tensor):
-            return moves, None, None
-        if moves.block_logits is None and self.before is None and is_dense(moves.leave):
+        """Vectors and shares of the transition, or its matrix where that takes less time."""
+        transition = self.transition
+        if isinstance(transition, Tensor):
+            return transition, None, None
+        if transition.block_logits is None and is_dense(transition.leave):
             return self.log_transition, None, None
-        return moves.leave, moves.enter, moves.log_shares
+        return transition.leave, transition.enter, transition.log_block_probs
 
-    def _chain_in_blocks(self, read: _Read) -> tuple[Any, ...]:
-        """What :func:`_blockwise.log_evidence` reads."""
-        blocks, lengths, _, first, seen = read
-        scores, states = self._scores(), self.blocks._states
-        if self.before is None:
-            return blocks, lengths, states, *scores, first, seen
-        # a sequence that goes on from another has one more step, whose law is known
-        before, (leave, enter, shares) = self.before, scores
-        assert enter is not None
-        assert shares is not None
-        sizes = torch.cat([states.sizes, before.sizes])
-        width = max(states.width, before.log_probs.size(-1))
-        states = States(bounds(sizes), torch.arange(int(sizes.sum())), sizes, width)
-        leave = torch.cat([leave, before.leave])
-        enter = torch.cat([enter, torch.zeros_like(before.leave)])  # they are never entered
-        shares = torch.cat([shares, before.log_shares])
-        goes_on = before.block >= 0
-        earlier = (before.block + self.blocks.num_blocks).unsqueeze(-1)
-        blocks = torch.where(
-            goes_on.unsqueeze(-1), torch.cat([earlier, blocks], 1), torch.cat([blocks, earlier], 1)
-        )
-        there = goes_on.to(seen.device).reshape(-1, 1)
-        first, seen = (_widened(each, width) for each in (first, seen))
-        law = _widened(before.log_probs, width).unsqueeze(1)
-        seen = torch.where(
-            there.unsqueeze(-1), torch.cat([law, seen], 1), torch.cat([seen, law], 1)
-        )
-        first = torch.where(there, torch.zeros_like(first), first)
-        return blocks, lengths + goes_on, states, leave, enter, shares, first, seen
+    def _block_chain(self, factors: _Factors) -> tuple[Any, ...]:
+        """The arguments of :func:`pyrohmm.ops.block_recursions.log_evidence`."""
+        blocks, lengths, first, likelihood, _ = factors
+        if self.carried is not None:
+            return self.carried.prepend(self.blocks, self._inner_products, factors[:4])
+        return blocks, lengths, self.blocks.layout, *self._scores(), first, likelihood
 
-    def _chain_of_all(self, read: _Read) -> tuple[Tensor, ...]:
-        """What :func:`recursions.log_evidence` reads: likelihoods in all K states."""
-        states = self.blocks.states[read.blocks].to(read.seen.device)
-        seen = read.seen.new_full((*states.shape[:2], self.blocks.num_states + 1), -torch.inf)
-        seen = seen.scatter(2, states.masked_fill(states < 0, self.blocks.num_states), read.seen)
-        transition = self.log_transition.unsqueeze(0)
-        return self.log_initial, transition, seen[..., :-1], read.lengths
+    def _dense_chain(self, factors: _Factors) -> tuple[Tensor, ...]:
+        """The arguments of :func:`pyrohmm.ops.recursions.log_evidence`, of all K states."""
+        likelihood = factors.likelihood
+        states = self.blocks.states[factors.blocks].to(likelihood.device)
+        wide = likelihood.new_full((*states.shape[:2], self.blocks.num_states + 1), -torch.inf)
+        wide = wide.scatter(2, states.masked_fill(states < 0, self.blocks.num_states), likelihood)
+        return self.log_initial, self.log_transition.unsqueeze(0), wide[..., :-1], factors.lengths
 
-    def _logs(self, values: Tensor) -> tuple[Logs, Plan, torch.Size]:
+    def _log_chain(self, values: Tensor) -> tuple[BlockLogs, Plan, torch.Size]:
         """The chain in logarithms, without gradients."""
         with torch.no_grad(), full_precision(self.log_initial):
-            blocks, lengths, batch, first, seen = self._read(values)
-            states = self.blocks._states
-            plan, first, seen = planned(blocks, lengths, states, first, seen)
-            chain = Logs(plan, states, *self._scores(), first, seen)
-        return chain, plan, torch.Size([*batch, self.num_steps])
+            blocks, lengths, first, likelihood, batch = self._factors(values)
+            states = self.blocks.layout
+            chain = BlockLogs(
+                block_recursions.plan_chain(
+                    blocks, lengths, states, *self._scores(), first, likelihood
+                )
+            )
+        return chain, chain.plan, torch.Size([*batch, self.num_steps])
 
-    def _named(self, places: Tensor, plan: Plan, shape: torch.Size) -> Tensor:
+    def _states_at(self, places: Tensor, plan: Plan, shape: torch.Size) -> Tensor:
         """The states at ``places`` ``(S, M)`` in the blocks of tokens, as ``(S, *B, T)``."""
         states = self.blocks.states[plan.block].expand(len(places), -1, -1)
-        found = states.gather(-1, places.cpu().unsqueeze(-1)).squeeze(-1)
         out = torch.zeros(len(places), shape.numel(), dtype=torch.long)
-        out[:, plan.where] = found
+        out[:, plan.where] = states.gather(-1, places.cpu().unsqueeze(-1)).squeeze(-1)
         return out.reshape(len(places), *shape).to(self.log_initial.device)
-
-    def _scattered(self, laws: Tensor, plan: Plan, shape: torch.Size) -> Tensor:
-        """Laws ``(M, w)`` within blocks as laws of all states, ``(*B, T, K)``."""
-        states = self.blocks.states[plan.block].to(laws.device)
-        size = self.blocks.num_states
-        out = laws.new_zeros(shape.numel(), size + 1)
-        rows = laws.new_zeros(len(laws), size + 1)
-        rows.scatter_(1, states.masked_fill(states < 0, size), laws)
-        out[plan.where.to(laws.device)] = rows
-        return out[:, :-1].reshape(*shape, size)
-
-
-def _widened(logs: Tensor, width: int) -> Tensor:
-    """Logarithms ``(*, w)`` with zero probabilities beyond."""
-    return torch.nn.functional.pad(logs, (0, width - logs.size(-1)), value=-torch.inf)

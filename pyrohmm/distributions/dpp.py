@@ -30,7 +30,7 @@ class DiversityPrior(nn.Module):
     ``log_prior``: it becomes one ``pyro.factor`` outside every plate. The density is with respect
     to the Lebesgue measure of the rows; a Dirichlet prior of the module multiplies it.
 
-    It is zero where two rows are equal, and some guides of Pyro begin there: give them
+    It is zero where two rows are equal, and some guides of Pyro start there: give them
     ``init_loc_fn=init_to_sample``, or ``init_to_value(values=fit_em(...).start)``.
 
     EM under the prior has many local optima, and an entry that has become zero stays zero, unless
@@ -42,7 +42,7 @@ class DiversityPrior(nn.Module):
             it has the effect, in the M-step of a chain, of that many pseudo-counts for each row.
         rho: Exponent of the kernel.
         anchor: :math:`A_0` ``(K, K)``, a transition matrix to stay close to, such as the shares of
-            counted moves.
+            counted transitions.
         anchor_weight: :math:`\alpha_A`.
 
     Raises:
@@ -91,10 +91,9 @@ class DiversityPrior(nn.Module):
                 )
         self.alpha, self.rho, self.anchor_weight = float(alpha), float(rho), float(anchor_weight)
         self.register_buffer("anchor", anchor)
+        # so that checkpoints tell priors apart
         numbers = torch.tensor([alpha, rho, anchor_weight], dtype=torch.float64)
-        self.register_buffer(
-            "numbers", numbers, persistent=False
-        )  # so that checkpoints tell priors apart
+        self.register_buffer("numbers", numbers, persistent=False)
 
     @classmethod
     def as_in_paper(cls, alpha: float, rho: float = 0.5, **options: Any) -> DiversityPrior:
@@ -115,7 +114,7 @@ class DiversityPrior(nn.Module):
         if hmm.transition_per_step:
             raise ValueError(
                 "a diversity prior is one of a single transition matrix; this HMM has one for "
-                "each step. Write a log_prior of your own, with dpp.log_diversity."
+                "each step. Write another log_prior, with dpp.log_diversity."
             )
         return self.log_density(hmm.log_transition.exp())
 
@@ -157,8 +156,7 @@ class DiverseDirichlet(TorchDistribution):
 
     Example:
         >>> _ = pyro.set_rng_seed(0)
-        >>> law = dpp.DiverseDirichlet(torch.ones(2, 2), alpha=20.0)
-        >>> rows = law.sample((1000,))
+        >>> rows = dpp.DiverseDirichlet(torch.ones(2, 2), alpha=20.0).sample((1000,))
         >>> dpp.log_diversity(rows).exp().mean() > 0.9  # 0.25 without the determinant
         tensor(True)
     """
@@ -189,12 +187,12 @@ class DiverseDirichlet(TorchDistribution):
         )
 
     def expand(self, batch_shape: Any, _instance: Any = None) -> DiverseDirichlet:
-        """The same law for a larger batch."""
+        """The same distribution for a larger batch."""
         shape = torch.Size(batch_shape) + self.event_shape
         wide = self.concentration.expand(shape)
-        found = DiverseDirichlet(wide, self.prior.alpha, self.prior.rho, validate_args=False)
-        found.num_sweeps = self.num_sweeps
-        return found
+        new = DiverseDirichlet(wide, self.prior.alpha, self.prior.rho, validate_args=False)
+        new.num_sweeps = self.num_sweeps
+        return new
 
     def log_prob(self, value: Tensor) -> Tensor:
         """Log-density ``(*B)`` up to its constant."""
@@ -204,11 +202,11 @@ class DiverseDirichlet(TorchDistribution):
         return rows + self.prior.log_density(value)
 
     def sample(self, sample_shape: Any = ()) -> Tensor:
-        """Draw rows ``(*S, *B, K, V)`` by ``num_sweeps`` sweeps of Metropolis's algorithm.
+        """Sample rows ``(*S, *B, K, V)`` by ``num_sweeps`` sweeps of Metropolis's algorithm.
 
-        It begins in independent rows and proposes each row anew from its Dirichlet law, so that
-        few proposals are taken where ``alpha`` is large; draws are then less diverse than they
-        should be. They are good to begin a fit; NUTS samples the law itself.
+        It starts from independent rows and proposes each row from its Dirichlet distribution, so
+        that few proposals are accepted where ``alpha`` is large; samples are then less diverse
+        than they should be. They serve to initialise a fit; NUTS samples the exact distribution.
         """
         with torch.no_grad():
             shape = torch.Size(sample_shape) + self.concentration.shape
@@ -220,8 +218,8 @@ class DiverseDirichlet(TorchDistribution):
                 for k in range(rows.size(-2)):
                     trial = rows.clone()
                     trial[..., k, :] = fresh[..., k, :]
-                    found = self.prior.log_density(trial)
-                    taken = torch.rand_like(found).log() < found - current
-                    rows = torch.where(taken[..., None, None], trial, rows)
-                    current = torch.where(taken, found, current)
+                    proposed = self.prior.log_density(trial)
+                    accepted = torch.rand_like(proposed).log() < proposed - current
+                    rows = torch.where(accepted[..., None, None], trial, rows)
+                    current = torch.where(accepted, proposed, current)
             return rows

@@ -14,14 +14,14 @@ from .sampling import sample_emission
 
 
 class Forecast(TorchDistribution):
-    r"""The law of observations to come: a mixture of the emissions of the K states.
+    r"""Predictive distributions of observations: mixtures of the emissions of the K states.
 
     .. math:: p(x_{T+h} | x_{1:T}) = \sum_k p(z_{T+h} = k | x_{1:T}) \, p(x_{T+h} | k)
 
-    Each observation has its own law; samples at different steps are not a joint sequence.
+    These are marginals: samples at different steps are not a joint sequence.
 
     Args:
-        states: ``(*B, H, K)``, law of the state at each of the H steps ahead.
+        states: ``(*B, H, K)``, probabilities of the states at each of the H steps ahead.
         emission: Distribution of an observation, batched over the K states.
     """
 
@@ -68,8 +68,8 @@ class Forecast(TorchDistribution):
         return (log_likelihood(self.emission, values) + self.states.log()).logsumexp(-1)
 
     def sample(self, sample_shape: Any = ()) -> Tensor:
-        """Draw each observation, ``(*S, *B, H, *E)``."""
+        """Sample each observation, ``(*S, *B, H, *E)``."""
         with torch.no_grad():
             shape = torch.Size(sample_shape)
-            drawn = torch.distributions.Categorical(probs=self.states).sample(shape)
-            return sample_emission(self.emission, drawn)
+            states = torch.distributions.Categorical(probs=self.states).sample(shape)
+            return sample_emission(self.emission, states)

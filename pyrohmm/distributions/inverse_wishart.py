@@ -13,8 +13,6 @@ from torch.distributions.transforms import Transform
 
 from .._checks import check_floats, check_trailing
 
-# Covariances -------------------------------------------------------------------------------------
-
 
 class InverseWishart(TorchDistribution):
     r"""Inverse Wishart distribution of a covariance matrix.
@@ -58,12 +56,12 @@ class InverseWishart(TorchDistribution):
         return self.scale / spare if spare > 0 else torch.full_like(self.scale, torch.inf)
 
     def expand(self, batch_shape: Any, _instance: Any = None) -> InverseWishart:
-        """The same law for a larger batch."""
+        """The same distribution for a larger batch."""
         shape = torch.Size(batch_shape) + self.event_shape
         return InverseWishart(self.degrees, self.scale.expand(shape), validate_args=False)
 
     def rsample(self, sample_shape: Any = ()) -> Tensor:
-        """Draw matrices ``(*S, *B, D, D)``, by Bartlett's decomposition."""
+        """Sample matrices ``(*S, *B, D, D)``, by Bartlett's decomposition."""
         dim = self.scale.size(-1)
         shape = torch.Size(sample_shape) + self.batch_shape
         freedom = self.degrees - torch.arange(dim, dtype=self.scale.dtype, device=self.scale.device)
@@ -93,7 +91,7 @@ class InverseWishart(TorchDistribution):
 
 
 class _Covariance(constraints.Constraint):
-    """Positive definite matrices; torch's own constraint has no bijection to vectors."""
+    """Positive definite matrices; torch's constraint has no bijection to vectors."""
 
     event_dim = 2
 

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from pyro.distributions import Categorical as PyroCategorical
 from pyro.distributions.torch_distribution import TorchDistribution
 from torch import Tensor
 from torch.distributions import (
@@ -22,15 +23,13 @@ from torch.distributions import (
 )
 from torch.nn.functional import softplus
 
-from .._checks import check_integers
+from .._checks import check_integers, check_range
 from ..ops.log_space import log
 from ..ops.lookup import take_rows
 
-# Distributions made of others --------------------------------------------------------------------
-
 
 class Streams(TorchDistribution):
-    """Several observations at once, independent given the state, side by side in one vector.
+    """Several observations at once, independent given the state, joined in one vector.
 
     A part that emits scalars or symbols takes one component, one that emits vectors of D takes D.
     Symbols stand in the vector as whole numbers.
@@ -69,12 +68,12 @@ class Streams(TorchDistribution):
 
     @property
     def mean(self) -> Tensor:
-        """Means of the parts, side by side; that of a symbol means nothing and is NaN."""
+        """Means of the parts, joined; that of a symbol means nothing and is NaN."""
         return self.join([part.mean for part in self.parts])
 
     @property
     def variance(self) -> Tensor:
-        """Variances of the parts, side by side; that of a symbol is NaN."""
+        """Variances of the parts, joined; that of a symbol is NaN."""
         return self.join([part.variance for part in self.parts])
 
     def split(self, values: Tensor) -> list[Tensor]:
@@ -99,7 +98,7 @@ class Streams(TorchDistribution):
         return torch.cat([piece.to(dtype).expand(*lead, piece.size(-1)) for piece in width], -1)
 
     def expand(self, batch_shape: Any, _instance: Any = None) -> Streams:
-        """The same law for a larger batch."""
+        """The same distribution for a larger batch."""
         return Streams([part.expand(torch.Size(batch_shape)) for part in self.parts])
 
     def log_prob(self, value: Tensor) -> Tensor:
@@ -109,8 +108,8 @@ class Streams(TorchDistribution):
         return torch.stack(torch.broadcast_tensors(*scores)).sum(0)
 
     def sample(self, sample_shape: Any = ()) -> Tensor:
-        """Draw vectors ``(*S, *B, sum of widths)``."""
-        wide = [part.expand(self.batch_shape) for part in self.parts]  # drawn apart for each entry
+        """Sample vectors ``(*S, *B, sum of widths)``."""
+        wide = [part.expand(self.batch_shape) for part in self.parts]  # independent for each entry
         return self.join([part.sample(torch.Size(sample_shape)) for part in wide])
 
 
@@ -140,11 +139,7 @@ class Tied(TorchDistribution):
     def __init__(self, base: Any, index: Tensor, validate_args: bool | None = None) -> None:
         check_integers("index", index)
         self.base, self.index = base, index.long()
-        if int(index.min()) < 0 or int(index.max()) >= base.batch_shape[-1]:
-            raise ValueError(
-                f"index must lie between 0 and {base.batch_shape[-1] - 1}, the distinct emissions; "
-                f"got {int(index.min())} to {int(index.max())}."
-            )
+        check_range("index", index, base.batch_shape[-1], "J - 1")
         super().__init__(
             base.batch_shape[:-1] + index.shape, base.event_shape, validate_args=validate_args
         )
@@ -164,11 +159,11 @@ class Tied(TorchDistribution):
         """Variance in each state."""
         return self._pick(self.base.variance)
 
-    def _pick(self, each: Tensor) -> Tensor:
-        return each.index_select(-1 - len(self.event_shape), self.index)
+    def _pick(self, moment: Tensor) -> Tensor:
+        return moment.index_select(-1 - len(self.event_shape), self.index)
 
     def expand(self, batch_shape: Any, _instance: Any = None) -> Tied:
-        """The same law for a larger batch."""
+        """The same distribution for a larger batch."""
         shape = torch.Size(batch_shape)
         return Tied(self.base.expand(shape[:-1] + self.base.batch_shape[-1:]), self.index)
 
@@ -184,19 +179,23 @@ class Tied(TorchDistribution):
         return every.gather(-1, index.expand(*every.shape[:-1], 1)).squeeze(-1).movedim(0, -1)
 
     def sample(self, sample_shape: Any = ()) -> Tensor:
-        """Draw in each state, ``(*S, *B, K, *E)``."""
+        """Sample in each state, ``(*S, *B, K, *E)``."""
         states = len(self.index)
-        wide = self.base.expand((states, *self.base.batch_shape))  # drawn apart for each state
-        drawn = wide.sample(torch.Size(sample_shape))  # (*S, K, *b, J, *E)
-        at = drawn.dim() - len(self.event_shape) - 1
+        wide = self.base.expand((states, *self.base.batch_shape))  # independent for each state
+        values = wide.sample(torch.Size(sample_shape))  # (*S, K, *b, J, *E)
+        at = values.dim() - len(self.event_shape) - 1
         first = len(torch.Size(sample_shape))
-        drawn = drawn.movedim(first, at - 1)  # (*S, *b, K, J, *E)
+        values = values.movedim(first, at - 1)  # (*S, *b, K, J, *E)
         index = self.index.reshape((states,) + (1,) * (1 + len(self.event_shape)))
-        index = index.expand((*drawn.shape[: at - 1], states, 1, *self.event_shape))
-        return drawn.gather(at, index).squeeze(at)
+        index = index.expand((*values.shape[: at - 1], states, 1, *self.event_shape))
+        return values.gather(at, index).squeeze(at)
 
 
-# Log-densities in every state --------------------------------------------------------------------
+def permuted(emission: Any, order: Tensor) -> TorchDistribution:
+    """The same emissions with state k emitting as ``order[k]`` did, ``(K,)`` integers."""
+    if is_categorical(emission):
+        return PyroCategorical(logits=log_probs(emission)[..., order, :])
+    return Tied(emission, order)
 
 
 def is_categorical(emission: Any) -> bool:
@@ -205,14 +204,14 @@ def is_categorical(emission: Any) -> bool:
 
 
 def log_probs(emission: Any) -> Tensor:
-    """Logarithms of the probabilities of symbols; zeros that were given are exact.
+    """Logarithms of the probabilities of symbols; probabilities of zero are exact.
 
     (``Categorical(probs=...).logits`` has the logarithm of the smallest number in their place.)
     """
-    given = vars(emission).get("probs")
-    if given is None or emission._param is not given:
+    probs = vars(emission).get("probs")
+    if probs is None or emission._param is not probs:  # torch keeps there what it was made of
         return emission.logits
-    return log(given)
+    return log(probs)
 
 
 def log_prob_per_state(emission: Any, values: Tensor) -> Tensor:
@@ -223,8 +222,8 @@ def log_prob_per_state(emission: Any, values: Tensor) -> Tensor:
     """
     if isinstance(emission, Streams):
         pieces = emission.split(values)
-        each = [log_prob_per_state(part, piece) for part, piece in zip(emission.parts, pieces)]
-        return torch.stack(torch.broadcast_tensors(*each)).sum(0)
+        parts = [log_prob_per_state(part, piece) for part, piece in zip(emission.parts, pieces)]
+        return torch.stack(torch.broadcast_tensors(*parts)).sum(0)
     if isinstance(emission, Tied):
         return log_prob_per_state(emission.base, values).index_select(-1, emission.index)
     if _is_of_bits(emission):
@@ -310,17 +309,17 @@ def marginal_log_prob(distribution: Any, values: Tensor) -> Tensor:
             f"values has vectors with some components NaN, which {type(base).__name__} cannot "
             "integrate out. Mark these steps as not observed, or use independent components."
         )
-    filled = torch.where(missing, _stand_in(base), values)
+    filled = torch.where(missing, any_value(base).to(torch.get_default_dtype()), values)
     if isinstance(base, Categorical):
         filled = filled.long()
     scores = base.log_prob(filled).masked_fill(missing, 0.0)
     return scores.sum(tuple(range(-events, 0))) if events else scores
 
 
-def _stand_in(distribution: Any) -> Tensor:
-    """Something in the support, for what will not be read; it uses up no random numbers."""
+def any_value(distribution: Any) -> Tensor:
+    """Something in the support, ``(*B, *E)``, as placeholder; it uses up no random numbers."""
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
-        return distribution.sample().to(torch.get_default_dtype())
+        return distribution.sample()
 
 
 def _marginal_normal(normal: MultivariateNormal, values: Tensor) -> Tensor:

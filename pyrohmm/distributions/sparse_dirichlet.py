@@ -12,14 +12,12 @@ from torch.distributions.transforms import Transform
 
 from .._checks import check_booleans, check_floats, check_trailing
 
-# Rows of probabilities with exact zeros ----------------------------------------------------------
-
 
 class SparseDirichlet(TorchDistribution):
     """Rows of probabilities, Dirichlet over the entries they may use, exactly zero elsewhere.
 
-    The whole table is one event. Guides and samplers move the allowed entries only, so that what
-    is forbidden stays forbidden to the last bit.
+    The whole table is one event. Guides and samplers change the allowed entries only, so that what
+    is forbidden stays exactly zero.
 
     Args:
         concentration: Positive, ``(*B, *rows, K)``; what stands at forbidden entries is not read.
@@ -63,20 +61,20 @@ class SparseDirichlet(TorchDistribution):
         return strength / strength.sum(-1, keepdim=True)
 
     def expand(self, batch_shape: Any, _instance: Any = None) -> SparseDirichlet:
-        """The same law for a larger batch."""
+        """The same distribution for a larger batch."""
         shape = torch.Size(batch_shape) + self.event_shape
         return SparseDirichlet(self.concentration.expand(shape), self.allowed, validate_args=False)
 
     def rsample(self, sample_shape: Any = ()) -> Tensor:
-        """Draw tables ``(*S, *B, *rows, K)``."""
+        """Sample tables ``(*S, *B, *rows, K)``."""
         shape = torch.Size(sample_shape) + self.concentration.shape
         strength = self.concentration.masked_fill(~self.allowed, 1.0).expand(shape)
         # Gamma(c) is Gamma(c + 1) U^(1/c); in logs, for a small c underflows in whole rows
         logs = torch.distributions.Gamma(strength + 1, 1.0).rsample().log()
         logs = logs - torch.empty_like(logs).exponential_() / strength
-        drawn = logs.masked_fill(~self.allowed, -torch.inf).softmax(-1)
+        rows = logs.masked_fill(~self.allowed, -torch.inf).softmax(-1)
         # at zero itself the density is infinite
-        return drawn.clamp(min=torch.finfo(drawn.dtype).tiny).masked_fill(~self.allowed, 0.0)
+        return rows.clamp(min=torch.finfo(rows.dtype).tiny).masked_fill(~self.allowed, 0.0)
 
     def log_prob(self, value: Tensor) -> Tensor:
         """Log-density ``(*B)`` of tables; -inf where a forbidden entry is positive."""
@@ -88,7 +86,7 @@ class SparseDirichlet(TorchDistribution):
         inner = value.masked_fill(~self.allowed | (strength == 1), 1.0)
         powers = torch.xlogy(strength - 1, inner)
         rows = (powers - strength.lgamma()).sum(-1) + total
-        # a row that may use one entry has no density to speak of
+        # a row that may use one entry has no density
         rows = rows.masked_fill(self.allowed.sum(-1) == 1, 0.0)
         rows = rows.masked_fill(((value > 0) & ~self.allowed).any(-1), -torch.inf)
         return rows.flatten(1 - self.allowed.dim()).sum(-1) if self.allowed.dim() > 1 else rows
@@ -201,9 +199,9 @@ def _map_to_rows(constraint: _SparseSimplex) -> Transform:
 
 
 def interior(support: constraints.Constraint, value: Tensor) -> Tensor:
-    """``value``, moved off the boundary of its space, where gradients and densities may end.
+    """``value``, shifted off the boundary of its space, where gradients and densities may end.
 
-    Probabilities are moved by about a millionth; what is far inside stays to rounding.
+    Probabilities change by about a millionth; what is far inside stays to rounding.
 
     Args:
         support: Of a latent variable.

@@ -1,4 +1,4 @@
-r"""Tagging: chains whose states emit a word and a tag, and the most probable tags of given words.
+r"""``TaggedHMM``: states that emit a word and a tag, and the most probable tags of words.
 
 .. math:: p(w, y, z) = \prod_t p(w_t | z_t) \, p(y_t | z_t) \, p(z_t | z_{t-1})
 
@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 from pyro.distributions import Categorical
+from pyro.distributions.torch_distribution import TorchDistribution
 from torch import Tensor
 from torch.distributions import constraints
 
@@ -24,8 +25,9 @@ from .._lazy import lazy
 from .._precision import full_precision
 from ..ops import recursions
 from ..ops.lookup import take_rows
-from .block_hmm import BlockHMM, _Read
-from .hmm import HMM
+from .block_hmm import BlockHMM
+from .block_symbols import BlockSymbols
+from .carried_state import CarriedState
 from .observation import Streams
 from .sampling import sample_emission
 
@@ -38,8 +40,8 @@ class WordAndTag(Streams):
         tags: The same.
 
     Example:
-        >>> law = WordAndTag(Categorical(torch.ones(2, 4)), Categorical(torch.ones(2, 3)))
-        >>> law.log_prob(torch.tensor([[3, 1], [3, -1]])).exp()
+        >>> both = WordAndTag(Categorical(torch.ones(2, 4)), Categorical(torch.ones(2, 3)))
+        >>> both.log_prob(torch.tensor([[3, 1], [3, -1]])).exp()
         tensor([0.0833, 0.2500])
     """
 
@@ -58,16 +60,16 @@ class WordAndTag(Streams):
         return list(values.masked_fill(values < 0, torch.nan).unbind(-1))
 
     def join(self, pieces: list[Tensor]) -> Tensor:
-        """Word and tag side by side, ``(*, 2)``."""
+        """Pairs of word and tag, ``(*, 2)``."""
         return torch.stack(torch.broadcast_tensors(*pieces), -1)
 
     def expand(self, batch_shape: Any, _instance: Any = None) -> WordAndTag:
-        """The same law for a larger batch."""
+        """The same distribution for a larger batch."""
         return WordAndTag(*(part.expand(torch.Size(batch_shape)) for part in self.parts))
 
 
 class _Below(constraints.Constraint):
-    """Integers from -1 to below a size of its own for each component."""
+    """Integers from -1 to below a size for each component."""
 
     is_discrete = True
 
@@ -78,6 +80,66 @@ class _Below(constraints.Constraint):
     def check(self, value: Tensor) -> Tensor:
         whole = value == value.floor()
         return whole & (value >= -1) & (value < self.sizes.to(value.device))
+
+
+class TaggedSymbols(BlockSymbols):
+    """Words emitted by the states of their blocks, and tags that any state may emit.
+
+    Args:
+        words: The words.
+        log_tags: ``(K, Y)``, log-probabilities of tags in each state.
+        log_unknown: ``(K,)``, score of a tag that is not known; zeros, which sum it out, by
+            default.
+    """
+
+    def __init__(
+        self, words: BlockSymbols, log_tags: Tensor, log_unknown: Tensor | None = None
+    ) -> None:
+        super().__init__(words.log_probs, words.blocks)
+        check_floats("log_tags", log_tags)
+        check_shape("log_tags", log_tags, (self.blocks.num_states, log_tags.size(-1)), "(K, Y)")
+        self.words, self.log_tags = words, log_tags
+        self.log_unknown = log_tags.new_zeros(len(log_tags)) if log_unknown is None else log_unknown
+
+    @property
+    def event_shape(self) -> torch.Size:
+        """``(2,)``: a word and a tag."""
+        return torch.Size((2,))
+
+    @lazy
+    def distribution(self) -> TorchDistribution:
+        """Of all K states; computed when it is read."""
+        return WordAndTag(self.words.distribution, Categorical(logits=self.log_tags))
+
+    def split(self, values: Tensor, known: Tensor) -> tuple[Tensor, Tensor]:
+        """Words and tags ``(*B, T)`` of ``values`` ``(*B, T, 2)``; 0 and -1 where not ``known``.
+
+        Raises:
+            TypeError: If ``values`` are not integers.
+            ValueError: If a tag is not below Y.
+        """
+        check_integers("values", values)
+        words, tags = values.long().unbind(-1)
+        words, tags = words.masked_fill(~known, 0), tags.masked_fill(~known, -1)
+        low, high = int(tags.min()), int(tags.max())
+        num_tags = self.log_tags.size(-1)
+        if low < -1 or high >= num_tags:
+            raise ValueError(
+                f"tags must lie between 0 and Y - 1 = {num_tags - 1}, or be -1 where they are "
+                f"not known; got values from {low} to {high}."
+            )
+        return words, tags
+
+    def likelihood(self, values: Tensor, exists: Tensor) -> tuple[Tensor, Tensor]:
+        """As :meth:`BlockSymbols.likelihood`, of pairs ``(N, T, 2)``."""
+        words, tags = self.split(values, exists)
+        blocks, log_likelihood = super().likelihood(words, exists)
+        states = self.blocks.states.clamp(min=0).flatten().to(tags.device)
+        table = torch.cat([self.log_tags.mT, self.log_unknown.unsqueeze(0)])  # the last for -1
+        table = table.index_select(-1, states).reshape(-1, self.blocks.width)
+        rows = torch.where(tags < 0, self.log_tags.size(-1), tags) * self.blocks.num_blocks
+        scores = take_rows(table, rows + blocks.to(tags.device))
+        return blocks, log_likelihood + scores
 
 
 class TagPath(NamedTuple):
@@ -96,13 +158,13 @@ class TaggedHMM(BlockHMM):
     r"""A :class:`pyrohmm.BlockHMM` whose states emit a tag beside each word.
 
     Any state may emit any tag. Its values are pairs ``(*B, T, 2)``; at a step whose tag is -1 the
-    tag is summed out, so that with none known ``log_prob`` is that of the words. All that a
-    ``BlockHMM`` answers within blocks, this one does.
+    tag is summed out, so that with none known ``log_prob`` is that of the words. What a
+    ``BlockHMM`` answers within blocks, this one does too.
 
-    Tags of given words are found exactly, by three rules: :meth:`best_tags` is right most often,
-    :meth:`best_path` is the most probable path of states and tags, :meth:`sample_tags` draws
-    from :math:`p(y | w)`. (The most probable path of tags alone, with the states summed out, is
-    what cannot be found in polynomial time.) Tags that are known are kept, and bear on the others.
+    Tags of words are found exactly, by three rules: :meth:`best_tags` is right most often,
+    :meth:`best_path` is the most probable path of states and tags, :meth:`sample_tags` samples
+    from :math:`p(y | w)`. (The most probable path of tags alone, with the states summed out,
+    cannot be found in polynomial time.) Tags that are known are kept, and condition the others.
 
     Args:
         words: The chain and its words.
@@ -126,16 +188,17 @@ class TaggedHMM(BlockHMM):
     def __init__(self, words: BlockHMM, log_tags: Tensor) -> None:
         if not isinstance(words, BlockHMM) or isinstance(words, TaggedHMM):
             raise TypeError(f"words must be a BlockHMM; got {type(words).__name__}.")
-        check_floats("log_tags", log_tags)
-        check_shape("log_tags", log_tags, (words.num_states, log_tags.size(-1)), "(K, Y)")
+        self.tagged_symbols = TaggedSymbols(words.symbols, log_tags)
         super().__init__(
-            words.log_initial, words.transition, words.log_emission, words.blocks, words.lengths,
-            words.observed, validate_args=False,
+            words.log_initial, words.transition, self.tagged_symbols, words.blocks, words.lengths,
+            words.observed, validate_args=False, carried=words.carried,
         )  # fmt: skip
-        self._event_shape, self.before = torch.Size((self.num_steps, 2)), words.before
-        self._validate_args = words._validate_args
-        self.log_tags = log_tags
-        self._unknown = log_tags.new_zeros(words.num_states)  # score of a tag that is not known
+        words._validated_alike(self)
+
+    @property
+    def log_tags(self) -> Tensor:
+        r"""``(K, Y)``, :math:`\log p(y_t \mid z_t)`."""
+        return self.tagged_symbols.log_tags
 
     @property
     def num_tags(self) -> int:
@@ -144,23 +207,21 @@ class TaggedHMM(BlockHMM):
 
     @property
     def words(self) -> BlockHMM:
-        """The law of the words alone."""
-        words = BlockHMM(
-            self.log_initial, self.transition, self.log_emission, self.blocks, self.lengths,
-            self.observed, validate_args=False,
+        """The distribution of the words alone."""
+        return self._words(self.lengths, self.observed, self.carried)
+
+    def _words(
+        self, lengths: Tensor, observed: Tensor | None, carried: CarriedState | None
+    ) -> BlockHMM:
+        return BlockHMM(
+            self.log_initial, self.transition, self.tagged_symbols.words, self.blocks, lengths,
+            observed, validate_args=False, carried=carried,
         )  # fmt: skip
-        words.before = self.before
-        return words
 
-    @lazy
-    def emission(self) -> WordAndTag:  # type: ignore[override]
-        """Of all K states; computed when it is read."""
-        return WordAndTag(self._symbols(), Categorical(logits=self.log_tags))
-
-    def replace(self, **changes: Any) -> HMM:
-        """A copy with some arguments changed."""
-        new = super().replace(**changes)
-        return TaggedHMM(new, self.log_tags) if isinstance(new, BlockHMM) else new
+    def _for_sequences(
+        self, lengths: Tensor, observed: Tensor | None, carried: CarriedState | None
+    ) -> TaggedHMM:
+        return TaggedHMM(self._words(lengths, observed, carried), self.log_tags)
 
     # Tags
 
@@ -182,24 +243,24 @@ class TaggedHMM(BlockHMM):
         words, tags = self._split(values)
         with torch.no_grad(), full_precision(self.log_tags):
             if self.observed is not None:
-                found = self.posterior(values).states @ self.log_tags.exp()
+                probs = self.posterior(values).states @ self.log_tags.exp()
             else:
-                found = self._mixed(self.block_posterior(values).probs, words)
-            tags = tags.expand(found.shape[:-1]).unsqueeze(-1)
-            sure = torch.arange(self.num_tags, device=tags.device) == tags
-            return torch.where(tags >= 0, sure.to(found.dtype), found)
+                probs = self._tag_probs(self.block_posterior(values).probs, words)
+            tags = tags.expand(probs.shape[:-1]).unsqueeze(-1)
+            known = torch.arange(self.num_tags, device=tags.device) == tags
+            return torch.where(tags >= 0, known.to(probs.dtype), probs)
 
-    def _mixed(self, probs: Tensor, words: Tensor) -> Tensor:
-        """Laws of tags ``(*B, T, Y)`` from laws of states within the blocks of words."""
-        owner = self.blocks.symbol_block[words.cpu()].expand(probs.shape[:-1]).flatten()
-        flat, law = probs.flatten(0, -2), self.log_tags.exp()
-        found = flat.new_zeros(len(flat), self.num_tags)
-        for block in owner.unique().tolist():
-            at = (owner == block).nonzero().squeeze(-1).to(flat.device)
+    def _tag_probs(self, state_probs: Tensor, words: Tensor) -> Tensor:
+        """Probabilities ``(*B, T, Y)`` from those of states ``(*B, T, w)`` in the words' blocks."""
+        blocks = self.blocks.symbol_block[words.cpu()].expand(state_probs.shape[:-1]).flatten()
+        flat, table = state_probs.flatten(0, -2), self.log_tags.exp()
+        probs = flat.new_zeros(len(flat), self.num_tags)
+        for block in blocks.unique().tolist():
+            steps = (blocks == block).nonzero().squeeze(-1).to(flat.device)
             states = self.blocks.states[block]
             states = states[states >= 0].to(flat.device)
-            found[at] = flat[at, : len(states)] @ law[states]
-        return found.reshape(*probs.shape[:-1], self.num_tags)
+            probs[steps] = flat[steps, : len(states)] @ table[states]
+        return probs.reshape(*state_probs.shape[:-1], self.num_tags)
 
     def best_tags(self, values: Tensor) -> Tensor:
         """The most probable tag of each step by itself, ``(*B, T)`` integers; padded steps hold 0.
@@ -217,50 +278,31 @@ class TaggedHMM(BlockHMM):
         _, tags = self._split(values)
         with torch.no_grad():
             best = self.log_tags.max(-1)
-            if not self._is_open:
-                joint = TaggedHMM(self.words, self.log_tags)
-                joint._unknown = best.values
-                states = joint.viterbi(values)
+            if not self._needs_dense:
+                words = self.tagged_symbols.words
+                states = BlockHMM(
+                    self.log_initial, self.transition,
+                    TaggedSymbols(words, self.log_tags, log_unknown=best.values), self.blocks,
+                    self.lengths, validate_args=False,
+                ).viterbi(values)  # fmt: skip
             else:
-                initial, transition, seen = self.dense().log_factors(values)
-                seen = torch.where(tags.unsqueeze(-1) < 0, seen + best.values, seen)
-                states = recursions.viterbi(initial, transition, seen, self.lengths)
-            found = torch.where(tags < 0, best.indices[states], tags)
-        return TagPath(states, found.masked_fill(~self.exists, 0))
+                initial, transition, likelihood = self.log_factors(values)
+                unknown = tags.unsqueeze(-1) < 0
+                likelihood = torch.where(unknown, likelihood + best.values, likelihood)
+                states = recursions.viterbi(initial, transition, likelihood, self.lengths)
+            path = torch.where(tags < 0, best.indices[states], tags)
+        return TagPath(states, path.masked_fill(~self.exists, 0))
 
     def sample_tags(self, values: Tensor, sample_shape: Any = ()) -> Tensor:
-        """Draw the tags given the words, ``(*S, *B, T)`` integers; padded steps hold 0."""
+        r"""Sample tags from :math:`p(y | w)`, ``(*S, *B, T)`` integers; padded steps hold 0."""
         _, tags = self._split(values)
         with torch.no_grad():
             states = self.sample_states(values, sample_shape)
-            found = torch.where(
-                tags < 0, sample_emission(Categorical(logits=self.log_tags), states), tags
-            )
-        return found.masked_fill(~self.exists, 0)
-
-    # Joining parameters and data
+            samples = sample_emission(Categorical(logits=self.log_tags), states)
+            return torch.where(tags < 0, samples, tags).masked_fill(~self.exists, 0)
 
     def _split(self, values: Tensor) -> tuple[Tensor, Tensor]:
         """Words and tags ``(*B, T)``; 0 and -1 where a step is padded or missing."""
-        check_integers("values", values)
         check_trailing("values", values, (self.num_steps, 2), "(T, 2)")
         known = self.exists if self.observed is None else self.exists & self.observed
-        words, tags = values.long().unbind(-1)
-        words, tags = words.masked_fill(~known, 0), tags.masked_fill(~known, -1)
-        low, high = int(tags.min()), int(tags.max())
-        if low < -1 or high >= self.num_tags:
-            raise ValueError(
-                f"tags must lie between 0 and Y - 1 = {self.num_tags - 1}, or be -1 where they are "
-                f"not known; got values from {low} to {high}."
-            )
-        return words, tags
-
-    def _read(self, values: Tensor) -> _Read:
-        words, tags = self._split(values)
-        read = super()._read(words)
-        tags = tags.expand(*read.batch, self.num_steps).reshape(-1, self.num_steps)
-        states = self.blocks.states.clamp(min=0).flatten().to(tags.device)
-        table = torch.cat([self.log_tags.mT, self._unknown.unsqueeze(0)])  # the last for -1
-        table = table.index_select(-1, states).reshape(-1, self.blocks.width)
-        rows = torch.where(tags < 0, self.num_tags, tags) * self.blocks.num_blocks
-        return read._replace(seen=read.seen + take_rows(table, rows + read.blocks.to(tags.device)))
+        return self.tagged_symbols.split(values, known)

@@ -7,12 +7,19 @@ Its modules; each imports only those above it:
 ``models``        ``MarginalModel``, ``EnumeratedModel``, ``StatefulModel``
 ``guides``        ``RotationGuide``: variational families for embeddings
 ``starts``        where EM begins
-``msteps``        M-steps without a closed form
+``msteps``        ``GradientStep``, and M-steps under a diversity prior
+``process_group``  ``ProcessGroup``: data-parallel ranks
 ``validation``    held-out evidence during a fit
 ``results``       ``Fit``, ``Restarts``: what a fit returns
-``training``      the state of a gradient fit
-``fit``           ``fit_svi``, ``fit_map``
+``objective``     the loss of a gradient fit
+``training``      settings and state of a gradient fit, its steps
+``loop``          the training loop
+``svi``           ``fit_svi``
+``map``           ``fit_map``
 ``cooccurrence``  ``fit_cooccurrence``, ``CooccurrenceModel``
+``parameters``    the parameters of an EM fit
+``maximization``  the M-step: closed forms and gradient steps
+``expectation``   the E-step, batched by length
 ``em``            ``fit_em``
 """
 

@@ -2,25 +2,23 @@ r"""``RotationGuide``: a guide over embeddings that have no preferred direction.
 
 The probabilities of a :class:`DenseHMM` depend on inner products of embeddings, so that its
 posterior is the same for an array of embeddings M ``(n, D)``, one in each row, and for M Q, with Q
-any orthogonal matrix. A normal guide sits at one point of that orbit, and pays for it in nats.
+any orthogonal matrix. A normal guide covers one point of that orbit, which costs it nats.
 
-Here only what rotation leaves alone is fitted. Every M of full rank is
+Here only what rotation leaves invariant is fitted. Every M of full rank is
 
 .. math:: M = L Q, \quad L \text{ lower trapezoidal with a positive diagonal}, \quad
           dM = \prod_{i=1}^{r} L_{ii}^{D - i} \, dL \, dQ, \quad r = \min(n, D)
 
-in exactly one way. If L has density q(L), and Q is uniform, then
-M has the density
+in exactly one way. If L has density q(L), and Q is uniform, then M has the density
 
 .. math:: q(M) = q(L) \Big/ \prod_{i=1}^{r} L_{ii}^{D - i} |S^{D - i}|, \quad
           |S^{d - 1}| = 2 \pi^{d / 2} / \Gamma(d / 2)
 
-where the areas of spheres multiply to the volume of all Q. This holds for every n and D, and takes
-nothing from the model: the evidence lower bound is as exact as with any other guide. Where data
-determine the embeddings it is larger than that of the same autoguide on the embeddings themselves,
-by log 2 for each array with D = 1, by more with larger D; where they say little, normal embeddings
-about zero are nearly as good. Renaming states is another symmetry, of which the guide still knows
-one order only; so does every autoguide.
+where the areas of spheres multiply to the volume of all Q. This holds for every n and D, and the
+evidence lower bound is as exact as with any other guide. Where data determine the embeddings it is
+larger than that of the same autoguide on the embeddings themselves, by log 2 for each array with
+D = 1, by more with larger D. Renaming states is another symmetry, of which the guide covers one
+order only, as every autoguide does.
 
 References:
     Aspects of Multivariate Statistical Theory (Muirhead, 1982), section 2.1.
@@ -49,19 +47,17 @@ _SMALLEST = 0.1  # of the diagonal at the start: embeddings may lie in a plane t
 
 
 class RotationGuide(OwnParameters):
-    """A guide whose embeddings are rotated at random, and whose density knows it.
-
-    What rotation leaves alone, and all other latent variables, have an autoguide.
+    """A guide with uniformly rotated embeddings; the invariant rest has an autoguide.
 
     Args:
         model: The Pyro model.
-        start: Values of all its latent variables by name, where the guide begins: those of a fit by
-            MAP or EM, ``fit.start``.
+        start: Initial values of all its latent variables by name: ``fit.start`` of a fit by MAP or
+            EM.
         groups: Names of the embeddings that are rotated together, ``(D,)`` or ``(n, D)`` each. By
             default those of every :class:`DenseHMM` in the model. (Where one of a group is held
             constant, no rotation is left, and the group is treated as any other variables.)
-        autoguide: Called with a model and ``init_loc_fn``, returns an autoguide.
-        **options: Of ``autoguide``, such as ``init_scale``.
+        autoguide: Called with a model and ``init_loc_fn``, returns an autoguide:
+            ``partial(AutoNormal, init_scale=0.1)``.
 
     Raises:
         ValueError: If there is nothing to rotate, or embeddings of a group differ in D.
@@ -83,7 +79,6 @@ class RotationGuide(OwnParameters):
         start: Mapping[str, Tensor],
         groups: Sequence[Sequence[str]] | None = None,
         autoguide: Callable[..., AutoGuide] = AutoNormal,
-        **options: Any,
     ) -> None:
         super().__init__()
         groups = _groups(model) if groups is None else groups
@@ -107,44 +102,44 @@ class RotationGuide(OwnParameters):
             values |= part.start
 
         def reduced(data: Sequences) -> Any:
-            found: dict[str, Tensor] = {}
+            embeddings: dict[str, Tensor] = {}
             for part in self._parts:
-                found |= part.split(part.triangular(part.sample()))
-            return poutine.condition(model, data=found)(data)
+                embeddings |= part.split(part.triangular(part.sample()))
+            return poutine.condition(model, data=embeddings)(data)
 
-        self.inner = autoguide(reduced, init_loc_fn=init_to_value(values=values), **options)
+        self.inner = autoguide(reduced, init_loc_fn=init_to_value(values=values))
 
     def forward(self, data: Sequences | None = None) -> dict[str, Tensor]:
-        """Draw all latent variables."""
-        own = {name for part in self._parts for name in part.start}
+        """Sample all latent variables."""
+        auxiliary = {name for part in self._parts for name in part.start}
         inner = poutine.infer_config(
-            self.inner, lambda site: {"is_auxiliary": True} if site["name"] in own else {}
+            self.inner, lambda site: {"is_auxiliary": True} if site["name"] in auxiliary else {}
         )
-        found = inner(data)
+        values = inner(data)
         for part in self._parts:
-            lower = part.triangular({name: found.pop(name) for name in part.start})
+            lower = part.triangular({name: values.pop(name) for name in part.start})
             density = -log_orbit(lower.diagonal(dim1=-2, dim2=-1), part.dim)
             for name, value in part.split(lower @ uniform_rotation(lower, part.dim)).items():
                 event = len(part.shapes[name])
-                found[name] = pyro.sample(name, Delta(value, density, event))
+                values[name] = pyro.sample(name, Delta(value, density, event))
                 density = torch.zeros_like(density)
-        return found
+        return values
 
 
 def log_orbit(diagonal: Tensor, dim: int) -> Tensor:
-    r"""Log-volume ``(*B)`` of all M = L Q that have one L: that of what rotation changes.
+    r"""Log-volume ``(*B)`` of the orbit of L: of all M = L Q, with Q orthogonal.
 
     .. math:: \sum_{i=1}^{r} \left( (D - i) \log L_{ii} + \log |S^{D - i}| \right)
 
     Args:
-        diagonal: ``(*B, r)``, that of L, positive.
+        diagonal: ``(*B, r)``, of L, positive.
         dim: D.
 
     Example:
         >>> log_orbit(torch.tensor([3.0]), 2).exp()  # a circle of radius 3
         tensor(18.8496)
     """
-    free = dim - torch.arange(diagonal.size(-1)).to(diagonal)  # dimensions of each sphere's space
+    free = dim - torch.arange(diagonal.size(-1)).to(diagonal)  # dimension of each sphere's space
     area = math.log(2) + free / 2 * math.log(math.pi) - torch.lgamma(free / 2)
     return ((free - 1) * diagonal.log() + area).sum(-1)
 
@@ -159,8 +154,8 @@ def uniform_rotation(like: Tensor, dim: int) -> Tensor:
 class _Group:
     """Embeddings that are rotated together, as one array M ``(n, D)``, and their L ``(n, r)``.
 
-    The rows that L is triangular in are chosen such that they are large and far from parallel at
-    the start: where one of them vanishes, L says badly what the others are.
+    The rows in which L is triangular are chosen to be large and far from parallel at the start:
+    where one of them vanishes, L determines the others badly.
     """
 
     def __init__(self, name: str, values: dict[str, Tensor]) -> None:
@@ -176,7 +171,7 @@ class _Group:
         rows = torch.cat([value.detach().reshape(-1, self.dim) for value in values.values()])
         size, rank = len(rows), min(rows.shape)
         order = scipy.linalg.qr(rows.mT.cpu().double().numpy(), mode="r", pivoting=True)[1]
-        self.rows = torch.as_tensor(order).argsort()  # where in L each row of M is
+        self.rows = torch.as_tensor(order).argsort()  # the row of L for each row of M
         triangle = torch.linalg.qr(rows[torch.as_tensor(order)].mT, mode="r").R.mT  # (n, r)
         lower = triangle * triangle.diagonal().sign()
         self.below = torch.tril_indices(size, rank, -1)
@@ -187,7 +182,7 @@ class _Group:
         }
 
     def sample(self) -> dict[str, Tensor]:
-        """Statements for an autoguide, which reads shapes and supports off them."""
+        """Sample statements from which an autoguide takes shapes and supports."""
         diagonal, below = self.start.values()
         return {
             self.names[0]: pyro.sample(
@@ -220,21 +215,20 @@ class _Group:
 
 
 def _groups(model: Any) -> list[list[str]]:
-    """Embeddings that the likelihood sees the inner products of alone."""
-    found = []
+    """Embeddings of which the likelihood depends on inner products only."""
+    groups = []
     modules = model.named_modules() if isinstance(model, torch.nn.Module) else ()
     for path, module in modules:
         if isinstance(module, DenseHMM):
-            moves = ["leave"] + ["enter"] * (not module.share) + ["start"] * (not module.stationary)
+            chain = ["leave"] + ["enter"] * (not module.tied) + ["start"] * (not module.stationary)
             symbols = ["symbol"] if module.num_symbols is not None else []
-            if module.share:
-                parts = [moves + symbols]
+            if module.tied:
+                parts = [chain + symbols]
             else:
-                parts = [moves] + [["emit", *symbols]] * bool(symbols)
-            drawn = module._pyro_samples
-            found += [
+                parts = [chain] + [["emit", *symbols]] * bool(symbols)
+            groups += [
                 [f"{path}.{name}" if path else name for name in part]
                 for part in parts
-                if all(name in drawn for name in part)
+                if all(name in module._pyro_samples for name in part)
             ]
-    return found
+    return groups

@@ -1,8 +1,8 @@
-"""Pyro models: the same density twice, with the states summed out or enumerated site by site.
+"""Pyro models of one density: with the states summed out, or enumerated site by site.
 
 Both call a module, which returns an :class:`HMM`, add a log-prior of that HMM as one factor
-outside every plate, and observe sequences inside the plate ``sequences``. Minibatches scale what
-is inside the plate, and the priors not.
+outside every plate, and observe sequences inside the plate ``sequences``. Minibatches scale the
+likelihood inside the plate, not the priors.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ LogPrior = Callable[[HMM], Tensor]
 
 
 class _Model(OwnParameters):
-    """What the two forms share: everything but the statement about the sequences."""
+    """The part common to both forms: all but the observation of the sequences."""
 
     def __init__(self, module: HMMModule, log_prior: LogPrior | None = None) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ def build(module: HMMModule, data: Sequences) -> HMM:
 
 
 def check_returns_hmm(hmm: Any) -> HMM:
-    """What a model has returned, which must be an HMM."""
+    """Return what a model returned; raise unless it is an HMM."""
     if not isinstance(hmm, HMM):
         raise TypeError(
             f"the model must return the HMM it built; it returned {type(hmm).__name__}. "
@@ -80,7 +80,7 @@ def check_returns_hmm(hmm: Any) -> HMM:
 
 
 def to_model_device(model: Any, guide: Any, data: Sequences) -> Sequences:
-    """``data`` on the device of the parameters."""
+    """``data`` on the device of the parameters of ``model`` or ``guide``."""
     for part in (model, guide):
         if isinstance(part, nn.Module):
             for tensor in (*part.parameters(), *part.buffers()):
@@ -111,16 +111,15 @@ class MarginalModel(_Model):
 
 
 class StatefulModel(MarginalModel):
-    """A :class:`MarginalModel` for windows of long sequences, which are read one after the other.
+    """A :class:`MarginalModel` for windows of long sequences: truncated backpropagation.
 
-    A piece that goes on from the window before (see :class:`pyrohmm.batches.Window`) begins in the
-    law of the state there, given all that was read since its sequence began. No gradient passes
-    from window to window. A sequence begins as it would anywhere, in training as in evaluation:
-    what is fitted is the model of whole sequences, and for them the one of the other models.
+    A piece that continues the window before (see :class:`pyrohmm.data.batches.Window`) starts from
+    the filtered state distribution at its end. No gradient passes from window to window. The start
+    of a sequence is as in the other models, and so are whole sequences.
 
     Args:
         module: A :class:`pyrohmm.NeuralHMM` whose blocks are disjoint.
-        num_streams: How many streams the windows have.
+        num_streams: Number of streams of the windows.
         log_prior: A further log-density of the HMM built.
 
     Example:
@@ -143,7 +142,9 @@ class StatefulModel(MarginalModel):
             raise TypeError(f"module must be a NeuralHMM; got {type(module).__name__}.")
         blocks = module.blocks
         if blocks is None or not blocks.disjoint:
-            raise ValueError("module must have blocks that are disjoint, for laws to be carried.")
+            raise ValueError(
+                "module must have disjoint blocks, for state probabilities to be carried over."
+            )
         shape = num_streams, blocks.width
         self.register_buffer("states", torch.full(shape, -1))
         self.register_buffer("log_probs", torch.zeros(shape))
@@ -158,9 +159,9 @@ class StatefulModel(MarginalModel):
                 f"got {len(self.states)}."
             )
         continues = data.streams.masked_fill(data.begins, -1)
-        # as they are now: they will be replaced before a gradient is taken
+        # copies: the buffers are replaced before a gradient is taken
         carried = FinalState(self.states.clone(), self.log_probs.clone())
-        hmm, kept = self.module.continue_from(data.lengths, carried, continues)
+        hmm, numbers = self.module.continue_from(data.lengths, carried, continues)
         if self.log_prior is not None:
             pyro.factor("log_prior", self.log_prior(hmm))
         with pyro.plate("sequences", data.total, subsample=torch.arange(len(data))):
@@ -170,8 +171,7 @@ class StatefulModel(MarginalModel):
         last[:-1] = data.streams[1:] != data.streams[:-1]
         rows, streams, width = ending.states[last], data.streams[last], ending.states.size(1)
         self.states[streams] = -1
-        own = kept[rows.clamp(min=0)].masked_fill(rows < 0, -1)
-        self.states[streams, :width] = own
+        self.states[streams, :width] = numbers[rows.clamp(min=0)].masked_fill(rows < 0, -1)
         self.log_probs[streams, :width] = ending.log_probs[last].to(self.log_probs.dtype)
         return hmm
 
@@ -179,8 +179,8 @@ class StatefulModel(MarginalModel):
 class EnumeratedModel(_Model):
     """The same density with one enumerated site per state inside ``pyro.markov``.
 
-    What a Pyro user would write, and edit. It needs ``TraceEnum_ELBO`` (or NUTS, which finds
-    the enumerated sites itself), and agrees with :class:`MarginalModel` in loss and gradient.
+    This is the form that a Pyro user would write and edit. It needs ``TraceEnum_ELBO`` (or NUTS,
+    which recognises enumerated sites), and agrees with :class:`MarginalModel` in loss and gradient.
 
     Sites: those of ``module``, then ``log_prior`` if there is one, then ``x_state_t`` (enumerated)
     and ``x_t`` for each step t, in the plate ``sequences``.
@@ -204,19 +204,18 @@ def markov_sample(name: str, hmm: HMM, obs: Tensor | None = None) -> Tensor:
     states of ``hmm`` are restricted.
 
     Args:
-        name: Begins the names of the sites.
+        name: Prefix of the names of the sites.
         hmm: The distribution.
-        obs: ``(*B, T, *E)``, what was observed; by default observations are drawn too.
+        obs: Observations ``(*B, T, *E)``; sampled by default.
 
     Returns:
         The observations ``(*B, T, *E)``.
     """
     exists, event = hmm.exists, hmm.emission.event_shape
-    mask, given = exists, obs
+    mask, prepared = exists, obs
     if obs is not None:
-        if hmm.allowed is not None and hmm._validate_args:
-            hmm._check_labels(obs)
-        obs, known = hmm.prepare_values(obs)
+        hmm.check_labels(obs)
+        prepared, known = hmm.prepare_values(obs)
         mask = exists if known is None else known
     padded = not bool(exists.all())
     stay = torch.eye(hmm.num_states).log().to(hmm.log_initial)
@@ -224,54 +223,55 @@ def markov_sample(name: str, hmm: HMM, obs: Tensor | None = None) -> Tensor:
     state: Tensor | None = None
     for t in pyro.markov(range(hmm.num_steps)):
         if state is None:
-            law = hmm.log_initial
+            logits = hmm.log_initial
         else:
             matrix = hmm.log_transition
             if hmm.transition_per_step:
                 matrix = matrix[..., t - 1, :, :]
-            law = Vindex(matrix)[..., state, :]
-            if padded:  # the chain has ended: what follows must not bear on the states before
-                law = torch.where(exists[..., t, None], law, stay[state])
+            logits = Vindex(matrix)[..., state, :]
+            if padded:  # the chain has ended: padding must not change the states before
+                logits = torch.where(exists[..., t, None], logits, stay[state])
         state = pyro.sample(
-            f"{name}_state_{t}", Categorical(logits=law), infer={"enumerate": "parallel"}
+            f"{name}_state_{t}", Categorical(logits=logits), infer={"enumerate": "parallel"}
         )
-        seen = None if obs is None else obs.select(obs.dim() - 1 - len(event), t)
+        seen = None if prepared is None else prepared.select(prepared.dim() - 1 - len(event), t)
         with poutine.mask(mask=mask[..., t]):
             emission = EmissionAt(hmm.emission, state, t if hmm.emission_per_step else None)
             values.append(pyro.sample(f"{name}_{t}", emission, obs=seen))
         if hmm.allowed is not None:
-            known = hmm.allowed[..., t, :] | ~exists[..., t, None]
-            barrier = torch.zeros_like(known, dtype=law.dtype).masked_fill(~known, -torch.inf)
+            allowed = hmm.allowed[..., t, :] | ~exists[..., t, None]
+            barrier = torch.zeros_like(allowed, dtype=logits.dtype)
+            barrier = barrier.masked_fill(~allowed, -torch.inf)
             pyro.factor(f"{name}_label_{t}", Vindex(barrier)[..., state])
-    return torch.stack(values, -1 - len(event)) if given is None else given
+    return torch.stack(values, -1 - len(event)) if obs is None else obs
 
 
 class EmissionAt(TorchDistribution):
-    """The emission in given states: ``emission``, batched over K states, seen at ``state``.
+    r"""Distribution :math:`p(x_t \mid z_t)` of an observation at known states.
 
-    It picks one of the K log-densities, so that it serves every distribution alike.
+    It selects one of the K log-densities, which works for every distribution.
 
     Args:
         emission: Distribution of an observation, of batch shape ``(*b, K)``, or ``(*b, T, K)``.
         state: ``(*B)`` integers; dimensions of enumeration are on the left.
-        step: Which of the T steps, if the emission has a dimension of steps.
+        step: The step t, if the emission has a dimension of steps.
     """
 
     arg_constraints: dict[str, constraints.Constraint] = {}  # noqa: RUF012  # torch's interface
 
     def __init__(self, emission: TorchDistribution, state: Tensor, step: int | None = None) -> None:
         self.emission, self.state, self.step = emission, state, step
-        own = emission.batch_shape[: -1 if step is None else -2]
-        batch = torch.broadcast_shapes(state.shape, own)
+        parameters = emission.batch_shape[: -1 if step is None else -2]
+        batch = torch.broadcast_shapes(state.shape, parameters)
         super().__init__(batch, emission.event_shape, validate_args=False)
 
     @property
     def support(self) -> constraints.Constraint:
-        """What the emission can emit."""
+        """That of the emission."""
         return self.emission.support
 
     def expand(self, batch_shape: Any, _instance: EmissionAt | None = None) -> EmissionAt:
-        """The same law for a larger batch."""
+        """The same distribution for a larger batch."""
         return EmissionAt(self.emission, self.state.expand(torch.Size(batch_shape)), self.step)
 
     def log_prob(self, value: Tensor) -> Tensor:
@@ -284,12 +284,12 @@ class EmissionAt(TorchDistribution):
         return Vindex(scores)[..., self.state]
 
     def sample(self, sample_shape: Any = ()) -> Tensor:
-        """Draw an observation in each state, ``(*S, *B, *E)``."""
+        """Sample an observation in each state, ``(*S, *B, *E)``."""
         shape = torch.Size(sample_shape) + self.batch_shape
         state = self.state.expand(shape).unsqueeze(-1)
         with torch.no_grad():
             if self.step is None:
                 return sample_emission(self.emission, state).squeeze(len(shape))
             steps = self.emission.batch_shape[-2]
-            every = sample_emission_per_step(self.emission, state.expand(*shape, steps))
-            return every.select(len(shape), self.step)
+            sequence = sample_emission_per_step(self.emission, state.expand(*shape, steps))
+            return sequence.select(len(shape), self.step)

@@ -1,19 +1,18 @@
-r"""M-steps without a closed form: gradient steps, and those of a transition matrix under diversity.
+r"""M-steps without a closed form: gradient steps, and transition matrices under a diversity prior.
 
-What a diversity prior asks of a transition matrix is to raise
+Under a diversity prior the M-step of a transition matrix raises
 
 .. math:: \sum_{ij} c_{ij} \log A_{ij} + \alpha \log\det \tilde K_A - \alpha_A |A - A_0|^2
 
-for expected numbers of moves c. It is not concave (the paper says it were), so that an M-step can
-but climb from where it stands: every step that is taken raises it, and it ends at a stationary
-point. There are three ways: :class:`FixedPoint`, the default; :class:`ProjectedGradient`, that of
-the paper; and :class:`LogitGradient`.
+for expected counts c of transitions. This is not concave, although the paper says so: an M-step
+raises it at every iteration and ends at a stationary point. There are three: :class:`FixedPoint`,
+the default; :class:`ProjectedGradient`, that of the paper; and :class:`LogitGradient`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -21,10 +20,11 @@ from torch import Tensor
 
 from .._checks import check_size
 from ..distributions.dpp import DiversityPrior
+from ..distributions.hmm import HMM
 from ..ops.diversity import simplex_projection
 from ..ops.log_space import log
 
-Matrix = np.ndarray  # (R, K, K), of R restarts side by side
+Matrix = np.ndarray  # (R, K, K), of R batched restarts
 NEGLIGIBLE = 1e-30  # share of the counts of a row, below which a count is none
 
 
@@ -34,10 +34,9 @@ class GradientStep:
     Args:
         num_steps: Largest number of gradient steps in one M-step.
         optimizer: Called with the parameters, returns a torch optimizer, which keeps its state from
-            one M-step to the next. By default each M-step is L-BFGS, run until it stands still or
-            for ``num_steps``; restarts share its line search. It follows the gradient closely, and
-            stays on a plateau where there is none, as where every softmax is saturated: begin EM
-            in narrow priors, or give Adam, which takes steps of one size.
+            one M-step to the next. By default each M-step is L-BFGS, until it converges or for
+            ``num_steps``; restarts share its line search. It stays on a plateau without a gradient,
+            as where every softmax is saturated: start EM at narrow priors, or give Adam.
         guard: Whether an M-step that would raise the loss is undone. Without it EM may go down.
     """
 
@@ -61,7 +60,7 @@ class GradientStep:
         with torch.no_grad():
             before = loss()
         size = before.masked_fill(~before.isfinite(), 0.0).abs().sum().item()
-        kept = [each.detach().clone() for each in parameters]
+        kept = [leaf.detach().clone() for leaf in parameters]
         if self.optimizer is None:
             optimizer: torch.optim.Optimizer = torch.optim.LBFGS(
                 parameters,
@@ -80,9 +79,9 @@ class GradientStep:
             failed = ~values.isfinite()
             value = values.masked_fill(failed, 0.0).sum()
             value.backward()
-            for each in parameters:  # a restart that has failed must not move the others
-                if each.grad is not None:
-                    each.grad.nan_to_num_(0.0, 0.0, 0.0)
+            for leaf in parameters:  # a restart that has failed must not change the others
+                if leaf.grad is not None:
+                    leaf.grad.nan_to_num_(0.0, 0.0, 0.0)
             return value + failed.sum() * (1e3 + 10 * size)  # nor look good
 
         for _ in range(1 if self.optimizer is None else self.num_steps):
@@ -91,54 +90,74 @@ class GradientStep:
             return
         with torch.no_grad():
             worse = ~(loss() <= before)  # also if it is NaN
-            for each, old in zip(parameters, kept):
+            for leaf, old in zip(parameters, kept):
                 if len(worse) > 1:
-                    each.copy_(torch.where(worse.reshape(-1, *(1,) * (each.dim() - 1)), old, each))
+                    leaf.copy_(torch.where(worse.reshape(-1, *(1,) * (leaf.dim() - 1)), old, leaf))
                 elif bool(worse):
-                    each.copy_(old)
+                    leaf.copy_(old)
+
+
+@runtime_checkable
+class TransitionPrior(Protocol):
+    """A log-prior of the transition matrix alone, such as a :class:`DiversityPrior`.
+
+    As the ``log_prior`` of :func:`fit_em` it leaves the closed forms of all other parameters.
+    """
+
+    def __call__(self, hmm: HMM) -> Tensor:
+        """Log-density ``(*B)`` of the transition matrix of ``hmm``."""
+
+    def log_density(self, transition: Tensor) -> Tensor:
+        """Log-density ``(*B)`` of transition matrices ``(*B, K, K)``."""
 
 
 class TransitionStep(Protocol):
-    """An M-step of transition matrices under a diversity prior."""
+    """An M-step of transition matrices under a prior."""
 
     def __call__(
-        self, rows: Tensor, counts: Tensor, prior: DiversityPrior, allowed: Tensor | None = None
+        self, rows: Tensor, counts: Tensor, prior: Any, allowed: Tensor | None = None
     ) -> Tensor:
         """Raise the objective.
 
         Args:
-            rows: ``(R, K, K)`` float64, where to begin, of R restarts.
-            counts: ``(R, K, K)``, expected numbers of moves, pseudo-counts of a Dirichlet prior
-                included; not negative.
-            prior: The weights.
-            allowed: ``(K, K)`` booleans, moves that are possible; all by default.
+            rows: ``(R, K, K)`` float64, the start of each of R restarts.
+            counts: ``(R, K, K)``, expected counts of transitions, pseudo-counts of a Dirichlet
+                prior included; not negative.
+            prior: A :class:`TransitionPrior`.
+            allowed: ``(K, K)`` booleans, transitions that are possible; all by default.
 
         Returns:
             Matrices ``(R, K, K)`` with an objective at least as high.
         """
 
 
-class FixedPoint:
-    r"""M-step by the fixed point that every optimum is, accelerated and damped.
+def default_step(prior: TransitionPrior) -> TransitionStep:
+    """:class:`FixedPoint` where it applies, :class:`LogitGradient` elsewhere."""
+    if isinstance(prior, DiversityPrior) and prior.rho == 0.5:
+        return FixedPoint()
+    return LogitGradient()
 
-    For :math:`\rho = 1/2` the prior adds :math:`\alpha` pseudo-counts to each row, to be shared by
+
+class FixedPoint:
+    r"""M-step by fixed-point iteration, accelerated and damped.
+
+    For :math:`\rho = 1/2` the prior adds :math:`\alpha` pseudo-counts to each row, divided as
     :math:`M = S \circ S^{-\mathsf T}` with :math:`S = \sqrt A`, whose rows sum to one but whose
     entries may be negative. Where the objective is stationary
 
     .. math:: A_{ij} = \frac{c_{ij} + \alpha M_{ij}}{n_i + \alpha}, \quad n_i = \sum_j c_{ij}
 
-    It is iterated on S, where nothing is infinite at a zero: with the slope of the log-determinant
-    held at :math:`V = S^{-\mathsf T}`, the best S is the positive root of
-    :math:`\lambda_i S_{ij}^2 - \alpha V_{ij} S_{ij} - c_{ij} = 0` with :math:`\lambda_i` so that
-    its rows have length one. Entries become zero, and leave it, as they should. A proposal
-    extrapolated from the last few (Anderson acceleration) is taken if it is at least as good; if
-    the plain one lowers the objective it is damped until it does not.
+    It is iterated on S, which has finite slopes at zero: with the slope of the log-determinant
+    fixed at :math:`V = S^{-\mathsf T}`, the best S is the positive root of
+    :math:`\lambda_i S_{ij}^2 - \alpha V_{ij} S_{ij} - c_{ij} = 0` with :math:`\lambda_i` such
+    that its rows have length one. Entries may become zero, and leave it again. An extrapolation of
+    the last iterations (Anderson acceleration) is taken if it is at least as good; a plain
+    proposal that lowers the objective is damped.
 
     Args:
-        num_steps: Largest number of iterations in one M-step. Fewer are enough for EM, which
-            returns to the matter.
-        tolerance: End when no entry of :math:`S` is further from its stationarity than this share.
-        memory: Number of iterations that the extrapolation remembers.
+        num_steps: Largest number of iterations in one M-step; EM needs few.
+        tolerance: End when the relative residual of every entry of :math:`S` is below this.
+        memory: Number of iterations that the extrapolation uses.
 
     Example:
         >>> counts = torch.tensor([[[8.0, 2.0], [5.0, 5.0]]])
@@ -177,7 +196,7 @@ class FixedPoint:
         unit = climb.counts.sum(-1).mean(-1)[:, None, None] + climb.alpha
         damping = np.zeros_like(unit)
         anderson = _Anderson(self.memory)
-        still = 0  # iterations without a rise; the last digits come after the last rise
+        still = 0  # iterations without a rise; the last digits converge after the last rise
         for _ in range(self.num_steps):
             slopes = climb.slopes(roots)
             if still == 20 or climb.stationarity(roots, slopes) <= self.tolerance:
@@ -203,13 +222,13 @@ class FixedPoint:
 class ProjectedGradient:
     """M-step by the gradient, projected on the simplex: algorithm 1 of the paper.
 
-    The gradient is the right one, twice that of equation 15. Its step is that of Barzilai and
-    Borwein, halved until the objective rises. It is slow near zeros, where the gradient is
-    infinite; it is cut off at entries of :math:`10^{-12}`.
+    The gradient is the correct one, twice that of equation 15. The step size is that of Barzilai
+    and Borwein, halved until the objective rises. It is slow near zeros, where the gradient is
+    infinite; entries are clamped at :math:`10^{-12}` in it.
 
     Args:
         num_steps: Largest number of steps in one M-step.
-        tolerance: End when ten steps on end raise the objective by less than this share of itself.
+        tolerance: End when ten steps in a row raise the objective by less than this share of it.
     """
 
     def __init__(self, num_steps: int = 200, tolerance: float = 1e-10) -> None:
@@ -236,19 +255,19 @@ class ProjectedGradient:
             there, reached = here, height
             for _ in range(60):
                 trial = np.maximum(here + _wide(share) * ahead, 0.0)
-                found = climb.objective(trial)
-                better = going & ~taken & (found > height)
+                score = climb.objective(trial)
+                better = going & ~taken & (score > height)
                 there = np.where(_wide(better), trial, there)
-                reached = np.where(better, found, reached)
+                reached = np.where(better, score, reached)
                 taken |= better
                 if (taken | ~going).all():
                     break
                 share = np.where(taken, share, share / 2)
             slow = np.where(reached - height > self.tolerance * np.abs(reached), 0, slow + 1)
             going &= taken & (slow < 10)  # a short step may come before a long one
-            moved, steeper = there - here, climb.gradient(there) - slope
-            bend = -(moved * steeper).sum((-2, -1))
-            size = np.where(bend > 0, (moved**2).sum((-2, -1)) / bend, 2 * size).clip(1e-20, 1e20)
+            change, steeper = there - here, climb.gradient(there) - slope
+            bend = -(change * steeper).sum((-2, -1))
+            size = np.where(bend > 0, (change**2).sum((-2, -1)) / bend, 2 * size).clip(1e-20, 1e20)
             here, height, slope = there, reached, slope + steeper
             if not going.any():
                 break
@@ -258,12 +277,11 @@ class ProjectedGradient:
 class LogitGradient:
     """M-step by gradient steps in logits, for any exponent of the kernel.
 
-    A zero has no logit to move, and a small entry hardly moves: those of moves that are possible
-    begin at no less than a hundredth of an even share. Where the climb from there does not get
-    above where it was, nothing changes.
+    The logit of a zero is infinite, and that of a small entry hardly changes: entries that are
+    allowed start at no less than 1 / 100 K. A matrix that does not improve stays as it was.
 
     Args:
-        step: How steps are taken; by default L-BFGS, as for all that has no closed form.
+        step: How steps are taken; by default L-BFGS.
     """
 
     def __init__(self, step: GradientStep | None = None) -> None:
@@ -276,8 +294,8 @@ class LogitGradient:
         counts = _significant(counts.detach().double())
         old = rows.detach().double()
         kept = torch.zeros_like(old, dtype=torch.bool) if allowed is None else ~allowed
-        begin = old.clamp(min=0.01 / old.size(-1)).masked_fill(kept, 0.0)
-        leaf = log(begin).masked_fill(kept, 0.0).requires_grad_()
+        start = old.clamp(min=0.01 / old.size(-1)).masked_fill(kept, 0.0)
+        leaf = log(start).masked_fill(kept, 0.0).requires_grad_()
 
         def matrix() -> Tensor:
             return leaf.masked_fill(kept, -torch.inf).softmax(-1)
@@ -286,13 +304,13 @@ class LogitGradient:
             return -objective(matrix(), counts, prior)
 
         self.step(loss, [leaf])
-        found = matrix().detach()
-        risen = objective(found, counts, prior) > objective(old, counts, prior)
-        return torch.where(risen[:, None, None], found, old)
+        new = matrix().detach()
+        risen = objective(new, counts, prior) > objective(old, counts, prior)
+        return torch.where(risen[:, None, None], new, old)
 
 
-def objective(rows: Tensor, counts: Tensor, prior: DiversityPrior) -> Tensor:
-    """What an M-step of transition matrices raises, ``(R,)``: see the head of this module.
+def objective(rows: Tensor, counts: Tensor, prior: TransitionPrior) -> Tensor:
+    """Objective of the M-step of transition matrices, ``(R,)``: see the head of this module.
 
     Example:
         >>> rows = torch.tensor([[[0.5, 0.5], [1.0, 0.0]]])
@@ -300,17 +318,17 @@ def objective(rows: Tensor, counts: Tensor, prior: DiversityPrior) -> Tensor:
         tensor([-2.0794])
     """
     counts = _significant(counts)
-    weighed = torch.where(counts > 0, counts * log(rows), 0.0)
-    return weighed.sum((-2, -1)) + prior.log_density(rows)
+    weighted = torch.where(counts > 0, counts * log(rows), 0.0)
+    return weighted.sum((-2, -1)) + prior.log_density(rows)
 
 
 def _significant(counts: Tensor) -> Tensor:
-    """Counts ``(R, K, K)``, zero where they are next to nothing: what they ask for underflows."""
+    """Counts ``(R, K, K)``, zero where they are so small that probabilities underflow."""
     return torch.where(counts > NEGLIGIBLE * counts.sum(-1, keepdim=True), counts, 0.0)
 
 
 class _Climb:
-    """One M-step in float64 arrays: the numbers, and what is computed from them."""
+    """The objective of one M-step and its derivatives, in float64 arrays."""
 
     def __init__(
         self, rows: Tensor, counts: Tensor, prior: DiversityPrior, allowed: Tensor | None
@@ -330,57 +348,57 @@ class _Climb:
         self.counts = np.where(_wide(self.free), self.counts, eye)
 
     def result(self, rows: Matrix) -> Tensor:
-        """The matrices found, as a tensor; where nothing could be done, those of the start."""
-        found = torch.from_numpy(rows / rows.sum(-1, keepdims=True)).to(self.like.device)
-        free = torch.from_numpy(self.free).to(found.device)
-        return torch.where(free[:, None, None], found, self.like.double())
+        """The matrices as a tensor; where the objective is not finite, those of the start."""
+        new = torch.from_numpy(rows / rows.sum(-1, keepdims=True)).to(self.like.device)
+        free = torch.from_numpy(self.free).to(new.device)
+        return torch.where(free[:, None, None], new, self.like.double())
 
     def objective(self, rows: Matrix) -> np.ndarray:
-        """``(R,)``."""
+        """The objective ``(R,)``."""
         with np.errstate(divide="ignore", invalid="ignore"):
-            found = np.where(self.counts > 0, self.counts * np.log(rows), 0.0).sum((-2, -1))
+            total = np.where(self.counts > 0, self.counts * np.log(rows), 0.0).sum((-2, -1))
             if self.alpha > 0:
                 powers = self.powers(rows)
                 powers = powers / np.sqrt((powers**2).sum(-1, keepdims=True))
-                found = found + 2 * self.alpha * np.linalg.slogdet(powers)[1]
+                total = total + 2 * self.alpha * np.linalg.slogdet(powers)[1]
         if self.weight > 0:
-            found = found - self.weight * ((rows - self.anchor) ** 2).sum((-2, -1))
-        return np.where(np.isnan(found), -np.inf, found)
+            total = total - self.weight * ((rows - self.anchor) ** 2).sum((-2, -1))
+        return np.where(np.isnan(total), -np.inf, total)
 
     def powers(self, rows: Matrix) -> Matrix:
-        """Of the entries as shares of the largest of their row: no row becomes nothing."""
+        """Powers of the entries, each row divided by its largest: no row underflows."""
         return (rows / rows.max(-1, keepdims=True)) ** self.rho
 
     def gradient(self, rows: Matrix) -> Matrix:
-        """Of the objective by the rows, cut off near zeros."""
+        """Gradient by the rows, with entries clamped near zero."""
         floor = np.maximum(rows, 1e-12)
-        found = np.where(self.counts > 0, self.counts / floor, 0.0)
+        slope = np.where(self.counts > 0, self.counts / floor, 0.0)
         if self.alpha > 0:
             powers = self.powers(floor)
             shares = powers**2 / (powers**2).sum(-1, keepdims=True)
             turned = powers * np.linalg.inv(powers).swapaxes(-1, -2)
-            found = found + 2 * self.rho * self.alpha * (turned - shares) / floor
+            slope = slope + 2 * self.rho * self.alpha * (turned - shares) / floor
         if self.weight > 0:
-            found = found - 2 * self.weight * (rows - self.anchor)
-        return np.where(self.forbidden, 0.0, found)
+            slope = slope - 2 * self.weight * (rows - self.anchor)
+        return np.where(self.forbidden, 0.0, slope)
 
     def projected(self, rows: Matrix) -> Matrix:
-        """The closest matrices."""
+        """The closest transition matrices."""
         away = np.where(self.forbidden, -np.inf, rows)
         lowest = rows.min(-1, keepdims=True) - 2  # as far away as makes no difference
         return simplex_projection(torch.from_numpy(np.maximum(away, lowest))).numpy()
 
     def slopes(self, roots: Matrix) -> Matrix:
-        """Half the gradient by roots S of all but the counts."""
-        found = np.zeros_like(roots)
+        """Half the gradient of the prior by the roots S."""
+        slopes = np.zeros_like(roots)
         if self.alpha > 0:
-            found += self.alpha * np.linalg.inv(roots).swapaxes(-1, -2)
+            slopes += self.alpha * np.linalg.inv(roots).swapaxes(-1, -2)
         if self.weight > 0:
-            found -= 2 * self.weight * (roots**2 - self.anchor) * roots
-        return np.where(self.forbidden, 0.0, found)
+            slopes -= 2 * self.weight * (roots**2 - self.anchor) * roots
+        return np.where(self.forbidden, 0.0, slopes)
 
     def stationarity(self, roots: Matrix, slopes: Matrix) -> float:
-        """The largest slope along the sphere of each row, as a share of the sum of weights."""
+        """The largest relative slope along the sphere of each row."""
         pull = np.where(self.counts > 0, self.counts / roots, 0.0) + slopes
         total = (pull * roots).sum(-1, keepdims=True)
         total = np.where(total > 0, total, np.inf)
@@ -390,10 +408,10 @@ class _Climb:
         return float(np.nan_to_num(np.abs(away) / scale, nan=np.inf).max())
 
     def proposal(self, roots: Matrix, slopes: Matrix, damping: Matrix) -> Matrix:
-        """Roots that are best for the slopes at hand, less damping times their squared distance.
+        """The best roots for fixed slopes, less damping times their squared distance.
 
-        The penalty of the anchor, of fourth power in the roots, enters by its slope and a curvature
-        that is about its own.
+        The penalty of the anchor, of fourth power in the roots, enters by its slope and an
+        approximate curvature.
         """
         bend = damping + self.weight * (4 * roots**2 + 2 * self.anchor) + np.zeros_like(roots)
         pull = np.where(self.forbidden, 0.0, slopes + bend * roots)
@@ -401,45 +419,45 @@ class _Climb:
         weight = counts.sum(-1, keepdims=True) + self.alpha
         low = -bend.min(-1, keepdims=True)
         high = np.maximum(weight, 1.0) + 2 * np.abs(pull).sum(-1, keepdims=True)
-        found = roots
-        for _ in range(60):  # Newton's for the length of rows, kept between bounds
+        new = roots
+        for _ in range(60):  # Newton's method for the length of rows, kept between bounds
             heavy = weight + bend
             root = np.sqrt(pull**2 + 4 * heavy * counts)
-            found = np.where(pull > 0, (pull + root) / (2 * heavy), 2 * counts / (root - pull))
-            found = np.where((counts > 0) | (pull > 0), found, 0.0)
-            square = (found**2).sum(-1, keepdims=True)
+            new = np.where(pull > 0, (pull + root) / (2 * heavy), 2 * counts / (root - pull))
+            new = np.where((counts > 0) | (pull > 0), new, 0.0)
+            square = (new**2).sum(-1, keepdims=True)
             length = np.sqrt(square)
             if np.abs(length - 1).max() < 1e-13:
                 break
             low, high = np.where(length > 1, weight, low), np.where(length > 1, high, weight)
-            slope = np.where(root > 0, found**3 / root, 0.0).sum(-1, keepdims=True)
+            slope = np.where(root > 0, new**3 / root, 0.0).sum(-1, keepdims=True)
             weight = weight + (length - 1) * square / slope
             inside = (weight >= low) & (weight <= high)
             weight = np.where(inside, weight, (low + high) / 2)
-        return found / length
+        return new / length
 
     def normalised(self, roots: Matrix, plain: Matrix) -> Matrix:
-        """Roots with rows of length one; of ``plain`` where they would be none."""
-        found = np.maximum(roots, 0.0)
-        found = np.where((found == 0) & (self.counts > 0), plain, found)
-        return found / np.sqrt((found**2).sum(-1, keepdims=True))
+        """``roots`` with rows of length one; those of ``plain`` where a counted entry is zero."""
+        new = np.maximum(roots, 0.0)
+        new = np.where((new == 0) & (self.counts > 0), plain, new)
+        return new / np.sqrt((new**2).sum(-1, keepdims=True))
 
 
-def _wide(each: np.ndarray) -> np.ndarray:
+def _wide(vector: np.ndarray) -> np.ndarray:
     """``(R,)`` as ``(R, 1, 1)``."""
-    return each[:, None, None]
+    return vector[:, None, None]
 
 
 class _Anderson:
-    """Where a map would stand still if it were the line through the last few of its values."""
+    """Anderson acceleration: the fixed point of a linear map through the last iterations."""
 
     def __init__(self, memory: int) -> None:
         self.memory, self.count = memory, -1
         self.last: tuple[Matrix, Matrix]
 
-    def __call__(self, place: Matrix, move: Matrix) -> Matrix | None:
-        """A point further on than ``place + move``; none from a first value."""
-        flat = place.reshape(len(place), -1), move.reshape(len(move), -1)
+    def __call__(self, place: Matrix, step: Matrix) -> Matrix | None:
+        """An extrapolation beyond ``place + step``; None at the first call."""
+        flat = place.reshape(len(place), -1), step.reshape(len(step), -1)
         if self.count < 0:
             self.steps, self.turns = np.zeros((2, len(place), self.memory, flat[0].shape[-1]))
         else:
@@ -455,4 +473,4 @@ class _Anderson:
         gram = gram + (1e-10 * size + 1e-300) * np.eye(gram.shape[-1])
         shares = np.linalg.solve(gram, turns @ flat[1][..., None])[..., 0]
         back = (shares[:, None] @ steps + shares[:, None] @ turns).reshape(place.shape)
-        return place + move - back
+        return place + step - back

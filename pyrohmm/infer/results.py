@@ -1,4 +1,4 @@
-"""What a fit returns: a fitted model, several of them side by side, and a guide of one point."""
+"""What a fit returns: the fitted model, its restarts, and a guide that is a single point."""
 
 from __future__ import annotations
 
@@ -28,28 +28,28 @@ WINDOW = 25  # steps whose mean loss is compared with that of the steps before
 
 @dataclass
 class Fit:
-    """A fitted model.
+    """A fitted model, with a point estimate or an approximate posterior of its parameters.
 
     Attributes:
         model: The Pyro model.
-        guide: What was fitted: a point for MAP, a distribution for SVI.
-        losses: ``(num_steps,)``, the loss at each step in nats, for the whole set: minus the log
-            joint density for MAP, minus the evidence lower bound for SVI.
-        converged: Whether a test ended the fit: that of the losses, or patience with held-out data.
+        guide: The approximate posterior: a point for MAP and EM, a distribution for SVI.
+        losses: ``(num_steps,)``, at each step, in nats for the whole set: minus the log joint
+            density for MAP and EM, minus the evidence lower bound for SVI.
+        converged: Whether a convergence test ended the fit: that of the losses, or ``patience``.
         reason: Why it ended, in words.
-        seconds: How long it took.
+        seconds: Wall-clock time of the fit.
         num_observed: Number of observed steps it was fitted to.
         names: Names of the latent variables.
-        notes: Remarks worth knowing, such as that no sequence visits some state.
-        restarts: All the restarts, if there were several; the rest of this is about the best.
-        method: "MAP", "SVI" or "EM".
-        supports: Where each latent variable lives, by name.
-        window: Over how many of the last losses their level is averaged: 1 if they have no noise.
-        validation: How well held-out sequences were predicted, if there were some, at each
-            :class:`Validation`; model and guide have the parameters of the best one.
         params: The parameter store at the end of the fit. If the model or the guide is a function
             with ``pyro.param`` statements, call it inside
             ``pyro.get_param_store().scope(fit.params)``; modules carry their parameters.
+        notes: Remarks worth knowing, such as that no sequence visits some state.
+        restarts: All restarts, if there were several; the other attributes are of the best one.
+        method: "MAP", "SVI" or "EM".
+        window: Number of last losses whose mean is reported: 1 if they have no noise.
+        validation: Held-out evidence at each :class:`Validation`, if there was some; model and
+            guide have the parameters of the best one.
+        supports: Space of each latent variable, by name.
     """
 
     model: Callable[..., Any]
@@ -72,9 +72,9 @@ class Fit:
 
     @property
     def start(self) -> dict[str, Tensor]:
-        """As :attr:`values`, each moved off the boundary of its space: where a fit may begin.
+        """Initial values for another fit: :attr:`values`, off the boundary of their spaces.
 
-        EM may end at probabilities of zero, where gradient steps cannot begin:
+        EM may end at probabilities of zero, where gradient steps cannot start:
         ``AutoNormal(model, init_loc_fn=init_to_value(values=fit.start))``.
         """
         return {
@@ -84,17 +84,17 @@ class Fit:
 
     @property
     def values(self) -> dict[str, Tensor]:
-        """Latent variables by name: for MAP and EM their values, for SVI one draw."""
+        """Latent variables by name: estimates for MAP and EM, one posterior sample for SVI."""
         with torch.no_grad(), self.at_rest():
             trace = poutine.trace(self.guide).get_trace(None)
         return {
-            name: site["value"].detach().clone()  # guides move in place what they begin at
+            name: site["value"].detach().clone()  # guides change initial values in place
             for name, site in trace.nodes.items()
             if site["type"] == "sample" and name in self.names
         }
 
     def hmm(self, data: Sequences) -> HMM:
-        """An HMM for ``data``, from one draw of the guide (which for MAP is always the same).
+        """The fitted HMM for ``data``; for SVI, that of one sample of the guide.
 
         Raises:
             TypeError: If the model does not return an HMM.
@@ -102,11 +102,7 @@ class Fit:
         return self.hmms([data])[0]
 
     def hmms(self, parts: list[Sequences]) -> list[HMM]:
-        """An HMM for each part of some data, all from one draw of the guide.
-
-        Raises:
-            TypeError: If the model does not return an HMM.
-        """
+        """As :meth:`hmm` for each part of some data, all of one sample of the guide."""
         with torch.no_grad(), self.at_rest():
             trace = poutine.trace(self.guide).get_trace(parts[0])
             hmms = [poutine.block(poutine.replay(self.model, trace=trace))(part) for part in parts]
@@ -114,13 +110,13 @@ class Fit:
 
     @contextmanager
     def at_rest(self) -> Iterator[None]:
-        """Its own parameters are those in the store, and its modules in ``eval()`` mode."""
+        """A context with its parameters in the store, and its modules in ``eval()`` mode."""
         with pyro.get_param_store().scope(self.params), poutine.block():
             with in_mode(False, self.model, self.guide):
                 yield
 
     def summary(self) -> str:
-        """What was fitted, how it went and why it ended, in a few lines."""
+        """A few lines of text: the model, its loss, and why the fit ended."""
         count, tokens = min(self.window, len(self.losses)), self.num_observed
         first, last = self.losses[0].item(), self.losses[-count:].mean().item()
         over = f", mean of the last {count} steps" if self.window > 1 else ""
@@ -134,7 +130,7 @@ class Fit:
             f"ended     after {len(self.losses)} steps and {self.seconds:.1f} s: {self.reason}",
         ]
         if self.validation:
-            best = min(self.validation, key=lambda found: found.nats)
+            best = min(self.validation, key=lambda past: past.nats)
             lines.append(
                 f"held out  {best.nats:.4f} nats per step, the best of {len(self.validation)} "
                 f"validations, at step {best.step}"
@@ -151,14 +147,14 @@ class Fit:
 
 @dataclass
 class Restarts:
-    """Fits of one model from R starts, which ran side by side.
+    """Batched restarts: fits of one model from R initial values.
 
     Attributes:
         model: The Pyro model, or the module.
         losses: ``(R, num_steps)``, in nats; infinite where a restart has failed.
-        final: ``(R,)``, the loss each is judged by.
+        final: ``(R,)``, the loss by which restarts are compared.
         values: Latent variables by name, ``(R, ...)``.
-        best: Which restart has the least loss.
+        best: The restart of least final loss.
     """
 
     model: Callable[..., Any]
@@ -168,43 +164,39 @@ class Restarts:
     best: int
 
     def hmm(self, data: Sequences) -> HMM:
-        """The HMMs of all restarts, as one of batch shape ``(R, N)``.
-
-        Raises:
-            TypeError: If the model does not return an HMM.
-        """
+        """The fitted HMMs of all restarts, as one HMM of batch shape ``(R, N)``."""
         wide = {name: value.unsqueeze(1) for name, value in self.values.items()}
         with torch.no_grad(), poutine.block(), in_mode(False, self.model):
             hmm = poutine.condition(self.model, data=wide)(data)
         return check_returns_hmm(hmm).expand(torch.Size([len(self.final), len(data)]))
 
     def align(self, data: Sequences) -> Tensor:
-        """Which state of the best restart each state of the others corresponds to.
+        """Match the states of all restarts to those of the best one.
 
         Args:
-            data: Where posteriors are compared; see :func:`match_states`.
+            data: Sequences whose posteriors are compared; see :func:`match_states`.
 
         Returns:
             ``(R, K)`` integers; row ``best`` is 0, 1, ..., K - 1.
         """
         states = self.hmm(data).posterior(data.values).states  # (R, N, T, K)
-        found = match_states(states, states[self.best])
-        found[self.best] = torch.arange(found.size(-1))
-        return found
+        matched = match_states(states, states[self.best])
+        matched[self.best] = torch.arange(matched.size(-1))
+        return matched
 
 
 def match_states(states: Tensor, reference: Tensor) -> Tensor:
-    """Which state of a reference each state corresponds to.
+    """Match the states of R models to those of a reference, by the Hungarian algorithm.
 
-    States are matched by the Hungarian algorithm, such that the posteriors of matched states
-    overlap most: the sum over steps of the products of their probabilities.
+    The matching maximises the overlap of the posteriors of matched states: the sum over steps of
+    the products of their probabilities.
 
     Args:
         states: ``(R, N, T, K)``, posteriors of R models.
         reference: ``(N, T, K)``, the posterior they are compared with.
 
     Returns:
-        ``(R, K)`` integers.
+        ``(R, K)`` integers: the state of the reference for each state.
 
     Example:
         >>> reference = torch.tensor([[[0.9, 0.1], [0.2, 0.8]]])
@@ -213,15 +205,15 @@ def match_states(states: Tensor, reference: Tensor) -> Tensor:
                 [1, 0]])
     """
     overlap = torch.einsum("rntk,ntj->rkj", states, reference).cpu().numpy()
-    pairs = [linear_sum_assignment(each, maximize=True)[1] for each in overlap]
-    return torch.stack([torch.as_tensor(each) for each in pairs])
+    matches = [linear_sum_assignment(weights, maximize=True)[1] for weights in overlap]
+    return torch.stack([torch.as_tensor(match) for match in matches])
 
 
 class Point(PyroModule):
-    """A guide that is a single point: each latent variable has one value.
+    """A guide that is a single point: a Delta distribution for each latent variable.
 
     Args:
-        values: By name; moved and saved with the module.
+        values: By name; buffers of the module.
     """
 
     def __init__(self, values: dict[str, Tensor]) -> None:
@@ -231,7 +223,7 @@ class Point(PyroModule):
             self.register_buffer(f"value_{index}", value.detach().clone())
 
     def forward(self, *_: Any) -> dict[str, Tensor]:
-        """Visit the sites."""
+        """Sample each site from its Delta distribution."""
         values = {name: getattr(self, f"value_{index}") for index, name in enumerate(self.names)}
         return {
             name: pyro.sample(name, Delta(value, event_dim=value.dim()))
@@ -240,7 +232,7 @@ class Point(PyroModule):
 
 
 def uses_labels(data: Sequences) -> list[str]:
-    """A remark if ``data`` say what some states are, so that nobody is supervised unawares."""
+    """A remark if ``data`` have labels, so that no fit is supervised unnoticed."""
     count, total = data.num_labelled, int(data.lengths.sum())
     if not count:
         return []

@@ -1,7 +1,7 @@
-"""Where EM begins: draws of the prior, clusters of the observations, or a fitted HMM.
+"""Initial parameters of EM: samples of the prior, clusters of the observations, or a fitted HMM.
 
-A start is any function of ``(module, data, restarts)`` that returns what a first M-step needs, or
-spares: see :class:`Start`.
+A start is any function of ``(module, data, restarts)`` that returns parameters, or what a first
+M-step reads: see :class:`Start`.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ Values = dict[str, Tensor]
 
 
 class Start(Protocol):
-    """Where EM begins."""
+    """Initial parameters of EM."""
 
     def __call__(
         self, module: HMMModule, data: Sequences, restarts: int
     ) -> Values | Tensor | ExpectedCounts:
-        """What a first M-step needs, or spares.
+        """Parameters, or what a first M-step reads.
 
         Returns:
-            Values of the latent variables by name, ``(R, 1, ...)``; or a law of the state at each
-            step by itself, ``(R, N, T, K)``; or expected counts, whose ``states`` have that shape.
+            Values of the latent variables by name, ``(R, 1, ...)``; or probabilities of the states
+            at each step, ``(R, N, T, K)``; or expected counts, whose ``states`` have that shape.
         """
 
 
 def from_prior(module: HMMModule, data: Sequences, restarts: int) -> Values:
-    """Start from draws of the prior, one for each restart."""
+    """Start from samples of the prior, one for each restart."""
     with torch.no_grad(), poutine.block(), pyro.plate("restarts", restarts, dim=-2):
         trace = poutine.trace(lambda: build(module, data)).get_trace()
     return {name: trace.nodes[name]["value"] for name in trace.stochastic_nodes}
@@ -59,9 +59,9 @@ def by_kmeans(module: HMMModule, data: Sequences, restarts: int) -> Tensor:
     rows = torch.where(rows.isnan(), rows.nanmean(0).nan_to_num(0.0), rows)
     rows = (rows - rows.mean(0)) / rows.std(0, correction=0).clamp(min=1e-12)
     for restart in range(restarts):
-        # not quite certain, so that no state and no move is ruled out
-        certain = nn.functional.one_hot(_cluster(rows, num_states), num_states).double()
-        weights[restart, seen] = 0.99 * certain + 0.01 / num_states
+        # not quite certain, so that no state and no transition is ruled out
+        clusters = nn.functional.one_hot(_cluster(rows, num_states), num_states).double()
+        weights[restart, seen] = 0.99 * clusters + 0.01 / num_states
     return weights.to(data.values.device)
 
 
@@ -79,36 +79,28 @@ def _cluster(rows: Tensor, num_states: int) -> Tensor:
 
 
 def from_hmm(hmm: HMM) -> Start:
-    """Start from what a fitted HMM says of the states; its emission may be of another family.
+    """Start from the posterior of the states under a fitted HMM, of any emission family.
 
     Args:
-        hmm: Its parameters are used, not its lengths. All restarts begin alike.
+        hmm: Its parameters are used, not its lengths. All restarts start alike.
     """
 
     def start(module: HMMModule, data: Sequences, restarts: int) -> ExpectedCounts:
-        own = HMM(
-            hmm.log_initial,
-            hmm.log_transition,
-            hmm.emission,
-            data.lengths,
-            data.observed,
-            transition_per_step=hmm.transition_per_step,
-            emission_per_step=hmm.emission_per_step,
-        )
+        model = hmm.replace(lengths=data.lengths, observed=data.observed, allowed=None)
         if data.labels is not None:
-            own = own.restrict(data.labels)
-        found = own.expected_counts(data.values)
+            model = model.restrict(data.labels)
+        counts = model.expected_counts(data.values)
         return ExpectedCounts(
-            found.log_evidence,
-            found.initial.expand(restarts, 1, own.num_states),
-            found.transitions.expand(restarts, 1, *found.transitions.shape[-3:]),
-            found.states.expand(restarts, *found.states.shape),
+            counts.log_evidence,
+            counts.initial.expand(restarts, 1, model.num_states),
+            counts.transitions.expand(restarts, 1, *counts.transitions.shape[-3:]),
+            counts.states.expand(restarts, *counts.states.shape),
         )
 
     return start
 
 
 def build_once(module: HMMModule, data: Sequences) -> HMM:
-    """One HMM from the module, priors drawn from where there are some."""
+    """One HMM from the module, with samples of its priors."""
     with torch.no_grad(), poutine.block():
         return build(module, data)

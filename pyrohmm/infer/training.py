@@ -1,154 +1,312 @@
-"""What a fit by gradient steps trains and changes, and what it does to gradients."""
+"""The parts of a gradient fit, each with one job, and the arguments that all such fits share."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import inspect
+import time
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
-from pyro import poutine
+from pyro.infer import ELBO
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from .._checks import check_size
+from .._precision import full_precision
 from ..data.batches import Batches
-from .validation import HeldOut
+from ..data.sequences import Sequences
+from ..io.checkpoints import constants, digits, fingerprint
+from ..io.checkpoints import settings as settings_of
+from .models import to_model_device
+from .objective import Objective, check_shared
+from .process_group import ProcessGroup
+from .results import WINDOW, name_of
+from .validation import HeldOut, Validation
+
+OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+ScheduleFactory = Callable[[torch.optim.Optimizer], LRScheduler]
+Report = Callable[[Validation], object]
 
 
-class ParametersRead(poutine.messenger.Messenger):
-    """Notes the parameters that a function reads, also those of modules that it calls.
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """The arguments that gradient fits share, checked; :func:`fit_svi` explains each."""
 
-    A module has its parameters, and some that it has read may have been replaced since.
-    """
+    num_steps: int
+    learning_rate: float
+    tolerance: float | None
+    validation: Sequences | None
+    patience: int | None
+    progress: bool | None
+    checkpoint: str | Path | None
+    elbo: ELBO | None
+    optimizer: OptimizerFactory | None
+    schedule: ScheduleFactory | None
+    clip_norm: float | None
+    average: float | None
+    validate_every: int | None
+    report: Report | None
+    generator: torch.Generator | None
+    batch_size: int | None
+    batch_tokens: int | None
+    windows: tuple[int, int] | None
 
-    def __init__(self, called: Any) -> None:
-        super().__init__()
-        self.wanted = not isinstance(called, nn.Module)
-        self.found: list[nn.Parameter] = []
+    def __post_init__(self) -> None:
+        check_size("num_steps", self.num_steps)
+        for name in ("batch_size", "batch_tokens", "validate_every", "patience"):
+            if getattr(self, name) is not None:
+                check_size(name, getattr(self, name))
+        if self.windows is not None:
+            if not isinstance(self.windows, tuple) or len(self.windows) != 2:
+                raise TypeError(f"windows must be a pair, (streams, steps); got {self.windows!r}.")
+            check_size("the streams of windows", self.windows[0])
+            check_size("the steps of windows", self.windows[1])
+        if sum(size is not None for size in (self.batch_size, self.batch_tokens, self.windows)) > 1:
+            raise ValueError(
+                "batch_size, batch_tokens and windows exclude each other: a minibatch has a number "
+                "of sequences, or of steps, or the next steps of streams. Give one of them."
+            )
+        if self.clip_norm is not None and not self.clip_norm > 0:
+            raise ValueError(f"clip_norm must be positive; got {self.clip_norm}.")
+        if self.average is not None and not 0 < self.average < 1:
+            raise ValueError(f"average must be between 0 and 1, such as 0.999; got {self.average}.")
+        if self.validation is not None and not isinstance(self.validation, Sequences):
+            raise TypeError(f"validation must be Sequences; got {type(self.validation).__name__}.")
+        for name in ("validate_every", "patience", "report"):
+            if getattr(self, name) is not None and self.validation is None:
+                raise ValueError(f"{name} needs validation, the sequences that are held out.")
 
-    def _pyro_post_param(self, message: Any) -> None:
-        value = message["value"]
-        if self.wanted and hasattr(value, "unconstrained"):
-            self.found.append(value.unconstrained())
-        elif self.wanted and isinstance(value, nn.Parameter):  # which its module alone keeps
-            self.found.append(value)
 
+class Descent:
+    """Gradient steps: the optimizer, its schedule, the clipping and the average of parameters."""
 
-def trained(objective: nn.Module, met: list[nn.Parameter]) -> list[nn.Parameter]:
-    """What is trained: parameters of modules, and those that model and guide have read."""
-    found = {id(parameter): parameter for parameter in (*objective.parameters(), *met)}
-    wanted = [parameter for parameter in found.values() if parameter.requires_grad]
-    if not wanted:
-        raise ValueError(
-            "model and guide have no parameters to fit. Give the module PyroParam or "
-            "torch.nn.Parameter attributes, or priors to a guide that has parameters."
-        )
-    return wanted
+    def __init__(
+        self, parameters: list[nn.Parameter], settings: Settings, num_observed: int
+    ) -> None:
+        self.parameters = parameters
+        adam = partial(torch.optim.Adam, lr=settings.learning_rate)
+        self.optimizer = (settings.optimizer or adam)(parameters)
+        self.schedule = settings.schedule(self.optimizer) if settings.schedule else None
+        self.plateau = self.schedule if isinstance(self.schedule, ReduceLROnPlateau) else None
+        if self.plateau and (settings.validation is None or self.plateau.mode != "min"):
+            raise ValueError(
+                "schedule returned a ReduceLROnPlateau, which follows the nats per step of "
+                "held-out data: give validation, and mode='min'; its mode is "
+                f"{self.plateau.mode!r}."
+            )
+        self.limit = None if settings.clip_norm is None else settings.clip_norm * num_observed
+        self.average = None if settings.average is None else Average(parameters, settings.average)
 
+    def step(self, loss: Tensor, mean: Tensor, group: ProcessGroup, number: int) -> None:
+        """Take step ``number``, counted from one, along the gradient of ``loss``.
 
-@dataclass
-class State:
-    """Everything a fit by gradient steps changes."""
+        Args:
+            loss: Of this rank, ``()``, or ``(R,)`` of batched restarts.
+            mean: Of the losses of all ranks.
+            group: The ranks, whose gradients are averaged.
+            number: Of the step.
+        """
+        with full_precision(loss):
+            loss.sum().backward()
+        for parameter in self.parameters:  # a model without labels, say, may leave some out
+            if parameter.grad is not None:
+                group.mean(parameter.grad)
+        if loss.dim():
+            self._stop(~mean.isfinite())
+        if self.limit is not None:
+            self._clip(self.limit, batched=loss.dim() > 0)
+        self.optimizer.step()
+        if self.average is not None:
+            self.average.update(number)
+        if self.schedule is not None and self.plateau is None:
+            self.schedule.step()
 
-    objective: nn.Module
-    parameters: list[nn.Parameter]
-    optimizer: torch.optim.Optimizer
-    scheduler: torch.optim.lr_scheduler.LRScheduler | None
-    batches: Batches
-    averages: Average | None
-    held_out: HeldOut | None
+    def _stop(self, failed: Tensor) -> None:
+        """Set the gradient of failed restarts to zero, so that their NaN do not spread."""
+        if bool(failed.any()):
+            for parameter in self.parameters:
+                if parameter.grad is not None:
+                    parameter.grad[failed] = 0.0
 
-    def _tensors(self) -> list[Tensor]:
-        return [*self.parameters, *self.objective.buffers()]
-
-    @contextmanager
-    def judged(self) -> Iterator[list[Tensor]]:
-        """The tensors as they would be if the fit ended here: averages, if there are some."""
-        with self.averages.lent() if self.averages is not None else nullcontext():
-            yield self._tensors()
-
-    def settle(self) -> None:
-        """Let parameters be what the fit has found."""
-        if self.held_out is not None:
-            _copy(self.held_out.best, self._tensors())
-        elif self.averages is not None:
-            _copy(self.averages.values, self.parameters)
-
-    def take(self, losses: list[Tensor], seconds: float) -> dict[str, Any]:
-        """All of it, and how far the fit has come."""
-        return {
-            "losses": torch.stack(losses),
-            "converged": False,
-            "seconds": seconds,
-            "tensors": self._tensors(),
-            "optimizer": self.optimizer.state_dict(),
-            "schedule": None if self.scheduler is None else self.scheduler.state_dict(),
-            "batches": self.batches.state(),
-            "averages": None if self.averages is None else self.averages.values,
-            "held_out": None if self.held_out is None else self.held_out.state(),
-        }
-
-    def restore(self, found: dict[str, Any]) -> tuple[list[Tensor], float]:
-        """Set all of it to what was found, and return how far the fit had come."""
-        _copy(found["tensors"], self._tensors())
-        self.optimizer.load_state_dict(found["optimizer"])
-        if self.scheduler is not None:
-            self.scheduler.load_state_dict(found["schedule"])
-        self.batches.restore(found["batches"])
-        device = self.parameters[0].device
-        if self.averages is not None:
-            self.averages.values = [each.to(device) for each in found["averages"]]
-        if self.held_out is not None:
-            self.held_out.restore(found["held_out"])
-        losses = list(found["losses"].to(device))
-        return losses, found["seconds"]
+    def _clip(self, limit: float, batched: bool) -> None:
+        """Shrink the gradient to a norm of ``limit``, that of each restart if they are batched."""
+        if not batched:
+            nn.utils.clip_grad_norm_(self.parameters, limit)
+            return
+        gradients = [part.grad for part in self.parameters if part.grad is not None]
+        norm = torch.stack([part.flatten(1).norm(dim=1) for part in gradients]).norm(dim=0)
+        factor = (limit / norm.clamp(min=1e-30)).clamp(max=1.0)
+        for part in gradients:
+            part.mul_(factor.reshape(-1, *(1,) * (part.dim() - 1)))
 
 
 class Average:
-    """A moving average of the parameters, which begins with those after the first step."""
+    """A moving average of the parameters, which starts with those after the first step."""
 
     def __init__(self, parameters: list[nn.Parameter], decay: float) -> None:
         self.parameters, self.decay = parameters, decay
-        self.values = [each.detach().clone() for each in parameters]
+        self.values = [parameter.detach().clone() for parameter in parameters]
 
     def update(self, step: int) -> None:
-        """Take in the parameters after ``step`` steps, counted from one."""
+        """Include the parameters after ``step`` steps, counted from one."""
         decay = min(self.decay, (1 + step) / (10 + step)) if step > 1 else 0.0
-        for mean, each in zip(self.values, self.parameters):
-            mean.lerp_(each.detach(), 1.0 - decay)
+        for mean, parameter in zip(self.values, self.parameters):
+            mean.lerp_(parameter.detach(), 1.0 - decay)
 
     @contextmanager
-    def lent(self) -> Iterator[None]:
-        """The parameters are their averages meanwhile."""
-        own = [each.detach().clone() for each in self.parameters]
-        _copy(self.values, self.parameters)
+    def applied(self) -> Iterator[None]:
+        """Within the context, the parameters are their averages."""
+        current = [parameter.detach().clone() for parameter in self.parameters]
+        copy_values(self.values, self.parameters)
         try:
             yield
         finally:
-            _copy(own, self.parameters)
+            copy_values(current, self.parameters)
 
 
-def _copy(values: Iterable[Tensor], into: Iterable[Tensor]) -> None:
+class State:
+    """The state of a gradient fit: all that it changes, as a checkpoint keeps it."""
+
+    def __init__(
+        self,
+        model: Callable[..., Any],
+        guide: Callable[..., Any],
+        data: Sequences,
+        settings: Settings,
+        batched: bool,
+    ) -> None:
+        self.start_time = time.perf_counter()
+        self.model, self.guide, self.data, self.settings = model, guide, data, settings
+        self.group = ProcessGroup.all()
+        self.num_observed = max(data.num_observed, 1)
+        if settings.windows is not None and self.group.size > 1:
+            raise ValueError("windows continue each other, and cannot be shared by processes.")
+        self.batches = Batches(
+            data, settings.batch_size, settings.generator, batch_tokens=settings.batch_tokens,
+            windows=settings.windows, shard=self.group.shard, agree=self.group.from_first,
+        )  # fmt: skip
+        whole = self.batches.whole
+        self.probe = to_model_device(model, guide, data[:1] if whole is None else whole)
+        self.objective = Objective(model, guide, self.probe, settings.elbo, batched)
+        self.descent = Descent(self.objective.parameters, settings, self.num_observed)
+        self.held_out = None
+        if settings.validation is not None:
+            every = settings.validate_every or (None if whole is None else WINDOW)
+            self.held_out = HeldOut(
+                model, guide, settings.validation, every, settings.patience, settings.report,
+                self.group, settings.batch_size, settings.batch_tokens,
+            )  # fmt: skip
+        self.losses: list[Tensor] = []
+        self.converged, self.reason = False, f"it took all {settings.num_steps} steps"
+        self._tests = [settings.tolerance, settings.patience]  # which a resumed fit may change
+
+    @property
+    def seconds(self) -> float:
+        """Since the start, with those before a checkpoint."""
+        return time.perf_counter() - self.start_time
+
+    def _tensors(self) -> list[Tensor]:
+        return [*self.objective.parameters, *self.objective.module.buffers()]
+
+    def validate(self, held_out: HeldOut) -> float:
+        """Evaluate held-out data where the fit would end now: at averages, if there are some."""
+        average = self.descent.average
+        with nullcontext() if average is None else average.applied():
+            return held_out.validate(len(self.losses), self._tensors())
+
+    def finish(self) -> Tensor:
+        """Set the parameters to those that the fit ends with, and return all losses, checked."""
+        if self.held_out is not None:
+            if not self.held_out.history or self.held_out.history[-1].step != len(self.losses):
+                self.validate(self.held_out)
+            copy_values(self.held_out.best, self._tensors())
+        elif self.descent.average is not None:
+            copy_values(self.descent.average.values, self.objective.parameters)
+        losses = torch.stack(self.losses).cpu()
+        if losses.dim() == 1 and not bool(losses.isfinite().all()):
+            step = int((~losses.isfinite()).byte().argmax())
+            self.objective.check_finite(losses[step], step, self.probe)
+        return losses
+
+    def take(self) -> dict[str, Any]:
+        """All of it, for checkpoints."""
+        schedule, average = self.descent.schedule, self.descent.average
+        return {
+            "losses": torch.stack(self.losses),
+            "converged": self.converged,
+            "reason": self.reason,
+            "tests": self._tests,
+            "seconds": self.seconds,
+            "tensors": self._tensors(),
+            "optimizer": self.descent.optimizer.state_dict(),
+            "schedule": None if schedule is None else schedule.state_dict(),
+            "batches": self.batches.state(),
+            "averages": None if average is None else average.values,
+            "held_out": None if self.held_out is None else self.held_out.state(),
+        }
+
+    def resume(self, saved: dict[str, Any] | None) -> None:
+        """Continue from a checkpoint, if there is one."""
+        if saved is None:
+            return
+        copy_values(saved["tensors"], self._tensors())
+        self.descent.optimizer.load_state_dict(saved["optimizer"])
+        if self.descent.schedule is not None:
+            self.descent.schedule.load_state_dict(saved["schedule"])
+        self.batches.restore(saved["batches"])
+        device = self.objective.parameters[0].device
+        if self.descent.average is not None:
+            self.descent.average.values = [value.to(device) for value in saved["averages"]]
+        if self.held_out is not None:
+            self.held_out.restore(saved["held_out"])
+        self.losses = list(saved["losses"].to(device))
+        self.start_time -= saved["seconds"]
+        if len(self.losses) > self.settings.num_steps:
+            self.reason = f"checkpoint had taken {len(self.losses)} steps already"
+        if saved["converged"] and saved["tests"] == self._tests:
+            self.converged, self.reason = True, saved["reason"]
+
+    def identity(self) -> dict[str, Any]:
+        """What distinguishes this fit from others, for checkpoints."""
+        settings, optimizer, schedule = self.settings, self.descent.optimizer, self.descent.schedule
+        model, generator = inspect.unwrap(self.model), settings.generator
+        others = {name: value for name, value in optimizer.defaults.items() if name != "lr"}
+        plain = "clip_norm", "batch_size", "batch_tokens", "windows", "average", "validate_every"
+        return {
+            "fit": f"{name_of(self.guide)} on {name_of(model)}",
+            "latent variables": list(self.objective.supports),
+            "shapes": [list(parameter.shape) for parameter in self.objective.parameters],
+            "priors and frozen parameters": constants(model, self.guide),
+            "optimizer": type(optimizer).__name__,
+            "learning_rate": settings_of(optimizer.defaults.get("lr")),
+            "settings of the optimizer": settings_of(others),
+            "schedule": None if schedule is None else settings_of(schedule.state_dict()),
+            **{name: settings_of(getattr(settings, name)) for name in plain},
+            "data": fingerprint(self.data),
+            "validation": None if settings.validation is None else fingerprint(settings.validation),
+            "seed of the generator": None if generator is None else generator.initial_seed(),
+        }
+
+    def check_ranks(self) -> None:
+        """Raise unless all data-parallel ranks start alike, and share all latent variables."""
+        check_shared(self.model, self.data)
+        generator = self.settings.generator
+        random = [torch.get_rng_state(), None if generator is None else generator.get_state()]
+        self.group.check_same(
+            data=fingerprint(self.data),
+            random_numbers=digits(random),
+            parameters=digits(self.objective.parameters),
+            checkpoints=len(self.losses),
+        )
+
+
+def copy_values(values: Iterable[Tensor], into: Iterable[Tensor]) -> None:
+    """Copy tensors into others, in place."""
     with torch.no_grad():
-        for own, value in zip(into, values):
-            own.copy_(value)
-
-
-def hold(parameters: list[nn.Parameter], failed: Tensor) -> None:
-    """Let restarts that have failed stand where they are, so that their NaN do not spread."""
-    if bool(failed.any()):
-        for each in parameters:
-            if each.grad is not None:
-                each.grad[failed] = 0.0
-
-
-def clip(parameters: list[nn.Parameter], limit: float, apart: bool) -> None:
-    """Shrink the gradient to a norm of ``limit``; that of each restart by itself if ``apart``."""
-    if not apart:
-        nn.utils.clip_grad_norm_(parameters, limit)
-        return
-    gradients = [each.grad for each in parameters if each.grad is not None]
-    norm = torch.stack([each.flatten(1).norm(dim=1) for each in gradients]).norm(dim=0)
-    factor = (limit / norm.clamp(min=1e-30)).clamp(max=1.0)
-    for each in gradients:
-        each.mul_(factor.reshape(-1, *(1,) * (each.dim() - 1)))
+        for target, value in zip(into, values):
+            target.copy_(value)

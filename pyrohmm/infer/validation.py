@@ -1,4 +1,4 @@
-"""``HeldOut``: sequences that a fit does not see, and the parameters that predicted them best."""
+"""``HeldOut``: held-out log evidence during a fit, and the parameters for which it was largest."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from pyro import poutine
 from torch import Tensor
 
 from ..data.batches import cut_by_steps
-from ..data.process_group import ProcessGroup
 from ..data.sequences import Sequences
 from ..nn.base import in_mode
 from .models import check_returns_hmm, to_model_device
+from .process_group import ProcessGroup
 
-LARGER = 4  # times the size of a minibatch is evaluated at once, without a gradient
-BATCH_SIZE = 256  # sequences that are, if there are no minibatches
+LARGER = 4  # size of an evaluated batch, without a gradient, over that of a minibatch
+BATCH_SIZE = 256  # sequences in an evaluated batch, if the fit has no minibatches
 
 
 class Validation(NamedTuple):
-    """How well held-out sequences were predicted at some step of a fit.
+    """Held-out evidence at some step of a fit.
 
     Attributes:
-        step: After how many gradient steps.
-        nats: Minus their log evidence per observed step; ``exp(nats)`` is the perplexity.
+        step: Number of gradient steps taken before.
+        nats: Minus the log evidence per observed step; ``exp(nats)`` is the perplexity.
     """
 
     step: int
@@ -33,106 +33,98 @@ class Validation(NamedTuple):
 
 
 class HeldOut:
-    """Held-out sequences, what was found on them so far, and the best parameters.
+    """Held-out sequences, their evidence so far, and the best parameters.
 
     Args:
-        data: The sequences; labels that they may carry are not used.
-        batch_size: Of the minibatches of the fit, if it has some of that kind.
+        model: The Pyro model, which must return an HMM.
+        guide: Its guide.
+        data: The held-out sequences; labels that they may have are not used.
+        every: Number of steps between validations; None for one after each round of minibatches.
+        patience: Number of validations without an improvement after which to end, if any.
+        report: Called with each :class:`Validation`, in rank 0.
+        group: The data-parallel ranks.
+        batch_size: Of the minibatches of the fit, if they are of that kind.
         batch_tokens: The same.
-        patience: After how many validations without a better one to end; never by default.
-        processes: Those that share the work; this one alone by default.
-        report: Called with each :class:`Validation`, in the first process.
-
-    Raises:
-        ValueError: If no step is observed.
     """
 
     def __init__(
         self,
+        model: Callable[..., Any],
+        guide: Callable[..., Any],
         data: Sequences,
-        batch_size: int | None = None,
-        batch_tokens: int | None = None,
-        patience: int | None = None,
-        processes: ProcessGroup | None = None,
-        report: Callable[[Validation], object] | None = None,
+        every: int | None,
+        patience: int | None,
+        report: Callable[[Validation], object] | None,
+        group: ProcessGroup,
+        batch_size: int | None,
+        batch_tokens: int | None,
     ) -> None:
         self.num_observed = data.num_observed
         if self.num_observed == 0:
             raise ValueError("validation has no observed step; there is nothing to average over.")
         order = data.lengths.argsort(stable=True)
         if batch_tokens is not None:
-            chosen = cut_by_steps(data.lengths, order, LARGER * batch_tokens)
+            parts = cut_by_steps(data.lengths, order, LARGER * batch_tokens)
         else:
-            chosen = list(order.split(LARGER * batch_size if batch_size else BATCH_SIZE))
-        self.processes = processes or ProcessGroup()
-        chosen = chosen[self.processes.rank :: self.processes.size]
-        self.first, self.parts = data[:1], [data[each] for each in chosen]
-        self.patience = patience
-        self.report = report if self.processes.is_first else None
+            parts = list(order.split(LARGER * batch_size if batch_size else BATCH_SIZE))
+        self.model, self.guide, self.group = model, guide, group
+        self.first = data[:1]
+        self.parts = [data[part] for part in parts[group.rank :: group.size]]
+        self.every, self.patience = every, patience
+        self.report = report if group.is_first else None
         self.history: list[Validation] = []
         self.best: list[Tensor] = []  # parameters
+        self._log_evidence([self.first])  # raises here what it would raise after hours
 
-    def judge(self, step: int, model: Any, guide: Any, tensors: list[Tensor]) -> float:
-        """Evaluate what ``tensors`` now are, and keep a copy of them if nothing was better."""
-        nats = self.evaluate(model, guide)
-        if not self.history or nats < min(found.nats for found in self.history):
-            self.best = [each.detach().clone() for each in tensors]
+    def is_due(self, step: int, at_end_of_round: bool) -> bool:
+        """Whether to validate after ``step`` gradient steps."""
+        return at_end_of_round if self.every is None else step % self.every == 0
+
+    def validate(self, step: int, tensors: list[Tensor]) -> float:
+        """Minus the log evidence per observed step; a copy of the best ``tensors`` is kept."""
+        total = self.group.mean(self._log_evidence(self.parts))
+        nats = -self.group.size * total.item() / self.num_observed
+        nats = math.inf if math.isnan(nats) else nats
+        if not self.history or nats < min(past.nats for past in self.history):
+            self.best = [tensor.detach().clone() for tensor in tensors]
         self.history.append(Validation(step, nats))
         if self.report is not None:
             self.report(self.history[-1])
         return nats
 
-    def check(self, model: Callable[..., Any], guide: Callable[..., Any]) -> None:
-        """Raise, before the fit, what :meth:`evaluate` would.
-
-        Raises:
-            TypeError: If the model does not return an HMM.
-        """
-        _log_evidence(model, guide, [self.first], self.first)
-
-    def evaluate(self, model: Callable[..., Any], guide: Callable[..., Any]) -> float:
-        """Minus the log evidence of all of them per observed step; infinite if it is not a number.
-
-        Args:
-            model: Run in ``eval()`` mode, where latent variables are the :func:`median`.
-            guide: The same.
-        """
-        total = self.processes.mean(_log_evidence(model, guide, self.parts, self.first))
-        nats = -self.processes.size * total.item() / self.num_observed
-        return math.inf if math.isnan(nats) else nats
-
     @property
-    def is_stale(self) -> bool:
-        """Whether patience has ended: so many validations since the best one were no better."""
-        if self.patience is None or not self.history:
-            return False
-        values = [found.nats for found in self.history]
-        return len(values) - 1 - values.index(min(values)) >= self.patience
+    def why_ended(self) -> str | None:
+        """The reason to end the fit, once patience has run out."""
+        if self.patience is None:
+            return None
+        values = [past.nats for past in self.history]
+        if len(values) - 1 - values.index(min(values)) < self.patience:
+            return None
+        return f"{self.patience} validations in a row were no better than the best"
 
     def state(self) -> dict[str, Any]:
-        """What was found so far, for checkpoints."""
-        return {"trail": [list(found) for found in self.history], "best": self.best}
+        """The validations so far, for checkpoints."""
+        return {"trail": [list(past) for past in self.history], "best": self.best}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on where another one stood."""
-        self.history = [Validation(*found) for found in state["trail"]]
+        """Continue from the :meth:`state` of another one."""
+        self.history = [Validation(*past) for past in state["trail"]]
         self.best = state["best"]
 
-
-def _log_evidence(model: Any, guide: Any, parts: list[Sequences], first: Sequences) -> Tensor:
-    """Log evidence of all parts, at one value of each latent variable."""
-    with torch.no_grad(), in_mode(False, model, guide), poutine.block():
-        first = to_model_device(model, guide, first)
-        total = torch.zeros((), dtype=torch.float64, device=first.values.device)
-        point = poutine.condition(model, data=median(guide, first))
-        for part in parts:
-            part = to_model_device(model, guide, part)
-            total += check_returns_hmm(point(part)).log_prob(part.values).sum()
-    return total
+    def _log_evidence(self, parts: list[Sequences]) -> Tensor:
+        """Log evidence of some data in ``eval()`` mode, at one value of each latent variable."""
+        with torch.no_grad(), in_mode(False, self.model, self.guide), poutine.block():
+            first = to_model_device(self.model, self.guide, self.first)
+            total = torch.zeros((), dtype=torch.float64, device=first.values.device)
+            at_median = poutine.condition(self.model, data=median(self.guide, first))
+            for part in parts:
+                part = to_model_device(self.model, self.guide, part)
+                total += check_returns_hmm(at_median(part)).log_prob(part.values).sum()
+        return total
 
 
 def median(guide: Callable[..., Any], data: Sequences) -> dict[str, Tensor]:
-    """One value for each latent variable: the guide's median if it knows it, else a draw."""
+    """One value of each latent variable: the median of ``guide`` if it has one, else a sample."""
     if hasattr(guide, "median"):
         try:
             return guide.median(data)

@@ -4,8 +4,9 @@ Imports the rooms down to ``nn``.
 
 Its modules; each imports only those above it:
 
+``files``        files of tensors and plain data, written whole or not at all
 ``persistence``  ``save``, ``load_hmm``, ``load_into``
-``checkpoints``  the file a fit writes and goes on from
+``checkpoints``  the file from which a fit resumes
 ``hmmlearn``     models of hmmlearn as HMMs, and back
 """
 

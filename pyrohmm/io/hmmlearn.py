@@ -23,7 +23,7 @@ from ..distributions.observation import log_probs
 
 
 def from_hmmlearn(model: Any, lengths: Sequence[int] | Tensor) -> HMM:
-    """The HMM that has the law of a fitted model of hmmlearn, in float64.
+    """The HMM with the parameters of a fitted model of hmmlearn, in float64.
 
     ``CategoricalHMM`` has symbols ``(N, T)``; ``GaussianHMM``, ``GMMHMM`` and ``PoissonHMM`` have
     vectors ``(N, T, D)``. Hard zeros stay exact.
@@ -52,10 +52,10 @@ def from_hmmlearn(model: Any, lengths: Sequence[int] | Tensor) -> HMM:
     """
     library = _library()
     emissions = {
-        library.CategoricalHMM: _categorical,
+        library.CategoricalHMM: lambda m: Categorical(logits=_tensor(m, "emissionprob_").log()),
         library.GaussianHMM: _gaussian,
         library.GMMHMM: _mixture,
-        library.PoissonHMM: _poisson,
+        library.PoissonHMM: lambda m: Poisson(_tensor(m, "lambdas_")).to_event(1),
     }
     build = emissions.get(type(model))
     if build is None:
@@ -74,14 +74,14 @@ def from_hmmlearn(model: Any, lengths: Sequence[int] | Tensor) -> HMM:
 
 
 def to_hmmlearn(hmm: HMM, **options: Any) -> Any:
-    """The model of hmmlearn that has the law of ``hmm``.
+    """The model of hmmlearn with the parameters of ``hmm``.
 
     The class follows from the emission: ``CategoricalHMM`` for symbols, ``PoissonHMM`` for counts,
     ``GaussianHMM`` for (vectors of) normal numbers, with covariances of type ``diag`` if they are
     independent and ``full`` if not, and ``GMMHMM`` for mixtures of either. Scalars become vectors
     of one component. Lengths are left out: hmmlearn takes them with the data.
 
-    Fitting the model goes on from these parameters.
+    A fit of the model starts from these parameters.
 
     Args:
         hmm: The HMM.
@@ -154,14 +154,6 @@ def _tensor(model: Any, name: str) -> Tensor:
     return torch.tensor(np.asarray(value), dtype=torch.float64)
 
 
-def _categorical(model: Any) -> TorchDistribution:
-    return Categorical(logits=_tensor(model, "emissionprob_").log())
-
-
-def _poisson(model: Any) -> TorchDistribution:
-    return Poisson(_tensor(model, "lambdas_")).to_event(1)
-
-
 def _gaussian(model: Any) -> TorchDistribution:
     means = _tensor(model, "means_")  # (K, D)
     model = copy.copy(model)
@@ -194,6 +186,9 @@ def _normal(means: Tensor, variances: Tensor) -> TorchDistribution:
 def _model(library: ModuleType, num_states: int, emission: Any, options: dict[str, Any]) -> Any:
     """A model with the parameters of ``emission``."""
     part = _as_vectors(emission)
+    is_mixture = isinstance(part, torch.distributions.MixtureSameFamily)
+    normal = _as_vectors(part.component_distribution) if is_mixture else part
+    full = isinstance(normal, torch.distributions.MultivariateNormal)
     if isinstance(part, torch.distributions.Categorical):
         model = library.CategoricalHMM(num_states, **options)
         model.emissionprob_ = _probabilities(log_probs(part))
@@ -202,20 +197,17 @@ def _model(library: ModuleType, num_states: int, emission: Any, options: dict[st
         model = library.PoissonHMM(num_states, **options)
         model.lambdas_ = _array(part.base_dist.rate)
         model.n_features = part.event_shape[0]
-    elif _is_gaussian(part):
-        kind, covariances = _covariances(part)
-        model = library.GaussianHMM(num_states, covariance_type=kind, **options)
-        model.means_, model.covars_ = _array(part.mean), covariances
-        model.n_features = part.event_shape[0]
-    elif _is_gaussian_mixture(part):
-        weights, component = part.mixture_distribution, _as_vectors(part.component_distribution)
-        kind, covariances = _covariances(component)
-        model = library.GMMHMM(
-            num_states, component.batch_shape[-1], covariance_type=kind, **options
-        )
-        model.weights_ = _probabilities(weights.logits)
-        model.means_, model.covars_ = _array(component.mean), covariances
-        model.n_features = component.event_shape[0]
+    elif full or _is_independent(normal, torch.distributions.Normal):
+        kind = "full" if full else "diag"
+        if is_mixture:
+            count = normal.batch_shape[-1]
+            model = library.GMMHMM(num_states, count, covariance_type=kind, **options)
+            model.weights_ = _probabilities(part.mixture_distribution.logits)
+        else:
+            model = library.GaussianHMM(num_states, covariance_type=kind, **options)
+        model.means_ = _array(normal.mean)
+        model.covars_ = _array(normal.covariance_matrix if full else normal.variance)
+        model.n_features = normal.event_shape[0]
     else:
         raise TypeError(
             "emission must be Categorical, or a Poisson, Normal or MultivariateNormal with an "
@@ -242,25 +234,6 @@ def _is_independent(part: Any, family: type) -> bool:
         and part.reinterpreted_batch_ndims == 1
         and isinstance(part.base_dist, family)
     )
-
-
-def _is_gaussian(part: Any) -> bool:
-    return isinstance(part, torch.distributions.MultivariateNormal) or _is_independent(
-        part, torch.distributions.Normal
-    )
-
-
-def _is_gaussian_mixture(part: Any) -> bool:
-    return isinstance(part, torch.distributions.MixtureSameFamily) and _is_gaussian(
-        _as_vectors(part.component_distribution)
-    )
-
-
-def _covariances(part: Any) -> tuple[str, np.ndarray]:
-    """The type that hmmlearn gives to the covariances of normal vectors, and their values."""
-    if isinstance(part, torch.distributions.MultivariateNormal):
-        return "full", _array(part.covariance_matrix)
-    return "diag", _array(part.variance)
 
 
 def _array(tensor: Tensor) -> np.ndarray:

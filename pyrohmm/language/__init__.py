@@ -4,16 +4,19 @@ Imports all other rooms.
 
 Its modules; each imports only those above it:
 
-``clusters``  Brown clusters of words
-``model``     ``LanguageModel``
-``command``   ``python -m pyrohmm.language``
+``text``        sentences as lines of words and as codes
+``clusters``    Brown clusters of words
+``schedule``    ``WarmupCosine``, of the learning rate
+``generation``  sentences sampled from an HMM in blocks
+``model``       ``LanguageModel``
+``command``     ``python -m pyrohmm.language``
 """
 
 from . import clusters as clusters
-from .model import END as END
-from .model import UNKNOWN as UNKNOWN
+from .clusters import find_clusters as find_clusters
 from .model import LanguageModel as LanguageModel
-from .model import WarmupCosine as WarmupCosine
-from .model import count_words as count_words
-from .model import encode as encode
-from .model import find_clusters as find_clusters
+from .schedule import WarmupCosine as WarmupCosine
+from .text import END as END
+from .text import UNKNOWN as UNKNOWN
+from .text import count_words as count_words
+from .text import encode as encode

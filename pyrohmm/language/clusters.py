@@ -1,4 +1,4 @@
-r"""Clusters of words: Brown's, which keep what neighbours say about each other, and random ones.
+r"""Clusters of words: Brown's, of high mutual information between neighbours, and random ones.
 
 ``V`` words, ``C`` clusters, ``M`` distinct pairs that occur, ``N`` pairs in all. An assignment is
 ``(V,)`` integers, the cluster of each word; clusters are numbered from 0, and none is empty.
@@ -17,7 +17,6 @@ whether loops are compiled, changes no bit.
 from __future__ import annotations
 
 import itertools
-import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,9 +26,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .._checks import check_integers, check_shape, check_size
+from .._checks import check_integers, check_range, check_shape, check_size
+from ..data.corpus import FilePath
+from ..data.pair_counts import count_pairs
+from ..data.sequences import Sequences
+from ..data.vocabulary import Vocabulary
 from ..ops import brown_merges
 from ..ops.pairs import Pairs
+from .text import END, check_ends
 
 
 class Clusters(NamedTuple):
@@ -59,17 +63,17 @@ class Clusters(NamedTuple):
 def brown(
     pairs: Pairs, num_clusters: int, num_sweeps: int = 20, progress: bool | None = None
 ) -> Clusters:
-    """Cluster words so that the clusters of neighbours say much about each other.
+    """Cluster words so that the mutual information of neighbouring clusters is large.
 
-    The words enter by falling count. The first C have clusters of their own; each further one is
+    Words are added by falling count. The first C have clusters of their own; each further one is
     added, and of all pairs of the C + 1 clusters those two are merged that lose least of the
-    average mutual information among the words so far. Then, in sweeps over all words, each moves
+    average mutual information among the words so far. Then, in sweeps over all words, each goes
     to the cluster where the information is largest, until none does; the only word of a cluster
     stays. Last, the clusters are merged to one in the same way, which makes the tree.
 
     Clusters rank by their most frequent word, and of equally frequent words that with the smaller
     number is first. Of several merges that lose the same, that whose first cluster ranks highest is
-    made, and of those the one whose second does; of several moves that gain the same, that to the
+    made, and of those the one whose second does; of several exchanges of equal gain, that to the
     cluster which ranked highest before the sweeps. In the tree, 0 is the branch of the higher rank.
     Words that are in no pair go to the cluster whose words occur least.
 
@@ -95,7 +99,7 @@ def brown(
 
     Example:
         >>> words = Sequences.from_list([[0, 2, 1, 3], [0, 3, 1, 2], [1, 2, 0, 2], [1, 3, 0, 3]])
-        >>> found = clusters.brown(cooccurrence.count_pairs(words, 5), 2)
+        >>> found = brown(cooccurrence.count_pairs(words, 5), 2)
         >>> found.assignment, found.paths  # word 4 is in no pair
         (tensor([0, 0, 1, 1, 0]), ('0', '1'))
     """
@@ -137,7 +141,7 @@ def brown(
 
 
 def average_mutual_information(pairs: Pairs, assignment: Tensor) -> float:
-    """What the cluster of a word says about that of the next, in nats a pair.
+    """Mutual information of the clusters of two adjacent words, in nats a pair.
 
     Args:
         pairs: Counts of adjacent words.
@@ -168,9 +172,9 @@ def average_mutual_information(pairs: Pairs, assignment: Tensor) -> float:
 def uniform(
     num_symbols: int, num_clusters: int, generator: torch.Generator | None = None
 ) -> Tensor:
-    """Put each word into a cluster drawn uniformly, ``(V,)`` long.
+    """Assign each word to a cluster uniformly at random, ``(V,)`` long.
 
-    Should some of the clusters be empty then, as many words of others are drawn and put into them.
+    Where some clusters are empty then, as many random words of others are put into them.
 
     Args:
         num_symbols: V.
@@ -191,17 +195,17 @@ def uniform(
             f"num_clusters must be at most the number of symbols, {num_symbols}; got "
             f"{num_clusters}."
         )
-    drawn = torch.randint(num_clusters, (num_symbols,), generator=generator)
+    assignment = torch.randint(num_clusters, (num_symbols,), generator=generator)
     order = torch.randperm(num_symbols, generator=generator)
-    found, kept = np.unique(drawn[order].numpy(), return_index=True)  # a word that each one keeps
+    used, kept = np.unique(assignment[order].numpy(), return_index=True)  # each keeps one word
     spare = np.delete(order.numpy(), kept)
-    empty = np.setdiff1d(np.arange(num_clusters), found)
-    drawn[torch.from_numpy(spare[: len(empty)])] = torch.from_numpy(empty)
-    return drawn
+    empty = np.setdiff1d(np.arange(num_clusters), used)
+    assignment[torch.from_numpy(spare[: len(empty)])] = torch.from_numpy(empty)
+    return assignment
 
 
-def with_own(assignment: Tensor, words: Tensor | Sequence[int]) -> Tensor:
-    """Take words out of their clusters and give them one of their own, the last.
+def isolate(assignment: Tensor, words: Tensor | Sequence[int]) -> Tensor:
+    """Put words into a separate cluster, the last.
 
     Clusters that are empty then are dropped, and the others keep their order.
 
@@ -213,7 +217,7 @@ def with_own(assignment: Tensor, words: Tensor | Sequence[int]) -> Tensor:
         ``(V,)`` long.
 
     Example:
-        >>> clusters.with_own(torch.tensor([0, 0, 1, 2, 2]), [0, 2])
+        >>> clusters.isolate(torch.tensor([0, 0, 1, 2, 2]), [0, 2])
         tensor([2, 0, 2, 1, 1])
     """
     _check_assignment(assignment)
@@ -223,15 +227,62 @@ def with_own(assignment: Tensor, words: Tensor | Sequence[int]) -> Tensor:
             f"words must have shape (n,), with at least one word; got shape {tuple(words.shape)}."
         )
     check_integers("words", words)
-    low, high = (int(end) for end in torch.aminmax(words))
-    if low < 0 or high >= len(assignment):
-        raise ValueError(
-            f"words must lie between 0 and V - 1 = {len(assignment) - 1}; got values from {low} to "
-            f"{high}."
-        )
+    check_range("words", words, len(assignment), "V - 1")
     changed = assignment.long().clone()
     changed[words.long()] = changed.max() + 1
     return changed.unique(return_inverse=True)[1]
+
+
+def find_clusters(
+    data: Sequences, vocabulary: Vocabulary, num_clusters: int, progress: bool | None = None
+) -> Tensor:
+    """Brown clusters of words, the last of which is ``<eos>`` alone: ``(V,)`` long.
+
+    They are C - 1 clusters by :func:`brown`, out of which ``<eos>`` is taken.
+    Where it has been alone, one would be missing; they are C clusters then, and if it is not alone
+    among these, the two of them that are deepest in the tree are joined.
+
+    Args:
+        data: Sentences that end in ``<eos>``, as :func:`encode` makes them.
+        vocabulary: The V words.
+        num_clusters: C, at least 2. Where fewer words than that occur, ``<eos>`` among them, there
+            are fewer clusters.
+        progress: Whether to show a progress bar on stderr; by default if that is a terminal.
+
+    Raises:
+        TypeError: If ``data`` are not :class:`Sequences` of integers.
+        ValueError: If a sentence does not end in ``<eos>``, or has it earlier; no sentence has a
+            word; or there are fewer than two clusters.
+
+    Example:
+        >>> vocabulary = language.count_words(lines := ["a cat", "a dog", "the cat"])
+        >>> data = language.encode(lines, vocabulary)
+        >>> found = find_clusters(data, vocabulary, 3)
+        >>> dict(zip(vocabulary, found.tolist()))  # <unk> does not occur
+        {'<unk>': 1, '<eos>': 2, 'a': 0, 'cat': 1, 'dog': 1, 'the': 0}
+    """
+    check_size("num_clusters", num_clusters)
+    if num_clusters < 2:
+        raise ValueError(
+            f"num_clusters must be at least 2, one of them for {END}; got {num_clusters}."
+        )
+    check_ends("data", vocabulary, data)
+    if data.num_steps < 2:
+        raise ValueError("data must have a word in some sentence; all sentences are empty.")
+    pairs = count_pairs(data, len(vocabulary))
+    present = len(torch.cat([pairs.first, pairs.second]).unique())
+    end = vocabulary.encode([END])
+    assignment = brown(pairs, min(num_clusters - 1, present), progress=progress).assignment
+    if num_clusters <= present and _is_alone(end, assignment):
+        assignment, paths, _ = brown(pairs, num_clusters, progress=progress)
+        if not _is_alone(end, assignment):
+            deepest = max(range(num_clusters), key=lambda n: len(paths[n]))
+            assignment[assignment == deepest + 1] = deepest  # its sister comes next
+    return isolate(assignment, end)
+
+
+def _is_alone(word: Tensor, assignment: Tensor) -> bool:
+    return int((assignment == assignment[word]).sum()) == 1
 
 
 def allocate(
@@ -319,9 +370,7 @@ def _check_assignment(assignment: Tensor) -> None:
 # Files -------------------------------------------------------------------------------------------
 
 
-def write_paths(
-    path: str | os.PathLike[str], clusters: Clusters, vocabulary: Sequence[str]
-) -> None:
+def write_paths(path: FilePath, clusters: Clusters, vocabulary: Sequence[str]) -> None:
     """Write a line for each word: the path of its cluster, the word, and its count, by tabs.
 
     This is the form of Liang's ``wcluster`` and of what reads its output. Lines are sorted by path,
@@ -353,9 +402,7 @@ def write_paths(
     Path(path).write_bytes("".join(lines).encode())
 
 
-def read_paths(
-    path: str | os.PathLike[str], vocabulary: Sequence[str], unlisted: int | None = None
-) -> Clusters:
+def read_paths(path: FilePath, vocabulary: Sequence[str], unlisted: int | None = None) -> Clusters:
     """Read clusters as :func:`write_paths` or Liang's ``wcluster`` writes them.
 
     Words that are not in the vocabulary are passed over, and so are clusters of which no word is.
@@ -364,7 +411,7 @@ def read_paths(
         path: The file.
         vocabulary: The V words to be clustered, such as a :class:`pyrohmm.readers.Vocabulary`.
         unlisted: Which cluster takes words that the file does not list: its place among the sorted
-            paths, from the end if negative. (They may be given another by :func:`with_own`.)
+            paths, from the end if negative. (They may be given another by :func:`isolate`.)
 
     Raises:
         ValueError: If a line is malformed, a word is listed twice, a path leads on from another, no

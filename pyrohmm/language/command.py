@@ -1,13 +1,13 @@
-"""The command ``python -m pyrohmm.train_lm``: train a language model on text files, and use it.
+"""The command ``python -m pyrohmm.language``: train a language model on text files, and use it.
 
 ::
 
-    python -m pyrohmm.train_lm train.txt --valid valid.txt --save model --score test.txt
-    python -m pyrohmm.train_lm --load model --score test.txt --generate 5
+    python -m pyrohmm.language train.txt --valid valid.txt --save model --score test.txt
+    python -m pyrohmm.language --load model --score test.txt --generate 5
 
 Files have one sentence a line, its words separated by white space; they may be gzipped. Each
 sentence ends in ``<eos>``, which is predicted and counted. In several processes it is the same
-command after ``torchrun --nproc-per-node 2 -m``. What it does is :mod:`pyrohmm.language`.
+command after ``torchrun --nproc-per-node 2 -m``.
 """
 
 from __future__ import annotations
@@ -26,12 +26,13 @@ from torch import distributed
 from tqdm import tqdm
 
 from ..analysis.metrics import Perplexity
-from ..data.process_group import ProcessGroup
 from ..data.readers import read_lines
+from ..infer.process_group import ProcessGroup
 from ..infer.validation import Validation
 from ..io.checkpoints import Checkpoint
-from ..io.persistence import check_directory
-from .model import END, UNKNOWN, LanguageModel, count_words, encode
+from ..io.files import check_directory
+from .model import LanguageModel
+from .text import END, UNKNOWN, count_words, encode
 
 OF_TRAINING = ["save", "valid", "checkpoint", "states", "clusters", "mass-power", "dim", "dropout",
                "one-level", "min-count", "max-words", "epochs", "tokens", "rate", "decay", "clip",
@@ -48,84 +49,86 @@ def main(arguments: Sequence[str] | None = None) -> None:
         SystemExit: With what is wrong, if something is.
     """
     parser = _parser()
-    given = parser.parse_args(arguments)
-    if bool(given.train) == bool(given.load):
+    options = parser.parse_args(arguments)
+    if bool(options.train) == bool(options.load):
         parser.error("give either text files to train on or --load DIR")
-    if given.train and not given.save:
+    if options.train and not options.save:
         parser.error("training needs --save DIR, where the model goes")
-    if given.load:
+    if options.load:
         for option in OF_TRAINING:
             name = option.replace("-", "_")
-            if getattr(given, name) != parser.get_default(name):
+            if getattr(options, name) != parser.get_default(name):
                 parser.error(f"--{option} belongs to training, without --load")
-    if given.load and not (given.score or given.generate):
+    if options.load and not (options.score or options.generate):
         parser.error("with --load give --score FILE, --generate N or both")
-    if given.per_line and not given.score:
+    if options.per_line and not options.score:
         parser.error("--per-line tells more of --score FILE, which is not given")
-    if given.train and given.states < given.clusters:
-        parser.error(f"--states must be at least --clusters = {given.clusters}; got {given.states}")
+    if options.train and options.states < options.clusters:
+        parser.error(
+            f"--states must be at least --clusters = {options.clusters}; got {options.states}"
+        )
     try:
-        with _processes(given.device):
-            run(given)
+        with _process_group(options.device):
+            run(options)
     except (OSError, ValueError, FloatingPointError) as error:
         sys.exit(f"{parser.prog}: {error}")
 
 
-def run(given: argparse.Namespace) -> None:
+def run(options: argparse.Namespace) -> None:
     """Train or load, then score and generate, as the options say."""
-    texts = {name: _read(name) for name in given.score}
-    model = train(given) if given.train else LanguageModel.load(given.load)
-    model.module.to(given.device)
+    texts = {name: _read(name) for name in options.score}
+    model = train(options) if options.train else LanguageModel.load(options.load)
+    model.module.to(options.device)
     if not ProcessGroup.all().is_first:
         return
-    if given.load:
+    if options.load:
         print(model)
     for name, lines in texts.items():
         data = model.encode(lines)
         scores = model.score(data)
-        if given.per_line:
+        if options.per_line:
             for line, score, length in zip(lines, scores.tolist(), data.lengths.tolist()):
                 print(f"{score:.6f}\t{length}\t{line}")
-        found = Perplexity.of(scores.sum().item(), data.num_observed)
-        print(f"{name}: {found}, {END} included; {model.num_unknown(lines):,} unknown words")
-    if given.generate:
-        generator = torch.Generator().manual_seed(given.seed)
-        for sentence in model.generate(given.generate, generator, given.longest):
+        result = Perplexity.of(scores.sum().item(), data.num_observed)
+        print(f"{name}: {result}, {END} included; {model.num_unknown(lines):,} unknown words")
+    if options.generate:
+        generator = torch.Generator().manual_seed(options.seed)
+        for sentence in model.generate(options.generate, generator, options.longest):
             print(sentence)
 
 
-def train(given: argparse.Namespace) -> LanguageModel:
+def train(options: argparse.Namespace) -> LanguageModel:
     """Train a model on the files and save it."""
-    check_directory(given.save)
-    if given.checkpoint:
-        Checkpoint(given.checkpoint, {})  # raises if no file can be there
+    check_directory(options.save)
+    if options.checkpoint:
+        Checkpoint(options.checkpoint, {})  # raises if no file can be there
     start_time = time.perf_counter()
-    lines = [line for name in given.train for line in _read(name)]
-    if given.valid:
-        held = [line for name in given.valid for line in _read(name)]
+    lines = [line for name in options.train for line in _read(name)]
+    if options.valid:
+        held = [line for name in options.valid for line in _read(name)]
     else:
-        lines, held = hold_out(lines, given.hold_out)
+        lines, held = hold_out(lines, options.hold_out)
     if not any(line.split() for line in lines):
         raise ValueError(f"the text to train on must have words in it; its {len(lines):,} lines, "
                          "without those held out, are all blank.")  # fmt: skip
-    vocabulary = count_words(lines, given.min_count, given.max_words)
+    vocabulary = count_words(lines, options.min_count, options.max_words)
     data, validation = encode(lines, vocabulary), encode(held, vocabulary)
-    pyro.set_rng_seed(given.seed)
+    pyro.set_rng_seed(options.seed)
     model = LanguageModel.from_data(
-        vocabulary, data, given.states, given.clusters, given.dim,
-        mass_power=given.mass_power, two_level=not given.one_level, dropout=given.dropout,
+        vocabulary, data, options.states, options.clusters, options.dim,
+        mass_power=options.mass_power, two_level=not options.one_level, dropout=options.dropout,
     )  # fmt: skip
-    model.module.to(given.device)
+    model.module.to(options.device)
 
     processes = ProcessGroup.all()
     if processes.is_first:
-        count = sum(each.numel() for each in model.module.parameters())
+        count = sum(parameter.numel() for parameter in model.module.parameters())
         print(f"training on {len(data):,} sentences, {data.num_observed:,} tokens with {END}")
         print(f"held out    {len(validation):,} sentences, {validation.num_observed:,} tokens, "
               f"{model.num_unknown(held):,} unknown words")  # fmt: skip
         print(f"{model}, {count:,} parameters, processes: {processes.size}")
-        if model.blocks.num_blocks < given.clusters:
-            print(f"note: {model.blocks.num_blocks} clusters, not {given.clusters}: few words")
+        if model.blocks.num_blocks < options.clusters:
+            print(f"note: {model.blocks.num_blocks} clusters, not {options.clusters}: few words")
         if not bool((data.values == vocabulary.index(UNKNOWN))[data.exists].any()):
             print(f"note: no word was left out, so that {UNKNOWN} does not occur, and unknown "
                   "words will be very improbable; see --min-count")  # fmt: skip
@@ -139,19 +142,19 @@ def train(given: argparse.Namespace) -> LanguageModel:
     fit = model.fit(
         data,
         validation,
-        num_epochs=given.epochs,
-        batch_tokens=given.tokens,
-        learning_rate=given.rate,
-        weight_decay=given.decay,
-        clip_norm=given.clip,
-        patience=given.patience,
-        generator=torch.Generator().manual_seed(given.seed),
-        checkpoint=given.checkpoint,
+        num_epochs=options.epochs,
+        batch_tokens=options.tokens,
+        learning_rate=options.rate,
+        weight_decay=options.decay,
+        clip_norm=options.clip,
+        patience=options.patience,
+        generator=torch.Generator().manual_seed(options.seed),
+        checkpoint=options.checkpoint,
         report=tell,
     )
     if processes.is_first:
-        model.save(given.save)
-        print(f"ended after {len(fit.losses):,} steps: {fit.reason}; saved to {given.save}")
+        model.save(options.save)
+        print(f"ended after {len(fit.losses):,} steps: {fit.reason}; saved to {options.save}")
         print(f"held out: {model.perplexity(validation)}, {END} included")
     return model
 
@@ -196,8 +199,8 @@ def _read(name: str) -> list[str]:
 
 
 @contextmanager
-def _processes(device: torch.device) -> Iterator[None]:
-    """Processes that ``torchrun`` has started know each other meanwhile."""
+def _process_group(device: torch.device) -> Iterator[None]:
+    """A process group of the data-parallel ranks, where ``torchrun`` has started some."""
     if not {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys():
         yield
         return
@@ -224,7 +227,7 @@ def _device(text: str) -> torch.device:
 def _number(
     kind: type[int] | type[float], wanted: str, holds: Callable[[float], bool]
 ) -> Callable[[str], float]:
-    """What reads a number from an option, and says which are ``wanted`` where it does not hold."""
+    """A reader of a numeric option, whose error says which numbers are ``wanted``."""
 
     def read(text: str) -> float:
         try:
@@ -244,7 +247,7 @@ def _at_least(least: int) -> Callable[[str], float]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        "python -m pyrohmm.train_lm",
+        "python -m pyrohmm.language",
         description="Train a hidden Markov language model on text files, score text, or write "
         f"some. Files have one sentence a line, words separated by blanks; {END} is added to "
         "each, predicted and counted.",
@@ -262,7 +265,7 @@ def _parser() -> argparse.ArgumentParser:
         help="with --score, also log-probability (nats), tokens and text of each line")  # fmt: skip
     add("--generate", type=count, metavar="N", help="write N sentences")
     add("--longest", type=count, default=100, help="words after which those are cut off")
-    add("--checkpoint", metavar="FILE", help="a file from which the same command goes on")
+    add("--checkpoint", metavar="FILE", help="a file from which the same command resumes")
     add = parser.add_argument_group("the model").add_argument
     add("--states", type=count, default=4096)
     add("--clusters", type=_at_least(2), default=128, help=f"of words, that of {END} included")
@@ -273,7 +276,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--dropout", default=0.5, help="share of states left out at each step; 0 takes "
         "longer, and predicts better where a large text is read few times",
         type=_number(float, "at least 0 and below 1", lambda value: 0 <= value < 1))  # fmt: skip
-    add("--one-level", action="store_true", help="moves need a sum over all states: slower")
+    add("--one-level", action="store_true", help="transitions need a sum over all states: slower")
     add("--min-count", type=count, default=1, help=f"rarer words become {UNKNOWN}")
     add("--max-words", type=_at_least(3), help="largest vocabulary; the rarest words give way")
     add = parser.add_argument_group("training").add_argument
@@ -291,7 +294,3 @@ def _parser() -> argparse.ArgumentParser:
         )  # fmt: skip
     add("--device", type=_device, default="cuda" if torch.cuda.is_available() else "cpu")
     return parser
-
-
-if __name__ == "__main__":
-    main()

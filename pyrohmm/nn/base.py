@@ -36,24 +36,25 @@ class OwnParameters(PyroModule):
             return super().__call__(*args, **kwargs)
         finally:
             if not self._pyro_context.active:
-                own = {id(each) for each in self.parameters()}
-                for name, each in list(store.named_parameters()):
-                    if id(each) in own and name not in known:
+                parameters = {id(parameter) for parameter in self.parameters()}
+                for name, parameter in list(store.named_parameters()):
+                    if id(parameter) in parameters and name not in known:
                         del store[name]
-                for name, each in known.items():  # given a name by pyro.module, say
-                    if id(each) in own:
-                        store._param_to_name[each] = name
+                for name, parameter in known.items():  # named by pyro.module, say
+                    if id(parameter) in parameters:
+                        store._param_to_name[parameter] = name
                 self._pyro_context.used = False
 
 
 class HMMModule(OwnParameters):
-    """A ``PyroModule`` whose call returns an :class:`HMM` for sequences of given lengths.
+    """A ``PyroModule`` whose call returns an :class:`HMM` for sequences of some lengths.
 
     Subclasses define ``forward(lengths, observed=None)``, or, if the model depends on covariates
-    that the data carry, ``forward(lengths, observed, covariates)``. Their parameters may be
-    ``torch.nn.Parameter`` or ``PyroParam`` (points), or ``PyroSample`` (random variables, drawn
-    from the prior or from a guide each time the module is called). Whoever calls the module need
-    not know which.
+    that the data carry, ``forward(lengths, observed, covariates)``. With ``statistics`` and
+    ``m_step`` of a :class:`pyrohmm.nn.closed_form.ChainMStep`, EM maximises their chain in closed
+    form; else by gradient steps. Their parameters may be
+    ``torch.nn.Parameter`` or ``PyroParam`` (points), or ``PyroSample`` (random variables, sampled
+    from the prior or from a guide at each call).
 
     Example:
         >>> class Coin(HMMModule):
@@ -67,7 +68,7 @@ class HMMModule(OwnParameters):
         >>> Coin()(torch.tensor([2])).log_prob(torch.tensor([[0, 1]])).exp()
         tensor([0.2500], grad_fn=<ExpBackward0>)
 
-        Counts whose rate follows a covariate of each step, with a slope of its own in each state:
+        Counts whose rate depends on a covariate of each step, with one slope for each state:
 
         >>> class Seasonal(HMMModule):
         ...     def __init__(self):
@@ -97,10 +98,18 @@ class HMMModule(OwnParameters):
         """
         raise NotImplementedError(f"{type(self).__name__} must define forward(lengths, observed).")
 
+    def emission_module(self) -> PyroModule | None:
+        """The part whose call is the emission of the HMM, so that EM may use its M-step.
+
+        None by default. A module that builds ``HMM(..., self.emission(), ...)`` returns
+        ``self.emission`` here.
+        """
+        return None
+
 
 @contextmanager
 def in_mode(training: bool, *parts: Any) -> Iterator[None]:
-    """Modules are in ``train()`` or in ``eval()`` mode meanwhile; each has its own mode again then.
+    """Context in which modules are in ``train()`` or ``eval()`` mode; then they have their old one.
 
     Args:
         training: Which mode.
@@ -115,14 +124,14 @@ def in_mode(training: bool, *parts: Any) -> Iterator[None]:
         True
     """
     modules = [part for part in map(inspect.unwrap, parts) if isinstance(part, torch.nn.Module)]
-    before = [(each, each.training) for part in modules for each in part.modules()]
+    before = [(inner, inner.training) for part in modules for inner in part.modules()]
     try:
         for part in modules:
             part.train(training)
         yield
     finally:
-        for each, mode in before:
-            each.training = mode
+        for inner, mode in before:
+            inner.training = mode
 
 
 def freeze(module: PyroModule, name: str, value: Tensor | None = None) -> None:
@@ -145,10 +154,10 @@ def freeze(module: PyroModule, name: str, value: Tensor | None = None) -> None:
     """
     *path, last = name.split(".")
     part: Any = module
-    for each in path:
-        part = getattr(part, each, None)
+    for step in path:
+        part = getattr(part, step, None)
     priors, points = getattr(part, "_pyro_samples", {}), getattr(part, "_pyro_params", {})
-    hidden = {f"{each}_unconstrained" for each in points}
+    hidden = {f"{point}_unconstrained" for point in points}
     plain = set(getattr(part, "_parameters", ())) - hidden
     if last not in priors and last not in points and last not in plain:
         known = sorted({*priors, *points, *plain})
@@ -159,7 +168,7 @@ def freeze(module: PyroModule, name: str, value: Tensor | None = None) -> None:
     if value is None and last in priors:
         raise ValueError(f"value must be given for {name!r}, which has a prior and no value.")
     with torch.no_grad(), torch.random.fork_rng(devices=[]), poutine.block():
-        now = getattr(part, last)  # of a prior a draw, for its shape
+        now = getattr(part, last)  # of a prior a sample, for its shape
     value = now if value is None else value
     check_tensor("value", value)
     if value.shape != now.shape:

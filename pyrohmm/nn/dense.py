@@ -1,9 +1,8 @@
-r"""``DenseHMM``: every probability is that of a kernel between two embeddings.
+r"""``DenseHMM``: every probability is a normalised kernel between two embeddings.
 
-A kernel compares each of n vectors with each of m: called with ``rows`` ``(*B, n, D)`` and
-``columns`` ``(*B, m, D)``, it returns the logarithms ``(*B, n, m)`` of positive numbers, which are
-then divided by the sums of their rows. :func:`exponential`, with which that is the softmax of
-inner products, is the paper's and the default; a function of one's own will do.
+A kernel is any function of ``rows`` ``(*B, n, D)`` and ``columns`` ``(*B, m, D)`` that returns the
+logarithms ``(*B, n, m)`` of positive numbers, which are then divided by the sums of their rows.
+:func:`exponential`, the softmax of inner products, is the paper's and the default.
 
 References:
     DenseHMM: Learning Hidden Markov Models by Learning Dense Representations
@@ -19,7 +18,7 @@ from functools import partial
 import torch
 from pyro.distributions import Categorical, Normal
 from pyro.distributions.torch_distribution import TorchDistribution
-from pyro.nn import PyroSample
+from pyro.nn import PyroModule, PyroSample
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
@@ -47,7 +46,7 @@ def sigmoid(rows: Tensor, columns: Tensor) -> Tensor:
 
 
 def relu(rows: Tensor, columns: Tensor, floor: float = 1e-6) -> Tensor:
-    r"""Logarithm of :math:`\max(u \cdot v, 0)` plus a floor, without which a row may have no sum.
+    r"""Logarithm of :math:`\max(u \cdot v, 0)` plus a floor, so that rows have a sum.
 
     Where the inner product is negative the gradient is zero.
     """
@@ -94,7 +93,7 @@ def _of_products(rows: Tensor, columns: Tensor, function: Callable[[Tensor], Ten
 
 
 def _logarithm(values: Tensor) -> Tensor:
-    """Of numbers that may be zero, and then count as the least there are: a row has a sum."""
+    """Logarithm of values that may be zero, clamped at the least number: rows have a sum."""
     return (values + torch.finfo(values.dtype).tiny).log()
 
 
@@ -120,7 +119,7 @@ def log_rows(kernel: Kernel, rows: Tensor, columns: Tensor) -> Tensor:
 
 
 class DenseHMM(HMMModule):
-    r"""HMM of embeddings: of states as left, entered and emitting, and of symbols (eq. 2).
+    r"""HMM of embeddings: of states that are left, entered and emitting, and of symbols (eq. 2).
 
     .. math:: A_{ij} = \frac{k(z_i, u_j)}{\sum_{j'} k(z_i, u_{j'})}, \quad
               B_{iv} = \frac{k(w_i, v_v)}{\sum_{v'} k(w_i, v_{v'})}, \quad
@@ -137,35 +136,35 @@ class DenseHMM(HMMModule):
     Args:
         num_states: K.
         num_symbols: V; None if there is an ``emission``.
-        dim: D, of the embeddings of states that make A and the law of the first state.
+        dim: D, of the embeddings of states that make A and the initial probabilities.
         symbol_dim: D', of those that make B; D by default.
         kernel: Of A and of the first state; see the head of this module.
         symbol_kernel: Of B; ``kernel`` by default.
         scale: Standard deviation of the normal priors of all embeddings; by default
             :math:`D^{-1/4}`, with which inner products have a standard deviation of one in any
-            number of dimensions. Fits that begin in draws of wider priors begin at probabilities
-            close to zero and one, and take long to leave them. The paper's starts have one.
+            number of dimensions. Fits from samples of wider priors start at probabilities close to
+            zero and one, and converge slowly. The paper's starts have one.
         flat: Whether priors are flat, so that the most probable parameters are those of maximum
             likelihood; ``scale`` is then that of the starts alone. For points only: the posterior
             is improper, because ``emit`` may grow as ``symbol`` shrinks.
-        share: Whether a state has one embedding, ``leave``, which stands for ``enter`` and ``emit``
-            too (section 6, learning Z and V only). With the kernels of this module A is then a
+        tied: Whether a state has one embedding, ``leave``, which is ``enter`` and ``emit`` as
+            well (section 6, learning Z and V only). With the kernels of this module A is then a
             symmetric matrix with its rows normalised: the chain is reversible. Any embedding may be
             held constant besides: see :func:`pyrohmm.freeze`.
-        stationary: Whether sequences begin in the stationary law of A, so that there is no
-            ``start`` (section 3.2). Data that never leave a state may drive A to where that law is
-            no longer unique.
+        stationary: Whether initial probabilities are the stationary distribution of A, so that
+            there is no ``start`` (section 3.2). Data that never leave a state may drive A to where
+            that distribution is no longer unique.
         emission: An emission family, such as ``normal(2)``, instead of symbols.
 
     Raises:
         TypeError: If a kernel or ``emission`` is not callable.
         ValueError: If a size is less than one; ``scale`` is not positive; both or neither of
-            ``num_symbols`` and ``emission`` are given; or ``share`` is given with two dimensions.
+            ``num_symbols`` and ``emission`` are given; or ``tied`` is given with two dimensions.
 
     Example:
         >>> _ = pyro.set_rng_seed(0)
         >>> module = DenseHMM(num_states=4, num_symbols=10, dim=2)
-        >>> hmm = module(torch.tensor([3, 1]))  # one draw from the prior
+        >>> hmm = module(torch.tensor([3, 1]))  # a sample from the prior
         >>> hmm.log_transition.shape, hmm.emission.probs.shape
         (torch.Size([4, 4]), torch.Size([4, 10]))
         >>> logits = hmm.log_transition - hmm.log_transition.mean(-1, keepdim=True)
@@ -184,7 +183,7 @@ class DenseHMM(HMMModule):
         symbol_kernel: Kernel | None = None,
         scale: float | None = None,
         flat: bool = False,
-        share: bool = False,
+        tied: bool = False,
         stationary: bool = False,
         emission: EmissionFamily | None = None,
     ) -> None:
@@ -196,19 +195,19 @@ class DenseHMM(HMMModule):
                 "one of num_symbols and emission must be given: the number of symbols, or an "
                 f"emission family; got num_symbols={num_symbols!r} and emission={emission!r}."
             )
-        for name, given in (("kernel", kernel), ("symbol_kernel", symbol_kernel)):
-            if given is not None and not callable(given):
-                raise TypeError(f"{name} must be callable; got {type(given).__name__}.")
+        for name, function in (("kernel", kernel), ("symbol_kernel", symbol_kernel)):
+            if function is not None and not callable(function):
+                raise TypeError(f"{name} must be callable; got {type(function).__name__}.")
         if scale is not None and not 0 < scale < math.inf:
             raise ValueError(
                 f"scale must be positive and finite; got {scale}. For flat priors, say flat=True."
             )
         self.num_states, self.num_symbols = num_states, num_symbols
         self.kernel, self.symbol_kernel = kernel, symbol_kernel or kernel
-        self.share, self.stationary, self.flat = share, stationary, flat
+        self.tied, self.stationary, self.flat = tied, stationary, flat
         self.register_buffer("one", torch.ones(()))  # of the dtype and on the device of all
         self.leave = _embedding(scale, num_states, dim)
-        if not share:
+        if not tied:
             self.enter = _embedding(scale, num_states, dim)
         if not stationary:
             self.start = _embedding(scale, dim)
@@ -216,12 +215,12 @@ class DenseHMM(HMMModule):
             check_size("num_symbols", num_symbols)
             symbol_dim = dim if symbol_dim is None else symbol_dim
             check_size("symbol_dim", symbol_dim)
-            if share and symbol_dim != dim:
+            if tied and symbol_dim != dim:
                 raise ValueError(
                     f"symbol_dim must be dim = {dim} where states share one embedding; got "
                     f"{symbol_dim}."
                 )
-            if not share:
+            if not tied:
                 self.emit = _embedding(scale, num_states, symbol_dim)
             self.symbol = _embedding(scale, num_symbols, symbol_dim)
         else:
@@ -232,7 +231,7 @@ class DenseHMM(HMMModule):
     def forward(self, lengths: Tensor, observed: Tensor | None = None) -> HMM:
         """Build the HMM for sequences of ``lengths`` ``(*B)``."""
         leave = self.leave
-        enter = leave if self.share else self.enter
+        enter = leave if self.tied else self.enter
         transition = log_rows(self.kernel, leave, enter)
         if self.stationary:
             # where rounding splits the chain in two, the HMM built says so, if it is validated
@@ -241,10 +240,14 @@ class DenseHMM(HMMModule):
             initial = log_rows(self.kernel, self.start.unsqueeze(-2), enter).squeeze(-2)
         return HMM(initial, transition, self._emission(leave), lengths, observed)
 
+    def emission_module(self) -> PyroModule | None:
+        """The module of the emission, if it is not of symbols."""
+        return None if self.num_symbols is not None else self.emission
+
     def _emission(self, leave: Tensor) -> TorchDistribution:
         if self.num_symbols is None:
             return self.emission()
-        emit = leave if self.share else self.emit
+        emit = leave if self.tied else self.emit
         return Categorical(logits=log_rows(self.symbol_kernel, emit, self.symbol))
 
 
@@ -254,7 +257,7 @@ def _embedding(scale: float | None, *shape: int) -> PyroSample:
 
 
 def _prior(module: DenseHMM, shape: tuple[int, ...], scale: float) -> TorchDistribution:
-    """Of one embedding; flat is normal with a log-density of zero."""
+    """Prior of one embedding; a flat one is a Normal with a log-density of zero."""
     normal = Normal(0.0 * module.one, scale * module.one)
     normal = normal.expand(torch.Size(shape)).to_event(len(shape))
     return normal.mask(False) if module.flat else normal
@@ -295,13 +298,13 @@ def degrees_of_freedom(
 
     Log-probabilities of n rows and m columns, up to a constant in each row, have rank
     :math:`r = \min(D, n, m - 1)` at most, and such matrices form a set of dimension
-    :math:`r (n + m - 1 - r)`. The law of the first state is one more row beside those of A. It is
-    never more than :math:`K^2 + K (V - 1) - 1`, which a standard HMM has.
+    :math:`r (n + m - 1 - r)`. The initial probabilities are one more row of A. It is never more
+    than :math:`K^2 + K (V - 1) - 1`, which a standard HMM has.
 
     Args:
         num_states: K.
         num_symbols: V.
-        dim: D, of the embeddings that make A and the law of the first state.
+        dim: D, of the embeddings that make A and the initial probabilities.
         symbol_dim: D', of those that make B; D by default.
 
     Example:

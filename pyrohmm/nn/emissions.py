@@ -1,14 +1,10 @@
-r"""Emission families: what a state emits, with priors, and what EM needs to know of it.
+r"""Emission families: the distribution of an observation in each state, with priors.
 
-A family is anything that, called with the number of states K, returns a ``PyroModule`` whose own
-call returns a distribution batched over the K states: :func:`categorical`, :func:`normal` and the
-others here, or a user's own class.
-
-If the module is an :class:`Emission`, EM maximises in closed form: ``statistics`` adds up what the
-observations say, ``maximise`` finds the mode of the posterior of the parameters. Any other module
-is maximised by gradient steps. Vectors may be known in part: NaN components are missing.
-
-In shapes, M is the number of observations and R that of restarts, which are fitted side by side.
+A family is a function of the number of states K that returns a ``PyroModule`` whose own call
+returns a distribution batched over the K states: :func:`categorical`, :func:`normal` and the
+others here, or a user's own class. A module with the two methods of
+:class:`pyrohmm.nn.closed_form.EmissionMStep` is maximised in closed form by EM, any other by
+gradient steps. Vectors may be observed in part: NaN components are missing.
 """
 
 from __future__ import annotations
@@ -23,21 +19,15 @@ from pyro.nn import PyroModule, PyroParam, PyroSample
 from torch import Tensor
 from torch.distributions import constraints
 
-from .._checks import check_integers, check_size
+from .._checks import check_size
 from ..distributions.observation import Streams, Tied
 from ..ops.log_space import log
 from ..ops.lookup import add_rows
-from .family import (
-    Emission,
-    EmissionFamily,
-    Statistics,
-    check_dim,
-    check_mode,
-    moments,
-    positive,
-    row_mode,
-)
-from .normals import CovarianceEmission, MixtureEmission, NormalEmission
+from .closed_form import EmissionMStep, Maximum, Statistics, check_mode, row_mode
+from .composed import StreamsEmission, TiedEmission
+from .family import Emission, EmissionFamily, check_dim, moments, positive
+from .mixtures import MixtureEmission
+from .normals import CovarianceEmission, NormalEmission
 
 # Symbols and counts ------------------------------------------------------------------------------
 
@@ -76,28 +66,22 @@ class CategoricalEmission(Emission):
         self, values: Tensor, weights: Tensor, current: TorchDistribution | None
     ) -> Statistics:
         """Expected number of times each state emits each symbol."""
-        if values.dtype.is_floating_point:  # a stream beside others
-            missing = values.isnan()
-            weights = weights.masked_fill(missing.unsqueeze(-1), 0.0)
-            values = values.masked_fill(missing, 0.0).long()
         size = self.concentration.size(-1)
-        counts = [add_rows(each, values.long(), size).mT for each in weights]
+        counts = [add_rows(weight, values.long(), size).mT for weight in weights]
         return {"counts": torch.stack(counts)}
 
-    def maximise(self, statistics: Statistics) -> tuple[dict[str, Tensor], list[str]]:
+    def m_step(self, statistics: Statistics) -> Maximum:
         """Shares of the counts, with those of the prior."""
         if not self.is_free("probs"):
             return {}, []
-        return {"probs": row_mode(statistics["counts"], self._prior("probs"))}, []
-
-    def _prior(self, name: str) -> Tensor | None:
-        return self.concentration if self.has_prior(name) else None
+        prior = self.concentration if self.has_prior("probs") else None
+        return {"probs": row_mode(statistics["counts"], prior)}, []
 
 
 def bernoulli(
     dim: int, concentration1: float | Tensor = 1.0, concentration0: float | Tensor = 1.0
 ) -> EmissionFamily:
-    """Emission family of vectors of D independent zeros and ones, each chance with a Beta prior.
+    """Emission family of vectors of D independent zeros and ones, with Beta priors.
 
     Observations are floating point, so that single components may be missing (NaN).
 
@@ -143,7 +127,7 @@ class BernoulliEmission(Emission):
         known, sums, _ = moments(values, weights)
         return {"known": known.expand_as(sums), "ones": sums}
 
-    def maximise(self, statistics: Statistics) -> tuple[dict[str, Tensor], list[str]]:
+    def m_step(self, statistics: Statistics) -> Maximum:
         """Shares of ones, with those of the prior."""
         if not self.is_free("probs"):
             return {}, []
@@ -164,7 +148,7 @@ def poisson(
     Site: ``emission.rate``, ``(K, D)``, or ``(K,)`` for scalars.
 
     Args:
-        dim: D, the number of independent components; zero stands for scalar observations.
+        dim: D, the number of independent components; with zero, observations are scalars.
         concentration: Of the prior; a number or ``(D,)``.
         rate: Of the prior, how many observations it is worth; a number or ``(D,)``.
     """
@@ -201,12 +185,10 @@ class PoissonEmission(Emission):
     ) -> Statistics:
         """Expected number of observations and sum of counts."""
         known, sums, _ = moments(values if self.dim else values.unsqueeze(-1), weights)
-        known = known.expand_as(sums)
-        return {"known": known, "sums": sums} if self.dim else {
-            "known": known.squeeze(-1), "sums": sums.squeeze(-1)
-        }  # fmt: skip
+        counts = {"known": known.expand_as(sums), "sums": sums}
+        return counts if self.dim else {name: count.squeeze(-1) for name, count in counts.items()}
 
-    def maximise(self, statistics: Statistics) -> tuple[dict[str, Tensor], list[str]]:
+    def m_step(self, statistics: Statistics) -> Maximum:
         """Mean counts, with those of the prior."""
         if not self.is_free("rate"):
             return {}, []
@@ -217,148 +199,13 @@ class PoissonEmission(Emission):
         return {"rate": above / below}, []
 
 
-# Families made of others -------------------------------------------------------------------------
-
-
-def streams(*families: EmissionFamily) -> EmissionFamily:
-    """Emission family of several observations at once, independent given the state.
-
-    Observations are vectors of floating point, in which each family has its own components: see
-    :class:`pyrohmm.distributions.Streams`. What a stream does not say at a step is NaN.
-
-    Sites: those of the families, as ``emission.parts.0.…``, ``emission.parts.1.…``.
-
-    Example:
-        >>> module = streams(categorical(4), normal(2))(3)
-        >>> module().event_shape
-        torch.Size([3])
-    """
-    if not families:
-        raise ValueError("families is empty; wanted at least one emission family.")
-    return partial(StreamsEmission, families=families)
-
-
-class StreamsEmission(Emission):
-    """Several observations at once: see :func:`streams`."""
-
-    def __init__(self, num_states: int, families: tuple[EmissionFamily, ...]) -> None:
-        super().__init__()
-        self.parts = PyroModule[torch.nn.ModuleList]([family(num_states) for family in families])
-        for part in self.parts:
-            if not isinstance(part, Emission):
-                raise TypeError(
-                    "families of streams must have a closed M-step; got "
-                    f"{type(part).__name__}. Write one PyroModule that returns a Streams."
-                )
-
-    def forward(self) -> TorchDistribution:
-        """The distribution of a vector, batched over states."""
-        return Streams([part() for part in self.parts])
-
-    def statistics(
-        self, values: Tensor, weights: Tensor, current: TorchDistribution | None
-    ) -> Statistics:
-        """Those of each part, under its name."""
-        with torch.no_grad():
-            joined = self.forward() if current is None else current
-        return {
-            f"parts.{i}.{name}": value
-            for i, (part, piece) in enumerate(zip(self.parts, joined.split(values)))
-            for name, value in _stream_statistics(
-                part, piece, weights, None if current is None else current.parts[i]
-            ).items()
-        }
-
-    def maximise(self, statistics: Statistics) -> tuple[dict[str, Tensor], list[str]]:
-        """Each part by itself."""
-        found: dict[str, Tensor] = {}
-        notes: list[str] = []
-        for i, part in enumerate(self.parts):
-            begin = f"parts.{i}."
-            own = {
-                name.removeprefix(begin): value
-                for name, value in statistics.items()
-                if name.startswith(begin)
-            }
-            values, remarks = part.maximise(own)
-            found |= {begin + name: value for name, value in values.items()}
-            notes += remarks
-        return found, notes
-
-
-def _stream_statistics(
-    part: Emission, values: Tensor, weights: Tensor, current: TorchDistribution | None
-) -> Statistics:
-    """Statistics of one stream; where all of it is missing, the step does not count for it."""
-    if values.dim() > 1 and isinstance(part, MixtureEmission | CovarianceEmission):
-        absent = values.isnan().all(-1)
-        values = values.masked_fill(absent.unsqueeze(-1), 0.0)
-        weights = weights.masked_fill(absent.unsqueeze(-1), 0.0)
-    return part.statistics(values, weights, current)
-
-
-def tied(family: EmissionFamily, index: Tensor | list[int]) -> EmissionFamily:
-    """Emission family in which states share emissions: state k has number ``index[k]``.
-
-    Sites: those of ``family``, for as many states as there are distinct emissions.
-
-    Args:
-        family: Called with the number of distinct emissions.
-        index: ``(K,)`` integers from 0, all of them used.
-
-    Example:
-        >>> tied(categorical(4), [0, 0, 1])(3)().batch_shape
-        torch.Size([3])
-    """
-    numbers = torch.as_tensor(index)
-    check_integers("index", numbers)
-    if numbers.dim() != 1 or sorted(set(numbers.tolist())) != list(range(int(numbers.max()) + 1)):
-        raise ValueError(
-            f"index must be (K,) integers that use all numbers from 0; got {numbers.tolist()}."
-        )
-    return partial(TiedEmission, family=family, index=numbers)
-
-
-class TiedEmission(Emission):
-    """States that share emissions: see :func:`tied`."""
-
-    def __init__(self, num_states: int, family: EmissionFamily, index: Tensor) -> None:
-        super().__init__()
-        if len(index) != num_states:
-            raise ValueError(f"index must have one entry for each of K = {num_states} states; "
-                             f"got {len(index)}.")  # fmt: skip
-        self.register_buffer("index", index.long())
-        self.num_distinct = int(index.max()) + 1
-        part = family(self.num_distinct)
-        if not isinstance(part, Emission):
-            raise TypeError(f"family must have a closed M-step; got {type(part).__name__}.")
-        self.part = part
-
-    def forward(self) -> TorchDistribution:
-        """The distribution of an observation, batched over states."""
-        return Tied(self.part(), self.index)
-
-    def statistics(
-        self, values: Tensor, weights: Tensor, current: TorchDistribution | None
-    ) -> Statistics:
-        """Those of the distinct emissions."""
-        weights = weights.double()
-        member = torch.nn.functional.one_hot(self.index, self.num_distinct).to(weights)
-        inner = None if current is None else current.base
-        found = self.part.statistics(values, weights @ member, inner)
-        return {f"part.{name}": value for name, value in found.items()}
-
-    def maximise(self, statistics: Statistics) -> tuple[dict[str, Tensor], list[str]]:
-        """Those of the distinct emissions."""
-        own = {name.removeprefix("part."): value for name, value in statistics.items()}
-        found, notes = self.part.maximise(own)
-        return {f"part.{name}": value for name, value in found.items()}, notes
+# Any distribution ---------------------------------------------------------------------------------
 
 
 def parametric(distribution: Any) -> EmissionFamily:
     """Emission family of any distribution batched over K states: its arguments, without priors.
 
-    They start at the values given, and are fitted by maximum likelihood; EM takes gradient steps.
+    They start at their values, and are fitted by maximum likelihood; EM takes gradient steps.
 
     Example:
         >>> from pyro.distributions import VonMises
@@ -379,7 +226,7 @@ def parametric(distribution: Any) -> EmissionFamily:
 
 
 class PointEmission(PyroModule):
-    """The emission of a given distribution, its arguments as parameters without priors.
+    """The emission of any distribution, its arguments as parameters without priors.
 
     Arguments that are counts, such as ``total_count`` of a binomial, stay as they are.
 
@@ -426,14 +273,14 @@ class PointEmission(PyroModule):
 
     def forward(self) -> TorchDistribution:
         """The distribution with the parameters as they are now."""
-        given = {name: getattr(self, name) for name in self.names}
+        arguments = {name: getattr(self, name) for name in self.names}
         if issubclass(self.family, torch.distributions.Categorical):
-            given = {"logits": log(given["probs"])}
-        built = self.family(**given)
+            arguments = {"logits": log(arguments["probs"])}
+        built = self.family(**arguments)
         return built.to_event(self.events) if self.events else built
 
 
-_SAME = (  # arguments that say the same: the first is kept
+_SAME = (  # alternative arguments of one distribution: the first is kept
     ("probs", "logits"),
     ("scale_tril", "covariance_matrix", "precision_matrix"),
 )
@@ -454,17 +301,16 @@ def from_distribution(distribution: Any) -> PyroModule:
     while isinstance(base, torch.distributions.Independent):
         base = base.base_dist
     dim = distribution.event_shape[0] if events == 1 else 0
-    own = distribution.batch_shape + distribution.event_shape
+    shape = distribution.batch_shape + distribution.event_shape
     module: Emission | None = None
     if isinstance(distribution, Streams):
         parts = [from_distribution(part) for part in distribution.parts]
-        closed = all(isinstance(part, Emission) for part in parts)
-        if closed:
+        if all(isinstance(part, EmissionMStep) for part in parts):
             built = iter(parts)
             return StreamsEmission(0, tuple(lambda _: next(built) for _ in parts))
     elif isinstance(distribution, Tied):
         inner = from_distribution(distribution.base)
-        if isinstance(inner, Emission):
+        if isinstance(inner, EmissionMStep):
             module = TiedEmission(len(distribution.index), lambda _: inner, distribution.index)
             module.num_distinct = distribution.base.batch_shape[-1]  # some perhaps unused
             return module
@@ -474,24 +320,24 @@ def from_distribution(distribution: Any) -> PyroModule:
         module = CategoricalEmission(*base.probs.shape)
         module.set_points(probs=base.probs)
     elif isinstance(base, torch.distributions.Bernoulli) and events:
-        module = BernoulliEmission(*own)
+        module = BernoulliEmission(*shape)
         module.set_points(probs=base.probs)
     elif isinstance(base, torch.distributions.Poisson):
-        module = PoissonEmission(own[0], dim)
-        module.set_points(rate=base.rate.expand(own))
+        module = PoissonEmission(shape[0], dim)
+        module.set_points(rate=base.rate.expand(shape))
     elif isinstance(base, torch.distributions.Normal):
-        module = NormalEmission(own[0], dim)
-        module.set_points(variance=base.variance.expand(own), loc=base.loc.expand(own))
+        module = NormalEmission(shape[0], dim)
+        module.set_points(variance=base.variance.expand(shape), loc=base.loc.expand(shape))
     elif isinstance(base, torch.distributions.MultivariateNormal):
-        module = CovarianceEmission(own[0], dim)
-        covariance = base.covariance_matrix.expand(own + own[-1:])
-        module.set_points(covariance=covariance, loc=base.loc.expand(own))
+        module = CovarianceEmission(shape[0], dim)
+        covariance = base.covariance_matrix.expand(shape + shape[-1:])
+        module.set_points(covariance=covariance, loc=base.loc.expand(shape))
     elif isinstance(base, torch.distributions.MixtureSameFamily) and events:
         part = base.component_distribution
         inner = getattr(part, "base_dist", None)
         if isinstance(inner, torch.distributions.Normal) and len(part.event_shape) == 1:
-            shape = part.batch_shape + part.event_shape
-            module = MixtureEmission(shape[0], shape[1], shape[2])
+            shape = part.batch_shape + part.event_shape  # (K, C, D)
+            module = MixtureEmission(*shape)
             module.set_points(
                 weights=base.mixture_distribution.probs.expand(shape[:2]),
                 variance=inner.variance.expand(shape),

@@ -1,6 +1,6 @@
-"""What EM must know of an emission, and what closed M-steps share.
+"""``Emission``: the base of this package's emission families, and what their M-steps share.
 
-In shapes, M is the number of observations and R that of restarts, which are fitted side by side.
+In shapes, M is the number of observations and R that of batched restarts.
 """
 
 from __future__ import annotations
@@ -15,18 +15,19 @@ from pyro.nn import PyroModule, PyroParam
 from torch import Tensor
 from torch.distributions import constraints
 
+from .closed_form import Maximum, Statistics, is_free
+
 EmissionFamily = Callable[[int], PyroModule]
-Statistics = dict[str, Tensor]
 
 
 class Emission(PyroModule):
-    """An emission whose M-step has a closed form.
+    """An emission with an M-step in closed form: see :class:`EmissionMStep`.
 
-    Subclasses define ``forward()``, ``statistics`` and ``maximise``. A parameter that is neither
-    a ``PyroSample`` nor a ``PyroParam`` is frozen: see :func:`pyrohmm.freeze`.
+    Subclasses define ``forward()``, ``statistics`` and ``m_step``. A parameter that is neither a
+    ``PyroSample`` nor a ``PyroParam`` is frozen: see :func:`pyrohmm.freeze`.
 
     Attributes:
-        supports: Where each parameter lives, by its name.
+        supports: Support of each parameter, by its name.
     """
 
     supports: ClassVar[dict[str, constraints.Constraint]] = {}
@@ -34,24 +35,12 @@ class Emission(PyroModule):
     def statistics(
         self, values: Tensor, weights: Tensor, current: TorchDistribution | None
     ) -> Statistics:
-        """What the observations say about the parameters: sums over observations.
-
-        Args:
-            values: ``(M, *E)``; NaN components are missing.
-            weights: ``(R, M, K)``, probability of each state at each observation.
-            current: The distribution the weights were computed with, of batch shape ``(K,)`` or
-                ``(R, 1, K)``; None at the start.
-        """
+        """Sufficient statistics of the parameters: see :class:`EmissionMStep`."""
         raise NotImplementedError(f"{type(self).__name__} must define statistics.")
 
-    def maximise(self, statistics: Statistics) -> tuple[dict[str, Tensor], list[str]]:
-        """The most probable parameters given the statistics.
-
-        Returns:
-            The free parameters by name, each ``(R, ...)``, NaN where no observation and no prior
-            says anything; and remarks, such as that a variance was held at its floor.
-        """
-        raise NotImplementedError(f"{type(self).__name__} must define maximise.")
+    def m_step(self, statistics: Statistics) -> Maximum:
+        """The mode of the parameters: see :class:`EmissionMStep`."""
+        raise NotImplementedError(f"{type(self).__name__} must define m_step.")
 
     def is_free(self, name: str) -> bool:
         """Whether the parameter ``name`` is fitted."""
@@ -72,10 +61,10 @@ class Emission(PyroModule):
 
 
 def build_emission(emission: EmissionFamily | None, num_states: int) -> PyroModule:
-    """What the family makes for K states.
+    """The module that the family makes for K states.
 
     Raises:
-        TypeError: If it is no family, or what it makes is no ``PyroModule``.
+        TypeError: If ``emission`` is not a family, or what it makes is not a ``PyroModule``.
     """
     if not callable(emission) or isinstance(emission, torch.distributions.Distribution):
         raise TypeError(
@@ -94,44 +83,6 @@ def build_emission(emission: EmissionFamily | None, num_states: int) -> PyroModu
             f"{type(part).__name__}. Put the parameters into one, as PyroParam or PyroSample."
         )
     return part
-
-
-def is_free(module: PyroModule, name: str) -> bool:
-    """Whether the parameter ``name`` of ``module`` itself has a prior, or is a point that moves."""
-    if name in module._pyro_params:
-        return getattr(module, f"{name}_unconstrained").requires_grad
-    return name in module._pyro_samples
-
-
-def row_mode(counts: Tensor, concentration: Tensor | None) -> Tensor:
-    """Mode of rows of probabilities ``(*, V)`` given counts and a Dirichlet prior, if any.
-
-    Raises:
-        ValueError: If a concentration is below one, for then there is no mode.
-    """
-    counts = with_prior(counts, concentration)
-    return counts / counts.sum(-1, keepdim=True)
-
-
-def with_prior(counts: Tensor, concentration: Tensor | None) -> Tensor:
-    """Counts ``(*, V)`` and the pseudo-counts of a Dirichlet prior, if any, in float64.
-
-    Raises:
-        ValueError: If a concentration is below one.
-    """
-    if concentration is None:
-        return counts.double()
-    check_mode("concentration", concentration)
-    return counts.double() + (concentration - 1)
-
-
-def check_mode(name: str, concentration: Tensor) -> None:
-    """Raise at concentrations below one, with which a density has no maximum."""
-    if bool((concentration < 1).any()):
-        raise ValueError(
-            f"{name} below one has no most probable value, which EM looks for; got "
-            f"{concentration.min().item():g}. Use fit_svi, or a {name} of at least one."
-        )
 
 
 def moments(values: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -157,8 +108,8 @@ def moments(values: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def spread(name: str, value: float | Tensor, shape: tuple[int, ...]) -> Tensor:
     """``value`` as a floating-point tensor of ``shape``."""
-    own = isinstance(value, Tensor) and value.dtype.is_floating_point
-    tensor = torch.as_tensor(value, dtype=None if own else torch.get_default_dtype())
+    floating = isinstance(value, Tensor) and value.dtype.is_floating_point
+    tensor = torch.as_tensor(value, dtype=None if floating else torch.get_default_dtype())
     try:
         return tensor.expand(shape).clone()
     except RuntimeError:

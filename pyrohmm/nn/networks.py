@@ -48,9 +48,9 @@ class StateEmbedding(PyroModule):
     Args:
         num_states: K.
         dim: D.
-        blocks: With these the embedding is factored: D / 2 numbers of the state's own, and D / 2
-            that all states of a block share, through a :class:`Residual`.
-        scale: Standard deviation of the numbers at the start; by default :math:`D^{-1/2}`.
+        blocks: With these the embedding is factored: D / 2 numbers of the state, and D / 2 of its
+            block, which a :class:`Residual` joins.
+        scale: Initial standard deviation; by default :math:`D^{-1/2}`.
 
     Raises:
         ValueError: If it is to be factored, and D is odd or the blocks overlap.
@@ -65,26 +65,26 @@ class StateEmbedding(PyroModule):
     ) -> None:
         super().__init__()
         scale = dim**-0.5 if scale is None else scale
-        own = dim
+        state_dim = dim
         if blocks is not None:
             if dim % 2 or not blocks.disjoint:
                 raise ValueError(
                     f"factored embeddings need an even dimension and disjoint blocks; got {dim} "
                     f"and {blocks}."
                 )
-            own = dim // 2
-            self.block = nn.Parameter(scale * torch.randn(blocks.num_blocks, own))
+            state_dim = dim // 2
+            self.block = nn.Parameter(scale * torch.randn(blocks.num_blocks, state_dim))
             owner = torch.arange(blocks.num_blocks).repeat_interleave(blocks.sizes)
             self.register_buffer("owner", owner, persistent=False)
-        self.state = nn.Parameter(scale * torch.randn(num_states, own))
+        self.state = nn.Parameter(scale * torch.randn(num_states, state_dim))
 
     def forward(self, states: Tensor | None) -> Tensor:
         """The embeddings of ``states``, or of all, ``(n, D)``."""
-        own = self.state if states is None else take_rows(self.state, states)
+        vectors = self.state if states is None else take_rows(self.state, states)
         if "owner" not in self._buffers:
-            return own
+            return vectors
         block = take_rows(self.block, self.owner if states is None else self.owner[states])
-        return torch.cat([block, own], -1)
+        return torch.cat([block, vectors], -1)
 
 
 class SymbolEmbedding(PyroModule):
@@ -105,20 +105,19 @@ class SymbolEmbedding(PyroModule):
 
 
 class CharCNN(PyroModule):
-    r"""A vector for each word, from its letters: convolutions, and a maximum over places.
+    r"""A vector for each word, from its letters: convolutions, and a maximum over positions.
 
-    Every word is spelt with a mark before it and one behind it. For each width there are filters of
-    that many letters, whose largest values over the word go through tanh. A filter wider than a
-    word sees it followed by nothing. Words of one length go through together.
+    Every word is spelt with a mark before and after it. For each width there are filters of that
+    many letters, whose maxima over the word go through tanh. Shorter words are padded with zeros.
 
     Args:
         words: The V words.
         dim: D.
         char_dim: Of the embeddings of letters.
         widths: Of the filters.
-        num_filters: For each width; with it, or with a list, the values of all filters are joined,
-            go through a highway layer, and are brought to D numbers by a linear map. By default
-            there are D for each width, and they are summed.
+        num_filters: For each width, or a list; the values of all filters are then joined, and go
+            through a highway layer and a linear map to D numbers. By default there are D for each
+            width, and they are summed.
 
     Example:
         >>> CharCNN(["the", "cat", "cats"], dim=6)().shape
@@ -145,7 +144,7 @@ class CharCNN(PyroModule):
         code = {letter: number for number, letter in enumerate(letters, 2)}  # 0 and 1 are marks
         lengths = torch.tensor([len(word) + 2 for word in words])
         order = lengths.argsort(stable=True)
-        self.lengths, self.counts = (each.tolist() for each in lengths.unique(return_counts=True))
+        self.lengths, self.counts = (part.tolist() for part in lengths.unique(return_counts=True))
         spelt = [[0, *(code[letter] for letter in words[word]), 1] for word in order.tolist()]
         spellings = torch.tensor([number for word in spelt for number in word])
         self.register_buffer("spellings", spellings, persistent=False)  # shortest words first
@@ -183,9 +182,9 @@ class CharCNN(PyroModule):
         return self.out(gate * self.carry(joined).relu() + (1 - gate) * joined)
 
     def _filtered(self, letters: Tensor) -> Tensor:
-        """Largest values of the filters over words of one length, ``(n, char_dim, L)``."""
-        found = []
-        for each in self.filters:
-            short = max(0, each.kernel_size[0] - letters.size(-1))
-            found.append(each(nn.functional.pad(letters, (0, short))).amax(-1).tanh())
-        return torch.cat(found, -1) if self.joined else torch.stack(found).sum(0)
+        """Maxima of the filters over words of one length, ``(n, char_dim, L)``."""
+        values = []
+        for kernel in self.filters:
+            short = max(0, kernel.kernel_size[0] - letters.size(-1))
+            values.append(kernel(nn.functional.pad(letters, (0, short))).amax(-1).tanh())
+        return torch.cat(values, -1) if self.joined else torch.stack(values).sum(0)

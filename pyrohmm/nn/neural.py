@@ -1,8 +1,7 @@
-r"""``NeuralHMM``: every probability is a softmax of what small networks make of embeddings.
+r"""``NeuralHMM``: softmaxes of networks applied to embeddings, for tens of thousands of states.
 
-With tens of thousands of states, parameters are shared through the networks, symbols belong to
-blocks of states (:mod:`pyrohmm.blocks`), and states are dropped at random while it is trained.
-:class:`ScalarHMM` is the same without networks: each logit is a parameter.
+Symbols belong to blocks of states (:mod:`pyrohmm.blocks`), and states are dropped at random in
+training. :class:`ScalarHMM` is the same without networks: each logit is a parameter.
 
 References:
     Scaling Hidden Markov Language Models (Chiu and Rush, 2020),
@@ -22,7 +21,8 @@ from torch import Tensor, nn
 
 from .._checks import check_size
 from .._precision import at_least_single, full_precision
-from ..distributions.block_hmm import BlockHMM, CarriedState, FinalState
+from ..distributions.block_hmm import BlockHMM, FinalState
+from ..distributions.carried_state import CarriedState
 from ..distributions.hmm import HMM
 from ..ops.block_emission import log_emission, normalised
 from ..ops.block_transition import InnerProductTransition
@@ -32,7 +32,7 @@ from .networks import USES, Residual, StateEmbedding, SymbolEmbedding
 
 
 class _Large(HMMModule):
-    """What :class:`NeuralHMM` and :class:`ScalarHMM` share: dropped states, and a kept HMM."""
+    """Base of :class:`NeuralHMM` and :class:`ScalarHMM`: state dropout, and a cached HMM."""
 
     def __init__(
         self, num_states: int, num_symbols: int, blocks: Blocks | None, dropout: float
@@ -64,38 +64,38 @@ class _Large(HMMModule):
             self._last = None
             states, blocks = None, self.blocks
             if self.training and self.dropout:
-                states, blocks = self._draw()
+                states, blocks = self._drop()
             return self._build(states, blocks, lengths, observed)
-        # nothing is to be learnt: what was computed last still holds, if no number has changed
-        now = [*self.parameters(), *self.buffers()]
-        if self._last is not None and _are_same(self._last[0], now):
+        # without gradients the last HMM still holds, if no number has changed
+        numbers = [*self.parameters(), *self.buffers()]
+        if self._last is not None and _are_same(self._last[0], numbers):
             return self._last[1].replace(lengths=lengths, observed=observed)
         hmm = self._build(None, self.blocks, lengths, observed)
-        self._last = [each.clone() for each in now], hmm
+        self._last = [tensor.clone() for tensor in numbers], hmm
         return hmm
 
     def _is_fixed(self) -> bool:
-        """Whether parameters and buffers are all that it depends on, and none is drawn anew."""
+        """Whether it depends on parameters and buffers alone, none of which is sampled."""
         words = getattr(self, "words", self)
         return isinstance(words, nn.Module) and not any(
-            isinstance(each, PyroModule) and each._pyro_samples for each in self.modules()
+            isinstance(part, PyroModule) and part._pyro_samples for part in self.modules()
         )
 
     def get_extra_state(self) -> Tensor:
-        """What ``state_dict`` holds besides parameters: a digest of the blocks."""
+        """Extra entry of ``state_dict``: a digest of the blocks."""
         return torch.tensor(self._digest)
 
     def set_extra_state(self, state: Tensor) -> None:
-        """Refuse the parameters of a model whose blocks are others."""
+        """Refuse the parameters of a model with other blocks."""
         if int(state) != self._digest:
             raise ValueError(
                 "the parameters are of a model with other blocks, in which other states emit the "
                 "symbols. Build the module with the blocks that were saved."
             )
 
-    def _draw(self) -> tuple[Tensor, Blocks | None]:
-        """States to keep, and their blocks."""
-        states = draw_states(self.num_states, self.blocks, self.dropout)
+    def _drop(self) -> tuple[Tensor, Blocks | None]:
+        """States that dropout keeps, and their blocks."""
+        states = sample_kept_states(self.num_states, self.blocks, self.dropout)
         blocks = None if self.blocks is None else self.blocks.keep(states)
         return states.to(next(self.parameters()).device), blocks
 
@@ -105,40 +105,40 @@ class _Large(HMMModule):
         raise NotImplementedError
 
 
-def draw_states(num_states: int, blocks: Blocks | None, dropout: float) -> Tensor:
-    """States that are kept, ascending: of each block the same share, at least one (section 4.3).
+def sample_kept_states(num_states: int, blocks: Blocks | None, dropout: float) -> Tensor:
+    """States that dropout keeps, ascending: the same share of every block (section 4.3).
 
-    Of k states ``round((1 - dropout) * k)`` are kept. Without blocks, or where they overlap, the
-    share is that of all states, and a state more for each block that would have none.
+    Of k states ``round((1 - dropout) * k)`` are kept, at least one. Without blocks, or where they
+    overlap, k is the number of all states, and each block that would have none keeps one more.
     """
     apart = blocks is not None and blocks.disjoint
     sizes = blocks.sizes if blocks is not None and apart else torch.tensor([num_states])
     num_kept = ((1 - dropout) * sizes + 0.5).floor().long().clamp(min=1)
     owner = torch.arange(len(sizes)).repeat_interleave(sizes)
-    chance = torch.rand(num_states, dtype=torch.float64)
-    order = (owner + chance).argsort()
+    uniform = torch.rand(num_states, dtype=torch.float64)
+    order = (owner + uniform).argsort()
     rank = torch.arange(num_states) - (sizes.cumsum(0) - sizes)[owner]
     kept = torch.zeros(num_states, dtype=torch.bool)
     kept[order[rank < num_kept[owner]]] = True
     if blocks is not None and not apart:
-        places = chance[blocks.states].masked_fill(blocks.states < 0, torch.inf).argmin(-1)
+        places = uniform[blocks.states].masked_fill(blocks.states < 0, torch.inf).argmin(-1)
         kept[blocks.states.gather(-1, places.unsqueeze(-1))] = True
     return kept.nonzero().squeeze(-1)
 
 
 def _check_single(dims: int = 1, **parts: Tensor) -> None:
-    """Raise if something is there more than once, as for several particles."""
-    for name, each in parts.items():
-        if each.dim() != dims:
+    """Raise if a parameter has batch dimensions, as for several particles."""
+    for name, part in parts.items():
+        if part.dim() != dims:
             raise ValueError(
                 f"{name} must have {dims} dimension{'s' * (dims > 1)}; got shape "
-                f"{tuple(each.shape)}. Models with thousands of states take one set of parameters "
+                f"{tuple(part.shape)}. Models with thousands of states take one set of parameters "
                 "at a time: use vectorize_particles=False, or Predictive(parallel=False)."
             )
 
 
 def _are_same(some: list[Tensor], others: list[Tensor]) -> bool:
-    """Whether tensors have the same numbers, of the same types, in the same places."""
+    """Whether tensors are equal, of the same types and on the same devices."""
     return len(some) == len(others) and all(
         (a.dtype, a.device) == (b.dtype, b.device) and torch.equal(a, b)
         for a, b in zip(some, others)
@@ -146,7 +146,7 @@ def _are_same(some: list[Tensor], others: list[Tensor]) -> bool:
 
 
 class NeuralHMM(_Large):
-    r"""HMM whose logits are inner products of what networks make of states and symbols (eq. 3, 4).
+    r"""HMM whose logits are inner products of networks of embeddings (eq. 3, 4).
 
     .. math:: p(z'|z) \propto \exp(E_{z'} \cdot f(E_z)), \quad
               p(x|z) \propto \exp(E_x \cdot g(E_z) + b_x), \quad
@@ -154,34 +154,33 @@ class NeuralHMM(_Large):
 
     with a :class:`Residual` each for f, g and h. With ``blocks`` each symbol is emitted by the
     states of its block alone, and inference is exact at :math:`O(w^2)` a step. The sum in
-    :math:`p(z'|z)` takes :math:`O(K^2 D)` each time parameters change; ``two_level`` moves,
+    :math:`p(z'|z)` takes :math:`O(K^2 D)` each time parameters change; ``two_level`` transitions,
 
     .. math:: p(z'|z) = p(b'|z) \, p(z'|z, b'), \quad
               p(b'|z) = \mathrm{softmax}(M f(E_z) + m), \quad
               p(z'|z, b') \propto \exp(E_{z'} \cdot f(E_z)) \text{ in block } b',
 
-    need no sum over all states: another parameterization, with no paper to its name.
+    need no sum over all states (a parameterization of this package, from no paper).
 
-    Parameters have no priors, so that :func:`pyrohmm.fit_map` finds those of maximum likelihood;
-    any may be given one, as with every ``PyroModule``; particles are then drawn one after the other
-    (``vectorize_particles=False``). In training mode, states are dropped. Under ``torch.autocast``
-    the networks run in lower precision, and nothing else does.
+    Parameters have no priors, so that :func:`pyrohmm.fit_map` is maximum likelihood. Any may have
+    one, as in every ``PyroModule``; particles then come one at a time
+    (``vectorize_particles=False``). Under ``torch.autocast`` only the networks run in lower
+    precision.
 
     Args:
         num_states: K.
         num_symbols: V.
         hidden_dim: D.
         blocks: Which states may emit which symbol; all of them by default.
-        two_level: Whether moves have two levels; for disjoint blocks.
-        share: Whether a state has one embedding for all its uses, or four: to begin in, to be left,
-            to be entered and to emit.
+        two_level: Whether transitions have two levels; for disjoint blocks.
+        tied: Whether a state has one embedding for all its uses, or four: as first state, left,
+            entered and emitting.
         factored: Whether half of each embedding is that of the block; see :class:`StateEmbedding`.
         dropout: Share of the states of each block that is left out, at each call in training mode:
-            see :func:`draw_states`. Then the HMM has fewer states, and only what belongs to them is
-            computed.
-        scale: Standard deviation of the embeddings of states at the start; by default
-            :math:`D^{-1/2}`, with which logits have one of about one. With 1, as in the code, moves
-            are nearly certain before anything is learnt, and learning takes longer.
+            see :func:`sample_kept_states`. The HMM then has fewer states, and costs less.
+        scale: Initial standard deviation of the embeddings of states; by default
+            :math:`D^{-1/2}`, with which that of logits is about one. With 1, as in the code, the
+            initial transitions are nearly deterministic, and training takes longer.
         words: Called without arguments, returns vectors of symbols ``(V, D)``: a
             :class:`CharCNN`, for instance. A :class:`SymbolEmbedding` by default.
 
@@ -206,7 +205,7 @@ class NeuralHMM(_Large):
         *,
         blocks: Blocks | None = None,
         two_level: bool = False,
-        share: bool = True,
+        tied: bool = True,
         factored: bool = False,
         dropout: float = 0.0,
         scale: float | None = None,
@@ -215,21 +214,20 @@ class NeuralHMM(_Large):
         super().__init__(num_states, num_symbols, blocks, dropout)
         check_size("hidden_dim", hidden_dim)
         if two_level and (blocks is None or not blocks.disjoint):
-            raise ValueError("two_level moves need blocks that are disjoint.")
+            raise ValueError("two_level transitions need blocks that are disjoint.")
         if factored and blocks is None:
             raise ValueError("factored embeddings need blocks.")
         if scale is not None and not 0 < scale < math.inf:
             raise ValueError(f"scale must be positive and finite; got {scale}.")
         if words is not None and not callable(words):
             raise TypeError(f"words must be callable; got {type(words).__name__}.")
-        given = blocks if factored else None
         for use in USES:
-            if use == USES[0] or not share:
-                table = StateEmbedding(num_states, hidden_dim, given, scale)
+            if use == USES[0] or not tied:
+                table = StateEmbedding(num_states, hidden_dim, blocks if factored else None, scale)
             setattr(self, f"{use}_vectors", table)
             if factored:
                 setattr(self, f"{use}_joint", Residual(hidden_dim))
-        self.factored, self.two_level, self.share = factored, two_level, share
+        self.factored, self.two_level, self.tied = factored, two_level, tied
         self.start_net, self.leave_net = Residual(hidden_dim), Residual(hidden_dim)
         self.emit_net = Residual(hidden_dim)
         self.start_score = PyroModule[nn.Linear](hidden_dim, 1)
@@ -246,8 +244,8 @@ class NeuralHMM(_Large):
         start = self.start_score(self.start_net(start)).squeeze(-1)
         leave, emit, words = self.leave_net(leave), self.emit_net(emit), self.words()
         with full_precision(leave):  # networks may do with less, probabilities may not
-            start, leave, enter, emit, words = (
-                at_least_single(each) for each in (start, leave, enter, emit, words)
+            start, leave, enter, emit, words = map(
+                at_least_single, (start, leave, enter, emit, words)
             )
             bias = self.bias
             _check_single(start=start, bias=bias)
@@ -257,48 +255,48 @@ class NeuralHMM(_Large):
                 transition = (leave @ enter.mT).log_softmax(-1)
                 emission = Categorical(logits=emit @ words.mT + bias)
                 return HMM(initial, transition, emission, lengths, observed)
-            moves: InnerProductTransition | Tensor
+            matrix: InnerProductTransition | Tensor
             if blocks.disjoint:
                 logits = self.block_score(leave) if self.two_level else None
-                moves = InnerProductTransition(leave, enter, blocks, logits)
+                matrix = InnerProductTransition(leave, enter, blocks, logits)
             else:
-                moves = (leave @ enter.mT).log_softmax(-1)
+                matrix = (leave @ enter.mT).log_softmax(-1)
             table = log_emission(emit, words, bias, blocks)
-            return BlockHMM(initial, moves, table, blocks, lengths, observed)
+            return BlockHMM(initial, matrix, table, blocks, lengths, observed)
 
     def _vectors(self, states: Tensor | None, uses: tuple[str, ...] = USES) -> list[Tensor]:
         """Embeddings of states, or of all, for some uses."""
-        if self.share:
-            found = [self.start_vectors(states)] * len(uses)
+        if self.tied:
+            vectors = [self.start_vectors(states)] * len(uses)
         else:
-            found = [getattr(self, f"{use}_vectors")(states) for use in uses]
+            vectors = [getattr(self, f"{use}_vectors")(states) for use in uses]
         if self.factored:
-            return [getattr(self, f"{use}_joint")(each) for use, each in zip(uses, found)]
-        return found
+            return [getattr(self, f"{use}_joint")(vector) for use, vector in zip(uses, vectors)]
+        return vectors
 
     def continue_from(
         self, lengths: Tensor, ending: FinalState | None, continues: Tensor
     ) -> tuple[BlockHMM, Tensor]:
-        """The HMM for sequences of which some go on from where others ended.
+        """The HMM for sequences of which some continue others.
 
-        The law of the state there is given, and no gradient passes to it; the move from there to
-        the first step is one of this HMM. In training mode states are dropped, but those that the
-        others may have ended in can be left all the same.
+        The final state of those has a fixed distribution, without gradients; the transition from
+        it to the first step is one of this HMM. In training mode states are dropped, but each final
+        state can still be left.
 
         Args:
             lengths: ``(N,)`` integers.
-            ending: Of the others; their states numbered as those of the whole model.
-            continues: ``(N,)`` integers, which of the others each goes on from; -1 if from none.
+            ending: Final states of the others, numbered as those of the whole model.
+            continues: ``(N,)`` integers, which of the others each continues; -1 if none.
 
         Returns:
             The HMM, and which states of the whole model its states are, ``(K',)``.
         """
         if self.blocks is None or not self.blocks.disjoint:
-            raise ValueError("what goes on in windows must have blocks that are disjoint.")
+            raise ValueError("sequences continue in windows only with blocks that are disjoint.")
         every = torch.arange(self.num_states, device=next(self.parameters()).device)
         states, blocks = (None, self.blocks)
         if self.training and self.dropout:
-            states, kept = self._draw()
+            states, kept = self._drop()
             assert kept is not None
             blocks = kept
         hmm = cast(BlockHMM, self._build(states, blocks, lengths, None))
@@ -312,19 +310,22 @@ class NeuralHMM(_Large):
             with full_precision(leave):
                 leave = at_least_single(leave)
                 logits = self.block_score(leave) if self.two_level else None
-                shares = cast(InnerProductTransition, hmm.transition).shares_of(leave, logits)
+                shares = cast(InnerProductTransition, hmm.transition).log_block_probs_from(
+                    leave, logits
+                )
             block = torch.full(continues.shape, -1)
             block[goes_on] = place
-            laws = ending.log_probs.new_full((len(continues), rows.size(1)), -torch.inf)
-            laws[goes_on] = ending.log_probs[continues[goes_on]].detach()
-            hmm.before = CarriedState(leave, shares, exist.sum(-1).cpu(), block, laws)
+            log_probs = ending.log_probs.new_full((len(continues), rows.size(1)), -torch.inf)
+            log_probs[goes_on] = ending.log_probs[continues[goes_on]].detach()
+            carried = CarriedState(leave, shares, exist.sum(-1).cpu(), block, log_probs)
+            hmm = hmm.continue_from(carried)
         return hmm, every if states is None else states
 
 
 class ScalarHMM(_Large):
-    """HMM whose logits are parameters themselves, with blocks and dropped states (eq. 2).
+    """HMM whose logits are the parameters, with blocks and state dropout (eq. 2).
 
-    What a :class:`NeuralHMM` is compared with; for models of moderate size with priors there is
+    A baseline of :class:`NeuralHMM`; for models of moderate size, with priors, there is
     :class:`pyrohmm.TabularHMM`.
 
     Args:
@@ -356,12 +357,12 @@ class ScalarHMM(_Large):
         _check_single(start=start)
         _check_single(2, transition=transition, emit=emit)
         initial = start[every].log_softmax(-1)
-        moves = transition[every][:, every].log_softmax(-1)
+        matrix = transition[every][:, every].log_softmax(-1)
         if blocks is None or self.blocks is None:
             emission = Categorical(logits=emit.mT[every])  # (K, V)
-            return HMM(initial, moves, emission, lengths, observed)
+            return HMM(initial, matrix, emission, lengths, observed)
         table = normalised(emit, self.blocks)
         if states is not None:
             places = self.blocks.places(states.cpu())[self.blocks.symbol_block].to(table.device)
             table = table.gather(1, places.clamp(min=0))
-        return BlockHMM(initial, moves, table, blocks, lengths, observed)
+        return BlockHMM(initial, matrix, table, blocks, lengths, observed)

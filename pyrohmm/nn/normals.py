@@ -1,7 +1,7 @@
-"""Emission families of normal vectors: independent components, covariance matrices, mixtures.
+"""Emission families of normal vectors: independent components, and covariance matrices.
 
 Sums of squares are taken about a centre, and a variance without a prior never falls below a small
-share of that of the data; see :mod:`pyrohmm.emissions` for what a family is.
+share of that of the data.
 """
 
 from __future__ import annotations
@@ -10,14 +10,7 @@ from functools import partial
 from typing import Any, ClassVar
 
 import torch
-from pyro.distributions import (
-    Categorical,
-    Dirichlet,
-    InverseGamma,
-    MixtureSameFamily,
-    MultivariateNormal,
-    Normal,
-)
+from pyro.distributions import InverseGamma, MultivariateNormal, Normal
 from pyro.distributions.torch_distribution import TorchDistribution
 from pyro.nn import PyroSample
 from torch import Tensor
@@ -25,17 +18,14 @@ from torch.distributions import constraints
 
 from .._checks import check_size
 from ..distributions.inverse_wishart import InverseWishart, covariance_matrix
-from ..distributions.observation import marginal_log_prob
-from ..ops.log_space import log
+from .closed_form import Maximum, Statistics
 from .family import (
     Emission,
     EmissionFamily,
-    Statistics,
     check_dim,
     check_strengths,
     moments,
     positive,
-    row_mode,
     spread,
 )
 
@@ -52,7 +42,7 @@ def normal(
     r"""Emission family of vectors whose components are independent and normal in each state.
 
     The prior is conjugate; the defaults are weak for data of zero mean and unit variance, and
-    keep the variance of a state that owns a single point from shrinking to zero:
+    keep the variance of a state with a single observation from shrinking to zero:
 
     .. math:: \sigma^2_{kd} \sim \mathrm{InvGamma}(a, b_d), \quad
               \mu_{kd} \sim \mathrm{Normal}(m_d, \sigma^2_{kd} / w)
@@ -60,8 +50,8 @@ def normal(
     Sites: ``emission.variance`` ``(K, D)``, then ``emission.loc`` ``(K, D)``.
 
     Args:
-        dim: D, the number of components of an observation; the event shape is ``(D,)``. Zero
-            stands for scalar observations, with an empty event shape.
+        dim: D, the number of components of an observation, whose event shape is ``(D,)``. With
+            zero, observations are scalars, of an empty event shape.
         loc: m, a number or ``(D,)``.
         weight: w, how many observations the prior mean is worth.
         concentration: a.
@@ -161,46 +151,6 @@ def normal_tied(
     )
 
 
-def normal_mixture(
-    num_components: int,
-    dim: int,
-    loc: float | Tensor = 0.0,
-    weight: float = 0.01,
-    concentration: float = 2.0,
-    rate: float | Tensor = 1.0,
-    weights_concentration: float = 1.0,
-) -> EmissionFamily:
-    """Emission family of vectors that are a mixture of C normal distributions in each state.
-
-    Components of a vector are independent given the component of the mixture; priors are those of
-    :func:`normal`, and a Dirichlet one on the weights.
-
-    Sites: ``emission.weights`` ``(K, C)``, ``emission.variance`` ``(K, C, D)`` and
-    ``emission.loc`` ``(K, C, D)``.
-
-    Args:
-        num_components: C.
-        dim: D, at least 1.
-        loc: Prior mean, a number or ``(D,)``.
-        weight: How many observations the prior mean is worth.
-        concentration: Of the inverse gamma prior of the variance.
-        rate: Of the inverse gamma prior of the variance, a number or ``(D,)``.
-        weights_concentration: Of the Dirichlet prior of the weights.
-    """
-    check_size("num_components", num_components)
-    check_size("dim", dim)
-    return partial(
-        MixtureEmission,
-        num_components=num_components,
-        dim=dim,
-        loc=loc,
-        weight=weight,
-        concentration=concentration,
-        rate=rate,
-        weights_concentration=weights_concentration,
-    )
-
-
 class NormalEmission(Emission):
     """Independent normal components with a conjugate prior: see :func:`normal`."""
 
@@ -224,18 +174,12 @@ class NormalEmission(Emission):
         shape = (num_states, dim) if dim else (num_states,)
         self.dim, self.weight, self.spherical = dim, weight, spherical
         self.register_buffer("prior_loc", spread("loc", loc, shape))
-        own = (num_states,) if spherical else shape
-        self.register_buffer("rate", positive("rate", rate, own))
+        self.register_buffer("rate", positive("rate", rate, (num_states,) if spherical else shape))
         self.register_buffer("shape", torch.full_like(self.rate, concentration))
-        events = len(shape)
         self.variance = PyroSample(
-            lambda self: InverseGamma(self.shape, self.rate).to_event(len(own))
+            lambda self: InverseGamma(self.shape, self.rate).to_event(self.rate.dim())
         )
-        self.loc = PyroSample(
-            lambda self: Normal(self.prior_loc, (self._wide() / self.weight).sqrt()).to_event(
-                events
-            )
-        )
+        self.loc = PyroSample(lambda self: self._loc_prior().to_event(len(shape)))
 
     def _wide(self) -> Tensor:
         variance = self.variance
@@ -243,11 +187,14 @@ class NormalEmission(Emission):
             variance = variance.unsqueeze(-1).expand(*variance.shape, self.dim)
         return variance
 
+    def _loc_prior(self) -> TorchDistribution:
+        return Normal(self.prior_loc, (self._wide() / self.weight).sqrt())
+
     def forward(self) -> TorchDistribution:
         """The distribution of an observation, batched over states."""
-        variance = self._wide()
-        each = Normal(self.loc, variance.sqrt())
-        return each.to_event(1) if self.dim else each
+        variance = self._wide()  # read first: the prior of the mean depends on it
+        components = Normal(self.loc, variance.sqrt())
+        return components.to_event(1) if self.dim else components
 
     def statistics(
         self, values: Tensor, weights: Tensor, current: TorchDistribution | None
@@ -257,9 +204,9 @@ class NormalEmission(Emission):
         known, sums, squares = moments(values.double() - centre(self), weights)
         return {"known": known.expand_as(sums), "sums": sums, "squares": squares}
 
-    def maximise(self, statistics: Statistics) -> tuple[dict[str, Tensor], list[str]]:
+    def m_step(self, statistics: Statistics) -> Maximum:
         """The mode of the normal-inverse-gamma posterior."""
-        return maximise_normal(self, statistics, flat=not self.dim)
+        return normal_m_step(self, statistics, flat=not self.dim)
 
 
 class CovarianceEmission(Emission):
@@ -295,7 +242,7 @@ class CovarianceEmission(Emission):
                 f"got {tuple(matrix.shape)}."
             )
         self.register_buffer("scale", matrix)
-        InverseWishart(self.degrees, matrix)  # complains of degrees
+        InverseWishart(self.degrees, matrix)  # checks the degrees
         batch = () if tied else (num_states,)
         self.covariance = PyroSample(
             lambda self: InverseWishart(self.degrees, self.scale.expand(*batch, dim, dim)).to_event(
@@ -320,9 +267,8 @@ class CovarianceEmission(Emission):
     ) -> Statistics:
         """Expected number of observations, sum, and sum of outer products.
 
-        Missing components are those expected given the known ones and the state (Dempster, Laird
-        and Rubin, 1977), with their covariance; at the start, when nothing is known of the state,
-        the means of what is known.
+        Missing components are replaced by their conditional expectation and covariance (Dempster,
+        Laird and Rubin, 1977); at the start, without a current emission, by means.
         """
         weights = weights.double()
         count = weights.sum(1)
@@ -339,16 +285,16 @@ class CovarianceEmission(Emission):
             sums, squares = _completed(values, weights, current, centre(self))
         return {"count": count, "sums": sums, "squares": squares}
 
-    def maximise(self, statistics: Statistics) -> tuple[dict[str, Tensor], list[str]]:
+    def m_step(self, statistics: Statistics) -> Maximum:
         """The mode of the normal-inverse-Wishart posterior."""
-        count, sums, squares = (statistics[each] for each in ("count", "sums", "squares"))
-        found: dict[str, Tensor] = {}
+        count, sums, squares = (statistics[name] for name in ("count", "sums", "squares"))
+        mode: dict[str, Tensor] = {}
         notes: list[str] = []
         prior_loc = self.prior_loc.double() - centre(self)
         weight = self.weight if self.has_prior("loc") else 0.0
         if self.is_free("loc"):
             loc = (weight * prior_loc + sums) / (weight + count).unsqueeze(-1)
-            found["loc"] = loc + centre(self)
+            mode["loc"] = loc + centre(self)
         else:
             loc = (self.loc.double() - centre(self)).expand_as(sums)
         if self.is_free("covariance"):
@@ -357,7 +303,7 @@ class CovarianceEmission(Emission):
             scatter = squares - cross - cross.mT + count[..., None, None] * outer
             apart = loc - prior_loc
             scatter = scatter + weight * apart.unsqueeze(-1) * apart.unsqueeze(-2)
-            scatter = scatter.nan_to_num(0.0)  # a mean of which nothing is known
+            scatter = scatter.nan_to_num(0.0)  # of a mean without observations
             divisor = count + (1.0 if weight else 0.0)
             if self.tied:
                 scatter, divisor = scatter.sum(1), divisor.sum(1)
@@ -366,7 +312,7 @@ class CovarianceEmission(Emission):
                 divisor = divisor + self.degrees + self.dim + 1
             matrix = scatter / divisor[..., None, None]
             dtype = self.prior_loc.dtype
-            # what cannot be told from a singular matrix has no inverse
+            # a matrix that is singular up to rounding has no inverse
             floor = 8 * torch.finfo(dtype).eps * matrix.diagonal(dim1=-2, dim2=-1)
             if not self.has_prior("covariance"):
                 total = squares.sum(1).diagonal(dim1=-2, dim2=-1) / count.sum(1, keepdim=True)
@@ -377,93 +323,20 @@ class CovarianceEmission(Emission):
             matrix, low = _lift(matrix, floor)
             if bool(low.any()):
                 singular = (
-                    f"a covariance was as good as singular in {dtype}: components are almost "
+                    f"a covariance was numerically singular in {dtype}: components are almost "
                     "functions of each other. Drop some, or compute in float64."
                 )
                 notes.append(
                     singular if self.has_prior("covariance") else _floor_note("covariance")
                 )
-            found["covariance"] = matrix
-        return found, notes
-
-
-class MixtureEmission(Emission):
-    """Mixtures of normal vectors in each state: see :func:`normal_mixture`."""
-
-    supports: ClassVar[dict[str, constraints.Constraint]] = {
-        "weights": constraints.simplex,
-        "variance": constraints.positive,
-        "loc": constraints.real,
-    }
-
-    def __init__(
-        self,
-        num_states: int,
-        num_components: int,
-        dim: int,
-        loc: float | Tensor = 0.0,
-        weight: float = 0.01,
-        concentration: float = 2.0,
-        rate: float | Tensor = 1.0,
-        weights_concentration: float = 1.0,
-    ) -> None:
-        super().__init__()
-        check_strengths(weight, concentration)
-        self.dim, self.weight, self.spherical = dim, weight, False
-        self.num_components = num_components
-        shape = (num_states, num_components, dim)
-        self.register_buffer("prior_loc", spread("loc", loc, shape))
-        self.register_buffer("rate", positive("rate", rate, shape))
-        self.register_buffer("shape", torch.full_like(self.rate, concentration))
-        self.register_buffer(
-            "concentration", positive("weights_concentration", weights_concentration, shape[:2])
-        )
-        self.weights = PyroSample(lambda self: Dirichlet(self.concentration).to_event(1))
-        self.variance = PyroSample(lambda self: InverseGamma(self.shape, self.rate).to_event(3))
-        self.loc = PyroSample(
-            lambda self: Normal(self.prior_loc, (self.variance / self.weight).sqrt()).to_event(3)
-        )
-
-    def forward(self) -> TorchDistribution:
-        """The distribution of a vector, batched over states."""
-        weights, variance = self.weights, self.variance
-        return MixtureSameFamily(
-            Categorical(logits=log(weights)), Normal(self.loc, variance.sqrt()).to_event(1)
-        )
-
-    def statistics(
-        self, values: Tensor, weights: Tensor, current: TorchDistribution | None
-    ) -> Statistics:
-        """Moments for each component, weighted by its probability given state and value."""
-        if current is None or len(values) == 0:
-            shares = _scatter(values, weights, self.num_components)
-        else:
-            parts = marginal_log_prob(current.component_distribution, values[:, None, None])
-            logits = parts + current.mixture_distribution.logits
-            shares = logits.softmax(-1)  # ([R,] M, K, C)
-        each = weights.double().unsqueeze(-1) * shares  # (R, M, K, C)
-        known, sums, squares = moments(values.double() - centre(self), each.flatten(2))
-        shape = each.sum(1).shape + values.shape[-1:]  # (R, K, C, D)
-        return {
-            "counts": each.sum(1),
-            "known": known.expand_as(sums).reshape(shape),
-            "sums": sums.reshape(shape),
-            "squares": squares.reshape(shape),
-        }
-
-    def maximise(self, statistics: Statistics) -> tuple[dict[str, Tensor], list[str]]:
-        """The mode for the moments of each component, and for the weights."""
-        found, notes = maximise_normal(self, statistics, flat=False)
-        if self.is_free("weights"):
-            prior = self.concentration if self.has_prior("weights") else None
-            found["weights"] = row_mode(statistics["counts"], prior)
-        return found, notes
+            mode["covariance"] = matrix
+        return mode, notes
 
 
 # What M-steps share ------------------------------------------------------------------------------
 
 
-def maximise_normal(
+def normal_m_step(
     part: Any, statistics: Statistics, flat: bool
 ) -> tuple[dict[str, Tensor], list[str]]:
     """The mode of ``loc`` and ``variance`` of independent normal components.
@@ -475,20 +348,20 @@ def maximise_normal(
     """
     known, sums, squares = (statistics[name] for name in ("known", "sums", "squares"))
     if flat:
-        known, sums, squares = (each.squeeze(-1) for each in (known, sums, squares))
-    found: dict[str, Tensor] = {}
+        known, sums, squares = (part.squeeze(-1) for part in (known, sums, squares))
+    mode: dict[str, Tensor] = {}
     notes: list[str] = []
     middle = centre(part).squeeze(-1) if flat else centre(part)
     prior_loc = part.prior_loc.double() - middle
     weight = part.weight if part.has_prior("loc") else 0.0
     if part.is_free("loc"):
         loc = (weight * prior_loc + sums) / (weight + known)
-        found["loc"] = loc + middle
+        mode["loc"] = loc + middle
     else:
         loc = (part.loc.double() - middle).expand_as(sums)
     if part.is_free("variance"):
         scatter = squares - 2 * loc * sums + known * loc**2 + weight * (loc - prior_loc) ** 2
-        scatter = scatter.nan_to_num(0.0)  # a mean of which nothing is known
+        scatter = scatter.nan_to_num(0.0)  # of a mean without observations
         count = known + (1.0 if weight else 0.0)
         if part.spherical:
             scatter, count = scatter.sum(-1), count.sum(-1)
@@ -508,26 +381,26 @@ def maximise_normal(
             if bool((held > variance).any()):
                 notes.append(_floor_note("variance"))
             variance = held
-        found["variance"] = variance
-    return found, notes
+        mode["variance"] = variance
+    return mode, notes
 
 
 def centre(part: Any) -> Tensor:
-    """What sums are taken about, ``(D,)``: squares of numbers far from zero would cancel."""
+    """Origin of the moments, ``(D,)``: squares of numbers far from zero would cancel."""
     loc = part.prior_loc.double()
     return loc.reshape(-1, max(part.dim, 1)).mean(0)
 
 
 def floor_of(spread: Tensor, mean: Tensor, dtype: torch.dtype) -> Tensor:
-    """The least variance without a prior: of the data's, and of what ``dtype`` can tell apart."""
+    """The least variance without a prior: by that of the data, and by the rounding of ``dtype``."""
     rounding = torch.finfo(dtype).eps ** 2 * (1 + mean.nan_to_num(0.0) ** 2)
     return torch.maximum(SMALLEST * spread.nan_to_num(0.0), rounding)
 
 
 def _floor_note(name: str) -> str:
     return (
-        f"a {name} was held at its floor, {SMALLEST:g} of that of the data: a state has come to "
-        "stand for a single value. A prior, or fewer states, would prevent it."
+        f"a {name} was held at its floor, {SMALLEST:g} of that of the data: a state emits a single "
+        "value. A prior, or fewer states, would prevent it."
     )
 
 
@@ -579,20 +452,3 @@ def _completed(
         sums = sums + weighted.sum(-2)
         squares = squares + weighted.mT @ whole + share.sum(1)[..., None, None] * extra
     return sums, squares
-
-
-def _scatter(values: Tensor, weights: Tensor, num_components: int) -> Tensor:
-    """First shares ``(R, M, K, C)``: each value goes to the nearest of C values of its state."""
-    if len(values) == 0:
-        return weights.new_zeros(*weights.shape, num_components)
-    filled = torch.where(values.isnan(), values.nanmean(0).nan_to_num(0.0), values)
-    shares = []
-    for share in weights:
-        columns = []
-        for column in share.T:
-            chance = column[: 2**24] + 1e-9  # more than that torch does not take
-            centres = filled[torch.multinomial(chance, num_components, replacement=True)]
-            nearest = torch.cdist(filled, centres).argmin(-1)
-            columns.append(torch.nn.functional.one_hot(nearest, num_components))
-        shares.append(torch.stack(columns, 1))
-    return torch.stack(shares).double()

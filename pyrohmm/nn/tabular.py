@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from pyro.distributions import Dirichlet
-from pyro.nn import PyroParam, PyroSample
+from pyro.nn import PyroModule, PyroParam, PyroSample
 from torch import Tensor
 from torch.distributions import constraints
 
@@ -17,7 +15,8 @@ from ..ops.log_space import log
 from ..ops.recursions import ExpectedCounts
 from . import emissions
 from .base import HMMModule
-from .family import EmissionFamily, Statistics, build_emission, is_free, positive, with_prior
+from .closed_form import Maximum, Statistics, is_free, row_mode, with_prior
+from .family import EmissionFamily, build_emission, positive
 
 
 class TabularHMM(HMMModule):
@@ -39,8 +38,8 @@ class TabularHMM(HMMModule):
         transition_concentration: Of the priors of the rows; a number, ``(K,)`` or ``(K, K)``. A
             large diagonal makes a sticky chain: see :func:`sticky`.
         initial_allowed: ``(K,)`` booleans, in which states a sequence may begin; all by default.
-        transition_allowed: ``(K, K)`` booleans, which moves are possible; all by default. The
-            others are exactly zero, whatever the fit. See :func:`left_to_right`, :func:`banded`.
+        transition_allowed: ``(K, K)`` booleans, which transitions are possible; all by default.
+            The others are exactly zero: see :func:`left_to_right`, :func:`banded`.
 
     Raises:
         ValueError: If ``num_states`` is less than one, or a concentration is not positive or has
@@ -49,7 +48,7 @@ class TabularHMM(HMMModule):
     Example:
         >>> _ = pyro.set_rng_seed(0)
         >>> module = TabularHMM(2, categorical(6))
-        >>> hmm = module(torch.tensor([3, 1]))  # one draw from the prior
+        >>> hmm = module(torch.tensor([3, 1]))  # a sample from the prior
         >>> hmm.log_transition.shape, hmm.emission.probs.shape
         (torch.Size([2, 2]), torch.Size([2, 6]))
     """
@@ -111,63 +110,35 @@ class TabularHMM(HMMModule):
             setattr(module, name, PyroParam(logs.detach().exp(), constraints.simplex))
         return module.to(hmm.log_initial.device)
 
-    def _is_free(self, name: str) -> bool:
-        """Whether ``initial`` or ``transition`` is fitted; if not, it has no restarts either."""
-        return is_free(self, name)
-
     def forward(self, lengths: Tensor, observed: Tensor | None = None) -> HMM:
         """Build the HMM for sequences of ``lengths`` ``(*B)``."""
         return HMM(log(self.initial), log(self.transition), self.emission(), lengths, observed)
 
-    def statistics(self, expected: ExpectedCounts, restarts: int) -> Statistics:
-        """What expected counts say about the chain, if it is free: sums over sequences.
+    def emission_module(self) -> PyroModule:
+        """The module of the emission."""
+        return self.emission
 
-        Args:
-            expected: Of the E-step.
-            restarts: R.
+    def statistics(self, expected: ExpectedCounts) -> Statistics:
+        """Expected counts of what is free: see :class:`ChainMStep`."""
+        counts = {"initial": expected.initial, "transition": expected.transitions.sum(1)}
+        return {name: value for name, value in counts.items() if is_free(self, name)}
 
-        Returns:
-            ``initial`` ``(R, K)`` and ``transition`` ``(R, K, K)``, those that are free.
-        """
-        found = {}
-        if self._is_free("initial"):
-            found["initial"] = expected.initial.double().reshape(restarts, self.num_states)
-        if self._is_free("transition"):
-            shape = (restarts, -1, self.num_states, self.num_states)
-            found["transition"] = expected.transitions.double().reshape(shape).sum(1)  # of steps
-        return found
+    def m_step(self, statistics: Statistics) -> Maximum:
+        """Normalised counts, those of the Dirichlet priors included."""
+        return {name: row_mode(self._counts(name, statistics[name])) for name in statistics}, []
 
-    def maximise(
-        self, statistics: Statistics, of_moves: Callable[[Tensor], Tensor] | None = None
-    ) -> dict[str, Tensor]:
-        """The most probable chain given the statistics: the closed form of the M-step.
+    def transition_counts(self, statistics: Statistics) -> Tensor | None:
+        """Counts ``(R, K, K)``, pseudo-counts of the prior included; None if it is frozen."""
+        counts = statistics.get("transition")
+        return None if counts is None else self._counts("transition", counts)
 
-        Args:
-            statistics: Counts.
-            of_moves: Called with counts of moves ``(R, K, K)``, pseudo-counts of the prior
-                included, returns the transition matrix; by default the counts themselves,
-                normalised.
-
-        Returns:
-            The free parameters by name, each ``(R, ...)``, NaN where nothing is known of them.
-
-        Raises:
-            ValueError: If a concentration is below one, for then there is no most probable value.
-        """
-        found: dict[str, Tensor] = {}
-        for name in ("initial", "transition"):
-            if self._is_free(name):
-                counts, prior = statistics[name], None
-                if name in self._pyro_samples:
-                    prior = getattr(self, f"{name}_concentration")
-                    allowed = getattr(self, f"{name}_allowed")
-                    if allowed is not None:  # ones say nothing where nothing is allowed
-                        prior = prior.masked_fill(~allowed, 1.0)
-                        counts = counts.masked_fill(~allowed, 0.0)
-                counts = with_prior(counts, prior)
-                rows = counts / counts.sum(-1, keepdim=True)
-                found[name] = of_moves(counts) if of_moves and name == "transition" else rows
-        return found
+    def _counts(self, name: str, counts: Tensor) -> Tensor:
+        if name not in self._pyro_samples:
+            return counts
+        prior, allowed = getattr(self, f"{name}_concentration"), getattr(self, f"{name}_allowed")
+        if allowed is not None:  # ones say nothing where nothing is allowed
+            prior, counts = prior.masked_fill(~allowed, 1.0), counts.masked_fill(~allowed, 0.0)
+        return with_prior(counts, prior)
 
 
 def _rows(concentration: Tensor, allowed: Tensor | None) -> Dirichlet | SparseDirichlet:
@@ -177,8 +148,8 @@ def _rows(concentration: Tensor, allowed: Tensor | None) -> Dirichlet | SparseDi
     return SparseDirichlet(concentration, allowed)
 
 
-def sticky(num_states: int, stay: float, move: float = 1.0) -> Tensor:
-    """Concentrations ``(K, K)`` of a chain that likes to stay: ``stay`` on the diagonal.
+def sticky(num_states: int, stay: float, leave: float = 1.0) -> Tensor:
+    """Concentrations ``(K, K)`` of a sticky chain: ``stay`` on the diagonal, ``leave`` elsewhere.
 
     Example:
         >>> sticky(2, 10.0)
@@ -186,11 +157,11 @@ def sticky(num_states: int, stay: float, move: float = 1.0) -> Tensor:
                 [ 1., 10.]])
     """
     check_size("num_states", num_states)
-    return torch.full((num_states, num_states), move).fill_diagonal_(stay)
+    return torch.full((num_states, num_states), leave).fill_diagonal_(stay)
 
 
 def left_to_right(num_states: int, jump: int | None = None) -> Tensor:
-    """Moves ``(K, K)`` of a chain that never goes back: it stays, or goes up to ``jump`` ahead.
+    """Transitions ``(K, K)`` of a left-to-right chain: to a state itself or up to ``jump`` ahead.
 
     Example:
         >>> left_to_right(3, jump=1).int()
@@ -199,12 +170,12 @@ def left_to_right(num_states: int, jump: int | None = None) -> Tensor:
                 [0, 0, 1]], dtype=torch.int32)
     """
     check_size("num_states", num_states)
-    moves = torch.ones(num_states, num_states).triu()
-    return (moves if jump is None else moves.tril(jump)).bool()
+    ahead = torch.ones(num_states, num_states).triu()
+    return (ahead if jump is None else ahead.tril(jump)).bool()
 
 
 def banded(num_states: int, width: int = 1) -> Tensor:
-    """Moves ``(K, K)`` between states whose numbers differ by at most ``width``.
+    """Transitions ``(K, K)`` between states whose numbers differ by at most ``width``.
 
     Example:
         >>> banded(3).int()

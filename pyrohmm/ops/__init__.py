@@ -4,16 +4,30 @@ Imports nothing of the package but its private helpers.
 
 Its modules; each imports only those above it:
 
+``masks``             which steps exist
+``sampling``          ancestral sampling of paths
 ``log_space``         logarithms and their sums with hard zeros
-``_numba_chain``      compiled loops over dense chains
+``masks``             which steps of ragged sequences exist
+``chain``             the arguments of the recursions, checked and in one form
+``block_plan``        which pairs of blocks occur in a batch, and where they lie in memory
+``torch_chain``       forward, backward, Viterbi and sampling as torch operations
+``torch_chunks``      the same for long and narrow chains, on two levels
+``block_logs``        chains in blocks of states, in logarithms, as torch operations
+``block_scaled``      the same by compiled scaled messages
+``numpy_clusters``    merges and exchanges of Brown clustering by numpy
+``_numba_math``       what all compiled loops use
+``_numba_lanes``      compiled arithmetic along sequences
+``_numba_chain``      compiled loops over dense chains: scaled messages
+``_numba_paths``      compiled loops over dense chains: log space, Viterbi, sampling
 ``_numba_blocks``     compiled loops over chains in blocks of states
 ``_numba_clusters``   compiled loops of Brown clustering
+``operations``        ``Backend``: the operations that torch and Numba implement
+``_torch_backend``    the operations by torch
+``_numba_backend``    the operations by Numba
+``backends``          which backend computes: ``use``, ``TORCH``, ``NUMBA``
 ``lookup``            rows of a table, and the sums that are their gradient
-``chain``             the arguments of the recursions, checked and in one form
-``torch_chain``       forward, backward, Viterbi and sampling as torch operations
-``message_passing``   scaled and log-space messages, by Numba or torch
+``message_passing``   scaled and log-space messages
 ``recursions``        forward-backward, Viterbi, path sampling of dense chains
-``block_plan``        which pairs of blocks occur in a batch, and where they lie in memory
 ``block_recursions``  the recursions of block-sparse chains
 ``blocks``            ``Blocks``: which states emit which symbols
 ``block_emission``    emission log-probabilities of states in blocks
@@ -22,8 +36,9 @@ Its modules; each imports only those above it:
 ``pairs``             ``Pairs``: sparse counts of pairs of symbols
 ``pair_losses``       losses between counted and predicted pairs
 ``diversity``         kernels between rows and their log-determinant
-``brown_merges``      the merges and exchanges of Brown clustering
+``brown_merges``      the loop of Brown clustering
 """
 
+from . import backends as backends
 from . import blocks as blocks
 from . import recursions as recursions

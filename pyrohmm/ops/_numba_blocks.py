@@ -1,7 +1,7 @@
-"""The recursions over blocks of states, compiled by Numba, for models on the CPU.
+"""Compiled recursions over blocks of states.
 
-What they compute is documented in :mod:`pyrohmm._blockwise`, and most of their arguments are parts
-of a ``Plan``. A kernel works on the items ``first`` to ``last`` of ``schedule``, which mixes
+What they compute is said in :mod:`pyrohmm.ops.block_scaled`; most arguments are parts of a
+``Plan``. A kernel works on the items ``first`` to ``last`` of ``schedule``, which mixes
 large and small ones, so that threads have equal work; it releases Python's lock.
 """
 
@@ -9,28 +9,25 @@ from __future__ import annotations
 
 import numpy as np
 
-from ._numba_chain import _exp, _kernel
-from ._numba_chain import run as run
-
-_u = np.uint64  # offsets without a sign need no test for a negative one, so that loops vectorise
-
+from ._numba_math import exp, kernel, u64
+from ._numba_math import run as run
 
 # Numbers below ``least``, whose logarithm is ``low``, are zero: arithmetic with numbers below the
 # smallest normal one takes many times as long.
 
 
-@_kernel
+@kernel
 def _raised(x, low):
     """The exponential, of x up to 0."""
-    value = _exp(low if x < low else x)
+    value = exp(low if x < low else x)
     return value if x > low else value * 0
 
 
-@_kernel
+@kernel
 def _row_softmax(row, width, low):
     """Softmax in place; the least of it."""
     peak = row[0]
-    for j in range(_u(1), width):
+    for j in range(u64(1), width):
         peak = row[j] if row[j] > peak else peak
     total = peak * 0
     for j in range(width):
@@ -45,7 +42,7 @@ def _row_softmax(row, width, low):
     return lowest
 
 
-@_kernel
+@kernel
 def softmax_of_pairs(
     first, last, schedule, pairs_of, source, target, sizes, base, stride, low, scores, lowest
 ):
@@ -58,11 +55,11 @@ def softmax_of_pairs(
                 begin = base[p] + i * stride[p]
                 width = sizes[target[p]]
                 row = scores[begin : begin + width]
-                found = _row_softmax(row, _u(width), scores.dtype.type(low))
-                lowest[p] = found if i == 0 or found < lowest[p] else lowest[p]
+                value = _row_softmax(row, u64(width), scores.dtype.type(low))
+                lowest[p] = value if i == 0 or value < lowest[p] else lowest[p]
 
 
-@_kernel
+@kernel
 def exp_of_pairs(first, last, schedule, source, target, sizes, base, stride, low, logs, lowest):
     """Replace the logarithms of each pair of blocks by their exponentials; note the least.
 
@@ -72,7 +69,7 @@ def exp_of_pairs(first, last, schedule, source, target, sizes, base, stride, low
     least = logs.dtype.type(low)
     for q in range(first, last):
         p = schedule[q]
-        found, zeros, cut = np.inf, False, False
+        smallest, zeros, cut = np.inf, False, False
         for i in range(sizes[source[p]]):
             begin = base[p] + i * stride[p]
             for j in range(begin, begin + sizes[target[p]]):
@@ -83,20 +80,20 @@ def exp_of_pairs(first, last, schedule, source, target, sizes, base, stride, low
                     cut = cut or x > -np.inf
                 else:
                     logs[j] = np.exp(x)
-                    found = min(found, logs[j])
-        found = min(found, 1.0)
-        lowest[p] = 0.0 if cut else -found if zeros else found
+                    smallest = min(smallest, logs[j])
+        smallest = min(smallest, 1.0)
+        lowest[p] = 0.0 if cut else -smallest if zeros else smallest
 
 
-@_kernel
+@kernel
 def sums_of_blocks(first, last, scores, starts, low, out):
     """Logarithms of the sums over each block, of rows ``scores`` ``(R, K)``, ``out`` ``(R, B)``."""
     least = scores.dtype.type(low)
     for i in range(first, last):
         for b in range(starts.shape[0] - 1):
-            row, width = scores[i, starts[b] : starts[b + 1]], _u(starts[b + 1] - starts[b])
+            row, width = scores[i, starts[b] : starts[b + 1]], u64(starts[b + 1] - starts[b])
             peak = row[0]
-            for j in range(_u(1), width):
+            for j in range(u64(1), width):
                 peak = row[j] if row[j] > peak else peak
             total = peak * 0
             for j in range(width):
@@ -104,14 +101,14 @@ def sums_of_blocks(first, last, scores, starts, low, out):
             out[i, b] = peak + np.log(total)
 
 
-@_kernel
-def weighted_softmax_of_blocks(first, last, scores, starts, low, sums, weights):
+@kernel
+def softmax_of_blocks(first, last, scores, starts, low, sums, weights):
     """Replace rows of scores ``(R, K)`` by softmax in each block times a weight ``(R, B)``."""
     least = scores.dtype.type(low)
     tiny = scores.dtype.type(np.exp(low))
     for i in range(first, last):
         for b in range(starts.shape[0] - 1):
-            row, width = scores[i, starts[b] : starts[b + 1]], _u(starts[b + 1] - starts[b])
+            row, width = scores[i, starts[b] : starts[b + 1]], u64(starts[b + 1] - starts[b])
             total, weight = sums[i, b], weights[i, b]
             for j in range(width):
                 x = row[j] - total
@@ -119,12 +116,13 @@ def weighted_softmax_of_blocks(first, last, scores, starts, low, sums, weights):
                 row[j] = value if value > tiny or value < -tiny else value * 0
 
 
-@_kernel
+@kernel
 def forward(
-    first, last, schedule, lengths, begins, block, sizes, offsets, pair, base, stride, laws, lowest,
-    shares, least, tiny, eps, initial, seen, cut, alpha, norm, evidence, lost, sound,
+    first, last, schedule, lengths, begins, block, sizes, offsets, pair, base, stride, probs,
+    lowest, block_probs, least, tiny, eps, initial, seen, cut, alpha, norm, evidence, lost, sound,
 ):  # fmt: skip
-    shared = shares.shape[0] > 0
+    """Forward pass, with a bound on the mass that was lost."""
+    two_levels = block_probs.shape[0] > 0
     mass = np.empty(alpha.shape[1], alpha.dtype)
     most = alpha.dtype.type(1)
     for q in range(first, last):
@@ -134,7 +132,7 @@ def forward(
         before = 0
         for t in range(lengths[r]):
             now = begins[t] + r
-            width = _u(sizes[block[now]])
+            width = u64(sizes[block[now]])
             here, weight = alpha[now], seen[now]
             smallest, faintest = most, most
             if t == 0:
@@ -150,17 +148,19 @@ def forward(
                 there = alpha[before]
                 for i in range(height):
                     mass[i] = there[i]
-                if shared:
-                    share = shares[block[now], offsets[block[before]] : offsets[block[before] + 1]]
-                    for i in range(_u(height)):
-                        mass[i] *= share[i]
+                if two_levels:
+                    reached = block_probs[
+                        block[now], offsets[block[before]] : offsets[block[before] + 1]
+                    ]
+                    for i in range(u64(height)):
+                        mass[i] *= reached[i]
                 whole = mass[0] * 0
-                for i in range(_u(height)):
+                for i in range(u64(height)):
                     whole += mass[i]
                     smallest = mass[i] if there[i] > 0 and mass[i] < smallest else smallest
                 p = pair[now]
                 for i in range(height):
-                    row = laws[
+                    row = probs[
                         base[p] + i * stride[p] : base[p] + i * stride[p] + sizes[block[now]]
                     ]
                     a = mass[i]
@@ -200,12 +200,13 @@ def forward(
             sound[r] = False
 
 
-@_kernel
+@kernel
 def backward(
-    first, last, schedule, lengths, begins, block, sizes, offsets, pair, base, stride, laws, shares,
-    least, seen, alpha, norm, weights, gamma, message, sound,
+    first, last, schedule, lengths, begins, block, sizes, offsets, pair, base, stride, probs,
+    block_probs, least, seen, alpha, norm, weights, gamma, message, sound,
 ):  # fmt: skip
-    shared = shares.shape[0] > 0
+    """Backward pass: smoothed marginals ``gamma`` and messages, times ``weights``."""
+    two_levels = block_probs.shape[0] > 0
     beta = np.empty(alpha.shape[1], alpha.dtype)
     sent = np.empty(alpha.shape[1], alpha.dtype)
     for q in range(first, last):
@@ -216,19 +217,19 @@ def backward(
         beta[:] = 1
         for t in range(lengths[r] - 1, -1, -1):
             now = begins[t] + r
-            width = _u(sizes[block[now]])
-            here, law, factor = alpha[now], gamma[now], seen[now]
+            width = u64(sizes[block[now]])
+            here, smoothed, factor = alpha[now], gamma[now], seen[now]
             total = here[0] * 0
             for j in range(width):
-                law[j] = here[j] * beta[j]
-                total += law[j]
+                smoothed[j] = here[j] * beta[j]
+                total += smoothed[j]
             # it is one, but for a drift by rounding
             if not (total > 0.99 and total < 1.01):
                 sound[r] = False
                 break
             scale = weight / total
             for j in range(width):
-                law[j] *= scale
+                smoothed[j] *= scale
             if t == 0:
                 break
             inverse = 1 / (norm[now] * total)
@@ -242,34 +243,36 @@ def backward(
             height = sizes[block[before]]
             p = pair[now]
             for i in range(height):
-                row = laws[base[p] + i * stride[p] : base[p] + i * stride[p] + sizes[block[now]]]
+                row = probs[base[p] + i * stride[p] : base[p] + i * stride[p] + sizes[block[now]]]
                 value = row[0] * 0
                 for j in range(width):
                     value += row[j] * sent[j]
                 beta[i] = value
-            if shared:
-                share = shares[block[now], offsets[block[before]] : offsets[block[before] + 1]]
-                for i in range(_u(height)):
-                    beta[i] *= share[i]
+            if two_levels:
+                reached = block_probs[
+                    block[now], offsets[block[before]] : offsets[block[before] + 1]
+                ]
+                for i in range(u64(height)):
+                    beta[i] *= reached[i]
 
 
-@_kernel
+@kernel
 def gradients_of_pairs(
     first, last, schedule, tokens_of, tokens, before, block, sizes, offsets, base, stride, least,
-    alpha, message, shares, laws, moved, changed,
+    alpha, message, block_probs, probs, by_scores, by_block,
 ):  # fmt: skip
-    """Write gradients of the laws of each pair of blocks to ``moved``, which may be ``laws``.
+    """Gradients of each pair of blocks; ``by_scores`` may be ``probs``.
 
-    And those of ``shares`` to ``changed``. With shares, gradients are those by the scores of which
-    the laws are the softmax; without, by the logarithms of the laws.
+    With block probabilities, ``by_scores`` are those by the scores of which ``probs`` are the
+    softmax; without, by the logarithms of ``probs``.
     """
-    shared = shares.shape[0] > 0
+    two_levels = block_probs.shape[0] > 0
     row = np.empty(alpha.shape[1], alpha.dtype)
     for q in range(first, last):
         p = schedule[q]
         one = tokens[tokens_of[p]]
         source, target = block[before[one]], block[one]
-        width, size = _u(sizes[target]), sizes[target]
+        width, size = u64(sizes[target]), sizes[target]
         for i in range(sizes[source]):
             for j in range(width):
                 row[j] = 0
@@ -280,18 +283,18 @@ def gradients_of_pairs(
                 for j in range(width):
                     row[j] += a * sent[j]
             begin = base[p] + i * stride[p]
-            law, out = laws[begin : begin + size], moved[begin : begin + size]
-            if shared:
+            old, out = probs[begin : begin + size], by_scores[begin : begin + size]
+            if two_levels:
                 total = row[0] * 0
                 for j in range(width):
-                    total += row[j] * law[j]
+                    total += row[j] * old[j]
                 state = offsets[source] + i
-                changed[target, state] = total
-                share = shares[target, state]
+                by_block[target, state] = total
+                weight = block_probs[target, state]
                 for j in range(width):
-                    value = share * law[j] * (row[j] - total)
+                    value = weight * old[j] * (row[j] - total)
                     out[j] = value if value > least or value < -least else value * 0
             else:
                 for j in range(width):
-                    value = law[j] * row[j]
+                    value = old[j] * row[j]
                     out[j] = value if value > least or value < -least else value * 0

@@ -1,434 +1,250 @@
-"""The recursions compiled by Numba, for chains on the CPU whose matrices are small.
+"""Compiled scaled messages of dense chains, for few states; and rows of tables.
 
-With few states a step of the recursion costs less than the call of a torch operation, so the
-loop itself is compiled. Numba is optional (extra ``compiled``); without it
-:mod:`pyrohmm.recursions` does the same with torch operations.
-
-Arrays are time-major, ``T`` steps of ``G`` groups of ``n`` sequences with ``K`` states; the
-groups have a transition matrix of their own each, ``(1|T-1, G, K, K)``. A kernel works on the
-sequences ``first`` to ``last`` of the ``G * n``, so that threads can share the work; it releases
-Python's lock. See :mod:`pyrohmm.recursions` for what is computed.
+With few states a step of the recursion costs less than the call of a torch operation, so the loop
+itself is compiled. Arrays are time-major, ``T`` steps of ``G`` groups of ``n`` sequences with ``K``
+states, flattened; the groups have transition matrices ``(1|T-1, G, K, K)``. What is computed is
+said in :class:`pyrohmm.ops.operations.Backend`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from functools import cache
-from typing import Any
-
 import numpy as np
-import torch
-from llvmlite import ir
-from numba import njit, types
-from numba.extending import intrinsic, overload
-from torch import Tensor
 
-_kernel = njit(cache=True, nogil=True, error_model="numpy", fastmath={"contract", "reassoc", "nsz"})
-
-
-# for rounding that is meant; if it were not said, it would be as the caller has it
-_exactly = njit(cache=True, nogil=True, error_model="numpy", fastmath=False)
-LANES = 32  # sequences that go through a matrix side by side, if there are so many
-_u = np.uint64  # offsets without a sign need no test for a negative one, so that loops vectorise
-_0, _1, _2, _3, _4, _LANES = (_u(i) for i in (0, 1, 2, 3, 4, LANES))
-_single = np.float32
-
-
-@cache
-def _pool(num_threads: int) -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(num_threads, thread_name_prefix="pyrohmm")
-
-
-def run(kernel: Callable[..., None], count: int, work: int, *arguments: Any) -> None:
-    """Run ``kernel(first, last, *arguments)`` over ``count`` sequences on torch's threads.
-
-    Args:
-        kernel: One of the kernels below.
-        count: Number of sequences.
-        work: Multiplications a sequence needs; little work is not worth a second thread.
-        *arguments: Tensors on the CPU, passed as arrays that share their memory, or scalars.
-    """
-    if count == 0:
-        return
-    passed = [item.numpy() if isinstance(item, Tensor) else item for item in arguments]
-    threads = min(torch.get_num_threads(), count, 1 + count * work // 100_000)
-    bounds = [count * part // threads for part in range(threads + 1)]
-    tasks = [
-        _pool(threads - 1).submit(kernel, bounds[part], bounds[part + 1], *passed)
-        for part in range(1, threads)
-    ]
-    kernel(bounds[0], bounds[1], *passed)
-    for task in tasks:
-        task.result()
+from ._numba_lanes import LANES as LANES
+from ._numba_lanes import (
+    _0,
+    _1,
+    _2,
+    _3,
+    _4,
+    clear,
+    load,
+    multiply,
+    pack,
+    scale_lanes,
+    store,
+    sum_products,
+    weigh,
+)
+from ._numba_math import exp, kernel, u64
+from ._numba_math import run as run
 
 
-# The exponential, as Numba would call it one number at a time ------------------------------------
+@kernel
+def _accumulate(logs, product, norm):
+    """Multiply a norm into a product, which becomes part of the logarithm before it underflows."""
+    if norm < 1e-100:  # even two of them might underflow
+        logs += np.log(norm)
+    else:
+        product *= norm
+    if product < 1e-200:
+        logs += np.log(product)
+        product = 1.0
+    return logs, product
 
 
-@intrinsic
-def _from_bits(_, bits):
-    real, kind = types.float64, ir.DoubleType()
-    if bits == types.int32:
-        real, kind = types.float32, ir.FloatType()
-    return real(bits), lambda _, builder, __, arguments: builder.bitcast(arguments[0], kind)
-
-
-def _exp(x):  # of x from the log of the smallest normal number to 0
-    raise NotImplementedError
-
-
-@_exactly
-def _exp_single(x):  # 2^n exp(r) with |r| <= log(2) / 2, where seven terms of the series are enough
-    n = np.floor(x * _single(1.4426950408889634) + _single(0.5))
-    r = (x - n * _single(0.693359375)) + n * _single(2.12194440054690583e-4)
-    p = _single(1 / 5040)
-    p = p * r + _single(1 / 720)
-    p = p * r + _single(1 / 120)
-    p = p * r + _single(1 / 24)
-    p = p * r + _single(1 / 6)
-    p = p * r + _single(0.5)
-    p = p * r + _single(1)
-    p = p * r + _single(1)
-    return p * _from_bits(np.int32((np.int32(n) + 127) << 23))
-
-
-@_exactly
-def _exp_double(x):
-    n = np.floor(x * 1.4426950408889634 + 0.5)
-    r = (x - n * 0.693145751953125) - n * 1.4286068203094172e-6
-    p = 1 / 6227020800
-    p = p * r + 1 / 479001600
-    p = p * r + 1 / 39916800
-    p = p * r + 1 / 3628800
-    p = p * r + 1 / 362880
-    p = p * r + 1 / 40320
-    p = p * r + 1 / 5040
-    p = p * r + 1 / 720
-    p = p * r + 1 / 120
-    p = p * r + 1 / 24
-    p = p * r + 1 / 6
-    p = p * r + 0.5
-    p = p * r + 1.0
-    p = p * r + 1.0
-    return p * _from_bits(np.int64((np.int64(n) + 1023) << 52))
-
-
-@overload(_exp)
-def _overload_exp(x):
-    implementation = _exp_single if x == types.float32 else _exp_double
-    return lambda x: implementation(x)
-
-
-# Scaled messages ----------------------------------------------------------------------------------
-#
-# A block holds entry k of sequence i at L k + i: all arithmetic runs along its L = LANES sequences,
-# so that few states are no waste. Where there are few sequences it runs along the states instead.
-# K is rounded up to a multiple of four, with zeros.
-
-
-@_kernel
-def _pack(packed, matrix, transposed):
-    """Write ``matrix`` ``(K, K)``, or its transpose, with zeros around it."""
-    size = matrix.shape[0]
-    height = (size + 3) // 4 * 4
-    for j in range(size):
+@kernel
+def _watch(smallest, faint, scale, slack, arrived, seen, active, width, size, exact, start):
+    """Note each sequence's smallest positive product; clear ``exact`` where mass was lost."""
+    lanes = u64(LANES)
+    for i in range(width):
+        smallest[i] = np.inf
         for k in range(size):
-            packed[j * height + k] = matrix[k, j] if transposed else matrix[j, k]
+            p, q = arrived[k * lanes + u64(i)], seen[k * lanes + u64(i)]
+            if faint[i] and active[i] and p * scale[i] < slack:
+                exact[start + i] = False
+            if p > 0.0 and q > 0.0:
+                smallest[i] = min(smallest[i], p * q)
 
 
-@_kernel
-def _clear(array, i, begin, end, count, size):
-    """Zero the steps from ``begin`` to ``end`` of sequence ``i``."""
-    for t in range(begin, end):
-        offset = _u(t * count + i) * size
-        for k in range(size):
-            array[offset + k] = 0
+@kernel
+def _activate(active, offsets, t, start, width, count, lengths, exact, size):
+    """Which sequences of a tile have a step t, and where its states begin."""
+    for i in range(LANES):
+        active[i] = i < width and t < lengths[start + i] and exact[start + i]
+        offsets[i] = u64(t * count + start + i) * size
 
 
-@_kernel
-def _load(block, lanes, array, offsets, active, size, other):
-    """Copy rows of ``array`` to the sequences of a block; to those not active, ``other``."""
-    for i in range(lanes):
-        if active[i]:
-            offset = offsets[i]
-            for k in range(size):
-                block[k * lanes + i] = array[offset + k]
-        else:
-            for k in range(size):
-                block[k * lanes + i] = other
+@kernel
+def _clear_end(alpha, total, row, begin, most, count, size):
+    """Fill what comes after a sequence, or all of it where it is not exact."""
+    clear(alpha, row, begin, most, count, size)
+    for t in range(begin, most):
+        total[t * count + row] = 1.0
 
 
-@_kernel
-def _store(array, offsets, active, size, block, lanes, factor):
-    """Copy the sequences of a block, each times its factor, to rows of ``array``."""
-    for i in range(lanes):
-        if active[i]:
-            offset, strength = offsets[i], factor[i]
-            for k in range(size):
-                array[offset + k] = block[k * lanes + i] * strength
-
-
-@_kernel
-def _weigh(seen, lanes, size, peak, low):
-    """Replace log-likelihoods by likelihoods over their ``peak``, whose logarithm is kept.
-
-    What is not zero becomes at least the smallest normal number, the exponential of ``low``.
-    """
-    for i in range(lanes):
-        peak[i] = seen[i]
-    for k in range(_1, size):
-        for i in range(lanes):
-            x = seen[k * lanes + i]
-            peak[i] = x if x > peak[i] else peak[i]
-    for i in range(lanes):
-        peak[i] = low - low if peak[i] == -np.inf else peak[i]
-    for k in range(size):
-        for i in range(lanes):
-            x = seen[k * lanes + i] - peak[i]
-            value = _exp(low if x < low else x)
-            seen[k * lanes + i] = value * 0 if x == -np.inf else value
-
-
-@_kernel
-def _multiply(out, block, packed, height):
-    """Write the product of a block of ``LANES`` messages with a matrix."""
-    for i in range(height * _LANES):
-        out[i] = 0
-    for j in range(_0, height, _4):
-        q = j * _LANES
-        for k in range(_0, height, _4):
-            o = k * _LANES
-            m = j * height + k
-            a0, a1, a2, a3 = packed[m], packed[m + _1], packed[m + _2], packed[m + _3]
-            m += height
-            b0, b1, b2, b3 = packed[m], packed[m + _1], packed[m + _2], packed[m + _3]
-            m += height
-            c0, c1, c2, c3 = packed[m], packed[m + _1], packed[m + _2], packed[m + _3]
-            m += height
-            d0, d1, d2, d3 = packed[m], packed[m + _1], packed[m + _2], packed[m + _3]
-            for i in range(_LANES):
-                a, b = block[q + i], block[q + _LANES + i]
-                c, d = block[q + _2 * _LANES + i], block[q + _3 * _LANES + i]
-                out[o + i] += a * a0 + b * b0 + c * c0 + d * d0
-                out[o + _LANES + i] += a * a1 + b * b1 + c * c1 + d * d1
-                out[o + _2 * _LANES + i] += a * a2 + b * b2 + c * c2 + d * d2
-                out[o + _3 * _LANES + i] += a * a3 + b * b3 + c * c3 + d * d3
-
-
-@_kernel
-def _sum_products(norm, product, first, second, lanes, size):
-    """Write the product of two blocks, and its sum for each sequence."""
-    for i in range(lanes):
-        norm[i] = 0
-    for k in range(size):
-        for i in range(lanes):
-            value = first[k * lanes + i] * second[k * lanes + i]
-            product[k * lanes + i] = value
-            norm[i] += value
-
-
-@_kernel
-def _scale(block, factor, lanes, size):
-    """Multiply each sequence of a block by its factor."""
-    for k in range(size):
-        for i in range(lanes):
-            block[k * lanes + i] *= factor[i]
-
-
-@_kernel
-def forward_blocks(  # documented in _messages.forward
+@kernel
+def forward_lanes(
     first, last, initial, transition, likelihood, lengths, least, floor, tiny, slack,
     alpha, total, evidence, exact,
 ):  # fmt: skip
-    steps, groups, num_states, _ = transition.shape
-    count = lengths.shape[0]
-    per = count // groups
-    most = total.shape[0] // count
-    size, height = _u(num_states), _u((num_states + 3) // 4 * 4)
-    block = LANES
-    norm = np.zeros(block, alpha.dtype)
-    lanes = _u(block)
+    """Forward pass of many sequences at a time."""
+    num_states = transition.shape[2]
+    count, groups = lengths.shape[0], transition.shape[1]
+    per, most = count // groups, total.shape[0] // count
+    size, height = u64(num_states), u64((num_states + 3) // 4 * 4)
+    norm = np.zeros(LANES, alpha.dtype)
+    lanes = u64(LANES)
     packed = np.zeros(height * height, alpha.dtype)
-    mass = np.zeros(height * lanes, alpha.dtype)
-    arrived = np.zeros(height * lanes, alpha.dtype)
+    mass, arrived = np.zeros(height * lanes, alpha.dtype), np.zeros(height * lanes, alpha.dtype)
     seen = np.zeros(height * lanes, alpha.dtype)
     zero, one, low = alpha.dtype.type(0), alpha.dtype.type(1), alpha.dtype.type(floor)
-    peak = np.zeros(block, alpha.dtype)
-    ones = np.ones(block, alpha.dtype)
-    smallest = np.zeros(block, alpha.dtype)  # product of a step
-    faint = np.zeros(block, np.bool_)  # whether the step before may have lost something
-    scale = np.zeros(block, alpha.dtype)
-    product = np.zeros(block)  # of the norms of several steps
-    offsets, active = np.zeros(block, np.uint64), np.zeros(block, np.bool_)
+    peak, ones = np.zeros(LANES, alpha.dtype), np.ones(LANES, alpha.dtype)
+    smallest = np.zeros(LANES, alpha.dtype)  # product of a step
+    faint = np.zeros(LANES, np.bool_)  # whether the step before may have lost something
+    scale = np.zeros(LANES, alpha.dtype)
+    product = np.zeros(LANES)  # of the norms of several steps
+    offsets, active = np.zeros(LANES, np.uint64), np.zeros(LANES, np.bool_)
     current = -1  # which matrix is packed
     start = first
     while start < last:
         g = start // per
-        width = min(block, last - start, (g + 1) * per - start)
-        longest = 0
+        width = min(LANES, last - start, (g + 1) * per - start)
         mass[:] = 0.0
-        for i in range(width):
-            longest = max(longest, lengths[start + i])
-            evidence[start + i] = 0.0
-            product[i] = 1.0
-            faint[i] = least < tiny
-            scale[i] = 1.0
-        for t in range(longest):
-            for i in range(block):
-                active[i] = i < width and t < lengths[start + i] and exact[start + i]
-                offsets[i] = _u((t * count if t > 0 else 0) + start + i) * size
+        evidence[start : start + width] = 0.0
+        product[:], scale[:], faint[:] = 1.0, 1.0, least < tiny
+        for t in range(lengths[start : start + width].max()):
+            _activate(active, offsets, t, start, width, count, lengths, exact, size)
             if t == 0:
-                _load(arrived, lanes, initial, offsets, active, size, zero)
+                load(arrived, lanes, initial, offsets, active, size, zero)
             else:
-                wanted = g if steps == 1 else (t - 1) * groups + g
-                if wanted != current:
-                    _pack(packed, transition[0 if steps == 1 else t - 1, g], False)
-                    current = wanted
-                _multiply(arrived, mass, packed, height)
-            _load(seen, lanes, likelihood, offsets, active, size, zero)
-            _weigh(seen, lanes, size, peak, low)
+                current = pack(packed, transition, t - 1, g, current, False)
+                multiply(arrived, mass, packed, height)
+            load(seen, lanes, likelihood, offsets, active, size, zero)
+            weigh(seen, lanes, size, peak, low)
             if least >= 0.0:
-                for i in range(width):
-                    smallest[i] = np.inf
-                    for k in range(size):
-                        p, q = arrived[k * lanes + _u(i)], seen[k * lanes + _u(i)]
-                        if faint[i] and active[i] and p * scale[i] < slack:
-                            exact[start + i] = False
-                        if p > 0.0 and q > 0.0:
-                            smallest[i] = min(smallest[i], p * q)
-            _sum_products(norm, mass, arrived, seen, lanes, size)
+                _watch(
+                    smallest, faint, scale, slack, arrived, seen, active, width, size, exact, start
+                )
+            sum_products(norm, mass, arrived, seen, lanes, size)
             for i in range(width):
                 if not active[i]:
                     norm[i] = 1.0
                     continue
-                total[t * count + start + i] = norm[i]
+                row = start + i
+                total[t * count + row] = norm[i]
                 if not (norm[i] >= slack and norm[i] < np.inf):
-                    exact[start + i] = False
+                    exact[row] = False
                     norm[i] = np.inf  # so that its messages become zero
                     continue
                 faint[i] = smallest[i] <= tiny or smallest[i] / norm[i] * least < tiny
                 scale[i] = norm[i]
-                evidence[start + i] += peak[i]
-                if norm[i] < 1e-100:  # even two of them might underflow
-                    evidence[start + i] += np.log(norm[i])
-                else:
-                    product[i] *= norm[i]
-                if product[i] < 1e-200:
-                    evidence[start + i] += np.log(product[i])
-                    product[i] = 1.0
+                logs = evidence[row] + peak[i]
+                evidence[row], product[i] = _accumulate(logs, product[i], norm[i])
             for i in range(lanes):
                 norm[i] = one / norm[i]
-            _scale(mass, norm, lanes, size)
-            _store(alpha, offsets, active, size, mass, lanes, ones)
+            scale_lanes(mass, norm, lanes, size)
+            store(alpha, offsets, active, size, mass, lanes, ones)
         for i in range(width):
             row = start + i
             evidence[row] += np.log(product[i])
-            begin = lengths[row] if exact[row] else 0
-            _clear(alpha, row, begin, most, count, size)
-            for t in range(begin, most):
-                total[t * count + row] = 1.0
+            _clear_end(alpha, total, row, lengths[row] if exact[row] else 0, most, count, size)
         start += width
 
 
-@_kernel
-def backward_blocks(  # documented in _messages.backward
+@kernel
+def backward_lanes(
     first, last, transition, likelihood, lengths, factor, floor, alpha, total, exact,
     gamma, message,
 ):  # fmt: skip
-    steps, groups, num_states, _ = transition.shape
-    count = lengths.shape[0]
-    per = count // groups
-    most = total.shape[0] // count
-    size, height = _u(num_states), _u((num_states + 3) // 4 * 4)
-    block = LANES
-    norm = np.zeros(block, alpha.dtype)
-    lanes = _u(block)
+    """Backward pass of many sequences at a time."""
+    num_states = transition.shape[2]
+    count, groups = lengths.shape[0], transition.shape[1]
+    per, most = count // groups, total.shape[0] // count
+    size, height = u64(num_states), u64((num_states + 3) // 4 * 4)
+    norm = np.zeros(LANES, alpha.dtype)
+    lanes = u64(LANES)
     packed = np.zeros(height * height, alpha.dtype)
-    beta = np.zeros(height * lanes, alpha.dtype)
-    later = np.zeros(height * lanes, alpha.dtype)
-    here = np.zeros(height * lanes, alpha.dtype)
-    law = np.zeros(height * lanes, alpha.dtype)
+    beta, later = np.zeros(height * lanes, alpha.dtype), np.zeros(height * lanes, alpha.dtype)
+    here, probs = np.zeros(height * lanes, alpha.dtype), np.zeros(height * lanes, alpha.dtype)
     zero, one, low = alpha.dtype.type(0), alpha.dtype.type(1), alpha.dtype.type(floor)
-    peak = np.zeros(block, alpha.dtype)
-    weight = np.zeros(block, alpha.dtype)
-    offsets, active = np.zeros(block, np.uint64), np.zeros(block, np.bool_)
+    peak, weight = np.zeros(LANES, alpha.dtype), np.zeros(LANES, alpha.dtype)
+    offsets, active = np.zeros(LANES, np.uint64), np.zeros(LANES, np.bool_)
     current = -1
     start = first
     while start < last:
         g = start // per
-        width = min(block, last - start, (g + 1) * per - start)
-        longest = 0
+        width = min(LANES, last - start, (g + 1) * per - start)
         later[:] = 0.0
-        for i in range(width):
-            longest = max(longest, lengths[start + i])
-            weight[i] = factor[start + i]
+        weight[:width] = factor[start : start + width]
+        longest = lengths[start : start + width].max()
         for t in range(longest - 1, -1, -1):
-            for i in range(block):
-                active[i] = i < width and t < lengths[start + i] and exact[start + i]
-                offsets[i] = _u(t * count + start + i) * size
+            _activate(active, offsets, t, start, width, count, lengths, exact, size)
             if t < longest - 1:
-                wanted = g if steps == 1 else t * groups + g
-                if wanted != current:
-                    _pack(packed, transition[0 if steps == 1 else t, g], True)
-                    current = wanted
-                _multiply(beta, later, packed, height)
+                current = pack(packed, transition, t, g, current, True)
+                multiply(beta, later, packed, height)
             for i in range(width):
                 if t == lengths[start + i] - 1:
                     for k in range(size):
-                        beta[k * lanes + _u(i)] = 1.0
-            _load(here, lanes, alpha, offsets, active, size, zero)
-            _sum_products(norm, law, here, beta, lanes, size)
+                        beta[k * lanes + u64(i)] = 1.0
+            load(here, lanes, alpha, offsets, active, size, zero)
+            sum_products(norm, probs, here, beta, lanes, size)
             for i in range(width):
                 if active[i] and not abs(norm[i] - one) < 1e-2:
                     exact[start + i] = False
                 norm[i] = one / norm[i] if active[i] and exact[start + i] else zero
-            _load(later, lanes, likelihood, offsets, active, size, zero)
-            _weigh(later, lanes, size, peak, low)
+            load(later, lanes, likelihood, offsets, active, size, zero)
+            weigh(later, lanes, size, peak, low)
             for i in range(width):
                 peak[i] = norm[i] / total[t * count + start + i] if active[i] else zero
-            _scale(law, norm, lanes, size)
-            _scale(beta, peak, lanes, size)
+            scale_lanes(probs, norm, lanes, size)
+            scale_lanes(beta, peak, lanes, size)
             for k in range(size * lanes):
                 later[k] = later[k] * beta[k] if here[k] > zero else zero
-            _store(gamma, offsets, active, size, law, lanes, weight)
-            _store(message, offsets, active, size, later, lanes, weight)
-        for i in range(width):
-            row = start + i
+            store(gamma, offsets, active, size, probs, lanes, weight)
+            store(message, offsets, active, size, later, lanes, weight)
+        for row in range(start, start + width):
             begin = lengths[row] if exact[row] else 0
-            _clear(gamma, row, begin, most, count, size)
-            _clear(message, row, begin, most, count, size)
+            clear(gamma, row, begin, most, count, size)
+            clear(message, row, begin, most, count, size)
         start += width
 
 
-@_kernel
-def forward_rows(  # the same, for few sequences, one after the other
+@kernel
+def _peak_of_row(likelihood, offset, size, zero):
+    """Largest log-likelihood of one step of one sequence; zero where all are -inf."""
+    peak = likelihood[offset]
+    for k in range(_1, size):
+        x = likelihood[offset + k]
+        peak = x if x > peak else peak
+    return zero if peak == -np.inf else peak
+
+
+@kernel
+def _weigh_row(seen, likelihood, offset, size, low):
+    """As :func:`weigh`, for one step of one sequence; returns the peak."""
+    peak = _peak_of_row(likelihood, offset, size, low - low)
+    for k in range(size):
+        x = likelihood[offset + k] - peak
+        value = exp(low if x < low else x)
+        seen[k] = value * 0 if x == -np.inf else value
+    return peak
+
+
+@kernel
+def forward_rows(
     first, last, initial, transition, likelihood, lengths, least, floor, tiny, slack,
     alpha, total, evidence, exact,
 ):  # fmt: skip
-    steps, groups, num_states, _ = transition.shape
-    count = lengths.shape[0]
-    per = count // groups
-    most = total.shape[0] // count
-    size, height = _u(num_states), _u((num_states + 3) // 4 * 4)
+    """Forward pass of few sequences, one after the other."""
+    num_states = transition.shape[2]
+    count, groups = lengths.shape[0], transition.shape[1]
+    per, most = count // groups, total.shape[0] // count
+    size, height = u64(num_states), u64((num_states + 3) // 4 * 4)
     packed = np.zeros(height * height, alpha.dtype)
     mass, arrived = np.zeros(height, alpha.dtype), np.zeros(height, alpha.dtype)
     seen = np.zeros(height, alpha.dtype)
     zero, one, low = alpha.dtype.type(0), alpha.dtype.type(1), alpha.dtype.type(floor)
     current = -1  # which matrix is packed
     for row in range(first, last):
-        g = row // per
         product, logs = 1.0, 0.0  # of the norms of several steps
         faint, scale, smallest = least < tiny, one, zero
         for t in range(lengths[row]):
             if t == 0:
                 for k in range(size):
-                    arrived[k] = initial[_u(row) * size + k]
+                    arrived[k] = initial[u64(row) * size + k]
             else:
-                wanted = g if steps == 1 else (t - 1) * groups + g
-                if wanted != current:
-                    _pack(packed, transition[0 if steps == 1 else t - 1, g], False)
-                    current = wanted
+                current = pack(packed, transition, t - 1, row // per, current, False)
                 for k in range(height):
                     arrived[k] = 0
                 for j in range(_0, height, _4):
@@ -441,17 +257,8 @@ def forward_rows(  # the same, for few sequences, one after the other
                             + c * packed[m + _2 * height + k]
                             + d * packed[m + _3 * height + k]
                         )
-            offset = _u(t * count + row) * size
-            peak = likelihood[offset]
-            for k in range(_1, size):
-                x = likelihood[offset + k]
-                peak = x if x > peak else peak
-            if peak == -np.inf:
-                peak = zero
-            for k in range(size):
-                x = likelihood[offset + k] - peak
-                value = _exp(low if x < low else x)
-                seen[k] = zero if x == -np.inf else value
+            offset = u64(t * count + row) * size
+            peak = _weigh_row(seen, likelihood, offset, size, low)
             if least >= 0.0:
                 smallest = seen[0] * 0 + alpha.dtype.type(np.inf)
                 for k in range(size):
@@ -469,51 +276,37 @@ def forward_rows(  # the same, for few sequences, one after the other
             if not exact[row]:
                 break
             faint, scale = smallest <= tiny or smallest / norm * least < tiny, norm
-            logs += peak
-            if norm < 1e-100:
-                logs += np.log(norm)
-            else:
-                product *= norm
-            if product < 1e-200:
-                logs += np.log(product)
-                product = 1.0
+            logs, product = _accumulate(logs + peak, product, norm)
             inverse = one / norm
             for k in range(size):
                 mass[k] *= inverse
                 alpha[offset + k] = mass[k]
         evidence[row] = logs + np.log(product)
-        begin = lengths[row] if exact[row] else 0
-        _clear(alpha, row, begin, most, count, size)
-        for t in range(begin, most):
-            total[t * count + row] = 1.0
+        _clear_end(alpha, total, row, lengths[row] if exact[row] else 0, most, count, size)
 
 
-@_kernel
+@kernel
 def backward_rows(
     first, last, transition, likelihood, lengths, factor, floor, alpha, total, exact,
     gamma, message,
 ):  # fmt: skip
-    steps, groups, num_states, _ = transition.shape
-    count = lengths.shape[0]
-    per = count // groups
-    most = total.shape[0] // count
-    size, height = _u(num_states), _u((num_states + 3) // 4 * 4)
+    """Backward pass of few sequences, one after the other."""
+    num_states = transition.shape[2]
+    count, groups = lengths.shape[0], transition.shape[1]
+    per, most = count // groups, total.shape[0] // count
+    size, height = u64(num_states), u64((num_states + 3) // 4 * 4)
     packed = np.zeros(height * height, alpha.dtype)
     beta, later = np.zeros(height, alpha.dtype), np.zeros(height, alpha.dtype)
     zero, one, low = alpha.dtype.type(0), alpha.dtype.type(1), alpha.dtype.type(floor)
     current = -1
     for row in range(first, last):
-        g = row // per
         weight = factor[row]
         for t in range(lengths[row] - 1 if exact[row] else -1, -1, -1):
             if t == lengths[row] - 1:
                 for k in range(size):
                     beta[k] = 1
             else:
-                wanted = g if steps == 1 else t * groups + g
-                if wanted != current:
-                    _pack(packed, transition[0 if steps == 1 else t, g], True)
-                    current = wanted
+                current = pack(packed, transition, t, row // per, current, True)
                 for k in range(height):
                     beta[k] = 0
                 for j in range(_0, height, _4):
@@ -526,264 +319,31 @@ def backward_rows(
                             + c * packed[m + _2 * height + k]
                             + d * packed[m + _3 * height + k]
                         )
-            offset = _u(t * count + row) * size
+            offset = u64(t * count + row) * size
             norm = zero
             for k in range(size):
                 norm += alpha[offset + k] * beta[k]
             if not abs(norm - one) < 1e-2:
                 exact[row] = False
                 break
+            peak = _peak_of_row(likelihood, offset, size, zero)
             inverse = one / norm
             strength = inverse * weight
-            peak = likelihood[offset]
-            for k in range(_1, size):
-                x = likelihood[offset + k]
-                peak = x if x > peak else peak
-            if peak == -np.inf:
-                peak = zero
             inverse /= total[t * count + row]
             for k in range(size):
                 x = likelihood[offset + k] - peak
-                value = _exp(low if x < low else x)
+                value = exp(low if x < low else x)
                 here = alpha[offset + k]
                 gamma[offset + k] = here * beta[k] * strength
                 value = value * (beta[k] * inverse)
                 later[k] = value if here > zero and x > -np.inf else zero
                 message[offset + k] = later[k] * weight
         begin = lengths[row] if exact[row] else 0
-        _clear(gamma, row, begin, most, count, size)
-        _clear(message, row, begin, most, count, size)
+        clear(gamma, row, begin, most, count, size)
+        clear(message, row, begin, most, count, size)
 
 
-def in_blocks(per: int) -> bool:
-    """Whether groups of ``per`` sequences that share a matrix are many enough for blocks."""
-    return per >= LANES // 2
-
-
-def passes(per: int) -> tuple[Callable[..., None], Callable[..., None]]:
-    """Forward and backward, for groups of ``per`` sequences that share a matrix."""
-    if in_blocks(per):
-        return forward_blocks, backward_blocks
-    return forward_rows, backward_rows
-
-
-# Log space, decoding, sampling -------------------------------------------------------------------
-
-
-@_kernel
-def log_space(  # documented in _messages.in_log_space
-    first, last, initial, transition, transposed, likelihood, lengths, smooth,
-    messages, evidence, gamma, moves,
-):  # fmt: skip
-    num_states = likelihood.shape[3]
-    size = likelihood.shape[2]
-    steps = transition.shape[0]
-    scores = np.empty(num_states)
-    beta = np.empty(num_states)
-    later = np.empty(num_states)
-    for i in range(first, last):
-        g = i // size
-        b = i % size
-        end = lengths[g, b] - 1
-        for k in range(num_states):
-            messages[0, g, b, k] = initial[g, b, k] + likelihood[0, g, b, k]
-        for t in range(1, end + 1):
-            matrix = transposed[0 if steps == 1 else t - 1, g]
-            for k in range(num_states):
-                for j in range(num_states):
-                    scores[j] = messages[t - 1, g, b, j] + matrix[k, j]
-                messages[t, g, b, k] = _logsumexp(scores) + likelihood[t, g, b, k]
-        whole = _logsumexp(messages[end, g, b])
-        evidence[g, b] = whole
-        if not smooth or not (whole > -np.inf and whole < np.inf):
-            if not whole < np.inf:  # NaN or inf: no law, and it must not look like one
-                gamma[:, g, b] = np.nan
-                moves[:, i] = np.nan
-            continue
-        beta[:] = 0.0
-        for t in range(end, -1, -1):
-            if t < end:
-                matrix = transition[0 if steps == 1 else t, g]
-                for k in range(num_states):
-                    later[k] = likelihood[t + 1, g, b, k] + beta[k]
-                for j in range(num_states):
-                    for k in range(num_states):
-                        scores[k] = matrix[j, k] + later[k]
-                        flow = messages[t, g, b, j] + scores[k] - whole
-                        if flow > -745.0:
-                            moves[0 if steps == 1 else t, i, j, k] += np.exp(flow)
-                    beta[j] = _logsumexp(scores)
-            for k in range(num_states):
-                gamma[t, g, b, k] = np.exp(messages[t, g, b, k] + beta[k] - whole)
-
-
-@_exactly
-def _logsumexp(scores):
-    peak = scores[0]
-    for k in range(1, scores.shape[0]):
-        if not scores[k] <= peak:  # NaN wins
-            peak = scores[k]
-    if not (peak > -np.inf and peak < np.inf):
-        return peak
-    total = 0.0
-    for k in range(scores.shape[0]):
-        total += np.exp(scores[k] - peak)
-    return peak + np.log(total)
-
-
-@_kernel
-def score_blocks(first, last, initial, transition, likelihood, lengths, delta):
-    """Write the score of the best path to each state and step, up to a constant, to ``delta``."""
-    steps, groups, num_states, _ = transition.shape
-    count = lengths.shape[0]
-    per = count // groups
-    size, height, lanes = _u(num_states), _u((num_states + 3) // 4 * 4), _u(LANES)
-    packed = np.full(height * height, -np.inf, delta.dtype)
-    score = np.full(height * lanes, -np.inf, delta.dtype)
-    reached = np.full(height * lanes, -np.inf, delta.dtype)
-    seen = np.zeros(height * lanes, delta.dtype)
-    peak, ones = np.zeros(LANES, delta.dtype), np.ones(LANES, delta.dtype)
-    zero = delta.dtype.type(0)
-    offsets, active = np.zeros(LANES, np.uint64), np.zeros(LANES, np.bool_)
-    current = -1
-    start = first
-    while start < last:
-        g = start // per
-        width = min(LANES, last - start, (g + 1) * per - start)
-        longest = 0
-        for i in range(width):
-            longest = max(longest, lengths[start + i])
-        for t in range(longest):
-            for i in range(LANES):
-                active[i] = i < width and t < lengths[start + i]
-                offsets[i] = _u((t * count if t > 0 else 0) + start + i) * size
-            if t == 0:
-                _load(reached, lanes, initial, offsets, active, size, zero)
-            else:
-                wanted = g if steps == 1 else (t - 1) * groups + g
-                if wanted != current:
-                    _pack(packed, transition[0 if steps == 1 else t - 1, g], False)
-                    current = wanted
-                _reach(reached, score, packed, height)
-            _load(seen, lanes, likelihood, offsets, active, size, zero)
-            for i in range(lanes):
-                peak[i] = -np.inf
-            for k in range(size):
-                for i in range(lanes):
-                    x = reached[k * lanes + i] + seen[k * lanes + i]
-                    score[k * lanes + i] = x
-                    peak[i] = x if x > peak[i] else peak[i]
-            for i in range(lanes):
-                peak[i] = peak[i] if peak[i] > -np.inf else zero
-            for k in range(size):
-                for i in range(lanes):
-                    score[k * lanes + i] -= peak[i]
-            _store(delta, offsets, active, size, score, lanes, ones)
-        start += width
-
-
-@_kernel
-def _reach(out, block, packed, height):
-    """As :func:`_multiply`, with sums for products and the largest for the sum."""
-    for i in range(height * _LANES):
-        out[i] = -np.inf
-    for j in range(height):
-        q = j * _LANES
-        for k in range(_0, height, _4):
-            o = k * _LANES
-            m = j * height + k
-            a0, a1, a2, a3 = packed[m], packed[m + _1], packed[m + _2], packed[m + _3]
-            for i in range(_LANES):
-                x = block[q + i]
-                y, z = x + a0, out[o + i]
-                out[o + i] = y if y > z else z
-                y, z = x + a1, out[o + _LANES + i]
-                out[o + _LANES + i] = y if y > z else z
-                y, z = x + a2, out[o + _2 * _LANES + i]
-                out[o + _2 * _LANES + i] = y if y > z else z
-                y, z = x + a3, out[o + _3 * _LANES + i]
-                out[o + _3 * _LANES + i] = y if y > z else z
-
-
-@_kernel
-def viterbi(first, last, initial, transition, transposed, likelihood, lengths, scored, delta, best):
-    num_states = likelihood.shape[3]
-    size = likelihood.shape[2]
-    steps = transition.shape[0]
-    for i in range(first, last):
-        g = i // size
-        b = i % size
-        end = lengths[g, b] - 1
-        for t in range(0 if scored else end + 1):
-            row = delta[t, g, b]
-            if t == 0:
-                row[:] = initial[g, b]
-            else:
-                matrix = transition[0 if steps == 1 else t - 1, g]
-                row[:] = -np.inf
-                for j in range(num_states):
-                    score = delta[t - 1, g, b, j]
-                    origin = matrix[j]
-                    for k in range(num_states):
-                        reached = score + origin[k]
-                        row[k] = reached if reached > row[k] else row[k]
-            for k in range(num_states):
-                row[k] += likelihood[t, g, b, k]
-            peak = row[0]
-            for k in range(1, num_states):
-                peak = row[k] if row[k] > peak else peak
-            if peak > -np.inf:
-                for k in range(num_states):
-                    row[k] -= peak
-        state = 0
-        for t in range(end, -1, -1):
-            row = delta[t, g, b]
-            after = transposed[0 if steps == 1 else t, g, state] if t < end else row
-            top = row[0] + after[0] if t < end else row[0]
-            choice = 0
-            for k in range(1, num_states):
-                score = row[k] + after[k] if t < end else row[k]
-                if score > top:
-                    top = score
-                    choice = k
-            state = choice
-            best[t, g, b] = state
-
-
-@_kernel
-def sample_states(first, last, messages, transposed, lengths, uniform, states):
-    num_states = messages.shape[3]
-    size = messages.shape[2]
-    steps = transposed.shape[0]
-    mass = np.empty(num_states, messages.dtype)
-    for i in range(first, last):
-        g = i // size
-        b = i % size
-        end = lengths[g, b] - 1
-        for s in range(states.shape[0]):
-            state = 0
-            for t in range(end, -1, -1):
-                row = messages[t, g, b]
-                after = transposed[0 if steps == 1 else t, g, state] if t < end else row
-                for k in range(num_states):
-                    mass[k] = row[k] + after[k] if t < end else row[k]
-                peak = mass[0]
-                for k in range(1, num_states):
-                    peak = mass[k] if mass[k] > peak else peak
-                if not peak > -np.inf:  # an impossible sequence has no law: any path will do
-                    mass[:] = 0.0
-                    peak = mass[0]
-                total = uniform[s, t, g, b] * 0.0
-                for k in range(num_states):
-                    total += np.exp(mass[k] - peak)
-                    mass[k] = total
-                state = 0
-                while state < num_states - 1 and not mass[state] > uniform[s, t, g, b] * total:
-                    state += 1
-                states[s, t, g, b] = state
-
-
-@_kernel
+@kernel
 def take_rows(first, last, table, rows, out):
     """Write ``table[rows]`` to ``out``, for rows ``first`` to ``last``."""
     for i in range(first, last):
@@ -792,7 +352,7 @@ def take_rows(first, last, table, rows, out):
             out[i, k] = row[k]
 
 
-@_kernel
+@kernel
 def add_rows(first, last, rows, values, out):
     """Add ``values[i]`` to ``out[rows[i]]``, where that lies between ``first`` and ``last``."""
     for i in range(rows.shape[0]):

@@ -1,22 +1,22 @@
-"""The loops of Brown's clusters, compiled by Numba.
+"""Compiled loops of Brown clustering: :mod:`pyrohmm.ops.numpy_clusters` does the same by numpy.
 
-Documented in :mod:`pyrohmm._brown`, which does the same by numpy. Tables are those of a
-``Window``; ``table`` lists f(n) = n log n, rounded to ``steps`` in a nat; beyond it f is computed.
+Tables are those of ``Tables``; ``table`` lists f(n) = n log n, rounded to ``steps`` in a nat;
+beyond it f is computed.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from ._numba_chain import _kernel
+from ._numba_math import kernel
 
 
-@_kernel
+@kernel
 def _f(table, steps, n):
     return table[n] if n < table.size else np.rint(n * np.log(n) * steps) / steps
 
 
-@_kernel
+@kernel
 def _shared(table, steps, m, n):
     """What two cells share: f(m + n) - f(m) - f(n)."""
     if m == 0 or n == 0:
@@ -24,20 +24,21 @@ def _shared(table, steps, m, n):
     return _f(table, steps, m + n) - _f(table, steps, m) - _f(table, steps, n)
 
 
-@_kernel
+@kernel
 def _where(cells, without, other):
-    """Which ``cells`` are not zero, but for two."""
-    found = np.empty(cells.size, np.int64)
+    """Where ``cells`` are not zero, except at two."""
+    places = np.empty(cells.size, np.int64)
     count = 0
     for x in range(cells.size):
         if cells[x] > 0 and x != without and x != other:
-            found[count] = x
+            places[count] = x
             count += 1
-    return found[:count]
+    return places[:count]
 
 
-@_kernel
+@kernel
 def enter_cluster(counts, marginals, shared, loss, rank, least, stale, table, steps, slot):
+    """Update the tables for a new cluster whose counts stand in ``slot``."""
     size = rank.size
     total, own = np.zeros(size), np.zeros(size)
     for way in range(2):
@@ -69,7 +70,7 @@ def enter_cluster(counts, marginals, shared, loss, rank, least, stale, table, st
     _price(counts, marginals, shared, loss, rank, least, stale, table, steps, slot, total)
 
 
-@_kernel
+@kernel
 def _share_cells(total, row, more, contexts, table, steps, keep, gone):
     """Add what each row shares with ``row``, at cells where there is ``more`` of it.
 
@@ -90,10 +91,11 @@ def _share_cells(total, row, more, contexts, table, steps, keep, gone):
                 total[y] += _f(table, steps, m + cells[y]) - _f(table, steps, n + cells[y]) - rise
 
 
-@_kernel
+@kernel
 def merge_clusters(
     counts, marginals, shared, loss, rank, least, stale, table, steps, keep, gone
 ):  # fmt: skip
+    """Merge cluster ``gone`` into ``keep``."""
     size = rank.size
     total = shared[keep].copy()
     for way in range(2):
@@ -141,8 +143,9 @@ def merge_clusters(
     _price(counts, marginals, shared, loss, rank, least, stale, table, steps, keep, total)
 
 
-@_kernel
+@kernel
 def _price(counts, marginals, shared, loss, rank, least, stale, table, steps, slot, total):
+    """Write what a cluster shares with each, and what their merges would lose."""
     own = counts[0, slot, slot]
     for y in range(rank.size):
         shared[slot, y] = shared[y, slot] = total[y]
@@ -160,7 +163,7 @@ def _price(counts, marginals, shared, loss, rank, least, stale, table, steps, sl
         _write(loss, rank, least, stale, slot, y, value)
 
 
-@_kernel
+@kernel
 def _write(loss, rank, least, stale, x, y, value):
     """Write an entry and its mirror image.
 
@@ -176,8 +179,9 @@ def _write(loss, rank, least, stale, x, y, value):
         stale[row] = True
 
 
-@_kernel
+@kernel
 def best_merge(loss, rank, least, stale, tie):
+    """The two clusters whose merge loses least, that with the more frequent word first."""
     size = rank.size
     for x in range(size):
         if stale[x]:
@@ -199,15 +203,16 @@ def best_merge(loss, rank, least, stale, tie):
     return keep, gone
 
 
-@_kernel
+@kernel
 def sweep_clusters(
     labels, counts, marginals, sizes, starts, others, numbers, table, steps, tie
 ):  # fmt: skip
+    """Give each word in turn its best cluster; the number of those that changed."""
     size = sizes.size
     beside = np.zeros((2, size), np.int64)
     totals = np.zeros(2, np.int64)
     gain = np.zeros(size)
-    moved = 0
+    changed = 0
     for word in range(labels.size):
         old = labels[word]
         if sizes[old] == 1:
@@ -251,11 +256,11 @@ def sweep_clusters(
         labels[word] = new
         sizes[old] -= 1
         sizes[new] += 1
-        moved += new != old
-    return moved
+        changed += new != old
+    return changed
 
 
-@_kernel
+@kernel
 def _shift(counts, marginals, label, beside, totals, own, sign):
     """Add a word to a cluster, or take it out."""
     for way in range(2):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,8 +12,6 @@ from torch import Tensor
 from .._precision import differentiable_gradient, in_full_precision
 from .block_plan import bounds
 from .blocks import Blocks
-
-# Emission -----------------------------------------------------------------------------------------
 
 
 def log_emission(emit: Tensor, words: Tensor, bias: Tensor, blocks: Blocks) -> Tensor:
@@ -52,15 +51,15 @@ def normalised(logits: Tensor, blocks: Blocks) -> Tensor:
     peak = peak.scatter_reduce(0, place, logits.detach().flatten(), "amax")
     shifted = (logits.flatten() - peak[place]).exp()
     total = peak + torch.zeros_like(peak).index_add(0, place, shifted).log()
-    found = logits - total.index_select(0, place).view_as(logits)
-    return found.masked_fill(rows < 0, -torch.inf)
+    logs = logits - total.index_select(0, place).view_as(logits)
+    return logs.masked_fill(rows < 0, -torch.inf)
 
 
 class _LogEmission(torch.autograd.Function):
     """:func:`log_emission` for disjoint blocks, one product for each."""
 
     @staticmethod
-    def forward(ctx, emit, words, bias, blocks):
+    def forward(ctx: Any, emit: Tensor, words: Tensor, bias: Tensor, blocks: Blocks) -> Tensor:
         order = blocks.symbol_block.argsort(stable=True).to(emit.device)
         vectors, biases = words[order], bias[order]
         table = emit.new_full((len(words), blocks.width), -torch.inf)
@@ -74,7 +73,7 @@ class _LogEmission(torch.autograd.Function):
 
     @staticmethod
     @in_full_precision
-    def backward(ctx, weights):
+    def backward(ctx: Any, weights: Tensor) -> tuple[Tensor | None, ...]:
         emit, words, bias, table, order, place = ctx.saved_tensors
         if torch.is_grad_enabled():
             plain = partial(_plain_log_emission, blocks=ctx.blocks)

@@ -1,4 +1,4 @@
-"""Which blocks of states follow each other in some sequences, and where their laws are kept."""
+"""Which blocks of states follow each other in a batch, and where their probabilities are kept."""
 
 from __future__ import annotations
 
@@ -8,14 +8,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .masks import exists
+
 
 class Plan(NamedTuple):
-    """Which blocks follow each other in some sequences, and where everything is kept.
+    """Which blocks follow each other in a batch, and where everything is kept.
 
-    Sequences stand in the order of their lengths, longest first; a token is one step of one of
-    them, numbered step by step. Pairs of blocks that occur next to each other are sorted by their
-    first block. Their laws are in one array: rows of ``stride`` numbers, the states of a source
-    block, with the states of all its targets side by side.
+    Sequences are in the order of their lengths, longest first; a token is one step of one of them,
+    numbered step by step. Pairs of blocks that occur next to each other are sorted by their first
+    block. Their transition probabilities are in one array: a row for each state of a source block,
+    ``stride`` numbers long, with the states of all its targets one after the other.
 
     Attributes:
         order: ``(N,)``, which sequence is at each place.
@@ -26,12 +28,12 @@ class Plan(NamedTuple):
         block: ``(M,)``, block of each token.
         pair: ``(M,)``, the pair of which a token is the second; 0 at the first step.
         source, target: ``(P,)``, blocks of each pair.
-        base, stride: ``(P,)``, where its laws begin, and how far apart its rows are.
+        base, stride: ``(P,)``, where its probabilities begin, and how far apart its rows are.
         pairs_of: ``(U + 1,)``, where the pairs of each source begin.
         columns: The states of the targets of all sources, one after the other.
         columns_of: ``(U + 1,)``, where those of each source begin.
         tokens, tokens_of: The tokens of all pairs, one after the other, and where each begins.
-        size: Of the array of laws.
+        size: Length of the array of probabilities.
     """
 
     order: Tensor
@@ -61,6 +63,37 @@ class States(NamedTuple):
     sizes: Tensor
     width: int
 
+    @property
+    def are_equal(self) -> bool:
+        """Whether all blocks have as many states, so that there is one operation for all."""
+        return bool((self.sizes == self.width).all())
+
+
+class BlockChain(NamedTuple):
+    """A chain whose steps say in which block their state is; N sequences, M tokens.
+
+    A transition probability is p(j | i) = p(b | i) p(j | i, b) for state j in block b; where states
+    are in several blocks there is no first factor.
+
+    Attributes:
+        plan: Of the blocks of the sequences.
+        states: Of each block.
+        leave: ``(K, D)``, vectors of states; or, without ``enter``, log-probabilities ``(K, K)``.
+        enter: ``(K, D)``; p(j | i, b) is the softmax in b of inner products with them.
+        log_block_probs: ``(K, B)``, log p(b | i); with ``enter`` only.
+        log_first: ``(N, w)``, log-probability of the first state, in the first block.
+        log_seen: ``(M, w)``, log-likelihood of each token in the states of its block; -inf where
+            a block has fewer states than w.
+    """
+
+    plan: Plan
+    states: States
+    leave: Tensor
+    enter: Tensor | None
+    log_block_probs: Tensor | None
+    log_first: Tensor
+    log_seen: Tensor
+
 
 def bounds(sizes: Tensor) -> Tensor:
     """Where parts of given sizes begin and the last one ends."""
@@ -79,9 +112,9 @@ def make_plan(blocks: Tensor, lengths: Tensor, states: States) -> Plan:
     order = lengths.argsort(descending=True, stable=True)
     lengths = lengths[order]
     clock = torch.arange(int(lengths[0])).unsqueeze(-1)
-    exists = clock < lengths  # (T, N)
-    place = (order * steps + clock)[exists]
-    counts = exists.sum(-1)
+    real = exists(lengths, len(clock)).T  # (T, N)
+    place = (order * steps + clock)[real]
+    counts = real.sum(-1)
     begins = bounds(counts)[:-1]
     block = blocks.reshape(-1)[place]
     step = clock.squeeze(-1).repeat_interleave(counts)
@@ -114,7 +147,7 @@ def make_plan(blocks: Tensor, lengths: Tensor, states: States) -> Plan:
     )  # fmt: skip
 
 
-# Scores of moves ----------------------------------------------------------------------------------
+# Scores of transitions ---------------------------------------------------------------------------
 
 
 DENSE = 3072  # up to so many states, one product of all vectors is faster than one for each source
@@ -132,8 +165,9 @@ class Scores:
     that order there are scores of all pairs, also of those that do not occur.
     """
 
-    def __init__(self, plan: Plan, states: States, leave: Tensor, enter: Tensor | None) -> None:
-        self.plan, self.states, self.leave, self.enter = plan, states, leave, enter
+    def __init__(self, chain: BlockChain) -> None:
+        plan, states, leave = self.plan, self.states, self.leave = chain[:3]
+        self.enter = chain.enter
         count = len(leave)
         self.dense = is_dense(leave) and torch.equal(states.members, torch.arange(count))
         self.base, self.stride = plan.base, plan.stride
@@ -149,9 +183,9 @@ class Scores:
             parts = [self.leave[rows, columns].flatten() for rows, columns, _ in self._matrix()]
             return torch.cat(parts) if parts else self.leave.new_empty(0)
         out = self.leave.new_empty(self.plan.size)
-        for rows, targets, cells in self._sources():
+        for rows, targets, cells in self.sources():
             part = out[cells].view(rows.stop - rows.start, -1)
-            torch.mm(self.leave[rows], self._entered(targets).mT, out=part)
+            torch.mm(self.leave[rows], self.entered(targets).mT, out=part)
         return out
 
     def gradients(self, changed: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -167,13 +201,13 @@ class Scores:
                 to_leave.index_put_((states, columns), part, accumulate=True)
             return to_leave, None
         to_leave, to_enter = torch.zeros_like(leave), torch.zeros_like(enter)
-        for rows, targets, cells in self._sources():
+        for rows, targets, cells in self.sources():
             part = changed[cells].view(rows.stop - rows.start, -1)
-            torch.mm(part, self._entered(targets), out=to_leave[rows])
+            torch.mm(part, self.entered(targets), out=to_leave[rows])
             self._add_entered(to_enter, targets, part.mT @ leave[rows])
         return to_leave, to_enter
 
-    def _sources(self) -> Iterator[tuple[slice, Tensor, slice]]:
+    def sources(self) -> Iterator[tuple[slice, Tensor, slice]]:
         """For each source block: its states, its targets, and where its scores are."""
         plan, starts = self.plan, self.states.starts.tolist()
         firsts, begin = plan.pairs_of.tolist(), 0
@@ -189,12 +223,12 @@ class Scores:
         """The same for states in any order: rows ``(k, 1)`` and columns."""
         members, device = self.states.members, self.leave.device
         limits = self.plan.columns_of.tolist()
-        sources = zip(self._sources(), limits, limits[1:])
+        sources = zip(self.sources(), limits, limits[1:])
         for (rows, _, cells), left, right in sources:
             columns = self.plan.columns[left:right]
             yield members[rows].unsqueeze(-1).to(device), columns.to(device), cells
 
-    def _entered(self, targets: Tensor) -> Tensor:
+    def entered(self, targets: Tensor) -> Tensor:
         """Vectors of the states of some blocks, one block after the other."""
         assert self.enter is not None
         count = len(self.states.sizes)
@@ -204,6 +238,7 @@ class Scores:
         return torch.cat([self.enter[a:b] for a, b in self._bounds(targets)])
 
     def _add_entered(self, total: Tensor, targets: Tensor, part: Tensor) -> None:
+        """Add ``part``, one row for each of :meth:`entered`, to the rows of ``total``."""
         count = len(self.states.sizes)
         if count * self.states.width == len(total):
             blocks = total.view(count, -1)
@@ -215,5 +250,6 @@ class Scores:
             begin += b - a
 
     def _bounds(self, targets: Tensor) -> list[tuple[int, int]]:
+        """Where the states of some blocks begin and end."""
         starts = self.states.starts
         return list(zip(starts[targets].tolist(), starts[targets + 1].tolist()))

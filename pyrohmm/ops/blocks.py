@@ -1,4 +1,4 @@
-r"""Chains whose symbols say in which block of states the state is, and what that saves.
+r"""``Blocks``: which states may emit which symbol.
 
 ``K`` states, ``V`` symbols, ``B`` blocks of at most ``w`` states each. Every symbol has a block:
 the states that may emit it. A :class:`pyrohmm.BlockHMM` is an HMM with that constraint; it is as
@@ -101,6 +101,11 @@ class Blocks:
         return self._states.sizes
 
     @property
+    def layout(self) -> States:
+        """The states of all blocks, one block after the other."""
+        return self._states
+
+    @property
     def width(self) -> int:
         """w, the number of states of the largest block."""
         return self._states.width
@@ -115,10 +120,10 @@ class Blocks:
     @property
     def allowed(self) -> Tensor:
         """Whether each state may emit each symbol, ``(K, V)`` booleans."""
-        found = torch.zeros(self.num_symbols, self.num_states + 1, dtype=torch.bool)
+        allowed = torch.zeros(self.num_symbols, self.num_states + 1, dtype=torch.bool)
         rows = self.states[self.symbol_block]
-        found.scatter_(1, rows.masked_fill(rows < 0, self.num_states), True)
-        return found[:, :-1].T.contiguous()
+        allowed.scatter_(1, rows.masked_fill(rows < 0, self.num_states), True)
+        return allowed[:, :-1].T.contiguous()
 
     def keep(self, states: Tensor) -> Blocks:
         """The blocks of some of the states, which are numbered anew in their order.
@@ -214,7 +219,7 @@ def uniform(
     states_per_symbol: int,
     generator: torch.Generator | None = None,
 ) -> Blocks:
-    """A block of its own for each symbol: states drawn uniformly, without regard to the others.
+    """One block per symbol, of states drawn uniformly and independently.
 
     A state that is in no block then takes the place of one that is in several.
 
@@ -241,16 +246,16 @@ def uniform(
             f"num_symbols * states_per_symbol = {num_symbols * states_per_symbol}; got "
             f"{num_states}."
         )
-    drawn = torch.stack(
+    members = torch.stack(
         [torch.randperm(num_states, generator=generator)[:states_per_symbol]
          for _ in range(num_symbols)]
     )  # fmt: skip
-    uses = torch.bincount(drawn.flatten(), minlength=num_states)
-    flat = drawn.flatten()
+    uses = torch.bincount(members.flatten(), minlength=num_states)
+    flat = members.flatten()
     for state in (uses == 0).nonzero().flatten().tolist():
         spare = int((uses[flat] > 1).byte().argmax())
         uses[flat[spare]] -= 1
         uses[state] = 1
         flat[spare] = state
-    rows = flat.reshape(drawn.shape).sort(-1).values
+    rows = flat.reshape(members.shape).sort(-1).values
     return Blocks(torch.arange(num_symbols), list(rows), num_states)

@@ -16,6 +16,7 @@ from .._checks import (
     check_tensor,
     check_trailing,
 )
+from .masks import exists
 
 
 class Chain(NamedTuple):
@@ -62,11 +63,11 @@ def group(
     check_same_device(logs)
     dtype = torch.promote_types(log_initial.dtype, log_transition.dtype)
     dtype = torch.promote_types(dtype, log_likelihood.dtype)
-    log_initial, log_transition, log_likelihood = (each.to(dtype) for each in logs.values())
+    log_initial, log_transition, log_likelihood = (tensor.to(dtype) for tensor in logs.values())
     steps, num_states = log_likelihood.shape[-2:]
     if steps == 0:
-        raise ValueError("log_likelihood must have at least one step; got shape "
-                         f"{tuple(log_likelihood.shape)}.")  # fmt: skip
+        dims = tuple(log_likelihood.shape)
+        raise ValueError(f"log_likelihood must have at least one step; got shape {dims}.")
     check_trailing("log_initial", log_initial, (num_states,), "(K,)")
     check_trailing("log_transition", log_transition, (num_states, num_states), "(K, K)")
     lengths = lengths.cpu().long()
@@ -85,30 +86,18 @@ def group(
             "lengths": lengths.shape,
         }
     )
-    own = log_transition.shape[:-3]
-    padded = (1,) * (len(batch) - len(own)) + tuple(own)
-    split = max((d + 1 for d, size in enumerate(padded) if size != 1), default=0)
+    leading = (1,) * (len(batch) + 3 - log_transition.dim()) + tuple(log_transition.shape[:-3])
+    split = max((d + 1 for d, size in enumerate(leading) if size != 1), default=0)
     groups, size = math.prod(batch[:split]), math.prod(batch[split:])
-    transition = log_transition.reshape(padded[:split] + log_transition.shape[-3:])
+    transition = log_transition.reshape(leading[:split] + log_transition.shape[-3:])
     transition = transition.expand(batch[:split] + transition.shape[-3:])
     transition = transition.reshape(groups, varying, num_states, num_states).movedim(1, 0)
     likelihood = log_likelihood.expand(*batch, steps, num_states).movedim(-2, 0)
     likelihood = likelihood.reshape(steps, groups, size, num_states)
     lengths = lengths.expand(batch).reshape(groups, size)
     if bool((lengths < steps).any()):
-        likelihood = likelihood.masked_fill(~exists(lengths, likelihood), 0.0)
-    return (
-        Chain(
-            log_initial.expand(*batch, num_states).reshape(groups, size, num_states).contiguous(),
-            transition,
-            likelihood.contiguous(),
-            lengths.contiguous(),
-        ),
-        batch,
-    )
-
-
-def exists(lengths: Tensor, likelihood: Tensor) -> Tensor:
-    """Which steps exist, ``(T, G, n, 1)``, on the device of ``likelihood``."""
-    clock = torch.arange(len(likelihood)).reshape(-1, 1, 1)
-    return (clock < lengths).unsqueeze(-1).to(likelihood.device, non_blocking=True)
+        padded = ~exists(lengths, steps, likelihood.device).movedim(-1, 0).unsqueeze(-1)
+        likelihood = likelihood.masked_fill(padded, 0.0)
+    initial = log_initial.expand(*batch, num_states).reshape(groups, size, num_states)
+    chain = Chain(initial.contiguous(), transition, likelihood.contiguous(), lengths.contiguous())
+    return chain, batch

@@ -4,7 +4,7 @@ Rows :math:`A_i` have the features :math:`A_i^\rho`, entry by entry. The determi
 kernel, normalised to ones on the diagonal, is one where no two rows share an outcome and zero where
 one row's features are a combination of the others'. As a prior of the rows of a transition matrix
 it is that of the diversified HMM: a determinantal point process (DPP) over distributions, of which
-the law of exactly K points is all that matters here.
+only the distribution of exactly K points matters here.
 
 For as many rows as columns the mode of that prior is *a permutation matrix*: what it favours is
 that each state has one successor, and each another.
@@ -104,9 +104,7 @@ def simplex_projection(values: Tensor) -> Tensor:
         tensor([0.1000, 0.3000, 0.6000])
     """
     check_floats("values", values)
-    values = values - values.amax(
-        -1, keepdim=True
-    )  # a shift does not matter; now numbers are small
+    values = values - values.amax(-1, keepdim=True)  # a shift does not matter
     falling = values.sort(-1, descending=True).values
     count = torch.arange(1, values.size(-1) + 1, device=values.device, dtype=values.dtype)
     excess = (falling.cumsum(-1) - 1) / count
@@ -152,14 +150,14 @@ def _log_diversity(probs: Tensor, rho: float) -> Tensor:
     count, size = features.shape[-2:]
     if count > size:
         return probs.new_full(probs.shape[:-2], -torch.inf)
-    found = _log_volume(features)
-    flat = ~found.isfinite()
+    log_volume = _log_volume(features)
+    flat = ~log_volume.isfinite()
     if bool(flat.any()):
         flat = flat & ~probs.isnan().flatten(-2).any(-1)
         eye = torch.eye(count, size, device=features.device, dtype=features.dtype)
         features = torch.where(flat[..., None, None], eye, features)
-        found = _log_volume(features).masked_fill(flat, -torch.inf)
-    return 2 * found.to(probs.dtype)
+        log_volume = _log_volume(features).masked_fill(flat, -torch.inf)
+    return 2 * log_volume.to(probs.dtype)
 
 
 def _log_volume(features: Tensor) -> Tensor:

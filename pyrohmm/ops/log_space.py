@@ -5,19 +5,22 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-# Log space, decoding, sampling -------------------------------------------------------------------
-
 
 def logsumexp(scores: Tensor, dim: int) -> Tensor:
-    """Like :func:`torch.logsumexp`, but where every score is -inf the gradient is zero, not NaN.
+    """As :func:`torch.logsumexp`, but where all scores are -inf the gradient is zero, not NaN.
 
-    Such rows are ordinary in an HMM: a state that no state can move to.
+    Such rows are ordinary in an HMM: a state that cannot be reached.
     """
     dead = scores.isneginf().all(dim, keepdim=True)
     return scores.masked_fill(dead, 0.0).logsumexp(dim).masked_fill(dead.squeeze(dim), -torch.inf)
 
 
 def log(probs: Tensor) -> Tensor:
-    """Logarithm whose gradient at zero is zero: a hard zero stays what it is, and makes no NaN."""
+    """Logarithm with gradient zero at zero, so that a hard zero stays one and makes no NaN."""
     zero = probs == 0
     return probs.masked_fill(zero, 1.0).log().masked_fill(zero, -torch.inf)
+
+
+def finite_or_zero(logs: Tensor) -> Tensor:
+    """The same with zeros for -inf: what may be subtracted from scores without making NaN."""
+    return logs.masked_fill(logs.isneginf(), 0.0)

@@ -6,41 +6,27 @@ which for few states is longer than the recursions take.
 
 from __future__ import annotations
 
-from functools import cache
-from importlib import import_module
-from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
 
-
-@cache
-def kernels(module: str = "_numba_chain") -> ModuleType | None:
-    """The compiled loops of a module of this package, if Numba is installed."""
-    try:
-        return import_module(f".{module}", __package__)
-    except ImportError:
-        return None
+from .backends import backend_for
 
 
 def take_rows(table: Tensor, rows: Tensor) -> Tensor:
     """Rows of ``table`` ``(M, K)`` for each of the integers ``rows`` ``(*)``: ``(*, K)``."""
-    found = _TakeRows.apply(table, rows.reshape(-1))
-    return found.reshape(*rows.shape, table.size(-1))
+    return _TakeRows.apply(table, rows.reshape(-1)).reshape(*rows.shape, table.size(-1))
 
 
 def add_rows(values: Tensor, rows: Tensor, size: int) -> Tensor:
     """Sums ``(size, K)`` in float64 of the rows of ``values`` ``(M, K)`` that have the same index.
 
-    (Sums of many small numbers in float32 come to a stand.) No gradient is kept.
+    (In float32, a long sum of small numbers stops growing.) No gradient is kept.
     """
     values = values.detach()
     out = values.new_zeros(size, values.size(1), dtype=torch.float64)
-    compiled = kernels() if values.device.type == "cpu" else None
-    if compiled is None:
-        return out.index_add_(0, rows, values.double())
-    work = len(rows) * values.size(1) // size
-    compiled.run(compiled.add_rows, size, work, rows, values.contiguous(), out)
+    backend_for(values.device).add_rows(values, rows, out)
     return out
 
 
@@ -48,22 +34,13 @@ class _TakeRows(torch.autograd.Function):
     """``table[rows]``; its gradient is :class:`_AddRows`."""
 
     @staticmethod
-    def forward(ctx, table, rows):
+    def forward(ctx: Any, table: Tensor, rows: Tensor) -> Tensor:
         ctx.save_for_backward(rows)
         ctx.size = len(table)
-        compiled = kernels() if table.device.type == "cpu" else None
-        if compiled is None:
-            return table.index_select(0, rows)
-        low, high = (int(end) for end in torch.aminmax(rows)) if len(rows) else (0, 0)
-        if low < 0 or high >= len(table):
-            raise IndexError(f"rows must lie between 0 and {len(table) - 1}; got {low} to {high}.")
-        out = table.new_empty(len(rows), table.size(1))
-        width = table.size(1)
-        compiled.run(compiled.take_rows, len(rows), width, table.contiguous(), rows, out)
-        return out
+        return backend_for(table.device).take_rows(table, rows)
 
     @staticmethod
-    def backward(ctx, gradient):
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         (rows,) = ctx.saved_tensors
         return _AddRows.apply(gradient, rows, ctx.size), None
 
@@ -72,17 +49,13 @@ class _AddRows(torch.autograd.Function):
     """Sums of the rows of ``values`` that have the same index; its gradient is a look-up."""
 
     @staticmethod
-    def forward(ctx, values, rows, size):
+    def forward(ctx: Any, values: Tensor, rows: Tensor, size: int) -> Tensor:
         ctx.save_for_backward(rows)
         out = values.new_zeros(size, values.size(1))
-        compiled = kernels() if values.device.type == "cpu" else None
-        if compiled is None:
-            return out.index_add_(0, rows, values)
-        work = len(rows) * values.size(1) // size
-        compiled.run(compiled.add_rows, size, work, rows, values.contiguous(), out)
+        backend_for(values.device).add_rows(values, rows, out)
         return out
 
     @staticmethod
-    def backward(ctx, gradient):
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         (rows,) = ctx.saved_tensors
         return _TakeRows.apply(gradient, rows), None, None

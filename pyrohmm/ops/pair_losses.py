@@ -1,17 +1,18 @@
-r"""The law of pairs of symbols a few steps apart: counted, predicted by a model, and compared.
+r"""Losses between the counted and the predicted joint distribution of symbols d steps apart.
 
 ``K`` states, ``V`` symbols, ``M`` distinct pairs that occur; ``*B`` are batch dimensions.
 
-``law``     ``(*B, K)``     probabilities of the state of the first of the two steps
-``joint``   ``(*B, K, K)``  :math:`\Theta = \mathrm{diag}(\pi) A^d`, of both states, d steps apart
+``joint``   ``(*B, K, K)``  :math:`\Theta = \mathrm{diag}(\pi) A^d`, of two states d steps apart
 ``probs``   ``(*B, K, V)``  B, probabilities of symbols in each state
-``target``  what was counted, W: :class:`Pairs`, or dense shares ``(*B, V, V)``
+``target``  what was counted, W: :class:`Pairs`, or dense fractions ``(*B, V, V)``
 
 A model predicts :math:`\Omega = B^\top \Theta B`, which has V² entries. Losses against
 :class:`Pairs` never write them down: they cost O(V K² + M K) and keep O(V K + M) numbers.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,13 +35,14 @@ def squared_distance(joint: Tensor, probs: Tensor, target: Pairs | Tensor) -> Te
     \lVert W \rVert^2` with :math:`G = B B^\top`, in float64, in which the terms cancel to some
     1e-16 of :math:`\lVert W \rVert^2`: at a perfect fit the result may be as much below zero.
 
-    Its slope by the logarithm of a probability is in proportion to that probability: with thousands
-    of symbols a fit that begins far off hardly moves. :func:`cross_entropy` does not have this.
+    Its gradient by the logarithm of a probability is in proportion to that probability: with
+    thousands of symbols a fit that starts far off makes little progress, unlike with
+    :func:`cross_entropy`.
 
     Args:
         joint: ``(*B, K, K)``.
         probs: ``(*B, K, V)``.
-        target: Pairs, or dense shares ``(*B, V, V)``.
+        target: Pairs, or dense fractions ``(*B, V, V)``.
 
     Returns:
         ``(*B)``.
@@ -56,7 +58,7 @@ def squared_distance(joint: Tensor, probs: Tensor, target: Pairs | Tensor) -> Te
         return (probs.mT @ joint @ probs - target).square().sum((-2, -1))
     if target.num_symbols <= SMALL:
         value = squared_distance(joint, probs, target._dense.to(probs.dtype))
-        return value + (target.squares - target._own_squares)
+        return value + (target.squares - target._sampled_squares)
     table, joint = _table(probs, torch.float64), joint.double()
     gram = table.mT @ table  # G, (*B, K, K)
     cross = table.mT @ _Product.apply(None, table, target, False)  # B W B^T, (*B, K, K)
@@ -67,14 +69,13 @@ def squared_distance(joint: Tensor, probs: Tensor, target: Pairs | Tensor) -> Te
 def cross_entropy(joint: Tensor, probs: Tensor, target: Pairs | Tensor) -> Tensor:
     r"""Minus the mean log-probability of the pairs, :math:`-\sum_{xy} W_{xy} \log \Omega_{xy}`.
 
-    In nats a pair. The least value that any law can reach is the entropy of the target. If a pair
-    occurs that is impossible under the model, the result is infinite, and this pair adds nothing to
-    the gradient.
+    In nats per pair; at least the entropy of the target. If a pair occurs that is impossible under
+    the model, the result is infinite, and this pair adds nothing to the gradient.
 
     Args:
         joint: ``(*B, K, K)``.
         probs: ``(*B, K, V)``.
-        target: Pairs, or dense shares ``(*B, V, V)``.
+        target: Pairs, or dense fractions ``(*B, V, V)``.
 
     Returns:
         ``(*B)``.
@@ -88,23 +89,23 @@ def cross_entropy(joint: Tensor, probs: Tensor, target: Pairs | Tensor) -> Tenso
     _check_target(probs, target)
     if isinstance(target, Pairs) and target.num_symbols <= SMALL:
         target = target._dense
-    shares = target if isinstance(target, Tensor) else target.shares
-    law = _law_of_pairs(joint, probs, target)  # as shares, but for batch dimensions
-    if bool(law.detach().amin() > FAINT):
-        logs = law.log()
+    fractions = target if isinstance(target, Tensor) else target.fractions
+    pair_probs = _pair_probs(joint, probs, target)  # as fractions, but for batch dimensions
+    if bool(pair_probs.detach().amin() > FAINT):
+        logs = pair_probs.log()
     else:  # too small for single precision, or zero
-        logs = log(_law_of_pairs(joint.double(), probs.double(), target))
+        logs = log(_pair_probs(joint.double(), probs.double(), target))
     over = (-2, -1) if isinstance(target, Tensor) else (-1,)
-    terms = shares.to(logs.dtype) * logs
+    terms = fractions.to(logs.dtype) * logs
     return -terms.sum(over, dtype=torch.float64).to(probs.dtype)
 
 
-def _law_of_pairs(joint: Tensor, probs: Tensor, target: Pairs | Tensor) -> Tensor:
-    """The predicted law at the pairs ``(*B, M)``; or at all ``(*B, V, V)``, one where none is."""
+def _pair_probs(joint: Tensor, probs: Tensor, target: Pairs | Tensor) -> Tensor:
+    """Predicted probabilities of the pairs ``(*B, M)``, or of all ``(*B, V, V)``, one elsewhere."""
     if isinstance(target, Tensor):
         return (probs.mT @ joint @ probs).masked_fill(target <= 0, 1.0)
     table = _table(probs, probs.dtype)
-    before = table @ joint  # its products with rows of the table make the law
+    before = table @ joint  # its products with rows of the table are the probabilities
     return _Products.apply(before, table.expand(before.shape), target)
 
 
@@ -127,19 +128,21 @@ def _check_target(probs: Tensor, target: Pairs | Tensor) -> None:
 
 
 class _Product(torch.autograd.Function):
-    """A sparse matrix (``values`` ``(*B, M)``, or else the shares) times tables ``(*B, V, K)``."""
+    """A sparse matrix (``values`` ``(*B, M)``, or the fractions) times tables ``(*B, V, K)``."""
 
     @staticmethod
-    def forward(ctx, values, table, pairs, transposed):
+    def forward(
+        ctx: Any, values: Tensor | None, table: Tensor, pairs: Pairs, transposed: bool
+    ) -> Tensor:
         ctx.save_for_backward(values, table)
         ctx.pairs, ctx.transposed = pairs, transposed
         every = table.reshape(-1, *table.shape[-2:])
         entries = [None] * len(every) if values is None else values.reshape(-1, values.size(-1))
-        found = [pairs._matrix(each, transposed) @ one for each, one in zip(entries, every)]
-        return _stacked(found).reshape(table.shape)
+        products = [pairs._matrix(each, transposed) @ one for each, one in zip(entries, every)]
+        return _stacked(products).reshape(table.shape)
 
     @staticmethod
-    def backward(ctx, gradient):
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         values, table = ctx.saved_tensors
         by_values = by_table = None
         if ctx.needs_input_grad[0]:
@@ -154,19 +157,19 @@ class _Products(torch.autograd.Function):
     """Products ``(*B, M)`` of rows ``first`` of tables ``(*B, V, K)`` and ``second`` of others."""
 
     @staticmethod
-    def forward(ctx, left, right, pairs):
+    def forward(ctx: Any, left: Tensor, right: Tensor, pairs: Pairs) -> Tensor:
         ctx.save_for_backward(left, right)
         ctx.pairs = pairs
         places = pairs._matrix(left.new_zeros(len(pairs)), False)
         both = (table.reshape(-1, *table.shape[-2:]) for table in (left, right))
-        found = [
+        products = [
             torch.sparse.sampled_addmm(places, one, other.mT, beta=0.0).values()
             for one, other in zip(*both)
         ]
-        return _stacked(found).reshape(*left.shape[:-2], -1)
+        return _stacked(products).reshape(*left.shape[:-2], -1)
 
     @staticmethod
-    def backward(ctx, gradient):
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         left, right = ctx.saved_tensors
         by_left = by_right = None
         if ctx.needs_input_grad[0]:

@@ -1,4 +1,4 @@
-"""``Pairs``: how often each symbol follows each, as a sparse matrix of counts."""
+"""``Pairs``: sparse counts of pairs of symbols."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ from torch import Tensor
 
 from .._checks import check_integers, check_size
 
-# What was counted --------------------------------------------------------------------------------
-
 
 class Pairs:
     """How often each symbol follows each, for the pairs that occur: a sparse matrix.
@@ -26,7 +24,7 @@ class Pairs:
         counts: ``(M,)`` integers, at least 1, how often they do.
         num_symbols: V.
         lag: By how many steps the second follows the first.
-        squares: The sum of the squared shares, if these pairs stand for others: see :meth:`sample`.
+        squares: The sum of the squared fractions of all pairs, if these are a :meth:`sample`.
 
     Attributes:
         first, second, counts: As above, sorted by ``first`` and then ``second``, each pair once.
@@ -71,8 +69,8 @@ class Pairs:
         self.first, self.second, self.counts = first.long(), second.long(), counts.long()
         keys = self.first * num_symbols + self.second
         if not bool((keys[1:] > keys[:-1]).all()):
-            found = _add_up(keys.cpu().numpy(), self.counts.cpu().numpy())
-            keys, self.counts = (torch.from_numpy(column).to(first.device) for column in found)
+            sums = _add_up(keys.cpu().numpy(), self.counts.cpu().numpy())
+            keys, self.counts = (torch.from_numpy(column).to(first.device) for column in sums)
             self.first, self.second = keys // num_symbols, keys % num_symbols
         self.num_symbols, self.lag = num_symbols, lag
         self._squares = squares
@@ -92,21 +90,21 @@ class Pairs:
         return int(self.counts.sum())
 
     @cached_property
-    def shares(self) -> Tensor:
+    def fractions(self) -> Tensor:
         """``(M,)``, counts over their total, in float64."""
         return self.counts / torch.tensor(self.total, dtype=torch.float64)
 
     @cached_property
     def squares(self) -> float:
-        """The sum of the squared shares."""
-        return self._own_squares if self._squares is None else self._squares
+        """The sum of the squared fractions."""
+        return self._sampled_squares if self._squares is None else self._squares
 
     @cached_property
-    def _own_squares(self) -> float:
-        return float(self.shares.square().sum())
+    def _sampled_squares(self) -> float:
+        return float(self.fractions.square().sum())
 
     def dense(self) -> Tensor:
-        """The shares as a matrix ``(V, V)``, in the default dtype; what did not occur is zero."""
+        """The fractions as a matrix ``(V, V)``, in the default dtype, with zeros elsewhere."""
         return self._dense.to(torch.get_default_dtype(), copy=True)
 
     def to(self, device: torch.device | str) -> Pairs:
@@ -117,33 +115,38 @@ class Pairs:
         return Pairs(first, second, counts, self.num_symbols, self.lag, self._squares)
 
     def sample(self, num_pairs: int, generator: torch.Generator | None = None) -> Pairs:
-        """Pairs drawn with replacement, in proportion to their counts: a minibatch.
+        """Pairs sampled with replacement, in proportion to their counts: a minibatch.
 
         Its losses are unbiased estimates of those of all pairs: :func:`cross_entropy` is linear in
-        the shares, and so is :func:`squared_distance` but for ``squares``, which stay those of
+        the fractions, and so is :func:`squared_distance` but for ``squares``, which stay those of
         all.
 
         Args:
-            num_pairs: How many to draw.
+            num_pairs: How many to sample.
             generator: Source of randomness on the CPU; torch's global one by default.
         """
         check_size("num_pairs", num_pairs)
-        draws = torch.randint(self.total, (num_pairs,), generator=generator)
-        drawn = torch.searchsorted(self._ends, draws.to(self._ends.device), right=True)
-        drawn, counts = drawn.unique(return_counts=True)
+        places = torch.randint(self.total, (num_pairs,), generator=generator)
+        chosen = torch.searchsorted(self._ends, places.to(self._ends.device), right=True)
+        chosen, counts = chosen.unique(return_counts=True)
         return Pairs(
-            self.first[drawn], self.second[drawn], counts, self.num_symbols, self.lag, self.squares
+            self.first[chosen],
+            self.second[chosen],
+            counts,
+            self.num_symbols,
+            self.lag,
+            self.squares,
         )
 
     @cached_property
     def _dense(self) -> Tensor:
-        out = self.shares.new_zeros(self.num_symbols, self.num_symbols)
-        out[self.first, self.second] = self.shares
+        out = self.fractions.new_zeros(self.num_symbols, self.num_symbols)
+        out[self.first, self.second] = self.fractions
         return out
 
     @cached_property
     def _ends(self) -> Tensor:
-        """Where each pair ends if all that were counted stand in a row, ``(M,)``."""
+        """Cumulative counts, ``(M,)``."""
         return self.counts.cumsum(0)
 
     @cached_property
@@ -170,19 +173,19 @@ class Pairs:
 
     @cached_property
     def _rows(self) -> Tensor:
-        """The shares as a sparse matrix ``(V, V)``."""
-        return self._sparse(self.first, self.second, self.shares)
+        """The fractions as a sparse matrix ``(V, V)``."""
+        return self._sparse(self.first, self.second, self.fractions)
 
     @cached_property
     def _columns(self) -> Tensor:
-        """The transposed shares as a sparse matrix ``(V, V)``."""
-        first, second, shares = (
-            each[self._by_second] for each in (self.first, self.second, self.shares)
+        """The transposed fractions as a sparse matrix ``(V, V)``."""
+        first, second, fractions = (
+            each[self._by_second] for each in (self.first, self.second, self.fractions)
         )
-        return self._sparse(second, first, shares)
+        return self._sparse(second, first, fractions)
 
     def _matrix(self, values: Tensor | None, transposed: bool) -> Tensor:
-        """A sparse matrix with ``values`` ``(M,)`` in place of the shares, perhaps transposed."""
+        """A sparse matrix of ``values`` ``(M,)`` in place of the fractions, perhaps transposed."""
         like = self._columns if transposed else self._rows
         if values is None:
             return like

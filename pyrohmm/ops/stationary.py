@@ -8,32 +8,31 @@ from scipy.sparse import csr_array
 from scipy.sparse.csgraph import connected_components
 from torch import Tensor
 
-# What a model predicts ---------------------------------------------------------------------------
 
-
-def joint_probs(law: Tensor, log_transition: Tensor, lag: int = 1) -> Tensor:
-    r"""The law of two states ``lag`` steps apart, :math:`\mathrm{diag}(\pi) A^d`.
+def joint_probs(state_probs: Tensor, log_transition: Tensor, lag: int = 1) -> Tensor:
+    r"""Joint distribution of two states ``lag`` steps apart, :math:`\mathrm{diag}(\pi) A^d`.
 
     Args:
-        law: ``(*B, K)``, probabilities of the first of them, such as :func:`stationary` gives.
+        state_probs: ``(*B, K)``, marginal of the first, such as :func:`stationary` gives.
         log_transition: ``(*B, K, K)``.
         lag: d.
 
     Returns:
         ``(*B, K, K)``, sums to one.
     """
-    moves = log_transition.exp()
-    return law.unsqueeze(-1) * (moves if lag == 1 else torch.linalg.matrix_power(moves, lag))
+    matrix = log_transition.exp()
+    power = matrix if lag == 1 else torch.linalg.matrix_power(matrix, lag)
+    return state_probs.unsqueeze(-1) * power
 
 
-def predicted(law: Tensor, log_transition: Tensor, probs: Tensor, lag: int = 1) -> Tensor:
-    r"""The law of two symbols ``lag`` steps apart, :math:`B^\top \mathrm{diag}(\pi) A^d B`.
+def predicted(state_probs: Tensor, log_transition: Tensor, probs: Tensor, lag: int = 1) -> Tensor:
+    r"""Joint distribution of two symbols, :math:`\Omega = B^\top \mathrm{diag}(\pi) A^d B`.
 
     Args:
-        law: ``(*B, K)``, probabilities of the first state, such as :func:`stationary` gives.
+        state_probs: ``(*B, K)``, marginal of the first state, such as :func:`stationary` gives.
         log_transition: ``(*B, K, K)``.
         probs: ``(*B, K, V)``, probabilities of symbols.
-        lag: d.
+        lag: d, by how many steps the second symbol follows the first.
 
     Returns:
         ``(*B, V, V)``, sums to one.
@@ -44,24 +43,26 @@ def predicted(law: Tensor, log_transition: Tensor, probs: Tensor, lag: int = 1) 
         tensor([[0.6750, 0.0750],
                 [0.0750, 0.1750]])
     """
-    return probs.mT @ joint_probs(law, log_transition, lag) @ probs
+    return probs.mT @ joint_probs(state_probs, log_transition, lag) @ probs
 
 
 def stationary(log_transition: Tensor, check: bool = True) -> Tensor:
     r"""Stationary distribution of a chain, by one linear solve, differentiable.
 
-    It solves :math:`\pi^\top (I - A + 1 1^\top) = 1^\top`, which has one solution whenever the
-    chain has one recurrent class.
+    With P the chain seen only when its state changes, and d the probabilities of leaving each
+    state, it solves :math:`x^\top (I - P + 1 1^\top) = 1^\top` and :math:`\pi \propto x / d`, so
+    that states that are hardly ever left do no harm. There is one solution whenever the chain has
+    one recurrent class.
 
     Args:
         log_transition: ``(*B, K, K)``, log-probabilities; row = from, column = to.
-        check: Whether to raise where there are many; if not, they are NaN there.
+        check: Whether to raise where there are many solutions; if not, they are NaN there.
 
     Returns:
         ``(*B, K)`` probabilities.
 
     Raises:
-        ValueError: If the chain has more than one recurrent class, so that there are many.
+        ValueError: If the chain has more than one recurrent class.
 
     Example:
         >>> stationary(torch.tensor([[0.9, 0.1], [0.3, 0.7]]).log())
@@ -69,32 +70,34 @@ def stationary(log_transition: Tensor, check: bool = True) -> Tensor:
     """
     matrix = log_transition.double().exp()
     size = matrix.size(-1)
-    moves = (matrix.detach() > 0).cpu().reshape(-1, size, size)
-    several = torch.zeros(len(moves), dtype=torch.bool)
-    if not bool(moves.all()):
-        several = torch.tensor([_count_ends(each) > 1 for each in moves.numpy()])
-    # of I - A, the diagonal is what leaves a state: exact also where A is nearly the identity
+    possible = (matrix.detach() > 0).cpu().reshape(-1, size, size)
+    several = torch.zeros(len(possible), dtype=torch.bool)
+    if not bool(possible.all()):
+        several = torch.tensor([_num_recurrent(chain) > 1 for chain in possible.numpy()])
     away = matrix - torch.diag_embed(matrix.diagonal(dim1=-2, dim2=-1))
-    system = torch.diag_embed(away.sum(-1)) - away + 1.0
-    law, info = torch.linalg.solve_ex(system.mT, torch.ones_like(matrix[..., 0]))
-    residual = ((law.unsqueeze(-2) @ matrix).squeeze(-2) - law).detach().abs().amax(-1)
+    leaving = away.sum(-1)  # not one less the diagonal, which may be mostly rounding
+    rate = leaving.masked_fill(leaving == 0, 1.0)  # a state that is never left
+    system = torch.diag_embed(leaving / rate) - away / rate.unsqueeze(-1) + 1.0
+    visits, info = torch.linalg.solve_ex(system.mT, torch.ones_like(rate))
+    weights = visits * (rate.detach().amin(-1, keepdim=True) / rate)
+    probs = weights / weights.sum(-1, keepdim=True)
+    residual = ((probs.unsqueeze(-2) @ matrix).squeeze(-2) - probs).detach().abs().amax(-1)
     failed = several.to(info.device).reshape(info.shape) | (info != 0) | ~(residual < 1e-3)
     if bool(failed.any()):
         if check:
             raise ValueError(
                 "log_transition must have one recurrent class for its stationary distribution to "
-                "be unique; this chain has several, or nearly so. Allow moves between them."
+                "be unique; this chain has several, or nearly so. Allow transitions between them."
             )
-        law = law.masked_fill(failed.unsqueeze(-1), torch.nan)
-    return law.clamp(min=0.0).to(log_transition.dtype)
+        probs = probs.masked_fill(failed.unsqueeze(-1), torch.nan)
+    return probs.clamp(min=0.0).to(log_transition.dtype)
 
 
 def stationary_detached(log_transition: Tensor) -> Tensor:
-    """As :func:`stationary`, but a constant: no gradient passes through it.
+    """As :func:`stationary`, but no gradient passes through it.
 
-    Published code for fits to co-occurrences leaves this gradient out, so that its steps are not
-    those of the loss, and may even raise it. Use this to reproduce such results, and
-    :func:`stationary` otherwise.
+    Published code for fits to co-occurrences leaves this gradient out, so that its steps may even
+    raise the loss. Use this to reproduce such results only.
 
     Args:
         log_transition: ``(*B, K, K)``.
@@ -105,9 +108,9 @@ def stationary_detached(log_transition: Tensor) -> Tensor:
     return stationary(log_transition.detach())
 
 
-def _count_ends(moves: np.ndarray) -> int:
+def _num_recurrent(possible: np.ndarray) -> int:
     """Number of recurrent classes: sets of states that lead to each other and nowhere else."""
-    count, member = connected_components(csr_array(moves), directed=True, connection="strong")
-    origin, target = moves.nonzero()
+    count, member = connected_components(csr_array(possible), directed=True, connection="strong")
+    origin, target = possible.nonzero()
     left = member[origin] != member[target]
     return count - len(np.unique(member[origin[left]]))

@@ -1,7 +1,7 @@
 """The recursions as torch operations, a step at a time, for any device and any number of states.
 
 Tensors are time-major: ``T`` steps of ``G`` groups of ``n`` sequences with ``K`` states; each
-group has transition matrices of its own, ``(S, G, K, K)`` with S = 1 or T - 1. ``lengths``
+group has transition matrices ``(S, G, K, K)`` with S = 1 or T - 1. ``lengths``
 ``(G, n)`` is on the CPU. Results are written into the tensors given last. What is computed, and
 when it is exact, is said in :mod:`pyrohmm.recursions`.
 """
@@ -54,10 +54,10 @@ def _product(
 ) -> Callable[[Tensor, int], Tensor]:
     """A function ``(messages, step)`` that returns ``messages @ matrices[step]``."""
     steps, groups, num_states, _ = matrices.shape
-    given = matrices.mT if transposed else matrices
+    factors = matrices.mT if transposed else matrices
     if groups > 1 or steps != 1:
-        return lambda x, t: torch.bmm(x, given[t if steps > 1 else 0])
-    matrix, packed = given[0, 0], None
+        return lambda x, t: torch.bmm(x, factors[t if steps > 1 else 0])
+    matrix, packed = factors[0, 0], None
     if matrix.device.type == "cpu" and matrix.dtype == torch.float32 and num_states >= 256:
         weight = matrix.mT.contiguous()  # for matrices transposed, this is no copy
         packed = _pack(weight, rows)
@@ -138,7 +138,7 @@ def backward_by_steps(
     message: Tensor,
     last: Tensor | None = None,
 ) -> None:
-    """Fill the marginals ``gamma`` and the messages back; clear ``exact`` where out of range.
+    """Fill the marginals ``gamma`` and backward messages; clear ``exact`` where out of range.
 
     ``last`` is the message ``(G, n, K)`` that arrives at the last step; ones by default.
     """
@@ -147,9 +147,9 @@ def backward_by_steps(
     norms = rows.sort(total).unsqueeze(-1)
     never = forward == 0  # also at padded steps
     masked = bool(never.any())
-    law, sent = gamma, message
+    smoothed, sent = gamma, message
     if rows.order is not None:
-        law, sent = torch.zeros_like(gamma), torch.zeros_like(message)
+        smoothed, sent = torch.zeros_like(gamma), torch.zeros_like(message)
     multiply = _product(transition, weight.size(2), transposed=True)
     end = torch.ones_like(forward[0])  # what arrives at the last step of a sequence
     beta = end if last is None else last
@@ -162,12 +162,12 @@ def backward_by_steps(
                 beta = torch.where(rows.ended[t + 1, :, :going], end[:, :going], beta)
             if going < count:
                 beta = torch.cat([beta, end[:, going:count]], 1)
-        torch.mul(forward[t, :, :count], beta[:, :count], out=law[t, :, :count])
+        torch.mul(forward[t, :, :count], beta[:, :count], out=smoothed[t, :, :count])
         back = torch.mul(weight[t, :, :count], beta[:, :count], out=sent[t, :, :count])
         back.div_(norms[t, :, :count])
         if masked:
             back.masked_fill_(never[t, :, :count], 0.0)
-    norm = law.sum(-1, keepdim=True)  # one at each step, but for a drift by rounding
+    norm = smoothed.sum(-1, keepdim=True)  # one at each step, but for a drift by rounding
     norm.masked_fill_(never.all(-1, keepdim=True), 1.0)
     drift = (norm - 1).abs().amax().item()
     sound = torch.ones_like(exact)
@@ -175,156 +175,14 @@ def backward_by_steps(
         steady = (norm[1:] / norm[:-1] - 1).abs() < 1e-2
         usable = (norm > 0) & norm.isfinite()
         sound = (steady.all(0) & usable.all(0)).squeeze(-1)
-        law.div_(norm)
+        smoothed.div_(norm)
         sent[1:].div_(norm[:-1])
     if rows.order is not None:
-        rows.unsort(gamma, law)
+        rows.unsort(gamma, smoothed)
         rows.unsort(message, sent)
         ranked, sound = sound, torch.empty_like(exact)
         rows.unsort(sound[None], ranked[None])
     exact &= sound
-
-
-# Long and narrow chains: two levels, 3 sqrt(T) dependent steps instead of T ----------------------
-
-
-def chunk_length(transition: Tensor, weight: Tensor, lengths: Tensor) -> int:
-    """How many steps to take as one chunk; 0 if the chain is not long and narrow.
-
-    Chunks multiply K x K operators, K times the work, side by side: worth it while that costs less
-    than calling the operations of a step.
-    """
-    steps, groups, size, num_states = weight.shape
-    narrow = groups * size * num_states**3 <= 1_000_000
-    if len(transition) > 1 or steps < 256 or not narrow or bool((lengths < steps).any()):
-        return 0
-    return round(steps**0.5)
-
-
-def _split(tensor: Tensor, length: int) -> Tensor:
-    """Cut ``(C * L, G, n, ...)`` into chunks that lie side by side, ``(L, G, C * n, ...)``."""
-    steps, groups, size = tensor.shape[:3]
-    cut = tensor.reshape(steps // length, length, groups, size, *tensor.shape[3:])
-    cut = cut.movedim(0, 2)
-    return cut.reshape(length, groups, -1, *tensor.shape[3:])
-
-
-def _join(target: Tensor, tensor: Tensor) -> None:
-    """Undo :func:`_split`, into ``target``."""
-    length, groups = tensor.shape[:2]
-    size = target.size(2)
-    cut = tensor.reshape(length, groups, -1, size, *tensor.shape[3:]).movedim(2, 0)
-    target.copy_(cut.reshape(target.shape))
-
-
-def _operators(transition: Tensor, inside: Tensor) -> tuple[Tensor, Tensor]:
-    """What each chunk does to the mass that arrives at its first step.
-
-    Returns:
-        Matrices ``(G, C, n..., K, K)`` flattened to ``(G, C * n, K, K)`` whose rows sum to one,
-        and the logarithms of the norms of the rows ``(G, C * n, K)``.
-    """
-    length, groups, size, num_states = inside.shape
-    rows = torch.diag_embed(inside[0])  # unit mass in each state, seen once
-    logs = torch.zeros(groups, size, num_states, dtype=torch.float64, device=inside.device)
-    for t in range(length):
-        if t > 0:
-            rows = (rows.flatten(1, 2) @ transition[0]).reshape(rows.shape)
-            rows *= inside[t].unsqueeze(2)
-        norm = rows.sum(-1)
-        logs += norm.double().log()
-        rows /= norm.masked_fill(norm == 0, 1.0).unsqueeze(-1)
-    return rows, logs
-
-
-def _balanced(rows: Tensor, logs: Tensor) -> Tensor:
-    """The operators up to a factor each."""
-    peak = logs.amax(-1, keepdim=True)
-    return rows * (logs - peak.masked_fill(peak.isneginf(), 0.0)).exp().to(rows.dtype).unsqueeze(-1)
-
-
-def forward_by_chunks(
-    initial: Tensor,
-    transition: Tensor,
-    weight: Tensor,
-    lengths: Tensor,
-    limits: tuple[float, float, float],
-    alpha: Tensor,
-    total: Tensor,
-    exact: Tensor,
-) -> None:
-    """As :func:`forward_by_steps`, for sequences of one length without hard zeros."""
-    length = chunk_length(transition, weight, lengths)
-    steps, groups, size, num_states = weight.shape
-    head = steps % length
-    sound = torch.ones_like(exact)
-    arrived = initial
-    if head:
-        forward_by_steps(
-            initial, transition, weight[:head], lengths.clamp(max=head), limits,
-            alpha[:head], total[:head], sound,
-        )  # fmt: skip
-        arrived = alpha[head - 1] @ transition[0]
-    inside = _split(weight[head:], length)
-    chunks = steps // length
-    operators = _balanced(*_operators(transition, inside))
-    operators = operators.reshape(groups, chunks, size, num_states, num_states)
-    starts = [arrived]
-    for c in range(chunks - 1):
-        left = (starts[-1].unsqueeze(-2) @ operators[:, c]).squeeze(-2)
-        starts.append((left / left.sum(-1, keepdim=True)) @ transition[0])
-    start = torch.stack(starts, 1).flatten(1, 2)  # (G, C * n, K)
-    full = torch.full(start.shape[:2], length)
-    parts = (
-        torch.zeros_like(inside),
-        torch.ones_like(inside[..., 0]),
-        torch.ones_like(start[..., 0]),
-    )
-    good = parts[2].bool()
-    forward_by_steps(start, transition, inside, full, limits, parts[0], parts[1], good)
-    _join(alpha[head:], parts[0])
-    _join(total[head:], parts[1])
-    exact.copy_(sound & good.reshape(groups, chunks, size).all(1))
-
-
-def backward_by_chunks(
-    transition: Tensor,
-    weight: Tensor,
-    lengths: Tensor,
-    alpha: Tensor,
-    total: Tensor,
-    exact: Tensor,
-    gamma: Tensor,
-    message: Tensor,
-) -> None:
-    """As :func:`backward_by_steps`, for sequences of one length without hard zeros."""
-    length = chunk_length(transition, weight, lengths)
-    steps, groups, size, num_states = weight.shape
-    head = steps % length
-    chunks = steps // length
-    inside, forward = _split(weight[head:], length), _split(alpha[head:], length)
-    operators = _balanced(*_operators(transition, inside))
-    operators = operators.reshape(groups, chunks, size, num_states, num_states)
-    ends = [torch.ones_like(alpha[0])]  # the message to the last step of each chunk, last first
-    for c in range(chunks - 1, -1, -1):
-        back = (operators[:, c] @ ends[-1].unsqueeze(-1)).squeeze(-1) @ transition[0].mT
-        end = head + c * length - 1
-        known = alpha[end] if end >= 0 else torch.ones_like(back)
-        ends.append(back / (known * back).sum(-1, keepdim=True))
-    last = torch.stack(ends[-2::-1], 1).flatten(1, 2)  # (G, C * n, K)
-    full = torch.full(last.shape[:2], length)
-    good = torch.ones_like(last[..., 0], dtype=torch.bool)
-    law, sent = torch.zeros_like(inside), torch.zeros_like(inside)
-    norms = _split(total[head:], length)
-    backward_by_steps(transition, inside, full, forward, norms, good, law, sent, last)
-    _join(gamma[head:], law)
-    _join(message[head:], sent)
-    exact &= good.reshape(groups, chunks, size).all(1)
-    if head:
-        backward_by_steps(
-            transition, weight[:head], lengths.clamp(max=head), alpha[:head], total[:head],
-            exact, gamma[:head], message[:head], ends[-1],
-        )  # fmt: skip
 
 
 def log_space_by_steps(
@@ -370,7 +228,7 @@ def viterbi_by_steps(
 def sample_by_steps(
     messages: Tensor, transposed: Tensor, lengths: Tensor, uniform: Tensor, states: Tensor
 ) -> None:
-    """Write paths to ``states`` ``(S, T, G, n)``, given log filtered ``messages``."""
+    """Sample paths to ``states`` ``(S, T, G, n)`` backward, from log filtered ``messages``."""
     lengths = lengths.to(states.device)
     for t in range(messages.size(0) - 1, -1, -1):
         score = messages[t].expand(*states.shape[:1], *messages[t].shape)  # (S, G, n, K)
@@ -381,6 +239,6 @@ def sample_by_steps(
             score = torch.where((t + 1 < lengths).unsqueeze(-1), score + follow, score)
         peak = score.amax(-1, keepdim=True)
         mass = (score - peak.masked_fill(peak.isneginf(), 0.0)).exp().cumsum(-1)
-        drawn = (mass <= uniform[:, t].unsqueeze(-1) * mass[..., -1:]).sum(-1)
-        drawn.clamp_(max=messages.size(-1) - 1)
-        states[:, t] = drawn.masked_fill(t >= lengths, 0)
+        sampled = (mass <= uniform[:, t].unsqueeze(-1) * mass[..., -1:]).sum(-1)
+        sampled.clamp_(max=messages.size(-1) - 1)
+        states[:, t] = sampled.masked_fill(t >= lengths, 0)

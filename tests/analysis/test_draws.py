@@ -1,4 +1,4 @@
-"""Laws of draws: side by side they are what they are one by one, whatever states are called."""
+"""Posterior samples: batched they are what they are one by one, whatever the order of states."""
 
 import itertools
 
@@ -33,7 +33,7 @@ DATA = Sequences(torch.randint(3, (3, 6), generator=torch.Generator().manual_see
 MODULES = {
     "tabular": lambda: TabularHMM(3, categorical(3, 2.0), 2.0, 3.0),
     "dense": lambda: DenseHMM(3, 3, 3),  # K, V and D alike: nothing can be told from sizes
-    "shared": lambda: DenseHMM(3, 3, 2, share=True),
+    "shared": lambda: DenseHMM(3, 3, 2, tied=True),
     "stationary": lambda: DenseHMM(3, 3, 2, stationary=True),
 }
 
@@ -107,13 +107,13 @@ def test_the_log_prior_and_the_evidence_are_the_log_joint_density(name, log_prio
 
 
 def written_out(first_row):
-    """A user's model, which takes the first row of a matrix for the law of the first state."""
+    """A user's model, whose first state is distributed as the first row of a matrix."""
 
     def model(data):
-        move = pyro.sample("move", Dirichlet(torch.full((2, 2), 3.0)).to_event(1))
+        matrix = pyro.sample("matrix", Dirichlet(torch.full((2, 2), 3.0)).to_event(1))
         face = pyro.sample("face", Dirichlet(torch.ones(2, 3)).to_event(1))
         emission = Categorical(face)
-        hmm = HMM(first_row(move).log(), move.log(), emission, data.lengths, data.observed)
+        hmm = HMM(first_row(matrix).log(), matrix.log(), emission, data.lengths, data.observed)
         with pyro.plate("sequences", len(data)):
             pyro.sample("x", hmm, obs=data.values)
         return hmm
@@ -123,11 +123,11 @@ def written_out(first_row):
 
 @pytest.mark.parametrize("size", [1, 2, 3])  # with two sequences shapes happen to broadcast
 def test_a_model_that_counts_dimensions_from_the_left_is_refused(size):
-    right = from_prior(written_out(lambda move: move[..., 0, :]), 1, 4)
+    right = from_prior(written_out(lambda matrix: matrix[..., 0, :]), 1, 4)
     data = DATA[:size]
     wanted = [single(right.model, right.values, 0, s, data).log_prob(data.values) for s in range(4)]
     torch.testing.assert_close(right.hmm(data).log_prob(data.values)[0], torch.stack(wanted))
-    wrong = PosteriorDraws(written_out(lambda move: move[0]), right.values)
+    wrong = PosteriorDraws(written_out(lambda matrix: matrix[0]), right.values)
     with pytest.raises(ValueError, match="from the right"):
         wrong.hmm(data)
     with pytest.raises(ValueError, match="from the right"):
@@ -258,8 +258,8 @@ def test_dimensions_have_names():
         "module.emit": ("state", "symbol_embedding"),
         "module.symbol": ("symbol", "symbol_embedding"),
     }
-    assert from_prior(written_out(lambda move: move[..., 0, :]), 1, 2).named_dims(DATA) == {
-        "move": ("state", "next_state"),
+    assert from_prior(written_out(lambda matrix: matrix[..., 0, :]), 1, 2).named_dims(DATA) == {
+        "matrix": ("state", "next_state"),
         "face": ("state", "symbol"),
     }
 
@@ -282,12 +282,12 @@ def test_invariants_are_those_of_a_table_of_all_paths():
             for k in range(3):
                 visits[k] += (shares.unsqueeze(-1) * (paths == k)).sum()
         occupancy = visits / visits.sum()
-        move = torch.distributions.Categorical(logits=hmm.log_transition).entropy()
+        entropy = torch.distributions.Categorical(logits=hmm.log_transition).entropy()
         spread = torch.distributions.Categorical(probs=occupancy).entropy()
         torch.testing.assert_close(found["log_evidence"][0, s], evidence)
         torch.testing.assert_close(found["occupancy"][0, s], occupancy.sort(descending=True).values)
         torch.testing.assert_close(found["effective_states"][0, s], spread.exp())
-        torch.testing.assert_close(found["move_entropy"][0, s], (occupancy * move).sum())
+        torch.testing.assert_close(found["move_entropy"][0, s], (occupancy * entropy).sum())
 
 
 def test_invariants_do_not_depend_on_names():
@@ -425,10 +425,10 @@ def test_errors_say_what_was_wanted():
         some.permute_states(torch.arange(3), data)
     drawn = jittered(values, 1, 2)
     short = {name.removeprefix("module."): each for name, each in drawn.items()}
-    with pytest.raises(ValueError, match=r"it has no 'initial', .*draws of 'module.initial'"):
+    with pytest.raises(ValueError, match=r"it has no 'initial', .*samples of 'module.initial'"):
         PosteriorDraws.of(short, model).hmm(data)
     del drawn["module.transition"]
-    with pytest.raises(ValueError, match=r"draws of 'module.transition' are missing"):
+    with pytest.raises(ValueError, match=r"samples of 'module.transition' are missing"):
         PosteriorDraws.of(drawn, model).hmm(data)
     with pytest.raises(TypeError, match="return hmm"):
         PosteriorDraws.of(some, lambda data: None).hmm(data)

@@ -1,4 +1,4 @@
-"""Laws of the conversion to ArviZ: every number in it is one that a loop over draws gives."""
+"""Conversion to ArviZ: every number in it is one that a loop over samples gives."""
 
 import itertools
 
@@ -227,7 +227,7 @@ def test_leaving_out_sequences_finds_the_number_of_states():
     found = {}
     for num_states in (1, 2):
         fit = fit_em(TabularHMM(num_states, categorical(3)), data, restarts=4)
-        seen = fit.hmm(data).expected(data.values)
+        seen = fit.hmm(data).expected_counts(data.values)
         visits = seen.states[data.observed]
         counts = {
             "module.initial": seen.initial,

@@ -1,4 +1,4 @@
-"""Laws of the measures of a fit."""
+"""Measures of a fit: evidence, criteria, agreement up to renaming, distances."""
 
 import itertools
 import math
@@ -59,7 +59,7 @@ def test_perplexity_is_the_inverse_geometric_mean_of_the_evidence():
 
 
 @pytest.mark.parametrize("num_symbols", [4, 10])
-def test_perplexity_of_an_even_law_is_the_number_of_symbols(num_symbols):
+def test_perplexity_of_a_uniform_distribution_is_the_number_of_symbols(num_symbols):
     data = some_data()
     even = torch.zeros(num_symbols, num_symbols).log_softmax(-1)
     hmm = HMM(even[0], even, dist.Categorical(logits=even), data.lengths, data.observed)
@@ -173,8 +173,20 @@ def test_unknown_states_do_not_count_whatever_was_predicted():
         ([0], [0.5], None, TypeError, "truth must hold integers; got dtype torch.float64"),
         ([0, 1], [0], None, ValueError, r"one shape; got \(2,\) and \(1,\)"),
         ([0, 1], [-1, -1], None, ValueError, "truth has no known state"),
-        ([-1, 1], [0, 1], None, ValueError, "predicted must not be negative; got -1"),
-        ([0, 3], [0, 1], 2, ValueError, "num_states = 2; got 3"),
+        (
+            [-1, 1],
+            [0, 1],
+            None,
+            ValueError,
+            "predicted must lie between 0 and K - 1 = 1; got values from -1 to 1",
+        ),
+        (
+            [0, 3],
+            [0, 1],
+            2,
+            ValueError,
+            "predicted must lie between 0 and K - 1 = 1; got values from 0 to 3",
+        ),
     ],
 )
 def test_bad_states_are_named(predicted, truth, size, kind, words):
@@ -263,7 +275,7 @@ def test_a_renamed_matrix_is_recognised_through_noise(size):
     assert metrics.align_transitions(noisy, truth).equal(order)
 
 
-def test_an_hmm_aligned_by_its_transitions_is_the_same_law_with_the_true_numbers():
+def test_an_hmm_aligned_by_its_transitions_is_the_same_with_the_true_numbers():
     order = torch.tensor([2, 0, 1])
     truth = HMM(
         torch.randn(3).log_softmax(-1),
@@ -284,8 +296,13 @@ def test_an_hmm_aligned_by_its_transitions_is_the_same_law_with_the_true_numbers
 @pytest.mark.parametrize(
     ("found", "truth", "kind", "words"),
     [
-        (torch.eye(2), torch.eye(3), ValueError, r"shape \(K, K\); got \(2, 2\) and \(3, 3\)"),
-        (torch.ones(2, 3), torch.ones(2, 3), ValueError, r"shape \(K, K\)"),
+        (
+            torch.eye(2),
+            torch.eye(3),
+            ValueError,
+            r"found must have shape \(K, K\) = \(3, 3\); got shape \(2, 2\)",
+        ),
+        (torch.ones(2, 3), torch.ones(2, 3), ValueError, r"truth must have shape \(K, K\) = "),
         (torch.eye(2).long(), torch.eye(2), TypeError, "found must"),
         (torch.eye(2), torch.eye(2).bool(), TypeError, "truth must"),
     ],
@@ -321,7 +338,11 @@ def test_fifty_steps_identify_a_state():
 @pytest.mark.parametrize(
     ("states", "kind", "words"),
     [
-        ([0, 2], ValueError, "between 0 and num_states - 1 = 1, or be -1; got values from 0 to 2"),
+        (
+            [0, 2],
+            ValueError,
+            "between 0 and K - 1 = 1; got values from 0 to 2. Steps that do not .* -1",
+        ),
         ([-2, 0], ValueError, "got values from -2 to 0"),
         ([0.5], TypeError, "states must hold integers"),
     ],
@@ -512,9 +533,9 @@ def test_zeros_of_points_and_frozen_points_are_not_free():
 
 
 def test_points_with_a_triangle_or_a_matrix_are_counted():
-    law = dist.MultivariateNormal(torch.zeros(2, 3), scale_tril=torch.eye(3).expand(2, 3, 3))
+    normal = dist.MultivariateNormal(torch.zeros(2, 3), scale_tril=torch.eye(3).expand(2, 3, 3))
     data = Sequences(torch.zeros(1, 1, 3), torch.tensor([1]))
-    assert metrics.num_parameters(TabularHMM(2, parametric(law)), data) == 1 + 2 + 2 * (3 + 6)
+    assert metrics.num_parameters(TabularHMM(2, parametric(normal)), data) == 1 + 2 + 2 * (3 + 6)
 
 
 def test_criteria_ask_for_a_point():

@@ -1,4 +1,4 @@
-"""Laws of the queries: each is held against the table of all paths, or a count by hand."""
+"""Posterior queries: each is held against the table of all paths, or a count by hand."""
 
 import itertools
 import math
@@ -42,7 +42,7 @@ def one_by_one(built):
 
 
 def impossible():
-    """Two sequences of a chain that never moves: the second contradicts itself."""
+    """Two sequences of a chain that never leaves its state: the second contradicts itself."""
     stay = torch.eye(2).log()
     shown = dist.Categorical(logits=torch.eye(2).log())
     hmm = HMM(torch.tensor([0.5, 0.5]).log(), stay, shown, torch.tensor([3, 3]))
@@ -188,8 +188,8 @@ def test_predictions_hold_in_long_sequences():
 @pytest.mark.parametrize(
     "switches", [(False, False, False), (True, True, False), (True, True, True)]
 )
-def test_a_continuation_completes_the_joint_law(layout, switches):
-    """The law of all is log p(x, y) = log p(x) + log p(y | x), where y follows x."""
+def test_a_continuation_completes_the_joint_density(layout, switches):
+    """The joint density is log p(x, y) = log p(x) + log p(y | x), where y follows x."""
     for num_states, num_steps in [(1, 1), (2, 1), (3, 3)]:
         ragged, missing, zeros = switches
         case = Case("symbols", layout, num_states, num_steps, False, False, ragged, missing, zeros)
@@ -214,14 +214,14 @@ def test_a_continuation_completes_the_joint_law(layout, switches):
         assert_close(longer.log_prob(whole), evidence + ahead.log_prob(more), case)
 
 
-def test_continuations_have_the_law_that_is_forecast():
+def test_continuations_have_the_marginals_that_are_forecast():
     hmm = casino([4, 2])
     values = torch.tensor([[0, 2, 2, 2], [1, 0, 2, 2]])
     drawn, _ = queries.continuation(hmm, values, 2).sample_with_states([20000])
-    laws = hmm.forecast(values, 2).probs  # (2, 2, 3)
+    marginals = hmm.forecast(values, 2).probs  # (2, 2, 3)
     for index in np.ndindex(2, 2):
         counts = np.bincount(drawn[(slice(None), *index)], minlength=3)
-        assert oracle.looks_drawn_from(counts, laws[index].numpy())
+        assert oracle.looks_drawn_from(counts, marginals[index].numpy())
 
 
 def test_continuations_need_a_model_without_steps_and_a_possible_past():
@@ -262,15 +262,15 @@ def test_imputation_fills_the_missing_steps_and_no_other(emission, layout):
         assert complete.log_prob(filled).isfinite().all()
 
 
-def test_imputations_are_drawn_jointly():
+def test_imputations_are_sampled_jointly():
     """Counts of pairs of missing symbols against Bayes' rule over all their values."""
     seen = torch.tensor([True, False, False, True])
     values = torch.tensor([2, 0, 0, 0])
     drawn = queries.impute(casino(4, seen), values, [20000])
     counts = np.bincount(3 * drawn[:, 1] + drawn[:, 2], minlength=9)
     every = torch.tensor([[2, a, b, 0] for a, b in itertools.product(range(3), repeat=2)])
-    law = casino([4] * 9).log_prob(every).softmax(0)
-    assert oracle.looks_drawn_from(counts, law.numpy())
+    probs = casino([4] * 9).log_prob(every).softmax(0)
+    assert oracle.looks_drawn_from(counts, probs.numpy())
 
 
 def test_with_nothing_missing_values_are_as_they_were():
@@ -298,19 +298,19 @@ def test_laws_of_observations_mix_the_states_of_the_table(emission, layout):
     for per_step, size in itertools.product((False, True), [(1, 1), (2, 2), (2, 3)]):
         case = Case(emission, layout, *size, per_step, per_step, ragged=True, missing=True)
         hmm, values, _, batch = built = build(case)
-        laws = queries.observation_marginals(hmm, values)
+        marginals = queries.observation_marginals(hmm, values)
         event = tuple(hmm.emission.event_shape)
-        assert isinstance(laws, Forecast)
-        assert laws.batch_shape == (*batch, hmm.num_steps)
-        assert laws.sample([2]).shape == (2, *laws.batch_shape, *event)
+        assert isinstance(marginals, Forecast)
+        assert marginals.batch_shape == (*batch, hmm.num_steps)
+        assert marginals.sample([2]).shape == (2, *marginals.batch_shape, *event)
         exists = np.arange(hmm.num_steps) < hmm.lengths.expand(batch).unsqueeze(-1).numpy()
         weights = built.answer.states  # (*B, T, K)
         seen = values.expand(*batch, hmm.num_steps, *event)
-        density = laws.log_prob(seen).exp()
+        density = marginals.log_prob(seen).exp()
         if emission == "symbols":
             probs = at_each_step(hmm, batch, hmm.emission.probs)
             expected = np.einsum("...k,...kv->...v", weights, probs)
-            assert_close(laws.probs[exists], expected[exists], case)
+            assert_close(marginals.probs[exists], expected[exists], case)
             chosen = np.take_along_axis(expected, seen.numpy()[..., None], -1)[..., 0]
             assert_close(density[exists], chosen[exists], case)
             continue
@@ -323,8 +323,8 @@ def test_laws_of_observations_mix_the_states_of_the_table(emission, layout):
         weights = weights.reshape(*weights.shape, *(1 for _ in event))
         centre = (weights * mean).sum(-1 - len(event))
         square = (weights * (mean**2 + variance)).sum(-1 - len(event))
-        assert_close(laws.mean[exists], centre[exists], case)
-        assert_close(laws.variance[exists], (square - centre**2)[exists], case)
+        assert_close(marginals.mean[exists], centre[exists], case)
+        assert_close(marginals.variance[exists], (square - centre**2)[exists], case)
 
 
 # Dwelling ----------------------------------------------------------------------------------------
@@ -383,13 +383,13 @@ def test_runs_are_those_of_groupby(shape, complete):
     assert found.tolist() == expected.tolist()
 
 
-def test_runs_of_long_paths_have_the_law_of_dwelling():
+def test_runs_of_long_paths_have_the_distribution_of_dwell_times():
     hmm = casino([10000])
     _, states = hmm.sample_with_states()
     counts = queries.dwell_counts(states, hmm.lengths, 2, complete=True)
-    law = queries.dwell_time_log_prob(hmm, 10000).exp()
+    probs = queries.dwell_time_log_prob(hmm, 10000).exp()
     for k in range(2):
-        assert oracle.looks_drawn_from(counts[k].numpy(), law[k].numpy())
+        assert oracle.looks_drawn_from(counts[k].numpy(), probs[k].numpy())
 
 
 def test_runs_say_what_is_wrong():
@@ -482,10 +482,10 @@ def test_residuals_are_the_sum_over_paths(kind, forecast):
                     emitted[s] = [math.log(pdf(own[s, k], x[s])) for k in range(2)]
             paths = oracle.all_paths(2, length)
             weights = np.exp(oracle.joint(hmm.log_initial.numpy(), matrices[index], emitted, paths))
-            law = np.bincount(paths[:, t], weights, minlength=2) / weights.sum()
+            probs = np.bincount(paths[:, t], weights, minlength=2) / weights.sum()
             below = x[t] - 1 if kind in DISCRETE else x[t]
-            at_most = sum(law[k] * cdf(own[t, k], x[t]) for k in range(2))
-            less = sum(law[k] * cdf(own[t, k], below) for k in range(2))
+            at_most = sum(probs[k] * cdf(own[t, k], x[t]) for k in range(2))
+            less = sum(probs[k] * cdf(own[t, k], below) for k in range(2))
             assert_close(upper[index][t], at_most, kind)
             assert_close(lower[index][t], less, kind)
 
@@ -576,9 +576,9 @@ def test_scores_of_the_best_paths_of_a_long_float32_sequence_are_those_of_the_pa
     paths, scores = queries.k_best(hmm, values, 3)
     initial, transition, likelihood = (part.double() for part in hmm.log_factors(values))
     for path, score in zip(paths, scores):
-        moves = transition[0, path[:-1], path[1:]].sum()
+        transitions = transition[0, path[:-1], path[1:]].sum()
         seen = likelihood.gather(-1, path.unsqueeze(-1)).sum()
-        torch.testing.assert_close(score, initial[path[0]] + moves + seen, rtol=0, atol=1e-8)
+        torch.testing.assert_close(score, initial[path[0]] + transitions + seen, rtol=0, atol=1e-8)
 
 
 @pytest.mark.parametrize("far", [-6.0, -5.0, 5.0, 6.0])
@@ -598,7 +598,7 @@ def test_outliers_have_finite_residuals_in_float32(far):
 
 
 @pytest.mark.parametrize("rate", [1e-3, 1e-6, 1e-7])
-def test_the_stationary_law_of_a_chain_that_hardly_moves_is_exact_in_float32(rate):
+def test_the_stationary_distribution_of_a_chain_that_hardly_changes_state_is_exact_in_float32(rate):
     matrix = torch.tensor([[1 - rate, rate], [3 * rate, 1 - 3 * rate]]).float()
-    law = cooccurrence.stationary(matrix.log())
-    torch.testing.assert_close(law, torch.tensor([0.75, 0.25]).float(), rtol=1e-5, atol=0.0)
+    probs = cooccurrence.stationary(matrix.log())
+    torch.testing.assert_close(probs, torch.tensor([0.75, 0.25]).float(), rtol=1e-5, atol=0.0)

@@ -1,4 +1,4 @@
-"""Laws of ``Filter``: it says what the HMM says of whole sequences, and can be resumed."""
+"""``Filter``: it computes what the HMM computes of whole sequences, and can be resumed."""
 
 import io
 
@@ -25,7 +25,7 @@ def casino(batch=(), dtype=torch.float64):
 
 
 def contradicted():
-    """Three streams of a chain that never moves and shows its state; the second changes it."""
+    """Three streams of a chain that never leaves its state and shows it; the second changes it."""
     shown = dist.Categorical(logits=torch.eye(2).log())
     hmm = HMM(torch.tensor([0.5, 0.5]).log(), torch.eye(2).log(), shown, torch.ones(3).long())
     return Filter(hmm), torch.tensor([[1, 1, 0], [1, 0, 0], [1, 1, 0]])
@@ -55,7 +55,7 @@ def test_filtering_a_stream_is_filtering_its_sequence(emission, layout):
         assert stream.num_steps == case.num_steps
 
 
-def test_before_the_first_step_the_law_is_that_of_the_first_state():
+def test_before_the_first_step_the_state_has_the_distribution_of_the_first_state():
     stream = Filter(casino((2,)))
     assert_close(stream.states, [[0.6, 0.4], [0.6, 0.4]])
     assert stream.log_evidence.tolist() == [0.0, 0.0]
@@ -85,18 +85,18 @@ def test_evidence_is_the_sum_of_what_was_predicted():
     assert_close(stream.log_evidence, total)
 
 
-def test_a_missing_step_moves_the_chain_and_adds_no_evidence():
+def test_a_missing_step_advances_the_chain_and_adds_no_evidence():
     missing = torch.tensor([False, True])
     apart, whole = Filter(casino((2,))), Filter(casino((2,)))
     for stream in (apart, whole):
         stream.update(torch.tensor([2, 0]))
-    before, law = apart.log_evidence, apart.states
+    before, states = apart.log_evidence, apart.states
     apart.update(torch.tensor([99, 1]), missing)  # what stands there may be anything
     whole.update(None)
     assert torch.equal(apart.log_evidence[0], before[0])
     assert torch.equal(whole.log_evidence, before)
     assert_close(apart.states[0], whole.states[0])
-    assert_close(whole.states, law @ torch.tensor([[0.9, 0.1], [0.3, 0.7]]))
+    assert_close(whole.states, states @ torch.tensor([[0.9, 0.1], [0.3, 0.7]]))
 
 
 @pytest.mark.parametrize("arguments", [(None,), (torch.tensor(0), torch.tensor(False))])
@@ -244,7 +244,7 @@ def test_a_state_that_does_not_fit_changes_nothing(change, error, message):
     [
         ((torch.tensor([0, 1, 2]),), ValueError, "observation must have the batch shape"),
         ((torch.zeros(4, 2).long(),), ValueError, "build the filter from hmm.expand"),
-        ((torch.tensor([0, 3]),), ValueError, "must hold symbols from 0 to V - 1 = 2"),
+        ((torch.tensor([0, 3]),), ValueError, "values must lie between 0 and V - 1 = 2"),
         ((torch.tensor([0.0, 1.0]),), TypeError, "must hold integers"),
         ((3,), TypeError, "observation must be a torch.Tensor"),
         ((torch.tensor([0, 1]), torch.tensor([1, 0])), TypeError, "observed must be boolean"),
@@ -274,7 +274,7 @@ def test_nan_is_refused():
 @pytest.mark.parametrize("switch", ["transition_per_step", "emission_per_step"])
 def test_a_filter_needs_a_model_without_steps(switch):
     hmm = build(Case("symbols", "one sequence", 2, 3)._replace(**{switch: True})).hmm
-    with pytest.raises(ValueError, match="hmm must not change with the step"):
+    with pytest.raises(ValueError, match="Filter needs a model that does not change with the step"):
         Filter(hmm)
     with pytest.raises(TypeError, match="hmm must be an HMM"):
         Filter("casino")

@@ -1,4 +1,4 @@
-"""Laws of ``Batches``: how many there are of a round, and what one of them costs."""
+"""``Batches``: how many there are of a round, and what one of them costs."""
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode

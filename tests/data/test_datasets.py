@@ -1,4 +1,4 @@
-"""Laws of the readers, of the downloads and of the data made here.
+"""Vocabularies, readers, downloads, and the data made here.
 
 Counts of real files are checked where ``$PYROHMM_DATA`` holds them.
 """
@@ -24,6 +24,7 @@ from pyrohmm import cooccurrence, datasets, readers
 from pyrohmm.data import simulated
 from pyrohmm.data.datasets import PublicFile
 from pyrohmm.data.vocabulary import Vocabulary
+from pyrohmm.ops.stationary import stationary
 
 patient = settings(deadline=None, max_examples=50)  # the machine may be busy
 symbol_lists = st.lists(st.text(max_size=3), min_size=1, max_size=20)
@@ -702,7 +703,7 @@ def test_the_casino_is_stationary_from_its_first_roll():
     torch.testing.assert_close(emission.sum(-1), torch.ones(2))
 
 
-def test_frequencies_at_the_casino_are_those_of_its_law():
+def test_frequencies_at_the_casino_are_those_of_its_parameters():
     """Tolerances are four standard deviations of 100,000 rolls, dice lasting 7 times 1.85."""
     initial, transition, emission = datasets.casino_parameters()
     data = datasets.casino(200, 500, seeded())
@@ -730,7 +731,7 @@ def test_rows_of_the_diverse_toy_are_as_far_apart_as_in_the_paper():
     assert sum(datasets.DIVERSE_INITIAL) == pytest.approx(1)
 
 
-def test_the_diverse_toy_has_the_moments_of_its_law():
+def test_the_diverse_toy_has_the_moments_of_its_parameters():
     data = datasets.diverse_toy(3000, deviation=0.5, generator=seeded())
     assert data.values.shape == (3000, 6)
     noise = data.values - data.labels - 1
@@ -742,10 +743,10 @@ def test_the_diverse_toy_has_the_moments_of_its_law():
 
 
 def test_states_of_the_diverse_toy_are_about_equally_frequent():
-    law, expected = np.array(datasets.DIVERSE_INITIAL), np.zeros(5)
+    marginal, expected = np.array(datasets.DIVERSE_INITIAL), np.zeros(5)
     for _ in range(6):
-        expected += law / 6
-        law = law @ np.array(datasets.DIVERSE_TRANSITION)
+        expected += marginal / 6
+        marginal = marginal @ np.array(datasets.DIVERSE_TRANSITION)
     np.testing.assert_allclose(expected, 0.2, atol=0.0125)
 
 
@@ -764,7 +765,7 @@ def test_a_dirichlet_toy_is_stationary_and_shows_every_symbol(num_states, num_sy
         assert num_symbols == 1 or not toy.train.values.equal(toy.test.values)
 
 
-def test_draws_that_miss_a_symbol_are_rejected(monkeypatch):
+def test_samples_that_miss_a_symbol_are_rejected(monkeypatch):
     seen = []
     sample = simulated._sample
     monkeypatch.setattr(simulated, "_sample", lambda *a: seen.append(sample(*a)) or seen[-1])
@@ -786,11 +787,15 @@ def test_a_dirichlet_toy_that_cannot_be_is_refused():
         datasets.casino(1, 0)
 
 
-def test_states_hardly_ever_left_do_not_spoil_the_stationary_law():
+def test_states_hardly_ever_left_do_not_spoil_the_stationary_distribution():
     """By detailed balance it is (3, 1) / 4, however slow; 1 - A would be mostly rounding."""
     slow = torch.tensor([[1 - 1e-15, 1e-15], [3e-15, 1 - 3e-15]], dtype=torch.float64)
     expected = torch.tensor([0.75, 0.25], dtype=torch.float64)
-    torch.testing.assert_close(simulated._stationary(slow), expected)
+    torch.testing.assert_close(stationary(slow.log()), expected)
+    # a fast state beside them: by detailed balance with rates 1/2 and 1e-15
+    mixed = torch.tensor([[0.5, 0.5], [1e-15, 1 - 1e-15]], dtype=torch.float64)
+    expected = torch.tensor([2e-15, 1.0], dtype=torch.float64)
+    torch.testing.assert_close(stationary(mixed.log()), expected, rtol=1e-12, atol=0)
 
 
 GENERATED = [

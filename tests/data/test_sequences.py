@@ -1,4 +1,4 @@
-"""Laws of ``Sequences``: what goes in comes out, batches cover everything once, errors by name."""
+"""``Sequences``: what goes in comes out, batches cover everything once, errors name arguments."""
 
 import itertools
 import re
@@ -319,12 +319,12 @@ BAD = {  # changes to good arguments; the error; the name and what the message m
     "too few lengths": (
         {"lengths": lambda: torch.tensor([3])},
         ValueError,
-        r"lengths .*\(N,\) = \(2,\); got \(1,\)",
+        r"lengths .*\(N,\) = \(2,\); got shape \(1,\)",
     ),
     "lengths of two dimensions": (
         {"lengths": lambda: torch.tensor([[3, 2]])},
         ValueError,
-        r"lengths .*\(2,\); got \(1, 2\)",
+        r"lengths .*\(2,\); got shape \(1, 2\)",
     ),
     "a length of zero": (
         {"lengths": lambda: torch.tensor([3, 0])},

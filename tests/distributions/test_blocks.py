@@ -1,4 +1,4 @@
-"""Laws of chains over blocks of states: the same law as an HMM with zeros, in every answer."""
+"""Chains over blocks of states: the same distribution as an HMM with zeros, in every query."""
 
 import math
 
@@ -12,10 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pyrohmm import HMM, block_hmm, clusters
 from pyrohmm.distributions.block_hmm import BlockHMM
+from pyrohmm.ops import backends, block_transition
 from pyrohmm.ops import block_plan as _plan
 from pyrohmm.ops import block_recursions as _blockwise
-from pyrohmm.ops import block_transition
-from pyrohmm.ops import lookup as _lookup
 from pyrohmm.ops.block_emission import log_emission
 from pyrohmm.ops.block_transition import InnerProductTransition
 from pyrohmm.ops.blocks import Blocks, from_clusters, uniform
@@ -33,13 +32,12 @@ def in_blocks():
 
 
 @pytest.fixture(params=["compiled", "torch"])
-def engine(request, monkeypatch):
+def engine(request):
     """Both engines: that of Numba, and plain logarithms."""
-    if request.param == "torch":
-        monkeypatch.setattr(_lookup, "kernels", lambda *_: None)
-    elif _lookup.kernels() is None:
+    if request.param == "compiled" and not backends.has_numba():
         pytest.skip("Numba is not installed")
-    return request.param
+    with backends.use(backends.NUMBA if request.param == "compiled" else backends.TORCH):
+        yield request.param
 
 
 class Case:
@@ -59,16 +57,16 @@ class Case:
         emission = log_emission(emit, words, bias, self.blocks)
         if kind in ("matrix", "overlapping"):
             self.parameters.append(draw(size, size))
-            moves = self.parameters[-1].log_softmax(-1)
+            transitions = self.parameters[-1].log_softmax(-1)
         else:
             vectors = [draw(size, dim), draw(size, dim)]
             if kind == "two levels":
                 vectors.append(draw(size, count))
             self.parameters += vectors
-            moves = InnerProductTransition(vectors[0], vectors[1], self.blocks, *vectors[2:])
+            transitions = InnerProductTransition(vectors[0], vectors[1], self.blocks, *vectors[2:])
         self.lengths = torch.tensor(lengths)
         self.values = torch.randint(num_symbols, (len(lengths), max(lengths)))
-        self.hmm = BlockHMM(start.log_softmax(-1), moves, emission, self.blocks, self.lengths)
+        self.hmm = BlockHMM(start.log_softmax(-1), transitions, emission, self.blocks, self.lengths)
 
 
 def zeros(blocks, logits):
@@ -85,11 +83,11 @@ def zeros(blocks, logits):
 @pytest.mark.parametrize("lengths", [[1], [5], [4, 1, 6, 6, 2]], ids=str)
 @pytest.mark.parametrize("sizes", [[1], [1, 1], [2, 2, 2], [3, 1, 2, 4]], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("all_moves", [False, True])
+@pytest.mark.parametrize("all_transitions", [False, True])
 def test_everything_is_as_in_the_hmm_with_zeros(
-    all_moves, kind, sizes, lengths, engine, monkeypatch
+    all_transitions, kind, sizes, lengths, engine, monkeypatch
 ):
-    monkeypatch.setattr(_plan, "DENSE", 10_000 if all_moves else 0)
+    monkeypatch.setattr(_plan, "DENSE", 10_000 if all_transitions else 0)
     torch.manual_seed(len(sizes) + len(lengths))
     case = Case(kind, sizes, lengths)
     hmm, values = case.hmm, case.values
@@ -138,7 +136,7 @@ def test_everything_is_as_in_the_hmm_with_zeros(
     torch.testing.assert_close(hmm.log_joint(values, best), plain.log_joint(values, best))
 
 
-def test_where_blocks_overlap_much_all_moves_are_made_at_once(monkeypatch):
+def test_where_blocks_overlap_much_all_transitions_are_computed_at_once(monkeypatch):
     torch.manual_seed(3)
     case = Case("overlapping", [3, 1, 4], [4, 1, 6])
     slow = case.hmm.log_prob(case.values)
@@ -165,27 +163,27 @@ def test_where_blocks_overlap_much_values_are_checked_and_padding_is_not_read(mo
         case.hmm.log_prob(torch.full((3, 6), 9))
 
 
-QUESTIONS = {
+QUERIES = {
     "viterbi": lambda hmm, values: hmm.viterbi(values),
     "filtered": lambda hmm, values: hmm.filtered(values),
     "sample_states": lambda hmm, values: hmm.sample_states(values),
     "posterior": lambda hmm, values: hmm.posterior(values),
-    "posterior_in_blocks": lambda hmm, values: hmm.block_posterior(values),
-    "ending": lambda hmm, values: hmm.final_state(values),
+    "block_posterior": lambda hmm, values: hmm.block_posterior(values),
+    "final_state": lambda hmm, values: hmm.final_state(values),
 }
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
-@pytest.mark.parametrize("question", QUESTIONS)
+@pytest.mark.parametrize("query", QUERIES)
 @pytest.mark.parametrize("kind", ["two levels", "one level", "overlapping"])
-def test_a_question_before_takes_no_gradient_away(kind, question, mode):
+def test_a_query_before_takes_no_gradient_away(kind, query, mode):
     gradients = []
     for asked in (False, True):
         torch.manual_seed(5)
         case = Case(kind, [3, 1, 4], [4, 1, 6])
         if asked:
             with mode():
-                QUESTIONS[question](case.hmm, case.values)
+                QUERIES[query](case.hmm, case.values)
         evidence = case.hmm.log_prob(case.values) + case.hmm.dense().log_prob(case.values)
         gradients.append(torch.autograd.grad(evidence.sum(), case.parameters))
     for one, other in zip(*gradients):
@@ -193,7 +191,7 @@ def test_a_question_before_takes_no_gradient_away(kind, question, mode):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_paths_are_drawn_from_the_posterior(kind):
+def test_paths_are_sampled_from_the_posterior(kind):
     torch.manual_seed(1)
     case = Case(kind, [2, 1, 3], [4, 1, 6])
     drawn = case.hmm.sample_states(case.values, (20_000,))
@@ -210,7 +208,7 @@ def test_paths_are_drawn_from_the_posterior(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_sequences_are_drawn_from_the_law(kind):
+def test_sequences_are_sampled_from_the_distribution(kind):
     torch.manual_seed(2)
     case = Case(kind, [2, 2], [3], num_symbols=4)
     values, states = case.hmm.sample_with_states((30_000,))
@@ -242,7 +240,7 @@ def in_single_precision(case):
 
 @pytest.mark.parametrize("scale", [1.0, 3.0])
 @pytest.mark.parametrize("kind", ["matrix", "two levels"])
-def test_long_sequences_have_laws_and_gradients_in_single_precision(kind, scale, engine):
+def test_long_sequences_have_probabilities_and_gradients_in_single_precision(kind, scale, engine):
     """Their evidence is thousands of nats, of which single precision has few decimals."""
     torch.manual_seed(0)
     case = Case(kind, [3, 4, 4], [1500, 7], num_symbols=40, scale=scale)
@@ -261,9 +259,9 @@ def test_long_sequences_have_laws_and_gradients_in_single_precision(kind, scale,
     ]
     assert (gradients[0] - gradients[1]).norm() < 1e-3 * gradients[1].norm()
     with torch.no_grad():
-        for laws in (lambda hmm: hmm.block_posterior(case.values).probs,
+        for probs_of in (lambda hmm: hmm.block_posterior(case.values).probs,
                      lambda hmm: hmm.filtered(case.values)):  # fmt: skip
-            found, wanted = laws(single).double(), laws(case.hmm)
+            found, wanted = probs_of(single).double(), probs_of(case.hmm)
             torch.testing.assert_close(found.sum(-1), wanted.sum(-1), rtol=0, atol=1e-4)
             torch.testing.assert_close(found, wanted, rtol=0, atol=1e-3)
 
@@ -301,7 +299,7 @@ def test_paths_that_were_lost_long_before_they_matter_are_found(kind, dtype, noi
     values = torch.tensor([[0] * lengths[0] + [1] * lengths[1]])
     emission = torch.tensor([[1 - noise, noise], [noise, 1 - noise]], dtype=dtype).log()
     vectors = 40 * torch.eye(2, dtype=dtype)
-    moves = {
+    transitions = {
         "matrix": torch.eye(2, dtype=dtype).log(),
         "one level": InnerProductTransition(vectors, vectors, blocks),
         "two levels": InnerProductTransition(
@@ -309,7 +307,7 @@ def test_paths_that_were_lost_long_before_they_matter_are_found(kind, dtype, noi
         ),
     }[kind]
     start = torch.tensor([0.5, 0.5], dtype=dtype).log()
-    hmm = BlockHMM(start, moves, emission, blocks, torch.tensor([sum(lengths)]))
+    hmm = BlockHMM(start, transitions, emission, blocks, torch.tensor([sum(lengths)]))
     wide = HMM(start.double(), hmm.log_transition.double(),
                Categorical(logits=emission.double()), hmm.lengths)  # fmt: skip
     found, wanted = hmm.log_prob(values), wide.log_prob(values)
@@ -334,21 +332,23 @@ def test_symbols_that_come_in_runs_to_states_that_stay(sizes, stay, seed):
         blocks = from_clusters(torch.arange(6) % len(sizes), torch.tensor(sizes))
     count = blocks.num_states
     draw = lambda *shape: torch.randn(shape, dtype=torch.float32)  # noqa: E731
-    moves = (draw(count, count) + stay * torch.eye(count, dtype=torch.float32)).log_softmax(-1)
-    moves.requires_grad_()
+    transitions = (draw(count, count) + stay * torch.eye(count, dtype=torch.float32)).log_softmax(
+        -1
+    )
+    transitions.requires_grad_()
     emission = log_emission(4 * draw(count, 3), draw(6, 3), draw(6), blocks)
     runs = torch.randint(10, 60, (3,))
     values = torch.randint(6, (2, 3)).repeat_interleave(runs, 1)
     lengths = torch.tensor([values.size(1), 50 % values.size(1)])
     start = draw(count).log_softmax(-1)
-    hmm = BlockHMM(start, moves, emission, blocks, lengths)
-    wide = HMM(start.double(), moves.double(), Categorical(logits=hmm.emission.logits.double()),
-               lengths)  # fmt: skip
+    hmm = BlockHMM(start, transitions, emission, blocks, lengths)
+    dense_emission = Categorical(logits=hmm.emission.logits.double())
+    wide = HMM(start.double(), transitions.double(), dense_emission, lengths)
     found, wanted = hmm.log_prob(values), wide.log_prob(values)
     torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=1e-4)
     possible = ~wanted.isneginf()
-    (got,) = torch.autograd.grad(found[possible].sum(), moves, materialize_grads=True)
-    (want,) = torch.autograd.grad(wanted[possible].sum(), moves, materialize_grads=True)
+    (got,) = torch.autograd.grad(found[possible].sum(), transitions, materialize_grads=True)
+    (want,) = torch.autograd.grad(wanted[possible].sum(), transitions, materialize_grads=True)
     torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-2)
 
 
@@ -357,15 +357,17 @@ def test_sequences_that_leave_the_range_are_redone_in_logarithms():
     slow = torch.tensor([[0.0, -200.0, 0.0, 0.0], [-200.0, 0.0, 0.0, 0.0]])
     scores = torch.cat([slow, torch.zeros(2, 4)]).log_softmax(-1).requires_grad_()
     # after symbol 0 the state is 0, but only state 1 goes on to where it can emit symbol 1
-    moves = scores.clone()
-    moves = torch.where(
-        torch.tensor([[0, 0, 0, 1], [0, 0, 1, 0], [0, 0, 0, 0], [0, 0, 0, 0]]).bool(), -150.0, moves
+    transitions = scores.clone()
+    transitions = torch.where(
+        torch.tensor([[0, 0, 0, 1], [0, 0, 1, 0], [0, 0, 0, 0], [0, 0, 0, 0]]).bool(),
+        -150.0,
+        transitions,
     )
     start = torch.tensor([0.0, -180.0, -200.0, -200.0]).log_softmax(-1)
     emission = torch.tensor([[0.0, 0.0], [-190.0, 0.0], [0.0, -190.0]])
     values = torch.tensor([[0, 1], [0, 0]])
-    hmm = BlockHMM(start, moves, emission, blocks, torch.tensor([2, 2]), validate_args=False)
-    exact = start[:2].double().unsqueeze(-1) + moves[:2, 2:].double() + emission[1].double()
+    hmm = BlockHMM(start, transitions, emission, blocks, torch.tensor([2, 2]), validate_args=False)
+    exact = start[:2].double().unsqueeze(-1) + transitions[:2, 2:].double() + emission[1].double()
     wanted = exact.flatten().logsumexp(0)
     assert wanted < -140  # far below what a single number holds
     torch.testing.assert_close(hmm.log_prob(values)[0].double(), wanted, rtol=1e-6, atol=0)
@@ -376,13 +378,15 @@ def test_sequences_that_leave_the_range_are_redone_in_logarithms():
 
 def test_what_is_impossible_has_no_probability_and_no_gradient():
     blocks = from_clusters(torch.tensor([0, 1]), 1)
-    moves = torch.tensor([[0.0, -math.inf], [math.log(0.5), math.log(0.5)]], requires_grad=True)
+    transitions = torch.tensor(
+        [[0.0, -math.inf], [math.log(0.5), math.log(0.5)]], requires_grad=True
+    )
     start = torch.tensor([0.5, 0.5]).log()
     values, lengths = torch.tensor([[0, 1], [1, 0]]), torch.tensor([2, 2])
-    hmm = BlockHMM(start, moves, torch.zeros(2, 1), blocks, lengths)
+    hmm = BlockHMM(start, transitions, torch.zeros(2, 1), blocks, lengths)
     found = hmm.log_prob(values)
     torch.testing.assert_close(found.exp(), torch.tensor([0.0, 0.25]))
-    (gradient,) = torch.autograd.grad(found.sum(), moves)
+    (gradient,) = torch.autograd.grad(found.sum(), transitions)
     torch.testing.assert_close(gradient, torch.tensor([[0.0, 0.0], [1.0, 0.0]]))
     assert hmm.viterbi(values).tolist() == [[0, 1], [1, 0]]
     assert bool(hmm.block_posterior(values).probs.isfinite().all())
@@ -409,15 +413,19 @@ def test_the_chain_of_clusters_alone_is_the_case_of_one_state_each():
     torch.manual_seed(4)
     assignment = torch.tensor([0, 1, 1, 2, 2, 2])
     blocks = from_clusters(assignment, 1)
-    moves, start = torch.rand(3, 3), torch.rand(3)
-    moves, start = moves / moves.sum(-1, keepdim=True), start / start.sum()
+    transitions, start = torch.rand(3, 3), torch.rand(3)
+    transitions, start = transitions / transitions.sum(-1, keepdim=True), start / start.sum()
     words = torch.rand(6)
     words = words / torch.zeros(3).index_add_(0, assignment, words)[assignment]
     values = torch.randint(6, (1, 7))
-    hmm = BlockHMM(start.log(), moves.log(), words.log().unsqueeze(-1), blocks, torch.tensor([7]))
+    hmm = BlockHMM(
+        start.log(), transitions.log(), words.log().unsqueeze(-1), blocks, torch.tensor([7])
+    )
     path = assignment[values[0]]
     wanted = (
-        start[path[0]].log() + moves[path[:-1], path[1:]].log().sum() + words[values].log().sum()
+        start[path[0]].log()
+        + transitions[path[:-1], path[1:]].log().sum()
+        + words[values].log().sum()
     )
     torch.testing.assert_close(hmm.log_prob(values).squeeze(), wanted)
 
@@ -450,10 +458,10 @@ def test_questions_are_answered_in_inference_mode(kind):
 
 def test_a_path_of_an_impossible_sequence_has_states_of_the_blocks():
     three = from_clusters(torch.tensor([0, 1]), torch.tensor([3, 1]))
-    moves = torch.full((4, 4), -torch.inf)
-    moves[:, :3] = math.log(1 / 3)  # never to the last state
+    transitions = torch.full((4, 4), -torch.inf)
+    transitions[:, :3] = math.log(1 / 3)  # never to the last state
     words = torch.tensor([[0.0, 0.0, 0.0], [0.0, -torch.inf, -torch.inf]])
-    hmm = BlockHMM(torch.full((4,), 0.25).log(), moves, words, three, torch.tensor([3]))
+    hmm = BlockHMM(torch.full((4,), 0.25).log(), transitions, words, three, torch.tensor([3]))
     values = torch.tensor([[0, 1, 1]])
     assert hmm.log_prob(values).item() == -math.inf
     states = hmm.sample_states(values, (20,))
@@ -463,12 +471,12 @@ def test_a_path_of_an_impossible_sequence_has_states_of_the_blocks():
 
 @pytest.mark.parametrize("lengths", [[1], [4, 1, 6, 6, 2]], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_law_of_the_last_state_is_the_last_that_is_filtered(kind, lengths, engine):
+def test_the_final_state_is_the_last_filtered_one(kind, lengths, engine):
     torch.manual_seed(2)
     case = Case(kind, [3, 1, 2, 4], lengths)
     found = case.hmm.final_state(case.values)
     wanted = case.hmm.dense().filtered(case.values)
-    wanted = torch.stack([law[length - 1] for law, length in zip(wanted, lengths)])
+    wanted = torch.stack([probs[length - 1] for probs, length in zip(wanted, lengths)])
     wide = torch.zeros(len(lengths), case.blocks.num_states + 1, dtype=torch.float64)
     rows = found.states.masked_fill(found.states < 0, case.blocks.num_states)
     wide.scatter_(1, rows, found.log_probs.exp())
@@ -478,10 +486,10 @@ def test_the_law_of_the_last_state_is_the_last_that_is_filtered(kind, lengths, e
 
 def test_a_sequence_that_is_impossible_has_no_last_state(engine):
     three = from_clusters(torch.tensor([0, 1]), torch.tensor([3, 1]))
-    moves = torch.full((4, 4), -torch.inf)
-    moves[:, :3] = math.log(1 / 3)  # never to the last state
+    transitions = torch.full((4, 4), -torch.inf)
+    transitions[:, :3] = math.log(1 / 3)  # never to the last state
     words = torch.tensor([[0.0, 0.0, 0.0], [0.0, -torch.inf, -torch.inf]])
-    hmm = BlockHMM(torch.full((4,), 0.25).log(), moves, words, three, torch.tensor([2, 2]))
+    hmm = BlockHMM(torch.full((4,), 0.25).log(), transitions, words, three, torch.tensor([2, 2]))
     found = hmm.final_state(torch.tensor([[0, 1], [0, 0]]))
     assert bool(found.log_probs[0].isneginf().all())
     torch.testing.assert_close(found.log_probs[1].exp(), torch.full((3,), 1 / 3))
@@ -529,19 +537,21 @@ def test_many_and_few_states_take_the_same_way(kind, monkeypatch):
         torch.testing.assert_close(one, two, rtol=1e-12, atol=1e-13)
 
 
-@pytest.mark.parametrize("all_moves", [False, True])
+@pytest.mark.parametrize("all_transitions", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_second_derivatives_are_those_of_the_hmm_with_zeros(all_moves, kind, engine, monkeypatch):
-    monkeypatch.setattr(_plan, "DENSE", 10_000 if all_moves else 0)
+def test_second_derivatives_are_those_of_the_hmm_with_zeros(
+    all_transitions, kind, engine, monkeypatch
+):
+    monkeypatch.setattr(_plan, "DENSE", 10_000 if all_transitions else 0)
     torch.manual_seed(1)
     case = Case(kind, [2, 1, 3], [4, 1, 3], num_symbols=5)
     start, emit, words, bias, *_ = case.parameters
     plain = Categorical(logits=(emit @ words.T + bias).where(case.blocks.allowed, -math.inf))
     if isinstance(case.hmm.transition, torch.Tensor):
-        moves = case.hmm.transition
+        transitions = case.hmm.transition
     else:
-        moves = case.hmm.transition.matrix
-    wide = HMM(start.log_softmax(-1), moves, plain, case.lengths)
+        transitions = case.hmm.transition.matrix
+    wide = HMM(start.log_softmax(-1), transitions, plain, case.lengths)
     weights = torch.randn(3, dtype=torch.float64)
     found = []
     for hmm in (case.hmm, wide):
@@ -602,7 +612,7 @@ def test_what_is_no_block_is_refused():
     with pytest.raises(ValueError, match="blocks must be disjoint"):
         InnerProductTransition(torch.zeros(4, 2), torch.zeros(4, 2), case.blocks)
     hmm = Case("one level", [2, 2], [2]).hmm
-    with pytest.raises(ValueError, match="values must hold symbols from 0 to V - 1 = 8"):
+    with pytest.raises(ValueError, match="values must lie between 0 and V - 1 = 8"):
         hmm.log_prob(torch.tensor([[0, 9]]))
     torch.testing.assert_close(
         hmm.log_prob(torch.tensor([[0, 8]], dtype=torch.uint8)),

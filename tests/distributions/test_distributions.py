@@ -1,4 +1,4 @@
-"""Laws of the distributions that Pyro lacks, and of log-densities of what is known in part."""
+"""Distributions that Pyro lacks, and log-densities of what is known in part."""
 
 import math
 
@@ -87,26 +87,26 @@ def test_sparse_density_has_the_batch_of_its_concentration():
 
 def test_sparse_density_is_zero_where_a_forbidden_entry_is_positive():
     table = torch.full((4, 4), 0.25)
-    law = SparseDirichlet(torch.ones(4, 4), ALLOWED, validate_args=False)
-    assert law.log_prob(table) == -torch.inf
+    distribution = SparseDirichlet(torch.ones(4, 4), ALLOWED, validate_args=False)
+    assert distribution.log_prob(table) == -torch.inf
     checked = SparseDirichlet(torch.ones(4, 4), ALLOWED, validate_args=True)
     with pytest.raises(ValueError, match="support"):
         checked.log_prob(table)
 
 
 @pytest.mark.parametrize("name", TABLES)
-def test_sparse_support_holds_what_is_drawn_and_nothing_forbidden(name):
+def test_sparse_support_holds_samples_and_nothing_forbidden(name):
     allowed = TABLES[name]
     _, strength = rows_of(allowed)
-    law = SparseDirichlet(strength, allowed)
-    drawn = law.sample((50,))
-    assert law.support.check(drawn).tolist() == [True] * 50
+    distribution = SparseDirichlet(strength, allowed)
+    drawn = distribution.sample((50,))
+    assert distribution.support.check(drawn).tolist() == [True] * 50
     assert (drawn[:, ~allowed] == 0).all()
     assert (drawn[:, allowed] > 0).all()
     torch.testing.assert_close(drawn.sum(-1), torch.ones(drawn.shape[:-1]))
-    assert not law.support.check(drawn * 1.01).any()
+    assert not distribution.support.check(drawn * 1.01).any()
     if not bool(allowed.all()):
-        assert not law.support.check(drawn + ~allowed * 1e-9).any()
+        assert not distribution.support.check(drawn + ~allowed * 1e-9).any()
 
 
 @pytest.mark.parametrize("strength", [1e-3, 0.05, 0.7, 1.0, 5.0])
@@ -115,8 +115,8 @@ def test_sparse_draws_have_the_moments_of_dirichlet(strength, dtype):
     """Also where gamma variables underflow: the row is then a corner, and not even."""
     concentration = strength * torch.tensor([[1.0, 9.0, 2.0, 3.0]], dtype=dtype)
     allowed = torch.tensor([[True, False, True, True]])
-    law = SparseDirichlet(concentration, allowed)
-    drawn = law.sample((20000,))[:, 0, allowed[0]].double().numpy()
+    distribution = SparseDirichlet(concentration, allowed)
+    drawn = distribution.sample((20000,))[:, 0, allowed[0]].double().numpy()
     weight = concentration[0, allowed[0]].double().numpy()
     total = weight.sum()
     mean = weight / total
@@ -124,14 +124,14 @@ def test_sparse_draws_have_the_moments_of_dirichlet(strength, dtype):
     tolerance = 5 * np.sqrt(variance / len(drawn))
     assert (abs(drawn.mean(0) - mean) < tolerance).all()
     assert drawn.var(0) == pytest.approx(variance, rel=0.1)
-    torch.testing.assert_close(law.mean[0, allowed[0]].double(), torch.tensor(mean))
+    torch.testing.assert_close(distribution.mean[0, allowed[0]].double(), torch.tensor(mean))
 
 
 def test_sparse_draws_differentiate_by_the_concentration():
     """The mean of an entry over many draws: its derivative is that of c / sum of c."""
     strength = torch.tensor([2.0, 7.0, 3.0], requires_grad=True)
-    law = SparseDirichlet(strength, torch.tensor([True, False, True]))
-    (found,) = torch.autograd.grad(law.rsample((40000,))[:, 0].mean(), strength)
+    distribution = SparseDirichlet(strength, torch.tensor([True, False, True]))
+    (found,) = torch.autograd.grad(distribution.rsample((40000,))[:, 0].mean(), strength)
     torch.testing.assert_close(found, torch.tensor([3 / 25, 0.0, -2 / 25]), atol=4e-3, rtol=0.0)
 
 
@@ -286,11 +286,11 @@ def test_inverse_wishart_density_is_that_of_scipy(dim, spare):
 def test_inverse_wishart_densities_broadcast():
     scales = torch.tensor(np.stack([covariance(2, seed) for seed in range(3)]))
     values = torch.tensor(np.stack([covariance(2, seed) for seed in range(5, 9)]))
-    law = InverseWishart(4.5, scales)
-    table = law.log_prob(values.unsqueeze(1))
+    distribution = InverseWishart(4.5, scales)
+    table = distribution.log_prob(values.unsqueeze(1))
     assert table.shape == (4, 3)
     for index, value in enumerate(values):
-        torch.testing.assert_close(law.log_prob(value), table[index])
+        torch.testing.assert_close(distribution.log_prob(value), table[index])
         torch.testing.assert_close(InverseWishart(4.5, scales[1]).log_prob(value), table[index, 1])
     wide = InverseWishart(4.5, scales[0]).expand([3, 2])
     assert (wide.batch_shape, wide.event_shape) == ((3, 2), (2, 2))
@@ -311,27 +311,27 @@ def test_inverse_wishart_of_a_number_is_inverse_gamma():
 def test_inverse_wishart_draws_have_its_mean_and_spread():
     """Var of entry (i, j), von Rosen (1988), from the mean of the square of each entry."""
     dim, degrees, scale = 3, 12.0, covariance(3)
-    law = InverseWishart(degrees, torch.tensor(scale))
-    drawn = law.sample((20000,)).numpy()
+    distribution = InverseWishart(degrees, torch.tensor(scale))
+    drawn = distribution.sample((20000,)).numpy()
     mean = scale / (degrees - dim - 1)
     p = degrees - dim
     diagonal = np.diag(scale)
     variance = (p + 1) * scale**2 + (p - 1) * np.outer(diagonal, diagonal)
     variance = variance / (p * (p - 1) ** 2 * (p - 3))
-    assert law.mean.numpy() == pytest.approx(mean)
+    assert distribution.mean.numpy() == pytest.approx(mean)
     assert (abs(drawn.mean(0) - mean) < 5 * np.sqrt(variance / len(drawn))).all()
     assert drawn.var(0) == pytest.approx(variance, rel=0.15)
-    assert law.support.check(torch.tensor(drawn)).all()
+    assert distribution.support.check(torch.tensor(drawn)).all()
     assert InverseWishart(dim + 1.0, torch.tensor(scale)).mean.isinf().all()
 
 
 @pytest.mark.parametrize("dim", [1, 2, 4])
 def test_the_bijection_to_covariances_has_an_inverse_and_its_jacobian(dim):
-    law = InverseWishart(dim + 2.0, torch.eye(dim))
-    transform = biject_to(law.support)
+    distribution = InverseWishart(dim + 2.0, torch.eye(dim))
+    transform = biject_to(distribution.support)
     x = torch.randn(3, dim * (dim + 1) // 2)
     y = transform(x)
-    assert law.support.check(y).all()
+    assert distribution.support.check(y).all()
     torch.testing.assert_close(transform.inv(y), x)
     assert transform.forward_shape(x.shape) == y.shape
     assert transform.inverse_shape(y.shape) == x.shape
@@ -389,7 +389,7 @@ def test_streams_density_is_the_product_of_its_parts():
     )
 
 
-def test_streams_draw_each_part_by_its_law():
+def test_streams_sample_each_part_from_its_distribution():
     symbols, counts, plane = three_streams()
     drawn = Streams([symbols, counts, plane]).sample((4000,))
     assert drawn.shape == (4000, 2, 4)
@@ -397,11 +397,11 @@ def test_streams_draw_each_part_by_its_law():
         seen = np.bincount(drawn[:, state, 0].long(), minlength=3)
         assert oracle.looks_drawn_from(seen, symbols.probs[state].numpy())
         seen = np.bincount(drawn[:, state, 1].long(), minlength=30)
-        law = stats.poisson(counts.rate[state].item()).pmf(np.arange(len(seen)))
-        assert oracle.looks_drawn_from(seen, law)
+        distribution = stats.poisson(counts.rate[state].item()).pmf(np.arange(len(seen)))
+        assert oracle.looks_drawn_from(seen, distribution)
         for place in range(2):
-            law = stats.norm(plane.mean[state, place].item(), 1.5)
-            assert stats.kstest(drawn[:, state, 2 + place].numpy(), law.cdf).pvalue > 1e-6
+            distribution = stats.norm(plane.mean[state, place].item(), 1.5)
+            assert stats.kstest(drawn[:, state, 2 + place].numpy(), distribution.cdf).pvalue > 1e-6
     found = np.corrcoef(drawn[:, 0].numpy().T)
     assert abs(found - np.eye(4)).max() < 0.1
 
@@ -441,21 +441,24 @@ def test_tied_states_have_the_density_of_what_they_share(batch, event):
     loc = torch.randn(*batch, 2, *event)
     base = dist.Normal(loc, 1.0).to_event(len(event))
     index = torch.tensor([1, 0, 1])
-    law = Tied(base, index)
+    distribution = Tied(base, index)
     picked = loc.index_select(-1 - len(event), index)
     direct = dist.Normal(picked, 1.0).to_event(len(event))
-    assert (law.batch_shape, law.event_shape) == (direct.batch_shape, direct.event_shape)
-    torch.testing.assert_close(law.mean, direct.mean)
-    torch.testing.assert_close(law.variance, direct.variance)
-    wide = law.expand([4, 5, 3])
+    assert (distribution.batch_shape, distribution.event_shape) == (
+        direct.batch_shape,
+        direct.event_shape,
+    )
+    torch.testing.assert_close(distribution.mean, direct.mean)
+    torch.testing.assert_close(distribution.variance, direct.variance)
+    wide = distribution.expand([4, 5, 3])
     assert wide.batch_shape == (4, 5, 3)
     for value in (torch.randn(event), torch.randn(1, *event), torch.randn(3, *event),
                   wide.sample(), torch.randn(4, 5, 1, *event)):  # fmt: skip
-        torch.testing.assert_close(law.log_prob(value), direct.log_prob(value))
-    assert law.sample((7,)).shape == (7, *batch, 3, *event)
+        torch.testing.assert_close(distribution.log_prob(value), direct.log_prob(value))
+    assert distribution.sample((7,)).shape == (7, *batch, 3, *event)
 
 
-def test_tied_states_draw_apart_by_the_law_they_share():
+def test_tied_states_sample_independently_from_the_distribution_they_share():
     probs = torch.tensor([[0.1, 0.2, 0.7], [0.5, 0.5, 0.0]])
     index = torch.tensor([1, 0, 1])
     drawn = Tied(dist.Categorical(probs), index).sample((4000,))
@@ -468,7 +471,7 @@ def test_tied_states_draw_apart_by_the_law_they_share():
 
 @pytest.mark.parametrize("index", [[0, 2], [-1, 0]])
 def test_tied_states_refuse_numbers_that_nothing_has(index):
-    with pytest.raises(ValueError, match="index must lie between 0 and 1"):
+    with pytest.raises(ValueError, match="index must lie between 0 and J - 1 = 1"):
         Tied(dist.Normal(torch.zeros(2), 1.0), torch.tensor(index))
     with pytest.raises(TypeError, match="index must hold integers"):
         Tied(dist.Normal(torch.zeros(2), 1.0), torch.tensor(index).double())
@@ -514,14 +517,14 @@ def test_independent_components_are_left_out(name):
 
 @pytest.mark.parametrize("gaps", [[0], [1], [2], [0, 2], [1, 2]])
 def test_missing_components_of_a_normal_vector_are_integrated_out(gaps):
-    law, value = gauss(3), torch.tensor([0.4, -0.2, 1.0])
+    distribution, value = gauss(3), torch.tensor([0.4, -0.2, 1.0])
     part = value.clone()
     part[gaps] = NAN
 
     def density(*filled):
         whole = value.clone()
         whole[gaps] = torch.tensor(filled)
-        return law.log_prob(whole).exp().item()
+        return distribution.log_prob(whole).exp().item()
 
     if len(gaps) == 1:
         total = integrate.quad(density, -30, 30)[0]
@@ -529,16 +532,16 @@ def test_missing_components_of_a_normal_vector_are_integrated_out(gaps):
         grid = torch.linspace(-20, 20, 201)
         whole = value.expand(201, 201, 3).clone()
         whole[..., gaps] = torch.stack(torch.meshgrid(grid, grid, indexing="ij"), -1)
-        total = law.log_prob(whole).exp().sum().item() * (grid[1] - grid[0]).item() ** 2
-    assert marginal_log_prob(law, part).exp().item() == pytest.approx(total, rel=1e-6)
+        total = distribution.log_prob(whole).exp().sum().item() * (grid[1] - grid[0]).item() ** 2
+    assert marginal_log_prob(distribution, part).exp().item() == pytest.approx(total, rel=1e-6)
 
 
 def test_missing_components_of_a_mixture_are_integrated_out():
     """The mixture of the marginals, its weights as they are."""
     weights = torch.tensor([0.2, 0.5, 0.3])
     for parts in (dist.Normal(torch.randn(3, 2), 1.5).to_event(1), gauss(2, (3,))):
-        law = dist.MixtureSameFamily(dist.Categorical(weights), parts)
-        found = marginal_log_prob(law, torch.tensor([NAN, 0.7])).exp().item()
+        distribution = dist.MixtureSameFamily(dist.Categorical(weights), parts)
+        found = marginal_log_prob(distribution, torch.tensor([NAN, 0.7])).exp().item()
         scales = parts.variance[:, 1].sqrt()
         expected = sum(
             weight * stats.norm(loc, scale).pdf(0.7)
@@ -547,7 +550,7 @@ def test_missing_components_of_a_mixture_are_integrated_out():
         assert found == pytest.approx(expected, rel=1e-9)
 
 
-def laws_of_vectors(batch):
+def vector_distributions(batch):
     """Every kind whose marginals are known, of ``batch`` and two components."""
     symbols = dist.Categorical(torch.rand(*batch, 3) + 0.1)
     parts = dist.Normal(torch.randn(*batch, 4, 2), 1.0).to_event(1)
@@ -566,24 +569,26 @@ VECTORS = ["normal", "full", "mixture", "streams", "tied"]
 
 @pytest.mark.parametrize("name", VECTORS)
 def test_a_vector_of_which_nothing_is_known_says_nothing(name):
-    law = laws_of_vectors((3,))[name]
+    distribution = vector_distributions((3,))[name]
     nothing = torch.full((1, 2), NAN)
-    torch.testing.assert_close(marginal_log_prob(law, nothing), torch.zeros(3))
+    torch.testing.assert_close(marginal_log_prob(distribution, nothing), torch.zeros(3))
 
 
 @pytest.mark.parametrize("name", VECTORS)
 def test_entries_of_a_batch_are_scored_one_by_one(name):
     """Parameters ``(R, 1, K)``, observations ``(N, D)``, each with gaps of its own."""
-    law = laws_of_vectors((4, 1, 3))[name]
-    values = law.sample()[0, 0].double()  # (K, D)
+    distribution = vector_distributions((4, 1, 3))[name]
+    values = distribution.sample()[0, 0].double()  # (K, D)
     values = torch.cat([values, values, values])
     values[0, 0], values[1, 1], values[2], values[5, 1] = NAN, NAN, NAN, NAN
-    table = log_prob_per_state(law, values)  # (R, N, K)
+    table = log_prob_per_state(distribution, values)  # (R, N, K)
     assert table.shape == (4, 9, 3)
     assert table.isfinite().all()
-    torch.testing.assert_close(marginal_log_prob(law, values.unsqueeze(1)), table)
+    torch.testing.assert_close(marginal_log_prob(distribution, values.unsqueeze(1)), table)
     for index, value in enumerate(values):
-        torch.testing.assert_close(marginal_log_prob(law, value), table[:, index : index + 1])
+        torch.testing.assert_close(
+            marginal_log_prob(distribution, value), table[:, index : index + 1]
+        )
 
 
 @pytest.mark.parametrize("name", ["normal", "full", "mixture", "streams"])
@@ -595,7 +600,7 @@ def test_gradients_are_finite_where_components_are_missing(name):
         "locs": torch.randn(3, 4, 2, requires_grad=True),
     }
     matrix = leaves["root"] @ leaves["root"].mT + torch.eye(2)
-    laws = {
+    distributions = {
         "normal": dist.Normal(leaves["loc"], 1.0).to_event(1),
         "full": dist.MultivariateNormal(leaves["loc"], matrix),
         "mixture": dist.MixtureSameFamily(
@@ -607,7 +612,7 @@ def test_gradients_are_finite_where_components_are_missing(name):
         ),
     }
     values = torch.tensor([[1.0, NAN], [NAN, 2.0], [1.0, 2.0], [NAN, NAN]])
-    log_prob_per_state(laws[name], values).sum().backward()
+    log_prob_per_state(distributions[name], values).sum().backward()
     found = [leaf.grad for leaf in leaves.values() if leaf.grad is not None]
     assert found
     assert all(bool(gradient.isfinite().all()) for gradient in found)
@@ -631,9 +636,11 @@ def test_bits_are_scored_component_by_component(lead, batch):
 def test_bits_have_the_gradient_of_their_formula():
     logits = torch.randn(3, 4, requires_grad=True)
     values = torch.randint(2, (6, 4)).double()
-    law = dist.Bernoulli(logits=logits).to_event(1)
+    distribution = dist.Bernoulli(logits=logits).to_event(1)
     weights = torch.rand(6, 3)
-    (found,) = torch.autograd.grad((weights * log_prob_per_state(law, values)).sum(), logits)
+    (found,) = torch.autograd.grad(
+        (weights * log_prob_per_state(distribution, values)).sum(), logits
+    )
     expected = weights.T @ values - weights.sum(0).unsqueeze(-1) * logits.sigmoid()
     torch.testing.assert_close(found, expected)
 
@@ -651,14 +658,14 @@ def test_whole_numbers_and_symbols_among_floats_are_scored_as_themselves():
 
 
 def test_a_vector_without_marginals_is_refused_when_a_component_is_missing():
-    law = dist.Dirichlet(torch.ones(2, 3))
-    assert marginal_log_prob(law, torch.tensor([0.2, 0.3, 0.5])).isfinite().all()
+    distribution = dist.Dirichlet(torch.ones(2, 3))
+    assert marginal_log_prob(distribution, torch.tensor([0.2, 0.3, 0.5])).isfinite().all()
     with pytest.raises(ValueError, match="Dirichlet cannot integrate out"):
-        marginal_log_prob(law, torch.tensor([0.2, NAN, 0.5]))
+        marginal_log_prob(distribution, torch.tensor([0.2, NAN, 0.5]))
 
 
 def test_scoring_uses_up_no_random_numbers():
-    law = dist.Normal(torch.zeros(2), 1.0).to_event(1)
+    distribution = dist.Normal(torch.zeros(2), 1.0).to_event(1)
     before = torch.get_rng_state()
-    marginal_log_prob(law, torch.tensor([0.0, NAN]))
+    marginal_log_prob(distribution, torch.tensor([0.0, NAN]))
     assert torch.equal(torch.get_rng_state(), before)

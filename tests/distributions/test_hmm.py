@@ -1,4 +1,4 @@
-"""Laws of ``HMM``: exactness for every emission and every batch, conventions, sampling, errors.
+"""``HMM``: exactness for every emission and every batch, conventions, sampling, errors.
 
 The log-likelihoods that the oracle reads are computed here, entry by entry, from the parameters.
 """
@@ -18,19 +18,18 @@ from hmmlearn import hmm as hmmlearn_models
 from torch.autograd import gradcheck
 
 from pyrohmm import HMM
-from pyrohmm.ops import lookup as _lookup
+from pyrohmm.ops import backends
 
 NEVER = -np.inf
 
 
 @pytest.fixture(params=["compiled", "steps"])
-def engine(request, monkeypatch):
+def engine(request):
     """Both implementations: Numba's kernels, and torch operations."""
-    if request.param == "steps":
-        monkeypatch.setattr(_lookup, "kernels", lambda: None)
-    elif _lookup.kernels() is None:
+    if request.param == "compiled" and not backends.has_numba():
         pytest.skip("Numba is not installed")
-    return request.param
+    with backends.use(backends.NUMBA if request.param == "compiled" else backends.TORCH):
+        yield request.param
 
 
 # Emissions, each with its density in words anybody can check -------------------------------------
@@ -199,8 +198,10 @@ def build(case, junk=None):
     if case.missing and steps > 1:
         observed.flat[1] = False  # at least this one
     initial = log_probs(rng, (*outer, size), case.zeros)
-    moves = (*outer, steps - 1, size, size) if case.transition_per_step else (*outer, size, size)
-    transition = log_probs(rng, moves, case.zeros)
+    transitions = (
+        (*outer, steps - 1, size, size) if case.transition_per_step else (*outer, size, size)
+    )
+    transition = log_probs(rng, transitions, case.zeros)
     batch = (*outer, steps, size) if case.emission_per_step else (*outer, size)
     parameters = family.draw(rng, batch, case.zeros)
     values = family.values(rng, (*given, steps))
@@ -416,7 +417,7 @@ def test_float32_stays_float32():
 
 
 def test_the_first_state_emits(engine):
-    """Rabiner's convention. pyro.distributions.DiscreteHMM moves before it emits."""
+    """Rabiner's convention. pyro.distributions.DiscreteHMM makes a transition before it emits."""
     start, swap = torch.tensor([1.0, 0.0]), torch.tensor([[0.0, 1.0], [1.0, 0.0]])
     hmm = HMM(start.log(), swap.log(), dist.Categorical(logits=torch.eye(2).log()), torch.tensor(1))
     assert hmm.log_prob(torch.tensor([0])).exp() == pytest.approx(1.0)
@@ -462,14 +463,14 @@ def test_marginals_are_consistent(layout, engine):
         posterior, filtered = hmm.posterior(values), hmm.filtered(values)
         lengths = torch.as_tensor(np.broadcast_to(lengths, batch).copy())
         exists = (torch.arange(case.num_steps) < lengths[..., None]).double()
-        moves, states = posterior.transitions, posterior.states
+        transitions, states = posterior.transitions, posterior.states
         assert_close(states.sum(-1), exists, case)
         assert_close(filtered.sum(-1), exists, case)
-        assert_close(moves.sum((-1, -2)), lengths - 1.0, case)
+        assert_close(transitions.sum((-1, -2)), lengths - 1.0, case)
         last = (lengths - 1)[..., None, None].expand(*batch, 1, case.num_states)
         ending, starting = states.gather(-2, last).squeeze(-2), states[..., 0, :]
-        assert_close(moves.sum(-1), states.sum(-2) - ending, case)  # left
-        assert_close(moves.sum(-2), states.sum(-2) - starting, case)  # entered
+        assert_close(transitions.sum(-1), states.sum(-2) - ending, case)  # left
+        assert_close(transitions.sum(-2), states.sum(-2) - starting, case)  # entered
         assert_close(filtered.gather(-2, last).squeeze(-2), ending, case)
 
 
@@ -505,7 +506,7 @@ def test_a_missing_step_sums_over_what_it_could_have_been(engine):
 
 
 def test_mean_of_the_gradient_is_zero(engine):
-    """The score's expectation, summed over all sequences: a law of any normalised density."""
+    """The score's expectation, summed over all sequences: a property of any normalised density."""
     rng = np.random.default_rng(0)
     logits = torch.as_tensor(log_probs(rng, (2, 3))).requires_grad_()
     initial, transition = (torch.as_tensor(log_probs(rng, s)) for s in ((2,), (2, 2)))
@@ -522,8 +523,8 @@ def test_mean_of_the_gradient_is_zero(engine):
 def umbrella(length):
     """Russell and Norvig, Artificial Intelligence: A Modern Approach, section 15.2.
 
-    State 0 is rain; symbol 0 is an umbrella. The book moves before it emits; from an even start
-    that is the same.
+    State 0 is rain; symbol 0 is an umbrella. The book makes a transition before it emits;
+    from an even start that is the same.
     """
     return HMM(
         torch.tensor([0.5, 0.5]).log(),
@@ -598,7 +599,7 @@ def test_hmmlearn_agrees(kind, engine):
 # Sampling ---------------------------------------------------------------------------------------
 
 
-def test_sequences_are_drawn_as_often_as_their_probability(engine):
+def test_sequences_are_sampled_as_often_as_their_probability(engine):
     rng = np.random.default_rng(0)
     hmm = HMM(
         torch.as_tensor(log_probs(rng, (2,))),
@@ -631,18 +632,22 @@ def test_samples_of_a_batch_follow_their_own_parameters(layout, per_step, zeros)
     logits = hmm.emission.logits if per_step else hmm.emission.logits[..., None, :, :]
     table = np.broadcast_to(np.exp(logits.numpy()), (*batch, 3, 3, 4))
     starts = np.broadcast_to(np.exp(initial), (*batch, 3))
-    moves = np.broadcast_to(np.exp(transition), (*batch, 2, 3, 3))
+    transitions = np.broadcast_to(np.exp(transition), (*batch, 2, 3, 3))
     for index in np.ndindex(batch):
-        law = starts[index]
+        probs = starts[index]
         for t in range(3):
             path, seen = states[(slice(None), *index, t)], values[(slice(None), *index, t)]
             counts = np.bincount(path * 4 + seen, minlength=12)
-            assert oracle.looks_drawn_from(counts, law[:, None] * table[index][t]), (case, index, t)
+            assert oracle.looks_drawn_from(counts, probs[:, None] * table[index][t]), (
+                case,
+                index,
+                t,
+            )
             if t < 2:
                 after = states[(slice(None), *index, t + 1)]
-                pairs = law[:, None] * moves[index][t]
+                pairs = probs[:, None] * transitions[index][t]
                 assert oracle.looks_drawn_from(np.bincount(path * 3 + after, minlength=9), pairs)
-                law = pairs.sum(0)
+                probs = pairs.sum(0)
 
 
 @pytest.mark.parametrize("emission_per_step", [False, True])
@@ -668,7 +673,7 @@ def test_samples_of_vectors_come_from_their_state(emission_per_step):
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 @pytest.mark.parametrize("form", ["logits", "probs"])
-def test_what_is_impossible_is_never_drawn(form, dtype):
+def test_what_is_impossible_is_never_sampled(form, dtype):
     probs = torch.tensor([[0.0, 1.0, 0.0], [0.0, 0.0, 1.0]], dtype=dtype)
     emission = dist.Categorical(**{form: probs.log() if form == "logits" else probs})
     start, swap = (
@@ -683,7 +688,7 @@ def test_what_is_impossible_is_never_drawn(form, dtype):
         assert (hmm.log_prob(values) == 0).all()
 
 
-def test_states_redrawn_given_the_values_have_the_law_of_the_states(engine):
+def test_states_resampled_given_the_values_have_the_prior_of_the_states(engine):
     """By Bayes: the posterior, averaged over the evidence, is the prior."""
     hmm, _, _, _ = build(Case("symbols", "one sequence", 2, 3))
     values, states = hmm.sample_with_states((20_000,))
@@ -691,8 +696,8 @@ def test_states_redrawn_given_the_values_have_the_law_of_the_states(engine):
     code = torch.tensor([4, 2, 1])
     before = np.bincount(states @ code, minlength=8)
     paths = torch.tensor(list(itertools.product(range(2), repeat=3)))
-    moves = hmm.log_transition[paths[:, :-1], paths[:, 1:]].sum(-1)
-    prior = (hmm.log_initial[paths[:, 0]] + moves).exp().numpy()
+    transitions = hmm.log_transition[paths[:, :-1], paths[:, 1:]].sum(-1)
+    prior = (hmm.log_initial[paths[:, 0]] + transitions).exp().numpy()
     assert oracle.looks_drawn_from(before, prior)
     assert oracle.looks_drawn_from(np.bincount(redrawn @ code, minlength=8), prior)
 
@@ -749,7 +754,7 @@ def test_an_expanded_hmm_still_checks_its_values():
     checked = HMM(
         hmm.log_initial, hmm.log_transition, hmm.emission, hmm.lengths, validate_args=True
     )
-    with pytest.raises(ValueError, match="symbols from 0 to"):
+    with pytest.raises(ValueError, match="values must lie between 0 and V - 1"):
         checked.expand([2, 3]).log_prob(torch.full((2, 3, 3), 9))
 
 
@@ -768,7 +773,7 @@ def test_pyro_plates_take_an_hmm(engine):
 
 @pytest.mark.parametrize("emission", ["symbols", "numbers", "vectors"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_forecast_is_the_law_given_what_was_seen(emission, layout, engine):
+def test_forecast_is_the_predictive_distribution(emission, layout, engine):
     """By definition: steps to come are appended, all missing but the one asked for."""
     horizon = 3
     for ragged, num_steps in itertools.product([False, True], [1, 2, 3]):
@@ -780,17 +785,17 @@ def test_forecast_is_the_law_given_what_was_seen(emission, layout, engine):
         filtered = answer.filtered.reshape(-1, num_steps, 2)
         ends = np.broadcast_to(lengths, batch).reshape(-1)
         matrix = np.broadcast_to(np.exp(transition), (*batch, 1, 2, 2)).reshape(-1, 2, 2)
-        laws = []
-        for row, end, move in zip(filtered, ends, matrix):
+        predicted = []
+        for row, end, step in zip(filtered, ends, matrix):
             steps = [row[end - 1]]
             for _ in range(horizon):
-                steps.append(steps[-1] @ move)
-            laws.append(steps[1:])
-        law = np.reshape(laws, (*batch, horizon, 2))
-        assert_close(forecast.states, law, case)
+                steps.append(steps[-1] @ step)
+            predicted.append(steps[1:])
+        probs = np.reshape(predicted, (*batch, horizon, 2))
+        assert_close(forecast.states, probs, case)
         if emission == "symbols":
             table = np.broadcast_to(np.exp(hmm.emission.logits.numpy()), (*batch, 2, 4))
-            assert_close(forecast.probs, law @ table, case)
+            assert_close(forecast.probs, probs @ table, case)
             for symbol in range(4):
                 next_one = torch.full((*batch, horizon), symbol)
                 assert_close(forecast.log_prob(next_one).exp(), forecast.probs[..., symbol], case)
@@ -800,7 +805,7 @@ def test_forecast_is_the_law_given_what_was_seen(emission, layout, engine):
             np.broadcast_to(m.numpy(), (*batch, 2, *event)).reshape(*batch, 1, 2, -1)
             for m in (hmm.emission.mean, hmm.emission.variance)
         )
-        weight = law[..., None]
+        weight = probs[..., None]
         average = (weight * mean).sum(-2)
         within = (weight * (variance + (mean - average[..., None, :]) ** 2)).sum(-2)
         assert_close(forecast.mean, average.reshape(*batch, horizon, *event), case)
@@ -823,7 +828,7 @@ def test_forecast_equals_the_evidence_with_the_steps_appended(engine):
             torch.testing.assert_close(forecast.probs[n, 1, symbol], ratio)
 
 
-def test_forecast_draws_from_its_law():
+def test_forecast_samples_from_its_distribution():
     hmm, values, _, _ = build(Case("symbols", "restarts with values each", 3, 3, ragged=True))
     forecast = hmm.forecast(values, 2)
     drawn = forecast.sample((4000,))
@@ -844,7 +849,7 @@ def test_forecast_variance_does_not_cancel(dtype):
     assert variance.item() == pytest.approx(0.01 + 0.0625, rel=1e-4)
 
 
-def test_stationary_law_is_kept_by_the_chain():
+def test_stationary_distribution_is_kept_by_the_chain():
     rng = np.random.default_rng(0)
     for shape in [(1, 1), (2, 2), (5, 5), (3, 1, 4, 4)]:
         transition = torch.as_tensor(log_probs(rng, shape))
@@ -852,13 +857,13 @@ def test_stationary_law_is_kept_by_the_chain():
             transition[..., 0, :], transition, dist.Normal(torch.zeros(shape[-1]), 1.0),
             torch.tensor([2]),
         )  # fmt: skip
-        law = hmm.stationary()
-        assert law.shape == shape[:-1]
-        assert_close(law.sum(-1), np.ones(shape[:-2]))
-        assert_close((law[..., None, :] @ transition.exp()).squeeze(-2), law)
+        probs = hmm.stationary()
+        assert probs.shape == shape[:-1]
+        assert_close(probs.sum(-1), np.ones(shape[:-2]))
+        assert_close((probs[..., None, :] @ transition.exp()).squeeze(-2), probs)
 
 
-def test_stationary_law_of_a_chain_with_a_transient_state():
+def test_stationary_distribution_of_a_chain_with_a_transient_state():
     transition = torch.tensor([[0.5, 0.5, 0.0], [0.0, 0.2, 0.8], [0.0, 0.6, 0.4]])
     hmm = HMM(
         transition[0].log(), transition.log(), dist.Normal(torch.zeros(3), 1.0), torch.tensor([2])
@@ -867,7 +872,7 @@ def test_stationary_law_of_a_chain_with_a_transient_state():
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_a_chain_with_two_ends_has_no_stationary_law(seed):
+def test_a_chain_with_two_ends_has_no_stationary_distribution(seed):
     rng = np.random.default_rng(seed)
     blocks = np.zeros((5, 5))
     blocks[:3, :3], blocks[3:, 3:] = np.exp(log_probs(rng, (3, 3))), np.exp(log_probs(rng, (2, 2)))
@@ -877,15 +882,15 @@ def test_a_chain_with_two_ends_has_no_stationary_law(seed):
         hmm.stationary()
 
 
-def test_stationary_law_is_differentiable():
+def test_stationary_distribution_is_differentiable():
     logits = torch.randn(3, 3).requires_grad_()
 
-    def law(logits):
+    def probs(logits):
         transition = logits.log_softmax(-1)
         emission = dist.Normal(torch.zeros(3), 1.0)
         return HMM(transition[0], transition, emission, torch.tensor([2])).stationary()
 
-    assert gradcheck(law, (logits,))
+    assert gradcheck(probs, (logits,))
 
 
 def test_emissions_whose_support_differs_by_state(engine):
@@ -1206,12 +1211,12 @@ BAD_VALUES = {
     "a negative symbol": (
         lambda: torch.full((2, 4), -1),
         ValueError,
-        "from 0 to V - 1 = 3; got values from -1",
+        "between 0 and V - 1 = 3; got values from -1",
     ),
     "a symbol too large": (
         lambda: torch.full((2, 4), 4),
         ValueError,
-        "from 0 to V - 1 = 3; got values from 4 to 4",
+        "between 0 and V - 1 = 3; got values from 4 to 4",
     ),
     "another device": (
         lambda: torch.zeros(2, 4, device="meta").long(),
@@ -1347,7 +1352,7 @@ def test_words_of_errors_end_in_a_cure():
     assert re.search(r"Call \.long\(\) on it\.$", str(caught.value))
 
 
-def test_reordered_states_are_the_same_law():
+def test_reordered_states_are_the_same_distribution():
     for emission in (
         dist.Categorical(torch.rand(3, 4)),
         dist.Normal(torch.randn(3, 2), 1.0).to_event(1),
@@ -1382,7 +1387,7 @@ def test_probabilities_of_zero_are_zeros_however_they_are_given():
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_half_precision_is_refused(dtype):
-    law = torch.full((2,), 0.5).log().to(dtype)
+    probs = torch.full((2,), 0.5).log().to(dtype)
     emission = dist.Categorical(logits=torch.zeros(2, 3))
     with pytest.raises(TypeError, match=r"log_initial must be float32 or float64; .*16\. Call"):
-        HMM(law, law.expand(2, 2), emission, torch.tensor([3]))
+        HMM(probs, probs.expand(2, 2), emission, torch.tensor([3]))

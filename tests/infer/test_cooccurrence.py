@@ -1,4 +1,4 @@
-"""Laws of co-occurrence: counts against loops, losses against the dense formula, fits of pairs."""
+"""Co-occurrences: counts against loops, losses against the dense formula, fits of pairs."""
 
 import itertools
 import math
@@ -83,8 +83,8 @@ def random_pairs(num_symbols, seed=0, share=0.5):
     return Pairs(keys // num_symbols, keys % num_symbols, counts, num_symbols)
 
 
-def random_law(*batch, num_states=3, num_symbols=4, seed=0):
-    """A joint law of two states, and probabilities of symbols."""
+def random_joint(*batch, num_states=3, num_symbols=4, seed=0):
+    """Joint probabilities of two states, and probabilities of symbols."""
     generator = torch.Generator().manual_seed(seed)
     both = torch.rand(*batch, num_states, num_states, generator=generator, dtype=torch.double)
     probs = torch.rand(*batch, num_states, num_symbols, generator=generator, dtype=torch.double)
@@ -93,10 +93,10 @@ def random_law(*batch, num_states=3, num_symbols=4, seed=0):
 
 def by_formula(loss, joint, probs, shares):
     """The losses as they are written on paper."""
-    law = probs.mT @ joint @ probs
+    pair_probs = probs.mT @ joint @ probs
     if loss is squared_distance:
-        return (law - shares).square().sum((-2, -1))
-    return -torch.where(shares > 0, shares * law.log(), 0.0).sum((-2, -1))
+        return (pair_probs - shares).square().sum((-2, -1))
+    return -torch.where(shares > 0, shares * pair_probs.log(), 0.0).sum((-2, -1))
 
 
 # Counting
@@ -216,7 +216,7 @@ def test_losses_of_pairs_are_those_of_the_dense_law(
     monkeypatch, loss, batch, num_states, num_symbols, small
 ):
     monkeypatch.setattr(pair_losses, "SMALL", small)
-    parts = random_law(*batch, num_states=num_states, num_symbols=num_symbols)
+    parts = random_joint(*batch, num_states=num_states, num_symbols=num_symbols)
     pairs = random_pairs(num_symbols)
     found, expected = [], []
     for target, kept in ((pairs, found), (pairs.dense(), expected)):
@@ -240,7 +240,7 @@ def test_losses_of_pairs_are_those_of_the_dense_law(
 )  # fmt: skip
 def test_losses_of_pairs_are_those_of_the_dense_law_for_any_size(k, v, share, seed, loss):
     torch.set_default_dtype(torch.float64)
-    parts = random_law(num_states=k, num_symbols=v, seed=seed)
+    parts = random_joint(num_states=k, num_symbols=v, seed=seed)
     pairs = random_pairs(v, seed, share)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pair_losses, "SMALL", 0)
@@ -257,7 +257,7 @@ def test_losses_of_pairs_are_those_of_the_dense_law_for_any_size(k, v, share, se
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("batch", [(), (2, 1)])
 def test_losses_can_be_differentiated_twice(loss, batch):
-    joint, probs = (part.requires_grad_() for part in random_law(*batch))
+    joint, probs = (part.requires_grad_() for part in random_joint(*batch))
     pairs = random_pairs(4)
     assert torch.autograd.gradcheck(lambda *parts: loss(*parts, pairs), (joint, probs))
     assert torch.autograd.gradgradcheck(lambda *parts: loss(*parts, pairs), (joint, probs))
@@ -267,7 +267,7 @@ def test_losses_can_be_differentiated_twice(loss, batch):
 @pytest.mark.parametrize("loss", LOSSES)
 def test_one_of_the_two_may_be_held(loss):
     """Only what needs a gradient gets one, in the first derivative and in the second."""
-    joint, probs = random_law()
+    joint, probs = random_joint()
     pairs = random_pairs(4)
     for free, held in ((joint, probs), (probs, joint)):
         free = free.clone().requires_grad_()
@@ -285,19 +285,20 @@ def test_one_of_the_two_may_be_held(loss):
 def test_single_precision_loses_nothing_near_a_fit(loss, num_symbols):
     """The terms of the squared distance cancel: they are added up in double precision.
 
-    The counts are the law itself, rounded to a millionth, so that the distance is some 1e-12, and
-    its terms are up to 1e-2. Rounding the arguments changes it by 1e-7 of their size.
+    The counts are the probabilities themselves, rounded to a millionth, so that the distance is
+    some 1e-12, and its terms are up to 1e-2. Rounding the arguments changes it by 1e-7 of their
+    size.
     """
-    joint, probs = (part.float() for part in random_law(num_symbols=num_symbols))
-    law = (probs.double().mT @ joint.double() @ probs.double()).flatten()
-    counts = (1e9 * law).round().long() + 1
+    joint, probs = (part.float() for part in random_joint(num_symbols=num_symbols))
+    pair_probs = (probs.double().mT @ joint.double() @ probs.double()).flatten()
+    counts = (1e9 * pair_probs).round().long() + 1
     keys = torch.arange(num_symbols**2)
     pairs = Pairs(keys // num_symbols, keys % num_symbols, counts, num_symbols)
     single = loss(joint.requires_grad_(), probs.requires_grad_(), pairs)
     assert single.dtype == torch.float32
     exact = by_formula(loss, joint.double(), probs.double(), pairs.dense())
     torch.testing.assert_close(single.double(), exact, rtol=1e-6, atol=1e-15)
-    pairs = random_pairs(num_symbols)  # far from the law, where the gradient does not cancel
+    pairs = random_pairs(num_symbols)  # far from the model, where the gradient does not cancel
     slopes = torch.autograd.grad(loss(joint, probs, pairs), (joint, probs))
     value = by_formula(loss, joint.double(), probs.double(), pairs.dense())
     for slope, other in zip(slopes, torch.autograd.grad(value, (joint, probs))):
@@ -341,7 +342,7 @@ def test_an_impossible_pair_makes_the_cross_entropy_infinite_and_no_gradient_nan
 
 
 def test_dense_targets_of_many_runs_are_compared_each_with_its_own():
-    joint, probs = random_law(3, 1)
+    joint, probs = random_joint(3, 1)
     targets = torch.stack([random_pairs(4, seed).dense() for seed in range(3)]).unsqueeze(1)
     for loss in LOSSES:
         singles = [loss(joint[r, 0], probs[r, 0], targets[r, 0]) for r in range(3)]
@@ -350,7 +351,7 @@ def test_dense_targets_of_many_runs_are_compared_each_with_its_own():
 
 @pytest.mark.parametrize("loss", LOSSES)
 def test_targets_of_other_symbols_are_refused(loss):
-    joint, probs = random_law()
+    joint, probs = random_joint()
     for target in (random_pairs(5), torch.ones(5, 5) / 25):
         with pytest.raises(ValueError, match=r"V = 4; it is of 5"):
             loss(joint, probs, target)
@@ -393,12 +394,12 @@ def test_no_table_of_all_pairs_is_made(loss):
 
 def test_the_predicted_law_is_that_of_every_pair_and_has_stationary_margins():
     hmm = TabularHMM(2, categorical(6, 1.5), transition_concentration=1.5)(torch.tensor([2]))
-    law = hmm.stationary()
+    marginal = hmm.stationary()
     for lag in (1, 3):
-        pairs = predicted(law, hmm.log_transition, hmm.emission.probs, lag)
+        pairs = predicted(marginal, hmm.log_transition, hmm.emission.probs, lag)
         ends = torch.tensor([True] + [False] * (lag - 1) + [True])
         chain = HMM(
-            law.log(), hmm.log_transition, hmm.emission, torch.tensor(lag + 1), observed=ends
+            marginal.log(), hmm.log_transition, hmm.emission, torch.tensor(lag + 1), observed=ends
         )
         by_evidence = [
             chain.log_prob(torch.tensor([a] + [0] * (lag - 1) + [b])).exp()
@@ -436,10 +437,10 @@ def test_the_average_law_of_a_stationary_chain_is_stationary():
 
 def test_no_gradient_passes_through_a_detached_law():
     matrix = torch.rand(3, 3).softmax(-1).log().requires_grad_()
-    pairs, (_, probs) = random_pairs(4), random_law()
+    pairs, (_, probs) = random_pairs(4), random_joint()
 
-    def slope(law):
-        joint = joint_probs(law(matrix), matrix)
+    def slope(function):
+        joint = joint_probs(function(matrix), matrix)
         return torch.autograd.grad(squared_distance(joint, probs, pairs), matrix)[0]
 
     constant = stationary(matrix).detach()
@@ -525,7 +526,7 @@ def test_minibatches_of_pairs_are_unbiased(monkeypatch, loss, small):
     """Every draw of one pair, weighed by its probability, gives loss and gradient of all."""
     monkeypatch.setattr(pair_losses, "SMALL", small)
     pairs = random_pairs(4)
-    joint, probs = (part.requires_grad_() for part in random_law())
+    joint, probs = (part.requires_grad_() for part in random_joint())
     every = [
         Pairs(
             pairs.first[m : m + 1], pairs.second[m : m + 1], torch.tensor([1]), 4,
@@ -533,7 +534,7 @@ def test_minibatches_of_pairs_are_unbiased(monkeypatch, loss, small):
         )
         for m in range(len(pairs))
     ]  # fmt: skip
-    mean = sum(share * loss(joint, probs, one) for share, one in zip(pairs.shares, every))
+    mean = sum(share * loss(joint, probs, one) for share, one in zip(pairs.fractions, every))
     whole = loss(joint, probs, pairs)
     torch.testing.assert_close(mean, whole)
     for one, other in zip(
@@ -562,7 +563,7 @@ def test_pairs_are_drawn_in_proportion_to_their_counts():
 # The model
 
 
-def small_law():
+def small_model():
     matrix = torch.tensor([[0.9, 0.1], [0.2, 0.8]]).log()
     probs = torch.tensor([[0.7, 0.2, 0.1], [0.1, 0.1, 0.8]])
     return matrix, probs
@@ -574,13 +575,13 @@ ONE_STEP = Sequences(torch.zeros(1, 1).long(), torch.tensor([1]))
 @pytest.mark.parametrize("restarts", [1, 3])
 @pytest.mark.parametrize("loss", LOSSES)
 def test_a_fit_to_co_occurrences_finds_a_law_that_can_be_met(restarts, loss):
-    matrix, probs = small_law()
+    matrix, probs = small_model()
     target = predicted(stationary(matrix), matrix, probs)
     model = CooccurrenceModel(TabularHMM(2, categorical(3)), target, weight=1e4, loss=loss)
     fit = fit_map(model, ONE_STEP, restarts=restarts, num_steps=300, tolerance=None)
     hmm = fit.hmm(ONE_STEP)
-    law = predicted(hmm.stationary(), hmm.log_transition, hmm.emission.probs)
-    torch.testing.assert_close(law, target, rtol=0.0, atol=1e-3)
+    pair_probs = predicted(hmm.stationary(), hmm.log_transition, hmm.emission.probs)
+    torch.testing.assert_close(pair_probs, target, rtol=0.0, atol=1e-3)
 
 
 def test_the_factor_is_the_weighted_sum_over_lags():
@@ -592,12 +593,12 @@ def test_the_factor_is_the_weighted_sum_over_lags():
     hmm = trace.nodes["_RETURN"]["value"]
     expected = 0.0
     for weight, target in zip([2.0, 5.0], targets):
-        law = predicted(hmm.stationary(), hmm.log_transition, hmm.emission.probs, target.lag)
-        expected -= weight * -(target.dense() * law.log()).sum()
+        pair_probs = predicted(hmm.stationary(), hmm.log_transition, hmm.emission.probs, target.lag)
+        expected -= weight * -(target.dense() * pair_probs.log()).sum()
     torch.testing.assert_close(trace.nodes["pairs"]["fn"].log_factor, expected)
 
 
-def test_many_runs_side_by_side_are_what_each_is_alone():
+def test_many_runs_batched_are_what_each_is_alone():
     """One dense target for each of the restarts."""
     targets = torch.stack([random_pairs(4, seed).dense() for seed in range(3)]).unsqueeze(1)
     module = TabularHMM(2, categorical(4, 1.5), transition_concentration=1.5)
@@ -672,16 +673,16 @@ def test_the_default_weight_makes_the_losses_agree_where_pairs_are_equally_frequ
     r"""To second order, :math:`n \, KL(W | \Omega) = \frac{n}{2 ||W||^2} ||W - \Omega||^2`."""
     pairs = Pairs(torch.tensor([0, 1, 2]), torch.tensor([1, 2, 0]), torch.full((3,), 20), 3)
     off = 1e-4 * torch.tensor([1.0, -3.0, 2.0])
-    law = torch.zeros(3, 3)
-    law[pairs.first, pairs.second] = 1 / 3 + off
+    pair_probs = torch.zeros(3, 3)
+    pair_probs[pairs.first, pairs.second] = 1 / 3 + off
     module = TabularHMM(2, categorical(3))
     weights = [
         fit_cooccurrence(module, pairs, loss=loss, num_steps=1).model.weights[0]
         for loss in (squared_distance, cross_entropy)
     ]
     assert weights[1] == 60.0
-    divergence = 60 * (cross_entropy(law, torch.eye(3), pairs) - math.log(3))
-    distance = weights[0] * squared_distance(law, torch.eye(3), pairs)
+    divergence = 60 * (cross_entropy(pair_probs, torch.eye(3), pairs) - math.log(3))
+    distance = weights[0] * squared_distance(pair_probs, torch.eye(3), pairs)
     torch.testing.assert_close(distance, divergence, rtol=1e-3, atol=0.0)
 
 
@@ -689,24 +690,28 @@ def test_an_own_loss_and_a_detached_law_are_used():
     pairs = random_pairs(4)
 
     def absolute_logs(joint, probs, target):
-        law = probs.mT @ joint @ probs
-        return (law.log()[..., target.first, target.second] - target.shares.log()).abs().sum(-1)
+        pair_probs = probs.mT @ joint @ probs
+        return (
+            (pair_probs.log()[..., target.first, target.second] - target.fractions.log())
+            .abs()
+            .sum(-1)
+        )
 
     module = TabularHMM(2, categorical(4))
     fit = fit_cooccurrence(module, pairs, loss=absolute_logs, num_steps=150)
     assert fit.model.weights == [float(pairs.total)]
     assert fit.losses[-1] < 0.8 * fit.losses[0]
     losses = []
-    for law in (stationary, stationary_detached):
+    for function in (stationary, stationary_detached):
         pyro.set_rng_seed(0)
-        losses.append(fit_cooccurrence(module, pairs, stationary=law, num_steps=5).losses)
+        losses.append(fit_cooccurrence(module, pairs, stationary=function, num_steps=5).losses)
     torch.testing.assert_close(losses[0][0], losses[1][0])
     assert (losses[0][2:] != losses[1][2:]).all()
 
 
 @pytest.mark.parametrize("loss", LOSSES)
 def test_a_fit_by_minibatches_of_pairs_comes_near_that_of_all(loss):
-    matrix, probs = small_law()
+    matrix, probs = small_model()
     target = predicted(stationary(matrix), matrix, probs).flatten()
     keys = torch.arange(9)
     pairs = Pairs(keys // 3, keys % 3, (1e6 * target).round().long(), 3)
@@ -717,16 +722,17 @@ def test_a_fit_by_minibatches_of_pairs_comes_near_that_of_all(loss):
         schedule=lambda optimizer: torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.98),
     )  # fmt: skip
     hmm = fit.hmm(ONE_STEP)
-    law = predicted(hmm.stationary(), hmm.log_transition, hmm.emission.probs)
+    pair_probs = predicted(hmm.stationary(), hmm.log_transition, hmm.emission.probs)
     # one minibatch is off by some 0.01 in each entry; they average out
-    torch.testing.assert_close(law.flatten(), target, rtol=0.0, atol=4e-3)
+    torch.testing.assert_close(pair_probs.flatten(), target, rtol=0.0, atol=4e-3)
     assert fit.losses.diff().abs().min() > 0
 
 
 def test_what_a_fit_does_not_read_is_refused_or_told():
     data, module = random_data(1), TabularHMM(2, categorical(4))
-    with pytest.raises(ValueError, match="give pairs_per_step"):
-        fit_cooccurrence(module, data, batch_size=2)
+    for name in ("batch_size", "batch_tokens", "windows"):
+        with pytest.raises(TypeError, match=f"unexpected keyword argument '{name}'"):
+            fit_cooccurrence(module, data, **{name: 2})
     with pytest.raises(ValueError, match="data has covariates"):
         fit_cooccurrence(
             module, Sequences(data.values, data.lengths, covariates=torch.zeros(7, 9, 1))
@@ -746,9 +752,9 @@ def test_what_a_fit_does_not_read_is_refused_or_told():
 def test_numbers_are_fitted_by_their_bins(loss, family):
     """Two normal states that take turns."""
     pyro.set_rng_seed(0)
-    moves = torch.tensor([[0.8, 0.2], [0.3, 0.7]]).log()
+    transition = torch.tensor([[0.8, 0.2], [0.3, 0.7]]).log()
     normals = Normal(torch.tensor([-1.0, 2.0]), 0.5)
-    truth = HMM(stationary(moves).log(), moves, normals, torch.full((50,), 200))
+    truth = HMM(stationary(transition).log(), transition, normals, torch.full((50,), 200))
     module = TabularHMM(2, family())
     vectors = bool(module(torch.tensor([1])).emission.event_shape)
     values = truth.sample()
@@ -762,7 +768,7 @@ def test_numbers_are_fitted_by_their_bins(loss, family):
     order = means.argsort()
     torch.testing.assert_close(means[order], torch.tensor([-1.0, 2.0]), rtol=0.0, atol=0.1)
     matrix = hmm.log_transition.exp()[order][:, order]
-    torch.testing.assert_close(matrix, moves.exp(), rtol=0.0, atol=0.05)
+    torch.testing.assert_close(matrix, transition.exp(), rtol=0.0, atol=0.05)
     assert torch.equal(fit.model.targets[0].counts, count_pairs(binned(data, edges), 12).counts)
 
 

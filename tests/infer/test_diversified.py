@@ -150,14 +150,14 @@ def test_the_proximal_term_of_equation_8():
     data = datasets.diverse_toy(100, generator=torch.Generator().manual_seed(0))
     data = Sequences(data.values.double(), data.lengths, labels=data.labels)
     plain = fit_em(TabularHMM(5, normal(0)), data).hmm(data).log_transition.exp()
-    moved = []
+    changes = []
     for weight in (0.0, 1e3, 1e6):
         options = {"anchor": plain, "anchor_weight": weight} if weight else {}
         prior = DiversityPrior(20.0, **options)
         fit = fit_em(TabularHMM(5, normal(0)), data, log_prior=prior)
-        moved.append((fit.hmm(data).log_transition.exp() - plain).abs().max().item())
-    assert moved[0] > moved[1] > moved[2]
-    assert moved[2] < 1e-3 < moved[0]
+        changes.append((fit.hmm(data).log_transition.exp() - plain).abs().max().item())
+    assert changes[0] > changes[1] > changes[2]
+    assert changes[2] < 1e-3 < changes[0]
 
 
 def test_partial_labels():
@@ -171,14 +171,14 @@ def test_partial_labels():
     assert fit.hmm(data).log_transition.exp().sum() == pytest.approx(5.0)
 
 
-def test_forbidden_moves_stay_zero():
+def test_forbidden_transitions_stay_zero():
     module = TabularHMM(3, categorical(4), transition_allowed=left_to_right(3))
     fit = fit_em(module, symbols(), log_prior=DiversityPrior(30.0), num_steps=20)
     matrix = fit.hmm(symbols()).log_transition.exp()
     assert bool((matrix.tril(-1) == 0).all())
 
 
-def test_zeros_of_a_given_hmm_stay_and_its_others_move():
+def test_zeros_of_an_hmm_stay_and_other_entries_change():
     rows = torch.tensor([[0.5, 0.5, 0.0], [0.2, 0.3, 0.5], [0.3, 0.3, 0.4]])
     emission = dist.Categorical(torch.rand(3, 4).add(0.1).log_softmax(-1).exp())
     hmm = HMM(torch.full((3,), 1 / 3).log(), rows.log(), emission, torch.tensor([3]))
@@ -229,6 +229,32 @@ def test_any_other_prior_is_followed_by_gradient():
     hmms = [fit.hmm(data) for fit in fits]
     torch.testing.assert_close(hmms[0].log_transition, hmms[1].log_transition, atol=1e-4, rtol=0)
     torch.testing.assert_close(hmms[0].emission.probs, hmms[1].emission.probs, atol=1e-4, rtol=0)
+
+
+def test_a_prior_of_the_users_is_one_of_transitions_by_its_log_density():
+    """A Dirichlet prior of the rows; the rest keeps its closed form."""
+
+    class Rows:
+        def __call__(self, hmm):
+            return self.log_density(hmm.log_transition.exp())
+
+        def log_density(self, transition):
+            return 2 * transition.log().sum((-2, -1))
+
+    data, fits = symbols(3, count=20), []
+    for module, prior in (
+        (TabularHMM(2, categorical(3), 1.0, 3.0), None),
+        (TabularHMM(2, categorical(3)), Rows()),
+    ):
+        values = {
+            "initial": torch.tensor([0.5, 0.5]),
+            "transition": torch.tensor([[0.6, 0.4], [0.3, 0.7]]),
+            "emission.probs": torch.tensor([[0.5, 0.3, 0.2], [0.2, 0.3, 0.5]]),
+        }
+        fits.append(fit_em(module, data, log_prior=prior, start=values, num_steps=30))
+    hmms = [fit.hmm(data) for fit in fits]
+    torch.testing.assert_close(hmms[0].log_transition, hmms[1].log_transition, atol=1e-5, rtol=0)
+    torch.testing.assert_close(hmms[0].emission.probs, hmms[1].emission.probs, atol=1e-5, rtol=0)
 
 
 def test_em_and_map_agree():

@@ -1,4 +1,4 @@
-"""Laws of EM: it climbs, it stops at the top, and every number it reports is what it says it is.
+"""Properties of EM: the log joint never falls, and ends at a maximum; its reports are exact.
 
 Log joint densities are computed from their definition: scipy's densities, sums over all paths.
 """
@@ -26,7 +26,6 @@ from pyrohmm import (
     Sequences,
     TabularHMM,
     categorical,
-    em,
     fit_em,
     fit_map,
     freeze,
@@ -36,8 +35,10 @@ from pyrohmm import (
     parametric,
     poisson,
     starts,
+    streams,
     tied,
 )
+from pyrohmm.infer import expectation
 
 NAN = math.nan
 INITIAL, TRANSITION = np.array([1.5, 2.0, 1.2]), 1.3 + 2 * np.eye(3)  # concentrations
@@ -120,8 +121,8 @@ def start_at(values):
     return start
 
 
-def draw_start(module, data, restarts=1):
-    """What a draw of the prior is, to start from more than once."""
+def sample_start(module, data, restarts=1):
+    """A sample of the prior, to start from more than once."""
     found = starts.from_prior(module, data, restarts)
     return {n: v.squeeze(1) if restarts > 1 else v.reshape(v.shape[2:]) for n, v in found.items()}
 
@@ -159,7 +160,7 @@ def test_the_log_joint_never_falls_and_is_what_its_definition_says(name, restart
 @pytest.mark.parametrize(
     "name", ["symbols", "bits", "counts", "ball", "full", "mixture", "several"]
 )
-def test_where_it_stops_no_small_move_is_up(name):
+def test_it_ends_at_a_local_maximum(name):
     case, rng = CASES[name], np.random.default_rng(1)
     data = data_of(case)
     fit = fit_em(module_of(case), data, num_steps=1500, tolerance=1e-14)
@@ -168,8 +169,8 @@ def test_where_it_stops_no_small_move_is_up(name):
     supports |= {f"emission.{one}": space for one, space in case.supports.items()}
 
     def at(directions, step):
-        moved = {n: nudge(supports[n], top[n], d, step) for n, d in directions.items()}
-        return log_joint(case, moved, data, oracle.by_logs)
+        changed = {n: nudge(supports[n], top[n], d, step) for n, d in directions.items()}
+        return log_joint(case, changed, data, oracle.by_logs)
 
     for _ in range(4):
         directions = {one: rng.normal(size=value.shape) for one, value in top.items()}
@@ -187,8 +188,8 @@ def nudge(space, value, direction, step):
         return half @ value @ np.swapaxes(half, -1, -2)
     if space == "unit":
         return 1 / (1 + (1 / value - 1) * np.exp(step * direction))
-    moved = value * np.exp(step * direction)
-    return moved / moved.sum(-1, keepdims=True) if space == "simplex" else moved
+    changed = value * np.exp(step * direction)
+    return changed / changed.sum(-1, keepdims=True) if space == "simplex" else changed
 
 
 # Against hmmlearn
@@ -310,10 +311,10 @@ def test_priors_go_step_by_step_as_hmmlearn(kind):
 
 
 @pytest.mark.parametrize("name", ["symbols", "plane", "shared", "mixture", "several", "sharing"])
-def test_restarts_side_by_side_are_the_fits_one_by_one(name):
+def test_batched_restarts_are_single_fits(name):
     case = CASES[name]
     data, module = data_of(case), module_of(case)
-    begin = draw_start(module, data, 3)
+    begin = sample_start(module, data, 3)
     options = {"num_steps": 6, "tolerance": None}
     fit = fit_em(module, data, restarts=3, start=start_at(begin), **options)
     for restart in range(3):
@@ -332,7 +333,7 @@ def test_restarts_side_by_side_are_the_fits_one_by_one(name):
 def test_renamed_copies_are_aligned_with_each_other():
     case = CASES["plane"]
     data, module = data_of(case, gaps=False), module_of(case)
-    own = draw_start(module, data)
+    own = sample_start(module, data)
     orders = torch.tensor([[0, 1, 2], [2, 0, 1], [1, 0, 2]])
     begin = {
         one: torch.stack([value[p][:, p] if one == "transition" else value[p] for p in orders])
@@ -353,15 +354,13 @@ def test_renamed_copies_are_aligned_with_each_other():
 
 @pytest.mark.parametrize("restarts", [1, 2])
 @pytest.mark.parametrize("name", CASES)
-def test_sequences_that_are_parted_by_length_are_those_that_go_together(
-    name, restarts, monkeypatch
-):
+def test_batching_by_length_changes_nothing(name, restarts, monkeypatch):
     case = CASES[name]
     module, data = module_of(case), data_of(case, lengths=[9, 1, 2, 8, 3, 1, 1, 2])
     data = Sequences(data.values, data.lengths, data.observed, total=10)
-    begin, fits = start_at(draw_start(module, data, restarts)), []
+    begin, fits = start_at(sample_start(module, data, restarts)), []
     for least in (1 << 16, 0):
-        monkeypatch.setattr(em, "PADDED", least)
+        monkeypatch.setattr(expectation, "PADDED", least)
         pyro.set_rng_seed(0)
         fits.append(
             fit_em(module, data, num_steps=3, tolerance=None, start=begin, restarts=restarts)
@@ -372,8 +371,8 @@ def test_sequences_that_are_parted_by_length_are_those_that_go_together(
         torch.testing.assert_close(parted.values[each], value, rtol=1e-6, atol=1e-6)
 
 
-def test_a_sequence_that_is_impossible_is_named_whatever_part_it_is_in(monkeypatch):
-    monkeypatch.setattr(em, "PADDED", 0)
+def test_a_sequence_that_is_impossible_is_named_in_every_batch(monkeypatch):
+    monkeypatch.setattr(expectation, "PADDED", 0)
     sequences = [[0] * 9, [0], [0], [0, 1], [0, 0], [0]]
     module = TabularHMM(2, categorical(2))
     begin = {
@@ -388,7 +387,7 @@ def test_a_sequence_that_is_impossible_is_named_whatever_part_it_is_in(monkeypat
 def test_a_minibatch_of_all_sequences_ends_where_full_batches_end():
     case = CASES["counts"]
     data, module = data_of(case), module_of(case)
-    begin = start_at(draw_start(module, data))
+    begin = start_at(sample_start(module, data))
     whole = fit_em(module, data, num_steps=300, tolerance=1e-12, start=begin)
     parts = fit_em(module, data, num_steps=300, batch_size=len(data), start=begin)
     assert parts.losses[0].item() == pytest.approx(whole.losses[0].item())
@@ -402,7 +401,7 @@ def test_a_minibatch_counts_for_the_whole_set():
     case = CASES["symbols"]
     one = data_of(case, lengths=[5], gaps=False).values
     data, module = Sequences(one.expand(6, 5), torch.full((6,), 5)), module_of(case)
-    begin = start_at(draw_start(module, data))
+    begin = start_at(sample_start(module, data))
     whole = fit_em(module, data, num_steps=1, tolerance=None, start=begin)
     parts = fit_em(module, data, num_steps=1, batch_size=2, start=begin)
     torch.testing.assert_close(parts.losses, whole.losses)
@@ -411,7 +410,7 @@ def test_a_minibatch_counts_for_the_whole_set():
 def test_minibatches_come_near_the_full_fit():
     case = CASES["symbols"]
     data, module = data_of(case, lengths=[6] * 40, gaps=False), module_of(case)
-    begin = start_at(draw_start(module, data))
+    begin = start_at(sample_start(module, data))
     whole = fit_em(module, data, num_steps=100, start=begin)
     generator = torch.Generator().manual_seed(0)
     parts = fit_em(
@@ -436,13 +435,13 @@ def test_full_labels_are_counted_in_one_step():
     lengths = [6, 3, 1, 5, 6]
     data = Sequences(torch.tensor(values), torch.tensor(lengths), labels=torch.tensor(labels))
     fit = fit_em(TabularHMM(3, categorical(4, 1.5), 2.0, 3.0), data, num_steps=1, tolerance=None)
-    initial, moves, counts = np.full(3, 1.0), np.full((3, 3), 2.0), np.full((3, 4), 0.5)
+    initial, pairs, counts = np.full(3, 1.0), np.full((3, 3), 2.0), np.full((3, 4), 0.5)
     for row, states, length in zip(values, labels, lengths):
         initial[states[0]] += 1
-        np.add.at(moves, (states[: length - 1], states[1:length]), 1)
+        np.add.at(pairs, (states[: length - 1], states[1:length]), 1)
         np.add.at(counts, (states[:length], row[:length]), 1)
     found = numbers_of(fit)
-    for own, expected in (("initial", initial), ("transition", moves), ("emission.probs", counts)):
+    for own, expected in (("initial", initial), ("transition", pairs), ("emission.probs", counts)):
         np.testing.assert_allclose(found[own], expected / expected.sum(-1, keepdims=True))
 
 
@@ -476,7 +475,7 @@ def test_labels_that_no_path_keeps_to_are_named(restarts):
         fit_em(module, data, restarts=restarts)
 
 
-# States, moves and parameters that are special
+# States, transitions and parameters that are special
 
 
 def away_from(state):
@@ -542,7 +541,7 @@ STARTS = {
 
 @pytest.mark.parametrize("begin", STARTS)
 @pytest.mark.parametrize("restarts", [1, 2])
-def test_forbidden_moves_stay_exactly_zero(begin, restarts):
+def test_forbidden_transitions_stay_exactly_zero(begin, restarts):
     data = data_of(CASES["plane"])
     module = TabularHMM(
         3,
@@ -575,7 +574,7 @@ def test_zeros_of_a_given_hmm_stay_exactly_zero():
 def test_frozen_parameters_stay_and_the_loss_is_of_the_others(name, restarts):
     case = CASES["plane"]
     data, module = data_of(case), module_of(case)
-    value = torch.as_tensor(draw_start(module, data)[name])
+    value = torch.as_tensor(sample_start(module, data)[name])
     freeze(module, name, value)
     fit = fit_em(module, data, num_steps=5, restarts=restarts, tolerance=None)
     assert_climbs(fit.losses)
@@ -643,7 +642,7 @@ def test_one_state_and_one_step(num_states, num_steps):
         torch.testing.assert_close(fit.losses[1:], fit.losses[1:2].expand(4))
 
 
-def test_it_stops_by_its_tolerance_and_says_so():
+def test_it_ends_by_its_tolerance_and_reports_it():
     case = CASES["counts"]
     data, module = data_of(case), module_of(case)
     fit = fit_em(module, data, num_steps=500, tolerance=1e-4)
@@ -681,7 +680,7 @@ def test_gradient_steps_do_what_the_closed_form_does(name, restarts):
     case = CASES[name]
     # where components of a full covariance are missing, the closed form is EM within EM
     data, module = data_of(case, gaps=name != "full"), module_of(case)
-    begin = draw_start(module, data, restarts)
+    begin = sample_start(module, data, restarts)
     options = {"num_steps": 5, "tolerance": None, "restarts": restarts}
     closed = fit_em(module, data, start=start_at(begin), **options)
     other = TabularHMM(
@@ -690,7 +689,7 @@ def test_gradient_steps_do_what_the_closed_form_does(name, restarts):
     renamed = {one.replace("emission.", "emission.inner."): v for one, v in begin.items()}
     step = GradientStep(num_steps=200)
     fit = fit_em(other, data, start=start_at(renamed), gradient_step=step, **options)
-    # L-BFGS ends where it moves by less than 1e-9
+    # L-BFGS ends where it changes by less than 1e-9
     torch.testing.assert_close(fit.losses, closed.losses, rtol=1e-6, atol=0.0)
     for one, value in numbers_of(closed).items():
         found = numbers_of(fit)[one.replace("emission.", "emission.inner.")]
@@ -745,6 +744,153 @@ def test_a_module_of_the_users_is_fitted_by_gradient_steps():
     torch.testing.assert_close(hmm.log_initial.exp(), states[:, 0].mean(0), rtol=1e-3, atol=1e-3)
 
 
+class Failures(PyroModule):
+    """A user's family: numbers of failures before a success, with a Beta prior."""
+
+    def __init__(self, num_states):
+        super().__init__()
+        self.probs = PyroSample(dist.Beta(torch.full((num_states,), 2.0), 3.0).to_event(1))
+
+    def forward(self):
+        return dist.Geometric(self.probs)
+
+    def statistics(self, values, weights, current):
+        weights = weights.double()
+        return {
+            "successes": weights.sum(1),
+            "failures": torch.einsum("rmk,m->rk", weights, values.double()),
+        }
+
+    def m_step(self, statistics):
+        successes, failures = statistics["successes"] + 1.0, statistics["failures"] + 2.0
+        return {"probs": successes / (successes + failures)}, []
+
+
+def failures(**options):
+    rng = np.random.default_rng(8)
+    values = torch.tensor(rng.geometric(0.3 + 0.4 * (rng.random((6, 7)) < 0.5)) - 1.0)
+    return Sequences(values, torch.tensor([7, 3, 7, 1, 5, 7]), **options)
+
+
+@pytest.mark.parametrize("restarts", [1, 2])
+def test_a_family_of_the_users_joins_the_closed_form_by_its_two_methods(restarts):
+    data, module = failures(), TabularHMM(2, Failures, 1.5, 1.5)
+    begin = sample_start(module, data, restarts)
+    options = {"num_steps": 5, "tolerance": None, "restarts": restarts}
+
+    def refuse(loss, parameters):
+        raise AssertionError("nothing is left to gradient steps")
+
+    refuse.optimizer, refuse.guard = None, True
+    closed = fit_em(module, data, start=start_at(begin), gradient_step=refuse, **options)
+    other = TabularHMM(2, wrapped(Failures), 1.5, 1.5)
+    renamed = {one.replace("emission.", "emission.inner."): v for one, v in begin.items()}
+    step = GradientStep(num_steps=200)
+    fit = fit_em(other, data, start=start_at(renamed), gradient_step=step, **options)
+    torch.testing.assert_close(fit.losses, closed.losses, rtol=1e-6, atol=0.0)
+    found = numbers_of(fit)["emission.inner.probs"]
+    np.testing.assert_allclose(found, numbers_of(closed)["emission.probs"], rtol=2e-3, atol=1e-4)
+
+
+def test_a_family_of_the_users_has_minibatches_and_joins_others():
+    data = failures()
+    assert_climbs(fit_em(TabularHMM(3, tied(Failures, [0, 1, 0])), data, num_steps=5).losses)
+    parts = fit_em(TabularHMM(2, Failures), data, num_steps=5, batch_size=2)
+    assert parts.losses.isfinite().all()
+    both = torch.stack([data.values, torch.randn(data.values.shape)], -1)
+    both[0, 1, 0] = NAN  # missing, which the family knows nothing of
+    several = TabularHMM(2, streams(Failures, normal(0)))
+    fit = fit_em(several, Sequences(both, data.lengths), num_steps=5)
+    assert_climbs(fit.losses)
+
+
+class Cycle(HMMModule):
+    """A user's module: a chain that stays, or goes to the next state of a ring."""
+
+    def __init__(self, emission):
+        super().__init__()
+        self.stay = PyroSample(dist.Beta(torch.full((3,), 2.0), 3.0).to_event(1))
+        self.emission = emission(3)
+
+    def forward(self, lengths, observed=None):
+        stay, eye = self.stay.unsqueeze(-1), torch.eye(3)
+        never = (eye + eye.roll(1, -1)) == 0
+        logs = torch.where(eye > 0, stay.log(), (1 - stay).log()).masked_fill(never, -torch.inf)
+        return HMM(torch.full((3,), 1 / 3).log(), logs, self.emission(), lengths, observed)
+
+
+class ClosedCycle(Cycle):
+    """The same, with its M-step."""
+
+    def emission_module(self):
+        return self.emission
+
+    def statistics(self, expected):
+        pairs = expected.transitions.sum(1)  # (R, K, K)
+        return {"stay": pairs.diagonal(dim1=-2, dim2=-1), "all": pairs.sum(-1)}
+
+    def m_step(self, statistics):
+        return {"stay": (statistics["stay"] + 1.0) / (statistics["all"] + 3.0)}, []
+
+
+@pytest.mark.parametrize("restarts", [1, 2])
+@pytest.mark.parametrize("closed", [True, False], ids=["closed emission", "other emission"])
+def test_a_module_of_the_users_joins_the_closed_form_by_its_two_methods(closed, restarts):
+    data = failures()
+    module = ClosedCycle(Failures if closed else wrapped(Failures))
+    begin = sample_start(module, data, restarts)
+    options = {"num_steps": 5, "tolerance": None, "restarts": restarts}
+    options["gradient_step"] = GradientStep(num_steps=200)
+    fit = fit_em(module, data, start=start_at(begin), **options)
+    assert_climbs(fit.losses)
+    other = Cycle(Failures if closed else wrapped(Failures))  # all by gradient
+    expected = fit_em(other, data, start=start_at(begin), **options)
+    torch.testing.assert_close(fit.losses, expected.losses, rtol=1e-6, atol=0.0)
+    for one, value in numbers_of(expected).items():
+        np.testing.assert_allclose(numbers_of(fit)[one], value, rtol=2e-3, atol=1e-4)
+
+
+def test_the_m_step_of_a_users_chain_is_its_counts_and_prior():
+    states = torch.tensor([[0, 0, 1, 1, 2, 0], [2, 2, 0, 1, 1, 2]])
+    data = Sequences(torch.zeros(2, 6), torch.tensor([6, 6]), labels=states)
+    fit = fit_em(ClosedCycle(Failures), data, num_steps=1, tolerance=None)
+    stayed, left = torch.tensor([1.0, 2.0, 1.0]), torch.tensor([2.0, 2.0, 2.0])
+    torch.testing.assert_close(fit.values["module.stay"], (stayed + 1) / (stayed + left + 3))
+
+
+def test_what_an_m_step_does_not_return_follows_gradient_steps():
+    """Here the first state, and an emission that is no module of its own."""
+
+    class Mixed(ClosedCycle):
+        def __init__(self):
+            super().__init__(Failures)
+            self.begin = torch.nn.Parameter(torch.zeros(3))
+            self.rate = PyroSample(dist.Gamma(torch.full((3,), 2.0), 1.0).to_event(1))
+            del self.emission
+
+        def emission_module(self):
+            return None
+
+        def forward(self, lengths, observed=None):
+            self.emission = lambda: dist.Poisson(self.rate)
+            hmm = super().forward(lengths, observed)
+            return hmm.replace(log_initial=self.begin.log_softmax(-1))
+
+    data = failures()
+    fit = fit_em(Mixed(), data, num_steps=150, tolerance=1e-12)
+    assert_climbs(fit.losses)
+    hmm = fit.hmm(data)
+    counts = hmm.expected_counts(data.values)
+    pairs = counts.transitions.squeeze(0)
+    stay = (pairs.diagonal() + 1) / (pairs.sum(-1) + 3)
+    close = {"rtol": 0.0, "atol": 5e-3}
+    torch.testing.assert_close(fit.values["module.stay"], stay, **close)
+    torch.testing.assert_close(hmm.log_initial.exp(), counts.initial / 6, **close)
+    sums = torch.einsum("ntk,nt->k", counts.states, data.values) + 1
+    rates = sums / (counts.states.sum((0, 1)) + 1)
+    torch.testing.assert_close(fit.values["module.rate"], rates, rtol=5e-3, atol=5e-3)
+
+
 def test_any_distribution_is_fitted_by_maximum_likelihood():
     """Von Mises: the mean direction of what a state owns."""
     data = Sequences(torch.randn(5, 8) * 0.5 + 1.0, torch.full((5,), 8))
@@ -757,7 +903,7 @@ def test_any_distribution_is_fitted_by_maximum_likelihood():
 # Starts
 
 
-def test_draws_of_the_prior_differ_between_restarts():
+def test_samples_of_the_prior_differ_between_restarts():
     case = CASES["plane"]
     data, module = data_of(case), module_of(case)
     found = starts.from_prior(module, data, 4)
@@ -790,7 +936,7 @@ def test_clusters_that_are_apart_are_found_at_once(restarts):
 def test_where_a_fitted_hmm_begins_is_one_step_of_it():
     case = CASES["plane"]
     data, module = data_of(case), module_of(case)
-    begin = draw_start(module, data)
+    begin = sample_start(module, data)
     first = fit_em(module, data, num_steps=3, tolerance=None, start=start_at(begin))
     point = fit_em(module, data, num_steps=1, tolerance=None, start=start_at(begin))
     hmm = HMM(
@@ -1080,7 +1226,7 @@ def test_what_cannot_be_frozen_is_named(name, value, error, words):
     assert "initial" in dict(points.named_buffers())
 
 
-def test_moves_that_underflow_do_not_let_gradient_steps_go_astray():
+def test_transitions_that_underflow_leave_gradient_steps_finite():
     """In float32 a chance of 1e-44 becomes zero while it is still expected to be used."""
     torch.set_default_dtype(torch.float32)
 

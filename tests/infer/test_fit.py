@@ -1,7 +1,9 @@
-"""Laws of the training loop: what it finds, when it ends, what it refuses, what it leaves alone."""
+"""The training loop: what it finds, when it ends, what it refuses, what it leaves alone."""
 
+import inspect
 import math
 import warnings
+from dataclasses import fields
 from functools import partial
 
 import numpy as np
@@ -32,11 +34,13 @@ from pyrohmm import (
     TabularHMM,
     blocks,
     categorical,
+    fit_cooccurrence,
     fit_map,
     fit_svi,
     normal,
 )
 from pyrohmm.data.batches import Batches
+from pyrohmm.infer.training import Settings
 from pyrohmm.infer.validation import Validation
 
 QUICK = {"num_steps": 30, "progress": False}
@@ -102,13 +106,13 @@ class Net(HMMModule):
         super().__init__()
         self.body = torch.nn.Linear(2, 3)
         self.start = torch.nn.Parameter(torch.zeros(2))
-        self.moves = torch.nn.Parameter(torch.randn(2, 2))
+        self.transition = torch.nn.Parameter(torch.randn(2, 2))
 
     def forward(self, lengths, observed=None):
         logits = self.body(torch.eye(2))
         return HMM(
             self.start.log_softmax(-1),
-            self.moves.log_softmax(-1),
+            self.transition.log_softmax(-1),
             dist.Categorical(logits=logits),
             lengths,
             observed,
@@ -522,7 +526,7 @@ def test_progress_shows_what_is_held_out(capsys):
 
 def test_clip_norm_bounds_the_gradient_per_observed_step():
     data = symbols()
-    moved = []
+    norms = []
     for clip_norm in (None, 0.01):
         module = Net()
         before = torch.nn.utils.parameters_to_vector(module.parameters()).detach()
@@ -534,9 +538,9 @@ def test_clip_norm_bounds_the_gradient_per_observed_step():
             optimizer=lambda given: torch.optim.SGD(given, lr=1.0),
         )
         after = torch.nn.utils.parameters_to_vector(module.parameters()).detach()
-        moved.append((after - before).norm().item())
-    assert moved[0] > 0.01 * data.num_observed
-    assert moved[1] == pytest.approx(0.01 * data.num_observed, rel=1e-5)
+        norms.append((after - before).norm().item())
+    assert norms[0] > 0.01 * data.num_observed
+    assert norms[1] == pytest.approx(0.01 * data.num_observed, rel=1e-5)
 
 
 def test_the_schedule_is_stepped_once_a_step():
@@ -681,8 +685,8 @@ def test_held_out_data_are_judged_at_the_median_of_a_guide_that_knows_it():
 def test_held_out_data_are_judged_at_a_draw_of_a_guide_that_knows_no_median():
     def model(data):
         loc = pyro.sample("loc", dist.Normal(0.0, 1.0))
-        law = dist.Normal(torch.stack([loc]), 1.0)
-        hmm = HMM(torch.zeros(1), torch.zeros(1, 1), law, data.lengths)
+        emission = dist.Normal(torch.stack([loc]), 1.0)
+        hmm = HMM(torch.zeros(1), torch.zeros(1, 1), emission, data.lengths)
         with pyro.plate("data", len(data)):
             pyro.sample("x", hmm, obs=data.values)
         return hmm
@@ -769,7 +773,7 @@ def test_an_optimizer_is_given_the_parameters_of_model_and_guide():
     fit = fit_map(MarginalModel(module), data, num_steps=3, optimizer=optimizer)
     expected = {id(p) for part in (module, fit.guide) for p in part.parameters()}
     assert {id(p) for p in given} == expected
-    assert len(given) == 5  # start, moves, two of the network, and the point of loc
+    assert len(given) == 5  # start, transition, two of the network, and the point of loc
 
 
 def test_an_elbo_of_the_user_is_the_objective():
@@ -812,10 +816,10 @@ def test_enumerated_sites_are_summed_out_without_being_told_to():
 
 def plain(returns, plate="data"):
     def model(data):
-        moves = pyro.sample("moves", dist.Dirichlet(torch.ones(2, 2)).to_event(1))
+        transition = pyro.sample("transition", dist.Dirichlet(torch.ones(2, 2)).to_event(1))
         probs = pyro.sample("probs", dist.Dirichlet(torch.ones(2, 3)).to_event(1))
         start = torch.tensor([0.5, 0.5]).log()
-        hmm = HMM(start, moves.log(), dist.Categorical(probs), data.lengths, data.observed)
+        hmm = HMM(start, transition.log(), dist.Categorical(probs), data.lengths, data.observed)
         with pyro.plate(plate, len(data)):
             pyro.sample("x", hmm, obs=data.values)
         return hmm if returns else None
@@ -835,7 +839,7 @@ def test_a_plain_function_is_a_model(local):
 
 
 def test_names_are_those_of_the_latent_variables_alone():
-    assert fit_map(plain(returns=True), symbols(), num_steps=1).names == ["moves", "probs"]
+    assert fit_map(plain(returns=True), symbols(), num_steps=1).names == ["transition", "probs"]
 
 
 def test_a_model_that_does_not_return_the_hmm_can_be_fitted_but_not_drawn():
@@ -852,10 +856,10 @@ def test_pyro_param_in_a_function_is_trained_or_refused():
     start = torch.tensor([[0.5, 0.5], [0.4, 0.6]])
 
     def model(data):
-        moves = pyro.param("moves", start, constraint=constraints.simplex)
+        transition = pyro.param("transition", start, constraint=constraints.simplex)
         probs = pyro.sample("probs", dist.Dirichlet(torch.ones(2, 3)).to_event(1))
         first = torch.tensor([0.3, 0.7]).log()
-        hmm = HMM(first, moves.log(), dist.Categorical(probs), data.lengths, data.observed)
+        hmm = HMM(first, transition.log(), dist.Categorical(probs), data.lengths, data.observed)
         with pyro.plate("data", len(data)):
             pyro.sample("x", hmm, obs=data.values)
         return hmm
@@ -863,7 +867,7 @@ def test_pyro_param_in_a_function_is_trained_or_refused():
     try:
         fit = fit_map(model, data, num_steps=30)
     except (TypeError, ValueError, NotImplementedError) as error:
-        assert "moves" in str(error)  # noqa: PT017
+        assert "transition" in str(error)  # noqa: PT017
     else:
         assert not torch.allclose(fit.hmm(data).log_transition.exp(), start)
 
@@ -883,8 +887,8 @@ def test_a_guide_of_functions_is_trained_or_refused():
         assert "pyro.param" in str(error)  # noqa: PT017
     else:
         assert fit.losses[-1] < fit.losses[0]
-        moves = fit.hmm(data).log_transition.exp()
-        assert not torch.allclose(moves, POINT["module.transition"])
+        transition = fit.hmm(data).log_transition.exp()
+        assert not torch.allclose(transition, POINT["module.transition"])
 
 
 def test_a_latent_variable_for_each_sequence_can_be_fitted():
@@ -987,9 +991,9 @@ def test_map_of_one_state_is_the_mode_of_the_dirichlet_posterior():
 
 
 def test_map_of_known_states_is_the_mode_of_every_dirichlet_posterior():
-    """Each state emits its own symbol, so moves and starts can be counted."""
+    """Each state emits its own symbol, so transitions and starts can be counted."""
     data = Sequences.from_list([[0, 0, 1, 1, 1, 0], [1, 0, 0], [0]])
-    starts, moves = torch.tensor([2.0, 1.0]), torch.tensor([[2.0, 1.0], [2.0, 2.0]])
+    starts, transitions = torch.tensor([2.0, 1.0]), torch.tensor([[2.0, 1.0], [2.0, 2.0]])
     prior = torch.tensor([[5.0, 1.5], [2.0, 1.0]])
     model = MarginalModel(TabularHMM(2, categorical(2), 3.0, prior))
     known = poutine.condition(model, {"module.emission.probs": torch.eye(2)})
@@ -997,7 +1001,7 @@ def test_map_of_known_states_is_the_mode_of_every_dirichlet_posterior():
     hmm = fit.hmm(data)
     for found, counts in [
         (hmm.log_initial, starts + 3.0 - 1),
-        (hmm.log_transition, moves + prior - 1),
+        (hmm.log_transition, transitions + prior - 1),
     ]:
         expected = counts / counts.sum(-1, keepdim=True)
         torch.testing.assert_close(found.exp(), expected, rtol=0.0, atol=1e-4)
@@ -1080,16 +1084,18 @@ def test_svi_stays_finite_where_map_has_no_maximum():
 def test_hard_zeros_stay_zero_under_training():
     """A left-to-right chain that may not emit symbol 0 in its last state."""
     start = torch.tensor([1.0, 0.0, 0.0])
-    moves = torch.tensor([[0.6, 0.4, 0.0], [0.0, 0.7, 0.3], [0.0, 0.0, 1.0]])
+    transition = torch.tensor([[0.6, 0.4, 0.0], [0.0, 0.7, 0.3], [0.0, 0.0, 1.0]])
     probs = torch.tensor([[0.6, 0.2, 0.2], [0.1, 0.8, 0.1], [0.0, 0.2, 0.8]])
-    hmm, data = drawn_from((start.log(), moves.log(), dist.Categorical(probs)), torch.full((9,), 6))
+    hmm, data = drawn_from(
+        (start.log(), transition.log(), dist.Categorical(probs)), torch.full((9,), 6)
+    )
     fit = fit_map(MarginalModel(TabularHMM.from_hmm(hmm)), data, num_steps=150, tolerance=None)
     found = fit.hmm(data)
     assert found.log_initial.exp().equal(start)
-    assert (found.log_transition == -torch.inf).equal(moves == 0)
+    assert (found.log_transition == -torch.inf).equal(transition == 0)
     assert (found.emission.probs == 0).equal(probs == 0)
     assert fit.losses[-1] < fit.losses[0]
-    assert not torch.allclose(found.log_transition[0, :2].exp(), moves[0, :2])
+    assert not torch.allclose(found.log_transition[0, :2].exp(), transition[0, :2])
     assert fit.names == []
 
 
@@ -1152,6 +1158,7 @@ def test_a_log_prior_that_is_not_a_number_ends_the_fit():
         ({"validation": symbols(), "validate_every": 0}, ValueError, "validate_every"),
         ({"validation": symbols(), "patience": 0}, ValueError, "patience"),
         ({"validation": symbols(), "restarts": 2}, ValueError, "validation is that of one fit"),
+        ({"elbo": Trace_ELBO(), "restarts": 2}, ValueError, "elbo is that of one fit"),
         ({"validate_every": 2}, ValueError, "validate_every needs validation"),
         ({"patience": 2}, ValueError, "patience needs validation"),
         ({"report": print}, ValueError, "report needs validation"),
@@ -1164,6 +1171,23 @@ def test_a_log_prior_that_is_not_a_number_ends_the_fit():
 def test_bad_arguments_are_named(options, error, message):
     with pytest.raises(error, match=message):
         fit_map(tabular(), symbols(), **{"num_steps": 3, **options})
+
+
+def test_signatures_list_all_that_fits_take_and_agree():
+    """No ``**options``; what several fits share has one name and one default."""
+    svi, by_map, pairs = (
+        inspect.signature(fit).parameters for fit in (fit_svi, fit_map, fit_cooccurrence)
+    )
+    shared = {field.name for field in fields(Settings)}
+    for parameters in (svi, by_map, pairs):
+        kinds = {parameter.kind for parameter in parameters.values()}
+        assert inspect.Parameter.VAR_KEYWORD not in kinds
+        different = {"learning_rate", "tolerance"} if parameters is svi else set()
+        for name in shared & parameters.keys() - different:
+            assert parameters[name].default == by_map[name].default, name
+    assert shared <= svi.keys()
+    assert shared <= by_map.keys()
+    assert shared - pairs.keys() == {"batch_size", "batch_tokens", "windows"}
 
 
 def test_data_of_the_wrong_kind_are_named():
@@ -1179,7 +1203,7 @@ def test_a_module_in_place_of_a_model_is_named():
 
 def test_symbols_that_the_emission_does_not_know_are_named():
     data = Sequences(torch.tensor([[0, 7]]), torch.tensor([2]))
-    with pytest.raises(ValueError, match="symbols from 0 to V - 1 = 2"):
+    with pytest.raises(ValueError, match="values must lie between 0 and V - 1 = 2"):
         fit_map(tabular(), data, num_steps=3)
 
 

@@ -1,7 +1,8 @@
-"""Laws of guides: their densities are densities, and what they leave alone is left alone."""
+"""Guides: their densities are densities, and what they leave alone is left alone."""
 
 import itertools
 import math
+from functools import partial
 
 import numpy as np
 import pyro
@@ -80,9 +81,9 @@ def anything(shapes):
     return model
 
 
-def guide_of(shapes, **options):
+def guide_of(shapes, autoguide=AutoNormal):
     start = {name: torch.randn(shape) for name, shape in shapes.items()}
-    return RotationGuide(anything(shapes), start, [list(shapes)], **options)
+    return RotationGuide(anything(shapes), start, [list(shapes)], autoguide)
 
 
 def density(guide, arrays):
@@ -129,11 +130,11 @@ def test_the_density_is_that_of_a_triangle_among_all_its_rotations(size, dim, au
 @pytest.mark.parametrize(("size", "dim"), [(1, 1), (2, 1), (1, 2), (2, 2)])
 def test_the_density_integrates_to_one(size, dim):
     """Averages of q/p over draws of p are one; p has heavier tails than any q."""
-    guide = guide_of({"a": (size, dim)}, init_scale=0.5)
+    guide = guide_of({"a": (size, dim)}, partial(AutoNormal, init_scale=0.5))
     guide()
-    law = stats.t(2)
-    arrays = law.rvs((200000, size, dim), random_state=0)
-    weights = np.exp(density(guide, arrays) - law.logpdf(arrays).sum((-1, -2)))
+    student = stats.t(2)
+    arrays = student.rvs((200000, size, dim), random_state=0)
+    weights = np.exp(density(guide, arrays) - student.logpdf(arrays).sum((-1, -2)))
     error = weights.std() / len(weights) ** 0.5
     assert abs(weights.mean() - 1) < 4 * error
     assert error < 0.03  # so that this says something
@@ -148,8 +149,8 @@ def test_the_density_integrates_to_one(size, dim):
         (DenseHMM(2, 3, 2), [["leave", "enter", "start"], ["emit", "symbol"]]),
         (DenseHMM(2, 3, 2, symbol_dim=1), [["leave", "enter", "start"], ["emit", "symbol"]]),
         (DenseHMM(2, 3, 2, stationary=True), [["leave", "enter"], ["emit", "symbol"]]),
-        (DenseHMM(2, 3, 2, share=True), [["leave", "start", "symbol"]]),
-        (DenseHMM(2, 3, 2, share=True, stationary=True), [["leave", "symbol"]]),
+        (DenseHMM(2, 3, 2, tied=True), [["leave", "start", "symbol"]]),
+        (DenseHMM(2, 3, 2, tied=True, stationary=True), [["leave", "symbol"]]),
         (DenseHMM(2, None, 2, emission=normal(1)), [["leave", "enter", "start"]]),
     ],
 )
@@ -164,8 +165,8 @@ def test_embeddings_whose_products_matter_are_rotated_together(module, groups):
     assert found == groups
     fit = fit_svi(model, guide, data, num_steps=3, progress=False)
     assert sorted(fit.names) == sorted(point.names)
-    # at the start L is that of the start: the law is as it was
-    fresh = RotationGuide(model, point.start, init_scale=1e-6)
+    # at the start L is that of the start: the distribution is unchanged
+    fresh = RotationGuide(model, point.start, autoguide=partial(AutoNormal, init_scale=1e-6))
     fresh(data)
     for name, value in point.start.items():
         again = fresh(data)[name]
@@ -223,7 +224,9 @@ def test_a_guide_that_is_rotated_is_nearer_to_the_posterior(dim):
     start = fit_map(model, data, num_steps=100, restarts=8, progress=False).start
     plain = AutoNormal(model, init_loc_fn=init_to_value(values=start), init_scale=0.3)
     _, _, before = bound(model, plain, data, 200)
-    _, _, after = bound(model, RotationGuide(model, start, init_scale=0.3), data, 200)
+    _, _, after = bound(
+        model, RotationGuide(model, start, autoguide=partial(AutoNormal, init_scale=0.3)), data, 200
+    )
     gain = after.mean() - before.mean()
     error = (after.var() / 4000 + before.var() / 4000).sqrt()
     assert gain - 4 * error > 0.8
@@ -233,7 +236,7 @@ def test_svi_and_nuts_agree_in_what_names_and_rotations_leave_alone():
     """Draws of the guide, weighted by p/q, and draws of the sampler have the same averages."""
     data, model = build_emission(1)
     start = fit_map(model, data, num_steps=100, restarts=8, progress=False).start
-    guide = RotationGuide(model, start, autoguide=AutoMultivariateNormal, init_scale=0.5)
+    guide = RotationGuide(model, start, autoguide=partial(AutoMultivariateNormal, init_scale=0.5))
     _, some, ratios = bound(model, guide, data, 200)
     weights = ratios.softmax(0)
     mcmc = MCMC(NUTS(model, max_tree_depth=4), 120, 60, disable_progbar=True)

@@ -1,4 +1,4 @@
-"""Laws of labels: of ``HMM.restrict``, and of labelled ``Sequences`` in models and fits.
+"""Properties of labels: of ``HMM.restrict``, and of labelled ``Sequences`` in models and fits.
 
 The oracle lists all paths in NumPy, and leaves out those that a label forbids.
 """
@@ -35,7 +35,7 @@ VALUES = torch.tensor([[0, 9, 3, 1], [2, -5, 7, 7], [1, 7, 7, 7]])  # junk where
 LABELS = torch.tensor([[0, -1, 2, -1], [-1, 1, 9, -9], [2, 5, -7, 5]])  # and in the padding
 TRUTH = torch.tensor([[0, 1, 2, 2], [2, 1, 0, 0], [2, 0, 0, 0]])
 UNKNOWN = torch.full((3, T), -1)
-METHODS = ["log_prob", "posterior", "expected", "filtered", "viterbi", "sample_states"]
+METHODS = ["log_prob", "posterior", "expected_counts", "filtered", "viterbi", "sample_states"]
 
 # Batch of the parameters, and whether transitions and emissions have a dimension of steps
 LAYOUTS = {
@@ -224,7 +224,7 @@ def test_states_known_share_the_posterior_out():
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_what_is_drawn_keeps_to_the_labels(layout, kind):
+def test_samples_keep_to_the_labels(layout, kind):
     hmm, labels = model(layout), KINDS[kind]()
     known = hmm.restrict(labels)
     assert is_allowed(known.sample_states(VALUES, (50,)), labels).all()
@@ -233,7 +233,7 @@ def test_what_is_drawn_keeps_to_the_labels(layout, kind):
     assert values.shape == known.sample((50,)).shape == (50, *hmm.batch_shape, T)
 
 
-def test_paths_are_drawn_as_often_as_labels_allow():
+def test_paths_are_sampled_as_often_as_labels_allow():
     """From the chain itself for ``sample``, given the values for ``sample_states``."""
     hmm = model()
     known = hmm.restrict(LABELS)
@@ -278,7 +278,7 @@ def test_a_label_on_a_missing_step_counts():
     assert found.exp().item() == pytest.approx(0.125)
 
 
-def test_the_law_of_a_state_that_is_known_is_certain():
+def test_a_known_state_is_certain():
     hmm = model().restrict(LABELS)
     assert hmm.filtered(VALUES)[0, 2].tolist() == [0.0, 0.0, 1.0]
     ahead = hmm.restrict(torch.tensor([[-1, -1, -1, 1], [-1] * 4, [-1] * 4]))
@@ -313,7 +313,7 @@ def test_expanding_keeps_the_labels():
     wide = hmm.expand([2, 3])
     assert wide.batch_shape == (2, 3)
     for method in METHODS[:-1]:
-        if method == "expected":
+        if method == "expected_counts":
             continue  # counts are summed over what shares a parameter
         found, expected = getattr(wide, method)(VALUES), getattr(hmm, method)(VALUES)
         pairs = zip(found, expected) if method == "posterior" else [(found, expected)]
@@ -372,7 +372,7 @@ def one_way(**options):
 
 IMPOSSIBLE = {
     "the first state": ([[-1, -1, -1], [1, -1, -1]], [[0, 0, 0], [0, 0, 0]], "sequence 1, step 0"),
-    "a move": ([[-1, 1, 0], [-1, -1, -1]], [[0, 0, 0], [0, 0, 0]], "sequence 0, step 2"),
+    "a transition": ([[-1, 1, 0], [-1, -1, -1]], [[0, 0, 0], [0, 0, 0]], "sequence 0, step 2"),
     "a symbol": ([[-1, -1, -1], [-1, 1, -1]], [[0, 0, 0], [0, 1, 0]], "sequence 1, step 1"),
     "a symbol later": ([[-1, 1, -1], [-1, -1, 0]], [[0, 0, 1], [0, 0, 0]], "sequence 0, step 2"),
     "the first of two": ([[0, 1, 0], [1, -1, -1]], [[0, 0, 0], [0, 0, 0]], "sequence 0, step 2"),
@@ -582,18 +582,18 @@ def test_losses_of_labelled_minibatches_average_to_the_whole(form, size):
 
 
 def sentences():
-    """Symbols and their states, and the share of each start, move and symbol; none is zero."""
+    """Symbols and their states, and the shares of starts, transitions and symbols; none is zero."""
     states = [[0, 0, 1, 1, 0], [1, 0, 1], [1, 1, 0, 1], [0, 1]]
     symbols = [[0, 1, 0, 1, 0], [1, 1, 0], [1, 1, 0, 1], [0, 1]]
-    start, move, symbol = np.zeros(2), np.zeros((2, 2)), np.zeros((2, 2))
+    start, pair, symbol = np.zeros(2), np.zeros((2, 2)), np.zeros((2, 2))
     for path, row in zip(states, symbols):
         start[path[0]] += 1
         for t, (state, value) in enumerate(zip(path, row)):
             symbol[state, value] += 1
             if t:
-                move[path[t - 1], state] += 1
+                pair[path[t - 1], state] += 1
     data = Sequences.from_list(symbols, labels=states)
-    return data, [counts / counts.sum(-1, keepdims=True) for counts in (start, move, symbol)]
+    return data, [counts / counts.sum(-1, keepdims=True) for counts in (start, pair, symbol)]
 
 
 def parameters_of(hmm):
@@ -621,7 +621,7 @@ def test_supervised_map_counts():
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_what_a_fit_draws_does_not_know_the_labels(form):
+def test_the_hmm_of_a_fit_does_not_know_the_labels(form):
     """Else decoding the sequences it is tested on would read the answers off."""
     data, _ = sentences()
     fit = fit_map(FORMS[form][0](TabularHMM(2, categorical(2))), data, num_steps=3)
@@ -634,7 +634,7 @@ def test_what_a_fit_draws_does_not_know_the_labels(form):
     assert certain.max() < 1
 
 
-def test_em_draws_an_hmm_that_does_not_know_the_labels():
+def test_em_fits_an_hmm_that_does_not_know_the_labels():
     data, _ = sentences()
     labels = data.labels.clone()
     labels[:, 1] = -1

@@ -1,4 +1,4 @@
-"""Laws of the Pyro models: two forms, one density, and a good citizen of Pyro's own machinery."""
+"""The Pyro models: two forms, one density, and a good citizen of Pyro's own machinery."""
 
 import itertools
 from functools import partial
@@ -91,19 +91,19 @@ class Trials(PyroModule):
 
 
 class Walker(HMMModule):
-    """A module of a user: points and random variables, other moves and emissions at each step."""
+    """A module of a user: points and random variables, other matrices, emissions at each step."""
 
     def __init__(self, num_steps, num_states=2):
         super().__init__()
         self.start = torch.nn.Parameter(torch.randn(num_states))
-        self.moves = torch.nn.Parameter(torch.randn(num_steps - 1, num_states, num_states))
+        self.transition = torch.nn.Parameter(torch.randn(num_steps - 1, num_states, num_states))
         self.register_buffer("zero", torch.zeros(num_steps, num_states))
         self.loc = PyroSample(lambda self: dist.Normal(self.zero, 1.0).to_event(2))
 
     def forward(self, lengths, observed=None):
         return HMM(
             self.start.log_softmax(-1),
-            self.moves.log_softmax(-1),
+            self.transition.log_softmax(-1),
             dist.Normal(self.loc, 1.0),
             lengths,
             observed,
@@ -113,7 +113,7 @@ class Walker(HMMModule):
 
 
 class Driven(HMMModule):
-    """A module of a user: moves and emissions depend on a covariate of each step."""
+    """A module of a user: transitions and emissions depend on a covariate of each step."""
 
     def __init__(self, num_states=2):
         super().__init__()
@@ -124,10 +124,10 @@ class Driven(HMMModule):
 
     def forward(self, lengths, observed=None, covariates=None):
         drive = covariates[:, 1:, :, None] * self.tilt.unsqueeze(-3)  # (*B, T-1, K, K)
-        moves = self.base.unsqueeze(-3) + drive
+        transition = self.base.unsqueeze(-3) + drive
         return HMM(
             self.zero[0].log_softmax(-1),
-            moves.log_softmax(-1),
+            transition.log_softmax(-1),
             dist.Normal(self.slope * covariates, 1.0),
             lengths,
             observed,
@@ -229,7 +229,7 @@ CASES = {
     "sets of labels": (lambda: TabularHMM(2, categorical(3)), with_sets_of_labels),
     "covariates": (Driven, with_covariates),
     "dense": (lambda: DenseHMM(3, 3, 2, symbol_dim=1), symbols),
-    "dense, one embedding": (lambda: DenseHMM(2, 3, 2, share=True, flat=True), symbols),
+    "dense, one embedding": (lambda: DenseHMM(2, 3, 2, tied=True, flat=True), symbols),
     "dense, stationary": (lambda: DenseHMM(3, 3, 1, stationary=True, kernel=rbf(0.7)), symbols),
     "dense, one state": (lambda: DenseHMM(1, 3, 2, kernel=sigmoid), symbols),
     "dense with vectors": (lambda: DenseHMM(2, None, 2, emission=normal_full(2)), known_in_part),
@@ -331,7 +331,7 @@ def test_both_forms_agree_in_loss_and_every_gradient(case, make_guide, particles
     assert enumerated[1].keys() == marginal[1].keys()
     for name, gradient in marginal[1].items():
         other = enumerated[1][name]
-        if gradient is None or other is None:  # without elements: one step makes no move
+        if gradient is None or other is None:  # without elements: one step has no transition
             assert all(given is None or not given.numel() for given in (gradient, other)), name
         else:
             assert gradient.isfinite().all(), name
@@ -595,8 +595,8 @@ def test_markov_sample_works_in_two_plates():
 )
 def test_markov_sample_draws_what_is_not_observed(emission, event):
     """Shapes, dtype and names as pyro.sample gives them; states are sites too."""
-    law = torch.full((3, 3), 1 / 3).log()
-    hmm = HMM(law[0], law, emission, torch.tensor([4, 2]))
+    even = torch.full((3, 3), 1 / 3).log()
+    hmm = HMM(even[0], even, emission, torch.tensor([4, 2]))
 
     def spelled():
         with pyro.plate("data", 2):
@@ -622,15 +622,15 @@ def test_markov_sample_draws_what_is_not_observed(emission, event):
 
 @pytest.mark.parametrize("spelled", [True, False])
 def test_draws_follow_the_chain(spelled):
-    """Frequencies of pairs of symbols against their exact law; 5 sigma of 20000 draws."""
+    """Frequencies of pairs of symbols against exact probabilities; 5 sigma of 20000 samples."""
     hmm = chain(length=2, num_symbols=2)
-    law = HMM(hmm.log_initial, hmm.log_transition, hmm.emission, torch.tensor(2))
+    exact = HMM(hmm.log_initial, hmm.log_transition, hmm.emission, torch.tensor(2))
     many = HMM(*(hmm.log_initial, hmm.log_transition, hmm.emission), torch.full((20_000,), 2))
     with pyro.plate("data", 20_000):
         drawn = markov_sample("y", many) if spelled else pyro.sample("y", many)
     for pair in itertools.product(range(2), repeat=2):
         value = torch.tensor(pair)
-        expected = law.log_prob(value).exp().item()
+        expected = exact.log_prob(value).exp().item()
         found = (drawn == value).all(-1).double().mean().item()
         assert abs(found - expected) < 5 * (expected * (1 - expected) / 20_000) ** 0.5
 

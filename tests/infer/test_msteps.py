@@ -1,4 +1,4 @@
-"""M-steps of a transition matrix under a diversity prior: they climb, and to the same place."""
+"""M-steps of a transition matrix under a diversity prior: they rise to the same optimum."""
 
 import math
 
@@ -29,7 +29,7 @@ def kind(request):
 
 
 def problems(count, size, seed=0, zeros=0.0):
-    """Matrices to begin at, and counts of moves."""
+    """Start matrices, and counts of transitions."""
     rng = np.random.default_rng(seed)
     rows = np.stack([rng.dirichlet(np.ones(size), size) for _ in range(count)])
     counts = rng.gamma(0.5, 30.0, (count, size, size))
@@ -58,7 +58,7 @@ def test_objective():
 
 @pytest.mark.parametrize("alpha", [0.1, 10.0, 300.0])
 def test_every_step_raises_the_objective(kind, alpha):
-    """A thousand problems, side by side."""
+    """A thousand problems in a batch."""
     found, counts = problems(1000, 4, zeros=0.3)
     prior = DiversityPrior(alpha)
     height = msteps.objective(found, counts, prior)

@@ -1,4 +1,4 @@
-"""Laws of restarts: side by side they are what they would be one by one."""
+"""Batched restarts: they are what they would be one by one."""
 
 import pyro
 import pytest
@@ -61,9 +61,9 @@ def test_map_from_several_starts_is_map_from_each(clip_norm, log_prior):
 
 def test_restarts_of_a_model_written_as_a_function():
     def model(data):
-        move = pyro.sample("move", Dirichlet(torch.ones(2, 2)).to_event(1))
+        transition = pyro.sample("transition", Dirichlet(torch.ones(2, 2)).to_event(1))
         face = pyro.sample("face", Dirichlet(torch.ones(2, 6)).to_event(1))
-        hmm = HMM(move[..., 0, :].log(), move.log(), Categorical(face), data.lengths)
+        hmm = HMM(transition[..., 0, :].log(), transition.log(), Categorical(face), data.lengths)
         with pyro.plate("sequences", len(data)):
             pyro.sample("rolls", hmm, obs=data.values)
         return hmm

@@ -1,4 +1,4 @@
-"""Laws of going on: the bits of a fit that was never killed, or an error and nothing changed."""
+"""Resumed fits end with the bits of a fit that was never killed, or raise and change nothing."""
 
 import functools
 import multiprocessing
@@ -105,13 +105,13 @@ class Network(HMMModule):
         super().__init__()
         generator = torch.Generator().manual_seed(3)
         self.logits = torch.nn.Parameter(torch.randn(2, 3, generator=generator))
-        self.moves = torch.nn.Parameter(torch.randn(2, 2, generator=generator))
+        self.transition = torch.nn.Parameter(torch.randn(2, 2, generator=generator))
         self.drop = torch.nn.Dropout(0.5)
 
     def forward(self, lengths, observed=None):
-        moves = self.drop(self.moves).log_softmax(-1)
+        transition = self.drop(self.transition).log_softmax(-1)
         emission = pyro.distributions.Categorical(logits=self.drop(self.logits))
-        return HMM(moves[0], moves, emission, lengths, observed)
+        return HMM(transition[0], transition, emission, lengths, observed)
 
 
 def with_held_out_data(path, num_steps, **options):

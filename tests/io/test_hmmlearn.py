@@ -1,4 +1,4 @@
-"""Laws of conversion: both libraries say the same of the same data, whichever way a model goes."""
+"""Conversion: hmmlearn and pyrohmm agree on the same data, whichever way a model is converted."""
 
 import sys
 import warnings
@@ -20,7 +20,7 @@ def rows(rng, *shape):
 
 
 def chain(rng, model, zeros):
-    """Give ``model`` a random chain; with ``zeros``, one that moves forward only."""
+    """Give ``model`` a random chain; with ``zeros``, left to right only."""
     size = model.n_components
     model.startprob_, model.transmat_ = rows(rng, size), rows(rng, size, size)
     if zeros:

@@ -1,4 +1,4 @@
-"""Laws of saving: what comes back has the same bits, or an error comes and nothing has changed."""
+"""Saving and loading: the same bits come back, or there is an error and nothing has changed."""
 
 import json
 import os
@@ -33,8 +33,9 @@ from pyrohmm import (
     save,
 )
 from pyrohmm.distributions.observation import Streams, Tied
-from pyrohmm.io import persistence as persistence
-from pyrohmm.io.persistence import read_tensors, write_tensors
+from pyrohmm.io import persistence
+from pyrohmm.io.files import read_tensors, write_tensors
+from pyrohmm.ops.block_transition import InnerProductTransition
 
 FILE = "tensors.safetensors"
 K = 3
@@ -369,7 +370,7 @@ def test_a_link_stays_a_link(tmp_path):
 KILLS = """
 import os, random, signal, sys, time
 import torch
-from pyrohmm.persistence import read_tensors, write_tensors
+from pyrohmm.io.files import read_tensors, write_tensors
 
 path = sys.argv[1]
 write_tensors(path, {"a": torch.zeros(20_000)}, {"step": 0})
@@ -559,7 +560,7 @@ def test_every_emission_comes_back_with_the_same_bits(tmp_path, name):
     )
     assert bits(seen) == bits(expected)
     assert bits(again.log_prob(values)) == bits(hmm.log_prob(values))
-    first, second = persistence._describe(hmm), persistence._describe(again)
+    first, second = persistence.describe(hmm), persistence.describe(again)
     assert all_bits(first[0]) == all_bits(second[0])
     assert first[1] == second[1]
     if "ProjectedNormal" not in str(type(hmm.emission)):
@@ -687,7 +688,7 @@ def test_other_things_are_refused(tmp_path, thing):
 def described():
     """Tensors and description of a small HMM, to be spoilt."""
     emission = dist.Poisson(torch.ones(K, 2)).to_event(1)
-    return persistence._describe(hmm_with(emission))
+    return persistence.describe(hmm_with(emission))
 
 
 def spoil(meta, path, value):
@@ -783,15 +784,13 @@ def block_hmm(kind, dtype=torch.float32):
     for members, size in (([0, 1], 2), ([2], 1), ([3, 4], 3)):
         words[members, :size] = torch.randn(len(members), size, dtype=dtype).log_softmax(0)
     vectors = torch.randn(2, 6, 4, dtype=dtype)
-    moves = {
+    transition = {
         "matrix": torch.randn(6, 6, dtype=dtype).log_softmax(-1),
-        "one level": block_hmm.InnerProductTransition(*vectors, two),
-        "two levels": block_hmm.InnerProductTransition(
-            *vectors, two, torch.randn(6, 3, dtype=dtype)
-        ),
+        "one level": InnerProductTransition(*vectors, two),
+        "two levels": InnerProductTransition(*vectors, two, torch.randn(6, 3, dtype=dtype)),
     }[kind]
     start, lengths = torch.full((6,), 1 / 6, dtype=dtype).log(), torch.tensor([4, 1, 2])
-    return BlockHMM(start, moves, words, two, lengths, torch.rand(3, 4) < 0.7)
+    return BlockHMM(start, transition, words, two, lengths, torch.rand(3, 4) < 0.7)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -801,7 +800,7 @@ def test_an_hmm_in_blocks_comes_back(tmp_path, kind, dtype):
     save(hmm, tmp_path / "hmm")
     found = load_hmm(tmp_path / "hmm")
     assert type(found) is BlockHMM
-    assert all_bits(persistence._describe(found)[0]) == all_bits(persistence._describe(hmm)[0])
+    assert all_bits(persistence.describe(found)[0]) == all_bits(persistence.describe(hmm)[0])
     values = hmm.sample()
     assert bits(found.log_prob(values)) == bits(hmm.log_prob(values))
     longer = found.with_lengths(torch.tensor([4, 4, 4]))
@@ -823,7 +822,7 @@ def test_an_hmm_in_blocks_comes_back(tmp_path, kind, dtype):
     ],
 )
 def test_tensors_that_are_not_of_an_hmm_in_blocks_are_refused(tmp_path, name, value):
-    tensors, meta = persistence._describe(block_hmm("two levels"))
+    tensors, meta = persistence.describe(block_hmm("two levels"))
     tensors[name] = value
     if value is None:
         del tensors[name]

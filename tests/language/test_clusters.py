@@ -1,4 +1,4 @@
-"""Brown's clusters against merges and moves that are computed from scratch; laws of the rest."""
+"""Brown's clusters against merges and exchanges computed from scratch; other assignments."""
 
 import itertools
 import math
@@ -17,29 +17,28 @@ from pyrohmm.language.clusters import (
     allocate,
     average_mutual_information,
     brown,
+    isolate,
     uniform,
-    with_own,
 )
+from pyrohmm.ops import backends, numpy_clusters
 from pyrohmm.ops import brown_merges as _brown
-from pyrohmm.ops import lookup as _lookup
 from pyrohmm.ops.pairs import Pairs
 
 patient = settings(deadline=None, max_examples=100, derandomize=True, database=None)
 ENGINES = ["compiled", "numpy"]
 
 
-def use(engine, patch):
-    if engine == "numpy":
-        patch.setattr(_lookup, "kernels", lambda *_: None)
-    elif _lookup.kernels() is None:
+def use(engine):
+    if engine == "compiled" and not backends.has_numba():
         pytest.skip("Numba is not installed")
+    return backends.use(backends.NUMBA if engine == "compiled" else backends.TORCH)
 
 
 @pytest.fixture(params=ENGINES)
-def engine(request, monkeypatch):
+def engine(request):
     """Both implementations: Numba's kernels, and numpy."""
-    use(request.param, monkeypatch)
-    return request.param
+    with use(request.param):
+        yield request.param
 
 
 @pytest.fixture(scope="module")
@@ -135,10 +134,9 @@ def some_pairs(draw, most=7):
 @pytest.mark.parametrize("engine", ENGINES)
 @patient
 @given(some_pairs(), st.integers(0, 2))
-def test_merges_moves_and_tree_are_those_computed_from_scratch(engine, drawn, num_sweeps):
+def test_merges_exchanges_and_tree_are_those_computed_from_scratch(engine, drawn, num_sweeps):
     pairs, num_clusters = drawn
-    with pytest.MonkeyPatch.context() as patch:
-        use(engine, patch)
+    with use(engine):
         found = brown(pairs, num_clusters, num_sweeps)
     paths, groups = slow_brown(dense(pairs), num_clusters, num_sweeps)
     assert found.paths == tuple(paths)
@@ -174,8 +172,8 @@ def test_the_tables_do_not_drift(engine, english):
         beside[:, list(groups)] = row, column
         inside[slot] = 1
         fresh.enter(slot, beside * inside, min(members))
-    assert (fresh.loss == window.loss).all()
-    assert np.isfinite(window.loss).sum() == 20 * 19
+    assert (fresh.tables.loss == window.tables.loss).all()
+    assert np.isfinite(window.tables.loss).sum() == 20 * 19
 
 
 def test_a_loss_is_what_the_information_falls_by(engine, english):
@@ -189,20 +187,20 @@ def test_a_loss_is_what_the_information_falls_by(engine, english):
     for one, other in itertools.combinations(range(6), 2):
         rest = [[word] for word in range(6) if word not in (one, other)]
         after = information(between(table, [*rest, [one, other]]))
-        assert window.loss[one, other] == pytest.approx(before - after, abs=1e-8)
-        assert window.loss[one, other] >= 0
+        assert window.tables.loss[one, other] == pytest.approx(before - after, abs=1e-8)
+        assert window.tables.loss[one, other] >= 0
 
 
-def test_compiled_or_not_the_clusters_are_the_same(monkeypatch, english):
-    use("compiled", monkeypatch)
-    compiled = brown(english, 40)
-    use("numpy", monkeypatch)
-    assert same(compiled, brown(english, 40))
+def test_compiled_or_not_the_clusters_are_the_same(english):
+    with use("compiled"):
+        compiled = brown(english, 40)
+    with use("numpy"):
+        assert same(compiled, brown(english, 40))
 
 
 def test_numbers_beyond_the_list_are_computed(engine, monkeypatch, english):
     listed = brown(english, 12, 2)
-    monkeypatch.setattr(_brown, "LISTED", 50)
+    monkeypatch.setattr(numpy_clusters, "LISTED", 50)
     assert same(listed, brown(english, 12, 2))
 
 
@@ -261,7 +259,7 @@ def test_the_information_is_above_that_of_the_usual_algorithm(english, num_clust
     assert greedy > 0.97 * usual  # neither of the two ways to merge is always ahead
 
 
-# Laws --------------------------------------------------------------------------------------------
+# Properties --------------------------------------------------------------------------------------
 
 
 def test_information_by_hand():
@@ -297,7 +295,7 @@ def test_sweeps_never_lower_the_information(english):
     assert found[-1] < average_mutual_information(english, torch.arange(300))
 
 
-def test_sweeps_end_where_no_word_moves(english):
+def test_sweeps_end_where_no_exchange_gains(english):
     assert same(brown(english, 16, 100), brown(english, 16, 200))
 
 
@@ -433,11 +431,11 @@ def test_more_clusters_than_words_are_refused():
 def test_words_with_a_cluster_of_their_own():
     assignment = torch.tensor([0, 0, 1, 2, 2], dtype=torch.int32)
     kept = assignment.clone()
-    assert with_own(assignment, [4]).tolist() == [0, 0, 1, 2, 3]
-    assert with_own(assignment, torch.tensor([2])).tolist() == [0, 0, 2, 1, 1]  # as it had before
-    assert with_own(assignment, [0, 1, 2]).tolist() == [1, 1, 1, 0, 0]
-    assert with_own(assignment, range(5)).tolist() == [0] * 5
-    assert with_own(with_own(assignment, [4]), [1]).tolist() == [0, 4, 1, 2, 3]
+    assert isolate(assignment, [4]).tolist() == [0, 0, 1, 2, 3]
+    assert isolate(assignment, torch.tensor([2])).tolist() == [0, 0, 2, 1, 1]  # as it had before
+    assert isolate(assignment, [0, 1, 2]).tolist() == [1, 1, 1, 0, 0]
+    assert isolate(assignment, range(5)).tolist() == [0] * 5
+    assert isolate(isolate(assignment, [4]), [1]).tolist() == [0, 4, 1, 2, 3]
     assert assignment.equal(kept)
 
 
@@ -445,13 +443,13 @@ def test_words_without_a_cluster_are_refused():
     assignment = torch.tensor([0, 1])
     for wrong in ([2], [-1]):
         with pytest.raises(ValueError, match="words must lie between 0 and V - 1 = 1"):
-            with_own(assignment, wrong)
+            isolate(assignment, wrong)
     with pytest.raises(ValueError, match="at least one word"):
-        with_own(assignment, [])
+        isolate(assignment, [])
     with pytest.raises(TypeError, match="words must hold integers"):
-        with_own(assignment, [0.5])
+        isolate(assignment, [0.5])
     with pytest.raises(ValueError, match="of at least one word"):
-        with_own(torch.zeros(2, 2, dtype=torch.long), [0])
+        isolate(torch.zeros(2, 2, dtype=torch.long), [0])
 
 
 def slow_shares(num_states, mass):

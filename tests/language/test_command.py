@@ -1,10 +1,11 @@
-"""Laws of the language model and of its command: scores, sentences, files, processes."""
+"""The language model and its command: scores, sentences, files, data-parallel ranks."""
 
 import itertools
 import json
 import math
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -15,12 +16,11 @@ import torch
 
 from pyrohmm import HMM, LanguageModel, Sequences, block_hmm, blocks, metrics, save
 from pyrohmm.data.vocabulary import Vocabulary
-from pyrohmm.io import checkpoints as checkpoints
-from pyrohmm.io.persistence import read_tensors, write_directory
-from pyrohmm.language import command as train_lm
-from pyrohmm.language import model
+from pyrohmm.io import checkpoints
+from pyrohmm.io.files import read_tensors, write_directory
+from pyrohmm.language import clusters, command
 from pyrohmm.language.command import hold_out, main
-from pyrohmm.language.model import count_words, encode
+from pyrohmm.language.text import count_words, encode
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = ["--states", "12", "--clusters", "4", "--dim", "8", "--tokens", "40", "--epochs", "2",
@@ -69,6 +69,20 @@ def tiny(**options):
 # The command --------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("module", ["pyrohmm.language", "pyrohmm.train_lm"])
+def test_both_names_run_the_command(here, capsys, monkeypatch, module):
+    tiny().save("m")
+    monkeypatch.setattr(sys, "argv", [module, "--load", "m", "--generate", "2"])
+    sys.modules.pop(module if module.endswith("lm") else f"{module}.__main__", None)
+    runpy.run_module(module, run_name="__main__")
+    assert len(capsys.readouterr().out.splitlines()) == 3
+    monkeypatch.setattr(sys, "argv", [module, "--help"])
+    with pytest.raises(SystemExit) as stopped:
+        runpy.run_module(module, run_name="__main__")
+    assert stopped.value.code == 0
+    assert capsys.readouterr().out.startswith("usage: python -m pyrohmm.language ")
+
+
 def test_text_becomes_a_model_that_scores_and_writes(here, capsys):
     main(["train.txt", "--valid", "valid.txt", "--save", "m", *SMALL])
     shown = capsys.readouterr().out
@@ -114,8 +128,8 @@ def test_the_checkpoint_of_other_options_is_refused(here, change, what):
 
 
 def test_a_training_that_was_stopped_ends_with_the_same_bits(here, monkeypatch):
-    command = ["train.txt", *SMALL, "--epochs", "4", "--checkpoint", "c"]
-    main([*command, "--checkpoint", "d", "--save", "whole"])
+    arguments = ["train.txt", *SMALL, "--epochs", "4", "--checkpoint", "c"]
+    main([*arguments, "--checkpoint", "d", "--save", "whole"])
     monkeypatch.setattr(checkpoints, "SECONDS", 0.0)
     steps = []
 
@@ -126,11 +140,11 @@ def test_a_training_that_was_stopped_ends_with_the_same_bits(here, monkeypatch):
             if len(steps) == 2:
                 raise KeyboardInterrupt
 
-    monkeypatch.setattr(train_lm, "tqdm", Stopping)
+    monkeypatch.setattr(command, "tqdm", Stopping)
     with pytest.raises(KeyboardInterrupt):
-        main([*command, "--save", "parts"])
+        main([*arguments, "--save", "parts"])
     assert not Path("parts").exists()
-    main([*command, "--save", "parts"])
+    main([*arguments, "--save", "parts"])
     assert len(steps) == 5  # the second was not saved before the stop
     files = [Path(each, "tensors.safetensors").read_bytes() for each in ("whole", "parts")]
     assert files[0] == files[1]
@@ -138,7 +152,7 @@ def test_a_training_that_was_stopped_ends_with_the_same_bits(here, monkeypatch):
 
 SCRIPT = """
 import sys, torch
-from pyrohmm.train_lm import main
+from pyrohmm.language.command import main
 torch.set_default_dtype(torch.float64)
 torch.set_num_threads(1)
 main(sys.argv[1:])
@@ -266,10 +280,10 @@ def test_bad_input_is_explained_and_nothing_is_left(here, monkeypatch, arguments
     Path("marked.txt").write_text("a cat\na <eos> cat\n")
     Path("full").mkdir()
     Path("full", "thesis.tex").write_text("years of work")
-    law = torch.zeros(1)
+    certain = torch.zeros(1)
     emission = pyro.distributions.Categorical(torch.ones(1, 2))
-    save(HMM(law, law.unsqueeze(0), emission, torch.tensor([1])), "hmm")
-    monkeypatch.setattr(model, "find_clusters", None)  # no work is begun
+    save(HMM(certain, certain.unsqueeze(0), emission, torch.tensor([1])), "hmm")
+    monkeypatch.setattr(clusters, "find_clusters", None)  # no long work has started
     with pytest.raises(SystemExit) as stopped:
         main(arguments)
     assert message in stopped.value.code
@@ -318,7 +332,7 @@ def test_held_out_lines_are_taken_evenly():
 
 
 @pytest.mark.parametrize("two_level", [False, True])
-def test_scores_are_those_of_the_law_without_blocks(two_level):
+def test_scores_are_those_of_the_hmm_without_blocks(two_level):
     model = tiny(two_level=two_level)
     lines = ["a b", "", "b", "a a b c b a", "b b b"]
     data = model.encode(lines)
@@ -349,7 +363,7 @@ def test_a_fit_is_scored_as_metrics_do():
 
 
 @pytest.mark.parametrize("two_level", [False, True])
-def test_sentences_are_drawn_from_the_law_that_scores_them(two_level):
+def test_sentences_are_sampled_from_the_distribution_that_scores_them(two_level):
     """How often each of the short sentences occurs, within 4.5 standard deviations."""
     model, count = tiny(two_level=two_level), 20_000
     drawn = model.generate(count, torch.Generator().manual_seed(0), max_words=3)
@@ -366,7 +380,7 @@ def test_sentences_are_drawn_from_the_law_that_scores_them(two_level):
     assert longer == pytest.approx(1 - ended, abs=4.5 * math.sqrt(ended * (1 - ended) / count))
 
 
-def test_sentences_take_only_rows_of_moves(monkeypatch):
+def test_sampling_sentences_computes_rows_of_transitions_only(monkeypatch):
     model = tiny(two_level=True)
     sizes = []
     rows = block_hmm.InnerProductTransition.rows

@@ -1,4 +1,4 @@
-"""Laws of what makes a language model out of text: its clusters, and what it refuses."""
+"""How a language model is made of text: its clusters, its schedule, and what it refuses."""
 
 import pyro
 import pytest
@@ -8,7 +8,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from pyrohmm import LanguageModel, Sequences, blocks, clusters, cooccurrence
 from pyrohmm.data.batches import Batches
 from pyrohmm.data.vocabulary import Vocabulary, word_classes
-from pyrohmm.language.model import count_words, encode, find_clusters
+from pyrohmm.language.clusters import find_clusters
+from pyrohmm.language.text import count_words, encode
 
 GRAMMAR = [["the", "a", "this"], ["cat", "dog", "owl"], ["sees", "hears", "likes"],
            ["my", "your", "our"], ["house", "tree", "boat"]]  # fmt: skip
@@ -63,7 +64,7 @@ def test_the_end_is_taken_out_of_clusters_that_keep_other_words():
             expected, again = plain(vocabulary, data, num_clusters)
             assert again
         cases.add(alone)
-        assert torch.equal(found, clusters.with_own(expected, [vocabulary.index("<eos>")]))
+        assert torch.equal(found, clusters.isolate(expected, [vocabulary.index("<eos>")]))
     assert cases == {False, True}
 
 
@@ -85,7 +86,7 @@ def test_there_are_as_many_clusters_where_the_end_has_company_only_among_more(li
     assert int((found == num_clusters - 1).sum()) == 1
     # two of the clusters were joined, and nothing else has changed
     end = vocabulary.index("<eos>")
-    pairs = set(zip(clusters.with_own(more, [end]).tolist(), found.tolist()))
+    pairs = set(zip(clusters.isolate(more, [end]).tolist(), found.tolist()))
     assert len(pairs) == num_clusters + 1
 
 
@@ -176,7 +177,7 @@ def test_codes_of_no_word_are_refused():
     model, data = model_of(text(30))
     values = data.values.clone()
     values[2, 0] = len(model.vocabulary)
-    with pytest.raises(ValueError, match=r"data must hold codes of words, from 0 to V - 1 = "):
+    with pytest.raises(ValueError, match=r"codes of words in data must lie between 0 and V - 1 = "):
         model.fit(Sequences(values, data.lengths))
 
 

@@ -1,4 +1,4 @@
-"""Laws of DenseHMM: its formulas written out, what it can express, and how it is fitted."""
+"""Properties of DenseHMM: its formulas written out, what it can express, and how it is fitted."""
 
 import math
 
@@ -57,7 +57,7 @@ def stationary_by_powers(matrix):
 
 
 def embeddings_of(module):
-    """A draw of the embeddings, by name, and the HMM they make."""
+    """A sample of the embeddings, by name, and their HMM."""
     trace = poutine.trace(module).get_trace(torch.tensor([3, 1]))
     values = {name: trace.nodes[name]["value"] for name in trace.stochastic_nodes}
     return values, trace.nodes["_RETURN"]["value"]
@@ -109,7 +109,7 @@ def test_one_embedding_for_each_state(name):
     """Learning Z and V only: A is a symmetric matrix, its rows normalised, so it is reversible."""
     torch.set_default_dtype(torch.float64)
     kernel, plain = KERNELS[name]
-    values, hmm = embeddings_of(DenseHMM(4, 5, 2, kernel=kernel, share=True))
+    values, hmm = embeddings_of(DenseHMM(4, 5, 2, kernel=kernel, tied=True))
     assert set(values) == {"leave", "start", "symbol"}
     z, v, z0 = (values[one].numpy() for one in ("leave", "symbol", "start"))
     np.testing.assert_allclose(hmm.log_transition.exp(), shares(plain, z, z))
@@ -119,7 +119,7 @@ def test_one_embedding_for_each_state(name):
     torch.testing.assert_close(flow, flow.mT)
 
 
-def test_it_may_begin_in_the_stationary_law():
+def test_it_may_start_in_the_stationary_distribution():
     torch.set_default_dtype(torch.float64)
     values, hmm = embeddings_of(DenseHMM(4, 3, 2, stationary=True))
     assert set(values) == {"leave", "enter", "emit", "symbol"}
@@ -193,8 +193,8 @@ def test_rotations_and_shifts_change_nothing():
     }
     turned["symbol"] = turned["symbol"] + torch.randn(3)
     turned["enter"] = turned["enter"] + torch.randn(2)
-    moved = poutine.condition(module, turned)(torch.tensor([3, 1]))
-    for one, two in ((hmm, moved),):
+    changed = poutine.condition(module, turned)(torch.tensor([3, 1]))
+    for one, two in ((hmm, changed),):
         first, second = (each.with_lengths(data.lengths) for each in (one, two))
         torch.testing.assert_close(
             first.log_prob(data.values), second.log_prob(data.values), rtol=1e-10, atol=1e-10
@@ -273,7 +273,7 @@ def test_a_softmax_of_low_rank_has_full_rank():
 
 @pytest.mark.parametrize(
     "options",
-    [{"scale": 1.0}, {"flat": True}, {"share": True}, {"stationary": True}, {"kernel": RADIAL}],
+    [{"scale": 1.0}, {"flat": True}, {"tied": True}, {"stationary": True}, {"kernel": RADIAL}],
     ids=lambda options: next(iter(options)),
 )
 def test_em_never_lowers_the_log_joint_density(options):
@@ -301,12 +301,12 @@ def test_em_ends_where_the_gradient_is_zero():
         assert gradient.abs().max() < 1e-3  # of a loss of about 200 nats
 
 
-@pytest.mark.parametrize("share", [True, False])
-def test_fishers_identity(share):
+@pytest.mark.parametrize("tied", [True, False])
+def test_fishers_identity(tied):
     """The M-step's objective has the gradient of the evidence where the counts were found."""
     torch.set_default_dtype(torch.float64)
     data = some_symbols()
-    module = DenseHMM(3, 4, 2, share=share)
+    module = DenseHMM(3, 4, 2, tied=tied)
     values = {name: value.requires_grad_() for name, value in embeddings_of(module)[0].items()}
     hmm = poutine.condition(module, values)(data.lengths, data.observed)
     counts = hmm.expected_counts(data.values)
@@ -326,7 +326,7 @@ def test_expected_log_joint_is_the_mean_over_all_paths():
     for path in torch.cartesian_prod(*[torch.arange(2)] * 3):
         weight = (current.log_joint(values, path[None]) - current.log_prob(values)).exp()
         total = total + weight * other.log_joint(values, path[None])
-    found = em.expected_log_joint(other, current.expected(values), values)
+    found = em.expected_log_joint(other, current.expected_counts(values), values)
     torch.testing.assert_close(found, total.sum())
 
 
@@ -358,17 +358,17 @@ def test_em_of_symbols_needs_only_their_counts():
         torch.testing.assert_close(value, two.values[name])
 
 
-def test_restarts_of_em_are_fits_side_by_side():
+def test_batched_restarts_of_em_are_single_fits():
     torch.set_default_dtype(torch.float64)
     data = some_symbols()
     module = DenseHMM(3, 4, 2)
-    draws = [embeddings_of(module)[0] for _ in range(3)]
-    wide = {name: torch.stack([d[name] for d in draws]).unsqueeze(1) for name in draws[0]}
+    samples = [embeddings_of(module)[0] for _ in range(3)]
+    wide = {name: torch.stack([d[name] for d in samples]).unsqueeze(1) for name in samples[0]}
     options = {"num_steps": 3, "tolerance": None}
     step = GradientStep(5, lambda leaves: torch.optim.Adam(leaves, lr=0.05))
     every = fit_em(module, data, start=wide, restarts=3, gradient_step=step, **options)
-    for restart, draw in enumerate(draws):
-        alone = fit_em(module, data, start=draw, gradient_step=step, **options)
+    for restart, sample in enumerate(samples):
+        alone = fit_em(module, data, start=sample, gradient_step=step, **options)
         torch.testing.assert_close(every.restarts.losses[restart], alone.losses)
 
 
@@ -377,9 +377,9 @@ def test_a_restart_that_has_failed_does_not_stop_the_others():
     torch.set_default_dtype(torch.float64)
     data = some_symbols()
     module = DenseHMM(3, 4, 2, kernel=lambda rows, columns: (rows @ columns.mT).abs().log())
-    draws = [embeddings_of(module)[0] for _ in range(3)]
-    draws[0]["symbol"][0] = 0.0  # a symbol that no state emits
-    wide = {name: torch.stack([draw[name] for draw in draws]) for name in draws[0]}
+    samples = [embeddings_of(module)[0] for _ in range(3)]
+    samples[0]["symbol"][0] = 0.0  # a symbol that no state emits
+    wide = {name: torch.stack([sample[name] for sample in samples]) for name in samples[0]}
     every = fit_em(module, data, start=wide, restarts=3, num_steps=4, tolerance=None)
     assert not every.restarts.final[0].isfinite()
     for restart in (1, 2):
@@ -388,7 +388,7 @@ def test_a_restart_that_has_failed_does_not_stop_the_others():
         assert losses[0] - losses[-1] > 5.0
 
 
-def test_a_stationary_law_that_rounding_takes_away_does_not_end_a_fit():
+def test_a_stationary_distribution_that_rounding_takes_away_does_not_end_a_fit():
     """Runs of a hundred equal symbols: steps are tried at which no state is ever left."""
     runs = [[0] * 50 + [1] * 50, [1] * 60 + [0] * 40, [2] * 100]
     for seed in range(4):
@@ -439,7 +439,7 @@ def test_minibatches_of_em_come_near_the_full_fit():
     assert abs(parts.losses[-1] / whole.losses[-1] - 1) < 0.02
 
 
-def test_the_schedule_of_the_authors_moves_a_quarter_in_an_iteration():
+def test_the_schedule_of_the_authors_changes_a_quarter_in_an_iteration():
     """25 steps of 0.01, with moments kept: the second iteration begins with those of the first."""
     torch.set_default_dtype(torch.float64)
     data = some_symbols()
@@ -449,8 +449,8 @@ def test_the_schedule_of_the_authors_moves_a_quarter_in_an_iteration():
     assert (len(fit.losses), fit.converged) == (41, False)
     options = em.densehmm_schedule() | {"num_steps": 1}
     once = fit_em(module, data, start=start, **options)
-    moved = [(once.values[f"module.{name}"] - start[name]).abs().max() for name in start]
-    assert 0.2 < max(moved) <= 0.26
+    changed = [(once.values[f"module.{name}"] - start[name]).abs().max() for name in start]
+    assert 0.2 < max(changed) <= 0.26
 
 
 def test_without_a_guard_em_may_go_down_and_nobody_complains():
@@ -502,8 +502,8 @@ def test_a_cooccurrence_fit_is_a_start_for_the_others():
 
 
 @pytest.mark.parametrize("make", [AutoDelta, AutoNormal])
-def test_a_fit_is_not_moved_by_one_that_begins_at_its_values(make):
-    """Guides adjust in place the very tensors that they begin at."""
+def test_a_fit_is_not_changed_by_one_that_starts_at_its_values(make):
+    """Guides change in place the tensors of their start."""
     data = some_symbols()
     model = MarginalModel(DenseHMM(2, 4, 1))
     first = fit_map(model, data, num_steps=5)
@@ -604,7 +604,7 @@ ERRORS = [
     (lambda: DenseHMM(3, 4, 2, emission=normal(2)), ValueError, "one of num_symbols and emission"),
     (lambda: DenseHMM(3, None, 2, emission=normal), TypeError, "made by a call"),
     (lambda: DenseHMM(3, None, 2, emission=normal(2), symbol_dim=2), ValueError, "of symbols"),
-    (lambda: DenseHMM(3, 4, 2, symbol_dim=3, share=True), ValueError, "share one embedding; got 3"),
+    (lambda: DenseHMM(3, 4, 2, symbol_dim=3, tied=True), ValueError, "share one embedding; got 3"),
     (lambda: dense.rbf(0.0), ValueError, "width must be positive"),
     (lambda: dense.of_products(3), TypeError, "function must be callable"),
     (lambda: dense.fair_num_states(3, 0, 1), ValueError, "num_symbols"),

@@ -1,4 +1,4 @@
-"""Laws of the neural HMM: sizes, both Pyro forms, dropped states, and what a fit can do with it."""
+"""Properties of the neural HMM: sizes, both Pyro forms, state dropout, and fits."""
 
 import math
 from functools import partial
@@ -31,7 +31,7 @@ from pyrohmm import (
 )
 from pyrohmm.data.batches import Batches
 from pyrohmm.nn.networks import CharCNN, Residual
-from pyrohmm.nn.neural import draw_states
+from pyrohmm.nn.neural import sample_kept_states
 
 RAGGED = blocks.from_clusters(torch.tensor([0, 0, 0, 1, 1, 2]), torch.tensor([3, 1, 2]))
 VARIANTS = {
@@ -39,7 +39,7 @@ VARIANTS = {
     "one level": {"blocks": RAGGED},
     "two levels": {"blocks": RAGGED, "two_level": True},
     "factored": {"blocks": RAGGED, "factored": True},
-    "apart": {"blocks": RAGGED, "share": False, "factored": True},
+    "apart": {"blocks": RAGGED, "tied": False, "factored": True},
     "overlapping": {"blocks": blocks.uniform(6, 6, 2, torch.Generator().manual_seed(1))},
 }
 DATA = Sequences(torch.tensor([[0, 3, 5, 1], [4, 4, 0, 0], [2, 5, 5, 0]]), torch.tensor([4, 1, 3]))
@@ -102,19 +102,19 @@ def test_probabilities_are_the_softmaxes_of_the_paper(variant):
         if variant == "two levels":
             shares = module.block_score(module.leave_net(leave)).softmax(-1)
             parts = scores.exp().split(RAGGED.sizes.tolist(), -1)
-            moves = torch.cat(
+            matrix = torch.cat(
                 [p / p.sum(-1, keepdim=True) * shares[:, n : n + 1] for n, p in enumerate(parts)],
                 -1,
             )
         else:
-            moves = scores.softmax(-1)
+            matrix = scores.softmax(-1)
         logits = module.emit_net(emit) @ module.words().T + module.bias
         if "blocks" in VARIANTS[variant]:
             logits = logits.masked_fill(~VARIANTS[variant]["blocks"].allowed, -math.inf)
         torch.testing.assert_close(hmm.log_initial.exp(), initial)
-        torch.testing.assert_close(hmm.log_transition.exp(), moves)
+        torch.testing.assert_close(hmm.log_transition.exp(), matrix)
         torch.testing.assert_close(hmm.emission.probs, logits.softmax(-1))
-        plain = HMM(initial.log(), moves.log(), hmm.emission, DATA.lengths)
+        plain = HMM(initial.log(), matrix.log(), hmm.emission, DATA.lengths)
         torch.testing.assert_close(hmm.log_prob(DATA.values), plain.log_prob(DATA.values))
 
 
@@ -125,8 +125,8 @@ SCALAR = ["no blocks", "one level", "overlapping"]
     ("kind", "variant"),
     [(NeuralHMM, each) for each in VARIANTS] + [(ScalarHMM, each) for each in SCALAR],
 )
-def test_dropped_states_leave_the_law_of_those_kept(kind, variant):
-    """Moves and starts are normalised anew, on two levels within each block; emissions are not."""
+def test_dropped_states_leave_the_probabilities_of_the_others(kind, variant):
+    """Transitions and starts are normalised again, within blocks on two levels; emissions not."""
     pyro.set_rng_seed(0)
     given = VARIANTS[variant].get("blocks")
     module = kind(6, 6, **VARIANTS[variant], dropout=0.4).double()
@@ -134,17 +134,17 @@ def test_dropped_states_leave_the_law_of_those_kept(kind, variant):
     module.train()
     for _ in range(5):
         with torch.random.fork_rng():
-            kept = draw_states(6, given, 0.4)
+            kept = sample_kept_states(6, given, 0.4)
         part = module(DATA.lengths)
         assert part.num_states == len(kept) < 6
-        moves = whole.log_transition[kept][:, kept]
+        matrix = whole.log_transition[kept][:, kept]
         if variant == "two levels":
             sizes, chosen = given.sizes.tolist(), given.keep(kept).sizes.tolist()
             shares = [p.logsumexp(-1) for p in whole.log_transition[kept].split(sizes, -1)]
-            within = [p.log_softmax(-1) for p in moves.split(chosen, -1)]
+            within = [p.log_softmax(-1) for p in matrix.split(chosen, -1)]
             wanted = torch.cat([p + q.unsqueeze(-1) for p, q in zip(within, shares)], -1)
         else:
-            wanted = moves.log_softmax(-1)
+            wanted = matrix.log_softmax(-1)
         torch.testing.assert_close(part.log_transition, wanted)
         torch.testing.assert_close(part.log_initial, whole.log_initial[kept].log_softmax(-1))
         torch.testing.assert_close(part.emission.probs, whole.emission.probs[kept])
@@ -156,7 +156,7 @@ def test_where_blocks_overlap_each_keeps_a_state():
     torch.manual_seed(0)
     each = blocks.uniform(30, 12, 2, torch.Generator().manual_seed(0))
     for _ in range(50):
-        kept = draw_states(12, each, 0.7)
+        kept = sample_kept_states(12, each, 0.7)
         assert torch.equal(kept, kept.unique())
         assert len(kept) >= 4
         each.keep(kept)  # which refuses a block without states
@@ -168,7 +168,7 @@ def test_of_each_block_the_same_share_is_kept():
     each = blocks.from_clusters(torch.arange(4), sizes)
     counts = torch.zeros(16)
     for _ in range(2000):
-        kept = draw_states(16, each, 0.5)
+        kept = sample_kept_states(16, each, 0.5)
         assert torch.equal(kept, kept.sort().values)
         assert each.keep(kept).sizes.tolist() == [4, 1, 3, 1]
         counts[kept] += 1
@@ -176,7 +176,7 @@ def test_of_each_block_the_same_share_is_kept():
     wanted = share.repeat_interleave(sizes)
     assert bool(((counts / 2000 - wanted).abs() < 5 * (wanted * (1 - wanted) / 2000).sqrt() + 1e-9)
                 .all())  # fmt: skip
-    assert len(draw_states(10, None, 0.25)) == 8  # half is rounded up
+    assert len(sample_kept_states(10, None, 0.25)) == 8  # half is rounded up
 
 
 def test_in_evaluation_nothing_is_computed_twice_and_changes_are_seen():
@@ -214,7 +214,7 @@ def test_changes_between_evaluations_are_seen(change):
         assert not torch.allclose(before, after)
 
 
-def test_what_has_a_prior_is_drawn_at_each_evaluation():
+def test_what_has_a_prior_is_sampled_at_each_evaluation():
     module = make("one level").eval()
     module.bias = PyroSample(dist.Normal(torch.zeros(6), 3.0).to_event(1))
 
@@ -380,7 +380,7 @@ def test_what_does_not_fit_is_refused():
         NeuralHMM(7, 6, blocks=RAGGED)
     with pytest.raises(ValueError, match="dropout must be at least 0 and less than 1; got 1"):
         NeuralHMM(6, 6, blocks=RAGGED, dropout=1)
-    with pytest.raises(ValueError, match="two_level moves need blocks that are disjoint"):
+    with pytest.raises(ValueError, match="two_level transitions need blocks that are disjoint"):
         NeuralHMM(6, 6, two_level=True)
     with pytest.raises(ValueError, match="factored embeddings need blocks"):
         NeuralHMM(6, 6, factored=True)
@@ -461,8 +461,8 @@ def test_nothing_is_made_dense_while_windows_are_trained_on(variant, monkeypatch
     assert bool(fit.losses.isfinite().all())
 
 
-def test_with_other_states_dropped_in_each_window_the_law_is_that_of_the_paper(monkeypatch):
-    """The sum over the kept states of the window before of law times move to those kept now."""
+def test_windows_with_different_dropped_states_follow_the_paper(monkeypatch):
+    """Sum over states kept before, of probability times transition to those kept now."""
     pyro.set_rng_seed(3)
     module = NeuralHMM(6, 6, 8, blocks=RAGGED, dropout=0.4).double()
     whole = module.eval()(torch.tensor([1]))
@@ -471,16 +471,16 @@ def test_with_other_states_dropped_in_each_window_the_law_is_that_of_the_paper(m
     model, before, seen = StatefulModel(module, 1).double(), None, []
     continue_from = module.continue_from
     monkeypatch.setattr(
-        module, "go_on", lambda *given: seen.append(continue_from(*given)) or seen[-1]
+        module, "continue_from", lambda *given: seen.append(continue_from(*given)) or seen[-1]
     )
     for window in windowed(data, 1, 2):
         hmm, kept = model(window), seen[-1][1]
         logits = whole.log_transition
         if before is not None:
-            states, laws = before
+            states, log_probs = before
             exist = states >= 0
-            moves = logits[states[exist]][:, kept].log_softmax(-1)
-            first = (laws[exist].unsqueeze(-1) + moves).logsumexp(0)
+            matrix = logits[states[exist]][:, kept].log_softmax(-1)
+            first = (log_probs[exist].unsqueeze(-1) + matrix).logsumexp(0)
             plain = HMM(first, hmm.log_transition, hmm.emission, window.lengths)
             torch.testing.assert_close(hmm.log_prob(window.values), plain.log_prob(window.values))
         before = model.states[0].clone(), model.log_probs[0].clone()
@@ -539,10 +539,10 @@ def test_windows_that_cannot_be_are_refused():
      (lambda **given: ScalarHMM(6, 6, **given), "start", (6,))],
     ids=["neural", "scalar"],
 )  # fmt: skip
-def test_particles_are_drawn_one_after_the_other(make, name, shape, given):
+def test_particles_are_sampled_one_after_the_other(make, name, shape, given):
     module = make(blocks=given)
-    law = pyro.distributions.Normal(0.0, torch.ones(shape)).to_event(1)
-    setattr(module, name, PyroSample(law))
+    prior = pyro.distributions.Normal(0.0, torch.ones(shape)).to_event(1)
+    setattr(module, name, PyroSample(prior))
     model = MarginalModel(module)
     guide = pyro.infer.autoguide.AutoNormal(model)
     for number in (3, 6):

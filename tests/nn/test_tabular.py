@@ -1,4 +1,4 @@
-"""Laws of ``TabularHMM``, its emission families and what ``TabularHMM.from_hmm(hmm)`` builds."""
+"""Properties of ``TabularHMM``, of its emissions and of ``TabularHMM.from_hmm(hmm)``."""
 
 import io
 
@@ -60,8 +60,8 @@ def test_a_concentration_is_a_number_a_row_or_a_matrix(given, expected):
     found = sites(TabularHMM(2, categorical(2, given), 1.0, given))
     for name in ("transition", "emission.probs"):
         value = torch.tensor([[0.3, 0.7], [0.6, 0.4]])
-        law = dist.Dirichlet(expected).log_prob(value).sum()
-        torch.testing.assert_close(found[name]["fn"].log_prob(value), law)
+        score = dist.Dirichlet(expected).log_prob(value).sum()
+        torch.testing.assert_close(found[name]["fn"].log_prob(value), score)
 
 
 def test_the_prior_of_the_first_state_is_its_own():
@@ -76,8 +76,8 @@ def test_the_normal_family_has_the_prior_of_its_formula():
     found = sites(TabularHMM(3, normal(2, loc=m, weight=w, concentration=a, rate=b)))
     variance, loc = (found[f"emission.{name}"]["value"] for name in ("variance", "loc"))
     expected = dist.Gamma(a, b).log_prob(1 / variance) - 2 * variance.log()
-    law = found["emission.variance"]["fn"].log_prob(variance)
-    torch.testing.assert_close(law, expected.sum())
+    score = found["emission.variance"]["fn"].log_prob(variance)
+    torch.testing.assert_close(score, expected.sum())
     expected = dist.Normal(m, (variance / w).sqrt()).log_prob(loc).sum()
     torch.testing.assert_close(found["emission.loc"]["fn"].log_prob(loc), expected)
 
@@ -87,7 +87,7 @@ def test_the_normal_family_has_the_prior_of_its_formula():
     [(categorical(4), ()), (normal(0), ()), (normal(), (1,)), (normal(3), (3,))],
 )
 @pytest.mark.parametrize("num_states", [1, 3])
-def test_a_call_builds_an_hmm_of_what_was_drawn(family, event, num_states):
+def test_a_call_builds_an_hmm_of_what_was_sampled(family, event, num_states):
     module = TabularHMM(num_states, family)
     trace = poutine.trace(module).get_trace(LENGTHS)
     hmm, drawn = trace.nodes["_RETURN"]["value"], trace.nodes
@@ -336,7 +336,7 @@ def test_an_emission_is_made_a_module_or_refused_by_name(emission):
 
 
 def test_draws_of_a_posterior_make_a_module_with_a_batch():
-    """R draws side by side, (R, 1, ...), for N sequences; R = T, so that a mix-up would run."""
+    """R samples in a batch, (R, 1, ...), for N sequences; R = T, so that a mix-up would run."""
     initial, transition = torch.randn(3, 1, 2), torch.randn(3, 1, 2, 2)
     logits, lengths = torch.randn(3, 1, 2, 3), torch.tensor([3, 3])
     initial, transition = initial.log_softmax(-1), transition.log_softmax(-1)
@@ -370,11 +370,11 @@ def test_state_dict_carries_the_priors(family):
     other = TabularHMM(2, family)
     assert other.load_state_dict(module.state_dict()).missing_keys == []
     torch.testing.assert_close(other.transition_concentration, concentration)
-    draws = []
+    matrices = []
     for each in (module, other):
         pyro.set_rng_seed(2)
-        draws.append(each(LENGTHS).log_transition)
-    assert draws[0].equal(draws[1])
+        matrices.append(each(LENGTHS).log_transition)
+    assert matrices[0].equal(matrices[1])
 
 
 def test_state_dict_carries_fitted_points():
@@ -386,7 +386,7 @@ def test_state_dict_carries_fitted_points():
     file = io.BytesIO()
     torch.save(module.state_dict(), file)
     file.seek(0)
-    other = HMM(*parts(), dist.Categorical(torch.ones(2, 3)), LENGTHS).to_module()
+    other = TabularHMM.from_hmm(HMM(*parts(), dist.Categorical(torch.ones(2, 3)), LENGTHS))
     other.load_state_dict(torch.load(file, weights_only=True))
     assert other(LENGTHS).log_transition.equal(module(LENGTHS).log_transition)
     assert other(LENGTHS).emission.logits.equal(module(LENGTHS).emission.logits)

@@ -1,4 +1,4 @@
-"""Laws of chains that emit words and tags: against sums over all paths of states and tags."""
+"""Chains that emit words and tags: against sums over all paths of states and tags."""
 
 import itertools
 import math
@@ -31,7 +31,7 @@ VARIANTS = {
     "no blocks": {},
     "one level": {"blocks": RAGGED},
     "two levels": {"blocks": RAGGED, "two_level": True},
-    "apart": {"blocks": RAGGED, "share": False, "factored": True},
+    "apart": {"blocks": RAGGED, "tied": False, "factored": True},
     "overlapping": {"blocks": blocks.uniform(6, 5, 2, torch.Generator().manual_seed(1))},
 }
 WORDS = Sequences(torch.tensor([[0, 3, 5, 1], [4, 9, 9, 9], [2, 5, 5, 9]]), torch.tensor([4, 1, 3]))
@@ -51,9 +51,9 @@ class Truth:
         """Take the parameters of ``hmm`` as dense tables, and visit every pair of paths."""
         words, tags = values[:length].T.tolist()
         seen = [True] * length if observed is None else observed[:length].tolist()
-        start, moves = hmm.log_initial.numpy(), hmm.log_transition.numpy()
-        emission, law = hmm.emission.parts[0].logits.numpy(), hmm.log_tags.numpy()
-        size, count = law.shape
+        start, transition = hmm.log_initial.numpy(), hmm.log_transition.numpy()
+        emission, log_tags = hmm.emission.parts[0].logits.numpy(), hmm.log_tags.numpy()
+        size, count = log_tags.shape
         zeros = np.zeros(size)
         likelihood = np.stack([emission[:, w] if s else zeros for w, s in zip(words, seen)])
         free = oracle.all_paths(count, length)
@@ -62,8 +62,8 @@ class Truth:
             if seen[t] and tag >= 0:
                 agrees &= free[:, t] == tag
         self.tags, self.states = free[agrees], oracle.all_paths(size, length)
-        chain = oracle.joint(start, moves[None], likelihood, self.states)
-        rows = np.stack([law[self.states, y].sum(1) for y in self.tags], 1)
+        chain = oracle.joint(start, transition[None], likelihood, self.states)
+        rows = np.stack([log_tags[self.states, y].sum(1) for y in self.tags], 1)
         self.table = chain[:, None] + rows  # (paths of states, paths of tags)
         self.evidence = oracle.log_sum(self.table.flatten())
         self.share = np.exp(self.table - self.evidence)
@@ -132,7 +132,7 @@ def test_both_forms_agree_in_loss_and_gradient(variant):
         torch.testing.assert_close(one, two, rtol=1e-9, atol=1e-9)
 
 
-def test_without_tags_it_is_the_law_of_the_words():
+def test_without_tags_it_is_the_distribution_of_the_words():
     """The same parameters in a NeuralHMM, whose states and words have the same names."""
     module = make("two levels")
     words = NeuralHMM(5, 6, 8, **VARIANTS["two levels"]).double()
@@ -154,7 +154,7 @@ def test_probabilities_of_all_taggings_sum_to_one():
     torch.testing.assert_close(logs.exp().sum(), torch.tensor(1.0).double())
 
 
-def test_tags_are_drawn_from_their_law():
+def test_tags_are_sampled_from_their_posterior():
     hmm = make("two levels").eval()(DATA.lengths)
     drawn = hmm.sample_tags(DATA.values, (20_000,))
     assert drawn.shape == (20_000, 3, 4)
@@ -169,7 +169,7 @@ def test_tags_are_drawn_from_their_law():
             assert oracle.looks_drawn_from(counts, probs)
 
 
-def test_words_and_tags_are_drawn_from_their_law():
+def test_words_and_tags_are_sampled_from_their_distribution():
     with torch.no_grad():
         hmm = make("one level").eval()(torch.tensor(2))
         values, states = hmm.sample_with_states((20_000,))
@@ -204,7 +204,7 @@ def test_in_single_precision_and_with_characters_every_parameter_is_reached():
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_under_autocast_laws_of_tags_keep_their_precision(variant):
+def test_under_autocast_probabilities_of_tags_keep_their_precision(variant):
     pyro.set_rng_seed(0)
     module = NeuralTagger(5, 6, 3, 8, **VARIANTS[variant]).float().eval()
     full, words = module(DATA.lengths), DATA.values.clone()
@@ -242,16 +242,16 @@ def test_few_tags_and_many_words_are_one_fit():
 def test_the_emission_is_that_of_two_symbols():
     torch.manual_seed(0)
     words, tags = torch.randn(3, 4).log_softmax(-1), torch.randn(3, 2).log_softmax(-1)
-    law = WordAndTag(*(torch.distributions.Categorical(logits=each) for each in (words, tags)))
+    pair = WordAndTag(*(torch.distributions.Categorical(logits=each) for each in (words, tags)))
     values = torch.tensor([[3, 1], [0, -1], [-1, 0]]).unsqueeze(1)
     expected = torch.stack([words[:, 3] + tags[:, 1], words[:, 0], tags[:, 0]])
-    torch.testing.assert_close(law.expand([3, 3]).log_prob(values), expected)
-    inside = law.support.check(torch.tensor([[3, -1], [4, 0], [0, 2], [-2, 0]]))
+    torch.testing.assert_close(pair.expand([3, 3]).log_prob(values), expected)
+    inside = pair.support.check(torch.tensor([[3, -1], [4, 0], [0, 2], [-2, 0]]))
     assert inside.tolist() == [True, False, False, False]
 
 
 @pytest.mark.parametrize("variant", ["one level", "two levels"])
-def test_what_goes_on_is_answered_as_the_rest_of_the_whole(variant):
+def test_a_continued_sequence_is_the_rest_of_the_whole(variant):
     module = make(variant).eval()
     torch.manual_seed(0)
     words = torch.randint(6, (3, 5))
@@ -268,13 +268,13 @@ def test_what_goes_on_is_answered_as_the_rest_of_the_whole(variant):
         close(hmm.log_prob_of_tags(rest), whole.log_prob_of_tags(values))
         close(hmm.tag_probs(rest)[:, -1], whole.tag_probs(values)[:, -1])
         best, chain = hmm.best_path(rest), hmm.dense()
-        emission, law = hmm.emission.parts[0].logits, hmm.log_tags
+        emission, log_tags = hmm.emission.parts[0].logits, hmm.log_tags
         paths = torch.tensor(list(itertools.product(range(5), range(5), range(3), range(3))))
         a, b, x, y = paths.T
         for n, (one, two) in enumerate(words[:, 3:].tolist()):
             score = (
-                chain.log_initial[n, a] + emission[a, one] + law[a, x]
-                + chain.log_transition[a, b] + emission[b, two] + law[b, y]
+                chain.log_initial[n, a] + emission[a, one] + log_tags[a, x]
+                + chain.log_transition[a, b] + emission[b, two] + log_tags[b, y]
             )  # fmt: skip
             if tags[n, 3] >= 0:
                 score[x != tags[n, 3]] = -math.inf
@@ -285,11 +285,11 @@ def test_what_goes_on_is_answered_as_the_rest_of_the_whole(variant):
 
 def test_what_does_not_fit_is_refused():
     hmm = make("one level").eval()(DATA.lengths)
-    with pytest.raises(ValueError, match=r"values must end in shape \(T, 2\)"):
+    with pytest.raises(ValueError, match=r"values must end in shape \(T, \*E\) = \(4, 2\)"):
         hmm.log_prob(WORDS.values)
     with pytest.raises(ValueError, match=r"tags must lie between 0 and Y - 1 = 2, or be -1"):
         hmm.log_prob(DATA.values + 2)
-    with pytest.raises(ValueError, match="values must hold symbols from 0 to V - 1 = 5"):
+    with pytest.raises(ValueError, match="values must lie between 0 and V - 1 = 5"):
         hmm.log_prob(DATA.values - torch.tensor([1, 0]))
     with pytest.raises(TypeError, match="words must be a BlockHMM; got HMM"):
         TaggedHMM(hmm.dense(), hmm.log_tags)
@@ -299,6 +299,6 @@ def test_what_does_not_fit_is_refused():
         tagged(Sequences(WORDS.values, WORDS.lengths, labels=torch.ones(3, 4, 2).bool()))
     with pytest.raises(ValueError, match=r"values must have shape \(N, T\)"):
         tagged(DATA)
-    with pytest.raises(ValueError, match="posterior_in_blocks needs every step to be observed"):
+    with pytest.raises(ValueError, match="block_posterior needs every step to be observed"):
         make("one level").eval()(DATA.lengths, DATA.exists).block_posterior(DATA.values)
     assert isinstance(hmm.restrict(torch.zeros(3, 4).long()), HMM)

@@ -23,9 +23,9 @@ from hypothesis.extra import numpy as hnp
 from torch.autograd import gradcheck, gradgradcheck
 
 from pyrohmm import recursions
-from pyrohmm.ops import lookup as _lookup
+from pyrohmm.ops import backends
 from pyrohmm.ops import message_passing as _messages
-from pyrohmm.ops import torch_chain as _steps
+from pyrohmm.ops import torch_chunks as _chunks
 
 NEVER = -np.inf
 
@@ -33,13 +33,12 @@ ENGINES = ["compiled", "steps"]
 
 
 @pytest.fixture(params=ENGINES)
-def engine(request, monkeypatch):
+def engine(request):
     """Both implementations: Numba's kernels, and torch operations."""
-    if request.param == "steps":
-        monkeypatch.setattr(_lookup, "kernels", lambda: None)
-    elif _lookup.kernels() is None:
+    if request.param == "compiled" and not backends.has_numba():
         pytest.skip("Numba is not installed")
-    return request.param
+    with backends.use(backends.NUMBA if request.param == "compiled" else backends.TORCH):
+        yield request.param
 
 
 @pytest.fixture
@@ -377,17 +376,17 @@ def test_many_states_with_zeros_and_an_impossible_sequence():
 @pytest.fixture
 def steps_only(monkeypatch):
     """Torch operations; returns how often long chains were cut in chunks."""
-    monkeypatch.setattr(_lookup, "kernels", lambda: None)
     calls = []
     for name in ("forward_by_chunks", "backward_by_chunks"):
-        plain = getattr(_steps, name)
+        plain = getattr(_chunks, name)
 
         def counted(*arguments, plain=plain, name=name):
             calls.append(name)
             return plain(*arguments)
 
-        monkeypatch.setattr(_messages, name, counted)
-    return calls
+        monkeypatch.setattr(_chunks, name, counted)
+    with backends.use(backends.TORCH):
+        yield calls
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
@@ -418,7 +417,7 @@ def test_chunks_of_a_long_chain_agree_with_its_steps(
     assert_close(recursions.filtered(*chain).exp(), answer.filtered, **tolerance)
     assert_gradients(chain, answer, None, loose)
     steps_only.clear()
-    monkeypatch.setattr(_messages, "chunk_length", lambda *_: 0)
+    monkeypatch.setattr(_chunks, "chunk_length", lambda *_: 0)
     plain = recursions.posterior(*chain)
     assert not steps_only
     for one, other in zip(posterior, plain):
@@ -883,7 +882,7 @@ def test_more_states_than_the_data_support_is_no_matter_of_order(engine):
 
 
 def test_threads_share_the_work_and_change_nothing():
-    if _lookup.kernels() is None:
+    if not backends.has_numba():
         pytest.skip("Numba is not installed")
     chain = random_chain(8, 300, (7,), ragged=True)
     before = torch.get_num_threads()
@@ -939,10 +938,10 @@ BAD = [  # argument, size or values, kind of error, and what the message must sa
 @pytest.mark.parametrize(
     "function", ["log_evidence", "posterior", "filtered", "viterbi", "sample_states"]
 )
-def test_a_bad_argument_is_named(function, name, value, kind, words, monkeypatch):
-    monkeypatch.setattr(_lookup, "kernels", lambda: None)  # compiled code may read any memory
+def test_a_bad_argument_is_named(function, name, value, kind, words):
     value = torch.zeros(value) if isinstance(value, tuple) else torch.tensor(value)
-    with pytest.raises(kind, match=name) as caught:
+    torch_only = backends.use(backends.TORCH)  # compiled code may read any memory
+    with torch_only, pytest.raises(kind, match=name) as caught:
         getattr(recursions, function)(**good() | {name: value})
     for word in words:
         assert caught.match(word)
@@ -974,9 +973,7 @@ def test_mixed_precision_is_refused_by_name_or_works(name, function):
 @pytest.mark.parametrize(("dtype", "tolerance"), [(np.float32, 3e-7), (np.float64, 1e-15)], ids=str)
 def test_the_exponential_of_the_kernels(dtype, tolerance):
     """From the smallest normal number to one; at the ends, and where the series begins anew."""
-    compiled = _lookup.kernels()
-    if compiled is None:
-        pytest.skip("Numba is not installed")
+    compiled = pytest.importorskip("pyrohmm.ops._numba_math", exc_type=ImportError)
     evaluate = compiled._exp_single if dtype is np.float32 else compiled._exp_double
     floor = math.log(np.finfo(dtype).tiny)
     points = np.concatenate([np.linspace(floor, 0, 999), -np.log(2) * (np.arange(60) + 0.5)])

@@ -1,9 +1,9 @@
-"""``ProcessGroup``: those that fit one model side by side, each on its share of every batch.
+"""``ProcessGroup``: data-parallel ranks, each with a shard of every batch.
 
-The loss of a batch is the mean of those of the processes, and its gradient that of theirs. Each
-scales the likelihood of its share such that this mean is what one process finds: the likelihood of
-the whole batch, and the priors once. Nothing of it happens where ``torch.distributed`` has not been
-initialised, as ``torchrun`` and ``torch.distributed.init_process_group`` do.
+The loss of a batch is the mean of the losses of the ranks, and so is its gradient. Each rank scales
+the likelihood of its shard such that this mean is what a single process computes: the likelihood
+of the whole batch, and the priors once. Without ``torch.distributed`` initialised (``torchrun`` and
+``torch.distributed.init_process_group`` do so) there is one rank, and nothing is communicated.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ import zlib
 import torch
 from torch import Tensor, distributed
 
-from .sequences import Sequences
+from ..data.sequences import Sequences
 
 
 class ProcessGroup:
-    """Several processes, or this one alone.
+    """The ranks that fit one model; by default this process alone.
 
     Args:
-        size: How many there are.
-        rank: Which of them this is, from 0.
+        size: Number of ranks.
+        rank: Of this process, from 0.
 
     Example:
         >>> data = Sequences.from_list([[0], [1], [2]])
@@ -34,21 +34,18 @@ class ProcessGroup:
 
     @classmethod
     def all(cls) -> ProcessGroup:
-        """Those of ``torch.distributed``, if it has been initialised."""
+        """The ranks of ``torch.distributed``, if it has been initialised."""
         if distributed.is_available() and distributed.is_initialized():
             return cls(distributed.get_world_size(), distributed.get_rank())
         return cls()
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the process that writes files and shows progress."""
+        """Whether this is rank 0, which writes files and shows progress."""
         return self.rank == 0
 
     def shard(self, data: Sequences) -> Sequences:
-        """What this process takes of ``data``; its ``total`` counts the others' shares as well.
-
-        Of fewer sequences than processes, some are taken by several, each for a part of its weight.
-        """
+        """The sequences for this rank; of fewer sequences than ranks, several ranks share one."""
         if self.size == 1:
             return data
         count = len(data)
@@ -57,46 +54,42 @@ class ProcessGroup:
         return data.batch(chosen, data.total * self.size * len(chosen) / (count * holders))
 
     def mean(self, tensor: Tensor) -> Tensor:
-        """The mean of ``tensor`` over the processes, in its place."""
+        """The mean of ``tensor`` over the ranks, in place."""
         if self.size > 1:
             distributed.all_reduce(tensor)
             tensor /= self.size
         return tensor
 
     def from_first(self, numbers: Tensor) -> Tensor:
-        """The numbers of the first process, which has as many, on the CPU."""
+        """The ``numbers`` of rank 0, on the CPU; the other ranks have tensors of that shape."""
         if self.size == 1:
             return numbers
         numbers = numbers.to(_device())
         distributed.broadcast(numbers, 0)
         return numbers.cpu()
 
-    def check_same(self, **what: object) -> None:
-        """Raise unless each of these is the same in all of several processes.
-
-        Raises:
-            ValueError: In all processes: it names the first that differs.
-        """
-        digits = [zlib.crc32(repr(each).encode()) for each in what.values()]
-        least = torch.tensor(digits, device=_device())
+    def check_same(self, **values: object) -> None:
+        """Raise ValueError in all ranks unless each value is the same in all of them."""
+        hashes = [zlib.crc32(repr(value).encode()) for value in values.values()]
+        least = torch.tensor(hashes, device=_device())
         most = least.clone()
         distributed.all_reduce(least, distributed.ReduceOp.MIN)
         distributed.all_reduce(most, distributed.ReduceOp.MAX)
-        for name, equal in zip(what, (least == most).tolist()):
+        for name, equal in zip(values, (least == most).tolist()):
             if not equal:
                 raise ValueError(
-                    f"all processes must begin alike, and {name.replace('_', ' ')} differ between "
+                    f"all processes must start alike, and {name.replace('_', ' ')} differ between "
                     "them. Call pyro.set_rng_seed with one seed in all of them, before the model "
                     "is built, and give all of them the whole data."
                 )
 
     def wait(self) -> None:
-        """Until all processes have come here."""
+        """Return once all ranks have called this."""
         if self.size > 1:
             distributed.barrier()
 
 
 def _device() -> torch.device:
-    """Where the backend wants its tensors."""
+    """The device on which the backend communicates."""
     nccl = distributed.get_backend() == "nccl"
     return torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")

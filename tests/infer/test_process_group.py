@@ -1,4 +1,4 @@
-"""Laws of fitting in several processes: they find what one process finds, priors counted once."""
+"""Data-parallel ranks: they compute what one process computes, priors counted once."""
 
 import os
 from functools import partial
@@ -20,7 +20,7 @@ from pyrohmm import (
     fit_map,
     fit_svi,
 )
-from pyrohmm.data.process_group import ProcessGroup
+from pyrohmm.infer.process_group import ProcessGroup
 
 
 def symbols(num_sequences, seed=0):
@@ -51,12 +51,14 @@ class Network(HMMModule):
     def __init__(self):
         super().__init__()
         self.logits = torch.nn.Parameter(torch.randn(4, 3))
-        self.moves = torch.nn.Parameter(torch.randn(4, 4))
+        self.transition = torch.nn.Parameter(torch.randn(4, 4))
 
     def forward(self, lengths, observed=None):
         kept = torch.randperm(4)[:3] if self.training else torch.arange(4)
-        moves = self.moves[kept][:, kept].log_softmax(-1)
-        return HMM(moves[0], moves, Categorical(logits=self.logits[kept]), lengths, observed)
+        transition = self.transition[kept][:, kept].log_softmax(-1)
+        return HMM(
+            transition[0], transition, Categorical(logits=self.logits[kept]), lengths, observed
+        )
 
 
 def by_sequences(directory):

@@ -1,0 +1,215 @@
+"""``ChainDistribution``: a chain's parameters, masks, and what the recursions read of them."""
+
+from __future__ import annotations
+
+import torch
+from pyro.distributions.torch_distribution import TorchDistribution
+from torch import Tensor
+from torch.distributions import constraints
+
+from .._checks import (
+    check_broadcast,
+    check_integers,
+    check_log_simplex,
+    check_no_nan,
+    check_same_device,
+    check_tensor,
+    check_trailing,
+)
+from ..ops import masks, recursions
+from .arguments import StructuredEmission, StructuredTransition, check_parameters, check_steps
+from .labels import refuse_dead_ends
+from .observation import is_categorical, log_likelihood, log_prob_per_state
+from .values import check_support, fill_gaps
+
+
+class ChainDistribution(TorchDistribution):
+    """The part of an :class:`HMM` that joins parameters, masks and data.
+
+    Its arguments are those of :class:`HMM`; what is computed from them is there.
+    """
+
+    arg_constraints: dict[str, constraints.Constraint] = {}  # noqa: RUF012  # torch's interface
+
+    def __init__(
+        self,
+        log_initial: Tensor,
+        log_transition: Tensor | StructuredTransition,
+        emission: TorchDistribution | StructuredEmission,
+        lengths: Tensor,
+        observed: Tensor | None = None,
+        validate_args: bool | None = None,
+        *,
+        transition_per_step: bool = False,
+        emission_per_step: bool = False,
+        allowed: Tensor | None = None,
+    ) -> None:
+        check_parameters(log_initial, log_transition, emission)
+        check_integers("lengths", lengths)
+        lengths = lengths.cpu().long()
+        batch_shape, num_steps = check_steps(
+            log_initial, log_transition, emission, lengths, observed, allowed,
+            transition_per_step, emission_per_step,
+        )  # fmt: skip
+        self.log_initial = log_initial
+        self._log_transition = log_transition
+        self._emission = emission
+        self.lengths = lengths
+        self.observed = observed
+        self.allowed = allowed
+        self.transition_per_step = transition_per_step
+        self.emission_per_step = emission_per_step
+        super().__init__(
+            batch_shape,
+            torch.Size((num_steps,)) + emission.event_shape,
+            validate_args=validate_args,
+        )
+        if self._validate_args:
+            check_log_simplex("log_initial", log_initial)
+            if isinstance(log_transition, Tensor):
+                check_log_simplex("log_transition", log_transition)
+
+    # What it is made of
+
+    @property
+    def log_transition(self) -> Tensor:
+        r"""``(K, K)``, or ``(T-1, K, K)`` per step: :math:`\log p(z_{t+1} \mid z_t)`."""
+        transition = self._log_transition
+        return transition if isinstance(transition, Tensor) else transition.matrix
+
+    @property
+    def emission(self) -> TorchDistribution:
+        r"""Batched over ``(K,)``, or ``(T, K)`` per step: :math:`p(x_t \mid z_t)`."""
+        emission = self._emission
+        known = isinstance(emission, torch.distributions.Distribution)
+        return emission if known else emission.distribution
+
+    @property
+    def num_states(self) -> int:
+        """K, the number of states."""
+        return self.log_initial.size(-1)
+
+    @property
+    def num_steps(self) -> int:
+        """T, the number of steps after padding."""
+        return self.event_shape[0]
+
+    @property
+    def exists(self) -> Tensor:
+        """Which steps exist, ``(*B, T)`` booleans; padding does not."""
+        return masks.exists(self.lengths, self.num_steps, self.log_initial.device)
+
+    @property
+    def support(self) -> constraints.Constraint:
+        """Sequences of what the emission can emit."""
+        return constraints.independent(self.emission.support, 1)
+
+    def check_constant(self, purpose: str) -> None:
+        """Raise unless the parameters are the same at every step, as ``purpose`` needs."""
+        if self.transition_per_step or self.emission_per_step:
+            raise ValueError(
+                f"{purpose} needs a model that does not change with the step; this one has "
+                "parameters per step. Extend them, and mark the steps to come as not observed."
+            )
+
+    # Parameters and data as the recursions read them
+
+    def log_factors(self, values: Tensor, check: bool = True) -> tuple[Tensor, Tensor, Tensor]:
+        r"""The factors of the joint density, which :mod:`pyrohmm.ops.recursions` read.
+
+        This is the one place where parameters and data meet; recursions of your own begin here.
+
+        Args:
+            values: ``(*B, T, *E)``, observations.
+            check: Whether to raise, if ``validate_args`` is set, where a log-likelihood is not
+                finite or labels leave no path.
+
+        Returns:
+            :math:`\log p(z_1)` ``(*B, K)``, :math:`\log p(z_{t+1} \mid z_t)` ``(*B, 1|T-1, K, K)``
+            and :math:`\log p(x_t \mid z_t)` ``(*B, T, K)``: 0 where a step is not observed, -inf
+            for states that labels exclude. Batch dimensions broadcast, and may be missing.
+        """
+        likelihood = self._log_likelihood(values)
+        if self.allowed is not None:
+            likelihood = likelihood.masked_fill(~self.allowed, -torch.inf)
+        if check and self._validate_args:
+            check_likelihood(likelihood)
+            self.check_labels(values)
+        return self.log_initial, self._log_transitions(), likelihood
+
+    def _log_likelihood(self, values: Tensor) -> Tensor:
+        """``(*B, T, K)``, 0 where a step is not observed; whatever the labels."""
+        values, known = self.prepare_values(values)
+        if self.emission_per_step:
+            likelihood = log_prob_per_state(self.emission, values)
+        else:
+            likelihood = log_likelihood(self.emission, values)
+        if known is not None and self.observed is not None:  # recursions know of padding
+            likelihood = likelihood.masked_fill(~known.unsqueeze(-1), 0.0)
+        return likelihood
+
+    def _log_transitions(self) -> Tensor:
+        """``(*B, 1|T-1, K, K)``."""
+        transition = self.log_transition
+        return transition if self.transition_per_step else transition.unsqueeze(-3)
+
+    def prepare_values(self, values: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Check ``values``, and replace what is not observed by something in the support.
+
+        Args:
+            values: ``(*B, T, *E)``, observations; what is padded or not observed may be anything.
+
+        Returns:
+            Values of the support, with as many batch dimensions as the parameters have, so that
+            those of time and of batch stay apart; and which steps exist and are observed,
+            ``(*B, T)`` booleans, or None if all are.
+
+        Raises:
+            TypeError: If ``values`` are of the wrong type or dtype.
+            ValueError: If shapes or devices disagree, or (with ``validate_args``) an observation
+                is not in the support.
+        """
+        check_tensor("values", values)
+        check_same_device({"values": values, "log_initial": self.log_initial})
+        check_trailing("values", values, tuple(self.event_shape), "(T, *E)")
+        emission = self.emission
+        symbols = is_categorical(emission)
+        if not (symbols or values.dtype.is_floating_point):
+            values = values.to(self.log_initial.dtype)
+        outer = values.shape[: values.dim() - len(self.event_shape)]
+        batch = check_broadcast({"values": outer, "HMM": self.batch_shape})
+        values = values.reshape((1,) * (len(batch) - len(outer)) + values.shape)
+        known = None
+        if self.observed is not None or bool((self.lengths < self.num_steps).any()):
+            known = self.exists if self.observed is None else self.exists & self.observed
+            values = fill_gaps(values, known, emission)
+        if symbols:
+            check_integers("values", values)
+        if self._validate_args:
+            check_support(values, emission, self.emission_per_step)
+        return values, known
+
+    def check_labels(self, values: Tensor) -> None:
+        """Raise if no path keeps to the labels, although some path has emitted the values.
+
+        Nothing is read unless states are restricted, and ``validate_args`` is set.
+        """
+        if self.allowed is None or not self._validate_args:
+            return
+        with torch.no_grad():
+            factors = self.log_factors(values, check=False)
+            reached = recursions.filtered(*factors, self.lengths).isfinite().any(-1)
+            lost = (self.exists & ~reached).any(-1)
+            if bool(lost.any()):
+                free = *factors[:2], self._log_likelihood(values)
+                possible = recursions.log_evidence(*free, self.lengths).isfinite()
+                refuse_dead_ends(reached, lost & possible)
+
+
+def check_likelihood(likelihood: Tensor) -> None:
+    """Raise if log-likelihoods or evidences hold NaN or plus infinity."""
+    check_no_nan(
+        "the log-likelihood of values",
+        likelihood,
+        "Look for NaN in values or parameters, or a scale that has shrunk to zero.",
+    )

@@ -1,0 +1,91 @@
+"""``BlockSymbols``: emissions of states that emit only the symbols of their blocks."""
+
+from __future__ import annotations
+
+import torch
+from pyro.distributions import Categorical
+from pyro.distributions.torch_distribution import TorchDistribution
+from torch import Tensor
+
+from .._checks import check_floats, check_integers, check_range, check_shape
+from .._lazy import lazy
+from ..ops.blocks import Blocks
+from ..ops.lookup import take_rows
+
+
+class BlockSymbols:
+    """Symbols, each emitted only by the states of its block.
+
+    Args:
+        log_probs: ``(V, w)``, log-probability of each symbol in each state of its block, in the
+            order of the block; what is beyond the block is not read.
+        blocks: Which states may emit which symbol.
+
+    Raises:
+        TypeError: If ``log_probs`` are not floating point.
+        ValueError: If shapes disagree.
+    """
+
+    def __init__(self, log_probs: Tensor, blocks: Blocks) -> None:
+        check_floats("log_emission", log_probs)
+        check_shape("log_emission", log_probs, (blocks.num_symbols, blocks.width), "(V, w)")
+        self.blocks = blocks
+        exists = (blocks.states[blocks.symbol_block] >= 0).to(log_probs.device)
+        self.log_probs = log_probs.masked_fill(~exists, -torch.inf)
+
+    @property
+    def batch_shape(self) -> torch.Size:
+        """``(K,)``."""
+        return torch.Size((self.blocks.num_states,))
+
+    @property
+    def event_shape(self) -> torch.Size:
+        """``(*E)``: a symbol is a scalar."""
+        return torch.Size()
+
+    @lazy
+    def distribution(self) -> TorchDistribution:
+        """Of all K states, -inf where a state cannot emit a symbol; computed when it is read."""
+        size = self.blocks.num_states
+        wide = self.log_probs.new_full((self.blocks.num_symbols, size + 1), -torch.inf)
+        return Categorical(logits=wide.scatter(1, self._columns(), self.log_probs)[:, :-1].mT)
+
+    def _columns(self) -> Tensor:
+        """The state of each of the ``log_probs``, ``(V, w)``; K beyond the block."""
+        states = self.blocks.states[self.blocks.symbol_block].to(self.log_probs.device)
+        return states.masked_fill(states < 0, self.blocks.num_states)
+
+    def check_sums(self) -> None:
+        """Raise unless the probabilities of what each state may emit sum to one."""
+        sums = self.log_probs.new_zeros(self.blocks.num_states + 1)
+        sums.index_add_(0, self._columns().flatten(), self.log_probs.detach().exp().flatten())
+        low, high = (end.item() for end in torch.aminmax(sums[:-1]))
+        if not 1 - 1e-4 <= low <= high <= 1 + 1e-4:
+            raise ValueError(
+                "log_emission must hold log-probabilities that sum to one over the symbols of each "
+                f"state; got sums from {low:.6g} to {high:.6g}."
+            )
+
+    def likelihood(self, values: Tensor, exists: Tensor) -> tuple[Tensor, Tensor]:
+        """Log-likelihoods of symbols in the states of their blocks.
+
+        Args:
+            values: ``(N, T)`` integers, symbols; anything at padded steps.
+            exists: ``(N, T)`` booleans.
+
+        Returns:
+            The block of each step ``(N, T)``, on the CPU, and the log-likelihood of the step in the
+            states of that block ``(N, T, w)``; at padded steps they mean nothing.
+
+        Raises:
+            TypeError: If ``values`` are not integers.
+            ValueError: If a symbol is not below V.
+        """
+        check_integers("values", values)
+        symbols = values.long().masked_fill(~exists, 0)
+        check_range(
+            "values", symbols, self.blocks.num_symbols, "V - 1",
+            "Steps without a symbol are said by observed=.",
+        )  # fmt: skip
+        blocks = self.blocks.symbol_block[symbols.cpu()]
+        return blocks, take_rows(self.log_probs, symbols)

@@ -1,0 +1,60 @@
+"""Observations as the recursions read them: fillers where there are none, checks of the support."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._checks import check_range
+from .observation import any_value, is_categorical
+
+
+def fill_gaps(values: Tensor, known: Tensor, emission: Any) -> Tensor:
+    """``values`` ``(*A, T, *E)`` with something of the support where they are not ``known``.
+
+    Args:
+        values: Observations, of as many batch dimensions as the parameters.
+        known: ``(*B, T)`` booleans, which steps exist and are observed.
+        emission: Of event shape ``(*E)``.
+    """
+    event = emission.event_shape
+    # not the whole batch: restarts and particles see the same values
+    batch = torch.broadcast_shapes(values.shape[: values.dim() - 1 - len(event)], known.shape[:-1])
+    known = known.expand(*batch, known.size(-1))
+    flat = values.expand(*known.shape, *event).reshape(-1, *event)
+    first = int(known.flatten().byte().argmax())
+    filler = flat[first] if bool(known.flatten()[first]) else _first_value(emission, values.dtype)
+    return torch.where(known.reshape(known.shape + (1,) * len(event)), values, filler)
+
+
+def check_support(values: Tensor, emission: Any, emission_per_step: bool) -> None:
+    """Raise unless values ``(*B, T, *E)`` lie in the support of the emission; this reads them."""
+    if is_categorical(emission):
+        check_range(
+            "values", values, emission.logits.size(-1), "V - 1",
+            "Build the emission with more symbols, or mark unknown ones as not observed.",
+        )  # fmt: skip
+        return
+    event = emission.event_shape
+    if len(event) and values.dtype.is_floating_point:
+        gaps = values.isnan()
+        if bool(gaps.any()):
+            values = torch.where(gaps, _first_value(emission, values.dtype), values)
+    # in every state, for a support may depend on parameters
+    values = values.unsqueeze(-1 - len(event))
+    if not emission_per_step:
+        values = values.movedim(values.dim() - 2 - len(event), 0)
+    inside = emission.support.check(values)
+    if not bool(inside.all()):
+        raise ValueError(
+            f"values must lie in the support of the emission, {emission.support}, in "
+            f"every state; {int((~inside.all(-1)).sum())} do not. Mark missing steps as "
+            "not observed."
+        )
+
+
+def _first_value(emission: Any, dtype: torch.dtype) -> Tensor:
+    """One observation in the support, ``(*E)``."""
+    return any_value(emission).reshape(-1, *emission.event_shape)[0].to(dtype)

@@ -1,0 +1,153 @@
+"""The E-step of EM: expected counts, batched by length, and the reseeding of unused states."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..data.sequences import Sequences
+from ..distributions.hmm import HMM
+from ..nn.closed_form import Statistics
+from ..ops import recursions
+from ..ops.recursions import ExpectedCounts
+from .maximization import DEAD
+from .parameters import Parameters
+from .starts import build_once
+
+PADDED = 1 << 16  # steps, padding included, below which sequences of all lengths go together
+
+Gather = Callable[[ExpectedCounts, Sequences, HMM, HMM, float], Statistics]
+
+
+class Expectation:
+    """The E-step, and the loss.
+
+    Args:
+        parameters: They build the HMM.
+        gather: Reduces expected counts to what the M-step needs.
+        by_length: Whether sequences of similar length may go together, which needs sums alone.
+        reseed: Whether a state that no observation supports gets half of the busiest state.
+
+    Attributes:
+        reseeded: Whether that has happened in the last iteration, which may have raised the loss.
+    """
+
+    def __init__(
+        self, parameters: Parameters, gather: Gather, by_length: bool, reseed: bool
+    ) -> None:
+        self.parameters, self.gather = parameters, gather
+        self.by_length, self.reseed = by_length, reseed
+        self.reseeded = False
+        self._batches: tuple[Sequences, list[tuple[Tensor, Sequences]]] | None = None
+
+    def __call__(self, batch: Sequences) -> tuple[Tensor, Statistics]:
+        """The loss ``(R,)`` with the parameters as they are, and what the M-step needs."""
+        scale = batch.total / len(batch)
+        total: Any = 0.0
+        statistics: Statistics = {}
+        parts = self._split(batch) if self.by_length else [(torch.arange(len(batch)), batch)]
+        for chosen, part in parts:
+            with torch.no_grad():
+                hmm, prior = self.parameters.build(part)
+                expected = hmm.expected_counts(part.values)
+            evidence = expected.log_evidence.double().reshape(-1, len(part))
+            impossible = evidence.isneginf().all(0)
+            if bool(impossible.any()):
+                where = int(chosen[impossible.byte().argmax()])
+                raise ValueError(
+                    f"data: sequence {where} of this batch has probability zero; check for symbols "
+                    "or transitions that no path allows, or give the parameters a prior that rules "
+                    "none out."
+                )
+            total = total + evidence.sum(-1)
+            if self.reseed:
+                expected = self._reseed(expected)
+            for name, value in self.gather(expected, part, hmm, hmm, scale).items():
+                statistics[name] = statistics[name] + value if name in statistics else value
+        loss = -(scale * total + prior.double())
+        if not bool(loss.isfinite().any()):
+            raise FloatingPointError(
+                f"the loss is {loss[0].item()}; the prior has density zero at the parameters."
+            )
+        return loss, statistics
+
+    def _reseed(self, expected: ExpectedCounts) -> ExpectedCounts:
+        """Give half of the busiest state to each that no observation supports, but might."""
+        module, data = self.parameters.module, self.parameters.data
+        weights = expected.states.reshape(self.parameters.restarts, *expected.states.shape[-3:])
+        visits = weights.sum((1, 2))  # (R, K)
+        dead = visits < DEAD * visits.sum(-1, keepdim=True)
+        if bool(dead.any()):
+            with torch.no_grad(), torch.random.fork_rng(devices=[]):
+                hmm = build_once(module, data)  # its zeros are those that stay
+                hmm = hmm if data.labels is None else hmm.restrict(data.labels)
+                alike = torch.ones(len(data), data.num_steps, hmm.num_states)
+                dead = dead & (uniform_counts(hmm, data, alike.to(visits)).states.sum((0, 1)) > 0)
+        self.reseeded = bool(dead.any())
+        return _split_busiest(expected, weights, dead) if self.reseeded else expected
+
+    def _split(self, batch: Sequences) -> list[tuple[Tensor, Sequences]]:
+        """Sequences of similar length, and which these are: else most of the work is padding."""
+        if self._batches is None or self._batches[0] is not batch:
+            order = batch.lengths.argsort(descending=True, stable=True)
+            lengths = batch.lengths[order]
+            if batch.num_steps * len(batch) < max(PADDED, 1.5 * int(lengths.sum())):
+                self._batches = batch, [(order.sort().values, batch)]
+                return self._batches[1]
+            ends = [0]
+            while ends[-1] < len(batch):
+                ends.append(int((1.5 * lengths > lengths[ends[-1]]).sum()))
+            parts = [order[a:b].sort().values for a, b in pairwise(ends)]
+            self._batches = batch, [(part, batch[part]) for part in parts]
+        return self._batches[1]
+
+
+def uniform_counts(hmm: HMM, data: Sequences, likelihood: Tensor) -> ExpectedCounts:
+    """Expected counts if all transitions that ``hmm`` allows were equally probable.
+
+    Args:
+        hmm: Its zeros stay.
+        data: The sequences.
+        likelihood: ``(R, N, T, K)`` or ``(N, T, K)``, of each state at each step.
+    """
+    initial, transition, logs = hmm.log_factors(data.values, check=False)
+    logs = likelihood.reshape(logs.shape).log().to(logs)
+    if hmm.allowed is not None:
+        logs = logs.masked_fill(~hmm.allowed, -torch.inf)
+    initial, transition = (
+        torch.zeros_like(part).masked_fill(part.isneginf(), -torch.inf).log_softmax(-1)
+        for part in (initial, transition)
+    )
+    return recursions.expected_counts(initial, transition, logs, hmm.lengths)
+
+
+def _split_busiest(expected: ExpectedCounts, weights: Tensor, dead: Tensor) -> ExpectedCounts:
+    """Give half of what supports the busiest state to each of the ``dead`` ones.
+
+    Args:
+        expected: Counts.
+        weights: Their ``states``, ``(R, N, T, K)``.
+        dead: ``(R, K)``.
+    """
+    size = dead.shape
+    weights = weights.clone()
+    initial = expected.initial.reshape(size).clone()
+    pairs = expected.transitions.reshape(size[0], -1, size[1], size[1]).clone()
+    for r, k in dead.nonzero().tolist():
+        busy = int(weights[r].sum((0, 1)).argmax())
+        part = torch.rand_like(weights[r, ..., 0]) < 0.5  # of the steps: so that the halves differ
+        weights[r, ..., k] = weights[r, ..., busy] * part
+        weights[r, ..., busy] *= ~part
+        initial[r, [busy, k]] = initial[r, busy] / 2
+        pairs[r, :, [busy, k]] = pairs[r, :, [busy, busy]] / 2
+        pairs[r, :, :, [busy, k]] = pairs[r, :, :, [busy, busy]] / 2
+    return ExpectedCounts(
+        expected.log_evidence,
+        initial.reshape(expected.initial.shape),
+        pairs.reshape(expected.transitions.shape),
+        weights.reshape(expected.states.shape),
+    )

@@ -1,0 +1,171 @@
+"""One training loop for any pair of model and guide: MAP and SVI are two such pairs.
+
+Pyro's global parameter store is set aside during a fit and restored after it: otherwise a second
+fit with the same names would start, silently, where the first one ended.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from itertools import count
+from typing import Any
+
+import pyro
+import torch
+from pyro.infer.autoguide import AutoGuide
+from pyro.nn import PyroModule
+from torch import Tensor
+from tqdm import tqdm
+
+from ..data.sequences import Sequences
+from ..io.checkpoints import Checkpoint
+from ..nn.base import HMMModule, in_mode
+from .models import to_model_device
+from .process_group import ProcessGroup
+from .results import WINDOW, Fit, uses_labels
+from .training import Settings, State
+
+_guides = count()
+
+
+def train(
+    model: Callable[..., Any],
+    guide: Callable[..., Any],
+    data: Sequences,
+    settings: Settings,
+    method: str,
+    batched: bool = False,
+) -> Fit:
+    """Minimise the loss of ``model`` and ``guide`` on ``data`` by gradient steps.
+
+    Args:
+        model: The Pyro model; with ``batched``, of restarts in a plate.
+        guide: The Pyro guide.
+        data: The sequences.
+        settings: All else that fits take.
+        method: "MAP" or "SVI".
+        batched: Whether there is one loss for each of R restarts.
+    """
+    check_model_and_data(model, data)
+    if isinstance(guide, AutoGuide):
+        _rename(guide)
+    with pyro.get_param_store().scope() as store, in_mode(True, model, guide):
+        state = State(model, guide, data, settings, batched)
+        checkpoint = None
+        if settings.checkpoint is not None:
+            checkpoint = Checkpoint(
+                settings.checkpoint, state.identity(), (settings.generator,), state.group.is_first
+            )
+            state.resume(checkpoint.load())
+        if state.group.size > 1:
+            state.check_ranks()
+        descend(state, checkpoint)
+        losses = state.finish()
+    asked = inspect.unwrap(model)
+    return Fit(
+        model, guide, losses, state.converged, state.reason, state.seconds, data.num_observed,
+        names=list(state.objective.supports), params=dict(store),
+        notes=uses_labels(data) if isinstance(getattr(asked, "module", None), HMMModule) else [],
+        method=method, validation=[] if state.held_out is None else state.held_out.history,
+        supports=state.objective.supports,
+    )  # fmt: skip
+
+
+def descend(state: State, checkpoint: Checkpoint | None) -> None:
+    """Take gradient steps until a test ends the fit, or all are taken."""
+    settings, objective, batches = state.settings, state.objective, state.batches
+    losses, descent, held_out, group = state.losses, state.descent, state.held_out, state.group
+    steps = range(len(losses), len(losses) if state.converged else settings.num_steps)
+    with Progress(settings, len(losses), group) as progress:
+        for step in steps:
+            batch = to_model_device(state.model, state.guide, batches.take())
+            descent.optimizer.zero_grad()
+            try:
+                loss = objective.module(batch)
+            except ValueError as error:
+                batches.explain(error)
+                objective.explain(error, step)
+                raise
+            losses.append(group.mean(loss.detach().clone()))
+            if loss.device.type == "cpu" or step % WINDOW == 0:  # elsewhere the host would wait
+                objective.check_finite(losses[-1], step, batch)
+            descent.step(loss, losses[-1], group, step + 1)
+            progress.bar.update()
+            ended = None
+            if held_out is not None and held_out.is_due(step + 1, batches.at_end_of_round):
+                nats = state.validate(held_out)
+                progress.show("held_out", nats)
+                if descent.plateau is not None:
+                    descent.plateau.step(nats)
+                ended = held_out.why_ended
+            if (step + 1) % WINDOW == 0:
+                level = torch.stack(losses[-WINDOW:]).mean(0).min().item()
+                progress.show("nats_per_step", level / state.num_observed)
+            if ended := why_converged(losses, settings.tolerance) or ended:
+                state.converged, state.reason = True, ended
+                break
+            if checkpoint is not None and checkpoint.is_due():
+                checkpoint.save(state.take())
+    if checkpoint is not None and len(steps):
+        checkpoint.save(state.take())
+    group.wait()  # for the file, which another fit may ask for
+
+
+class Progress:
+    """A progress bar on stderr, in the first process."""
+
+    def __init__(self, settings: Settings, done: int, group: ProcessGroup) -> None:
+        hidden = None if settings.progress is None else not settings.progress
+        self.bar = tqdm(
+            total=settings.num_steps, initial=done, disable=not group.is_first or hidden
+        )
+        self.shown: dict[str, str] = {}
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.bar.close()
+
+    def show(self, name: str, value: float) -> None:
+        """Show a number beside the bar."""
+        self.shown[name] = f"{value:.4f}"
+        self.bar.set_postfix(self.shown)
+
+
+def why_converged(losses: list[Tensor], tolerance: float | None) -> str | None:
+    """The reason to end a fit whose loss no longer falls, if that is so.
+
+    The mean of the last 25 losses is compared with that of the 25 before, every 25 steps.
+    """
+    if tolerance is None or len(losses) % WINDOW or len(losses) < 2 * WINDOW:
+        return None
+    mean = torch.stack(losses[-WINDOW:]).mean(0)
+    before = torch.stack(losses[-2 * WINDOW : -WINDOW]).mean(0)
+    if bool((before - mean >= tolerance * mean.abs()).any()):  # in any restart
+        return None
+    return f"over {WINDOW} steps the loss fell by less than {tolerance:g} of itself"
+
+
+def check_model_and_data(model: Any, data: Any) -> None:
+    """Raise unless ``model`` is a Pyro model and ``data`` are sequences."""
+    if isinstance(model, HMMModule):
+        raise TypeError(
+            f"model must be a Pyro model of the data; got the HMMModule {type(model).__name__}. "
+            "Put it into one: MarginalModel(module)."
+        )
+    if not isinstance(data, Sequences):
+        raise TypeError(
+            f"data must be Sequences; got {type(data).__name__}. Build them with "
+            "Sequences.from_list, or Sequences(values, lengths)."
+        )
+
+
+def _rename(guide: AutoGuide) -> None:
+    """Give an autoguide a unique name: Pyro keeps parameters by name, and would mix guides."""
+    if "_of_fit_" not in guide._pyro_name:
+        unique = f"{guide._pyro_name}_of_fit_{next(_guides)}"
+        for name, part in guide.named_modules():
+            if isinstance(part, PyroModule):
+                part._pyro_name = f"{unique}.{name}" if name else unique

@@ -1,0 +1,158 @@
+"""``fit_map``: maximum a posteriori estimates, from several initial values at once if wanted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial, wraps
+from pathlib import Path
+from typing import Any
+
+import pyro
+import torch
+from pyro import poutine
+from pyro.infer import ELBO
+from pyro.infer.autoguide import AutoDelta, init_to_sample
+from torch import nn
+
+from .._checks import check_size
+from ..data.sequences import Sequences
+from ..distributions.sparse_dirichlet import interior
+from .loop import check_model_and_data, train
+from .models import to_model_device
+from .objective import ParametersRead, check_events, is_enumerated, latent_sites
+from .results import WINDOW, Fit, Point, Restarts
+from .training import OptimizerFactory, Report, ScheduleFactory, Settings
+
+
+def fit_map(  # noqa: D417  # the other arguments are those of fit_svi
+    model: Callable[..., Any],
+    data: Sequences,
+    *,
+    num_steps: int = 1000,
+    learning_rate: float = 0.05,
+    tolerance: float | None = 1e-5,
+    init: Callable[..., Any] = init_to_sample,
+    restarts: int = 1,
+    batch_size: int | None = None,
+    validation: Sequences | None = None,
+    patience: int | None = None,
+    progress: bool | None = None,
+    checkpoint: str | Path | None = None,
+    batch_tokens: int | None = None,
+    windows: tuple[int, int] | None = None,
+    elbo: ELBO | None = None,
+    optimizer: OptimizerFactory | None = None,
+    schedule: ScheduleFactory | None = None,
+    clip_norm: float | None = None,
+    average: float | None = None,
+    validate_every: int | None = None,
+    report: Report | None = None,
+    generator: torch.Generator | None = None,
+) -> Fit:
+    r"""Maximise the posterior density :math:`\log p(\theta \mid x)` by gradient steps.
+
+    The maximum is that of the density in the constrained space (of the probabilities themselves,
+    not of their logits). Parameters without a prior, such as the weights of a network, are fitted
+    by maximum likelihood at the same time. Arguments that are not listed, from ``batch_size`` to
+    ``generator``, are those of :func:`fit_svi`.
+
+    Args:
+        model: A Pyro model that takes ``data``, such as :class:`MarginalModel`.
+        data: The sequences.
+        num_steps: Largest number of gradient steps.
+        learning_rate: Of Adam, if there is no ``optimizer``.
+        tolerance: Least relative fall of the loss over 25 steps; None takes all steps.
+        init: Initial values, as for Pyro's autoguides. The default samples them from the prior,
+            so that states differ from each other, as they must.
+        restarts: R, the number of initial values. Batched restarts run as one fit, in a plate
+            around the model, which must accept dimensions ``(R, 1)`` on the left of every latent
+            variable, as all models of this package do. The best restart is returned, all are in
+            ``Fit.restarts``.
+
+    Raises:
+        FloatingPointError: If the loss becomes infinite or NaN.
+        TypeError, ValueError: As :func:`fit_svi`; or if restarts would share a parameter, have
+            enumerated states, ``validation`` or ``elbo``.
+
+    Example:
+        >>> _ = pyro.set_rng_seed(0)
+        >>> data = Sequences.from_list([[0, 1] * 10, [1, 0] * 10])
+        >>> model = MarginalModel(TabularHMM(2, categorical(2)))
+        >>> fit = fit_map(model, data, num_steps=200, learning_rate=0.2)
+        >>> fit.hmm(data).log_prob(data.values).sum().round(decimals=1)  # 2 log 1/2
+        tensor(-1.4000)
+    """
+    settings = Settings(
+        num_steps=num_steps, learning_rate=learning_rate, tolerance=tolerance,
+        batch_size=batch_size, validation=validation, patience=patience, progress=progress,
+        checkpoint=checkpoint, batch_tokens=batch_tokens, windows=windows, elbo=elbo,
+        optimizer=optimizer, schedule=schedule, clip_norm=clip_norm, average=average,
+        validate_every=validate_every, report=report, generator=generator,
+    )  # fmt: skip
+    check_size("restarts", restarts)
+    start = partial(_interior_value, init)
+    if restarts == 1:
+        guide = AutoDelta(poutine.block(model, hide_fn=is_enumerated), init_loc_fn=start)
+        return train(model, guide, data, settings, "MAP")
+    _check_restarts(model, data, settings)
+
+    @wraps(model, assigned=(), updated=())
+    def batched(batch: Sequences) -> Any:
+        with pyro.plate("restarts", restarts, dim=-2):
+            return model(batch)
+
+    guide = AutoDelta(batched, init_loc_fn=start)
+    return _best(train(batched, guide, data, settings, "MAP", batched=True), model)
+
+
+def _interior_value(init: Callable[..., Any], site: dict[str, Any]) -> Any:
+    """An initial value off the boundary of its space, where gradient steps can start."""
+    return interior(site["fn"].support, init(site)).clone()  # the optimizer changes it in place
+
+
+def _check_restarts(model: Any, data: Sequences, settings: Settings) -> None:
+    """Raise unless ``model`` can be fitted by batched restarts."""
+    check_model_and_data(model, data)
+    if settings.validation is not None:
+        raise ValueError("validation is that of one fit; give restarts=1, and start at the best "
+                         "of several: init=init_to_value(values=fit.start).")  # fmt: skip
+    if settings.elbo is not None:
+        raise ValueError("elbo is that of one fit; the loss of restarts is minus their log joint "
+                         "density. Give restarts=1.")  # fmt: skip
+    with poutine.block(), torch.no_grad(), pyro.get_param_store().scope():
+        probe = to_model_device(model, None, data[:1])
+        with ParametersRead(model) as read:
+            supports, enumerated = latent_sites(model, probe)
+        parameters = [*model.parameters()] if isinstance(model, nn.Module) else read.parameters
+        if any(parameter.requires_grad for parameter in parameters):
+            raise ValueError(
+                "restarts need every parameter to have a prior, so that each restart has another "
+                "value; the model has parameters without one. Fit it once for each start."
+            )
+        if enumerated:
+            raise ValueError(
+                "restarts need a model whose states are summed out, such as MarginalModel; this "
+                "one enumerates them."
+            )
+        nodes = poutine.trace(model).get_trace(probe).nodes
+        check_events({n: nodes[n]["fn"] for n in supports if not nodes[n]["cond_indep_stack"]})
+
+
+def _best(fit: Fit, model: Callable[..., Any]) -> Fit:
+    """The best of batched restarts, with all of them in ``Fit.restarts``."""
+    losses = fit.losses.T  # (R, steps)
+    losses = losses.masked_fill(~losses.isfinite(), torch.inf)
+    final = losses[:, -1] if losses.size(1) < WINDOW else losses[:, -WINDOW:].mean(-1)
+    values = {name: value.squeeze(1) for name, value in fit.values.items()}
+    best = int(final.argmin())
+    failed = int((~final.isfinite()).sum())
+    notes = [f"{failed} of {len(final)} restarts ended at infinity"] if failed else []
+    return replace(
+        fit,
+        model=model,
+        guide=Point({name: value[best] for name, value in values.items()}),
+        losses=losses[best],
+        restarts=Restarts(model, losses, final, values, best),
+        notes=fit.notes + notes,
+    )

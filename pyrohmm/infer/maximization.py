@@ -1,0 +1,347 @@
+"""The M-step of EM: closed forms where components define them, gradient steps for all else."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+from typing import Any
+
+import pyro
+import torch
+from torch import Tensor
+from torch.distributions import transform_to
+
+from ..data.sequences import Sequences
+from ..distributions.hmm import HMM
+from ..distributions.observation import is_categorical, log_probs
+from ..nn.closed_form import (
+    ChainMStep,
+    EmissionMStep,
+    Statistics,
+    TransitionCounts,
+    inside,
+    under,
+)
+from ..ops.lookup import add_rows
+from ..ops.recursions import ExpectedCounts
+from . import msteps
+from .msteps import GradientStep, TransitionPrior, TransitionStep
+from .parameters import Parameters
+from .starts import Values
+
+DEAD = 1e-8  # expected visits, as a share of the steps, below which a state is reported
+
+
+def expected_log_joint(hmm: HMM, expected: ExpectedCounts, values: Tensor) -> Tensor:
+    r"""The expectation of :math:`\log p(x, z)` over the posterior of paths; a scalar.
+
+    What an M-step raises. With the expected counts of ``hmm`` itself, its gradient by the
+    parameters is that of the log evidence (Fisher's identity).
+
+    Args:
+        hmm: With the parameters to be judged.
+        expected: The E-step of an HMM of the same shape: :meth:`HMM.expected_counts`.
+        values: ``(*B, T, *E)``, the observations of the E-step.
+
+    Example:
+        >>> even = torch.full((2, 2), 0.5).log()
+        >>> hmm = HMM(even[0], even, Categorical(logits=even), torch.tensor([3]))
+        >>> values = torch.tensor([[0, 1, 1]])
+        >>> em.expected_log_joint(hmm, hmm.expected_counts(values), values)  # 6 log 1/2
+        tensor(-4.1589)
+    """
+    parts = [_weighted(*pair).sum() for pair in zip(hmm.log_factors(values), expected[1:])]
+    return torch.stack(parts).sum()
+
+
+def _weighted(logs: Tensor, counts: Tensor) -> Tensor:
+    """Products of the shape of ``counts``; zero where a count is zero."""
+    return torch.where(counts > 0, logs.expand(counts.shape) * counts, 0.0)
+
+
+class ClosedForms:
+    """The components of a module whose M-step has a closed form.
+
+    A prior of the transition matrix leaves all other closed forms; any other ``log_prior`` takes
+    them away, for it may depend on anything.
+
+    Attributes:
+        chain: The module, if it defines an M-step of its chain.
+        emission: Its emission module, if that defines one.
+        prefix: Of the names of the parameters of its emission module; None without one.
+    """
+
+    def __init__(self, parameters: Parameters, transition_step: TransitionStep | None) -> None:
+        module, log_prior = parameters.module, parameters.log_prior
+        self.parameters, self.transition_step = parameters, transition_step
+        self.chain: Any = None
+        self.emission: Any = None
+        self.prefix: str | None = None
+        self.names: set[str] = set()  # of the parameters of the chain
+        emission = module.emission_module()
+        for name, part in module.named_modules():
+            if part is emission:
+                self.prefix = f"{name}."
+        of_transitions = isinstance(log_prior, TransitionPrior)
+        if log_prior is not None and not of_transitions:
+            return
+        if isinstance(emission, EmissionMStep):
+            self.emission = emission
+        if isinstance(module, TransitionCounts if of_transitions else ChainMStep):
+            self.chain = module
+            logs = parameters.example.log_initial
+            ones = logs.new_ones(1, 1, logs.size(-1), logs.size(-1), dtype=torch.float64)
+            counts = ExpectedCounts(ones[:, :, 0, 0], ones[:, 0, 0], ones, ones)
+            self.names = set(self.chain.m_step(self.chain.statistics(counts))[0])
+        # zeros of a transition matrix without a prior are those of the model
+        point = "transition" in self.names and "transition" not in parameters.sites
+        self.possible = parameters.get("transition")[0] > 0 if point else None
+
+    def is_of_emission(self, name: str) -> bool:
+        """Whether the parameter ``name`` is one of the emission module."""
+        return self.prefix is not None and name.startswith(self.prefix)
+
+    def has(self, name: str) -> bool:
+        """Whether the parameter ``name`` has a closed form."""
+        closed = self.emission is not None and self.is_of_emission(name)
+        return closed or name.removesuffix("_unconstrained") in self.names
+
+    def chain_statistics(self, expected: ExpectedCounts) -> Statistics:
+        """Sufficient statistics of the chain."""
+        if self.chain is None:
+            return {}
+        restarts, size = self.parameters.restarts, expected.initial.size(-1)
+        counts = ExpectedCounts(
+            expected.log_evidence.reshape(restarts, -1),
+            expected.initial.double().reshape(restarts, -1, size).sum(1),
+            expected.transitions.double().reshape(restarts, -1, size, size),
+            expected.states.reshape(restarts, *expected.states.shape[-3:]),
+        )
+        return under("chain.", self.chain.statistics(counts))
+
+    def emission_statistics(self, values: Tensor, weights: Tensor, current: Any) -> Statistics:
+        """Sufficient statistics of the emission: see :class:`EmissionMStep`."""
+        if self.emission is None:
+            return {}
+        return under("emission.", self.emission.statistics(values, weights, current))
+
+    def m_step(self, statistics: Statistics) -> list[str]:
+        """Set the parameters to their mode; returns remarks."""
+        values: Values = {}
+        notes: list[str] = []
+        if self.chain is not None:
+            counts = inside(statistics, "chain.")
+            values, notes = self.chain.m_step(counts)
+            if self.transition_step is not None:
+                pairs = self.chain.transition_counts(counts)
+                if pairs is not None:
+                    values["transition"] = self._transition(pairs)
+        if self.emission is not None:
+            mode, remarks = self.emission.m_step(inside(statistics, "emission."))
+            values, notes = values | under(self.prefix or "", mode), notes + remarks
+        self.parameters.update(values)
+        return notes
+
+    def _transition(self, counts: Tensor) -> Tensor:
+        """Transition matrices ``(R, K, K)`` by the M-step under a prior."""
+        prior: Any = self.parameters.log_prior
+        step: Any = self.transition_step
+        old = self.parameters.get("transition").double().expand(counts.shape)
+        rows = counts / counts.sum(-1, keepdim=True)
+        with torch.no_grad():  # the mode of the counts alone may be a better start than the old
+            better = msteps.objective(rows, counts, prior) > msteps.objective(old, counts, prior)
+        start = torch.where(better[:, None, None], rows, old)
+        allowed = self.chain.transition_allowed
+        if self.possible is not None:
+            allowed = self.possible if allowed is None else allowed & self.possible
+        return step(start, counts, prior, allowed)
+
+
+class GradientSteps:
+    """Gradient steps on the expected log joint density, in what has no closed form.
+
+    Args:
+        parameters: All parameters.
+        step: How steps are taken.
+        names: The latent variables that have no closed form.
+        points: The parameters without priors that have none.
+    """
+
+    def __init__(
+        self, parameters: Parameters, step: GradientStep, names: list[str], points: list[Tensor]
+    ) -> None:
+        self.parameters, self.step = parameters, copy.copy(step)
+        self.step._stepper = None  # an optimizer of this fit's own parameters
+        self.names, self.points = names, points
+        self.leaves: Values = {}  # unconstrained
+
+    def _constrain(self, name: str) -> Any:
+        return transform_to(self.parameters.sites[name].support)
+
+    def __call__(self, batch: Sequences, counts: Statistics) -> None:
+        """Raise the expected log joint density.
+
+        Args:
+            batch: What the HMM is built for.
+            counts: Expected counts, by what they are of: see :func:`_logs`.
+        """
+        parameters, restarts = self.parameters, self.parameters.restarts
+        if not self.names and not self.points:
+            return
+        if self.step.optimizer is None or not self.leaves:
+            self.leaves = {
+                name: self._constrain(name).inv(parameters.values[name]).clone().requires_grad_()
+                for name in self.names
+            }
+        known, leaves = dict(parameters.values), self.leaves
+
+        def loss() -> Tensor:
+            moving = {name: self._constrain(name)(leaf) for name, leaf in leaves.items()}
+            parameters.values = known | moving
+            hmm, prior = parameters.build(batch)
+            total = prior.reshape(-1).expand(restarts)
+            for logs, count in zip(_logs(hmm, batch, counts), counts.values()):
+                total = total + _weighted(logs, count).reshape(restarts, -1).sum(-1)
+            return -total
+
+        with pyro.validation_enabled(False):  # the E-step checks what comes out
+            self.step(loss, [*leaves.values(), *self.points])
+            with torch.no_grad():
+                loss()  # leaves the values where the step ended
+        parameters.values = {name: value.detach() for name, value in parameters.values.items()}
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint saves."""
+        optimizer = self.step._stepper
+        return {
+            "leaves": self.leaves,
+            "stepper": None if optimizer is None else optimizer.state_dict(),
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on from a checkpoint."""
+        device = self.parameters.data.values.device
+        self.leaves = {
+            name: leaf.to(device).requires_grad_() for name, leaf in state["leaves"].items()
+        }
+        if state["stepper"] is not None and self.step.optimizer is not None:
+            self.step._stepper = self.step.optimizer([*self.leaves.values(), *self.points])
+            self.step._stepper.load_state_dict(state["stepper"])
+
+
+class Maximization:
+    """The M-step: closed forms first, then gradient steps.
+
+    Attributes:
+        summed: Whether it needs sums over observations alone, not each step of them.
+        notes: Remarks, and in how many iterations each was made.
+        idle: States that no observation supports, ``(R, K)`` booleans; empty at the start.
+    """
+
+    def __init__(
+        self,
+        parameters: Parameters,
+        transition_step: TransitionStep | None,
+        gradient_step: GradientStep,
+    ) -> None:
+        self.parameters = parameters
+        self.closed = closed = ClosedForms(parameters, transition_step)
+        names = [name for name in parameters.sites if not closed.has(name)]
+        points = {
+            name: point
+            for name, point in parameters.module.named_parameters()
+            if point.requires_grad and not closed.has(name)
+        }
+        self.gradient = GradientSteps(parameters, gradient_step, names, list(points.values()))
+        hmm = parameters.example
+        self.symbols = is_categorical(hmm.emission)
+        others = [name for name in (*names, *points) if not closed.is_of_emission(name)]
+        self.chain_closed = closed.chain is not None and not others
+        self.emission_closed = closed.emission is not None
+        single = (hmm.log_initial.dim(), hmm.log_transition.dim()) == (1, 2)
+        countable = self.symbols and hmm.emission.batch_shape == (hmm.num_states,)
+        self.summed = single and (self.emission_closed or countable)
+        self.notes: dict[str, int] = {}
+        self.idle: list[list[bool]] = []
+
+    def gather(
+        self,
+        expected: ExpectedCounts,
+        batch: Sequences,
+        current: HMM | None,
+        hmm: HMM,
+        scale: float,
+    ) -> Statistics:
+        """Statistics that the M-step needs: sums over observations, where they suffice.
+
+        Args:
+            expected: Expected counts.
+            batch: The sequences they are of.
+            current: The HMM of the E-step, if its emission had a part in it.
+            hmm: The HMM that the parameters build.
+            scale: Of the counts.
+        """
+        statistics = self.closed.chain_statistics(expected)
+        if self.summed or self.emission_closed:
+            weights = expected.states.reshape(self.parameters.restarts, -1, hmm.num_states)
+            values, seen = batch.values.flatten(0, 1), batch.observed.flatten()
+            if not (values.dtype.is_floating_point or self.symbols):
+                values = values.to(hmm.log_initial.dtype)
+            if not bool(seen.all()):
+                weights, values = weights[:, seen], values[seen]
+            emission: Any = None if current is None else current.emission
+            statistics |= self.closed.emission_statistics(values, weights, emission)
+        if self.summed:
+            statistics["visits"] = weights.sum(1).double()
+        if not self.chain_closed:
+            statistics["counts.initial"] = expected.initial
+            statistics["counts.transition"] = expected.transitions
+        if not self.emission_closed and not self.summed:
+            statistics["counts.states"] = expected.states
+        elif not self.emission_closed:
+            table: Any = hmm.emission
+            size = table.param_shape[-1]
+            counts = torch.stack([add_rows(weight, values.long(), size).mT for weight in weights])
+            statistics["counts.symbols"] = counts.unsqueeze(1) if len(counts) > 1 else counts[0]
+        if scale == 1:
+            return statistics
+        return {name: value * scale for name, value in statistics.items()}
+
+    def __call__(self, statistics: Statistics, batch: Sequences) -> None:
+        """Maximise the parameters.
+
+        Args:
+            statistics: From :meth:`gather`.
+            batch: The sequences they are of.
+        """
+        if self.summed:
+            visits = statistics["visits"]
+            self.idle = (visits < DEAD * visits.sum(-1, keepdim=True)).tolist()
+            batch = self.parameters.data[:1]  # any will do
+        with torch.no_grad():
+            for note in self.closed.m_step(statistics):
+                self.notes[note] = self.notes.get(note, 0) + 1
+        self.gradient(batch, inside(statistics, "counts."))
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint saves."""
+        return {"notes": self.notes, "idle": self.idle} | self.gradient.state()
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on from a checkpoint."""
+        self.notes, self.idle = state["notes"], state["idle"]
+        self.gradient.restore(state)
+
+
+def _logs(hmm: HMM, batch: Sequences, names: Iterable[str]) -> list[Tensor]:
+    """Log-probabilities that have expected counts, by the names of the counts."""
+    names = list(names)
+    if "states" in names:
+        logs = dict(zip(("initial", "transition", "states"), hmm.log_factors(batch.values)))
+    else:
+        matrix = hmm.log_transition
+        matrix = matrix if hmm.transition_per_step else matrix.unsqueeze(-3)
+        logs = {"initial": hmm.log_initial, "transition": matrix}
+        if "symbols" in names:
+            logs["symbols"] = log_probs(hmm.emission)
+    return [logs[name] for name in names]

@@ -1,0 +1,177 @@
+"""What a gradient fit minimises: the loss of a model and a guide, over their parameters."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from pyro import poutine
+from pyro.infer import ELBO, Trace_ELBO, TraceEnum_ELBO
+from pyro.poutine.util import site_is_subsample
+from torch import Tensor, nn
+from torch.distributions import constraints
+
+from ..data.sequences import Sequences
+from .models import to_model_device
+
+WHEN_IMPOSSIBLE = (
+    "a sequence has probability zero: check for symbols or transitions that no path allows"
+)
+
+
+class Objective:
+    """Minus the evidence lower bound, or with ``batched`` minus each restart's log joint density.
+
+    Model and guide are run once on ``probe``; an autoguide makes its parameters there.
+
+    Attributes:
+        supports: Spaces of the latent variables, by name.
+        module: Called with data, returns the loss.
+        parameters: All that are trained: those of modules, and those that model and guide read.
+    """
+
+    def __init__(
+        self,
+        model: Callable[..., Any],
+        guide: Callable[..., Any],
+        probe: Sequences,
+        elbo: ELBO | None = None,
+        batched: bool = False,
+    ) -> None:
+        with poutine.block(), torch.no_grad():
+            with ParametersRead(model) as of_model:
+                self.supports, enumerated = latent_sites(model, probe)
+            with ParametersRead(guide) as of_guide:
+                guide(probe)
+        self.model, self.guide = model, guide
+        self.elbo = elbo or (TraceEnum_ELBO() if enumerated else Trace_ELBO())
+        self.module = RestartLosses(model, guide) if batched else self.elbo(model, guide)
+        read = (*self.module.parameters(), *of_model.parameters, *of_guide.parameters)
+        distinct = {id(parameter): parameter for parameter in read}.values()
+        self.parameters = [parameter for parameter in distinct if parameter.requires_grad]
+        if not self.parameters:
+            raise ValueError(
+                "model and guide have no parameters to fit. Give the module PyroParam or "
+                "torch.nn.Parameter attributes, or priors to a guide that has parameters."
+            )
+
+    def explain(self, error: ValueError, step: int) -> None:
+        """Raise FloatingPointError if an ``error`` is due to parameters that became invalid."""
+        finite = all(bool(parameter.isfinite().all()) for parameter in self.parameters)
+        if step > 0 and (not finite or "Expected parameter" in str(error)):
+            raise FloatingPointError(
+                f"a parameter has left its range at step {step}; lower learning_rate or "
+                "set clip_norm."
+            ) from error
+
+    def check_finite(self, loss: Tensor, step: int, batch: Sequences) -> None:
+        """Raise FloatingPointError, with the likely cause, if the ``loss`` is not finite."""
+        value = loss.min().item() if loss.isfinite().any() else loss.flatten()[0].item()
+        if math.isfinite(value):
+            return
+        if math.isnan(value):  # the losses that Pyro differentiates turn infinity into NaN
+            with torch.no_grad(), poutine.block():
+                value = (self.module(batch).min().item() if loss.dim()
+                         else self.elbo.loss(self.model, self.guide, batch))  # fmt: skip
+        cause = (
+            "lower learning_rate, set clip_norm, or keep scales and probabilities away from zero"
+        )
+        if value == math.inf:
+            model = inspect.unwrap(self.model)
+            impossible = getattr(model, "when_impossible", None) or WHEN_IMPOSSIBLE
+            if getattr(model, "log_prior", None) is not None and impossible == WHEN_IMPOSSIBLE:
+                impossible += (
+                    ", or the log_prior is -inf, as that of diversity is where two rows are "
+                    "equal: start elsewhere, such as with init_to_sample"
+                )
+            cause = impossible + (f"; or {cause}" if step else "")
+        raise FloatingPointError(f"the loss is {value} at step {step}; {cause}.")
+
+
+class ParametersRead(poutine.messenger.Messenger):
+    """Collects the parameters that a function reads, also those of modules that it calls.
+
+    Of a module ``parameters()`` are known, and some that it read may have been replaced since.
+    """
+
+    def __init__(self, called: Any) -> None:
+        super().__init__()
+        self.is_module = isinstance(called, nn.Module)
+        self.parameters: list[nn.Parameter] = []
+
+    def _pyro_post_param(self, message: Any) -> None:
+        value = message["value"]
+        if not self.is_module and hasattr(value, "unconstrained"):
+            self.parameters.append(value.unconstrained())
+        elif not self.is_module and isinstance(value, nn.Parameter):  # not in the store
+            self.parameters.append(value)
+
+
+class RestartLosses(nn.Module):
+    """Minus the log joint density of each of R batched restarts, ``(R,)``."""
+
+    def __init__(self, model: Any, guide: Any) -> None:
+        super().__init__()
+        self.model, self.guide = model, guide
+
+    def forward(self, batch: Sequences) -> Tensor:
+        """Run the guide, and the model against it."""
+        point = poutine.trace(self.guide).get_trace(batch)
+        trace = poutine.trace(poutine.replay(self.model, trace=point)).get_trace(batch)
+        trace.compute_log_prob()
+        total: Any = 0.0
+        for site in trace.nodes.values():
+            if site["type"] == "sample" and not site_is_subsample(site):
+                scores = site["log_prob"]
+                if scores.dim() < 2:
+                    raise ValueError(
+                        f"site {site['name']!r} is the same in all restarts; its parameters must "
+                        "keep the dimensions to the left of their own."
+                    )
+                total = total - scores.sum(-1).reshape(-1, scores.size(-2)).sum(0)
+        return total
+
+
+def is_enumerated(site: dict[str, Any]) -> bool:
+    """Whether a site is summed out in parallel."""
+    return site["type"] == "sample" and site["infer"].get("enumerate") == "parallel"
+
+
+def latent_sites(
+    model: Callable[..., Any], data: Sequences
+) -> tuple[dict[str, constraints.Constraint], bool]:
+    """Spaces of the latent sites of ``model``, and whether some others are enumerated."""
+    trace = poutine.trace(model).get_trace(data)
+    hidden = [trace.nodes[name] for name in trace.stochastic_nodes]
+    hidden = [site for site in hidden if not site_is_subsample(site)]
+    supports = {site["name"]: site["fn"].support for site in hidden if not is_enumerated(site)}
+    return supports, any(is_enumerated(site) for site in hidden)
+
+
+def check_events(sites: dict[str, Any]) -> None:
+    """Raise unless all ``sites`` (distributions by name) are events: restarts are the batch."""
+    for name, distribution in sites.items():
+        if distribution.batch_shape:
+            raise ValueError(
+                f"site {name!r} must be one event, without batch dimensions; it has batch shape "
+                f"{tuple(distribution.batch_shape)}. Call "
+                f".to_event({len(distribution.batch_shape)}) on its distribution."
+            )
+
+
+def check_shared(model: Callable[..., Any], data: Sequences) -> None:
+    """Raise if a latent variable belongs to single sequences, which data-parallel ranks divide."""
+    shapes = []
+    for number in (1, 2):
+        with torch.no_grad(), poutine.block(), torch.random.fork_rng(devices=[]):
+            trace = poutine.trace(model).get_trace(to_model_device(model, None, data[:number]))
+        shapes.append({name: trace.nodes[name]["value"].shape for name in trace.stochastic_nodes})
+    for name, shape in shapes[0].items():
+        if shape != shapes[1].get(name) and not site_is_subsample(trace.nodes[name]):
+            raise ValueError(
+                f"site {name!r} grows with the number of sequences, which several processes share. "
+                "Fit this model in one process."
+            )

@@ -1,0 +1,118 @@
+"""``fit_svi``: stochastic variational inference, and the arguments of all gradient fits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from pyro.infer import ELBO
+
+from ..data.sequences import Sequences
+from .loop import train
+from .results import Fit
+from .training import OptimizerFactory, Report, ScheduleFactory, Settings
+
+
+def fit_svi(
+    model: Callable[..., Any],
+    guide: Callable[..., Any],
+    data: Sequences,
+    *,
+    num_steps: int = 1000,
+    learning_rate: float = 0.01,
+    tolerance: float | None = None,
+    batch_size: int | None = None,
+    validation: Sequences | None = None,
+    patience: int | None = None,
+    progress: bool | None = None,
+    checkpoint: str | Path | None = None,
+    batch_tokens: int | None = None,
+    windows: tuple[int, int] | None = None,
+    elbo: ELBO | None = None,
+    optimizer: OptimizerFactory | None = None,
+    schedule: ScheduleFactory | None = None,
+    clip_norm: float | None = None,
+    average: float | None = None,
+    validate_every: int | None = None,
+    report: Report | None = None,
+    generator: torch.Generator | None = None,
+) -> Fit:
+    r"""Maximise the evidence lower bound (ELBO) :math:`E_q[\log p(x, \theta) - \log q(\theta)]`.
+
+    The fit runs on the device of the parameters; with minibatches the data may stay on the host.
+    Two runs after the same ``pyro.set_rng_seed`` are equal. Modules are in ``train()`` mode during
+    steps, in ``eval()`` mode for held-out data and where a :class:`Fit` is used.
+
+    With ``checkpoint`` the fit saves its state every ten seconds and at its end. The same call
+    resumes from there: after the process was killed, or with more ``num_steps``. On a CPU it ends
+    with the same bits as one that was never killed. The file of a fit with other settings is
+    refused, including a schedule made for another number of steps.
+
+    Where ``torch.distributed`` has been initialised, as ``torchrun`` does, all processes make the
+    same call, with the same seed and the whole data, and each takes its shard of every batch. The
+    result is that of one process, to rounding.
+
+    Args:
+        model: A Pyro model that takes :class:`Sequences`.
+        guide: A Pyro guide that takes the same, such as ``AutoNormal(model)``. If the model
+            enumerates states, build it over ``poutine.block`` of the model, as Pyro asks for. An
+            autoguide gets a unique name, so that parameters of two guides never mix.
+        data: The sequences.
+        num_steps: Largest number of gradient steps.
+        learning_rate: Of Adam, if there is no ``optimizer``.
+        tolerance: End when the mean loss of 25 steps is below that of the 25 before by less than
+            this share of itself. None takes all steps, which noisy losses may need.
+        batch_size: Number of sequences in a minibatch; all of them by default. The likelihood is
+            scaled by total over batch size, priors are not.
+        validation: Held-out sequences. The fit ends with the parameters of the largest held-out
+            evidence: at the medians of latent variables if the guide has them, else at a sample.
+        patience: End after this many validations without an improvement.
+        progress: Whether to show a progress bar on stderr; by default if that is a terminal.
+        checkpoint: A file to save to and to resume from.
+
+    Other Args:
+        batch_tokens: Largest number of steps in a minibatch, padding included, in place of
+            ``batch_size``: sequences of similar length share a batch, each once per round, and a
+            longer one is a batch alone. The mean loss of a round is that of the whole set.
+        windows: ``(streams, steps)``, in place of both: the sequences of a round, concatenated,
+            are split into so many streams, and each minibatch is the next so many steps of all.
+            For a :class:`StatefulModel`.
+        elbo: The objective; ``TraceEnum_ELBO`` if the model enumerates sites, else ``Trace_ELBO``.
+        optimizer: Called with the parameters, returns a torch optimizer.
+        schedule: Called with the optimizer, returns a torch learning-rate scheduler. It is stepped
+            after every gradient step; a ``ReduceLROnPlateau`` after every validation.
+        clip_norm: Largest norm of the whole gradient, per observed step.
+        average: Decay below one of a moving average of the parameters, with which the fit ends and
+            is validated. After step n the decay is (1 + n) / (10 + n) where that is less.
+        validate_every: Number of steps between validations; by default one follows every round of
+            minibatches, or every 25 steps without them. The last step is followed by one too.
+        report: Called with each :class:`Validation`, in the first process, such as ``print``.
+        generator: Source of randomness for minibatches; torch's global one by default.
+
+    Raises:
+        FloatingPointError: If the loss becomes infinite or NaN.
+        FileNotFoundError: If the directory of ``checkpoint`` does not exist.
+        TypeError: If an argument is of the wrong type, ``model`` is a module that builds an HMM, or
+            the model returns no HMM for ``validation``.
+        ValueError: If a number is out of range, arguments exclude or need each other, there is
+            nothing to fit, processes start differently, or ``checkpoint`` is that of another fit.
+
+    Example:
+        >>> _ = pyro.set_rng_seed(0)
+        >>> model = MarginalModel(TabularHMM(1, categorical(2)))
+        >>> data = Sequences.from_list([[1, 1, 0]])
+        >>> guide = pyro.infer.autoguide.AutoNormal(model)
+        >>> fit = fit_svi(model, guide, data, num_steps=500, learning_rate=0.05)
+        >>> abs(fit.losses[-100:].mean() - math.log(12)) < 0.1  # the evidence is 1/12
+        tensor(True)
+    """
+    settings = Settings(
+        num_steps=num_steps, learning_rate=learning_rate, tolerance=tolerance,
+        batch_size=batch_size, validation=validation, patience=patience, progress=progress,
+        checkpoint=checkpoint, batch_tokens=batch_tokens, windows=windows, elbo=elbo,
+        optimizer=optimizer, schedule=schedule, clip_norm=clip_norm, average=average,
+        validate_every=validate_every, report=report, generator=generator,
+    )  # fmt: skip
+    return train(model, guide, data, settings, "SVI")

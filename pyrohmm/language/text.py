@@ -1,0 +1,110 @@
+"""Sentences as lines of words and as codes; each ends in ``<eos>``, a word like the others."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+
+import torch
+
+from .._checks import check_range, check_size
+from ..data.sequences import Sequences
+from ..data.vocabulary import Vocabulary
+
+END = "<eos>"
+UNKNOWN = "<unk>"
+
+
+def count_words(
+    lines: Iterable[str], min_count: int = 1, max_size: int | None = None
+) -> Vocabulary:
+    """The words of some lines by falling count, after ``<unk>`` and ``<eos>``, which are always in.
+
+    Args:
+        lines: Sentences, their words separated by white space.
+        min_count: Words that occur less often are left out: ``<unk>`` stands for them.
+        max_size: Largest V, with ``<unk>`` and ``<eos>``; the rarest words give way.
+
+    Raises:
+        TypeError: If ``lines`` is a single string.
+        ValueError: If there is no line, or ``max_size`` leaves no room for a word.
+
+    Example:
+        >>> list(count_words(["a rose is a rose", "is a rose"], min_count=3))
+        ['<unk>', '<eos>', 'a', 'rose']
+    """
+    rows = split_words("lines", lines)
+    check_size("min_count", min_count)
+    if max_size is not None and max_size < 3:
+        raise ValueError(f"max_size must be at least 3, for {UNKNOWN}, {END} and a word; got "
+                         f"{max_size}.")  # fmt: skip
+    counts: Counter[str] = Counter()
+    for words in rows:
+        counts.update(words)
+        counts[END] += 1
+    if not counts:
+        raise ValueError("lines is empty; wanted at least one sentence.")
+    counts[END] = counts.total() + min_count  # first, and never left out
+    return Vocabulary.from_counts(counts, min_count, max_size, UNKNOWN)
+
+
+def encode(lines: Iterable[str], vocabulary: Vocabulary, name: str = "lines") -> Sequences:
+    """Codes of sentences, each with ``<eos>`` at its end; a blank line is an empty sentence.
+
+    Args:
+        lines: Their words are separated by white space.
+        vocabulary: Of the words, ``<eos>`` among them.
+        name: Of the argument, in errors.
+
+    Raises:
+        TypeError: If ``lines`` is a single string, or does not hold strings.
+        ValueError: If there is no line, ``<eos>`` is written in one, or a word is not in a
+            vocabulary that has nothing for the unknown.
+
+    Example:
+        >>> encode(["a rose", ""], count_words(["a rose is a rose"])).values
+        tensor([[2, 3, 1],
+                [1, 0, 0]])
+    """
+    rows = []
+    for number, words in enumerate(split_words(name, lines), 1):
+        if END in words:
+            raise ValueError(
+                f"{name} must not have {END} in them, which is added at the end of each; sentence "
+                f"{number} has. Take it out."
+            )
+        rows.append(vocabulary.encode([*words, END]))
+    if not rows:
+        raise ValueError(f"{name} is empty; wanted at least one sentence.")
+    return Sequences.from_list(rows)
+
+
+def split_words(name: str, lines: Iterable[str]) -> Iterator[list[str]]:
+    """The words of each line; raise at a single string, whose letters would be taken for lines."""
+    if isinstance(lines, str | bytes) or not isinstance(lines, Iterable):
+        got = type(lines).__name__
+        got = f"a single {got}. Put it into a list" if isinstance(lines, str | bytes) else got
+        raise TypeError(f"{name} must be lines of text, such as a list of str; got {got}.")
+    for number, line in enumerate(lines, 1):
+        if not isinstance(line, str):
+            raise TypeError(f"{name} must hold str; item {number} is {type(line).__name__}.")
+        yield line.split()
+
+
+def check_ends(name: str, vocabulary: Vocabulary, data: Sequences) -> None:
+    """Raise unless each sentence ends in ``<eos>``, has none before, and lacks no step."""
+    if not isinstance(data, Sequences):
+        raise TypeError(
+            f"{name} must be Sequences, as encode makes them; got {type(data).__name__}."
+        )
+    if data.observed is not None and not bool((data.observed | ~data.exists).all()):
+        raise ValueError(f"{name} must have no missing steps. Take out the sentences with some.")
+    codes = data.values[data.exists]
+    check_range(f"codes of words in {name}", codes, len(vocabulary), "V - 1")
+    ends = (data.values == vocabulary.encode([END]).to(data.values.device)) & data.exists
+    last = ends[torch.arange(len(data)), data.lengths - 1]
+    if int(ends.sum()) != len(data) or not bool(last.all()):
+        raise ValueError(
+            f"{name} must have {END} at the end of each sentence, and only there. Make them with "
+            "encode, or with readers.read_sentences."
+        )

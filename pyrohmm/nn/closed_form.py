@@ -1,0 +1,126 @@
+"""The M-step of EM: what a module or an emission defines to be maximised in closed form.
+
+Two methods, ``statistics`` and ``m_step``, of a chain (:class:`ChainMStep`) or of an emission
+(:class:`EmissionMStep`). EM asks for the methods, not for a class: what lacks them is maximised by
+gradient steps on the expected log joint density.
+
+In shapes, M is the number of observations and R that of batched restarts.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol, runtime_checkable
+
+from pyro.distributions.torch_distribution import TorchDistribution
+from pyro.nn import PyroModule
+from torch import Tensor
+
+from ..ops.recursions import ExpectedCounts
+
+Statistics = dict[str, Tensor]
+Maximum = tuple[dict[str, Tensor], list[str]]
+
+
+@runtime_checkable
+class EmissionMStep(Protocol):
+    """An emission whose M-step has a closed form: a ``PyroModule`` with these methods."""
+
+    def statistics(
+        self, values: Tensor, weights: Tensor, current: TorchDistribution | None
+    ) -> Statistics:
+        """Sufficient statistics of the parameters: sums over observations.
+
+        Args:
+            values: ``(M, *E)``; NaN components are missing.
+            weights: ``(R, M, K)``, the smoothed posterior of the state at each observation.
+            current: The emission the weights were computed with, of batch shape ``(K,)`` or
+                ``(R, 1, K)``; None at the start.
+        """
+
+    def m_step(self, statistics: Statistics) -> Maximum:
+        """The mode of the parameters, priors included.
+
+        Returns:
+            The free parameters by name, each ``(R, ...)``, NaN where neither an observation nor a
+            prior determines them; and remarks, such as that a variance was held at its floor.
+        """
+
+
+@runtime_checkable
+class ChainMStep(Protocol):
+    """An :class:`HMMModule` whose chain has an M-step in closed form.
+
+    ``m_step`` maximises all the parameters but those of :meth:`HMMModule.emission_module`.
+    """
+
+    def statistics(self, expected: ExpectedCounts) -> Statistics:
+        """Sufficient statistics of the chain: sums over sequences.
+
+        Args:
+            expected: In float64: ``initial`` ``(R, K)`` and ``transitions`` ``(R, S, K, K)``, where
+                S = 1 unless transition matrices change with the step.
+        """
+
+    def m_step(self, statistics: Statistics) -> Maximum:
+        """The mode of the parameters: see :meth:`EmissionMStep.m_step`."""
+
+
+@runtime_checkable
+class TransitionCounts(Protocol):
+    """A :class:`ChainMStep` with a parameter ``transition`` ``(K, K)``: the probabilities.
+
+    EM maximises it under a prior of the transition matrix: see :mod:`pyrohmm.msteps`.
+    """
+
+    transition_allowed: Tensor | None
+
+    def transition_counts(self, statistics: Statistics) -> Tensor | None:
+        """Counts ``(R, K, K)``, pseudo-counts of the prior included; None if it is frozen."""
+
+
+def is_free(module: PyroModule, name: str) -> bool:
+    """Whether the parameter ``name`` of ``module`` has a prior, or is a point that is fitted."""
+    if name in module._pyro_params:
+        return getattr(module, f"{name}_unconstrained").requires_grad
+    return name in module._pyro_samples
+
+
+def check_mode(name: str, concentration: Tensor) -> None:
+    """Raise at concentrations below one, with which a density has no maximum."""
+    if bool((concentration < 1).any()):
+        raise ValueError(
+            f"{name} below one has no most probable value, which EM looks for; got "
+            f"{concentration.min().item():g}. Use fit_svi, or a {name} of at least one."
+        )
+
+
+def with_prior(counts: Tensor, concentration: Tensor | None) -> Tensor:
+    """Counts ``(*, V)`` and the pseudo-counts of a Dirichlet prior, if any, in float64.
+
+    Raises:
+        ValueError: If a concentration is below one.
+    """
+    if concentration is None:
+        return counts.double()
+    check_mode("concentration", concentration)
+    return counts.double() + (concentration - 1)
+
+
+def row_mode(counts: Tensor, concentration: Tensor | None = None) -> Tensor:
+    """Mode of rows of probabilities ``(*, V)`` for counts and a Dirichlet prior, if any."""
+    counts = with_prior(counts, concentration)
+    return counts / counts.sum(-1, keepdim=True)
+
+
+def inside(statistics: Statistics, prefix: str) -> Statistics:
+    """Those whose names begin with ``prefix``, without it."""
+    return {
+        name.removeprefix(prefix): value
+        for name, value in statistics.items()
+        if name.startswith(prefix)
+    }
+
+
+def under(prefix: str, statistics: Statistics) -> Statistics:
+    """The same, with ``prefix`` before their names."""
+    return {prefix + name: value for name, value in statistics.items()}

@@ -1,0 +1,131 @@
+"""Emission families made of others: joined streams, and states that share an emission."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from pyro.distributions.torch_distribution import TorchDistribution
+from pyro.nn import PyroModule
+from torch import Tensor
+
+from .._checks import check_integers
+from ..distributions.observation import Streams, Tied
+from .closed_form import EmissionMStep, Maximum, Statistics, inside, under
+from .family import Emission, EmissionFamily
+
+
+def streams(*families: EmissionFamily) -> EmissionFamily:
+    """Emission family of several observations at once, independent given the state.
+
+    Observations are vectors of floating point, in which each family has its own components: see
+    :class:`pyrohmm.distributions.Streams`. Where all components of a stream are NaN, it is missing.
+
+    Sites: those of the families, as ``emission.parts.0.…``, ``emission.parts.1.…``.
+
+    Example:
+        >>> module = streams(categorical(4), normal(2))(3)
+        >>> module().event_shape
+        torch.Size([3])
+    """
+    if not families:
+        raise ValueError("families is empty; wanted at least one emission family.")
+    return partial(StreamsEmission, families=families)
+
+
+class StreamsEmission(Emission):
+    """Several observations at once: see :func:`streams`."""
+
+    def __init__(self, num_states: int, families: tuple[EmissionFamily, ...]) -> None:
+        super().__init__()
+        self.parts = PyroModule[torch.nn.ModuleList]([family(num_states) for family in families])
+        for part in self.parts:
+            if not isinstance(part, EmissionMStep):
+                raise TypeError(
+                    "families of streams must have a closed M-step; got "
+                    f"{type(part).__name__}. Write one PyroModule that returns a Streams."
+                )
+
+    def forward(self) -> TorchDistribution:
+        """The distribution of a vector, batched over states."""
+        return Streams([part() for part in self.parts])
+
+    def statistics(
+        self, values: Tensor, weights: Tensor, current: TorchDistribution | None
+    ) -> Statistics:
+        """Those of each part, under its name; a step at which it is missing does not count."""
+        with torch.no_grad():
+            joined = self.forward() if current is None else current
+        statistics: Statistics = {}
+        for i, (part, piece) in enumerate(zip(self.parts, joined.split(values))):
+            present, weight = ~piece.isnan().reshape(len(piece), -1).all(-1), weights
+            if not bool(present.all()):
+                piece, weight = piece[present], weights[:, present]
+            emission = None if current is None else joined.parts[i]
+            statistics |= under(f"parts.{i}.", part.statistics(piece, weight, emission))
+        return statistics
+
+    def m_step(self, statistics: Statistics) -> Maximum:
+        """Each part by itself."""
+        values: dict[str, Tensor] = {}
+        notes: list[str] = []
+        for i, part in enumerate(self.parts):
+            mode, remarks = part.m_step(inside(statistics, f"parts.{i}."))
+            values |= under(f"parts.{i}.", mode)
+            notes += remarks
+        return values, notes
+
+
+def tied(family: EmissionFamily, index: Tensor | list[int]) -> EmissionFamily:
+    """Emission family in which states share emissions: state k has number ``index[k]``.
+
+    Sites: those of ``family``, for as many states as there are distinct emissions.
+
+    Args:
+        family: Called with the number of distinct emissions.
+        index: ``(K,)`` integers from 0, all of them used.
+
+    Example:
+        >>> tied(categorical(4), [0, 0, 1])(3)().batch_shape
+        torch.Size([3])
+    """
+    numbers = torch.as_tensor(index)
+    check_integers("index", numbers)
+    if numbers.dim() != 1 or sorted(set(numbers.tolist())) != list(range(int(numbers.max()) + 1)):
+        raise ValueError(
+            f"index must be (K,) integers that use all numbers from 0; got {numbers.tolist()}."
+        )
+    return partial(TiedEmission, family=family, index=numbers)
+
+
+class TiedEmission(Emission):
+    """States that share emissions: see :func:`tied`."""
+
+    def __init__(self, num_states: int, family: EmissionFamily, index: Tensor) -> None:
+        super().__init__()
+        if len(index) != num_states:
+            raise ValueError(f"index must have one entry for each of K = {num_states} states; "
+                             f"got {len(index)}.")  # fmt: skip
+        self.register_buffer("index", index.long())
+        self.num_distinct = int(index.max()) + 1
+        self.part = family(self.num_distinct)
+        if not isinstance(self.part, EmissionMStep):
+            raise TypeError(f"family must have a closed M-step; got {type(self.part).__name__}.")
+
+    def forward(self) -> TorchDistribution:
+        """The distribution of an observation, batched over states."""
+        return Tied(self.part(), self.index)
+
+    def statistics(
+        self, values: Tensor, weights: Tensor, current: TorchDistribution | None
+    ) -> Statistics:
+        """Those of the distinct emissions."""
+        weights = weights.double()
+        member = torch.nn.functional.one_hot(self.index, self.num_distinct).to(weights)
+        base = None if current is None else current.base
+        return under("part.", self.part.statistics(values, weights @ member, base))
+
+    def m_step(self, statistics: Statistics) -> Maximum:
+        """Those of the distinct emissions."""
+        values, notes = self.part.m_step(inside(statistics, "part."))
+        return under("part.", values), notes

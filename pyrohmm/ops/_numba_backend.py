@@ -1,0 +1,196 @@
+"""The operations by loops that Numba compiles, on the CPU.
+
+Numba is imported when an operation is first called, and optional (extra ``compiled``).
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cached_property
+from importlib import import_module
+from types import ModuleType
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from . import block_scaled
+from ._torch_backend import TORCH
+from .block_plan import BlockChain, States
+from .chain import Chain
+from .numpy_clusters import Tables, Terms, Words
+from .operations import Backend
+
+
+class NumbaBackend(Backend):
+    """Compiled loops: see :class:`.operations.Backend`.
+
+    With many states and many sequences matrix products are faster, and torch's are used.
+    """
+
+    @cached_property
+    def _chain(self) -> ModuleType:
+        return import_module("._numba_chain", __package__)
+
+    @cached_property
+    def _paths(self) -> ModuleType:
+        return import_module("._numba_paths", __package__)
+
+    @cached_property
+    def _blocks(self) -> ModuleType:
+        return import_module("._numba_blocks", __package__)
+
+    @cached_property
+    def _clusters(self) -> ModuleType:
+        return import_module("._numba_clusters", __package__)
+
+    def load(self) -> None:
+        """Import Numba; raises ImportError if it is not installed."""
+        _ = self._chain
+
+    def take_rows(self, table: Tensor, rows: Tensor) -> Tensor:
+        low, high = (int(end) for end in torch.aminmax(rows)) if len(rows) else (0, 0)
+        if low < 0 or high >= len(table):
+            raise IndexError(f"rows must lie between 0 and {len(table) - 1}; got {low} to {high}.")
+        kernels, width = self._chain, table.size(1)
+        out = table.new_empty(len(rows), width)
+        kernels.run(kernels.take_rows, len(rows), width, table.contiguous(), rows, out)
+        return out
+
+    def add_rows(self, values: Tensor, rows: Tensor, out: Tensor) -> None:
+        kernels, work = self._chain, values.numel() // len(out)
+        kernels.run(kernels.add_rows, len(out), work, rows, values.contiguous(), out)
+
+    def forward(
+        self, initial: Tensor, transition: Tensor, likelihood: Tensor, lengths: Tensor,
+        limits: tuple[float, float, float], alpha: Tensor, total: Tensor, evidence: Tensor,
+        exact: Tensor,
+    ) -> Tensor:  # fmt: skip
+        if not _is_small(alpha):
+            return TORCH.forward(
+                initial, transition, likelihood, lengths, limits, alpha, total, evidence, exact
+            )
+        kernels, (least, tiny, slack) = self._chain, limits
+        steps, groups, size, num_states = alpha.shape
+        many = size >= kernels.LANES // 2
+        kernels.run(
+            kernels.forward_lanes if many else kernels.forward_rows, groups * size,
+            steps * num_states**2, initial.view(-1), transition, likelihood.view(-1),
+            lengths.view(-1), least, math.log(tiny), tiny, slack, alpha.view(-1), total.view(-1),
+            evidence.view(-1), exact.view(-1),
+        )  # fmt: skip
+        return likelihood
+
+    def backward(
+        self, transition: Tensor, seen: Tensor, lengths: Tensor, watched: bool,
+        factor: Tensor | None, alpha: Tensor, total: Tensor, exact: Tensor, gamma: Tensor,
+        message: Tensor,
+    ) -> None:  # fmt: skip
+        if not _is_small(alpha):
+            TORCH.backward(
+                transition, seen, lengths, watched, factor, alpha, total, exact, gamma, message
+            )
+            return
+        kernels = self._chain
+        steps, groups, size, num_states = alpha.shape
+        factor = alpha.new_ones(exact.shape) if factor is None else factor.contiguous()
+        many = size >= kernels.LANES // 2
+        kernels.run(
+            kernels.backward_lanes if many else kernels.backward_rows, groups * size,
+            steps * num_states**2, transition, seen.view(-1), lengths.view(-1), factor.view(-1),
+            math.log(torch.finfo(alpha.dtype).tiny), alpha.view(-1), total.view(-1),
+            exact.view(-1), gamma.view(-1), message.view(-1),
+        )  # fmt: skip
+
+    def log_space(
+        self, chain: Chain, with_posterior: bool
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        initial, transition, likelihood, lengths = chain
+        kernels, count, num_states = self._paths, lengths.numel(), likelihood.size(-1)
+        messages, gamma = torch.zeros_like(likelihood), torch.zeros_like(likelihood)
+        evidence = likelihood.new_zeros(lengths.shape)
+        counts = likelihood.new_zeros(len(transition), count, num_states, num_states)
+        kernels.run(
+            kernels.log_space, count, 10 * len(likelihood) * num_states**2, initial, transition,
+            transition.mT.contiguous(), likelihood, lengths, with_posterior, messages, evidence,
+            gamma, counts,
+        )  # fmt: skip
+        return evidence.flatten(), gamma, counts, messages
+
+    def viterbi(self, chain: Chain, best: Tensor) -> None:
+        if not _is_small(chain.likelihood):
+            TORCH.viterbi(chain, best)
+            return
+        kernels, (initial, transition, likelihood, lengths) = self._paths, chain
+        steps, groups, size, num_states = likelihood.shape
+        work, transition = steps * num_states**2, transition.contiguous()
+        delta = torch.empty_like(likelihood)
+        scored = size >= kernels.LANES // 2
+        if scored:
+            kernels.run(
+                kernels.score_lanes, groups * size, work, initial.view(-1), transition,
+                likelihood.view(-1), lengths.view(-1), delta.view(-1),
+            )  # fmt: skip
+        kernels.run(
+            kernels.viterbi, groups * size, steps * num_states if scored else work, initial,
+            transition, transition.mT.contiguous(), likelihood, lengths, scored, delta, best,
+        )  # fmt: skip
+
+    def sample_states(
+        self, messages: Tensor, transposed: Tensor, lengths: Tensor, uniform: Tensor, states: Tensor
+    ) -> None:
+        if not _is_small(messages):
+            TORCH.sample_states(messages, transposed, lengths, uniform, states)
+            return
+        kernels, work = self._paths, 10 * states.numel() * messages.size(-1) // lengths.numel()
+        kernels.run(
+            kernels.sample_states, lengths.numel(), work, messages, transposed, lengths, uniform,
+            states,
+        )  # fmt: skip
+
+    def block_evidence(self, chain: BlockChain) -> tuple[Tensor, Tensor]:
+        return block_scaled.log_evidence(self._blocks, chain)
+
+    def block_final_state(self, chain: BlockChain) -> Tensor:
+        found = block_scaled.final_state(self._blocks, chain)
+        return TORCH.block_final_state(chain) if found is None else found
+
+    def sums_of_blocks(self, scores: Tensor, states: States, out: Tensor) -> None:
+        kernels, low = self._blocks, math.log(block_scaled.LEAST[scores.dtype])
+        work = 10 * scores.size(1)
+        kernels.run(kernels.sums_of_blocks, len(scores), work, scores, states.starts, low, out)
+
+    def softmax_of_blocks(
+        self, scores: Tensor, states: States, sums: Tensor, weights: Tensor
+    ) -> None:
+        kernels, low = self._blocks, math.log(block_scaled.LEAST[scores.dtype])
+        kernels.run(
+            kernels.softmax_of_blocks, len(scores), 10 * scores.size(1), scores, states.starts,
+            low, sums, weights,
+        )  # fmt: skip
+
+    def enter_cluster(self, tables: Tables, terms: Terms, slot: int) -> None:
+        self._clusters.enter_cluster(*tables, terms.table, terms.steps, slot)
+
+    def merge_clusters(self, tables: Tables, terms: Terms, keep: int, gone: int) -> None:
+        self._clusters.merge_clusters(*tables, terms.table, terms.steps, keep, gone)
+
+    def best_merge(self, tables: Tables, terms: Terms) -> tuple[int, int]:
+        return self._clusters.best_merge(*tables[3:], terms.tie)
+
+    def sweep_clusters(
+        self, words: Words, labels: np.ndarray, counts: np.ndarray, marginals: np.ndarray,
+        sizes: np.ndarray, terms: Terms,
+    ) -> int:  # fmt: skip
+        return self._clusters.sweep_clusters(
+            labels, counts, marginals, sizes, words.starts, words.others, words.numbers,
+            terms.table, terms.steps, terms.tie,
+        )  # fmt: skip
+
+
+def _is_small(messages: Tensor) -> bool:
+    """Whether loops over messages ``(T, G, n, K)`` are faster than matrix products of torch."""
+    return messages.size(-1) <= 128 or messages.shape[1:-1].numel() <= 4
+
+
+NUMBA = NumbaBackend()

@@ -1,0 +1,155 @@
+"""Arithmetic of the compiled recursions along many sequences, or along the states of one.
+
+A tile holds entry k of sequence i at L k + i: arithmetic runs along its L = ``LANES`` sequences, so
+that few states are no waste. Where there are few sequences it runs along the states instead.
+K is rounded up to a multiple of four, with zeros.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ._numba_math import exp, kernel, u64
+
+LANES = 32  # sequences that go through a matrix together, if there are so many
+_0, _1, _2, _3, _4, _LANES = (u64(i) for i in (0, 1, 2, 3, 4, LANES))
+
+
+@kernel
+def pack(packed, transition, t, g, current, transposed):
+    """Write matrix t of group g, or its transpose, with zeros around it, unless it is there.
+
+    ``current`` is the number of the matrix that is there; returns that of the new one.
+    """
+    steps, groups, size, _ = transition.shape
+    wanted = g if steps == 1 else t * groups + g
+    if wanted == current:
+        return current
+    matrix = transition[0 if steps == 1 else t, g]
+    height = (size + 3) // 4 * 4
+    for j in range(size):
+        for k in range(size):
+            packed[j * height + k] = matrix[k, j] if transposed else matrix[j, k]
+    return wanted
+
+
+@kernel
+def clear(array, i, begin, end, count, size):
+    """Zero the steps from ``begin`` to ``end`` of sequence ``i``."""
+    for t in range(begin, end):
+        offset = u64(t * count + i) * size
+        for k in range(size):
+            array[offset + k] = 0
+
+
+@kernel
+def load(tile, lanes, array, offsets, active, size, other):
+    """Copy rows of ``array`` to the sequences of a tile; to those not active, ``other``."""
+    for i in range(lanes):
+        if active[i]:
+            offset = offsets[i]
+            for k in range(size):
+                tile[k * lanes + i] = array[offset + k]
+        else:
+            for k in range(size):
+                tile[k * lanes + i] = other
+
+
+@kernel
+def store(array, offsets, active, size, tile, lanes, factor):
+    """Copy the sequences of a tile, each times its factor, to rows of ``array``."""
+    for i in range(lanes):
+        if active[i]:
+            offset, strength = offsets[i], factor[i]
+            for k in range(size):
+                array[offset + k] = tile[k * lanes + i] * strength
+
+
+@kernel
+def weigh(seen, lanes, size, peak, low):
+    """Replace log-likelihoods by likelihoods over their ``peak``, whose logarithm is kept.
+
+    What is not zero becomes at least the smallest normal number, the exponential of ``low``.
+    """
+    for i in range(lanes):
+        peak[i] = seen[i]
+    for k in range(_1, size):
+        for i in range(lanes):
+            x = seen[k * lanes + i]
+            peak[i] = x if x > peak[i] else peak[i]
+    for i in range(lanes):
+        peak[i] = low - low if peak[i] == -np.inf else peak[i]
+    for k in range(size):
+        for i in range(lanes):
+            x = seen[k * lanes + i] - peak[i]
+            value = exp(low if x < low else x)
+            seen[k * lanes + i] = value * 0 if x == -np.inf else value
+
+
+@kernel
+def multiply(out, tile, packed, height):
+    """Write the product of a tile of ``LANES`` messages with a matrix."""
+    for i in range(height * _LANES):
+        out[i] = 0
+    for j in range(_0, height, _4):
+        q = j * _LANES
+        for k in range(_0, height, _4):
+            o = k * _LANES
+            m = j * height + k
+            a0, a1, a2, a3 = packed[m], packed[m + _1], packed[m + _2], packed[m + _3]
+            m += height
+            b0, b1, b2, b3 = packed[m], packed[m + _1], packed[m + _2], packed[m + _3]
+            m += height
+            c0, c1, c2, c3 = packed[m], packed[m + _1], packed[m + _2], packed[m + _3]
+            m += height
+            d0, d1, d2, d3 = packed[m], packed[m + _1], packed[m + _2], packed[m + _3]
+            for i in range(_LANES):
+                a, b = tile[q + i], tile[q + _LANES + i]
+                c, d = tile[q + _2 * _LANES + i], tile[q + _3 * _LANES + i]
+                out[o + i] += a * a0 + b * b0 + c * c0 + d * d0
+                out[o + _LANES + i] += a * a1 + b * b1 + c * c1 + d * d1
+                out[o + _2 * _LANES + i] += a * a2 + b * b2 + c * c2 + d * d2
+                out[o + _3 * _LANES + i] += a * a3 + b * b3 + c * c3 + d * d3
+
+
+@kernel
+def sum_products(norm, product, first, second, lanes, size):
+    """Write the product of two tiles, and its sum for each sequence."""
+    for i in range(lanes):
+        norm[i] = 0
+    for k in range(size):
+        for i in range(lanes):
+            value = first[k * lanes + i] * second[k * lanes + i]
+            product[k * lanes + i] = value
+            norm[i] += value
+
+
+@kernel
+def scale_lanes(tile, factor, lanes, size):
+    """Multiply each sequence of a tile by its factor."""
+    for k in range(size):
+        for i in range(lanes):
+            tile[k * lanes + i] *= factor[i]
+
+
+@kernel
+def reach(out, tile, packed, height):
+    """As :func:`multiply`, with sums for products and the largest for the sum."""
+    for i in range(height * _LANES):
+        out[i] = -np.inf
+    for j in range(height):
+        q = j * _LANES
+        for k in range(_0, height, _4):
+            o = k * _LANES
+            m = j * height + k
+            a0, a1, a2, a3 = packed[m], packed[m + _1], packed[m + _2], packed[m + _3]
+            for i in range(_LANES):
+                x = tile[q + i]
+                y, z = x + a0, out[o + i]
+                out[o + i] = y if y > z else z
+                y, z = x + a1, out[o + _LANES + i]
+                out[o + _LANES + i] = y if y > z else z
+                y, z = x + a2, out[o + _2 * _LANES + i]
+                out[o + _2 * _LANES + i] = y if y > z else z
+                y, z = x + a3, out[o + _3 * _LANES + i]
+                out[o + _3 * _LANES + i] = y if y > z else z

@@ -1,0 +1,125 @@
+"""What all compiled loops use: the compiler's options, threads, exponentials.
+
+A kernel works on the items ``first`` to ``last`` of its data, so that threads can share it, and
+releases Python's lock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from llvmlite import ir
+from numba import njit, types
+from numba.extending import intrinsic, overload
+from torch import Tensor
+
+kernel = njit(cache=True, nogil=True, error_model="numpy", fastmath={"contract", "reassoc", "nsz"})
+# for rounding that is meant; if it were not said, it would be as the caller has it
+exactly = njit(cache=True, nogil=True, error_model="numpy", fastmath=False)
+u64 = np.uint64  # offsets without a sign need no test for a negative one, so that loops vectorise
+_single = np.float32
+
+
+@cache
+def _pool(num_threads: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(num_threads, thread_name_prefix="pyrohmm")
+
+
+def run(loop: Callable[..., None], count: int, work: int, *arguments: Any) -> None:
+    """Run ``loop(first, last, *arguments)`` over ``count`` sequences on torch's threads.
+
+    Args:
+        loop: A compiled kernel.
+        count: Number of sequences.
+        work: Multiplications per sequence; little work is not worth a second thread.
+        *arguments: Tensors on the CPU, passed as arrays that share their memory, or scalars.
+    """
+    if count == 0:
+        return
+    passed = [item.numpy() if isinstance(item, Tensor) else item for item in arguments]
+    threads = min(torch.get_num_threads(), count, 1 + count * work // 100_000)
+    bounds = [count * part // threads for part in range(threads + 1)]
+    tasks = [
+        _pool(threads - 1).submit(loop, bounds[part], bounds[part + 1], *passed)
+        for part in range(1, threads)
+    ]
+    loop(bounds[0], bounds[1], *passed)
+    for task in tasks:
+        task.result()
+
+
+# The exponential, as Numba would call it one number at a time ------------------------------------
+
+
+@intrinsic
+def _from_bits(_, bits):
+    real, kind = types.float64, ir.DoubleType()
+    if bits == types.int32:
+        real, kind = types.float32, ir.FloatType()
+    return real(bits), lambda _, builder, __, arguments: builder.bitcast(arguments[0], kind)
+
+
+def exp(x):  # of x from the log of the smallest normal number to 0
+    raise NotImplementedError
+
+
+@exactly
+def _exp_single(x):  # 2^n exp(r) with |r| <= log(2) / 2, where seven terms of the series are enough
+    n = np.floor(x * _single(1.4426950408889634) + _single(0.5))
+    r = (x - n * _single(0.693359375)) + n * _single(2.12194440054690583e-4)
+    p = _single(1 / 5040)
+    p = p * r + _single(1 / 720)
+    p = p * r + _single(1 / 120)
+    p = p * r + _single(1 / 24)
+    p = p * r + _single(1 / 6)
+    p = p * r + _single(0.5)
+    p = p * r + _single(1)
+    p = p * r + _single(1)
+    return p * _from_bits(np.int32((np.int32(n) + 127) << 23))
+
+
+@exactly
+def _exp_double(x):
+    n = np.floor(x * 1.4426950408889634 + 0.5)
+    r = (x - n * 0.693145751953125) - n * 1.4286068203094172e-6
+    p = 1 / 6227020800
+    p = p * r + 1 / 479001600
+    p = p * r + 1 / 39916800
+    p = p * r + 1 / 3628800
+    p = p * r + 1 / 362880
+    p = p * r + 1 / 40320
+    p = p * r + 1 / 5040
+    p = p * r + 1 / 720
+    p = p * r + 1 / 120
+    p = p * r + 1 / 24
+    p = p * r + 1 / 6
+    p = p * r + 0.5
+    p = p * r + 1.0
+    p = p * r + 1.0
+    return p * _from_bits(np.int64((np.int64(n) + 1023) << 52))
+
+
+@overload(exp)
+def _overload_exp(x):
+    implementation = _exp_single if x == types.float32 else _exp_double
+    return lambda x: implementation(x)
+
+
+@exactly
+def logsumexp(scores):
+    """Log of the sum of exponentials of an array."""
+    peak = scores[0]
+    for k in range(1, scores.shape[0]):
+        if not scores[k] <= peak:  # NaN wins
+            peak = scores[k]
+    if not (peak > -np.inf and peak < np.inf):
+        return peak
+    total = 0.0
+    for k in range(scores.shape[0]):
+        total += np.exp(scores[k] - peak)
+    return peak + np.log(total)

@@ -1,0 +1,182 @@
+"""Compiled recursions of dense chains in logarithms: log space, Viterbi, sampling of paths."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ._numba_lanes import LANES, load, pack, reach, store
+from ._numba_math import kernel, logsumexp, u64
+from ._numba_math import run as run
+
+
+@kernel
+def log_space(
+    first, last, initial, transition, transposed, likelihood, lengths, with_posterior,
+    messages, evidence, gamma, counts,
+):  # fmt: skip
+    """Forward-backward in log space: evidence, marginals and expected transition counts."""
+    num_states = likelihood.shape[3]
+    size = likelihood.shape[2]
+    steps = transition.shape[0]
+    scores = np.empty(num_states)
+    beta = np.empty(num_states)
+    later = np.empty(num_states)
+    for i in range(first, last):
+        g = i // size
+        b = i % size
+        end = lengths[g, b] - 1
+        for k in range(num_states):
+            messages[0, g, b, k] = initial[g, b, k] + likelihood[0, g, b, k]
+        for t in range(1, end + 1):
+            matrix = transposed[0 if steps == 1 else t - 1, g]
+            for k in range(num_states):
+                for j in range(num_states):
+                    scores[j] = messages[t - 1, g, b, j] + matrix[k, j]
+                messages[t, g, b, k] = logsumexp(scores) + likelihood[t, g, b, k]
+        whole = logsumexp(messages[end, g, b])
+        evidence[g, b] = whole
+        if not with_posterior or not (whole > -np.inf and whole < np.inf):
+            if not whole < np.inf:  # NaN or inf: there is no posterior
+                gamma[:, g, b] = np.nan
+                counts[:, i] = np.nan
+            continue
+        beta[:] = 0.0
+        for t in range(end, -1, -1):
+            if t < end:
+                matrix = transition[0 if steps == 1 else t, g]
+                for k in range(num_states):
+                    later[k] = likelihood[t + 1, g, b, k] + beta[k]
+                for j in range(num_states):
+                    for k in range(num_states):
+                        scores[k] = matrix[j, k] + later[k]
+                        flow = messages[t, g, b, j] + scores[k] - whole
+                        if flow > -745.0:
+                            counts[0 if steps == 1 else t, i, j, k] += np.exp(flow)
+                    beta[j] = logsumexp(scores)
+            for k in range(num_states):
+                gamma[t, g, b, k] = np.exp(messages[t, g, b, k] + beta[k] - whole)
+
+
+@kernel
+def score_lanes(first, last, initial, transition, likelihood, lengths, delta):
+    """Score of the best path to each state and step, up to a constant, of many sequences."""
+    num_states = transition.shape[2]
+    count, groups = lengths.shape[0], transition.shape[1]
+    per = count // groups
+    size, height, lanes = u64(num_states), u64((num_states + 3) // 4 * 4), u64(LANES)
+    packed = np.full(height * height, -np.inf, delta.dtype)
+    score = np.full(height * lanes, -np.inf, delta.dtype)
+    reached = np.full(height * lanes, -np.inf, delta.dtype)
+    seen = np.zeros(height * lanes, delta.dtype)
+    peak, ones = np.zeros(LANES, delta.dtype), np.ones(LANES, delta.dtype)
+    zero = delta.dtype.type(0)
+    offsets, active = np.zeros(LANES, np.uint64), np.zeros(LANES, np.bool_)
+    current = -1
+    start = first
+    while start < last:
+        g = start // per
+        width = min(LANES, last - start, (g + 1) * per - start)
+        for t in range(lengths[start : start + width].max()):
+            for i in range(LANES):
+                active[i] = i < width and t < lengths[start + i]
+                offsets[i] = u64(t * count + start + i) * size
+            if t == 0:
+                load(reached, lanes, initial, offsets, active, size, zero)
+            else:
+                current = pack(packed, transition, t - 1, g, current, False)
+                reach(reached, score, packed, height)
+            load(seen, lanes, likelihood, offsets, active, size, zero)
+            for i in range(lanes):
+                peak[i] = -np.inf
+            for k in range(size):
+                for i in range(lanes):
+                    x = reached[k * lanes + i] + seen[k * lanes + i]
+                    score[k * lanes + i] = x
+                    peak[i] = x if x > peak[i] else peak[i]
+            for i in range(lanes):
+                peak[i] = peak[i] if peak[i] > -np.inf else zero
+            for k in range(size):
+                for i in range(lanes):
+                    score[k * lanes + i] -= peak[i]
+            store(delta, offsets, active, size, score, lanes, ones)
+        start += width
+
+
+@kernel
+def viterbi(first, last, initial, transition, transposed, likelihood, lengths, scored, delta, best):
+    """Most probable path; where ``scored``, ``delta`` holds the scores already."""
+    num_states = likelihood.shape[3]
+    size = likelihood.shape[2]
+    steps = transition.shape[0]
+    for i in range(first, last):
+        g = i // size
+        b = i % size
+        end = lengths[g, b] - 1
+        for t in range(0 if scored else end + 1):
+            row = delta[t, g, b]
+            if t == 0:
+                row[:] = initial[g, b]
+            else:
+                matrix = transition[0 if steps == 1 else t - 1, g]
+                row[:] = -np.inf
+                for j in range(num_states):
+                    score = delta[t - 1, g, b, j]
+                    origin = matrix[j]
+                    for k in range(num_states):
+                        reached = score + origin[k]
+                        row[k] = reached if reached > row[k] else row[k]
+            for k in range(num_states):
+                row[k] += likelihood[t, g, b, k]
+            peak = row[0]
+            for k in range(1, num_states):
+                peak = row[k] if row[k] > peak else peak
+            if peak > -np.inf:
+                for k in range(num_states):
+                    row[k] -= peak
+        state = 0
+        for t in range(end, -1, -1):
+            row = delta[t, g, b]
+            after = transposed[0 if steps == 1 else t, g, state] if t < end else row
+            top = row[0] + after[0] if t < end else row[0]
+            choice = 0
+            for k in range(1, num_states):
+                score = row[k] + after[k] if t < end else row[k]
+                if score > top:
+                    top = score
+                    choice = k
+            state = choice
+            best[t, g, b] = state
+
+
+@kernel
+def sample_states(first, last, messages, transposed, lengths, uniform, states):
+    """Sample paths backwards from log filtered ``messages``."""
+    num_states = messages.shape[3]
+    size = messages.shape[2]
+    steps = transposed.shape[0]
+    mass = np.empty(num_states, messages.dtype)
+    for i in range(first, last):
+        g = i // size
+        b = i % size
+        end = lengths[g, b] - 1
+        for s in range(states.shape[0]):
+            state = 0
+            for t in range(end, -1, -1):
+                row = messages[t, g, b]
+                after = transposed[0 if steps == 1 else t, g, state] if t < end else row
+                for k in range(num_states):
+                    mass[k] = row[k] + after[k] if t < end else row[k]
+                peak = mass[0]
+                for k in range(1, num_states):
+                    peak = mass[k] if mass[k] > peak else peak
+                if not peak > -np.inf:  # an impossible sequence has no posterior: any path will do
+                    mass[:] = 0.0
+                    peak = mass[0]
+                total = uniform[s, t, g, b] * 0.0
+                for k in range(num_states):
+                    total += np.exp(mass[k] - peak)
+                    mass[k] = total
+                state = 0
+                while state < num_states - 1 and not mass[state] > uniform[s, t, g, b] * total:
+                    state += 1
+                states[s, t, g, b] = state

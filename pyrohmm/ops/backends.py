@@ -1,0 +1,67 @@
+"""Which backend computes: Numba's compiled loops on the CPU where it is installed, else torch.
+
+Example:
+    >>> with use(TORCH):  # this thread, whatever is installed
+    ...     backend_for(torch.device("cpu")) is TORCH
+    True
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import cache
+
+import torch
+
+from ._numba_backend import NUMBA as NUMBA
+from ._torch_backend import TORCH as TORCH
+from .operations import Backend as Backend
+
+_chosen: ContextVar[Backend | None] = ContextVar("pyrohmm_backend", default=None)
+CPU = torch.device("cpu")
+
+
+def backend_for(device: torch.device) -> Backend:
+    """The backend for tensors on ``device``."""
+    chosen = _chosen.get()
+    if chosen is None:
+        return NUMBA if device.type == "cpu" and has_numba() else TORCH
+    if chosen is NUMBA and device.type != "cpu":
+        raise ValueError(
+            f"NUMBA computes on the CPU only; got tensors on {device}. Use TORCH for them."
+        )
+    return chosen
+
+
+@contextmanager
+def use(backend: Backend) -> Iterator[None]:
+    """Compute by ``backend`` within a ``with`` statement, in this thread.
+
+    Args:
+        backend: ``TORCH``, ``NUMBA`` or another :class:`Backend`.
+
+    Raises:
+        TypeError: If it is no backend.
+        ImportError: If it is ``NUMBA``, and Numba is not installed.
+    """
+    if not isinstance(backend, Backend):
+        raise TypeError(f"backend must be a Backend, such as TORCH; got {backend!r}.")
+    if backend is NUMBA and not has_numba():
+        raise ImportError("NUMBA needs Numba. Install it with pip install 'pyrohmm[compiled]'.")
+    token = _chosen.set(backend)
+    try:
+        yield
+    finally:
+        _chosen.reset(token)
+
+
+@cache
+def has_numba() -> bool:
+    """Whether Numba can be imported; the first call imports it."""
+    try:
+        NUMBA.load()
+    except ImportError:
+        return False
+    return True

@@ -1,0 +1,133 @@
+"""Chains in blocks of states, in logarithms, by torch: for any device, and always exact."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from .block_plan import BlockChain, Scores
+from .log_space import finite_or_zero, logsumexp
+
+
+class BlockLogs:
+    """Messages of a chain in blocks, as logarithms."""
+
+    def __init__(self, chain: BlockChain) -> None:
+        self.plan, self.first, self.seen = chain.plan, chain.log_first, chain.log_seen
+        self.sizes, self.device = chain.states.sizes, chain.log_seen.device
+        leave, enter, log_block_probs = chain.leave, chain.enter, chain.log_block_probs
+        scores = Scores(chain)
+        self.base, self.stride = chain.plan.base, chain.plan.stride
+        if enter is None:
+            self.base, self.stride, self.log_probs = scores.base, scores.stride, scores()
+            return
+        assert log_block_probs is not None
+        parts = [self.seen.new_zeros(0)]
+        for rows, targets, _ in scores.sources():
+            logits = leave[rows] @ scores.entered(targets).mT
+            widths = self.sizes[targets].tolist()
+            weights = log_block_probs[rows][:, targets.to(self.device)].unsqueeze(-1)
+            if len(set(widths)) == 1:
+                cells = logits.unflatten(-1, (len(widths), -1)).log_softmax(-1)
+                parts.append((cells + weights).flatten())
+            else:
+                cells = zip(logits.split(widths, -1), weights.unbind(1))
+                cells = torch.cat([cell.log_softmax(-1) + weight for cell, weight in cells], -1)
+                parts.append(cells.flatten())
+        self.log_probs = torch.cat(parts)
+
+    def matrices(self, tokens: Tensor) -> Tensor:
+        """Log transition probabilities to ``tokens`` ``(m,)`` from those before, ``(m, w, w)``."""
+        plan, width = self.plan, self.seen.size(-1)
+        pair, places = plan.pair[tokens], torch.arange(width)
+        height = self.sizes[plan.source[pair]].unsqueeze(-1)
+        breadth = self.sizes[plan.target[pair]].unsqueeze(-1)
+        exists = (places < height).unsqueeze(-1) & (places < breadth).unsqueeze(-2)
+        rows = self.base[pair].unsqueeze(-1) + places * self.stride[pair].unsqueeze(-1)
+        cells = (rows.unsqueeze(-1) + places).masked_fill(~exists, 0)
+        return self.log_probs[cells.to(self.device)].masked_fill(
+            ~exists.to(self.device), -torch.inf
+        )
+
+    def steps(self) -> list[slice]:
+        """The tokens of each step."""
+        ends = [*self.plan.begins.tolist(), len(self.plan.where)]
+        return [slice(begin, end) for begin, end in pairwise(ends)]
+
+    def messages(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Log p(x_{1:t}, z_t) less the largest, of the tokens of each step, ``(n_t, w)``.
+
+        And what was subtracted, ``(n_t,)`` float64: logarithms of thousands of steps have no digits
+        left for the probability of a state.
+        """
+        messages: list[Tensor] = []
+        subtracted: list[Tensor] = []
+        for step in self.steps():
+            seen = self.seen[step]
+            if not messages:
+                message, before = self.first + seen, seen.new_zeros(len(seen), dtype=torch.float64)
+            else:
+                log_probs = self.matrices(torch.arange(step.start, step.stop))
+                alpha, before = messages[-1][: len(seen)], subtracted[-1][: len(seen)]
+                message = logsumexp(alpha.unsqueeze(-1) + log_probs, -2) + seen
+            peak = finite_or_zero(message.detach().amax(-1))
+            messages.append(message - peak.unsqueeze(-1))
+            subtracted.append(before + peak.double())
+        return messages, subtracted
+
+    def ends(self, steps: list[Tensor]) -> Tensor:
+        """Of the results of each step, those of the sequences that end there, ``(N, ...)``."""
+        pairs = zip(steps, [*steps[1:], steps[0][:0]])
+        return torch.cat([now[len(then) :] for now, then in pairs][::-1])
+
+    def log_evidence(self) -> Tensor:
+        """Log evidence ``(N,)`` in the order of the plan."""
+        messages, subtracted = self.messages()
+        value = logsumexp(self.ends(messages), -1)
+        return (value.double() + self.ends(subtracted)).to(value.dtype)
+
+    def final_state(self) -> Tensor:
+        """Log p(z_T | x_{1:T}) in the last block, ``(N, w)``; -inf where that is impossible."""
+        logs = self.ends(self.messages()[0])
+        total = logs.logsumexp(-1, keepdim=True)
+        return torch.where(total.isneginf(), -torch.inf, logs - total)
+
+    def viterbi(self) -> Tensor:
+        """The place in its block of each token's state on the most probable path, ``(M,)``."""
+        scores, origins = [self.first + self.seen[self.steps()[0]]], []
+        for step in self.steps()[1:]:
+            log_probs = self.matrices(torch.arange(step.start, step.stop))
+            best = (scores[-1][: len(log_probs)].unsqueeze(-1) + log_probs).max(-2)
+            origins.append(best.indices)
+            score = best.values + self.seen[step]
+            scores.append(score - finite_or_zero(score.amax(-1, keepdim=True)))
+        path: list[Tensor] = []
+        for t in range(len(scores) - 1, -1, -1):
+            place = scores[t].argmax(-1)
+            if path:
+                after = origins[t].gather(-1, path[-1].unsqueeze(-1)).squeeze(-1)
+                place = torch.cat([after, place[len(after) :]])
+            path.append(place)
+        return torch.cat(path[::-1])
+
+    def sample(self, count: int) -> Tensor:
+        """Sample paths from the posterior: places in the blocks, ``(count, M)``."""
+        (messages, _), steps = self.messages(), self.steps()
+        paths: list[Tensor] = []
+        for t in range(len(steps) - 1, -1, -1):
+            score = messages[t].expand(count, *messages[t].shape)
+            if paths:
+                after = paths[-1]  # (count, n)
+                log_probs = self.matrices(torch.arange(steps[t + 1].start, steps[t + 1].stop))
+                index = after.mT.unsqueeze(-2).expand(-1, log_probs.size(-2), -1)
+                onward = log_probs.gather(-1, index).permute(2, 0, 1)  # (count, n, w)
+                ending = torch.zeros_like(score[:, after.size(1) :])
+                score = score + torch.cat([onward, ending], 1)
+            mass = (score - finite_or_zero(score.amax(-1, keepdim=True))).exp().cumsum(-1)
+            uniform = torch.rand(mass.shape[:-1], dtype=mass.dtype, device=mass.device)
+            places = (mass <= uniform.unsqueeze(-1) * mass[..., -1:]).sum(-1)
+            last = self.sizes[self.plan.block[steps[t]]].to(places.device) - 1
+            paths.append(places.minimum(last))  # also where no path is possible
+        return torch.cat(paths[::-1], -1)

@@ -1,0 +1,51 @@
+"""Ancestral sampling: columns of tables of probabilities, and paths of Markov chains."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+
+class CategoricalTable:
+    """Categorical distributions sampled by inverting their cumulative sums, all in one search.
+
+    Args:
+        logits: ``(*b, M, V)``, log-probabilities: M rows, and a batch of such tables.
+    """
+
+    def __init__(self, logits: Tensor) -> None:
+        sums = logits.double().exp().cumsum(-1)
+        sums = sums / sums[..., -1:]
+        self.batch, self.width = logits.shape[:-2], logits.size(-1)
+        self.num_rows = logits.size(-2)
+        count = torch.arange(sums[..., 0].numel(), device=logits.device)
+        self.sums = (sums.reshape(-1, self.width) + count.unsqueeze(-1)).flatten()
+
+    def sample(self, rows: Tensor) -> Tensor:
+        """A column for each of ``rows`` ``(*S, *b)``, integers below M; of the same shape."""
+        rows = rows.to(self.sums.device)
+        if self.batch:
+            tables = torch.arange(self.batch.numel(), device=rows.device).reshape(self.batch)
+            rows = rows + tables * self.num_rows
+        uniform = torch.rand(rows.shape, dtype=torch.float64, device=rows.device) * (1 - 1e-9)
+        place = torch.searchsorted(self.sums, (rows + uniform).contiguous(), right=True)
+        return (place - rows * self.width).clamp_(max=self.width - 1)
+
+
+def sample_path(
+    first: Tensor, num_steps: int, sample_next: Callable[[int, Tensor], Tensor]
+) -> Tensor:
+    r"""Sample :math:`z_{1:T}` from a Markov chain, ``(*S, T)`` integers.
+
+    Args:
+        first: ``(*S)``, samples of :math:`z_1`.
+        num_steps: T.
+        sample_next: Given t and samples ``(*S)`` of :math:`z_t`, samples :math:`z_{t+1}`; the
+            first step has t = 0.
+    """
+    states = [first]
+    for t in range(num_steps - 1):
+        states.append(sample_next(t, states[-1]))
+    return torch.stack(states, -1)

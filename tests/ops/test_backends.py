@@ -1,0 +1,207 @@
+"""Both backends agree in every operation, and one is chosen as long and as far as was asked."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import torch
+
+from pyrohmm.ops import block_recursions, brown_merges, message_passing
+from pyrohmm.ops.backends import CPU, NUMBA, TORCH, Backend, backend_for, has_numba, use
+from pyrohmm.ops.block_plan import States, bounds
+from pyrohmm.ops.chain import group
+from pyrohmm.ops.masks import exists
+from pyrohmm.ops.numpy_clusters import Terms, Words
+
+compiled = pytest.mark.skipif(not has_numba(), reason="Numba is not installed")
+
+
+# Choosing
+
+
+def test_a_choice_is_undone_on_exit_and_by_an_error():
+    default = backend_for(CPU)
+    with use(TORCH):
+        assert backend_for(CPU) is TORCH
+        with pytest.raises(RuntimeError), use(TORCH):
+            raise RuntimeError
+        assert backend_for(CPU) is TORCH
+    assert backend_for(CPU) is default
+
+
+@compiled
+def test_choices_nest():
+    with use(TORCH):
+        with use(NUMBA):
+            assert backend_for(CPU) is NUMBA
+        assert backend_for(CPU) is TORCH
+    assert backend_for(CPU) is NUMBA
+
+
+def test_other_threads_keep_their_choice():
+    default = backend_for(CPU)
+    with ThreadPoolExecutor(1) as pool, use(TORCH):
+        assert pool.submit(backend_for, CPU).result() is default
+
+
+@compiled
+def test_other_devices_compute_by_torch_and_not_by_numba():
+    assert backend_for(torch.device("cuda", 0)) is TORCH
+    with use(NUMBA), pytest.raises(ValueError, match="CPU only; got tensors on cuda:0"):
+        backend_for(torch.device("cuda", 0))
+
+
+def test_numba_is_refused_by_name_where_it_is_missing(monkeypatch):
+    def missing():
+        raise ImportError("No module named 'numba'")
+
+    monkeypatch.setattr(NUMBA, "load", missing)
+    has_numba.cache_clear()
+    try:
+        assert backend_for(CPU) is TORCH
+        with pytest.raises(ImportError, match=r"pip install 'pyrohmm\[compiled\]'"), use(NUMBA):
+            pass
+    finally:
+        has_numba.cache_clear()
+
+
+def test_what_is_no_backend_is_refused():
+    with pytest.raises(TypeError, match="backend must be a Backend"), use("torch"):
+        pass
+
+
+def test_the_backward_pass_is_by_the_backend_of_the_forward_pass():
+    chain = random_chain(3, True)
+    with use(TORCH):
+        scaled = message_passing.forward(chain, torch.float64)
+    gamma = message_passing.backward(chain, scaled)[0]
+    torch.testing.assert_close(gamma.sum(-1)[0], torch.ones_like(gamma[0, ..., 0]))
+
+
+# Agreement
+
+
+def random_chain(count, ragged, num_states=5, steps=6, hard_zero=False):
+    logits = torch.randn(num_states, num_states)
+    if hard_zero:
+        logits[0, 1:] = -torch.inf
+    lengths = torch.randint(1, steps + 1, (count,)) if ragged else torch.full((count,), steps)
+    return group(
+        torch.randn(num_states).log_softmax(-1),
+        logits.log_softmax(-1).unsqueeze(0),
+        torch.randn(count, steps, num_states),
+        lengths,
+    )[0]
+
+
+def rows(backend):
+    table, places = torch.randn(7, 3), torch.tensor([6, 0, 0, 3])
+    out = torch.ones(7, 3)
+    backend.add_rows(table[:4], places, out)
+    return backend.take_rows(table, places), out
+
+
+def passes(backend, count, ragged, hard_zero):
+    chain, factor = random_chain(count, ragged, hard_zero=hard_zero), torch.rand(1, count)
+    with use(backend):
+        scaled = message_passing.forward(chain, torch.float64)
+    later = message_passing.backward(chain, scaled, factor)
+    return scaled.evidence, scaled.alpha, scaled.total, scaled.exact, later[0], later[1][1:]
+
+
+def log_space(backend):
+    chain = random_chain(3, True)
+    *answers, messages = backend.log_space(chain, True)
+    padded = ~exists(chain.lengths, len(messages)).movedim(-1, 0).unsqueeze(-1)
+    return *answers, messages.masked_fill(padded, 0.0)  # there they are undefined
+
+
+def decoding(backend, count):
+    chain = random_chain(count, True)
+    best = torch.zeros(chain.likelihood.shape[:3], dtype=torch.long)
+    backend.viterbi(chain, best)
+    messages = chain.likelihood.log_softmax(-1)
+    uniform = torch.rand(4, *best.shape)
+    states = torch.zeros(uniform.shape, dtype=torch.long)
+    transposed = chain.transition.mT.contiguous()
+    backend.sample_states(messages, transposed, chain.lengths, uniform, states)
+    return best, states
+
+
+def blocks(backend):
+    sizes = torch.tensor([2, 1, 3])
+    states = States(bounds(sizes), torch.arange(6), sizes, 3)
+    steps = torch.randint(3, (4, 5))
+    beyond = torch.arange(3) >= sizes[steps].unsqueeze(-1)
+    seen = torch.randn(4, 5, 3).masked_fill(beyond, -torch.inf)
+    first = torch.randn(4, 3).masked_fill(beyond[:, 0], -torch.inf)
+    vectors = [torch.randn(6, dim).requires_grad_() for dim in (4, 4, 3)]
+    chain = block_recursions.plan_chain(
+        steps, torch.tensor([5, 2, 1, 5]), states, *vectors, first, seen
+    )
+    evidence, exact = backend.block_evidence(chain)
+    gradients = torch.autograd.grad((evidence * torch.rand(4)).sum(), vectors)
+    with torch.no_grad():
+        final = backend.block_final_state(chain).exp()
+    scores, sums = torch.randn(4, 6), torch.empty(4, 3)
+    backend.sums_of_blocks(scores, states, sums)
+    backend.softmax_of_blocks(scores, states, sums, torch.rand(4, 3))
+    return evidence, exact, *gradients, final, sums, scores
+
+
+def clusters(backend):
+    counts = np.random.default_rng(0).integers(0, 9, (12, 12))
+    first, second = counts.nonzero()
+    words, terms = Words(first, second, counts[first, second], 12), Terms(int(counts.sum()))
+    with use(backend):
+        labels = brown_merges.merge_words(words, 4, terms, True)
+        before = labels.copy()
+        brown_merges.exchange(words, labels, 4, 3, terms, True)
+        window = brown_merges.Window(2, terms)
+        table = words.table(labels % 2, 2)
+        window.enter(0, np.stack([table[0], table[:, 0]]) * np.array([1, 0]), 0)
+        window.enter(1, np.stack([table[1], table[:, 1]]), 1)
+    shared = np.triu(window.tables.shared, 1)  # with itself a cluster shares nothing that is used
+    arrays = before, labels, window.tables.loss, shared, np.array(window.best())
+    return tuple(torch.from_numpy(array) for array in arrays)
+
+
+OPERATIONS = {
+    "rows": rows,
+    "passes of 1": lambda backend: passes(backend, 1, False, False),
+    "passes of 3 with zeros": lambda backend: passes(backend, 3, True, True),
+    "passes of 40": lambda backend: passes(backend, 40, True, False),
+    "passes of 40 with zeros": lambda backend: passes(backend, 40, True, True),
+    "log space": log_space,
+    "decoding of 2": lambda backend: decoding(backend, 2),
+    "decoding of 40": lambda backend: decoding(backend, 40),
+    "blocks": blocks,
+    "clusters": clusters,
+}
+
+
+@compiled
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_both_backends_agree(name):
+    answers = []
+    for backend in (TORCH, NUMBA):
+        torch.manual_seed(0)
+        answers.append(OPERATIONS[name](backend))
+    for one, other in zip(*answers, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)
+
+
+def test_every_operation_is_compared():
+    """Each is called by one of the comparisons, on both backends."""
+    called = set()
+
+    class Recorder:
+        def __getattr__(self, name):
+            if name in Backend.__abstractmethods__:
+                called.add(name)
+            return getattr(TORCH, name)
+
+    Backend.register(Recorder)
+    for operation in OPERATIONS.values():
+        operation(Recorder())
+    assert called == Backend.__abstractmethods__
