@@ -100,7 +100,12 @@ def resolve(app: Sphinx, env: Any, node: Any, content: nodes.Element) -> nodes.E
     return make_refnode(app.builder, node["refdoc"], entry.docname, entry.node_id, content)
 
 
-STYLE = Config(napoleon_use_ivar=True)  # attributes are described once, in the list of the class
+STYLE = Config(
+    napoleon_use_ivar=True,  # attributes are described once, in the list of the class
+    napoleon_custom_sections=[
+        ("Other Arguments", "params_style"), ("Other Args", "params_style")
+    ],
+)  # fmt: skip
 
 
 def to_rest(app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
