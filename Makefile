@@ -1,9 +1,10 @@
 # `make demo`: set up .venv and run the first tutorial. `make test`: the whole suite.
 PYTHON ?= python3
 BIN := .venv/bin
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+CONSTRAINTS ?= constraints.txt
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS)
 
-.PHONY: demo test fuzz check smoke notebooks clean
+.PHONY: demo test fuzz check smoke notebooks docs wheel oldest clean
 
 demo: .venv/demo
 	$(BIN)/python tutorials/01_letters.py
@@ -27,6 +28,28 @@ smoke: .venv/test
 		&& rmdir $$folder || exit 1; done
 	for script in figures/*.py; do echo $$script; MPLBACKEND=agg $(BIN)/python $$script --quick > /dev/null || exit 1; done
 
+# this site, warnings being errors; nothing is run and nothing is fetched
+docs: .venv/docs
+	$(BIN)/sphinx-build -W --keep-going -q -b html docs docs/_build/html
+	@echo "docs/_build/html/index.html"
+
+# the wheel and the source distribution; the wheel is imported from where it was installed
+wheel: .venv/test
+	rm -rf dist build/wheel
+	$(BIN)/python -m build --outdir dist .
+	$(BIN)/python -m pip install --quiet --no-deps --target build/wheel dist/*.whl
+	cd build && PYTHONPATH=wheel ../$(BIN)/python -c \
+		"import pyrohmm; assert '/build/wheel/' in pyrohmm.__file__; print(pyrohmm.__version__)"
+
+# the suite, or TESTS, with the lower bounds of pyproject.toml; for Python 3.11 or 3.12. What they
+# import themselves is newer, and they are warned of it
+oldest:
+	$(PYTHON) -m venv .venv-oldest
+	$(PYTHON) .ci/oldest.py > .venv-oldest/constraints.txt
+	.venv-oldest/bin/python -m pip install --quiet --disable-pip-version-check \
+		-c .venv-oldest/constraints.txt -e '.[test]'
+	.venv-oldest/bin/python -m pytest -n auto -W ignore::DeprecationWarning $(TESTS)
+
 # the tutorials with their outputs
 notebooks: .venv/test
 	for script in tutorials/*.py; do \
@@ -46,5 +69,9 @@ notebooks: .venv/test
 	$(PIP) -e '.[test]'
 	touch $@ .venv/demo
 
+.venv/docs: .venv/python pyproject.toml constraints.txt
+	$(PIP) -e '.[docs]'
+	touch $@
+
 clean:
-	rm -rf .venv build dist *.egg-info
+	rm -rf .venv .venv-oldest build dist docs/_build docs/generated *.egg-info

@@ -1,10 +1,11 @@
-"""What the README shows runs, and its figures are those of the result files."""
+"""What the README shows runs, and its numbers are those of the result files."""
 
 import json
 import re
 from pathlib import Path
 
 import pytest
+import results
 import torch
 
 ROOT = Path(__file__).parents[1]
@@ -24,6 +25,10 @@ def test_the_example_runs():
 def test_every_file_it_names_exists():
     for name in re.findall(r"\]\(([^)#]+)\)", README):
         assert name.startswith("http") or (ROOT / name).exists(), name
+
+
+def test_it_is_short():
+    assert len(README.splitlines()) <= 150
 
 
 def test_the_table_of_speed_is_that_of_the_result_file():
@@ -49,20 +54,6 @@ def test_the_table_of_speed_is_that_of_the_result_file():
                 assert cell == f"{found[0]['times_slower_than_pyrohmm'][0]:.1f}×"
 
 
-def test_the_table_of_em_is_that_of_the_result_file():
-    rows = json.loads((ROOT / "figures" / "throughput.json").read_text())["rows"]
-    table = re.search(r"(\| N, T, K, V of EM.*?)\n\n", README, re.S).group(1).splitlines()
-    for line in table[2:]:
-        shape, ours, *others = (cell.strip() for cell in line.split("|")[1:-1])
-        found = {
-            row["method"]: row
-            for row in rows
-            if row["quantity"] == "EM iteration"
-            and ", ".join(map(str, row["shape N, T, K, V"])) == shape
-        }
-        assert ours == f"{found['pyrohmm']['milliseconds']:.1f}"
-        for method, cell in zip(("hmmlearn", "dynamax"), others):
-            assert cell == f"{found[method]['times_slower_than_pyrohmm'][0]:.1f}×"
-    ends = [row["ours"][0] for row in rows if row["quantity"] == "sixteen restarts over one"]
-    low, high = re.search(r"take (\S+) to (\S+) times as\s+long as one", README).groups()
-    assert (low, high) == (f"{min(ends):.1f}", f"{max(ends):.1f}")
+def test_what_it_says_of_numba_was_measured():
+    (faster,) = re.findall(r"up to 128 states (\S+ to \S+) times faster", " ".join(README.split()))
+    assert faster == results.speed_numbers()["numba"]

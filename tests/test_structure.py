@@ -5,6 +5,7 @@ import inspect
 import json
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ PACKAGE = Path(pyrohmm.__file__).parent
 ROOMS = ["ops", "data", "distributions", "nn", "io", "infer", "analysis", "language"]
 
 # What everything may use, and what lies above all rooms.
-PRIVATE = ["_checks", "_lazy", "_precision"]
+PRIVATE = ["_checks", "_lazy", "_precision", "_version"]
 ENTRIES = {"train_lm", "language.__main__"}
 
 # What is run by ``python -m``, and speaks to whoever has called it.
@@ -173,7 +174,13 @@ def test_the_package_itself_only_names_things():
     assert len(pyrohmm.__all__) == len(named)
 
 
-@pytest.mark.parametrize("name", pyrohmm.__all__)
+def test_the_version_is_that_of_the_project():
+    """``pyproject.toml`` alone states it."""
+    project = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text())["project"]
+    assert pyrohmm.__version__ == project["version"]
+
+
+@pytest.mark.parametrize("name", [name for name in pyrohmm.__all__ if name != "__version__"])
 def test_every_public_name_exists_and_says_what_it_is(name):
     thing = getattr(pyrohmm, name)
     assert inspect.getdoc(thing)

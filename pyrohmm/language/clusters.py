@@ -243,7 +243,7 @@ def find_clusters(
     among these, the two of them that are deepest in the tree are joined.
 
     Args:
-        data: Sentences that end in ``<eos>``, as :func:`encode` makes them.
+        data: Sentences that end in ``<eos>``, as :func:`pyrohmm.language.encode` makes them.
         vocabulary: The V words.
         num_clusters: C, at least 2. Where fewer words than that occur, ``<eos>`` among them, there
             are fewer clusters.

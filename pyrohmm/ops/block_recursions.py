@@ -16,8 +16,7 @@ The functions read:
 ``enter``            ``(K, D)``     vectors of states: scores are inner products; or None
 ``log_block_probs``  ``(K, B)``     log p(b | i); with ``enter`` only
 ``log_first``        ``(N, w)``     log-probability of the first state, in the first block
-``log_seen``         ``(N, T, w)``  log p(x_t | z_t) in the states of the step's block; -inf where a
-                                    block has fewer states than w
+``log_seen``         ``(N, T, w)``  log p(x_t | z_t) in the states of the block; -inf beyond them
 """
 
 from __future__ import annotations

@@ -1,0 +1,501 @@
+"""Tables and numbers of the documentation, read from the results in ``figures/``.
+
+Nothing here is typed in by hand: :func:`substitutions` is what pages refer to as ``{{ name }}``.
+"""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+FIGURES = Path(__file__).resolve().parent.parent / "figures"
+DASH = "—"
+SHAPE = "shape N, T, K, V"
+Row = dict[str, Any]
+
+
+@cache
+def result(name: str) -> dict[str, Any]:
+    """The file ``figures/{name}.json``."""
+    return json.loads((FIGURES / f"{name}.json").read_text())
+
+
+def rows(name: str, **where: Any) -> list[Row]:
+    """The rows of a result whose entries are those of ``where``; underscores may be spaces."""
+    return [
+        row
+        for row in result(name)["rows"]
+        if all(row.get(key, row.get(key.replace("_", " "))) == value
+               for key, value in where.items())
+    ]  # fmt: skip
+
+
+def one(name: str, **where: Any) -> Row:
+    """The only row of a result that has these entries.
+
+    Raises:
+        LookupError: If there is none, or more than one.
+    """
+    chosen = rows(name, **where)
+    if len(chosen) != 1:
+        raise LookupError(f"{name}.json has {len(chosen)} rows with {where}; one is needed.")
+    return chosen[0]
+
+
+def table(header: list[str], body: list[list[str]]) -> str:
+    """A Markdown table, the first column aligned to the left and the others to the right."""
+    lines = [header, [":--"] + ["--:"] * (len(header) - 1), *body]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def origin(name: str) -> str:
+    """The command that makes a result, and the machine it ran on."""
+    found = result(name)
+    versions = found["versions"]
+    return (
+        f"`{found['command']}`, which writes `figures/{name}.json`. Measured on "
+        f"{found['machine']}, Python {versions['python']}, torch {versions['torch']}."
+    )
+
+
+def percent(share: float, digits: int = 1) -> str:
+    """A share in percent, without the sign."""
+    return f"{100 * share:.{digits}f}"
+
+
+def plain(number: float | None, digits: int = 1) -> str:
+    """A number, or a dash if there is none."""
+    return DASH if number is None else f"{number:.{digits}f}"
+
+
+def bounds(numbers: list[float], digits: int) -> str:
+    """The least and the largest of some numbers: ``1.2 to 3.4``."""
+    return f"{min(numbers):.{digits}f} to {max(numbers):.{digits}f}"
+
+
+# Speed ------------------------------------------------------------------------------------------
+
+PEERS = ["dynamax", "hmmlearn E-step", "DiscreteHMM", "log space, autograd", "pyro.markov"]
+
+
+def shapes(quantity: str) -> list[str]:
+    """The sizes at which a quantity was measured, in the order of the file."""
+    found = (", ".join(map(str, row[SHAPE])) for row in rows("throughput", quantity=quantity))
+    return list(dict.fromkeys(found))
+
+
+def compared(quantity: str, label: str, ours: list[str], peers: list[str]) -> str:
+    """Milliseconds of this package, and how many times longer the others take."""
+    measured = {
+        (", ".join(map(str, row[SHAPE])), row["method"]): row
+        for row in rows("throughput", quantity=quantity)
+    }
+    body = []
+    for shape in shapes(quantity):
+        line = [shape]
+        for method in ours:
+            row = measured.get((shape, method))
+            line.append(plain(row["milliseconds"]) if row else DASH)
+        for method in peers:
+            row = measured.get((shape, method))
+            line.append(f"{row['times_slower_than_pyrohmm'][0]:.1f}×" if row else DASH)
+        body.append(line)
+    return table([label, *(f"{method}, ms" for method in ours), *peers], body)
+
+
+def gradient_table() -> str:
+    """Evidence and its gradient."""
+    ours = ["pyrohmm", "pyrohmm, no Numba"]
+    return compared("evidence and gradient", "N, T, K, V", ours, PEERS)
+
+
+def em_table() -> str:
+    """One iteration of EM."""
+    return compared("EM iteration", "N, T, K, V of EM", ["pyrohmm"], ["hmmlearn", "dynamax"])
+
+
+def query_table() -> str:
+    """Posterior, Viterbi and path samples."""
+    body = []
+    for quantity in ("posterior", "viterbi", "path sample"):
+        for shape in shapes(quantity):
+            found = {
+                row["method"].split()[0]: row
+                for row in rows("throughput", quantity=quantity)
+                if ", ".join(map(str, row[SHAPE])) == shape
+            }
+            others = (
+                f"{found[peer]['times_slower_than_pyrohmm'][0]:.1f}×" if peer in found else DASH
+                for peer in ("dynamax", "hmmlearn")
+            )
+            body.append([f"{quantity}, {shape}", plain(found["pyrohmm"]["milliseconds"]), *others])
+    return table(["query; N, T, K, V", "pyrohmm, ms", "dynamax", "hmmlearn"], body)
+
+
+def restart_bounds() -> str:
+    """How many times longer sixteen restarts take than one fit, over fits and sizes."""
+    found = rows("throughput", quantity="sixteen restarts over one")
+    return bounds([row["ours"][0] for row in found], 1)
+
+
+def pairs_table() -> str:
+    """Loss and gradient of a co-occurrence fit, beside the formula over all pairs of symbols."""
+    body = []
+    for loss in ("squared distance", "cross-entropy"):
+        for row in rows("cooccurrence_scaling", quantity=f"{loss} and gradient", method="ours"):
+            where = {"V": row["V"], "pairs": row["pairs"], "method": "dense formula"}
+            dense = rows("cooccurrence_scaling", quantity=f"{loss} and gradient", **where)
+            times = f"{dense[0]['times_slower_than_ours'][0]:.1f}×" if dense else DASH
+            size = f"{loss}, V = {row['V']:,}, {row['pairs']:,} pairs"
+            body.append([size, plain(row["milliseconds"]), times])
+    return table(["loss and gradient", "ms", "over all pairs"], body)
+
+
+def fits_table() -> str:
+    """Nats per held-out word of the fits of one size, at the end of each."""
+    body = []
+    last = {
+        (row["module"], row["method"]): row  # rows are in the order of their steps
+        for row in rows("cooccurrence_scaling", quantity="nats per held-out word")
+    }
+    for (module, method), row in sorted(last.items(), key=lambda item: item[1]["nats_per_word"]):
+        body.append([f"{module}, {method}", f"{row['nats_per_word']:.2f}", f"{row['seconds']:.0f}"])
+    return table(["module and fit", "nats per word", "seconds"], body)
+
+
+# DenseHMM ---------------------------------------------------------------------------------------
+
+
+def matrix_table() -> str:
+    """Table 1 of the DenseHMM paper: the error of the softmax, beside ours."""
+    body = []
+    for row in rows("densehmm_matrix_fit", factorisation="softmax", schedule="as in the code"):
+        if row["quantity"] != "relative error":
+            continue
+        sizes = {"n": row["n"], "l": row["l"], "quantity": "relative error"}
+        decaying = one("densehmm_matrix_fit", factorisation="softmax", schedule="decaying", **sizes)
+        other = one("densehmm_matrix_fit", factorisation="normAbsLin", schedule="decaying", **sizes)
+        body.append(
+            [f"{row['n']}, {row['l']}", f"{row['paper']:.3f}", f"{row['ours']:.4f}",
+             f"{decaying['ours']:.4f}", f"{other['ours']:.4f}"]
+        )  # fmt: skip
+    header = ["n, l", "paper, softmax", "ours, its schedule", "ours, decaying rate", "normAbsLin"]
+    return table(header, body)
+
+
+def claim_table(name: str) -> str:
+    """The claims of a figure of the DenseHMM paper, and what holds of each."""
+    named = {"penn": "Penn tags: ", "web": "web tags: "}
+    body = [
+        [named.get(claim["data"], "") + claim["claim"].replace("true law", "true distribution"),
+         *("yes" if claim[protocol]["holds"] else "no"
+           for protocol in ("as in the code", "done right"))]
+        for claim in result(name)["claims"]
+    ]  # fmt: skip
+    return table(["claim of the text", "protocol of the code", "corrected protocol"], body)
+
+
+# Diversified HMM --------------------------------------------------------------------------------
+
+
+def toy_table() -> str:
+    """Accuracy on the toy of the diversified HMM, by start and weight of the prior."""
+    body = []
+    for row in rows("diversified_toy", part="table"):
+        gain = row["gain"]
+        change = f"{gain['mean']:+.4f} ({gain['standard_error']:.4f})" if row["weight"] else DASH
+        body.append(
+            [f"{row['start']}, α = {row['weight']:g}", f"{row['accuracy']['ours']:.3f}", change,
+             plain(row["accuracy"].get("paper"), 3)]
+        )  # fmt: skip
+    return table(["start, weight", "accuracy", "change (standard error)", "paper"], body)
+
+
+def unsupervised_table() -> str:
+    """One-to-one accuracy of tags without labels, by weight of the prior."""
+    named = {"penn": "Penn", "web": "web"}
+    body = []
+    for row in rows("diversified_tagging"):
+        accuracy, gain = row["one_to_one"], row["gain"]
+        change = f"{gain['mean']:+.3f} ({gain['standard_error']:.3f})" if row["weight"] else DASH
+        body.append(
+            [f"{named[row['data']]}, α = {row['weight']:g}", f"{accuracy['ours']:.3f}", change,
+             plain(accuracy["paper"], 3)]
+        )  # fmt: skip
+    return table(["data, weight", "one-to-one accuracy", "change (standard error)", "paper"], body)
+
+
+def letters_table() -> str:
+    """Accuracy on handwritten letters: baselines, and better emissions."""
+    chosen = [
+        ("naive Bayes", {"part": "baselines", "model": "naive Bayes"}),
+        ("HMM, plain counts", {"part": "baselines", "model": "HMM", "smoothing": 0.0,
+                               "decoding": "path"}),
+        ("HMM, pseudo-count of one", {"part": "baselines", "model": "HMM", "smoothing": 1.0,
+                                      "decoding": "path"}),
+        ("HMM, 16 normal styles a letter", {"part": "better", "look": "normal, 16 styles",
+                                            "model": "first order"}),
+        ("the same, with the diversity prior", {"part": "better", "look": "normal, 16 styles",
+                                                "model": "first order, diversity"}),
+        ("second-order chain", {"part": "better", "look": "chosen",
+                                "model": "first order or second order"}),
+    ]  # fmt: skip
+    body = []
+    for label, where in chosen:
+        shared = one("diversified_ocr", split="folds of the file", **where)
+        apart = rows("diversified_ocr", split="words apart", **where)
+        paper = shared["paper"]
+        body.append(
+            [label, percent(shared["ours"]), percent(apart[0]["ours"]) if apart else DASH,
+             percent(paper) if paper else DASH]
+        )  # fmt: skip
+    return table(["model", "folds of the file, %", "no shared words, %", "paper, %"], body)
+
+
+def priors_table() -> str:
+    """Gain in nats a step of priors on the transition rows, over a flat one."""
+    found = rows("diversified_beyond", part="priors")
+    kinds = list(dict.fromkeys(row["prior"] for row in found))
+    body = []
+    for data in dict.fromkeys(row["data"] for row in found):
+        cells = (one("diversified_beyond", part="priors", data=data, prior=kind) for kind in kinds)
+        body.append(
+            [data, *(f"{cell['gain']:+.3f} ({cell['standard_error']:.3f})" for cell in cells)]
+        )
+    return table(["data", *kinds], body)
+
+
+# Neural HMM -------------------------------------------------------------------------------------
+
+
+def trained(**where: Any) -> Row:
+    """The only line of the summary of language models that has these entries."""
+    (line,) = (
+        line
+        for line in result("language_models")["summary"]
+        if all(line[key] == value for key, value in where.items())
+    )
+    return line
+
+
+def perplexity_table() -> str:
+    """Perplexities of language models, beside those of the paper."""
+    body = []
+    for label, where in (
+        ("32,768 states, two levels", {"panel": "best", "states": 32768}),
+        ("8,192 states, two levels", {"panel": "best", "states": 8192}),
+    ):
+        line = trained(**where)
+        body.append(
+            [label, plain(line["valid"]["mean"]), plain(line["test"]["mean"]),
+             plain(line["paper_valid"]), plain(line["paper_test"])]
+        )  # fmt: skip
+    line = trained(panel="best", states=16384)
+    for corpus in ("Penn Treebank", "WikiText-2"):
+        if corpus == "WikiText-2":
+            body.append(
+                ["WikiText-2: 16,384 states, two levels", plain(line["valid"]["mean"]),
+                 plain(line["test"]["mean"]), f"{line['paper_valid']:.1f} (32,768 states)",
+                 plain(line["paper_test"])]
+            )  # fmt: skip
+        for row in rows("language_model_baselines", data=corpus):
+            stopped = f", stopped after {row['minutes']:.0f} minutes" if "stopped" in row else ""
+            label = ("" if corpus == "Penn Treebank" else f"{corpus}: ") + row["model"] + stopped
+            body.append(
+                [label, plain(row["valid_perplexity"]), plain(row["test_perplexity"]),
+                 plain(row["paper_valid"]), plain(row["paper_test"])]
+            )  # fmt: skip
+    return table(["model", "held out", "test", "paper, held out", "paper, test"], body)
+
+
+def ablation_table() -> str:
+    """Ablations of language models, means of two seeds."""
+    body = []
+    for line in result("language_models")["summary"]:
+        if line["panel"] == "best":
+            continue
+        name = f"{line['blocks']} blocks" if line["panel"] == "states" else line["name"]
+        paper = line["paper_valid"]
+        if isinstance(paper, list):
+            paper = bounds(paper, 0)
+        elif paper is not None:
+            paper = f"{paper:.0f}"
+        if paper and line["paper_states"] != line["states"]:
+            paper += f" ({line['paper_states']:,} states)"
+        body.append(
+            [f"{line['states']:,} states, {name}", f"{line['valid']['mean']:.0f}",
+             bounds(line["valid"]["range"], 0), paper or DASH]
+        )  # fmt: skip
+    return table(["model", "held out", "two seeds", "paper"], body)
+
+
+def tagging_table() -> str:
+    """Accuracy of taggers by their marginals, in percent of all and of unknown words."""
+    body = [
+        [f"{line['data']}: {line['model']}", percent(line["all"]["ours"]),
+         percent(line["unknown"]["ours"]), str(line["runs"])]
+        for line in result("tagging")["summary"]
+        if line["decoding"] == "posterior"
+    ]  # fmt: skip
+    return table(["tagger", "all words, %", "unknown words, %", "runs"], body)
+
+
+def epoch_table() -> str:
+    """Seconds of an epoch with blocks of states, by size and way."""
+    named = {"plain": "straightforward", "one level": "one level", "two levels": "two levels"}
+    body = []
+    for row in rows("large_hmm_speed", part="compare"):
+        alike = row["times_faster_alike"]
+        body.append(
+            [f"{row['states']:,} states, {named[row['way']]}, batches of {row['tokens']:,}",
+             f"{row['seconds_per_epoch']:.0f}", f"{row['times_faster']:.1f}×",
+             DASH if alike is None else f"{alike:.1f}×"]
+        )  # fmt: skip
+    header = ["model", "seconds an epoch", "straightforward, 512 tokens", "straightforward, same"]
+    return table(header, body)
+
+
+def clusters_table() -> str:
+    """Brown clusters: seconds, information and held-out perplexity."""
+    body = [
+        [f"{row['data']}, {row['clusters']} clusters, "
+         + ("with exchanges" if row["most_sweeps"] else "greedy merges"),
+         plain(row["seconds"]), f"{row['average_mutual_information']:.3f}",
+         f"{row['held_out_perplexity']:.0f}"]
+        for row in rows("brown_clusters", compiled=True)
+    ]  # fmt: skip
+    header = ["data", "seconds", "mutual information, nats", "perplexity of the class bigram"]
+    return table(header, body)
+
+
+# What pages say ---------------------------------------------------------------------------------
+
+TABLES = {
+    "gradient": gradient_table,
+    "em": em_table,
+    "query": query_table,
+    "pairs": pairs_table,
+    "fits": fits_table,
+    "matrix": matrix_table,
+    "toy": toy_table,
+    "unsupervised": unsupervised_table,
+    "letters": letters_table,
+    "priors": priors_table,
+    "perplexity": perplexity_table,
+    "ablation": ablation_table,
+    "tagging": tagging_table,
+    "epoch": epoch_table,
+    "clusters": clusters_table,
+}
+
+
+def speed_numbers() -> dict[str, str]:
+    """What the page of benchmarks says beside its tables."""
+    (large,) = (
+        row for row in rows("throughput", quantity="evidence and gradient", method="sgemm 2048")
+    )
+    small = {"quantity": "growth in N", "N": 1}
+    numba = [
+        row["milliseconds"] / ours["milliseconds"]
+        for row in rows("throughput", method="pyrohmm, no Numba", quantity="evidence and gradient")
+        for ours in rows("throughput", method="pyrohmm", quantity="evidence and gradient")
+        if row[SHAPE] == ours[SHAPE] and row[SHAPE][2] <= 128
+    ]
+    long = one("throughput", quantity="one long sequence", method="pyrohmm")
+    return {
+        "numba": bounds(numba, 1),
+        "restarts": restart_bounds(),
+        "sgemm": percent(large["share_of_sgemm"], 0),
+        "fixed": plain(one("throughput", method="pyrohmm", **small)["milliseconds"]),
+        "fixed_dynamax": plain(one("throughput", method="dynamax", **small)["milliseconds"]),
+        "million": plain(long["seconds"]),
+    }
+
+
+def matrix_numbers() -> dict[str, str]:
+    """What the page of the DenseHMM says beside its tables."""
+    sizes = {"part": "table", "quantity": "relative error", "factorisation": "softmax"}
+    code, decaying = (
+        [row["ours"] - row["paper"] for row in rows("densehmm_matrix_fit", **sizes, schedule=each)]
+        for each in ("as in the code", "decaying")
+    )
+    return {
+        "rows": str(len(code)),
+        "code": str(sum(excess <= 0 for excess in code)),
+        "decaying": str(sum(excess <= 0 for excess in decaying)),
+        "excess": f"{max(code):.4f}",
+    }
+
+
+def diversity_numbers() -> dict[str, str]:
+    """What the page of the diversified HMM says beside its tables."""
+    cost = [row["determinant_over_evidence"][0] for row in rows("diversified_beyond", part="cost")]
+    slower = [
+        row["diversity_over_plain"][0] for row in rows("diversified_beyond", part="iterations")
+    ]
+    toy = rows("diversified_toy", part="table", weight=0.0)
+    apart = one("diversified_ocr", split="words apart", part="better", look="chosen",
+                model="first order or second order")  # fmt: skip
+    letters = {"part": "diversity", "split": "folds of the file", "measure": "accuracy"}
+    smoothed = [row["ours"] for row in rows("diversified_ocr", **letters, smoothing=1.0)]
+    without = one("diversified_ocr", part="baselines", split="folds of the file", model="HMM",
+                  smoothing=1.0, decoding="path")["ours"]  # fmt: skip
+    starts = [row["one_to_one"]["deviation"] for row in rows("diversified_tagging", weight=0.0)]
+    return {
+        "starts": bounds(starts, 2),
+        "letters": percent(max(smoothed) - without),
+        "cost": f"{100 * min(cost):.0f} to {100 * max(cost):.0f} %",
+        "slower": bounds(slower, 1),
+        "toy": bounds([row["accuracy"]["ours"] for row in toy], 2),
+        "toy_paper": f"{toy[0]['accuracy']['paper']:.2f}",
+        "second": percent(apart["ours"]),
+    }
+
+
+def language_numbers() -> dict[str, str]:
+    """What the page of the neural HMM says beside its tables."""
+    ptb, wiki = (
+        one("language_model_baselines", data=data, model=KNESER_NEY)
+        for data in ("Penn Treebank", "WikiText-2")
+    )
+    minutes = {row["states"]: row["minutes"] for row in rows("language_models", panel="best")}
+    widest = one("large_hmm_speed", part="scaling", states=65536)
+    (paper,) = {
+        line["paper_on_other_data"]
+        for line in result("tagging")["summary"]
+        if line["model"] == "neural HMM"
+    }
+    epochs = [row["epochs"] for row in rows("language_models", panel="best")]
+    return {
+        "ptb_valid": f"{ptb['valid_tokens']:,}",
+        "ptb_test": f"{ptb['test_tokens']:,}",
+        "wiki_valid": f"{wiki['valid_tokens']:,}",
+        "wiki_test": f"{wiki['test_tokens']:,}",
+        "minutes_8192": f"{minutes[8192]:.0f}",
+        "hours_32768": f"{minutes[32768] / 60:.1f}",
+        "epochs": f"{min(epochs)} to {max(epochs)}",
+        "no_dropout": f"{trained(panel='large', name='no dropout')['valid']['mean']:.0f}",
+        "tagging_paper": percent(paper),
+        "widest_seconds": f"{widest['seconds_per_epoch']:.0f}",
+        "widest_gigabytes": plain(widest["gigabytes"]),
+    }
+
+
+KNESER_NEY = "Kneser-Ney 5-gram, interpolated, three discounts"
+RESULTS = sorted(path.stem for path in FIGURES.glob("*.json"))
+
+
+def substitutions() -> dict[str, Any]:
+    """Everything that pages may name in double braces."""
+    claims = ("densehmm_synthetic", "densehmm_proteins", "densehmm_tags")
+    return {
+        "table": {name: build() for name, build in TABLES.items()}
+        | {name: claim_table(name) for name in claims},
+        "origin": {name: origin(name) for name in RESULTS},
+        "matrix": matrix_numbers(),
+        "speed": speed_numbers(),
+        "diversity": diversity_numbers(),
+        "language": language_numbers(),
+    }

@@ -1,0 +1,182 @@
+"""The rooms of the package: pages of the API and the picture of its imports.
+
+Everything is read from the sources, so that it cannot fall behind them.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import textwrap
+from pathlib import Path
+
+from gallery import keep
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+PACKAGE = Path(__file__).resolve().parent.parent / "pyrohmm"
+ROOMS = ["ops", "data", "distributions", "nn", "io", "infer", "analysis", "language"]
+
+
+def text_of(room: str) -> str:
+    """The docstring of a room."""
+    return ast.get_docstring(ast.parse((PACKAGE / room / "__init__.py").read_text())) or ""
+
+
+def modules_of(room: str) -> dict[str, str]:
+    """The modules that the docstring of a room lists, with what it says of each."""
+    lines = [line for line in text_of(room).splitlines() if line.startswith("``")]
+    pairs = (line.split("``", 2)[1:] for line in lines)
+    return {name: rest.strip() for name, rest in pairs if rest.startswith("  ")}
+
+
+def imports_of(room: str) -> set[str]:
+    """The other rooms that the modules of a room import."""
+    found = set()
+    for path in (PACKAGE / room).rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.level == 2 and node.module:
+                found.add(node.module.split(".")[0])
+            elif isinstance(node, ast.ImportFrom) and node.level == 2:
+                found.update(alias.name for alias in node.names)
+    return (found & set(ROOMS)) - {room}
+
+
+def public_names() -> dict[str, str]:
+    """Where each public name of ``pyrohmm`` is defined: the module, with its dots."""
+    found = {}
+    for node in ast.parse((PACKAGE / "__init__.py").read_text()).body:
+        if isinstance(node, ast.ImportFrom) and not (node.module or "").startswith("_"):
+            found.update({alias.name: node.module or alias.name for alias in node.names})
+    return found
+
+
+def sentence_of(module: str, name: str) -> str:
+    """The first sentence of the docstring of a class or function of a module."""
+    tree = ast.parse(PACKAGE.joinpath(*module.split(".")).with_suffix(".py").read_text())
+    (node,) = (
+        node
+        for node in tree.body
+        if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == name
+    )
+    first = " ".join((ast.get_docstring(node) or "").split("\n\n")[0].split())
+    first = re.sub(r":\w+:`~?([^`]+)`", r"`\1`", first).replace("``", "`")
+    return re.split(r"(?<=[\w)`])[.:](?: (?=[A-Z`])|$)", first)[0]
+
+
+def page(room: str) -> str:
+    """The page of a room."""
+    paragraphs = text_of(room).split("\n\n")
+    shown = [name for name in modules_of(room) if not name.startswith("_")]
+    names = "\n".join(f"   pyrohmm.{room}.{name}" for name in shown)
+    return f"""# {room}
+
+{paragraphs[0]}
+
+{" ".join(paragraphs[1].split()) if len(paragraphs) > 1 else ""}
+
+```{{eval-rst}}
+.. autosummary::
+   :toctree: .
+   :template: module.rst
+
+{names}
+
+.. py:module:: pyrohmm.{room}
+```
+"""
+
+
+def index() -> str:
+    """The page of the public names, and of the rooms."""
+    names = public_names()
+    lines = [
+        "# API",
+        "",
+        "What `from pyrohmm import ...` gives, by the subpackage that defines it.",
+        "",
+    ]
+    for room in ROOMS:
+        inside = [name for name, module in names.items() if module.split(".")[0] == room]
+        owns = text_of(room).splitlines()[0]
+        lines += [f"## {room}", "", f"{owns} [All its modules]({room}.md).", ""]
+        lines += ["| name | |", "| :-- | :-- |"]
+        for name in sorted(inside, key=lambda name: (name.islower(), name)):
+            if name in modules_of(room):
+                lines.append(f"| [`{name}`](pyrohmm.{room}.{name}.rst) | a module: "
+                             f"{modules_of(room)[name].replace('``', '`')} |")  # fmt: skip
+            elif name == room:
+                lines.append(f"| [`{name}`]({room}.md) | the subpackage |")
+            else:
+                lines.append(f"| [`{name}`](#pyrohmm.{names[name]}.{name}) | "
+                             f"{sentence_of(names[name], name)} |")  # fmt: skip
+        lines.append("")
+    toctree = "\n".join(ROOMS)
+    return "\n".join(lines) + f"\n```{{toctree}}\n:hidden:\n\n{toctree}\n```\n"
+
+
+def write(folder: Path) -> None:
+    """Write the pages of the API into ``folder``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    keep(folder / "index.md", index().encode())
+    for room in ROOMS:
+        keep(folder / f"{room}.md", page(room).encode())
+
+
+# Pictures ---------------------------------------------------------------------------------------
+
+
+def draw_imports(path: Path) -> None:
+    """Draw the rooms, one above the other, and which of them each imports."""
+    figure = Figure(figsize=(9, 4.6), layout="constrained")
+    axes = figure.add_subplot()
+    for row, room in enumerate(ROOMS):
+        axes.text(-0.4, row, room, ha="right", va="center", weight="bold")
+        text = textwrap.fill(text_of(room).splitlines()[0].replace("``", "").rstrip("."), 60)
+        axes.text(len(ROOMS) - 0.3, row, text, ha="left", va="center", fontsize=8)
+        imported = imports_of(room)
+        for column, other in enumerate(ROOMS[: row + 1]):
+            colour = "0.3" if other == room else "C0" if other in imported else "0.85"
+            axes.scatter(column, row, s=90 if other in imported else 20, color=colour)
+    for column, room in enumerate(ROOMS):
+        axes.text(column, -0.7, room, rotation=35, ha="left", va="bottom", fontsize=8)
+    axes.set_xlim(-2.2, len(ROOMS) + 7)
+    axes.set_ylim(len(ROOMS) - 0.4, -2.2)
+    axes.axis("off")
+    figure.savefig(path, dpi=150)
+
+
+def draw_fit(path: Path) -> None:
+    """Draw the way of data through a fit."""
+    figure = Figure(figsize=(10, 2.9), layout="constrained")
+    FigureCanvasAgg(figure)  # to know how large texts are
+    axes = figure.add_subplot()
+    boxes = {
+        "data": (0, 0, "lists, text,\nfiles, tables"),
+        "sequences": (1, 0, "Sequences\nvalues, lengths,\nmasks"),
+        "module": (1, 1, "HMM module\nparameters,\npriors"),
+        "hmm": (2, 1, "HMM\na distribution over\nsequences"),
+        "model": (2, 0, "Pyro model\nMarginalModel,\nor your function"),
+        "fit": (3, 0, "fit_em, fit_map,\nfit_svi, NUTS"),
+        "result": (4, 0, "Fit\nlosses, reason,\nnotes"),
+        "fitted": (4, 1, "Fit.hmm(data)\na fitted HMM"),
+        "use": (5, 1, "posterior, viterbi,\nforecast, metrics"),
+        "file": (5, 0, "save, to_arviz"),
+    }
+    frame = {"boxstyle": "round,pad=0.5", "facecolor": "0.95", "edgecolor": "C0"}
+    axes.set_xlim(-0.5, 5.5)
+    axes.set_ylim(-0.5, 1.5)
+    axes.axis("off")
+    texts = {
+        name: axes.text(x, y, text, ha="center", va="center", fontsize=8, bbox=frame)
+        for name, (x, y, text) in boxes.items()
+    }
+    figure.canvas.draw()
+    arrows = [("data", "sequences"), ("sequences", "module"), ("sequences", "model"),
+              ("module", "hmm"), ("hmm", "model"), ("model", "fit"), ("fit", "result"),
+              ("result", "fitted"), ("fitted", "use"), ("fitted", "file")]  # fmt: skip
+    for start, end in arrows:
+        patches = {"patchA": texts[start].get_bbox_patch(), "patchB": texts[end].get_bbox_patch()}
+        arrow = {"arrowstyle": "->", "color": "0.4", "shrinkA": 2, "shrinkB": 2, **patches}
+        axes.annotate("", boxes[end][:2], boxes[start][:2], arrowprops=arrow)
+    figure.savefig(path, dpi=150)

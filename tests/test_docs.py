@@ -1,0 +1,264 @@
+"""The documentation: its code runs, its numbers are those of the results, its links lead on."""
+
+import ast
+import json
+import re
+import tomllib
+from pathlib import Path
+
+import gallery
+import pytest
+import results
+import rooms
+import torch
+
+import pyrohmm
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+PAGES = [
+    path
+    for path in sorted(DOCS.rglob("*.md"))
+    if not {"generated", "_build"} & set(path.relative_to(DOCS).parts)
+]
+CODE = re.compile(r"^```python\n(.*?)^```", re.S | re.M)
+SUBSTITUTION = re.compile(r"\{\{ ([\w.]+) \}\}")
+
+
+def name_of(path):
+    return str(path.relative_to(DOCS))
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if CODE.search(page.read_text())],
+                         ids=name_of)  # fmt: skip
+def test_the_code_of_a_page_runs(page, tmp_path, monkeypatch):
+    """Its blocks one after the other, as a reader would, in single precision."""
+    monkeypatch.chdir(tmp_path)
+    torch.set_default_dtype(torch.float32)
+    names = {"__name__": "page"}
+    for code in CODE.findall(page.read_text()):
+        exec(compile(code, name_of(page), "exec"), names)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_what_a_page_links_to_exists(page):
+    """Pages that are made at build time are known by the folders they are made from."""
+    targets = re.findall(r"\]\(([^)#]+)\)", page.read_text())
+    targets += re.findall(r"^```\{(?:image|figure|include)\} (\S+)", page.read_text(), re.M)
+    for target in targets:
+        if target.startswith("http"):
+            continue
+        path = (page.parent / target).resolve()
+        if path.is_relative_to(DOCS / "generated" / "tutorials") and path.suffix == ".ipynb":
+            path = ROOT / "tutorials" / path.name
+        elif path.is_relative_to(DOCS / "generated"):
+            continue
+        assert path.exists(), target
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_what_a_page_substitutes_exists_and_is_text(page):
+    known = results.substitutions()
+    for name in SUBSTITUTION.findall(page.read_text()):
+        value = known
+        for part in name.split("."):
+            value = value[part]
+        assert isinstance(value, str)
+        assert value
+
+
+def test_every_table_and_every_number_is_shown():
+    shown = {name for page in PAGES for name in SUBSTITUTION.findall(page.read_text())}
+    known = {f"{group}.{name}" for group, names in results.substitutions().items()
+             for name in names}  # fmt: skip
+    assert known - shown == set()
+
+
+def cells(table):
+    """The header and the lines of a Markdown table."""
+    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()]
+    assert {len(line) for line in lines} == {len(lines[0])}
+    return lines[0], lines[2:]
+
+
+def rows_of(name):
+    return json.loads((ROOT / "figures" / f"{name}.json").read_text())["rows"]
+
+
+@pytest.mark.parametrize("name", sorted(results.TABLES))
+def test_tables_are_rectangular_and_not_empty(name):
+    _, lines = cells(results.TABLES[name]())
+    assert lines
+    assert all(all(line) for line in lines)
+
+
+def test_the_table_of_gradients_is_that_of_the_result_file():
+    header, lines = cells(results.gradient_table())
+    rows = [row for row in rows_of("throughput") if row["quantity"] == "evidence and gradient"]
+    assert len(lines) == len({tuple(row["shape N, T, K, V"]) for row in rows})
+    for shape, *values in lines:
+        for method, cell in zip(header[1:], values):
+            ours = method.endswith(", ms")
+            found = [
+                row
+                for row in rows
+                if row["method"] == method.removesuffix(", ms")
+                and ", ".join(map(str, row["shape N, T, K, V"])) == shape
+            ]
+            if not found:
+                assert cell == "—"
+            elif ours:
+                assert cell == f"{found[0]['milliseconds']:.1f}"
+            else:
+                assert cell == f"{found[0]['times_slower_than_pyrohmm'][0]:.1f}×"
+
+
+def test_the_table_of_em_is_that_of_the_result_file():
+    rows = rows_of("throughput")
+    _, lines = cells(results.em_table())
+    assert len(lines) == 2
+    for shape, ours, *others in lines:
+        found = {
+            row["method"]: row
+            for row in rows
+            if row["quantity"] == "EM iteration"
+            and ", ".join(map(str, row["shape N, T, K, V"])) == shape
+        }
+        assert ours == f"{found['pyrohmm']['milliseconds']:.1f}"
+        for method, cell in zip(("hmmlearn", "dynamax"), others):
+            assert cell == f"{found[method]['times_slower_than_pyrohmm'][0]:.1f}×"
+    ends = [row["ours"][0] for row in rows if row["quantity"] == "sixteen restarts over one"]
+    assert results.restart_bounds() == f"{min(ends):.1f} to {max(ends):.1f}"
+
+
+def test_the_table_of_matrix_fits_has_the_paper_beside_ours():
+    _, lines = cells(results.matrix_table())
+    assert len(lines) == 12
+    for size, paper, code, decaying, _ in lines:
+        n, l = map(int, size.split(", "))  # noqa: E741  # the letters of the paper
+        found = {
+            row["schedule"]: row
+            for row in rows_of("densehmm_matrix_fit")
+            if (row["n"], row["l"], row["factorisation"]) == (n, l, "softmax")
+            and row["quantity"] == "relative error"
+        }
+        assert float(paper) == found["decaying"]["paper"]
+        assert code == f"{found['as in the code']['ours']:.4f}"
+        assert decaying == f"{found['decaying']['ours']:.4f}"
+
+
+def test_the_best_fit_to_words_stands_first():
+    """And its line is the last step of that fit."""
+    _, lines = cells(results.fits_table())
+    numbers = [float(line[1]) for line in lines]
+    assert numbers == sorted(numbers)
+    rows = [row for row in rows_of("cooccurrence_scaling") if row["part"] == "quality"]
+    module, method = lines[0][0].split(", ", 1)
+    longest = max((row for row in rows if (row["module"], row["method"]) == (module, method)),
+                  key=lambda row: row["steps"])  # fmt: skip
+    assert lines[0][1] == f"{longest['nats_per_word']:.2f}"
+    assert (module, method) == ("TabularHMM", "EM")  # as the page says
+
+
+def test_the_table_of_perplexities_is_that_of_the_result_files():
+    _, lines = cells(results.perplexity_table())
+    found = {line[0]: line[1:] for line in lines}
+    models = {
+        (row["data"], row["states"]): row
+        for row in rows_of("language_models")
+        if row["panel"] == "best"
+    }
+    for label, key in (
+        ("32,768 states, two levels", ("ptb", 32768)),
+        ("8,192 states, two levels", ("ptb", 8192)),
+        ("WikiText-2: 16,384 states, two levels", ("wikitext2", 16384)),
+    ):
+        row = models[key]
+        assert found[label][0] == f"{row['valid_perplexity']:.1f}"
+        assert found[label][1] == f"{row['test_perplexity']:.1f}"
+    for row in rows_of("language_model_baselines"):
+        (line,) = (line for line in lines if f"{row['test_perplexity']:.1f}" == line[2])
+        assert row["model"] in line[0]
+        assert line[1] == f"{row['valid_perplexity']:.1f}"
+
+
+def test_a_row_that_is_not_the_only_one_is_refused():
+    with pytest.raises(LookupError, match="one is needed"):
+        results.one("throughput", quantity="EM iteration")
+
+
+# Gallery ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", sorted(gallery.TUTORIALS.glob("*.ipynb")), ids=lambda it: it.stem)
+def test_every_notebook_has_a_card_with_a_picture(path):
+    notebook = json.loads(path.read_text())
+    assert gallery.first_picture(notebook).startswith(b"\x89PNG")
+    assert not gallery.title_of(notebook).startswith(("#", "1", "2"))
+    assert 20 < len(gallery.promise_of(notebook))
+    assert gallery.card(path.stem, notebook).startswith(":::{grid-item-card}")
+
+
+def test_the_gallery_has_every_notebook(tmp_path):
+    gallery.write(tmp_path)
+    index = (tmp_path / "index.md").read_text()
+    for path in gallery.TUTORIALS.glob("*.ipynb"):
+        assert (tmp_path / path.name).read_bytes() == path.read_bytes()
+        assert (tmp_path / f"{path.stem}.png").exists()
+        assert f":link: {path.stem}\n" in index
+
+
+# Rooms ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("room", rooms.ROOMS)
+def test_the_page_of_a_room_names_its_public_modules(room):
+    named = set(re.findall(rf"pyrohmm\.{room}\.(\w+)", rooms.page(room)))
+    files = {path.stem for path in (rooms.PACKAGE / room).glob("*.py")}
+    assert named == {name for name in files if not name.startswith("_")}
+
+
+def test_rooms_import_only_those_above_them():
+    for index, room in enumerate(rooms.ROOMS):
+        assert rooms.imports_of(room) <= set(rooms.ROOMS[:index])
+    assert "ops" in rooms.imports_of("distributions")
+
+
+def test_every_public_name_is_in_the_index():
+    index = rooms.index()
+    public = [name for name in pyrohmm.__all__ if not name.startswith("_")]
+    assert set(rooms.public_names()) == set(public)
+    for name in public:
+        assert f"[`{name}`](" in index
+
+
+def test_pictures_are_drawn(tmp_path):
+    rooms.draw_imports(tmp_path / "rooms.png")
+    rooms.draw_fit(tmp_path / "fit.png")
+    assert all((tmp_path / name).stat().st_size > 5000 for name in ("rooms.png", "fit.png"))
+
+
+# Papers of the project --------------------------------------------------------------------------
+
+
+def test_the_versions_that_are_written_down_are_one():
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert f"## {version}" in (ROOT / "CHANGELOG.md").read_text()
+    assert f"version: {version}\n" in (ROOT / "CITATION.cff").read_text()
+
+
+def test_the_new_names_of_the_changelog_exist():
+    """Those in code, of the second column, as attributes somewhere in the package."""
+    text = (ROOT / "CHANGELOG.md").read_text().split("| before | now |")[1].split("\n\n")[0]
+    new = {
+        name.split("(")[0].split(".")[-1]
+        for line in text.splitlines()[2:]
+        for name in re.findall(r"`([^`]+)`", line.split("|")[2])
+        if not name.startswith("python") and not name.endswith("=")
+    }
+    known = set()
+    for path in (ROOT / "pyrohmm").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef | ast.ClassDef):
+                known.add(node.name)
+    assert new <= known
