@@ -4,10 +4,9 @@ Imports nothing of the package but its private helpers.
 
 Its modules; each imports only those above it:
 
-``masks``             which steps exist
-``sampling``          ancestral sampling of paths
 ``log_space``         logarithms and their sums with hard zeros
 ``masks``             which steps of ragged sequences exist
+``sampling``          ancestral sampling of paths
 ``chain``             the arguments of the recursions, checked and in one form
 ``block_plan``        which pairs of blocks occur in a batch, and where they lie in memory
 ``torch_chain``       forward, backward, Viterbi and sampling as torch operations

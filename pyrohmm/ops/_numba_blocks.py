@@ -127,8 +127,7 @@ def forward(
     most = alpha.dtype.type(1)
     for q in range(first, last):
         r = schedule[q]
-        total = 0.0
-        old = fresh = 0.0
+        total = old = fresh = 0.0
         before = 0
         for t in range(lengths[r]):
             now = begins[t] + r

@@ -73,7 +73,7 @@ MODULES = {
     "module_neural_characters": lambda: NeuralHMM(
         6, 5, 4, blocks=EVEN, two_level=True, factored=True, dropout=0.5, words=characters()
     ),
-    "module_neural_apart": lambda: NeuralHMM(6, 5, 4, blocks=EVEN, share=False),
+    "module_neural_apart": lambda: NeuralHMM(6, 5, 4, blocks=EVEN, tied=False),
     "module_tagger": lambda: NeuralTagger(6, 5, 3, 4, blocks=EVEN),
 }
 

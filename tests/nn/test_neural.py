@@ -526,7 +526,7 @@ def test_windows_that_cannot_be_are_refused():
         fit_map(StatefulModel(module, 2), data, windows=(3, 2), batch_size=1)
     with pytest.raises(TypeError, match="windows must be a pair"):
         fit_map(StatefulModel(module, 2), data, windows=3)
-    with pytest.raises(ValueError, match="module must have blocks that are disjoint"):
+    with pytest.raises(ValueError, match="module must have disjoint blocks"):
         StatefulModel(NeuralHMM(6, 6, 8), 2)
     with pytest.raises(TypeError, match="module must be a NeuralHMM; got ScalarHMM"):
         StatefulModel(ScalarHMM(6, 6, blocks=RAGGED), 2)
