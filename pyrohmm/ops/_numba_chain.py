@@ -235,7 +235,7 @@ def forward_rows(
     mass, arrived = np.zeros(height, alpha.dtype), np.zeros(height, alpha.dtype)
     seen = np.zeros(height, alpha.dtype)
     zero, one, low = alpha.dtype.type(0), alpha.dtype.type(1), alpha.dtype.type(floor)
-    current = -1  # which matrix is packed
+    current, several = -1, transition.shape[0] > 1  # which matrix is packed; are there many
     for row in range(first, last):
         product, logs = 1.0, 0.0  # of the norms of several steps
         faint, scale, smallest = least < tiny, one, zero
@@ -244,7 +244,8 @@ def forward_rows(
                 for k in range(size):
                     arrived[k] = initial[u64(row) * size + k]
             else:
-                current = pack(packed, transition, t - 1, row // per, current, False)
+                if several or current != row // per:
+                    current = pack(packed, transition, t - 1, row // per, current, False)
                 for k in range(height):
                     arrived[k] = 0
                 for j in range(_0, height, _4):
@@ -298,7 +299,7 @@ def backward_rows(
     packed = np.zeros(height * height, alpha.dtype)
     beta, later = np.zeros(height, alpha.dtype), np.zeros(height, alpha.dtype)
     zero, one, low = alpha.dtype.type(0), alpha.dtype.type(1), alpha.dtype.type(floor)
-    current = -1
+    current, several = -1, transition.shape[0] > 1
     for row in range(first, last):
         weight = factor[row]
         for t in range(lengths[row] - 1 if exact[row] else -1, -1, -1):
@@ -306,7 +307,8 @@ def backward_rows(
                 for k in range(size):
                     beta[k] = 1
             else:
-                current = pack(packed, transition, t, row // per, current, True)
+                if several or current != row // per:
+                    current = pack(packed, transition, t, row // per, current, True)
                 for k in range(height):
                     beta[k] = 0
                 for j in range(_0, height, _4):
