@@ -3,7 +3,7 @@
 Everything is NumPy in float64, for one sequence of one chain. All are logarithms; -inf is legal.
 
 ``initial``     ``(K,)``            log p(z_1)
-``transition``  ``(1|T-1, K, K)``   log p(z_{t+1} | z_t), one matrix for all moves or one for each
+``transition``  ``(1|T-1, K, K)``   log p(z_{t+1} | z_t), one matrix for all steps or one for each
 ``likelihood``  ``(T, K)``          log p(x_t | z_t), a row of zeros where the step is missing
 ``length``      how many of the T steps exist
 """
@@ -24,7 +24,7 @@ class Answer(NamedTuple):
 
     evidence: np.ndarray  # (), log p(x)
     states: np.ndarray  # (T, K), p(z_t | x); zero at padded steps and if x is impossible
-    moves: np.ndarray  # (1|T-1, K, K), expected number of moves under each matrix
+    transitions: np.ndarray  # (1|T-1, K, K), expected number of transitions under each matrix
     filtered: np.ndarray  # (T, K), p(z_t | x_1..t)
     best: np.ndarray  # (), the largest log p(x, z)
 
@@ -51,7 +51,7 @@ def by_paths(initial, transition, likelihood, length) -> Answer:
     scores = joint(initial, transition, likelihood, paths)
     evidence = log_sum(scores)
     share = np.zeros(len(paths)) if np.isneginf(evidence) else np.exp(scores - evidence)
-    states, moves = np.zeros(likelihood.shape), np.zeros(transition.shape)
+    states, transitions = np.zeros(likelihood.shape), np.zeros(transition.shape)
     filtered = np.zeros(likelihood.shape)
     for t in range(length):
         np.add.at(states[t], paths[:, t], share)
@@ -60,9 +60,9 @@ def by_paths(initial, transition, likelihood, length) -> Answer:
         if weights.max() > -np.inf:
             np.add.at(filtered[t], prefixes[:, t], np.exp(weights - log_sum(weights)))
     for t in range(1, length):
-        matrix = moves[0] if len(moves) == 1 else moves[t - 1]
+        matrix = transitions[0] if len(transitions) == 1 else transitions[t - 1]
         np.add.at(matrix, (paths[:, t - 1], paths[:, t]), share)
-    return Answer(evidence, states, moves, filtered, scores.max())
+    return Answer(evidence, states, transitions, filtered, scores.max())
 
 
 def by_logs(initial, transition, likelihood, length) -> Answer:
@@ -76,7 +76,7 @@ def by_logs(initial, transition, likelihood, length) -> Answer:
         alpha[t] = np.logaddexp.reduce(alpha[t - 1][:, None] + matrix, 0) + likelihood[t]
         best = (best[:, None] + matrix).max(0) + likelihood[t]
     evidence = log_sum(alpha[-1])
-    states, moves = np.zeros(likelihood.shape), np.zeros(transition.shape)
+    states, transitions = np.zeros(likelihood.shape), np.zeros(transition.shape)
     filtered = np.zeros(likelihood.shape)
     for t in range(length):
         if alpha[t].max() > -np.inf:
@@ -88,9 +88,9 @@ def by_logs(initial, transition, likelihood, length) -> Answer:
             onward = matrix + likelihood[t + 1] + beta[t + 1]
             beta[t] = np.logaddexp.reduce(onward, 1)
             pairs = np.exp(alpha[t][:, None] + onward - evidence)
-            moves[0 if len(moves) == 1 else t] += pairs
+            transitions[0 if len(transitions) == 1 else t] += pairs
             states[t] = pairs.sum(1)
-    return Answer(evidence, states, moves, filtered, best.max())
+    return Answer(evidence, states, transitions, filtered, best.max())
 
 
 def log_sum(scores: np.ndarray) -> np.ndarray:

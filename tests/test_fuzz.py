@@ -505,13 +505,13 @@ def check_methods(hmm, case, answer):
     found = hmm.posterior(case.values)
     assert_close(found.log_evidence, answer.evidence)
     assert_close(found.states, answer.states)
-    assert_close(found.transitions, answer.moves.sum(-3))
+    assert_close(found.transitions, answer.transitions.sum(-3))
     assert_close(hmm.filtered(case.values), answer.filtered)
     counts = hmm.expected_counts(case.values)
     assert_close(counts.log_evidence, answer.evidence)
     assert_close(counts.states, answer.states)
     assert_close(counts.initial, sum_over_sequences(answer.states[..., 0, :], case.initial, 1))
-    assert_close(counts.transitions, sum_over_sequences(answer.moves, case.transition, 3))
+    assert_close(counts.transitions, sum_over_sequences(answer.transitions, case.transition, 3))
 
 
 def sum_over_sequences(counts, parameter, dims):
@@ -529,7 +529,7 @@ def check_gradients(hmm, case, answer):
         total, leaves, allow_unused=True, materialize_grads=True
     )
     assert_close(initial, sum_over_sequences(answer.states[..., 0, :], case.initial, 1))
-    expected = sum_over_sequences(answer.moves, case.transition, 3)
+    expected = sum_over_sequences(answer.transitions, case.transition, 3)
     assert_close(transition, expected.reshape(transition.shape))
     assert all(bool(gradient.isfinite().all()) for gradient in others)
     if isinstance(case.emission, Symbols):

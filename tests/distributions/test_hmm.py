@@ -282,7 +282,7 @@ def test_every_answer_is_that_of_the_table_of_paths(emission, layout, engine):
         assert_close(hmm.log_prob(values), answer.evidence, case)
         assert_close(evidence, answer.evidence, case)
         assert_close(states, answer.states, case)
-        assert_close(transitions, answer.moves.sum(-3), case)
+        assert_close(transitions, answer.transitions.sum(-3), case)
         assert_close(hmm.filtered(values), answer.filtered, case)
         path = hmm.viterbi(values)
         assert_close(hmm.log_joint(values, path), answer.best, case)

@@ -389,7 +389,7 @@ def test_no_table_of_all_pairs_is_made(loss):
     assert 0 < seen.largest < 3e6  # 2 * 100,000 pairs with both neighbours, in 64 bits, at most
 
 
-# Laws
+# Properties
 
 
 def test_the_predicted_law_is_that_of_every_pair_and_has_stationary_margins():

@@ -1,4 +1,4 @@
-"""Laws of the recursions, each held by the compiled kernels and by the loops of torch operations.
+"""The recursions, each property held by the compiled kernels and by the loops of torch operations.
 
 Answers come from ``oracle.py``: the table of all paths where that is small enough, plain
 forward-backward in log space elsewhere. Tolerances in float64 are those of rounding; in float32
@@ -196,7 +196,7 @@ def test_evidence_is_the_sum_over_all_paths(num_states, num_steps, engine):
 
 
 def assert_gradients(chain, answer, case, tolerance):
-    """Of a weighted sum of evidences: expected starts, moves and visits (Eisner, 2016)."""
+    """Of a weighted sum of evidences: expected starts, transitions and visits (Eisner, 2016)."""
     chain = chain.with_gradients()
     evidence = recursions.log_evidence(*chain)
     weight = torch.linspace(-1.5, 2.0, evidence.numel()).to(evidence).reshape(evidence.shape)
@@ -205,7 +205,7 @@ def assert_gradients(chain, answer, case, tolerance):
     starts = np.where(np.isneginf(answer.evidence)[..., None], 0.0, answer.states[..., 0, :])
     expected = [
         scale * starts,
-        scale[..., None, None] * answer.moves,
+        scale[..., None, None] * answer.transitions,
         scale[..., None] * answer.states,
     ]
     for part, gradient, wanted in zip(chain[:3], chain.gradients, expected):
@@ -225,7 +225,7 @@ def test_posterior_is_that_of_the_table(num_states, num_steps, engine):
         evidence, states, transitions = recursions.posterior(*chain)
         assert_close(evidence, answer.evidence, case, **ROUNDING[case.dtype])
         assert_close(states, answer.states, case, **ROUNDING[case.dtype])
-        assert_close(transitions, answer.moves.sum(-3), case, **ROUNDING[case.dtype])
+        assert_close(transitions, answer.transitions.sum(-3), case, **ROUNDING[case.dtype])
 
 
 @by_size
@@ -284,7 +284,7 @@ def test_float32_agrees_with_the_table(num_states, num_steps, engine):
         assert evidence.dtype == states.dtype == transitions.dtype == torch.float32
         assert_close(evidence, answer.evidence, case, **tolerance)
         assert_close(states, answer.states, case, **tolerance)
-        assert_close(transitions, answer.moves.sum(-3), case, **tolerance)
+        assert_close(transitions, answer.transitions.sum(-3), case, **tolerance)
         assert_close(recursions.filtered(*chain).exp(), answer.filtered, case, **tolerance)
         reached = torch.as_tensor(scores_of(chain, recursions.viterbi(*chain))).float()
         assert_close(reached, answer.best, case, **tolerance)
@@ -353,7 +353,7 @@ def test_many_states_agree_with_log_space(num_states, batch, kind):
     assert_close(recursions.log_evidence(*chain), answer.evidence, **tolerance)
     assert_close(evidence, answer.evidence, **tolerance)
     assert_close(states, answer.states, **tolerance)
-    assert_close(transitions, answer.moves.sum(-3), **tolerance)
+    assert_close(transitions, answer.transitions.sum(-3), **tolerance)
     assert_close(recursions.filtered(*chain).exp(), answer.filtered, **tolerance)
     assert_gradients(chain, answer, kind, tolerance)
     reached = torch.as_tensor(scores_of(chain, recursions.viterbi(*chain)))
@@ -413,7 +413,7 @@ def test_chunks_of_a_long_chain_agree_with_its_steps(
     assert_close(posterior.log_evidence, answer.evidence, **tolerance)
     assert_close(posterior.states, answer.states, **tolerance)
     loose = {**tolerance, "atol": 10 * tolerance["atol"]}  # a sum of many
-    assert_close(posterior.transitions, answer.moves.sum(-3), **loose)
+    assert_close(posterior.transitions, answer.transitions.sum(-3), **loose)
     assert_close(recursions.filtered(*chain).exp(), answer.filtered, **tolerance)
     assert_gradients(chain, answer, None, loose)
     steps_only.clear()
@@ -527,16 +527,16 @@ def test_gradient_of_a_gradient_equals_the_covariance_of_visits(engine):
 
 
 def test_second_derivatives_of_parts_that_are_made_of_each_other(engine):
-    """Both laws and the likelihoods are one tensor: what passes through it counts once."""
+    """Both probabilities and the likelihoods are one tensor: what passes through it counts once."""
     logits = torch.tensor([0.3, -1.2], dtype=torch.float64)
 
     def evidence(logits):
-        law = logits.log_softmax(-1)
+        probs = logits.log_softmax(-1)
         return recursions.log_evidence(
-            law, law.expand(1, 2, 2), law.expand(1, 3, 2), torch.tensor([3])
+            probs, probs.expand(1, 2, 2), probs.expand(1, 3, 2), torch.tensor([3])
         )[0]
 
-    def slow(logits):  # each step: the sum of the squares of the law
+    def slow(logits):  # each step: the sum of the squares of the probabilities
         return 3 * (2 * logits.log_softmax(-1)).logsumexp(-1)
 
     hessian = torch.autograd.functional.hessian
@@ -574,7 +574,7 @@ UNDERFLOW = {
         APART_3,
         [[-25, -17, 0], [0, -86.5, NEVER], [-45, 0, 0], [-45, 0, 0]],
     ),
-    "a move that is tiny": (
+    "a transition that is tiny": (
         np.log([[[1.0, 1e-300], [1e-300, 1.0]]]),
         [[0, NEVER], [-800, 0]],
     ),
@@ -603,7 +603,7 @@ def test_no_path_that_matters_is_lost(name, dtype, engine):
     assert_close(evidence, answer.evidence, name, **tolerance)
     loose = tolerance if dtype == torch.float64 else {"rtol": 1e-3, "atol": 1e-3}
     assert_close(states, answer.states, name, **loose)
-    assert_close(transitions, answer.moves.sum(-3), name, **loose)
+    assert_close(transitions, answer.transitions.sum(-3), name, **loose)
     assert_close(recursions.filtered(*chain).exp(), answer.filtered, name, **loose)
     assert_gradients(chain, answer, name, loose)
     reached = torch.as_tensor(scores_of(chain, recursions.viterbi(*chain)))
@@ -637,20 +637,20 @@ def test_a_state_that_is_flushed_and_can_be_reached_again_does_no_harm(dtype, en
 
 
 @pytest.mark.parametrize("num_steps", [50, 200, 1000])
-@pytest.mark.parametrize("move", [0.0, 1e-30])
-def test_moves_to_a_state_that_lags_for_long_do_not_overflow(num_steps, move, engine):
+@pytest.mark.parametrize("rare", [0.0, 1e-30])
+def test_transitions_to_a_state_that_lags_for_long_do_not_overflow(num_steps, rare, engine):
     """The messages back are then huge, and so are their sums over steps, before A makes them small.
 
     The numbers stay in the range of float32 at every step.
     """
     with np.errstate(divide="ignore"):
-        apart = np.log([[[1.0 - move, move], [move, 1.0 - move]]])
+        apart = np.log([[[1.0 - rare, rare], [rare, 1.0 - rare]]])
     likelihood = np.zeros((3, num_steps, 2))
     likelihood[:, 0, 1] = -84.0
     likelihood[:, -2:, 0] = -60.0
     chain = Chain.of(EVEN, apart, likelihood, dtype=torch.float32)
     answer, tolerance = chain.solved(), {"rtol": 1e-3, "atol": 1e-3}
-    assert_close(recursions.posterior(*chain).transitions, answer.moves.sum(-3), **tolerance)
+    assert_close(recursions.posterior(*chain).transitions, answer.transitions.sum(-3), **tolerance)
     assert_gradients(chain, answer, None, tolerance)
 
 
@@ -760,7 +760,7 @@ def test_impossible_sequences_have_no_gradient_and_spoil_no_other(dtype, engine)
     assert_close(recursions.log_evidence(*chain), answer.evidence, **ROUNDING[dtype])
     posterior = recursions.posterior(*chain)
     assert_close(posterior.states, answer.states, **ROUNDING[dtype])
-    assert_close(posterior.transitions, answer.moves.sum(-3), **ROUNDING[dtype])
+    assert_close(posterior.transitions, answer.transitions.sum(-3), **ROUNDING[dtype])
     assert not posterior.states[[1, 3, 4]].any()
     assert not posterior.transitions[[1, 3, 4]].any()
     assert_gradients(chain, answer, None, ROUNDING[dtype])
@@ -823,12 +823,12 @@ def test_a_long_chain_from_left_to_right(dtype, steps, used, engine, ranges):
 @pytest.mark.parametrize("num_steps", [1, 4])
 def test_if_nothing_is_observed_the_posterior_is_the_prior(num_steps, engine):
     chain = random_chain(3, num_steps, (2,), scale=0.0)
-    law, matrix = chain.log_initial.exp(), chain.log_transition[0].exp()
+    probs, matrix = chain.log_initial.exp(), chain.log_transition[0].exp()
     assert_close(recursions.log_evidence(*chain), np.zeros(2), rtol=0, atol=1e-12)
     states = recursions.posterior(*chain).states
     for t in range(num_steps):
-        assert_close(states[0, t], law)
-        law = law @ matrix
+        assert_close(states[0, t], probs)
+        probs = probs @ matrix
 
 
 @pytest.mark.parametrize("junk", [np.nan, np.inf, -np.inf, 1e30])
@@ -862,7 +862,7 @@ def test_one_step_needs_no_matrix(engine):
     assert_close(recursions.posterior(*none).states, answer.states)
     assert not recursions.posterior(*none).transitions.any()
     assert recursions.sample_states(*none).shape == (1, 3, 1)
-    assert_gradients(none, answer._replace(moves=np.zeros((3, 0, 3, 3))), None, {})
+    assert_gradients(none, answer._replace(transitions=np.zeros((3, 0, 3, 3))), None, {})
 
 
 def test_more_states_than_the_data_support_is_no_matter_of_order(engine):
