@@ -209,9 +209,14 @@ def log_probs(emission: Any) -> Tensor:
     (``Categorical(probs=...).logits`` has the logarithm of the smallest number in their place.)
     """
     probs = vars(emission).get("probs")
-    if probs is None or emission._param is not probs:  # torch keeps there what it was made of
+    if probs is None:
         return emission.logits
-    return log(probs)
+    if emission._param is probs:  # torch keeps there what it was built from
+        return log(probs)
+    # both are cached; expand may have forgotten which came first. Where logits came first, a
+    # probability underflows to zero only far below the clamped logarithm
+    clamped = (probs == 0) & (emission.logits > -80.0)
+    return emission.logits.masked_fill(clamped, -torch.inf)
 
 
 def log_prob_per_state(emission: Any, values: Tensor) -> Tensor:
