@@ -9,6 +9,7 @@ from pyro.distributions.torch_distribution import TorchDistribution
 from torch import Tensor
 from torch.distributions import constraints
 
+from .._checks import check_broadcast, check_tensor, check_trailing
 from .observation import log_likelihood
 from .sampling import sample_emission
 
@@ -64,7 +65,17 @@ class Forecast(TorchDistribution):
         return (self.states @ flat).reshape(self.batch_shape + event)
 
     def log_prob(self, values: Tensor) -> Tensor:
-        """Log-density of each observation ``(*B, H)``, given ``values`` ``(*B, H, *E)``."""
+        """Log-density of each observation ``(*B, H)``, given ``values`` ``(*B, H, *E)``.
+
+        Values broadcast with the batch shape: ``(N, H, *E)`` are the same for all of R restarts.
+        """
+        check_tensor("values", values)
+        event = self.event_shape
+        check_trailing("values", values, tuple(event), "(*E)")
+        batch = values.shape[: values.dim() - len(event)]
+        check_broadcast({"values": batch, "Forecast": self.batch_shape})
+        # as many dimensions as the parameters, so that those of steps and of batch stay apart
+        values = values.reshape((1,) * (len(self.batch_shape) - len(batch)) + values.shape)
         return (log_likelihood(self.emission, values) + self.states.log()).logsumexp(-1)
 
     def sample(self, sample_shape: Any = ()) -> Tensor:

@@ -387,7 +387,9 @@ def _restore(holder: Any, either: dict[str, Tensor], path: str) -> None:
         sums = (held[name] if name == "probs" else held[name].exp()).sum(-1, keepdim=True)
         wrong = wrong | ((sums - 1).abs() > 1e-4)
     if bool(wrong.any()):
-        raise ValueError(f"{path}.{name} must be probabilities that sum to one, or their logarithms")
+        raise ValueError(
+            f"{path}.{name} must be probabilities that sum to one, or their logarithms"
+        )
 
 
 def _check_agreement(computed: Tensor, saved: Tensor, name: str) -> None:

@@ -18,6 +18,7 @@ from hmmlearn import hmm as hmmlearn_models
 from torch.autograd import gradcheck
 
 from pyrohmm import HMM
+from pyrohmm.distributions.observation import Streams, Tied
 from pyrohmm.ops import backends
 
 NEVER = -np.inf
@@ -826,6 +827,65 @@ def test_forecast_equals_the_evidence_with_the_steps_appended(engine):
             whole = torch.cat([seen, torch.tensor([0, symbol])])
             ratio = (after.log_prob(whole) - before.log_prob(seen)).exp()
             torch.testing.assert_close(forecast.probs[n, 1, symbol], ratio)
+
+
+def several_restarts():
+    """For each kind, emissions of three restarts ``(3, 1, 2)``, and those of each by itself."""
+    kinds = {
+        "symbols": lambda x: dist.Categorical(logits=x[..., 0, :]),
+        "numbers": lambda x: dist.Normal(x[..., 0, 0], 1.0),
+        "vectors": lambda x: dist.Normal(x[..., 0, :], 1.0).to_event(1),
+        "covariances": lambda x: dist.MultivariateNormal(x[..., 0, :], torch.eye(4)),
+        "bits": lambda x: dist.Bernoulli(logits=x[..., 0, :]).to_event(1),
+        "mixtures": lambda x: dist.MixtureSameFamily(
+            dist.Categorical(logits=x[..., 0, :]), dist.Normal(x[..., 1, :], 1.0)
+        ),
+    }
+    kinds["tied"] = lambda x: Tied(kinds["vectors"](x), torch.tensor([1, 0]))
+    kinds["streams"] = lambda x: Streams([kinds["symbols"](x), kinds["bits"](x)])
+    torch.manual_seed(0)
+    scores = 3 * torch.randn(3, 1, 2, 2, 4)
+    return {
+        name: (build(scores), [build(scores[r, 0]) for r in range(3)])
+        for name, build in kinds.items()
+    }
+
+
+@pytest.mark.parametrize("kind", several_restarts())
+def test_values_of_a_forecast_broadcast_over_restarts(kind):
+    """The numbers of restarts, sequences and steps are equal: no shape tells them apart."""
+    together, apart = several_restarts()[kind]
+    even = torch.full((2, 2), 0.5).log()
+    past = HMM(even[0], even, apart[0], torch.tensor([3, 3, 3])).sample()
+    torch.manual_seed(1)
+    ahead = HMM(even[0], even, apart[1], torch.tensor([3, 3, 3])).sample()
+    forecast = HMM(even[0], even, together, torch.tensor([3, 2, 3])).forecast(past, 3)
+    expected = torch.stack(
+        [
+            HMM(even[0], even, one, torch.tensor([3, 2, 3])).forecast(past, 3).log_prob(ahead)
+            for one in apart
+        ]
+    )
+    assert forecast.batch_shape == (3, 3, 3)
+    torch.testing.assert_close(forecast.log_prob(ahead), expected)
+    same = ahead[1]  # (H, *E): for all sequences
+    torch.testing.assert_close(
+        forecast.log_prob(same), forecast.log_prob(same.expand(3, 3, *same.shape))
+    )
+    samples = forecast.sample((2,))
+    torch.testing.assert_close(
+        forecast.log_prob(samples), torch.stack([forecast.log_prob(each) for each in samples])
+    )
+
+
+def test_values_of_a_forecast_must_broadcast():
+    even = torch.full((2, 2), 0.5).log()
+    hmm = HMM(even[0], even, dist.Normal(torch.zeros(2), 1.0), torch.tensor([3, 3]))
+    forecast = hmm.forecast(torch.zeros(2, 3), 2)
+    with pytest.raises(ValueError, match="values"):
+        forecast.log_prob(torch.zeros(2, 3))
+    with pytest.raises(TypeError, match="values"):
+        forecast.log_prob([[0.0, 1.0]])
 
 
 def test_forecast_samples_from_its_distribution():
