@@ -186,7 +186,7 @@ class ChainDistribution(TorchDistribution):
         if symbols:
             check_integers("values", values)
         if self._validate_args:
-            check_support(values, emission, self.emission_per_step)
+            check_support(values, known, emission, self.emission_per_step)
         return values, known
 
     def check_labels(self, values: Tensor) -> None:

@@ -530,6 +530,16 @@ def test_residuals_of_a_true_model_are_normal(kind):
     assert stats.kstest(residuals.numpy(), "norm").pvalue < 1e-6
 
 
+def test_residuals_where_states_differ_in_support():
+    """Below the support of a state the cumulative probability is 0, above it 1."""
+    even = torch.full((2, 2), 0.5).log()
+    levels = dist.Uniform(torch.tensor([0.0, 3.0]), torch.tensor([4.0, 5.0]))
+    hmm = HMM(even[0], even, levels, torch.tensor([3]))
+    residuals = queries.pseudo_residuals(hmm, torch.tensor([[1.0, 3.5, 4.5]]))
+    expected = torch.tensor([[0.125, (0.875 + 0.25) / 2, (1.0 + 0.75) / 2]])
+    torch.testing.assert_close(residuals.upper, expected, check_dtype=False)
+
+
 def test_limits_become_normal_quantiles():
     limits = queries.PseudoResiduals(torch.tensor([0.0, 0.2, 0.5]), torch.tensor([1.0, 0.6, 0.5]))
     low, high = limits.normal()
