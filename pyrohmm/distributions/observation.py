@@ -251,7 +251,9 @@ def log_prob_per_state(emission: Any, values: Tensor) -> Tensor:
     rows = values.long()
     if logits.dim() > 2:
         matrices = torch.arange(len(table) // logits.size(-1), device=rows.device)
+        beyond = (rows < 0) | (rows >= logits.size(-1))  # not the row of another matrix
         rows = rows + matrices.reshape(logits.shape[:-2]) * logits.size(-1)
+        rows = rows.masked_fill(beyond, len(table))
     scores = take_rows(table, rows)
     return scores if missing is None else scores.masked_fill(missing.unsqueeze(-1), 0.0)
 

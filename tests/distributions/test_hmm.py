@@ -1446,6 +1446,50 @@ def test_without_validation_a_wrong_symbol_cannot_read_other_memory(engine):
             hmm.log_prob(torch.full((2, 4), symbol))
 
 
+@pytest.mark.parametrize("symbol", [-1, 4, -4, 10**6])
+@pytest.mark.parametrize("per_step", [False, True])
+def test_without_validation_a_wrong_symbol_reads_no_table_but_its_own(symbol, per_step, engine):
+    """Tables for each sequence and step lie behind one another in memory."""
+    shape = (2, 3, 3, 4) if per_step else (2, 3, 4)
+    emission = dist.Categorical(logits=torch.randn(shape), validate_args=False)
+    hmm = HMM(
+        even(3), even(3, 3), emission, torch.tensor([3, 3]), validate_args=False,
+        emission_per_step=per_step,
+    )  # fmt: skip
+    values = torch.zeros(2, 3).long()
+    values[0, 1] = symbol
+    with pytest.raises((IndexError, ValueError, RuntimeError)):
+        hmm.log_prob(values)
+
+
+def test_complex_values_are_refused():
+    hmm = HMM(even(3), even(3, 3), dist.Normal(torch.zeros(3), 1.0), torch.tensor([2]))
+    values = torch.ones(1, 2, dtype=torch.complex64)
+    for query in (hmm.log_prob, hmm.viterbi, hmm.forecast(torch.ones(1, 2), 2).log_prob):
+        with pytest.raises(TypeError, match="values must be real"):
+            query(values)
+
+
+def test_nothing_is_forecast_after_an_impossible_sequence():
+    coins = dist.Categorical(torch.eye(2))
+    for flag in (True, False):
+        hmm = HMM(even(2), torch.eye(2).log(), coins, torch.tensor([2, 2]), validate_args=flag)
+        values = torch.tensor([[0, 1], [0, 0]])
+        if flag:
+            with pytest.raises(ValueError, match=r"values must be possible.* 1 of 2"):
+                hmm.forecast(values, 2)
+        else:
+            forecast = hmm.forecast(values, 2)
+            assert bool((forecast.probs[0] == 0).all())
+            assert bool(forecast.log_prob(values)[0].isneginf().all())
+            torch.testing.assert_close(forecast.probs[1, :, 0], torch.ones(2))
+    levels = dist.Uniform(torch.tensor([0.0, 2.0]), torch.tensor([1.0, 3.0]))
+    hmm = HMM(even(2), torch.eye(2).log(), levels, torch.tensor([2]), validate_args=False)
+    forecast = hmm.forecast(torch.tensor([[0.5, 2.5]]), 2)
+    assert bool(forecast.mean.isnan().all())
+    assert bool(forecast.variance.isnan().all())
+
+
 BAD_STATES = {
     "a list": (lambda: [[0] * 4] * 2, TypeError, "torch.Tensor; got list"),
     "fractions": (lambda: torch.zeros(2, 4), TypeError, "integers; got dtype torch.float64"),
