@@ -1084,6 +1084,30 @@ def test_a_value_that_no_state_can_emit_is_named():
         hmm.log_prob(torch.tensor([[4.5, 9.5]]))
 
 
+@pytest.mark.parametrize("built_inside", [True, False])
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("emission", ["symbols", "numbers", "vectors"])
+def test_answers_need_no_gradient_of_the_caller(emission, mode, built_inside, engine):
+    case = Case(emission, "restarts", 2, 3, ragged=True, missing=True)
+
+    def answers(hmm, values):
+        torch.manual_seed(0)
+        path = hmm.sample_states(values)
+        return [
+            hmm.log_prob(values), *hmm.posterior(values), *hmm.expected_counts(values),
+            hmm.filtered(values), hmm.viterbi(values), path, hmm.log_joint(values, path),
+            hmm.forecast(values, 2).states, hmm.sample(),
+        ]  # fmt: skip
+
+    hmm, values, _, _ = build(case)
+    expected = answers(hmm, values)
+    with mode():
+        if built_inside:
+            hmm, values, _, _ = build(case)
+        for one, other in zip(answers(hmm, values), expected):
+            torch.testing.assert_close(one, other)
+
+
 # Bad input ----------------------------------------------------------------------------------------
 
 
