@@ -1149,6 +1149,15 @@ def test_the_kinds_are_not_mixed_up(tmp_path):
         load_into(load_hmm(tmp_path / "hmm"), tmp_path / "module")
 
 
+@pytest.mark.parametrize("kind", [["hmm"], {"hmm": 1}, None, 3])
+def test_a_forged_kind_is_refused(tmp_path, kind):
+    save(hmm_with(dist.Poisson(positive(K))), tmp_path / "x")
+    tensors, meta = read_tensors(tmp_path / "x" / FILE)
+    write_tensors(tmp_path / "x" / FILE, tensors, meta | {"kind": kind})
+    with pytest.raises(ValueError, match="holds neither"):
+        load_hmm(tmp_path / "x")
+
+
 class Stateful(nn.Linear):
     def get_extra_state(self):
         return {"a": 1}
