@@ -21,6 +21,13 @@ def check_tensor(name: str, value: object) -> None:
         )
 
 
+def check_real(name: str, value: object) -> None:
+    """Raise unless ``value`` is a tensor whose numbers are not complex."""
+    check_tensor(name, value)
+    if value.dtype.is_complex:  # type: ignore[attr-defined]
+        raise TypeError(f"{name} must be real; got complex numbers. Take .real, or .abs().")
+
+
 def check_integers(name: str, tensor: Tensor) -> None:
     """Raise unless ``tensor`` holds integers."""
     check_tensor(name, tensor)

@@ -117,9 +117,9 @@ def num_parameters(module: torch.nn.Module, data: Sequences) -> int:
     for part in module.modules():
         for name, (constraint, _) in getattr(part, "_pyro_params", {}).items():
             leaf = getattr(part, f"{name}_unconstrained")
-            constrained.add(id(leaf))
-            if leaf.requires_grad:
+            if leaf.requires_grad and id(leaf) not in constrained:  # parts may share one
                 count += _dimension(constraint, getattr(part, name))
+            constrained.add(id(leaf))
     free = [each for each in module.parameters() if id(each) not in constrained]
     return count + sum(each.numel() for each in free if each.requires_grad)
 
@@ -422,6 +422,10 @@ def bhattacharyya(probs: Tensor) -> Tensor:
     Returns:
         ``(*B, K, K)``, in nats; zero on the diagonal, infinite where supports are disjoint.
 
+    Raises:
+        TypeError: If ``probs`` are not floating point.
+        ValueError: If one is negative, or a row does not sum to one.
+
     Example:
         >>> bhattacharyya(torch.tensor([[1.0, 0.0], [0.5, 0.5]]))
         tensor([[0.0000, 0.3466],
@@ -430,6 +434,8 @@ def bhattacharyya(probs: Tensor) -> Tensor:
     check_floats("probs", probs)
     if bool((probs < 0).any()):
         raise ValueError("probs must not be negative. Take .exp() of logarithms.")
+    if bool(((probs.sum(-1) - 1).abs() > 1e-4).any()):
+        raise ValueError("probs must sum to one in each row. Divide counts by their sums.")
     root = probs.sqrt()
     overlap = root @ root.mT
     overlap = (overlap + overlap.mT) / 2  # a product may round its two halves differently

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..distributions.hmm import HMM
+from ..distributions.observation import support_varies
 from .chains import chain_factors, normalised
 
 
@@ -122,7 +123,14 @@ def _limits(hmm: HMM, values: Tensor) -> tuple[Tensor, Tensor]:
     try:
         if emission.support.is_discrete:
             raise NotImplementedError
-        upper = _in_each_state(hmm, lambda value: emission.cdf(value.double()), seen)
+        if support_varies(emission):  # outside of it the probability is 0 or 1
+            emission = emission.expand(emission.batch_shape)
+            emission._validate_args = False
+
+        def cdf(value: Tensor) -> Tensor:
+            return emission.cdf(value.double()).clamp(0.0, 1.0)
+
+        upper = _in_each_state(hmm, cdf, seen)
     except NotImplementedError:
         raise ValueError(
             "hmm must have an emission whose cumulative probabilities are known: Categorical, "

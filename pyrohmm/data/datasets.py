@@ -140,7 +140,7 @@ def download(name: str) -> Path:
 
     Raises:
         ValueError: If the name is not known, or the content is not what was published.
-        FileNotFoundError: If the file is not published in this form.
+        FileNotFoundError: If the file is not published in this form, or cannot be fetched.
         ImportError: If pooch is not installed.
     """
     file = _public(name)
@@ -157,19 +157,27 @@ def download(name: str) -> Path:
             f"downloading {name} needs pooch, which is not installed. Call pip install "
             f"'pyrohmm[data]', or put {file.path} from {file.url} under $PYROHMM_DATA."
         ) from None
-    pooch.retrieve(  # the file is renamed into place only when its checksum is right
-        file.url,
-        f"sha256:{file.sha256}",
-        target.name,
-        target.parent,
-        progressbar=sys.stderr.isatty(),
-    )
+    try:
+        pooch.retrieve(  # the file is renamed into place only when its checksum is right
+            file.url,
+            f"sha256:{file.sha256}",
+            target.name,
+            target.parent,
+            progressbar=sys.stderr.isatty(),
+        )
+    except ValueError:  # of the checksum
+        raise
+    except Exception as error:  # of the connection, which has many kinds, or of the disk
+        raise FileNotFoundError(
+            f"{name} cannot be downloaded from {file.url} to {target} ({error}). Try again, or "
+            f"put {file.path} under $PYROHMM_DATA."
+        ) from error
     return target
 
 
 def _public(name: str) -> PublicFile:
     """The public file of that name."""
-    if name not in PUBLIC_FILES:
+    if not isinstance(name, str) or name not in PUBLIC_FILES:
         raise ValueError(f"name must be one of {', '.join(PUBLIC_FILES)}; got {name!r}.")
     return PUBLIC_FILES[name]
 

@@ -36,6 +36,7 @@ from .vocabulary import Counting as Counting
 from .vocabulary import Vocabulary as Vocabulary
 from .vocabulary import word_classes as word_classes
 
+FOLD = "[0-9]{1,9}"  # str.isdigit is true of superscripts as well
 BROKEN = (EOFError, gzip.BadGzipFile, zlib.error)  # what reading a damaged .gz raises
 
 
@@ -275,6 +276,8 @@ def read_ocr_letters(path: FilePath) -> Letters:
             raise malformed(path, number, "6 fields, the second a letter, and 128 pixels", line)
         if not all(re.fullmatch(r"-1|\d+", field) for field in (fields[0], *fields[2:6])):
             raise malformed(path, number, "integers in the fields 1 and 3 to 6", line)
+        if not re.fullmatch(FOLD, fields[5]):
+            raise malformed(path, number, "a fold of at most nine digits in field 6", line)
         own, following, word, position, fold = map(int, (fields[0], *fields[2:6]))
         if (own, word, position, fold) != (expected or (own, word, 1, fold)):
             raise malformed(path, number, "the letters of a word in their order", line)
@@ -359,11 +362,13 @@ def read_protein_table(path: FilePath, vocabulary: Vocabulary | Counting | None 
         if len(fields) != len(header):
             raise malformed(path, number, f"{len(header)} tab-separated fields", line)
         row = dict(zip(header, fields, strict=True))
+        if not row["sequence"]:
+            raise malformed(path, number, "a sequence of at least one residue", line)
         structure = row["dssp3"].replace("-", "C")
         flags = [row[name] for name in ("mask", "ordered") if name in row]
         if any(len(strand) != len(row["sequence"]) for strand in (structure, *flags)):
             raise malformed(path, number, "one character per residue in each column", line)
-        if not set("".join(flags)) <= {"0", "1"} or not row.get("cv_fold", "0").isdigit():
+        if not set("".join(flags)) <= {"0", "1"} or not re.fullmatch(FOLD, row.get("cv_fold", "0")):
             raise malformed(path, number, "mask and ordered of 0 and 1, an integer fold", line)
         scored = zip(structure, *flags, strict=True)
         marks = [None if "0" in given else mark for mark, *given in scored]

@@ -18,6 +18,7 @@ from .._checks import (
     check_floats,
     check_integers,
     check_lengths,
+    check_real,
     check_shape,
     check_size,
     check_tensor,
@@ -318,7 +319,7 @@ def _padded(
 
 
 def _check_values(values: Tensor) -> None:
-    check_tensor("values", values)
+    check_real("values", values)
     if values.dim() < 2 or 0 in values.shape[:2]:
         raise ValueError(
             "values must have shape (N, T, *E) with at least one sequence and one step; got "

@@ -29,6 +29,7 @@ class Vocabulary(tuple[str, ...]):
             that is listed does. Where nothing does, a symbol that is not listed is an error.
 
     Raises:
+        TypeError: If ``unknown`` is neither a string nor a function.
         ValueError: If there is no symbol, one occurs twice, or ``unknown`` is not among them.
 
     Example:
@@ -44,6 +45,11 @@ class Vocabulary(tuple[str, ...]):
 
     def __new__(cls, symbols: Iterable[str], unknown: str | Classes | None = None) -> Vocabulary:
         """Number the symbols."""
+        if not (unknown is None or isinstance(unknown, str) or callable(unknown)):
+            raise TypeError(
+                "unknown must be one of the symbols, a function that returns some, or None; got "
+                f"{type(unknown).__name__}."
+            )
         self = super().__new__(cls, symbols)
         self.unknown = unknown
         self._codes = {symbol: code for code, symbol in enumerate(self)}

@@ -12,8 +12,8 @@ from .._checks import (
     check_integers,
     check_log_simplex,
     check_no_nan,
+    check_real,
     check_same_device,
-    check_tensor,
     check_trailing,
 )
 from ..ops import masks, recursions
@@ -169,7 +169,7 @@ class ChainDistribution(TorchDistribution):
             ValueError: If shapes or devices disagree, or (with ``validate_args``) an observation
                 is not in the support.
         """
-        check_tensor("values", values)
+        check_real("values", values)
         check_same_device({"values": values, "log_initial": self.log_initial})
         check_trailing("values", values, tuple(self.event_shape), "(T, *E)")
         emission = self.emission
@@ -186,7 +186,7 @@ class ChainDistribution(TorchDistribution):
         if symbols:
             check_integers("values", values)
         if self._validate_args:
-            check_support(values, emission, self.emission_per_step)
+            check_support(values, known, emission, self.emission_per_step)
         return values, known
 
     def check_labels(self, values: Tensor) -> None:

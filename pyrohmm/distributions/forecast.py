@@ -9,6 +9,7 @@ from pyro.distributions.torch_distribution import TorchDistribution
 from torch import Tensor
 from torch.distributions import constraints
 
+from .._checks import check_broadcast, check_real, check_trailing
 from .observation import log_likelihood
 from .sampling import sample_emission
 
@@ -18,7 +19,8 @@ class Forecast(TorchDistribution):
 
     .. math:: p(x_{T+h} | x_{1:T}) = \sum_k p(z_{T+h} = k | x_{1:T}) \, p(x_{T+h} | k)
 
-    These are marginals: samples at different steps are not a joint sequence.
+    These are marginals: samples at different steps are not a joint sequence. After an impossible
+    past all states are zero: probabilities and densities are zero then, moments NaN.
 
     Args:
         states: ``(*B, H, K)``, probabilities of the states at each of the H steps ahead.
@@ -61,10 +63,22 @@ class Forecast(TorchDistribution):
         """Mix a moment ``(*B, K, *E)`` over the states."""
         event = self.event_shape
         flat = moment.reshape(*self.emission.batch_shape, event.numel())
-        return (self.states @ flat).reshape(self.batch_shape + event)
+        impossible = (self.states == 0).all(-1, keepdim=True)
+        average = (self.states @ flat).masked_fill(impossible, torch.nan)
+        return average.reshape(self.batch_shape + event)
 
     def log_prob(self, values: Tensor) -> Tensor:
-        """Log-density of each observation ``(*B, H)``, given ``values`` ``(*B, H, *E)``."""
+        """Log-density of each observation ``(*B, H)``, given ``values`` ``(*B, H, *E)``.
+
+        Values broadcast with the batch shape: ``(N, H, *E)`` are the same for all of R restarts.
+        """
+        check_real("values", values)
+        event = self.event_shape
+        check_trailing("values", values, tuple(event), "(*E)")
+        batch = values.shape[: values.dim() - len(event)]
+        check_broadcast({"values": batch, "Forecast": self.batch_shape})
+        # as many dimensions as the parameters, so that those of steps and of batch stay apart
+        values = values.reshape((1,) * (len(self.batch_shape) - len(batch)) + values.shape)
         return (log_likelihood(self.emission, values) + self.states.log()).logsumexp(-1)
 
     def sample(self, sample_shape: Any = ()) -> Tensor:

@@ -256,13 +256,20 @@ class HMM(ChainDistribution):
 
         Raises:
             ValueError: If ``num_steps`` is less than one, or the model changes with the step,
-                so that what follows is not known.
+                so that what follows is not known; or (with ``validate_args``) a sequence has
+                probability zero.
         """
         check_size("num_steps", num_steps)
         self.check_constant("forecast")
         filtered = self.filtered(values)
         last = (self.lengths.expand(filtered.shape[:-2]) - 1).to(filtered.device)
         probs = filtered.gather(-2, last[..., None, None].expand(*last.shape, 1, self.num_states))
+        if self._validate_args and bool((probs == 0).all(-1).any()):
+            count = int((probs == 0).all(-1).sum())
+            raise ValueError(
+                f"values must be possible under the model; {count} of {last.numel()} sequences "
+                "have probability zero, so that nothing follows from them. Leave them out."
+            )
         matrix = self.log_transition.exp()
         predicted = []
         for _ in range(num_steps):

@@ -24,7 +24,7 @@ class InverseWishart(TorchDistribution):
     concentration :math:`\nu/2` and rate :math:`\Psi/2`.
 
     Args:
-        degrees: :math:`\nu`, greater than D - 1.
+        degrees: :math:`\nu`, greater than D - 1 and finite.
         scale: :math:`\Psi`, ``(*B, D, D)``, positive definite.
 
     Example:
@@ -39,8 +39,10 @@ class InverseWishart(TorchDistribution):
         check_floats("scale", scale)
         dim = scale.size(-1)
         check_trailing("scale", scale, (dim, dim), "(D, D)")
-        if not degrees > dim - 1:
-            raise ValueError(f"degrees must be greater than D - 1 = {dim - 1}; got {degrees}.")
+        if not dim - 1 < degrees < math.inf:
+            raise ValueError(
+                f"degrees must be greater than D - 1 = {dim - 1} and finite; got {degrees}."
+            )
         self.degrees, self.scale = float(degrees), scale
         super().__init__(scale.shape[:-2], scale.shape[-2:], validate_args=validate_args)
 

@@ -6,7 +6,7 @@ allows it exactly they are integrated out (:func:`marginal_log_prob`), never fil
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from torch.distributions import (
 from torch.nn.functional import softplus
 
 from .._checks import check_integers, check_range
-from ..ops.log_space import log
+from ..ops.log_space import log, logsumexp
 from ..ops.lookup import take_rows
 
 
@@ -169,13 +169,20 @@ class Tied(TorchDistribution):
 
     def log_prob(self, value: Tensor) -> Tensor:
         """Log-density ``(*B, K)``; ``value`` has one entry for all states, or one for each."""
+        return self.in_each_state(marginal_log_prob, value)
+
+    def in_each_state(self, function: Callable[[Any, Tensor], Tensor], value: Tensor) -> Tensor:
+        """``function(base, value)`` ``(*B, K)``, as :meth:`log_prob` is of a log-density."""
         at = -1 - len(self.event_shape)
         if value.dim() < -at or value.size(at) == 1:
-            return marginal_log_prob(self.base, value).index_select(-1, self.index)
+            every = function(self.base, value)
+            every = every.expand(*every.shape[:-1], self.base.batch_shape[-1])
+            return every.index_select(-1, self.index)
         shape = torch.broadcast_shapes(value.shape, self.batch_shape + self.event_shape)
         apart = value.expand(shape).movedim(at, 0).unsqueeze(at)  # (K, *B, 1, *E)
-        every = marginal_log_prob(self.base, apart)  # (K, *B, J)
+        every = function(self.base, apart)  # (K, *B, J)
         index = self.index.reshape(-1, *(1,) * (every.dim() - 1))
+        every = every.expand(*every.shape[:-1], self.base.batch_shape[-1])
         return every.gather(-1, index.expand(*every.shape[:-1], 1)).squeeze(-1).movedim(0, -1)
 
     def sample(self, sample_shape: Any = ()) -> Tensor:
@@ -209,9 +216,14 @@ def log_probs(emission: Any) -> Tensor:
     (``Categorical(probs=...).logits`` has the logarithm of the smallest number in their place.)
     """
     probs = vars(emission).get("probs")
-    if probs is None or emission._param is not probs:  # torch keeps there what it was made of
+    if probs is None:
         return emission.logits
-    return log(probs)
+    if emission._param is probs:  # torch keeps there what it was built from
+        return log(probs)
+    # both are cached; expand may have forgotten which came first. Where logits came first, a
+    # probability underflows to zero only far below the clamped logarithm
+    clamped = (probs == 0) & (emission.logits > -80.0)
+    return emission.logits.masked_fill(clamped, -torch.inf)
 
 
 def log_prob_per_state(emission: Any, values: Tensor) -> Tensor:
@@ -239,7 +251,9 @@ def log_prob_per_state(emission: Any, values: Tensor) -> Tensor:
     rows = values.long()
     if logits.dim() > 2:
         matrices = torch.arange(len(table) // logits.size(-1), device=rows.device)
+        beyond = (rows < 0) | (rows >= logits.size(-1))  # not the row of another matrix
         rows = rows + matrices.reshape(logits.shape[:-2]) * logits.size(-1)
+        rows = rows.masked_fill(beyond, len(table))
     scores = take_rows(table, rows)
     return scores if missing is None else scores.masked_fill(missing.unsqueeze(-1), 0.0)
 
@@ -274,6 +288,8 @@ def marginal_log_prob(distribution: Any, values: Tensor) -> Tensor:
     The others are integrated out exactly: independent components are left out, and a normal
     distribution with full covariance is marginalised, once for each pattern of missing components.
 
+    Where the support depends on parameters, a value outside of it has -inf.
+
     Args:
         distribution: Of batch shape B.
         values: ``(*B, *E)``, or what broadcasts with it.
@@ -288,17 +304,15 @@ def marginal_log_prob(distribution: Any, values: Tensor) -> Tensor:
         tensor(-0.9189)
     """
     if not values.dtype.is_floating_point:
-        return distribution.log_prob(values)
+        return _log_prob(distribution, values)
     if isinstance(distribution, Streams | Tied):
         return distribution.log_prob(values)
     missing = values.isnan()
     if not bool(missing.any()):
         whole = isinstance(distribution, Categorical)
-        return distribution.log_prob(values.long() if whole else values)
+        return _log_prob(distribution, values.long() if whole else values)
     if isinstance(distribution, MixtureSameFamily):
-        at = -1 - len(distribution.event_shape)
-        parts = marginal_log_prob(distribution.component_distribution, values.unsqueeze(at))
-        return (parts + distribution.mixture_distribution.logits.log_softmax(-1)).logsumexp(-1)
+        return _mixed(distribution, values, marginal_log_prob)
     if isinstance(distribution, MultivariateNormal):
         return _marginal_normal(distribution, values)
     base, events = distribution, 0
@@ -312,8 +326,83 @@ def marginal_log_prob(distribution: Any, values: Tensor) -> Tensor:
     filled = torch.where(missing, any_value(base).to(torch.get_default_dtype()), values)
     if isinstance(base, Categorical):
         filled = filled.long()
-    scores = base.log_prob(filled).masked_fill(missing, 0.0)
+    scores = _log_prob(base, filled).masked_fill(missing, 0.0)
     return scores.sum(tuple(range(-events, 0))) if events else scores
+
+
+def support_varies(distribution: Any) -> bool:
+    """Whether the support depends on parameters, so that states may have different ones.
+
+    No value is read: numbers of their own count as different, those expanded from one do not.
+    """
+    if isinstance(distribution, Streams):
+        return any(support_varies(part) for part in distribution.parts)
+    if isinstance(distribution, Tied):
+        return support_varies(distribution.base)
+    if isinstance(distribution, MixtureSameFamily):
+        return support_varies(distribution.component_distribution)
+    while isinstance(distribution, Independent):
+        distribution = distribution.base_dist
+    bounds = vars(distribution.support).values()
+    return any(
+        size > 1 and step != 0
+        for bound in bounds
+        if isinstance(bound, Tensor)
+        for size, step in zip(bound.shape, bound.stride())
+    )
+
+
+def inside_support(distribution: Any, values: Tensor) -> Tensor:
+    """Whether ``values`` are in the support, of the shape of ``distribution.log_prob(values)``.
+
+    (The constraint of a mixture does not tell apart the entries of its batch, that of
+    :class:`Tied` those of its index.)
+    """
+    if isinstance(distribution, Streams):
+        pieces = zip(distribution.parts, distribution.split(values))
+        parts = [inside_support(part, piece) for part, piece in pieces]
+        return torch.stack(torch.broadcast_tensors(*parts)).all(0)
+    if isinstance(distribution, Tied):
+        return distribution.in_each_state(inside_support, values)
+    at = -1 - len(distribution.event_shape)
+    if isinstance(distribution, MixtureSameFamily):
+        return inside_support(distribution.component_distribution, values.unsqueeze(at)).any(-1)
+    if isinstance(distribution, Independent):
+        inside = inside_support(distribution.base_dist, values)
+        return inside.flatten(-distribution.reinterpreted_batch_ndims).all(-1)
+    return distribution.support.check(values)
+
+
+def _log_prob(distribution: Any, values: Tensor) -> Tensor:
+    """Log-density of ``values``; -inf outside of a support that depends on parameters.
+
+    (Distributions of torch raise there, or go on with a formula that does not hold.)
+    """
+    if not support_varies(distribution):
+        return distribution.log_prob(values)
+    if isinstance(distribution, MixtureSameFamily):
+        return _mixed(distribution, values, _log_prob)
+    if isinstance(distribution, Independent):
+        scores = _log_prob(distribution.base_dist, values)
+        return scores.sum(tuple(range(-distribution.reinterpreted_batch_ndims, 0)))
+    support = distribution.support
+    inside = support.check(values)
+    closed = (constraints.interval, constraints.integer_interval, constraints.greater_than_eq)
+    filler = support.lower_bound if isinstance(support, closed) else any_value(distribution)
+    filler = torch.as_tensor(filler, device=values.device).detach().to(values.dtype)
+    wide = inside.reshape(inside.shape + (1,) * len(distribution.event_shape))
+    scores = distribution.log_prob(torch.where(wide, values, filler))
+    return scores.masked_fill(~inside, -torch.inf)
+
+
+def _mixed(
+    mixture: MixtureSameFamily, values: Tensor, log_prob: Callable[[Any, Tensor], Tensor]
+) -> Tensor:
+    """Log-density of a mixture from that of its components."""
+    parts = log_prob(
+        mixture.component_distribution, values.unsqueeze(-1 - len(mixture.event_shape))
+    )
+    return logsumexp(parts + mixture.mixture_distribution.logits.log_softmax(-1), -1)
 
 
 def any_value(distribution: Any) -> Tensor:

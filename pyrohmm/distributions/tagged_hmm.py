@@ -20,7 +20,13 @@ from pyro.distributions.torch_distribution import TorchDistribution
 from torch import Tensor
 from torch.distributions import constraints
 
-from .._checks import check_floats, check_integers, check_shape, check_trailing
+from .._checks import (
+    check_floats,
+    check_integers,
+    check_log_simplex,
+    check_shape,
+    check_trailing,
+)
 from .._lazy import lazy
 from .._precision import full_precision
 from ..ops import recursions
@@ -172,7 +178,8 @@ class TaggedHMM(BlockHMM):
 
     Raises:
         TypeError: If an argument is of the wrong type.
-        ValueError: If the number of states differs.
+        ValueError: If the number of states differs, or (with the ``validate_args`` of ``words``)
+            a row of ``log_tags`` does not sum to one.
 
     Example:
         >>> clusters = blocks.from_clusters(torch.tensor([0, 0, 1]), 2)
@@ -194,6 +201,8 @@ class TaggedHMM(BlockHMM):
             words.observed, validate_args=False, carried=words.carried,
         )  # fmt: skip
         words._validated_alike(self)
+        if self._validate_args:
+            check_log_simplex("log_tags", log_tags)
 
     @property
     def log_tags(self) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .._checks import check_range
-from .observation import any_value, is_categorical
+from .observation import any_value, inside_support, is_categorical, support_varies
 
 
 def fill_gaps(values: Tensor, known: Tensor, emission: Any) -> Tensor:
@@ -29,8 +29,18 @@ def fill_gaps(values: Tensor, known: Tensor, emission: Any) -> Tensor:
     return torch.where(known.reshape(known.shape + (1,) * len(event)), values, filler)
 
 
-def check_support(values: Tensor, emission: Any, emission_per_step: bool) -> None:
-    """Raise unless values ``(*B, T, *E)`` lie in the support of the emission; this reads them."""
+def check_support(
+    values: Tensor, known: Tensor | None, emission: Any, emission_per_step: bool
+) -> None:
+    """Raise unless values ``(*B, T, *E)`` lie in the support of the emission; this reads them.
+
+    Args:
+        values: Observations, of as many batch dimensions as the parameters.
+        known: ``(*B, T)`` booleans, which steps exist and are observed; all if None.
+        emission: Of event shape ``(*E)``. States may have different supports; a value is in that
+            of one of them.
+        emission_per_step: Whether the batch of the emission has a dimension of steps.
+    """
     if is_categorical(emission):
         check_range(
             "values", values, emission.logits.size(-1), "V - 1",
@@ -38,20 +48,24 @@ def check_support(values: Tensor, emission: Any, emission_per_step: bool) -> Non
         )  # fmt: skip
         return
     event = emission.event_shape
-    if len(event) and values.dtype.is_floating_point:
-        gaps = values.isnan()
-        if bool(gaps.any()):
-            values = torch.where(gaps, _first_value(emission, values.dtype), values)
-    # in every state, for a support may depend on parameters
     values = values.unsqueeze(-1 - len(event))
     if not emission_per_step:
         values = values.movedim(values.dim() - 2 - len(event), 0)
-    inside = emission.support.check(values)
+        known = None if known is None else known.movedim(-1, 0)
+    varies = support_varies(emission)
+    if len(event) and values.dtype.is_floating_point:
+        gaps = values.isnan()
+        if bool(gaps.any()):
+            filler = any_value(emission) if varies else _first_value(emission, values.dtype)
+            values = torch.where(gaps, filler.to(values.dtype), values)
+    inside = inside_support(emission, values) if varies else emission.support.check(values)
+    inside = inside.any(-1)
+    if varies and known is not None:  # what fills a gap is of one step, and need not fit another
+        inside = inside | ~known
     if not bool(inside.all()):
         raise ValueError(
-            f"values must lie in the support of the emission, {emission.support}, in "
-            f"every state; {int((~inside.all(-1)).sum())} do not. Mark missing steps as "
-            "not observed."
+            f"values must lie in the support of the emission, {emission.support}, in a "
+            f"state at least; {int((~inside).sum())} do not. Mark missing steps as not observed."
         )
 
 

@@ -271,7 +271,7 @@ def read_directory(directory: FilePath, kind: str) -> tuple[dict[str, Tensor], d
     path = Path(directory) / TENSORS
     tensors, meta = read_tensors(path)
     found = meta.get("kind")
-    if found not in KINDS:
+    if not isinstance(found, str) or found not in KINDS:
         raise ValueError(
             f"{path} holds neither an HMM nor a module nor a language model. Read it with "
             "read_tensors."

@@ -9,6 +9,7 @@ import pyro.distributions as dist
 import torch
 from pyro.distributions.torch_distribution import TorchDistribution
 from torch import Tensor, nn
+from torch.distributions.utils import logits_to_probs, probs_to_logits
 
 from ..distributions.block_hmm import BlockHMM
 from ..distributions.hmm import HMM
@@ -25,15 +26,19 @@ class Arguments(NamedTuple):
 
     Attributes:
         tensors: Tensors of any shape.
-        probs_or_logits: Whether it holds tensors ``probs`` or ``logits`` besides, or both.
+        probs_or_logits: Whether it is built from ``probs`` or ``logits`` besides; the one it was
+            built from is saved.
         options: Integers and booleans.
         parts: Distributions, or lists of them; passed by position.
+        cached: Functions of the tensors that it may keep, because it was given them or has
+            computed them; kept ones are saved too, for a second computation may round otherwise.
     """
 
     tensors: tuple[str, ...] = ()
     probs_or_logits: bool = False
     options: tuple[str, ...] = ()
     parts: tuple[str, ...] = ()
+    cached: tuple[str, ...] = ()
 
 
 # Every class that is ever built from a file. An entry here is all that a further one needs, if it
@@ -53,7 +58,7 @@ BUILT_FROM: dict[type, Arguments] = {
     ),
     **dict.fromkeys(
         (dist.MultivariateNormal, dist.NanMaskedMultivariateNormal),
-        Arguments(("loc", "scale_tril")),
+        Arguments(("loc", "scale_tril"), cached=("covariance_matrix", "precision_matrix")),
     ),
     **dict.fromkeys((dist.Binomial, dist.NegativeBinomial), Arguments(("total_count",), True)),
     **dict.fromkeys((dist.Dirichlet, dist.ProjectedNormal), Arguments(("concentration",))),
@@ -303,9 +308,11 @@ def _describe_part(part: Any, path: str, tensors: dict[str, Tensor]) -> Any:
         )
     for name in arguments.tensors:
         tensors[f"{path}.{name}"] = getattr(part, name)
+    held = vars(part)  # reading an attribute would compute it
+    tensors.update({f"{path}.{name}": held[name] for name in arguments.cached if name in held})
     if arguments.probs_or_logits:
-        held = vars(_holder(part))  # reading the other one as an attribute would compute it
-        tensors.update({f"{path}.{name}": held[name] for name in _EITHER if name in held})
+        name = _built_from(_holder(part))
+        tensors[f"{path}.{name}"] = getattr(_holder(part), name)
     return {
         "class": family.__name__,
         "validate_args": vars(part).get("_validate_args"),
@@ -337,8 +344,11 @@ def _build_part(
     if not isinstance(parts, list) or len(parts) != len(arguments.parts):
         raise ValueError(f"{path} must have the parts {arguments.parts}")
     direct = {name: tensors.pop(f"{path}.{name}") for name in arguments.tensors}
-    keys = {name: f"{path}.{name}" for name in _EITHER if arguments.probs_or_logits}
-    either = {name: tensors.pop(key) for name, key in keys.items() if key in tensors}
+    keys = {name: f"{path}.{name}" for name in (*arguments.cached, *_EITHER)}
+    saved = {name: tensors.pop(key) for name, key in keys.items() if key in tensors}
+    either = {name: saved.pop(name) for name in _EITHER if name in saved}
+    if arguments.probs_or_logits != bool(either):
+        raise ValueError(f"{path} must have what it is built from; got {sorted(either)}")
     built = family(
         *(_build_part(p, f"{path}.{name}", tensors) for p, name in zip(parts, arguments.parts)),
         **direct,
@@ -346,8 +356,68 @@ def _build_part(
         **options,
         validate_args=_validation(node),
     )
-    vars(_holder(built)).update(either)  # the constructor normalised them once more
+    if either:
+        _restore(_holder(built), either, path)
+    for name, tensor in saved.items():
+        _check_agreement(getattr(built, name), tensor, f"{path}.{name}")
+        setattr(built, name, tensor)
     return built
+
+
+def _restore(holder: Any, either: dict[str, Tensor], path: str) -> None:
+    """Put saved probabilities where the constructor has put ones it normalised once more.
+
+    Files of version 0.4 may have both ``probs`` and ``logits``, which must agree then.
+    """
+    held = vars(holder)
+    for name in _EITHER:
+        held.pop(name, None)
+    held.update(either)
+    name = _built_from(holder)
+    is_binary = not isinstance(holder, torch.distributions.Categorical)
+    if len(either) == 2:
+        other = "logits" if name == "probs" else "probs"
+        convert = probs_to_logits if name == "probs" else logits_to_probs
+        _check_agreement(convert(held[name], is_binary), held.pop(other), f"{path}.{other}")
+    if "_param" in held:  # torch keeps there what a distribution was built from
+        held["_param"] = held[name]
+    probs = held[name] if name == "probs" else logits_to_probs(held[name], is_binary)
+    wrong = (probs < 0) | (probs > 1 + 1e-4)
+    if not is_binary:
+        sums = (held[name] if name == "probs" else held[name].exp()).sum(-1, keepdim=True)
+        wrong = wrong | ((sums - 1).abs() > 1e-4)
+    if bool(wrong.any()):
+        raise ValueError(
+            f"{path}.{name} must be probabilities that sum to one, or their logarithms"
+        )
+
+
+def _check_agreement(computed: Tensor, saved: Tensor, name: str) -> None:
+    """Raise unless what was saved is what its distribution computes, up to rounding."""
+    scale = float(computed.abs().nan_to_num(0.0, 0.0, 0.0).max()) if computed.numel() else 0.0
+    alike = computed.shape == saved.shape and computed.dtype == saved.dtype
+    if not (alike and torch.allclose(computed, saved, 1e-3, 1e-4 * scale, equal_nan=True)):
+        raise ValueError(f"{name} disagrees with the parameters beside it")
+
+
+def _built_from(holder: Any) -> str:
+    """Which of ``probs`` and ``logits`` a distribution was built from; it may have computed both.
+
+    Logarithms that torch computes from probabilities are clamped, and would lose the zeros.
+    """
+    held = vars(holder)
+    kept = [name for name in _EITHER if name in held]
+    if len(kept) == 1:
+        return kept[0]
+    probs, logits = held["probs"], held["logits"]
+    if held.get("_param") is probs:
+        return "probs"
+    # expanded: what it was built from is not marked
+    is_binary = not isinstance(holder, torch.distributions.Categorical)
+    computed = probs_to_logits(probs, is_binary)
+    clamped = bool(((probs == 0) | (probs == 1)).any())
+    alike = torch.equal(computed, logits) or (clamped and torch.allclose(computed, logits))
+    return "probs" if alike else "logits"
 
 
 def _classes() -> dict[str, type]:

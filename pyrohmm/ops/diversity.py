@@ -149,7 +149,8 @@ def _log_diversity(probs: Tensor, rho: float) -> Tensor:
     features = _features(probs.double(), rho, normalized=True)
     count, size = features.shape[-2:]
     if count > size:
-        return probs.new_full(probs.shape[:-2], -torch.inf)
+        total = probs.sum((-2, -1))  # so that there is a gradient, of zero
+        return total.masked_fill(torch.ones_like(total, dtype=torch.bool), -torch.inf)
     log_volume = _log_volume(features)
     flat = ~log_volume.isfinite()
     if bool(flat.any()):

@@ -122,14 +122,16 @@ def expected_counts(
         }
     )
     log_likelihood = log_likelihood.expand(*batch, *log_likelihood.shape[-2:])
-    with torch.enable_grad():
-        initial = log_initial.detach().requires_grad_()
-        transition = log_transition.detach().requires_grad_()
-        likelihood = log_likelihood.detach().requires_grad_()
+    logs = log_initial, log_transition, log_likelihood
+    with torch.inference_mode(False), torch.enable_grad():
+        initial, transition, likelihood = (
+            leaves
+        ) = [  # tensors made in inference mode cannot ask for gradients
+            (part.clone() if part.is_inference() else part.detach()).requires_grad_()
+            for part in logs
+        ]
         evidence = log_evidence(initial, transition, likelihood, lengths)
-        counts = torch.autograd.grad(
-            evidence.sum(), (initial, transition, likelihood), materialize_grads=True
-        )
+        counts = torch.autograd.grad(evidence.sum(), leaves, materialize_grads=True)
     return ExpectedCounts(evidence.detach(), *counts)
 
 

@@ -8,6 +8,8 @@ from scipy.sparse import csr_array
 from scipy.sparse.csgraph import connected_components
 from torch import Tensor
 
+from .._checks import check_size
+
 
 def joint_probs(state_probs: Tensor, log_transition: Tensor, lag: int = 1) -> Tensor:
     r"""Joint distribution of two states ``lag`` steps apart, :math:`\mathrm{diag}(\pi) A^d`.
@@ -15,11 +17,16 @@ def joint_probs(state_probs: Tensor, log_transition: Tensor, lag: int = 1) -> Te
     Args:
         state_probs: ``(*B, K)``, marginal of the first, such as :func:`stationary` gives.
         log_transition: ``(*B, K, K)``.
-        lag: d.
+        lag: d, at least 1.
 
     Returns:
         ``(*B, K, K)``, sums to one.
+
+    Raises:
+        TypeError: If ``lag`` is not an int.
+        ValueError: If ``lag`` is less than one.
     """
+    check_size("lag", lag)
     matrix = log_transition.exp()
     power = matrix if lag == 1 else torch.linalg.matrix_power(matrix, lag)
     return state_probs.unsqueeze(-1) * power

@@ -475,6 +475,26 @@ def test_free_parameters_are_counted_once(module, count):
         assert metrics.num_parameters(TabularHMM.from_hmm(module(data.lengths)), data) == count
 
 
+def test_a_parameter_that_parts_share_is_counted_once():
+    module = TabularHMM.from_hmm(TabularHMM(2, poisson())(torch.tensor([1])))
+    data = Sequences(torch.zeros(1, 1), torch.tensor([1]))
+    count = metrics.num_parameters(module, data)
+    other = TabularHMM.from_hmm(module(torch.tensor([1])))
+    for name in ("initial_unconstrained", "transition_unconstrained"):
+        other._parameters[name] = module._parameters[name]
+    module.other = other
+    rates = 2
+    assert metrics.num_parameters(module, data) == count + rates
+
+
+@pytest.mark.parametrize("scale", [0.5, 2.0])
+def test_rows_that_do_not_sum_to_one_have_no_distance(scale):
+    probs = scale * torch.tensor([[0.5, 0.5], [1.0, 0.0]])
+    for distance in (metrics.bhattacharyya, metrics.diversity, metrics.diversity_by_state):
+        with pytest.raises(ValueError, match="probs must sum to one"):
+            distance(probs)
+
+
 def test_frozen_parameters_are_not_counted():
     module = TabularHMM(2, normal(3))
     freeze(module, "emission.loc", torch.zeros(2, 3))

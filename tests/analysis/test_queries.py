@@ -327,6 +327,28 @@ def test_laws_of_observations_mix_the_states_of_the_table(emission, layout):
         assert_close(marginals.variance[exists], (square - centre**2)[exists], case)
 
 
+@pytest.mark.parametrize("per_step", [False, True])
+def test_marginals_of_restarts_take_values_of_the_sequences(per_step):
+    """As many restarts as sequences as steps: no shape tells them apart."""
+    even = torch.full((2, 2), 0.5).log()
+    torch.manual_seed(0)
+    loc = 5 * torch.randn(3, 1, *([3] if per_step else []), 2)
+    values = torch.randn(3, 3)
+    seen = torch.tensor([[True, False, True]]).expand(3, 3)
+    lengths = torch.tensor([3, 3, 3])
+    hmm = HMM(even[0], even, dist.Normal(loc, 1.0), lengths, seen, emission_per_step=per_step)
+    marginals = queries.observation_marginals(hmm, values)
+    expected = [
+        queries.observation_marginals(
+            HMM(even[0], even, dist.Normal(one[0], 1.0), lengths, seen, emission_per_step=per_step),
+            values,
+        ).log_prob(values)
+        for one in loc
+    ]
+    assert_close(marginals.log_prob(values), torch.stack(expected))
+    assert_close(marginals.log_prob(values), marginals.log_prob(values.expand(3, 3, 3)))
+
+
 # Dwelling ----------------------------------------------------------------------------------------
 
 
@@ -506,6 +528,16 @@ def test_residuals_of_a_true_model_are_normal(kind):
     wrong = HMM(torch.tensor([0.5, 0.5]).log(), sticky.flip(0), emission, hmm.lengths)
     residuals = queries.pseudo_residuals(wrong, values).sample().flatten()
     assert stats.kstest(residuals.numpy(), "norm").pvalue < 1e-6
+
+
+def test_residuals_where_states_differ_in_support():
+    """Below the support of a state the cumulative probability is 0, above it 1."""
+    even = torch.full((2, 2), 0.5).log()
+    levels = dist.Uniform(torch.tensor([0.0, 3.0]), torch.tensor([4.0, 5.0]))
+    hmm = HMM(even[0], even, levels, torch.tensor([3]))
+    residuals = queries.pseudo_residuals(hmm, torch.tensor([[1.0, 3.5, 4.5]]))
+    expected = torch.tensor([[0.125, (0.875 + 0.25) / 2, (1.0 + 0.75) / 2]])
+    torch.testing.assert_close(residuals.upper, expected, check_dtype=False)
 
 
 def test_limits_become_normal_quantiles():

@@ -94,6 +94,12 @@ def test_a_vocabulary_that_names_nothing_or_twice_is_refused(symbols, unknown, m
         Vocabulary(symbols, unknown)
 
 
+@pytest.mark.parametrize("unknown", [3, ["a"], b"a"])
+def test_what_stands_for_the_unknown_is_a_symbol_or_a_function(unknown):
+    with pytest.raises(TypeError, match="unknown must be"):
+        Vocabulary("ab", unknown=unknown)
+
+
 def test_the_first_symbol_listed_stands_for_an_unknown_one():
     words = Vocabulary(["<b>", "<a>", "x"], unknown=lambda word: [f"<{word[0]}>", "<b>"])
     assert words.encode(["x", "apple", "boat", "cat"]).tolist() == [2, 1, 0, 0]
@@ -402,6 +408,7 @@ def test_a_merge_that_cannot_be_is_refused():
         (readers.read_ocr_letters, OCR + letter(4, "a", -1, 3, 1, pixel=""), 4),
         (readers.read_ocr_letters, OCR + letter(4, "a", -1, "x", 1), 4),
         (readers.read_ocr_letters, OCR + letter(4, "a", -1, 3, 2), 4),
+        (readers.read_ocr_letters, letter(1, "a", -1, 1, 1, "9" * 30), 1),
         (readers.read_ocr_letters, OCR + letter(4, "a", 5, 3, 1), 5),
         (readers.read_ocr_letters, letter(1, "a", 3, 1, 1) + letter(2, "b", -1, 1, 2), 2),
         (readers.read_ocr_letters, letter(1, "a", 2, 1, 1) + letter(2, "b", -1, 1, 2, 1), 2),
@@ -415,6 +422,9 @@ def test_a_merge_that_cannot_be_is_refused():
         (readers.read_protein_table, TABLE.replace("two\t", ""), 3),
         (readers.read_protein_table, TABLE.replace("110", "11?"), 2),
         (readers.read_protein_table, TABLE.replace("blind\t0", "blind\tnone"), 3),
+        (readers.read_protein_table, TABLE.replace("blind\t0", "blind\t\u00b2"), 3),
+        (readers.read_protein_table, TABLE.replace("blind\t0", "blind\t" + "9" * 30), 3),
+        (readers.read_protein_table, "id\tsequence\tdssp3\none\tA\tH\ntwo\t\t\n", 3),
     ],
 )
 def test_malformed_files_are_errors_that_name_file_and_line(tmp_path, read, content, line):
@@ -492,7 +502,7 @@ def served(public, monkeypatch):
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self):
-            self.send_response(200)
+            self.send_response(server.status)
             self.send_header("Content-Length", str(len(server.content)))
             self.end_headers()
             self.wfile.write(server.content)
@@ -503,7 +513,7 @@ def served(public, monkeypatch):
 
     pytest.importorskip("pooch")
     server = http.server.HTTPServer(("127.0.0.1", 0), Handler)
-    server.content, server.requests = CONTENT, 0
+    server.content, server.requests, server.status = CONTENT, 0, 200
     url = f"http://127.0.0.1:{server.server_port}/words.txt"
     file = datasets.PUBLIC_FILES["made-up"]._replace(url=url)
     monkeypatch.setattr(datasets, "PUBLIC_FILES", {"made-up": file})
@@ -565,6 +575,24 @@ def test_a_download_with_another_checksum_leaves_nothing_behind(served, public):
     assert not [path for path in (public / "cache").rglob("*") if path.is_file()]
     served.content = CONTENT
     assert datasets.find("made-up").read_bytes() == CONTENT
+
+
+@pytest.mark.parametrize("fault", ["refused", "missing"])
+def test_what_cannot_be_downloaded_is_a_file_that_is_not_there(served, public, monkeypatch, fault):
+    """Whatever errors the library that fetches it has for that."""
+    file = datasets.PUBLIC_FILES["made-up"]
+    if fault == "refused":
+        file = file._replace(url="http://127.0.0.1:9/words.txt")
+    monkeypatch.setitem(datasets.PUBLIC_FILES, "made-up", file)
+    served.status = 404
+    with pytest.raises(FileNotFoundError, match="made-up cannot be downloaded"):
+        datasets.find("made-up")
+
+
+@pytest.mark.parametrize("name", [None, ["ptb-train"], 3])
+def test_a_name_of_a_file_is_a_string(name):
+    with pytest.raises(ValueError, match="name must be one of"):
+        datasets.find(name)
 
 
 def test_without_pooch_the_error_names_the_extra(public, monkeypatch):

@@ -259,6 +259,11 @@ def test_lengths_of_any_integers_become_long(dtype):
     assert data.lengths.dtype == torch.long
 
 
+def test_complex_values_are_refused():
+    with pytest.raises(TypeError, match="values must be real"):
+        Sequences(torch.ones(1, 2, dtype=torch.complex64), torch.tensor([2]))
+
+
 def test_moving_keeps_lengths_on_the_cpu():
     there = make(5, total=9).to("cpu")
     assert there.lengths.device.type == "cpu"

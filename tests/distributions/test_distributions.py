@@ -345,7 +345,14 @@ def test_the_bijection_to_covariances_has_an_inverse_and_its_jacobian(dim):
 @pytest.mark.parametrize(
     ("degrees", "scale", "error", "words"),
     [
-        (1.0, torch.eye(2), ValueError, "degrees must be greater than D - 1 = 1; got 1.0"),
+        (
+            1.0,
+            torch.eye(2),
+            ValueError,
+            "degrees must be greater than D - 1 = 1 and finite; got 1.0",
+        ),
+        (float("inf"), torch.eye(2), ValueError, "degrees must be .* finite; got inf"),
+        (float("nan"), torch.eye(2), ValueError, "degrees must be .* finite; got nan"),
         (3.0, torch.ones(2, 3), ValueError, "scale must end in shape"),
         (3.0, torch.eye(2).long(), TypeError, "scale must be floating point"),
     ],

@@ -44,6 +44,18 @@ def drawn(num_rows, size=None, batch=(), concentration=1.0):
     return Dirichlet(torch.full((*batch, num_rows, size), concentration)).sample()
 
 
+@pytest.mark.parametrize("shape", [(4, 2), (3, 4, 2), (0, 2, 4), (0, 4, 2), (0, 3, 3)])
+def test_diversity_has_a_gradient_for_every_shape(shape):
+    """One of zero where there are more rows than columns, and the value is always -inf."""
+    rows = torch.full(shape, 1 / shape[-1]).requires_grad_()
+    value = dpp.log_diversity(rows)
+    assert value.shape == shape[:-2]
+    assert bool(value.isneginf().all())
+    (slope,) = torch.autograd.grad(value.sum(), rows)
+    assert slope.shape == shape
+    assert bool((slope == 0).all())
+
+
 def slow_kernel(rows, rho, normalized):
     """Entry by entry, as equations 2 and 5 are written."""
     found = torch.zeros(len(rows), len(rows))

@@ -15,9 +15,11 @@ import pyro.distributions as dist
 import pytest
 import torch
 from hmmlearn import hmm as hmmlearn_models
+from scipy import stats
 from torch.autograd import gradcheck
 
 from pyrohmm import HMM
+from pyrohmm.distributions.observation import Streams, Tied, marginal_log_prob
 from pyrohmm.ops import backends
 
 NEVER = -np.inf
@@ -828,6 +830,65 @@ def test_forecast_equals_the_evidence_with_the_steps_appended(engine):
             torch.testing.assert_close(forecast.probs[n, 1, symbol], ratio)
 
 
+def several_restarts():
+    """For each kind, emissions of three restarts ``(3, 1, 2)``, and those of each by itself."""
+    kinds = {
+        "symbols": lambda x: dist.Categorical(logits=x[..., 0, :]),
+        "numbers": lambda x: dist.Normal(x[..., 0, 0], 1.0),
+        "vectors": lambda x: dist.Normal(x[..., 0, :], 1.0).to_event(1),
+        "covariances": lambda x: dist.MultivariateNormal(x[..., 0, :], torch.eye(4)),
+        "bits": lambda x: dist.Bernoulli(logits=x[..., 0, :]).to_event(1),
+        "mixtures": lambda x: dist.MixtureSameFamily(
+            dist.Categorical(logits=x[..., 0, :]), dist.Normal(x[..., 1, :], 1.0)
+        ),
+    }
+    kinds["tied"] = lambda x: Tied(kinds["vectors"](x), torch.tensor([1, 0]))
+    kinds["streams"] = lambda x: Streams([kinds["symbols"](x), kinds["bits"](x)])
+    torch.manual_seed(0)
+    scores = 3 * torch.randn(3, 1, 2, 2, 4)
+    return {
+        name: (build(scores), [build(scores[r, 0]) for r in range(3)])
+        for name, build in kinds.items()
+    }
+
+
+@pytest.mark.parametrize("kind", several_restarts())
+def test_values_of_a_forecast_broadcast_over_restarts(kind):
+    """The numbers of restarts, sequences and steps are equal: no shape tells them apart."""
+    together, apart = several_restarts()[kind]
+    even = torch.full((2, 2), 0.5).log()
+    past = HMM(even[0], even, apart[0], torch.tensor([3, 3, 3])).sample()
+    torch.manual_seed(1)
+    ahead = HMM(even[0], even, apart[1], torch.tensor([3, 3, 3])).sample()
+    forecast = HMM(even[0], even, together, torch.tensor([3, 2, 3])).forecast(past, 3)
+    expected = torch.stack(
+        [
+            HMM(even[0], even, one, torch.tensor([3, 2, 3])).forecast(past, 3).log_prob(ahead)
+            for one in apart
+        ]
+    )
+    assert forecast.batch_shape == (3, 3, 3)
+    torch.testing.assert_close(forecast.log_prob(ahead), expected)
+    same = ahead[1]  # (H, *E): for all sequences
+    torch.testing.assert_close(
+        forecast.log_prob(same), forecast.log_prob(same.expand(3, 3, *same.shape))
+    )
+    samples = forecast.sample((2,))
+    torch.testing.assert_close(
+        forecast.log_prob(samples), torch.stack([forecast.log_prob(each) for each in samples])
+    )
+
+
+def test_values_of_a_forecast_must_broadcast():
+    even = torch.full((2, 2), 0.5).log()
+    hmm = HMM(even[0], even, dist.Normal(torch.zeros(2), 1.0), torch.tensor([3, 3]))
+    forecast = hmm.forecast(torch.zeros(2, 3), 2)
+    with pytest.raises(ValueError, match="values"):
+        forecast.log_prob(torch.zeros(2, 3))
+    with pytest.raises(TypeError, match="values"):
+        forecast.log_prob([[0.0, 1.0]])
+
+
 def test_forecast_samples_from_its_distribution():
     hmm, values, _, _ = build(Case("symbols", "restarts with values each", 3, 3, ragged=True))
     forecast = hmm.forecast(values, 2)
@@ -903,6 +964,148 @@ def test_emissions_whose_support_differs_by_state(engine):
         each = dist.Binomial(trials, chance, validate_args=False).log_prob(values[..., None])
         expected = each.exp().mean(-1).log().sum(-1)
         torch.testing.assert_close(hmm.log_prob(values), expected)
+
+
+def uniform(low, high):
+    return dist.Uniform(torch.as_tensor(low), torch.as_tensor(high))
+
+
+def supports_of_states():
+    """Emissions of three states, values that some states cannot emit, and their densities."""
+    low, high = torch.tensor([0.0, 4.0, 6.0]), torch.tensor([5.0, 7.0, 9.0])
+    x = torch.tensor([4.5, 1.0, 6.5, 8.0])[:, None]
+    within = ((x >= low) & (x <= high)) / (high - low)
+    trials, counts = torch.tensor([3.0, 5.0, 9.0]), torch.tensor([4.0, 2.0, 9.0, 5.0])[:, None]
+    binomial = torch.as_tensor(stats.binom(trials.numpy(), 0.3).pmf(counts.numpy()))
+    pareto = torch.as_tensor(stats.pareto(2.0, scale=(low + 1).numpy()).pdf(x.numpy()))
+    swapped = [1, 0, 3, 2]
+    pairs = torch.cat([x, x[swapped]], -1)  # (4, 2)
+    product = (within * within[swapped]).double()
+    wide = (low[:, None].expand(3, 2), high[:, None].expand(3, 2))
+    mixture = dist.MixtureSameFamily(
+        dist.Categorical(torch.ones(3, 2)), uniform(torch.stack([low, low + 10], -1),
+                                                    torch.stack([high, high + 10], -1))
+    )  # fmt: skip
+    index = torch.tensor([2, 0, 2])
+    zero = dist.Normal(torch.zeros(3), 1.0)
+    both = torch.cat([x, torch.zeros(4, 1)], -1)
+    return {
+        "uniform": (uniform(low, high), x[:, 0], within),
+        "binomial": (dist.Binomial(trials, torch.tensor(0.3)), counts[:, 0], binomial),
+        "pareto": (dist.Pareto(low + 1, torch.tensor(2.0).expand(3)), x[:, 0], pareto),
+        "vectors": (uniform(*wide).to_event(1), pairs, product),
+        "mixture": (mixture, x[:, 0], within / 2),
+        "tied": (Tied(uniform(low, high), index), x[2:3, 0].expand(4), None),
+        "streams": (Streams([uniform(low, high), zero]), both, within / (2 * np.pi) ** 0.5),
+        "streams of tied": (
+            Streams([Tied(uniform(low[1:], high[1:]), torch.tensor([1, 0, 1])), zero]), both[2:],
+            None,
+        ),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("validate_args", [True, False])
+@pytest.mark.parametrize("kind", supports_of_states())
+def test_a_value_outside_the_support_of_a_state_is_impossible_there(kind, validate_args, engine):
+    emission, values, density = supports_of_states()[kind]
+    if density is None:  # that of each state by itself
+        density = torch.stack(
+            [emission.log_prob(value.unsqueeze(-1 - len(emission.event_shape))).exp()
+             for value in values]
+        ).reshape(len(values), 3)  # fmt: skip
+        assert bool((density == 0).any())
+        assert bool((density > 0).any())
+    probs = torch.tensor([0.5, 0.2, 0.3])
+    matrix = probs.expand(3, 3).log()
+    lengths = torch.tensor([len(values)])
+    hmm = HMM(probs.log(), matrix, emission, lengths, validate_args=validate_args)
+    expected = (density * probs).sum(-1).log().sum()
+    assert bool(expected.isfinite())
+    torch.testing.assert_close(hmm.log_prob(values[None])[0], expected.to(hmm.log_initial))
+    weights = density * probs / (density * probs).sum(-1, keepdim=True)
+    torch.testing.assert_close(hmm.posterior(values[None]).states[0], weights.to(probs))
+
+
+@pytest.mark.parametrize("kind", supports_of_states())
+def test_what_is_missing_may_be_filled_in_any_state(kind, engine):
+    """No filler is in the support of all states; what is missing is as if it were not there."""
+    emission, values, _ = supports_of_states()[kind]
+    probs = torch.tensor([0.5, 0.2, 0.3])
+    matrix = torch.tensor([[0.2, 0.3, 0.5], [0.1, 0.8, 0.1], [0.4, 0.3, 0.3]]).log()
+    steps = len(values)
+    for known in itertools.product([False, True], repeat=steps):
+        observed = torch.tensor([known])
+        hmm = HMM(probs.log(), matrix, emission, torch.tensor([steps]), observed)
+        junk = values.clone()
+        junk[~observed[0]] = np.nan
+        factors = hmm.log_factors(junk[None])[2][0]
+        for t, is_known in enumerate(known):
+            value = values[t].unsqueeze(-1 - len(emission.event_shape))
+            direct = marginal_log_prob(emission, value)
+            torch.testing.assert_close(factors[t], direct if is_known else torch.zeros(3))
+        assert bool(hmm.posterior(junk[None]).states.isfinite().all())
+    if emission.event_shape and not isinstance(emission, Tied):
+        hmm = HMM(probs.log(), matrix, emission, torch.tensor([steps]))
+        for component in range(2):
+            partly = values.clone()
+            partly[:, component] = np.nan
+            assert bool(hmm.log_prob(partly[None]).isfinite())
+        assert hmm.log_prob(torch.full_like(values, np.nan)[None]).item() == pytest.approx(0.0)
+
+
+def test_gradients_are_finite_where_a_state_cannot_emit():
+    low = torch.tensor([0.0, 4.0, 6.0]).requires_grad_()
+    even = torch.full((3, 3), 1 / 3).log()
+    hmm = HMM(even[0], even, dist.Uniform(low, low + 5.0), torch.tensor([3]))
+    hmm.log_prob(torch.tensor([[4.5, 1.0, 10.5]])).backward()
+    assert bool(low.grad.isfinite().all())
+
+
+@pytest.mark.parametrize("missing", ["values", "steps"])
+def test_supports_of_single_steps_need_not_hold_the_others(missing):
+    """A filler comes from another step, in whose support it is."""
+    low = torch.tensor([[0.0, 1.0], [10.0, 11.0], [20.0, 21.0]])
+    even = torch.full((2, 2), 0.5).log()
+    observed = torch.tensor([[True, False, True]])
+    hmm = HMM(
+        even[0], even, dist.Uniform(low, low + 2.0), torch.tensor([3]), observed,
+        emission_per_step=True,
+    )  # fmt: skip
+    expected = torch.tensor(0.25 * 0.5).log()  # one state in the first step, two in the last
+    values = torch.tensor([[0.5, np.nan if missing == "values" else 7.0, 21.5]])
+    torch.testing.assert_close(hmm.log_prob(values)[0], expected)
+
+
+def test_a_value_that_no_state_can_emit_is_named():
+    emission, _, _ = supports_of_states()["uniform"]
+    even = torch.full((3, 3), 1 / 3).log()
+    hmm = HMM(even[0], even, emission, torch.tensor([2]))
+    with pytest.raises(ValueError, match="values must lie in the support"):
+        hmm.log_prob(torch.tensor([[4.5, 9.5]]))
+
+
+@pytest.mark.parametrize("built_inside", [True, False])
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("emission", ["symbols", "numbers", "vectors"])
+def test_answers_need_no_gradient_of_the_caller(emission, mode, built_inside, engine):
+    case = Case(emission, "restarts", 2, 3, ragged=True, missing=True)
+
+    def answers(hmm, values):
+        torch.manual_seed(0)
+        path = hmm.sample_states(values)
+        return [
+            hmm.log_prob(values), *hmm.posterior(values), *hmm.expected_counts(values),
+            hmm.filtered(values), hmm.viterbi(values), path, hmm.log_joint(values, path),
+            hmm.forecast(values, 2).states, hmm.sample(),
+        ]  # fmt: skip
+
+    hmm, values, _, _ = build(case)
+    expected = answers(hmm, values)
+    with mode():
+        if built_inside:
+            hmm, values, _, _ = build(case)
+        for one, other in zip(answers(hmm, values), expected):
+            torch.testing.assert_close(one, other)
 
 
 # Bad input ----------------------------------------------------------------------------------------
@@ -1265,6 +1468,50 @@ def test_without_validation_a_wrong_symbol_cannot_read_other_memory(engine):
         hmm = HMM(**arguments(), validate_args=False)
         with pytest.raises((IndexError, ValueError, RuntimeError)):
             hmm.log_prob(torch.full((2, 4), symbol))
+
+
+@pytest.mark.parametrize("symbol", [-1, 4, -4, 10**6])
+@pytest.mark.parametrize("per_step", [False, True])
+def test_without_validation_a_wrong_symbol_reads_no_table_but_its_own(symbol, per_step, engine):
+    """Tables for each sequence and step lie behind one another in memory."""
+    shape = (2, 3, 3, 4) if per_step else (2, 3, 4)
+    emission = dist.Categorical(logits=torch.randn(shape), validate_args=False)
+    hmm = HMM(
+        even(3), even(3, 3), emission, torch.tensor([3, 3]), validate_args=False,
+        emission_per_step=per_step,
+    )  # fmt: skip
+    values = torch.zeros(2, 3).long()
+    values[0, 1] = symbol
+    with pytest.raises((IndexError, ValueError, RuntimeError)):
+        hmm.log_prob(values)
+
+
+def test_complex_values_are_refused():
+    hmm = HMM(even(3), even(3, 3), dist.Normal(torch.zeros(3), 1.0), torch.tensor([2]))
+    values = torch.ones(1, 2, dtype=torch.complex64)
+    for query in (hmm.log_prob, hmm.viterbi, hmm.forecast(torch.ones(1, 2), 2).log_prob):
+        with pytest.raises(TypeError, match="values must be real"):
+            query(values)
+
+
+def test_nothing_is_forecast_after_an_impossible_sequence():
+    coins = dist.Categorical(torch.eye(2))
+    for flag in (True, False):
+        hmm = HMM(even(2), torch.eye(2).log(), coins, torch.tensor([2, 2]), validate_args=flag)
+        values = torch.tensor([[0, 1], [0, 0]])
+        if flag:
+            with pytest.raises(ValueError, match=r"values must be possible.* 1 of 2"):
+                hmm.forecast(values, 2)
+        else:
+            forecast = hmm.forecast(values, 2)
+            assert bool((forecast.probs[0] == 0).all())
+            assert bool(forecast.log_prob(values)[0].isneginf().all())
+            torch.testing.assert_close(forecast.probs[1, :, 0], torch.ones(2))
+    levels = dist.Uniform(torch.tensor([0.0, 2.0]), torch.tensor([1.0, 3.0]))
+    hmm = HMM(even(2), torch.eye(2).log(), levels, torch.tensor([2]), validate_args=False)
+    forecast = hmm.forecast(torch.tensor([[0.5, 2.5]]), 2)
+    assert bool(forecast.mean.isnan().all())
+    assert bool(forecast.variance.isnan().all())
 
 
 BAD_STATES = {

@@ -83,6 +83,15 @@ def random_pairs(num_symbols, seed=0, share=0.5):
     return Pairs(keys // num_symbols, keys % num_symbols, counts, num_symbols)
 
 
+@pytest.mark.parametrize(("lag", "error"), [(-1, ValueError), (0, ValueError), (1.0, TypeError)])
+def test_a_lag_is_a_number_of_steps(lag, error):
+    matrix = torch.full((2, 2), 0.5).log()
+    with pytest.raises(error, match="lag must be"):
+        joint_probs(stationary(matrix), matrix, lag=lag)
+    with pytest.raises(error, match="lag must be"):
+        predicted(stationary(matrix), matrix, torch.eye(2), lag=lag)
+
+
 def random_joint(*batch, num_states=3, num_symbols=4, seed=0):
     """Joint probabilities of two states, and probabilities of symbols."""
     generator = torch.Generator().manual_seed(seed)

@@ -1289,3 +1289,16 @@ def test_gradient_steps_may_be_used_again():
         fits.append(fit_em(module, data, num_steps=4, gradient_step=step))
     assert torch.equal(fits[0].losses, fits[1].losses)
     assert fits[0].losses[-1] < fits[0].losses[0]
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("restarts", [1, 2])
+def test_a_fit_in_closed_form_needs_no_gradient_of_the_caller(mode, restarts):
+    losses = []
+    for context in (torch.enable_grad, mode):
+        with context():
+            pyro.set_rng_seed(0)
+            data = Sequences(torch.arange(12).reshape(2, 6) % 3, torch.tensor([6, 4]))
+            fit = fit_em(TabularHMM(2, categorical(3)), data, num_steps=3, restarts=restarts)
+            losses.append(torch.as_tensor(fit.losses))
+    torch.testing.assert_close(*losses)

@@ -579,6 +579,99 @@ def test_probabilities_that_were_given_come_back_with_their_zeros(tmp_path):
         assert bits(load_hmm(tmp_path / "x").emission.probs) == expected
 
 
+def rows_with_a_certain_symbol():
+    return torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.3, 0.7]])
+
+
+@pytest.mark.parametrize("read", [False, True])
+@pytest.mark.parametrize("expand", [False, True])
+@pytest.mark.parametrize("nest", ["plain", "tied", "streams", "tied streams"])
+def test_hard_zeros_of_probabilities_stay_impossible(tmp_path, nest, expand, read):
+    emission = dist.Categorical(probs=rows_with_a_certain_symbol())
+    if read:
+        emission = cached(emission)
+    if expand:
+        emission = emission.expand((K,))
+    if "tied" in nest:
+        emission = Tied(emission, torch.tensor([1, 0, 0]))
+    if "streams" in nest:
+        emission = Streams([emission, dist.Normal(torch.zeros(K), 1.0)])
+    hmm = HMM(torch.eye(K)[0].log(), torch.eye(K).log(), emission, torch.tensor([3]))
+    values = torch.tensor([[0, 1, 0]])
+    if "streams" in nest:
+        values = torch.stack([values.double(), torch.zeros(1, 3)], -1)
+    save(hmm, tmp_path / "x")
+    assert hmm.log_prob(values).isneginf().all()
+    assert load_hmm(tmp_path / "x").log_prob(values).isneginf().all()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_probabilities_come_back_bit_for_bit_however_they_were_given(tmp_path, seed):
+    torch.manual_seed(seed)
+    dtype = [torch.float32, torch.float64][seed % 2]
+    probs, loc = torch.rand(K, 5, dtype=dtype), torch.zeros(K, 2, dtype=dtype)
+    root = torch.randn(K, 2, 2, dtype=dtype).tril() + 3 * torch.eye(2, dtype=dtype)
+    emissions = [
+        dist.Categorical(probs=probs),
+        dist.Categorical(logits=probs),
+        cached(dist.Categorical(logits=5 * probs)),
+        cached(dist.Categorical(probs=probs)),
+        cached(dist.Bernoulli(probs=probs[:, 0])),
+        cached(dist.Geometric(logits=probs[:, 0])),
+        dist.MultivariateNormal(loc, covariance_matrix=root @ root.mT),
+        dist.MultivariateNormal(loc, precision_matrix=root @ root.mT),
+    ]
+    for emission in emissions:
+        hmm = hmm_with(emission, dtype)
+        save(hmm, tmp_path / "x")
+        again = load_hmm(tmp_path / "x").emission
+        values = hmm.sample()
+        assert bits(load_hmm(tmp_path / "x").log_prob(values)) == bits(hmm.log_prob(values))
+        names = ("probs", "logits", "covariance_matrix", "precision_matrix")
+        for name in (name for name in names if hasattr(emission, name)):
+            assert bits(getattr(again, name)) == bits(getattr(emission, name))
+
+
+def test_saved_probabilities_are_those_of_a_distribution(tmp_path):
+    """Files of an earlier version hold both forms where both had been computed."""
+    good = dist.Categorical(probs=rows_with_a_certain_symbol())
+    tensors, meta = persistence.describe(hmm_with(good))
+    probs, logits = tensors["emission.probs"], good.logits
+    several = {
+        "clamped": ({"probs": probs, "logits": logits}, None),
+        "computed": ({"probs": probs.clamp(min=1e-30), "logits": probs.clamp(min=1e-30).log()},
+                     None),
+        "scaled": ({"probs": 2 * probs}, "sum to one"),
+        "negative": ({"probs": torch.tensor([[2.0, -1.0]]).expand(K, 2)}, "sum to one"),
+        "scores": ({"logits": logits + 1}, "sum to one"),
+        "others": ({"probs": probs, "logits": logits.flip(-1)}, "disagrees"),
+        "none": ({}, "built from"),
+    }  # fmt: skip
+    meta["emission"]["validate_args"] = False
+    for number, (parts, message) in enumerate(several.values()):
+        rest = {name: value for name, value in tensors.items() if "emission" not in name}
+        path = tmp_path / str(number)
+        path.mkdir()
+        write_tensors(path / FILE, rest | {f"emission.{k}": v for k, v in parts.items()}, meta)
+        if message is None:
+            seen = load_hmm(path).emission.probs
+            torch.testing.assert_close(seen, parts["probs"], rtol=1e-9, atol=0.0)
+            assert bool(((seen == 0) == (parts["probs"] == 0)).all())
+        else:
+            with pytest.raises(ValueError, match=message):
+                load_hmm(path)
+
+
+def test_a_saved_covariance_is_that_of_its_factor(tmp_path):
+    normal = dist.MultivariateNormal(torch.zeros(K, 2), covariance_matrix=torch.eye(2))
+    tensors, meta = persistence.describe(hmm_with(normal))
+    tensors["emission.covariance_matrix"] = 2 * tensors["emission.covariance_matrix"]
+    (tmp_path / "x").mkdir()
+    write_tensors(tmp_path / "x" / FILE, tensors, meta)
+    with pytest.raises(ValueError, match="disagrees"):
+        load_hmm(tmp_path / "x")
+
+
 def test_steps_batches_and_missing_values_come_back(tmp_path):
     """Parameters per step, restarts (R, 1, K, K) for N sequences, and marks of what is missing."""
     lengths, observed = torch.tensor([4, 1]), torch.rand(2, 4) < 0.5
@@ -1054,6 +1147,15 @@ def test_the_kinds_are_not_mixed_up(tmp_path):
         load_into(Point(), tmp_path / "hmm")
     with pytest.raises(TypeError, match="module must be"):
         load_into(load_hmm(tmp_path / "hmm"), tmp_path / "module")
+
+
+@pytest.mark.parametrize("kind", [["hmm"], {"hmm": 1}, None, 3])
+def test_a_forged_kind_is_refused(tmp_path, kind):
+    save(hmm_with(dist.Poisson(positive(K))), tmp_path / "x")
+    tensors, meta = read_tensors(tmp_path / "x" / FILE)
+    write_tensors(tmp_path / "x" / FILE, tensors, meta | {"kind": kind})
+    with pytest.raises(ValueError, match="holds neither"):
+        load_hmm(tmp_path / "x")
 
 
 class Stateful(nn.Linear):

@@ -9,7 +9,17 @@ from pyro import distributions as dist
 from pyro import poutine
 from pyro.nn import PyroModule
 
-from pyrohmm import HMM, MarginalModel, Sequences, TabularHMM, categorical, fit_map, normal
+from pyrohmm import (
+    HMM,
+    MarginalModel,
+    Sequences,
+    TabularHMM,
+    banded,
+    categorical,
+    fit_map,
+    left_to_right,
+    normal,
+)
 
 LENGTHS = torch.tensor([3, 1])
 
@@ -395,3 +405,13 @@ def test_state_dict_carries_fitted_points():
 def test_a_family_that_was_not_called_is_named():
     with pytest.raises(TypeError, match=r"made by a call, such as normal\(2\).*got normal itself"):
         TabularHMM(2, normal)
+
+
+@pytest.mark.parametrize("pattern", [banded, left_to_right])
+@pytest.mark.parametrize(
+    ("distance", "error"), [(-1, ValueError), (1.5, TypeError), ("1", TypeError)]
+)
+def test_a_distance_between_states_is_a_number_of_them(pattern, distance, error):
+    with pytest.raises(error, match=r"(width|jump) must"):
+        pattern(3, distance)
+    assert torch.equal(pattern(3, 0), torch.eye(3).bool())

@@ -13,6 +13,7 @@ from torch.nn.functional import one_hot
 
 from pyrohmm import (
     HMM,
+    BlockHMM,
     EnumeratedModel,
     MarginalModel,
     NeuralHMM,
@@ -281,6 +282,17 @@ def test_a_continued_sequence_is_the_rest_of_the_whole(variant):
             wanted = paths[score.argmax()]
             assert best.states[n].tolist() == wanted[:2].tolist()
             assert best.tags[n].tolist() == wanted[2:].tolist()
+
+
+def test_probabilities_of_tags_sum_to_one():
+    clusters = blocks.from_clusters(torch.tensor([0, 0, 1]), 2)
+    even = torch.full((4, 4), 0.25).log()
+    emission = torch.tensor([[0.5], [0.5], [1.0]]).log().expand(3, 2)
+    parts = even[0], even, emission, clusters, torch.tensor(2)
+    with pytest.raises(ValueError, match="log_tags must hold log-probabilities that sum to one"):
+        TaggedHMM(BlockHMM(*parts, validate_args=True), torch.zeros(4, 3))
+    TaggedHMM(BlockHMM(*parts, validate_args=True), torch.zeros(4, 3).log_softmax(-1))
+    TaggedHMM(BlockHMM(*parts, validate_args=False), torch.zeros(4, 3))
 
 
 def test_what_does_not_fit_is_refused():
