@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from .._checks import check_size
+from .._checks import check_size, check_tolerance
 from ..data.batches import Batches
 from ..data.sequences import Sequences
 from ..distributions.hmm import HMM
@@ -131,6 +131,7 @@ def fit_em(
     """
     if isinstance(module, HMM):
         module = TabularHMM.from_hmm(module)
+    check_tolerance(tolerance)
     _check(module, data, num_steps, restarts, decay, log_prior, transition_step)
     if transition_step is None and isinstance(log_prior, TransitionPrior):
         transition_step = default_step(log_prior)

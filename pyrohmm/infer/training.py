@@ -16,7 +16,7 @@ from pyro.infer import ELBO
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from .._checks import check_size
+from .._checks import check_size, check_tolerance
 from .._precision import full_precision
 from ..data.batches import Batches
 from ..data.sequences import Sequences
@@ -58,6 +58,7 @@ class Settings:
 
     def __post_init__(self) -> None:
         check_size("num_steps", self.num_steps)
+        check_tolerance(self.tolerance)
         for name in ("batch_size", "batch_tokens", "validate_every", "patience"):
             if getattr(self, name) is not None:
                 check_size(name, getattr(self, name))
