@@ -141,8 +141,8 @@ def check_tolerance(value: float | None) -> None:
         raise TypeError(f"tolerance must be a number or None; got {type(value).__name__}.")
     if not 0 <= value < math.inf:
         raise ValueError(
-            f"tolerance must be a share of the loss, at least 0 and finite; got {value}. None takes "
-            "all steps."
+            f"tolerance must be a share of the loss, at least 0 and finite; got {value}. None "
+            "takes all steps."
         )
 
 

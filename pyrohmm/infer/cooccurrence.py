@@ -38,6 +38,7 @@ from ..ops.stationary import joint_probs as joint_probs
 from ..ops.stationary import predicted as predicted
 from ..ops.stationary import stationary as stationary
 from ..ops.stationary import stationary_detached as stationary_detached
+from .exclusive import exclusive
 from .map import fit_map
 from .models import LogPrior, build
 from .results import Fit
@@ -266,6 +267,7 @@ class CooccurrenceModel(OwnParameters):
         return hmm
 
 
+@exclusive()
 def fit_cooccurrence(  # noqa: D417  # the other arguments are those of fit_map
     module: HMMModule,
     data: Sequences | Target | Iterable[Target],

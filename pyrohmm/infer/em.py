@@ -30,6 +30,7 @@ from ..nn.base import HMMModule
 from ..nn.closed_form import Statistics, TransitionCounts
 from ..nn.tabular import TabularHMM
 from ..ops.recursions import ExpectedCounts
+from .exclusive import exclusive
 from .expectation import Expectation, uniform_counts
 from .maximization import Maximization
 from .maximization import expected_log_joint as expected_log_joint
@@ -57,6 +58,7 @@ def densehmm_schedule() -> dict[str, Any]:
     return {"num_steps": 40, "tolerance": None, "gradient_step": GradientStep(25, adam, False)}
 
 
+@exclusive()
 def fit_em(
     module: HMMModule | HMM,
     data: Sequences,
@@ -385,7 +387,7 @@ def _watch(history: Tensor, maximize: Maximization) -> None:
             "report it as an error of this package"
         )
         maximize.notes[note] = 1
-        warnings.warn(note, RuntimeWarning, stacklevel=3)
+        warnings.warn(note, RuntimeWarning, stacklevel=4)
 
 
 def _finish(loop: _Loop, history: Tensor) -> Fit:
