@@ -49,8 +49,11 @@ def fit_svi(
 
     With ``checkpoint`` the fit saves its state every ten seconds and at its end. The same call
     resumes from there: after the process was killed, or with more ``num_steps``. On a CPU it ends
-    with the same bits as one that was never killed. The file of a fit with other settings is
-    refused, including a schedule made for another number of steps.
+    with the same bits as one that was never killed. Compared is everything that the arguments hold,
+    the code of your own functions included (which another version of Python compiles differently),
+    but for the values of parameters; the file of another fit is refused, also that of a schedule
+    made for another number of steps. Free to change are ``num_steps``, ``tolerance``, ``patience``,
+    ``progress`` and ``report``.
 
     Threads that fit wait for each other, as Pyro keeps its state in the process; queries of an
     :class:`HMM` run in parallel. A fit inside another, such as in its ``log_prior``, is one by
