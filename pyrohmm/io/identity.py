@@ -180,6 +180,8 @@ def _attributes(item: Any) -> dict[str, Any]:
 
 def _is_cache(kind: type, name: str) -> bool:
     """Whether an attribute is computed from others when it is first read."""
+    if name.startswith("_lazy_"):  # by this package
+        return True
     static = inspect.getattr_static(kind, name, None)
     return isinstance(static, cached_property | lazy_property)
 

@@ -370,6 +370,16 @@ def test_what_is_computed_when_it_is_read_is_no_part():
     assert describe(one) != describe(pyro.distributions.Categorical(torch.tensor([0.4, 0.6])))
 
 
+def test_queries_of_an_hmm_do_not_make_it_another_one():
+    even = torch.full((2, 2), 0.5).log()
+    coins = pyro.distributions.Categorical(torch.tensor([[0.5, 0.5], [0.1, 0.9]]))
+    hmm = HMM(even[0], even, coins, LENGTHS)
+    before = describe(hmm)
+    values = SYMBOLS % 2
+    hmm.log_prob(values), hmm.posterior(values), hmm.viterbi(values), hmm.sample()
+    assert describe(hmm) == before
+
+
 def test_a_description_ends_where_objects_hold_each_other():
     one = Hidden(1.0)
     one.self = one
