@@ -234,8 +234,8 @@ class PointEmission(PyroModule):
 
     Raises:
         TypeError: If the distribution is not determined by its arguments, as mixtures of others are
-            not, or if its support moves with its parameters, so that gradients say nothing about
-            them, as those of a uniform distribution.
+            not, or if its support depends on its parameters, as that of a uniform distribution,
+            which gradient steps cannot fit.
 
     Example:
         >>> emission = PointEmission(Normal(torch.zeros(3), torch.ones(3)))
