@@ -6,6 +6,8 @@ it; callers run those under ``validate_args`` only.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -136,6 +138,19 @@ def check_size(name: str, value: int) -> None:
         raise TypeError(f"{name} must be an int; got {type(value).__name__}.")
     if value < 1:
         raise ValueError(f"{name} must be at least 1; got {value}.")
+
+
+def check_tolerance(value: float | None) -> None:
+    """Raise unless ``value``, a share of a loss, is at least 0 and finite; None is no tolerance."""
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"tolerance must be a number or None; got {type(value).__name__}.")
+    if not 0 <= value < math.inf:
+        raise ValueError(
+            f"tolerance must be a share of the loss, at least 0 and finite; got {value}. None "
+            "takes all steps."
+        )
 
 
 def check_range(name: str, tensor: Tensor, size: int, meaning: str, cure: str = "") -> None:

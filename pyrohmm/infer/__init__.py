@@ -4,6 +4,7 @@ Imports the rooms down to ``io``.
 
 Its modules; each imports only those above it:
 
+``exclusive``     one fit at a time, in several threads
 ``models``        ``MarginalModel``, ``EnumeratedModel``, ``StatefulModel``
 ``guides``        ``RotationGuide``: variational families for embeddings
 ``starts``        where EM begins

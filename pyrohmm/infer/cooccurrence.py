@@ -7,7 +7,6 @@ The names of :mod:`pyrohmm.data.pair_counts`, :mod:`pyrohmm.ops.pair_losses` and
 from __future__ import annotations
 
 import math
-import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -38,6 +37,7 @@ from ..ops.stationary import joint_probs as joint_probs
 from ..ops.stationary import predicted as predicted
 from ..ops.stationary import stationary as stationary
 from ..ops.stationary import stationary_detached as stationary_detached
+from .exclusive import exclusive
 from .map import fit_map
 from .models import LogPrior, build
 from .results import Fit
@@ -195,7 +195,6 @@ class CooccurrenceModel(OwnParameters):
         self.pairs_per_step, self.generator = pairs_per_step, generator
         self._check()
         self.register_buffer("edges", edges)
-        self.register_buffer("digest", self._digest())  # so that checkpoints tell models apart
 
     def _check(self) -> None:
         """Raise unless the arguments fit together."""
@@ -228,19 +227,6 @@ class CooccurrenceModel(OwnParameters):
         if self.pairs_per_step is not None:
             check_size("pairs_per_step", self.pairs_per_step)
 
-    def _digest(self) -> Tensor:
-        """A number that differs between models: ``()`` integer."""
-        names = [getattr(part, "__qualname__", "") for part in (self.loss, self.stationary)]
-        digest = zlib.crc32(repr((names, self.weights, self.pairs_per_step)).encode())
-        for target in self.targets:
-            for part in (
-                (target.first, target.second, target.counts)
-                if isinstance(target, Pairs)
-                else (target,)
-            ):
-                digest = zlib.crc32(part.detach().cpu().contiguous().numpy().data, digest)
-        return torch.tensor(digest)
-
     def forward(self, data: Sequences) -> HMM:
         """Return the HMM built for ``data``, of which nothing but the sizes is used."""
         hmm = build(self.module, data)
@@ -266,6 +252,7 @@ class CooccurrenceModel(OwnParameters):
         return hmm
 
 
+@exclusive()
 def fit_cooccurrence(  # noqa: D417  # the other arguments are those of fit_map
     module: HMMModule,
     data: Sequences | Target | Iterable[Target],

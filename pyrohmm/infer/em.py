@@ -21,15 +21,17 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from .._checks import check_size
+from .._checks import check_size, check_tolerance
 from ..data.batches import Batches
 from ..data.sequences import Sequences
 from ..distributions.hmm import HMM
-from ..io.checkpoints import Checkpoint, constants, fingerprint, settings
+from ..io.checkpoints import Checkpoint
+from ..io.identity import describe
 from ..nn.base import HMMModule
 from ..nn.closed_form import Statistics, TransitionCounts
 from ..nn.tabular import TabularHMM
 from ..ops.recursions import ExpectedCounts
+from .exclusive import exclusive
 from .expectation import Expectation, uniform_counts
 from .maximization import Maximization
 from .maximization import expected_log_joint as expected_log_joint
@@ -38,6 +40,7 @@ from .msteps import GradientStep, TransitionPrior, TransitionStep, default_step
 from .parameters import Parameters
 from .results import Fit, Point, Restarts, uses_labels
 from .starts import Start, Values, build_once, by_kmeans, from_prior
+from .training import FREE
 
 
 def densehmm_schedule() -> dict[str, Any]:
@@ -57,6 +60,7 @@ def densehmm_schedule() -> dict[str, Any]:
     return {"num_steps": 40, "tolerance": None, "gradient_step": GradientStep(25, adam, False)}
 
 
+@exclusive()
 def fit_em(
     module: HMMModule | HMM,
     data: Sequences,
@@ -129,8 +133,10 @@ def fit_em(
         >>> fit.hmm(data).log_prob(data.values).sum().round(decimals=1)  # 2 log 1/2
         tensor(-1.4000)
     """
+    arguments = dict(locals())  # all of them, for checkpoints
     if isinstance(module, HMM):
         module = TabularHMM.from_hmm(module)
+    check_tolerance(tolerance)
     _check(module, data, num_steps, restarts, decay, log_prior, transition_step)
     if transition_step is None and isinstance(log_prior, TransitionPrior):
         transition_step = default_step(log_prior)
@@ -147,9 +153,7 @@ def fit_em(
         None if batch_size is None else _Average(decay),
     )
     if checkpoint is not None:
-        options = {"restarts": restarts, "batch_size": batch_size, "decay": decay, "reseed": reseed}
-        identity = _identity(parameters, data, gradient_step, options, generator)
-        loop.checkpoint = Checkpoint(checkpoint, identity, (generator,))
+        loop.checkpoint = Checkpoint(checkpoint, _identity(parameters, arguments), (generator,))
     if not loop.resume():
         _begin(parameters, maximize, start)
     with tqdm(total=num_steps, disable=None if progress is None else not progress) as bar:
@@ -202,24 +206,18 @@ def _check_batch_size(batch_size: int, maximize: Maximization) -> None:
         )
 
 
-def _identity(
-    parameters: Parameters,
-    data: Sequences,
-    step: GradientStep | None,
-    options: dict[str, Any],
-    generator: torch.Generator | None,
-) -> dict[str, Any]:
-    """What a checkpoint must agree with."""
-    module = parameters.module
+def _identity(parameters: Parameters, arguments: dict[str, Any]) -> dict[str, Any]:
+    """What a checkpoint must agree with: every argument but those in ``FREE``."""
+    module, generator = parameters.module, arguments["generator"]
+    compared = {
+        name: value for name, value in arguments.items() if name not in (*FREE, "generator")
+    }
     return {
         "fit": f"EM on {type(module).__name__}",
         "latent variables": list(parameters.sites),
         "shapes": [list(tensor.shape) for tensor in module.state_dict().values()],
-        "priors and frozen parameters": constants(module, parameters.log_prior),
-        **options,
-        "gradient_step": settings(step and [step.num_steps, step.optimizer, step.guard]),
+        **{name: describe(value) for name, value in compared.items()},
         "seed of the generator": None if generator is None else generator.initial_seed(),
-        "data": fingerprint(data),
     }
 
 
@@ -384,7 +382,7 @@ def _watch(history: Tensor, maximize: Maximization) -> None:
             "report it as an error of this package"
         )
         maximize.notes[note] = 1
-        warnings.warn(note, RuntimeWarning, stacklevel=3)
+        warnings.warn(note, RuntimeWarning, stacklevel=4)
 
 
 def _finish(loop: _Loop, history: Tensor) -> Fit:

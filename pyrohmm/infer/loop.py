@@ -155,6 +155,11 @@ def check_model_and_data(model: Any, data: Any) -> None:
             f"model must be a Pyro model of the data; got the HMMModule {type(model).__name__}. "
             "Put it into one: MarginalModel(module)."
         )
+    if isinstance(model, PyroModule) and model._pyro_context.active:
+        raise ValueError(
+            "model is in use by the fit around this one, which would lend it its values. Fit a "
+            "copy: copy.deepcopy(model)."
+        )
     if not isinstance(data, Sequences):
         raise TypeError(
             f"data must be Sequences; got {type(data).__name__}. Build them with "

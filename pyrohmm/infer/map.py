@@ -18,6 +18,7 @@ from torch import nn
 from .._checks import check_size
 from ..data.sequences import Sequences
 from ..distributions.sparse_dirichlet import interior
+from .exclusive import exclusive
 from .loop import check_model_and_data, train
 from .models import to_model_device
 from .objective import ParametersRead, check_events, is_enumerated, latent_sites
@@ -25,6 +26,7 @@ from .results import WINDOW, Fit, Point, Restarts
 from .training import OptimizerFactory, Report, ScheduleFactory, Settings
 
 
+@exclusive()
 def fit_map(  # noqa: D417  # the other arguments are those of fit_svi
     model: Callable[..., Any],
     data: Sequences,

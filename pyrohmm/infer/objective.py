@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import math
 from collections.abc import Callable
@@ -47,7 +48,7 @@ class Objective:
             with ParametersRead(guide) as of_guide:
                 guide(probe)
         self.model, self.guide = model, guide
-        self.elbo = elbo or (TraceEnum_ELBO() if enumerated else Trace_ELBO())
+        self.elbo = copy.copy(elbo) or (TraceEnum_ELBO() if enumerated else Trace_ELBO())
         self.module = RestartLosses(model, guide) if batched else self.elbo(model, guide)
         read = (*self.module.parameters(), *of_model.parameters, *of_guide.parameters)
         distinct = {id(parameter): parameter for parameter in read}.values()

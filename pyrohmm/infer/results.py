@@ -19,7 +19,7 @@ from torch.distributions import constraints
 from ..data.sequences import Sequences
 from ..distributions.hmm import HMM
 from ..distributions.sparse_dirichlet import interior
-from ..nn.base import in_mode
+from ..nn.base import PYRO, in_mode
 from .models import check_returns_hmm
 from .validation import Validation
 
@@ -111,7 +111,7 @@ class Fit:
     @contextmanager
     def at_rest(self) -> Iterator[None]:
         """A context with its parameters in the store, and its modules in ``eval()`` mode."""
-        with pyro.get_param_store().scope(self.params), poutine.block():
+        with PYRO, pyro.get_param_store().scope(self.params), poutine.block():
             with in_mode(False, self.model, self.guide):
                 yield
 
@@ -166,7 +166,7 @@ class Restarts:
     def hmm(self, data: Sequences) -> HMM:
         """The fitted HMMs of all restarts, as one HMM of batch shape ``(R, N)``."""
         wide = {name: value.unsqueeze(1) for name, value in self.values.items()}
-        with torch.no_grad(), poutine.block(), in_mode(False, self.model):
+        with PYRO, torch.no_grad(), poutine.block(), in_mode(False, self.model):
             hmm = poutine.condition(self.model, data=wide)(data)
         return check_returns_hmm(hmm).expand(torch.Size([len(self.final), len(data)]))
 

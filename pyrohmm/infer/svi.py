@@ -10,11 +10,13 @@ import torch
 from pyro.infer import ELBO
 
 from ..data.sequences import Sequences
+from .exclusive import exclusive
 from .loop import train
 from .results import Fit
 from .training import OptimizerFactory, Report, ScheduleFactory, Settings
 
 
+@exclusive()
 def fit_svi(
     model: Callable[..., Any],
     guide: Callable[..., Any],
@@ -47,8 +49,15 @@ def fit_svi(
 
     With ``checkpoint`` the fit saves its state every ten seconds and at its end. The same call
     resumes from there: after the process was killed, or with more ``num_steps``. On a CPU it ends
-    with the same bits as one that was never killed. The file of a fit with other settings is
-    refused, including a schedule made for another number of steps.
+    with the same bits as one that was never killed. Compared is everything that the arguments hold,
+    the code of your own functions included (which another version of Python compiles differently),
+    but for the values of parameters; the file of another fit is refused, also that of a schedule
+    made for another number of steps. Free to change are ``num_steps``, ``tolerance``, ``patience``,
+    ``progress`` and ``report``.
+
+    Threads that fit wait for each other, as Pyro keeps its state in the process; queries of an
+    :class:`HMM` run in parallel. A fit inside another, such as in its ``log_prior``, is one by
+    itself.
 
     Where ``torch.distributed`` has been initialised, as ``torchrun`` does, all processes make the
     same call, with the same seed and the whole data, and each takes its shard of every batch. The
@@ -98,6 +107,7 @@ def fit_svi(
             the model returns no HMM for ``validation``.
         ValueError: If a number is out of range, arguments exclude or need each other, there is
             nothing to fit, processes start differently, or ``checkpoint`` is that of another fit.
+        RuntimeError: Under ``torch.inference_mode``.
 
     Example:
         >>> _ = pyro.set_rng_seed(0)

@@ -6,7 +6,7 @@ import inspect
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,12 +16,11 @@ from pyro.infer import ELBO
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from .._checks import check_size
+from .._checks import check_size, check_tolerance
 from .._precision import full_precision
 from ..data.batches import Batches
 from ..data.sequences import Sequences
-from ..io.checkpoints import constants, digits, fingerprint
-from ..io.checkpoints import settings as settings_of
+from ..io.identity import describe, digits, fingerprint
 from .models import to_model_device
 from .objective import Objective, check_shared
 from .process_group import ProcessGroup
@@ -31,6 +30,10 @@ from .validation import HeldOut, Validation
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 ScheduleFactory = Callable[[torch.optim.Optimizer], LRScheduler]
 Report = Callable[[Validation], object]
+
+# What another call may change and still resume from a checkpoint: it changes no step, only how many
+# there are (``tolerance`` and ``patience`` are tested anew), or what is shown and kept on the way.
+FREE = ("num_steps", "tolerance", "patience", "progress", "report", "checkpoint")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +61,7 @@ class Settings:
 
     def __post_init__(self) -> None:
         check_size("num_steps", self.num_steps)
+        check_tolerance(self.tolerance)
         for name in ("batch_size", "batch_tokens", "validate_every", "patience"):
             if getattr(self, name) is not None:
                 check_size(name, getattr(self, name))
@@ -275,21 +279,34 @@ class State:
         """What distinguishes this fit from others, for checkpoints."""
         settings, optimizer, schedule = self.settings, self.descent.optimizer, self.descent.schedule
         model, generator = inspect.unwrap(self.model), settings.generator
-        others = {name: value for name, value in optimizer.defaults.items() if name != "lr"}
-        plain = "clip_norm", "batch_size", "batch_tokens", "windows", "average", "validate_every"
+        compared = {
+            field.name: getattr(settings, field.name)
+            for field in fields(settings)
+            if field.name not in (*FREE, "learning_rate", "optimizer", "schedule", "generator")
+        }
+        groups = [
+            {name: value for name, value in group.items() if name not in ("params", "lr")}
+            for group in optimizer.param_groups
+        ]
+        rates = [group["lr"] for group in optimizer.param_groups if "lr" in group]
         return {
             "fit": f"{name_of(self.guide)} on {name_of(model)}",
             "latent variables": list(self.objective.supports),
             "shapes": [list(parameter.shape) for parameter in self.objective.parameters],
-            "priors and frozen parameters": constants(model, self.guide),
             "optimizer": type(optimizer).__name__,
-            "learning_rate": settings_of(optimizer.defaults.get("lr")),
-            "settings of the optimizer": settings_of(others),
-            "schedule": None if schedule is None else settings_of(schedule.state_dict()),
-            **{name: settings_of(getattr(settings, name)) for name in plain},
+            "learning_rate": describe(rates[0] if len(rates) == 1 else rates),
+            "settings of the optimizer": describe(
+                (groups[0] if len(groups) == 1 else {"groups": groups})
+                | {"function": settings.optimizer}
+            ),
+            "schedule": describe(
+                schedule and schedule.state_dict() | {"function": settings.schedule}
+            ),
+            **{name: describe(value) for name, value in compared.items()},
             "data": fingerprint(self.data),
-            "validation": None if settings.validation is None else fingerprint(settings.validation),
             "seed of the generator": None if generator is None else generator.initial_seed(),
+            "model": describe(self.model),
+            "guide": describe(self.guide),
         }
 
     def check_ranks(self) -> None:

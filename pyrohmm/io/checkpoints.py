@@ -8,20 +8,17 @@ from __future__ import annotations
 
 import math
 import time
-import zlib
-from collections.abc import Iterable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..data.sequences import Sequences
 from .files import read_tensors, write_tensors
+from .identity import difference
 
 SECONDS = 10.0  # between two saves
-VERSION = 4  # of what fits save
+VERSION = 5  # of what fits save
 
 
 class Checkpoint:
@@ -29,7 +26,7 @@ class Checkpoint:
 
     Args:
         path: A file; its directory must exist.
-        identity: Names, shapes and settings of the fit. A file of another fit is refused.
+        identity: What the fit is: see :mod:`.identity`. A file of another fit is refused.
         generators: Sources of randomness besides torch's global ones.
         writes: Whether to write: one of several processes does.
 
@@ -71,12 +68,13 @@ class Checkpoint:
                 f"checkpoint {self.path} was written by another version of this package. Choose "
                 "another file, or delete it to start afresh."
             )
-        for name, wanted in self.identity.items():
-            saved = meta["identity"].get(name)
-            if saved != wanted:
+        for name in [*self.identity, *meta["identity"]]:
+            differing = difference(meta["identity"].get(name), self.identity.get(name), name)
+            if differing is not None:
+                path, saved, wanted = differing
                 raise ValueError(
-                    f"checkpoint {self.path} belongs to another fit: its {name} is {saved!r}, and "
-                    f"here it is {wanted!r}. Choose another file, or delete it to start afresh."
+                    f"checkpoint {self.path} belongs to another fit: its {path} is {saved}, and "
+                    f"here it is {wanted}. Choose another file, or delete it to start afresh."
                 )
         state = _unpack(meta["state"], tensors)
         random = state.pop("random")
@@ -105,48 +103,6 @@ class Checkpoint:
         meta = {"kind": "checkpoint", "version": VERSION, "identity": self.identity}
         write_tensors(self.path, tensors, meta | {"state": packed})
         self.saved = time.perf_counter()
-
-
-def fingerprint(data: Sequences) -> str:
-    """A short hash of sequences."""
-    parts = (data.values, data.lengths, data.observed, data.labels, data.covariates)
-    return f"{tuple(data.values.shape)} {digits(parts)}"
-
-
-def constants(*parts: Any) -> str:
-    """A short hash of the buffers and frozen parameters of modules, which no fit changes."""
-    tensors: list[Tensor] = []
-    for module in parts:
-        if isinstance(module, torch.nn.Module):
-            tensors += module.buffers()
-            tensors += (part for part in module.parameters() if not part.requires_grad)
-    return digits(tensors)
-
-
-def settings(item: Any) -> Any:
-    """The settings of ``item`` in numbers and text, as JSON can hold them."""
-    if isinstance(item, Tensor):
-        return digits([item])
-    if isinstance(item, partial):
-        return settings([item.func, item.args, item.keywords])
-    if isinstance(item, dict):
-        return {str(key): settings(value) for key, value in item.items()}
-    if isinstance(item, list | tuple):
-        return [settings(part) for part in item]
-    if item is None or isinstance(item, bool | int | str):
-        return item
-    if isinstance(item, float):
-        return item if math.isfinite(item) else str(item)
-    return getattr(item, "__qualname__", type(item).__name__)
-
-
-def digits(tensors: Iterable[Tensor | None]) -> str:
-    """A short hash of tensors, some of which may be None."""
-    total = 0
-    for tensor in tensors:
-        if tensor is not None:
-            total = zlib.crc32(tensor.detach().cpu().contiguous().numpy().tobytes(), total)
-    return f"{total:08x}"
 
 
 def _pack(item: Any, tensors: dict[str, Tensor], name: str) -> Any:

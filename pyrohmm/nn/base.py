@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,6 +16,9 @@ from torch import Tensor
 
 from .._checks import check_tensor
 from ..distributions.hmm import HMM
+
+# held by whoever uses Pyro's handler stack or parameter store, which all threads share
+PYRO = threading.RLock()
 
 
 class OwnParameters(PyroModule):
@@ -29,7 +33,11 @@ class OwnParameters(PyroModule):
     """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run ``forward``."""
+        """Run ``forward``; threads wait for each other."""
+        with PYRO:
+            return self._run(*args, **kwargs)
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
         store = pyro.get_param_store()
         known = {} if self._pyro_context.active else dict(store.named_parameters())
         try:

@@ -9,6 +9,7 @@ gradient steps. Vectors may be observed in part: NaN components are missing.
 
 from __future__ import annotations
 
+import inspect
 from functools import partial
 from typing import Any, ClassVar
 
@@ -228,11 +229,13 @@ def parametric(distribution: Any) -> EmissionFamily:
 class PointEmission(PyroModule):
     """The emission of any distribution, its arguments as parameters without priors.
 
-    Arguments that are counts, such as ``total_count`` of a binomial, stay as they are.
+    Arguments that are counts, such as ``total_count`` of a binomial, and those that are no
+    parameters, such as a temperature, stay as they are.
 
     Raises:
-        TypeError: If the distribution is not determined by tensors that its class names in
-            ``arg_constraints``, as mixtures of others are not.
+        TypeError: If the distribution is not determined by its arguments, as mixtures of others are
+            not, or if its support depends on its parameters, as that of a uniform distribution,
+            which gradient steps cannot fit.
 
     Example:
         >>> emission = PointEmission(Normal(torch.zeros(3), torch.ones(3)))
@@ -247,43 +250,81 @@ class PointEmission(PyroModule):
             self.events += distribution.reinterpreted_batch_ndims
             distribution = distribution.base_dist
         self.family = type(distribution)
-        self.names = tuple(
-            name
-            for name in self.family.arg_constraints
-            if not any(name in same[1:] and same[0] in self.family.arg_constraints
-                       for same in _SAME)
-        )  # fmt: skip
+        _check_support(distribution)
+        try:
+            self._take(distribution)
+            same = bool(self._pyro_params) and _agree(distribution, self._build())
+        except Exception as error:
+            raise TypeError(
+                f"emission {self.family.__name__} cannot be built from its arguments. Write a "
+                "PyroModule that returns it."
+            ) from error
+        if not same:
+            raise TypeError(
+                f"emission {self.family.__name__} has arguments that are not its parameters. Write "
+                "a PyroModule that returns it."
+            )
+
+    def _take(self, distribution: Any) -> None:
+        """Make the arguments of a distribution parameters or constants."""
+        known = distribution.arg_constraints
+        other = {name for same in _SAME for name in same[1:] if same[0] in known}
+        self.names = tuple(name for name in known if name not in other)
         for name in self.names:
-            value = getattr(distribution, name)
-            constraint: Any = self.family.arg_constraints[name]
+            value, constraint = getattr(distribution, name), known[name]
             if constraint.is_discrete:
                 self.register_buffer(name, torch.as_tensor(value).detach().clone())
             else:
                 setattr(self, name, PyroParam(value.detach().clone(), constraint))
-        try:
-            again = self.forward()
-        except Exception as error:
-            raise TypeError(
-                f"emission {self.family.__name__} cannot be built from its arguments "
-                f"{self.names}. Write a PyroModule that returns it."
-            ) from error
-        shape = again.batch_shape + again.event_shape
-        if shape[: len(distribution.batch_shape)] != distribution.batch_shape:
-            raise TypeError(f"emission {self.family.__name__} has arguments that are not tensors.")
+        for name in inspect.signature(self.family.__init__).parameters:
+            if name not in (*known, "validate_args") and hasattr(distribution, name):
+                value = getattr(distribution, name)
+                if isinstance(value, Tensor):
+                    self.register_buffer(name, value.detach().clone())
+                else:
+                    setattr(self, name, value)
+                self.names += (name,)
 
     def forward(self) -> TorchDistribution:
         """The distribution with the parameters as they are now."""
-        arguments = {name: getattr(self, name) for name in self.names}
-        if issubclass(self.family, torch.distributions.Categorical):
-            arguments = {"logits": log(arguments["probs"])}
-        built = self.family(**arguments)
+        built = self._build()
         return built.to_event(self.events) if self.events else built
+
+    def _build(self) -> Any:
+        arguments = {name: getattr(self, name) for name in self.names}
+        if self.family in _CATEGORICAL:
+            arguments = {"logits": log(arguments["probs"])}
+        return self.family(**arguments)
 
 
 _SAME = (  # alternative arguments of one distribution: the first is kept
     ("probs", "logits"),
     ("scale_tril", "covariance_matrix", "precision_matrix"),
+    ("gate", "gate_logits"),
 )
+_CATEGORICAL = (Categorical, torch.distributions.Categorical)
+
+
+def _check_support(distribution: Any) -> None:
+    """Raise if the support of a distribution depends on what would be fitted."""
+    support = distribution.support
+    bounds = [getattr(support, name, None) for name in ("lower_bound", "upper_bound")]
+    if not support.is_discrete and any(isinstance(bound, Tensor) for bound in bounds):
+        raise TypeError(
+            f"emission {type(distribution).__name__} has a support that depends on its parameters, "
+            "which gradient steps cannot fit. Write a PyroModule that returns it, with constant "
+            "bounds."
+        )
+
+
+def _agree(one: Any, other: Any) -> bool:
+    """Whether two distributions give a sample of the first the same probability."""
+    if (one.batch_shape, one.event_shape) != (other.batch_shape, other.event_shape):
+        return False
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        values = one.sample()
+        scores = one.log_prob(values), other.log_prob(values)
+    return torch.allclose(*scores, rtol=1e-3, atol=1e-3, equal_nan=True)
 
 
 def from_distribution(distribution: Any) -> PyroModule:
@@ -316,7 +357,7 @@ def from_distribution(distribution: Any) -> PyroModule:
             return module
     elif len(distribution.batch_shape) != 1 or events > 1:
         pass
-    elif isinstance(base, torch.distributions.Categorical) and not events:
+    elif type(base) in _CATEGORICAL and not events:
         module = CategoricalEmission(*base.probs.shape)
         module.set_points(probs=base.probs)
     elif isinstance(base, torch.distributions.Bernoulli) and events:

@@ -8,10 +8,14 @@ Example:
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import signal
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
+from types import FrameType
+from typing import Any
 
 import torch
 
@@ -61,7 +65,34 @@ def use(backend: Backend) -> Iterator[None]:
 def has_numba() -> bool:
     """Whether Numba can be imported; the first call imports it."""
     try:
-        NUMBA.load()
+        with _signals_delayed():
+            NUMBA.load()
     except ImportError:
         return False
     return True
+
+
+@contextmanager
+def _signals_delayed() -> Iterator[None]:
+    """A context at whose end signals are handled, such as Ctrl-C: half of Numba is of no use.
+
+    An import that is broken off leaves some of its modules behind, on which a second one fails.
+    Only the main thread handles signals.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    handlers: dict[int, Callable[[int, FrameType | None], Any]] = {}
+    for known in signal.valid_signals():
+        if callable(handler := signal.getsignal(known)):
+            handlers[int(known)] = handler
+    arrived: list[tuple[int, FrameType | None]] = []
+    for number in handlers:
+        signal.signal(number, lambda number, frame: arrived.append((number, frame)))
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        for number, frame in arrived:
+            handlers[number](number, frame)

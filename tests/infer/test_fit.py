@@ -35,6 +35,7 @@ from pyrohmm import (
     blocks,
     categorical,
     fit_cooccurrence,
+    fit_em,
     fit_map,
     fit_svi,
     normal,
@@ -463,6 +464,16 @@ def test_without_tolerance_all_steps_are_taken():
     assert len(fit.losses) == 60
     assert not fit.converged
     assert fit.reason == "it took all 60 steps"
+
+
+@pytest.mark.parametrize("tolerance", [math.nan, math.inf, -1e-3])
+@pytest.mark.parametrize("fit", [fit_map, fit_em, fit_cooccurrence])
+def test_a_tolerance_that_is_no_share_of_the_loss_is_refused(fit, tolerance):
+    module = TabularHMM(2, categorical(3))
+    with pytest.raises(ValueError, match="tolerance must be a share of the loss"):
+        fit(MarginalModel(module) if fit is fit_map else module, symbols(), tolerance=tolerance)
+    with pytest.raises(TypeError, match="tolerance must be a number or None; got str"):
+        fit(MarginalModel(module) if fit is fit_map else module, symbols(), tolerance="1e-3")
 
 
 def test_tolerance_compares_the_means_of_two_windows_of_25():

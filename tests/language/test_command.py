@@ -112,7 +112,7 @@ def test_text_becomes_a_model_that_scores_and_writes(here, capsys):
     ("change", "what"),
     [
         (["--seed", "5"], "seed of the generator"),
-        (["--decay", "0.5"], "settings of the optimizer"),
+        (["--decay", "0.5"], "settings of the optimizer.weight_decay"),
         (["--epochs", "3"], "schedule"),
         (["--epochs", "1"], "schedule"),
         (["--rate", "0.1"], "learning_rate"),
@@ -123,7 +123,7 @@ def test_the_checkpoint_of_other_options_is_refused(here, change, what):
     main([*command, "m"])
     with pytest.raises(SystemExit) as stopped:
         main([*command, "n", *change])
-    assert f"belongs to another fit: its {what} is" in str(stopped.value)
+    assert re.search(rf"belongs to another fit: its {what}(\.[\w.\[\]]+)? is", str(stopped.value))
     assert not os.path.exists("n")
 
 

@@ -16,6 +16,7 @@ from pyro import poutine
 from scipy import stats
 
 from pyrohmm import (
+    HMM,
     Sequences,
     TabularHMM,
     bernoulli,
@@ -827,3 +828,58 @@ def test_families_with_nothing_to_see_stay_where_they_are():
     nothing = Sequences(torch.zeros(2, 3, 2), torch.full((2,), 3), torch.zeros(2, 3).bool())
     for family in (normal_mixture(2, 2), normal_full(2), normal(2), bernoulli(2)):
         assert fit_em(TabularHMM(2, family), nothing, num_steps=3).losses.isfinite().all()
+
+
+# Any distribution: fitted as what it is, or refused by name -------------------------------------
+
+PAIR = torch.tensor([1.0, 2.0], dtype=torch.float64)
+HALVES = torch.tensor([[0.2, 0.3, 0.5], [0.6, 0.2, 0.2]], dtype=torch.float64)
+FITTED = {
+    "Multinomial": lambda: dist.Multinomial(5, HALVES),
+    "Multinomial by logits": lambda: dist.Multinomial(5, logits=HALVES.log()),
+    "DirichletMultinomial": lambda: dist.DirichletMultinomial(HALVES, 5),
+    "OneHotCategorical": lambda: dist.OneHotCategorical(HALVES),
+    "RelaxedBernoulli": lambda: dist.RelaxedBernoulli(torch.tensor(2.0), HALVES[:, 0]),
+    "ZeroInflatedPoisson": lambda: dist.ZeroInflatedPoisson(PAIR, gate=HALVES[:, 0]),
+    "OrderedLogistic": lambda: dist.OrderedLogistic(PAIR, torch.tensor([0.0, 1.0])),
+    "Stable": lambda: dist.Stable(PAIR / 2 + 0.5, PAIR / 4, PAIR, PAIR, coords="S"),
+    "Binomial": lambda: dist.Binomial(5, HALVES[:, 0]),
+    "Gamma": lambda: dist.Gamma(PAIR, PAIR),
+}
+REFUSED = {
+    "Uniform": lambda: dist.Uniform(torch.zeros(2), PAIR),
+    "Pareto": lambda: dist.Pareto(PAIR, PAIR),
+    "Delta": lambda: dist.Delta(PAIR),
+    "TransformedDistribution": lambda: dist.TransformedDistribution(
+        dist.Normal(PAIR, PAIR), [torch.distributions.ExpTransform()]
+    ),
+    "MaskedDistribution": lambda: dist.Normal(PAIR, PAIR).mask(torch.tensor([True, False])),
+    "MixtureSameFamily": lambda: dist.MixtureSameFamily(
+        dist.Categorical(torch.ones(2, 2)), dist.Normal(torch.ones(2, 2), 1.0)
+    ),
+}
+
+
+def hmm_of(emission):
+    even = torch.full((2, 2), 0.5).log()
+    return HMM(even[0], even, emission, torch.full((6,), 10))
+
+
+@pytest.mark.parametrize("name", FITTED)
+def test_em_starts_at_the_hmm_it_is_given_and_rises(name):
+    pyro.set_rng_seed(0)
+    hmm = hmm_of(FITTED[name]())
+    data = Sequences(hmm.sample(), torch.full((6,), 10))
+    again = TabularHMM.from_hmm(hmm)(data.lengths)
+    assert type(again.emission) is type(hmm.emission)
+    expected = hmm.log_prob(data.values)
+    torch.testing.assert_close(again.log_prob(data.values), expected, rtol=1e-4, atol=1e-4)
+    fit = fit_em(hmm, data, num_steps=3, progress=False)
+    torch.testing.assert_close(fit.losses[0], -expected.sum(), rtol=1e-4, atol=1e-3)
+    assert fit.losses[-1] < fit.losses[0]
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_gradients_cannot_fit_is_refused_by_name(name):
+    with pytest.raises(TypeError, match=f"emission {name} .*Write a PyroModule"):
+        TabularHMM.from_hmm(hmm_of(REFUSED[name]()))

@@ -1,5 +1,8 @@
 """Both backends agree in every operation, and one is chosen as long and as far as was asked."""
 
+import os
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -49,6 +52,60 @@ def test_other_devices_compute_by_torch_and_not_by_numba():
     assert backend_for(torch.device("cuda", 0)) is TORCH
     with use(NUMBA), pytest.raises(ValueError, match="CPU only; got tensors on cuda:0"):
         backend_for(torch.device("cuda", 0))
+
+
+INTERRUPTED = """
+import os, signal, sys
+import torch
+import pyrohmm
+from pyrohmm.ops.backends import CPU, NUMBA, TORCH, backend_for, has_numba
+
+class Interrupt:
+    def __init__(self, point):
+        self.point = point
+    def find_spec(self, name, path=None, target=None):
+        if name == self.point:
+            self.point = None
+            signal.raise_signal(signal.SIGINT)
+
+def run(point):
+    finder = Interrupt(point)
+    sys.meta_path.insert(0, finder)
+    try:
+        has_numba()
+    except KeyboardInterrupt:
+        assert finder.point is None
+    else:
+        return 2
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    table = torch.arange(6.0).view(3, 2)
+    rows = torch.tensor([2, 0])
+    assert backend_for(CPU) is NUMBA
+    return int(not torch.equal(NUMBA.take_rows(table, rows), table[rows]))
+
+assert "numba" not in sys.modules
+for point in sys.argv[1:]:
+    child = os.fork()
+    if child == 0:
+        code = 3
+        try:
+            code = run(point)
+        finally:
+            os._exit(code)
+    print(point, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+@compiled
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_an_interrupted_import_of_numba_can_be_done_again():
+    points = [
+        "llvmlite.binding", "numba.core.types", "numba.core.typing", "numba.core.registry",
+        "numba.np.ufunc", "numba.extending", "pyrohmm.ops._numba_lanes",
+    ]  # fmt: skip
+    command = [sys.executable, "-c", INTERRUPTED, *points]
+    result = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
+    assert result.stdout.split("\n")[:-1] == [f"{point} 0" for point in points], result.stderr
 
 
 def test_numba_is_refused_by_name_where_it_is_missing(monkeypatch):

@@ -1,0 +1,386 @@
+"""What distinguishes fits: every argument, and everything that the arguments hold."""
+
+import inspect
+from dataclasses import dataclass
+from functools import partial
+
+import pyro
+import pytest
+import torch
+from pyro.infer import Trace_ELBO
+from pyro.infer.autoguide import AutoDelta, AutoNormal, init_to_mean, init_to_median
+
+from pyrohmm import (
+    HMM,
+    DenseHMM,
+    DiversityPrior,
+    GradientStep,
+    HMMModule,
+    MarginalModel,
+    Sequences,
+    TabularHMM,
+    categorical,
+    cooccurrence,
+    dense,
+    fit_cooccurrence,
+    fit_em,
+    fit_map,
+    fit_svi,
+    msteps,
+    normal,
+    normal_full,
+    normal_spherical,
+    normal_tied,
+    starts,
+)
+from pyrohmm.infer.training import FREE
+from pyrohmm.io.identity import describe, difference
+
+GENERATOR = torch.Generator().manual_seed(0)
+SYMBOLS = torch.randint(3, (6, 8), generator=GENERATOR)
+LENGTHS = torch.full((6,), 8)
+STRENGTH = 1.0
+
+
+def symbols(**options):
+    return Sequences(SYMBOLS, LENGTHS, **options)
+
+
+def numbers():
+    return Sequences(torch.randn(6, 8, 2, generator=torch.Generator().manual_seed(1)), LENGTHS)
+
+
+def seeded(seed):
+    return torch.Generator().manual_seed(seed)
+
+
+def module(concentration=1.0):
+    return TabularHMM(2, categorical(3, concentration))
+
+
+def model(concentration=1.0, **options):
+    return MarginalModel(module(concentration), **options)
+
+
+def quadratic(hmm):
+    return -hmm.log_transition.exp().square().flatten(-2).sum(-1)
+
+
+def stronger(hmm):
+    return -2 * hmm.log_transition.exp().square().flatten(-2).sum(-1)
+
+
+def strong(hmm):
+    return -STRENGTH * hmm.log_transition.exp().square().flatten(-2).sum(-1)
+
+
+@dataclass
+class Quadratic:
+    weight: float
+
+    def __call__(self, hmm):
+        return self.weight * quadratic(hmm)
+
+
+class Hidden:
+    """Keeps its argument under another name."""
+
+    def __init__(self, weight):
+        self._w = weight
+
+    def __call__(self, hmm):
+        return self._w * quadratic(hmm)
+
+
+def scaled(weight):
+    return lambda hmm: weight * quadratic(hmm)
+
+
+def two_rates(parameters, second=0.1):
+    parameters = list(parameters)
+    return torch.optim.Adam(
+        [{"params": parameters[:1], "lr": 0.1}, {"params": parameters[1:], "lr": second}]
+    )
+
+
+def cosine(optimizer, steps=99):
+    return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+
+
+def falling(optimizer):
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+
+
+def falling_slowly(optimizer):
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (2 + step))
+
+
+# Another value of each argument of each fit, and what must be the same for both.
+GRADIENT = {
+    "learning_rate": ({}, 0.2),
+    "batch_size": ({}, 2),
+    "validation": ({}, symbols()),
+    "elbo": ({}, Trace_ELBO(num_particles=2)),
+    "optimizer": ({}, partial(torch.optim.SGD, lr=0.1)),
+    "schedule": ({}, cosine),
+    "clip_norm": ({}, 1.0),
+    "average": ({}, 0.9),
+    "validate_every": ({"validation": symbols()}, 1),
+    "batch_tokens": ({}, 16),
+    "windows": ({}, (2, 4)),
+    "generator": ({"generator": seeded(1)}, seeded(2)),
+}
+CHANGES = {
+    fit_map: GRADIENT
+    | {
+        "model": ({}, model(2.0)),
+        "data": ({}, symbols(total=60)),
+        "init": ({"init": init_to_mean}, init_to_median),
+        "restarts": ({}, 2),
+    },
+    fit_svi: GRADIENT
+    | {
+        "model": ({}, model(2.0)),
+        "guide": ({}, AutoDelta),
+        "data": ({}, symbols(total=60)),
+    },
+    fit_em: {
+        "module": ({}, module(2.0)),
+        "data": ({}, symbols(total=60)),
+        "start": ({}, starts.from_prior),
+        "restarts": ({}, 2),
+        "batch_size": ({}, 2),
+        "decay": ({"batch_size": 2}, 0.8),
+        "log_prior": ({}, quadratic),
+        "transition_step": ({"log_prior": DiversityPrior(1.0)}, msteps.ProjectedGradient()),
+        "gradient_step": ({}, GradientStep(3)),
+        "reseed": ({}, True),
+        "generator": ({"generator": seeded(1)}, seeded(2)),
+    },
+    fit_cooccurrence: {
+        name: change
+        for name, change in GRADIENT.items()
+        if name not in ("batch_size", "batch_tokens", "windows", "validate_every", "validation")
+    }
+    | {
+        "module": ({}, module(2.0)),
+        "data": ({}, Sequences(SYMBOLS.flip(1) // 2, LENGTHS)),
+        "num_symbols": ({"module": TabularHMM(2, categorical(3))}, None),
+        "lags": ({}, (1, 2)),
+        "loss": ({"weight": 1.0}, cooccurrence.cross_entropy),
+        "stationary": ({}, cooccurrence.stationary_detached),
+        "edges": (
+            {
+                "module": TabularHMM(2, normal(0)),
+                "data": Sequences(SYMBOLS.double(), LENGTHS),
+                "edges": torch.tensor([0.5, 1.5]),
+            },
+            torch.tensor([0.5, 1.0]),
+        ),
+        "weight": ({}, 3.0),
+        "pairs_per_step": ({}, 5),
+        "log_prior": ({}, quadratic),
+        "init": ({"init": init_to_mean}, init_to_median),
+        "restarts": ({}, 2),
+        "validation": ({}, symbols()),
+        "validate_every": ({"validation": symbols()}, 1),
+    },
+}
+SAME = {"num_symbols"}  # that of the module and of the data: no other value fits
+
+
+def run(fit, path, **options):
+    pyro.set_rng_seed(0)
+    options = {"num_steps": 2, "progress": False, "checkpoint": path} | options
+    if fit in (fit_map, fit_svi):
+        options = {"model": model()} | options
+    else:
+        options = {"module": module()} | options
+    if fit is fit_svi:
+        options["guide"] = options.get("guide", AutoNormal)(options["model"])
+    return fit(**{"data": symbols()} | options)
+
+
+def check_refused(fit, path, one, other):
+    run(fit, path, **one)
+    run(fit, path, **one)  # the same fit goes on
+    before = path.read_bytes()
+    with pytest.raises(ValueError, match="belongs to another fit"):
+        run(fit, path, **other)
+    assert path.read_bytes() == before
+
+
+def test_no_argument_of_a_fit_is_left_out():
+    for fit, changes in CHANGES.items():
+        assert set(changes) | {*FREE} >= set(inspect.signature(fit).parameters)
+
+
+@pytest.mark.parametrize(
+    ("fit", "name"),
+    [(fit, name) for fit, changes in CHANGES.items() for name in changes if name not in SAME],
+)
+def test_another_value_of_any_argument_is_another_fit(fit, name, tmp_path):
+    common, value = CHANGES[fit][name]
+    check_refused(fit, tmp_path / "x", common, common | {name: value})
+
+
+@pytest.mark.parametrize("fit", [fit_map, fit_svi, fit_em])
+def test_what_says_only_how_long_may_change(fit, tmp_path):
+    """And what is shown: no step becomes another one."""
+    gradient = {} if fit is fit_em else {"validation": symbols()}
+    run(fit, tmp_path / "x", **gradient)
+    changes = {"num_steps": 3, "tolerance": 0.5, "progress": True}
+    if gradient:
+        changes |= {"patience": 5, "report": lambda validation: None}
+    assert {*changes, "checkpoint"} >= {*FREE} & set(inspect.signature(fit).parameters)
+    for name, value in changes.items():
+        run(fit, tmp_path / "x", **gradient | {name: value})
+
+
+def dense_with(kernel):
+    return MarginalModel(DenseHMM(2, 3, 2, kernel=kernel))
+
+
+def gaussian(family, **options):
+    return MarginalModel(TabularHMM(2, family(2, **options)))
+
+
+INSIDE = {
+    "normal weight": ({"model": gaussian(normal)}, {"model": gaussian(normal, weight=5.0)}),
+    "spherical weight": (
+        {"model": gaussian(normal_spherical)}, {"model": gaussian(normal_spherical, weight=5.0)}
+    ),
+    "full degrees": (
+        {"model": gaussian(normal_full)}, {"model": gaussian(normal_full, degrees=9.0)}
+    ),
+    "tied weight": ({"model": gaussian(normal_tied)}, {"model": gaussian(normal_tied, weight=5.0)}),
+    "kernel": (
+        {"model": dense_with(dense.exponential)}, {"model": dense_with(dense.sigmoid)}
+    ),
+    "kernel's width": (
+        {"model": dense_with(dense.rbf(1.0))}, {"model": dense_with(dense.rbf(2.0))}
+    ),
+    "function": ({"model": model(log_prior=quadratic)}, {"model": model(log_prior=stronger)}),
+    "lambda": (
+        {"model": model(log_prior=lambda hmm: quadratic(hmm))},
+        {"model": model(log_prior=lambda hmm: 2 * quadratic(hmm))},
+    ),
+    "closure": ({"model": model(log_prior=scaled(1.0))}, {"model": model(log_prior=scaled(2.0))}),
+    "attribute": (
+        {"model": model(log_prior=Quadratic(1.0))}, {"model": model(log_prior=Quadratic(2.0))}
+    ),
+    "hidden attribute": (
+        {"model": model(log_prior=Hidden(1.0))}, {"model": model(log_prior=Hidden(2.0))}
+    ),
+    "diversity": (
+        {"model": model(log_prior=DiversityPrior(1.0))},
+        {"model": model(log_prior=DiversityPrior(2.0))},
+    ),
+    "rates of groups": (
+        {"optimizer": two_rates}, {"optimizer": partial(two_rates, second=0.01)}
+    ),
+    "function of a schedule": ({"schedule": falling}, {"schedule": falling_slowly}),
+    "steps of a schedule": ({"schedule": cosine}, {"schedule": partial(cosine, steps=50)}),
+    "num_particles": ({"elbo": Trace_ELBO()}, {"elbo": Trace_ELBO(num_particles=3)}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", INSIDE)
+def test_what_arguments_hold_is_compared(name, tmp_path):
+    one, other = INSIDE[name]
+    data = {} if name not in list(INSIDE)[:4] else {"data": numbers()}
+    check_refused(fit_map, tmp_path / "x", one | data, other | data)
+
+
+EM_INSIDE = {
+    "weight": (
+        {"module": TabularHMM(2, normal(2))}, {"module": TabularHMM(2, normal(2, weight=9))}
+    ),
+    "optimizer of a gradient step": (
+        {"gradient_step": GradientStep(3, lambda parameters: torch.optim.SGD(parameters, lr=0.1))},
+        {"gradient_step": GradientStep(3, lambda parameters: torch.optim.SGD(parameters, lr=0.9))},
+    ),
+    "transition_step": (
+        {"log_prior": DiversityPrior(1.0), "transition_step": msteps.FixedPoint()},
+        {"log_prior": DiversityPrior(1.0), "transition_step": msteps.FixedPoint(tolerance=1e-3)},
+    ),
+    "steps of a transition_step": (
+        {"log_prior": DiversityPrior(1.0),
+         "transition_step": msteps.LogitGradient(GradientStep(3))},
+        {"log_prior": DiversityPrior(1.0),
+         "transition_step": msteps.LogitGradient(GradientStep(5))},
+    ),
+    "log_prior": ({"log_prior": quadratic}, {"log_prior": stronger}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", EM_INSIDE)
+def test_em_compares_what_arguments_hold(name, tmp_path):
+    one, other = EM_INSIDE[name]
+    data = {"data": numbers()} if name == "weight" else {}
+    check_refused(fit_em, tmp_path / "x", one | data, other | data)
+
+
+def test_values_that_a_function_reads_are_compared(tmp_path, monkeypatch):
+    run(fit_em, tmp_path / "x", log_prior=strong)
+    run(fit_em, tmp_path / "x", log_prior=strong)
+    monkeypatch.setitem(strong.__globals__, "STRENGTH", 2.0)
+    with pytest.raises(ValueError, match=r"its log_prior\.STRENGTH is 1.0, and here it is 2.0"):
+        run(fit_em, tmp_path / "x", log_prior=strong)
+
+
+def test_the_start_of_em_at_an_hmm_is_compared(tmp_path):
+    even = torch.full((2, 2), 0.5).log()
+    probs = torch.tensor([[0.5, 0.3, 0.2], [0.2, 0.3, 0.5]])
+    for first, matches in ((probs, True), (probs.flip(0), False)):
+        hmm = HMM(even[0], even, pyro.distributions.Categorical(first), torch.tensor([1]))
+        if matches:
+            run(fit_em, tmp_path / "x", module=hmm)
+            run(fit_em, tmp_path / "x", module=hmm)
+        else:
+            with pytest.raises(ValueError, match=r"belongs to another fit: its module\._emission"):
+                run(fit_em, tmp_path / "x", module=hmm)
+
+
+def test_the_code_of_a_module_is_part_of_it():
+    def make(power):
+        if power == 1:
+
+            class Net(HMMModule):
+                def forward(self, lengths, observed=None):
+                    return lengths
+
+        else:
+
+            class Net(HMMModule):
+                def forward(self, lengths, observed=None):
+                    return lengths**2
+
+        return Net()
+
+    assert describe(make(1)) == describe(make(1))
+    path, _, _ = difference(describe(make(1)), describe(make(2)), "module")
+    assert path == "module.code"
+
+
+def test_what_is_computed_when_it_is_read_is_no_part():
+    one, other = (pyro.distributions.Categorical(torch.tensor([0.5, 0.5])) for _ in range(2))
+    _ = one.logits
+    assert describe(one) == describe(other)
+    assert describe(one) != describe(pyro.distributions.Categorical(torch.tensor([0.4, 0.6])))
+
+
+def test_queries_of_an_hmm_do_not_make_it_another_one():
+    even = torch.full((2, 2), 0.5).log()
+    coins = pyro.distributions.Categorical(torch.tensor([[0.5, 0.5], [0.1, 0.9]]))
+    hmm = HMM(even[0], even, coins, LENGTHS)
+    before = describe(hmm)
+    values = SYMBOLS % 2
+    hmm.log_prob(values), hmm.posterior(values), hmm.viterbi(values), hmm.sample()
+    assert describe(hmm) == before
+
+
+def test_a_description_ends_where_objects_hold_each_other():
+    one = Hidden(1.0)
+    one.self = one
+    assert describe(one)["self"] == "as above"
