@@ -268,3 +268,11 @@ def test_importing_changes_no_setting(effect):
 @pytest.mark.parametrize("library", ["matplotlib", "arviz", "numba", "pandas", "xarray", "pooch"])
 def test_importing_loads_nothing_heavy(effect, library):
     assert library not in {name.split(".")[0] for name in effect["loaded"]}
+
+
+@pytest.mark.parametrize("name", pyrohmm.__all__)
+def test_a_public_name_is_also_that_of_its_room(name):
+    """``pyrohmm.nn.TabularHMM`` is ``pyrohmm.TabularHMM``, as Pyro's users expect."""
+    thing = getattr(pyrohmm, name)
+    owners = [room for room in ROOMS if getattr(getattr(pyrohmm, room), name, None) is thing]
+    assert owners or name in {*ROOMS, "__version__"}

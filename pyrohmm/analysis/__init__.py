@@ -24,3 +24,6 @@ from . import inference_data as inference_data
 from . import metrics as metrics
 from . import plots as plots
 from . import queries as queries
+from .draws import PosteriorDraws as PosteriorDraws
+from .inference_data import to_arviz as to_arviz
+from .streaming import Filter as Filter

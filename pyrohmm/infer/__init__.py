@@ -29,3 +29,16 @@ from . import em as em
 from . import guides as guides
 from . import msteps as msteps
 from . import starts as starts
+from .cooccurrence import CooccurrenceModel as CooccurrenceModel
+from .cooccurrence import fit_cooccurrence as fit_cooccurrence
+from .em import fit_em as fit_em
+from .guides import RotationGuide as RotationGuide
+from .map import fit_map as fit_map
+from .models import EnumeratedModel as EnumeratedModel
+from .models import MarginalModel as MarginalModel
+from .models import StatefulModel as StatefulModel
+from .models import markov_sample as markov_sample
+from .msteps import GradientStep as GradientStep
+from .results import Fit as Fit
+from .results import Restarts as Restarts
+from .svi import fit_svi as fit_svi

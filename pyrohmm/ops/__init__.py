@@ -41,3 +41,5 @@ Its modules; each imports only those above it:
 from . import backends as backends
 from . import blocks as blocks
 from . import recursions as recursions
+from .recursions import ExpectedCounts as ExpectedCounts
+from .recursions import Posterior as Posterior
