@@ -285,10 +285,15 @@ class State:
             if field.name not in (*FREE, "learning_rate", "optimizer", "schedule", "generator")
         }
         groups = [
-            {name: value for name, value in group.items() if name not in ("params", "lr")}
+            {
+                name: value
+                for name, value in group.items()
+                if name not in ("params", "lr", "initial_lr")
+            }
             for group in optimizer.param_groups
         ]
-        rates = [group["lr"] for group in optimizer.param_groups if "lr" in group]
+        # before a schedule has changed them
+        rates = [group.get("initial_lr", group.get("lr")) for group in optimizer.param_groups]
         return {
             "fit": f"{name_of(self.guide)} on {name_of(model)}",
             "latent variables": list(self.objective.supports),
