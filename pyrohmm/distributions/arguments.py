@@ -17,14 +17,7 @@ from .._checks import (
     check_tensor,
     check_trailing,
 )
-
-
-class StructuredTransition(Protocol):
-    """Transition probabilities in a form smaller than their matrix."""
-
-    @property
-    def matrix(self) -> Tensor:
-        """``(K, K)``, log-probabilities of the next state; computed when it is read."""
+from ..ops.block_transition import InnerProductTransition
 
 
 class StructuredEmission(Protocol):
@@ -45,7 +38,7 @@ class StructuredEmission(Protocol):
 
 def check_parameters(
     log_initial: Tensor,
-    log_transition: Tensor | StructuredTransition,
+    log_transition: Tensor | InnerProductTransition,
     emission: TorchDistribution | StructuredEmission,
 ) -> None:
     """Raise unless the parameters are of K states and on one device."""
@@ -58,7 +51,7 @@ def check_parameters(
         check_floats("log_transition", log_transition)
         check_trailing("log_transition", log_transition, (num_states, num_states), "(K, K)")
         tensors["log_transition"] = log_transition
-    elif not hasattr(type(log_transition), "matrix"):
+    elif not isinstance(log_transition, InnerProductTransition):  # its rows are normalised
         check_tensor("log_transition", log_transition)
     if isinstance(emission, torch.distributions.Distribution):
         tensors |= _first_tensor(emission)
@@ -78,7 +71,7 @@ def check_parameters(
 
 def check_steps(
     log_initial: Tensor,
-    log_transition: Tensor | StructuredTransition,
+    log_transition: Tensor | InnerProductTransition,
     emission: TorchDistribution | StructuredEmission,
     lengths: Tensor,
     observed: Tensor | None,

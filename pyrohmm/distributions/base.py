@@ -17,7 +17,8 @@ from .._checks import (
     check_trailing,
 )
 from ..ops import masks, recursions
-from .arguments import StructuredEmission, StructuredTransition, check_parameters, check_steps
+from ..ops.block_transition import InnerProductTransition
+from .arguments import StructuredEmission, check_parameters, check_steps
 from .labels import refuse_dead_ends
 from .observation import is_categorical, log_likelihood, log_prob_per_state
 from .values import check_support, fill_gaps
@@ -34,7 +35,7 @@ class ChainDistribution(TorchDistribution):
     def __init__(
         self,
         log_initial: Tensor,
-        log_transition: Tensor | StructuredTransition,
+        log_transition: Tensor | InnerProductTransition,
         emission: TorchDistribution | StructuredEmission,
         lengths: Tensor,
         observed: Tensor | None = None,

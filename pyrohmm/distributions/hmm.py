@@ -49,7 +49,7 @@ class HMM(ChainDistribution):
         log_initial: ``(K,)``, log-probabilities of the first state.
         log_transition: ``(K, K)``, log-probabilities of the next state; row = from, column = to.
             With ``transition_per_step``, ``(T-1, K, K)``: one matrix for each transition. A
-            subclass may give a :class:`StructuredTransition`.
+            subclass may give a :class:`InnerProductTransition`.
         emission: Distribution of an observation, batched over the K states; with
             ``emission_per_step`` over ``(T, K)``. A subclass may give a
             :class:`StructuredEmission`.

@@ -1638,3 +1638,13 @@ def test_half_precision_is_refused(dtype):
     emission = dist.Categorical(logits=torch.zeros(2, 3))
     with pytest.raises(TypeError, match=r"log_initial must be float32 or float64; .*16\. Call"):
         HMM(probs, probs.expand(2, 2), emission, torch.tensor([3]))
+
+
+def test_an_object_with_a_matrix_is_no_transition():
+    """Its rows would not be checked."""
+
+    class Loose:
+        matrix = torch.zeros(2, 2)
+
+    with pytest.raises(TypeError, match="log_transition must be a torch.Tensor"):
+        HMM(torch.full((2,), 0.5).log(), Loose(), dist.Poisson(torch.ones(2)), torch.tensor(2))
