@@ -358,7 +358,7 @@ def table_of(train: Sequences, test: Sequences, look: Look, iterations: int) -> 
             family = bernoulli(selected.size(-1), *((2.0, 2.0) if look.styles == 1 else (1.2, 1.2)))
         module = TabularHMM(styles, family, 2.0)
         fit = fit_em(module, one_by_one(selected), num_steps=iterations, tolerance=1e-4)
-        table[test.exists, letter] = metrics.log_evidence(fit, one_by_one(queried), 2000)
+        table[..., letter][test.exists] = metrics.log_evidence(fit, one_by_one(queried), 2000)
     return table
 
 

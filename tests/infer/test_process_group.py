@@ -167,7 +167,7 @@ def found(tmp_path_factory):
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.multiprocessing.get_context("forkserver").set_forkserver_preload([__name__])
     torch.multiprocessing.start_processes(work, (directory,), 2, start_method="forkserver")
-    return [torch.load(directory / f"found_{rank}") for rank in (0, 1)]
+    return [torch.load(directory / f"found_{rank}", weights_only=False) for rank in (0, 1)]
 
 
 @pytest.mark.parametrize("fit", FITS)
