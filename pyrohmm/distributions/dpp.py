@@ -34,7 +34,7 @@ class DiversityPrior(nn.Module):
     ``init_loc_fn=init_to_sample``, or ``init_to_value(values=fit_em(...).start)``.
 
     EM under the prior has many local optima, and an entry that has become zero stays zero, unless
-    the M-step leaves it, as those of :mod:`pyrohmm.msteps` do where the prior gains by it: use
+    the M-step leaves it, as those of :mod:`pyrohmm.infer.msteps` do where the prior gains by it: use
     ``restarts``.
 
     Args:
