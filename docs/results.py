@@ -442,10 +442,12 @@ def diversity_numbers() -> dict[str, str]:
     smoothed = [row["ours"] for row in rows("diversified_ocr", **letters, smoothing=1.0)]
     without = one("diversified_ocr", part="baselines", split="folds of the file", model="HMM",
                   smoothing=1.0, decoding="path")["ours"]  # fmt: skip
+    papers = [row for row in rows("diversified_ocr", part="diversity") if row.get("paper")]
     starts = [row["one_to_one"]["deviation"] for row in rows("diversified_tagging", weight=0.0)]
     return {
         "starts": bounds(starts, 2),
         "letters": percent(max(smoothed) - without),
+        "letters_paper": " to ".join(percent(row["paper"]) for row in papers),
         "cost": f"{100 * min(cost):.0f} to {100 * max(cost):.0f} %",
         "slower": bounds(slower, 1),
         "toy": bounds([row["accuracy"]["ours"] for row in toy], 2),

@@ -248,17 +248,26 @@ def test_the_versions_that_are_written_down_are_one():
 
 
 def test_the_new_names_of_the_changelog_exist():
-    """Those in code, of the second column, as attributes somewhere in the package."""
+    """Those of the second column: arguments, or functions, classes and attributes."""
     text = (ROOT / "CHANGELOG.md").read_text().split("| before | now |")[1].split("\n\n")[0]
     new = {
         name.split("(")[0].split(".")[-1]
         for line in text.splitlines()[2:]
         for name in re.findall(r"`([^`]+)`", line.split("|")[2])
-        if not name.startswith("python") and not name.endswith("=")
+        if not name.startswith("python")
     }
-    known = set()
+    arguments = {name.split("=")[0] for name in new if "=" in name}
+    names = {name for name in new if "=" not in name}
+    known, taken = set(), set()
     for path in (ROOT / "pyrohmm").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.FunctionDef | ast.ClassDef):
                 known.add(node.name)
-    assert new <= known
+            elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+                known.add(node.target.id)
+            elif isinstance(node, ast.arg):
+                taken.add(node.arg)
+            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+                known.add(node.attr)
+    assert names <= known
+    assert arguments <= taken

@@ -1,5 +1,5 @@
 # %% [markdown]
-# # 2. The same model, written with `pyro.markov`, and a hundred times faster
+# # 2. The same model, written with `pyro.markov`, and tens of times faster
 #
 # You have written a hidden Markov model in Pyro, with one enumerated site per state. This tutorial
 # keeps the model, replaces its loop by one `HMM` distribution, obtains the same loss and the same

@@ -268,10 +268,10 @@ class PosteriorDraws:
     def align(self, data: Sequences) -> Tensor:
         """Which state of a common order each state of each sample corresponds to.
 
-        States are matched where posteriors overlap most (:func:`pyrohmm.results.match_states`):
-        first with those of the sample of the largest evidence, then with the average of all
-        samples so matched, until no match changes. Where the data do not tell two states apart, or
-        never visit them, the match is arbitrary.
+        States are matched where posteriors overlap most
+        (:func:`~pyrohmm.infer.results.match_states`): first with those of the sample of the largest
+        evidence, then with the average of all samples so matched, until no match changes. Where the
+        data do not tell two states apart, or never visit them, the match is arbitrary.
 
         Args:
             data: Where posteriors are compared.

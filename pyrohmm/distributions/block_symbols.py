@@ -85,7 +85,7 @@ class BlockSymbols:
         symbols = values.long().masked_fill(~exists, 0)
         check_range(
             "values", symbols, self.blocks.num_symbols, "V - 1",
-            "Steps without a symbol are said by observed=.",
+            "Mark steps without a symbol by observed=False.",
         )  # fmt: skip
         blocks = self.blocks.symbol_block[symbols.cpu()]
         return blocks, take_rows(self.log_probs, symbols)

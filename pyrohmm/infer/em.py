@@ -2,9 +2,9 @@ r"""EM: closed-form or gradient M-steps after an exact E-step; the log joint den
 
 Components define their own sufficient statistics and M-step, priors included: see
 :mod:`pyrohmm.nn.closed_form`. Transitions under a diversity prior have M-steps of their own
-(:mod:`pyrohmm.msteps`); what has no closed form follows :class:`GradientStep`. With minibatches,
-sufficient statistics are averaged with decaying step sizes (Cappé and Moulines, 2009, On-line EM
-for latent data models).
+(:mod:`pyrohmm.infer.msteps`); what has no closed form follows :class:`GradientStep`. With
+minibatches, sufficient statistics are averaged with decaying step sizes (Cappé and Moulines, 2009,
+On-line EM for latent data models).
 """
 
 from __future__ import annotations

@@ -69,7 +69,7 @@ class ChainMStep(Protocol):
 class TransitionCounts(Protocol):
     """A :class:`ChainMStep` with a parameter ``transition`` ``(K, K)``: the probabilities.
 
-    EM maximises it under a prior of the transition matrix: see :mod:`pyrohmm.msteps`.
+    EM maximises it under a prior of the transition matrix: see :mod:`pyrohmm.infer.msteps`.
     """
 
     transition_allowed: Tensor | None

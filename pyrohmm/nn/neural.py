@@ -1,6 +1,6 @@
 r"""``NeuralHMM``: softmaxes of networks applied to embeddings, for tens of thousands of states.
 
-Symbols belong to blocks of states (:mod:`pyrohmm.blocks`), and states are dropped at random in
+Symbols belong to blocks of states (:mod:`pyrohmm.ops.blocks`), and states are dropped at random in
 training. :class:`ScalarHMM` is the same without networks: each logit is a parameter.
 
 References:

@@ -25,7 +25,8 @@ class NeuralTagger(NeuralHMM):
 
     .. math:: p(y|z) \propto \exp(E_y \cdot g'(E_z) + b_y)
 
-    over all tags, with a :class:`pyrohmm.neural.Residual` g' of its own. Blocks are those of words.
+    over all tags, with a separate :class:`~pyrohmm.nn.networks.Residual` g'. Blocks are those of
+    words.
 
     Args:
         num_states: K.

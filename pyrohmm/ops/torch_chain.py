@@ -3,7 +3,7 @@
 Tensors are time-major: ``T`` steps of ``G`` groups of ``n`` sequences with ``K`` states; each
 group has transition matrices ``(S, G, K, K)`` with S = 1 or T - 1. ``lengths``
 ``(G, n)`` is on the CPU. Results are written into the tensors given last. What is computed, and
-when it is exact, is said in :mod:`pyrohmm.recursions`.
+when it is exact, is said in :mod:`pyrohmm.ops.message_passing`.
 """
 
 from __future__ import annotations
