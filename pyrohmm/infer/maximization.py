@@ -126,13 +126,13 @@ class ClosedForms:
         return under("emission.", self.emission.statistics(values, weights, current))
 
     def m_step(self, statistics: Statistics) -> list[str]:
-        """Set the parameters to their mode; returns remarks."""
+        """Set the parameters that are not frozen to their mode; returns remarks."""
         values: Values = {}
         notes: list[str] = []
         if self.chain is not None:
             counts = inside(statistics, "chain.")
             values, notes = self.chain.m_step(counts)
-            if self.transition_step is not None:
+            if self.transition_step is not None and "transition" in self.parameters.fitted:
                 pairs = self.chain.transition_counts(counts)
                 if pairs is not None:
                     values["transition"] = self._transition(pairs)

@@ -41,8 +41,9 @@ class EmissionMStep(Protocol):
         """The mode of the parameters, priors included.
 
         Returns:
-            The free parameters by name, each ``(R, ...)``, NaN where neither an observation nor a
-            prior determines them; and remarks, such as that a variance was held at its floor.
+            The parameters by name, each ``(R, ...)``, NaN where neither an observation nor a prior
+            determines them; and remarks, such as that a variance was held at its floor. Those of
+            frozen parameters are ignored; the mode of the others must be that with their values.
         """
 
 
