@@ -39,6 +39,7 @@ from pyrohmm import (
     tied,
 )
 from pyrohmm.infer import expectation
+from pyrohmm.nn.family import Emission
 
 NAN = math.nan
 INITIAL, TRANSITION = np.array([1.5, 2.0, 1.2]), 1.3 + 2 * np.eye(3)  # concentrations
@@ -790,6 +791,30 @@ def test_a_family_of_the_users_joins_the_closed_form_by_its_two_methods(restarts
     torch.testing.assert_close(fit.losses, closed.losses, rtol=1e-6, atol=0.0)
     found = numbers_of(fit)["emission.inner.probs"]
     np.testing.assert_allclose(found, numbers_of(closed)["emission.probs"], rtol=2e-3, atol=1e-4)
+
+
+def test_a_subclass_of_emission_without_an_m_step_is_fitted_by_gradient_steps():
+    class Open(Emission):
+        def __init__(self, num_states):
+            super().__init__()
+            self.probs = PyroSample(dist.Beta(torch.full((num_states,), 2.0), 3.0).to_event(1))
+
+        def forward(self):
+            return dist.Geometric(self.probs)
+
+    class HalfOpen(Open):
+        statistics = Failures.statistics
+
+    data = failures()
+    begin = sample_start(TabularHMM(2, Failures), data, 1)
+    options = {"num_steps": 5, "tolerance": None, "start": start_at(begin)}
+    closed = fit_em(TabularHMM(2, Failures), data, **options)
+    for family in (Open, HalfOpen):
+        step = GradientStep(num_steps=200)
+        fit = fit_em(TabularHMM(2, family), data, gradient_step=step, **options)
+        torch.testing.assert_close(fit.losses, closed.losses, rtol=1e-6, atol=0.0)
+        with pytest.raises(TypeError, match="closed M-step"):
+            streams(family, normal(0))(2)
 
 
 def test_a_family_of_the_users_has_minibatches_and_joins_others():
