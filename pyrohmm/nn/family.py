@@ -47,8 +47,6 @@ class Emission(PyroModule):
             if name in self._pyro_samples:
                 delattr(self, name)
             setattr(self, name, PyroParam(value.detach().clone(), self.supports[name]))
-            if name == "loc":  # so that sums are taken about it
-                self.prior_loc.copy_(value.detach().expand(self.prior_loc.shape))
 
 
 def build_emission(emission: EmissionFamily | None, num_states: int) -> PyroModule:
