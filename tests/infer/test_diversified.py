@@ -231,14 +231,14 @@ def test_any_other_prior_is_followed_by_gradient():
     torch.testing.assert_close(hmms[0].emission.probs, hmms[1].emission.probs, atol=1e-4, rtol=0)
 
 
-def test_a_prior_of_the_users_is_one_of_transitions_by_its_log_density():
+def test_a_prior_of_the_users_is_one_of_transitions_by_its_density_of_a_matrix():
     """A Dirichlet prior of the rows; the rest keeps its closed form."""
 
     class Rows:
         def __call__(self, hmm):
-            return self.log_density(hmm.log_transition.exp())
+            return self.log_density_of_transition(hmm.log_transition.exp())
 
-        def log_density(self, transition):
+        def log_density_of_transition(self, transition):
             return 2 * transition.log().sum((-2, -1))
 
     data, fits = symbols(3, count=20), []
@@ -255,6 +255,28 @@ def test_a_prior_of_the_users_is_one_of_transitions_by_its_log_density():
     hmms = [fit.hmm(data) for fit in fits]
     torch.testing.assert_close(hmms[0].log_transition, hmms[1].log_transition, atol=1e-5, rtol=0)
     torch.testing.assert_close(hmms[0].emission.probs, hmms[1].emission.probs, atol=1e-5, rtol=0)
+
+
+def test_a_prior_with_a_log_density_of_an_hmm_is_one_of_any_parameter():
+    """It gets the HMM, not a matrix, and all parameters follow gradient steps."""
+
+    class OfHMM:
+        def __call__(self, hmm):
+            return self.log_density(hmm)
+
+        def log_density(self, hmm):
+            return 2 * hmm.log_transition.sum((-2, -1)) + 3 * hmm.emission.logits.sum((-2, -1))
+
+    data, options = symbols(3, count=20), {"num_steps": 3, "tolerance": None}
+    options["start"] = {
+        "initial": torch.tensor([0.5, 0.5]),
+        "transition": torch.tensor([[0.6, 0.4], [0.3, 0.7]]),
+        "emission.probs": torch.tensor([[0.5, 0.3, 0.2], [0.2, 0.3, 0.5]]),
+    }
+    prior = OfHMM()
+    fit = fit_em(TabularHMM(2, categorical(3)), data, log_prior=prior, **options)
+    plain = fit_em(TabularHMM(2, categorical(3)), data, log_prior=lambda hmm: prior(hmm), **options)
+    assert torch.equal(fit.losses, plain.losses)
 
 
 def test_em_and_map_agree():
