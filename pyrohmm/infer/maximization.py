@@ -151,7 +151,7 @@ class ClosedForms:
         with torch.no_grad():  # the mode of the counts alone may be a better start than the old
             better = msteps.objective(rows, counts, prior) > msteps.objective(old, counts, prior)
         start = torch.where(better[:, None, None], rows, old)
-        allowed = self.chain.transition_allowed
+        allowed = getattr(self.chain, "transition_allowed", None)
         if self.possible is not None:
             allowed = self.possible if allowed is None else allowed & self.possible
         return step(start, counts, prior, allowed)
