@@ -116,9 +116,9 @@ class DiversityPrior(nn.Module):
                 "a diversity prior is one of a single transition matrix; this HMM has one for "
                 "each step. Write another log_prior, with dpp.log_diversity."
             )
-        return self.log_density(hmm.log_transition.exp())
+        return self.log_density_of_transition(hmm.log_transition.exp())
 
-    def log_density(self, transition: Tensor) -> Tensor:
+    def log_density_of_transition(self, transition: Tensor) -> Tensor:
         """Log-density ``(*B)`` of transition matrices ``(*B, K, K)``."""
         total = transition.new_zeros(transition.shape[:-2])
         if self.alpha > 0:
@@ -199,7 +199,7 @@ class DiverseDirichlet(TorchDistribution):
         if self._validate_args:
             self._validate_sample(value)
         rows = Dirichlet(self.concentration, validate_args=False).log_prob(value).sum(-1)
-        return rows + self.prior.log_density(value)
+        return rows + self.prior.log_density_of_transition(value)
 
     def sample(self, sample_shape: Any = ()) -> Tensor:
         """Sample rows ``(*S, *B, K, V)`` by ``num_sweeps`` sweeps of Metropolis's algorithm.
@@ -212,13 +212,13 @@ class DiverseDirichlet(TorchDistribution):
             shape = torch.Size(sample_shape) + self.concentration.shape
             proposals = Dirichlet(self.concentration.expand(shape), validate_args=False)
             rows = proposals.sample()
-            current = self.prior.log_density(rows)
+            current = self.prior.log_density_of_transition(rows)
             for _ in range(self.num_sweeps if self.prior.alpha > 0 else 0):
                 fresh = proposals.sample()
                 for k in range(rows.size(-2)):
                     trial = rows.clone()
                     trial[..., k, :] = fresh[..., k, :]
-                    proposed = self.prior.log_density(trial)
+                    proposed = self.prior.log_density_of_transition(trial)
                     accepted = torch.rand_like(proposed).log() < proposed - current
                     rows = torch.where(accepted[..., None, None], trial, rows)
                     current = torch.where(accepted, proposed, current)

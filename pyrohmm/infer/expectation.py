@@ -115,7 +115,8 @@ def uniform_counts(hmm: HMM, data: Sequences, likelihood: Tensor) -> ExpectedCou
         likelihood: ``(R, N, T, K)`` or ``(N, T, K)``, of each state at each step.
     """
     initial, transition, logs = hmm.log_factors(data.values, check=False)
-    logs = likelihood.reshape(logs.shape).log().to(logs)
+    # restarts may share the emission: if all of it is frozen
+    logs = likelihood.reshape((-1,) * (logs.dim() - 3) + logs.shape[-3:]).log().to(logs)
     if hmm.allowed is not None:
         logs = logs.masked_fill(~hmm.allowed, -torch.inf)
     initial, transition = (

@@ -126,13 +126,13 @@ class ClosedForms:
         return under("emission.", self.emission.statistics(values, weights, current))
 
     def m_step(self, statistics: Statistics) -> list[str]:
-        """Set the parameters to their mode; returns remarks."""
+        """Set the parameters that are not frozen to their mode; returns remarks."""
         values: Values = {}
         notes: list[str] = []
         if self.chain is not None:
             counts = inside(statistics, "chain.")
             values, notes = self.chain.m_step(counts)
-            if self.transition_step is not None:
+            if self.transition_step is not None and "transition" in self.parameters.fitted:
                 pairs = self.chain.transition_counts(counts)
                 if pairs is not None:
                     values["transition"] = self._transition(pairs)
@@ -151,7 +151,7 @@ class ClosedForms:
         with torch.no_grad():  # the mode of the counts alone may be a better start than the old
             better = msteps.objective(rows, counts, prior) > msteps.objective(old, counts, prior)
         start = torch.where(better[:, None, None], rows, old)
-        allowed = self.chain.transition_allowed
+        allowed = getattr(self.chain, "transition_allowed", None)
         if self.possible is not None:
             allowed = self.possible if allowed is None else allowed & self.possible
         return step(start, counts, prior, allowed)

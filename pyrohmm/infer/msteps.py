@@ -107,7 +107,7 @@ class TransitionPrior(Protocol):
     def __call__(self, hmm: HMM) -> Tensor:
         """Log-density ``(*B)`` of the transition matrix of ``hmm``."""
 
-    def log_density(self, transition: Tensor) -> Tensor:
+    def log_density_of_transition(self, transition: Tensor) -> Tensor:
         """Log-density ``(*B)`` of transition matrices ``(*B, K, K)``."""
 
 
@@ -319,7 +319,7 @@ def objective(rows: Tensor, counts: Tensor, prior: TransitionPrior) -> Tensor:
     """
     counts = _significant(counts)
     weighted = torch.where(counts > 0, counts * log(rows), 0.0)
-    return weighted.sum((-2, -1)) + prior.log_density(rows)
+    return weighted.sum((-2, -1)) + prior.log_density_of_transition(rows)
 
 
 def _significant(counts: Tensor) -> Tensor:

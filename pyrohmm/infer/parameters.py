@@ -26,6 +26,7 @@ class Parameters:
         sites: Priors of the latent variables, by name.
         values: The latent variables by name, ``(R, 1, ...)``, or ``(...)`` if R = 1.
         points: The parameters without priors.
+        fitted: Names of the latent variables and of the points; all else is frozen.
         example: An HMM that the module has built.
 
     Raises:
@@ -44,7 +45,9 @@ class Parameters:
         self.sites = {name: trace.nodes[name]["fn"] for name in trace.stochastic_nodes}
         check_events(self.sites)
         self.values: Values = {}
-        self.points = [point for point in module.parameters() if point.requires_grad]
+        points = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        self.points = list(points.values())
+        self.fitted = {*self.sites, *(name.removesuffix("_unconstrained") for name in points)}
         self.example: HMM = trace.nodes["_RETURN"]["value"]
         if restarts > 1 and self.points:
             raise ValueError(
@@ -119,15 +122,25 @@ class Parameters:
         return getattr(self.module.get_submodule(path), last).detach().unsqueeze(0)
 
     def update(self, values: Values) -> None:
-        """Set parameters to values ``(R, ...)``; where these are NaN, a parameter stays."""
+        """Set parameters to values ``(R, ...)``; frozen ones stay, and all where these are NaN.
+
+        Raises:
+            AttributeError: If the module has no parameter of a name, frozen or not.
+        """
         for name, value in values.items():
+            path, _, last = name.rpartition(".")
+            part = self.module.get_submodule(path)
+            if name not in self.fitted:
+                getattr(part, last)
+                continue
             old = self.get(name)
             value = torch.where(value.isnan(), old.double(), value).to(old.dtype)
             if name in self.values:
                 self.values[name] = value.unsqueeze(1) if self.restarts > 1 else value[0]
+            elif last in part._parameters:
+                part._parameters[last].data.copy_(value[0])
             else:
-                path, _, last = name.rpartition(".")
-                setattr(self.module.get_submodule(path), last, value[0])
+                setattr(part, last, value[0])
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint saves."""

@@ -41,8 +41,9 @@ class EmissionMStep(Protocol):
         """The mode of the parameters, priors included.
 
         Returns:
-            The free parameters by name, each ``(R, ...)``, NaN where neither an observation nor a
-            prior determines them; and remarks, such as that a variance was held at its floor.
+            The parameters by name, each ``(R, ...)``, NaN where neither an observation nor a prior
+            determines them; and remarks, such as that a variance was held at its floor. Those of
+            frozen parameters are ignored; the mode of the others must be that with their values.
         """
 
 
@@ -66,13 +67,13 @@ class ChainMStep(Protocol):
 
 
 @runtime_checkable
-class TransitionCounts(Protocol):
+class TransitionCounts(ChainMStep, Protocol):
     """A :class:`ChainMStep` with a parameter ``transition`` ``(K, K)``: the probabilities.
 
-    EM maximises it under a prior of the transition matrix: see :mod:`pyrohmm.infer.msteps`.
+    EM maximises it under a prior of the transition matrix: see :mod:`pyrohmm.infer.msteps`. An
+    attribute ``transition_allowed`` ``(K, K)``, booleans, says which transitions are possible; all
+    are without it, or if it is None.
     """
-
-    transition_allowed: Tensor | None
 
     def transition_counts(self, statistics: Statistics) -> Tensor | None:
         """Counts ``(R, K, K)``, pseudo-counts of the prior included; None if it is frozen."""

@@ -10,37 +10,28 @@ from functools import partial
 from typing import ClassVar
 
 import torch
-from pyro.distributions.torch_distribution import TorchDistribution
 from pyro.nn import PyroModule, PyroParam
 from torch import Tensor
 from torch.distributions import constraints
 
-from .closed_form import Maximum, Statistics, is_free
+from .closed_form import is_free
 
 EmissionFamily = Callable[[int], PyroModule]
 
 
 class Emission(PyroModule):
-    """An emission with an M-step in closed form: see :class:`EmissionMStep`.
+    """What the emission modules of this package share.
 
-    Subclasses define ``forward()``, ``statistics`` and ``m_step``. A parameter that is neither a
-    ``PyroSample`` nor a ``PyroParam`` is frozen: see :func:`pyrohmm.freeze`.
+    Subclasses define ``forward()`` and, for an M-step in closed form, ``statistics`` and
+    ``m_step`` of :class:`pyrohmm.nn.closed_form.EmissionMStep`; without them EM takes gradient
+    steps. A parameter that is neither a ``PyroSample`` nor a ``PyroParam`` is frozen: see
+    :func:`pyrohmm.freeze`.
 
     Attributes:
         supports: Support of each parameter, by its name.
     """
 
     supports: ClassVar[dict[str, constraints.Constraint]] = {}
-
-    def statistics(
-        self, values: Tensor, weights: Tensor, current: TorchDistribution | None
-    ) -> Statistics:
-        """Sufficient statistics of the parameters: see :class:`EmissionMStep`."""
-        raise NotImplementedError(f"{type(self).__name__} must define statistics.")
-
-    def m_step(self, statistics: Statistics) -> Maximum:
-        """The mode of the parameters: see :class:`EmissionMStep`."""
-        raise NotImplementedError(f"{type(self).__name__} must define m_step.")
 
     def is_free(self, name: str) -> bool:
         """Whether the parameter ``name`` is fitted."""
@@ -56,8 +47,6 @@ class Emission(PyroModule):
             if name in self._pyro_samples:
                 delattr(self, name)
             setattr(self, name, PyroParam(value.detach().clone(), self.supports[name]))
-            if name == "loc":  # so that sums are taken about it
-                self.prior_loc.copy_(value.detach().expand(self.prior_loc.shape))
 
 
 def build_emission(emission: EmissionFamily | None, num_states: int) -> PyroModule:

@@ -16,8 +16,8 @@ from .._checks import check_size
 from ..distributions.observation import marginal_log_prob
 from ..ops.log_space import log
 from .closed_form import Maximum, Statistics, row_mode
-from .family import Emission, EmissionFamily, check_strengths, moments, positive, spread
-from .normals import centre, normal_m_step
+from .family import EmissionFamily, check_strengths, moments, positive, spread
+from .normals import CentredEmission, centre, normal_m_step
 
 
 def normal_mixture(
@@ -60,7 +60,7 @@ def normal_mixture(
     )
 
 
-class MixtureEmission(Emission):
+class MixtureEmission(CentredEmission):
     """Mixtures of normal vectors in each state: see :func:`normal_mixture`."""
 
     supports: ClassVar[dict[str, constraints.Constraint]] = {

@@ -151,7 +151,17 @@ def normal_tied(
     )
 
 
-class NormalEmission(Emission):
+class CentredEmission(Emission):
+    """An emission with means ``loc`` whose sums are taken about the buffer ``prior_loc``."""
+
+    def set_points(self, **values: Tensor) -> None:
+        """Make parameters points without priors; sums are then about the value of ``loc``."""
+        super().set_points(**values)
+        if "loc" in values:
+            self.prior_loc.copy_(values["loc"].detach().expand(self.prior_loc.shape))
+
+
+class NormalEmission(CentredEmission):
     """Independent normal components with a conjugate prior: see :func:`normal`."""
 
     supports: ClassVar[dict[str, constraints.Constraint]] = {
@@ -209,7 +219,7 @@ class NormalEmission(Emission):
         return normal_m_step(self, statistics, flat=not self.dim)
 
 
-class CovarianceEmission(Emission):
+class CovarianceEmission(CentredEmission):
     """Normal vectors with covariance matrices: see :func:`normal_full`, :func:`normal_tied`."""
 
     supports: ClassVar[dict[str, constraints.Constraint]] = {

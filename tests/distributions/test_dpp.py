@@ -258,9 +258,9 @@ def test_nan_stays_visible():
             "Divide counts",
         ),
         (
-            lambda: DiversityPrior(1.0, anchor=torch.ones(1, 1), anchor_weight=1.0).log_density(
-                torch.eye(2)
-            ),
+            lambda: DiversityPrior(
+                1.0, anchor=torch.ones(1, 1), anchor_weight=1.0
+            ).log_density_of_transition(torch.eye(2)),
             ValueError,
             r"transition must end in shape \(K, K\) of anchor = \(1, 1\)",
         ),
@@ -335,9 +335,9 @@ def test_weights():
     matrix, anchor = drawn(3), drawn(3)
     prior = DiversityPrior(2.0, 1.0, anchor=anchor, anchor_weight=7.0)
     expected = 2 * dpp.log_diversity(matrix, 1.0) - 7 * (matrix - anchor).pow(2).sum()
-    torch.testing.assert_close(prior.log_density(matrix), expected)
+    torch.testing.assert_close(prior.log_density_of_transition(matrix), expected)
     assert DiversityPrior.as_in_paper(10.0).alpha == 5.0
-    assert DiversityPrior(0.0).log_density(torch.full((3, 3), 1 / 3)).item() == 0.0
+    assert DiversityPrior(0.0).log_density_of_transition(torch.full((3, 3), 1 / 3)).item() == 0.0
     assert "alpha=2" in repr(prior)
 
 

@@ -7,12 +7,15 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from pyro.nn import PyroParam, PyroSample
+from torch.distributions.constraints import simplex
 
 from pyrohmm import (
     HMM,
     DenseHMM,
     DiversityPrior,
     GradientStep,
+    HMMModule,
     MarginalModel,
     Sequences,
     TabularHMM,
@@ -22,11 +25,13 @@ from pyrohmm import (
     dpp,
     fit_em,
     fit_map,
+    freeze,
     left_to_right,
     msteps,
     normal,
     starts,
 )
+from pyrohmm.ops.log_space import log
 
 
 @pytest.fixture(autouse=True)
@@ -231,14 +236,14 @@ def test_any_other_prior_is_followed_by_gradient():
     torch.testing.assert_close(hmms[0].emission.probs, hmms[1].emission.probs, atol=1e-4, rtol=0)
 
 
-def test_a_prior_of_the_users_is_one_of_transitions_by_its_log_density():
+def test_a_prior_of_the_users_is_one_of_transitions_by_its_density_of_a_matrix():
     """A Dirichlet prior of the rows; the rest keeps its closed form."""
 
     class Rows:
         def __call__(self, hmm):
-            return self.log_density(hmm.log_transition.exp())
+            return self.log_density_of_transition(hmm.log_transition.exp())
 
-        def log_density(self, transition):
+        def log_density_of_transition(self, transition):
             return 2 * transition.log().sum((-2, -1))
 
     data, fits = symbols(3, count=20), []
@@ -255,6 +260,95 @@ def test_a_prior_of_the_users_is_one_of_transitions_by_its_log_density():
     hmms = [fit.hmm(data) for fit in fits]
     torch.testing.assert_close(hmms[0].log_transition, hmms[1].log_transition, atol=1e-5, rtol=0)
     torch.testing.assert_close(hmms[0].emission.probs, hmms[1].emission.probs, atol=1e-5, rtol=0)
+
+
+class Rows(HMMModule):
+    """A user's chain with a transition matrix, its M-step in closed form."""
+
+    def __init__(self, allowed=None):
+        super().__init__()
+        if allowed is None:
+            self.transition = PyroSample(dist.Dirichlet(torch.full((3, 3), 2.0)).to_event(1))
+        else:
+            self.transition_allowed = allowed
+            self.transition = PyroParam(allowed / allowed.sum(-1, keepdim=True), simplex)
+        self.emission = categorical(4)(3)
+
+    def forward(self, lengths, observed=None):
+        initial = torch.full((3,), 1 / 3).log()
+        return HMM(initial, log(self.transition), self.emission(), lengths, observed)
+
+    def emission_module(self):
+        return self.emission
+
+    def statistics(self, expected):
+        return {"pairs": expected.transitions.sum(1)}
+
+    def m_step(self, statistics):
+        counts = self.transition_counts(statistics)
+        return {"transition": counts / counts.sum(-1, keepdim=True)}, []
+
+    def transition_counts(self, statistics):
+        return statistics["pairs"] + (1.0 if "transition" in self._pyro_samples else 0.0)
+
+
+def refuse(loss, parameters):
+    raise AssertionError("nothing is left to gradient steps")
+
+
+refuse.optimizer, refuse.guard = None, True
+
+
+@pytest.mark.parametrize("restarts", [1, 2])
+@pytest.mark.parametrize("prior", [None, DiversityPrior(5.0)], ids=["no prior", "diversity"])
+def test_a_chain_of_the_users_keeps_its_closed_form(prior, restarts):
+    data, tabular = symbols(), TabularHMM(3, categorical(4), 1.0, 2.0)
+    freeze(tabular, "initial", torch.full((3,), 1 / 3))
+    start = starts.from_prior(tabular, data, restarts)
+    options = {"start": start, "restarts": restarts, "log_prior": prior, "num_steps": 5}
+    options |= {"tolerance": None, "gradient_step": refuse}
+    expected = fit_em(tabular, data, **options)
+    for step in (None, msteps.FixedPoint()) if prior else (None,):
+        fit = fit_em(Rows(), data, transition_step=step, **options)
+        torch.testing.assert_close(fit.losses, expected.losses)
+        torch.testing.assert_close(fit.values, expected.values)
+
+
+def test_a_frozen_transition_of_a_users_chain_stays_under_a_prior():
+    module, matrix = Rows(), torch.eye(3) * 0.7 + 0.1
+    freeze(module, "transition", matrix)
+    fit = fit_em(module, symbols(), log_prior=DiversityPrior(5.0), num_steps=3)
+    torch.testing.assert_close(fit.hmm(symbols()).log_transition.exp(), matrix)
+
+
+def test_transitions_that_a_users_chain_rules_out_stay_zero():
+    allowed = left_to_right(3)
+    options = {"log_prior": DiversityPrior(5.0), "num_steps": 3}
+    for step in (None, msteps.LogitGradient(), msteps.ProjectedGradient()):
+        fit = fit_em(Rows(allowed), symbols(), transition_step=step, **options)
+        assert (fit.hmm(symbols()).log_transition[~allowed] == -math.inf).all()
+
+
+def test_a_prior_with_a_log_density_of_an_hmm_is_one_of_any_parameter():
+    """It gets the HMM, not a matrix, and all parameters follow gradient steps."""
+
+    class OfHMM:
+        def __call__(self, hmm):
+            return self.log_density(hmm)
+
+        def log_density(self, hmm):
+            return 2 * hmm.log_transition.sum((-2, -1)) + 3 * hmm.emission.logits.sum((-2, -1))
+
+    data, options = symbols(3, count=20), {"num_steps": 3, "tolerance": None}
+    options["start"] = {
+        "initial": torch.tensor([0.5, 0.5]),
+        "transition": torch.tensor([[0.6, 0.4], [0.3, 0.7]]),
+        "emission.probs": torch.tensor([[0.5, 0.3, 0.2], [0.2, 0.3, 0.5]]),
+    }
+    prior = OfHMM()
+    fit = fit_em(TabularHMM(2, categorical(3)), data, log_prior=prior, **options)
+    plain = fit_em(TabularHMM(2, categorical(3)), data, log_prior=lambda hmm: prior(hmm), **options)
+    assert torch.equal(fit.losses, plain.losses)
 
 
 def test_em_and_map_agree():

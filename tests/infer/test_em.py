@@ -39,6 +39,7 @@ from pyrohmm import (
     tied,
 )
 from pyrohmm.infer import expectation
+from pyrohmm.nn.family import Emission
 
 NAN = math.nan
 INITIAL, TRANSITION = np.array([1.5, 2.0, 1.2]), 1.3 + 2 * np.eye(3)  # concentrations
@@ -792,6 +793,30 @@ def test_a_family_of_the_users_joins_the_closed_form_by_its_two_methods(restarts
     np.testing.assert_allclose(found, numbers_of(closed)["emission.probs"], rtol=2e-3, atol=1e-4)
 
 
+def test_a_subclass_of_emission_without_an_m_step_is_fitted_by_gradient_steps():
+    class Open(Emission):
+        def __init__(self, num_states):
+            super().__init__()
+            self.probs = PyroSample(dist.Beta(torch.full((num_states,), 2.0), 3.0).to_event(1))
+
+        def forward(self):
+            return dist.Geometric(self.probs)
+
+    class HalfOpen(Open):
+        statistics = Failures.statistics
+
+    data = failures()
+    begin = sample_start(TabularHMM(2, Failures), data, 1)
+    options = {"num_steps": 5, "tolerance": None, "start": start_at(begin)}
+    closed = fit_em(TabularHMM(2, Failures), data, **options)
+    for family in (Open, HalfOpen):
+        step = GradientStep(num_steps=200)
+        fit = fit_em(TabularHMM(2, family), data, gradient_step=step, **options)
+        torch.testing.assert_close(fit.losses, closed.losses, rtol=1e-6, atol=0.0)
+        with pytest.raises(TypeError, match="closed M-step"):
+            streams(family, normal(0))(2)
+
+
 def test_a_family_of_the_users_has_minibatches_and_joins_others():
     data = failures()
     assert_climbs(fit_em(TabularHMM(3, tied(Failures, [0, 1, 0])), data, num_steps=5).losses)
@@ -856,6 +881,78 @@ def test_the_m_step_of_a_users_chain_is_its_counts_and_prior():
     fit = fit_em(ClosedCycle(Failures), data, num_steps=1, tolerance=None)
     stayed, left = torch.tensor([1.0, 2.0, 1.0]), torch.tensor([2.0, 2.0, 2.0])
     torch.testing.assert_close(fit.values["module.stay"], (stayed + 1) / (stayed + left + 3))
+
+
+@pytest.mark.parametrize("restarts", [1, 2])
+def test_what_an_m_step_returns_for_a_frozen_parameter_is_ignored(restarts):
+    """Of a user's family and of a user's chain, neither of which asks what is frozen."""
+    data, probs, stay = failures(), torch.tensor([0.9, 0.2, 0.4]), torch.tensor([0.3, 0.5, 0.8])
+    options = {"num_steps": 3, "tolerance": None, "restarts": restarts}
+    for name, value in (("emission.probs", probs), ("stay", stay)):
+        module = ClosedCycle(Failures)
+        freeze(module, name, value)
+        fit = fit_em(module, data, **options)
+        assert_climbs(fit.losses)
+        assert f"module.{name}" not in fit.values
+        hmm = fit.hmm(data)
+        kept = hmm.emission.probs if name == "emission.probs" else hmm.log_transition.diagonal()
+        expected = value if name == "emission.probs" else value.log()
+        torch.testing.assert_close(kept, expected)
+        begin = {n.removeprefix("module."): v for n, v in fit.values.items()}
+        again = fit_em(module, data, start=begin, num_steps=1, tolerance=None)
+        assert again.losses[-1] < again.losses[0] + 1e-9
+
+
+@pytest.mark.parametrize(
+    ("kind", "point"),
+    [
+        ("constrained", "frozen"),
+        ("constrained", "without gradient"),
+        ("constrained", "fitted"),
+        ("plain", "frozen"),
+        ("plain", "fitted"),
+    ],
+)
+def test_an_m_step_sets_points_unless_they_are_frozen(kind, point):
+    class Points(ClosedCycle):
+        def __init__(self):
+            super().__init__(Failures)
+            del self.stay
+            value = torch.tensor([0.3, 0.5, 0.8])
+            if kind == "plain":
+                self.stay = torch.nn.Parameter(value)
+            else:
+                self.stay = PyroParam(value, constraints.unit_interval)
+
+        def m_step(self, statistics):
+            return {"stay": statistics["stay"] / statistics["all"]}, []
+
+    module, data = Points(), failures()
+    before = module.stay.detach().clone()
+    if point == "frozen":
+        freeze(module, "stay")
+    elif point == "without gradient":
+        module.stay_unconstrained.requires_grad_(False)
+    fit = fit_em(module, data, num_steps=3, tolerance=None)
+    after = fit.hmm(data).log_transition.diagonal().exp()
+    if point == "fitted":
+        fit = fit_em(module, data, num_steps=200, tolerance=1e-12)
+        counts = fit.hmm(data).expected_counts(data.values).transitions.squeeze(0)
+        stay = fit.hmm(data).log_transition.diagonal().exp()
+        close = {"rtol": 0.0, "atol": 1e-3}
+        torch.testing.assert_close(stay, counts.diagonal() / counts.sum(-1), **close)
+    else:
+        torch.testing.assert_close(after, before)
+
+
+def test_an_m_step_that_returns_an_unknown_name_is_refused():
+    class Misspelt(ClosedCycle):
+        def m_step(self, statistics):
+            values, notes = super().m_step(statistics)
+            return {"stays": values["stay"]}, notes
+
+    with pytest.raises(AttributeError, match="stays"):
+        fit_em(Misspelt(Failures), failures(), num_steps=1)
 
 
 def test_what_an_m_step_does_not_return_follows_gradient_steps():

@@ -5,6 +5,7 @@ Shapes: M observations, K states, R restarts.
 
 import math
 from itertools import product
+from typing import ClassVar
 
 import numpy as np
 import pyro
@@ -13,7 +14,9 @@ import pytest
 import torch
 from families import CASES, STATES, Mixture, call, put, random_covariance
 from pyro import poutine
+from pyro.nn import PyroSample
 from scipy import stats
+from torch.distributions import constraints
 
 from pyrohmm import (
     HMM,
@@ -37,6 +40,7 @@ from pyrohmm import (
 )
 from pyrohmm.distributions.observation import Streams, Tied
 from pyrohmm.nn import normals as normals
+from pyrohmm.nn.family import Emission
 
 NAN = math.nan
 PARAMETERS = [(name, one) for name, case in CASES.items() for one in case.supports]
@@ -723,6 +727,24 @@ def test_a_point_is_frozen_where_it_is():
     freeze(module, "rate")
     assert module.rate.tolist() == pytest.approx([1.0, 2.0, 3.0])
     assert list(module.parameters()) == []
+
+
+def test_points_of_a_family_of_the_users_may_have_any_name():
+    class Located(Emission):
+        supports: ClassVar = {"loc": constraints.real}
+
+        def __init__(self):
+            super().__init__()
+            self.loc = PyroSample(dist.Normal(torch.zeros(2), 1.0).to_event(1))
+
+        def forward(self):
+            return dist.Laplace(self.loc, torch.ones(2))
+
+    module = Located()
+    module.set_points(loc=torch.tensor([1.0, 2.0]))
+    assert module.loc.tolist() == [1.0, 2.0]
+    assert module.is_free("loc")
+    assert not module.has_prior("loc")
 
 
 def test_parts_are_frozen_by_their_path():
