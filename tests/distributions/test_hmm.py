@@ -1646,5 +1646,5 @@ def test_an_object_with_a_matrix_is_no_transition():
     class Loose:
         matrix = torch.zeros(2, 2)
 
-    with pytest.raises(TypeError, match="log_transition must be a torch.Tensor"):
+    with pytest.raises(TypeError, match=r"log_transition must be a torch\.Tensor"):
         HMM(torch.full((2,), 0.5).log(), Loose(), dist.Poisson(torch.ones(2)), torch.tensor(2))
