@@ -17,21 +17,34 @@ from pyro.poutine import runtime
 from ..nn.base import PYRO
 
 
-@contextmanager
-def exclusive() -> Iterator[None]:
-    """A context, or decorator, in which a fit has Pyro for itself, and gradients.
-
-    A fit inside another one, such as in its ``log_prior``, sees none of the effect handlers of
-    that one, which are there again when it ends.
+def check_gradients() -> None:
+    """Raise where no gradient can be taken.
 
     Raises:
-        RuntimeError: Under ``torch.inference_mode``, where no gradient can be taken.
+        RuntimeError: Under ``torch.inference_mode``.
     """
     if torch.is_inference_mode_enabled():
         raise RuntimeError(
             "a fit takes gradients, which torch.inference_mode rules out: call it outside, or "
             "inside `with torch.inference_mode(False):`, with data that were made there."
         )
+
+
+@contextmanager
+def exclusive(gradients: bool = True) -> Iterator[None]:
+    """A context, or decorator, in which a fit has Pyro for itself, and gradients.
+
+    A fit inside another one, such as in its ``log_prior``, sees none of the effect handlers of
+    that one, which are there again when it ends.
+
+    Args:
+        gradients: Whether the fit needs them; EM in closed form does not.
+
+    Raises:
+        RuntimeError: As :func:`check_gradients`, if it needs them.
+    """
+    if gradients:
+        check_gradients()
     with PYRO, torch.enable_grad():
         stack: list[Any] = runtime._PYRO_STACK
         dims: Any = runtime._DIM_ALLOCATOR

@@ -25,6 +25,7 @@ from ..nn.closed_form import (
 from ..ops.lookup import add_rows
 from ..ops.recursions import ExpectedCounts
 from . import msteps
+from .exclusive import check_gradients
 from .msteps import GradientStep, TransitionPrior, TransitionStep
 from .parameters import Parameters
 from .starts import Values
@@ -188,6 +189,7 @@ class GradientSteps:
         parameters, restarts = self.parameters, self.parameters.restarts
         if not self.names and not self.points:
             return
+        check_gradients()
         if self.step.optimizer is None or not self.leaves:
             self.leaves = {
                 name: self._constrain(name).inv(parameters.values[name]).clone().requires_grad_()
