@@ -23,6 +23,7 @@ from .._checks import (
     check_size,
     check_tensor,
 )
+from ..ops import masks
 
 
 class Sequences:
@@ -158,7 +159,7 @@ class Sequences:
     @property
     def exists(self) -> Tensor:
         """Which steps are not padding, ``(N, T)`` booleans."""
-        return (torch.arange(self.num_steps) < self.lengths.unsqueeze(-1)).to(self.values.device)
+        return masks.exists(self.lengths, self.num_steps, self.values.device)
 
     @property
     def num_labelled(self) -> int:

@@ -94,6 +94,6 @@ class _LogEmission(torch.autograd.Function):
 def _parts(blocks: Blocks) -> list[tuple[slice, slice]]:
     """For each block that some symbol has: its states, and its symbols sorted by block."""
     counts = torch.bincount(blocks.symbol_block, minlength=blocks.num_blocks)
-    ends, starts = bounds(counts).tolist(), blocks._states.starts.tolist()
+    ends, starts = bounds(counts).tolist(), blocks.layout.starts.tolist()
     parts = zip(pairwise(starts), pairwise(ends))
     return [(slice(*state), slice(*word)) for state, word in parts if word[0] < word[1]]

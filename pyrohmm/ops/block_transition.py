@@ -106,7 +106,7 @@ class InnerProductTransition:
         if block_logits is not None:
             return block_logits.log_softmax(-1)
         with full_precision(leave):
-            return _SumsOfBlocks.apply(leave, self.enter, self.blocks._states).log_softmax(-1)
+            return _SumsOfBlocks.apply(leave, self.enter, self.blocks.layout).log_softmax(-1)
 
     def log_probs_from(self, leave: Tensor, log_block_probs: Tensor) -> Tensor:
         """Log-probabilities of the next state, ``(n, K)``, from states with vectors ``(n, D)``."""

@@ -17,7 +17,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from .._checks import check_integers, check_shape, check_size
+from .._checks import check_integers, check_range, check_shape, check_size
 from .block_plan import States, bounds
 
 
@@ -59,21 +59,13 @@ class Blocks:
                 raise ValueError(
                     f"block {number} must have states, each once; got {each.tolist()[:10]}."
                 )
-        if int(symbol_block.min()) < 0 or int(symbol_block.max()) >= len(states):
-            raise ValueError(
-                f"symbol_block must lie between 0 and B - 1 = {len(states) - 1}; got values from "
-                f"{int(symbol_block.min())} to {int(symbol_block.max())}."
-            )
+        check_range("symbol_block", symbol_block, len(states), "B - 1")
         self.symbol_block = symbol_block.cpu().long()
         sizes = torch.tensor([len(each) for each in states])
         members = torch.cat([each.cpu().long() for each in states])
         self._states = States(bounds(sizes), members, sizes, int(sizes.max()))
         self.num_states = int(members.max()) + 1 if num_states is None else num_states
-        if int(members.min()) < 0 or int(members.max()) >= self.num_states:
-            raise ValueError(
-                f"states must lie between 0 and K - 1 = {self.num_states - 1}; got states from "
-                f"{int(members.min())} to {int(members.max())}."
-            )
+        check_range("states", members, self.num_states, "K - 1")
         self.disjoint = torch.equal(members, torch.arange(self.num_states))
         used = torch.zeros(len(states), dtype=torch.bool)
         used[self.symbol_block] = True
@@ -137,11 +129,7 @@ class Blocks:
         check_integers("states", states)
         if states.dim() != 1 or bool((states.diff() <= 0).any()):
             raise ValueError(f"states must be ascending, each once; got {states.tolist()[:10]}.")
-        if len(states) and not 0 <= int(states[0]) <= int(states[-1]) < self.num_states:
-            raise ValueError(
-                f"states must lie between 0 and K - 1 = {self.num_states - 1}; got states from "
-                f"{int(states[0])} to {int(states[-1])}."
-            )
+        check_range("states", states, self.num_states, "K - 1")
         number = torch.full((self.num_states,), -1)
         number[states] = torch.arange(len(states))
         members = number[self._states.members]
