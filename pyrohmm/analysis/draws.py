@@ -381,8 +381,9 @@ def invariants(hmm: HMM, values: Tensor) -> dict[str, Tensor]:
         By name: ``log_evidence`` ``(*b)``, of all sequences, in nats; ``occupancy`` ``(*b, K)``,
         the shares of the steps that are spent in the states, largest first;
         ``effective_states`` ``(*b)``, the exponential of the entropy of these shares, which is K if
-        all states are used alike; and, unless transitions change with the step, ``move_entropy``
-        ``(*b)``, the entropy of the next state given this one, averaged over steps, in nats.
+        all states are used alike; and, unless transitions change with the step,
+        ``transition_entropy`` ``(*b)``, the entropy of the next state given this one, averaged over
+        steps, in nats.
 
     Example:
         >>> even = torch.full((2, 2), 0.5).log()
@@ -401,7 +402,7 @@ def invariants(hmm: HMM, values: Tensor) -> dict[str, Tensor]:
         }
         if not hmm.transition_per_step:
             entropy = torch.special.entr(hmm.log_transition.double().exp()).sum(-1)
-            quantities["move_entropy"] = (visits * entropy).sum((-2, -1))
+            quantities["transition_entropy"] = (visits * entropy).sum((-2, -1))
         return quantities | {"occupancy": shares.sort(-1, descending=True).values}
 
 

@@ -33,7 +33,7 @@ from .prediction import predictive_log_prob
 if TYPE_CHECKING:
     import xarray as xr
 
-INVARIANTS = ("log_evidence", "effective_states", "move_entropy", "occupancy")
+INVARIANTS = ("log_evidence", "effective_states", "transition_entropy", "occupancy")
 SAMPLE = ("chain", "draw")  # ArviZ's names
 
 Variables = dict[str, tuple[tuple[str, ...], Tensor]]  # dimensions and values by name

@@ -287,7 +287,7 @@ def test_invariants_are_those_of_a_table_of_all_paths():
         torch.testing.assert_close(found["log_evidence"][0, s], evidence)
         torch.testing.assert_close(found["occupancy"][0, s], occupancy.sort(descending=True).values)
         torch.testing.assert_close(found["effective_states"][0, s], spread.exp())
-        torch.testing.assert_close(found["move_entropy"][0, s], (occupancy * entropy).sum())
+        torch.testing.assert_close(found["transition_entropy"][0, s], (occupancy * entropy).sum())
 
 
 def test_invariants_do_not_depend_on_names():

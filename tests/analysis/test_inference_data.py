@@ -103,7 +103,7 @@ def test_groups_and_their_dimensions():
             "module.emission.variance": draw | {"state": 3, "module.emission.variance_dim_1": 2},
             "log_evidence": draw,
             "effective_states": draw,
-            "move_entropy": draw,
+            "transition_entropy": draw,
             "occupancy": draw | {"rank": 3},
         },
         "log_likelihood": {

@@ -245,7 +245,7 @@ def test_svi_and_nuts_agree_in_what_names_and_rotations_leave_alone():
         each.map(data, lambda hmm: draws.invariants(hmm, data.values))
         for each in (some, PosteriorDraws.of(mcmc))
     )
-    for name in ("log_evidence", "effective_states", "move_entropy"):
+    for name in ("log_evidence", "effective_states", "transition_entropy"):
         first, second = by_guide[name][0], by_sampler[name][0]
         mean = (weights * first).sum()
         error = (weights.square() * (first - mean).square()).sum()
