@@ -55,6 +55,7 @@ from pyrohmm import (
 )
 from pyrohmm.data.batches import batches_in_round
 from pyrohmm.language import WarmupCosine
+from pyrohmm.nn.neural import LinearDropout
 
 NAME = "language_models"
 
@@ -84,6 +85,8 @@ class Model:
     scalar: bool = False
     by_mass: bool = False
     dropout: float = 0.5
+    last_dropout: float | None = None  # it falls linearly to this; None is as at first
+    bfloat16: bool = False  # networks and inner products in training
     dim: int = 256
     epochs: float = 5.0
     tokens: int = 8192
@@ -100,6 +103,11 @@ BEST = {
     ),
     "best-wikitext2": (
         Model("best", "best", "wikitext2", states=16384, epochs=12),
+        Paper(167.0, None, 32768, 128),
+    ),
+    "annealed-wikitext2": (
+        Model("best", "dropout annealed", "wikitext2", states=16384, by_mass=True, epochs=5,
+              last_dropout=0.0, bfloat16=True),
         Paper(167.0, None, 32768, 128),
     ),
     "best-8192-ptb": (
@@ -173,16 +181,19 @@ def run(model: Model, paper: Paper, text: Text, cache: dict[Any, Any]) -> dict[s
     """Train a model and evaluate it."""
     pyro.set_rng_seed(model.seed)
     partition = blocks_of(model, text, cache)
-    module: NeuralHMM | ScalarHMM
-    if model.scalar:
-        module = ScalarHMM(model.states, len(text.words), blocks=partition, dropout=model.dropout)
-    else:
-        module = NeuralHMM(
-            model.states, len(text.words), model.dim, blocks=partition, dropout=model.dropout,
-            two_level=model.two_level, factored=model.factored, scale=model.scale,
-        )  # fmt: skip
     steps = batches_in_round(text.train.lengths, model.tokens)
     total = max(1, round(steps * model.epochs))
+    dropout: float | LinearDropout = model.dropout
+    if model.last_dropout is not None:
+        dropout = LinearDropout(model.dropout, model.last_dropout, total)
+    module: NeuralHMM | ScalarHMM
+    if model.scalar:
+        module = ScalarHMM(model.states, len(text.words), blocks=partition, dropout=dropout)
+    else:
+        module = NeuralHMM(
+            model.states, len(text.words), model.dim, blocks=partition, dropout=dropout,
+            two_level=model.two_level, factored=model.factored, scale=model.scale,
+        )  # fmt: skip
     fit = fit_map(
         MarginalModel(module), text.train, num_steps=total, batch_tokens=model.tokens,
         optimizer=partial(
@@ -191,6 +202,7 @@ def run(model: Model, paper: Paper, text: Text, cache: dict[Any, Any]) -> dict[s
         schedule=partial(LambdaLR, lr_lambda=WarmupCosine(total)), clip_norm=5.0,
         tolerance=None, validation=text.valid,
         checkpoint=None if model.panel == "quick" else file_of(model),
+        precision=torch.bfloat16 if model.bfloat16 else None,
     )  # fmt: skip
     row: dict[str, Any] = asdict(model) | {
         "parameters": sum(parameter.numel() for parameter in module.parameters()),

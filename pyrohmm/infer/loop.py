@@ -82,7 +82,8 @@ def descend(state: State, checkpoint: Checkpoint | None) -> None:
             batch = to_model_device(state.model, state.guide, batches.take())
             descent.optimizer.zero_grad()
             try:
-                loss = objective.module(batch)
+                with state.lower_precision():
+                    loss = objective.module(batch)
             except ValueError as error:
                 batches.explain(error)
                 objective.explain(error, step)

@@ -51,6 +51,7 @@ def fit_map(  # noqa: D417  # the other arguments are those of fit_svi
     validate_every: int | None = None,
     report: Report | None = None,
     generator: torch.Generator | None = None,
+    precision: torch.dtype | None = None,
 ) -> Fit:
     r"""Maximise the posterior density :math:`\log p(\theta \mid x)` by gradient steps.
 
@@ -90,7 +91,7 @@ def fit_map(  # noqa: D417  # the other arguments are those of fit_svi
         batch_size=batch_size, validation=validation, patience=patience, progress=progress,
         checkpoint=checkpoint, batch_tokens=batch_tokens, windows=windows, elbo=elbo,
         optimizer=optimizer, schedule=schedule, clip_norm=clip_norm, average=average,
-        validate_every=validate_every, report=report, generator=generator,
+        validate_every=validate_every, report=report, generator=generator, precision=precision,
     )  # fmt: skip
     check_size("restarts", restarts)
     start = partial(_interior_value, init)

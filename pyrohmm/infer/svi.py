@@ -40,6 +40,7 @@ def fit_svi(
     validate_every: int | None = None,
     report: Report | None = None,
     generator: torch.Generator | None = None,
+    precision: torch.dtype | None = None,
 ) -> Fit:
     r"""Maximise the evidence lower bound (ELBO) :math:`E_q[\log p(x, \theta) - \log q(\theta)]`.
 
@@ -99,6 +100,9 @@ def fit_svi(
             minibatches, or every 25 steps without them. The last step is followed by one too.
         report: Called with each :class:`Validation`, in the first process, such as ``print``.
         generator: Source of randomness for minibatches; torch's global one by default.
+        precision: ``torch.bfloat16`` computes networks, and inner products of large models, in
+            that at every step, as ``torch.autocast`` does; parameters and probabilities keep
+            theirs, and held-out data are evaluated in full precision.
 
     Raises:
         FloatingPointError: If the loss becomes infinite or NaN.
@@ -123,6 +127,6 @@ def fit_svi(
         batch_size=batch_size, validation=validation, patience=patience, progress=progress,
         checkpoint=checkpoint, batch_tokens=batch_tokens, windows=windows, elbo=elbo,
         optimizer=optimizer, schedule=schedule, clip_norm=clip_norm, average=average,
-        validate_every=validate_every, report=report, generator=generator,
+        validate_every=validate_every, report=report, generator=generator, precision=precision,
     )  # fmt: skip
     return train(model, guide, data, settings, "SVI")

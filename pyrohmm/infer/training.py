@@ -58,6 +58,7 @@ class Settings:
     batch_size: int | None
     batch_tokens: int | None
     windows: tuple[int, int] | None
+    precision: torch.dtype | None
 
     def __post_init__(self) -> None:
         check_size("num_steps", self.num_steps)
@@ -81,6 +82,11 @@ class Settings:
             raise ValueError(f"average must be between 0 and 1, such as 0.999; got {self.average}.")
         if self.validation is not None and not isinstance(self.validation, Sequences):
             raise TypeError(f"validation must be Sequences; got {type(self.validation).__name__}.")
+        if self.precision not in (None, torch.bfloat16, torch.float16):
+            raise ValueError(
+                "precision must be torch.bfloat16, torch.float16 or None, for that of the "
+                f"parameters; got {self.precision!r}."
+            )
         for name in ("validate_every", "patience", "report"):
             if getattr(self, name) is not None and self.validation is None:
                 raise ValueError(f"{name} needs validation, the sequences that are held out.")
@@ -205,6 +211,9 @@ class State:
                 model, guide, settings.validation, every, settings.patience, settings.report,
                 self.group, settings.batch_size, settings.batch_tokens,
             )  # fmt: skip
+        device = self.objective.parameters[0].device.type
+        around = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        self.precision = device, settings.precision or around
         self.losses: list[Tensor] = []
         self.converged, self.reason = False, f"it took all {settings.num_steps} steps"
         self._tests = [settings.tolerance, settings.patience]  # which a resumed fit may change
@@ -217,10 +226,19 @@ class State:
     def _tensors(self) -> list[Tensor]:
         return [*self.objective.parameters, *self.objective.module.buffers()]
 
+    def lower_precision(self) -> torch.autocast:
+        """A context for one step in lower precision, if that is asked for, here or around the fit.
+
+        Without a cache: its weights would still be those of the first step at the last one.
+        """
+        device, dtype = self.precision
+        return torch.autocast(device, dtype, enabled=dtype is not None, cache_enabled=False)
+
     def validate(self, held_out: HeldOut) -> float:
         """Evaluate held-out data where the fit would end now: at averages, if there are some."""
         average = self.descent.average
-        with nullcontext() if average is None else average.applied():
+        applied = nullcontext() if average is None else average.applied()
+        with applied, full_precision(self.objective.parameters[0]):
             return held_out.validate(len(self.losses), self._tensors())
 
     def finish(self) -> Tensor:

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import math
 import zlib
+from dataclasses import dataclass
+from numbers import Real
 from typing import Any, cast
 
 import torch
@@ -31,11 +33,53 @@ from .base import HMMModule
 from .networks import USES, Residual, StateEmbedding, SymbolEmbedding
 
 
+@dataclass(frozen=True)
+class LinearDropout:
+    """A share of states that changes linearly with the calls in training mode, then stays.
+
+    Args:
+        begin: Share at the first call, at least 0 and less than 1.
+        end: Share at call ``num_steps`` and after it.
+        num_steps: Such as the number of steps of the fit.
+
+    Raises:
+        ValueError: If a number is out of range.
+
+    Example:
+        >>> share = LinearDropout(0.5, 0.0, 100)
+        >>> share(0), share(50), share(200)
+        (0.5, 0.25, 0.0)
+    """
+
+    begin: float
+    end: float
+    num_steps: int
+
+    def __post_init__(self) -> None:
+        check_dropout("begin", self.begin)
+        check_dropout("end", self.end)
+        check_size("num_steps", self.num_steps)
+
+    def __call__(self, step: int) -> float:
+        """The share at a ``step``, from 0."""
+        return self.begin + (self.end - self.begin) * min(1.0, step / self.num_steps)
+
+
+def check_dropout(name: str, share: float) -> None:
+    """Raise unless ``share`` may be left out."""
+    if not isinstance(share, Real) or not 0 <= share < 1:
+        raise ValueError(f"{name} must be at least 0 and less than 1; got {share!r}.")
+
+
 class _Large(HMMModule):
     """Base of :class:`NeuralHMM` and :class:`ScalarHMM`: state dropout, and a cached HMM."""
 
     def __init__(
-        self, num_states: int, num_symbols: int, blocks: Blocks | None, dropout: float
+        self,
+        num_states: int,
+        num_symbols: int,
+        blocks: Blocks | None,
+        dropout: float | LinearDropout,
     ) -> None:
         super().__init__()
         check_size("num_states", num_states)
@@ -47,8 +91,10 @@ class _Large(HMMModule):
                 f"blocks must be of {num_states} states and {num_symbols} symbols, as the model; "
                 f"got {blocks}."
             )
-        if not 0 <= dropout < 1:
-            raise ValueError(f"dropout must be at least 0 and less than 1; got {dropout}.")
+        if not isinstance(dropout, LinearDropout):
+            check_dropout("dropout", dropout)
+        else:
+            self.register_buffer("num_drawn", torch.tensor(0))
         self.num_states, self.num_symbols = num_states, num_symbols
         self.blocks, self.dropout = blocks, dropout
         parts = [] if blocks is None else [blocks.symbol_block, blocks.sizes, blocks.states]
@@ -95,7 +141,11 @@ class _Large(HMMModule):
 
     def _drop(self) -> tuple[Tensor, Blocks | None]:
         """States that dropout keeps, and their blocks."""
-        states = sample_kept_states(self.num_states, self.blocks, self.dropout)
+        share = self.dropout
+        if isinstance(share, LinearDropout):
+            share = share(int(self.num_drawn))
+            self.num_drawn += 1
+        states = sample_kept_states(self.num_states, self.blocks, share)
         blocks = None if self.blocks is None else self.blocks.keep(states)
         return states.to(next(self.parameters()).device), blocks
 
@@ -207,7 +257,7 @@ class NeuralHMM(_Large):
         two_level: bool = False,
         tied: bool = True,
         factored: bool = False,
-        dropout: float = 0.0,
+        dropout: float | LinearDropout = 0.0,
         scale: float | None = None,
         words: Any = None,
     ) -> None:
@@ -244,7 +294,7 @@ class NeuralHMM(_Large):
         start = self.start_score(self.start_net(start)).squeeze(-1)
         leave, emit, words = self.leave_net(leave), self.emit_net(emit), self.words()
         with full_precision(leave):  # networks may do with less, probabilities may not
-            start, leave, enter, emit, words = map(
+            vectors, (start, leave, enter, emit, words) = leave, map(
                 at_least_single, (start, leave, enter, emit, words)
             )
             bias = self.bias
@@ -258,7 +308,7 @@ class NeuralHMM(_Large):
             matrix: InnerProductTransition | Tensor
             if blocks.disjoint:
                 logits = self.block_score(leave) if self.two_level else None
-                matrix = InnerProductTransition(leave, enter, blocks, logits)
+                matrix = InnerProductTransition(vectors, enter.to(vectors.dtype), blocks, logits)
             else:
                 matrix = (leave @ enter.mT).log_softmax(-1)
             table = log_emission(emit, words, bias, blocks)
@@ -308,8 +358,7 @@ class NeuralHMM(_Large):
             (leave,) = self._vectors(rows[exist], ("leave",))
             leave = self.leave_net(leave)
             with full_precision(leave):
-                leave = at_least_single(leave)
-                logits = self.block_score(leave) if self.two_level else None
+                logits = self.block_score(at_least_single(leave)) if self.two_level else None
                 shares = cast(InnerProductTransition, hmm.transition).log_block_probs_from(
                     leave, logits
                 )
@@ -341,7 +390,7 @@ class ScalarHMM(_Large):
         num_symbols: int,
         *,
         blocks: Blocks | None = None,
-        dropout: float = 0.0,
+        dropout: float | LinearDropout = 0.0,
     ) -> None:
         super().__init__(num_states, num_symbols, blocks, dropout)
         width = num_states if blocks is None else blocks.width

@@ -26,7 +26,7 @@ class BlockLogs:
         assert log_block_probs is not None
         parts = [self.seen.new_zeros(0)]
         for rows, targets, _ in scores.sources():
-            logits = leave[rows] @ scores.entered(targets).mT
+            logits = (leave[rows] @ scores.entered(targets).mT).to(self.seen.dtype)
             widths = self.sizes[targets].tolist()
             weights = log_block_probs[rows][:, targets.to(self.device)].unsqueeze(-1)
             if len(set(widths)) == 1:

@@ -79,7 +79,8 @@ class BlockChain(NamedTuple):
         plan: Of the blocks of the sequences.
         states: Of each block.
         leave: ``(K, D)``, vectors of states; or, without ``enter``, log-probabilities ``(K, K)``.
-        enter: ``(K, D)``; p(j | i, b) is the softmax in b of inner products with them.
+        enter: ``(K, D)``; p(j | i, b) is the softmax in b of inner products with them. Vectors may
+            be of lower precision than all else: then the products are computed in that.
         log_block_probs: ``(K, B)``, log p(b | i); with ``enter`` only.
         log_first: ``(N, w)``, log-probability of the first state, in the first block.
         log_seen: ``(M, w)``, log-likelihood of each token in the states of its block; -inf where
@@ -158,6 +159,14 @@ def is_dense(leave: Tensor) -> bool:
     return len(leave) <= DENSE and leave.device.type == "cpu"
 
 
+def multiply(left: Tensor, right: Tensor, out: Tensor) -> None:
+    """Write the matrix product to ``out``, which may be of higher precision."""
+    if left.dtype == out.dtype:
+        torch.mm(left, right, out=out)
+    else:
+        out.copy_(left @ right)
+
+
 class Scores:
     """The scores of all pairs of a plan, and their gradient: inner products, or a matrix.
 
@@ -167,7 +176,7 @@ class Scores:
 
     def __init__(self, chain: BlockChain) -> None:
         plan, states, leave = self.plan, self.states, self.leave = chain[:3]
-        self.enter = chain.enter
+        self.enter, self.dtype = chain.enter, chain.log_seen.dtype
         count = len(leave)
         self.dense = is_dense(leave) and torch.equal(states.members, torch.arange(count))
         self.base, self.stride = plan.base, plan.stride
@@ -178,21 +187,22 @@ class Scores:
     def __call__(self) -> Tensor:
         """Scores, one after the other; of a matrix they may be those of the matrix itself."""
         if self.dense:
-            return (self.leave if self.enter is None else self.leave @ self.enter.mT).flatten()
+            scores = self.leave if self.enter is None else self.leave @ self.enter.mT
+            return scores.to(self.dtype).flatten()
         if self.enter is None:
             parts = [self.leave[rows, columns].flatten() for rows, columns, _ in self._matrix()]
             return torch.cat(parts) if parts else self.leave.new_empty(0)
-        out = self.leave.new_empty(self.plan.size)
+        out = self.leave.new_empty(self.plan.size, dtype=self.dtype)
         for rows, targets, cells in self.sources():
             part = out[cells].view(rows.stop - rows.start, -1)
-            torch.mm(self.leave[rows], self.entered(targets).mT, out=part)
+            multiply(self.leave[rows], self.entered(targets).mT, part)
         return out
 
     def gradients(self, changed: Tensor) -> tuple[Tensor, Tensor | None]:
         """Of ``leave`` and ``enter``, from those of the scores."""
         leave, enter = self.leave, self.enter
         if self.dense:
-            changed = changed.view(len(leave), len(leave))
+            changed = changed.view(len(leave), len(leave)).to(leave.dtype)
             return (changed, None) if enter is None else (changed @ enter, changed.mT @ leave)
         if enter is None:
             to_leave = torch.zeros_like(leave)
@@ -200,12 +210,13 @@ class Scores:
                 part = changed[cells].view(len(states), -1)
                 to_leave.index_put_((states, columns), part, accumulate=True)
             return to_leave, None
-        to_leave, to_enter = torch.zeros_like(leave), torch.zeros_like(enter)
+        to_leave = torch.zeros_like(leave)
+        to_enter = torch.zeros_like(enter, dtype=self.dtype)  # a sum over many sources
         for rows, targets, cells in self.sources():
-            part = changed[cells].view(rows.stop - rows.start, -1)
+            part = changed[cells].view(rows.stop - rows.start, -1).to(leave.dtype)
             torch.mm(part, self.entered(targets), out=to_leave[rows])
-            self._add_entered(to_enter, targets, part.mT @ leave[rows])
-        return to_leave, to_enter
+            self._add_entered(to_enter, targets, (part.mT @ leave[rows]).to(self.dtype))
+        return to_leave, to_enter.to(enter.dtype)
 
     def sources(self) -> Iterator[tuple[slice, Tensor, slice]]:
         """For each source block: its states, its targets, and where its scores are."""

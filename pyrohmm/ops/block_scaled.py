@@ -58,7 +58,7 @@ class _Forward:
         plan, states, leave, _, log_block_probs, log_first, log_seen = chain
         self.least = LEAST[log_seen.dtype]
         self.kernels, self.plan, self.states = kernels, plan, states
-        empty = leave.new_empty(0, 0)
+        empty = log_seen.new_empty(0, 0)
         self.block_probs = (
             empty if log_block_probs is None else log_block_probs.mT.exp().contiguous()
         )
@@ -72,7 +72,7 @@ class _Forward:
         self.evidence.index_add_(0, _rank(plan), peak.double())
         self.sound = torch.ones(count, dtype=torch.bool)
         self.lost = torch.zeros(count, dtype=torch.float64)
-        self.lowest = leave.new_empty(len(plan.source))
+        self.lowest = log_seen.new_empty(len(plan.source))
         self.scores = Scores(chain)
         self.probs: Tensor | None = self.probs_of_pairs()
         mean, number = plan.size // max(len(plan.source), 1), torch.finfo(log_seen.dtype)

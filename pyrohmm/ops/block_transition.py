@@ -7,13 +7,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._checks import check_floats, check_shape
+from .._checks import check_floats, check_shape, check_tensor
 from .._lazy import lazy
-from .._precision import differentiable_gradient, full_precision, in_full_precision
+from .._precision import (
+    at_least_single,
+    differentiable_gradient,
+    full_precision,
+    in_full_precision,
+)
 from .backends import backend_for
 from .block_plan import States
 from .blocks import Blocks
 
+LOW = (torch.bfloat16, torch.float16)
 CHUNK = 1 << 23  # scores that exist at one time while all transitions of all states are summed
 
 
@@ -26,10 +32,13 @@ class _SumsOfBlocks(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, leave: Tensor, enter: Tensor, states: States) -> Tensor:
         ctx.states = states
-        sums = leave.new_empty(len(leave), len(states.sizes))
-        rows = max(1, CHUNK // len(enter))
-        for part, out in zip(leave.split(rows), sums.split(rows)):
-            backend_for(leave.device).sums_of_blocks(part @ enter.mT, states, out)
+        rows, parts = max(1, CHUNK // len(enter)), []
+        for part in leave.split(rows):
+            scores = at_least_single(part @ enter.mT)
+            out = scores.new_empty(len(part), len(states.sizes))
+            backend_for(leave.device).sums_of_blocks(scores, states, out)
+            parts.append(out)
+        sums = torch.cat(parts)
         ctx.save_for_backward(leave, enter, sums)
         return sums
 
@@ -40,19 +49,24 @@ class _SumsOfBlocks(torch.autograd.Function):
         if torch.is_grad_enabled():
 
             def plain(leave: Tensor, enter: Tensor) -> Tensor:
-                parts = (leave @ enter.mT).split(ctx.states.sizes.tolist(), -1)
+                scores = at_least_single(leave @ enter.mT)
+                parts = scores.split(ctx.states.sizes.tolist(), -1)
                 return torch.stack([part.logsumexp(-1) for part in parts], -1)
 
             return (*differentiable_gradient(plain, (leave, enter), weights), None)
-        to_leave, to_enter = torch.empty_like(leave), torch.zeros_like(enter)
+        to_leave, to_enter = torch.empty_like(leave), torch.zeros_like(enter, dtype=sums.dtype)
         rows = max(1, CHUNK // len(enter))
         parts = (each.split(rows) for each in (leave, sums, weights.contiguous(), to_leave))
         for part, total, weight, out in zip(*parts):
-            probs = part @ enter.mT
+            probs = at_least_single(part @ enter.mT)
             backend_for(leave.device).softmax_of_blocks(probs, ctx.states, total, weight)
+            probs = probs.to(part.dtype)
             torch.mm(probs, enter, out=out)
-            to_enter.addmm_(probs.mT, part)
-        return to_leave, to_enter, None
+            if probs.dtype == sums.dtype:
+                to_enter.addmm_(probs.mT, part)
+            else:
+                to_enter += probs.mT @ part
+        return to_leave, to_enter.to(enter.dtype), None
 
 
 class InnerProductTransition:
@@ -73,6 +87,9 @@ class InnerProductTransition:
         blocks: Which states are together; disjoint.
         block_logits: ``(K, B)``, s; without them there is one level.
 
+    Vectors may be in bfloat16 or float16, as networks under ``torch.autocast`` give them: then
+    their products are computed in that, and all else in float32.
+
     Raises:
         TypeError: If a tensor is not floating point.
         ValueError: If blocks overlap or shapes disagree.
@@ -87,12 +104,19 @@ class InnerProductTransition:
                 "logarithms of a matrix of probabilities instead."
             )
         for name, tensor in (("leave", leave), ("enter", enter)):
-            check_floats(name, tensor)
+            check_tensor(name, tensor)
+            if tensor.dtype not in LOW:
+                check_floats(name, tensor)
             check_shape(name, tensor, (blocks.num_states, leave.size(-1)), "(K, D)")
         if block_logits is not None:
             check_floats("block_logits", block_logits)
             shape = (blocks.num_states, blocks.num_blocks)
             check_shape("block_logits", block_logits, shape, "(K, B)")
+        if enter.dtype != leave.dtype:
+            raise TypeError(
+                f"enter must have the dtype of leave, {leave.dtype}; got {enter.dtype}. Call "
+                f"enter.to({leave.dtype})."
+            )
         self.leave, self.enter, self.blocks = leave, enter, blocks
         self.block_logits = block_logits
 
@@ -111,7 +135,8 @@ class InnerProductTransition:
     def log_probs_from(self, leave: Tensor, log_block_probs: Tensor) -> Tensor:
         """Log-probabilities of the next state, ``(n, K)``, from states with vectors ``(n, D)``."""
         with full_precision(leave):
-            parts = (leave @ self.enter.mT).split(self.blocks.sizes.tolist(), -1)
+            scores = at_least_single(leave @ self.enter.mT)
+            parts = scores.split(self.blocks.sizes.tolist(), -1)
         weights = log_block_probs.unsqueeze(-1).unbind(-2)
         return torch.cat(
             [part.log_softmax(-1) + weight for part, weight in zip(parts, weights)], -1
@@ -122,7 +147,7 @@ class InnerProductTransition:
         leave = self.leave[states]
         if self.block_logits is None:
             with full_precision(leave):
-                return (leave @ self.enter.mT).log_softmax(-1)
+                return at_least_single(leave @ self.enter.mT).log_softmax(-1)
         return self.log_probs_from(leave, self.block_logits[states].log_softmax(-1))
 
     @lazy
