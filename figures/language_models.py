@@ -106,8 +106,16 @@ BEST = {
         Paper(167.0, None, 32768, 128),
     ),
     "annealed-wikitext2": (
-        Model("best", "dropout annealed", "wikitext2", states=16384, by_mass=True, epochs=5,
-              last_dropout=0.0, bfloat16=True),
+        Model(
+            "best",
+            "dropout annealed",
+            "wikitext2",
+            states=16384,
+            by_mass=True,
+            epochs=5,
+            last_dropout=0.0,
+            bfloat16=True,
+        ),
         Paper(167.0, None, 32768, 128),
     ),
     "best-8192-ptb": (

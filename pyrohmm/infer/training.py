@@ -301,7 +301,7 @@ class State:
             field.name: getattr(settings, field.name)
             for field in fields(settings)
             if field.name not in (*FREE, "learning_rate", "optimizer", "schedule", "generator")
-        }
+        } | {"precision": self.precision[1]}
         groups = [
             {
                 name: value

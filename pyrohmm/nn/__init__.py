@@ -14,7 +14,7 @@ Its modules; each imports only those above it:
 ``tabular``      ``TabularHMM``: probabilities are the parameters
 ``dense``        ``DenseHMM``: softmax of inner products of embeddings
 ``networks``     networks and tables that make embeddings
-``neural``       ``NeuralHMM``, ``ScalarHMM``: tens of thousands of states
+``neural``       ``NeuralHMM``, ``ScalarHMM``: tens of thousands of states; ``LinearDropout``
 ``tagging``      ``NeuralTagger``: a neural HMM of words and tags
 """
 
@@ -31,6 +31,7 @@ from .emissions import categorical as categorical
 from .emissions import parametric as parametric
 from .emissions import poisson as poisson
 from .mixtures import normal_mixture as normal_mixture
+from .neural import LinearDropout as LinearDropout
 from .neural import NeuralHMM as NeuralHMM
 from .neural import ScalarHMM as ScalarHMM
 from .normals import normal as normal

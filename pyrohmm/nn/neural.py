@@ -214,8 +214,8 @@ class NeuralHMM(_Large):
 
     Parameters have no priors, so that :func:`pyrohmm.fit_map` is maximum likelihood. Any may have
     one, as in every ``PyroModule``; particles then come one at a time
-    (``vectorize_particles=False``). Under ``torch.autocast`` only the networks run in lower
-    precision.
+    (``vectorize_particles=False``). Under ``torch.autocast`` networks, and
+    the inner products of disjoint blocks, are in lower precision; probabilities are not.
 
     Args:
         num_states: K.
@@ -227,7 +227,8 @@ class NeuralHMM(_Large):
             entered and emitting.
         factored: Whether half of each embedding is that of the block; see :class:`StateEmbedding`.
         dropout: Share of the states of each block that is left out, at each call in training mode:
-            see :func:`sample_kept_states`. The HMM then has fewer states, and costs less.
+            see :func:`sample_kept_states`. The HMM then has fewer states, and costs less. A
+            :class:`LinearDropout` changes with the calls, such as from 0.5 to none at the end.
         scale: Initial standard deviation of the embeddings of states; by default
             :math:`D^{-1/2}`, with which that of logits is about one. With 1, as in the code, the
             initial transitions are nearly deterministic, and training takes longer.
@@ -294,8 +295,9 @@ class NeuralHMM(_Large):
         start = self.start_score(self.start_net(start)).squeeze(-1)
         leave, emit, words = self.leave_net(leave), self.emit_net(emit), self.words()
         with full_precision(leave):  # networks may do with less, probabilities may not
-            vectors, (start, leave, enter, emit, words) = leave, map(
-                at_least_single, (start, leave, enter, emit, words)
+            vectors, (start, leave, enter, emit, words) = (
+                leave,
+                map(at_least_single, (start, leave, enter, emit, words)),
             )
             bias = self.bias
             _check_single(start=start, bias=bias)

@@ -55,7 +55,7 @@ class _Forward:
     """
 
     def __init__(self, kernels: ModuleType, chain: BlockChain) -> None:
-        plan, states, leave, _, log_block_probs, log_first, log_seen = chain
+        plan, states, _, _, log_block_probs, log_first, log_seen = chain
         self.least = LEAST[log_seen.dtype]
         self.kernels, self.plan, self.states = kernels, plan, states
         empty = log_seen.new_empty(0, 0)

@@ -287,6 +287,41 @@ def test_single_precision_is_as_good_as_its_numbers(data):
     assert all(each is None or bool(each.isfinite().all()) for each in got)
 
 
+@pytest.mark.parametrize("all_transitions", [False, True])
+@pytest.mark.parametrize("sizes", [[2, 2, 2], [3, 1, 2, 4]], ids=str)
+@pytest.mark.parametrize("kind", ["one level", "two levels"])
+def test_inner_products_may_be_in_lower_precision(
+    kind, sizes, all_transitions, engine, monkeypatch
+):
+    monkeypatch.setattr(_plan, "DENSE", 10_000 if all_transitions else 0)
+    torch.manual_seed(1)
+    case, found = Case(kind, sizes, [4, 1, 6, 6, 2], dim=16, scale=0.5, dtype=torch.float32), []
+    leave, enter = (part.detach().bfloat16() for part in case.parameters[4:6])
+    for dtype in (torch.bfloat16, torch.float32):
+        vectors = [part.to(dtype).requires_grad_() for part in (leave, enter)]
+        transition = InnerProductTransition(*vectors, case.blocks, *case.parameters[6:])
+        hmm = BlockHMM(
+            case.hmm.log_initial, transition, case.hmm.log_emission, case.blocks, case.lengths
+        )
+        evidence = hmm.log_prob(case.values)
+        gradients = torch.autograd.grad(evidence.sum(), vectors, retain_graph=True)
+        assert [each.dtype for each in gradients] == [dtype, dtype]
+        assert transition.matrix.dtype == evidence.dtype == torch.float32
+        assert transition.matrix.exp().sum(-1).tolist() == pytest.approx(
+            [1.0] * case.blocks.num_states
+        )
+        found.append((evidence, *(each.float() for each in gradients)))
+    assert not torch.equal(found[0][0], found[1][0])
+    for low, full in zip(*found):  # products and gradients are rounded to 8 bits
+        assert (low - full).norm() < 0.01 * full.norm()
+
+
+def test_vectors_of_two_dtypes_are_refused():
+    blocks = from_clusters(torch.tensor([0, 1]), 2)
+    with pytest.raises(TypeError, match=r"enter must have the dtype of leave, torch.bfloat16"):
+        InnerProductTransition(torch.zeros(4, 2).bfloat16(), torch.zeros(4, 2), blocks)
+
+
 @pytest.mark.parametrize("kind", ["matrix", "one level", "two levels"])
 @pytest.mark.parametrize(
     ("dtype", "noise", "lengths"),

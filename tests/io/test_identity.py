@@ -129,6 +129,7 @@ GRADIENT = {
     "batch_tokens": ({}, 16),
     "windows": ({}, (2, 4)),
     "generator": ({"generator": seeded(1)}, seeded(2)),
+    "precision": ({}, torch.bfloat16),
 }
 CHANGES = {
     fit_map: GRADIENT
@@ -160,7 +161,15 @@ CHANGES = {
     fit_cooccurrence: {
         name: change
         for name, change in GRADIENT.items()
-        if name not in ("batch_size", "batch_tokens", "windows", "validate_every", "validation")
+        if name
+        not in (
+            "batch_size",
+            "batch_tokens",
+            "windows",
+            "validate_every",
+            "validation",
+            "precision",
+        )
     }
     | {
         "module": ({}, module(2.0)),

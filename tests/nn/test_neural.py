@@ -31,7 +31,7 @@ from pyrohmm import (
 )
 from pyrohmm.data.batches import Batches
 from pyrohmm.nn.networks import CharCNN, Residual
-from pyrohmm.nn.neural import sample_kept_states
+from pyrohmm.nn.neural import LinearDropout, sample_kept_states
 
 RAGGED = blocks.from_clusters(torch.tensor([0, 0, 0, 1, 1, 2]), torch.tensor([3, 1, 2]))
 VARIANTS = {
@@ -275,15 +275,86 @@ def test_gradients_within_autocast_are_those_without_to_its_precision(variant):
 
 
 @pytest.mark.parametrize("variant", ["one level", "two levels"])
-def test_fits_run_under_autocast(variant):
-    pyro.set_rng_seed(0)
-    module = NeuralHMM(6, 6, 8, **VARIANTS[variant], dropout=0.4).float()
-    with torch.autocast("cpu", torch.bfloat16):
-        fit = fit_map(MarginalModel(module), DATA, num_steps=30, tolerance=None)
-        carried = fit_map(StatefulModel(module, 2), DATA, windows=(2, 2), num_steps=5)
-    assert fit.losses[-1] < fit.losses[0]
-    assert bool(carried.losses.isfinite().all())
-    assert all(each.dtype == torch.float32 for each in module.parameters())
+@pytest.mark.parametrize("data", ["sentences", "windows"])
+def test_fits_in_lower_precision_take_the_course_of_the_others(variant, data):
+    """With a cache, which keeps the weights of the first step, it falls half as far."""
+
+    def course(around=False, **options):
+        pyro.set_rng_seed(0)
+        module = NeuralHMM(6, 6, 64, **VARIANTS[variant]).float()
+        pair = MarginalModel(module), {}
+        if data == "windows":
+            pair = StatefulModel(module, 2), {"windows": (2, 2)}
+        with torch.autocast("cpu", torch.bfloat16, enabled=around):
+            fit = fit_map(
+                pair[0],
+                DATA,
+                num_steps=40,
+                learning_rate=0.003,
+                tolerance=None,
+                **pair[1],
+                **options,
+            )
+        assert all(each.dtype == torch.float32 for each in module.parameters())
+        return fit.losses
+
+    full, half = course(), course(precision=torch.bfloat16)
+    assert full[-1] < 0.6 * full[0]
+    assert not torch.equal(half, full)
+    assert (half - full).abs().mean() < 0.02 * (full[0] - full.min())  # bfloat16 has 8 bits
+    assert torch.equal(course(around=True), half)
+
+
+def test_held_out_data_are_evaluated_in_full_precision():
+    module = NeuralHMM(6, 6, 8, **VARIANTS["two levels"]).float()
+    fit = fit_map(
+        MarginalModel(module), DATA, num_steps=5, validation=DATA, precision=torch.bfloat16
+    )
+    nats = -module.eval()(DATA.lengths).log_prob(DATA.values).sum() / DATA.num_observed
+    assert min(report.nats for report in fit.validation) == pytest.approx(nats.item(), rel=1e-6)
+
+
+@pytest.mark.parametrize("precision", [torch.float64, "bfloat16"])
+def test_a_precision_that_lowers_nothing_is_refused(precision):
+    with pytest.raises(ValueError, match=r"precision must be torch.bfloat16"):
+        fit_map(MarginalModel(make("two levels")), DATA, precision=precision)
+
+
+def test_linear_dropout_falls_with_the_calls_in_training_mode():
+    module = NeuralHMM(12, 12, 8, dropout=LinearDropout(0.5, 0.0, 4))
+    sizes = []
+    for _ in range(6):
+        module.eval()(torch.tensor(1))  # does not count
+        sizes.append(module.train()(torch.tensor(1)).num_states)
+    assert sizes == [6, 8, 9, 11, 12, 12]  # 12 (1 - share), rounded
+    again = NeuralHMM(12, 12, 8, dropout=LinearDropout(0.5, 0.0, 4))
+    again.load_state_dict(module.state_dict())
+    assert again.train()(torch.tensor(1)).num_states == 12
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((1.0, 0.0, 5), "begin must be at least 0 and less than 1; got 1.0"),
+        ((0.5, -0.1, 5), "end must be at least 0 and less than 1; got -0.1"),
+        ((0.5, 0.0, 0), "num_steps must be"),
+    ],
+)
+def test_shares_out_of_range_are_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        LinearDropout(*arguments)
+
+
+def test_a_fit_with_falling_dropout_is_resumed(tmp_path):
+    def fit(num_steps, checkpoint):
+        pyro.set_rng_seed(0)
+        module = NeuralHMM(12, 6, 8, dropout=LinearDropout(0.5, 0.0, 9))
+        return fit_map(
+            MarginalModel(module), DATA, num_steps=num_steps, tolerance=None, checkpoint=checkpoint
+        ).losses
+
+    fit(4, tmp_path / "x")
+    assert torch.equal(fit(9, tmp_path / "x"), fit(9, None))
 
 
 def test_words_come_from_letters():
