@@ -149,7 +149,9 @@ def fit_em(
         Expectation(parameters, maximize.gather, by_length, reseed),
         maximize,
         Batches(parameters.data, batch_size, generator),
-        _Convergence(num_steps, None if batch_size is not None else tolerance),
+        _Convergence(
+            num_steps, None if batch_size is not None else tolerance, parameters.units
+        ),
         None if batch_size is None else _Average(decay),
     )
     if checkpoint is not None:
@@ -248,17 +250,18 @@ class _Convergence:
     Args:
         num_steps: Largest number of iterations.
         tolerance: The share; None never ends it.
+        units: What the unit of the data adds to the loss, which is no part of what is shared.
     """
 
-    def __init__(self, num_steps: int, tolerance: float | None) -> None:
-        self.tolerance, self.converged = tolerance, False
+    def __init__(self, num_steps: int, tolerance: float | None, units: float) -> None:
+        self.tolerance, self.units, self.converged = tolerance, units, False
         self.reason = f"it took all {num_steps} steps"
 
     def test(self, losses: list[Tensor]) -> None:
         """Compare the last loss with the one before."""
         if self.tolerance is not None and len(losses) > 1:
             fall = losses[-2] - losses[-1]
-            if not bool((fall >= self.tolerance * losses[-1].abs()).any()):
+            if not bool((fall >= self.tolerance * (losses[-1] - self.units).abs()).any()):
                 self.converged = True
                 self.reason = f"the loss fell by less than {self.tolerance:g} of itself"
 
@@ -374,6 +377,7 @@ def _watch(history: Tensor, maximize: Maximization) -> None:
     tensors = [*parameters.values.values(), *parameters.points]
     single = any(tensor.dtype == torch.float32 for tensor in tensors)
     slack = (1e-6 if single else 1e-10) * (1 + history.abs().amax().item())
+    slack += parameters.data.num_observed * _rounding(parameters)
     rise = (history[:, 1:] - history[:, :-1]).max().item() if history.size(1) > 1 else 0.0
     # a floor may raise the loss, and has been noted
     if rise > slack and not maximize.notes and maximize.gradient.step.guard:
@@ -383,6 +387,20 @@ def _watch(history: Tensor, maximize: Maximization) -> None:
         )
         maximize.notes[note] = 1
         warnings.warn(note, RuntimeWarning, stacklevel=4)
+
+
+def _rounding(parameters: Parameters) -> float:
+    """What the rounding of means far from zero may change in the loss of an observation."""
+    with torch.no_grad():
+        emission: Any = parameters.build(parameters.data[:1])[0].emission
+    try:
+        mean, variance = emission.mean, emission.variance
+    except NotImplementedError:
+        return 0.0
+    if not mean.dtype.is_floating_point:
+        return 0.0
+    rounded = (torch.finfo(mean.dtype).eps * mean) ** 2 / variance
+    return rounded.nan_to_num(0.0, 0.0).sum().item()
 
 
 def _finish(loop: _Loop, history: Tensor) -> Fit:
