@@ -153,9 +153,7 @@ def fit_em(
         Expectation(parameters, maximize.gather, by_length, reseed),
         maximize,
         Batches(parameters.data, batch_size, generator),
-        _Convergence(
-            num_steps, None if batch_size is not None else tolerance, parameters.units
-        ),
+        _Convergence(num_steps, None if batch_size is not None else tolerance, parameters.units),
         None if batch_size is None else _Average(decay),
     )
     if checkpoint is not None:

@@ -142,9 +142,7 @@ class Progress:
         self.bar.set_postfix(self.shown)
 
 
-def why_converged(
-    losses: list[Tensor], tolerance: float | None, units: float = 0.0
-) -> str | None:
+def why_converged(losses: list[Tensor], tolerance: float | None, units: float = 0.0) -> str | None:
     """The reason to end a fit whose loss no longer falls, if that is so.
 
     The mean of the last 25 losses is compared with that of the 25 before, every 25 steps. What

@@ -391,9 +391,7 @@ def test_a_minibatch_of_all_sequences_is_no_minibatch():
     begin = start_at(sample_start(module, data))
     whole = fit_em(module, data, num_steps=300, tolerance=1e-12, start=begin)
     for size in (len(data), len(data) + 7):
-        parts = fit_em(
-            module, data, num_steps=300, tolerance=1e-12, batch_size=size, start=begin
-        )
+        parts = fit_em(module, data, num_steps=300, tolerance=1e-12, batch_size=size, start=begin)
         torch.testing.assert_close(parts.losses, whole.losses, rtol=0.0, atol=0.0)
         assert parts.converged
 

@@ -244,7 +244,9 @@ def test_a_unit_that_overflows_is_refused_with_the_cure(fit, a):
 
 def test_in_double_precision_it_fits():
     data = Sequences(1e20 * numbers(1), torch.full((6,), STEPS))
-    assert bool(fit_em(TabularHMM(2, normal(1)).double(), data, num_steps=4).losses.isfinite().all())
+    assert bool(
+        fit_em(TabularHMM(2, normal(1)).double(), data, num_steps=4).losses.isfinite().all()
+    )
 
 
 # Coordinates
