@@ -131,7 +131,7 @@ def test_states_are_refused_where_the_evidence_is_nan(kind, name, place):
     ("kind", "name"), [case for case in CASES if case[0] in ("symbols", "normal")]
 )
 def test_samples_are_refused_or_nan(kind, name):
-    """(Pyro's normal distribution refuses a scale that is NaN itself.)"""
+    """Pyro's normal distribution itself refuses a scale that is NaN."""
     broken = with_number(kind, name, 0, torch.nan)
     if name == "loc":
         assert bool(broken.sample((50,)).isnan().any())

@@ -11,7 +11,6 @@ from pyro.nn import PyroParam, PyroSample
 from torch.distributions.constraints import simplex
 
 from pyrohmm import (
-    scale_priors,
     HMM,
     DenseHMM,
     DiversityPrior,
@@ -30,6 +29,7 @@ from pyrohmm import (
     left_to_right,
     msteps,
     normal,
+    scale_priors,
     starts,
 )
 from pyrohmm.ops.log_space import log

@@ -425,8 +425,9 @@ ONLINE = {
 @pytest.mark.parametrize("size", [1, 3])
 @pytest.mark.parametrize("name", ONLINE)
 def test_online_em_reaches_the_optimum_of_batch_em(name, size):
-    """Though the first batch lacks symbols that others have. The last steps have a size of
-    1/14, and the noise of the average is of that order.
+    """Though the first batch lacks symbols that others have.
+
+    The last steps have a size of 1/14, and the noise of the average is of that order.
     """
     build, family, first = ONLINE[name]
     data, module, begin = build(), TabularHMM(2, family), start_at(CHAIN | first)

@@ -63,5 +63,5 @@ def test_parts_of_svi_are_those_of_a_sample():
 
 def test_a_model_that_enumerates_its_states_is_refused():
     fit = fit_map(EnumeratedModel(module()), DATA, num_steps=2)
-    with pytest.raises(ValueError, match="enumerates .* MarginalModel"):
+    with pytest.raises(ValueError, match=r"enumerates .* MarginalModel"):
         fit.parts(DATA)

@@ -126,8 +126,9 @@ def test_svi_does_not_depend_on_the_unit(name, a, b):
 @pytest.mark.parametrize("a", [1e-10, 1e10])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_em_in_single_precision_does_not_depend_on_the_unit(name, a):
-    """Of 500 terms of up to 25 nats each is rounded at 1e-7, and so are responsibilities. (Where
-    the loss falls by less than that, a test of convergence may end one step sooner or later.)
+    """Of 500 terms of up to 25 nats each is rounded at 1e-7, and so are responsibilities.
+
+    Where the loss falls by less than that, a test of convergence may end a step sooner or later.
     """
     check_alike(em_without_test, name, a, 0.0, torch.float32, 1e-4)
 
@@ -141,8 +142,9 @@ def test_map_in_single_precision_does_not_depend_on_the_unit(name, a):
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("name", FAMILIES)
 def test_single_precision_far_from_zero(name):
-    """At 1e6 a number of 24 bits is a multiple of 1/16: means are exact to half of that, and the
-    loss to (1/32)^2 / 2 for each number, beside what the data themselves have lost.
+    """At 1e6 a number of 24 bits is a multiple of 1/16, and means are exact to half of that.
+
+    The loss is exact to (1/32)^2 / 2 for each number, beside what the data themselves have lost.
     """
     evidence, paths, means, _ = fitted(em, name, 1.0, 1e6, torch.float32)
     wanted = fitted(em, name, 1.0, 0.0, torch.float32)
