@@ -75,6 +75,7 @@ class InverseGamma(dist.InverseGamma):
     (The density of Pyro's transforms that of a gamma distribution, by a slope of the square.)
 
     Example:
+        >>> from pyrohmm.distributions.units import InverseGamma
         >>> InverseGamma(torch.tensor(2.0), torch.tensor(1e20)).log_prob(torch.tensor(1e20))
         tensor(-47.0517)
     """
