@@ -35,6 +35,7 @@ from .infer.models import EnumeratedModel as EnumeratedModel
 from .infer.models import MarginalModel as MarginalModel
 from .infer.models import StatefulModel as StatefulModel
 from .infer.models import markov_sample as markov_sample
+from .infer.models import scale_priors as scale_priors
 from .infer.msteps import GradientStep as GradientStep
 from .infer.results import Fit as Fit
 from .infer.results import Restarts as Restarts
@@ -143,6 +144,7 @@ __all__ = [
     "readers",
     "recursions",
     "save",
+    "scale_priors",
     "starts",
     "sticky",
     "streams",

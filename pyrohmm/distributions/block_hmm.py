@@ -24,7 +24,7 @@ from ..ops.block_plan import Plan, is_dense
 from ..ops.block_transition import InnerProductTransition as InnerProductTransition
 from ..ops.blocks import Blocks
 from ..ops.recursions import Posterior
-from ..ops.sampling import sample_path
+from ..ops.sampling import refuse_nan, sample_path
 from .block_symbols import BlockSymbols
 from .carried_state import CarriedState
 from .hmm import HMM
@@ -324,6 +324,7 @@ class BlockHMM(HMM):
         r"""Best path :math:`\arg\max_z p(z_{1:T} \mid x_{1:T})`, ``(*B, T)``; 0 where padded."""
         if self._needs_dense:
             return self.dense().viterbi(values)
+        self._refuse_nan()
         chain, plan, shape = self._log_chain(values)
         return self._states_at(chain.viterbi().unsqueeze(0), plan, shape).squeeze(0)
 
@@ -331,6 +332,7 @@ class BlockHMM(HMM):
         r"""Sample paths from :math:`p(z_{1:T} \mid x_{1:T})`, ``(*S, *B, T)``; 0 where padded."""
         if self._needs_dense:
             return self.dense().sample_states(values, sample_shape)
+        self._refuse_nan()
         outer = torch.Size(sample_shape)
         chain, plan, shape = self._log_chain(values)
         states = self._states_at(chain.sample(outer.numel()), plan, shape)
@@ -377,6 +379,11 @@ class BlockHMM(HMM):
         first = self.log_initial[states.clamp(min=0).to(device)]
         first = first.masked_fill((states < 0).to(device), -torch.inf)
         return _Factors(blocks, lengths, first, likelihood, batch)
+
+    def _refuse_nan(self) -> None:
+        """Raise if a parameter is NaN: states, which are whole numbers, could not show it."""
+        scores = (part for part in self._scores() if part is not None)
+        refuse_nan(self.log_initial, self.log_emission, *scores)
 
     def _scores(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Vectors and shares of the transition, or its matrix where that takes less time."""

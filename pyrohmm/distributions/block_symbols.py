@@ -48,7 +48,8 @@ class BlockSymbols:
         """Of all K states, -inf where a state cannot emit a symbol; computed when it is read."""
         size = self.blocks.num_states
         wide = self.log_probs.new_full((self.blocks.num_symbols, size + 1), -torch.inf)
-        return Categorical(logits=wide.scatter(1, self._columns(), self.log_probs)[:, :-1].mT)
+        logits = wide.scatter(1, self._columns(), self.log_probs)[:, :-1].mT
+        return Categorical(logits=logits, validate_args=False)  # sums are checked with the HMM
 
     def _columns(self) -> Tensor:
         """The state of each of the ``log_probs``, ``(V, w)``; K beyond the block."""

@@ -20,7 +20,7 @@ from .._precision import full_precision
 from ..ops import recursions
 from ..ops import stationary as stationary_ops
 from ..ops.recursions import ExpectedCounts, Posterior
-from ..ops.sampling import CategoricalTable, sample_path
+from ..ops.sampling import CategoricalTable, refuse_nan, sample_path
 from .base import ChainDistribution, check_likelihood
 from .forecast import Forecast
 from .labels import allowed_states
@@ -236,12 +236,16 @@ class HMM(ChainDistribution):
 
     def viterbi(self, values: Tensor) -> Tensor:
         r"""Best path :math:`\arg\max_z p(z_{1:T} \mid x_{1:T})`, ``(*B, T)``; 0 where padded."""
-        return recursions.viterbi(*self.log_factors(values), self.lengths)
+        factors = self.log_factors(values)
+        refuse_nan(*factors)
+        return recursions.viterbi(*factors, self.lengths)
 
     def sample_states(self, values: Tensor, sample_shape: Any = ()) -> Tensor:
         r"""Sample paths from :math:`p(z_{1:T} \mid x_{1:T})`, ``(*S, *B, T)``; 0 where padded."""
         shape = torch.Size(sample_shape)
-        states = recursions.sample_states(*self.log_factors(values), self.lengths, shape.numel())
+        factors = self.log_factors(values)
+        refuse_nan(*factors)
+        states = recursions.sample_states(*factors, self.lengths, shape.numel())
         return states.reshape(shape + states.shape[1:])
 
     def forecast(self, values: Tensor, num_steps: int) -> Forecast:

@@ -48,8 +48,8 @@ class InverseWishart(TorchDistribution):
 
     @property
     def support(self) -> constraints.Constraint:
-        """Covariance matrices."""
-        return covariance_matrix
+        """Covariance matrices, with coordinates in units of the scale."""
+        return _Covariance(self.scale.diagonal(dim1=-2, dim2=-1).sqrt())
 
     @property
     def mean(self) -> Tensor:
@@ -82,10 +82,10 @@ class InverseWishart(TorchDistribution):
             self._validate_sample(value)
         dim, degrees = self.scale.size(-1), self.degrees
         root = torch.linalg.cholesky(value)
-        half = torch.linalg.solve_triangular(root, torch.linalg.cholesky(self.scale), upper=False)
-        trace = half.pow(2).sum((-2, -1))
+        factor = torch.linalg.cholesky(self.scale)
+        trace = torch.linalg.solve_triangular(root, factor, upper=False).pow(2).sum((-2, -1))
         norm = (
-            0.5 * degrees * torch.logdet(self.scale)
+            0.5 * degrees * _log_det(factor)
             - 0.5 * degrees * dim * math.log(2)
             - torch.special.multigammaln(value.new_tensor(0.5 * degrees), dim)
         )
@@ -93,9 +93,17 @@ class InverseWishart(TorchDistribution):
 
 
 class _Covariance(constraints.Constraint):
-    """Positive definite matrices; torch's constraint has no bijection to vectors."""
+    """Positive definite matrices; torch's constraint has no bijection to vectors.
+
+    Args:
+        unit: ``(*B, D)``, standard deviations of the order of those of the components.
+    """
 
     event_dim = 2
+
+    def __init__(self, unit: Tensor | None = None) -> None:
+        self.unit = torch.ones(1) if unit is None else unit
+        super().__init__()
 
     def check(self, value: Tensor) -> Tensor:
         return constraints.positive_definite.check(value)
@@ -105,11 +113,15 @@ covariance_matrix = _Covariance()
 
 
 class _VectorToCovariance(Transform):
-    """Fills a triangle, takes the exponential of its diagonal, and squares it."""
+    """Fills a triangle, takes the exponential of its diagonal, and squares it, in given units."""
 
     bijective = True
     domain = constraints.real_vector
     codomain = covariance_matrix
+
+    def __init__(self, unit: Tensor) -> None:
+        super().__init__()
+        self.unit = unit
 
     def _root(self, x: Tensor) -> Tensor:
         dim = (math.isqrt(8 * x.size(-1) + 1) - 1) // 2
@@ -119,11 +131,11 @@ class _VectorToCovariance(Transform):
         return lower.tril(-1) + torch.diag_embed(lower.diagonal(dim1=-2, dim2=-1).exp())
 
     def _call(self, x: Tensor) -> Tensor:
-        root = self._root(x)
+        root = self._root(x) * self.unit.to(x).unsqueeze(-1)
         return root @ root.mT
 
     def _inverse(self, y: Tensor) -> Tensor:
-        root = torch.linalg.cholesky(y)
+        root = torch.linalg.cholesky(y) / self.unit.to(y).unsqueeze(-1)
         rows, columns = torch.tril_indices(y.size(-1), y.size(-1), device=y.device)
         lower = root.tril(-1) + torch.diag_embed(root.diagonal(dim1=-2, dim2=-1).log())
         return lower[..., rows, columns]
@@ -132,7 +144,8 @@ class _VectorToCovariance(Transform):
         logs = self._root(x).diagonal(dim1=-2, dim2=-1).log()
         dim = logs.size(-1)
         powers = torch.arange(dim + 1, 1, -1, dtype=logs.dtype, device=logs.device)
-        return dim * math.log(2) + (powers * logs).sum(-1)
+        units = self.unit.to(x).log().expand(*self.unit.shape[:-1], dim).sum(-1)
+        return dim * math.log(2) + (powers * logs).sum(-1) + (dim + 1) * units
 
     def forward_shape(self, shape: Any) -> torch.Size:
         dim = (math.isqrt(8 * shape[-1] + 1) - 1) // 2
@@ -144,8 +157,8 @@ class _VectorToCovariance(Transform):
 
 @biject_to.register(_Covariance)
 @transform_to.register(_Covariance)
-def _bijection_to_covariance(_: _Covariance) -> Transform:
-    return _VectorToCovariance()
+def _bijection_to_covariance(constraint: _Covariance) -> Transform:
+    return _VectorToCovariance(constraint.unit)
 
 
 def _log_det(root: Tensor) -> Tensor:

@@ -38,6 +38,7 @@ from .models import EnumeratedModel as EnumeratedModel
 from .models import MarginalModel as MarginalModel
 from .models import StatefulModel as StatefulModel
 from .models import markov_sample as markov_sample
+from .models import scale_priors as scale_priors
 from .msteps import GradientStep as GradientStep
 from .results import Fit as Fit
 from .results import Restarts as Restarts

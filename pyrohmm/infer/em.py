@@ -4,7 +4,8 @@ Components define their own sufficient statistics and M-step, priors included: s
 :mod:`pyrohmm.nn.closed_form`. Transitions under a diversity prior have M-steps of their own
 (:mod:`pyrohmm.infer.msteps`); what has no closed form follows :class:`GradientStep`. With
 minibatches, sufficient statistics are averaged with decaying step sizes (Cappé and Moulines, 2009,
-On-line EM for latent data models).
+On-line EM for latent data models), from those of all the data under the first parameters: a
+symbol that the first batch lacks keeps its probability.
 """
 
 from __future__ import annotations
@@ -102,10 +103,12 @@ def fit_em(
             with any other function, which may depend on anything, all follow gradient steps.
 
     Other Arguments:
-        batch_size: Number of sequences in a minibatch; all by default. The M-step must need sums
-            over observations alone, as for symbols and in closed forms. Losses are then those
-            of the batches, scaled to the whole set, but for the last, which is that of all data.
-        decay: With minibatches, iteration t averages the statistics with a step of
+        batch_size: Number of sequences in a minibatch; all by default, and if there are no more.
+            The M-step must need sums over observations alone, as for symbols and in closed forms.
+            One pass over all data comes before the first iteration, and one after the last. Losses
+            are those of the batches, scaled to the whole set, but for the last, which is that of
+            all data; all steps are taken.
+        decay: With minibatches, iteration t = 1, 2, ... averages the statistics with a step of
             :math:`(t + 1)^{-d}`; between 0.5 and 1.
         transition_step: M-step of the transitions of a :class:`TabularHMM` under a
             :class:`DiversityPrior`: ``msteps.FixedPoint()``, the default for its usual exponent,
@@ -144,18 +147,20 @@ def fit_em(
     maximize = Maximization(parameters, transition_step, gradient_step or GradientStep())
     if batch_size is not None:
         _check_batch_size(batch_size, maximize)
+        batch_size = None if batch_size >= len(data) else batch_size
     by_length = maximize.summed and maximize.chain_closed and not reseed
     loop = _Loop(
         Expectation(parameters, maximize.gather, by_length, reseed),
         maximize,
         Batches(parameters.data, batch_size, generator),
-        _Convergence(num_steps, None if batch_size is not None else tolerance),
+        _Convergence(num_steps, None if batch_size is not None else tolerance, parameters.units),
         None if batch_size is None else _Average(decay),
     )
     if checkpoint is not None:
         loop.checkpoint = Checkpoint(checkpoint, _identity(parameters, arguments), (generator,))
     if not loop.resume():
         _begin(parameters, maximize, start)
+        loop.prepare()
     with tqdm(total=num_steps, disable=None if progress is None else not progress) as bar:
         loop.run(num_steps, bar)
     if batch_size is not None:  # the loss of one batch is too noisy to judge restarts by
@@ -248,17 +253,18 @@ class _Convergence:
     Args:
         num_steps: Largest number of iterations.
         tolerance: The share; None never ends it.
+        units: What the unit of the data adds to the loss, which is no part of what is shared.
     """
 
-    def __init__(self, num_steps: int, tolerance: float | None) -> None:
-        self.tolerance, self.converged = tolerance, False
+    def __init__(self, num_steps: int, tolerance: float | None, units: float) -> None:
+        self.tolerance, self.units, self.converged = tolerance, units, False
         self.reason = f"it took all {num_steps} steps"
 
     def test(self, losses: list[Tensor]) -> None:
         """Compare the last loss with the one before."""
         if self.tolerance is not None and len(losses) > 1:
             fall = losses[-2] - losses[-1]
-            if not bool((fall >= self.tolerance * losses[-1].abs()).any()):
+            if not bool((fall >= self.tolerance * (losses[-1] - self.units).abs()).any()):
                 self.converged = True
                 self.reason = f"the loss fell by less than {self.tolerance:g} of itself"
 
@@ -268,16 +274,12 @@ class _Average:
 
     def __init__(self, decay: float) -> None:
         self.decay = decay
-        self.statistics: Statistics | None = None
+        self.statistics: Statistics = {}
 
-    def __call__(self, new: Statistics, iteration: int) -> Statistics:
-        """The average after ``new``, that of the first iteration being 1."""
-        if self.statistics is not None:
-            rate = iteration**-self.decay
-            new = {
-                name: (1 - rate) * self.statistics[name] + rate * value
-                for name, value in new.items()
-            }
+    def add(self, new: Statistics, rate: float) -> Statistics:
+        """Move the average towards ``new`` by the share ``rate``; one replaces it."""
+        if self.statistics:
+            new = {name: torch.lerp(self.statistics[name], new[name], rate) for name in new}
         self.statistics = new
         return new
 
@@ -305,11 +307,7 @@ class _Loop:
                     self._save(self.checkpoint)
             batch = self.batches.take()
             disturbed = self.expect.reseeded  # in the iteration before
-            try:
-                loss, statistics = self.expect(batch)
-            except ValueError as error:
-                self.batches.explain(error)
-                raise
+            loss, statistics = self._expect(batch)
             self.losses.append(loss.cpu())
             nats = loss.min().item() / max(data.num_observed, 1)
             bar.set_postfix(nats_per_step=f"{nats:.4f}", refresh=False)
@@ -318,11 +316,30 @@ class _Loop:
             if self.convergence.converged or len(self.losses) > num_steps:
                 break
             if self.average is not None:
-                statistics = self.average(statistics, len(self.losses))
+                rate = (len(self.losses) + 1) ** -self.average.decay
+                statistics = self.average.add(statistics, rate)
             self.maximize(statistics, batch)
             bar.update()
         if self.checkpoint is not None and self.convergence.converged and not known:
             self._save(self.checkpoint)
+
+    def prepare(self) -> None:
+        """Start the average of minibatches at the statistics of all the data."""
+        if self.average is None:
+            return
+        data, seen = self.batches.data, 0
+        for chosen in torch.arange(len(data)).split(self.batches.batch_size):
+            self.batches.chosen = chosen
+            seen += len(chosen)
+            _, statistics = self._expect(data.batch(chosen))
+            self.average.add(statistics, len(chosen) / seen)
+
+    def _expect(self, batch: Sequences) -> tuple[Tensor, Statistics]:
+        try:
+            return self.expect(batch)
+        except ValueError as error:
+            self.batches.explain(error)
+            raise
 
     @property
     def seconds(self) -> float:
@@ -356,7 +373,7 @@ class _Loop:
         self.expect.reseeded = state["reseeded"]
         self.losses = list(state["losses"])
         self.start_time -= state["seconds"]
-        if self.average is not None and state["statistics"] is not None:
+        if self.average is not None:
             device = self.batches.data.values.device
             self.average.statistics = {
                 name: value.to(device) for name, value in state["statistics"].items()
@@ -374,6 +391,7 @@ def _watch(history: Tensor, maximize: Maximization) -> None:
     tensors = [*parameters.values.values(), *parameters.points]
     single = any(tensor.dtype == torch.float32 for tensor in tensors)
     slack = (1e-6 if single else 1e-10) * (1 + history.abs().amax().item())
+    slack += parameters.data.num_observed * _rounding(parameters)
     rise = (history[:, 1:] - history[:, :-1]).max().item() if history.size(1) > 1 else 0.0
     # a floor may raise the loss, and has been noted
     if rise > slack and not maximize.notes and maximize.gradient.step.guard:
@@ -383,6 +401,20 @@ def _watch(history: Tensor, maximize: Maximization) -> None:
         )
         maximize.notes[note] = 1
         warnings.warn(note, RuntimeWarning, stacklevel=4)
+
+
+def _rounding(parameters: Parameters) -> float:
+    """What the rounding of means far from zero may change in the loss of an observation."""
+    with torch.no_grad():
+        emission: Any = parameters.build(parameters.data[:1])[0].emission
+    try:
+        mean, variance = emission.mean, emission.variance
+    except NotImplementedError:
+        return 0.0
+    if not mean.dtype.is_floating_point:
+        return 0.0
+    rounded = (torch.finfo(mean.dtype).eps * mean) ** 2 / variance
+    return rounded.nan_to_num(0.0, 0.0).sum().item()
 
 
 def _finish(loop: _Loop, history: Tensor) -> Fit:

@@ -21,7 +21,7 @@ from tqdm import tqdm
 from ..data.sequences import Sequences
 from ..io.checkpoints import Checkpoint
 from ..nn.base import HMMModule, in_mode
-from .models import to_model_device
+from .models import scale_priors, to_model_device
 from .process_group import ProcessGroup
 from .results import WINDOW, Fit, uses_labels
 from .training import Settings, State
@@ -50,6 +50,9 @@ def train(
     check_model_and_data(model, data)
     if isinstance(guide, AutoGuide):
         _rename(guide)
+    asked = inspect.unwrap(model)
+    module = getattr(asked, "module", None)
+    units = scale_priors(module, data) if isinstance(module, HMMModule) else 0.0
     with pyro.get_param_store().scope() as store, in_mode(True, model, guide):
         state = State(model, guide, data, settings, batched)
         checkpoint = None
@@ -60,20 +63,25 @@ def train(
             state.resume(checkpoint.load())
         if state.group.size > 1:
             state.check_ranks()
-        descend(state, checkpoint)
+        descend(state, checkpoint, units)
         losses = state.finish()
-    asked = inspect.unwrap(model)
     return Fit(
         model, guide, losses, state.converged, state.reason, state.seconds, data.num_observed,
         names=list(state.objective.supports), params=dict(store),
-        notes=uses_labels(data) if isinstance(getattr(asked, "module", None), HMMModule) else [],
+        notes=uses_labels(data) if isinstance(module, HMMModule) else [],
         method=method, validation=[] if state.held_out is None else state.held_out.history,
         supports=state.objective.supports,
     )  # fmt: skip
 
 
-def descend(state: State, checkpoint: Checkpoint | None) -> None:
-    """Take gradient steps until a test ends the fit, or all are taken."""
+def descend(state: State, checkpoint: Checkpoint | None, units: float) -> None:
+    """Take gradient steps until a test ends the fit, or all are taken.
+
+    Args:
+        state: All of the fit.
+        checkpoint: Where to save it.
+        units: What the unit of the data adds to the loss.
+    """
     settings, objective, batches = state.settings, state.objective, state.batches
     losses, descent, held_out, group = state.losses, state.descent, state.held_out, state.group
     steps = range(len(losses), len(losses) if state.converged else settings.num_steps)
@@ -103,7 +111,7 @@ def descend(state: State, checkpoint: Checkpoint | None) -> None:
             if (step + 1) % WINDOW == 0:
                 level = torch.stack(losses[-WINDOW:]).mean(0).min().item()
                 progress.show("nats_per_step", level / state.num_observed)
-            if ended := why_converged(losses, settings.tolerance) or ended:
+            if ended := why_converged(losses, settings.tolerance, units) or ended:
                 state.converged, state.reason = True, ended
                 break
             if checkpoint is not None and checkpoint.is_due():
@@ -135,16 +143,17 @@ class Progress:
         self.bar.set_postfix(self.shown)
 
 
-def why_converged(losses: list[Tensor], tolerance: float | None) -> str | None:
+def why_converged(losses: list[Tensor], tolerance: float | None, units: float = 0.0) -> str | None:
     """The reason to end a fit whose loss no longer falls, if that is so.
 
-    The mean of the last 25 losses is compared with that of the 25 before, every 25 steps.
+    The mean of the last 25 losses is compared with that of the 25 before, every 25 steps. What
+    the ``units`` of the data add to a loss is not counted.
     """
     if tolerance is None or len(losses) % WINDOW or len(losses) < 2 * WINDOW:
         return None
     mean = torch.stack(losses[-WINDOW:]).mean(0)
     before = torch.stack(losses[-2 * WINDOW : -WINDOW]).mean(0)
-    if bool((before - mean >= tolerance * mean.abs()).any()):  # in any restart
+    if bool((before - mean >= tolerance * (mean - units).abs()).any()):  # in any restart
         return None
     return f"over {WINDOW} steps the loss fell by less than {tolerance:g} of itself"
 

@@ -28,6 +28,7 @@ from ..distributions.hmm import HMM
 from ..distributions.observation import log_prob_per_state
 from ..distributions.sampling import sample_emission, sample_emission_per_step
 from ..nn.base import HMMModule, OwnParameters
+from ..nn.centred import scale_prior
 from ..nn.neural import NeuralHMM
 
 LogPrior = Callable[[HMM], Tensor]
@@ -67,6 +68,32 @@ def build(module: HMMModule, data: Sequences) -> HMM:
             "whose forward takes (lengths, observed, covariates), or build data without them."
         )
     return module(data.lengths, observed, data.covariates)
+
+
+def scale_priors(module: HMMModule, data: Sequences) -> float:
+    """Give priors of normal emissions the location and scale of ``data``; in place.
+
+    Fits do so themselves. Priors with hyperparameters of their own stay: see :func:`normal`.
+
+    Args:
+        module: Builds the HMM.
+        data: The sequences; steps that are not observed do not count.
+
+    Returns:
+        By how much the loss exceeds that of data in units of their standard deviations, in nats;
+        zero if the priors stay.
+
+    Raises:
+        ValueError: If squares of the data leave the range of the dtype of the parameters.
+
+    Example:
+        >>> module = TabularHMM(2, normal(0))
+        >>> _ = scale_priors(module, Sequences.from_list([[1e3, 3e3]]))
+        >>> module.emission.prior_loc, module.emission.rate
+        (tensor([2000., 2000.]), tensor([1000000., 1000000.]))
+    """
+    with torch.no_grad():
+        return scale_prior(module.emission_module(), data.values[data.observed])
 
 
 def check_returns_hmm(hmm: Any) -> HMM:

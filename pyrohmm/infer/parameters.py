@@ -12,7 +12,7 @@ from torch import Tensor
 from ..data.sequences import Sequences
 from ..distributions.hmm import HMM
 from ..nn.base import HMMModule
-from .models import LogPrior, build, to_model_device
+from .models import LogPrior, build, scale_priors, to_model_device
 from .objective import check_events
 from .starts import Values
 
@@ -28,6 +28,7 @@ class Parameters:
         points: The parameters without priors.
         fitted: Names of the latent variables and of the points; all else is frozen.
         example: An HMM that the module has built.
+        units: What the unit of the data adds to the loss: see :func:`scale_priors`.
 
     Raises:
         ValueError: If there is nothing to fit, or there are restarts and points.
@@ -40,6 +41,7 @@ class Parameters:
         self.module: Any = module
         self.restarts, self.log_prior = restarts, log_prior
         self.data = to_model_device(module, None, data)
+        self.units = scale_priors(module, self.data)
         with torch.no_grad(), poutine.block():
             trace = poutine.trace(lambda: build(module, self.data[:1])).get_trace()
         self.sites = {name: trace.nodes[name]["fn"] for name in trace.stochastic_nodes}

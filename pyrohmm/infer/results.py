@@ -12,6 +12,7 @@ import torch
 from pyro import poutine
 from pyro.distributions import Delta
 from pyro.nn import PyroModule
+from pyro.poutine.util import site_is_subsample
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 from torch.distributions import constraints
@@ -107,6 +108,51 @@ class Fit:
             trace = poutine.trace(self.guide).get_trace(parts[0])
             hmms = [poutine.block(poutine.replay(self.model, trace=trace))(part) for part in parts]
         return [check_returns_hmm(hmm) for hmm in hmms]
+
+    def parts(self, data: Sequences) -> dict[str, Tensor]:
+        """The parts of the loss where the fit ended, each in nats for the whole set.
+
+        Those of the model are minus log-densities by the name of their site: of the sequences
+        (``x`` in the models of this package), of each latent variable, and of further factors, such
+        as ``log_prior``, that of a diversity prior. For SVI they are those of one sample of the
+        guide, whose log-densities are those named ``guide: ...``. Their sum is the loss: for EM
+        the last of :attr:`losses`, for MAP that of a step more. Nothing is computed until it is
+        asked for.
+
+        Args:
+            data: The sequences; others than those of the fit give the parts of a held-out loss.
+
+        Raises:
+            ValueError: If the model enumerates its states: no site of it has the likelihood alone.
+
+        Example:
+            >>> data = Sequences.from_list([[0, 1] * 10, [1, 0] * 10])
+            >>> module = TabularHMM(2, categorical(2, 1.1), 1.1, 1.1)
+            >>> fit = fit_em(module, data, log_prior=DiversityPrior(2.0))
+            >>> parts = fit.parts(data)
+            >>> sorted(name.removeprefix("module.") for name in parts)
+            ['emission.probs', 'initial', 'log_prior', 'transition', 'x']
+            >>> abs(sum(parts.values()) - fit.losses[-1]) < 1e-3
+            tensor(True)
+        """
+        with torch.no_grad(), self.at_rest():
+            guide = poutine.trace(self.guide).get_trace(data)
+            model = poutine.trace(poutine.replay(self.model, trace=guide)).get_trace(data)
+        found = {}
+        traces = [(model, -1, ""), (guide, 1, "guide: ")]
+        for trace, sign, prefix in traces if self.method == "SVI" else traces[:1]:
+            with torch.no_grad():
+                trace.compute_log_prob(site_filter=lambda _, site: not site_is_subsample(site))
+            for name, site in trace.nodes.items():
+                if site["type"] != "sample" or site_is_subsample(site):
+                    continue
+                if site["infer"].get("enumerate") == "parallel":
+                    raise ValueError(
+                        f"the model enumerates {name!r}, so that the likelihood has no site. Ask "
+                        "with MarginalModel, which has the same density."
+                    )
+                found[prefix + name] = sign * site["log_prob"].sum()
+        return found
 
     @contextmanager
     def at_rest(self) -> Iterator[None]:

@@ -57,7 +57,8 @@ def by_kmeans(module: HMMModule, data: Sequences, restarts: int) -> Tensor:
     if len(rows) == 0:
         return weights.to(data.values.device)
     rows = torch.where(rows.isnan(), rows.nanmean(0).nan_to_num(0.0), rows)
-    rows = (rows - rows.mean(0)) / rows.std(0, correction=0).clamp(min=1e-12)
+    spread = rows.std(0, correction=0)
+    rows = (rows - rows.mean(0)) / torch.where(spread > 0, spread, 1.0)
     for restart in range(restarts):
         # not quite certain, so that no state and no transition is ruled out
         clusters = nn.functional.one_hot(_cluster(rows, num_states), num_states).double()

@@ -7,6 +7,7 @@ Its modules; each imports only those above it:
 ``base``         ``HMMModule``: what every module of this room is
 ``closed_form``  the M-step of EM: what a module or an emission defines
 ``family``       ``Emission``: base of the emission families
+``centred``      what normal families share: priors with the scale of the data
 ``normals``      normal families: diagonal, spherical, full, tied
 ``mixtures``     mixtures of normals
 ``composed``     joined streams; states that share an emission

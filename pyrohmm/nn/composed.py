@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .._checks import check_integers
 from ..distributions.observation import Streams, Tied
+from .centred import scale_prior
 from .closed_form import EmissionMStep, Maximum, Statistics, inside, under
 from .family import Emission, EmissionFamily
 
@@ -64,6 +65,14 @@ class StreamsEmission(Emission):
             emission = None if current is None else joined.parts[i]
             statistics |= under(f"parts.{i}.", part.statistics(piece, weight, emission))
         return statistics
+
+    def scale_prior(self, values: Tensor) -> float:
+        """Each part by itself: see :meth:`CentredEmission.scale_prior`."""
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            joined = self.forward()
+        if values.shape[1:] != joined.event_shape:
+            return 0.0
+        return sum(map(scale_prior, self.parts, joined.split(values)))
 
     def m_step(self, statistics: Statistics) -> Maximum:
         """Each part by itself."""
@@ -124,6 +133,10 @@ class TiedEmission(Emission):
         member = torch.nn.functional.one_hot(self.index, self.num_distinct).to(weights)
         base = None if current is None else current.base
         return under("part.", self.part.statistics(values, weights @ member, base))
+
+    def scale_prior(self, values: Tensor) -> float:
+        """That of the distinct emissions: see :meth:`CentredEmission.scale_prior`."""
+        return scale_prior(self.part, values)
 
     def m_step(self, statistics: Statistics) -> Maximum:
         """Those of the distinct emissions."""

@@ -6,7 +6,7 @@ from functools import partial
 from typing import ClassVar
 
 import torch
-from pyro.distributions import Categorical, Dirichlet, InverseGamma, MixtureSameFamily, Normal
+from pyro.distributions import Categorical, Dirichlet, MixtureSameFamily, Normal
 from pyro.distributions.torch_distribution import TorchDistribution
 from pyro.nn import PyroSample
 from torch import Tensor
@@ -14,19 +14,21 @@ from torch.distributions import constraints
 
 from .._checks import check_size
 from ..distributions.observation import marginal_log_prob
+from ..distributions.units import InUnits, InverseGamma
 from ..ops.log_space import log
+from .centred import CentredEmission, centre
 from .closed_form import Maximum, Statistics, row_mode
 from .family import EmissionFamily, check_strengths, moments, positive, spread
-from .normals import CentredEmission, centre, normal_m_step
+from .normals import normal_m_step
 
 
 def normal_mixture(
     num_components: int,
     dim: int,
-    loc: float | Tensor = 0.0,
+    loc: float | Tensor | None = None,
     weight: float = 0.01,
     concentration: float = 2.0,
-    rate: float | Tensor = 1.0,
+    rate: float | Tensor | None = None,
     weights_concentration: float = 1.0,
 ) -> EmissionFamily:
     """Emission family of vectors that are a mixture of C normal distributions in each state.
@@ -40,10 +42,11 @@ def normal_mixture(
     Args:
         num_components: C.
         dim: D, at least 1.
-        loc: Prior mean, a number or ``(D,)``.
+        loc: Prior mean, a number or ``(D,)``; of the data by default, with ``rate``.
         weight: How many observations the prior mean is worth.
         concentration: Of the inverse gamma prior of the variance.
-        rate: Of the inverse gamma prior of the variance, a number or ``(D,)``.
+        rate: Of the inverse gamma prior of the variance, a number or ``(D,)``; by default the
+            variance of the data.
         weights_concentration: Of the Dirichlet prior of the weights.
     """
     check_size("num_components", num_components)
@@ -74,28 +77,34 @@ class MixtureEmission(CentredEmission):
         num_states: int,
         num_components: int,
         dim: int,
-        loc: float | Tensor = 0.0,
+        loc: float | Tensor | None = None,
         weight: float = 0.01,
         concentration: float = 2.0,
-        rate: float | Tensor = 1.0,
+        rate: float | Tensor | None = None,
         weights_concentration: float = 1.0,
     ) -> None:
         super().__init__()
         check_strengths(weight, concentration)
         self.dim, self.weight, self.spherical = dim, weight, False
-        self.num_components = num_components
+        self.num_components, self.of_data = num_components, loc is None and rate is None
         shape = (num_states, num_components, dim)
-        self.register_buffer("prior_loc", spread("loc", loc, shape))
-        self.register_buffer("rate", positive("rate", rate, shape))
+        self.register_buffer("prior_loc", spread("loc", 0.0 if loc is None else loc, shape))
+        self.register_buffer("rate", positive("rate", 1.0 if rate is None else rate, shape))
         self.register_buffer("shape", torch.full_like(self.rate, concentration))
         self.register_buffer(
             "concentration", positive("weights_concentration", weights_concentration, shape[:2])
         )
         self.weights = PyroSample(lambda self: Dirichlet(self.concentration).to_event(1))
         self.variance = PyroSample(lambda self: InverseGamma(self.shape, self.rate).to_event(3))
-        self.loc = PyroSample(
-            lambda self: Normal(self.prior_loc, (self.variance / self.weight).sqrt()).to_event(3)
-        )
+        self.loc = PyroSample(lambda self: self._loc_prior().to_event(3))
+
+    def _set_spread(self, variance: Tensor) -> float:
+        self.rate.copy_(variance)
+        return float(self.rate.log().sum())
+
+    def _loc_prior(self) -> TorchDistribution:
+        prior = Normal(self.prior_loc, (self.variance / self.weight).sqrt())
+        return InUnits(prior, self.prior_loc, self.rate.sqrt())
 
     def forward(self) -> TorchDistribution:
         """The distribution of a vector, batched over states."""

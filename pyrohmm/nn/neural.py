@@ -10,18 +10,26 @@ References:
 
 from __future__ import annotations
 
+import copy
 import math
 import zlib
+<<<<<<< HEAD
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any, cast
+=======
+from collections.abc import Sequence
+from typing import Any, Self, cast
+>>>>>>> scale
 
+import pyro
 import torch
+from pyro import poutine
 from pyro.distributions import Categorical
 from pyro.nn import PyroModule
 from torch import Tensor, nn
 
-from .._checks import check_size
+from .._checks import check_integers, check_range, check_shape, check_size
 from .._precision import at_least_single, full_precision
 from ..distributions.block_hmm import BlockHMM, FinalState
 from ..distributions.carried_state import CarriedState
@@ -29,8 +37,8 @@ from ..distributions.hmm import HMM
 from ..ops.block_emission import log_emission, normalised
 from ..ops.block_transition import InnerProductTransition
 from ..ops.blocks import Blocks
-from .base import HMMModule
-from .networks import USES, Residual, StateEmbedding, SymbolEmbedding
+from .base import PYRO, HMMModule
+from .networks import USES, CharCNN, Residual, StateEmbedding, SymbolEmbedding
 
 
 @dataclass(frozen=True)
@@ -91,21 +99,32 @@ class _Large(HMMModule):
                 f"blocks must be of {num_states} states and {num_symbols} symbols, as the model; "
                 f"got {blocks}."
             )
+<<<<<<< HEAD
         if not isinstance(dropout, LinearDropout):
             check_dropout("dropout", dropout)
         else:
             self.register_buffer("num_drawn", torch.tensor(0))
         self.num_states, self.num_symbols = num_states, num_symbols
         self.blocks, self.dropout = blocks, dropout
+=======
+        if not 0 <= dropout < 1:
+            raise ValueError(f"dropout must be at least 0 and less than 1; got {dropout}.")
+        self.num_states, self.num_symbols, self.dropout = num_states, num_symbols, dropout
+        self._set_blocks(blocks)
+
+    def _set_blocks(self, blocks: Blocks | None) -> None:
+        self.blocks = blocks
+>>>>>>> scale
         parts = [] if blocks is None else [blocks.symbol_block, blocks.sizes, blocks.states]
         self._digest = zlib.crc32(repr([part.tolist() for part in parts]).encode())
         # so that checkpoints tell models apart
-        digest = zlib.crc32(repr((self._digest, dropout)).encode())
+        digest = zlib.crc32(repr((self._digest, self.dropout)).encode())
         self.register_buffer("digest", torch.tensor(digest), persistent=False)
         self._last: tuple[list[Tensor], HMM] | None = None
 
     def forward(self, lengths: Tensor, observed: Tensor | None = None) -> HMM:
         """Build the HMM for sequences of ``lengths`` ``(*B)``."""
+        _check_particles(self)
         if self.training or torch.is_grad_enabled() or not self._is_fixed():
             self._last = None
             states, blocks = None, self.blocks
@@ -185,6 +204,15 @@ def _check_single(dims: int = 1, **parts: Tensor) -> None:
                 f"{tuple(part.shape)}. Models with thousands of states take one set of parameters "
                 "at a time: use vectorize_particles=False, or Predictive(parallel=False)."
             )
+
+
+def _check_particles(module: PyroModule) -> None:
+    """Raise if a variable with a prior has several particles, which networks cannot take."""
+    for path, part in module.named_modules():
+        for name, prior in getattr(part, "_pyro_samples", {}).items():
+            prior = prior if hasattr(prior, "event_shape") else prior(part)
+            dims = len(prior.batch_shape + prior.event_shape)
+            _check_single(dims, **{f"{path}.{name}".lstrip("."): getattr(part, name)})
 
 
 def _are_same(some: list[Tensor], others: list[Tensor]) -> bool:
@@ -326,6 +354,55 @@ class NeuralHMM(_Large):
             return [getattr(self, f"{use}_joint")(vector) for use, vector in zip(uses, vectors)]
         return vectors
 
+    def extended(self, words: Sequence[str], clusters: Tensor | None = None) -> Self:
+        """A copy that emits further words, spelt by its :class:`CharCNN`, after the V so far.
+
+        Words that were not there in training get vectors from their letters, and the bias of the
+        word whose vector is nearest, of largest cosine; all other parameters are the same. The
+        probabilities of the words of a state sum to one again. To load what :func:`save` has
+        saved of the copy, build a module with all the words and with ``blocks`` as its are.
+
+        Args:
+            words: New words, of letters that others have.
+            clusters: ``(n,)`` integers, the block of each; that of the nearest word by default.
+
+        Raises:
+            TypeError: If the vectors of symbols are not those of a :class:`CharCNN`.
+            ValueError: As :meth:`CharCNN.extended`; or if ``clusters`` have another shape, are no
+                blocks, or are given to a model without.
+
+        Example:
+            >>> words = CharCNN(["cat", "cats", "dog"], 8)
+            >>> module = NeuralHMM(4, 3, hidden_dim=8, words=words).extended(["dogs"])
+            >>> module(torch.tensor([1])).emission.probs.shape
+            torch.Size([4, 4])
+        """
+        if not isinstance(self.words, CharCNN):
+            raise TypeError(
+                "words can be added to a model whose vectors of symbols are those of a CharCNN; "
+                f"this one has {type(self.words).__name__}, which knows no spelling. Build it with "
+                "words=CharCNN(...)."
+            )
+        net, other = self.words.extended(words), copy.deepcopy(self)
+        with PYRO, pyro.get_param_store().scope(), poutine.block(), torch.no_grad():
+            unit = nn.functional.normalize(copy.deepcopy(net)(), dim=-1)  # net itself has not run
+            nearest = (unit[self.num_symbols :] @ unit[: self.num_symbols].mT).argmax(-1)
+            other.bias = nn.Parameter(torch.cat([self.bias, self.bias[nearest]]))
+        if clusters is not None:
+            if self.blocks is None:
+                raise ValueError("clusters are for a model with blocks; this one has none.")
+            check_integers("clusters", clusters)
+            check_shape("clusters", clusters, (len(nearest),), "one for each word")
+            check_range("clusters", clusters, self.blocks.num_blocks, "the number of blocks - 1")
+        other.words, other.num_symbols = net, self.num_symbols + len(nearest)
+        blocks = self.blocks
+        if blocks is not None:
+            added = blocks.symbol_block[nearest.cpu()] if clusters is None else clusters.cpu()
+            states = [row[row >= 0] for row in blocks.states]
+            blocks = Blocks(torch.cat([blocks.symbol_block, added]), states, blocks.num_states)
+        other._set_blocks(blocks)
+        return other.to(self.bias.device)
+
     def continue_from(
         self, lengths: Tensor, ending: FinalState | None, continues: Tensor
     ) -> tuple[BlockHMM, Tensor]:
@@ -345,6 +422,7 @@ class NeuralHMM(_Large):
         """
         if self.blocks is None or not self.blocks.disjoint:
             raise ValueError("sequences continue in windows only with blocks that are disjoint.")
+        _check_particles(self)
         every = torch.arange(self.num_states, device=next(self.parameters()).device)
         states, blocks = (None, self.blocks)
         if self.training and self.dropout:

@@ -1,7 +1,8 @@
 """Emission families of normal vectors: independent components, and covariance matrices.
 
 Sums of squares are taken about a centre, and a variance without a prior never falls below a small
-share of that of the data.
+share of that of the data. A prior whose location and scale are not given takes those of the data
+that it is fitted to, so that the unit of the data does not matter.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from functools import partial
 from typing import Any, ClassVar
 
 import torch
-from pyro.distributions import InverseGamma, MultivariateNormal, Normal
+from pyro.distributions import MultivariateNormal, Normal
 from pyro.distributions.torch_distribution import TorchDistribution
 from pyro.nn import PyroSample
 from torch import Tensor
@@ -18,9 +19,10 @@ from torch.distributions import constraints
 
 from .._checks import check_size
 from ..distributions.inverse_wishart import InverseWishart, covariance_matrix
+from ..distributions.units import InUnits, InverseGamma
+from .centred import CentredEmission, centre
 from .closed_form import Maximum, Statistics
 from .family import (
-    Emission,
     EmissionFamily,
     check_dim,
     check_strengths,
@@ -34,18 +36,22 @@ SMALLEST = 1e-12  # share of the data's variance that one without a prior never 
 
 def normal(
     dim: int = 1,
-    loc: float | Tensor = 0.0,
+    loc: float | Tensor | None = None,
     weight: float = 0.01,
     concentration: float = 2.0,
-    rate: float | Tensor = 1.0,
+    rate: float | Tensor | None = None,
 ) -> EmissionFamily:
     r"""Emission family of vectors whose components are independent and normal in each state.
 
-    The prior is conjugate; the defaults are weak for data of zero mean and unit variance, and
-    keep the variance of a state with a single observation from shrinking to zero:
+    The prior is conjugate and weak, and keeps the variance of a state with a single observation
+    from shrinking to zero:
 
     .. math:: \sigma^2_{kd} \sim \mathrm{InvGamma}(a, b_d), \quad
               \mu_{kd} \sim \mathrm{Normal}(m_d, \sigma^2_{kd} / w)
+
+    If neither m nor b is given they are mean and variance of the data of a fit, which sets them
+    before its first step, so that the unit of the data does not matter; :func:`scale_priors` does
+    the same for NUTS. Until then, and if one of them alone is given, m is 0 and b is 1.
 
     Sites: ``emission.variance`` ``(K, D)``, then ``emission.loc`` ``(K, D)``.
 
@@ -56,6 +62,11 @@ def normal(
         weight: w, how many observations the prior mean is worth.
         concentration: a.
         rate: b, a number or ``(D,)``.
+
+    Example:
+        >>> data = Sequences.from_list([[[1e10], [3e10]]])
+        >>> fit_em(TabularHMM(1, normal(1)), data).values["module.emission.loc"]
+        tensor([[2.0000e+10]])
     """
     check_dim(dim)
     return partial(
@@ -65,10 +76,10 @@ def normal(
 
 def normal_spherical(
     dim: int,
-    loc: float | Tensor = 0.0,
+    loc: float | Tensor | None = None,
     weight: float = 0.01,
     concentration: float = 2.0,
-    rate: float = 1.0,
+    rate: float | None = None,
 ) -> EmissionFamily:
     """As :func:`normal`, with one variance for all the components of a state.
 
@@ -76,10 +87,11 @@ def normal_spherical(
 
     Args:
         dim: D, at least 1.
-        loc: Prior mean, a number or ``(D,)``.
+        loc: Prior mean, a number or ``(D,)``; of the data by default, with ``rate``.
         weight: How many observations the prior mean is worth.
         concentration: Of the inverse gamma prior of the variance.
-        rate: Of the inverse gamma prior of the variance.
+        rate: Of the inverse gamma prior of the variance; by default the mean over components of
+            the variance of the data.
     """
     check_size("dim", dim)
     return partial(
@@ -95,10 +107,10 @@ def normal_spherical(
 
 def normal_full(
     dim: int,
-    loc: float | Tensor = 0.0,
+    loc: float | Tensor | None = None,
     weight: float = 0.01,
     degrees: float | None = None,
-    scale: float | Tensor = 1.0,
+    scale: float | Tensor | None = None,
 ) -> EmissionFamily:
     r"""Emission family of normal vectors with a covariance matrix for each state.
 
@@ -109,11 +121,13 @@ def normal_full(
 
     Args:
         dim: D, at least 1.
-        loc: m, a number or ``(D,)``.
+        loc: m, a number or ``(D,)``; with neither m nor ``scale``, both are of the data, as in
+            :func:`normal`.
         weight: w, how many observations the prior mean is worth.
         degrees: :math:`\nu`, D + 2 by default, with which the prior mean of the covariance is
             :math:`\Psi`.
-        scale: :math:`\Psi`, a number (times the identity) or ``(D, D)``.
+        scale: :math:`\Psi`, a number (times the identity) or ``(D, D)``; that of the data is
+            diagonal, with the variance of each component.
     """
     check_size("dim", dim)
     return partial(
@@ -123,10 +137,10 @@ def normal_full(
 
 def normal_tied(
     dim: int,
-    loc: float | Tensor = 0.0,
+    loc: float | Tensor | None = None,
     weight: float = 0.01,
     degrees: float | None = None,
-    scale: float | Tensor = 1.0,
+    scale: float | Tensor | None = None,
 ) -> EmissionFamily:
     """As :func:`normal_full`, with one covariance matrix ``(D, D)`` for all the states.
 
@@ -134,7 +148,7 @@ def normal_tied(
 
     Args:
         dim: D, at least 1.
-        loc: Prior mean, a number or ``(D,)``.
+        loc: Prior mean, a number or ``(D,)``; of the data by default, with ``scale``.
         weight: How many observations the prior mean is worth.
         degrees: Of the inverse Wishart prior, D + 2 by default.
         scale: Of the inverse Wishart prior, a number (times the identity) or ``(D, D)``.
@@ -151,16 +165,6 @@ def normal_tied(
     )
 
 
-class CentredEmission(Emission):
-    """An emission with means ``loc`` whose sums are taken about the buffer ``prior_loc``."""
-
-    def set_points(self, **values: Tensor) -> None:
-        """Make parameters points without priors; sums are then about the value of ``loc``."""
-        super().set_points(**values)
-        if "loc" in values:
-            self.prior_loc.copy_(values["loc"].detach().expand(self.prior_loc.shape))
-
-
 class NormalEmission(CentredEmission):
     """Independent normal components with a conjugate prior: see :func:`normal`."""
 
@@ -173,23 +177,29 @@ class NormalEmission(CentredEmission):
         self,
         num_states: int,
         dim: int,
-        loc: float | Tensor = 0.0,
+        loc: float | Tensor | None = None,
         weight: float = 0.01,
         concentration: float = 2.0,
-        rate: float | Tensor = 1.0,
+        rate: float | Tensor | None = None,
         spherical: bool = False,
     ) -> None:
         super().__init__()
         check_strengths(weight, concentration)
         shape = (num_states, dim) if dim else (num_states,)
         self.dim, self.weight, self.spherical = dim, weight, spherical
-        self.register_buffer("prior_loc", spread("loc", loc, shape))
-        self.register_buffer("rate", positive("rate", rate, (num_states,) if spherical else shape))
+        self.of_data = loc is None and rate is None
+        self.register_buffer("prior_loc", spread("loc", 0.0 if loc is None else loc, shape))
+        each = (num_states,) if spherical else shape
+        self.register_buffer("rate", positive("rate", 1.0 if rate is None else rate, each))
         self.register_buffer("shape", torch.full_like(self.rate, concentration))
         self.variance = PyroSample(
             lambda self: InverseGamma(self.shape, self.rate).to_event(self.rate.dim())
         )
         self.loc = PyroSample(lambda self: self._loc_prior().to_event(len(shape)))
+
+    def _set_spread(self, variance: Tensor) -> float:
+        self.rate.copy_(variance.mean() if self.spherical else variance)
+        return float(self.rate.log().sum())
 
     def _wide(self) -> Tensor:
         variance = self.variance
@@ -198,7 +208,9 @@ class NormalEmission(CentredEmission):
         return variance
 
     def _loc_prior(self) -> TorchDistribution:
-        return Normal(self.prior_loc, (self._wide() / self.weight).sqrt())
+        unit = self.rate.sqrt()
+        prior = Normal(self.prior_loc, (self._wide() / self.weight).sqrt())
+        return InUnits(prior, self.prior_loc, unit.unsqueeze(-1) if self.spherical else unit)
 
     def forward(self) -> TorchDistribution:
         """The distribution of an observation, batched over states."""
@@ -231,18 +243,20 @@ class CovarianceEmission(CentredEmission):
         self,
         num_states: int,
         dim: int,
-        loc: float | Tensor = 0.0,
+        loc: float | Tensor | None = None,
         weight: float = 0.01,
         degrees: float | None = None,
-        scale: float | Tensor = 1.0,
+        scale: float | Tensor | None = None,
         tied: bool = False,
     ) -> None:
         super().__init__()
         check_strengths(weight, 1.0)
         self.dim, self.weight, self.tied = dim, weight, tied
+        self.of_data = loc is None and scale is None
         self.degrees = dim + 2.0 if degrees is None else float(degrees)
-        self.register_buffer("prior_loc", spread("loc", loc, (num_states, dim)))
-        matrix = torch.as_tensor(scale, dtype=self.prior_loc.dtype)
+        means = spread("loc", 0.0 if loc is None else loc, (num_states, dim))
+        self.register_buffer("prior_loc", means)
+        matrix = torch.as_tensor(1.0 if scale is None else scale, dtype=means.dtype)
         if matrix.dim() == 0:
             matrix = matrix * torch.eye(dim)
         proper = matrix.shape == (dim, dim) and torch.equal(matrix, matrix.mT)
@@ -259,9 +273,16 @@ class CovarianceEmission(CentredEmission):
                 len(batch)
             )
         )
-        self.loc = PyroSample(
-            lambda self: MultivariateNormal(self.prior_loc, self._wide() / self.weight).to_event(1)
-        )
+        self.loc = PyroSample(lambda self: self._loc_prior().to_event(1))
+
+    def _set_spread(self, variance: Tensor) -> float:
+        self.scale.copy_(variance.diag())
+        matrices = 1 if self.tied else len(self.prior_loc)
+        return float(matrices * (self.dim + 1) * variance.log().sum()) / 2
+
+    def _loc_prior(self) -> TorchDistribution:
+        prior = MultivariateNormal(self.prior_loc, self._wide() / self.weight)
+        return InUnits(prior, self.prior_loc, self.scale.diagonal().sqrt())
 
     def _wide(self) -> Tensor:
         covariance = self.covariance
@@ -395,16 +416,12 @@ def normal_m_step(
     return mode, notes
 
 
-def centre(part: Any) -> Tensor:
-    """Origin of the moments, ``(D,)``: squares of numbers far from zero would cancel."""
-    loc = part.prior_loc.double()
-    return loc.reshape(-1, max(part.dim, 1)).mean(0)
-
-
 def floor_of(spread: Tensor, mean: Tensor, dtype: torch.dtype) -> Tensor:
     """The least variance without a prior: by that of the data, and by the rounding of ``dtype``."""
-    rounding = torch.finfo(dtype).eps ** 2 * (1 + mean.nan_to_num(0.0) ** 2)
-    return torch.maximum(SMALLEST * spread.nan_to_num(0.0), rounding)
+    square = mean.nan_to_num(0.0) ** 2
+    spread = spread.nan_to_num(0.0)
+    square = torch.where((square == 0) & (spread <= 0), 1.0, square)  # all data are zero
+    return torch.maximum(SMALLEST * spread, torch.finfo(dtype).eps ** 2 * square)
 
 
 def _floor_note(name: str) -> str:

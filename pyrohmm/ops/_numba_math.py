@@ -115,7 +115,7 @@ def logsumexp(scores):
     """Log of the sum of exponentials of an array."""
     peak = scores[0]
     for k in range(1, scores.shape[0]):
-        if not scores[k] <= peak:  # NaN wins
+        if scores[k] > peak or scores[k] != scores[k]:  # the first NaN stays
             peak = scores[k]
     if not (peak > -np.inf and peak < np.inf):
         return peak

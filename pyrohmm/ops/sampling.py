@@ -8,6 +8,15 @@ import torch
 from torch import Tensor
 
 
+def refuse_nan(*parts: Tensor) -> None:
+    """Raise if log-probabilities hold NaN, which a state or a symbol could not show."""
+    if bool(torch.stack([part.isnan().any() for part in parts]).any()):
+        raise ValueError(
+            "log-probabilities hold NaN, so that there is no path and no sample. Look for NaN in "
+            "the parameters or values."
+        )
+
+
 class CategoricalTable:
     """Categorical distributions sampled by inverting their cumulative sums, all in one search.
 
@@ -16,6 +25,7 @@ class CategoricalTable:
     """
 
     def __init__(self, logits: Tensor) -> None:
+        refuse_nan(logits)
         sums = logits.double().exp().cumsum(-1)
         sums = sums / sums[..., -1:]
         self.batch, self.width = logits.shape[:-2], logits.size(-1)

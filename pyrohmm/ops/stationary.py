@@ -66,7 +66,7 @@ def stationary(log_transition: Tensor, check: bool = True) -> Tensor:
         check: Whether to raise where there are many solutions; if not, they are NaN there.
 
     Returns:
-        ``(*B, K)`` probabilities.
+        ``(*B, K)`` probabilities; NaN where ``log_transition`` holds NaN.
 
     Raises:
         ValueError: If the chain has more than one recurrent class.
@@ -91,7 +91,7 @@ def stationary(log_transition: Tensor, check: bool = True) -> Tensor:
     residual = ((probs.unsqueeze(-2) @ matrix).squeeze(-2) - probs).detach().abs().amax(-1)
     failed = several.to(info.device).reshape(info.shape) | (info != 0) | ~(residual < 1e-3)
     if bool(failed.any()):
-        if check:
+        if check and bool((failed & ~matrix.isnan().flatten(-2).any(-1)).any()):
             raise ValueError(
                 "log_transition must have one recurrent class for its stationary distribution to "
                 "be unique; this chain has several, or nearly so. Allow transitions between them."

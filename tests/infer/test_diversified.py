@@ -29,6 +29,7 @@ from pyrohmm import (
     left_to_right,
     msteps,
     normal,
+    scale_priors,
     starts,
 )
 from pyrohmm.ops.log_space import log
@@ -82,7 +83,9 @@ def test_the_objective_never_falls_and_is_what_it_should_be(case, restarts, alph
     fall = fit.losses[:-1] - fit.losses[1:]
     assert bool((fall > -1e-9 * fit.losses[0].abs()).all())
     assert not [note for note in fit.notes if "rose" in note]
-    model = MarginalModel(TabularHMM(3, family), prior)
+    module = TabularHMM(3, family)
+    scale_priors(module, data)  # as the fit has done with its copy
+    model = MarginalModel(module, prior)
     trace = pyro.poutine.trace(pyro.condition(model, data=fit.values)).get_trace(data)
     assert fit.losses[-1].item() == pytest.approx(-trace.log_prob_sum().item())
 

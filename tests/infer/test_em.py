@@ -385,16 +385,15 @@ def test_a_sequence_that_is_impossible_is_named_in_every_batch(monkeypatch):
         fit_em(module, Sequences.from_list(sequences), start=start_at(begin))
 
 
-def test_a_minibatch_of_all_sequences_ends_where_full_batches_end():
+def test_a_minibatch_of_all_sequences_is_no_minibatch():
     case = CASES["counts"]
     data, module = data_of(case), module_of(case)
     begin = start_at(sample_start(module, data))
     whole = fit_em(module, data, num_steps=300, tolerance=1e-12, start=begin)
-    parts = fit_em(module, data, num_steps=300, batch_size=len(data), start=begin)
-    assert parts.losses[0].item() == pytest.approx(whole.losses[0].item())
-    assert parts.losses[1].item() == pytest.approx(whole.losses[1].item())
-    assert parts.losses[-1].item() == pytest.approx(whole.losses[-1].item(), abs=0.01)
-    assert not parts.converged
+    for size in (len(data), len(data) + 7):
+        parts = fit_em(module, data, num_steps=300, tolerance=1e-12, batch_size=size, start=begin)
+        torch.testing.assert_close(parts.losses, whole.losses, rtol=0.0, atol=0.0)
+        assert parts.converged
 
 
 def test_a_minibatch_counts_for_the_whole_set():
@@ -406,6 +405,50 @@ def test_a_minibatch_counts_for_the_whole_set():
     whole = fit_em(module, data, num_steps=1, tolerance=None, start=begin)
     parts = fit_em(module, data, num_steps=1, batch_size=2, start=begin)
     torch.testing.assert_close(parts.losses, whole.losses)
+
+
+CHAIN = {"initial": [0.6, 0.4], "transition": [[0.7, 0.3], [0.4, 0.6]]}
+ONLINE = {
+    "symbols that batches lack": (
+        lambda: Sequences.from_list([[0, 1, 0, 1]] * 5 + [[2, 1, 2, 1]] * 5),
+        categorical(3),
+        {"emission.probs": [[0.5, 0.3, 0.2], [0.2, 0.3, 0.5]]},
+    ),
+    "counts": (
+        lambda: Sequences.from_list([[0.0, 1, 0, 9, 8, 9]] * 4 + [[9.0, 11, 8, 1, 0, 0]] * 4),
+        poisson(),
+        {"emission.rate": [2.0, 7.0]},
+    ),
+}
+
+
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("name", ONLINE)
+def test_online_em_reaches_the_optimum_of_batch_em(name, size):
+    """Though the first batch lacks symbols that others have.
+
+    The last steps have a size of 1/14, and the noise of the average is of that order.
+    """
+    build, family, first = ONLINE[name]
+    data, module, begin = build(), TabularHMM(2, family), start_at(CHAIN | first)
+    whole = fit_em(module, data, start=begin, tolerance=1e-9).losses
+    for seed in range(2):
+        fit = fit_em(
+            module, data, start=begin, num_steps=40, batch_size=size,
+            generator=torch.Generator().manual_seed(seed),
+        )  # fmt: skip
+        assert fit.losses[-1] < whole[-1] + 0.1 * (whole[0] - whole[-1])
+        assert fit.losses[-1] > whole[-1] - 1e-6
+
+
+def test_online_em_keeps_the_zeros_it_was_given():
+    data = Sequences.from_list([[0, 1, 0, 1]] * 5 + [[2, 1, 2, 1]] * 5)
+    allowed = torch.tensor([[True, True, False], [False, True, True], [True, False, True]])
+    module = TabularHMM(3, categorical(3), transition_allowed=allowed)
+    fit = fit_em(module, data, num_steps=30, batch_size=1)
+    rows = fit.values["module.transition"]
+    assert bool((rows[~allowed] == 0).all())
+    assert bool((rows[allowed] > 0).any())
 
 
 def test_minibatches_come_near_the_full_fit():

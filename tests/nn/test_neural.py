@@ -624,6 +624,88 @@ def test_particles_are_sampled_one_after_the_other(make, name, shape, given):
     assert bool(fit.losses.isfinite().all())
 
 
+def test_particles_of_the_weights_of_a_network_are_refused_by_name():
+    module = NeuralHMM(6, 6, 8, blocks=RAGGED)
+    prior = dist.Normal(0.0, torch.ones(8, 8)).to_event(2)
+    module.leave_net.inner.weight = PyroSample(prior)
+    model = MarginalModel(module)
+    guide = pyro.infer.autoguide.AutoNormal(model)
+    elbo = Trace_ELBO(3, max_plate_nesting=1, vectorize_particles=True)
+    words = r"leave_net\.inner\.weight must have 2 dimensions; got shape .*particles=False"
+    with pytest.raises(ValueError, match=words):
+        fit_svi(model, guide, DATA, num_steps=2, elbo=elbo)
+    fit = fit_svi(model, guide, DATA, num_steps=2, elbo=Trace_ELBO(3))
+    assert bool(fit.losses.isfinite().all())
+
+
+# Words that come later
+
+WORDS = ["cat", "cats", "dog", "dogs", "a", "the"]
+
+
+@pytest.mark.parametrize("variant", ["no blocks", "one level", "two levels", "overlapping"])
+def test_a_vocabulary_is_extended_by_spelling(variant, tmp_path):
+    """Old words keep their vectors and order, new ones come after; probabilities sum to one."""
+    module = make(variant, words=CharCNN(WORDS, 8)).double().eval()
+    longer = module.extended(["cast", "god", "dot"])
+    assert (module.num_symbols, longer.num_symbols) == (6, 9)
+    torch.testing.assert_close(longer.words()[:6], module.words())
+    torch.testing.assert_close(longer.bias[:6], module.bias)
+    hmm = longer(torch.tensor([2]))
+    probs = hmm.emission.probs
+    torch.testing.assert_close(probs.sum(-1), torch.ones(6))
+    assert bool((probs[:, 6:].sum(0) > 0).all())
+    before = module(torch.tensor([2])).emission.probs
+    torch.testing.assert_close(probs[:, :6] / probs[:, :6].sum(-1, keepdim=True), before)
+    every = torch.cartesian_prod(torch.arange(9), torch.arange(9))
+    total = longer(torch.full((81,), 2)).log_prob(every).logsumexp(0)
+    torch.testing.assert_close(total, torch.tensor(0.0))
+    save(longer, tmp_path / "longer")
+    options = VARIANTS[variant] | {"blocks": longer.blocks}
+    words = CharCNN([*WORDS, "cast", "god", "dot"], 8)
+    again = NeuralHMM(6, 9, 8, **options, words=words).double().eval()
+    load_into(again, tmp_path / "longer")
+    torch.testing.assert_close(again(torch.tensor([2])).emission.probs, probs)
+    if variant != "no blocks":
+        unit = torch.nn.functional.normalize(longer.words(), dim=-1)
+        nearest = (unit[6:] @ unit[:6].mT).argmax(-1)
+        assert torch.equal(longer.blocks.symbol_block[6:], module.blocks.symbol_block[nearest])
+        torch.testing.assert_close(longer.bias[6:], module.bias[nearest])
+
+
+def test_new_words_go_to_the_clusters_they_are_given_and_can_be_trained():
+    module = make("two levels", words=CharCNN(WORDS, 8))
+    longer = module.extended(["cast", "god"], torch.tensor([2, 0]))
+    assert longer.blocks.symbol_block.tolist() == [0, 0, 0, 1, 1, 2, 2, 0]
+    data = Sequences.from_list([[6, 0, 7, 7], [5, 6]])
+    fit = fit_map(MarginalModel(longer), data, num_steps=30)
+    assert fit.losses[-1] < fit.losses[0]
+
+
+BAD_WORDS = [
+    (lambda m: m.extended("god"), TypeError, "single string"),
+    (lambda m: m.extended([]), ValueError, "must be new"),
+    (lambda m: m.extended(["cat"]), ValueError, "must be new"),
+    (lambda m: m.extended(["god", "god"]), ValueError, "must be new"),
+    (lambda m: m.extended(["zoo"]), ValueError, "'z' is none. Respell"),
+    (lambda m: m.extended(["god"], torch.tensor([3])), ValueError, "clusters"),
+    (lambda m: m.extended(["god"], torch.tensor([0, 1])), ValueError, "clusters"),
+    (lambda m: m.extended(["god"], torch.tensor([0.5])), TypeError, "clusters"),
+    (lambda m: NeuralHMM(6, 6, 8).extended(["god"]), TypeError, "SymbolEmbedding, which knows no"),
+    (
+        lambda m: NeuralHMM(6, 6, 8, words=m.words).extended(["god"], torch.tensor([0])),
+        ValueError,
+        "this one has none",
+    ),
+]
+
+
+@pytest.mark.parametrize(("call", "error", "words"), BAD_WORDS)
+def test_words_that_cannot_be_added_are_refused(call, error, words):
+    with pytest.raises(error, match=words):
+        call(make("two levels", words=CharCNN(WORDS, 8)))
+
+
 def test_parameters_of_other_blocks_are_refused(tmp_path):
     """Their shapes are the same."""
     saved, other = (

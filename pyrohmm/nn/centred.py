@@ -1,0 +1,87 @@
+"""``CentredEmission``: base of the normal families, whose default priors have the data's scale."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .family import Emission
+
+ROUNDING = 1e-14  # share of its mean below which a standard deviation is rounding
+
+
+class CentredEmission(Emission):
+    """An emission with means ``loc`` whose sums are taken about the buffer ``prior_loc``.
+
+    Attributes:
+        of_data: Whether the prior takes location and scale from the data of a fit.
+    """
+
+    prior_loc: Tensor
+    dim: int
+    of_data = False
+
+    def set_points(self, **values: Tensor) -> None:
+        """Make parameters points without priors; sums are then about the value of ``loc``."""
+        super().set_points(**values)
+        if "loc" in values:
+            self.prior_loc.copy_(values["loc"].detach().expand(self.prior_loc.shape))
+            self.of_data = False
+
+    def scale_prior(self, values: Tensor) -> float:
+        r"""Give the prior the location and scale of data, unless hyperparameters were given.
+
+        Args:
+            values: ``(M, D)`` or ``(M,)``, observations; NaN is missing.
+
+        Returns:
+            By how much minus the log joint density exceeds that of data, and of parameters, in
+            units of the standard deviations s of the data: :math:`\log s_d` for each component
+            known and each mean, and what the scales add. Zero if the prior stays.
+
+        Raises:
+            ValueError: If squares of the data leave the range of the dtype of the parameters.
+        """
+        if values.shape[1:] != ((self.dim,) if self.dim else ()):
+            return 0.0  # what builds the HMM explains it
+        known = ~values.isnan()
+        mean = values.double().nanmean(0)
+        variance = (values.double() - mean).square().nanmean(0)
+        varies = variance.sqrt() > ROUNDING * mean.abs()  # not NaN either
+        _check_range(variance[varies], self.prior_loc.dtype)
+        if not self.of_data:
+            return 0.0
+        variance = torch.where(varies, variance, 1.0)
+        self.prior_loc.copy_(mean.nan_to_num(0.0))
+        numbers = known.sum(0) + self.prior_loc.numel() // max(self.dim, 1)
+        return float((numbers * variance.log()).sum()) / 2 + self._set_spread(variance)
+
+    def _set_spread(self, variance: Tensor) -> float:
+        """Take the scale of the prior from the variance of each component; returns log-units."""
+        raise NotImplementedError
+
+
+def scale_prior(emission: Any, values: Tensor) -> float:
+    """:meth:`CentredEmission.scale_prior` of an emission that defines it; zero of others."""
+    method = getattr(emission, "scale_prior", None)
+    return 0.0 if method is None else method(values)
+
+
+def centre(part: Any) -> Tensor:
+    """Origin of the moments, ``(D,)``: squares of numbers far from zero would cancel."""
+    loc = part.prior_loc.double()
+    return loc.reshape(-1, max(part.dim, 1)).mean(0)
+
+
+def _check_range(variance: Tensor, dtype: torch.dtype) -> None:
+    """Raise unless variances, and shares of them, are far inside the range of ``dtype``."""
+    limits = torch.finfo(dtype)
+    bad = (variance < limits.tiny / limits.eps) | (variance > limits.max * limits.eps)
+    if bool(bad.any()):
+        raise ValueError(
+            f"data has a standard deviation of {variance[bad][0].sqrt().item():.3g}, whose square "
+            f"{dtype} does not hold. Change the unit of the data, or compute in float64: "
+            "module.double(), and values of float64."
+        )

@@ -1,0 +1,304 @@
+"""The unit and the origin of real data do not matter: fits to x and to a x + b are the same."""
+
+import math
+from functools import cache
+
+import pyro
+import pytest
+import torch
+from pyro.infer.autoguide import AutoNormal
+from pyro.nn import PyroModule
+from scipy import stats
+from torch.distributions import biject_to
+
+from pyrohmm import (
+    MarginalModel,
+    Sequences,
+    TabularHMM,
+    categorical,
+    fit_em,
+    fit_map,
+    fit_svi,
+    freeze,
+    normal,
+    normal_full,
+    normal_mixture,
+    normal_spherical,
+    normal_tied,
+    scale_priors,
+    streams,
+    tied,
+)
+from pyrohmm.distributions.inverse_wishart import InverseWishart
+from pyrohmm.distributions.units import InUnits, InverseGamma
+
+STEPS = 40
+FAMILIES = {
+    "scalar": lambda: normal(0),
+    "diagonal": lambda: normal(2),
+    "spherical": lambda: normal_spherical(2),
+    "full": lambda: normal_full(2),
+    "tied covariance": lambda: normal_tied(2),
+    "mixture": lambda: normal_mixture(2, 2),
+    "streams": lambda: streams(normal(0), normal_full(1)),
+    "tied states": lambda: tied(normal(2), [0, 1]),
+}
+UNITS = [(1e-10, 0.0), (1e-10, 1e-8), (1e-3, 7.0), (1e3, -5.0), (1e10, 1e10), (1.0, 1e6)]
+
+
+@cache
+def numbers(dim):
+    """Paths of two states, about 0 and about 3, ``(6, 40, D)``."""
+    random = torch.Generator().manual_seed(3)
+    jumps = torch.rand(6, STEPS, generator=random) < 0.2
+    states = jumps.cumsum(-1) % 2
+    noise = torch.randn(6, STEPS, dim, generator=random, dtype=torch.float64)
+    return noise * torch.tensor([1.0, 1.4])[:dim] + 3 * states.unsqueeze(-1)
+
+
+def in_units(name, a, b, dtype=torch.float64):
+    values = a * numbers(1 if name == "scalar" else 2) + b
+    values = values.squeeze(-1) if name == "scalar" else values
+    return Sequences(values.to(dtype), torch.full((6,), STEPS))
+
+
+def em(name, data, tolerance=1e-6):
+    return fit_em(TabularHMM(2, FAMILIES[name]()), data, num_steps=12, tolerance=tolerance)
+
+
+def em_without_test(name, data):
+    return em(name, data, None)
+
+
+def by_map(name, data):
+    model = MarginalModel(TabularHMM(2, FAMILIES[name]()))
+    return fit_map(model, data, num_steps=8, learning_rate=0.2, tolerance=None)
+
+
+def svi(name, data):
+    model = MarginalModel(TabularHMM(2, FAMILIES[name]()))
+    return fit_svi(model, AutoNormal(model), data, num_steps=10, learning_rate=0.1)
+
+
+@cache
+def fitted(fit, name, a, b, dtype):
+    pyro.set_rng_seed(1)
+    torch.set_default_dtype(dtype)
+    data = in_units(name, a, b, dtype)
+    found = fit(name, data)
+    pyro.set_rng_seed(2)  # SVI samples its guide
+    hmm = found.hmm(data)
+    evidence = hmm.log_prob(data.values).sum().item() + data.values.numel() * math.log(a)
+    return evidence, hmm.viterbi(data.values), hmm.emission.mean, len(found.losses)
+
+
+def check_alike(fit, name, a, b, dtype, rtol):
+    """Evidence, paths and means are those of the data in their first unit."""
+    evidence, paths, means, steps = fitted(fit, name, a, b, dtype)
+    wanted = fitted(fit, name, 1.0, 0.0, dtype)
+    assert evidence == pytest.approx(wanted[0], rel=rtol)
+    torch.testing.assert_close(paths, wanted[1])
+    torch.testing.assert_close((means.double() - b) / a, wanted[2].double(), rtol=rtol, atol=rtol)
+    return steps, wanted[3]
+
+
+@pytest.mark.parametrize(("a", "b"), UNITS)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_em_does_not_depend_on_the_unit(name, a, b):
+    """Nor when it ends: data at 1e6 have lost six of sixteen digits."""
+    steps, wanted = check_alike(em, name, a, b, torch.float64, 1e-8)
+    assert steps == wanted
+
+
+@pytest.mark.parametrize(("a", "b"), [(1e-10, 1e-8), (1e-3, 7.0), (1e10, 1e10)])
+@pytest.mark.parametrize("name", ["spherical", "full", "mixture", "streams"])
+def test_map_does_not_depend_on_the_unit(name, a, b):
+    """Adam divides by roots of gradients near zero, and so enlarges rounding."""
+    check_alike(by_map, name, a, b, torch.float64, 1e-6)
+
+
+@pytest.mark.parametrize(("a", "b"), [(1e-10, 1e-8), (1e10, 1e10)])
+@pytest.mark.parametrize("name", ["diagonal", "tied covariance"])
+def test_svi_does_not_depend_on_the_unit(name, a, b):
+    check_alike(svi, name, a, b, torch.float64, 1e-6)
+
+
+@pytest.mark.parametrize("a", [1e-10, 1e10])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_em_in_single_precision_does_not_depend_on_the_unit(name, a):
+    """Of 500 terms of up to 25 nats each is rounded at 1e-7, and so are responsibilities.
+
+    Where the loss falls by less than that, a test of convergence may end a step sooner or later.
+    """
+    check_alike(em_without_test, name, a, 0.0, torch.float32, 1e-4)
+
+
+@pytest.mark.parametrize("a", [1e-10, 1e10])
+@pytest.mark.parametrize("name", ["full", "mixture"])
+def test_map_in_single_precision_does_not_depend_on_the_unit(name, a):
+    check_alike(by_map, name, a, 0.0, torch.float32, 1e-3)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("name", FAMILIES)
+def test_single_precision_far_from_zero(name):
+    """At 1e6 a number of 24 bits is a multiple of 1/16, and means are exact to half of that.
+
+    The loss is exact to (1/32)^2 / 2 for each number, beside what the data themselves have lost.
+    """
+    evidence, paths, means, _ = fitted(em, name, 1.0, 1e6, torch.float32)
+    wanted = fitted(em, name, 1.0, 0.0, torch.float32)
+    assert evidence == pytest.approx(wanted[0], abs=5.0)
+    assert (paths != wanted[1]).double().mean() <= 0.02
+    torch.testing.assert_close(means.double() - 1e6, wanted[2].double(), rtol=0.0, atol=0.1)
+
+
+# What the priors are
+
+
+def test_the_default_prior_is_that_of_data_in_units_of_their_own():
+    values = torch.tensor([[[1.0, 40.0], [3.0, torch.nan], [torch.nan, 80.0]]])
+    data = Sequences(values, torch.tensor([3]))
+    module = TabularHMM(2, normal(2))
+    units = scale_priors(module, data)
+    emission = module.emission
+    torch.testing.assert_close(emission.prior_loc, torch.tensor([[2.0, 60.0]] * 2))
+    torch.testing.assert_close(emission.rate, torch.tensor([[1.0, 400.0]] * 2))
+    # two numbers and, in each of two states, a mean and a variance, which is a square
+    assert units == pytest.approx((2 + 2 * (1 + 2)) * math.log(20.0))
+    full = TabularHMM(2, normal_full(2))
+    scale_priors(full, data)
+    torch.testing.assert_close(full.emission.scale, torch.tensor([[1.0, 0.0], [0.0, 400.0]]))
+    ball = TabularHMM(2, normal_spherical(2))
+    scale_priors(ball, data)
+    torch.testing.assert_close(ball.emission.rate, torch.full((2,), 200.5))
+
+
+@pytest.mark.parametrize(
+    "family", [normal(1, loc=0.5), normal(1, rate=2.0), normal_full(1, scale=2.0), categorical(2)]
+)
+def test_a_prior_that_was_given_stays(family):
+    module = TabularHMM(2, family)
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    data = Sequences.from_list([[[5.0], [9.0]]])
+    assert scale_priors(module, data) == 0.0
+    torch.testing.assert_close(dict(module.state_dict()), before)
+
+
+def test_points_have_no_prior_to_scale():
+    data = in_units("scalar", 1.0, 50.0)
+    hmm = fit_em(TabularHMM(2, normal(0)), data, num_steps=2).hmm(data)
+    module = TabularHMM.from_hmm(hmm)
+    assert scale_priors(module, data) == 0.0
+    torch.testing.assert_close(module.emission.prior_loc, hmm.emission.mean)
+
+
+def test_a_component_without_spread_keeps_the_unit():
+    data = Sequences.from_list([[[0.1, 1.0]] * 9 + [[0.1, 3.0]] * 9])
+    module = TabularHMM(1, normal(2))
+    scale_priors(module, data)
+    torch.testing.assert_close(module.emission.rate, torch.tensor([[1.0, 1.0]]))
+    torch.testing.assert_close(module.emission.prior_loc, torch.tensor([[0.1, 2.0]]))
+
+
+def test_scaling_uses_up_no_random_numbers():
+    module = TabularHMM(2, streams(categorical(2), normal(0)))
+    data = Sequences.from_list([[[0.0, 5.0], [1.0, 9.0]]])
+    pyro.set_rng_seed(0)
+    scale_priors(module, data)
+    after = torch.rand(1)
+    pyro.set_rng_seed(0)
+    torch.testing.assert_close(after, torch.rand(1))
+    torch.testing.assert_close(module.emission.parts[1].prior_loc, torch.tensor([7.0, 7.0]))
+
+
+def test_em_leaves_the_module_as_it_was():
+    module = TabularHMM(2, normal(0))
+    fit = fit_em(module, in_units("scalar", 1.0, 50.0), num_steps=2)
+    assert bool((module.emission.prior_loc == 0).all())
+    assert bool((fit.model.module.emission.prior_loc > 49).all())
+
+
+def test_a_frozen_scale_leaves_the_prior_of_the_mean():
+    module = TabularHMM(2, normal(0))
+    freeze(module, "emission.variance", torch.full((2,), 1e20))
+    data = in_units("scalar", 1e10, 0.0)
+    assert bool(fit_em(module, data, num_steps=4).losses.isfinite().all())
+
+
+# What does not fit into the numbers
+
+
+def given(module, data):
+    return fit_em(TabularHMM(2, normal(1, rate=1.0)), data)
+
+
+@pytest.mark.parametrize("a", [1e20, 1e-20])
+@pytest.mark.parametrize(
+    "fit", [fit_em, given, lambda module, data: fit_map(MarginalModel(module), data)]
+)
+def test_a_unit_that_overflows_is_refused_with_the_cure(fit, a):
+    torch.set_default_dtype(torch.float32)
+    data = Sequences(a * torch.randn(2, 9, 1), torch.tensor([9, 9]))
+    with pytest.raises(ValueError, match=r"standard deviation .* torch.float32 .* float64"):
+        fit(TabularHMM(2, normal(1)), data)
+
+
+def test_in_double_precision_it_fits():
+    data = Sequences(1e20 * numbers(1), torch.full((6,), STEPS))
+    assert bool(
+        fit_em(TabularHMM(2, normal(1)).double(), data, num_steps=4).losses.isfinite().all()
+    )
+
+
+# Coordinates
+
+
+def test_a_distribution_in_units_is_its_base_in_other_coordinates():
+    base = pyro.distributions.Normal(torch.zeros(3), 2.0).to_event(1)
+    origin, unit = torch.tensor([1.0, 2.0, 3.0]), torch.tensor([10.0, 20.0, 30.0])
+    wide = InUnits(base, origin, unit).expand([4])
+    value = wide.sample()
+    torch.testing.assert_close(wide.log_prob(value), base.log_prob(value))
+    assert (wide.batch_shape, wide.event_shape, wide.support.event_dim) == ((4,), (3,), 1)
+    transform = biject_to(wide.support)
+    free = transform.inv(value)
+    torch.testing.assert_close(free, (value - origin) / unit)
+    slope = transform.log_abs_det_jacobian(free, value)
+    torch.testing.assert_close(slope, unit.log().sum().expand(4))
+    assert bool((wide.mean == 0).all())
+    assert bool((wide.variance == 4).all())
+
+
+@pytest.mark.parametrize("dim", [1, 3])
+def test_coordinates_of_covariances_in_units(dim):
+    unit = torch.tensor([3.0, 0.2, 50.0])[:dim]
+    prior = InverseWishart(dim + 2.0, (unit**2).diag())
+    transform = biject_to(prior.support)
+    matrix = prior.sample()
+    free = transform.inv(matrix)
+    torch.testing.assert_close(transform(free), matrix)
+    standard = biject_to(InverseWishart(dim + 2.0, torch.eye(dim)).support)
+    torch.testing.assert_close(free, standard.inv(matrix / unit / unit.unsqueeze(-1)))
+    rows, columns = torch.tril_indices(dim, dim)
+    slope = torch.autograd.functional.jacobian(lambda x: transform(x)[rows, columns], free)
+    torch.testing.assert_close(
+        transform.log_abs_det_jacobian(free, matrix), slope.det().abs().log()
+    )
+
+
+@pytest.mark.parametrize("scale", [1e-20, 1.0, 1e20])
+def test_the_inverse_gamma_density_does_not_overflow(scale):
+    prior = InverseGamma(torch.tensor(2.5).float(), torch.tensor(scale).float())
+    value = torch.tensor(0.7 * scale).float()
+    wanted = stats.invgamma(2.5, scale=scale).logpdf(0.7 * scale)
+    assert prior.log_prob(value).item() == pytest.approx(wanted, rel=1e-6)
+    assert bool(prior.expand([3]).sample().isfinite().all())
+
+
+def test_other_parts_have_no_prior_to_scale():
+    class Own(PyroModule):
+        def forward(self):
+            return pyro.distributions.Normal(torch.zeros(2), 1.0)
+
+    assert scale_priors(TabularHMM(2, lambda _: Own()), in_units("scalar", 1.0, 0.0)) == 0.0
