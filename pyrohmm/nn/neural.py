@@ -13,14 +13,10 @@ from __future__ import annotations
 import copy
 import math
 import zlib
-<<<<<<< HEAD
+from collections.abc import Sequence
 from dataclasses import dataclass
 from numbers import Real
-from typing import Any, cast
-=======
-from collections.abc import Sequence
 from typing import Any, Self, cast
->>>>>>> scale
 
 import pyro
 import torch
@@ -99,22 +95,15 @@ class _Large(HMMModule):
                 f"blocks must be of {num_states} states and {num_symbols} symbols, as the model; "
                 f"got {blocks}."
             )
-<<<<<<< HEAD
         if not isinstance(dropout, LinearDropout):
             check_dropout("dropout", dropout)
         else:
             self.register_buffer("num_drawn", torch.tensor(0))
-        self.num_states, self.num_symbols = num_states, num_symbols
-        self.blocks, self.dropout = blocks, dropout
-=======
-        if not 0 <= dropout < 1:
-            raise ValueError(f"dropout must be at least 0 and less than 1; got {dropout}.")
         self.num_states, self.num_symbols, self.dropout = num_states, num_symbols, dropout
         self._set_blocks(blocks)
 
     def _set_blocks(self, blocks: Blocks | None) -> None:
         self.blocks = blocks
->>>>>>> scale
         parts = [] if blocks is None else [blocks.symbol_block, blocks.sizes, blocks.states]
         self._digest = zlib.crc32(repr([part.tolist() for part in parts]).encode())
         # so that checkpoints tell models apart
