@@ -13,7 +13,7 @@ from torch.distributions.utils import logits_to_probs, probs_to_logits
 
 from ..distributions.block_hmm import BlockHMM
 from ..distributions.hmm import HMM
-from ..distributions.observation import Streams, Tied
+from ..distributions.observation import Streams, Tied, is_spherical, is_tied
 from ..ops.block_transition import InnerProductTransition
 from ..ops.blocks import Blocks
 from .files import TENSORS, FilePath, read_directory, write_directory
@@ -308,6 +308,11 @@ def _describe_part(part: Any, path: str, tensors: dict[str, Tensor]) -> Any:
         )
     for name in arguments.tensors:
         tensors[f"{path}.{name}"] = getattr(part, name)
+    # what was built with one number for several is built so again
+    if isinstance(part, dist.Normal) and is_spherical(part):
+        tensors[f"{path}.scale"] = part.scale[..., :1]
+    if isinstance(part, dist.MultivariateNormal) and part.batch_shape and is_tied(part):
+        tensors[f"{path}.scale_tril"] = part.scale_tril[..., :1, :, :]
     held = vars(part)  # reading an attribute would compute it
     tensors.update({f"{path}.{name}": held[name] for name in arguments.cached if name in held})
     if arguments.probs_or_logits:

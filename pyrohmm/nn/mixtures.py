@@ -79,27 +79,34 @@ class MixtureEmission(CentredEmission):
         concentration: float = 2.0,
         rate: float | Tensor = 1.0,
         weights_concentration: float = 1.0,
+        spherical: bool = False,
     ) -> None:
         super().__init__()
         check_strengths(weight, concentration)
-        self.dim, self.weight, self.spherical = dim, weight, False
+        self.dim, self.weight, self.spherical = dim, weight, spherical
         self.num_components = num_components
         shape = (num_states, num_components, dim)
         self.register_buffer("prior_loc", spread("loc", loc, shape))
-        self.register_buffer("rate", positive("rate", rate, shape))
+        self.register_buffer("rate", positive("rate", rate, shape[:2] if spherical else shape))
         self.register_buffer("shape", torch.full_like(self.rate, concentration))
         self.register_buffer(
             "concentration", positive("weights_concentration", weights_concentration, shape[:2])
         )
         self.weights = PyroSample(lambda self: Dirichlet(self.concentration).to_event(1))
-        self.variance = PyroSample(lambda self: InverseGamma(self.shape, self.rate).to_event(3))
-        self.loc = PyroSample(
-            lambda self: Normal(self.prior_loc, (self.variance / self.weight).sqrt()).to_event(3)
+        self.variance = PyroSample(
+            lambda self: InverseGamma(self.shape, self.rate).to_event(self.rate.dim())
         )
+        self.loc = PyroSample(
+            lambda self: Normal(self.prior_loc, (self._wide() / self.weight).sqrt()).to_event(3)
+        )
+
+    def _wide(self) -> Tensor:
+        variance = self.variance
+        return variance.unsqueeze(-1) if self.spherical else variance
 
     def forward(self) -> TorchDistribution:
         """The distribution of a vector, batched over states."""
-        weights, variance = self.weights, self.variance
+        weights, variance = self.weights, self._wide()
         return MixtureSameFamily(
             Categorical(logits=log(weights)), Normal(self.loc, variance.sqrt()).to_event(1)
         )
