@@ -18,8 +18,9 @@ from pyro.distributions import Categorical, MixtureSameFamily, MultivariateNorma
 from pyro.distributions.torch_distribution import TorchDistribution
 from torch import Tensor
 
+from ..distributions.hard_zeros import log_probs
 from ..distributions.hmm import HMM
-from ..distributions.observation import is_spherical, is_tied, log_probs
+from ..distributions.observation import is_spherical, is_tied
 
 
 def from_hmmlearn(model: Any, lengths: Sequence[int] | Tensor) -> HMM:
@@ -211,7 +212,7 @@ def _model(library: ModuleType, num_states: int, emission: Any, options: dict[st
         if is_mixture:
             count = normal.batch_shape[-1]
             model = library.GMMHMM(num_states, count, covariance_type=kind, **options)
-            model.weights_ = _probabilities(part.mixture_distribution.logits)
+            model.weights_ = _probabilities(log_probs(part.mixture_distribution))
         else:
             model = library.GaussianHMM(num_states, covariance_type=kind, **options)
         model.means_ = _array(normal.mean)

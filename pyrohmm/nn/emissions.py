@@ -386,7 +386,7 @@ def from_distribution(distribution: Any) -> PyroModule:
         if isinstance(inner, torch.distributions.Normal) and len(part.event_shape) == 1:
             shape = part.batch_shape + part.event_shape  # (K, C, D)
             spherical = is_spherical(inner)
-            module = MixtureEmission(*shape, spherical=spherical)
+            module = MixtureEmission(shape[0], shape[1], shape[2], spherical=spherical)
             variance = inner.variance[..., 0] if spherical else inner.variance.expand(shape)
             module.set_points(
                 weights=base.mixture_distribution.probs.expand(shape[:2]),

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributions import constraints
 
 from .._checks import check_size
+from ..distributions.hard_zeros import log_probs
 from ..distributions.observation import marginal_log_prob
 from ..ops.log_space import log
 from .closed_form import Maximum, Statistics, row_mode
@@ -119,7 +120,7 @@ class MixtureEmission(CentredEmission):
             shares = _scatter(values, weights, self.num_components)
         else:
             parts = marginal_log_prob(current.component_distribution, values[:, None, None])
-            logits = parts + current.mixture_distribution.logits
+            logits = parts + log_probs(current.mixture_distribution)
             shares = logits.softmax(-1)  # ([R,] M, K, C)
         joint = weights.double().unsqueeze(-1) * shares  # (R, M, K, C)
         known, sums, squares = moments(values.double() - centre(self), joint.flatten(2))
