@@ -37,7 +37,9 @@ def log_probs(emission: Any) -> Tensor:
     # both are cached; expand may have forgotten which came first. Where logits came first, a
     # probability underflows to zero only far below the clamped logarithm
     clamped = (probs == 0) & (emission.logits > -80.0)
-    return emission.logits.masked_fill(clamped, -torch.inf)
+    computed = emission.logits == probs_to_logits(probs)
+    logs = torch.where(computed, log(probs), emission.logits)
+    return logs.masked_fill(clamped, -torch.inf)
 
 
 def log_probs_of_bits(bits: Any) -> tuple[Tensor, Tensor]:
@@ -51,9 +53,13 @@ def log_probs_of_bits(bits: Any) -> tuple[Tensor, Tensor]:
         ones, zeros = logsigmoid(bits.logits), logsigmoid(-bits.logits)
         if probs is None:
             return ones, zeros
-        clamped = bits.logits == probs_to_logits(probs, is_binary=True)  # as in log_probs
-        ones = ones.masked_fill(clamped & (probs == 0), -torch.inf)
-        return ones, zeros.masked_fill(clamped & (probs == 1), -torch.inf)
+        computed = bits.logits == probs_to_logits(probs, is_binary=True)  # as in log_probs
+        exact = _logs_of_bits(probs)
+        return torch.where(computed, exact[0], ones), torch.where(computed, exact[1], zeros)
+    return _logs_of_bits(probs)
+
+
+def _logs_of_bits(probs: Tensor) -> tuple[Tensor, Tensor]:
     sure = probs == 1
     rest = torch.log1p(-probs.masked_fill(sure, 0.0)).masked_fill(sure, -torch.inf)
     return log(probs), rest
