@@ -24,22 +24,30 @@ from torch.nn.functional import logsigmoid
 from ..ops.log_space import finite_or_zero, log
 
 
+def built_from(distribution: Any) -> str:
+    """Which of ``probs`` and ``logits`` a distribution was built from; it may have computed both.
+
+    Logarithms that torch computes from probabilities are clamped, and would lose the zeros.
+    """
+    held = vars(distribution)
+    probs, logits = held.get("probs"), held.get("logits")
+    if probs is None or logits is None:
+        return "logits" if probs is None else "probs"
+    if held.get("_param") is probs:  # torch keeps there what it was built from
+        return "probs"
+    # expanded: what it was built from is not marked
+    computed = probs_to_logits(probs, is_binary=not isinstance(distribution, Categorical))
+    clamped = bool(((probs == 0) | (probs == 1)).any())
+    alike = torch.equal(computed, logits) or (clamped and torch.allclose(computed, logits))
+    return "probs" if alike else "logits"
+
+
 def log_probs(emission: Any) -> Tensor:
     """Logarithms of the probabilities of symbols; probabilities of zero are exact.
 
     (``Categorical(probs=...).logits`` has the logarithm of the smallest number in their place.)
     """
-    probs = vars(emission).get("probs")
-    if probs is None:
-        return emission.logits
-    if emission._param is probs:  # torch keeps there what it was built from
-        return log(probs)
-    # both are cached; expand may have forgotten which came first. Where logits came first, a
-    # probability underflows to zero only far below the clamped logarithm
-    clamped = (probs == 0) & (emission.logits > -80.0)
-    computed = emission.logits == probs_to_logits(probs)
-    logs = torch.where(computed, log(probs), emission.logits)
-    return logs.masked_fill(clamped, -torch.inf)
+    return log(emission.probs) if built_from(emission) == "probs" else emission.logits
 
 
 def log_probs_of_bits(bits: Any) -> tuple[Tensor, Tensor]:
@@ -48,21 +56,11 @@ def log_probs_of_bits(bits: Any) -> tuple[Tensor, Tensor]:
     Args:
         bits: Built from ``probs`` or ``logits``, such as a Bernoulli distribution.
     """
-    probs = vars(bits).get("probs")
-    if probs is None or bits._param is not probs:
-        ones, zeros = logsigmoid(bits.logits), logsigmoid(-bits.logits)
-        if probs is None:
-            return ones, zeros
-        computed = bits.logits == probs_to_logits(probs, is_binary=True)  # as in log_probs
-        exact = _logs_of_bits(probs)
-        return torch.where(computed, exact[0], ones), torch.where(computed, exact[1], zeros)
-    return _logs_of_bits(probs)
-
-
-def _logs_of_bits(probs: Tensor) -> tuple[Tensor, Tensor]:
-    sure = probs == 1
-    rest = torch.log1p(-probs.masked_fill(sure, 0.0)).masked_fill(sure, -torch.inf)
-    return log(probs), rest
+    if built_from(bits) == "logits":
+        return logsigmoid(bits.logits), logsigmoid(-bits.logits)
+    sure = bits.probs == 1
+    rest = torch.log1p(-bits.probs.masked_fill(sure, 0.0)).masked_fill(sure, -torch.inf)
+    return log(bits.probs), rest
 
 
 def _weighted(counts: Tensor, logs: Tensor) -> Tensor:

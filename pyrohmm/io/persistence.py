@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributions.utils import logits_to_probs, probs_to_logits
 
 from ..distributions.block_hmm import BlockHMM
+from ..distributions.hard_zeros import built_from
 from ..distributions.hmm import HMM
 from ..distributions.observation import Streams, Tied, is_spherical, is_tied
 from ..ops.block_transition import InnerProductTransition
@@ -316,7 +317,7 @@ def _describe_part(part: Any, path: str, tensors: dict[str, Tensor]) -> Any:
     held = vars(part)  # reading an attribute would compute it
     tensors.update({f"{path}.{name}": held[name] for name in arguments.cached if name in held})
     if arguments.probs_or_logits:
-        name = _built_from(_holder(part))
+        name = built_from(_holder(part))
         tensors[f"{path}.{name}"] = getattr(_holder(part), name)
     return {
         "class": family.__name__,
@@ -378,7 +379,7 @@ def _restore(holder: Any, either: dict[str, Tensor], path: str) -> None:
     for name in _EITHER:
         held.pop(name, None)
     held.update(either)
-    name = _built_from(holder)
+    name = built_from(holder)
     is_binary = not isinstance(holder, torch.distributions.Categorical)
     if len(either) == 2:
         other = "logits" if name == "probs" else "probs"
@@ -403,26 +404,6 @@ def _check_agreement(computed: Tensor, saved: Tensor, name: str) -> None:
     alike = computed.shape == saved.shape and computed.dtype == saved.dtype
     if not (alike and torch.allclose(computed, saved, 1e-3, 1e-4 * scale, equal_nan=True)):
         raise ValueError(f"{name} disagrees with the parameters beside it")
-
-
-def _built_from(holder: Any) -> str:
-    """Which of ``probs`` and ``logits`` a distribution was built from; it may have computed both.
-
-    Logarithms that torch computes from probabilities are clamped, and would lose the zeros.
-    """
-    held = vars(holder)
-    kept = [name for name in _EITHER if name in held]
-    if len(kept) == 1:
-        return kept[0]
-    probs, logits = held["probs"], held["logits"]
-    if held.get("_param") is probs:
-        return "probs"
-    # expanded: what it was built from is not marked
-    is_binary = not isinstance(holder, torch.distributions.Categorical)
-    computed = probs_to_logits(probs, is_binary)
-    clamped = bool(((probs == 0) | (probs == 1)).any())
-    alike = torch.equal(computed, logits) or (clamped and torch.allclose(computed, logits))
-    return "probs" if alike else "logits"
 
 
 def _classes() -> dict[str, type]:
