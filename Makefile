@@ -12,7 +12,7 @@ demo: .venv/demo
 test: .venv/test
 	$(BIN)/python -m pytest -n auto
 
-# ten thousand random models against the sum over all paths
+# twenty thousand random models: against the sum over all paths, saved, and in batches
 fuzz: .venv/test
 	$(BIN)/python -m pytest -m slow tests/test_fuzz.py
 

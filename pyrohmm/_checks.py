@@ -7,6 +7,7 @@ it; callers run those under ``validate_args`` only.
 from __future__ import annotations
 
 import math
+from numbers import Real
 
 import torch
 from torch import Tensor
@@ -130,6 +131,23 @@ def check_no_nan(name: str, tensor: Tensor, cure: str) -> None:
     top = tensor.detach().amax() if tensor.numel() else tensor.new_zeros(())  # NaN wins a maximum
     if not bool(top < torch.inf):
         raise ValueError(f"{name} holds {top.item()}; wanted finite values. {cure}")
+
+
+def check_number(name: str, value: object) -> None:
+    """Raise unless ``value`` is one real number."""
+    scalar = isinstance(value, Tensor) and value.dim() == 0 and not value.is_complex()
+    if isinstance(value, bool) or not (scalar or isinstance(value, Real)):
+        raise TypeError(f"{name} must be a number; got {type(value).__name__}. Call float() on it.")
+
+
+def check_positive(name: str, tensor: Tensor) -> None:
+    """Raise unless all numbers are positive and finite."""
+    wrong = ~((tensor > 0) & (tensor < torch.inf))  # NaN is neither
+    if bool(wrong.any()):
+        raise ValueError(
+            f"{name} must be positive and finite; got {tensor[wrong][0].item():g}. Clamp it, or "
+            "map what is real by .exp()."
+        )
 
 
 def check_size(name: str, value: int) -> None:

@@ -271,3 +271,21 @@ def test_the_new_names_of_the_changelog_exist():
                 known.add(node.attr)
     assert names <= known
     assert arguments <= taken
+
+
+def test_every_test_named_by_a_promise_exists():
+    named = re.findall(r"`(tests/\S+\.py)::(test_\w+)`", (DOCS / "promises.md").read_text())
+    assert len(named) > 20
+    for path, name in named:
+        tree = ast.parse((ROOT / path).read_text())
+        functions = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+        assert name in functions, f"{path}::{name}"
+
+
+def test_every_promise_names_a_test():
+    promised, _ = (DOCS / "promises.md").read_text().split("## What is not promised")
+    paragraphs = [part for part in promised.split("\n\n") if part.startswith("**")]
+    assert len(paragraphs) > 5
+    for paragraph in paragraphs:
+        following = promised[promised.index(paragraph) + len(paragraph) :].lstrip()
+        assert following.startswith("- `tests/"), paragraph

@@ -17,8 +17,8 @@ import pytest
 import torch
 from scipy import stats
 
-from pyrohmm import HMM, queries
-from pyrohmm.distributions.observation import Streams, Tied
+from pyrohmm import HMM, load_hmm, queries, save
+from pyrohmm.distributions.observation import Streams, Tied, log_prob_per_state
 from pyrohmm.ops import backends
 
 NAN = np.nan
@@ -97,13 +97,37 @@ class Spherical(Normals):
         return rng.normal(size=shape) * 2, rng.uniform(0.3, 2.0, size=(*shape[:-1], 1))
 
 
+class Intervals(Components):
+    """Uniform components, in each state over its own interval; the first state's has them all."""
+
+    family = dist.Uniform
+
+    def parameters(self, rng, shape):
+        low = rng.uniform(-3.0, 2.0, size=shape)
+        high = low + rng.uniform(0.5, 4.0, size=shape)
+        low[..., 0, :], high[..., 0, :] = -10.0, 10.0
+        return low, high
+
+    def scores(self, values, low, high):
+        inside = (low <= values) & (values < high)
+        return np.where(inside, -np.log(high - low), -np.inf)
+
+    def drawn(self, rng, low, high):
+        return rng.uniform(low, high)
+
+    def any_value(self, rng):
+        return rng.uniform(-9.0, 9.0, size=self.event)
+
+
 class Flags(Components):
     """Zeros and ones."""
 
     family = dist.Bernoulli
 
     def parameters(self, rng, shape):
-        return (rng.uniform(0.05, 0.95, size=shape),)
+        probs = rng.uniform(0.05, 0.95, size=shape)
+        sure = rng.random(shape) < rng.choice([0.0, 0.3])
+        return (np.where(sure, probs.round(), probs),)
 
     def scores(self, values, probs):
         return stats.bernoulli.logpmf(values, probs)
@@ -257,7 +281,9 @@ def simple(rng, shape):
         lambda: Mixtures(rng, shape, dim),
         lambda: Counts(rng, shape, 0),
         lambda: Counts(rng, shape, dim),
-    ][rng.integers(10)]()
+        lambda: Intervals(rng, shape, 0),
+        lambda: Intervals(rng, shape, dim),
+    ][rng.integers(12)]()
 
 
 def shared(rng, shape, make):
@@ -343,7 +369,7 @@ class Case(NamedTuple):
 def make_case(seed) -> Case:
     rng = np.random.default_rng(seed)
     num_states, number = int(rng.choice([1, 2, 2, 3, 3, 4, 4])), int(rng.integers(1, 5))
-    lengths = rng.integers(1, 6, size=number)
+    lengths = rng.integers(1, rng.choice([2, 6, 6, 6]), size=number)
     gaps = rng.random() < 0.4  # some steps are not observed
     moving, changing = rng.random(2) < 0.2  # parameters per step
     steps = int(lengths.max()) + int((gaps or moving or changing) and rng.random() < 0.3)
@@ -372,9 +398,10 @@ def make_case(seed) -> Case:
         ]
     )  # fmt: skip
     exists = np.arange(steps) < lengths[:, None]
-    observed = rng.random((number, steps)) < 0.6 if gaps else np.ones((number, steps), bool)
+    share = rng.choice([0.0, 0.6, 0.6, 0.6]) if gaps else 1.0
+    observed = rng.random((number, steps)) < share
     if emission.event and rng.random() < 0.4:
-        values = np.where(rng.random(values.shape) < 0.3, NAN, values)
+        values = np.where(rng.random(values.shape) < rng.choice([0.3, 0.3, 1.0]), NAN, values)
     known = exists & observed
     junk = [-7, 99, 3] if values.dtype.kind == "i" else [NAN, -7.5, 1e300, np.inf, 0.0]
     hidden = ~known.reshape(known.shape + (1,) * len(emission.event))
@@ -592,7 +619,181 @@ def check_queries(hmm, case, batch, single, so_far):
         assert (predicted.numpy()[~known] == 0).all()
 
 
-def check_all(seeds):
+# Saved files -------------------------------------------------------------------------------------
+
+
+def any_saved_family(rng, shape):
+    """A distribution of each class with probabilities that are zero or one, and some without."""
+    dim = int(rng.integers(1, 4))
+
+    def table(*sizes):
+        return torch.tensor(np.exp(log_rows(rng, (*shape, *sizes), zeros=rng.random() < 0.7)))
+
+    def chances(*sizes):
+        return torch.tensor(rng.choice([0.0, 1.0, 0.3, 1e-9], size=(*shape, *sizes)))
+
+    def numbers(*sizes):
+        return torch.tensor(rng.uniform(0.2, 3.0, size=(*shape, *sizes)))
+
+    as_logs = bool(rng.random() < 0.5)
+
+    def given(family, probs, *more):
+        if as_logs:
+            is_bit = family in (dist.Bernoulli, dist.Binomial)
+            return family(*more, logits=probs.logit() if is_bit else probs.log())
+        return family(*more, probs=probs)
+
+    return [
+        lambda: given(dist.Categorical, table(4)),
+        lambda: given(dist.Categorical, table(dim, 4)).to_event(1),
+        lambda: given(dist.OneHotCategorical, table(4)),
+        lambda: given(dist.Multinomial, table(4), 3),
+        lambda: given(dist.Bernoulli, chances()),
+        lambda: given(dist.Bernoulli, chances(dim)).to_event(1),
+        lambda: dist.Binomial(3, probs=chances(dim)).to_event(1),
+        lambda: dist.NegativeBinomial(3, probs=chances() * 0.5),
+        lambda: dist.Geometric(probs=chances().clamp(min=0.3)),
+        lambda: dist.Poisson(numbers(dim)).to_event(1),
+        lambda: dist.Normal(numbers(dim), numbers(1)).to_event(1),
+        lambda: dist.MultivariateNormal(numbers(dim), torch.eye(dim)),
+        lambda: dist.Uniform(-numbers(dim), numbers(dim)).to_event(1),
+        lambda: dist.MixtureSameFamily(
+            given(dist.Categorical, table(2)), dist.Normal(numbers(2, dim), 1.0).to_event(1)
+        ),
+        lambda: dist.MixtureSameFamily(
+            given(dist.Categorical, table(2)), dist.Bernoulli(chances(2, dim)).to_event(1)
+        ),
+    ][rng.integers(15)]()
+
+
+def saved_emission(rng, num_states):
+    """One of the families, or several side by side, or shared by states."""
+    kind = rng.integers(4)
+    if kind == 0:
+        return Tied(any_saved_family(rng, (2,)), torch.tensor(rng.integers(2, size=num_states)))
+    if kind == 1:
+        parts = [any_saved_family(rng, (num_states,)) for _ in range(2)]
+        return Streams([part for part in parts if len(part.event_shape) < 2])
+    return any_saved_family(rng, (num_states,))
+
+
+def check_saved(seed, directory):
+    """An HMM that was saved and loaded gives the same bits, and zeros where there were zeros."""
+    rng = np.random.default_rng([1, seed])
+    pyro.set_rng_seed(seed)
+    num_states, number, steps = (int(size) for size in rng.integers(1, 4, size=3))
+    logs = log_rows(rng, (num_states + 1, num_states), zeros=True)
+    emission = saved_emission(rng, num_states)
+    if rng.random() < 0.3:
+        emission = emission.expand((num_states,))
+    lengths = torch.tensor(rng.integers(1, steps + 1, size=number))
+    observed = torch.tensor(rng.random((number, steps)) < 0.8) if rng.random() < 0.3 else None
+    initial, matrix = torch.tensor(logs[0]), torch.tensor(logs[1:])
+    hmm = HMM(initial, matrix, emission, lengths.clamp(max=steps), observed, validate_args=False)
+    values = emission.sample((number, hmm.num_steps))  # of each state, (N, T, K, *E)
+    state = torch.tensor(rng.integers(num_states, size=(number, hmm.num_steps)))
+    index = state.reshape(*state.shape, 1, *(1,) * len(emission.event_shape))
+    values = values.gather(2, index.expand(*state.shape, 1, *emission.event_shape)).squeeze(2)
+    if rng.random() < 0.5:
+        hmm.log_prob(values)  # some distributions keep what they have computed
+    save(hmm, directory)
+    again = load_hmm(directory)
+    for name in ("log_initial", "log_transition", "lengths"):
+        assert torch.equal(getattr(hmm, name), getattr(again, name)), name
+    likelihood = log_prob_per_state(emission, values)
+    assert torch.equal(likelihood, log_prob_per_state(again.emission, values))
+    assert not likelihood.isnan().any()
+    assert (likelihood.gather(-1, state.unsqueeze(-1)) > -torch.inf).all()  # it was sampled there
+    assert torch.equal(hmm.log_prob(values), again.log_prob(values))
+    for one, other in zip(hmm.posterior(values), again.posterior(values)):
+        assert torch.equal(one, other)
+
+
+# Broadcasting ------------------------------------------------------------------------------------
+
+
+def make_wide(seed):
+    """Parameters that have a batch ``(R, 1)`` or none: the HMM, the R alone, values."""
+    rng = np.random.default_rng([2, seed])
+    copies, number, num_states = (int(size) for size in rng.integers(1, 4, size=3))
+    lengths = rng.integers(1, rng.choice([2, 5]), size=number)
+    steps = int(lengths.max())
+    wide = rng.random(3) < 0.7
+    wide[rng.integers(3)] = True
+    leads = [(copies, 1) if each else () for each in wide]
+    initial = log_rows(rng, (*leads[0], num_states), zeros=rng.random() < 0.4)
+    matrix = transition_matrix(rng, (*leads[1], num_states, num_states))
+    emission = any_emission(rng, (*leads[2], 1, num_states))  # as in make_case: (*b, 1, K)
+    values = np.array([[emission.any_value(rng) for _ in range(steps)] for _ in range(number)])
+    if emission.event and rng.random() < 0.3:
+        values = np.where(rng.random(values.shape) < 0.3, NAN, values)
+    observed = torch.tensor(rng.random((number, steps)) < rng.choice([0.0, 0.6, 1.0, 1.0]))
+    options = {"lengths": torch.tensor(lengths), "observed": observed, "validate_args": False}
+
+    def pick(array, lead, copy):
+        return torch.tensor(array[copy, 0] if lead else array)
+
+    singles = [
+        HMM(
+            pick(initial, leads[0], copy),
+            pick(matrix, leads[1], copy),
+            emission.build(lambda array: pick(array, leads[2], copy).squeeze(0)),  # noqa: B023
+            **options,
+        )
+        for copy in range(copies)
+    ]
+    built = emission.build(lambda array: torch.tensor(array).squeeze(len(leads[2])))
+    hmm = HMM(torch.tensor(initial), torch.tensor(matrix), built, **options)
+    return hmm, singles, torch.tensor(values)
+
+
+def check_broadcast(seed):
+    """Every query of parameters ``(R, 1)`` is that of R separate HMMs."""
+    hmm, singles, values = make_wide(seed)
+    pyro.set_rng_seed(seed)
+    copies, number, steps = len(singles), len(values), hmm.num_steps
+    assert hmm.batch_shape == (copies, number)
+    states = torch.randint(hmm.num_states, (number, steps))
+    ahead = values[:, :1] if not values.is_floating_point() else values[:, :1].nan_to_num(0.0)
+    possible = torch.stack([one.log_prob(values) for one in singles]).isfinite().all()
+    asked = {
+        "log_prob": lambda m: m.log_prob(values),
+        "log_joint": lambda m: m.log_joint(values, states),
+        "posterior": lambda m: m.posterior(values).states,
+        "transitions": lambda m: m.posterior(values).transitions,
+        "evidence": lambda m: m.posterior(values).log_evidence,
+        "filtered": lambda m: m.filtered(values),
+        "counts": lambda m: m.expected_counts(values).states,
+        "viterbi": lambda m: m.log_joint(values, m.viterbi(values)),
+        "predictive": lambda m: queries.predictive_log_prob(m, values),
+        "entropy": lambda m: queries.path_entropy(m, values),
+        "k_best": lambda m: queries.k_best(m, values, 2)[1],
+    }
+    if possible:
+        asked |= {
+            "forecast": lambda m: m.forecast(values, 2).log_prob(
+                ahead.expand(-1, 2, *hmm.event_shape[1:])
+            ),
+            "marginals": lambda m: queries.observation_marginals(m, values).log_prob(ahead),
+        }
+        if not hmm.emission.event_shape and not isinstance(hmm.emission, Tied | Streams):
+            asked["residuals"] = lambda m: queries.pseudo_residuals(m, values).upper
+    for name, ask in asked.items():
+        together, apart = ask(hmm), torch.stack([ask(one) for one in singles])
+        assert together.shape == apart.shape, name
+        torch.testing.assert_close(together, apart, rtol=1e-8, atol=1e-8, equal_nan=True, msg=name)
+    event = hmm.emission.event_shape
+    sampled, path = hmm.sample_with_states((2,))
+    assert sampled.shape == (2, copies, number, steps, *event)
+    assert path.shape == (2, copies, number, steps)
+    drawn = hmm.sample_states(values, (2,))
+    assert drawn.shape == (2, copies, number, steps)
+    if possible:
+        assert hmm.log_joint(values, drawn).isfinite().all()
+        assert queries.impute(hmm, values, (2,)).shape == (2, copies, number, steps, *event)
+
+
+def check_all(seeds, check=check):
     """Check every seed, the odd ones without compiled kernels; then name those that failed."""
     failed = {}
     for seed in seeds:
@@ -610,7 +811,34 @@ def test_random_models_agree_with_the_table_of_paths():
     check_all(range(100))
 
 
+def test_random_models_that_were_saved_give_the_same_bits(tmp_path):
+    check_all(range(40), lambda seed: check_saved(seed, tmp_path / str(seed)))
+
+
+def test_random_batches_of_parameters_are_separate_models():
+    check_all(range(30), check_broadcast)
+
+
+@pytest.mark.parametrize("shape", [(0,), (0, 3)])
+def test_an_empty_batch_of_sequences_is_refused(shape):
+    lengths = torch.zeros(shape, dtype=torch.long)
+    with pytest.raises(ValueError, match="lengths is empty; wanted at least one sequence"):
+        HMM(torch.zeros(1), torch.zeros(1, 1), dist.Poisson(torch.ones(1)), lengths)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("start", range(0, 10_000, CHUNK))
 def test_thousands_of_random_models_agree_with_the_table_of_paths(start):
     check_all(range(start, start + CHUNK))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("start", range(0, 6_000, CHUNK))
+def test_thousands_of_random_models_that_were_saved_give_the_same_bits(start, tmp_path):
+    check_all(range(start, start + CHUNK), lambda seed: check_saved(seed, tmp_path / "hmm"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("start", range(0, 4_000, CHUNK))
+def test_thousands_of_random_batches_of_parameters_are_separate_models(start):
+    check_all(range(start, start + CHUNK), check_broadcast)

@@ -23,8 +23,9 @@ from torch import Tensor
 
 from .._checks import check_integers, check_shape, check_size
 from ..data.sequences import Sequences
+from ..distributions.hard_zeros import log_probs
 from ..distributions.hmm import HMM
-from ..distributions.observation import is_categorical, log_probs
+from ..distributions.observation import is_categorical
 from ..infer.models import check_returns_hmm, to_model_device
 from ..infer.results import Fit, match_states
 from ..nn.base import in_mode

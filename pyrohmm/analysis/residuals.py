@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..distributions.hard_zeros import exact_log_prob
 from ..distributions.hmm import HMM
 from ..distributions.observation import support_varies
 from .chains import chain_factors, normalised
@@ -103,7 +104,7 @@ def _limits(hmm: HMM, values: Tensor) -> tuple[Tensor, Tensor]:
         | torch.distributions.Binomial,
     ):
         symbols = emission.enumerate_support(expand=False)  # 0, 1, ..., first dimension
-        weights = emission.log_prob(symbols).exp().movedim(0, -1)  # (*b, [T,] K, V)
+        weights = exact_log_prob(emission, symbols).exp().movedim(0, -1)  # (*b, [T,] K, V)
         upto = torch.nn.functional.pad(weights.cumsum(-1), (1, 0))
         upto = upto if hmm.emission_per_step else upto.unsqueeze(-3)
         index = seen.long()[..., None, None]  # (*B, T, 1, 1)

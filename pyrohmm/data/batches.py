@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._checks import check_integers, check_range, check_shape
 from .sequences import Sequences
 
 JITTER = 0.1  # share of itself by which a length may appear longer when sequences are sorted
@@ -168,7 +169,16 @@ class Batches:
 
     def restore(self, state: dict[str, Any]) -> None:
         """Continue from the :meth:`state` of another one."""
-        self.order, self.sizes, self.number = state["order"], state["sizes"], state["number"]
+        order, sizes, number = state["order"], state["sizes"], state["number"]
+        for name, numbers in (("order", order), ("sizes", sizes)):
+            check_integers(name, numbers)
+            check_shape(name, numbers, (numbers.numel(),), "(n,)")
+        check_range("order", order, len(self.data), "N - 1")
+        if len(order.unique()) < len(order) or not isinstance(number, int):
+            raise ValueError("wanted each sequence once, and a number of batches")
+        if int(sizes.sum()) != len(order) and self.windows is None:
+            raise ValueError("wanted sizes whose sum is the number of sequences that are left")
+        self.order, self.sizes, self.number = order, sizes, number
         if self.windows is not None:
             self.ends = self.data.lengths[self.order].cumsum(0)
 

@@ -7,6 +7,7 @@ Its modules; each imports only those above it:
 ``sparse_dirichlet``  Dirichlet rows with exact zeros
 ``inverse_wishart``   the prior of covariance matrices
 ``units``             priors of data in any unit
+``hard_zeros``        log-probabilities in which zeros are exact
 ``observation``       joined and tied emissions; log-probabilities per state
 ``values``            observations as the recursions read them
 ``arguments``         the arguments of an ``HMM``, checked
@@ -28,6 +29,7 @@ from .block_hmm import BlockHMM as BlockHMM
 from .dpp import DiverseDirichlet as DiverseDirichlet
 from .dpp import DiversityPrior as DiversityPrior
 from .forecast import Forecast as Forecast
+from .hard_zeros import log_probs as log_probs
 from .hmm import HMM as HMM
 from .inverse_wishart import InverseWishart as InverseWishart
 from .inverse_wishart import covariance_matrix as covariance_matrix
@@ -35,7 +37,6 @@ from .observation import Streams as Streams
 from .observation import Tied as Tied
 from .observation import is_categorical as is_categorical
 from .observation import log_prob_per_state as log_prob_per_state
-from .observation import log_probs as log_probs
 from .observation import marginal_log_prob as marginal_log_prob
 from .sparse_dirichlet import SparseDirichlet as SparseDirichlet
 from .sparse_dirichlet import interior as interior

@@ -10,7 +10,7 @@ from pyro.distributions.torch_distribution import TorchDistribution
 from torch import Tensor, nn
 from torch.distributions import constraints
 
-from .._checks import check_floats, check_trailing
+from .._checks import check_floats, check_number, check_positive, check_trailing
 from ..ops.diversity import _check_rho, _log_diversity
 from ..ops.diversity import log_diversity as log_diversity
 from ..ops.diversity import product_kernel as product_kernel
@@ -46,6 +46,7 @@ class DiversityPrior(nn.Module):
         anchor_weight: :math:`\alpha_A`.
 
     Raises:
+        TypeError: If what must be a number is none.
         ValueError: If a number is out of range, or there is a weight and no anchor.
 
     References:
@@ -70,6 +71,8 @@ class DiversityPrior(nn.Module):
         anchor_weight: float = 0.0,
     ) -> None:
         super().__init__()
+        for name, value in (("alpha", alpha), ("anchor_weight", anchor_weight), ("rho", rho)):
+            check_number(name, value)
         for name, value in (("alpha", alpha), ("anchor_weight", anchor_weight)):
             if not 0 <= value < float("inf"):
                 raise ValueError(f"{name} must be a number of at least 0; got {value!r}.")
@@ -151,8 +154,8 @@ class DiverseDirichlet(TorchDistribution):
 
     Raises:
         TypeError: If ``concentration`` is not a floating-point tensor.
-        ValueError: If it is not positive, or there are more rows than columns, whose determinant
-            is always zero.
+        ValueError: If it is not positive and finite, or there are more rows than columns, whose
+            determinant is always zero.
 
     Example:
         >>> _ = pyro.set_rng_seed(0)
@@ -178,8 +181,7 @@ class DiverseDirichlet(TorchDistribution):
                 "concentration must be (*B, K, V) with at most as many rows as columns, for more "
                 f"cannot be diverse; got {tuple(concentration.shape)}."
             )
-        if not bool((concentration > 0).all()):
-            raise ValueError("concentration must be positive.")
+        check_positive("concentration", concentration)
         self.prior = DiversityPrior(alpha, rho)
         self.concentration = concentration
         super().__init__(

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributions import biject_to, constraints, transform_to
 from torch.distributions.transforms import Transform
 
-from .._checks import check_floats, check_trailing
+from .._checks import check_floats, check_number, check_trailing
 
 
 class InverseWishart(TorchDistribution):
@@ -27,6 +27,11 @@ class InverseWishart(TorchDistribution):
         degrees: :math:`\nu`, greater than D - 1 and finite.
         scale: :math:`\Psi`, ``(*B, D, D)``, positive definite.
 
+    Raises:
+        TypeError: If ``degrees`` is not a number, or ``scale`` not a floating-point tensor.
+        ValueError: If ``degrees`` is out of range, or (with ``validate_args``) ``scale`` is not
+            symmetric and positive definite.
+
     Example:
         >>> InverseWishart(5.0, torch.eye(2)).log_prob(torch.eye(2))
         tensor(-5.3228)
@@ -36,6 +41,7 @@ class InverseWishart(TorchDistribution):
     has_rsample = True
 
     def __init__(self, degrees: float, scale: Tensor, validate_args: bool | None = None) -> None:
+        check_number("degrees", degrees)
         check_floats("scale", scale)
         dim = scale.size(-1)
         check_trailing("scale", scale, (dim, dim), "(D, D)")
@@ -45,6 +51,11 @@ class InverseWishart(TorchDistribution):
             )
         self.degrees, self.scale = float(degrees), scale
         super().__init__(scale.shape[:-2], scale.shape[-2:], validate_args=validate_args)
+        if self._validate_args and not bool(constraints.positive_definite.check(scale).all()):
+            raise ValueError(
+                "scale must hold symmetric positive definite matrices; got one that is not. Add a "
+                "small multiple of the identity, or take (scale + scale.mT) / 2."
+            )
 
     @property
     def support(self) -> constraints.Constraint:

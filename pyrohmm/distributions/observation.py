@@ -16,16 +16,17 @@ from torch import Tensor
 from torch.distributions import (
     Bernoulli,
     Categorical,
+    Distribution,
     Independent,
     MixtureSameFamily,
     MultivariateNormal,
     constraints,
 )
-from torch.nn.functional import softplus
 
-from .._checks import check_integers, check_range
-from ..ops.log_space import log, logsumexp
+from .._checks import check_broadcast, check_integers, check_range
+from ..ops.log_space import logsumexp
 from ..ops.lookup import take_rows
+from .hard_zeros import exact_log_prob, log_prob_of_bits, log_probs, log_probs_of_bits
 
 
 class Streams(TorchDistribution):
@@ -48,9 +49,12 @@ class Streams(TorchDistribution):
     arg_constraints: dict[str, constraints.Constraint] = {}  # noqa: RUF012
 
     def __init__(self, parts: Sequence[Any], validate_args: bool | None = None) -> None:
+        if isinstance(parts, Distribution):
+            raise TypeError("parts must be a list of distributions; got one of them: [it].")
         if not parts:
             raise ValueError("parts is empty; wanted at least one distribution.")
         for part in parts:
+            _check_distribution("parts", part)
             if len(part.event_shape) > 1:
                 raise ValueError(
                     "parts must emit scalars or vectors; got one with event shape "
@@ -58,7 +62,7 @@ class Streams(TorchDistribution):
                 )
         self.parts = list(parts)
         self.widths = [part.event_shape.numel() for part in parts]
-        batch = torch.broadcast_shapes(*(part.batch_shape for part in parts))
+        batch = check_broadcast({f"parts[{i}]": part.batch_shape for i, part in enumerate(parts)})
         super().__init__(batch, torch.Size([sum(self.widths)]), validate_args=validate_args)
 
     @property
@@ -137,7 +141,13 @@ class Tied(TorchDistribution):
     arg_constraints: dict[str, constraints.Constraint] = {}  # noqa: RUF012
 
     def __init__(self, base: Any, index: Tensor, validate_args: bool | None = None) -> None:
+        _check_distribution("base", base)
         check_integers("index", index)
+        if index.dim() != 1 or not base.batch_shape:
+            raise ValueError(
+                "index must be (K,), and base be batched over the distinct emissions (*B, J); got "
+                f"index {tuple(index.shape)} and a batch shape {tuple(base.batch_shape)} of base."
+            )
         self.base, self.index = base, index.long()
         check_range("index", index, base.batch_shape[-1], "J - 1")
         super().__init__(
@@ -198,6 +208,11 @@ class Tied(TorchDistribution):
         return values.gather(at, index).squeeze(at)
 
 
+def _check_distribution(name: str, part: object) -> None:
+    if not isinstance(part, Distribution):
+        raise TypeError(f"{name} must be of distributions; got {type(part).__name__}.")
+
+
 def permuted(emission: Any, order: Tensor) -> TorchDistribution:
     """The same emissions with state k emitting as ``order[k]`` did, ``(K,)`` integers."""
     if is_categorical(emission):
@@ -205,25 +220,24 @@ def permuted(emission: Any, order: Tensor) -> TorchDistribution:
     return Tied(emission, order)
 
 
+def is_spherical(normal: Any) -> bool:
+    """Whether a ``Normal`` ``(*, K, D)`` was built with one scale ``(*, K, 1)`` for each state.
+
+    No value is read. One scale for all the states as well is none of each.
+    """
+    steps = normal.scale.stride()
+    return len(steps) > 1 and normal.scale.size(-1) > 1 and steps[-1] == 0 and steps[-2] != 0
+
+
+def is_tied(normal: Any) -> bool:
+    """Whether a ``MultivariateNormal`` ``(*, K)`` was built with one covariance for all states."""
+    root = normal.scale_tril
+    return root.size(-3) > 1 and root.stride(-3) == 0
+
+
 def is_categorical(emission: Any) -> bool:
     """Whether ``emission`` emits symbols."""
     return isinstance(emission, Categorical) and not emission.event_shape
-
-
-def log_probs(emission: Any) -> Tensor:
-    """Logarithms of the probabilities of symbols; probabilities of zero are exact.
-
-    (``Categorical(probs=...).logits`` has the logarithm of the smallest number in their place.)
-    """
-    probs = vars(emission).get("probs")
-    if probs is None:
-        return emission.logits
-    if emission._param is probs:  # torch keeps there what it was built from
-        return log(probs)
-    # both are cached; expand may have forgotten which came first. Where logits came first, a
-    # probability underflows to zero only far below the clamped logarithm
-    clamped = (probs == 0) & (emission.logits > -80.0)
-    return emission.logits.masked_fill(clamped, -torch.inf)
 
 
 def log_prob_per_state(emission: Any, values: Tensor) -> Tensor:
@@ -239,7 +253,7 @@ def log_prob_per_state(emission: Any, values: Tensor) -> Tensor:
     if isinstance(emission, Tied):
         return log_prob_per_state(emission.base, values).index_select(-1, emission.index)
     if _is_of_bits(emission):
-        return _of_bits(emission.base_dist.logits, values)
+        return log_prob_of_bits(log_probs_of_bits(emission.base_dist), values)
     if not is_categorical(emission):
         return marginal_log_prob(emission, values.unsqueeze(-1 - len(emission.event_shape)))
     # a look-up of rows: log_prob would keep a gradient of N T K V numbers
@@ -266,20 +280,6 @@ def _is_of_bits(emission: Any) -> bool:
         and len(emission.event_shape) == 1
         and emission.batch_shape[-2:-1] in ((), (1,))
     )
-
-
-def _of_bits(logits: Tensor, values: Tensor) -> Tensor:
-    """Log-density ``(*A, K)`` of independent bits: products of matrices, not N T K D numbers.
-
-    Args:
-        logits: ``(*b, K, D)`` with ``b[-1] = 1``, if there is one.
-        values: ``(*A, D)``; NaN is missing.
-    """
-    if logits.dim() > 2:
-        logits = logits.squeeze(-3)  # what comes before belongs to what A has before its last
-    known = ~values.isnan()
-    ones = torch.where(known, values, 0.0).to(logits.dtype)
-    return ones @ logits.mT - known.to(logits.dtype) @ softplus(logits).mT
 
 
 def marginal_log_prob(distribution: Any, values: Tensor) -> Tensor:
@@ -378,20 +378,20 @@ def _log_prob(distribution: Any, values: Tensor) -> Tensor:
 
     (Distributions of torch raise there, or go on with a formula that does not hold.)
     """
-    if not support_varies(distribution):
-        return distribution.log_prob(values)
     if isinstance(distribution, MixtureSameFamily):
         return _mixed(distribution, values, _log_prob)
     if isinstance(distribution, Independent):
         scores = _log_prob(distribution.base_dist, values)
         return scores.sum(tuple(range(-distribution.reinterpreted_batch_ndims, 0)))
+    if not support_varies(distribution):
+        return exact_log_prob(distribution, values)
     support = distribution.support
     inside = support.check(values)
     closed = (constraints.interval, constraints.integer_interval, constraints.greater_than_eq)
     filler = support.lower_bound if isinstance(support, closed) else any_value(distribution)
     filler = torch.as_tensor(filler, device=values.device).detach().to(values.dtype)
     wide = inside.reshape(inside.shape + (1,) * len(distribution.event_shape))
-    scores = distribution.log_prob(torch.where(wide, values, filler))
+    scores = exact_log_prob(distribution, torch.where(wide, values, filler))
     return scores.masked_fill(~inside, -torch.inf)
 
 
@@ -402,7 +402,7 @@ def _mixed(
     parts = log_prob(
         mixture.component_distribution, values.unsqueeze(-1 - len(mixture.event_shape))
     )
-    return logsumexp(parts + mixture.mixture_distribution.logits.log_softmax(-1), -1)
+    return logsumexp(parts + log_probs(mixture.mixture_distribution), -1)
 
 
 def any_value(distribution: Any) -> Tensor:

@@ -7,7 +7,8 @@ from pyro.distributions.torch_distribution import TorchDistribution
 from torch import Tensor
 
 from ..ops.sampling import CategoricalTable
-from .observation import Streams, is_categorical, log_probs
+from .hard_zeros import log_probs
+from .observation import Streams, is_categorical
 
 
 def sample_emission(emission: TorchDistribution, states: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributions import biject_to, constraints, transform_to
 from torch.distributions.transforms import Transform
 
-from .._checks import check_booleans, check_floats, check_trailing
+from .._checks import check_booleans, check_floats, check_positive, check_trailing
 
 
 class SparseDirichlet(TorchDistribution):
@@ -25,7 +25,8 @@ class SparseDirichlet(TorchDistribution):
 
     Raises:
         TypeError: If a dtype is wrong.
-        ValueError: If a row allows nothing, or shapes disagree.
+        ValueError: If a row allows nothing, shapes disagree, or (with ``validate_args``) a
+            concentration is not positive and finite where an entry is allowed.
 
     Example:
         >>> left_to_right = torch.ones(3, 3).triu().bool()
@@ -48,6 +49,8 @@ class SparseDirichlet(TorchDistribution):
         self.concentration, self.allowed = concentration, allowed
         batch = concentration.shape[: concentration.dim() - allowed.dim()]
         super().__init__(batch, allowed.shape, validate_args=validate_args)
+        if self._validate_args:
+            check_positive("concentration", concentration.masked_fill(~allowed, 1.0))
 
     @property
     def support(self) -> constraints.Constraint:

@@ -51,7 +51,6 @@ def check_support(
     values = values.unsqueeze(-1 - len(event))
     if not emission_per_step:
         values = values.movedim(values.dim() - 2 - len(event), 0)
-        known = None if known is None else known.movedim(-1, 0)
     varies = support_varies(emission)
     if len(event) and values.dtype.is_floating_point:
         gaps = values.isnan()
@@ -61,7 +60,7 @@ def check_support(
     inside = inside_support(emission, values) if varies else emission.support.check(values)
     inside = inside.any(-1)
     if varies and known is not None:  # what fills a gap is of one step, and need not fit another
-        inside = inside | ~known
+        inside = (inside if emission_per_step else inside.movedim(0, -1)) | ~known
     if not bool(inside.all()):
         raise ValueError(
             f"values must lie in the support of the emission, {emission.support}, in a "

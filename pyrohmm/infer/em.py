@@ -26,7 +26,7 @@ from .._checks import check_size, check_tolerance
 from ..data.batches import Batches
 from ..data.sequences import Sequences
 from ..distributions.hmm import HMM
-from ..io.checkpoints import Checkpoint
+from ..io.checkpoints import Checkpoint, Fields
 from ..io.identity import describe
 from ..nn.base import HMMModule
 from ..nn.closed_form import Statistics, TransitionCounts
@@ -364,14 +364,16 @@ class _Loop:
 
     def resume(self) -> bool:
         """Go on from the checkpoint; returns whether there is one."""
-        state = None if self.checkpoint is None else self.checkpoint.load()
-        if state is None:
+        if self.checkpoint is None:
             return False
+        return self.checkpoint.resume(self._restore, self.expect.parameters.points)
+
+    def _restore(self, state: Fields) -> None:
         self.expect.parameters.restore(state)
         self.maximize.restore(state)
         self.batches.restore(state["batches"])
         self.expect.reseeded = state["reseeded"]
-        self.losses = list(state["losses"])
+        self.losses = list(state.losses(self.expect.parameters.restarts))
         self.start_time -= state["seconds"]
         if self.average is not None:
             device = self.batches.data.values.device
@@ -382,7 +384,6 @@ class _Loop:
             self.convergence.converged, self.convergence.reason = True, state["reason"]
         elif state["converged"]:  # with another tolerance: the last E-step is to be done again
             self.losses.pop()
-        return True
 
 
 def _watch(history: Tensor, maximize: Maximization) -> None:

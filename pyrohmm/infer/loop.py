@@ -60,7 +60,7 @@ def train(
             checkpoint = Checkpoint(
                 settings.checkpoint, state.identity(), (settings.generator,), state.group.is_first
             )
-            state.resume(checkpoint.load())
+            checkpoint.resume(state.restore, state.tensors())
         if state.group.size > 1:
             state.check_ranks()
         descend(state, checkpoint, units)

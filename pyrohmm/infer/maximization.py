@@ -12,8 +12,9 @@ from torch import Tensor
 from torch.distributions import transform_to
 
 from ..data.sequences import Sequences
+from ..distributions.hard_zeros import log_probs
 from ..distributions.hmm import HMM
-from ..distributions.observation import is_categorical, log_probs
+from ..distributions.observation import is_categorical
 from ..nn.closed_form import (
     ChainMStep,
     EmissionMStep,

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..data.sequences import Sequences
 from ..distributions.hmm import HMM
+from ..io.checkpoints import Fields
 from ..nn.base import HMMModule
 from .models import LogPrior, build, scale_priors, to_model_device
 from .objective import check_events
@@ -148,12 +149,27 @@ class Parameters:
         """What a checkpoint saves."""
         return {"values": self.values, "points": list(self.points)}
 
-    def restore(self, state: dict[str, Any]) -> None:
-        """Take the parameters from a checkpoint."""
+    def restore(self, state: Fields) -> None:
+        """Take the parameters from a checkpoint.
+
+        Raises:
+            ValueError: If they are not those of this module.
+        """
         device = self.data.values.device
-        self.values = {name: value.to(device) for name, value in state["values"].items()}
+        values = state["values"]
+        if not isinstance(values, dict) or values.keys() != self.sites.keys():
+            raise ValueError(f"wanted values of {list(self.sites)}")
+        lead = (self.restarts, 1) if self.restarts > 1 else ()
+        for name, site in self.sites.items():
+            shape = lead + tuple(site.batch_shape + site.event_shape)
+            value = values[name]
+            if not isinstance(value, Tensor) or tuple(value.shape) != shape:
+                raise ValueError(f"{name} must be a tensor {shape}")
+            if not bool(site.support.check(value.to(device)).all()):
+                raise ValueError(f"{name} must be in {site.support}")
+        self.values = {name: value.to(device) for name, value in values.items()}
         with torch.no_grad():
-            for point, saved in zip(self.points, state["points"]):
+            for point, saved in zip(self.points, state.tensors_like("points", self.points)):
                 point.copy_(saved)
 
 

@@ -20,6 +20,7 @@ from .._checks import check_size, check_tolerance
 from .._precision import full_precision
 from ..data.batches import Batches
 from ..data.sequences import Sequences
+from ..io.checkpoints import Fields
 from ..io.identity import describe, digits, fingerprint
 from .models import to_model_device
 from .objective import Objective, check_shared
@@ -223,7 +224,8 @@ class State:
         """Since the start, with those before a checkpoint."""
         return time.perf_counter() - self.start_time
 
-    def _tensors(self) -> list[Tensor]:
+    def tensors(self) -> list[Tensor]:
+        """What the fit changes: parameters and buffers."""
         return [*self.objective.parameters, *self.objective.module.buffers()]
 
     def lower_precision(self) -> torch.autocast:
@@ -239,14 +241,14 @@ class State:
         average = self.descent.average
         applied = nullcontext() if average is None else average.applied()
         with applied, full_precision(self.objective.parameters[0]):
-            return held_out.validate(len(self.losses), self._tensors())
+            return held_out.validate(len(self.losses), self.tensors())
 
     def finish(self) -> Tensor:
         """Set the parameters to those that the fit ends with, and return all losses, checked."""
         if self.held_out is not None:
             if not self.held_out.history or self.held_out.history[-1].step != len(self.losses):
                 self.validate(self.held_out)
-            copy_values(self.held_out.best, self._tensors())
+            copy_values(self.held_out.best, self.tensors())
         elif self.descent.average is not None:
             copy_values(self.descent.average.values, self.objective.parameters)
         losses = torch.stack(self.losses).cpu()
@@ -264,7 +266,7 @@ class State:
             "reason": self.reason,
             "tests": self._tests,
             "seconds": self.seconds,
-            "tensors": self._tensors(),
+            "tensors": self.tensors(),
             "optimizer": self.descent.optimizer.state_dict(),
             "schedule": None if schedule is None else schedule.state_dict(),
             "batches": self.batches.state(),
@@ -272,11 +274,9 @@ class State:
             "held_out": None if self.held_out is None else self.held_out.state(),
         }
 
-    def resume(self, saved: dict[str, Any] | None) -> None:
-        """Continue from a checkpoint, if there is one."""
-        if saved is None:
-            return
-        copy_values(saved["tensors"], self._tensors())
+    def restore(self, saved: Fields) -> None:
+        """Continue from a checkpoint."""
+        copy_values(saved.tensors_like("tensors", self.tensors()), self.tensors())
         self.descent.optimizer.load_state_dict(saved["optimizer"])
         if self.descent.schedule is not None:
             self.descent.schedule.load_state_dict(saved["schedule"])
@@ -286,7 +286,7 @@ class State:
             self.descent.average.values = [value.to(device) for value in saved["averages"]]
         if self.held_out is not None:
             self.held_out.restore(saved["held_out"])
-        self.losses = list(saved["losses"].to(device))
+        self.losses = list(saved.losses(None).to(device))
         self.start_time -= saved["seconds"]
         if len(self.losses) > self.settings.num_steps:
             self.reason = f"checkpoint had taken {len(self.losses)} steps already"

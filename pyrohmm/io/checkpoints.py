@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -52,12 +53,41 @@ class Checkpoint:
         self.writes = writes
         self.saved = time.perf_counter()
 
-    def load(self) -> dict[str, Any] | None:
-        """The state saved last, if there is one; random number generators are restored.
+    def resume(self, restore: Callable[[Fields], None], tensors: Iterable[Tensor]) -> bool:
+        """Continue from the state saved last; returns whether there is one.
+
+        Random number generators are restored as well: all of it, or nothing.
+
+        Args:
+            restore: Takes the state. It changes ``tensors``, and what nobody else will use.
+            tensors: What has to be as it was after an error.
 
         Raises:
-            ValueError: If the file is damaged, or of another fit: it names the difference.
+            ValueError: If the file is damaged, or of another fit: it names the difference, or the
+                field.
         """
+        state = self._load()
+        if state is None:
+            return False
+        before = [(tensor, tensor.detach().clone()) for tensor in tensors]
+        numbers = self._random()
+        try:
+            restore(state)
+            self._set_random(Fields(state["random"], state, "random."))
+        except Exception as error:
+            with torch.no_grad():
+                for tensor, value in before:
+                    tensor.copy_(value)
+            self._set_random(numbers)
+            raise ValueError(
+                f"checkpoint {self.path} holds a field {state.asked} that does not fit this fit "
+                f"({type(error).__name__}: {error}). Choose another file, or delete it to start "
+                "afresh."
+            ) from error
+        return True
+
+    def _load(self) -> Fields | None:
+        """The state saved last, if there is one."""
         if not self.path.exists():
             return None
         tensors, meta = read_tensors(self.path)
@@ -68,22 +98,25 @@ class Checkpoint:
                 f"checkpoint {self.path} was written by another version of this package. Choose "
                 "another file, or delete it to start afresh."
             )
-        for name in [*self.identity, *meta["identity"]]:
-            differing = difference(meta["identity"].get(name), self.identity.get(name), name)
+        identity = meta.get("identity")
+        if not isinstance(identity, dict):
+            raise ValueError(f"checkpoint {self.path} has no field identity that is an object.")
+        for name in [*self.identity, *identity]:
+            differing = difference(identity.get(name), self.identity.get(name), name)
             if differing is not None:
                 path, saved, wanted = differing
                 raise ValueError(
                     f"checkpoint {self.path} belongs to another fit: its {path} is {saved}, and "
                     f"here it is {wanted}. Choose another file, or delete it to start afresh."
                 )
-        state = _unpack(meta["state"], tensors)
-        random = state.pop("random")
-        torch.set_rng_state(random["cpu"])
-        for device, numbers in enumerate(random["cuda"]):
-            torch.cuda.set_rng_state(numbers, device)
-        for generator, numbers in zip(self.generators, random["own"]):
-            generator.set_state(numbers)
-        return state
+        try:
+            return Fields(_unpack(meta["state"], tensors))
+        except Exception as error:
+            raise ValueError(
+                f"checkpoint {self.path} has a field state that is not what fits save "
+                f"({type(error).__name__}: {error}). Choose another file, or delete it to start "
+                "afresh."
+            ) from error
 
     def is_due(self) -> bool:
         """Whether it is time to save again."""
@@ -93,16 +126,71 @@ class Checkpoint:
         """Replace the file by one of ``state``: nested dicts and lists of tensors and numbers."""
         if not self.writes:
             return
-        random = {
+        tensors: dict[str, Tensor] = {}
+        packed = _pack(state | {"random": self._random()}, tensors, "state")
+        meta = {"kind": "checkpoint", "version": VERSION, "identity": self.identity}
+        write_tensors(self.path, tensors, meta | {"state": packed})
+        self.saved = time.perf_counter()
+
+    def _random(self) -> dict[str, Any]:
+        """The states of random number generators."""
+        return {
             "cpu": torch.get_rng_state(),
             "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [],
             "own": [generator.get_state() for generator in self.generators],
         }
-        tensors: dict[str, Tensor] = {}
-        packed = _pack(state | {"random": random}, tensors, "state")
-        meta = {"kind": "checkpoint", "version": VERSION, "identity": self.identity}
-        write_tensors(self.path, tensors, meta | {"state": packed})
-        self.saved = time.perf_counter()
+
+    def _set_random(self, random: dict[str, Any]) -> None:
+        torch.set_rng_state(random["cpu"])
+        for device, numbers in enumerate(random["cuda"]):
+            torch.cuda.set_rng_state(numbers, device)
+        for generator, numbers in zip(self.generators, random["own"], strict=True):
+            generator.set_state(numbers)
+
+
+class Fields(dict[str, Any]):
+    """A state that was read; it knows which field was asked for last."""
+
+    def __init__(
+        self, state: dict[str, Any], outer: Fields | None = None, prefix: str = ""
+    ) -> None:
+        if not isinstance(state, dict):
+            raise TypeError(f"wanted fields with names; got {type(state).__name__}")
+        super().__init__(state)
+        self.outer, self.prefix, self.asked = outer or self, prefix, ""
+
+    def __getitem__(self, name: str) -> Any:
+        self.outer.asked = self.prefix + name
+        return super().__getitem__(name)
+
+    def tensors_like(self, name: str, wanted: dict[str, Tensor] | list[Tensor]) -> Any:
+        """The tensors of a field, of the names or number, shapes and dtypes of ``wanted``.
+
+        Raises:
+            ValueError: If they differ, or a number is NaN.
+        """
+        found = self[name]
+        pairs = wanted.items() if isinstance(wanted, dict) else enumerate(wanted)
+        same = type(found) is type(wanted) and len(found) == len(wanted)
+        if not same or (isinstance(found, dict) and found.keys() != set(wanted)):
+            raise ValueError(f"wanted {len(wanted)} tensors in a {type(wanted).__name__}")
+        for key, like in pairs:
+            tensor = found[key]
+            kind = (tuple(like.shape), like.dtype)
+            if not isinstance(tensor, Tensor) or (tuple(tensor.shape), tensor.dtype) != kind:
+                raise ValueError(f"{key} must be a tensor {kind[0]} {kind[1]}")
+            if bool((tensor.cpu().isnan() & ~like.cpu().isnan()).any()):
+                raise ValueError(f"{key} holds NaN")
+        return found
+
+    def losses(self, restarts: int | None) -> Tensor:
+        """The field ``losses``, ``(n, R)`` or ``(n,)``; raise unless they are so, and no NaN."""
+        found = self["losses"]
+        if not isinstance(found, Tensor) or not found.dtype.is_floating_point or found.dim() == 0:
+            raise ValueError("wanted a tensor of floating-point numbers")
+        if found.isnan().any() or (restarts is not None and found.shape[1:] != (restarts,)):
+            raise ValueError(f"wanted numbers for each of {restarts} restarts; got {found.shape}")
+        return found
 
 
 def _pack(item: Any, tensors: dict[str, Tensor], name: str) -> Any:

@@ -18,15 +18,18 @@ from pyro.distributions import Categorical, MixtureSameFamily, MultivariateNorma
 from pyro.distributions.torch_distribution import TorchDistribution
 from torch import Tensor
 
+from ..distributions.hard_zeros import log_probs
 from ..distributions.hmm import HMM
-from ..distributions.observation import log_probs
+from ..distributions.observation import is_spherical, is_tied
 
 
 def from_hmmlearn(model: Any, lengths: Sequence[int] | Tensor) -> HMM:
     """The HMM with the parameters of a fitted model of hmmlearn, in float64.
 
     ``CategoricalHMM`` has symbols ``(N, T)``; ``GaussianHMM``, ``GMMHMM`` and ``PoissonHMM`` have
-    vectors ``(N, T, D)``. Hard zeros stay exact.
+    vectors ``(N, T, D)``. Hard zeros stay exact, and :func:`fit_em` keeps covariances of type
+    ``spherical`` or ``tied`` so. It refuses a ``GMMHMM`` of type ``full`` or ``tied``, for which
+    there is no emission family.
 
     Args:
         model: Of one of these classes, fitted, or with all its parameters set.
@@ -78,8 +81,10 @@ def to_hmmlearn(hmm: HMM, **options: Any) -> Any:
 
     The class follows from the emission: ``CategoricalHMM`` for symbols, ``PoissonHMM`` for counts,
     ``GaussianHMM`` for (vectors of) normal numbers, with covariances of type ``diag`` if they are
-    independent and ``full`` if not, and ``GMMHMM`` for mixtures of either. Scalars become vectors
-    of one component. Lengths are left out: hmmlearn takes them with the data.
+    independent and ``full`` if not, and ``GMMHMM`` for mixtures of either. They are of type
+    ``spherical`` if built with one scale ``(K, 1)`` for all components, and ``tied`` if built with
+    one covariance ``(D, D)`` for all states (of a mixture, for all its parts). Scalars become
+    vectors of one component. Lengths are left out: hmmlearn takes them with the data.
 
     A fit of the model starts from these parameters.
 
@@ -158,10 +163,15 @@ def _gaussian(model: Any) -> TorchDistribution:
     means = _tensor(model, "means_")  # (K, D)
     model = copy.copy(model)
     model.n_features = means.size(-1)  # without it, the covariances cannot be read before a fit
-    matrices = _tensor(model, "covars_")  # (K, D, D), whatever the type
+    matrices = _tensor(
+        model, "covars_"
+    )  # (K, D, D), whatever the type; spherical after a fit (KD,)
+    matrices = matrices.reshape(len(means), -1, *matrices.shape[-2:])[:, 0]
     if model.covariance_type in ("diag", "spherical"):
-        return _normal(means, matrices.diagonal(dim1=-2, dim2=-1))
-    return MultivariateNormal(means, matrices)
+        shared = 1 if model.covariance_type == "spherical" else None
+        return _normal(means, matrices.diagonal(dim1=-2, dim2=-1)[:, :shared])
+    shared = 1 if model.covariance_type == "tied" else None
+    return MultivariateNormal(means, matrices[:shared])
 
 
 def _mixture(model: Any) -> TorchDistribution:
@@ -198,15 +208,22 @@ def _model(library: ModuleType, num_states: int, emission: Any, options: dict[st
         model.lambdas_ = _array(part.base_dist.rate)
         model.n_features = part.event_shape[0]
     elif full or _is_independent(normal, torch.distributions.Normal):
-        kind = "full" if full else "diag"
+        kind = _covariance_type(normal)
         if is_mixture:
             count = normal.batch_shape[-1]
             model = library.GMMHMM(num_states, count, covariance_type=kind, **options)
-            model.weights_ = _probabilities(part.mixture_distribution.logits)
+            model.weights_ = _probabilities(log_probs(part.mixture_distribution))
         else:
             model = library.GaussianHMM(num_states, covariance_type=kind, **options)
         model.means_ = _array(normal.mean)
-        model.covars_ = _array(normal.covariance_matrix if full else normal.variance)
+        if is_mixture and kind == "tied":
+            model.covars_ = _array(normal.covariance_matrix[:, 0])
+        elif kind == "tied":
+            model.covars_ = _array(normal.covariance_matrix[0])
+        elif kind == "spherical":
+            model.covars_ = _array(normal.variance[..., 0])
+        else:
+            model.covars_ = _array(normal.covariance_matrix if full else normal.variance)
         model.n_features = normal.event_shape[0]
     else:
         raise TypeError(
@@ -215,6 +232,13 @@ def _model(library: ModuleType, num_states: int, emission: Any, options: dict[st
             f"{type(emission).__name__} with event shape {tuple(emission.event_shape)}."
         )
     return model
+
+
+def _covariance_type(normal: Any) -> str:
+    """What hmmlearn calls the covariances of normal vectors."""
+    if isinstance(normal, torch.distributions.MultivariateNormal):
+        return "tied" if is_tied(normal) else "full"
+    return "spherical" if is_spherical(normal.base_dist) else "diag"
 
 
 def _as_vectors(emission: Any) -> Any:

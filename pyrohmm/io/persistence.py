@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from torch.distributions.utils import logits_to_probs, probs_to_logits
 
 from ..distributions.block_hmm import BlockHMM
+from ..distributions.hard_zeros import built_from
 from ..distributions.hmm import HMM
-from ..distributions.observation import Streams, Tied
+from ..distributions.observation import Streams, Tied, is_spherical, is_tied
 from ..ops.block_transition import InnerProductTransition
 from ..ops.blocks import Blocks
 from .files import TENSORS, FilePath, read_directory, write_directory
@@ -308,10 +309,15 @@ def _describe_part(part: Any, path: str, tensors: dict[str, Tensor]) -> Any:
         )
     for name in arguments.tensors:
         tensors[f"{path}.{name}"] = getattr(part, name)
+    # what was built with one number for several is built so again
+    if isinstance(part, dist.Normal) and is_spherical(part):
+        tensors[f"{path}.scale"] = part.scale[..., :1]
+    if isinstance(part, dist.MultivariateNormal) and part.batch_shape and is_tied(part):
+        tensors[f"{path}.scale_tril"] = part.scale_tril[..., :1, :, :]
     held = vars(part)  # reading an attribute would compute it
     tensors.update({f"{path}.{name}": held[name] for name in arguments.cached if name in held})
     if arguments.probs_or_logits:
-        name = _built_from(_holder(part))
+        name = built_from(_holder(part))
         tensors[f"{path}.{name}"] = getattr(_holder(part), name)
     return {
         "class": family.__name__,
@@ -373,7 +379,7 @@ def _restore(holder: Any, either: dict[str, Tensor], path: str) -> None:
     for name in _EITHER:
         held.pop(name, None)
     held.update(either)
-    name = _built_from(holder)
+    name = built_from(holder)
     is_binary = not isinstance(holder, torch.distributions.Categorical)
     if len(either) == 2:
         other = "logits" if name == "probs" else "probs"
@@ -398,26 +404,6 @@ def _check_agreement(computed: Tensor, saved: Tensor, name: str) -> None:
     alike = computed.shape == saved.shape and computed.dtype == saved.dtype
     if not (alike and torch.allclose(computed, saved, 1e-3, 1e-4 * scale, equal_nan=True)):
         raise ValueError(f"{name} disagrees with the parameters beside it")
-
-
-def _built_from(holder: Any) -> str:
-    """Which of ``probs`` and ``logits`` a distribution was built from; it may have computed both.
-
-    Logarithms that torch computes from probabilities are clamped, and would lose the zeros.
-    """
-    held = vars(holder)
-    kept = [name for name in _EITHER if name in held]
-    if len(kept) == 1:
-        return kept[0]
-    probs, logits = held["probs"], held["logits"]
-    if held.get("_param") is probs:
-        return "probs"
-    # expanded: what it was built from is not marked
-    is_binary = not isinstance(holder, torch.distributions.Categorical)
-    computed = probs_to_logits(probs, is_binary)
-    clamped = bool(((probs == 0) | (probs == 1)).any())
-    alike = torch.equal(computed, logits) or (clamped and torch.allclose(computed, logits))
-    return "probs" if alike else "logits"
 
 
 def _classes() -> dict[str, type]:

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributions import constraints
 
 from .._checks import check_size
-from ..distributions.observation import Streams, Tied
+from ..distributions.observation import Streams, Tied, is_spherical, is_tied
 from ..ops.log_space import log
 from ..ops.lookup import add_rows
 from .closed_form import EmissionMStep, Maximum, Statistics, check_mode, row_mode
@@ -333,6 +333,10 @@ def from_distribution(distribution: Any) -> PyroModule:
     One with a closed M-step where there is one for the distribution, else a
     :class:`PointEmission`.
 
+    What stands for several is one parameter: the scale ``(K, 1)`` of a normal vector is one
+    variance for each state, as of :func:`pyrohmm.nn.normals.normal_spherical`, and one covariance
+    ``(D, D)`` for all states stays one, as of :func:`pyrohmm.nn.normals.normal_tied`.
+
     Example:
         >>> type(from_distribution(Poisson(torch.tensor([1.0, 5.0])))).__name__
         'PoissonEmission'
@@ -367,21 +371,26 @@ def from_distribution(distribution: Any) -> PyroModule:
         module = PoissonEmission(shape[0], dim)
         module.set_points(rate=base.rate.expand(shape))
     elif isinstance(base, torch.distributions.Normal):
-        module = NormalEmission(shape[0], dim)
-        module.set_points(variance=base.variance.expand(shape), loc=base.loc.expand(shape))
+        spherical = dim > 1 and is_spherical(base)
+        module = NormalEmission(shape[0], dim, spherical=spherical)
+        variance = base.variance[:, 0] if spherical else base.variance.expand(shape)
+        module.set_points(variance=variance, loc=base.loc.expand(shape))
     elif isinstance(base, torch.distributions.MultivariateNormal):
-        module = CovarianceEmission(shape[0], dim)
+        tied = is_tied(base)
+        module = CovarianceEmission(shape[0], dim, tied=tied)
         covariance = base.covariance_matrix.expand(shape + shape[-1:])
-        module.set_points(covariance=covariance, loc=base.loc.expand(shape))
+        module.set_points(covariance=covariance[0] if tied else covariance, loc=base.loc)
     elif isinstance(base, torch.distributions.MixtureSameFamily) and events:
         part = base.component_distribution
         inner = getattr(part, "base_dist", None)
         if isinstance(inner, torch.distributions.Normal) and len(part.event_shape) == 1:
             shape = part.batch_shape + part.event_shape  # (K, C, D)
-            module = MixtureEmission(*shape)
+            spherical = is_spherical(inner)
+            module = MixtureEmission(shape[0], shape[1], shape[2], spherical=spherical)
+            variance = inner.variance[..., 0] if spherical else inner.variance.expand(shape)
             module.set_points(
                 weights=base.mixture_distribution.probs.expand(shape[:2]),
-                variance=inner.variance.expand(shape),
+                variance=variance,
                 loc=inner.loc.expand(shape),
             )
     if module is None:

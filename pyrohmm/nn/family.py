@@ -5,6 +5,7 @@ In shapes, M is the number of observations and R that of batched restarts.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import ClassVar
@@ -14,6 +15,7 @@ from pyro.nn import PyroModule, PyroParam
 from torch import Tensor
 from torch.distributions import constraints
 
+from .._checks import check_number
 from .closed_form import is_free
 
 EmissionFamily = Callable[[int], PyroModule]
@@ -99,6 +101,8 @@ def spread(name: str, value: float | Tensor, shape: tuple[int, ...]) -> Tensor:
     """``value`` as a floating-point tensor of ``shape``."""
     floating = isinstance(value, Tensor) and value.dtype.is_floating_point
     tensor = torch.as_tensor(value, dtype=None if floating else torch.get_default_dtype())
+    if not bool(tensor.isfinite().all()):
+        raise ValueError(f"{name} must be finite; got {tensor[~tensor.isfinite()][0].item()}.")
     try:
         return tensor.expand(shape).clone()
     except RuntimeError:
@@ -117,11 +121,11 @@ def positive(name: str, value: float | Tensor, shape: tuple[int, ...]) -> Tensor
 
 
 def check_strengths(weight: float, concentration: float) -> None:
-    """Raise unless both are positive."""
-    if not min(weight, concentration) > 0:
-        raise ValueError(
-            f"weight and concentration must be positive; got {weight} and {concentration}."
-        )
+    """Raise unless both are positive and finite."""
+    for name, value in (("weight", weight), ("concentration", concentration)):
+        check_number(name, value)
+        if not 0 < value < math.inf:
+            raise ValueError(f"{name} must be positive and finite; got {value}.")
 
 
 def check_dim(dim: int) -> None:

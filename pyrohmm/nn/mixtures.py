@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributions import constraints
 
 from .._checks import check_size
+from ..distributions.hard_zeros import log_probs
 from ..distributions.observation import marginal_log_prob
 from ..distributions.units import InUnits, InverseGamma
 from ..ops.log_space import log
@@ -82,33 +83,42 @@ class MixtureEmission(CentredEmission):
         concentration: float = 2.0,
         rate: float | Tensor | None = None,
         weights_concentration: float = 1.0,
+        spherical: bool = False,
     ) -> None:
         super().__init__()
         check_strengths(weight, concentration)
-        self.dim, self.weight, self.spherical = dim, weight, False
+        self.dim, self.weight, self.spherical = dim, weight, spherical
         self.num_components, self.of_data = num_components, loc is None and rate is None
         shape = (num_states, num_components, dim)
         self.register_buffer("prior_loc", spread("loc", 0.0 if loc is None else loc, shape))
-        self.register_buffer("rate", positive("rate", 1.0 if rate is None else rate, shape))
+        wide = shape[:2] if spherical else shape
+        self.register_buffer("rate", positive("rate", 1.0 if rate is None else rate, wide))
         self.register_buffer("shape", torch.full_like(self.rate, concentration))
         self.register_buffer(
             "concentration", positive("weights_concentration", weights_concentration, shape[:2])
         )
         self.weights = PyroSample(lambda self: Dirichlet(self.concentration).to_event(1))
-        self.variance = PyroSample(lambda self: InverseGamma(self.shape, self.rate).to_event(3))
+        self.variance = PyroSample(
+            lambda self: InverseGamma(self.shape, self.rate).to_event(self.rate.dim())
+        )
         self.loc = PyroSample(lambda self: self._loc_prior().to_event(3))
 
     def _set_spread(self, variance: Tensor) -> float:
-        self.rate.copy_(variance)
+        self.rate.copy_(variance.mean() if self.spherical else variance)
         return float(self.rate.log().sum())
 
     def _loc_prior(self) -> TorchDistribution:
-        prior = Normal(self.prior_loc, (self.variance / self.weight).sqrt())
-        return InUnits(prior, self.prior_loc, self.rate.sqrt())
+        unit = self.rate.sqrt()
+        prior = Normal(self.prior_loc, (self._wide() / self.weight).sqrt())
+        return InUnits(prior, self.prior_loc, unit.unsqueeze(-1) if self.spherical else unit)
+
+    def _wide(self) -> Tensor:
+        variance = self.variance
+        return variance.unsqueeze(-1) if self.spherical else variance
 
     def forward(self) -> TorchDistribution:
         """The distribution of a vector, batched over states."""
-        weights, variance = self.weights, self.variance
+        weights, variance = self.weights, self._wide()
         return MixtureSameFamily(
             Categorical(logits=log(weights)), Normal(self.loc, variance.sqrt()).to_event(1)
         )
@@ -121,7 +131,7 @@ class MixtureEmission(CentredEmission):
             shares = _scatter(values, weights, self.num_components)
         else:
             parts = marginal_log_prob(current.component_distribution, values[:, None, None])
-            logits = parts + current.mixture_distribution.logits
+            logits = parts + log_probs(current.mixture_distribution)
             shares = logits.softmax(-1)  # ([R,] M, K, C)
         joint = weights.double().unsqueeze(-1) * shares  # (R, M, K, C)
         known, sums, squares = moments(values.double() - centre(self), joint.flatten(2))

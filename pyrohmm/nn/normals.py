@@ -203,9 +203,7 @@ class NormalEmission(CentredEmission):
 
     def _wide(self) -> Tensor:
         variance = self.variance
-        if self.spherical:
-            variance = variance.unsqueeze(-1).expand(*variance.shape, self.dim)
-        return variance
+        return variance.unsqueeze(-1) if self.spherical else variance
 
     def _loc_prior(self) -> TorchDistribution:
         unit = self.rate.sqrt()

@@ -13,6 +13,8 @@ from pyro.infer.autoguide import AutoDelta, AutoNormal
 from scipy import integrate, stats
 from torch.distributions import biject_to, transform_to
 
+from pyrohmm import HMM, Sequences, fit_em, load_hmm, normal, queries, save
+from pyrohmm.distributions.dpp import DiverseDirichlet, DiversityPrior
 from pyrohmm.distributions.inverse_wishart import InverseWishart
 from pyrohmm.distributions.observation import Streams, Tied, log_prob_per_state, marginal_log_prob
 from pyrohmm.distributions.sparse_dirichlet import SparseDirichlet
@@ -676,3 +678,140 @@ def test_scoring_uses_up_no_random_numbers():
     before = torch.get_rng_state()
     marginal_log_prob(distribution, torch.tensor([0.0, NAN]))
     assert torch.equal(torch.get_rng_state(), before)
+
+
+# Hard zeros --------------------------------------------------------------------------------------
+
+CERTAIN = torch.tensor([[1.0, 0.0, 0.0], [0.0, 0.5, 0.5]])
+BITS = torch.tensor([[0.0, 1.0], [0.5, 0.25]])
+FAR = dist.Normal(torch.tensor([[0.0, 50.0, -50.0]] * 2), 0.1)
+ZEROS = {  # an emission in two states; values that the first cannot emit; values that it can
+    "symbols in a row": (
+        dist.Categorical(CERTAIN.unsqueeze(1).expand(2, 2, 3)).to_event(1), [[0, 1]], [[0, 0]],
+    ),
+    "one hot": (dist.OneHotCategorical(CERTAIN), [[0, 1, 0]], [[1, 0, 0]]),
+    "multinomial": (dist.Multinomial(2, CERTAIN), [[1, 1, 0]], [[2, 0, 0]]),
+    "bits": (dist.Bernoulli(BITS).to_event(1), [[0, 0], [1, 1], [1, 0]], [[0, 1]]),
+    "bits by logits": (dist.Bernoulli(logits=BITS.logit()).to_event(1), [[0, 0], [1, 1]], [[0, 1]]),
+    "bits of which some are missing": (
+        dist.Bernoulli(BITS).to_event(1), [[NAN, 0], [1, NAN]], [[0, NAN], [NAN, 1]],
+    ),
+    "one bit": (dist.Bernoulli(BITS[:, 0]), [1], [0]),
+    "a bit": (dist.Bernoulli(BITS[:, 1]), [0], [1]),
+    "binomial": (dist.Binomial(3, BITS).to_event(1), [[1, 3], [0, 2]], [[0, 3]]),
+    "negative binomial": (dist.NegativeBinomial(2, BITS[:, 0]), [1], [0]),
+    "mixture": (dist.MixtureSameFamily(dist.Categorical(CERTAIN), FAR), [50.0, -50.0], [0.0]),
+    "vectors of a mixture": (
+        dist.MixtureSameFamily(
+            dist.Categorical(CERTAIN), dist.Normal(FAR.loc.unsqueeze(-1), 0.1).to_event(1)
+        ),
+        [[50.0]], [[0.0]],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("expand", [False, True])
+@pytest.mark.parametrize("name", ZEROS)
+def test_a_probability_of_zero_is_zero_in_every_query(name, expand, tmp_path):
+    """Torch clamps it at 1e-7: the first state was possible at -15.9 nats a symbol."""
+    emission, never, possible = ZEROS[name]
+    if expand:
+        emission = emission.expand((2,))
+    even = torch.full((2, 2), 0.5).log()
+    save(HMM(even[0], even, emission, torch.tensor(1)), tmp_path / "hmm")
+    for hmm in (HMM(even[0], even, emission, torch.tensor(1)), load_hmm(tmp_path / "hmm")):
+        for value in torch.tensor(never).to(torch.get_default_dtype()).unbind(0):
+            values = value.unsqueeze(0)
+            likelihood = marginal_log_prob(hmm.emission, value)
+            assert likelihood[0] <= (-1e4 if "mixture" in name else -torch.inf)
+            only = likelihood[1] - math.log(2)
+            torch.testing.assert_close(hmm.log_prob(values), only, check_dtype=False)
+            if only > -torch.inf:
+                assert hmm.posterior(values).states[0, 0] < 1e-300
+                assert queries.predictive_log_prob(hmm, values) > -torch.inf
+                assert (hmm.sample_states(values, (20,)) == 1).all()
+        for value in torch.tensor(possible).to(torch.get_default_dtype()).unbind(0):
+            states = hmm.posterior(value.unsqueeze(0)).states
+            assert states[0, 0] > 0
+            assert torch.isfinite(states).all()
+
+
+@pytest.mark.parametrize("name", ["bits", "symbols in a row", "mixture"])
+def test_hard_zeros_have_finite_gradients(name):
+    _, never, possible = ZEROS[name]
+    probs = (BITS if name == "bits" else CERTAIN).clone().requires_grad_()
+    built = {
+        "bits": lambda: dist.Bernoulli(probs).to_event(1),
+        "symbols in a row": lambda: dist.Categorical(probs[:, None].expand(2, 2, 3)).to_event(1),
+        "mixture": lambda: dist.MixtureSameFamily(dist.Categorical(probs), FAR),
+    }[name]()  # fmt: skip
+    even = torch.full((2, 2), 0.5).log()
+    values = torch.tensor([never[0], possible[0]]).to(torch.get_default_dtype())
+    hmm = HMM(even[0], even, built, torch.tensor([1, 1]), validate_args=False)
+    (gradient,) = torch.autograd.grad(hmm.log_prob(values.unsqueeze(1)).sum(), probs)
+    assert gradient.isfinite().all()
+
+
+def test_em_of_a_mixture_keeps_a_component_of_weight_zero():
+    even = torch.full((2, 2), 0.5).log()
+    emission = dist.MixtureSameFamily(
+        dist.Categorical(CERTAIN), dist.Normal(FAR.loc.unsqueeze(-1), 20.0).to_event(1)
+    )
+    data = Sequences(
+        torch.linspace(-60, 60, 12, dtype=torch.get_default_dtype()).reshape(1, 12, 1),
+        torch.tensor([12]),
+    )
+    fit = fit_em(HMM(even[0], even, emission, torch.tensor([1])), data, num_steps=2)
+    weights = fit.hmm(data).emission.mixture_distribution.probs
+    assert ((weights == 0) == (CERTAIN == 0)).all()
+
+
+def test_residuals_of_symbols_that_never_happen():
+    hmm = HMM(torch.zeros(1), torch.zeros(1, 1), dist.Categorical(CERTAIN[1:]), torch.tensor(2))
+    found = queries.pseudo_residuals(hmm, torch.tensor([1, 2]), forecast=True)
+    assert found.lower[0] == 0
+
+
+# What is refused ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("build", "error", "message"),
+    [
+        (lambda: SparseDirichlet(torch.tensor([1.0, -1.0]), torch.ones(2).bool()),
+         ValueError, r"concentration must be positive and finite; got -1\. Clamp"),
+        (lambda: SparseDirichlet(torch.tensor([1.0, 0.0]), torch.ones(2).bool()),
+         ValueError, "concentration must be positive and finite; got 0"),
+        (lambda: SparseDirichlet(torch.tensor([1.0, NAN]), torch.ones(2).bool()),
+         ValueError, "concentration must be positive and finite; got nan"),
+        (lambda: DiverseDirichlet(torch.tensor([[1.0, torch.inf]]), 1.0),
+         ValueError, "concentration must be positive and finite; got inf"),
+        (lambda: DiversityPrior("1"), TypeError, "alpha must be a number; got str"),
+        (lambda: DiversityPrior(1.0, "1"), TypeError, "rho must be a number; got str"),
+        (lambda: DiversityPrior(torch.ones(2)), TypeError, "alpha must be a number; got Tensor"),
+        (lambda: InverseWishart("5", torch.eye(2)), TypeError, "degrees must be a number; got str"),
+        (lambda: InverseWishart(5.0, -torch.eye(2)), ValueError, "scale must hold symmetric"),
+        (lambda: InverseWishart(5.0, torch.ones(2, 2).tril()), ValueError, "scale must hold symm"),
+        (lambda: InverseWishart(5.0, NAN * torch.eye(2)), ValueError, "scale must hold symmetric"),
+        (lambda: Tied(3, torch.tensor([0])), TypeError, "base must be of distributions; got int"),
+        (lambda: Tied(dist.Normal(torch.zeros(2), 1.0), torch.tensor([[0, 1]])),
+         ValueError, r"index must be \(K,\)"),
+        (lambda: Tied(dist.Normal(0.0, 1.0), torch.tensor([0])), ValueError, "base be batched"),
+        (lambda: Streams([3]), TypeError, "parts must be of distributions; got int"),
+        (lambda: Streams(dist.Normal(0.0, 1.0)), TypeError, "parts must be a list"),
+        (lambda: Streams([dist.Normal(torch.zeros(2), 1.0), dist.Normal(torch.zeros(3), 1.0)]),
+         ValueError, r"must broadcast with each other; got parts\[0\] \(2,\), parts\[1\] \(3,\)"),
+        (lambda: normal(2, loc=NAN)(2), ValueError, "loc must be finite; got nan"),
+        (lambda: normal(2, rate=torch.inf)(2), ValueError, "rate must be finite; got inf"),
+        (lambda: normal(2, weight=torch.inf)(2), ValueError, "weight must be positive and finite"),
+        (lambda: normal(2, weight="1")(2), TypeError, "weight must be a number; got str"),
+    ],
+)  # fmt: skip
+def test_arguments_out_of_range_are_named_at_construction(build, error, message):
+    with pytest.raises(error, match=message):
+        build()
+
+
+def test_what_stands_at_a_forbidden_entry_is_not_read():
+    allowed = torch.tensor([True, False])
+    assert SparseDirichlet(torch.tensor([1.0, -1.0]), allowed).mean.tolist() == [1.0, 0.0]

@@ -29,14 +29,20 @@ from pyrohmm import (
     fit_em,
     fit_map,
     freeze,
+    from_hmmlearn,
     left_to_right,
+    load_hmm,
     normal,
     normal_full,
+    normal_spherical,
+    normal_tied,
     parametric,
     poisson,
+    save,
     starts,
     streams,
     tied,
+    to_hmmlearn,
 )
 from pyrohmm.infer import expectation
 from pyrohmm.nn.family import Emission
@@ -220,43 +226,27 @@ def theirs_of(kind, num_steps, **options):
         model.lambdas_ = rng.uniform(1.0, 5.0, size=(STATES, 2))
     else:
         flat = {"means_prior": 0, "means_weight": 0, "covars_prior": 0, "min_covar": 0}
-        flat["covars_weight"] = 1.0 if kind == "diag" else 0.0  # of diagonals it subtracts one
+        flat["covars_weight"] = 1.0 if kind in ("diag", "spherical") else 0.0  # it subtracts one
         model = hmmlearn_models.GaussianHMM(STATES, kind, **(flat | common))
         model.means_ = rng.normal(size=(STATES, 2))
         model.n_features = 2
-        if kind == "diag":
-            model.covars_ = rng.uniform(0.5, 2.0, size=(STATES, 2))
+        if kind in ("diag", "spherical"):
+            model.covars_ = rng.uniform(0.5, 2.0, size=(STATES, 2)[: 2 if kind == "diag" else 1])
         else:
             root = rng.normal(size=(STATES, 2, 2))
-            model.covars_ = root @ root.transpose(0, 2, 1) + np.eye(2)
+            matrices = root @ root.transpose(0, 2, 1) + np.eye(2)
+            model.covars_ = matrices if kind == "full" else matrices[0]
     model.startprob_ = rng.dirichlet(np.ones(STATES))
     model.transmat_ = rng.dirichlet(np.ones(STATES), size=STATES)
     return model
 
 
-def ours_of(kind, theirs):
-    """The emission at the parameters of a model of hmmlearn."""
-    if kind == "categorical":
-        return dist.Categorical(torch.tensor(theirs.emissionprob_))
-    if kind == "poisson":
-        return dist.Poisson(torch.tensor(theirs.lambdas_)).to_event(1)
-    loc, matrix = torch.tensor(theirs.means_), torch.tensor(theirs.covars_)
-    if kind == "full":
-        return dist.MultivariateNormal(loc, matrix)
-    return dist.Normal(loc, matrix.diagonal(dim1=-2, dim2=-1).sqrt()).to_event(1)
-
-
 @pytest.mark.parametrize("num_steps", [1, 5])
-@pytest.mark.parametrize("kind", ["categorical", "poisson", "diag", "full"])
+@pytest.mark.parametrize("kind", ["categorical", "poisson", "diag", "full", "spherical", "tied"])
 def test_maximum_likelihood_goes_step_by_step_as_hmmlearn(kind, num_steps):
     values, lengths = plain_data(kind), [9, 4, 9, 1, 7, 2]
     theirs = theirs_of(kind, num_steps)
-    hmm = HMM(
-        torch.tensor(theirs.startprob_).log(),
-        torch.tensor(theirs.transmat_).log(),
-        ours_of(kind, theirs),
-        torch.tensor([1]),
-    )
+    hmm = from_hmmlearn(theirs, [1])
     flat = np.concatenate([row[:length] for row, length in zip(values, lengths)])
     theirs.fit(flat.reshape(len(flat), -1), lengths)
     ours = torch.tensor(values) if kind == "categorical" else torch.tensor(values).double()
@@ -266,17 +256,60 @@ def test_maximum_likelihood_goes_step_by_step_as_hmmlearn(kind, num_steps):
     close = {"rtol": 1e-8, "atol": 1e-10}
     np.testing.assert_allclose(found.log_initial.exp(), theirs.startprob_, **close)
     np.testing.assert_allclose(found.log_transition.exp(), theirs.transmat_, **close)
-    expected = ours_of(kind, theirs)
-    if kind == "categorical":
-        np.testing.assert_allclose(found.emission.probs, expected.probs, **close)
-    else:
-        np.testing.assert_allclose(found.emission.mean.detach(), expected.mean, **close)
-    if kind == "full":
-        matrix = found.emission.covariance_matrix.detach()
-        np.testing.assert_allclose(matrix, theirs.covars_, **close)
-    elif kind == "diag":
-        np.testing.assert_allclose(found.emission.variance.detach(), expected.variance, **close)
+    again = to_hmmlearn(found)
+    expected = to_hmmlearn(from_hmmlearn(theirs, [1]))  # their own covars_ repeat a variance
+    for name in ("emissionprob_", "lambdas_", "means_", "covars_"):
+        if hasattr(theirs, name):
+            np.testing.assert_allclose(getattr(again, name), getattr(expected, name), **close)
+    if hasattr(theirs, "covariance_type"):
+        assert again.covariance_type == kind
     np.testing.assert_allclose(-fit.losses[:-1], list(theirs.monitor_.history), rtol=1e-9)
+
+
+@pytest.mark.parametrize("kind", ["diag", "spherical"])
+def test_mixtures_go_step_by_step_as_hmmlearn(kind):
+    """But for covariances, which hmmlearn takes about the old means: it adds their squared steps.
+
+    Its priors of covariances are set to what leaves the likelihood alone.
+    """
+    rng = np.random.default_rng(5)
+    values, lengths, dim = rng.normal(size=(40, 3)), [9, 14, 1, 16], 3
+    data = Sequences.from_list(list(torch.tensor(values).split(lengths)))
+    options = {
+        "n_iter": 1, "tol": -np.inf, "means_weight": 0.0, "covars_weight": 0.0, "min_covar": 0.0,
+        "implementation": "log", "covars_prior": -1.5 if kind == "diag" else -(dim + 2) / 2,
+    }  # fmt: skip
+    weights = dist.Categorical(torch.tensor(rng.dirichlet(np.ones(2), size=STATES)))
+    scale = rng.uniform(0.5, 2.0, size=(STATES, 2, dim if kind == "diag" else 1))
+    parts = dist.Normal(torch.tensor(rng.normal(size=(STATES, 2, dim))), torch.tensor(scale))
+    hmm = HMM(
+        torch.tensor(rng.dirichlet(np.ones(STATES))).log(),
+        torch.tensor(rng.dirichlet(np.ones(STATES), size=STATES)).log(),
+        dist.MixtureSameFamily(weights, parts.to_event(1)),
+        torch.tensor([1]),
+    )
+    for _ in range(3):
+        before, theirs = to_hmmlearn(hmm), to_hmmlearn(hmm, **options).fit(values, lengths)
+        fit = fit_em(hmm, data, num_steps=1, tolerance=None)
+        hmm = fit.hmm(data).with_lengths(torch.tensor([1]))
+        ours = to_hmmlearn(hmm)
+        assert ours.covariance_type == kind
+        for name in ("startprob_", "transmat_", "weights_", "means_"):
+            np.testing.assert_allclose(getattr(ours, name), getattr(theirs, name), rtol=1e-7)
+        steps = (ours.means_ - before.means_) ** 2
+        more = steps if kind == "diag" else steps.mean(-1)
+        np.testing.assert_allclose(ours.covars_ + more, theirs.covars_, rtol=1e-7)
+        np.testing.assert_allclose(-fit.losses[0], theirs.monitor_.history[0], rtol=1e-9)
+
+
+@pytest.mark.parametrize("shape", [(2, 2), (2, 1)])
+def test_mixtures_of_full_covariances_are_refused_with_a_cure(shape):
+    parts = dist.MultivariateNormal(torch.zeros(2, 2, 3), torch.eye(3).repeat(*shape, 1, 1))
+    weights = dist.Categorical(torch.ones(2, 2))
+    even = torch.full((2, 2), 0.5).log()
+    hmm = HMM(even[0], even, dist.MixtureSameFamily(weights, parts), torch.tensor([4]))
+    with pytest.raises(TypeError, match=r"MixtureSameFamily has .* Write a PyroModule"):
+        fit_em(hmm, Sequences(torch.randn(1, 4, 3), torch.tensor([4])), num_steps=1)
 
 
 @pytest.mark.parametrize("kind", ["categorical", "diag"])
@@ -306,6 +339,43 @@ def test_priors_go_step_by_step_as_hmmlearn(kind):
         variance = np.diagonal(theirs.covars_, axis1=1, axis2=2)
         np.testing.assert_allclose(found["emission.variance"], variance, rtol=1e-8)
         np.testing.assert_allclose(found["emission.loc"], theirs.means_, rtol=1e-8)
+
+
+SHARING = {
+    "spherical": (
+        normal_spherical(2),
+        dist.Normal(torch.randn(2, 2), torch.ones(2, 1)).to_event(1),
+    ),
+    "tied": (normal_tied(2), dist.MultivariateNormal(torch.randn(2, 2), torch.eye(2))),
+}
+
+
+@pytest.mark.parametrize("kind", SHARING)
+def test_what_stands_for_several_states_or_components_stays_one(kind, tmp_path):
+    """Of an HMM that was fitted, and of one that was saved: EM goes on with one parameter."""
+    family, emission = SHARING[kind]
+    even = torch.full((2, 2), 0.5).log()
+    data = Sequences(
+        torch.randn(3, 6, 2, generator=torch.Generator().manual_seed(0)), torch.tensor([6, 6, 2])
+    )
+    save(HMM(even[0], even, emission, torch.tensor([1])), tmp_path / "built")
+    fitted = fit_em(TabularHMM(2, family), data, num_steps=2).hmm(data)
+    for hmm in (load_hmm(tmp_path / "built"), fitted):
+        found = fit_em(hmm, data, num_steps=2).hmm(data)
+        assert to_hmmlearn(found.with_lengths(torch.tensor([1]))).covariance_type == kind
+        spread = found.emission.variance
+        across = {"spherical": spread.mT, "tied": spread}[kind]
+        torch.testing.assert_close(across, across[:1].expand_as(across), rtol=1e-6, atol=0)
+
+
+def test_one_number_for_all_is_the_start_of_as_many_as_there_are():
+    even = torch.full((2, 2), 0.5).log()
+    emission = dist.Normal(torch.tensor([[-1.0, 2.0], [1.0, -2.0]]), 1.0).to_event(1)
+    data = Sequences(
+        torch.randn(3, 6, 2, generator=torch.Generator().manual_seed(0)), torch.tensor([6, 6, 2])
+    )
+    fit = fit_em(HMM(even[0], even, emission, torch.tensor([1])), data, num_steps=2)
+    assert fit.hmm(data).emission.variance.unique().numel() == 4
 
 
 # Restarts

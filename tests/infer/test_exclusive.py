@@ -201,3 +201,34 @@ def test_a_fit_under_inference_mode_names_the_cure(fit):
 def test_what_a_fit_takes_can_still_be_read(fit):
     assert "num_steps" in inspect.signature(fit).parameters
     assert fit.__module__.startswith("pyrohmm.infer")
+
+
+def interrupted_svi(log_prior):
+    both = model(log_prior=log_prior)
+    return fit_svi(both, AutoNormal(both), symbols(), **QUICK)
+
+
+@pytest.mark.parametrize(
+    "fit",
+    [
+        interrupted_svi,
+        lambda prior: fit_map(model(log_prior=prior), symbols(), init=init_to_median, **QUICK),
+        lambda prior: fit_map(model(log_prior=prior), symbols(), restarts=2, **QUICK),
+        lambda prior: fit_em(module(), symbols(), log_prior=prior, **QUICK),
+    ],
+    ids=["svi", "map", "restarts", "em"],
+)
+def test_an_interrupt_leaves_nothing_of_a_fit_behind(fit):
+    calls = []
+
+    def interrupt(hmm):
+        calls.append(hmm)
+        if len(calls) == 5:
+            raise KeyboardInterrupt
+        return hmm.log_prob(symbols().values).sum(-1) * 0
+
+    with pytest.raises(KeyboardInterrupt):
+        fit(interrupt)
+    assert is_clean()
+    with ThreadPoolExecutor(1) as other:  # the lock is free
+        assert len(other.submit(by_em, symbols()).result(timeout=60).losses)

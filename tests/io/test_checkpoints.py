@@ -27,6 +27,7 @@ from pyrohmm import (
     starts,
 )
 from pyrohmm.io import checkpoints as checkpoints
+from pyrohmm.io.files import read_tensors, write_tensors
 
 
 def symbols(seed=0):
@@ -263,7 +264,7 @@ def test_only_one_of_several_processes_writes(tmp_path, often):
     silent = checkpoints.Checkpoint(tmp_path / "x", {}, writes=False)
     assert not silent.is_due()
     silent.save({"losses": torch.zeros(3)})
-    assert silent.load() is None
+    assert not silent.resume(None, [])
 
 
 def test_a_file_of_another_version_is_refused(tmp_path, monkeypatch):
@@ -372,6 +373,124 @@ def test_a_damaged_file_is_refused_and_kept(tmp_path):
     path.write_bytes(path.read_bytes()[:-9])
     with pytest.raises(ValueError, match="is not a whole safetensors file"):
         fit_map(model(), symbols(), num_steps=2, checkpoint=path)
+
+
+GONE = object()
+FORGED = [  # a fit; the field; what a forger puts there
+    (by_map, "losses", "much"),
+    (by_map, "losses", torch.full((4, 1), torch.nan)),
+    (by_map, "losses", GONE),
+    (by_map, "tensors", []),
+    (by_map, "tensors", {}),
+    (by_map, "tensors", "all"),
+    (by_map, "seconds", "long"),
+    (by_map, "optimizer", 3),
+    (by_map, "optimizer", {"state": {}, "param_groups": []}),
+    (by_map, "optimizer", GONE),
+    (by_map, "schedule", "cosine"),
+    (by_map, "batches", []),
+    (by_map, "batches", {"order": [1], "sizes": torch.tensor([1]), "number": 1}),
+    (by_map, "batches", {"order": torch.tensor([10**9]), "sizes": torch.ones(1), "number": 1}),
+    (by_map, "random", None),
+    (by_map, "random", {"cpu": torch.zeros(3), "cuda": [], "own": []}),
+    (by_map, "random", {"cpu": "none", "cuda": [], "own": []}),
+    (by_svi, "random", {"cpu": torch.get_rng_state(), "cuda": [], "own": []}),
+    (by_em, "values", {}),
+    (by_em, "values", ["initial"]),
+    (by_em, "values", GONE),
+    (by_em, "points", "none"),
+    (by_em, "losses", torch.zeros(4, 9)),
+    (by_em, "notes", GONE),
+    (by_em, "batches", None),
+    (by_em, "seconds", None),
+    (by_em_with_gradient_steps, "points", [torch.zeros(7)]),
+    (by_em_with_gradient_steps, "leaves", 3),
+]
+VALUES = [  # of a parameter of EM
+    ("initial", torch.tensor([0.5, 0.6, 0.1]).expand(2, 1, 3)),
+    ("initial", torch.full((2, 1, 3), torch.nan)),
+    ("initial", torch.full((2, 1, 4), 0.25)),
+    ("emission.variance", -torch.ones(2, 1, 3, 2)),
+    ("emission.variance", [1.0]),
+    ("other", torch.ones(1)),
+]
+
+
+def forge(path, change):
+    """Change the state in a checkpoint, with a valid checksum."""
+    tensors, meta = read_tensors(path)
+    state = checkpoints._unpack(meta["state"], tensors)
+    change(state)
+    fresh = {}
+    packed = checkpoints._pack(state, fresh, "state")
+    write_tensors(path, fresh, meta | {"state": packed})
+
+
+def check_refused(fit, path, field):
+    before, numbers = path.read_bytes(), read_tensors(path)[0].get("state.random.cpu")
+    with pytest.raises(ValueError, match=rf"checkpoint .*x holds a field {field}\b.*delete it"):
+        fit(path, 4)
+    assert path.read_bytes() == before
+    assert numbers is None or not torch.equal(torch.get_rng_state(), numbers)
+
+
+@pytest.mark.parametrize(("fit", "field", "value"), FORGED)
+def test_a_forged_field_is_named_and_nothing_is_changed(fit, field, value, tmp_path):
+    fit(tmp_path / "x", 2)
+
+    def change(state):
+        if value is GONE:
+            del state[field]
+        else:
+            state[field] = value
+
+    forge(tmp_path / "x", change)
+    check_refused(fit, tmp_path / "x", field)
+
+
+@pytest.mark.parametrize(("name", "value"), VALUES)
+def test_forged_values_are_named(name, value, tmp_path):
+    by_em(tmp_path / "x", 2)
+    forge(tmp_path / "x", lambda state: state["values"].update({name: value}))
+    check_refused(by_em, tmp_path / "x", "values")
+
+
+def test_the_parameters_of_a_module_are_as_they_were_after_a_forged_field(tmp_path):
+    network = Network()
+    options = {"num_steps": 2, "tolerance": None, "checkpoint": tmp_path / "x"}
+    fit_map(MarginalModel(network), symbols(), **options)
+    forge(tmp_path / "x", lambda state: state.update(seconds="long"))
+    fresh = Network()
+    before = [parameter.detach().clone() for parameter in fresh.parameters()]
+    with pytest.raises(ValueError, match="holds a field seconds"):
+        fit_map(MarginalModel(fresh), symbols(), **options)
+    for parameter, value in zip(fresh.parameters(), before):
+        assert torch.equal(parameter, value)
+
+
+@pytest.mark.parametrize(
+    ("entry", "value", "message"),
+    [
+        ("identity", None, "no field identity"),
+        ("identity", ["fit"], "no field identity"),
+        ("state", None, "a field state"),
+        ("state", {"pairs": 3}, "a field state"),
+        ("state", {"tensor": "missing"}, "a field state"),
+        ("state", {"pairs": [["losses", {"float": "x"}]]}, "a field state"),
+        ("state", {"pairs": [[["a"], 1]]}, "a field state"),
+        ("state", {"one": 1, "two": 2}, "a field state"),
+        ("state", GONE, "a field state"),
+        ("version", "5", "another version"),
+        ("kind", ["checkpoint"], "something else"),
+    ],
+)
+def test_forged_entries_of_a_checkpoint_are_named(entry, value, message, tmp_path):
+    by_map(tmp_path / "x", 2)
+    tensors, meta = read_tensors(tmp_path / "x")
+    forged = {name: item for name, item in meta.items() if name != entry}
+    write_tensors(tmp_path / "x", tensors, forged if value is GONE else forged | {entry: value})
+    with pytest.raises(ValueError, match=f"checkpoint .*{message}"):
+        by_map(tmp_path / "x", 4)
 
 
 def test_places_that_cannot_be_written_to_are_named_before_the_work(tmp_path):

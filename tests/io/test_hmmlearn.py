@@ -152,7 +152,9 @@ def test_a_component_of_weight_zero_stays_one():
     assert to_hmmlearn(hmm).weights_[0, 1] == 0
 
 
-@pytest.mark.parametrize("kind", ["symbols", "counts", "gaussian tied", "mixture full"])
+@pytest.mark.parametrize(
+    "kind", ["symbols", "counts", "gaussian tied", "gaussian spherical", "mixture full"]
+)
 def test_a_model_that_was_fitted_is_converted(kind):
     rng = np.random.default_rng(1)
     lengths = [30, 20]
@@ -164,6 +166,7 @@ def test_a_model_that_was_fitted_is_converted(kind):
         "symbols": library.CategoricalHMM(2, n_iter=3, random_state=0),
         "counts": library.PoissonHMM(2, n_iter=3, random_state=0),
         "gaussian tied": library.GaussianHMM(2, "tied", n_iter=3, random_state=0),
+        "gaussian spherical": library.GaussianHMM(2, "spherical", n_iter=3, random_state=0),
         "mixture full": library.GMMHMM(2, 2, covariance_type="full", n_iter=3, random_state=0),
     }[kind]
     with warnings.catch_warnings():

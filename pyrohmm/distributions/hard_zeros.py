@@ -1,0 +1,123 @@
+"""Log-probabilities in which a probability of zero is exact.
+
+torch computes logarithms of probabilities that it clamps: ``Categorical(probs=...).log_prob`` of
+what never happens is -15.9 in float32, and not -inf.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributions import (
+    Bernoulli,
+    Binomial,
+    Categorical,
+    Multinomial,
+    NegativeBinomial,
+    OneHotCategorical,
+)
+from torch.distributions.utils import probs_to_logits
+from torch.nn.functional import logsigmoid
+
+from ..ops.log_space import finite_or_zero, log
+
+
+def built_from(distribution: Any) -> str:
+    """Which of ``probs`` and ``logits`` a distribution was built from; it may have computed both.
+
+    Logarithms that torch computes from probabilities are clamped, and would lose the zeros.
+    """
+    held = vars(distribution)
+    probs, logits = held.get("probs"), held.get("logits")
+    if probs is None or logits is None:
+        return "logits" if probs is None else "probs"
+    if held.get("_param") is probs:  # torch keeps there what it was built from
+        return "probs"
+    # expanded: what it was built from is not marked
+    computed = probs_to_logits(probs, is_binary=not isinstance(distribution, Categorical))
+    clamped = bool(((probs == 0) | (probs == 1)).any())
+    alike = torch.equal(computed, logits) or (clamped and torch.allclose(computed, logits))
+    return "probs" if alike else "logits"
+
+
+def log_probs(emission: Any) -> Tensor:
+    """Logarithms of the probabilities of symbols; probabilities of zero are exact.
+
+    (``Categorical(probs=...).logits`` has the logarithm of the smallest number in their place.)
+    """
+    return log(emission.probs) if built_from(emission) == "probs" else emission.logits
+
+
+def log_probs_of_bits(bits: Any) -> tuple[Tensor, Tensor]:
+    """Logarithms of the probabilities of one and of zero, exact where one of them is zero.
+
+    Args:
+        bits: Built from ``probs`` or ``logits``, such as a Bernoulli distribution.
+    """
+    if built_from(bits) == "logits":
+        return logsigmoid(bits.logits), logsigmoid(-bits.logits)
+    sure = bits.probs == 1
+    rest = torch.log1p(-bits.probs.masked_fill(sure, 0.0)).masked_fill(sure, -torch.inf)
+    return log(bits.probs), rest
+
+
+def _weighted(counts: Tensor, logs: Tensor) -> Tensor:
+    """Products of ``counts`` and ``logs``; zero, in value and gradient, where a count is zero."""
+    return torch.where(counts == 0, 0.0, logs) * counts
+
+
+def exact_log_prob(distribution: Any, values: Tensor) -> Tensor:
+    """As ``distribution.log_prob(values)``, with -inf where a probability of zero makes it so.
+
+    Example:
+        >>> from pyro.distributions import Categorical
+        >>> never = Categorical(probs=torch.tensor([0.0, 1.0]))
+        >>> exact_log_prob(never, torch.tensor([0, 1]))
+        tensor([-inf, 0.])
+    """
+    if isinstance(distribution, Categorical):
+        if distribution._validate_args:
+            distribution._validate_sample(values)
+        logs = log_probs(distribution)
+        index, logs = torch.broadcast_tensors(values.long().unsqueeze(-1), logs)
+        return logs.gather(-1, index[..., :1]).squeeze(-1)
+    if isinstance(distribution, Bernoulli):
+        if distribution._validate_args:
+            distribution._validate_sample(values)
+        ones, zeros = log_probs_of_bits(distribution)
+        values = values.to(torch.promote_types(values.dtype, ones.dtype))
+        return _weighted(values, ones) + _weighted(1 - values, zeros)
+    scores = distribution.log_prob(values)
+    if isinstance(distribution, OneHotCategorical | Multinomial):
+        never = (log_probs(distribution._categorical).isneginf() & (values > 0)).any(-1)
+    elif isinstance(distribution, Binomial | NegativeBinomial):
+        ones, zeros = log_probs_of_bits(distribution)
+        never = ones.isneginf() & (values > 0)
+        if isinstance(distribution, Binomial):
+            never = never | (zeros.isneginf() & (values < distribution.total_count))
+    else:
+        return scores
+    return scores.masked_fill(never, -torch.inf)
+
+
+def log_prob_of_bits(logs: tuple[Tensor, Tensor], values: Tensor) -> Tensor:
+    """Log-density ``(*A, K)`` of independent bits: products of matrices, not N T K D numbers.
+
+    Args:
+        logs: Of the probabilities of one and of zero, each ``(*b, K, D)`` with ``b[-1] = 1``, if
+            there is one: see :func:`log_probs_of_bits`.
+        values: ``(*A, D)``; NaN is missing.
+    """
+    known = ~values.isnan()
+    ones = torch.where(known, values, 0.0).to(logs[0].dtype)
+    parts = []
+    for bits, table in zip((ones, known.to(ones.dtype) - ones), logs):
+        if table.dim() > 2:
+            table = table.squeeze(-3)  # what comes before belongs to what A has before its last
+        part, never = bits @ finite_or_zero(table).mT, table.isneginf()
+        if bool(never.any()):
+            part = part.masked_fill(bits @ never.to(bits.dtype).mT > 0, -torch.inf)
+        parts.append(part)
+    return parts[0] + parts[1]
