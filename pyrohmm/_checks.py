@@ -60,6 +60,12 @@ def check_floats(name: str, tensor: Tensor) -> None:
         )
 
 
+def check_returned(name: str, value: object, kind: type, words: str) -> None:
+    """Raise unless the function given as ``name`` has returned a ``kind``."""
+    if not isinstance(value, kind):
+        raise TypeError(f"{name} must return {words}; it returned {type(value).__name__}.")
+
+
 def check_trailing(name: str, tensor: Tensor, trailing: tuple[int, ...], meaning: str) -> None:
     """Raise unless the last dimensions of ``tensor`` are ``trailing``, known as ``meaning``."""
     if tuple(tensor.shape[tensor.dim() - len(trailing) :]) != trailing:

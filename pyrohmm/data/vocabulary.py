@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
+from .._arguments import checked
 from .._checks import check_integers, check_range
 
 Classes = Callable[[str], Sequence[str]]  # what may stand for a symbol, the first choice first
@@ -150,6 +151,7 @@ class Vocabulary(tuple[str, ...]):
         return f"Vocabulary({len(self)} symbols: {shown})"
 
 
+@checked()
 def word_classes(word: str) -> list[str]:
     """Symbols that may stand for a word that is not known, the most telling first.
 

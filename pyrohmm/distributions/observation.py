@@ -23,11 +23,13 @@ from torch.distributions import (
 )
 from torch.nn.functional import softplus
 
+from .._arguments import Shape, checked, explained
 from .._checks import check_integers, check_range
 from ..ops.log_space import log, logsumexp
 from ..ops.lookup import take_rows
 
 
+@explained()
 class Streams(TorchDistribution):
     """Several observations at once, independent given the state, joined in one vector.
 
@@ -47,7 +49,9 @@ class Streams(TorchDistribution):
 
     arg_constraints: dict[str, constraints.Constraint] = {}  # noqa: RUF012
 
-    def __init__(self, parts: Sequence[Any], validate_args: bool | None = None) -> None:
+    def __init__(
+        self, parts: Sequence[TorchDistribution], validate_args: bool | None = None
+    ) -> None:
         if not parts:
             raise ValueError("parts is empty; wanted at least one distribution.")
         for part in parts:
@@ -97,7 +101,7 @@ class Streams(TorchDistribution):
                 dtype = piece.dtype
         return torch.cat([piece.to(dtype).expand(*lead, piece.size(-1)) for piece in width], -1)
 
-    def expand(self, batch_shape: Any, _instance: Any = None) -> Streams:
+    def expand(self, batch_shape: Shape, _instance: Any = None) -> Streams:
         """The same distribution for a larger batch."""
         return Streams([part.expand(torch.Size(batch_shape)) for part in self.parts])
 
@@ -107,7 +111,7 @@ class Streams(TorchDistribution):
         scores = [marginal_log_prob(part, piece) for part, piece in zip(self.parts, pieces)]
         return torch.stack(torch.broadcast_tensors(*scores)).sum(0)
 
-    def sample(self, sample_shape: Any = ()) -> Tensor:
+    def sample(self, sample_shape: Shape = ()) -> Tensor:
         """Sample vectors ``(*S, *B, sum of widths)``."""
         wide = [part.expand(self.batch_shape) for part in self.parts]  # independent for each entry
         return self.join([part.sample(torch.Size(sample_shape)) for part in wide])
@@ -126,6 +130,7 @@ class _StreamsSupport(constraints.Constraint):
         return torch.stack(torch.broadcast_tensors(*inside)).all(0)
 
 
+@explained()
 class Tied(TorchDistribution):
     """States that share emissions: state k emits as entry ``index[k]`` of ``base`` does.
 
@@ -136,7 +141,9 @@ class Tied(TorchDistribution):
 
     arg_constraints: dict[str, constraints.Constraint] = {}  # noqa: RUF012
 
-    def __init__(self, base: Any, index: Tensor, validate_args: bool | None = None) -> None:
+    def __init__(
+        self, base: TorchDistribution, index: Tensor, validate_args: bool | None = None
+    ) -> None:
         check_integers("index", index)
         self.base, self.index = base, index.long()
         check_range("index", index, base.batch_shape[-1], "J - 1")
@@ -162,7 +169,7 @@ class Tied(TorchDistribution):
     def _pick(self, moment: Tensor) -> Tensor:
         return moment.index_select(-1 - len(self.event_shape), self.index)
 
-    def expand(self, batch_shape: Any, _instance: Any = None) -> Tied:
+    def expand(self, batch_shape: Shape, _instance: Any = None) -> Tied:
         """The same distribution for a larger batch."""
         shape = torch.Size(batch_shape)
         return Tied(self.base.expand(shape[:-1] + self.base.batch_shape[-1:]), self.index)
@@ -185,7 +192,7 @@ class Tied(TorchDistribution):
         every = every.expand(*every.shape[:-1], self.base.batch_shape[-1])
         return every.gather(-1, index.expand(*every.shape[:-1], 1)).squeeze(-1).movedim(0, -1)
 
-    def sample(self, sample_shape: Any = ()) -> Tensor:
+    def sample(self, sample_shape: Shape = ()) -> Tensor:
         """Sample in each state, ``(*S, *B, K, *E)``."""
         states = len(self.index)
         wide = self.base.expand((states, *self.base.batch_shape))  # independent for each state
@@ -210,7 +217,8 @@ def is_categorical(emission: Any) -> bool:
     return isinstance(emission, Categorical) and not emission.event_shape
 
 
-def log_probs(emission: Any) -> Tensor:
+@checked()
+def log_probs(emission: TorchDistribution) -> Tensor:
     """Logarithms of the probabilities of symbols; probabilities of zero are exact.
 
     (``Categorical(probs=...).logits`` has the logarithm of the smallest number in their place.)
@@ -226,7 +234,8 @@ def log_probs(emission: Any) -> Tensor:
     return emission.logits.masked_fill(clamped, -torch.inf)
 
 
-def log_prob_per_state(emission: Any, values: Tensor) -> Tensor:
+@explained()
+def log_prob_per_state(emission: TorchDistribution, values: Tensor) -> Tensor:
     """Log-density ``(*A, K)`` of ``values`` ``(*A, *E)`` in each of the K states.
 
     The batch of ``emission`` is ``(*b, K)``, where b broadcasts with A from the right. Components
@@ -282,7 +291,8 @@ def _of_bits(logits: Tensor, values: Tensor) -> Tensor:
     return ones @ logits.mT - known.to(logits.dtype) @ softplus(logits).mT
 
 
-def marginal_log_prob(distribution: Any, values: Tensor) -> Tensor:
+@explained()
+def marginal_log_prob(distribution: TorchDistribution, values: Tensor) -> Tensor:
     r"""Log-density of the components of ``values`` that are not NaN.
 
     The others are integrated out exactly: independent components are left out, and a normal

@@ -100,12 +100,13 @@ def spread(name: str, value: float | Tensor, shape: tuple[int, ...]) -> Tensor:
     floating = isinstance(value, Tensor) and value.dtype.is_floating_point
     tensor = torch.as_tensor(value, dtype=None if floating else torch.get_default_dtype())
     try:
-        return tensor.expand(shape).clone()
+        wide = tensor.expand(shape)
     except RuntimeError:
         raise ValueError(
             f"{name} must be a number or have a shape that broadcasts to {shape}; got "
             f"{tuple(tensor.shape)}."
         ) from None
+    return wide.clone()
 
 
 def positive(name: str, value: float | Tensor, shape: tuple[int, ...]) -> Tensor:

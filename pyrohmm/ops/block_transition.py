@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._arguments import explained
 from .._checks import check_floats, check_shape
 from .._lazy import lazy
 from .._precision import differentiable_gradient, full_precision, in_full_precision
@@ -55,6 +56,7 @@ class _SumsOfBlocks(torch.autograd.Function):
         return to_leave, to_enter, None
 
 
+@explained()
 class InnerProductTransition:
     r"""Transitions whose logits are inner products of vectors of states, for disjoint blocks.
 
@@ -88,7 +90,7 @@ class InnerProductTransition:
             )
         for name, tensor in (("leave", leave), ("enter", enter)):
             check_floats(name, tensor)
-            check_shape(name, tensor, (blocks.num_states, leave.size(-1)), "(K, D)")
+            check_shape(name, tensor, (blocks.num_states, leave.size(-1)), "(K, D) for D of leave")
         if block_logits is not None:
             check_floats("block_logits", block_logits)
             shape = (blocks.num_states, blocks.num_blocks)
