@@ -26,7 +26,7 @@ from torch.distributions import Distribution
 Thing = TypeVar("Thing", bound=Callable[..., Any])
 Test = Callable[[Any], bool]
 Shape = Annotated[Sequence[int], "sizes"]
-_CURES = {Tensor: " Convert it with torch.as_tensor."}
+_CURE = " Convert it with torch.as_tensor."
 _WORDS: dict[Any, str] = {
     Tensor: "a torch.Tensor",
     NoneType: "None",
@@ -48,18 +48,19 @@ class Range(NamedTuple):
             return all(map(self.holds, value))
         if not isinstance(value, Real):
             return True
+        value = float(value)
         return self.low < value < self.high if self.open else self.low <= value <= self.high
 
     def __str__(self) -> str:
         if self.high < math.inf:
-            return f"between {self.low:g} and {self.high:g}{', both excluded' * self.open}"
-        return f"{'above' if self.open else 'at least'} {self.low:g}"
+            return f"lie between {self.low:g} and {self.high:g}{', both excluded' * self.open}"
+        return "be positive" if self == POSITIVE else f"be at least {self.low:g}"
 
 
 POSITIVE, SHARE = Range(0, open=True), Range(0, 1)
 
 
-def explained(**ranges: Range) -> Callable[[Thing], Thing]:
+def explained(**ranges: Range | None) -> Callable[[Thing], Thing]:
     """As :func:`checked`, for what only computes: if it fails, its tensors do not fit together.
 
     Raises:
@@ -68,11 +69,12 @@ def explained(**ranges: Range) -> Callable[[Thing], Thing]:
     return _decorator(ranges, of_tensors=True)
 
 
-def checked(**ranges: Range) -> Callable[[Thing], Thing]:
+def checked(**ranges: Range | None) -> Callable[[Thing], Thing]:
     """Decorate a function, or all methods that a class defines, to refuse wrong arguments.
 
     Args:
-        **ranges: By the name of an argument, where its numbers must lie. All must be finite.
+        **ranges: By the name of an argument, where its numbers must lie; None for one of which
+            the function itself asks more. All numbers must be finite.
 
     Raises:
         TypeError: (The decorated function.) If an argument is not of the type annotated.
@@ -81,7 +83,7 @@ def checked(**ranges: Range) -> Callable[[Thing], Thing]:
     return _decorator(ranges, of_tensors=False)
 
 
-def _decorator(ranges: Mapping[str, Range], of_tensors: bool) -> Callable[[Thing], Thing]:
+def _decorator(ranges: Mapping[str, Range | None], of_tensors: bool) -> Callable[[Thing], Thing]:
     def decorate(thing: Any) -> Any:
         if not isinstance(thing, type):
             return _guarded(thing, ranges, of_tensors)
@@ -99,7 +101,7 @@ _CALLED = {"__init__", "__call__"}
 _INNER = (RuntimeError, LookupError, ArithmeticError, MemoryError, TypeError, ValueError)
 
 
-def _guarded(function: Any, ranges: Mapping[str, Range], of_tensors: bool = False) -> Any:
+def _guarded(function: Any, ranges: Mapping[str, Range | None], of_tensors: bool = False) -> Any:
     """``function``, which asks its arguments first."""
     names = tuple(inspect.signature(function).parameters)
     tests: dict[str, Test] = {}
@@ -147,14 +149,22 @@ def _hints(function: Any) -> dict[str, Any]:
 
 
 def _prepare(
-    function: Any, ranges: Mapping[str, Range], tests: dict[str, Test], in_order: list[Test | None]
+    function: Any,
+    ranges: Mapping[str, Range | None],
+    tests: dict[str, Test],
+    in_order: list[Test | None],
 ) -> None:
     """Make the tests of all arguments, by name and in their order."""
     hints = _hints(function)
     for name, parameter in inspect.signature(function).parameters.items():
         test = _test(hints.get(name, Any))
-        if test is not None and parameter.kind not in _VARIADIC:
-            tests[name] = _both(test, ranges[name].holds) if name in ranges else test
+        if test is None or parameter.kind in _VARIADIC:
+            test = None
+        elif name in ranges:
+            inside = ranges[name]
+            test = None if inside is None else _both(test, inside.holds)
+        if test is not None:
+            tests[name] = test
         in_order.append(tests.get(name))
 
 
@@ -248,16 +258,18 @@ def _parts_fit(value: Any, tests: list[Test]) -> bool:
     return not known or all(all(map(test, value)) for test in tests)
 
 
-def _refuse(function: Any, ranges: Mapping[str, Range], name: str, value: Any) -> None:
+def _refuse(function: Any, ranges: Mapping[str, Range | None], name: str, value: Any) -> None:
     """Raise: what was wanted, what came, and the cure."""
     hint = _hints(function)[name]
     number = isinstance(value, Real) and not isinstance(value, bool)
-    test = _test(hint)
-    if name in ranges and test is not None and test(value):
-        raise ValueError(f"{name} must be {ranges[name]}; got {value}.")
-    if number and not math.isfinite(value) and _test(hint)(0.0):
+    test: Any = _test(hint)
+    if name in ranges and test is not None and (number or test(value)):
+        raise ValueError(f"{name} must {ranges[name]}; got {value}.")
+    if number and not math.isfinite(value) and test(0.0):
         raise ValueError(f"{name} must be finite; got {value}.")
-    cure = _CURES.get(hint, "")
+    cure = _CURE if Tensor in (hint, *typing.get_args(hint)) else ""
+    if typing.get_origin(hint) is Literal and isinstance(value, str):
+        raise ValueError(f"{name} must be {_words(hint)}; got {value!r}.")
     if isinstance(value, Tensor) and value.dtype.is_complex:
         raise TypeError(f"{name} must be real; got complex numbers. Take .real, or .abs().")
     raise TypeError(f"{name} must be {_words(hint)}; got {_came(value)}.{cure}")
@@ -275,9 +287,9 @@ def _explain(error: Exception, arguments: list[tuple[str, Any]]) -> None:
         for name, value in arguments
         if name != "self"
     ]
-    raise ValueError(
-        f"arguments must fit together, and into memory; got {', '.join(came)}: {error}"
-    ) from error
+    kind = TypeError if isinstance(error, TypeError) else ValueError
+    got = ", ".join(came)
+    raise kind(f"arguments must fit together, and into memory; got {got}: {error}") from error
 
 
 def _words(hint: Any) -> str:
@@ -292,8 +304,10 @@ def _words(hint: Any) -> str:
     if origin is Callable:
         return "callable"
     name = (origin or hint).__name__
+    if name == "Sequences":
+        return name
     article = "an" if name[0] in "aeiouAEIO" or name[:2] == "HM" else "a"
-    named = parts and issubclass(origin, Iterable) and getattr(parts[-1], "__name__", "")
+    named = parts and issubclass(origin, Iterable) and getattr(parts[-1], "__name__", None)
     return f"{article} {name}{f' of {named}' if named else ''}"
 
 

@@ -26,16 +26,19 @@ ENTRIES = {"train_lm", "language.__main__"}
 COMMANDS = {"language.command"}
 
 # Larger than is comfortable, each with the reason.
-LONG_MODULES: dict[str, str] = {}
+LONG_MODULES: dict[str, str] = {
+    "analysis.metrics": "nineteen short functions, each with its definition and an example",
+}
 LONG_CLASSES: dict[str, str] = {}
 LONG_FUNCTIONS: dict[str, str] = {
     "infer.svi.fit_svi": "explains the arguments of all gradient fits; its body is two statements",
     "infer.em.fit_em": "explains fifteen arguments; its body makes the parts of the loop",
     "infer.cooccurrence.fit_cooccurrence": "lists its own arguments and those of all fits",
 }
-# Of the whole package some 12,000 are code, 6,000 docstrings and 1,400 imports. It may grow by what
+# Of the whole package some 12,000 are code, 6,000 docstrings and 1,500 imports and
+# decorators. It may grow by what
 # it can do, never by the way.
-MOST_LINES = {"module": 500, "class": 350, "function": 80, "package": 22_500}
+MOST_LINES = {"module": 500, "class": 350, "function": 80, "package": 23_000}
 
 
 def name_of(path):

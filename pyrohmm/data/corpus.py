@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from .._arguments import checked
+from .._arguments import SHARE, checked
 from .._checks import check_returned
 from .sequences import Sequences
 from .vocabulary import Counting, Vocabulary
@@ -59,7 +59,7 @@ def tags_as_values(corpus: Corpus) -> Corpus:
     return Corpus(Sequences(values, data.lengths, data.labels >= 0, total=data.total), tags)
 
 
-@checked()
+@checked(share=SHARE)
 def merge_rare(corpus: Corpus, share: float, name: str = "<rare>") -> Corpus:
     """Put one symbol in place of the rarest, which together make less than ``share`` of all steps.
 

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .._arguments import checked, explained
+from .._arguments import POSITIVE, checked, explained
 from ..ops.sampling import sample_path
 from ..ops.stationary import stationary
 from .sequences import Sequences
@@ -113,7 +113,7 @@ class DirichletToy(NamedTuple):
     test: Sequences
 
 
-@explained()
+@explained(concentration=POSITIVE)
 def dirichlet_toy(
     num_states: int,
     num_symbols: int,

@@ -49,8 +49,8 @@ def check_parameters(
     tensors = {"log_initial": log_initial}
     if isinstance(log_transition, Tensor):
         check_floats("log_transition", log_transition)
-        meaning = "(K, K) for K of log_initial"
-        check_trailing("log_transition", log_transition, (num_states, num_states), meaning)
+        shape, cure = (num_states, num_states), "K is that of log_initial."
+        check_trailing("log_transition", log_transition, shape, "(K, K)", cure)
         tensors["log_transition"] = log_transition
     elif not isinstance(log_transition, InnerProductTransition):  # its rows are normalised
         check_tensor("log_transition", log_transition)

@@ -121,7 +121,7 @@ class BlockHMM(HMM):
 
     _of_transition = "transition"
 
-    @checked()
+    @checked(transition=None)
     def __init__(
         self,
         log_initial: Tensor,

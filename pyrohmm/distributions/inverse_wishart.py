@@ -43,7 +43,8 @@ class InverseWishart(TorchDistribution):
         check_trailing("scale", scale, (dim, dim), "(D, D)")
         if not dim - 1 < degrees < math.inf:
             raise ValueError(
-                f"degrees must be finite and above D - 1 = {dim - 1} for D of scale; got {degrees}."
+                f"degrees must be greater than D - 1 = {dim - 1} and finite; got {degrees}. D is "
+                "that of scale."
             )
         self.degrees, self.scale = float(degrees), scale
         super().__init__(scale.shape[:-2], scale.shape[-2:], validate_args=validate_args)

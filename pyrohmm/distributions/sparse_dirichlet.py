@@ -45,7 +45,7 @@ class SparseDirichlet(TorchDistribution):
         check_floats("concentration", concentration)
         check_booleans("allowed", allowed)
         check_trailing(
-            "concentration", concentration, tuple(allowed.shape), "(*rows, K) of allowed"
+            "concentration", concentration, tuple(allowed.shape), "(*rows, K)", "That of allowed."
         )
         if not bool(allowed.any(-1).all()):
             raise ValueError("allowed must have at least one True in each row.")

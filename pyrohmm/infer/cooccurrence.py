@@ -134,7 +134,7 @@ def average_probs(hmm: HMM, num_steps: int) -> Tensor:
     return total.squeeze(-2) / (num_steps - 1)
 
 
-@checked()
+@checked(target=None, weight=None, loss=None, stationary=None)
 class CooccurrenceModel(OwnParameters):
     r"""Joint distribution of symbols d steps apart, counted and predicted; their loss is a factor.
 
@@ -260,7 +260,7 @@ class CooccurrenceModel(OwnParameters):
         return hmm
 
 
-@checked(learning_rate=POSITIVE)
+@checked(learning_rate=POSITIVE, tolerance=None, weight=None, loss=None, lags=None)
 @exclusive()
 def fit_cooccurrence(  # noqa: D417  # the other arguments are those of fit_map
     module: HMMModule,
@@ -387,7 +387,7 @@ def _targets(
         if other or not targets:
             raise TypeError(
                 "data must be Sequences or what was counted; got several "
-                f"{other[0] if other else 'of nothing'}. Count pairs: "
+                f"{other[0] if other else 'of nothing'}. Count their pairs: "
                 "pair_counts.count_pairs(data, num_symbols)."
             )
         return targets, []

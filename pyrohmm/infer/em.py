@@ -61,7 +61,7 @@ def densehmm_schedule() -> dict[str, Any]:
     return {"num_steps": 40, "tolerance": None, "gradient_step": GradientStep(25, adam, False)}
 
 
-@checked()
+@checked(tolerance=None, decay=None)
 @exclusive(gradients=False)  # M-steps that need them ask for themselves
 def fit_em(
     module: HMMModule | HMM,

@@ -27,7 +27,7 @@ from .results import WINDOW, Fit, Point, Restarts
 from .training import OptimizerFactory, Report, ScheduleFactory, Settings
 
 
-@checked(learning_rate=POSITIVE)
+@checked(learning_rate=POSITIVE, tolerance=None, windows=None)
 @exclusive()
 def fit_map(  # noqa: D417  # the other arguments are those of fit_svi
     model: Callable[..., Any],

@@ -17,7 +17,7 @@ from .results import Fit
 from .training import OptimizerFactory, Report, ScheduleFactory, Settings
 
 
-@checked(learning_rate=POSITIVE)
+@checked(learning_rate=POSITIVE, tolerance=None, windows=None)
 @exclusive()
 def fit_svi(
     model: Callable[..., Any],

@@ -207,7 +207,7 @@ def uniform(
     return assignment
 
 
-@explained()
+@explained(words=None)
 def isolate(assignment: Tensor, words: Tensor | Sequence[int]) -> Tensor:
     """Put words into a separate cluster, the last.
 
@@ -231,7 +231,7 @@ def isolate(assignment: Tensor, words: Tensor | Sequence[int]) -> Tensor:
             f"words must have shape (n,), with at least one word; got shape {tuple(words.shape)}."
         )
     check_integers("words", words)
-    check_range("words", words, len(assignment), "V - 1 of assignment")
+    check_range("words", words, len(assignment), "V - 1", "V is that of assignment.")
     changed = assignment.long().clone()
     changed[words.long()] = changed.max() + 1
     return changed.unique(return_inverse=True)[1]
@@ -290,7 +290,7 @@ def _is_alone(word: Tensor, assignment: Tensor) -> bool:
     return int((assignment == assignment[word]).sum()) == 1
 
 
-@checked()
+@checked(power=None)
 def allocate(
     num_states: int, assignment: Tensor, counts: Tensor | None = None, power: float = 1.0
 ) -> Tensor:
@@ -334,15 +334,15 @@ def allocate(
         )
     if num_states < len(sizes):
         raise ValueError(
-            f"num_states must be at least {len(sizes)}, one for each cluster in assignment; got "
-            f"{num_states}."
+            "num_states must be at least the number of clusters in assignment, "
+            f"{len(sizes)}; got {num_states}."
         )
     if not 0 <= power <= 1:
         raise ValueError(f"power must be from 0, equal shares, to 1, in proportion; got {power}.")
     mass: np.ndarray = np.ones(len(sizes))
     if counts is not None:
         check_integers("counts", counts)
-        check_shape("counts", counts, tuple(assignment.shape), "(V,) of assignment")
+        check_shape("counts", counts, tuple(assignment.shape), "(V,)", "V is that of assignment.")
         if int(counts.min()) < 0 or int(counts.max()) == 0:
             raise ValueError(
                 "counts must be at least 0, and not all of them 0; got values from "

@@ -40,7 +40,9 @@ STEPS = 8192  # that are evaluated at once
 CLASSES = {"function": "word_classes"}  # the function for unknown words, in a file
 
 
-@checked(mass_power=SHARE, learning_rate=POSITIVE, weight_decay=Range(0))
+@checked(
+    mass_power=SHARE, learning_rate=POSITIVE, weight_decay=Range(0), sentences=None, lines=None
+)
 class LanguageModel:
     """Sentences of words, each the path of a neural HMM until it emits ``<eos>``.
 

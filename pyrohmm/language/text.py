@@ -16,7 +16,7 @@ END = "<eos>"
 UNKNOWN = "<unk>"
 
 
-@explained()
+@explained(lines=None)
 def count_words(
     lines: Iterable[str], min_count: int = 1, max_size: int | None = None
 ) -> Vocabulary:
@@ -50,7 +50,7 @@ def count_words(
     return Vocabulary.from_counts(counts, min_count, max_size, UNKNOWN)
 
 
-@explained()
+@explained(lines=None)
 def encode(lines: Iterable[str], vocabulary: Vocabulary, name: str = "lines") -> Sequences:
     """Codes of sentences, each with ``<eos>`` at its end; a blank line is an empty sentence.
 

@@ -77,7 +77,7 @@ class StreamsEmission(Emission):
         return values, notes
 
 
-@checked()
+@checked(index=None)
 def tied(family: EmissionFamily, index: Tensor | list[int]) -> EmissionFamily:
     """Emission family in which states share emissions: state k has number ``index[k]``.
 

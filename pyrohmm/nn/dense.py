@@ -127,7 +127,7 @@ def log_rows(kernel: Kernel, rows: Tensor, columns: Tensor) -> Tensor:
 # The module --------------------------------------------------------------------------------------
 
 
-@explained()
+@explained(scale=None)
 class DenseHMM(HMMModule):
     r"""HMM of embeddings: of states that are left, entered and emitting, and of symbols (eq. 2).
 

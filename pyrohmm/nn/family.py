@@ -106,7 +106,12 @@ def spread(name: str, value: float | Tensor, shape: tuple[int, ...]) -> Tensor:
             f"{name} must be a number or have a shape that broadcasts to {shape}; got "
             f"{tuple(tensor.shape)}."
         ) from None
-    return wide.clone()
+    try:
+        return wide.clone()
+    except RuntimeError as error:
+        raise ValueError(
+            f"{name} has shape {shape} for num_states: int {shape[0]}, more than there is memory."
+        ) from error
 
 
 def positive(name: str, value: float | Tensor, shape: tuple[int, ...]) -> Tensor:

@@ -8,7 +8,7 @@ from pyro.nn import PyroModule, PyroParam, PyroSample
 from torch import Tensor
 from torch.distributions import constraints
 
-from .._arguments import explained
+from .._arguments import checked, explained
 from .._checks import check_booleans, check_shape, check_size
 from ..distributions.hmm import HMM
 from ..distributions.sparse_dirichlet import SparseDirichlet
@@ -20,7 +20,7 @@ from .closed_form import Maximum, Statistics, is_free, row_mode, with_prior
 from .family import EmissionFamily, build_emission, positive
 
 
-@explained()
+@checked(emission=None)
 class TabularHMM(HMMModule):
     r"""HMM whose parameters are its probabilities, with Dirichlet priors on every row.
 

@@ -90,7 +90,9 @@ class InnerProductTransition:
             )
         for name, tensor in (("leave", leave), ("enter", enter)):
             check_floats(name, tensor)
-            check_shape(name, tensor, (blocks.num_states, leave.size(-1)), "(K, D) for D of leave")
+            check_shape(
+                name, tensor, (blocks.num_states, leave.size(-1)), "(K, D)", "D is that of leave."
+            )
         if block_logits is not None:
             check_floats("block_logits", block_logits)
             shape = (blocks.num_states, blocks.num_blocks)

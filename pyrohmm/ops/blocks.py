@@ -61,7 +61,7 @@ class Blocks:
                 raise ValueError(
                     f"block {number} must have states, each once; got {each.tolist()[:10]}."
                 )
-        check_range("symbol_block", symbol_block, len(states), "B - 1, for B blocks in states,")
+        check_range("symbol_block", symbol_block, len(states), "B - 1", "B is that of states.")
         self.symbol_block = symbol_block.cpu().long()
         sizes = torch.tensor([len(each) for each in states])
         members = torch.cat([each.cpu().long() for each in states])

@@ -164,7 +164,7 @@ class Rate(PyroModule):
         (
             lambda: TabularHMM(2, categorical(2), 1.0, float("nan")),
             ValueError,
-            "^transition_concentration must be positive",
+            "^transition_concentration must be finite",
         ),
         (
             lambda: TabularHMM(2, categorical(2), torch.ones(3)),
