@@ -97,7 +97,7 @@ def _decorator(ranges: Mapping[str, Range | None], of_tensors: bool) -> Callable
     return decorate
 
 
-_CALLED = {"__init__", "__call__"}
+_CALLED = {"__init__", "__new__", "__call__"}
 _INNER = (RuntimeError, LookupError, ArithmeticError, MemoryError, TypeError, ValueError)
 
 
@@ -278,7 +278,7 @@ def _refuse(function: Any, ranges: Mapping[str, Range | None], name: str, value:
 def _explain(error: Exception, arguments: list[tuple[str, Any]]) -> None:
     """Raise an error with the shapes and dtypes of all tensors, if this one names no argument."""
     named = any(re.search(rf"\b{name}\b", str(error)) for name, _ in arguments)
-    if named or isinstance(error, torch.OutOfMemoryError | NotImplementedError):
+    if named or isinstance(error, torch.OutOfMemoryError):
         return
     came = [
         f"{name} of shape {tuple(value.shape)} and {value.dtype}"

@@ -21,7 +21,7 @@ from pyro.infer.autoguide import init_to_sample
 from torch import Tensor
 from torch.distributions import Independent, MixtureSameFamily
 
-from .._arguments import POSITIVE, checked
+from .._arguments import POSITIVE, checked, explained
 from .._checks import check_returned, check_size
 from ..data.pair_counts import binned as binned
 from ..data.pair_counts import check_edges
@@ -134,7 +134,6 @@ def average_probs(hmm: HMM, num_steps: int) -> Tensor:
     return total.squeeze(-2) / (num_steps - 1)
 
 
-@checked(target=None, weight=None, loss=None, stationary=None)
 class CooccurrenceModel(OwnParameters):
     r"""Joint distribution of symbols d steps apart, counted and predicted; their loss is a factor.
 
@@ -176,6 +175,7 @@ class CooccurrenceModel(OwnParameters):
         "init=init_to_value(values=fit.start)"
     )
 
+    @explained(target=None, weight=None, loss=None, stationary=None)
     def __init__(
         self,
         module: HMMModule,
@@ -232,6 +232,7 @@ class CooccurrenceModel(OwnParameters):
         if self.pairs_per_step is not None:
             check_size("pairs_per_step", self.pairs_per_step)
 
+    @checked()
     def forward(self, data: Sequences) -> HMM:
         """Return the HMM built for ``data``, of which nothing but the sizes is used."""
         hmm = build(self.module, data)
@@ -403,7 +404,7 @@ def _targets(
         with torch.no_grad(), poutine.block(), torch.random.fork_rng(devices=[]):
             num_symbols = _symbol_probs(module(torch.tensor([1])).emission).size(-1)
     lags = (1,) if lags is None else lags
-    if isinstance(lags, int) or not (lags := list(lags)):
+    if not isinstance(lags, Iterable) or isinstance(lags, Tensor) or not (lags := list(lags)):
         raise ValueError(f"lags must be some numbers of steps, such as (1, 2); got {lags}.")
     for lag in lags:
         check_size("each of lags", lag)

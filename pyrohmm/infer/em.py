@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from .._arguments import checked
+from .._arguments import Range, checked
 from .._checks import check_returned, check_size, check_tolerance
 from ..data.batches import Batches
 from ..data.sequences import Sequences
@@ -61,7 +61,7 @@ def densehmm_schedule() -> dict[str, Any]:
     return {"num_steps": 40, "tolerance": None, "gradient_step": GradientStep(25, adam, False)}
 
 
-@checked(tolerance=None, decay=None)
+@checked(tolerance=None, decay=Range(0.5, 1))
 @exclusive(gradients=False)  # M-steps that need them ask for themselves
 def fit_em(
     module: HMMModule | HMM,

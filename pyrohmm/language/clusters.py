@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .._arguments import checked, explained
+from .._arguments import SHARE, checked, explained
 from .._checks import check_integers, check_range, check_shape, check_size
 from ..data.corpus import FilePath
 from ..data.pair_counts import count_pairs
@@ -290,7 +290,7 @@ def _is_alone(word: Tensor, assignment: Tensor) -> bool:
     return int((assignment == assignment[word]).sum()) == 1
 
 
-@checked(power=None)
+@checked(power=SHARE)
 def allocate(
     num_states: int, assignment: Tensor, counts: Tensor | None = None, power: float = 1.0
 ) -> Tensor:

@@ -9,7 +9,7 @@ from pyro.distributions.torch_distribution import TorchDistribution
 from pyro.nn import PyroModule
 from torch import Tensor
 
-from .._arguments import checked
+from .._arguments import explained
 from .._checks import check_integers
 from ..distributions.observation import Streams, Tied
 from .closed_form import EmissionMStep, Maximum, Statistics, inside, under
@@ -77,7 +77,7 @@ class StreamsEmission(Emission):
         return values, notes
 
 
-@checked(index=None)
+@explained(index=None)
 def tied(family: EmissionFamily, index: Tensor | list[int]) -> EmissionFamily:
     """Emission family in which states share emissions: state k has number ``index[k]``.
 
