@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from numbers import Real
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -61,19 +62,31 @@ def check_floats(name: str, tensor: Tensor) -> None:
         )
 
 
-def check_trailing(name: str, tensor: Tensor, trailing: tuple[int, ...], meaning: str) -> None:
+def check_returned(name: str, value: object, kind: Any, words: str) -> None:
+    """Raise unless the function given as ``name`` has returned a ``kind``."""
+    if not isinstance(value, kind):
+        raise TypeError(f"{name} must return {words}; it returned {type(value).__name__}.")
+
+
+def check_trailing(
+    name: str, tensor: Tensor, trailing: tuple[int, ...], meaning: str, cure: str = ""
+) -> None:
     """Raise unless the last dimensions of ``tensor`` are ``trailing``, known as ``meaning``."""
     if tuple(tensor.shape[tensor.dim() - len(trailing) :]) != trailing:
         raise ValueError(
             f"{name} must end in shape {meaning} = {trailing}; got shape {tuple(tensor.shape)}."
+            f"{' ' if cure else ''}{cure}"
         )
 
 
-def check_shape(name: str, tensor: Tensor, shape: tuple[int, ...], meaning: str) -> None:
+def check_shape(
+    name: str, tensor: Tensor, shape: tuple[int, ...], meaning: str, cure: str = ""
+) -> None:
     """Raise unless ``tensor`` has ``shape``, known as ``meaning``."""
     if tuple(tensor.shape) != shape:
         raise ValueError(
             f"{name} must have shape {meaning} = {shape}; got shape {tuple(tensor.shape)}."
+            f"{' ' if cure else ''}{cure}"
         )
 
 

@@ -21,7 +21,8 @@ from pyro.infer import MCMC
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
-from .._checks import check_integers, check_shape, check_size
+from .._arguments import checked
+from .._checks import check_integers, check_returned, check_shape, check_size
 from ..data.sequences import Sequences
 from ..distributions.hard_zeros import log_probs
 from ..distributions.hmm import HMM
@@ -35,6 +36,7 @@ from .state_dims import name_dims, permute_dims
 CELLS = 2**22  # samples × N × T × K numbers, in one tensor
 
 
+@checked()
 @dataclass
 class PosteriorDraws:
     """C chains of S samples of the latent variables of a model.
@@ -127,7 +129,9 @@ class PosteriorDraws:
                 f"{type(posterior).__name__}."
             )
         if model is None:
-            raise ValueError("model must be given, for these samples do not say what they are of.")
+            raise ValueError(
+                "model must be given: samples in posterior do not say what they are of."
+            )
         return cls(model, values, stats, dims or {})
 
     @property
@@ -196,6 +200,7 @@ class PosteriorDraws:
             hmm = self._run(wide, data).expand(torch.Size([count, len(data)]))
             with torch.no_grad():
                 parts.append(function(hmm if data.labels is None else hmm.restrict(data.labels)))
+        check_returned("function", parts[0], Mapping | torch.Tensor, "a tensor, or tensors by name")
         if isinstance(parts[0], Mapping):
             return {
                 name: torch.cat([part[name] for part in parts]).unflatten(0, self.shape)
@@ -369,6 +374,7 @@ class PosteriorDraws:
             )
 
 
+@checked()
 def invariants(hmm: HMM, values: Tensor) -> dict[str, Tensor]:
     r"""Quantities of an HMM and of data that do not depend on the order of the states.
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .._arguments import checked
 from .._checks import check_broadcast, check_integers, check_lengths, check_range, check_size
 from ..distributions.hmm import HMM
 from ..ops import masks
 
 
+@checked()
 def dwell_time_mean(hmm: HMM) -> Tensor:
     r"""Mean number of steps that a visit to each state lasts, shape ``(*B, K)``.
 
@@ -33,6 +35,7 @@ def dwell_time_mean(hmm: HMM) -> Tensor:
     return (-_log_leave(hmm)).exp()
 
 
+@checked()
 def dwell_time_log_prob(hmm: HMM, num_steps: int) -> Tensor:
     r"""Log-probability that a visit to a state lasts 1, 2, ... steps, in nats.
 
@@ -65,6 +68,7 @@ def dwell_time_log_prob(hmm: HMM, num_steps: int) -> Tensor:
     return (more * stay).masked_fill(more == 0, 0.0) + leave  # 0 times -inf is NaN
 
 
+@checked()
 def dwell_counts(
     states: Tensor, lengths: Tensor, num_states: int, *, complete: bool = False
 ) -> Tensor:
@@ -92,8 +96,10 @@ def dwell_counts(
     check_integers("states", states)
     check_integers("lengths", lengths)
     check_size("num_states", num_states)
-    if states.dim() == 0:
-        raise ValueError("states must have shape (*B, T); got a scalar. Use unsqueeze(-1).")
+    if states.dim() == 0 or states.size(-1) == 0:
+        raise ValueError(
+            f"states must have shape (*B, T) with T at least 1; got {tuple(states.shape)}."
+        )
     num_steps = states.size(-1)
     check_lengths(lengths, num_steps)
     batch = check_broadcast({"states": states.shape[:-1], "lengths": lengths.shape})

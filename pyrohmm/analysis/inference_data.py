@@ -24,6 +24,7 @@ import torch
 from pyro.infer import MCMC
 from torch import Tensor
 
+from .._arguments import Range, checked
 from ..data.sequences import Sequences
 from ..distributions.hmm import HMM
 from ..infer.results import Fit
@@ -39,6 +40,7 @@ SAMPLE = ("chain", "draw")  # ArviZ's names
 Variables = dict[str, tuple[tuple[str, ...], Tensor]]  # dimensions and values by name
 
 
+@checked(num_predictive=Range(0))
 def to_arviz(
     posterior: Fit | MCMC | Mapping[str, Tensor] | PosteriorDraws,
     data: Sequences,
@@ -137,6 +139,7 @@ def _fitted_groups(
     }
 
 
+@checked()
 def summary(converted: Any, **options: Any) -> Any:
     """ArviZ's table of the quantities that do not depend on the order of states.
 
@@ -153,6 +156,8 @@ def summary(converted: Any, **options: Any) -> Any:
     """
     import arviz
 
+    if not hasattr(converted, "posterior"):
+        raise TypeError(f"converted must be what to_arviz returns; got {type(converted).__name__}.")
     known = [name for name in INVARIANTS if name in converted["posterior"].data_vars]
     with numpy.errstate(invalid="ignore", divide="ignore"):  # of one state, what is constant
         return arviz.summary(converted, var_names=known, **options)

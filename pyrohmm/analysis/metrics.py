@@ -15,12 +15,22 @@ from scipy.optimize import linear_sum_assignment, quadratic_assignment
 from torch import Tensor
 from torch.distributions import biject_to, constraints
 
-from .._checks import check_floats, check_integers, check_range, check_shape, check_size
+from .._arguments import Range, checked, explained
+from .._checks import (
+    check_floats,
+    check_integers,
+    check_range,
+    check_returned,
+    check_shape,
+    check_size,
+)
 from ..data.sequences import Sequences
 from ..distributions.hmm import HMM
 from ..infer.models import build
 from ..infer.results import Fit
 from ..nn.base import HMMModule
+
+LARGEST = 2**14  # number of states, of two labellings that are compared
 
 
 class Perplexity(NamedTuple):
@@ -51,6 +61,7 @@ class Perplexity(NamedTuple):
         return f"perplexity {self.value:.2f} over {self.num_tokens:,} tokens"
 
 
+@checked(batch_size=Range(1))
 def perplexity(model: HMM | Fit, data: Sequences, batch_size: int = 256) -> Perplexity:
     """Perplexity of ``data`` under an HMM or a fit, per observed step (``<eos>`` included, if any).
 
@@ -74,6 +85,7 @@ def perplexity(model: HMM | Fit, data: Sequences, batch_size: int = 256) -> Perp
     return Perplexity.of(log_evidence(model, data, batch_size).double().sum().item(), tokens)
 
 
+@checked(batch_size=Range(1))
 def log_evidence(model: HMM | Fit, data: Sequences, batch_size: int = 256) -> Tensor:
     r"""Log evidence :math:`\log p(x_{1:T})` of each sequence, ``(N,)``, in nats.
 
@@ -92,6 +104,7 @@ def log_evidence(model: HMM | Fit, data: Sequences, batch_size: int = 256) -> Te
         return torch.cat([hmm.log_prob(part.values) for hmm, part in zip(hmms, parts)])
 
 
+@checked()
 def num_parameters(module: torch.nn.Module, data: Sequences) -> int:
     """Number of free parameters p; what sums to one has one less than entries.
 
@@ -134,6 +147,7 @@ def _dimension(constraint: Any, value: Tensor) -> int:
     return math.prod(biject_to(constraint).inverse_shape(value.shape))
 
 
+@checked()
 def aic(fit: Fit, data: Sequences) -> float:
     r"""Akaike's information criterion (1974), in nats times two: less is better.
 
@@ -148,6 +162,7 @@ def aic(fit: Fit, data: Sequences) -> float:
     return _criterion(fit, data, 2.0)
 
 
+@checked()
 def bic(fit: Fit, data: Sequences) -> float:
     r"""Bayesian information criterion, in nats times two: less is better.
 
@@ -193,6 +208,7 @@ class CrossValidation(NamedTuple):
         return self.log_evidence.double().sum().item() / max(self.num_observed, 1)
 
 
+@checked()
 def cross_validate(
     fit: Callable[[Sequences], Fit],
     data: Sequences,
@@ -229,13 +245,15 @@ def cross_validate(
     fold = torch.empty(len(data), dtype=torch.long)
     fold[order] = torch.arange(len(data)) % num_folds
     by_fold = torch.cat([(fold == number).nonzero().flatten() for number in range(num_folds)])
-    parts = [
-        log_evidence(fit(data[fold != number]), data[fold == number]).cpu()
-        for number in range(num_folds)
-    ]
+    parts = []
+    for number in range(num_folds):
+        fitted = fit(data[fold != number])
+        check_returned("fit", fitted, Fit, "a Fit")
+        parts.append(log_evidence(fitted, data[fold == number]).cpu())
     return CrossValidation(torch.cat(parts)[by_fold.argsort()], fold, data.num_observed)
 
 
+@checked(num_states=Range(1))
 def align(predicted: Tensor, truth: Tensor, num_states: int | None = None) -> Tensor:
     """Renaming of predicted states under which they agree with the truth most often.
 
@@ -271,11 +289,16 @@ def _contingency(predicted: Tensor, truth: Tensor, num_states: int | None = None
     if rows.numel() == 0:
         raise ValueError("truth has no known state; wanted at least one that is not -1.")
     size = num_states or 1 + max(int(predicted.max()), int(truth.max()))
+    if size > LARGEST:
+        raise ValueError(
+            f"predicted and truth must be below {LARGEST:,}, for tables of K x K; got {size - 1}."
+        )
     check_range("predicted", rows, size, "K - 1")
     check_range("truth", columns, size, "K - 1")
     return torch.bincount(rows * size + columns, minlength=size * size).reshape(size, size)
 
 
+@explained()
 def align_transitions(found: Tensor, truth: Tensor) -> Tensor:
     r"""Renaming of states under which a transition matrix is nearest to the true one.
 
@@ -318,6 +341,7 @@ def align_transitions(found: Tensor, truth: Tensor) -> Tensor:
     return order.argsort().to(found.device)
 
 
+@checked()
 def one_to_one_accuracy(predicted: Tensor, truth: Tensor) -> float:
     """Share of steps where predicted and true states agree, after the best renaming.
 
@@ -334,6 +358,7 @@ def one_to_one_accuracy(predicted: Tensor, truth: Tensor) -> float:
     return (renamed[known] == truth[known]).double().mean().item()
 
 
+@checked()
 def many_to_one_accuracy(predicted: Tensor, truth: Tensor) -> float:
     """Share of steps that agree if each predicted state is mapped to its most frequent true one.
 
@@ -352,6 +377,7 @@ def many_to_one_accuracy(predicted: Tensor, truth: Tensor) -> float:
     return (counts.amax(1).sum() / counts.sum()).item()
 
 
+@checked()
 def variation_of_information(predicted: Tensor, truth: Tensor) -> float:
     r"""Variation of information of two labellings, :math:`H(z|y) + H(y|z)`, in nats.
 
@@ -398,6 +424,7 @@ def state_histogram(states: Tensor, num_states: int) -> Tensor:
     return counted.bincount(minlength=num_states)
 
 
+@checked()
 def num_identified(states: Tensor, num_states: int, at_least: int = 50) -> int:
     """Number of states in use: those that at least ``at_least`` steps are in.
 
@@ -413,6 +440,7 @@ def num_identified(states: Tensor, num_states: int, at_least: int = 50) -> int:
     return int((state_histogram(states, num_states) >= at_least).sum())
 
 
+@checked()
 def bhattacharyya(probs: Tensor) -> Tensor:
     r"""Bhattacharyya distances between distributions: :math:`-\ln \sum_v \sqrt{p_{iv} p_{jv}}`.
 
@@ -432,9 +460,9 @@ def bhattacharyya(probs: Tensor) -> Tensor:
                 [0.3466, 0.0000]])
     """
     check_floats("probs", probs)
-    if bool((probs < 0).any()):
-        raise ValueError("probs must not be negative. Take .exp() of logarithms.")
-    if bool(((probs.sum(-1) - 1).abs() > 1e-4).any()):
+    if not bool((probs >= 0).all()):
+        raise ValueError("probs must not be negative, nor NaN. Take .exp() of logarithms.")
+    if not bool(((probs.sum(-1) - 1).abs() <= 1e-4).all()):
         raise ValueError("probs must sum to one in each row. Divide counts by their sums.")
     root = probs.sqrt()
     overlap = root @ root.mT
@@ -445,6 +473,7 @@ def bhattacharyya(probs: Tensor) -> Tensor:
     ).abs()
 
 
+@checked()
 def diversity(probs: Tensor) -> Tensor:
     """Mean Bhattacharyya distance of all pairs of rows, ``(*B)``, in nats (Qiao et al., 2015).
 
@@ -460,6 +489,7 @@ def diversity(probs: Tensor) -> Tensor:
     return diversity_by_state(probs).mean(-1)
 
 
+@checked()
 def diversity_by_state(probs: Tensor) -> Tensor:
     """Mean Bhattacharyya distance of each row to the others, ``(*B, K)``, in nats.
 
@@ -480,6 +510,7 @@ def diversity_by_state(probs: Tensor) -> Tensor:
     return bhattacharyya(probs).sum(-1) / (probs.size(-2) - 1)
 
 
+@explained()
 def mean_absolute_deviation(first: Any, second: Any) -> float:
     """Mean absolute difference of two tables, such as two joint distributions of adjacent symbols.
 
@@ -490,6 +521,10 @@ def mean_absolute_deviation(first: Any, second: Any) -> float:
     first, second = torch.as_tensor(first), torch.as_tensor(second)
     if first.shape != second.shape:
         raise ValueError(
-            f"tables must have one shape; got {tuple(first.shape)} and {tuple(second.shape)}."
+            f"first and second must have one shape; got {tuple(first.shape)} and "
+            f"{tuple(second.shape)}."
         )
-    return (first.double() - second.double()).abs().mean().item()
+    deviation = (first.double() - second.double()).abs().mean().item()
+    if math.isnan(deviation):
+        raise ValueError("first and second must hold numbers, and none that is NaN.")
+    return deviation

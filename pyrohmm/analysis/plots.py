@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from .._arguments import checked
 from ..distributions.hmm import HMM
 from ..infer.results import Fit
 
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
 
 def _axes(axes: Axes | None) -> Axes:
     if axes is not None:
+        if not hasattr(axes, "stackplot"):
+            raise TypeError(f"axes must be matplotlib's Axes; got {type(axes).__name__}.")
         return axes
     from matplotlib import pyplot
 
@@ -31,6 +34,7 @@ def _names(names: Sequence[str] | None, size: int, default: str = "") -> list[st
     return list(names)
 
 
+@checked()
 def transition(hmm: HMM, names: Sequence[str] | None = None, axes: Axes | None = None) -> Axes:
     """Draw the transition matrix as a table of shades; row = from, column = to.
 
@@ -68,6 +72,7 @@ def transition(hmm: HMM, names: Sequence[str] | None = None, axes: Axes | None =
     return axes
 
 
+@checked()
 def emission(
     hmm: HMM,
     symbols: Sequence[str],
@@ -108,6 +113,7 @@ def emission(
     return axes
 
 
+@checked()
 def states(probs: Tensor, names: Sequence[str] | None = None, axes: Axes | None = None) -> Axes:
     """Draw the distribution of the state at each step as stacked shares.
 
@@ -119,7 +125,7 @@ def states(probs: Tensor, names: Sequence[str] | None = None, axes: Axes | None 
     Raises:
         ValueError: If ``probs`` does not have two dimensions, or there are not K names.
     """
-    if probs.dim() != 2:
+    if probs.dim() != 2 or not probs.numel():
         raise ValueError(f"probs must have shape (T, K), one sequence; got {tuple(probs.shape)}.")
     labels = _names(names, probs.size(1), "state ")
     axes = _axes(axes)
@@ -133,6 +139,7 @@ def states(probs: Tensor, names: Sequence[str] | None = None, axes: Axes | None 
     return axes
 
 
+@checked()
 def losses(fit: Fit, axes: Axes | None = None) -> Axes:
     """Draw the loss, in nats per observed step, against the gradient step."""
     axes = _axes(axes)

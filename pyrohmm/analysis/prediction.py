@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._arguments import Shape, checked
 from .._checks import check_size
 from ..distributions.forecast import Forecast
 from ..distributions.hmm import HMM
@@ -15,6 +16,7 @@ from ..ops import recursions
 from .chains import chain_factors, check_possible, normalised
 
 
+@checked()
 def predictive_log_prob(hmm: HMM, values: Tensor) -> Tensor:
     r"""Log-probability of each observation given those before it, in nats, shape ``(*B, T)``.
 
@@ -44,6 +46,7 @@ def predictive_log_prob(hmm: HMM, values: Tensor) -> Tensor:
         return scores.masked_fill(~informative, 0.0)
 
 
+@checked()
 def continuation(hmm: HMM, values: Tensor, num_steps: int) -> HMM:
     r"""Joint predictive distribution :math:`p(x_{T+1:T+H} \mid x_{1:T})`, itself an HMM.
 
@@ -89,7 +92,8 @@ def continuation(hmm: HMM, values: Tensor, num_steps: int) -> HMM:
     )
 
 
-def impute(hmm: HMM, values: Tensor, sample_shape: Any = ()) -> Tensor:
+@checked()
+def impute(hmm: HMM, values: Tensor, sample_shape: Shape = ()) -> Tensor:
     """Fill the steps that are not observed by joint samples given those that are.
 
     Args:
@@ -123,6 +127,7 @@ def impute(hmm: HMM, values: Tensor, sample_shape: Any = ()) -> Tensor:
         return torch.where(missing, samples, values)
 
 
+@checked()
 def observation_marginals(hmm: HMM, values: Tensor) -> Forecast:
     r"""Marginal distribution of an observation at each step, given all that was observed.
 
@@ -181,5 +186,5 @@ class _ForecastPerStep(Forecast):
     def log_prob(self, values: Tensor) -> Tensor:
         return self._forecast.log_prob(values.unsqueeze(self._dim)).squeeze(-1)
 
-    def sample(self, sample_shape: Any = ()) -> Tensor:
+    def sample(self, sample_shape: Shape = ()) -> Tensor:
         return self._forecast.sample(sample_shape).squeeze(self._dim)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .._arguments import checked
 from ..distributions.hard_zeros import exact_log_prob
 from ..distributions.hmm import HMM
 from ..distributions.observation import support_varies
@@ -43,6 +44,7 @@ class PseudoResiduals(NamedTuple):
         return torch.special.ndtri(torch.lerp(self.lower, self.upper, share))
 
 
+@checked()
 def pseudo_residuals(hmm: HMM, values: Tensor, *, forecast: bool = False) -> PseudoResiduals:
     r"""Pseudo-residuals, which show outliers and emissions of a wrong form.
 

@@ -7,12 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._arguments import explained
 from .._checks import check_booleans, check_shape, check_size, check_tensor, check_trailing
 from ..distributions.forecast import Forecast
 from ..distributions.hmm import HMM
 from .chains import normalised
 
 
+@explained()
 class Filter:
     r"""Filtered distribution of the current state, updated as observations come one at a time.
 

@@ -9,6 +9,8 @@ from typing import NamedTuple
 
 import torch
 
+from .._arguments import SHARE, checked
+from .._checks import check_returned
 from .sequences import Sequences
 from .vocabulary import Counting, Vocabulary
 
@@ -37,6 +39,7 @@ class Entry(NamedTuple):
     tags: Sequence[str | None] = ()
 
 
+@checked()
 def tags_as_values(corpus: Corpus) -> Corpus:
     """The tags of a corpus as what is observed; a step whose tag is not known is missing.
 
@@ -56,6 +59,7 @@ def tags_as_values(corpus: Corpus) -> Corpus:
     return Corpus(Sequences(values, data.lengths, data.labels >= 0, total=data.total), tags)
 
 
+@checked(share=SHARE)
 def merge_rare(corpus: Corpus, share: float, name: str = "<rare>") -> Corpus:
     """Put one symbol in place of the rarest, which together make less than ``share`` of all steps.
 
@@ -106,7 +110,9 @@ def vocabulary_of(vocabulary: Vocabulary | Counting | None, rows: Iterable[Entry
     """The vocabulary, or that which is made of the symbols of ``rows``."""
     if isinstance(vocabulary, Vocabulary):
         return vocabulary
-    return (vocabulary or Vocabulary.from_counts)(s for row in rows for s in row.symbols)
+    made = (vocabulary or Vocabulary.from_counts)(s for row in rows for s in row.symbols)
+    check_returned("vocabulary", made, Vocabulary, "a Vocabulary")
+    return made
 
 
 def corpus_of(

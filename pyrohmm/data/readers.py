@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .._arguments import checked, explained
 from .._checks import check_size
 from .corpus import Corpus as Corpus
 from .corpus import Entry, FilePath, corpus_of, malformed, vocabulary_of
@@ -74,6 +75,7 @@ class Proteins(NamedTuple):
     folds: Tensor | None = None
 
 
+@checked()
 def read_lines(path: FilePath) -> list[str]:
     """The lines of a text file, blank ones too.
 
@@ -87,6 +89,7 @@ def read_lines(path: FilePath) -> list[str]:
     return lines
 
 
+@checked()
 def read_sentences(
     path: FilePath,
     vocabulary: Vocabulary | Counting | None = None,
@@ -106,6 +109,7 @@ def read_sentences(
     return corpus_of(path, list(_sentences(path, eos)), vocabulary)
 
 
+@checked()
 class SentenceStream:
     """The sentences of a file that need not fit into memory, some thousands at a time.
 
@@ -153,6 +157,7 @@ class SentenceStream:
             yield corpus_of(self.path, rows, self.vocabulary).data
 
 
+@explained()
 def read_characters(text: str, alphabet: str = LETTERS + " ", chunk: int = 100) -> Corpus:
     """Read the characters of a text, not of a file, in pieces of equal length.
 
@@ -177,6 +182,7 @@ def read_characters(text: str, alphabet: str = LETTERS + " ", chunk: int = 100) 
     return Corpus(Sequences.from_list(codes.split(chunk)), vocabulary)
 
 
+@checked()
 def read_conllu(
     path: FilePath,
     column: Literal["upos", "xpos"] = "upos",
@@ -218,6 +224,7 @@ def read_conllu(
     return corpus_of(path, rows, vocabulary, tags)
 
 
+@checked()
 def read_tagged(
     path: FilePath,
     vocabulary: Vocabulary | Counting | None = None,
@@ -251,6 +258,7 @@ def read_tagged(
     return corpus_of(path, rows, vocabulary, tags)
 
 
+@checked()
 def read_ocr_letters(path: FilePath) -> Letters:
     """Read Kassel's handwritten words, as ``letter.data`` of Taskar et al. (2003) has them.
 
@@ -297,6 +305,7 @@ def read_ocr_letters(path: FilePath) -> Letters:
     return Letters(data, tags, torch.tensor(folds))
 
 
+@checked()
 def read_fasta(
     path: FilePath,
     vocabulary: Vocabulary | Counting | None = None,
@@ -331,10 +340,13 @@ def read_fasta(
         if keep is None or keep(header):
             rows.append(Entry(number, chain))
             names.append(header.split()[0] if header else "")
+    if headers and not rows:
+        raise ValueError(f"keep must keep some sequence of {path}; it kept none.")
     corpus = corpus_of(path, rows, vocabulary)
     return Proteins(corpus.data, corpus.vocabulary, tuple(names))
 
 
+@checked()
 def read_protein_table(path: FilePath, vocabulary: Vocabulary | Counting | None = None) -> Proteins:
     """Read a table of chains: a header line, then tab-separated fields.
 
@@ -412,6 +424,7 @@ def _blocks(path: FilePath) -> Iterator[list[tuple[int, str]]]:
             yield list(block)
 
 
+@checked()
 def plain(text: str, alphabet: str) -> str:
     """``text`` lower-cased, one space for each run of characters that are not in ``alphabet``."""
     if " " not in alphabet or alphabet != alphabet.lower():

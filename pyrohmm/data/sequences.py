@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._arguments import explained
 from .._checks import (
     check_booleans,
     check_floats,
@@ -26,6 +27,7 @@ from .._checks import (
 from ..ops import masks
 
 
+@explained()
 class Sequences:
     """Sequences of different lengths, some of their steps perhaps missing.
 
@@ -69,7 +71,7 @@ class Sequences:
     ) -> None:
         _check_values(values)
         check_integers("lengths", lengths)
-        check_shape("lengths", lengths, tuple(values.shape[:1]), "(N,)")
+        check_shape("lengths", lengths, tuple(values.shape[:1]), "(N,)", "N is that of values.")
         lengths = lengths.cpu().long()
         check_lengths(lengths, values.size(1))
         exists = (torch.arange(values.size(1)) < lengths.unsqueeze(-1)).to(values.device)
@@ -78,7 +80,7 @@ class Sequences:
             observed = exists
         else:
             check_booleans("observed", observed)
-            check_shape("observed", observed, tuple(values.shape[:2]), "(N, T)")
+            check_shape("observed", observed, tuple(values.shape[:2]), "(N, T)", "That of values.")
             observed = observed.to(values.device) & exists
             self.has_gaps = not torch.equal(observed, exists)
         _check_observed(values, observed)

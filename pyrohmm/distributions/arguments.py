@@ -49,7 +49,8 @@ def check_parameters(
     tensors = {"log_initial": log_initial}
     if isinstance(log_transition, Tensor):
         check_floats("log_transition", log_transition)
-        check_trailing("log_transition", log_transition, (num_states, num_states), "(K, K)")
+        shape, cure = (num_states, num_states), "K is that of log_initial."
+        check_trailing("log_transition", log_transition, shape, "(K, K)", cure)
         tensors["log_transition"] = log_transition
     elif not isinstance(log_transition, InnerProductTransition):  # its rows are normalised
         check_tensor("log_transition", log_transition)
@@ -94,8 +95,9 @@ def check_steps(
         if transition_per_step:
             if log_transition.dim() < 3 or log_transition.size(-3) < longest - 1:
                 raise ValueError(
-                    f"log_transition must have shape (*B, T-1, K, K) with T at least {longest}, "
-                    f"the longest sequence; got {tuple(log_transition.shape)}."
+                    "with transition_per_step, log_transition must have shape (*B, T-1, K, K) with "
+                    f"T at least {longest}, the longest sequence; got "
+                    f"{tuple(log_transition.shape)}."
                 )
             num_steps["log_transition"] = log_transition.size(-3) + 1
     shapes["emission"] = emission.batch_shape[: -2 if emission_per_step else -1]
@@ -103,8 +105,8 @@ def check_steps(
     if emission_per_step:
         if len(emission.batch_shape) < 2 or emission.batch_shape[-2] < longest:
             raise ValueError(
-                f"emission must have batch shape (*B, T, K) with T at least {longest}, the "
-                f"longest sequence; got {tuple(emission.batch_shape)}."
+                "with emission_per_step, emission must have batch shape (*B, T, K) with T at "
+                f"least {longest}, the longest sequence; got {tuple(emission.batch_shape)}."
             )
         num_steps["emission"] = emission.batch_shape[-2]
     if observed is not None:

@@ -7,6 +7,7 @@ from pyro.distributions.torch_distribution import TorchDistribution
 from torch import Tensor
 from torch.distributions import constraints
 
+from .._arguments import checked
 from .._checks import (
     check_broadcast,
     check_integers,
@@ -31,7 +32,9 @@ class ChainDistribution(TorchDistribution):
     """
 
     arg_constraints: dict[str, constraints.Constraint] = {}  # noqa: RUF012  # torch's interface
+    _of_transition = "log_transition"  # the name of that argument
 
+    @checked()
     def __init__(
         self,
         log_initial: Tensor,
@@ -68,7 +71,7 @@ class ChainDistribution(TorchDistribution):
         if self._validate_args:
             check_log_simplex("log_initial", log_initial)
             if isinstance(log_transition, Tensor):
-                check_log_simplex("log_transition", log_transition)
+                check_log_simplex(self._of_transition, log_transition)
 
     # What it is made of
 

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
+from .._arguments import Shape, checked
 from .._checks import (
     check_booleans,
     check_floats,
@@ -118,6 +119,9 @@ class BlockHMM(HMM):
         tensor(0.0309)
     """
 
+    _of_transition = "transition"
+
+    @checked(transition=None)
     def __init__(
         self,
         log_initial: Tensor,
@@ -328,7 +332,8 @@ class BlockHMM(HMM):
         chain, plan, shape = self._log_chain(values)
         return self._states_at(chain.viterbi().unsqueeze(0), plan, shape).squeeze(0)
 
-    def sample_states(self, values: Tensor, sample_shape: Any = ()) -> Tensor:
+    @checked()
+    def sample_states(self, values: Tensor, sample_shape: Shape = ()) -> Tensor:
         r"""Sample paths from :math:`p(z_{1:T} \mid x_{1:T})`, ``(*S, *B, T)``; 0 where padded."""
         if self._needs_dense:
             return self.dense().sample_states(values, sample_shape)

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from pyro.distributions.torch_distribution import TorchDistribution
 from torch import Tensor
 from torch.distributions import constraints
 
+from .._arguments import Shape, explained
 from .._checks import check_broadcast, check_real, check_trailing
 from .observation import log_likelihood
 from .sampling import sample_emission
 
 
+@explained()
 class Forecast(TorchDistribution):
     r"""Predictive distributions of observations: mixtures of the emissions of the K states.
 
@@ -81,7 +81,7 @@ class Forecast(TorchDistribution):
         values = values.reshape((1,) * (len(self.batch_shape) - len(batch)) + values.shape)
         return (log_likelihood(self.emission, values) + self.states.log()).logsumexp(-1)
 
-    def sample(self, sample_shape: Any = ()) -> Tensor:
+    def sample(self, sample_shape: Shape = ()) -> Tensor:
         """Sample each observation, ``(*S, *B, H, *E)``."""
         with torch.no_grad():
             shape = torch.Size(sample_shape)

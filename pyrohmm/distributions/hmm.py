@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._arguments import Shape, checked
 from .._checks import (
     check_broadcast,
     check_integers,
@@ -111,7 +112,8 @@ class HMM(ChainDistribution):
         """
         return self.replace(lengths=lengths, observed=observed, allowed=None)
 
-    def expand(self, batch_shape: Any, _instance: HMM | None = None) -> HMM:
+    @checked()
+    def expand(self, batch_shape: Shape, _instance: HMM | None = None) -> HMM:
         """The same distribution for a larger batch; parameters are not copied."""
         shape = torch.Size(batch_shape)
         if check_broadcast({"HMM": self.batch_shape, "batch_shape": shape}) != shape:
@@ -240,7 +242,8 @@ class HMM(ChainDistribution):
         refuse_nan(*factors)
         return recursions.viterbi(*factors, self.lengths)
 
-    def sample_states(self, values: Tensor, sample_shape: Any = ()) -> Tensor:
+    @checked()
+    def sample_states(self, values: Tensor, sample_shape: Shape = ()) -> Tensor:
         r"""Sample paths from :math:`p(z_{1:T} \mid x_{1:T})`, ``(*S, *B, T)``; 0 where padded."""
         shape = torch.Size(sample_shape)
         factors = self.log_factors(values)
@@ -290,11 +293,13 @@ class HMM(ChainDistribution):
 
     # Sampling
 
-    def sample(self, sample_shape: Any = ()) -> Tensor:
+    @checked()
+    def sample(self, sample_shape: Shape = ()) -> Tensor:
         """Sample sequences ``(*S, *B, T, *E)``; what stands in the padding means nothing."""
         return self.sample_with_states(sample_shape)[0]
 
-    def sample_with_states(self, sample_shape: Any = ()) -> tuple[Tensor, Tensor]:
+    @checked()
+    def sample_with_states(self, sample_shape: Shape = ()) -> tuple[Tensor, Tensor]:
         """Sample sequences ``(*S, *B, T, *E)`` and the states ``(*S, *B, T)`` that emitted them."""
         shape = torch.Size(sample_shape) + self.batch_shape
         with torch.no_grad():

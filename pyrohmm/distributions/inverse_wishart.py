@@ -11,9 +11,11 @@ from torch import Tensor
 from torch.distributions import biject_to, constraints, transform_to
 from torch.distributions.transforms import Transform
 
+from .._arguments import Shape, explained
 from .._checks import check_floats, check_number, check_trailing
 
 
+@explained()
 class InverseWishart(TorchDistribution):
     r"""Inverse Wishart distribution of a covariance matrix.
 
@@ -47,7 +49,8 @@ class InverseWishart(TorchDistribution):
         check_trailing("scale", scale, (dim, dim), "(D, D)")
         if not dim - 1 < degrees < math.inf:
             raise ValueError(
-                f"degrees must be greater than D - 1 = {dim - 1} and finite; got {degrees}."
+                f"degrees must be greater than D - 1 = {dim - 1} and finite; got {degrees}. D is "
+                "that of scale."
             )
         self.degrees, self.scale = float(degrees), scale
         super().__init__(scale.shape[:-2], scale.shape[-2:], validate_args=validate_args)
@@ -68,12 +71,12 @@ class InverseWishart(TorchDistribution):
         spare = self.degrees - self.scale.size(-1) - 1
         return self.scale / spare if spare > 0 else torch.full_like(self.scale, torch.inf)
 
-    def expand(self, batch_shape: Any, _instance: Any = None) -> InverseWishart:
+    def expand(self, batch_shape: Shape, _instance: Any = None) -> InverseWishart:
         """The same distribution for a larger batch."""
         shape = torch.Size(batch_shape) + self.event_shape
         return InverseWishart(self.degrees, self.scale.expand(shape), validate_args=False)
 
-    def rsample(self, sample_shape: Any = ()) -> Tensor:
+    def rsample(self, sample_shape: Shape = ()) -> Tensor:
         """Sample matrices ``(*S, *B, D, D)``, by Bartlett's decomposition."""
         dim = self.scale.size(-1)
         shape = torch.Size(sample_shape) + self.batch_shape

@@ -23,12 +23,14 @@ from torch.distributions import (
     constraints,
 )
 
+from .._arguments import Shape, explained
 from .._checks import check_broadcast, check_integers, check_range
 from ..ops.log_space import logsumexp
 from ..ops.lookup import take_rows
 from .hard_zeros import exact_log_prob, log_prob_of_bits, log_probs, log_probs_of_bits
 
 
+@explained()
 class Streams(TorchDistribution):
     """Several observations at once, independent given the state, joined in one vector.
 
@@ -48,7 +50,9 @@ class Streams(TorchDistribution):
 
     arg_constraints: dict[str, constraints.Constraint] = {}  # noqa: RUF012
 
-    def __init__(self, parts: Sequence[Any], validate_args: bool | None = None) -> None:
+    def __init__(
+        self, parts: Sequence[TorchDistribution], validate_args: bool | None = None
+    ) -> None:
         if isinstance(parts, Distribution):
             raise TypeError("parts must be a list of distributions; got one of them: [it].")
         if not parts:
@@ -101,7 +105,7 @@ class Streams(TorchDistribution):
                 dtype = piece.dtype
         return torch.cat([piece.to(dtype).expand(*lead, piece.size(-1)) for piece in width], -1)
 
-    def expand(self, batch_shape: Any, _instance: Any = None) -> Streams:
+    def expand(self, batch_shape: Shape, _instance: Any = None) -> Streams:
         """The same distribution for a larger batch."""
         return Streams([part.expand(torch.Size(batch_shape)) for part in self.parts])
 
@@ -111,7 +115,7 @@ class Streams(TorchDistribution):
         scores = [marginal_log_prob(part, piece) for part, piece in zip(self.parts, pieces)]
         return torch.stack(torch.broadcast_tensors(*scores)).sum(0)
 
-    def sample(self, sample_shape: Any = ()) -> Tensor:
+    def sample(self, sample_shape: Shape = ()) -> Tensor:
         """Sample vectors ``(*S, *B, sum of widths)``."""
         wide = [part.expand(self.batch_shape) for part in self.parts]  # independent for each entry
         return self.join([part.sample(torch.Size(sample_shape)) for part in wide])
@@ -130,6 +134,7 @@ class _StreamsSupport(constraints.Constraint):
         return torch.stack(torch.broadcast_tensors(*inside)).all(0)
 
 
+@explained()
 class Tied(TorchDistribution):
     """States that share emissions: state k emits as entry ``index[k]`` of ``base`` does.
 
@@ -140,7 +145,9 @@ class Tied(TorchDistribution):
 
     arg_constraints: dict[str, constraints.Constraint] = {}  # noqa: RUF012
 
-    def __init__(self, base: Any, index: Tensor, validate_args: bool | None = None) -> None:
+    def __init__(
+        self, base: TorchDistribution, index: Tensor, validate_args: bool | None = None
+    ) -> None:
         _check_distribution("base", base)
         check_integers("index", index)
         if index.dim() != 1 or not base.batch_shape:
@@ -172,7 +179,7 @@ class Tied(TorchDistribution):
     def _pick(self, moment: Tensor) -> Tensor:
         return moment.index_select(-1 - len(self.event_shape), self.index)
 
-    def expand(self, batch_shape: Any, _instance: Any = None) -> Tied:
+    def expand(self, batch_shape: Shape, _instance: Any = None) -> Tied:
         """The same distribution for a larger batch."""
         shape = torch.Size(batch_shape)
         return Tied(self.base.expand(shape[:-1] + self.base.batch_shape[-1:]), self.index)
@@ -195,7 +202,7 @@ class Tied(TorchDistribution):
         every = every.expand(*every.shape[:-1], self.base.batch_shape[-1])
         return every.gather(-1, index.expand(*every.shape[:-1], 1)).squeeze(-1).movedim(0, -1)
 
-    def sample(self, sample_shape: Any = ()) -> Tensor:
+    def sample(self, sample_shape: Shape = ()) -> Tensor:
         """Sample in each state, ``(*S, *B, K, *E)``."""
         states = len(self.index)
         wide = self.base.expand((states, *self.base.batch_shape))  # independent for each state
@@ -240,7 +247,8 @@ def is_categorical(emission: Any) -> bool:
     return isinstance(emission, Categorical) and not emission.event_shape
 
 
-def log_prob_per_state(emission: Any, values: Tensor) -> Tensor:
+@explained()
+def log_prob_per_state(emission: TorchDistribution, values: Tensor) -> Tensor:
     """Log-density ``(*A, K)`` of ``values`` ``(*A, *E)`` in each of the K states.
 
     The batch of ``emission`` is ``(*b, K)``, where b broadcasts with A from the right. Components
@@ -282,7 +290,8 @@ def _is_of_bits(emission: Any) -> bool:
     )
 
 
-def marginal_log_prob(distribution: Any, values: Tensor) -> Tensor:
+@explained()
+def marginal_log_prob(distribution: TorchDistribution, values: Tensor) -> Tensor:
     r"""Log-density of the components of ``values`` that are not NaN.
 
     The others are integrated out exactly: independent components are left out, and a normal

@@ -10,9 +10,11 @@ from torch import Tensor
 from torch.distributions import biject_to, constraints, transform_to
 from torch.distributions.transforms import Transform
 
+from .._arguments import Shape, explained
 from .._checks import check_booleans, check_floats, check_positive, check_trailing
 
 
+@explained()
 class SparseDirichlet(TorchDistribution):
     """Rows of probabilities, Dirichlet over the entries they may use, exactly zero elsewhere.
 
@@ -43,7 +45,9 @@ class SparseDirichlet(TorchDistribution):
     ) -> None:
         check_floats("concentration", concentration)
         check_booleans("allowed", allowed)
-        check_trailing("concentration", concentration, tuple(allowed.shape), "(*rows, K)")
+        check_trailing(
+            "concentration", concentration, tuple(allowed.shape), "(*rows, K)", "That of allowed."
+        )
         if not bool(allowed.any(-1).all()):
             raise ValueError("allowed must have at least one True in each row.")
         self.concentration, self.allowed = concentration, allowed
@@ -63,12 +67,12 @@ class SparseDirichlet(TorchDistribution):
         strength = self.concentration.masked_fill(~self.allowed, 0.0)
         return strength / strength.sum(-1, keepdim=True)
 
-    def expand(self, batch_shape: Any, _instance: Any = None) -> SparseDirichlet:
+    def expand(self, batch_shape: Shape, _instance: Any = None) -> SparseDirichlet:
         """The same distribution for a larger batch."""
         shape = torch.Size(batch_shape) + self.event_shape
         return SparseDirichlet(self.concentration.expand(shape), self.allowed, validate_args=False)
 
-    def rsample(self, sample_shape: Any = ()) -> Tensor:
+    def rsample(self, sample_shape: Shape = ()) -> Tensor:
         """Sample tables ``(*S, *B, *rows, K)``."""
         shape = torch.Size(sample_shape) + self.concentration.shape
         strength = self.concentration.masked_fill(~self.allowed, 1.0).expand(shape)
@@ -201,6 +205,7 @@ def _map_to_rows(constraint: _SparseSimplex) -> Transform:
     return _SparseSoftmax(constraint.allowed)
 
 
+@explained()
 def interior(support: constraints.Constraint, value: Tensor) -> Tensor:
     """``value``, shifted off the boundary of its space, where gradients and densities may end.
 

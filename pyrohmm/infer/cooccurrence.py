@@ -15,12 +15,14 @@ from typing import Any
 import pyro
 import torch
 from pyro import poutine
+from pyro.distributions.torch_distribution import TorchDistribution
 from pyro.infer import ELBO
 from pyro.infer.autoguide import init_to_sample
 from torch import Tensor
 from torch.distributions import Independent, MixtureSameFamily
 
-from .._checks import check_size
+from .._arguments import POSITIVE, checked, explained
+from .._checks import check_returned, check_size
 from ..data.pair_counts import binned as binned
 from ..data.pair_counts import check_edges
 from ..data.pair_counts import count_pairs as count_pairs
@@ -39,7 +41,7 @@ from ..ops.stationary import stationary as stationary
 from ..ops.stationary import stationary_detached as stationary_detached
 from .exclusive import exclusive
 from .map import fit_map
-from .models import LogPrior, build
+from .models import LogPrior, build, factor_log_prior
 from .results import Fit
 from .training import OptimizerFactory, Report, ScheduleFactory
 
@@ -47,7 +49,8 @@ Target = Pairs | Tensor
 Loss = Callable[[Tensor, Tensor, Any], Tensor]
 
 
-def bin_probs(emission: Any, edges: Tensor) -> Tensor:
+@checked()
+def bin_probs(emission: TorchDistribution, edges: Tensor) -> Tensor:
     """Probability of each bin in each state, ``(*B, K, V)``: differences of ``emission.cdf``.
 
     Args:
@@ -93,6 +96,7 @@ def _cdf(distribution: Any, points: Tensor) -> Tensor:
         ) from None
 
 
+@checked()
 def average_probs(hmm: HMM, num_steps: int) -> Tensor:
     r"""Marginal distribution of the first state of a random pair of adjacent steps.
 
@@ -171,6 +175,7 @@ class CooccurrenceModel(OwnParameters):
         "init=init_to_value(values=fit.start)"
     )
 
+    @explained(target=None, weight=None, loss=None, stationary=None)
     def __init__(
         self,
         module: HMMModule,
@@ -227,6 +232,7 @@ class CooccurrenceModel(OwnParameters):
         if self.pairs_per_step is not None:
             check_size("pairs_per_step", self.pairs_per_step)
 
+    @checked()
     def forward(self, data: Sequences) -> HMM:
         """Return the HMM built for ``data``, of which nothing but the sizes is used."""
         hmm = build(self.module, data)
@@ -238,8 +244,9 @@ class CooccurrenceModel(OwnParameters):
         emission: Any = hmm.emission
         probs = _symbol_probs(emission) if self.edges is None else bin_probs(emission, self.edges)
         if self.log_prior is not None:
-            pyro.factor("log_prior", self.log_prior(hmm))
+            factor_log_prior(self.log_prior, hmm)
         marginal = self.stationary(hmm.log_transition)
+        check_returned("stationary", marginal, Tensor, "a tensor of probabilities (*B, K)")
         self.targets = [target.to(probs.device) for target in self.targets]
         total: Any = 0.0
         for target, weight in zip(self.targets, self.weights):
@@ -247,11 +254,14 @@ class CooccurrenceModel(OwnParameters):
             if self.pairs_per_step is not None and isinstance(target, Pairs):
                 target = target.sample(self.pairs_per_step, self.generator)
             joint = joint_probs(marginal, hmm.log_transition, lag)
-            total = total - weight * self.loss(joint, probs, target)
+            loss = self.loss(joint, probs, target)
+            check_returned("loss", loss, Tensor, "a tensor of losses (*B)")
+            total = total - weight * loss
         pyro.factor("pairs", total)
         return hmm
 
 
+@checked(learning_rate=POSITIVE, tolerance=None, weight=None, loss=None, lags=None)
 @exclusive()
 def fit_cooccurrence(  # noqa: D417  # the other arguments are those of fit_map
     module: HMMModule,
@@ -374,10 +384,12 @@ def _targets(
             raise ValueError("lags are of sequences; pairs have theirs already. Count each lag: "
                              "pair_counts.count_pairs(data, num_symbols, lag).")  # fmt: skip
         targets = [data] if isinstance(data, Pairs | Tensor) else list(data)
-        if any(isinstance(target, Sequences) for target in targets):
+        other = [type(each).__name__ for each in targets if not isinstance(each, Pairs | Tensor)]
+        if other or not targets:
             raise TypeError(
-                "data must be Sequences or what was counted; got several Sequences. Count their "
-                "pairs: pair_counts.count_pairs(data, num_symbols)."
+                "data must be Sequences or what was counted; got several "
+                f"{other[0] if other else 'of nothing'}. Count their pairs: "
+                "pair_counts.count_pairs(data, num_symbols)."
             )
         return targets, []
     if data.covariates is not None:
@@ -392,8 +404,10 @@ def _targets(
         with torch.no_grad(), poutine.block(), torch.random.fork_rng(devices=[]):
             num_symbols = _symbol_probs(module(torch.tensor([1])).emission).size(-1)
     lags = (1,) if lags is None else lags
-    if isinstance(lags, int) or not (lags := list(lags)):
+    if not isinstance(lags, Iterable) or isinstance(lags, Tensor) or not (lags := list(lags)):
         raise ValueError(f"lags must be some numbers of steps, such as (1, 2); got {lags}.")
+    for lag in lags:
+        check_size("each of lags", lag)
     return [count_pairs(data, num_symbols, lag) for lag in lags], notes
 
 
@@ -410,9 +424,7 @@ def _symbol_probs(emission: Any) -> Tensor:
 def _weight(target: Target, loss: Loss) -> float:
     """The weight with which a loss is, nearly or exactly, in nats for all the data."""
     if not isinstance(target, Pairs):
-        raise ValueError(
-            "weight must be given for dense shares, which do not say of how many pairs they are."
-        )
+        raise ValueError("weight must be given for dense shares as data, which are not counts.")
     if loss is squared_distance:
         return target.total / (2 * target.squares)
     return float(target.total)

@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from .._checks import check_size, check_tolerance
+from .._arguments import Range, checked
+from .._checks import check_returned, check_size, check_tolerance
 from ..data.batches import Batches
 from ..data.sequences import Sequences
 from ..distributions.hmm import HMM
@@ -61,6 +62,7 @@ def densehmm_schedule() -> dict[str, Any]:
     return {"num_steps": 40, "tolerance": None, "gradient_step": GradientStep(25, adam, False)}
 
 
+@checked(tolerance=None, decay=Range(0.5, 1))
 @exclusive(gradients=False)  # M-steps that need them ask for themselves
 def fit_em(
     module: HMMModule | HMM,
@@ -235,6 +237,8 @@ def _begin(parameters: Parameters, maximize: Maximization, start: Start | Values
         start = by_kmeans if maximize.emission_closed and not maximize.symbols else from_prior
     build_once(module, data).prepare_values(data.values)  # raises if they cannot be emitted
     begin = start if isinstance(start, dict) else start(module, data, parameters.restarts)
+    words = "values by name, probabilities of the states, or expected counts"
+    check_returned("start", begin, dict | Tensor | ExpectedCounts, words)
     if isinstance(begin, dict):
         parameters.set_values(begin)
         return

@@ -15,7 +15,8 @@ from pyro.infer import ELBO
 from pyro.infer.autoguide import AutoDelta, init_to_sample
 from torch import nn
 
-from .._checks import check_size
+from .._arguments import POSITIVE, checked
+from .._checks import check_returned, check_size
 from ..data.sequences import Sequences
 from ..distributions.sparse_dirichlet import interior
 from .exclusive import exclusive
@@ -26,6 +27,7 @@ from .results import WINDOW, Fit, Point, Restarts
 from .training import OptimizerFactory, Report, ScheduleFactory, Settings
 
 
+@checked(learning_rate=POSITIVE, tolerance=None, windows=None)
 @exclusive()
 def fit_map(  # noqa: D417  # the other arguments are those of fit_svi
     model: Callable[..., Any],
@@ -111,7 +113,9 @@ def fit_map(  # noqa: D417  # the other arguments are those of fit_svi
 
 def _interior_value(init: Callable[..., Any], site: dict[str, Any]) -> Any:
     """An initial value off the boundary of its space, where gradient steps can start."""
-    return interior(site["fn"].support, init(site)).clone()  # the optimizer changes it in place
+    value = init(site)
+    check_returned("init", value, torch.Tensor, "a tensor, the initial value of a site")
+    return interior(site["fn"].support, value).clone()  # the optimizer changes it in place
 
 
 def _check_restarts(model: Any, data: Sequences, settings: Settings) -> None:

@@ -20,7 +20,8 @@ from pyro.ops.indexing import Vindex
 from torch import Tensor, nn
 from torch.distributions import constraints
 
-from .._checks import check_size
+from .._arguments import Shape, checked, explained
+from .._checks import check_returned, check_size
 from ..data.batches import Window
 from ..data.sequences import Sequences
 from ..distributions.block_hmm import FinalState
@@ -34,6 +35,7 @@ from ..nn.neural import NeuralHMM
 LogPrior = Callable[[HMM], Tensor]
 
 
+@checked()
 class _Model(OwnParameters):
     """The part common to both forms: all but the observation of the sequences."""
 
@@ -48,13 +50,20 @@ class _Model(OwnParameters):
         """Run the model on ``data`` and return the HMM that was built."""
         hmm = build(self.module, data)
         if self.log_prior is not None:
-            pyro.factor("log_prior", self.log_prior(hmm))
+            factor_log_prior(self.log_prior, hmm)
         with pyro.plate("sequences", data.total, subsample=torch.arange(len(data))):
             self._observe(hmm if data.labels is None else hmm.restrict(data.labels), data.values)
         return hmm
 
     def _observe(self, hmm: HMM, values: Tensor) -> None:
         raise NotImplementedError
+
+
+def factor_log_prior(log_prior: LogPrior, hmm: HMM) -> None:
+    """The factor of a further log-density of the HMM built."""
+    value = log_prior(hmm)
+    check_returned("log_prior", value, Tensor | float, "a tensor, or a number")
+    pyro.factor("log_prior", value)
 
 
 def build(module: HMMModule, data: Sequences) -> HMM:
@@ -137,6 +146,7 @@ class MarginalModel(_Model):
         pyro.sample("x", hmm, obs=values)
 
 
+@checked()
 class StatefulModel(MarginalModel):
     """A :class:`MarginalModel` for windows of long sequences: truncated backpropagation.
 
@@ -190,7 +200,7 @@ class StatefulModel(MarginalModel):
         carried = FinalState(self.states.clone(), self.log_probs.clone())
         hmm, numbers = self.module.continue_from(data.lengths, carried, continues)
         if self.log_prior is not None:
-            pyro.factor("log_prior", self.log_prior(hmm))
+            factor_log_prior(self.log_prior, hmm)
         with pyro.plate("sequences", data.total, subsample=torch.arange(len(data))):
             self._observe(hmm, data.values)
         ending = hmm.final_state(data.values)
@@ -221,6 +231,7 @@ class EnumeratedModel(_Model):
         markov_sample("x", hmm, obs=values)
 
 
+@explained()
 def markov_sample(name: str, hmm: HMM, obs: Tensor | None = None) -> Tensor:
     """Sample sequences from ``hmm``, its states as enumerated sites inside ``pyro.markov``.
 
@@ -297,7 +308,7 @@ class EmissionAt(TorchDistribution):
         """That of the emission."""
         return self.emission.support
 
-    def expand(self, batch_shape: Any, _instance: EmissionAt | None = None) -> EmissionAt:
+    def expand(self, batch_shape: Shape, _instance: EmissionAt | None = None) -> EmissionAt:
         """The same distribution for a larger batch."""
         return EmissionAt(self.emission, self.state.expand(torch.Size(batch_shape)), self.step)
 
@@ -310,7 +321,7 @@ class EmissionAt(TorchDistribution):
             scores = log_prob_per_state(self.emission, value)[..., self.step, :]
         return Vindex(scores)[..., self.state]
 
-    def sample(self, sample_shape: Any = ()) -> Tensor:
+    def sample(self, sample_shape: Shape = ()) -> Tensor:
         """Sample an observation in each state, ``(*S, *B, *E)``."""
         shape = torch.Size(sample_shape) + self.batch_shape
         state = self.state.expand(shape).unsqueeze(-1)

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .._arguments import explained
 from .._checks import check_size
 from ..distributions.dpp import DiversityPrior
 from ..distributions.hmm import HMM
@@ -138,6 +139,7 @@ def default_step(prior: TransitionPrior) -> TransitionStep:
     return LogitGradient()
 
 
+@explained()
 class FixedPoint:
     r"""M-step by fixed-point iteration, accelerated and damped.
 
@@ -219,6 +221,7 @@ class FixedPoint:
         return roots
 
 
+@explained()
 class ProjectedGradient:
     """M-step by the gradient, projected on the simplex: algorithm 1 of the paper.
 
@@ -274,6 +277,7 @@ class ProjectedGradient:
         return here
 
 
+@explained()
 class LogitGradient:
     """M-step by gradient steps in logits, for any exponent of the kernel.
 
@@ -309,6 +313,7 @@ class LogitGradient:
         return torch.where(risen[:, None, None], new, old)
 
 
+@explained()
 def objective(rows: Tensor, counts: Tensor, prior: TransitionPrior) -> Tensor:
     """Objective of the M-step of transition matrices, ``(R,)``: see the head of this module.
 

@@ -9,6 +9,7 @@ from pyro import poutine
 from pyro.nn.module import _Context
 from torch import Tensor
 
+from .._checks import check_returned
 from ..data.sequences import Sequences
 from ..distributions.hmm import HMM
 from ..io.checkpoints import Fields
@@ -94,6 +95,7 @@ class Parameters:
         hmm: HMM = trace.nodes["_RETURN"]["value"]
         if self.log_prior is not None:
             further = self.log_prior(hmm)
+            check_returned("log_prior", further, Tensor, "a tensor")
             prior = prior + (further.squeeze(-1) if further.dim() > 1 else further)
         if self.restarts > 1:  # also what is the same in all of them is counted for each
             core = 3 if hmm.transition_per_step else 2

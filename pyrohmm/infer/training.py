@@ -16,7 +16,7 @@ from pyro.infer import ELBO
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from .._checks import check_size, check_tolerance
+from .._checks import check_returned, check_size, check_tolerance
 from .._precision import full_precision
 from ..data.batches import Batches
 from ..data.sequences import Sequences
@@ -102,6 +102,7 @@ class Descent:
         self.parameters = parameters
         adam = partial(torch.optim.Adam, lr=settings.learning_rate)
         self.optimizer = (settings.optimizer or adam)(parameters)
+        check_returned("optimizer", self.optimizer, torch.optim.Optimizer, "a torch optimizer")
         self.schedule = settings.schedule(self.optimizer) if settings.schedule else None
         self.plateau = self.schedule if isinstance(self.schedule, ReduceLROnPlateau) else None
         if self.plateau and (settings.validation is None or self.plateau.mode != "min"):

@@ -11,6 +11,7 @@ from pyro.distributions.torch_distribution import TorchDistribution
 from torch import Tensor, nn
 from torch.distributions.utils import logits_to_probs, probs_to_logits
 
+from .._arguments import checked
 from ..distributions.block_hmm import BlockHMM
 from ..distributions.hard_zeros import built_from
 from ..distributions.hmm import HMM
@@ -86,6 +87,7 @@ BUILT_FROM: dict[type, Arguments] = {
 }  # fmt: skip
 
 
+@checked()
 def save(thing: HMM | nn.Module, directory: FilePath) -> None:
     """Save an HMM or a module to a directory, in place of what was saved there before.
 
@@ -119,6 +121,7 @@ def save(thing: HMM | nn.Module, directory: FilePath) -> None:
     write_directory(directory, *describe(thing))
 
 
+@checked()
 def load_hmm(directory: FilePath) -> HMM:
     """The HMM that was saved to ``directory``, on the CPU, every bit as it was.
 
@@ -137,6 +140,7 @@ def load_hmm(directory: FilePath) -> HMM:
     return hmm
 
 
+@checked()
 def load_into(module: nn.Module, directory: FilePath) -> None:
     """Put what was saved of a module into ``module``, all of it or nothing.
 

@@ -26,6 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .._arguments import SHARE, checked, explained
 from .._checks import check_integers, check_range, check_shape, check_size
 from ..data.corpus import FilePath
 from ..data.pair_counts import count_pairs
@@ -60,6 +61,7 @@ class Clusters(NamedTuple):
 # Brown's clusters --------------------------------------------------------------------------------
 
 
+@checked()
 def brown(
     pairs: Pairs, num_clusters: int, num_sweeps: int = 20, progress: bool | None = None
 ) -> Clusters:
@@ -140,6 +142,7 @@ def brown(
     )
 
 
+@checked()
 def average_mutual_information(pairs: Pairs, assignment: Tensor) -> float:
     """Mutual information of the clusters of two adjacent words, in nats a pair.
 
@@ -204,6 +207,7 @@ def uniform(
     return assignment
 
 
+@explained(words=None)
 def isolate(assignment: Tensor, words: Tensor | Sequence[int]) -> Tensor:
     """Put words into a separate cluster, the last.
 
@@ -227,12 +231,13 @@ def isolate(assignment: Tensor, words: Tensor | Sequence[int]) -> Tensor:
             f"words must have shape (n,), with at least one word; got shape {tuple(words.shape)}."
         )
     check_integers("words", words)
-    check_range("words", words, len(assignment), "V - 1")
+    check_range("words", words, len(assignment), "V - 1", "V is that of assignment.")
     changed = assignment.long().clone()
     changed[words.long()] = changed.max() + 1
     return changed.unique(return_inverse=True)[1]
 
 
+@checked()
 def find_clusters(
     data: Sequences, vocabulary: Vocabulary, num_clusters: int, progress: bool | None = None
 ) -> Tensor:
@@ -285,6 +290,7 @@ def _is_alone(word: Tensor, assignment: Tensor) -> bool:
     return int((assignment == assignment[word]).sum()) == 1
 
 
+@checked(power=SHARE)
 def allocate(
     num_states: int, assignment: Tensor, counts: Tensor | None = None, power: float = 1.0
 ) -> Tensor:
@@ -328,14 +334,15 @@ def allocate(
         )
     if num_states < len(sizes):
         raise ValueError(
-            f"num_states must be at least the number of clusters, {len(sizes)}; got {num_states}."
+            "num_states must be at least the number of clusters in assignment, "
+            f"{len(sizes)}; got {num_states}."
         )
     if not 0 <= power <= 1:
         raise ValueError(f"power must be from 0, equal shares, to 1, in proportion; got {power}.")
     mass: np.ndarray = np.ones(len(sizes))
     if counts is not None:
         check_integers("counts", counts)
-        check_shape("counts", counts, tuple(assignment.shape), "(V,)")
+        check_shape("counts", counts, tuple(assignment.shape), "(V,)", "V is that of assignment.")
         if int(counts.min()) < 0 or int(counts.max()) == 0:
             raise ValueError(
                 "counts must be at least 0, and not all of them 0; got values from "
@@ -370,6 +377,7 @@ def _check_assignment(assignment: Tensor) -> None:
 # Files -------------------------------------------------------------------------------------------
 
 
+@checked()
 def write_paths(path: FilePath, clusters: Clusters, vocabulary: Sequence[str]) -> None:
     """Write a line for each word: the path of its cluster, the word, and its count, by tabs.
 
@@ -402,6 +410,7 @@ def write_paths(path: FilePath, clusters: Clusters, vocabulary: Sequence[str]) -
     Path(path).write_bytes("".join(lines).encode())
 
 
+@checked()
 def read_paths(path: FilePath, vocabulary: Sequence[str], unlisted: int | None = None) -> Clusters:
     """Read clusters as :func:`write_paths` or Liang's ``wcluster`` writes them.
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._arguments import POSITIVE, SHARE, Range, checked
 from .._checks import check_size
 from ..analysis.metrics import Perplexity
 from ..data.batches import batches_in_round, cut_by_steps
@@ -39,6 +40,9 @@ STEPS = 8192  # that are evaluated at once
 CLASSES = {"function": "word_classes"}  # the function for unknown words, in a file
 
 
+@checked(
+    mass_power=SHARE, learning_rate=POSITIVE, weight_decay=Range(0), sentences=None, lines=None
+)
 class LanguageModel:
     """Sentences of words, each the path of a neural HMM until it emits ``<eos>``.
 

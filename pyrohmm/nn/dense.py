@@ -22,7 +22,8 @@ from pyro.nn import PyroModule, PyroSample
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from .._checks import check_size
+from .._arguments import checked, explained
+from .._checks import check_returned, check_size
 from ..distributions.hmm import HMM
 from ..ops import stationary as stationary_ops
 from ..ops.log_space import log
@@ -35,16 +36,19 @@ Kernel = Callable[[Tensor, Tensor], Tensor]
 # Kernels -----------------------------------------------------------------------------------------
 
 
+@explained()
 def exponential(rows: Tensor, columns: Tensor) -> Tensor:
     r"""Logarithm of :math:`\exp(u \cdot v)`."""
     return rows @ columns.mT
 
 
+@explained()
 def sigmoid(rows: Tensor, columns: Tensor) -> Tensor:
     r"""Logarithm of :math:`1 / (1 + \exp(-u \cdot v))`."""
     return logsigmoid(rows @ columns.mT)
 
 
+@explained()
 def relu(rows: Tensor, columns: Tensor, floor: float = 1e-6) -> Tensor:
     r"""Logarithm of :math:`\max(u \cdot v, 0)` plus a floor, so that rows have a sum.
 
@@ -53,11 +57,13 @@ def relu(rows: Tensor, columns: Tensor, floor: float = 1e-6) -> Tensor:
     return ((rows @ columns.mT).relu() + floor).log()
 
 
+@explained()
 def absolute(rows: Tensor, columns: Tensor) -> Tensor:
     r"""Logarithm of :math:`|u \cdot v|`: the paper's ``normAbsLin``, an ordinary factorisation."""
     return _logarithm((rows @ columns.mT).abs())
 
 
+@checked()
 def rbf(width: float = 1.0) -> Kernel:
     r"""The kernel :math:`\exp(-\lVert u - v \rVert^2 / 2 w^2)` of width w.
 
@@ -97,6 +103,7 @@ def _logarithm(values: Tensor) -> Tensor:
     return (values + torch.finfo(values.dtype).tiny).log()
 
 
+@explained()
 def log_rows(kernel: Kernel, rows: Tensor, columns: Tensor) -> Tensor:
     r"""Log-probabilities ``(*B, n, m)``: the kernel, divided by the sum of each row.
 
@@ -112,12 +119,15 @@ def log_rows(kernel: Kernel, rows: Tensor, columns: Tensor) -> Tensor:
         tensor([[0.5000, 0.5000],
                 [0.2689, 0.7311]])
     """
-    return kernel(rows, columns).log_softmax(-1)
+    logs = kernel(rows, columns)
+    check_returned("kernel", logs, Tensor, "a tensor (*B, n, m)")
+    return logs.log_softmax(-1)
 
 
 # The module --------------------------------------------------------------------------------------
 
 
+@explained(scale=None)
 class DenseHMM(HMMModule):
     r"""HMM of embeddings: of states that are left, entered and emitting, and of symbols (eq. 2).
 
@@ -266,6 +276,7 @@ def _prior(module: DenseHMM, shape: tuple[int, ...], scale: float) -> TorchDistr
 # Sizes that compare ------------------------------------------------------------------------------
 
 
+@checked()
 def fair_num_states(
     num_states: int, num_symbols: int, dim: int, *, as_in_code: bool = False
 ) -> int:

@@ -104,12 +104,18 @@ def spread(name: str, value: float | Tensor, shape: tuple[int, ...]) -> Tensor:
     if not bool(tensor.isfinite().all()):
         raise ValueError(f"{name} must be finite; got {tensor[~tensor.isfinite()][0].item()}.")
     try:
-        return tensor.expand(shape).clone()
+        wide = tensor.expand(shape)
     except RuntimeError:
         raise ValueError(
             f"{name} must be a number or have a shape that broadcasts to {shape}; got "
             f"{tuple(tensor.shape)}."
         ) from None
+    try:
+        return wide.clone()
+    except RuntimeError as error:
+        raise ValueError(
+            f"{name} has shape {shape} for num_states: int {shape[0]}, more than there is memory."
+        ) from error
 
 
 def positive(name: str, value: float | Tensor, shape: tuple[int, ...]) -> Tensor:

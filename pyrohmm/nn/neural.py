@@ -25,6 +25,7 @@ from pyro.distributions import Categorical
 from pyro.nn import PyroModule
 from torch import Tensor, nn
 
+from .._arguments import explained
 from .._checks import check_integers, check_range, check_shape, check_size
 from .._precision import at_least_single, full_precision
 from ..distributions.block_hmm import BlockHMM, FinalState
@@ -212,6 +213,7 @@ def _are_same(some: list[Tensor], others: list[Tensor]) -> bool:
     )
 
 
+@explained()
 class NeuralHMM(_Large):
     r"""HMM whose logits are inner products of networks of embeddings (eq. 3, 4).
 
@@ -440,6 +442,7 @@ class NeuralHMM(_Large):
         return hmm, every if states is None else states
 
 
+@explained()
 class ScalarHMM(_Large):
     """HMM whose logits are the parameters, with blocks and state dropout (eq. 2).
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._arguments import explained
 from .._checks import check_floats, check_shape, check_tensor
 from .._lazy import lazy
 from .._precision import (
@@ -69,6 +70,7 @@ class _SumsOfBlocks(torch.autograd.Function):
         return to_leave, to_enter.to(enter.dtype), None
 
 
+@explained()
 class InnerProductTransition:
     r"""Transitions whose logits are inner products of vectors of states, for disjoint blocks.
 
@@ -107,7 +109,9 @@ class InnerProductTransition:
             check_tensor(name, tensor)
             if tensor.dtype not in LOW:
                 check_floats(name, tensor)
-            check_shape(name, tensor, (blocks.num_states, leave.size(-1)), "(K, D)")
+            check_shape(
+                name, tensor, (blocks.num_states, leave.size(-1)), "(K, D)", "D is that of leave."
+            )
         if block_logits is not None:
             check_floats("block_logits", block_logits)
             shape = (blocks.num_states, blocks.num_blocks)

@@ -17,10 +17,12 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from .._arguments import explained
 from .._checks import check_integers, check_range, check_shape, check_size
 from .block_plan import States, bounds
 
 
+@explained()
 class Blocks:
     """Which states may emit which symbol.
 
@@ -59,7 +61,7 @@ class Blocks:
                 raise ValueError(
                     f"block {number} must have states, each once; got {each.tolist()[:10]}."
                 )
-        check_range("symbol_block", symbol_block, len(states), "B - 1")
+        check_range("symbol_block", symbol_block, len(states), "B - 1", "B is that of states.")
         self.symbol_block = symbol_block.cpu().long()
         sizes = torch.tensor([len(each) for each in states])
         members = torch.cat([each.cpu().long() for each in states])
@@ -73,7 +75,7 @@ class Blocks:
         reached[members[used.repeat_interleave(sizes)]] = True
         if not bool(reached.all()):
             raise ValueError(
-                "each state must be in a block that some symbol has; state "
+                "each state must be in a block that symbol_block gives some symbol; state "
                 f"{int((~reached).byte().argmax())} of {self.num_states} is in none."
             )
 
@@ -137,7 +139,8 @@ class Blocks:
         kept = members >= 0
         sizes = torch.bincount(owner[kept], minlength=self.num_blocks)
         if not bool(sizes.all()):
-            raise ValueError(f"no state of block {int((sizes == 0).byte().argmax())} is kept.")
+            empty = int((sizes == 0).byte().argmax())
+            raise ValueError(f"states must be of every block; no state of block {empty} is kept.")
         new = object.__new__(Blocks)
         new.symbol_block, new.num_states = self.symbol_block, len(states)
         new._states = States(bounds(sizes), members[kept], sizes, int(sizes.max()))

@@ -68,7 +68,9 @@ def group(
     if steps == 0:
         dims = tuple(log_likelihood.shape)
         raise ValueError(f"log_likelihood must have at least one step; got shape {dims}.")
-    check_trailing("log_initial", log_initial, (num_states,), "(K,)")
+    check_trailing(
+        "log_initial", log_initial, (num_states,), "(K,)", "K is that of log_likelihood."
+    )
     check_trailing("log_transition", log_transition, (num_states, num_states), "(K, K)")
     lengths = lengths.cpu().long()
     check_lengths(lengths, steps)

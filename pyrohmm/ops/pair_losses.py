@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._arguments import explained
 from .log_space import log
 from .pairs import Pairs
 
@@ -27,6 +28,7 @@ SMALL = 256  # symbols, up to which all V^2 pairs take less time than those that
 # Losses ------------------------------------------------------------------------------------------
 
 
+@explained()
 def squared_distance(joint: Tensor, probs: Tensor, target: Pairs | Tensor) -> Tensor:
     r"""The squared distance of what is predicted and counted, :math:`\lVert \Omega - W \rVert^2`.
 
@@ -66,6 +68,7 @@ def squared_distance(joint: Tensor, probs: Tensor, target: Pairs | Tensor) -> Te
     return (value + target.squares).to(probs.dtype)
 
 
+@explained()
 def cross_entropy(joint: Tensor, probs: Tensor, target: Pairs | Tensor) -> Tensor:
     r"""Minus the mean log-probability of the pairs, :math:`-\sum_{xy} W_{xy} \log \Omega_{xy}`.
 
@@ -118,8 +121,7 @@ def _check_target(probs: Tensor, target: Pairs | Tensor) -> None:
     size = target.size(-1) if isinstance(target, Tensor) else target.num_symbols
     if size != probs.size(-1):
         raise ValueError(
-            f"target must be of the symbols that the model emits, V = {probs.size(-1)}; it is of "
-            f"{size}."
+            f"target must be of the symbols of probs, V = {probs.size(-1)}; it is of {size}."
         )
 
 

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from .._arguments import Range, checked, explained
 from .._checks import check_broadcast
 from .._precision import differentiable_gradient, in_full_precision
 from . import message_passing
@@ -99,6 +100,7 @@ def posterior(
         )
 
 
+@explained()
 def expected_counts(
     log_initial: Tensor, log_transition: Tensor, log_likelihood: Tensor, lengths: Tensor
 ) -> ExpectedCounts:
@@ -164,6 +166,7 @@ def viterbi(
         return best.permute(1, 2, 0).reshape(*batch, len(best))
 
 
+@checked(num_samples=Range(0))
 def sample_states(
     log_initial: Tensor,
     log_transition: Tensor,

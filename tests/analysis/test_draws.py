@@ -390,7 +390,9 @@ def test_chains_of_a_sampler(monkeypatch):
 
 def test_draws_thinned_are_spread_evenly():
     some = PosteriorDraws(
-        None, {"x": torch.arange(20).reshape(2, 10)}, {"y": torch.arange(20).reshape(2, 10)}
+        MarginalModel(MODULES["tabular"]()),
+        {"x": torch.arange(20).reshape(2, 10)},
+        {"y": torch.arange(20).reshape(2, 10)},
     )
     assert some.thin(4).values["x"].tolist() == [[0, 3, 6, 9], [10, 13, 16, 19]]
     assert torch.equal(some.thin(4).stats["y"], some.thin(4).values["x"])

@@ -220,7 +220,7 @@ def test_each_sequence_is_as_likely_to_be_in_a_part():
 
 @pytest.mark.parametrize("share", [0.0, 1.0, -0.5, 0.05, 0.97, float("nan")])
 def test_a_part_of_no_sequences_is_refused(share):
-    with pytest.raises(ValueError, match="share must leave a sequence to each"):
+    with pytest.raises(ValueError, match=r"share must (leave a sequence to each|be finite)"):
         make(7).split(share)
 
 
@@ -344,7 +344,7 @@ BAD = {  # changes to good arguments; the error; the name and what the message m
     "observed is a list": (
         {"observed": lambda: [[True] * 3] * 2},
         TypeError,
-        "observed .*torch.Tensor; got list",
+        "observed .*torch.Tensor or None; got list",
     ),
     "observed of numbers": (
         {"observed": lambda: torch.ones(2, 3)},
@@ -379,7 +379,7 @@ BAD = {  # changes to good arguments; the error; the name and what the message m
     "total is infinite": (
         {"total": lambda: float("inf")},
         ValueError,
-        "total .*at least the number of sequences, 2; got inf",
+        "total must be finite; got inf",
     ),
     "total is text": ({"total": lambda: "many"}, TypeError, "total .*str"),
 }

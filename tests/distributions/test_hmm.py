@@ -1169,7 +1169,7 @@ BAD = {  # what is wrong: the argument, how to make it, the error, what it must 
         "log_transition",
         lambda: np.eye(3),
         TypeError,
-        "torch.Tensor; got ndarray",
+        "torch.Tensor or an InnerProductTransition; got ndarray",
     ),
     "transition of integers": (
         "log_transition",
@@ -1294,7 +1294,7 @@ BAD = {  # what is wrong: the argument, how to make it, the error, what it must 
         "observed",
         lambda: [[True] * 4] * 2,
         TypeError,
-        "torch.Tensor; got list",
+        "torch.Tensor or None; got list",
     ),
     "observed is a scalar": (
         "observed",

@@ -513,7 +513,7 @@ def test_states_that_cannot_be_divided_are_refused():
     with pytest.raises(ValueError, match=r"counts must have shape \(V,\) = \(3,\)"):
         allocate(5, assignment, torch.tensor([3]))
     for power in (-0.5, 2.0, math.nan):
-        with pytest.raises(ValueError, match=f"power must be from 0.* to 1.*; got {power}"):
+        with pytest.raises(ValueError, match=f"power must .*0.* 1.*; got {power}"):
             allocate(5, assignment, torch.tensor([3, 1, 1]), power)
 
 

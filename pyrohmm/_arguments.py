@@ -1,0 +1,320 @@
+"""The boundary of the package: arguments that are not what their annotations say are refused.
+
+:func:`checked` reads the annotations of a function once, when it is first called. Of tensors it
+asks neither shape nor values, which the function knows more of.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import re
+import sys
+import typing
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial, update_wrapper
+from numbers import Integral, Real
+from types import FunctionType, NoneType, UnionType
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
+
+import numpy as np
+import torch
+from pyro.distributions.torch_distribution import TorchDistribution
+from torch import Tensor
+from torch.distributions import Distribution
+
+Thing = TypeVar("Thing", bound=Callable[..., Any])
+Test = Callable[[Any], bool]
+Shape = Annotated[Sequence[int], "sizes"]
+_CURE = " Convert it with torch.as_tensor."
+_WORDS: dict[Any, str] = {
+    Tensor: "a torch.Tensor",
+    NoneType: "None",
+    float: "a number",
+    Shape: "a shape, integers of at least 0",
+}
+
+
+class Range(NamedTuple):
+    """Numbers from ``low`` to ``high``; the ends belong to it unless it is ``open``."""
+
+    low: float
+    high: float = math.inf
+    open: bool = False
+
+    def holds(self, value: Any) -> bool:
+        """Whether a number, or each of a sequence, lies inside; other things may be anything."""
+        if isinstance(value, list | tuple):
+            return all(map(self.holds, value))
+        if not isinstance(value, Real):
+            return True
+        value = float(value)
+        return self.low < value < self.high if self.open else self.low <= value <= self.high
+
+    def __str__(self) -> str:
+        if self.high < math.inf:
+            return f"lie between {self.low:g} and {self.high:g}{', both excluded' * self.open}"
+        return "be positive" if self == POSITIVE else f"be at least {self.low:g}"
+
+
+POSITIVE, SHARE = Range(0, open=True), Range(0, 1)
+
+
+def explained(**ranges: Range | None) -> Callable[[Thing], Thing]:
+    """As :func:`checked`, for what only computes: if it fails, its tensors do not fit together.
+
+    Raises:
+        ValueError: Also where shapes or dtypes do not fit: with those of all tensors.
+    """
+    return _decorator(ranges, of_tensors=True)
+
+
+def checked(**ranges: Range | None) -> Callable[[Thing], Thing]:
+    """Decorate a function, or all methods that a class defines, to refuse wrong arguments.
+
+    Args:
+        **ranges: By the name of an argument, where its numbers must lie; None for one of which
+            the function itself asks more. All numbers must be finite.
+
+    Raises:
+        TypeError: (The decorated function.) If an argument is not of the type annotated.
+        ValueError: If a number is not finite, or out of its range.
+    """
+    return _decorator(ranges, of_tensors=False)
+
+
+def _decorator(ranges: Mapping[str, Range | None], of_tensors: bool) -> Callable[[Thing], Thing]:
+    def decorate(thing: Any) -> Any:
+        if not isinstance(thing, type):
+            return _guarded(thing, ranges, of_tensors)
+        for name, member in list(vars(thing).items()):
+            function = getattr(member, "__func__", member)
+            if isinstance(function, FunctionType) and (name[0] != "_" or name in _CALLED):
+                guarded = _guarded(function, ranges, of_tensors)
+                setattr(thing, name, guarded if member is function else type(member)(guarded))
+        return thing
+
+    return decorate
+
+
+_CALLED = {"__init__", "__new__", "__call__"}
+_INNER = (RuntimeError, LookupError, ArithmeticError, MemoryError, TypeError, ValueError)
+
+
+def _guarded(function: Any, ranges: Mapping[str, Range | None], of_tensors: bool = False) -> Any:
+    """``function``, which asks its arguments first."""
+    names = tuple(inspect.signature(function).parameters)
+    tests: dict[str, Test] = {}
+    in_order: list[Test | None] = []
+    prepare = partial(_prepare, function, ranges, tests, in_order)
+    refuse, explain, inner = partial(_refuse, function, ranges), _explain, _INNER
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not in_order:
+            prepare()
+        for test, value in zip(in_order, args):
+            if test is not None and not test(value):
+                refuse(next(name for name, each in zip(names, args) if each is value), value)
+        for name, value in kwargs.items():
+            if name in tests and not tests[name](value):
+                refuse(name, value)
+        return function(*args, **kwargs)
+
+    def explained(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return call(*args, **kwargs)
+        except inner as error:
+            explain(error, [*zip(names, args), *kwargs.items()])
+            raise
+
+    chosen: Any = explained if of_tensors else call
+    # with the globals of the function: that is where doctest sees to which module it belongs
+    same = FunctionType(
+        chosen.__code__, inspect.unwrap(function).__globals__, closure=chosen.__closure__
+    )
+    same.checked = function  # type: ignore[attr-defined]  # its identity, for checkpoints
+    return update_wrapper(same, function)
+
+
+def _hints(function: Any) -> dict[str, Any]:
+    """Annotations by name; Any where they name what only a type checker imports."""
+    known = vars(sys.modules[__package__]) | inspect.unwrap(function).__globals__
+    hints = {}
+    for name, hint in function.__annotations__.items():
+        try:
+            hints[name] = eval(hint, known) if isinstance(hint, str) else hint
+        except NameError:
+            hints[name] = Any
+    return hints
+
+
+def _prepare(
+    function: Any,
+    ranges: Mapping[str, Range | None],
+    tests: dict[str, Test],
+    in_order: list[Test | None],
+) -> None:
+    """Make the tests of all arguments, by name and in their order."""
+    hints = _hints(function)
+    for name, parameter in inspect.signature(function).parameters.items():
+        test = _test(hints.get(name, Any))
+        if test is None or parameter.kind in _VARIADIC:
+            test = None
+        elif name in ranges:
+            inside = ranges[name]
+            test = None if inside is None else _both(test, inside.holds)
+        if test is not None:
+            tests[name] = test
+        in_order.append(tests.get(name))
+
+
+_VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
+
+def _both(first: Test, second: Test) -> Test:
+    return lambda value: first(value) and second(value)
+
+
+def _is_number(value: Any) -> bool:
+    kind = type(value)
+    return (kind is float or (isinstance(value, Real) and kind is not bool)) and math.isfinite(
+        value
+    )
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, Tensor) and not value.is_complex()
+
+
+def _never(value: Any) -> bool:
+    return False
+
+
+def _is_device(value: Any) -> bool:
+    try:
+        return value is None or bool(torch.device(value))
+    except (RuntimeError, TypeError):
+        return False
+
+
+def _is_shape(value: Any) -> bool:
+    sizes = isinstance(value, Sequence) and all(isinstance(size, Integral) for size in value)
+    return sizes and all(size >= 0 for size in value)
+
+
+_TESTS: dict[Any, Test] = {
+    Shape: _is_shape,
+    torch.device | str: lambda value: value is not None and _is_device(value),
+    torch.device | str | None: _is_device,
+    int: lambda value: isinstance(value, Integral) and type(value) is not bool,
+    float: _is_number,
+    bool: lambda value: isinstance(value, bool | np.bool_),
+    Tensor: _is_tensor,
+    TorchDistribution: lambda value: isinstance(value, Distribution),  # Pyro's are of both kinds
+}
+
+
+def _test(hint: Any) -> Test | None:
+    """Whether a value is of the type ``hint``; None if nothing can be said."""
+    origin, parts = typing.get_origin(hint), typing.get_args(hint)
+    if hint in _TESTS:
+        return _TESTS[hint]
+    if origin in (typing.Union, UnionType):
+        plain = tuple(filter(_is_plain, parts))
+        tests = [_test(part) for part in parts if part not in plain]
+        known = [test for test in tests if test is not None]
+        if len(known) < len(tests):
+            return None
+        if len(known) > 1:
+            return lambda value: isinstance(value, plain) or any(test(value) for test in known)
+        (test,) = known or [_never]
+        return lambda value: isinstance(value, plain) or test(value)
+    if origin is Literal:
+        return lambda value: any(value is part or value == part for part in parts)
+    if origin is Callable:
+        return callable
+    kind = origin or hint
+    if not _is_plain(kind):
+        return callable if "__call__" in getattr(hint, "__dict__", {}) else None
+    if parts and issubclass(kind, Iterable):
+        inner = [test for test in map(_test, parts) if test is not None]
+        return lambda value: isinstance(value, kind) and _parts_fit(value, inner)
+    return lambda value: isinstance(value, kind)
+
+
+def _is_plain(hint: Any) -> bool:
+    """Whether a type is one that ``isinstance`` takes, and all that there is to ask."""
+    known = hint not in _TESTS and hint is not Any
+    return known and isinstance(hint, type) and getattr(hint, "_is_runtime_protocol", True)
+
+
+def _parts_fit(value: Any, tests: list[Test]) -> bool:
+    """Whether keys and values of a dict, or the elements of a list or tuple, pass their tests."""
+    if isinstance(value, Mapping):
+        return all(all(map(test, part)) for test, part in zip(tests, (value, value.values())))
+    if isinstance(value, Tensor):
+        return value.dim() > 0
+    known = isinstance(value, list | tuple | str | bytes)
+    return not known or all(all(map(test, value)) for test in tests)
+
+
+def _refuse(function: Any, ranges: Mapping[str, Range | None], name: str, value: Any) -> None:
+    """Raise: what was wanted, what came, and the cure."""
+    hint = _hints(function)[name]
+    number = isinstance(value, Real) and not isinstance(value, bool)
+    test: Any = _test(hint)
+    if name in ranges and test is not None and (number or test(value)):
+        raise ValueError(f"{name} must {ranges[name]}; got {value}.")
+    if number and not math.isfinite(value) and test(0.0):
+        raise ValueError(f"{name} must be finite; got {value}.")
+    cure = _CURE if Tensor in (hint, *typing.get_args(hint)) else ""
+    if typing.get_origin(hint) is Literal and isinstance(value, str):
+        raise ValueError(f"{name} must be {_words(hint)}; got {value!r}.")
+    if isinstance(value, Tensor) and value.dtype.is_complex:
+        raise TypeError(f"{name} must be real; got complex numbers. Take .real, or .abs().")
+    raise TypeError(f"{name} must be {_words(hint)}; got {_came(value)}.{cure}")
+
+
+def _explain(error: Exception, arguments: list[tuple[str, Any]]) -> None:
+    """Raise an error with the shapes and dtypes of all tensors, if this one names no argument."""
+    named = any(re.search(rf"\b{name}\b", str(error)) for name, _ in arguments)
+    if named or isinstance(error, torch.OutOfMemoryError):
+        return
+    came = [
+        f"{name} of shape {tuple(value.shape)} and {value.dtype}"
+        if isinstance(value, Tensor)
+        else f"{name}: {_came(value)}"
+        for name, value in arguments
+        if name != "self"
+    ]
+    kind = TypeError if isinstance(error, TypeError) else ValueError
+    got = ", ".join(came)
+    raise kind(f"arguments must fit together, and into memory; got {got}: {error}") from error
+
+
+def _words(hint: Any) -> str:
+    """A type in words: ``a torch.Tensor``, ``an int or None``, ``a list of str``."""
+    origin, parts = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, UnionType):
+        return " or ".join(dict.fromkeys(map(_words, parts)))
+    if origin is Literal:
+        return " or ".join(map(repr, parts))
+    if hint in _WORDS:
+        return _WORDS[hint]
+    if origin is Callable:
+        return "callable"
+    name = (origin or hint).__name__
+    if name == "Sequences":
+        return name
+    article = "an" if name[0] in "aeiouAEIO" or name[:2] == "HM" else "a"
+    named = parts and issubclass(origin, Iterable) and getattr(parts[-1], "__name__", None)
+    return f"{article} {name}{f' of {named}' if named else ''}"
+
+
+def _came(value: Any) -> str:
+    """What an argument is instead."""
+    kind = type(value).__name__
+    if isinstance(value, list | tuple | dict) and value:
+        inner = value.values() if isinstance(value, dict) else value
+        return f"{kind} of {', '.join(sorted({type(part).__name__ for part in inner}))}"
+    return f"{kind} {value!r}" if isinstance(value, str | Real) and kind != "bool" else kind
