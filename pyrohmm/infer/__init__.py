@@ -8,6 +8,7 @@ Its modules; each imports only those above it:
 ``models``        ``MarginalModel``, ``EnumeratedModel``, ``StatefulModel``
 ``guides``        ``RotationGuide``: variational families for embeddings
 ``starts``        where EM begins
+``ascent``        how M-steps under a diversity prior rise
 ``msteps``        ``GradientStep``, and M-steps under a diversity prior
 ``process_group``  ``ProcessGroup``: data-parallel ranks
 ``validation``    held-out evidence during a fit

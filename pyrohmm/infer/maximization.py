@@ -148,13 +148,10 @@ class ClosedForms:
         prior: Any = self.parameters.log_prior
         step: Any = self.transition_step
         old = self.parameters.get("transition").double().expand(counts.shape)
-        rows = counts / counts.sum(-1, keepdim=True)
-        with torch.no_grad():  # the mode of the counts alone may be a better start than the old
-            better = msteps.objective(rows, counts, prior) > msteps.objective(old, counts, prior)
-        start = torch.where(better[:, None, None], rows, old)
         allowed = getattr(self.chain, "transition_allowed", None)
         if self.possible is not None:
             allowed = self.possible if allowed is None else allowed & self.possible
+        start = msteps.best_start(old, counts, prior, allowed)
         return step(start, counts, prior, allowed)
 
 

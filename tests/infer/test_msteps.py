@@ -1,13 +1,23 @@
 """M-steps of a transition matrix under a diversity prior: they rise to the same optimum."""
 
 import math
+from itertools import pairwise
 
 import numpy as np
 import pytest
 import torch
 from scipy.optimize import minimize
 
-from pyrohmm import DiversityPrior, GradientStep, left_to_right, msteps
+from pyrohmm import (
+    DiversityPrior,
+    GradientStep,
+    Sequences,
+    TabularHMM,
+    categorical,
+    fit_em,
+    left_to_right,
+    msteps,
+)
 
 KINDS = {
     "fixed point": lambda n: msteps.FixedPoint(n, tolerance=1e-13),
@@ -69,6 +79,76 @@ def test_every_step_raises_the_objective(kind, alpha):
         torch.testing.assert_close(found.sum(-1), torch.ones(1000, 4))
         assert bool((found >= 0).all())
         height = reached
+
+
+@pytest.mark.parametrize("alpha", [0.0, 1.0, 10.0, 300.0])
+@pytest.mark.parametrize("weight", [0.0, 1.0, 100.0, 1e5])
+def test_no_step_ends_below_a_point_it_was_given(kind, alpha, weight):
+    """The old matrix, the mode of the counts, and the anchor, none of which has a zero."""
+    for size in (2, 3, 5):
+        rows, counts = problems(40, size, seed=size, zeros=0.4)
+        options = {"anchor": problems(1, size, seed=7)[0][0], "anchor_weight": weight}
+        prior = DiversityPrior(alpha, **(options if weight else {}))
+        given = [rows, counts / counts.sum(-1, keepdim=True)]
+        given += [options["anchor"].expand_as(rows)] if weight else []
+        best = torch.stack([msteps.objective(each, counts, prior) for each in given]).amax(0)
+        reached = msteps.objective(kind(5)(rows, counts, prior), counts, prior)
+        assert bool((reached >= best - 1e-11 * best.abs()).all())
+
+
+@pytest.mark.parametrize("weight", [1.0, 100.0, 1e5])
+def test_without_diversity_the_anchored_mode_is_found(kind, weight):
+    """The objective is concave, and its optimum where all slopes of what is left are equal."""
+    rows, counts = problems(20, 4, zeros=0.4)
+    anchor = problems(1, 4, seed=1)[0][0]
+    prior = DiversityPrior(0.0, anchor=anchor, anchor_weight=weight)
+    found = kind(1000)(rows, counts, prior)
+    slopes = counts / found.clamp(min=1e-300) - 2 * weight * (found - anchor)
+    common = (slopes * found).sum(-1, keepdim=True)
+    size = counts.sum(-1, keepdim=True) + weight
+    assert bool((((slopes - common) * found).abs() < 1e-5 * size).all())
+    assert bool((slopes - common < 1e-5 * size).all())
+
+
+def words_and_anchor():
+    """Labelled words, whose counts have zeros, and counts with one more as the anchor."""
+    words = [[0, 1] * 20 + [2], [1, 2] * 10, [2, 1, 0, 1, 1, 0, 0] * 5]
+    counts = torch.zeros(3, 3)
+    for word in words:
+        for a, b in pairwise(word):
+            counts[a, b] += 1
+    anchor = (counts + 1) / (counts + 1).sum(-1, keepdim=True)
+    return Sequences.from_list(words, labels=words), counts, anchor
+
+
+@pytest.mark.parametrize("restarts", [1, 4])
+def test_a_fit_ends_no_lower_than_its_anchor(kind, restarts):
+    """Where a count is zero there is a barrier between the counts and the anchor."""
+    data, counts, anchor = words_and_anchor()
+    prior = DiversityPrior(5.0, anchor=anchor, anchor_weight=1e5)
+    options = {"transition_step": kind(200), "restarts": restarts}
+    fit = fit_em(TabularHMM(3, categorical(3)), data, log_prior=prior, **options)
+    found = fit.hmm(data).log_transition.exp().double()
+    heights = [msteps.objective(each[None], counts[None], prior) for each in (found, anchor)]
+    assert heights[0] > heights[1] + 0.5
+    assert (found - anchor).abs().max() < 0.01
+
+
+@pytest.mark.parametrize("alpha", [1.0, 10.0, 300.0])
+@pytest.mark.parametrize("size", [8, 16])
+def test_the_default_steps_converge(size, alpha):
+    """Both ascents end where they end with many more steps, at a stationary point."""
+    rows, counts = problems(4, size, zeros=0.3)
+    prior = DiversityPrior(alpha)
+    for step in (msteps.FixedPoint(), msteps.ProjectedGradient()):
+        found = step(rows, counts, prior)
+        longer = type(step)(5000)(found, counts, prior)
+        heights = [msteps.objective(each, counts, prior) for each in (found, longer)]
+        torch.testing.assert_close(*heights, rtol=1e-6, atol=0)
+        roots = longer.sqrt()
+        gains = roots * torch.linalg.inv(roots).mT
+        right = (counts + alpha * gains) / (counts.sum(-1, keepdim=True) + alpha)
+        assert (longer - right).abs().max() < 1e-6
 
 
 @pytest.mark.parametrize("size", [2, 3, 6])
@@ -197,13 +277,22 @@ def test_restarts_do_not_touch_each_other(name):
     )
 
 
-def test_equal_rows_stay_and_others_do_not_mind(kind):
+def test_equal_rows_are_left_for_the_counts_and_others_do_not_mind(kind):
     rows, counts = problems(3, 3)
     rows[1] = 1 / 3
-    found = kind(5)(rows, counts, DiversityPrior(2.0))
-    torch.testing.assert_close(found[1], rows[1])
+    prior = DiversityPrior(2.0)
+    found = kind(5)(rows, counts, prior)
     assert bool(found.isfinite().all())
+    heights = [msteps.objective(each, counts, prior) for each in
+               (found, counts / counts.sum(-1, keepdim=True), rows)]  # fmt: skip
+    assert heights[2][1] == -math.inf
+    assert heights[0][1] > heights[1][1]
     assert (found[0] - rows[0]).abs().max() > 1e-3
+
+
+def test_equal_rows_without_counts_stay(kind):
+    rows, counts = torch.full((1, 3, 3), 1 / 3), torch.zeros(1, 3, 3)
+    torch.testing.assert_close(kind(5)(rows, counts, DiversityPrior(2.0)), rows)
 
 
 @pytest.mark.parametrize("name", ["projected", "logits"])
