@@ -94,12 +94,12 @@ class Ascent:
         return bend
 
     def stationarity(self, roots: Tensor, slopes: Tensor) -> Tensor:
-        """The largest slope along the sphere of a row, as a share of those across it; ``()``."""
+        """The largest slope along the sphere of a row, as a share of those across it; ``(R,)``."""
         pull = self.counts / roots.clamp(min=TINY) + slopes
         total = (pull * roots).sum(-1, keepdim=True)
         along = pull.clamp(min=0.0) - total * roots  # what pulls below zero has no effect there
         size = total.abs() + slopes.abs().amax((-2, -1), keepdim=True)
-        return (along.abs() / size).amax()
+        return (along.abs() / size.clamp(min=TINY)).amax((-2, -1))
 
     def climb(self, propose: Proposal, num_steps: int, tolerance: float, memory: int) -> Tensor:
         """Matrices ``(R, K, K)`` with an objective at least as high as that of the start.
@@ -120,7 +120,7 @@ class Ascent:
         still, rose = 0, torch.ones((), dtype=torch.bool, device=roots.device)
         for _ in range(num_steps):
             slopes = self.slopes(roots)
-            done = self.stationarity(roots, slopes) <= tolerance
+            done = self.stationarity(roots, slopes).amax() <= tolerance
             ended, going = torch.stack([done, rose]).tolist()  # waits for the device once
             still = 0 if going else still + 1
             if ended or still == PATIENCE:

@@ -215,8 +215,8 @@ class ProjectedGradient:
 
     The gradient is the correct one, twice that of equation 15. Steps and distances are scaled
     entry by entry with the curvature of the objective: near a zero, where the gradient is infinite,
-    algorithm 1 as printed takes steps too short to end. A step that lowers the objective is shortened, and the steps are
-    extrapolated, as in :class:`FixedPoint`.
+    algorithm 1 as printed takes steps too short to end. A step that lowers the objective is
+    shortened, and the steps are extrapolated, as in :class:`FixedPoint`.
 
     Args:
         num_steps: Largest number of steps in one M-step.
@@ -331,6 +331,24 @@ def best_start(
     heights = objective(candidates, counts, prior)
     best = heights.nan_to_num(nan=-torch.inf, neginf=-torch.inf).argmax(0)
     return candidates[best, torch.arange(len(rows), device=rows.device)]
+
+
+@torch.no_grad()
+def relative_slope(
+    rows: Tensor, counts: Tensor, prior: DiversityPrior, allowed: Tensor | None = None
+) -> Tensor:
+    """How far the objective is from stationary, ``(R,)``: zero at an optimum, at most about one.
+
+    The largest slope by the root of a probability, along the distributions and as a share of those
+    across; what slopes to below zero has none. Arguments are those of :class:`TransitionStep`.
+
+    Example:
+        >>> counts = torch.tensor([[[8.0, 2.0], [5.0, 5.0]]])
+        >>> msteps.relative_slope(counts / 10, counts, DiversityPrior(5.0)).round(decimals=2)
+        tensor([0.3600], dtype=torch.float64)
+    """
+    ascent = Ascent(rows, _significant(counts.detach().double()), prior, allowed)
+    return ascent.stationarity(ascent.start, ascent.slopes(ascent.start))
 
 
 def _shares(counts: Tensor, otherwise: Tensor) -> Tensor:
