@@ -321,9 +321,8 @@ def best_start(
     """
     rows, counts = rows.detach().double(), counts.detach().double()
     points = [rows, _shares(counts, rows)]
-    anchor = getattr(prior, "anchor", None)
-    if anchor is not None:
-        anchor = anchor.to(rows).expand_as(rows)
+    if isinstance(prior, DiversityPrior) and prior.anchor is not None:
+        anchor = prior.anchor.to(rows).expand_as(rows)
         if allowed is not None:
             anchor = _shares(anchor.masked_fill(~allowed, 0.0), rows)
         points += [anchor, _anchored_mode(counts, anchor, prior.anchor_weight)]

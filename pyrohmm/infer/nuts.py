@@ -52,15 +52,14 @@ class RowPermutationNUTS(NUTS):
     def __init__(self, model: Callable[..., Any], site: str, **options: Any) -> None:
         super().__init__(model, **options)
         self.site = site
-        self._energy: Callable[[Values], Tensor]
-        self._orders: list[list[int]]
 
     def _initialize_model_properties(self, model_args: Any, model_kwargs: Any) -> None:
         super()._initialize_model_properties(model_args, model_kwargs)
         _check_site(self.site, self._prototype_trace, self.initial_params)
         rows = self._prototype_trace.nodes[self.site]["value"].size(-2)
         self._orders = [list(order) for order in permutations(range(rows))]
-        self._energy, self.potential_fn = self.potential_fn, self._joint_energy
+        self._energy: Callable[[Values], Tensor] = self.potential_fn
+        self.potential_fn: Any = self._joint_energy
 
     def _permuted(self, values: Values) -> list[Values]:
         rows = values[self.site]

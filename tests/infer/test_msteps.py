@@ -246,6 +246,39 @@ def test_zeros_that_are_allowed_are_left_where_that_is_better(kind):
         assert heights[0] > heights[1] + 0.1
 
 
+def test_steps_stay_on_the_device_and_in_double_precision(kind, monkeypatch):
+    rows, counts = problems(2, 3)
+
+    def leave(*arguments, **options):
+        raise AssertionError("a copy to the host")
+
+    for owner, name in ((torch.Tensor, "cpu"), (torch.Tensor, "numpy"), (torch, "from_numpy")):
+        monkeypatch.setattr(owner, name, leave)
+    found = kind(50)(rows.float(), counts.float(), DiversityPrior(3.0))
+    monkeypatch.undo()
+    assert found.dtype == torch.float64
+    exact = kind(50)(rows.float().double(), counts.float().double(), DiversityPrior(3.0))
+    torch.testing.assert_close(found, exact, rtol=0, atol=1e-8)
+
+
+@pytest.mark.parametrize("steps", [1, 1000])
+def test_a_last_step_that_has_not_converged_is_noted(steps):
+    values = torch.randint(0, 5, (20, 30), generator=torch.Generator().manual_seed(0))
+    data = Sequences(values, torch.full((20,), 30), labels=values)
+    step = msteps.ProjectedGradient(steps)
+    options = {"log_prior": DiversityPrior(100.0), "transition_step": step, "num_steps": 1}
+    fit = fit_em(TabularHMM(5, categorical(5)), data, tolerance=None, **options)
+    assert any("has not converged" in note for note in fit.notes) == (steps == 1)
+
+
+def test_the_relative_slope_is_zero_at_an_optimum_only():
+    rows, counts = problems(5, 4, zeros=0.3)
+    prior = DiversityPrior(3.0)
+    assert bool((msteps.relative_slope(rows, counts, prior) > 1e-2).all())
+    found = msteps.FixedPoint()(rows, counts, prior)
+    assert bool((msteps.relative_slope(found, counts, prior) < 1e-9).all())
+
+
 def test_entries_that_the_prior_wants_gone_become_zero():
     counts = torch.tensor([[[0.0, 0.0], [9.0, 1.0]]])
     begin = torch.tensor([[[0.3, 0.7], [0.7, 0.3]]])
