@@ -317,7 +317,7 @@ def best_start(
         >>> prior = DiversityPrior(5.0, anchor=anchor, anchor_weight=1e4)
         >>> msteps.best_start(torch.full((1, 2, 2), 0.5), counts, prior).round(decimals=3)
         tensor([[[0.7000, 0.3000],
-                 [0.6010, 0.3990]]], dtype=torch.float64)
+                 [0.6000, 0.4000]]], dtype=torch.float64)
     """
     rows, counts = rows.detach().double(), counts.detach().double()
     points = [rows, _shares(counts, rows)]

@@ -42,12 +42,16 @@ class RowPermutationNUTS(NUTS):
         >>> _ = pyro.set_rng_seed(0)
         >>> def model():
         ...     pyro.sample("rows", dpp.DiverseDirichlet(torch.ones(2, 2), alpha=4.0))
-        >>> sampler = MCMC(RowPermutationNUTS(model, "rows"), 100, 50, disable_progbar=True)
+        >>> kernel = RowPermutationNUTS(model, "rows", max_tree_depth=3)
+        >>> sampler = pyro.infer.MCMC(kernel, 50, 20, disable_progbar=True)
         >>> sampler.run()
         >>> share = (torch.linalg.det(sampler.get_samples()["rows"]) > 0).double().mean()
         >>> bool(0.2 < share < 0.8)  # one half; 0 or 1 for NUTS
         True
     """
+
+    potential_fn: Any
+    _energy: Callable[[Values], Tensor]
 
     def __init__(self, model: Callable[..., Any], site: str, **options: Any) -> None:
         super().__init__(model, **options)
@@ -58,8 +62,7 @@ class RowPermutationNUTS(NUTS):
         _check_site(self.site, self._prototype_trace, self.initial_params)
         rows = self._prototype_trace.nodes[self.site]["value"].size(-2)
         self._orders = [list(order) for order in permutations(range(rows))]
-        self._energy: Callable[[Values], Tensor] = self.potential_fn
-        self.potential_fn: Any = self._joint_energy
+        self._energy, self.potential_fn = self.potential_fn, self._joint_energy
 
     def _permuted(self, values: Values) -> list[Values]:
         rows = values[self.site]
