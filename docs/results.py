@@ -235,6 +235,7 @@ def letters_table() -> str:
                                "decoding": "path"}),
         ("HMM, pseudo-count of one", {"part": "baselines", "model": "HMM", "smoothing": 1.0,
                                       "decoding": "path"}),
+        ("optimised HMM", {"part": "baselines", "model": "optimised HMM"}),
         ("HMM, 16 normal styles a letter", {"part": "better", "look": "normal, 16 styles",
                                             "model": "first order"}),
         ("the same, with the diversity prior", {"part": "better", "look": "normal, 16 styles",
@@ -443,10 +444,33 @@ def diversity_numbers() -> dict[str, str]:
     without = one("diversified_ocr", part="baselines", split="folds of the file", model="HMM",
                   smoothing=1.0, decoding="path")["ours"]  # fmt: skip
     papers = [row for row in rows("diversified_ocr", part="diversity") if row.get("paper")]
+    gains = {"part": "diversity", "measure": "gain over alpha = 0"}
+    (anchored,) = (
+        row["ours"]
+        for row in rows("diversified_ocr", **gains, split="folds of the file", anchor_weight=1e5)
+        if row["anchor"] == "pseudo-counts of one" and row["alpha"] == papers[-1]["alpha"]
+    )
+    plain_counts = rows("diversified_ocr", **gains, split="words apart", smoothing=0.0,
+                        anchor="the mode without diversity")  # fmt: skip
+    best = [
+        max(100 * row["ours"] for row in plain_counts if row["anchor_weight"] == weight)
+        for weight in {row["anchor_weight"] for row in plain_counts}
+    ]
+    smoothing = [
+        one("diversified_ocr", part="baselines", split="words apart", model="HMM", decoding="path",
+            smoothing=count)["ours"]
+        for count in (0.0, 1.0)
+    ]  # fmt: skip
+    more, same = _dirichlet_against_diversity()
     starts = [row["one_to_one"]["deviation"] for row in rows("diversified_tagging", weight=0.0)]
     return {
         "starts": bounds(starts, 2),
         "letters": percent(max(smoothed) - without),
+        "letters_anchored": percent(anchored, 2),
+        "letters_apart": bounds(best, 1),
+        "smoothing_apart": percent(smoothing[1] - smoothing[0]),
+        "dirichlet_more": " and ".join([", ".join(more[:-1]), more[-1]]),
+        "dirichlet_same": " and ".join(same),
         "letters_paper": " to ".join(percent(row["paper"]) for row in papers),
         "cost": f"{100 * min(cost):.0f} to {100 * max(cost):.0f} %",
         "slower": bounds(slower, 1),
@@ -454,6 +478,17 @@ def diversity_numbers() -> dict[str, str]:
         "toy_paper": f"{toy[0]['accuracy']['paper']:.2f}",
         "second": percent(apart["ours"]),
     }
+
+
+def _dirichlet_against_diversity() -> tuple[list[str], list[str]]:
+    """Data on which a Dirichlet prior gains more than diversity by two standard errors; others."""
+    more, same = [], []
+    for row in rows("diversified_beyond", part="priors", prior="Dirichlet"):
+        other = one("diversified_beyond", part="priors", prior="diverse", data=row["data"])
+        error = (row["standard_error"] ** 2 + other["standard_error"] ** 2) ** 0.5
+        clear = row["gain"] - other["gain"] > 2 * error
+        (more if clear else same).append(row["data"])
+    return more, same
 
 
 def language_numbers() -> dict[str, str]:

@@ -37,6 +37,7 @@ from .infer.models import StatefulModel as StatefulModel
 from .infer.models import markov_sample as markov_sample
 from .infer.models import scale_priors as scale_priors
 from .infer.msteps import GradientStep as GradientStep
+from .infer.nuts import RowPermutationNUTS as RowPermutationNUTS
 from .infer.results import Fit as Fit
 from .infer.results import Restarts as Restarts
 from .infer.svi import fit_svi as fit_svi
@@ -97,6 +98,7 @@ __all__ = [
     "PosteriorDraws",
     "Restarts",
     "RotationGuide",
+    "RowPermutationNUTS",
     "ScalarHMM",
     "Sequences",
     "StatefulModel",

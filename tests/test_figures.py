@@ -1,6 +1,7 @@
 """The figure scripts: what they compute themselves, their results and their pictures."""
 
 import importlib
+import itertools
 import json
 import math
 import sys
@@ -135,6 +136,20 @@ def test_one_style_of_pixels_is_naive_bayes_and_styles_are_mixtures(ocr, words):
     expected = ocr.naive_bayes(train, test).table[test.exists]
     torch.testing.assert_close(found[:, known], expected[:, known])
     assert (found[:, ~known] == found[:, ~known][:, :1]).all()
+
+
+def test_the_optimised_hmm_has_the_best_setting_on_held_out_words(ocr, words, monkeypatch):
+    monkeypatch.setattr(ocr, "SMOOTHINGS", (0.0, 1000.0))
+    monkeypatch.setattr(ocr, "POWERS", (0.001, 0.5))
+    train, held = words[:25], words[25:]
+    table = ocr.naive_bayes(train, held).table
+    shares = {}
+    for smoothing, power in itertools.product(ocr.SMOOTHINGS, ocr.POWERS):
+        chain = ocr.first_order(train, *[smoothing or ocr.HARDLY] * 2)
+        logs = chain.initial.log(), chain.transition.log()[None], power * table
+        states = recursions.viterbi(*logs, held.lengths)
+        shares[smoothing, power] = (states == held.labels)[held.exists].double().mean().item()
+    assert shares[ocr.tune(train, held)] == max(shares.values()) > min(shares.values())
 
 
 def test_a_chain_of_pairs_that_knows_no_counts_is_the_chain_of_letters(ocr, words):

@@ -33,7 +33,9 @@ class DiversityPrior(nn.Module):
     to the Lebesgue measure of the rows; a Dirichlet prior of the module multiplies it.
 
     It is zero where two rows are equal, and some guides of Pyro start there: give them
-    ``init_loc_fn=init_to_sample``, or ``init_to_value(values=fit_em(...).start)``.
+    ``init_loc_fn=init_to_sample``, or ``init_to_value(values=fit_em(...).start)``. Nor do guides
+    with one mode and chains of NUTS cross the set where rows are linearly dependent; a
+    :class:`RowPermutationNUTS` does, for few states.
 
     EM under the prior has many local optima, and an entry that has become zero stays zero, unless
     the M-step leaves it, as those of :mod:`pyrohmm.infer.msteps` do where the prior gains by it:
@@ -211,7 +213,9 @@ class DiverseDirichlet(TorchDistribution):
 
         It starts from independent rows and proposes each row from its Dirichlet distribution, so
         that few proposals are accepted where ``alpha`` is large; samples are then less diverse
-        than they should be. They serve to initialise a fit; NUTS samples the exact distribution.
+        than they should be. They serve to initialise a fit. For samples of the exact distribution
+        take :class:`RowPermutationNUTS`: chains of plain NUTS do not cross the set where the rows
+        are linearly dependent, so that with K columns the determinant keeps its first sign.
         """
         with torch.no_grad():
             shape = torch.Size(sample_shape) + self.concentration.shape

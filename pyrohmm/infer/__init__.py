@@ -7,7 +7,9 @@ Its modules; each imports only those above it:
 ``exclusive``     one fit at a time, in several threads
 ``models``        ``MarginalModel``, ``EnumeratedModel``, ``StatefulModel``
 ``guides``        ``RotationGuide``: variational families for embeddings
+``nuts``          ``RowPermutationNUTS``: NUTS under a diversity prior
 ``starts``        where EM begins
+``ascent``        how M-steps under a diversity prior rise
 ``msteps``        ``GradientStep``, and M-steps under a diversity prior
 ``process_group``  ``ProcessGroup``: data-parallel ranks
 ``validation``    held-out evidence during a fit
@@ -40,6 +42,7 @@ from .models import StatefulModel as StatefulModel
 from .models import markov_sample as markov_sample
 from .models import scale_priors as scale_priors
 from .msteps import GradientStep as GradientStep
+from .nuts import RowPermutationNUTS as RowPermutationNUTS
 from .results import Fit as Fit
 from .results import Restarts as Restarts
 from .svi import fit_svi as fit_svi

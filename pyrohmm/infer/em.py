@@ -124,8 +124,9 @@ def fit_em(
 
     Returns:
         The fit. ``losses`` are minus log joint densities, one before each iteration and one at the
-        end; ``notes`` report states that are not visited, variances at their floor, and a loss
-        that has risen by more than rounding, which would be an error of this package.
+        end; ``notes`` report states that are not visited, variances at their floor, a last M-step
+        under a diversity prior that has not converged, and a loss that has risen by more than
+        rounding, which would be an error of this package.
 
     Raises:
         TypeError: If an argument is of the wrong type.
@@ -430,6 +431,7 @@ def _finish(loop: _Loop, history: Tensor) -> Fit:
         f"{note} ({count} iterations)" if count > 1 else note
         for note, count in maximize.notes.items()
     ]
+    notes += maximize.closed.remark(best)
     if maximize.idle and any(maximize.idle[best]):
         names = ", ".join(str(k) for k, dead in enumerate(maximize.idle[best]) if dead)
         notes.append(

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributions import transform_to
 
 from ..data.sequences import Sequences
+from ..distributions.dpp import DiversityPrior
 from ..distributions.hard_zeros import log_probs
 from ..distributions.hmm import HMM
 from ..distributions.observation import is_categorical
@@ -31,6 +32,7 @@ from .msteps import GradientStep, TransitionPrior, TransitionStep
 from .parameters import Parameters
 from .starts import Values
 
+UNCONVERGED = 1e-3  # relative slope at the end of an M-step, above which it is reported
 DEAD = 1e-8  # expected visits, as a share of the steps, below which a state is reported
 
 
@@ -98,6 +100,7 @@ class ClosedForms:
         # zeros of a transition matrix without a prior are those of the model
         point = "transition" in self.names and "transition" not in parameters.sites
         self.possible = parameters.get("transition")[0] > 0 if point else None
+        self.last_step: tuple[Tensor, Tensor, Tensor | None] | None = None  # its end and counts
 
     def is_of_emission(self, name: str) -> bool:
         """Whether the parameter ``name`` is one of the emission module."""
@@ -149,14 +152,27 @@ class ClosedForms:
         prior: Any = self.parameters.log_prior
         step: Any = self.transition_step
         old = self.parameters.get("transition").double().expand(counts.shape)
-        rows = counts / counts.sum(-1, keepdim=True)
-        with torch.no_grad():  # the mode of the counts alone may be a better start than the old
-            better = msteps.objective(rows, counts, prior) > msteps.objective(old, counts, prior)
-        start = torch.where(better[:, None, None], rows, old)
         allowed = getattr(self.chain, "transition_allowed", None)
         if self.possible is not None:
             allowed = self.possible if allowed is None else allowed & self.possible
-        return step(start, counts, prior, allowed)
+        start = msteps.best_start(old, counts, prior, allowed)
+        end = step(start, counts, prior, allowed)
+        self.last_step = end, counts, allowed
+        return end
+
+    def remark(self, restart: int) -> list[str]:
+        """A remark if the last M-step of the transitions has not converged in a restart."""
+        prior = self.parameters.log_prior
+        if self.last_step is None or not isinstance(prior, DiversityPrior):
+            return []
+        end, counts, allowed = self.last_step
+        slope = msteps.relative_slope(end, counts, prior, allowed)[restart].item()
+        if slope <= UNCONVERGED:
+            return []
+        return [
+            f"the last M-step of the transition matrix has not converged (relative slope "
+            f"{slope:.2g}): give transition_step more num_steps, or take msteps.FixedPoint()"
+        ]
 
 
 class GradientSteps:

@@ -12,9 +12,9 @@ the default; :class:`ProjectedGradient`, that of the paper; and :class:`LogitGra
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,8 +24,8 @@ from ..distributions.dpp import DiversityPrior
 from ..distributions.hmm import HMM
 from ..ops.diversity import simplex_projection
 from ..ops.log_space import log
+from .ascent import SMALL, TINY, Ascent
 
-Matrix = np.ndarray  # (R, K, K), of R batched restarts
 NEGLIGIBLE = 1e-30  # share of the counts of a row, below which a count is none
 
 
@@ -128,7 +128,8 @@ class TransitionStep(Protocol):
             allowed: ``(K, K)`` booleans, transitions that are possible; all by default.
 
         Returns:
-            Matrices ``(R, K, K)`` with an objective at least as high.
+            Matrices ``(R, K, K)`` with an objective at least as high as that of ``rows`` and, of
+            the steps here, as that of :func:`best_start`.
         """
 
 
@@ -151,10 +152,11 @@ class FixedPoint:
 
     It is iterated on S, which has finite slopes at zero: with the slope of the log-determinant
     fixed at :math:`V = S^{-\mathsf T}`, the best S is the positive root of
-    :math:`\lambda_i S_{ij}^2 - \alpha V_{ij} S_{ij} - c_{ij} = 0` with :math:`\lambda_i` such
-    that its rows have length one. Entries may become zero, and leave it again. An extrapolation of
-    the last iterations (Anderson acceleration) is taken if it is at least as good; a plain
-    proposal that lowers the objective is damped.
+    :math:`\lambda_i S_{ij}^2 - \alpha V_{ij} S_{ij} - c_{ij} = 0` for a multiplier of the length
+    of the row, :math:`\lambda_i = n_i + \alpha` at the end; rows are scaled to length one. Entries
+    may become zero, and leave it again. An extrapolation of the last iterations (Anderson
+    acceleration) is taken if it is at least as good; a plain proposal that lowers the objective is
+    damped.
 
     Args:
         num_steps: Largest number of iterations in one M-step; EM needs few.
@@ -187,54 +189,46 @@ class FixedPoint:
                 f"FixedPoint is for rho = 0.5; the prior has rho = {prior.rho:g}. Use "
                 "LogitGradient, or ProjectedGradient."
             )
-        climb = _Climb(rows, counts, prior, allowed)
-        if not climb.free.any():
-            return climb.result(climb.start)
-        with np.errstate(all="ignore"):
-            return climb.result(self._climb(climb, np.sqrt(climb.start)) ** 2)
+        return _climb(self, rows, counts, prior, allowed)
 
-    def _climb(self, climb: _Climb, roots: Matrix) -> Matrix:
-        height = climb.objective(roots**2)
-        unit = climb.counts.sum(-1).mean(-1)[:, None, None] + climb.alpha
-        damping = np.zeros_like(unit)
-        anderson = _Anderson(self.memory)
-        still = 0  # iterations without a rise; the last digits converge after the last rise
-        for _ in range(self.num_steps):
-            slopes = climb.slopes(roots)
-            if still == 20 or climb.stationarity(roots, slopes) <= self.tolerance:
-                break
-            plain = climb.proposal(roots, slopes, damping)
-            ahead = anderson(roots, plain - roots)
-            slack = 1e-13 * np.abs(height)  # of rounding
-            reached = climb.objective(plain**2)
-            risen = reached >= height - slack
-            roots, top = np.where(_wide(risen), plain, roots), np.where(risen, reached, height)
-            if ahead is not None:
-                far = climb.normalised(ahead, plain)
-                reached = climb.objective(far**2)
-                further = reached >= top - slack
-                roots, top = np.where(_wide(further), far, roots), np.where(further, reached, top)
-            still = 0 if (top > height + slack).any() else still + 1
-            height = np.maximum(top, height - slack)
-            less = np.where(damping > 1e-3 * unit, damping / 4, 0.0)
-            damping = np.where(_wide(risen), less, np.maximum(4 * damping, unit / 2))
-        return roots
+    def _proposal(self, ascent: Ascent, roots: Tensor, slopes: Tensor, damping: Tensor) -> Tensor:
+        """The best roots for fixed slopes, less damping times their squared distance.
+
+        The penalty of the anchor, of fourth power in the roots, enters by its slope and an
+        approximate curvature.
+        """
+        bend = damping.expand_as(roots)
+        if ascent.anchor is not None:
+            bend = bend + ascent.weight * (4 * roots.square() + 2 * ascent.anchor)
+        pull = slopes + bend * roots
+        if ascent.forbidden is not None:
+            pull = pull.masked_fill(ascent.forbidden, 0.0)
+        weight = ascent.counts.sum(-1, keepdim=True) + (slopes * roots).sum(-1, keepdim=True)
+        heavy = bend + torch.maximum(weight, TINY - bend.amin(-1, keepdim=True))
+        size = pull.abs() + TINY
+        total = size + torch.addcmul(size.square(), heavy, ascent.counts, value=4).sqrt()
+        new = torch.where(pull > 0, total / (2 * heavy), 2 * ascent.counts / total)
+        length = new.norm(dim=-1, keepdim=True)
+        return torch.where(length > 0, new / length, roots)
 
 
 @explained()
 class ProjectedGradient:
-    """M-step by the gradient, projected on the simplex: algorithm 1 of the paper.
+    r"""M-step by the gradient, projected on the simplex: algorithm 1 of the paper.
 
-    The gradient is the correct one, twice that of equation 15. The step size is that of Barzilai
-    and Borwein, halved until the objective rises. It is slow near zeros, where the gradient is
-    infinite; entries are clamped at :math:`10^{-12}` in it.
+    The gradient is the correct one, twice that of equation 15. Steps and distances are scaled
+    entry by entry with the curvature of the objective: near a zero, where the gradient is infinite,
+    algorithm 1 as printed takes steps too short to end. A step that lowers the objective is
+    shortened, and the steps are extrapolated, as in :class:`FixedPoint`.
 
     Args:
         num_steps: Largest number of steps in one M-step.
-        tolerance: End when ten steps in a row raise the objective by less than this share of it.
+        tolerance: End when the relative residual of every entry of :math:`\sqrt A` is below this.
     """
 
-    def __init__(self, num_steps: int = 200, tolerance: float = 1e-10) -> None:
+    memory = 6  # number of steps that the extrapolation uses
+
+    def __init__(self, num_steps: int = 1000, tolerance: float = 1e-10) -> None:
         check_size("num_steps", num_steps)
         self.num_steps, self.tolerance = num_steps, tolerance
 
@@ -242,39 +236,22 @@ class ProjectedGradient:
         self, rows: Tensor, counts: Tensor, prior: DiversityPrior, allowed: Tensor | None = None
     ) -> Tensor:
         """Raise the objective: see :class:`TransitionStep`."""
-        climb = _Climb(rows, counts, prior, allowed)
-        if not climb.free.any():
-            return climb.result(climb.start)
-        with np.errstate(all="ignore"):
-            return climb.result(self._climb(climb))
+        return _climb(self, rows, counts, prior, allowed)
 
-    def _climb(self, climb: _Climb) -> Matrix:
-        here, going, slow = climb.start, climb.free.copy(), np.zeros(len(climb.start))
-        height, slope = climb.objective(here), climb.gradient(here)
-        size = 1 / np.maximum(np.abs(slope).max((-2, -1)), 1e-300)
-        for _ in range(self.num_steps):
-            ahead = climb.projected(here + _wide(size) * slope) - here
-            share, taken = np.ones_like(size), np.zeros_like(going)
-            there, reached = here, height
-            for _ in range(60):
-                trial = np.maximum(here + _wide(share) * ahead, 0.0)
-                score = climb.objective(trial)
-                better = going & ~taken & (score > height)
-                there = np.where(_wide(better), trial, there)
-                reached = np.where(better, score, reached)
-                taken |= better
-                if (taken | ~going).all():
-                    break
-                share = np.where(taken, share, share / 2)
-            slow = np.where(reached - height > self.tolerance * np.abs(reached), 0, slow + 1)
-            going &= taken & (slow < 10)  # a short step may come before a long one
-            change, steeper = there - here, climb.gradient(there) - slope
-            bend = -(change * steeper).sum((-2, -1))
-            size = np.where(bend > 0, (change**2).sum((-2, -1)) / bend, 2 * size).clip(1e-20, 1e20)
-            here, height, slope = there, reached, slope + steeper
-            if not going.any():
-                break
-        return here
+    def _proposal(self, ascent: Ascent, roots: Tensor, slopes: Tensor, damping: Tensor) -> Tensor:
+        """A step along the gradient, and the closest distributions, in the metric."""
+        rows, counted = roots.square(), ascent.counts > 0
+        floor = torch.where(counted, roots, roots.clamp(min=SMALL))
+        gradient = slopes / floor + torch.where(counted, ascent.counts / floor.square(), 0.0)
+        if ascent.anchor is not None:  # whose slope by a root vanishes at zero
+            short = 1 - roots / floor
+            gradient = gradient - 2 * ascent.weight * (rows - ascent.anchor) * short
+        bend = ascent.totals + damping + ascent.curvature(roots, slopes) / 2
+        metric = bend / floor.square() + 2 * ascent.weight
+        ahead = rows + gradient / metric
+        if ascent.forbidden is not None:
+            ahead = ahead.masked_fill(ascent.forbidden, -torch.inf)
+        return simplex_projection(ahead, metric).sqrt()
 
 
 @explained()
@@ -296,7 +273,12 @@ class LogitGradient:
     ) -> Tensor:
         """Raise the objective: see :class:`TransitionStep`."""
         counts = _significant(counts.detach().double())
-        old = rows.detach().double()
+        return _from_the_best(partial(self._climb, counts=counts, prior=prior, allowed=allowed),
+                              rows, counts, prior, allowed)  # fmt: skip
+
+    def _climb(
+        self, old: Tensor, counts: Tensor, prior: DiversityPrior, allowed: Tensor | None
+    ) -> Tensor:
         kept = torch.zeros_like(old, dtype=torch.bool) if allowed is None else ~allowed
         start = old.clamp(min=0.01 / old.size(-1)).masked_fill(kept, 0.0)
         leaf = log(start).masked_fill(kept, 0.0).requires_grad_()
@@ -311,6 +293,124 @@ class LogitGradient:
         new = matrix().detach()
         risen = objective(new, counts, prior) > objective(old, counts, prior)
         return torch.where(risen[:, None, None], new, old)
+
+
+@explained()
+@torch.no_grad()
+def best_start(
+    rows: Tensor, counts: Tensor, prior: TransitionPrior, allowed: Tensor | None = None
+) -> Tensor:
+    """The best of the points at which an M-step may start: it ends no lower than any of them.
+
+    They are the matrix so far; the mode of the counts; and, under a :class:`DiversityPrior` with an
+    anchor, the anchor, where the paper starts, and the mode of counts and anchor without diversity.
+    From the counts alone an ascent may not reach the anchor: where a count is zero the
+    log-determinant may have a barrier, the slope of a square root at zero.
+
+    Args:
+        rows: ``(R, K, K)``.
+        counts: ``(R, K, K)``.
+        prior: As in :class:`TransitionStep`.
+        allowed: ``(K, K)`` booleans, transitions that are possible; all by default.
+
+    Returns:
+        ``(R, K, K)`` float64.
+
+    Example:
+        >>> counts = torch.tensor([[[8.0, 2.0], [5.0, 0.0]]])
+        >>> anchor = torch.tensor([[0.7, 0.3], [0.6, 0.4]])
+        >>> prior = DiversityPrior(5.0, anchor=anchor, anchor_weight=1e4)
+        >>> msteps.best_start(torch.full((1, 2, 2), 0.5), counts, prior).round(decimals=3)
+        tensor([[[0.7000, 0.3000],
+                 [0.6000, 0.4000]]], dtype=torch.float64)
+    """
+    rows, counts = rows.detach().double(), counts.detach().double()
+    points = [rows, _shares(counts, rows)]
+    if isinstance(prior, DiversityPrior) and prior.anchor is not None:
+        anchor = prior.anchor.to(rows).expand_as(rows)
+        if allowed is not None:
+            anchor = _shares(anchor.masked_fill(~allowed, 0.0), rows)
+        points += [anchor, _anchored_mode(counts, anchor, prior.anchor_weight)]
+    candidates = torch.stack(points)
+    heights = objective(candidates, counts, prior)
+    best = heights.nan_to_num(nan=-torch.inf, neginf=-torch.inf).argmax(0)
+    return candidates[best, torch.arange(len(rows), device=rows.device)]
+
+
+@explained()
+@torch.no_grad()
+def relative_slope(
+    rows: Tensor, counts: Tensor, prior: DiversityPrior, allowed: Tensor | None = None
+) -> Tensor:
+    """How far the objective is from stationary, ``(R,)``: zero at an optimum, at most about one.
+
+    The largest slope by the root of a probability, along the distributions and as a share of those
+    across; what slopes to below zero has none. Arguments are those of :class:`TransitionStep`.
+
+    Example:
+        >>> counts = torch.tensor([[[8.0, 2.0], [5.0, 5.0]]])
+        >>> msteps.relative_slope(counts / 10, counts, DiversityPrior(5.0)).round(decimals=2)
+        tensor([0.3600], dtype=torch.float64)
+    """
+    ascent = Ascent(rows, _significant(counts.detach().double()), prior, allowed)
+    return ascent.stationarity(ascent.start, ascent.slopes(ascent.start))
+
+
+def _shares(counts: Tensor, otherwise: Tensor) -> Tensor:
+    """Counts as shares of their rows; ``otherwise`` in rows without any."""
+    total = counts.sum(-1, keepdim=True)
+    return torch.where(total > 0, counts / total, otherwise)
+
+
+def _anchored_mode(counts: Tensor, anchor: Tensor, weight: float) -> Tensor:
+    r"""The maximum of :math:`\sum_j c_j \log a_j - w (a_j - a_{0j})^2` on the simplex, by rows.
+
+    With a multiplier :math:`\mu` of the sum, :math:`a_j` is the positive root of a quadratic
+    equation, and convex in it, so that Newton's method from the left is monotone.
+    """
+    multiplier = torch.zeros_like(counts[..., :1])
+    for _ in range(50):
+        middle = anchor - multiplier / (2 * weight)
+        root = (middle.square() + 2 * counts / weight).sqrt()
+        high = torch.where(middle > 0, (middle + root) / 2, counts / weight / (root - middle))
+        high = high.nan_to_num(0.0)
+        slope = (high / root.clamp(min=TINY)).sum(-1, keepdim=True) / (2 * weight)
+        multiplier = multiplier + (high.sum(-1, keepdim=True) - 1) / slope.clamp(min=TINY)
+    return high / high.sum(-1, keepdim=True)
+
+
+def _climb(
+    step: FixedPoint | ProjectedGradient,
+    rows: Tensor,
+    counts: Tensor,
+    prior: DiversityPrior,
+    allowed: Tensor | None,
+) -> Tensor:
+    """The M-step by the proposals of ``step``."""
+    counts = _significant(counts.detach().double())
+
+    def climb(start: Tensor) -> Tensor:
+        ascent = Ascent(start, counts, prior, allowed)
+        return ascent.climb(step._proposal, step.num_steps, step.tolerance, step.memory)
+
+    with torch.no_grad():
+        return _from_the_best(climb, rows, counts, prior, allowed)
+
+
+def _from_the_best(
+    climb: Callable[[Tensor], Tensor],
+    rows: Tensor,
+    counts: Tensor,
+    prior: TransitionPrior,
+    allowed: Tensor | None,
+) -> Tensor:
+    """Where ``climb`` leads from ``rows``; if another start is higher than that, from there."""
+    end = climb(rows.detach().double())
+    start = best_start(end, counts, prior, allowed)
+    moved = (start != end).any(-1).any(-1)
+    if not bool(moved.any()):
+        return end
+    return torch.where(moved[:, None, None], climb(start), end)
 
 
 @explained()
@@ -330,152 +430,3 @@ def objective(rows: Tensor, counts: Tensor, prior: TransitionPrior) -> Tensor:
 def _significant(counts: Tensor) -> Tensor:
     """Counts ``(R, K, K)``, zero where they are so small that probabilities underflow."""
     return torch.where(counts > NEGLIGIBLE * counts.sum(-1, keepdim=True), counts, 0.0)
-
-
-class _Climb:
-    """The objective of one M-step and its derivatives, in float64 arrays."""
-
-    def __init__(
-        self, rows: Tensor, counts: Tensor, prior: DiversityPrior, allowed: Tensor | None
-    ) -> None:
-        self.like = rows
-        self.start: Matrix = rows.detach().double().cpu().numpy()
-        self.counts: Matrix = _significant(counts.detach().double()).cpu().numpy()
-        self.alpha, self.rho, self.weight = prior.alpha, prior.rho, prior.anchor_weight
-        self.anchor: Matrix = (
-            np.zeros(()) if prior.anchor is None else prior.anchor.double().cpu().numpy()
-        )
-        self.forbidden = np.zeros(()) > 0 if allowed is None else ~allowed.cpu().numpy()
-        # without a finite objective there is nothing to climb
-        self.free = np.isfinite(self.objective(self.start))
-        eye = np.broadcast_to(np.eye(self.start.shape[-1]), self.start.shape)
-        self.start = np.where(_wide(self.free), self.start, eye)
-        self.counts = np.where(_wide(self.free), self.counts, eye)
-
-    def result(self, rows: Matrix) -> Tensor:
-        """The matrices as a tensor; where the objective is not finite, those of the start."""
-        new = torch.from_numpy(rows / rows.sum(-1, keepdims=True)).to(self.like.device)
-        free = torch.from_numpy(self.free).to(new.device)
-        return torch.where(free[:, None, None], new, self.like.double())
-
-    def objective(self, rows: Matrix) -> np.ndarray:
-        """The objective ``(R,)``."""
-        with np.errstate(divide="ignore", invalid="ignore"):
-            total = np.where(self.counts > 0, self.counts * np.log(rows), 0.0).sum((-2, -1))
-            if self.alpha > 0:
-                powers = self.powers(rows)
-                powers = powers / np.sqrt((powers**2).sum(-1, keepdims=True))
-                total = total + 2 * self.alpha * np.linalg.slogdet(powers)[1]
-        if self.weight > 0:
-            total = total - self.weight * ((rows - self.anchor) ** 2).sum((-2, -1))
-        return np.where(np.isnan(total), -np.inf, total)
-
-    def powers(self, rows: Matrix) -> Matrix:
-        """Powers of the entries, each row divided by its largest: no row underflows."""
-        return (rows / rows.max(-1, keepdims=True)) ** self.rho
-
-    def gradient(self, rows: Matrix) -> Matrix:
-        """Gradient by the rows, with entries clamped near zero."""
-        floor = np.maximum(rows, 1e-12)
-        slope = np.where(self.counts > 0, self.counts / floor, 0.0)
-        if self.alpha > 0:
-            powers = self.powers(floor)
-            shares = powers**2 / (powers**2).sum(-1, keepdims=True)
-            turned = powers * np.linalg.inv(powers).swapaxes(-1, -2)
-            slope = slope + 2 * self.rho * self.alpha * (turned - shares) / floor
-        if self.weight > 0:
-            slope = slope - 2 * self.weight * (rows - self.anchor)
-        return np.where(self.forbidden, 0.0, slope)
-
-    def projected(self, rows: Matrix) -> Matrix:
-        """The closest transition matrices."""
-        away = np.where(self.forbidden, -np.inf, rows)
-        lowest = rows.min(-1, keepdims=True) - 2  # as far away as makes no difference
-        return simplex_projection(torch.from_numpy(np.maximum(away, lowest))).numpy()
-
-    def slopes(self, roots: Matrix) -> Matrix:
-        """Half the gradient of the prior by the roots S."""
-        slopes = np.zeros_like(roots)
-        if self.alpha > 0:
-            slopes += self.alpha * np.linalg.inv(roots).swapaxes(-1, -2)
-        if self.weight > 0:
-            slopes -= 2 * self.weight * (roots**2 - self.anchor) * roots
-        return np.where(self.forbidden, 0.0, slopes)
-
-    def stationarity(self, roots: Matrix, slopes: Matrix) -> float:
-        """The largest relative slope along the sphere of each row."""
-        pull = np.where(self.counts > 0, self.counts / roots, 0.0) + slopes
-        total = (pull * roots).sum(-1, keepdims=True)
-        total = np.where(total > 0, total, np.inf)
-        away = pull / total - roots
-        away = np.where((roots == 0) & (pull <= 0), 0.0, away)
-        scale = 1 + np.abs(slopes / total).max((-2, -1), keepdims=True)
-        return float(np.nan_to_num(np.abs(away) / scale, nan=np.inf).max())
-
-    def proposal(self, roots: Matrix, slopes: Matrix, damping: Matrix) -> Matrix:
-        """The best roots for fixed slopes, less damping times their squared distance.
-
-        The penalty of the anchor, of fourth power in the roots, enters by its slope and an
-        approximate curvature.
-        """
-        bend = damping + self.weight * (4 * roots**2 + 2 * self.anchor) + np.zeros_like(roots)
-        pull = np.where(self.forbidden, 0.0, slopes + bend * roots)
-        counts = self.counts
-        weight = counts.sum(-1, keepdims=True) + self.alpha
-        low = -bend.min(-1, keepdims=True)
-        high = np.maximum(weight, 1.0) + 2 * np.abs(pull).sum(-1, keepdims=True)
-        new = roots
-        for _ in range(60):  # Newton's method for the length of rows, kept between bounds
-            heavy = weight + bend
-            root = np.sqrt(pull**2 + 4 * heavy * counts)
-            new = np.where(pull > 0, (pull + root) / (2 * heavy), 2 * counts / (root - pull))
-            new = np.where((counts > 0) | (pull > 0), new, 0.0)
-            square = (new**2).sum(-1, keepdims=True)
-            length = np.sqrt(square)
-            if np.abs(length - 1).max() < 1e-13:
-                break
-            low, high = np.where(length > 1, weight, low), np.where(length > 1, high, weight)
-            slope = np.where(root > 0, new**3 / root, 0.0).sum(-1, keepdims=True)
-            weight = weight + (length - 1) * square / slope
-            inside = (weight >= low) & (weight <= high)
-            weight = np.where(inside, weight, (low + high) / 2)
-        return new / length
-
-    def normalised(self, roots: Matrix, plain: Matrix) -> Matrix:
-        """``roots`` with rows of length one; those of ``plain`` where a counted entry is zero."""
-        new = np.maximum(roots, 0.0)
-        new = np.where((new == 0) & (self.counts > 0), plain, new)
-        return new / np.sqrt((new**2).sum(-1, keepdims=True))
-
-
-def _wide(vector: np.ndarray) -> np.ndarray:
-    """``(R,)`` as ``(R, 1, 1)``."""
-    return vector[:, None, None]
-
-
-class _Anderson:
-    """Anderson acceleration: the fixed point of a linear map through the last iterations."""
-
-    def __init__(self, memory: int) -> None:
-        self.memory, self.count = memory, -1
-        self.last: tuple[Matrix, Matrix]
-
-    def __call__(self, place: Matrix, step: Matrix) -> Matrix | None:
-        """An extrapolation beyond ``place + step``; None at the first call."""
-        flat = place.reshape(len(place), -1), step.reshape(len(step), -1)
-        if self.count < 0:
-            self.steps, self.turns = np.zeros((2, len(place), self.memory, flat[0].shape[-1]))
-        else:
-            oldest = self.count % self.memory
-            self.steps[:, oldest] = flat[0] - self.last[0]
-            self.turns[:, oldest] = flat[1] - self.last[1]
-        self.last, self.count = flat, self.count + 1
-        if self.count == 0:
-            return None
-        steps, turns = self.steps[:, : self.count], self.turns[:, : self.count]
-        gram = turns @ turns.swapaxes(-1, -2)
-        size = np.trace(gram, axis1=-2, axis2=-1)[:, None, None]
-        gram = gram + (1e-10 * size + 1e-300) * np.eye(gram.shape[-1])
-        shares = np.linalg.solve(gram, turns @ flat[1][..., None])[..., 0]
-        back = (shares[:, None] @ steps + shares[:, None] @ turns).reshape(place.shape)
-        return place + step - back

@@ -89,11 +89,12 @@ def log_diversity(probs: Tensor, rho: float = 0.5) -> Tensor:
 
 
 @explained()
-def simplex_projection(values: Tensor) -> Tensor:
+def simplex_projection(values: Tensor, weights: Tensor | None = None) -> Tensor:
     """The distributions closest to rows of numbers, in Euclidean distance.
 
     Args:
         values: ``(*, V)``.
+        weights: ``(*, V)``, positive, of the squared differences; equal by default.
 
     Returns:
         ``(*, V)``; entries may be exactly zero.
@@ -106,14 +107,18 @@ def simplex_projection(values: Tensor) -> Tensor:
         tensor([0., 0., 1.])
         >>> dpp.simplex_projection(torch.tensor([0.2, 0.4, 0.7]))
         tensor([0.1000, 0.3000, 0.6000])
+        >>> dpp.simplex_projection(torch.tensor([0.2, 0.4, 0.7]), torch.tensor([1.0, 1.0, 9.0]))
+        tensor([0.0579, 0.2579, 0.6842])
     """
     check_floats("values", values)
-    values = values - values.amax(-1, keepdim=True)  # a shift does not matter
-    falling = values.sort(-1, descending=True).values
-    count = torch.arange(1, values.size(-1) + 1, device=values.device, dtype=values.dtype)
-    excess = (falling.cumsum(-1) - 1) / count
+    weights = torch.ones_like(values) if weights is None else weights
+    scaled = values * weights
+    scaled = scaled - scaled.amax(-1, keepdim=True)  # a shift does not matter
+    falling, order = scaled.sort(-1, descending=True)
+    shares = 1 / weights.gather(-1, order)
+    excess = ((falling * shares).cumsum(-1) - 1) / shares.cumsum(-1)
     last = (falling > excess).sum(-1, keepdim=True) - 1  # the largest number of positive entries
-    return (values - excess.gather(-1, last)).clamp(min=0.0)
+    return ((scaled - excess.gather(-1, last)) / weights).clamp(min=0.0)
 
 
 def _check(probs: Tensor, rho: float) -> None:

@@ -460,6 +460,19 @@ def test_projection_is_the_closest_point(row):
     assert distances[0] == pytest.approx(distances[1], abs=1e-9)
 
 
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.floats(-3, 3), st.floats(0.1, 10)), min_size=1, max_size=5))
+def test_weighted_projection_is_where_all_slopes_are_equal(pairs):
+    row, weights = torch.tensor(pairs).T
+    found = dpp.simplex_projection(row, weights)
+    assert bool((found >= 0).all())
+    assert found.sum().item() == pytest.approx(1.0)
+    slopes = weights * (row - found)
+    common = slopes[found > 0].mean()
+    torch.testing.assert_close(slopes[found > 0], common.expand(int((found > 0).sum())))
+    assert bool((slopes[found == 0] <= common + 1e-9).all())
+
+
 def test_projection_of_huge_numbers_and_of_distributions():
     huge = torch.tensor([1e25, -1e25, 3e24])
     assert dpp.simplex_projection(huge).tolist() == [1.0, 0.0, 0.0]

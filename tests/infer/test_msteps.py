@@ -1,13 +1,23 @@
 """M-steps of a transition matrix under a diversity prior: they rise to the same optimum."""
 
 import math
+from itertools import pairwise
 
 import numpy as np
 import pytest
 import torch
 from scipy.optimize import minimize
 
-from pyrohmm import DiversityPrior, GradientStep, left_to_right, msteps
+from pyrohmm import (
+    DiversityPrior,
+    GradientStep,
+    Sequences,
+    TabularHMM,
+    categorical,
+    fit_em,
+    left_to_right,
+    msteps,
+)
 
 KINDS = {
     "fixed point": lambda n: msteps.FixedPoint(n, tolerance=1e-13),
@@ -69,6 +79,76 @@ def test_every_step_raises_the_objective(kind, alpha):
         torch.testing.assert_close(found.sum(-1), torch.ones(1000, 4))
         assert bool((found >= 0).all())
         height = reached
+
+
+@pytest.mark.parametrize("alpha", [0.0, 1.0, 10.0, 300.0])
+@pytest.mark.parametrize("weight", [0.0, 1.0, 100.0, 1e5])
+def test_no_step_ends_below_a_point_it_was_given(kind, alpha, weight):
+    """The old matrix, the mode of the counts, and the anchor, none of which has a zero."""
+    for size in (2, 3, 5):
+        rows, counts = problems(40, size, seed=size, zeros=0.4)
+        options = {"anchor": problems(1, size, seed=7)[0][0], "anchor_weight": weight}
+        prior = DiversityPrior(alpha, **(options if weight else {}))
+        given = [rows, counts / counts.sum(-1, keepdim=True)]
+        given += [options["anchor"].expand_as(rows)] if weight else []
+        best = torch.stack([msteps.objective(each, counts, prior) for each in given]).amax(0)
+        reached = msteps.objective(kind(5)(rows, counts, prior), counts, prior)
+        assert bool((reached >= best - 1e-11 * best.abs()).all())
+
+
+@pytest.mark.parametrize("weight", [1.0, 100.0, 1e5])
+def test_without_diversity_the_anchored_mode_is_found(kind, weight):
+    """The objective is concave, and its optimum where all slopes of what is left are equal."""
+    rows, counts = problems(20, 4, zeros=0.4)
+    anchor = problems(1, 4, seed=1)[0][0]
+    prior = DiversityPrior(0.0, anchor=anchor, anchor_weight=weight)
+    found = kind(1000)(rows, counts, prior)
+    slopes = counts / found.clamp(min=1e-300) - 2 * weight * (found - anchor)
+    common = (slopes * found).sum(-1, keepdim=True)
+    size = counts.sum(-1, keepdim=True) + weight
+    assert bool((((slopes - common) * found).abs() < 1e-5 * size).all())
+    assert bool((slopes - common < 1e-5 * size).all())
+
+
+def words_and_anchor():
+    """Labelled words, whose counts have zeros, and counts with one more as the anchor."""
+    words = [[0, 1] * 20 + [2], [1, 2] * 10, [2, 1, 0, 1, 1, 0, 0] * 5]
+    counts = torch.zeros(3, 3)
+    for word in words:
+        for a, b in pairwise(word):
+            counts[a, b] += 1
+    anchor = (counts + 1) / (counts + 1).sum(-1, keepdim=True)
+    return Sequences.from_list(words, labels=words), counts, anchor
+
+
+@pytest.mark.parametrize("restarts", [1, 4])
+def test_a_fit_ends_no_lower_than_its_anchor(kind, restarts):
+    """Where a count is zero there is a barrier between the counts and the anchor."""
+    data, counts, anchor = words_and_anchor()
+    prior = DiversityPrior(5.0, anchor=anchor, anchor_weight=1e5)
+    options = {"transition_step": kind(200), "restarts": restarts}
+    fit = fit_em(TabularHMM(3, categorical(3)), data, log_prior=prior, **options)
+    found = fit.hmm(data).log_transition.exp().double()
+    heights = [msteps.objective(each[None], counts[None], prior) for each in (found, anchor)]
+    assert heights[0] > heights[1] + 0.5
+    assert (found - anchor).abs().max() < 0.01
+
+
+@pytest.mark.parametrize("alpha", [1.0, 10.0, 300.0])
+@pytest.mark.parametrize("size", [8, 16])
+def test_the_default_steps_converge(size, alpha):
+    """Both ascents end where they end with many more steps, at a stationary point."""
+    rows, counts = problems(4, size, zeros=0.3)
+    prior = DiversityPrior(alpha)
+    for step in (msteps.FixedPoint(), msteps.ProjectedGradient()):
+        found = step(rows, counts, prior)
+        longer = type(step)(5000)(found, counts, prior)
+        heights = [msteps.objective(each, counts, prior) for each in (found, longer)]
+        torch.testing.assert_close(*heights, rtol=1e-6, atol=0)
+        roots = longer.sqrt()
+        gains = roots * torch.linalg.inv(roots).mT
+        right = (counts + alpha * gains) / (counts.sum(-1, keepdim=True) + alpha)
+        assert (longer - right).abs().max() < 1e-6
 
 
 @pytest.mark.parametrize("size", [2, 3, 6])
@@ -166,6 +246,39 @@ def test_zeros_that_are_allowed_are_left_where_that_is_better(kind):
         assert heights[0] > heights[1] + 0.1
 
 
+def test_steps_stay_on_the_device_and_in_double_precision(kind, monkeypatch):
+    rows, counts = problems(2, 3)
+
+    def leave(*arguments, **options):
+        raise AssertionError("a copy to the host")
+
+    for owner, name in ((torch.Tensor, "cpu"), (torch.Tensor, "numpy"), (torch, "from_numpy")):
+        monkeypatch.setattr(owner, name, leave)
+    found = kind(50)(rows.float(), counts.float(), DiversityPrior(3.0))
+    monkeypatch.undo()
+    assert found.dtype == torch.float64
+    exact = kind(50)(rows.float().double(), counts.float().double(), DiversityPrior(3.0))
+    torch.testing.assert_close(found, exact, rtol=0, atol=1e-8)
+
+
+@pytest.mark.parametrize("steps", [1, 1000])
+def test_a_last_step_that_has_not_converged_is_noted(steps):
+    values = torch.randint(0, 5, (20, 30), generator=torch.Generator().manual_seed(0))
+    data = Sequences(values, torch.full((20,), 30), labels=values)
+    step = msteps.ProjectedGradient(steps)
+    options = {"log_prior": DiversityPrior(100.0), "transition_step": step, "num_steps": 1}
+    fit = fit_em(TabularHMM(5, categorical(5)), data, tolerance=None, **options)
+    assert any("has not converged" in note for note in fit.notes) == (steps == 1)
+
+
+def test_the_relative_slope_is_zero_at_an_optimum_only():
+    rows, counts = problems(5, 4, zeros=0.3)
+    prior = DiversityPrior(3.0)
+    assert bool((msteps.relative_slope(rows, counts, prior) > 1e-2).all())
+    found = msteps.FixedPoint()(rows, counts, prior)
+    assert bool((msteps.relative_slope(found, counts, prior) < 1e-9).all())
+
+
 def test_entries_that_the_prior_wants_gone_become_zero():
     counts = torch.tensor([[[0.0, 0.0], [9.0, 1.0]]])
     begin = torch.tensor([[[0.3, 0.7], [0.7, 0.3]]])
@@ -197,13 +310,22 @@ def test_restarts_do_not_touch_each_other(name):
     )
 
 
-def test_equal_rows_stay_and_others_do_not_mind(kind):
+def test_equal_rows_are_left_for_the_counts_and_others_do_not_mind(kind):
     rows, counts = problems(3, 3)
     rows[1] = 1 / 3
-    found = kind(5)(rows, counts, DiversityPrior(2.0))
-    torch.testing.assert_close(found[1], rows[1])
+    prior = DiversityPrior(2.0)
+    found = kind(5)(rows, counts, prior)
     assert bool(found.isfinite().all())
+    heights = [msteps.objective(each, counts, prior) for each in
+               (found, counts / counts.sum(-1, keepdim=True), rows)]  # fmt: skip
+    assert heights[2][1] == -math.inf
+    assert heights[0][1] > heights[1][1]
     assert (found[0] - rows[0]).abs().max() > 1e-3
+
+
+def test_equal_rows_without_counts_stay(kind):
+    rows, counts = torch.full((1, 3, 3), 1 / 3), torch.zeros(1, 3, 3)
+    torch.testing.assert_close(kind(5)(rows, counts, DiversityPrior(2.0)), rows)
 
 
 @pytest.mark.parametrize("name", ["projected", "logits"])

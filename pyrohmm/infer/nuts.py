@@ -1,0 +1,102 @@
+r"""NUTS for transition matrices under a diversity prior, on both sides of a determinant of zero.
+
+The density under a :class:`DiversityPrior` is zero where the rows are linearly dependent, and
+Hamiltonian trajectories do not cross that set: chains of NUTS stay where the determinant has the
+sign it began with, although the posterior may have mass on both sides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import permutations
+from typing import Any
+
+import torch
+from pyro.distributions import constraints
+from pyro.infer import NUTS
+from torch import Tensor
+
+Values = dict[str, Tensor]
+MOST_ROWS = 4  # 24 orders
+
+
+class RowPermutationNUTS(NUTS):
+    r"""NUTS that crosses the set where the determinant of a matrix of probabilities is zero.
+
+    Permuting the rows of A changes the sign of the determinant and not its size. Trajectories
+    follow the sum of the densities of A in all orders of its rows, of which no side is special.
+    After each, one of the orders is chosen by its density, so that the samples are those of the
+    model itself: exact as those of NUTS, for any prior of the matrix and any data. It is for few
+    rows, as a step takes K! evaluations of the model.
+
+    Args:
+        model: As for :class:`~pyro.infer.mcmc.NUTS`.
+        site: Name of the site of the matrix, such as ``"module.transition"``; its value is
+            ``(K, V)``, of two to four rows, each a distribution over all V columns.
+        options: Other arguments of :class:`~pyro.infer.mcmc.NUTS`.
+
+    Raises:
+        ValueError: When sampling begins, if the model has no such site, or it has more rows.
+
+    Example:
+        >>> _ = pyro.set_rng_seed(0)
+        >>> def model():
+        ...     pyro.sample("rows", dpp.DiverseDirichlet(torch.ones(2, 2), alpha=4.0))
+        >>> kernel = RowPermutationNUTS(model, "rows", max_tree_depth=3)
+        >>> sampler = pyro.infer.MCMC(kernel, 50, 20, disable_progbar=True)
+        >>> sampler.run()
+        >>> share = (torch.linalg.det(sampler.get_samples()["rows"]) > 0).double().mean()
+        >>> bool(0.2 < share < 0.8)  # one half; 0 or 1 for NUTS
+        True
+    """
+
+    potential_fn: Any
+    _energy: Callable[[Values], Tensor]
+
+    def __init__(self, model: Callable[..., Any], site: str, **options: Any) -> None:
+        super().__init__(model, **options)
+        self.site = site
+
+    def _initialize_model_properties(self, model_args: Any, model_kwargs: Any) -> None:
+        super()._initialize_model_properties(model_args, model_kwargs)
+        _check_site(self.site, self._prototype_trace, self.initial_params)
+        rows = self._prototype_trace.nodes[self.site]["value"].size(-2)
+        self._orders = [list(order) for order in permutations(range(rows))]
+        self._energy, self.potential_fn = self.potential_fn, self._joint_energy
+
+    def _permuted(self, values: Values) -> list[Values]:
+        rows = values[self.site]
+        return [values | {self.site: rows[order]} for order in self._orders]
+
+    def _energies(self, values: Values) -> Tensor:
+        """Minus the log-densities of unconstrained values in all orders of the rows, ``(K!,)``."""
+        return torch.stack([self._energy(each) for each in self._permuted(values)])
+
+    def _joint_energy(self, values: Values) -> Tensor:
+        """Minus the log of the sum of the densities of all orders."""
+        return -self._energies(values).neg().logsumexp(0)
+
+    def sample(self, params: Values) -> Values:
+        """The next sample; the chain itself goes on from where its trajectory ended."""
+        values = super().sample(params)
+        with torch.no_grad():
+            shares = self._energies(values).neg().softmax(0)
+        return self._permuted(values)[int(shares.multinomial(1))]
+
+
+def _check_site(site: str, trace: Any, values: Values) -> None:
+    """Raise unless ``site`` is one of two to four rows of probabilities without hard zeros."""
+    if site not in values:
+        raise ValueError(
+            f"site must be a latent variable of the model, one of {', '.join(values)}; got "
+            f"{site!r}."
+        )
+    support = trace.nodes[site]["fn"].support
+    rows = trace.nodes[site]["value"].shape
+    simplex = getattr(support, "base_constraint", None) is constraints.simplex
+    if not simplex or len(rows) != 2 or not 2 <= rows[0] <= MOST_ROWS:
+        raise ValueError(
+            f"site must hold two to {MOST_ROWS} rows of probabilities, (K, V), without forbidden "
+            f"entries; {site!r} has values of shape {tuple(rows)} in {support}. Take NUTS, with "
+            "several chains from different initial values."
+        )

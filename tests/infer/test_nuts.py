@@ -1,0 +1,104 @@
+"""NUTS on both sides of a determinant of zero, against importance sampling."""
+
+import itertools
+
+import pyro
+import pytest
+import torch
+from pyro.distributions import Dirichlet
+from pyro.infer import MCMC, NUTS
+
+from pyrohmm import (
+    DiversityPrior,
+    MarginalModel,
+    RowPermutationNUTS,
+    Sequences,
+    TabularHMM,
+    categorical,
+    dpp,
+    left_to_right,
+)
+
+COUNTS = {
+    2: torch.tensor([[2.0, 1.0], [1.0, 1.0]], dtype=torch.float64),
+    3: torch.tensor([[2.0, 1.0, 0.0], [0.0, 1.0, 1.0], [1.0, 1.0, 1.0]], dtype=torch.float64),
+}
+ALPHAS = {2: 4.0, 3: 2.0}
+
+
+@pytest.fixture(autouse=True)
+def double():
+    torch.set_default_dtype(torch.float64)
+
+
+def observed(size):
+    """A chain whose transitions are counted, so that its posterior is Dirichlet times diversity."""
+
+    def model():
+        rows = pyro.sample("rows", dpp.DiverseDirichlet(torch.ones(size, size), ALPHAS[size]))
+        pyro.factor("counts", (COUNTS[size] * rows.log()).sum())
+
+    return model
+
+
+def sampled(kernel, num_samples):
+    sampler = MCMC(kernel, num_samples, 40, disable_progbar=True)
+    sampler.run()
+    return sampler.get_samples()["rows"]
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_samples_are_those_of_importance_sampling(size):
+    proposals = Dirichlet(COUNTS[size] + 1).sample((200_000,))
+    weights = (ALPHAS[size] * dpp.log_diversity(proposals)).softmax(0)
+    mean = (weights[:, None, None] * proposals).sum(0)
+    share = weights[torch.linalg.det(proposals) > 0].sum()
+    assert 0.1 < share < 0.9
+    kernel = RowPermutationNUTS(observed(size), "rows", max_tree_depth=2)
+    found = sampled(kernel, 200 if size == 2 else 100)
+    half = len(found) / 2  # of the samples independent, and three standard errors
+    positive = (torch.linalg.det(found) > 0).double().mean()
+    assert (positive - share).abs() < 3 * (share * (1 - share) / half).sqrt()
+    assert bool(((found.mean(0) - mean).abs() < 3 * found.std(0) / half**0.5).all())
+
+
+def test_nuts_alone_keeps_the_sign():
+    """The reason for it; were this to fail, RowPermutationNUTS would not be needed."""
+    found = sampled(NUTS(observed(2), max_tree_depth=2), 40)
+    assert len(torch.linalg.det(found).sign().unique()) == 1
+
+
+def test_trajectories_follow_the_density_of_all_orders():
+    kernel, plain = RowPermutationNUTS(observed(3), "rows"), NUTS(observed(3))
+    for each in (kernel, plain):
+        each._initialize_model_properties((), {})
+    rows = torch.randn(3, 2)
+    orders = [{"rows": rows[list(order)]} for order in itertools.permutations(range(3))]
+    exact = -torch.stack([-plain.potential_fn(each) for each in orders]).exp().sum().log()
+    for each in orders:
+        torch.testing.assert_close(kernel.potential_fn(each), exact)
+
+
+def test_an_hmm_is_sampled():
+    data = Sequences.from_list([[0, 1, 1, 0]])
+    model = MarginalModel(TabularHMM(2, categorical(2)), DiversityPrior(4.0))
+    kernel = RowPermutationNUTS(model, "module.transition", max_tree_depth=2)
+    sampler = MCMC(kernel, 20, 5, disable_progbar=True)
+    sampler.run(data)
+    signs = torch.linalg.det(sampler.get_samples()["module.transition"]).sign()
+    assert set(signs.tolist()) == {-1.0, 1.0}
+
+
+@pytest.mark.parametrize(
+    ("site", "allowed", "text"),
+    [
+        ("transition", None, "one of module.initial.*got 'transition'"),
+        ("module.initial", None, "two to 4 rows"),
+        ("module.transition", left_to_right(2), "without forbidden entries"),
+    ],
+)
+def test_bad_input(site, allowed, text):
+    module = TabularHMM(2, categorical(2), transition_allowed=allowed)
+    kernel = RowPermutationNUTS(MarginalModel(module, DiversityPrior(1.0)), site)
+    with pytest.raises(ValueError, match=text):
+        kernel.setup(0, Sequences.from_list([[0, 1, 1, 0]]))
