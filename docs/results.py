@@ -215,9 +215,11 @@ def toy_table() -> str:
 
 def unsupervised_table() -> str:
     """One-to-one accuracy of tags without labels, by weight of the prior."""
-    named = {"penn": "Penn", "web": "web"}
+    named = {"penn": "Penn", "web": "web", "penn from clusters": "Penn, from clusters"}
     body = []
     for row in rows("diversified_tagging"):
+        if "data" not in row:
+            continue
         accuracy, gain = row["one_to_one"], row["gain"]
         change = f"{gain['mean']:+.3f} ({gain['standard_error']:.3f})" if row["weight"] else DASH
         body.append(
@@ -462,7 +464,10 @@ def diversity_numbers() -> dict[str, str]:
         for count in (0.0, 1.0)
     ]  # fmt: skip
     more, same = _dirichlet_against_diversity()
-    starts = [row["one_to_one"]["deviation"] for row in rows("diversified_tagging", weight=0.0)]
+    starts = [
+        one("diversified_tagging", data=data, weight=0.0)["one_to_one"]["deviation"]
+        for data in ("penn", "web")
+    ]
     return {
         "starts": bounds(starts, 2),
         "letters": percent(max(smoothed) - without),
