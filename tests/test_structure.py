@@ -35,7 +35,7 @@ LONG_FUNCTIONS: dict[str, str] = {
 }
 # Of the whole package some 12,000 are code, 6,000 docstrings and 1,400 imports. It may grow by what
 # it can do, never by the way.
-MOST_LINES = {"module": 500, "class": 350, "function": 80, "package": 22_500}
+MOST_LINES = {"module": 500, "class": 350, "function": 80, "package": 22_900}
 
 
 def name_of(path):

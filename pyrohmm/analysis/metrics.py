@@ -21,6 +21,8 @@ from ..distributions.hmm import HMM
 from ..infer.models import build
 from ..infer.results import Fit
 from ..nn.base import HMMModule
+from .usage import state_usage as state_usage
+from .usage import transition_spectrum as transition_spectrum
 
 
 class Perplexity(NamedTuple):
