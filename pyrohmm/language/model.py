@@ -232,18 +232,13 @@ class LanguageModel:
         check_ends("data", self.vocabulary, data)
         if validation is not None:
             check_ends("validation", self.vocabulary, validation)
-        model: MarginalModel
-        batching: dict[str, Any]
+        model = MarginalModel(self.module)
+        batching: dict[str, Any] = {"batch_tokens": batch_tokens}
+        num_steps = num_epochs * batches_in_round(data.lengths, batch_tokens)
         if self.contiguous:
-            model, steps = StatefulModel(self.module, num_streams), batch_tokens // num_streams
-            batching = {"windows": (num_streams, max(1, steps))}
-            data = as_text(data)
+            model, batching, in_round = self._windows(data, batch_tokens, num_streams)
+            num_steps, data = num_epochs * in_round, as_text(data)
             validation = None if validation is None else as_text(validation, num_streams)
-            in_round = math.ceil(math.ceil(data.num_steps / num_streams) / max(1, steps))
-        else:
-            model, batching = MarginalModel(self.module), {"batch_tokens": batch_tokens}
-            in_round = batches_in_round(data.lengths, batch_tokens)
-        num_steps = num_epochs * in_round
         return fit_map(
             model,
             data,
@@ -258,6 +253,14 @@ class LanguageModel:
             **batching,
             **options,
         )
+
+    def _windows(
+        self, data: Sequences, batch_tokens: int, num_streams: int
+    ) -> tuple[StatefulModel, dict[str, Any], int]:
+        """The model of a contiguous text, its minibatches, and their number in a round."""
+        steps = max(1, batch_tokens // num_streams)
+        in_round = math.ceil(math.ceil(data.num_observed / num_streams) / steps)
+        return StatefulModel(self.module, num_streams), {"windows": (num_streams, steps)}, in_round
 
     # Evaluation and sampling
 
