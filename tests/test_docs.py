@@ -197,14 +197,15 @@ def test_the_best_fit_to_words_stands_first():
 
 def test_the_squared_distance_stays_at_uniform_words_and_the_relative_one_trains():
     """As the page says of a DenseHMM and ten thousand words: within 0.2 nats of cross-entropy."""
-    numbers = {name: float(text.replace(",", "")) for name, text in results.pairs_numbers().items()}
+    found = results.pairs_numbers()
+    numbers = {name: float(found[name]) for name in ("uniform", "squared", "relative", "entropy")}
     assert numbers["squared"] == pytest.approx(numbers["uniform"], abs=0.02)
     assert numbers["relative"] < numbers["entropy"] + 0.2
     fits = [row for row in rows_of("cooccurrence_scaling") if row.get("module") == "DenseHMM"]
     last = {row["method"]: row for row in fits if row["quantity"] == "nats per held-out word"}
-    found = last["co-occurrence, relative distance"]
-    assert (found["V"], found["steps"]) == (10_000, 400)
-    assert numbers["relative"] == round(found["nats_per_word"], 2)
+    row = last["co-occurrence, relative distance"]
+    assert (row["V"], row["steps"]) == (10_000, 400)
+    assert numbers["relative"] == round(row["nats_per_word"], 2)
 
 
 def test_the_table_of_perplexities_is_that_of_the_result_files():
