@@ -6,6 +6,7 @@ Nothing here is typed in by hand: :func:`substitutions` is what pages refer to a
 from __future__ import annotations
 
 import json
+import math
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ def result(name: str) -> dict[str, Any]:
     return json.loads((FIGURES / f"{name}.json").read_text())
 
 
-def rows(name: str, **where: Any) -> list[Row]:
+def rows(name: str, /, **where: Any) -> list[Row]:
     """The rows of a result whose entries are those of ``where``; underscores may be spaces."""
     return [
         row
@@ -32,7 +33,7 @@ def rows(name: str, **where: Any) -> list[Row]:
     ]  # fmt: skip
 
 
-def one(name: str, **where: Any) -> Row:
+def one(name: str, /, **where: Any) -> Row:
     """The only row of a result that has these entries.
 
     Raises:
@@ -143,7 +144,7 @@ def restart_bounds() -> str:
 def pairs_table() -> str:
     """Loss and gradient of a co-occurrence fit, beside the formula over all pairs of symbols."""
     body = []
-    for loss in ("squared distance", "cross-entropy"):
+    for loss in ("squared distance", "relative distance", "cross-entropy"):
         for row in rows("cooccurrence_scaling", quantity=f"{loss} and gradient", method="ours"):
             where = {"V": row["V"], "pairs": row["pairs"], "method": "dense formula"}
             dense = rows("cooccurrence_scaling", quantity=f"{loss} and gradient", **where)
@@ -163,6 +164,29 @@ def fits_table() -> str:
     for (module, method), row in sorted(last.items(), key=lambda item: item[1]["nats_per_word"]):
         body.append([f"{module}, {method}", f"{row['nats_per_word']:.2f}", f"{row['seconds']:.0f}"])
     return table(["module and fit", "nats per word", "seconds"], body)
+
+
+def pairs_numbers() -> dict[str, str]:
+    """What the page of benchmarks says of fits to co-occurrences: of a DenseHMM, at the end."""
+    last = {
+        row["method"].removeprefix("co-occurrence, "): row["nats_per_word"]
+        for row in rows("cooccurrence_scaling", quantity="nats per held-out word",
+                        module="DenseHMM")
+    }  # fmt: skip
+    (size,) = {row["V"] for row in rows("cooccurrence_scaling", part="relative", module="DenseHMM")}
+    dense = one("cooccurrence_scaling", quantity="squared distance and gradient", V=size,
+                method="dense formula")  # fmt: skip
+    return {
+        "faster": f"{dense['times_slower_than_ours'][0]:.0f}",
+        "symbols": f"{size:,}",
+        "uniform": f"{math.log(size):.2f}",
+        "squared": f"{last['squared distance']:.2f}",
+        "relative": f"{last['relative distance']:.2f}",
+        "entropy": f"{last['cross-entropy']:.2f}",
+        "machine": one(
+            "cooccurrence_scaling", quantity="relative distance and gradient", V=size, method="ours"
+        )["machine"],
+    }
 
 
 # DenseHMM ---------------------------------------------------------------------------------------
@@ -188,13 +212,58 @@ def matrix_table() -> str:
 def claim_table(name: str) -> str:
     """The claims of a figure of the DenseHMM paper, and what holds of each."""
     named = {"penn": "Penn tags: ", "web": "web tags: "}
-    body = [
-        [named.get(claim["data"], "") + claim["claim"].replace("true law", "true distribution"),
-         *("yes" if claim[protocol]["holds"] else "no"
-           for protocol in ("as in the code", "done right"))]
-        for claim in result(name)["claims"]
-    ]  # fmt: skip
+    body = []
+    for claim in result(name)["claims"]:
+        line = [named.get(claim["data"], "") + claim["claim"]]
+        for protocol in PROTOCOLS:
+            found = claim[protocol]
+            share = f", in {percent(found['number'], 0)} %" if "of 4 cells" in line[0] else ""
+            line.append(("yes" if found["holds"] else "no") + share)
+        body.append(line)
     return table(["claim of the text", "protocol of the code", "corrected protocol"], body)
+
+
+PROTOCOLS = ("as in the code", "done right")
+
+
+def cells_where(name: str, claim: str, protocol: str, data: str | None = None) -> int:
+    """In how many cells of a figure of the DenseHMM paper a claim about all of them holds."""
+    found = [
+        each
+        for each in result(name)["claims"]
+        if each["claim"].startswith(claim) and data in (None, each["data"])
+    ]
+    if len(found) != 1:
+        raise LookupError(f"{name}.json has {len(found)} claims {claim!r}; one is needed.")
+    return round(found[0][protocol]["number"] * num_cells(name))
+
+
+def num_cells(name: str) -> int:
+    """The number of pairs of n and l."""
+    return len({(row["n"], row["l"]) for row in rows(name)})
+
+
+def figure_numbers() -> dict[str, str]:
+    """What the page of the DenseHMM says of its figures beside the tables."""
+    truth, counts = "MAD from the true distribution", "MAD: direct is best"
+    code, right = PROTOCOLS
+    sources = [("densehmm_synthetic", "synthetic"), ("densehmm_proteins", "proteins"),
+               ("densehmm_tags", "penn"), ("densehmm_tags", "web")]  # fmt: skip
+    worst = {
+        protocol: [cells_where(name, "MAD: dense EM is worst", protocol, data)
+                   for name, data in sources]
+        for protocol in PROTOCOLS
+    }  # fmt: skip
+    return {
+        "cells": str(num_cells("densehmm_synthetic")),
+        "truth": str(cells_where("densehmm_synthetic", truth, code)),
+        "counts": str(cells_where("densehmm_synthetic", counts, code)),
+        "truth_right": str(cells_where("densehmm_synthetic", truth, right)),
+        "comparable": str(cells_where("densehmm_synthetic", "NLL: all four", code)),
+        "close": str(cells_where("densehmm_synthetic", "MAD: standard and fair", code)),
+        "worst": f"{min(worst[code])} to {max(worst[code])}",
+        "worst_right": f"{min(worst[right])} to {max(worst[right])}",
+    }
 
 
 # Diversified HMM --------------------------------------------------------------------------------
@@ -283,23 +352,33 @@ def trained(**where: Any) -> Row:
     return line
 
 
+BEST = {"panel": "best", "name": "best", "data": "ptb"}
+
+
+def millions(**where: Any) -> str:
+    """The number of parameters of the only language model that has these entries."""
+    return f"{one('language_models', **where)['parameters'] / 1e6:.1f} M"
+
+
 def perplexity_table() -> str:
     """Perplexities of language models, beside those of the paper."""
     body = []
     for label, where in (
-        ("32,768 states, two levels", {"panel": "best", "states": 32768}),
-        ("8,192 states, two levels", {"panel": "best", "states": 8192}),
+        ("32,768 states, two levels", BEST),
+        ("8,192 states, two levels", {"panel": "best", "data": "ptb", "states": 8192}),
     ):
         line = trained(**where)
         body.append(
-            [label, plain(line["valid"]["mean"]), plain(line["test"]["mean"]),
-             plain(line["paper_valid"]), plain(line["paper_test"])]
+            [f"{label}, {millions(**where)}", plain(line["valid"]["mean"]),
+             plain(line["test"]["mean"]), plain(line["paper_valid"]), plain(line["paper_test"])]
         )  # fmt: skip
-    line = trained(panel="best", states=16384)
+    wiki = {"panel": "best", "name": "best", "data": "wikitext2"}
+    line = trained(**wiki)
     for corpus in ("Penn Treebank", "WikiText-2"):
         if corpus == "WikiText-2":
             body.append(
-                ["WikiText-2: 16,384 states, two levels", plain(line["valid"]["mean"]),
+                [f"WikiText-2: 16,384 states, two levels, {millions(**wiki)}",
+                 plain(line["valid"]["mean"]),
                  plain(line["test"]["mean"]), f"{line['paper_valid']:.1f} (32,768 states)",
                  plain(line["paper_test"])]
             )  # fmt: skip
@@ -424,11 +503,24 @@ def matrix_numbers() -> dict[str, str]:
         [row["ours"] - row["paper"] for row in rows("densehmm_matrix_fit", **sizes, schedule=each)]
         for each in ("as in the code", "decaying")
     )
+    table_of = {"part": "table", "factorisation": "softmax", "schedule": "as in the code"}
+    above = [
+        f"({row['n']}, {row['l']})"
+        for row in rows("densehmm_matrix_fit", **table_of)
+        if row["ours"] > row["paper"]
+    ]
+    draws = [
+        f"({row['n']}, {row['l']}) in {row['draws_at_or_below_paper']}"
+        for row in rows("densehmm_matrix_fit", part="draws")
+        if row["draws_at_or_below_paper"] < row["runs"]
+    ]
     return {
         "rows": str(len(code)),
         "code": str(sum(excess <= 0 for excess in code)),
         "decaying": str(sum(excess <= 0 for excess in decaying)),
         "excess": f"{max(code):.4f}",
+        "above": " and ".join(above),
+        "draws": ", ".join(draws),
     }
 
 
@@ -509,8 +601,21 @@ def language_numbers() -> dict[str, str]:
         for line in result("tagging")["summary"]
         if line["model"] == "neural HMM"
     }
-    epochs = [row["epochs"] for row in rows("language_models", panel="best")]
+    best = rows("language_models", panel="best")
+    epochs = [row["epochs"] for row in best]
+    spread = [
+        line["valid"]["range"][1] / line["valid"]["range"][0] - 1
+        for line in result("language_models")["summary"]
+        if len(line["seeds"]) > 1
+    ]
+    letters = [row for row in rows("tagging") if "from letters" in row["model"] and "test" in row]
     return {
+        "parameters": millions(**BEST),
+        "seeds": f"{percent(max(spread))} %",
+        "best": str(len(best)),
+        "chosen": str(sum("unseen_perplexity" not in row for row in best)),
+        "letters": str(len(letters)),
+        "untuned": str(sum(row.get("rate_chosen_for") != row["model"] for row in letters)),
         "ptb_valid": f"{ptb['valid_tokens']:,}",
         "ptb_test": f"{ptb['test_tokens']:,}",
         "wiki_valid": f"{wiki['valid_tokens']:,}",
@@ -537,7 +642,9 @@ def substitutions() -> dict[str, Any]:
         | {name: claim_table(name) for name in claims},
         "origin": {name: origin(name) for name in RESULTS},
         "matrix": matrix_numbers(),
+        "figure": figure_numbers(),
         "speed": speed_numbers(),
+        "pairs": pairs_numbers(),
         "diversity": diversity_numbers(),
         "language": language_numbers(),
     }

@@ -5,8 +5,11 @@ float32, against the dense formula, which stores the joint distribution of all V
 are random, with symbol frequencies following Zipf's law. The last part fits words by each method,
 with the same data and priors, and reports nats per held-out word against seconds. (The squared
 distance of a DenseHMM stays at log V and is not in the picture: at probabilities of 1 / V its
-gradient nearly vanishes, and the priors shrink all embeddings to zero.) The words are those of the
-Penn Treebank if ``PYROHMM_DATA`` has it, else those of ``datasets.english_words``. Writes
+gradient nearly vanishes, and the priors shrink all embeddings to zero.) The part ``relative`` is of
+the relative distance, which weighs the squared errors by the frequencies of the symbols: its time
+beside the dense formula, and the same fits to words. The words are those of the Penn Treebank if
+``PYROHMM_DATA`` has it, else those of ``datasets.english_words``. A row whose ``machine`` differs
+from that of the file was measured there. Writes
 ``cooccurrence_scaling.json`` and ``cooccurrence_scaling.png``.
 """
 
@@ -22,7 +25,7 @@ from typing import Any
 import numpy as np
 import pyro
 import torch
-from common import FOLDER, arguments, earlier, interleaved, pyplot, ratio, write
+from common import FOLDER, arguments, earlier, interleaved, machine, pyplot, ratio, write
 
 from pyrohmm import (
     DenseHMM,
@@ -39,7 +42,7 @@ from pyrohmm import (
     readers,
 )
 from pyrohmm.ops import pair_losses
-from pyrohmm.ops.pairs import Pairs
+from pyrohmm.ops.pairs import Pairs, relative_weights
 
 # number of symbols V, and of distinct pairs M
 SIZES = [(100, 5_000), (1_000, 50_000), (10_000, 400_000)]
@@ -49,6 +52,7 @@ LOSSES = {
     "squared distance": cooccurrence.squared_distance,
     "cross-entropy": cooccurrence.cross_entropy,
 }
+RELATIVE = {"relative distance": cooccurrence.relative_distance}
 
 
 def zipf(num_symbols: int, num_pairs: int) -> Pairs:
@@ -79,6 +83,10 @@ def by_dense_formula(name: str, joint: torch.Tensor, probs: torch.Tensor, shares
     left = probs.mT @ joint
     if name == "squared distance":
         return torch.addmm(shares, left, probs, beta=-1).square().sum()
+    if name == "relative distance":
+        weights = relative_weights((shares.sum(0) + shares.sum(1)) / 2).to(probs.dtype)
+        squares = torch.addmm(shares, left, probs, beta=-1).square()
+        return weights @ squares @ weights / 2
     return -(shares * (left @ probs).log()).sum()
 
 
@@ -90,12 +98,19 @@ def step(loss: Callable[..., torch.Tensor], parts: list[torch.Tensor], target: A
 
 def steps(quick: bool) -> list[dict[str, Any]]:
     """Loss and gradient, ours and by the dense formula."""
+    return times_of(LOSSES, [(50, 300)] if quick else SIZES + LARGE, 3 if quick else 9)
+
+
+def times_of(
+    losses: dict[str, Any], sizes: list[tuple[int, int]], rounds: int
+) -> list[dict[str, Any]]:
+    """Times of some losses and their gradients, for so many symbols and distinct pairs."""
     rows = []
-    for num_symbols, num_pairs in [(50, 300)] if quick else SIZES + LARGE:
+    for num_symbols, num_pairs in sizes:
         target, parts = zipf(num_symbols, num_pairs), parameters(32, num_symbols)
         fits = num_symbols <= 10_000
         shares = target.dense() if fits else None
-        for name, loss in LOSSES.items():
+        for name, loss in losses.items():
             methods: dict[str, Any] = {"ours": lambda f=loss, p=parts, t=target: step(f, p, t)}
             if fits:
                 methods["dense formula"] = lambda n=name, p=parts, t=shares: step(
@@ -105,7 +120,7 @@ def steps(quick: bool) -> list[dict[str, Any]]:
                 assert abs(value / dense - 1) < 1e-4, "the two disagree"
                 for one, other in zip(slopes, others):
                     assert (one - other).norm() < 1e-3 * other.norm(), "their gradients disagree"
-            times = interleaved(methods, 3 if quick else 9, 15.0, time.process_time)
+            times = interleaved(methods, rounds, 15.0, time.process_time)
             for method, seconds in times.items():
                 row = {
                     "quantity": f"{name} and gradient",
@@ -278,67 +293,102 @@ def timed(fit: Callable[..., Any], *inputs: Any, **options: Any) -> tuple[Any, f
     return result, time.process_time() - start_time
 
 
+class Words:
+    """Words of a text, the models to fit to them, and the results so far.
+
+    Args:
+        quick: Whether to take few words and few states.
+    """
+
+    def __init__(self, quick: bool) -> None:
+        self.source, self.train, self.held_out, self.num_symbols = words(quick)
+        print(self.source, self.train, self.held_out)
+        self.num_states = size = 4 if quick else 32
+        self.step_counts = (2, 4) if quick else (25, 50, 100, 200, 400)
+        table = TabularHMM(
+            size, categorical(self.num_symbols, 1.1), transition_concentration=1.1
+        )  # fmt: skip
+        self.modules: dict[str, tuple[HMMModule, float]] = {  # and the rate of gradient steps
+            "TabularHMM": (table, 0.2),
+            "DenseHMM": (DenseHMM(size, self.num_symbols, size), 0.05),
+        }
+        self.rows: list[dict[str, Any]] = []
+
+    def record(self, kind: str, method: str, count: int, fit: Any, seconds: float) -> None:
+        """Evaluate a fit on held-out words."""
+        self.rows.append(
+            {
+                "quantity": "nats per held-out word",
+                "data": self.source,
+                "held_out_words": self.held_out.num_observed,
+                "training_words": self.train.num_observed,
+                "V": self.num_symbols, "K": self.num_states,
+                "module": kind,
+                "method": method,
+                "steps": count,
+                "seconds": seconds,
+                "nats_per_word": nats(fit, self.held_out),
+            }
+        )  # fmt: skip
+        print(self.rows[-1], flush=True)
+
+    def fit_pairs(self, kind: str, method: str, pairs: list[Pairs], loss: Any) -> Any:
+        """Fits of increasing length, each from the start; the last but one is returned."""
+        module, rate = self.modules[kind]
+        for count in self.step_counts:
+            fit, seconds = timed(
+                fit_cooccurrence, module, pairs, loss=loss, num_steps=count, learning_rate=rate
+            )
+            self.record(kind, method, count, fit, seconds)
+            if count == self.step_counts[-2]:
+                found = fit.values, seconds
+        return found
+
+    def pairs(self, lag: int) -> Pairs:
+        """Counts of pairs of words."""
+        return cooccurrence.count_pairs(self.train, self.num_symbols, lag)
+
+
 def quality(quick: bool) -> list[dict[str, Any]]:
     """Nats per held-out word against seconds, by each method from the same priors."""
-    source, train, held_out, num_symbols = words(quick)
-    print(source, train, held_out)
-    num_states = 4 if quick else 32
-    step_counts = (2, 4) if quick else (25, 50, 100, 200, 400)
-    table = TabularHMM(num_states, categorical(num_symbols, 1.1), transition_concentration=1.1)
-    modules: dict[str, tuple[HMMModule, float]] = {  # and the learning rate of gradient steps
-        "TabularHMM": (table, 0.2),
-        "DenseHMM": (DenseHMM(num_states, num_symbols, num_states), 0.05),
-    }
-    pairs = [cooccurrence.count_pairs(train, num_symbols, lag) for lag in (1, 2)]
+    text = Words(quick)
+    pairs = [text.pairs(lag) for lag in (1, 2)]
     squared, entropy = LOSSES.values()
     targets = {
         "co-occurrence, squared distance": (pairs[:1], squared),
         "co-occurrence, cross-entropy": (pairs[:1], entropy),
         "co-occurrence, cross-entropy of lags 1 and 2": (pairs, entropy),
     }
-    rows: list[dict[str, Any]] = []
-    for kind, (module, rate) in modules.items():
-
-        def record(method: str, count: int, fit: Any, seconds: float, k: str = kind) -> None:
-            rows.append(
-                {
-                    "quantity": "nats per held-out word",
-                    "data": source,
-                    "held_out_words": held_out.num_observed,
-                    "training_words": train.num_observed,
-                    "V": num_symbols, "K": num_states,
-                    "module": k,
-                    "method": method,
-                    "steps": count,
-                    "seconds": seconds,
-                    "nats_per_word": nats(fit, held_out),
-                }
-            )  # fmt: skip
-            print(rows[-1], flush=True)
-
+    for kind, (module, rate) in text.modules.items():
         for method, (counts, loss) in targets.items():
-            for count in step_counts:  # each from the start: a line is one fit of increasing length
-                fit, seconds = timed(
-                    fit_cooccurrence, module, counts, loss=loss, num_steps=count, learning_rate=rate
-                )
-                record(method, count, fit, seconds)
-                if count == step_counts[-2]:
-                    warm_start = (fit.values, seconds)  # finally of the last method
-        for count in step_counts:
+            warm_start = text.fit_pairs(kind, method, counts, loss)  # finally of the last method
+        for count in text.step_counts:
             fit, seconds = timed(
-                fit_map, MarginalModel(module), train, num_steps=count, learning_rate=rate,
-                batch_size=min(256, len(train)),
+                fit_map, MarginalModel(module), text.train, num_steps=count, learning_rate=rate,
+                batch_size=min(256, len(text.train)),
             )  # fmt: skip
-            record("MAP, minibatches of 256 sequences", count, fit, seconds)
+            text.record(kind, "MAP, minibatches of 256 sequences", count, fit, seconds)
         rounds = (2, 4) if quick else (5, 10, 20, 40) if kind == "TabularHMM" else (2, 5, 10, 20)
         starts = {"EM": (None, 0.0), "EM from co-occurrence of lags 1 and 2": warm_start}
         for method, (values, total) in starts.items():
             done = 0
             for count in rounds:  # EM continues from its parameters
-                fit, seconds = timed(fit_em, module, train, start=values, num_steps=count - done)
+                fit, seconds = timed(
+                    fit_em, module, text.train, start=values, num_steps=count - done
+                )
                 done, values, total = count, fit.values, total + seconds
-                record(method, count, fit, total)
-    return rows
+                text.record(kind, method, count, fit, total)
+    return text.rows
+
+
+def relative(quick: bool) -> list[dict[str, Any]]:
+    """The relative distance: time of a step, and nats per held-out word against seconds."""
+    rows = times_of(RELATIVE, [(50, 300)] if quick else SIZES, 3)
+    text = Words(quick)
+    for kind in text.modules:
+        for name, loss in RELATIVE.items():
+            text.fit_pairs(kind, f"co-occurrence, {name}", [text.pairs(1)], loss)
+    return rows + text.rows
 
 
 # The picture -------------------------------------------------------------------------------------
@@ -399,7 +449,7 @@ def draw(rows: list[dict[str, Any]]) -> None:
 
 def main() -> None:
     """Measure, then write."""
-    parts = (steps, crossover, loop, memory, quality)
+    parts = (steps, crossover, loop, memory, quality, relative)
     options = arguments(__doc__, [part.__name__ for part in parts])
     if options.draw:
         draw(earlier("cooccurrence_scaling"))
@@ -409,7 +459,8 @@ def main() -> None:
     rows = []
     for part in parts:
         if part.__name__ in options.only:
-            rows += [{"part": part.__name__, **row} for row in part(options.quick)]
+            where = {"part": part.__name__, "machine": machine()}
+            rows += [where | row for row in part(options.quick)]
         else:
             rows += [row for row in old if row["part"] == part.__name__]
         if not options.quick:  # a part may take long

@@ -23,11 +23,14 @@ symbol. Of words longer than 16 letters both models read the first and the last 
 
 Settings are chosen on held-out data: the pseudo-counts of the tabular HMM by accuracy, and the
 learning rate and state dropout of the neural HMMs, for each text, by the accuracy of the first of
-them with seed 0 (parts ``choice``, whose rows contain no test results). A fit keeps the epoch with
-the least held-out nats of words and tags. ``STEPS`` is what time allowed, fewer for the smaller
-text, whose best epoch comes earlier; other sizes were not tuned. Accuracies are shares of words,
-decoded by the most probable tag at each step ("posterior") and by the most probable path of states
-and tags ("path"); a word whose tag does not occur in training counts as wrong, and
+them with seed 0 (parts ``choice``, whose rows contain no test results). The models from letters
+have that dropout, and a learning rate of their own, chosen in the same way by the first half of the
+held-out sentences (parts ``characters_choice`` and ``spelling_choice``). Rows of theirs without
+``rate_chosen_for`` are of an earlier run, and have the rate of the first model. A fit keeps the
+epoch with the least held-out nats of words and tags. ``STEPS`` is what time allowed, fewer for the
+smaller text, whose best epoch comes earlier; other sizes were not tuned. Accuracies are shares of
+words, decoded by the most probable tag at each step ("posterior") and by the most probable path of
+states and tags ("path"); a word whose tag does not occur in training counts as wrong, and
 ``tags_not_in_train`` is their number. ``seconds_per_step`` is processor time, evaluation included.
 
 Seeds determine initial values and batches. ``STEPS`` in the environment limits the gradient steps.
@@ -80,6 +83,7 @@ SEEDS = (0, 1, 2)
 ADDED = [(words, transitions) for words in (0.001, 0.01, 0.1) for transitions in (0.1, 1.0)]
 STATES, CLUSTERS, DIM, TOKENS = 1024, 64, 128, 2048
 CHOICES = [(rate, dropout) for rate in (3e-3, 1e-2, 3e-2) for dropout in (0.0, 0.25, 0.5)]
+RATES = (1e-3, 3e-3, 1e-2, 3e-2)  # of the models from letters
 STEPS = {"web": 1000, "penn": 500, "toy": 20}
 LETTERS: dict[str, Any] = {"widths": (2, 3, 4, 5), "num_filters": 32}
 HALF = 8  # of the letters of a long word that are read, from either end
@@ -263,9 +267,12 @@ def neural(
     }  # fmt: skip
 
 
-def accuracy(task: Task, part: str, decode: Tagging) -> dict[str, dict[str, float]]:
-    """Tagging accuracy of all and of unknown words, by decoding."""
-    data, right = task.parts[part], dict[str, list[Tensor]]()
+def accuracy(
+    task: Task, part: str, decode: Tagging, share: float = 1.0
+) -> dict[str, dict[str, float]]:
+    """Accuracy of all and of unknown words in the first share of the sentences, by decoding."""
+    data = task.parts[part][: int(share * len(task.parts[part]))]
+    right = dict[str, list[Tensor]]()
     strange = []
     for rows in data.lengths.argsort(stable=True).split(64):
         piece = data[rows]
@@ -282,14 +289,19 @@ def accuracy(task: Task, part: str, decode: Tagging) -> dict[str, dict[str, floa
     }
 
 
-def choice(source: str) -> tuple[float, float]:
+def choice(source: str, model: str = "words") -> tuple[float, float]:
     """The learning rate and the dropout with the highest held-out accuracy."""
     rows = {row["part"]: row for row in earlier(NAME)}
-    parts = {each: choosing(source, *each) for each in CHOICES}
+    if model == "words":
+        parts = {each: choosing(source, *each) for each in CHOICES}
+    else:
+        dropout = choice(source)[1]
+        parts = {(rate, dropout): choosing_rate(source, model, rate) for rate in RATES}
     missing = [part for part in parts.values() if part not in rows]
     if missing:
         raise ValueError(f"the settings are not chosen yet; run --only {' '.join(missing)}.")
-    return max(CHOICES, key=lambda each: rows[parts[each]]["dev"]["posterior"]["all"])
+    which = "dev" if model == "words" else "dev_first_half"
+    return max(parts, key=lambda each: rows[parts[each]][which]["posterior"]["all"])
 
 
 def choosing(source: str, rate: float, dropout: float) -> str:
@@ -297,10 +309,19 @@ def choosing(source: str, rate: float, dropout: float) -> str:
     return f"{source}-choice-{rate}-{dropout}"
 
 
+def choosing_rate(source: str, model: str, rate: float) -> str:
+    """The part that tries a learning rate of a model from letters."""
+    return f"{source}-{model}_choice-{rate}"
+
+
 def measure(part: str) -> dict[str, Any]:
-    """The row of ``SOURCE-MODEL-SEED``, or, for held-out data, ``SOURCE-choice-RATE-DROPOUT``."""
-    source, model, *numbers = part.split("-")
-    tried = model == "choice"
+    """The row of ``SOURCE-MODEL-SEED``, or, for held-out data alone, of a choice.
+
+    That is ``SOURCE-choice-RATE-DROPOUT`` or ``SOURCE-MODEL_choice-RATE``.
+    """
+    source, name, *numbers = part.split("-")
+    tried = name.endswith("choice")
+    model = "words" if name == "choice" else name.removesuffix("_choice")
     seed = 0 if tried else int(numbers[0])
     task = read(source, model != "spelling")
     steps = min(STEPS[source], int(os.environ.get("STEPS", "1000000")))
@@ -309,14 +330,20 @@ def measure(part: str) -> dict[str, Any]:
     elif model == "tabular":
         decode, more = tabular(task)
     else:
-        setting = tuple(map(float, numbers)) if tried else None
-        rate, dropout = setting or (CHOICES[0] if source == "toy" else choice(source))
         letters = model in ("characters", "spelling")
+        if source == "toy":
+            rate, dropout = CHOICES[0]
+        elif tried:
+            rate = float(numbers[0])
+            dropout = choice(source)[1] if letters else float(numbers[1])
+        else:
+            rate, dropout = choice(source, model)
         decode, more = neural(task, letters, seed, steps, rate, dropout)
+        more["rate_chosen_for"] = None if tried else MODELS[model]
     evaluated = ("dev",) if tried else ("dev", "test")
     row = {
         "part": part, "data": SOURCES.get(source, source),
-        "model": MODELS["words" if tried else model], "choosing": tried,
+        "model": MODELS[model], "choosing": tried,
         "seed": seed, "words": len(task.vocabulary), "tags": len(task.tags),
         "tokens": {"train": task.train.num_observed}
         | {name: data.num_observed for name, data in task.parts.items()},
@@ -327,6 +354,7 @@ def measure(part: str) -> dict[str, Any]:
             if data.labels is not None
         },
         **{name: accuracy(task, name, decode) for name in evaluated}, **more,
+        **({"dev_first_half": accuracy(task, "dev", decode, 0.5)} if tried else {}),
     }  # fmt: skip
     print({name: value for name, value in row.items() if name != "trail"}, flush=True)
     return row
@@ -386,6 +414,12 @@ def draw(lines: list[dict[str, Any]]) -> None:
 def main() -> None:
     """Run the fits; each is written as soon as it is finished."""
     parts = [choosing(source, *each) for source in SOURCES for each in CHOICES]
+    parts += [
+        choosing_rate(source, model, rate)
+        for source in SOURCES
+        for model in ("characters", "spelling")
+        for rate in RATES
+    ]
     parts += [
         f"{source}-{model}-{seed}"
         for source in SOURCES

@@ -147,6 +147,41 @@ def test_the_table_of_matrix_fits_has_the_paper_beside_ours():
         assert decaying == f"{found['decaying']['ours']:.4f}"
 
 
+def test_what_is_said_of_the_figures_is_counted_from_their_rows():
+    """In how many cells a model has the largest or the least deviation, as it is plotted."""
+
+    def extreme(name, data, protocol, model, pick, truth=False):
+        found = 0
+        chosen = [
+            row for row in rows_of(name) if (row["data"], row["protocol"]) == (data, protocol)
+        ]
+        for cell in {(row["n"], row["l"]) for row in chosen}:
+            deviations = {}
+            for row in chosen:
+                if (row["n"], row["l"]) == cell:
+                    sampled = protocol == "as in the code" and row["model"] != "dense, direct"
+                    measure = ("mad_sampled" if sampled else "mad") + "_to_truth" * truth
+                    deviations[row["model"]] = row[measure]["ours"]
+            found += pick(deviations, key=deviations.get) == model
+        return found
+
+    numbers = results.figure_numbers()
+    code, right = "as in the code", "done right"
+    best = [
+        extreme("densehmm_synthetic", "synthetic", protocol, "dense, direct", min, truth)
+        for protocol, truth in ((code, True), (code, False), (right, True))
+    ]
+    assert best == [int(numbers[name]) for name in ("truth", "counts", "truth_right")]
+    for protocol, name in ((code, "worst"), (right, "worst_right")):
+        worst = [
+            extreme(f"densehmm_{figure}", data, protocol, "dense, EM", max,
+                    (data, protocol) == ("synthetic", right))
+            for figure, data in (("synthetic", "synthetic"), ("proteins", "proteins"),
+                                 ("tags", "penn"), ("tags", "web"))
+        ]  # fmt: skip
+        assert numbers[name] == f"{min(worst)} to {max(worst)}"
+
+
 def test_the_best_fit_to_words_stands_first():
     """And its line is the last step of that fit."""
     _, lines = cells(results.fits_table())
@@ -158,6 +193,19 @@ def test_the_best_fit_to_words_stands_first():
                   key=lambda row: row["steps"])  # fmt: skip
     assert lines[0][1] == f"{longest['nats_per_word']:.2f}"
     assert (module, method) == ("TabularHMM", "EM")  # as the page says
+
+
+def test_the_squared_distance_stays_at_uniform_words_and_the_relative_one_trains():
+    """As the page says of a DenseHMM and ten thousand words: within 0.2 nats of cross-entropy."""
+    found = results.pairs_numbers()
+    numbers = {name: float(found[name]) for name in ("uniform", "squared", "relative", "entropy")}
+    assert numbers["squared"] == pytest.approx(numbers["uniform"], abs=0.02)
+    assert numbers["relative"] < numbers["entropy"] + 0.2
+    fits = [row for row in rows_of("cooccurrence_scaling") if row.get("module") == "DenseHMM"]
+    last = {row["method"]: row for row in fits if row["quantity"] == "nats per held-out word"}
+    row = last["co-occurrence, relative distance"]
+    assert (row["V"], row["steps"]) == (10_000, 400)
+    assert numbers["relative"] == round(row["nats_per_word"], 2)
 
 
 def test_the_table_of_perplexities_is_that_of_the_result_files():
@@ -174,6 +222,7 @@ def test_the_table_of_perplexities_is_that_of_the_result_files():
         ("WikiText-2: 16,384 states, two levels", ("wikitext2", 16384)),
     ):
         row = models[key]
+        label = f"{label}, {row['parameters'] / 1e6:.1f} M"
         assert found[label][0] == f"{row['valid_perplexity']:.1f}"
         assert found[label][1] == f"{row['test_perplexity']:.1f}"
     for row in rows_of("language_model_baselines"):

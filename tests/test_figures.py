@@ -370,6 +370,39 @@ def test_rate_and_dropout_are_chosen_by_held_out_accuracy(figure, monkeypatch):
         script.choice("web")
 
 
+def test_models_from_letters_have_a_rate_of_their_own(figure, monkeypatch):
+    """Chosen by the first half of the held-out sentences, with the dropout of the first model."""
+    script = figure("tagging")
+    rows = [
+        {"part": script.choosing("web", rate, dropout),
+         "dev": {"posterior": {"all": -abs(rate - 0.03) - abs(dropout - 0.5)}}}
+        for rate, dropout in script.CHOICES
+    ]  # fmt: skip
+    rows += [
+        {"part": script.choosing_rate("web", "spelling", rate),
+         "dev": {"posterior": {"all": rate}},
+         "dev_first_half": {"posterior": {"all": -abs(rate - 0.003)}}}
+        for rate in script.RATES
+    ]  # fmt: skip
+    monkeypatch.setattr(script, "earlier", lambda name: rows)
+    assert script.choice("web", "spelling") == (0.003, 0.5)
+    with pytest.raises(ValueError, match=r"--only web-characters_choice-0.001 .*-0.03\."):
+        script.choice("web", "characters")
+
+
+def test_half_of_the_held_out_sentences_are_measured(figure):
+    script = figure("tagging")
+    task = script.read("toy")
+    seen = []
+
+    def decode(data):
+        seen.append(len(data))
+        return {"posterior": data.labels}
+
+    assert script.accuracy(task, "dev", decode, 0.5)["posterior"]["all"] == 1.0
+    assert sum(seen) == len(task.parts["dev"]) // 2
+
+
 # Baseline language models -------------------------------------------------------------------------
 
 

@@ -119,7 +119,7 @@ def write(name: str, rows: list[dict[str, Any]], **more: Any) -> None:
         "figure": name,
         "command": f"python figures/{name}.py",
         "versions": versions,
-        "machine": f"{platform.machine()}, {_processor()}",
+        "machine": machine(),
         **more,
         "rows": rows,
     }
@@ -133,6 +133,11 @@ def _finite(item: Any) -> Any:
     if isinstance(item, list | tuple):
         return [_finite(value) for value in item]
     return None if isinstance(item, float) and not math.isfinite(item) else item
+
+
+def machine() -> str:
+    """The machine that this runs on."""
+    return f"{platform.machine()}, {_processor()}"
 
 
 def _processor() -> str:

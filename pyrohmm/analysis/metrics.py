@@ -29,6 +29,8 @@ from ..distributions.hmm import HMM
 from ..infer.models import build
 from ..infer.results import Fit
 from ..nn.base import HMMModule
+from .usage import state_usage as state_usage
+from .usage import transition_spectrum as transition_spectrum
 
 LARGEST = 2**14  # number of states, of two labellings that are compared
 

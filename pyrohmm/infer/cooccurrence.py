@@ -33,6 +33,7 @@ from ..distributions.hmm import HMM
 from ..distributions.observation import is_categorical
 from ..nn.base import HMMModule, OwnParameters
 from ..ops.pair_losses import cross_entropy as cross_entropy
+from ..ops.pair_losses import relative_distance as relative_distance
 from ..ops.pair_losses import squared_distance as squared_distance
 from ..ops.pairs import Pairs as Pairs
 from ..ops.stationary import joint_probs as joint_probs
@@ -152,8 +153,8 @@ class CooccurrenceModel(OwnParameters):
         weight: w, the weight of the loss against the priors; one number, or one for each target.
         log_prior: A further log-density of the HMM built.
         loss: Called with the joint probabilities of the states, the probabilities of symbols and a
-            target: :func:`cooccurrence.squared_distance`, :func:`cooccurrence.cross_entropy`, or a
-            function of yours.
+            target: :func:`cooccurrence.squared_distance`, :func:`cooccurrence.relative_distance`,
+            :func:`cooccurrence.cross_entropy`, or a function of yours.
         stationary: Called with ``log_transition``, returns the marginal probabilities of the state
             ``(*B, K)``: :func:`cooccurrence.stationary`, or
             :func:`cooccurrence.stationary_detached`.
@@ -311,18 +312,19 @@ def fit_cooccurrence(  # noqa: D417  # the other arguments are those of fit_map
         num_symbols: V, for sequences of symbols; by default that of the module.
         lags: Distances of the pairs in steps, such as ``(1, 2, 5)``, whose losses are added.
             Adjacent steps by default.
-        loss: As in :class:`CooccurrenceModel`. For thousands of symbols take the cross-entropy:
-            the squared distance has hardly any slope at small probabilities, so that priors may
-            hold a fit at the uniform distribution.
+        loss: As in :class:`CooccurrenceModel`. For thousands of symbols take the cross-entropy or
+            the relative distance: the squared distance has hardly any slope at small probabilities,
+            so that priors may hold a fit at the uniform distribution.
         stationary: As in :class:`CooccurrenceModel`; ``stationary_detached`` leaves out the
             gradient of the stationary distribution, as published code does.
         edges: ``(V - 1,)``, between bins of numbers, such as :func:`cooccurrence.quantile_edges`.
             A state far from all numbers has no gradient: where priors put states there, give
             ``init=init_to_value(values=fit.start)`` of another fit.
         weight: Of the loss, against the priors; one number, or one for each lag. By default the
-            number of pairs n for the cross-entropy, which is then in nats, and for the squared
-            distance :math:`n / 2 \lVert W \rVert^2`, with which the two agree to second order
-            where all pairs that occur are equally frequent.
+            number of pairs n for the cross-entropy, which is then in nats, and for the relative
+            distance, which agrees with it to second order where symbols are nearly independent;
+            for the squared distance :math:`n / 2 \lVert W \rVert^2`, with which it does where all
+            pairs that occur are equally frequent.
         pairs_per_step: Number of pairs sampled at each step, in place of all; losses are noisy
             then, and ``tolerance=None`` takes all steps.
         log_prior: A further log-density of the HMM built.

@@ -7,6 +7,7 @@ Its modules; each imports only those above it:
 ``text``        sentences as lines of words and as codes
 ``clusters``    Brown clusters of words
 ``schedule``    ``WarmupCosine``, of the learning rate
+``contiguous``  sentences read as one text
 ``generation``  sentences sampled from an HMM in blocks
 ``model``       ``LanguageModel``
 ``command``     ``python -m pyrohmm.language``

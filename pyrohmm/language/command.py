@@ -35,8 +35,8 @@ from .model import LanguageModel
 from .text import END, UNKNOWN, count_words, encode
 
 OF_TRAINING = ["save", "valid", "checkpoint", "states", "clusters", "mass-power", "dim", "dropout",
-               "one-level", "min-count", "max-words", "epochs", "tokens", "rate", "decay", "clip",
-               "patience", "hold-out"]  # fmt: skip
+               "one-level", "contiguous", "min-count", "max-words", "epochs", "tokens", "streams",
+               "rate", "decay", "clip", "patience", "hold-out"]  # fmt: skip
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -63,6 +63,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error("with --load give --score FILE, --generate N or both")
     if options.per_line and not options.score:
         parser.error("--per-line tells more of --score FILE, which is not given")
+    if options.streams != parser.get_default("streams") and not options.contiguous:
+        parser.error("--streams belongs to --contiguous, which is not given")
     if options.train and options.states < options.clusters:
         parser.error(
             f"--states must be at least --clusters = {options.clusters}; got {options.states}"
@@ -107,7 +109,7 @@ def train(options: argparse.Namespace) -> LanguageModel:
     if options.valid:
         held = [line for name in options.valid for line in _read(name)]
     else:
-        lines, held = hold_out(lines, options.hold_out)
+        lines, held = hold_out(lines, options.hold_out, options.contiguous)
     if not any(line.split() for line in lines):
         raise ValueError(f"the text to train on must have words in it; its {len(lines):,} lines, "
                          "without those held out, are all blank.")  # fmt: skip
@@ -117,6 +119,7 @@ def train(options: argparse.Namespace) -> LanguageModel:
     model = LanguageModel.from_data(
         vocabulary, data, options.states, options.clusters, options.dim,
         mass_power=options.mass_power, two_level=not options.one_level, dropout=options.dropout,
+        contiguous=options.contiguous,
     )  # fmt: skip
     model.module.to(options.device)
 
@@ -144,6 +147,7 @@ def train(options: argparse.Namespace) -> LanguageModel:
         validation,
         num_epochs=options.epochs,
         batch_tokens=options.tokens,
+        num_streams=options.streams,
         learning_rate=options.rate,
         weight_decay=options.decay,
         clip_norm=options.clip,
@@ -159,12 +163,15 @@ def train(options: argparse.Namespace) -> LanguageModel:
     return model
 
 
-def hold_out(lines: list[str], share: float) -> tuple[list[str], list[str]]:
+def hold_out(
+    lines: list[str], share: float, contiguous: bool = False
+) -> tuple[list[str], list[str]]:
     """Lines to train on, and those held out: every so many-th, at least one of each.
 
     Args:
         lines: All of them.
         share: About which share to hold out, between 0 and 1.
+        contiguous: Whether to hold out the last ones instead, lest the text have gaps.
 
     Raises:
         ValueError: If there are fewer than two lines, or ``share`` is out of range.
@@ -179,6 +186,8 @@ def hold_out(lines: list[str], share: float) -> tuple[list[str], list[str]]:
         raise ValueError("one sentence cannot be divided into those to train on and those held "
                          "out; give --valid FILE, or more text.")  # fmt: skip
     count = min(max(1, round(share * len(lines))), len(lines) - 1)
+    if contiguous:
+        return lines[:-count], lines[-count:]
     held = {(2 * n + 1) * len(lines) // (2 * count) for n in range(count)}
     return (
         [line for number, line in enumerate(lines) if number not in held],
@@ -277,11 +286,15 @@ def _parser() -> argparse.ArgumentParser:
         "longer, and predicts better where a large text is read few times",
         type=_number(float, "at least 0 and below 1", lambda value: 0 <= value < 1))  # fmt: skip
     add("--one-level", action="store_true", help="transitions need a sum over all states: slower")
+    add("--contiguous", action="store_true",
+        help="read the lines as one text: the state goes on from each to the next")  # fmt: skip
     add("--min-count", type=count, default=1, help=f"rarer words become {UNKNOWN}")
     add("--max-words", type=_at_least(3), help="largest vocabulary; the rarest words give way")
     add = parser.add_argument_group("training").add_argument
     add("--epochs", type=count, default=10)
     add("--tokens", type=count, default=2048, help="largest number in a minibatch")
+    add("--streams", type=count, default=16,
+        help="with --contiguous, parts of the text that are read side by side")  # fmt: skip
     add("--rate", type=positive, default=0.004, help="largest learning rate of AdamW")
     add("--decay", default=0.0, help="weight decay of AdamW",
         type=_number(float, "at least 0", lambda value: value >= 0))  # fmt: skip

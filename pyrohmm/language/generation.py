@@ -9,23 +9,28 @@ from ..distributions.block_hmm import BlockHMM
 
 
 def sample_sentences(
-    hmm: BlockHMM, count: int, max_words: int, end: int, generator: torch.Generator | None
-) -> list[Tensor]:
+    hmm: BlockHMM, log_first: Tensor, max_words: int, end: int, generator: torch.Generator | None
+) -> tuple[list[Tensor], Tensor]:
     """Ancestral samples of sentences as codes, in a batch; only rows of A in use are computed.
 
     Args:
         hmm: Its blocks are disjoint.
-        count: How many sentences.
+        log_first: ``(n, K)``, log-probabilities of the first state of each of n sentences.
         max_words: Sentences that have not ended after so many words are cut off.
         end: Code of ``<eos>``, which is left out of them.
         generator: Source of randomness on the CPU; torch's global one by default.
+
+    Returns:
+        The n sentences, and the last state of each ``(n,)``, which emitted ``<eos>`` if it ended.
     """
+    count = len(log_first)
     sizes = hmm.blocks.sizes
     owner = torch.arange(hmm.blocks.num_blocks).repeat_interleave(sizes)
     place = torch.arange(hmm.blocks.num_states) - (sizes.cumsum(0) - sizes)[owner]
     words = torch.full((count, max_words), end)
     unfinished = torch.arange(count)  # sentences that have not ended
-    states = _choose(hmm.log_initial.expand(count, -1), generator)
+    states = _choose(log_first, generator)
+    last = states.clone()
     for step in range(max_words):
         if step > 0:
             rows = hmm.transition.rows(states)  # type: ignore[union-attr]  # blocks are disjoint
@@ -35,12 +40,13 @@ def sample_sentences(
         words[unfinished, step] = _choose(
             emitted.masked_fill(impossible.to(emitted.device), -torch.inf), generator
         )
+        last[unfinished] = states
         continues = words[unfinished, step] != end
         unfinished, states = unfinished[continues], states[continues]
         if len(unfinished) == 0:
             break
     lengths = (words != end).sum(-1)
-    return [row[:length] for row, length in zip(words, lengths.tolist())]
+    return [row[:length] for row, length in zip(words, lengths.tolist())], last
 
 
 def _choose(log_probs: Tensor, generator: torch.Generator | None) -> Tensor:

@@ -8,6 +8,7 @@ are made of V words in C clusters; there are K states.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
@@ -23,7 +24,7 @@ from ..data.batches import batches_in_round, cut_by_steps
 from ..data.sequences import Sequences
 from ..data.vocabulary import Vocabulary, word_classes
 from ..infer.map import fit_map
-from ..infer.models import MarginalModel
+from ..infer.models import MarginalModel, StatefulModel
 from ..infer.results import Fit
 from ..io.files import TENSORS, FilePath, check_directory, read_directory, write_directory
 from ..nn.base import in_mode
@@ -31,6 +32,7 @@ from ..nn.neural import NeuralHMM
 from ..ops import blocks as state_blocks
 from ..ops.blocks import Blocks
 from . import clusters, text
+from .contiguous import as_text, score_in_order
 from .generation import sample_sentences
 from .schedule import WarmupCosine
 from .text import END, check_ends, split_words
@@ -57,6 +59,8 @@ class LanguageModel:
         dropout: Share of the states of each block that is left out at each training step. It saves
             time, and small texts are not learnt by heart so soon. Of a large text, in a few rounds,
             more is learnt without (``figures/language_models.json``, "no dropout").
+        contiguous: Whether sentences are read as one text, so that the state at the end of each
+            determines how the next one begins. By default they are independent.
 
     Attributes:
         vocabulary: The V words.
@@ -91,6 +95,7 @@ class LanguageModel:
         *,
         two_level: bool = True,
         dropout: float = 0.5,
+        contiguous: bool = False,
     ) -> None:
         if END not in vocabulary:
             raise ValueError(f"vocabulary must have {END}, the end of a sentence, among its words.")
@@ -106,7 +111,9 @@ class LanguageModel:
                 f"got {blocks}. Make them with blocks.from_clusters."
             )
         self.vocabulary, self.blocks = vocabulary, blocks
-        self._options = {"hidden_dim": hidden_dim, "two_level": two_level, "dropout": dropout}
+        self.contiguous = contiguous
+        self._options = {"hidden_dim": hidden_dim, "two_level": two_level, "dropout": dropout,
+                         "contiguous": contiguous}  # fmt: skip
         self.module = NeuralHMM(
             blocks.num_states, len(vocabulary), hidden_dim,
             blocks=blocks, two_level=two_level, dropout=dropout,
@@ -124,6 +131,7 @@ class LanguageModel:
         mass_power: float = 0.0,
         two_level: bool = True,
         dropout: float = 0.5,
+        contiguous: bool = False,
     ) -> LanguageModel:
         """An untrained model whose blocks belong to Brown clusters of the words.
 
@@ -140,6 +148,7 @@ class LanguageModel:
                 ``figures/language_models.json``).
             two_level: The same.
             dropout: The same.
+            contiguous: The same.
 
         Raises:
             TypeError: If ``data`` are not :class:`Sequences` of integers.
@@ -155,7 +164,10 @@ class LanguageModel:
         counts = torch.bincount(data.values[data.exists], minlength=len(vocabulary))
         sizes = clusters.allocate(num_states, assignment, counts, mass_power)
         blocks = state_blocks.from_clusters(assignment, sizes)
-        return cls(vocabulary, blocks, hidden_dim, two_level=two_level, dropout=dropout)
+        return cls(
+            vocabulary, blocks, hidden_dim, two_level=two_level, dropout=dropout,
+            contiguous=contiguous,
+        )  # fmt: skip
 
     def __repr__(self) -> str:
         low, high = int(self.blocks.sizes.min()), self.blocks.width
@@ -173,6 +185,7 @@ class LanguageModel:
         *,
         num_epochs: int = 10,
         batch_tokens: int = 2048,
+        num_streams: int = 16,
         learning_rate: float = 0.004,
         weight_decay: float = 0.0,
         clip_norm: float | None = 1.0,
@@ -188,11 +201,18 @@ class LanguageModel:
         the end. With ``validation``, the parameters that predicted it best are kept. The optimizer
         is torch's fused one, which takes less time.
 
+        A contiguous model reads the sentences in their order, as one text that is divided into
+        streams; a minibatch is the next window of each, which goes on from the state at the end of
+        the window before (truncated backpropagation, see :class:`pyrohmm.StatefulModel`). Of the
+        text, and of ``validation``, as many pieces as there are streams begin like a new text.
+
         Args:
             data: Sentences to learn from, as :func:`encode` makes them.
             validation: Held-out sentences, evaluated after every round and after the last step.
             num_epochs: Number of rounds, about.
             batch_tokens: Largest number of tokens in a minibatch, padding included.
+            num_streams: Of a contiguous model; its windows have ``batch_tokens / num_streams``
+                steps.
             learning_rate: The largest.
             weight_decay: Of AdamW.
             clip_norm: As in :func:`pyrohmm.fit_svi`, per token.
@@ -206,6 +226,7 @@ class LanguageModel:
         """
         check_size("num_epochs", num_epochs)
         check_size("batch_tokens", batch_tokens)
+        check_size("num_streams", num_streams)
         chosen = sorted({"num_steps", "tolerance", "optimizer", "schedule"} & set(options))
         if chosen:
             raise TypeError(
@@ -215,21 +236,35 @@ class LanguageModel:
         check_ends("data", self.vocabulary, data)
         if validation is not None:
             check_ends("validation", self.vocabulary, validation)
+        model = MarginalModel(self.module)
+        batching: dict[str, Any] = {"batch_tokens": batch_tokens}
         num_steps = num_epochs * batches_in_round(data.lengths, batch_tokens)
+        if self.contiguous:
+            model, batching, in_round = self._windows(data, batch_tokens, num_streams)
+            num_steps, data = num_epochs * in_round, as_text(data)
+            validation = None if validation is None else as_text(validation, num_streams)
         return fit_map(
-            MarginalModel(self.module),
+            model,
             data,
             num_steps=num_steps,
             tolerance=None,
-            batch_tokens=batch_tokens,
             validation=validation,
             clip_norm=clip_norm,
             optimizer=partial(
                 torch.optim.AdamW, lr=learning_rate, weight_decay=weight_decay, fused=True
             ),
             schedule=partial(torch.optim.lr_scheduler.LambdaLR, lr_lambda=WarmupCosine(num_steps)),
+            **batching,
             **options,
         )
+
+    def _windows(
+        self, data: Sequences, batch_tokens: int, num_streams: int
+    ) -> tuple[StatefulModel, dict[str, Any], int]:
+        """The model of a contiguous text, its minibatches, and their number in a round."""
+        steps = max(1, batch_tokens // num_streams)
+        in_round = math.ceil(math.ceil(data.num_observed / num_streams) / steps)
+        return StatefulModel(self.module, num_streams), {"windows": (num_streams, steps)}, in_round
 
     # Evaluation and sampling
 
@@ -245,6 +280,9 @@ class LanguageModel:
     def score(self, sentences: Iterable[str] | Sequences) -> Tensor:
         """Log-probability of each sentence with its ``<eos>``, ``(N,)`` float64, in nats.
 
+        That of a contiguous model is given all the sentences before it; this takes some
+        milliseconds a sentence.
+
         Args:
             sentences: Lines, or what :meth:`encode` makes of them.
 
@@ -258,6 +296,9 @@ class LanguageModel:
         scores = torch.empty(len(data), dtype=torch.float64)
         device = next(self.module.parameters()).device
         with torch.no_grad(), in_mode(False, self.module):
+            if self.contiguous:
+                hmm: Any = self.module(torch.tensor([1]))
+                return score_in_order(hmm, data.to(device))
             for chosen in cut_by_steps(data.lengths, data.lengths.argsort(), STEPS):
                 part = data[chosen].to(device)
                 scores[chosen] = self.module(part.lengths).log_prob(part.values).double().cpu()
@@ -271,7 +312,7 @@ class LanguageModel:
     def generate(
         self, count: int, generator: torch.Generator | None = None, max_words: int = 100
     ) -> list[str]:
-        """Ancestral samples of sentences, without their ``<eos>``.
+        """Ancestral samples of sentences, without their ``<eos>``; contiguous ones are one text.
 
         Args:
             count: Number of sentences.
@@ -283,10 +324,14 @@ class LanguageModel:
         with torch.no_grad(), in_mode(False, self.module):
             hmm: Any = self.module(torch.tensor([1]))
             end = int(self.vocabulary.encode([END]))
-            parts = [
-                sample_sentences(hmm, min(AT_ONCE, count - first), max_words, end, generator)
-                for first in range(0, count, AT_ONCE)
-            ]
+            at_once = 1 if self.contiguous else AT_ONCE
+            log_first, parts = hmm.log_initial.unsqueeze(0), []
+            for first in range(0, count, at_once):
+                rows = log_first.expand(min(at_once, count - first), -1)
+                codes, last = sample_sentences(hmm, rows, max_words, end, generator)
+                parts.append(codes)
+                if self.contiguous:
+                    log_first = hmm.transition.rows(last)
         return [" ".join(self.vocabulary.decode(codes)) for part in parts for codes in part]
 
     def _coded(self, sentences: Iterable[str] | Sequences) -> Sequences:
@@ -325,6 +370,7 @@ class LanguageModel:
                 model = cls(
                     vocabulary, blocks, meta["hidden_dim"],
                     two_level=meta["two_level"], dropout=meta["dropout"],
+                    contiguous=meta.get("contiguous", False),  # older files have none
                 )  # fmt: skip
             model.module.to(state["bias"].dtype).load_state_dict(state)
         except Exception as error:

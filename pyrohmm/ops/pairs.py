@@ -26,7 +26,7 @@ class Pairs:
         counts: ``(M,)`` integers, at least 1, how often they do.
         num_symbols: V.
         lag: By how many steps the second follows the first.
-        squares: The sum of the squared fractions of all pairs, if these are a :meth:`sample`.
+        whole: All pairs, if these are a :meth:`sample` of them.
 
     Attributes:
         first, second, counts: As above, sorted by ``first`` and then ``second``, each pair once.
@@ -53,7 +53,7 @@ class Pairs:
         counts: Tensor,
         num_symbols: int,
         lag: int = 1,
-        squares: float | None = None,
+        whole: Pairs | None = None,
     ) -> None:
         check_size("num_symbols", num_symbols)
         check_size("lag", lag)
@@ -75,7 +75,7 @@ class Pairs:
             keys, self.counts = (torch.from_numpy(column).to(first.device) for column in sums)
             self.first, self.second = keys // num_symbols, keys % num_symbols
         self.num_symbols, self.lag = num_symbols, lag
-        self._squares = squares
+        self._whole = whole
 
     def __len__(self) -> int:
         return len(self.counts)
@@ -91,6 +91,11 @@ class Pairs:
         """Number of pairs counted."""
         return int(self.counts.sum())
 
+    @property
+    def whole(self) -> Pairs:
+        """All pairs: these, or those of which they are a :meth:`sample`."""
+        return self if self._whole is None else self._whole
+
     @cached_property
     def fractions(self) -> Tensor:
         """``(M,)``, counts over their total, in float64."""
@@ -98,12 +103,28 @@ class Pairs:
 
     @cached_property
     def squares(self) -> float:
-        """The sum of the squared fractions."""
-        return self._sampled_squares if self._squares is None else self._squares
+        """The sum of the squared fractions, of all pairs."""
+        return self.whole._sampled_squares
 
     @cached_property
     def _sampled_squares(self) -> float:
         return float(self.fractions.square().sum())
+
+    @cached_property
+    def relative_weights(self) -> Tensor:
+        """``(V,)``, the weight of each symbol in :func:`relative_distance`, by all pairs."""
+        pairs = self.whole
+        shares = pairs.fractions.new_zeros(pairs.num_symbols)
+        for symbols in (pairs.first, pairs.second):
+            shares.index_add_(0, symbols, pairs.fractions)
+        return relative_weights(shares / 2)
+
+    @cached_property
+    def relative_squares(self) -> float:
+        """The sum of the squared fractions with these weights, of all pairs."""
+        pairs, weights = self.whole, self.relative_weights
+        terms = pairs.fractions.square() * weights[pairs.first] * weights[pairs.second]
+        return float(terms.sum())
 
     def dense(self) -> Tensor:
         """The fractions as a matrix ``(V, V)``, in the default dtype, with zeros elsewhere."""
@@ -114,14 +135,15 @@ class Pairs:
         if self.counts.device == torch.empty(0, device=device).device:
             return self
         first, second, counts = (each.to(device) for each in (self.first, self.second, self.counts))
-        return Pairs(first, second, counts, self.num_symbols, self.lag, self._squares)
+        whole = None if self._whole is None else self._whole.to(device)
+        return Pairs(first, second, counts, self.num_symbols, self.lag, whole)
 
     def sample(self, num_pairs: int, generator: torch.Generator | None = None) -> Pairs:
         """Pairs sampled with replacement, in proportion to their counts: a minibatch.
 
         Its losses are unbiased estimates of those of all pairs: :func:`cross_entropy` is linear in
-        the fractions, and so is :func:`squared_distance` but for ``squares``, which stay those of
-        all.
+        the fractions, and so are :func:`squared_distance` and :func:`relative_distance` but for
+        ``squares`` and weights, which stay those of all.
 
         Args:
             num_pairs: How many to sample.
@@ -137,7 +159,7 @@ class Pairs:
             counts,
             self.num_symbols,
             self.lag,
-            self.squares,
+            self.whole,
         )
 
     @cached_property
@@ -193,6 +215,11 @@ class Pairs:
             return like
         values = values[self._by_second] if transposed else values
         return self._csr(like.crow_indices(), like.col_indices(), values)
+
+
+def relative_weights(shares: Tensor) -> Tensor:
+    """One over the mean of ``shares`` ``(*B, V)`` of symbols and of equal shares."""
+    return 2 / (shares + 1 / shares.size(-1))
 
 
 def _check_symbols(name: str, symbols: Tensor, num_symbols: int) -> None:

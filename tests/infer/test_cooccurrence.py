@@ -40,11 +40,11 @@ from pyrohmm.data import pair_counts
 from pyrohmm.data.pair_counts import binned, count_pairs, counted, quantile_edges
 from pyrohmm.infer.cooccurrence import average_probs, bin_probs
 from pyrohmm.ops import pair_losses
-from pyrohmm.ops.pair_losses import cross_entropy, squared_distance
+from pyrohmm.ops.pair_losses import cross_entropy, relative_distance, squared_distance
 from pyrohmm.ops.pairs import Pairs
 from pyrohmm.ops.stationary import joint_probs, predicted, stationary, stationary_detached
 
-LOSSES = [squared_distance, cross_entropy]
+LOSSES = [squared_distance, relative_distance, cross_entropy]
 
 
 @pytest.fixture
@@ -105,6 +105,10 @@ def by_formula(loss, joint, probs, shares):
     pair_probs = probs.mT @ joint @ probs
     if loss is squared_distance:
         return (pair_probs - shares).square().sum((-2, -1))
+    if loss is relative_distance:
+        shares_of_one = (shares.sum(-1) + shares.sum(-2)) / 2
+        m = (shares_of_one + 1 / shares.size(-1)) / 2
+        return ((pair_probs - shares).square() / (m[..., None] * m[..., None, :])).sum((-2, -1)) / 2
     return -torch.where(shares > 0, shares * pair_probs.log(), 0.0).sum((-2, -1))
 
 
@@ -539,7 +543,7 @@ def test_minibatches_of_pairs_are_unbiased(monkeypatch, loss, small):
     every = [
         Pairs(
             pairs.first[m : m + 1], pairs.second[m : m + 1], torch.tensor([1]), 4,
-            squares=pairs.squares,
+            whole=pairs,
         )
         for m in range(len(pairs))
     ]  # fmt: skip
@@ -550,6 +554,19 @@ def test_minibatches_of_pairs_are_unbiased(monkeypatch, loss, small):
         torch.autograd.grad(mean, (joint, probs)), torch.autograd.grad(whole, (joint, probs))
     ):
         torch.testing.assert_close(one, other)
+
+
+def test_the_relative_distance_is_the_excess_of_the_cross_entropy_near_independence():
+    """To second order, where all symbols are equally frequent: half of m is uniform."""
+    size, generator = 6, torch.Generator().manual_seed(0)
+    noise = torch.randn(2, size, size, generator=generator, dtype=torch.double)
+    noise = noise - noise.mean(-1, keepdim=True) - noise.mean(-2, keepdim=True)
+    noise = noise - noise.mean((-2, -1), keepdim=True)  # rows and columns sum to zero
+    joint, target = (1 + 1e-3 * noise) / size**2
+    alone = torch.eye(size, dtype=torch.double)
+    least = cross_entropy(target, alone, target)
+    excess = cross_entropy(joint, alone, target) - least
+    torch.testing.assert_close(relative_distance(joint, alone, target), excess, rtol=1e-2, atol=0.0)
 
 
 def test_pairs_are_drawn_in_proportion_to_their_counts():

@@ -204,6 +204,8 @@ def test_two_processes_train_what_one_trains(here, capsys):
                 ("dim", "9"),
                 ("dropout", "0"),
                 ("one-level",),
+                ("contiguous",),
+                ("streams", "3"),
                 ("min-count", "7"),
                 ("max-words", "9"),
                 ("epochs", "50"),
@@ -216,6 +218,7 @@ def test_two_processes_train_what_one_trains(here, capsys):
             ]
         ),
         (["train.txt", "--save", "m", "--device", "tpu"], "must be cpu or cuda"),
+        (["train.txt", "--save", "m", "--streams", "3"], "--streams belongs to --contiguous"),
         (["train.txt", "--save", "m", "--per-line"], "--per-line tells more of --score FILE"),
         (["train.txt", "--save", "m", "--states", "9"], "at least --clusters = 128; got 9"),
         (["--load", "m", "--generate", "0"], "--generate: must be a whole number of at least 1"),

@@ -1,0 +1,171 @@
+"""What of a large HMM is used: how many of its states, and how many dimensions of its transitions.
+
+``K`` states. Nothing of size K x K is kept, unless the HMM has a matrix of transitions already.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .._checks import check_size
+from ..data.sequences import Sequences
+from ..distributions.block_hmm import BlockHMM
+from ..distributions.hmm import HMM
+from ..infer.results import Fit
+from ..ops.block_transition import InnerProductTransition
+
+CHUNK = 1 << 22  # transition probabilities that exist at one time
+
+
+class StateUsage(NamedTuple):
+    """How often each state is expected to be visited.
+
+    Attributes:
+        counts: ``(K,)`` float64, expected number of steps in each state; they sum to the number of
+            steps.
+        effective: exp(entropy of the counts over their sum): the number of equally frequent states
+            that would be as even.
+    """
+
+    counts: Tensor
+    effective: float
+
+    def num_above(self, least: float = 1.0) -> int:
+        """Number of states with at least so many expected steps."""
+        return int((self.counts >= least).sum())
+
+
+class TransitionSpectrum(NamedTuple):
+    r"""The largest singular values of a transition matrix A.
+
+    Attributes:
+        singular_values: ``(n,)`` float64, falling.
+        squares: The sum of the squares of all K, :math:`\lVert A \rVert_F^2`.
+    """
+
+    singular_values: Tensor
+    squares: float
+
+    @property
+    def stable_rank(self) -> float:
+        """The sum of squares over the largest of them: from 1 to the rank of A."""
+        return self.squares / float(self.singular_values[0]) ** 2
+
+    def effective_rank(self, share: float = 0.99) -> int | None:
+        """How many singular values have this share of the sum of squares; None if more than n.
+
+        Args:
+            share: Above 0, at most 1.
+        """
+        if not 0 < share <= 1:
+            raise ValueError(f"share must be above 0 and at most 1; got {share}.")
+        reached = self.singular_values.square().cumsum(0) / self.squares >= share - 1e-12
+        return int(reached.byte().argmax()) + 1 if bool(reached.any()) else None
+
+
+def state_usage(model: HMM | Fit, data: Sequences, batch_size: int = 256) -> StateUsage:
+    r"""Expected number of steps in each state, :math:`\sum_{nt} p(z_t^n = k \mid x^n)`.
+
+    With states in blocks, memory is that of the block of each symbol, not of all K states.
+
+    Args:
+        model: An :class:`HMM` built for these sequences, or a :class:`Fit`.
+        data: The sequences.
+        batch_size: How many are evaluated at a time, if ``model`` is a fit.
+
+    Example:
+        >>> data = Sequences.from_list([[0, 0, 0, 1]])
+        >>> even, emission = torch.full((2, 2), 0.5).log(), Categorical(torch.eye(2))
+        >>> found = state_usage(HMM(even[0], even, emission, data.lengths), data)
+        >>> found.counts, round(found.effective, 3)
+        (tensor([3., 1.], dtype=torch.float64), 1.755)
+    """
+    if isinstance(model, HMM):
+        hmms: Any = [(model, data)]
+    else:
+        parts = [data[start : start + batch_size] for start in range(0, len(data), batch_size)]
+        hmms = zip(model.hmms(parts), parts)
+    counts = sum(_expected_steps(hmm, part.values) for hmm, part in hmms)
+    shares = counts / counts.sum()
+    return StateUsage(counts, float(torch.special.entr(shares).sum().exp()))
+
+
+def _expected_steps(hmm: HMM, values: Tensor) -> Any:
+    """``(K,)`` float64."""
+    with torch.no_grad():
+        if not isinstance(hmm, BlockHMM) or hmm.observed is not None:
+            return hmm.posterior(values).states.flatten(0, -2).double().sum(0)
+        found = hmm.block_posterior(values)
+        exists = found.states >= 0
+        counts = torch.zeros(hmm.num_states, dtype=torch.float64, device=found.probs.device)
+        return counts.index_add_(0, found.states[exists], found.probs[exists].double())
+
+
+def transition_spectrum(
+    hmm: HMM,
+    num_values: int = 256,
+    num_iterations: int = 4,
+    generator: torch.Generator | None = None,
+) -> TransitionSpectrum:
+    """Singular values of the transition matrix, whose rows are computed some at a time.
+
+    Subspace iteration from a random start (Halko, Martinsson and Tropp, 2011,
+    https://arxiv.org/abs/0909.4061): K² D operations for each iteration, and memory for
+    2 K (n + 10) numbers. Singular values are exact where K is at most n + 10, and are never
+    overestimated otherwise: those that are close to the first one left out come out too small.
+
+    Args:
+        hmm: Without batch dimensions, and with one transition matrix for all steps.
+        num_values: n, how many singular values are wanted; all K if there are fewer.
+        num_iterations: More make the smallest of them more accurate.
+        generator: Source of randomness on the CPU; torch's global one by default.
+
+    Raises:
+        ValueError: If there are several transition matrices.
+
+    Example:
+        >>> sticky, even = torch.tensor([[0.9, 0.1], [0.1, 0.9]]).log(), torch.full((2,), 0.5).log()
+        >>> hmm = HMM(even, sticky, Categorical(torch.eye(2)), torch.tensor([1]))
+        >>> found = transition_spectrum(hmm)  # eigenvalues 1 and 0.8
+        >>> found.singular_values, round(found.stable_rank, 2), found.effective_rank(0.9)
+        (tensor([1.0000, 0.8000], dtype=torch.float64), 1.64, 2)
+    """
+    check_size("num_values", num_values)
+    check_size("num_iterations", num_iterations)
+    rows, size = _rows_of(hmm), hmm.num_states
+    width = min(size, num_values + 10)
+    with torch.no_grad():
+        basis = torch.randn(size, width, dtype=torch.float64, generator=generator)
+        basis = basis.to(hmm.log_initial.device)
+        for _ in range(num_iterations):
+            basis = torch.linalg.qr(basis).Q
+            basis = sum(part.mT @ (part @ basis) for part in _parts(rows, size))  # A^T A
+        basis = torch.linalg.qr(basis).Q
+        images, squares = [], 0.0
+        for part in _parts(rows, size):
+            images.append(part @ basis)
+            squares += float(part.square().sum())
+        values = torch.linalg.svdvals(torch.cat(images))[:num_values]
+    return TransitionSpectrum(values.cpu(), squares)
+
+
+def _rows_of(hmm: HMM) -> Callable[[Tensor], Tensor]:
+    """A function that computes log-probabilities ``(n, K)`` of transitions from some states."""
+    if isinstance(hmm, BlockHMM) and isinstance(hmm.transition, InnerProductTransition):
+        return hmm.transition.rows
+    matrix = hmm.log_transition
+    if matrix.dim() != 2:
+        raise ValueError(
+            f"hmm must have one transition matrix (K, K); its shape is {tuple(matrix.shape)}."
+        )
+    return lambda states: matrix[states]
+
+
+def _parts(rows: Callable[[Tensor], Tensor], size: int) -> Iterator[Tensor]:
+    """Consecutive rows of the matrix of probabilities, in float64."""
+    for states in torch.arange(size).split(max(1, CHUNK // size)):
+        yield rows(states).double().exp()
