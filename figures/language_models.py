@@ -124,18 +124,6 @@ BEST = {
         ),
         Paper(167.0, None, 32768, 128),
     ),
-    "annealed-ptb": (
-        Model(
-            "best",
-            "dropout annealed",
-            states=16384,
-            by_mass=True,
-            epochs=6,
-            last_dropout=0.0,
-            bfloat16=True,
-        ),
-        Paper((134.0, 136.0), None, 16384, 128),
-    ),
     "best-8192-ptb": (
         Model("best", "best of 8,192 states", states=8192, by_mass=True, epochs=20, decay=0.03),
         Paper(142.0, None, 8192, 64),
@@ -286,6 +274,8 @@ def draw(rows: list[dict[str, Any]], baselines: list[dict[str, Any]]) -> None:
         best = [row for row in rows if (row["panel"], row["data"]) == ("best", data)]
         for number, row in enumerate(best):
             label = f"{row['states']:,} states"
+            if row.get("last_dropout") is not None:
+                label += ",\ndropout falls"
             axes[data].plot(*zip(*row["course"]), ".-", color=f"C{number}", label=label)
         for number, row in enumerate(best):
             label = f"paper, {row['paper_states']:,} states"
