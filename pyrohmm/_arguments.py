@@ -19,6 +19,7 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 import torch
+from pyro.distributions import Categorical
 from pyro.distributions.torch_distribution import TorchDistribution
 from torch import Tensor
 from torch.distributions import Distribution
@@ -210,6 +211,7 @@ _TESTS: dict[Any, Test] = {
     float: _is_number,
     bool: lambda value: isinstance(value, bool | np.bool_),
     Tensor: _is_tensor,
+    Categorical: lambda value: isinstance(value, torch.distributions.Categorical),
     TorchDistribution: lambda value: isinstance(value, Distribution),  # Pyro's are of both kinds
 }
 

@@ -118,7 +118,7 @@ class Vocabulary(tuple[str, ...]):
             codes = [self._codes.get(symbol, other) for symbol in symbols]
         if None in codes:
             raise ValueError(
-                f"symbol {symbols[codes.index(None)]!r} is not one of the {len(self)} of the "
+                f"symbol {symbols[codes.index(None)]!r} is none of the {len(self)} symbols of the "
                 "vocabulary. Build the vocabulary with unknown=, which stands for all others."
             )
         return torch.tensor(codes, dtype=torch.long)

@@ -387,8 +387,7 @@ class BlockHMM(HMM):
 
     def _refuse_nan(self) -> None:
         """Raise if a parameter is NaN: states, which are whole numbers, could not show it."""
-        scores = (part for part in self._scores() if part is not None)
-        refuse_nan(self.log_initial, self.log_emission, *scores)
+        refuse_nan(self.log_initial, self.log_emission, *filter(torch.is_tensor, self._scores()))
 
     def _scores(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Vectors and shares of the transition, or its matrix where that takes less time."""

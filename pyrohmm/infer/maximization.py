@@ -82,6 +82,7 @@ class ClosedForms:
         self.emission: Any = None
         self.prefix: str | None = None
         self.names: set[str] = set()  # of the parameters of the chain
+        self.last_step: tuple[Tensor, Tensor, Tensor | None] | None = None  # its end and counts
         emission = module.emission_module()
         for name, part in module.named_modules():
             if part is emission:
@@ -100,7 +101,6 @@ class ClosedForms:
         # zeros of a transition matrix without a prior are those of the model
         point = "transition" in self.names and "transition" not in parameters.sites
         self.possible = parameters.get("transition")[0] > 0 if point else None
-        self.last_step: tuple[Tensor, Tensor, Tensor | None] | None = None  # its end and counts
 
     def is_of_emission(self, name: str) -> bool:
         """Whether the parameter ``name`` is one of the emission module."""

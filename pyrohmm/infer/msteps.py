@@ -269,7 +269,7 @@ class LogitGradient:
         self.step = step or GradientStep(num_steps=100)
 
     def __call__(
-        self, rows: Tensor, counts: Tensor, prior: DiversityPrior, allowed: Tensor | None = None
+        self, rows: Tensor, counts: Tensor, prior: TransitionPrior, allowed: Tensor | None = None
     ) -> Tensor:
         """Raise the objective: see :class:`TransitionStep`."""
         counts = _significant(counts.detach().double())
@@ -277,7 +277,7 @@ class LogitGradient:
                               rows, counts, prior, allowed)  # fmt: skip
 
     def _climb(
-        self, old: Tensor, counts: Tensor, prior: DiversityPrior, allowed: Tensor | None
+        self, old: Tensor, counts: Tensor, prior: TransitionPrior, allowed: Tensor | None
     ) -> Tensor:
         kept = torch.zeros_like(old, dtype=torch.bool) if allowed is None else ~allowed
         start = old.clamp(min=0.01 / old.size(-1)).masked_fill(kept, 0.0)

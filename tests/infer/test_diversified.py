@@ -295,11 +295,9 @@ class Rows(HMMModule):
         return statistics["pairs"] + (1.0 if "transition" in self._pyro_samples else 0.0)
 
 
-def refuse(loss, parameters):
-    raise AssertionError("nothing is left to gradient steps")
-
-
-refuse.optimizer, refuse.guard = None, True
+class NoStep(GradientStep):
+    def __call__(self, loss, parameters):
+        raise AssertionError("nothing is left to gradient steps")
 
 
 @pytest.mark.parametrize("restarts", [1, 2])
@@ -309,7 +307,7 @@ def test_a_chain_of_the_users_keeps_its_closed_form(prior, restarts):
     freeze(tabular, "initial", torch.full((3,), 1 / 3))
     start = starts.from_prior(tabular, data, restarts)
     options = {"start": start, "restarts": restarts, "log_prior": prior, "num_steps": 5}
-    options |= {"tolerance": None, "gradient_step": refuse}
+    options |= {"tolerance": None, "gradient_step": NoStep()}
     expected = fit_em(tabular, data, **options)
     for step in (None, msteps.FixedPoint()) if prior else (None,):
         fit = fit_em(Rows(), data, transition_step=step, **options)

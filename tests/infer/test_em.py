@@ -497,14 +497,14 @@ ONLINE = {
 def test_online_em_reaches_the_optimum_of_batch_em(name, size):
     """Though the first batch lacks symbols that others have.
 
-    The last steps have a size of 1/14, and the noise of the average is of that order.
+    Many small steps: after 40 it is still a third of the way above.
     """
     build, family, first = ONLINE[name]
     data, module, begin = build(), TabularHMM(2, family), start_at(CHAIN | first)
     whole = fit_em(module, data, start=begin, tolerance=1e-9).losses
     for seed in range(2):
         fit = fit_em(
-            module, data, start=begin, num_steps=40, batch_size=size,
+            module, data, start=begin, num_steps=200, batch_size=size,
             generator=torch.Generator().manual_seed(seed),
         )  # fmt: skip
         assert fit.losses[-1] < whole[-1] + 0.1 * (whole[0] - whole[-1])
@@ -750,8 +750,7 @@ def test_one_state_and_one_step(num_states, num_steps):
     fit = fit_em(TabularHMM(num_states, normal(2)), data, num_steps=4, tolerance=None)
     assert_climbs(fit.losses)
     if num_states == 1:
-        flat = values.reshape(-1, 2)
-        expected = flat.sum(0) / (len(flat) + 0.01)
+        expected = values.reshape(-1, 2).mean(0)  # which is the mean of the prior, too
         torch.testing.assert_close(fit.values["module.emission.loc"][0], expected)
         torch.testing.assert_close(fit.losses[1:], fit.losses[1:2].expand(4))
 
@@ -892,11 +891,11 @@ def test_a_family_of_the_users_joins_the_closed_form_by_its_two_methods(restarts
     begin = sample_start(module, data, restarts)
     options = {"num_steps": 5, "tolerance": None, "restarts": restarts}
 
-    def refuse(loss, parameters):
-        raise AssertionError("nothing is left to gradient steps")
+    class NoStep(GradientStep):
+        def __call__(self, loss, parameters):
+            raise AssertionError("nothing is left to gradient steps")
 
-    refuse.optimizer, refuse.guard = None, True
-    closed = fit_em(module, data, start=start_at(begin), gradient_step=refuse, **options)
+    closed = fit_em(module, data, start=start_at(begin), gradient_step=NoStep(), **options)
     other = TabularHMM(2, wrapped(Failures), 1.5, 1.5)
     renamed = {one.replace("emission.", "emission.inner."): v for one, v in begin.items()}
     step = GradientStep(num_steps=200)

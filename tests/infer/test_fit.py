@@ -1198,7 +1198,7 @@ def test_signatures_list_all_that_fits_take_and_agree():
             assert parameters[name].default == by_map[name].default, name
     assert shared <= svi.keys()
     assert shared <= by_map.keys()
-    assert shared - pairs.keys() == {"batch_size", "batch_tokens", "windows"}
+    assert shared - pairs.keys() == {"batch_size", "batch_tokens", "windows", "precision"}
 
 
 def test_data_of_the_wrong_kind_are_named():
