@@ -6,6 +6,7 @@ Its modules; each imports only those above it:
 
 ``sparse_dirichlet``  Dirichlet rows with exact zeros
 ``inverse_wishart``   the prior of covariance matrices
+``linear_emissions``  emissions whose log-probabilities are a product of matrices
 ``observation``       joined and tied emissions; log-probabilities per state
 ``values``            observations as the recursions read them
 ``arguments``         the arguments of an ``HMM``, checked

@@ -7,25 +7,25 @@ allows it exactly they are integrated out (:func:`marginal_log_prob`), never fil
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import reduce
 from typing import Any
 
 import torch
 from pyro.distributions import Categorical as PyroCategorical
+from pyro.distributions import MixtureSameFamily as PyroMixture
 from pyro.distributions.torch_distribution import TorchDistribution
 from torch import Tensor
 from torch.distributions import (
-    Bernoulli,
     Categorical,
     Independent,
     MixtureSameFamily,
     MultivariateNormal,
     constraints,
 )
-from torch.nn.functional import softplus
-
 from .._checks import check_integers, check_range
 from ..ops.log_space import log, logsumexp
 from ..ops.lookup import take_rows
+from .linear_emissions import component_log_prob, linear_log_prob
 
 
 class Streams(TorchDistribution):
@@ -233,14 +233,17 @@ def log_prob_per_state(emission: Any, values: Tensor) -> Tensor:
     that are NaN are missing: see :func:`marginal_log_prob`.
     """
     if isinstance(emission, Streams):
-        pieces = emission.split(values)
-        parts = [log_prob_per_state(part, piece) for part, piece in zip(emission.parts, pieces)]
-        return torch.stack(torch.broadcast_tensors(*parts)).sum(0)
+        pieces = zip(emission.parts, emission.split(values))
+        return reduce(torch.add, (log_prob_per_state(part, piece) for part, piece in pieces))
     if isinstance(emission, Tied):
         return log_prob_per_state(emission.base, values).index_select(-1, emission.index)
-    if _is_of_bits(emission):
-        return _of_bits(emission.base_dist.logits, values)
+    if type(emission) in (PyroMixture, MixtureSameFamily):
+        weights = emission.mixture_distribution.logits.log_softmax(-1)
+        return logsumexp(log_prob_per_component(emission, values) + weights, -1)
     if not is_categorical(emission):
+        scores = linear_log_prob(emission, values)
+        if scores is not None:
+            return scores
         return marginal_log_prob(emission, values.unsqueeze(-1 - len(emission.event_shape)))
     # a look-up of rows: log_prob would keep a gradient of N T K V numbers
     missing = values.isnan() if values.dtype.is_floating_point else None
@@ -258,28 +261,14 @@ def log_prob_per_state(emission: Any, values: Tensor) -> Tensor:
     return scores if missing is None else scores.masked_fill(missing.unsqueeze(-1), 0.0)
 
 
-def _is_of_bits(emission: Any) -> bool:
-    """Whether it is one of vectors of zeros and ones, with one table for all that is observed."""
-    return (
-        isinstance(emission, Independent)
-        and isinstance(emission.base_dist, Bernoulli)
-        and len(emission.event_shape) == 1
-        and emission.batch_shape[-2:-1] in ((), (1,))
-    )
-
-
-def _of_bits(logits: Tensor, values: Tensor) -> Tensor:
-    """Log-density ``(*A, K)`` of independent bits: products of matrices, not N T K D numbers.
-
-    Args:
-        logits: ``(*b, K, D)`` with ``b[-1] = 1``, if there is one.
-        values: ``(*A, D)``; NaN is missing.
-    """
-    if logits.dim() > 2:
-        logits = logits.squeeze(-3)  # what comes before belongs to what A has before its last
-    known = ~values.isnan()
-    ones = torch.where(known, values, 0.0).to(logits.dtype)
-    return ones @ logits.mT - known.to(logits.dtype) @ softplus(logits).mT
+def log_prob_per_component(mixture: Any, values: Tensor) -> Tensor:
+    """Log-density ``(*A, K, C)`` of ``values`` ``(*A, *E)`` in each component of K mixtures."""
+    scores = component_log_prob(mixture, values)
+    if scores is None:
+        at = -1 - len(mixture.event_shape)
+        apart = values.unsqueeze(at).unsqueeze(at)
+        scores = marginal_log_prob(mixture.component_distribution, apart)
+    return scores
 
 
 def marginal_log_prob(distribution: Any, values: Tensor) -> Tensor:
