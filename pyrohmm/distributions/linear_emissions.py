@@ -244,24 +244,24 @@ class _Vectors:
         """Log-density ``(*A, K)`` of values ``(*A, D)``; None if some are missing."""
         if not values.numel():
             return None
+        inverse = _inverse(self.root)
         with torch.no_grad():
             largest = _largest(values)
             centre = _Normal(self.loc, self.root.norm(dim=-1).expand_as(self.loc)).centre
-            tests = self._condition(largest, centre)
+            tests = self._condition(largest, centre, inverse.abs())
         size, *found = torch.stack([largest, *tests]).tolist()
         if math.isnan(size):
             return None
         wide = _precision(values.dtype, values.size(-1), *found)
         if wide is None:
             return self._state_by_state(values)
-        loc, root, centred = (
-            self.loc.to(wide) - centre, self.root.to(wide), values.to(wide) - centre
-        )  # fmt: skip
-        return _whitened(loc, root, centred).to(values.dtype)
+        if wide != values.dtype:
+            inverse = _inverse(self.root.to(wide))
+        scores = _whitened(self.loc.to(wide) - centre, inverse, values.to(wide) - centre)
+        return scores.to(values.dtype)
 
-    def _condition(self, largest: Tensor, centre: Tensor) -> tuple[Tensor, Tensor]:
+    def _condition(self, largest: Tensor, centre: Tensor, inverse: Tensor) -> tuple[Tensor, Tensor]:
         """Skeel's condition number of whitening, which the units of components do not change."""
-        inverse = _inverse(self.root).abs()
         spread = self.root.abs().sum(-1) + (self.loc - centre).abs()
         reach = (largest + self.loc.abs().amax()) * inverse.sum(-1).amax()
         return (inverse @ spread.unsqueeze(-1)).amax(), reach
@@ -276,18 +276,17 @@ class _Vectors:
         return torch.stack([_recomputed(column, values, *part) for part in parts], -1)
 
 
-def _whitened(loc: Tensor, root: Tensor, values: Tensor) -> Tensor:
-    inverse = _inverse(root)
+def _whitened(loc: Tensor, inverse: Tensor, values: Tensor) -> Tensor:
+    """Log-densities, given the inverse of the Cholesky factors."""
     mean = (inverse @ loc.unsqueeze(-1)).squeeze(-1)  # (*b, K, D)
-    constant = -root.diagonal(dim1=-2, dim2=-1).log().sum(-1)
-    if root.size(-3) == 1:  # states that share a matrix whiten alike
+    constant = inverse.diagonal(dim1=-2, dim2=-1).log().sum(-1)
+    if inverse.size(-3) == 1:  # states that share a matrix whiten alike
         apart = product(values, inverse.squeeze(-3))
         return _Normal(mean, torch.ones_like(mean)).log_prob(apart) + constant
     columns = torch.cat([inverse.expand(*mean.shape, -1), -mean.unsqueeze(-1)], -1)
     rows = torch.cat([values, values.new_ones(1).expand(*values.shape[:-1], 1)], -1)
-    return torch.add(
-        constant - HALF_LOG_TAU * values.size(-1), squared_norms(rows, columns), alpha=-0.5
-    )
+    constant = constant - HALF_LOG_TAU * values.size(-1)
+    return torch.add(constant, squared_norms(rows, columns), alpha=-0.5)
 
 
 def _inverse(root: Tensor) -> Tensor:

@@ -22,6 +22,7 @@ from torch.distributions import (
     MultivariateNormal,
     constraints,
 )
+
 from .._checks import check_integers, check_range
 from ..ops.log_space import log, logsumexp
 from ..ops.lookup import take_rows

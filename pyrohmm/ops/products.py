@@ -1,9 +1,9 @@
 r"""Products of matrices between observations and states.
 
-Rows are features of observations, ``(*A, F)``, columns belong to states, ``(*b, K, F)``; their batch
-dimensions broadcast from the right. What has a size of its own on both sides, as parameters per
-sequence have, becomes a batch of products; all else is one product. Neither values nor gradients
-make one number for each observation, state and feature.
+Rows are features of observations, ``(*A, F)``, columns belong to states, ``(*b, K, F)``; their
+batch dimensions broadcast from the right. What has a size of its own on both sides, as parameters
+per sequence have, becomes a batch of products; all else is one product. Neither values nor
+gradients make one number for each observation, state and feature.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class _Batch:
         return rows.reshape(*self.shared, self.height, size)
 
     def of_columns(self, columns: Tensor, own: int) -> Tensor:
-        """``(*b, K, *X)`` as ``([S,] R K, *X)``; the last ``own`` dimensions are those of a state."""
+        """``(*b, K, *X)`` as ``([S,] R K, *X)``; ``own`` is the number of dimensions after b."""
         states, *rest = columns.shape[columns.dim() - own :]
         columns = columns.reshape(*self.columns, states, *rest)
         columns = columns.permute(*self.order, *range(-own, 0))
@@ -144,14 +144,15 @@ class _SquaredNorms(torch.autograd.Function):
         rows, columns = ctx.saved_tensors
         if torch.is_grad_enabled():  # the gradient will itself be differentiated
             return tuple(differentiable_gradient(_all_squared_norms, (rows, columns), gradient))
-        by_rows, by_columns = (torch.zeros_like(part) for part in (rows, columns))
+        flat = _flat(columns)
+        by_rows, by_flat = torch.zeros_like(rows), torch.zeros_like(flat.mT)
         for chunk, inner in _inner_products(rows, columns):
             inner = inner.mul_(2 * gradient[..., chunk, :].unsqueeze(-2)).flatten(-2)
-            sums = inner.mT @ rows[..., chunk, :]  # (.., D K, F)
-            by_columns += sums.unflatten(-2, columns.shape[-3:-1][::-1]).transpose(-3, -2)
+            by_flat += rows[..., chunk, :].mT @ inner
             if ctx.needs_input_grad[0]:
-                by_rows[..., chunk, :] = inner @ _flat(columns)
-        return by_rows, by_columns
+                by_rows[..., chunk, :] = inner @ flat
+        by_columns = by_flat.unflatten(-1, (columns.size(-2), columns.size(-3)))
+        return by_rows, by_columns.movedim(-3, -1).transpose(-3, -2)
 
 
 def _flat(columns: Tensor) -> Tensor:
