@@ -33,9 +33,9 @@ LONG_FUNCTIONS: dict[str, str] = {
     "infer.em.fit_em": "explains fifteen arguments; its body makes the parts of the loop",
     "infer.cooccurrence.fit_cooccurrence": "lists its own arguments and those of all fits",
 }
-# Of the whole package some 12,000 are code, 6,000 docstrings and 1,400 imports. It may grow by what
+# Of the whole package some 12,300 are code, 6,000 docstrings and 1,400 imports. It may grow by what
 # it can do, never by the way.
-MOST_LINES = {"module": 500, "class": 350, "function": 80, "package": 22_500}
+MOST_LINES = {"module": 500, "class": 350, "function": 80, "package": 23_000}
 
 
 def name_of(path):

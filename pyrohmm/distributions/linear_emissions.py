@@ -24,9 +24,8 @@ import torch
 from torch import Tensor
 from torch import distributions as torch_dist
 from torch.nn.functional import binary_cross_entropy_with_logits, logsigmoid
-from torch.utils.checkpoint import checkpoint
 
-from .._precision import full_precision
+from .._precision import full_precision, recomputed
 from ..ops.products import product, squared_norms
 
 # Largest relative error of log-densities, by the dtype they are wanted in.
@@ -151,7 +150,7 @@ class _Components:
             return type(self)(*parameters)._as_it_stands(values, known).squeeze(-1)
 
         parts = zip(*(part.split(1, -2) for part in self.parameters))
-        return torch.stack([_recomputed(column, values, *part) for part in parts], -1)
+        return torch.stack([recomputed(column, values, *part) for part in parts], -1)
 
 
 class _Normal(_Components):
@@ -273,7 +272,7 @@ class _Vectors:
 
         roots = self.root.expand(*self.loc.shape, -1).unbind(-3)
         parts = zip(self.loc.unbind(-2), roots)
-        return torch.stack([_recomputed(column, values, *part) for part in parts], -1)
+        return torch.stack([recomputed(column, values, *part) for part in parts], -1)
 
 
 def _whitened(loc: Tensor, inverse: Tensor, values: Tensor) -> Tensor:
@@ -298,11 +297,6 @@ def _largest(values: Tensor) -> Tensor:
     """The largest absolute value, NaN if there is any: in a tenth of the time of ``isnan``."""
     low, high = values.aminmax()
     return torch.maximum(high, -low)
-
-
-def _recomputed(function: Any, *arguments: Tensor) -> Any:
-    """``function(*arguments)``, computed again for the gradient rather than kept."""
-    return checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=False)
 
 
 _FAMILIES: dict[type, tuple[Any, ...]] = {
