@@ -42,8 +42,8 @@ def linear_log_prob(emission: Any, values: Tensor) -> Tensor | None:
         values: Components that are NaN are missing, and integrated out.
 
     Returns:
-        None if the emission is not of a family known here, or components of vectors with covariance
-        matrices are missing.
+        None if the emission is not of a family known here; or it has covariance matrices, and
+        components are missing or values so few that its own ``log_prob`` is as fast.
     """
     return _log_prob(emission, values, mixed=False)
 
@@ -240,8 +240,9 @@ class _Vectors:
         self.loc, self.root = loc, root
 
     def log_prob(self, values: Tensor) -> Tensor | None:
-        """Log-density ``(*A, K)`` of values ``(*A, D)``; None if some are missing."""
-        if not values.numel():
+        """Log-density ``(*A, K)`` of values ``(*A, D)``; None where these are few, or miss some."""
+        shape = torch.broadcast_shapes(values.unsqueeze(-2).shape, self.loc.shape)
+        if shape.numel() <= SMALL:
             return None
         inverse = _inverse(self.root)
         with torch.no_grad():

@@ -102,10 +102,7 @@ def check(scores, expected, parameters):
 def test_log_densities_are_those_of_the_distribution(name, batch, states, dim, rows):
     """With parameters for all, for restarts, for each sequence, and for both."""
     parameters, build, values = case(name, batch, states, dim, rows)
-    found = linear_log_prob(build(*parameters), values)
-    if "mixture" in name:
-        assert found is None  # its components are known, it is not
-        found = log_prob_per_state(build(*parameters), values)
+    found = log_prob_per_state(build(*parameters), values)
     check(found, build(*parameters).log_prob(values.unsqueeze(-2)), parameters)
 
 
