@@ -25,7 +25,7 @@ import pyro
 import torch
 from common import FOLDER, arguments, earlier, interleaved, pyplot, ratio, write
 from pyro import poutine
-from pyro.distributions import Categorical, DiscreteHMM
+from pyro.distributions import Categorical, DiscreteHMM, MultivariateNormal, Normal
 from pyro.infer import TraceEnum_ELBO
 
 from pyrohmm import (
@@ -38,9 +38,11 @@ from pyrohmm import (
     fit_cooccurrence,
     fit_em,
     fit_map,
+    normal,
+    normal_full,
     starts,
 )
-from pyrohmm.ops import backends
+from pyrohmm.ops import backends, recursions
 
 try:
     import jax
@@ -50,12 +52,18 @@ try:
 except ImportError:
     jax = None
 try:
-    from hmmlearn.hmm import CategoricalHMM
+    from hmmlearn.hmm import CategoricalHMM, GaussianHMM
 except ImportError:
     CategoricalHMM = None
 
 SHAPES = [(256, 100, 16, 64), (64, 200, 128, 1000), (32, 64, 1024, 1000), (1, 10000, 8, 32)]
 QUICK = [(4, 10, 4, 8), (1, 300, 3, 5)]
+VECTORS = [  # covariance, N, T, K, D
+    ("diag", 64, 200, 32, 40),
+    ("diag", 256, 100, 16, 2),
+    ("diag", 1, 10000, 8, 3),
+    ("full", 32, 200, 16, 10),
+]
 TARGETS = {"dynamax": 1 / 0.8, "DiscreteHMM": 10.0, "pyro.markov": 40.0, "hmmlearn E-step": 3.0}
 
 
@@ -199,6 +207,99 @@ class Problem:
             for _ in range(count):
                 parameters, state, value = step(parameters, state)
                 value.item()
+
+        return fit
+
+
+class VectorProblem:
+    """Random normal vectors of one shape, with diagonal or full covariance."""
+
+    def __init__(self, covariance: str, *shape: int):
+        generator = torch.Generator().manual_seed(0)
+        num_sequences, num_steps, num_states, dim = shape
+        self.covariance, self.shape = covariance, shape
+        self.values = torch.randn(num_sequences, num_steps, dim, generator=generator)
+        self.lengths = torch.full((num_sequences,), num_steps)
+        root = 0.3 * torch.randn(num_states, dim, dim, generator=generator)
+        scale = torch.full((num_states, dim), 0.9)
+        if covariance == "full":
+            scale = torch.linalg.cholesky(root @ root.mT + torch.eye(dim))
+        self.logits = [
+            torch.randn(num_states, generator=generator),
+            torch.randn(num_states, num_states, generator=generator),
+        ]
+        loc = torch.randn(num_states, dim, generator=generator)
+        self.parameters = [part.requires_grad_() for part in (*self.logits, loc, scale)]
+
+    def hmm(self) -> HMM:
+        """The HMM of the parameters."""
+        initial, transition, loc, scale = self.parameters
+        full = self.covariance == "full"
+        emission: Any = MultivariateNormal(loc, scale_tril=scale) if full else Normal(loc, scale)
+        return HMM(
+            initial.log_softmax(-1),
+            transition.log_softmax(-1),
+            emission if full else emission.to_event(1),
+            self.lengths,
+        )
+
+    def pyrohmm(self) -> None:
+        """Evidence and gradient, with Pyro's default validation of arguments."""
+        torch.autograd.grad(self.hmm().log_prob(self.values).sum(), self.parameters)
+
+    def evidence(self) -> torch.Tensor:
+        """Evidence alone."""
+        with torch.no_grad():
+            return self.hmm().log_prob(self.values)
+
+    def by_hand(self) -> None:
+        """The product of features written out, diagonal covariance, before our recursions."""
+        initial, transition, loc, scale = self.parameters
+        features = torch.cat([self.values.square(), self.values], -1)
+        precision = scale.square().reciprocal()
+        table = torch.cat([-0.5 * precision, loc * precision], -1)
+        constant = (-0.5 * loc.square() * precision - scale.log()).sum(-1)
+        factors = (
+            initial.log_softmax(-1),
+            transition.log_softmax(-1).unsqueeze(0),
+            features @ table.mT + constant,
+        )
+        evidence = recursions.log_evidence(*factors, self.lengths)
+        torch.autograd.grad(evidence.sum(), self.parameters)
+
+    def em(self, count: int) -> Callable[[], Any]:
+        """Our EM, from the parameters."""
+        num_states, dim = self.shape[2:]
+        family = normal_full(dim) if self.covariance == "full" else normal(dim)
+        module, data = TabularHMM(num_states, family), Sequences(self.values, self.lengths)
+        with torch.no_grad():
+            start = starts.from_hmm(self.hmm())
+        return lambda: fit_em(module, data, num_steps=count, tolerance=None, start=start)
+
+    def hmmlearn_em(self, count: int) -> Callable[[], Any]:
+        """``fit`` of hmmlearn, from our initial values."""
+        num_sequences, num_steps, num_states, dim = self.shape
+        with torch.no_grad():
+            hmm = self.hmm()
+            spread = hmm.emission.variance
+            if self.covariance == "full":
+                spread = hmm.emission.covariance_matrix
+            arrays = [
+                part.double().numpy()
+                for part in (hmm.log_initial.exp(), hmm.log_transition.exp(), hmm.emission.mean)
+            ]
+        arrays[:2] = [part / part.sum(-1, keepdims=True) for part in arrays[:2]]
+        rows, lengths = self.values.double().numpy().reshape(-1, dim), [num_steps] * num_sequences
+        logging.getLogger("hmmlearn").setLevel(logging.ERROR)
+
+        def fit() -> None:
+            model = GaussianHMM(
+                num_states, self.covariance, n_iter=count, tol=-np.inf, init_params="",
+                implementation="scaling",
+            )  # fmt: skip
+            model.startprob_, model.transmat_, model.means_ = arrays
+            model.covars_ = spread.detach().double().numpy()
+            model.fit(rows, lengths)
 
         return fit
 
@@ -356,6 +457,42 @@ def iterations(quick: bool) -> list[dict[str, Any]]:
     return rows
 
 
+def vectors(quick: bool) -> list[dict[str, Any]]:
+    """Normal vectors: evidence with and without gradient, and iterations of EM."""
+    rows = []
+    shapes = [("diag", 4, 10, 3, 2), ("full", 4, 10, 3, 2)] if quick else VECTORS
+    for covariance, *shape in shapes:
+        problem, count = VectorProblem(covariance, *shape), 3 if quick else 8
+        peers: dict[str, dict[str, Callable[[], Any]]] = {
+            "vectors: evidence and gradient": {"pyrohmm": problem.pyrohmm},
+            "vectors: evidence": {"pyrohmm": problem.evidence},
+            "vectors: EM iteration": {"pyrohmm": problem.em(count)},
+        }
+        if covariance == "diag":
+            peers["vectors: evidence and gradient"]["product by hand"] = problem.by_hand
+        if CategoricalHMM is not None:
+            peers["vectors: EM iteration"]["hmmlearn"] = problem.hmmlearn_em(count)
+        for quantity, methods in peers.items():
+            runs = count if quantity.endswith("iteration") else 1
+            times = interleaved(methods, 3 if quick else 15, 12.0)
+            for method, seconds in times.items():
+                row = {
+                    "quantity": quantity,
+                    "covariance": covariance,
+                    "shape N, T, K, D": shape,
+                    "method": method,
+                    "milliseconds": 1e3 * median(seconds) / runs,
+                    "low": 1e3 * min(seconds) / runs,
+                    "high": 1e3 * max(seconds) / runs,
+                    "runs": len(seconds),
+                }
+                if method != "pyrohmm":
+                    row["times_slower_than_pyrohmm"] = ratio(times, method, "pyrohmm")
+                rows.append(row)
+                print(row)
+    return rows
+
+
 def restarts(quick: bool) -> list[dict[str, Any]]:
     """Sixteen batched restarts of a small model, against one."""
     data = datasets.casino(num_sequences=20, num_steps=50).without_labels()
@@ -414,10 +551,10 @@ def growth(quick: bool) -> list[dict[str, Any]]:
     return rows
 
 
-def _peak(num_steps: int, num_states: int, result: Any) -> None:
-    """Peak memory above what the process held before, in bytes."""
-    Problem(2, 4, num_states, 8).pyrohmm()
-    problem = Problem(32, num_steps, num_states, 8)
+def _peak(kind: Any, small: tuple[Any, ...], large: tuple[Any, ...], result: Any) -> None:
+    """Peak memory of the large problem above what the process held before, in bytes."""
+    kind(*small).pyrohmm()
+    problem = kind(*large)
     Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
     before = _peak_so_far()
     problem.pyrohmm()
@@ -433,14 +570,9 @@ def memory(quick: bool) -> list[dict[str, Any]]:
     """Peak memory as T doubles, each in a separate process (Linux only)."""
     if not Path("/proc/self/clear_refs").exists():
         return []
-    context = multiprocessing.get_context("spawn")
     rows = []
     for num_steps in (500, 1000) if quick else (1000, 2000, 4000, 8000):
-        queue = context.Queue()
-        process = context.Process(target=_peak, args=(num_steps, 64, queue))
-        process.start()
-        peak = queue.get()
-        process.join()
+        peak = _peak_apart(Problem, (2, 4, 64, 8), (32, num_steps, 64, 8))
         numbers = 32 * num_steps * 64
         rows.append(
             {
@@ -450,6 +582,41 @@ def memory(quick: bool) -> list[dict[str, Any]]:
                 "numbers_per_NTK": peak / 4 / numbers,
             }
         )  # fmt: skip
+        print(rows[-1])
+    return rows
+
+
+def _peak_apart(kind: Any, small: tuple[Any, ...], large: tuple[Any, ...]) -> int:
+    """That of :func:`_peak` in a process of its own."""
+    context = multiprocessing.get_context("spawn")
+    queue = context.Queue()
+    process = context.Process(target=_peak, args=(kind, small, large, queue))
+    process.start()
+    peak = queue.get()
+    process.join()
+    return peak
+
+
+def vector_memory(quick: bool) -> list[dict[str, Any]]:
+    """Peak memory of normal vectors above the data, in a separate process (Linux only)."""
+    if not Path("/proc/self/clear_refs").exists():
+        return []
+    num_sequences, num_steps, num_states, dim = (100, 200 if quick else 10_000, 32, 16)
+    rows = []
+    for covariance in ("diag", "full"):
+        shape = covariance, num_sequences, num_steps, num_states, dim
+        peak = _peak_apart(VectorProblem, (covariance, 2, 4, num_states, dim), shape)
+        numbers = num_sequences * num_steps * (num_states + dim)
+        rows.append(
+            {
+                "quantity": "vectors: peak memory",
+                "covariance": covariance,
+                "shape N, T, K, D": shape[1:],
+                "megabytes": peak / 1e6,
+                "numbers_per_NT_times_K_plus_D": peak / 4 / numbers,
+                "target": 6.0,
+            }
+        )
         print(rows[-1])
     return rows
 
@@ -544,7 +711,10 @@ def draw(rows: list[dict[str, Any]]) -> None:
 
 def main() -> None:
     """Measure, then write."""
-    parts = (gradients, iterations, restarts, queries, growth, memory, long_chain)
+    parts = (
+        gradients, vectors, iterations, restarts, queries, growth,
+        memory, vector_memory, long_chain,
+    )  # fmt: skip
     options = arguments(__doc__, [part.__name__ for part in parts])
     if options.draw:
         draw(earlier("throughput"))

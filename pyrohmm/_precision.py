@@ -48,3 +48,27 @@ def differentiable_gradient(
             )
         )
     return [None if x is None or not x.requires_grad else next(gradients) for x in views]
+
+
+def recomputed(function: Callable[..., Tensor], *arguments: Tensor) -> Tensor:
+    """``function(*arguments)``, computed again for the gradient rather than kept.
+
+    (As ``torch.utils.checkpoint``, whose first call takes seconds, in which it loads a compiler.)
+    """
+    return _Recomputed.apply(function, *arguments)
+
+
+class _Recomputed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, function: Callable[..., Tensor], *arguments: Tensor) -> Tensor:
+        ctx.function = function
+        ctx.save_for_backward(*arguments)
+        return function(*arguments)
+
+    @staticmethod
+    @in_full_precision
+    def backward(ctx: Any, weights: Tensor) -> tuple[Tensor | None, ...]:
+        again = torch.is_grad_enabled()
+        gradients = differentiable_gradient(ctx.function, ctx.saved_tensors, weights)
+        kept = (x if again or x is None else x.detach() for x in gradients)
+        return None, *kept

@@ -35,10 +35,10 @@ LONG_FUNCTIONS: dict[str, str] = {
     "infer.em.fit_em": "explains fifteen arguments; its body makes the parts of the loop",
     "infer.cooccurrence.fit_cooccurrence": "lists its own arguments and those of all fits",
 }
-# Of the whole package some 12,000 are code, 6,000 docstrings and 1,500 imports and
+# Of the whole package some 12,800 are code, 6,400 docstrings and 1,600 imports and
 # decorators. It may grow by what
 # it can do, never by the way.
-MOST_LINES = {"module": 500, "class": 350, "function": 80, "package": 24_000}
+MOST_LINES = {"module": 500, "class": 350, "function": 80, "package": 25_500}
 
 
 def name_of(path):

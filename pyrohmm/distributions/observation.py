@@ -7,10 +7,12 @@ allows it exactly they are integrated out (:func:`marginal_log_prob`), never fil
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import reduce
 from typing import Any
 
 import torch
 from pyro.distributions import Categorical as PyroCategorical
+from pyro.distributions import MixtureSameFamily as PyroMixture
 from pyro.distributions.torch_distribution import TorchDistribution
 from torch import Tensor
 from torch.distributions import (
@@ -28,6 +30,7 @@ from .._checks import check_broadcast, check_integers, check_range
 from ..ops.log_space import logsumexp
 from ..ops.lookup import take_rows
 from .hard_zeros import exact_log_prob, log_prob_of_bits, log_probs, log_probs_of_bits
+from .linear_emissions import component_log_prob, linear_log_prob
 
 
 @explained()
@@ -255,14 +258,19 @@ def log_prob_per_state(emission: TorchDistribution, values: Tensor) -> Tensor:
     that are NaN are missing: see :func:`marginal_log_prob`.
     """
     if isinstance(emission, Streams):
-        pieces = emission.split(values)
-        parts = [log_prob_per_state(part, piece) for part, piece in zip(emission.parts, pieces)]
-        return torch.stack(torch.broadcast_tensors(*parts)).sum(0)
+        pieces = zip(emission.parts, emission.split(values))
+        return reduce(torch.add, (log_prob_per_state(part, piece) for part, piece in pieces))
     if isinstance(emission, Tied):
         return log_prob_per_state(emission.base, values).index_select(-1, emission.index)
+    if type(emission) in (PyroMixture, MixtureSameFamily):
+        weights = log_probs(emission.mixture_distribution)
+        return logsumexp(log_prob_per_component(emission, values) + weights, -1)
     if _is_of_bits(emission):
         return log_prob_of_bits(log_probs_of_bits(emission.base_dist), values)
     if not is_categorical(emission):
+        scores = linear_log_prob(emission, values)
+        if scores is not None:
+            return scores
         return marginal_log_prob(emission, values.unsqueeze(-1 - len(emission.event_shape)))
     # a look-up of rows: log_prob would keep a gradient of N T K V numbers
     missing = values.isnan() if values.dtype.is_floating_point else None
@@ -288,6 +296,16 @@ def _is_of_bits(emission: Any) -> bool:
         and len(emission.event_shape) == 1
         and emission.batch_shape[-2:-1] in ((), (1,))
     )
+
+
+def log_prob_per_component(mixture: Any, values: Tensor) -> Tensor:
+    """Log-density ``(*A, K, C)`` of ``values`` ``(*A, *E)`` in each component of K mixtures."""
+    scores = component_log_prob(mixture, values)
+    if scores is None:
+        at = -1 - len(mixture.event_shape)
+        apart = values.unsqueeze(at).unsqueeze(at)
+        scores = marginal_log_prob(mixture.component_distribution, apart)
+    return scores
 
 
 @explained()

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributions import constraints
 
 from .._checks import check_range
 from .observation import any_value, inside_support, is_categorical, support_varies
@@ -48,6 +49,8 @@ def check_support(
         )  # fmt: skip
         return
     event = emission.event_shape
+    if len(event) and _is_real(emission.support):
+        return  # NaN is a missing component
     values = values.unsqueeze(-1 - len(event))
     if not emission_per_step:
         values = values.movedim(values.dim() - 2 - len(event), 0)
@@ -66,6 +69,13 @@ def check_support(
             f"values must lie in the support of the emission, {emission.support}, in a "
             f"state at least; {int((~inside).sum())} do not. Mark missing steps as not observed."
         )
+
+
+def _is_real(support: Any) -> bool:
+    """Whether components of any number are in the support."""
+    while hasattr(support, "base_constraint"):
+        support = support.base_constraint
+    return isinstance(support, type(constraints.real))
 
 
 def _first_value(emission: Any, dtype: torch.dtype) -> Tensor:

@@ -14,7 +14,7 @@ from torch.distributions import constraints
 
 from .._checks import check_size
 from ..distributions.hard_zeros import log_probs
-from ..distributions.observation import marginal_log_prob
+from ..distributions.observation import log_prob_per_component
 from ..distributions.units import InUnits, InverseGamma
 from ..ops.log_space import log
 from .centred import CentredEmission, centre
@@ -130,11 +130,11 @@ class MixtureEmission(CentredEmission):
         if current is None or len(values) == 0:
             shares = _scatter(values, weights, self.num_components)
         else:
-            parts = marginal_log_prob(current.component_distribution, values[:, None, None])
+            parts = log_prob_per_component(current, values)
             logits = parts + log_probs(current.mixture_distribution)
             shares = logits.softmax(-1)  # ([R,] M, K, C)
         joint = weights.double().unsqueeze(-1) * shares  # (R, M, K, C)
-        known, sums, squares = moments(values.double() - centre(self), joint.flatten(2))
+        known, sums, squares = moments(values, joint.flatten(2), centre(self))
         shape = joint.sum(1).shape + values.shape[-1:]  # (R, K, C, D)
         return {
             "counts": joint.sum(1),

@@ -20,6 +20,7 @@ from torch.distributions import constraints
 from .._checks import check_size
 from ..distributions.inverse_wishart import InverseWishart, covariance_matrix
 from ..distributions.units import InUnits, InverseGamma
+from ..ops.products import weighted_sums
 from .centred import CentredEmission, centre
 from .closed_form import Maximum, Statistics
 from .family import (
@@ -221,7 +222,7 @@ class NormalEmission(CentredEmission):
     ) -> Statistics:
         """Expected number of observations, their sums and sums of squares, about the centre."""
         values = values if self.dim else values.unsqueeze(-1)
-        known, sums, squares = moments(values.double() - centre(self), weights)
+        known, sums, squares = moments(values, weights, centre(self))
         return {"known": known.expand_as(sums), "sums": sums, "squares": squares}
 
     def m_step(self, statistics: Statistics) -> Maximum:
@@ -299,13 +300,10 @@ class CovarianceEmission(CentredEmission):
         Missing components are replaced by their conditional expectation and covariance (Dempster,
         Laird and Rubin, 1977); at the start, without a current emission, by means.
         """
-        weights = weights.double()
-        count = weights.sum(1)
+        count = weights.sum(1, dtype=torch.float64)
         missing = values.isnan()
         if not bool(missing.any()):
-            values = values.double() - centre(self)
-            sums = weights.mT @ values
-            squares = torch.einsum("rmk,md,me->rkde", weights, values, values)
+            sums, squares = _second_moments(values, weights, centre(self))
         elif current is None:
             mean = values.double().nanmean(0).nan_to_num(0.0)
             filled = torch.where(missing, mean, values.double())
@@ -447,11 +445,24 @@ def _lift(matrix: Tensor, floor: Tensor) -> tuple[Tensor, Tensor]:
     return torch.where(low[..., None, None], lifted, matrix), low
 
 
+def _second_moments(values: Tensor, weights: Tensor, about: Tensor) -> tuple[Tensor, Tensor]:
+    """Sums and sums of outer products, ``(R, K, D)`` and ``(R, K, D, D)``."""
+    dim = values.size(-1)
+
+    def features(values: Tensor) -> Tensor:
+        values = values - about
+        outer = values.unsqueeze(-1) * values.unsqueeze(-2)
+        return torch.cat([values, outer.flatten(-2)], -1)
+
+    sums, squares = weighted_sums(weights, values, features, dim + dim**2).split([dim, dim**2], -1)
+    return sums, squares.unflatten(-1, (dim, dim))
+
+
 def _completed(
     values: Tensor, weights: Tensor, current: Any, about: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Sums and sums of outer products ``(R, K, D[, D])``, missing components as expected."""
-    dim = values.size(-1)
+    dim, weights = values.size(-1), weights.double()
     restarts, _, states = weights.shape
     values, loc = values.double() - about, current.loc.double() - about
     loc = loc.reshape(-1, *loc.shape[-2:]).expand(restarts, states, dim)

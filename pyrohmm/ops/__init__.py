@@ -24,6 +24,7 @@ Its modules; each imports only those above it:
 ``_torch_backend``    the operations by torch
 ``_numba_backend``    the operations by Numba
 ``backends``          which backend computes: ``use``, ``TORCH``, ``NUMBA``
+``products``          products of matrices between observations and states
 ``lookup``            rows of a table, and the sums that are their gradient
 ``message_passing``   scaled and log-space messages
 ``recursions``        forward-backward, Viterbi, path sampling of dense chains

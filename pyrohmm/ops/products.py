@@ -1,0 +1,175 @@
+r"""Products of matrices between observations and states.
+
+Rows are features of observations, ``(*A, F)``, columns belong to states, ``(*b, K, F)``; their
+batch dimensions broadcast from the right. What has a size of its own on both sides, as parameters
+per sequence have, becomes a batch of products; all else is one product. Neither values nor
+gradients make one number for each observation, state and feature.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._precision import differentiable_gradient, full_precision, in_full_precision
+
+CHUNK = 1 << 17  # numbers made at once: they stay in the cache of a core
+
+
+def product(rows: Tensor, columns: Tensor) -> Tensor:
+    r"""Inner products :math:`\sum_f r_f c_{kf}`, ``(*A, K)``, A being as wide as A and b together.
+
+    Differentiable any number of times.
+
+    Args:
+        rows: ``(*A, F)``.
+        columns: ``(*b, K, F)``.
+
+    Example:
+        >>> product(torch.ones(5, 2), torch.ones(3, 1, 4, 2)).shape  # three restarts
+        torch.Size([3, 5, 4])
+    """
+    batch = _Batch(rows.shape[:-1], columns.shape[:-2])
+    with full_precision(rows):
+        return batch.join(_Product.apply(batch.of_rows(rows), batch.of_columns(columns, 2)))
+
+
+def squared_norms(rows: Tensor, columns: Tensor) -> Tensor:
+    r"""Squared norms :math:`\sum_d (\sum_f r_f c_{kdf})^2`, ``(*A, K)``, in chunks of rows.
+
+    Differentiable any number of times; more than once is for small problems.
+
+    Args:
+        rows: ``(*A, F)``.
+        columns: ``(*b, K, D, F)``.
+    """
+    batch = _Batch(rows.shape[:-1], columns.shape[:-3])
+    with full_precision(rows):
+        return batch.join(_SquaredNorms.apply(batch.of_rows(rows), batch.of_columns(columns, 3)))
+
+
+def weighted_sums(
+    weights: Tensor, values: Tensor, features: Callable[[Tensor], Tensor], width: int
+) -> Tensor:
+    r"""Sums :math:`\sum_m w_{rmk} f(x_m)`, ``(R, K, F)``, in float64 and in chunks of observations.
+
+    Args:
+        weights: ``(R, M, K)``.
+        values: ``(M, D)``.
+        features: Of values ``(m, D)`` in float64, ``(m, F)``.
+        width: F.
+    """
+    restarts, _, states = weights.shape
+    size = max(1, CHUNK // max(width, restarts * states))
+    parts = zip(weights.split(size, 1), values.split(size))
+    total = weights.new_zeros(restarts, states, width, dtype=torch.float64)
+    for weight, value in parts:
+        total += weight.double().mT @ features(value.double())
+    return total
+
+
+class _Batch:
+    """The batch dimensions of a product: those that both sides have, rows alone, columns alone."""
+
+    def __init__(self, rows: torch.Size, columns: torch.Size) -> None:
+        shape = torch.broadcast_shapes(rows, columns)
+        rows, columns = (torch.Size([1] * (len(shape) - len(x))) + x for x in (rows, columns))
+        sizes = list(enumerate(zip(rows, columns)))
+        both = [i for i, (row, column) in sizes if row != 1 and column != 1]
+        left = [i for i, (_, column) in sizes if column == 1]
+        right = [i for i, (row, column) in sizes if row == 1 and column != 1]
+        self.rows, self.columns, self.order = rows, columns, [*both, *left, *right]
+        self.shape = [shape[i] for i in self.order]
+        self.shared = [math.prod(shape[i] for i in both)] if both else []
+        self.height = math.prod(shape[i] for i in left)
+        self.width = math.prod(shape[i] for i in right)
+
+    def of_rows(self, rows: Tensor) -> Tensor:
+        """``(*A, F)`` as ``([S,] L, F)``."""
+        size = rows.size(-1)
+        rows = rows.reshape(*self.rows, size).permute(*self.order, -1)
+        return rows.reshape(*self.shared, self.height, size)
+
+    def of_columns(self, columns: Tensor, own: int) -> Tensor:
+        """``(*b, K, *X)`` as ``([S,] R K, *X)``; ``own`` is the number of dimensions after b."""
+        states, *rest = columns.shape[columns.dim() - own :]
+        columns = columns.reshape(*self.columns, states, *rest)
+        columns = columns.permute(*self.order, *range(-own, 0))
+        return columns.reshape(*self.shared, self.width * states, *rest)
+
+    def join(self, products: Tensor) -> Tensor:
+        """``([S,] L, R K)`` as ``(*A, K)``."""
+        states = products.size(-1) // max(self.width, 1)
+        products = products.reshape(*self.shape, states)
+        return products.permute(*(self.order.index(i) for i in range(len(self.order))), -1)
+
+
+class _Product(torch.autograd.Function):
+    """``rows @ columns.mT``; the gradients are products also."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, columns: Tensor) -> Tensor:
+        ctx.save_for_backward(rows, columns)
+        return rows @ columns.mT
+
+    @staticmethod
+    @in_full_precision
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        rows, columns = ctx.saved_tensors
+        by_rows, by_columns = ctx.needs_input_grad
+        return (
+            gradient @ columns if by_rows else None,
+            gradient.mT @ rows if by_columns else None,
+        )
+
+
+class _SquaredNorms(torch.autograd.Function):
+    """Squared norms ``([S,] L, K)`` of rows ``([S,] L, F)`` by columns ``([S,] K, D, F)``."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, columns: Tensor) -> Tensor:
+        ctx.save_for_backward(rows, columns)
+        out = rows.new_empty(*rows.shape[:-1], columns.size(-3))
+        for chunk, inner in _inner_products(rows, columns):
+            torch.sum(inner.square_(), -2, out=out[..., chunk, :])
+        return out
+
+    @staticmethod
+    @in_full_precision
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        rows, columns = ctx.saved_tensors
+        if torch.is_grad_enabled():  # the gradient will itself be differentiated
+            return tuple(differentiable_gradient(_all_squared_norms, (rows, columns), gradient))
+        flat = _flat(columns)
+        by_rows, by_flat = torch.zeros_like(rows), torch.zeros_like(flat.mT)
+        for chunk, inner in _inner_products(rows, columns):
+            inner = inner.mul_(2 * gradient[..., chunk, :].unsqueeze(-2)).flatten(-2)
+            by_flat += rows[..., chunk, :].mT @ inner
+            if ctx.needs_input_grad[0]:
+                by_rows[..., chunk, :] = inner @ flat
+        by_columns = by_flat.unflatten(-1, (columns.size(-2), columns.size(-3)))
+        return by_rows, by_columns.movedim(-3, -1).transpose(-3, -2)
+
+
+def _flat(columns: Tensor) -> Tensor:
+    """``(.., K, D, F)`` as ``(.., D K, F)``: sums over D are then sums of contiguous rows."""
+    return columns.transpose(-3, -2).flatten(-3, -2)
+
+
+def _inner_products(rows: Tensor, columns: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    """Chunks of rows, and their inner products ``(.., l, D, K)``."""
+    states, dim = columns.shape[-3:-1]
+    flat = _flat(columns).mT
+    size = max(1, CHUNK // max(1, flat.size(-1) * math.prod(rows.shape[:-2])))
+    for start in range(0, rows.size(-2), size):
+        chunk = slice(start, start + size)
+        yield chunk, (rows[..., chunk, :] @ flat).unflatten(-1, (dim, states))
+
+
+def _all_squared_norms(rows: Tensor, columns: Tensor) -> Tensor:
+    inner = (rows @ _flat(columns).mT).unflatten(-1, (columns.size(-2), columns.size(-3)))
+    return inner.square().sum(-2)

@@ -1,0 +1,380 @@
+"""Log-densities by products of matrices, against the distributions' own ``log_prob`` in float64."""
+
+import math
+from pathlib import Path
+
+import pyro.distributions as dist
+import pytest
+import torch
+from torch.distributions import MultivariateNormal, Normal
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from pyrohmm import HMM, Sequences, TabularHMM, fit_em, normal, normal_full
+from pyrohmm.distributions import linear_emissions, log_prob_per_state
+from pyrohmm.distributions.linear_emissions import linear_log_prob
+
+FAMILIES = {
+    "normal": (lambda a, b, m: dist.Normal(a, b.exp()).to_event(1), "reals"),
+    "normal of torch": (
+        lambda a, b, m: torch.distributions.Independent(Normal(a, b.exp()), 1),
+        "reals",
+    ),
+    "poisson": (lambda a, b, m: dist.Poisson(b.exp() * 2).to_event(1), "counts"),
+    "bernoulli": (lambda a, b, m: dist.Bernoulli(logits=2 * a).to_event(1), "bits"),
+    "full": (lambda a, b, m: dist.MultivariateNormal(a, covariance(m)), "reals"),
+    "tied": (lambda a, b, m: dist.MultivariateNormal(a, covariance(m[..., :1, :, :])), "reals"),
+    "one matrix": (
+        lambda a, b, m: dist.MultivariateNormal(a, covariance(m.reshape(-1, *m.shape[-2:])[0])),
+        "reals",
+    ),
+    "mixture": (
+        lambda a, b, m: dist.MixtureSameFamily(
+            dist.Categorical(logits=torch.stack([a.sum(-1), b.sum(-1)], -1)),
+            dist.Normal(torch.stack([a, 2 * b], -2), torch.stack([b, a], -2).exp()).to_event(1),
+        ),
+        "reals",
+    ),
+    "mixture of vectors": (
+        lambda a, b, m: dist.MixtureSameFamily(
+            dist.Categorical(logits=torch.stack([a.sum(-1), b.sum(-1)], -1)),
+            MultivariateNormal(torch.stack([a, b], -2), covariance(m).unsqueeze(-3)),
+        ),
+        "reals",
+    ),
+}
+WITHOUT_MATRIX = [
+    name for name, (build, _) in FAMILIES.items() if "covariance" not in build.__code__.co_names
+]
+
+
+def covariance(root):
+    return root @ root.mT + 0.3 * torch.eye(root.size(-1), dtype=root.dtype)
+
+
+def case(name, batch, states, dim, rows, dtype=torch.float64):
+    """Parameters, what makes an emission of them, and values ``(*rows, D)``."""
+    torch.manual_seed(1)
+    shape = (*batch, states, dim)
+    parameters = [torch.randn(shape), 0.5 * torch.randn(shape), torch.randn(*shape, dim)]
+    build, kind = FAMILIES[name]
+    values = 2 * torch.randn(*rows, dim)
+    values = {"reals": values, "counts": values.abs().round(), "bits": (values > 0).double()}[kind]
+    return [p.to(dtype).requires_grad_() for p in parameters], build, values.to(dtype)
+
+
+@pytest.fixture(params=["products", "by size"])
+def _forced(request, monkeypatch):
+    """Products, however small the problem; and as it comes."""
+    if request.param == "products":
+        monkeypatch.setattr(linear_emissions, "SMALL", 0)
+
+
+@pytest.fixture
+def _always(monkeypatch):
+    monkeypatch.setattr(linear_emissions, "SMALL", 0)
+
+
+def check(scores, expected, parameters):
+    """Values and gradients are alike; those of every score count."""
+    torch.testing.assert_close(scores, expected)
+    weights = torch.randn(expected.shape)
+    found, known = (
+        torch.autograd.grad((part * weights).sum(), parameters, materialize_grads=True)
+        for part in (scores, expected)
+    )
+    torch.testing.assert_close(found, known)
+
+
+@pytest.mark.usefixtures("_forced")
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(
+    ("batch", "states", "dim", "rows"),
+    [
+        ((), 1, 1, (1,)),
+        ((), 1, 3, (4,)),
+        ((), 4, 1, (5, 2)),
+        ((), 3, 2, (6, 4)),
+        ((2, 1), 3, 2, (6, 1, 4)),
+        ((4,), 3, 2, (6, 4)),
+        ((2, 4), 3, 2, (6, 1, 4)),
+    ],
+)
+def test_log_densities_are_those_of_the_distribution(name, batch, states, dim, rows):
+    """With parameters for all, for restarts, for each sequence, and for both."""
+    parameters, build, values = case(name, batch, states, dim, rows)
+    found = log_prob_per_state(build(*parameters), values)
+    check(found, build(*parameters).log_prob(values.unsqueeze(-2)), parameters)
+
+
+@pytest.mark.usefixtures("_forced")
+@pytest.mark.parametrize("name", WITHOUT_MATRIX)
+@pytest.mark.parametrize("batch", [(), (2, 1)])
+def test_missing_components_are_left_out(name, batch):
+    rows = (5, *(1 for _ in batch[1:]), 4)
+    parameters, build, values = case(name, batch, 3, 2, rows)
+    gone = torch.rand(values.shape) < 0.4
+    gone.flatten(0, -2)[0] = True
+    found = log_prob_per_state(build(*parameters), values.masked_fill(gone, torch.nan))
+    emission = build(*parameters)
+    mixed = "mixture" in name
+    base = (emission.component_distribution if mixed else emission).base_dist
+    extra = (slice(None),) * len(rows) + (None,) * (2 if mixed else 1)
+    expected = base.log_prob(values[extra]).masked_fill(gone[extra], 0.0).sum(-1)
+    if mixed:
+        expected = (expected + emission.mixture_distribution.logits).logsumexp(-1)
+    check(found, expected, parameters)
+
+
+@pytest.mark.usefixtures("_always")
+@pytest.mark.parametrize("make", [dist.Normal, Normal])
+def test_scalars_and_matrices_are_known_also(make):
+    loc, scale = torch.randn(3), torch.rand(3) + 0.5
+    values = torch.randn(6)
+    found = linear_log_prob(make(loc, scale), values)
+    torch.testing.assert_close(found, Normal(loc, scale).log_prob(values.unsqueeze(-1)))
+    grid = dist.Normal(torch.randn(3, 2, 4), 1.0).to_event(2)
+    values = torch.randn(6, 2, 4)
+    torch.testing.assert_close(linear_log_prob(grid, values), grid.log_prob(values.unsqueeze(1)))
+
+
+class Flat(dist.Normal):
+    """A normal distribution with another density."""
+
+    def log_prob(self, value):
+        return torch.zeros_like(value - self.loc)
+
+
+@pytest.mark.parametrize(
+    "emission",
+    [
+        Flat(torch.zeros(3, 2), 1.0).to_event(1),
+        dist.Normal(torch.zeros(3, 2), 1.0).mask(torch.tensor(False)).to_event(1),
+    ],
+)
+def test_what_inherits_from_a_known_distribution_has_its_own_density(emission):
+    assert linear_log_prob(emission, torch.ones(4, 2)) is None
+    assert not log_prob_per_state(emission, torch.ones(4, 2)).any()
+
+
+# Rounding -----------------------------------------------------------------------------------------
+
+
+def at_a_million(generator):
+    return 1e6 + torch.randn(4, 3, generator=generator), torch.ones(4, 3)
+
+
+def far_apart(generator):
+    """A million standard deviations from each other."""
+    return 1e6 * torch.randn(4, 3, generator=generator), torch.ones(4, 3)
+
+
+def near_a_limit(generator):
+    """Just precise enough in float32 for a product."""
+    loc = torch.randn(4, 3, generator=generator)
+    return 9 * loc / loc.square().mean(-1).amax().sqrt(), torch.ones(4, 3)
+
+
+def of_all_scales(generator):
+    """Variances from 1e-8 to 1e8, and the means as far apart as that."""
+    scale = torch.logspace(-4, 4, 12).reshape(4, 3)
+    return 1e4 * torch.randn(4, 3, generator=generator), scale
+
+
+def unlike_units(generator):
+    """Components in units that differ by ten orders of magnitude."""
+    units = torch.tensor([1e-5, 1.0, 1e5])
+    return units * torch.randn(4, 3, generator=generator), units.expand(4, 3)
+
+
+def almost_exact(generator):
+    return torch.randn(4, 3, generator=generator), torch.full((4, 3), 1e-12)
+
+
+EXTREMES = [at_a_million, far_apart, near_a_limit, of_all_scales, unlike_units, almost_exact]
+
+
+def extreme(build, dtype):
+    generator = torch.Generator().manual_seed(0)
+    loc, scale = (part.to(dtype).requires_grad_() for part in build(generator))
+    states = torch.arange(400) % 4
+    noise = torch.randn(400, 3, generator=generator)
+    values = (loc[states] + scale[states] * noise).detach()  # as each state emits them
+    return loc, scale, values.to(dtype), states
+
+
+def likelihood_of_own(scores, states):
+    return scores.gather(-1, states.unsqueeze(-1)).sum()
+
+
+@pytest.mark.usefixtures("_forced")
+@pytest.mark.parametrize("build", EXTREMES)
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float64, 1e-9)]
+)  # linear_emissions.TOLERANCE; the oracle has the same rounded parameters
+@pytest.mark.parametrize("matrix", [False, True])
+def test_scales_and_means_of_any_size_cost_no_precision(build, dtype, tolerance, matrix):
+    loc, scale, values, states = extreme(build, dtype)
+
+    def emission(loc, scale):
+        if matrix:
+            return dist.MultivariateNormal(loc, scale_tril=scale.diag_embed())
+        return dist.Normal(loc, scale).to_event(1)
+
+    found = likelihood_of_own(log_prob_per_state(emission(loc, scale), values), states)
+    exact = Normal(loc.double(), scale.double()).log_prob(values.double().unsqueeze(-2)).sum(-1)
+    exact = likelihood_of_own(exact, states)
+    assert found.dtype == dtype
+    assert math.isclose(found.item(), exact.item(), rel_tol=tolerance)
+    slopes, expected = (torch.autograd.grad(part, (loc, scale)) for part in (found, exact))
+    for slope, known in zip(slopes, expected):  # of the size of N / 4 states / scale, terms added
+        assert ((slope - known) * scale.double() / (len(values) / 4)).abs().max() < 10 * tolerance
+
+
+@pytest.mark.usefixtures("_always")
+def test_a_covariance_near_singular_costs_no_precision():
+    torch.manual_seed(0)
+    root = torch.linalg.cholesky(torch.tensor([[1.0, 0.99999], [0.99999, 1.0]])).float()
+    loc = torch.randn(2, 2).float()
+    values = loc[0] + torch.randn(300, 2).float() @ root.mT
+    emission = dist.MultivariateNormal(loc, scale_tril=root.expand(2, 2, 2).contiguous())
+    found = linear_log_prob(emission, values)[:, 0].sum()
+    exact = dist.MultivariateNormal(loc[0].double(), scale_tril=root.double())
+    assert math.isclose(found.item(), exact.log_prob(values.double()).sum().item(), rel_tol=1e-5)
+
+
+@pytest.mark.usefixtures("_forced")
+def test_an_infinite_value_has_probability_zero():
+    emission = dist.Normal(torch.zeros(3, 2), 1.0).to_event(1)
+    values = torch.zeros(6, 2)
+    values[4, 1] = torch.inf
+    scores = linear_log_prob(emission, values)
+    assert scores.isneginf().nonzero()[:, 0].unique().tolist() == [4]
+    assert not scores.isnan().any()
+
+
+@pytest.mark.usefixtures("_always")
+def test_a_rate_of_zero_emits_zeros_alone():
+    rate = torch.tensor([[0.0, 2.0], [1.0, 0.0]])
+    scores = linear_log_prob(dist.Poisson(rate).to_event(1), torch.tensor([[0.0, 1.0], [2.0, 1.0]]))
+    expected = torch.tensor([[math.log(2.0) - 2.0, -torch.inf], [-torch.inf, -torch.inf]])
+    torch.testing.assert_close(scores, expected)
+
+
+# In models ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("_always")
+@pytest.mark.parametrize("name", FAMILIES)
+def test_evidence_of_ragged_sequences_with_missing_steps(name):
+    parameters, build, values = case(name, (), 3, 2, (4, 6))
+    lengths = torch.tensor([6, 1, 3, 5])
+    observed = torch.rand(4, 6) < 0.8
+    exists = torch.arange(6) < lengths.unsqueeze(-1)
+    torch.manual_seed(0)
+    initial, transition = torch.randn(3).log_softmax(-1), torch.randn(3, 3).log_softmax(-1)
+    emission = build(*parameters)
+    alpha, expected = initial, []
+    emitted = emission.log_prob(values.unsqueeze(-2)).masked_fill(~observed.unsqueeze(-1), 0.0)
+    for row, length in zip(emitted, lengths):
+        alpha = initial + row[0]
+        for t in range(1, length):
+            alpha = (alpha.unsqueeze(-1) + transition).logsumexp(-2) + row[t]
+        expected.append(alpha.logsumexp(-1))
+    hidden = values.masked_fill(~(exists & observed).unsqueeze(-1), torch.nan)
+    hmm = HMM(initial, transition, build(*parameters), lengths, observed)
+    check(hmm.log_prob(hidden), torch.stack(expected), parameters)
+
+
+@pytest.mark.usefixtures("_always")
+@pytest.mark.parametrize("name", FAMILIES)
+def test_second_derivatives_of_log_densities(name):
+    parameters, build, values = case(name, (), 2, 2, (3,))
+    weights = torch.rand(3, 2)
+
+    def by_product(*parameters):
+        return (log_prob_per_state(build(*parameters), values).exp() * weights).sum()
+
+    def plain(*parameters):
+        return (build(*parameters).log_prob(values.unsqueeze(-2)).exp() * weights).sum()
+
+    for function in (by_product, plain):
+        hessian = torch.autograd.functional.hessian(function, tuple(parameters))
+        if function is by_product:
+            found = hessian
+    torch.testing.assert_close(found, hessian)
+
+
+@pytest.mark.usefixtures("_always")
+def test_second_derivatives_where_the_formula_is_evaluated_by_states():
+    loc, scale = torch.tensor([[0.0], [1.0]]), torch.tensor([[1e-8], [1e-8]])
+    values = torch.tensor([[0.5e-8], [1 + 0.5e-8]])
+
+    def score(unit):
+        emission = dist.Normal(loc, unit * scale).to_event(1)
+        return linear_log_prob(emission, values).diagonal().sum()
+
+    second = torch.autograd.functional.hessian(score, torch.tensor(1.0))
+    torch.testing.assert_close(second, torch.tensor(2.0 - 6 * 0.25), rtol=1e-6, atol=0)
+
+
+class Largest(TorchDispatchMode):
+    """The most numbers that any tensor made by an operation owns."""
+
+    numbers = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        for part in out if isinstance(out, tuple | list) else [out]:
+            if isinstance(part, torch.Tensor) and part.layout == torch.strided:
+                self.numbers = max(self.numbers, part.untyped_storage().nbytes() // 8)
+        return out
+
+
+@pytest.mark.usefixtures("_always")
+@pytest.mark.parametrize("name", FAMILIES)
+def test_nothing_has_the_size_of_steps_times_states_times_components(name, monkeypatch):
+    monkeypatch.setattr("pyrohmm.ops.products.CHUNK", 1 << 10)
+    rows, states, dim = 400, 16, 12
+    parameters, build, values = case(name, (), states, dim, (4, 100))
+    uniform = torch.full((states, states), 1 / states).log()
+    with Largest() as largest:
+        hmm = HMM(uniform[0], uniform, build(*parameters), torch.full((4,), 100))
+        torch.autograd.grad(hmm.log_prob(values).sum(), parameters, allow_unused=True)
+    components = 2 if "mixture" in name else 1
+    assert largest.numbers <= rows * max(2 * dim + 1, states * components) < rows * states * dim
+
+
+@pytest.mark.usefixtures("_always")
+@pytest.mark.parametrize("family", [normal, normal_full])
+def test_nor_has_anything_in_an_iteration_of_em(family, monkeypatch):
+    monkeypatch.setattr("pyrohmm.ops.products.CHUNK", 1 << 10)
+    rows, states, dim = 800, 16, 12
+    data = Sequences(torch.randn(4, 200, dim), torch.full((4,), 200))
+    with Largest() as largest:
+        fit_em(TabularHMM(states, family(dim)), data, num_steps=1)
+    assert largest.numbers <= rows * (states + 2 * dim) < rows * states * dim
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads Linux's accounts")
+def test_memory_grows_with_states_and_components_not_with_their_product():
+    steps, states, dim = 2000, 32, 16
+    values = torch.randn(100, steps, dim, dtype=torch.float32)
+    loc = torch.randn(states, dim, dtype=torch.float32, requires_grad=True)
+    uniform = torch.full((states, states), 1 / states, dtype=torch.float32).log()
+
+    def run(count):
+        emission = dist.Normal(loc, torch.ones_like(loc)).to_event(1)
+        hmm = HMM(uniform[0], uniform, emission, torch.full((count,), steps))
+        torch.autograd.grad(hmm.log_prob(values[:count]).sum(), loc)
+
+    def peak():
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(1024 * int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
+
+    run(1)
+    Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
+    before = peak()
+    run(len(values))
+    numbers = (peak() - before) / values.element_size()
+    bound = 6 * len(values) * steps * (states + dim)
+    assert numbers < bound < len(values) * steps * states * dim

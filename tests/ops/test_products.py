@@ -1,0 +1,80 @@
+"""Products between observations and states, against sums written out by einsum."""
+
+import pytest
+import torch
+
+from pyrohmm.ops import products
+from pyrohmm.ops.products import product, squared_norms, weighted_sums
+
+SHAPES = [  # batch of rows, batch of columns
+    ((), ()),
+    ((1,), ()),
+    ((5,), ()),
+    ((5,), (1,)),
+    ((4, 5), (5,)),
+    ((5,), (3, 1)),
+    ((4, 1, 5), (3, 1)),
+    ((4, 3, 5), (3, 5)),
+    ((2, 1, 4, 1), (3, 1, 6)),
+    ((0,), (3, 1)),
+]
+
+
+@pytest.fixture(params=[1, 50, products.CHUNK], autouse=True)
+def _chunk(request, monkeypatch):
+    """A row at a time, some, all."""
+    monkeypatch.setattr(products, "CHUNK", request.param)
+
+
+def operands(rows, columns, own):
+    torch.manual_seed(0)
+    return (
+        torch.randn(*rows, 3, requires_grad=True),
+        torch.randn(*columns, *own, 3, requires_grad=True),
+    )
+
+
+@pytest.mark.parametrize(("rows", "columns"), SHAPES)
+def test_a_product_is_the_sum_over_features(rows, columns):
+    x, c = operands(rows, columns, (2,))
+    torch.testing.assert_close(product(x, c), torch.einsum("...f,...kf->...k", x, c))
+
+
+@pytest.mark.parametrize(("rows", "columns"), SHAPES)
+def test_squared_norms_are_sums_of_squares_of_products(rows, columns):
+    x, c = operands(rows, columns, (2, 4))
+    expected = torch.einsum("...f,...kdf->...kd", x, c).square().sum(-1)
+    torch.testing.assert_close(squared_norms(x, c), expected)
+
+
+@pytest.mark.parametrize(("rows", "columns"), [((2,), ()), ((2, 2), (2,)), ((2,), (2, 1))])
+@pytest.mark.parametrize(("function", "own"), [(product, (2,)), (squared_norms, (2, 2))])
+def test_gradients_of_products_are_those_of_differences(function, own, rows, columns):
+    """Also of second order."""
+    x, c = operands(rows, columns, own)
+    assert torch.autograd.gradcheck(function, (x, c))
+    assert torch.autograd.gradcheck(function, (x.detach(), c))
+    assert torch.autograd.gradgradcheck(function, (x, c))
+
+
+@pytest.mark.parametrize("function", [product, squared_norms])
+def test_under_autocast_products_keep_their_precision(function):
+    x, c = (torch.randn(size).requires_grad_() for size in ((7, 3), (2, 4, 3)))
+    c = c if function is squared_norms else c[:, 0]
+    expected = function(x, c)
+    slope = torch.autograd.grad(expected.sum(), (x, c))
+    with torch.autocast("cpu", torch.bfloat16):
+        found = function(x, c)
+        found_slope = torch.autograd.grad(found.sum(), (x, c))
+    torch.testing.assert_close((found, *found_slope), (expected, *slope), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("count", [0, 1, 7])
+@pytest.mark.parametrize("restarts", [1, 3])
+def test_weighted_sums_are_sums_over_observations(restarts, count):
+    torch.manual_seed(0)
+    weights, values = torch.rand(restarts, count, 2), torch.randn(count, 3)
+    found = weighted_sums(weights.float(), values, lambda x: torch.cat([x, x**2], -1), 6)
+    features = torch.cat([values, values**2], -1)
+    expected = torch.einsum("rmk,mf->rkf", weights.float().double(), features)
+    torch.testing.assert_close(found, expected)
