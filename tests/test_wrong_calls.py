@@ -180,6 +180,10 @@ def neural(**options):
     return pyrohmm.NeuralHMM(2, 3, 4, blocks=two_blocks(), **options)
 
 
+def spelt():
+    return pyrohmm.nn.networks.CharCNN(["a", "b", "ab"], 4)
+
+
 def tagger():
     return pyrohmm.NeuralTagger(2, 3, 2, 4)
 
@@ -430,6 +434,10 @@ SPECIAL = {
     },
     "InnerProductTransition": {"leave": lambda: rows(2, 4), "enter": lambda: rows(2, 4)},
     "InverseWishart": {"degrees": lambda: 3.0, "scale": lambda: torch.eye(2)},
+    "LinearDropout": {"begin": lambda: 0.5, "end": lambda: 0.0},
+    "LinearDropout.__call__": {"step": lambda: 1},
+    "NeuralHMM.extended": {"words": lambda: ["ba"]},
+    "RowPermutationNUTS": {"site": lambda: "module.transition"},
     "InverseWishart.log_prob": {"value": lambda: torch.eye(2)},
     "LanguageModel": {"blocks": lambda: blocks.from_clusters(torch.tensor([0, 1, 0, 1, 1, 1]), 2)},
     "LanguageModel.from_data": LM,
@@ -533,12 +541,15 @@ SPECIAL = {
     },
     "metrics.log_evidence": {"model": fit},
     "metrics.perplexity": {"model": fit},
+    "usage.state_usage": {"model": hmm},
     "mixtures.normal_mixture": {"num_components": lambda: 2},
     "models.markov_sample": {"name": lambda: "x", "obs": lambda: values()},
     "msteps.default_step": {"prior": dirichlet},
+    "msteps.best_start": SQUARE,
     "msteps.objective": SQUARE,
+    "msteps.relative_slope": SQUARE,
     "observation.log_prob_per_state": {"values": lambda: torch.zeros(2, 3)},
-    "observation.log_probs": {"emission": lambda: dist.Categorical(logits=rows(2, 3))},
+    "hard_zeros.log_probs": {"emission": lambda: dist.Categorical(logits=rows(2, 3))},
     "observation.marginal_log_prob": {
         "distribution": gaussian,
         "values": lambda: torch.zeros(3, 1),
@@ -546,6 +557,7 @@ SPECIAL = {
     "pair_counts.binned": {"data": lambda: scalars(), "edges": lambda: torch.tensor([0.0, 1.0])},
     "pair_counts.quantile_edges": {"data": lambda: scalars(), "num_bins": lambda: 2},
     "pair_losses.cross_entropy": BEFORE,
+    "pair_losses.relative_distance": BEFORE,
     "pair_losses.squared_distance": BEFORE,
     "persistence.load_into": {"directory": saved_module},
     "persistence.save": {"thing": hmm},
@@ -614,7 +626,7 @@ OBJECTS = {
     "Filter": filtering,
     "Fit": fit,
     "LanguageModel": speaker,
-    "NeuralHMM": neural,
+    "NeuralHMM": lambda: neural(words=spelt()),
     "NeuralTagger": tagger,
     "ScalarHMM": lambda: pyrohmm.ScalarHMM(2, 3),
     "PosteriorDraws": draws,
@@ -634,6 +646,7 @@ OBJECTS = {
     "Tied": shared,
     "WordAndTag": both,
     "WarmupCosine": lambda: language.WarmupCosine(10),
+    "LinearDropout": lambda: pyrohmm.nn.LinearDropout(0.5, 0.0, 10),
     "FixedPoint": msteps.FixedPoint,
     "LogitGradient": msteps.LogitGradient,
     "ProjectedGradient": msteps.ProjectedGradient,
@@ -657,6 +670,8 @@ UNASKED = {
     "PoissonEmission": "",
     "emissions.from_distribution": "called by parametric",
     "GradientStep.__call__": "called by EM",
+    "NeuralTagger.extended": "of words and tags: the HMM of words alone has it",
+    "RowPermutationNUTS.sample": "called by MCMC",
     "maximization.expected_log_joint": "called by EM",
     "backends.backend_for": "called by all that computes",
     "datasets.download": "needs a network",
@@ -680,7 +695,8 @@ UNREAD = {
     "ProjectedGradient.__call__", "Streams.split", "WordAndTag.split", "dense.absolute",
     "dense.exponential", "dense.log_rows", "dense.relu", "dense.sigmoid", "diversity.log_diversity",
     "diversity.product_kernel", "guides.log_orbit", "msteps.objective", "pair_losses.cross_entropy",
-    "pair_losses.squared_distance", "recursions.expected_counts", "recursions.filtered",
+    "msteps.best_start", "msteps.relative_slope", "pair_losses.relative_distance",
+    "pair_losses.squared_distance", "stationary.stationary", "stationary.stationary_detached", "recursions.expected_counts", "recursions.filtered",
     "recursions.log_evidence", "recursions.posterior", "sparse_dirichlet.interior",
     "stationary.joint_probs", "stationary.predicted",
 }  # fmt: skip

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
-from .._arguments import checked, explained
+from .._arguments import Range, checked, explained
 from .._checks import check_integers, check_range
 
 Classes = Callable[[str], Sequence[str]]  # what may stand for a symbol, the first choice first
@@ -20,7 +20,7 @@ ENDINGS = (  # of English words, the longer of two first
 CLASS_COUNT = 10  # how many steps a symbol must stand for, for the vocabulary to list it
 
 
-@explained()
+@explained(max_size=Range(1))
 class Vocabulary(tuple[str, ...]):
     """An ordered list of distinct symbols; a symbol's code is its place.
 

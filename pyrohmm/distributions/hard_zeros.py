@@ -21,6 +21,7 @@ from torch.distributions import (
 from torch.distributions.utils import probs_to_logits
 from torch.nn.functional import logsigmoid
 
+from .._arguments import checked
 from ..ops.log_space import finite_or_zero, log
 
 
@@ -42,7 +43,8 @@ def built_from(distribution: Any) -> str:
     return "probs" if alike else "logits"
 
 
-def log_probs(emission: Any) -> Tensor:
+@checked()
+def log_probs(emission: Categorical) -> Tensor:
     """Logarithms of the probabilities of symbols; probabilities of zero are exact.
 
     (``Categorical(probs=...).logits`` has the logarithm of the smallest number in their place.)

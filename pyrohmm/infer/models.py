@@ -79,6 +79,7 @@ def build(module: HMMModule, data: Sequences) -> HMM:
     return module(data.lengths, observed, data.covariates)
 
 
+@checked()
 def scale_priors(module: HMMModule, data: Sequences) -> float:
     """Give priors of normal emissions the location and scale of ``data``; in place.
 

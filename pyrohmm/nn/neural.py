@@ -25,7 +25,7 @@ from pyro.distributions import Categorical
 from pyro.nn import PyroModule
 from torch import Tensor, nn
 
-from .._arguments import explained
+from .._arguments import checked, explained
 from .._checks import check_integers, check_range, check_shape, check_size
 from .._precision import at_least_single, full_precision
 from ..distributions.block_hmm import BlockHMM, FinalState
@@ -38,6 +38,7 @@ from .base import PYRO, HMMModule
 from .networks import USES, CharCNN, Residual, StateEmbedding, SymbolEmbedding
 
 
+@checked()
 @dataclass(frozen=True)
 class LinearDropout:
     """A share of states that changes linearly with the calls in training mode, then stays.

@@ -65,6 +65,7 @@ def squared_distance(joint: Tensor, probs: Tensor, target: Pairs | Tensor) -> Te
     return (_expanded(joint, table, table, target) + target.squares).to(probs.dtype)
 
 
+@explained()
 def relative_distance(joint: Tensor, probs: Tensor, target: Pairs | Tensor) -> Tensor:
     r"""Half the squared distance, relative to what independent symbols would have.
 

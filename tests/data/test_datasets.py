@@ -79,7 +79,7 @@ def test_a_mapping_gives_the_counts():
 
 
 def test_unknown_symbols_are_an_error_unless_one_stands_for_them():
-    with pytest.raises(ValueError, match="symbol 'c' is not one of the 2"):
+    with pytest.raises(ValueError, match="symbol 'c' is none of the 2 symbols"):
         Vocabulary("ab").encode("abc")
     assert Vocabulary("ab", unknown="b").encode("abc").tolist() == [0, 1, 1]
     assert "c" not in Vocabulary("ab", unknown="b")
@@ -103,7 +103,7 @@ def test_what_stands_for_the_unknown_is_a_symbol_or_a_function(unknown):
 def test_the_first_symbol_listed_stands_for_an_unknown_one():
     words = Vocabulary(["<b>", "<a>", "x"], unknown=lambda word: [f"<{word[0]}>", "<b>"])
     assert words.encode(["x", "apple", "boat", "cat"]).tolist() == [2, 1, 0, 0]
-    with pytest.raises(ValueError, match="symbol 'cat' is not one of the 1"):
+    with pytest.raises(ValueError, match="symbol 'cat' is none of the 1 symbols"):
         Vocabulary(["x"], unknown=lambda word: ["<c>"]).encode(["cat"])
     with pytest.raises(ValueError, match="max_size cannot be given if unknown is a function"):
         Vocabulary.from_counts(["x"], max_size=3, unknown=lambda word: ["<c>"])
