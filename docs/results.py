@@ -562,8 +562,18 @@ def diversity_numbers() -> dict[str, str]:
         one("diversified_tagging", data=data, weight=0.0)["one_to_one"]["deviation"]
         for data in ("penn", "web")
     ]
+    compared = {
+        (row["part"], row["start"]): row["one_to_one"]["ours"]
+        for row in rows("diversified_tagging")
+        if "part" in row
+    }
+    others = [compared["search", start] for start in ("flat", "peaked")]
     return {
         "starts": bounds(starts, 2),
+        "search": f"{compared['search', 'clusters']:.3f}",
+        "search_others": bounds(others, 3),
+        "judged": f"{compared['judged', 'clusters']:.3f}",
+        "judged_flat": f"{compared['judged', 'flat']:.3f}",
         "letters": percent(max(smoothed) - without),
         "letters_anchored": percent(anchored, 2),
         "letters_apart": bounds(best, 1),

@@ -299,7 +299,8 @@ def draw(rows: list[dict[str, Any]], baselines: list[dict[str, Any]]) -> None:
     for axis in axes.values():
         handles = dict(zip(*axis.get_legend_handles_labels()[::-1]))
         if handles:
-            axis.legend(handles.values(), handles.keys(), loc="upper right")
+            place = "center right" if axis is axes["wikitext2"] else "upper right"
+            axis.legend(handles.values(), handles.keys(), loc=place)
     figure.savefig(FOLDER / f"{NAME}.png", dpi=150)
     plt.close(figure)
 
