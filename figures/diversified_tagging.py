@@ -318,7 +318,8 @@ def draw(rows: list[dict[str, Any]]) -> None:
         panel.set_xticks(range(len(selected)), [f"{row['weight']:g}" for row in selected])
         panel.set(xlabel="α, in the convention of the paper", title=f"accuracy, {title}")
         if source == "penn":
-            panel.legend(fontsize=8)
+            panel.set_ylim(bottom=0.1)
+            panel.legend(loc="lower left", fontsize=8)
     selected = [row for row in rows if row.get("data") == "penn"]
     true = selected[0]["figure 9"]["true"]
     histogram.plot(range(1, len(true) + 1), true, "k.-", label="true")

@@ -512,13 +512,14 @@ def is_outside(hmm, case):
     """Whether it refuses a value as outside of all supports: then no state gives it at a step."""
     try:
         hmm.log_prob(case.values)
+        return False
     except ValueError as error:
-        assert "must lie in the support" in str(error)
-        never = np.isneginf(np.asarray(case.likelihood)).all(-1)
-        exists = np.arange(never.shape[-1]) < np.asarray(case.lengths)[..., None]
-        assert (never & exists).any()
-        return True
-    return False
+        message = str(error)
+    never = np.isneginf(np.asarray(case.likelihood)).all(-1)
+    exists = np.arange(never.shape[-1]) < np.asarray(case.lengths)[..., None]
+    assert "must lie in the support" in message
+    assert (never & exists).any()
+    return True
 
 
 def first_conflict(case, evidence):

@@ -116,7 +116,7 @@ class Fit:
         (``x`` in the models of this package), of each latent variable, and of further factors, such
         as ``log_prior``, that of a diversity prior. For SVI they are those of one sample of the
         guide, whose log-densities are those named ``guide: ...``. Their sum is the loss: for EM
-        the last of :attr:`losses`, for MAP that of a step more. Nothing is computed until it is
+        the last of ``losses``, for MAP that of a step more. Nothing is computed until it is
         asked for.
 
         Args:
