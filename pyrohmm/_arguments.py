@@ -109,13 +109,14 @@ def _guarded(function: Any, ranges: Mapping[str, Range | None], of_tensors: bool
     in_order: list[Test | None] = []
     prepare = partial(_prepare, function, ranges, tests, in_order)
     refuse, explain, inner = partial(_refuse, function, ranges), _explain, _INNER
+    signature, name_of_wrong = inspect.signature, _name_of_wrong
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if not in_order:
             prepare()
         for test, value in zip(in_order, args):
             if test is not None and not test(value):
-                refuse(next(name for name, each in zip(names, args) if each is value), value)
+                refuse(name_of_wrong(names, in_order, args), value)
         for name, value in kwargs.items():
             if name in tests and not tests[name](value):
                 refuse(name, value)
@@ -124,7 +125,13 @@ def _guarded(function: Any, ranges: Mapping[str, Range | None], of_tensors: bool
     def explained(*args: Any, **kwargs: Any) -> Any:
         try:
             return call(*args, **kwargs)
+        except NotImplementedError:
+            raise
         except inner as error:
+            try:
+                signature(function).bind(*args, **kwargs)
+            except TypeError:  # what is missing has Python's error
+                raise error from None
             explain(error, [*zip(names, args), *kwargs.items()])
             raise
 
@@ -156,7 +163,7 @@ def _prepare(
     in_order: list[Test | None],
 ) -> None:
     """Make the tests of all arguments, by name and in their order."""
-    hints = _hints(function)
+    hints, ordered = _hints(function), []
     for name, parameter in inspect.signature(function).parameters.items():
         test = _test(hints.get(name, Any))
         if test is None or parameter.kind in _VARIADIC:
@@ -166,7 +173,14 @@ def _prepare(
             test = None if inside is None else _both(test, inside.holds)
         if test is not None:
             tests[name] = test
-        in_order.append(tests.get(name))
+        ordered.append(test)
+    in_order[:] = ordered  # at once: another thread may be here too
+
+
+def _name_of_wrong(names: Any, tests: list[Test | None], values: Any) -> str:
+    """The first argument that fails its test."""
+    triples = zip(names, tests, values)
+    return next(name for name, test, value in triples if test is not None and not test(value))
 
 
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)

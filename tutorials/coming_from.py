@@ -177,9 +177,10 @@ if has_hmmlearn:
 #   \text{concentration} = \tfrac12 (\text{covars\_weight} - 4), \quad
 #   \text{loc} = \text{means\_prior}, \quad \text{weight} = \text{means\_weight},$$
 #
-# so our default, `normal(D)`, is `covars_prior=2, covars_weight=8, means_weight=0.01`. EM then
-# increases the joint density, not the likelihood. hmmlearn monitors the likelihood and may warn
-# that it is not converging; we silence the warning.
+# so `normal(D, loc=0.0, rate=1.0)` is `covars_prior=2, covars_weight=8, means_weight=0.01`; without
+# loc and rate, ours are mean and variance of the data. EM then increases the joint density, not the
+# likelihood. hmmlearn monitors the likelihood and may warn that it is not converging; we silence
+# the warning.
 
 # %%
 logging.getLogger("hmmlearn").setLevel(logging.ERROR)
@@ -193,15 +194,14 @@ points = HMM(
 )
 plane = Sequences(points.sample(), lengths)
 flat = fit_em(points, plane, num_steps=20, tolerance=None)
-prior = fit_em(
-    TabularHMM(2, normal(2)), plane, start=from_hmm(points), num_steps=19, tolerance=None
-)
+weak = TabularHMM(2, normal(2, loc=0.0, rate=1.0))
+prior = fit_em(weak, plane, start=from_hmm(points), num_steps=19, tolerance=None)
 print("variances, likelihood alone  ", flat.hmm(plane).emission.variance.flatten())
-print("variances, with our prior    ", prior.hmm(plane).emission.variance.flatten())
+print("variances, with a prior      ", prior.hmm(plane).emission.variance.flatten())
 if has_hmmlearn:
     priors = {
         "likelihood alone": (flat, {"covars_prior": 0.0, "covars_weight": 1.0}),
-        "with our prior": (
+        "with a prior": (
             prior, {"covars_prior": 2.0, "covars_weight": 8.0, "means_weight": 0.01},
         ),
     }  # fmt: skip

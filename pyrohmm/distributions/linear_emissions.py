@@ -173,7 +173,8 @@ class _Normal(_Components):
 
     def terms(self, values: Tensor, known: Tensor | None) -> tuple[Tensor, Tensor]:
         loc, scale = self.parameters
-        loc, precision = loc - self.centre, scale.square().reciprocal()
+        # not of the square, whose gradient would leave the range of float32
+        loc, precision = loc - self.centre, scale.reciprocal().square()
         constant = -0.5 * loc.square() * precision - scale.log() - HALF_LOG_TAU
         values = values - self.centre
         if known is not None:

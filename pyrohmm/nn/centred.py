@@ -54,13 +54,18 @@ class CentredEmission(Emission):
         if not self.of_data:
             return 0.0
         variance = torch.where(varies, variance, 1.0)
-        self.prior_loc.copy_(mean.nan_to_num(0.0))
+        self.prior_loc = like(self.prior_loc, mean.nan_to_num(0.0))
         numbers = known.sum(0) + self.prior_loc.numel() // max(self.dim, 1)
         return float((numbers * variance.log()).sum()) / 2 + self._set_spread(variance)
 
     def _set_spread(self, variance: Tensor) -> float:
         """Take the scale of the prior from the variance of each component; returns log-units."""
         raise NotImplementedError
+
+
+def like(buffer: Tensor, values: Tensor) -> Tensor:
+    """New numbers for a buffer: the old ones are still those of guides of earlier fits."""
+    return values.to(buffer).expand(buffer.shape).clone()
 
 
 def scale_prior(emission: Any, values: Tensor) -> float:

@@ -17,7 +17,7 @@ from ..distributions.hard_zeros import log_probs
 from ..distributions.observation import log_prob_per_component
 from ..distributions.units import InUnits, InverseGamma
 from ..ops.log_space import log
-from .centred import CentredEmission, centre
+from .centred import CentredEmission, centre, like
 from .closed_form import Maximum, Statistics, row_mode
 from .family import EmissionFamily, check_strengths, moments, positive, spread
 from .normals import normal_m_step
@@ -67,6 +67,7 @@ def normal_mixture(
 class MixtureEmission(CentredEmission):
     """Mixtures of normal vectors in each state: see :func:`normal_mixture`."""
 
+    rate: Tensor
     supports: ClassVar[dict[str, constraints.Constraint]] = {
         "weights": constraints.simplex,
         "variance": constraints.positive,
@@ -104,7 +105,7 @@ class MixtureEmission(CentredEmission):
         self.loc = PyroSample(lambda self: self._loc_prior().to_event(3))
 
     def _set_spread(self, variance: Tensor) -> float:
-        self.rate.copy_(variance.mean() if self.spherical else variance)
+        self.rate = like(self.rate, variance.mean() if self.spherical else variance)
         return float(self.rate.log().sum())
 
     def _loc_prior(self) -> TorchDistribution:

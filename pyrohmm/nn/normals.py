@@ -21,7 +21,7 @@ from .._checks import check_size
 from ..distributions.inverse_wishart import InverseWishart, covariance_matrix
 from ..distributions.units import InUnits, InverseGamma
 from ..ops.products import weighted_sums
-from .centred import CentredEmission, centre
+from .centred import CentredEmission, centre, like
 from .closed_form import Maximum, Statistics
 from .family import (
     EmissionFamily,
@@ -169,6 +169,7 @@ def normal_tied(
 class NormalEmission(CentredEmission):
     """Independent normal components with a conjugate prior: see :func:`normal`."""
 
+    rate: Tensor
     supports: ClassVar[dict[str, constraints.Constraint]] = {
         "variance": constraints.positive,
         "loc": constraints.real,
@@ -199,7 +200,7 @@ class NormalEmission(CentredEmission):
         self.loc = PyroSample(lambda self: self._loc_prior().to_event(len(shape)))
 
     def _set_spread(self, variance: Tensor) -> float:
-        self.rate.copy_(variance.mean() if self.spherical else variance)
+        self.rate = like(self.rate, variance.mean() if self.spherical else variance)
         return float(self.rate.log().sum())
 
     def _wide(self) -> Tensor:
@@ -233,6 +234,7 @@ class NormalEmission(CentredEmission):
 class CovarianceEmission(CentredEmission):
     """Normal vectors with covariance matrices: see :func:`normal_full`, :func:`normal_tied`."""
 
+    scale: Tensor
     supports: ClassVar[dict[str, constraints.Constraint]] = {
         "covariance": covariance_matrix,
         "loc": constraints.real,
@@ -275,7 +277,7 @@ class CovarianceEmission(CentredEmission):
         self.loc = PyroSample(lambda self: self._loc_prior().to_event(1))
 
     def _set_spread(self, variance: Tensor) -> float:
-        self.scale.copy_(variance.diag())
+        self.scale = like(self.scale, variance.diag())
         matrices = 1 if self.tied else len(self.prior_loc)
         return float(matrices * (self.dim + 1) * variance.log().sum()) / 2
 

@@ -378,3 +378,24 @@ def test_memory_grows_with_states_and_components_not_with_their_product():
     numbers = (peak() - before) / values.element_size()
     bound = 6 * len(values) * steps * (states + dim)
     assert numbers < bound < len(values) * steps * states * dim
+
+
+@pytest.mark.parametrize("unit", [1e-10, 1e-3, 1e3, 1e12, 1e17])
+def test_gradients_are_those_of_the_distribution_in_any_unit(unit):
+    torch.manual_seed(0)
+    loc, scale = torch.randn(8, 4), torch.rand(8, 4) + 0.5
+    values = torch.randn(1000, 4)
+    found = []
+    for form in ("product", "plain"):
+        wide = torch.float32 if form == "product" else torch.float64
+        parameters = [(unit * part.to(wide)).requires_grad_() for part in (loc, scale)]
+        emission = dist.Normal(*parameters, validate_args=False).to_event(1)
+        data = unit * values.to(wide)
+        if form == "product":
+            scores = log_prob_per_state(emission, data)
+        else:
+            scores = emission.log_prob(data.unsqueeze(-2))
+        gradients = torch.autograd.grad((scores * (scores.size(0) ** -1)).sum(), parameters)
+        found.append([(unit * part.double()) for part in gradients])
+    for product, plain in zip(*found):
+        torch.testing.assert_close(product, plain, rtol=1e-3, atol=1e-4)  # sums of 1,000 terms

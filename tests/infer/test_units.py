@@ -302,3 +302,24 @@ def test_other_parts_have_no_prior_to_scale():
             return pyro.distributions.Normal(torch.zeros(2), 1.0)
 
     assert scale_priors(TabularHMM(2, lambda _: Own()), in_units("scalar", 1.0, 0.0)) == 0.0
+
+
+@pytest.mark.parametrize("guide", [None, AutoNormal], ids=["MAP", "SVI"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_fit_to_other_data_leaves_an_earlier_fit_as_it_was(name, guide):
+    """Both are of one module, whose prior takes the scale of the data of each."""
+    one, other = in_units(name, 1.0, 0.0), in_units(name, 1e3, 1e6)
+    model = MarginalModel(TabularHMM(2, FAMILIES[name]()))
+
+    def fit(data):
+        if guide is None:
+            return fit_map(model, data, num_steps=2)
+        return fit_svi(model, guide(model), data, num_steps=2)
+
+    first = fit(one)
+    before = first.guide.median(one)
+    fit(other)
+    after = first.guide.median(one)
+    assert before.keys() == after.keys()
+    for site, value in before.items():
+        torch.testing.assert_close(after[site], value)
