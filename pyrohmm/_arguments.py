@@ -125,9 +125,9 @@ def _guarded(function: Any, ranges: Mapping[str, Range | None], of_tensors: bool
     def explained(*args: Any, **kwargs: Any) -> Any:
         try:
             return call(*args, **kwargs)
-        except NotImplementedError:
-            raise
         except inner as error:
+            if isinstance(error, NotImplementedError) and "not implemented for" not in str(error):
+                raise  # of a subclass that lacks a method; torch's are of a dtype
             try:
                 signature(function).bind(*args, **kwargs)
             except TypeError:  # what is missing has Python's error
