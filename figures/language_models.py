@@ -111,6 +111,19 @@ BEST = {
         Model("best", "best", "wikitext2", states=16384, epochs=12),
         Paper(167.0, None, 32768, 128),
     ),
+    "annealed-ptb": (
+        Model(
+            "best",
+            "dropout annealed",
+            states=32768,
+            by_mass=True,
+            epochs=10,
+            last_dropout=0.3,
+            bfloat16=True,
+            decay=0.05,
+        ),
+        Paper(125.0, 115.8, 32768, 128),
+    ),
     "annealed-wikitext2": (
         Model(
             "best",

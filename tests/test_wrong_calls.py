@@ -532,8 +532,8 @@ SPECIAL = {
         "lengths": lambda: [2, 1],
     },
     "inference_data.summary": {"converted": lambda: pyrohmm.to_arviz(fit(), data())},
-    "metrics.align": KNOWN,
-    "metrics.align_transitions": {"found": lambda: simplex(2, 2), "truth": lambda: simplex(2, 2)},
+    "agreement.align": KNOWN,
+    "agreement.align_transitions": {"found": lambda: simplex(2, 2), "truth": lambda: simplex(2, 2)},
     "metrics.cross_validate": {"fit": lambda: lambda data: fit(), "num_folds": lambda: 2},
     "metrics.mean_absolute_deviation": {
         "first": lambda: simplex(2, 2),
@@ -601,7 +601,7 @@ for name in (
     "one_to_one_accuracy",
     "variation_of_information",
 ):
-    SPECIAL[f"metrics.{name}"] = KNOWN
+    SPECIAL[f"agreement.{name}"] = KNOWN
 for kind, observations in {"HMM": values, "BlockHMM": values, "TaggedHMM": tagged_values}.items():
     for method in methods(PUBLIC[kind]):
         SPECIAL[f"{kind}.{method}"] = {

@@ -4,6 +4,7 @@ Imports the rooms down to ``infer``.
 
 Its modules; each imports only those above it:
 
+``agreement``       states against a truth, up to their names
 ``usage``           states that are used, rank of the transitions
 ``metrics``         perplexity, information criteria, accuracy, diversity
 ``chains``          factors of a chain as queries read them
