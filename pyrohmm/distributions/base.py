@@ -20,6 +20,7 @@ from .._checks import (
 from ..ops import masks, recursions
 from ..ops.block_transition import InnerProductTransition
 from .arguments import StructuredEmission, check_parameters, check_steps
+from .hard_zeros import log_probs
 from .labels import refuse_dead_ends
 from .observation import is_categorical, log_likelihood, log_prob_per_state
 from .values import check_support, fill_gaps
@@ -140,6 +141,21 @@ class ChainDistribution(TorchDistribution):
             check_likelihood(likelihood)
             self.check_labels(values)
         return self.log_initial, self._log_transitions(), likelihood
+
+    def symbol_factors(
+        self, values: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None] | None:
+        """The arguments of :func:`pyrohmm.ops.recursions.log_evidence_of_symbols`.
+
+        None if observations are not symbols, parameters not constant, or states restricted.
+        """
+        constant = not (self.transition_per_step or self.emission_per_step)
+        if not (constant and self.allowed is None and is_categorical(self.emission)):
+            return None
+        symbols, known = self.prepare_values(values)
+        table, transition = log_probs(self.emission), self._log_transitions()
+        known = known if self.observed is not None else None  # recursions know of padding
+        return self.log_initial, transition, table, symbols, self.lengths, known
 
     def _log_likelihood(self, values: Tensor) -> Tensor:
         """``(*B, T, K)``, 0 where a step is not observed; whatever the labels."""

@@ -190,7 +190,11 @@ class HMM(ChainDistribution):
         A sequence of probability zero has -inf, and gradient zero.
         """
         with full_precision(self.log_initial):
-            evidence = recursions.log_evidence(*self.log_factors(values, check=False), self.lengths)
+            if (of_symbols := self.symbol_factors(values)) is not None:
+                evidence = recursions.log_evidence_of_symbols(*of_symbols)
+            else:
+                factors = self.log_factors(values, check=False)
+                evidence = recursions.log_evidence(*factors, self.lengths)
         self._check_evidence(evidence, values)
         return evidence
 

@@ -28,7 +28,7 @@ from torch.distributions import (
 from .._arguments import Shape, explained
 from .._checks import check_broadcast, check_integers, check_range
 from ..ops.log_space import logsumexp
-from ..ops.lookup import take_rows
+from ..ops.lookup import look_up
 from .hard_zeros import exact_log_prob, log_prob_of_bits, log_probs, log_probs_of_bits
 from .linear_emissions import component_log_prob, linear_log_prob
 
@@ -276,15 +276,7 @@ def log_prob_per_state(emission: TorchDistribution, values: Tensor) -> Tensor:
     missing = values.isnan() if values.dtype.is_floating_point else None
     if missing is not None:
         values = values.masked_fill(missing, 0.0)
-    logits = log_probs(emission)  # (*b, K, V)
-    table = logits.mT.reshape(-1, logits.size(-2))
-    rows = values.long()
-    if logits.dim() > 2:
-        matrices = torch.arange(len(table) // logits.size(-1), device=rows.device)
-        beyond = (rows < 0) | (rows >= logits.size(-1))  # not the row of another matrix
-        rows = rows + matrices.reshape(logits.shape[:-2]) * logits.size(-1)
-        rows = rows.masked_fill(beyond, len(table))
-    scores = take_rows(table, rows)
+    scores = look_up(log_probs(emission), values)
     return scores if missing is None else scores.masked_fill(missing.unsqueeze(-1), 0.0)
 
 

@@ -53,6 +53,14 @@ def run(loop: Callable[..., None], count: int, work: int, *arguments: Any) -> No
         task.result()
 
 
+def share(run: Callable[[int], None], parts: int) -> None:
+    """Call ``run`` for each of several parts of some work, on threads."""
+    tasks = [_pool(parts - 1).submit(run, part) for part in range(1, parts)]
+    run(0)
+    for task in tasks:
+        task.result()
+
+
 # The exponential, as Numba would call it one number at a time ------------------------------------
 
 

@@ -39,10 +39,27 @@ class Chain(NamedTuple):
         return Chain(initial[:, None], matrices, likelihood[:, :, None], lengths[:, None])
 
 
-def group(
+class Arguments(NamedTuple):
+    """The arguments of a recursion, checked and of one dtype; dimensions as they came."""
+
+    initial: Tensor  # (*b, K), log
+    transition: Tensor  # (*b, 1|T-1, K, K), log
+    likelihood: Tensor  # (*b, T, K), log
+    lengths: Tensor  # (*b), on the CPU
+    batch: torch.Size  # what the (*b) broadcast to
+
+    @property
+    def split(self) -> int:
+        """How many dimensions of the batch have matrices of their own."""
+        leading = self.transition.shape[:-3]
+        first = len(self.batch) - len(leading)
+        return max((first + d + 1 for d, size in enumerate(leading) if size != 1), default=0)
+
+
+def check_arguments(
     log_initial: Tensor, log_transition: Tensor, log_likelihood: Tensor, lengths: Tensor
-) -> tuple[Chain, torch.Size]:
-    """Check the arguments, and bring them into one form; also the batch shape."""
+) -> Arguments:
+    """Raise unless dtypes, devices and shapes agree."""
     logs = {
         "log_initial": log_initial,
         "log_transition": log_transition,
@@ -88,8 +105,23 @@ def group(
             "lengths": lengths.shape,
         }
     )
+    return Arguments(log_initial, log_transition, log_likelihood, lengths, batch)
+
+
+def group(
+    log_initial: Tensor, log_transition: Tensor, log_likelihood: Tensor, lengths: Tensor
+) -> tuple[Chain, torch.Size]:
+    """Check the arguments, and bring them into one form; also the batch shape."""
+    arguments = check_arguments(log_initial, log_transition, log_likelihood, lengths)
+    return arrange(arguments), arguments.batch
+
+
+def arrange(arguments: Arguments) -> Chain:
+    """The arguments time-major, in groups that share a matrix."""
+    log_initial, log_transition, log_likelihood, lengths, batch = arguments
+    split, varying = arguments.split, log_transition.size(-3)
+    steps, num_states = log_likelihood.shape[-2:]
     leading = (1,) * (len(batch) + 3 - log_transition.dim()) + tuple(log_transition.shape[:-3])
-    split = max((d + 1 for d, size in enumerate(leading) if size != 1), default=0)
     groups, size = math.prod(batch[:split]), math.prod(batch[split:])
     transition = log_transition.reshape(leading[:split] + log_transition.shape[-3:])
     transition = transition.expand(batch[:split] + transition.shape[-3:])
@@ -101,5 +133,4 @@ def group(
         padded = ~exists(lengths, steps, likelihood.device).movedim(-1, 0).unsqueeze(-1)
         likelihood = likelihood.masked_fill(padded, 0.0)
     initial = log_initial.expand(*batch, num_states).reshape(groups, size, num_states)
-    chain = Chain(initial.contiguous(), transition, likelihood.contiguous(), lengths.contiguous())
-    return chain, batch
+    return Chain(initial.contiguous(), transition, likelihood.contiguous(), lengths.contiguous())

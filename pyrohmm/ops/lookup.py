@@ -19,6 +19,26 @@ def take_rows(table: Tensor, rows: Tensor) -> Tensor:
     return _TakeRows.apply(table, rows.reshape(-1)).reshape(*rows.shape, table.size(-1))
 
 
+def look_up(log_probs: Tensor, symbols: Tensor) -> Tensor:
+    """Log-probabilities ``(*A, K)`` of symbols ``(*A)`` in each of K states.
+
+    Args:
+        log_probs: ``(*b, K, V)``, where b broadcasts with A from the right.
+        symbols: Integers below V.
+
+    Raises:
+        IndexError: If a symbol is none.
+    """
+    table = log_probs.mT.reshape(-1, log_probs.size(-2))
+    rows = symbols.long()
+    if log_probs.dim() > 2:
+        matrices = torch.arange(len(table) // log_probs.size(-1), device=rows.device)
+        beyond = (rows < 0) | (rows >= log_probs.size(-1))  # not the row of another matrix
+        rows = rows + matrices.reshape(log_probs.shape[:-2]) * log_probs.size(-1)
+        rows = rows.masked_fill(beyond, len(table))
+    return take_rows(table, rows)
+
+
 def add_rows(values: Tensor, rows: Tensor, size: int) -> Tensor:
     """Sums ``(size, K)`` in float64 of the rows of ``values`` ``(M, K)`` that have the same index.
 

@@ -26,10 +26,12 @@ from torch import Tensor
 from .._arguments import Range, checked, explained
 from .._checks import check_broadcast
 from .._precision import differentiable_gradient, in_full_precision
+from . import evidence as compiled
 from . import message_passing
-from .backends import backend_for
-from .chain import Chain, group
+from .backends import NUMBA, backend_for
+from .chain import Arguments, Chain, arrange, check_arguments, group
 from .log_space import finite_or_zero
+from .lookup import look_up
 from .masks import exists
 from .torch_chain import log_space_by_steps
 
@@ -81,8 +83,55 @@ def log_evidence(
         >>> log_evidence(half, half.expand(1, 2, 2), likelihood, torch.tensor(2)).exp()
         tensor(0.0900)
     """
-    chain, batch = group(log_initial, log_transition, log_likelihood, lengths)
-    return _evidence(chain, chain.likelihood.dtype).reshape(batch)
+    arguments = check_arguments(log_initial, log_transition, log_likelihood, lengths)
+    if (chain := _uniform(arguments, arguments.likelihood)) is None:
+        chains = arrange(arguments)
+        return _evidence(chains, chains.likelihood.dtype).reshape(arguments.batch)
+    batch = arguments.batch
+    return _uniform_evidence(chain, arguments, lambda logs: logs.reshape(*batch, *logs.shape[-2:]))
+
+
+def log_evidence_of_symbols(
+    log_initial: Tensor,
+    log_transition: Tensor,
+    log_symbols: Tensor,
+    symbols: Tensor,
+    lengths: Tensor,
+    known: Tensor | None = None,
+) -> Tensor:
+    r"""As :func:`log_evidence`, of observations that are symbols: no log-likelihoods are written.
+
+    Args:
+        log_initial: As there.
+        log_transition: As there.
+        log_symbols: ``(*B, K, V)``, :math:`\log p(x_t | z_t)` of each symbol.
+        symbols: ``(*B, T)`` integers below V.
+        lengths: As there.
+        known: ``(*B, T)`` booleans, False where a symbol is missing; all known by default.
+
+    Raises:
+        IndexError: If a symbol is not one of 0 to V - 1, even one that is missing.
+
+    Example:
+        >>> half = torch.full((2,), 0.5).log()
+        >>> coins = torch.tensor([[0.9, 0.1], [0.4, 0.6]]).log()
+        >>> heads = torch.tensor([0, 0])
+        >>> log_evidence_of_symbols(half, half.expand(1, 2, 2), coins, heads, torch.tensor(2)).exp()
+        tensor(0.4225)
+    """
+    outer = {"log_symbols": log_symbols.shape[:-2], "symbols": symbols.shape[:-1]}
+    shape = *check_broadcast(outer), symbols.size(-1), log_symbols.size(-2)
+    shown = log_symbols.detach().as_strided(shape, (0,) * len(shape))  # there are none
+    arguments = check_arguments(log_initial, log_transition, shown, lengths)
+
+    def likelihood(logs: Tensor) -> Tensor:
+        scores = look_up(logs, symbols.movedim(-1, 0)).movedim(0, -2)
+        return scores if known is None else scores.masked_fill(~known.unsqueeze(-1), 0.0)
+
+    chain = _uniform(arguments, log_symbols, symbols, known)
+    if chain is None:
+        return log_evidence(log_initial, log_transition, likelihood(log_symbols), lengths)
+    return _uniform_evidence(chain, arguments, likelihood)
 
 
 def posterior(
@@ -193,6 +242,81 @@ def sample_states(
             messages, transposed, chain.lengths, uniform, states
         )
         return states.permute(0, 2, 3, 1).reshape(num_samples, *batch, steps)
+
+
+# One matrix for many sequences -----------------------------------------------------------------
+
+
+def _uniform(
+    arguments: Arguments, logs: Tensor, symbols: Tensor | None = None, known: Tensor | None = None
+) -> compiled.Uniform | None:
+    """The arguments as compiled loops over whole sequences take them; None if they do not.
+
+    Args:
+        arguments: With log-likelihoods of any strides.
+        logs: Log-likelihoods, or with ``symbols`` of each symbol.
+        symbols: ``(*B, T)``.
+        known: ``(*B, T)``.
+    """
+    initial, transition, likelihood, lengths, batch = arguments
+    num_states = initial.size(-1)
+    if (
+        backend_for(likelihood.device) is not NUMBA
+        or num_states > compiled.WIDEST
+        or transition.size(-3) != 1
+    ):
+        return None
+    split = arguments.split
+    within = initial.shape[:-1][max(split - len(batch) + initial.dim() - 1, 0) :]
+    if within.numel() != 1:  # first states of each sequence
+        return None
+    count = batch[:split].numel()
+    size = batch.numel() // count
+    if count > 1:
+        lead = batch[:split] + (1,) * (len(batch) - split)
+        initial = initial.expand(*lead, num_states)
+        transition = transition.expand(*lead, 1, num_states, num_states)
+    if symbols is None:
+        logs = logs.expand(*batch, *logs.shape[-2:]).reshape(count, size, *logs.shape[-2:])
+    else:
+        if logs.shape[:-2][max(split - len(batch) + logs.dim() - 2, 0) :].numel() != 1:
+            return None  # probabilities of symbols for each sequence
+        if count > 1:
+            logs = logs.expand(*batch[:split], *(1,) * (len(batch) - split), *logs.shape[-2:])
+        low, high = (int(end) for end in torch.aminmax(symbols))
+        if low < 0 or high >= logs.size(-1):
+            raise IndexError(
+                f"symbols must lie between 0 and V - 1 = {logs.size(-1) - 1}; got {low} to {high}."
+            )
+        symbols = symbols.expand(*batch, symbols.size(-1)).long()
+        if known is not None:
+            symbols = symbols.masked_fill(~known, logs.size(-1))
+    return compiled.Uniform(
+        initial, transition, logs.to(likelihood.dtype), symbols,
+        lengths.expand(batch).reshape(count, size),
+    )  # fmt: skip
+
+
+def _uniform_evidence(
+    chain: compiled.Uniform, arguments: Arguments, likelihood: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """Log evidence, ``(*B)``; ``likelihood`` makes log-likelihoods of ``chain.logs``."""
+
+    def arranged(initial: Tensor, transition: Tensor, logs: Tensor) -> Chain:
+        return arrange(arguments._replace(
+            initial=initial, transition=transition, likelihood=likelihood(logs)
+        ))  # fmt: skip
+
+    def general(*logs: Tensor) -> Tensor:
+        return log_space_by_steps(*arranged(*logs))[0]
+
+    value, exact = compiled.log_evidence(chain, general)
+    if not bool(exact.all()):
+        chosen = (~exact).flatten().nonzero().squeeze(-1)
+        chains = arranged(chain.initial, chain.transition, chain.logs).subset(chosen)
+        redone = _evidence(chains, _wider(value.dtype)).flatten()
+        value = value.flatten().index_put((chosen,), redone)
+    return value.reshape(arguments.batch)
 
 
 # Three ranges of numbers: the caller's, float64, and logarithms ---------------------------------

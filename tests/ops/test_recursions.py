@@ -23,7 +23,7 @@ from hypothesis.extra import numpy as hnp
 from torch.autograd import gradcheck, gradgradcheck
 
 from pyrohmm import recursions
-from pyrohmm.ops import backends
+from pyrohmm.ops import backends, evidence
 from pyrohmm.ops import message_passing as _messages
 from pyrohmm.ops import torch_chunks as _chunks
 
@@ -46,6 +46,11 @@ def ranges(monkeypatch):
     """Record the ranges of numbers that are tried, in their order."""
     tried = []
     scaled, logarithms = _messages.forward, _messages.in_log_space
+    whole = evidence.log_evidence
+
+    def whole_sequences(chain, general):
+        tried.append(chain.logs.dtype)
+        return whole(chain, general)
 
     def forward(chain, dtype):
         tried.append(dtype)
@@ -55,6 +60,7 @@ def ranges(monkeypatch):
         tried.append("log")
         return logarithms(*arguments, **keywords)
 
+    monkeypatch.setattr(evidence, "log_evidence", whole_sequences)
     monkeypatch.setattr(_messages, "forward", forward)
     monkeypatch.setattr(_messages, "in_log_space", log_space)
     return tried

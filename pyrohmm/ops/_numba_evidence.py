@@ -1,0 +1,444 @@
+"""Compiled evidence of many sequences that share one matrix, and its gradient, in one pass each.
+
+What a sum over paths needs is done in the loop itself: symbols are looked up, and expected
+transitions and counts of symbols added up, so that nothing of size N T K is written but the
+forward messages, and those only where a gradient is wanted. Probabilities of symbols are scaled by
+the largest of each symbol, log-likelihoods by that of each step. K is rounded up to a multiple of
+four, with zeros.
+
+A tile is ``LANES`` sequences side by side: entry k of sequence i lies at ``LANES * k + i``. Few
+sequences go one after the other instead, along their states.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from ._numba_chain import _accumulate, _watch
+from ._numba_lanes import LANES as LANES
+from ._numba_lanes import _0, _1, _2, _3, _4, multiply, scale_lanes, sum_products, weigh
+from ._numba_math import exp, kernel, u64
+from ._numba_math import share as share
+
+STEPS = 8  # whose transitions are added up together
+_STEPS, _LANES = u64(STEPS), u64(LANES)
+_ALL = u64(STEPS * LANES + 16)  # between rows: not a power of two, for the cache
+
+
+class Data(NamedTuple):
+    """What both passes read; ``symbols`` or ``likelihood`` is empty.
+
+    Attributes:
+        symbols: Their numbers, flat.
+        table: ``(V + 1, height)``, probabilities of symbols, scaled; the last row is for missing
+            ones.
+        peaks: ``(V + 1,)``, logarithms of the scales.
+        likelihood: Log-likelihoods, flat.
+        layout: (a, b) so that step t of sequence i has row a i + b t.
+        lengths: ``(n,)``.
+        limits: The smallest positive probability of the chain, or -1 if no step is watched; the
+            logarithm of the smallest normal number; that number; what a product must be above to
+            be surely exact.
+    """
+
+    symbols: np.ndarray
+    table: np.ndarray
+    peaks: np.ndarray
+    likelihood: np.ndarray
+    layout: tuple[int, int]
+    lengths: np.ndarray
+    limits: tuple[float, float, float, float]
+
+
+@kernel
+def probabilities(logs, low, out):
+    """Write exponentials; returns the smallest logarithm but -inf, and whether that occurs."""
+    least, zero, zeros = out.dtype.type(np.inf), out.dtype.type(0), False
+    for i in range(logs.shape[0]):
+        for j in range(logs.shape[1]):
+            x = logs[i, j]
+            value = exp(low if x < low else x)
+            out[i, j] = zero if x == -np.inf else value
+            zeros = zeros or x == -np.inf
+            least = x if zero - np.inf < x < least else least
+    return least, zeros
+
+
+@kernel
+def scaled_table(logs, low, table, peaks):
+    """Probabilities ``(V + 1, height)`` over their largest, whose logarithms are kept.
+
+    ``logs`` are ``(K, V)``; the last row is that of a missing symbol.
+    """
+    size, count = logs.shape
+    zero = table.dtype.type(0)
+    for v in range(count):
+        peaks[v] = -np.inf
+    for k in range(size):
+        for v in range(count):
+            x = logs[k, v]
+            peaks[v] = x if x > peaks[v] or x != x else peaks[v]
+    for v in range(count):
+        peaks[v] = zero if peaks[v] == -np.inf else peaks[v]
+    for k in range(size):
+        for v in range(count):
+            x = logs[k, v] - peaks[v]
+            value = exp(low if x < low else x)
+            table[v, k] = zero if x == -np.inf else value
+        table[count, k] = 1
+
+
+@kernel
+def _begin_step(rows, active, data, t, start, width, exact):
+    """Which sequences of a tile have a step t, and their rows: of the table, or of all steps."""
+    across, along = data.layout
+    missing = u64(data.peaks.shape[0] - 1)
+    for i in range(LANES):
+        here = i < width and t < data.lengths[start + i] and exact[start + i]
+        active[i] = here
+        rows[i] = missing
+        if here:
+            row = (start + i) * across + t * along
+            rows[i] = u64(data.symbols[row]) if data.symbols.shape[0] else u64(row)
+
+
+@kernel
+def _read(seen, peak, rows, active, data, size, height, low):
+    """Write the likelihoods of a step over their largest, and the logarithms of those."""
+    if data.symbols.shape[0]:
+        entries = data.table.ravel()
+        for i in range(LANES):
+            peak[i] = data.peaks[rows[i]]
+            rows[i] *= height
+        for k in range(size):
+            for i in range(_LANES):
+                seen[k * _LANES + i] = entries[rows[i] + k]
+        return
+    for i in range(_LANES):
+        offset = rows[i] * size
+        if active[i]:
+            for k in range(size):
+                seen[k * _LANES + i] = data.likelihood[offset + k]
+        else:
+            for k in range(size):
+                seen[k * _LANES + i] = 0
+    weigh(seen, _LANES, size, peak, low)
+
+
+@kernel
+def forward_tiles(tile, data, initial, packed, kept, alpha, total, evidence, exact):
+    """Forward pass of one tile of sequences; messages are written if ``kept``."""
+    table, lengths, (least, low, tiny, slack) = data.table, data.lengths, data.limits
+    count, size, height = lengths.shape[0], u64(initial.shape[0]), u64(packed.shape[0])
+    steps = total.shape[0] // ((count + LANES - 1) // LANES * LANES)
+    start = tile * LANES
+    width = min(LANES, count - start)
+    matrix = packed.ravel()
+    mass, arrived = np.zeros(height * _LANES, table.dtype), np.zeros(height * _LANES, table.dtype)
+    seen = np.zeros(height * _LANES, table.dtype)
+    norm, peak = np.zeros(LANES, table.dtype), np.zeros(LANES, table.dtype)
+    smallest, scale = np.zeros(LANES, table.dtype), np.ones(LANES, table.dtype)
+    faint = np.zeros(LANES, np.bool_)
+    product, logs = np.ones(LANES), np.zeros(LANES)
+    rows, active = np.zeros(LANES, np.uint64), np.zeros(LANES, np.bool_)
+    one = table.dtype.type(1)
+    lowest = table.dtype.type(low)
+    faint[:] = least < tiny
+    for t in range(lengths[start : start + width].max()):
+        _begin_step(rows, active, data, t, start, width, exact)
+        _read(seen, peak, rows, active, data, size, height, lowest)
+        if t == 0:
+            for k in range(size):
+                for i in range(_LANES):
+                    arrived[k * _LANES + i] = initial[k]
+        else:
+            multiply(arrived, mass, matrix, height)
+        if least >= 0.0:
+            _watch(smallest, faint, scale, slack, arrived, seen, active, width, size, exact, start)
+        sum_products(norm, mass, arrived, seen, _LANES, size)
+        for i in range(LANES):
+            if not active[i]:
+                norm[i] = np.inf  # so that its messages become zero
+                continue
+            total[(tile * steps + t) * LANES + i] = norm[i]
+            if not (norm[i] >= slack and norm[i] < np.inf):
+                exact[start + i] = False
+                norm[i] = np.inf
+                for k in range(size):  # as NaN would remain
+                    mass[k * _LANES + u64(i)] = 0
+                continue
+            faint[i] = smallest[i] <= tiny or smallest[i] / norm[i] * least < tiny
+            scale[i] = norm[i]
+            logs[i], product[i] = _accumulate(logs[i] + peak[i], product[i], norm[i])
+        for i in range(LANES):
+            norm[i] = one / norm[i]
+        scale_lanes(mass, norm, _LANES, size)
+        if kept:
+            offset = u64(tile * steps + t) * size * _LANES
+            for k in range(size * _LANES):
+                alpha[offset + k] = mass[k]
+    for i in range(width):
+        evidence[start + i] = logs[i] + np.log(product[i])
+
+
+@kernel
+def _add_transitions(counts, before, after, height):
+    """Add the products of states before and after several steps, summed over the sequences."""
+    zero = before.dtype.type(0)
+    for j in range(_0, height, _4):
+        for k in range(_0, height, _2):
+            p, q = j * _ALL, k * _ALL
+            a0, a1, b0, b1, c0, c1, d0, d1 = zero, zero, zero, zero, zero, zero, zero, zero
+            for i in range(_STEPS * _LANES):
+                x, y = after[q + i], after[q + _ALL + i]
+                a, b = before[p + i], before[p + _ALL + i]
+                c, d = before[p + _2 * _ALL + i], before[p + _3 * _ALL + i]
+                a0 += a * x
+                a1 += a * y
+                b0 += b * x
+                b1 += b * y
+                c0 += c * x
+                c1 += c * y
+                d0 += d * x
+                d1 += d * y
+            counts[j, k] += a0
+            counts[j, k + _1] += a1
+            counts[j + _1, k] += b0
+            counts[j + _1, k + _1] += b1
+            counts[j + _2, k] += c0
+            counts[j + _2, k + _1] += c1
+            counts[j + _3, k] += d0
+            counts[j + _3, k + _1] += d1
+
+
+@kernel
+def backward_tiles(
+    tile, data, transposed, weights, alpha, total, exact, starts, counts, emitted, gamma
+):
+    """Backward pass of one tile: adds to the expected counts of starts, transitions, symbols."""
+    table, lengths, low = data.table, data.lengths, data.limits[1]
+    count, size, height = lengths.shape[0], u64(starts.shape[0]), u64(transposed.shape[0])
+    steps = total.shape[0] // ((count + LANES - 1) // LANES * LANES)
+    start = tile * LANES
+    width = min(LANES, count - start)
+    matrix = transposed.ravel()
+    beta, later = np.zeros(height * _LANES, table.dtype), np.zeros(height * _LANES, table.dtype)
+    seen, probs = np.zeros(height * _LANES, table.dtype), np.zeros(height * _LANES, table.dtype)
+    before, after = np.zeros(height * _ALL, table.dtype), np.zeros(height * _ALL, table.dtype)
+    norm, peak = np.zeros(LANES, table.dtype), np.zeros(LANES, table.dtype)
+    weight = np.zeros(LANES, table.dtype)
+    rows, active = np.zeros(LANES, np.uint64), np.zeros(LANES, np.bool_)
+    zero, one = table.dtype.type(0), table.dtype.type(1)
+    lowest = table.dtype.type(low)
+    for i in range(width):
+        weight[i] = weights[start + i]
+    longest = lengths[start : start + width].max()
+    filled = _0
+    for t in range(longest - 1, -1, -1):
+        _begin_step(rows, active, data, t, start, width, exact)
+        if t < longest - 1:
+            multiply(beta, later, matrix, height)
+        for i in range(width):
+            if t == lengths[start + i] - 1:
+                for k in range(size):
+                    beta[k * _LANES + u64(i)] = one
+        offset = u64(tile * steps + t) * size * _LANES
+        here = alpha[offset : offset + size * _LANES]
+        sum_products(norm, probs, here, beta, _LANES, size)
+        for i in range(LANES):
+            if active[i] and not abs(norm[i] - one) < 1e-2:
+                exact[start + i] = False
+                active[i] = False
+            norm[i] = one / norm[i] if active[i] else zero
+            peak[i] = norm[i] * weight[i]
+        scale_lanes(probs, peak, _LANES, size)
+        if data.symbols.shape[0]:
+            for i in range(width):
+                row = emitted[rows[i]]
+                for k in range(size):
+                    row[k] += probs[k * _LANES + u64(i)]
+        else:
+            for i in range(width):
+                if active[i]:
+                    row = gamma[rows[i]]
+                    for k in range(size):
+                        row[k] = probs[k * _LANES + u64(i)]
+        if t == 0:
+            for k in range(size):
+                for i in range(_LANES):
+                    starts[k] += probs[k * _LANES + i]
+            break
+        _read(seen, peak, rows, active, data, size, height, lowest)
+        for i in range(LANES):
+            peak[i] = norm[i] / total[(tile * steps + t) * LANES + i] if active[i] else zero
+        q, row = offset - size * _LANES, filled * _LANES
+        for k in range(size):
+            p = k * _LANES
+            for i in range(_LANES):
+                value = seen[p + i] * beta[p + i] * peak[i]
+                value = value if here[p + i] > zero else zero
+                later[p + i] = value
+                after[k * _ALL + row + i] = value * weight[i]
+                before[k * _ALL + row + i] = alpha[q + p + i]
+        filled += _1
+        if filled == _STEPS or t == 1:
+            for k in range(size):
+                for i in range(filled * _LANES, _STEPS * _LANES):
+                    after[k * _ALL + i] = 0
+            _add_transitions(counts, before, after, height)
+            filled = _0
+
+
+@kernel
+def _read_row(seen, row, data, size, low):
+    """As :func:`_read`, for one step of one sequence; returns the logarithm of the largest."""
+    if data.symbols.shape[0]:
+        symbol = data.symbols[row]
+        for k in range(size):
+            seen[k] = data.table[symbol, k]
+        return data.peaks[symbol]
+    offset, zero = u64(row) * size, low - low
+    peak = data.likelihood[offset]
+    for k in range(_1, size):
+        x = data.likelihood[offset + k]
+        peak = x if x > peak else peak
+    peak = zero if peak == -np.inf else peak
+    for k in range(size):
+        x = data.likelihood[offset + k] - peak
+        value = exp(low if x < low else x)
+        seen[k] = zero if x == -np.inf else value
+    return peak
+
+
+@kernel
+def _multiply_row(out, mass, matrix, height):
+    """Write the product of one message with a matrix."""
+    for k in range(height):
+        out[k] = 0
+    for j in range(_0, height, _4):
+        m = j * height
+        a, b, c, d = mass[j], mass[j + _1], mass[j + _2], mass[j + _3]
+        for k in range(height):
+            out[k] += (
+                a * matrix[m + k]
+                + b * matrix[m + height + k]
+                + c * matrix[m + _2 * height + k]
+                + d * matrix[m + _3 * height + k]
+            )
+
+
+@kernel
+def forward_row(row, data, initial, packed, kept, alpha, total, evidence, exact):
+    """Forward pass of one sequence; messages are written if ``kept``."""
+    table, lengths, (least, low, tiny, slack) = data.table, data.lengths, data.limits
+    count, size, height = lengths.shape[0], u64(initial.shape[0]), u64(packed.shape[0])
+    steps = total.shape[0] // count
+    across, along = data.layout
+    matrix = packed.ravel()
+    mass, arrived = np.zeros(height, table.dtype), np.zeros(height, table.dtype)
+    seen = np.zeros(height, table.dtype)
+    zero, one, lowest = table.dtype.type(0), table.dtype.type(1), table.dtype.type(low)
+    product, logs = 1.0, 0.0  # of the norms of several steps
+    faint, scale, smallest = least < tiny, one, zero
+    for t in range(lengths[row]):
+        at = row * steps + t
+        peak = _read_row(seen, across * row + along * t, data, size, lowest)
+        if t == 0:
+            for k in range(size):
+                arrived[k] = initial[k]
+        else:
+            _multiply_row(arrived, mass, matrix, height)
+        if least >= 0.0:
+            smallest = zero + table.dtype.type(np.inf)
+            for k in range(size):
+                if faint and arrived[k] * scale < slack:
+                    exact[row] = False
+                if arrived[k] > zero and seen[k] > zero:
+                    smallest = min(smallest, arrived[k] * seen[k])
+        norm = zero
+        for k in range(size):
+            mass[k] = arrived[k] * seen[k]
+            norm += mass[k]
+        if not (norm >= slack and norm < np.inf):
+            exact[row] = False
+        if not exact[row]:
+            break
+        faint, scale = smallest <= tiny or smallest / norm * least < tiny, norm
+        logs, product = _accumulate(logs + peak, product, norm)
+        inverse = one / norm
+        for k in range(size):
+            mass[k] *= inverse
+        if kept:
+            total[at] = norm
+            offset = u64(at) * size
+            for k in range(size):
+                alpha[offset + k] = mass[k]
+    evidence[row] = logs + np.log(product)
+
+
+@kernel
+def backward_row(
+    row, data, transposed, weights, alpha, total, exact, starts, counts, emitted, gamma
+):
+    """Backward pass of one sequence: adds to the expected counts of :func:`backward_tiles`."""
+    table, lengths, low = data.table, data.lengths, data.limits[1]
+    count, size, height = lengths.shape[0], u64(starts.shape[0]), u64(transposed.shape[0])
+    steps = total.shape[0] // count
+    across, along = data.layout
+    matrix, weight = transposed.ravel(), weights[row]
+    beta, later = np.zeros(height, table.dtype), np.zeros(height, table.dtype)
+    seen, probs = np.zeros(height, table.dtype), np.zeros(height, table.dtype)
+    zero, one, lowest = table.dtype.type(0), table.dtype.type(1), table.dtype.type(low)
+    for k in range(size):
+        beta[k] = one
+    for t in range(lengths[row] - 1 if exact[row] else -1, -1, -1):
+        at, read = row * steps + t, across * row + along * t
+        offset = u64(at) * size
+        here = alpha[offset : offset + size]
+        norm = zero
+        for k in range(size):
+            probs[k] = here[k] * beta[k]
+            norm += probs[k]
+        if not abs(norm - one) < 1e-2:
+            exact[row] = False
+            break
+        inverse = weight / norm
+        for k in range(size):
+            probs[k] *= inverse
+        if data.symbols.shape[0]:
+            target = emitted[data.symbols[read]]
+            for k in range(size):
+                target[k] += probs[k]
+        else:
+            for k in range(size):
+                gamma[read, k] = probs[k]
+        if t == 0:
+            for k in range(size):
+                starts[k] += probs[k]
+            break
+        _read_row(seen, read, data, size, lowest)
+        inverse = one / (norm * total[at])
+        for k in range(size):
+            value = seen[k] * beta[k] * inverse
+            later[k] = value if here[k] > zero else zero
+        offset -= size
+        for j in range(size):
+            strength = alpha[offset + j] * weight
+            for k in range(size):
+                counts[j, k] += strength * later[k]
+        _multiply_row(beta, later, matrix, height)
+
+
+@kernel
+def finish(counts, packed, out):
+    """Write expected transitions, from those over their probabilities; whether all are finite."""
+    finite = True
+    for j in range(out.shape[0]):
+        for k in range(out.shape[1]):
+            value = counts[j, k] * packed[j, k]
+            value = value if packed[j, k] > 0 else 0.0  # a message to what cannot be reached
+            finite = finite and abs(value) < np.inf
+            out[j, k] = value
+    return finite
