@@ -17,6 +17,7 @@ Its modules; each imports only those above it:
 ``_numba_math``       what all compiled loops use
 ``_numba_lanes``      compiled arithmetic along sequences
 ``_numba_chain``      compiled loops over dense chains: scaled messages
+``_numba_evidence``   compiled loops over whole sequences that share a matrix, with the gradient
 ``_numba_paths``      compiled loops over dense chains: log space, Viterbi, sampling
 ``_numba_blocks``     compiled loops over chains in blocks of states
 ``_numba_clusters``   compiled loops of Brown clustering
@@ -27,6 +28,7 @@ Its modules; each imports only those above it:
 ``products``          products of matrices between observations and states
 ``lookup``            rows of a table, and the sums that are their gradient
 ``message_passing``   scaled and log-space messages
+``evidence``          evidence and gradient of those as one differentiable operation
 ``recursions``        forward-backward, Viterbi, path sampling of dense chains
 ``block_recursions``  the recursions of block-sparse chains
 ``blocks``            ``Blocks``: which states emit which symbols

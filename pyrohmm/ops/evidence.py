@@ -56,7 +56,7 @@ def log_evidence(
         general: Computes the same from initial, transition and logs by operations of torch, for
             second derivatives and where only the backward pass leaves the range of numbers.
     """
-    return _Evidence.apply(*chain, general)  # type: ignore[no-any-return]
+    return _Evidence.apply(*chain, general)
 
 
 class _Group:

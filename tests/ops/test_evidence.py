@@ -1,0 +1,172 @@
+"""Evidence by loops over whole sequences: that of the recursions in torch, and its gradient."""
+
+import pytest
+import torch
+from pyro.distributions import Categorical
+from torch.testing import assert_close
+
+from pyrohmm import HMM, recursions
+from pyrohmm.ops import backends, evidence
+
+pytestmark = pytest.mark.skipif(not backends.has_numba(), reason="Numba is not installed")
+
+CLOSE = {
+    torch.float32: {"rtol": 2e-5, "atol": 2e-5},
+    torch.float64: {"rtol": 1e-10, "atol": 1e-10},
+}
+
+
+def logits(*shape, dtype=torch.float64, zeros=False, seed=0):
+    """Log-probabilities; some of them are exactly zero if that is asked for."""
+    generator = torch.Generator().manual_seed(seed + sum(shape))
+    raw = torch.randn(*shape, generator=generator, dtype=torch.float64) * 2
+    if zeros and shape[-1] > 1:
+        banned = torch.rand(shape, generator=generator) < 0.3
+        banned[..., 0] = False
+        raw = raw.masked_fill(banned, -torch.inf)
+    return raw.log_softmax(-1).to(dtype)
+
+
+def case(count, steps, states, symbols, dtype, zeros=False, ragged=True):
+    torch.manual_seed(count + steps)
+    lengths = torch.randint(1, steps + 1, (count,)) if ragged else torch.full((count,), steps)
+    lengths[0] = steps
+    known = torch.rand(count, steps) < 0.8
+    parts = [logits(states, dtype=dtype), logits(states, states, dtype=dtype, zeros=zeros)]
+    table = logits(states, symbols, dtype=dtype, zeros=zeros, seed=1)
+    return *parts, table, torch.randint(symbols, (count, steps)), lengths, known
+
+
+def solved(initial, transition, table, symbols, lengths, known, weights, backend=None):
+    """Evidence by symbols, and the gradient of its weighted sum."""
+    inputs = [part.clone().requires_grad_() for part in (initial, transition, table)]
+    with backends.use(backend or backends.NUMBA):
+        value = recursions.log_evidence_of_symbols(
+            inputs[0], inputs[1].unsqueeze(-3), inputs[2], symbols, lengths, known
+        )
+        return value.detach(), torch.autograd.grad(value, inputs, weights.to(value.dtype))
+
+
+@pytest.mark.parametrize("dtype", CLOSE, ids=str)
+@pytest.mark.parametrize("zeros", [False, True], ids=["positive", "hard zeros"])
+@pytest.mark.parametrize(
+    ("count", "steps", "states", "symbols"),
+    [(1, 1, 1, 1), (1, 9, 3, 2), (3, 8, 5, 4), (15, 2, 2, 3), (16, 17, 4, 7), (33, 10, 9, 3),
+     (70, 25, 16, 5), (40, 3, 33, 2)],
+)  # fmt: skip
+def test_evidence_of_symbols_is_that_of_torch(count, steps, states, symbols, zeros, dtype):
+    """Few and many sequences, ragged and with gaps, in tiles and blocks that are not full."""
+    arguments = case(count, steps, states, symbols, dtype, zeros)
+    weights = torch.linspace(-1, 2, count, dtype=dtype)
+    value, gradients = solved(*arguments, weights)
+    expected, slopes = solved(*arguments, weights, backends.TORCH)
+    assert_close(value, expected, **CLOSE[dtype])
+    for gradient, slope in zip(gradients, slopes):
+        assert_close(gradient, slope, **CLOSE[dtype])
+
+
+@pytest.mark.parametrize("by_time", [False, True], ids=["sequences first", "time first"])
+@pytest.mark.parametrize("count", [2, 37])
+def test_log_likelihoods_of_both_layouts(count, by_time):
+    """Views of both orders are read in place, and the gradient has their shape."""
+    initial, transition, table, symbols, lengths, _ = case(count, 11, 6, 4, torch.float64)
+    scores = table.T[symbols]  # (N, T, K)
+    if by_time:
+        scores = scores.transpose(0, 1).contiguous().transpose(0, 1)
+    inputs = [part.clone().requires_grad_() for part in (initial, transition[None])]
+    inputs.append(scores.requires_grad_())
+    results = []
+    for backend in (backends.NUMBA, backends.TORCH):
+        with backends.use(backend):
+            value = recursions.log_evidence(*inputs, lengths)
+            results.append((value.detach(), *torch.autograd.grad(value.sum(), inputs)))
+    for found, expected in zip(*results):
+        assert_close(found, expected)
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["tables of each", "one table"])
+def test_each_group_of_sequences_has_its_matrix(shared):
+    """Restarts: parameters with a dimension to the left of the sequences."""
+    _, _, table, symbols, lengths, known = case(5, 7, 3, 4, torch.float64)
+    tables = table if shared else torch.stack([table, table.flip(0)]).unsqueeze(1)
+    initial, transition = logits(2, 1, 3), logits(2, 1, 3, 3)
+    weights = torch.ones(2, 5)
+    value, gradients = solved(initial, transition, tables, symbols, lengths, known, weights)
+    for r in range(2):
+        alone = table if shared else tables[r, 0]
+        arguments = initial[r, 0], transition[r, 0], alone, symbols, lengths, known
+        expected, slopes = solved(*arguments, weights[0], backends.TORCH)
+        assert_close(value[r], expected)
+        assert_close(gradients[1][r, 0], slopes[1])
+
+
+def test_sequences_that_underflow_are_computed_again_and_the_others_are_not(monkeypatch):
+    """Hard zeros make one sequence impossible: -inf, with gradient zero; NaN stays its own."""
+    again = []
+    general = recursions._evidence
+
+    def counted(chain, dtype):
+        again.append(chain.lengths.numel())
+        return general(chain, dtype)
+
+    monkeypatch.setattr(recursions, "_evidence", counted)
+    transition = torch.tensor([[1.0, 0.0], [0.0, 1.0]]).log()
+    table = torch.tensor([[1.0, 0.0], [0.0, 1.0]]).log()
+    symbols = torch.tensor([[0, 0], [0, 1], [1, 1]] * 8)
+    initial = torch.tensor([0.5, 0.5]).log()
+    arguments = initial, transition, table, symbols, torch.full((24,), 2), None
+    value, gradients = solved(*arguments, torch.ones(24))
+    assert_close(value[:3], torch.tensor([0.5, 0.0, 0.5]).log())
+    assert all(bool(part.isfinite().all()) for part in gradients)
+    assert again[0] == 8
+
+
+def test_second_derivatives(monkeypatch):
+    """The gradient can itself be differentiated."""
+    initial, transition, table, symbols, lengths, known = case(3, 4, 2, 3, torch.float64)
+
+    def evidence_of(table):
+        return recursions.log_evidence_of_symbols(
+            initial, transition[None], table, symbols, lengths, known
+        ).sum()
+
+    assert torch.autograd.gradcheck(evidence_of, table.requires_grad_())
+    assert torch.autograd.gradgradcheck(evidence_of, table)
+
+
+def test_threads_share_sequences_and_repeat_every_bit(monkeypatch):
+    """Sums over threads are added in a fixed order."""
+    arguments = case(130, 12, 5, 6, torch.float32)
+    weights, threads = torch.ones(130), torch.get_num_threads()
+    alone = solved(*arguments, weights)
+    monkeypatch.setattr(evidence, "MILLISECOND", 1)
+    try:
+        torch.set_num_threads(3)
+        first, second = (solved(*arguments, weights) for _ in range(2))
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.equal(first[0], alone[0])
+    for a, b, c in zip(first[1], second[1], alone[1]):
+        assert torch.equal(a, b)
+        assert_close(a, c, rtol=1e-5, atol=1e-5)
+
+
+def test_wrong_symbols_are_refused_even_where_they_are_missing():
+    """They would read other memory."""
+    initial, transition, table, symbols, lengths, known = case(3, 4, 2, 3, torch.float64)
+    for wrong in (-1, 3):
+        symbols[1, 0], known[1, 0] = wrong, False
+        with pytest.raises(IndexError, match=r"symbols must lie between 0 and V - 1 = 2; got"):
+            solved(initial, transition, table, symbols, lengths, known, torch.ones(3))
+
+
+def test_an_hmm_of_symbols_writes_no_log_likelihoods(monkeypatch):
+    """Its evidence needs the table alone; labels and parameters per step go the longer way."""
+    even = torch.full((2, 2), 0.5).log()
+    hmm = HMM(even[0], even, Categorical(logits=even), torch.tensor([3, 2]))
+    values = torch.zeros(2, 3).long()
+    expected = hmm.log_prob(values)
+    monkeypatch.setattr(HMM, "log_factors", None)
+    assert_close(hmm.log_prob(values), expected)
+    with pytest.raises(TypeError):
+        hmm.restrict(torch.zeros(2, 3).long()).log_prob(values)
