@@ -6,6 +6,7 @@ releases Python's lock.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
@@ -15,6 +16,7 @@ import numpy as np
 import torch
 from llvmlite import ir
 from numba import njit, types
+from numba.core import event
 from numba.extending import intrinsic, overload
 from torch import Tensor
 
@@ -23,6 +25,28 @@ kernel = njit(cache=True, nogil=True, error_model="numpy", fastmath={"contract",
 exactly = njit(cache=True, nogil=True, error_model="numpy", fastmath=False)
 u64 = np.uint64  # offsets without a sign need no test for a negative one, so that loops vectorise
 _single = np.float32
+
+
+class _Announcement(event.Listener):
+    """Says once that something is compiled, and why a first fit takes its time."""
+
+    def on_start(self, event: Any) -> None:
+        logging.getLogger("pyrohmm").warning(
+            "Compiling loops for this machine, once after an installation; it takes some seconds."
+        )
+        _unregister()
+
+    def on_end(self, event: Any) -> None:
+        pass
+
+
+_announcement = _Announcement()
+event.register("numba:compile", _announcement)
+
+
+@cache  # for once: what is compiled may itself need something
+def _unregister() -> None:
+    event.unregister("numba:compile", _announcement)
 
 
 @cache
