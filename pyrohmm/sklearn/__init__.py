@@ -4,16 +4,17 @@ Imports scikit-learn, and is therefore not imported by ``import pyrohmm``; nothi
 
 Its modules; each imports only those above it:
 
-``monitor``     ``ConvergenceMonitor``: how a fit went
-``base``        ``SequenceEstimator``: tables of data in, answers for each row out
-``tabular``     EM for the estimators whose parameters are arrays
-``estimators``  ``GaussianHMM``, ``GMMHMM``, ``CategoricalHMM``, ``PoissonHMM``
-``modules``     ``HMMEstimator``: any module as an estimator
+``monitor``  ``ConvergenceMonitor``: how a fit went
+``base``     ``SequenceEstimator``: tables of data in, answers for each row out
+``tabular``  EM for the estimators whose parameters are arrays
+``normals``  ``GaussianHMM``, ``GMMHMM``: normal vectors, and mixtures of them
+``counts``   ``CategoricalHMM``, ``PoissonHMM``: symbols, and vectors of counts
+``modules``  ``HMMEstimator``: any module as an estimator
 """
 
-from .estimators import CategoricalHMM as CategoricalHMM
-from .estimators import GaussianHMM as GaussianHMM
-from .estimators import GMMHMM as GMMHMM
-from .estimators import PoissonHMM as PoissonHMM
+from .counts import CategoricalHMM as CategoricalHMM
+from .counts import PoissonHMM as PoissonHMM
 from .modules import HMMEstimator as HMMEstimator
 from .monitor import ConvergenceMonitor as ConvergenceMonitor
+from .normals import GMMHMM as GMMHMM
+from .normals import GaussianHMM as GaussianHMM

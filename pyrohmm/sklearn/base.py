@@ -25,8 +25,9 @@ class SequenceEstimator(DensityMixin, BaseEstimator):
     a list of arrays ``(T_n, n_features)``, one for each sequence, which scikit-learn's tools of
     selection divide by sequences.
 
-    The second argument of ``fit`` and ``score`` may be ``lengths``. One of as many numbers as ``X`` has rows, which are not all one, cannot be
-    lengths: it is a target, as scikit-learn hands it to every estimator, and is not read.
+    The second argument of ``fit`` and ``score`` may be ``lengths``. One of as many numbers as ``X``
+    has rows, which are not all one, cannot be: it is a target, as scikit-learn hands it to every
+    estimator, and is not read.
     """
 
     n_components: int

@@ -19,7 +19,7 @@ from ..infer.results import Fit
 from ..infer.starts import build_once
 from ..nn.base import HMMModule
 from .base import SequenceEstimator
-from .estimators import symbols
+from .counts import symbols
 from .monitor import ConvergenceMonitor
 
 
@@ -139,4 +139,5 @@ class HMMEstimator(SequenceEstimator):
 
     def _num_parameters(self) -> int:
         one = Sequences(torch.zeros(1, 1, *self._shape), torch.tensor([1]))
-        return num_parameters(self.fit_.model, one)
+        model: Any = self.fit_.model
+        return num_parameters(model, one)

@@ -129,11 +129,11 @@ class TabularEstimator(SequenceEstimator):
                 start[name] = value
         for letter, (attribute, *names) in self.letters.items():
             (name,) = (name for name in names if emission.is_free(name))
-            value = to_tensor(getattr(self, attribute)) if emission.has_prior(name) else None
+            known = to_tensor(getattr(self, attribute)) if emission.has_prior(name) else None
             if letter not in self.params:
-                freeze(emission, name, value)
-            elif value is not None:
-                start[f"emission.{name}"] = value
+                freeze(emission, name, known)
+            elif known is not None:
+                start[f"emission.{name}"] = known
         return module, start or None
 
     def _initialise(self, table: np.ndarray) -> None:

@@ -22,7 +22,7 @@ from pyrohmm import (
     normal,
     poisson,
 )
-from pyrohmm.sklearn import CategoricalHMM, GaussianHMM, GMMHMM, HMMEstimator, PoissonHMM
+from pyrohmm.sklearn import GMMHMM, CategoricalHMM, GaussianHMM, HMMEstimator, PoissonHMM
 
 LENGTHS = [50, 1, 29]
 KINDS = ["spherical", "diag", "full", "tied"]
@@ -306,7 +306,7 @@ def test_arrays_set_by_hand_are_checked():
         model.score(X)
 
 
-# Any module ----------------------------------------------------------------------------------------
+# Any module ---------------------------------------------------------------------------------------
 
 
 def by_map(module, data):
