@@ -15,7 +15,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 PACKAGE = Path(__file__).resolve().parent.parent / "pyrohmm"
-ROOMS = ["ops", "data", "distributions", "nn", "io", "infer", "analysis", "language"]
+ROOMS = ["ops", "data", "distributions", "nn", "io", "infer", "analysis", "language", "sklearn"]
 
 
 def text_of(room: str) -> str:

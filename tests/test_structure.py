@@ -16,7 +16,10 @@ PACKAGE = Path(pyrohmm.__file__).parent
 
 # The rooms, first to last: each imports only from those before it. The modules of a room are listed
 # in its docstring, in the same sense.
-ROOMS = ["ops", "data", "distributions", "nn", "io", "infer", "analysis", "language"]
+ROOMS = ["ops", "data", "distributions", "nn", "io", "infer", "analysis", "language", "sklearn"]
+
+# What needs an extra, and is imported by those who want it.
+EXTRA_ROOMS = {"sklearn"}
 
 # What everything may use, and what lies above all rooms.
 PRIVATE = ["_arguments", "_checks", "_lazy", "_precision", "_version"]
@@ -265,7 +268,9 @@ def test_importing_changes_no_setting(effect):
     assert effect["changed"] == []
 
 
-@pytest.mark.parametrize("library", ["matplotlib", "arviz", "numba", "pandas", "xarray", "pooch"])
+@pytest.mark.parametrize(
+    "library", ["matplotlib", "arviz", "numba", "pandas", "xarray", "pooch", "sklearn"]
+)
 def test_importing_loads_nothing_heavy(effect, library):
     assert library not in {name.split(".")[0] for name in effect["loaded"]}
 
@@ -274,5 +279,6 @@ def test_importing_loads_nothing_heavy(effect, library):
 def test_a_public_name_is_also_that_of_its_room(name):
     """``pyrohmm.nn.TabularHMM`` is ``pyrohmm.TabularHMM``, as Pyro's users expect."""
     thing = getattr(pyrohmm, name)
-    owners = [room for room in ROOMS if getattr(getattr(pyrohmm, room), name, None) is thing]
+    rooms = [getattr(pyrohmm, room) for room in ROOMS if room not in EXTRA_ROOMS]
+    owners = [room for room in rooms if getattr(room, name, None) is thing]
     assert owners or name in {*ROOMS, "__version__"}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from pyro.distributions.torch_distribution import TorchDistribution
 from torch import Tensor
@@ -73,6 +75,10 @@ class ChainDistribution(TorchDistribution):
             check_log_simplex("log_initial", log_initial)
             if isinstance(log_transition, Tensor):
                 check_log_simplex(self._of_transition, log_transition)
+
+    def __getstate__(self) -> dict[str, Any]:
+        _unmark(self.__dict__, set())
+        return self.__dict__
 
     # What it is made of
 
@@ -233,3 +239,18 @@ def check_likelihood(likelihood: Tensor) -> None:
         likelihood,
         "Look for NaN in values or parameters, or a scale that has shrunk to zero.",
     )
+
+
+def _unmark(part: Any, seen: set[int]) -> None:
+    """Take from parameters Pyro's weak references, which cannot be pickled; it makes new ones."""
+    if id(part) in seen or isinstance(part, type):
+        return
+    seen.add(id(part))
+    if isinstance(part, Tensor):
+        part.__dict__.pop("unconstrained", None)
+    elif isinstance(part, list | tuple):
+        for inner in part:
+            _unmark(inner, seen)
+    else:
+        for inner in (part if isinstance(part, dict) else getattr(part, "__dict__", {})).values():
+            _unmark(inner, seen)

@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import pyro
@@ -102,13 +103,7 @@ class RotationGuide(OwnParameters):
         for part in self._parts:
             values = {name: value for name, value in values.items() if name not in part.shapes}
             values |= part.start
-
-        def reduced(data: Sequences) -> Any:
-            embeddings: dict[str, Tensor] = {}
-            for part in self._parts:
-                embeddings |= part.split(part.triangular(part.sample()))
-            return poutine.condition(model, data=embeddings)(data)
-
+        reduced = partial(_reduced, model=model, parts=self._parts)
         self.inner = autoguide(reduced, init_loc_fn=init_to_value(values=values))
 
     def forward(self, data: Sequences | None = None) -> dict[str, Tensor]:
@@ -216,6 +211,14 @@ class _Group:
             site: piece.reshape(*piece.shape[:-2], *shape)
             for piece, (site, shape) in zip(pieces, self.shapes.items())
         }
+
+
+def _reduced(data: Sequences, model: Callable[..., Any], parts: list[_Group]) -> Any:
+    """The model whose embeddings are triangular: what no rotation changes."""
+    embeddings: dict[str, Tensor] = {}
+    for part in parts:
+        embeddings |= part.split(part.triangular(part.sample()))
+    return poutine.condition(model, data=embeddings)(data)
 
 
 def _groups(model: Any) -> list[list[str]]:

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import torch
 from pyro.distributions import Bernoulli, Beta, Categorical, Dirichlet, Gamma, Poisson
 from pyro.distributions.torch_distribution import TorchDistribution
-from pyro.nn import PyroModule, PyroParam, PyroSample
+from pyro.nn import PyroModule, PyroParam
 from torch import Tensor
 from torch.distributions import constraints
 
@@ -57,7 +57,10 @@ class CategoricalEmission(Emission):
         super().__init__()
         shape = (num_states, num_symbols)
         self.register_buffer("concentration", positive("concentration", concentration, shape))
-        self.probs = PyroSample(lambda self: Dirichlet(self.concentration).to_event(1))
+        self.set_priors(probs=CategoricalEmission._prior)
+
+    def _prior(self) -> TorchDistribution:
+        return Dirichlet(self.concentration).to_event(1)
 
     def forward(self) -> TorchDistribution:
         """The distribution of a symbol, batched over states."""
@@ -115,7 +118,10 @@ class BernoulliEmission(Emission):
         shape = (num_states, dim)
         self.register_buffer("ones", positive("concentration1", concentration1, shape))
         self.register_buffer("zeros", positive("concentration0", concentration0, shape))
-        self.probs = PyroSample(lambda self: Beta(self.ones, self.zeros).to_event(2))
+        self.set_priors(probs=BernoulliEmission._prior)
+
+    def _prior(self) -> TorchDistribution:
+        return Beta(self.ones, self.zeros).to_event(2)
 
     def forward(self) -> TorchDistribution:
         """The distribution of a vector, batched over states."""
@@ -174,8 +180,10 @@ class PoissonEmission(Emission):
         self.dim = dim
         self.register_buffer("concentration", positive("concentration", concentration, shape))
         self.register_buffer("weight", positive("rate", rate, shape))
-        events = len(shape)
-        self.rate = PyroSample(lambda self: Gamma(self.concentration, self.weight).to_event(events))
+        self.set_priors(rate=PoissonEmission._prior)
+
+    def _prior(self) -> TorchDistribution:
+        return Gamma(self.concentration, self.weight).to_event(self.concentration.dim())
 
     def forward(self) -> TorchDistribution:
         """The distribution of an observation, batched over states."""
@@ -214,16 +222,16 @@ def parametric(distribution: Any) -> EmissionFamily:
         >>> family(2)().batch_shape
         torch.Size([2])
     """
+    return partial(_of_points, distribution=distribution)
 
-    def family(num_states: int) -> PyroModule:
-        if tuple(distribution.batch_shape) != (num_states,):
-            raise ValueError(
-                f"distribution must have batch shape (K,) = ({num_states},); got "
-                f"{tuple(distribution.batch_shape)}."
-            )
-        return PointEmission(distribution)
 
-    return family
+def _of_points(num_states: int, distribution: Any) -> PyroModule:
+    if tuple(distribution.batch_shape) != (num_states,):
+        raise ValueError(
+            f"distribution must have batch shape (K,) = ({num_states},); got "
+            f"{tuple(distribution.batch_shape)}."
+        )
+    return PointEmission(distribution)
 
 
 class PointEmission(PyroModule):

@@ -8,10 +8,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
-from pyro.nn import PyroModule, PyroParam
+from pyro.distributions.torch_distribution import TorchDistribution
+from pyro.nn import PyroModule, PyroParam, PyroSample
 from torch import Tensor
 from torch.distributions import constraints
 
@@ -35,6 +36,14 @@ class Emission(PyroModule):
     """
 
     supports: ClassVar[dict[str, constraints.Constraint]] = {}
+
+    def set_priors(self, **priors: Callable[[Any], TorchDistribution]) -> None:
+        """Make parameters random variables: by name, the method that makes their prior.
+
+        They can be pickled, which lambda functions cannot.
+        """
+        for name, prior in priors.items():
+            setattr(self, name, PyroSample(partial(prior)))  # Pyro would rename the method itself
 
     def is_free(self, name: str) -> bool:
         """Whether the parameter ``name`` is fitted."""

@@ -8,7 +8,6 @@ from typing import ClassVar
 import torch
 from pyro.distributions import Categorical, Dirichlet, MixtureSameFamily, Normal
 from pyro.distributions.torch_distribution import TorchDistribution
-from pyro.nn import PyroSample
 from torch import Tensor
 from torch.distributions import constraints
 
@@ -98,20 +97,27 @@ class MixtureEmission(CentredEmission):
         self.register_buffer(
             "concentration", positive("weights_concentration", weights_concentration, shape[:2])
         )
-        self.weights = PyroSample(lambda self: Dirichlet(self.concentration).to_event(1))
-        self.variance = PyroSample(
-            lambda self: InverseGamma(self.shape, self.rate).to_event(self.rate.dim())
+        self.set_priors(
+            weights=MixtureEmission._weights_prior,
+            variance=MixtureEmission._variance_prior,
+            loc=MixtureEmission._loc_prior,
         )
-        self.loc = PyroSample(lambda self: self._loc_prior().to_event(3))
 
     def _set_spread(self, variance: Tensor) -> float:
         self.rate = like(self.rate, variance.mean() if self.spherical else variance)
         return float(self.rate.log().sum())
 
+    def _weights_prior(self) -> TorchDistribution:
+        return Dirichlet(self.concentration).to_event(1)
+
+    def _variance_prior(self) -> TorchDistribution:
+        return InverseGamma(self.shape, self.rate).to_event(self.rate.dim())
+
     def _loc_prior(self) -> TorchDistribution:
         unit = self.rate.sqrt()
         prior = Normal(self.prior_loc, (self._wide() / self.weight).sqrt())
-        return InUnits(prior, self.prior_loc, unit.unsqueeze(-1) if self.spherical else unit)
+        unit = unit.unsqueeze(-1) if self.spherical else unit
+        return InUnits(prior, self.prior_loc, unit).to_event(3)
 
     def _wide(self) -> Tensor:
         variance = self.variance

@@ -13,7 +13,6 @@ from typing import Any, ClassVar
 import torch
 from pyro.distributions import MultivariateNormal, Normal
 from pyro.distributions.torch_distribution import TorchDistribution
-from pyro.nn import PyroSample
 from torch import Tensor
 from torch.distributions import constraints
 
@@ -194,10 +193,7 @@ class NormalEmission(CentredEmission):
         each = (num_states,) if spherical else shape
         self.register_buffer("rate", positive("rate", 1.0 if rate is None else rate, each))
         self.register_buffer("shape", torch.full_like(self.rate, concentration))
-        self.variance = PyroSample(
-            lambda self: InverseGamma(self.shape, self.rate).to_event(self.rate.dim())
-        )
-        self.loc = PyroSample(lambda self: self._loc_prior().to_event(len(shape)))
+        self.set_priors(variance=NormalEmission._variance_prior, loc=NormalEmission._loc_prior)
 
     def _set_spread(self, variance: Tensor) -> float:
         self.rate = like(self.rate, variance.mean() if self.spherical else variance)
@@ -207,10 +203,14 @@ class NormalEmission(CentredEmission):
         variance = self.variance
         return variance.unsqueeze(-1) if self.spherical else variance
 
+    def _variance_prior(self) -> TorchDistribution:
+        return InverseGamma(self.shape, self.rate).to_event(self.rate.dim())
+
     def _loc_prior(self) -> TorchDistribution:
         unit = self.rate.sqrt()
         prior = Normal(self.prior_loc, (self._wide() / self.weight).sqrt())
-        return InUnits(prior, self.prior_loc, unit.unsqueeze(-1) if self.spherical else unit)
+        unit = unit.unsqueeze(-1) if self.spherical else unit
+        return InUnits(prior, self.prior_loc, unit).to_event(self.prior_loc.dim())
 
     def forward(self) -> TorchDistribution:
         """The distribution of an observation, batched over states."""
@@ -268,22 +268,23 @@ class CovarianceEmission(CentredEmission):
             )
         self.register_buffer("scale", matrix)
         InverseWishart(self.degrees, matrix)  # checks the degrees
-        batch = () if tied else (num_states,)
-        self.covariance = PyroSample(
-            lambda self: InverseWishart(self.degrees, self.scale.expand(*batch, dim, dim)).to_event(
-                len(batch)
-            )
+        self.set_priors(
+            covariance=CovarianceEmission._covariance_prior, loc=CovarianceEmission._loc_prior
         )
-        self.loc = PyroSample(lambda self: self._loc_prior().to_event(1))
 
     def _set_spread(self, variance: Tensor) -> float:
         self.scale = like(self.scale, variance.diag())
         matrices = 1 if self.tied else len(self.prior_loc)
         return float(matrices * (self.dim + 1) * variance.log().sum()) / 2
 
+    def _covariance_prior(self) -> TorchDistribution:
+        batch = () if self.tied else (len(self.prior_loc),)
+        scale = self.scale.expand(*batch, self.dim, self.dim)
+        return InverseWishart(self.degrees, scale).to_event(len(batch))
+
     def _loc_prior(self) -> TorchDistribution:
         prior = MultivariateNormal(self.prior_loc, self._wide() / self.weight)
-        return InUnits(prior, self.prior_loc, self.scale.diagonal().sqrt())
+        return InUnits(prior, self.prior_loc, self.scale.diagonal().sqrt()).to_event(1)
 
     def _wide(self) -> Tensor:
         covariance = self.covariance

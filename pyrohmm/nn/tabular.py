@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from pyro.distributions import Dirichlet
 from pyro.nn import PyroModule, PyroParam, PyroSample
@@ -85,12 +87,8 @@ class TabularHMM(HMMModule):
             _check_allowed("transition_allowed", transition_allowed, shape, "(K, K)")
         self.register_buffer("initial_allowed", initial_allowed)
         self.register_buffer("transition_allowed", transition_allowed)
-        self.initial = PyroSample(
-            lambda self: _rows(self.initial_concentration, self.initial_allowed)
-        )
-        self.transition = PyroSample(
-            lambda self: _rows(self.transition_concentration, self.transition_allowed)
-        )
+        self.initial = PyroSample(partial(_rows, name="initial"))
+        self.transition = PyroSample(partial(_rows, name="transition"))
         self.emission = build_emission(emission, num_states)
 
     @classmethod
@@ -143,8 +141,10 @@ class TabularHMM(HMMModule):
         return with_prior(counts, prior)
 
 
-def _rows(concentration: Tensor, allowed: Tensor | None) -> Dirichlet | SparseDirichlet:
-    """Prior of rows of probabilities, all as one event."""
+def _rows(module: TabularHMM, name: str) -> Dirichlet | SparseDirichlet:
+    """Prior of the rows of probabilities ``name``, all as one event."""
+    concentration: Tensor = getattr(module, f"{name}_concentration")
+    allowed: Tensor | None = getattr(module, f"{name}_allowed")
     if allowed is None:
         return Dirichlet(concentration).to_event(concentration.dim() - 1)
     return SparseDirichlet(concentration, allowed)

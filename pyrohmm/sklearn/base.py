@@ -1,0 +1,215 @@
+"""``SequenceEstimator``: tables of data in, answers for each row out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from sklearn.base import BaseEstimator, DensityMixin
+from sklearn.utils import check_random_state
+from sklearn.utils.validation import check_is_fitted, validate_data
+from torch import Tensor
+
+from .._checks import check_size
+from ..data.sequences import Sequences
+from ..distributions.hmm import HMM
+
+
+class SequenceEstimator(DensityMixin, BaseEstimator):
+    """Queries of a fitted HMM, as hmmlearn has them.
+
+    ``X`` is an array ``(n_samples, n_features)`` of all the sequences, one after the other, and
+    ``lengths`` ``(n_sequences,)`` says how long each is; by default it is one sequence. Or ``X`` is
+    a list of arrays ``(T_n, n_features)``, one for each sequence, which scikit-learn's tools of
+    selection divide by sequences.
+
+    The second argument of ``fit`` and ``score`` may be ``lengths``. One of as many numbers as ``X``
+    has rows, which are not all one, cannot be: it is a target, as scikit-learn hands it to every
+    estimator, and is not read.
+    """
+
+    n_components: int
+    random_state: Any
+    algorithm = "viterbi"
+
+    # What an estimator defines
+
+    def _hmm(self, lengths: Tensor) -> HMM:
+        """The HMM with the parameters as they are."""
+        raise NotImplementedError
+
+    def _values(self, table: np.ndarray) -> Tensor:
+        """Rows ``(n, n_features)`` as the emission of the HMM takes them."""
+        raise NotImplementedError
+
+    def _num_parameters(self) -> int:
+        """The number of free parameters that a fit changes."""
+        raise NotImplementedError
+
+    # Queries
+
+    def score(self, X: Any, y: Any = None, lengths: Any = None) -> float:
+        r"""Log evidence of all sequences, :math:`\sum_n \log p(x_n)`, in nats.
+
+        Args:
+            X: ``(n_samples, n_features)``, or a list of such arrays.
+            y: Lengths, if given here, as hmmlearn takes them; a target is not read.
+            lengths: ``(n_sequences,)`` integers; one sequence by default.
+        """
+        hmm, data = self._ask(X, y if lengths is None else lengths)
+        return float(hmm.log_prob(data.values).sum())
+
+    def score_samples(self, X: Any, lengths: Any = None) -> tuple[float, np.ndarray]:
+        """Log evidence of all sequences, and the posterior of the states of each row.
+
+        Args:
+            X: ``(n_samples, n_features)``, or a list of such arrays.
+            lengths: ``(n_sequences,)`` integers.
+
+        Returns:
+            Nats, and ``(n_samples, n_components)``.
+        """
+        hmm, data = self._ask(X, lengths)
+        posterior = hmm.posterior(data.values)
+        return float(posterior.log_evidence.sum()), posterior.states[data.exists].numpy()
+
+    def predict_proba(self, X: Any, lengths: Any = None) -> np.ndarray:
+        """Posterior of the states of each row, ``(n_samples, n_components)``.
+
+        Args:
+            X: ``(n_samples, n_features)``, or a list of such arrays.
+            lengths: ``(n_sequences,)`` integers.
+        """
+        return self.score_samples(X, lengths)[1]
+
+    def decode(
+        self, X: Any, lengths: Any = None, algorithm: str | None = None
+    ) -> tuple[float, np.ndarray]:
+        """The states of each row, and their score.
+
+        Args:
+            X: ``(n_samples, n_features)``, or a list of such arrays.
+            lengths: ``(n_sequences,)`` integers.
+            algorithm: ``"viterbi"``, the best path, whose score is its log joint density with the
+                data; or ``"map"``, the most probable state of each row, whose score is the
+                expected number of right ones. By default that of the estimator.
+
+        Returns:
+            The score, and ``(n_samples,)`` integers.
+
+        Raises:
+            ValueError: If ``algorithm`` is another.
+        """
+        algorithm = algorithm or self.algorithm
+        if algorithm == "map":
+            states = self.predict_proba(X, lengths)
+            return float(states.max(1).sum()), states.argmax(1)
+        if algorithm != "viterbi":
+            raise ValueError(f"algorithm must be 'viterbi' or 'map'; got {algorithm!r}.")
+        hmm, data = self._ask(X, lengths)
+        path = hmm.viterbi(data.values)
+        return float(hmm.log_joint(data.values, path).sum()), path[data.exists].numpy()
+
+    def predict(self, X: Any, lengths: Any = None) -> np.ndarray:
+        """The states of each row, ``(n_samples,)``: see :meth:`decode`.
+
+        Args:
+            X: ``(n_samples, n_features)``, or a list of such arrays.
+            lengths: ``(n_sequences,)`` integers.
+        """
+        return self.decode(X, lengths)[1]
+
+    def sample(
+        self, n_samples: int = 1, random_state: Any = None, currstate: int | None = None
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """A sequence from the model.
+
+        Args:
+            n_samples: Number of steps.
+            random_state: A seed or a ``numpy.random.RandomState``; that of the estimator by
+                default.
+            currstate: The first state; sampled by default.
+
+        Returns:
+            ``(n_samples, n_features)``, and the states ``(n_samples,)``.
+        """
+        check_is_fitted(self)
+        check_size("n_samples", n_samples)
+        hmm = self._hmm(torch.tensor([n_samples]))
+        if currstate is not None:
+            first = torch.full_like(hmm.log_initial, -torch.inf)
+            first[currstate] = 0.0
+            hmm = hmm.replace(log_initial=first)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self._seed(random_state))
+            values, states = hmm.sample_with_states()
+        values = values.long() if hmm.emission.support.is_discrete else values
+        return values.reshape(n_samples, -1).numpy(), states[0].numpy()
+
+    def get_stationary_distribution(self) -> np.ndarray:
+        """The stationary distribution of the states, ``(n_components,)``.
+
+        Raises:
+            ValueError: If the chain has several.
+        """
+        check_is_fitted(self)
+        return self._hmm(torch.tensor([1])).stationary().numpy()
+
+    def aic(self, X: Any, lengths: Any = None) -> float:
+        """Akaike's information criterion, in nats times two; less is better.
+
+        Args:
+            X: ``(n_samples, n_features)``, or a list of such arrays.
+            lengths: ``(n_sequences,)`` integers.
+        """
+        return 2 * self._num_parameters() - 2 * self.score(X, lengths=lengths)
+
+    def bic(self, X: Any, lengths: Any = None) -> float:
+        """Schwarz's information criterion, in nats times two; less is better.
+
+        Args:
+            X: ``(n_samples, n_features)``, or a list of such arrays.
+            lengths: ``(n_sequences,)`` integers.
+        """
+        hmm, data = self._ask(X, lengths)
+        evidence = float(hmm.log_prob(data.values).sum())
+        return self._num_parameters() * np.log(data.num_observed) - 2 * evidence
+
+    # From tables to sequences
+
+    def _ask(self, X: Any, lengths: Any) -> tuple[HMM, Sequences]:
+        check_is_fitted(self)
+        data = self._sequences(*self._table(X, lengths, reset=False))
+        return self._hmm(data.lengths), data
+
+    def _table(self, X: Any, lengths: Any, reset: bool) -> tuple[np.ndarray, list[int]]:
+        """One table of all rows, and the lengths of its sequences."""
+        if isinstance(X, list | tuple) and X and np.ndim(X[0]) == 2:
+            lengths = [len(part) for part in X]
+            X = np.concatenate(X)
+        table = validate_data(self, X, reset=reset, dtype=[np.float64, np.float32, np.int64])
+        if not _is_lengths(lengths, len(table)):
+            return table, [len(table)]
+        found = np.atleast_1d(np.asarray(lengths))
+        if found.dtype.kind not in "iu" or (found < 1).any() or found.sum() != len(table):
+            raise ValueError(
+                "lengths must be positive integers whose sum is the number of rows of X, "
+                f"{len(table)}; got {found.tolist()}."
+            )
+        return table, found.tolist()
+
+    def _sequences(self, table: np.ndarray, lengths: Sequence[int]) -> Sequences:
+        return Sequences.from_list(list(self._values(table).split(list(lengths))))
+
+    def _seed(self, random_state: Any = None) -> int:
+        chosen = self.random_state if random_state is None else random_state
+        return int(check_random_state(chosen).randint(2**31 - 1))
+
+
+def _is_lengths(lengths: Any, num_rows: int) -> bool:
+    """Whether a second argument is lengths; else it is nothing, or a target."""
+    if lengths is None:
+        return False
+    return len(np.atleast_1d(lengths)) != num_rows or bool(np.all(np.asarray(lengths) == 1))

@@ -1,0 +1,228 @@
+"""``CategoricalHMM`` and ``PoissonHMM``: symbols, and vectors of counts."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from pyro.distributions import Categorical, Poisson
+from pyro.distributions.torch_distribution import TorchDistribution
+from sklearn.utils import check_random_state
+from torch import Tensor
+
+from ..nn.emissions import CategoricalEmission, from_distribution
+from .tabular import TabularEstimator, to_array, to_tensor
+
+
+class CategoricalHMM(TabularEstimator):
+    """HMM of symbols 0 to V - 1, fitted by maximum likelihood, or with pseudo-counts.
+
+    Args:
+        n_components: K, the number of states.
+        startprob_prior: Dirichlet concentration of the first state; a number or ``(K,)``.
+        transmat_prior: Dirichlet concentrations of the transitions; a number or ``(K, K)``.
+        emissionprob_prior: Dirichlet concentrations of the symbols; a number or ``(K, V)``.
+        n_features: V; by default that of ``emissionprob_`` if it is not started anew, else one
+            more than the largest symbol of the fit.
+        algorithm: How ``predict`` decodes: ``"viterbi"`` or ``"map"``.
+        random_state: A seed or a ``numpy.random.RandomState``.
+        n_iter: Largest number of iterations of EM.
+        tol: Gain of an iteration, in nats, below which EM ends.
+        verbose: Whether to show a progress bar.
+        params: What a fit changes: ``"s"`` startprob, ``"t"`` transmat, ``"e"`` emissionprob.
+        init_params: What a fit starts anew; the rest starts at its value, if it has one.
+
+    Attributes:
+        startprob_: ``(K,)``.
+        transmat_: ``(K, K)``, row = from.
+        emissionprob_: ``(K, V)``.
+        monitor_: How the fit went.
+
+    Example:
+        >>> from pyrohmm.sklearn import CategoricalHMM
+        >>> import numpy as np
+        >>> X = np.array([0, 1] * 20)[:, None]
+        >>> model = CategoricalHMM(n_components=2, n_iter=50, random_state=0).fit(X)
+        >>> round(model.score(X), 3) + 0.0
+        0.0
+    """
+
+    letters: ClassVar = {"e": ("emissionprob_", "probs")}
+    emissionprob_: np.ndarray
+
+    def __init__(
+        self,
+        n_components: int = 1,
+        *,
+        startprob_prior: Any = 1.0,
+        transmat_prior: Any = 1.0,
+        emissionprob_prior: Any = 1.0,
+        n_features: int | None = None,
+        algorithm: str = "viterbi",
+        random_state: Any = None,
+        n_iter: int = 10,
+        tol: float = 1e-2,
+        verbose: bool = False,
+        params: str = "ste",
+        init_params: str = "ste",
+    ) -> None:
+        self.n_components = n_components
+        self.startprob_prior = startprob_prior
+        self.transmat_prior = transmat_prior
+        self.emissionprob_prior = emissionprob_prior
+        self.n_features = n_features
+        self.algorithm = algorithm
+        self.random_state = random_state
+        self.n_iter = n_iter
+        self.tol = tol
+        self.verbose = verbose
+        self.params = params
+        self.init_params = init_params
+
+    def _emission(self) -> TorchDistribution:
+        return Categorical(logits=to_tensor(self.emissionprob_).log())
+
+    def _emission_module(self) -> Any:
+        prior = to_tensor(self.emissionprob_prior)
+        if bool((prior == 1).all()):
+            return from_distribution(self._emission())
+        states, size = np.shape(self.emissionprob_)
+        return CategoricalEmission(states, size, prior)
+
+    def _take_emission(self, emission: Any) -> None:
+        self.emissionprob_ = to_array(emission.probs)
+
+    def _start(self, table: np.ndarray, chosen: set[str]) -> None:
+        if "e" in chosen:
+            size = self.n_features or int(self._values(table).max()) + 1
+            random = check_random_state(self.random_state)
+            weights = random.uniform(size=(self.n_components, size))
+            self.emissionprob_ = weights / weights.sum(1, keepdims=True)
+
+    def _values(self, table: np.ndarray) -> Tensor:
+        return symbols(table)
+
+    def _counts(self) -> dict[str, int]:
+        states, symbols = np.shape(self.emissionprob_)
+        return {"e": states * (symbols - 1)}
+
+    def __sklearn_tags__(self) -> Any:
+        """Whole numbers of at least zero, in one column."""
+        return _of_counts(super().__sklearn_tags__())
+
+
+class PoissonHMM(TabularEstimator):
+    """HMM of vectors of independent counts, fitted by maximum likelihood.
+
+    Args:
+        n_components: K, the number of states.
+        startprob_prior: Dirichlet concentration of the first state; a number or ``(K,)``.
+        transmat_prior: Dirichlet concentrations of the transitions; a number or ``(K, K)``.
+        algorithm: How ``predict`` decodes: ``"viterbi"`` or ``"map"``.
+        random_state: A seed or a ``numpy.random.RandomState``.
+        n_iter: Largest number of iterations of EM.
+        tol: Gain of an iteration, in nats, below which EM ends.
+        verbose: Whether to show a progress bar.
+        params: What a fit changes: ``"s"`` startprob, ``"t"`` transmat, ``"l"`` lambdas.
+        init_params: What a fit starts anew; the rest starts at its value, if it has one.
+
+    Attributes:
+        startprob_: ``(K,)``.
+        transmat_: ``(K, K)``, row = from.
+        lambdas_: ``(K, D)``, the rates.
+        monitor_: How the fit went.
+
+    Example:
+        >>> from pyrohmm.sklearn import PoissonHMM
+        >>> import numpy as np
+        >>> X = np.repeat([1, 9], 20)[:, None] + np.tile([0, 1], 20)[:, None]
+        >>> model = PoissonHMM(n_components=2, n_iter=50, random_state=0).fit(X)
+        >>> np.sort(model.lambdas_[:, 0]).round(1).tolist()
+        [1.5, 9.5]
+    """
+
+    letters: ClassVar = {"l": ("lambdas_", "rate")}
+    lambdas_: np.ndarray
+
+    def __init__(
+        self,
+        n_components: int = 1,
+        *,
+        startprob_prior: Any = 1.0,
+        transmat_prior: Any = 1.0,
+        algorithm: str = "viterbi",
+        random_state: Any = None,
+        n_iter: int = 10,
+        tol: float = 1e-2,
+        verbose: bool = False,
+        params: str = "stl",
+        init_params: str = "stl",
+    ) -> None:
+        self.n_components = n_components
+        self.startprob_prior = startprob_prior
+        self.transmat_prior = transmat_prior
+        self.algorithm = algorithm
+        self.random_state = random_state
+        self.n_iter = n_iter
+        self.tol = tol
+        self.verbose = verbose
+        self.params = params
+        self.init_params = init_params
+
+    def _emission(self) -> TorchDistribution:
+        return Poisson(to_tensor(self.lambdas_)).to_event(1)
+
+    def _take_emission(self, emission: Any) -> None:
+        self.lambdas_ = to_array(emission.mean)
+
+    def _start(self, table: np.ndarray, chosen: set[str]) -> None:
+        if "l" in chosen:  # a gamma distribution with the mean and the variance of the data
+            mean = max(table.mean(), 1e-3)
+            scale = max(table.var(), 1e-3 * mean) / mean
+            size = self.n_components, table.shape[1]
+            self.lambdas_ = check_random_state(self.random_state).gamma(mean / scale, scale, size)
+
+    def _values(self, table: np.ndarray) -> Tensor:
+        return whole_numbers(table).double()
+
+    def _counts(self) -> dict[str, int]:
+        return {"l": np.size(self.lambdas_)}
+
+    def __sklearn_tags__(self) -> Any:
+        """Whole numbers of at least zero."""
+        return _of_counts(super().__sklearn_tags__())
+
+
+# What they share ---------------------------------------------------------------------------------
+
+
+def whole_numbers(table: np.ndarray) -> Tensor:
+    """A table of counts or symbols as integers.
+
+    Raises:
+        ValueError: If one is negative, or not whole.
+    """
+    wrong = table[(table < 0) | (table != np.floor(table))]
+    if len(wrong):
+        raise ValueError(f"X must hold whole numbers of at least 0; got {wrong[0]}.")
+    return torch.as_tensor(table.astype(np.int64))
+
+
+def symbols(table: np.ndarray) -> Tensor:
+    """A table of one column as symbols ``(n,)``.
+
+    Raises:
+        ValueError: If there are several columns, or numbers that are no symbols.
+    """
+    if table.shape[1] != 1:
+        raise ValueError(
+            f"X must have one column of symbols; got {table.shape[1]} features. X[:, None] makes "
+            "a column of a vector."
+        )
+    return whole_numbers(table)[:, 0]
+
+
+def _of_counts(tags: Any) -> Any:
+    tags.input_tags.positive_only = True
+    return tags

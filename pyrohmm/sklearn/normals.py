@@ -1,0 +1,314 @@
+"""``GaussianHMM`` and ``GMMHMM``: normal vectors, and mixtures of them."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import numpy as np
+from pyro.distributions import (
+    Categorical,
+    MixtureSameFamily,
+    MultivariateNormal,
+    Normal,
+)
+from pyro.distributions.torch_distribution import TorchDistribution
+from sklearn.cluster import KMeans
+from sklearn.utils import check_random_state
+from torch import Tensor
+
+from .._checks import check_size
+from .tabular import TabularEstimator, to_array, to_tensor
+
+COVARIANCE_TYPES = ("spherical", "diag", "full", "tied")
+
+
+class GaussianHMM(TabularEstimator):
+    """HMM of normal vectors, fitted by maximum likelihood.
+
+    Args:
+        n_components: K, the number of states.
+        covariance_type: ``"spherical"``, one variance for each state; ``"diag"``, one for each
+            state and component; ``"full"``, a matrix for each state; ``"tied"``, one for all.
+        min_covar: What is added to the variances at the start of a fit.
+        startprob_prior: Dirichlet concentration of the first state; a number or ``(K,)``.
+        transmat_prior: Dirichlet concentrations of the transitions; a number or ``(K, K)``.
+        algorithm: How ``predict`` decodes: ``"viterbi"`` or ``"map"``.
+        random_state: A seed or a ``numpy.random.RandomState``.
+        n_iter: Largest number of iterations of EM.
+        tol: Gain of an iteration, in nats, below which EM ends.
+        verbose: Whether to show a progress bar.
+        params: What a fit changes: ``"s"`` startprob, ``"t"`` transmat, ``"m"`` means and
+            ``"c"`` covars.
+        init_params: What a fit starts anew; the rest starts at its value, if it has one.
+
+    Attributes:
+        startprob_: ``(K,)``.
+        transmat_: ``(K, K)``, row = from.
+        means_: ``(K, D)``.
+        covars_: ``(K, D, D)`` whatever the type. It is set as ``(K,)``, ``(K, D)``,
+            ``(K, D, D)`` or ``(D, D)``.
+        monitor_: How the fit went.
+
+    Example:
+        >>> from pyrohmm.sklearn import GaussianHMM
+        >>> import numpy as np
+        >>> X = np.r_[np.zeros((20, 1)), np.full((20, 1), 9.0)] + np.sin(np.arange(40))[:, None]
+        >>> model = GaussianHMM(n_components=2, n_iter=20, random_state=0).fit(X)
+        >>> np.bincount(model.predict(X)).tolist()
+        [20, 20]
+    """
+
+    letters: ClassVar = {"m": ("means_", "loc"), "c": ("_covars_", "variance", "covariance")}
+    means_: np.ndarray
+    _covars_: np.ndarray
+
+    def __init__(
+        self,
+        n_components: int = 1,
+        covariance_type: str = "diag",
+        *,
+        min_covar: float = 1e-3,
+        startprob_prior: Any = 1.0,
+        transmat_prior: Any = 1.0,
+        algorithm: str = "viterbi",
+        random_state: Any = None,
+        n_iter: int = 10,
+        tol: float = 1e-2,
+        verbose: bool = False,
+        params: str = "stmc",
+        init_params: str = "stmc",
+    ) -> None:
+        self.n_components = n_components
+        self.covariance_type = covariance_type
+        self.min_covar = min_covar
+        self.startprob_prior = startprob_prior
+        self.transmat_prior = transmat_prior
+        self.algorithm = algorithm
+        self.random_state = random_state
+        self.n_iter = n_iter
+        self.tol = tol
+        self.verbose = verbose
+        self.params = params
+        self.init_params = init_params
+
+    @property
+    def covars_(self) -> np.ndarray:
+        """Covariance matrices ``(K, D, D)``."""
+        states, dim = np.asarray(self.means_).shape
+        covars = np.asarray(self._covars_)
+        if self.covariance_type == "spherical":
+            covars = covars.reshape(-1, 1).repeat(dim, 1)
+        if self.covariance_type in ("spherical", "diag"):
+            return covars[..., None] * np.eye(dim)
+        return np.broadcast_to(covars, (states, dim, dim)).copy()
+
+    @covars_.setter
+    def covars_(self, covars: Any) -> None:
+        """Set covariances in the shape of their type."""
+        self._covars_ = np.array(covars, dtype=float)
+
+    def _emission(self) -> TorchDistribution:
+        means, covars = to_tensor(self.means_), to_tensor(self._covars_)
+        states, dim = self.n_components, means.shape[-1]
+        shape = _covars_shape(self.covariance_type, (states,), dim)
+        if tuple(covars.shape) != shape:
+            raise ValueError(
+                f"covars_ of type {self.covariance_type!r} must have shape {shape}; got "
+                f"{tuple(covars.shape)}."
+            )
+        if self.covariance_type == "tied":
+            return MultivariateNormal(means, covars.unsqueeze(0))
+        if self.covariance_type == "full":
+            return MultivariateNormal(means, covars)
+        return _independent(means, covars, self.covariance_type)
+
+    def _take_emission(self, emission: Any) -> None:
+        self.means_ = to_array(emission.mean)
+        if self.covariance_type in ("spherical", "diag"):
+            variance = to_array(emission.variance)
+            self._covars_ = variance[:, 0] if self.covariance_type == "spherical" else variance
+        else:
+            matrices = to_array(emission.covariance_matrix)
+            self._covars_ = matrices[0] if self.covariance_type == "tied" else matrices
+
+    def _start(self, table: np.ndarray, chosen: set[str]) -> None:
+        if "m" in chosen:
+            self.means_ = _cluster(table, self.n_components, self.random_state)
+        if "c" in chosen:
+            shape = _covars_shape(self.covariance_type, (self.n_components,), table.shape[1])
+            self._covars_ = _spread(table, self.min_covar, self.covariance_type, shape)
+
+    def _check_options(self) -> None:
+        super()._check_options()
+        _check_covariance_type(self.covariance_type, COVARIANCE_TYPES)
+
+    def _values(self, table: np.ndarray) -> Tensor:
+        return to_tensor(table)
+
+    def _counts(self) -> dict[str, int]:
+        states, dim = np.asarray(self.means_).shape
+        return {"m": states * dim, "c": _num_covars(self.covariance_type, states, dim)}
+
+
+class GMMHMM(TabularEstimator):
+    """HMM of mixtures of normal vectors, fitted by maximum likelihood.
+
+    Args:
+        n_components: K, the number of states.
+        n_mix: M, the number of parts of the mixture of each state.
+        covariance_type: ``"diag"``, a variance for each part and component, or ``"spherical"``,
+            one for each part.
+        min_covar: What is added to the variances at the start of a fit.
+        startprob_prior: Dirichlet concentration of the first state; a number or ``(K,)``.
+        transmat_prior: Dirichlet concentrations of the transitions; a number or ``(K, K)``.
+        algorithm: How ``predict`` decodes: ``"viterbi"`` or ``"map"``.
+        random_state: A seed or a ``numpy.random.RandomState``.
+        n_iter: Largest number of iterations of EM.
+        tol: Gain of an iteration, in nats, below which EM ends.
+        verbose: Whether to show a progress bar.
+        params: What a fit changes: ``"s"`` startprob, ``"t"`` transmat, ``"m"`` means, ``"c"``
+            covars and ``"w"`` weights.
+        init_params: What a fit starts anew; the rest starts at its value, if it has one.
+
+    Attributes:
+        startprob_: ``(K,)``.
+        transmat_: ``(K, K)``, row = from.
+        weights_: ``(K, M)``.
+        means_: ``(K, M, D)``.
+        covars_: ``(K, M, D)``, or ``(K, M)`` if spherical.
+        monitor_: How the fit went.
+
+    Example:
+        >>> from pyrohmm.sklearn import GMMHMM
+        >>> import numpy as np
+        >>> X = np.random.default_rng(0).normal(size=(60, 2)) + 5.0 * (np.arange(60) % 3)[:, None]
+        >>> GMMHMM(n_components=2, n_mix=2, random_state=0).fit(X).means_.shape
+        (2, 2, 2)
+    """
+
+    letters: ClassVar = {
+        "m": ("means_", "loc"),
+        "c": ("covars_", "variance"),
+        "w": ("weights_", "weights"),
+    }
+    means_: np.ndarray
+    covars_: np.ndarray
+    weights_: np.ndarray
+
+    def __init__(
+        self,
+        n_components: int = 1,
+        n_mix: int = 1,
+        *,
+        covariance_type: str = "diag",
+        min_covar: float = 1e-3,
+        startprob_prior: Any = 1.0,
+        transmat_prior: Any = 1.0,
+        algorithm: str = "viterbi",
+        random_state: Any = None,
+        n_iter: int = 10,
+        tol: float = 1e-2,
+        verbose: bool = False,
+        params: str = "stmcw",
+        init_params: str = "stmcw",
+    ) -> None:
+        self.n_components = n_components
+        self.n_mix = n_mix
+        self.covariance_type = covariance_type
+        self.min_covar = min_covar
+        self.startprob_prior = startprob_prior
+        self.transmat_prior = transmat_prior
+        self.algorithm = algorithm
+        self.random_state = random_state
+        self.n_iter = n_iter
+        self.tol = tol
+        self.verbose = verbose
+        self.params = params
+        self.init_params = init_params
+
+    def _emission(self) -> TorchDistribution:
+        weights = Categorical(logits=to_tensor(self.weights_).log())
+        means, covars = to_tensor(self.means_), to_tensor(self.covars_)
+        return MixtureSameFamily(weights, _independent(means, covars, self.covariance_type))
+
+    def _take_emission(self, emission: Any) -> None:
+        parts = emission.component_distribution
+        variance = to_array(parts.variance)
+        self.covars_ = variance[..., 0] if self.covariance_type == "spherical" else variance
+        self.means_ = to_array(parts.mean)
+        self.weights_ = to_array(emission.mixture_distribution.probs)
+
+    def _start(self, table: np.ndarray, chosen: set[str]) -> None:
+        states, parts = self.n_components, self.n_mix
+        if "m" in chosen:
+            random = check_random_state(self.random_state)
+            labels = KMeans(states, n_init=10, random_state=random).fit_predict(table)
+            groups = [table[labels == state] for state in range(states)]
+            self.means_ = np.stack(
+                [_cluster(rows if len(rows) >= parts else table, parts, random) for rows in groups]
+            )
+        if "c" in chosen:
+            shape = _covars_shape(self.covariance_type, (states, parts), table.shape[1])
+            self.covars_ = _spread(table, self.min_covar, self.covariance_type, shape)
+        if "w" in chosen:
+            self.weights_ = np.full((states, parts), 1 / parts)
+
+    def _check_options(self) -> None:
+        super()._check_options()
+        check_size("n_mix", self.n_mix)
+        _check_covariance_type(self.covariance_type, COVARIANCE_TYPES[:2])
+
+    def _values(self, table: np.ndarray) -> Tensor:
+        return to_tensor(table)
+
+    def _counts(self) -> dict[str, int]:
+        states, parts, dim = np.asarray(self.means_).shape
+        return {
+            "m": states * parts * dim,
+            "c": _num_covars(self.covariance_type, states * parts, dim),
+            "w": states * (parts - 1),
+        }
+
+
+# What they share ---------------------------------------------------------------------------------
+
+
+def _independent(means: Tensor, covars: Tensor, kind: str) -> TorchDistribution:
+    """Normal vectors with variances ``(*, D)``, or ``(*)`` if spherical."""
+    shape = _covars_shape(kind, tuple(means.shape[:-1]), means.shape[-1])
+    if tuple(covars.shape) != shape:
+        raise ValueError(
+            f"covars_ of type {kind!r} must have shape {shape}; got {tuple(covars.shape)}."
+        )
+    variances = covars.unsqueeze(-1) if kind == "spherical" else covars
+    return Normal(means, variances.sqrt()).to_event(1)
+
+
+def _check_covariance_type(kind: str, known: tuple[str, ...]) -> None:
+    if kind not in known:
+        raise ValueError(f"covariance_type must be one of {', '.join(known)}; got {kind!r}.")
+
+
+def _covars_shape(kind: str, lead: tuple[int, ...], dim: int) -> tuple[int, ...]:
+    """The shape in which covariances of a type are set."""
+    shapes = {"spherical": lead, "diag": (*lead, dim), "full": (*lead, dim, dim)}
+    return shapes.get(kind, (dim, dim))
+
+
+def _num_covars(kind: str, count: int, dim: int) -> int:
+    """Number of free parameters in the covariances of ``count`` states, or parts of them."""
+    matrix = dim * (dim + 1) // 2
+    return {"spherical": count, "diag": count * dim, "full": count * matrix}.get(kind, matrix)
+
+
+def _cluster(table: np.ndarray, count: int, random_state: Any) -> np.ndarray:
+    """Centres of clusters, ``(count, D)``."""
+    return KMeans(count, n_init=10, random_state=random_state).fit(table).cluster_centers_
+
+
+def _spread(table: np.ndarray, floor: float, kind: str, shape: tuple[int, ...]) -> np.ndarray:
+    """The covariance of all rows, in the shape of its type."""
+    matrix = np.cov(table.T, bias=len(table) == 1).reshape(table.shape[1], -1)
+    matrix = matrix + floor * np.eye(len(matrix))
+    forms = {"spherical": np.trace(matrix) / len(matrix), "diag": np.diag(matrix)}
+    return np.broadcast_to(forms.get(kind, matrix), shape).copy()

@@ -1,0 +1,209 @@
+"""EM for the estimators whose parameters are arrays."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Self
+
+import numpy as np
+import torch
+from pyro.distributions.torch_distribution import TorchDistribution
+from pyro.nn import PyroParam
+from sklearn.utils import check_random_state
+from torch import Tensor
+from torch.distributions import constraints
+
+from .._checks import check_number, check_size
+from ..data.sequences import Sequences
+from ..distributions.hmm import HMM
+from ..infer.em import fit_em
+from ..nn.base import freeze
+from ..nn.emissions import from_distribution
+from ..nn.tabular import TabularHMM
+from .base import SequenceEstimator
+from .monitor import ConvergenceMonitor
+
+
+class TabularEstimator(SequenceEstimator):
+    """Parameters in arrays, which may be set by hand, and which ``fit`` sets by EM.
+
+    Subclasses name the parameters of their emission by the letters of ``params`` and
+    ``init_params``, and turn their arrays into a distribution and back.
+
+    Attributes:
+        letters: For each letter the attribute, and what the emission's module calls it.
+    """
+
+    letters: ClassVar[dict[str, tuple[str, ...]]] = {}
+    n_iter: int
+    tol: float
+    verbose: bool
+    params: str
+    init_params: str
+    startprob_prior: Any
+    transmat_prior: Any
+    startprob_: np.ndarray
+    transmat_: np.ndarray
+
+    # What an estimator defines
+
+    def _emission(self) -> TorchDistribution:
+        """The distribution of a row, batched over states, in float64."""
+        raise NotImplementedError
+
+    def _take_emission(self, emission: Any) -> None:
+        """Set the arrays of the emission."""
+        raise NotImplementedError
+
+    def _start(self, table: np.ndarray, chosen: set[str]) -> None:
+        """Set the arrays of the letters ``chosen`` for a fit to ``table``."""
+        raise NotImplementedError
+
+    def _counts(self) -> dict[str, int]:
+        """Number of free parameters of the emission, by letter."""
+        raise NotImplementedError
+
+    def _emission_module(self) -> Any:
+        """The module of the emission; by default without priors."""
+        return from_distribution(self._emission())
+
+    # Fitting
+
+    def fit(self, X: Any, y: Any = None, lengths: Any = None) -> Self:
+        """Find the parameters of largest likelihood by EM; with pseudo-counts, their mode.
+
+        Args:
+            X: ``(n_samples, n_features)``, or a list of such arrays, one for each sequence.
+            y: Lengths, if given here, as hmmlearn takes them; a target is not read.
+            lengths: ``(n_sequences,)`` integers; one sequence by default.
+
+        Returns:
+            The estimator.
+
+        Raises:
+            ValueError: If an option or ``lengths`` is out of range, or the data cannot be emitted.
+        """
+        self._check_options()
+        table, sizes = self._table(X, y if lengths is None else lengths, reset=True)
+        self._initialise(table)
+        data = self._sequences(table, sizes)
+        self.monitor_ = ConvergenceMonitor(self.tol, self.n_iter)
+        if set(self.params) & set(self._attributes()):
+            while not self.monitor_.converged:
+                self._climb(data)
+        return self
+
+    def _climb(self, data: Sequences) -> None:
+        """Iterations of EM until the gain may be less than ``tol``."""
+        monitor = self.monitor_
+        left = self.n_iter - monitor.iter
+        # a share of the loss as it is now; the outer loop asks again where that was too much
+        scale = abs(monitor.history[-1]) if monitor.history else abs(self._log_evidence(data))
+        tolerance = 2 * self.tol / scale if scale > 0 and self.tol > 0 else None
+        module, start = self._module()
+        fit = fit_em(
+            module, data, num_steps=left, tolerance=tolerance, start=start, progress=self.verbose
+        )
+        history = (-fit.losses).tolist()
+        gain = history[-1] - history[-2] if len(history) > 1 else 0.0
+        monitor.history += history[:-1]
+        self._take(fit.hmm(data))
+        monitor.converged = gain < self.tol or monitor.iter >= self.n_iter
+
+    def _log_evidence(self, data: Sequences) -> float:
+        return float(self._hmm(data.lengths).log_prob(data.values).sum())
+
+    def _module(self) -> tuple[TabularHMM, dict[str, Tensor] | None]:
+        """The arrays as a module whose parameters are points, or start with pseudo-counts."""
+        emission = self._emission_module()
+        concentrations = to_tensor(self.startprob_prior), to_tensor(self.transmat_prior)
+        module = TabularHMM(self.n_components, lambda _: emission, *concentrations).double()
+        values = {"initial": to_tensor(self.startprob_), "transition": to_tensor(self.transmat_)}
+        start = {}
+        for (name, value), prior, letter in zip(values.items(), concentrations, "st"):
+            if letter not in self.params:
+                freeze(module, name, value)
+            elif bool((prior == 1).all()):  # flat: a point, whose density has no constant
+                delattr(module, name)
+                setattr(module, name, PyroParam(value, constraints.simplex))
+            else:
+                start[name] = value
+        for letter, (attribute, *names) in self.letters.items():
+            (name,) = (name for name in names if emission.is_free(name))
+            known = to_tensor(getattr(self, attribute)) if emission.has_prior(name) else None
+            if letter not in self.params:
+                freeze(emission, name, known)
+            elif known is not None:
+                start[f"emission.{name}"] = known
+        return module, start or None
+
+    def _initialise(self, table: np.ndarray) -> None:
+        """Set what is to start anew, or has no value."""
+        chosen = {
+            letter
+            for letter, attribute in self._attributes().items()
+            if letter in self.init_params or not hasattr(self, attribute)
+        }
+        random = check_random_state(self.random_state)
+        even = np.full(self.n_components, 1 / self.n_components)
+        if "s" in chosen:
+            self.startprob_ = random.dirichlet(even)
+        if "t" in chosen:
+            self.transmat_ = random.dirichlet(even, size=self.n_components)
+        self._start(table, chosen)
+
+    def _check_options(self) -> None:
+        """Raise unless options are in their ranges."""
+        check_size("n_components", self.n_components)
+        check_size("n_iter", self.n_iter)
+        check_number("tol", self.tol)
+
+    # Queries
+
+    def _hmm(self, lengths: Tensor) -> HMM:
+        initial, transition = to_tensor(self.startprob_), to_tensor(self.transmat_)
+        for name, rows, shape in (
+            ("startprob_", initial, (self.n_components,)),
+            ("transmat_", transition, (self.n_components, self.n_components)),
+        ):
+            if tuple(rows.shape) != shape:
+                raise ValueError(f"{name} must have shape {shape}; got {tuple(rows.shape)}.")
+            total = rows.sum(-1)
+            if bool((rows < 0).any()) or not torch.allclose(total, torch.ones_like(total)):
+                raise ValueError(f"{name} must hold probabilities that sum to one in each row.")
+        return HMM(initial.log(), transition.log(), self._emission(), lengths)
+
+    def _take(self, hmm: HMM) -> None:
+        kept = {  # with the same bits
+            name: getattr(self, name)
+            for letter, name in self._attributes().items()
+            if letter not in self.params
+        }
+        self.startprob_ = to_array(hmm.log_initial.exp())
+        self.transmat_ = to_array(hmm.log_transition.exp())
+        self._take_emission(hmm.emission)
+        for name, value in kept.items():
+            setattr(self, name, value)
+
+    def _attributes(self) -> dict[str, str]:
+        """The attribute of each letter."""
+        own = {letter: names[0] for letter, names in self.letters.items()}
+        return {"s": "startprob_", "t": "transmat_", **own}
+
+    def _num_parameters(self) -> int:
+        states = self.n_components
+        counts = {"s": states - 1, "t": states * (states - 1), **self._counts()}
+        return sum(count for letter, count in counts.items() if letter in self.params)
+
+    def __sklearn_is_fitted__(self) -> bool:
+        """Whether all parameters have values, of a fit or set by hand."""
+        return all(hasattr(self, name) for name in self._attributes().values())
+
+
+def to_tensor(values: Any) -> Tensor:
+    """A copy in float64."""
+    return torch.as_tensor(np.array(values), dtype=torch.float64)
+
+
+def to_array(tensor: Tensor) -> np.ndarray:
+    """A copy in float64."""
+    return tensor.detach().double().numpy().copy()
