@@ -4,11 +4,12 @@ Imports ``ops``.
 
 Its modules; each imports only those above it:
 
+``vocabulary``     ``Vocabulary``: symbols and their codes
+``tables``         rows of arrays and tables, cut into sequences
 ``sequences``      ``Sequences``: ragged data in one padded tensor
 ``batches``        minibatches by number of sequences or of steps
 ``pair_counts``    pairs of symbols counted; numbers put into bins
 ``tags``           words and tags joined as one observation
-``vocabulary``     ``Vocabulary``: symbols and their codes
 ``corpus``         ``Corpus``: sequences with the names of their symbols and tags
 ``readers``        files of text, treebanks, proteins, letters
 ``simulated``      data simulated from known parameters
