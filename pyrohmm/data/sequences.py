@@ -302,6 +302,11 @@ class Sequences(Dataset["Sequences"]):
         return self.values.size(1)
 
     @property
+    def device(self) -> torch.device:
+        """Where the values are."""
+        return self.values.device
+
+    @property
     def exists(self) -> Tensor:
         """Which steps are not padding, ``(N, T)`` booleans."""
         return masks.exists(self.lengths, self.num_steps, self.values.device)
@@ -407,6 +412,10 @@ class Sequences(Dataset["Sequences"]):
     def to(self, device: torch.device | str) -> Sequences:
         """Copy to ``device`` what is not there yet (lengths stay on the CPU)."""
         return self._map(lambda part: part.to(device), self.lengths, self.total)
+
+    def with_total(self, total: float) -> Sequences:
+        """The same sequences as a part of ``total``."""
+        return self._map(lambda part: part, self.lengths, total)
 
     def without_labels(self) -> Sequences:
         """The same sequences; a fit to them is unsupervised."""

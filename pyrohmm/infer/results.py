@@ -17,6 +17,7 @@ from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 from torch.distributions import constraints
 
+from ..data.parts import Parts
 from ..data.sequences import Sequences
 from ..distributions.hmm import HMM
 from ..distributions.sparse_dirichlet import interior
@@ -277,7 +278,7 @@ class Point(PyroModule):
         }
 
 
-def uses_labels(data: Sequences) -> list[str]:
+def uses_labels(data: Sequences | Parts) -> list[str]:
     """A remark if ``data`` have labels, so that no fit is supervised unnoticed."""
     count, total = data.num_labelled, int(data.lengths.sum())
     if not count:
