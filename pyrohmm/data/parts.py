@@ -52,10 +52,12 @@ class Parts:
                 "begins anew."
             )
         self.parts, self.change = parts, change
+        self.first: Sequences
         self.num_parts = self.num_observed = self.num_labelled = 0
         lengths = []
         for part in self:
-            self.first = self.first if self.num_parts else part[:1]
+            if self.num_parts == 0:
+                self.first = part[:1]
             self.num_parts += 1
             self.num_observed += part.num_observed
             self.num_labelled += part.num_labelled
@@ -184,7 +186,9 @@ class StoredSequences:
 
 
 def _num_rows(name: str, values: Any) -> int:
-    shape = values.get_shape() if hasattr(values, "get_shape") else getattr(values, "shape", ())
+    shape: Any = (
+        values.get_shape() if hasattr(values, "get_shape") else getattr(values, "shape", ())
+    )
     if len(shape) < 1:
         raise TypeError(
             f"{name} must be an array of shape (M, *E), perhaps mapped; got "

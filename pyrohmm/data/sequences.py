@@ -34,7 +34,6 @@ from ..ops import masks
 from .tables import NO_CODE, column, encoded, numbers, ordered, padded, rows_like, rows_of
 from .vocabulary import Vocabulary
 
-
 FLAT = 16  # rows per column of a matrix from which on it looks like one series of vectors
 
 
@@ -215,7 +214,7 @@ class Sequences(Dataset["Sequences"]):
         """
         rows = rows_of(values, lengths, observed, vocabulary, dtype)
         parts = {"labels": (labels, -1.0), "covariates": (covariates, 0.0)}
-        further = {
+        further: dict[str, Any] = {
             name: padded(rows_like(name, part, len(rows.values)), rows.lengths, padding)
             for name, (part, padding) in parts.items()
             if part is not None
@@ -260,10 +259,8 @@ class Sequences(Dataset["Sequences"]):
             tensor([[1.5000, 0.5000],
                     [2.5000, 0.0000]], dtype=torch.float64)
         """
-        if vocabulary is None:
-            values = numbers("columns", frame, columns)
-        else:
-            values = column("columns", frame, columns)
+        read: Any = numbers if vocabulary is None else column
+        values = read("columns", frame, columns)
         order, lengths = ordered(frame, by, time, len(values))
         names = {"labels": labels, "covariates": covariates}
         further = {n: numbers(n, frame, of)[order] for n, of in names.items() if of is not None}
@@ -505,7 +502,7 @@ def _joined(parts: Listed[Sequences], total: float) -> Sequences:
     """Some sequences of each of ``parts`` as one."""
     lengths = torch.cat([part.lengths for part in parts])
 
-    def join(read: Callable[[Sequences], Tensor | None], padding: float = 0.0) -> Tensor | None:
+    def join(read: Callable[[Sequences], Tensor | None], padding: float = 0.0) -> Any:
         rows = [read(part) for part in parts]
         known = [row[part.exists] for row, part in zip(rows, parts) if row is not None]
         return padded(torch.cat(known), lengths, padding) if len(known) == len(rows) else None

@@ -86,7 +86,8 @@ class Expectation:
 
     def _reseed(self, expected: ExpectedCounts) -> ExpectedCounts:
         """Give half of the busiest state to each that no observation supports, but might."""
-        module, data = self.parameters.module, self.parameters.data
+        module: Any = self.parameters.module
+        data: Any = self.parameters.data  # in memory, and in one process
         weights = expected.states.reshape(self.parameters.restarts, *expected.states.shape[-3:])
         visits = weights.sum((1, 2))  # (R, K)
         dead = visits < DEAD * visits.sum(-1, keepdim=True)

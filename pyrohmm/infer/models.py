@@ -35,7 +35,7 @@ from ..nn.centred import merged, moments_of, scale_prior
 from ..nn.neural import NeuralHMM
 
 LogPrior = Callable[[HMM], Tensor]
-Data = TypeVar("Data", Sequences, Parts, Sequences | Parts)
+Data = TypeVar("Data", bound=Sequences | Parts)
 
 
 @checked()
@@ -128,7 +128,10 @@ def to_model_device(model: Any, guide: Any, data: Data) -> Data:
     for part in (model, guide):
         if isinstance(part, nn.Module):
             for tensor in (*part.parameters(), *part.buffers()):
-                return data if data.device == tensor.device else data.to(tensor.device)
+                if data.device == tensor.device:
+                    return data
+                moved: Any = data.to(tensor.device)
+                return moved
     return data
 
 
