@@ -5,6 +5,7 @@ Imports ``ops``.
 Its modules; each imports only those above it:
 
 ``vocabulary``     ``Vocabulary``: symbols and their codes
+``arguments``      what the arguments of ``Sequences`` may be
 ``tables``         rows of arrays and tables, cut into sequences
 ``sequences``      ``Sequences``: ragged data in one padded tensor
 ``parts``          ``Parts``: sequences that do not fit into memory at once

@@ -143,7 +143,7 @@ def corpus_of(
         except ValueError as error:
             raise ValueError(f"{path}, sequence starting at line {row.line}: {error}") from None
     data = Sequences.from_list([codes.clamp(min=0) for codes in values], labels or None)
-    if any(None in row.symbols for row in rows):
+    if any(bool((codes == NO_CODE).any()) for codes in values):
         codes = Sequences.from_list(values).values
         data = Sequences(data.values, data.lengths, codes != NO_CODE, data.labels)
     return Corpus(data, vocabulary, tags)

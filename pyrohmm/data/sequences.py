@@ -6,35 +6,34 @@ exists or is observed (the opposite of TensorFlow Probability's).
 
 from __future__ import annotations
 
-import math
-import warnings
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Listed
-from numbers import Real
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
 from .._arguments import explained
-from .._arrays import regular, to_tensor
+from .._arrays import regular
 from .._checks import (
     check_booleans,
-    check_floats,
     check_integers,
     check_lengths,
-    check_real,
     check_shape,
     check_size,
-    check_tensor,
 )
 from ..ops import masks
-from .tables import NO_CODE, column, encoded, numbers, ordered, padded, rows_like, rows_of
+from .arguments import (
+    check_covariates,
+    check_labels,
+    check_list,
+    check_observed,
+    check_total,
+    check_values,
+)
+from .tables import column, numbers, ordered, padded, padded_list, rows_like, rows_of, steps_of
 from .vocabulary import Vocabulary
-
-FLAT = 16  # rows per column of a matrix from which on it looks like one series of vectors
 
 
 @explained()
@@ -82,7 +81,7 @@ class Sequences(Dataset["Sequences"]):
         total: float | None = None,
         covariates: Tensor | None = None,
     ) -> None:
-        _check_values(values)
+        check_values(values)
         values = regular("values", values)
         check_integers("lengths", lengths)
         check_shape("lengths", lengths, tuple(values.shape[:1]), "(N,)", "N is that of values.")
@@ -97,19 +96,19 @@ class Sequences(Dataset["Sequences"]):
             check_shape("observed", observed, tuple(values.shape[:2]), "(N, T)", "That of values.")
             observed = observed.to(values.device) & exists
             self.has_gaps = not torch.equal(observed, exists)
-        _check_observed(values, observed)
+        check_observed(values, observed)
         if labels is not None:
-            _check_labels(labels, values.shape[:2])
+            check_labels(labels, values.shape[:2])
             labels = labels.to(values.device)
         if covariates is not None:
-            _check_covariates(covariates, exists)
+            check_covariates(covariates, exists)
             covariates = covariates.to(values.device)
         longest = int(lengths.max())  # steps that no sequence has are dropped
         self.values, self.lengths = values[:, :longest], lengths
         self.observed = observed[:, :longest]
         self.labels = None if labels is None else labels[:, :longest]
         self.covariates = None if covariates is None else covariates[:, :longest]
-        self.total = _check_total(total, len(values))
+        self.total = check_total(total, len(values))
 
     @classmethod
     def from_list(
@@ -145,8 +144,8 @@ class Sequences(Dataset["Sequences"]):
             tensor([[ True, False,  True],
                     [ True, False, False]])
         """
-        _check_list(sequences)
-        parts = [_as_steps(each, index, vocabulary) for index, each in enumerate(sequences)]
+        check_list(sequences)
+        parts = [steps_of(each, index, vocabulary) for index, each in enumerate(sequences)]
         if not parts:
             raise ValueError("sequences is empty; wanted at least one sequence.")
         masks = [mask for _, mask in parts]
@@ -169,8 +168,8 @@ class Sequences(Dataset["Sequences"]):
         padded = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
         observed = torch.nn.utils.rnn.pad_sequence(masks, batch_first=True)
         data = cls(
-            padded, lengths, observed, _padded("labels", labels, lengths, -1.0),
-            covariates=_padded("covariates", covariates, lengths, 0.0),
+            padded, lengths, observed, padded_list("labels", labels, lengths, -1.0),
+            covariates=padded_list("covariates", covariates, lengths, 0.0),
         )  # fmt: skip
         return data if device is None else data.to(device)
 
@@ -447,57 +446,6 @@ class Sequences(Dataset["Sequences"]):
         return self._select(chosen, self.total if total is None else total)
 
 
-def _check_list(sequences: Any) -> None:
-    """Raise if these are not several sequences; warn where rows may be steps."""
-    if hasattr(sequences, "columns"):
-        raise TypeError(
-            f"sequences must be a list; got {type(sequences).__name__}, a table. Call "
-            "Sequences.from_dataframe(frame, by=, columns=, time=)."
-        )
-    if not isinstance(sequences, np.ndarray | Tensor) or sequences.ndim != 2:
-        return
-    count, steps = sequences.shape
-    if steps * FLAT <= count and to_tensor("sequences", sequences[:1]).dtype.is_floating_point:
-        warnings.warn(
-            f"sequences of shape {(count, steps)} are {count} sequences of {steps} numbers. For "
-            f"one series of {count} vectors, call Sequences.from_concatenated(values); for short "
-            "sequences, give list(values).",
-            stacklevel=4,
-        )
-
-
-def _as_steps(
-    sequence: Any, index: int, vocabulary: Vocabulary | None = None
-) -> tuple[Tensor | None, Tensor]:
-    """One sequence as a tensor ``(T, *E)``, None if all is missing, and its mask ``(T,)``."""
-    if vocabulary is not None:
-        codes = encoded(sequence, vocabulary)
-        sequence, symbols = codes.clamp(min=0), codes != NO_CODE
-    if not hasattr(sequence, "__len__"):
-        raise TypeError(
-            f"sequence {index} must be a list, an array or a tensor of steps; got "
-            f"{type(sequence).__name__}. Wrap a single sequence in a list."
-        )
-    if not isinstance(sequence, Tensor) and any(step is None for step in sequence):
-        present = torch.tensor([step is not None for step in sequence])
-        known = [torch.as_tensor(step) for step in sequence if step is not None]
-        if not known:
-            return None, present
-        steps = iter(known)
-        row = torch.stack([next(steps) if here else known[0] for here in present.tolist()])
-    else:
-        row = to_tensor(f"sequence {index}", sequence)
-        present = torch.ones(row.shape[:1], dtype=torch.bool, device=row.device)
-        if vocabulary is not None:
-            present = symbols
-    if row.dim() == 0 or len(row) == 0:
-        raise ValueError(f"sequence {index} has no step; wanted shape (T, *E) with T at least 1.")
-    if row.dtype.is_floating_point:
-        absent = row.isnan()
-        present = present & ~(absent.flatten(1).all(-1) if row.dim() > 1 else absent)
-    return row, present
-
-
 def _joined(parts: Listed[Sequences], total: float) -> Sequences:
     """Some sequences of each of ``parts`` as one."""
     lengths = torch.cat([part.lengths for part in parts])
@@ -511,80 +459,3 @@ def _joined(parts: Listed[Sequences], total: float) -> Sequences:
         join(lambda part: part.values), lengths, join(lambda part: part.observed),
         join(lambda part: part.labels, -1.0), total, join(lambda part: part.covariates),
     )  # fmt: skip
-
-
-def _padded(
-    name: str, items: Iterable[Any] | None, lengths: Tensor, padding: float
-) -> Tensor | None:
-    """Labels or covariates of sequences of ``lengths`` in one tensor, ``(N, T, *)``."""
-    if items is None:
-        return None
-    rows = [torch.as_tensor(item) for item in items]
-    if [len(row) for row in rows] != lengths.tolist():
-        raise ValueError(
-            f"{name} must have one item per sequence, one row per step; got lengths "
-            f"{[len(row) for row in rows][:5]}, sequences have {lengths.tolist()[:5]} (first five)."
-        )
-    return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=padding)
-
-
-def _check_values(values: Tensor) -> None:
-    check_real("values", values)
-    if values.dim() < 2 or 0 in values.shape[:2]:
-        raise ValueError(
-            "values must have shape (N, T, *E) with at least one sequence and one step; got "
-            f"shape {tuple(values.shape)}. Add the dimension of sequences with unsqueeze(0)."
-        )
-
-
-def _check_observed(values: Tensor, observed: Tensor) -> None:
-    """Raise if an observed step is NaN throughout."""
-    if not values.dtype.is_floating_point:
-        return
-    absent = values.flatten(2).isnan().all(-1) if values.dim() > 2 else values.isnan()
-    if bool((absent & observed).any()):
-        n, t = (absent & observed).nonzero()[0].tolist()
-        raise ValueError(
-            f"values holds NaN at sequence {n}, step {t}, which is marked as observed. "
-            "Set observed to False there, or build with Sequences.from_list."
-        )
-
-
-def _check_labels(labels: Tensor, shape: torch.Size) -> None:
-    """Raise unless labels are states, or sets of them, of each step of ``shape`` (N, T)."""
-    check_tensor("labels", labels)
-    if labels.dtype != torch.bool:
-        check_integers("labels", labels)
-        check_shape("labels", labels, tuple(shape), "(N, T)")
-    elif labels.dim() != 3 or labels.shape[:2] != shape:
-        raise ValueError(
-            f"labels that are boolean must have shape (N, T, K) with (N, T) = {tuple(shape)}; got "
-            f"{tuple(labels.shape)}."
-        )
-
-
-def _check_covariates(covariates: Tensor, exists: Tensor) -> None:
-    check_floats("covariates", covariates)
-    if covariates.dim() < 3 or covariates.shape[:2] != exists.shape:
-        raise ValueError(
-            f"covariates must have shape (N, T, C) with (N, T) = {tuple(exists.shape)}; got "
-            f"{tuple(covariates.shape)}."
-        )
-    wrong = ~covariates.flatten(2).isfinite().all(-1) & exists.to(covariates.device)
-    if bool(wrong.any()):
-        n, t = wrong.nonzero()[0].tolist()
-        raise ValueError(
-            f"covariates must be finite; that of sequence {n}, step {t} is not. Fill in what is "
-            "missing, and say so in a covariate of its own."
-        )
-
-
-def _check_total(total: float | None, count: int) -> float:
-    """The size of the whole set of which ``count`` sequences are a part."""
-    if total is None:
-        return count
-    if isinstance(total, bool) or not isinstance(total, Real):
-        raise TypeError(f"total must be a number; got {type(total).__name__}.")
-    if not count <= total < math.inf:
-        raise ValueError(f"total must be at least the number of sequences, {count}; got {total}.")
-    return int(total) if total == int(total) else float(total)

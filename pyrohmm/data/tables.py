@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -213,6 +213,51 @@ def _ranks(argument: str, frame: Any, name: str) -> np.ndarray:
         return np.unique(values, return_inverse=True)[1].reshape(-1)
     except TypeError:
         raise TypeError(f"{argument} {name!r} holds values that do not compare.") from None
+
+
+def steps_of(
+    sequence: Any, index: int, vocabulary: Vocabulary | None = None
+) -> tuple[Tensor | None, Tensor]:
+    """One sequence as a tensor ``(T, *E)``, None if all is missing, and its mask ``(T,)``."""
+    if vocabulary is not None:
+        codes = encoded(sequence, vocabulary)
+        sequence, symbols = codes.clamp(min=0), codes != NO_CODE
+    if not hasattr(sequence, "__len__"):
+        raise TypeError(
+            f"sequence {index} must be a list, an array or a tensor of steps; got "
+            f"{type(sequence).__name__}. Wrap a single sequence in a list."
+        )
+    if not isinstance(sequence, Tensor) and any(step is None for step in sequence):
+        present = torch.tensor([step is not None for step in sequence])
+        known = [torch.as_tensor(step) for step in sequence if step is not None]
+        if not known:
+            return None, present
+        steps = iter(known)
+        row = torch.stack([next(steps) if here else known[0] for here in present.tolist()])
+    else:
+        row = to_tensor(f"sequence {index}", sequence)
+        present = torch.ones(row.shape[:1], dtype=torch.bool, device=row.device)
+        if vocabulary is not None:
+            present = symbols
+    if row.dim() == 0 or len(row) == 0:
+        raise ValueError(f"sequence {index} has no step; wanted shape (T, *E) with T at least 1.")
+    present = present & _is_known(row)
+    return row, present
+
+
+def padded_list(
+    name: str, items: Iterable[Any] | None, lengths: Tensor, padding: float
+) -> Tensor | None:
+    """Labels or covariates of sequences of ``lengths`` in one tensor, ``(N, T, *)``."""
+    if items is None:
+        return None
+    rows = [torch.as_tensor(item) for item in items]
+    if [len(row) for row in rows] != lengths.tolist():
+        raise ValueError(
+            f"{name} must have one item per sequence, one row per step; got lengths "
+            f"{[len(row) for row in rows][:5]}, sequences have {lengths.tolist()[:5]} (first five)."
+        )
+    return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=padding)
 
 
 def _is_known(steps: Tensor) -> Tensor:

@@ -36,7 +36,7 @@ from ..nn.closed_form import Statistics, TransitionCounts
 from ..nn.tabular import TabularHMM
 from ..ops.recursions import ExpectedCounts
 from .exclusive import exclusive
-from .expectation import Expectation, uniform_counts
+from .expectation import Expectation, check_apart, uniform_counts
 from .maximization import Maximization
 from .maximization import expected_log_joint as expected_log_joint
 from .models import LogPrior, MarginalModel
@@ -162,7 +162,7 @@ def fit_em(
         batch_size = None if batch_size >= len(data) else batch_size
     by_length = maximize.summed and maximize.chain_closed and not reseed
     group = ProcessGroup.all()
-    _check_apart(maximize, group, batch_size, reseed)
+    check_apart(maximize, group, batch_size, reseed)
     loop = _Loop(
         Expectation(parameters, maximize.gather, by_length, reseed, group),
         maximize,
@@ -226,25 +226,6 @@ def _check_batch_size(batch_size: int, maximize: Maximization) -> None:
             f"that of {type(maximize.parameters.module).__name__} needs all of them. Use fit_map "
             "for minibatches."
         )
-
-
-def _check_apart(
-    maximize: Maximization, group: ProcessGroup, batch_size: int | None, reseed: bool
-) -> None:
-    """Raise unless an E-step over parts of the data, or over ranks, is that over all of it."""
-    parts = isinstance(maximize.parameters.data, Parts)
-    if not parts and group.size == 1:
-        return
-    which = "an iterable of Sequences" if parts else "several processes"
-    if not maximize.summed:
-        raise ValueError(
-            f"{which} needs a module whose M-step needs nothing but sums over observations; that "
-            f"of {type(maximize.parameters.module).__name__} needs all of them. Use fit_map."
-        )
-    if reseed:
-        raise ValueError(f"reseed compares all observations, which {which} do not hold at once.")
-    if parts and batch_size is not None:
-        raise ValueError("batch_size is of Sequences; of an iterable each iteration takes all.")
 
 
 def _check_ranks(group: ProcessGroup, loop: _Loop, generator: torch.Generator | None) -> None:

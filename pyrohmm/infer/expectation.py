@@ -15,7 +15,7 @@ from ..distributions.hmm import HMM
 from ..nn.closed_form import Statistics
 from ..ops import recursions
 from ..ops.recursions import ExpectedCounts
-from .maximization import DEAD
+from .maximization import DEAD, Maximization
 from .parameters import Parameters
 from .process_group import ProcessGroup
 from .starts import build_once
@@ -122,6 +122,25 @@ class Expectation:
             parts = [order[a:b].sort().values for a, b in pairwise(ends)]
             self._batches = batch, [(part, batch[part]) for part in parts]
         return self._batches[1]
+
+
+def check_apart(
+    maximize: Maximization, group: ProcessGroup, batch_size: int | None, reseed: bool
+) -> None:
+    """Raise unless an E-step over parts of the data, or over ranks, is that over all of it."""
+    parts = isinstance(maximize.parameters.data, Parts)
+    if not parts and group.size == 1:
+        return
+    which = "an iterable of Sequences" if parts else "several processes"
+    if not maximize.summed:
+        raise ValueError(
+            f"{which} needs a module whose M-step needs nothing but sums over observations; that "
+            f"of {type(maximize.parameters.module).__name__} needs all of them. Use fit_map."
+        )
+    if reseed:
+        raise ValueError(f"reseed compares all observations, which {which} do not hold at once.")
+    if parts and batch_size is not None:
+        raise ValueError("batch_size is of Sequences; of an iterable each iteration takes all.")
 
 
 def uniform_counts(hmm: HMM, data: Sequences, likelihood: Tensor) -> ExpectedCounts:

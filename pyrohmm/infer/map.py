@@ -65,9 +65,7 @@ def fit_map(  # noqa: D417  # the other arguments are those of fit_svi
 
     Args:
         model: A Pyro model that takes ``data``, such as :class:`MarginalModel`.
-        data: The sequences. Or an iterable of ``Sequences``, such as
-            :class:`pyrohmm.data.StoredSequences`, of data larger than memory: each step passes over
-            it once, and adds the gradients of the parts.
+        data: The sequences; or an iterable of such, whose gradients are added at each step.
         num_steps: Largest number of gradient steps.
         learning_rate: Of Adam, if there is no ``optimizer``.
         tolerance: Least relative fall of the loss over 25 steps; None takes all steps.
@@ -91,6 +89,7 @@ def fit_map(  # noqa: D417  # the other arguments are those of fit_svi
         >>> fit.hmm(data).log_prob(data.values).sum().round(decimals=1)  # 2 log 1/2
         tensor(-1.4000)
     """
+    data = in_parts(data)
     settings = Settings(
         num_steps=num_steps, learning_rate=learning_rate, tolerance=tolerance,
         batch_size=batch_size, validation=validation, patience=patience, progress=progress,
@@ -99,7 +98,6 @@ def fit_map(  # noqa: D417  # the other arguments are those of fit_svi
         validate_every=validate_every, report=report, generator=generator, precision=precision,
     )  # fmt: skip
     check_size("restarts", restarts)
-    data = in_parts(data)
     start = partial(_interior_value, init)
     if restarts == 1:
         guide = AutoDelta(poutine.block(model, hide_fn=is_enumerated), init_loc_fn=start)
