@@ -463,7 +463,7 @@ SPECIAL = {
         "covariates": lambda: torch.ones(2, 3, 1),
     },
     "Sequences.batch": {"chosen": lambda: torch.tensor([0])},
-    "Sequences.collate": {"parts": lambda: [data(), data()]},
+    "Sequences.collate": {"parts": lambda: [data()[:1], data()[1:]]},
     "Sequences.from_concatenated": {
         "values": lambda: torch.arange(3.0),
         "lengths": lambda: torch.tensor([2, 1]),
@@ -733,7 +733,7 @@ EXCEPTIONS = {
     ): "are integers, lags of which data have none",
     **{
         ("Filter.update", "observation", label): "out of range; named values, as everywhere"
-        for label in ("tensor()", "negative", "large")
+        for label in ("-1", "tensor()", "negative", "large")
     },
     ("LanguageModel.num_unknown", "lines", "tensor()"): "torch says that it has no items",
     **{

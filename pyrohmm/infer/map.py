@@ -89,7 +89,6 @@ def fit_map(  # noqa: D417  # the other arguments are those of fit_svi
         >>> fit.hmm(data).log_prob(data.values).sum().round(decimals=1)  # 2 log 1/2
         tensor(-1.4000)
     """
-    data = in_parts(data)
     settings = Settings(
         num_steps=num_steps, learning_rate=learning_rate, tolerance=tolerance,
         batch_size=batch_size, validation=validation, patience=patience, progress=progress,
@@ -98,7 +97,7 @@ def fit_map(  # noqa: D417  # the other arguments are those of fit_svi
         validate_every=validate_every, report=report, generator=generator, precision=precision,
     )  # fmt: skip
     check_size("restarts", restarts)
-    start = partial(_interior_value, init)
+    data, start = in_parts(data), partial(_interior_value, init)
     if restarts == 1:
         guide = AutoDelta(poutine.block(model, hide_fn=is_enumerated), init_loc_fn=start)
         return train(model, guide, data, settings, "MAP")
