@@ -1,7 +1,8 @@
 """The boundary of the package: arguments that are not what their annotations say are refused.
 
 :func:`checked` reads the annotations of a function once, when it is first called. Of tensors it
-asks neither shape nor values, which the function knows more of.
+asks neither shape nor values, which the function knows more of. NumPy's arrays become tensors where
+these are asked for, and its numbers Python's.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial, update_wrapper
 from numbers import Integral, Real
 from types import FunctionType, NoneType, UnionType
-from typing import Annotated, Any, Literal, NamedTuple, TypeVar
+from typing import Annotated, Any, Literal, NamedTuple, NoReturn, TypeVar
 
 import numpy as np
 import torch
@@ -23,6 +24,8 @@ from pyro.distributions import Categorical
 from pyro.distributions.torch_distribution import TorchDistribution
 from torch import Tensor
 from torch.distributions import Distribution
+
+from ._arrays import to_tensor
 
 Thing = TypeVar("Thing", bound=Callable[..., Any])
 Test = Callable[[Any], bool]
@@ -108,18 +111,18 @@ def _guarded(function: Any, ranges: Mapping[str, Range | None], of_tensors: bool
     tests: dict[str, Test] = {}
     in_order: list[Test | None] = []
     prepare = partial(_prepare, function, ranges, tests, in_order)
-    refuse, explain, inner = partial(_refuse, function, ranges), _explain, _INNER
-    signature, name_of_wrong = inspect.signature, _name_of_wrong
+    accept, explain, inner = partial(_accept, function, ranges), _explain, _INNER
+    signature = inspect.signature
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if not in_order:
             prepare()
-        for test, value in zip(in_order, args):
+        for place, (test, value) in enumerate(zip(in_order, args)):
             if test is not None and not test(value):
-                refuse(name_of_wrong(names, in_order, args), value)
+                args = (*args[:place], accept(names[place], test, value), *args[place + 1 :])
         for name, value in kwargs.items():
             if name in tests and not tests[name](value):
-                refuse(name, value)
+                kwargs[name] = accept(name, tests[name], value)
         return function(*args, **kwargs)
 
     def explained(*args: Any, **kwargs: Any) -> Any:
@@ -177,10 +180,15 @@ def _prepare(
     in_order[:] = ordered  # at once: another thread may be here too
 
 
-def _name_of_wrong(names: Any, tests: list[Test | None], values: Any) -> str:
-    """The first argument that fails its test."""
-    triples = zip(names, tests, values)
-    return next(name for name, test, value in triples if test is not None and not test(value))
+def _accept(
+    function: Any, ranges: Mapping[str, Range | None], name: str, test: Test, value: Any
+) -> Any:
+    """What NumPy's array or number stands for; everything else that fails its test is refused."""
+    if isinstance(value, np.generic) and test(value.item()):
+        return value.item()
+    if isinstance(value, np.ndarray | np.generic) and test(torch.zeros(1)):
+        return to_tensor(name, value)
+    return _refuse(function, ranges, name, value)
 
 
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
@@ -192,8 +200,13 @@ def _both(first: Test, second: Test) -> Test:
 
 def _is_number(value: Any) -> bool:
     kind = type(value)
-    return (kind is float or (isinstance(value, Real) and kind is not bool)) and math.isfinite(
-        value
+    known = kind is float or (isinstance(value, Real) and kind is not bool)
+    return known and math.isfinite(value) and not isinstance(value, np.generic)
+
+
+def _is_int(value: Any) -> bool:
+    return type(value) is int or (
+        isinstance(value, Integral) and not isinstance(value, bool | np.generic)
     )
 
 
@@ -221,9 +234,9 @@ _TESTS: dict[Any, Test] = {
     Shape: _is_shape,
     torch.device | str: lambda value: value is not None and _is_device(value),
     torch.device | str | None: _is_device,
-    int: lambda value: isinstance(value, Integral) and type(value) is not bool,
+    int: _is_int,
     float: _is_number,
-    bool: lambda value: isinstance(value, bool | np.bool_),
+    bool: lambda value: isinstance(value, bool),
     Tensor: _is_tensor,
     Categorical: lambda value: isinstance(value, torch.distributions.Categorical),
     TorchDistribution: lambda value: isinstance(value, Distribution),  # Pyro's are of both kinds
@@ -274,7 +287,7 @@ def _parts_fit(value: Any, tests: list[Test]) -> bool:
     return not known or all(all(map(test, value)) for test in tests)
 
 
-def _refuse(function: Any, ranges: Mapping[str, Range | None], name: str, value: Any) -> None:
+def _refuse(function: Any, ranges: Mapping[str, Range | None], name: str, value: Any) -> NoReturn:
     """Raise: what was wanted, what came, and the cure."""
     hint = _hints(function)[name]
     number = isinstance(value, Real) and not isinstance(value, bool)

@@ -7,7 +7,7 @@ it; callers run those under ``validate_args`` only.
 from __future__ import annotations
 
 import math
-from numbers import Real
+from numbers import Integral, Real
 from typing import Any
 
 import torch
@@ -121,9 +121,13 @@ def check_log_simplex(name: str, tensor: Tensor, tolerance: float = 1e-4) -> Non
     sums = tensor.detach().exp().sum(-1)  # logsumexp would take ten times as long
     low, high = (end.item() for end in torch.aminmax(sums)) if sums.numel() else (1.0, 1.0)
     if not 1 - tolerance <= low <= high <= 1 + tolerance:  # also catches NaN
+        rest = f"sums from {low:.6g} to {high:.6g}. Call .log_softmax(-1) on unnormalised scores."
+        plain = tensor.detach()
+        if bool((plain >= 0).all()) and bool(((plain.sum(-1) - 1).abs() <= tolerance).all()):
+            rest = "probabilities themselves, whose rows sum to one. Call .log() on them."
         raise ValueError(
             f"{name} must hold log-probabilities that sum to one along the last dimension; got "
-            f"sums from {low:.6g} to {high:.6g}. Call .log_softmax(-1) on unnormalised scores."
+            f"{rest}"
         )
 
 
@@ -165,7 +169,7 @@ def check_positive(name: str, tensor: Tensor) -> None:
 
 def check_size(name: str, value: int) -> None:
     """Raise unless ``value`` is a whole number of at least one."""
-    if isinstance(value, bool) or not isinstance(value, int):
+    if isinstance(value, bool) or not isinstance(value, Integral):
         raise TypeError(f"{name} must be an int; got {type(value).__name__}.")
     if value < 1:
         raise ValueError(f"{name} must be at least 1; got {value}.")
@@ -175,7 +179,7 @@ def check_tolerance(value: float | None) -> None:
     """Raise unless ``value``, a share of a loss, is at least 0 and finite; None is no tolerance."""
     if value is None:
         return
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"tolerance must be a number or None; got {type(value).__name__}.")
     if not 0 <= value < math.inf:
         raise ValueError(

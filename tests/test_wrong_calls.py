@@ -463,6 +463,26 @@ SPECIAL = {
         "covariates": lambda: torch.ones(2, 3, 1),
     },
     "Sequences.batch": {"chosen": lambda: torch.tensor([0])},
+    "Sequences.collate": {"parts": lambda: [data()[:1], data()[1:]]},
+    "Sequences.from_concatenated": {
+        "values": lambda: torch.arange(3.0),
+        "lengths": lambda: torch.tensor([2, 1]),
+        "observed": lambda: torch.tensor([True, False, True]),
+        "labels": lambda: torch.tensor([0, 1, -1]),
+        "covariates": lambda: torch.ones(3, 1),
+        "vocabulary": lambda: None,
+    },
+    "Sequences.from_dataframe": {
+        "frame": lambda: {"x": [0.0, 1.0], "who": [0, 1]},
+        "columns": lambda: "x",
+        "by": lambda: "who",
+        "vocabulary": lambda: None,
+    },
+    "Sequences.with_total": {"total": lambda: 3},
+    "StoredSequences": {
+        "values": lambda: torch.arange(3.0),
+        "lengths": lambda: torch.tensor([2, 1]),
+    },
     "Sequences.from_list": {"sequences": lambda: [[0, 1, 2], [1, 0]]},
     "SparseDirichlet": {
         "concentration": lambda: torch.ones(2, 2),
@@ -633,6 +653,7 @@ OBJECTS = {
     "RotationGuide": lambda: pyrohmm.RotationGuide(dense_model(), dense_fit().start),
     "Restarts": lambda: restarted().restarts,
     "Sequences": data,
+    "StoredSequences": lambda: pyrohmm.data.StoredSequences(torch.arange(3.0), [3]),
     "TabularHMM": module,
     "InnerProductTransition": transitions,
     "Blocks": two_blocks,
@@ -712,7 +733,7 @@ EXCEPTIONS = {
     ): "are integers, lags of which data have none",
     **{
         ("Filter.update", "observation", label): "out of range; named values, as everywhere"
-        for label in ("tensor()", "negative", "large")
+        for label in ("-1", "tensor()", "negative", "large")
     },
     ("LanguageModel.num_unknown", "lines", "tensor()"): "torch says that it has no items",
     **{

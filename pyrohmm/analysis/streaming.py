@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+from numbers import Real
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from .._arguments import explained
+from .._arrays import to_tensor
 from .._checks import check_booleans, check_shape, check_size, check_tensor, check_trailing
 from ..distributions.forecast import Forecast
 from ..distributions.hmm import HMM
 from .chains import normalised
 
 
-@explained()
+@explained(observation=None)  # a number may be NaN
 class Filter:
-    r"""Filtered distribution of the current state, updated as observations come one at a time.
+    r"""Filtered distribution of the current state, updated as observations come.
 
     .. math:: p(z_t | x_{1:t}) \propto p(x_t | z_t) \sum_{z_{t-1}} p(z_t | z_{t-1}) \,
               p(z_{t-1} | x_{1:t-1})
@@ -47,6 +50,16 @@ class Filter:
         tensor(0.4057, dtype=torch.float64)
         >>> stream.predict().probs
         tensor([[0.2032, 0.7968]])
+
+        Ten thousand streams side by side, of two steps, and what the second step has surprised by:
+
+        >>> streams = Filter(hmm.expand((10_000,)))
+        >>> tosses = torch.zeros(10_000, 2).long()
+        >>> tosses[7, 1] = 1
+        >>> streams.update(tosses).shape
+        torch.Size([10000, 2, 2])
+        >>> streams.surprise[:, 1].argmin(), streams.surprise[7, 1]
+        (tensor(7), tensor(0.5220))
     """
 
     def __init__(self, hmm: HMM) -> None:
@@ -62,10 +75,11 @@ class Filter:
         self.hmm = hmm
         dtype = torch.promote_types(hmm.log_initial.dtype, hmm.log_transition.dtype)
         with torch.no_grad():
-            self._step = self._one_step(None)
+            self._step = self._steps(1, None)
             initial = hmm.log_initial.detach().to(dtype)
             self._log_states = initial.expand(*self.batch_shape, hmm.num_states).clone()
         self._log_evidence = self._log_states.new_zeros(self.batch_shape, dtype=torch.float64)
+        self._surprise = self._log_states.new_zeros(self.batch_shape)
         self._num_steps = 0
 
     @property
@@ -84,20 +98,31 @@ class Filter:
         return self._log_evidence.clone()
 
     @property
+    def surprise(self) -> Tensor:
+        r"""Surprise of the last update, :math:`-\log p(x_t \mid x_{1:t-1})`, in nats.
+
+        ``(*B)``, or ``(*B, L)`` of each of its L steps: zero where a step is missing, and before
+        the first update; infinite where an observation is impossible.
+        """
+        return self._surprise.clone()
+
+    @property
     def states(self) -> Tensor:
         r"""Filtered :math:`p(z_t \mid x_{1:t})`, ``(*B, K)``; p(z_1) before the first step."""
         return self._log_states.exp()
 
-    def update(self, observation: Tensor | None, observed: Tensor | None = None) -> Tensor:
-        r"""Take one step in every stream, and return :math:`p(z_t \mid x_{1:t})`.
+    def update(self, observation: Tensor | float | None, observed: Tensor | None = None) -> Tensor:
+        r"""Take one step in every stream, or several, and return :math:`p(z_t \mid x_{1:t})`.
 
         Args:
-            observation: ``(*B, *E)``, one observation for each stream; None where the step is
-                missing in all of them.
-            observed: ``(*B)`` booleans, True where the stream's step is observed; all by default.
+            observation: ``(*B, *E)``, one observation for each stream; or ``(*B, L, *E)``, the next
+                L of each. A number is the observation of all streams, None is a step that is
+                missing in all of them. What is NaN throughout is missing.
+            observed: ``(*B)`` or ``(*B, L)`` booleans, True where the step is observed; all by
+                default.
 
         Returns:
-            ``(*B, K)``, probabilities of the state at this step.
+            ``(*B, K)`` or ``(*B, L, K)``, probabilities of the state at each step.
 
         Raises:
             TypeError: If an argument is of the wrong type or dtype.
@@ -105,17 +130,21 @@ class Filter:
                 observation is not in the support of the emission. The filter is then unchanged.
         """
         with torch.no_grad():
-            joint = self._predicted()
-            if observation is not None:
-                joint = joint + self._log_likelihood(observation, observed)
-            score = joint.logsumexp(-1)
-            if observation is not None:
-                if observed is not None:  # rounding is no evidence
-                    score = score.masked_fill(~observed, 0.0)
+            likelihood, known, several = self._read(observation, observed)
+            states, scores = [], []
+            for t in range(likelihood.size(-2)):
+                joint = self._predicted() + likelihood[..., t, :]
+                score = joint.logsumexp(-1)
+                if known is not None:  # rounding is no evidence
+                    score = score.masked_fill(~known[..., t], 0.0)
                 self._log_evidence = self._log_evidence + score
-            self._log_states = normalised(joint).to(self._log_states.dtype)
-            self._num_steps += 1
-            return self.states
+                self._log_states = normalised(joint).to(self._log_states.dtype)
+                self._num_steps += 1
+                states.append(self._log_states)
+                scores.append(score)
+            # after what is impossible nothing follows, not even a surprise
+            self._surprise = -torch.stack(scores, -1) if several else -scores[-1]
+            return torch.stack(states, -2).exp() if several else self.states
 
     def predict(self, num_steps: int = 1) -> Forecast:
         r"""Predictive distributions :math:`p(x_{t+h} \mid x_{1:t})` of the next observations.
@@ -193,18 +222,48 @@ class Filter:
         """Log-probabilities ``(*B, K)`` of the states one step later."""
         return (log_states.unsqueeze(-1) + self.hmm.log_transition).logsumexp(-2)
 
-    def _log_likelihood(self, observation: Tensor, observed: Tensor | None) -> Tensor:
-        """Log p(x_t | z_t) in each state, ``(*B, K)``."""
+    def _read(
+        self, observation: Any, observed: Tensor | None
+    ) -> tuple[Tensor, Tensor | None, bool]:
+        """Log p(x_t | z_t) ``(*B, L, K)``, which steps are observed, and whether L was given."""
+        if observation is None:
+            known = self._log_evidence.new_zeros((*self.batch_shape, 1), dtype=torch.bool)
+            return torch.zeros_like(self._log_states).unsqueeze(-2), known, False
+        values = self._as_tensor(observation)
         event = self.hmm.emission.event_shape
-        check_tensor("observation", observation)
-        check_trailing("observation", observation, tuple(event), "(*E)")
-        self._check_batch("observation", observation.shape[: observation.dim() - len(event)])
-        step = self._step
+        check_trailing("observation", values, tuple(event), "(*E)")
+        several = values.dim() > len(self.batch_shape) + len(event)
+        if not several:
+            values = values.unsqueeze(-1 - len(event))
+            observed = observed if observed is None else observed.unsqueeze(-1)
+        self._check_batch("observation", values.shape[: values.dim() - len(event) - 1])
+        num_steps = values.size(-1 - len(event))
+        if num_steps == 0:
+            raise ValueError("observation has no step; wanted shape (*B, L, *E) with L at least 1.")
         if observed is not None:
             check_booleans("observed", observed)
-            self._check_batch("observed", observed.shape)
-            step = self._one_step(observed)
-        return step.log_factors(observation.unsqueeze(-1 - len(event)))[2].squeeze(-2)
+            self._check_batch("observed", observed.shape[:-1])
+            check_trailing("observed", observed, (num_steps,), "(L,)")
+        if values.dtype.is_floating_point:
+            known = values.isnan().logical_not()
+            known = known.flatten(-len(event)).any(-1) if event else known
+            if not bool(known.all()):
+                observed = known if observed is None else known & observed
+        if num_steps == 1 and observed is None:
+            return self._step.log_factors(values)[2], None, several
+        if observed is not None:
+            observed = observed.expand(*self.batch_shape, num_steps)
+        hmm = self._steps(num_steps, observed)
+        return hmm.log_factors(values)[2], observed, several
+
+    def _as_tensor(self, observation: Any) -> Tensor:
+        if isinstance(observation, Real) and not isinstance(observation, bool):
+            kind = torch.long if isinstance(observation, int) else self._log_states.dtype
+            return torch.tensor(observation, dtype=kind, device=self._log_states.device)
+        if isinstance(observation, np.ndarray):
+            return to_tensor("observation", observation)
+        check_tensor("observation", observation)
+        return observation
 
     def _check_batch(self, name: str, shape: torch.Size) -> None:
         batch = self.batch_shape
@@ -215,9 +274,6 @@ class Filter:
                 f"to it; got {tuple(shape)}. For more streams, build the filter from hmm.expand."
             )
 
-    def _one_step(self, observed: Tensor | None) -> HMM:
-        """The HMM of sequences of one step, which reads and checks an observation."""
-        return self.hmm.with_lengths(
-            torch.ones(self.batch_shape, dtype=torch.long),
-            None if observed is None else observed.unsqueeze(-1),
-        )
+    def _steps(self, num_steps: int, observed: Tensor | None) -> HMM:
+        """The HMM of sequences of so many steps, which reads and checks observations."""
+        return self.hmm.with_lengths(torch.full(self.batch_shape, num_steps), observed)

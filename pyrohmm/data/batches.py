@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from .._checks import check_integers, check_range, check_shape
+from .parts import Parts
 from .sequences import Sequences
 
 JITTER = 0.1  # share of itself by which a length may appear longer when sequences are sorted
@@ -53,7 +54,7 @@ class Batches:
     """Endless minibatches, each sequence once per round; or the whole set every time.
 
     Args:
-        data: The sequences.
+        data: The sequences; or :class:`Parts`, of which each batch is the whole set.
         batch_size: Number of sequences in a batch.
         generator: Source of randomness on the CPU; torch's global one by default.
         batch_tokens: Largest number of steps in a batch, padding included. Sequences of similar
@@ -73,15 +74,21 @@ class Batches:
 
     def __init__(
         self,
-        data: Sequences,
+        data: Any,
         batch_size: int | None = None,
         generator: torch.Generator | None = None,
         *,
         batch_tokens: int | None = None,
         windows: tuple[int, int] | None = None,
-        shard: Callable[[Sequences], Sequences] = lambda batch: batch,
+        shard: Callable[[Any], Any] = lambda batch: batch,
         agree: Callable[[Tensor], Tensor] = lambda order: order,
     ) -> None:
+        sizes = {"batch_size": batch_size, "batch_tokens": batch_tokens, "windows": windows}
+        for name, size in sizes.items():
+            if size is not None and isinstance(data, Parts):
+                raise ValueError(
+                    f"{name} is of Sequences; of an iterable of them each step takes all."
+                )
         if windows is not None and (data.has_gaps or data.labels is not None):
             raise ValueError("windows are of sequences without gaps or labels; give batch_size.")
         self.data, self.batch_size, self.batch_tokens = data, batch_size, batch_tokens
@@ -100,7 +107,7 @@ class Batches:
         """Whether every sequence has been taken equally often."""
         return len(self.sizes) == 0
 
-    def take(self) -> Sequences:
+    def take(self) -> Any:
         """The next batch, or the shard of it that this process takes."""
         if self.whole is not None:
             return self.whole

@@ -8,10 +8,12 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from .._arguments import SHARE, checked
 from .._checks import check_returned
 from .sequences import Sequences
+from .tables import NO_CODE, encoded
 from .vocabulary import Counting, Vocabulary
 
 FilePath = str | os.PathLike[str]
@@ -35,7 +37,7 @@ class Entry(NamedTuple):
     """A sequence as it was read: the line it starts at, its symbols, its tags (None: not known)."""
 
     line: int
-    symbols: Sequence[str]
+    symbols: Sequence[str | None]
     tags: Sequence[str | None] = ()
 
 
@@ -110,7 +112,8 @@ def vocabulary_of(vocabulary: Vocabulary | Counting | None, rows: Iterable[Entry
     """The vocabulary, or that which is made of the symbols of ``rows``."""
     if isinstance(vocabulary, Vocabulary):
         return vocabulary
-    made = (vocabulary or Vocabulary.from_counts)(s for row in rows for s in row.symbols)
+    symbols = (s for row in rows for s in row.symbols if s is not None)
+    made = (vocabulary or Vocabulary.from_counts)(symbols)
     check_returned("vocabulary", made, Vocabulary, "a Vocabulary")
     return made
 
@@ -131,7 +134,7 @@ def corpus_of(
     values, labels = [], []
     for row in rows:
         try:
-            values.append(vocabulary.encode(row.symbols))
+            values.append(_codes(row.symbols, vocabulary))
             if tags is not None:
                 label = values[-1].new_full((len(row.tags),), -1)
                 known = torch.tensor([tag is not None for tag in row.tags])
@@ -139,4 +142,16 @@ def corpus_of(
                 labels.append(label)
         except ValueError as error:
             raise ValueError(f"{path}, sequence starting at line {row.line}: {error}") from None
-    return Corpus(Sequences.from_list(values, labels or None), vocabulary, tags)
+    data = Sequences.from_list([codes.clamp(min=0) for codes in values], labels or None)
+    if any(bool((codes == NO_CODE).any()) for codes in values):
+        codes = Sequences.from_list(values).values
+        data = Sequences(data.values, data.lengths, codes != NO_CODE, data.labels)
+    return Corpus(data, vocabulary, tags)
+
+
+def _codes(symbols: Sequence[str | None], vocabulary: Vocabulary) -> Tensor:
+    """Codes of symbols; -1 for those that are missing."""
+    known = [symbol for symbol in symbols if symbol is not None]
+    if len(known) == len(symbols):
+        return vocabulary.encode(known)
+    return encoded(list(symbols), vocabulary)

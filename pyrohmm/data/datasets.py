@@ -166,7 +166,8 @@ def download(name: str) -> Path:
             target.parent,
             progressbar=sys.stderr.isatty(),
         )
-    except ValueError:  # of the checksum
+    except ValueError as error:  # of the checksum
+        error.add_note(f"Try again later, or put {file.path} under $PYROHMM_DATA.")
         raise
     except Exception as error:  # of the connection, which has many kinds, or of the disk
         raise FileNotFoundError(

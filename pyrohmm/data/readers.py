@@ -55,6 +55,9 @@ class Letters(NamedTuple):
     folds: Tensor
 
 
+NUCLEOTIDES = frozenset("ACGTUN")
+
+
 class Proteins(NamedTuple):
     """Chains of residues.
 
@@ -310,8 +313,9 @@ def read_fasta(
     path: FilePath,
     vocabulary: Vocabulary | Counting | None = None,
     keep: Callable[[str], bool] | None = None,
+    missing: str | None = None,
 ) -> Proteins:
-    """Read a FASTA file; residues are upper-cased letters.
+    """Read a FASTA file of proteins or nucleic acids; residues are upper-cased letters.
 
     Args:
         path: The file.
@@ -319,6 +323,9 @@ def read_fasta(
         keep: Whether to keep the sequence under a header, given without its ``>``; by default
             all are kept. ``pdb_seqres.txt`` of RCSB wants
             ``lambda header: "mol:protein" in header``.
+        missing: Letters of residues that are not known, whose steps are missing. By default N if
+            the file has no letters but A, C, G, T, U and N, as DNA and RNA have, and none if it has
+            others; give "NRYKMSWBDHV" where ambiguity codes occur.
 
     Raises:
         ValueError: If a line is malformed, or a residue is not in ``vocabulary``.
@@ -333,15 +340,18 @@ def read_fasta(
             if not headers or not re.fullmatch("[A-Za-z]+", line.strip()):
                 raise malformed(path, number, "a header (>), or letters under one", line)
             residues[-1].extend(line.strip().upper())
-    rows, names = [], []
+    chains, names = [], []
     for (number, header), chain in zip(headers, residues, strict=True):
         if not chain:
             raise malformed(path, number, "a sequence under the header", f">{header}")
         if keep is None or keep(header):
-            rows.append(Entry(number, chain))
+            chains.append((number, chain))
             names.append(header.split()[0] if header else "")
-    if headers and not rows:
+    if headers and not chains:
         raise ValueError(f"keep must keep some sequence of {path}; it kept none.")
+    if missing is None:
+        missing = "N" if all(NUCLEOTIDES.issuperset(chain) for _, chain in chains) else ""
+    rows = [Entry(n, [None if s in missing else s for s in chain]) for n, chain in chains]
     corpus = corpus_of(path, rows, vocabulary)
     return Proteins(corpus.data, corpus.vocabulary, tuple(names))
 

@@ -6,34 +6,46 @@ exists or is observed (the opposite of TensorFlow Probability's).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Sequence as Listed
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.data import Dataset
 
 from .._arguments import explained
+from .._arrays import regular
 from .._checks import (
     check_booleans,
-    check_floats,
     check_integers,
     check_lengths,
-    check_real,
     check_shape,
     check_size,
-    check_tensor,
 )
 from ..ops import masks
+from .arguments import (
+    check_covariates,
+    check_labels,
+    check_list,
+    check_observed,
+    check_total,
+    check_values,
+)
+from .tables import column, numbers, ordered, padded, padded_list, rows_like, rows_of, steps_of
+from .vocabulary import Vocabulary
 
 
 @explained()
-class Sequences:
+class Sequences(Dataset["Sequences"]):
     """Sequences of different lengths, some of their steps perhaps missing.
+
+    They are a torch ``Dataset`` of single sequences, of which
+    ``DataLoader(data, batch_size=8, shuffle=True, collate_fn=data.collate)`` makes minibatches.
 
     Args:
         values: ``(N, T, *E)``, what was observed; padding and missing steps may hold anything.
-            Steps that no sequence has are dropped.
+            Steps that no sequence has are dropped. Half precision becomes float32.
         lengths: ``(N,)`` integers from 1 to T, the number of steps of each sequence. They are
             kept on the CPU, wherever the values are: they steer loops.
         observed: ``(N, T)`` booleans, False where a step is missing. By default every step that
@@ -69,7 +81,8 @@ class Sequences:
         total: float | None = None,
         covariates: Tensor | None = None,
     ) -> None:
-        _check_values(values)
+        check_values(values)
+        values = regular("values", values)
         check_integers("lengths", lengths)
         check_shape("lengths", lengths, tuple(values.shape[:1]), "(N,)", "N is that of values.")
         lengths = lengths.cpu().long()
@@ -83,19 +96,19 @@ class Sequences:
             check_shape("observed", observed, tuple(values.shape[:2]), "(N, T)", "That of values.")
             observed = observed.to(values.device) & exists
             self.has_gaps = not torch.equal(observed, exists)
-        _check_observed(values, observed)
+        check_observed(values, observed)
         if labels is not None:
-            _check_labels(labels, values.shape[:2])
+            check_labels(labels, values.shape[:2])
             labels = labels.to(values.device)
         if covariates is not None:
-            _check_covariates(covariates, exists)
+            check_covariates(covariates, exists)
             covariates = covariates.to(values.device)
         longest = int(lengths.max())  # steps that no sequence has are dropped
         self.values, self.lengths = values[:, :longest], lengths
         self.observed = observed[:, :longest]
         self.labels = None if labels is None else labels[:, :longest]
         self.covariates = None if covariates is None else covariates[:, :longest]
-        self.total = _check_total(total, len(values))
+        self.total = check_total(total, len(values))
 
     @classmethod
     def from_list(
@@ -104,6 +117,7 @@ class Sequences:
         labels: Iterable[Any] | None = None,
         device: torch.device | str | None = None,
         covariates: Iterable[Any] | None = None,
+        vocabulary: Vocabulary | None = None,
     ) -> Sequences:
         """Pad a list of sequences; steps that hold NaN or None become missing.
 
@@ -115,9 +129,14 @@ class Sequences:
             labels: One item per sequence, ``(T_n,)`` integers, -1 where the state is not known.
             device: Where to put the result; by default where the first sequence is.
             covariates: One item per sequence, ``(T_n, C)`` floating point.
+            vocabulary: Encodes the steps, which are symbols then.
 
         Raises:
             ValueError: If there is no sequence, one has no step, or event shapes differ.
+
+        Warns:
+            UserWarning: If a matrix of few columns, which may be one series of vectors, becomes
+                many short sequences of numbers.
 
         Example:
             >>> data = Sequences.from_list([[1.0, None, 3.0], [2.0]])
@@ -125,7 +144,8 @@ class Sequences:
             tensor([[ True, False,  True],
                     [ True, False, False]])
         """
-        parts = [_as_steps(sequence, index) for index, sequence in enumerate(sequences)]
+        check_list(sequences)
+        parts = [steps_of(each, index, vocabulary) for index, each in enumerate(sequences)]
         if not parts:
             raise ValueError("sequences is empty; wanted at least one sequence.")
         masks = [mask for _, mask in parts]
@@ -148,15 +168,139 @@ class Sequences:
         padded = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
         observed = torch.nn.utils.rnn.pad_sequence(masks, batch_first=True)
         data = cls(
-            padded, lengths, observed, _padded("labels", labels, lengths, -1.0),
-            covariates=_padded("covariates", covariates, lengths, 0.0),
+            padded, lengths, observed, padded_list("labels", labels, lengths, -1.0),
+            covariates=padded_list("covariates", covariates, lengths, 0.0),
         )  # fmt: skip
         return data if device is None else data.to(device)
+
+    @classmethod
+    def from_concatenated(
+        cls,
+        values: Any,
+        lengths: Any = None,
+        *,
+        observed: Any = None,
+        labels: Any = None,
+        covariates: Any = None,
+        vocabulary: Vocabulary | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> Sequences:
+        """Cut one array of steps into sequences, as hmmlearn takes them.
+
+        Args:
+            values: ``(M, *E)``, the steps of all sequences, one sequence after the other: an array,
+                a tensor or a list. Rows that are NaN throughout are missing. Integers ``(M, 1)``
+                are taken as ``(M,)``.
+            lengths: ``(N,)`` integers of sum M; None if all is one sequence.
+            observed: ``(M,)`` booleans, False where a step is missing.
+            labels: ``(M,)`` integers, -1 where the state is not known.
+            covariates: ``(M, C)`` floating point.
+            vocabulary: Encodes the values, which are symbols then, None or NaN where missing.
+            dtype: Of the values: such as ``torch.long`` for symbols that are floats because some of
+                them are NaN.
+
+        Raises:
+            TypeError: If values are not real numbers.
+            ValueError: If ``lengths`` do not sum to M.
+
+        Example:
+            >>> Sequences.from_concatenated([3, 1, 4, 1], [3, 1]).values
+            tensor([[3, 1, 4],
+                    [1, 0, 0]])
+            >>> words = Vocabulary(["the", "die"])
+            >>> Sequences.from_concatenated(["die", None, "the"], vocabulary=words).observed
+            tensor([[ True, False,  True]])
+        """
+        rows = rows_of(values, lengths, observed, vocabulary, dtype)
+        parts = {"labels": (labels, -1.0), "covariates": (covariates, 0.0)}
+        further: dict[str, Any] = {
+            name: padded(rows_like(name, part, len(rows.values)), rows.lengths, padding)
+            for name, (part, padding) in parts.items()
+            if part is not None
+        }
+        values, observed = (padded(part, rows.lengths) for part in (rows.values, rows.observed))
+        return cls(values, rows.lengths, observed, **further)
+
+    @classmethod
+    def from_dataframe(
+        cls,
+        frame: Any,
+        *,
+        columns: str | Listed[str],
+        by: str | Listed[str] | None = None,
+        time: str | None = None,
+        labels: str | None = None,
+        covariates: Listed[str] | None = None,
+        vocabulary: Vocabulary | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> Sequences:
+        """Group the rows of a table into sequences.
+
+        Args:
+            frame: A DataFrame of pandas or polars, or what has columns ``frame[name]`` like these,
+                such as a dict of arrays. Steps are missing where None, NaN or NA is.
+            columns: Name of the column of the values; or a list of D names, for vectors ``(D,)``.
+            by: Columns that tell sequences apart; None if all rows are of one. Sequences come in
+                the order of their first rows.
+            time: Column by which the rows of a sequence are sorted; by default they are in order.
+            labels: Column of the known states, integers, -1 where not known.
+            covariates: Columns of the covariates.
+            vocabulary: Encodes the values, which are symbols then.
+            dtype: Of the values: see :meth:`from_concatenated`.
+
+        Raises:
+            TypeError: If a column does not hold real numbers.
+            ValueError: If a column does not exist, or a time occurs twice in a sequence.
+
+        Example:
+            >>> table = {"who": ["b", "b", "a"], "day": [2, 1, 1], "x": [0.5, 1.5, 2.5]}
+            >>> Sequences.from_dataframe(table, by="who", columns="x", time="day").values
+            tensor([[1.5000, 0.5000],
+                    [2.5000, 0.0000]], dtype=torch.float64)
+        """
+        read: Any = numbers if vocabulary is None else column
+        values = read("columns", frame, columns)
+        order, lengths = ordered(frame, by, time, len(values))
+        names = {"labels": labels, "covariates": covariates}
+        further = {n: numbers(n, frame, of)[order] for n, of in names.items() if of is not None}
+        if covariates is not None:
+            further["covariates"] = further["covariates"].to(torch.get_default_dtype())
+        return cls.from_concatenated(
+            values[order], lengths, vocabulary=vocabulary, dtype=dtype, **further
+        )
+
+    def to_concatenated(self) -> tuple[Tensor, Tensor]:
+        """The steps of all sequences in one tensor, ``(M, *E)``, and the lengths ``(N,)``.
+
+        What :meth:`from_concatenated` takes, and hmmlearn. Missing steps are NaN.
+
+        Raises:
+            ValueError: If steps are missing and the values are integers, which have no NaN.
+
+        Example:
+            >>> Sequences.from_list([[3, 1, 4], [1]]).to_concatenated()
+            (tensor([3, 1, 4, 1]), tensor([3, 1]))
+        """
+        if not self.has_gaps:
+            return self.values[self.exists], self.lengths
+        if not self.values.dtype.is_floating_point:
+            raise ValueError(
+                f"values are {self.values.dtype}, and some steps are missing, for which integers "
+                "have no NaN. Take values[exists] and observed[exists] yourself."
+            )
+        values = self.values.clone()
+        values[~self.observed] = torch.nan
+        return values[self.exists], self.lengths
 
     @property
     def num_steps(self) -> int:
         """T, the number of steps after padding."""
         return self.values.size(1)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the values are."""
+        return self.values.device
 
     @property
     def exists(self) -> Tensor:
@@ -190,6 +334,23 @@ class Sequences:
         """Select sequences by slice, boolean mask or integers; ``total`` becomes their number."""
         chosen = torch.arange(len(self))[index].reshape(-1)
         return self._select(chosen, len(chosen))
+
+    def __getitems__(self, indices: list[int]) -> Sequences:
+        """Select a minibatch, as a DataLoader does; ``total`` stays."""
+        return self.batch(torch.as_tensor(indices))
+
+    def collate(self, parts: Sequences | Listed[Sequences]) -> Sequences:
+        """Join single sequences into a minibatch of this set, whose ``total`` stays.
+
+        For a DataLoader, so that minibatch losses estimate that of the whole set.
+
+        Example:
+            >>> data = Sequences.from_list([[3, 1, 4], [1], [5, 9]])
+            >>> loader = torch.utils.data.DataLoader(data, batch_size=2, collate_fn=data.collate)
+            >>> [(batch.values.tolist(), batch.total) for batch in loader]
+            [([[3, 1, 4], [1, 0, 0]], 3), ([[5, 9]], 3)]
+        """
+        return parts if isinstance(parts, Sequences) else _joined(parts, self.total)
 
     def _select(self, chosen: Tensor, total: float, longest: int | None = None) -> Sequences:
         """The first steps of sequences ``chosen``, without those that only longer ones need."""
@@ -248,6 +409,10 @@ class Sequences:
         """Copy to ``device`` what is not there yet (lengths stay on the CPU)."""
         return self._map(lambda part: part.to(device), self.lengths, self.total)
 
+    def with_total(self, total: float) -> Sequences:
+        """The same sequences as a part of ``total``."""
+        return self._map(lambda part: part, self.lengths, total)
+
     def without_labels(self) -> Sequences:
         """The same sequences; a fit to them is unsupervised."""
         return Sequences(
@@ -281,103 +446,16 @@ class Sequences:
         return self._select(chosen, self.total if total is None else total)
 
 
-def _as_steps(sequence: Any, index: int) -> tuple[Tensor | None, Tensor]:
-    """One sequence as a tensor ``(T, *E)``, None if all is missing, and its mask ``(T,)``."""
-    if not hasattr(sequence, "__len__"):
-        raise TypeError(
-            f"sequence {index} must be a list, an array or a tensor of steps; got "
-            f"{type(sequence).__name__}. Wrap a single sequence in a list."
-        )
-    if not isinstance(sequence, Tensor) and any(step is None for step in sequence):
-        present = torch.tensor([step is not None for step in sequence])
-        known = [torch.as_tensor(step) for step in sequence if step is not None]
-        if not known:
-            return None, present
-        steps = iter(known)
-        row = torch.stack([next(steps) if here else known[0] for here in present.tolist()])
-    else:
-        row = torch.as_tensor(sequence)
-        present = torch.ones(row.shape[:1], dtype=torch.bool, device=row.device)
-    if row.dim() == 0 or len(row) == 0:
-        raise ValueError(f"sequence {index} has no step; wanted shape (T, *E) with T at least 1.")
-    if row.dtype.is_floating_point:
-        absent = row.isnan()
-        present = present & ~(absent.flatten(1).all(-1) if row.dim() > 1 else absent)
-    return row, present
+def _joined(parts: Listed[Sequences], total: float) -> Sequences:
+    """Some sequences of each of ``parts`` as one."""
+    lengths = torch.cat([part.lengths for part in parts])
 
+    def join(read: Callable[[Sequences], Tensor | None], padding: float = 0.0) -> Any:
+        rows = [read(part) for part in parts]
+        known = [row[part.exists] for row, part in zip(rows, parts) if row is not None]
+        return padded(torch.cat(known), lengths, padding) if len(known) == len(rows) else None
 
-def _padded(
-    name: str, items: Iterable[Any] | None, lengths: Tensor, padding: float
-) -> Tensor | None:
-    """Labels or covariates of sequences of ``lengths`` in one tensor, ``(N, T, *)``."""
-    if items is None:
-        return None
-    rows = [torch.as_tensor(item) for item in items]
-    if [len(row) for row in rows] != lengths.tolist():
-        raise ValueError(
-            f"{name} must have one item per sequence, one row per step; got lengths "
-            f"{[len(row) for row in rows][:5]}, sequences have {lengths.tolist()[:5]} (first five)."
-        )
-    return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=padding)
-
-
-def _check_values(values: Tensor) -> None:
-    check_real("values", values)
-    if values.dim() < 2 or 0 in values.shape[:2]:
-        raise ValueError(
-            "values must have shape (N, T, *E) with at least one sequence and one step; got "
-            f"shape {tuple(values.shape)}. Add the dimension of sequences with unsqueeze(0)."
-        )
-
-
-def _check_observed(values: Tensor, observed: Tensor) -> None:
-    """Raise if an observed step is NaN throughout."""
-    if not values.dtype.is_floating_point:
-        return
-    absent = values.flatten(2).isnan().all(-1) if values.dim() > 2 else values.isnan()
-    if bool((absent & observed).any()):
-        n, t = (absent & observed).nonzero()[0].tolist()
-        raise ValueError(
-            f"values holds NaN at sequence {n}, step {t}, which is marked as observed. "
-            "Set observed to False there, or build with Sequences.from_list."
-        )
-
-
-def _check_labels(labels: Tensor, shape: torch.Size) -> None:
-    """Raise unless labels are states, or sets of them, of each step of ``shape`` (N, T)."""
-    check_tensor("labels", labels)
-    if labels.dtype != torch.bool:
-        check_integers("labels", labels)
-        check_shape("labels", labels, tuple(shape), "(N, T)")
-    elif labels.dim() != 3 or labels.shape[:2] != shape:
-        raise ValueError(
-            f"labels that are boolean must have shape (N, T, K) with (N, T) = {tuple(shape)}; got "
-            f"{tuple(labels.shape)}."
-        )
-
-
-def _check_covariates(covariates: Tensor, exists: Tensor) -> None:
-    check_floats("covariates", covariates)
-    if covariates.dim() < 3 or covariates.shape[:2] != exists.shape:
-        raise ValueError(
-            f"covariates must have shape (N, T, C) with (N, T) = {tuple(exists.shape)}; got "
-            f"{tuple(covariates.shape)}."
-        )
-    wrong = ~covariates.flatten(2).isfinite().all(-1) & exists.to(covariates.device)
-    if bool(wrong.any()):
-        n, t = wrong.nonzero()[0].tolist()
-        raise ValueError(
-            f"covariates must be finite; that of sequence {n}, step {t} is not. Fill in what is "
-            "missing, and say so in a covariate of its own."
-        )
-
-
-def _check_total(total: float | None, count: int) -> float:
-    """The size of the whole set of which ``count`` sequences are a part."""
-    if total is None:
-        return count
-    if isinstance(total, bool) or not isinstance(total, int | float):
-        raise TypeError(f"total must be a number; got {type(total).__name__}.")
-    if not count <= total < math.inf:
-        raise ValueError(f"total must be at least the number of sequences, {count}; got {total}.")
-    return int(total) if total == int(total) else total
+    return Sequences(
+        join(lambda part: part.values), lengths, join(lambda part: part.observed),
+        join(lambda part: part.labels, -1.0), total, join(lambda part: part.covariates),
+    )  # fmt: skip

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from pyro.distributions.torch_distribution import TorchDistribution
 from torch import Tensor
 from torch.distributions import constraints
 
 from .._arguments import checked
+from .._arrays import to_tensor
 from .._checks import (
     check_broadcast,
     check_integers,
@@ -195,9 +197,12 @@ class ChainDistribution(TorchDistribution):
             ValueError: If shapes or devices disagree, or (with ``validate_args``) an observation
                 is not in the support.
         """
+        if isinstance(values, np.ndarray):
+            values = to_tensor("values", values)
         check_real("values", values)
         check_same_device({"values": values, "log_initial": self.log_initial})
-        check_trailing("values", values, tuple(self.event_shape), "(T, *E)")
+        shape = tuple(self.event_shape)
+        check_trailing("values", values, shape, "(T, *E)", _cure(values, self.emission.event_shape))
         emission = self.emission
         symbols = is_categorical(emission)
         if not (symbols or values.dtype.is_floating_point):
@@ -230,6 +235,15 @@ class ChainDistribution(TorchDistribution):
                 free = *factors[:2], self._log_likelihood(values)
                 possible = recursions.log_evidence(*free, self.lengths).isfinite()
                 refuse_dead_ends(reached, lost & possible)
+
+
+def _cure(values: Tensor, event: torch.Size) -> str:
+    """What to do if observations have another number of components than the emission."""
+    size = values.size(-1) if values.dim() else 0
+    if values.dim() < 2 or size == (event[-1] if event else 0):
+        return ""
+    drop = "" if event or size > 1 else "Drop the last dimension with squeeze(-1), or b"
+    return f"{drop or 'B'}uild the emission for vectors of {size}, such as normal({size})."
 
 
 def check_likelihood(likelihood: Tensor) -> None:

@@ -357,7 +357,7 @@ def fit_cooccurrence(  # noqa: D417  # the other arguments are those of fit_map
         optimizer=optimizer, schedule=schedule, clip_norm=clip_norm, average=average,
         validate_every=validate_every, report=report, generator=generator,
     )  # fmt: skip
-    return replace(fit, notes=fit.notes + notes)
+    return replace(fit, notes=fit.notes + notes, unit="pair")
 
 
 class _PlaceholderData(Sequences):

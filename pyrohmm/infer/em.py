@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 import time
 import warnings
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -25,21 +26,23 @@ from tqdm import tqdm
 from .._arguments import Range, checked
 from .._checks import check_returned, check_size, check_tolerance
 from ..data.batches import Batches
+from ..data.parts import Parts, in_parts, parts_of
 from ..data.sequences import Sequences
 from ..distributions.hmm import HMM
 from ..io.checkpoints import Checkpoint, Fields
-from ..io.identity import describe
+from ..io.identity import describe, digits, fingerprint
 from ..nn.base import HMMModule
 from ..nn.closed_form import Statistics, TransitionCounts
 from ..nn.tabular import TabularHMM
 from ..ops.recursions import ExpectedCounts
 from .exclusive import exclusive
-from .expectation import Expectation, uniform_counts
+from .expectation import Expectation, check_apart, uniform_counts
 from .maximization import Maximization
 from .maximization import expected_log_joint as expected_log_joint
 from .models import LogPrior, MarginalModel
 from .msteps import GradientStep, TransitionPrior, TransitionStep, default_step
 from .parameters import Parameters
+from .process_group import ProcessGroup
 from .results import Fit, Point, Restarts, uses_labels
 from .starts import Start, Values, build_once, by_kmeans, from_prior
 from .training import FREE
@@ -66,7 +69,7 @@ def densehmm_schedule() -> dict[str, Any]:
 @exclusive(gradients=False)  # M-steps that need them ask for themselves
 def fit_em(
     module: HMMModule | HMM,
-    data: Sequences,
+    data: Sequences | Iterable[Sequences],
     *,
     num_steps: int = 200,
     tolerance: float | None = 1e-6,
@@ -90,7 +93,9 @@ def fit_em(
     Args:
         module: Builds the HMM, such as a :class:`TabularHMM`, and holds the priors. An :class:`HMM`
             is a start without priors: the fit is one of maximum likelihood.
-        data: The sequences. Labels restrict the states.
+        data: The sequences. Labels restrict the states. Or an iterable of ``Sequences``, such as
+            :class:`pyrohmm.data.StoredSequences`, of data larger than memory: each iteration passes
+            over it once, and adds what the parts contribute. A ``start`` sees the first part alone.
         num_steps: Largest number of iterations.
         tolerance: End when an iteration lowers the loss by less than this share of itself, in
             every restart. None runs all steps.
@@ -122,6 +127,9 @@ def fit_em(
         progress: Whether to show a progress bar on stderr; by default if that is a terminal.
         checkpoint: A file to save to and to resume from: see :func:`fit_svi`.
 
+    Under ``torchrun``, with ``torch.distributed`` initialised, each rank computes the E-step of a
+    shard of the data, which all of them are given whole; all ranks return the same fit.
+
     Returns:
         The fit. ``losses`` are minus log joint densities, one before each iteration and one at the
         end; ``notes`` report states that are not visited, variances at their floor, a last M-step
@@ -139,11 +147,12 @@ def fit_em(
         >>> fit.hmm(data).log_prob(data.values).sum().round(decimals=1)  # 2 log 1/2
         tensor(-1.4000)
     """
+    data = in_parts(data)
     arguments = dict(locals())  # all of them, for checkpoints
     if isinstance(module, HMM):
         module = TabularHMM.from_hmm(module)
     check_tolerance(tolerance)
-    _check(module, data, num_steps, restarts, decay, log_prior, transition_step)
+    _check(module, num_steps, restarts, decay, log_prior, transition_step)
     if transition_step is None and isinstance(log_prior, TransitionPrior):
         transition_step = default_step(log_prior)
     parameters = Parameters(copy.deepcopy(module), data, restarts, log_prior)
@@ -152,20 +161,28 @@ def fit_em(
         _check_batch_size(batch_size, maximize)
         batch_size = None if batch_size >= len(data) else batch_size
     by_length = maximize.summed and maximize.chain_closed and not reseed
+    group = ProcessGroup.all()
+    check_apart(maximize, group, batch_size, reseed)
     loop = _Loop(
-        Expectation(parameters, maximize.gather, by_length, reseed),
+        Expectation(parameters, maximize.gather, by_length, reseed, group),
         maximize,
-        Batches(parameters.data, batch_size, generator),
+        Batches(parameters.data, batch_size, generator, shard=group.share, agree=group.from_first),
         _Convergence(num_steps, None if batch_size is not None else tolerance, parameters.units),
         None if batch_size is None else _Average(decay),
     )
     if checkpoint is not None:
-        loop.checkpoint = Checkpoint(checkpoint, _identity(parameters, arguments), (generator,))
+        loop.checkpoint = Checkpoint(
+            checkpoint, _identity(parameters, arguments), (generator,), group.is_first
+        )
     if not loop.resume():
         _begin(parameters, maximize, start)
         loop.prepare()
-    with tqdm(total=num_steps, disable=None if progress is None else not progress) as bar:
+    if group.size > 1:
+        _check_ranks(group, loop, generator)
+    hidden = None if progress is None else not progress
+    with tqdm(total=num_steps, disable=not group.is_first or hidden) as bar:
         loop.run(num_steps, bar)
+    group.wait()  # for the file, which another fit may ask for
     if batch_size is not None:  # the loss of one batch is too noisy to judge restarts by
         loop.losses[-1] = parameters.loss(batch_size)
     history = torch.stack(loop.losses, 1)  # (R, steps)
@@ -176,7 +193,6 @@ def fit_em(
 
 def _check(
     module: Any,
-    data: Any,
     num_steps: int,
     restarts: int,
     decay: float,
@@ -186,8 +202,6 @@ def _check(
     """Raise unless arguments of :func:`fit_em` are of their types and in their ranges."""
     check_size("num_steps", num_steps)
     check_size("restarts", restarts)
-    if not isinstance(data, Sequences):
-        raise TypeError(f"data must be Sequences; got {type(data).__name__}.")
     if not 0.5 <= decay <= 1.0:
         raise ValueError(f"decay must lie between 0.5 and 1, so that EM converges; got {decay}.")
     if not isinstance(module, HMMModule):
@@ -214,12 +228,26 @@ def _check_batch_size(batch_size: int, maximize: Maximization) -> None:
         )
 
 
+def _check_ranks(group: ProcessGroup, loop: _Loop, generator: torch.Generator | None) -> None:
+    """Raise unless all ranks start alike."""
+    parameters = loop.expect.parameters
+    random = [torch.get_rng_state(), None if generator is None else generator.get_state()]
+    group.check_same(
+        data=fingerprint(parameters.data),
+        random_numbers=digits(random),
+        parameters=digits([*parameters.values.values(), *parameters.points]),
+        checkpoints=len(loop.losses),
+    )
+
+
 def _identity(parameters: Parameters, arguments: dict[str, Any]) -> dict[str, Any]:
     """What a checkpoint must agree with: every argument but those in ``FREE``."""
     module, generator = parameters.module, arguments["generator"]
     compared = {
         name: value for name, value in arguments.items() if name not in (*FREE, "generator")
     }
+    if isinstance(arguments["data"], Parts):
+        compared["data"] = fingerprint(arguments["data"])
     return {
         "fit": f"EM on {type(module).__name__}",
         "latent variables": list(parameters.sites),
@@ -231,7 +259,8 @@ def _identity(parameters: Parameters, arguments: dict[str, Any]) -> dict[str, An
 
 def _begin(parameters: Parameters, maximize: Maximization, start: Start | Values | None) -> None:
     """Set the first parameters."""
-    module, data = parameters.module, parameters.data
+    module = parameters.module
+    data = next(iter(parts_of(parameters.data)))
     if start is None:
         if not parameters.sites:
             return  # parameters without priors have values
@@ -336,7 +365,7 @@ class _Loop:
         for chosen in torch.arange(len(data)).split(self.batches.batch_size):
             self.batches.chosen = chosen
             seen += len(chosen)
-            _, statistics = self._expect(data.batch(chosen))
+            _, statistics = self._expect(self.batches.shard(data.batch(chosen)))
             self.average.add(statistics, len(chosen) / seen)
 
     def _expect(self, batch: Sequences) -> tuple[Tensor, Statistics]:
@@ -381,7 +410,7 @@ class _Loop:
         self.losses = list(state.losses(self.expect.parameters.restarts))
         self.start_time -= state["seconds"]
         if self.average is not None:
-            device = self.batches.data.values.device
+            device = self.batches.data.device
             self.average.statistics = {
                 name: value.to(device) for name, value in state["statistics"].items()
             }

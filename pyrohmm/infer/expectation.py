@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..data.parts import Parts, parts_of
 from ..data.sequences import Sequences
 from ..distributions.hmm import HMM
 from ..nn.closed_form import Statistics
 from ..ops import recursions
 from ..ops.recursions import ExpectedCounts
-from .maximization import DEAD
+from .maximization import DEAD, Maximization
 from .parameters import Parameters
+from .process_group import ProcessGroup
 from .starts import build_once
 
 PADDED = 1 << 16  # steps, padding included, below which sequences of all lengths go together
@@ -31,26 +33,30 @@ class Expectation:
         gather: Reduces expected counts to what the M-step needs.
         by_length: Whether sequences of similar length may go together, which needs sums alone.
         reseed: Whether a state that no observation supports gets half of the busiest state.
+        group: The data-parallel ranks, over which statistics are added.
 
     Attributes:
         reseeded: Whether that has happened in the last iteration, which may have raised the loss.
     """
 
     def __init__(
-        self, parameters: Parameters, gather: Gather, by_length: bool, reseed: bool
+        self,
+        parameters: Parameters,
+        gather: Gather,
+        by_length: bool,
+        reseed: bool,
+        group: ProcessGroup,
     ) -> None:
         self.parameters, self.gather = parameters, gather
-        self.by_length, self.reseed = by_length, reseed
+        self.by_length, self.reseed, self.group = by_length, reseed, group
         self.reseeded = False
         self._batches: tuple[Sequences, list[tuple[Tensor, Sequences]]] | None = None
 
-    def __call__(self, batch: Sequences) -> tuple[Tensor, Statistics]:
+    def __call__(self, batch: Sequences | Parts) -> tuple[Tensor, Statistics]:
         """The loss ``(R,)`` with the parameters as they are, and what the M-step needs."""
-        scale = batch.total / len(batch)
         total: Any = 0.0
         statistics: Statistics = {}
-        parts = self._split(batch) if self.by_length else [(torch.arange(len(batch)), batch)]
-        for chosen, part in parts:
+        for chosen, part, scale in self._pieces(batch):
             with torch.no_grad():
                 hmm, prior = self.parameters.build(part)
                 expected = hmm.expected_counts(part.values)
@@ -63,12 +69,15 @@ class Expectation:
                     "or transitions that no path allows, or give the parameters a prior that rules "
                     "none out."
                 )
-            total = total + evidence.sum(-1)
+            total = total + scale * evidence.sum(-1)
             if self.reseed:
                 expected = self._reseed(expected)
             for name, value in self.gather(expected, part, hmm, hmm, scale).items():
                 statistics[name] = statistics[name] + value if name in statistics else value
-        loss = -(scale * total + prior.double())
+        if self.group.size > 1:
+            total = self.group.mean(total)
+            statistics = {n: self.group.mean(v.contiguous()) for n, v in statistics.items()}
+        loss = -(total + prior.double())
         if not bool(loss.isfinite().any()):
             raise FloatingPointError(
                 f"the loss is {loss[0].item()}; the prior has density zero at the parameters."
@@ -77,7 +86,8 @@ class Expectation:
 
     def _reseed(self, expected: ExpectedCounts) -> ExpectedCounts:
         """Give half of the busiest state to each that no observation supports, but might."""
-        module, data = self.parameters.module, self.parameters.data
+        module: Any = self.parameters.module
+        data: Any = self.parameters.data  # in memory, and in one process
         weights = expected.states.reshape(self.parameters.restarts, *expected.states.shape[-3:])
         visits = weights.sum((1, 2))  # (R, K)
         dead = visits < DEAD * visits.sum(-1, keepdim=True)
@@ -89,6 +99,14 @@ class Expectation:
                 dead = dead & (uniform_counts(hmm, data, alike.to(visits)).states.sum((0, 1)) > 0)
         self.reseeded = bool(dead.any())
         return _split_busiest(expected, weights, dead) if self.reseeded else expected
+
+    def _pieces(self, batch: Sequences | Parts) -> Iterator[tuple[Tensor, Sequences, float]]:
+        """What goes together: which sequences of a part these are, they, and their scale."""
+        for part in parts_of(batch):
+            scale = part.total / len(part)
+            pieces = self._split(part) if self.by_length else [(torch.arange(len(part)), part)]
+            for chosen, piece in pieces:
+                yield chosen, piece, scale
 
     def _split(self, batch: Sequences) -> list[tuple[Tensor, Sequences]]:
         """Sequences of similar length, and which these are: else most of the work is padding."""
@@ -104,6 +122,25 @@ class Expectation:
             parts = [order[a:b].sort().values for a, b in pairwise(ends)]
             self._batches = batch, [(part, batch[part]) for part in parts]
         return self._batches[1]
+
+
+def check_apart(
+    maximize: Maximization, group: ProcessGroup, batch_size: int | None, reseed: bool
+) -> None:
+    """Raise unless an E-step over parts of the data, or over ranks, is that over all of it."""
+    parts = isinstance(maximize.parameters.data, Parts)
+    if not parts and group.size == 1:
+        return
+    which = "an iterable of Sequences" if parts else "several processes"
+    if not maximize.summed:
+        raise ValueError(
+            f"{which} needs a module whose M-step needs nothing but sums over observations; that "
+            f"of {type(maximize.parameters.module).__name__} needs all of them. Use fit_map."
+        )
+    if reseed:
+        raise ValueError(f"reseed compares all observations, which {which} do not hold at once.")
+    if parts and batch_size is not None:
+        raise ValueError("batch_size is of Sequences; of an iterable each iteration takes all.")
 
 
 def uniform_counts(hmm: HMM, data: Sequences, likelihood: Tensor) -> ExpectedCounts:

@@ -18,10 +18,11 @@ from pyro.nn import PyroModule
 from torch import Tensor
 from tqdm import tqdm
 
+from ..data.parts import Parts
 from ..data.sequences import Sequences
 from ..io.checkpoints import Checkpoint
 from ..nn.base import HMMModule, in_mode
-from .models import scale_priors, to_model_device
+from .models import scale_priors
 from .process_group import ProcessGroup
 from .results import WINDOW, Fit, uses_labels
 from .training import Settings, State
@@ -32,7 +33,7 @@ _guides = count()
 def train(
     model: Callable[..., Any],
     guide: Callable[..., Any],
-    data: Sequences,
+    data: Sequences | Parts,
     settings: Settings,
     method: str,
     batched: bool = False,
@@ -87,19 +88,17 @@ def descend(state: State, checkpoint: Checkpoint | None, units: float) -> None:
     steps = range(len(losses), len(losses) if state.converged else settings.num_steps)
     with Progress(settings, len(losses), group) as progress:
         for step in steps:
-            batch = to_model_device(state.model, state.guide, batches.take())
             descent.optimizer.zero_grad()
             try:
-                with state.lower_precision():
-                    loss = objective.module(batch)
+                loss, batch = state.backward(batches.take())
             except ValueError as error:
                 batches.explain(error)
                 objective.explain(error, step)
                 raise
-            losses.append(group.mean(loss.detach().clone()))
+            losses.append(group.mean(loss))
             if loss.device.type == "cpu" or step % WINDOW == 0:  # elsewhere the host would wait
                 objective.check_finite(losses[-1], step, batch)
-            descent.step(loss, losses[-1], group, step + 1)
+            descent.step(losses[-1], group, step + 1)
             progress.bar.update()
             ended = None
             if held_out is not None and held_out.is_due(step + 1, batches.at_end_of_round):
@@ -170,7 +169,7 @@ def check_model_and_data(model: Any, data: Any) -> None:
             "model is in use by the fit around this one, which would lend it its values. Fit a "
             "copy: copy.deepcopy(model)."
         )
-    if not isinstance(data, Sequences):
+    if not isinstance(data, Sequences | Parts):
         raise TypeError(
             f"data must be Sequences; got {type(data).__name__}. Build them with "
             "Sequences.from_list, or Sequences(values, lengths)."

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial, wraps
 from pathlib import Path
@@ -17,6 +17,7 @@ from torch import nn
 
 from .._arguments import POSITIVE, checked
 from .._checks import check_returned, check_size
+from ..data.parts import Parts, in_parts
 from ..data.sequences import Sequences
 from ..distributions.sparse_dirichlet import interior
 from .exclusive import exclusive
@@ -31,7 +32,7 @@ from .training import OptimizerFactory, Report, ScheduleFactory, Settings
 @exclusive()
 def fit_map(  # noqa: D417  # the other arguments are those of fit_svi
     model: Callable[..., Any],
-    data: Sequences,
+    data: Sequences | Iterable[Sequences],
     *,
     num_steps: int = 1000,
     learning_rate: float = 0.05,
@@ -64,7 +65,7 @@ def fit_map(  # noqa: D417  # the other arguments are those of fit_svi
 
     Args:
         model: A Pyro model that takes ``data``, such as :class:`MarginalModel`.
-        data: The sequences.
+        data: The sequences; or an iterable of such, whose gradients are added at each step.
         num_steps: Largest number of gradient steps.
         learning_rate: Of Adam, if there is no ``optimizer``.
         tolerance: Least relative fall of the loss over 25 steps; None takes all steps.
@@ -96,7 +97,7 @@ def fit_map(  # noqa: D417  # the other arguments are those of fit_svi
         validate_every=validate_every, report=report, generator=generator, precision=precision,
     )  # fmt: skip
     check_size("restarts", restarts)
-    start = partial(_interior_value, init)
+    data, start = in_parts(data), partial(_interior_value, init)
     if restarts == 1:
         guide = AutoDelta(poutine.block(model, hide_fn=is_enumerated), init_loc_fn=start)
         return train(model, guide, data, settings, "MAP")
@@ -118,7 +119,7 @@ def _interior_value(init: Callable[..., Any], site: dict[str, Any]) -> Any:
     return interior(site["fn"].support, value).clone()  # the optimizer changes it in place
 
 
-def _check_restarts(model: Any, data: Sequences, settings: Settings) -> None:
+def _check_restarts(model: Any, data: Sequences | Parts, settings: Settings) -> None:
     """Raise unless ``model`` can be fitted by batched restarts."""
     check_model_and_data(model, data)
     if settings.validation is not None:

@@ -239,7 +239,7 @@ class GradientSteps:
 
     def restore(self, state: dict[str, Any]) -> None:
         """Go on from a checkpoint."""
-        device = self.parameters.data.values.device
+        device = self.parameters.data.device
         self.leaves = {
             name: leaf.to(device).requires_grad_() for name, leaf in state["leaves"].items()
         }

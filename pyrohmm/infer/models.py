@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any
+from functools import reduce
+from typing import Any, TypeVar
 
 import pyro
 import torch
@@ -23,16 +24,18 @@ from torch.distributions import constraints
 from .._arguments import Shape, checked, explained
 from .._checks import check_returned, check_size
 from ..data.batches import Window
+from ..data.parts import Parts, parts_of
 from ..data.sequences import Sequences
 from ..distributions.block_hmm import FinalState
 from ..distributions.hmm import HMM
 from ..distributions.observation import log_prob_per_state
 from ..distributions.sampling import sample_emission, sample_emission_per_step
 from ..nn.base import HMMModule, OwnParameters
-from ..nn.centred import scale_prior
+from ..nn.centred import merged, moments_of, scale_prior
 from ..nn.neural import NeuralHMM
 
 LogPrior = Callable[[HMM], Tensor]
+Data = TypeVar("Data", bound=Sequences | Parts)
 
 
 @checked()
@@ -80,7 +83,7 @@ def build(module: HMMModule, data: Sequences) -> HMM:
 
 
 @checked()
-def scale_priors(module: HMMModule, data: Sequences) -> float:
+def scale_priors(module: HMMModule, data: Sequences | Parts) -> float:
     """Give priors of normal emissions the location and scale of ``data``; in place.
 
     Fits do so themselves. Priors with hyperparameters of their own stay: see :func:`normal`.
@@ -102,8 +105,12 @@ def scale_priors(module: HMMModule, data: Sequences) -> float:
         >>> module.emission.prior_loc, module.emission.rate
         (tensor([2000., 2000.]), tensor([1000000., 1000000.]))
     """
+    emission = module.emission_module()
+    if not hasattr(emission, "scale_prior"):
+        return 0.0
     with torch.no_grad():
-        return scale_prior(module.emission_module(), data.values[data.observed])
+        moments = [moments_of(part.values[part.observed]) for part in parts_of(data)]
+        return scale_prior(emission, reduce(merged, moments))
 
 
 def check_returns_hmm(hmm: Any) -> HMM:
@@ -116,12 +123,15 @@ def check_returns_hmm(hmm: Any) -> HMM:
     return hmm
 
 
-def to_model_device(model: Any, guide: Any, data: Sequences) -> Sequences:
+def to_model_device(model: Any, guide: Any, data: Data) -> Data:
     """``data`` on the device of the parameters of ``model`` or ``guide``."""
     for part in (model, guide):
         if isinstance(part, nn.Module):
             for tensor in (*part.parameters(), *part.buffers()):
-                return data if data.values.device == tensor.device else data.to(tensor.device)
+                if data.device == tensor.device:
+                    return data
+                moved: Any = data.to(tensor.device)
+                return moved
     return data
 
 

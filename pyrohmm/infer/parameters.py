@@ -10,6 +10,7 @@ from pyro.nn.module import _Context
 from torch import Tensor
 
 from .._checks import check_returned
+from ..data.parts import Parts
 from ..data.sequences import Sequences
 from ..distributions.hmm import HMM
 from ..io.checkpoints import Fields
@@ -37,7 +38,11 @@ class Parameters:
     """
 
     def __init__(
-        self, module: HMMModule, data: Sequences, restarts: int, log_prior: LogPrior | None
+        self,
+        module: HMMModule,
+        data: Sequences | Parts,
+        restarts: int,
+        log_prior: LogPrior | None,
     ) -> None:
         module._pyro_set_supermodule("", _Context())  # names without those of what holds it
         self.module: Any = module
@@ -110,13 +115,14 @@ class Parameters:
     def loss(self, batch_size: int) -> Tensor:
         """The loss ``(R,)`` on all the data, in minibatches."""
         total: Any = 0.0
+        data: Any = self.data  # in memory, as minibatches are
         with torch.no_grad():
-            for first in range(0, len(self.data), batch_size):
-                batch = self.data[first : first + batch_size]
+            for first in range(0, len(data), batch_size):
+                batch = data[first : first + batch_size]
                 hmm, prior = self.build(batch)
                 evidence = hmm.log_prob(batch.values).double()
                 total = total + evidence.reshape(self.restarts, -1).sum(-1)
-        return -(total * self.data.total / len(self.data) + prior.double()).cpu()
+        return -(total * data.total / len(data) + prior.double()).cpu()
 
     def get(self, name: str) -> Tensor:
         """The value ``(R, ...)`` of a parameter."""
@@ -157,7 +163,7 @@ class Parameters:
         Raises:
             ValueError: If they are not those of this module.
         """
-        device = self.data.values.device
+        device = self.data.device
         values = state["values"]
         if not isinstance(values, dict) or values.keys() != self.sites.keys():
             raise ValueError(f"wanted values of {list(self.sites)}")

@@ -13,6 +13,7 @@ import zlib
 import torch
 from torch import Tensor, distributed
 
+from ..data.parts import Parts
 from ..data.sequences import Sequences
 
 
@@ -52,6 +53,12 @@ class ProcessGroup:
         chosen = torch.arange(self.rank % count, count, self.size)
         holders = len(range(self.rank % count, self.size, count)) if count < self.size else 1
         return data.batch(chosen, data.total * self.size * len(chosen) / (count * holders))
+
+    def share(self, data: Sequences | Parts) -> Sequences | Parts:
+        """The :meth:`shard` of data, of each part if there are several."""
+        if self.size == 1:
+            return data
+        return data.each(self.shard) if isinstance(data, Parts) else self.shard(data)
 
     def mean(self, tensor: Tensor) -> Tensor:
         """The mean of ``tensor`` over the ranks, in place."""

@@ -17,6 +17,7 @@ from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 from torch.distributions import constraints
 
+from ..data.parts import Parts
 from ..data.sequences import Sequences
 from ..distributions.hmm import HMM
 from ..distributions.sparse_dirichlet import interior
@@ -39,7 +40,7 @@ class Fit:
         converged: Whether a convergence test ended the fit: that of the losses, or ``patience``.
         reason: Why it ended, in words.
         seconds: Wall-clock time of the fit.
-        num_observed: Number of observed steps it was fitted to.
+        num_observed: Number of observed steps it was fitted to; of pairs, for co-occurrences.
         names: Names of the latent variables.
         params: The parameter store at the end of the fit. If the model or the guide is a function
             with ``pyro.param`` statements, call it inside
@@ -51,6 +52,7 @@ class Fit:
         validation: Held-out evidence at each :class:`Validation`, if there was some; model and
             guide have the parameters of the best one.
         supports: Space of each latent variable, by name.
+        unit: What ``num_observed`` counts: "observed step", or "pair" of adjacent symbols.
     """
 
     model: Callable[..., Any]
@@ -70,6 +72,7 @@ class Fit:
     window: int = WINDOW
     validation: list[Validation] = field(default_factory=list)
     supports: dict[str, constraints.Constraint] = field(default_factory=dict, repr=False)
+    unit: str = "observed step"
 
     @property
     def start(self) -> dict[str, Tensor]:
@@ -96,6 +99,9 @@ class Fit:
 
     def hmm(self, data: Sequences) -> HMM:
         """The fitted HMM for ``data``; for SVI, that of one sample of the guide.
+
+        Labels that ``data`` may have are not used: ``fit.hmm(data).viterbi(data.values)`` can be
+        compared with them. ``fit.hmm(data).restrict(data.labels)`` keeps to them, as the fit did.
 
         Raises:
             TypeError: If the model does not return an HMM.
@@ -172,7 +178,8 @@ class Fit:
         lines = [
             f"{self.method} of {model}{guide}: {', '.join(self.names) or 'parameters'}",
             f"loss      {first:.2f} -> {last:.2f} nats{over}",
-            f"per step  {last / max(tokens, 1):.4f} nats; {tokens:,} observed steps",
+            f"per {self.unit.split()[-1]:<6}{last / max(tokens, 1):.4f} nats; "
+            f"{tokens:,} {self.unit}s",
             f"ended     after {len(self.losses)} steps and {self.seconds:.1f} s: {self.reason}",
         ]
         if self.validation:
@@ -277,7 +284,7 @@ class Point(PyroModule):
         }
 
 
-def uses_labels(data: Sequences) -> list[str]:
+def uses_labels(data: Sequences | Parts) -> list[str]:
     """A remark if ``data`` have labels, so that no fit is supervised unnoticed."""
     count, total = data.num_labelled, int(data.lengths.sum())
     if not count:

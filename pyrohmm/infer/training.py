@@ -19,6 +19,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from .._checks import check_returned, check_size, check_tolerance
 from .._precision import full_precision
 from ..data.batches import Batches
+from ..data.parts import Parts, parts_of
 from ..data.sequences import Sequences
 from ..io.checkpoints import Fields
 from ..io.identity import describe, digits, fingerprint
@@ -114,24 +115,21 @@ class Descent:
         self.limit = None if settings.clip_norm is None else settings.clip_norm * num_observed
         self.average = None if settings.average is None else Average(parameters, settings.average)
 
-    def step(self, loss: Tensor, mean: Tensor, group: ProcessGroup, number: int) -> None:
-        """Take step ``number``, counted from one, along the gradient of ``loss``.
+    def step(self, mean: Tensor, group: ProcessGroup, number: int) -> None:
+        """Take step ``number``, counted from one, along the gradient that was computed.
 
         Args:
-            loss: Of this rank, ``()``, or ``(R,)`` of batched restarts.
-            mean: Of the losses of all ranks.
+            mean: Of the losses of all ranks, ``()``, or ``(R,)`` of batched restarts.
             group: The ranks, whose gradients are averaged.
             number: Of the step.
         """
-        with full_precision(loss):
-            loss.sum().backward()
         for parameter in self.parameters:  # a model without labels, say, may leave some out
             if parameter.grad is not None:
                 group.mean(parameter.grad)
-        if loss.dim():
+        if mean.dim():
             self._stop(~mean.isfinite())
         if self.limit is not None:
-            self._clip(self.limit, batched=loss.dim() > 0)
+            self._clip(self.limit, batched=mean.dim() > 0)
         self.optimizer.step()
         if self.average is not None:
             self.average.update(number)
@@ -188,7 +186,7 @@ class State:
         self,
         model: Callable[..., Any],
         guide: Callable[..., Any],
-        data: Sequences,
+        data: Sequences | Parts,
         settings: Settings,
         batched: bool,
     ) -> None:
@@ -200,10 +198,13 @@ class State:
             raise ValueError("windows continue each other, and cannot be shared by processes.")
         self.batches = Batches(
             data, settings.batch_size, settings.generator, batch_tokens=settings.batch_tokens,
-            windows=settings.windows, shard=self.group.shard, agree=self.group.from_first,
+            windows=settings.windows, shard=self.group.share, agree=self.group.from_first,
         )  # fmt: skip
         whole = self.batches.whole
-        self.probe = to_model_device(model, guide, data[:1] if whole is None else whole)
+        if isinstance(data, Parts):
+            check_shared(model, next(iter(data)))
+        in_memory = whole if isinstance(whole, Sequences) else data[:1]
+        self.probe = to_model_device(model, guide, in_memory)
         self.objective = Objective(model, guide, self.probe, settings.elbo, batched)
         self.descent = Descent(self.objective.parameters, settings, self.num_observed)
         self.held_out = None
@@ -236,6 +237,25 @@ class State:
         """
         device, dtype = self.precision
         return torch.autocast(device, dtype, enabled=dtype is not None, cache_enabled=False)
+
+    def backward(self, batch: Sequences | Parts) -> tuple[Tensor, Sequences]:
+        """Compute the gradient of the loss of a batch.
+
+        Returns:
+            The loss of this rank, and what it was computed for last.
+        """
+        parts, count = (
+            (batch.scaled(), batch.num_parts) if isinstance(batch, Parts) else ([batch], 1)
+        )
+        total: Any = 0.0
+        for part in parts:
+            part = to_model_device(self.model, self.guide, part)
+            with self.lower_precision():
+                loss = self.objective.module(part) / count
+            with full_precision(loss):
+                loss.sum().backward()
+            total = total + loss.detach()
+        return total, part
 
     def validate(self, held_out: HeldOut) -> float:
         """Evaluate held-out data where the fit would end now: at averages, if there are some."""
@@ -335,7 +355,7 @@ class State:
 
     def check_ranks(self) -> None:
         """Raise unless all data-parallel ranks start alike, and share all latent variables."""
-        check_shared(self.model, self.data)
+        check_shared(self.model, next(iter(parts_of(self.data))))
         generator = self.settings.generator
         random = [torch.get_rng_state(), None if generator is None else generator.get_state()]
         self.group.check_same(

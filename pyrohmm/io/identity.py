@@ -24,6 +24,7 @@ from pyro.poutine import Trace
 from torch import Tensor, nn
 from torch.distributions.utils import lazy_property
 
+from ..data.parts import Parts
 from ..data.sequences import Sequences
 
 LIBRARIES = {"builtins", "numpy", "pyro", "pyrohmm", "scipy", "torch"}  # compared by name only
@@ -53,8 +54,10 @@ def difference(saved: Any, here: Any, path: str) -> tuple[str, str, str] | None:
     return next((differing for differing in inner if differing is not None), None)
 
 
-def fingerprint(data: Sequences) -> str:
+def fingerprint(data: Sequences | Parts) -> str:
     """A short hash of sequences."""
+    if isinstance(data, Parts):
+        return f"{len(data)} in {data.num_parts} parts, " + "; ".join(map(fingerprint, data))
     parts = (data.values, data.lengths, data.observed, data.labels, data.covariates)
     return f"{tuple(data.values.shape)} of {data.total}, {digits(parts)}"
 

@@ -30,11 +30,11 @@ class CentredEmission(Emission):
             self.prior_loc.copy_(values["loc"].detach().expand(self.prior_loc.shape))
             self.of_data = False
 
-    def scale_prior(self, values: Tensor) -> float:
+    def scale_prior(self, moments: Tensor) -> float:
         r"""Give the prior the location and scale of data, unless hyperparameters were given.
 
         Args:
-            values: ``(M, D)`` or ``(M,)``, observations; NaN is missing.
+            moments: ``(3, D)`` or ``(3,)``, of the observations: see :func:`moments_of`.
 
         Returns:
             By how much minus the log joint density exceeds that of data, and of parameters, in
@@ -44,18 +44,16 @@ class CentredEmission(Emission):
         Raises:
             ValueError: If squares of the data leave the range of the dtype of the parameters.
         """
-        if values.shape[1:] != ((self.dim,) if self.dim else ()):
+        if moments.shape[1:] != ((self.dim,) if self.dim else ()):
             return 0.0  # what builds the HMM explains it
-        known = ~values.isnan()
-        mean = values.double().nanmean(0)
-        variance = (values.double() - mean).square().nanmean(0)
+        known, mean, variance = moments
         varies = variance.sqrt() > ROUNDING * mean.abs()  # not NaN either
         _check_range(variance[varies], self.prior_loc.dtype)
         if not self.of_data:
             return 0.0
         variance = torch.where(varies, variance, 1.0)
         self.prior_loc = like(self.prior_loc, mean.nan_to_num(0.0))
-        numbers = known.sum(0) + self.prior_loc.numel() // max(self.dim, 1)
+        numbers = known + self.prior_loc.numel() // max(self.dim, 1)
         return float((numbers * variance.log()).sum()) / 2 + self._set_spread(variance)
 
     def _set_spread(self, variance: Tensor) -> float:
@@ -68,10 +66,31 @@ def like(buffer: Tensor, values: Tensor) -> Tensor:
     return values.to(buffer).expand(buffer.shape).clone()
 
 
-def scale_prior(emission: Any, values: Tensor) -> float:
+def moments_of(values: Tensor) -> Tensor:
+    """Number, mean and variance of each component of observations ``(M, *E)``, in float64.
+
+    NaN is missing; a component of which nothing is known has a mean of NaN.
+    """
+    mean = values.double().nanmean(0)
+    variance = (values.double() - mean).square().nanmean(0)
+    return torch.stack([(~values.isnan()).sum(0).double(), mean, variance])
+
+
+def merged(first: Tensor, second: Tensor) -> Tensor:
+    """The moments of two sets of observations together (Chan, Golub and LeVeque, 1983)."""
+    total = first[0] + second[0]
+    share = second[0] / total
+    apart = second[1] - first[1]
+    mean = first[1] + share * apart
+    variance = (1 - share) * first[2] + share * second[2] + share * (1 - share) * apart.square()
+    both = torch.stack([total, mean, variance])
+    return torch.where(first[0] == 0, second, torch.where(second[0] == 0, first, both))
+
+
+def scale_prior(emission: Any, moments: Tensor) -> float:
     """:meth:`CentredEmission.scale_prior` of an emission that defines it; zero of others."""
     method = getattr(emission, "scale_prior", None)
-    return 0.0 if method is None else method(values)
+    return 0.0 if method is None else method(moments)
 
 
 def centre(part: Any) -> Tensor:

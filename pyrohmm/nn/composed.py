@@ -67,13 +67,13 @@ class StreamsEmission(Emission):
             statistics |= under(f"parts.{i}.", part.statistics(piece, weight, emission))
         return statistics
 
-    def scale_prior(self, values: Tensor) -> float:
+    def scale_prior(self, moments: Tensor) -> float:
         """Each part by itself: see :meth:`CentredEmission.scale_prior`."""
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             joined = self.forward()
-        if values.shape[1:] != joined.event_shape:
+        if moments.shape[1:] != joined.event_shape:
             return 0.0
-        return sum(map(scale_prior, self.parts, joined.split(values)))
+        return sum(map(scale_prior, self.parts, joined.split(moments)))
 
     def m_step(self, statistics: Statistics) -> Maximum:
         """Each part by itself."""
@@ -136,9 +136,9 @@ class TiedEmission(Emission):
         base = None if current is None else current.base
         return under("part.", self.part.statistics(values, weights @ member, base))
 
-    def scale_prior(self, values: Tensor) -> float:
+    def scale_prior(self, moments: Tensor) -> float:
         """That of the distinct emissions: see :meth:`CentredEmission.scale_prior`."""
-        return scale_prior(self.part, values)
+        return scale_prior(self.part, moments)
 
     def m_step(self, statistics: Statistics) -> Maximum:
         """Those of the distinct emissions."""

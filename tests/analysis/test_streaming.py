@@ -246,7 +246,8 @@ def test_a_state_that_does_not_fit_changes_nothing(change, error, message):
         ((torch.zeros(4, 2).long(),), ValueError, "build the filter from hmm.expand"),
         ((torch.tensor([0, 3]),), ValueError, "values must lie between 0 and V - 1 = 2"),
         ((torch.tensor([0.0, 1.0]),), TypeError, "must hold integers"),
-        ((3,), TypeError, "observation must be a torch.Tensor"),
+        (("three",), TypeError, "observation must be a torch.Tensor"),
+        ((3,), ValueError, "values must lie between 0 and V - 1 = 2"),
         ((torch.tensor([0, 1]), torch.tensor([1, 0])), TypeError, "observed must be boolean"),
         ((torch.tensor([0, 1]), torch.ones(3).bool()), ValueError, "observed must have the batch"),
     ],
@@ -260,17 +261,6 @@ def test_an_observation_that_does_not_fit_changes_nothing(arguments, error, mess
     assert stream.num_steps == 1
 
 
-def test_nan_is_refused():
-    hmm = HMM(
-        torch.zeros(1), torch.zeros(1, 1), dist.Normal(torch.zeros(1), 1.0), torch.ones(2).long()
-    )
-    stream = Filter(hmm)
-    with pytest.raises(ValueError, match="support"):
-        stream.update(torch.tensor([np.nan, 0.0]))
-    stream.update(torch.tensor([np.nan, 0.0]), torch.tensor([False, True]))
-    assert_close(stream.states, [[1.0], [1.0]])
-
-
 @pytest.mark.parametrize("switch", ["transition_per_step", "emission_per_step"])
 def test_a_filter_needs_a_model_without_steps(switch):
     hmm = build(Case("symbols", "one sequence", 2, 3)._replace(**{switch: True})).hmm
@@ -278,3 +268,90 @@ def test_a_filter_needs_a_model_without_steps(switch):
         Filter(hmm)
     with pytest.raises(TypeError, match="hmm must be an HMM"):
         Filter("casino")
+
+
+def normals(batch=(), event=False, dtype=torch.float64):
+    """Two states of numbers, or of pairs of numbers."""
+    loc = torch.tensor([-1.0, 1.0], dtype=dtype)
+    emission = dist.Normal(loc, 1.0)
+    if event:
+        emission = dist.Normal(torch.stack([loc, 2 * loc], -1), 1.0).to_event(1)
+    lengths = torch.full(batch, 5)
+    start, matrix = torch.tensor([0.5, 0.5], dtype=dtype), torch.tensor([[0.9, 0.1], [0.3, 0.7]])
+    return HMM(start.log(), matrix.to(dtype).log(), emission, lengths)
+
+
+@pytest.mark.parametrize("event", [False, True])
+@pytest.mark.parametrize("batch", [(), (3,), (2, 3)])
+def test_a_chunk_is_its_steps_one_after_the_other(batch, event):
+    hmm = normals(batch, event)
+    values = torch.randn(*batch, 5, *hmm.emission.event_shape, dtype=torch.float64)
+    observed = torch.rand(*batch, 5) < 0.7
+    chunk, steps = Filter(hmm), Filter(hmm)
+    states = chunk.update(values, observed)
+    surprise = chunk.surprise
+    for t in range(5):
+        value = values[..., t, :] if event else values[..., t]
+        assert_close(steps.update(value, observed[..., t]), states[..., t, :])
+        assert_close(steps.surprise, surprise[..., t])
+    assert chunk.num_steps == steps.num_steps == 5
+    assert_close(chunk.log_evidence, steps.log_evidence)
+    assert_close(-surprise.sum(-1), chunk.log_evidence)
+    assert chunk.update(values).shape == (*batch, 5, 2)
+    assert chunk.num_steps == 10
+
+
+def test_what_is_nan_is_missing():
+    """A whole observation; components of a vector are missing by themselves, as in an HMM."""
+    hmm = normals((2,), event=True)
+    values = torch.randn(2, 5, 2, dtype=torch.float64)
+    values[0, 2], values[1, 0], values[1, 3, 1] = torch.nan, torch.nan, torch.nan
+    observed = ~values.isnan().all(-1)
+    whole = hmm.with_lengths(hmm.lengths, observed)
+    stream = Filter(hmm)
+    for t in range(5):
+        stream.update(values[:, t])
+    assert_close(stream.log_evidence, whole.log_prob(values))
+    assert_close(stream.states, whole.filtered(values)[:, -1])
+    assert_close(Filter(hmm).update(values), whole.filtered(values))
+
+
+def test_numbers_and_arrays_are_observations():
+    values = [0.1, float("nan"), np.float64(0.3), np.array(0.4), 1]
+    stream, whole = Filter(normals()), normals()
+    for value in values:
+        stream.update(value)
+    numbers = torch.tensor([float(value) for value in values], dtype=torch.float64)
+    whole = whole.with_lengths(torch.tensor(5), ~numbers.isnan())
+    assert_close(stream.log_evidence, whole.log_prob(numbers.nan_to_num()))
+    symbols = Filter(casino((3,)))
+    symbols.update(2)
+    assert_close(symbols.surprise.exp(), [1 / (0.6 * 0.2 + 0.4 * 0.7)] * 3)
+    symbols.update(np.array([[0, 1], [1, 1], [2, 0]]))
+    assert symbols.num_steps == 3
+
+
+def test_surprise_is_zero_where_nothing_is_observed_and_infinite_where_nothing_is_possible():
+    stream, values = contradicted()
+    assert stream.surprise.tolist() == [0, 0, 0]
+    stream.update(values)
+    assert stream.surprise[0, 2] == torch.inf
+    assert stream.surprise[1].tolist()[1:] == [torch.inf, torch.inf]
+    stream.update(None)
+    assert stream.surprise.tolist() == [0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("observation", "observed", "message"),
+    [
+        (torch.zeros(3, 0), None, "observation has no step"),
+        (torch.zeros(2, 4), None, "observation must have the batch shape"),
+        (torch.zeros(3, 4), torch.ones(3, 2) > 0, "observed must end in shape"),
+        (torch.zeros(3, 3, 4), None, "observation must have the batch shape"),
+    ],
+)
+def test_wrong_chunks_leave_the_filter_as_it_was(observation, observed, message):
+    stream = Filter(normals((3,)))
+    with pytest.raises(ValueError, match=message):
+        stream.update(observation, observed)
+    assert stream.num_steps == 0

@@ -20,7 +20,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pyrohmm import cooccurrence, datasets, readers
+from pyrohmm import TabularHMM, categorical, cooccurrence, datasets, fit_em, readers
 from pyrohmm.data import simulated
 from pyrohmm.data.datasets import PublicFile
 from pyrohmm.data.vocabulary import Vocabulary
@@ -309,6 +309,25 @@ def test_fasta_joins_lines_and_keeps_what_is_wanted(tmp_path):
     assert "G" not in proteins.vocabulary
 
 
+def test_unknown_bases_are_missing(tmp_path):
+    path = written(tmp_path, ">chr1 a\nacgtNNac\n>chr2\nNN\n")
+    corpus = readers.read_fasta(path)
+    assert sorted(corpus.vocabulary) == ["A", "C", "G", "T"]
+    assert corpus.data.observed.tolist() == [
+        [True, True, True, True, False, False, True, True], [False] * 8
+    ]  # fmt: skip
+    known = corpus.data.values[corpus.data.observed]
+    assert corpus.vocabulary.decode(known) == list("ACGTAC")
+    fit_em(TabularHMM(2, categorical(4)), corpus.data, num_steps=2)
+    everything = readers.read_fasta(path, missing="")
+    assert "N" in everything.vocabulary
+    assert everything.data.observed[0].all()
+    coded = readers.read_fasta(written(tmp_path, ">a\nACGRN\n"), missing="NR")
+    assert coded.data.observed.tolist() == [[True, True, True, False, False]]
+    protein = readers.read_fasta(written(tmp_path, ">a\nACNK\n"))  # N is asparagine
+    assert protein.data.observed.all()
+
+
 def test_masked_residues_are_seen_but_have_no_label(tmp_path):
     corpus = readers.read_protein_table(written(tmp_path, TABLE))
     assert sentences_of(corpus) == [list("ACX"), list("A")]
@@ -570,8 +589,9 @@ def test_what_is_nowhere_is_downloaded_once(served, public):
 
 def test_a_download_with_another_checksum_leaves_nothing_behind(served, public):
     served.content = CONTENT + b"!"
-    with pytest.raises(ValueError, match=r"(?i)hash of downloaded file"):
+    with pytest.raises(ValueError, match=r"(?i)hash of downloaded file") as raised:
         datasets.find("made-up")
+    assert "$PYROHMM_DATA" in raised.value.__notes__[0]
     assert not [path for path in (public / "cache").rglob("*") if path.is_file()]
     served.content = CONTENT
     assert datasets.find("made-up").read_bytes() == CONTENT

@@ -896,3 +896,12 @@ def test_numbers_far_from_every_state_are_explained():
                 "module.emission.scale": torch.tensor([1.0, 1.0]),
             }),
         )  # fmt: skip
+
+
+def test_a_fit_to_pairs_reports_pairs():
+    data = Sequences.from_list([[0, 1, 1, 0, 1]])
+    fit = fit_cooccurrence(DenseHMM(2, 2, 2), data, num_steps=3)
+    assert fit.num_observed == 4
+    assert "nats; 4 pairs" in fit.summary()
+    assert "per pair" in fit.summary()
+    assert "observed steps" not in fit.summary()

@@ -708,3 +708,16 @@ def test_errors_in_minibatches_name_the_sequences_they_hold():
         with pytest.raises(ValueError, match="sequence 0, step 0") as found:
             fit()
         assert found.value.__notes__ == ["The minibatch holds the sequences [2]."]
+
+
+def test_the_fitted_hmm_is_that_of_the_values_and_can_be_restricted_to_labels():
+    """So that best paths can be compared with labels that the data happen to have."""
+    labelled = Sequences.from_list([[0, 1, 0, 1], [1, 1, 0]], labels=[[0, 1, 1, 0], [1, -1, 0]])
+    fit = fit_em(TabularHMM(2, categorical(2)), labelled, num_steps=3)
+    assert "were known" in fit.notes[0]
+    hmm, free = fit.hmm(labelled), fit.hmm(labelled.without_labels())
+    torch.testing.assert_close(hmm.log_prob(labelled.values), free.log_prob(labelled.values))
+    kept = hmm.restrict(labelled.labels).viterbi(labelled.values)
+    known = labelled.labels >= 0
+    assert (kept == labelled.labels)[known & labelled.exists].all()
+    assert "Labels" in type(fit).hmm.__doc__

@@ -1,0 +1,148 @@
+"""Numbers that are not in a tensor yet: arrays of NumPy and others, lists, columns of tables."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+_WIDER = {  # dtypes that torch, or the recursions, hardly compute with
+    torch.uint16: torch.int64,
+    torch.uint32: torch.int64,
+    torch.uint64: torch.int64,
+    torch.float16: torch.float32,
+    torch.bfloat16: torch.float32,
+}
+_NOT_NUMBERS = {
+    "M": "dates. Give them as time=, or subtract one and divide by a unit",
+    "m": "durations. Divide them by a unit, such as numpy.timedelta64(1, 's')",
+    "U": "text. Give the vocabulary whose symbols these are",
+    "S": "bytes. Decode them, and give the vocabulary whose symbols these are",
+    "T": "text. Give the vocabulary whose symbols these are",
+    "V": "records of several fields. Give the fields as columns of one array",
+}
+
+
+def to_tensor(name: str, value: Any) -> Tensor:
+    """A tensor of the numbers of an array, a list or a tensor, which shares memory where it can.
+
+    Raises:
+        TypeError: If they are no real numbers, or of a dtype or layout without arithmetic.
+    """
+    if isinstance(value, list | tuple):
+        try:
+            value = _stacked(value)
+        except (TypeError, ValueError, RuntimeError):  # with None in it, or ragged
+            value = _from_list(name, value)
+    if not isinstance(value, Tensor):
+        value = _from_numpy(name, to_numpy(value))
+    return regular(name, value)
+
+
+def regular(name: str, tensor: Tensor) -> Tensor:
+    """``tensor``, of a dtype with arithmetic: half precision is widened, and unsigned integers.
+
+    Raises:
+        TypeError: If there is none, or its layout is not dense.
+    """
+    if tensor.layout != torch.strided or tensor.is_quantized:
+        raise TypeError(
+            f"{name} must be dense; got layout {tensor.layout}, dtype {tensor.dtype}. Call "
+            ".to_dense() or .dequantize() on it."
+        )
+    if tensor.dtype.is_floating_point and tensor.dtype.itemsize == 1:
+        raise TypeError(f"{name} must not be {tensor.dtype}. Call .float() on it.")
+    wider = tensor.to(_WIDER.get(tensor.dtype, tensor.dtype))
+    if tensor.dtype == torch.uint64 and bool((wider < 0).any()):
+        raise TypeError(f"{name} holds integers of 2**63 or more, which no signed dtype holds.")
+    return wider
+
+
+def to_numpy(values: Any) -> np.ndarray:
+    """The array of a column, by its own method if it has one."""
+    if isinstance(values, Tensor):
+        return values.detach().cpu().numpy()
+    convert = getattr(values, "to_numpy", None)
+    return np.asanyarray(values if convert is None else convert())
+
+
+def is_missing(values: np.ndarray) -> np.ndarray:
+    """Where a column holds None, NaN, or what else is not equal to itself, booleans."""
+    if values.dtype.kind != "O":
+        return values != values if values.dtype.kind in "fcMm" else np.zeros(values.shape, bool)
+    flat = [_is_nothing(item) for item in values.reshape(-1)]
+    return np.array(flat, bool).reshape(values.shape)
+
+
+def _is_nothing(item: Any) -> bool:
+    try:
+        return item is None or bool(item != item)
+    except (TypeError, ValueError):  # pandas.NA is neither equal nor different
+        return np.ndim(item) == 0
+
+
+def _from_list(name: str, value: Any) -> np.ndarray:
+    """An array of a list that is no tensor as it is."""
+    try:
+        return np.asarray(value, dtype=None if _is_text(value) else object)
+    except ValueError:
+        raise TypeError(f"{name} must be rows of equal length; got a ragged list.") from None
+
+
+def _stacked(value: list[Any] | tuple[Any, ...]) -> Any:
+    """A list as one array of its own kind: of tensors, of arrays or of Python's numbers."""
+    if value and all(isinstance(item, np.ndarray | np.generic) for item in value):
+        return np.stack(value)
+    if value and all(isinstance(item, Tensor) for item in value):
+        return torch.stack(value)
+    return torch.as_tensor(value)
+
+
+def _is_text(value: Any) -> bool:
+    return bool(value) and all(isinstance(item, str) for item in value)
+
+
+def _from_numpy(name: str, array: np.ndarray) -> Tensor:
+    """A tensor of an array, which it shares if the dtype allows."""
+    kind = array.dtype.kind
+    if isinstance(array, np.ma.MaskedArray):
+        if kind != "f" and array.mask.any():
+            raise TypeError(
+                f"{name} has masked integers, which no tensor has. Give array.filled(0), and "
+                "observed=~array.mask."
+            )
+        array = array.filled(np.nan) if kind == "f" else array.data
+    if kind == "O":
+        array = _from_objects(name, array)
+    elif kind in _NOT_NUMBERS:
+        raise TypeError(f"{name} must be numbers; got {_NOT_NUMBERS[kind]}.")
+    elif kind == "c":
+        raise TypeError(f"{name} must be real; got complex numbers. Take .real, or abs() of it.")
+    elif kind == "f" and array.itemsize > 8:
+        array = array.astype(np.float64)  # long double
+    if not array.dtype.isnative:
+        array = array.astype(array.dtype.newbyteorder("="))
+    if any(stride < 0 or stride % array.itemsize for stride in array.strides):
+        array = np.ascontiguousarray(array)
+    with warnings.catch_warnings(action="ignore", category=UserWarning):
+        return torch.from_numpy(array)  # read-only memory is not written to
+
+
+def _from_objects(name: str, array: np.ndarray) -> np.ndarray:
+    """Python's numbers, with NaN for what is missing."""
+    missing = is_missing(array)
+    known = array[~missing]
+    if any(isinstance(item, str | bytes) for item in known):
+        raise TypeError(f"{name} must be numbers; got {_NOT_NUMBERS['U']}.")
+    if len(known) == array.size and all(isinstance(item, int | np.integer) for item in known):
+        return array.astype(np.int64)
+    try:
+        numbers = np.full(array.shape, np.nan)
+        numbers[~missing] = known.astype(np.float64)
+    except (TypeError, ValueError):
+        came = ", ".join(sorted({type(item).__name__ for item in known}))
+        raise TypeError(f"{name} must be numbers; got {came}.") from None
+    return numbers

@@ -1,0 +1,333 @@
+"""``Sequences`` from what users have: arrays, tables, symbols; and what they give back."""
+
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from pyrohmm import HMM, MarginalModel, Sequences, TabularHMM, categorical, fit_em, normal
+from pyrohmm.data import Vocabulary
+
+X = np.arange(12.0).reshape(6, 2)
+LENGTHS = [1, 3, 2]
+
+
+class Column:
+    """A column with the one method that is asked for."""
+
+    def __init__(self, values):
+        self.values = values
+
+    def to_numpy(self):
+        return np.asarray(self.values)
+
+
+class Table:
+    """What pandas and polars have in common."""
+
+    def __init__(self, columns):
+        self.data = columns
+        self.columns = list(columns)
+
+    def __iter__(self):
+        return iter(self.columns)
+
+    def __getitem__(self, name):
+        return Column(self.data[name])
+
+
+def pandas_frame(columns):
+    return pytest.importorskip("pandas").DataFrame(columns)
+
+
+def polars_frame(columns):
+    return pytest.importorskip("polars").DataFrame(columns)
+
+
+def arrow_table(columns):
+    return pytest.importorskip("pyarrow").table(columns)
+
+
+FRAMES = [dict, Table, pandas_frame, polars_frame, arrow_table]
+
+
+@pytest.mark.parametrize("make", [np.asarray, torch.as_tensor, list, np.asfortranarray])
+@pytest.mark.parametrize("lengths", [LENGTHS, np.array(LENGTHS), torch.tensor(LENGTHS)])
+def test_concatenated_steps_become_sequences_and_come_back(make, lengths):
+    data = Sequences.from_concatenated(make(X), lengths)
+    assert data.lengths.tolist() == LENGTHS
+    for n, rows in enumerate(np.split(X, [1, 4])):
+        assert np.allclose(data.values[n, : len(rows)], rows)
+    values, sizes = data.to_concatenated()
+    assert np.allclose(values, X)
+    assert sizes.tolist() == LENGTHS
+
+
+def test_without_lengths_all_is_one_sequence():
+    """The array of 2,000 vectors is one series, as in hmmlearn."""
+    data = Sequences.from_concatenated(np.random.default_rng(0).normal(size=(2000, 2)))
+    assert data.values.shape == (1, 2000, 2)
+
+
+def test_a_matrix_of_few_columns_is_not_taken_as_many_sequences_without_a_word():
+    with pytest.warns(UserWarning, match=r"2000 sequences of 2 numbers.*from_concatenated"):
+        Sequences.from_list(np.zeros((2000, 2)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        Sequences.from_list(list(np.zeros((2000, 2))))  # who says so means it
+        Sequences.from_list(np.zeros((2000, 2), int))  # symbols are no vectors
+        Sequences.from_list(np.zeros((20, 50)))
+
+
+def test_missing_steps_go_and_come_as_nan():
+    values = X.copy()
+    values[2], values[4, 0] = np.nan, np.nan
+    data = Sequences.from_concatenated(values, LENGTHS)
+    assert data.observed.sum() == 5  # half of a vector is known
+    assert np.array_equal(data.to_concatenated()[0], values, equal_nan=True)
+    marked = Sequences.from_concatenated(np.arange(6), LENGTHS, observed=np.arange(6) != 3)
+    assert marked.observed.tolist() == [
+        [True, False, False],
+        [True, True, False],
+        [True, True, False],
+    ]
+    with pytest.raises(ValueError, match="integers have no NaN"):
+        marked.to_concatenated()
+
+
+def test_labels_and_covariates_are_cut_as_the_values():
+    data = Sequences.from_concatenated(
+        np.arange(6), LENGTHS, labels=[0, 1, -1, 0, 1, 1], covariates=np.arange(6.0)[:, None]
+    )
+    assert data.labels.tolist() == [[0, -1, -1], [1, -1, 0], [1, 1, -1]]
+    assert data.covariates[..., 0].tolist() == [[0, 0, 0], [1, 2, 3], [4, 5, 0]]
+
+
+def test_symbols_of_hmmlearn_have_one_column():
+    data = Sequences.from_concatenated(np.array([[0], [1], [1]]), [2, 1])
+    assert data.values.tolist() == [[0, 1], [1, 0]]
+
+
+@pytest.mark.parametrize("frame", FRAMES)
+def test_a_table_is_grouped_and_sorted(frame):
+    table = frame(
+        {
+            "who": ["b", "a", "b", "a", "b"],
+            "run": [1, 1, 1, 1, 2],
+            "day": [3, 2, 1, 1, 0],
+            "x": [1.0, 2.0, float("nan"), 4.0, 5.0],
+            "y": [1, 2, 3, 4, 5],
+        }
+    )
+    by_person = Sequences.from_dataframe(table, by="who", columns="x", time="day")
+    assert by_person.lengths.tolist() == [3, 2]  # b is met first
+    assert by_person.observed.tolist() == [[True, False, True], [True, True, False]]
+    assert by_person.values[0, [0, 2]].tolist() == [5, 1]
+    vectors = Sequences.from_dataframe(table, by=["who", "run"], columns=["y", "x"])
+    assert vectors.lengths.tolist() == [2, 2, 1]
+    assert vectors.values[1].tolist() == [[2, 2], [4, 4]]
+    labelled = Sequences.from_dataframe(
+        table, by="who", columns="y", time="day", labels="run", covariates=["day"]
+    )
+    assert labelled.labels.tolist() == [[2, 1, 1], [1, 1, -1]]
+    assert labelled.covariates[0, :, 0].tolist() == [0, 1, 3]
+
+
+def test_a_table_is_sorted_by_dates_and_symbols_are_encoded():
+    pandas = pytest.importorskip("pandas")
+    frame = pandas.DataFrame(
+        {
+            "when": pandas.to_datetime(["2024-01-03", "2024-01-01", "2024-01-02"]),
+            "word": ["die", "the", None],
+            "count": pandas.array([3, 1, None], dtype="Int64"),
+        }
+    )
+    words = Vocabulary(["the", "die"])
+    data = Sequences.from_dataframe(frame, columns="word", time="when", vocabulary=words)
+    assert data.values[data.observed].tolist() == [0, 1]
+    assert data.observed.tolist() == [[True, False, True]]
+    counts = Sequences.from_dataframe(frame, columns="count", time="when", dtype=torch.long)
+    assert counts.values.tolist() == [[1, 0, 3]]
+    assert counts.observed.tolist() == [[True, False, True]]
+
+
+def test_symbols_are_encoded_wherever_sequences_are_made():
+    words = Vocabulary(["the", "die"])
+    data = Sequences.from_list([["the", None], ["die"], [None]], vocabulary=words)
+    assert data.values.tolist() == [[0, 0], [1, 0], [0, 0]]
+    assert data.num_observed == 2
+    assert Sequences.from_list(["acgt"], vocabulary=Vocabulary("acgt")).values.tolist() == [
+        [0, 1, 2, 3]
+    ]
+    with pytest.raises(ValueError, match="'dog' is none of the 2 symbols"):
+        Sequences.from_concatenated(["the", "dog"], vocabulary=words)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "result"),
+    [
+        ("float16", torch.float32), (">f8", torch.float64), ("longdouble", torch.float64),
+        ("uint16", torch.int64), ("uint32", torch.int64), (">i4", torch.int32),
+        ("uint8", torch.uint8), (object, torch.int64),
+    ],
+)  # fmt: skip
+def test_irregular_dtypes_are_converted(dtype, result):
+    array = np.array([[1, 2], [3, 4]]).astype(dtype)
+    for data in (
+        Sequences.from_concatenated(array[:, 0]),
+        Sequences(array[:1, ::-1], np.array([2], np.uint8)),
+    ):
+        assert data.values.dtype == result
+    assert data.values.tolist() == [[2, 1]]
+    half = Sequences(torch.ones(1, 2, dtype=torch.bfloat16), torch.tensor([2]))
+    assert half.values.dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (["a", "b"], "values must be numbers; got text. Give the vocabulary"),
+        (np.array(["a"], "S1"), "values must be numbers; got bytes"),
+        (np.array([1j]), "values must be real"),
+        (np.array(["2024-01-01"], "datetime64[D]"), "values must be numbers; got dates"),
+        (np.array([(1, 2.0)], [("a", int), ("b", float)]), "got records"),
+        (np.array([object()]), "values must be numbers; got object"),
+        (np.array([2**63], np.uint64), "2\\*\\*63"),
+        (np.ma.array([1, 2], mask=[True, False]), "masked integers"),
+        (torch.eye(2).to_sparse(), "values must be dense"),
+        ([[1.0], [1.0, 2.0]], "values must be rows of equal length|got list"),
+    ],
+)
+def test_what_is_no_array_of_numbers_is_refused_by_name(values, message):
+    with pytest.raises(TypeError, match=message):
+        Sequences.from_concatenated(values)
+
+
+TABLE = {"who": ["a", "a"], "day": [1, 1], "x": [0.0, 1.0]}
+
+
+def from_table(changes=(), **options):
+    return lambda: Sequences.from_dataframe(TABLE | dict(changes), **options)
+
+
+def from_rows(*arguments, **options):
+    return lambda: Sequences.from_concatenated(*arguments, **options)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (from_rows(X, [5]), ValueError, "sum to the number of rows of values, 6; they sum to 5"),
+        (from_rows(X, [6, 0]), ValueError, "lengths must lie between 1"),
+        (from_rows(X, [6.0]), TypeError, "lengths must hold integers"),
+        (from_rows(X, labels=[1]), ValueError, "labels must have a row for each of the 6"),
+        (from_rows(X, observed=[True]), ValueError, "observed must have shape"),
+        (from_rows([]), ValueError, "values must have shape"),
+        (from_table(columns="z"), ValueError, "columns of frame, 'who', 'day', 'x'; got 'z'"),
+        (from_table(columns="x", by="z"), ValueError, "by must name columns"),
+        (from_table(columns="x", by="who", time="day"), ValueError, "rows 0 and 1 have the same"),
+        (
+            from_table({"who": ["a", None]}, columns="x", by="who"),
+            ValueError,
+            "by 'who' is missing in row 1",
+        ),
+        (from_table(columns="who"), TypeError, "columns 'who' must be numbers; got text"),
+        (lambda: Sequences.from_dataframe(3, columns="x"), TypeError, "frame must be a table"),
+        (lambda: Sequences.from_list(Table(TABLE)), TypeError, "Sequences.from_dataframe"),
+    ],
+)
+def test_wrong_entries_are_refused_by_name(call, error, message):
+    with pytest.raises(error, match=message):
+        call()
+
+
+def test_masked_floats_are_missing():
+    array = np.ma.array([1.0, 2.0], mask=[False, True])
+    assert Sequences.from_concatenated(array).observed.tolist() == [[True, False]]
+
+
+def test_numpy_is_taken_where_tensors_and_numbers_are_asked_for():
+    """Arrays become tensors, numpy's numbers Python's: what they set is as if typed."""
+    matrix = np.log([[0.9, 0.1], [0.2, 0.8]])
+    emission = torch.distributions.Normal(torch.zeros(2).double(), 1.0)
+    hmm = HMM(np.log([0.5, 0.5]), matrix, emission, np.array([3, 2]))
+    values = np.random.default_rng(0).normal(size=(2, 3))
+    expected = hmm.log_prob(torch.as_tensor(values))
+    assert torch.equal(hmm.log_prob(values), expected)
+    assert torch.equal(hmm.viterbi(values), hmm.viterbi(torch.as_tensor(values)))
+    module = TabularHMM(np.int64(2), categorical(np.int32(3)))
+    data = Sequences(np.array([[0, 1, 2]]), np.array([3]))
+    fit = fit_em(
+        module, data, num_steps=np.int64(2), restarts=np.uint8(2), tolerance=np.float32(1e-3)
+    )
+    assert type(module.num_states) is int
+    assert len(fit.restarts.final) == 2
+    assert data.truncate(np.int64(2)).num_steps == 2
+    with pytest.raises(TypeError, match="num_states must be an int; got float"):
+        TabularHMM(np.float64(2), categorical(3))
+
+
+def test_read_only_memory_is_taken_without_a_word(tmp_path):
+    np.save(tmp_path / "x.npy", X)
+    data = Sequences.from_concatenated(np.load(tmp_path / "x.npy", mmap_mode="r"), LENGTHS)
+    assert np.allclose(data.to_concatenated()[0], X)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_dataloader_yields_minibatches(workers):
+    data = Sequences.from_list(
+        [[3.0, None, 4.0], [1.0], [5.0, 9.0]], labels=[[0, 1, -1], [1], [1, 0]],
+        covariates=[[[0.0]] * 3, [[1.0]], [[2.0]] * 2],
+    )  # fmt: skip
+    assert isinstance(data, Dataset)
+    loader = DataLoader(data, batch_size=2, collate_fn=data.collate, num_workers=workers)
+    first, second = loader
+    whole = data.batch(torch.tensor([0, 1]))
+    for name in ("values", "lengths", "observed", "labels", "covariates"):
+        mine, other = getattr(first, name), getattr(whole, name)
+        assert torch.equal(mine[first.observed] if name == "values" else mine,
+                           other[whole.observed] if name == "values" else other)  # fmt: skip
+    assert (first.total, second.total) == (3, 3)
+    assert len(second) == 1
+
+
+def test_single_sequences_are_joined():
+    data = Sequences.from_list([[3, 1, 4], [1], [5, 9]], labels=[[0, 1, -1], [1], [1, 0]])
+    joined = data.collate([data[n] for n in range(3)])
+    for name in ("values", "lengths", "observed", "labels"):
+        assert torch.equal(getattr(joined, name), getattr(data, name))
+
+
+def test_a_torch_loop_over_a_loader_trains(tmp_path):
+    """Plain torch: the loss of a module's HMM, minibatches from a DataLoader."""
+    data = Sequences.from_list(torch.randint(3, (8, 6)))
+    model = MarginalModel(
+        TabularHMM.from_hmm(fit_em(TabularHMM(2, categorical(3)), data).hmm(data))
+    )
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    for batch in DataLoader(data, batch_size=4, collate_fn=data.collate):
+        loss = -model.module(batch.lengths).log_prob(batch.values).sum() * batch.total / len(batch)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def test_the_error_of_probabilities_given_as_logarithms_says_log():
+    matrix = torch.tensor([[0.9, 0.1], [0.2, 0.8]])
+    emission = torch.distributions.Categorical(torch.ones(2, 2))
+    start, lengths = torch.tensor([0.5, 0.5]), torch.tensor([3])
+    with pytest.raises(ValueError, match=r"log_transition must.*Call \.log\(\) on them"):
+        HMM(start.log(), matrix, emission, lengths, validate_args=True)
+    with pytest.raises(ValueError, match=r"log_initial must.*Call \.log\(\) on them"):
+        HMM(start, matrix.log(), emission, lengths, validate_args=True)
+    with pytest.raises(ValueError, match="log_softmax"):
+        HMM(start.log(), 2 * matrix, emission, lengths, validate_args=True)
+
+
+def test_two_columns_for_a_normal_of_one_name_the_family():
+    data = Sequences.from_concatenated(np.random.default_rng(0).normal(size=(20, 2)))
+    with pytest.raises(ValueError, match=r"normal\(2\)"):
+        fit_em(TabularHMM(2, normal()), data)

@@ -1,0 +1,237 @@
+"""Data in parts: fits to an iterable of ``Sequences`` are those to all of it at once."""
+
+import weakref
+
+import numpy as np
+import pyro
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.numpy import save_file
+
+from pyrohmm import (
+    DenseHMM,
+    DiversityPrior,
+    MarginalModel,
+    Sequences,
+    TabularHMM,
+    categorical,
+    fit_em,
+    fit_map,
+    normal,
+    poisson,
+    scale_priors,
+    starts,
+    streams,
+)
+from pyrohmm.data import StoredSequences
+
+LENGTHS = torch.randint(1, 20, (30,), generator=torch.Generator().manual_seed(0))
+M = int(LENGTHS.sum())
+RANDOM = np.random.default_rng(0)
+SYMBOLS = RANDOM.integers(0, 4, M)
+VECTORS = 5 + 3 * RANDOM.normal(size=(M, 2))
+VECTORS[::7] = np.nan
+VECTORS[1::9, 0] = np.nan
+
+MODULES = {
+    "symbols": (lambda: TabularHMM(3, categorical(4)), SYMBOLS),
+    "vectors": (lambda: TabularHMM(3, normal(2)), VECTORS),
+    "counts": (lambda: TabularHMM(3, poisson(0)), SYMBOLS),
+    "both": (lambda: TabularHMM(2, streams(normal(0), normal(0))), VECTORS),
+    "embeddings": (lambda: DenseHMM(3, 4, 2), SYMBOLS),
+}
+
+
+def both_ways(values, **options):
+    """The data in memory, and stored: read in parts of at most 60 steps."""
+    whole = Sequences.from_concatenated(values, LENGTHS, **options)
+    stored = StoredSequences(values, LENGTHS, max_steps=60, **options)
+    assert len(stored) > 4
+    return whole, stored
+
+
+def results(fit, *arguments, **options):
+    pyro.set_rng_seed(0)
+    fit = fit(*arguments, **options)
+    return fit, [fit.losses, *fit.values.values(), *fit.model.parameters()]
+
+
+@pytest.fixture(autouse=True)
+def _double():
+    torch.set_default_dtype(torch.float64)  # restored after each test
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_em_over_parts_is_em_over_all(name):
+    make, values = MODULES[name]
+    options = {"num_steps": 5, "start": starts.from_prior, "tolerance": None}
+    if name == "embeddings":
+        del options["start"]
+    whole, stored = (results(fit_em, make(), data, **options) for data in both_ways(values))
+    assert whole[0].num_observed == stored[0].num_observed
+    near = 1e-9 if name == "embeddings" else 1e-12  # gradient steps spread what rounding does
+    for one, other in zip(whole[1], stored[1], strict=True):
+        torch.testing.assert_close(one, other, rtol=near, atol=near)
+
+
+def test_em_over_parts_with_labels_restarts_and_a_prior_of_transitions():
+    labels = np.where(RANDOM.random(M) < 0.2, SYMBOLS % 2, -1)
+    fits = [
+        results(
+            fit_em, TabularHMM(2, categorical(4)), data, num_steps=4, restarts=3,
+            start=starts.from_prior, log_prior=DiversityPrior(1.0),
+        )
+        for data in both_ways(SYMBOLS, labels=labels)
+    ]  # fmt: skip
+    for one, other in zip(fits[0][1], fits[1][1], strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
+    assert fits[0][0].notes == fits[1][0].notes
+    assert "were known" in fits[1][0].notes[0]
+
+
+@pytest.mark.parametrize("restarts", [1, 2])
+@pytest.mark.parametrize("name", ["symbols", "vectors"])
+def test_gradients_of_parts_add_up(name, restarts):
+    make, values = MODULES[name]
+    options = {"num_steps": 5, "restarts": restarts}
+    whole, stored = (
+        results(fit_map, MarginalModel(make()), data, **options) for data in both_ways(values)
+    )
+    for one, other in zip(whole[1], stored[1], strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("fit", [fit_em, fit_map])
+def test_a_fit_of_parts_goes_on_where_it_was(fit, tmp_path):
+    def run(num_steps, **options):
+        module = TabularHMM(3, categorical(4))
+        model = module if fit is fit_em else MarginalModel(module)
+        return results(fit, model, both_ways(SYMBOLS)[1], num_steps=num_steps, **options)[1]
+
+    expected = run(6)
+    run(3, checkpoint=tmp_path / "x")
+    for one, other in zip(expected, run(6, checkpoint=tmp_path / "x"), strict=True):
+        assert torch.equal(one, other)
+    other = StoredSequences(SYMBOLS[::-1].copy(), LENGTHS, max_steps=60)
+    module = TabularHMM(3, categorical(4))
+    with pytest.raises(ValueError, match="data"):
+        fit(
+            module if fit is fit_em else MarginalModel(module), other, num_steps=6,
+            checkpoint=tmp_path / "x",
+        )  # fmt: skip
+
+
+def test_priors_take_the_scale_of_all_parts():
+    whole, stored = both_ways(VECTORS)
+    one, other = TabularHMM(2, normal(2)), TabularHMM(2, normal(2))
+    units = scale_priors(one, whole)
+    parts = list(stored)
+    fit_em(other, parts, num_steps=1)  # a copy: the module itself stays as it is
+    fitted = fit_em(TabularHMM(2, normal(2)), parts, num_steps=1).model.module
+    torch.testing.assert_close(fitted.emission.prior_loc, one.emission.prior_loc)
+    torch.testing.assert_close(fitted.emission.rate, one.emission.rate)
+    assert units != 0.0
+
+
+def mapped(directory):
+    np.save(directory / "x.npy", VECTORS)
+    return np.load(directory / "x.npy", mmap_mode="r")
+
+
+def in_safetensors(directory):
+    save_file({"x": VECTORS}, directory / "x.safetensors")
+    return safe_open(directory / "x.safetensors", "pt").get_slice("x")
+
+
+@pytest.mark.parametrize("store", [mapped, in_safetensors, lambda directory: torch.tensor(VECTORS)])
+def test_stored_sequences_are_those_in_memory(store, tmp_path):
+    stored = StoredSequences(store(tmp_path), LENGTHS, max_steps=60)
+    whole = Sequences.from_concatenated(VECTORS, LENGTHS)
+    steps = [part.to_concatenated() for part in stored]
+    torch.testing.assert_close(
+        torch.cat([values for values, _ in steps]), torch.as_tensor(VECTORS), equal_nan=True
+    )
+    assert torch.cat([lengths for _, lengths in steps]).equal(whole.lengths)
+    assert all(part.values[..., 0].numel() <= 60 for part in stored)
+
+
+def test_labels_and_covariates_are_stored_too():
+    options = {"labels": SYMBOLS % 2, "covariates": RANDOM.normal(size=(M, 1))}
+    whole, stored = both_ways(SYMBOLS, **options)
+    for name in ("labels", "covariates"):
+        rows = torch.cat([getattr(part, name)[part.exists] for part in stored])
+        assert rows.equal(getattr(whole, name)[whole.exists])
+
+
+class Counted:
+    """Yields parts that are made anew, and counts how many of them are alive."""
+
+    def __init__(self):
+        self.alive = self.most = 0
+
+    def __iter__(self):
+        for _ in range(20):
+            part = Sequences.from_concatenated(SYMBOLS, LENGTHS)
+            self.alive += 1
+            self.most = max(self.most, self.alive)
+            weak = weakref.finalize(part, self.end)
+            weak.atexit = False
+            yield part
+            del part
+
+    def end(self):
+        self.alive -= 1
+
+
+@pytest.mark.parametrize("fit", ["em", "map"])
+def test_few_parts_are_held_at_a_time(fit):
+    counted, module = Counted(), TabularHMM(2, categorical(4))
+    if fit == "em":
+        fit_em(module, counted, num_steps=2)
+    else:
+        fit_map(MarginalModel(module), counted, num_steps=2)
+    assert counted.most <= 3
+
+
+@pytest.mark.parametrize(
+    ("data", "error", "message"),
+    [
+        (lambda whole: (part for part in [whole]), TypeError, "iterable more than once"),
+        (lambda whole: [], ValueError, "data is empty"),
+        (lambda whole: [whole.values], TypeError, "Iterable of Sequences; got list of Tensor"),
+        (lambda whole: {whole.values}, TypeError, "got Tensor in it"),
+        (lambda whole: whole.values.tolist, TypeError, "data must be"),
+    ],
+)
+@pytest.mark.parametrize("fit", [fit_em, fit_map])
+def test_wrong_iterables_are_refused(fit, data, error, message):
+    module = TabularHMM(2, categorical(4))
+    with pytest.raises(error, match=message):
+        fit(module if fit is fit_em else MarginalModel(module), data(both_ways(SYMBOLS)[0]))
+
+
+def test_what_needs_all_data_at_once_is_refused():
+    _, stored = both_ways(SYMBOLS)
+    module = TabularHMM(2, categorical(4))
+    with pytest.raises(ValueError, match="reseed compares all observations"):
+        fit_em(module, stored, reseed=True)
+    with pytest.raises(ValueError, match="batch_size is of Sequences"):
+        fit_em(module, stored, batch_size=2)
+    with pytest.raises(ValueError, match="batch_size is of Sequences"):
+        fit_map(MarginalModel(module), stored, batch_size=2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ((SYMBOLS, LENGTHS[1:]), ValueError, "lengths must sum to the number of rows"),
+        (([1, 2], [2]), TypeError, "values must be an array"),
+        ((SYMBOLS, LENGTHS, {"labels": SYMBOLS[1:]}), ValueError, "labels must have a row"),
+        ((SYMBOLS, LENGTHS, {"max_steps": 0}), ValueError, "max_steps must be at least 1"),
+    ],
+)
+def test_wrong_stores_are_refused(arguments, error, message):
+    *places, options = arguments if isinstance(arguments[-1], dict) else (*arguments, {})
+    with pytest.raises(error, match=message):
+        StoredSequences(*places, **options)
