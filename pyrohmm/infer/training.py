@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pyro import poutine
 from pyro.infer import ELBO
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
@@ -22,8 +23,10 @@ from ..data.batches import Batches
 from ..data.sequences import Sequences
 from ..io.checkpoints import Fields
 from ..io.identity import describe, digits, fingerprint
+from ..nn.base import in_mode
+from .guide_samples import point_of
 from .models import to_model_device
-from .objective import Objective, check_shared
+from .objective import Objective, check_shared, follow_batches
 from .process_group import ProcessGroup
 from .results import WINDOW, name_of
 from .validation import HeldOut, Validation
@@ -60,6 +63,11 @@ class Settings:
     batch_tokens: int | None
     windows: tuple[int, int] | None
     precision: torch.dtype | None
+
+    @property
+    def in_one(self) -> bool:
+        """Whether every step sees all the data."""
+        return self.batch_size is None and self.batch_tokens is None and self.windows is None
 
     def __post_init__(self) -> None:
         check_size("num_steps", self.num_steps)
@@ -203,15 +211,19 @@ class State:
             windows=settings.windows, shard=self.group.shard, agree=self.group.from_first,
         )  # fmt: skip
         whole = self.batches.whole
-        self.probe = to_model_device(model, guide, data[:1] if whole is None else whole)
+        first = data.batch(torch.tensor([0])) if whole is None else whole
+        self.probe = to_model_device(model, guide, first)
+        if whole is None and len(data) > 1:
+            follow_batches(inspect.unwrap(model) if batched else model, guide, self.probe)
         self.objective = Objective(model, guide, self.probe, settings.elbo, batched)
         self.descent = Descent(self.objective.parameters, settings, self.num_observed)
         self.held_out = None
         if settings.validation is not None:
             every = settings.validate_every or (None if whole is None else WINDOW)
             self.held_out = HeldOut(
-                model, guide, settings.validation, every, settings.patience, settings.report,
-                self.group, settings.batch_size, settings.batch_tokens,
+                model, guide, settings.validation, self.values, self.objective.plates, every,
+                settings.patience, settings.report, self.group, settings.batch_size,
+                settings.batch_tokens,
             )  # fmt: skip
         device = self.objective.parameters[0].device.type
         around = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
@@ -224,6 +236,15 @@ class State:
     def seconds(self) -> float:
         """Since the start, with those before a checkpoint."""
         return time.perf_counter() - self.start_time
+
+    def values(self) -> dict[str, Tensor]:
+        """Latent variables by name, at the medians of the guide or at a sample of it."""
+        whole = self.objective.plates and self.batches.whole is None
+        data = to_model_device(self.model, self.guide, self.data) if whole else self.probe
+        with torch.no_grad(), poutine.block(), in_mode(False, self.model, self.guide):
+            found = point_of(self.guide, data)
+        names = self.objective.supports
+        return {name: found[name].detach().clone() for name in names if name in found}
 
     def tensors(self) -> list[Tensor]:
         """What the fit changes: parameters and buffers."""
