@@ -19,7 +19,7 @@ from torch import Tensor
 from ..data.sequences import Sequences
 from ..distributions.hmm import HMM
 from ..infer.models import check_returns_hmm
-from ..infer.plates import AtValues, SequencePlate, hmm_at, sequence_plates
+from ..infer.plates import AtValues, Plates, SequencePlate, hmm_at, sequence_plates
 from ..nn.base import in_mode
 
 Model = Callable[..., Any]
@@ -127,6 +127,29 @@ def log_prior(model: Model, values: Values, data: Sequences, layout: Layout, cou
                 scores = site["fn"].log_prob(site["value"]).double()
                 total += scores.reshape(count, -1).sum(-1) if scores.dim() else scores
     return total
+
+
+def own_from_prior(
+    model: Model, known: Values, plates: Plates, shape: torch.Size, data: Sequences
+) -> dict[str, Tensor]:
+    """Samples ``(C, S, N, ...)`` of what each sequence has one of, from the prior given ``known``.
+
+    Args:
+        model: The Pyro model.
+        known: The other variables, ``(C, S, ...)``.
+        plates: Of the variables to sample.
+        shape: ``(C, S)``.
+        data: N sequences.
+    """
+    flat = {name: value.flatten(0, 1) for name, value in known.items()}
+    rows = []
+    with torch.no_grad(), poutine.block(), in_mode(False, model):
+        for i in range(shape.numel()):
+            with AtValues({name: value[i] for name, value in flat.items()}, data, {}):
+                nodes = poutine.trace(model).get_trace(data).nodes
+            rows.append({name: nodes[name]["value"] for name in plates})
+    new = {name: torch.stack([row[name] for row in rows]) for name in plates}
+    return {name: value.unflatten(0, shape) for name, value in new.items()}
 
 
 def _check_names(values: Values, trace: poutine.Trace) -> None:

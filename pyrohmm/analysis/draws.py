@@ -15,7 +15,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from pyro import poutine
 from pyro.infer import MCMC
 from torch import Tensor
 
@@ -26,10 +25,9 @@ from ..distributions.hard_zeros import log_probs
 from ..distributions.hmm import HMM
 from ..distributions.observation import is_categorical
 from ..infer.models import to_model_device
-from ..infer.plates import AtValues, shared
+from ..infer.plates import shared
 from ..infer.results import Fit, match_states
-from ..nn.base import in_mode
-from .draw_layout import Layout, arranged, layout_of, log_prior, run
+from .draw_layout import Layout, arranged, layout_of, log_prior, own_from_prior, run
 from .draw_sources import samples_of_fit, samples_of_sampler
 from .state_dims import name_dims, permute_dims
 
@@ -173,8 +171,7 @@ class PosteriorDraws:
     def for_new(self, data: Sequences) -> PosteriorDraws:
         """The same samples for new sequences, whose own variables are sampled from their prior.
 
-        Variables inside the plate of sequences belong to the sequences that were fitted. Here each
-        sample gets others from their prior, given the variables that sequences share.
+        Each sample gets them given its values of the variables that sequences share.
 
         Raises:
             ValueError: If the model has no variable of this kind, and needs none for new data.
@@ -196,16 +193,9 @@ class PosteriorDraws:
         plates = layout_of(self.model, self._one(), data).plates
         if not plates:
             raise ValueError("no variable of the model belongs to single sequences; use the draws.")
-        known = {name: value.flatten(0, 1) for name, value in shared(self.values, plates).items()}
-        rows = []
-        with torch.no_grad(), poutine.block(), in_mode(False, self.model):
-            for i in range(self.shape.numel()):
-                with AtValues({name: value[i] for name, value in known.items()}, data, {}):
-                    nodes = poutine.trace(self.model).get_trace(data).nodes
-                rows.append({name: nodes[name]["value"] for name in plates})
-        new = {name: torch.stack([row[name] for row in rows]) for name in plates}
-        new = {name: value.unflatten(0, self.shape) for name, value in new.items()}
-        return replace(self, values=shared(self.values, plates) | new, stats={})
+        known = shared(self.values, plates)
+        new = own_from_prior(self.model, known, plates, self.shape, data)
+        return replace(self, values=known | new, stats={})
 
     def map(
         self, data: Sequences, function: Callable[[HMM], Any], batch_size: int | None = None
@@ -372,8 +362,8 @@ class PosteriorDraws:
 
     def _check_dims(self, dims: Mapping[str, Sequence[str]], data: Sequences) -> None:
         """Raise unless permuting variables by ``dims`` permutes the states, and priors allow it."""
-        first = {name: value[:1, :1] for name, value in self.values.items()}
         layout, hmm = self._check(data)
+        first = {name: value[:1, :1] for name, value in self.values.items()}
         order = torch.arange(hmm.num_states).roll(1)
         permuted = {n: permute_dims(v, dims[n], order[None, None]) for n, v in first.items()}
         try:

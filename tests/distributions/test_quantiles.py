@@ -16,8 +16,10 @@ from pyro.distributions import (
 from pyrohmm import HMM, Forecast, plots, queries
 
 PROBS = [0.1, 0.5, 0.9]
-STATES = torch.rand(2, 4, 3, generator=torch.Generator().manual_seed(0)).softmax(-1)  # (B, H, K)
-LOC = torch.tensor([-3.0, 0.0, 5.0])
+STATES = (
+    torch.rand(2, 4, 3, generator=torch.Generator().manual_seed(0)).double().softmax(-1)
+)  # (B, H, K)
+LOC = torch.tensor([-3.0, 0.0, 5.0], dtype=torch.float64)
 EMISSIONS = {
     "normal": lambda: Normal(LOC, 0.5 + LOC.abs()),
     "of each sequence": lambda: Normal(torch.stack([LOC, LOC.flip(0)]), 1.0),
@@ -34,7 +36,7 @@ EMISSIONS = {
 @pytest.mark.parametrize("name", EMISSIONS)
 def test_that_share_of_samples_lies_below(name):
     torch.manual_seed(0)
-    forecast = Forecast(STATES.to(torch.get_default_dtype()), EMISSIONS[name]())
+    forecast = Forecast(STATES, EMISSIONS[name]())
     found = forecast.quantiles(PROBS)
     assert found.shape == (3, 2, 4, *forecast.event_shape)
     samples = forecast.sample((20_000,))
@@ -56,7 +58,7 @@ def test_that_share_of_samples_lies_below(name):
     ],
 )
 def test_a_quantile_of_counts_is_the_first_that_reaches_the_probability(emission):
-    forecast = Forecast(STATES.double(), emission())
+    forecast = Forecast(STATES, emission())
     probs = [0.0, 0.05, 0.3, 0.5, 0.999]
     found = forecast.quantiles(probs)
     size = forecast.emission.probs.size(-1) if isinstance(forecast.emission, Categorical) else 100
@@ -95,8 +97,8 @@ def test_a_fan_is_drawn_after_the_past():
 
 
 def test_probabilities_out_of_range_are_refused():
-    forecast = Forecast(STATES, Normal(LOC.float(), 1.0))
-    for wrong in ([1.5], [], 0.5):
+    forecast = Forecast(STATES, Normal(LOC, 1.0))
+    for wrong in ([1.5], [-0.1, 0.5], []):
         with pytest.raises(ValueError, match="probs must be a list of numbers"):
             forecast.quantiles(wrong)
     with pytest.raises(ValueError, match="level must be"):

@@ -134,7 +134,9 @@ def test_a_guide_follows_minibatches():
     pyro.set_rng_seed(0)
     model = one_state()
     fit = fit_svi(model, AutoNormal(model, init_scale=0.3), DATA, num_steps=300, batch_size=4,
-                  learning_rate=0.15, **QUIET)  # fmt: skip
+                  learning_rate=0.15,
+                  schedule=lambda adam: torch.optim.lr_scheduler.ExponentialLR(adam, 0.985),
+                  **QUIET)  # fmt: skip
     total, length = sums(DATA)
     mean = (SHAPE + total) / (RATE + length)
     torch.testing.assert_close(fit.mean(4000)["rate"][:, 0], mean, rtol=0.15, atol=0.1)
