@@ -98,7 +98,7 @@ for kind in ("pooled", "hierarchical"):
     model = activity(kind)
     guide = AutoNormal(model, init_loc_fn=start_in_order, init_scale=0.1)
     fits[kind] = fit_svi(
-        model, guide, data, num_steps=10 if SMOKE else 700, learning_rate=0.03, batch_size=12
+        model, guide, data, num_steps=10 if SMOKE else 450, learning_rate=0.03, batch_size=12
     )
     print(f"{kind:13s} loss {fits[kind].losses[-50:].mean():8.1f} nats")
 
@@ -112,6 +112,7 @@ for kind in ("pooled", "hierarchical"):
 
 # %%
 together = fits["hierarchical"].mean()["effect"]
+together, true_effect = together - together.mean(), true_effect - true_effect.mean()
 alone = ((data.values * data.exists).sum(-1) / lengths).clamp(min=0.1).log()
 alone -= alone.mean()
 figure, axes = plt.subplots(figsize=(7, 3.5), layout="constrained")
@@ -158,7 +159,7 @@ pyro.set_rng_seed(1)
 for kind in fits:
 
     def fit(part, kind=kind):
-        steps = 5 if SMOKE else 60
+        steps = 5 if SMOKE else 40
         return fit_map(activity(kind), part, num_steps=steps, init=start_in_order)
 
     found = metrics.cross_validate(
@@ -177,6 +178,7 @@ for kind in fits:
 # %%
 order = together.argsort()
 subjects = posteriors["hierarchical"].posterior["effect"].isel(sequence=order.tolist())
+subjects = subjects - subjects.mean("sequence")
 az.plot_forest(subjects.to_dataset(), combined=True, figsize=(6, 6))
 axes = plt.gca()
 axes.plot(true_effect[order.flip(0)], sorted(axes.get_yticks()), "|", color="C3", markersize=9)

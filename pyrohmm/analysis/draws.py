@@ -174,7 +174,7 @@ class PosteriorDraws:
         Each sample gets them given its values of the variables that sequences share.
 
         Raises:
-            ValueError: If the model has no variable of this kind, and needs none for new data.
+            ValueError: If no variable is one of a sequence.
 
         Example:
             >>> def model(data):
@@ -194,8 +194,8 @@ class PosteriorDraws:
         if not plates:
             raise ValueError("no variable of the model belongs to single sequences; use the draws.")
         known = shared(self.values, plates)
-        new = own_from_prior(self.model, known, plates, self.shape, data)
-        return replace(self, values=known | new, stats={})
+        own = own_from_prior(self.model, known, plates, self.shape, data)
+        return replace(self, values=known | own, stats={})
 
     def map(
         self, data: Sequences, function: Callable[[HMM], Any], batch_size: int | None = None
@@ -367,8 +367,7 @@ class PosteriorDraws:
         order = torch.arange(hmm.num_states).roll(1)
         permuted = {n: permute_dims(v, dims[n], order[None, None]) for n, v in first.items()}
         try:
-            row = {name: value[0, 0] for name, value in permuted.items()}
-            other = run(self.model, row, data, layout)
+            other = run(self.model, {n: v[0, 0] for n, v in permuted.items()}, data, layout)
             wanted = hmm.permute_states(order).log_factors(data.values)
             for factor, expected in zip(other.log_factors(data.values), wanted):
                 torch.testing.assert_close(factor, expected, rtol=1e-3, atol=1e-3)
