@@ -206,3 +206,11 @@ def check_range(name: str, tensor: Tensor, size: int, meaning: str, cure: str = 
             f"{name} must lie between 0 and {meaning} = {size - 1}; got values from {low} to "
             f"{high}.{' ' if cure else ''}{cure}"
         )
+
+
+def check_probs(name: str, probs: object) -> Tensor:
+    """Probabilities in a list or a tensor, ``(Q,)``."""
+    values = torch.as_tensor(probs)
+    if values.dim() != 1 or not values.numel() or not bool(((values >= 0) & (values <= 1)).all()):
+        raise ValueError(f"{name} must be a list of numbers between 0 and 1; got {probs!r}.")
+    return values

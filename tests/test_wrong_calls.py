@@ -551,7 +551,9 @@ SPECIAL = {
         "model": lambda: pyrohmm.to_hmmlearn(hmm()),
         "lengths": lambda: [2, 1],
     },
-    "inference_data.summary": {"converted": lambda: pyrohmm.to_arviz(fit(), data())},
+    "inference_data.summary": {
+        "converted": lambda: pyrohmm.to_arviz(guide_fit(), data(), num_draws=2)
+    },
     "agreement.align": KNOWN,
     "agreement.align_transitions": {"found": lambda: simplex(2, 2), "truth": lambda: simplex(2, 2)},
     "metrics.cross_validate": {"fit": lambda: lambda data: fit(), "num_folds": lambda: 2},

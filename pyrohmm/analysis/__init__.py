@@ -16,6 +16,7 @@ Its modules; each imports only those above it:
 ``streaming``       ``Filter``: online filtering
 ``draw_sources``    posterior samples of a fit or a sampler
 ``state_dims``      which dimensions of variables run over states
+``draw_layout``     how samples lie in tensors, checked
 ``draws``           ``PosteriorDraws``: samples of a posterior as HMMs
 ``inference_data``  ``to_arviz``
 ``plots``           pictures of a fitted HMM

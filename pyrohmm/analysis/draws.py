@@ -15,10 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from pyro import poutine
-from pyro.distributions import Unit
 from pyro.infer import MCMC
-from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
 from .._arguments import checked
@@ -27,9 +24,10 @@ from ..data.sequences import Sequences
 from ..distributions.hard_zeros import log_probs
 from ..distributions.hmm import HMM
 from ..distributions.observation import is_categorical
-from ..infer.models import check_returns_hmm, to_model_device
+from ..infer.models import to_model_device
+from ..infer.plates import shared
 from ..infer.results import Fit, match_states
-from ..nn.base import in_mode
+from .draw_layout import Layout, arranged, layout_of, log_prior, own_from_prior, run
 from .draw_sources import samples_of_fit, samples_of_sampler
 from .state_dims import name_dims, permute_dims
 
@@ -46,7 +44,8 @@ class PosteriorDraws:
     Attributes:
         model: The Pyro model. It must return the HMM it builds, and accept dimensions of samples
             to the left of every latent variable, as all models of this package do.
-        values: Latent variables by name, ``(C, S, ...)``.
+        values: Latent variables by name, ``(C, S, ...)``; of which each sequence has one,
+            ``(C, S, N, ...)``.
         stats: What else is known of each sample, by name, ``(C, S)``: ``diverging`` of a sampler;
             ``log_guide``, the log-density of the guide, of SVI.
         dims: Names of the dimensions of a variable, by its name, where they are not to be guessed.
@@ -96,6 +95,7 @@ class PosteriorDraws:
         *,
         num_draws: int = 1000,
         dims: Mapping[str, Sequence[str]] | None = None,
+        data: Sequences | None = None,
     ) -> PosteriorDraws:
         """Take samples from a fit, from a sampler's run or from a dict.
 
@@ -106,6 +106,7 @@ class PosteriorDraws:
             model: The Pyro model; needed only if ``posterior`` does not know it.
             num_draws: S, how many to take from a guide.
             dims: See :class:`PosteriorDraws`.
+            data: The sequences that were fitted, for a guide of your own that reads them.
 
         Raises:
             TypeError: If ``posterior`` is nothing of the above.
@@ -117,7 +118,7 @@ class PosteriorDraws:
             values, stats, dims = posterior.values, posterior.stats, dims or posterior.dims
         elif isinstance(posterior, Fit):
             model = model or posterior.model
-            values, stats = samples_of_fit(posterior, num_draws if posterior.method == "SVI" else 1)
+            values, stats = samples_of_fit(posterior, num_draws, data)
         elif isinstance(posterior, MCMC):
             model = model or posterior.kernel.model
             values, stats = samples_of_sampler(posterior)
@@ -154,16 +155,47 @@ class PosteriorDraws:
         """All samples as one HMM of batch shape ``(C, S, N)``.
 
         :meth:`map` goes through many samples in bounded memory. Labels that ``data`` may carry are
-        not used.
+        not used. If each sequence has variables of its own, ``data`` are the sequences that were
+        fitted or a part of them, ``data.batch(numbers)``; for others see :meth:`for_new`.
 
         Raises:
             TypeError: If the model does not return an HMM.
-            ValueError: If the model does not accept samples to the left of its variables.
+            ValueError: If the model does not accept samples to the left of its variables, or
+                sequences have variables of their own and ``data`` are others.
         """
         data = to_model_device(self.model, None, data)
-        self._check(data)
-        wide = {name: value.unsqueeze(2) for name, value in self.values.items()}
-        return self._run(wide, data).expand(torch.Size([*self.shape, len(data)]))
+        layout, _ = self._check(data)
+        hmm = run(self.model, layout.wide(self.values, 2), data, layout)
+        return hmm.expand(torch.Size([*self.shape, len(data)]))
+
+    def for_new(self, data: Sequences) -> PosteriorDraws:
+        """The same samples for new sequences, whose own variables are sampled from their prior.
+
+        Each sample gets them given its values of the variables that sequences share.
+
+        Raises:
+            ValueError: If no variable is one of a sequence.
+
+        Example:
+            >>> def model(data):
+            ...     even = torch.full((2, 2), 0.5).log()
+            ...     with pyro.plate("subjects", data.total, subsample=data.indices):
+            ...         face = pyro.sample("face", Dirichlet(torch.ones(2, 3)).to_event(1))
+            ...         hmm = HMM(even[0], even, Categorical(face), data.lengths)
+            ...         pyro.sample("x", hmm, obs=data.values)
+            ...     return hmm
+            >>> new = Sequences.from_list([[2, 1]])
+            >>> draws = PosteriorDraws.of({"face": torch.full((1, 4, 3, 2, 3), 1 / 3)}, model)
+            >>> draws.for_new(new).map(new, lambda hmm: hmm.log_prob(new.values)).shape
+            torch.Size([1, 4, 1])
+        """
+        data = to_model_device(self.model, None, data)
+        plates = layout_of(self.model, self._one(), data).plates
+        if not plates:
+            raise ValueError("no variable of the model belongs to single sequences; use the draws.")
+        known = shared(self.values, plates)
+        own = own_from_prior(self.model, known, plates, self.shape, data)
+        return replace(self, values=known | own, stats={})
 
     def map(
         self, data: Sequences, function: Callable[[HMM], Any], batch_size: int | None = None
@@ -191,13 +223,11 @@ class PosteriorDraws:
             torch.Size([1, 1, 5])
         """
         data = to_model_device(self.model, None, data)
-        num_states = self._check(data).num_states
-        if batch_size is None:
-            batch_size = max(1, CELLS // (data.observed.numel() * num_states))
-        check_size("batch_size", batch_size)
+        layout, first = self._check(data)
         parts = []
-        for wide, count in self._split(batch_size):
-            hmm = self._run(wide, data).expand(torch.Size([count, len(data)]))
+        for values, count in self._split(batch_size or _room(data, first)):
+            hmm = run(self.model, layout.wide(values), data, layout)
+            hmm = hmm.expand(torch.Size([count, len(data)]))
             with torch.no_grad():
                 parts.append(function(hmm if data.labels is None else hmm.restrict(data.labels)))
         check_returned("function", parts[0], Mapping | torch.Tensor, "a tensor, or tensors by name")
@@ -214,52 +244,29 @@ class PosteriorDraws:
         It is that of the variables themselves (of probabilities, not of their logits). Together
         with the evidence of the sequences it makes the log joint density.
         """
-        data = to_model_device(self.model, None, data)[:1]
-        self._check(data)
-        ((wide, count),) = self._split(self.shape.numel())
-        total = torch.zeros(count, dtype=torch.float64, device=data.values.device)
-        with torch.no_grad(), poutine.block():
-            trace = poutine.trace(poutine.condition(self.model, data=wide)).get_trace(data)
-            for name, site in trace.nodes.items():
-                factor = isinstance(site.get("fn"), Unit) and not site["cond_indep_stack"]
-                if name in self.values or factor:
-                    scores = site["fn"].log_prob(site["value"]).double()
-                    total += scores.reshape(count, -1).sum(-1) if scores.dim() else scores
-        return total.unflatten(0, self.shape)
+        data = to_model_device(self.model, None, data)
+        layout, first = self._check(data)
+        parts = [
+            log_prior(self.model, layout.wide(values), data, layout, count)
+            for values, count in self._split(_room(data, first))
+        ]
+        return torch.cat(parts).unflatten(0, self.shape)
+
+    def _one(self) -> dict[str, Tensor]:
+        """The first sample."""
+        return {name: value[0, 0] for name, value in self.values.items()}
 
     def _split(self, size: int) -> Iterator[tuple[dict[str, Tensor], int]]:
-        """At most ``size`` samples at a time, ``(b, 1, ...)`` by name; and how many they are."""
-        wide = {name: value.flatten(0, 1).unsqueeze(1) for name, value in self.values.items()}
+        """At most ``size`` samples at a time, ``(b, ...)`` by name; and how many they are."""
+        flat = {name: value.flatten(0, 1) for name, value in self.values.items()}
         total = self.shape.numel()
         for first in range(0, total, size):
-            some = {name: value[first : first + size] for name, value in wide.items()}
+            some = {name: value[first : first + size] for name, value in flat.items()}
             yield some, min(size, total - first)
 
-    def _run(self, values: dict[str, Tensor], data: Sequences) -> HMM:
-        """The HMM of the model with these values of its variables."""
-        with torch.no_grad(), poutine.block(), in_mode(False, self.model):
-            return check_returns_hmm(poutine.condition(self.model, data=values)(data))
-
-    def _check(self, data: Sequences) -> HMM:
-        """Raise unless samples in a batch are what they are one by one; return the first."""
-        data = data[:1]
-        wide, count = next(self._split(3))
-        singles = [
-            self._run({name: value[i, 0] for name, value in wide.items()}, data)
-            for i in range(count)
-        ]
-        _check_names(self.model, {name: value[0, 0] for name, value in wide.items()}, data)
-        wanted = torch.stack([single.log_prob(data.values) for single in singles])
-        try:
-            batched = self._run(wide, data).expand(torch.Size([count, 1])).log_prob(data.values)
-            torch.testing.assert_close(batched, wanted, rtol=1e-3, atol=1e-3)
-        except (ValueError, RuntimeError, IndexError, AssertionError) as error:
-            raise ValueError(
-                "model must accept dimensions of samples to the left of its variables, and give "
-                "each sample what it gives to it alone; this one does not. Count dimensions from "
-                "the right: write matrix[..., 0, :], not matrix[0]."
-            ) from error
-        return singles[0]
+    def _check(self, data: Sequences) -> tuple[Layout, HMM]:
+        """Raise unless samples in a batch are what they are one by one; see :func:`arranged`."""
+        return arranged(self.model, *next(self._split(3)), data)
 
     # The order of states
 
@@ -328,7 +335,7 @@ class PosteriorDraws:
                 if priors tell states apart, so that their order has a meaning already.
         """
         data = to_model_device(self.model, None, data)
-        hmm = self._check(data)
+        _, hmm = self._check(data)
         check_integers("names", names)
         check_shape("names", names, (*self.shape, hmm.num_states), "(C, S, K)")
         dims = self.named_dims(data)
@@ -341,19 +348,26 @@ class PosteriorDraws:
 
     def named_dims(self, data: Sequences) -> dict[str, tuple[str, ...]]:
         """Names of the dimensions of each variable: ``state``, ``next_state``, ``symbol``, ..."""
-        hmm = self._run({n: v[0, 0] for n, v in self.values.items()}, data[:1])
+        layout = layout_of(self.model, self._one(), data)
+        hmm = run(self.model, self._one(), data, layout)
         num_symbols = log_probs(hmm.emission).size(-1) if is_categorical(hmm.emission) else 0
         shapes = {name: tuple(value.shape[2:]) for name, value in self.values.items()}
-        return name_dims(shapes, self.dims, hmm.num_states, num_symbols)
+        sequences = {plate.name: "sequence" for plate in layout.plates.values()}
+        leading = {
+            name: tuple(sequences.get(plate, plate) for plate in plates)
+            for name, plates in layout.inside.items()
+            if name in layout.plates or hmm.num_states not in shapes[name][: len(plates)]
+        }
+        return name_dims(shapes, self.dims, hmm.num_states, num_symbols, leading)
 
     def _check_dims(self, dims: Mapping[str, Sequence[str]], data: Sequences) -> None:
         """Raise unless permuting variables by ``dims`` permutes the states, and priors allow it."""
+        layout, hmm = self._check(data)
         first = {name: value[:1, :1] for name, value in self.values.items()}
-        hmm = self._run({name: value[0, 0] for name, value in first.items()}, data)
         order = torch.arange(hmm.num_states).roll(1)
         permuted = {n: permute_dims(v, dims[n], order[None, None]) for n, v in first.items()}
         try:
-            other = self._run({name: value[0, 0] for name, value in permuted.items()}, data)
+            other = run(self.model, {n: v[0, 0] for n, v in permuted.items()}, data, layout)
             wanted = hmm.permute_states(order).log_factors(data.values)
             for factor, expected in zip(other.log_factors(data.values), wanted):
                 torch.testing.assert_close(factor, expected, rtol=1e-3, atol=1e-3)
@@ -413,22 +427,6 @@ def invariants(hmm: HMM, values: Tensor) -> dict[str, Tensor]:
         return quantities | {"occupancy": shares.sort(-1, descending=True).values}
 
 
-def _check_names(model: Callable[..., Any], values: dict[str, Tensor], data: Sequences) -> None:
-    """Raise unless the values are those of the model's latent variables, all of them."""
-    with torch.no_grad(), poutine.block():
-        conditioned = poutine.condition(model, data=values)
-        nodes = poutine.trace(conditioned).get_trace(data).nodes
-    unknown = [name for name in values if name not in nodes]
-    missing = [
-        name
-        for name, site in nodes.items()
-        if site["type"] == "sample" and not site["is_observed"]
-        and not site_is_subsample(site) and site["infer"].get("enumerate") != "parallel"
-    ]  # fmt: skip
-    if unknown or missing:
-        raise ValueError(
-            "values must be of the latent variables of the model, all of them; it has no "
-            f"{', '.join(map(repr, unknown)) or 'other'}, and samples of "
-            f"{', '.join(map(repr, missing)) or 'none'} are missing. Names in a model begin "
-            "with 'module.'."
-        )
+def _room(data: Sequences, hmm: HMM) -> int:
+    """How many samples at a time make some four million numbers N T K."""
+    return max(1, CELLS // (data.observed.numel() * hmm.num_states))

@@ -71,7 +71,7 @@ def to_arviz(
     Samples are converted some at a time: C S N numbers are kept, with ``per_step`` C S N T.
 
     Args:
-        posterior: What :meth:`PosteriorDraws.of` takes.
+        posterior: What :meth:`PosteriorDraws.of` takes, but for fits by MAP and EM.
         data: The sequences that were fitted. Their labels, if any, count as observed.
         model: The Pyro model; needed only if ``posterior`` does not know it.
         num_draws: How many samples to take from a guide.
@@ -87,15 +87,22 @@ def to_arviz(
 
     Raises:
         TypeError, ValueError: As :meth:`PosteriorDraws.of`, :meth:`PosteriorDraws.hmm` and
-            :meth:`PosteriorDraws.permute_states`.
+            :meth:`PosteriorDraws.permute_states`; or if ``posterior`` is a single point.
 
     Example:
         >>> data = datasets.casino(num_sequences=5, num_steps=20).without_labels()
-        >>> fit = fit_em(TabularHMM(2, categorical(6)), data, num_steps=5)
+        >>> model = MarginalModel(TabularHMM(2, categorical(6)))
+        >>> fit = fit_svi(model, pyro.infer.autoguide.AutoNormal(model), data, num_steps=5)
         >>> to_arviz(fit, data)["log_likelihood"]["x"].sizes["sequence"]
         5
     """
-    samples = PosteriorDraws.of(posterior, model, num_draws=num_draws, dims=dims)
+    samples = PosteriorDraws.of(posterior, model, num_draws=num_draws, dims=dims, data=data)
+    if samples.shape.numel() == 1:
+        raise ValueError(
+            "posterior must be samples; got a single point, such as a fit by MAP or EM has, of "
+            "which ArviZ's loo, compare, intervals and R-hat mean nothing. Fit with fit_svi, or "
+            "sample with NUTS; a point is judged by metrics.cross_validate, aic and bic."
+        )
     samples = samples.aligned(data) if align else samples
     groups = _fitted_groups(samples, data, per_step, batch_size)
     event = tuple(f"x_dim_{i}" for i in range(data.values.dim() - 2))

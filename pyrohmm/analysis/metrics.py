@@ -20,6 +20,7 @@ from .._checks import (
 from ..data.sequences import Sequences
 from ..distributions.hmm import HMM
 from ..infer.models import build
+from ..infer.plates import new_log_evidence
 from ..infer.results import Fit
 from ..nn.base import HMMModule
 from .agreement import align as align
@@ -89,28 +90,69 @@ def perplexity(model: HMM | Fit, data: Sequences, batch_size: int = 256) -> Perp
 def log_evidence(model: HMM | Fit, data: Sequences, batch_size: int = 256) -> Tensor:
     r"""Log evidence :math:`\log p(x_{1:T})` of each sequence, ``(N,)``, in nats.
 
-    Labels of ``data`` are not used. Of an SVI fit it is that of one sample of the guide.
+    Labels of ``data`` are not used. Of a fit it is that at ``fit.values``. If sequences have
+    variables of their own, ``data`` are those that were fitted; see :func:`held_out_log_evidence`.
 
     Args:
         model: An :class:`HMM` built for these sequences, or a :class:`Fit`.
         data: The sequences.
         batch_size: How many are evaluated at a time, if ``model`` is a fit.
+
+    Raises:
+        ValueError: If sequences have variables of their own, and ``data`` are others.
     """
     with torch.no_grad():
         if isinstance(model, HMM):
             return model.log_prob(data.values)
-        parts = [data[start : start + batch_size] for start in range(0, len(data), batch_size)]
+        parts = _parts(data, batch_size)
         hmms = model.hmms(parts)
         return torch.cat([hmm.log_prob(part.values) for hmm, part in zip(hmms, parts)])
 
 
-@checked()
-def num_parameters(module: torch.nn.Module, data: Sequences) -> int:
-    """Number of free parameters p; what sums to one has one less than entries.
+@checked(num_samples=Range(1), batch_size=Range(1))
+def held_out_log_evidence(
+    fit: Fit, data: Sequences, num_samples: int = 100, batch_size: int = 256
+) -> Tensor:
+    r"""Log evidence of sequences that were not fitted, ``(N,)``, in nats.
+
+    A new sequence has none of the fitted values of variables inside the plate of sequences. They
+    are averaged over their prior, given the values of those that all sequences share:
+
+    .. math:: \log p(x_n \mid \theta) \approx
+              \log \frac{1}{S} \sum_{s=1}^S p(x_n \mid b^{(s)}, \theta), \quad
+              b^{(s)} \sim p(b \mid \theta)
+
+    The estimate grows with S on average: it is a lower bound in expectation. The samples are the
+    same in every call. For models without such variables it is :func:`log_evidence`.
 
     Args:
-        module: An :class:`HMMModule`, or a model of one.
-        data: Anything the module can be built for; one sequence is enough.
+        fit: The fit.
+        data: New sequences.
+        num_samples: S.
+        batch_size: How many are evaluated at a time.
+    """
+    with torch.no_grad(), fit.at_rest():
+        return torch.cat(
+            [
+                new_log_evidence(fit.model, fit.values, part, fit.plates, num_samples)
+                for part in _parts(data, batch_size)
+            ]
+        )
+
+
+def _parts(data: Sequences, batch_size: int) -> list[Sequences]:
+    return [data.batch(chosen) for chosen in torch.arange(len(data)).split(batch_size)]
+
+
+@checked()
+def num_parameters(module: Callable[..., Any], data: Sequences) -> int:
+    """Number of free parameters p; what sums to one has one less than entries.
+
+    Variables of which each sequence, or each group, has one count as often as there are.
+
+    Args:
+        module: An :class:`HMMModule`, a model of one, or any Pyro model.
+        data: The sequences; one is enough unless they have variables of their own.
 
     Example:
         >>> data = Sequences.from_list([[0, 1]])
@@ -119,13 +161,19 @@ def num_parameters(module: torch.nn.Module, data: Sequences) -> int:
     """
     with torch.no_grad(), poutine.block():
         run = module if not isinstance(module, HMMModule) else lambda data: build(module, data)
-        trace = poutine.trace(run).get_trace(data[:1])
+        trace = poutine.trace(run).get_trace(data)
     count = 0
     for name in trace.stochastic_nodes:
         site = trace.nodes[name]
         if not site_is_subsample(site) and site["infer"].get("enumerate") != "parallel":
             shape = biject_to(site["fn"].support).inverse_shape(site["value"].shape)
             count += math.prod(shape)
+    if not isinstance(module, torch.nn.Module):
+        for site in trace.nodes.values():
+            if site["type"] == "param":
+                constraint = site["kwargs"].get("constraint", constraints.real)
+                count += _dimension(constraint, site["value"])
+        return count
     constrained = set()
     for part in module.modules():
         for name, (constraint, _) in getattr(part, "_pyro_params", {}).items():
@@ -153,7 +201,10 @@ def aic(fit: Fit, data: Sequences) -> float:
 
     .. math:: -2 \log p(x | \hat\theta) + 2 p
 
-    It is meant for maximum likelihood, thus for flat priors.
+    It is meant for maximum likelihood, thus for flat priors. Variables of which each sequence has
+    one, such as random effects, count as parameters at their fitted values (the conditional
+    criterion); how far a prior shrinks them is not counted, which leave-one-out by
+    :func:`pyrohmm.to_arviz` does.
 
     Args:
         fit: From :func:`fit_em` or :func:`fit_map`.
@@ -178,15 +229,11 @@ def bic(fit: Fit, data: Sequences) -> float:
 
 
 def _criterion(fit: Fit, data: Sequences, price: float) -> float:
-    if not isinstance(fit.model, torch.nn.Module):
-        raise TypeError(
-            "fit must be of a model that is a module, whose parameters can be counted; got "
-            f"{type(fit.model).__name__}."
-        )
     if fit.method == "SVI":
         raise ValueError("fit must be one of EM or MAP, a point; SVI has a distribution of them.")
     evidence = log_evidence(fit, data).double().sum().item()
-    return -2.0 * evidence + price * num_parameters(fit.model, data)
+    with fit.at_rest():
+        return -2.0 * evidence + price * num_parameters(fit.model, data)
 
 
 class CrossValidation(NamedTuple):
@@ -249,7 +296,7 @@ def cross_validate(
     for number in range(num_folds):
         fitted = fit(data[fold != number])
         check_returned("fit", fitted, Fit, "a Fit")
-        parts.append(log_evidence(fitted, data[fold == number]).cpu())
+        parts.append(held_out_log_evidence(fitted, data[fold == number]).cpu())
     return CrossValidation(torch.cat(parts)[by_fold.argsort()], fold, data.num_observed)
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from .._arguments import checked
+from ..distributions.forecast import Forecast
 from ..distributions.hmm import HMM
 from ..infer.results import Fit
 
@@ -146,4 +147,46 @@ def losses(fit: Fit, axes: Axes | None = None) -> Axes:
     axes.plot((fit.losses / max(fit.num_observed, 1)).numpy())
     axes.set_xlabel("gradient step")
     axes.set_ylabel("loss, nats per observation")
+    return axes
+
+
+@checked()
+def forecast(
+    predicted: Forecast,
+    values: Tensor | None = None,
+    levels: Sequence[float] = (0.5, 0.9),
+    axes: Axes | None = None,
+) -> Axes:
+    """Draw a forecast as a fan: its median, and bands of central intervals, after the past.
+
+    Args:
+        predicted: Of one sequence of numbers, ``(H,)``: such as ``hmm.forecast(values, 10)`` of an
+            HMM of one sequence.
+        values: The past, ``(T,)``; the forecast follows it.
+        levels: Probabilities of the bands.
+        axes: Where to draw; new ones by default.
+
+    Raises:
+        ValueError: If there are several sequences, or observations are vectors.
+    """
+    shape = tuple(predicted.batch_shape + predicted.event_shape)
+    if len(shape) != 1 or (values is not None and values.dim() != 1):
+        raise ValueError(
+            "predicted must be of one sequence of numbers, (H,), and values its past, (T,); got "
+            f"shapes {shape} and {None if values is None else tuple(values.shape)}."
+        )
+    axes = _axes(axes)
+    start = 0 if values is None else len(values)
+    if values is not None:
+        axes.plot(range(start), values.detach().cpu().numpy(), color="0.3", label="observed")
+    steps = range(start, start + shape[0])
+    for level in sorted(levels, reverse=True):
+        low, high = (end.cpu().numpy() for end in predicted.interval(level))
+        axes.fill_between(
+            steps, low, high, color="C0", alpha=0.25, linewidth=0.0, label=f"{level:.0%}"
+        )
+    axes.plot(steps, predicted.quantiles([0.5])[0].cpu().numpy(), color="C0", label="median")
+    axes.set_xlabel("step")
+    axes.set_ylabel("observation")
+    axes.legend(loc="upper left")
     return axes

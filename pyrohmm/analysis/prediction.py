@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -182,6 +183,9 @@ class _ForecastPerStep(Forecast):
     @property
     def variance(self) -> Tensor:
         return self._forecast.variance.squeeze(self._dim)
+
+    def quantiles(self, probs: Sequence[float] = (0.05, 0.5, 0.95)) -> Tensor:
+        return self._forecast.quantiles(probs).squeeze(self._dim)
 
     def log_prob(self, values: Tensor) -> Tensor:
         return self._forecast.log_prob(values.unsqueeze(self._dim)).squeeze(-1)

@@ -24,6 +24,7 @@ def name_dims(
     dims: Mapping[str, Sequence[str]],
     num_states: int,
     num_symbols: int,
+    leading: Mapping[str, tuple[str, ...]] | None = None,
 ) -> dict[str, tuple[str, ...]]:
     """Names of the dimensions of each variable: ``state``, ``next_state``, ``symbol``, ...
 
@@ -32,9 +33,12 @@ def name_dims(
         dims: Names of the dimensions of some of them, which are kept.
         num_states: K; a first dimension of that size is taken for states.
         num_symbols: V, or 0 if observations are not symbols.
+        leading: Names of the first dimensions of some of them, which are those of plates.
     """
     named: dict[str, tuple[str, ...]] = {}
-    for variable, shape in shapes.items():
+    for variable, whole in shapes.items():
+        plates = (leading or {}).get(variable, ())
+        shape = whole[len(plates) :]
         path = variable.split(".")
         known = KNOWN_DIMS.get(path[-1], ())
         names = [f"{variable}_dim_{i}" for i in range(len(shape))]
@@ -48,7 +52,7 @@ def name_dims(
                 names[1] = "next_state"
             elif len(shape) == 2 and shape[1] == num_symbols:
                 names[1] = "symbol"
-        named[variable] = tuple(names)
+        named[variable] = tuple(names) if variable in dims else (*plates, *names)
     sizes: dict[str, int] = {}  # a name that has another size already gets that of its module
     for variable, known_names in named.items():
         module, unique = variable.rpartition(".")[0], []

@@ -206,3 +206,8 @@ def _places(lengths: Tensor, max_steps: int) -> list[int]:
             places.append(place)
             longest = length
     return [*places, len(lengths)]
+
+
+def first_sequence(data: Sequences | Parts) -> Sequences:
+    """The first sequence, as a minibatch of the whole set."""
+    return data.first if isinstance(data, Parts) else data.batch(torch.tensor([0]))

@@ -58,6 +58,9 @@ class Sequences(Dataset["Sequences"]):
             Models scale the likelihood by ``total / N``, and priors not. It need not be whole.
         covariates: ``(N, T, C)`` floating point, what transitions and emissions may depend on:
             models pass it to the module that builds the HMM. Finite wherever a step exists.
+        indices: ``(N,)`` integers, the number of each sequence in that whole set; 0, 1, ... by
+            default. Variables that each sequence has one of are found by them: see
+            :meth:`batch`. They are kept on the CPU.
 
     Raises:
         TypeError: If a dtype is wrong.
@@ -80,6 +83,7 @@ class Sequences(Dataset["Sequences"]):
         labels: Tensor | None = None,
         total: float | None = None,
         covariates: Tensor | None = None,
+        indices: Tensor | None = None,
     ) -> None:
         check_values(values)
         values = regular("values", values)
@@ -109,6 +113,7 @@ class Sequences(Dataset["Sequences"]):
         self.labels = None if labels is None else labels[:, :longest]
         self.covariates = None if covariates is None else covariates[:, :longest]
         self.total = check_total(total, len(values))
+        self.indices = _check_indices(indices, len(values))
 
     @classmethod
     def from_list(
@@ -331,9 +336,12 @@ class Sequences(Dataset["Sequences"]):
         )
 
     def __getitem__(self, index: Any) -> Sequences:
-        """Select sequences by slice, boolean mask or integers; ``total`` becomes their number."""
+        """Select sequences by slice, boolean mask or integers, as a set of their own.
+
+        Their ``total`` is their number, and ``indices`` number them anew; see :meth:`batch`.
+        """
         chosen = torch.arange(len(self))[index].reshape(-1)
-        return self._select(chosen, len(chosen))
+        return self._select(chosen, len(chosen), torch.arange(len(chosen)))
 
     def __getitems__(self, indices: list[int]) -> Sequences:
         """Select a minibatch, as a DataLoader does; ``total`` stays."""
@@ -352,18 +360,23 @@ class Sequences(Dataset["Sequences"]):
         """
         return parts if isinstance(parts, Sequences) else _joined(parts, self.total)
 
-    def _select(self, chosen: Tensor, total: float, longest: int | None = None) -> Sequences:
+    def _select(
+        self, chosen: Tensor, total: float, indices: Tensor, longest: int | None = None
+    ) -> Sequences:
         """The first steps of sequences ``chosen``, without those that only longer ones need."""
         lengths = self.lengths[chosen].clamp(max=self.num_steps if longest is None else longest)
         steps = int(lengths.max()) if len(chosen) else 0
         chosen = chosen.to(self.values.device)
-        return self._map(lambda part: part[chosen, :steps], lengths, total)
+        return self._map(lambda part: part[chosen, :steps], lengths, total, indices)
 
-    def _map(self, change: Callable[[Tensor], Tensor], lengths: Tensor, total: float) -> Sequences:
+    def _map(
+        self, change: Callable[[Tensor], Tensor], lengths: Tensor, total: float, indices: Tensor
+    ) -> Sequences:
         """The sequences whose parts ``(N, T, *)`` are changed in the same way."""
         parts = (self.observed, self.labels, self.covariates)
         observed, labels, covariates = (p if p is None else change(p) for p in parts)
-        return Sequences(change(self.values), lengths, observed, labels, total, covariates)
+        values = change(self.values)
+        return Sequences(values, lengths, observed, labels, total, covariates, indices)
 
     def truncate(self, num_steps: int) -> Sequences:
         """The first ``num_steps`` steps of each sequence; shorter ones stay as they are.
@@ -374,7 +387,7 @@ class Sequences(Dataset["Sequences"]):
                     [5, 0]])
         """
         check_size("num_steps", num_steps)
-        return self._select(torch.arange(len(self)), self.total, num_steps)
+        return self._select(torch.arange(len(self)), self.total, self.indices, num_steps)
 
     def split(
         self, share: float = 0.5, generator: torch.Generator | None = None
@@ -407,17 +420,18 @@ class Sequences(Dataset["Sequences"]):
 
     def to(self, device: torch.device | str) -> Sequences:
         """Copy to ``device`` what is not there yet (lengths stay on the CPU)."""
-        return self._map(lambda part: part.to(device), self.lengths, self.total)
+        return self._map(lambda part: part.to(device), self.lengths, self.total, self.indices)
 
     def with_total(self, total: float) -> Sequences:
         """The same sequences as a part of ``total``."""
-        return self._map(lambda part: part, self.lengths, total)
+        return self._map(lambda part: part, self.lengths, total, self.indices)
 
     def without_labels(self) -> Sequences:
         """The same sequences; a fit to them is unsupervised."""
         return Sequences(
-            self.values, self.lengths, self.observed, None, self.total, self.covariates
-        )
+            self.values, self.lengths, self.observed, None, self.total, self.covariates,
+            self.indices,
+        )  # fmt: skip
 
     def batches(
         self, batch_size: int, generator: torch.Generator | None = None
@@ -439,11 +453,20 @@ class Sequences(Dataset["Sequences"]):
     def batch(self, chosen: Tensor, total: float | None = None) -> Sequences:
         """The sequences ``chosen`` (integers), as a part of the whole set: ``total`` stays.
 
+        Also ``indices``, by which a model finds what belongs to a sequence, such as a variable
+        inside ``pyro.plate("subjects", data.total, subsample=data.indices)``.
+
         Args:
             chosen: Which sequences.
             total: Number of sequences they are a sample of, if not of the whole set.
+
+        Example:
+            >>> data = Sequences.from_list([[0], [1], [2], [3]])
+            >>> part = data.batch(torch.tensor([3, 1]))
+            >>> part.total, part.indices
+            (4, tensor([3, 1]))
         """
-        return self._select(chosen, self.total if total is None else total)
+        return self._select(chosen, self.total if total is None else total, self.indices[chosen])
 
 
 def _joined(parts: Listed[Sequences], total: float) -> Sequences:
@@ -459,3 +482,14 @@ def _joined(parts: Listed[Sequences], total: float) -> Sequences:
         join(lambda part: part.values), lengths, join(lambda part: part.observed),
         join(lambda part: part.labels, -1.0), total, join(lambda part: part.covariates),
     )  # fmt: skip
+
+
+def _check_indices(indices: Tensor | None, count: int) -> Tensor:
+    """The numbers of ``count`` sequences in the whole set."""
+    if indices is None:
+        return torch.arange(count)
+    check_integers("indices", indices)
+    check_shape("indices", indices, (count,), "(N,)", "N is that of values.")
+    if bool((indices < 0).any()):
+        raise ValueError("indices must not be negative: they number the sequences from 0.")
+    return indices.cpu().long()

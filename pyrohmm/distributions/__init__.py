@@ -14,6 +14,7 @@ Its modules; each imports only those above it:
 ``arguments``         the arguments of an ``HMM``, checked
 ``labels``            which states are allowed at each step
 ``sampling``          sampling of observations given states
+``quantiles``         quantiles of mixtures of emissions
 ``forecast``          ``Forecast``: observations at future steps
 ``base``              ``ChainDistribution``: parameters, masks and data joined
 ``hmm``               ``HMM``: a distribution over whole sequences

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import numpy
 import torch
 from pyro.distributions.torch_distribution import TorchDistribution
 from torch import Tensor
 from torch.distributions import constraints
 
 from .._arguments import Shape, explained
-from .._checks import check_broadcast, check_real, check_trailing
+from .._checks import check_broadcast, check_probs, check_real, check_trailing
 from .observation import log_likelihood
+from .quantiles import mixture_quantiles
 from .sampling import sample_emission
+
+NUM_SAMPLES = 10_000  # for quantiles, where no distribution function is known
 
 
 @explained()
@@ -19,12 +25,21 @@ class Forecast(TorchDistribution):
 
     .. math:: p(x_{T+h} | x_{1:T}) = \sum_k p(z_{T+h} = k | x_{1:T}) \, p(x_{T+h} | k)
 
-    These are marginals: samples at different steps are not a joint sequence. After an impossible
-    past all states are zero: probabilities and densities are zero then, moments NaN.
+    These are marginals: samples at different steps are not a joint sequence; for that see
+    :func:`pyrohmm.queries.continuation`. After an impossible past all states are zero:
+    probabilities and densities are zero then, moments NaN.
 
     Args:
         states: ``(*B, H, K)``, probabilities of the states at each of the H steps ahead.
         emission: Distribution of an observation, batched over the K states.
+
+    Example:
+        >>> forecast = Forecast(torch.tensor([[0.5, 0.5]]), Normal(torch.tensor([-2.0, 2.0]), 1.0))
+        >>> forecast.mean, forecast.variance
+        (tensor([0.]), tensor([5.]))
+        >>> low, high = forecast.interval(0.9)
+        >>> bool(((low + high).abs() < 1e-5).all())
+        True
     """
 
     arg_constraints: dict[str, constraints.Constraint] = {}  # noqa: RUF012
@@ -58,6 +73,42 @@ class Forecast(TorchDistribution):
         apart = (centres - self.mean.unsqueeze(-1 - events)) ** 2  # (*B, H, K, *E)
         weights = self.states.reshape(self.states.shape + (1,) * events)
         return within + (weights * apart).sum(-1 - events)
+
+    def quantiles(self, probs: Sequence[float] = (0.05, 0.5, 0.95)) -> Tensor:
+        """Quantiles of the observation, ``(Q, *B, H, *E)``, component by component of vectors.
+
+        They are those of the mixture: exact to rounding for symbols, counts and components whose
+        distribution function is known, such as those of normal distributions; for others from
+        ten thousand samples. Symbols are taken in the order of their numbers. After an impossible
+        past they mean nothing.
+
+        Args:
+            probs: Q numbers between 0 and 1.
+
+        Example:
+            >>> dice = Categorical(torch.tensor([[0.2, 0.8], [0.6, 0.4]]))
+            >>> Forecast(torch.tensor([[0.5, 0.5]]), dice).quantiles([0.3, 0.5])
+            tensor([[0],
+                    [1]])
+        """
+        wanted = check_probs("probs", probs)
+        with torch.no_grad():
+            found = mixture_quantiles(self.states, self.emission, wanted)
+            if found is None:
+                samples = self.sample((NUM_SAMPLES,)).cpu().double().numpy()
+                quantiles = numpy.quantile(samples, wanted.tolist(), axis=0)
+                found = torch.as_tensor(quantiles).to(self.states)
+            return found
+
+    def interval(self, level: float = 0.9) -> tuple[Tensor, Tensor]:
+        """Ends ``(*B, H, *E)`` of the central interval of this probability: two quantiles.
+
+        Args:
+            level: Between 0 and 1.
+        """
+        check_probs("level", [level])
+        low, high = self.quantiles([(1 - level) / 2, (1 + level) / 2])
+        return low, high
 
     def _average(self, moment: Tensor) -> Tensor:
         """Mix a moment ``(*B, K, *E)`` over the states."""

@@ -7,6 +7,8 @@ Its modules; each imports only those above it:
 ``exclusive``     one fit at a time, in several threads
 ``models``        ``MarginalModel``, ``EnumeratedModel``, ``StatefulModel``
 ``guides``        ``RotationGuide``: variational families for embeddings
+``guide_samples``  samples, and one value, of a guide
+``plates``        latent variables of which each sequence has one
 ``nuts``          ``RowPermutationNUTS``: NUTS under a diversity prior
 ``starts``        where EM begins
 ``ascent``        how M-steps under a diversity prior rise

@@ -488,4 +488,5 @@ def _finish(loop: _Loop, history: Tensor) -> Fit:
         method="EM",
         window=1,
         supports={f"module.{name}": site.support for name, site in parameters.sites.items()},
+        values=values,
     )

@@ -71,7 +71,7 @@ class RotationGuide(OwnParameters):
         >>> model = MarginalModel(DenseHMM(2, 6, 2))
         >>> guide = RotationGuide(model, fit_map(model, data, num_steps=50).start)
         >>> fit = fit_svi(model, guide, data, num_steps=50)
-        >>> leave = torch.stack([fit.values["module.leave"] for _ in range(500)])
+        >>> leave = fit.samples(500)["module.leave"]
         >>> leave.mean(0).norm() < 0.2 * leave.norm(dim=(-1, -2)).mean()  # all directions alike
         tensor(True)
     """

@@ -65,13 +65,13 @@ def train(
         if state.group.size > 1:
             state.check_ranks()
         descend(state, checkpoint, units)
-        losses = state.finish()
+        losses, values = state.finish(), state.values()
     return Fit(
         model, guide, losses, state.converged, state.reason, state.seconds, data.num_observed,
         names=list(state.objective.supports), params=dict(store),
         notes=uses_labels(data) if isinstance(module, HMMModule) else [],
         method=method, validation=[] if state.held_out is None else state.held_out.history,
-        supports=state.objective.supports,
+        supports=state.objective.supports, values=values, plates=state.objective.plates,
     )  # fmt: skip
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial, wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pyro
 import torch
@@ -17,7 +17,7 @@ from torch import nn
 
 from .._arguments import POSITIVE, checked
 from .._checks import check_returned, check_size
-from ..data.parts import Parts, in_parts
+from ..data.parts import Parts, first_sequence, in_parts
 from ..data.sequences import Sequences
 from ..distributions.sparse_dirichlet import interior
 from .exclusive import exclusive
@@ -129,9 +129,11 @@ def _check_restarts(model: Any, data: Sequences | Parts, settings: Settings) -> 
         raise ValueError("elbo is that of one fit; the loss of restarts is minus their log joint "
                          "density. Give restarts=1.")  # fmt: skip
     with poutine.block(), torch.no_grad(), pyro.get_param_store().scope():
-        probe = to_model_device(model, None, data[:1])
+        first = data if settings.in_one else first_sequence(data)
+        probe = to_model_device(model, None, first)
         with ParametersRead(model) as read:
-            supports, enumerated = latent_sites(model, probe)
+            trace = poutine.trace(model).get_trace(probe)
+        supports, enumerated = latent_sites(trace)
         parameters = [*model.parameters()] if isinstance(model, nn.Module) else read.parameters
         if any(parameter.requires_grad for parameter in parameters):
             raise ValueError(
@@ -143,7 +145,7 @@ def _check_restarts(model: Any, data: Sequences | Parts, settings: Settings) -> 
                 "restarts need a model whose states are summed out, such as MarginalModel; this "
                 "one enumerates them."
             )
-        nodes = poutine.trace(model).get_trace(probe).nodes
+        nodes = trace.nodes
         check_events({n: nodes[n]["fn"] for n in supports if not nodes[n]["cond_indep_stack"]})
 
 
@@ -152,7 +154,11 @@ def _best(fit: Fit, model: Callable[..., Any]) -> Fit:
     losses = fit.losses.T  # (R, steps)
     losses = losses.masked_fill(~losses.isfinite(), torch.inf)
     final = losses[:, -1] if losses.size(1) < WINDOW else losses[:, -WINDOW:].mean(-1)
-    values = {name: value.squeeze(1) for name, value in fit.values.items()}
+    nodes = cast(AutoDelta, fit.guide).prototype_trace.nodes
+    plated = frozenset(name for name in fit.names if len(nodes[name]["cond_indep_stack"]) > 1)
+    values = {
+        name: value if name in plated else value.squeeze(1) for name, value in fit.values.items()
+    }
     best = int(final.argmin())
     failed = int((~final.isfinite()).sum())
     notes = [f"{failed} of {len(final)} restarts ended at infinity"] if failed else []
@@ -161,6 +167,7 @@ def _best(fit: Fit, model: Callable[..., Any]) -> Fit:
         model=model,
         guide=Point({name: value[best] for name, value in values.items()}),
         losses=losses[best],
-        restarts=Restarts(model, losses, final, values, best),
+        restarts=Restarts(model, losses, final, values, best, plated, fit.plates),
+        values={name: value[best] for name, value in values.items()},
         notes=fit.notes + notes,
     )

@@ -54,7 +54,7 @@ class _Model(OwnParameters):
         hmm = build(self.module, data)
         if self.log_prior is not None:
             factor_log_prior(self.log_prior, hmm)
-        with pyro.plate("sequences", data.total, subsample=torch.arange(len(data))):
+        with pyro.plate("sequences", data.total, subsample=data.indices):
             self._observe(hmm if data.labels is None else hmm.restrict(data.labels), data.values)
         return hmm
 
@@ -212,7 +212,7 @@ class StatefulModel(MarginalModel):
         hmm, numbers = self.module.continue_from(data.lengths, carried, continues)
         if self.log_prior is not None:
             factor_log_prior(self.log_prior, hmm)
-        with pyro.plate("sequences", data.total, subsample=torch.arange(len(data))):
+        with pyro.plate("sequences", data.total, subsample=data.indices):
             self._observe(hmm, data.values)
         ending = hmm.final_state(data.values)
         last = torch.ones_like(data.streams, dtype=torch.bool)

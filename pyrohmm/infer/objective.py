@@ -11,12 +11,15 @@ from typing import Any
 import torch
 from pyro import poutine
 from pyro.infer import ELBO, Trace_ELBO, TraceEnum_ELBO
+from pyro.infer.autoguide import AutoDelta, AutoGuide, AutoGuideList, AutoNormal
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor, nn
 from torch.distributions import constraints
 
 from ..data.sequences import Sequences
+from .guides import RotationGuide
 from .models import to_model_device
+from .plates import PlatesOfBatch, sequence_plates
 
 WHEN_IMPOSSIBLE = (
     "a sequence has probability zero: check for symbols or transitions that no path allows"
@@ -30,6 +33,7 @@ class Objective:
 
     Attributes:
         supports: Spaces of the latent variables, by name.
+        plates: Of the latent variables of which each sequence has one, by name.
         module: Called with data, returns the loss.
         parameters: All that are trained: those of modules, and those that model and guide read.
     """
@@ -44,7 +48,10 @@ class Objective:
     ) -> None:
         with poutine.block(), torch.no_grad():
             with ParametersRead(model) as of_model:
-                self.supports, enumerated = latent_sites(model, probe)
+                trace = poutine.trace(model).get_trace(probe)
+            self.supports, enumerated = latent_sites(trace)
+            asked = inspect.unwrap(model) if batched else model
+            self.plates = sequence_plates(asked, probe, None if batched else trace)
             with ParametersRead(guide) as of_guide:
                 guide(probe)
         self.model, self.guide = model, guide
@@ -141,11 +148,8 @@ def is_enumerated(site: dict[str, Any]) -> bool:
     return site["type"] == "sample" and site["infer"].get("enumerate") == "parallel"
 
 
-def latent_sites(
-    model: Callable[..., Any], data: Sequences
-) -> tuple[dict[str, constraints.Constraint], bool]:
-    """Spaces of the latent sites of ``model``, and whether some others are enumerated."""
-    trace = poutine.trace(model).get_trace(data)
+def latent_sites(trace: poutine.Trace) -> tuple[dict[str, constraints.Constraint], bool]:
+    """Spaces of the latent sites of a model, and whether some others are enumerated."""
     hidden = [trace.nodes[name] for name in trace.stochastic_nodes]
     hidden = [site for site in hidden if not site_is_subsample(site)]
     supports = {site["name"]: site["fn"].support for site in hidden if not is_enumerated(site)}
@@ -161,6 +165,44 @@ def check_events(sites: dict[str, Any]) -> None:
                 f"{tuple(distribution.batch_shape)}. Call "
                 f".to_event({len(distribution.batch_shape)}) on its distribution."
             )
+
+
+def follow_batches(
+    model: Callable[..., Any],
+    guide: Callable[..., Any],
+    probe: Sequences,
+) -> None:
+    """Let ``guide`` take, of variables of which each sequence has one, those of a minibatch.
+
+    Raises:
+        ValueError: If the model's plate of sequences, or the guide, cannot follow minibatches.
+    """
+    with poutine.block(), torch.no_grad():
+        plates = sequence_plates(model, probe)
+    for name, plate in plates.items():
+        if plate.full_size != probe.total:
+            raise ValueError(
+                f"site {name!r} has one value for each sequence, and minibatches need a plate that "
+                f"takes some of them: pyro.plate({plate.name!r}, data.total, "
+                f"subsample=data.indices); got one of size {plate.full_size} for a minibatch of "
+                f"{len(probe)} of {probe.total} sequences."
+            )
+    guide = guide.inner if isinstance(guide, RotationGuide) else guide
+    if not plates or not isinstance(guide, AutoGuide):
+        return
+    if guide.create_plates is None:
+        guide.create_plates = PlatesOfBatch(plates, int(probe.total))
+    with poutine.block(), torch.no_grad():
+        guide(probe)
+    for part in guide if isinstance(guide, AutoGuideList) else [guide]:
+        names = getattr(part.prototype_trace, "nodes", {})
+        for name in plates:
+            if name in names and not isinstance(part, AutoNormal | AutoDelta):
+                raise ValueError(
+                    f"guide must take values of site {name!r} for the sequences of a minibatch, "
+                    f"which {type(part).__name__} cannot. Use AutoNormal or AutoDelta for it, or "
+                    "fit all sequences at once, without batch_size."
+                )
 
 
 def check_shared(model: Callable[..., Any], data: Sequences) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,12 +17,14 @@ from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 from torch.distributions import constraints
 
+from .._checks import check_probs, check_size
 from ..data.parts import Parts
 from ..data.sequences import Sequences
 from ..distributions.hmm import HMM
 from ..distributions.sparse_dirichlet import interior
 from ..nn.base import PYRO, in_mode
-from .models import check_returns_hmm
+from .guide_samples import quantiles_of, repeatable, samples_of
+from .plates import SequencePlate, hmm_at
 from .validation import Validation
 
 WINDOW = 25  # steps whose mean loss is compared with that of the steps before
@@ -53,6 +55,10 @@ class Fit:
             guide have the parameters of the best one.
         supports: Space of each latent variable, by name.
         unit: What ``num_observed`` counts: "observed step", or "pair" of adjacent symbols.
+        values: One value of each latent variable, by name, always the same: the estimate of MAP and
+            EM; the median of the guide of SVI, or one sample if the guide has no median. Variables
+            of which each sequence has one have shape ``(N, ...)``.
+        plates: Of these variables, by name.
     """
 
     model: Callable[..., Any]
@@ -73,6 +79,8 @@ class Fit:
     validation: list[Validation] = field(default_factory=list)
     supports: dict[str, constraints.Constraint] = field(default_factory=dict, repr=False)
     unit: str = "observed step"
+    values: dict[str, Tensor] = field(default_factory=dict, repr=False)
+    plates: dict[str, SequencePlate] = field(default_factory=dict, repr=False)
 
     @property
     def start(self) -> dict[str, Tensor]:
@@ -86,34 +94,92 @@ class Fit:
             for name, value in self.values.items()
         }
 
-    @property
-    def values(self) -> dict[str, Tensor]:
-        """Latent variables by name: estimates for MAP and EM, one posterior sample for SVI."""
+    def samples(self, num_samples: int = 1000, data: Sequences | None = None) -> dict[str, Tensor]:
+        """Samples of the approximate posterior of SVI: ``(S, ...)``, by name.
+
+        Args:
+            num_samples: S.
+            data: The sequences that were fitted, for a guide of your own that reads them.
+
+        Raises:
+            ValueError: If the fit is one of MAP or EM, a single point.
+
+        Example:
+            >>> _ = pyro.set_rng_seed(0)
+            >>> data = Sequences.from_list([[1, 1, 0]])
+            >>> model = MarginalModel(TabularHMM(1, categorical(2)))
+            >>> fit = fit_svi(model, pyro.infer.autoguide.AutoNormal(model), data, num_steps=10)
+            >>> fit.samples(100)["module.emission.probs"].shape
+            torch.Size([100, 1, 2])
+        """
+        check_size("num_samples", num_samples)
+        if self.method != "SVI":
+            raise ValueError(
+                f"samples, means and quantiles need a posterior; {self.method} gives a single "
+                "point, which is `values`. Fit with fit_svi, or sample with NUTS."
+            )
         with torch.no_grad(), self.at_rest():
-            trace = poutine.trace(self.guide).get_trace(None)
-        return {
-            name: site["value"].detach().clone()  # guides change initial values in place
-            for name, site in trace.nodes.items()
-            if site["type"] == "sample" and name in self.names
-        }
+            return samples_of(self.guide, self.names, num_samples, data)[0]
+
+    def mean(self, num_samples: int = 1000, data: Sequences | None = None) -> dict[str, Tensor]:
+        """Posterior means of SVI by name, over :meth:`samples`; two calls give the same.
+
+        Means of variables that belong to states are meaningful as long as the guide keeps to one
+        order of the states, as autoguides do.
+        """
+        with repeatable():
+            return {name: value.mean(0) for name, value in self.samples(num_samples, data).items()}
+
+    def quantiles(
+        self,
+        probs: Sequence[float] = (0.05, 0.5, 0.95),
+        num_samples: int = 1000,
+        data: Sequences | None = None,
+    ) -> dict[str, Tensor]:
+        """Posterior quantiles of SVI, component by component: ``(Q, ...)``, by name.
+
+        Those of 0.05 and 0.95 bound the central interval of 90 %. They are over :meth:`samples`,
+        and two calls give the same.
+
+        Args:
+            probs: Q numbers between 0 and 1.
+            num_samples: As in :meth:`samples`.
+            data: The same.
+
+        Example:
+            >>> _ = pyro.set_rng_seed(0)
+            >>> data = Sequences.from_list([[1, 1, 0]])
+            >>> model = MarginalModel(TabularHMM(1, categorical(2)))
+            >>> fit = fit_svi(model, pyro.infer.autoguide.AutoNormal(model), data, num_steps=10)
+            >>> low, high = fit.quantiles([0.05, 0.95])["module.emission.probs"]
+            >>> bool((low < high).all())
+            True
+        """
+        wanted = check_probs("probs", probs)
+        with repeatable():
+            samples = self.samples(num_samples, data)
+        return {name: quantiles_of(value, wanted) for name, value in samples.items()}
 
     def hmm(self, data: Sequences) -> HMM:
-        """The fitted HMM for ``data``; for SVI, that of one sample of the guide.
+        """The fitted HMM for ``data``, at :attr:`values`; its tensors have no gradient.
+
+        If each sequence has variables of its own, ``data`` are the sequences that were fitted, in
+        the same order (such as other steps of the same subjects), or a part of them,
+        ``data.batch(numbers)``.
 
         Labels that ``data`` may have are not used: ``fit.hmm(data).viterbi(data.values)`` can be
         compared with them. ``fit.hmm(data).restrict(data.labels)`` keeps to them, as the fit did.
 
         Raises:
             TypeError: If the model does not return an HMM.
+            ValueError: If sequences have variables of their own, and these are not as many.
         """
         return self.hmms([data])[0]
 
     def hmms(self, parts: list[Sequences]) -> list[HMM]:
-        """As :meth:`hmm` for each part of some data, all of one sample of the guide."""
-        with torch.no_grad(), self.at_rest():
-            trace = poutine.trace(self.guide).get_trace(parts[0])
-            hmms = [poutine.block(poutine.replay(self.model, trace=trace))(part) for part in parts]
-        return [check_returns_hmm(hmm) for hmm in hmms]
+        """As :meth:`hmm` for each part of some data."""
+        with self.at_rest():
+            return [hmm_at(self.model, self.values, part, self.plates) for part in parts]
 
     def parts(self, data: Sequences) -> dict[str, Tensor]:
         """The parts of the loss where the fit ended, each in nats for the whole set.
@@ -208,6 +274,8 @@ class Restarts:
         final: ``(R,)``, the loss by which restarts are compared.
         values: Latent variables by name, ``(R, ...)``.
         best: The restart of least final loss.
+        plated: Those that are inside a plate of the model.
+        plates: Those of which each sequence has one.
     """
 
     model: Callable[..., Any]
@@ -215,13 +283,18 @@ class Restarts:
     final: Tensor
     values: dict[str, Tensor]
     best: int
+    plated: frozenset[str] = frozenset()
+    plates: dict[str, SequencePlate] = field(default_factory=dict, repr=False)
 
     def hmm(self, data: Sequences) -> HMM:
         """The fitted HMMs of all restarts, as one HMM of batch shape ``(R, N)``."""
-        wide = {name: value.unsqueeze(1) for name, value in self.values.items()}
-        with PYRO, torch.no_grad(), poutine.block(), in_mode(False, self.model):
-            hmm = poutine.condition(self.model, data=wide)(data)
-        return check_returns_hmm(hmm).expand(torch.Size([len(self.final), len(data)]))
+        wide = {
+            name: value if name in self.plated else value.unsqueeze(1)
+            for name, value in self.values.items()
+        }
+        with PYRO, in_mode(False, self.model):
+            hmm = hmm_at(self.model, wide, data, self.plates)
+        return hmm.expand(torch.Size([len(self.final), len(data)]))
 
     def align(self, data: Sequences) -> Tensor:
         """Match the states of all restarts to those of the best one.

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pyro import poutine
 from pyro.infer import ELBO
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
@@ -19,12 +20,14 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from .._checks import check_returned, check_size, check_tolerance
 from .._precision import full_precision
 from ..data.batches import Batches
-from ..data.parts import Parts, parts_of
+from ..data.parts import Parts, first_sequence, parts_of
 from ..data.sequences import Sequences
 from ..io.checkpoints import Fields
 from ..io.identity import describe, digits, fingerprint
+from ..nn.base import in_mode
+from .guide_samples import point_of
 from .models import to_model_device
-from .objective import Objective, check_shared
+from .objective import Objective, check_shared, follow_batches
 from .process_group import ProcessGroup
 from .results import WINDOW, name_of
 from .validation import HeldOut, Validation
@@ -61,6 +64,11 @@ class Settings:
     batch_tokens: int | None
     windows: tuple[int, int] | None
     precision: torch.dtype | None
+
+    @property
+    def in_one(self) -> bool:
+        """Whether every step sees all the data."""
+        return self.batch_size is None and self.batch_tokens is None and self.windows is None
 
     def __post_init__(self) -> None:
         check_size("num_steps", self.num_steps)
@@ -203,16 +211,19 @@ class State:
         whole = self.batches.whole
         if isinstance(data, Parts):
             check_shared(model, next(iter(data)))
-        in_memory = whole if isinstance(whole, Sequences) else data[:1]
+        in_memory = whole if isinstance(whole, Sequences) else first_sequence(data)
         self.probe = to_model_device(model, guide, in_memory)
+        if whole is None and len(data) > 1:
+            follow_batches(inspect.unwrap(model) if batched else model, guide, self.probe)
         self.objective = Objective(model, guide, self.probe, settings.elbo, batched)
         self.descent = Descent(self.objective.parameters, settings, self.num_observed)
         self.held_out = None
         if settings.validation is not None:
             every = settings.validate_every or (None if whole is None else WINDOW)
             self.held_out = HeldOut(
-                model, guide, settings.validation, every, settings.patience, settings.report,
-                self.group, settings.batch_size, settings.batch_tokens,
+                model, guide, settings.validation, self.values, self.objective.plates, every,
+                settings.patience, settings.report, self.group, settings.batch_size,
+                settings.batch_tokens,
             )  # fmt: skip
         device = self.objective.parameters[0].device.type
         around = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
@@ -225,6 +236,20 @@ class State:
     def seconds(self) -> float:
         """Since the start, with those before a checkpoint."""
         return time.perf_counter() - self.start_time
+
+    def values(self) -> dict[str, Tensor]:
+        """Latent variables by name, at the medians of the guide or at a sample of it."""
+        data = self.probe
+        if (
+            self.objective.plates
+            and self.batches.whole is None
+            and isinstance(self.data, Sequences)
+        ):
+            data = to_model_device(self.model, self.guide, self.data)
+        with torch.no_grad(), poutine.block(), in_mode(False, self.model, self.guide):
+            found = point_of(self.guide, data)
+        names = self.objective.supports
+        return {name: found[name].detach().clone() for name in names if name in found}
 
     def tensors(self) -> list[Tensor]:
         """What the fit changes: parameters and buffers."""

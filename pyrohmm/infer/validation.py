@@ -7,17 +7,18 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from pyro import poutine
 from torch import Tensor
 
 from ..data.batches import cut_by_steps
 from ..data.sequences import Sequences
 from ..nn.base import in_mode
-from .models import check_returns_hmm, to_model_device
+from .models import to_model_device
+from .plates import Plates, new_log_evidence
 from .process_group import ProcessGroup
 
 LARGER = 4  # size of an evaluated batch, without a gradient, over that of a minibatch
 BATCH_SIZE = 256  # sequences in an evaluated batch, if the fit has no minibatches
+NUM_SAMPLES = 32  # of variables of which each sequence has one
 
 
 class Validation(NamedTuple):
@@ -39,6 +40,9 @@ class HeldOut:
         model: The Pyro model, which must return an HMM.
         guide: Its guide.
         data: The held-out sequences; labels that they may have are not used.
+        values: Returns values of the latent variables, as the fit has them now.
+        plates: Of the variables of which each sequence has one; held-out sequences have others,
+            which are averaged over their prior.
         every: Number of steps between validations; None for one after each round of minibatches.
         patience: Number of validations without an improvement after which to end, if any.
         report: Called with each :class:`Validation`, in rank 0.
@@ -52,6 +56,8 @@ class HeldOut:
         model: Callable[..., Any],
         guide: Callable[..., Any],
         data: Sequences,
+        values: Callable[[], dict[str, Tensor]],
+        plates: Plates,
         every: int | None,
         patience: int | None,
         report: Callable[[Validation], object] | None,
@@ -68,6 +74,7 @@ class HeldOut:
         else:
             parts = list(order.split(LARGER * batch_size if batch_size else BATCH_SIZE))
         self.model, self.guide, self.group = model, guide, group
+        self.values, self.plates = values, plates
         self.first = data[:1]
         self.parts = [data[part] for part in parts[group.rank :: group.size]]
         self.every, self.patience = every, patience
@@ -113,22 +120,13 @@ class HeldOut:
 
     def _log_evidence(self, parts: list[Sequences]) -> Tensor:
         """Log evidence of some data in ``eval()`` mode, at one value of each latent variable."""
-        with torch.no_grad(), in_mode(False, self.model, self.guide), poutine.block():
-            first = to_model_device(self.model, self.guide, self.first)
-            total = torch.zeros((), dtype=torch.float64, device=first.values.device)
-            at_median = poutine.condition(self.model, data=median(self.guide, first))
-            for part in parts:
-                part = to_model_device(self.model, self.guide, part)
-                total += check_returns_hmm(at_median(part)).log_prob(part.values).sum()
+        values, device = self.values(), self._placed(self.first).values.device
+        total = torch.zeros((), dtype=torch.float64, device=device)
+        with torch.no_grad(), in_mode(False, self.model):
+            for part in map(self._placed, parts):
+                total += new_log_evidence(self.model, values, part, self.plates, NUM_SAMPLES).sum()
         return total
 
-
-def median(guide: Callable[..., Any], data: Sequences) -> dict[str, Tensor]:
-    """One value of each latent variable: the median of ``guide`` if it has one, else a sample."""
-    if hasattr(guide, "median"):
-        try:
-            return guide.median(data)
-        except NotImplementedError:
-            pass
-    trace = poutine.trace(guide).get_trace(data)
-    return {name: trace.nodes[name]["value"] for name in trace.stochastic_nodes}
+    def _placed(self, data: Sequences) -> Sequences:
+        """``data`` on the device of the fit."""
+        return to_model_device(self.model, self.guide, data)

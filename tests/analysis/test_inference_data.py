@@ -8,6 +8,7 @@ import pytest
 import torch
 from pyro import poutine
 from pyro.distributions import Dirichlet
+from pyro.infer.autoguide import AutoNormal
 from torch.nn.functional import one_hot
 
 from pyrohmm import (
@@ -17,6 +18,8 @@ from pyrohmm import (
     TabularHMM,
     categorical,
     fit_em,
+    fit_map,
+    fit_svi,
     inference_data,
     normal,
     to_arviz,
@@ -145,16 +148,25 @@ def test_replicated_data_follow_the_model():
         np.testing.assert_allclose(shares, probs, atol=0.06)  # four standard errors
 
 
-def test_a_fit_needs_no_model_and_is_one_draw():
+def test_a_variational_fit_needs_no_model():
     model, data = cases("symbols")
-    fit = fit_em(model.module, data, num_steps=3)
-    found = to_arviz(fit, data)
+    fit = fit_svi(model, AutoNormal(model), data, num_steps=3, progress=False)
+    found = to_arviz(fit, data, num_draws=5)
     assert dict(found["posterior"].sizes) == {
-        "chain": 1, "draw": 1, "state": 3, "next_state": 3, "symbol": 4, "rank": 3,
+        "chain": 1, "draw": 5, "state": 3, "next_state": 3, "symbol": 4, "rank": 3,
     }  # fmt: skip
-    np.testing.assert_allclose(
-        found["log_likelihood"]["x"].values[0, 0], fit.hmm(data).log_prob(data.values).numpy()
-    )
+    assert arviz.loo(found).n_data_points == len(data)
+
+
+@pytest.mark.parametrize("fit", [fit_em, lambda module, data, **options: fit_map(
+    MarginalModel(module), data, **options)])  # fmt: skip
+def test_a_single_point_is_refused_in_words(fit):
+    """Of one draw arviz.loo would give a number without meaning."""
+    model, data = cases("symbols")
+    found = fit(model.module, data, num_steps=3, progress=False)
+    for posterior in (found, PosteriorDraws.of(found)):
+        with pytest.raises(ValueError, match=r"single point.*MAP or EM.*loo, compare.*fit_svi"):
+            to_arviz(posterior, data)
 
 
 def test_align_renames_states():

@@ -21,7 +21,7 @@ from pyro.infer.autoguide import (
     init_to_sample,
     init_to_value,
 )
-from pyro.nn import PyroModule, PyroSample
+from pyro.nn import PyroModule, PyroParam, PyroSample
 from torch.distributions import constraints
 
 from pyrohmm import (
@@ -710,7 +710,8 @@ def test_held_out_data_are_judged_at_a_draw_of_a_guide_that_knows_no_median():
 
     data = Sequences(torch.zeros(3, 2), torch.tensor([2, 2, 2]))
     fit = fit_svi(model, guide, data, num_steps=1, validation=data)
-    expected = 0.5 * math.log(2 * math.pi) + 0.5 * seen[-1] ** 2
+    expected = 0.5 * math.log(2 * math.pi) + 0.5 * seen[-2] ** 2
+    assert fit.values["loc"].item() == seen[-1]  # another one, that stays
     assert fit.validation == [Validation(1, pytest.approx(expected))]
 
 
@@ -920,16 +921,92 @@ def test_a_latent_variable_for_each_sequence_can_be_fitted():
     assert fit.hmm(data).emission.batch_shape == (5, 2)
 
 
-def test_map_draws_one_point_and_svi_many():
+def test_a_fit_gives_the_same_values_whenever_it_is_asked():
     data, other = symbols(4), symbols(7, 9)
-    fit = fit_map(tabular(), data, **QUICK)
-    assert fit.hmm(data).log_transition.equal(fit.hmm(data).log_transition)
-    assert not fit.hmm(data).log_transition.requires_grad
-    assert fit.hmm(other).batch_shape == (7,)
-    assert fit.hmm(other).log_transition.equal(fit.hmm(data).log_transition)
     model = tabular()
-    fit = fit_svi(model, AutoNormal(model), data, **QUICK)
-    assert not fit.hmm(data).log_transition.equal(fit.hmm(data).log_transition)
+    for fit in (fit_map(model, data, **QUICK), fit_svi(model, AutoNormal(model), data, **QUICK)):
+        assert fit.hmm(data).log_transition.equal(fit.hmm(data).log_transition)
+        assert fit.hmm(data).log_transition.exp().allclose(fit.values["module.transition"])
+        assert fit.hmm(other).batch_shape == (7,)
+        assert fit.hmm(other).log_transition.equal(fit.hmm(data).log_transition)
+        before = torch.get_rng_state()
+        assert fit.values["module.initial"].equal(fit.values["module.initial"])
+        assert torch.get_rng_state().equal(before)
+
+
+def test_tensors_of_a_fitted_hmm_carry_no_gradient():
+    """Of variables, of parameters without a prior, and of parameters that constraints bind."""
+    data = numbers()
+
+    class Free(HMMModule):
+        def __init__(self):
+            super().__init__()
+            self.loc = torch.nn.Parameter(torch.tensor([0.0, 1.0]))
+            self.scale = PyroParam(torch.ones(2), constraints.positive)
+            self.stay = PyroSample(dist.Beta(2.0, 2.0))
+
+        def forward(self, lengths, observed=None):
+            rows = torch.stack([torch.stack([self.stay, 1 - self.stay], -1)] * 2, -2)
+            emission = dist.Normal(self.loc, self.scale)
+            return HMM(rows[..., 0, :].log(), rows.log(), emission, lengths, observed)
+
+    for module in (Free(), TabularHMM(2, normal(0))):
+        for fit in (
+            fit_map(MarginalModel(module), data, num_steps=3, progress=False),
+            fit_svi(*with_guide(MarginalModel(module)), data, num_steps=3, progress=False),
+        ):
+            hmm = fit.hmm(data)
+            hmm.emission.mean.numpy()  # as matplotlib reads it
+            for tensor in (hmm.emission.mean, hmm.emission.stddev, hmm.log_transition):
+                assert not tensor.requires_grad
+    assert module.emission.prior_loc is not None
+    assert all(p.requires_grad for p in Free().parameters())
+
+
+def numbers():
+    values = torch.randn(3, 5, generator=torch.Generator().manual_seed(0))
+    return Sequences(values, torch.tensor([5, 5, 2]))
+
+
+def with_guide(model):
+    return model, AutoNormal(model)
+
+
+def test_means_quantiles_and_samples_of_a_variational_fit():
+    """Against those of the guide, which are known: a normal distribution of each logarithm."""
+
+    def model(data):
+        rate = pyro.sample("rate", dist.Gamma(2.0, 1.0))
+        hmm = HMM(torch.zeros(1), torch.zeros(1, 1), dist.Poisson(rate[..., None]), data.lengths)
+        with pyro.plate("data", len(data)):
+            pyro.sample("x", hmm, obs=data.values)
+        return hmm
+
+    data = Sequences(torch.full((2, 3), 4.0), torch.tensor([3, 3]))
+    guide = AutoNormal(model)
+    fit = fit_svi(model, guide, data, num_steps=200, learning_rate=0.05, progress=False)
+    loc, scale = (part.detach() for part in guide._get_loc_and_scale("rate"))
+    found, again = fit.mean(20_000), fit.mean(20_000)
+    assert found["rate"].equal(again["rate"])
+    torch.testing.assert_close(found["rate"], (loc + scale**2 / 2).exp(), rtol=0.01, atol=0.0)
+    probs = [0.05, 0.5, 0.9]
+    quantiles = fit.quantiles(probs, 20_000)["rate"]
+    expected = dist.LogNormal(loc, scale).icdf(torch.tensor(probs))
+    torch.testing.assert_close(quantiles, expected, rtol=0.01, atol=0.0)
+    torch.testing.assert_close(fit.values["rate"], loc.exp())  # the median
+    samples = fit.samples(50)["rate"]
+    assert samples.shape == (50,)
+    assert not samples.equal(fit.samples(50)["rate"])
+    assert not samples.requires_grad
+    with pytest.raises(ValueError, match="probs must be a list of numbers between 0 and 1"):
+        fit.quantiles([0.5, 2.0])
+
+
+def test_a_point_has_no_quantiles():
+    fit = fit_map(tabular(), symbols(), num_steps=2, progress=False)
+    for ask in (fit.samples, fit.mean, fit.quantiles):
+        with pytest.raises(ValueError, match="MAP gives a single point, which is `values`"):
+            ask()
 
 
 def test_going_on_with_a_fitted_guide_goes_on():

@@ -1,0 +1,170 @@
+"""How samples of latent variables lie in tensors, so that a model runs on many of them at once.
+
+Dimensions of samples stand to the left of those of the HMM's batch. A variable inside a plate of
+sequences or of groups has that batch dimension already; one inside a plate over states, or inside
+none, gets one of size 1. Which of the two a plate is, is found by trying.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from pyro import poutine
+from pyro.distributions import Unit
+from pyro.poutine.util import site_is_subsample
+from torch import Tensor
+
+from ..data.sequences import Sequences
+from ..distributions.hmm import HMM
+from ..infer.models import check_returns_hmm
+from ..infer.plates import AtValues, Plates, SequencePlate, hmm_at, sequence_plates
+from ..nn.base import in_mode
+
+Model = Callable[..., Any]
+Values = Mapping[str, Tensor]
+WRONG = (ValueError, RuntimeError, IndexError, AssertionError)
+
+
+class Layout(NamedTuple):
+    """How the variables of a model lie.
+
+    Attributes:
+        plates: Of the variables of which each sequence has one, by name.
+        inside: Names of the plates around each variable that is inside some, left to right.
+        batched: The variables whose plates are batch dimensions of the HMM.
+    """
+
+    plates: dict[str, SequencePlate]
+    inside: dict[str, tuple[str, ...]]
+    batched: frozenset[str]
+
+    def wide(self, values: Values, num_leading: int = 1) -> dict[str, Tensor]:
+        """Samples with as many dimensions on the left, and then that of the HMM's batch."""
+        return {
+            name: value if name in self.batched else value.unsqueeze(num_leading)
+            for name, value in values.items()
+        }
+
+
+def layout_of(model: Model, one: Values, data: Sequences) -> Layout:
+    """The layout of the variables, of which ``one`` is a sample.
+
+    Raises:
+        ValueError: If ``one`` does not hold the latent variables of the model, all of them.
+    """
+    with torch.no_grad(), poutine.block(), torch.random.fork_rng(devices=[]):
+        try:
+            with AtValues(one, data, {}):
+                trace = poutine.trace(model).get_trace(data)
+        except WRONG:  # they are of other sequences, or none are of the model
+            trace = poutine.trace(model).get_trace(data)
+    check_returns_hmm(trace.nodes["_RETURN"]["value"])
+    _check_names(one, trace)
+    plates = sequence_plates(model, data, trace)
+    inside = {}
+    for name in one:
+        frames = [frame for frame in trace.nodes[name]["cond_indep_stack"] if frame.vectorized]
+        by_dim = {frame.dim: frame.name for frame in frames}
+        depth = -min(by_dim, default=0)
+        if depth:
+            inside[name] = tuple(by_dim.get(d, f"{name}_dim_{d + depth}") for d in range(-depth, 0))
+    return Layout(plates, inside, frozenset(inside))
+
+
+def arranged(model: Model, values: Values, count: int, data: Sequences) -> tuple[Layout, HMM]:
+    """The layout in which samples in a batch are what they are one by one; the first sample's HMM.
+
+    Args:
+        model: The Pyro model.
+        values: Some samples ``(S, ...)``.
+        count: S.
+        data: The sequences.
+
+    Raises:
+        ValueError: If there is none, or names are wrong.
+    """
+    rows = [{name: value[i] for name, value in values.items()} for i in range(count)]
+    layout = layout_of(model, rows[0], data)
+    singles = [run(model, row, data, layout) for row in rows]
+    wanted = torch.stack([single.log_prob(data.values) for single in singles])
+    priors = torch.stack([log_prior(model, row, data, layout, 1)[0] for row in rows])
+    for batched in dict.fromkeys([layout.batched, frozenset(layout.plates)]):
+        tried = layout._replace(batched=batched)
+        try:
+            wide = tried.wide(values)
+            hmm = run(model, wide, data, tried).expand(torch.Size([count, len(data)]))
+            torch.testing.assert_close(hmm.log_prob(data.values), wanted, rtol=1e-3, atol=1e-3)
+            together = log_prior(model, wide, data, tried, count)
+            torch.testing.assert_close(together, priors, rtol=1e-3, atol=1e-3)
+        except WRONG as error:
+            reason = error
+        else:
+            return tried, singles[0]
+    raise ValueError(
+        "model must accept dimensions of samples to the left of its variables, and give each "
+        "sample what it gives to it alone; this one does not. Count dimensions from the right: "
+        "write matrix[..., 0, :], not matrix[0]."
+    ) from reason
+
+
+def run(model: Model, values: Values, data: Sequences, layout: Layout) -> HMM:
+    """The HMM of the model with these values of its variables."""
+    with in_mode(False, model):
+        return hmm_at(model, values, data, layout.plates)
+
+
+def log_prior(model: Model, values: Values, data: Sequences, layout: Layout, count: int) -> Tensor:
+    """Log-density ``(S,)`` of S samples under the priors and the factors beside them."""
+    total = torch.zeros(count, dtype=torch.float64, device=data.values.device)
+    with torch.no_grad(), poutine.block(), in_mode(False, model):
+        with AtValues(values, data, layout.plates):
+            trace = poutine.trace(model).get_trace(data)
+        for name, site in trace.nodes.items():
+            factor = isinstance(site.get("fn"), Unit) and not site["cond_indep_stack"]
+            if name in values or factor:
+                scores = site["fn"].log_prob(site["value"]).double()
+                total += scores.reshape(count, -1).sum(-1) if scores.dim() else scores
+    return total
+
+
+def own_from_prior(
+    model: Model, known: Values, plates: Plates, shape: torch.Size, data: Sequences
+) -> dict[str, Tensor]:
+    """Samples ``(C, S, N, ...)`` of what each sequence has one of, from the prior given ``known``.
+
+    Args:
+        model: The Pyro model.
+        known: The other variables, ``(C, S, ...)``.
+        plates: Of the variables to sample.
+        shape: ``(C, S)``.
+        data: N sequences.
+    """
+    flat = {name: value.flatten(0, 1) for name, value in known.items()}
+    rows = []
+    with torch.no_grad(), poutine.block(), in_mode(False, model):
+        for i in range(shape.numel()):
+            with AtValues({name: value[i] for name, value in flat.items()}, data, {}):
+                nodes = poutine.trace(model).get_trace(data).nodes
+            rows.append({name: nodes[name]["value"] for name in plates})
+    new = {name: torch.stack([row[name] for row in rows]) for name in plates}
+    return {name: value.unflatten(0, shape) for name, value in new.items()}
+
+
+def _check_names(values: Values, trace: poutine.Trace) -> None:
+    """Raise unless the values are those of the model's latent variables, all of them."""
+    unknown = [name for name in values if name not in trace.nodes]
+    missing = [
+        name
+        for name, site in trace.nodes.items()
+        if site["type"] == "sample" and not site["is_observed"] and name not in values
+        and not site_is_subsample(site) and site["infer"].get("enumerate") != "parallel"
+    ]  # fmt: skip
+    if unknown or missing:
+        raise ValueError(
+            "values must be of the latent variables of the model, all of them; it has no "
+            f"{', '.join(map(repr, unknown)) or 'other'}, and samples of "
+            f"{', '.join(map(repr, missing)) or 'none'} are missing. Names in a model begin "
+            "with 'module.'."
+        )

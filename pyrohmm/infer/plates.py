@@ -1,0 +1,203 @@
+"""Latent variables inside the plate of sequences, of which each sequence has one.
+
+Their values have the size of the data: ``(N, *)``, where those of other variables are shared by all
+sequences. A minibatch needs those of its own sequences, and a new sequence has none: its evidence
+is an average over the prior of these variables, given the shared ones.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import pyro
+import torch
+from pyro import poutine
+from pyro.poutine.messenger import Messenger
+from pyro.poutine.util import site_is_subsample
+from torch import Tensor, nn
+
+from ..data.sequences import Sequences
+from ..distributions.hmm import HMM
+from .guide_samples import repeatable
+from .models import check_returns_hmm
+
+OWN = ("torch.distributions", "pyro.distributions", "pyrohmm")  # objects that an HMM consists of
+
+
+class SequencePlate(NamedTuple):
+    """The plate of sequences around a latent variable.
+
+    Attributes:
+        name: Of the plate.
+        dim: Of the plate, counted from the right of the batch dimensions.
+        full_size: Number of sequences in the whole set, as the plate has it.
+        value_dim: The dimension of sequences in a value, counted from its right.
+    """
+
+    name: str
+    dim: int
+    full_size: float
+    value_dim: int
+
+
+Plates = Mapping[str, SequencePlate]
+
+
+def sequence_plates(
+    model: Callable[..., Any], data: Sequences, trace: poutine.Trace | None = None
+) -> dict[str, SequencePlate]:
+    """The variables of which each sequence has one, by name, with their plates.
+
+    Args:
+        model: The Pyro model.
+        data: The sequences.
+        trace: Of the model on these data, if there is one.
+    """
+    with torch.no_grad(), poutine.block(), torch.random.fork_rng(devices=[]):
+        trace = trace or poutine.trace(model).get_trace(data)
+        found = _plates_of_size(trace, data)
+        if not found:
+            return {}
+        more = data[[*range(len(data)), 0]]
+        try:  # another plate may have as many members, and does not grow with the data
+            grown = poutine.trace(model).get_trace(more)
+        except (ValueError, RuntimeError, IndexError):  # the model knows how many there are
+            return found
+    return {name: found[name] for name in _plates_of_size(grown, more) if name in found}
+
+
+def _plates_of_size(trace: poutine.Trace, data: Sequences) -> dict[str, SequencePlate]:
+    """Latent variables inside a plate of the size of ``data``."""
+    found = {}
+    for name, site in trace.nodes.items():
+        if site["type"] != "sample" or site["is_observed"] or site_is_subsample(site):
+            continue
+        for frame in site["cond_indep_stack"]:
+            full_size = frame.full_size or frame.size
+            if (
+                frame.vectorized
+                and frame.size == len(data)
+                and full_size in (len(data), data.total)
+            ):
+                value_dim = frame.dim - site["fn"].event_dim
+                found[name] = SequencePlate(frame.name, frame.dim, full_size, value_dim)
+    return found
+
+
+class AtValues(Messenger):
+    """Runs a model at values of its variables, which stay latent.
+
+    Where each sequence has a value, those of the sequences at hand are taken.
+
+    Args:
+        values: By name, any dimensions of samples on the left.
+        data: The sequences on which the model is run.
+        plates: Of the variables of which each sequence has one.
+    """
+
+    def __init__(self, values: Mapping[str, Tensor], data: Sequences, plates: Plates) -> None:
+        super().__init__()
+        self.values = {
+            name: _of_sequences(name, value, data, plates[name]) if name in plates else value
+            for name, value in values.items()
+        }
+
+    def _pyro_sample(self, msg: Any) -> None:
+        if msg["name"] in self.values and not msg["is_observed"]:
+            msg["value"] = self.values[msg["name"]]
+            msg["done"] = True
+
+
+def _of_sequences(name: str, value: Tensor, data: Sequences, plate: SequencePlate) -> Tensor:
+    """The part of ``value`` that belongs to the sequences of ``data``."""
+    count = value.size(plate.value_dim)
+    if plate.full_size == len(data) != data.total:  # the plate is of these alone
+        return value
+    if count != data.total or int(data.indices.max()) >= count:
+        raise ValueError(
+            f"site {name!r} has one value for each of the {count} sequences that were fitted; got "
+            f"data of {data.total}. For some of those take data.batch(numbers). For new sequences "
+            "ask for metrics.held_out_log_evidence(fit, data), or for samples with "
+            "PosteriorDraws.for_new(data)."
+        )
+    if torch.equal(data.indices, torch.arange(count)):
+        return value
+    return value.index_select(plate.value_dim, data.indices.to(value.device))
+
+
+def hmm_at(
+    model: Callable[..., Any], values: Mapping[str, Tensor], data: Sequences, plates: Plates
+) -> HMM:
+    """The HMM that ``model`` builds for ``data`` at these values, without a gradient."""
+    with torch.no_grad(), poutine.block(), AtValues(values, data, plates):
+        return detached(check_returns_hmm(model(data)))
+
+
+def shared(values: Mapping[str, Tensor], plates: Plates) -> dict[str, Tensor]:
+    """The variables that all sequences share."""
+    return {name: value for name, value in values.items() if name not in plates}
+
+
+def new_log_evidence(
+    model: Callable[..., Any],
+    values: Mapping[str, Tensor],
+    data: Sequences,
+    plates: Plates,
+    num_samples: int,
+) -> Tensor:
+    r"""Log evidence ``(N,)`` of sequences that were not fitted, in nats.
+
+    Variables of which each sequence has one are averaged over their prior given the shared ones,
+    :math:`\log \frac1S \sum_s p(x_n \mid b_n^{(s)}, \theta)`; the samples are the same in every
+    call. Without such variables it is exact.
+    """
+    known = shared(values, plates)
+    if not plates:
+        return hmm_at(model, known, data, {}).log_prob(data.values)
+    with repeatable():
+        scores = [hmm_at(model, known, data, {}).log_prob(data.values) for _ in range(num_samples)]
+    return torch.stack(scores).logsumexp(0) - math.log(num_samples)
+
+
+class PlatesOfBatch:
+    """Plates of an autoguide that follow the sequences of a minibatch; all of them of no data.
+
+    Args:
+        plates: Of the latent variables.
+        total: Number of sequences.
+    """
+
+    def __init__(self, plates: Plates, total: int) -> None:
+        self.dims = {plate.name: plate.dim for plate in plates.values()}
+        self.total = total
+
+    def __call__(self, data: Sequences | None = None) -> list[pyro.plate]:
+        """One plate for each that the model has."""
+        chosen = None if data is None else data.indices
+        return [
+            pyro.plate(name, self.total, subsample=chosen, dim=dim)
+            for name, dim in self.dims.items()
+        ]
+
+
+def detached(item: Any) -> Any:
+    """An HMM, or a part of one, whose tensors have no gradient; a copy if one of them has."""
+    if isinstance(item, Tensor):
+        return item.detach() if item.requires_grad else item
+    if isinstance(item, list | tuple):
+        parts = [detached(part) for part in item]
+        if all(one is other for one, other in zip(parts, item)):
+            return item
+        return type(item)(*parts) if hasattr(item, "_fields") else type(item)(parts)
+    if isinstance(item, nn.Module) or not type(item).__module__.startswith(OWN):
+        return item
+    held = getattr(item, "__dict__", {})
+    changed = {name: detached(value) for name, value in held.items()}
+    if all(changed[name] is held[name] for name in held):
+        return item
+    duplicate = copy.copy(item)
+    duplicate.__dict__.update(changed)
+    return duplicate

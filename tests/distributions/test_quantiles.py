@@ -1,0 +1,105 @@
+"""Quantiles of forecasts, against what lies below them in exact sums and in many samples."""
+
+import pytest
+import torch
+from pyro.distributions import (
+    Bernoulli,
+    Categorical,
+    Gamma,
+    MixtureSameFamily,
+    MultivariateNormal,
+    Normal,
+    Poisson,
+    StudentT,
+)
+
+from pyrohmm import HMM, Forecast, plots, queries
+
+PROBS = [0.1, 0.5, 0.9]
+STATES = (
+    torch.rand(2, 4, 3, generator=torch.Generator().manual_seed(0)).double().softmax(-1)
+)  # (B, H, K)
+LOC = torch.tensor([-3.0, 0.0, 5.0], dtype=torch.float64)
+EMISSIONS = {
+    "normal": lambda: Normal(LOC, 0.5 + LOC.abs()),
+    "of each sequence": lambda: Normal(torch.stack([LOC, LOC.flip(0)]), 1.0),
+    "vectors": lambda: Normal(torch.stack([LOC, LOC.flip(0)], -1), 1.0).to_event(1),
+    "correlated": lambda: MultivariateNormal(LOC[:, None].expand(3, 2), torch.eye(2) + 0.5),
+    "positive": lambda: Gamma(LOC.abs() + 1.0, 2.0),
+    "mixtures": lambda: MixtureSameFamily(
+        Categorical(torch.ones(3, 2)), Normal(torch.stack([LOC, -LOC], -1), 1.0)
+    ),
+    "sampled": lambda: StudentT(torch.tensor([5.0, 6.0, 9.0]), LOC),  # has no cdf
+}
+
+
+@pytest.mark.parametrize("name", EMISSIONS)
+def test_that_share_of_samples_lies_below(name):
+    torch.manual_seed(0)
+    forecast = Forecast(STATES, EMISSIONS[name]())
+    found = forecast.quantiles(PROBS)
+    assert found.shape == (3, 2, 4, *forecast.event_shape)
+    samples = forecast.sample((20_000,))
+    for value, prob in zip(found, PROBS):
+        share = (samples <= value).double().mean(0)
+        error = 5 * (prob * (1 - prob) * (1 / 20_000 + (name == "sampled") / 10_000)) ** 0.5
+        assert (share - prob).abs().max() < error
+    low, high = forecast.interval(0.8)
+    torch.testing.assert_close(torch.stack([low, high]), found[[0, 2]], rtol=1e-4, atol=0.2)
+
+
+@pytest.mark.parametrize(
+    "emission",
+    [
+        lambda: Categorical(torch.tensor([[1.0, 2.0, 0.0], [0.0, 3.0, 1.0], [1.0, 1.0, 9.0]])),
+        lambda: Poisson(torch.tensor([0.1, 3.0, 40.0])),
+        lambda: Poisson(torch.tensor([[0.1, 3.0, 9.0], [7.0, 3.0, 0.4]])),
+        lambda: Bernoulli(torch.tensor([0.05, 0.5, 0.99])),
+    ],
+)
+def test_a_quantile_of_counts_is_the_first_that_reaches_the_probability(emission):
+    forecast = Forecast(STATES, emission())
+    probs = [0.0, 0.05, 0.3, 0.5, 0.999]
+    found = forecast.quantiles(probs)
+    size = forecast.emission.probs.size(-1) if isinstance(forecast.emission, Categorical) else 100
+    top = 2 if isinstance(forecast.emission, Bernoulli) else size
+    outcomes = torch.arange(top)[:, None, None].expand(top, 2, 4)
+    outcomes = outcomes if size < 100 else outcomes.to(torch.get_default_dtype())
+    below = torch.stack([forecast.log_prob(value).exp() for value in outcomes]).cumsum(0)
+    for value, prob in zip(found, probs):
+        expected = (below < prob - 1e-12).sum(0)
+        assert torch.equal(value.long(), expected)
+
+
+def test_emissions_per_step_have_quantiles_too():
+    emission = Normal(torch.arange(6.0).reshape(3, 2), 0.1)  # (T, K)
+    half = torch.full((2,), 0.5).log()
+    hmm = HMM(half, half.expand(2, 2), emission, torch.tensor(3), emission_per_step=True)
+    values = torch.tensor([0.0, 3.0, 4.0])
+    found = queries.observation_marginals(hmm, values).quantiles([0.5])
+    torch.testing.assert_close(found[0], values, rtol=0.0, atol=1e-3)
+
+
+def test_a_fan_is_drawn_after_the_past():
+    half = torch.full((2,), 0.5).log()
+    hmm = HMM(half, half.expand(2, 2), Normal(torch.tensor([0.0, 4.0]), 1.0), torch.tensor(6))
+    values = torch.randn(6)
+    predicted = hmm.forecast(values, 5)
+    axes = plots.forecast(predicted, values)
+    median = axes.lines[-1]
+    assert median.get_xdata().tolist() == [6, 7, 8, 9, 10]
+    assert torch.as_tensor(median.get_ydata()).equal(predicted.quantiles([0.5])[0])
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == [
+        "observed", "90%", "50%", "median",
+    ]  # fmt: skip
+    with pytest.raises(ValueError, match="one sequence of numbers"):
+        plots.forecast(hmm.expand([3]).forecast(values.expand(3, 6), 5), values)
+
+
+def test_probabilities_out_of_range_are_refused():
+    forecast = Forecast(STATES, Normal(LOC, 1.0))
+    for wrong in ([1.5], [-0.1, 0.5], []):
+        with pytest.raises(ValueError, match="probs must be a list of numbers"):
+            forecast.quantiles(wrong)
+    with pytest.raises(ValueError, match="level must be"):
+        forecast.interval(-0.1)
