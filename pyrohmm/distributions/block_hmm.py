@@ -19,7 +19,7 @@ from .._checks import (
     check_trailing,
 )
 from .._precision import full_precision
-from ..ops import block_recursions, masks, recursions
+from ..ops import block_gaps, block_recursions, masks, recursions
 from ..ops.block_logs import BlockLogs
 from ..ops.block_plan import Plan, is_dense
 from ..ops.block_transition import InnerProductTransition as InnerProductTransition
@@ -72,6 +72,7 @@ class _Factors(NamedTuple):
         first: ``(N, w)``, log-probability of the first state, in its block.
         likelihood: ``(N, T, w)``, log-likelihood of each step in the states of its block.
         batch: The batch shape, of N elements.
+        known: ``(N, T)``, which steps exist and are observed.
     """
 
     blocks: Tensor
@@ -79,6 +80,7 @@ class _Factors(NamedTuple):
     first: Tensor
     likelihood: Tensor
     batch: torch.Size
+    known: Tensor
 
 
 class BlockHMM(HMM):
@@ -237,11 +239,16 @@ class BlockHMM(HMM):
 
     def log_prob(self, values: Tensor) -> Tensor:
         r"""Log evidence :math:`\log p(x_{1:T})`, ``(*B)``, in nats; exact."""
-        if self.observed is not None:
+        if self.observed is not None and (self.carried is not None or self._is_crowded):
             return self.dense().log_prob(values)
         factors = self._factors(values)
         with full_precision(self.log_initial):
-            if self._is_crowded:
+            if self.observed is not None:
+                evidence = block_gaps.log_evidence(
+                    factors.known, factors.blocks, self.blocks.layout, self._scores(),
+                    self.log_initial, factors.likelihood,
+                )  # fmt: skip
+            elif self._is_crowded:
                 evidence = recursions.log_evidence(*self._dense_chain(factors))
             else:
                 evidence = block_recursions.log_evidence(*self._block_chain(factors))
@@ -378,12 +385,14 @@ class BlockHMM(HMM):
         batch = torch.broadcast_shapes(outer, self.batch_shape)
         lengths = self.lengths.expand(batch).reshape(-1)
         values = values.expand(*batch, *self.event_shape).reshape(-1, *self.event_shape)
-        exists = masks.exists(lengths, self.num_steps, values.device)
-        blocks, likelihood = self.symbols.likelihood(values, exists)
+        known = masks.exists(lengths, self.num_steps, values.device)
+        if self.observed is not None:
+            known = known & self.observed.expand(*batch, -1).reshape(known.shape).to(known.device)
+        blocks, likelihood = self.symbols.likelihood(values, known)
         states, device = self.blocks.states[blocks[:, 0]], self.log_initial.device
         first = self.log_initial[states.clamp(min=0).to(device)]
         first = first.masked_fill((states < 0).to(device), -torch.inf)
-        return _Factors(blocks, lengths, first, likelihood, batch)
+        return _Factors(blocks, lengths, first, likelihood, batch, known)
 
     def _refuse_nan(self) -> None:
         """Raise if a parameter is NaN: states, which are whole numbers, could not show it."""
@@ -400,7 +409,7 @@ class BlockHMM(HMM):
 
     def _block_chain(self, factors: _Factors) -> tuple[Any, ...]:
         """The arguments of :func:`pyrohmm.ops.block_recursions.log_evidence`."""
-        blocks, lengths, first, likelihood, _ = factors
+        blocks, lengths, first, likelihood, *_ = factors
         if self.carried is not None:
             return self.carried.prepend(self.blocks, self._inner_products, factors[:4])
         return blocks, lengths, self.blocks.layout, *self._scores(), first, likelihood
@@ -416,7 +425,7 @@ class BlockHMM(HMM):
     def _log_chain(self, values: Tensor) -> tuple[BlockLogs, Plan, torch.Size]:
         """The chain in logarithms, without gradients."""
         with torch.no_grad(), full_precision(self.log_initial):
-            blocks, lengths, first, likelihood, batch = self._factors(values)
+            blocks, lengths, first, likelihood, batch, _ = self._factors(values)
             states = self.blocks.layout
             chain = BlockLogs(
                 block_recursions.plan_chain(

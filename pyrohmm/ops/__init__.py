@@ -29,6 +29,7 @@ Its modules; each imports only those above it:
 ``message_passing``   scaled and log-space messages
 ``recursions``        forward-backward, Viterbi, path sampling of dense chains
 ``block_recursions``  the recursions of block-sparse chains
+``block_gaps``        block-sparse chains with missing steps
 ``blocks``            ``Blocks``: which states emit which symbols
 ``block_emission``    emission log-probabilities of states in blocks
 ``block_transition``  transitions as inner products, on one level or two

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .block_plan import BlockChain, Scores
-from .log_space import finite_or_zero, logsumexp
+from .log_space import finite_or_zero, log_softmax_of_parts, logsumexp
 
 
 class BlockLogs:
@@ -27,15 +27,8 @@ class BlockLogs:
         parts = [self.seen.new_zeros(0)]
         for rows, targets, _ in scores.sources():
             logits = (leave[rows] @ scores.entered(targets).mT).to(self.seen.dtype)
-            widths = self.sizes[targets].tolist()
-            weights = log_block_probs[rows][:, targets.to(self.device)].unsqueeze(-1)
-            if len(set(widths)) == 1:
-                cells = logits.unflatten(-1, (len(widths), -1)).log_softmax(-1)
-                parts.append((cells + weights).flatten())
-            else:
-                cells = zip(logits.split(widths, -1), weights.unbind(1))
-                cells = torch.cat([cell.log_softmax(-1) + weight for cell, weight in cells], -1)
-                parts.append(cells.flatten())
+            weights = log_block_probs[rows][:, targets.to(self.device)]
+            parts.append(log_softmax_of_parts(logits, self.sizes[targets], weights).flatten())
         self.log_probs = torch.cat(parts)
 
     def matrices(self, tokens: Tensor) -> Tensor:

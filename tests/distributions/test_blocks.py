@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pyrohmm import HMM, block_hmm, clusters
 from pyrohmm.distributions.block_hmm import BlockHMM
-from pyrohmm.ops import backends, block_transition
+from pyrohmm.ops import backends, block_gaps, block_transition
 from pyrohmm.ops import block_plan as _plan
 from pyrohmm.ops import block_recursions as _blockwise
 from pyrohmm.ops.block_emission import log_emission
@@ -679,3 +679,120 @@ def test_states_by_token_mass_go_with_clusters():
     assignment = torch.tensor([0, 1, 1, 2])
     sizes = clusters.allocate(12, assignment, torch.tensor([8, 1, 1, 2]))
     assert from_clusters(assignment, sizes).sizes.tolist() == sizes.tolist()
+
+
+# Missing steps
+
+
+def with_gaps(case):
+    """The same HMM with missing steps: a sequence without any, one with nothing else.
+
+    Some are at the start, at the end, several in a row. Nothing may be read where they are.
+    """
+    num_sequences, num_steps = case.values.shape
+    seen = torch.rand(num_sequences, num_steps) < 0.5
+    seen[0], seen[-1] = False, True
+    seen[1] = torch.arange(num_steps) == 3
+    hmm = case.hmm.replace(observed=seen)
+    return hmm, hmm.dense(), case.values.masked_fill(~seen, -7)
+
+
+@pytest.mark.parametrize(("scale", "limit"), [(1.0, 0), (30.0, 0), (1.0, 10_000)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_missing_steps_are_summed_out_over_all_blocks(kind, scale, limit, engine, monkeypatch):
+    """With the larger scale some transitions have probabilities below the smallest number."""
+    monkeypatch.setattr(_plan, "DENSE", limit)
+    torch.manual_seed(int(scale))
+    case = Case(kind, [3, 1, 2, 4], [3, 5, 6, 5, 1, 4], scale=scale)
+    hmm, wide, values = with_gaps(case)
+    with monkeypatch.context() as patch:
+        patch.setattr(BlockHMM, "dense", None)
+        found = hmm.log_prob(values)
+    wanted = wide.log_prob(case.values)
+    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+    weights = torch.randn(6, dtype=torch.float64)
+    got, want = (
+        torch.autograd.grad(
+            (each * weights).sum(), case.parameters, retain_graph=True, materialize_grads=True
+        )
+        for each in (found, wanted)
+    )
+    for one, other in zip(got, want):
+        torch.testing.assert_close(one, other, rtol=1e-8, atol=1e-10)
+
+
+def test_missing_steps_where_transitions_and_symbols_are_impossible(engine):
+    """Hard zeros, before and after gaps, and a sequence that cannot be."""
+    blocks = from_clusters(torch.tensor([0, 1, 1, 2]), torch.tensor([2, 2, 1]))
+    logits = torch.randn(5, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    logits[torch.arange(5), [3, 4, 4, 0, 1]] = -math.inf
+    logits[0, 2:] = logits[1, 2:] = logits[4, 2:] = -math.inf  # from block 0, to block 0 only
+    logits[2, 2:4] = -math.inf
+    logits.requires_grad_()
+    emission = torch.tensor([[1.0, 1.0], [1.0, 0.5], [0.0, 0.5], [1.0, 1.0]]).double().log()
+    start = torch.full((5,), 0.2, dtype=torch.float64).log()
+    values = torch.tensor([[0, 1, 2, 1], [1, 0, 0, 0], [2, 1, 3, 0]])
+    seen = torch.tensor([[1, 0, 1, 1], [1, 0, 0, 1], [0, 1, 0, 1]]).bool()
+    hmm = BlockHMM(
+        start, logits.log_softmax(-1), emission, blocks, torch.tensor([4, 4, 4]), seen,
+        validate_args=False,
+    )  # fmt: skip
+    found, wanted = hmm.log_prob(values), hmm.dense().log_prob(values)
+    assert found[0] == -math.inf
+    torch.testing.assert_close(found, wanted)
+    got, want = (
+        torch.autograd.grad(each.exp().sum() + each[1:].sum(), logits, retain_graph=True)[0]
+        for each in (found, wanted)
+    )
+    torch.testing.assert_close(got, want)
+    assert bool(got.isfinite().all())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_second_derivatives_with_missing_steps(kind, engine):
+    torch.manual_seed(1)
+    case = Case(kind, [2, 1, 3], [2, 4, 4], num_symbols=5)
+    hmm, wide, values = with_gaps(case)
+    found = []
+    for value in (hmm.log_prob(values), wide.log_prob(case.values)):
+        first = torch.autograd.grad(value[1:].exp().sum(), case.parameters, create_graph=True)
+        turned = sum((each * (0.1 + each.detach().sin())).sum() for each in first)
+        found.append([*first, *torch.autograd.grad(turned, case.parameters, retain_graph=True)])
+    for one, other in zip(*found):
+        torch.testing.assert_close(one, other, rtol=1e-8, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["one level", "two levels"])
+def test_single_precision_with_missing_steps_and_a_long_sequence(kind, engine):
+    torch.manual_seed(0)
+    case = Case(kind, [3, 4, 4], [300, 7], num_symbols=40)
+    seen = torch.rand(2, 300) < 0.98
+    found = in_single_precision(case).replace(observed=seen).log_prob(case.values)
+    wanted = case.hmm.replace(observed=seen).dense().log_prob(case.values)
+    torch.testing.assert_close(found.double(), wanted, rtol=1e-6, atol=1e-6)
+    got, want = (
+        torch.cat(
+            [
+                part.flatten()
+                for part in torch.autograd.grad(each.sum(), case.parameters, retain_graph=True)
+            ]
+        )
+        for each in (found, wanted)
+    )
+    assert (got - want).norm() < 1e-4 * want.norm()
+
+
+@pytest.mark.parametrize("kind", ["one level", "two levels"])
+def test_missing_steps_make_no_matrix_of_all_transitions(kind, monkeypatch, engine):
+    monkeypatch.setattr(_plan, "DENSE", 0)
+    monkeypatch.setattr(block_transition, "CHUNK", 1 << 14)
+    monkeypatch.setattr(block_gaps, "CHUNK", 1 << 14)
+    torch.manual_seed(0)
+    case = Case(kind, [16] * 64, [4, 9], num_symbols=64, dtype=torch.float32)
+    seen = torch.ones(2, 9, dtype=torch.bool)
+    seen[0, 1], seen[1, 3:6] = False, False
+    with Largest() as largest:
+        evidence = case.hmm.replace(observed=seen).log_prob(case.values)
+        gradients = torch.autograd.grad(evidence.sum(), case.parameters)
+    assert all(bool(each.isfinite().all()) for each in gradients)
+    assert largest.size <= 1024 * 64
