@@ -11,7 +11,8 @@ from .._arguments import explained
 from .._checks import check_booleans, check_shape, check_size, check_tensor, check_trailing
 from ..distributions.forecast import Forecast
 from ..distributions.hmm import HMM
-from .chains import normalised
+from .block_steps import BlockSteps
+from .chains import in_blocks, normalised
 
 
 @explained()
@@ -60,7 +61,10 @@ class Filter:
                 "hmm is restricted to labels, which belong to some steps. Give one without them."
             )
         self.hmm = hmm
-        dtype = torch.promote_types(hmm.log_initial.dtype, hmm.log_transition.dtype)
+        self._blocks = BlockSteps(hmm) if in_blocks(hmm.with_lengths(hmm.lengths)) else None
+        dtype = hmm.log_initial.dtype
+        if self._blocks is None:
+            dtype = torch.promote_types(dtype, hmm.log_transition.dtype)
         with torch.no_grad():
             self._step = self._one_step(None)
             initial = hmm.log_initial.detach().to(dtype)
@@ -105,9 +109,7 @@ class Filter:
                 observation is not in the support of the emission. The filter is then unchanged.
         """
         with torch.no_grad():
-            joint = self._predicted()
-            if observation is not None:
-                joint = joint + self._log_likelihood(observation, observed)
+            joint = self._joint(observation, observed)
             score = joint.logsumexp(-1)
             if observation is not None:
                 if observed is not None:  # rounding is no evidence
@@ -185,26 +187,48 @@ class Filter:
         self._log_evidence = state_dict["log_evidence"].detach().to(device).clone()
         self._num_steps = num_steps
 
+    def _joint(self, observation: Tensor | None, observed: Tensor | None) -> Tensor:
+        """Log p(x_t, z_t | x_{1:t-1}), ``(*B, K)``, without x_t where it is missing."""
+        if observation is None:
+            return self._predicted()
+        if self._blocks is None or observed is not None:
+            return self._predicted() + self._log_likelihood(observation, observed)
+        self._check_observation(observation)
+        event = self.hmm.event_shape[1:]
+        values = observation.expand(*self.batch_shape, *event).reshape(-1, 1, *event)
+        before = self._log_states.reshape(-1, self.hmm.num_states)
+        return self._blocks.joint(before, values, self._num_steps == 0).reshape(
+            self._log_states.shape
+        )
+
     def _predicted(self) -> Tensor:
         """Log p(z_{t+1} | x_{1:t}), ``(*B, K)``."""
         return self._transition(self._log_states) if self._num_steps else self._log_states
 
     def _transition(self, log_states: Tensor) -> Tensor:
         """Log-probabilities ``(*B, K)`` of the states one step later."""
+        if self._blocks is not None:
+            return self._blocks.onward(log_states.reshape(-1, self.hmm.num_states)).reshape(
+                log_states.shape
+            )
         return (log_states.unsqueeze(-1) + self.hmm.log_transition).logsumexp(-2)
 
     def _log_likelihood(self, observation: Tensor, observed: Tensor | None) -> Tensor:
         """Log p(x_t | z_t) in each state, ``(*B, K)``."""
-        event = self.hmm.emission.event_shape
-        check_tensor("observation", observation)
-        check_trailing("observation", observation, tuple(event), "(*E)")
-        self._check_batch("observation", observation.shape[: observation.dim() - len(event)])
+        self._check_observation(observation)
         step = self._step
         if observed is not None:
             check_booleans("observed", observed)
             self._check_batch("observed", observed.shape)
             step = self._one_step(observed)
-        return step.log_factors(observation.unsqueeze(-1 - len(event)))[2].squeeze(-2)
+        event = len(self.hmm.event_shape) - 1
+        return step.log_factors(observation.unsqueeze(-1 - event))[2].squeeze(-2)
+
+    def _check_observation(self, observation: Tensor) -> None:
+        event = self.hmm.event_shape[1:]
+        check_tensor("observation", observation)
+        check_trailing("observation", observation, tuple(event), "(*E)")
+        self._check_batch("observation", observation.shape[: observation.dim() - len(event)])
 
     def _check_batch(self, name: str, shape: torch.Size) -> None:
         batch = self.batch_shape

@@ -20,10 +20,12 @@ from .._checks import (
 )
 from .._precision import full_precision
 from ..ops import block_gaps, block_recursions, masks, recursions
+from ..ops.block_gaps import AllTransitions
 from ..ops.block_logs import BlockLogs
 from ..ops.block_plan import Plan, is_dense
 from ..ops.block_transition import InnerProductTransition as InnerProductTransition
 from ..ops.blocks import Blocks
+from ..ops.log_space import finite_or_zero, lazy_zeros
 from ..ops.recursions import Posterior
 from ..ops.sampling import refuse_nan, sample_path
 from .block_symbols import BlockSymbols
@@ -225,9 +227,13 @@ class BlockHMM(HMM):
         return cast(InnerProductTransition, self.transition)
 
     @property
-    def _needs_dense(self) -> bool:
+    def needs_dense(self) -> bool:
         """Whether some state is not within the block of a symbol of these sequences."""
         return self.observed is not None or self.carried is not None
+
+    def all_transitions(self) -> AllTransitions:
+        """Sums over transitions from and to all states, without their matrix."""
+        return AllTransitions(self.blocks.layout, *self._scores())
 
     @property
     def _is_crowded(self) -> bool:
@@ -313,41 +319,61 @@ class BlockHMM(HMM):
 
         With many states, :meth:`block_posterior` takes a fraction of the memory.
         """
-        return self.dense().posterior(values)
+        if self.needs_dense:
+            return self.dense().posterior(values)
+        evidence, probs, _ = self.block_posterior(values)
+        chain, plan, shape = self.log_chain(values)
+        where = plan.where.to(probs.device)
+        probs = probs.reshape(-1, self.blocks.width)[where]
+        states = self.symbols.padded_states[plan.block].to(probs.device)
+        later = slice(len(plan.lengths), None)
+        before, after = states[plan.before[later].to(probs.device)], states[later]
+        sequence = (where[later] // self.num_steps).view(-1, 1, 1)
+        size = self.num_states
+        cells = (sequence * size + before.unsqueeze(-1)) * size + after.unsqueeze(-2)
+        exists = (before < size).unsqueeze(-1) & (after < size).unsqueeze(-2)
+        counts = lazy_zeros(len(plan.lengths) * size * size, probs)
+        counts.index_add_(0, cells[exists], chain.pairs(probs)[exists])
+        return Posterior(
+            evidence,
+            self._wide(probs, plan, shape),
+            counts.reshape(*evidence.shape, size, size),
+        )
 
     def filtered(self, values: Tensor) -> Tensor:
         r"""Filtered probabilities :math:`p(z_t \mid x_{1:t})`, ``(*B, T, K)``; 0 where padded."""
-        if self._needs_dense:
+        if self.needs_dense:
             return self.dense().filtered(values)
-        chain, plan, shape = self._log_chain(values)
+        chain, plan, shape = self.log_chain(values)
         messages = torch.cat(chain.messages()[0])
         norm = messages.logsumexp(-1, keepdim=True)
-        probs = (messages - norm.masked_fill(norm.isneginf(), 0.0)).exp()
-        states = self.blocks.states[plan.block].to(probs.device)
-        size = self.blocks.num_states
-        rows = probs.new_zeros(len(probs), size + 1)
-        rows.scatter_(1, states.masked_fill(states < 0, size), probs)
-        out = probs.new_zeros(shape.numel(), size + 1)
-        out[plan.where.to(probs.device)] = rows
-        return out[:, :-1].reshape(*shape, size)
+        return self._wide((messages - finite_or_zero(norm)).exp(), plan, shape)
+
+    def _wide(self, probs: Tensor, plan: Plan, shape: torch.Size) -> Tensor:
+        """Probabilities of all states ``(*B, T, K)``, of those ``(M, w)`` of the tokens."""
+        states, size = self.symbols.padded_states[plan.block].to(probs.device), self.num_states
+        cells = plan.where.to(probs.device).unsqueeze(-1) * size + states
+        out, exists = lazy_zeros(shape.numel() * size, probs), states < size
+        out[cells[exists]] = probs[exists]
+        return out.reshape(*shape, size)
 
     def viterbi(self, values: Tensor) -> Tensor:
         r"""Best path :math:`\arg\max_z p(z_{1:T} \mid x_{1:T})`, ``(*B, T)``; 0 where padded."""
-        if self._needs_dense:
+        if self.needs_dense:
             return self.dense().viterbi(values)
         self._refuse_nan()
-        chain, plan, shape = self._log_chain(values)
-        return self._states_at(chain.viterbi().unsqueeze(0), plan, shape).squeeze(0)
+        chain, plan, shape = self.log_chain(values)
+        return self.states_at(chain.viterbi().unsqueeze(0), plan, shape).squeeze(0)
 
     @checked()
     def sample_states(self, values: Tensor, sample_shape: Shape = ()) -> Tensor:
         r"""Sample paths from :math:`p(z_{1:T} \mid x_{1:T})`, ``(*S, *B, T)``; 0 where padded."""
-        if self._needs_dense:
+        if self.needs_dense:
             return self.dense().sample_states(values, sample_shape)
         self._refuse_nan()
         outer = torch.Size(sample_shape)
-        chain, plan, shape = self._log_chain(values)
-        states = self._states_at(chain.sample(outer.numel()), plan, shape)
+        chain, plan, shape = self.log_chain(values)
+        states = self.states_at(chain.sample(outer.numel()), plan, shape)
         return states.reshape(outer + states.shape[1:])
 
     def sample_prior_states(self, shape: torch.Size) -> Tensor:
@@ -355,11 +381,13 @@ class BlockHMM(HMM):
 
         Only the rows of the states that occur are computed.
         """
+        initial = self.log_initial
         if self.carried is not None:
-            return self.dense().sample_prior_states(shape)
+            initial = self.carried.log_initial(initial, self._inner_products)
         matrix = self.transition if isinstance(self.transition, Tensor) else None
+        count = shape.numel() // initial[..., 0].numel()
         states = sample_path(
-            torch.multinomial(self.log_initial.exp(), shape.numel(), True),
+            torch.multinomial(initial.exp(), count, True).T.flatten(),
             self.num_steps,
             lambda _, states: torch.multinomial(
                 (matrix[states] if matrix is not None else self._inner_products.rows(states)).exp(),
@@ -422,19 +450,37 @@ class BlockHMM(HMM):
         wide = wide.scatter(2, states.masked_fill(states < 0, self.blocks.num_states), likelihood)
         return self.log_initial, self.log_transition.unsqueeze(0), wide[..., :-1], factors.lengths
 
-    def _log_chain(self, values: Tensor) -> tuple[BlockLogs, Plan, torch.Size]:
-        """The chain in logarithms, without gradients."""
-        with torch.no_grad(), full_precision(self.log_initial):
-            blocks, lengths, first, likelihood, batch, _ = self._factors(values)
-            states = self.blocks.layout
-            chain = BlockLogs(
-                block_recursions.plan_chain(
-                    blocks, lengths, states, *self._scores(), first, likelihood
-                )
-            )
-        return chain, chain.plan, torch.Size([*batch, self.num_steps])
+    def log_chain(
+        self, values: Tensor, dtype: torch.dtype | None = None
+    ) -> tuple[BlockLogs, Plan, torch.Size]:
+        """The chain in logarithms, without gradients; its plan, and the shape ``(*B, T)``.
 
-    def _states_at(self, places: Tensor, plan: Plan, shape: torch.Size) -> Tensor:
+        Where steps are missing, each run of observed ones is a chain by itself, that begins with
+        the distribution of its first state given what is before; at least one must be observed.
+
+        Args:
+            values: ``(*B, T, *E)``, observations.
+            dtype: Of the messages; that of the parameters by default.
+        """
+        with torch.no_grad(), full_precision(self.log_initial):
+            blocks, lengths, first, likelihood, batch, known = self._factors(values)
+            scores, states = self._scores(), self.blocks.layout
+            where = torch.arange(known.numel()).reshape(known.shape)
+            if self.observed is not None:
+                runs = block_gaps.segments_of(known)
+                where, blocks, likelihood = (runs.cut(x) for x in (where, blocks, likelihood))
+                lengths = runs.length
+                first = block_gaps.entries(
+                    runs, blocks, states, scores, self.log_initial, likelihood
+                ).log_first
+            first, likelihood = first.to(dtype), likelihood.to(dtype)
+            chain = block_recursions.plan_chain(blocks, lengths, states, *scores, first, likelihood)
+            chain = chain._replace(
+                plan=chain.plan._replace(where=where.flatten()[chain.plan.where])
+            )
+        return BlockLogs(chain), chain.plan, torch.Size([*batch, self.num_steps])
+
+    def states_at(self, places: Tensor, plan: Plan, shape: torch.Size) -> Tensor:
         """The states at ``places`` ``(S, M)`` in the blocks of tokens, as ``(S, *B, T)``."""
         states = self.blocks.states[plan.block].expand(len(places), -1, -1)
         out = torch.zeros(len(places), shape.numel(), dtype=torch.long)

@@ -53,7 +53,12 @@ class BlockSymbols:
 
     def _columns(self) -> Tensor:
         """The state of each of the ``log_probs``, ``(V, w)``; K beyond the block."""
-        states = self.blocks.states[self.blocks.symbol_block].to(self.log_probs.device)
+        return self.padded_states[self.blocks.symbol_block].to(self.log_probs.device)
+
+    @property
+    def padded_states(self) -> Tensor:
+        """The states of each block, ``(B, w)``; K beyond them."""
+        states = self.blocks.states
         return states.masked_fill(states < 0, self.blocks.num_states)
 
     def check_sums(self) -> None:

@@ -290,7 +290,7 @@ class TaggedHMM(BlockHMM):
         _, tags = self._split(values)
         with torch.no_grad():
             best = self.log_tags.max(-1)
-            if not self._needs_dense:
+            if not self.needs_dense:
                 words = self.tagged_symbols.words
                 states = BlockHMM(
                     self.log_initial, self.transition,

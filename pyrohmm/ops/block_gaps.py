@@ -122,10 +122,23 @@ class AllTransitions:
             return self.narrowed(self.onward(log_probs), block)
         return _by_block(log_probs, block, self._gather)
 
+    def between(self, log_probs: Tensor, source: Tensor, target: Tensor) -> Tensor:
+        """Logs ``(n, w)`` in the blocks ``target``, one step after ``(n, w)`` in ``source``."""
+        many = len(self.states.sizes)
+
+        def pair(part: Tensor, key: int) -> Tensor:
+            rows = self._states_of(key // many)
+            return self._into(part[:, : len(rows)], rows, key % many)
+
+        return _by_block(log_probs, source * many + target, pair)
+
     def _gather(self, log_probs: Tensor, block: int) -> Tensor:
+        return self._into(log_probs, torch.arange(self.num_states), block)
+
+    def _into(self, log_probs: Tensor, rows: Tensor, block: int) -> Tensor:
+        """Logs ``(n, w)`` in a block, one step after those of the states ``rows``."""
         size = max(1, CHUNK // self.states.width)
-        rows = torch.arange(self.num_states).split(size)
-        parts = [self._part(part, block) for part in rows]
+        parts = [self._part(part, block) for part in rows.split(size)]
         found = _sums(list(log_probs.split(size, -1)), parts, self.scores)
         beyond = self.states.width - found.size(-1)
         return torch.nn.functional.pad(found, (0, beyond), value=-torch.inf)
@@ -154,20 +167,24 @@ class AllTransitions:
         return self.states.members[self.states.starts[block] : self.states.starts[block + 1]]
 
     def _part(self, rows: Tensor, block: int | None) -> Callable[..., Tensor]:
-        """Log transition probabilities from adjacent states to those of a block, or to all.
+        """Log transition probabilities from some states to those of a block, or to all.
 
-        A function of the scores, so that it can be computed again.
+        A function of the scores, so that it can be computed again. With inner products the states
+        of ``rows`` are one after the other.
         """
         some = slice(int(rows[0]), int(rows[-1]) + 1)
 
         def logs(leave: Tensor, enter: Tensor | None, log_block_probs: Tensor | None) -> Tensor:
             if enter is None or log_block_probs is None:
-                return leave[some]
+                if block is None:
+                    return leave[some]
+                columns = self._states_of(block).to(leave.device)
+                return leave[rows.to(leave.device).unsqueeze(-1), columns]
             if block is None:
                 scores = at_least_single(leave[some] @ enter.mT)
                 return log_softmax_of_parts(scores, self.states.sizes, log_block_probs[some])
-            columns = slice(int(self.states.starts[block]), int(self.states.starts[block + 1]))
-            scores = at_least_single(leave[some] @ enter[columns].mT)
+            first, last = self.states.starts[block : block + 2].tolist()
+            scores = at_least_single(leave[some] @ enter[first:last].mT)
             return scores.log_softmax(-1) + log_block_probs[some, block : block + 1]
 
         return logs
@@ -328,10 +345,7 @@ def entries(
             )  # fmt: skip
             before[at.to(device)] = before[last.to(device)] + finite_or_zero(evidence).double()
             missing = step.spread(log_probs, path[last, ends - 1])
-        first = _after_gaps(step, missing, gap, block)
-        norm = finite_or_zero(first.detach().logsumexp(-1))
-        before[at.to(device)] += norm.double()
-        firsts.append(first - norm.unsqueeze(-1))
+        firsts.append(_after_gaps(step, missing, gap, block))
     order = segments.rank.argsort(stable=True).argsort()
     return Entries(torch.cat(firsts)[order.to(device)], before)
 

@@ -10,7 +10,7 @@ from pyro.distributions import Categorical
 from torch.nn.functional import one_hot
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pyrohmm import HMM, block_hmm, clusters
+from pyrohmm import HMM, Filter, block_hmm, clusters, queries
 from pyrohmm.distributions.block_hmm import BlockHMM
 from pyrohmm.ops import backends, block_gaps, block_transition
 from pyrohmm.ops import block_plan as _plan
@@ -796,3 +796,97 @@ def test_missing_steps_make_no_matrix_of_all_transitions(kind, monkeypatch, engi
         gradients = torch.autograd.grad(evidence.sum(), case.parameters)
     assert all(bool(each.isfinite().all()) for each in gradients)
     assert largest.size <= 1024 * 64
+
+
+# Posterior queries, by blocks
+
+
+@pytest.fixture
+def by_blocks(monkeypatch):
+    """Whoever asks for the dense HMM after this fails."""
+
+    def refuse():
+        monkeypatch.setattr(BlockHMM, "dense", None)
+        monkeypatch.setattr(BlockHMM, "log_factors", None)
+
+    return refuse
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_queries_in_blocks_are_those_of_the_dense_hmm(kind, by_blocks):
+    torch.manual_seed(7)
+    case = Case(kind, [3, 1, 2, 4], [1, 5, 6, 3])
+    hmm, wide, values = case.hmm, case.hmm.dense(), case.values
+    wanted = {
+        "predictive": queries.predictive_log_prob(wide, values),
+        "entropy": queries.path_entropy(wide, values),
+        "posterior": wide.posterior(values),
+    }
+    paths, best = queries.k_best(wide, values, 4)
+    by_blocks()
+    torch.testing.assert_close(queries.predictive_log_prob(hmm, values), wanted["predictive"])
+    torch.testing.assert_close(queries.path_entropy(hmm, values), wanted["entropy"])
+    for one, other in zip(hmm.posterior(values), wanted["posterior"]):
+        torch.testing.assert_close(one, other)
+    found, log_joint = queries.k_best(hmm, values, 4)
+    torch.testing.assert_close(log_joint, best)
+    assert torch.equal(found, paths)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_predictive_probabilities_with_missing_steps(kind, by_blocks):
+    torch.manual_seed(8)
+    case = Case(kind, [3, 1, 2, 4], [3, 5, 6, 1])
+    hmm, wide, values = with_gaps(case)
+    wanted = queries.predictive_log_prob(wide, case.values)
+    nothing = hmm.replace(observed=torch.zeros(4, 6, dtype=torch.bool))
+    by_blocks()
+    torch.testing.assert_close(queries.predictive_log_prob(hmm, values), wanted)
+    assert not bool(queries.predictive_log_prob(nothing, values).any())
+
+
+def test_queries_of_what_is_impossible_are_those_of_the_dense_hmm():
+    blocks = from_clusters(torch.tensor([0, 1, 1]), 2)
+    transitions = torch.full((4, 4), 0.5).log()
+    transitions[:, 2:] = -math.inf
+    emission = torch.tensor([[1.0, 1.0], [0.5, 0.5], [0.5, 0.5]]).log()
+    start = torch.full((4,), 0.25).log()
+    hmm = BlockHMM(start, transitions, emission, blocks, torch.tensor([3, 3]))
+    values = torch.tensor([[0, 1, 0], [2, 0, 0]])
+    for query in (queries.predictive_log_prob, queries.path_entropy):
+        torch.testing.assert_close(query(hmm, values), query(hmm.dense(), values))
+    for one, other in zip(hmm.posterior(values), hmm.dense().posterior(values)):
+        torch.testing.assert_close(one, other)
+    found, wanted = (queries.k_best(each, values, 9) for each in (hmm, hmm.dense()))
+    torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_filters_step_from_block_to_block(kind, by_blocks):
+    """With a missing step in between, and predictions of the next state."""
+    torch.manual_seed(9)
+    case = Case(kind, [3, 1, 2, 4], [5, 5, 5])
+    found, wanted = [], []
+    streams = Filter(case.hmm), Filter(case.hmm.dense())
+    assert streams[0]._blocks is not None
+    for stream, results in zip(streams, (found, wanted)):
+        for t in range(5):
+            results.append(stream.update(None if t == 2 else case.values[:, t]))
+            results.append(stream.predict(2).states)
+        results.append(stream.log_evidence)
+    torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("kind", ["one level", "two levels"])
+def test_continuations_are_sampled_and_scored_in_blocks(kind, by_blocks):
+    torch.manual_seed(10)
+    case = Case(kind, [2, 1, 2], [4, 2, 5], num_symbols=4)
+    hmm, wide, values = case.hmm, case.hmm.dense(), case.values
+    further = torch.randint(4, (3, 2))
+    wanted = queries.continuation(wide, values, 2)
+    shares = wide.forecast(values, 2).probs
+    by_blocks()
+    ahead = queries.continuation(hmm, values, 2)
+    torch.testing.assert_close(ahead.log_prob(further), wanted.log_prob(further))
+    drawn = one_hot(ahead.sample((4000,)), 4).double().mean(0)
+    assert bool(((drawn - shares).abs() < 5 * (shares / 4000).sqrt() + 1e-3).all())
