@@ -13,7 +13,6 @@ from ..distributions.block_hmm import BlockHMM
 from ..distributions.carried_state import CarriedState
 from ..distributions.forecast import Forecast
 from ..distributions.hmm import HMM
-from ..distributions.sampling import sample_emission, sample_emission_per_step
 from ..ops import recursions
 from ..ops.block_transition import InnerProductTransition
 from .chains import at_steps, chain_factors, check_possible, in_blocks, normalised
@@ -149,8 +148,7 @@ def impute(hmm: HMM, values: Tensor, sample_shape: Shape = ()) -> Tensor:
     with torch.no_grad():
         check_possible(hmm.log_prob(values))
         states = hmm.sample_states(values, sample_shape)
-        sample = sample_emission_per_step if hmm.emission_per_step else sample_emission
-        samples = sample(hmm.emission, states).to(values.dtype)
+        samples = hmm.sample_observations(states).to(values.dtype)
         missing = torch.zeros_like(states, dtype=torch.bool)
         if hmm.observed is not None:
             missing = (hmm.exists & ~hmm.observed).expand(states.shape)

@@ -89,10 +89,13 @@ class BlockHMM(HMM):
     """An HMM of symbols whose states emit only the symbols of their blocks.
 
     It is the same distribution as an :class:`HMM` with zeros elsewhere, and answers the same
-    queries. ``log_prob`` and its gradient, ``viterbi``, ``sample_states``, ``filtered`` and
-    ``block_posterior`` visit only states that can emit a symbol. With labels, or where steps are
-    missing, and for everything else, :meth:`dense` answers, at the cost of K x K matrices; for
-    ``log_prob`` also where blocks overlap and are large. Parameters have no batch dimensions.
+    queries. ``log_prob`` and its gradient, ``posterior``, ``viterbi``, ``sample_states``,
+    ``filtered`` and ``block_posterior``, a :class:`Filter`, and of :mod:`pyrohmm.queries` those of
+    prediction, continuation, best paths and entropy visit only states that can emit a symbol.
+    Where steps are missing ``log_prob`` and ``predictive_log_prob`` sum over all states there,
+    without a K x K matrix. For other queries with missing steps, with labels, and for everything
+    else, :meth:`dense` answers, at the cost of K x K matrices; for ``log_prob`` also where blocks
+    overlap and are large. Parameters have no batch dimensions.
 
     Args:
         log_initial: ``(K,)``, log-probabilities of the first state.
@@ -385,9 +388,9 @@ class BlockHMM(HMM):
         if self.carried is not None:
             initial = self.carried.log_initial(initial, self._inner_products)
         matrix = self.transition if isinstance(self.transition, Tensor) else None
-        count = shape.numel() // initial[..., 0].numel()
+        initial = torch.atleast_2d(initial)  # one for all, or for each sequence
         states = sample_path(
-            torch.multinomial(initial.exp(), count, True).T.flatten(),
+            torch.multinomial(initial.exp(), shape.numel() // len(initial), True).mT.flatten(),
             self.num_steps,
             lambda _, states: torch.multinomial(
                 (matrix[states] if matrix is not None else self._inner_products.rows(states)).exp(),
@@ -395,6 +398,11 @@ class BlockHMM(HMM):
             ).squeeze(-1),
         )
         return states.reshape(*shape, self.num_steps)
+
+    def sample_observations(self, states: Tensor) -> Tensor:
+        """As :meth:`HMM.sample_observations`; only the symbols of these states are read."""
+        with torch.no_grad():
+            return self.symbols.sample(states)
 
     # Parameters and data as the recursions read them
 

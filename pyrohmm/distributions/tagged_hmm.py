@@ -149,6 +149,11 @@ class TaggedSymbols(BlockSymbols):
         scores = take_rows(table, rows + blocks.to(tags.device))
         return blocks, log_likelihood + scores
 
+    def sample(self, states: Tensor) -> Tensor:
+        """Sample a word and a tag ``(*, 2)`` from each of ``states``."""
+        tags = sample_emission(Categorical(logits=self.log_tags), states)
+        return torch.stack([self.words.sample(states), tags], -1)
+
 
 class TagPath(NamedTuple):
     """The most probable states and tags.

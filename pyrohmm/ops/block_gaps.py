@@ -299,7 +299,8 @@ class _FinalState(torch.autograd.Function):
             ]
             last = torch.arange(len(lengths), device=later.device), (lengths - 1).to(later.device)
             seen = inputs[-1].index_put(last, inputs[-1][last] + later)
-            evidence = block_recursions.log_evidence(path, lengths, states, *inputs[:-1], seen)
+            chain: Any = path, lengths, states, *inputs[:-1], seen
+            evidence = block_recursions.log_evidence(*chain)
             wanted = [part for part in inputs if part is not None and part.requires_grad]
             found = iter(
                 torch.autograd.grad(evidence, wanted, total.squeeze(-1), materialize_grads=True)
@@ -382,8 +383,10 @@ def log_evidence(
     Args:
         observed: ``(N, T)`` booleans, which steps exist and are observed.
         path: ``(N, T)``, block of each step that is observed.
-        states, scores, log_initial: As for :func:`entries`.
-        log_seen: ``(N, T, w)``.
+        states: Of each block.
+        scores: As for :func:`entries`.
+        log_initial: ``(K,)``, log-probabilities of the first state.
+        log_seen: ``(N, T, w)``, log-likelihoods.
     """
     segments = segments_of(observed)
     value = log_seen[:, 0, 0].masked_fill(torch.ones_like(log_seen[:, 0, 0], dtype=torch.bool), 0.0)

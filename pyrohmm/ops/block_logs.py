@@ -138,15 +138,15 @@ class BlockLogs:
             ranked, order = extended.flatten(-2).sort(dim=-1, descending=True, stable=True)
             origins.append(order[..., :count].flatten(-2))
             scores.append(ranked[..., :count] + self.seen[step].unsqueeze(-1))
-        order = [each.flatten(-2).sort(dim=-1, descending=True, stable=True) for each in scores]
+        ends = [each.flatten(-2).sort(dim=-1, descending=True, stable=True) for each in scores]
         path: list[Tensor] = []  # (n, C), places among the w C paths at a token
         for t in range(len(scores) - 1, -1, -1):
-            place = order[t].indices[..., :count]
+            place = ends[t].indices[..., :count]
             if path:
                 after = origins[t].gather(-1, path[-1])
                 place = torch.cat([after, place[len(after) :]])
             path.append(place)
-        best = self.ends([each.values[..., :count] for each in order])
+        best = self.ends([each.values[..., :count] for each in ends])
         return (torch.cat(path[::-1]) // count).clamp(max=width - 1).mT, best
 
     def viterbi(self) -> Tensor:
