@@ -10,7 +10,8 @@ from pyro.distributions import Categorical
 from torch.nn.functional import one_hot
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pyrohmm import HMM, Filter, block_hmm, clusters, queries
+from pyrohmm import HMM, Filter, clusters, queries
+from pyrohmm.distributions import block_factors
 from pyrohmm.distributions.block_hmm import BlockHMM
 from pyrohmm.ops import backends, block_gaps, block_transition
 from pyrohmm.ops import block_plan as _plan
@@ -27,7 +28,7 @@ KINDS = ["two levels", "one level", "matrix", "overlapping"]
 def in_blocks():
     """Small cases go through blocks too where these overlap."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(block_hmm, "CROWDED", 0)
+        patch.setattr(block_factors, "CROWDED", 0)
         yield
 
 
@@ -140,7 +141,7 @@ def test_where_blocks_overlap_much_all_transitions_are_computed_at_once(monkeypa
     torch.manual_seed(3)
     case = Case("overlapping", [3, 1, 4], [4, 1, 6])
     slow = case.hmm.log_prob(case.values)
-    monkeypatch.setattr(block_hmm, "CROWDED", 8 / 3)  # 8 states, 3 of them in each block
+    monkeypatch.setattr(block_factors, "CROWDED", 8 / 3)  # 8 states, 3 of them in each block
     monkeypatch.setattr(_blockwise, "log_evidence", None)
     fast = case.hmm.log_prob(case.values)
     torch.testing.assert_close(fast, slow, rtol=1e-12, atol=1e-12)
@@ -154,7 +155,7 @@ def test_where_blocks_overlap_much_all_transitions_are_computed_at_once(monkeypa
 def test_where_blocks_overlap_much_values_are_checked_and_padding_is_not_read(monkeypatch):
     torch.manual_seed(3)
     case = Case("overlapping", [3, 1, 4], [4, 1, 6])
-    monkeypatch.setattr(block_hmm, "CROWDED", 8 / 3)
+    monkeypatch.setattr(block_factors, "CROWDED", 8 / 3)
     wanted = case.hmm.log_prob(case.values)
     padded = torch.arange(6) >= case.lengths.unsqueeze(-1)
     assert torch.equal(case.hmm.log_prob(case.values.masked_fill(padded, -7)), wanted)
