@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
 
+from ..distributions.block_hmm import BlockHMM
 from ..distributions.hmm import HMM
+from ..ops.block_plan import Plan
 
 
 class ChainFactors(NamedTuple):
@@ -66,6 +68,18 @@ def chain_factors(hmm: HMM, values: Tensor) -> ChainFactors:
         exists,
         exists if hmm.observed is None else exists & hmm.observed,
     )
+
+
+def in_blocks(hmm: HMM) -> TypeGuard[BlockHMM]:
+    """Whether each step says in which block its state is, so that queries visit only that."""
+    return isinstance(hmm, BlockHMM) and not hmm.needs_dense
+
+
+def at_steps(tokens: Tensor, plan: Plan, shape: torch.Size) -> Tensor:
+    """What belongs to the tokens of a plan ``(M,)`` at their steps ``(*B, T)``; 0 elsewhere."""
+    out = tokens.new_zeros(shape.numel())
+    out[plan.where.to(out.device)] = tokens
+    return out.reshape(shape)
 
 
 def normalised(scores: Tensor) -> Tensor:

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from .._arguments import Shape, checked
 from .._checks import check_size
+from ..distributions.block_hmm import BlockHMM
+from ..distributions.carried_state import CarriedState
 from ..distributions.forecast import Forecast
 from ..distributions.hmm import HMM
-from ..distributions.sampling import sample_emission, sample_emission_per_step
 from ..ops import recursions
-from .chains import chain_factors, check_possible, normalised
+from ..ops.block_transition import InnerProductTransition
+from .chains import at_steps, chain_factors, check_possible, in_blocks, normalised
 
 
 @checked()
@@ -39,6 +41,11 @@ def predictive_log_prob(hmm: HMM, values: Tensor) -> Tensor:
         tensor([0.7000, 0.7457, 0.7772], dtype=torch.float64)
     """
     with torch.no_grad():
+        if isinstance(hmm, BlockHMM) and hmm.carried is None:
+            if hmm.observed is not None and not bool((hmm.observed & hmm.exists).any()):
+                return torch.zeros(hmm.exists.shape, dtype=torch.float64)
+            logs, plan, shape = hmm.log_chain(values, torch.float64)
+            return at_steps(logs.predictive(), plan, shape)
         chain = chain_factors(hmm, values)
         scores = (chain.predicted() + chain.likelihood).logsumexp(-1)
         informative = chain.observed
@@ -53,7 +60,7 @@ def continuation(hmm: HMM, values: Tensor, num_steps: int) -> HMM:
 
     Its ``sample_with_states`` samples continuations and their states, its ``log_prob`` scores them.
     :meth:`HMM.forecast` gives the marginal of each step. The distribution of its first state is a
-    constant for gradients.
+    constant for gradients. That of a :class:`pyrohmm.BlockHMM` of inner products is in blocks, too.
 
     Args:
         hmm: The model; it must not change with the step.
@@ -80,6 +87,9 @@ def continuation(hmm: HMM, values: Tensor, num_steps: int) -> HMM:
     """
     check_size("num_steps", num_steps)
     hmm.check_constant("continuation")
+    if in_blocks(hmm) and isinstance(hmm.transition, InnerProductTransition):
+        if hmm.lengths.dim() == 1 and values.dim() == 1 + len(hmm.event_shape):
+            return _continued(hmm, hmm.transition, values, num_steps)
     with torch.no_grad():
         filtered = recursions.filtered(*hmm.log_factors(values), hmm.lengths)
         batch = filtered.shape[:-2]
@@ -91,6 +101,26 @@ def continuation(hmm: HMM, values: Tensor, num_steps: int) -> HMM:
     return hmm.replace(
         log_initial=first, lengths=torch.full(batch, num_steps), observed=None, allowed=None
     )
+
+
+def _continued(
+    hmm: BlockHMM, transition: InnerProductTransition, values: Tensor, num_steps: int
+) -> HMM:
+    """:func:`continuation` in blocks, of values ``(N, T, *E)``."""
+    final = hmm.final_state(values)
+    check_possible(final.log_probs.logsumexp(-1))
+    last = final.states[:, 0].cpu().contiguous()
+    block = torch.searchsorted(hmm.blocks.layout.starts, last, right=True) - 1
+    kinds, place = block.unique(return_inverse=True)
+    rows = hmm.blocks.states[kinds]
+    left = rows[rows >= 0].to(transition.leave.device)
+    with torch.no_grad():
+        carried = CarriedState(
+            transition.leave[left].detach(), transition.log_block_probs[left],
+            hmm.blocks.sizes[kinds], place, final.log_probs,
+        )  # fmt: skip
+    ahead = hmm.replace(lengths=torch.full_like(hmm.lengths, num_steps))
+    return cast(BlockHMM, ahead).continue_from(carried)
 
 
 @checked()
@@ -119,8 +149,7 @@ def impute(hmm: HMM, values: Tensor, sample_shape: Shape = ()) -> Tensor:
     with torch.no_grad():
         check_possible(hmm.log_prob(values))
         states = hmm.sample_states(values, sample_shape)
-        sample = sample_emission_per_step if hmm.emission_per_step else sample_emission
-        samples = sample(hmm.emission, states).to(values.dtype)
+        samples = hmm.sample_observations(states).to(values.dtype)
         missing = torch.zeros_like(states, dtype=torch.bool)
         if hmm.observed is not None:
             missing = (hmm.exists & ~hmm.observed).expand(states.shape)

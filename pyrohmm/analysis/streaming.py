@@ -14,7 +14,8 @@ from .._arrays import to_tensor
 from .._checks import check_booleans, check_shape, check_size, check_tensor, check_trailing
 from ..distributions.forecast import Forecast
 from ..distributions.hmm import HMM
-from .chains import normalised
+from .block_steps import BlockSteps
+from .chains import in_blocks, normalised
 
 
 @explained(observation=None)  # a number may be NaN
@@ -73,7 +74,10 @@ class Filter:
                 "hmm is restricted to labels, which belong to some steps. Give one without them."
             )
         self.hmm = hmm
-        dtype = torch.promote_types(hmm.log_initial.dtype, hmm.log_transition.dtype)
+        self._blocks = BlockSteps(hmm) if in_blocks(hmm.with_lengths(hmm.lengths)) else None
+        dtype = hmm.log_initial.dtype
+        if self._blocks is None:
+            dtype = torch.promote_types(dtype, hmm.log_transition.dtype)
         with torch.no_grad():
             self._step = self._steps(1, None)
             initial = hmm.log_initial.detach().to(dtype)
@@ -130,10 +134,10 @@ class Filter:
                 observation is not in the support of the emission. The filter is then unchanged.
         """
         with torch.no_grad():
-            likelihood, known, several = self._read(observation, observed)
+            values, likelihood, known, several = self._read(observation, observed)
             states, scores = [], []
-            for t in range(likelihood.size(-2)):
-                joint = self._predicted() + likelihood[..., t, :]
+            for t in range(1 if likelihood is None else likelihood.size(-2)):
+                joint = self._joint(values, likelihood, t)
                 score = joint.logsumexp(-1)
                 if known is not None:  # rounding is no evidence
                     score = score.masked_fill(~known[..., t], 0.0)
@@ -214,23 +218,42 @@ class Filter:
         self._log_evidence = state_dict["log_evidence"].detach().to(device).clone()
         self._num_steps = num_steps
 
+    def _joint(self, values: Tensor | None, likelihood: Tensor | None, t: int) -> Tensor:
+        """Log p(x_t, z_t | x_{1:t-1}), ``(*B, K)``, without x_t where it is missing."""
+        if likelihood is not None:
+            return self._predicted() + likelihood[..., t, :]
+        if values is None or self._blocks is None:
+            return self._predicted()
+        event = self.hmm.event_shape[1:]
+        here = values.select(-1 - len(event), t).expand(*self.batch_shape, *event)
+        before = self._log_states.reshape(-1, self.hmm.num_states)
+        after = self._blocks.joint(before, here.reshape(-1, 1, *event), self._num_steps == 0)
+        return after.reshape(self._log_states.shape)
+
     def _predicted(self) -> Tensor:
         """Log p(z_{t+1} | x_{1:t}), ``(*B, K)``."""
         return self._transition(self._log_states) if self._num_steps else self._log_states
 
     def _transition(self, log_states: Tensor) -> Tensor:
         """Log-probabilities ``(*B, K)`` of the states one step later."""
+        if self._blocks is not None:
+            return self._blocks.onward(log_states.reshape(-1, self.hmm.num_states)).reshape(
+                log_states.shape
+            )
         return (log_states.unsqueeze(-1) + self.hmm.log_transition).logsumexp(-2)
 
     def _read(
         self, observation: Any, observed: Tensor | None
-    ) -> tuple[Tensor, Tensor | None, bool]:
-        """Log p(x_t | z_t) ``(*B, L, K)``, which steps are observed, and whether L was given."""
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, bool]:
+        """Values ``(*B, L, *E)``, their log p(x_t | z_t), which are observed, whether L was given.
+
+        There are no log-likelihoods ``(*B, L, K)`` where blocks are visited.
+        """
         if observation is None:
             known = self._log_evidence.new_zeros((*self.batch_shape, 1), dtype=torch.bool)
-            return torch.zeros_like(self._log_states).unsqueeze(-2), known, False
+            return None, None, known, False
         values = self._as_tensor(observation)
-        event = self.hmm.emission.event_shape
+        event = self.hmm.event_shape[1:]
         check_trailing("observation", values, tuple(event), "(*E)")
         several = values.dim() > len(self.batch_shape) + len(event)
         if not several:
@@ -249,12 +272,13 @@ class Filter:
             known = known.flatten(-len(event)).any(-1) if event else known
             if not bool(known.all()):
                 observed = known if observed is None else known & observed
-        if num_steps == 1 and observed is None:
-            return self._step.log_factors(values)[2], None, several
         if observed is not None:
             observed = observed.expand(*self.batch_shape, num_steps)
-        hmm = self._steps(num_steps, observed)
-        return hmm.log_factors(values)[2], observed, several
+        one = num_steps == 1 and observed is None
+        hmm = self._step if one else self._steps(num_steps, observed)
+        if self._blocks is not None and observed is None:
+            return hmm.prepare_values(values)[0], None, None, several
+        return values, hmm.log_factors(values)[2], observed, several
 
     def _as_tensor(self, observation: Any) -> Tensor:
         if isinstance(observation, Real) and not isinstance(observation, bool):

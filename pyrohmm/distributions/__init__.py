@@ -20,6 +20,7 @@ Its modules; each imports only those above it:
 ``hmm``               ``HMM``: a distribution over whole sequences
 ``block_symbols``     ``BlockSymbols``: symbols emitted only by the states of their blocks
 ``carried_state``     ``CarriedState``: the state before the first step
+``block_factors``     parameters and symbols in blocks, as the recursions read them
 ``block_hmm``         ``BlockHMM``: states in blocks, tens of thousands of them
 ``tagged_hmm``        ``TaggedHMM``: states that emit a word and a tag
 ``dpp``               the determinantal prior of the diversified HMM

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,24 +15,18 @@ from .._checks import (
     check_no_nan,
     check_same_device,
     check_shape,
-    check_tensor,
-    check_trailing,
 )
 from .._precision import full_precision
-from ..ops import block_recursions, masks, recursions
-from ..ops.block_logs import BlockLogs
-from ..ops.block_plan import Plan, is_dense
+from ..ops import block_gaps, block_recursions, masks, recursions
 from ..ops.block_transition import InnerProductTransition as InnerProductTransition
 from ..ops.blocks import Blocks
+from ..ops.log_space import finite_or_zero, lazy_zeros
 from ..ops.recursions import Posterior
-from ..ops.sampling import refuse_nan, sample_path
+from ..ops.sampling import sample_path
+from .block_factors import BlockFactors
 from .block_symbols import BlockSymbols
 from .carried_state import CarriedState
 from .hmm import HMM
-
-# Where blocks overlap, each symbol has its block, and hardly any pair of blocks occurs twice. Up to
-# so many times the states of a block, all transitions at once take less time than those of pairs.
-CROWDED = 8
 
 
 class BlockPosterior(NamedTuple):
@@ -63,32 +57,17 @@ class FinalState(NamedTuple):
     log_probs: Tensor
 
 
-class _Factors(NamedTuple):
-    """Parameters and symbols of N sequences, within the blocks of the symbols.
-
-    Attributes:
-        blocks: ``(N, T)``, the block of each step, on the CPU; anything at padded steps.
-        lengths: ``(N,)``.
-        first: ``(N, w)``, log-probability of the first state, in its block.
-        likelihood: ``(N, T, w)``, log-likelihood of each step in the states of its block.
-        batch: The batch shape, of N elements.
-    """
-
-    blocks: Tensor
-    lengths: Tensor
-    first: Tensor
-    likelihood: Tensor
-    batch: torch.Size
-
-
-class BlockHMM(HMM):
+class BlockHMM(BlockFactors):
     """An HMM of symbols whose states emit only the symbols of their blocks.
 
     It is the same distribution as an :class:`HMM` with zeros elsewhere, and answers the same
-    queries. ``log_prob`` and its gradient, ``viterbi``, ``sample_states``, ``filtered`` and
-    ``block_posterior`` visit only states that can emit a symbol. With labels, or where steps are
-    missing, and for everything else, :meth:`dense` answers, at the cost of K x K matrices; for
-    ``log_prob`` also where blocks overlap and are large. Parameters have no batch dimensions.
+    queries. ``log_prob`` and its gradient, ``posterior``, ``viterbi``, ``sample_states``,
+    ``filtered`` and ``block_posterior``, a :class:`Filter`, and of :mod:`pyrohmm.queries` those of
+    prediction, continuation, best paths and entropy visit only states that can emit a symbol.
+    Where steps are missing ``log_prob`` and ``predictive_log_prob`` sum over all states there,
+    without a K x K matrix. For other queries with missing steps, with labels, and for everything
+    else, :meth:`dense` answers, at the cost of K x K matrices; for ``log_prob`` also where blocks
+    overlap and are large. Parameters have no batch dimensions.
 
     Args:
         log_initial: ``(K,)``, log-probabilities of the first state.
@@ -217,31 +196,20 @@ class BlockHMM(HMM):
             validate_args=False, carried=carried,
         )  # fmt: skip
 
-    @property
-    def _inner_products(self) -> InnerProductTransition:
-        """The transition where it must be one, of blocks that are disjoint."""
-        return cast(InnerProductTransition, self.transition)
-
-    @property
-    def _needs_dense(self) -> bool:
-        """Whether some state is not within the block of a symbol of these sequences."""
-        return self.observed is not None or self.carried is not None
-
-    @property
-    def _is_crowded(self) -> bool:
-        """Whether all transitions at once take less time than those of pairs of blocks."""
-        blocks = self.blocks
-        return not blocks.disjoint and blocks.num_states <= CROWDED * blocks.width
-
     # Queries given values (*B, T, *E)
 
     def log_prob(self, values: Tensor) -> Tensor:
         r"""Log evidence :math:`\log p(x_{1:T})`, ``(*B)``, in nats; exact."""
-        if self.observed is not None:
+        if self.observed is not None and (self.carried is not None or self._is_crowded):
             return self.dense().log_prob(values)
         factors = self._factors(values)
         with full_precision(self.log_initial):
-            if self._is_crowded:
+            if self.observed is not None:
+                evidence = block_gaps.log_evidence(
+                    factors.known, factors.blocks, self.blocks.layout, self._scores(),
+                    self.log_initial, factors.likelihood,
+                )  # fmt: skip
+            elif self._is_crowded:
                 evidence = recursions.log_evidence(*self._dense_chain(factors))
             else:
                 evidence = block_recursions.log_evidence(*self._block_chain(factors))
@@ -306,41 +274,53 @@ class BlockHMM(HMM):
 
         With many states, :meth:`block_posterior` takes a fraction of the memory.
         """
-        return self.dense().posterior(values)
+        if self.needs_dense:
+            return self.dense().posterior(values)
+        evidence, probs, _ = self.block_posterior(values)
+        chain, plan, shape = self.log_chain(values)
+        where = plan.where.to(probs.device)
+        probs = probs.reshape(-1, self.blocks.width)[where]
+        states = self.symbols.padded_states[plan.block].to(probs.device)
+        later = slice(len(plan.lengths), None)
+        before, after = states[plan.before[later].to(probs.device)], states[later]
+        sequence = (where[later] // self.num_steps).view(-1, 1, 1)
+        size = self.num_states
+        cells = (sequence * size + before.unsqueeze(-1)) * size + after.unsqueeze(-2)
+        exists = (before < size).unsqueeze(-1) & (after < size).unsqueeze(-2)
+        counts = lazy_zeros(len(plan.lengths) * size * size, probs)
+        counts.index_add_(0, cells[exists], chain.pairs(probs)[exists])
+        return Posterior(
+            evidence,
+            self._wide(probs, plan, shape),
+            counts.reshape(*evidence.shape, size, size),
+        )
 
     def filtered(self, values: Tensor) -> Tensor:
         r"""Filtered probabilities :math:`p(z_t \mid x_{1:t})`, ``(*B, T, K)``; 0 where padded."""
-        if self._needs_dense:
+        if self.needs_dense:
             return self.dense().filtered(values)
-        chain, plan, shape = self._log_chain(values)
+        chain, plan, shape = self.log_chain(values)
         messages = torch.cat(chain.messages()[0])
         norm = messages.logsumexp(-1, keepdim=True)
-        probs = (messages - norm.masked_fill(norm.isneginf(), 0.0)).exp()
-        states = self.blocks.states[plan.block].to(probs.device)
-        size = self.blocks.num_states
-        rows = probs.new_zeros(len(probs), size + 1)
-        rows.scatter_(1, states.masked_fill(states < 0, size), probs)
-        out = probs.new_zeros(shape.numel(), size + 1)
-        out[plan.where.to(probs.device)] = rows
-        return out[:, :-1].reshape(*shape, size)
+        return self._wide((messages - finite_or_zero(norm)).exp(), plan, shape)
 
     def viterbi(self, values: Tensor) -> Tensor:
         r"""Best path :math:`\arg\max_z p(z_{1:T} \mid x_{1:T})`, ``(*B, T)``; 0 where padded."""
-        if self._needs_dense:
+        if self.needs_dense:
             return self.dense().viterbi(values)
         self._refuse_nan()
-        chain, plan, shape = self._log_chain(values)
-        return self._states_at(chain.viterbi().unsqueeze(0), plan, shape).squeeze(0)
+        chain, plan, shape = self.log_chain(values)
+        return self.states_at(chain.viterbi().unsqueeze(0), plan, shape).squeeze(0)
 
     @checked()
     def sample_states(self, values: Tensor, sample_shape: Shape = ()) -> Tensor:
         r"""Sample paths from :math:`p(z_{1:T} \mid x_{1:T})`, ``(*S, *B, T)``; 0 where padded."""
-        if self._needs_dense:
+        if self.needs_dense:
             return self.dense().sample_states(values, sample_shape)
         self._refuse_nan()
         outer = torch.Size(sample_shape)
-        chain, plan, shape = self._log_chain(values)
-        states = self._states_at(chain.sample(outer.numel()), plan, shape)
+        chain, plan, shape = self.log_chain(values)
+        states = self.states_at(chain.sample(outer.numel()), plan, shape)
         return states.reshape(outer + states.shape[1:])
 
     def sample_prior_states(self, shape: torch.Size) -> Tensor:
@@ -348,11 +328,13 @@ class BlockHMM(HMM):
 
         Only the rows of the states that occur are computed.
         """
+        initial = self.log_initial
         if self.carried is not None:
-            return self.dense().sample_prior_states(shape)
+            initial = self.carried.log_initial(initial, self._inner_products)
         matrix = self.transition if isinstance(self.transition, Tensor) else None
+        initial = torch.atleast_2d(initial)  # one for all, or for each sequence
         states = sample_path(
-            torch.multinomial(self.log_initial.exp(), shape.numel(), True),
+            torch.multinomial(initial.exp(), shape.numel() // len(initial), True).mT.flatten(),
             self.num_steps,
             lambda _, states: torch.multinomial(
                 (matrix[states] if matrix is not None else self._inner_products.rows(states)).exp(),
@@ -361,73 +343,13 @@ class BlockHMM(HMM):
         )
         return states.reshape(*shape, self.num_steps)
 
-    # Parameters and data as the recursions read them
+    def sample_observations(self, states: Tensor) -> Tensor:
+        """As :meth:`HMM.sample_observations`; only the symbols of these states are read."""
+        with torch.no_grad():
+            return self.symbols.sample(states)
 
     def log_factors(self, values: Tensor, check: bool = True) -> tuple[Tensor, Tensor, Tensor]:
         """As :meth:`HMM.log_factors`, of all K states."""
         if self.carried is not None:
             return self.dense().log_factors(values, check)
         return super().log_factors(values, check)
-
-    def _factors(self, values: Tensor) -> _Factors:
-        """Join parameters and symbols, within the blocks of the symbols."""
-        check_tensor("values", values)
-        check_same_device({"values": values, "log_initial": self.log_initial})
-        check_trailing("values", values, tuple(self.event_shape), "(T, *E)")
-        outer = values.shape[: values.dim() - len(self.event_shape)]
-        batch = torch.broadcast_shapes(outer, self.batch_shape)
-        lengths = self.lengths.expand(batch).reshape(-1)
-        values = values.expand(*batch, *self.event_shape).reshape(-1, *self.event_shape)
-        exists = masks.exists(lengths, self.num_steps, values.device)
-        blocks, likelihood = self.symbols.likelihood(values, exists)
-        states, device = self.blocks.states[blocks[:, 0]], self.log_initial.device
-        first = self.log_initial[states.clamp(min=0).to(device)]
-        first = first.masked_fill((states < 0).to(device), -torch.inf)
-        return _Factors(blocks, lengths, first, likelihood, batch)
-
-    def _refuse_nan(self) -> None:
-        """Raise if a parameter is NaN: states, which are whole numbers, could not show it."""
-        refuse_nan(self.log_initial, self.log_emission, *filter(torch.is_tensor, self._scores()))
-
-    def _scores(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Vectors and shares of the transition, or its matrix where that takes less time."""
-        transition = self.transition
-        if isinstance(transition, Tensor):
-            return transition, None, None
-        if transition.block_logits is None and is_dense(transition.leave):
-            return self.log_transition, None, None
-        return transition.leave, transition.enter, transition.log_block_probs
-
-    def _block_chain(self, factors: _Factors) -> tuple[Any, ...]:
-        """The arguments of :func:`pyrohmm.ops.block_recursions.log_evidence`."""
-        blocks, lengths, first, likelihood, _ = factors
-        if self.carried is not None:
-            return self.carried.prepend(self.blocks, self._inner_products, factors[:4])
-        return blocks, lengths, self.blocks.layout, *self._scores(), first, likelihood
-
-    def _dense_chain(self, factors: _Factors) -> tuple[Tensor, ...]:
-        """The arguments of :func:`pyrohmm.ops.recursions.log_evidence`, of all K states."""
-        likelihood = factors.likelihood
-        states = self.blocks.states[factors.blocks].to(likelihood.device)
-        wide = likelihood.new_full((*states.shape[:2], self.blocks.num_states + 1), -torch.inf)
-        wide = wide.scatter(2, states.masked_fill(states < 0, self.blocks.num_states), likelihood)
-        return self.log_initial, self.log_transition.unsqueeze(0), wide[..., :-1], factors.lengths
-
-    def _log_chain(self, values: Tensor) -> tuple[BlockLogs, Plan, torch.Size]:
-        """The chain in logarithms, without gradients."""
-        with torch.no_grad(), full_precision(self.log_initial):
-            blocks, lengths, first, likelihood, batch = self._factors(values)
-            states = self.blocks.layout
-            chain = BlockLogs(
-                block_recursions.plan_chain(
-                    blocks, lengths, states, *self._scores(), first, likelihood
-                )
-            )
-        return chain, chain.plan, torch.Size([*batch, self.num_steps])
-
-    def _states_at(self, places: Tensor, plan: Plan, shape: torch.Size) -> Tensor:
-        """The states at ``places`` ``(S, M)`` in the blocks of tokens, as ``(S, *B, T)``."""
-        states = self.blocks.states[plan.block].expand(len(places), -1, -1)
-        out = torch.zeros(len(places), shape.numel(), dtype=torch.long)
-        out[:, plan.where] = states.gather(-1, places.cpu().unsqueeze(-1)).squeeze(-1)
-        return out.reshape(len(places), *shape).to(self.log_initial.device)

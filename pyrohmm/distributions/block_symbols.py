@@ -53,7 +53,12 @@ class BlockSymbols:
 
     def _columns(self) -> Tensor:
         """The state of each of the ``log_probs``, ``(V, w)``; K beyond the block."""
-        states = self.blocks.states[self.blocks.symbol_block].to(self.log_probs.device)
+        return self.padded_states[self.blocks.symbol_block].to(self.log_probs.device)
+
+    @property
+    def padded_states(self) -> Tensor:
+        """The states of each block, ``(B, w)``; K beyond them."""
+        states = self.blocks.states
         return states.masked_fill(states < 0, self.blocks.num_states)
 
     def check_sums(self) -> None:
@@ -90,3 +95,20 @@ class BlockSymbols:
         )  # fmt: skip
         blocks = self.blocks.symbol_block[symbols.cpu()]
         return blocks, take_rows(self.log_probs, symbols)
+
+    def sample(self, states: Tensor) -> Tensor:
+        """Sample a symbol from each of ``states``, integers of any shape; only those are read."""
+        kinds, rows = states.unique(return_inverse=True)
+        wanted = torch.zeros(self.blocks.num_states + 1, dtype=torch.bool, device=states.device)
+        wanted[kinds] = True
+        owner = self._columns().flatten()
+        cells = wanted[owner].nonzero().squeeze(-1)  # of the (V, w) that belong to these states
+        owner, order = torch.searchsorted(kinds, owner[cells]).sort(stable=True)
+        cells = cells[order]
+        sums = self.log_probs.flatten()[cells].double().exp().cumsum(0)
+        last = torch.bincount(owner, minlength=len(kinds)).cumsum(0) - 1
+        high = sums[last]
+        low = torch.cat([high.new_zeros(1), high])[:-1]
+        uniform = torch.rand(states.shape, dtype=sums.dtype, device=sums.device) * (1 - 1e-9)
+        place = torch.searchsorted(sums, torch.lerp(low[rows], high[rows], uniform), right=True)
+        return cells[place.minimum(last[rows])] // self.blocks.width

@@ -308,9 +308,12 @@ class HMM(ChainDistribution):
         shape = torch.Size(sample_shape) + self.batch_shape
         with torch.no_grad():
             states = self.sample_prior_states(shape)
-            per_step = self.emission_per_step
-            sample_values = sample_emission_per_step if per_step else sample_emission
-            return sample_values(self.emission, states), states
+            return self.sample_observations(states), states
+
+    def sample_observations(self, states: Tensor) -> Tensor:
+        """Sample an observation ``(*S, *B, T, *E)`` from each of ``states`` ``(*S, *B, T)``."""
+        sample = sample_emission_per_step if self.emission_per_step else sample_emission
+        return sample(self.emission, states)
 
     def sample_prior_states(self, shape: torch.Size) -> Tensor:
         r"""Sample paths from :math:`p(z_{1:T})`, ``(*shape, T)``; ``shape`` ends in ``(*B)``."""

@@ -149,6 +149,11 @@ class TaggedSymbols(BlockSymbols):
         scores = take_rows(table, rows + blocks.to(tags.device))
         return blocks, log_likelihood + scores
 
+    def sample(self, states: Tensor) -> Tensor:
+        """Sample a word and a tag ``(*, 2)`` from each of ``states``."""
+        tags = sample_emission(Categorical(logits=self.log_tags), states)
+        return torch.stack([self.words.sample(states), tags], -1)
+
 
 class TagPath(NamedTuple):
     """The most probable states and tags.
@@ -290,7 +295,7 @@ class TaggedHMM(BlockHMM):
         _, tags = self._split(values)
         with torch.no_grad():
             best = self.log_tags.max(-1)
-            if not self._needs_dense:
+            if not self.needs_dense:
                 words = self.tagged_symbols.words
                 states = BlockHMM(
                     self.log_initial, self.transition,

@@ -31,6 +31,7 @@ Its modules; each imports only those above it:
 ``evidence``          evidence and gradient of those as one differentiable operation
 ``recursions``        forward-backward, Viterbi, path sampling of dense chains
 ``block_recursions``  the recursions of block-sparse chains
+``block_gaps``        block-sparse chains with missing steps
 ``blocks``            ``Blocks``: which states emit which symbols
 ``block_emission``    emission log-probabilities of states in blocks
 ``block_transition``  transitions as inner products, on one level or two

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .block_plan import BlockChain, Scores
-from .log_space import finite_or_zero, logsumexp
+from .log_space import finite_or_zero, log_softmax_of_parts, logsumexp
 
 
 class BlockLogs:
@@ -27,15 +27,8 @@ class BlockLogs:
         parts = [self.seen.new_zeros(0)]
         for rows, targets, _ in scores.sources():
             logits = (leave[rows] @ scores.entered(targets).mT).to(self.seen.dtype)
-            widths = self.sizes[targets].tolist()
-            weights = log_block_probs[rows][:, targets.to(self.device)].unsqueeze(-1)
-            if len(set(widths)) == 1:
-                cells = logits.unflatten(-1, (len(widths), -1)).log_softmax(-1)
-                parts.append((cells + weights).flatten())
-            else:
-                cells = zip(logits.split(widths, -1), weights.unbind(1))
-                cells = torch.cat([cell.log_softmax(-1) + weight for cell, weight in cells], -1)
-                parts.append(cells.flatten())
+            weights = log_block_probs[rows][:, targets.to(self.device)]
+            parts.append(log_softmax_of_parts(logits, self.sizes[targets], weights).flatten())
         self.log_probs = torch.cat(parts)
 
     def matrices(self, tokens: Tensor) -> Tensor:
@@ -93,6 +86,68 @@ class BlockLogs:
         logs = self.ends(self.messages()[0])
         total = logs.logsumexp(-1, keepdim=True)
         return torch.where(total.isneginf(), -torch.inf, logs - total)
+
+    def predictive(self) -> Tensor:
+        """Log p(x_t | x_{1:t-1}) of each token, ``(M,)``; -inf from where it is impossible."""
+        messages, subtracted = self.messages()
+        total = torch.cat(messages).logsumexp(-1).double() + torch.cat(subtracted)
+        first = torch.zeros_like(total[: len(messages[0])])
+        before = torch.cat([first, total[self.plan.before[len(first) :].to(total.device)]])
+        return torch.where(total.isneginf(), -torch.inf, total - finite_or_zero(before))
+
+    def pairs(self, probs: Tensor) -> Tensor:
+        """Posterior of the states before and at each token after the first, ``(M - N, w, w)``.
+
+        Args:
+            probs: ``(M, w)``, posterior of the state at each token.
+        """
+        messages = self.messages()[0]
+        later = torch.arange(len(messages[0]), len(self.plan.where))
+        before = torch.cat(messages)[self.plan.before[later].to(self.device)]
+        joint = before.unsqueeze(-1) + self.matrices(later)
+        arrived = finite_or_zero(joint.logsumexp(-2, keepdim=True))
+        return (joint - arrived).exp() * probs[later.to(self.device)].unsqueeze(-2)
+
+    def entropy(self) -> Tensor:
+        """Entropy of the posterior over paths in nats, ``(N,)``; 0 where none is possible."""
+        messages, steps = self.messages()[0], self.steps()
+        entropies = [torch.zeros_like(messages[0])]  # of the states before, given that of the token
+        for message, step in zip(messages, steps[1:]):
+            log_probs = self.matrices(torch.arange(step.start, step.stop))
+            joint = message[: len(log_probs)].unsqueeze(-1) + log_probs
+            share = (joint - finite_or_zero(joint.logsumexp(-2, keepdim=True))).exp()
+            before = entropies[-1][: len(log_probs)].unsqueeze(-1)
+            entropies.append((share * before + torch.special.entr(share)).sum(-2))
+        last = self.ends(messages)
+        last = (last - finite_or_zero(last.logsumexp(-1, keepdim=True))).exp()
+        return (last * self.ends(entropies) + torch.special.entr(last)).sum(-1).clamp(min=0.0)
+
+    def k_best(self, count: int) -> tuple[Tensor, Tensor]:
+        """The C best paths: places in the blocks of tokens ``(C, M)``, and log p(x, z) ``(N, C)``.
+
+        Where fewer are possible the rest have -inf, and hold places that mean nothing.
+        """
+        width, steps = self.seen.size(-1), self.steps()
+        first = self.first + self.seen[steps[0]]
+        none = first.new_full((*first.shape, count - 1), -torch.inf)
+        scores, origins = [torch.cat([first.unsqueeze(-1), none], -1)], []  # (n, w, C)
+        for step in steps[1:]:
+            log_probs = self.matrices(torch.arange(step.start, step.stop))
+            before = scores[-1][: len(log_probs)]
+            extended = log_probs.mT.unsqueeze(-1) + before.unsqueeze(-3)  # (n, to, from, C)
+            ranked, order = extended.flatten(-2).sort(dim=-1, descending=True, stable=True)
+            origins.append(order[..., :count].flatten(-2))
+            scores.append(ranked[..., :count] + self.seen[step].unsqueeze(-1))
+        ends = [each.flatten(-2).sort(dim=-1, descending=True, stable=True) for each in scores]
+        path: list[Tensor] = []  # (n, C), places among the w C paths at a token
+        for t in range(len(scores) - 1, -1, -1):
+            place = ends[t].indices[..., :count]
+            if path:
+                after = origins[t].gather(-1, path[-1])
+                place = torch.cat([after, place[len(after) :]])
+            path.append(place)
+        best = self.ends([each.values[..., :count] for each in ends])
+        return (torch.cat(path[::-1]) // count).clamp(max=width - 1).mT, best
 
     def viterbi(self) -> Tensor:
         """The place in its block of each token's state on the most probable path, ``(M,)``."""

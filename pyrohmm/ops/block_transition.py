@@ -19,6 +19,7 @@ from .._precision import (
 from .backends import backend_for
 from .block_plan import States
 from .blocks import Blocks
+from .log_space import log_softmax_of_parts
 
 LOW = (torch.bfloat16, torch.float16)
 CHUNK = 1 << 23  # scores that exist at one time while all transitions of all states are summed
@@ -140,11 +141,7 @@ class InnerProductTransition:
         """Log-probabilities of the next state, ``(n, K)``, from states with vectors ``(n, D)``."""
         with full_precision(leave):
             scores = at_least_single(leave @ self.enter.mT)
-            parts = scores.split(self.blocks.sizes.tolist(), -1)
-        weights = log_block_probs.unsqueeze(-1).unbind(-2)
-        return torch.cat(
-            [part.log_softmax(-1) + weight for part, weight in zip(parts, weights)], -1
-        )
+        return log_softmax_of_parts(scores, self.blocks.sizes, log_block_probs)
 
     def rows(self, states: Tensor) -> Tensor:
         """Log-probabilities of the next state, ``(n, K)``, from ``states`` ``(n,)``."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,3 +25,26 @@ def log(probs: Tensor) -> Tensor:
 def finite_or_zero(logs: Tensor) -> Tensor:
     """The same with zeros for -inf: what may be subtracted from scores without making NaN."""
     return logs.masked_fill(logs.isneginf(), 0.0)
+
+
+def log_softmax_of_parts(scores: Tensor, sizes: Tensor, log_weights: Tensor) -> Tensor:
+    """Softmax within each part of the last dimension, times the weight of the part, as logarithms.
+
+    Args:
+        scores: ``(n, C)``.
+        sizes: ``(P,)`` integers on the CPU, how many of the C columns each part has.
+        log_weights: ``(n, P)``.
+    """
+    widths = sizes.tolist()
+    if len(set(widths)) == 1:
+        cells = scores.unflatten(-1, (len(widths), -1)).log_softmax(-1)
+        return (cells + log_weights.unsqueeze(-1)).flatten(-2)
+    parts = zip(scores.split(widths, -1), log_weights.split(1, -1))
+    return torch.cat([part.log_softmax(-1) + weight for part, weight in parts], -1)
+
+
+def lazy_zeros(count: int, like: Tensor) -> Tensor:
+    """Zeros ``(count,)``, on the CPU without writing them: most stay as the system gives them."""
+    if like.device.type != "cpu":
+        return like.new_zeros(count)
+    return torch.from_numpy(np.zeros(count, like.new_empty(0).numpy().dtype))

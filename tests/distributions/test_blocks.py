@@ -10,9 +10,10 @@ from pyro.distributions import Categorical
 from torch.nn.functional import one_hot
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pyrohmm import HMM, block_hmm, clusters
+from pyrohmm import HMM, Filter, clusters, queries
+from pyrohmm.distributions import block_factors
 from pyrohmm.distributions.block_hmm import BlockHMM
-from pyrohmm.ops import backends, block_transition
+from pyrohmm.ops import backends, block_gaps, block_transition
 from pyrohmm.ops import block_plan as _plan
 from pyrohmm.ops import block_recursions as _blockwise
 from pyrohmm.ops.block_emission import log_emission
@@ -27,7 +28,7 @@ KINDS = ["two levels", "one level", "matrix", "overlapping"]
 def in_blocks():
     """Small cases go through blocks too where these overlap."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(block_hmm, "CROWDED", 0)
+        patch.setattr(block_factors, "CROWDED", 0)
         yield
 
 
@@ -140,7 +141,7 @@ def test_where_blocks_overlap_much_all_transitions_are_computed_at_once(monkeypa
     torch.manual_seed(3)
     case = Case("overlapping", [3, 1, 4], [4, 1, 6])
     slow = case.hmm.log_prob(case.values)
-    monkeypatch.setattr(block_hmm, "CROWDED", 8 / 3)  # 8 states, 3 of them in each block
+    monkeypatch.setattr(block_factors, "CROWDED", 8 / 3)  # 8 states, 3 of them in each block
     monkeypatch.setattr(_blockwise, "log_evidence", None)
     fast = case.hmm.log_prob(case.values)
     torch.testing.assert_close(fast, slow, rtol=1e-12, atol=1e-12)
@@ -154,7 +155,7 @@ def test_where_blocks_overlap_much_all_transitions_are_computed_at_once(monkeypa
 def test_where_blocks_overlap_much_values_are_checked_and_padding_is_not_read(monkeypatch):
     torch.manual_seed(3)
     case = Case("overlapping", [3, 1, 4], [4, 1, 6])
-    monkeypatch.setattr(block_hmm, "CROWDED", 8 / 3)
+    monkeypatch.setattr(block_factors, "CROWDED", 8 / 3)
     wanted = case.hmm.log_prob(case.values)
     padded = torch.arange(6) >= case.lengths.unsqueeze(-1)
     assert torch.equal(case.hmm.log_prob(case.values.masked_fill(padded, -7)), wanted)
@@ -679,3 +680,214 @@ def test_states_by_token_mass_go_with_clusters():
     assignment = torch.tensor([0, 1, 1, 2])
     sizes = clusters.allocate(12, assignment, torch.tensor([8, 1, 1, 2]))
     assert from_clusters(assignment, sizes).sizes.tolist() == sizes.tolist()
+
+
+# Missing steps
+
+
+def with_gaps(case):
+    """The same HMM with missing steps: a sequence without any, one with nothing else.
+
+    Some are at the start, at the end, several in a row. Nothing may be read where they are.
+    """
+    num_sequences, num_steps = case.values.shape
+    seen = torch.rand(num_sequences, num_steps) < 0.5
+    seen[0], seen[-1] = False, True
+    seen[1] = torch.arange(num_steps) == 3
+    hmm = case.hmm.replace(observed=seen)
+    return hmm, hmm.dense(), case.values.masked_fill(~seen, -7)
+
+
+@pytest.mark.parametrize(("scale", "limit"), [(1.0, 0), (30.0, 0), (1.0, 10_000)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_missing_steps_are_summed_out_over_all_blocks(kind, scale, limit, engine, monkeypatch):
+    """With the larger scale some transitions have probabilities below the smallest number."""
+    monkeypatch.setattr(_plan, "DENSE", limit)
+    torch.manual_seed(int(scale))
+    case = Case(kind, [3, 1, 2, 4], [3, 5, 6, 5, 1, 4], scale=scale)
+    hmm, wide, values = with_gaps(case)
+    with monkeypatch.context() as patch:
+        patch.setattr(BlockHMM, "dense", None)
+        found = hmm.log_prob(values)
+    wanted = wide.log_prob(case.values)
+    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+    weights = torch.randn(6, dtype=torch.float64)
+    got, want = (
+        torch.autograd.grad(
+            (each * weights).sum(), case.parameters, retain_graph=True, materialize_grads=True
+        )
+        for each in (found, wanted)
+    )
+    for one, other in zip(got, want):
+        torch.testing.assert_close(one, other, rtol=1e-8, atol=1e-10)
+
+
+def test_missing_steps_where_transitions_and_symbols_are_impossible(engine):
+    """Hard zeros, before and after gaps, and a sequence that cannot be."""
+    blocks = from_clusters(torch.tensor([0, 1, 1, 2]), torch.tensor([2, 2, 1]))
+    logits = torch.randn(5, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    logits[torch.arange(5), [3, 4, 4, 0, 1]] = -math.inf
+    logits[0, 2:] = logits[1, 2:] = logits[4, 2:] = -math.inf  # from block 0, to block 0 only
+    logits[2, 2:4] = -math.inf
+    logits.requires_grad_()
+    emission = torch.tensor([[1.0, 1.0], [1.0, 0.5], [0.0, 0.5], [1.0, 1.0]]).double().log()
+    start = torch.full((5,), 0.2, dtype=torch.float64).log()
+    values = torch.tensor([[0, 1, 2, 1], [1, 0, 0, 0], [2, 1, 3, 0]])
+    seen = torch.tensor([[1, 0, 1, 1], [1, 0, 0, 1], [0, 1, 0, 1]]).bool()
+    hmm = BlockHMM(
+        start, logits.log_softmax(-1), emission, blocks, torch.tensor([4, 4, 4]), seen,
+        validate_args=False,
+    )  # fmt: skip
+    found, wanted = hmm.log_prob(values), hmm.dense().log_prob(values)
+    assert found[0] == -math.inf
+    torch.testing.assert_close(found, wanted)
+    got, want = (
+        torch.autograd.grad(each.exp().sum() + each[1:].sum(), logits, retain_graph=True)[0]
+        for each in (found, wanted)
+    )
+    torch.testing.assert_close(got, want)
+    assert bool(got.isfinite().all())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_second_derivatives_with_missing_steps(kind, engine):
+    torch.manual_seed(1)
+    case = Case(kind, [2, 1, 3], [2, 4, 4], num_symbols=5)
+    hmm, wide, values = with_gaps(case)
+    found = []
+    for value in (hmm.log_prob(values), wide.log_prob(case.values)):
+        first = torch.autograd.grad(value[1:].exp().sum(), case.parameters, create_graph=True)
+        turned = sum((each * (0.1 + each.detach().sin())).sum() for each in first)
+        found.append([*first, *torch.autograd.grad(turned, case.parameters, retain_graph=True)])
+    for one, other in zip(*found):
+        torch.testing.assert_close(one, other, rtol=1e-8, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["one level", "two levels"])
+def test_single_precision_with_missing_steps_and_a_long_sequence(kind, engine):
+    torch.manual_seed(0)
+    case = Case(kind, [3, 4, 4], [300, 7], num_symbols=40)
+    seen = torch.rand(2, 300) < 0.98
+    found = in_single_precision(case).replace(observed=seen).log_prob(case.values)
+    wanted = case.hmm.replace(observed=seen).dense().log_prob(case.values)
+    torch.testing.assert_close(found.double(), wanted, rtol=1e-6, atol=1e-6)
+    got, want = (
+        torch.cat(
+            [
+                part.flatten()
+                for part in torch.autograd.grad(each.sum(), case.parameters, retain_graph=True)
+            ]
+        )
+        for each in (found, wanted)
+    )
+    assert (got - want).norm() < 1e-4 * want.norm()
+
+
+@pytest.mark.parametrize("kind", ["one level", "two levels"])
+def test_missing_steps_make_no_matrix_of_all_transitions(kind, monkeypatch, engine):
+    monkeypatch.setattr(_plan, "DENSE", 0)
+    monkeypatch.setattr(block_transition, "CHUNK", 1 << 14)
+    monkeypatch.setattr(block_gaps, "CHUNK", 1 << 14)
+    torch.manual_seed(0)
+    case = Case(kind, [16] * 64, [4, 9], num_symbols=64, dtype=torch.float32)
+    seen = torch.ones(2, 9, dtype=torch.bool)
+    seen[0, 1], seen[1, 3:6] = False, False
+    with Largest() as largest:
+        evidence = case.hmm.replace(observed=seen).log_prob(case.values)
+        gradients = torch.autograd.grad(evidence.sum(), case.parameters)
+    assert all(bool(each.isfinite().all()) for each in gradients)
+    assert largest.size <= 1024 * 64
+
+
+# Posterior queries, by blocks
+
+
+@pytest.fixture
+def by_blocks(monkeypatch):
+    """Whoever asks for the dense HMM after this fails."""
+
+    def refuse():
+        monkeypatch.setattr(BlockHMM, "dense", None)
+        monkeypatch.setattr(BlockHMM, "log_factors", None)
+
+    return refuse
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_queries_in_blocks_are_those_of_the_dense_hmm(kind, by_blocks):
+    torch.manual_seed(7)
+    case = Case(kind, [3, 1, 2, 4], [1, 5, 6, 3])
+    hmm, wide, values = case.hmm, case.hmm.dense(), case.values
+    wanted = {
+        "predictive": queries.predictive_log_prob(wide, values),
+        "entropy": queries.path_entropy(wide, values),
+        "posterior": wide.posterior(values),
+    }
+    paths, best = queries.k_best(wide, values, 4)
+    by_blocks()
+    torch.testing.assert_close(queries.predictive_log_prob(hmm, values), wanted["predictive"])
+    torch.testing.assert_close(queries.path_entropy(hmm, values), wanted["entropy"])
+    for one, other in zip(hmm.posterior(values), wanted["posterior"]):
+        torch.testing.assert_close(one, other)
+    found, log_joint = queries.k_best(hmm, values, 4)
+    torch.testing.assert_close(log_joint, best)
+    assert torch.equal(found, paths)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_predictive_probabilities_with_missing_steps(kind, by_blocks):
+    torch.manual_seed(8)
+    case = Case(kind, [3, 1, 2, 4], [3, 5, 6, 1])
+    hmm, wide, values = with_gaps(case)
+    wanted = queries.predictive_log_prob(wide, case.values)
+    nothing = hmm.replace(observed=torch.zeros(4, 6, dtype=torch.bool))
+    by_blocks()
+    torch.testing.assert_close(queries.predictive_log_prob(hmm, values), wanted)
+    assert not bool(queries.predictive_log_prob(nothing, values).any())
+
+
+def test_queries_of_what_is_impossible_are_those_of_the_dense_hmm():
+    blocks = from_clusters(torch.tensor([0, 1, 1]), 2)
+    transitions = torch.full((4, 4), 0.5).log()
+    transitions[:, 2:] = -math.inf
+    emission = torch.tensor([[1.0, 1.0], [0.5, 0.5], [0.5, 0.5]]).log()
+    start = torch.full((4,), 0.25).log()
+    hmm = BlockHMM(start, transitions, emission, blocks, torch.tensor([3, 3]))
+    values = torch.tensor([[0, 1, 0], [2, 0, 0]])
+    for query in (queries.predictive_log_prob, queries.path_entropy):
+        torch.testing.assert_close(query(hmm, values), query(hmm.dense(), values))
+    for one, other in zip(hmm.posterior(values), hmm.dense().posterior(values)):
+        torch.testing.assert_close(one, other)
+    found, wanted = (queries.k_best(each, values, 9) for each in (hmm, hmm.dense()))
+    torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_filters_step_from_block_to_block(kind, by_blocks):
+    """With a missing step in between, and predictions of the next state."""
+    torch.manual_seed(9)
+    case = Case(kind, [3, 1, 2, 4], [5, 5, 5])
+    found, wanted = [], []
+    streams = Filter(case.hmm), Filter(case.hmm.dense())
+    assert streams[0]._blocks is not None
+    for stream, results in zip(streams, (found, wanted)):
+        for t in range(5):
+            results.append(stream.update(None if t == 2 else case.values[:, t]))
+            results.append(stream.predict(2).states)
+        results.append(stream.log_evidence)
+    torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("kind", ["one level", "two levels"])
+def test_continuations_are_sampled_and_scored_in_blocks(kind, by_blocks):
+    torch.manual_seed(10)
+    case = Case(kind, [2, 1, 2], [4, 2, 5], num_symbols=4)
+    hmm, wide, values = case.hmm, case.hmm.dense(), case.values
+    further = torch.randint(4, (3, 2))
+    wanted = queries.continuation(wide, values, 2)
+    shares = wide.forecast(values, 2).probs
+    by_blocks()
+    ahead = queries.continuation(hmm, values, 2)
+    torch.testing.assert_close(ahead.log_prob(further), wanted.log_prob(further))
+    drawn = one_hot(ahead.sample((4000,)), 4).double().mean(0)
+    assert bool(((drawn - shares).abs() < 5 * (shares / 4000).sqrt() + 1e-3).all())

@@ -1,0 +1,59 @@
+"""Steps of filters of chains in blocks of states, that visit only the blocks of the symbols."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..distributions.block_hmm import BlockHMM
+
+
+class BlockSteps:
+    """What one step of a filter computes, for n streams of a :class:`pyrohmm.BlockHMM`.
+
+    States are logarithms ``(n, K)``; mostly those within one block are all that are possible.
+
+    Args:
+        hmm: The model.
+    """
+
+    def __init__(self, hmm: BlockHMM) -> None:
+        with torch.no_grad():
+            self._transitions = hmm.all_transitions()
+        self._symbols = hmm.symbols
+        self._states = hmm.symbols.padded_states
+
+    def onward(self, log_states: Tensor) -> Tensor:
+        """Logs of the states one step later."""
+        step, (block, within) = self._transitions, self._blocks_of(log_states)
+        if not bool(within.all()):
+            return step.onward(log_states)
+        return step.spread(step.narrowed(log_states, block), block)
+
+    def joint(self, log_states: Tensor, values: Tensor, is_first: bool) -> Tensor:
+        """Logs of the next state and its observation, ``(n, K)``.
+
+        Args:
+            log_states: Of the states before; of the first ones, if there are none before.
+            values: ``(n, 1, *E)``, the observations.
+            is_first: Whether this is the first step.
+        """
+        exists = torch.ones(values.shape[:2], dtype=torch.bool, device=values.device)
+        target, likelihood = self._symbols.likelihood(values, exists)
+        target, step = target.squeeze(-1), self._transitions
+        if is_first:
+            arrived = step.narrowed(log_states, target)
+        else:
+            source, within = self._blocks_of(log_states)
+            if bool(within.all()):
+                arrived = step.between(step.narrowed(log_states, source), source, target)
+            else:
+                arrived = step.gather(log_states, target)
+        return step.widened(arrived + likelihood.squeeze(1), target)
+
+    def _blocks_of(self, log_states: Tensor) -> tuple[Tensor, Tensor]:
+        """A block of each stream ``(n,)``, and whether no state outside of it is possible."""
+        possible = torch.nn.functional.pad(~log_states.isneginf(), (0, 1)).cpu()
+        inside = possible[:, self._states].sum(-1)  # (n, B)
+        most = inside.max(-1)
+        return most.indices, most.values == possible.sum(-1)

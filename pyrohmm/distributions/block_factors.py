@@ -1,0 +1,169 @@
+"""``BlockFactors``: parameters and symbols of a chain in blocks, as the recursions read them."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from .._checks import check_same_device, check_tensor, check_trailing
+from .._precision import full_precision
+from ..ops import block_gaps, block_recursions, masks
+from ..ops.block_gaps import AllTransitions
+from ..ops.block_logs import BlockLogs
+from ..ops.block_plan import Plan, is_dense
+from ..ops.block_transition import InnerProductTransition
+from ..ops.blocks import Blocks
+from ..ops.log_space import lazy_zeros
+from ..ops.sampling import refuse_nan
+from .block_symbols import BlockSymbols
+from .carried_state import CarriedState
+from .hmm import HMM
+
+# Where blocks overlap, each symbol has its block, and hardly any pair of blocks occurs twice. Up to
+# so many times the states of a block, all transitions at once take less time than those of pairs.
+CROWDED = 8
+
+
+class _Factors(NamedTuple):
+    """Parameters and symbols of N sequences, within the blocks of the symbols.
+
+    Attributes:
+        blocks: ``(N, T)``, the block of each step, on the CPU; anything at padded steps.
+        lengths: ``(N,)``.
+        first: ``(N, w)``, log-probability of the first state, in its block.
+        likelihood: ``(N, T, w)``, log-likelihood of each step in the states of its block.
+        batch: The batch shape, of N elements.
+        known: ``(N, T)``, which steps exist and are observed.
+    """
+
+    blocks: Tensor
+    lengths: Tensor
+    first: Tensor
+    likelihood: Tensor
+    batch: torch.Size
+    known: Tensor
+
+
+class BlockFactors(HMM):
+    """The part of a :class:`pyrohmm.BlockHMM` that joins parameters and data, in blocks.
+
+    Its arguments are those of the ``BlockHMM``; what is computed from them is there.
+    """
+
+    transition: InnerProductTransition | Tensor
+    symbols: BlockSymbols
+    blocks: Blocks
+    carried: CarriedState | None
+
+    @property
+    def _inner_products(self) -> InnerProductTransition:
+        """The transition where it must be one, of blocks that are disjoint."""
+        return cast(InnerProductTransition, self.transition)
+
+    @property
+    def needs_dense(self) -> bool:
+        """Whether some state is not within the block of a symbol of these sequences."""
+        return self.observed is not None or self.carried is not None
+
+    def all_transitions(self) -> AllTransitions:
+        """Sums over transitions from and to all states, without their matrix."""
+        return AllTransitions(self.blocks.layout, *self._scores())
+
+    @property
+    def _is_crowded(self) -> bool:
+        """Whether all transitions at once take less time than those of pairs of blocks."""
+        blocks = self.blocks
+        return not blocks.disjoint and blocks.num_states <= CROWDED * blocks.width
+
+    def _wide(self, probs: Tensor, plan: Plan, shape: torch.Size) -> Tensor:
+        """Probabilities of all states ``(*B, T, K)``, of those ``(M, w)`` of the tokens."""
+        states, size = self.symbols.padded_states[plan.block].to(probs.device), self.num_states
+        cells = plan.where.to(probs.device).unsqueeze(-1) * size + states
+        out, exists = lazy_zeros(shape.numel() * size, probs), states < size
+        out[cells[exists]] = probs[exists]
+        return out.reshape(*shape, size)
+
+    def _factors(self, values: Tensor) -> _Factors:
+        """Join parameters and symbols, within the blocks of the symbols."""
+        check_tensor("values", values)
+        check_same_device({"values": values, "log_initial": self.log_initial})
+        check_trailing("values", values, tuple(self.event_shape), "(T, *E)")
+        outer = values.shape[: values.dim() - len(self.event_shape)]
+        batch = torch.broadcast_shapes(outer, self.batch_shape)
+        lengths = self.lengths.expand(batch).reshape(-1)
+        values = values.expand(*batch, *self.event_shape).reshape(-1, *self.event_shape)
+        known = masks.exists(lengths, self.num_steps, values.device)
+        if self.observed is not None:
+            known = known & self.observed.expand(*batch, -1).reshape(known.shape).to(known.device)
+        blocks, likelihood = self.symbols.likelihood(values, known)
+        states, device = self.blocks.states[blocks[:, 0]], self.log_initial.device
+        first = self.log_initial[states.clamp(min=0).to(device)]
+        first = first.masked_fill((states < 0).to(device), -torch.inf)
+        return _Factors(blocks, lengths, first, likelihood, batch, known)
+
+    def _refuse_nan(self) -> None:
+        """Raise if a parameter is NaN: states, which are whole numbers, could not show it."""
+        refuse_nan(self.log_initial, self.log_emission, *filter(torch.is_tensor, self._scores()))
+
+    def _scores(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Vectors and shares of the transition, or its matrix where that takes less time."""
+        transition = self.transition
+        if isinstance(transition, Tensor):
+            return transition, None, None
+        if transition.block_logits is None and is_dense(transition.leave):
+            return self.log_transition, None, None
+        return transition.leave, transition.enter, transition.log_block_probs
+
+    def _block_chain(self, factors: _Factors) -> tuple[Any, ...]:
+        """The arguments of :func:`pyrohmm.ops.block_recursions.log_evidence`."""
+        blocks, lengths, first, likelihood, *_ = factors
+        if self.carried is not None:
+            return self.carried.prepend(self.blocks, self._inner_products, factors[:4])
+        return blocks, lengths, self.blocks.layout, *self._scores(), first, likelihood
+
+    def _dense_chain(self, factors: _Factors) -> tuple[Tensor, ...]:
+        """The arguments of :func:`pyrohmm.ops.recursions.log_evidence`, of all K states."""
+        likelihood = factors.likelihood
+        states = self.blocks.states[factors.blocks].to(likelihood.device)
+        wide = likelihood.new_full((*states.shape[:2], self.blocks.num_states + 1), -torch.inf)
+        wide = wide.scatter(2, states.masked_fill(states < 0, self.blocks.num_states), likelihood)
+        return self.log_initial, self.log_transition.unsqueeze(0), wide[..., :-1], factors.lengths
+
+    def log_chain(
+        self, values: Tensor, dtype: torch.dtype | None = None
+    ) -> tuple[BlockLogs, Plan, torch.Size]:
+        """The chain in logarithms, without gradients; its plan, and the shape ``(*B, T)``.
+
+        Where steps are missing, each run of observed ones is a chain by itself, that begins with
+        the distribution of its first state given what is before; at least one must be observed.
+
+        Args:
+            values: ``(*B, T, *E)``, observations.
+            dtype: Of the messages; that of the parameters by default.
+        """
+        with torch.no_grad(), full_precision(self.log_initial):
+            blocks, lengths, first, likelihood, batch, known = self._factors(values)
+            scores, states = self._scores(), self.blocks.layout
+            where = torch.arange(known.numel()).reshape(known.shape)
+            if self.observed is not None:
+                runs = block_gaps.segments_of(known)
+                where, blocks, likelihood = (runs.cut(x) for x in (where, blocks, likelihood))
+                lengths = runs.length
+                first = block_gaps.entries(
+                    runs, blocks, states, scores, self.log_initial, likelihood
+                ).log_first
+            first, likelihood = first.to(dtype), likelihood.to(dtype)
+            chain = block_recursions.plan_chain(blocks, lengths, states, *scores, first, likelihood)
+            chain = chain._replace(
+                plan=chain.plan._replace(where=where.flatten()[chain.plan.where])
+            )
+        return BlockLogs(chain), chain.plan, torch.Size([*batch, self.num_steps])
+
+    def states_at(self, places: Tensor, plan: Plan, shape: torch.Size) -> Tensor:
+        """The states at ``places`` ``(S, M)`` in the blocks of tokens, as ``(S, *B, T)``."""
+        states = self.blocks.states[plan.block].expand(len(places), -1, -1)
+        out = torch.zeros(len(places), shape.numel(), dtype=torch.long)
+        out[:, plan.where] = states.gather(-1, places.cpu().unsqueeze(-1)).squeeze(-1)
+        return out.reshape(len(places), *shape).to(self.log_initial.device)
