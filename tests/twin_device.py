@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils import backend_registration
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
@@ -73,14 +74,16 @@ class Seen:
 
 
 def _place() -> str:
-    """The innermost line of the package on the stack, and the one that called it."""
+    """The innermost line on the stack but for torch's own, and the lines of the package above."""
     frame: Any = sys._getframe(2)
-    lines = []
-    while frame is not None and len(lines) < 3:
-        if frame.f_code.co_filename.startswith(PACKAGE):
-            lines.append(f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}")
+    lines: list[str] = []
+    while frame is not None and len(lines) < 4:
+        name = frame.f_code.co_filename
+        inner = not lines and "/torch/" not in name and name != __file__
+        if inner or name.startswith(PACKAGE):
+            lines.append(f"{Path(name).name}:{frame.f_lineno}")
         frame = frame.f_back
-    return " < ".join(lines) or "no line of the package"
+    return " < ".join(lines)
 
 
 _seen = Seen()
@@ -136,13 +139,26 @@ class _Mode(TorchDispatchMode):
         return _run(function, args, kwargs or {})
 
 
+class _Factories(TorchFunctionMode):
+    """``torch.tensor(..., device="twin")`` and ``new_tensor``, which ask no dispatch mode."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None):
+        kwargs = dict(kwargs or {})
+        if function is torch.Tensor.new_tensor and isinstance(args[0], TwinTensor):
+            return torch.tensor(*args[1:], **({"dtype": args[0].dtype} | kwargs)).to("twin")
+        if function is torch.tensor and torch.device(kwargs.get("device") or "cpu").type == "twin":
+            del kwargs["device"]
+            return torch.tensor(*args, **kwargs).to("twin")
+        return function(*args, **kwargs)
+
+
 @contextmanager
 def watched() -> Iterator[Seen]:
     """A context in which the twin exists, and counts."""
     global _seen
     outer, _seen = _seen, Seen()
     try:
-        with _Mode():
+        with _Factories(), _Mode():
             yield _seen
     finally:
         _seen = outer

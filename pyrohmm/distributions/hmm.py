@@ -18,6 +18,7 @@ from .._checks import (
     check_trailing,
 )
 from .._precision import full_precision
+from .._waits import with_one_wait
 from ..ops import recursions
 from ..ops import stationary as stationary_ops
 from ..ops.recursions import ExpectedCounts, Posterior
@@ -189,8 +190,12 @@ class HMM(ChainDistribution):
 
         A sequence of probability zero has -inf, and gradient zero.
         """
+
+        def compute() -> Tensor:
+            return recursions.log_evidence(*self.log_factors(values, check=False), self.lengths)
+
         with full_precision(self.log_initial):
-            evidence = recursions.log_evidence(*self.log_factors(values, check=False), self.lengths)
+            evidence = with_one_wait(compute)
         self._check_evidence(evidence, values)
         return evidence
 
@@ -228,7 +233,11 @@ class HMM(ChainDistribution):
 
     def expected_counts(self, values: Tensor) -> ExpectedCounts:
         """Expected counts given ``values``: the E-step; see :class:`recursions.ExpectedCounts`."""
-        counts = recursions.expected_counts(*self.log_factors(values, check=False), self.lengths)
+
+        def compute() -> ExpectedCounts:
+            return recursions.expected_counts(*self.log_factors(values, check=False), self.lengths)
+
+        counts = with_one_wait(compute)
         self._check_evidence(counts.log_evidence, values)
         return counts
 

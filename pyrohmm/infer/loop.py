@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -18,6 +19,7 @@ from pyro.nn import PyroModule
 from torch import Tensor
 from tqdm import tqdm
 
+from .._waits import with_one_wait
 from ..data.sequences import Sequences
 from ..io.checkpoints import Checkpoint
 from ..nn.base import HMMModule, in_mode
@@ -91,7 +93,7 @@ def descend(state: State, checkpoint: Checkpoint | None, units: float) -> None:
             descent.optimizer.zero_grad()
             try:
                 with state.lower_precision():
-                    loss = objective.module(batch)
+                    loss = with_one_wait(partial(objective.module, batch))
             except ValueError as error:
                 batches.explain(error)
                 objective.explain(error, step)

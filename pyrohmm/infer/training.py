@@ -140,10 +140,10 @@ class Descent:
 
     def _stop(self, failed: Tensor) -> None:
         """Set the gradient of failed restarts to zero, so that their NaN do not spread."""
-        if bool(failed.any()):
-            for parameter in self.parameters:
-                if parameter.grad is not None:
-                    parameter.grad[failed] = 0.0
+        for parameter in self.parameters:
+            if parameter.grad is not None:
+                rows = failed.reshape(-1, *(1,) * (parameter.dim() - 1))
+                parameter.grad.masked_fill_(rows, 0.0)
 
     def _clip(self, limit: float, batched: bool) -> None:
         """Shrink the gradient to a norm of ``limit``, that of each restart if they are batched."""

@@ -38,6 +38,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .._waits import exceeds
 from .backends import Backend, backend_for
 from .chain import Chain
 from .log_space import finite_or_zero
@@ -162,7 +163,7 @@ def both_ways(chain: Chain, dtype: torch.dtype) -> Smoothed:
             part.masked_fill_(padded, filler)
     evidence, exact = logs.sum((0, -1)), None
     least = 3 * steps * num_states * limits.tiny / limits.eps
-    if not mass.amin().item() > least:
+    if not exceeds(mass.amin(), least):
         exact = (mass > least).all(0).squeeze(-1)
         lost = ~exact.unsqueeze(-1)
         alpha, gamma, message = (part.masked_fill(lost, 0.0) for part in (alpha, gamma, message))

@@ -369,14 +369,11 @@ def _transition_counts(alpha: Tensor, message: Tensor, transition: Tensor) -> Te
     """Joint distributions of adjacent states, summed over what shares a matrix ``(S, G, K, K)``."""
     if len(alpha) == 1:
         return torch.zeros_like(transition)
-    counts = torch.empty_like(transition)
-    if len(counts) == 1:
+    if len(transition) == 1:
         earlier = alpha[:-1].transpose(0, 1).flatten(1, 2)  # (G, (T-1) n, K)
         later = message[1:].transpose(0, 1).flatten(1, 2)
-        torch.matmul(earlier.mT, later, out=counts[0])
-    else:
-        torch.matmul(alpha[:-1].mT, message[1:], out=counts)
-    return counts.mul_(transition)
+        return (earlier.mT @ later).mul_(transition[0]).unsqueeze(0)
+    return (alpha[:-1].mT @ message[1:]).mul_(transition)
 
 
 class _LogSpace(torch.autograd.Function):
