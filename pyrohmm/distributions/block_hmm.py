@@ -377,9 +377,9 @@ class BlockHMM(HMM):
         outer = values.shape[: values.dim() - len(self.event_shape)]
         batch = torch.broadcast_shapes(outer, self.batch_shape)
         lengths = self.lengths.expand(batch).reshape(-1)
-        values = values.expand(*batch, *self.event_shape).reshape(-1, *self.event_shape)
-        exists = masks.exists(lengths, self.num_steps, values.device)
-        blocks, likelihood = self.symbols.likelihood(values, exists)
+        if values.shape != (len(lengths), *self.event_shape):
+            values = values.expand(*batch, *self.event_shape).reshape(-1, *self.event_shape)
+        blocks, likelihood = self.symbols.likelihood(values, lengths, self._validate_args)
         states, device = self.blocks.states[blocks[:, 0]], self.log_initial.device
         first = self.log_initial[states.clamp(min=0).to(device)]
         first = first.masked_fill((states < 0).to(device), -torch.inf)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from .._checks import check_floats, check_integers, check_range, check_shape
 from .._lazy import lazy
+from ..ops import masks
 from ..ops.blocks import Blocks
 from ..ops.lookup import take_rows
 
@@ -67,12 +68,15 @@ class BlockSymbols:
                 f"state; got sums from {low:.6g} to {high:.6g}."
             )
 
-    def likelihood(self, values: Tensor, exists: Tensor) -> tuple[Tensor, Tensor]:
+    def likelihood(
+        self, values: Tensor, lengths: Tensor, check: bool = True
+    ) -> tuple[Tensor, Tensor]:
         """Log-likelihoods of symbols in the states of their blocks.
 
         Args:
             values: ``(N, T)`` integers, symbols; anything at padded steps.
-            exists: ``(N, T)`` booleans.
+            lengths: ``(N,)``, on the CPU.
+            check: Whether to read the symbols of an accelerator in order to check them.
 
         Returns:
             The block of each step ``(N, T)``, on the CPU, and the log-likelihood of the step in the
@@ -83,10 +87,16 @@ class BlockSymbols:
             ValueError: If a symbol is not below V.
         """
         check_integers("values", values)
-        symbols = values.long().masked_fill(~exists, 0)
-        check_range(
-            "values", symbols, self.blocks.num_symbols, "V - 1",
-            "Mark steps without a symbol by observed=False.",
-        )  # fmt: skip
-        blocks = self.blocks.symbol_block[symbols.cpu()]
-        return blocks, take_rows(self.log_probs, symbols)
+        exists = masks.exists(lengths, values.size(1), values.device)
+        return self._of(values.long().masked_fill(~exists, 0), values, lengths, check)
+
+    def _of(
+        self, symbols: Tensor, values: Tensor, lengths: Tensor, check: bool
+    ) -> tuple[Tensor, Tensor]:
+        """As :meth:`likelihood`, of the symbols that ``values`` hold."""
+        if check or symbols.device.type == "cpu":
+            check_range(
+                "values", symbols, self.blocks.num_symbols, "V - 1",
+                "Mark steps without a symbol by observed=False.",
+            )  # fmt: skip
+        return self.blocks.of_symbols(symbols, values, lengths), take_rows(self.log_probs, symbols)
