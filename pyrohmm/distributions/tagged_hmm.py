@@ -30,7 +30,7 @@ from .._checks import (
 )
 from .._lazy import lazy
 from .._precision import full_precision
-from ..ops import recursions
+from ..ops import masks, recursions
 from ..ops.lookup import take_rows
 from .block_hmm import BlockHMM
 from .block_symbols import BlockSymbols
@@ -119,9 +119,7 @@ class TaggedSymbols(BlockSymbols):
         """Of all K states; computed when it is read."""
         return WordAndTag(self.words.distribution, Categorical(logits=self.log_tags))
 
-    def split(
-        self, values: Tensor, known: Tensor, check: bool = True
-    ) -> tuple[Tensor, Tensor]:
+    def split(self, values: Tensor, known: Tensor, check: bool = True) -> tuple[Tensor, Tensor]:
         """Words and tags ``(*B, T)`` of ``values`` ``(*B, T, 2)``; 0 and -1 where not ``known``.
 
         ``check`` is whether to read the tags of an accelerator in order to check them.

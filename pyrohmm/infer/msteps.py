@@ -94,9 +94,7 @@ class GradientStep:
                 leaf.copy_(torch.where(worse.reshape(shape), old, leaf))
 
 
-def _closure(
-    evaluate: Callable[[], list[Tensor]], leaves: list[Tensor]
-) -> Callable[[], Tensor]:
+def _closure(evaluate: Callable[[], list[Tensor]], leaves: list[Tensor]) -> Callable[[], Tensor]:
     """What a torch optimizer of ``leaves`` calls; ``evaluate`` gives the loss and its gradients."""
 
     def closure() -> Tensor:

@@ -47,7 +47,14 @@ class BlockLogs:
         """
         sizes, source, target, self.pair, base, stride = (
             kept_on(self.device, part)
-            for part in (self.sizes, self.plan.source, self.plan.target, self.plan.pair, base, stride)
+            for part in (
+                self.sizes,
+                self.plan.source,
+                self.plan.target,
+                self.plan.pair,
+                base,
+                stride,
+            )
         )
         # (P, 4); of no pair, where no sequence has a second step, nothing is read
         self.layout = torch.stack([base, stride, sizes[source], sizes[target]], -1)

@@ -18,7 +18,10 @@ _entries: Any = WeakTensorKeyDictionary()
 
 
 def kept(source: Tensor, make: Callable[[], Made], *others: Any) -> Made:
-    """``make()``, or what it returned before for the same tensor and the same ``others``, or equal bytes."""
+    """``make()``, or what it returned before for the same tensor, and the same ``others``.
+
+    The others are the same objects, or equal bytes.
+    """
     version, entries = source._version, _entries.setdefault(source, [])
     for known, parts, made in entries:
         if known == version and _same(parts, others):

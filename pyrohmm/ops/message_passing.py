@@ -141,7 +141,7 @@ class Smoothed(NamedTuple):
 def both_ways(chain: Chain, dtype: torch.dtype) -> Smoothed:
     """Forward and backward messages side by side, by torch; the host waits once."""
     initial, transition, likelihood = (part.detach().to(dtype) for part in chain[:3])
-    steps, groups, _, num_states = likelihood.shape
+    steps, num_states = len(likelihood), likelihood.size(-1)
     limits = torch.finfo(dtype)
     transition = transition.exp()
     peak = likelihood.amax(-1, keepdim=True)
