@@ -134,7 +134,7 @@ def _minimize(
         leaves, max_iter=num_steps, tolerance_grad=1e-9, tolerance_change=tolerance,
         line_search_fn="strong_wolfe",
     )  # fmt: skip
-    optimizer.step(_closure(read, leaves))  # type: ignore[arg-type]
+    optimizer.step(_closure(read, leaves))
     if leaves is not parameters:
         copy()
 

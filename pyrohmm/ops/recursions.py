@@ -242,7 +242,8 @@ def _posterior(chain: Chain, dtype: torch.dtype | None) -> tuple[Tensor, ...]:
     if len(scaled.transition) == 1:
         matrices = scaled.transition[0].repeat_interleave(size, 0)
         counts = ((alpha @ later) * matrices).masked_fill_(matrices == 0, 0.0)
-        if not isinstance(scaled, message_passing.Smoothed):  # whose messages are finite
+        if isinstance(scaled, message_passing.Messages):  # those of both ways are finite
+            assert exact is not None
             exact &= counts.isfinite().all(-1).all(-1).reshape(exact.shape)
     else:
         steps = scaled.transition.repeat_interleave(size, 1)  # (T-1, N, K, K)
