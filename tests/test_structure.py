@@ -19,7 +19,7 @@ PACKAGE = Path(pyrohmm.__file__).parent
 ROOMS = ["ops", "data", "distributions", "nn", "io", "infer", "analysis", "language"]
 
 # What everything may use, and what lies above all rooms.
-PRIVATE = ["_arguments", "_checks", "_lazy", "_precision", "_version"]
+PRIVATE = ["_arguments", "_checks", "_lazy", "_precision", "_version", "_waits"]
 ENTRIES = {"train_lm", "language.__main__"}
 
 # What is run by ``python -m``, and speaks to whoever has called it.
