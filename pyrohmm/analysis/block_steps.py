@@ -38,8 +38,8 @@ class BlockSteps:
             values: ``(n, 1, *E)``, the observations.
             is_first: Whether this is the first step.
         """
-        exists = torch.ones(values.shape[:2], dtype=torch.bool, device=values.device)
-        target, likelihood = self._symbols.likelihood(values, exists)
+        ones = torch.ones(len(values), dtype=torch.long)
+        target, likelihood = self._symbols.likelihood(values, ones)
         target, step = target.squeeze(-1), self._transitions
         if is_first:
             arrived = step.narrowed(log_states, target)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Listed
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -320,7 +321,7 @@ class Sequences(Dataset["Sequences"]):
         known = ~self.labels.all(-1) if self.labels.dtype == torch.bool else self.labels >= 0
         return int((known & self.exists).sum())
 
-    @property
+    @cached_property
     def num_observed(self) -> int:
         """Number of observed steps: the denominator of figures per token."""
         return int(self.observed.sum())
@@ -373,10 +374,18 @@ class Sequences(Dataset["Sequences"]):
         self, change: Callable[[Tensor], Tensor], lengths: Tensor, total: float, indices: Tensor
     ) -> Sequences:
         """The sequences whose parts ``(N, T, *)`` are changed in the same way."""
-        parts = (self.observed, self.labels, self.covariates)
-        observed, labels, covariates = (p if p is None else change(p) for p in parts)
-        values = change(self.values)
-        return Sequences(values, lengths, observed, labels, total, covariates, indices)
+        if not len(lengths):
+            raise ValueError("lengths is empty; wanted at least one sequence.")
+        new = object.__new__(Sequences)  # what has been checked is not read again
+        new.lengths, new.total, new.indices = lengths, check_total(total, len(lengths)), indices
+        new.values, new.observed = change(self.values), change(self.observed)
+        new.labels = None if self.labels is None else change(self.labels)
+        new.covariates = None if self.covariates is None else change(self.covariates)
+        new.has_gaps = self.has_gaps
+        if self.has_gaps:
+            exists = masks.exists(lengths, new.num_steps, new.values.device)
+            new.has_gaps = not torch.equal(new.observed, exists)
+        return new
 
     def truncate(self, num_steps: int) -> Sequences:
         """The first ``num_steps`` steps of each sequence; shorter ones stay as they are.

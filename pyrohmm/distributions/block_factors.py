@@ -93,11 +93,13 @@ class BlockFactors(HMM):
         outer = values.shape[: values.dim() - len(self.event_shape)]
         batch = torch.broadcast_shapes(outer, self.batch_shape)
         lengths = self.lengths.expand(batch).reshape(-1)
-        values = values.expand(*batch, *self.event_shape).reshape(-1, *self.event_shape)
-        known = masks.exists(lengths, self.num_steps, values.device)
+        if values.shape != (len(lengths), *self.event_shape):
+            values = values.expand(*batch, *self.event_shape).reshape(-1, *self.event_shape)
+        known, observed = masks.exists(lengths, self.num_steps, values.device), None
         if self.observed is not None:
-            known = known & self.observed.expand(*batch, -1).reshape(known.shape).to(known.device)
-        blocks, likelihood = self.symbols.likelihood(values, known)
+            observed = self.observed.expand(*batch, -1).reshape(known.shape).to(known.device)
+            known = known & observed
+        blocks, likelihood = self.symbols.likelihood(values, lengths, observed, self._validate_args)
         states, device = self.blocks.states[blocks[:, 0]], self.log_initial.device
         first = self.log_initial[states.clamp(min=0).to(device)]
         first = first.masked_fill((states < 0).to(device), -torch.inf)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from .._checks import check_floats, check_integers, check_range, check_shape
 from .._lazy import lazy
+from ..ops import masks
 from ..ops.blocks import Blocks
 from ..ops.lookup import take_rows
 
@@ -72,12 +73,20 @@ class BlockSymbols:
                 f"state; got sums from {low:.6g} to {high:.6g}."
             )
 
-    def likelihood(self, values: Tensor, exists: Tensor) -> tuple[Tensor, Tensor]:
+    def likelihood(
+        self,
+        values: Tensor,
+        lengths: Tensor,
+        observed: Tensor | None = None,
+        check: bool = True,
+    ) -> tuple[Tensor, Tensor]:
         """Log-likelihoods of symbols in the states of their blocks.
 
         Args:
-            values: ``(N, T)`` integers, symbols; anything at padded steps.
-            exists: ``(N, T)`` booleans.
+            values: ``(N, T)`` integers, symbols; anything at padded and missing steps.
+            lengths: ``(N,)``, on the CPU.
+            observed: ``(N, T)`` booleans; all by default.
+            check: Whether to read the symbols of an accelerator in order to check them.
 
         Returns:
             The block of each step ``(N, T)``, on the CPU, and the log-likelihood of the step in the
@@ -88,13 +97,21 @@ class BlockSymbols:
             ValueError: If a symbol is not below V.
         """
         check_integers("values", values)
-        symbols = values.long().masked_fill(~exists, 0)
-        check_range(
-            "values", symbols, self.blocks.num_symbols, "V - 1",
-            "Mark steps without a symbol by observed=False.",
-        )  # fmt: skip
-        blocks = self.blocks.symbol_block[symbols.cpu()]
-        return blocks, take_rows(self.log_probs, symbols)
+        exists = masks.exists(lengths, values.size(1), values.device)
+        known = exists if observed is None else exists & observed
+        symbols = values.long().masked_fill(~known, 0)
+        return self._of(symbols, None if observed is not None else values, lengths, check)
+
+    def _of(
+        self, symbols: Tensor, values: Tensor | None, lengths: Tensor, check: bool
+    ) -> tuple[Tensor, Tensor]:
+        """As :meth:`likelihood`, of the symbols that ``values`` hold."""
+        if check or symbols.device.type == "cpu":
+            check_range(
+                "values", symbols, self.blocks.num_symbols, "V - 1",
+                "Mark steps without a symbol by observed=False.",
+            )  # fmt: skip
+        return self.blocks.of_symbols(symbols, values, lengths), take_rows(self.log_probs, symbols)
 
     def sample(self, states: Tensor) -> Tensor:
         """Sample a symbol from each of ``states``, integers of any shape; only those are read."""

@@ -18,6 +18,7 @@ from .._checks import (
     check_trailing,
 )
 from .._precision import full_precision
+from .._waits import with_one_wait
 from ..ops import recursions
 from ..ops import stationary as stationary_ops
 from ..ops.recursions import ExpectedCounts, Posterior
@@ -189,12 +190,14 @@ class HMM(ChainDistribution):
 
         A sequence of probability zero has -inf, and gradient zero.
         """
-        with full_precision(self.log_initial):
+
+        def compute() -> Tensor:
             if (of_symbols := self.symbol_factors(values)) is not None:
-                evidence = recursions.log_evidence_of_symbols(*of_symbols)
-            else:
-                factors = self.log_factors(values, check=False)
-                evidence = recursions.log_evidence(*factors, self.lengths)
+                return recursions.log_evidence_of_symbols(*of_symbols)
+            return recursions.log_evidence(*self.log_factors(values, check=False), self.lengths)
+
+        with full_precision(self.log_initial):
+            evidence = with_one_wait(compute)
         self._check_evidence(evidence, values)
         return evidence
 
@@ -232,7 +235,11 @@ class HMM(ChainDistribution):
 
     def expected_counts(self, values: Tensor) -> ExpectedCounts:
         """Expected counts given ``values``: the E-step; see :class:`recursions.ExpectedCounts`."""
-        counts = recursions.expected_counts(*self.log_factors(values, check=False), self.lengths)
+
+        def compute() -> ExpectedCounts:
+            return recursions.expected_counts(*self.log_factors(values, check=False), self.lengths)
+
+        counts = with_one_wait(compute)
         self._check_evidence(counts.log_evidence, values)
         return counts
 

@@ -25,6 +25,7 @@ from torch import Tensor
 from torch import distributions as torch_dist
 
 from .._precision import full_precision, recomputed
+from .._waits import exceeds, is_guessing
 from ..ops.products import product, squared_norms
 
 # Largest relative error of log-densities, by the dtype they are wanted in.
@@ -99,6 +100,17 @@ def _precision(
     return None
 
 
+def _read(numbers: Tensor, values: Tensor) -> list[float]:
+    """The largest of the values, amplification and reach; or a guess that they are harmless."""
+    if not is_guessing(values.device):
+        return numbers.tolist()  # waits for the device once
+    limits = torch.finfo(values.dtype)
+    reach = math.sqrt(0.01 * limits.max / values.size(-1))
+    most = [torch.inf, TOLERANCE[values.dtype] / limits.eps, reach][: len(numbers)]
+    exceeds((numbers.new_tensor(most) - numbers).amin(), 0.0)  # not if one is NaN
+    return [0.0] * len(numbers)
+
+
 class _Components:
     """Independent components, whose parameters are ``(*b, K, D)``, of the dtype of the values."""
 
@@ -126,7 +138,7 @@ class _Components:
         with torch.no_grad():
             largest = _largest(values)
             tests = () if numbers <= SMALL else self.condition(largest)
-        size, *found = torch.stack([largest, *tests]).tolist()  # waits for the device once
+        size, *found = _read(torch.stack([largest, *tests]), values)
         if math.isnan(size):
             missing = values.isnan()
             return self.log_prob(values.masked_fill(missing, 0.0), ~missing)
@@ -231,7 +243,7 @@ class _Vectors:
             largest = _largest(values)
             centre = _Normal(self.loc, self.root.norm(dim=-1).expand_as(self.loc)).centre
             tests = self._condition(largest, centre, inverse.abs())
-        size, *found = torch.stack([largest, *tests]).tolist()
+        size, *found = _read(torch.stack([largest, *tests]), values)
         if math.isnan(size):
             return None
         wide = _precision(values.dtype, values.size(-1), *found)

@@ -30,7 +30,7 @@ from .._checks import (
 )
 from .._lazy import lazy
 from .._precision import full_precision
-from ..ops import recursions
+from ..ops import masks, recursions
 from ..ops.lookup import take_rows
 from .block_hmm import BlockHMM
 from .block_symbols import BlockSymbols
@@ -119,8 +119,10 @@ class TaggedSymbols(BlockSymbols):
         """Of all K states; computed when it is read."""
         return WordAndTag(self.words.distribution, Categorical(logits=self.log_tags))
 
-    def split(self, values: Tensor, known: Tensor) -> tuple[Tensor, Tensor]:
+    def split(self, values: Tensor, known: Tensor, check: bool = True) -> tuple[Tensor, Tensor]:
         """Words and tags ``(*B, T)`` of ``values`` ``(*B, T, 2)``; 0 and -1 where not ``known``.
+
+        ``check`` is whether to read the tags of an accelerator in order to check them.
 
         Raises:
             TypeError: If ``values`` are not integers.
@@ -129,6 +131,8 @@ class TaggedSymbols(BlockSymbols):
         check_integers("values", values)
         words, tags = values.long().unbind(-1)
         words, tags = words.masked_fill(~known, 0), tags.masked_fill(~known, -1)
+        if not check and tags.device.type != "cpu":
+            return words, tags
         low, high = int(tags.min()), int(tags.max())
         num_tags = self.log_tags.size(-1)
         if low < -1 or high >= num_tags:
@@ -138,10 +142,20 @@ class TaggedSymbols(BlockSymbols):
             )
         return words, tags
 
-    def likelihood(self, values: Tensor, exists: Tensor) -> tuple[Tensor, Tensor]:
+    def likelihood(
+        self,
+        values: Tensor,
+        lengths: Tensor,
+        observed: Tensor | None = None,
+        check: bool = True,
+    ) -> tuple[Tensor, Tensor]:
         """As :meth:`BlockSymbols.likelihood`, of pairs ``(N, T, 2)``."""
-        words, tags = self.split(values, exists)
-        blocks, log_likelihood = super().likelihood(words, exists)
+        exists = masks.exists(lengths, values.size(1), values.device)
+        known = exists if observed is None else exists & observed
+        words, tags = self.split(values, known, check)
+        blocks, log_likelihood = self._of(
+            words, None if observed is not None else values, lengths, check
+        )
         states = self.blocks.states.clamp(min=0).flatten().to(tags.device)
         table = torch.cat([self.log_tags.mT, self.log_unknown.unsqueeze(0)])  # the last for -1
         table = table.index_select(-1, states).reshape(-1, self.blocks.width)

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.distributions import constraints
 
 from .._checks import check_range
+from .._waits import exceeds
 from .observation import any_value, inside_support, is_categorical, support_varies
 
 
@@ -24,9 +25,14 @@ def fill_gaps(values: Tensor, known: Tensor, emission: Any) -> Tensor:
     # not the whole batch: restarts and particles see the same values
     batch = torch.broadcast_shapes(values.shape[: values.dim() - 1 - len(event)], known.shape[:-1])
     known = known.expand(*batch, known.size(-1))
+    if is_categorical(emission):
+        return values.masked_fill(~known, 0)
     flat = values.expand(*known.shape, *event).reshape(-1, *event)
-    first = int(known.flatten().byte().argmax())
-    filler = flat[first] if bool(known.flatten()[first]) else _first_value(emission, values.dtype)
+    first = known.flatten().byte().argmax().reshape(1)
+    if exceeds(known.flatten().index_select(0, first).byte().sum(), 0):
+        filler = flat.index_select(0, first).squeeze(0)
+    else:
+        filler = _first_value(emission, values.dtype)
     return torch.where(known.reshape(known.shape + (1,) * len(event)), values, filler)
 
 

@@ -342,7 +342,7 @@ class _Loop:
             batch = self.batches.take()
             disturbed = self.expect.reseeded  # in the iteration before
             loss, statistics = self._expect(batch)
-            self.losses.append(loss.cpu())
+            self.losses.append(loss)
             nats = loss.min().item() / max(data.num_observed, 1)
             bar.set_postfix(nats_per_step=f"{nats:.4f}", refresh=False)
             if not disturbed and not self.expect.reseeded:
@@ -461,8 +461,9 @@ def _finish(loop: _Loop, history: Tensor) -> Fit:
         for note, count in maximize.notes.items()
     ]
     notes += maximize.closed.remark(best)
-    if maximize.idle and any(maximize.idle[best]):
-        names = ", ".join(str(k) for k, dead in enumerate(maximize.idle[best]) if dead)
+    idle = [] if maximize.idle is None else maximize.idle[best].nonzero().flatten().tolist()
+    if idle:
+        names = ", ".join(map(str, idle))
         notes.append(
             f"no observation supports state {names}: its parameters are those of its prior or its "
             "start. Fewer states, restarts or reseed=True may help."

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._waits import guessing
 from ..data.parts import Parts, parts_of
 from ..data.sequences import Sequences
 from ..distributions.hmm import HMM
@@ -50,10 +51,25 @@ class Expectation:
         self.parameters, self.gather = parameters, gather
         self.by_length, self.reseed, self.group = by_length, reseed, group
         self.reseeded = False
+        self._guesses = True  # until a guess was wrong
         self._batches: tuple[Sequences, list[tuple[Tensor, Sequences]]] | None = None
 
     def __call__(self, batch: Sequences | Parts) -> tuple[Tensor, Statistics]:
-        """The loss ``(R,)`` with the parameters as they are, and what the M-step needs."""
+        """The loss ``(R,)`` with the parameters as they are, and what the M-step needs.
+
+        The loss is on the CPU. An accelerator is waited for once, unless numbers are unusual.
+        """
+        if self._guesses and not self.reseed and self.group.size == 1:  # ranks stay in step
+            with guessing() as guesses:
+                loss, statistics = self._compute(batch, check=False)
+            self._guesses, (read,) = guesses.read(loss)
+            if self._guesses and bool(read.isfinite().any()):
+                return read, statistics
+        loss, statistics = self._compute(batch, check=True)
+        return loss.cpu(), statistics
+
+    def _compute(self, batch: Sequences | Parts, check: bool) -> tuple[Tensor, Statistics]:
+        """The same, with the loss where the data are; ``check`` reads whether it is possible."""
         total: Any = 0.0
         statistics: Statistics = {}
         for chosen, part, scale in self._pieces(batch):
@@ -62,7 +78,7 @@ class Expectation:
                 expected = hmm.expected_counts(part.values)
             evidence = expected.log_evidence.double().reshape(-1, len(part))
             impossible = evidence.isneginf().all(0)
-            if bool(impossible.any()):
+            if check and bool(impossible.any()):
                 where = int(chosen[impossible.byte().argmax()])
                 raise ValueError(
                     f"data: sequence {where} of this batch has probability zero; check for symbols "
@@ -78,7 +94,7 @@ class Expectation:
             total = self.group.mean(total)
             statistics = {n: self.group.mean(v.contiguous()) for n, v in statistics.items()}
         loss = -(total + prior.double())
-        if not bool(loss.isfinite().any()):
+        if check and not bool(loss.isfinite().any()):
             raise FloatingPointError(
                 f"the loss is {loss[0].item()}; the prior has density zero at the parameters."
             )

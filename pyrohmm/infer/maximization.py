@@ -5,12 +5,14 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import pyro
 import torch
 from torch import Tensor
 from torch.distributions import transform_to
 
+from .._waits import guessing
 from ..data.sequences import Sequences
 from ..distributions.dpp import DiversityPrior
 from ..distributions.hard_zeros import log_probs
@@ -254,7 +256,7 @@ class Maximization:
     Attributes:
         summed: Whether it needs sums over observations alone, not each step of them.
         notes: Remarks, and in how many iterations each was made.
-        idle: States that no observation supports, ``(R, K)`` booleans; empty at the start.
+        idle: States that no observation supports, ``(R, K)`` booleans; None at the start.
     """
 
     def __init__(
@@ -281,7 +283,10 @@ class Maximization:
         countable = self.symbols and hmm.emission.batch_shape == (hmm.num_states,)
         self.summed = single and (self.emission_closed or countable)
         self.notes: dict[str, int] = {}
-        self.idle: list[list[bool]] = []
+        self.idle: Tensor | None = None
+        self._guesses = True  # until a guess was wrong
+        self._any_batch = parameters.data[:1]
+        self._steps: WeakKeyDictionary[Sequences, Tensor | None] = WeakKeyDictionary()
 
     def gather(
         self,
@@ -303,11 +308,12 @@ class Maximization:
         statistics = self.closed.chain_statistics(expected)
         if self.summed or self.emission_closed:
             weights = expected.states.reshape(self.parameters.restarts, -1, hmm.num_states)
-            values, seen = batch.values.flatten(0, 1), batch.observed.flatten()
+            values = batch.values.flatten(0, 1)
             if not (values.dtype.is_floating_point or self.symbols):
                 values = values.to(hmm.log_initial.dtype)
-            if not bool(seen.all()):
-                weights, values = weights[:, seen], values[seen]
+            where = self._observed_steps(batch)
+            if where is not None:
+                weights, values = weights.index_select(1, where), values.index_select(0, where)
             emission: Any = None if current is None else current.emission
             statistics |= self.closed.emission_statistics(values, weights, emission)
         if self.summed:
@@ -326,6 +332,13 @@ class Maximization:
             return statistics
         return {name: value * scale for name, value in statistics.items()}
 
+    def _observed_steps(self, batch: Sequences) -> Tensor | None:
+        """Which of all the steps are observed, ``(M,)`` integers; None if all are."""
+        if batch not in self._steps:  # asked once of a batch: a device makes the host wait
+            seen = batch.observed.flatten()
+            self._steps[batch] = None if bool(seen.all()) else seen.nonzero().squeeze(-1)
+        return self._steps[batch]
+
     def __call__(self, statistics: Statistics, batch: Sequences) -> None:
         """Maximise the parameters.
 
@@ -335,20 +348,32 @@ class Maximization:
         """
         if self.summed:
             visits = statistics["visits"]
-            self.idle = (visits < DEAD * visits.sum(-1, keepdim=True)).tolist()
-            batch = self.parameters.data[:1]  # any will do
+            self.idle = visits < DEAD * visits.sum(-1, keepdim=True)
+            batch = self._any_batch
         with torch.no_grad():
-            for note in self.closed.m_step(statistics):
+            for note in self._m_step(statistics):
                 self.notes[note] = self.notes.get(note, 0) + 1
         self.gradient(batch, inside(statistics, "counts."))
 
+    def _m_step(self, statistics: Statistics) -> list[str]:
+        """The closed forms; an accelerator is waited for once, unless there is something to say."""
+        if self._guesses:
+            with guessing() as guesses:
+                notes = self.closed.m_step(statistics)
+            self._guesses, _ = guesses.read()
+            if self._guesses:
+                return notes
+        return self.closed.m_step(statistics)
+
     def state(self) -> dict[str, Any]:
         """What a checkpoint saves."""
-        return {"notes": self.notes, "idle": self.idle} | self.gradient.state()
+        idle = [] if self.idle is None else self.idle.tolist()
+        return {"notes": self.notes, "idle": idle} | self.gradient.state()
 
     def restore(self, state: dict[str, Any]) -> None:
         """Go on from a checkpoint."""
-        self.notes, self.idle = state["notes"], state["idle"]
+        self.notes = state["notes"]
+        self.idle = torch.tensor(state["idle"]) if state["idle"] else None
         self.gradient.restore(state)
 
 

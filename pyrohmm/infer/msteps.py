@@ -20,6 +20,7 @@ from torch import Tensor
 
 from .._arguments import explained
 from .._checks import check_size
+from .._waits import read_with_one_wait
 from ..distributions.dpp import DiversityPrior
 from ..distributions.hmm import HMM
 from ..ops.diversity import simplex_projection
@@ -60,42 +61,82 @@ class GradientStep:
         """
         with torch.no_grad():
             before = loss()
-        size = before.masked_fill(~before.isfinite(), 0.0).abs().sum().item()
         kept = [leaf.detach().clone() for leaf in parameters]
-        if self.optimizer is None:
-            optimizer: torch.optim.Optimizer = torch.optim.LBFGS(
-                parameters,
-                max_iter=self.num_steps,
-                tolerance_grad=1e-9,
-                tolerance_change=1e-11 * max(100.0, size),
-                line_search_fn="strong_wolfe",
-            )
-        else:
-            self._stepper = self._stepper or self.optimizer(parameters)
-            optimizer = self._stepper
+        sizes = before.masked_fill(~before.isfinite(), 0.0).abs().sum()
+        leaves = parameters
+        if self.optimizer is None and before.device.type != "cpu":
+            sizes, *host = read_with_one_wait(lambda: [sizes, *parameters])
+            leaves = [leaf.to(like.dtype).requires_grad_() for leaf, like in zip(host, parameters)]
+        size = sizes.item()
 
-        def closure() -> Tensor:
-            optimizer.zero_grad()
+        def evaluate() -> list[Tensor]:
             values = loss()
             failed = ~values.isfinite()
             value = values.masked_fill(failed, 0.0).sum()
-            value.backward()
-            for leaf in parameters:  # a restart that has failed must not change the others
-                if leaf.grad is not None:
-                    leaf.grad.nan_to_num_(0.0, 0.0, 0.0)
-            return value + failed.sum() * (1e3 + 10 * size)  # nor look good
+            gradients = torch.autograd.grad(value, parameters, materialize_grads=True)
+            # a restart that has failed must not change the others, nor look good
+            value = value.detach() + failed.sum() * (1e3 + 10 * size)
+            return [value, *(gradient.nan_to_num(0.0, 0.0, 0.0) for gradient in gradients)]
 
-        for _ in range(1 if self.optimizer is None else self.num_steps):
-            optimizer.step(closure)  # type: ignore[arg-type]  # torch's stub wants a float
+        if self.optimizer is None:
+            limits = self.num_steps, 1e-11 * max(100.0, size)
+            _minimize(evaluate, parameters, leaves, *limits)
+        else:
+            self._stepper = self._stepper or self.optimizer(parameters)
+            for _ in range(self.num_steps):
+                self._stepper.step(_closure(evaluate, parameters))  # type: ignore[arg-type]
         if not self.guard:
             return
         with torch.no_grad():
             worse = ~(loss() <= before)  # also if it is NaN
             for leaf, old in zip(parameters, kept):
-                if len(worse) > 1:
-                    leaf.copy_(torch.where(worse.reshape(-1, *(1,) * (leaf.dim() - 1)), old, leaf))
-                elif bool(worse):
-                    leaf.copy_(old)
+                shape = (-1, *(1,) * (leaf.dim() - 1)) if len(worse) > 1 else ()
+                leaf.copy_(torch.where(worse.reshape(shape), old, leaf))
+
+
+def _closure(evaluate: Callable[[], list[Tensor]], leaves: list[Tensor]) -> Callable[[], Tensor]:
+    """What a torch optimizer of ``leaves`` calls; ``evaluate`` gives the loss and its gradients."""
+
+    def closure() -> Tensor:
+        value, *gradients = evaluate()
+        for leaf, gradient in zip(leaves, gradients):
+            leaf.grad = gradient
+        return value
+
+    return closure
+
+
+def _minimize(
+    evaluate: Callable[[], list[Tensor]],
+    parameters: list[Tensor],
+    leaves: list[Tensor],
+    num_steps: int,
+    tolerance: float,
+) -> None:
+    """L-BFGS on ``leaves``: the parameters, or copies of them on the CPU.
+
+    It asks for values all the time; copies make it wait for an accelerator once at each point.
+    """
+
+    @torch.no_grad()
+    def copy() -> None:
+        for leaf, there in zip(leaves, parameters):
+            there.copy_(leaf)
+
+    def read() -> list[Tensor]:
+        if leaves is parameters:
+            return evaluate()
+        copy()
+        value, *gradients = read_with_one_wait(evaluate)
+        return [value, *(gradient.to(leaf) for gradient, leaf in zip(gradients, leaves))]
+
+    optimizer = torch.optim.LBFGS(
+        leaves, max_iter=num_steps, tolerance_grad=1e-9, tolerance_change=tolerance,
+        line_search_fn="strong_wolfe",
+    )  # fmt: skip
+    optimizer.step(_closure(read, leaves))
+    if leaves is not parameters:
+        copy()
 
 
 @runtime_checkable

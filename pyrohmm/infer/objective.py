@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from pyro import poutine
+from pyro.distributions.util import is_identically_zero
 from pyro.infer import ELBO, Trace_ELBO, TraceEnum_ELBO
 from pyro.infer.autoguide import AutoDelta, AutoGuide, AutoGuideList, AutoNormal
 from pyro.poutine.util import site_is_subsample
@@ -55,7 +56,7 @@ class Objective:
             with ParametersRead(guide) as of_guide:
                 guide(probe)
         self.model, self.guide = model, guide
-        self.elbo = copy.copy(elbo) or (TraceEnum_ELBO() if enumerated else Trace_ELBO())
+        self.elbo = copy.copy(elbo) or (TraceEnum_ELBO() if enumerated else _UnreadELBO())
         self.module = RestartLosses(model, guide) if batched else self.elbo(model, guide)
         read = (*self.module.parameters(), *of_model.parameters, *of_guide.parameters)
         distinct = {id(parameter): parameter for parameter in read}.values()
@@ -97,6 +98,33 @@ class Objective:
                 )
             cause = impossible + (f"; or {cause}" if step else "")
         raise FloatingPointError(f"the loss is {value} at step {step}; {cause}.")
+
+
+class _UnreadELBO(Trace_ELBO):
+    """As :class:`Trace_ELBO`, whose values stay where they are: Pyro reads that of every site."""
+
+    def differentiable_loss(self, model: Any, guide: Any, *args: Any, **kwargs: Any) -> Tensor:
+        """The loss, with the gradient of its surrogate."""
+        losses: Any = 0.0
+        surrogates: Any = 0.0
+        for traces in self._get_traces(model, guide, args, kwargs):
+            loss, surrogate = self._differentiable_loss_particle(*traces)
+            losses = losses + loss / self.num_particles
+            surrogates = surrogates + surrogate / self.num_particles
+        return losses + (surrogates - surrogates.detach())
+
+    def _differentiable_loss_particle(self, model_trace: Any, guide_trace: Any) -> Any:
+        of_model, of_guide = (
+            [site for site in trace.nodes.values() if site["type"] == "sample"]
+            for trace in (model_trace, guide_trace)
+        )
+        if any(not is_identically_zero(site["score_parts"].score_function) for site in of_guide):
+            return super()._differentiable_loss_particle(model_trace, guide_trace)
+        evidence: Any = sum(site["log_prob_sum"] for site in of_model)
+        entropies = [site["score_parts"].entropy_term for site in of_guide]
+        entropy = sum(term.sum() for term in entropies if not is_identically_zero(term))
+        bound = evidence - sum(site["log_prob_sum"] for site in of_guide)
+        return -bound.detach(), entropy - evidence
 
 
 class ParametersRead(poutine.messenger.Messenger):

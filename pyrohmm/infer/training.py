@@ -19,6 +19,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from .._checks import check_returned, check_size, check_tolerance
 from .._precision import full_precision
+from .._waits import with_one_wait
 from ..data.batches import Batches
 from ..data.parts import Parts, first_sequence, parts_of
 from ..data.sequences import Sequences
@@ -146,10 +147,10 @@ class Descent:
 
     def _stop(self, failed: Tensor) -> None:
         """Set the gradient of failed restarts to zero, so that their NaN do not spread."""
-        if bool(failed.any()):
-            for parameter in self.parameters:
-                if parameter.grad is not None:
-                    parameter.grad[failed] = 0.0
+        for parameter in self.parameters:
+            if parameter.grad is not None:
+                rows = failed.reshape(-1, *(1,) * (parameter.dim() - 1))
+                parameter.grad.masked_fill_(rows, 0.0)
 
     def _clip(self, limit: float, batched: bool) -> None:
         """Shrink the gradient to a norm of ``limit``, that of each restart if they are batched."""
@@ -276,7 +277,7 @@ class State:
         for part in parts:
             part = to_model_device(self.model, self.guide, part)
             with self.lower_precision():
-                loss = self.objective.module(part) / count
+                loss = with_one_wait(partial(self.objective.module, part)) / count
             with full_precision(loss):
                 loss.sum().backward()
             total = total + loss.detach()

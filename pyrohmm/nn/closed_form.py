@@ -9,12 +9,14 @@ In shapes, M is the number of observations and R that of batched restarts.
 
 from __future__ import annotations
 
+import math
 from typing import Protocol, runtime_checkable
 
 from pyro.distributions.torch_distribution import TorchDistribution
 from pyro.nn import PyroModule
 from torch import Tensor
 
+from .._waits import exceeds
 from ..ops.recursions import ExpectedCounts
 
 Statistics = dict[str, Tensor]
@@ -88,7 +90,7 @@ def is_free(module: PyroModule, name: str) -> bool:
 
 def check_mode(name: str, concentration: Tensor) -> None:
     """Raise at concentrations below one, with which a density has no maximum."""
-    if bool((concentration < 1).any()):
+    if not exceeds(concentration.amin(), math.nextafter(1.0, 0.0)):
         raise ValueError(
             f"{name} below one has no most probable value, which EM looks for; got "
             f"{concentration.min().item():g}. Use fit_svi, or a {name} of at least one."

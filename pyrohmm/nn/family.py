@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributions import constraints
 
 from .._checks import check_number
+from .._waits import exceeds
 from ..ops.products import weighted_sums
 from .closed_form import is_free
 
@@ -100,7 +101,8 @@ def moments(
         ``(R, K, 1)`` or, if some are missing, ``(R, K, D)``; ``(R, K, D)``; ``(R, K, D)``.
     """
     dim = values.size(-1)
-    complete = not bool(values.sum().isnan())  # in a tenth of the time of isnan().any()
+    # in a tenth of the time of isnan().any()
+    complete = exceeds((~values.sum().isnan()).byte(), 0)
 
     def features(values: Tensor) -> Tensor:
         known = torch.ones_like(values[:, :1])

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributions import constraints
 
 from .._checks import check_size
+from .._waits import exceeds
 from ..distributions.inverse_wishart import InverseWishart, covariance_matrix
 from ..distributions.units import InUnits, InverseGamma
 from ..ops.products import weighted_sums
@@ -305,7 +306,7 @@ class CovarianceEmission(CentredEmission):
         """
         count = weights.sum(1, dtype=torch.float64)
         missing = values.isnan()
-        if not bool(missing.any()):
+        if exceeds((~missing).all().byte(), 0):
             sums, squares = _second_moments(values, weights, centre(self))
         elif current is None:
             mean = values.double().nanmean(0).nan_to_num(0.0)
@@ -351,7 +352,7 @@ class CovarianceEmission(CentredEmission):
                 least = least.reshape(len(least), *(1,) * (matrix.dim() - 3), -1)
                 floor = torch.maximum(floor, least)
             matrix, low = _lift(matrix, floor)
-            if bool(low.any()):
+            if not exceeds((~low).all().byte(), 0):
                 singular = (
                     f"a covariance was numerically singular in {dtype}: components are almost "
                     "functions of each other. Drop some, or compute in float64."
@@ -408,7 +409,7 @@ def normal_m_step(
                 floor = floor.mean(-1)
             shape = (len(floor),) + (1,) * (variance.dim() - floor.dim()) + floor.shape[1:]
             held = torch.maximum(variance, floor.reshape(shape))  # NaN stays
-            if bool((held > variance).any()):
+            if not exceeds((~(held > variance)).all().byte(), 0):
                 notes.append(_floor_note("variance"))
             variance = held
         mode["variance"] = variance

@@ -8,6 +8,7 @@ Its modules; each imports only those above it:
 ``masks``             which steps of ragged sequences exist
 ``sampling``          ancestral sampling of paths
 ``chain``             the arguments of the recursions, checked and in one form
+``kept``              what is made of a batch once, such as its indices on a device
 ``block_plan``        which pairs of blocks occur in a batch, and where they lie in memory
 ``torch_chain``       forward, backward, Viterbi and sampling as torch operations
 ``torch_chunks``      the same for long and narrow chains, on two levels

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .block_plan import BlockChain, Scores
+from .kept import kept_on
 from .log_space import finite_or_zero, log_softmax_of_parts, logsumexp
 
 
@@ -19,9 +20,10 @@ class BlockLogs:
         self.sizes, self.device = chain.states.sizes, chain.log_seen.device
         leave, enter, log_block_probs = chain.leave, chain.enter, chain.log_block_probs
         scores = Scores(chain)
-        self.base, self.stride = chain.plan.base, chain.plan.stride
+        self._place(chain.plan.base, chain.plan.stride)
         if enter is None:
-            self.base, self.stride, self.log_probs = scores.base, scores.stride, scores()
+            self._place(scores.base, scores.stride)
+            self.log_probs = scores()
             return
         assert log_block_probs is not None
         parts = [self.seen.new_zeros(0)]
@@ -31,18 +33,35 @@ class BlockLogs:
             parts.append(log_softmax_of_parts(logits, self.sizes[targets], weights).flatten())
         self.log_probs = torch.cat(parts)
 
-    def matrices(self, tokens: Tensor) -> Tensor:
-        """Log transition probabilities to ``tokens`` ``(m,)`` from those before, ``(m, w, w)``."""
-        plan, width = self.plan, self.seen.size(-1)
-        pair, places = plan.pair[tokens], torch.arange(width)
-        height = self.sizes[plan.source[pair]].unsqueeze(-1)
-        breadth = self.sizes[plan.target[pair]].unsqueeze(-1)
-        exists = (places < height).unsqueeze(-1) & (places < breadth).unsqueeze(-2)
-        rows = self.base[pair].unsqueeze(-1) + places * self.stride[pair].unsqueeze(-1)
-        cells = (rows.unsqueeze(-1) + places).masked_fill(~exists, 0)
-        return self.log_probs[cells.to(self.device)].masked_fill(
-            ~exists.to(self.device), -torch.inf
+    def _place(self, base: Tensor, stride: Tensor) -> None:
+        """Note, on the device, where the probabilities of pairs are, and their numbers of states.
+
+        From these few numbers a step computes its indices there.
+        """
+        sizes, source, target, self.pair, base, stride = (
+            kept_on(self.device, part)
+            for part in (
+                self.sizes,
+                self.plan.source,
+                self.plan.target,
+                self.plan.pair,
+                base,
+                stride,
+            )
         )
+        # (P, 4); of no pair, where no sequence has a second step, nothing is read
+        self.layout = torch.stack([base, stride, sizes[source], sizes[target]], -1)
+
+    def matrices(self, step: slice) -> Tensor:
+        """Log transition probabilities to the tokens of a step from those before, ``(m, w, w)``."""
+        places = torch.arange(self.seen.size(-1), device=self.device)
+        layout = self.layout.index_select(0, self.pair[step])
+        base, stride, height, breadth = layout.unsqueeze(-1).unsqueeze(-1).unbind(1)
+        rows = places.unsqueeze(-1)
+        beyond = (rows >= height) | (places >= breadth)
+        cells = (base + rows * stride + places).masked_fill(beyond, 0)
+        log_probs = self.log_probs.index_select(0, cells.flatten()).view_as(cells)
+        return log_probs.masked_fill(beyond, -torch.inf)
 
     def steps(self) -> list[slice]:
         """The tokens of each step."""
@@ -62,7 +81,7 @@ class BlockLogs:
             if not messages:
                 message, before = self.first + seen, seen.new_zeros(len(seen), dtype=torch.float64)
             else:
-                log_probs = self.matrices(torch.arange(step.start, step.stop))
+                log_probs = self.matrices(step)
                 alpha, before = messages[-1][: len(seen)], subtracted[-1][: len(seen)]
                 message = logsumexp(alpha.unsqueeze(-1) + log_probs, -2) + seen
             peak = finite_or_zero(message.detach().amax(-1))
@@ -102,18 +121,18 @@ class BlockLogs:
             probs: ``(M, w)``, posterior of the state at each token.
         """
         messages = self.messages()[0]
-        later = torch.arange(len(messages[0]), len(self.plan.where))
+        later = slice(len(messages[0]), len(self.plan.where))
         before = torch.cat(messages)[self.plan.before[later].to(self.device)]
         joint = before.unsqueeze(-1) + self.matrices(later)
         arrived = finite_or_zero(joint.logsumexp(-2, keepdim=True))
-        return (joint - arrived).exp() * probs[later.to(self.device)].unsqueeze(-2)
+        return (joint - arrived).exp() * probs[later].unsqueeze(-2)
 
     def entropy(self) -> Tensor:
         """Entropy of the posterior over paths in nats, ``(N,)``; 0 where none is possible."""
         messages, steps = self.messages()[0], self.steps()
         entropies = [torch.zeros_like(messages[0])]  # of the states before, given that of the token
         for message, step in zip(messages, steps[1:]):
-            log_probs = self.matrices(torch.arange(step.start, step.stop))
+            log_probs = self.matrices(step)
             joint = message[: len(log_probs)].unsqueeze(-1) + log_probs
             share = (joint - finite_or_zero(joint.logsumexp(-2, keepdim=True))).exp()
             before = entropies[-1][: len(log_probs)].unsqueeze(-1)
@@ -132,7 +151,7 @@ class BlockLogs:
         none = first.new_full((*first.shape, count - 1), -torch.inf)
         scores, origins = [torch.cat([first.unsqueeze(-1), none], -1)], []  # (n, w, C)
         for step in steps[1:]:
-            log_probs = self.matrices(torch.arange(step.start, step.stop))
+            log_probs = self.matrices(step)
             before = scores[-1][: len(log_probs)]
             extended = log_probs.mT.unsqueeze(-1) + before.unsqueeze(-3)  # (n, to, from, C)
             ranked, order = extended.flatten(-2).sort(dim=-1, descending=True, stable=True)
@@ -153,7 +172,7 @@ class BlockLogs:
         """The place in its block of each token's state on the most probable path, ``(M,)``."""
         scores, origins = [self.first + self.seen[self.steps()[0]]], []
         for step in self.steps()[1:]:
-            log_probs = self.matrices(torch.arange(step.start, step.stop))
+            log_probs = self.matrices(step)
             best = (scores[-1][: len(log_probs)].unsqueeze(-1) + log_probs).max(-2)
             origins.append(best.indices)
             score = best.values + self.seen[step]
@@ -175,7 +194,7 @@ class BlockLogs:
             score = messages[t].expand(count, *messages[t].shape)
             if paths:
                 after = paths[-1]  # (count, n)
-                log_probs = self.matrices(torch.arange(steps[t + 1].start, steps[t + 1].stop))
+                log_probs = self.matrices(steps[t + 1])
                 index = after.mT.unsqueeze(-2).expand(-1, log_probs.size(-2), -1)
                 onward = log_probs.gather(-1, index).permute(2, 0, 1)  # (count, n, w)
                 ending = torch.zeros_like(score[:, after.size(1) :])

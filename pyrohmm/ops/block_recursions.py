@@ -27,6 +27,7 @@ from torch import Tensor
 from .backends import backend_for
 from .block_logs import BlockLogs
 from .block_plan import BlockChain, States, make_plan
+from .kept import kept, kept_on
 
 
 def plan_chain(
@@ -40,8 +41,10 @@ def plan_chain(
     log_seen: Tensor,
 ) -> BlockChain:
     """The same chain in the order of a plan."""
-    plan, device = make_plan(blocks, lengths, states), log_seen.device
-    first, seen = log_first[plan.order.to(device)], log_seen.flatten(0, 1)[plan.where.to(device)]
+    device, steps = log_seen.device, lengths.numpy().tobytes()
+    plan = kept(blocks, lambda: make_plan(blocks, lengths, states), states, steps)
+    order, where = kept_on(device, plan.order), kept_on(device, plan.where)
+    first, seen = log_first.index_select(0, order), log_seen.flatten(0, 1).index_select(0, where)
     return BlockChain(plan, states, leave, enter, log_block_probs, first, seen)
 
 

@@ -145,6 +145,7 @@ class InnerProductTransition:
 
     def rows(self, states: Tensor) -> Tensor:
         """Log-probabilities of the next state, ``(n, K)``, from ``states`` ``(n,)``."""
+        states = states.to(self.leave.device)
         leave = self.leave[states]
         if self.block_logits is None:
             with full_precision(leave):

@@ -17,6 +17,17 @@ step is right to rounding unless one of these fails and p < ``tiny * K / (s * ep
 where that happens is computed again in float64, and where it happens there, in log space. If
 a^2 >= ``tiny * K / eps``, which holds for most matrices without zeros, it cannot happen and
 nothing needs to be watched.
+
+Both ways at once
+-----------------
+On an accelerator a small product takes no longer than its launch, so messages go both ways in one
+product a step: :math:`b_t \propto e_t \circ (A b_{t+1})` beside :math:`\alpha_t`. The posterior is
+:math:`\gamma_t = \alpha_t \circ \beta_t / P_t` with :math:`\beta_t = A b_{t+1}` and
+:math:`P_t = \alpha_t \cdot \beta_t`, and nothing needs to be watched on the way: what a step loses
+is below ``tiny * K / s`` of the forward and ``tiny * K`` of the backward message, and counts by the
+other one, which is at most one. So all losses together are at most ``3 tiny K / (s P)``, summed
+over the steps, of the evidence, and one comparison at the end says whether that is rounding. As
+:math:`s_t P_t \ge a^2`, it is for the same matrices for which nothing needs to be watched.
 """
 
 from __future__ import annotations
@@ -27,9 +38,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .._waits import exceeds
 from .backends import Backend, backend_for
 from .chain import Chain
 from .log_space import finite_or_zero
+from .torch_chain import both_ways_by_steps
 
 
 class Messages(NamedTuple):
@@ -103,6 +116,59 @@ def backward(
         gamma, message,
     )  # fmt: skip
     return gamma, message, exact
+
+
+class Smoothed(NamedTuple):
+    """Messages of both ways, all of them zero in sequences that are not exact.
+
+    Attributes:
+        evidence: ``(G, n)``, log, in float64.
+        alpha: ``(T, G, n, K)``, p(z_t | x_{1:t}); at padded steps anything.
+        gamma: ``(T, G, n, K)``, p(z_t | x_{1:T}); zero at padded steps.
+        message: ``(T, G, n, K)``, as that of :func:`backward`; zero at padded steps.
+        exact: ``(G, n)``, False where the numbers left their range; None if they did nowhere.
+        transition: ``(S, G, K, K)``, probabilities.
+    """
+
+    evidence: Tensor
+    alpha: Tensor
+    gamma: Tensor
+    message: Tensor
+    exact: Tensor | None
+    transition: Tensor
+
+
+def both_ways(chain: Chain, dtype: torch.dtype) -> Smoothed:
+    """Forward and backward messages side by side, by torch; the host waits once."""
+    initial, transition, likelihood = (part.detach().to(dtype) for part in chain[:3])
+    steps, num_states = len(likelihood), likelihood.size(-1)
+    limits = torch.finfo(dtype)
+    transition = transition.exp()
+    peak = likelihood.amax(-1, keepdim=True)
+    weight = (likelihood - peak).exp_()  # NaN, hence not exact, where no state is possible
+    last = padded = None
+    if bool((chain.lengths < steps).any()):
+        time = torch.arange(steps).reshape(-1, 1, 1)
+        masks = torch.stack([time >= chain.lengths - 1, time >= chain.lengths]).unsqueeze(-1)
+        last, padded = masks.to(weight.device, non_blocking=True)
+    alpha, total, beta = both_ways_by_steps(initial, transition, weight, last)
+    gamma = alpha * beta
+    agreement = gamma.sum(-1, keepdim=True)
+    mass = total * agreement
+    gamma.div_(agreement)
+    message = weight.mul_(beta).div_(mass)
+    logs = total.double().log().add_(peak)
+    if padded is not None:
+        for part, filler in ((gamma, 0.0), (message, 0.0), (logs, 0.0), (mass, 1.0)):
+            part.masked_fill_(padded, filler)
+    evidence, exact = logs.sum((0, -1)), None
+    least = 3 * steps * num_states * limits.tiny / limits.eps
+    if not exceeds(mass.amin(), least):
+        exact = (mass > least).all(0).squeeze(-1)
+        lost = ~exact.unsqueeze(-1)
+        alpha, gamma, message = (part.masked_fill(lost, 0.0) for part in (alpha, gamma, message))
+        evidence = evidence.masked_fill(~exact, 0.0)
+    return Smoothed(evidence, alpha, gamma, message, exact, transition)
 
 
 def _least(logs: Tensor) -> float:

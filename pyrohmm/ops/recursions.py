@@ -34,6 +34,7 @@ from .log_space import finite_or_zero
 from .lookup import look_up
 from .masks import exists
 from .torch_chain import log_space_by_steps
+from .torch_chunks import chunk_length
 
 
 class Posterior(NamedTuple):
@@ -329,9 +330,9 @@ def _wider(dtype: torch.dtype) -> torch.dtype | None:
 
 def _evidence(chain: Chain, dtype: torch.dtype | None) -> Tensor:
     """Log evidence, ``(G, n)``, differentiable."""
-    run = _LogSpace if dtype is None else _Scaled
+    run = _LogSpace if dtype is None else _BothWays if _goes_both_ways(chain) else _Scaled
     value, exact = run.apply(*chain, dtype)
-    if not bool(exact.all()):
+    if exact is not None and not bool(exact.all()):
         assert dtype is not None
         chosen = (~exact).flatten().nonzero().squeeze(-1)
         redone = _evidence(chain.subset(chosen), _wider(dtype)).flatten()
@@ -339,13 +340,25 @@ def _evidence(chain: Chain, dtype: torch.dtype | None) -> Tensor:
     return value
 
 
+def _goes_both_ways(chain: Chain) -> bool:
+    """Whether messages go both ways at once: on an accelerator, where there is no shorter way."""
+    on_cpu = chain.likelihood.device.type == "cpu"
+    return not on_cpu and not chunk_length(chain.transition, chain.likelihood, chain.lengths)
+
+
 def _posterior(chain: Chain, dtype: torch.dtype | None) -> tuple[Tensor, ...]:
     """Evidence ``(N,)``, states ``(N, T, K)`` and transitions ``(N, K, K)``, with N = G * n."""
     if dtype is None:
         evidence, gamma, counts, _ = message_passing.in_log_space(chain)
         return evidence, gamma.flatten(1, 2).movedim(0, 1), counts.sum(0)
-    scaled = message_passing.forward(chain, dtype)
-    gamma, message, exact = message_passing.backward(chain, scaled)
+    scaled: message_passing.Smoothed | message_passing.Messages
+    exact: Tensor | None
+    if _goes_both_ways(chain):
+        scaled = message_passing.both_ways(chain, dtype)
+        gamma, message, exact = scaled.gamma, scaled.message, scaled.exact
+    else:
+        scaled = message_passing.forward(chain, dtype)
+        gamma, message, exact = message_passing.backward(chain, scaled)
     # the joint distribution of two states, alpha_t(i) A_ij message_{t+1}(j), summed over t
     alpha = scaled.alpha[:-1].flatten(1, 2).permute(1, 2, 0)  # (N, K, T-1)
     later = message[1:].flatten(1, 2).movedim(1, 0)  # (N, T-1, K)
@@ -353,7 +366,9 @@ def _posterior(chain: Chain, dtype: torch.dtype | None) -> tuple[Tensor, ...]:
     if len(scaled.transition) == 1:
         matrices = scaled.transition[0].repeat_interleave(size, 0)
         counts = ((alpha @ later) * matrices).masked_fill_(matrices == 0, 0.0)
-        exact &= counts.isfinite().all(-1).all(-1).reshape(exact.shape)
+        if isinstance(scaled, message_passing.Messages):  # those of both ways are finite
+            assert exact is not None
+            exact &= counts.isfinite().all(-1).all(-1).reshape(exact.shape)
     else:
         steps = scaled.transition.repeat_interleave(size, 1)  # (T-1, N, K, K)
         counts = torch.einsum("nit,tnij,ntj->nij", alpha, steps, later)
@@ -381,11 +396,11 @@ def _redo(
     solve: Callable[[Chain, torch.dtype | None], _Parts],
     chain: Chain,
     dtype: torch.dtype,
-    exact: Tensor,
+    exact: Tensor | None,
     parts: _Parts,
 ) -> _Parts:
     """Replace in ``parts`` the sequences that are not exact by what ``solve`` gives, wider."""
-    if bool(exact.all()):
+    if exact is None or bool(exact.all()):
         return parts
     chosen = (~exact).flatten().nonzero().squeeze(-1)
     wide = solve(chain.subset(chosen), _wider(dtype))
@@ -427,20 +442,63 @@ class _Scaled(torch.autograd.Function):
             return (*_log_space_gradient(chain, weight), None, None)
         counts = None
         if ctx.needs_input_grad[1]:
-            counts = torch.zeros_like(scaled.transition)
-            if len(gamma) > 1 and len(counts) == 1:
-                alpha = scaled.alpha[:-1].transpose(0, 1).flatten(1, 2)  # (G, (T-1) n, K)
-                later = message[1:].transpose(0, 1).flatten(1, 2)
-                torch.matmul(alpha.mT, later, out=counts[0])
-            elif len(gamma) > 1:
-                torch.matmul(scaled.alpha[:-1].mT, message[1:], out=counts)
-            counts.mul_(scaled.transition)
+            counts = _transition_counts(scaled.alpha, message, scaled.transition)
             if scaled.watched:  # messages to a state that can hardly be reached may be huge
                 counts.masked_fill_(scaled.transition == 0, 0.0)
                 if not bool(counts.isfinite().all()):
                     return (*_log_space_gradient(chain, weight), None, None)
             counts = counts.to(transition.dtype)
         return gamma[0].to(initial.dtype), counts, gamma.to(likelihood.dtype), None, None
+
+
+class _BothWays(torch.autograd.Function):
+    """As :class:`_Scaled`, by messages of both ways at once; None in place of all that are exact.
+
+    The host waits once, and not for the gradient.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        initial: Tensor,
+        transition: Tensor,
+        likelihood: Tensor,
+        lengths: Tensor,
+        dtype: torch.dtype,
+    ) -> tuple[Tensor, Tensor | None]:
+        scaled = message_passing.both_ways(Chain(initial, transition, likelihood, lengths), dtype)
+        ctx.save_for_backward(initial, transition, likelihood)
+        ctx.lengths, ctx.scaled = lengths, scaled
+        if scaled.exact is not None:
+            ctx.mark_non_differentiable(scaled.exact)
+        return scaled.evidence.to(likelihood.dtype), scaled.exact
+
+    @staticmethod
+    @in_full_precision
+    def backward(ctx: Any, weight: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        initial, transition, likelihood = ctx.saved_tensors
+        if torch.is_grad_enabled():  # the gradient will itself be differentiated
+            chain = Chain(initial, transition, likelihood, ctx.lengths)
+            return (*_differentiable_gradient(chain, weight), None, None)
+        scaled: message_passing.Smoothed = ctx.scaled
+        factor = weight.to(scaled.gamma.dtype).unsqueeze(-1)
+        gamma, counts = scaled.gamma * factor, None
+        if ctx.needs_input_grad[1]:
+            alpha = scaled.alpha * factor
+            counts = _transition_counts(alpha, scaled.message, scaled.transition)
+            counts = counts.to(transition.dtype)
+        return gamma[0].to(initial.dtype), counts, gamma.to(likelihood.dtype), None, None
+
+
+def _transition_counts(alpha: Tensor, message: Tensor, transition: Tensor) -> Tensor:
+    """Joint distributions of adjacent states, summed over what shares a matrix ``(S, G, K, K)``."""
+    if len(alpha) == 1:
+        return torch.zeros_like(transition)
+    if len(transition) == 1:
+        earlier = alpha[:-1].transpose(0, 1).flatten(1, 2)  # (G, (T-1) n, K)
+        later = message[1:].transpose(0, 1).flatten(1, 2)
+        return (earlier.mT @ later).mul_(transition[0]).unsqueeze(0)
+    return (alpha[:-1].mT @ message[1:]).mul_(transition)
 
 
 class _LogSpace(torch.autograd.Function):

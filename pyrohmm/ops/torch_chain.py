@@ -185,6 +185,53 @@ def backward_by_steps(
     exact &= sound
 
 
+def both_ways_by_steps(
+    log_initial: Tensor, transition: Tensor, weight: Tensor, last: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Scaled messages of both ways, four kernels a step: the way back is a second set of groups.
+
+    Args:
+        log_initial: ``(G, n, K)``.
+        transition: ``(S, G, K, K)``.
+        weight: ``(T, G, n, K)``; one at padded steps.
+        last: ``(T, G, n, 1)`` booleans, True from the last step of each sequence on; None if all
+            have T steps.
+
+    Returns:
+        Forward messages ``(T, G, n, K)``, their norms ``(T, G, n, 1)``, and what the later steps
+        say of each state, up to a factor, ``(T, G, n, K)``.
+    """
+    groups = weight.size(1)
+    back = transition.mT if len(transition) == 1 else transition.flip(0).mT
+    matrices = torch.cat([transition, back], 1)
+    if last is None:
+        seen, restart = torch.cat([weight, weight.flip(0)], 1), None
+    else:  # back, a sequence begins anew at its last step
+        going, ending = weight.masked_fill(last, 0.0), weight.masked_fill(~last, 0.0)
+        seen = torch.cat([weight, going.flip(0)], 1)
+        restart = torch.cat([torch.zeros_like(weight), ending.flip(0)], 1)
+    arrived, state = torch.empty_like(seen), torch.empty_like(seen)
+    norm = seen.new_empty(*seen.shape[:-1], 1)
+    torch.exp(log_initial, out=arrived[0, :groups])
+    arrived[0, groups:].fill_(1.0)
+    for t in range(len(weight)):
+        if t > 0:
+            matrix = matrices[t - 1 if len(matrices) > 1 else 0]
+            torch.bmm(state[t - 1], matrix, out=arrived[t])
+        if restart is None:
+            torch.mul(arrived[t], seen[t], out=state[t])
+        else:
+            torch.addcmul(restart[t], arrived[t], seen[t], out=state[t])
+        torch.sum(state[t], -1, keepdim=True, out=norm[t])
+        state[t].div_(norm[t])
+    later = arrived[:, groups:].flip(0)
+    return (
+        state[:, :groups],
+        norm[:, :groups],
+        later if last is None else later.masked_fill_(last, 1.0),
+    )
+
+
 def log_space_by_steps(
     initial: Tensor, transition: Tensor, likelihood: Tensor, lengths: Tensor
 ) -> tuple[Tensor, Tensor]:

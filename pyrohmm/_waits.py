@@ -1,0 +1,92 @@
+"""Questions of values that the host asks an accelerator, gathered so that it waits once.
+
+Python must know some values to go on: whether numbers have left their range, whether components are
+missing. Each such question makes the host wait until the accelerator has computed all it was given.
+Within :func:`guessing`, answers are guessed to be the usual ones; at the end all are read at
+once, and what was computed by a wrong guess is to be computed again, outside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+Result = TypeVar("Result")
+
+
+class Guesses:
+    """Scalars that were guessed to exceed their bounds."""
+
+    def __init__(self) -> None:
+        self._values: list[Tensor] = []
+        self._bounds: list[float] = []
+
+    def add(self, value: Tensor, bound: float) -> None:
+        """Guess that ``value`` exceeds ``bound``."""
+        self._values.append(value)
+        self._bounds.append(bound)
+
+    def read(self, *others: Tensor) -> tuple[bool, list[Tensor]]:
+        """Whether all guesses were right, and the values of ``others`` on the CPU; waits once."""
+        values = [*self._values, *others]
+        if not values:
+            return True, []
+        if len(values) == 1 and not others:
+            return values[0].item() > self._bounds[0], []
+        flat = torch.cat([value.detach().double().reshape(-1) for value in values]).cpu()
+        guessed, *read = flat.split([len(self._bounds), *(other.numel() for other in others)])
+        right = bool((guessed > torch.tensor(self._bounds, dtype=torch.float64)).all())
+        return right, [part.reshape(other.shape) for part, other in zip(read, others)]
+
+
+_guesses: ContextVar[Guesses | None] = ContextVar("pyrohmm_guesses", default=None)
+
+
+@contextmanager
+def guessing() -> Iterator[Guesses]:
+    """A context in which :func:`exceeds` guesses."""
+    guesses = Guesses()
+    token = _guesses.set(guesses)
+    try:
+        yield guesses
+    finally:
+        _guesses.reset(token)
+
+
+def exceeds(value: Tensor, bound: float) -> bool:
+    """Whether the scalar ``value`` is greater than ``bound``, which NaN is not.
+
+    Within :func:`guessing` it is said to be, of a tensor that is not on the CPU.
+    """
+    guesses = _guesses.get()
+    if guesses is None or value.device.type == "cpu":
+        return value.item() > bound
+    guesses.add(value, bound)
+    return True
+
+
+def is_guessing(device: torch.device) -> bool:
+    """Whether :func:`exceeds` guesses for tensors on ``device``."""
+    return _guesses.get() is not None and device.type != "cpu"
+
+
+def with_one_wait(compute: Callable[[], Result]) -> Result:
+    """``compute()``, by guesses if they turn out right; within :func:`guessing` by those of it."""
+    if _guesses.get() is not None:
+        return compute()
+    with guessing() as guesses:
+        result = compute()
+    return result if guesses.read()[0] else compute()
+
+
+def read_with_one_wait(compute: Callable[[], list[Tensor]]) -> list[Tensor]:
+    """What ``compute()`` returns, on the CPU and in float64."""
+    with guessing() as guesses:
+        found = compute()
+    right, read = guesses.read(*found)
+    return read if right else [tensor.double().cpu() for tensor in compute()]

@@ -1,0 +1,227 @@
+"""A second device without an accelerator: ``twin``, whose tensors compute on the CPU and count.
+
+Tensors on it have real numbers, and refuse to mix with tensors of the CPU. Within :func:`watched`,
+everything that would make the host wait for an accelerator is counted, with the place in the
+package that asked for it, and so is every operation that would be a kernel there::
+
+    with watched() as seen:
+        HMM(initial.to("twin"), ...).log_prob(values.to("twin"))
+    print(seen)
+
+It shows tensors left on the CPU, results on the wrong device, waits of the host and the number of
+kernels. It says nothing of an accelerator's numerics, speed or memory. As on CUDA, a tensor of no
+dimensions may come from the CPU; unlike there, indices from the CPU are refused, which CUDA would
+copy unseen.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils import backend_registration
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+import pyrohmm
+
+PACKAGE = str(Path(pyrohmm.__file__).parent)
+aten = torch.ops.aten
+
+# what only looks at the same numbers in another way, and is no kernel
+VIEWS = set(
+    "view _unsafe_view unsqueeze squeeze select slice transpose expand permute detach alias "
+    "as_strided t unbind split split_with_sizes _reshape_alias unfold lift_fresh diagonal "
+    "empty_like new_empty new_empty_strided empty_strided".split()
+)
+# whose results, or their shapes, the host must know
+READS = {aten._local_scalar_dense, aten.nonzero, aten.equal, aten.masked_select, aten._unique2,
+         aten.is_nonzero, aten.item, aten.unique_dim, aten.bincount}  # fmt: skip
+# which take indices
+INDEXING = {aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_}
+
+
+class Seen:
+    """What the host waited for, by place, and the kernels launched, by name."""
+
+    def __init__(self) -> None:
+        self.reads: Counter[str] = Counter()
+        self.kernels: Counter[str] = Counter()
+
+    @property
+    def host_reads(self) -> int:
+        """How many times the host waited."""
+        return self.reads.total()
+
+    @property
+    def launches(self) -> int:
+        """How many kernels there were."""
+        return self.kernels.total()
+
+    def read(self, operation: str) -> None:
+        """Count one wait."""
+        self.reads[f"{operation} at {_place()}"] += 1
+
+    def __repr__(self) -> str:
+        lines = [f"{count:5} {place}" for place, count in self.reads.most_common()]
+        return "\n".join([f"{self.host_reads} host reads, {self.launches} kernels", *lines])
+
+
+def _place() -> str:
+    """The innermost line on the stack but for torch's own, and the lines of the package above."""
+    frame: Any = sys._getframe(2)
+    lines: list[str] = []
+    while frame is not None and len(lines) < 4:
+        name = frame.f_code.co_filename
+        inner = not lines and "/torch/" not in name and name != __file__
+        if inner or name.startswith(PACKAGE):
+            lines.append(f"{Path(name).name}:{frame.f_lineno}")
+        frame = frame.f_back
+    return " < ".join(lines)
+
+
+_seen = Seen()
+
+
+class _Backend(backend_registration._DummyBackendModule):
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        return [torch.bfloat16, torch.float16]
+
+
+backend_registration._setup_privateuseone_for_python_backend("twin", backend_module=_Backend())
+
+
+class TwinTensor(torch.Tensor):
+    """A tensor on the twin; its numbers are in ``raw``."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(cls, raw: torch.Tensor) -> TwinTensor:
+        return torch.Tensor._make_wrapper_subclass(
+            cls, raw.size(), strides=raw.stride(), storage_offset=raw.storage_offset(),
+            dtype=raw.dtype, device=torch.device("twin", 0),
+        )  # fmt: skip
+
+    def __init__(self, raw: torch.Tensor) -> None:
+        self.raw = raw
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None):
+        return _run(function, args, kwargs or {})
+
+    def __repr__(self, *args: Any, **kwargs: Any) -> str:
+        return f"TwinTensor(shape={tuple(self.shape)})"
+
+    def tolist(self) -> Any:
+        _seen.read("tolist")
+        return self.raw.tolist()
+
+    def numpy(self, *args: Any, **kwargs: Any) -> Any:
+        raise TypeError("a tensor on the twin has no NumPy array; call .cpu() first")
+
+    __array__ = numpy
+
+    def __deepcopy__(self, memo: Any) -> TwinTensor:
+        return TwinTensor(self.raw.clone()).requires_grad_(self.requires_grad)
+
+
+class _Mode(TorchDispatchMode):
+    """Makes ``device="twin"`` known to operations that take no tensor."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None):
+        return _run(function, args, kwargs or {})
+
+
+class _Factories(TorchFunctionMode):
+    """``torch.tensor(..., device="twin")`` and ``new_tensor``, which ask no dispatch mode."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None):
+        kwargs = dict(kwargs or {})
+        if function is torch.Tensor.new_tensor and isinstance(args[0], TwinTensor):
+            return torch.tensor(*args[1:], **({"dtype": args[0].dtype} | kwargs)).to("twin")
+        if function is torch.tensor and torch.device(kwargs.get("device") or "cpu").type == "twin":
+            del kwargs["device"]
+            return torch.tensor(*args, **kwargs).to("twin")
+        return function(*args, **kwargs)
+
+
+@contextmanager
+def watched() -> Iterator[Seen]:
+    """A context in which the twin exists, and counts."""
+    global _seen
+    outer, _seen = _seen, Seen()
+    try:
+        with _Factories(), _Mode():
+            yield _seen
+    finally:
+        _seen = outer
+
+
+def _run(function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Call ``function`` with the raw tensors, and wrap what it returns."""
+    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+    twins = [tensor for tensor in tensors if isinstance(tensor, TwinTensor)]
+    if twins and len(twins) < len(tensors):
+        _refuse_mixed(function, args, tensors)
+    kwargs, on_twin = dict(kwargs), bool(twins)
+    if kwargs.get("device") is not None:
+        on_twin = torch.device(kwargs["device"]).type == "twin"
+        kwargs["device"] = torch.device("cpu")
+        if twins and not on_twin:
+            _seen.read("copy to the CPU")
+    if twins:
+        _count(function, args)
+    known = {id(twin.raw): twin for twin in twins}
+    raw_args, raw_kwargs = tree_map(_raw, (args, kwargs))
+    result = function(*raw_args, **raw_kwargs)
+    if function is aten.copy_.default:
+        return args[0]
+    return tree_map(lambda leaf: _wrapped(leaf, known, on_twin), result)
+
+
+def _raw(leaf: Any) -> Any:
+    return leaf.raw if isinstance(leaf, TwinTensor) else leaf
+
+
+def _wrapped(leaf: Any, known: dict[int, TwinTensor], on_twin: bool) -> Any:
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    if id(leaf) in known:
+        return known[id(leaf)]
+    return TwinTensor(leaf) if on_twin else leaf
+
+
+def _count(function: Any, args: Any) -> None:
+    """Count what ``function`` would cost an accelerator."""
+    packet = function.overloadpacket
+    name = packet.__name__
+    if packet in INDEXING:
+        masks = [leaf for leaf in tree_leaves(args[1]) if isinstance(leaf, torch.Tensor)]
+        if any(mask.dtype == torch.bool for mask in masks):
+            _seen.read("boolean mask")
+    if packet is aten.repeat_interleave and function is not aten.repeat_interleave.self_int:
+        _seen.read(name)
+    if packet is aten.copy_ and not isinstance(args[0], TwinTensor):
+        _seen.read("copy to the CPU")
+    if packet in READS:
+        _seen.read(name)
+    if name not in VIEWS and packet is not aten._local_scalar_dense:
+        _seen.kernels[name] += 1
+
+
+def _refuse_mixed(function: Any, args: Any, tensors: list[torch.Tensor]) -> None:
+    """Raise where an operation reads tensors of both devices."""
+    others = [tensor for tensor in tensors if not isinstance(tensor, TwinTensor)]
+    if function is aten.copy_.default or all(tensor.dim() == 0 for tensor in others):
+        return
+    if function.overloadpacket in INDEXING and not isinstance(args[0], TwinTensor):
+        raise RuntimeError(f"{function}: indices of a CPU tensor must be on the CPU")
+    shapes = [tuple(tensor.shape) for tensor in others]
+    raise RuntimeError(f"{function}: tensors of shapes {shapes} are on the CPU, others on twin")
