@@ -1165,11 +1165,11 @@ BAD = {  # what is wrong: the argument, how to make it, the error, what it must 
         ValueError,
         "log_initial on meta, log_transition on cpu",
     ),
-    "transition is an array": (
+    "transition is an array of probabilities": (
         "log_transition",
-        lambda: np.eye(3),
-        TypeError,
-        "torch.Tensor or an InnerProductTransition; got ndarray",
+        lambda: np.eye(3, dtype=np.float32),
+        ValueError,
+        "probabilities themselves.* Call .log",
     ),
     "transition of integers": (
         "log_transition",
@@ -1193,7 +1193,7 @@ BAD = {  # what is wrong: the argument, how to make it, the error, what it must 
         "log_transition",
         lambda: even(3, 3).exp(),
         ValueError,
-        "sum to one .* from 4.18684 to 4.18684",
+        "probabilities themselves.* Call .log",
     ),
     "transition holds NaN": (
         "log_transition",
@@ -1419,7 +1419,7 @@ BAD_VALUES = {
     "a symbol too large": (
         lambda: torch.full((2, 4), 4),
         ValueError,
-        "between 0 and V - 1 = 3; got values from 4 to 4",
+        "between 0 and V - 1 = 3; got values from [04] to 4",
     ),
     "another device": (
         lambda: torch.zeros(2, 4, device="meta").long(),
