@@ -109,7 +109,7 @@ def in_parts(data: Any) -> Sequences | Parts:
     """The data of a fit: in memory, or an iterable as :class:`Parts`."""
     if isinstance(data, Sequences | Parts):
         return data
-    if not isinstance(data, Iterable):
+    if not isinstance(data, Iterable) or hasattr(data, "dtype"):
         raise TypeError(f"data must be Sequences; got {type(data).__name__}.")
     return Parts(data)
 

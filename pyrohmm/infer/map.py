@@ -129,7 +129,8 @@ def _check_restarts(model: Any, data: Sequences | Parts, settings: Settings) -> 
         raise ValueError("elbo is that of one fit; the loss of restarts is minus their log joint "
                          "density. Give restarts=1.")  # fmt: skip
     with poutine.block(), torch.no_grad(), pyro.get_param_store().scope():
-        first = data if settings.in_one else first_sequence(data)
+        whole = settings.in_one and isinstance(data, Sequences)
+        first = data if whole else first_sequence(data)
         probe = to_model_device(model, None, first)
         with ParametersRead(model) as read:
             trace = poutine.trace(model).get_trace(probe)

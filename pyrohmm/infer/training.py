@@ -148,7 +148,7 @@ class Descent:
     def _stop(self, failed: Tensor) -> None:
         """Set the gradient of failed restarts to zero, so that their NaN do not spread."""
         for parameter in self.parameters:
-            if parameter.grad is not None:
+            if parameter.grad is not None and parameter.shape[:1] == failed.shape:
                 rows = failed.reshape(-1, *(1,) * (parameter.dim() - 1))
                 parameter.grad.masked_fill_(rows, 0.0)
 

@@ -127,10 +127,14 @@ class _Group:
             self.evidence, self.exact, results=[()] * self._threads,
         )  # fmt: skip
 
-    def backward(self, weights: np.ndarray) -> tuple[np.ndarray, ...] | None:
-        """Gradients by initial, transition and logs; None if numbers left their range."""
+    def backward(self, weights: np.ndarray) -> tuple[Tensor, ...] | None:
+        """Gradients by initial, transition and logs; None if numbers left their range.
+
+        They lie in memory of torch, whose products of matrices depend on how that is aligned.
+        """
         by_symbol = bool(self.data.symbols.size)
-        gamma = self._zeros(0 if by_symbol else self.count * self.steps, self.size)
+        like = torch.from_numpy(self.packed)
+        gamma = like.new_zeros(0 if by_symbol else self.count * self.steps, self.size)
         sums = [
             (np.zeros(self.size), np.zeros(self.packed.shape),
              np.zeros(self.data.table.shape if by_symbol else (0, 1)))
@@ -139,23 +143,23 @@ class _Group:
         exact = self.exact.copy()
         self._run(
             self.loops[1], np.ascontiguousarray(self.packed.T), weights, self.alpha, self.total,
-            exact, results=[(*each, gamma) for each in sums],
+            exact, results=[(*each, gamma.numpy()) for each in sums],
         )  # fmt: skip
         starts, counts, emitted = sums[0]
         for other in sums[1:]:
             for total, more in zip(sums[0], other):
                 total += more
-        transitions = np.empty((self.size, self.size), self.dtype)
-        finite = self.kernels.finish(counts, self.packed, transitions)
+        transitions = like.new_empty(self.size, self.size)
+        finite = self.kernels.finish(counts, self.packed, transitions.numpy())
         if not finite or not np.array_equal(exact, self.exact):
             return None
         if by_symbol:
-            logs = emitted[:-1, : self.size].T.astype(self.dtype)
+            logs = torch.from_numpy(emitted[:-1, : self.size]).to(like.dtype, copy=True).T
         elif self.by_time:
-            logs = gamma.reshape(self.steps, self.count, self.size).swapaxes(0, 1)
+            logs = gamma.reshape(self.steps, self.count, self.size).transpose(0, 1)
         else:
             logs = gamma.reshape(self.count, self.steps, self.size)
-        return starts.astype(self.dtype), transitions, logs
+        return torch.from_numpy(starts).to(like.dtype, copy=True), transitions, logs
 
 
 class _Evidence(torch.autograd.Function):
@@ -184,7 +188,7 @@ class _Evidence(torch.autograd.Function):
         evidence = _stack([group.evidence for group in groups]).astype(groups[0].dtype)
         exact = torch.from_numpy(_stack([group.exact for group in groups]))
         ctx.mark_non_differentiable(exact)
-        return torch.from_numpy(evidence), exact
+        return torch.from_numpy(evidence).clone(), exact
 
     @staticmethod
     @in_full_precision
@@ -195,7 +199,7 @@ class _Evidence(torch.autograd.Function):
             found = [group.backward(row) for group, row in zip(groups, weights)]
             if all(parts is not None for parts in found):
                 gradients = (
-                    torch.from_numpy(_stack(parts)).reshape(like.shape)
+                    (parts[0] if len(parts) == 1 else torch.stack(parts)).reshape(like.shape)
                     for parts, like in zip(zip(*found), inputs)
                 )
                 return (*gradients, None, None, None)

@@ -17,6 +17,7 @@ not lie between 1 and T.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
@@ -269,10 +270,9 @@ def _uniform(
         return None
     split = arguments.split
     within = initial.shape[:-1][max(split - len(batch) + initial.dim() - 1, 0) :]
-    if within.numel() != 1:  # first states of each sequence
+    if math.prod(within) != 1:  # first states of each sequence
         return None
-    count = batch[:split].numel()
-    size = batch.numel() // count
+    count, size = math.prod(batch[:split]), math.prod(batch[split:])
     if count > 1:
         lead = batch[:split] + (1,) * (len(batch) - split)
         initial = initial.expand(*lead, num_states)
@@ -280,7 +280,7 @@ def _uniform(
     if symbols is None:
         logs = logs.expand(*batch, *logs.shape[-2:]).reshape(count, size, *logs.shape[-2:])
     else:
-        if logs.shape[:-2][max(split - len(batch) + logs.dim() - 2, 0) :].numel() != 1:
+        if math.prod(logs.shape[:-2][max(split - len(batch) + logs.dim() - 2, 0) :]) != 1:
             return None  # probabilities of symbols for each sequence
         if count > 1:
             logs = logs.expand(*batch[:split], *(1,) * (len(batch) - split), *logs.shape[-2:])
