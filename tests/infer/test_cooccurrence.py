@@ -743,7 +743,7 @@ def test_a_fit_by_minibatches_of_pairs_comes_near_that_of_all(loss):
     pairs = Pairs(keys // 3, keys % 3, (1e6 * target).round().long(), 3)
     pyro.set_rng_seed(1)
     fit = fit_cooccurrence(
-        TabularHMM(2, categorical(3)), pairs, loss=loss, pairs_per_step=2000, restarts=2,
+        TabularHMM(2, categorical(3)), pairs, loss=loss, pairs_per_step=4000, restarts=2,
         num_steps=200, tolerance=None, learning_rate=0.1,
         schedule=lambda optimizer: torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.98),
     )  # fmt: skip
