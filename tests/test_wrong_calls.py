@@ -583,6 +583,12 @@ SPECIAL = {
     "pair_losses.squared_distance": BEFORE,
     "persistence.load_into": {"directory": saved_module},
     "persistence.save": {"thing": hmm},
+    "plots.forecast": {
+        "predicted": lambda: HMM(rows(2), rows(2, 2), gaussian(), torch.tensor(3)).forecast(
+            torch.linspace(-1.0, 1.0, 3), 2
+        ),
+        "values": lambda: torch.linspace(-1.0, 1.0, 3),
+    },
     "plots.emission": {"symbols": lambda: "abc", "names": lambda: "xy"},
     "plots.states": {"probs": lambda: simplex(4, 3)},
     "plots.transition": {"names": lambda: "xy"},
@@ -593,6 +599,11 @@ SPECIAL = {
     "readers.read_fasta": at("chains.fasta"),
     "readers.read_protein_table": at("table.tsv"),
     "readers.read_ocr_letters": at("letters.data"),
+    "recursions.log_evidence_of_symbols": {
+        "log_symbols": lambda: rows(2, 3),
+        "symbols": values,
+        "known": lambda: torch.ones(2, 3, dtype=torch.bool),
+    },
     "recursions.sample_states": {"num_samples": lambda: 2},
     "residuals.pseudo_residuals": {},
     "sparse_dirichlet.interior": {
@@ -694,6 +705,7 @@ UNASKED = {
     "emissions.from_distribution": "called by parametric",
     "GradientStep.__call__": "called by EM",
     "NeuralTagger.extended": "of words and tags: the HMM of words alone has it",
+    "PosteriorDraws.for_new": "needs variables of single sequences, and says so of others",
     "RowPermutationNUTS.sample": "called by MCMC",
     "maximization.expected_log_joint": "called by EM",
     "backends.backend_for": "called by all that computes",
@@ -707,7 +719,7 @@ INNER = {
     "m_step", "statistics", "transition_counts", "get_extra_state", "set_extra_state", "set_points",
     "check_constant", "check_labels", "prepare_values", "sample_prior_states", "continue_from",
     "at_rest", "in_each_state", "log_block_probs_from", "log_probs_from", "rows", "places",
-    "emission_module", "extra_repr",
+    "emission_module", "extra_repr", "sample_observations",
 }  # fmt: skip
 
 # Functions of tensors that are called at every step of a fit, and read no value: that would wait
@@ -720,7 +732,8 @@ UNREAD = {
     "diversity.product_kernel", "guides.log_orbit", "msteps.best_start", "msteps.objective",
     "msteps.relative_slope", "pair_losses.cross_entropy", "pair_losses.relative_distance",
     "pair_losses.squared_distance", "recursions.expected_counts", "recursions.filtered",
-    "recursions.log_evidence", "recursions.posterior", "sparse_dirichlet.interior",
+    "recursions.log_evidence", "recursions.log_evidence_of_symbols", "recursions.posterior",
+    "sparse_dirichlet.interior",
     "stationary.joint_probs", "stationary.predicted", "stationary.stationary",
     "stationary.stationary_detached",
 }  # fmt: skip

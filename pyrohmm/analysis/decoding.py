@@ -7,6 +7,7 @@ from torch import Tensor
 
 from .._arguments import checked
 from .._checks import check_size
+from ..distributions.block_factors import log_chain, states_at
 from ..distributions.hmm import HMM
 from .chains import chain_factors, finite_or_zero, in_blocks, normalised
 
@@ -49,10 +50,10 @@ def k_best(hmm: HMM, values: Tensor, count: int) -> tuple[Tensor, Tensor]:
     check_size("count", count)
     with torch.no_grad():
         if in_blocks(hmm):
-            logs, plan, shape = hmm.log_chain(values, torch.float64)
+            logs, plan, shape = log_chain(hmm, values, torch.float64)
             places, best = logs.k_best(count)
             best = best[plan.order.argsort().to(best.device)].reshape(*shape[:-1], count)
-            states = hmm.states_at(places, plan, shape).movedim(0, -2)
+            states = states_at(hmm, places, plan, shape).movedim(0, -2)
             return states.masked_fill(best.isneginf().unsqueeze(-1), 0), best
         chain = chain_factors(hmm, values)
         num_steps, num_states = chain.likelihood.shape[-2:]
@@ -106,7 +107,7 @@ def path_entropy(hmm: HMM, values: Tensor) -> Tensor:
     """
     with torch.no_grad():
         if in_blocks(hmm):
-            logs, plan, shape = hmm.log_chain(values, torch.float64)
+            logs, plan, shape = log_chain(hmm, values, torch.float64)
             entropy = logs.entropy()[plan.order.argsort().to(logs.device)]
             return entropy.reshape(shape[:-1])
         chain = chain_factors(hmm, values)

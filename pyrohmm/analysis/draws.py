@@ -222,6 +222,8 @@ class PosteriorDraws:
             >>> draws.map(data, lambda hmm: hmm.log_prob(data.values)).shape
             torch.Size([1, 1, 5])
         """
+        if batch_size is not None:
+            check_size("batch_size", batch_size)
         data = to_model_device(self.model, None, data)
         layout, first = self._check(data)
         parts = []

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from .._arguments import checked
+from .._checks import check_probs
 from ..distributions.forecast import Forecast
 from ..distributions.hmm import HMM
 from ..infer.results import Fit
@@ -180,6 +181,7 @@ def forecast(
     if values is not None:
         axes.plot(range(start), values.detach().cpu().numpy(), color="0.3", label="observed")
     steps = range(start, start + shape[0])
+    check_probs("levels", levels)
     for level in sorted(levels, reverse=True):
         low, high = (end.cpu().numpy() for end in predicted.interval(level))
         axes.fill_between(

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .._arguments import Shape, checked
 from .._checks import check_size
+from ..distributions.block_factors import log_chain
 from ..distributions.block_hmm import BlockHMM
 from ..distributions.carried_state import CarriedState
 from ..distributions.forecast import Forecast
@@ -44,7 +45,7 @@ def predictive_log_prob(hmm: HMM, values: Tensor) -> Tensor:
         if isinstance(hmm, BlockHMM) and hmm.carried is None:
             if hmm.observed is not None and not bool((hmm.observed & hmm.exists).any()):
                 return torch.zeros(hmm.exists.shape, dtype=torch.float64)
-            logs, plan, shape = hmm.log_chain(values, torch.float64)
+            logs, plan, shape = log_chain(hmm, values, torch.float64)
             return at_steps(logs.predictive(), plan, shape)
         chain = chain_factors(hmm, values)
         scores = (chain.predicted() + chain.likelihood).logsumexp(-1)

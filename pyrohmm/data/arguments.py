@@ -98,3 +98,14 @@ def check_total(total: float | None, count: int) -> float:
     if not count <= total < math.inf:
         raise ValueError(f"total must be at least the number of sequences, {count}; got {total}.")
     return int(total) if total == int(total) else float(total)
+
+
+def check_indices(indices: Tensor | None, count: int) -> Tensor:
+    """The numbers of ``count`` sequences in the whole set."""
+    if indices is None:
+        return torch.arange(count)
+    check_integers("indices", indices)
+    check_shape("indices", indices, (count,), "(N,)", "N is that of values.")
+    if bool((indices < 0).any()):
+        raise ValueError("indices must not be negative: they number the sequences from 0.")
+    return indices.cpu().long()

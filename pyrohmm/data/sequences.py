@@ -27,6 +27,7 @@ from .._checks import (
 from ..ops import masks
 from .arguments import (
     check_covariates,
+    check_indices,
     check_labels,
     check_list,
     check_observed,
@@ -114,7 +115,7 @@ class Sequences(Dataset["Sequences"]):
         self.labels = None if labels is None else labels[:, :longest]
         self.covariates = None if covariates is None else covariates[:, :longest]
         self.total = check_total(total, len(values))
-        self.indices = _check_indices(indices, len(values))
+        self.indices = check_indices(indices, len(values))
 
     @classmethod
     def from_list(
@@ -491,14 +492,3 @@ def _joined(parts: Listed[Sequences], total: float) -> Sequences:
         join(lambda part: part.values), lengths, join(lambda part: part.observed),
         join(lambda part: part.labels, -1.0), total, join(lambda part: part.covariates),
     )  # fmt: skip
-
-
-def _check_indices(indices: Tensor | None, count: int) -> Tensor:
-    """The numbers of ``count`` sequences in the whole set."""
-    if indices is None:
-        return torch.arange(count)
-    check_integers("indices", indices)
-    check_shape("indices", indices, (count,), "(N,)", "N is that of values.")
-    if bool((indices < 0).any()):
-        raise ValueError("indices must not be negative: they number the sequences from 0.")
-    return indices.cpu().long()

@@ -133,39 +133,40 @@ class BlockFactors(HMM):
         wide = wide.scatter(2, states.masked_fill(states < 0, self.blocks.num_states), likelihood)
         return self.log_initial, self.log_transition.unsqueeze(0), wide[..., :-1], factors.lengths
 
-    def log_chain(
-        self, values: Tensor, dtype: torch.dtype | None = None
-    ) -> tuple[BlockLogs, Plan, torch.Size]:
-        """The chain in logarithms, without gradients; its plan, and the shape ``(*B, T)``.
 
-        Where steps are missing, each run of observed ones is a chain by itself, that begins with
-        the distribution of its first state given what is before; at least one must be observed.
+def log_chain(
+    hmm: BlockFactors, values: Tensor, dtype: torch.dtype | None = None
+) -> tuple[BlockLogs, Plan, torch.Size]:
+    """The chain in logarithms, without gradients; its plan, and the shape ``(*B, T)``.
 
-        Args:
-            values: ``(*B, T, *E)``, observations.
-            dtype: Of the messages; that of the parameters by default.
-        """
-        with torch.no_grad(), full_precision(self.log_initial):
-            blocks, lengths, first, likelihood, batch, known = self._factors(values)
-            scores, states = self._scores(), self.blocks.layout
-            where = torch.arange(known.numel()).reshape(known.shape)
-            if self.observed is not None:
-                runs = block_gaps.segments_of(known)
-                where, blocks, likelihood = (runs.cut(x) for x in (where, blocks, likelihood))
-                lengths = runs.length
-                first = block_gaps.entries(
-                    runs, blocks, states, scores, self.log_initial, likelihood
-                ).log_first
-            first, likelihood = first.to(dtype), likelihood.to(dtype)
-            chain = block_recursions.plan_chain(blocks, lengths, states, *scores, first, likelihood)
-            chain = chain._replace(
-                plan=chain.plan._replace(where=where.flatten()[chain.plan.where])
-            )
-        return BlockLogs(chain), chain.plan, torch.Size([*batch, self.num_steps])
+    Where steps are missing, each run of observed ones is a chain by itself, that begins with
+    the distribution of its first state given what is before; at least one must be observed.
 
-    def states_at(self, places: Tensor, plan: Plan, shape: torch.Size) -> Tensor:
-        """The states at ``places`` ``(S, M)`` in the blocks of tokens, as ``(S, *B, T)``."""
-        states = self.blocks.states[plan.block].expand(len(places), -1, -1)
-        out = torch.zeros(len(places), shape.numel(), dtype=torch.long)
-        out[:, plan.where] = states.gather(-1, places.cpu().unsqueeze(-1)).squeeze(-1)
-        return out.reshape(len(places), *shape).to(self.log_initial.device)
+    Args:
+        hmm: The model.
+        values: ``(*B, T, *E)``, observations.
+        dtype: Of the messages; that of the parameters by default.
+    """
+    with torch.no_grad(), full_precision(hmm.log_initial):
+        blocks, lengths, first, likelihood, batch, known = hmm._factors(values)
+        scores, states = hmm._scores(), hmm.blocks.layout
+        where = torch.arange(known.numel()).reshape(known.shape)
+        if hmm.observed is not None:
+            runs = block_gaps.segments_of(known)
+            where, blocks, likelihood = (runs.cut(x) for x in (where, blocks, likelihood))
+            lengths = runs.length
+            first = block_gaps.entries(
+                runs, blocks, states, scores, hmm.log_initial, likelihood
+            ).log_first
+        first, likelihood = first.to(dtype), likelihood.to(dtype)
+        chain = block_recursions.plan_chain(blocks, lengths, states, *scores, first, likelihood)
+        chain = chain._replace(plan=chain.plan._replace(where=where.flatten()[chain.plan.where]))
+    return BlockLogs(chain), chain.plan, torch.Size([*batch, hmm.num_steps])
+
+
+def states_at(hmm: BlockFactors, places: Tensor, plan: Plan, shape: torch.Size) -> Tensor:
+    """The states at ``places`` ``(S, M)`` in the blocks of tokens, as ``(S, *B, T)``."""
+    states = hmm.blocks.states[plan.block].expand(len(places), -1, -1)
+    out = torch.zeros(len(places), shape.numel(), dtype=torch.long)
+    out[:, plan.where] = states.gather(-1, places.cpu().unsqueeze(-1)).squeeze(-1)
+    return out.reshape(len(places), *shape).to(hmm.log_initial.device)

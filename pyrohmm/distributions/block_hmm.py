@@ -23,7 +23,7 @@ from ..ops.blocks import Blocks
 from ..ops.log_space import finite_or_zero, lazy_zeros
 from ..ops.recursions import Posterior
 from ..ops.sampling import sample_path
-from .block_factors import BlockFactors
+from .block_factors import BlockFactors, log_chain, states_at
 from .block_symbols import BlockSymbols
 from .carried_state import CarriedState
 from .hmm import HMM
@@ -277,7 +277,7 @@ class BlockHMM(BlockFactors):
         if self.needs_dense:
             return self.dense().posterior(values)
         evidence, probs, _ = self.block_posterior(values)
-        chain, plan, shape = self.log_chain(values)
+        chain, plan, shape = log_chain(self, values)
         where = plan.where.to(probs.device)
         probs = probs.reshape(-1, self.blocks.width)[where]
         states = self.symbols.padded_states[plan.block].to(probs.device)
@@ -299,7 +299,7 @@ class BlockHMM(BlockFactors):
         r"""Filtered probabilities :math:`p(z_t \mid x_{1:t})`, ``(*B, T, K)``; 0 where padded."""
         if self.needs_dense:
             return self.dense().filtered(values)
-        chain, plan, shape = self.log_chain(values)
+        chain, plan, shape = log_chain(self, values)
         messages = torch.cat(chain.messages()[0])
         norm = messages.logsumexp(-1, keepdim=True)
         return self._wide((messages - finite_or_zero(norm)).exp(), plan, shape)
@@ -309,8 +309,8 @@ class BlockHMM(BlockFactors):
         if self.needs_dense:
             return self.dense().viterbi(values)
         self._refuse_nan()
-        chain, plan, shape = self.log_chain(values)
-        return self.states_at(chain.viterbi().unsqueeze(0), plan, shape).squeeze(0)
+        chain, plan, shape = log_chain(self, values)
+        return states_at(self, chain.viterbi().unsqueeze(0), plan, shape).squeeze(0)
 
     @checked()
     def sample_states(self, values: Tensor, sample_shape: Shape = ()) -> Tensor:
@@ -319,8 +319,8 @@ class BlockHMM(BlockFactors):
             return self.dense().sample_states(values, sample_shape)
         self._refuse_nan()
         outer = torch.Size(sample_shape)
-        chain, plan, shape = self.log_chain(values)
-        states = self.states_at(chain.sample(outer.numel()), plan, shape)
+        chain, plan, shape = log_chain(self, values)
+        states = states_at(self, chain.sample(outer.numel()), plan, shape)
         return states.reshape(outer + states.shape[1:])
 
     def sample_prior_states(self, shape: torch.Size) -> Tensor:
@@ -345,6 +345,7 @@ class BlockHMM(BlockFactors):
 
     def sample_observations(self, states: Tensor) -> Tensor:
         """As :meth:`HMM.sample_observations`; only the symbols of these states are read."""
+        check_integers("states", states)
         with torch.no_grad():
             return self.symbols.sample(states)
 

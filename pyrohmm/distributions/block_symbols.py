@@ -11,6 +11,7 @@ from .._checks import check_floats, check_integers, check_range, check_shape
 from .._lazy import lazy
 from ..ops import masks
 from ..ops.blocks import Blocks
+from ..ops.kept import kept
 from ..ops.lookup import take_rows
 
 
@@ -111,7 +112,18 @@ class BlockSymbols:
                 "values", symbols, self.blocks.num_symbols, "V - 1",
                 "Mark steps without a symbol by observed=False.",
             )  # fmt: skip
-        return self.blocks.of_symbols(symbols, values, lengths), take_rows(self.log_probs, symbols)
+        return self._blocks_of(symbols, values, lengths), take_rows(self.log_probs, symbols)
+
+    def _blocks_of(self, symbols: Tensor, values: Tensor | None, lengths: Tensor) -> Tensor:
+        """The block of each of the ``symbols`` ``(N, T)``, on the CPU.
+
+        While the ``values`` that they were made of live and are not written to, an accelerator is
+        not asked for the symbols again; if they are None it always is.
+        """
+        table = self.blocks.symbol_block
+        if values is None or symbols.device.type == "cpu":
+            return table[symbols.cpu()]
+        return kept(values, lambda: table[symbols.cpu()], table, lengths.numpy().tobytes())
 
     def sample(self, states: Tensor) -> Tensor:
         """Sample a symbol from each of ``states``, integers of any shape; only those are read."""

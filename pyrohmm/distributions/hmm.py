@@ -319,6 +319,7 @@ class HMM(ChainDistribution):
 
     def sample_observations(self, states: Tensor) -> Tensor:
         """Sample an observation ``(*S, *B, T, *E)`` from each of ``states`` ``(*S, *B, T)``."""
+        check_integers("states", states)
         sample = sample_emission_per_step if self.emission_per_step else sample_emission
         return sample(self.emission, states)
 

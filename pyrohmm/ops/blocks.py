@@ -20,7 +20,6 @@ from torch import Tensor
 from .._arguments import explained
 from .._checks import check_integers, check_range, check_shape, check_size
 from .block_plan import States, bounds
-from .kept import kept
 
 
 @explained()
@@ -111,20 +110,6 @@ class Blocks:
         return torch.nn.utils.rnn.pad_sequence(
             list(self._states.members.split(self.sizes.tolist())), True, -1
         )
-
-    def of_symbols(self, symbols: Tensor, values: Tensor | None, lengths: Tensor) -> Tensor:
-        """The block of each of the ``symbols``, on the CPU.
-
-        Args:
-            symbols: ``(N, T)`` integers.
-            values: ``(N, T)``, of which they were made: while it lives and is not written to, an
-                accelerator is not asked for the symbols again. None asks always.
-            lengths: ``(N,)``, by which they were made.
-        """
-        if values is None or symbols.device.type == "cpu":
-            return self.symbol_block[symbols.cpu()]
-        steps = lengths.numpy().tobytes()
-        return kept(values, lambda: self.symbol_block[symbols.cpu()], self.symbol_block, steps)
 
     @property
     def allowed(self) -> Tensor:

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from .._arguments import Range, checked, explained
-from .._checks import check_broadcast
+from .._checks import check_booleans, check_broadcast, check_integers, check_tensor
 from .._precision import differentiable_gradient, in_full_precision
 from . import evidence as compiled
 from . import message_passing
@@ -112,7 +112,8 @@ def log_evidence_of_symbols(
         known: ``(*B, T)`` booleans, False where a symbol is missing; all known by default.
 
     Raises:
-        IndexError: If a symbol is not one of 0 to V - 1, even one that is missing.
+        TypeError: If an argument is of the wrong type or dtype.
+        ValueError: If shapes disagree, or a symbol is not one of 0 to V - 1, missing or not.
 
     Example:
         >>> half = torch.full((2,), 0.5).log()
@@ -121,6 +122,7 @@ def log_evidence_of_symbols(
         >>> log_evidence_of_symbols(half, half.expand(1, 2, 2), coins, heads, torch.tensor(2)).exp()
         tensor(0.4225)
     """
+    _check_symbols(log_initial, log_symbols, symbols, known)
     outer = {"log_symbols": log_symbols.shape[:-2], "symbols": symbols.shape[:-1]}
     shape = *check_broadcast(outer), symbols.size(-1), log_symbols.size(-2)
     shown = log_symbols.detach().as_strided(shape, (0,) * len(shape))  # there are none
@@ -246,6 +248,33 @@ def sample_states(
         return states.permute(0, 2, 3, 1).reshape(num_samples, *batch, steps)
 
 
+def _check_symbols(
+    log_initial: Tensor, log_symbols: Tensor, symbols: Tensor, known: Tensor | None
+) -> None:
+    """Raise unless types and shapes are those of :func:`log_evidence_of_symbols`."""
+    check_tensor("log_initial", log_initial)
+    check_tensor("log_symbols", log_symbols)
+    check_integers("symbols", symbols)
+    if log_symbols.dtype not in (torch.float32, torch.float64):
+        raise TypeError(f"log_symbols must be float32 or float64; got {log_symbols.dtype}.")
+    num_states = log_initial.size(-1) if log_initial.dim() else 1
+    if log_symbols.dim() < 2 or log_symbols.size(-2) != num_states:
+        raise ValueError(
+            f"log_symbols must have shape (*B, K, V) with K = {num_states}, that of log_initial; "
+            f"got {tuple(log_symbols.shape)}."
+        )
+    if symbols.dim() == 0:
+        raise ValueError("symbols must have shape (*B, T); got shape ().")
+    if known is not None:
+        check_booleans("known", known)
+        if known.shape[-1:] != symbols.shape[-1:]:
+            raise ValueError(
+                f"known must have shape (*B, T) with T = {symbols.size(-1)}, that of symbols; got "
+                f"{tuple(known.shape)}."
+            )
+        check_broadcast({"known": known.shape[:-1], "symbols": symbols.shape[:-1]})
+
+
 # One matrix for many sequences -----------------------------------------------------------------
 
 
@@ -286,7 +315,7 @@ def _uniform(
             logs = logs.expand(*batch[:split], *(1,) * (len(batch) - split), *logs.shape[-2:])
         low, high = (int(end) for end in torch.aminmax(symbols))
         if low < 0 or high >= logs.size(-1):
-            raise IndexError(
+            raise ValueError(
                 f"symbols must lie between 0 and V - 1 = {logs.size(-1) - 1}; got {low} to {high}."
             )
         symbols = symbols.expand(*batch, symbols.size(-1)).long()

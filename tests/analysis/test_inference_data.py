@@ -148,6 +148,7 @@ def test_replicated_data_follow_the_model():
         np.testing.assert_allclose(shares, probs, atol=0.06)  # four standard errors
 
 
+@pytest.mark.filterwarnings("ignore:Estimated shape parameter")  # of five samples
 def test_a_variational_fit_needs_no_model():
     model, data = cases("symbols")
     fit = fit_svi(model, AutoNormal(model), data, num_steps=3, progress=False)
