@@ -210,7 +210,11 @@ def check_range(name: str, tensor: Tensor, size: int, meaning: str, cure: str = 
 
 def check_probs(name: str, probs: object) -> Tensor:
     """Probabilities in a list or a tensor, ``(Q,)``."""
-    values = torch.as_tensor(probs)
+    try:
+        values = torch.as_tensor(probs)
+    except (TypeError, ValueError, RuntimeError) as error:
+        kind = type(probs).__name__
+        raise TypeError(f"{name} must be a list of numbers between 0 and 1; got {kind}.") from error
     if values.dim() != 1 or not values.numel() or not bool(((values >= 0) & (values <= 1)).all()):
         raise ValueError(f"{name} must be a list of numbers between 0 and 1; got {probs!r}.")
     return values

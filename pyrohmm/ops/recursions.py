@@ -316,7 +316,8 @@ def _uniform(
         low, high = (int(end) for end in torch.aminmax(symbols))
         if low < 0 or high >= logs.size(-1):
             raise ValueError(
-                f"symbols must lie between 0 and V - 1 = {logs.size(-1) - 1}; got {low} to {high}."
+                f"symbols must lie between 0 and V - 1 = {logs.size(-1) - 1}, with V that of "
+                f"log_symbols; got {low} to {high}."
             )
         symbols = symbols.expand(*batch, symbols.size(-1)).long()
         if known is not None:

@@ -156,7 +156,7 @@ def test_wrong_symbols_are_refused_even_where_they_are_missing():
     initial, transition, table, symbols, lengths, known = case(3, 4, 2, 3, torch.float64)
     for wrong in (-1, 3):
         symbols[1, 0], known[1, 0] = wrong, False
-        with pytest.raises(ValueError, match=r"symbols must lie between 0 and V - 1 = 2; got"):
+        with pytest.raises(ValueError, match=r"symbols must lie between 0 and V - 1 = 2, .*; got"):
             solved(initial, transition, table, symbols, lengths, known, torch.ones(3))
 
 
