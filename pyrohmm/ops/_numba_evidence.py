@@ -380,9 +380,13 @@ def forward_row(row, data, initial, packed, kept, alpha, total, evidence, exact)
 
 @kernel
 def backward_row(
-    row, data, transposed, weights, alpha, total, exact, starts, counts, emitted, gamma
+    row, data, transposed, weights, alpha, total, exact, starts, message, emitted, gamma
 ):
-    """Backward pass of one sequence: adds to the expected counts of :func:`backward_tiles`."""
+    """Backward pass of one sequence, as :func:`backward_tiles`.
+
+    ``message``, times the forward messages of the step before, is expected transitions over their
+    probabilities.
+    """
     table, lengths, low = data.table, data.lengths, data.limits[1]
     count, size, height = lengths.shape[0], u64(starts.shape[0]), u64(transposed.shape[0])
     steps = total.shape[0] // count
@@ -423,11 +427,8 @@ def backward_row(
         for k in range(size):
             value = seen[k] * beta[k] * inverse
             later[k] = value if here[k] > zero else zero
-        offset -= size
-        for j in range(size):
-            strength = alpha[offset + j] * weight
-            for k in range(size):
-                counts[j, k] += strength * later[k]
+        for k in range(size):
+            message[at, k] = later[k] * weight
         _multiply_row(beta, later, matrix, height)
 
 

@@ -119,7 +119,9 @@ class _Group:
     def forward(self, kept: bool) -> None:
         """Evidence, where it is exact, and the messages if they are ``kept``."""
         rows = self.tiles * self.width * self.steps
-        self.alpha = np.empty(rows * self.size if kept else 0, self.dtype)
+        make = torch.empty if self.width > 1 else torch.zeros  # its rows are all added up
+        like = torch.from_numpy(self.packed)
+        self.alpha = make(rows * self.size if kept else 0, dtype=like.dtype).numpy()
         self.total = np.empty(rows, self.dtype)
         self.evidence, self.exact = np.zeros(self.count), np.ones(self.count, np.bool_)
         self._run(
@@ -135,31 +137,31 @@ class _Group:
         by_symbol = bool(self.data.symbols.size)
         like = torch.from_numpy(self.packed)
         gamma = like.new_zeros(0 if by_symbol else self.count * self.steps, self.size)
-        sums = [
-            (np.zeros(self.size), np.zeros(self.packed.shape),
-             np.zeros(self.data.table.shape if by_symbol else (0, 1)))
-            for _ in range(self._threads)
-        ]  # fmt: skip
+        alone, threads = self.width == 1, range(self._threads)  # one sequence after the other
+        message = like.new_zeros(self.count * self.steps if alone else 0, self.size)
+        starts = [np.zeros(self.size) for _ in threads]
+        pairs = [message.numpy() if alone else np.zeros(self.packed.shape) for _ in threads]
+        emitted = [np.zeros(self.data.table.shape if by_symbol else (0, 1)) for _ in threads]
         exact = self.exact.copy()
         self._run(
             self.loops[1], np.ascontiguousarray(self.packed.T), weights, self.alpha, self.total,
-            exact, results=[(*each, gamma.numpy()) for each in sums],
+            exact, results=[(*own, gamma.numpy()) for own in zip(starts, pairs, emitted)],
         )  # fmt: skip
-        starts, counts, emitted = sums[0]
-        for other in sums[1:]:
-            for total, more in zip(sums[0], other):
-                total += more
+        counts = _sum(pairs)
+        if alone:  # the message to a first step is zero
+            before = torch.from_numpy(self.alpha).view(-1, self.size)[:-1]
+            counts = (before.mT @ message[1:]).double().numpy()
         transitions = like.new_empty(self.size, self.size)
         finite = self.kernels.finish(counts, self.packed, transitions.numpy())
         if not finite or not np.array_equal(exact, self.exact):
             return None
         if by_symbol:
-            logs = torch.from_numpy(emitted[:-1, : self.size]).to(like.dtype, copy=True).T
+            logs = torch.from_numpy(_sum(emitted)[:-1, : self.size]).to(like.dtype, copy=True).T
         elif self.by_time:
             logs = gamma.reshape(self.steps, self.count, self.size).transpose(0, 1)
         else:
             logs = gamma.reshape(self.count, self.steps, self.size)
-        return torch.from_numpy(starts).to(like.dtype, copy=True), transitions, logs
+        return torch.from_numpy(_sum(starts)).to(like.dtype, copy=True), transitions, logs
 
 
 class _Evidence(torch.autograd.Function):
@@ -213,3 +215,7 @@ class _Evidence(torch.autograd.Function):
 
 def _stack(parts: Sequence[np.ndarray]) -> np.ndarray:
     return parts[0][None] if len(parts) == 1 else np.stack(parts)
+
+
+def _sum(parts: Sequence[np.ndarray]) -> np.ndarray:
+    return parts[0] if len(parts) == 1 else np.sum(parts, 0)
