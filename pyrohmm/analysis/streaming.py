@@ -11,7 +11,7 @@ from .._arguments import explained
 from .._checks import check_booleans, check_shape, check_size, check_tensor, check_trailing
 from ..distributions.forecast import Forecast
 from ..distributions.hmm import HMM
-from .chains import normalised
+from .chains import normalised, refuse_autoregressive
 
 
 @explained()
@@ -32,7 +32,8 @@ class Filter:
 
     Raises:
         TypeError: If ``hmm`` is not an :class:`HMM`.
-        ValueError: If ``hmm`` has parameters per step.
+        ValueError: If ``hmm`` has parameters per step, or an emission that depends on the
+            observations before.
 
     Example:
         >>> coins = Categorical(probs=torch.tensor([[0.5, 0.5], [0.1, 0.9]]))
@@ -55,6 +56,7 @@ class Filter:
                 f"hmm must be an HMM; got {type(hmm).__name__}. Call a module with lengths first."
             )
         hmm.check_constant("Filter")
+        refuse_autoregressive(hmm, "Filter")
         if hmm.allowed is not None:
             raise ValueError(
                 "hmm is restricted to labels, which belong to some steps. Give one without them."

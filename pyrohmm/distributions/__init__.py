@@ -13,6 +13,7 @@ Its modules; each imports only those above it:
 ``values``            observations as the recursions read them
 ``arguments``         the arguments of an ``HMM``, checked
 ``labels``            which states are allowed at each step
+``autoregressive``    emissions that depend on the observations before
 ``sampling``          sampling of observations given states
 ``forecast``          ``Forecast``: observations at future steps
 ``base``              ``ChainDistribution``: parameters, masks and data joined
@@ -26,9 +27,13 @@ Its modules; each imports only those above it:
 
 from . import block_hmm as block_hmm
 from . import dpp as dpp
+from .autoregressive import Autoregressive as Autoregressive
+from .autoregressive import AutoregressiveCategorical as AutoregressiveCategorical
+from .autoregressive import AutoregressiveNormal as AutoregressiveNormal
 from .block_hmm import BlockHMM as BlockHMM
 from .dpp import DiverseDirichlet as DiverseDirichlet
 from .dpp import DiversityPrior as DiversityPrior
+from .forecast import AutoregressiveForecast as AutoregressiveForecast
 from .forecast import Forecast as Forecast
 from .hard_zeros import log_probs as log_probs
 from .hmm import HMM as HMM

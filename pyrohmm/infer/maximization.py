@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributions import transform_to
 
 from ..data.sequences import Sequences
+from ..distributions.autoregressive import Autoregressive
 from ..distributions.dpp import DiversityPrior
 from ..distributions.hard_zeros import log_probs
 from ..distributions.hmm import HMM
@@ -303,7 +304,10 @@ class Maximization:
         statistics = self.closed.chain_statistics(expected)
         if self.summed or self.emission_closed:
             weights = expected.states.reshape(self.parameters.restarts, -1, hmm.num_states)
-            values, seen = batch.values.flatten(0, 1), batch.observed.flatten()
+            values, whole = batch.values, hmm.emission
+            if isinstance(whole, Autoregressive):
+                values = whole.windows(values)
+            values, seen = values.flatten(0, 1), batch.observed.flatten()
             if not (values.dtype.is_floating_point or self.symbols):
                 values = values.to(hmm.log_initial.dtype)
             if not bool(seen.all()):

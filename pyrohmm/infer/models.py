@@ -24,6 +24,7 @@ from .._arguments import Shape, checked, explained
 from .._checks import check_returned, check_size
 from ..data.batches import Window
 from ..data.sequences import Sequences
+from ..distributions.autoregressive import Autoregressive
 from ..distributions.block_hmm import FinalState
 from ..distributions.hmm import HMM
 from ..distributions.observation import log_prob_per_state
@@ -275,7 +276,10 @@ def markov_sample(name: str, hmm: HMM, obs: Tensor | None = None) -> Tensor:
         )
         seen = None if prepared is None else prepared.select(prepared.dim() - 1 - len(event), t)
         with poutine.mask(mask=mask[..., t]):
-            emission = EmissionAt(hmm.emission, state, t if hmm.emission_per_step else None)
+            emission: Any = hmm.emission
+            if isinstance(emission, Autoregressive):
+                emission = emission.next(_past(hmm, prepared, values, state, t))
+            emission = EmissionAt(emission, state, t if hmm.emission_per_step else None)
             values.append(pyro.sample(f"{name}_{t}", emission, obs=seen))
         if hmm.allowed is not None:
             allowed = hmm.allowed[..., t, :] | ~exists[..., t, None]
@@ -283,6 +287,19 @@ def markov_sample(name: str, hmm: HMM, obs: Tensor | None = None) -> Tensor:
             barrier = barrier.masked_fill(~allowed, -torch.inf)
             pyro.factor(f"{name}_label_{t}", Vindex(barrier)[..., state])
     return torch.stack(values, -1 - len(event)) if obs is None else obs
+
+
+def _past(
+    hmm: HMM, observed: Tensor | None, sampled: list[Tensor], state: Tensor, step: int
+) -> Tensor:
+    """The observations ``(*B, t, *E)`` before a step: those given, or else those sampled."""
+    at = -1 - len(hmm.emission.event_shape)
+    if observed is not None:
+        return observed.narrow(observed.dim() + at, 0, step)
+    if sampled:
+        return torch.stack(sampled, at)
+    shape = (*state.shape, 0, *hmm.emission.event_shape)
+    return torch.empty(shape, device=state.device)
 
 
 class EmissionAt(TorchDistribution):

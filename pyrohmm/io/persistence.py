@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributions.utils import logits_to_probs, probs_to_logits
 
 from .._arguments import checked
+from ..distributions.autoregressive import AutoregressiveCategorical, AutoregressiveNormal
 from ..distributions.block_hmm import BlockHMM
 from ..distributions.hard_zeros import built_from
 from ..distributions.hmm import HMM
@@ -82,6 +83,8 @@ BUILT_FROM: dict[type, Arguments] = {
     dist.Uniform: Arguments(("low", "high")),
     dist.VonMises: Arguments(("loc", "concentration")),
     dist.Weibull: Arguments(("scale", "concentration")),
+    AutoregressiveCategorical: Arguments(("history",), parts=("initial", "tables")),
+    AutoregressiveNormal: Arguments(("weights", "origin", "history"), parts=("initial", "base")),
     Streams: Arguments(parts=("parts",)),
     Tied: Arguments(("index",), parts=("base",)),
 }  # fmt: skip

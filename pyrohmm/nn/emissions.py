@@ -21,9 +21,11 @@ from torch import Tensor
 from torch.distributions import constraints
 
 from .._checks import check_size
+from ..distributions.autoregressive import AutoregressiveCategorical, AutoregressiveNormal
 from ..distributions.observation import Streams, Tied, is_spherical, is_tied
 from ..ops.log_space import log
 from ..ops.lookup import add_rows
+from .autoregressive import autoregressive_from
 from .closed_form import EmissionMStep, Maximum, Statistics, check_mode, row_mode
 from .composed import StreamsEmission, TiedEmission
 from .family import Emission, EmissionFamily, check_dim, moments, positive
@@ -361,6 +363,8 @@ def from_distribution(distribution: Any) -> PyroModule:
             return module
     elif len(distribution.batch_shape) != 1 or events > 1:
         pass
+    elif isinstance(distribution, AutoregressiveNormal | AutoregressiveCategorical):
+        module = autoregressive_from(distribution, from_distribution(distribution.initial))
     elif type(base) in _CATEGORICAL and not events:
         module = CategoricalEmission(*base.probs.shape)
         module.set_points(probs=base.probs)

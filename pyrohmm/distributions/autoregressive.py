@@ -1,0 +1,529 @@
+r"""Emissions that depend on the observations before, besides the state.
+
+What is conditioned on has been observed, so that the states remain a Markov chain given it, and all
+recursions are those of other emissions: only log-likelihoods differ. The first L observations of a
+sequence have a distribution of their own in each state.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import torch
+from pyro.distributions import Categorical as PyroCategorical
+from pyro.distributions import MultivariateNormal as PyroNormal
+from pyro.distributions.torch_distribution import TorchDistribution
+from torch import Tensor
+from torch.distributions import MultivariateNormal, constraints
+
+from .._arguments import Shape, checked
+from .._checks import check_broadcast, check_floats, check_size, check_tensor, check_trailing
+from ..ops.lookup import look_up
+from ..ops.products import squared_norms
+from .hard_zeros import log_probs
+from .observation import is_categorical, log_prob_per_state, marginal_log_prob, permuted
+
+
+@checked()
+class Autoregressive(TorchDistribution):
+    r"""Emission whose distribution depends on the last L observations: :math:`p(x_t | z_t, c_t)`.
+
+    The context :math:`c_t = (x_{t-L}, ..., x_{t-1})` is of the same sequence. Observations 1 to L,
+    whose context is not complete, have the distribution ``initial``.
+
+    Subclasses define :meth:`given`. An observation that is missing, or of which a component is,
+    must not be in the context of one that is observed: values with gaps are refused, unless nothing
+    is observed after the gap.
+
+    Args:
+        initial: Distribution of each of the first L observations, batched over the K states.
+        lags: L, at least 1.
+        batch_shape: ``(*b, K)``, of the parameters of the subclass.
+        history: ``(*B, L, *E)``, observations before the first, the last one last; then
+            ``initial`` plays no part. None, ``(0, *E)``, by default.
+
+    Example:
+        Counts that go up with the one before.
+
+        >>> class Contagious(distributions.Autoregressive):
+        ...     def __init__(self, base, share):
+        ...         super().__init__(Poisson(base), 1, base.shape)
+        ...         self.base, self.share = base, share
+        ...
+        ...     def given(self, context):  # (*A, 1) to (*A, K)
+        ...         return Poisson(self.base + self.share * context)
+        >>> emission = Contagious(torch.tensor([1.0, 5.0]), torch.tensor([0.1, 0.5]))
+        >>> even = torch.full((2, 2), 0.5).log()
+        >>> hmm = HMM(even[0], even, emission, torch.tensor(3))
+        >>> hmm.log_prob(torch.tensor([1.0, 4.0, 8.0]))
+        tensor(-6.3764)
+    """
+
+    arg_constraints: dict[str, constraints.Constraint] = {}  # noqa: RUF012
+
+    def __init__(
+        self,
+        initial: TorchDistribution,
+        lags: int,
+        batch_shape: Shape,
+        history: Tensor | None = None,
+        validate_args: bool | None = None,
+    ) -> None:
+        check_size("lags", lags)
+        event = initial.event_shape
+        if history is None:
+            history = torch.empty(0, *event)
+        check_tensor("history", history)
+        if history.dim() <= len(event) or history.shape[history.dim() - len(event) :] != event:
+            raise ValueError(f"history must be (*B, L, *E) with event shape {tuple(event)}; got "
+                             f"{tuple(history.shape)}.")  # fmt: skip
+        lead = history.shape[: history.dim() - len(event)]
+        if lead[-1] not in (0, lags):
+            raise ValueError(f"history must hold L = {lags} observations, or none; got {lead[-1]}.")
+        self.initial, self.lags, self.history = initial, lags, history
+        self._own_batch = torch.Size(batch_shape)
+        batch = check_broadcast({"initial": initial.batch_shape, "batch_shape": self._own_batch,
+                                 "history": (*lead[:-1], 1)})  # fmt: skip
+        super().__init__(batch, event, validate_args=validate_args)
+
+    # What a subclass defines
+
+    def given(self, context: Tensor) -> TorchDistribution:
+        """The distribution of an observation ``(*A, K)``, given those before it.
+
+        Args:
+            context: ``(*A, L, *E)``, the last one last.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must define given(context).")
+
+    def permuted(self, order: Tensor) -> Autoregressive:
+        """The same emissions with state k emitting as ``order[k]`` did, ``(K,)`` integers."""
+        raise NotImplementedError(f"{type(self).__name__} must define permuted(order).")
+
+    # Log-densities
+
+    @property
+    def support(self) -> constraints.Constraint:
+        """Of an observation."""
+        return self.initial.support
+
+    @property
+    def num_first(self) -> int:
+        """How many observations have the distribution ``initial``: L, or none after a history."""
+        return self.lags - self.history.size(-1 - len(self.event_shape))
+
+    def windows(self, values: Tensor) -> Tensor:
+        """Each observation and the L before it, ``(*A, T, L+1, *E)``, in the order of time.
+
+        Before the first, without a history, stand NaN, or -1 if observations are integers.
+
+        Args:
+            values: ``(*A, T, *E)``, observations.
+        """
+        at = values.dim() - 1 - len(self.event_shape)
+        if self.num_first:
+            nothing = torch.nan if values.dtype.is_floating_point else -1
+            before = values.new_full((*values.shape[:at], self.lags, *self.event_shape), nothing)
+            joined = torch.cat([before, values], at)
+        else:
+            joined = self._after_history(values)
+            at = joined.dim() - 1 - len(self.event_shape)
+        return joined.unfold(at, self.lags + 1, 1).movedim(-1, at + 1)
+
+    def _after_history(self, values: Tensor) -> Tensor:
+        """``values`` ``(*A, t, *E)`` with the history before them."""
+        events = 1 + len(self.event_shape)
+        parts = self.history.to(values), values
+        lead = torch.broadcast_shapes(*(part.shape[: part.dim() - events] for part in parts))
+        wide = [part.expand(*lead, *part.shape[part.dim() - events :]) for part in parts]
+        return torch.cat(wide, len(lead))
+
+    def log_likelihood(self, values: Tensor) -> Tensor:
+        """Log-density ``(*A, T, K)`` of each of ``values`` ``(*A, T, *E)`` given those before it.
+
+        The batch dimensions of the parameters broadcast with A from the right.
+        """
+        windows = self.windows(values)
+        at = windows.dim() - 1 - len(self.event_shape)  # of a window
+        windows = windows.movedim(at - 1, 0)  # time first: the batch of the parameters is last
+        first, rest = windows[: self.num_first], windows[self.num_first :]
+        parts = []
+        if len(first):
+            parts.append(log_prob_per_state(self.initial, first.select(at, self.lags)))
+        if len(rest):
+            context, now = rest.narrow(at, 0, self.lags), rest.select(at, self.lags)
+            parts.append(self._log_prob_given(now, context))
+        shape = torch.broadcast_shapes(*(part.shape[1:] for part in parts))
+        return torch.cat([part.expand(len(part), *shape) for part in parts]).movedim(0, -2)
+
+    def _log_prob_given(self, values: Tensor, context: Tensor) -> Tensor:
+        """Log-density ``(*A, K)`` of ``values`` ``(*A, *E)`` given contexts ``(*A, L, *E)``."""
+        here = values.unsqueeze(-1 - len(self.event_shape))
+        return marginal_log_prob(self.given(context), here)
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        """There is none of a single observation: this raises."""
+        raise ValueError(
+            f"{type(self).__name__} gives densities to sequences, by log_likelihood(values). It "
+            "must be the whole emission of an HMM with parameters that are the same at every step, "
+            "not a part of another distribution."
+        )
+
+    # One step after the other
+
+    def next(self, past: Tensor) -> TorchDistribution:
+        """The distribution of the next observation in each state, ``(*A, K)``.
+
+        Args:
+            past: ``(*A, t, *E)``, the observations so far, which may be none; not the history.
+        """
+        joined = self._after_history(past)
+        at = joined.dim() - 1 - len(self.event_shape)
+        if joined.size(at) < self.lags:
+            return self.initial
+        return self.given(joined.narrow(at, joined.size(at) - self.lags, self.lags))
+
+    def after(self, values: Tensor, known: Tensor | None, lengths: Tensor) -> Autoregressive:
+        """The same emission for what follows ``values``: their last L are its history.
+
+        Args:
+            values: ``(*B, T, *E)``, observations.
+            known: ``(*B, T)`` booleans, which steps exist and are observed; None if all.
+            lengths: ``(*B)`` integers, the number of steps of each sequence.
+
+        Raises:
+            ValueError: If a sequence has fewer than L steps, or its last L are not all observed.
+        """
+        event = self.event_shape
+        lead = values.shape[: values.dim() - 1 - len(event)]
+        last = lengths.to(values.device).expand(lead).unsqueeze(-1)
+        last = last - self.lags + torch.arange(self.lags, device=values.device)  # (*B, L)
+        seen = last >= 0
+        if known is not None:
+            wide = known.expand(*lead, known.size(-1))
+            seen = seen & wide.gather(-1, last.clamp(min=0))
+        if not bool(seen.all()):
+            raise ValueError(
+                f"the last {self.lags} steps of every sequence must exist and be observed, for "
+                f"what follows depends on them; {int((~seen.all(-1)).sum())} of "
+                f"{last[..., 0].numel()} sequences lack some. Leave these out, or end them sooner."
+            )
+        index = last.reshape(*last.shape, *(1,) * len(event)).expand(*last.shape, *event)
+        other = copy.copy(self)
+        Autoregressive.__init__(
+            other, self.initial, self.lags, self._own_batch,
+            values.gather(len(lead), index), validate_args=vars(self).get("_validate_args"),
+        )  # fmt: skip
+        return other
+
+    def check_context(self, values: Tensor | None, known: Tensor | None) -> None:
+        """Raise if an observation depends on what is missing.
+
+        Args:
+            values: ``(*B, T, *E)``, with something of the support where they are not known; None
+                if they are not to be read.
+            known: ``(*B, T)`` booleans, which steps exist and are observed; None if all that exist.
+        """
+        if values is not None and values.dtype.is_floating_point and bool(values.isnan().any()):
+            raise ValueError(
+                f"values must have no NaN, for later observations depend on them; {type(self).__name__} "
+                "cannot sum out single components. Mark the step as not observed if nothing is "
+                "observed after it, or split the sequence there."
+            )
+        if known is None:
+            return
+        padded = torch.nn.functional.pad(known, (self.lags, 0), value=True)
+        context = padded.unfold(-1, self.lags + 1, 1)[..., :-1].all(-1)
+        bad = known & ~context
+        if bool(bad.any()):
+            *sequence, step = bad.nonzero()[0].tolist()
+            raise ValueError(
+                f"observed leaves out a step on which a later one depends: step {step} of sequence "
+                f"{sequence or 0} is observed, and one of the {self.lags} before it is not. "
+                "A missing context cannot be summed out exactly: split the sequence at the gap."
+            )
+
+
+@checked()
+class AutoregressiveNormal(Autoregressive):
+    r"""Switching vector autoregression: vectors that depend linearly on those before.
+
+    .. math:: x_t | z_t = k \sim \mathrm{Normal}\Big(\mu_k + \sum_{l=1}^L
+              (x_{t-l} - o) W_{kl}, \; \Sigma_k\Big)
+
+    Vectors are rows: ``weights[k, l - 1, i, j]`` is by how much component i of the l-th observation
+    before moves component j (row = from, column = to). The origin o is a constant that keeps
+    numbers small; with zeros the mean :math:`\mu` is the usual intercept.
+
+    Args:
+        initial: Distribution of each of the first L vectors, batched over the K states.
+        base: ``MultivariateNormal`` of batch shape ``(*b, K)``: mean :math:`\mu_k` of a vector
+            when those before it are at the origin, and covariance :math:`\Sigma_k`.
+        weights: ``(*b, K, L, D, D)``.
+        origin: ``(D,)``; zeros by default.
+        history: ``(*B, L, D)``, vectors before the first: see :class:`Autoregressive`.
+
+    Raises:
+        TypeError: If an argument is of the wrong type or dtype.
+        ValueError: If shapes disagree.
+
+    Example:
+        >>> start = MultivariateNormal(torch.zeros(2, 1), torch.eye(1))
+        >>> noise = MultivariateNormal(torch.tensor([[0.0], [1.0]]), 0.1 * torch.eye(1))
+        >>> weights = torch.tensor([0.9, -0.5]).reshape(2, 1, 1, 1)
+        >>> emission = distributions.AutoregressiveNormal(start, noise, weights)
+        >>> even = torch.full((2, 2), 0.5).log()
+        >>> hmm = HMM(even[0], even, emission, torch.tensor(3))
+        >>> hmm.log_prob(torch.tensor([[0.0], [0.1], [0.9]]))
+        tensor(-2.8134)
+        >>> hmm.sample().shape
+        torch.Size([3, 1])
+    """
+
+    def __init__(
+        self,
+        initial: TorchDistribution,
+        base: TorchDistribution,
+        weights: Tensor,
+        origin: Tensor | None = None,
+        history: Tensor | None = None,
+        validate_args: bool | None = None,
+    ) -> None:
+        if not isinstance(base, MultivariateNormal):
+            raise TypeError(f"base must be a MultivariateNormal; got {type(base).__name__}.")
+        check_floats("weights", weights)
+        dim = base.event_shape[0]
+        check_trailing("weights", weights, (dim, dim), "(K, L, D, D)", "D is that of base.")
+        states = base.batch_shape[-1:]
+        if (
+            weights.dim() < 4
+            or weights.shape[-4:-3] != states
+            or initial.batch_shape[-1:] != states
+        ):
+            raise ValueError(
+                "initial, base and weights must be of the same K states, weights (*b, K, L, D, D); "
+                f"got batch shapes {tuple(initial.batch_shape)} and {tuple(base.batch_shape)}, and "
+                f"weights {tuple(weights.shape)}."
+            )
+        if initial.event_shape != base.event_shape:
+            raise ValueError(f"initial must emit vectors of D = {dim}; got event shape "
+                             f"{tuple(initial.event_shape)}.")  # fmt: skip
+        origin = weights.new_zeros(dim) if origin is None else origin
+        check_floats("origin", origin)
+        check_trailing("origin", origin, (dim,), "(D,)", "D is that of base.")
+        self.base, self.weights, self.origin = base, weights, origin
+        batch = check_broadcast({"base": base.batch_shape, "weights": weights.shape[:-3]})
+        super().__init__(initial, weights.size(-3), batch, history, validate_args)
+
+    def _shift(self, context: Tensor) -> Tensor:
+        """Contexts ``(*A, L, D)`` about the origin, the last one first: as ``weights`` have it."""
+        return (context - self.origin).flip(-2)
+
+    def given(self, context: Tensor) -> TorchDistribution:
+        """Normal vectors ``(*A, K)``."""
+        moved = torch.einsum("...li,...klij->...kj", self._shift(context), self.weights)
+        return PyroNormal(
+            self.base.loc + moved, scale_tril=self.base.scale_tril, validate_args=False
+        )
+
+    def permuted(self, order: Tensor) -> AutoregressiveNormal:
+        """The same emissions with state k emitting as ``order[k]`` did, ``(K,)`` integers."""
+        base = self.base
+        return AutoregressiveNormal(
+            permuted(self.initial, order),
+            PyroNormal(base.loc[..., order, :], scale_tril=base.scale_tril[..., order, :, :]),
+            self.weights.index_select(-4, order), self.origin, self.history,
+        )  # fmt: skip
+
+    def _log_prob_given(self, values: Tensor, context: Tensor) -> Tensor:
+        """One product: residuals, whitened, are linear in values and contexts.
+
+        In float64, for a residual may be far smaller than what it is the difference of.
+        """
+        one = torch.ones_like(values[..., :1])
+        past = self._shift(context).flatten(-2)
+        rows = torch.cat([values - self.origin, past, one], -1)
+        root, loc = self.base.scale_tril, self.base.loc - self.origin
+        eye = torch.eye(root.size(-1), dtype=root.dtype, device=root.device)
+        slopes = self.weights.flatten(-3, -2).mT  # (*b, K, D, L D)
+        shape = self._own_batch
+        columns = torch.cat(
+            [part.expand(*shape, *part.shape[-2:]) for part in (eye, -slopes, -loc.unsqueeze(-1))],
+            -1,
+        )
+        whitened = torch.linalg.solve_triangular(root.double(), columns.double(), upper=False)
+        scores = -0.5 * squared_norms(rows.double(), whitened)
+        log_det = root.diagonal(dim1=-2, dim2=-1).double().log().sum(-1)
+        scores = scores - log_det - 0.5 * len(eye) * math.log(2 * math.pi)
+        return scores.to(torch.promote_types(values.dtype, root.dtype))
+
+    def moments(self, states: Tensor, log_transition: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean and variance ``(*B, H, D)`` of each of H observations after the history, exactly.
+
+        The joint second moments of context and state obey a linear recursion.
+
+        Args:
+            states: ``(*B, H, K)``, probabilities of the states at these steps.
+            log_transition: ``(*b, K, K)``.
+        """
+        dim, size = self.event_shape[0], 1 + self.lags * self.event_shape[0]
+        past = self._shift(self.history).flatten(-2)
+        past = torch.cat([torch.ones_like(past[..., :1]), past], -1)
+        step = self._companion(size)
+        noise = torch.nn.functional.pad(
+            self.base.covariance_matrix, (1, size - 1 - dim, 1, size - 1 - dim)
+        )
+        outer = (past.unsqueeze(-1) * past.unsqueeze(-2)).unsqueeze(-3)
+        before = states[..., 0, :, None, None] * outer  # (*B, K, F, F)
+        means, squares = [], []
+        for _ in range(states.size(-2)):
+            mass = before[..., :1, :1]
+            now = step @ before @ step.mT + mass * noise
+            total = now.sum(-3)
+            means.append(total[..., 1 : 1 + dim, 0])
+            squares.append(total.diagonal(dim1=-2, dim2=-1)[..., 1 : 1 + dim])
+            before = torch.einsum("...jk,...jfg->...kfg", log_transition.exp(), now)
+        mean = torch.stack(means, -2)
+        return mean + self.origin, torch.stack(squares, -2) - mean.square()
+
+    def _companion(self, size: int) -> Tensor:
+        """The mean ``(*b, K, F, F)`` of 1 and the last L vectors after a step, from those before."""
+        dim, weights = self.event_shape[0], self.weights
+        kept = torch.eye(size, dtype=weights.dtype, device=weights.device)
+        kept = torch.cat([kept[:1], kept.new_zeros(dim, size), kept[1 : size - dim]])
+        loc = (self.base.loc - self.origin).unsqueeze(-1)
+        slopes = weights.flatten(-3, -2).mT
+        loc, slopes = (part.expand(*self._own_batch, *part.shape[-2:]) for part in (loc, slopes))
+        top = torch.nn.functional.pad(torch.cat([loc, slopes], -1), (0, 0, 1, size - 1 - dim))
+        return kept + top
+
+
+@checked()
+class AutoregressiveCategorical(Autoregressive):
+    r"""Symbols whose distribution in each state depends on the last L symbols: one table.
+
+    .. math:: p(x_t = v | z_t = k, c_t = c) = \mathrm{tables}_{k c v}
+
+    Contexts are numbered as the digits of a number to the base V, the last symbol counting
+    least: :math:`c = \sum_l x_{t-l} V^{l-1}`.
+
+    Args:
+        initial: ``Categorical`` of batch shape ``(*b, K)``: each of the first L symbols.
+        tables: ``Categorical`` of batch shape ``(*b, K, V**L)``.
+        history: ``(*B, L)`` integers, symbols before the first: see :class:`Autoregressive`.
+
+    Raises:
+        TypeError: If an argument is of the wrong type.
+        ValueError: If shapes disagree, or the number of contexts is no power of V.
+
+    Example:
+        A state that repeats the symbol before, and one that changes it.
+
+        >>> tables = torch.tensor([[[0.9, 0.1], [0.1, 0.9]], [[0.2, 0.8], [0.8, 0.2]]])
+        >>> first = Categorical(torch.ones(2, 2))
+        >>> emission = distributions.AutoregressiveCategorical(first, Categorical(tables))
+        >>> sure = torch.eye(2).log()
+        >>> hmm = HMM(torch.tensor([0.5, 0.5]).log(), sure, emission, torch.tensor(3))
+        >>> hmm.posterior(torch.tensor([0, 0, 0])).states[-1]
+        tensor([0.9529, 0.0471])
+    """
+
+    def __init__(
+        self,
+        initial: TorchDistribution,
+        tables: TorchDistribution,
+        history: Tensor | None = None,
+        validate_args: bool | None = None,
+    ) -> None:
+        for name, part in (("initial", initial), ("tables", tables)):
+            if not is_categorical(part):
+                raise TypeError(f"{name} must be a Categorical; got {type(part).__name__}.")
+        self.num_symbols = tables.param_shape[-1]  # type: ignore[attr-defined]
+        lags = _num_lags(self.num_symbols, tables.batch_shape[-1] if tables.batch_shape else 0)
+        shapes = initial.batch_shape[-1:], tables.batch_shape[-2:-1]
+        symbols = initial.param_shape[-1]  # type: ignore[attr-defined]
+        if not lags or shapes[0] != shapes[1] or symbols != self.num_symbols:
+            raise ValueError(
+                "initial must have batch shape (*b, K) and tables (*b, K, V**L), both of V "
+                f"symbols; got {tuple(initial.batch_shape)} of {symbols} symbols and "
+                f"{tuple(tables.batch_shape)} of {self.num_symbols}."
+            )
+        self.tables = tables
+        if history is None:
+            history = torch.empty(0, dtype=torch.long)
+        super().__init__(initial, lags, tables.batch_shape[:-1], history, validate_args)
+
+    def _context(self, symbols: Tensor) -> Tensor:
+        """The numbers ``(*A)`` of contexts ``(*A, L)``."""
+        place = self.num_symbols ** torch.arange(self.lags - 1, -1, -1, device=symbols.device)
+        return (symbols * place).sum(-1)
+
+    def given(self, context: Tensor) -> TorchDistribution:
+        """Symbols ``(*A, K)``."""
+        logs = log_probs(self.tables)
+        shape = torch.broadcast_shapes(context.shape[:-1], logs.shape[:-3])
+        row = self._context(context).expand(shape)[..., None, None, None]
+        logs = logs.expand(*shape, *logs.shape[-3:])
+        return PyroCategorical(
+            logits=logs.gather(-2, row.expand(*logs.shape[:-2], 1, -1)).squeeze(-2)
+        )
+
+    def permuted(self, order: Tensor) -> AutoregressiveCategorical:
+        """The same emissions with state k emitting as ``order[k]`` did, ``(K,)`` integers."""
+        tables = PyroCategorical(logits=log_probs(self.tables).index_select(-3, order))
+        return AutoregressiveCategorical(permuted(self.initial, order), tables, self.history)
+
+    # As symbols of a larger alphabet: a symbol with its context is one of V + V ** (L + 1)
+
+    @property
+    def log_symbols(self) -> Tensor:
+        """Log-probabilities ``(*b, K, V + V ** (L + 1))`` of first symbols, and of those after."""
+        first, rest = log_probs(self.initial), log_probs(self.tables).flatten(-2)
+        return torch.cat([part.expand(*self._lead(), part.size(-1)) for part in (first, rest)], -1)
+
+    def _lead(self) -> torch.Size:
+        return torch.broadcast_shapes(self.initial.batch_shape, self._own_batch)
+
+    def codes(self, windows: Tensor) -> Tensor:
+        """The columns ``(*A)`` of :attr:`log_symbols` for windows ``(*A, L+1)``.
+
+        A symbol that is none of 0 to V - 1 has a column that does not exist.
+        """
+        windows, count = windows.long(), self.num_symbols
+        now, context = windows[..., -1], windows[..., :-1]
+        codes = torch.where(context[..., 0] < 0, now, count + self._context(context) * count + now)
+        return codes.masked_fill((now < 0) | (now >= count), count + count ** (self.lags + 1))
+
+    def log_likelihood(self, values: Tensor) -> Tensor:
+        """Log-probability ``(*A, T, K)`` of each symbol ``(*A, T)`` given those before it."""
+        codes = self.codes(self.windows(values))
+        return look_up(self.log_symbols, codes.movedim(-1, 0)).movedim(0, -2)
+
+    def probs_ahead(self, states: Tensor, log_transition: Tensor) -> Tensor:
+        """Probabilities ``(*B, H, V)`` of each of H symbols after the history, exactly.
+
+        A forward pass over the pairs of state and context.
+
+        Args:
+            states: ``(*B, H, K)``, probabilities of the states at these steps.
+            log_transition: ``(*b, K, K)``.
+        """
+        count, size = self.num_symbols, self.num_symbols**self.lags
+        here = torch.nn.functional.one_hot(self._context(self.history.long()), size)
+        before = states[..., 0, :, None] * here.unsqueeze(-2)  # (*B, K, C)
+        probs = []
+        for _ in range(states.size(-2)):
+            joint = before.unsqueeze(-1) * log_probs(self.tables).exp()  # (*B, K, C, V)
+            probs.append(joint.sum((-3, -2)))
+            now = joint.unflatten(-2, (count, size // count)).sum(-3).flatten(-2)
+            before = torch.einsum("...jk,...jc->...kc", log_transition.exp(), now)
+        return torch.stack(probs, -2)
+
+
+def _num_lags(num_symbols: int, contexts: int) -> int:
+    """L with ``num_symbols ** L == contexts``; zero if there is none."""
+    lags, size = 1, num_symbols
+    while 1 < size < contexts:
+        lags, size = lags + 1, size * num_symbols
+    return lags if size == contexts else 0
