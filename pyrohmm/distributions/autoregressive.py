@@ -8,21 +8,15 @@ sequence have a distribution of their own in each state.
 from __future__ import annotations
 
 import copy
-import math
 
 import torch
-from pyro.distributions import Categorical as PyroCategorical
-from pyro.distributions import MultivariateNormal as PyroNormal
 from pyro.distributions.torch_distribution import TorchDistribution
 from torch import Tensor
-from torch.distributions import MultivariateNormal, constraints
+from torch.distributions import constraints
 
 from .._arguments import Shape, checked
-from .._checks import check_broadcast, check_floats, check_size, check_tensor, check_trailing
-from ..ops.lookup import look_up
-from ..ops.products import squared_norms
-from .hard_zeros import log_probs
-from .observation import is_categorical, log_prob_per_state, marginal_log_prob, permuted
+from .._checks import check_broadcast, check_size, check_tensor
+from .observation import log_prob_per_state, marginal_log_prob
 
 
 @checked()
@@ -57,7 +51,7 @@ class Autoregressive(TorchDistribution):
         >>> even = torch.full((2, 2), 0.5).log()
         >>> hmm = HMM(even[0], even, emission, torch.tensor(3))
         >>> hmm.log_prob(torch.tensor([1.0, 4.0, 8.0]))
-        tensor(-6.3764)
+        tensor(-6.7650)
     """
 
     arg_constraints: dict[str, constraints.Constraint] = {}  # noqa: RUF012
@@ -84,7 +78,7 @@ class Autoregressive(TorchDistribution):
         self.initial, self.lags, self.history = initial, lags, history
         self._own_batch = torch.Size(batch_shape)
         batch = check_broadcast({"initial": initial.batch_shape, "batch_shape": self._own_batch,
-                                 "history": (*lead[:-1], 1)})  # fmt: skip
+                                 "history": torch.Size([*lead[:-1], 1])})  # fmt: skip
         super().__init__(batch, event, validate_args=validate_args)
 
     # What a subclass defines
@@ -227,9 +221,9 @@ class Autoregressive(TorchDistribution):
         """
         if values is not None and values.dtype.is_floating_point and bool(values.isnan().any()):
             raise ValueError(
-                f"values must have no NaN, for later observations depend on them; {type(self).__name__} "
-                "cannot sum out single components. Mark the step as not observed if nothing is "
-                "observed after it, or split the sequence there."
+                "values must have no NaN, for later observations depend on them: single components "
+                f"are not summed out of {type(self).__name__}. Mark the step as not observed if "
+                "nothing is observed after it, or split the sequence there."
             )
         if known is None:
             return
@@ -243,287 +237,3 @@ class Autoregressive(TorchDistribution):
                 f"{sequence or 0} is observed, and one of the {self.lags} before it is not. "
                 "A missing context cannot be summed out exactly: split the sequence at the gap."
             )
-
-
-@checked()
-class AutoregressiveNormal(Autoregressive):
-    r"""Switching vector autoregression: vectors that depend linearly on those before.
-
-    .. math:: x_t | z_t = k \sim \mathrm{Normal}\Big(\mu_k + \sum_{l=1}^L
-              (x_{t-l} - o) W_{kl}, \; \Sigma_k\Big)
-
-    Vectors are rows: ``weights[k, l - 1, i, j]`` is by how much component i of the l-th observation
-    before moves component j (row = from, column = to). The origin o is a constant that keeps
-    numbers small; with zeros the mean :math:`\mu` is the usual intercept.
-
-    Args:
-        initial: Distribution of each of the first L vectors, batched over the K states.
-        base: ``MultivariateNormal`` of batch shape ``(*b, K)``: mean :math:`\mu_k` of a vector
-            when those before it are at the origin, and covariance :math:`\Sigma_k`.
-        weights: ``(*b, K, L, D, D)``.
-        origin: ``(D,)``; zeros by default.
-        history: ``(*B, L, D)``, vectors before the first: see :class:`Autoregressive`.
-
-    Raises:
-        TypeError: If an argument is of the wrong type or dtype.
-        ValueError: If shapes disagree.
-
-    Example:
-        >>> start = MultivariateNormal(torch.zeros(2, 1), torch.eye(1))
-        >>> noise = MultivariateNormal(torch.tensor([[0.0], [1.0]]), 0.1 * torch.eye(1))
-        >>> weights = torch.tensor([0.9, -0.5]).reshape(2, 1, 1, 1)
-        >>> emission = distributions.AutoregressiveNormal(start, noise, weights)
-        >>> even = torch.full((2, 2), 0.5).log()
-        >>> hmm = HMM(even[0], even, emission, torch.tensor(3))
-        >>> hmm.log_prob(torch.tensor([[0.0], [0.1], [0.9]]))
-        tensor(-2.8134)
-        >>> hmm.sample().shape
-        torch.Size([3, 1])
-    """
-
-    def __init__(
-        self,
-        initial: TorchDistribution,
-        base: TorchDistribution,
-        weights: Tensor,
-        origin: Tensor | None = None,
-        history: Tensor | None = None,
-        validate_args: bool | None = None,
-    ) -> None:
-        if not isinstance(base, MultivariateNormal):
-            raise TypeError(f"base must be a MultivariateNormal; got {type(base).__name__}.")
-        check_floats("weights", weights)
-        dim = base.event_shape[0]
-        check_trailing("weights", weights, (dim, dim), "(K, L, D, D)", "D is that of base.")
-        states = base.batch_shape[-1:]
-        if (
-            weights.dim() < 4
-            or weights.shape[-4:-3] != states
-            or initial.batch_shape[-1:] != states
-        ):
-            raise ValueError(
-                "initial, base and weights must be of the same K states, weights (*b, K, L, D, D); "
-                f"got batch shapes {tuple(initial.batch_shape)} and {tuple(base.batch_shape)}, and "
-                f"weights {tuple(weights.shape)}."
-            )
-        if initial.event_shape != base.event_shape:
-            raise ValueError(f"initial must emit vectors of D = {dim}; got event shape "
-                             f"{tuple(initial.event_shape)}.")  # fmt: skip
-        origin = weights.new_zeros(dim) if origin is None else origin
-        check_floats("origin", origin)
-        check_trailing("origin", origin, (dim,), "(D,)", "D is that of base.")
-        self.base, self.weights, self.origin = base, weights, origin
-        batch = check_broadcast({"base": base.batch_shape, "weights": weights.shape[:-3]})
-        super().__init__(initial, weights.size(-3), batch, history, validate_args)
-
-    def _shift(self, context: Tensor) -> Tensor:
-        """Contexts ``(*A, L, D)`` about the origin, the last one first: as ``weights`` have it."""
-        return (context - self.origin).flip(-2)
-
-    def given(self, context: Tensor) -> TorchDistribution:
-        """Normal vectors ``(*A, K)``."""
-        moved = torch.einsum("...li,...klij->...kj", self._shift(context), self.weights)
-        return PyroNormal(
-            self.base.loc + moved, scale_tril=self.base.scale_tril, validate_args=False
-        )
-
-    def permuted(self, order: Tensor) -> AutoregressiveNormal:
-        """The same emissions with state k emitting as ``order[k]`` did, ``(K,)`` integers."""
-        base = self.base
-        return AutoregressiveNormal(
-            permuted(self.initial, order),
-            PyroNormal(base.loc[..., order, :], scale_tril=base.scale_tril[..., order, :, :]),
-            self.weights.index_select(-4, order), self.origin, self.history,
-        )  # fmt: skip
-
-    def _log_prob_given(self, values: Tensor, context: Tensor) -> Tensor:
-        """One product: residuals, whitened, are linear in values and contexts.
-
-        In float64, for a residual may be far smaller than what it is the difference of.
-        """
-        one = torch.ones_like(values[..., :1])
-        past = self._shift(context).flatten(-2)
-        rows = torch.cat([values - self.origin, past, one], -1)
-        root, loc = self.base.scale_tril, self.base.loc - self.origin
-        eye = torch.eye(root.size(-1), dtype=root.dtype, device=root.device)
-        slopes = self.weights.flatten(-3, -2).mT  # (*b, K, D, L D)
-        shape = self._own_batch
-        columns = torch.cat(
-            [part.expand(*shape, *part.shape[-2:]) for part in (eye, -slopes, -loc.unsqueeze(-1))],
-            -1,
-        )
-        whitened = torch.linalg.solve_triangular(root.double(), columns.double(), upper=False)
-        scores = -0.5 * squared_norms(rows.double(), whitened)
-        log_det = root.diagonal(dim1=-2, dim2=-1).double().log().sum(-1)
-        scores = scores - log_det - 0.5 * len(eye) * math.log(2 * math.pi)
-        return scores.to(torch.promote_types(values.dtype, root.dtype))
-
-    def moments(self, states: Tensor, log_transition: Tensor) -> tuple[Tensor, Tensor]:
-        """Mean and variance ``(*B, H, D)`` of each of H observations after the history, exactly.
-
-        The joint second moments of context and state obey a linear recursion.
-
-        Args:
-            states: ``(*B, H, K)``, probabilities of the states at these steps.
-            log_transition: ``(*b, K, K)``.
-        """
-        dim, size = self.event_shape[0], 1 + self.lags * self.event_shape[0]
-        past = self._shift(self.history).flatten(-2)
-        past = torch.cat([torch.ones_like(past[..., :1]), past], -1)
-        step = self._companion(size)
-        noise = torch.nn.functional.pad(
-            self.base.covariance_matrix, (1, size - 1 - dim, 1, size - 1 - dim)
-        )
-        outer = (past.unsqueeze(-1) * past.unsqueeze(-2)).unsqueeze(-3)
-        before = states[..., 0, :, None, None] * outer  # (*B, K, F, F)
-        means, squares = [], []
-        for _ in range(states.size(-2)):
-            mass = before[..., :1, :1]
-            now = step @ before @ step.mT + mass * noise
-            total = now.sum(-3)
-            means.append(total[..., 1 : 1 + dim, 0])
-            squares.append(total.diagonal(dim1=-2, dim2=-1)[..., 1 : 1 + dim])
-            before = torch.einsum("...jk,...jfg->...kfg", log_transition.exp(), now)
-        mean = torch.stack(means, -2)
-        return mean + self.origin, torch.stack(squares, -2) - mean.square()
-
-    def _companion(self, size: int) -> Tensor:
-        """The mean ``(*b, K, F, F)`` of 1 and the last L vectors after a step, from those before."""
-        dim, weights = self.event_shape[0], self.weights
-        kept = torch.eye(size, dtype=weights.dtype, device=weights.device)
-        kept = torch.cat([kept[:1], kept.new_zeros(dim, size), kept[1 : size - dim]])
-        loc = (self.base.loc - self.origin).unsqueeze(-1)
-        slopes = weights.flatten(-3, -2).mT
-        loc, slopes = (part.expand(*self._own_batch, *part.shape[-2:]) for part in (loc, slopes))
-        top = torch.nn.functional.pad(torch.cat([loc, slopes], -1), (0, 0, 1, size - 1 - dim))
-        return kept + top
-
-
-@checked()
-class AutoregressiveCategorical(Autoregressive):
-    r"""Symbols whose distribution in each state depends on the last L symbols: one table.
-
-    .. math:: p(x_t = v | z_t = k, c_t = c) = \mathrm{tables}_{k c v}
-
-    Contexts are numbered as the digits of a number to the base V, the last symbol counting
-    least: :math:`c = \sum_l x_{t-l} V^{l-1}`.
-
-    Args:
-        initial: ``Categorical`` of batch shape ``(*b, K)``: each of the first L symbols.
-        tables: ``Categorical`` of batch shape ``(*b, K, V**L)``.
-        history: ``(*B, L)`` integers, symbols before the first: see :class:`Autoregressive`.
-
-    Raises:
-        TypeError: If an argument is of the wrong type.
-        ValueError: If shapes disagree, or the number of contexts is no power of V.
-
-    Example:
-        A state that repeats the symbol before, and one that changes it.
-
-        >>> tables = torch.tensor([[[0.9, 0.1], [0.1, 0.9]], [[0.2, 0.8], [0.8, 0.2]]])
-        >>> first = Categorical(torch.ones(2, 2))
-        >>> emission = distributions.AutoregressiveCategorical(first, Categorical(tables))
-        >>> sure = torch.eye(2).log()
-        >>> hmm = HMM(torch.tensor([0.5, 0.5]).log(), sure, emission, torch.tensor(3))
-        >>> hmm.posterior(torch.tensor([0, 0, 0])).states[-1]
-        tensor([0.9529, 0.0471])
-    """
-
-    def __init__(
-        self,
-        initial: TorchDistribution,
-        tables: TorchDistribution,
-        history: Tensor | None = None,
-        validate_args: bool | None = None,
-    ) -> None:
-        for name, part in (("initial", initial), ("tables", tables)):
-            if not is_categorical(part):
-                raise TypeError(f"{name} must be a Categorical; got {type(part).__name__}.")
-        self.num_symbols = tables.param_shape[-1]  # type: ignore[attr-defined]
-        lags = _num_lags(self.num_symbols, tables.batch_shape[-1] if tables.batch_shape else 0)
-        shapes = initial.batch_shape[-1:], tables.batch_shape[-2:-1]
-        symbols = initial.param_shape[-1]  # type: ignore[attr-defined]
-        if not lags or shapes[0] != shapes[1] or symbols != self.num_symbols:
-            raise ValueError(
-                "initial must have batch shape (*b, K) and tables (*b, K, V**L), both of V "
-                f"symbols; got {tuple(initial.batch_shape)} of {symbols} symbols and "
-                f"{tuple(tables.batch_shape)} of {self.num_symbols}."
-            )
-        self.tables = tables
-        if history is None:
-            history = torch.empty(0, dtype=torch.long)
-        super().__init__(initial, lags, tables.batch_shape[:-1], history, validate_args)
-
-    def _context(self, symbols: Tensor) -> Tensor:
-        """The numbers ``(*A)`` of contexts ``(*A, L)``."""
-        place = self.num_symbols ** torch.arange(self.lags - 1, -1, -1, device=symbols.device)
-        return (symbols * place).sum(-1)
-
-    def given(self, context: Tensor) -> TorchDistribution:
-        """Symbols ``(*A, K)``."""
-        logs = log_probs(self.tables)
-        shape = torch.broadcast_shapes(context.shape[:-1], logs.shape[:-3])
-        row = self._context(context).expand(shape)[..., None, None, None]
-        logs = logs.expand(*shape, *logs.shape[-3:])
-        return PyroCategorical(
-            logits=logs.gather(-2, row.expand(*logs.shape[:-2], 1, -1)).squeeze(-2)
-        )
-
-    def permuted(self, order: Tensor) -> AutoregressiveCategorical:
-        """The same emissions with state k emitting as ``order[k]`` did, ``(K,)`` integers."""
-        tables = PyroCategorical(logits=log_probs(self.tables).index_select(-3, order))
-        return AutoregressiveCategorical(permuted(self.initial, order), tables, self.history)
-
-    # As symbols of a larger alphabet: a symbol with its context is one of V + V ** (L + 1)
-
-    @property
-    def log_symbols(self) -> Tensor:
-        """Log-probabilities ``(*b, K, V + V ** (L + 1))`` of first symbols, and of those after."""
-        first, rest = log_probs(self.initial), log_probs(self.tables).flatten(-2)
-        return torch.cat([part.expand(*self._lead(), part.size(-1)) for part in (first, rest)], -1)
-
-    def _lead(self) -> torch.Size:
-        return torch.broadcast_shapes(self.initial.batch_shape, self._own_batch)
-
-    def codes(self, windows: Tensor) -> Tensor:
-        """The columns ``(*A)`` of :attr:`log_symbols` for windows ``(*A, L+1)``.
-
-        A symbol that is none of 0 to V - 1 has a column that does not exist.
-        """
-        windows, count = windows.long(), self.num_symbols
-        now, context = windows[..., -1], windows[..., :-1]
-        codes = torch.where(context[..., 0] < 0, now, count + self._context(context) * count + now)
-        return codes.masked_fill((now < 0) | (now >= count), count + count ** (self.lags + 1))
-
-    def log_likelihood(self, values: Tensor) -> Tensor:
-        """Log-probability ``(*A, T, K)`` of each symbol ``(*A, T)`` given those before it."""
-        codes = self.codes(self.windows(values))
-        return look_up(self.log_symbols, codes.movedim(-1, 0)).movedim(0, -2)
-
-    def probs_ahead(self, states: Tensor, log_transition: Tensor) -> Tensor:
-        """Probabilities ``(*B, H, V)`` of each of H symbols after the history, exactly.
-
-        A forward pass over the pairs of state and context.
-
-        Args:
-            states: ``(*B, H, K)``, probabilities of the states at these steps.
-            log_transition: ``(*b, K, K)``.
-        """
-        count, size = self.num_symbols, self.num_symbols**self.lags
-        here = torch.nn.functional.one_hot(self._context(self.history.long()), size)
-        before = states[..., 0, :, None] * here.unsqueeze(-2)  # (*B, K, C)
-        probs = []
-        for _ in range(states.size(-2)):
-            joint = before.unsqueeze(-1) * log_probs(self.tables).exp()  # (*B, K, C, V)
-            probs.append(joint.sum((-3, -2)))
-            now = joint.unflatten(-2, (count, size // count)).sum(-3).flatten(-2)
-            before = torch.einsum("...jk,...jc->...kc", log_transition.exp(), now)
-        return torch.stack(probs, -2)
-
-
-def _num_lags(num_symbols: int, contexts: int) -> int:
-    """L with ``num_symbols ** L == contexts``; zero if there is none."""
-    lags, size = 1, num_symbols
-    while 1 < size < contexts:
-        lags, size = lags + 1, size * num_symbols
-    return lags if size == contexts else 0

@@ -20,7 +20,8 @@ from .._checks import (
 from ..ops import masks, recursions
 from ..ops.block_transition import InnerProductTransition
 from .arguments import StructuredEmission, check_parameters, check_steps
-from .autoregressive import Autoregressive, AutoregressiveCategorical
+from .autoregressive import Autoregressive
+from .autoregressive_categorical import AutoregressiveCategorical
 from .hard_zeros import log_probs
 from .labels import refuse_dead_ends
 from .observation import is_categorical, log_likelihood, log_prob_per_state
@@ -223,10 +224,8 @@ class ChainDistribution(TorchDistribution):
         if self._validate_args:
             check_support(values, known, emission, self.emission_per_step)
         if isinstance(whole, Autoregressive):
-            whole.check_context(
-                values if self._validate_args else None,
-                known if self.observed is not None else None,
-            )
+            gaps = known if self.observed is not None else None
+            whole.check_context(values if self._validate_args else None, gaps)
         return values, known
 
     def check_labels(self, values: Tensor) -> None:

@@ -259,7 +259,7 @@ def markov_sample(name: str, hmm: HMM, obs: Tensor | None = None) -> Tensor:
         mask = exists if known is None else known
     padded = not bool(exists.all())
     stay = torch.eye(hmm.num_states).log().to(hmm.log_initial)
-    values = []
+    values: list[Tensor] = []
     state: Tensor | None = None
     for t in pyro.markov(range(hmm.num_steps)):
         if state is None:

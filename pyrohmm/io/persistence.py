@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.distributions.utils import logits_to_probs, probs_to_logits
 
 from .._arguments import checked
-from ..distributions.autoregressive import AutoregressiveCategorical, AutoregressiveNormal
+from ..distributions.autoregressive_categorical import AutoregressiveCategorical
+from ..distributions.autoregressive_normal import AutoregressiveNormal
 from ..distributions.block_hmm import BlockHMM
 from ..distributions.hard_zeros import built_from
 from ..distributions.hmm import HMM

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from pyro.distributions import Categorical, Dirichlet, MultivariateNormal
@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.distributions import constraints
 
 from .._checks import check_number, check_size
-from ..distributions.autoregressive import AutoregressiveCategorical, AutoregressiveNormal
+from ..distributions.autoregressive_categorical import AutoregressiveCategorical
+from ..distributions.autoregressive_normal import AutoregressiveNormal
 from ..distributions.inverse_wishart import covariance_matrix
 from ..distributions.units import InUnits
 from ..ops.log_space import log
@@ -84,6 +85,8 @@ class AutoregressiveNormalEmission(CovarianceEmission):
     """Vectors that depend linearly on those before: see :func:`autoregressive_normal`."""
 
     in_time = True
+    origin: Tensor
+    initial: Any
     supports: ClassVar[dict[str, constraints.Constraint]] = {
         "covariance": covariance_matrix,
         "loc": constraints.real,
@@ -184,10 +187,8 @@ class AutoregressiveNormalEmission(CovarianceEmission):
         size = 1 + self.lags * dim
         parts = {"loc": slice(0, 1), "weights": slice(1, size)}
         unit = self.scale.diagonal().double()
-        precision = torch.cat(
-            [unit.new_full((1,), self.weight), (self.ridge * unit).repeat(self.lags)]
-        )
-        precision = precision.expand(states, size).clone()
+        precision = unit.new_full((states, size), self.weight)
+        precision[:, 1:] = (self.ridge * unit).repeat(self.lags)
         prior = unit.new_zeros(states, size, dim)
         prior[:, 0] = self.prior_loc.double() - self.origin.double()
         slopes = prior.expand(len(squares), -1, -1, -1).clone()
@@ -339,7 +340,8 @@ def autoregressive_from(
             f"{type(distribution.initial).__name__}. Fit a module of your own."
         )
     base = distribution.base
-    module = AutoregressiveNormalEmission(*base.loc.shape, distribution.lags)
+    states, dim = base.loc.shape
+    module = AutoregressiveNormalEmission(states, dim, distribution.lags)
     module.set_points(covariance=base.covariance_matrix, loc=base.loc, weights=distribution.weights)
     module.origin, module.initial = distribution.origin.detach().clone(), initial
     return module

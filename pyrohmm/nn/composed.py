@@ -148,7 +148,7 @@ class TiedEmission(Emission):
         return under("part.", values), notes
 
 
-def _refuse_in_time(name: str, part: Emission) -> None:
+def _refuse_in_time(name: str, part: object) -> None:
     if getattr(part, "in_time", False):
         raise TypeError(
             f"{name} must emit observations that depend on the state alone; got "

@@ -21,7 +21,8 @@ from torch import Tensor
 from torch.distributions import constraints
 
 from .._checks import check_size
-from ..distributions.autoregressive import AutoregressiveCategorical, AutoregressiveNormal
+from ..distributions.autoregressive_categorical import AutoregressiveCategorical
+from ..distributions.autoregressive_normal import AutoregressiveNormal
 from ..distributions.observation import Streams, Tied, is_spherical, is_tied
 from ..ops.log_space import log
 from ..ops.lookup import add_rows
