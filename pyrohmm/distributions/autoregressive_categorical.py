@@ -81,7 +81,7 @@ class AutoregressiveCategorical(Autoregressive):
         row = self._context(context).expand(shape)[..., None, None, None]
         logs = logs.expand(*shape, *logs.shape[-3:])
         return PyroCategorical(
-            logits=logs.gather(-2, row.expand(*logs.shape[:-2], 1, -1)).squeeze(-2)
+            logits=logs.gather(-2, row.expand(*logs.shape[:-2], 1, logs.size(-1))).squeeze(-2)
         )
 
     def permuted(self, order: Tensor) -> AutoregressiveCategorical:

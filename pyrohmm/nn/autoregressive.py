@@ -323,11 +323,12 @@ def autoregressive_from(
 
     Raises:
         TypeError: If the first observations have no M-step in closed form.
-        ValueError: If the distribution has a history, which belongs to some sequences.
+        ValueError: If the distribution has a history or further batch dimensions.
     """
-    if not distribution.num_first:
+    if not distribution.num_first or len(distribution.batch_shape) > 1:
         raise ValueError(
-            "emission has a history, which belongs to some sequences. Fit one without."
+            "emission has a history or parameters of some sequences; got batch shape "
+            f"{tuple(distribution.batch_shape)}. Fit one of batch shape (K,), without a history."
         )
     if isinstance(distribution, AutoregressiveCategorical):
         tables = distribution.tables.probs

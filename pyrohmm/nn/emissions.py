@@ -362,10 +362,10 @@ def from_distribution(distribution: Any) -> PyroModule:
             module = TiedEmission(len(distribution.index), lambda _: inner, distribution.index)
             module.num_distinct = distribution.base.batch_shape[-1]  # some perhaps unused
             return module
-    elif len(distribution.batch_shape) != 1 or events > 1:
-        pass
     elif isinstance(distribution, AutoregressiveNormal | AutoregressiveCategorical):
         module = autoregressive_from(distribution, from_distribution(distribution.initial))
+    elif len(distribution.batch_shape) != 1 or events > 1:
+        pass
     elif type(base) in _CATEGORICAL and not events:
         module = CategoricalEmission(*base.probs.shape)
         module.set_points(probs=base.probs)
