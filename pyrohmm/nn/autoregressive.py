@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import Any, ClassVar
 
@@ -22,8 +23,10 @@ from ..ops.lookup import add_rows
 from ..ops.products import weighted_sums
 from .centred import like
 from .closed_form import EmissionMStep, Maximum, Statistics, inside, row_mode, under
-from .family import Emission, EmissionFamily, check_strengths, positive
+from .family import Emission, EmissionFamily, positive
 from .normals import CovarianceEmission, floor_of
+
+MOST = 10**10  # numbers in the table of a state, which would take 80 GB
 
 
 def autoregressive_normal(
@@ -105,7 +108,8 @@ class AutoregressiveNormalEmission(CovarianceEmission):
         scale: float | Tensor | None = None,
     ) -> None:
         check_number("ridge", ridge)
-        check_strengths(ridge, 1.0)
+        if not 0 < ridge < math.inf:
+            raise ValueError(f"ridge must be positive and finite; got {ridge}.")
         super().__init__(num_states, dim, loc, weight, degrees, scale)
         self.lags, self.ridge = lags, ridge
         self.initial = CovarianceEmission(num_states, dim, loc, weight, degrees, scale)
@@ -247,6 +251,11 @@ def autoregressive_categorical(
     """
     check_size("num_symbols", num_symbols)
     check_size("lags", lags)
+    if num_symbols ** (lags + 1) > MOST:
+        raise ValueError(
+            f"lags must leave tables of at most {MOST:.0e} numbers a state, V ** (L + 1); got "
+            f"{num_symbols} ** {lags + 1}. Take fewer lags, or fewer symbols."
+        )
     return partial(
         AutoregressiveCategoricalEmission,
         num_symbols=num_symbols,
