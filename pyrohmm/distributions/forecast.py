@@ -93,6 +93,7 @@ class Forecast(TorchDistribution):
             return sample_emission(self.emission, states)
 
 
+@explained()
 class AutoregressiveForecast(Forecast):
     r"""A :class:`Forecast` of observations that depend on those before them.
 
@@ -160,6 +161,8 @@ class AutoregressiveForecast(Forecast):
                 "log-densities of single observations more than one step ahead",
                 "Score whole continuations: continuation(hmm, past, H).log_prob(values).",
             )
+        values = values.to(torch.promote_types(values.dtype, self.states.dtype))
+        self.emission.check_context(values, None)
         return (self.emission.log_likelihood(values) + self.states.log()).logsumexp(-1)
 
     def sample(self, sample_shape: Shape = ()) -> Tensor:
