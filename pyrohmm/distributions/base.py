@@ -21,7 +21,7 @@ from ..ops import masks, recursions
 from ..ops.block_transition import InnerProductTransition
 from .arguments import StructuredEmission, check_parameters, check_steps
 from .autoregressive import Autoregressive
-from .autoregressive_categorical import AutoregressiveCategorical
+from .context_tables import AutoregressiveCategorical
 from .hard_zeros import log_probs
 from .labels import refuse_dead_ends
 from .observation import is_categorical, log_likelihood, log_prob_per_state

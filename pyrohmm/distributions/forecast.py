@@ -11,10 +11,10 @@ from .._arguments import Shape, explained
 from .._checks import check_broadcast, check_real, check_trailing
 from ..ops.sampling import CategoricalTable, sample_path
 from .autoregressive import Autoregressive
-from .autoregressive_categorical import AutoregressiveCategorical
-from .autoregressive_normal import AutoregressiveNormal
+from .context_tables import AutoregressiveCategorical
 from .observation import log_likelihood
 from .sampling import sample_emission, sample_in_time
+from .vector_autoregression import AutoregressiveNormal
 
 
 @explained()

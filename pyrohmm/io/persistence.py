@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from torch.distributions.utils import logits_to_probs, probs_to_logits
 
 from .._arguments import checked
-from ..distributions.autoregressive_categorical import AutoregressiveCategorical
-from ..distributions.autoregressive_normal import AutoregressiveNormal
 from ..distributions.block_hmm import BlockHMM
+from ..distributions.context_tables import AutoregressiveCategorical
 from ..distributions.hard_zeros import built_from
 from ..distributions.hmm import HMM
 from ..distributions.observation import Streams, Tied, is_spherical, is_tied
+from ..distributions.vector_autoregression import AutoregressiveNormal
 from ..ops.block_transition import InnerProductTransition
 from ..ops.blocks import Blocks
 from .files import TENSORS, FilePath, read_directory, write_directory

@@ -14,10 +14,10 @@ from torch import Tensor
 from torch.distributions import constraints
 
 from .._checks import check_number, check_size
-from ..distributions.autoregressive_categorical import AutoregressiveCategorical
-from ..distributions.autoregressive_normal import AutoregressiveNormal
+from ..distributions.context_tables import AutoregressiveCategorical
 from ..distributions.inverse_wishart import covariance_matrix
 from ..distributions.units import InUnits
+from ..distributions.vector_autoregression import AutoregressiveNormal
 from ..ops.log_space import log
 from ..ops.lookup import add_rows
 from ..ops.products import weighted_sums

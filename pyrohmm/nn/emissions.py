@@ -21,9 +21,9 @@ from torch import Tensor
 from torch.distributions import constraints
 
 from .._checks import check_size
-from ..distributions.autoregressive_categorical import AutoregressiveCategorical
-from ..distributions.autoregressive_normal import AutoregressiveNormal
+from ..distributions.context_tables import AutoregressiveCategorical
 from ..distributions.observation import Streams, Tied, is_spherical, is_tied
+from ..distributions.vector_autoregression import AutoregressiveNormal
 from ..ops.log_space import log
 from ..ops.lookup import add_rows
 from .autoregressive import autoregressive_from

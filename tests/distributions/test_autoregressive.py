@@ -143,6 +143,18 @@ def test_queries_are_sums_over_all_paths(make, some, lengths):
 
 
 @every_emission
+def test_transitions_may_change_with_the_step(make, some):
+    emission, values = make(), some(1, 4)
+    initial, transition = log_rows(STATES), log_rows(3, STATES, STATES)
+    hmm = HMM(initial, transition, emission, torch.tensor([4]), transition_per_step=True)
+    factors = initial.numpy(), transition.numpy(), slowly(emission, values[0]), 4
+    expected = oracle.by_paths(*factors)
+    assert hmm.log_prob(values).item() == pytest.approx(expected.evidence)
+    assert hmm.posterior(values).states[0].numpy() == pytest.approx(expected.states)
+    assert hmm.sample().shape == values.shape
+
+
+@every_emission
 def test_parameters_may_have_batch_dimensions(make, some):
     many, values = make(4, 1), some(2, 5)
     initial, transition = log_rows(4, 1, STATES), log_rows(STATES, STATES)

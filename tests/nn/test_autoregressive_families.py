@@ -4,14 +4,17 @@ import numpy as np
 import pyro
 import pytest
 import torch
-from pyro.distributions import Categorical, MultivariateNormal
+from pyro.distributions import Categorical, MultivariateNormal, Poisson
 from pyro.infer import Predictive
 from pyro.infer.autoguide import AutoNormal
-from scipy import stats
+from pyro.nn import PyroModule, PyroParam
+from scipy import optimize, stats
+from torch.distributions import constraints
 
 from pyrohmm import (
     HMM,
     MarginalModel,
+    PosteriorDraws,
     Sequences,
     TabularHMM,
     autoregressive_categorical,
@@ -29,7 +32,7 @@ from pyrohmm import (
     streams,
     tied,
 )
-from pyrohmm.distributions import AutoregressiveCategorical, AutoregressiveNormal
+from pyrohmm.distributions import Autoregressive, AutoregressiveCategorical, AutoregressiveNormal
 
 PRIOR = {"loc": 0.3, "weight": 0.7, "ridge": 0.4, "degrees": 5.5, "scale": None}
 SCALE = np.array([[1.0, 0.3], [0.3, 2.0]])
@@ -330,6 +333,58 @@ def test_a_module_is_saved_and_loaded(case, tmp_path):
     load_into(second, tmp_path / "module")
     one, other = (module(data.lengths).log_prob(data.values) for module in (first, second))
     assert one.equal(other)
+
+
+class Contagion(PyroModule):
+    """A family of a user: counts whose rate is a level and a share of the count before."""
+
+    def __init__(self, num_states):
+        super().__init__()
+        self.level = PyroParam(torch.linspace(1.0, 3.0, num_states), constraints.positive)
+        self.share = PyroParam(torch.full((num_states,), 0.3), constraints.positive)
+
+    def forward(self):
+        return ContagiousCounts(self.level, self.share)
+
+
+class ContagiousCounts(Autoregressive):
+    def __init__(self, level, share):
+        super().__init__(Poisson(level), 1, level.shape)
+        self.level, self.share = level, share
+
+    def given(self, context):
+        return Poisson(self.level + self.share * context)
+
+
+def test_gradient_steps_fit_a_distribution_of_a_user_that_reads_the_last_values():
+    """One state, so that the maximum is that of a regression of counts on those before."""
+    counts = [torch.tensor(2.0)]
+    for _ in range(300):
+        counts.append(torch.poisson(1.0 + 0.6 * counts[-1]))
+    data = Sequences.from_list([torch.stack(counts)])
+    fit = fit_em(TabularHMM(1, Contagion), data, num_steps=20)
+    x = data.values[0].numpy()
+
+    def loss(at):
+        rate = np.append(at[0], at[0] + at[1] * x[:-1])
+        return -stats.poisson.logpmf(x, rate).sum()
+
+    best = optimize.minimize(loss, [1.0, 0.5], bounds=[(1e-3, None)] * 2)
+    part = fit.model.module.emission
+    assert [part.level.item(), part.share.item()] == pytest.approx(best.x, abs=1e-2)
+    assert fit.losses[-1].item() == pytest.approx(best.fun, abs=1e-3)
+
+
+@pytest.mark.parametrize("case", ["vectors", "symbols"])
+def test_states_of_posterior_samples_may_be_renamed(case):
+    make, data = cases()[case]
+    model = MarginalModel(make())
+    draws = PosteriorDraws.of(fit_svi(model, AutoNormal(model), data, num_steps=2), num_draws=3)
+    order = torch.tensor([[[1, 0], [0, 1], [1, 0]]])
+    before, after = (each.hmm(data) for each in (draws, draws.permute_states(order, data)))
+    torch.testing.assert_close(after.log_prob(data.values), before.log_prob(data.values))
+    states = [hmm.posterior(data.values).states for hmm in (before, after)]
+    torch.testing.assert_close(states[1].flatten(0, -4)[0], states[0].flatten(0, -4)[0].flip(-1))
 
 
 # In Pyro ----------------------------------------------------------------------------------------
