@@ -66,8 +66,7 @@ class Autoregressive(TorchDistribution):
     ) -> None:
         check_size("lags", lags)
         event = initial.event_shape
-        if history is None:
-            history = torch.empty(0, *event)
+        history = torch.empty(0, *event) if history is None else history
         check_tensor("history", history)
         if history.dim() <= len(event) or history.shape[history.dim() - len(event) :] != event:
             raise ValueError(f"history must be (*B, L, *E) with event shape {tuple(event)}; got "
@@ -75,7 +74,8 @@ class Autoregressive(TorchDistribution):
         lead = history.shape[: history.dim() - len(event)]
         if lead[-1] not in (0, lags):
             raise ValueError(f"history must hold L = {lags} observations, or none; got {lead[-1]}.")
-        self.initial, self.lags, self.history = initial, lags, history
+        self.initial, self.lags = initial, lags
+        self._history = history if lead[-1] else None
         self._own_batch = torch.Size(batch_shape)
         batch = check_broadcast({"initial": initial.batch_shape, "batch_shape": self._own_batch,
                                  "history": torch.Size([*lead[:-1], 1])})  # fmt: skip
@@ -101,6 +101,11 @@ class Autoregressive(TorchDistribution):
     def support(self) -> constraints.Constraint:
         """Of an observation."""
         return self.initial.support
+
+    @property
+    def history(self) -> Tensor:
+        """Observations before the first, ``(*B, L, *E)``, or none of them, ``(0, *E)``."""
+        return torch.empty(0, *self.event_shape) if self._history is None else self._history
 
     @property
     def num_first(self) -> int:

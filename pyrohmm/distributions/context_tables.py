@@ -65,14 +65,12 @@ class AutoregressiveCategorical(Autoregressive):
                 f"{tuple(tables.batch_shape)} of {self.num_symbols}."
             )
         self.tables = tables
-        if history is None:
-            history = torch.empty(0, dtype=torch.long)
         super().__init__(initial, lags, tables.batch_shape[:-1], history, validate_args)
 
     def _context(self, symbols: Tensor) -> Tensor:
         """The numbers ``(*A)`` of contexts ``(*A, L)``."""
         place = self.num_symbols ** torch.arange(self.lags - 1, -1, -1, device=symbols.device)
-        return (symbols * place).sum(-1)
+        return (symbols.long() * place).sum(-1)
 
     def given(self, context: Tensor) -> TorchDistribution:
         """Symbols ``(*A, K)``."""
@@ -125,7 +123,7 @@ class AutoregressiveCategorical(Autoregressive):
             log_transition: ``(*b, K, K)``.
         """
         count, size = self.num_symbols, self.num_symbols**self.lags
-        here = torch.nn.functional.one_hot(self._context(self.history.long()), size)
+        here = torch.nn.functional.one_hot(self._context(self.history), size)
         before = states[..., 0, :, None] * here.unsqueeze(-2)  # (*B, K, C)
         probs = []
         for _ in range(states.size(-2)):

@@ -129,21 +129,23 @@ class AutoregressiveNormal(Autoregressive):
     def moments(self, states: Tensor, log_transition: Tensor) -> tuple[Tensor, Tensor]:
         """Mean and variance ``(*B, H, D)`` of each of H observations after the history, exactly.
 
-        The joint second moments of context and state obey a linear recursion.
+        The joint second moments of context and state obey a linear recursion. It is computed in
+        float64, for a variance is the difference of a mean square and the square of a mean.
 
         Args:
             states: ``(*B, H, K)``, probabilities of the states at these steps.
             log_transition: ``(*b, K, K)``.
         """
         dim, size = self.event_shape[0], 1 + self.lags * self.event_shape[0]
-        past = self._shift(self.history).flatten(-2)
+        past = self._shift(self.history.double()).flatten(-2)
         past = torch.cat([torch.ones_like(past[..., :1]), past], -1)
-        step = self._companion(size)
-        noise = torch.nn.functional.pad(
-            self.base.covariance_matrix, (1, size - 1 - dim, 1, size - 1 - dim)
-        )
+        step, covariance = self._companion(size).double(), self.base.covariance_matrix.double()
+        noise = torch.nn.functional.pad(covariance, (1, size - 1 - dim, 1, size - 1 - dim))
         outer = (past.unsqueeze(-1) * past.unsqueeze(-2)).unsqueeze(-3)
-        before = states[..., 0, :, None, None] * outer  # (*B, K, F, F)
+        first = states[..., 0, :].double()
+        first = first / first.sum(-1, keepdim=True)
+        before = first[..., None, None] * outer  # (*B, K, F, F)
+        matrix = log_transition.double().softmax(-1)
         means, squares = [], []
         for _ in range(states.size(-2)):
             mass = before[..., :1, :1]
@@ -151,9 +153,10 @@ class AutoregressiveNormal(Autoregressive):
             total = now.sum(-3)
             means.append(total[..., 1 : 1 + dim, 0])
             squares.append(total.diagonal(dim1=-2, dim2=-1)[..., 1 : 1 + dim])
-            before = torch.einsum("...jk,...jfg->...kfg", log_transition.exp(), now)
+            before = torch.einsum("...jk,...jfg->...kfg", matrix, now)
         mean = torch.stack(means, -2)
-        return mean + self.origin, torch.stack(squares, -2) - mean.square()
+        variance = torch.stack(squares, -2) - mean.square()
+        return (mean + self.origin).to(states.dtype), variance.clamp(min=0.0).to(states.dtype)
 
     def _companion(self, size: int) -> Tensor:
         """Matrices ``(*b, K, F, F)`` from 1 and the last L vectors to those one step later."""

@@ -4,12 +4,13 @@ import itertools
 
 import numpy as np
 import oracle
+import pyro
 import pytest
 import torch
 from pyro.distributions import Categorical, MultivariateNormal, Normal, Poisson
 from scipy import stats
 
-from pyrohmm import HMM, Filter, Sequences, TabularHMM, fit_em, load_hmm, save
+from pyrohmm import HMM, Filter, Sequences, TabularHMM, fit_em, load_hmm, markov_sample, save
 from pyrohmm.analysis.prediction import (
     continuation,
     impute,
@@ -404,6 +405,31 @@ def test_moments_ahead_are_those_of_all_paths(dim, lags):
     samples = forecast.sample((4000,))[:, 0]
     error = (samples.mean(0) - mean) / (torch.tensor(variance).reshape(steps, dim) / 4000).sqrt()
     assert error.abs().max() < 5
+
+
+def test_moments_ahead_in_float32_are_those_in_float64():
+    """Of vectors whose noise is far smaller than they are; to what float32 keeps of a variance."""
+    emission = vectors(2, 1)
+    base = MultivariateNormal(emission.base.loc[:1], 1e-4 * torch.eye(2).expand(1, 2, 2))
+    parts = emission.initial.loc[:1], emission.initial.covariance_matrix[:1], emission.weights[:1]
+    forecasts = []
+    for dtype in (torch.float64, torch.float32):
+        first = MultivariateNormal(parts[0].to(dtype), parts[1].to(dtype))
+        noise = MultivariateNormal(base.loc.to(dtype), base.covariance_matrix.to(dtype))
+        lagged = AutoregressiveNormal(first, noise, 0.9 * torch.eye(2, dtype=dtype)[None, None])
+        zero = torch.zeros(1, dtype=dtype)
+        hmm = HMM(zero, zero[None], lagged, torch.tensor([3]))
+        forecasts.append(hmm.forecast(torch.full((1, 3, 2), 30.0, dtype=dtype), 2))
+    one, other = (forecast.variance.flatten().tolist() for forecast in forecasts)
+    assert other == pytest.approx(one, rel=1e-4)
+
+
+@pytest.mark.parametrize("name", ["vector, one lag", "symbol, two lags"])
+def test_a_continuation_is_sampled_step_by_step_in_pyro_as_well(name):
+    make, some = EMISSIONS[name]
+    ahead = continuation(chain(make(), torch.tensor([4, 4])), some(2, 4), 3)
+    with pyro.plate("data", 2):
+        assert markov_sample("x", ahead).shape == ahead.sample().shape
 
 
 def test_one_step_ahead_has_a_density_and_more_have_none_of_vectors():
