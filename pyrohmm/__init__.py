@@ -51,6 +51,8 @@ from .language.model import LanguageModel as LanguageModel
 from .nn import dense as dense
 from .nn import emissions as emissions
 from .nn import tagging as tagging
+from .nn.autoregressive import autoregressive_categorical as autoregressive_categorical
+from .nn.autoregressive import autoregressive_normal as autoregressive_normal
 from .nn.base import HMMModule as HMMModule
 from .nn.base import freeze as freeze
 from .nn.composed import streams as streams
@@ -105,6 +107,8 @@ __all__ = [
     "TabularHMM",
     "TaggedHMM",
     "__version__",
+    "autoregressive_categorical",
+    "autoregressive_normal",
     "banded",
     "bernoulli",
     "block_hmm",

@@ -300,6 +300,18 @@ def shared():
     return pyrohmm.distributions.Tied(gaussian(), torch.tensor([0, 1, 1]))
 
 
+def plane():
+    return dist.MultivariateNormal(torch.zeros(2, 1), torch.eye(1).expand(2, 1, 1))
+
+
+def lagged():
+    return pyrohmm.distributions.AutoregressiveNormal(plane(), plane(), torch.ones(2, 1, 1, 1))
+
+
+def followed():
+    return HMM(rows(2), rows(2, 2), lagged(), lengths(), validate_args=True)
+
+
 SQUARE = {
     "rows": lambda: simplex(1, 2, 2),
     "counts": lambda: torch.ones(1, 2, 2),
@@ -402,6 +414,24 @@ SPECIAL = {
         "transition": lambda: rows(2, 2),
         "log_emission": lambda: block_hmm().log_emission,
     },
+    "AutoregressiveNormal": {
+        "initial": plane,
+        "base": plane,
+        "weights": lambda: torch.ones(2, 1, 1, 1),
+        "origin": lambda: torch.zeros(1),
+        "history": lambda: torch.zeros(1, 1),
+    },
+    "AutoregressiveCategorical": {
+        "initial": lambda: dist.Categorical(logits=rows(2, 3)),
+        "tables": lambda: dist.Categorical(logits=rows(2, 9, 3)),
+        "history": lambda: torch.tensor([0, 1]),
+    },
+    "AutoregressiveForecast": {
+        "states": lambda: simplex(2, 1, 2),
+        "emission": lagged,
+        "log_transition": lambda: rows(2, 2),
+    },
+    "AutoregressiveForecast.log_prob": {"values": lambda: torch.zeros(2, 1, 1)},
     "CooccurrenceModel": {"target": pairs},
     "DiversityPrior": {
         "alpha": lambda: 1.0,
@@ -676,6 +706,7 @@ OBJECTS = {
     "SparseDirichlet": lambda: pyrohmm.distributions.SparseDirichlet(
         torch.ones(2, 2), torch.ones(2, 2) > 0
     ),
+    "AutoregressiveForecast": lambda: followed().forecast(torch.zeros(2, 3, 1), 1),
     "Streams": beside,
     "Tied": shared,
     "WordAndTag": both,
@@ -693,6 +724,9 @@ OBJECTS = {
 UNASKED = {
     "Fit": "made by fits",
     "Restarts": "made by fits",
+    "Autoregressive": "abstract",
+    "AutoregressiveNormal.log_prob": "there is none of a single observation",
+    "AutoregressiveCategorical.log_prob": "there is none of a single observation",
     "HMMModule": "abstract",
     "HMMModule.forward": "abstract",
     "Start": "a protocol",
@@ -719,7 +753,8 @@ INNER = {
     "m_step", "statistics", "transition_counts", "get_extra_state", "set_extra_state", "set_points",
     "check_constant", "check_labels", "prepare_values", "sample_prior_states", "continue_from",
     "at_rest", "in_each_state", "log_block_probs_from", "log_probs_from", "rows", "places",
-    "emission_module", "extra_repr", "sample_observations",
+    "emission_module", "extra_repr", "sample_observations", "given", "permuted", "windows", "codes",
+    "log_likelihood", "next", "after", "check_context", "moments", "probs_ahead",
 }  # fmt: skip
 
 # Functions of tensors that are called at every step of a fit, and read no value: that would wait

@@ -7,6 +7,7 @@ from typing import NamedTuple, TypeGuard
 import torch
 from torch import Tensor
 
+from ..distributions.autoregressive import Autoregressive
 from ..distributions.block_hmm import BlockHMM
 from ..distributions.hmm import HMM
 from ..ops.block_plan import Plan
@@ -90,6 +91,16 @@ def normalised(scores: Tensor) -> Tensor:
 def finite_or_zero(logs: Tensor) -> Tensor:
     """Zero for minus infinity, so that subtracting it makes no NaN."""
     return logs.masked_fill(logs.isneginf(), 0.0)
+
+
+def refuse_autoregressive(hmm: HMM, purpose: str) -> None:
+    """Raise if the emission depends on the observations before, which ``purpose`` does not know."""
+    if isinstance(hmm.emission, Autoregressive):
+        raise ValueError(
+            f"{purpose} needs observations that depend on the state alone; the emission of hmm is "
+            f"{type(hmm.emission).__name__}. hmm.posterior, hmm.forecast and continuation know of "
+            "earlier observations."
+        )
 
 
 def check_possible(log_evidence: Tensor) -> None:

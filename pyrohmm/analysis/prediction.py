@@ -10,14 +10,23 @@ from torch import Tensor
 
 from .._arguments import Shape, checked
 from .._checks import check_size
+from ..distributions.autoregressive import Autoregressive
 from ..distributions.block_factors import log_chain
 from ..distributions.block_hmm import BlockHMM
 from ..distributions.carried_state import CarriedState
 from ..distributions.forecast import Forecast
 from ..distributions.hmm import HMM
+from ..distributions.sampling import sample_in_time
 from ..ops import recursions
 from ..ops.block_transition import InnerProductTransition
-from .chains import at_steps, chain_factors, check_possible, in_blocks, normalised
+from .chains import (
+    at_steps,
+    chain_factors,
+    check_possible,
+    in_blocks,
+    normalised,
+    refuse_autoregressive,
+)
 
 
 @checked()
@@ -91,8 +100,11 @@ def continuation(hmm: HMM, values: Tensor, num_steps: int) -> HMM:
     if in_blocks(hmm) and isinstance(hmm.transition, InnerProductTransition):
         if hmm.lengths.dim() == 1 and values.dim() == 1 + len(hmm.event_shape):
             return _continued(hmm, hmm.transition, values, num_steps)
+    emission = hmm.emission
     with torch.no_grad():
         filtered = recursions.filtered(*hmm.log_factors(values), hmm.lengths)
+        if isinstance(emission, Autoregressive):
+            emission = emission.after(*hmm.prepare_values(values), hmm.lengths)
         batch = filtered.shape[:-2]
         last = (hmm.lengths.expand(batch) - 1).to(filtered.device)
         last = last[..., None, None].expand(*batch, 1, hmm.num_states)
@@ -100,7 +112,11 @@ def continuation(hmm: HMM, values: Tensor, num_steps: int) -> HMM:
         check_possible(final.logsumexp(-1))
         first = normalised((final.unsqueeze(-1) + hmm.log_transition).logsumexp(-2))
     return hmm.replace(
-        log_initial=first, lengths=torch.full(batch, num_steps), observed=None, allowed=None
+        log_initial=first,
+        emission=emission,
+        lengths=torch.full(batch, num_steps),
+        observed=None,
+        allowed=None,
     )
 
 
@@ -150,7 +166,11 @@ def impute(hmm: HMM, values: Tensor, sample_shape: Shape = ()) -> Tensor:
     with torch.no_grad():
         check_possible(hmm.log_prob(values))
         states = hmm.sample_states(values, sample_shape)
-        samples = hmm.sample_observations(states).to(values.dtype)
+        if isinstance(hmm.emission, Autoregressive):
+            samples = sample_in_time(hmm.emission, states, *hmm.prepare_values(values))
+        else:
+            samples = hmm.sample_observations(states)
+        samples = samples.to(values.dtype)
         missing = torch.zeros_like(states, dtype=torch.bool)
         if hmm.observed is not None:
             missing = (hmm.exists & ~hmm.observed).expand(states.shape)
@@ -177,7 +197,8 @@ def observation_marginals(hmm: HMM, values: Tensor) -> Forecast:
         A distribution of batch shape ``(*B, T)``; see :class:`Forecast`.
 
     Raises:
-        ValueError: If a sequence has probability zero.
+        ValueError: If a sequence has probability zero, or the emission depends on the observations
+            before.
 
     Example:
         >>> sure = torch.tensor([[1.0, 0.0], [0.0, 1.0]]).log()
@@ -187,6 +208,7 @@ def observation_marginals(hmm: HMM, values: Tensor) -> Forecast:
         >>> observation_marginals(hmm, torch.tensor([9.5, math.nan])).mean
         tensor([10., 10.])
     """
+    refuse_autoregressive(hmm, "observation_marginals")
     evidence, states, _ = hmm.posterior(values)
     check_possible(evidence)
     states = states.masked_fill(~hmm.exists.unsqueeze(-1), 1.0)  # so that sampling is possible

@@ -15,7 +15,7 @@ from .._checks import check_booleans, check_shape, check_size, check_tensor, che
 from ..distributions.forecast import Forecast
 from ..distributions.hmm import HMM
 from .block_steps import BlockSteps
-from .chains import in_blocks, normalised
+from .chains import in_blocks, normalised, refuse_autoregressive
 
 
 @explained(observation=None)  # a number may be NaN
@@ -36,7 +36,8 @@ class Filter:
 
     Raises:
         TypeError: If ``hmm`` is not an :class:`HMM`.
-        ValueError: If ``hmm`` has parameters per step.
+        ValueError: If ``hmm`` has parameters per step, or an emission that depends on the
+            observations before.
 
     Example:
         >>> coins = Categorical(probs=torch.tensor([[0.5, 0.5], [0.1, 0.9]]))
@@ -69,6 +70,7 @@ class Filter:
                 f"hmm must be an HMM; got {type(hmm).__name__}. Call a module with lengths first."
             )
         hmm.check_constant("Filter")
+        refuse_autoregressive(hmm, "Filter")
         if hmm.allowed is not None:
             raise ValueError(
                 "hmm is restricted to labels, which belong to some steps. Give one without them."

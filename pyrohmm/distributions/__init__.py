@@ -4,33 +4,39 @@ Imports ``ops`` and ``data``.
 
 Its modules; each imports only those above it:
 
-``sparse_dirichlet``  Dirichlet rows with exact zeros
-``inverse_wishart``   the prior of covariance matrices
-``units``             priors of data in any unit
-``hard_zeros``        log-probabilities in which zeros are exact
-``linear_emissions``  emissions whose log-probabilities are a product of matrices
-``observation``       joined and tied emissions; log-probabilities per state
-``values``            observations as the recursions read them
-``arguments``         the arguments of an ``HMM``, checked
-``labels``            which states are allowed at each step
-``sampling``          sampling of observations given states
-``quantiles``         quantiles of mixtures of emissions
-``forecast``          ``Forecast``: observations at future steps
-``base``              ``ChainDistribution``: parameters, masks and data joined
-``hmm``               ``HMM``: a distribution over whole sequences
-``block_symbols``     ``BlockSymbols``: symbols emitted only by the states of their blocks
-``carried_state``     ``CarriedState``: the state before the first step
-``block_factors``     parameters and symbols in blocks, as the recursions read them
-``block_hmm``         ``BlockHMM``: states in blocks, tens of thousands of them
-``tagged_hmm``        ``TaggedHMM``: states that emit a word and a tag
-``dpp``               the determinantal prior of the diversified HMM
+``sparse_dirichlet``       Dirichlet rows with exact zeros
+``inverse_wishart``        the prior of covariance matrices
+``units``                  priors of data in any unit
+``hard_zeros``             log-probabilities in which zeros are exact
+``linear_emissions``       emissions whose log-probabilities are a product of matrices
+``observation``            joined and tied emissions; log-probabilities per state
+``values``                 observations as the recursions read them
+``arguments``              the arguments of an ``HMM``, checked
+``labels``                 which states are allowed at each step
+``autoregressive``         emissions that depend on the observations before: their base
+``vector_autoregression``  vectors that depend linearly on those before
+``context_tables``         symbols that depend on those before
+``sampling``               sampling of observations given states
+``quantiles``              quantiles of mixtures of emissions
+``forecast``               ``Forecast``: observations at future steps
+``base``                   ``ChainDistribution``: parameters, masks and data joined
+``hmm``                    ``HMM``: a distribution over whole sequences
+``block_symbols``          ``BlockSymbols``: symbols emitted only by the states of their blocks
+``carried_state``          ``CarriedState``: the state before the first step
+``block_factors``          parameters and symbols in blocks, as the recursions read them
+``block_hmm``              ``BlockHMM``: states in blocks, tens of thousands of them
+``tagged_hmm``             ``TaggedHMM``: states that emit a word and a tag
+``dpp``                    the determinantal prior of the diversified HMM
 """
 
 from . import block_hmm as block_hmm
 from . import dpp as dpp
+from .autoregressive import Autoregressive as Autoregressive
 from .block_hmm import BlockHMM as BlockHMM
+from .context_tables import AutoregressiveCategorical as AutoregressiveCategorical
 from .dpp import DiverseDirichlet as DiverseDirichlet
 from .dpp import DiversityPrior as DiversityPrior
+from .forecast import AutoregressiveForecast as AutoregressiveForecast
 from .forecast import Forecast as Forecast
 from .hard_zeros import log_probs as log_probs
 from .hmm import HMM as HMM
@@ -44,3 +50,4 @@ from .observation import marginal_log_prob as marginal_log_prob
 from .sparse_dirichlet import SparseDirichlet as SparseDirichlet
 from .sparse_dirichlet import interior as interior
 from .tagged_hmm import TaggedHMM as TaggedHMM
+from .vector_autoregression import AutoregressiveNormal as AutoregressiveNormal

@@ -24,6 +24,8 @@ from .._checks import (
 from ..ops import masks, recursions
 from ..ops.block_transition import InnerProductTransition
 from .arguments import StructuredEmission, check_parameters, check_steps
+from .autoregressive import Autoregressive
+from .context_tables import AutoregressiveCategorical
 from .hard_zeros import log_probs
 from .labels import refuse_dead_ends
 from .observation import is_categorical, log_likelihood, log_prob_per_state
@@ -54,6 +56,11 @@ class ChainDistribution(TorchDistribution):
         allowed: Tensor | None = None,
     ) -> None:
         check_parameters(log_initial, log_transition, emission)
+        if emission_per_step and isinstance(emission, Autoregressive):
+            raise ValueError(
+                "emission_per_step needs an emission that does not depend on the observations "
+                f"before; got {type(emission).__name__}."
+            )
         check_integers("lengths", lengths)
         lengths = lengths.cpu().long()
         batch_shape, num_steps = check_steps(
@@ -158,10 +165,16 @@ class ChainDistribution(TorchDistribution):
         None if observations are not symbols, parameters not constant, or states restricted.
         """
         constant = not (self.transition_per_step or self.emission_per_step)
-        if not (constant and self.allowed is None and is_categorical(self.emission)):
+        emission = self.emission
+        with_context = isinstance(emission, AutoregressiveCategorical)
+        if not (constant and self.allowed is None and (with_context or is_categorical(emission))):
             return None
         symbols, known = self.prepare_values(values)
-        table, transition = log_probs(self.emission), self._log_transitions()
+        if isinstance(emission, AutoregressiveCategorical):
+            symbols, table = emission.codes(emission.windows(symbols)), emission.log_symbols
+        else:
+            table = log_probs(emission)
+        transition = self._log_transitions()
         known = known if self.observed is not None else None  # recursions know of padding
         return self.log_initial, transition, table, symbols, self.lengths, known
 
@@ -170,6 +183,8 @@ class ChainDistribution(TorchDistribution):
         values, known = self.prepare_values(values)
         if self.emission_per_step:
             likelihood = log_prob_per_state(self.emission, values)
+        elif isinstance(self.emission, Autoregressive):
+            likelihood = self.emission.log_likelihood(values)
         else:
             likelihood = log_likelihood(self.emission, values)
         if known is not None and self.observed is not None:  # recursions know of padding
@@ -201,9 +216,10 @@ class ChainDistribution(TorchDistribution):
             values = to_tensor("values", values)
         check_real("values", values)
         check_same_device({"values": values, "log_initial": self.log_initial})
+        whole = self.emission
+        emission = whole.initial if isinstance(whole, Autoregressive) else whole
         shape = tuple(self.event_shape)
-        check_trailing("values", values, shape, "(T, *E)", _cure(values, self.emission.event_shape))
-        emission = self.emission
+        check_trailing("values", values, shape, "(T, *E)", _cure(values, emission.event_shape))
         symbols = is_categorical(emission)
         if not (symbols or values.dtype.is_floating_point):
             values = values.to(self.log_initial.dtype)
@@ -218,6 +234,9 @@ class ChainDistribution(TorchDistribution):
             check_integers("values", values)
         if self._validate_args:
             check_support(values, known, emission, self.emission_per_step)
+        if isinstance(whole, Autoregressive):
+            gaps = known if self.observed is not None else None
+            whole.check_context(values if self._validate_args else None, gaps)
         return values, known
 
     def check_labels(self, values: Tensor) -> None:

@@ -12,9 +12,13 @@ from torch.distributions import constraints
 
 from .._arguments import Shape, explained
 from .._checks import check_broadcast, check_probs, check_real, check_trailing
+from ..ops.sampling import CategoricalTable, sample_path
+from .autoregressive import Autoregressive
+from .context_tables import AutoregressiveCategorical
 from .observation import log_likelihood
 from .quantiles import mixture_quantiles
-from .sampling import sample_emission
+from .sampling import sample_emission, sample_in_time
+from .vector_autoregression import AutoregressiveNormal
 
 NUM_SAMPLES = 10_000  # for quantiles, where no distribution function is known
 
@@ -138,3 +142,93 @@ class Forecast(TorchDistribution):
             shape = torch.Size(sample_shape)
             states = torch.distributions.Categorical(probs=self.states).sample(shape)
             return sample_emission(self.emission, states)
+
+
+@explained()
+class AutoregressiveForecast(Forecast):
+    r"""A :class:`Forecast` of observations that depend on those before them.
+
+    Samples are joint sequences of H observations, each generated from those before it. Means and
+    variances of :class:`AutoregressiveNormal` and probabilities of
+    :class:`AutoregressiveCategorical` are exact, the observations between being summed out; so are
+    log-densities, but for those of normal vectors more than one step ahead, which have no closed
+    form.
+
+    Args:
+        states: ``(*B, H, K)``, probabilities of the states at each of the H steps ahead.
+        emission: With the last observations as its history.
+        log_transition: ``(*b, K, K)``.
+    """
+
+    emission: Autoregressive
+
+    def __init__(self, states: Tensor, emission: Autoregressive, log_transition: Tensor) -> None:
+        super().__init__(states, emission)
+        self.log_transition = log_transition
+
+    @property
+    def probs(self) -> Tensor:
+        """Probabilities of symbols ``(*B, H, V)``, if observations are symbols."""
+        if not isinstance(self.emission, AutoregressiveCategorical):
+            raise self._refusal("probabilities", "Take samples.")
+        return self.emission.probs_ahead(self.states, self.log_transition)
+
+    @property
+    def mean(self) -> Tensor:
+        """Mean of the observation, ``(*B, H, D)``, if it is a normal vector."""
+        return self._moments()[0]
+
+    @property
+    def variance(self) -> Tensor:
+        """Variance of the observation, ``(*B, H, D)``, if it is a normal vector."""
+        return self._moments()[1]
+
+    def _moments(self) -> tuple[Tensor, Tensor]:
+        if not isinstance(self.emission, AutoregressiveNormal):
+            raise self._refusal("moments", "Take samples.")
+        impossible = (self.states == 0).all(-1, keepdim=True)
+        mean, variance = self.emission.moments(self.states, self.log_transition)
+        return mean.masked_fill(impossible, torch.nan), variance.masked_fill(impossible, torch.nan)
+
+    def log_prob(self, values: Tensor) -> Tensor:
+        """Log-density of each observation ``(*B, H)``, the others being summed out.
+
+        Args:
+            values: ``(*B, H, *E)``; see :meth:`Forecast.log_prob`.
+
+        Raises:
+            ValueError: If it has no closed form.
+        """
+        check_real("values", values)
+        event = self.event_shape
+        check_trailing("values", values, (self.states.size(-2), *event), "(H, *E)")
+        if isinstance(self.emission, AutoregressiveCategorical):
+            logs = self.probs.log()
+            shape = torch.broadcast_shapes(values.shape, logs.shape[:-1])
+            index = values.long().expand(shape).unsqueeze(-1)
+            return logs.expand(*shape, logs.size(-1)).gather(-1, index).squeeze(-1)
+        if self.states.size(-2) > 1:
+            raise self._refusal(
+                "log-densities of single observations more than one step ahead",
+                "Score whole continuations: continuation(hmm, past, H).log_prob(values).",
+            )
+        values = values.to(torch.promote_types(values.dtype, self.states.dtype))
+        self.emission.check_context(values, None)
+        return (self.emission.log_likelihood(values) + self.states.log()).logsumexp(-1)
+
+    def sample(self, sample_shape: Shape = ()) -> Tensor:
+        """Sample sequences of observations, ``(*S, *B, H, *E)``."""
+        with torch.no_grad():
+            first = torch.distributions.Categorical(probs=self.states[..., 0, :])
+            table = CategoricalTable(self.log_transition)
+            states = sample_path(
+                first.sample(torch.Size(sample_shape)),
+                self.states.size(-2),
+                lambda _, state: table.sample(state),
+            )
+            return sample_in_time(self.emission, states)
+
+    def _refusal(self, what: str, cure: str) -> ValueError:
+        return ValueError(
+            f"a forecast of {type(self.emission).__name__} has no {what} in closed form. {cure}"
+        )

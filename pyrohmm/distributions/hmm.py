@@ -23,8 +23,9 @@ from ..ops import recursions
 from ..ops import stationary as stationary_ops
 from ..ops.recursions import ExpectedCounts, Posterior
 from ..ops.sampling import CategoricalTable, refuse_nan, sample_path
+from .autoregressive import Autoregressive
 from .base import ChainDistribution, check_likelihood
-from .forecast import Forecast
+from .forecast import AutoregressiveForecast, Forecast
 from .labels import allowed_states
 from .observation import permuted
 from .sampling import sample_emission, sample_emission_per_step
@@ -176,10 +177,13 @@ class HMM(ChainDistribution):
                 f"order must hold each state from 0 to K - 1 = {self.num_states - 1} once; got "
                 f"{order.tolist()}."
             )
+        emission = self.emission
         return self.replace(
             log_initial=self.log_initial[..., order],
             log_transition=self.log_transition[..., order, :][..., order],
-            emission=permuted(self.emission, order),
+            emission=emission.permuted(order)
+            if isinstance(emission, Autoregressive)
+            else permuted(emission, order),
             allowed=None if self.allowed is None else self.allowed[..., order],
         )
 
@@ -270,7 +274,8 @@ class HMM(ChainDistribution):
             num_steps: H.
 
         Returns:
-            A distribution of batch shape ``(*B, H)``; see :class:`Forecast`.
+            A distribution of batch shape ``(*B, H)``; see :class:`Forecast`, and
+            :class:`AutoregressiveForecast` of an emission that depends on earlier observations.
 
         Raises:
             ValueError: If ``num_steps`` is less than one, or the model changes with the step,
@@ -293,7 +298,11 @@ class HMM(ChainDistribution):
         for _ in range(num_steps):
             probs = probs @ matrix
             predicted.append(probs)
-        return Forecast(torch.cat(predicted, -2), self.emission)
+        states, emission = torch.cat(predicted, -2), self.emission
+        if isinstance(emission, Autoregressive):
+            emission = emission.after(*self.prepare_values(values), self.lengths)
+            return AutoregressiveForecast(states, emission, self.log_transition)
+        return Forecast(states, emission)
 
     def stationary(self) -> Tensor:
         r"""Stationary distribution :math:`\pi = \pi A` of the states, ``(*B, K)``.

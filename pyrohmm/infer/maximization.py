@@ -14,6 +14,7 @@ from torch.distributions import transform_to
 
 from .._waits import guessing
 from ..data.sequences import Sequences
+from ..distributions.autoregressive import Autoregressive
 from ..distributions.dpp import DiversityPrior
 from ..distributions.hard_zeros import log_probs
 from ..distributions.hmm import HMM
@@ -308,7 +309,10 @@ class Maximization:
         statistics = self.closed.chain_statistics(expected)
         if self.summed or self.emission_closed:
             weights = expected.states.reshape(self.parameters.restarts, -1, hmm.num_states)
-            values = batch.values.flatten(0, 1)
+            values, whole = batch.values, hmm.emission
+            if isinstance(whole, Autoregressive):
+                values = whole.windows(values)
+            values = values.flatten(0, 1)
             if not (values.dtype.is_floating_point or self.symbols):
                 values = values.to(hmm.log_initial.dtype)
             where = self._observed_steps(batch)

@@ -26,6 +26,7 @@ from .._checks import check_returned, check_size
 from ..data.batches import Window
 from ..data.parts import Parts, parts_of
 from ..data.sequences import Sequences
+from ..distributions.autoregressive import Autoregressive
 from ..distributions.block_hmm import FinalState
 from ..distributions.hmm import HMM
 from ..distributions.observation import log_prob_per_state
@@ -268,7 +269,7 @@ def markov_sample(name: str, hmm: HMM, obs: Tensor | None = None) -> Tensor:
         mask = exists if known is None else known
     padded = not bool(exists.all())
     stay = torch.eye(hmm.num_states).log().to(hmm.log_initial)
-    values = []
+    values: list[Tensor] = []
     state: Tensor | None = None
     for t in pyro.markov(range(hmm.num_steps)):
         if state is None:
@@ -285,7 +286,10 @@ def markov_sample(name: str, hmm: HMM, obs: Tensor | None = None) -> Tensor:
         )
         seen = None if prepared is None else prepared.select(prepared.dim() - 1 - len(event), t)
         with poutine.mask(mask=mask[..., t]):
-            emission = EmissionAt(hmm.emission, state, t if hmm.emission_per_step else None)
+            emission: Any = hmm.emission
+            if isinstance(emission, Autoregressive):
+                emission = emission.next(_past(hmm, prepared, values, state, t))
+            emission = EmissionAt(emission, state, t if hmm.emission_per_step else None)
             values.append(pyro.sample(f"{name}_{t}", emission, obs=seen))
         if hmm.allowed is not None:
             allowed = hmm.allowed[..., t, :] | ~exists[..., t, None]
@@ -293,6 +297,19 @@ def markov_sample(name: str, hmm: HMM, obs: Tensor | None = None) -> Tensor:
             barrier = barrier.masked_fill(~allowed, -torch.inf)
             pyro.factor(f"{name}_label_{t}", Vindex(barrier)[..., state])
     return torch.stack(values, -1 - len(event)) if obs is None else obs
+
+
+def _past(
+    hmm: HMM, observed: Tensor | None, sampled: list[Tensor], state: Tensor, step: int
+) -> Tensor:
+    """The observations ``(*B, t, *E)`` before a step: those given, or else those sampled."""
+    at = -1 - len(hmm.emission.event_shape)
+    if observed is not None:
+        return observed.narrow(observed.dim() + at, 0, step)
+    if sampled:
+        return torch.stack(sampled, at)
+    shape = (*state.shape, 0, *hmm.emission.event_shape)
+    return torch.empty(shape, device=state.device)
 
 
 class EmissionAt(TorchDistribution):

@@ -13,9 +13,11 @@ from torch.distributions.utils import logits_to_probs, probs_to_logits
 
 from .._arguments import checked
 from ..distributions.block_hmm import BlockHMM
+from ..distributions.context_tables import AutoregressiveCategorical
 from ..distributions.hard_zeros import built_from
 from ..distributions.hmm import HMM
 from ..distributions.observation import Streams, Tied, is_spherical, is_tied
+from ..distributions.vector_autoregression import AutoregressiveNormal
 from ..ops.block_transition import InnerProductTransition
 from ..ops.blocks import Blocks
 from .files import TENSORS, FilePath, read_directory, write_directory
@@ -82,6 +84,8 @@ BUILT_FROM: dict[type, Arguments] = {
     dist.Uniform: Arguments(("low", "high")),
     dist.VonMises: Arguments(("loc", "concentration")),
     dist.Weibull: Arguments(("scale", "concentration")),
+    AutoregressiveCategorical: Arguments(("history",), parts=("initial", "tables")),
+    AutoregressiveNormal: Arguments(("weights", "origin", "history"), parts=("initial", "base")),
     Streams: Arguments(parts=("parts",)),
     Tied: Arguments(("index",), parts=("base",)),
 }  # fmt: skip

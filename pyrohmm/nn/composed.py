@@ -47,6 +47,7 @@ class StreamsEmission(Emission):
                     "families of streams must have a closed M-step; got "
                     f"{type(part).__name__}. Write one PyroModule that returns a Streams."
                 )
+            _refuse_in_time("families of streams", part)
 
     def forward(self) -> TorchDistribution:
         """The distribution of a vector, batched over states."""
@@ -122,6 +123,7 @@ class TiedEmission(Emission):
         self.part = family(self.num_distinct)
         if not isinstance(self.part, EmissionMStep):
             raise TypeError(f"family must have a closed M-step; got {type(self.part).__name__}.")
+        _refuse_in_time("family of tied states", self.part)
 
     def forward(self) -> TorchDistribution:
         """The distribution of an observation, batched over states."""
@@ -144,3 +146,11 @@ class TiedEmission(Emission):
         """Those of the distinct emissions."""
         values, notes = self.part.m_step(inside(statistics, "part."))
         return under("part.", values), notes
+
+
+def _refuse_in_time(name: str, part: object) -> None:
+    if getattr(part, "in_time", False):
+        raise TypeError(
+            f"{name} must emit observations that depend on the state alone; got "
+            f"{type(part).__name__}. Make it the whole emission of the module."
+        )

@@ -21,9 +21,12 @@ from torch import Tensor
 from torch.distributions import constraints
 
 from .._checks import check_size
+from ..distributions.context_tables import AutoregressiveCategorical
 from ..distributions.observation import Streams, Tied, is_spherical, is_tied
+from ..distributions.vector_autoregression import AutoregressiveNormal
 from ..ops.log_space import log
 from ..ops.lookup import add_rows
+from .autoregressive import autoregressive_from
 from .closed_form import EmissionMStep, Maximum, Statistics, check_mode, row_mode
 from .composed import StreamsEmission, TiedEmission
 from .family import Emission, EmissionFamily, check_dim, moments, positive
@@ -367,6 +370,8 @@ def from_distribution(distribution: Any) -> PyroModule:
             module = TiedEmission(len(distribution.index), lambda _: inner, distribution.index)
             module.num_distinct = distribution.base.batch_shape[-1]  # some perhaps unused
             return module
+    elif isinstance(distribution, AutoregressiveNormal | AutoregressiveCategorical):
+        module = autoregressive_from(distribution, from_distribution(distribution.initial))
     elif len(distribution.batch_shape) != 1 or events > 1:
         pass
     elif type(base) in _CATEGORICAL and not events:

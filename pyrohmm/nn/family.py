@@ -34,8 +34,10 @@ class Emission(PyroModule):
 
     Attributes:
         supports: Support of each parameter, by its name.
+        in_time: Whether an observation depends on those before it.
     """
 
+    in_time: ClassVar[bool] = False
     supports: ClassVar[dict[str, constraints.Constraint]] = {}
 
     def set_priors(self, **priors: Callable[[Any], TorchDistribution]) -> None:

@@ -21,7 +21,7 @@ from .._waits import exceeds
 from ..distributions.inverse_wishart import InverseWishart, covariance_matrix
 from ..distributions.units import InUnits, InverseGamma
 from ..ops.products import weighted_sums
-from .centred import CentredEmission, centre, like
+from .centred import CentredEmission, centre, lift, like
 from .closed_form import Maximum, Statistics
 from .family import (
     EmissionFamily,
@@ -338,30 +338,39 @@ class CovarianceEmission(CentredEmission):
             divisor = count + (1.0 if weight else 0.0)
             if self.tied:
                 scatter, divisor = scatter.sum(1), divisor.sum(1)
-            if self.has_prior("covariance"):
-                scatter = scatter + self.scale.double()
-                divisor = divisor + self.degrees + self.dim + 1
-            matrix = scatter / divisor[..., None, None]
-            dtype = self.prior_loc.dtype
-            # a matrix that is singular up to rounding has no inverse
-            floor = 8 * torch.finfo(dtype).eps * matrix.diagonal(dim1=-2, dim2=-1)
-            if not self.has_prior("covariance"):
-                total = squares.sum(1).diagonal(dim1=-2, dim2=-1) / count.sum(1, keepdim=True)
-                mean = sums.sum(1) / count.sum(1, keepdim=True)
-                least = floor_of(total - mean**2, mean + centre(self), dtype)  # (R, D)
-                least = least.reshape(len(least), *(1,) * (matrix.dim() - 3), -1)
-                floor = torch.maximum(floor, least)
-            matrix, low = _lift(matrix, floor)
-            if not exceeds((~low).all().byte(), 0):
-                singular = (
-                    f"a covariance was numerically singular in {dtype}: components are almost "
-                    "functions of each other. Drop some, or compute in float64."
-                )
-                notes.append(
-                    singular if self.has_prior("covariance") else _floor_note("covariance")
-                )
-            mode["covariance"] = matrix
+            total, mean = _of_all(count, sums, squares)
+            least = floor_of(total - mean**2, mean + centre(self), self.prior_loc.dtype)
+            mode["covariance"], notes = self._covariance_mode(scatter, divisor, least)
         return mode, notes
+
+    def _covariance_mode(
+        self, scatter: Tensor, divisor: Tensor, least: Tensor
+    ) -> tuple[Tensor, list[str]]:
+        """Mode of the covariances ``(R, [K,] D, D)``, and remarks.
+
+        Args:
+            scatter: Sums of outer products of residuals, of the shape of the mode.
+            divisor: ``(R, [K])``, their number.
+            least: ``(R, D)``, variances below which there is none without a prior.
+        """
+        if self.has_prior("covariance"):
+            scatter = scatter + self.scale.double()
+            divisor = divisor + self.degrees + self.dim + 1
+        matrix = scatter / divisor[..., None, None]
+        dtype = self.prior_loc.dtype
+        # a matrix that is singular up to rounding has no inverse
+        floor = 8 * torch.finfo(dtype).eps * matrix.diagonal(dim1=-2, dim2=-1)
+        if not self.has_prior("covariance"):
+            least = least.reshape(len(least), *(1,) * (matrix.dim() - 3), -1)
+            floor = torch.maximum(floor, least)
+        matrix, low = lift(matrix, floor)
+        if exceeds((~low).all().byte(), 0):
+            return matrix, []
+        singular = (
+            f"a covariance was numerically singular in {dtype}: components are almost functions of "
+            "each other. Drop some, or compute in float64."
+        )
+        return matrix, [singular if self.has_prior("covariance") else _floor_note("covariance")]
 
 
 # What M-steps share ------------------------------------------------------------------------------
@@ -424,29 +433,17 @@ def floor_of(spread: Tensor, mean: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.maximum(SMALLEST * spread, torch.finfo(dtype).eps ** 2 * square)
 
 
+def _of_all(count: Tensor, sums: Tensor, squares: Tensor) -> tuple[Tensor, Tensor]:
+    """Means ``(R, D)`` of squares and of values, from sums ``(R, K, D[, D])`` of the states."""
+    number = count.sum(1, keepdim=True)
+    return squares.sum(1).diagonal(dim1=-2, dim2=-1) / number, sums.sum(1) / number
+
+
 def _floor_note(name: str) -> str:
     return (
         f"a {name} was held at its floor, {SMALLEST:g} of that of the data: a state emits a single "
         "value. A prior, or fewer states, would prevent it."
     )
-
-
-def _lift(matrix: Tensor, floor: Tensor) -> tuple[Tensor, Tensor]:
-    """Raise eigenvalues, in units of the floor of each component, to at least one.
-
-    Args:
-        matrix: ``(*, D, D)``; where it is NaN it stays.
-        floor: ``(*, D)``, least variance of each component.
-    """
-    unit = floor.sqrt()
-    scale = unit.unsqueeze(-1) * unit.unsqueeze(-2)
-    inside = matrix / scale
-    bad = ~inside.isfinite().all(-1).all(-1)
-    eye = torch.eye(matrix.size(-1), dtype=matrix.dtype, device=matrix.device)
-    values, vectors = torch.linalg.eigh(torch.where(bad[..., None, None], eye, inside))
-    low = (values < 1).any(-1) & ~bad
-    lifted = (vectors * values.clamp(min=1).unsqueeze(-2)) @ vectors.mT * scale
-    return torch.where(low[..., None, None], lifted, matrix), low
 
 
 def _second_moments(values: Tensor, weights: Tensor, about: Tensor) -> tuple[Tensor, Tensor]:

@@ -47,6 +47,8 @@ from pyrohmm import (
     MarginalModel,
     Sequences,
     TabularHMM,
+    autoregressive_categorical,
+    autoregressive_normal,
     bernoulli,
     categorical,
     left_to_right,
@@ -175,6 +177,18 @@ def labelled(data, labels):
     return Sequences(data.values, data.lengths, data.observed, labels)
 
 
+def known_to_the_end():
+    """Vectors, the last of one sequence missing: nothing observed depends on what is not."""
+    rows = [torch.randn(length, 2) for length in (4, 3, 1)]
+    rows[1][2] = NAN
+    return Sequences.from_list(rows)
+
+
+def symbols_to_the_end():
+    values = torch.tensor([[0, 1, 2, 9], [1, 1, 9, 9], [2, 0, 1, 1]])
+    return Sequences(values, torch.tensor([4, 2, 4]), values < 9)
+
+
 def with_sets_of_labels():
     data = symbols()
     allowed = torch.ones(4, 4, 2).bool()
@@ -239,6 +253,14 @@ CASES = {
     "class of a user": (lambda: TabularHMM(2, Counts), counts),
     "lambda of a user": (lambda: TabularHMM(2, lambda num_states: Counts(num_states)), counts),
     "bounded counts": (lambda: TabularHMM(3, Trials), counts),
+    "autoregressive vectors": (
+        lambda: TabularHMM(2, autoregressive_normal(2, 2)),
+        known_to_the_end,
+    ),
+    "autoregressive symbols": (
+        lambda: TabularHMM(2, autoregressive_categorical(3)),
+        symbols_to_the_end,
+    ),
     "one state": (lambda: TabularHMM(1, categorical(3)), symbols),
     "one step": (lambda: TabularHMM(2, categorical(3)), lambda: Sequences.from_list([[1], [0]])),
     "one of each": (lambda: TabularHMM(1, normal(1)), lambda: Sequences.from_list([[[0.5]]])),

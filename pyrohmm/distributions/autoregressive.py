@@ -1,0 +1,244 @@
+r"""Emissions that depend on the observations before, besides the state.
+
+What is conditioned on has been observed, so that the states remain a Markov chain given it, and all
+recursions are those of other emissions: only log-likelihoods differ. The first L observations of a
+sequence have a distribution of their own in each state.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from pyro.distributions.torch_distribution import TorchDistribution
+from torch import Tensor
+from torch.distributions import constraints
+
+from .._arguments import Shape, checked
+from .._checks import check_broadcast, check_size, check_tensor
+from .observation import log_prob_per_state, marginal_log_prob
+
+
+@checked()
+class Autoregressive(TorchDistribution):
+    r"""Emission whose distribution depends on the last L observations: :math:`p(x_t | z_t, c_t)`.
+
+    The context :math:`c_t = (x_{t-L}, ..., x_{t-1})` is of the same sequence. Observations 1 to L,
+    whose context is not complete, have the distribution ``initial``.
+
+    Subclasses define :meth:`given`. An observation that is missing, or of which a component is,
+    must not be in the context of one that is observed: values with gaps are refused, unless nothing
+    is observed after the gap.
+
+    Args:
+        initial: Distribution of each of the first L observations, batched over the K states.
+        lags: L, at least 1.
+        batch_shape: ``(*b, K)``, of the parameters of the subclass.
+        history: ``(*B, L, *E)``, observations before the first, the last one last; then
+            ``initial`` plays no part. None, ``(0, *E)``, by default.
+
+    Example:
+        Counts that go up with the one before.
+
+        >>> class Contagious(distributions.Autoregressive):
+        ...     def __init__(self, base, share):
+        ...         super().__init__(Poisson(base), 1, base.shape)
+        ...         self.base, self.share = base, share
+        ...
+        ...     def given(self, context):  # (*A, 1) to (*A, K)
+        ...         return Poisson(self.base + self.share * context)
+        >>> emission = Contagious(torch.tensor([1.0, 5.0]), torch.tensor([0.1, 0.5]))
+        >>> even = torch.full((2, 2), 0.5).log()
+        >>> hmm = HMM(even[0], even, emission, torch.tensor(3))
+        >>> hmm.log_prob(torch.tensor([1.0, 4.0, 8.0]))
+        tensor(-6.7650)
+    """
+
+    arg_constraints: dict[str, constraints.Constraint] = {}  # noqa: RUF012
+
+    def __init__(
+        self,
+        initial: TorchDistribution,
+        lags: int,
+        batch_shape: Shape,
+        history: Tensor | None = None,
+        validate_args: bool | None = None,
+    ) -> None:
+        check_size("lags", lags)
+        event = initial.event_shape
+        history = torch.empty(0, *event) if history is None else history
+        check_tensor("history", history)
+        if history.dim() <= len(event) or history.shape[history.dim() - len(event) :] != event:
+            raise ValueError(f"history must be (*B, L, *E) with event shape {tuple(event)}; got "
+                             f"{tuple(history.shape)}.")  # fmt: skip
+        lead = history.shape[: history.dim() - len(event)]
+        if lead[-1] not in (0, lags):
+            raise ValueError(f"history must hold L = {lags} observations, or none; got {lead[-1]}.")
+        self.initial, self.lags = initial, lags
+        self._history = history if lead[-1] else None
+        self._own_batch = torch.Size(batch_shape)
+        batch = check_broadcast({"initial": initial.batch_shape, "batch_shape": self._own_batch,
+                                 "history": torch.Size([*lead[:-1], 1])})  # fmt: skip
+        super().__init__(batch, event, validate_args=validate_args)
+
+    # What a subclass defines
+
+    def given(self, context: Tensor) -> TorchDistribution:
+        """The distribution of an observation ``(*A, K)``, given those before it.
+
+        Args:
+            context: ``(*A, L, *E)``, the last one last.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must define given(context).")
+
+    def permuted(self, order: Tensor) -> Autoregressive:
+        """The same emissions with state k emitting as ``order[k]`` did, ``(K,)`` integers."""
+        raise NotImplementedError(f"{type(self).__name__} must define permuted(order).")
+
+    # Log-densities
+
+    @property
+    def support(self) -> constraints.Constraint:
+        """Of an observation."""
+        return self.initial.support
+
+    @property
+    def history(self) -> Tensor:
+        """Observations before the first, ``(*B, L, *E)``, or none of them, ``(0, *E)``."""
+        return torch.empty(0, *self.event_shape) if self._history is None else self._history
+
+    @property
+    def num_first(self) -> int:
+        """How many observations have the distribution ``initial``: L, or none after a history."""
+        return self.lags - self.history.size(-1 - len(self.event_shape))
+
+    def windows(self, values: Tensor) -> Tensor:
+        """Each observation and the L before it, ``(*A, T, L+1, *E)``, in the order of time.
+
+        Before the first, without a history, stand NaN, or -1 if observations are integers.
+
+        Args:
+            values: ``(*A, T, *E)``, observations.
+        """
+        at = values.dim() - 1 - len(self.event_shape)
+        if self.num_first:
+            nothing = torch.nan if values.dtype.is_floating_point else -1
+            before = values.new_full((*values.shape[:at], self.lags, *self.event_shape), nothing)
+            joined = torch.cat([before, values], at)
+        else:
+            joined = self._after_history(values)
+            at = joined.dim() - 1 - len(self.event_shape)
+        return joined.unfold(at, self.lags + 1, 1).movedim(-1, at + 1)
+
+    def _after_history(self, values: Tensor) -> Tensor:
+        """``values`` ``(*A, t, *E)`` with the history before them."""
+        events = 1 + len(self.event_shape)
+        parts = self.history.to(values), values
+        lead = torch.broadcast_shapes(*(part.shape[: part.dim() - events] for part in parts))
+        wide = [part.expand(*lead, *part.shape[part.dim() - events :]) for part in parts]
+        return torch.cat(wide, len(lead))
+
+    def log_likelihood(self, values: Tensor) -> Tensor:
+        """Log-density ``(*A, T, K)`` of each of ``values`` ``(*A, T, *E)`` given those before it.
+
+        The batch dimensions of the parameters broadcast with A from the right.
+        """
+        windows = self.windows(values)
+        at = windows.dim() - 1 - len(self.event_shape)  # of a window
+        windows = windows.movedim(at - 1, 0)  # time first: the batch of the parameters is last
+        first, rest = windows[: self.num_first], windows[self.num_first :]
+        parts = []
+        if len(first):
+            parts.append(log_prob_per_state(self.initial, first.select(at, self.lags)))
+        if len(rest):
+            context, now = rest.narrow(at, 0, self.lags), rest.select(at, self.lags)
+            parts.append(self._log_prob_given(now, context))
+        shape = torch.broadcast_shapes(*(part.shape[1:] for part in parts))
+        return torch.cat([part.expand(len(part), *shape) for part in parts]).movedim(0, -2)
+
+    def _log_prob_given(self, values: Tensor, context: Tensor) -> Tensor:
+        """Log-density ``(*A, K)`` of ``values`` ``(*A, *E)`` given contexts ``(*A, L, *E)``."""
+        here = values.unsqueeze(-1 - len(self.event_shape))
+        return marginal_log_prob(self.given(context), here)
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        """There is none of a single observation: this raises."""
+        raise ValueError(
+            f"{type(self).__name__} gives densities to sequences, by log_likelihood(values). It "
+            "must be the whole emission of an HMM with parameters that are the same at every step, "
+            "not a part of another distribution."
+        )
+
+    # One step after the other
+
+    def next(self, past: Tensor) -> TorchDistribution:
+        """The distribution of the next observation in each state, ``(*A, K)``.
+
+        Args:
+            past: ``(*A, t, *E)``, the observations so far, which may be none; not the history.
+        """
+        joined = self._after_history(past)
+        at = joined.dim() - 1 - len(self.event_shape)
+        if joined.size(at) < self.lags:
+            return self.initial
+        return self.given(joined.narrow(at, joined.size(at) - self.lags, self.lags))
+
+    def after(self, values: Tensor, known: Tensor | None, lengths: Tensor) -> Autoregressive:
+        """The same emission for what follows ``values``: their last L are its history.
+
+        Args:
+            values: ``(*B, T, *E)``, observations.
+            known: ``(*B, T)`` booleans, which steps exist and are observed; None if all.
+            lengths: ``(*B)`` integers, the number of steps of each sequence.
+
+        Raises:
+            ValueError: If a sequence has fewer than L steps, or its last L are not all observed.
+        """
+        event = self.event_shape
+        lead = values.shape[: values.dim() - 1 - len(event)]
+        last = lengths.to(values.device).expand(lead).unsqueeze(-1)
+        last = last - self.lags + torch.arange(self.lags, device=values.device)  # (*B, L)
+        seen = last >= 0
+        if known is not None:
+            wide = known.expand(*lead, known.size(-1))
+            seen = seen & wide.gather(-1, last.clamp(min=0))
+        if not bool(seen.all()):
+            raise ValueError(
+                f"the last {self.lags} steps of every sequence must exist and be observed, for "
+                f"what follows depends on them; {int((~seen.all(-1)).sum())} of "
+                f"{last[..., 0].numel()} sequences lack some. Leave these out, or end them sooner."
+            )
+        index = last.reshape(*last.shape, *(1,) * len(event)).expand(*last.shape, *event)
+        other = copy.copy(self)
+        Autoregressive.__init__(
+            other, self.initial, self.lags, self._own_batch,
+            values.gather(len(lead), index), validate_args=vars(self).get("_validate_args"),
+        )  # fmt: skip
+        return other
+
+    def check_context(self, values: Tensor | None, known: Tensor | None) -> None:
+        """Raise if an observation depends on what is missing.
+
+        Args:
+            values: ``(*B, T, *E)``, with something of the support where they are not known; None
+                if they are not to be read.
+            known: ``(*B, T)`` booleans, which steps exist and are observed; None if all that exist.
+        """
+        if values is not None and values.dtype.is_floating_point and bool(values.isnan().any()):
+            raise ValueError(
+                "values must have no NaN, for later observations depend on them: single components "
+                f"are not summed out of {type(self).__name__}. Mark the step as not observed if "
+                "nothing is observed after it, or split the sequence there."
+            )
+        if known is None:
+            return
+        padded = torch.nn.functional.pad(known, (self.lags, 0), value=True)
+        context = padded.unfold(-1, self.lags + 1, 1)[..., :-1].all(-1)
+        bad = known & ~context
+        if bool(bad.any()):
+            *sequence, step = bad.nonzero()[0].tolist()
+            raise ValueError(
+                f"observed leaves out a step on which a later one depends: step {step} of sequence "
+                f"{sequence or 0} is observed, and one of the {self.lags} before it is not. "
+                "A missing context cannot be summed out exactly: split the sequence at the gap."
+            )

@@ -1,0 +1,453 @@
+"""Families of autoregressive emissions: M-steps, priors and fits, against NumPy and scipy."""
+
+import numpy as np
+import pyro
+import pytest
+import torch
+from pyro.distributions import Categorical, MultivariateNormal, Poisson
+from pyro.infer import Predictive
+from pyro.infer.autoguide import AutoNormal
+from pyro.nn import PyroModule, PyroParam
+from scipy import optimize, stats
+from torch.distributions import constraints
+
+from pyrohmm import (
+    HMM,
+    MarginalModel,
+    PosteriorDraws,
+    Sequences,
+    TabularHMM,
+    autoregressive_categorical,
+    autoregressive_normal,
+    categorical,
+    fit_em,
+    fit_map,
+    fit_svi,
+    freeze,
+    load_into,
+    markov_sample,
+    normal_full,
+    save,
+    starts,
+    streams,
+    tied,
+)
+from pyrohmm.distributions import Autoregressive, AutoregressiveCategorical, AutoregressiveNormal
+
+PRIOR = {"loc": 0.3, "weight": 0.7, "ridge": 0.4, "degrees": 5.5, "scale": None}
+SCALE = np.array([[1.0, 0.3], [0.3, 2.0]])
+
+
+def rows(*lengths, dim=2):
+    """Ragged walks, far from zero, so that they depend on what was before."""
+    return Sequences.from_list([3 + torch.randn(n, dim).cumsum(0) for n in lengths])
+
+
+def regression(data, lags):
+    """Design ``(M, 1 + L D)`` and response ``(M, D)`` of all steps with a whole context."""
+    design, response = [], []
+    for x, length in zip(data.values.numpy(), data.lengths.tolist()):
+        for t in range(lags, length):
+            design.append(np.concatenate([[1.0], *(x[t - lag] for lag in range(1, lags + 1))]))
+            response.append(x[t])
+    return np.array(design), np.array(response)
+
+
+def points(emission):
+    """Its HMM of one state."""
+    return HMM(torch.zeros(1), torch.zeros(1, 1), emission, torch.tensor(1))
+
+
+# The M-step -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lags", [1, 3])
+@pytest.mark.parametrize("origin", [0.0, 3.0])
+def test_one_state_without_priors_is_least_squares(lags, origin):
+    data = rows(9, 30, 2, 1)
+    eye = MultivariateNormal(torch.zeros(1, 2), torch.eye(2).expand(1, 2, 2))
+    start = AutoregressiveNormal(eye, eye, torch.zeros(1, lags, 2, 2), torch.full((2,), origin))
+    emission = fit_em(points(start), data, num_steps=3).hmm(data).emission
+    design, response = regression(data, lags)
+    found, *_ = np.linalg.lstsq(design, response, rcond=None)
+    slopes = emission.weights[0].detach().numpy()
+    intercept = emission.base.loc[0].detach().numpy() - origin * slopes.sum((0, 1))
+    assert slopes.reshape(-1, 2) == pytest.approx(found[1:])
+    assert intercept == pytest.approx(found[0])
+    residual = response - design @ found
+    covariance = emission.base.covariance_matrix[0].detach().numpy()
+    assert covariance == pytest.approx(residual.T @ residual / len(response))
+    first = np.concatenate([x[: min(lags, n)] for x, n in zip(data.values.numpy(), data.lengths)])
+    assert emission.initial.loc[0].tolist() == pytest.approx(first.mean(0).tolist())
+
+
+def module_of(states=2, lags=2):
+    return autoregressive_normal(2, lags, **{**PRIOR, "scale": torch.tensor(SCALE)})(states)
+
+
+def log_prior(found, states, lags, without=None):
+    """Log-density of covariance, loc and weights in scipy's words, ``without`` one of them."""
+    total = 0.0
+    for k in range(states):
+        matrix = found["covariance"][k]
+        if without != "covariance":
+            total += stats.invwishart.logpdf(matrix, 5.5, SCALE)
+        if without != "loc":
+            total += stats.multivariate_normal.logpdf(found["loc"][k], [0.3, 0.3], matrix / 0.7)
+        for lag, i in np.ndindex(lags, 2) if without != "weights" else ():
+            spread = matrix / (0.4 * SCALE[i, i])
+            total += stats.multivariate_normal.logpdf(found["weights"][k, lag, i], cov=spread)
+    return total
+
+
+def expected_log_likelihood(found, data, weights, lags):
+    """Of what has a whole context, one number at a time."""
+    total, m = 0.0, 0
+    for x, length in zip(data.values.numpy(), data.lengths.tolist()):
+        for t in range(length):
+            for k, weight in enumerate(weights[m]) if t >= lags else ():
+                loc = found["loc"][k] + sum(
+                    (x[t - lag] - 0.3) @ found["weights"][k, lag - 1] for lag in range(1, lags + 1)
+                )
+                score = stats.multivariate_normal.logpdf(x[t], loc, found["covariance"][k])
+                total += weight * score
+            m += 1
+    return total
+
+
+@pytest.mark.parametrize("frozen", [None, "loc", "weights", "covariance"])
+def test_the_m_step_is_a_maximum(frozen):
+    rng, states, lags = np.random.default_rng(0), 2, 2
+    data, module = rows(6, 5), module_of(states, lags)
+    values = {
+        "loc": rng.normal(size=(states, 2)),
+        "weights": rng.normal(size=(states, lags, 2, 2)),
+        "covariance": np.stack([np.eye(2), SCALE]),
+    }
+    if frozen is not None:
+        freeze(module, frozen, torch.tensor(values[frozen]))
+    weights = rng.dirichlet(np.ones(states), size=11)
+    windows = module().windows(data.values[:, :6])[data.observed]
+    statistics = module.statistics(windows, torch.tensor(weights).unsqueeze(0), None)
+    mode, notes = module.m_step(statistics)
+    assert not notes
+    found = {name: mode[name][0].numpy() for name in values if name in mode}
+    assert set(values) - set(found) == ({frozen} if frozen else set())
+    found = values | found
+
+    def score(candidate):
+        likelihood = expected_log_likelihood(candidate, data, weights, lags)
+        return likelihood + log_prior(candidate, states, lags, frozen)
+
+    best = score(found)
+    for _ in range(20):
+        for name in set(values) - {frozen}:
+            nudge = 1e-3 * rng.normal(size=found[name].shape)
+            if name == "covariance":
+                nudge = nudge + nudge.swapaxes(-1, -2)
+            assert score({**found, name: found[name] + nudge}) < best
+
+
+def test_counts_of_symbols_by_their_context():
+    module = autoregressive_categorical(3, 2, torch.tensor([1.5, 1.0, 2.0]))(2)
+    values, lengths = torch.randint(3, (2, 7)), torch.tensor([7, 4])
+    data = Sequences(values, lengths)
+    weights = torch.rand(11, 2).numpy()
+    windows = module().windows(values)[data.observed]
+    mode, _ = module.m_step(module.statistics(windows, torch.tensor(weights)[None], None))
+    first, table = np.zeros((2, 3)), np.zeros((2, 3, 3, 3))
+    first += [0.5, 0.0, 1.0]
+    table += [0.5, 0.0, 1.0]
+    m = 0
+    for x, length in zip(values.numpy(), lengths.tolist()):
+        for t in range(length):
+            if t < 2:
+                first[:, x[t]] += weights[m]
+            else:
+                table[:, x[t - 2], x[t - 1], x[t]] += weights[m]
+            m += 1
+    first /= first.sum(-1, keepdims=True)
+    table /= table.sum(-1, keepdims=True)
+    assert mode["initial"][0].numpy() == pytest.approx(first)
+    assert mode["probs"][0].numpy() == pytest.approx(table.reshape(2, 9, 3))
+
+
+def test_a_state_without_observations_keeps_its_values_without_a_prior():
+    module = module_of(2, 1)
+    module.set_points(
+        loc=torch.ones(2, 2),
+        weights=torch.ones(2, 1, 2, 2),
+        covariance=torch.eye(2).expand(2, 2, 2),
+    )
+    windows = torch.randn(10, 2, 2)
+    weights = torch.tensor([[1.0, 0.0]]).expand(1, 10, 2)
+    mode, _ = module.m_step(module.statistics(windows, weights, None))
+    assert mode["loc"][0, 1].isnan().all()
+    assert mode["weights"][0, 1].isnan().all()
+    assert mode["weights"][0, 0].isfinite().all()
+
+
+# Fits -------------------------------------------------------------------------------------------
+
+
+def switching(length=150):
+    """Two regimes: a slow rotation, and a decay to (4, 0)."""
+    turn = torch.tensor([[0.98, 0.19], [-0.19, 0.98]])
+    states = (torch.arange(length) // 25) % 2
+    x = [torch.tensor([3.0, 0.0])]
+    for k in states[1:]:
+        x.append(
+            x[-1] @ turn if k == 0 else 0.7 * (x[-1] - torch.tensor([4.0, 0])) + 4 * torch.eye(2)[0]
+        )
+        x[-1] = x[-1] + 0.05 * torch.randn(2)
+    return Sequences.from_list([torch.stack(x)]), states
+
+
+def test_em_finds_regimes_that_differ_in_dynamics_alone():
+    data, states = switching()
+    fit = fit_em(TabularHMM(2, autoregressive_normal(2)), data, restarts=4, num_steps=40)
+    losses = fit.losses
+    assert bool((losses[1:] <= losses[:-1] + 1e-8).all())
+    hmm = fit.hmm(data)
+    path = hmm.viterbi(data.values)[0]
+    agree = (path == states).double().mean().item()
+    assert max(agree, 1 - agree) > 0.95
+    rotation = hmm.emission.weights[int(path[5]), 0].detach().numpy()
+    assert rotation == pytest.approx(np.array([[0.98, 0.19], [-0.19, 0.98]]), abs=0.03)
+
+
+def test_the_loss_of_em_is_minus_the_log_joint():
+    data, lags = rows(8, 5, 2), 2
+    module = TabularHMM(
+        2, autoregressive_normal(2, lags, **{**PRIOR, "scale": torch.tensor(SCALE)})
+    )
+    fit = fit_em(module, data, num_steps=1, start=starts.from_prior)
+    values = {name.removeprefix("module.emission."): value.detach().numpy()
+              for name, value in fit.values.items()}  # fmt: skip
+    prior = log_prior(values, 2, lags)
+    for k in range(2):
+        matrix = values["initial.covariance"][k]
+        prior += stats.invwishart.logpdf(matrix, 5.5, SCALE)
+        prior += stats.multivariate_normal.logpdf(values["initial.loc"][k], [0.3] * 2, matrix / 0.7)
+    evidence = fit.hmm(data).log_prob(data.values).sum().item()
+    joint = sum(fit.parts(data).values())
+    assert fit.losses[-1].item() == pytest.approx(-(evidence + prior), rel=1e-9)
+    assert abs(joint) == pytest.approx(abs(evidence + prior), rel=1e-9)
+
+
+@pytest.mark.parametrize("fit", ["em", "map"])
+def test_the_unit_of_the_data_does_not_matter(fit):
+    """Neither their origin: losses differ by what the unit adds, weights by the ratio of units."""
+    data, unit, origin = rows(30, 20), torch.tensor([100.0, 0.1]), torch.tensor([-7e3, 5.0])
+    other = Sequences(data.values * unit + origin, data.lengths)
+    found = []
+    for each in (data, other):
+        pyro.set_rng_seed(0)
+        model = TabularHMM(2, autoregressive_normal(2))
+        if fit == "em":
+            done = fit_em(model, each, num_steps=5)
+        else:
+            done = fit_map(MarginalModel(model), each, num_steps=5, learning_rate=0.05)
+        found.append(done.hmm(each).emission.weights.detach())
+    expected = found[0] * unit / unit.unsqueeze(-1)
+    torch.testing.assert_close(found[1], expected, rtol=1e-5, atol=1e-7)
+
+
+def cases():
+    walk = rows(20, 12, 3)
+    symbols = Sequences(torch.randint(3, (3, 15)), torch.tensor([15, 9, 1]))
+    return {
+        "vectors": (lambda: TabularHMM(2, autoregressive_normal(2, 2)), walk),
+        "symbols": (lambda: TabularHMM(2, autoregressive_categorical(3, 2, 1.5)), symbols),
+    }
+
+
+@pytest.mark.parametrize("case", ["vectors", "symbols"])
+def test_every_fit_lowers_its_loss(case):
+    make, data = cases()[case]
+    em = fit_em(make(), data, num_steps=15, restarts=2)
+    assert em.losses[-1] < em.losses[0]
+    assert fit_em(make(), data, num_steps=5, batch_size=2).losses.isfinite().all()
+    model = MarginalModel(make())
+    assert fit_map(model, data, num_steps=30, learning_rate=0.05).losses.diff()[-5:].sum() < 0
+    model = MarginalModel(make())
+    fit = fit_svi(model, AutoNormal(model), data, num_steps=60, learning_rate=0.05)
+    assert fit.losses[-10:].mean() < fit.losses[:10].mean()
+
+
+@pytest.mark.parametrize("case", ["vectors", "symbols"])
+def test_gradient_steps_of_em_where_a_prior_takes_the_closed_form_away(case):
+    make, data = cases()[case]
+    fit = fit_em(
+        make(),
+        data,
+        num_steps=4,
+        log_prior=lambda hmm: -hmm.log_transition.exp().square().sum((-2, -1)),
+    )
+    assert fit.losses[-1] < fit.losses[0]
+
+
+@pytest.mark.parametrize("case", ["vectors", "symbols"])
+def test_em_goes_on_from_an_hmm(case):
+    make, data = cases()[case]
+    first = fit_em(make(), data, num_steps=3)
+    hmm = first.hmm(data)
+    second = fit_em(make(), data, num_steps=3, start=starts.from_hmm(hmm))
+    assert second.losses[-1] <= first.losses[-1] + 1e-8
+    freely = fit_em(hmm, data, num_steps=3)  # its values as points, without priors
+    assert freely.hmm(data).log_prob(data.values).sum() > hmm.log_prob(data.values).sum()
+
+
+def test_what_is_missing_at_the_end_adds_nothing():
+    data = rows(12, 8)
+    longer = Sequences(
+        torch.nn.functional.pad(data.values, (0, 0, 0, 2)),
+        data.lengths + 2,
+        torch.nn.functional.pad(data.observed, (0, 2)),
+    )
+    losses = []
+    for each in (data, longer):
+        pyro.set_rng_seed(0)
+        losses.append(fit_em(TabularHMM(1, autoregressive_normal(2)), each, num_steps=3).losses)
+    assert losses[0].tolist() == pytest.approx(losses[1].tolist())
+
+
+def test_a_gap_is_refused_before_a_fit_begins():
+    data = rows(12)
+    data = Sequences(data.values, data.lengths, torch.arange(12).ne(5).expand(1, 12))
+    with pytest.raises(ValueError, match="split the sequence at the gap"):
+        fit_em(TabularHMM(2, autoregressive_normal(2)), data)
+    data.values[0, 3, 0] = torch.nan
+    with pytest.raises(ValueError, match="no NaN"):
+        fit_map(MarginalModel(TabularHMM(2, autoregressive_normal(2))), data, num_steps=2)
+
+
+@pytest.mark.parametrize("case", ["vectors", "symbols"])
+def test_a_module_is_saved_and_loaded(case, tmp_path):
+    make, data = cases()[case]
+    hmm = fit_em(make(), data, num_steps=2).hmm(data)
+    first, second = TabularHMM.from_hmm(hmm), TabularHMM.from_hmm(hmm)
+    for parameter in second.parameters():
+        parameter.data += 1.0
+    save(first, tmp_path / "module")
+    load_into(second, tmp_path / "module")
+    one, other = (module(data.lengths).log_prob(data.values) for module in (first, second))
+    assert one.equal(other)
+
+
+class Contagion(PyroModule):
+    """A family of a user: counts whose rate is a level and a share of the count before."""
+
+    def __init__(self, num_states):
+        super().__init__()
+        self.level = PyroParam(torch.linspace(1.0, 3.0, num_states), constraints.positive)
+        self.share = PyroParam(torch.full((num_states,), 0.3), constraints.positive)
+
+    def forward(self):
+        return ContagiousCounts(self.level, self.share)
+
+
+class ContagiousCounts(Autoregressive):
+    def __init__(self, level, share):
+        super().__init__(Poisson(level), 1, level.shape)
+        self.level, self.share = level, share
+
+    def given(self, context):
+        return Poisson(self.level + self.share * context)
+
+
+def test_gradient_steps_fit_a_distribution_of_a_user_that_reads_the_last_values():
+    """One state, so that the maximum is that of a regression of counts on those before."""
+    counts = [torch.tensor(2.0)]
+    for _ in range(300):
+        counts.append(torch.poisson(1.0 + 0.6 * counts[-1]))
+    data = Sequences.from_list([torch.stack(counts)])
+    fit = fit_em(TabularHMM(1, Contagion), data, num_steps=20)
+    x = data.values[0].numpy()
+
+    def loss(at):
+        rate = np.append(at[0], at[0] + at[1] * x[:-1])
+        return -stats.poisson.logpmf(x, rate).sum()
+
+    best = optimize.minimize(loss, [1.0, 0.5], bounds=[(1e-3, None)] * 2)
+    part = fit.model.module.emission
+    assert [part.level.item(), part.share.item()] == pytest.approx(best.x, abs=1e-2)
+    assert fit.losses[-1].item() == pytest.approx(best.fun, abs=1e-3)
+
+
+@pytest.mark.parametrize("case", ["vectors", "symbols"])
+def test_states_of_posterior_samples_may_be_renamed(case):
+    make, data = cases()[case]
+    model = MarginalModel(make())
+    draws = PosteriorDraws.of(fit_svi(model, AutoNormal(model), data, num_steps=2), num_draws=3)
+    order = torch.tensor([[[1, 0], [0, 1], [1, 0]]])
+    before, after = (each.hmm(data) for each in (draws, draws.permute_states(order, data)))
+    torch.testing.assert_close(after.log_prob(data.values), before.log_prob(data.values))
+    states = [hmm.posterior(data.values).states for hmm in (before, after)]
+    torch.testing.assert_close(states[1].flatten(0, -4)[0], states[0].flatten(0, -4)[0].flip(-1))
+
+
+# In Pyro ----------------------------------------------------------------------------------------
+
+
+def test_markov_sample_feeds_what_it_generates():
+    tables = Categorical(torch.eye(3).roll(1, 1).expand(2, 3, 3))  # 0, 1, 2, 0, ...
+    emission = AutoregressiveCategorical(Categorical(torch.ones(2, 3)), tables)
+    even = torch.full((2, 2), 0.5).log()
+    hmm = HMM(even[0], even, emission, torch.tensor([5, 5, 5]))
+
+    def model():
+        with pyro.plate("data", 3):
+            return markov_sample("x", hmm)
+
+    values = Predictive(model, num_samples=4)()
+    steps = torch.stack([values[f"x_{t}"] for t in range(5)], -1)
+    assert ((steps[..., 1:] - steps[..., :-1]) % 3 == 1).all()
+    with pyro.plate("data", 3):
+        assert ((pyro.sample("y", hmm).diff() % 3) == 1).all()
+
+
+# What is refused --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", [autoregressive_normal(2), autoregressive_categorical(2)])
+def test_it_is_no_part_of_other_emissions(family):
+    with pytest.raises(TypeError, match="families of streams must emit observations"):
+        TabularHMM(2, streams(categorical(2), family))
+    with pytest.raises(TypeError, match="family of tied states must emit observations"):
+        TabularHMM(2, tied(family, [0, 0]))
+
+
+@pytest.mark.parametrize(
+    ("build", "error", "text"),
+    [
+        (lambda: autoregressive_normal(0), ValueError, "dim"),
+        (lambda: autoregressive_normal(2, 0), ValueError, "lags"),
+        (lambda: autoregressive_normal(2, 1.5), TypeError, "lags"),
+        (lambda: autoregressive_normal(2, ridge=0.0)(2), ValueError, "ridge"),
+        (lambda: autoregressive_normal(2, weight=-1.0)(2), ValueError, "weight"),
+        (lambda: autoregressive_normal(2, scale=torch.ones(2, 2))(2), ValueError, "scale"),
+        (lambda: autoregressive_categorical(0), ValueError, "num_symbols"),
+        (lambda: autoregressive_categorical(3, 0), ValueError, "lags"),
+        (lambda: autoregressive_categorical(3, 2, -1.0)(2), ValueError, "concentration"),
+        (lambda: autoregressive_categorical(1000, 9)(2), ValueError, "lags"),
+    ],
+)
+def test_wrong_arguments_are_named(build, error, text):
+    with pytest.raises(error, match=text):
+        build()
+
+
+def test_weights_of_zero_are_the_full_normal_family():
+    """With a ridge so strong that nothing depends on the past, EM ends where that one does."""
+    data = Sequences.from_list([torch.randn(40, 2) + 4 * (torch.arange(40) % 2)[:, None]])
+    prior = {"loc": 0.0, "scale": 1.0}
+    data_after = Sequences(data.values[:, 1:], data.lengths - 1)
+    past = fit_em(TabularHMM(1, autoregressive_normal(2, ridge=1e12, **prior)), data, num_steps=2)
+    plain = fit_em(TabularHMM(1, normal_full(2, **prior)), data_after, num_steps=2)
+    one, other = (fit.values["module.emission.loc"] for fit in (past, plain))
+    torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
+    # the prior of weights of two components adds two to what the scatter is divided by
+    count = 39 + 1 + 4 + 2 + 1
+    one, other = (fit.values["module.emission.covariance"] for fit in (past, plain))
+    torch.testing.assert_close(one * (count + 2), other * count, rtol=1e-6, atol=1e-6)
