@@ -44,11 +44,14 @@ class Posterior(NamedTuple):
         states: ``(*B, T, K)``, :math:`p(z_t \mid x_{1:T})`; zero at padded steps.
         transitions: ``(*B, K, K)``, expected number of transitions,
             :math:`\sum_t p(z_t, z_{t+1} \mid x_{1:T})`.
+        durations: ``(*B, K, D)``, expected number of segments of each duration; None of a chain
+            without explicit durations.
     """
 
     log_evidence: Tensor
     states: Tensor
     transitions: Tensor
+    durations: Tensor | None = None
 
 
 class ExpectedCounts(NamedTuple):
@@ -61,12 +64,15 @@ class ExpectedCounts(NamedTuple):
         initial: As ``log_initial``: expected number of sequences that start in each state.
         transitions: As ``log_transition``: expected number of transitions from row to column.
         states: ``(*B, T, K)``, :math:`p(z_t \mid x_{1:T})`; zero at padded steps.
+        durations: As ``log_duration``: expected number of segments of each duration; None of a
+            chain without explicit durations.
     """
 
     log_evidence: Tensor
     initial: Tensor
     transitions: Tensor
     states: Tensor
+    durations: Tensor | None = None
 
 
 def log_evidence(
