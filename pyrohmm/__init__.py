@@ -20,6 +20,7 @@ from .distributions.block_hmm import BlockHMM as BlockHMM
 from .distributions.dpp import DiversityPrior as DiversityPrior
 from .distributions.forecast import Forecast as Forecast
 from .distributions.hmm import HMM as HMM
+from .distributions.hsmm import HSMM as HSMM
 from .distributions.tagged_hmm import TaggedHMM as TaggedHMM
 from .infer import cooccurrence as cooccurrence
 from .infer import em as em
@@ -74,11 +75,13 @@ from .nn.tabular import sticky as sticky
 from .nn.tagging import NeuralTagger as NeuralTagger
 from .ops import blocks as blocks
 from .ops import recursions as recursions
+from .ops import semi_markov as semi_markov
 from .ops.recursions import ExpectedCounts as ExpectedCounts
 from .ops.recursions import Posterior as Posterior
 
 __all__ = [
     "HMM",
+    "HSMM",
     "BlockHMM",
     "CooccurrenceModel",
     "DenseHMM",
@@ -147,6 +150,7 @@ __all__ = [
     "recursions",
     "save",
     "scale_priors",
+    "semi_markov",
     "starts",
     "sticky",
     "streams",

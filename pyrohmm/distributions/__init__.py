@@ -17,6 +17,7 @@ Its modules; each imports only those above it:
 ``forecast``          ``Forecast``: observations at future steps
 ``base``              ``ChainDistribution``: parameters, masks and data joined
 ``hmm``               ``HMM``: a distribution over whole sequences
+``hsmm``              ``HSMM``: states with explicit durations
 ``block_symbols``     ``BlockSymbols``: symbols emitted only by the states of their blocks
 ``carried_state``     ``CarriedState``: the state before the first step
 ``block_hmm``         ``BlockHMM``: states in blocks, tens of thousands of them
@@ -32,6 +33,7 @@ from .dpp import DiversityPrior as DiversityPrior
 from .forecast import Forecast as Forecast
 from .hard_zeros import log_probs as log_probs
 from .hmm import HMM as HMM
+from .hsmm import HSMM as HSMM
 from .inverse_wishart import InverseWishart as InverseWishart
 from .inverse_wishart import covariance_matrix as covariance_matrix
 from .observation import Streams as Streams

@@ -54,8 +54,8 @@ def expected_log_joint(hmm: HMM, expected: ExpectedCounts, values: Tensor) -> Te
         >>> em.expected_log_joint(hmm, hmm.expected_counts(values), values)  # 6 log 1/2
         tensor(-4.1589)
     """
-    parts = [_weighted(*pair).sum() for pair in zip(hmm.log_factors(values), expected[1:])]
-    return torch.stack(parts).sum()
+    pairs = zip(hmm.counted_factors(values), expected[1:])
+    return torch.stack([_weighted(logs, n).sum() for logs, n in pairs if n is not None]).sum()
 
 
 def _weighted(logs: Tensor, counts: Tensor) -> Tensor:

@@ -112,7 +112,8 @@ def backward(
             _sum_scores(span, scores, peak, inside)
             for k in range(num_states):
                 flow = arrive[i, t, k] + peak[k] - whole
-                peak[k] = 0.0 if flow == -np.inf else weight[i] * np.exp(flow)
+                dead = inside[k] == -np.inf or flow == -np.inf  # the peak is no bound of the first
+                peak[k] = 0.0 if dead else weight[i] * np.exp(flow)
                 within[k] = 0.0
             for d in range(span - 1, -1, -1):
                 counts = finals[g] if t + d == end else durations[g]

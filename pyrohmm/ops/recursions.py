@@ -44,14 +44,11 @@ class Posterior(NamedTuple):
         states: ``(*B, T, K)``, :math:`p(z_t \mid x_{1:T})`; zero at padded steps.
         transitions: ``(*B, K, K)``, expected number of transitions,
             :math:`\sum_t p(z_t, z_{t+1} \mid x_{1:T})`.
-        durations: ``(*B, K, D)``, expected number of segments of each duration; None of a chain
-            without explicit durations.
     """
 
     log_evidence: Tensor
     states: Tensor
     transitions: Tensor
-    durations: Tensor | None = None
 
 
 class ExpectedCounts(NamedTuple):

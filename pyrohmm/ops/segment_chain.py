@@ -88,5 +88,4 @@ def arrange(
         likelihood,
         lengths,
     )
-    dtypes = torch.promote_types(log_duration.dtype, log_final.dtype)
-    return Segmented(chain, batch, torch.promote_types(parts.likelihood.dtype, dtypes))
+    return Segmented(chain, batch, torch.promote_types(parts.likelihood.dtype, log_duration.dtype))

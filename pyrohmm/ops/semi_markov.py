@@ -21,22 +21,34 @@ Source: Yu, 2010, Hidden semi-Markov models; the gradient as in :mod:`.recursion
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .._arguments import Range, checked, explained
-from .._checks import check_floats
+from .._checks import check_broadcast, check_floats, check_integers, check_lengths
 from .._precision import differentiable_gradient, in_full_precision
 from . import torch_segments
 from .backends import backend_for
-from .log_space import finite_or_zero
+from .log_space import finite_or_zero, logsumexp
 from .masks import exists
-from .recursions import ExpectedCounts, Posterior
+from .recursions import ExpectedCounts
 from .segment_chain import SegmentChain, arrange
 
-NEVER = -1e300  # a finite logarithm of nothing, for sums whose gradient must not be NaN
+
+class Segments(NamedTuple):
+    """The segments of paths, in their order; there are at most S of them.
+
+    Attributes:
+        states: ``(*B, S)`` integers; -1 beyond the last segment.
+        starts: ``(*B, S)`` integers, the first step of each; 0 beyond the last.
+        durations: ``(*B, S)`` integers, how many steps of each are seen; 0 beyond the last.
+    """
+
+    states: Tensor
+    starts: Tensor
+    durations: Tensor
 
 
 @explained()
@@ -54,10 +66,11 @@ def log_survival(log_duration: Tensor) -> Tensor:
         tensor([[1.0000, 0.5000, 0.5000]])
     """
     check_floats("log_duration", log_duration)
-    wide = log_duration.double()
-    wide = wide.masked_fill(wide.isneginf(), NEVER)
-    sums = wide.flip(-1).logcumsumexp(-1).flip(-1)
-    return sums.masked_fill(sums < NEVER / 2, -torch.inf).to(log_duration.dtype)
+    sums, width = log_duration.double(), 1
+    while width < sums.size(-1):  # sums of this many entries, of twice as many, ...
+        beyond = torch.nn.functional.pad(sums[..., width:], (0, width), value=-torch.inf)
+        sums, width = logsumexp(torch.stack([sums, beyond]), 0), 2 * width
+    return sums.to(log_duration.dtype)
 
 
 def _final(log_duration: Tensor, censored_end: bool) -> Tensor:
@@ -84,7 +97,8 @@ def log_evidence(
         >>> swap = torch.tensor([[0.0, 1.0], [1.0, 0.0]]).log()
         >>> two = torch.tensor([[0.0, 1.0], [0.0, 1.0]]).log()  # each segment lasts two steps
         >>> likelihood = torch.tensor([[0.9, 0.1], [0.8, 0.2], [0.3, 0.7]]).log()
-        >>> log_evidence(torch.tensor([1.0, 0.0]).log(), swap, two, likelihood, torch.tensor(3)).exp()
+        >>> first = torch.tensor([1.0, 0.0]).log()
+        >>> log_evidence(first, swap, two, likelihood, torch.tensor(3)).exp()
         tensor(0.5040)
     """
     chain, batch, dtype = arrange(
@@ -92,9 +106,7 @@ def log_evidence(
         log_likelihood, lengths,
     )  # fmt: skip
     value: Tensor = _Evidence.apply(*chain)
-    promoted = torch.promote_types(log_initial.dtype, log_transition.dtype)
-    promoted = torch.promote_types(promoted, torch.promote_types(log_duration.dtype, dtype))
-    return value.reshape(batch).to(promoted)
+    return value.reshape(batch).to(dtype)
 
 
 class _Evidence(torch.autograd.Function):
@@ -115,11 +127,15 @@ class _Evidence(torch.autograd.Function):
     @staticmethod
     @in_full_precision
     def backward(ctx: Any, weight: Tensor) -> tuple[Tensor | None, ...]:
-        chain = SegmentChain(*ctx.saved_tensors, ctx.lengths)
+        initial, transition, duration, final, seen = ctx.saved_tensors
+        chain = SegmentChain(initial, transition, duration, final, seen, ctx.lengths)
         if torch.is_grad_enabled():  # the gradient will itself be differentiated
 
-            def evidence(*parts: Tensor) -> Tensor:
-                return torch_segments.forward(SegmentChain(*parts, ctx.lengths), None)[2]
+            def evidence(
+                initial: Tensor, transition: Tensor, duration: Tensor, final: Tensor, seen: Tensor
+            ) -> Tensor:
+                parts = SegmentChain(initial, transition, duration, final, seen, ctx.lengths)
+                return torch_segments.forward(parts, None)[2]
 
             return (*differentiable_gradient(evidence, chain[:5], weight), None)
         weight = weight.contiguous()
@@ -148,46 +164,49 @@ def expected_counts(
         tensor([[0.0000, 1.0000],
                 [0.5000, 0.5000]])
     """
-    tensors = log_initial, log_transition, log_duration, log_likelihood
-    leads = [part.shape[:-core] for part, core in zip(tensors, (1, 2, 2, 2))]
-    batch = torch.broadcast_shapes(*leads, lengths.shape)
+    batch = check_broadcast(
+        {
+            "log_initial": log_initial.shape[:-1],
+            "log_transition": log_transition.shape[:-2],
+            "log_duration": log_duration.shape[:-2],
+            "log_likelihood": log_likelihood.shape[:-2],
+            "lengths": lengths.shape,
+        }
+    )
     log_likelihood = log_likelihood.expand(*batch, *log_likelihood.shape[-2:])
+    logs = log_initial, log_transition, log_duration, log_likelihood
     with torch.inference_mode(False), torch.enable_grad():
-        leaves = [
+        initial, transition, duration, likelihood = (
+            leaves
+        ) = [  # tensors made in inference mode cannot ask for gradients
             (part.clone() if part.is_inference() else part.detach()).requires_grad_()
-            for part in (*tensors[:3], log_likelihood)
+            for part in logs
         ]
-        evidence = log_evidence(*leaves, lengths, censored_end)
-        initial, transitions, durations, states = torch.autograd.grad(
+        evidence = log_evidence(initial, transition, duration, likelihood, lengths, censored_end)
+        starts, transitions, durations, states = torch.autograd.grad(
             evidence.sum(), leaves, materialize_grads=True
         )
-    return ExpectedCounts(
-        evidence.detach(), initial, transitions.unsqueeze(-3), states, durations
-    )
+    return ExpectedCounts(evidence.detach(), starts, transitions.unsqueeze(-3), states, durations)
 
 
-def posterior(
+def counts_of_each(
     log_initial: Tensor,
     log_transition: Tensor,
     log_duration: Tensor,
     log_likelihood: Tensor,
     lengths: Tensor,
     censored_end: bool = True,
-) -> Posterior:
-    r"""Smoothed posterior of each sequence, with its expected transitions and durations.
-
-    A sequence of probability zero has no posterior: its entries are zero.
-    """
+) -> ExpectedCounts:
+    """As :func:`expected_counts`, of each sequence by itself: ``(*B, K, K)`` and ``(*B, K, D)``."""
     tensors = log_initial, log_transition, log_duration, log_likelihood
     cores = 1, 2, 2, 2
-    leads = [part.shape[: part.dim() - core] for part, core in zip(tensors, cores)]
-    batch = torch.broadcast_shapes(*leads, lengths.shape)
-    each = (
+    batch = torch.broadcast_shapes(
+        *(part.shape[: part.dim() - core] for part, core in zip(tensors, cores)), lengths.shape
+    )
+    initial, transition, duration, likelihood = (
         part.expand(*batch, *part.shape[part.dim() - core :]) for part, core in zip(tensors, cores)
     )
-    counts = expected_counts(*each, lengths, censored_end)
-    transitions = counts.transitions.squeeze(-3)
-    return Posterior(counts.log_evidence, counts.states, transitions, counts.durations)
+    return expected_counts(initial, transition, duration, likelihood, lengths, censored_end)
 
 
 def filtered(
@@ -269,3 +288,62 @@ def sample_states(
         states = torch.zeros(shape, dtype=torch.long, device=device)
         backend_for(device).segment_sample(chain, arrive, ends, uniform, states)
         return states.reshape(num_samples, *batch, steps)
+
+
+# Segments of paths ------------------------------------------------------------------------------
+
+
+def boundaries(states: Tensor, present: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Where segments of paths ``(*B, T)`` open and close, and how long they have lasted so far.
+
+    Args:
+        states: Integers; a segment is a run of equal ones.
+        present: Booleans, which steps exist.
+
+    Returns:
+        Booleans, booleans and integers, all ``(*B, T)``.
+    """
+    differ = states[..., 1:] != states[..., :-1]
+    opens = torch.nn.functional.pad(differ, (1, 0), value=True) & present
+    later = torch.nn.functional.pad(opens[..., 1:] | ~present[..., 1:], (0, 1), value=True)
+    steps = torch.arange(states.size(-1), device=states.device).expand(states.shape)
+    begun = steps.masked_fill(~opens, 0).cummax(-1).values
+    return opens, later & present, steps - begun + 1
+
+
+@checked()
+def segments(states: Tensor, lengths: Tensor) -> Segments:
+    """The segments of paths: their runs of equal states.
+
+    Args:
+        states: ``(*B, T)`` integers, paths.
+        lengths: Integers that broadcast with ``(*B)``, the number of steps of each.
+
+    Raises:
+        TypeError: If an argument does not hold integers.
+        ValueError: If shapes disagree, or a length does not lie between 1 and T.
+
+    Example:
+        >>> segments(torch.tensor([[2, 2, 0, 1], [1, 1, 0, 0]]), torch.tensor([4, 2])).durations
+        tensor([[2, 1, 1],
+                [2, 0, 0]])
+    """
+    check_integers("states", states)
+    check_integers("lengths", lengths)
+    if states.dim() == 0:
+        raise ValueError("states must have shape (*B, T); got shape ().")
+    num_steps, lengths = states.size(-1), lengths.cpu().long()
+    check_lengths(lengths, num_steps)
+    batch = check_broadcast({"states": states.shape[:-1], "lengths": lengths.shape})
+    states = states.expand(*batch, num_steps)
+    opens, closes, age = boundaries(states, exists(lengths.expand(batch), num_steps, states.device))
+    place = opens.cumsum(-1)
+    size = int(place.amax())
+    place = place.masked_fill(~closes, 0)  # a column before the first takes all the others
+
+    def gathered(values: Tensor, beyond: int) -> Tensor:
+        rows = values.new_full((*batch, size + 1), beyond)
+        return rows.scatter(-1, place, values)[..., 1:]
+
+    steps = torch.arange(num_steps, device=states.device)
+    return Segments(gathered(states, -1), gathered(steps - age + 1, 0), gathered(age, 0))

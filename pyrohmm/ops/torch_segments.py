@@ -1,7 +1,8 @@
 """The recursions of chains with durations as torch operations, a step at a time.
 
-For any device, and for second derivatives: :func:`forward` has a tape of T steps. Tensors are those
-of :class:`.segment_chain.SegmentChain`; a step holds the N * D * K segments that end or begin there.
+For any device, and for second derivatives: :func:`forward` has a tape of T steps. Tensors are
+those of :class:`.segment_chain.SegmentChain`; a step holds the N * D * K segments that end or begin
+there.
 """
 
 from __future__ import annotations
@@ -71,7 +72,6 @@ def backward(
                                                                chain.transition))  # fmt: skip
     whole, last = finite_or_zero(evidence), (chain.lengths - 1).to(evidence.device)
     gamma = torch.zeros_like(chain.likelihood)
-    durations, finals = gamma.new_zeros(count, size, num_states), gamma.new_zeros(duration.shape)
     durations = gamma.new_zeros(groups, size, num_states)
     finals = torch.zeros_like(durations)
     transitions = torch.zeros_like(chain.transition)
@@ -134,7 +134,7 @@ def sample_states(
     chain: SegmentChain, arrive: Tensor, ends: Tensor, uniform: Tensor, states: Tensor
 ) -> None:
     """As :meth:`.operations.Backend.segment_sample`."""
-    samples, (count, steps, num_states) = len(states), chain.likelihood.shape
+    samples, (count, steps, _) = len(states), chain.likelihood.shape
     size = chain.duration.size(1)
     duration, final = _each(chain.duration, count), _each(chain.final, count)
     into = _each(chain.transition.mT.contiguous(), count).expand(count, -1, -1)  # row = to
