@@ -50,6 +50,7 @@ from .io.persistence import save as save
 from .language import clusters as clusters
 from .language.model import LanguageModel as LanguageModel
 from .nn import dense as dense
+from .nn import durations as durations
 from .nn import emissions as emissions
 from .nn import tagging as tagging
 from .nn.base import HMMModule as HMMModule
@@ -57,6 +58,12 @@ from .nn.base import freeze as freeze
 from .nn.composed import streams as streams
 from .nn.composed import tied as tied
 from .nn.dense import DenseHMM as DenseHMM
+from .nn.durations import TabularHSMM as TabularHSMM
+from .nn.durations import free_durations as free_durations
+from .nn.durations import geometric_durations as geometric_durations
+from .nn.durations import negative_binomial_durations as negative_binomial_durations
+from .nn.durations import parametric_durations as parametric_durations
+from .nn.durations import poisson_durations as poisson_durations
 from .nn.emissions import bernoulli as bernoulli
 from .nn.emissions import categorical as categorical
 from .nn.emissions import parametric as parametric
@@ -106,6 +113,7 @@ __all__ = [
     "Sequences",
     "StatefulModel",
     "TabularHMM",
+    "TabularHSMM",
     "TaggedHMM",
     "__version__",
     "banded",
@@ -120,14 +128,17 @@ __all__ = [
     "distributions",
     "dpp",
     "draws",
+    "durations",
     "em",
     "emissions",
     "fit_cooccurrence",
     "fit_em",
     "fit_map",
     "fit_svi",
+    "free_durations",
     "freeze",
     "from_hmmlearn",
+    "geometric_durations",
     "guides",
     "inference_data",
     "language",
@@ -137,14 +148,17 @@ __all__ = [
     "markov_sample",
     "metrics",
     "msteps",
+    "negative_binomial_durations",
     "normal",
     "normal_full",
     "normal_mixture",
     "normal_spherical",
     "normal_tied",
     "parametric",
+    "parametric_durations",
     "plots",
     "poisson",
+    "poisson_durations",
     "queries",
     "readers",
     "recursions",

@@ -148,9 +148,14 @@ class ChainDistribution(TorchDistribution):
             self.check_labels(values)
         return self.log_initial, self._log_transitions(), likelihood
 
-    def counted_factors(self, values: Tensor) -> tuple[Tensor, ...]:
+    def counted_factors(self, values: Tensor, check: bool = True) -> tuple[Tensor, ...]:
         """Those of :meth:`log_factors` whose uses :class:`ExpectedCounts` counts, in its order."""
-        return self.log_factors(values)
+        return self.log_factors(values, check)
+
+    @property
+    def counted_duration(self) -> Tensor | None:
+        """``(K, D)``, log-probabilities of durations, where they are explicit."""
+        return None
 
     def symbol_factors(
         self, values: Tensor

@@ -200,10 +200,15 @@ class HSMM(HMM):
         """Those of a Markov chain, which this is not: raises ValueError. See :meth:`expanded`."""
         self.check_markov("log_factors")
 
-    def counted_factors(self, values: Tensor) -> tuple[Tensor, ...]:
+    def counted_factors(self, values: Tensor, check: bool = True) -> tuple[Tensor, ...]:
         """As :meth:`HMM.counted_factors`; the last is ``log_duration``."""
-        initial, transition, duration, likelihood = self._factors(values)
+        initial, transition, duration, likelihood = self._factors(values, check)
         return initial, transition.unsqueeze(-3), likelihood, duration
+
+    @property
+    def counted_duration(self) -> Tensor:
+        """``log_duration``."""
+        return self.log_duration
 
     def _factors(self, values: Tensor, check: bool = True) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """The first arguments of the recursions; with ``check`` as :meth:`HMM.log_factors`."""
