@@ -106,8 +106,8 @@ class HSMM(HMM):
         shape = log_duration.shape
         if len(shape) < 2 or shape[-2] != num_states or shape[-1] < 1:
             raise ValueError(
-                f"log_duration must have shape (*B, K, D) with K = {num_states} and D at least 1; "
-                f"got {tuple(log_duration.shape)}."
+                f"log_duration must have shape (*B, K, D) with the K = {num_states} of log_initial "
+                f"and D at least 1; got {tuple(shape)}."
             )
         check_integers("lengths", lengths)
         outer = {"log_duration": log_duration.shape[:-2], "lengths": lengths.shape}
@@ -164,24 +164,20 @@ class HSMM(HMM):
         is written for any Markov chain reads it, at the cost of its matrix of (K D) x (K D).
         """
         num_states, size = self.log_duration.shape[-2:]
-        initial = (self.log_initial.unsqueeze(-1) + self.log_duration).flatten(-2)
-        after = self.log_transition.unsqueeze(-1) + self.log_duration.unsqueeze(-3)
-        matrix = after.new_full((*after.shape[:-3], num_states, size, num_states, size), -torch.inf)
-        matrix[..., 0, :, :] = after
-        place = torch.arange(1, size, device=after.device)
-        for state in range(num_states):
-            matrix[..., state, place, state, place - 1] = 0.0
+        parts = self.log_initial, self.log_transition, self.log_duration
+        initial, matrix = semi_markov.expanded_chain(*parts)
+        device = matrix.device
         allowed = self.allowed
         if allowed is not None:
             allowed = allowed.repeat_interleave(size, -1)
         if not self.censored_end:
             steps = torch.arange(self.num_steps)
-            last = (steps == self.lengths.unsqueeze(-1) - 1).to(after.device).unsqueeze(-1)
-            ends = torch.arange(num_states * size, device=after.device) % size == 0
+            last = (steps == self.lengths.unsqueeze(-1) - 1).to(device).unsqueeze(-1)
+            ends = torch.arange(num_states * size, device=device) % size == 0
             allowed = ends | ~last if allowed is None else allowed & (ends | ~last)
-        index = torch.arange(num_states, device=after.device).repeat_interleave(size)
+        index = torch.arange(num_states, device=device).repeat_interleave(size)
         new = HMM(
-            initial, matrix.flatten(-4, -3).flatten(-2), Tied(self.emission, index), self.lengths,
+            initial, matrix, Tied(self.emission, index), self.lengths,
             self.observed, validate_args=False, emission_per_step=self.emission_per_step,
             allowed=allowed,
         )  # fmt: skip

@@ -8,7 +8,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .._checks import check_broadcast, check_floats, check_same_device, check_trailing
+from .._checks import (
+    check_broadcast,
+    check_floats,
+    check_same_device,
+    check_tensor,
+    check_trailing,
+)
 from .chain import check_arguments
 from .masks import exists
 
@@ -45,6 +51,11 @@ def arrange(
     lengths: Tensor,
 ) -> Segmented:
     """Check the arguments, and bring them into one form by differentiable operations."""
+    check_tensor("log_transition", log_transition)
+    if log_transition.dim() < 2:
+        raise ValueError(
+            f"log_transition must have shape (*B, K, K); got {tuple(log_transition.shape)}."
+        )
     parts = check_arguments(log_initial, log_transition.unsqueeze(-3), log_likelihood, lengths)
     num_states = parts.initial.size(-1)
     tables = {"log_duration": log_duration, "log_final": log_final}

@@ -189,6 +189,7 @@ def expected_counts(
     return ExpectedCounts(evidence.detach(), starts, transitions.unsqueeze(-3), states, durations)
 
 
+@explained()
 def counts_of_each(
     log_initial: Tensor,
     log_transition: Tensor,
@@ -209,6 +210,7 @@ def counts_of_each(
     return expected_counts(initial, transition, duration, likelihood, lengths, censored_end)
 
 
+@checked()
 def filtered(
     log_initial: Tensor,
     log_transition: Tensor,
@@ -235,6 +237,7 @@ def filtered(
         return scores.to(dtype).reshape(*batch, *scores.shape[-2:])
 
 
+@checked()
 def viterbi(
     log_initial: Tensor,
     log_transition: Tensor,
@@ -290,6 +293,36 @@ def sample_states(
         return states.reshape(num_samples, *batch, steps)
 
 
+@explained()
+def expanded_chain(
+    log_initial: Tensor, log_transition: Tensor, log_duration: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The Markov chain of K D states that is the same: the state, and how many steps remain of it.
+
+    Returns:
+        Log-probabilities of the first state ``(*B, K D)`` and of transitions ``(*B, K D, K D)``;
+        entry k D + r - 1 is state k that lasts r more steps, this one included.
+
+    Example:
+        >>> swap = torch.tensor([[0.0, 1.0], [1.0, 0.0]]).log()
+        >>> even = torch.full((2, 2), 0.5).log()
+        >>> expanded_chain(even[0], swap, even)[1].exp()
+        tensor([[0.0000, 0.0000, 0.5000, 0.5000],
+                [1.0000, 0.0000, 0.0000, 0.0000],
+                [0.5000, 0.5000, 0.0000, 0.0000],
+                [0.0000, 0.0000, 1.0000, 0.0000]])
+    """
+    num_states, size = log_duration.shape[-2:]
+    initial = (log_initial.unsqueeze(-1) + log_duration).flatten(-2)
+    after = log_transition.unsqueeze(-1) + log_duration.unsqueeze(-3)
+    matrix = after.new_full((*after.shape[:-3], num_states, size, num_states, size), -torch.inf)
+    matrix[..., 0, :, :] = after
+    place = torch.arange(1, size, device=after.device)
+    for state in range(num_states):
+        matrix[..., state, place, state, place - 1] = 0.0
+    return initial, matrix.flatten(-4, -3).flatten(-2)
+
+
 # Segments of paths ------------------------------------------------------------------------------
 
 
@@ -333,7 +366,7 @@ def segments(states: Tensor, lengths: Tensor) -> Segments:
     if states.dim() == 0:
         raise ValueError("states must have shape (*B, T); got shape ().")
     num_steps, lengths = states.size(-1), lengths.cpu().long()
-    check_lengths(lengths, num_steps)
+    check_lengths(lengths, num_steps, "lengths of states")
     batch = check_broadcast({"states": states.shape[:-1], "lengths": lengths.shape})
     states = states.expand(*batch, num_steps)
     opens, closes, age = boundaries(states, exists(lengths.expand(batch), num_steps, states.device))
