@@ -515,7 +515,6 @@ SPECIAL = {
         (
             f"semi_markov.{name}"
             for name in (
-                "counts_of_each",
                 "expanded_chain",
                 "expected_counts",
                 "filtered",
@@ -736,6 +735,7 @@ UNASKED = {
     "PoissonDurations": "",
     "HSMM.log_factors": "refuses whatever it is given",
     "semi_markov.boundaries": "called by segments",
+    "semi_markov.counts_of_each": "called by HSMM",
     "GradientStep.__call__": "called by EM",
     "NeuralTagger.extended": "of words and tags: the HMM of words alone has it",
     "RowPermutationNUTS.sample": "called by MCMC",
@@ -765,8 +765,9 @@ UNREAD = {
     "diversity.product_kernel", "guides.log_orbit", "msteps.best_start", "msteps.objective",
     "msteps.relative_slope", "pair_losses.cross_entropy", "pair_losses.relative_distance",
     "pair_losses.squared_distance", "recursions.expected_counts", "recursions.filtered",
-    "recursions.log_evidence", "recursions.posterior", "semi_markov.counts_of_each",
-    "semi_markov.expanded_chain", "semi_markov.expected_counts", "semi_markov.filtered", "semi_markov.log_evidence",
+    "recursions.log_evidence", "recursions.posterior",
+    "semi_markov.expanded_chain", "semi_markov.expected_counts", "semi_markov.filtered",
+    "semi_markov.log_evidence",
     "semi_markov.log_survival", "durations.truncated", "sparse_dirichlet.interior",
     "stationary.joint_probs", "stationary.predicted", "stationary.stationary",
     "stationary.stationary_detached",
@@ -933,7 +934,8 @@ def takes_function(parameter):
 
 ALIASES = {
     "DurationFamily", "EmissionFamily", "Kernel", "Kernel | None", "Loss", "LogPrior | None",
-    "Start | Values | None", "Vocabulary | Counting | None", "OptimizerFactory | None", "ScheduleFactory | None",
+    "Start | Values | None", "Vocabulary | Counting | None", "OptimizerFactory | None",
+    "ScheduleFactory | None",
 }  # fmt: skip
 
 

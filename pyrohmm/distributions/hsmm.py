@@ -94,21 +94,7 @@ class HSMM(HMM):
         emission_per_step: bool = False,
         allowed: Tensor | None = None,
     ) -> None:
-        check_floats("log_duration", log_duration)
-        check_floats("log_initial", log_initial)
-        check_same_device({"log_initial": log_initial, "log_duration": log_duration})
-        num_states = log_initial.shape[-1:].numel()
-        if num_states < 2:
-            raise ValueError(
-                "log_initial must be of at least two states: no state follows itself, so that a "
-                "single one has no other to go to. Use an HMM, whose one state lasts for ever."
-            )
-        shape = log_duration.shape
-        if len(shape) < 2 or shape[-2] != num_states or shape[-1] < 1:
-            raise ValueError(
-                f"log_duration must have shape (*B, K, D) with the K = {num_states} of log_initial "
-                f"and D at least 1; got {tuple(shape)}."
-            )
+        _check_durations(log_initial, log_duration)
         check_integers("lengths", lengths)
         outer = {"log_duration": log_duration.shape[:-2], "lengths": lengths.shape}
         super().__init__(
@@ -248,18 +234,13 @@ class HSMM(HMM):
         batch = torch.broadcast_shapes(self.batch_shape, likelihood.shape[:-2], states.shape[:-1])
         states, exists = (x.expand(*batch, self.num_steps) for x in (states, exists))
 
-        def at(table: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
-            picked = table.expand(*batch, *table.shape[-2:])
-            rows = rows.unsqueeze(-1).expand(*rows.shape, table.size(-1))
-            return picked.gather(-2, rows).gather(-1, columns.unsqueeze(-1)).squeeze(-1)
-
         opens, closes, age = semi_markov.boundaries(states, exists)
         last = closes & ~torch.nn.functional.pad(exists[..., 1:], (0, 1))
         final = semi_markov.log_survival(duration) if self.censored_end else duration
         column = age.clamp(max=self.max_duration) - 1
-        lasted = torch.where(last, at(final, states, column), at(duration, states, column))
+        lasted = torch.where(last, _at(final, states, column), _at(duration, states, column))
         lasted = lasted.masked_fill(age > self.max_duration, -torch.inf)
-        moved = at(transition, states[..., :-1], states[..., 1:])
+        moved = _at(transition, states[..., :-1], states[..., 1:])
         first = initial.expand(*batch, self.num_states).gather(-1, states[..., :1]).squeeze(-1)
         emitted = likelihood.expand(*batch, *likelihood.shape[-2:])
         emitted = emitted.gather(-1, states.unsqueeze(-1)).squeeze(-1)
@@ -382,3 +363,29 @@ class HSMM(HMM):
         count = shape[: len(shape) - len(self.batch_shape)].numel()
         states = semi_markov.sample_states(*parts, logs, self.lengths, count, self.censored_end)
         return states.reshape(*shape, self.num_steps)
+
+
+def _check_durations(log_initial: Tensor, log_duration: Tensor) -> None:
+    """Raise unless there are durations of each of at least two states."""
+    check_floats("log_duration", log_duration)
+    check_floats("log_initial", log_initial)
+    check_same_device({"log_initial": log_initial, "log_duration": log_duration})
+    num_states = log_initial.shape[-1:].numel()
+    if num_states < 2:
+        raise ValueError(
+            "log_initial must be of at least two states: no state follows itself, so that a "
+            "single one has no other to go to. Use an HMM, whose one state lasts for ever."
+        )
+    shape = log_duration.shape
+    if len(shape) < 2 or shape[-2] != num_states or shape[-1] < 1:
+        raise ValueError(
+            f"log_duration must have shape (*B, K, D) with the K = {num_states} of log_initial "
+            f"and D at least 1; got {tuple(shape)}."
+        )
+
+
+def _at(table: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+    """Entries of ``table`` ``(*b, M, V)`` at rows and columns ``(*B, T)``."""
+    picked = table.expand(*rows.shape[:-1], *table.shape[-2:])
+    rows = rows.unsqueeze(-1).expand(*rows.shape, table.size(-1))
+    return picked.gather(-2, rows).gather(-1, columns.unsqueeze(-1)).squeeze(-1)
