@@ -206,8 +206,8 @@ def poisson_durations(
         rate: Of the prior; a number or ``(K,)``. By default it has a mean of ten steps.
 
     Example:
-        >>> poisson_durations(4)(2)().exp().sum(-1)
-        tensor([1., 1.])
+        >>> poisson_durations(4)(2)().shape
+        torch.Size([2, 4])
     """
     check_size("max_duration", max_duration)
     return partial(
@@ -258,8 +258,8 @@ def negative_binomial_durations(
         shape_rate: Of the prior of the shape; a number or ``(K,)``.
 
     Example:
-        >>> negative_binomial_durations(4)(2)().exp().sum(-1)
-        tensor([1., 1.])
+        >>> negative_binomial_durations(4)(2)().shape
+        torch.Size([2, 4])
     """
     check_size("max_duration", max_duration)
     return partial(
