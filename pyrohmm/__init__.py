@@ -20,6 +20,7 @@ from .distributions.block_hmm import BlockHMM as BlockHMM
 from .distributions.dpp import DiversityPrior as DiversityPrior
 from .distributions.forecast import Forecast as Forecast
 from .distributions.hmm import HMM as HMM
+from .distributions.hsmm import HSMM as HSMM
 from .distributions.tagged_hmm import TaggedHMM as TaggedHMM
 from .infer import cooccurrence as cooccurrence
 from .infer import em as em
@@ -49,6 +50,7 @@ from .io.persistence import save as save
 from .language import clusters as clusters
 from .language.model import LanguageModel as LanguageModel
 from .nn import dense as dense
+from .nn import durations as durations
 from .nn import emissions as emissions
 from .nn import tagging as tagging
 from .nn.autoregressive import autoregressive_categorical as autoregressive_categorical
@@ -58,6 +60,12 @@ from .nn.base import freeze as freeze
 from .nn.composed import streams as streams
 from .nn.composed import tied as tied
 from .nn.dense import DenseHMM as DenseHMM
+from .nn.durations import TabularHSMM as TabularHSMM
+from .nn.durations import free_durations as free_durations
+from .nn.durations import geometric_durations as geometric_durations
+from .nn.durations import negative_binomial_durations as negative_binomial_durations
+from .nn.durations import parametric_durations as parametric_durations
+from .nn.durations import poisson_durations as poisson_durations
 from .nn.emissions import bernoulli as bernoulli
 from .nn.emissions import categorical as categorical
 from .nn.emissions import parametric as parametric
@@ -76,11 +84,13 @@ from .nn.tabular import sticky as sticky
 from .nn.tagging import NeuralTagger as NeuralTagger
 from .ops import blocks as blocks
 from .ops import recursions as recursions
+from .ops import semi_markov as semi_markov
 from .ops.recursions import ExpectedCounts as ExpectedCounts
 from .ops.recursions import Posterior as Posterior
 
 __all__ = [
     "HMM",
+    "HSMM",
     "BlockHMM",
     "CooccurrenceModel",
     "DenseHMM",
@@ -105,6 +115,7 @@ __all__ = [
     "Sequences",
     "StatefulModel",
     "TabularHMM",
+    "TabularHSMM",
     "TaggedHMM",
     "__version__",
     "autoregressive_categorical",
@@ -121,14 +132,17 @@ __all__ = [
     "distributions",
     "dpp",
     "draws",
+    "durations",
     "em",
     "emissions",
     "fit_cooccurrence",
     "fit_em",
     "fit_map",
     "fit_svi",
+    "free_durations",
     "freeze",
     "from_hmmlearn",
+    "geometric_durations",
     "guides",
     "inference_data",
     "language",
@@ -138,19 +152,23 @@ __all__ = [
     "markov_sample",
     "metrics",
     "msteps",
+    "negative_binomial_durations",
     "normal",
     "normal_full",
     "normal_mixture",
     "normal_spherical",
     "normal_tied",
     "parametric",
+    "parametric_durations",
     "plots",
     "poisson",
+    "poisson_durations",
     "queries",
     "readers",
     "recursions",
     "save",
     "scale_priors",
+    "semi_markov",
     "starts",
     "sticky",
     "streams",

@@ -163,3 +163,62 @@ def entropy(initial, transition, likelihood, length) -> np.ndarray:
     scores = scores[scores > -np.inf]
     share = np.exp(scores - log_sum(scores)) if len(scores) else scores
     return stats.entropy(share) if len(share) else np.zeros(())
+
+
+class SegmentAnswer(NamedTuple):
+    """What an oracle says about one sequence of segments with durations."""
+
+    evidence: np.ndarray  # (), log p(x)
+    initial: np.ndarray  # (K,), p(z_1 | x)
+    transitions: np.ndarray  # (K, K), expected number of transitions between segments
+    durations: np.ndarray  # (K, D), expected number of segments by their whole durations
+    states: np.ndarray  # (T, K), p(z_t | x); zero at padded steps
+    best: np.ndarray  # (), the largest log p(x, z)
+    paths: dict  # log p(x, z) of each path z of states, summed over its segmentations
+
+
+def all_segmentations(num_states: int, longest: int, length: int):
+    """Every list of segments (state, start, duration) that fills ``length`` steps."""
+    if length == 0:
+        yield []
+        return
+    for duration in range(1, min(longest, length) + 1):
+        for rest in all_segmentations(num_states, longest, length - duration):
+            for state in range(num_states):
+                yield [*rest, (state, length - duration, duration)]
+
+
+def by_segments(initial, transition, duration, likelihood, length, censored_end) -> SegmentAnswer:
+    """Sums and maxima over all segmentations and, of a last segment that is cut, its whole length.
+
+    ``duration`` is ``(K, D)``, log p(d | k); ``transition`` ``(K, K)``, between segments.
+    """
+    num_states, longest = duration.shape
+    scores, wholes, lists = [], [], []
+    for segments in all_segmentations(num_states, longest, length):
+        last, _, seen = segments[-1]
+        score = initial[segments[0][0]]
+        for (state, start, size), after in zip(segments, [*segments[1:], None]):
+            score = score + sum(likelihood[t, state] for t in range(start, start + size))
+            if after is not None:
+                score = score + duration[state, size - 1] + transition[state, after[0]]
+        for whole in range(seen, longest + 1 if censored_end else seen + 1):
+            scores.append(score + duration[last, whole - 1])
+            wholes.append(whole)
+            lists.append(segments)
+    scores = np.array(scores) if scores else np.array([-np.inf])
+    evidence = log_sum(scores)
+    first, moves = np.zeros(num_states), np.zeros(transition.shape)
+    lasted, states, paths = np.zeros(duration.shape), np.zeros(likelihood.shape), {}
+    shares = np.zeros(len(scores)) if np.isneginf(evidence) else np.exp(scores - evidence)
+    for score, share, whole, segments in zip(scores, shares, wholes, lists):
+        first[segments[0][0]] += share
+        for (state, start, size), after in zip(segments, [*segments[1:], None]):
+            states[start : start + size, state] += share
+            lasted[state, (whole if after is None else size) - 1] += share
+            if after is not None:
+                moves[state, after[0]] += share
+        path = tuple(state for state, _, size in segments for _ in range(size))
+        paths[path] = np.logaddexp(paths.get(path, -np.inf), score)
+    best = np.array(max(paths.values(), default=-np.inf))
+    return SegmentAnswer(evidence, first, moves, lasted, states, best, paths)

@@ -28,6 +28,7 @@ from matplotlib.figure import Figure
 import pyrohmm
 from pyrohmm import (
     HMM,
+    HSMM,
     BlockHMM,
     Filter,
     GradientStep,
@@ -166,6 +167,25 @@ def vectors():
 def hmm():
     emission = dist.Categorical(logits=rows(2, 3))
     return HMM(rows(2), rows(2, 2), emission, lengths(), validate_args=True)
+
+
+def table(*shape):
+    """Log-probabilities of the next segment's state."""
+    return torch.tensor([[-math.inf, 0.0], [0.0, -math.inf]]).expand(*shape, 2, 2)
+
+
+def hsmm():
+    emission = dist.Categorical(logits=rows(2, 3))
+    return HSMM(rows(2), table(), rows(2, 4), emission, lengths(), validate_args=True)
+
+
+def durations():
+    return pyrohmm.free_durations(4)
+
+
+LASTING = {"max_duration": lambda: 4}
+COUNTED = {"distribution": lambda: dist.Poisson(torch.ones(2))}
+SEGMENTS = {"log_duration": lambda: rows(2, 4), "log_transition": table}
 
 
 def module():
@@ -462,6 +482,14 @@ SPECIAL = {
         "validate_args": lambda: True,
         "allowed": lambda: torch.ones(2, 3, 2) > 0,
     },
+    "HSMM": {
+        "log_transition": table,
+        "log_duration": lambda: rows(2, 4),
+        "observed": lambda: torch.ones(2, 3) > 0,
+        "emission": lambda: dist.Categorical(logits=rows(2, 3)),
+        "validate_args": lambda: True,
+        "allowed": lambda: torch.ones(2, 3, 2) > 0,
+    },
     "InnerProductTransition": {"leave": lambda: rows(2, 4), "enter": lambda: rows(2, 4)},
     "InverseWishart": {"degrees": lambda: 3.0, "scale": lambda: torch.eye(2)},
     "LinearDropout": {"begin": lambda: 0.5, "end": lambda: 0.0},
@@ -525,6 +553,30 @@ SPECIAL = {
     "Streams.log_prob": {"value": lambda: torch.zeros(4, 1, 2)},
     "Streams.split": {"values": lambda: torch.zeros(4, 2)},
     "TabularHMM": {"emission": lambda: categorical(3)},
+    "TabularHSMM": {"emission": lambda: categorical(3), "durations": durations},
+    "TabularHSMM.from_hmm": {"hmm": hsmm},
+    **dict.fromkeys(
+        (f"durations.{kind}_durations" for kind in ("free", "geometric", "poisson")), LASTING
+    ),
+    "durations.negative_binomial_durations": LASTING,
+    "durations.parametric_durations": LASTING | COUNTED,
+    "durations.truncated": LASTING | COUNTED,
+    **dict.fromkeys(
+        (
+            f"semi_markov.{name}"
+            for name in (
+                "expanded_chain",
+                "expected_counts",
+                "filtered",
+                "log_evidence",
+                "log_survival",
+                "viterbi",
+            )
+        ),
+        SEGMENTS,
+    ),
+    "semi_markov.sample_states": SEGMENTS | {"num_samples": lambda: 2},
+    "semi_markov.segments": {"states": lambda: torch.tensor([[0, 1, 1], [1, 0, 0]])},
     "TaggedHMM": {"words": block_hmm, "log_tags": lambda: rows(2, 2)},
     "Tied": {"base": gaussian, "index": lambda: torch.tensor([0, 1, 1])},
     "Tied.log_prob": {"value": lambda: torch.zeros(4, 1)},
@@ -665,7 +717,12 @@ for name in (
     "variation_of_information",
 ):
     SPECIAL[f"agreement.{name}"] = KNOWN
-for kind, observations in {"HMM": values, "BlockHMM": values, "TaggedHMM": tagged_values}.items():
+for kind, observations in {
+    "HMM": values,
+    "HSMM": values,
+    "BlockHMM": values,
+    "TaggedHMM": tagged_values,
+}.items():
     for method in methods(PUBLIC[kind]):
         SPECIAL[f"{kind}.{method}"] = {
             "values": observations,
@@ -679,6 +736,7 @@ OBJECTS = {
     "BlockHMM": block_hmm,
     "TaggedHMM": tagged_hmm,
     "HMM": hmm,
+    "HSMM": hsmm,
     "Forecast": lambda: pyrohmm.Forecast(simplex(2, 3, 2), gaussian()),
     "CooccurrenceModel": lambda: pyrohmm.CooccurrenceModel(module(), pairs()),
     "DiversityPrior": dirichlet,
@@ -698,6 +756,7 @@ OBJECTS = {
     "Sequences": data,
     "StoredSequences": lambda: pyrohmm.data.StoredSequences(torch.arange(3.0), [3]),
     "TabularHMM": module,
+    "TabularHSMM": lambda: pyrohmm.TabularHSMM(2, durations(), categorical(3)),
     "InnerProductTransition": transitions,
     "Blocks": two_blocks,
     "Pairs": pairs,
@@ -737,6 +796,14 @@ UNASKED = {
     "PointEmission": "",
     "PoissonEmission": "",
     "emissions.from_distribution": "called by parametric",
+    "FreeDurations": "made by its family, as are the next four",
+    "GeometricDurations": "",
+    "NegativeBinomialDurations": "",
+    "ParametricDurations": "",
+    "PoissonDurations": "",
+    "HSMM.log_factors": "refuses whatever it is given",
+    "semi_markov.boundaries": "called by segments",
+    "semi_markov.counts_of_each": "called by HSMM",
     "GradientStep.__call__": "called by EM",
     "NeuralTagger.extended": "of words and tags: the HMM of words alone has it",
     "PosteriorDraws.for_new": "needs variables of single sequences, and says so of others",
@@ -751,7 +818,8 @@ UNASKED = {
 # Methods by which the parts of the package call each other, of any class.
 INNER = {
     "m_step", "statistics", "transition_counts", "get_extra_state", "set_extra_state", "set_points",
-    "check_constant", "check_labels", "prepare_values", "sample_prior_states", "continue_from",
+    "check_constant", "check_labels", "check_markov", "counted_factors", "prepare_values",
+    "sample_prior_states", "continue_from",
     "at_rest", "in_each_state", "log_block_probs_from", "log_probs_from", "rows", "places",
     "emission_module", "extra_repr", "sample_observations", "given", "permuted", "windows", "codes",
     "log_likelihood", "next", "after", "check_context", "moments", "probs_ahead",
@@ -768,7 +836,9 @@ UNREAD = {
     "msteps.relative_slope", "pair_losses.cross_entropy", "pair_losses.relative_distance",
     "pair_losses.squared_distance", "recursions.expected_counts", "recursions.filtered",
     "recursions.log_evidence", "recursions.log_evidence_of_symbols", "recursions.posterior",
-    "sparse_dirichlet.interior",
+    "semi_markov.expanded_chain", "semi_markov.expected_counts", "semi_markov.filtered",
+    "semi_markov.log_evidence",
+    "semi_markov.log_survival", "durations.truncated", "sparse_dirichlet.interior",
     "stationary.joint_probs", "stationary.predicted", "stationary.stationary",
     "stationary.stationary_detached",
 }  # fmt: skip
@@ -788,7 +858,7 @@ EXCEPTIONS = {
     ("LanguageModel.num_unknown", "lines", "tensor()"): "torch says that it has no items",
     **{
         (f"{kind}.log_factors", "check", label): "the truth of a tensor: torch's error"
-        for kind in ("HMM", "BlockHMM", "TaggedHMM")
+        for kind in ("HMM", "HSMM", "BlockHMM", "TaggedHMM")
         for label in ("cube", "integers")
     },
 }
@@ -933,8 +1003,9 @@ def takes_function(parameter):
 
 
 ALIASES = {
-    "EmissionFamily", "Kernel", "Kernel | None", "Loss", "LogPrior | None", "Start | Values | None",
-    "Vocabulary | Counting | None", "OptimizerFactory | None", "ScheduleFactory | None",
+    "DurationFamily", "EmissionFamily", "Kernel", "Kernel | None", "Loss", "LogPrior | None",
+    "Start | Values | None", "Vocabulary | Counting | None", "OptimizerFactory | None",
+    "ScheduleFactory | None",
 }  # fmt: skip
 
 

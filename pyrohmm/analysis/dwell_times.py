@@ -122,6 +122,7 @@ def dwell_counts(
 
 def _log_leave(hmm: HMM) -> Tensor:
     """Log-probability of leaving each state; one minus that of staying would lose its digits."""
+    hmm.check_markov("the dwell time of a Markov chain")
     if hmm.transition_per_step:
         raise ValueError(
             "hmm must have one log_transition for all steps, for dwell times to have one "

@@ -21,6 +21,7 @@ Its modules; each imports only those above it:
 ``forecast``               ``Forecast``: observations at future steps
 ``base``                   ``ChainDistribution``: parameters, masks and data joined
 ``hmm``                    ``HMM``: a distribution over whole sequences
+``hsmm``                   ``HSMM``: states with explicit durations
 ``block_symbols``          ``BlockSymbols``: symbols emitted only by the states of their blocks
 ``carried_state``          ``CarriedState``: the state before the first step
 ``block_factors``          parameters and symbols in blocks, as the recursions read them
@@ -40,6 +41,7 @@ from .forecast import AutoregressiveForecast as AutoregressiveForecast
 from .forecast import Forecast as Forecast
 from .hard_zeros import log_probs as log_probs
 from .hmm import HMM as HMM
+from .hsmm import HSMM as HSMM
 from .inverse_wishart import InverseWishart as InverseWishart
 from .inverse_wishart import covariance_matrix as covariance_matrix
 from .observation import Streams as Streams

@@ -124,8 +124,16 @@ class ChainDistribution(TorchDistribution):
         """Sequences of what the emission can emit."""
         return constraints.independent(self.emission.support, 1)
 
-    def check_constant(self, purpose: str) -> None:
-        """Raise unless the parameters are the same at every step, as ``purpose`` needs."""
+    def check_markov(self, purpose: str) -> None:
+        """Raise unless the next state depends on the state alone, as ``purpose`` needs."""
+
+    def check_constant(self, purpose: str, markov: bool = True) -> None:
+        """Raise unless the parameters are the same at every step, as ``purpose`` needs.
+
+        With ``markov`` also if the next state depends on more than the state.
+        """
+        if markov:
+            self.check_markov(purpose)
         if self.transition_per_step or self.emission_per_step:
             raise ValueError(
                 f"{purpose} needs a model that does not change with the step; this one has "
@@ -149,13 +157,20 @@ class ChainDistribution(TorchDistribution):
             and :math:`\log p(x_t \mid z_t)` ``(*B, T, K)``: 0 where a step is not observed, -inf
             for states that labels exclude. Batch dimensions broadcast, and may be missing.
         """
-        likelihood = self._log_likelihood(values)
-        if self.allowed is not None:
-            likelihood = likelihood.masked_fill(~self.allowed, -torch.inf)
+        likelihood = self._restricted_likelihood(values)
         if check and self._validate_args:
             check_likelihood(likelihood)
             self.check_labels(values)
         return self.log_initial, self._log_transitions(), likelihood
+
+    def counted_factors(self, values: Tensor, check: bool = True) -> tuple[Tensor, ...]:
+        """Those of :meth:`log_factors` whose uses :class:`ExpectedCounts` counts, in its order."""
+        return self.log_factors(values, check)
+
+    @property
+    def counted_duration(self) -> Tensor | None:
+        """``(K, D)``, log-probabilities of durations, where they are explicit."""
+        return None
 
     def symbol_factors(
         self, values: Tensor
@@ -190,6 +205,23 @@ class ChainDistribution(TorchDistribution):
         if known is not None and self.observed is not None:  # recursions know of padding
             likelihood = likelihood.masked_fill(~known.unsqueeze(-1), 0.0)
         return likelihood
+
+    def _restricted_likelihood(self, values: Tensor) -> Tensor:
+        """The same, -inf for states that labels exclude."""
+        likelihood = self._log_likelihood(values)
+        if self.allowed is None:
+            return likelihood
+        return likelihood.masked_fill(~self.allowed, -torch.inf)
+
+    def _filter(self, likelihood: Tensor) -> Tensor:
+        """Filtered log-probabilities ``(*B, T, K)``."""
+        parts = self.log_initial, self._log_transitions()
+        return recursions.filtered(*parts, likelihood, self.lengths)
+
+    def _evidence(self, likelihood: Tensor) -> Tensor:
+        """Log evidence ``(*B)``."""
+        parts = self.log_initial, self._log_transitions()
+        return recursions.log_evidence(*parts, likelihood, self.lengths)
 
     def _log_transitions(self) -> Tensor:
         """``(*B, 1|T-1, K, K)``."""
@@ -247,12 +279,10 @@ class ChainDistribution(TorchDistribution):
         if self.allowed is None or not self._validate_args:
             return
         with torch.no_grad():
-            factors = self.log_factors(values, check=False)
-            reached = recursions.filtered(*factors, self.lengths).isfinite().any(-1)
+            reached = self._filter(self._restricted_likelihood(values)).isfinite().any(-1)
             lost = (self.exists & ~reached).any(-1)
             if bool(lost.any()):
-                free = *factors[:2], self._log_likelihood(values)
-                possible = recursions.log_evidence(*free, self.lengths).isfinite()
+                possible = self._evidence(self._log_likelihood(values)).isfinite()
                 refuse_dead_ends(reached, lost & possible)
 
 

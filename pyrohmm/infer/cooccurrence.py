@@ -124,6 +124,7 @@ def average_probs(hmm: HMM, num_steps: int) -> Tensor:
     check_size("num_steps", num_steps)
     if num_steps < 2:
         raise ValueError("num_steps must be at least 2: a single step is in no pair; got 1.")
+    hmm.check_markov("average_probs")
     if hmm.transition_per_step:
         raise ValueError("hmm must have one transition matrix for all steps; it has one per step.")
     transition = hmm.log_transition.exp()
@@ -237,6 +238,7 @@ class CooccurrenceModel(OwnParameters):
     def forward(self, data: Sequences) -> HMM:
         """Return the HMM built for ``data``, of which nothing but the sizes is used."""
         hmm = build(self.module, data)
+        hmm.check_markov("a model of co-occurrences")
         if hmm.transition_per_step or hmm.emission_per_step:
             raise ValueError(
                 "co-occurrences need one distribution for all steps; the model changes with the "

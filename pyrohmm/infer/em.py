@@ -29,10 +29,12 @@ from ..data.batches import Batches
 from ..data.parts import Parts, in_parts, parts_of
 from ..data.sequences import Sequences
 from ..distributions.hmm import HMM
+from ..distributions.hsmm import HSMM
 from ..io.checkpoints import Checkpoint, Fields
 from ..io.identity import describe, digits, fingerprint
 from ..nn.base import HMMModule
 from ..nn.closed_form import Statistics, TransitionCounts
+from ..nn.durations import TabularHSMM
 from ..nn.tabular import TabularHMM
 from ..ops.recursions import ExpectedCounts
 from .exclusive import exclusive
@@ -150,7 +152,7 @@ def fit_em(
     data = in_parts(data)
     arguments = dict(locals())  # all of them, for checkpoints
     if isinstance(module, HMM):
-        module = TabularHMM.from_hmm(module)
+        module = (TabularHSMM if isinstance(module, HSMM) else TabularHMM).from_hmm(module)
     check_tolerance(tolerance)
     _check(module, num_steps, restarts, decay, log_prior, transition_step)
     if transition_step is None and isinstance(log_prior, TransitionPrior):

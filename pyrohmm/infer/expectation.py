@@ -13,8 +13,9 @@ from .._waits import guessing
 from ..data.parts import Parts, parts_of
 from ..data.sequences import Sequences
 from ..distributions.hmm import HMM
+from ..distributions.hsmm import HSMM
 from ..nn.closed_form import Statistics
-from ..ops import recursions
+from ..ops import recursions, semi_markov
 from ..ops.recursions import ExpectedCounts
 from .maximization import DEAD, Maximization
 from .parameters import Parameters
@@ -167,15 +168,18 @@ def uniform_counts(hmm: HMM, data: Sequences, likelihood: Tensor) -> ExpectedCou
         data: The sequences.
         likelihood: ``(R, N, T, K)`` or ``(N, T, K)``, of each state at each step.
     """
-    initial, transition, logs = hmm.log_factors(data.values, check=False)
+    initial, transition, logs, *durations = hmm.counted_factors(data.values, check=False)
     # restarts may share the emission: if all of it is frozen
     logs = likelihood.reshape((-1,) * (logs.dim() - 3) + logs.shape[-3:]).log().to(logs)
     if hmm.allowed is not None:
         logs = logs.masked_fill(~hmm.allowed, -torch.inf)
-    initial, transition = (
+    initial, transition, *durations = (
         torch.zeros_like(part).masked_fill(part.isneginf(), -torch.inf).log_softmax(-1)
-        for part in (initial, transition)
+        for part in (initial, transition, *durations)
     )
+    if isinstance(hmm, HSMM):
+        parts = initial, transition.squeeze(-3), durations[0], logs
+        return semi_markov.expected_counts(*parts, hmm.lengths, hmm.censored_end)
     return recursions.expected_counts(initial, transition, logs, hmm.lengths)
 
 
@@ -191,6 +195,8 @@ def _split_busiest(expected: ExpectedCounts, weights: Tensor, dead: Tensor) -> E
     weights = weights.clone()
     initial = expected.initial.reshape(size).clone()
     pairs = expected.transitions.reshape(size[0], -1, size[1], size[1]).clone()
+    durations = expected.durations
+    lasted = None if durations is None else durations.reshape(*size, -1).clone()
     for r, k in dead.nonzero().tolist():
         busy = int(weights[r].sum((0, 1)).argmax())
         part = torch.rand_like(weights[r, ..., 0]) < 0.5  # of the steps: so that the halves differ
@@ -199,9 +205,12 @@ def _split_busiest(expected: ExpectedCounts, weights: Tensor, dead: Tensor) -> E
         initial[r, [busy, k]] = initial[r, busy] / 2
         pairs[r, :, [busy, k]] = pairs[r, :, [busy, busy]] / 2
         pairs[r, :, :, [busy, k]] = pairs[r, :, :, [busy, busy]] / 2
+        if lasted is not None:
+            lasted[r, [busy, k]] = lasted[r, busy] / 2
     return ExpectedCounts(
         expected.log_evidence,
         initial.reshape(expected.initial.shape),
         pairs.reshape(expected.transitions.shape),
         weights.reshape(expected.states.shape),
+        None if lasted is None else lasted.reshape(durations.shape),  # type: ignore[union-attr]
     )

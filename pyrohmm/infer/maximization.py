@@ -57,8 +57,8 @@ def expected_log_joint(hmm: HMM, expected: ExpectedCounts, values: Tensor) -> Te
         >>> em.expected_log_joint(hmm, hmm.expected_counts(values), values)  # 6 log 1/2
         tensor(-4.1589)
     """
-    parts = [_weighted(*pair).sum() for pair in zip(hmm.log_factors(values), expected[1:])]
-    return torch.stack(parts).sum()
+    pairs = zip(hmm.counted_factors(values), expected[1:])
+    return torch.stack([_weighted(logs, n).sum() for logs, n in pairs if n is not None]).sum()
 
 
 def _weighted(logs: Tensor, counts: Tensor) -> Tensor:
@@ -99,7 +99,9 @@ class ClosedForms:
             self.chain = module
             logs = parameters.example.log_initial
             ones = logs.new_ones(1, 1, logs.size(-1), logs.size(-1), dtype=torch.float64)
-            counts = ExpectedCounts(ones[:, :, 0, 0], ones[:, 0, 0], ones, ones)
+            table = parameters.example.counted_duration
+            durations = None if table is None else torch.ones_like(table, dtype=torch.float64)[None]
+            counts = ExpectedCounts(ones[:, :, 0, 0], ones[:, 0, 0], ones, ones, durations)
             self.names = set(self.chain.m_step(self.chain.statistics(counts))[0])
         # zeros of a transition matrix without a prior are those of the model
         point = "transition" in self.names and "transition" not in parameters.sites
@@ -119,11 +121,17 @@ class ClosedForms:
         if self.chain is None:
             return {}
         restarts, size = self.parameters.restarts, expected.initial.size(-1)
+        durations = expected.durations
+        if durations is not None:
+            durations = durations.double().reshape(restarts, *durations.shape[-2:])
         counts = ExpectedCounts(
             expected.log_evidence.reshape(restarts, -1),
             expected.initial.double().reshape(restarts, -1, size).sum(1),
             expected.transitions.double().reshape(restarts, -1, size, size),
             expected.states.reshape(restarts, *expected.states.shape[-3:]),
+            None
+            if durations is None
+            else durations.double().reshape(restarts, *durations.shape[-2:]),
         )
         return under("chain.", self.chain.statistics(counts))
 
@@ -325,6 +333,8 @@ class Maximization:
         if not self.chain_closed:
             statistics["counts.initial"] = expected.initial
             statistics["counts.transition"] = expected.transitions
+            if expected.durations is not None:
+                statistics["counts.durations"] = expected.durations
         if not self.emission_closed and not self.summed:
             statistics["counts.states"] = expected.states
         elif not self.emission_closed:
@@ -385,11 +395,14 @@ def _logs(hmm: HMM, batch: Sequences, names: Iterable[str]) -> list[Tensor]:
     """Log-probabilities that have expected counts, by the names of the counts."""
     names = list(names)
     if "states" in names:
-        logs = dict(zip(("initial", "transition", "states"), hmm.log_factors(batch.values)))
+        order = "initial", "transition", "states", "durations"
+        logs = dict(zip(order, hmm.counted_factors(batch.values)))
     else:
         matrix = hmm.log_transition
         matrix = matrix if hmm.transition_per_step else matrix.unsqueeze(-3)
         logs = {"initial": hmm.log_initial, "transition": matrix}
+        if "durations" in names and hmm.counted_duration is not None:
+            logs["durations"] = hmm.counted_duration
         if "symbols" in names:
             logs["symbols"] = log_probs(hmm.emission)
     return [logs[name] for name in names]

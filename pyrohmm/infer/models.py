@@ -29,6 +29,7 @@ from ..data.sequences import Sequences
 from ..distributions.autoregressive import Autoregressive
 from ..distributions.block_hmm import FinalState
 from ..distributions.hmm import HMM
+from ..distributions.hsmm import HSMM
 from ..distributions.observation import log_prob_per_state
 from ..distributions.sampling import sample_emission, sample_emission_per_step
 from ..nn.base import HMMModule, OwnParameters
@@ -255,12 +256,14 @@ def markov_sample(name: str, hmm: HMM, obs: Tensor | None = None) -> Tensor:
 
     Args:
         name: Prefix of the names of the sites.
-        hmm: The distribution.
+        hmm: The distribution; of an :class:`HSMM` the states are those of :meth:`HSMM.expanded`.
         obs: Observations ``(*B, T, *E)``; sampled by default.
 
     Returns:
         The observations ``(*B, T, *E)``.
     """
+    if isinstance(hmm, HSMM):
+        hmm = hmm.expanded()
     exists, event = hmm.exists, hmm.emission.event_shape
     mask, prepared = exists, obs
     if obs is not None:

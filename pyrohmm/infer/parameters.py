@@ -104,10 +104,13 @@ class Parameters:
             prior = prior + (further.squeeze(-1) if further.dim() > 1 else further)
         if self.restarts > 1:  # also what is the same in all of them is counted for each
             core = 3 if hmm.transition_per_step else 2
-            hmm = hmm.replace(
-                log_initial=_widened(hmm.log_initial, 1, self.restarts),
-                log_transition=_widened(hmm.log_transition, core, self.restarts),
-            )
+            wide = {
+                "log_initial": _widened(hmm.log_initial, 1, self.restarts),
+                "log_transition": _widened(hmm.log_transition, core, self.restarts),
+            }
+            if hmm.counted_duration is not None:
+                wide["log_duration"] = _widened(hmm.counted_duration, 2, self.restarts)
+            hmm = hmm.replace(**wide)
         if batch.labels is not None:
             hmm = hmm.restrict(batch.labels)
         return hmm, torch.as_tensor(prior)

@@ -94,11 +94,13 @@ def from_hmm(hmm: HMM) -> Start:
         if data.labels is not None:
             model = model.restrict(data.labels)
         counts = model.expected_counts(data.values)
+        lasted = counts.durations
         return ExpectedCounts(
             counts.log_evidence,
             counts.initial.expand(restarts, 1, model.num_states),
             counts.transitions.expand(restarts, 1, *counts.transitions.shape[-3:]),
             counts.states.expand(restarts, *counts.states.shape),
+            None if lasted is None else lasted.expand(restarts, 1, *lasted.shape),
         )
 
     return start

@@ -111,6 +111,7 @@ def to_hmmlearn(hmm: HMM, **options: Any) -> Any:
     library = _library()
     if not isinstance(hmm, HMM):
         raise TypeError(f"hmm must be an HMM; got {type(hmm).__name__}.")
+    hmm.check_markov("hmmlearn")
     if hmm.transition_per_step or hmm.emission_per_step:
         raise ValueError("hmm has parameters per step; hmmlearn has one set for all steps.")
     if hmm.observed is not None:

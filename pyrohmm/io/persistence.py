@@ -16,6 +16,7 @@ from ..distributions.block_hmm import BlockHMM
 from ..distributions.context_tables import AutoregressiveCategorical
 from ..distributions.hard_zeros import built_from
 from ..distributions.hmm import HMM
+from ..distributions.hsmm import HSMM
 from ..distributions.observation import Streams, Tied, is_spherical, is_tied
 from ..distributions.vector_autoregression import AutoregressiveNormal
 from ..ops.block_transition import InnerProductTransition
@@ -104,8 +105,8 @@ def save(thing: HMM | nn.Module, directory: FilePath) -> None:
     ``tensors.safetensors``, and ``pyrohmm.json``, a copy of its description to be read by people.
 
     Args:
-        thing: An :class:`HMM`, a :class:`BlockHMM`, or a ``torch.nn.Module`` such as an
-            :class:`HMMModule`.
+        thing: An :class:`HMM`, :class:`HSMM` or :class:`BlockHMM`, or a ``torch.nn.Module`` such
+            as an :class:`HMMModule`.
         directory: A directory that does not exist, is empty, or holds what was saved before. The
             one above it must exist.
 
@@ -135,7 +136,8 @@ def load_hmm(directory: FilePath) -> HMM:
     """
     tensors, meta = read_directory(directory, "hmm")
     try:
-        hmm = (_build_block_hmm if meta.get("class") == "BlockHMM" else _build_hmm)(tensors, meta)
+        builders = {"BlockHMM": _build_block_hmm, "HSMM": _build_hsmm}
+        hmm = builders.get(meta.get("class", "HMM"), _build_hmm)(tensors, meta)
         if tensors:
             raise ValueError(f"nothing needs the tensors {sorted(tensors)}")
     except Exception as error:
@@ -190,13 +192,15 @@ def describe(thing: HMM | nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]
     """The tensors of ``thing``, and what else there is to say of it."""
     if type(thing) is HMM:
         return _describe_hmm(thing)
+    if type(thing) is HSMM:
+        return _describe_hsmm(thing)
     if type(thing) is BlockHMM:
         return _describe_block_hmm(thing)
     if isinstance(thing, nn.Module):
         return _state(thing), {"kind": "module", "class": type(thing).__qualname__}
     raise TypeError(
-        f"thing must be an HMM, a BlockHMM or a torch.nn.Module; got {type(thing).__name__}. Of a "
-        "fit, save fit.hmm(data); of an HMM of another class, the module that builds it."
+        f"thing must be an HMM, HSMM, BlockHMM or torch.nn.Module; got {type(thing).__name__}. Of "
+        "a fit, save fit.hmm(data); of an HMM of another class, the module that builds it."
     )
 
 
@@ -260,6 +264,29 @@ def _build_hmm(tensors: dict[str, Tensor], meta: dict[str, Any]) -> HMM:
         observed=tensors.pop("observed", None),
         validate_args=_validation(meta),
         transition_per_step=_flag(meta, "transition_per_step"),
+        emission_per_step=_flag(meta, "emission_per_step"),
+        allowed=tensors.pop("allowed", None),
+    )
+
+
+def _describe_hsmm(hmm: HSMM) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    tensors, meta = _describe_hmm(hmm)
+    del meta["transition_per_step"]
+    tensors["log_duration"] = hmm.log_duration
+    return tensors, meta | {"class": "HSMM", "censored_end": hmm.censored_end}
+
+
+def _build_hsmm(tensors: dict[str, Tensor], meta: dict[str, Any]) -> HSMM:
+    """As :func:`_build_hmm`."""
+    return HSMM(
+        log_initial=tensors.pop("log_initial"),
+        log_transition=tensors.pop("log_transition"),
+        log_duration=tensors.pop("log_duration"),
+        emission=_build_part(meta.get("emission"), "emission", tensors),
+        lengths=tensors.pop("lengths"),
+        observed=tensors.pop("observed", None),
+        validate_args=_validation(meta),
+        censored_end=_flag(meta, "censored_end"),
         emission_per_step=_flag(meta, "emission_per_step"),
         allowed=tensors.pop("allowed", None),
     )

@@ -14,6 +14,7 @@ Its modules; each imports only those above it:
 ``composed``        joined streams; states that share an emission
 ``emissions``       categorical, Bernoulli, Poisson, parametric
 ``tabular``         ``TabularHMM``: probabilities are the parameters
+``durations``       ``TabularHSMM``: states with explicit durations, of several families
 ``dense``           ``DenseHMM``: softmax of inner products of embeddings
 ``networks``        networks and tables that make embeddings
 ``neural``          ``NeuralHMM``, ``ScalarHMM``: tens of thousands of states; ``LinearDropout``
@@ -21,6 +22,7 @@ Its modules; each imports only those above it:
 """
 
 from . import dense as dense
+from . import durations as durations
 from . import emissions as emissions
 from . import tagging as tagging
 from .autoregressive import autoregressive_categorical as autoregressive_categorical
@@ -30,6 +32,12 @@ from .base import freeze as freeze
 from .composed import streams as streams
 from .composed import tied as tied
 from .dense import DenseHMM as DenseHMM
+from .durations import TabularHSMM as TabularHSMM
+from .durations import free_durations as free_durations
+from .durations import geometric_durations as geometric_durations
+from .durations import negative_binomial_durations as negative_binomial_durations
+from .durations import parametric_durations as parametric_durations
+from .durations import poisson_durations as poisson_durations
 from .emissions import bernoulli as bernoulli
 from .emissions import categorical as categorical
 from .emissions import parametric as parametric

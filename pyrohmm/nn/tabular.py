@@ -100,6 +100,7 @@ class TabularHMM(HMMModule):
         Raises:
             ValueError: If parameters of ``hmm`` have a dimension of steps.
         """
+        hmm.check_markov("TabularHMM")
         if hmm.transition_per_step or hmm.emission_per_step:
             raise ValueError(
                 "hmm has parameters per step; a TabularHMM has one matrix for all steps."

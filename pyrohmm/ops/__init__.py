@@ -12,6 +12,8 @@ Its modules; each imports only those above it:
 ``block_plan``        which pairs of blocks occur in a batch, and where they lie in memory
 ``torch_chain``       forward, backward, Viterbi and sampling as torch operations
 ``torch_chunks``      the same for long and narrow chains, on two levels
+``segment_chain``     the same arguments of chains with durations
+``torch_segments``    chains with durations, in logarithms, as torch operations
 ``block_logs``        chains in blocks of states, in logarithms, as torch operations
 ``block_scaled``      the same by compiled scaled messages
 ``numpy_clusters``    merges and exchanges of Brown clustering by numpy
@@ -21,6 +23,7 @@ Its modules; each imports only those above it:
 ``_numba_evidence``   compiled loops over whole sequences that share a matrix, with the gradient
 ``_numba_paths``      compiled loops over dense chains: log space, Viterbi, sampling
 ``_numba_blocks``     compiled loops over chains in blocks of states
+``_numba_segments``   compiled loops over chains with durations
 ``_numba_clusters``   compiled loops of Brown clustering
 ``operations``        ``Backend``: the operations that torch and Numba implement
 ``_torch_backend``    the operations by torch
@@ -31,6 +34,7 @@ Its modules; each imports only those above it:
 ``message_passing``   scaled and log-space messages
 ``evidence``          evidence and gradient of those as one differentiable operation
 ``recursions``        forward-backward, Viterbi, path sampling of dense chains
+``semi_markov``       the recursions of chains with explicit durations
 ``block_recursions``  the recursions of block-sparse chains
 ``block_gaps``        block-sparse chains with missing steps
 ``blocks``            ``Blocks``: which states emit which symbols
@@ -46,5 +50,6 @@ Its modules; each imports only those above it:
 from . import backends as backends
 from . import blocks as blocks
 from . import recursions as recursions
+from . import semi_markov as semi_markov
 from .recursions import ExpectedCounts as ExpectedCounts
 from .recursions import Posterior as Posterior

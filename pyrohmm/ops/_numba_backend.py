@@ -20,6 +20,7 @@ from .block_plan import BlockChain, States
 from .chain import Chain
 from .numpy_clusters import Tables, Terms, Words
 from .operations import Backend
+from .segment_chain import SegmentChain
 
 
 class NumbaBackend(Backend):
@@ -35,6 +36,10 @@ class NumbaBackend(Backend):
     @cached_property
     def _paths(self) -> ModuleType:
         return import_module("._numba_paths", __package__)
+
+    @cached_property
+    def _segments(self) -> ModuleType:
+        return import_module("._numba_segments", __package__)
 
     @cached_property
     def _blocks(self) -> ModuleType:
@@ -148,6 +153,55 @@ class NumbaBackend(Backend):
             states,
         )  # fmt: skip
 
+    def segment_forward(self, chain: SegmentChain, survival: Tensor | None) -> tuple[Tensor, ...]:
+        kernels, likelihood = self._segments, chain.likelihood
+        arrive, ends = torch.zeros_like(likelihood), torch.zeros_like(likelihood)
+        evidence = likelihood.new_zeros(len(likelihood))
+        filtering = survival is not None
+        filtered = likelihood.new_zeros(likelihood.shape if filtering else (0, 0, 0))
+        initial, transition, duration, final, likelihood, lengths = chain
+        kernels.run(
+            kernels.forward, len(likelihood), _segment_work(chain), initial, transition, duration,
+            final, duration if survival is None else survival.contiguous(), likelihood, lengths,
+            filtering, arrive, ends, evidence, filtered,
+        )  # fmt: skip
+        return arrive, ends, evidence, filtered
+
+    def segment_backward(
+        self, chain: SegmentChain, arrive: Tensor, ends: Tensor, evidence: Tensor, weight: Tensor
+    ) -> tuple[Tensor, ...]:
+        kernels, count = self._segments, len(chain.lengths)
+        threads = min(torch.get_num_threads(), count, 1 + count * _segment_work(chain) // 100_000)
+        gamma, starts = torch.zeros_like(chain.likelihood), torch.zeros_like(chain.initial)
+        tables = chain.transition, chain.duration, chain.final
+        sums = [[torch.zeros_like(table) for table in tables] for _ in range(threads)]
+        constant = [part.numpy() for part in (*chain[1:], arrive, ends, evidence, weight)]
+
+        def run(part: int) -> None:
+            first, last = (count * end // threads for end in (part, part + 1))
+            kernels.backward(
+                first, last, *constant, starts.numpy(), gamma.numpy(),
+                *(table.numpy() for table in sums[part]),
+            )  # fmt: skip
+
+        kernels.share(run, threads)
+        transitions, durations, finals = (torch.stack(parts).sum(0) for parts in zip(*sums))
+        return starts, transitions, durations, finals, gamma
+
+    def segment_viterbi(self, chain: SegmentChain, best: Tensor) -> None:
+        kernels = self._segments
+        kernels.run(kernels.viterbi, len(best), _segment_work(chain), *chain, best)
+
+    def segment_sample(
+        self, chain: SegmentChain, arrive: Tensor, ends: Tensor, uniform: Tensor, states: Tensor
+    ) -> None:
+        kernels = self._segments
+        work = 10 * len(states) * chain.likelihood[0].numel()
+        kernels.run(
+            kernels.sample_states, len(chain.lengths), work, *chain[1:], arrive, ends, uniform,
+            states,
+        )  # fmt: skip
+
     def block_evidence(self, chain: BlockChain) -> tuple[Tensor, Tensor]:
         return block_scaled.log_evidence(self._blocks, chain)
 
@@ -191,6 +245,12 @@ class NumbaBackend(Backend):
 def _is_small(messages: Tensor) -> bool:
     """Whether loops over messages ``(T, G, n, K)`` are faster than matrix products of torch."""
     return messages.size(-1) <= 128 or messages.shape[1:-1].numel() <= 4
+
+
+def _segment_work(chain: SegmentChain) -> int:
+    """Multiplications for each sequence of a chain with durations."""
+    size, num_states = chain.duration.shape[1:]
+    return chain.likelihood.size(1) * num_states * (num_states + 10 * size)
 
 
 NUMBA = NumbaBackend()

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from . import numpy_clusters, torch_chain, torch_chunks
+from . import numpy_clusters, torch_chain, torch_chunks, torch_segments
 from .block_logs import BlockLogs
 from .block_plan import BlockChain, States
 from .chain import Chain
@@ -16,6 +16,7 @@ from .log_space import finite_or_zero
 from .masks import exists
 from .numpy_clusters import Tables, Terms, Words
 from .operations import Backend
+from .segment_chain import SegmentChain
 
 
 class TorchBackend(Backend):
@@ -88,6 +89,22 @@ class TorchBackend(Backend):
         self, messages: Tensor, transposed: Tensor, lengths: Tensor, uniform: Tensor, states: Tensor
     ) -> None:
         torch_chain.sample_by_steps(messages, transposed, lengths, uniform, states)
+
+    def segment_forward(self, chain: SegmentChain, survival: Tensor | None) -> tuple[Tensor, ...]:
+        return torch_segments.forward(chain, survival)
+
+    def segment_backward(
+        self, chain: SegmentChain, arrive: Tensor, ends: Tensor, evidence: Tensor, weight: Tensor
+    ) -> tuple[Tensor, ...]:
+        return torch_segments.backward(chain, arrive, ends, evidence, weight)
+
+    def segment_viterbi(self, chain: SegmentChain, best: Tensor) -> None:
+        torch_segments.viterbi(chain, best)
+
+    def segment_sample(
+        self, chain: SegmentChain, arrive: Tensor, ends: Tensor, uniform: Tensor, states: Tensor
+    ) -> None:
+        torch_segments.sample_states(chain, arrive, ends, uniform, states)
 
     def block_evidence(self, chain: BlockChain) -> tuple[Tensor, Tensor]:
         evidence = BlockLogs(chain).log_evidence()

@@ -15,6 +15,7 @@ from torch import Tensor
 from .block_plan import BlockChain, States
 from .chain import Chain
 from .numpy_clusters import Tables, Terms, Words
+from .segment_chain import SegmentChain
 
 
 class Backend(ABC):
@@ -82,6 +83,43 @@ class Backend(ABC):
 
         ``transposed`` is log p(z_{t+1} | z_t) with row = to; ``uniform`` ``(S, T, G, n)`` numbers
         from 0 to 1 decide.
+        """
+
+    @abstractmethod
+    def segment_forward(self, chain: SegmentChain, survival: Tensor | None) -> tuple[Tensor, ...]:
+        """Forward messages of a chain with durations, in logarithms.
+
+        Args:
+            chain: The arguments.
+            survival: ``(G, D, K)``, log-probability that a segment lasts at least so long, if
+                states are to be filtered.
+
+        Returns:
+            Of segments that begin at each step and of those that end there, both together with
+            the observations before and in them, ``(N, T, K)``; the log evidence ``(N,)``; and log
+            p(x_{1:t}, z_t) ``(N, T, K)``, or an empty tensor. Padded steps hold anything.
+        """
+
+    @abstractmethod
+    def segment_backward(
+        self, chain: SegmentChain, arrive: Tensor, ends: Tensor, evidence: Tensor, weight: Tensor
+    ) -> tuple[Tensor, ...]:
+        """Derivatives of the evidences times ``weight`` ``(N,)`` by the tensors of the chain.
+
+        ``arrive``, ``ends`` and ``evidence`` are those of :meth:`segment_forward`.
+        """
+
+    @abstractmethod
+    def segment_viterbi(self, chain: SegmentChain, best: Tensor) -> None:
+        """Most probable paths ``best`` ``(N, T)``; zeros at padded steps are left there."""
+
+    @abstractmethod
+    def segment_sample(
+        self, chain: SegmentChain, arrive: Tensor, ends: Tensor, uniform: Tensor, states: Tensor
+    ) -> None:
+        """Sample paths ``states`` ``(S, N, T)`` backwards, from the messages of the forward pass.
+
+        ``uniform`` ``(S, N, T, 2)``, numbers from 0 to 1, decide on state and duration.
         """
 
     @abstractmethod

@@ -63,12 +63,15 @@ class ExpectedCounts(NamedTuple):
         initial: As ``log_initial``: expected number of sequences that start in each state.
         transitions: As ``log_transition``: expected number of transitions from row to column.
         states: ``(*B, T, K)``, :math:`p(z_t \mid x_{1:T})`; zero at padded steps.
+        durations: As ``log_duration``: expected number of segments of each duration; None of a
+            chain without explicit durations.
     """
 
     log_evidence: Tensor
     initial: Tensor
     transitions: Tensor
     states: Tensor
+    durations: Tensor | None = None
 
 
 def log_evidence(

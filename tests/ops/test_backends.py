@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from pyrohmm.ops import block_recursions, brown_merges, message_passing
+from pyrohmm.ops import block_recursions, brown_merges, message_passing, segment_chain
 from pyrohmm.ops.backends import CPU, NUMBA, TORCH, Backend, backend_for, has_numba, use
 from pyrohmm.ops.block_plan import States, bounds
 from pyrohmm.ops.chain import group
@@ -223,6 +223,25 @@ def clusters(backend):
     return tuple(torch.from_numpy(array) for array in arrays)
 
 
+def segments(backend):
+    """Two groups of three sequences whose states last for up to four steps."""
+    lengths = torch.tensor([6, 2, 5, 1, 6, 4])
+    chain = segment_chain.SegmentChain(
+        torch.randn(6, 3), torch.randn(2, 3, 3), torch.randn(2, 4, 3), torch.randn(2, 4, 3),
+        torch.randn(6, 6, 3), lengths,
+    )  # fmt: skip
+    there = exists(lengths, 6).unsqueeze(-1)
+    survival, weight, uniform = torch.randn(2, 4, 3), torch.randn(6), torch.rand(5, 6, 6, 2)
+    best, states = torch.zeros(6, 6).long(), torch.zeros(5, 6, 6).long()
+    *messages, filtered = backend.segment_forward(chain, survival)
+    arrive, ends, evidence = messages
+    backend.segment_viterbi(chain, best)
+    backend.segment_sample(chain, arrive, ends, uniform, states)
+    gradients = backend.segment_backward(chain, arrive, ends, evidence, weight)
+    seen = (part.masked_fill(~there, 0.0) for part in (arrive, ends, filtered))
+    return [*seen, evidence, *gradients, best, states]
+
+
 OPERATIONS = {
     "rows": rows,
     "passes of 1": lambda backend: passes(backend, 1, False, False),
@@ -234,6 +253,7 @@ OPERATIONS = {
     "decoding of 40": lambda backend: decoding(backend, 40),
     "blocks": blocks,
     "clusters": clusters,
+    "segments": segments,
 }
 
 

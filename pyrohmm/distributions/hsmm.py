@@ -1,0 +1,391 @@
+"""``HSMM``: the distribution over whole sequences of segments with explicit durations."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import torch
+from pyro.distributions.torch_distribution import TorchDistribution
+from torch import Tensor
+
+from .._arguments import Shape, checked
+from .._checks import (
+    check_broadcast,
+    check_floats,
+    check_integers,
+    check_log_simplex,
+    check_range,
+    check_same_device,
+    check_size,
+    check_trailing,
+)
+from .._precision import full_precision
+from ..ops import semi_markov
+from ..ops import stationary as stationary_ops
+from ..ops.recursions import ExpectedCounts, Posterior
+from ..ops.sampling import refuse_nan
+from ..ops.semi_markov import Segments
+from .base import check_likelihood
+from .forecast import Forecast
+from .hmm import HMM
+from .observation import Tied, permuted
+
+
+class HSMM(HMM):
+    r"""Sequences emitted by hidden segments, each with a state and an explicit duration.
+
+    .. math:: p(x_{1:T}) = \sum_{k, d} p(k_1) \prod_{s} p(d_s | k_s) \, p(k_{s+1} | k_s)
+              \prod_{t \in s} p(x_t | k_s)
+
+    A hidden semi-Markov model (Ferguson, 1980). The states of an :class:`HMM` last for a geometric
+    number of steps; here they last d steps with probability ``log_duration[k, d - 1]``, and none
+    follows itself. The first segment begins with the sequence. The last one may be cut by its end,
+    and then counts with the probability of lasting at least as long as is seen.
+
+    Queries are those of :class:`HMM`, exact, in time O(T K (K + D)). A path ``(*B, T)`` of states
+    says its segments: :meth:`segments`. :meth:`expanded` is the same distribution as an ``HMM``.
+
+    Args:
+        log_initial: ``(K,)``, log-probabilities of the first state; at least two states.
+        log_transition: ``(K, K)``, log-probabilities of the next segment's state; row = from,
+            column = to; -inf on the diagonal.
+        log_duration: ``(K, D)``, log-probabilities of durations of 1 to D steps.
+        emission: Distribution of an observation, batched over the K states; with
+            ``emission_per_step`` over ``(T, K)``.
+        lengths: ``(*B)`` integers, the number of steps of each sequence. They are kept on the CPU.
+        observed: ``(*B, T)`` booleans, True where a step is observed.
+        validate_args: Whether to read values in order to check them; Pyro's setting by default.
+        censored_end: Whether the last segment may go on after the data, True by default. If not,
+            ``log_prob`` is that of the values *and* of a segment that ends with them.
+        emission_per_step: Whether ``emission`` has a dimension of steps.
+        allowed: ``(*B, T, K)`` booleans, False where a state is known not to be.
+
+    Raises:
+        TypeError: If an argument is of the wrong type or dtype.
+        ValueError: If there are fewer than two states, shapes or devices disagree, or (with
+            ``validate_args``) probabilities do not sum to one, or a state may follow itself.
+
+    Example:
+        >>> swap = torch.tensor([[0.0, 1.0], [1.0, 0.0]]).log()
+        >>> durations = torch.tensor([[0.0, 0.5, 0.5], [1.0, 0.0, 0.0]]).log()
+        >>> coins = Categorical(probs=torch.tensor([[0.9, 0.1], [0.2, 0.8]]))
+        >>> hsmm = HSMM(torch.tensor([1.0, 0.0]).log(), swap, durations, coins, torch.tensor(4))
+        >>> values = torch.tensor([0, 0, 1, 0])
+        >>> hsmm.log_prob(values).exp()  # 1/2 of 0.9 0.9 0.8 0.9 and of 0.9 0.9 0.1 0.2
+        tensor(0.2997)
+        >>> hsmm.viterbi(values)
+        tensor([0, 0, 1, 0])
+        >>> hsmm.segments(hsmm.viterbi(values)).durations
+        tensor([2, 1, 1])
+    """
+
+    @checked()
+    def __init__(
+        self,
+        log_initial: Tensor,
+        log_transition: Tensor,
+        log_duration: Tensor,
+        emission: TorchDistribution,
+        lengths: Tensor,
+        observed: Tensor | None = None,
+        validate_args: bool | None = None,
+        *,
+        censored_end: bool = True,
+        emission_per_step: bool = False,
+        allowed: Tensor | None = None,
+    ) -> None:
+        _check_durations(log_initial, log_duration)
+        check_integers("lengths", lengths)
+        outer = {"log_duration": log_duration.shape[:-2], "lengths": lengths.shape}
+        super().__init__(
+            log_initial, log_transition, emission, lengths.expand(check_broadcast(outer)), observed,
+            validate_args, emission_per_step=emission_per_step, allowed=allowed,
+        )  # fmt: skip
+        self.log_duration, self.censored_end = log_duration, censored_end
+        if self._validate_args:
+            check_log_simplex("log_duration", log_duration)
+            if bool((log_transition.diagonal(dim1=-2, dim2=-1) > -torch.inf).any()):
+                raise ValueError(
+                    "log_transition must be -inf on the diagonal: no state follows itself, it "
+                    "lasts. Fill the diagonal with -inf, and call .log_softmax(-1)."
+                )
+
+    @property
+    def max_duration(self) -> int:
+        """D, the longest duration."""
+        return self.log_duration.size(-1)
+
+    def replace(self, **changes: Any) -> HSMM:
+        """A copy with some arguments changed: see :meth:`HMM.replace`."""
+        names = ("log_initial", "log_transition", "log_duration", "emission", "lengths", "observed",
+                 "censored_end", "emission_per_step", "allowed")  # fmt: skip
+        arguments = {name: getattr(self, name) for name in names}
+        new = HSMM(**(arguments | changes), validate_args=False)
+        self._validated_alike(new)
+        return new
+
+    def permute_states(self, order: Tensor) -> HSMM:
+        """The same with its states in another order: see :meth:`HMM.permute_states`."""
+        chain = self._chain().permute_states(order)
+        order = order.to(self.log_duration.device).long()
+        return self.replace(
+            log_initial=chain.log_initial,
+            log_transition=chain.log_transition,
+            log_duration=self.log_duration[..., order, :],
+            emission=permuted(self.emission, order),
+            allowed=chain.allowed,
+        )
+
+    def _chain(self) -> HMM:
+        """The Markov chain of the segments, with one step for each."""
+        return HMM(
+            self.log_initial, self.log_transition, self.emission, self.lengths, self.observed,
+            validate_args=False, emission_per_step=self.emission_per_step, allowed=self.allowed,
+        )  # fmt: skip
+
+    def expanded(self) -> HMM:
+        """The same distribution as an HMM of K · D states, of which most transitions are zero.
+
+        State k · D + r - 1 stands for the state k that lasts r more steps, this one included. What
+        is written for any Markov chain reads it, at the cost of its matrix of (K D) x (K D).
+        """
+        num_states, size = self.log_duration.shape[-2:]
+        parts = self.log_initial, self.log_transition, self.log_duration
+        initial, matrix = semi_markov.expanded_chain(*parts)
+        device = matrix.device
+        allowed = self.allowed
+        if allowed is not None:
+            allowed = allowed.repeat_interleave(size, -1)
+        if not self.censored_end:
+            steps = torch.arange(self.num_steps)
+            last = (steps == self.lengths.unsqueeze(-1) - 1).to(device).unsqueeze(-1)
+            ends = torch.arange(num_states * size, device=device) % size == 0
+            allowed = ends | ~last if allowed is None else allowed & (ends | ~last)
+        index = torch.arange(num_states, device=device).repeat_interleave(size)
+        new = HMM(
+            initial, matrix, Tied(self.emission, index), self.lengths,
+            self.observed, validate_args=False, emission_per_step=self.emission_per_step,
+            allowed=allowed,
+        )  # fmt: skip
+        return self._validated_alike(new)
+
+    # Parameters and data as the recursions read them
+
+    def check_markov(self, purpose: str) -> NoReturn:
+        """Raise: ``purpose`` needs a chain whose next state depends on the state alone."""
+        raise ValueError(
+            f"{purpose} needs a Markov chain; the states of this HSMM last for durations of their "
+            "own. Pass hsmm.expanded(), whose states count the steps that remain."
+        )
+
+    def log_factors(self, values: Tensor, check: bool = True) -> tuple[Tensor, Tensor, Tensor]:
+        """Those of a Markov chain, which this is not: raises ValueError. See :meth:`expanded`."""
+        self.check_markov("log_factors")
+
+    def counted_factors(self, values: Tensor, check: bool = True) -> tuple[Tensor, ...]:
+        """As :meth:`HMM.counted_factors`; the last is ``log_duration``."""
+        initial, transition, duration, likelihood = self._factors(values, check)
+        return initial, transition.unsqueeze(-3), likelihood, duration
+
+    @property
+    def counted_duration(self) -> Tensor:
+        """``log_duration``."""
+        return self.log_duration
+
+    def _factors(self, values: Tensor, check: bool = True) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The first arguments of the recursions; with ``check`` as :meth:`HMM.log_factors`."""
+        likelihood = self._restricted_likelihood(values)
+        if check and self._validate_args:
+            check_likelihood(likelihood)
+            self.check_labels(values)
+        return self.log_initial, self.log_transition, self.log_duration, likelihood
+
+    def _filter(self, likelihood: Tensor) -> Tensor:
+        parts = self.log_initial, self.log_transition, self.log_duration
+        return semi_markov.filtered(*parts, likelihood, self.lengths)
+
+    def _evidence(self, likelihood: Tensor) -> Tensor:
+        parts = self.log_initial, self.log_transition, self.log_duration
+        return semi_markov.log_evidence(*parts, likelihood, self.lengths, self.censored_end)
+
+    # Queries given values (*B, T, *E)
+
+    def log_prob(self, values: Tensor) -> Tensor:
+        r"""Log evidence :math:`\log p(x_{1:T})`, ``(*B)``, in nats; summed out exactly.
+
+        A sequence of probability zero has -inf, and gradient zero.
+        """
+        with full_precision(self.log_initial):
+            evidence = self._evidence(self._factors(values, check=False)[3])
+        self._check_evidence(evidence, values)
+        return evidence
+
+    def log_joint(self, values: Tensor, states: Tensor) -> Tensor:
+        r""":math:`\log p(x_{1:T}, z_{1:T})` with one path ``(*B, T)``; ``(*B)``, in nats."""
+        check_integers("states", states)
+        check_same_device({"states": states, "log_initial": self.log_initial})
+        check_trailing("states", states, (self.num_steps,), "(T,)")
+        check_broadcast({"states": states.shape[:-1], "HMM": self.batch_shape})
+        exists = self.exists
+        states = states.long().masked_fill(~exists, 0)
+        if self._validate_args:
+            check_range("states", states, self.num_states, "K - 1")
+        initial, transition, duration, likelihood = self._factors(values)
+        batch = torch.broadcast_shapes(self.batch_shape, likelihood.shape[:-2], states.shape[:-1])
+        states, exists = (x.expand(*batch, self.num_steps) for x in (states, exists))
+
+        opens, closes, age = semi_markov.boundaries(states, exists)
+        last = closes & ~torch.nn.functional.pad(exists[..., 1:], (0, 1))
+        final = semi_markov.log_survival(duration) if self.censored_end else duration
+        column = age.clamp(max=self.max_duration) - 1
+        lasted = torch.where(last, _at(final, states, column), _at(duration, states, column))
+        lasted = lasted.masked_fill(age > self.max_duration, -torch.inf)
+        moved = _at(transition, states[..., :-1], states[..., 1:])
+        first = initial.expand(*batch, self.num_states).gather(-1, states[..., :1]).squeeze(-1)
+        emitted = likelihood.expand(*batch, *likelihood.shape[-2:])
+        emitted = emitted.gather(-1, states.unsqueeze(-1)).squeeze(-1)
+        parts = (emitted, exists), (lasted, closes), (moved, opens[..., 1:])
+        return first + sum(part.masked_fill(~where, 0.0).sum(-1) for part, where in parts)
+
+    def posterior(self, values: Tensor) -> Posterior:
+        r"""Smoothed posterior: :math:`p(z_t \mid x_{1:T})`, ``(*B, T, K)``, zero at padded steps.
+
+        Also the log evidence ``(*B)``, and the expected number of transitions between segments,
+        ``(*B, K, K)``.
+        """
+        factors = self._factors(values)
+        counts = semi_markov.counts_of_each(*factors, self.lengths, self.censored_end)
+        return Posterior(counts.log_evidence, counts.states, counts.transitions.squeeze(-3))
+
+    def duration_counts(self, values: Tensor) -> Tensor:
+        """Expected number of segments of each state and duration given ``values``, ``(*B, K, D)``.
+
+        A last segment that is cut counts with the whole durations that it may have.
+        """
+        factors = self._factors(values)
+        counts = semi_markov.counts_of_each(*factors, self.lengths, self.censored_end).durations
+        assert counts is not None
+        return counts
+
+    def expected_counts(self, values: Tensor) -> ExpectedCounts:
+        """Expected counts given ``values``, those of durations included: the E-step."""
+        factors = self._factors(values, check=False)
+        counts = semi_markov.expected_counts(*factors, self.lengths, self.censored_end)
+        self._check_evidence(counts.log_evidence, values)
+        return counts
+
+    def filtered(self, values: Tensor) -> Tensor:
+        r"""Filtered probabilities :math:`p(z_t \mid x_{1:t})`, ``(*B, T, K)``; 0 where padded."""
+        return semi_markov.filtered(*self._factors(values), self.lengths).exp()
+
+    def viterbi(self, values: Tensor) -> Tensor:
+        r"""Best path :math:`\arg\max_z p(z_{1:T} \mid x_{1:T})`, ``(*B, T)``; 0 where padded."""
+        factors = self._factors(values)
+        refuse_nan(*factors)
+        return semi_markov.viterbi(*factors, self.lengths, self.censored_end)
+
+    @checked()
+    def sample_states(self, values: Tensor, sample_shape: Shape = ()) -> Tensor:
+        r"""Sample paths from :math:`p(z_{1:T} \mid x_{1:T})`, ``(*S, *B, T)``; 0 where padded."""
+        shape = torch.Size(sample_shape)
+        factors = self._factors(values)
+        refuse_nan(*factors)
+        count = shape.numel()
+        states = semi_markov.sample_states(*factors, self.lengths, count, self.censored_end)
+        return states.reshape(shape + states.shape[1:])
+
+    def segments(self, states: Tensor) -> Segments:
+        """The segments of paths ``(*S, *B, T)``: see :func:`pyrohmm.ops.semi_markov.segments`."""
+        return semi_markov.segments(states, self.lengths)
+
+    def forecast(self, values: Tensor, num_steps: int) -> Forecast:
+        r"""Predictive distributions :math:`p(x_{T+h} \mid x_{1:T})` of the next H observations.
+
+        As :meth:`HMM.forecast`. How long the last segment has lasted is taken into account.
+
+        Raises:
+            ValueError: Also without ``censored_end``: where the data end says nothing then.
+        """
+        check_size("num_steps", num_steps)
+        self.check_constant("forecast", markov=False)
+        if not self.censored_end:
+            raise ValueError(
+                "forecast needs censored_end: this HSMM says that a segment ends with the data. "
+                "Call replace(censored_end=True) if it may go on."
+            )
+        initial, transition, duration, likelihood = self._factors(values)
+        likelihood = likelihood.masked_fill(~self.exists.unsqueeze(-1), 0.0)
+        ahead = torch.nn.functional.pad(likelihood, (0, 0, 0, num_steps))
+        parts = initial, transition, duration, ahead
+        states = semi_markov.filtered(*parts, self.lengths + num_steps).exp()
+        batch = states.shape[:-2]
+        steps = self.lengths.expand(batch).unsqueeze(-1) + torch.arange(num_steps)
+        steps = steps.to(states.device).unsqueeze(-1).expand(*batch, num_steps, self.num_states)
+        probs = states.gather(-2, steps)
+        if self._validate_args and bool((probs == 0).all(-1).any()):
+            raise ValueError(
+                "values must be possible under the model; some sequences have probability zero, "
+                "so that nothing follows from them. Leave them out."
+            )
+        return Forecast(probs, self.emission)
+
+    def stationary(self) -> Tensor:
+        r"""Share of the time that is spent in each state in the long run, ``(*B, K)``."""
+        segments = stationary_ops.stationary(self.log_transition)
+        count = torch.arange(1, self.max_duration + 1).to(self.log_duration)
+        spent = segments * (self.log_duration.exp() * count).sum(-1)
+        return spent / spent.sum(-1, keepdim=True)
+
+    # Sampling
+
+    def sample_prior_states(self, shape: torch.Size) -> Tensor:
+        r"""Sample paths from :math:`p(z_{1:T})`, ``(*shape, T)``; ``shape`` ends in ``(*B)``."""
+        parts = self.log_initial, self.log_transition, self.log_duration
+        logs = self.log_initial.new_zeros(self.num_steps, self.num_states)
+        leads = (part.shape[:-core] for part, core in zip(parts, (1, 2, 2)))
+        alike = torch.broadcast_shapes(*leads).numel() == 1
+        if alike and self.allowed is None and self.censored_end:  # one chain, sampled many times
+            initial, transition, duration = (
+                part.reshape(part.shape[-core:]) for part, core in zip(parts, (1, 2, 2))
+            )
+            length, count = torch.tensor(self.num_steps), shape.numel()
+            states = semi_markov.sample_states(initial, transition, duration, logs, length, count)
+            return states.reshape(*shape, self.num_steps)
+        if self.allowed is not None:
+            logs = logs.expand(self.allowed.shape).masked_fill(~self.allowed, -torch.inf)
+        logs = logs.expand(*self.batch_shape, *logs.shape[-2:])
+        impossible = self._evidence(logs).isneginf()
+        if bool(impossible.any()):
+            raise ValueError(
+                "durations and labels must leave a path of positive probability, for samples to "
+                f"keep to; none does in sequence {impossible.nonzero()[0].tolist()}."
+            )
+        count = shape[: len(shape) - len(self.batch_shape)].numel()
+        states = semi_markov.sample_states(*parts, logs, self.lengths, count, self.censored_end)
+        return states.reshape(*shape, self.num_steps)
+
+
+def _check_durations(log_initial: Tensor, log_duration: Tensor) -> None:
+    """Raise unless there are durations of each of at least two states."""
+    check_floats("log_duration", log_duration)
+    check_floats("log_initial", log_initial)
+    check_same_device({"log_initial": log_initial, "log_duration": log_duration})
+    num_states = log_initial.shape[-1:].numel()
+    if num_states < 2:
+        raise ValueError(
+            "log_initial must be of at least two states: no state follows itself, so that a "
+            "single one has no other to go to. Use an HMM, whose one state lasts for ever."
+        )
+    shape = log_duration.shape
+    if len(shape) < 2 or shape[-2] != num_states or shape[-1] < 1:
+        raise ValueError(
+            f"log_duration must have shape (*B, K, D) with the K = {num_states} of log_initial "
+            f"and D at least 1; got {tuple(shape)}."
+        )
+
+
+def _at(table: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+    """Entries of ``table`` ``(*b, M, V)`` at rows and columns ``(*B, T)``."""
+    picked = table.expand(*rows.shape[:-1], *table.shape[-2:])
+    rows = rows.unsqueeze(-1).expand(*rows.shape, table.size(-1))
+    return picked.gather(-2, rows).gather(-1, columns.unsqueeze(-1)).squeeze(-1)

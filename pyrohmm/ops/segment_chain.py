@@ -1,0 +1,102 @@
+"""The arguments of the recursions with durations, checked and in one form."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .._checks import (
+    check_broadcast,
+    check_floats,
+    check_same_device,
+    check_tensor,
+    check_trailing,
+)
+from .chain import check_arguments
+from .masks import exists
+
+
+class SegmentChain(NamedTuple):
+    """N sequences in G groups that share a matrix and tables of durations, all in float64."""
+
+    initial: Tensor  # (N, K), log
+    transition: Tensor  # (G, K, K), log
+    duration: Tensor  # (G, D, K), log
+    final: Tensor  # (G, D, K), log: weight of the last segment by how much of it is seen
+    likelihood: Tensor  # (N, T, K), log, 0 at padded steps
+    lengths: Tensor  # (N,), on the CPU
+
+    def detach(self) -> SegmentChain:
+        """The same as constants, contiguous in memory."""
+        return SegmentChain(*(part.detach().contiguous() for part in self))
+
+
+class Segmented(NamedTuple):
+    """A chain, the batch shape of its N sequences, and the dtype of what it was made of."""
+
+    chain: SegmentChain
+    batch: torch.Size
+    dtype: torch.dtype
+
+
+def arrange(
+    log_initial: Tensor,
+    log_transition: Tensor,
+    log_duration: Tensor,
+    log_final: Tensor,
+    log_likelihood: Tensor,
+    lengths: Tensor,
+) -> Segmented:
+    """Check the arguments, and bring them into one form by differentiable operations."""
+    check_tensor("log_transition", log_transition)
+    if log_transition.dim() < 2:
+        raise ValueError(
+            f"log_transition must have shape (*B, K, K); got {tuple(log_transition.shape)}."
+        )
+    parts = check_arguments(log_initial, log_transition.unsqueeze(-3), log_likelihood, lengths)
+    num_states = parts.initial.size(-1)
+    tables = {"log_duration": log_duration, "log_final": log_final}
+    for name, table in tables.items():
+        check_floats(name, table)
+        if table.dim() < 2 or table.shape[-2] != num_states or table.shape[-1] < 1:
+            raise ValueError(
+                f"{name} must have shape (*B, K, D) with K = {num_states} and D at least 1; got "
+                f"{tuple(table.shape)}."
+            )
+    check_trailing("log_final", log_final, tuple(log_duration.shape[-2:]), "(K, D)")
+    check_same_device({"log_likelihood": log_likelihood} | tables)
+    leads = {name: table.shape[:-2] for name, table in tables.items()}
+    batch = check_broadcast({"the other arguments": parts.batch} | leads)
+    leads["log_transition"] = log_transition.shape[:-2]
+    split = max(
+        len(batch) - len(lead) + place + 1 if size != 1 else 0
+        for lead in leads.values()
+        for place, size in enumerate((1, *lead), start=-1)
+    )
+    groups, count = math.prod(batch[:split]), math.prod(batch)
+
+    def grouped(table: Tensor) -> Tensor:
+        lead, core = table.shape[:-2], table.shape[-2:]
+        lead = torch.Size((1,) * (len(batch) - len(lead))) + lead
+        table = table.reshape(lead[:split] + core).double()
+        return table.expand(batch[:split] + core).reshape(groups, *core)
+
+    lengths = parts.lengths.expand(batch).reshape(count)
+    likelihood = parts.likelihood.double()
+    likelihood = likelihood.expand(*batch, *likelihood.shape[-2:])
+    likelihood = likelihood.reshape(count, *likelihood.shape[-2:])
+    if bool((lengths < likelihood.size(1)).any()):
+        padded = ~exists(lengths, likelihood.size(1), likelihood.device)
+        likelihood = likelihood.masked_fill(padded.unsqueeze(-1), 0.0)
+    chain = SegmentChain(
+        parts.initial.double().expand(*batch, num_states).reshape(count, num_states),
+        grouped(log_transition),
+        grouped(log_duration).mT,
+        grouped(log_final).mT,
+        likelihood,
+        lengths,
+    )
+    return Segmented(chain, batch, torch.promote_types(parts.likelihood.dtype, log_duration.dtype))

@@ -1,0 +1,286 @@
+"""``HSMM`` against all segmentations, all paths, and its chain of K D states."""
+
+import math
+
+import numpy as np
+import oracle
+import pytest
+import torch
+from pyro.distributions import Categorical, Normal
+
+from pyrohmm import HMM, HSMM, Filter, cooccurrence, load_hmm, save, to_hmmlearn
+from pyrohmm.analysis.dwell_times import dwell_time_mean
+
+NEVER = -torch.inf
+K, D, T = 3, 4, 6
+LENGTHS = torch.tensor([6, 1, 4, 5])
+
+
+def parameters(*batch, seed=1):
+    source = torch.Generator().manual_seed(seed)
+    stay = torch.eye(K, dtype=torch.bool)
+    initial = torch.randn(*batch, K, generator=source)
+    transition = torch.randn(*batch, K, K, generator=source).masked_fill(stay, NEVER)
+    duration = torch.randn(*batch, K, D, generator=source)
+    return [part.log_softmax(-1) for part in (initial, transition, duration)]
+
+
+def model(censored_end=True, observed=True, **options):
+    seen = torch.rand(4, T, generator=torch.Generator().manual_seed(2)) < 0.8
+    emission = Normal(torch.arange(3.0), 1.5)
+    return HSMM(
+        *parameters(), emission, LENGTHS, seen if observed else None, validate_args=True,
+        censored_end=censored_end, **options,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def values():
+    return torch.randn(4, T) + 1
+
+
+@pytest.fixture(params=[True, False], ids=["cut", "ends"])
+def hsmm(request):
+    return model(request.param)
+
+
+def answers(hsmm, values):
+    """The oracle's, of each sequence."""
+    scores = Normal(torch.arange(3.0), 1.5).log_prob(values.unsqueeze(-1))
+    scores = scores.masked_fill(~hsmm.observed.unsqueeze(-1), 0.0)
+    parts = [part.numpy() for part in (hsmm.log_initial, hsmm.log_transition, hsmm.log_duration)]
+    return [
+        oracle.by_segments(*parts, scores[i].numpy(), int(LENGTHS[i]), hsmm.censored_end)
+        for i in range(4)
+    ]
+
+
+def test_queries_answer_as_all_segmentations_do(hsmm, values):
+    wanted = answers(hsmm, values)
+    posterior, durations = hsmm.posterior(values), hsmm.duration_counts(values)
+    best = hsmm.viterbi(values)
+    for i, answer in enumerate(wanted):
+        np.testing.assert_allclose(hsmm.log_prob(values)[i], answer.evidence)
+        np.testing.assert_allclose(posterior.log_evidence[i], answer.evidence)
+        np.testing.assert_allclose(posterior.states[i], answer.states, atol=1e-12)
+        np.testing.assert_allclose(posterior.transitions[i], answer.transitions, atol=1e-12)
+        np.testing.assert_allclose(durations[i], answer.durations, atol=1e-12)
+        path = tuple(best[i, : LENGTHS[i]].tolist())
+        assert answer.paths[path] == pytest.approx(float(answer.best))
+    torch.testing.assert_close(hsmm.expected_counts(values).durations, durations.sum(0))
+
+
+def test_the_joint_density_of_each_path(hsmm, values):
+    for i, answer in enumerate(answers(hsmm, values)):
+        paths = torch.zeros(3**T, 4, T, dtype=torch.long)
+        length = int(LENGTHS[i])
+        known = torch.tensor(oracle.all_paths(K, length))
+        paths[: len(known), i, :length] = known
+        found = hsmm.log_joint(values, paths[: len(known)])[:, i]
+        wanted = [answer.paths.get(tuple(path), NEVER) for path in known.tolist()]
+        torch.testing.assert_close(found, torch.tensor(wanted))
+
+
+def test_samples_of_states_keep_to_the_posterior(values):
+    hsmm = model()
+    samples = hsmm.sample_states(values, (4000,))
+    assert samples.shape == (4000, 4, T)
+    share = torch.nn.functional.one_hot(samples, K).double().mean(0)
+    states = hsmm.posterior(values).states
+    share = share.masked_fill(~hsmm.exists.unsqueeze(-1), 0.0)
+    torch.testing.assert_close(share, states, atol=6 * 0.5 / math.sqrt(4000), rtol=0)
+
+
+def test_the_expanded_chain_is_the_same_distribution(hsmm, values):
+    chain = hsmm.expanded()
+    assert chain.num_states == K * D
+    torch.testing.assert_close(chain.log_prob(values), hsmm.log_prob(values))
+    states = chain.posterior(values).states.unflatten(-1, (K, D)).sum(-1)
+    torch.testing.assert_close(hsmm.posterior(values).states, states)
+
+
+def test_filtered_states_and_forecasts_are_those_of_the_expanded_chain(values):
+    hsmm = model()
+    chain = hsmm.expanded()
+    filtered = chain.filtered(values).unflatten(-1, (K, D)).sum(-1)
+    torch.testing.assert_close(hsmm.filtered(values), filtered)
+    found, wanted = hsmm.forecast(values, 7), chain.forecast(values, 7)
+    torch.testing.assert_close(found.mean, wanted.mean)
+    torch.testing.assert_close(found.variance, wanted.variance)
+
+
+def test_the_share_of_time_is_that_of_the_expanded_chain():
+    hsmm = model()
+    wanted = hsmm.expanded().stationary().unflatten(-1, (K, D)).sum(-1)
+    torch.testing.assert_close(hsmm.stationary(), wanted)
+
+
+def test_gradients_are_those_of_the_expanded_chain(hsmm, values):
+    leaves = [part.requires_grad_() for part in parameters()]
+    leaves.append(torch.arange(3.0).requires_grad_())
+
+    def gradient(expanded):
+        emission = Normal(leaves[3], 1.5)
+        built = HSMM(*leaves[:3], emission, LENGTHS, censored_end=hsmm.censored_end)
+        built = built.expanded() if expanded else built
+        return torch.autograd.grad(built.log_prob(values).sum(), leaves)
+
+    for found, wanted, leaf in zip(gradient(False), gradient(True), leaves):
+        possible = ~leaf.isneginf()
+        torch.testing.assert_close(found[possible], wanted[possible])
+
+
+def test_labels_restrict_the_states(hsmm, values):
+    labels = torch.full((4, T), -1)
+    labels[0, 1], labels[2, 3] = 2, 0
+    restricted = hsmm.restrict(labels)
+    allowed = [
+        {path: p for path, p in answer.paths.items()
+         if all(wish in (-1, state) for wish, state in zip(labels[i].tolist(), path))}
+        for i, answer in enumerate(answers(hsmm, values))
+    ]  # fmt: skip
+    wanted = [np.logaddexp.reduce(list(paths.values())) for paths in allowed]
+    np.testing.assert_allclose(restricted.log_prob(values), wanted)
+    for i, paths in enumerate(allowed):
+        assert tuple(restricted.viterbi(values)[i, : LENGTHS[i]].tolist()) in paths
+    samples, states = restricted.sample_with_states((5,))
+    assert samples.shape == (5, 4, T)
+    assert (states[:, 0, 1] == 2).all()
+    torch.testing.assert_close(restricted.expanded().log_prob(values), restricted.log_prob(values))
+
+
+def test_labels_that_leave_no_path_are_named(values):
+    hsmm = HSMM(*parameters()[:2], torch.tensor([[NEVER, 0.0]]).expand(K, 2),
+                Normal(torch.arange(3.0), 1.5), LENGTHS, validate_args=True)  # fmt: skip
+    labels = torch.full((4, T), -1)
+    labels[3, 0], labels[3, 1] = 0, 1
+    with pytest.raises(ValueError, match="sequence 3, step 1"):
+        hsmm.restrict(labels).log_prob(values)
+
+
+@pytest.mark.parametrize("censored", [True, False])
+def test_samples_have_the_durations_asked_for(censored):
+    exact = torch.tensor([[NEVER, 0.0], [0.0, NEVER], [NEVER, 0.0]])
+    lengths = torch.tensor([7, 6])
+    initial, transition, _ = parameters()
+    hsmm = HSMM(initial, transition, exact, Categorical(torch.eye(3)), lengths,
+                censored_end=censored)  # fmt: skip
+    values, states = hsmm.sample_with_states((50,))
+    assert torch.equal(values, states)
+    found = hsmm.segments(states)
+    wanted = torch.tensor([2, 1, 2, 0])[found.states]
+    last = found.starts + found.durations == lengths.unsqueeze(-1)
+    cut = (last & (found.durations < wanted)).any()
+    assert (found.durations == wanted)[~last].all()
+    assert bool(cut) is censored
+
+
+def test_samples_are_those_of_the_density():
+    """The share of each sequence of symbols, of four steps."""
+    emission = Categorical(torch.tensor([[0.9, 0.1], [0.2, 0.8], [0.5, 0.5]]))
+    hsmm = HSMM(*parameters(), emission, torch.tensor(4))
+    values = hsmm.sample((20_000,))
+    every = torch.cartesian_prod(*[torch.arange(2)] * 4)
+    counts = (values @ torch.tensor([8, 4, 2, 1])).bincount(minlength=16)
+    probs = hsmm.expand([16]).log_prob(every).exp()
+    torch.testing.assert_close(probs.sum(), torch.tensor(1.0))
+    assert oracle.looks_drawn_from(counts.numpy(), probs.numpy())
+
+
+def test_batched_parameters_broadcast_with_sequences(values):
+    initial, transition, duration = parameters(2, 1)
+    emission = Normal(torch.arange(3.0), 1.5)
+    hsmm = HSMM(initial, transition, duration, emission, LENGTHS)
+    assert hsmm.batch_shape == (2, 4)
+    found = hsmm.log_prob(values)
+    assert hsmm.sample_states(values, (3,)).shape == (3, 2, 4, T)
+    assert hsmm.sample().shape == (2, 4, T)
+    assert hsmm.forecast(values, 2).mean.shape == (2, 4, 2)
+    for r in range(2):
+        parts = initial[r, 0], transition[r, 0], duration[r, 0]
+        torch.testing.assert_close(found[r], HSMM(*parts, emission, LENGTHS).log_prob(values))
+
+
+def test_a_table_of_durations_for_each_sequence():
+    several = parameters(4)[2]
+    initial, transition, _ = parameters()
+    hsmm = HSMM(initial, transition, several, Normal(torch.arange(3.0), 1.5), torch.tensor(T))
+    assert hsmm.batch_shape == (4,)
+    assert hsmm.sample().shape == (4, T)
+
+
+def test_copies_say_the_same(hsmm, values):
+    order = torch.tensor([2, 0, 1])
+    other = hsmm.permute_states(order)
+    torch.testing.assert_close(other.log_prob(values), hsmm.log_prob(values))
+    torch.testing.assert_close(
+        other.posterior(values).states, hsmm.posterior(values).states[..., order]
+    )
+    assert hsmm.expand([2, 4]).log_prob(values).shape == (2, 4)
+    assert hsmm.with_lengths(torch.tensor([T])).censored_end is hsmm.censored_end
+
+
+def test_parameters_of_each_step(values):
+    emission = Normal(torch.arange(3.0) + torch.arange(T).unsqueeze(-1), 1.5)
+    hsmm = HSMM(*parameters(), emission, LENGTHS, emission_per_step=True)
+    torch.testing.assert_close(hsmm.expanded().log_prob(values), hsmm.log_prob(values))
+    with pytest.raises(ValueError, match="forecast"):
+        hsmm.forecast(values, 2)
+
+
+def test_what_needs_a_markov_chain_refuses_and_names_the_cure(values):
+    hsmm = model()
+    calls = [
+        lambda: Filter(hsmm),
+        lambda: hsmm.log_factors(values),
+        lambda: dwell_time_mean(hsmm),
+        lambda: cooccurrence.average_probs(hsmm, 3),
+        lambda: to_hmmlearn(hsmm),
+    ]
+    for call in calls:
+        with pytest.raises(ValueError, match=r"hsmm\.expanded\(\)"):
+            call()
+    Filter(model(observed=False).expanded())
+
+
+def test_saved_and_loaded(hsmm, values, tmp_path):
+    save(hsmm, tmp_path / "hsmm")
+    loaded = load_hmm(tmp_path / "hsmm")
+    assert type(loaded) is HSMM
+    assert torch.equal(loaded.log_prob(values), hsmm.log_prob(values))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"log_initial": torch.zeros(1)}, "log_initial must be of at least two states"),
+        ({"log_duration": torch.zeros(2, 4)}, r"log_duration must have shape \(\*B, K, D\)"),
+        ({"log_duration": torch.zeros(3)}, r"log_duration must have shape \(\*B, K, D\)"),
+        ({"log_duration": torch.zeros(3, 4)}, "log_duration must hold log-probabilities"),
+        ({"log_transition": torch.zeros(3, 3).log_softmax(-1)}, "-inf on the diagonal"),
+    ],
+)
+def test_wrong_arguments_are_named(change, message):
+    initial, transition, duration = parameters()
+    arguments = {
+        "log_initial": initial, "log_transition": transition, "log_duration": duration,
+        "emission": Normal(torch.arange(3.0), 1.5), "lengths": LENGTHS, "validate_args": True,
+    }  # fmt: skip
+    with pytest.raises(ValueError, match=message):
+        HSMM(**(arguments | change))
+
+
+def test_forecasts_need_data_that_may_go_on(values):
+    with pytest.raises(ValueError, match=r"replace\(censored_end=True\)"):
+        model(censored_end=False).forecast(values, 1)
+
+
+def test_an_hmm_and_an_hsmm_with_the_same_chain_agree(values):
+    """Durations of one step: a chain that never stays."""
+    initial, transition, _ = parameters()
+    emission = Normal(torch.arange(3.0), 1.5)
+    one = torch.zeros(K, 1)
+    hsmm = HSMM(initial, transition, one, emission, LENGTHS)
+    hmm = HMM(initial, transition, emission, LENGTHS)
+    torch.testing.assert_close(hsmm.log_prob(values), hmm.log_prob(values))
+    assert torch.equal(hsmm.viterbi(values), hmm.viterbi(values))

@@ -1,0 +1,289 @@
+"""``TabularHSMM`` and its families of durations: densities, closed forms, fits."""
+
+import numpy as np
+import pytest
+import torch
+from pyro import poutine
+from pyro.distributions import Binomial, Categorical, Normal, Poisson
+from pyro.infer import Trace_ELBO, TraceEnum_ELBO
+from pyro.infer.autoguide import AutoDelta, AutoNormal, init_to_sample
+from scipy import stats
+
+from pyrohmm import (
+    HSMM,
+    EnumeratedModel,
+    MarginalModel,
+    Sequences,
+    TabularHMM,
+    TabularHSMM,
+    categorical,
+    fit_em,
+    fit_map,
+    fit_svi,
+    free_durations,
+    freeze,
+    geometric_durations,
+    load_into,
+    negative_binomial_durations,
+    normal,
+    normal_full,
+    normal_mixture,
+    parametric_durations,
+    poisson,
+    poisson_durations,
+    save,
+    starts,
+    streams,
+)
+from pyrohmm.nn.durations import truncated
+
+FAMILIES = {
+    "free": free_durations(5, 1.5),
+    "geometric": geometric_durations(5, 1.5, 2.0),
+    "poisson": poisson_durations(5, 1.5, 0.5),
+    "negative binomial": negative_binomial_durations(5, 1.5, 0.5),
+    "any": parametric_durations(Binomial(6, torch.tensor([0.2, 0.5, 0.7], dtype=torch.float64)), 5),
+}
+CLOSED = ["free", "geometric"]
+
+
+@pytest.fixture(params=FAMILIES)
+def family(request):
+    return request.param
+
+
+def hidden(max_duration=8):
+    """A model whose durations are far from geometric."""
+    durations = torch.full((2, max_duration), 1e-3)
+    durations[0, 5], durations[1, 2] = 1.0, 1.0
+    durations = durations / durations.sum(-1, keepdim=True)
+    swap = torch.tensor([[0.0, 1.0], [1.0, 0.0]])
+    return torch.full((2,), 0.5).log(), swap.log(), durations.log()
+
+
+@pytest.fixture
+def data():
+    lengths = torch.tensor([40, 25, 31])
+    hsmm = HSMM(*hidden(), Normal(torch.tensor([0.0, 3.0]), 1.0), lengths)
+    return Sequences(hsmm.sample(), lengths)
+
+
+@pytest.fixture
+def symbols():
+    return Sequences(torch.tensor([[0, 1, 1, 2], [2, 1, 0, 0]]), torch.tensor([4, 3]))
+
+
+def test_each_family_is_a_distribution(family):
+    table = FAMILIES[family](3)().exp()
+    assert table.shape == (3, 5)
+    torch.testing.assert_close(table.sum(-1), torch.ones(3))
+
+
+def test_tables_are_those_of_scipy():
+    counts = np.arange(6)
+    negative = negative_binomial_durations(6)(2)
+    freeze(negative, "average", torch.tensor([2.0, 5.0]))
+    freeze(negative, "shape", torch.tensor([0.7, 3.0]))
+    rate = poisson_durations(6)(2)
+    freeze(rate, "rate", torch.tensor([0.5, 4.0]))
+    for k, (mean, shape, mu) in enumerate([(2.0, 0.7, 0.5), (5.0, 3.0, 4.0)]):
+        wanted = stats.nbinom.pmf(counts, shape, shape / (shape + mean))
+        np.testing.assert_allclose(negative()[k].exp(), wanted / wanted.sum())
+        wanted = stats.poisson.pmf(counts, mu)
+        np.testing.assert_allclose(rate()[k].exp(), wanted / wanted.sum())
+
+
+def test_truncated_keeps_batches_and_tails():
+    table = truncated(Poisson(torch.tensor([[0.1], [3.0]])), 400)
+    assert table.shape == (2, 1, 400)
+    assert table.isfinite().all()
+    np.testing.assert_allclose(table[0, 0], stats.poisson.logpmf(np.arange(400), 0.1))
+
+
+def test_geometric_durations_are_a_tabular_hmm():
+    """The same density of the data, with the longest duration that of the sequences."""
+    lengths = torch.tensor([7, 4])
+    values = torch.tensor([[0, 1, 1, 2, 0, 1, 2], [2, 2, 1, 0, 0, 0, 0]])
+    leave = torch.tensor([0.1, 0.5, 1.0])
+    others = torch.rand(3, 3).fill_diagonal_(0.0)
+    others = others / others.sum(-1, keepdim=True)
+    semi = TabularHSMM(3, geometric_durations(7), categorical(3))
+    markov = TabularHMM(3, categorical(3))
+    initial, probs = torch.rand(3).softmax(-1), torch.rand(3, 3).softmax(-1)
+    for module in (semi, markov):
+        freeze(module, "initial", initial)
+        freeze(module, "emission.probs", probs)
+    freeze(semi, "transition", others)
+    freeze(semi, "duration.leave", leave)
+    freeze(markov, "transition", others * leave.unsqueeze(-1) + (1 - leave).diag())
+    found, wanted = semi(lengths), markov(lengths)
+    torch.testing.assert_close(found.log_prob(values), wanted.log_prob(values))
+    torch.testing.assert_close(found.posterior(values).states, wanted.posterior(values).states)
+    torch.testing.assert_close(found.filtered(values), wanted.filtered(values))
+    assert torch.equal(found.viterbi(values), wanted.viterbi(values))
+    mean = found.forecast(values, 1).probs  # longer ones would leave at D
+    torch.testing.assert_close(mean[1], wanted.forecast(values, 1).probs[1])
+
+
+def test_no_state_follows_itself(family):
+    module = TabularHSMM(3, FAMILIES[family], categorical(4))
+    hsmm = module(torch.tensor([4]))
+    assert type(hsmm) is HSMM
+    assert (hsmm.log_transition.diagonal() == -torch.inf).all()
+
+
+def test_sites(family):
+    module = TabularHSMM(3, FAMILIES[family], categorical(4))
+    trace = poutine.trace(module).get_trace(torch.tensor([4]))
+    of_duration = {name for name in trace.stochastic_nodes if name.startswith("duration.")}
+    wanted = {
+        "free": {"probs"},
+        "geometric": {"leave"},
+        "poisson": {"rate"},
+        "negative binomial": {"average", "shape"},
+        "any": set(),
+    }[family]
+    assert of_duration == {f"duration.{name}" for name in wanted}
+    assert {"initial", "transition", "emission.probs"} <= {*trace.stochastic_nodes}
+
+
+def test_both_models_agree_in_loss_and_gradient(family, symbols):
+    module = TabularHSMM(3, FAMILIES[family], categorical(3))
+    guide = AutoDelta(MarginalModel(module), init_loc_fn=init_to_sample)
+    guide(symbols)
+    found = []
+    for form, elbo in ((MarginalModel, Trace_ELBO), (EnumeratedModel, TraceEnum_ELBO)):
+        loss = elbo(max_plate_nesting=1).differentiable_loss(form(module), guide, symbols)
+        gradient = torch.autograd.grad(loss, [*guide.parameters()])
+        found.append((loss.detach(), gradient))
+    torch.testing.assert_close(found[0], found[1])
+
+
+def test_em_never_lowers_the_density_and_ends_at_a_mode(data):
+    for name in CLOSED:
+        module = TabularHSMM(2, FAMILIES[name], normal(0))
+        fit = fit_em(module, data, num_steps=400, tolerance=1e-12)
+        assert (fit.losses.diff() <= 1e-9 * fit.losses.abs().max()).all()
+        with torch.no_grad():
+            best = fit.losses[-1]
+            values = {site: value.clone() for site, value in fit.values.items()}
+        for site in values:
+            if not site.endswith(("duration.probs", "duration.leave")):
+                continue
+            for shift in (0.01, -0.01):
+                moved = values[site].clone()
+                moved[..., 0] = moved[..., 0] + shift * moved[..., 0]
+                if site.endswith("probs"):
+                    moved = moved / moved.sum(-1, keepdim=True)
+                model = poutine.condition(fit.model, data=values | {site: moved})
+                assert -poutine.trace(model).get_trace(data).log_prob_sum() > best
+
+
+def test_the_closed_m_step_is_the_mode_of_counts_and_prior():
+    counts = torch.tensor([[[3.0, 1.0, 0.0], [0.0, 0.0, 0.0]]])
+    module = free_durations(3, 2.0)(2)
+    mode, notes = module.m_step(module.statistics(counts))
+    wanted = torch.tensor([[[4 / 7, 2 / 7, 1 / 7], [1 / 3, 1 / 3, 1 / 3]]])
+    torch.testing.assert_close(mode["probs"], wanted)
+    assert notes == []
+    module = geometric_durations(3, 2.0, 3.0)(2)
+    mode, _ = module.m_step(module.statistics(counts))
+    # leaves 4 and 1 of the prior; stays 1 and 2 of the prior
+    torch.testing.assert_close(mode["leave"], torch.tensor([[5 / 8, 1 / 3]]))
+
+
+def test_em_by_gradient_steps_lowers_the_loss(data):
+    for name in ("poisson", "negative binomial"):
+        fit = fit_em(TabularHSMM(2, FAMILIES[name], normal(0)), data, num_steps=5)
+        assert fit.losses[-1] < fit.losses[0]
+
+
+def test_em_finds_durations(data):
+    fit = fit_em(TabularHSMM(2, free_durations(8), normal(0)), data)
+    durations = fit.hmm(data).log_duration
+    assert sorted(durations.argmax(-1).tolist()) == [2, 5]
+
+
+def test_em_of_restarts_keeps_the_best(data):
+    module = TabularHSMM(2, free_durations(8), normal(0))
+    fit = fit_em(module, data, restarts=3, num_steps=20)
+    assert fit.restarts is not None
+    assert fit.losses[-1] == fit.restarts.losses[:, -1].min()
+
+
+def test_em_starts_from_an_hsmm_and_without_priors(data):
+    hsmm = HSMM(*hidden(), Normal(torch.tensor([0.0, 3.0]), 1.0), data.lengths)
+    fit = fit_em(hsmm, data, num_steps=3)
+    assert -fit.losses[0] == pytest.approx(float(hsmm.log_prob(data.values).sum()))
+    assert fit.losses[-1] < fit.losses[0]
+    module = TabularHSMM(2, free_durations(8), normal(0))
+    fit = fit_em(module, data, start=starts.from_hmm(hsmm), num_steps=3)
+    assert fit.losses[-1] < fit.losses[0]
+
+
+def test_map_and_svi_fit_what_em_fits(data):
+    module = TabularHSMM(2, poisson_durations(12), normal(0))
+    fit = fit_map(MarginalModel(module), data, num_steps=80)
+    assert fit.losses[-1] < fit.losses[0]
+    rates = fit.hmm(data).log_duration.argmax(-1) + 1
+    assert rates.min() < rates.max()
+    model = MarginalModel(module)
+    fit = fit_svi(model, AutoNormal(model), data, num_steps=30)
+    assert fit.losses[-10:].mean() < fit.losses[:10].mean()
+    assert fit.hmm(data).viterbi(data.values).shape == data.values.shape
+
+
+@pytest.mark.parametrize(
+    "emission",
+    [
+        normal(2),
+        normal_full(2),
+        normal_mixture(2, 2),
+        poisson(2),
+        streams(categorical(3), normal(1)),
+    ],
+    ids=["normal", "full", "mixture", "poisson", "streams"],
+)
+def test_every_emission_family_combines(emission):
+    lengths = torch.tensor([6, 4])
+    module = TabularHSMM(2, free_durations(4), emission)
+    hsmm = module(lengths)
+    values = hsmm.sample()
+    torch.testing.assert_close(hsmm.expanded().log_prob(values), hsmm.log_prob(values))
+    fit = fit_em(module, Sequences(values, lengths), num_steps=3)
+    assert fit.losses.isfinite().all()
+
+
+def test_a_module_is_saved_and_loaded(family, tmp_path):
+    module, other = (TabularHSMM(3, FAMILIES[family], normal(0)) for _ in range(2))
+    if family == "any":
+        with torch.no_grad():
+            module.duration.part.probs_unconstrained.add_(1.0)
+    save(module, tmp_path / "module")
+    load_into(other, tmp_path / "module")
+    for name, tensor in module.state_dict().items():
+        assert torch.equal(tensor, other.state_dict()[name])
+
+
+def test_missing_steps_and_labels_in_a_fit(data):
+    observed = torch.rand(data.values.shape) < 0.7
+    labels = torch.full(data.values.shape, -1)
+    labels[0, 0] = 1
+    gaps = Sequences(data.values, data.lengths, observed, labels=labels)
+    fit = fit_em(TabularHSMM(2, free_durations(8), normal(0)), gaps, num_steps=10)
+    assert (fit.losses.diff() <= 1e-9 * fit.losses.abs().max()).all()
+
+
+def test_wrong_arguments_are_named():
+    with pytest.raises(TypeError, match="durations must be a family"):
+        TabularHSMM(2, Categorical(torch.ones(2)), categorical(2))
+    with pytest.raises(TypeError, match="durations must return a PyroModule"):
+        TabularHSMM(2, lambda num_states: torch.zeros(2, 2), categorical(2))
+    with pytest.raises(ValueError, match="num_states"):
+        TabularHSMM(1, free_durations(2), categorical(2))
+    with pytest.raises(ValueError, match="max_duration"):
+        free_durations(0)
+    with pytest.raises(TypeError, match="hmm must be an HSMM"):
+        TabularHSMM.from_hmm(TabularHMM(2, categorical(2))(torch.tensor([2])))
+    with pytest.raises(ValueError, match=r"hsmm\.expanded\(\)"):
+        TabularHMM.from_hmm(TabularHSMM(2, free_durations(2), categorical(2))(torch.tensor([2])))

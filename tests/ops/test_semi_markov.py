@@ -1,0 +1,289 @@
+"""Recursions with durations, held by compiled kernels and by torch, against all segmentations."""
+
+import numpy as np
+import oracle
+import pytest
+import torch
+from torch.autograd import gradcheck, gradgradcheck
+
+from pyrohmm import recursions, semi_markov
+from pyrohmm.ops import backends
+
+NEVER = -torch.inf
+
+
+@pytest.fixture(params=["compiled", "steps"])
+def engine(request):
+    """Both implementations: Numba's kernels, and torch operations."""
+    if request.param == "compiled" and not backends.has_numba():
+        pytest.skip("Numba is not installed")
+    with backends.use(backends.NUMBA if request.param == "compiled" else backends.TORCH):
+        yield request.param
+
+
+def problem(num_states, longest, num_steps, zeros=False, seed=0):
+    """Random log-probabilities: initial, transition, duration, likelihood; some of them zero."""
+    source = torch.Generator().manual_seed(seed + 100 * num_states + 10 * longest + num_steps)
+
+    def random(*shape):
+        logs = 1.5 * torch.randn(shape, generator=source)
+        if zeros:
+            hidden = torch.rand(shape, generator=source) < 0.3
+            hidden[..., 0] = False
+            logs = logs.masked_fill(hidden, NEVER)
+        return logs
+
+    stay = torch.eye(num_states, dtype=torch.bool)
+    transition = torch.randn(num_states, num_states, generator=source).masked_fill(stay, NEVER)
+    return (
+        random(num_states).log_softmax(-1),
+        transition.log_softmax(-1),
+        random(num_states, longest).log_softmax(-1),
+        random(num_steps, num_states),
+    )
+
+
+SIZES = [(2, 1, 1), (2, 1, 4), (2, 3, 1), (3, 1, 3), (2, 4, 6), (3, 2, 5), (3, 7, 4)]
+
+
+@pytest.mark.parametrize("censored", [True, False])
+@pytest.mark.parametrize("zeros", [False, True])
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_counts_and_paths_are_those_of_all_segmentations(engine, size, zeros, censored):
+    *chain, likelihood = problem(*size, zeros)
+    length = torch.tensor(size[2])
+    wanted = oracle.by_segments(*(part.numpy() for part in (*chain, likelihood)), size[2], censored)
+    found = semi_markov.expected_counts(*chain, likelihood, length, censored)
+    np.testing.assert_allclose(found.log_evidence, wanted.evidence, rtol=1e-12)
+    for name in ("initial", "durations", "states"):
+        np.testing.assert_allclose(getattr(found, name), getattr(wanted, name), atol=1e-12)
+    np.testing.assert_allclose(found.transitions[0], wanted.transitions, atol=1e-12)
+    path = tuple(semi_markov.viterbi(*chain, likelihood, length, censored).tolist())
+    if np.isneginf(wanted.evidence):
+        assert not (torch.cat([part.flatten() for part in found[1:]]) != 0).any()
+    else:
+        assert wanted.paths[path] == pytest.approx(wanted.best, rel=1e-12)
+
+
+def test_one_segment_lasts_through_a_chain_of_one_state(engine):
+    _, _, duration, likelihood = problem(1, 4, 3)
+    chain = torch.zeros(1), torch.full((1, 1), NEVER), duration
+    found = semi_markov.log_evidence(*chain, likelihood, torch.tensor(3))
+    wanted = likelihood.sum() + duration[0, 2:].logsumexp(0)
+    torch.testing.assert_close(found, wanted)
+    long = torch.zeros(5, 1)
+    assert semi_markov.log_evidence(*chain, long, torch.tensor(5)) == NEVER
+
+
+@pytest.mark.parametrize("censored", [True, False])
+def test_ragged_sequences_do_not_read_their_padding(engine, censored):
+    *chain, likelihood = problem(3, 3, 6)
+    lengths = torch.tensor([6, 1, 4])
+    likelihood = likelihood + torch.tensor([0.0, 0.3, -0.2])[:, None, None].sin()
+    padded = torch.arange(6) >= lengths.unsqueeze(-1)
+    likelihood[padded] = torch.nan
+    whole = semi_markov.expected_counts(*chain, likelihood, lengths, censored)
+    path = semi_markov.viterbi(*chain, likelihood, lengths, censored)
+    log_filtered = semi_markov.filtered(*chain, likelihood, lengths)
+    samples = semi_markov.sample_states(*chain, likelihood, lengths, 3, censored)
+    assert not whole.states[padded].any()
+    assert log_filtered[padded].isneginf().all()
+    assert not path[padded].any()
+    assert not samples[:, padded].any()
+    durations = torch.zeros(3, 3)
+    for i, length in enumerate(lengths.tolist()):
+        part = likelihood[i, :length], torch.tensor(length)
+        alone = semi_markov.expected_counts(*chain, *part, censored)
+        torch.testing.assert_close(whole.log_evidence[i], alone.log_evidence)
+        torch.testing.assert_close(whole.states[i, :length], alone.states)
+        durations += alone.durations
+        assert torch.equal(path[i, :length], semi_markov.viterbi(*chain, *part, censored))
+    torch.testing.assert_close(whole.durations, durations)
+
+
+def test_filtered_states_are_those_of_the_observations_so_far(engine):
+    *chain, likelihood = problem(3, 3, 5, zeros=True, seed=4)
+    found = semi_markov.filtered(*chain, likelihood, torch.tensor(5)).exp()
+    for t in range(5):
+        so_far = likelihood[: t + 1], torch.tensor(t + 1)
+        wanted = semi_markov.expected_counts(*chain, *so_far).states[t]
+        torch.testing.assert_close(found[t], wanted, rtol=1e-10, atol=1e-14)
+
+
+@pytest.mark.parametrize("censored", [True, False])
+def test_samples_come_from_the_posterior_of_paths(engine, censored):
+    *chain, likelihood = problem(3, 3, 4)
+    wanted = oracle.by_segments(*(part.numpy() for part in (*chain, likelihood)), 4, censored)
+    samples = semi_markov.sample_states(*chain, likelihood, torch.tensor(4), 20_000, censored)
+    paths = list(wanted.paths)
+    numbers = {path: i for i, path in enumerate(paths)}
+    found, counts = samples.unique(dim=0, return_counts=True)
+    observed = np.zeros(len(paths))
+    for path, count in zip(found.tolist(), counts.tolist()):
+        observed[numbers[tuple(path)]] = count
+    probs = np.exp([wanted.paths[path] - wanted.evidence for path in paths])
+    assert oracle.looks_drawn_from(observed, probs)
+
+
+def test_parameters_of_batches_broadcast(engine):
+    """Restarts with parameters of their own, and tables of each sequence."""
+    several = [problem(2, 3, 4, seed=seed) for seed in range(3)]
+    initial, transition, duration, _ = (torch.stack(parts) for parts in zip(*several))
+    likelihood = torch.stack([problem(2, 3, 4, seed=seed)[3] for seed in (7, 8)])
+    lengths = torch.tensor([4, 3])
+    found = semi_markov.log_evidence(
+        initial.unsqueeze(1), transition.unsqueeze(1), duration.unsqueeze(1), likelihood, lengths
+    )
+    mixed = semi_markov.log_evidence(
+        initial.unsqueeze(1), transition[0], duration.unsqueeze(1), likelihood, lengths
+    )
+    each = semi_markov.log_evidence(initial[0], transition[:2], duration[0], likelihood, lengths)
+    assert found.shape == mixed.shape == (3, 2)
+    for r in range(3):
+        for i in range(2):
+            data = likelihood[i], lengths[i]
+            parts = initial[r], transition[r], duration[r]
+            torch.testing.assert_close(found[r, i], semi_markov.log_evidence(*parts, *data))
+            parts = initial[r], transition[0], duration[r]
+            torch.testing.assert_close(mixed[r, i], semi_markov.log_evidence(*parts, *data))
+    for i in range(2):
+        parts = initial[0], transition[i], duration[0], likelihood[i], lengths[i]
+        torch.testing.assert_close(each[i], semi_markov.log_evidence(*parts))
+
+
+@pytest.mark.parametrize("censored", [True, False])
+def test_gradients_of_first_and_second_order(engine, censored):
+    initial, transition, duration, likelihood = problem(3, 3, 4)
+    lengths = torch.tensor([4, 2])
+    off = ~torch.eye(3, dtype=torch.bool)
+    leaves = [
+        part.clone().requires_grad_()
+        for part in (initial, transition[off], duration, likelihood.expand(2, 4, 3))
+    ]
+
+    def evidence(initial, moves, duration, likelihood):
+        matrix = torch.full((3, 3), NEVER).masked_scatter(off, moves)
+        return semi_markov.log_evidence(initial, matrix, duration, likelihood, lengths, censored)
+
+    assert gradcheck(evidence, leaves)
+    assert gradgradcheck(evidence, leaves)
+
+
+def test_hard_zeros_have_no_gradient_and_make_no_nan(engine):
+    *chain, likelihood = problem(3, 4, 5, zeros=True)
+    leaves = [part.requires_grad_() for part in (*chain, likelihood)]
+    value = semi_markov.log_evidence(*leaves, torch.tensor(5))
+    first = torch.autograd.grad(value, leaves, create_graph=True)
+    second = torch.autograd.grad(sum((part**2).sum() for part in first), leaves)
+    for leaf, gradient, other in zip(leaves, first, second):
+        assert torch.isfinite(gradient).all()
+        assert torch.isfinite(other).all()
+        assert not gradient[leaf.isneginf()].any()
+
+
+def test_an_impossible_sequence_has_gradient_zero(engine):
+    *chain, likelihood = problem(2, 2, 4)
+    likelihood = torch.stack([likelihood, likelihood])
+    likelihood[1, 2] = NEVER
+    leaves = [part.requires_grad_() for part in (*chain, likelihood)]
+    values = semi_markov.log_evidence(*leaves, torch.tensor([4, 4]))
+    both = torch.autograd.grad(values.sum(), leaves)
+    alone = semi_markov.log_evidence(*chain, likelihood[0], torch.tensor(4))
+    one = torch.autograd.grad(alone, leaves)
+    assert values[1] == NEVER
+    for found, wanted in zip(both, one):
+        torch.testing.assert_close(found, wanted)
+
+
+def test_nothing_leaves_the_range_of_numbers(engine):
+    """A segment is worth e^-5000 against another, and matters where that one is impossible."""
+    duration = torch.tensor([[0.5, 0.5], [0.5, 0.5]]).log()
+    initial, swap = torch.tensor([0.0, -5000.0]), torch.tensor([[NEVER, 0.0], [0.0, NEVER]])
+    likelihood = torch.tensor([[-900.0, -8000.0], [-2000.0, 3.0], [NEVER, 1.0], [-1e4, 900.0]])
+    wanted = oracle.by_segments(
+        *(part.numpy() for part in (initial, swap, duration, likelihood)), 4, True
+    )
+    parts = initial, swap, duration, likelihood, torch.tensor(4)
+    found = semi_markov.expected_counts(*parts)
+    np.testing.assert_allclose(found.log_evidence, wanted.evidence, rtol=1e-14)
+    np.testing.assert_allclose(found.durations, wanted.durations, atol=1e-12)
+
+
+def test_nan_reaches_the_result(engine):
+    for place in range(4):
+        parts = list(problem(2, 3, 4))
+        parts[place] = parts[place].clone()
+        parts[place].view(-1)[1] = torch.nan
+        assert semi_markov.log_evidence(*parts, torch.tensor(4)).isnan()
+
+
+def test_float32_is_computed_in_float64_and_returned_in_float32(engine):
+    parts = problem(3, 3, 40)
+    single = [part.float() for part in parts]
+    wanted = semi_markov.log_evidence(*(part.double() for part in single), torch.tensor(40))
+    found = semi_markov.log_evidence(*single, torch.tensor(40))
+    assert found.dtype == torch.float32
+    assert found == wanted.float()
+
+
+def test_geometric_durations_are_those_of_a_markov_chain(engine):
+    """As long as the longest one is longer than the sequences."""
+    stay = torch.tensor([0.9, 0.5, 0.2])
+    initial, transition, _, likelihood = problem(3, 1, 60)
+    matrix = transition.exp() * (1 - stay).unsqueeze(-1) + stay.diag()
+    count = torch.arange(60)
+    duration = count * stay.log().unsqueeze(-1) + (count < 59) * (1 - stay).log().unsqueeze(-1)
+    length = torch.tensor(60)
+    found = semi_markov.expected_counts(initial, transition, duration, likelihood, length)
+    chain = initial, matrix.log().unsqueeze(-3), likelihood, length
+    wanted = recursions.expected_counts(*chain)
+    torch.testing.assert_close(found.log_evidence, wanted.log_evidence)
+    torch.testing.assert_close(found.states, wanted.states)
+    torch.testing.assert_close(
+        semi_markov.filtered(initial, transition, duration, likelihood, length),
+        recursions.filtered(*chain),
+    )
+    torch.testing.assert_close(
+        semi_markov.viterbi(initial, transition, duration, likelihood, length),
+        recursions.viterbi(*chain),
+    )
+
+
+def test_survival_of_durations():
+    duration = torch.tensor([[0.2, 0.3, 0.5], [1.0, 0.0, 0.0]]).log().requires_grad_()
+    survival = semi_markov.log_survival(duration)
+    wanted = torch.tensor([[1.0, 0.8, 0.5], [1.0, 0.0, 0.0]])
+    torch.testing.assert_close(survival.exp(), wanted)
+    (gradient,) = torch.autograd.grad(survival[:, 0].sum(), duration)
+    torch.testing.assert_close(gradient, duration.exp().detach())
+
+
+def test_survival_keeps_what_a_sum_of_probabilities_would_lose():
+    survival = semi_markov.log_survival(torch.tensor([[0.0, -2000.0, -2001.0]]))
+    torch.testing.assert_close(survival[0, 1], -2000 + torch.tensor(-1.0).exp().log1p())
+
+
+def test_segments_of_paths():
+    states = torch.tensor([[[0, 0, 1, 2, 2], [1, 1, 1, 0, 0]]]).expand(2, 2, 5)
+    found = semi_markov.segments(states, torch.tensor([5, 2]))
+    assert found.states[0].tolist() == [[0, 1, 2], [1, -1, -1]]
+    assert found.starts[1].tolist() == [[0, 2, 3], [0, 0, 0]]
+    assert found.durations[0].tolist() == [[2, 1, 2], [2, 0, 0]]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({2: torch.zeros(3, 4)}, "log_duration must have shape"),
+        ({2: torch.zeros(2)}, "log_duration must have shape"),
+        ({2: torch.zeros(2, 0)}, "log_duration must have shape"),
+        ({1: torch.zeros(3, 3)}, "log_transition"),
+        ({4: torch.tensor(9)}, "lengths must lie between"),
+    ],
+)
+def test_shapes_that_do_not_fit_are_named(change, message):
+    parts = [*problem(2, 3, 4), torch.tensor(4)]
+    for place, value in change.items():
+        parts[place] = value
+    with pytest.raises(ValueError, match=message):
+        semi_markov.log_evidence(*parts)
