@@ -466,6 +466,16 @@ def durations_table() -> str:
     return table(header, body)
 
 
+def large_data_table() -> str:
+    """EM over a file larger than what is held of it: seconds and memory by the number of steps."""
+    body = [
+        [f"{row['steps']:,}", str(row["parts"]), plain(row["seconds"] / row["e_steps"]),
+         plain(row["memory_added_mb"])]
+        for row in rows("large_data")
+    ]  # fmt: skip
+    return table(["steps", "parts", "seconds an iteration", "memory added, MB"], body)
+
+
 # What pages say ---------------------------------------------------------------------------------
 
 TABLES = {
@@ -485,6 +495,7 @@ TABLES = {
     "epoch": epoch_table,
     "clusters": clusters_table,
     "durations": durations_table,
+    "large_data": large_data_table,
 }
 
 
