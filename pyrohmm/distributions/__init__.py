@@ -13,6 +13,7 @@ Its modules; each imports only those above it:
 ``values``            observations as the recursions read them
 ``arguments``         the arguments of an ``HMM``, checked
 ``labels``            which states are allowed at each step
+``crf``               ``LinearChainCRF``: labels given scores of a network
 ``sampling``          sampling of observations given states
 ``quantiles``         quantiles of mixtures of emissions
 ``forecast``          ``Forecast``: observations at future steps
@@ -29,6 +30,7 @@ Its modules; each imports only those above it:
 from . import block_hmm as block_hmm
 from . import dpp as dpp
 from .block_hmm import BlockHMM as BlockHMM
+from .crf import LinearChainCRF as LinearChainCRF
 from .dpp import DiverseDirichlet as DiverseDirichlet
 from .dpp import DiversityPrior as DiversityPrior
 from .forecast import Forecast as Forecast
