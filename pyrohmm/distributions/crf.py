@@ -15,6 +15,7 @@ from torch.distributions import constraints
 
 from .._arguments import Shape, explained
 from .._checks import (
+    PyroValidation,
     check_broadcast,
     check_integers,
     check_lengths,
@@ -23,6 +24,7 @@ from .._checks import (
     check_trailing,
 )
 from .._precision import at_least_single, full_precision
+from .._transforms import transforming
 from .._waits import exceeds, with_one_wait
 from ..ops import masks, recursions
 from ..ops.log_space import finite_or_zero
@@ -79,6 +81,7 @@ class LinearChainCRF(TorchDistribution):
     """
 
     arg_constraints: dict[str, constraints.Constraint] = {}  # noqa: RUF012  # torch's interface
+    _validate_args = PyroValidation()
 
     def __init__(
         self,
@@ -246,7 +249,7 @@ class LinearChainCRF(TorchDistribution):
         labels = self._checked(labels)
 
         def compute() -> Tensor:
-            if exceeds((labels >= 0).all().byte(), 0):
+            if not transforming() and exceeds((labels >= 0).all().byte(), 0):
                 return self._score(labels)
             return self.restrict(labels).log_partition()
 
@@ -259,7 +262,7 @@ class LinearChainCRF(TorchDistribution):
         check_trailing("labels", labels, (self.num_steps,), "(T,)")
         check_broadcast({"labels": labels.shape[:-1], "LinearChainCRF": self.batch_shape})
         labels = labels.long().masked_fill(~self.exists, 0)
-        if self._validate_args:
+        if self._validate_args and not transforming():
             refuse_unknown(labels, self.num_labels)
         return labels
 

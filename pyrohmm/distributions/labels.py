@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from .._checks import check_integers, check_tensor, check_trailing
+from .._transforms import transforming
 
 
 def allowed_states(labels: Tensor, exists: Tensor, num_states: int) -> Tensor:
@@ -42,7 +43,7 @@ def allowed_states(labels: Tensor, exists: Tensor, num_states: int) -> Tensor:
 def refuse_unknown(labels: Tensor, num_states: int) -> None:
     """Raise if integers ``(*B, T)`` are no labels below ``num_states``, nor -1; reads values."""
     wrong = (labels >= num_states) | (labels < -1)
-    if bool(wrong.any()):
+    if not transforming() and bool(wrong.any()):
         step = wrong.nonzero()[0].tolist()
         raise ValueError(
             f"labels must lie between 0 and K - 1 = {num_states - 1}, or be -1 where the state is "

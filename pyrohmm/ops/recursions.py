@@ -7,9 +7,10 @@ Every function reads the same tensors, whose batch dimensions broadcast:
 ``log_likelihood``  ``(*B, T, K)``         log p(x_t | z_t); the first state emits
 ``lengths``         ``(*B)``               number of steps that exist; padding is on the right
 
-They are float32 or float64 (if mixed, float64); -inf is legal everywhere. Padded steps may hold
-anything: they enter no sum and no maximum. (A padded log-likelihood of zero would give the same
-sums, because rows of the transition matrix sum to one, but a different best path.)
+They are float32 or float64 (if mixed, float64); half precision, such as autocast makes, becomes
+float32. -inf is legal everywhere. Padded steps may hold anything: they enter no sum and no maximum.
+(A padded log-likelihood of zero would give the same sums, because rows of the transition matrix sum
+to one, but a different best path.)
 
 Every function raises TypeError for other dtypes, and ValueError if shapes disagree or a length does
 not lie between 1 and T.
@@ -26,7 +27,8 @@ from torch import Tensor
 
 from .._arguments import Range, checked, explained
 from .._checks import check_broadcast
-from .._precision import differentiable_gradient, in_full_precision
+from .._precision import at_least_single, differentiable_gradient, in_full_precision
+from .._transforms import transforming
 from . import evidence as compiled
 from . import message_passing
 from .backends import NUMBA, backend_for
@@ -77,7 +79,8 @@ def log_evidence(
     r"""Log evidence :math:`\log p(x_{1:T})` in nats, by the forward algorithm, shape ``(*B)``.
 
     Differentiable by the first three arguments, any number of times. A sequence of probability
-    zero has evidence -inf and gradient zero.
+    zero has evidence -inf and gradient zero. Within the transforms of ``torch.func`` it is computed
+    in log space, by steps.
 
     Example:
         >>> half = torch.full((2,), 0.5).log()
@@ -86,6 +89,8 @@ def log_evidence(
         tensor(0.0900)
     """
     arguments = check_arguments(log_initial, log_transition, log_likelihood, lengths)
+    if transforming():
+        return log_space_by_steps(*arrange(arguments))[0].reshape(arguments.batch)
     if (chain := _uniform(arguments, arguments.likelihood)) is None:
         chains = arrange(arguments)
         return _evidence(chains, chains.likelihood.dtype).reshape(arguments.batch)
@@ -121,15 +126,18 @@ def log_evidence_of_symbols(
         >>> log_evidence_of_symbols(half, half.expand(1, 2, 2), coins, heads, torch.tensor(2)).exp()
         tensor(0.4225)
     """
-    outer = {"log_symbols": log_symbols.shape[:-2], "symbols": symbols.shape[:-1]}
-    shape = *check_broadcast(outer), symbols.size(-1), log_symbols.size(-2)
-    shown = log_symbols.detach().as_strided(shape, (0,) * len(shape))  # there are none
-    arguments = check_arguments(log_initial, log_transition, shown, lengths)
+    log_symbols = at_least_single(log_symbols)
 
     def likelihood(logs: Tensor) -> Tensor:
         scores = look_up(logs, symbols.movedim(-1, 0)).movedim(0, -2)
         return scores if known is None else scores.masked_fill(~known.unsqueeze(-1), 0.0)
 
+    if transforming():
+        return log_evidence(log_initial, log_transition, likelihood(log_symbols), lengths)
+    outer = {"log_symbols": log_symbols.shape[:-2], "symbols": symbols.shape[:-1]}
+    shape = *check_broadcast(outer), symbols.size(-1), log_symbols.size(-2)
+    shown = log_symbols.detach().as_strided(shape, (0,) * len(shape))  # there are none
+    arguments = check_arguments(log_initial, log_transition, shown, lengths)
     chain = _uniform(arguments, log_symbols, symbols, known)
     if chain is None:
         return log_evidence(log_initial, log_transition, likelihood(log_symbols), lengths)
