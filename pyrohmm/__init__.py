@@ -17,6 +17,7 @@ from .data.sequences import Sequences as Sequences
 from .distributions import block_hmm as block_hmm
 from .distributions import dpp as dpp
 from .distributions.block_hmm import BlockHMM as BlockHMM
+from .distributions.crf import LinearChainCRF as LinearChainCRF
 from .distributions.dpp import DiversityPrior as DiversityPrior
 from .distributions.forecast import Forecast as Forecast
 from .distributions.hmm import HMM as HMM
@@ -103,6 +104,7 @@ __all__ = [
     "GradientStep",
     "HMMModule",
     "LanguageModel",
+    "LinearChainCRF",
     "MarginalModel",
     "NeuralHMM",
     "NeuralTagger",

@@ -1,7 +1,8 @@
 """The wording of every error about a tensor: its name, what was wanted, what came, the cure.
 
 Checks of shape, dtype and device never read values. Checks of values do, which on a GPU waits for
-it; callers run those under ``validate_args`` only.
+it; callers run those under ``validate_args`` only. Within transforms of ``torch.func``
+values cannot be read, and are not checked.
 """
 
 from __future__ import annotations
@@ -11,9 +12,22 @@ from numbers import Integral, Real
 from typing import Any
 
 import torch
+from pyro.distributions.util import is_validation_enabled
 from torch import Tensor
 
+from ._transforms import transforming
+
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+
+
+class PyroValidation:
+    """The default of ``validate_args`` as a class attribute: Pyro's setting.
+
+    That of torch is switched off in the whole process as soon as it compiles anything.
+    """
+
+    def __get__(self, distribution: Any, kind: type) -> bool:
+        return is_validation_enabled()
 
 
 def check_tensor(name: str, value: object) -> None:
@@ -118,6 +132,8 @@ def check_same_device(tensors: dict[str, Tensor]) -> None:
 
 def check_log_simplex(name: str, tensor: Tensor, tolerance: float = 1e-4) -> None:
     """Raise unless ``tensor.exp()`` sums to one along its last dimension."""
+    if transforming():
+        return
     sums = tensor.detach().exp().sum(-1)  # logsumexp would take ten times as long
     low, high = (end.item() for end in torch.aminmax(sums)) if sums.numel() else (1.0, 1.0)
     if not 1 - tolerance <= low <= high <= 1 + tolerance:  # also catches NaN
@@ -135,6 +151,8 @@ def check_lengths(lengths: Tensor, num_steps: int, name: str = "lengths") -> Non
     """Raise unless all lengths lie between 1 and ``num_steps``."""
     if lengths.numel() == 0:
         raise ValueError(f"{name} is empty; wanted at least one sequence.")
+    if transforming():
+        return
     low, high = int(lengths.min()), int(lengths.max())
     if low < 1 or high > num_steps:
         raise ValueError(
@@ -145,6 +163,8 @@ def check_lengths(lengths: Tensor, num_steps: int, name: str = "lengths") -> Non
 
 def check_no_nan(name: str, tensor: Tensor, cure: str) -> None:
     """Raise if ``tensor`` holds NaN or plus infinity."""
+    if transforming():
+        return
     top = tensor.detach().amax() if tensor.numel() else tensor.new_zeros(())  # NaN wins a maximum
     if not bool(top < torch.inf):
         raise ValueError(f"{name} holds {top.item()}; wanted finite values. {cure}")
@@ -198,7 +218,7 @@ def check_range(name: str, tensor: Tensor, size: int, meaning: str, cure: str = 
         meaning: The size by its letter: ``"K - 1"``.
         cure: What to do about it: a sentence.
     """
-    if tensor.numel() == 0:
+    if tensor.numel() == 0 or transforming():
         return
     low, high = (int(end) for end in torch.aminmax(tensor))
     if low < 0 or high >= size:

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ._transforms import transforming
+
 
 def full_precision(like: Tensor) -> torch.autocast:
     """A context in which ``torch.autocast`` lowers no precision, on the device of ``like``."""
@@ -55,6 +57,8 @@ def recomputed(function: Callable[..., Tensor], *arguments: Tensor) -> Tensor:
 
     (As ``torch.utils.checkpoint``, whose first call takes seconds, in which it loads a compiler.)
     """
+    if transforming():
+        return function(*arguments)
     return _Recomputed.apply(function, *arguments)
 
 

@@ -22,7 +22,9 @@ ROOMS = ["ops", "data", "distributions", "nn", "io", "infer", "analysis", "langu
 EXTRA_ROOMS = {"sklearn"}
 
 # What everything may use, and what lies above all rooms.
-PRIVATE = ["_arrays", "_arguments", "_checks", "_lazy", "_precision", "_version", "_waits"]
+PRIVATE = [
+    "_arrays", "_arguments", "_transforms", "_checks", "_lazy", "_precision", "_version", "_waits",
+]  # fmt: skip
 ENTRIES = {"train_lm", "language.__main__"}
 
 # What is run by ``python -m``, and speaks to whoever has called it.

@@ -304,6 +304,10 @@ def expected():
     return hmm().expected_counts(values())
 
 
+def crf():
+    return pyrohmm.LinearChainCRF(rows(2, 3, 2), rows(2, 2), lengths=lengths(), validate_args=True)
+
+
 def dirichlet():
     return pyrohmm.DiversityPrior(1.0)
 
@@ -492,6 +496,15 @@ SPECIAL = {
     },
     "InnerProductTransition": {"leave": lambda: rows(2, 4), "enter": lambda: rows(2, 4)},
     "InverseWishart": {"degrees": lambda: 3.0, "scale": lambda: torch.eye(2)},
+    "LinearChainCRF": {
+        "emission_scores": lambda: torch.zeros(2, 3, 2),
+        "transition_scores": lambda: torch.zeros(2, 2),
+        "initial_scores": lambda: torch.zeros(2),
+        "validate_args": lambda: True,
+    },
+    "LinearChainCRF.expand": {"batch_shape": lambda: (2,)},
+    "LinearChainCRF.log_prob": {"labels": lambda: torch.tensor([[0, 1, 1], [1, 0, 0]])},
+    "LinearChainCRF.restrict": {"labels": lambda: torch.tensor([[0, 1, 1], [1, 0, 0]])},
     "LinearDropout": {"begin": lambda: 0.5, "end": lambda: 0.0},
     "LinearDropout.__call__": {"step": lambda: 1},
     "NeuralHMM.extended": {"words": lambda: ["ba"]},
@@ -747,6 +760,7 @@ OBJECTS = {
     "Filter": filtering,
     "Fit": fit,
     "LanguageModel": speaker,
+    "LinearChainCRF": crf,
     "NeuralHMM": lambda: neural(words=spelt()),
     "NeuralTagger": tagger,
     "ScalarHMM": lambda: pyrohmm.ScalarHMM(2, 3),

@@ -13,6 +13,7 @@ Its modules; each imports only those above it:
 ``values``                 observations as the recursions read them
 ``arguments``              the arguments of an ``HMM``, checked
 ``labels``                 which states are allowed at each step
+``crf``                    ``LinearChainCRF``: labels given scores of a network
 ``autoregressive``         emissions that depend on the observations before: their base
 ``vector_autoregression``  vectors that depend linearly on those before
 ``context_tables``         symbols that depend on those before
@@ -35,6 +36,7 @@ from . import dpp as dpp
 from .autoregressive import Autoregressive as Autoregressive
 from .block_hmm import BlockHMM as BlockHMM
 from .context_tables import AutoregressiveCategorical as AutoregressiveCategorical
+from .crf import LinearChainCRF as LinearChainCRF
 from .dpp import DiverseDirichlet as DiverseDirichlet
 from .dpp import DiversityPrior as DiversityPrior
 from .forecast import AutoregressiveForecast as AutoregressiveForecast

@@ -13,6 +13,7 @@ from torch.distributions import constraints
 from .._arguments import checked
 from .._arrays import to_tensor
 from .._checks import (
+    PyroValidation,
     check_broadcast,
     check_integers,
     check_log_simplex,
@@ -21,6 +22,7 @@ from .._checks import (
     check_same_device,
     check_trailing,
 )
+from .._transforms import transforming
 from ..ops import masks, recursions
 from ..ops.block_transition import InnerProductTransition
 from .arguments import StructuredEmission, check_parameters, check_steps
@@ -39,6 +41,7 @@ class ChainDistribution(TorchDistribution):
     """
 
     arg_constraints: dict[str, constraints.Constraint] = {}  # noqa: RUF012  # torch's interface
+    _validate_args = PyroValidation()
     _of_transition = "log_transition"  # the name of that argument
 
     @checked()
@@ -264,7 +267,7 @@ class ChainDistribution(TorchDistribution):
             values = fill_gaps(values, known, emission)
         if symbols:
             check_integers("values", values)
-        if self._validate_args:
+        if self._validate_args and not transforming():
             check_support(values, known, emission, self.emission_per_step)
         if isinstance(whole, Autoregressive):
             gaps = known if self.observed is not None else None

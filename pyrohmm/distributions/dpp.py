@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributions import constraints
 
 from .._arguments import Shape, explained
-from .._checks import check_floats, check_number, check_positive, check_trailing
+from .._checks import PyroValidation, check_floats, check_number, check_positive, check_trailing
 from ..ops.diversity import _check_rho, _log_diversity
 from ..ops.diversity import log_diversity as log_diversity
 from ..ops.diversity import product_kernel as product_kernel
@@ -170,6 +170,7 @@ class DiverseDirichlet(TorchDistribution):
     """
 
     arg_constraints: dict[str, constraints.Constraint] = {}  # noqa: RUF012  # torch's interface
+    _validate_args = PyroValidation()
     support = constraints.independent(constraints.simplex, 1)
     num_sweeps = 100  # of the sampler
 

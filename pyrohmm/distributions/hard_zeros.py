@@ -22,6 +22,7 @@ from torch.distributions.utils import probs_to_logits
 from torch.nn.functional import logsigmoid
 
 from .._arguments import checked
+from .._transforms import transforming
 from .._waits import exceeds
 from ..ops.log_space import finite_or_zero, log
 
@@ -120,7 +121,7 @@ def log_prob_of_bits(logs: tuple[Tensor, Tensor], values: Tensor) -> Tensor:
         if table.dim() > 2:
             table = table.squeeze(-3)  # what comes before belongs to what A has before its last
         part, never = bits @ finite_or_zero(table).mT, table.isneginf()
-        if not exceeds((~never).all().byte(), 0):
+        if transforming() or not exceeds((~never).all().byte(), 0):
             part = part.masked_fill(bits @ never.to(bits.dtype).mT > 0, -torch.inf)
         parts.append(part)
     return parts[0] + parts[1]

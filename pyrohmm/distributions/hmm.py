@@ -18,6 +18,7 @@ from .._checks import (
     check_trailing,
 )
 from .._precision import full_precision
+from .._transforms import transforming
 from .._waits import with_one_wait
 from ..ops import recursions
 from ..ops import stationary as stationary_ops
@@ -357,7 +358,7 @@ class HMM(ChainDistribution):
         return recursions.sample_states(*factors, count).reshape(*shape, self.num_steps)
 
     def _check_evidence(self, evidence: Tensor, values: Tensor) -> None:
-        if self._validate_args:
+        if self._validate_args and not transforming():
             check_likelihood(evidence)  # NaN anywhere shows here, and this is a smaller tensor
             if self.allowed is not None and bool(evidence.isneginf().any()):
                 self.check_labels(values)

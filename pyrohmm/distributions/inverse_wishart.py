@@ -12,7 +12,7 @@ from torch.distributions import biject_to, constraints, transform_to
 from torch.distributions.transforms import Transform
 
 from .._arguments import Shape, explained
-from .._checks import check_floats, check_number, check_trailing
+from .._checks import PyroValidation, check_floats, check_number, check_trailing
 
 
 @explained()
@@ -40,6 +40,7 @@ class InverseWishart(TorchDistribution):
     """
 
     arg_constraints: dict[str, constraints.Constraint] = {}  # noqa: RUF012
+    _validate_args = PyroValidation()
     has_rsample = True
 
     def __init__(self, degrees: float, scale: Tensor, validate_args: bool | None = None) -> None:

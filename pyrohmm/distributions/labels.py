@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from .._checks import check_integers, check_tensor, check_trailing
+from .._transforms import transforming
 
 
 def allowed_states(labels: Tensor, exists: Tensor, num_states: int) -> Tensor:
@@ -34,15 +35,20 @@ def allowed_states(labels: Tensor, exists: Tensor, num_states: int) -> Tensor:
     check_integers("labels", labels)
     check_trailing("labels", labels, (num_steps,), "(T,)")
     labels = labels.to(exists.device).long().masked_fill(~exists, -1)
+    refuse_unknown(labels, num_states)
+    states = torch.arange(num_states, device=labels.device)
+    return (states == labels.unsqueeze(-1)) | (labels == -1).unsqueeze(-1)
+
+
+def refuse_unknown(labels: Tensor, num_states: int) -> None:
+    """Raise if integers ``(*B, T)`` are no labels below ``num_states``, nor -1; reads values."""
     wrong = (labels >= num_states) | (labels < -1)
-    if bool(wrong.any()):
+    if not transforming() and bool(wrong.any()):
         step = wrong.nonzero()[0].tolist()
         raise ValueError(
             f"labels must lie between 0 and K - 1 = {num_states - 1}, or be -1 where the state is "
             f"not known; got {int(labels[tuple(step)])} at {_place(step)}."
         )
-    states = torch.arange(num_states, device=labels.device)
-    return (states == labels.unsqueeze(-1)) | (labels == -1).unsqueeze(-1)
 
 
 def refuse_dead_ends(reached: Tensor, wrong: Tensor) -> None:

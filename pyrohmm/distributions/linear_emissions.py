@@ -25,6 +25,7 @@ from torch import Tensor
 from torch import distributions as torch_dist
 
 from .._precision import full_precision, recomputed
+from .._transforms import transforming
 from .._waits import exceeds, is_guessing
 from ..ops.products import product, squared_norms
 
@@ -131,6 +132,9 @@ class _Components:
 
     def log_prob(self, values: Tensor, known: Tensor | None = None) -> Tensor:
         """Log-density ``(*A, K)`` of values ``(*A, D)``; those that are not ``known`` are zeros."""
+        if transforming():
+            missing = values.isnan()
+            return self._as_it_stands(values.masked_fill(missing, 0.0), ~missing)
         first = self.parameters[0]
         numbers = torch.broadcast_shapes(values.unsqueeze(-2).shape, first.shape).numel()
         if not numbers:
@@ -236,7 +240,7 @@ class _Vectors:
     def log_prob(self, values: Tensor) -> Tensor | None:
         """Log-density ``(*A, K)`` of values ``(*A, D)``; None where these are few, or miss some."""
         shape = torch.broadcast_shapes(values.unsqueeze(-2).shape, self.loc.shape)
-        if shape.numel() <= SMALL:
+        if shape.numel() <= SMALL or transforming():
             return None
         inverse = _inverse(self.root)
         with torch.no_grad():

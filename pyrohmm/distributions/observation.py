@@ -27,6 +27,7 @@ from torch.distributions import (
 
 from .._arguments import Shape, explained
 from .._checks import check_broadcast, check_integers, check_range
+from .._transforms import transforming
 from .._waits import exceeds
 from ..ops.log_space import logsumexp
 from ..ops.lookup import look_up
@@ -328,7 +329,7 @@ def marginal_log_prob(distribution: TorchDistribution, values: Tensor) -> Tensor
     if isinstance(distribution, Streams | Tied):
         return distribution.log_prob(values)
     missing = values.isnan()
-    if exceeds((~missing).all().byte(), 0):
+    if transforming() or exceeds((~missing).all().byte(), 0):
         whole = isinstance(distribution, Categorical)
         return _log_prob(distribution, values.long() if whole else values)
     if isinstance(distribution, MixtureSameFamily):

@@ -11,7 +11,7 @@ from torch.distributions import biject_to, constraints, transform_to
 from torch.distributions.transforms import Transform
 
 from .._arguments import Shape, explained
-from .._checks import check_booleans, check_floats, check_positive, check_trailing
+from .._checks import PyroValidation, check_booleans, check_floats, check_positive, check_trailing
 
 
 @explained()
@@ -38,6 +38,7 @@ class SparseDirichlet(TorchDistribution):
     """
 
     arg_constraints: dict[str, constraints.Constraint] = {}  # noqa: RUF012  # torch's interface
+    _validate_args = PyroValidation()
     has_rsample = True
 
     def __init__(

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.distributions import constraints
 
 from .._checks import check_range
+from .._transforms import transforming
 from .._waits import exceeds
 from .observation import any_value, inside_support, is_categorical, support_varies
 
@@ -29,7 +30,9 @@ def fill_gaps(values: Tensor, known: Tensor, emission: Any) -> Tensor:
         return values.masked_fill(~known, 0)
     flat = values.expand(*known.shape, *event).reshape(-1, *event)
     first = known.flatten().byte().argmax().reshape(1)
-    if exceeds(known.flatten().index_select(0, first).byte().sum(), 0):
+    if transforming():  # if none is known, any number: it is masked again
+        filler = flat.index_select(0, first).squeeze(0).nan_to_num()
+    elif exceeds(known.flatten().index_select(0, first).byte().sum(), 0):
         filler = flat.index_select(0, first).squeeze(0)
     else:
         filler = _first_value(emission, values.dtype)

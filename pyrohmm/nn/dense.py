@@ -24,6 +24,7 @@ from torch.nn.functional import logsigmoid
 
 from .._arguments import checked, explained
 from .._checks import check_returned, check_size
+from .._precision import at_least_single, full_precision
 from ..distributions.hmm import HMM
 from ..ops import stationary as stationary_ops
 from ..ops.log_space import log
@@ -119,9 +120,10 @@ def log_rows(kernel: Kernel, rows: Tensor, columns: Tensor) -> Tensor:
         tensor([[0.5000, 0.5000],
                 [0.2689, 0.7311]])
     """
-    logs = kernel(rows, columns)
-    check_returned("kernel", logs, Tensor, "a tensor (*B, n, m)")
-    return logs.log_softmax(-1)
+    with full_precision(rows):
+        logs = kernel(at_least_single(rows), at_least_single(columns))
+        check_returned("kernel", logs, Tensor, "a tensor (*B, n, m)")
+        return logs.log_softmax(-1)
 
 
 # The module --------------------------------------------------------------------------------------

@@ -32,6 +32,7 @@ Its modules; each imports only those above it:
 ``products``          products of matrices between observations and states
 ``lookup``            rows of a table, and the sums that are their gradient
 ``message_passing``   scaled and log-space messages
+``ranges``            the recursions in float32, float64 and logarithms
 ``evidence``          evidence and gradient of those as one differentiable operation
 ``recursions``        forward-backward, Viterbi, path sampling of dense chains
 ``semi_markov``       the recursions of chains with explicit durations

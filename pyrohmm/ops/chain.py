@@ -16,6 +16,8 @@ from .._checks import (
     check_tensor,
     check_trailing,
 )
+from .._precision import at_least_single
+from .._transforms import transforming
 from .masks import exists
 
 
@@ -67,9 +69,9 @@ def check_arguments(
     }
     for (name, tensor), shape in zip(logs.items(), ("(*B, K)", "(*B, 1|T-1, K, K)", "(*B, T, K)")):
         check_tensor(name, tensor)
-        if tensor.dtype not in (torch.float32, torch.float64):
+        if not tensor.dtype.is_floating_point:
             raise TypeError(
-                f"{name} must be float32 or float64; got {tensor.dtype}. Call .float() on it."
+                f"{name} must be floating point; got {tensor.dtype}. Call .float() on it."
             )
         if tensor.dim() < shape.count(","):
             raise ValueError(
@@ -78,9 +80,11 @@ def check_arguments(
             )
     check_integers("lengths", lengths)
     check_same_device(logs)
+    log_initial, log_transition, log_likelihood = map(at_least_single, logs.values())
     dtype = torch.promote_types(log_initial.dtype, log_transition.dtype)
     dtype = torch.promote_types(dtype, log_likelihood.dtype)
-    log_initial, log_transition, log_likelihood = (tensor.to(dtype) for tensor in logs.values())
+    log_initial, log_transition = log_initial.to(dtype), log_transition.to(dtype)
+    log_likelihood = log_likelihood.to(dtype)
     steps, num_states = log_likelihood.shape[-2:]
     if steps == 0:
         dims = tuple(log_likelihood.shape)
@@ -129,7 +133,7 @@ def arrange(arguments: Arguments) -> Chain:
     likelihood = log_likelihood.expand(*batch, steps, num_states).movedim(-2, 0)
     likelihood = likelihood.reshape(steps, groups, size, num_states)
     lengths = lengths.expand(batch).reshape(groups, size)
-    if bool((lengths < steps).any()):
+    if transforming() or bool((lengths < steps).any()):
         padded = ~exists(lengths, steps, likelihood.device).movedim(-1, 0).unsqueeze(-1)
         likelihood = likelihood.masked_fill(padded, 0.0)
     initial = log_initial.expand(*batch, num_states).reshape(groups, size, num_states)

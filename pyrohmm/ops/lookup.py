@@ -11,11 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._transforms import transforming
 from .backends import backend_for
 
 
 def take_rows(table: Tensor, rows: Tensor) -> Tensor:
     """Rows of ``table`` ``(M, K)`` for each of the integers ``rows`` ``(*)``: ``(*, K)``."""
+    if transforming():
+        return table[rows]
     return _TakeRows.apply(table, rows.reshape(-1)).reshape(*rows.shape, table.size(-1))
 
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from .._precision import differentiable_gradient, full_precision, in_full_precision
+from .._transforms import transforming
 
 CHUNK = 1 << 17  # numbers made at once: they stay in the cache of a core
 
@@ -34,8 +35,9 @@ def product(rows: Tensor, columns: Tensor) -> Tensor:
         torch.Size([3, 5, 4])
     """
     batch = _Batch(rows.shape[:-1], columns.shape[:-2])
+    multiply = _product if transforming() else _Product.apply
     with full_precision(rows):
-        return batch.join(_Product.apply(batch.of_rows(rows), batch.of_columns(columns, 2)))
+        return batch.join(multiply(batch.of_rows(rows), batch.of_columns(columns, 2)))
 
 
 def squared_norms(rows: Tensor, columns: Tensor) -> Tensor:
@@ -48,8 +50,9 @@ def squared_norms(rows: Tensor, columns: Tensor) -> Tensor:
         columns: ``(*b, K, D, F)``.
     """
     batch = _Batch(rows.shape[:-1], columns.shape[:-3])
+    compute = _all_squared_norms if transforming() else _SquaredNorms.apply
     with full_precision(rows):
-        return batch.join(_SquaredNorms.apply(batch.of_rows(rows), batch.of_columns(columns, 3)))
+        return batch.join(compute(batch.of_rows(rows), batch.of_columns(columns, 3)))
 
 
 def weighted_sums(
@@ -108,13 +111,17 @@ class _Batch:
         return products.permute(*(self.order.index(i) for i in range(len(self.order))), -1)
 
 
+def _product(rows: Tensor, columns: Tensor) -> Tensor:
+    return rows @ columns.mT
+
+
 class _Product(torch.autograd.Function):
     """``rows @ columns.mT``; the gradients are products also."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, columns: Tensor) -> Tensor:
         ctx.save_for_backward(rows, columns)
-        return rows @ columns.mT
+        return _product(rows, columns)
 
     @staticmethod
     @in_full_precision

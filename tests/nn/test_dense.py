@@ -618,3 +618,16 @@ ERRORS = [
 def test_what_cannot_be_meant_is_refused_by_name(call, error, words):
     with pytest.raises(error, match=words):
         call()
+
+
+def test_autocast_lowers_no_probability():
+    """Products in bfloat16 would make rows that do not sum to one."""
+    torch.set_default_dtype(torch.float32)  # of float64 autocast lowers nothing
+    torch.manual_seed(0)
+    module = DenseHMM(3, 5, 2)
+    lengths, values = torch.tensor([4, 2]), torch.randint(5, (2, 4))
+    with torch.autocast("cpu", torch.bfloat16):
+        hmm = module(lengths)
+        evidence = hmm.log_prob(values)
+    assert hmm.log_transition.dtype == evidence.dtype == module(lengths).log_transition.dtype
+    assert hmm.log_transition.exp().sum(-1).sub(1).abs().max() < 1e-5

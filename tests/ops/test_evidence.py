@@ -103,13 +103,13 @@ def test_each_group_of_sequences_has_its_matrix(shared):
 def test_sequences_that_underflow_are_computed_again_and_the_others_are_not(monkeypatch):
     """Hard zeros make one sequence impossible: -inf, with gradient zero; NaN stays its own."""
     again = []
-    general = recursions._evidence
+    general = recursions.evidence_of
 
     def counted(chain, dtype):
         again.append(chain.lengths.numel())
         return general(chain, dtype)
 
-    monkeypatch.setattr(recursions, "_evidence", counted)
+    monkeypatch.setattr(recursions, "evidence_of", counted)
     transition = torch.tensor([[1.0, 0.0], [0.0, 1.0]]).log()
     table = torch.tensor([[1.0, 0.0], [0.0, 1.0]]).log()
     symbols = torch.tensor([[0, 0], [0, 1], [1, 1]] * 8)

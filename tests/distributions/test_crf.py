@@ -1,0 +1,288 @@
+"""``LinearChainCRF`` against the table of all paths, in the range of scores and at its edges."""
+
+import numpy as np
+import oracle
+import pyro
+import pytest
+import torch
+from torch.autograd import gradcheck, gradgradcheck
+
+import pyrohmm
+from pyrohmm import LinearChainCRF
+
+LENGTHS = torch.tensor([4, 1, 3])
+SIZES = [(1, 1), (1, 3), (4, 1), (4, 3), (2, 2)]  # T, K
+
+
+def scores(num_sequences, steps, num_labels, spread=3.0, per_step=False, seed=0):
+    """Emission, transition and initial scores of any sign."""
+    generator = torch.Generator().manual_seed(seed)
+    own = (steps - 1,) if per_step else ()
+    shapes = [(num_sequences, steps, num_labels), (*own, num_labels, num_labels), (num_labels,)]
+    return [spread * torch.randn(shape, generator=generator) + 1.0 for shape in shapes]
+
+
+def table(crf, n):
+    """What the oracle says of sequence ``n``."""
+    transition = crf.transition_scores.numpy()
+    transition = transition if crf.transition_per_step else transition[None]
+    if not len(transition):  # one step
+        transition = np.zeros((1, crf.num_labels, crf.num_labels))
+    length = int(crf.lengths[n])
+    arguments = crf.initial_scores.numpy(), transition, crf.emission_scores[n].numpy(), length
+    paths = oracle.all_paths(crf.num_labels, length)
+    return oracle.by_paths(*arguments), paths, oracle.joint(*arguments[:3], paths)
+
+
+def padded(paths, steps, filler=0):
+    wide = np.full((len(paths), steps), filler)
+    wide[:, : paths.shape[1]] = paths
+    return torch.from_numpy(wide)
+
+
+@pytest.mark.parametrize("per_step", [False, True])
+@pytest.mark.parametrize(("steps", "num_labels"), SIZES)
+def test_everything_is_that_of_the_table_of_all_paths(steps, num_labels, per_step):
+    emission, transition, initial = scores(3, steps, num_labels, per_step=per_step)
+    lengths = LENGTHS.clamp(max=steps)
+    crf = LinearChainCRF(emission, transition, initial, lengths, transition_per_step=per_step)
+    for n in range(3):
+        truth, paths, joint = table(crf, n)
+        assert crf.log_partition()[n].item() == pytest.approx(truth.evidence, rel=1e-12)
+        assert np.allclose(crf.marginals()[n], truth.states, rtol=1e-10, atol=1e-14)
+        labels = padded(paths, steps, filler=num_labels + 7)
+        one = LinearChainCRF(emission[n], transition, initial, lengths[n],
+                             transition_per_step=per_step)  # fmt: skip
+        assert np.allclose(one.log_prob(labels), joint - truth.evidence, rtol=1e-10, atol=1e-12)
+        best = padded(paths[joint.argmax()][None], steps)[0]
+        assert torch.equal(crf.viterbi()[n], best)
+        assert torch.equal(crf.mode[n], best)
+
+
+def test_without_initial_scores_and_lengths_there_are_zeros_and_all_steps():
+    emission, transition, _ = scores(2, 4, 3)
+    plain = LinearChainCRF(emission, transition)
+    full = LinearChainCRF(emission, transition, torch.zeros(3), torch.tensor([4, 4]))
+    assert plain.batch_shape == (2,)
+    assert plain.event_shape == (4,)
+    assert torch.equal(plain.log_partition(), full.log_partition())
+
+
+def test_labels_that_are_not_known_are_summed_out():
+    emission, transition, initial = scores(1, 4, 3)
+    crf = LinearChainCRF(emission, transition, initial)
+    truth, paths, joint = table(crf, 0)
+    for labels in ([2, -1, -1, 0], [-1, -1, -1, -1], [-1, 1, 1, -1]):
+        keep = [all(known in (-1, label) for known, label in zip(labels, path)) for path in paths]
+        expected = oracle.log_sum(joint[keep]) - truth.evidence
+        found = crf.log_prob(torch.tensor([labels])).item()
+        assert found == pytest.approx(expected, rel=1e-10, abs=1e-12)
+
+
+def test_restricted_to_labels_it_answers_given_them():
+    emission, transition, initial = scores(1, 3, 3)
+    crf = LinearChainCRF(emission, transition, initial)
+    labels = torch.tensor([[-1, 2, -1]])
+    given = crf.restrict(labels)
+    _, paths, joint = table(crf, 0)
+    keep = paths[:, 1] == 2
+    weights = np.exp(joint[keep] - oracle.log_sum(joint[keep]))
+    expected = np.stack([np.bincount(column, weights, 3) for column in paths[keep].T])
+    assert np.allclose(given.marginals()[0], expected)
+    assert given.viterbi()[0].tolist() == paths[keep][weights.argmax()].tolist()
+
+
+@pytest.mark.parametrize("labels", [[[1, 0, 2, 1], [2, 0, 0, 0]], [[1, -1, 2, -1], [-1, 0, 0, 0]]])
+def test_gradients_by_all_scores_are_right(labels):
+    parts = [part.requires_grad_() for part in scores(2, 4, 3, spread=1.0)]
+
+    def log_prob(emission, transition, initial):
+        crf = LinearChainCRF(emission, transition, initial, torch.tensor([4, 1]))
+        return crf.log_prob(torch.tensor(labels))
+
+    assert gradcheck(log_prob, parts)
+    assert gradgradcheck(log_prob, parts)
+
+
+def test_the_gradient_of_the_partition_function_is_the_marginals():
+    emission, transition, initial = scores(3, 4, 3)
+    emission.requires_grad_()
+    crf = LinearChainCRF(emission, transition, initial, LENGTHS)
+    (gradient,) = torch.autograd.grad(crf.log_partition().sum(), emission)
+    assert torch.allclose(gradient, crf.marginals())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("shift", [-400.0, 0.0, 400.0])
+def test_large_scores_leave_no_range(dtype, shift):
+    """The exponential of 89 is not in float32; that of 710 not in float64."""
+    parts = scores(2, 5, 3)
+    parts = [(4 * part).to(dtype) for part in parts]
+    emission, transition, initial = parts
+    crf = LinearChainCRF(emission, transition, initial, torch.tensor([5, 2]))
+    shifted = LinearChainCRF(emission + shift, transition + shift, initial - shift, crf.lengths)
+    expected = crf.log_partition() + shift * (2 * crf.lengths - 2).to(dtype)
+    assert torch.allclose(shifted.log_partition(), expected, rtol=20 * torch.finfo(dtype).eps)
+    labels = torch.tensor([[0, 1, 2, 0, 1], [1, 1, 0, 0, 0]])
+    # differences of numbers of the size of five thousand
+    tolerance = 1e4 * torch.finfo(dtype).eps
+    assert torch.allclose(shifted.log_prob(labels), crf.log_prob(labels), rtol=0, atol=tolerance)
+
+
+def test_scores_that_are_worlds_apart_lose_no_path():
+    emission = torch.tensor([[0.0, -900.0], [-900.0, 0.0], [-900.0, 0.0]], requires_grad=True)
+    transition = torch.tensor([[0.0, -2000.0], [-3000.0, -1000.0]])
+    crf = LinearChainCRF(emission, transition)
+    truth, _, _ = table(LinearChainCRF(emission.detach()[None], transition), 0)
+    assert crf.log_partition().item() == pytest.approx(truth.evidence)
+    crf.log_partition().backward()
+    assert np.allclose(emission.grad, truth.states)
+
+
+def test_hard_zeros_are_exact():
+    emission, transition, initial = scores(1, 4, 3)
+    transition[0, 1] = transition[2, 2] = initial[1] = emission[0, 2, 0] = -torch.inf
+    parts = [part.requires_grad_() for part in (emission, transition, initial)]
+    crf = LinearChainCRF(*parts)
+    truth, paths, joint = table(LinearChainCRF(*(part.detach() for part in parts)), 0)
+    found = LinearChainCRF(emission[0], *parts[1:]).log_prob(torch.from_numpy(paths))
+    assert np.allclose(found.detach(), joint - truth.evidence)
+    assert np.allclose(crf.marginals(), truth.states)
+    possible = torch.from_numpy(np.isfinite(joint))
+    for gradient in torch.autograd.grad(found[possible].sum(), parts):
+        assert gradient.isfinite().all()
+    every = crf.sample((500,))
+    assert crf.log_prob(every).isfinite().all()
+
+
+def test_no_path_at_all():
+    crf = LinearChainCRF(torch.zeros(2, 3, 2), torch.full((2, 2), -torch.inf),
+                         lengths=torch.tensor([3, 1]))  # fmt: skip
+    assert crf.log_partition().tolist() == [-torch.inf, pytest.approx(np.log(2))]
+    assert crf.log_prob(torch.zeros(2, 3).long()).tolist() == [
+        -torch.inf, pytest.approx(-np.log(2)),
+    ]  # fmt: skip
+    assert not crf.marginals()[0].any()
+    with pytest.raises(ValueError, match="leave a path"):
+        crf.sample()
+
+
+def test_padding_may_hold_anything():
+    emission, transition, initial = scores(3, 4, 3)
+    clean = LinearChainCRF(emission, transition, initial, LENGTHS)
+    dirty = emission.masked_fill(~clean.exists.unsqueeze(-1), torch.nan).requires_grad_()
+    crf = LinearChainCRF(dirty, transition, initial, LENGTHS)
+    labels = torch.randint(3, (3, 4)).masked_fill(~clean.exists, -9)
+    assert torch.equal(crf.log_prob(labels), clean.log_prob(labels))
+    assert torch.equal(crf.viterbi(), clean.viterbi())
+    crf.log_prob(labels).sum().backward()
+    assert not dirty.grad[~crf.exists].any()
+    assert dirty.grad.isfinite().all()
+
+
+def test_samples_come_as_often_as_they_are_probable():
+    emission, transition, initial = scores(2, 3, 2, spread=1.0)
+    crf = LinearChainCRF(emission, transition, initial, torch.tensor([3, 2]))
+    torch.manual_seed(0)
+    paths = crf.sample((20_000,))
+    assert paths.shape == (20_000, 2, 3)
+    assert not paths[:, 1, 2].any()
+    for n in range(2):
+        truth, all_paths, joint = table(crf, n)
+        place = 2 ** torch.arange(all_paths.shape[1] - 1, -1, -1)
+        index = (paths[:, n, : all_paths.shape[1]] * place).sum(-1)
+        found = np.bincount(index, minlength=len(all_paths)) / len(paths)
+        assert np.allclose(found, np.exp(joint - truth.evidence), atol=4 * 0.5 / len(paths) ** 0.5)
+
+
+def test_batches_of_transitions_broadcast():
+    emission, _, initial = scores(3, 4, 2)
+    transition = torch.randn(5, 1, 2, 2)
+    crf = LinearChainCRF(emission, transition, initial, LENGTHS)
+    assert crf.batch_shape == (5, 3)
+    labels = torch.randint(2, (3, 4))
+    each = [LinearChainCRF(emission, one[0], initial, LENGTHS) for one in transition]
+    assert torch.allclose(crf.log_prob(labels), torch.stack([e.log_prob(labels) for e in each]))
+    assert crf.viterbi().shape == crf.sample().shape == (5, 3, 4)
+    wide = each[0].expand((5, 3))
+    assert wide.batch_shape == (5, 3)
+    assert torch.allclose(wide.log_prob(labels)[2], each[0].log_prob(labels))
+
+
+def test_scores_of_an_hmm_give_its_evidence_and_posterior():
+    torch.manual_seed(0)
+    initial, transition = torch.randn(3).log_softmax(-1), torch.randn(3, 3).log_softmax(-1)
+    emission = pyro.distributions.Normal(torch.randn(3, 2), 1.0).to_event(1)
+    hmm = pyrohmm.HMM(initial, transition, emission, torch.tensor([5, 5]))
+    values = torch.randn(2, 5, 2)
+    initial, transition, likelihood = hmm.log_factors(values)
+    crf = LinearChainCRF(likelihood, transition.squeeze(-3), initial)
+    assert torch.allclose(crf.log_partition(), hmm.log_prob(values))
+    assert torch.allclose(crf.marginals(), hmm.posterior(values).states)
+    assert torch.equal(crf.viterbi(), hmm.viterbi(values))
+
+
+def test_in_a_model_of_pyro_it_learns_tags():
+    """Features tell the first tag; that tags alternate is for the transition scores to learn."""
+    torch.manual_seed(0)
+    tags = (torch.arange(6) + torch.randint(2, (40, 1))) % 2
+    features = torch.zeros(40, 6, 1)
+    features[:, 0, 0] = 4.0 * tags[:, 0] - 2.0
+    network = torch.nn.Linear(1, 2)
+
+    def model(features, tags=None):
+        pyro.module("network", network)
+        transition = pyro.param("transition", lambda: torch.zeros(2, 2))
+        with pyro.plate("sequences", len(features)):
+            crf = LinearChainCRF(network(features), transition)
+            return pyro.sample("tags", crf, obs=tags)
+
+    with pyro.get_param_store().scope():
+        svi = pyro.infer.SVI(model, lambda *_: None, pyro.optim.Adam({"lr": 0.1}),
+                             pyro.infer.Trace_ELBO())  # fmt: skip
+        losses = [svi.step(features, tags) for _ in range(60)]
+        assert losses[-1] < losses[0] / 4
+        found = LinearChainCRF(network(features), pyro.param("transition")).viterbi()
+        assert model(features).shape == tags.shape
+    assert (found == tags).double().mean() > 0.95
+
+
+def test_half_precision_is_taken_up():
+    emission, transition, initial = (part.bfloat16() for part in scores(2, 4, 3))
+    crf = LinearChainCRF(emission, transition, initial)
+    wide = LinearChainCRF(emission.float(), transition.float(), initial.float())
+    with torch.autocast("cpu", torch.bfloat16):
+        assert crf.log_partition().dtype == torch.float32
+        assert torch.equal(crf.log_partition(), wide.log_partition())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"emission_scores": torch.zeros(3)}, r"emission_scores must have shape \(\*B, T, K\)"),
+        ({"emission_scores": torch.zeros(2, 4, 3).long()}, "emission_scores must be floating"),
+        ({"transition_scores": torch.zeros(2, 2)}, r"transition_scores must end in .* \(3, 3\)"),
+        ({"transition_scores": torch.full((3, 3), torch.nan)}, "transition_scores holds nan"),
+        ({"initial_scores": torch.zeros(2)}, "initial_scores must end in"),
+        ({"emission_scores": torch.full((2, 4, 3), torch.inf)}, "emission_scores holds inf"),
+        ({"lengths": torch.tensor([5, 1])}, "lengths must lie between 1 and"),
+        ({"lengths": torch.tensor([4.0, 1.0])}, "lengths must hold integers"),
+        ({"lengths": torch.tensor([4, 1, 1])}, "batch shapes must broadcast"),
+    ],
+)
+def test_wrong_arguments_are_named(change, message):
+    right = {"emission_scores": torch.zeros(2, 4, 3), "transition_scores": torch.zeros(3, 3)}
+    with pytest.raises((TypeError, ValueError), match=message):
+        LinearChainCRF(**(right | change), validate_args=True)
+
+
+def test_wrong_labels_are_named():
+    crf = LinearChainCRF(torch.zeros(2, 4, 3), torch.zeros(3, 3), validate_args=True)
+    with pytest.raises(ValueError, match=r"labels must lie between 0 and K - 1 = 2.* got 3"):
+        crf.log_prob(torch.full((2, 4), 3))
+    with pytest.raises(ValueError, match=r"got -2"):
+        crf.log_prob(torch.full((2, 4), -2))
+    with pytest.raises(TypeError, match="labels must hold integers"):
+        crf.log_prob(torch.zeros(2, 4))
+    with pytest.raises(ValueError, match=r"labels must end in shape \(T,\)"):
+        crf.log_prob(torch.zeros(2, 3).long())

@@ -1,0 +1,238 @@
+"""``torch.func``: each transform of evidences is what autograd and finite differences say."""
+
+import pyro
+import pytest
+import torch
+from pyro.distributions import Bernoulli, Categorical, MultivariateNormal, Normal, Poisson
+from torch.func import grad, hessian, jacfwd, jacrev, jvp, vmap
+
+from pyrohmm import HMM, LinearChainCRF, recursions
+
+# torch loads its rules of forward differentiation by what it deprecates itself
+pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
+
+K, T, N = 2, 4, 3
+LENGTHS = torch.tensor([4, 1, 3])
+
+
+def logs(*shape, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator)
+
+
+def start_and_transition():
+    return logs(K).log_softmax(-1), logs(K, K, seed=1).log_softmax(-1)
+
+
+def covariance(loc):
+    return MultivariateNormal(loc, torch.eye(2) + 0.3, validate_args=False)
+
+
+def rates(theta):
+    return Poisson(theta.exp(), validate_args=False).to_event(1)
+
+
+def bits(theta):
+    return Bernoulli(logits=theta, validate_args=False).to_event(1)
+
+
+def normal(theta):
+    return Normal(theta, 0.7, validate_args=False).to_event(1)
+
+
+def symbols(theta):
+    return Categorical(logits=theta, validate_args=False)
+
+
+GAPS = logs(N, T, 2, seed=3)
+GAPS[0, 1, 0] = GAPS[2, 2, 1] = torch.nan
+FAMILIES = {
+    "symbols": (symbols, torch.randint(3, (N, T), generator=torch.Generator().manual_seed(2)), 3),
+    "normal": (normal, logs(N, T, 2, seed=3), 2),
+    "normal with gaps": (normal, GAPS, 2),
+    "covariance": (covariance, logs(N, T, 2, seed=3), 2),
+    "poisson": (rates, logs(N, T, 2, seed=3).exp().floor(), 2),
+    "bits": (bits, (logs(N, T, 2, seed=3) > 0).double(), 2),
+}
+
+
+@pytest.fixture(params=FAMILIES)
+def problem(request):
+    """A function of emission parameters and values, some parameters, and values."""
+    family, values, width = FAMILIES[request.param]
+    observed = torch.arange(T) < LENGTHS.unsqueeze(-1)
+    chain = start_and_transition()
+
+    def evidence(theta, values, observed=observed, lengths=LENGTHS):
+        return HMM(*chain, family(theta), lengths, observed).log_prob(values)
+
+    def of_one(theta, values, observed):  # its steps that do not exist are not observed
+        return evidence(theta, values, observed, torch.tensor(T))
+
+    return evidence, of_one, logs(K, width, seed=4), values, observed
+
+
+def by_autograd(function, *inputs):
+    return torch.autograd.functional.jacobian(function, inputs)
+
+
+def test_grad_of_an_hmm_is_that_of_autograd(problem):
+    evidence, _, theta, values, _ = problem
+    (expected,) = by_autograd(lambda theta: evidence(theta, values).sum(), theta)
+    assert torch.allclose(grad(lambda theta: evidence(theta, values).sum())(theta), expected)
+
+
+def test_gradients_of_each_sequence(problem):
+    """As differentially private training and Fisher information need them."""
+    evidence, of_one, theta, values, observed = problem
+    (expected,) = by_autograd(lambda theta: evidence(theta, values), theta)
+    each = vmap(grad(of_one), (None, 0, 0))(theta, values, observed)
+    assert torch.allclose(each, expected)
+    assert torch.allclose(jacrev(evidence)(theta, values), expected)
+    assert torch.allclose(jacfwd(evidence)(theta, values), expected)
+
+
+def test_second_derivatives_and_directions(problem):
+    evidence, _, theta, values, _ = problem
+
+    def loss(theta):
+        return evidence(theta, values).sum()
+
+    expected = torch.autograd.functional.hessian(loss, theta)
+    assert torch.allclose(hessian(loss)(theta), expected)
+    direction, step = logs(*theta.shape, seed=5), 1e-5
+    value, slope = jvp(loss, (theta,), (direction,))
+    assert torch.allclose(value, loss(theta))
+    ends = [loss(theta + sign * step * direction) for sign in (1, -1)]
+    assert slope.item() == pytest.approx((ends[0] - ends[1]).item() / (2 * step), rel=1e-6)
+
+
+def arguments():
+    initial, transition = start_and_transition()
+    transition = transition.clone()
+    transition[0, 1] = -torch.inf  # a hard zero
+    return initial, transition.unsqueeze(0), logs(N, T, K, seed=6), LENGTHS
+
+
+def test_recursions_by_all_arguments():
+    *parts, lengths = arguments()
+    expected = by_autograd(lambda *parts: recursions.log_evidence(*parts, lengths), *parts)
+    for transform in (jacrev, jacfwd):
+        found = transform(recursions.log_evidence, argnums=(0, 1, 2))(*parts, lengths)
+        for one, other in zip(found, expected):
+            assert torch.allclose(one, other)
+    found = hessian(lambda scores: recursions.log_evidence(*parts[:2], scores, lengths).sum())(
+        parts[2]
+    )
+    expected = torch.autograd.functional.hessian(
+        lambda scores: recursions.log_evidence(*parts[:2], scores, lengths).sum(), parts[2]
+    )
+    assert torch.allclose(found, expected)
+
+
+def test_sequences_with_lengths_and_matrices_of_their_own():
+    initial, _, scores, lengths = arguments()
+    matrices = logs(N, 1, K, K, seed=7).log_softmax(-1)
+    expected = by_autograd(
+        lambda matrices: recursions.log_evidence(initial, matrices, scores, lengths).sum(), matrices
+    )[0]
+    each = vmap(grad(recursions.log_evidence, argnums=1), (None, 0, 0, 0))
+    assert torch.allclose(each(initial, matrices, scores, lengths), expected)
+
+
+def test_symbols_by_their_table():
+    initial, transition, _, lengths = arguments()
+    values = FAMILIES["symbols"][1]
+    table = logs(K, 3, seed=8).log_softmax(-1)
+
+    def evidence(table, values, lengths):
+        return recursions.log_evidence_of_symbols(initial, transition, table, values, lengths)
+
+    (expected,) = by_autograd(lambda table: evidence(table, values, lengths), table)
+    assert torch.allclose(vmap(grad(evidence), (None, 0, 0))(table, values, lengths), expected)
+
+
+def test_a_sequence_of_probability_zero_has_gradient_zero():
+    initial, transition, scores, lengths = arguments()
+    scores[1] = -torch.inf
+    each = vmap(grad(recursions.log_evidence, argnums=2), (None, None, 0, 0))
+    found = each(initial, transition, scores, lengths)
+    assert found.isfinite().all()
+    assert not found[1].any()
+
+
+def test_a_network_by_functional_call():
+    """Gradients of each sequence by all parameters of a module."""
+    torch.manual_seed(0)
+    network, features = torch.nn.Linear(2, 3), torch.randn(K, 2)
+    values, parameters = FAMILIES["symbols"][1], dict(network.named_parameters())
+    chain = start_and_transition()
+
+    def evidence(parameters):
+        logits = torch.func.functional_call(network, parameters, features)
+        return HMM(*chain, Categorical(logits=logits), LENGTHS).log_prob(values)
+
+    found = jacrev(evidence)(parameters)
+    whole = HMM(*chain, Categorical(logits=network(features)), LENGTHS).log_prob(values)
+    for n in range(N):
+        expected = torch.autograd.grad(whole[n], list(parameters.values()), retain_graph=True)
+        for one, other in zip(found.values(), expected):
+            assert torch.allclose(one[n], other)
+
+
+@pytest.mark.parametrize("unknown", [False, True])
+def test_a_crf_by_its_scores(unknown):
+    emission, transition = logs(N, T, K), logs(K, K, seed=1)
+    labels = torch.randint(K, (N, T), generator=torch.Generator().manual_seed(0))
+    if unknown:
+        labels[0, 1] = labels[2, 0] = -1
+
+    def log_prob(emission, transition, labels, lengths):
+        return LinearChainCRF(emission, transition, lengths=lengths).log_prob(labels)
+
+    expected = by_autograd(
+        lambda transition: log_prob(emission, transition, labels, LENGTHS), transition
+    )[0]
+    found = jacrev(log_prob, argnums=1)(emission, transition, labels, LENGTHS)
+    assert torch.allclose(found, expected)
+    each = vmap(grad(log_prob, argnums=1), (0, None, 0, 0))
+    assert torch.allclose(each(emission, transition, labels, LENGTHS), expected)
+
+
+def test_values_are_checked_though_torch_has_compiled(monkeypatch):
+    """It then switches its own default off for the whole process."""
+    monkeypatch.setattr(torch.distributions.Distribution, "_validate_args", True)
+    coins = Categorical(logits=torch.zeros(K, 2), validate_args=False)
+    with pyro.validation_enabled(True):
+        torch.distributions.Distribution.set_default_validate_args(False)
+        hmm = HMM(*start_and_transition(), coins, torch.tensor(T))
+        with pytest.raises(ValueError, match="values must lie between"):
+            hmm.log_prob(torch.full((T,), 2))
+        with pytest.raises(ValueError, match="log_initial must hold"):
+            HMM(torch.zeros(K), torch.zeros(K, K), coins, torch.tensor(T))
+        with pytest.raises(ValueError, match="emission_scores holds nan"):
+            LinearChainCRF(torch.full((T, K), torch.nan), torch.zeros(K, K))
+    with pyro.validation_enabled(False):
+        torch.distributions.Distribution.set_default_validate_args(True)
+        HMM(torch.zeros(K), torch.zeros(K, K), coins, torch.tensor(T))
+
+
+@pytest.mark.parametrize("symbolic", [False, True])
+def test_half_precision_of_autocast_is_taken_up(symbolic):
+    initial, transition, scores, lengths = arguments()
+    initial, transition = initial.float(), transition.float()
+    half = scores.bfloat16().requires_grad_()
+    values = FAMILIES["symbols"][1]
+    table = logs(K, 3).log_softmax(-1).bfloat16().requires_grad_()
+
+    def evidence(table, scores):
+        if symbolic:
+            return recursions.log_evidence_of_symbols(initial, transition, table, values, lengths)
+        return recursions.log_evidence(initial, transition, scores, lengths)
+
+    with torch.autocast("cpu", torch.bfloat16):
+        found = evidence(table, half)
+        found.sum().backward()
+    assert found.dtype == torch.float32
+    assert torch.equal(found, evidence(table.float(), half.float()))
+    assert (table if symbolic else half).grad.isfinite().all()
