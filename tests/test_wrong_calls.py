@@ -678,13 +678,23 @@ SPECIAL = {
     "pair_losses.squared_distance": BEFORE,
     "persistence.load_into": {"directory": saved_module},
     "persistence.save": {"thing": hmm},
+    "plot_emissions.emission": {"symbols": lambda: "abc", "names": lambda: "xy"},
+    "plots.criterion": {"scores": lambda: {1: 3.0, 2: 2.0}},
     "plots.forecast": {
-        "predicted": lambda: HMM(rows(2), rows(2, 2), gaussian(), torch.tensor(3)).forecast(
-            torch.linspace(-1.0, 1.0, 3), 2
-        ),
-        "values": lambda: torch.linspace(-1.0, 1.0, 3),
+        "predicted": lambda: pyrohmm.Forecast(simplex(4, 3), dist.Poisson(torch.ones(3)))
     },
-    "plots.emission": {"symbols": lambda: "abc", "names": lambda: "xy"},
+    "plots.series": {
+        "hmm": lambda: hmm().with_lengths(torch.tensor([3])),
+        "values": lambda: values()[:1],
+        "names": lambda: "xy",
+    },
+    "plots.timeline": {"states": lambda: torch.tensor([0, 1, 1])},
+    "plots.transition_posterior": {"samples": lambda: simplex(4, 2, 2)},
+    "segmentation.segments": {"states": lambda: torch.tensor([0, 1, 1])},
+    "segmentation.to_bed": {
+        "rows": lambda: [pyrohmm.queries.Segment(0, 0, 1, 2, 2)],
+        "sequences": lambda: ["a"],
+    },
     "plots.states": {"probs": lambda: simplex(4, 3)},
     "plots.transition": {"names": lambda: "xy"},
     "readers.plain": {"text": lambda: LINES[0], "alphabet": lambda: "abc "},

@@ -13,6 +13,7 @@ Its modules; each imports only those above it:
 ``prediction``      one step ahead, continuation, imputation
 ``dwell_times``     how long a chain stays in a state
 ``residuals``       pseudo-residuals
+``segmentation``    runs of equal states, as a table
 ``queries``         the posterior queries under one name
 ``streaming``       ``Filter``: online filtering
 ``draw_sources``    posterior samples of a fit or a sampler
@@ -20,7 +21,9 @@ Its modules; each imports only those above it:
 ``draw_layout``     how samples lie in tensors, checked
 ``draws``           ``PosteriorDraws``: samples of a posterior as HMMs
 ``inference_data``  ``to_arviz``
-``plots``           pictures of a fitted HMM
+``plot_axes``       axes, names and tables of pictures
+``plot_emissions``  pictures of emissions
+``plots``           pictures of HMMs and fits, under one name
 """
 
 from . import draws as draws

@@ -1,4 +1,4 @@
-"""Posterior queries of an HMM, by topic: decoding, prediction, dwell times, residuals."""
+"""Posterior queries of an HMM, by topic: decoding, prediction, dwell times, residuals, segments."""
 
 from .decoding import k_best as k_best
 from .decoding import path_entropy as path_entropy
@@ -11,3 +11,6 @@ from .prediction import observation_marginals as observation_marginals
 from .prediction import predictive_log_prob as predictive_log_prob
 from .residuals import PseudoResiduals as PseudoResiduals
 from .residuals import pseudo_residuals as pseudo_residuals
+from .segmentation import Segment as Segment
+from .segmentation import segments as segments
+from .segmentation import to_bed as to_bed

@@ -88,6 +88,10 @@ class Filter:
         self._surprise = self._log_states.new_zeros(self.batch_shape)
         self._num_steps = 0
 
+    def __repr__(self) -> str:
+        shape = tuple(self.batch_shape)
+        return f"Filter({self.num_steps} steps so far of streams {shape}; {self.hmm})"
+
     @property
     def batch_shape(self) -> torch.Size:
         """The shape ``(*B)`` of the parallel streams."""

@@ -53,6 +53,13 @@ class Forecast(TorchDistribution):
         self.emission = emission
         super().__init__(states.shape[:-1], emission.event_shape, validate_args=False)
 
+    def __repr__(self) -> str:
+        return (
+            f"Forecast({self.states.size(-2)} steps; mixture over {self.states.size(-1)} "
+            f"states of {type(self.emission).__name__}; batch shape "
+            f"{tuple(self.states.shape[:-2])}, event shape {tuple(self.event_shape)})"
+        )
+
     @property
     def support(self) -> constraints.Constraint:
         """What the emission can emit."""

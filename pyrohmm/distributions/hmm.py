@@ -84,6 +84,13 @@ class HMM(ChainDistribution):
         tensor([0.4057, 0.7000])
     """
 
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}({self.num_states} states; {type(self.emission).__name__} of "
+            f"event shape {tuple(self.emission.event_shape)}; batch shape "
+            f"{tuple(self.batch_shape)}, up to {self.event_shape[0]} steps)"
+        )
+
     # The same model for other sequences, or with other parameters
 
     def replace(self, **changes: Any) -> HMM:

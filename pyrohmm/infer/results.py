@@ -30,7 +30,7 @@ from .validation import Validation
 WINDOW = 25  # steps whose mean loss is compared with that of the steps before
 
 
-@dataclass
+@dataclass(repr=False)
 class Fit:
     """A fitted model, with a point estimate or an approximate posterior of its parameters.
 
@@ -81,6 +81,15 @@ class Fit:
     unit: str = "observed step"
     values: dict[str, Tensor] = field(default_factory=dict, repr=False)
     plates: dict[str, SequencePlate] = field(default_factory=dict, repr=False)
+
+    def __repr__(self) -> str:
+        last = f", {self.losses[-1].item():.2f} nats" if len(self.losses) else ""
+        module = getattr(self.model, "module", None)
+        of = name_of(self.model) if module is None else name_of(module)
+        return (
+            f"Fit({self.method} of {of} to {self.num_observed:,} {self.unit}s; "
+            f"{len(self.losses)} steps{last}; {self.reason})"
+        )
 
     @property
     def start(self) -> dict[str, Tensor]:

@@ -370,7 +370,7 @@ class State:
                 | {"function": settings.optimizer}
             ),
             "schedule": describe(
-                schedule and schedule.state_dict() | {"function": settings.schedule}
+                schedule and _without_rate(schedule.state_dict()) | {"function": settings.schedule}
             ),
             **{name: describe(value) for name, value in compared.items()},
             "data": fingerprint(self.data),
@@ -397,3 +397,8 @@ def copy_values(values: Iterable[Tensor], into: Iterable[Tensor]) -> None:
     with torch.no_grad():
         for target, value in zip(into, values):
             target.copy_(value)
+
+
+def _without_rate(state: dict[str, Any]) -> dict[str, Any]:
+    """The state of a schedule without its first rate, which follows from the rest."""
+    return {name: value for name, value in state.items() if name != "_last_lr"}

@@ -16,6 +16,7 @@ import math
 import os
 import secrets
 import shutil
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -253,12 +254,15 @@ def check_directory(directory: FilePath) -> None:
     Raises:
         FileNotFoundError: If the directory above it does not exist.
         ValueError, NotADirectoryError: If there is something else.
+        OSError: If nothing can be written there.
     """
     target = Path(os.path.realpath(directory))
     if target.exists():
         _check_replaceable(target)
     elif not target.parent.is_dir():
         raise FileNotFoundError(f"there is no directory {target.parent} to make {target.name} in.")
+    with tempfile.TemporaryDirectory(prefix=".pyrohmm-", dir=target.parent):
+        pass  # it can be made there
 
 
 def read_directory(directory: FilePath, kind: str) -> tuple[dict[str, Tensor], dict[str, Any]]:

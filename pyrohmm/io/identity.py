@@ -175,6 +175,7 @@ def _attributes(item: Any) -> dict[str, Any]:
         name: value
         for name, value in kept.items()
         if not _is_cache(type(item), name)
+        and name not in getattr(type(item), "may_differ", ())  # and the fit resumes all the same
         and not (
             name.startswith("_") and (value is None or isinstance(value, torch.optim.Optimizer))
         )

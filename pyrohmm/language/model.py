@@ -20,6 +20,7 @@ from torch import Tensor
 from .._arguments import POSITIVE, SHARE, Range, checked
 from .._checks import check_size
 from ..analysis.metrics import Perplexity
+from ..analysis.prediction import predictive_log_prob
 from ..data.batches import batches_in_round, cut_by_steps
 from ..data.sequences import Sequences
 from ..data.vocabulary import Vocabulary, word_classes
@@ -238,10 +239,13 @@ class LanguageModel:
             check_ends("validation", self.vocabulary, validation)
         model = MarginalModel(self.module)
         batching: dict[str, Any] = {"batch_tokens": batch_tokens}
-        num_steps = num_epochs * batches_in_round(data.lengths, batch_tokens)
+        num_steps = self.num_steps(data, num_epochs, batch_tokens, num_streams)
         if self.contiguous:
-            model, batching, in_round = self._windows(data, batch_tokens, num_streams)
-            num_steps, data = num_epochs * in_round, as_text(data)
+            steps = max(1, batch_tokens // num_streams)
+            model, batching = (
+                StatefulModel(self.module, num_streams), {"windows": (num_streams, steps)}
+            )  # fmt: skip
+            data = as_text(data)
             validation = None if validation is None else as_text(validation, num_streams)
         return fit_map(
             model,
@@ -258,13 +262,18 @@ class LanguageModel:
             **options,
         )
 
-    def _windows(
-        self, data: Sequences, batch_tokens: int, num_streams: int
-    ) -> tuple[StatefulModel, dict[str, Any], int]:
-        """The model of a contiguous text, its minibatches, and their number in a round."""
+    def num_steps(
+        self,
+        data: Sequences,
+        num_epochs: int = 10,
+        batch_tokens: int = 2048,
+        num_streams: int = 16,
+    ) -> int:
+        """The number of gradient steps of :meth:`fit` with these arguments."""
+        if not self.contiguous:
+            return num_epochs * batches_in_round(data.lengths, batch_tokens)
         steps = max(1, batch_tokens // num_streams)
-        in_round = math.ceil(math.ceil(data.num_observed / num_streams) / steps)
-        return StatefulModel(self.module, num_streams), {"windows": (num_streams, steps)}, in_round
+        return num_epochs * math.ceil(math.ceil(data.num_observed / num_streams) / steps)
 
     # Evaluation and sampling
 
@@ -304,20 +313,65 @@ class LanguageModel:
                 scores[chosen] = self.module(part.lengths).log_prob(part.values).double().cpu()
         return scores
 
+    def surprisal(self, sentences: Iterable[str] | Sequences) -> list[Tensor]:
+        r"""Surprisal :math:`-\log p(w_t \mid w_{1:t-1})` of each word of each sentence, in nats.
+
+        Those of a sentence sum to minus its :meth:`score`.
+
+        Args:
+            sentences: Lines, or what :meth:`encode` makes of them.
+
+        Returns:
+            For each sentence its words and ``<eos>``, ``(num_words + 1,)`` float64.
+
+        Raises:
+            TypeError, ValueError: As :meth:`score`.
+
+        Example:
+            >>> _ = pyro.set_rng_seed(0)
+            >>> lines = ["a rose is a rose", "is a rose a rose"]
+            >>> vocabulary = language.count_words(lines)
+            >>> data = language.encode(lines, vocabulary)
+            >>> model = LanguageModel.from_data(vocabulary, data, 8, 4, hidden_dim=8)
+            >>> [len(each) for each in model.surprisal(["a rose", "is"])]
+            [3, 2]
+        """
+        data = self._coded(sentences)
+        check_ends("sentences", self.vocabulary, data)
+        device = next(self.module.parameters()).device
+        whole, found = as_text(data) if self.contiguous else data, []
+        with torch.no_grad(), in_mode(False, self.module):
+            for first in range(0, len(whole), AT_ONCE):
+                part = whole[first : first + AT_ONCE].to(device)
+                logs = predictive_log_prob(self.module(part.lengths), part.values)
+                found.append(-logs.cpu()[part.exists.cpu()])
+        return list(torch.cat(found).split(data.lengths.tolist()))
+
     def perplexity(self, sentences: Iterable[str] | Sequences) -> Perplexity:
         """Perplexity per token, ``<eos>`` included, of what :meth:`score` takes."""
         data = self._coded(sentences)
         return Perplexity.of(self.score(data).sum().item(), data.num_observed)
 
     def generate(
-        self, count: int, generator: torch.Generator | None = None, max_words: int = 100
+        self,
+        count: int,
+        generator: torch.Generator | None = None,
+        max_words: int = 100,
+        prompt: str = "",
     ) -> list[str]:
         """Ancestral samples of sentences, without their ``<eos>``; contiguous ones are one text.
 
         Args:
             count: Number of sentences.
             generator: Source of randomness on the CPU; torch's global one by default.
-            max_words: Sentences that have not ended after so many words are cut off.
+            max_words: Sentences that have not ended after so many words are cut off; those of the
+                prompt do not count.
+            prompt: Words with which each sentence begins, or of a contiguous text the first one;
+                the others are sampled given these.
+
+        Raises:
+            ValueError: If ``<eos>`` is in the prompt, or a word that the vocabulary does not have
+                and for which nothing stands.
         """
         check_size("count", count)
         check_size("max_words", max_words)
@@ -325,14 +379,27 @@ class LanguageModel:
             hmm: Any = self.module(torch.tensor([1]))
             end = int(self.vocabulary.encode([END]))
             at_once = 1 if self.contiguous else AT_ONCE
-            log_first, parts = hmm.log_initial.unsqueeze(0), []
+            log_first, parts = self._first_states(hmm, prompt).unsqueeze(0), []
             for first in range(0, count, at_once):
                 rows = log_first.expand(min(at_once, count - first), -1)
                 codes, last = sample_sentences(hmm, rows, max_words, end, generator)
                 parts.append(codes)
                 if self.contiguous:
                     log_first = hmm.transition.rows(last)
-        return [" ".join(self.vocabulary.decode(codes)) for part in parts for codes in part]
+        lines = [" ".join(self.vocabulary.decode(codes)) for part in parts for codes in part]
+        begun = 1 if self.contiguous else count
+        return [f"{prompt} {line}".strip() for line in lines[:begun]] + lines[begun:]
+
+    def _first_states(self, hmm: Any, prompt: str) -> Tensor:
+        """Log-probabilities of the state of the next word after a prompt, ``(K,)``."""
+        if not prompt.split():
+            return hmm.log_initial
+        codes = self.encode([prompt]).values[:, :-1].to(hmm.log_initial.device)  # without <eos>
+        ending = hmm.replace(lengths=torch.tensor([codes.size(1)])).final_state(codes)
+        possible = ending.states[0] >= 0
+        rows = hmm.transition.rows(ending.states[0][possible])  # (n, K)
+        log_probs = ending.log_probs[0][possible].unsqueeze(-1)
+        return (log_probs.to(rows) + rows).logsumexp(0).log_softmax(-1)
 
     def _coded(self, sentences: Iterable[str] | Sequences) -> Sequences:
         if isinstance(sentences, Sequences):

@@ -13,7 +13,8 @@ WARM = 0.05  # share of all steps in which the learning rate rises
 class WarmupCosine:
     """Share of the largest learning rate at a step: a short rise, then half a cosine, to zero.
 
-    An object, so that ``LambdaLR.state_dict()`` and with it checkpoints tell the number of steps.
+    The number of steps is not in ``LambdaLR.state_dict()``, and not in checkpoints: a fit that goes
+    on with more steps follows the longer schedule.
 
     Args:
         num_steps: Of the whole fit.
@@ -22,6 +23,9 @@ class WarmupCosine:
         >>> [round(WarmupCosine(100)(step), 2) for step in (0, 4, 50, 99)]
         [0.2, 1.0, 0.5, 0.0]
     """
+
+    __slots__ = ("__dict__", "num_steps")  # LambdaLR keeps and restores what is in __dict__
+    may_differ = ("num_steps",)  # from that of a checkpoint
 
     def __init__(self, num_steps: int) -> None:
         self.num_steps = num_steps

@@ -1,11 +1,14 @@
 """Each picture shows the numbers that it was given, on the axes that it was given."""
 
+import re
+
 import matplotlib
 import pytest
 import torch
 from pyro import distributions as dist
 
-from pyrohmm import HMM, Fit, plots
+from pyrohmm import HMM, Fit, Restarts, plots, queries
+from pyrohmm.analysis import plot_emissions
 
 matplotlib.use("Agg")
 
@@ -135,7 +138,13 @@ def test_new_axes_are_made_where_none_are_given(draw):
         (lambda axes: plots.emission(chain(2, 3), ["a"], axes=axes), "symbols must have V = 3"),
         (lambda axes: plots.emission(chain(2, 1), ["a"], ["b"], axes), "names must"),
         (lambda axes: plots.emission(chain(batch=(2,)), "abcd", axes=axes), "hmm must"),
-        (lambda axes: plots.emission(normals(), "abcd", axes=axes), "hmm must .*categorical"),
+        (lambda axes: plots.emission(normals(2, 2), "abcd", axes=axes), "symbols must have D = 2"),
+        (lambda axes: plots.emission(normals(2, 2, 2), axes=axes), r"event shape \(2, 2\)"),
+        (lambda axes: plots.timeline(torch.tensor([0, 2]), ["a", "b"], axes=axes), "state 2"),
+        (lambda axes: plots.series(normals(2, 2), torch.ones(3, 2), axes=axes), "one sequence of"),
+        (lambda axes: plots.graph(chain(2), ["one"], axes=axes), "names must"),
+        (lambda axes: plots.criterion({}, axes=axes), "scores must"),
+        (lambda axes: plots.transition_posterior(torch.ones(2, 2), axes=axes), "samples must"),
         (lambda axes: plots.states(torch.ones(2, 3, 1), axes=axes), r"probs must .*\(2, 3, 1\)"),
         (lambda axes: plots.states(torch.ones(4, 2) / 2, ["one"], axes), "names must"),
     ],
@@ -145,6 +154,179 @@ def test_bad_input_is_named(axes, draw, message):
         draw(axes)
 
 
-def normals():
+def normals(*shape):
+    """Of two states and three steps."""
+    shape = shape or (2,)
     half = torch.full((2, 2), 0.5).log()
-    return HMM(half[0], half, dist.Normal(torch.zeros(2), 1.0), torch.tensor([3]))
+    emission = dist.Normal(torch.arange(2.0).reshape(2, *[1] * (len(shape) - 1)).expand(shape), 1.0)
+    return HMM(half[0], half, emission.to_event(len(shape) - 1), torch.tensor([3]))
+
+
+def of(emission, num_steps=3):
+    """An HMM of this emission that stays and changes alike."""
+    size = emission.batch_shape[0]
+    matrix = torch.full((size, size), 1 / size).log()
+    return HMM(matrix[0], matrix, emission, torch.tensor([num_steps]))
+
+
+@pytest.mark.parametrize("event", [0, 1])
+@pytest.mark.parametrize("name", ["normal", "gamma", "poisson"])
+def test_numbers_have_a_curve_for_each_state(axes, name, event):
+    """Of the right height, over all that a state emits and nothing that it cannot."""
+    one = {
+        "normal": lambda: dist.Normal(torch.tensor([-1.0, 3.0]), torch.tensor([0.5, 2.0])),
+        "gamma": lambda: dist.Gamma(torch.tensor([2.0, 5.0]), torch.tensor([1.0, 3.0])),
+        "poisson": lambda: dist.Poisson(torch.tensor([1.5, 12.0])),
+    }[name]()
+    vectors = type(one)(*[getattr(one, n)[:, None] for n in one.arg_constraints]).to_event(1)
+    hmm = of(vectors if event else one)
+    assert plots.emission(hmm, names=["low", "high"], axes=axes) is axes
+    assert texts(axes.get_legend().get_texts()) == ["low", "high"]
+    for k, line in enumerate(axes.lines):
+        x, y = (torch.as_tensor(each) for each in line.get_data())
+        expected = one.log_prob(x[:, None])[:, k].exp()
+        torch.testing.assert_close(y, expected)
+        width = 1.0 if name == "poisson" else (x[1] - x[0]).item()
+        tail = 6e-3 if name == "gamma" else 2e-3  # beyond four deviations, of a skewed density
+        assert y.sum().item() * width == pytest.approx(1.0, abs=tail)
+
+
+def test_vectors_of_two_are_ellipses_of_one_and_two_deviations(axes):
+    mean = torch.tensor([[0.0, 1.0], [4.0, -2.0]])
+    scale = torch.linalg.cholesky(
+        torch.tensor([[[1.0, 0.8], [0.8, 1.0]], [[9.0, 0.0], [0.0, 4.0]]])
+    )
+    plots.emission(of(dist.MultivariateNormal(mean, scale_tril=scale)), ["x", "y"], axes=axes)
+    assert (axes.get_xlabel(), axes.get_ylabel()) == ("x", "y")
+    assert [line.get_xydata().tolist()[0] for line in axes.lines] == mean.tolist()
+    precision = torch.cholesky_inverse(scale)
+    for number, ellipse in enumerate(axes.patches):
+        k, deviations = number // 2, number % 2 + 1
+        edge = ellipse.get_patch_transform().transform(ellipse.get_path().vertices[:-1])
+        away = torch.as_tensor(edge)[::3] - mean[k]  # ends of Bezier curves
+        distance = torch.einsum("pi,ij,pj->p", away, precision[k], away).sqrt()
+        torch.testing.assert_close(
+            distance, torch.full_like(distance, deviations), rtol=1e-3, atol=0
+        )
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_the_covariance_of_a_mixture_is_that_of_its_samples(full):
+    torch.manual_seed(0)
+    mean = torch.randn(2, 3, 2) * 3
+    parts = dist.Normal(mean, 0.5).to_event(1)
+    if full:
+        parts = dist.MultivariateNormal(mean, torch.tensor([[1.0, 0.6], [0.6, 1.0]]))
+    mixture = dist.MixtureSameFamily(dist.Categorical(torch.rand(2, 3)), parts)
+    samples = mixture.sample((40_000,))
+    for k in range(2):
+        found = plot_emissions._covariance(mixture)[k]
+        torch.testing.assert_close(found, samples[:, k].T.cov(), rtol=0.05, atol=0.05)
+
+
+def test_longer_vectors_are_means_with_bands(axes):
+    mean, scale = torch.randn(2, 5), torch.rand(2, 5) + 0.1
+    plots.emission(of(dist.Normal(mean, scale).to_event(1)), axes=axes)
+    for k in range(2):
+        assert axes.lines[k].get_ydata().tolist() == pytest.approx(mean[k].tolist())
+        edge = axes.collections[k].get_paths()[0].vertices[:, 1]
+        wanted = torch.cat([mean[k] - scale[k], mean[k] + scale[k]]).tolist()
+        for value in wanted:
+            assert abs(edge - value).min() < 1e-5
+
+
+@pytest.mark.parametrize("kind", [dist.Poisson, dist.Bernoulli])
+def test_vectors_of_counts_are_a_table_of_means(axes, kind):
+    mean = torch.rand(2, 4)
+    plots.emission(of(kind(mean).to_event(1)), list("abcd"), ["low", "high"], axes)
+    torch.testing.assert_close(torch.as_tensor(axes.images[0].get_array().data), mean)
+    assert [float(each.get_text()) for each in axes.texts] == pytest.approx(
+        mean.flatten().tolist(), abs=0.006
+    )
+    assert texts(axes.get_xticklabels()) == list("abcd")
+    assert texts(axes.get_yticklabels()) == ["low", "high"]
+
+
+def test_what_has_no_variance_is_refused(axes):
+    hmm = of(dist.Stable(torch.full((2,), 1.5), 0.0))
+    with pytest.raises(ValueError, match="mean and variance in each state; Stable has none"):
+        plots.emission(hmm, axes=axes)
+
+
+def test_a_timeline_has_a_bar_for_each_segment(axes):
+    paths = torch.tensor([[0, 0, 2, 2], [2, 0, 0, 0]])
+    plots.timeline(paths, ["a", "b", "c"], torch.tensor([4, 2]), axes)
+    bars = {(b.get_y() + 0.45, b.get_x() + 0.5, b.get_width()) for b in axes.patches}
+    assert bars == {(0, 0, 2), (0, 2, 2), (1, 0, 1), (1, 1, 1)}
+    assert texts(axes.get_legend().get_texts()) == ["a", "c"]  # those that occur
+    top = next(b.get_facecolor() for b in axes.patches if b.get_x() == 1.5)
+    assert top == matplotlib.colors.to_rgba("C2")
+
+
+@pytest.mark.parametrize("event", [(), (1,)])
+def test_a_series_is_coloured_by_state_over_its_band(axes, event):
+    values = torch.tensor([-2.0, -2.5, 3.0, 2.0, torch.nan, -1.0])
+    emission = dist.Normal(torch.tensor([-2.0, 2.5]).reshape(2, *event), 1.0).to_event(len(event))
+    hmm = HMM(
+        torch.tensor([0.5, 0.5]).log(),
+        torch.tensor([[0.8, 0.2], [0.3, 0.7]]).log(),
+        emission,
+        torch.tensor([6]),
+        observed=torch.tensor([[True, True, True, True, False, True]]),
+    )
+    shaped = values.nan_to_num(9.0).reshape(1, 6, *event)
+    assert plots.series(hmm, shaped, ["low", "high"], axes=axes) is axes
+    whole, low, high = axes.lines
+    assert low.get_xdata().tolist() == [0, 1, 5]
+    assert high.get_xdata().tolist() == [2, 3]
+    assert high.get_ydata().tolist() == [3.0, 2.0]
+    assert torch.as_tensor(whole.get_ydata()).isnan().tolist() == values.isnan().tolist()
+    mixture = hmm.posterior(shaped).states[0]
+    ends = queries.observation_marginals(hmm, shaped).interval(0.9)
+    edge = torch.as_tensor(axes.collections[0].get_paths()[0].vertices[:, 1])
+    for end in ends:
+        below = mixture @ dist.Normal(torch.tensor([-2.0, 2.5]), 1.0).cdf(end.reshape(6, 1)).T
+        assert below.diagonal().min() > 0.04
+        assert all((edge - value).abs().min() < 1e-4 for value in end.flatten())
+
+
+def test_a_graph_has_an_arrow_for_each_probable_transition(axes):
+    matrix = torch.tensor([[0.9, 0.1, 0.0], [0.002, 0.8, 0.198], [0.5, 0.5, 0.0]])
+    hmm = HMM(matrix[0].log(), matrix.log(), dist.Categorical(torch.ones(3, 2)), torch.tensor([2]))
+    plots.graph(hmm, ["a", "b", "c"], axes=axes)
+    arrows = [text.arrow_patch for text in axes.texts if getattr(text, "arrow_patch", None)]
+    assert len(arrows) == 4
+    widths = [arrow.get_linewidth() for arrow in arrows]
+    assert widths == sorted(widths)  # 0.1, 0.198, 0.5, 0.5
+    shown = [text.get_text() for text in axes.texts if text.get_text()]
+    assert sorted(shown) == sorted(
+        ["0.10", "0.20", "0.50", "0.50", "a\n0.90", "b\n0.80", "c\n0.00"]
+    )
+
+
+def test_a_criterion_marks_where_it_is_least(axes):
+    plots.criterion({"AIC": {3: 5.0, 1: 9.0, 2: 7.0}, "BIC": {1: 8.0, 2: 6.0, 3: 8.5}}, axes=axes)
+    drawn = [line.get_xydata().tolist() for line in axes.lines]
+    assert drawn == [[[1, 9], [2, 7], [3, 5]], [[3, 5]], [[1, 8], [2, 6], [3, 8.5]], [[2, 6]]]
+    assert texts(axes.get_legend().get_texts()) == ["AIC", "BIC"]
+
+
+def test_losses_of_restarts_are_grey_behind_the_best(axes):
+    losses = torch.tensor([[8.0, 6.0], [8.0, 4.0], [9.0, 5.0]])
+    restarts = Restarts(None, losses, losses[:, 1], {}, 1)
+    fit = Fit(None, None, losses[1], False, "", 0.0, num_observed=2, restarts=restarts)
+    plots.losses(fit, axes)
+    assert [line.get_ydata().tolist() for line in axes.lines] == [[4, 3], [4.5, 2.5], [4, 2]]
+    assert [line.get_color() for line in axes.lines] == ["0.75", "0.75", "C0"]
+
+
+@pytest.mark.parametrize("lead", [(), (2,)])
+def test_the_posterior_of_transitions_has_means_and_intervals(axes, lead):
+    samples = dist.Dirichlet(torch.tensor([[9.0, 1.0], [2.0, 3.0]])).sample((*lead, 500))
+    plots.transition_posterior(samples, level=0.8, axes=axes)
+    flat = samples.reshape(-1, 2, 2)
+    torch.testing.assert_close(torch.as_tensor(axes.images[0].get_array().data), flat.mean(0))
+    found = [re.findall(r"[\d.]+", text.get_text()) for text in axes.texts]
+    expected = torch.stack([flat.mean(0), *flat.quantile(torch.tensor([0.1, 0.9]), 0)], -1)
+    for texts_of, numbers in zip(found, expected.reshape(4, 3).tolist(), strict=True):
+        assert [float(each) for each in texts_of] == pytest.approx(numbers, abs=0.006)

@@ -95,15 +95,16 @@ def test_text_becomes_a_model_that_scores_and_writes(here, capsys):
     assert min(validated) == pytest.approx(held.value, abs=0.005)
     assert "<unk> does not occur" in shown
 
-    main(["--load", "m", "--score", "test.txt", "valid.txt", "--per-line", "--generate", "5"])
+    main(["--load", "m", "--score", "test.txt", "valid.txt", "--per-line", "--generate", "5",
+          "--seed", "0"])  # fmt: skip
     shown = capsys.readouterr().out.splitlines()
-    lines = Path("test.txt").read_text().split("\n")
-    found = [line.split("\t") for line in shown[1:13]]
+    lines = [line for line in Path("test.txt").read_text().split("\n") if line]  # no sentence
+    found = [line.split("\t") for line in shown[1:12]]
     assert [each[2] for each in found] == lines
     assert [int(each[1]) for each in found] == [len(line.split()) + 1 for line in lines]
     scores = torch.tensor([float(each[0]) for each in found])
     torch.testing.assert_close(scores, model.score(lines), atol=1e-6, rtol=0)
-    assert shown[13] == f"test.txt: {model.perplexity(lines)}, <eos> included; 1 unknown words"
+    assert shown[12] == f"test.txt: {model.perplexity(lines)}, <eos> included; 1 unknown words"
     assert shown[-6].startswith(f"valid.txt: {held}")
     assert shown[-5:] == model.generate(5, torch.Generator().manual_seed(0))
 
@@ -113,8 +114,6 @@ def test_text_becomes_a_model_that_scores_and_writes(here, capsys):
     [
         (["--seed", "5"], "seed of the generator"),
         (["--decay", "0.5"], "settings of the optimizer.weight_decay"),
-        (["--epochs", "3"], "schedule"),
-        (["--epochs", "1"], "schedule"),
         (["--rate", "0.1"], "learning_rate"),
     ],
 )
@@ -127,7 +126,7 @@ def test_the_checkpoint_of_other_options_is_refused(here, change, what):
     assert not os.path.exists("n")
 
 
-def test_a_training_that_was_stopped_ends_with_the_same_bits(here, monkeypatch):
+def test_a_training_that_was_stopped_ends_with_the_same_bits(here, monkeypatch, capsys):
     arguments = ["train.txt", *SMALL, "--epochs", "4", "--checkpoint", "c"]
     main([*arguments, "--checkpoint", "d", "--save", "whole"])
     monkeypatch.setattr(checkpoints, "SECONDS", 0.0)
@@ -141,13 +140,131 @@ def test_a_training_that_was_stopped_ends_with_the_same_bits(here, monkeypatch):
                 raise KeyboardInterrupt
 
     monkeypatch.setattr(command, "tqdm", Stopping)
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(SystemExit) as stopped:
         main([*arguments, "--save", "parts"])
-    assert not Path("parts").exists()
+    assert stopped.value.code == 130
+    shown = capsys.readouterr()
+    assert "the model as it is now was saved to parts" in shown.err
+    assert "the same command goes on from checkpoint c" in shown.err
+    assert LanguageModel.load("parts").perplexity(text(20, 1)).value < 9
     main([*arguments, "--save", "parts"])
+    assert "going on from checkpoint c" in capsys.readouterr().out
     assert len(steps) == 5  # the second was not saved before the stop
     files = [Path(each, "tensors.safetensors").read_bytes() for each in ("whole", "parts")]
     assert files[0] == files[1]
+
+
+def test_what_was_stopped_without_a_checkpoint_is_trained_on_from_its_model(
+    here, monkeypatch, capsys
+):
+    def stop(_):
+        raise KeyboardInterrupt
+
+    progress = command._Progress.__call__
+    monkeypatch.setattr(command._Progress, "__call__", lambda self, found: stop(found))
+    with pytest.raises(SystemExit) as stopped:
+        main(["train.txt", "--valid", "valid.txt", *SMALL, "--save", "m"])
+    assert stopped.value.code == 130
+    assert "give the same text files with --load m" in capsys.readouterr().err
+    before = LanguageModel.load("m")
+    monkeypatch.setattr(command._Progress, "__call__", progress)
+    options = ["--epochs", "4", "--tokens", "40", "--rate", "0.02"]
+    main(["train.txt", "--valid", "valid.txt", "--load", "m", "--save", "further", *options])
+    after = LanguageModel.load("further")
+    lines = text(20, 1)
+    assert after.perplexity(lines).value < before.perplexity(lines).value
+    assert list(after.vocabulary) == list(before.vocabulary)
+    assert LanguageModel.load("m").score(lines).equal(before.score(lines))
+
+
+def test_more_epochs_go_on_from_a_checkpoint(here, capsys):
+    arguments = ["train.txt", "--valid", "valid.txt", *SMALL, "--checkpoint", "c", "--save", "m"]
+    ended = []
+    for epochs in ("1", "3", "3"):
+        main([*arguments, "--epochs", epochs])
+        shown = capsys.readouterr().out
+        ended.append((int(re.search(r"ended after (\d+) steps", shown)[1]), shown))
+    assert ended[1][0] == 3 * ended[0][0]
+    assert ended[2][0] == ended[1][0]
+    assert "(epoch 2 of 3)" in ended[1][1]
+    assert "(epoch 1 of 3)" not in ended[1][1]
+    assert re.search(r"\(epoch 3 of 3\): .* about 0 s to go", ended[1][1])
+    final = [float(re.findall(r"perplexity ([\d.]+)", shown)[-1]) for _, shown in ended]
+    assert final[1] < final[0]
+    assert final[2] == final[1]
+
+
+def test_interrupted_before_training_nothing_is_saved(here, monkeypatch, capsys):
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(clusters, "find_clusters", stop)
+    with pytest.raises(SystemExit) as stopped:
+        main(["train.txt", *SMALL, "--save", "m"])
+    assert stopped.value.code == 130
+    assert "nothing was saved" in capsys.readouterr().err
+    assert not Path("m").exists()
+
+
+def test_sentences_differ_from_run_to_run_unless_seeded(here, capsys):
+    tiny().save("m")
+
+    def written(*options):
+        main(["--load", "m", "--generate", "20", *options])
+        return capsys.readouterr().out
+
+    assert written() != written()
+    assert written("--seed", "3") == written("--seed", "3")
+
+
+def test_each_option_has_a_text_and_examples_are_shown(capsys):
+    actions = command._parser()._actions
+    assert all(action.help for action in actions)
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    shown = capsys.readouterr().out
+    assert shown.count("\n  python -m pyrohmm.language ") == 2
+    assert len(re.findall(r"\(default:\s", shown)) == len(actions) - 1  # --help itself has none
+
+
+def test_surprisals_of_words_are_printed(here, capsys):
+    tiny().save("m")
+    Path("words.txt").write_text("a b\n\nb\n")
+    main(["--load", "m", "--score", "words.txt", "--per-token"])
+    rows = [line.split("\t") for line in capsys.readouterr().out.splitlines()[1:6]]
+    assert [word for _, word in rows] == ["a", "b", "<eos>", "b", "<eos>"]
+    total = -LanguageModel.load("m").score(["a b", "b"]).sum().item()
+    assert sum(float(nats) for nats, _ in rows) == pytest.approx(total, abs=1e-5)
+
+
+@pytest.mark.parametrize("contiguous", [False, True])
+def test_surprisals_are_differences_of_scores(contiguous):
+    model = tiny(contiguous=contiguous)
+    lines = ["a b", "b", "a a b", ""]
+    found = model.surprisal(lines)
+    torch.testing.assert_close(
+        torch.stack([-each.sum() for each in found]), model.score(lines), rtol=1e-6, atol=1e-8
+    )
+    assert [len(each) for each in found] == [3, 2, 4, 1]
+    first = model.module.eval()(torch.tensor([1]))
+    code = model.vocabulary.encode(["a"]).reshape(1, 1)
+    assert found[0][0].item() == pytest.approx(-first.log_prob(code).item(), rel=1e-6)
+
+
+def test_a_prompt_conditions_what_follows():
+    """Frequencies of the sentences after it are those of scores, normalised."""
+    model, count = tiny(), 4000
+    drawn = model.generate(count, torch.Generator().manual_seed(0), 2, "a b")
+    assert all(line.startswith("a b") for line in drawn)
+    begin = torch.tensor([[2, 3]])
+    with torch.no_grad():
+        start = model.module.eval()(torch.tensor([2])).log_prob(begin)
+    for line in ("a b", "a b a", "a b b"):
+        prob = (model.score([line]) - start).exp().item()
+        error = (prob * (1 - prob) / count) ** 0.5
+        assert drawn.count(line) / count == pytest.approx(prob, abs=4.5 * error)
+    with pytest.raises(ValueError, match="must not have <eos>"):
+        model.generate(1, prompt="a <eos>")
 
 
 SCRIPT = """
@@ -188,8 +305,10 @@ def test_two_processes_train_what_one_trains(here, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "give either text files to train on or --load DIR"),
-        (["train.txt", "--load", "m"], "give either text files"),
+        ([], "give text files to train on, --load DIR or both"),
+        (["train.txt", "--load", "m"], "needs --save DIR"),
+        (["--load", "m", "--score", "test.txt", "--prompt", "a"], "--prompt is where --generate"),
+        (["train.txt", "--save", "m", "--per-token"], "--per-token tells more of --score FILE"),
         (["train.txt"], "needs --save DIR"),
         (["--load", "m"], "give --score FILE, --generate N or both"),
         (["--load", "m", "--generate", "1", "--valid", "valid.txt"], "--valid belongs to training"),
@@ -198,16 +317,7 @@ def test_two_processes_train_what_one_trains(here, capsys):
             for name, *value in [
                 ("save", "n"),
                 ("checkpoint", "c"),
-                ("states", "9"),
-                ("clusters", "9"),
-                ("mass-power", "1"),
-                ("dim", "9"),
-                ("dropout", "0"),
-                ("one-level",),
-                ("contiguous",),
                 ("streams", "3"),
-                ("min-count", "7"),
-                ("max-words", "9"),
                 ("epochs", "50"),
                 ("tokens", "9"),
                 ("rate", "1"),
@@ -215,6 +325,23 @@ def test_two_processes_train_what_one_trains(here, capsys):
                 ("clip", "9"),
                 ("patience", "9"),
                 ("hold-out", ".5"),
+            ]
+        ),
+        *(
+            (
+                ["train.txt", "--save", "n", "--load", "m", f"--{name}", *value],
+                f"--{name} belongs to a new model",
+            )
+            for name, *value in [
+                ("states", "9"),
+                ("clusters", "9"),
+                ("mass-power", "1"),
+                ("dim", "9"),
+                ("dropout", "0"),
+                ("one-level",),
+                ("contiguous",),
+                ("min-count", "7"),
+                ("max-words", "9"),
             ]
         ),
         (["train.txt", "--save", "m", "--device", "tpu"], "must be cpu or cuda"),
@@ -269,7 +396,7 @@ def test_options_that_cannot_be_meant_are_explained(here, capsys, arguments, mes
         (["train.txt", "--save", "m", "--checkpoint", "no/c"], "checkpoint: there is no directory"),
         (["train.txt", "--save", "m", "--checkpoint", "full"], "full is a directory"),
         (["train.txt", "--save", "m", "--score", "marked.txt"], "marked.txt, line 2: lines must"),
-        (["gaps.txt", "--save", "m"], "its 2 lines, without those held"),
+        (["gaps.txt", "--save", "m"], "cannot be divided"),
         (["--load", "none", "--generate", "1"], "No such file"),
         (["--load", "hmm", "--generate", "1"], "it is of kind hmm. Load it with load_hmm."),
     ],
@@ -305,7 +432,7 @@ def test_each_file_is_scored_once(here, capsys, monkeypatch):
 
     monkeypatch.setattr(LanguageModel, "score", spy)
     main(["--load", "m", "--score", "test.txt", "valid.txt"])
-    assert seen == [12, 20]
+    assert seen == [11, 20]
     found = LanguageModel.load("m").perplexity(text(20, 1))
     assert f"valid.txt: {found}, <eos> included" in capsys.readouterr().out
 

@@ -1,0 +1,214 @@
+"""Pictures of what each state emits: symbols, numbers, counts, vectors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from .._arguments import checked
+from ..distributions.hmm import HMM
+from ..distributions.observation import is_categorical
+from .plot_axes import axes_or_new, names_or_numbers, only_base, table
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+POINTS = 400  # where a density is computed
+WIDTH = 4.0  # standard deviations of a state to both sides, over which it is drawn
+SMALL = 1e-4  # probability of a count that is not drawn
+
+
+@checked()
+def emission(
+    hmm: HMM,
+    symbols: Sequence[str] | None = None,
+    names: Sequence[str] | None = None,
+    axes: Axes | None = None,
+) -> Axes:
+    """Draw what each state emits.
+
+    - Symbols: a row of bars for each state.
+    - Numbers: the density of each state; counts: their probabilities.
+    - Vectors of two numbers: means, with ellipses of one and of two standard deviations.
+    - Vectors of more numbers: means of the components, with bands of one standard deviation.
+    - Vectors of counts or of zeros and ones: a table of the mean of each component.
+
+    Args:
+        hmm: An HMM whose parameters have no batch dimensions.
+        symbols: Names of the V symbols, or of the D components of a vector; numbers by default.
+        names: Of the K states; numbers by default.
+        axes: Where to draw; new ones by default.
+
+    Raises:
+        ValueError: If the emission has batch dimensions, observations of two dimensions, or no
+            mean and variance; or there are not V symbols or K names.
+
+    Example:
+        >>> axes = emission(TabularHMM(2, poisson())(torch.tensor([5])), names=["low", "high"])
+        >>> axes.get_xlabel()
+        'count'
+    """
+    distribution: Any = hmm.emission
+    shape = tuple(distribution.batch_shape)
+    if shape != (hmm.num_states,) or len(distribution.event_shape) > 1:
+        raise ValueError(
+            "hmm must have an emission of batch shape (K,) for symbols, numbers or vectors; got "
+            f"batch shape {shape} and event shape {tuple(distribution.event_shape)}. Build it from "
+            "one sample, for instance with fit.hmm(data)."
+        )
+    labels = names_or_numbers(names, hmm.num_states, "state ")
+    axes = axes_or_new(axes)
+    with torch.no_grad():
+        if is_categorical(distribution):
+            return _bars(distribution.probs.cpu(), _per_column("V", symbols, distribution.probs),
+                         labels, axes)  # fmt: skip
+        mean, deviation = _moments(distribution)
+        discrete = distribution.support.is_discrete
+        if mean[0].numel() == 1:
+            draw = _counts if discrete else _densities
+            draw(distribution, mean.flatten(), deviation.flatten(), labels, axes)
+        elif discrete:
+            _means(mean.cpu(), _per_column("D", symbols, mean), labels, axes)
+        elif mean.size(1) == 2:
+            _ellipses(distribution, mean.cpu(), labels, axes)
+            axes.set(**dict(zip(("xlabel", "ylabel"), _per_column("D", symbols, mean))))
+        else:
+            columns = _per_column("D", symbols, mean)
+            _bands(mean.cpu(), deviation.cpu(), columns, labels, axes)
+    return axes
+
+
+def _moments(distribution: Any) -> tuple[Tensor, Tensor]:
+    """Mean and standard deviation of each state, ``(K, *E)``; raise where there is none."""
+    mean, deviation = distribution.mean, distribution.variance.sqrt()
+    if not bool((mean.isfinite() & deviation.isfinite()).all()):
+        raise ValueError(
+            "hmm must have an emission with mean and variance in each state; "
+            f"{type(distribution).__name__} has none. Draw samples of it, or its log_prob, instead."
+        )
+    return mean, deviation
+
+
+def _per_column(letter: str, symbols: Sequence[str] | None, matrix: Tensor) -> list[str]:
+    """Names of the columns of a matrix: of symbols, or of components."""
+    size = matrix.size(-1)
+    if symbols is None:
+        return [str(column) for column in range(size)]
+    if len(symbols) != size:
+        raise ValueError(f"symbols must have {letter} = {size} names; got {len(symbols)}.")
+    return list(symbols)
+
+
+def _bars(probs: Tensor, symbols: list[str], labels: list[str], axes: Axes) -> Axes:
+    size, top = len(probs), probs.max().item()
+    for k, row in enumerate(probs.numpy()):
+        base = size - 1 - k
+        axes.bar(range(len(row)), 0.85 * row / top, bottom=base, width=0.8, color=f"C{k % 10}")
+        axes.axhline(base, color="0.7", linewidth=0.6)
+    axes.set_xticks(range(len(symbols)), symbols)
+    axes.set_yticks([size - 0.6 - k for k in range(size)], labels)
+    axes.tick_params(axis="y", length=0)
+    axes.set_ylim(0, size)
+    only_base(axes)
+    return axes
+
+
+def _densities(
+    distribution: Any, mean: Tensor, deviation: Tensor, labels: list[str], axes: Axes
+) -> None:
+    low, high = _ends(mean, deviation)
+    inside = torch.linspace(low, high, POINTS + 2, dtype=mean.dtype, device=mean.device)
+    inside, density = _at(distribution, inside)
+    for k, label in enumerate(labels):
+        (line,) = axes.plot(inside.numpy(), density[:, k].numpy(), label=label)
+        axes.fill_between(inside.numpy(), density[:, k].numpy(), color=line.get_color(), alpha=0.15)
+    axes.set(xlabel="observation", ylabel="density", ylim=(0, None))
+    axes.legend()
+
+
+def _counts(
+    distribution: Any, mean: Tensor, deviation: Tensor, labels: list[str], axes: Axes
+) -> None:
+    low, high = _ends(mean, deviation)
+    counts = torch.arange(math.floor(low), math.ceil(high) + 1, dtype=mean.dtype).to(mean.device)
+    counts, probs = _at(distribution, counts)
+    for k, label in enumerate(labels):
+        drawn = probs[:, k] > SMALL
+        axes.plot(counts[drawn].numpy(), probs[drawn, k].numpy(), "o-", ms=4, label=label)
+    axes.set(xlabel="count", ylabel="probability", ylim=(0, None))
+    axes.locator_params(axis="x", integer=True)
+    axes.legend()
+
+
+def _at(distribution: Any, points: Tensor) -> tuple[Tensor, Tensor]:
+    """Those of P points that can be observed, and their probabilities in each state, ``(P, K)``."""
+    events = len(distribution.event_shape)  # none, or one of size 1
+    inside = points[distribution.support.check(points.reshape(-1, *[1] * events))]
+    values = inside.reshape(-1, 1, *[1] * events)
+    return inside.cpu(), distribution.log_prob(values).exp().cpu()
+
+
+def _ends(mean: Tensor, deviation: Tensor) -> tuple[float, float]:
+    """Between which numbers the K distributions lie, nearly."""
+    return (mean - WIDTH * deviation).min().item(), (mean + WIDTH * deviation).max().item()
+
+
+def _means(mean: Tensor, columns: list[str], labels: list[str], axes: Axes) -> None:
+    small = mean.numel() <= 120
+    texts = [[f"{value:.2f}" if value < 10 else f"{value:.0f}" for value in row] for row in mean]
+    table(axes, mean, texts if small else [], max(mean.max().item(), 1e-30))
+    axes.set_aspect("auto")
+    axes.set_xticks(range(len(columns)), columns)
+    axes.set_yticks(range(len(labels)), labels)
+    axes.set_xlabel("mean of each component")
+
+
+def _ellipses(distribution: Any, mean: Tensor, labels: list[str], axes: Axes) -> None:
+    from matplotlib.patches import Ellipse
+
+    for k, label in enumerate(labels):
+        color = f"C{k % 10}"
+        values, vectors = torch.linalg.eigh(_covariance(distribution)[k])
+        angle = math.degrees(math.atan2(vectors[1, 1].item(), vectors[0, 1].item()))
+        centre = (mean[k, 0].item(), mean[k, 1].item())
+        axes.plot(*centre, "o", color=color, label=label)
+        for scale in (1, 2):
+            short, long = (2 * scale * values.clamp(min=0).sqrt()).tolist()
+            patch = Ellipse(centre, long, short, angle=angle, color=color, alpha=0.3 / scale)
+            axes.add_patch(patch)
+    axes.autoscale_view()
+    axes.legend()
+
+
+def _covariance(distribution: Any) -> Tensor:
+    """Covariances of the components, ``(K, D, D)``."""
+    base = getattr(distribution, "base_dist", None)
+    if hasattr(distribution, "covariance_matrix"):
+        return distribution.covariance_matrix.cpu()
+    if hasattr(distribution, "mixture_distribution"):
+        weights = distribution.mixture_distribution.probs.unsqueeze(-1)  # (K, C, 1)
+        parts = distribution.component_distribution
+        apart = parts.mean - distribution.mean.unsqueeze(-2)
+        within = (weights.unsqueeze(-1) * _covariance(parts).to(weights.device)).sum(-3)
+        return (within + (weights * apart).mT @ apart).cpu()
+    if base is not None and hasattr(base, "covariance_matrix"):
+        return base.covariance_matrix.cpu()
+    return distribution.variance.diag_embed().cpu()
+
+
+def _bands(
+    mean: Tensor, deviation: Tensor, columns: list[str], labels: list[str], axes: Axes
+) -> None:
+    for k, label in enumerate(labels):
+        steps = range(mean.size(1))
+        (line,) = axes.plot(steps, mean[k].numpy(), "o-", ms=4, label=label)
+        low, high = (mean[k] - deviation[k]).numpy(), (mean[k] + deviation[k]).numpy()
+        axes.fill_between(steps, low, high, color=line.get_color(), alpha=0.15, linewidth=0.0)
+    if len(columns) <= 30:
+        axes.set_xticks(range(len(columns)), columns)
+    axes.set(xlabel="component", ylabel="mean and one standard deviation")
+    axes.legend()

@@ -1,0 +1,61 @@
+"""Runs of equal states, against a loop over steps; BED as other tools read it."""
+
+import pytest
+import torch
+
+from pyrohmm import queries, readers
+
+
+def slow(path):
+    """Segments of one path, step by step."""
+    found = []
+    for step, state in enumerate(path):
+        if step and path[step - 1] == state:
+            found[-1][2] = step
+        else:
+            found.append([state, step, step])
+    return [(state, first, last, last - first + 1) for state, first, last in found]
+
+
+@pytest.mark.parametrize("num_steps", [1, 2, 30])
+def test_segments_are_those_of_a_loop(num_steps):
+    states = torch.randint(3, (4, num_steps))
+    lengths = torch.randint(1, num_steps + 1, (4,))
+    found = queries.segments(states, lengths)
+    for number in range(4):
+        rows = [row[1:] for row in found if row.sequence == number]
+        assert rows == slow(states[number, : lengths[number]].tolist())
+    assert queries.segments(states[0]) == [row for row in queries.segments(states[:1])]
+    assert sum(row.length for row in found) == int(lengths.sum())
+
+
+def test_segments_of_a_fasta_file_become_bed(tmp_path):
+    path = tmp_path / "genome.fasta"
+    path.write_text(">chr1 first\nACGTAC\n>chr2\nGG\n")
+    corpus = readers.read_fasta(path)
+    states = torch.tensor([[0, 1, 1, 0, 0, 1], [1, 1, 0, 0, 0, 0]])
+    rows = queries.segments(states, corpus.data.lengths)
+    bed = queries.to_bed(rows, corpus.names, ["", "island"])
+    assert bed == "chr1\t1\t3\tisland\nchr1\t5\t6\tisland\nchr2\t0\t2\tisland\n"
+    letters = {"chr1": "ACGTAC", "chr2": "GG"}
+    spans = [line.split("\t") for line in bed.splitlines()]
+    assert [letters[name][int(start) : int(end)] for name, start, end, _ in spans] == [
+        "CG", "C", "GG",
+    ]  # fmt: skip
+    assert queries.to_bed(rows, corpus.names).count("\n") == len(rows)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: queries.segments(torch.zeros(1, 2, 3).long()), r"states must .*\(1, 2, 3\)"),
+        (lambda: queries.segments(torch.zeros(2, 3).long(), torch.tensor([1, 4])), "lengths must"),
+        (lambda: queries.segments(torch.zeros(2, 3).long(), torch.tensor([1])), "lengths must"),
+        (lambda: queries.to_bed(queries.segments(torch.zeros(2, 3).long()), ["a"]), "number 1"),
+        (lambda: queries.to_bed(queries.segments(torch.ones(3).long()), ["a"], ["x"]), "state 1"),
+        (lambda: queries.to_bed([], ["a b"]), "no white space in their names; got 'a b'"),
+    ],
+)
+def test_what_does_not_fit_is_refused(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
