@@ -34,6 +34,7 @@ COMMANDS = {"language.command"}
 LONG_MODULES: dict[str, str] = {}
 LONG_CLASSES: dict[str, str] = {
     "data.sequences.Sequences": "four ways to make sequences, whose arguments take half of it",
+    "language.model.LanguageModel": "all that is done with a text, each a method of few lines",
 }
 LONG_FUNCTIONS: dict[str, str] = {
     "infer.svi.fit_svi": "explains the arguments of all gradient fits; its body is two statements",

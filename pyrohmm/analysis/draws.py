@@ -37,9 +37,7 @@ CELLS = 2**22  # samples × N × T × K numbers, in one tensor
 @checked()
 @dataclass
 class PosteriorDraws:
-    """C chains of S samples of the latent variables of a model.
-
-    Make them with :meth:`of`, from a fit or from Pyro's ``MCMC``.
+    """C chains of S samples of latent variables, made by :meth:`of` from a fit or Pyro's ``MCMC``.
 
     Attributes:
         model: The Pyro model. It must return the HMM it builds, and accept dimensions of samples

@@ -371,7 +371,6 @@ def forecast(
     if values is not None:
         axes.plot(range(start), values.detach().cpu().numpy(), color="0.3", label="observed")
     steps = range(start, start + shape[0])
-    check_probs("levels", levels)
     for level in sorted(levels, reverse=True):
         low, high = (end.cpu().numpy() for end in predicted.interval(level))
         axes.fill_between(
