@@ -42,8 +42,7 @@ class PosteriorDraws:
     Attributes:
         model: The Pyro model. It must return the HMM it builds, and accept dimensions of samples
             to the left of every latent variable, as all models of this package do.
-        values: Latent variables by name, ``(C, S, ...)``; of which each sequence has one,
-            ``(C, S, N, ...)``.
+        values: Latent variables by name, ``(C, S, ...)``; those of sequences ``(C, S, N, ...)``.
         stats: What else is known of each sample, by name, ``(C, S)``: ``diverging`` of a sampler;
             ``log_guide``, the log-density of the guide, of SVI.
         dims: Names of the dimensions of a variable, by its name, where they are not to be guessed.
