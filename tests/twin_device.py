@@ -93,6 +93,13 @@ class _Backend(backend_registration._DummyBackendModule):
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
         return [torch.bfloat16, torch.float16]
 
+    def get_rng_state(self, device: int = 0) -> torch.Tensor:
+        """Of a generator of its own there is nothing: the twin's random numbers are the CPU's."""
+        return torch.zeros(0, dtype=torch.uint8)
+
+    def set_rng_state(self, state: torch.Tensor, device: int = 0) -> None:
+        pass
+
 
 backend_registration._setup_privateuseone_for_python_backend("twin", backend_module=_Backend())
 

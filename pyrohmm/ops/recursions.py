@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from .._arguments import Range, checked, explained
-from .._checks import check_booleans, check_broadcast, check_floats, check_integers, check_tensor
+from .._checks import check_booleans, check_broadcast, check_integers, check_real, check_tensor
 from .._precision import at_least_single
 from .._transforms import transforming
 from . import evidence as compiled
@@ -261,7 +261,11 @@ def _check_symbols(
 ) -> None:
     """Raise unless types and shapes are those of :func:`log_evidence_of_symbols`."""
     check_tensor("log_initial", log_initial)
-    check_floats("log_symbols", log_symbols)
+    check_real("log_symbols", log_symbols)
+    if not log_symbols.dtype.is_floating_point:
+        raise TypeError(
+            f"log_symbols must be floating point; got {log_symbols.dtype}. Call .float() on it."
+        )
     check_integers("symbols", symbols)
     num_states = log_initial.size(-1) if log_initial.dim() else 1
     if log_symbols.dim() < 2 or log_symbols.size(-2) != num_states:

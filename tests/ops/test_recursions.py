@@ -959,7 +959,7 @@ def test_an_empty_batch_is_refused():
         recursions.log_evidence(**arguments)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.long], ids=str)
+@pytest.mark.parametrize("dtype", [torch.long, torch.bool], ids=str)
 def test_a_dtype_the_recursions_cannot_hold_is_refused(dtype):
     arguments = {name: part.to(dtype) for name, part in good().items()}
     with pytest.raises(TypeError, match=f"log_(initial|transition|likelihood).*{dtype}"):
