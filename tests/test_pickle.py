@@ -25,16 +25,23 @@ from pyrohmm import (
     ScalarHMM,
     Sequences,
     TabularHMM,
+    TabularHSMM,
+    autoregressive_categorical,
+    autoregressive_normal,
     blocks,
     categorical,
     fit_cooccurrence,
     fit_em,
     fit_map,
     fit_svi,
+    free_durations,
+    geometric_durations,
     left_to_right,
+    negative_binomial_durations,
     nn,
     normal,
     parametric,
+    poisson_durations,
 )
 
 QUICK = {"num_steps": 3, "progress": False}
@@ -55,6 +62,17 @@ MODULES = {
     "left to right": lambda: TabularHMM(
         3, categorical(3), transition_allowed=left_to_right(3, jump=1)
     ),
+    **{
+        family.__name__: lambda family=family: TabularHSMM(2, family(4), normal(0))
+        for family in (
+            free_durations,
+            geometric_durations,
+            poisson_durations,
+            negative_binomial_durations,
+        )
+    },
+    "autoregressive vectors": lambda: TabularHMM(2, autoregressive_normal(2)),
+    "autoregressive symbols": lambda: TabularHMM(2, autoregressive_categorical(3)),
     "dense": lambda: DenseHMM(3, 3, dim=2),
     "dense rbf": lambda: DenseHMM(3, 3, dim=2, kernel=nn.dense.rbf(2.0)),
     "dense normal": lambda: DenseHMM(2, None, dim=2, emission=normal(1)),

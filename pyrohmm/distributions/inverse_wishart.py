@@ -89,7 +89,8 @@ class InverseWishart(TorchDistribution):
         lower = lower.tril(-1) + torch.diag_embed(chi)  # W = M A A' M' with M M' = inverse of scale
         factor = torch.linalg.cholesky(self.scale)
         root = torch.linalg.solve_triangular(lower, factor.mT.expand(lower.shape), upper=False)
-        return root.mT @ root
+        matrix = root.mT @ root
+        return (matrix + matrix.mT) / 2  # products of matrices are symmetric up to rounding
 
     def log_prob(self, value: Tensor) -> Tensor:
         """Log-density ``(*B)`` of covariance matrices."""

@@ -427,7 +427,9 @@ def _watch(history: Tensor, maximize: Maximization) -> None:
     parameters = maximize.parameters
     tensors = [*parameters.values.values(), *parameters.points]
     single = any(tensor.dtype == torch.float32 for tensor in tensors)
-    slack = (1e-6 if single else 1e-10) * (1 + history.abs().amax().item())
+    # parts of a loss may cancel: each observation adds some nats
+    size = 1 + history.abs().amax().item() + parameters.data.num_observed
+    slack = (1e-6 if single else 1e-10) * size
     slack += parameters.data.num_observed * _rounding(parameters)
     rise = (history[:, 1:] - history[:, :-1]).max().item() if history.size(1) > 1 else 0.0
     # a floor may raise the loss, and has been noted

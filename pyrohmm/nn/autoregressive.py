@@ -114,7 +114,7 @@ class AutoregressiveNormalEmission(CovarianceEmission):
         self.lags, self.ridge = lags, ridge
         self.initial = CovarianceEmission(num_states, dim, loc, weight, degrees, scale)
         self.register_buffer("origin", self.prior_loc[0].clone())
-        self.weights = PyroSample(lambda self: self._weights_prior().to_event(3))
+        self.weights = PyroSample(partial(_weights_prior))
 
     def _set_spread(self, variance: Tensor) -> float:
         self.origin = like(self.origin, self.prior_loc[0])
@@ -283,8 +283,8 @@ class AutoregressiveCategoricalEmission(Emission):
         super().__init__()
         shape = (num_states, num_symbols**lags, num_symbols)
         self.register_buffer("concentration", positive("concentration", concentration, shape))
-        self.initial = PyroSample(lambda self: Dirichlet(self.concentration.mean(-2)).to_event(1))
-        self.probs = PyroSample(lambda self: Dirichlet(self.concentration).to_event(2))
+        self.initial = PyroSample(partial(_initial_prior))
+        self.probs = PyroSample(partial(_probs_prior))
 
     def forward(self) -> TorchDistribution:
         """The distribution of a symbol given those before, batched over states."""
@@ -355,3 +355,18 @@ def autoregressive_from(
     module.set_points(covariance=base.covariance_matrix, loc=base.loc, weights=distribution.weights)
     module.origin, module.initial = distribution.origin.detach().clone(), initial
     return module
+
+
+# Priors; functions that can be pickled, in a shell, for Pyro would rename them --------------------
+
+
+def _weights_prior(emission: Any) -> TorchDistribution:
+    return emission._weights_prior().to_event(3)
+
+
+def _initial_prior(emission: Any) -> TorchDistribution:
+    return Dirichlet(emission.concentration.mean(-2)).to_event(1)
+
+
+def _probs_prior(emission: Any) -> TorchDistribution:
+    return Dirichlet(emission.concentration).to_event(2)

@@ -80,6 +80,29 @@ class _Durations(PyroModule):
         self.register_buffer(name, positive(name, value, shape))
 
 
+# Priors; functions that can be pickled, in a shell, for Pyro would rename them --------------------
+
+
+def _dirichlet_prior(durations: Any) -> TorchDistribution:
+    return Dirichlet(durations.concentration).to_event(1)
+
+
+def _leave_prior(durations: Any) -> TorchDistribution:
+    return Beta(durations.prior_leave, durations.prior_stay).to_event(1)
+
+
+def _rate_prior(durations: Any) -> TorchDistribution:
+    return Gamma(durations.concentration, durations.prior_rate).to_event(1)
+
+
+def _average_prior(durations: Any) -> TorchDistribution:
+    return Gamma(durations.concentration, durations.rate).to_event(1)
+
+
+def _shape_prior(durations: Any) -> TorchDistribution:
+    return Gamma(durations.shape_concentration, durations.shape_rate).to_event(1)
+
+
 def free_durations(max_duration: int, concentration: float | Tensor = 1.0) -> DurationFamily:
     """Family of durations: a free probability of each, with Dirichlet priors.
 
@@ -105,7 +128,7 @@ class FreeDurations(_Durations):
     ) -> None:
         super().__init__(num_states, max_duration)
         self._prior("concentration", concentration, num_states, max_duration)
-        self.probs = PyroSample(lambda self: Dirichlet(self.concentration).to_event(1))
+        self.probs = PyroSample(partial(_dirichlet_prior))
 
     def forward(self) -> Tensor:
         """Log-probabilities of durations, ``(K, D)``."""
@@ -164,7 +187,7 @@ class GeometricDurations(_Durations):
         super().__init__(num_states, max_duration)
         self._prior("prior_leave", prior_leave, num_states)
         self._prior("prior_stay", prior_stay, num_states)
-        self.leave = PyroSample(lambda self: Beta(self.prior_leave, self.prior_stay).to_event(1))
+        self.leave = PyroSample(partial(_leave_prior))
 
     def forward(self) -> Tensor:
         """Log-probabilities of durations, ``(K, D)``."""
@@ -228,7 +251,7 @@ class PoissonDurations(_Durations):
         super().__init__(num_states, max_duration)
         self._prior("concentration", concentration, num_states)
         self._prior("prior_rate", prior_rate, num_states)
-        self.rate = PyroSample(lambda self: Gamma(self.concentration, self.prior_rate).to_event(1))
+        self.rate = PyroSample(partial(_rate_prior))
 
     def forward(self) -> Tensor:
         """Log-probabilities of durations, ``(K, D)``."""
@@ -285,10 +308,8 @@ class NegativeBinomialDurations(_Durations):
         self._prior("rate", rate, num_states)
         self._prior("shape_concentration", shape_concentration, num_states)
         self._prior("shape_rate", shape_rate, num_states)
-        self.average = PyroSample(lambda self: Gamma(self.concentration, self.rate).to_event(1))
-        self.shape = PyroSample(
-            lambda self: Gamma(self.shape_concentration, self.shape_rate).to_event(1)
-        )
+        self.average = PyroSample(partial(_average_prior))
+        self.shape = PyroSample(partial(_shape_prior))
 
     def forward(self) -> Tensor:
         """Log-probabilities of durations, ``(K, D)``."""

@@ -7,6 +7,7 @@ releases Python's lock.
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
@@ -52,6 +53,10 @@ def _unregister() -> None:
 @cache
 def _pool(num_threads: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(num_threads, thread_name_prefix="pyrohmm")
+
+
+if hasattr(os, "register_at_fork"):  # a child has none of the threads
+    os.register_at_fork(after_in_child=_pool.cache_clear)
 
 
 def run(loop: Callable[..., None], count: int, work: int, *arguments: Any) -> None:

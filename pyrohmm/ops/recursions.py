@@ -129,6 +129,11 @@ def log_evidence_of_symbols(
     """
     _check_symbols(log_initial, log_symbols, symbols, known)
     log_symbols = at_least_single(log_symbols)
+    outer = {"log_symbols": log_symbols.shape[:-2], "symbols": symbols.shape[:-1]}
+    if known is not None:
+        outer["known"] = known.shape[:-1]
+    shape = *check_broadcast(outer), symbols.size(-1), log_symbols.size(-2)
+    symbols = symbols.expand(shape[:-1])  # so that its dimensions are those of log_symbols
 
     def likelihood(logs: Tensor) -> Tensor:
         scores = look_up(logs, symbols.movedim(-1, 0)).movedim(0, -2)
@@ -136,8 +141,6 @@ def log_evidence_of_symbols(
 
     if transforming():
         return log_evidence(log_initial, log_transition, likelihood(log_symbols), lengths)
-    outer = {"log_symbols": log_symbols.shape[:-2], "symbols": symbols.shape[:-1]}
-    shape = *check_broadcast(outer), symbols.size(-1), log_symbols.size(-2)
     shown = log_symbols.detach().as_strided(shape, (0,) * len(shape))  # there are none
     arguments = check_arguments(log_initial, log_transition, shown, lengths)
     chain = _uniform(arguments, log_symbols, symbols, known)

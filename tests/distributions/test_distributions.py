@@ -285,6 +285,13 @@ def test_inverse_wishart_density_is_that_of_scipy(dim, spare):
     assert found.item() == pytest.approx(expected, rel=1e-10)
 
 
+def test_samples_of_covariances_are_symmetric_to_the_last_bit():
+    """torch refuses others, of large variances, as parameters of a normal distribution."""
+    torch.manual_seed(0)
+    samples = InverseWishart(torch.tensor(12.0), torch.eye(10)).sample((200,))
+    assert torch.equal(samples, samples.mT)
+
+
 def test_inverse_wishart_densities_broadcast():
     scales = torch.tensor(np.stack([covariance(2, seed) for seed in range(3)]))
     values = torch.tensor(np.stack([covariance(2, seed) for seed in range(5, 9)]))

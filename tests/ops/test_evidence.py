@@ -121,7 +121,25 @@ def test_sequences_that_underflow_are_computed_again_and_the_others_are_not(monk
     assert again[0] == 8
 
 
-def test_second_derivatives(monkeypatch):
+@pytest.mark.parametrize("steps", [3, 4])  # as many as groups, or not
+@pytest.mark.parametrize("way", ["compiled", "torch", "per step"])
+def test_tables_with_more_dimensions_than_symbols(way, steps):
+    """Their dimensions are those of the batch, whichever way is taken; so are those of gaps."""
+    initial, transition, tables = logits(2), logits(2, 2), logits(3, 1, 2, 4)
+    symbols, lengths = torch.randint(4, (2, steps)), torch.full((2,), steps)
+    known = torch.rand(3, 1, steps) < 0.7
+    matrices = transition.expand(1 if way != "per step" else steps - 1, 2, 2)
+    with backends.use(backends.NUMBA if way == "compiled" else backends.TORCH):
+        value = recursions.log_evidence_of_symbols(
+            initial, matrices, tables, symbols, lengths, known
+        )
+        assert value.shape == (3, 2)
+        for r in range(3):
+            scores = tables[r, 0].T[symbols].masked_fill(~known[r].unsqueeze(-1), 0.0)
+            assert_close(value[r], recursions.log_evidence(initial, matrices, scores, lengths))
+
+
+def test_second_derivatives():
     """The gradient can itself be differentiated."""
     initial, transition, table, symbols, lengths, known = case(3, 4, 2, 3, torch.float64)
 
