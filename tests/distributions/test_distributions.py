@@ -286,9 +286,9 @@ def test_inverse_wishart_density_is_that_of_scipy(dim, spare):
 
 
 def test_samples_of_covariances_are_symmetric_to_the_last_bit():
-    """torch refuses others, of large variances, as parameters of a normal distribution."""
+    """A normal distribution of torch refuses others, of large variances."""
     torch.manual_seed(0)
-    samples = InverseWishart(torch.tensor(12.0), torch.eye(10)).sample((200,))
+    samples = InverseWishart(12.0, torch.eye(10, dtype=torch.float32)).sample((200,))
     assert torch.equal(samples, samples.mT)
 
 
