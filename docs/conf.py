@@ -115,8 +115,12 @@ def to_rest(app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: li
 
 
 def is_field(app: Sphinx, what: str, name: str, obj: Any, skip: bool, options: Any) -> bool | None:
-    """Leave out the fields of named tuples, which their docstrings list."""
-    return True if type(obj).__name__ == "_tuplegetter" else None
+    """Leave out the fields of named tuples, which their docstrings list.
+
+    And what scikit-learn adds to estimators, whose text refers to pages of its own.
+    """
+    added = name.startswith("set_") and name.endswith("_request")
+    return True if added or type(obj).__name__ == "_tuplegetter" else None
 
 
 def setup(app: Sphinx) -> None:

@@ -93,7 +93,7 @@ class Fit:
 
     @property
     def start(self) -> dict[str, Tensor]:
-        """Initial values for another fit: :attr:`values`, off the boundary of their spaces.
+        """Initial values for another fit: ``values``, off the boundary of their spaces.
 
         EM may end at probabilities of zero, where gradient steps cannot start:
         ``AutoNormal(model, init_loc_fn=init_to_value(values=fit.start))``.
@@ -170,7 +170,7 @@ class Fit:
         return {name: quantiles_of(value, wanted) for name, value in samples.items()}
 
     def hmm(self, data: Sequences) -> HMM:
-        """The fitted HMM for ``data``, at :attr:`values`; its tensors have no gradient.
+        """The fitted HMM for ``data``, at ``values``; its tensors have no gradient.
 
         If each sequence has variables of its own, ``data`` are the sequences that were fitted, in
         the same order (such as other steps of the same subjects), or a part of them,
