@@ -820,6 +820,7 @@ UNASKED = {
     "PointEmission": "",
     "PoissonEmission": "",
     "emissions.from_distribution": "called by parametric",
+    "DurationMStep": "a protocol",
     "FreeDurations": "made by its family, as are the next four",
     "GeometricDurations": "",
     "NegativeBinomialDurations": "",
@@ -869,6 +870,16 @@ UNREAD = {
 
 # Complaints that stand, with the reason.
 EXCEPTIONS = {
+    **{
+        (call, "device", "0"): "a number is that of the accelerator, if a second device is known"
+        for call in (
+            "Sequences.to",
+            "Sequences.from_list",
+            "Sequences.from_concatenated",
+            "Sequences.from_dataframe",
+            "Pairs.to",
+        )
+    },
     ("dwell_times.dwell_counts", "states", "shorter"): "disagrees with lengths, which are named",
     (
         "cooccurrence.fit_cooccurrence",

@@ -199,8 +199,7 @@ class LanguageModel:
         has, so that the last round may lack a few or be followed by a few.
 
         The learning rate rises for the first steps, one in twenty, and falls as a cosine to zero at
-        the end. With ``validation``, the parameters that predicted it best are kept. The optimizer
-        is torch's fused one, which takes less time.
+        the end. With ``validation``, the parameters that predicted it best are kept.
 
         A contiguous model reads the sentences in their order, as one text that is divided into
         streams; a minibatch is the next window of each, which goes on from the state at the end of
@@ -212,8 +211,7 @@ class LanguageModel:
             validation: Held-out sentences, evaluated after every round and after the last step.
             num_epochs: Number of rounds, about.
             batch_tokens: Largest number of tokens in a minibatch, padding included.
-            num_streams: Of a contiguous model; its windows have ``batch_tokens / num_streams``
-                steps.
+            num_streams: Of a contiguous model, with windows of ``batch_tokens / num_streams`` steps.
             learning_rate: The largest.
             weight_decay: Of AdamW.
             clip_norm: As in :func:`pyrohmm.fit_svi`, per token.
