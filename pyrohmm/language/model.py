@@ -211,7 +211,7 @@ class LanguageModel:
             validation: Held-out sentences, evaluated after every round and after the last step.
             num_epochs: Number of rounds, about.
             batch_tokens: Largest number of tokens in a minibatch, padding included.
-            num_streams: Of a contiguous model, with windows of ``batch_tokens / num_streams`` steps.
+            num_streams: Of a contiguous model, whose windows have ``batch_tokens / num_streams``.
             learning_rate: The largest.
             weight_decay: Of AdamW.
             clip_norm: As in :func:`pyrohmm.fit_svi`, per token.
