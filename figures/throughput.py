@@ -1,307 +1,125 @@
-"""Speed of evidence, gradient and EM, compared with dynamax, hmmlearn and Pyro's own HMMs.
+"""Speed of evidence, gradient, EM and fits, compared with dynamax, hmmlearn and Pyro's own HMMs.
 
 All methods of a comparison are timed in turn in one run, with two threads and float32 (hmmlearn has
 float64 only). Peers that are not installed are skipped; ``pip install pyrohmm[benchmarks]``
-installs them. Writes ``throughput.json`` and ``throughput.png``.
+installs them. Each row has the load of the machine when it was measured, the number of processes
+that were running; the part ``busy`` adds two that never stop. Writes ``throughput.json`` and
+``throughput.png``.
 """
 
 from __future__ import annotations
 
-import logging
 import multiprocessing
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-os.environ.setdefault(
-    "XLA_FLAGS", "--xla_cpu_multi_thread_eigen=true intra_op_parallelism_threads=2"
-)
-
-import numpy as np
 import pyro
 import torch
 from common import FOLDER, arguments, earlier, interleaved, pyplot, ratio, write
+from common.problems import CategoricalHMM, Problem, VectorProblem, dynamax, jax, jnp
 from pyro import poutine
-from pyro.distributions import Categorical, DiscreteHMM, MultivariateNormal, Normal
-from pyro.infer import TraceEnum_ELBO
+from pyro.infer import MCMC, NUTS, SVI, TraceEnum_ELBO
+from pyro.infer.autoguide import AutoDelta, AutoNormal
+from pyro.optim import Adam
 
 from pyrohmm import (
-    HMM,
+    EnumeratedModel,
     MarginalModel,
     Sequences,
     TabularHMM,
+    TabularHSMM,
+    autoregressive_categorical,
+    autoregressive_normal,
+    bernoulli,
     categorical,
     datasets,
     fit_cooccurrence,
     fit_em,
     fit_map,
+    fit_svi,
     normal,
     normal_full,
-    starts,
+    normal_mixture,
+    normal_spherical,
+    normal_tied,
+    poisson,
 )
-from pyrohmm.ops import backends, recursions
-
-try:
-    import jax
-    import jax.numpy as jnp
-    from dynamax.hidden_markov_model import CategoricalHMM as DynamaxHMM
-    from dynamax.hidden_markov_model import inference as dynamax
-except ImportError:
-    jax = None
-try:
-    from hmmlearn.hmm import CategoricalHMM, GaussianHMM
-except ImportError:
-    CategoricalHMM = None
 
 SHAPES = [(256, 100, 16, 64), (64, 200, 128, 1000), (32, 64, 1024, 1000), (1, 10000, 8, 32)]
-QUICK = [(4, 10, 4, 8), (1, 300, 3, 5)]
-VECTORS = [  # covariance, N, T, K, D
-    ("diag", 64, 200, 32, 40),
-    ("diag", 256, 100, 16, 2),
-    ("diag", 1, 10000, 8, 3),
-    ("full", 32, 200, 16, 10),
+SMALL = [  # and how much longer dynamax should take
+    ((1, 64, 16, 64), 1.0),
+    ((8, 64, 16, 64), 1.0),
+    ((32, 16, 16, 64), 1.0),
+    ((32, 64, 4, 64), 1.0),
+    ((32, 64, 64, 64), 2.0),
+    ((32, 64, 128, 64), 2.0),
 ]
-TARGETS = {"dynamax": 1 / 0.8, "DiscreteHMM": 10.0, "pyro.markov": 40.0, "hmmlearn E-step": 3.0}
+QUICK = [(4, 10, 4, 8), (1, 300, 3, 5)]
+VECTORS = [  # covariance, N, T, K, D; and how much longer dynamax and hmmlearn's EM should take
+    (("diag", 64, 200, 32, 40), 12.0, 10.0),
+    (("diag", 256, 100, 16, 2), 5.0, None),
+    (("diag", 1, 10000, 8, 3), 6.0, None),
+    (("full", 32, 200, 16, 10), 4.0, 8.0),
+]
+ITERATIONS = [  # shape, iterations in a call, and how much longer hmmlearn should take
+    ((256, 100, 16, 64), 20, 20.0),
+    ((64, 200, 128, 1000), 8, 30.0),
+    ((20, 50, 2, 6), 50, 1.0),
+    ((1, 48502, 4, 4), 20, 3.0),
+]
+TARGETS = {
+    "dynamax": dict(zip(SHAPES, (4.0, 2.5, 1.25, 5.0))),
+    "DiscreteHMM": dict.fromkeys(SHAPES, 10.0),
+    "pyro.markov": dict.fromkeys(SHAPES, 40.0),
+    "hmmlearn E-step": dict.fromkeys(SHAPES, 3.0),
+}
 
 
-class Problem:
-    """Random logits and symbols of one shape, and all ways to compute evidence and gradient."""
+def compare(
+    methods: dict[str, Callable[[], Any]],
+    rounds: int,
+    seconds: float,
+    targets: dict[str, float | None] | None = None,
+    per: int = 1,
+    base: str = "pyrohmm",
+    **fields: Any,
+) -> list[dict[str, Any]]:
+    """A row for each method: its times, and how many times longer than ``base`` it takes.
 
-    def __init__(self, num_sequences: int, num_steps: int, num_states: int, num_symbols: int):
-        rng = np.random.default_rng(0)
-        self.shape = (num_sequences, num_steps, num_states, num_symbols)
-        sizes = [(num_states,), (num_states, num_states), (num_states, num_symbols)]
-        self.arrays = [rng.standard_normal(size).astype(np.float32) for size in sizes]
-        self.symbols = rng.integers(0, num_symbols, (num_sequences, num_steps))
-        self.logits = [torch.tensor(array, requires_grad=True) for array in self.arrays]
-        self.values = torch.tensor(self.symbols)
-        self.lengths = torch.full((num_sequences,), num_steps)
-
-    def hmm(self) -> HMM:
-        """The HMM of the logits."""
-        initial, transition, emission = self.logits
-        return HMM(
-            initial.log_softmax(-1),
-            transition.log_softmax(-1),
-            Categorical(logits=emission),
-            self.lengths,
-        )
-
-    def pyrohmm(self) -> tuple[float, list[torch.Tensor]]:
-        """Ours, with Pyro's default validation of arguments."""
-        loss = self.hmm().log_prob(self.values).sum()
-        return loss.item(), list(torch.autograd.grad(loss, self.logits))
-
-    def pyrohmm_torch(self) -> tuple[float, list[torch.Tensor]]:
-        """Ours without Numba."""
-        with backends.use(backends.TORCH):
-            return self.pyrohmm()
-
-    def log_space(self) -> None:
-        """A loop of logsumexp with torch's autograd."""
-        initial, transition, emission = (part.log_softmax(-1) for part in self.logits)
-        seen = emission.mT[self.values]
-        alpha = initial + seen[:, 0]
-        for t in range(1, self.shape[1]):
-            alpha = (alpha.unsqueeze(-1) + transition).logsumexp(-2) + seen[:, t]
-        torch.autograd.grad(alpha.logsumexp(-1).sum(), self.logits)
-
-    def discrete_hmm(self) -> None:
-        """Pyro's distribution (with a transition before the first emission: the same work)."""
-        initial, transition, emission = self.logits
-        observed = Categorical(logits=emission, validate_args=False)
-        hmm = DiscreteHMM(
-            initial, transition, observed, duration=self.shape[1], validate_args=False
-        )
-        torch.autograd.grad(hmm.log_prob(self.values).sum(), self.logits)
-
-    def markov(self) -> None:
-        """The model in ``pyro.markov``, enumerated in parallel."""
-
-        def model() -> None:
-            initial, transition, emission = (part.softmax(-1) for part in self.logits)
-            state = None
-            with pyro.plate("sequences", self.shape[0]):
-                for t in pyro.markov(range(self.shape[1])):
-                    probs = initial if state is None else transition[state]
-                    state = pyro.sample(
-                        f"z{t}", Categorical(probs), infer={"enumerate": "parallel"}
-                    )
-                    pyro.sample(f"x{t}", Categorical(emission[state]), obs=self.values[:, t])
-
-        with poutine.block():
-            elbo = TraceEnum_ELBO(max_plate_nesting=1)
-            loss = elbo.differentiable_loss(model, lambda: None)
-        torch.autograd.grad(loss, self.logits)
-
-    def dynamax(self) -> Any:
-        """Jitted ``value_and_grad`` of the marginal likelihood of the batch."""
-        symbols = jnp.array(self.symbols)
-
-        def loss(parameters: Any) -> Any:
-            initial, transition = (jax.nn.softmax(part, -1) for part in parameters[:2])
-            table = jax.nn.log_softmax(parameters[2], -1).T
-
-            def one(sequence: Any) -> Any:
-                return dynamax.hmm_filter(initial, transition, table[sequence]).marginal_loglik
-
-            return jax.vmap(one)(symbols).sum()
-
-        compiled = jax.jit(jax.value_and_grad(loss))
-        parameters = [jnp.array(array) for array in self.arrays]
-        return lambda: jax.block_until_ready(compiled(parameters))
-
-    def hmmlearn(self) -> Any:
-        """The E-step of hmmlearn: evidence and expected counts, the same quantities."""
-        num_sequences, num_steps, num_states, num_symbols = self.shape
-        model = CategoricalHMM(num_states, implementation="scaling", n_features=num_symbols)
-        initial, transition, emission = (
-            torch.tensor(array).double().softmax(-1).numpy() for array in self.arrays
-        )
-        model.startprob_, model.transmat_, model.emissionprob_ = initial, transition, emission
-        column = self.symbols.reshape(-1, 1)
-        lengths = [num_steps] * num_sequences
-        model._check()
-        return lambda: model._do_estep(column, lengths)
-
-    def hmmlearn_em(self, count: int) -> Any:
-        """``fit`` of hmmlearn, from our initial values."""
-        num_sequences, num_steps, num_states, num_symbols = self.shape
-        tables = [torch.tensor(array).double().softmax(-1).numpy() for array in self.arrays]
-        column, lengths = self.symbols.reshape(-1, 1), [num_steps] * num_sequences
-        logging.getLogger("hmmlearn").setLevel(logging.ERROR)  # it warns of few data
-
-        def fit() -> None:
-            model = CategoricalHMM(
-                num_states, n_iter=count, tol=-np.inf, init_params="", n_features=num_symbols,
-                implementation="scaling",
-            )  # fmt: skip
-            model.startprob_, model.transmat_, model.emissionprob_ = tables
-            model.fit(column, lengths)
-
-        return fit
-
-    def dynamax_em(self, count: int) -> Any:
-        """E- and M-step of dynamax, jitted as its ``fit_em`` does, compiled once."""
-        _, _, num_states, num_symbols = self.shape
-        model = DynamaxHMM(num_states, 1, num_symbols)
-        initial, transition, emission = (jax.nn.softmax(jnp.array(a), -1) for a in self.arrays)
-        start, properties = model.initialize(
-            initial_probs=initial,
-            transition_matrix=transition,
-            emission_probs=emission[:, None],
-        )
-        symbols = jnp.array(self.symbols)[..., None]
-
-        @jax.jit
-        def step(parameters: Any, state: Any) -> Any:
-            statistics, evidence = jax.vmap(lambda row: model.e_step(parameters, row))(symbols)
-            after, state = model.m_step(parameters, properties, statistics, state)
-            return after, state, model.log_prior(parameters) + evidence.sum()
-
-        def fit() -> None:
-            parameters, state = start, model.initialize_m_step_state(start, properties)
-            for _ in range(count):
-                parameters, state, value = step(parameters, state)
-                value.item()
-
-        return fit
-
-
-class VectorProblem:
-    """Random normal vectors of one shape, with diagonal or full covariance."""
-
-    def __init__(self, covariance: str, *shape: int):
-        generator = torch.Generator().manual_seed(0)
-        num_sequences, num_steps, num_states, dim = shape
-        self.covariance, self.shape = covariance, shape
-        self.values = torch.randn(num_sequences, num_steps, dim, generator=generator)
-        self.lengths = torch.full((num_sequences,), num_steps)
-        root = 0.3 * torch.randn(num_states, dim, dim, generator=generator)
-        scale = torch.full((num_states, dim), 0.9)
-        if covariance == "full":
-            scale = torch.linalg.cholesky(root @ root.mT + torch.eye(dim))
-        self.logits = [
-            torch.randn(num_states, generator=generator),
-            torch.randn(num_states, num_states, generator=generator),
-        ]
-        loc = torch.randn(num_states, dim, generator=generator)
-        self.parameters = [part.requires_grad_() for part in (*self.logits, loc, scale)]
-
-    def hmm(self) -> HMM:
-        """The HMM of the parameters."""
-        initial, transition, loc, scale = self.parameters
-        full = self.covariance == "full"
-        emission: Any = MultivariateNormal(loc, scale_tril=scale) if full else Normal(loc, scale)
-        return HMM(
-            initial.log_softmax(-1),
-            transition.log_softmax(-1),
-            emission if full else emission.to_event(1),
-            self.lengths,
-        )
-
-    def pyrohmm(self) -> None:
-        """Evidence and gradient, with Pyro's default validation of arguments."""
-        torch.autograd.grad(self.hmm().log_prob(self.values).sum(), self.parameters)
-
-    def evidence(self) -> torch.Tensor:
-        """Evidence alone."""
-        with torch.no_grad():
-            return self.hmm().log_prob(self.values)
-
-    def by_hand(self) -> None:
-        """The product of features written out, diagonal covariance, before our recursions."""
-        initial, transition, loc, scale = self.parameters
-        features = torch.cat([self.values.square(), self.values], -1)
-        precision = scale.square().reciprocal()
-        table = torch.cat([-0.5 * precision, loc * precision], -1)
-        constant = (-0.5 * loc.square() * precision - scale.log()).sum(-1)
-        factors = (
-            initial.log_softmax(-1),
-            transition.log_softmax(-1).unsqueeze(0),
-            features @ table.mT + constant,
-        )
-        evidence = recursions.log_evidence(*factors, self.lengths)
-        torch.autograd.grad(evidence.sum(), self.parameters)
-
-    def em(self, count: int) -> Callable[[], Any]:
-        """Our EM, from the parameters."""
-        num_states, dim = self.shape[2:]
-        family = normal_full(dim) if self.covariance == "full" else normal(dim)
-        module, data = TabularHMM(num_states, family), Sequences(self.values, self.lengths)
-        with torch.no_grad():
-            start = starts.from_hmm(self.hmm())
-        return lambda: fit_em(module, data, num_steps=count, tolerance=None, start=start)
-
-    def hmmlearn_em(self, count: int) -> Callable[[], Any]:
-        """``fit`` of hmmlearn, from our initial values."""
-        num_sequences, num_steps, num_states, dim = self.shape
-        with torch.no_grad():
-            hmm = self.hmm()
-            spread = hmm.emission.variance
-            if self.covariance == "full":
-                spread = hmm.emission.covariance_matrix
-            arrays = [
-                part.double().numpy()
-                for part in (hmm.log_initial.exp(), hmm.log_transition.exp(), hmm.emission.mean)
-            ]
-        arrays[:2] = [part / part.sum(-1, keepdims=True) for part in arrays[:2]]
-        rows, lengths = self.values.double().numpy().reshape(-1, dim), [num_steps] * num_sequences
-        logging.getLogger("hmmlearn").setLevel(logging.ERROR)
-
-        def fit() -> None:
-            model = GaussianHMM(
-                num_states, self.covariance, n_iter=count, tol=-np.inf, init_params="",
-                implementation="scaling",
-            )  # fmt: skip
-            model.startprob_, model.transmat_, model.means_ = arrays
-            model.covars_ = spread.detach().double().numpy()
-            model.fit(rows, lengths)
-
-        return fit
+    Args:
+        methods: What to time, in turn.
+        rounds: As :func:`common.interleaved` takes them.
+        seconds: The same.
+        targets: The ratio that is wanted, by method.
+        per: Number of iterations of a call.
+        base: The method that the others are compared with.
+        **fields: What all rows hold.
+    """
+    load = os.getloadavg()[0]
+    times = interleaved(methods, rounds, seconds)
+    rows = []
+    for name, taken in times.items():
+        row: dict[str, Any] = {
+            **fields,
+            "method": name,
+            "milliseconds": 1e3 * median(taken) / per,
+            "low": 1e3 * min(taken) / per,
+            "high": 1e3 * max(taken) / per,
+            "runs": len(taken),
+            "load": load,
+        }
+        if not name.startswith(base):
+            row["times_slower_than_pyrohmm"] = ratio(times, name, base)
+            row["target"] = (targets or {}).get(name)
+        rows.append(row)
+        print(row, flush=True)
+    return rows
 
 
 def gradients(quick: bool) -> list[dict[str, Any]]:
@@ -322,32 +140,87 @@ def gradients(quick: bool) -> list[dict[str, Any]]:
             methods["log space, autograd"] = problem.log_space
         if num_steps <= 100 and num_states <= 16:
             methods["pyro.markov"] = problem.markov
-        if num_states >= 1024:
-            left, right = torch.rand(2048, 2048), torch.rand(2048, 2048)
-            methods["sgemm 2048"] = lambda left=left, right=right: left @ right
-        times = interleaved(methods, 3 if quick else 31, 12.0)
-        flops = 6 * num_sequences * num_steps * num_states**2
-        for name, seconds in times.items():
-            row: dict[str, Any] = {
-                "quantity": "evidence and gradient",
-                "shape N, T, K, V": shape,
-                "method": name,
-                "milliseconds": 1e3 * median(seconds),
-                "low": 1e3 * min(seconds),
-                "high": 1e3 * max(seconds),
-                "runs": len(seconds),
-            }
-            if not name.startswith("pyrohmm"):
-                row["times_slower_than_pyrohmm"] = ratio(times, name, "pyrohmm")
-                row["target"] = TARGETS.get(name)
-            if name == "sgemm 2048":
-                rate = 2 * 2048**3 / median(seconds)
-                ours = flops / median(times["pyrohmm"])
-                row = {**row, "gflops": rate / 1e9, "pyrohmm_gflops": ours / 1e9,
-                       "share_of_sgemm": ours / rate}  # fmt: skip
-                del row["times_slower_than_pyrohmm"], row["target"]
-            rows.append(row)
-            print(row)
+        rows += compare(
+            methods, 3 if quick else 31, 12.0,
+            {name: found.get(shape) for name, found in TARGETS.items()},
+            quantity="evidence and gradient", **{"shape N, T, K, V": shape},
+        )  # fmt: skip
+        rows.append(_share(problem, 3 if quick else 31))
+    return rows
+
+
+def _share(problem: Problem, rounds: int) -> dict[str, Any]:
+    """The rate of arithmetic, as a share of that of a large matrix product in the same run."""
+    num_sequences, num_steps, num_states, _ = problem.shape
+    left, right = torch.rand(2048, 2048), torch.rand(2048, 2048)
+    times = interleaved({"ours": problem.pyrohmm, "sgemm": lambda: left @ right}, rounds, 4.0)
+    rate = 2 * 2048**3 / median(times["sgemm"])
+    ours = 6 * num_sequences * num_steps * num_states**2 / median(times["ours"])
+    row = {
+        "quantity": "share of the rate of a matrix product",
+        "shape N, T, K, V": problem.shape,
+        "method": "sgemm 2048",
+        "gflops": rate / 1e9,
+        "pyrohmm_gflops": ours / 1e9,
+        "share_of_sgemm": ours / rate,
+    }
+    print(row, flush=True)
+    return row
+
+
+def small(quick: bool) -> list[dict[str, Any]]:
+    """Evidence and gradient of few steps, as variational inference and samplers call them."""
+    rows = []
+    for shape, target in [(QUICK[0], None)] if quick else SMALL:
+        problem = Problem(*shape)
+        methods: dict[str, Callable[[], Any]] = {"pyrohmm": problem.pyrohmm}
+        if jax is not None:
+            methods["dynamax"] = problem.dynamax()
+        rows += compare(
+            methods, 3 if quick else 201, 4.0, {"dynamax": target},
+            quantity="evidence and gradient, small", **{"shape N, T, K, V": shape},
+        )  # fmt: skip
+    return rows
+
+
+@contextmanager
+def busy_cores(count: int) -> Iterator[None]:
+    """Processes that never stop, as on a machine that others use too."""
+    context = multiprocessing.get_context("spawn")
+    loops = [context.Process(target=_spin, daemon=True) for _ in range(count)]
+    for loop in loops:
+        loop.start()
+    time.sleep(2.0)  # until all are running
+    try:
+        yield
+    finally:
+        for loop in loops:
+            loop.kill()
+            loop.join()
+
+
+def _spin() -> None:
+    while True:
+        pass
+
+
+def busy(quick: bool) -> list[dict[str, Any]]:
+    """Evidence and gradient while each of two cores has something else to do."""
+    rows = []
+    shapes = [QUICK[0]] if quick else [*SHAPES, *(shape for shape, _ in SMALL)]
+    for shape in shapes:
+        problem = Problem(*shape)
+        methods: dict[str, Callable[[], Any]] = {"pyrohmm": problem.pyrohmm}
+        if jax is not None:
+            methods["dynamax"] = problem.dynamax()
+        for method in methods.values():  # compiled while there is time
+            method()
+        with busy_cores(2):
+            rows += compare(
+                methods, 3 if quick else 41, 6.0, {"dynamax": 1.0},
+                quantity="evidence and gradient, two busy loops beside",
+                **{"shape N, T, K, V": shape},
+            )  # fmt: skip
     return rows
 
 
@@ -397,21 +270,9 @@ def queries(quick: bool) -> list[dict[str, Any]]:
     rows = []
     for shape in QUICK[:1] if quick else SHAPES[:2]:
         for name, methods in _queries(shape).items():
-            times = interleaved(methods, 3 if quick else 15, 6.0)
-            for method, seconds in times.items():
-                row = {
-                    "quantity": name,
-                    "shape N, T, K, V": shape,
-                    "method": method,
-                    "milliseconds": 1e3 * median(seconds),
-                    "low": 1e3 * min(seconds),
-                    "high": 1e3 * max(seconds),
-                    "runs": len(seconds),
-                }
-                if method != "pyrohmm":
-                    row["times_slower_than_pyrohmm"] = ratio(times, method, "pyrohmm")
-                rows.append(row)
-                print(row)
+            rows += compare(
+                methods, 3 if quick else 15, 6.0, quantity=name, **{"shape N, T, K, V": shape}
+            )
     return rows
 
 
@@ -421,76 +282,169 @@ def iterations(quick: bool) -> list[dict[str, Any]]:
     Ours include the initialisation and a last E-step, the evidence of the final parameters.
     """
     rows = []
-    for shape in QUICK[:1] if quick else SHAPES[:2]:
-        count = 5 if quick else 20 if shape[2] < 100 else 8
+    for shape, count, target in [(QUICK[0], 5, None)] if quick else ITERATIONS:
         problem = Problem(*shape)
-        num_states, num_symbols = shape[2:]
-        data = Sequences(problem.values, problem.lengths)
-        module = TabularHMM(num_states, categorical(num_symbols))
-        with torch.no_grad():
-            start = starts.from_hmm(problem.hmm())
-        methods: dict[str, Any] = {
-            "pyrohmm": lambda module=module, data=data, start=start, count=count: fit_em(
-                module, data, num_steps=count, tolerance=None, start=start
-            )
-        }
+        methods = {"pyrohmm": problem.em(count)}
         if CategoricalHMM is not None:
             methods["hmmlearn"] = problem.hmmlearn_em(count)
         if jax is not None:
             methods["dynamax"] = problem.dynamax_em(count)
-        times = interleaved(methods, 3 if quick else 11, 30.0)
-        for method, seconds in times.items():
-            row = {
-                "quantity": "EM iteration",
-                "shape N, T, K, V": shape,
-                "method": method,
-                "milliseconds": 1e3 * median(seconds) / count,
-                "low": 1e3 * min(seconds) / count,
-                "high": 1e3 * max(seconds) / count,
-                "runs": len(seconds),
-            }
-            if method != "pyrohmm":
-                row["times_slower_than_pyrohmm"] = ratio(times, method, "pyrohmm")
-                row["target"] = 3.0 if method == "hmmlearn" else None
-            rows.append(row)
-            print(row)
+        rows += compare(
+            methods, 3 if quick else 11, 20.0, {"hmmlearn": target}, count,
+            quantity="EM iteration", **{"shape N, T, K, V": shape},
+        )  # fmt: skip
     return rows
 
 
 def vectors(quick: bool) -> list[dict[str, Any]]:
     """Normal vectors: evidence with and without gradient, and iterations of EM."""
     rows = []
-    shapes = [("diag", 4, 10, 3, 2), ("full", 4, 10, 3, 2)] if quick else VECTORS
-    for covariance, *shape in shapes:
+    quick_shapes = [((kind, 4, 10, 3, 2), None, None) for kind in ("diag", "full")]
+    for (covariance, *shape), of_gradient, of_em in quick_shapes if quick else VECTORS:
         problem, count = VectorProblem(covariance, *shape), 3 if quick else 8
         peers: dict[str, dict[str, Callable[[], Any]]] = {
             "vectors: evidence and gradient": {"pyrohmm": problem.pyrohmm},
             "vectors: evidence": {"pyrohmm": problem.evidence},
             "vectors: EM iteration": {"pyrohmm": problem.em(count)},
         }
+        gradient, evidence, em = peers.values()
         if covariance == "diag":
-            peers["vectors: evidence and gradient"]["product by hand"] = problem.by_hand
+            gradient["product by hand"] = problem.by_hand
+        if jax is not None:
+            gradient["dynamax"], evidence["dynamax"] = problem.dynamax(), problem.dynamax(False)
+            em["dynamax"] = problem.dynamax_em(count)
         if CategoricalHMM is not None:
-            peers["vectors: EM iteration"]["hmmlearn"] = problem.hmmlearn_em(count)
+            em["hmmlearn"] = problem.hmmlearn_em(count)
         for quantity, methods in peers.items():
-            runs = count if quantity.endswith("iteration") else 1
-            times = interleaved(methods, 3 if quick else 15, 12.0)
-            for method, seconds in times.items():
-                row = {
-                    "quantity": quantity,
-                    "covariance": covariance,
-                    "shape N, T, K, D": shape,
-                    "method": method,
-                    "milliseconds": 1e3 * median(seconds) / runs,
-                    "low": 1e3 * min(seconds) / runs,
-                    "high": 1e3 * max(seconds) / runs,
-                    "runs": len(seconds),
-                }
-                if method != "pyrohmm":
-                    row["times_slower_than_pyrohmm"] = ratio(times, method, "pyrohmm")
-                rows.append(row)
-                print(row)
+            is_em = quantity.endswith("iteration")
+            targets = {"hmmlearn": of_em} if is_em else {"dynamax": of_gradient}
+            rows += compare(
+                methods, 3 if quick else 15, 10.0, targets, count if is_em else 1,
+                quantity=quantity, covariance=covariance, **{"shape N, T, K, D": shape},
+            )  # fmt: skip
     return rows
+
+
+def families(quick: bool) -> list[dict[str, Any]]:
+    """An iteration of EM, and evidence with gradient, of every family of emissions."""
+    num_sequences, num_steps, num_states, dim = (4, 10, 3, 2) if quick else (64, 100, 8, 8)
+    torch.manual_seed(0)
+    shape = num_sequences, num_steps
+    reals, symbols = torch.randn(*shape, dim), torch.randint(0, 16, shape)
+    counts, bits = torch.poisson(torch.full(shape, 3.0)), torch.bernoulli(torch.full(shape, 0.4))
+    cases = {
+        "categorical(16)": (categorical(16), symbols),
+        "autoregressive_categorical(16)": (autoregressive_categorical(16), symbols),
+        "poisson()": (poisson(), counts),
+        "bernoulli()": (bernoulli(), bits),
+        **{
+            f"{family.__name__}({dim})": (family(dim), reals)
+            for family in (
+                normal, normal_spherical, normal_tied, normal_full, autoregressive_normal
+            )
+        },
+        f"normal_mixture({dim}, 2)": (normal_mixture(dim, 2), reals),
+    }  # fmt: skip
+    rows, count = [], 2 if quick else 10
+    for name, (family, values) in cases.items():
+        data = Sequences(values, torch.full((num_sequences,), num_steps))
+        module = TabularHMM(num_states, family)
+        model = fit_em(module, data, num_steps=1, tolerance=None).model
+        fitted = model.module
+        taken = {"family": name, "shape N, T, K": (*shape, num_states)}
+        rows += compare(
+            {"pyrohmm": partial(fit_em, module, data, num_steps=count, tolerance=None)},
+            3 if quick else 9, 10.0, per=count, quantity="families: EM iteration", **taken,
+        )  # fmt: skip
+        rows += compare(
+            {"pyrohmm": partial(_loss_and_gradient, fitted, data)},
+            3 if quick else 31, 10.0, quantity="families: evidence and gradient", **taken,
+        )  # fmt: skip
+    return rows
+
+
+def _loss_and_gradient(module: Any, data: Sequences) -> None:
+    parameters = [part.requires_grad_() for part in module.parameters()]
+    loss = module(data.lengths, data.observed).log_prob(data.values).sum()
+    torch.autograd.grad(loss, parameters, allow_unused=True)
+
+
+def structure(quick: bool) -> list[dict[str, Any]]:
+    """Chains with durations, and emissions that read earlier steps, against those without."""
+    num_sequences, num_steps, num_states, longest = (4, 30, 3, 5) if quick else (64, 200, 16, 50)
+    torch.manual_seed(0)
+    values = torch.randn(num_sequences, num_steps, 2)
+    data = Sequences(values, torch.full((num_sequences,), num_steps))
+    modules = {
+        "pyrohmm": TabularHMM(num_states, normal(2)),
+        f"pyrohmm, durations up to {longest}": TabularHSMM(num_states, normal(2), longest),
+        "pyrohmm, autoregressive": TabularHMM(num_states, autoregressive_normal(2)),
+    }
+    methods = {}
+    for name, module in modules.items():
+        fit = fit_em(module, data, num_steps=1, tolerance=None)
+        methods[name] = partial(_loss_and_gradient, fit.model.module, data)
+    fields = {"shape N, T, K, D": (num_sequences, num_steps, num_states, 2)}
+    return compare(
+        methods, 3 if quick else 31, 10.0,
+        quantity="structure: evidence and gradient", **fields,
+    )  # fmt: skip
+
+
+def steps(quick: bool) -> list[dict[str, Any]]:
+    """Fits of a small model, each step of them, and Pyro's own enumerated form beside."""
+    pyro.set_rng_seed(0)
+    data = datasets.casino(num_sequences=20, num_steps=50).without_labels()
+    module = TabularHMM(2, categorical(6))
+    marginal, enumerated = MarginalModel(module), EnumeratedModel(module)
+    count = 3 if quick else 100
+    options: dict[str, Any] = {"num_steps": count, "tolerance": None}
+
+    def by_pyro(model: Any, guide: Any, loss: Any) -> None:
+        pyro.clear_param_store()
+        svi = SVI(model, guide(poutine.block(model, hide_fn=_is_step)), Adam({"lr": 0.01}), loss)
+        for _ in range(count):
+            svi.step(data)
+
+    elbo = TraceEnum_ELBO(max_plate_nesting=1)
+    pairs = {
+        "fit_em": {"pyrohmm": lambda: fit_em(module, data, **options)},
+        "fit_map": {
+            "pyrohmm": lambda: fit_map(marginal, data, **options),
+            "Pyro, enumerated": lambda: by_pyro(enumerated, AutoDelta, elbo),
+        },
+        "fit_svi": {
+            "pyrohmm": lambda: fit_svi(marginal, data, **options),
+            "Pyro, enumerated": lambda: by_pyro(enumerated, AutoNormal, elbo),
+        },
+    }
+    rows = []
+    for name, methods in pairs.items():
+        rows += compare(
+            methods, 2 if quick else 5, 20.0, per=count,
+            quantity="a step of a fit", fit=name, **{"shape N, T, K, V": (20, 50, 2, 6)},
+        )  # fmt: skip
+    draws = 3 if quick else 60
+
+    def nuts(model: Any) -> None:
+        pyro.set_rng_seed(0)
+        MCMC(
+            NUTS(model, max_tree_depth=5), draws, draws, disable_progbar=True
+        ).run(data)  # fmt: skip
+
+    samplers = {"pyrohmm": lambda: nuts(marginal)}
+    if not quick:
+        samplers["Pyro, enumerated"] = lambda: nuts(enumerated)
+    rows += compare(
+        samplers, 1, 1e3,
+        quantity=f"NUTS, {draws} + {draws} draws", **{"shape N, T, K, V": (20, 50, 2, 6)},
+    )  # fmt: skip
+    return rows
+
+
+def _is_step(site: dict[str, Any]) -> bool:
+    """Whether a site is of one step, enumerated or observed."""
+    return site["name"].startswith("x_")
 
 
 def restarts(quick: bool) -> list[dict[str, Any]]:
@@ -712,24 +666,28 @@ def draw(rows: list[dict[str, Any]]) -> None:
 def main() -> None:
     """Measure, then write."""
     parts = (
-        gradients, vectors, iterations, restarts, queries, growth,
-        memory, vector_memory, long_chain,
+        gradients, small, busy, vectors, families, structure, iterations, steps, restarts,
+        queries, growth, memory, vector_memory, long_chain,
     )  # fmt: skip
     options = arguments(__doc__, [part.__name__ for part in parts])
     if options.draw:
         draw(earlier("throughput"))
         return
     torch.set_num_threads(2)
-    old = earlier("throughput")
-    rows = []
     for part in parts:
         if part.__name__ in options.only:
-            rows += [{"part": part.__name__, **row} for row in part(options.quick)]
-        else:
-            rows += [row for row in old if row["part"] == part.__name__]
-    if not options.quick:
-        write("throughput", rows)
-        draw(rows)
+            rows = [{"part": part.__name__, **row} for row in part(options.quick)]
+            if not options.quick:  # after each part
+                _write({part.__name__: rows}, [each.__name__ for each in parts])
+
+
+def _write(new: dict[str, list[dict[str, Any]]], order: list[str]) -> None:
+    """Write the rows of one part beside those of the others."""
+    rows = {name: [row for row in earlier("throughput") if row["part"] == name] for name in order}
+    rows |= new
+    flat = [row for name in order for row in rows[name]]
+    write("throughput", flat)
+    draw(flat)
 
 
 if __name__ == "__main__":

@@ -103,6 +103,17 @@ class Batches:
         self.chosen = self.order  # the batch taken last
 
     @property
+    def steps_at_once(self) -> int:
+        """Largest number of steps of all sequences of a batch, about."""
+        if self.windows is not None:
+            return self.windows[0] * self.windows[1]
+        if self.batch_tokens is not None:
+            return self.batch_tokens
+        lengths = self.data.lengths
+        size = len(lengths) if self.batch_size is None else min(self.batch_size, len(lengths))
+        return size * int(lengths.max())
+
+    @property
     def at_end_of_round(self) -> bool:
         """Whether every sequence has been taken equally often."""
         return len(self.sizes) == 0

@@ -18,6 +18,7 @@ from pyro.nn import PyroModule
 from torch import Tensor
 from tqdm import tqdm
 
+from .._threads import threads_for
 from ..data.parts import Parts
 from ..data.sequences import Sequences
 from ..io.checkpoints import Checkpoint
@@ -88,17 +89,18 @@ def descend(state: State, checkpoint: Checkpoint | None, units: float) -> None:
     steps = range(len(losses), len(losses) if state.converged else settings.num_steps)
     with Progress(settings, len(losses), group) as progress:
         for step in steps:
-            descent.optimizer.zero_grad()
-            try:
-                loss, batch = state.backward(batches.take())
-            except ValueError as error:
-                batches.explain(error)
-                objective.explain(error, step)
-                raise
-            losses.append(group.mean(loss))
-            if loss.device.type == "cpu" or step % WINDOW == 0:  # elsewhere the host would wait
-                objective.check_finite(losses[-1], step, batch)
-            descent.step(losses[-1], group, step + 1)
+            with threads_for(objective.cost * batches.steps_at_once):
+                descent.optimizer.zero_grad()
+                try:
+                    loss, batch = state.backward(batches.take())
+                except ValueError as error:
+                    batches.explain(error)
+                    objective.explain(error, step)
+                    raise
+                losses.append(group.mean(loss))
+                if loss.device.type == "cpu" or step % WINDOW == 0:  # or the host would wait
+                    objective.check_finite(losses[-1], step, batch)
+                descent.step(losses[-1], group, step + 1)
             progress.bar.update()
             ended = None
             if held_out is not None and held_out.is_due(step + 1, batches.at_end_of_round):

@@ -17,7 +17,10 @@ from pyro.poutine.util import site_is_subsample
 from torch import Tensor, nn
 from torch.distributions import constraints
 
+from .._threads import SHARED
 from ..data.sequences import Sequences
+from ..distributions.hmm import HMM
+from ..distributions.hsmm import HSMM
 from .guides import RotationGuide
 from .models import to_model_device
 from .plates import PlatesOfBatch, sequence_plates
@@ -35,6 +38,7 @@ class Objective:
     Attributes:
         supports: Spaces of the latent variables, by name.
         plates: Of the latent variables of which each sequence has one, by name.
+        cost: Multiplications for one step of a sequence, about; infinite if it is not known.
         module: Called with data, returns the loss.
         parameters: All that are trained: those of modules, and those that model and guide read.
     """
@@ -53,6 +57,7 @@ class Objective:
             self.supports, enumerated = latent_sites(trace)
             asked = inspect.unwrap(model) if batched else model
             self.plates = sequence_plates(asked, probe, None if batched else trace)
+            self.cost = _cost(trace)
             with ParametersRead(guide) as of_guide:
                 guide(probe)
         self.model, self.guide = model, guide
@@ -61,6 +66,8 @@ class Objective:
         read = (*self.module.parameters(), *of_model.parameters, *of_guide.parameters)
         distinct = {id(parameter): parameter for parameter in read}.values()
         self.parameters = [parameter for parameter in distinct if parameter.requires_grad]
+        if sum(parameter.numel() for parameter in self.parameters) > SHARED:
+            self.cost = math.inf
         if not self.parameters:
             raise ValueError(
                 "model and guide have no parameters to fit. Give the module PyroParam or "
@@ -174,6 +181,28 @@ class RestartLosses(nn.Module):
 def is_enumerated(site: dict[str, Any]) -> bool:
     """Whether a site is summed out in parallel."""
     return site["type"] == "sample" and site["infer"].get("enumerate") == "parallel"
+
+
+def step_cost(hmm: HMM) -> float:
+    """Multiplications for one step of a sequence of ``hmm``, about."""
+    width, further = math.prod(hmm.emission.event_shape), 16
+    if isinstance(hmm, HSMM):
+        further += hmm.log_duration.size(-1)
+    return hmm.num_states * (hmm.num_states + further + width**2)
+
+
+def _cost(trace: poutine.Trace) -> float:
+    """That of all HMMs of a model; infinite if it has none."""
+    hmms = [inner for site in trace.nodes.values() for inner in _hmms_in(site.get("fn"))]
+    batch = max((math.prod(hmm.batch_shape) for hmm in hmms), default=0)
+    return batch * sum(map(step_cost, hmms)) if hmms else math.inf
+
+
+def _hmms_in(fn: Any) -> list[HMM]:
+    """The HMM that a site's distribution is, or is made of."""
+    while fn is not None and not isinstance(fn, HMM):
+        fn = getattr(fn, "base_dist", None)
+    return [] if fn is None else [fn]
 
 
 def latent_sites(trace: poutine.Trace) -> tuple[dict[str, constraints.Constraint], bool]:

@@ -171,7 +171,7 @@ class NumbaBackend(Backend):
         self, chain: SegmentChain, arrive: Tensor, ends: Tensor, evidence: Tensor, weight: Tensor
     ) -> tuple[Tensor, ...]:
         kernels, count = self._segments, len(chain.lengths)
-        threads = min(torch.get_num_threads(), count, 1 + count * _segment_work(chain) // 100_000)
+        threads = kernels.threads_of(count, count * _segment_work(chain))
         gamma, starts = torch.zeros_like(chain.likelihood), torch.zeros_like(chain.initial)
         tables = chain.transition, chain.duration, chain.final
         sums = [[torch.zeros_like(table) for table in tables] for _ in range(threads)]

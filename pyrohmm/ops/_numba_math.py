@@ -26,6 +26,7 @@ kernel = njit(cache=True, nogil=True, error_model="numpy", fastmath={"contract",
 exactly = njit(cache=True, nogil=True, error_model="numpy", fastmath=False)
 u64 = np.uint64  # offsets without a sign need no test for a negative one, so that loops vectorise
 _single = np.float32
+WORTH = 2_000_000  # multiplications, a millisecond or less, for which a thread is asked
 
 
 class _Announcement(event.Listener):
@@ -59,6 +60,11 @@ if hasattr(os, "register_at_fork"):  # a child has none of the threads
     os.register_at_fork(after_in_child=_pool.cache_clear)
 
 
+def threads_of(count: int, work: int) -> int:
+    """How many threads ``count`` pieces, of so many multiplications in all, are worth."""
+    return min(torch.get_num_threads(), count, 1 + work // WORTH)
+
+
 def run(loop: Callable[..., None], count: int, work: int, *arguments: Any) -> None:
     """Run ``loop(first, last, *arguments)`` over ``count`` sequences on torch's threads.
 
@@ -71,7 +77,7 @@ def run(loop: Callable[..., None], count: int, work: int, *arguments: Any) -> No
     if count == 0:
         return
     passed = [item.numpy() if isinstance(item, Tensor) else item for item in arguments]
-    threads = min(torch.get_num_threads(), count, 1 + count * work // 100_000)
+    threads = threads_of(count, count * work)
     bounds = [count * part // threads for part in range(threads + 1)]
     tasks = [
         _pool(threads - 1).submit(loop, bounds[part], bounds[part + 1], *passed)

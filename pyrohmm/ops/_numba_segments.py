@@ -12,6 +12,7 @@ import numpy as np
 from ._numba_math import exp, kernel, logsumexp
 from ._numba_math import run as run
 from ._numba_math import share as share
+from ._numba_math import threads_of as threads_of
 
 LOW = -708.0  # the smallest logarithm whose exponential is a normal number
 

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from .._precision import differentiable_gradient, in_full_precision
+from .._threads import MILLISECOND, threads_for
 
-MILLISECOND = 20_000_000  # multiplications
 LIMITS = {  # smallest normal number, and relative precision
     name: (float(np.finfo(name).tiny), float(np.finfo(name).eps)) for name in ("float32", "float64")
 }
@@ -101,10 +101,14 @@ class _Group:
         return np.zeros(shape, self.dtype)
 
     @property
+    def _work(self) -> int:
+        """Multiplications, about."""
+        return self.count * self.steps * self.size * (self.size + 16)
+
+    @property
     def _threads(self) -> int:
         """How many the work is worth: each has a millisecond of it."""
-        work = self.count * self.steps * self.size * (self.size + 16)
-        return min(torch.get_num_threads(), self.tiles, 1 + work // MILLISECOND)
+        return min(torch.get_num_threads(), self.tiles, 1 + self._work // MILLISECOND)
 
     def _run(self, loop: Callable[..., None], *arguments: Any, results: Sequence[Any]) -> None:
         """Run over all tiles; each thread has results of its own."""
@@ -150,7 +154,8 @@ class _Group:
         counts = _sum(pairs)
         if alone:  # the message to a first step is zero
             before = torch.from_numpy(self.alpha).view(-1, self.size)[:-1]
-            counts = (before.mT @ message[1:]).double().numpy()
+            with threads_for(self._work):
+                counts = (before.mT @ message[1:]).double().numpy()
         transitions = like.new_empty(self.size, self.size)
         finite = self.kernels.finish(counts, self.packed, transitions.numpy())
         if not finite or not np.array_equal(exact, self.exact):

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .._precision import differentiable_gradient, full_precision, in_full_precision
+from .._threads import threads_for
 from .._transforms import transforming
 
 CHUNK = 1 << 17  # numbers made at once: they stay in the cache of a core
@@ -70,8 +72,9 @@ def weighted_sums(
     size = max(1, CHUNK // max(width, restarts * states))
     parts = zip(weights.split(size, 1), values.split(size))
     total = weights.new_zeros(restarts, states, width, dtype=torch.float64)
-    for weight, value in parts:
-        total += weight.double().mT @ features(value.double())
+    with threads_for(weights.numel() * width):
+        for weight, value in parts:
+            total += weight.double().mT @ features(value.double())
     return total
 
 
@@ -115,23 +118,30 @@ def _product(rows: Tensor, columns: Tensor) -> Tensor:
     return rows @ columns.mT
 
 
+def _threads_for(rows: Tensor, columns: Tensor) -> AbstractContextManager[None]:
+    """Threads for the product of ``([S,] L, F)`` and ``([S,] K, *D, F)``."""
+    return threads_for(rows.numel() * columns.numel() / max(columns.size(-1), 1))
+
+
 class _Product(torch.autograd.Function):
     """``rows @ columns.mT``; the gradients are products also."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, columns: Tensor) -> Tensor:
         ctx.save_for_backward(rows, columns)
-        return _product(rows, columns)
+        with _threads_for(rows, columns):
+            return _product(rows, columns)
 
     @staticmethod
     @in_full_precision
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None]:
         rows, columns = ctx.saved_tensors
         by_rows, by_columns = ctx.needs_input_grad
-        return (
-            gradient @ columns if by_rows else None,
-            gradient.mT @ rows if by_columns else None,
-        )
+        with _threads_for(rows, columns):
+            return (
+                gradient @ columns if by_rows else None,
+                gradient.mT @ rows if by_columns else None,
+            )
 
 
 class _SquaredNorms(torch.autograd.Function):
@@ -141,8 +151,9 @@ class _SquaredNorms(torch.autograd.Function):
     def forward(ctx: Any, rows: Tensor, columns: Tensor) -> Tensor:
         ctx.save_for_backward(rows, columns)
         out = rows.new_empty(*rows.shape[:-1], columns.size(-3))
-        for chunk, inner in _inner_products(rows, columns):
-            torch.sum(inner.square_(), -2, out=out[..., chunk, :])
+        with _threads_for(rows, columns):
+            for chunk, inner in _inner_products(rows, columns):
+                torch.sum(inner.square_(), -2, out=out[..., chunk, :])
         return out
 
     @staticmethod
@@ -153,11 +164,12 @@ class _SquaredNorms(torch.autograd.Function):
             return tuple(differentiable_gradient(_all_squared_norms, (rows, columns), gradient))
         flat = _flat(columns)
         by_rows, by_flat = torch.zeros_like(rows), torch.zeros_like(flat.mT)
-        for chunk, inner in _inner_products(rows, columns):
-            inner = inner.mul_(2 * gradient[..., chunk, :].unsqueeze(-2)).flatten(-2)
-            by_flat += rows[..., chunk, :].mT @ inner
-            if ctx.needs_input_grad[0]:
-                by_rows[..., chunk, :] = inner @ flat
+        with _threads_for(rows, columns):
+            for chunk, inner in _inner_products(rows, columns):
+                inner = inner.mul_(2 * gradient[..., chunk, :].unsqueeze(-2)).flatten(-2)
+                by_flat += rows[..., chunk, :].mT @ inner
+                if ctx.needs_input_grad[0]:
+                    by_rows[..., chunk, :] = inner @ flat
         by_columns = by_flat.unflatten(-1, (columns.size(-2), columns.size(-3)))
         return by_rows, by_columns.movedim(-3, -1).transpose(-3, -2)
 

@@ -1,0 +1,39 @@
+"""Threads of torch, for work that is worth them.
+
+torch shares some operations at any size: ``log_softmax``, products and factorisations of matrices.
+Where other processes have the cores, each of these waits until its second thread is scheduled: tens
+of milliseconds, for microseconds of work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+MILLISECOND = 20_000_000  # multiplications, by compiled loops
+SHARED = 1 << 15  # numbers, from which most operations of torch go to several threads
+
+
+@contextmanager
+def threads_for(work: float) -> Iterator[None]:
+    """Context in which torch has one thread, unless each has a millisecond of ``work``.
+
+    Args:
+        work: Number of multiplications.
+
+    Example:
+        >>> with threads_for(1000):
+        ...     torch.get_num_threads()
+        1
+    """
+    threads = torch.get_num_threads()
+    if threads == 1 or work > MILLISECOND:
+        yield
+        return
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
