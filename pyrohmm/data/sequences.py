@@ -34,7 +34,17 @@ from .arguments import (
     check_total,
     check_values,
 )
-from .tables import column, numbers, ordered, padded, padded_list, rows_like, rows_of, steps_of
+from .tables import (
+    column,
+    further_of,
+    numbers,
+    ordered,
+    padded,
+    padded_list,
+    rows_like,
+    rows_of,
+    steps_of,
+)
 from .vocabulary import Vocabulary
 
 
@@ -200,7 +210,7 @@ class Sequences(Dataset["Sequences"]):
                 are taken as ``(M,)``.
             lengths: ``(N,)`` integers of sum M; None if all is one sequence.
             observed: ``(M,)`` booleans, False where a step is missing.
-            labels: ``(M,)`` integers, -1 where the state is not known.
+            labels: ``(M,)`` integers; -1, None or NaN where the state is not known.
             covariates: ``(M, C)`` floating point.
             vocabulary: Encodes the values, which are symbols then, None or NaN where missing.
             dtype: Of the values: such as ``torch.long`` for symbols that are floats because some of
@@ -240,6 +250,7 @@ class Sequences(Dataset["Sequences"]):
         covariates: Listed[str] | None = None,
         vocabulary: Vocabulary | None = None,
         dtype: torch.dtype | None = None,
+        tags: Vocabulary | None = None,
     ) -> Sequences:
         """Group the rows of a table into sequences.
 
@@ -250,10 +261,11 @@ class Sequences(Dataset["Sequences"]):
             by: Columns that tell sequences apart; None if all rows are of one. Sequences come in
                 the order of their first rows.
             time: Column by which the rows of a sequence are sorted; by default they are in order.
-            labels: Column of the known states, integers, -1 where not known.
+            labels: Column of the known states, integers; -1, None, NaN or NA where not known.
             covariates: Columns of the covariates.
             vocabulary: Encodes the values, which are symbols then.
             dtype: Of the values: see :meth:`from_concatenated`.
+            tags: Encodes the labels, which are names then, None or NaN where not known.
 
         Raises:
             TypeError: If a column does not hold real numbers.
@@ -268,10 +280,9 @@ class Sequences(Dataset["Sequences"]):
         read: Any = numbers if vocabulary is None else column
         values = read("columns", frame, columns)
         order, lengths = ordered(frame, by, time, len(values))
-        names = {"labels": labels, "covariates": covariates}
-        further = {n: numbers(n, frame, of)[order] for n, of in names.items() if of is not None}
-        if covariates is not None:
-            further["covariates"] = further["covariates"].to(torch.get_default_dtype())
+        further = {
+            n: each[order] for n, each in further_of(frame, labels, covariates, tags).items()
+        }
         return cls.from_concatenated(
             values[order], lengths, vocabulary=vocabulary, dtype=dtype, **further
         )

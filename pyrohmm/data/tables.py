@@ -84,13 +84,26 @@ def checked_lengths(lengths: Tensor, num_rows: int) -> Tensor:
 
 def rows_like(name: str, part: Any, num_rows: int) -> Tensor:
     """A tensor of as many rows as the values have."""
-    tensor = to_tensor(name, part)
+    tensor = _read(name, part)
     if tensor.dim() == 0 or len(tensor) != num_rows:
         raise ValueError(
             f"{name} must have a row for each of the {num_rows} rows of values; got "
             f"{_shape(tensor)}."
         )
     return tensor
+
+
+def _read(name: str, part: Any) -> Tensor:
+    return as_labels(name, part) if name == "labels" else to_tensor(name, part)
+
+
+def as_labels(name: str, values: Any) -> Tensor:
+    """Known states; -1 where they are None, NaN or NA. What are no states stay as they are."""
+    states = to_tensor(name, values)
+    if not states.dtype.is_floating_point:
+        return states
+    found = states.nan_to_num(nan=NO_CODE)
+    return found.long() if torch.equal(found, found.round()) else states
 
 
 def padded(rows: Tensor, lengths: Tensor, padding: float = 0.0) -> Tensor:
@@ -104,7 +117,7 @@ def padded(rows: Tensor, lengths: Tensor, padding: float = 0.0) -> Tensor:
     return whole
 
 
-def encoded(symbols: Any, vocabulary: Vocabulary) -> Tensor:
+def encoded(symbols: Any, vocabulary: Vocabulary, name: str = "values") -> Tensor:
     """Codes ``(M,)`` of symbols; -1 where one is None or NaN.
 
     Raises:
@@ -116,7 +129,7 @@ def encoded(symbols: Any, vocabulary: Vocabulary) -> Tensor:
         array = np.array(list(symbols), object)
     if array.ndim != 1:
         raise TypeError(
-            f"values must have shape (M,), a symbol of the vocabulary per step; got {array.shape}."
+            f"{name} must have shape (M,), a symbol of the vocabulary per step; got {array.shape}."
         )
     missing = is_missing(array)
     codes = torch.full((len(array),), NO_CODE)
@@ -171,6 +184,20 @@ def numbers(argument: str, frame: Any, names: str | Sequence[str]) -> Tensor:
     for other in columns[1:]:
         dtype = torch.promote_types(dtype, other.dtype)
     return torch.stack([each.to(dtype) for each in columns], -1)
+
+
+def further_of(
+    frame: Any, labels: str | None, covariates: Sequence[str] | None, tags: Vocabulary | None
+) -> dict[str, Tensor]:
+    """The columns of labels, which ``tags`` may encode, and of covariates, where they are named."""
+    found = {}
+    if labels is not None:
+        states = column("labels", frame, labels)
+        name = f"labels {labels!r}"
+        found["labels"] = as_labels(name, states) if tags is None else encoded(states, tags, name)
+    if covariates is not None:
+        found["covariates"] = numbers("covariates", frame, covariates).to(torch.get_default_dtype())
+    return found
 
 
 def column(argument: str, frame: Any, name: str) -> np.ndarray:
@@ -251,7 +278,7 @@ def padded_list(
     """Labels or covariates of sequences of ``lengths`` in one tensor, ``(N, T, *)``."""
     if items is None:
         return None
-    rows = [torch.as_tensor(item) for item in items]
+    rows = [_read(name, item) for item in items]
     if [len(row) for row in rows] != lengths.tolist():
         raise ValueError(
             f"{name} must have one item per sequence, one row per step; got lengths "

@@ -97,6 +97,49 @@ def test_missing_steps_go_and_come_as_nan():
         marked.to_concatenated()
 
 
+UNKNOWN = {
+    "None": [0, None, 1, 1, None, 0],
+    "NaN": [0.0, np.nan, 1.0, 1.0, np.nan, 0.0],
+    "Int64": ("Int64", [0, None, 1, 1, None, 0]),
+    "Float64": ("Float64", [0, None, 1, 1, None, 0]),
+    "category": ("category", [0, None, 1, 1, None, 0]),
+}
+
+
+@pytest.mark.parametrize("kind", UNKNOWN)
+def test_labels_that_are_missing_in_a_table_are_not_known(kind):
+    pandas = pytest.importorskip("pandas")
+    column = UNKNOWN[kind]
+    if isinstance(column, tuple):
+        column = pandas.Series(column[1], dtype=column[0])
+    frame = pandas.DataFrame({"who": [*"aaabbb"], "x": np.arange(6.0), "state": column})
+    data = Sequences.from_dataframe(frame, by="who", columns="x", labels="state")
+    assert data.labels.tolist() == [[0, -1, 1], [1, -1, 0]]
+    assert data.num_labelled == 4
+    if kind != "category":
+        parts = Sequences.from_concatenated(np.arange(6), [3, 3], labels=column)
+        assert torch.equal(parts.labels, data.labels)
+
+
+@pytest.mark.parametrize("dtype", ["object", "string", "category", "str"])
+def test_labels_that_are_names_are_encoded(dtype):
+    pandas = pytest.importorskip("pandas")
+    names = pandas.Series(["up", None, "down", "up"], dtype=dtype)
+    frame = pandas.DataFrame({"x": np.arange(4.0), "state": names})
+    tags = Vocabulary(["down", "up"])
+    data = Sequences.from_dataframe(frame, columns="x", labels="state", tags=tags)
+    assert data.labels.tolist() == [[1, -1, 0, 1]]
+    with pytest.raises(TypeError, match="labels 'state' must be numbers; got text"):
+        Sequences.from_dataframe(frame, columns="x", labels="state")
+
+
+def test_labels_of_a_list_may_be_none():
+    data = Sequences.from_list([[1.0, 2.0], [3.0]], labels=[[None, 1], [np.nan]])
+    assert data.labels.tolist() == [[-1, 1], [-1, -1]]
+    with pytest.raises(TypeError, match="labels must hold integers"):
+        Sequences.from_list([[1.0, 2.0]], labels=[[0.5, None]])
+
+
 def test_labels_and_covariates_are_cut_as_the_values():
     data = Sequences.from_concatenated(
         np.arange(6), LENGTHS, labels=[0, 1, -1, 0, 1, 1], covariates=np.arange(6.0)[:, None]
