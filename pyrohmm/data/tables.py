@@ -17,12 +17,12 @@ NO_CODE = -1  # of a symbol that is missing
 
 
 class Rows(NamedTuple):
-    """The steps of all sequences, one sequence after the other; M steps of N sequences.
+    """Steps of N sequences: one sequence after the other, or padded.
 
     Attributes:
-        values: ``(M, *E)``.
+        values: ``(M, *E)``, or ``(N, T, *E)``.
         lengths: ``(N,)`` integers.
-        observed: ``(M,)`` booleans, False where the step is missing.
+        observed: ``(M,)`` or ``(N, T)`` booleans, False where the step is missing.
     """
 
     values: Tensor
@@ -240,6 +240,31 @@ def _ranks(argument: str, frame: Any, name: str) -> np.ndarray:
         return np.unique(values, return_inverse=True)[1].reshape(-1)
     except TypeError:
         raise TypeError(f"{argument} {name!r} holds values that do not compare.") from None
+
+
+def padded_steps(sequences: Iterable[Any], vocabulary: Vocabulary | None) -> Rows:
+    """Single sequences in one tensor ``(N, T, *E)``, with their lengths and masks ``(N, T)``."""
+    parts = [steps_of(each, index, vocabulary) for index, each in enumerate(sequences)]
+    if not parts:
+        raise ValueError("sequences is empty; wanted at least one sequence.")
+    known = [(index, row) for index, (row, _) in enumerate(parts) if row is not None]
+    index, first = known[0] if known else (0, torch.zeros(1))
+    dtype = first.dtype
+    for other, row in known:
+        if row.shape[1:] != first.shape[1:]:
+            raise ValueError(
+                f"sequences must share one event shape; sequence {index} has "
+                f"{tuple(first.shape[1:])} and sequence {other} has {tuple(row.shape[1:])}."
+            )
+        dtype = torch.promote_types(dtype, row.dtype)
+    rows = [
+        first.new_zeros(len(mask), *first.shape[1:], dtype=dtype) if row is None else row.to(dtype)
+        for row, mask in parts
+    ]
+    lengths = torch.tensor([len(row) for row in rows])
+    padded = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+    masks = torch.nn.utils.rnn.pad_sequence([mask for _, mask in parts], batch_first=True)
+    return Rows(padded, lengths, masks)
 
 
 def steps_of(

@@ -8,7 +8,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from pyrohmm import HMM, MarginalModel, Sequences, TabularHMM, categorical, fit_em, normal
-from pyrohmm.data import Vocabulary
+from pyrohmm.data import StoredSequences, Vocabulary
 
 X = np.arange(12.0).reshape(6, 2)
 LENGTHS = [1, 3, 2]
@@ -374,3 +374,48 @@ def test_two_columns_for_a_normal_of_one_name_the_family():
     data = Sequences.from_concatenated(np.random.default_rng(0).normal(size=(20, 2)))
     with pytest.raises(ValueError, match=r"normal\(2\)"):
         fit_em(TabularHMM(2, normal()), data)
+
+
+# Memory
+
+
+def test_what_is_done_to_the_arrays_later_does_not_change_the_data():
+    values, lengths = torch.randn(2, 3), torch.tensor([3, 2])
+    observed, labels = torch.ones(2, 3, dtype=torch.bool), torch.zeros(2, 3, dtype=torch.long)
+    covariates, indices = torch.randn(2, 3, 1), torch.tensor([4, 1])
+    given = [values, lengths, observed, labels, covariates, indices]
+    ways = {
+        "tensors": lambda: Sequences(values, lengths, observed, labels, 9, covariates, indices),
+        "rows": lambda: Sequences.from_concatenated(
+            values.view(-1), lengths * 0 + 3, labels=labels.view(-1),
+            covariates=covariates.view(-1, 1), observed=observed.view(-1)),
+        "arrays": lambda: Sequences.from_concatenated(values.view(-1).numpy(), [3, 3]),
+        "one sequence": lambda: Sequences.from_concatenated(values.numpy()),
+        "list": lambda: Sequences.from_list([values[0]], labels=[labels[0]]),
+        "table": lambda: Sequences.from_dataframe({"x": values[0].numpy()}, columns="x"),
+    }  # fmt: skip
+    names = ("values", "lengths", "observed", "labels", "covariates", "indices")
+    for way, make in ways.items():
+        before = [part.clone() for part in given]
+        data = make()
+        kept = {n: getattr(data, n).clone() for n in names if getattr(data, n) is not None}
+        for part in given:
+            part.zero_()
+        for name, part in kept.items():
+            assert torch.equal(getattr(data, name), part), (way, name)
+        assert data.num_observed == int(data.observed.sum())
+        for part, old in zip(given, before):
+            part.copy_(old)
+
+
+def test_mapped_values_are_not_copied(tmp_path):
+    """Neither as one array, nor as the parts of stored sequences, nor where one asks for it."""
+    np.save(tmp_path / "x.npy", np.arange(12, dtype=np.float32))
+    mapped = np.load(tmp_path / "x.npy", mmap_mode="r")
+    start = mapped.ctypes.data
+    assert Sequences.from_concatenated(mapped, [6, 6]).values.data_ptr() == start
+    parts = list(StoredSequences(mapped, [4, 4, 4], max_steps=4))
+    assert [part.values.data_ptr() - start for part in parts] == [0, 16, 32]
+    values = torch.arange(6.0).view(2, 3)
+    shared = Sequences(values, torch.tensor([3, 3]), copy=False)
+    assert shared.values.data_ptr() == values.data_ptr()
