@@ -425,3 +425,62 @@ def test_tensors_of_a_detached_hmm_have_no_gradient():
     tied = HMM(HALF, torch.zeros(2, 2).log_softmax(-1), Categorical(logits=torch.zeros(2, 2)),
                torch.tensor(3))  # fmt: skip
     assert detached(tied) is tied
+
+
+# Sizes that disagree, as a user meets them
+
+
+def of_faces(face, data):
+    return HMM(HALF, HALF.expand(2, 2), Categorical(face), data.lengths)
+
+
+def too_small(data):
+    face = pyro.sample("face", FACE)
+    with pyro.plate("s", 5):
+        pyro.sample("x", of_faces(face, data), obs=data.values)
+
+
+def too_small_around_all(data):
+    with pyro.plate("s", 5):
+        pyro.sample("x", of_faces(pyro.sample("face", FACE), data), obs=data.values)
+
+
+def without_plate(data):
+    pyro.sample("x", of_faces(pyro.sample("face", FACE), data), obs=data.values)
+
+
+def other_sequences(data):
+    face = pyro.sample("face", FACE)
+    with pyro.plate("s", 7):
+        pyro.sample("x", of_faces(face, data), obs=data.values[:5])
+
+
+def other_steps(data):
+    face = pyro.sample("face", FACE)
+    with pyro.plate("s", 7):
+        pyro.sample("x", of_faces(face, data), obs=data.values[:, :3])
+
+
+FACE = Dirichlet(torch.ones(2, 3)).to_event(1)
+SEVEN = Sequences(torch.zeros(7, 4).long(), torch.full((7,), 4))
+DISAGREE = {
+    too_small: r"plate\('s'\) at site x dim -1, 5 vs 7",
+    too_small_around_all: r"emission \(5,\), lengths \(7,\), inside plate 's' of size 5 at dim -1",
+    without_plate: r"(?s)at site \"x\".*actual \[7\].*pyro.plate",
+    other_sequences: r"(?s)at site 'x'.*got values \(5,\), HMM \(7,\)",
+    other_steps: r"(?s)at site 'x'.*They have 3 steps, where lengths are of up to 4",
+}
+WAYS = {
+    "map": lambda model: fit_map(model, SEVEN, num_steps=1, **QUIET),
+    "svi": lambda model: fit_svi(model, AutoNormal(model), SEVEN, num_steps=1, **QUIET),
+    "nuts": lambda model: MCMC(NUTS(model), 1, 1, disable_progbar=True).run(SEVEN),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("model", DISAGREE, ids=lambda model: model.__name__)
+def test_sizes_that_disagree_are_named_with_site_and_plate(model, way):
+    if (model, way) == (without_plate, "nuts"):
+        pytest.skip("Pyro's samplers sum over what has no plate")
+    with pytest.raises(ValueError, match=DISAGREE[model]):
+        WAYS[way](model)
