@@ -112,15 +112,12 @@ class PosteriorDraws:
             ValueError: If there is no ``model``, or shapes disagree.
         """
         check_size("num_draws", num_draws)
-        fitted = None
         if isinstance(posterior, PosteriorDraws):
             model = model or posterior.model
             values, stats, dims = posterior.values, posterior.stats, dims or posterior.dims
-            fitted = posterior.fitted
         elif isinstance(posterior, Fit):
             model = model or posterior.model
             values, stats = samples_of_fit(posterior, num_draws, data)
-            fitted = posterior.fitted
         elif isinstance(posterior, MCMC):
             model = model or posterior.kernel.model
             values, stats = samples_of_sampler(posterior)
@@ -135,7 +132,7 @@ class PosteriorDraws:
             raise ValueError(
                 "model must be given: samples in posterior do not say what they are of."
             )
-        return cls(model, values, stats, dims or {}, fitted)
+        return cls(model, values, stats, dims or {}, getattr(posterior, "fitted", None))
 
     @property
     def shape(self) -> torch.Size:
@@ -145,8 +142,7 @@ class PosteriorDraws:
     def thin(self, count: int) -> PosteriorDraws:
         """At most ``count`` samples of each chain, evenly spaced."""
         check_size("count", count)
-        total = self.shape[1]
-        chosen = torch.linspace(0, total - 1, min(count, total)).round().long()
+        chosen = torch.linspace(0, self.shape[1] - 1, min(count, self.shape[1])).round().long()
         values = {name: value[:, chosen] for name, value in self.values.items()}
         stats = {name: value[:, chosen] for name, value in self.stats.items()}
         return replace(self, values=values, stats=stats)
@@ -230,8 +226,7 @@ class PosteriorDraws:
         layout, first = self._check(data)
         parts = []
         for values, count in self._split(batch_size or _room(data, first)):
-            hmm = run(self.model, layout.wide(values), data, layout)
-            hmm = hmm.expand(torch.Size([count, len(data)]))
+            hmm = run(self.model, layout.wide(values), data, layout).expand([count, len(data)])
             with torch.no_grad():
                 parts.append(function(hmm if data.labels is None else hmm.restrict(data.labels)))
         check_returned("function", parts[0], Mapping | torch.Tensor, "a tensor, or tensors by name")
