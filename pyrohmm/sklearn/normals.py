@@ -306,7 +306,7 @@ class _Powered(TorchDistribution):
     It need not have an integral: nothing but its mode is asked for.
     """
 
-    arg_constraints: ClassVar = {}
+    arg_constraints: ClassVar[dict[str, Any]] = {}
 
     def __init__(self, base: Any, power: float) -> None:
         self.base, self.power = base, power
