@@ -65,7 +65,9 @@ POSITIVE, SHARE = Range(0, open=True), Range(0, 1)
 
 
 def explained(**ranges: Range | None) -> Callable[[Thing], Thing]:
-    """As :func:`checked`, for what only computes: if it fails, its tensors do not fit together.
+    """As :func:`checked`, for what computes with tensors, which may not fit together.
+
+    Other inner errors, such as of a file or of a factorisation, pass with these as a note.
 
     Raises:
         ValueError: Also where shapes or dtypes do not fit: with those of all tensors.
@@ -102,6 +104,14 @@ def _decorator(ranges: Mapping[str, Range | None], of_tensors: bool) -> Callable
 
 
 _CALLED = {"__init__", "__new__", "__call__"}
+_OF_FIT = re.compile(  # words of errors about shapes, dtypes, devices and sizes
+    r"\b(sizes?|shapes?|dim|dimension\w*|numel|elements?|equal|rank|broadcast\w*|ind(ex|ices)|"
+    r"out of (range|bounds)|dtypes?|types?|cast|not implemented for|more than one value|"
+    r"devices?|allocate|memory|matri(x|ces)|vectors?|[0-9]-?d|square|subscripts?|overflow|"
+    r"tensor(s|list)?)\b",
+    re.IGNORECASE,
+)
+_OF_ARGUMENTS = (TypeError, ValueError, ArithmeticError, MemoryError)
 _INNER = (RuntimeError, LookupError, ArithmeticError, MemoryError, TypeError, ValueError)
 
 
@@ -305,7 +315,10 @@ def _refuse(function: Any, ranges: Mapping[str, Range | None], name: str, value:
 
 
 def _explain(error: Exception, arguments: list[tuple[str, Any]]) -> None:
-    """Raise an error with the shapes and dtypes of all tensors, if this one names no argument."""
+    """Raise an error with the shapes and dtypes of all tensors, if this one is about how they fit.
+
+    One that names an argument says enough; and any other has another cause, which it tells.
+    """
     named = any(re.search(rf"\b{name}\b", str(error)) for name, _ in arguments)
     if named or isinstance(error, torch.OutOfMemoryError):
         return
@@ -316,9 +329,12 @@ def _explain(error: Exception, arguments: list[tuple[str, Any]]) -> None:
         for name, value in arguments
         if name != "self"
     ]
-    kind = TypeError if isinstance(error, TypeError) else ValueError
     got = ", ".join(came)
-    raise kind(f"arguments must fit together, and into memory; got {got}: {error}") from error
+    if not (isinstance(error, _OF_ARGUMENTS) or _OF_FIT.search(str(error))):
+        error.add_note(f"The arguments were {got}.")
+        return
+    kind = TypeError if isinstance(error, TypeError) else ValueError
+    raise kind(f"arguments must fit together, and into memory: {error}; got {got}.") from error
 
 
 def _words(hint: Any) -> str:

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 from pyro.distributions.util import is_validation_enabled
+from pyro.poutine.indep_messenger import IndepMessenger
+from pyro.poutine.runtime import _PYRO_STACK
 from torch import Tensor
 
 from ._transforms import transforming
@@ -114,9 +116,21 @@ def check_broadcast(shapes: dict[str, torch.Size]) -> torch.Size:
     except RuntimeError:
         listing = ", ".join(f"{name} {tuple(shape)}" for name, shape in shapes.items())
         raise ValueError(
-            f"batch shapes must broadcast with each other; got {listing}. "
+            f"batch shapes must broadcast with each other; got {listing}{_inside_plates()} "
             "Insert dimensions of size 1 with unsqueeze."
         ) from None
+
+
+def _inside_plates() -> str:
+    """The plates of a model around this call, in words."""
+    plates = [handler for handler in _PYRO_STACK if isinstance(handler, IndepMessenger)]
+    listing = ", ".join(
+        f"{plate.name!r} of size {getattr(plate, 'subsample_size', plate.size)} at dim {plate.dim}"
+        for plate in plates
+    )
+    if not plates:
+        return "."
+    return f", inside plate {listing}. Give that of sequences the size of the data."
 
 
 def check_same_device(tensors: dict[str, Tensor]) -> None:

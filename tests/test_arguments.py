@@ -4,6 +4,7 @@ import sys
 import threading
 
 import pytest
+import torch
 
 from pyrohmm._arguments import checked, explained
 
@@ -38,6 +39,46 @@ def test_what_is_not_implemented_stays_so():
 
     with pytest.raises(NotImplementedError, match="in a subclass"):
         function(1)
+
+
+def failing(error):
+    @explained()
+    def function(table: torch.Tensor, count: int):
+        raise error
+
+    return function
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("the file is not there any more"),
+        torch.linalg.LinAlgError("the input is not positive-definite"),
+        KeyboardInterrupt(),
+        KeyError("rate"),
+    ],
+    ids=repr,
+)
+def test_what_is_not_about_shapes_passes(error):
+    """Of the same kind, with its text, and what the arguments were as a note."""
+    with pytest.raises(type(error)) as caught:
+        failing(error)(torch.zeros(2, 3), 4)
+    assert caught.value is error
+    if isinstance(error, Exception):
+        (note,) = error.__notes__
+        assert "table of shape (2, 3) and torch.float64, count: int 4" in note
+
+
+def test_what_is_about_shapes_has_the_shapes_after_its_own_words():
+    @explained()
+    def product(one: torch.Tensor, other: torch.Tensor):
+        return one @ other
+
+    with pytest.raises(ValueError, match=(
+        r"fit together.*shapes cannot be multiplied \(2x3 and 2x3\); got one of shape \(2, 3\)"
+    )) as caught:  # fmt: skip
+        product(torch.zeros(2, 3), torch.zeros(2, 3))
+    assert isinstance(caught.value.__cause__, RuntimeError)
 
 
 def test_threads_may_make_the_first_call_together():

@@ -25,7 +25,7 @@ from ..distributions.hard_zeros import log_probs
 from ..distributions.hmm import HMM
 from ..distributions.observation import is_categorical
 from ..infer.models import to_model_device
-from ..infer.plates import shared
+from ..infer.plates import check_fitted, marks_of, shared
 from ..infer.results import Fit, match_states
 from .draw_layout import Layout, arranged, layout_of, log_prior, own_from_prior, run
 from .draw_sources import samples_of_fit, samples_of_sampler
@@ -47,6 +47,7 @@ class PosteriorDraws:
             ``log_guide``, the log-density of the guide, of SVI.
         dims: Names of the dimensions of a variable, by its name, where they are not to be guessed.
             Those called ``state`` and ``next_state`` are permuted with the states.
+        fitted: Marks by which the sequences are recognised, if each has variables of its own.
 
     Raises:
         ValueError: If shapes disagree, or ``dims`` do not fit.
@@ -67,6 +68,7 @@ class PosteriorDraws:
     values: dict[str, Tensor]
     stats: dict[str, Tensor] = field(default_factory=dict)
     dims: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    fitted: Tensor | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         shapes = {name: tuple(value.shape[:2]) for name, value in self.values.items()}
@@ -130,7 +132,7 @@ class PosteriorDraws:
             raise ValueError(
                 "model must be given: samples in posterior do not say what they are of."
             )
-        return cls(model, values, stats, dims or {})
+        return cls(model, values, stats, dims or {}, getattr(posterior, "fitted", None))
 
     @property
     def shape(self) -> torch.Size:
@@ -140,8 +142,7 @@ class PosteriorDraws:
     def thin(self, count: int) -> PosteriorDraws:
         """At most ``count`` samples of each chain, evenly spaced."""
         check_size("count", count)
-        total = self.shape[1]
-        chosen = torch.linspace(0, total - 1, min(count, total)).round().long()
+        chosen = torch.linspace(0, self.shape[1] - 1, min(count, self.shape[1])).round().long()
         values = {name: value[:, chosen] for name, value in self.values.items()}
         stats = {name: value[:, chosen] for name, value in self.stats.items()}
         return replace(self, values=values, stats=stats)
@@ -192,7 +193,7 @@ class PosteriorDraws:
             raise ValueError("no variable of the model belongs to single sequences; use the draws.")
         known = shared(self.values, plates)
         own = own_from_prior(self.model, known, plates, self.shape, data)
-        return replace(self, values=known | own, stats={})
+        return replace(self, values=known | own, stats={}, fitted=marks_of(data))
 
     def map(
         self, data: Sequences, function: Callable[[HMM], Any], batch_size: int | None = None
@@ -225,8 +226,7 @@ class PosteriorDraws:
         layout, first = self._check(data)
         parts = []
         for values, count in self._split(batch_size or _room(data, first)):
-            hmm = run(self.model, layout.wide(values), data, layout)
-            hmm = hmm.expand(torch.Size([count, len(data)]))
+            hmm = run(self.model, layout.wide(values), data, layout).expand([count, len(data)])
             with torch.no_grad():
                 parts.append(function(hmm if data.labels is None else hmm.restrict(data.labels)))
         check_returned("function", parts[0], Mapping | torch.Tensor, "a tensor, or tensors by name")
@@ -265,6 +265,7 @@ class PosteriorDraws:
 
     def _check(self, data: Sequences) -> tuple[Layout, HMM]:
         """Raise unless samples in a batch are what they are one by one; see :func:`arranged`."""
+        check_fitted(data, self.fitted)
         return arranged(self.model, *next(self._split(3)), data)
 
     # The order of states

@@ -11,6 +11,7 @@ from collections.abc import Sequence as Listed
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
@@ -34,7 +35,17 @@ from .arguments import (
     check_total,
     check_values,
 )
-from .tables import column, numbers, ordered, padded, padded_list, rows_like, rows_of, steps_of
+from .tables import (
+    column,
+    further_of,
+    numbers,
+    ordered,
+    padded,
+    padded_list,
+    padded_steps,
+    rows_like,
+    rows_of,
+)
 from .vocabulary import Vocabulary
 
 
@@ -61,8 +72,10 @@ class Sequences(Dataset["Sequences"]):
         covariates: ``(N, T, C)`` floating point, what transitions and emissions may depend on:
             models pass it to the module that builds the HMM. Finite wherever a step exists.
         indices: ``(N,)`` integers, the number of each sequence in that whole set; 0, 1, ... by
-            default. Variables that each sequence has one of are found by them: see
-            :meth:`batch`. They are kept on the CPU.
+            default. Variables that each sequence has one of are found by them (see :meth:`batch`);
+            given here, they say that these are steps of those sequences, although other ones.
+        copy: False shares memory with ``values``, such as those of a mapped file, which must not
+            change then. Everything else is copied.
 
     Raises:
         TypeError: If a dtype is wrong.
@@ -86,6 +99,7 @@ class Sequences(Dataset["Sequences"]):
         total: float | None = None,
         covariates: Tensor | None = None,
         indices: Tensor | None = None,
+        copy: bool = True,
     ) -> None:
         check_values(values)
         values = regular("values", values)
@@ -110,12 +124,15 @@ class Sequences(Dataset["Sequences"]):
             check_covariates(covariates, exists)
             covariates = covariates.to(values.device)
         longest = int(lengths.max())  # steps that no sequence has are dropped
-        self.values, self.lengths = values[:, :longest], lengths
+        self.values, self.lengths = values[:, :longest], lengths.clone()
+        if copy:  # what counts the steps once must not see others later
+            self.values = self.values.clone()
         self.observed = observed[:, :longest]
-        self.labels = None if labels is None else labels[:, :longest]
-        self.covariates = None if covariates is None else covariates[:, :longest]
+        self.labels = None if labels is None else labels[:, :longest].clone()
+        self.covariates = None if covariates is None else covariates[:, :longest].clone()
         self.total = check_total(total, len(values))
-        self.indices = check_indices(indices, len(values))
+        self.indices = check_indices(indices, len(values)).clone()
+        self.numbered = indices is not None  # they say which sequences of the whole set these are
 
     @classmethod
     def from_list(
@@ -152,31 +169,10 @@ class Sequences(Dataset["Sequences"]):
                     [ True, False, False]])
         """
         check_list(sequences)
-        parts = [steps_of(each, index, vocabulary) for index, each in enumerate(sequences)]
-        if not parts:
-            raise ValueError("sequences is empty; wanted at least one sequence.")
-        masks = [mask for _, mask in parts]
-        known = [(index, row) for index, (row, _) in enumerate(parts) if row is not None]
-        index, first = known[0] if known else (0, torch.zeros(1))
-        dtype = first.dtype
-        for other, row in known:
-            if row.shape[1:] != first.shape[1:]:
-                raise ValueError(
-                    f"sequences must share one event shape; sequence {index} has "
-                    f"{tuple(first.shape[1:])} and sequence {other} has {tuple(row.shape[1:])}."
-                )
-            dtype = torch.promote_types(dtype, row.dtype)
-        rows = [
-            first.new_zeros(len(mask), *first.shape[1:], dtype=dtype) if row is None
-            else row.to(dtype)
-            for row, mask in parts
-        ]  # fmt: skip
-        lengths = torch.tensor([len(row) for row in rows])
-        padded = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
-        observed = torch.nn.utils.rnn.pad_sequence(masks, batch_first=True)
+        values, lengths, observed = padded_steps(sequences, vocabulary)
         data = cls(
-            padded, lengths, observed, padded_list("labels", labels, lengths, -1.0),
-            covariates=padded_list("covariates", covariates, lengths, 0.0),
+            values, lengths, observed, padded_list("labels", labels, lengths, -1.0),
+            covariates=padded_list("covariates", covariates, lengths, 0.0), copy=False,
         )  # fmt: skip
         return data if device is None else data.to(device)
 
@@ -197,10 +193,11 @@ class Sequences(Dataset["Sequences"]):
         Args:
             values: ``(M, *E)``, the steps of all sequences, one sequence after the other: an array,
                 a tensor or a list. Rows that are NaN throughout are missing. Integers ``(M, 1)``
-                are taken as ``(M,)``.
+                are taken as ``(M,)``. They are copied, unless they are a ``numpy.memmap`` and
+                need no padding.
             lengths: ``(N,)`` integers of sum M; None if all is one sequence.
             observed: ``(M,)`` booleans, False where a step is missing.
-            labels: ``(M,)`` integers, -1 where the state is not known.
+            labels: ``(M,)`` integers; -1, None or NaN where the state is not known.
             covariates: ``(M, C)`` floating point.
             vocabulary: Encodes the values, which are symbols then, None or NaN where missing.
             dtype: Of the values: such as ``torch.long`` for symbols that are floats because some of
@@ -225,8 +222,9 @@ class Sequences(Dataset["Sequences"]):
             for name, (part, padding) in parts.items()
             if part is not None
         }
-        values, observed = (padded(part, rows.lengths) for part in (rows.values, rows.observed))
-        return cls(values, rows.lengths, observed, **further)
+        steps, observed = (padded(part, rows.lengths) for part in (rows.values, rows.observed))
+        shared = steps.data_ptr() == rows.values.data_ptr() and not isinstance(values, np.memmap)
+        return cls(steps, rows.lengths, observed, **further, copy=shared)
 
     @classmethod
     def from_dataframe(
@@ -240,6 +238,7 @@ class Sequences(Dataset["Sequences"]):
         covariates: Listed[str] | None = None,
         vocabulary: Vocabulary | None = None,
         dtype: torch.dtype | None = None,
+        tags: Vocabulary | None = None,
     ) -> Sequences:
         """Group the rows of a table into sequences.
 
@@ -250,10 +249,11 @@ class Sequences(Dataset["Sequences"]):
             by: Columns that tell sequences apart; None if all rows are of one. Sequences come in
                 the order of their first rows.
             time: Column by which the rows of a sequence are sorted; by default they are in order.
-            labels: Column of the known states, integers, -1 where not known.
+            labels: Column of the known states, integers; -1, None, NaN or NA where not known.
             covariates: Columns of the covariates.
             vocabulary: Encodes the values, which are symbols then.
             dtype: Of the values: see :meth:`from_concatenated`.
+            tags: Encodes the labels, which are names then, None or NaN where not known.
 
         Raises:
             TypeError: If a column does not hold real numbers.
@@ -268,10 +268,9 @@ class Sequences(Dataset["Sequences"]):
         read: Any = numbers if vocabulary is None else column
         values = read("columns", frame, columns)
         order, lengths = ordered(frame, by, time, len(values))
-        names = {"labels": labels, "covariates": covariates}
-        further = {n: numbers(n, frame, of)[order] for n, of in names.items() if of is not None}
-        if covariates is not None:
-            further["covariates"] = further["covariates"].to(torch.get_default_dtype())
+        further = {
+            n: each[order] for n, each in further_of(frame, labels, covariates, tags).items()
+        }
         return cls.from_concatenated(
             values[order], lengths, vocabulary=vocabulary, dtype=dtype, **further
         )
@@ -343,7 +342,9 @@ class Sequences(Dataset["Sequences"]):
         Their ``total`` is their number, and ``indices`` number them anew; see :meth:`batch`.
         """
         chosen = torch.arange(len(self))[index].reshape(-1)
-        return self._select(chosen, len(chosen), torch.arange(len(chosen)))
+        new = self._select(chosen, len(chosen), torch.arange(len(chosen)))
+        new.numbered = False
+        return new
 
     def __getitems__(self, indices: list[int]) -> Sequences:
         """Select a minibatch, as a DataLoader does; ``total`` stays."""
@@ -382,7 +383,7 @@ class Sequences(Dataset["Sequences"]):
         new.values, new.observed = change(self.values), change(self.observed)
         new.labels = None if self.labels is None else change(self.labels)
         new.covariates = None if self.covariates is None else change(self.covariates)
-        new.has_gaps = self.has_gaps
+        new.has_gaps, new.numbered = self.has_gaps, self.numbered
         if self.has_gaps:
             exists = masks.exists(lengths, new.num_steps, new.values.device)
             new.has_gaps = not torch.equal(new.observed, exists)
@@ -438,10 +439,9 @@ class Sequences(Dataset["Sequences"]):
 
     def without_labels(self) -> Sequences:
         """The same sequences; a fit to them is unsupervised."""
-        return Sequences(
-            self.values, self.lengths, self.observed, None, self.total, self.covariates,
-            self.indices,
-        )  # fmt: skip
+        new = self.with_total(self.total)
+        new.labels = None
+        return new
 
     def batches(
         self, batch_size: int, generator: torch.Generator | None = None
@@ -491,4 +491,5 @@ def _joined(parts: Listed[Sequences], total: float) -> Sequences:
     return Sequences(
         join(lambda part: part.values), lengths, join(lambda part: part.observed),
         join(lambda part: part.labels, -1.0), total, join(lambda part: part.covariates),
+        copy=False,
     )  # fmt: skip

@@ -17,12 +17,12 @@ NO_CODE = -1  # of a symbol that is missing
 
 
 class Rows(NamedTuple):
-    """The steps of all sequences, one sequence after the other; M steps of N sequences.
+    """Steps of N sequences: one sequence after the other, or padded.
 
     Attributes:
-        values: ``(M, *E)``.
+        values: ``(M, *E)``, or ``(N, T, *E)``.
         lengths: ``(N,)`` integers.
-        observed: ``(M,)`` booleans, False where the step is missing.
+        observed: ``(M,)`` or ``(N, T)`` booleans, False where the step is missing.
     """
 
     values: Tensor
@@ -84,13 +84,26 @@ def checked_lengths(lengths: Tensor, num_rows: int) -> Tensor:
 
 def rows_like(name: str, part: Any, num_rows: int) -> Tensor:
     """A tensor of as many rows as the values have."""
-    tensor = to_tensor(name, part)
+    tensor = _read(name, part)
     if tensor.dim() == 0 or len(tensor) != num_rows:
         raise ValueError(
             f"{name} must have a row for each of the {num_rows} rows of values; got "
             f"{_shape(tensor)}."
         )
     return tensor
+
+
+def _read(name: str, part: Any) -> Tensor:
+    return as_labels(name, part) if name == "labels" else to_tensor(name, part)
+
+
+def as_labels(name: str, values: Any) -> Tensor:
+    """Known states; -1 where they are None, NaN or NA. What are no states stay as they are."""
+    states = to_tensor(name, values)
+    if not states.dtype.is_floating_point:
+        return states
+    found = states.nan_to_num(nan=NO_CODE)
+    return found.long() if torch.equal(found, found.round()) else states
 
 
 def padded(rows: Tensor, lengths: Tensor, padding: float = 0.0) -> Tensor:
@@ -104,7 +117,7 @@ def padded(rows: Tensor, lengths: Tensor, padding: float = 0.0) -> Tensor:
     return whole
 
 
-def encoded(symbols: Any, vocabulary: Vocabulary) -> Tensor:
+def encoded(symbols: Any, vocabulary: Vocabulary, name: str = "values") -> Tensor:
     """Codes ``(M,)`` of symbols; -1 where one is None or NaN.
 
     Raises:
@@ -116,7 +129,7 @@ def encoded(symbols: Any, vocabulary: Vocabulary) -> Tensor:
         array = np.array(list(symbols), object)
     if array.ndim != 1:
         raise TypeError(
-            f"values must have shape (M,), a symbol of the vocabulary per step; got {array.shape}."
+            f"{name} must have shape (M,), a symbol of the vocabulary per step; got {array.shape}."
         )
     missing = is_missing(array)
     codes = torch.full((len(array),), NO_CODE)
@@ -173,6 +186,20 @@ def numbers(argument: str, frame: Any, names: str | Sequence[str]) -> Tensor:
     return torch.stack([each.to(dtype) for each in columns], -1)
 
 
+def further_of(
+    frame: Any, labels: str | None, covariates: Sequence[str] | None, tags: Vocabulary | None
+) -> dict[str, Tensor]:
+    """The columns of labels, which ``tags`` may encode, and of covariates, where they are named."""
+    found = {}
+    if labels is not None:
+        states = column("labels", frame, labels)
+        name = f"labels {labels!r}"
+        found["labels"] = as_labels(name, states) if tags is None else encoded(states, tags, name)
+    if covariates is not None:
+        found["covariates"] = numbers("covariates", frame, covariates).to(torch.get_default_dtype())
+    return found
+
+
 def column(argument: str, frame: Any, name: str) -> np.ndarray:
     """A column of a table, by ``frame[name]`` and its method ``to_numpy``, if it has one.
 
@@ -215,6 +242,31 @@ def _ranks(argument: str, frame: Any, name: str) -> np.ndarray:
         raise TypeError(f"{argument} {name!r} holds values that do not compare.") from None
 
 
+def padded_steps(sequences: Iterable[Any], vocabulary: Vocabulary | None) -> Rows:
+    """Single sequences in one tensor ``(N, T, *E)``, with their lengths and masks ``(N, T)``."""
+    parts = [steps_of(each, index, vocabulary) for index, each in enumerate(sequences)]
+    if not parts:
+        raise ValueError("sequences is empty; wanted at least one sequence.")
+    known = [(index, row) for index, (row, _) in enumerate(parts) if row is not None]
+    index, first = known[0] if known else (0, torch.zeros(1))
+    dtype = first.dtype
+    for other, row in known:
+        if row.shape[1:] != first.shape[1:]:
+            raise ValueError(
+                f"sequences must share one event shape; sequence {index} has "
+                f"{tuple(first.shape[1:])} and sequence {other} has {tuple(row.shape[1:])}."
+            )
+        dtype = torch.promote_types(dtype, row.dtype)
+    rows = [
+        first.new_zeros(len(mask), *first.shape[1:], dtype=dtype) if row is None else row.to(dtype)
+        for row, mask in parts
+    ]
+    lengths = torch.tensor([len(row) for row in rows])
+    padded = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+    masks = torch.nn.utils.rnn.pad_sequence([mask for _, mask in parts], batch_first=True)
+    return Rows(padded, lengths, masks)
+
+
 def steps_of(
     sequence: Any, index: int, vocabulary: Vocabulary | None = None
 ) -> tuple[Tensor | None, Tensor]:
@@ -251,7 +303,7 @@ def padded_list(
     """Labels or covariates of sequences of ``lengths`` in one tensor, ``(N, T, *)``."""
     if items is None:
         return None
-    rows = [torch.as_tensor(item) for item in items]
+    rows = [_read(name, item) for item in items]
     if [len(row) for row in rows] != lengths.tolist():
         raise ValueError(
             f"{name} must have one item per sequence, one row per step; got lengths "

@@ -33,6 +33,6 @@ def tagged(data: Sequences) -> Sequences:
     if tags.dtype == torch.bool:
         raise ValueError("labels must be tags; got sets of them. Use -1 where a tag is not known.")
     pairs = torch.stack([data.values, tags.to(data.values.dtype)], -1)
-    return Sequences(
-        pairs, data.lengths, data.observed, None, data.total, data.covariates, data.indices
-    )
+    new = data.without_labels()
+    new.values = pairs
+    return new

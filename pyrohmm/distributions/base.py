@@ -254,7 +254,9 @@ class ChainDistribution(TorchDistribution):
         whole = self.emission
         emission = whole.initial if isinstance(whole, Autoregressive) else whole
         shape = tuple(self.event_shape)
-        check_trailing("values", values, shape, "(T, *E)", _cure(values, emission.event_shape))
+        check_trailing(
+            "values", values, shape, "(T, *E)", _cure(values, shape, emission.event_shape)
+        )
         symbols = is_categorical(emission)
         if not (symbols or values.dtype.is_floating_point):
             values = values.to(self.log_initial.dtype)
@@ -289,11 +291,16 @@ class ChainDistribution(TorchDistribution):
                 refuse_dead_ends(reached, lost & possible)
 
 
-def _cure(values: Tensor, event: torch.Size) -> str:
-    """What to do if observations have another number of components than the emission."""
-    size = values.size(-1) if values.dim() else 0
-    if values.dim() < 2 or size == (event[-1] if event else 0):
+def _cure(values: Tensor, wanted: tuple[int, ...], event: torch.Size) -> str:
+    """What to do if observations have other steps, or other components, than the HMM."""
+    if values.dim() < 2:
         return ""
+    size, steps = values.size(-1), values.size(-2)
+    if tuple(event) == values.shape[values.dim() - len(event) :] and steps != wanted[0]:
+        return (
+            f"They have {values.size(-1 - len(event))} steps, where lengths are of up to "
+            f"{wanted[0]}: give values and lengths of the same data."
+        )
     drop = "" if event or size > 1 else "Drop the last dimension with squeeze(-1), or b"
     return f"{drop or 'B'}uild the emission for vectors of {size}, such as normal({size})."
 

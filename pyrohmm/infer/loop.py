@@ -19,11 +19,12 @@ from torch import Tensor
 from tqdm import tqdm
 
 from .._threads import threads_for
-from ..data.parts import Parts
+from ..data.parts import Parts, parts_of
 from ..data.sequences import Sequences
 from ..io.checkpoints import Checkpoint
 from ..nn.base import HMMModule, in_mode
 from .models import scale_priors
+from .plates import marks_of
 from .process_group import ProcessGroup
 from .results import WINDOW, Fit, uses_labels
 from .training import Settings, State
@@ -73,6 +74,7 @@ def train(
         notes=uses_labels(data) if isinstance(module, HMMModule) else [],
         method=method, validation=[] if state.held_out is None else state.held_out.history,
         supports=state.objective.supports, values=values, plates=state.objective.plates,
+        fitted=torch.cat([*map(marks_of, parts_of(data))]) if state.objective.plates else None,
     )  # fmt: skip
 
 

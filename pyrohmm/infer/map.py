@@ -168,7 +168,7 @@ def _best(fit: Fit, model: Callable[..., Any]) -> Fit:
         model=model,
         guide=Point({name: value[best] for name, value in values.items()}),
         losses=losses[best],
-        restarts=Restarts(model, losses, final, values, best, plated, fit.plates),
+        restarts=Restarts(model, losses, final, values, best, plated, fit.plates, fit.fitted),
         values={name: value[best] for name, value in values.items()},
         notes=fit.notes + notes,
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import math
+import zlib
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -126,6 +127,51 @@ def _of_sequences(name: str, value: Tensor, data: Sequences, plate: SequencePlat
     if torch.equal(data.indices, torch.arange(count)):
         return value
     return value.index_select(plate.value_dim, data.indices.to(value.device))
+
+
+def marks_of(data: Sequences) -> Tensor:
+    """A number ``(N,)`` for each sequence, by which the values of the same one are recognised."""
+    observed = data.observed.cpu()
+    values = data.values.detach().cpu().double().flatten(2 if data.values.dim() > 2 else 1)
+    values = values.masked_fill(~(observed if values.dim() < 3 else observed.unsqueeze(-1)), 0.0)
+    rows = zip(values, observed, data.lengths.tolist())
+    return torch.tensor(
+        [
+            zlib.crc32(
+                steps[:length].numpy().tobytes(), zlib.crc32(seen[:length].numpy().tobytes())
+            )
+            for steps, seen, length in rows
+        ]
+    )
+
+
+def check_fitted(data: Sequences, fitted: Tensor | None) -> None:
+    """Raise unless ``data`` are sequences that were fitted, by their ``indices`` and values.
+
+    Sequences of which ``indices`` were given may have other steps. (Sets of another size are
+    refused where the values of their variables are taken.)
+
+    Args:
+        data: The sequences.
+        fitted: Marks of those that were fitted, if each has variables of its own.
+    """
+    if fitted is None or data.numbered:
+        return
+    if data.total == len(fitted) and int(data.indices.max()) < len(fitted):
+        expected = fitted[data.indices]
+    elif len(data) == len(fitted):
+        expected = fitted
+    else:
+        return
+    other = (marks_of(data) != expected).nonzero().flatten().tolist()
+    if other:
+        raise ValueError(
+            f"data must be the sequences that were fitted, each of which has variables of its own; "
+            f"{len(other)} of {len(data)} are others, the first is sequence {other[0]}. For new "
+            "sequences ask for metrics.held_out_log_evidence(fit, data), or for samples with "
+            "PosteriorDraws.for_new(data). For other steps of the same ones say which they are: "
+            "Sequences(values, lengths, indices=...)."
+        )
 
 
 def hmm_at(

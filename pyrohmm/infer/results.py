@@ -24,7 +24,7 @@ from ..distributions.hmm import HMM
 from ..distributions.sparse_dirichlet import interior
 from ..nn.base import PYRO, in_mode
 from .guide_samples import quantiles_of, repeatable, samples_of
-from .plates import SequencePlate, hmm_at
+from .plates import SequencePlate, check_fitted, hmm_at
 from .validation import Validation
 
 WINDOW = 25  # steps whose mean loss is compared with that of the steps before
@@ -59,6 +59,7 @@ class Fit:
             EM; the median of the guide of SVI, or one sample if the guide has no median. Variables
             of which each sequence has one have shape ``(N, ...)``.
         plates: Of these variables, by name.
+        fitted: Marks by which the sequences are recognised, if there are such variables.
     """
 
     model: Callable[..., Any]
@@ -81,6 +82,7 @@ class Fit:
     unit: str = "observed step"
     values: dict[str, Tensor] = field(default_factory=dict, repr=False)
     plates: dict[str, SequencePlate] = field(default_factory=dict, repr=False)
+    fitted: Tensor | None = field(default=None, repr=False)
 
     def __repr__(self) -> str:
         last = f", {self.losses[-1].item():.2f} nats" if len(self.losses) else ""
@@ -172,21 +174,23 @@ class Fit:
     def hmm(self, data: Sequences) -> HMM:
         """The fitted HMM for ``data``, at ``values``; its tensors have no gradient.
 
-        If each sequence has variables of its own, ``data`` are the sequences that were fitted, in
-        the same order (such as other steps of the same subjects), or a part of them,
-        ``data.batch(numbers)``.
+        If each sequence has variables of its own, ``data`` are the sequences that were fitted, or a
+        part of them, ``data.batch(numbers)``. Other steps of the same subjects say whose they are:
+        ``Sequences(values, lengths, indices=numbers)``.
 
         Labels that ``data`` may have are not used: ``fit.hmm(data).viterbi(data.values)`` can be
         compared with them. ``fit.hmm(data).restrict(data.labels)`` keeps to them, as the fit did.
 
         Raises:
             TypeError: If the model does not return an HMM.
-            ValueError: If sequences have variables of their own, and these are not as many.
+            ValueError: If sequences have variables of their own, and these are others.
         """
         return self.hmms([data])[0]
 
     def hmms(self, parts: list[Sequences]) -> list[HMM]:
         """As :meth:`hmm` for each part of some data."""
+        for part in parts:
+            check_fitted(part, self.fitted)
         with self.at_rest():
             return [hmm_at(self.model, self.values, part, self.plates) for part in parts]
 
@@ -204,7 +208,8 @@ class Fit:
             data: The sequences; others than those of the fit give the parts of a held-out loss.
 
         Raises:
-            ValueError: If the model enumerates its states: no site of it has the likelihood alone.
+            ValueError: If the model enumerates its states: no site of it has the likelihood alone;
+                or if sequences have variables of their own, and these are others.
 
         Example:
             >>> data = Sequences.from_list([[0, 1] * 10, [1, 0] * 10])
@@ -216,6 +221,7 @@ class Fit:
             >>> abs(sum(parts.values()) - fit.losses[-1]) < 1e-3
             tensor(True)
         """
+        check_fitted(data, self.fitted)
         with torch.no_grad(), self.at_rest():
             guide = poutine.trace(self.guide).get_trace(data)
             model = poutine.trace(poutine.replay(self.model, trace=guide)).get_trace(data)
@@ -285,6 +291,7 @@ class Restarts:
         best: The restart of least final loss.
         plated: Those that are inside a plate of the model.
         plates: Those of which each sequence has one.
+        fitted: See :class:`Fit`.
     """
 
     model: Callable[..., Any]
@@ -294,9 +301,11 @@ class Restarts:
     best: int
     plated: frozenset[str] = frozenset()
     plates: dict[str, SequencePlate] = field(default_factory=dict, repr=False)
+    fitted: Tensor | None = field(default=None, repr=False)
 
     def hmm(self, data: Sequences) -> HMM:
         """The fitted HMMs of all restarts, as one HMM of batch shape ``(R, N)``."""
+        check_fitted(data, self.fitted)
         wide = {
             name: value if name in self.plated else value.unsqueeze(1)
             for name, value in self.values.items()

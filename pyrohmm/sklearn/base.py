@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,9 +26,13 @@ class SequenceEstimator(DensityMixin, BaseEstimator):
     a list of arrays ``(T_n, n_features)``, one for each sequence, which scikit-learn's tools of
     selection divide by sequences.
 
-    The second argument of ``fit`` and ``score`` may be ``lengths``. One of as many numbers as ``X``
-    has rows, which are not all one, cannot be: it is a target, as scikit-learn hands it to every
-    estimator, and is not read.
+    The second argument of ``fit`` and ``score`` is the target for scikit-learn, and ``lengths`` for
+    hmmlearn. One with an entry for each row of ``X`` is a target, which is not read; any other is
+    ``lengths``. As the keyword ``lengths=`` they are what they say.
+
+    Warns:
+        UserWarning: If the second argument is a one for each row, of which hmmlearn would make
+            sequences of one step.
     """
 
     n_components: int
@@ -55,10 +60,10 @@ class SequenceEstimator(DensityMixin, BaseEstimator):
 
         Args:
             X: ``(n_samples, n_features)``, or a list of such arrays.
-            y: Lengths, if given here, as hmmlearn takes them; a target is not read.
+            y: A target, with an entry for each row, is not read; any other is ``lengths``.
             lengths: ``(n_sequences,)`` integers; one sequence by default.
         """
-        hmm, data = self._ask(X, y if lengths is None else lengths)
+        hmm, data = self._ask(X, lengths, y)
         return float(hmm.log_prob(data.values).sum())
 
     def score_samples(self, X: Any, lengths: Any = None) -> tuple[float, np.ndarray]:
@@ -179,18 +184,29 @@ class SequenceEstimator(DensityMixin, BaseEstimator):
 
     # From tables to sequences
 
-    def _ask(self, X: Any, lengths: Any) -> tuple[HMM, Sequences]:
+    def _ask(self, X: Any, lengths: Any, y: Any = None) -> tuple[HMM, Sequences]:
         check_is_fitted(self)
-        data = self._sequences(*self._table(X, lengths, reset=False))
+        data = self._sequences(*self._table(X, lengths, reset=False, y=y))
         return self._hmm(data.lengths), data
 
-    def _table(self, X: Any, lengths: Any, reset: bool) -> tuple[np.ndarray, list[int]]:
+    def _table(
+        self, X: Any, lengths: Any, reset: bool, y: Any = None
+    ) -> tuple[np.ndarray, list[int]]:
         """One table of all rows, and the lengths of its sequences."""
+        parts = None
         if isinstance(X, list | tuple) and X and np.ndim(X[0]) == 2:
-            lengths = [len(part) for part in X]
+            parts = [len(part) for part in X]
             X = np.concatenate(X)
         table = validate_data(self, X, reset=reset, dtype=[np.float64, np.float32, np.int64])
-        if not _is_lengths(lengths, len(table)):
+        if parts is not None:
+            if lengths is not None and list(lengths) != parts:
+                raise ValueError(
+                    f"lengths must be left out where X is a list of sequences, whose lengths are "
+                    f"{parts}; got {list(lengths)}."
+                )
+            return table, parts
+        lengths = _lengths_in(y, len(table)) if lengths is None else lengths
+        if lengths is None:
             return table, [len(table)]
         found = np.atleast_1d(np.asarray(lengths))
         if found.dtype.kind not in "iu" or (found < 1).any() or found.sum() != len(table):
@@ -208,8 +224,14 @@ class SequenceEstimator(DensityMixin, BaseEstimator):
         return int(check_random_state(chosen).randint(2**31 - 1))
 
 
-def _is_lengths(lengths: Any, num_rows: int) -> bool:
-    """Whether a second argument is lengths; else it is nothing, or a target."""
-    if lengths is None:
-        return False
-    return len(np.atleast_1d(lengths)) != num_rows or bool(np.all(np.asarray(lengths) == 1))
+def _lengths_in(second: Any, num_rows: int) -> Any:
+    """The lengths that a second argument is; None if it is nothing, or a target."""
+    if second is None or len(np.atleast_1d(second)) != num_rows:
+        return second
+    if num_rows > 1 and bool(np.all(np.asarray(second) == 1)):
+        warnings.warn(
+            f"y is a one for each of the {num_rows} rows of X, and taken as a target, which is not "
+            "read: the rows are one sequence. For sequences of one step call with lengths=y.",
+            stacklevel=4,
+        )
+    return None

@@ -80,7 +80,8 @@ class HMMEstimator(SequenceEstimator):
 
         Args:
             X: ``(n_samples, n_features)``, or a list of such arrays, one for each sequence.
-            y: Lengths, if given here, as hmmlearn takes them; a target is not read.
+            y: A target, with an entry for each row, is not read; any other is ``lengths``, as
+                hmmlearn takes them here.
             lengths: ``(n_sequences,)`` integers; one sequence by default.
 
         Returns:
@@ -89,9 +90,12 @@ class HMMEstimator(SequenceEstimator):
         Raises:
             TypeError: If ``module`` does not return a module.
             ValueError: If ``lengths`` is out of range, or the data cannot be emitted.
+
+        Warns:
+            ConvergenceWarning: If the fit has remarks: see ``fit_.notes``.
         """
         check_size("n_components", self.n_components)
-        table, sizes = self._table(X, y if lengths is None else lengths, reset=True)
+        table, sizes = self._table(X, lengths, reset=True, y=y)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self._seed())
             module = self.module(self.n_components)
@@ -112,8 +116,9 @@ class HMMEstimator(SequenceEstimator):
                 )
         history = (-self.fit_.losses).tolist()
         self.monitor_ = ConvergenceMonitor(
-            self.tol or 0.0, self.n_iter, history[:-1], self.fit_.converged
+            self.tol or 0.0, self.n_iter, history[:-1], self.fit_.converged, self.fit_.notes
         )
+        self.monitor_.warn()
         return self
 
     @property

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
+import torch
 from pyro.distributions import (
     Categorical,
     MixtureSameFamily,
@@ -16,20 +18,29 @@ from sklearn.cluster import KMeans
 from sklearn.utils import check_random_state
 from torch import Tensor
 
-from .._checks import check_size
+from .._checks import check_number, check_size
+from ..distributions.inverse_wishart import InverseWishart
+from ..distributions.units import InverseGamma
+from ..nn.normals import CovarianceEmission
 from .tabular import TabularEstimator, to_array, to_tensor
 
 COVARIANCE_TYPES = ("spherical", "diag", "full", "tied")
+FEWEST = 1e-8  # rows of a state that has none, whose variance is finite then
 
 
 class GaussianHMM(TabularEstimator):
-    """HMM of normal vectors, fitted by maximum likelihood.
+    """HMM of normal vectors, fitted by EM under hmmlearn's weak prior of the covariances.
 
     Args:
         n_components: K, the number of states.
         covariance_type: ``"spherical"``, one variance for each state; ``"diag"``, one for each
             state and component; ``"full"``, a matrix for each state; ``"tied"``, one for all.
         min_covar: What is added to the variances at the start of a fit.
+        covars_prior: What is added to the sums of squares of each state, a number: with it the
+            variance of a state whose rows are alike is not zero. It is the scale of an inverse
+            gamma or inverse Wishart prior; zero for maximum likelihood.
+        covars_weight: The weight of that prior: the sums of squares are divided by what it exceeds
+            one by, or D of ``"full"`` and ``"tied"``, besides the number of rows.
         startprob_prior: Dirichlet concentration of the first state; a number or ``(K,)``.
         transmat_prior: Dirichlet concentrations of the transitions; a number or ``(K, K)``.
         algorithm: How ``predict`` decodes: ``"viterbi"`` or ``"map"``.
@@ -70,6 +81,8 @@ class GaussianHMM(TabularEstimator):
         min_covar: float = 1e-3,
         startprob_prior: Any = 1.0,
         transmat_prior: Any = 1.0,
+        covars_prior: float = 1e-2,
+        covars_weight: float = 1.0,
         algorithm: str = "viterbi",
         random_state: Any = None,
         n_iter: int = 10,
@@ -83,6 +96,8 @@ class GaussianHMM(TabularEstimator):
         self.min_covar = min_covar
         self.startprob_prior = startprob_prior
         self.transmat_prior = transmat_prior
+        self.covars_prior = covars_prior
+        self.covars_weight = covars_weight
         self.algorithm = algorithm
         self.random_state = random_state
         self.n_iter = n_iter
@@ -122,6 +137,12 @@ class GaussianHMM(TabularEstimator):
             return MultivariateNormal(means, covars)
         return _independent(means, covars, self.covariance_type)
 
+    def _emission_module(self) -> Any:
+        module = super()._emission_module()
+        if self.covars_prior > 0:
+            _set_covars_prior(module, self.covars_prior, self.covars_weight)
+        return module
+
     def _take_emission(self, emission: Any) -> None:
         self.means_ = to_array(emission.mean)
         if self.covariance_type in ("spherical", "diag"):
@@ -141,6 +162,12 @@ class GaussianHMM(TabularEstimator):
     def _check_options(self) -> None:
         super()._check_options()
         _check_covariance_type(self.covariance_type, COVARIANCE_TYPES)
+        for name in ("covars_prior", "covars_weight"):
+            check_number(name, getattr(self, name))
+            if not 0 <= getattr(self, name) < np.inf:
+                raise ValueError(
+                    f"{name} must be at least 0 and finite; got {getattr(self, name)}."
+                )
 
     def _values(self, table: np.ndarray) -> Tensor:
         return to_tensor(table)
@@ -271,6 +298,59 @@ class GMMHMM(TabularEstimator):
 
 
 # What they share ---------------------------------------------------------------------------------
+
+
+class _Powered(TorchDistribution):
+    """A density times a power of the variance, or of the determinant of the covariance.
+
+    It need not have an integral: nothing but its mode is asked for.
+    """
+
+    arg_constraints: ClassVar[dict[str, Any]] = {}
+
+    def __init__(self, base: Any, power: float) -> None:
+        self.base, self.power = base, power
+        super().__init__(base.batch_shape, base.event_shape, validate_args=False)
+
+    @property
+    def support(self) -> Any:
+        return self.base.support
+
+    def sample(self, sample_shape: Any = ()) -> Tensor:
+        return self.base.sample(sample_shape)
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        size = value.logdet() if self.event_shape else value.log()
+        return self.base.log_prob(value) + self.power * size
+
+
+def _set_covars_prior(module: Any, scale: float, weight: float) -> None:
+    """Give the variances, or covariances, of an emission hmmlearn's prior.
+
+    Its mode is that of (sums of squares + scale) / (number of rows + what the weight exceeds).
+    """
+    if isinstance(module, CovarianceEmission):
+        excess = max(weight - module.dim, FEWEST)
+        module.scale = scale * torch.eye(module.dim, dtype=torch.float64)
+        module.degrees = excess - module.dim - 1
+        module.set_priors(covariance=partial(_covariance_prior, excess=excess))
+    else:
+        count = module.dim if module.spherical else 1
+        excess = count * max(weight - 1, FEWEST)
+        module.rate = torch.full_like(module.rate, count * scale / 2, dtype=torch.float64)
+        module.shape = torch.full_like(module.rate, excess / 2 - 1)
+        module.set_priors(variance=partial(_variance_prior, excess=excess))
+
+
+def _covariance_prior(module: Any, excess: float) -> TorchDistribution:
+    states = () if module.tied else module.prior_loc.shape[:1]
+    proper = InverseWishart(float(module.dim), module.scale.expand(*states, -1, -1))
+    return _Powered(proper, (2 * module.dim + 1 - excess) / 2).to_event(len(states))
+
+
+def _variance_prior(module: Any, excess: float) -> TorchDistribution:
+    proper = InverseGamma(torch.ones_like(module.rate), module.rate)
+    return _Powered(proper, 2 - excess / 2).to_event(module.rate.dim())
 
 
 def _independent(means: Tensor, covars: Tensor, kind: str) -> TorchDistribution:

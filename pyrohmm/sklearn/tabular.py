@@ -73,7 +73,8 @@ class TabularEstimator(SequenceEstimator):
 
         Args:
             X: ``(n_samples, n_features)``, or a list of such arrays, one for each sequence.
-            y: Lengths, if given here, as hmmlearn takes them; a target is not read.
+            y: A target, with an entry for each row, is not read; any other is ``lengths``, as
+                hmmlearn takes them here.
             lengths: ``(n_sequences,)`` integers; one sequence by default.
 
         Returns:
@@ -81,15 +82,19 @@ class TabularEstimator(SequenceEstimator):
 
         Raises:
             ValueError: If an option or ``lengths`` is out of range, or the data cannot be emitted.
+
+        Warns:
+            ConvergenceWarning: If the fit has degenerated: see ``monitor_.notes``.
         """
         self._check_options()
-        table, sizes = self._table(X, y if lengths is None else lengths, reset=True)
+        table, sizes = self._table(X, lengths, reset=True, y=y)
         self._initialise(table)
         data = self._sequences(table, sizes)
         self.monitor_ = ConvergenceMonitor(self.tol, self.n_iter)
         if set(self.params) & set(self._attributes()):
             while not self.monitor_.converged:
                 self._climb(data)
+        self.monitor_.warn()
         return self
 
     def _climb(self, data: Sequences) -> None:
@@ -108,13 +113,14 @@ class TabularEstimator(SequenceEstimator):
         monitor.history += history[:-1]
         self._take(fit.hmm(data))
         monitor.converged = gain < self.tol or monitor.iter >= self.n_iter
+        monitor.notes = fit.notes
 
     def _log_evidence(self, data: Sequences) -> float:
         return float(self._hmm(data.lengths).log_prob(data.values).sum())
 
     def _module(self) -> tuple[TabularHMM, dict[str, Tensor] | None]:
         """The arrays as a module whose parameters are points, or start with pseudo-counts."""
-        emission = self._emission_module()
+        emission, points = self._emission_module(), from_distribution(self._emission())
         concentrations = to_tensor(self.startprob_prior), to_tensor(self.transmat_prior)
         module = TabularHMM(self.n_components, lambda _: emission, *concentrations).double()
         values = {"initial": to_tensor(self.startprob_), "transition": to_tensor(self.transmat_)}
@@ -127,9 +133,9 @@ class TabularEstimator(SequenceEstimator):
                 setattr(module, name, PyroParam(value, constraints.simplex))
             else:
                 start[name] = value
-        for letter, (attribute, *names) in self.letters.items():
+        for letter, (_, *names) in self.letters.items():
             (name,) = (name for name in names if emission.is_free(name))
-            known = to_tensor(getattr(self, attribute)) if emission.has_prior(name) else None
+            known = getattr(points, name).detach() if emission.has_prior(name) else None
             if letter not in self.params:
                 freeze(emission, name, known)
             elif known is not None:
@@ -156,6 +162,14 @@ class TabularEstimator(SequenceEstimator):
         check_size("n_components", self.n_components)
         check_size("n_iter", self.n_iter)
         check_number("tol", self.tol)
+        known = "".join(self._attributes())
+        for option in ("params", "init_params"):
+            chosen = getattr(self, option)
+            if not isinstance(chosen, str) or set(chosen) - set(known):
+                raise ValueError(
+                    f"{option} must be some of the letters {known!r}, or an empty string; got "
+                    f"{chosen!r}."
+                )
 
     # Queries
 

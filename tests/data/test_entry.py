@@ -8,7 +8,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from pyrohmm import HMM, MarginalModel, Sequences, TabularHMM, categorical, fit_em, normal
-from pyrohmm.data import Vocabulary
+from pyrohmm.data import StoredSequences, Vocabulary
 
 X = np.arange(12.0).reshape(6, 2)
 LENGTHS = [1, 3, 2]
@@ -95,6 +95,49 @@ def test_missing_steps_go_and_come_as_nan():
     ]
     with pytest.raises(ValueError, match="integers have no NaN"):
         marked.to_concatenated()
+
+
+UNKNOWN = {
+    "None": [0, None, 1, 1, None, 0],
+    "NaN": [0.0, np.nan, 1.0, 1.0, np.nan, 0.0],
+    "Int64": ("Int64", [0, None, 1, 1, None, 0]),
+    "Float64": ("Float64", [0, None, 1, 1, None, 0]),
+    "category": ("category", [0, None, 1, 1, None, 0]),
+}
+
+
+@pytest.mark.parametrize("kind", UNKNOWN)
+def test_labels_that_are_missing_in_a_table_are_not_known(kind):
+    pandas = pytest.importorskip("pandas")
+    column = UNKNOWN[kind]
+    if isinstance(column, tuple):
+        column = pandas.Series(column[1], dtype=column[0])
+    frame = pandas.DataFrame({"who": [*"aaabbb"], "x": np.arange(6.0), "state": column})
+    data = Sequences.from_dataframe(frame, by="who", columns="x", labels="state")
+    assert data.labels.tolist() == [[0, -1, 1], [1, -1, 0]]
+    assert data.num_labelled == 4
+    if kind != "category":
+        parts = Sequences.from_concatenated(np.arange(6), [3, 3], labels=column)
+        assert torch.equal(parts.labels, data.labels)
+
+
+@pytest.mark.parametrize("dtype", ["object", "string", "category", "str"])
+def test_labels_that_are_names_are_encoded(dtype):
+    pandas = pytest.importorskip("pandas")
+    names = pandas.Series(["up", None, "down", "up"], dtype=dtype)
+    frame = pandas.DataFrame({"x": np.arange(4.0), "state": names})
+    tags = Vocabulary(["down", "up"])
+    data = Sequences.from_dataframe(frame, columns="x", labels="state", tags=tags)
+    assert data.labels.tolist() == [[1, -1, 0, 1]]
+    with pytest.raises(TypeError, match="labels 'state' must be numbers; got text"):
+        Sequences.from_dataframe(frame, columns="x", labels="state")
+
+
+def test_labels_of_a_list_may_be_none():
+    data = Sequences.from_list([[1.0, 2.0], [3.0]], labels=[[None, 1], [np.nan]])
+    assert data.labels.tolist() == [[-1, 1], [-1, -1]]
+    with pytest.raises(TypeError, match="labels must hold integers"):
+        Sequences.from_list([[1.0, 2.0]], labels=[[0.5, None]])
 
 
 def test_labels_and_covariates_are_cut_as_the_values():
@@ -331,3 +374,48 @@ def test_two_columns_for_a_normal_of_one_name_the_family():
     data = Sequences.from_concatenated(np.random.default_rng(0).normal(size=(20, 2)))
     with pytest.raises(ValueError, match=r"normal\(2\)"):
         fit_em(TabularHMM(2, normal()), data)
+
+
+# Memory
+
+
+def test_what_is_done_to_the_arrays_later_does_not_change_the_data():
+    values, lengths = torch.randn(2, 3), torch.tensor([3, 2])
+    observed, labels = torch.ones(2, 3, dtype=torch.bool), torch.zeros(2, 3, dtype=torch.long)
+    covariates, indices = torch.randn(2, 3, 1), torch.tensor([4, 1])
+    given = [values, lengths, observed, labels, covariates, indices]
+    ways = {
+        "tensors": lambda: Sequences(values, lengths, observed, labels, 9, covariates, indices),
+        "rows": lambda: Sequences.from_concatenated(
+            values.view(-1), lengths * 0 + 3, labels=labels.view(-1),
+            covariates=covariates.view(-1, 1), observed=observed.view(-1)),
+        "arrays": lambda: Sequences.from_concatenated(values.view(-1).numpy(), [3, 3]),
+        "one sequence": lambda: Sequences.from_concatenated(values.numpy()),
+        "list": lambda: Sequences.from_list([values[0]], labels=[labels[0]]),
+        "table": lambda: Sequences.from_dataframe({"x": values[0].numpy()}, columns="x"),
+    }  # fmt: skip
+    names = ("values", "lengths", "observed", "labels", "covariates", "indices")
+    for way, make in ways.items():
+        before = [part.clone() for part in given]
+        data = make()
+        kept = {n: getattr(data, n).clone() for n in names if getattr(data, n) is not None}
+        for part in given:
+            part.zero_()
+        for name, part in kept.items():
+            assert torch.equal(getattr(data, name), part), (way, name)
+        assert data.num_observed == int(data.observed.sum())
+        for part, old in zip(given, before):
+            part.copy_(old)
+
+
+def test_mapped_values_are_not_copied(tmp_path):
+    """Neither as one array, nor as the parts of stored sequences, nor where one asks for it."""
+    np.save(tmp_path / "x.npy", np.arange(12, dtype=np.float32))
+    mapped = np.load(tmp_path / "x.npy", mmap_mode="r")
+    start = mapped.ctypes.data
+    assert Sequences.from_concatenated(mapped, [6, 6]).values.data_ptr() == start
+    parts = list(StoredSequences(mapped, [4, 4, 4], max_steps=4))
+    assert [part.values.data_ptr() - start for part in parts] == [0, 16, 32]
+    values = torch.arange(6.0).view(2, 3)
+    shared = Sequences(values, torch.tensor([3, 3]), copy=False)
+    assert shared.values.data_ptr() == values.data_ptr()

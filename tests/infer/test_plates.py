@@ -309,6 +309,70 @@ def test_other_sequences_are_refused_by_the_name_of_the_site():
         PosteriorDraws.of({"rate": torch.ones(1, 2, 3, 2)}, grouped).for_new(DATA)
 
 
+@pytest.mark.parametrize("options", [{}, {"restarts": 2}, {"batch_size": 5}], ids=str)
+def test_new_sequences_never_take_the_variables_of_fitted_ones(options):
+    """Not even as many of them, or of the same lengths."""
+    fit = fit_map(hierarchical(), DATA, num_steps=2, **options, **QUIET)
+    new, shuffled = counts(1), DATA.batch(torch.arange(N).flip(0))[:]
+    longer = Sequences(torch.cat([DATA.values, DATA.values], 1), LENGTHS + 1)
+    draws = PosteriorDraws.of(fit)
+    asks = [fit.hmm, fit.parts, draws.hmm, lambda data: metrics.log_evidence(fit, data)]
+    asks += [fit.restarts.hmm] if fit.restarts else []
+    for data in (new, new.batch(torch.tensor([4, 2])), shuffled, longer):
+        for ask in asks:
+            with pytest.raises(ValueError, match=r"others.*held_out_log_evidence.*indices="):
+                ask(data)
+    mixed = Sequences(torch.cat([DATA.values[:9], new.values[9:]]), LENGTHS)
+    with pytest.raises(ValueError, match="of 12 are others, the first is sequence 9"):
+        fit.hmm(mixed)
+
+
+def test_samples_of_a_fit_are_of_its_sequences():
+    pyro.set_rng_seed(0)
+    fit = fit_svi(hierarchical(), AutoNormal(hierarchical()), DATA, num_steps=2, **QUIET)
+    with pytest.raises(ValueError, match="12 of 12 are others"):
+        to_arviz(fit, counts(1), num_draws=3)
+    assert to_arviz(fit, DATA, num_draws=3).log_likelihood["x"].shape == (1, 3, N)
+
+
+def test_fitted_sequences_are_recognised_and_others_by_their_numbers():
+    labels = torch.full((N, 9), -1)
+    train = Sequences(DATA.values, LENGTHS, DATA.observed, labels, covariates=COVARIATES)
+    fit = fit_map(hierarchical(), train, num_steps=2, **QUIET)
+    whole = fit.hmm(train).log_transition
+    rows = [x[:n] for x, n in zip(DATA.values.numpy(), LENGTHS)]
+    copies = [Sequences(DATA.values.clone().float(), LENGTHS), train.without_labels(),
+              Sequences.from_list(rows)]  # fmt: skip
+    for copy in copies:
+        assert torch.equal(fit.hmm(copy).log_transition, whole)
+        part = copy.batch(torch.tensor([7, 3]))
+        assert torch.equal(fit.hmm(part).log_transition, whole[[7, 3]])
+    later = Sequences(counts(1).values, LENGTHS, indices=torch.arange(N).flip(0))
+    assert torch.equal(fit.hmm(later).log_transition, whole.flip(0))
+    assert torch.equal(fit.hmm(later.without_labels()).log_transition, whole.flip(0))
+    with pytest.raises(ValueError, match="indices="):
+        fit.hmm(later[:])
+
+
+def test_draws_for_new_sequences_are_of_these():
+    fit = fit_map(hierarchical(), DATA, num_steps=2, **QUIET)
+    draws, new = PosteriorDraws.of(fit).for_new(counts(1)), counts(1)
+    assert draws.hmm(new).batch_shape == (1, 1, N)
+    with pytest.raises(ValueError, match="others"):
+        draws.hmm(DATA)
+
+
+def test_missing_steps_do_not_matter_to_what_is_recognised():
+    observed = DATA.observed.clone()
+    observed[0, 3] = False
+    fit = fit_map(hierarchical(), Sequences(DATA.values, LENGTHS, observed), num_steps=2, **QUIET)
+    values = DATA.values.clone()
+    values[0, 3] = torch.nan
+    assert fit.hmm(Sequences(values, LENGTHS, observed)).batch_shape == (N,)
+    with pytest.raises(ValueError, match="1 of 12 are others"):
+        fit.hmm(DATA)
+
+
 def test_minibatches_need_a_plate_that_follows_them():
     model = hierarchical(follows=False)
     for fit in (fit_map, lambda model, *rest, **options: fit_svi(
@@ -361,3 +425,62 @@ def test_tensors_of_a_detached_hmm_have_no_gradient():
     tied = HMM(HALF, torch.zeros(2, 2).log_softmax(-1), Categorical(logits=torch.zeros(2, 2)),
                torch.tensor(3))  # fmt: skip
     assert detached(tied) is tied
+
+
+# Sizes that disagree, as a user meets them
+
+
+def of_faces(face, data):
+    return HMM(HALF, HALF.expand(2, 2), Categorical(face), data.lengths)
+
+
+def too_small(data):
+    face = pyro.sample("face", FACE)
+    with pyro.plate("s", 5):
+        pyro.sample("x", of_faces(face, data), obs=data.values)
+
+
+def too_small_around_all(data):
+    with pyro.plate("s", 5):
+        pyro.sample("x", of_faces(pyro.sample("face", FACE), data), obs=data.values)
+
+
+def without_plate(data):
+    pyro.sample("x", of_faces(pyro.sample("face", FACE), data), obs=data.values)
+
+
+def other_sequences(data):
+    face = pyro.sample("face", FACE)
+    with pyro.plate("s", 7):
+        pyro.sample("x", of_faces(face, data), obs=data.values[:5])
+
+
+def other_steps(data):
+    face = pyro.sample("face", FACE)
+    with pyro.plate("s", 7):
+        pyro.sample("x", of_faces(face, data), obs=data.values[:, :3])
+
+
+FACE = Dirichlet(torch.ones(2, 3)).to_event(1)
+SEVEN = Sequences(torch.zeros(7, 4).long(), torch.full((7,), 4))
+DISAGREE = {
+    too_small: r"plate\('s'\) at site x dim -1, 5 vs 7",
+    too_small_around_all: r"emission \(5,\), lengths \(7,\), inside plate 's' of size 5 at dim -1",
+    without_plate: r"(?s)at site \"x\".*actual \[7\].*pyro.plate",
+    other_sequences: r"(?s)at site 'x'.*got values \(5,\), HMM \(7,\)",
+    other_steps: r"(?s)at site 'x'.*They have 3 steps, where lengths are of up to 4",
+}
+WAYS = {
+    "map": lambda model: fit_map(model, SEVEN, num_steps=1, **QUIET),
+    "svi": lambda model: fit_svi(model, AutoNormal(model), SEVEN, num_steps=1, **QUIET),
+    "nuts": lambda model: MCMC(NUTS(model), 1, 1, disable_progbar=True).run(SEVEN),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("model", DISAGREE, ids=lambda model: model.__name__)
+def test_sizes_that_disagree_are_named_with_site_and_plate(model, way):
+    if (model, way) == (without_plate, "nuts"):
+        pytest.skip("Pyro's samplers sum over what has no plate")
+    with pytest.raises(ValueError, match=DISAGREE[model]):
+        WAYS[way](model)

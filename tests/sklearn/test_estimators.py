@@ -7,7 +7,9 @@ import numpy as np
 import pytest
 import torch
 from hmmlearn import hmm as hmmlearn
+from pyro.distributions import Normal
 from sklearn.base import clone
+from sklearn.exceptions import ConvergenceWarning
 from sklearn.model_selection import GridSearchCV, KFold, cross_val_score
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
@@ -22,6 +24,7 @@ from pyrohmm import (
     normal,
     poisson,
 )
+from pyrohmm.nn.emissions import from_distribution
 from pyrohmm.sklearn import GMMHMM, CategoricalHMM, GaussianHMM, HMMEstimator, PoissonHMM
 
 LENGTHS = [50, 1, 29]
@@ -50,9 +53,8 @@ def covariances(kind, lead=(3,)):
 
 
 def gaussians(kind, **options):
-    pair = chain(
-        GaussianHMM(3, kind, **options), hmmlearn.GaussianHMM(3, kind, covars_prior=0, **options)
-    )
+    options = {"covars_prior": 0.0, **options}
+    pair = chain(GaussianHMM(3, kind, **options), hmmlearn.GaussianHMM(3, kind, **options))
     for model in pair:
         model.means_ = np.array([[0.0, 0.0], [3.0, 2.0], [5.0, 7.0]])
         model.covars_ = covariances(kind)
@@ -142,6 +144,58 @@ def test_a_fit_from_the_same_start_ends_where_that_of_hmmlearn_does(name):
         np.testing.assert_allclose(getattr(ours, attribute), value, rtol=1e-6, atol=1e-9)
 
 
+@pytest.mark.parametrize("weight", [1.0, 4.5])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_prior_of_covariances_is_that_of_hmmlearn(kind, weight):
+    """To the off-diagonal of a matrix hmmlearn adds a number too, and a matrix as it is."""
+    ours, theirs, X = gaussians(kind, init_params="", n_iter=5, tol=-1.0, covars_weight=weight)
+    ours.set_params(covars_prior=3.0)
+    theirs.set_params(covars_prior=3.0 * np.eye(2) if kind in ("full", "tied") else 3.0)
+    ours.fit(X, LENGTHS)
+    theirs.fit(X, LENGTHS)
+    for attribute, value in arrays_of(theirs).items():
+        np.testing.assert_allclose(getattr(ours, attribute), value, rtol=1e-6, atol=1e-9)
+    assert (np.diff(ours.monitor_.history) > 0).all()  # with the density of the prior
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_constant_column_has_a_variance_unless_it_is_asked_not_to(kind):
+    X = np.c_[vectors(), np.ones(80)]
+    assert GaussianHMM(1).covars_prior == hmmlearn.GaussianHMM(1).covars_prior
+    model = GaussianHMM(2, kind, random_state=0, n_iter=20).fit(X)
+    assert np.linalg.eigvalsh(model.covars_).min() > 0.99e-2 / 80
+    assert np.isfinite(model.score(X))
+    assert model.monitor_.notes == []
+    if kind != "spherical":  # whose variance is that of the other columns
+        with pytest.warns(ConvergenceWarning, match="variance was held at its floor"):
+            GaussianHMM(2, kind, covars_prior=0.0, random_state=0).fit(X)
+
+
+@pytest.mark.filterwarnings("ignore::sklearn.exceptions.ConvergenceWarning")
+def test_a_state_without_rows_stays_finite():
+    for kind in KINDS:
+        model = GaussianHMM(3, kind, init_params="", n_iter=3, tol=-1.0)
+        model.startprob_, model.transmat_ = np.array([0.5, 0.5, 0.0]), np.eye(3)
+        model.means_, model.covars_ = np.zeros((3, 2)), covariances(kind)
+        model.fit(vectors())
+        assert np.isfinite(model.covars_).all()
+        assert np.isfinite(model.score(vectors()))
+
+
+def two_points(_):
+    return from_distribution(Normal(torch.tensor([0.1, 0.8]), torch.ones(2)))
+
+
+def test_remarks_of_a_fit_are_warnings():
+    X = np.r_[np.zeros((10, 1)), np.ones((10, 1))]
+    with pytest.warns(ConvergenceWarning, match="floor"):
+        model = GMMHMM(2, 1, min_covar=0.0, random_state=0, n_iter=30).fit(X)
+    assert "floor" in model.monitor_.notes[0]
+    module = partial(TabularHMM, emission=two_points)
+    with pytest.warns(ConvergenceWarning, match="floor"):
+        HMMEstimator(module, 2, random_state=0, n_iter=30).fit(X)
+
+
 @pytest.mark.parametrize("name", [name for name in PAIRS if "mixture" in name])
 def test_a_fit_of_mixtures_has_the_optimum_of_hmmlearn(name):
     """Its variances are about the means of the step before, so that it climbs more slowly."""
@@ -217,10 +271,43 @@ def test_pipelines_and_searches():
     assert pipeline.fit(X).score(X) == short().fit(scaled).score(scaled)
     lengths = {"gaussianhmm__lengths": LENGTHS}
     expected = short().fit(scaled, LENGTHS).predict(scaled)
+    assert pipeline.fit(X, np.ones(80), **lengths).score(X) == pipeline.fit(X, **lengths).score(X)
     np.testing.assert_array_equal(pipeline.fit(X, **lengths).predict(X), expected)
     search = GridSearchCV(short(), {"n_components": [1, 2], "covariance_type": KINDS[:2]}, cv=2)
     search.fit(X)
     assert search.best_score_ == search.cv_results_["mean_test_score"].max()
+
+
+ONES = np.ones(80, dtype=int)
+
+
+@pytest.mark.parametrize(
+    "estimator", [short(), HMMEstimator(partial(TabularHMM, emission=normal(2)), 2)]
+)
+def test_lengths_by_keyword_are_lengths(estimator):
+    """Also as many as there are rows."""
+    X = vectors()
+    model = clone(estimator).set_params(random_state=0, n_iter=3).fit(X, lengths=ONES)
+    apart = sum(model.score(row[None]) for row in X)
+    assert model.score(X, lengths=ONES) == pytest.approx(apart, rel=1e-6)
+    assert model.score_samples(X, ONES)[0] == pytest.approx(apart, rel=1e-6)
+    for ask in (model.fit, model.score, model.predict, model.bic):
+        with pytest.raises(ValueError, match="lengths must be positive integers"):
+            ask(X, lengths=np.arange(80))
+
+
+def test_a_target_is_not_read():
+    X = vectors()
+    model = short().fit(X)
+    for target in (np.arange(80), np.arange(80) / 7, [*"ab"] * 40, ONES[:, None] * 3):
+        np.testing.assert_array_equal(short().fit(X, target).means_, model.means_)
+        assert model.score(X, target) == model.score(X)
+    for ask in (short().fit, model.score):
+        with pytest.warns(UserWarning, match="lengths=y"):
+            ask(X, ONES)
+    with pytest.warns(UserWarning, match="lengths=y"):
+        assert model.score(X, ONES) == model.score(X)
+    assert model.score(X[:1], [1]) == model.score(X[:1])
 
 
 def test_folds_of_a_list_are_of_sequences():
@@ -231,6 +318,12 @@ def test_folds_of_a_list_are_of_sequences():
         short().fit(np.concatenate(parts[:2]), [20, 20]).score(np.concatenate(parts[2:]), [20, 20]),
     ]
     np.testing.assert_allclose(scores, expected, rtol=1e-12)
+    np.testing.assert_array_equal(
+        cross_val_score(short(), parts, [1, 1, 0, 0], cv=KFold(2)), scores
+    )
+    assert short().fit(parts, lengths=[20] * 4).score(parts) == short().fit(parts).score(parts)
+    with pytest.raises(ValueError, match="lengths must be left out"):
+        short().fit(parts, lengths=[40, 40])
 
 
 def test_scores_of_folds_are_the_same_in_two_processes():
@@ -281,6 +374,13 @@ def test_the_checks_of_scikit_learn(name):
         (lambda X: GMMHMM(2, covariance_type="full").fit(X), "covariance_type must be one of"),
         (lambda X: GaussianHMM(0).fit(X), "n_components"),
         (lambda X: GaussianHMM(2, n_iter=0).fit(X), "n_iter"),
+        (lambda X: GaussianHMM(2, covars_prior=-1.0).fit(X), "covars_prior must be at least 0"),
+        (
+            lambda X: GaussianHMM(2, params="stmx").fit(X),
+            "params must be some of the letters 'stmc'",
+        ),
+        (lambda X: GMMHMM(2, init_params="e").fit(X), "init_params must be some of .*'stmcw'"),
+        (lambda X: PoissonHMM(2, params=None).fit(X), "params must be some of the letters 'stl'"),
         (lambda X: CategoricalHMM(2).fit(np.zeros((4, 2), int)), "one column of symbols"),
         (lambda X: PoissonHMM(2).fit(X), "whole numbers"),
         (lambda X: short().fit(X).decode(X, algorithm="best"), "algorithm must be"),
