@@ -350,33 +350,37 @@ def forecast(
     """Draw a forecast as a fan: its median, and bands of central intervals, after the past.
 
     Args:
-        predicted: Of one sequence of numbers, ``(H,)``: such as ``hmm.forecast(values, 10)`` of an
-            HMM of one sequence.
-        values: The past, ``(T,)``; the forecast follows it.
+        predicted: Of one sequence of numbers, ``(H,)`` or ``(1, H)``: such as
+            ``hmm.forecast(values, 10)`` of an HMM of one sequence.
+        values: The past, ``(T,)``, ``(1, T)`` or ``(1, T, 1)``; the forecast follows it.
         levels: Probabilities of the bands.
         axes: Where to draw; new ones by default.
 
     Raises:
         ValueError: If there are several sequences, or observations are vectors.
     """
-    shape = tuple(predicted.batch_shape + predicted.event_shape)
-    if len(shape) != 1 or (values is not None and values.dim() != 1):
+    shape, ahead = tuple(predicted.shape()), predicted.states.size(-2)
+    past = () if values is None else tuple(values.shape)
+    if math.prod(shape) != ahead or (values is not None and math.prod(past) != max(past)):
         raise ValueError(
             "predicted must be of one sequence of numbers, (H,), and values its past, (T,); got "
-            f"shapes {shape} and {None if values is None else tuple(values.shape)}."
+            f"shapes {shape} and {None if values is None else past}. Give hmm.forecast of one "
+            "sequence, such as fit.hmm(data[:1])."
         )
     check_probs("levels", list(levels))
     axes = axes_or_new(axes)
-    start = 0 if values is None else len(values)
+    start = math.prod(past) if past else 0
     if values is not None:
-        axes.plot(range(start), values.detach().cpu().numpy(), color="0.3", label="observed")
-    steps = range(start, start + shape[0])
+        observed = values.detach().reshape(-1).cpu().numpy()
+        axes.plot(range(start), observed, color="0.3", label="observed")
+    steps = range(start, start + ahead)
     for level in sorted(levels, reverse=True):
-        low, high = (end.cpu().numpy() for end in predicted.interval(level))
+        low, high = (end.reshape(-1).cpu().numpy() for end in predicted.interval(level))
         axes.fill_between(
             steps, low, high, color="C0", alpha=0.25, linewidth=0.0, label=f"{level:.0%}"
         )
-    axes.plot(steps, predicted.quantiles([0.5])[0].cpu().numpy(), color="C0", label="median")
+    median = predicted.quantiles([0.5]).reshape(-1).cpu().numpy()
+    axes.plot(steps, median, color="C0", label="median")
     axes.set_xlabel("step")
     axes.set_ylabel("observation")
     axes.legend(loc="upper left")
