@@ -101,8 +101,8 @@ def _at_origin(distribution: Autoregressive) -> Any:
     if not isinstance(distribution, AutoregressiveNormal):
         raise ValueError(
             "hmm has emissions that depend on earlier observations "
-            f"({type(distribution).__name__}), and no picture of them alone. Draw what follows one context (L, *E): "
-            "plots.emission(hmm.replace(emission=hmm.emission.given(context)))."
+            f"({type(distribution).__name__}), and no picture of them alone. Draw what follows one "
+            "context (L, *E): plots.emission(hmm.replace(emission=hmm.emission.given(context)))."
         )
     base = distribution.base
     return base.expand(distribution.batch_shape)
