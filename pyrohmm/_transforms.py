@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,5 +34,6 @@ def evidence_and_gradient(
     evidence: Callable[..., Tensor], *logs: Tensor
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """``evidence(*logs)`` and the gradient of its sum, itself differentiable by transforms."""
-    value, pull = torch.func.vjp(evidence, *logs)
+    transformed: Any = torch.func.vjp(evidence, *logs)
+    value, pull = transformed
     return value, pull(torch.ones_like(value))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy
 import torch
@@ -129,7 +130,7 @@ class Forecast(TorchDistribution):
                 f"those of {type(self.emission).__name__} are; got {probs.tolist()}."
             )
         samples = self.sample((NUM_SAMPLES,)).cpu().double().numpy()
-        method = "inverted_cdf" if self.support.is_discrete else "linear"
+        method: Any = "inverted_cdf" if self.support.is_discrete else "linear"
         quantiles = numpy.quantile(samples, probs.tolist(), axis=0, method=method)
         return torch.as_tensor(quantiles).to(self.states)
 

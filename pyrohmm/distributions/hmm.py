@@ -197,6 +197,7 @@ class HMM(ChainDistribution):
 
     # Queries given values (*B, T, *E)
 
+    @checked()
     def log_prob(self, values: Tensor) -> Tensor:
         r"""Log evidence :math:`\log p(x_{1:T})`, ``(*B)``, in nats; states are summed out exactly.
 

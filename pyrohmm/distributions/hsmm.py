@@ -212,6 +212,7 @@ class HSMM(HMM):
 
     # Queries given values (*B, T, *E)
 
+    @checked()
     def log_prob(self, values: Tensor) -> Tensor:
         r"""Log evidence :math:`\log p(x_{1:T})`, ``(*B)``, in nats; summed out exactly.
 

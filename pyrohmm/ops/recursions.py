@@ -196,7 +196,12 @@ def expected_counts(
     log_likelihood = log_likelihood.expand(*batch, *log_likelihood.shape[-2:])
     logs = log_initial, log_transition, log_likelihood
     if transforming():
-        evidence, counts = evidence_and_gradient(lambda *x: log_evidence(*x, lengths), *logs)
+        evidence, counts = evidence_and_gradient(
+            lambda initial, transition, likelihood: log_evidence(
+                initial, transition, likelihood, lengths
+            ),
+            *logs,
+        )
         return ExpectedCounts(evidence, *counts)
     with torch.inference_mode(False), torch.enable_grad():
         initial, transition, likelihood = (

@@ -180,7 +180,10 @@ def expected_counts(
     logs = log_initial, log_transition, log_duration, log_likelihood
     if transforming():
         evidence, counts = evidence_and_gradient(
-            lambda *parts: log_evidence(*parts, lengths, censored_end), *logs
+            lambda initial, transition, duration, likelihood: log_evidence(
+                initial, transition, duration, likelihood, lengths, censored_end
+            ),
+            *logs,
         )
         starts, transitions, durations, states = counts
         return ExpectedCounts(evidence, starts, transitions.unsqueeze(-3), states, durations)

@@ -352,3 +352,45 @@ def test_half_precision_of_autocast_is_taken_up(symbolic):
     assert found.dtype == torch.float32
     assert torch.equal(found, evidence(table.float(), half.float()))
     assert (table if symbolic else half).grad.isfinite().all()
+
+
+def compiled(function, *arguments):
+    """What a compiled function gives, and into how many graphs it falls."""
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    try:
+        return torch.compile(function, backend=backend)(*arguments), len(graphs)
+    finally:
+        torch._dynamo.reset()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch itself, as it compiles
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # the same
+@pytest.mark.parametrize("kind", ["hmm", "symbols", "crf"])
+def test_torch_compile_breaks_once_and_keeps_the_checks(kind, monkeypatch):
+    monkeypatch.setattr(torch.distributions.Distribution, "_validate_args", True)
+    theta, values = logs(K, 2, seed=4).requires_grad_(), logs(N, T, 2, seed=3)
+    labels, nothing = (values[..., 0] > 0).long(), torch.full_like(values, torch.nan)
+
+    def loss(theta, values):
+        theta = theta * 2
+        if kind == "crf":
+            return -LinearChainCRF(values, theta, lengths=LENGTHS).log_prob(labels).sum() / 2
+        emission = normal(theta) if kind == "hmm" else symbols(theta)
+        return -HMM(*HALVES, emission, LENGTHS).log_prob(values).sum() / 2
+
+    data, wrong = (labels, labels + 5) if kind == "symbols" else (values, nothing)
+    found, graphs = compiled(loss, theta, data)
+    assert graphs <= 4  # before, between and after the distribution and its log_prob
+    torch.testing.assert_close(found, loss(theta, data))
+    gradients = [torch.autograd.grad(each, theta)[0] for each in (found, loss(theta, data))]
+    torch.testing.assert_close(*gradients)
+    if kind == "hmm":
+        return  # components that are NaN are missing
+    with pytest.raises(ValueError, match=r"values must lie|emission_scores holds nan"):
+        compiled(loss, theta, wrong)
