@@ -161,6 +161,7 @@ def _bars(probs: Tensor, symbols: list[str], labels: list[str], axes: Axes) -> A
     axes.set_yticks([size - 0.6 - k for k in range(size)], labels)
     axes.tick_params(axis="y", length=0)
     axes.set_ylim(0, size)
+    axes.set_xlabel(f"symbol (the highest bar is a probability of {top:.2f})")
     only_base(axes)
     return axes
 

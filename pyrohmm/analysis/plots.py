@@ -17,7 +17,7 @@ from .._checks import check_probs
 from ..distributions.forecast import Forecast
 from ..distributions.hmm import HMM
 from ..infer.results import Fit
-from .plot_axes import axes_or_new, from_and_to, names_or_numbers, table
+from .plot_axes import axes_or_new, from_and_to, legend_above, names_or_numbers, table
 from .plot_emissions import emission as emission
 from .prediction import observation_marginals
 from .segmentation import segments
@@ -80,7 +80,7 @@ def states(probs: Tensor, names: Sequence[str] | None = None, axes: Axes | None 
     axes.set_ylim(0, 1)
     axes.set_xlabel("step")
     axes.set_ylabel("probability")
-    axes.legend(loc="upper right")
+    legend_above(axes)
     return axes
 
 
@@ -123,7 +123,7 @@ def timeline(
     axes.set(xlabel="step", ylabel="sequence" if count > 1 else "", ylim=(count - 0.5, -0.5))
     axes.set_xlim(-0.5, states.size(-1) - 0.5)
     axes.set_yticks(range(count) if 1 < count <= 30 else [])
-    axes.legend(loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=6, frameon=False)
+    legend_above(axes)
     return axes
 
 
@@ -185,7 +185,7 @@ def series(
         axes.plot(steps[chosen].numpy(), numbers[chosen].numpy(), "o", ms=4, color=f"C{k % 10}",
                   label=label)  # fmt: skip
     axes.set(xlabel="step", ylabel="observation")
-    axes.legend(loc="upper right")
+    legend_above(axes)
     return axes
 
 
@@ -237,7 +237,8 @@ def _arrow(
     axes.annotate("", end, start, arrowprops=style)
     across, up = end[0] - start[0], end[1] - start[1]
     x, y = start[0] + 0.45 * across + 0.13 * up, start[1] + 0.45 * up - 0.13 * across
-    axes.text(x, y, f"{probability:.2f}", fontsize=8, ha="center", va="center", color="0.25")
+    axes.text(x, y, f"{probability:.2f}", fontsize=8, ha="center", va="center", color="0.25",
+              bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.5})  # fmt: skip
 
 
 @checked()
@@ -337,6 +338,7 @@ def losses(fit: Fit, axes: Axes | None = None) -> Axes:
     axes.plot((fit.losses.cpu() / count).numpy(), color="C0")
     axes.set_xlabel("step")
     axes.set_ylabel("loss, nats per observation")
+    axes.locator_params(axis="x", integer=True)
     return axes
 
 
@@ -383,5 +385,5 @@ def forecast(
     axes.plot(steps, median, color="C0", label="median")
     axes.set_xlabel("step")
     axes.set_ylabel("observation")
-    axes.legend(loc="upper left")
+    legend_above(axes)
     return axes
