@@ -158,8 +158,8 @@ with torch.no_grad():
 # Per word the two are close, within a point of accuracy, and with another seed they may be
 # closer: a bidirectional LSTM sees the neighbours too, and accuracy asks for no more than the
 # best tag of each word. What the softmax lacks is agreement among the tags: it begins names with
-# I. The CRF decides on all of them together, which shows in whole names and in the log-
-# probability of whole taggings. Both know the training sentences better than new ones, and
+# I. The CRF decides on all of them together, which shows in whole names and in the
+# log-probability of whole taggings. Both know the training sentences better than new ones, and
 # neither comes up to the language itself.
 #
 # If a model is correct, the tags that are most probable one by one (by marginals) have the most
