@@ -363,7 +363,8 @@ def forecast(
     """
     shape, ahead = tuple(predicted.shape()), predicted.states.size(-2)
     past = () if values is None else tuple(values.shape)
-    if math.prod(shape) != ahead or (values is not None and math.prod(past) != max(past)):
+    single = values is None or 0 < math.prod(past) == max(past, default=0)
+    if math.prod(shape) != ahead or not single:
         raise ValueError(
             "predicted must be of one sequence of numbers, (H,), and values its past, (T,); got "
             f"shapes {shape} and {None if values is None else past}. Give hmm.forecast of one "
