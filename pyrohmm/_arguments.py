@@ -3,6 +3,9 @@
 :func:`checked` reads the annotations of a function once, when it is first called. Of tensors it
 asks neither shape nor values, which the function knows more of. NumPy's arrays become tensors where
 these are asked for, and its numbers Python's.
+
+``torch.compile`` stops here too: functions that read values would break its graph at each of them,
+so that all of a checked one runs as it is, at the price of one break.
 """
 
 from __future__ import annotations
@@ -123,8 +126,11 @@ def _guarded(function: Any, ranges: Mapping[str, Range | None], of_tensors: bool
     prepare = partial(_prepare, function, ranges, tests, in_order)
     accept, explain, inner = partial(_accept, function, ranges), _explain, _INNER
     signature = inspect.signature
+    compiling, as_it_is = torch.compiler.is_compiling, torch.compiler.disable
 
     def call(*args: Any, **kwargs: Any) -> Any:
+        if compiling():
+            return as_it_is(same)(*args, **kwargs)
         if not in_order:
             prepare()
         for place, (test, value) in enumerate(zip(in_order, args)):
@@ -136,6 +142,8 @@ def _guarded(function: Any, ranges: Mapping[str, Range | None], of_tensors: bool
         return function(*args, **kwargs)
 
     def explained(*args: Any, **kwargs: Any) -> Any:
+        if compiling():
+            return as_it_is(same)(*args, **kwargs)
         try:
             return call(*args, **kwargs)
         except inner as error:
@@ -149,10 +157,10 @@ def _guarded(function: Any, ranges: Mapping[str, Range | None], of_tensors: bool
             raise
 
     chosen: Any = explained if of_tensors else call
-    # with the globals of the function: that is where doctest sees to which module it belongs
-    same = FunctionType(
-        chosen.__code__, inspect.unwrap(function).__globals__, closure=chosen.__closure__
-    )
+    # with the globals of the function: that is where doctest sees to which module it belongs; and
+    # with code of its own, for which torch.compile finds what it compiled
+    code = chosen.__code__.replace(co_name=function.__name__, co_qualname=function.__qualname__)
+    same = FunctionType(code, inspect.unwrap(function).__globals__, closure=chosen.__closure__)
     same.checked = function  # type: ignore[attr-defined]  # its identity, for checkpoints
     return update_wrapper(same, function)
 

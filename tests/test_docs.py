@@ -1,6 +1,7 @@
 """The documentation: its code runs, its numbers are those of the results, its links lead on."""
 
 import ast
+import inspect
 import json
 import re
 import tomllib
@@ -13,6 +14,7 @@ import rooms
 import torch
 
 import pyrohmm
+from pyrohmm.analysis import plot_axes
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -258,6 +260,22 @@ def test_the_gallery_has_every_notebook(tmp_path):
         assert (tmp_path / path.name).read_bytes() == path.read_bytes()
         assert (tmp_path / f"{path.stem}.png").exists()
         assert f":link: {path.stem}\n" in index
+
+
+def test_every_plot_is_on_its_page_with_the_picture_of_the_script():
+    page = (DOCS / "gallery.md").read_text()
+    public = {name for name, thing in vars(pyrohmm.plots).items()
+              if inspect.isfunction(thing) and thing.__module__.startswith("pyrohmm.analysis.plot")
+              and name not in vars(plot_axes)}  # fmt: skip
+    described = set(re.findall(r"^\{func\}`~pyrohmm.analysis.plots.(\w+)`", page, re.M))
+    assert described == {name for name in public if not name.startswith("_")}
+    parts = re.findall(
+        r"^```python\n(.*?)^```\s+```\{image\} \S+gallery_\w+\.png$", page, re.S | re.M
+    )
+    assert len(parts) == page.count("```{image}")
+    pictures = sorted((ROOT / "figures").glob("gallery_*.png"))
+    assert len(pictures) == len(parts)
+    assert sum(path.stat().st_size for path in pictures) < 1_000_000
 
 
 # Rooms ------------------------------------------------------------------------------------------

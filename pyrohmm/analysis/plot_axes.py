@@ -50,6 +50,11 @@ def from_and_to(axes: Axes, names: Sequence[str] | None, size: int) -> None:
     axes.set_ylabel("from")
 
 
+def legend_above(axes: Axes) -> None:
+    """A legend in a row above the axes, where it covers nothing."""
+    axes.legend(loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=6, frameon=False)
+
+
 def only_base(axes: Axes) -> None:
     """Take the frame away, but for its base."""
     for side in ("top", "right", "left"):

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from .._arguments import checked
+from ..distributions.autoregressive import Autoregressive
+from ..distributions.context_tables import AutoregressiveCategorical
 from ..distributions.hmm import HMM
 from ..distributions.observation import is_categorical
+from ..distributions.vector_autoregression import AutoregressiveNormal
 from .plot_axes import axes_or_new, names_or_numbers, only_base, table
 
 if TYPE_CHECKING:
@@ -36,6 +40,9 @@ def emission(
     - Vectors of two numbers: means, with ellipses of one and of two standard deviations.
     - Vectors of more numbers: means of the components, with bands of one standard deviation.
     - Vectors of counts or of zeros and ones: a table of the mean of each component.
+    - Symbols that depend on those before: a table with a row for each state and context.
+    - Vectors that depend linearly on those before: as vectors or numbers, where those before are at
+      the origin of the regression: intercepts, and the noise about them.
 
     Args:
         hmm: An HMM whose parameters have no batch dimensions.
@@ -45,7 +52,8 @@ def emission(
 
     Raises:
         ValueError: If the emission has batch dimensions, observations of two dimensions, or no
-            mean and variance; or there are not V symbols or K names.
+            mean and variance; depends on earlier observations in another way; or there are not V
+            symbols or K names.
 
     Example:
         >>> axes = emission(TabularHMM(2, poisson())(torch.tensor([5])), names=["low", "high"])
@@ -63,6 +71,11 @@ def emission(
     labels = names_or_numbers(names, hmm.num_states, "state ")
     axes = axes_or_new(axes)
     with torch.no_grad():
+        if isinstance(distribution, AutoregressiveCategorical):
+            return _contexts(distribution, symbols, labels, axes)
+        if isinstance(distribution, Autoregressive):
+            distribution = _at_origin(distribution)
+            axes.set_title("earlier observations at the origin", fontsize="medium")
         if is_categorical(distribution):
             return _bars(distribution.probs.cpu(), _per_column("V", symbols, distribution.probs),
                          labels, axes)  # fmt: skip
@@ -75,10 +88,45 @@ def emission(
             _means(mean.cpu(), _per_column("D", symbols, mean), labels, axes)
         elif mean.size(1) == 2:
             _ellipses(distribution, mean.cpu(), labels, axes)
-            axes.set(**dict(zip(("xlabel", "ylabel"), _per_column("D", symbols, mean))))
+            columns = ["component 0", "component 1"] if symbols is None else symbols
+            axes.set(**dict(zip(("xlabel", "ylabel"), _per_column("D", columns, mean))))
         else:
             columns = _per_column("D", symbols, mean)
             _bands(mean.cpu(), deviation.cpu(), columns, labels, axes)
+    return axes
+
+
+def _at_origin(distribution: Autoregressive) -> Any:
+    """The emissions that follow vectors at the origin; raise where there is none."""
+    if not isinstance(distribution, AutoregressiveNormal):
+        raise ValueError(
+            "hmm has emissions that depend on earlier observations "
+            f"({type(distribution).__name__}), and no picture of them alone. Draw what follows one "
+            "context (L, *E): plots.emission(hmm.replace(emission=hmm.emission.given(context)))."
+        )
+    base = distribution.base
+    return base.expand(distribution.batch_shape)
+
+
+def _contexts(
+    distribution: AutoregressiveCategorical, symbols: Sequence[str] | None, labels: list[str],
+    axes: Axes,
+) -> Axes:  # fmt: skip
+    """A table of shades: a row for each state and context, a column for each symbol."""
+    probs = distribution.tables.probs.cpu()  # (K, V ** L, V)
+    names, size = _per_column("V", symbols, probs), probs.size(1)
+    rows = probs.flatten(0, 1)
+    table(axes, rows, [[f"{p:.2f}" for p in row] for row in rows] if rows.numel() <= 120 else [])
+    axes.set_aspect("auto")
+    for edge in range(size, len(rows), size):
+        axes.axhline(edge - 0.5, color="0.3", linewidth=0.8)
+    axes.set_xticks(range(len(names)), names)
+    axes.set(xlabel="symbol", ylabel="state and symbols before")
+    if len(rows) <= 40:
+        contexts = [" ".join(context) for context in product(names, repeat=distribution.lags)]
+        axes.set_yticks(range(len(rows)), [f"{k}: {c}" for k, c in product(labels, contexts)])
+    else:
+        axes.set_yticks([size * k + (size - 1) / 2 for k in range(len(labels))], labels)
     return axes
 
 
@@ -113,6 +161,7 @@ def _bars(probs: Tensor, symbols: list[str], labels: list[str], axes: Axes) -> A
     axes.set_yticks([size - 0.6 - k for k in range(size)], labels)
     axes.tick_params(axis="y", length=0)
     axes.set_ylim(0, size)
+    axes.set_xlabel(f"symbol (the highest bar is a probability of {top:.2f})")
     only_base(axes)
     return axes
 

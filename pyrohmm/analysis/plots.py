@@ -17,7 +17,7 @@ from .._checks import check_probs
 from ..distributions.forecast import Forecast
 from ..distributions.hmm import HMM
 from ..infer.results import Fit
-from .plot_axes import axes_or_new, from_and_to, names_or_numbers, table
+from .plot_axes import axes_or_new, from_and_to, legend_above, names_or_numbers, table
 from .plot_emissions import emission as emission
 from .prediction import observation_marginals
 from .segmentation import segments
@@ -80,7 +80,7 @@ def states(probs: Tensor, names: Sequence[str] | None = None, axes: Axes | None 
     axes.set_ylim(0, 1)
     axes.set_xlabel("step")
     axes.set_ylabel("probability")
-    axes.legend(loc="upper right")
+    legend_above(axes)
     return axes
 
 
@@ -123,7 +123,7 @@ def timeline(
     axes.set(xlabel="step", ylabel="sequence" if count > 1 else "", ylim=(count - 0.5, -0.5))
     axes.set_xlim(-0.5, states.size(-1) - 0.5)
     axes.set_yticks(range(count) if 1 < count <= 30 else [])
-    axes.legend(loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=6, frameon=False)
+    legend_above(axes)
     return axes
 
 
@@ -185,7 +185,7 @@ def series(
         axes.plot(steps[chosen].numpy(), numbers[chosen].numpy(), "o", ms=4, color=f"C{k % 10}",
                   label=label)  # fmt: skip
     axes.set(xlabel="step", ylabel="observation")
-    axes.legend(loc="upper right")
+    legend_above(axes)
     return axes
 
 
@@ -237,7 +237,8 @@ def _arrow(
     axes.annotate("", end, start, arrowprops=style)
     across, up = end[0] - start[0], end[1] - start[1]
     x, y = start[0] + 0.45 * across + 0.13 * up, start[1] + 0.45 * up - 0.13 * across
-    axes.text(x, y, f"{probability:.2f}", fontsize=8, ha="center", va="center", color="0.25")
+    axes.text(x, y, f"{probability:.2f}", fontsize=8, ha="center", va="center", color="0.25",
+              bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.5})  # fmt: skip
 
 
 @checked()
@@ -337,6 +338,7 @@ def losses(fit: Fit, axes: Axes | None = None) -> Axes:
     axes.plot((fit.losses.cpu() / count).numpy(), color="C0")
     axes.set_xlabel("step")
     axes.set_ylabel("loss, nats per observation")
+    axes.locator_params(axis="x", integer=True)
     return axes
 
 
@@ -350,34 +352,39 @@ def forecast(
     """Draw a forecast as a fan: its median, and bands of central intervals, after the past.
 
     Args:
-        predicted: Of one sequence of numbers, ``(H,)``: such as ``hmm.forecast(values, 10)`` of an
-            HMM of one sequence.
-        values: The past, ``(T,)``; the forecast follows it.
+        predicted: Of one sequence of numbers, ``(H,)`` or ``(1, H)``: such as
+            ``hmm.forecast(values, 10)`` of an HMM of one sequence.
+        values: The past, ``(T,)``, ``(1, T)`` or ``(1, T, 1)``; the forecast follows it.
         levels: Probabilities of the bands.
         axes: Where to draw; new ones by default.
 
     Raises:
         ValueError: If there are several sequences, or observations are vectors.
     """
-    shape = tuple(predicted.batch_shape + predicted.event_shape)
-    if len(shape) != 1 or (values is not None and values.dim() != 1):
+    shape, ahead = tuple(predicted.shape()), predicted.states.size(-2)
+    past = () if values is None else tuple(values.shape)
+    single = values is None or 0 < math.prod(past) == max(past, default=0)
+    if math.prod(shape) != ahead or not single:
         raise ValueError(
             "predicted must be of one sequence of numbers, (H,), and values its past, (T,); got "
-            f"shapes {shape} and {None if values is None else tuple(values.shape)}."
+            f"shapes {shape} and {None if values is None else past}. Give hmm.forecast of one "
+            "sequence, such as fit.hmm(data[:1])."
         )
     check_probs("levels", list(levels))
     axes = axes_or_new(axes)
-    start = 0 if values is None else len(values)
+    start = math.prod(past) if past else 0
     if values is not None:
-        axes.plot(range(start), values.detach().cpu().numpy(), color="0.3", label="observed")
-    steps = range(start, start + shape[0])
+        observed = values.detach().reshape(-1).cpu().numpy()
+        axes.plot(range(start), observed, color="0.3", label="observed")
+    steps = range(start, start + ahead)
     for level in sorted(levels, reverse=True):
-        low, high = (end.cpu().numpy() for end in predicted.interval(level))
+        low, high = (end.reshape(-1).cpu().numpy() for end in predicted.interval(level))
         axes.fill_between(
             steps, low, high, color="C0", alpha=0.25, linewidth=0.0, label=f"{level:.0%}"
         )
-    axes.plot(steps, predicted.quantiles([0.5])[0].cpu().numpy(), color="C0", label="median")
+    median = predicted.quantiles([0.5]).reshape(-1).cpu().numpy()
+    axes.plot(steps, median, color="C0", label="median")
     axes.set_xlabel("step")
     axes.set_ylabel("observation")
-    axes.legend(loc="upper left")
+    legend_above(axes)
     return axes

@@ -236,7 +236,7 @@ class _ForecastPerStep(Forecast):
     def variance(self) -> Tensor:
         return self._forecast.variance.squeeze(self._dim)
 
-    def quantiles(self, probs: Sequence[float] = (0.05, 0.5, 0.95)) -> Tensor:
+    def quantiles(self, probs: Sequence[float] | Tensor = (0.05, 0.5, 0.95)) -> Tensor:
         return self._forecast.quantiles(probs).squeeze(self._dim)
 
     def log_prob(self, values: Tensor) -> Tensor:

@@ -281,7 +281,7 @@ class ChainDistribution(TorchDistribution):
 
         Nothing is read unless states are restricted, and ``validate_args`` is set.
         """
-        if self.allowed is None or not self._validate_args:
+        if self.allowed is None or not self._validate_args or transforming():
             return
         with torch.no_grad():
             reached = self._filter(self._restricted_likelihood(values)).isfinite().any(-1)

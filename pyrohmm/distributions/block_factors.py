@@ -9,6 +9,7 @@ from torch import Tensor
 
 from .._checks import check_same_device, check_tensor, check_trailing
 from .._precision import full_precision
+from .._transforms import refuse_transforms
 from ..ops import block_gaps, block_recursions, masks
 from ..ops.block_gaps import AllTransitions
 from ..ops.block_logs import BlockLogs
@@ -87,6 +88,9 @@ class BlockFactors(HMM):
 
     def _factors(self, values: Tensor) -> _Factors:
         """Join parameters and symbols, within the blocks of the symbols."""
+        refuse_transforms(
+            "a model with states in blocks", "hmm.dense() can be transformed, if it is not large."
+        )
         check_tensor("values", values)
         check_same_device({"values": values, "log_initial": self.log_initial})
         check_trailing("values", values, tuple(self.event_shape), "(T, *E)")

@@ -198,6 +198,7 @@ class BlockHMM(BlockFactors):
 
     # Queries given values (*B, T, *E)
 
+    @checked()
     def log_prob(self, values: Tensor) -> Tensor:
         r"""Log evidence :math:`\log p(x_{1:T})`, ``(*B)``, in nats; exact."""
         if self.observed is not None and (self.carried is not None or self._is_crowded):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy
 import torch
@@ -16,7 +17,7 @@ from ..ops.sampling import CategoricalTable, sample_path
 from .autoregressive import Autoregressive
 from .context_tables import AutoregressiveCategorical
 from .observation import log_likelihood
-from .quantiles import mixture_quantiles
+from .quantiles import mixture_quantiles, symbol_quantiles
 from .sampling import sample_emission, sample_in_time
 from .vector_autoregression import AutoregressiveNormal
 
@@ -85,7 +86,7 @@ class Forecast(TorchDistribution):
         weights = self.states.reshape(self.states.shape + (1,) * events)
         return within + (weights * apart).sum(-1 - events)
 
-    def quantiles(self, probs: Sequence[float] = (0.05, 0.5, 0.95)) -> Tensor:
+    def quantiles(self, probs: Sequence[float] | Tensor = (0.05, 0.5, 0.95)) -> Tensor:
         """Quantiles of the observation, ``(Q, *B, H, *E)``, component by component of vectors.
 
         They are those of the mixture: exact to rounding for symbols, counts and components whose
@@ -94,7 +95,13 @@ class Forecast(TorchDistribution):
         past they mean nothing.
 
         Args:
-            probs: Q numbers between 0 and 1.
+            probs: Q numbers between 0 and 1, in a list, a tensor or an array. Of 0 and 1 the
+                quantiles are the ends of the support, which may be infinite; of symbols, the first
+                and the last that have a probability.
+
+        Raises:
+            ValueError: If a probability is not between 0 and 1; or is 0 or 1, and quantiles are
+                of samples.
 
         Example:
             >>> dice = Categorical(torch.tensor([[0.2, 0.8], [0.6, 0.4]]))
@@ -104,12 +111,28 @@ class Forecast(TorchDistribution):
         """
         wanted = check_probs("probs", probs)
         with torch.no_grad():
-            found = mixture_quantiles(self.states, self.emission, wanted)
-            if found is None:
-                samples = self.sample((NUM_SAMPLES,)).cpu().double().numpy()
-                quantiles = numpy.quantile(samples, wanted.tolist(), axis=0)
-                found = torch.as_tensor(quantiles).to(self.states)
-            return found
+            found = self._exact_quantiles(wanted)
+            if found is not None and found.shape[1:] == self.shape():
+                return found
+            sampled = self._sampled_quantiles(wanted)
+            if found is not None:
+                sampled.narrow(len(self.batch_shape), 0, 1).copy_(found)
+            return sampled
+
+    def _exact_quantiles(self, probs: Tensor) -> Tensor | None:
+        """Quantiles ``(Q, *B, H, *E)``, or of the first step; None if there is no closed form."""
+        return mixture_quantiles(self.states, self.emission, probs)
+
+    def _sampled_quantiles(self, probs: Tensor) -> Tensor:
+        if bool(((probs == 0) | (probs == 1)).any()):
+            raise ValueError(
+                "probs must lie between 0 and 1, both excluded, where quantiles are of samples, as "
+                f"those of {type(self.emission).__name__} are; got {probs.tolist()}."
+            )
+        samples = self.sample((NUM_SAMPLES,)).cpu().double().numpy()
+        method: Any = "inverted_cdf" if self.support.is_discrete else "linear"
+        quantiles = numpy.quantile(samples, probs.tolist(), axis=0, method=method)
+        return torch.as_tensor(quantiles).to(self.states)
 
     def interval(self, level: float = 0.9) -> tuple[Tensor, Tensor]:
         """Ends ``(*B, H, *E)`` of the central interval of this probability: two quantiles.
@@ -139,9 +162,22 @@ class Forecast(TorchDistribution):
         check_trailing("values", values, tuple(event), "(*E)")
         batch = values.shape[: values.dim() - len(event)]
         check_broadcast({"values": batch, "Forecast": self.batch_shape})
+        self._check_symbols(values)
         # as many dimensions as the parameters, so that those of steps and of batch stay apart
         values = values.reshape((1,) * (len(self.batch_shape) - len(batch)) + values.shape)
         return (log_likelihood(self.emission, values) + self.states.log()).logsumexp(-1)
+
+    def _check_symbols(self, values: Tensor) -> None:
+        """Raise if symbols are no whole numbers; NaN is a missing one."""
+        if self.event_shape or not (self.support.is_discrete and values.is_floating_point()):
+            return
+        broken = values.frac() != 0
+        broken = broken & ~values.isnan()
+        if bool(broken.any()):
+            raise ValueError(
+                f"values must be whole numbers, for they are discrete; got "
+                f"{values[broken][0].item():g}. Call .round() on them if they are."
+            )
 
     def sample(self, sample_shape: Shape = ()) -> Tensor:
         """Sample each observation, ``(*S, *B, H, *E)``."""
@@ -159,7 +195,7 @@ class AutoregressiveForecast(Forecast):
     variances of :class:`AutoregressiveNormal` and probabilities of
     :class:`AutoregressiveCategorical` are exact, the observations between being summed out; so are
     log-densities, but for those of normal vectors more than one step ahead, which have no closed
-    form.
+    form. Quantiles are exact of symbols, and one step ahead; else of samples.
 
     Args:
         states: ``(*B, H, K)``, probabilities of the states at each of the H steps ahead.
@@ -210,6 +246,7 @@ class AutoregressiveForecast(Forecast):
         event = self.event_shape
         check_trailing("values", values, (self.states.size(-2), *event), "(H, *E)")
         if isinstance(self.emission, AutoregressiveCategorical):
+            self._check_symbols(values)
             logs = self.probs.log()
             shape = torch.broadcast_shapes(values.shape, logs.shape[:-1])
             index = values.long().expand(shape).unsqueeze(-1)
@@ -222,6 +259,12 @@ class AutoregressiveForecast(Forecast):
         values = values.to(torch.promote_types(values.dtype, self.states.dtype))
         self.emission.check_context(values, None)
         return (self.emission.log_likelihood(values) + self.states.log()).logsumexp(-1)
+
+    def _exact_quantiles(self, probs: Tensor) -> Tensor | None:
+        if isinstance(self.emission, AutoregressiveCategorical):
+            return symbol_quantiles(self.probs, probs)
+        following = self.emission.given(self.emission.history)
+        return mixture_quantiles(self.states[..., :1, :], following, probs)
 
     def sample(self, sample_shape: Shape = ()) -> Tensor:
         """Sample sequences of observations, ``(*S, *B, H, *E)``."""

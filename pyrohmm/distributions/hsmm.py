@@ -20,6 +20,7 @@ from .._checks import (
     check_trailing,
 )
 from .._precision import full_precision
+from .._transforms import transforming
 from ..ops import semi_markov
 from ..ops import stationary as stationary_ops
 from ..ops.recursions import ExpectedCounts, Posterior
@@ -104,7 +105,8 @@ class HSMM(HMM):
         self.log_duration, self.censored_end = log_duration, censored_end
         if self._validate_args:
             check_log_simplex("log_duration", log_duration)
-            if bool((log_transition.diagonal(dim1=-2, dim2=-1) > -torch.inf).any()):
+            follows = log_transition.diagonal(dim1=-2, dim2=-1) > -torch.inf
+            if not transforming() and bool(follows.any()):
                 raise ValueError(
                     "log_transition must be -inf on the diagonal: no state follows itself, it "
                     "lasts. Fill the diagonal with -inf, and call .log_softmax(-1)."
@@ -210,6 +212,7 @@ class HSMM(HMM):
 
     # Queries given values (*B, T, *E)
 
+    @checked()
     def log_prob(self, values: Tensor) -> Tensor:
         r"""Log evidence :math:`\log p(x_{1:T})`, ``(*B)``, in nats; summed out exactly.
 
@@ -322,7 +325,7 @@ class HSMM(HMM):
         steps = self.lengths.expand(batch).unsqueeze(-1) + torch.arange(num_steps)
         steps = steps.to(states.device).unsqueeze(-1).expand(*batch, num_steps, self.num_states)
         probs = states.gather(-2, steps)
-        if self._validate_args and bool((probs == 0).all(-1).any()):
+        if self._validate_args and not transforming() and bool((probs == 0).all(-1).any()):
             raise ValueError(
                 "values must be possible under the model; some sequences have probability zero, "
                 "so that nothing follows from them. Leave them out."

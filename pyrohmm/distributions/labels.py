@@ -26,7 +26,7 @@ def allowed_states(labels: Tensor, exists: Tensor, num_states: int) -> Tensor:
     if labels.dtype == torch.bool:
         check_trailing("labels", labels, (num_steps, num_states), "(T, K)")
         allowed = labels.to(exists.device) | ~exists.unsqueeze(-1)
-        if not bool(allowed.any(-1).all()):
+        if not transforming() and not bool(allowed.any(-1).all()):
             step = (~allowed.any(-1)).nonzero()[0].tolist()
             raise ValueError(
                 f"labels allow no state at {_place(step)}; allow all where nothing is known."

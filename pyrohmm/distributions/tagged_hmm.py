@@ -30,6 +30,7 @@ from .._checks import (
 )
 from .._lazy import lazy
 from .._precision import full_precision
+from .._transforms import refuse_transforms
 from ..ops import masks, recursions
 from ..ops.lookup import take_rows
 from .block_hmm import BlockHMM
@@ -129,6 +130,7 @@ class TaggedSymbols(BlockSymbols):
             ValueError: If a tag is not below Y.
         """
         check_integers("values", values)
+        refuse_transforms("a model of words and tags")
         words, tags = values.long().unbind(-1)
         words, tags = words.masked_fill(~known, 0), tags.masked_fill(~known, -1)
         if not check and tags.device.type != "cpu":

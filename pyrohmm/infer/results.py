@@ -143,7 +143,7 @@ class Fit:
 
     def quantiles(
         self,
-        probs: Sequence[float] = (0.05, 0.5, 0.95),
+        probs: Sequence[float] | Tensor = (0.05, 0.5, 0.95),
         num_samples: int = 1000,
         data: Sequences | None = None,
     ) -> dict[str, Tensor]:
@@ -153,7 +153,7 @@ class Fit:
         and two calls give the same.
 
         Args:
-            probs: Q numbers between 0 and 1.
+            probs: Q numbers between 0 and 1, in a list, a tensor or an array.
             num_samples: As in :meth:`samples`.
             data: The same.
 

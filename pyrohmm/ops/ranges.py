@@ -14,7 +14,7 @@ from torch import Tensor
 from .._precision import differentiable_gradient, in_full_precision
 from . import message_passing
 from .chain import Chain
-from .log_space import finite_or_zero
+from .log_space import finite_or_zero, logsumexp
 from .masks import exists
 from .torch_chain import log_space_by_steps
 from .torch_chunks import chunk_length
@@ -75,15 +75,23 @@ def posterior_of(chain: Chain, dtype: torch.dtype | None) -> tuple[Tensor, ...]:
 
 def filtered_of(chain: Chain, dtype: torch.dtype | None) -> tuple[Tensor]:
     """Logarithms of filtered probabilities, ``(G * n, T, K)``."""
-    num_steps, device = len(chain.likelihood), chain.likelihood.device
-    padded = ~exists(chain.lengths, num_steps, device).movedim(-1, 0).unsqueeze(-1)
     if dtype is None:
-        log_alpha = message_passing.in_log_space(chain)[3]
-        log_alpha = log_alpha - finite_or_zero(log_alpha.logsumexp(-1, keepdim=True))
-        return (log_alpha.masked_fill(padded, -torch.inf).flatten(1, 2).movedim(0, 1),)
+        return (scaled_messages(message_passing.in_log_space(chain)[3], chain),)
     scaled = message_passing.forward(chain, dtype)
-    messages = scaled.alpha.masked_fill(padded, 0.0).log().flatten(1, 2).movedim(0, 1)
+    messages = scaled.alpha.masked_fill(_padded(chain), 0.0).log().flatten(1, 2).movedim(0, 1)
     return _redo(filtered_of, chain, dtype, scaled.exact, (messages,))
+
+
+def scaled_messages(messages: Tensor, chain: Chain) -> Tensor:
+    """Filtered log-probabilities ``(G * n, T, K)`` from log p(x_{1:t}, z_t) ``(T, G, n, K)``."""
+    messages = messages - finite_or_zero(logsumexp(messages, -1).unsqueeze(-1))
+    return messages.masked_fill(_padded(chain), -torch.inf).flatten(1, 2).movedim(0, 1)
+
+
+def _padded(chain: Chain) -> Tensor:
+    """Which steps do not exist, ``(T, G, n, 1)``."""
+    num_steps, device = len(chain.likelihood), chain.likelihood.device
+    return ~exists(chain.lengths, num_steps, device).movedim(-1, 0).unsqueeze(-1)
 
 
 _Parts = TypeVar("_Parts", bound=tuple[Tensor, ...])

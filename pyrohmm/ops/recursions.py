@@ -28,12 +28,12 @@ from torch import Tensor
 from .._arguments import Range, checked, explained
 from .._checks import check_booleans, check_broadcast, check_integers, check_real, check_tensor
 from .._precision import at_least_single
-from .._transforms import transforming
+from .._transforms import evidence_and_gradient, refuse_transforms, transforming
 from . import evidence as compiled
 from .backends import NUMBA, backend_for
 from .chain import Arguments, Chain, arrange, check_arguments, group
 from .lookup import look_up
-from .ranges import evidence_of, filtered_of, posterior_of, wider
+from .ranges import evidence_of, filtered_of, posterior_of, scaled_messages, wider
 from .torch_chain import log_space_by_steps
 
 
@@ -154,8 +154,14 @@ def posterior(
 ) -> Posterior:
     r"""Smoothed posterior :math:`p(z_t \mid x_{1:T})`, by the forward-backward algorithm.
 
-    A sequence of probability zero has no posterior: its entries are zero.
+    A sequence of probability zero has no posterior: its entries are zero. They carry no gradient,
+    but within the transforms of ``torch.func`` have derivatives.
     """
+    if transforming():
+        arguments = check_arguments(log_initial, log_transition, log_likelihood, lengths)
+        rows = log_transition.expand(*arguments.batch, *log_transition.shape[-3:])
+        counts = expected_counts(log_initial, rows, log_likelihood, lengths)
+        return Posterior(counts.log_evidence, counts.states, counts.transitions.sum(-3))
     with torch.no_grad():
         chain, batch = group(log_initial, log_transition, log_likelihood, lengths)
         parts = posterior_of(chain, chain.likelihood.dtype)
@@ -189,6 +195,14 @@ def expected_counts(
     )
     log_likelihood = log_likelihood.expand(*batch, *log_likelihood.shape[-2:])
     logs = log_initial, log_transition, log_likelihood
+    if transforming():
+        evidence, counts = evidence_and_gradient(
+            lambda initial, transition, likelihood: log_evidence(
+                initial, transition, likelihood, lengths
+            ),
+            *logs,
+        )
+        return ExpectedCounts(evidence, *counts)
     with torch.inference_mode(False), torch.enable_grad():
         initial, transition, likelihood = (
             leaves
@@ -208,6 +222,10 @@ def filtered(
 
     -inf at padded steps, and from the step at which the observations become impossible.
     """
+    if transforming():
+        chain, batch = group(log_initial, log_transition, log_likelihood, lengths)
+        messages = scaled_messages(log_space_by_steps(*chain)[1], chain)
+        return messages.reshape(*batch, *messages.shape[-2:])
     with torch.no_grad():
         chain, batch = group(log_initial, log_transition, log_likelihood, lengths)
         (messages,) = filtered_of(chain, chain.likelihood.dtype)
@@ -222,6 +240,7 @@ def viterbi(
     Returns:
         ``(*B, T)`` integers; among equal paths the first; 0 at padded steps.
     """
+    refuse_transforms("the most probable path")
     with torch.no_grad():
         chain, batch = group(log_initial, log_transition, log_likelihood, lengths)
         shape, device = chain.likelihood.shape[:3], chain.likelihood.device
@@ -243,6 +262,7 @@ def sample_states(
     Returns:
         ``(num_samples, *B, T)`` integers; 0 at padded steps.
     """
+    refuse_transforms("samples of paths")
     with torch.no_grad():
         chain, batch = group(log_initial, log_transition, log_likelihood, lengths)
         steps, groups, size, num_states = chain.likelihood.shape

@@ -7,10 +7,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from .._transforms import transforming
+
 
 def refuse_nan(*parts: Tensor) -> None:
     """Raise if log-probabilities hold NaN, which a state or a symbol could not show."""
-    if bool(torch.stack([part.isnan().any() for part in parts]).any()):
+    if not transforming() and bool(torch.stack([part.isnan().any() for part in parts]).any()):
         raise ValueError(
             "log-probabilities hold NaN, so that there is no path and no sample. Look for NaN in "
             "the parameters or values."

@@ -15,6 +15,7 @@ from .._checks import (
     check_tensor,
     check_trailing,
 )
+from .._transforms import transforming
 from .chain import check_arguments
 from .masks import exists
 
@@ -88,7 +89,7 @@ def arrange(
     likelihood = parts.likelihood.double()
     likelihood = likelihood.expand(*batch, *likelihood.shape[-2:])
     likelihood = likelihood.reshape(count, *likelihood.shape[-2:])
-    if bool((lengths < likelihood.size(1)).any()):
+    if transforming() or bool((lengths < likelihood.size(1)).any()):
         padded = ~exists(lengths, likelihood.size(1), likelihood.device)
         likelihood = likelihood.masked_fill(padded.unsqueeze(-1), 0.0)
     chain = SegmentChain(

@@ -29,6 +29,7 @@ from torch import Tensor
 from .._arguments import Range, checked, explained
 from .._checks import check_broadcast, check_floats, check_integers, check_lengths
 from .._precision import differentiable_gradient, in_full_precision
+from .._transforms import evidence_and_gradient, refuse_transforms, transforming
 from . import torch_segments
 from .backends import backend_for
 from .log_space import finite_or_zero, logsumexp
@@ -105,7 +106,9 @@ def log_evidence(
         log_initial, log_transition, log_duration, _final(log_duration, censored_end),
         log_likelihood, lengths,
     )  # fmt: skip
-    value: Tensor = _Evidence.apply(*chain)
+    value: Tensor = (
+        torch_segments.forward(chain, None)[2] if transforming() else _Evidence.apply(*chain)
+    )
     return value.reshape(batch).to(dtype)
 
 
@@ -175,6 +178,15 @@ def expected_counts(
     )
     log_likelihood = log_likelihood.expand(*batch, *log_likelihood.shape[-2:])
     logs = log_initial, log_transition, log_duration, log_likelihood
+    if transforming():
+        evidence, counts = evidence_and_gradient(
+            lambda initial, transition, duration, likelihood: log_evidence(
+                initial, transition, duration, likelihood, lengths, censored_end
+            ),
+            *logs,
+        )
+        starts, transitions, durations, states = counts
+        return ExpectedCounts(evidence, starts, transitions.unsqueeze(-3), states, durations)
     with torch.inference_mode(False), torch.enable_grad():
         initial, transition, duration, likelihood = (
             leaves
@@ -223,15 +235,18 @@ def filtered(
     Whether the sequence goes on after step t is not known to them. They are -inf at padded steps,
     and from the step at which the observations become impossible.
     """
-    with torch.no_grad():
+    with torch.set_grad_enabled(transforming()):
         chain, batch, dtype = arrange(
             log_initial, log_transition, log_duration, _final(log_duration, False),
             log_likelihood, lengths,
         )  # fmt: skip
-        chain = chain.detach()
         survival = log_survival(chain.duration.mT).mT
-        scores = backend_for(chain.likelihood.device).segment_forward(chain, survival)[3]
-        scores = scores - finite_or_zero(scores.logsumexp(-1, keepdim=True))
+        if transforming():
+            scores = torch_segments.forward(chain, survival)[3]
+        else:
+            backend, chain = backend_for(chain.likelihood.device), chain.detach()
+            scores = backend.segment_forward(chain, survival.contiguous())[3]
+        scores = scores - finite_or_zero(logsumexp(scores, -1).unsqueeze(-1))
         padded = ~exists(chain.lengths, scores.size(1), scores.device)
         scores = scores.masked_fill(padded.unsqueeze(-1), -torch.inf)
         return scores.to(dtype).reshape(*batch, *scores.shape[-2:])
@@ -252,6 +267,7 @@ def viterbi(
         ``(*B, T)`` integers, the states; 0 at padded steps. Where no state follows itself, the
         segments are the runs of equal states.
     """
+    refuse_transforms("the most probable path")
     with torch.no_grad():
         chain, batch, _ = arrange(
             log_initial, log_transition, log_duration, _final(log_duration, censored_end),
@@ -278,6 +294,7 @@ def sample_states(
     Returns:
         ``(num_samples, *B, T)`` integers; 0 at padded steps.
     """
+    refuse_transforms("samples of paths")
     with torch.no_grad():
         chain, batch, _ = arrange(
             log_initial, log_transition, log_duration, _final(log_duration, censored_end),

@@ -9,6 +9,11 @@ from pyro import distributions as dist
 
 from pyrohmm import HMM, Fit, Restarts, plots, queries
 from pyrohmm.analysis import plot_emissions
+from pyrohmm.distributions import (
+    Autoregressive,
+    AutoregressiveCategorical,
+    AutoregressiveNormal,
+)
 
 matplotlib.use("Agg")
 
@@ -251,6 +256,56 @@ def test_what_has_no_variance_is_refused(axes):
     hmm = of(dist.Stable(torch.full((2,), 1.5), 0.0))
     with pytest.raises(ValueError, match="mean and variance in each state; Stable has none"):
         plots.emission(hmm, axes=axes)
+
+
+@pytest.mark.parametrize("dim", [1, 2, 3])
+def test_vectors_that_depend_on_those_before_are_drawn_at_the_origin(axes, dim):
+    """Their intercepts, and the noise about them: as an emission of these would be."""
+    noise = dist.MultivariateNormal(torch.randn(2, dim), torch.eye(dim) + 0.5)
+    weights = torch.randn(2, 1, dim, dim)
+    plots.emission(of(AutoregressiveNormal(noise, noise, weights)), axes=axes)
+    assert axes.get_title() == "earlier observations at the origin"
+    _, plain = pyplot.subplots()
+    plots.emission(of(noise), axes=plain)
+    for line, other in zip(axes.lines, plain.lines, strict=True):
+        assert line.get_xydata().tolist() == other.get_xydata().tolist()
+    assert len(axes.patches) == len(plain.patches) == 4 * (dim == 2)
+
+
+@pytest.mark.parametrize(("lags", "size"), [(1, 2), (2, 3), (2, 6)])
+def test_symbols_that_depend_on_those_before_are_a_table_of_contexts(axes, lags, size):
+    tables, symbols = torch.rand(2, size**lags, size).softmax(-1), list("abcdef"[:size])
+    emission = AutoregressiveCategorical(
+        dist.Categorical(torch.ones(2, size)), dist.Categorical(tables)
+    )
+    plots.emission(of(emission), symbols, ["low", "high"], axes)
+    shown = torch.as_tensor(axes.images[0].get_array().data)
+    torch.testing.assert_close(shown, tables.flatten(0, 1))
+    rows = texts(axes.get_yticklabels())
+    if size == 6:
+        assert rows == ["low", "high"]  # too many contexts for names
+        return
+    pairs = symbols if lags == 1 else [f"{a} {b}" for a in symbols for b in symbols]
+    assert rows == [f"{k}: {context}" for k in ("low", "high") for context in pairs]
+    context = torch.tensor([1] if lags == 1 else [1, 2])
+    row = rows.index(f"high: {' '.join(symbols[v] for v in context)}")
+    torch.testing.assert_close(shown[row], emission.given(context).probs[1])
+
+
+def test_other_emissions_that_depend_on_those_before_say_what_can_be_drawn(axes):
+    class Contagious(Autoregressive):
+        def __init__(self, base):
+            super().__init__(dist.Poisson(base), 1, base.shape)
+            self.base = base
+
+        def given(self, context):
+            return dist.Poisson(self.base + context)
+
+    hmm = of(Contagious(torch.tensor([1.0, 5.0])))
+    with pytest.raises(ValueError, match=r"Contagious.*hmm\.emission\.given\(context\)"):
+        plots.emission(hmm, axes=axes)
+    plots.emission(hmm.replace(emission=hmm.emission.given(torch.tensor([3.0]))), axes=axes)
+    assert axes.get_xlabel() == "count"
 
 
 def test_a_timeline_has_a_bar_for_each_segment(axes):

@@ -1,5 +1,6 @@
 """Quantiles of forecasts, against what lies below them in exact sums and in many samples."""
 
+import numpy
 import pytest
 import torch
 from pyro.distributions import (
@@ -11,9 +12,11 @@ from pyro.distributions import (
     Normal,
     Poisson,
     StudentT,
+    Uniform,
 )
 
 from pyrohmm import HMM, Forecast, plots, queries
+from pyrohmm.distributions import AutoregressiveCategorical, AutoregressiveNormal, Tied
 
 PROBS = [0.1, 0.5, 0.9]
 STATES = (
@@ -103,3 +106,125 @@ def test_probabilities_out_of_range_are_refused():
             forecast.quantiles(wrong)
     with pytest.raises(ValueError, match="level must be"):
         forecast.interval(-0.1)
+
+
+@pytest.mark.parametrize(
+    ("emission", "low", "high"),
+    [
+        (lambda: Normal(LOC, 1.0), -torch.inf, torch.inf),
+        (lambda: Gamma(LOC.abs() + 1.0, 2.0), 0.0, torch.inf),
+        (lambda: Poisson(LOC.abs() + 1.0), 0.0, torch.inf),
+        (lambda: Bernoulli(torch.tensor([1.0, 1.0, 1.0])), 1.0, 1.0),
+        (lambda: Uniform(LOC, LOC + 1.0), -3.0, 6.0),
+        (lambda: Categorical(torch.tensor([0.0, 1.0, 1.0, 0.0]).expand(3, 4)), 1, 2),
+        (lambda: MultivariateNormal(LOC[:, None].expand(3, 2), torch.eye(2)),
+         -torch.inf, torch.inf),
+        (lambda: MixtureSameFamily(Categorical(torch.ones(3, 2)), Gamma(torch.ones(3, 2), 1.0)),
+         0.0, torch.inf),
+    ],
+)  # fmt: skip
+def test_at_zero_and_one_they_are_the_ends_of_the_support(emission, low, high):
+    forecast = Forecast(STATES, emission())
+    first, last = forecast.quantiles([0.0, 1.0])
+    assert (first == low).all()
+    assert (last == high).all()
+    assert forecast.quantiles([0.5])[0].double().isfinite().all()
+
+
+def test_a_state_without_weight_does_not_widen_the_support():
+    forecast = Forecast(torch.tensor([[0.0, 1.0]]), Uniform(torch.tensor([0.0, 2.0]), 3.0))
+    assert forecast.quantiles([0.0, 0.5, 1.0]).flatten().tolist() == [2.0, 2.5, 3.0]
+
+
+def test_ends_that_samples_do_not_show_are_refused():
+    with pytest.raises(ValueError, match="both excluded"):
+        Forecast(STATES, EMISSIONS["sampled"]()).quantiles([0.5, 1.0])
+
+
+def test_probabilities_in_lists_tensors_and_arrays_are_alike():
+    forecast = Forecast(STATES, Normal(LOC, 1.0))
+    expected = forecast.quantiles(PROBS)
+    for probs in (torch.tensor(PROBS), numpy.array(PROBS), tuple(PROBS)):
+        assert torch.allclose(forecast.quantiles(probs), expected)
+    assert forecast.quantiles(numpy.array([0, 1])).isinf().all()
+
+
+def test_states_that_share_emissions_have_exact_quantiles():
+    index = torch.tensor([1, 0, 1])
+    for base in (
+        Categorical(torch.tensor([[1.0, 2.0, 3.0], [5.0, 1.0, 1.0]])),
+        Normal(LOC[:2], 1.0),
+    ):
+        wide = base.expand([2])
+        apart = (
+            Categorical(wide.probs[index])
+            if isinstance(base, Categorical)
+            else Normal(wide.loc[index], 1.0)
+        )
+        found = Forecast(STATES, Tied(base, index)).quantiles(PROBS)
+        assert torch.allclose(found, Forecast(STATES, apart).quantiles(PROBS))
+
+
+def after_a_past(emission, values, num_steps):
+    half = torch.full((2,), 0.5).log()
+    sticky = torch.tensor([[0.9, 0.1], [0.3, 0.7]]).log()
+    return HMM(half, sticky, emission, torch.tensor(len(values))).forecast(values, num_steps)
+
+
+def test_symbols_that_depend_on_those_before_have_exact_quantiles():
+    torch.manual_seed(0)
+    tables = Categorical(torch.rand(2, 5, 5))
+    emission = AutoregressiveCategorical(Categorical(torch.ones(2, 5)), tables)
+    predicted = after_a_past(emission, torch.tensor([3, 1, 4, 1]), 3)
+    below = predicted.probs.cumsum(-1)
+    steps = below[1, :-1]
+    probs = torch.cat([steps - 1e-5, steps + 1e-5])  # which samples do not tell apart
+    for value, prob in zip(predicted.quantiles(probs), probs):
+        assert torch.equal(value, (below < prob).sum(-1))
+
+
+def test_vectors_that_depend_on_those_before_have_an_exact_first_quantile():
+    torch.manual_seed(0)
+    noise = MultivariateNormal(torch.tensor([[0.0], [1.0]]), 0.1 * torch.eye(1))
+    start = MultivariateNormal(torch.zeros(2, 1), torch.eye(1))
+    weights = torch.tensor([0.9, -0.5]).reshape(2, 1, 1, 1)
+    emission = AutoregressiveNormal(start, noise, weights)
+    past = torch.tensor([[0.0], [0.4]])
+    several, one = (after_a_past(emission, past, count) for count in (3, 1))
+    given = Normal(noise.loc + 0.4 * weights.flatten(1), 0.1**0.5)
+    expected = Forecast(one.states, given.to_event(1)).quantiles(PROBS)
+    assert torch.equal(one.quantiles(PROBS), expected)
+    found = several.quantiles(PROBS)
+    assert torch.equal(found[:, :1], expected)
+    share = (several.sample((20_000,)) <= found[:, None]).double().mean(1)
+    assert (share.squeeze(-1) - torch.tensor(PROBS)[:, None]).abs().max() < 0.02
+
+
+def test_symbols_between_symbols_are_refused():
+    coins = torch.tensor([[0.2, 0.8], [0.6, 0.4]])
+    tables = coins.expand(2, 2, 2)
+    context = AutoregressiveCategorical(Categorical(coins), Categorical(tables))
+    forecasts = [
+        Forecast(torch.full((1, 2), 0.5), emission)
+        for emission in (Categorical(coins), Tied(Categorical(coins), torch.tensor([1, 0])))
+    ]
+    for forecast in [*forecasts, after_a_past(context, torch.tensor([0, 1]), 1)]:
+        with pytest.raises(ValueError, match=r"values must be whole numbers.*got 1\.7"):
+            forecast.log_prob(torch.tensor([1.7]))
+        assert torch.equal(forecast.log_prob(torch.tensor([1.0])),
+                           forecast.log_prob(torch.tensor([1])))  # fmt: skip
+
+
+def test_one_sequence_of_a_batch_is_drawn():
+    half = torch.full((2,), 0.5).log()
+    batch = HMM(half, half.expand(2, 2), Normal(torch.tensor([0.0, 4.0]), 1.0), torch.tensor([6]))
+    values = torch.randn(1, 6)
+    single = plots.forecast(batch.with_lengths(torch.tensor(6)).forecast(values[0], 5), values[0])
+    for past in (values, values.unsqueeze(-1), values[0]):
+        axes = plots.forecast(batch.forecast(values, 5), past)
+        for line, other in zip(axes.lines, single.lines, strict=True):
+            assert line.get_xdata().tolist() == other.get_xdata().tolist()
+            assert line.get_ydata().tolist() == pytest.approx(other.get_ydata().tolist())
+    vectors = HMM(half, half.expand(2, 2), Normal(torch.zeros(2, 1), 1.0).to_event(1),
+                  torch.tensor([6]))  # fmt: skip
+    plots.forecast(vectors.forecast(values.unsqueeze(-1), 5), values)

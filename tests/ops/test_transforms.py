@@ -6,7 +6,7 @@ import torch
 from pyro.distributions import Bernoulli, Categorical, MultivariateNormal, Normal, Poisson
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, vmap
 
-from pyrohmm import HMM, LinearChainCRF, recursions
+from pyrohmm import HMM, HSMM, LinearChainCRF, NeuralHMM, NeuralTagger, blocks, recursions
 
 # torch loads its rules of forward differentiation by what it deprecates itself
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
@@ -152,6 +152,118 @@ def test_symbols_by_their_table():
     assert torch.allclose(vmap(grad(evidence), (None, 0, 0))(table, values, lengths), expected)
 
 
+def differences(function, theta, step=1e-5):
+    """The Jacobian by central differences, of what is computed without transforms."""
+    columns = []
+    for place in range(theta.numel()):
+        shift = torch.zeros(theta.numel())
+        shift[place] = step
+        shift = shift.reshape(theta.shape)
+        columns.append((function(theta + shift) - function(theta - shift)) / (2 * step))
+    return torch.stack(columns, -1).unflatten(-1, theta.shape)
+
+
+# made once: vmap refuses random numbers
+START = logs(3).double().log_softmax(-1)
+HALVES = [part.double().log_softmax(-1) for part in start_and_transition()]
+
+
+def hmm_of(theta):
+    return HMM(*HALVES, normal(theta), LENGTHS)
+
+
+def hsmm_of(theta):
+    """Of three states, the last of which no other leads to, with durations of 1 to 3 steps."""
+    matrix = torch.tensor([[0.0, 1.0, 0.0], [1.0, 0.0, 0.0], [0.5, 0.5, 0.0]]).log()
+    durations = (theta[:, :1] * torch.arange(3.0)).log_softmax(-1)
+    return HSMM(START, matrix, durations, normal(theta), LENGTHS)
+
+
+CHAINS = {"hmm": (hmm_of, K), "hsmm": (hsmm_of, 3)}
+QUERIES = {
+    "log_prob": lambda chain, values: chain.log_prob(values),
+    "states": lambda chain, values: chain.posterior(values).states,
+    "transitions": lambda chain, values: chain.posterior(values).transitions,
+    "filtered": lambda chain, values: chain.filtered(values),
+    "counts": lambda chain, values: chain.expected_counts(values).transitions,
+    "mean": lambda chain, values: chain.forecast(values, 2).mean,
+}
+
+
+@pytest.mark.parametrize("name", CHAINS)
+@pytest.mark.parametrize("query", QUERIES)
+def test_queries_have_derivatives(name, query):
+    make, size = CHAINS[name]
+    theta, values = logs(size, 2, seed=4), logs(N, T, 2, seed=3)
+
+    def asked(theta):
+        return QUERIES[query](make(theta), values)
+
+    expected = differences(asked, theta)
+    for transform in (jacrev, jacfwd):
+        torch.testing.assert_close(transform(asked)(theta), expected, atol=1e-7, rtol=1e-6)
+    many = torch.stack([theta, -theta])
+    torch.testing.assert_close(vmap(asked)(many), torch.stack([asked(each) for each in many]))
+
+
+@pytest.mark.parametrize("name", CHAINS)
+def test_gradients_of_each_sequence_of_a_chain(name):
+    make, size = CHAINS[name]
+    theta, values = logs(size, 2, seed=4), logs(N, T, 2, seed=3)
+    (expected,) = by_autograd(lambda theta: make(theta).log_prob(values), theta)
+    for n, length in enumerate(LENGTHS):
+
+        def of_one(theta, values):
+            return make(theta).with_lengths(length).log_prob(values)  # noqa: B023  # called here
+
+        each = vmap(grad(of_one), (None, 0))(theta, values[n : n + 1, :length])
+        torch.testing.assert_close(each[0], expected[n])
+
+
+@pytest.mark.parametrize("name", CHAINS)
+@pytest.mark.parametrize(
+    "query",
+    [lambda chain, values: chain.viterbi(values),
+     lambda chain, values: chain.sample_states(values)],
+)  # fmt: skip
+def test_what_has_no_derivative_says_so(name, query):
+    make, size = CHAINS[name]
+    values = logs(N, T, 2, seed=3)
+    with pytest.raises(NotImplementedError, match=r"within vmap, grad .* batch dimensions"):
+        vmap(lambda theta: query(make(theta), values))(logs(4, size, 2))
+    with pytest.raises(NotImplementedError, match="Call it outside"):
+        jacrev(lambda theta: query(make(theta), values))(logs(size, 2))
+
+
+@pytest.mark.parametrize("query", ["log_prob", "posterior", "filtered", "viterbi"])
+def test_models_with_blocks_say_what_can_be_transformed(query):
+    words = blocks.from_clusters(torch.tensor([0, 0, 1]), 2)
+    hmm = NeuralHMM(4, 3, 8, blocks=words)(torch.tensor(T))
+    tagged = NeuralTagger(4, 3, 2, 8, blocks=words)(torch.tensor(T))
+    values = torch.tensor([[0, 2, 1, 0], [2, 1, 1, 0]])
+    with pytest.raises(NotImplementedError, match=r"states in blocks .* hmm\.dense\(\)"):
+        vmap(getattr(hmm, query))(values)
+    with pytest.raises(NotImplementedError, match=r"blocks|words and tags"):
+        vmap(getattr(tagged, "best_tags" if query == "viterbi" else query))(
+            torch.stack([values, -torch.ones_like(values)], -1)
+        )
+    if query != "viterbi":
+        found = vmap(getattr(hmm.dense(), query))(values)
+        for one, other in zip(found, getattr(hmm, query)(values)):
+            torch.testing.assert_close(one, other)
+
+
+def test_marginals_of_a_crf_have_derivatives():
+    emission, transition = logs(N, T, K), logs(K, K, seed=1)
+
+    def marginals(transition):
+        return LinearChainCRF(emission, transition, lengths=LENGTHS).marginals()
+
+    torch.testing.assert_close(
+        jacrev(marginals)(transition), differences(marginals, transition), atol=1e-8, rtol=1e-6
+    )
+
+
 def test_a_sequence_of_probability_zero_has_gradient_zero():
     initial, transition, scores, lengths = arguments()
     scores[1] = -torch.inf
@@ -159,6 +271,10 @@ def test_a_sequence_of_probability_zero_has_gradient_zero():
     found = each(initial, transition, scores, lengths)
     assert found.isfinite().all()
     assert not found[1].any()
+    posterior = vmap(recursions.posterior, (None, None, 0, 0))
+    for part, other in zip(posterior(initial, transition, scores, lengths),
+                           recursions.posterior(initial, transition, scores, lengths)):  # fmt: skip
+        torch.testing.assert_close(part, other)
 
 
 def test_a_network_by_functional_call():
@@ -236,3 +352,45 @@ def test_half_precision_of_autocast_is_taken_up(symbolic):
     assert found.dtype == torch.float32
     assert torch.equal(found, evidence(table.float(), half.float()))
     assert (table if symbolic else half).grad.isfinite().all()
+
+
+def compiled(function, *arguments):
+    """What a compiled function gives, and into how many graphs it falls."""
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    try:
+        return torch.compile(function, backend=backend)(*arguments), len(graphs)
+    finally:
+        torch._dynamo.reset()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch itself, as it compiles
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # the same
+@pytest.mark.parametrize("kind", ["hmm", "symbols", "crf"])
+def test_torch_compile_breaks_once_and_keeps_the_checks(kind, monkeypatch):
+    monkeypatch.setattr(torch.distributions.Distribution, "_validate_args", True)
+    theta, values = logs(K, 2, seed=4).requires_grad_(), logs(N, T, 2, seed=3)
+    labels, nothing = (values[..., 0] > 0).long(), torch.full_like(values, torch.nan)
+
+    def loss(theta, values):
+        theta = theta * 2
+        if kind == "crf":
+            return -LinearChainCRF(values, theta, lengths=LENGTHS).log_prob(labels).sum() / 2
+        emission = normal(theta) if kind == "hmm" else symbols(theta)
+        return -HMM(*HALVES, emission, LENGTHS).log_prob(values).sum() / 2
+
+    data, wrong = (labels, labels + 5) if kind == "symbols" else (values, nothing)
+    found, graphs = compiled(loss, theta, data)
+    assert graphs <= 4  # before, between and after the distribution and its log_prob
+    torch.testing.assert_close(found, loss(theta, data))
+    gradients = [torch.autograd.grad(each, theta)[0] for each in (found, loss(theta, data))]
+    torch.testing.assert_close(*gradients)
+    if kind == "hmm":
+        return  # components that are NaN are missing
+    with pytest.raises(ValueError, match=r"values must lie|emission_scores holds nan"):
+        compiled(loss, theta, wrong)
