@@ -375,16 +375,16 @@ class LanguageModel:
 
         Raises:
             ValueError: If ``<eos>`` is in the prompt, or a word that the vocabulary does not have
-                and for which nothing stands; if the constraint is impossible, as :meth:`steer`; or
-                if there is one, and the model is contiguous.
+                and for which nothing stands; as :meth:`steer`; or if the model is contiguous and
+                there is a constraint.
         """
         check_size("count", count)
         check_size("max_words", max_words)
         if constraint is not None:
             if self.contiguous:
                 raise ValueError(
-                    "constraint must be None for the sentences of a contiguous text, which depend "
-                    "on each other. For first sentences call model.steer(constraint).sample(count)."
+                    "constraint must be None for a contiguous text, whose sentences depend on each "
+                    "other. For first ones call model.steer(constraint).sample(count)."
                 )
             steering = self.steer(constraint, max_words + len(prompt.split()))
             return steering.sample(count, generator, prompt)
@@ -405,29 +405,21 @@ class LanguageModel:
         return [f"{prompt} {line}".strip() for line in lines[:first]] + lines[first:]
 
     def steer(self, constraint: Automaton, max_words: int = 100) -> Steering:
-        """Sentences given that they satisfy a constraint: exact probabilities, samples, next words.
-
-        Of a contiguous model, the first sentences of texts.
+        """Sentences given that they satisfy a constraint; of a contiguous model, first sentences.
 
         Args:
             constraint: What a sentence, without its ``<eos>``, satisfies: a finite automaton over
-                words, as the functions of :mod:`pyrohmm.automata` and ``&``, ``|``, ``~`` make it.
-            max_words: Largest number of words of a sentence, with those of a prompt. The time of a
-                :class:`Steering` grows in proportion.
+                words, made by the functions of ``automata`` and ``&``, ``|``, ``~``.
+            max_words: Largest number of words of a sentence, with those of a prompt.
 
         Raises:
-            ValueError: If no sentence of so many words satisfies the constraint, or it has a word
-                that the vocabulary does not list.
+            ValueError: If no such sentence is possible, or a word of it is not listed.
 
         Example:
-            >>> _ = pyro.set_rng_seed(0)
-            >>> lines = ["a rose is a rose", "a daisy is a daisy"]
-            >>> vocabulary = language.count_words(lines)
-            >>> data = language.encode(lines, vocabulary)
-            >>> model = LanguageModel.from_data(vocabulary, data, 8, 4, hidden_dim=8)
+            >>> vocabulary = language.count_words(["a rose is a rose", "is a rose a rose"])
+            >>> model = LanguageModel(vocabulary, blocks.from_clusters(torch.arange(5), 2), 8)
             >>> wanted = automata.must_contain("rose") & automata.of_length(3)
-            >>> steering = model.steer(wanted, max_words=3)
-            >>> all(wanted.accepts(line) for line in steering.sample(5))
+            >>> all(wanted.accepts(line) for line in model.steer(wanted, 3).sample(5))
             True
         """
         with torch.no_grad(), in_mode(False, self.module):
@@ -442,25 +434,23 @@ class LanguageModel:
     ) -> list[str]:
         """Exact samples of a sentence with missing words, given the others.
 
-        The probabilities of a single missing word are those of :meth:`Steering.next_word`.
-
         Args:
-            sentence: Words, None for each that is missing.
+            sentence: Words, None for each that is missing. The probabilities of a single one are
+                those of :meth:`Steering.next_word`.
             count: Number of samples.
             generator: Source of randomness on the CPU; torch's global one by default.
 
         Raises:
-            ValueError: If there is no word, or one that the vocabulary does not list.
+            TypeError, ValueError: If it is a single string, or empty; as :meth:`steer`.
 
         Example:
-            >>> _ = pyro.set_rng_seed(0)
-            >>> lines = ["a rose is a rose", "a daisy is a daisy"]
-            >>> vocabulary = language.count_words(lines)
-            >>> data = language.encode(lines, vocabulary)
-            >>> model = LanguageModel.from_data(vocabulary, data, 8, 4, hidden_dim=8)
+            >>> vocabulary = language.count_words(["a rose is a rose", "is a rose a rose"])
+            >>> model = LanguageModel(vocabulary, blocks.from_clusters(torch.arange(5), 2), 8)
             >>> model.fill(["a", None, "is"])[0].split()[::2]
             ['a', 'is']
         """
+        if isinstance(sentence, str | bytes):
+            raise TypeError("sentence must be a list of words, with None for each missing one.")
         words = [each for item in sentence for each in (item.split() if item else [None])]
         check_size("the number of words of sentence", len(words))
         return self.steer(template(*words), len(words)).sample(count, generator)

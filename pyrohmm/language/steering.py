@@ -15,7 +15,6 @@ References:
 from __future__ import annotations
 
 from math import inf
-from typing import cast
 
 import torch
 from torch import Tensor
@@ -49,6 +48,7 @@ class Steering:
         max_words: Largest number of words of a sentence, with those of a prompt.
 
     Raises:
+        TypeError: If transitions are given as a matrix.
         ValueError: If no sentence of so many words satisfies the constraint, or none has positive
             probability; or if it has a word that the vocabulary does not list.
     """
@@ -57,8 +57,10 @@ class Steering:
         self, hmm: BlockHMM, vocabulary: Vocabulary, constraint: Automaton, max_words: int
     ) -> None:
         check_size("max_words", max_words)
+        if not isinstance(hmm.transition, InnerProductTransition):
+            raise TypeError("hmm must have an InnerProductTransition; it has a matrix.")
         self.vocabulary, self.constraint, self.max_words = vocabulary, constraint, max_words
-        self._hmm, self._transition = hmm, cast(InnerProductTransition, hmm.transition)
+        self._hmm, self._transition = hmm, hmm.transition
         self._device = hmm.log_initial.device
         self._end = int(vocabulary.encode([END]))
         self._class = _classes_of_words(constraint, vocabulary)
@@ -96,10 +98,8 @@ class Steering:
 
         Example:
             >>> _ = pyro.set_rng_seed(0)
-            >>> lines = ["a rose is a rose", "is a rose a rose"]
-            >>> vocabulary = language.count_words(lines)
-            >>> data = language.encode(lines, vocabulary)
-            >>> model = LanguageModel.from_data(vocabulary, data, 8, 4, hidden_dim=8)
+            >>> vocabulary = language.count_words(["a rose is a rose", "is a rose a rose"])
+            >>> model = LanguageModel(vocabulary, blocks.from_clusters(torch.arange(5), 2), 8)
             >>> steering = model.steer(automata.must_contain("rose"), max_words=9)
             >>> steering.log_prob() < steering.log_prob("is a rose")
             True
@@ -118,6 +118,13 @@ class Steering:
 
         Raises:
             ValueError: As :meth:`log_prob`; or if the constraint cannot hold after the prompt.
+
+        Example:
+            >>> vocabulary = language.count_words(["a rose is a rose", "is a rose a rose"])
+            >>> model = LanguageModel(vocabulary, blocks.from_clusters(torch.arange(5), 2), 8)
+            >>> probs = model.steer(automata.template("a", None), 2).next_word("a").exp()
+            >>> round(probs.sum().item(), 6), probs[vocabulary.index("<eos>")].item()
+            (1.0, 0.0)
         """
         first, state, place = self._begin(prompt)
         self._check_possible(first, state, place, prompt)
@@ -138,6 +145,13 @@ class Steering:
 
         Raises:
             ValueError: As :meth:`log_prob`.
+
+        Example:
+            >>> vocabulary = language.count_words(["a rose is a rose", "is a rose a rose"])
+            >>> model = LanguageModel(vocabulary, blocks.from_clusters(torch.arange(5), 2), 8)
+            >>> steering = model.steer(automata.starts_with("a rose"), 9)
+            >>> [w for w, log in zip(vocabulary, steering.lookahead("a").tolist()) if log > -9]
+            ['rose']
         """
         first, state, place = self._begin(prompt)
         joint = self._log_words(first, state, place)
@@ -156,6 +170,13 @@ class Steering:
 
         Raises:
             ValueError: As :meth:`next_word`.
+
+        Example:
+            >>> vocabulary = language.count_words(["a rose is a rose", "is a rose a rose"])
+            >>> model = LanguageModel(vocabulary, blocks.from_clusters(torch.arange(5), 2), 8)
+            >>> lines = model.steer(automata.must_contain("rose"), 5).sample(3, prompt="is a")
+            >>> all("rose" in line.split() for line in lines)
+            True
         """
         check_size("count", count)
         first, state, place = self._begin(prompt)

@@ -24,7 +24,7 @@ Symbol = str | int
 Phrase = str | int | Sequence[str | int]
 
 
-@checked(accepting=None)
+@checked()
 class Automaton:
     """A deterministic finite automaton over words.
 
@@ -58,7 +58,7 @@ class Automaton:
         self,
         default: Sequence[int],
         exceptions: Sequence[Mapping[str | int, int]],
-        accepting: Iterable[int],
+        accepting: Sequence[int],
         name: str = "a constraint",
     ) -> None:
         count, ends = len(default), list(accepting)
@@ -303,7 +303,7 @@ def starts_with(prefix: Phrase) -> Automaton:
         >>> starts_with("a rose").accepts("a rose is a rose")
         True
     """
-    return template(*_phrases([prefix])[0], ...)._named(_called("starts_with", [prefix]))
+    return template(*_phrases([prefix], "prefix")[0], ...)._named(_called("starts_with", [prefix]))
 
 
 def ends_with(suffix: Phrase) -> Automaton:
@@ -319,7 +319,7 @@ def ends_with(suffix: Phrase) -> Automaton:
         >>> ends_with("a rose").accepts("a rose is a rose")
         True
     """
-    return template(..., *_phrases([suffix])[0])._named(_called("ends_with", [suffix]))
+    return template(..., *_phrases([suffix], "suffix")[0])._named(_called("ends_with", [suffix]))
 
 
 @checked(low=Range(0), high=Range(0))
@@ -345,11 +345,11 @@ def of_length(low: int, high: int | None = None) -> Automaton:
     return Automaton(steps, [{}] * len(steps), range(low, last + 1), name)
 
 
-def _phrases(phrases: Iterable[Phrase]) -> list[list[Symbol]]:
-    parts = [_words("phrases", phrase) for phrase in phrases]
+def _phrases(phrases: Iterable[Phrase], name: str = "phrases") -> list[list[Symbol]]:
+    parts = [_words(name, phrase) for phrase in phrases]
     if not parts or not all(parts):
         raise ValueError(
-            f"phrases must be at least one, each of at least one word; got {list(phrases)!r}."
+            f"{name} must be at least one, each of at least one word; got {list(phrases)!r}."
         )
     return parts
 
@@ -372,6 +372,8 @@ def _check_symbols(name: str, symbols: Iterable[object]) -> None:
             raise TypeError(
                 f"{name} must have words (str) or codes (int); got {type(symbol).__name__}."
             )
+        if isinstance(symbol, int) and symbol < 0:
+            raise ValueError(f"codes in {name} must be at least 0; got {symbol}.")
 
 
 def _called(function: str, phrases: Iterable[Phrase]) -> str:

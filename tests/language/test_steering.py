@@ -9,6 +9,7 @@ import torch
 
 from pyrohmm import LanguageModel, blocks
 from pyrohmm.data.vocabulary import Vocabulary
+from pyrohmm.language import Steering
 from pyrohmm.ops.automata import (
     Automaton,
     ends_with,
@@ -131,7 +132,7 @@ def test_a_contiguous_model_steers_its_first_sentence():
         lines += [" ".join(words) for words in itertools.product(WORDS[1:], repeat=count)]
     scores = [model.score([line]).item() for line in lines if "a" in line.split()]
     assert steering.log_prob() == pytest.approx(log_total(scores), abs=1e-9)
-    with pytest.raises(ValueError, match="constraint must be None for the sentences of a contig"):
+    with pytest.raises(ValueError, match="constraint must be None for a contiguous text"):
         model.generate(2, constraint=must_contain("a"))
 
 
@@ -288,13 +289,18 @@ def test_states_that_hardly_reach_a_word_are_summed_in_logarithms():
         (lambda m: m.steer(of_length(1), 1).log_prob("a b"), "at most max_words = 1 words; got 2"),
         (lambda m: m.steer(of_length(1), 1).log_prob("<eos>"), "prompt must not have <eos>"),
         (lambda m: m.steer(of_length(1), 1).sample(0), "count must be at least 1"),
+        (
+            lambda m: Steering(m.module(torch.tensor([1])).dense(), WORDS, of_length(1), 2),
+            "hmm must",
+        ),
+        (lambda m: m.fill("a b"), "sentence must be a list of words"),
         (lambda m: m.fill([]), "number of words of sentence must be at least 1"),
         (lambda m: m.fill(["a", "zebra"]), "'zebra' is none"),
         (lambda m: m.generate(1, prompt="a", constraint=starts_with("b")), "cannot hold after 'a'"),
     ],
 )
 def test_what_cannot_be_is_refused(model, ask, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, TypeError), match=message):
         ask(model)
 
 

@@ -86,6 +86,8 @@ def test_a_name_says_what_is_meant():
         (lambda: must_contain("a", " "), ValueError, "each of at least one word"),
         (lambda: must_contain(2.5), TypeError, "words, codes or lists of these; got float"),
         (lambda: must_not_contain(["a", True]), TypeError, "codes \\(int\\); got bool"),
+        (lambda: must_contain(-1), ValueError, "codes in phrases must be at least 0; got -1"),
+        (lambda: starts_with(""), ValueError, "prefix must be at least one"),
         (lambda: template({"a"}), TypeError, "items of a template must be words"),
         (lambda: of_length(3, 2), ValueError, "high must be at least low = 3; got 2"),
         (lambda: of_length(-1), ValueError, "low must be at least 0; got -1"),
