@@ -43,6 +43,7 @@ class Clock:
         self.start = time.perf_counter(), time.process_time()
 
     def read(self) -> tuple[float, float]:
+        """Seconds of both."""
         return time.perf_counter() - self.start[0], time.process_time() - self.start[1]
 
 

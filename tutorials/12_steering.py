@@ -4,8 +4,9 @@
 # A language model writes what is probable; often one wants a sentence that is probable *and* has
 # certain words in it, or none of some others, or a certain length. For a hidden Markov model the
 # conditional distribution is exact: no search, no rejected samples. And because the model can say
-# how probable it is that a constraint *will* hold, it can steer other language models, too (Zhang et
-# al. 2024, [Adaptable Logical Control for Large Language Models](https://arxiv.org/abs/2406.13892)).
+# how probable it is that a constraint *will* hold, it can steer other language models, too (Zhang
+# et al. 2024, [Adaptable Logical Control for Large Language
+# Models](https://arxiv.org/abs/2406.13892)).
 #
 # A constraint is a finite automaton that reads the words: after each word it is in one of $Q$
 # states, which say what is still to come. Given the state $z$ of the chain, the state $q$ of the
@@ -136,9 +137,9 @@ for name, probs in (("after 'the'", blind), ("between 'the' and 'is called'", se
 # ## Another model, steered
 #
 # A bigram model knows nothing of what is to come. Multiplied word by word with the HMM's
-# probability that the constraint will hold, `lookahead`, it writes sentences that satisfy it, always.
-# Any model of the same words can stand here, such as a neural network: the HMM is then the part of
-# it that can be asked about the future.
+# probability that the constraint will hold, `lookahead`, it writes sentences that satisfy it,
+# always. Any model of the same words can stand here, such as a neural network: the HMM is then the
+# part of it that can be asked about the future.
 
 # %%
 end = vocabulary.index("<eos>")
@@ -176,6 +177,11 @@ for line in model.steer(even, LONGEST).sample(4, generator):
     print(line.split().count("the"), line)
 
 # %% [markdown]
-# On the command line the same is `python -m pyrohmm.language --load DIR --generate 5 --must function
-# "the value" --must-not error --longest 12`. With 8,192 states a sentence of twenty words takes a
-# fraction of a second where sixteen share a backward pass (`figures/steering.json`).
+# The command does it, too:
+#
+# ```sh
+# python -m pyrohmm.language --load DIR --generate 5 --must function "the value" --longest 12
+# ```
+#
+# With 8,192 states a sentence of twenty words takes a tenth to a fifth of a second of one
+# processor, where sixteen share a backward pass (`figures/steering.json`).
