@@ -81,7 +81,7 @@ for line in steering.sample(8, generator):
 # %% [markdown]
 # By rejection one would wait for about $1/p$ sentences for each of these. For a constraint that is
 # not rare the two ways can be compared: the share of free sentences that satisfy it is the
-# probability that `log_prob` computes, and the words that follow have the same frequencies.
+# probability that `log_prob` computes.
 
 # %%
 common = automata.must_contain("is") & automata.of_length(1, LONGEST)

@@ -188,7 +188,7 @@ def test_a_wrong_distribution_would_be_seen(model, every):
     wanted = [line for line in every if constraint.accepts(line)]
     statistic, freedom = chi_square(kept, every, wanted)
     assert statistic < freedom + 5 * math.sqrt(2 * freedom)
-    # forced word by word without looking ahead, the distribution is another
+    # with those that begin with one word three times, it is another
     other = [line for line in kept if line.split()[0] == "a"] * 2 + kept
     statistic, freedom = chi_square(other, every, wanted)
     assert statistic > freedom + 10 * math.sqrt(2 * freedom)
