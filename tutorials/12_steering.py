@@ -183,5 +183,5 @@ for line in model.steer(even, LONGEST).sample(4, generator):
 # python -m pyrohmm.language --load DIR --generate 5 --must function "the value" --longest 12
 # ```
 #
-# With 8,192 states a sentence of twenty words takes a tenth to a fifth of a second of one
+# With 8,192 states a sentence of twenty words takes about a tenth of a second of one
 # processor, where sixteen share a backward pass (`figures/steering.json`).

@@ -261,7 +261,7 @@ def must_contain(*phrases: Phrase) -> Automaton:
         (True, False)
         >>> both
         Automaton(must_contain('a rose', 'is') & (must_contain('red') | must_contain('white')); \
-13 states)
+12 states)
     """
     parts = _phrases(phrases)
     each = (template(..., *words, ...) for words in parts)
