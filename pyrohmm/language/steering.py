@@ -39,7 +39,7 @@ class Steering:
     Made by :meth:`LanguageModel.steer`. Sentences have at most ``max_words`` words: where this says
     "the constraint holds", it means that the sentence ends by then, and satisfies the constraint.
     What does not depend on a prompt is computed once, in O(K² Q) a step with K states and the Q
-    states that the automaton may be in.
+    states that the automaton may be in, and takes K Q float64 numbers a step.
 
     Args:
         hmm: Of disjoint blocks; it stays as it is now.
