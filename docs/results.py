@@ -466,6 +466,24 @@ def durations_table() -> str:
     return table(header, body)
 
 
+def steering_table() -> str:
+    """Sentences that must contain some words: seconds each, of a batch and of one alone."""
+    body = [
+        [str(row["required_words"])]
+        + [plain(part[name][0], 2) for part in (row, row["single"])
+           for name in ("processor_seconds_a_sentence", "seconds_a_sentence")]
+        for row in rows("steering")
+    ]  # fmt: skip
+    header = [
+        "required words",
+        "of 16, processor",
+        "of 16, wall",
+        "alone, processor",
+        "alone, wall",
+    ]
+    return table(header, body)
+
+
 def large_data_table() -> str:
     """EM over a file larger than what is held of it: seconds and memory by the number of steps."""
     body = [
@@ -496,6 +514,7 @@ TABLES = {
     "clusters": clusters_table,
     "durations": durations_table,
     "large_data": large_data_table,
+    "steering": steering_table,
 }
 
 

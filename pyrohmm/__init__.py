@@ -83,6 +83,7 @@ from .nn.tabular import banded as banded
 from .nn.tabular import left_to_right as left_to_right
 from .nn.tabular import sticky as sticky
 from .nn.tagging import NeuralTagger as NeuralTagger
+from .ops import automata as automata
 from .ops import blocks as blocks
 from .ops import recursions as recursions
 from .ops import semi_markov as semi_markov
@@ -120,6 +121,7 @@ __all__ = [
     "TabularHSMM",
     "TaggedHMM",
     "__version__",
+    "automata",
     "autoregressive_categorical",
     "autoregressive_normal",
     "banded",

@@ -21,6 +21,7 @@ from pyrohmm import (
     NeuralTagger,
     Sequences,
     TabularHMM,
+    automata,
     blocks,
     categorical,
     fit_em,
@@ -253,7 +254,7 @@ def test_a_language_model_is_that_of_the_cpu():
     lines = ["a rose is a rose", "a daisy is a daisy"]
     vocabulary = language.count_words(lines)
     data = language.encode(lines, vocabulary)
-    scores, losses = [], []
+    scores, losses, steered = [], [], []
     for move in (lambda module: module, there):
         pyro.set_rng_seed(0)
         with watched():
@@ -262,6 +263,10 @@ def test_a_language_model_is_that_of_the_cpu():
             losses.append(model.fit(data, num_epochs=2, batch_tokens=40, progress=False).losses)
             scores.append(model.score(data))
             assert len(model.generate(2)) == 2
+            steering = model.steer(automata.must_contain("rose", "a"), 5)
+            assert all("rose" in line for line in steering.sample(3))
+            steered.append([steering.log_prob("a"), *steering.lookahead("is").tolist()])
+    assert steered[1] == pytest.approx(steered[0])
     torch.testing.assert_close(losses[1], losses[0])
     torch.testing.assert_close(
         scores[1].cpu() if scores[1].is_cpu else numbers(scores[1]), scores[0]

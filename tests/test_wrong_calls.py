@@ -250,6 +250,16 @@ def speaker():
     return LanguageModel.from_data(vocabulary(), sentences(), 4, 2, 4)
 
 
+def constraint():
+    return pyrohmm.automata.must_contain("a")
+
+
+@functools.cache
+def spoken_hmm():
+    with torch.no_grad():
+        return speaker().module.eval()(torch.tensor([1]))
+
+
 def pairs():
     return cooccurrence.count_pairs(data(), 3)
 
@@ -607,6 +617,21 @@ SPECIAL = {
     "Vocabulary.encode": {"symbols": lambda: "abc"},
     "Vocabulary.decode": {"codes": lambda: torch.tensor([0, 1])},
     "Vocabulary.from_counts": {"symbols": lambda: "abca"},
+    "Automaton": {
+        "default": lambda: [0, 1],
+        "exceptions": lambda: [{"a": 1}, {}],
+        "accepting": lambda: [1],
+    },
+    "Automaton.accepts": {"sentence": lambda: "a rose"},
+    "LanguageModel.fill": {"sentence": lambda: ["a", None]},
+    "LanguageModel.steer": {"constraint": constraint},
+    "Steering": {"hmm": spoken_hmm, "constraint": constraint, "max_words": lambda: 3},
+    "automata.ends_with": {"suffix": lambda: "a"},
+    "automata.must_contain": {"phrases": lambda: "a rose"},
+    "automata.must_not_contain": {"phrases": lambda: "a rose"},
+    "automata.of_length": {"low": lambda: 2},
+    "automata.starts_with": {"prefix": lambda: "a"},
+    "automata.template": {"items": lambda: "a"},
     "backends.use": {"backend": lambda: pyrohmm.ops.backends.backend_for(torch.device("cpu"))},
     "backends.backend_for": {"device": lambda: torch.device("cpu")},
     "base.freeze": {"name": lambda: "transition", "value": lambda: simplex(2, 2)},
@@ -770,6 +795,8 @@ OBJECTS = {
     "Filter": filtering,
     "Fit": fit,
     "LanguageModel": speaker,
+    "Automaton": constraint,
+    "Steering": lambda: speaker().steer(constraint(), 3),
     "LinearChainCRF": crf,
     "NeuralHMM": lambda: neural(words=spelt()),
     "NeuralTagger": tagger,
@@ -972,6 +999,7 @@ QUICK = {
     "sample_shape",
 }  # fmt: skip
 CHANGING = {"base.freeze"}  # what change an argument
+SEVERAL = {"families", "items", "phrases"}  # of which there may be any number
 FILED = {"path", "directory", "checkpoint"}  # whose errors name the file
 
 
@@ -1012,8 +1040,8 @@ def right_arguments(call, function):
 
 def run(function, arguments):
     """What the call returns; of a generator, what it yields."""
-    several = [arguments["families"]] if "families" in arguments else []
-    named = {name: value for name, value in arguments.items() if name != "families"}
+    several = [value for name, value in arguments.items() if name in SEVERAL]
+    named = {name: value for name, value in arguments.items() if name not in SEVERAL}
     with warnings.catch_warnings(action="ignore"), pyro.get_param_store().scope():
         result = function(*several, **named)
         return list(result) if inspect.isgenerator(result) else result

@@ -9,6 +9,7 @@ Its modules; each imports only those above it:
 ``schedule``    ``WarmupCosine``, of the learning rate
 ``contiguous``  sentences read as one text
 ``generation``  sentences sampled from an HMM in blocks
+``steering``    ``Steering``: sentences that satisfy a constraint
 ``model``       ``LanguageModel``
 ``command``     ``python -m pyrohmm.language``
 """
@@ -17,6 +18,7 @@ from . import clusters as clusters
 from .clusters import find_clusters as find_clusters
 from .model import LanguageModel as LanguageModel
 from .schedule import WarmupCosine as WarmupCosine
+from .steering import Steering as Steering
 from .text import END as END
 from .text import UNKNOWN as UNKNOWN
 from .text import count_words as count_words

@@ -20,6 +20,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import reduce
 
 import pyro
 import torch
@@ -34,6 +35,7 @@ from ..infer.results import Fit
 from ..infer.validation import Validation
 from ..io.checkpoints import Checkpoint
 from ..io.files import check_directory
+from ..ops.automata import Automaton, must_contain, must_not_contain
 from .model import LanguageModel
 from .text import END, UNKNOWN, count_words, encode
 
@@ -45,6 +47,7 @@ INTERRUPTED = 130  # the exit status of what Ctrl-C has ended
 EXAMPLES = """examples:
   python -m pyrohmm.language train.txt --valid valid.txt --save model --score test.txt
   python -m pyrohmm.language --load model --generate 5 --prompt "once upon"
+  python -m pyrohmm.language --load model --generate 5 --must sea "the ship" --longest 20
 """
 
 
@@ -81,6 +84,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             parser.error(f"--{name} tells more of --score FILE, which is not given")
     if options.prompt is not None and not options.generate:
         parser.error("--prompt is where --generate N begins, which is not given")
+    if (options.must or options.must_not) and not options.generate:
+        parser.error("--must and --must-not are of what --generate N writes, which is not given")
     if (
         not options.load
         and options.streams != parser.get_default("streams")
@@ -126,9 +131,16 @@ def run(options: argparse.Namespace) -> None:
         generator = torch.Generator()
         generator.seed() if options.seed is None else generator.manual_seed(options.seed)
         for sentence in model.generate(
-            options.generate, generator, options.longest, options.prompt or ""
+            options.generate, generator, options.longest, options.prompt or "", constraint(options)
         ):
             print(sentence)
+
+
+def constraint(options: argparse.Namespace) -> Automaton | None:
+    """What the sentences that are written must and must not contain."""
+    parts = [must_contain(*options.must)] if options.must else []
+    parts += [must_not_contain(*options.must_not)] if options.must_not else []
+    return reduce(Automaton.__and__, parts) if parts else None
 
 
 def train(options: argparse.Namespace) -> LanguageModel:
@@ -361,6 +373,10 @@ def _parser() -> argparse.ArgumentParser:
         help="with --score, also the surprisal (nats) of each word")  # fmt: skip
     add("--generate", type=count, metavar="N", help="write N sentences")
     add("--prompt", metavar="TEXT", help="with --generate, words with which each begins")
+    add("--must", nargs="+", metavar="PHRASE", default=[],
+        help="with --generate, words or quoted phrases that occur in each sentence")  # fmt: skip
+    add("--must-not", nargs="+", metavar="PHRASE", default=[],
+        help="with --generate, words or quoted phrases that occur in none")  # fmt: skip
     add("--longest", type=count, default=100, help="words after which those are cut off")
     add("--checkpoint", metavar="FILE", help="a file from which the same command resumes")
     add = parser.add_argument_group("the model").add_argument

@@ -2,10 +2,27 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from torch import Tensor
 
 from ..distributions.block_hmm import BlockHMM
+from ..ops.block_transition import InnerProductTransition
+
+
+def next_states(hmm: BlockHMM, codes: Tensor) -> Tensor:
+    """Log-probabilities of the state of the next word ``(K,)`` after words ``(n,)``, or none."""
+    if not len(codes):
+        return hmm.log_initial
+    transition = cast(InnerProductTransition, hmm.transition)
+    values = codes.unsqueeze(0).to(hmm.log_initial.device)
+    alone = cast(BlockHMM, hmm.replace(lengths=torch.tensor([len(codes)])))
+    ending = alone.final_state(values)
+    possible = ending.states[0] >= 0
+    rows = transition.rows(ending.states[0][possible])  # (n, K)
+    log_probs = ending.log_probs[0][possible].unsqueeze(-1)
+    return (log_probs.to(rows) + rows).logsumexp(0).log_softmax(-1)
 
 
 def sample_sentences(
@@ -24,22 +41,15 @@ def sample_sentences(
         The n sentences, and the last state of each ``(n,)``, which emitted ``<eos>`` if it ended.
     """
     count = len(log_first)
-    sizes = hmm.blocks.sizes
-    owner = torch.arange(hmm.blocks.num_blocks).repeat_interleave(sizes)
-    place = torch.arange(hmm.blocks.num_states) - (sizes.cumsum(0) - sizes)[owner]
     words = torch.full((count, max_words), end)
     unfinished = torch.arange(count)  # sentences that have not ended
-    states = _choose(log_first, generator)
+    states = choose(log_first, generator)
     last = states.clone()
     for step in range(max_words):
         if step > 0:
             rows = hmm.transition.rows(states)  # type: ignore[union-attr]  # blocks are disjoint
-            states = _choose(rows, generator)
-        emitted = hmm.log_emission[:, place[states].to(hmm.log_emission.device)].mT  # (n, V)
-        impossible = hmm.blocks.symbol_block != owner[states].unsqueeze(-1)
-        words[unfinished, step] = _choose(
-            emitted.masked_fill(impossible.to(emitted.device), -torch.inf), generator
-        )
+            states = choose(rows, generator)
+        words[unfinished, step] = choose(emitted_by(hmm, states), generator)
         last[unfinished] = states
         continues = words[unfinished, step] != end
         unfinished, states = unfinished[continues], states[continues]
@@ -49,6 +59,16 @@ def sample_sentences(
     return [row[:length] for row, length in zip(words, lengths.tolist())], last
 
 
-def _choose(log_probs: Tensor, generator: torch.Generator | None) -> Tensor:
+def emitted_by(hmm: BlockHMM, states: Tensor) -> Tensor:
+    """Log-probabilities of all words in some states ``(n,)`` on the CPU, ``(n, V)``."""
+    sizes = hmm.blocks.sizes
+    owner = torch.arange(hmm.blocks.num_blocks).repeat_interleave(sizes)[states]
+    place = states - (sizes.cumsum(0) - sizes)[owner]
+    emitted = hmm.log_emission[:, place.to(hmm.log_emission.device)].mT
+    impossible = hmm.blocks.symbol_block != owner.unsqueeze(-1)
+    return emitted.masked_fill(impossible.to(emitted.device), -torch.inf)
+
+
+def choose(log_probs: Tensor, generator: torch.Generator | None) -> Tensor:
     """A column sampled for each row of log-probabilities, ``(n,)``, on the CPU."""
     return torch.multinomial(log_probs.exp().cpu(), 1, generator=generator).squeeze(-1)

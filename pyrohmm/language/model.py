@@ -9,7 +9,7 @@ are made of V words in C clusters; there are K states.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,11 +31,13 @@ from ..io.files import TENSORS, FilePath, check_directory, read_directory, write
 from ..nn.base import in_mode
 from ..nn.neural import NeuralHMM
 from ..ops import blocks as state_blocks
+from ..ops.automata import Automaton, template
 from ..ops.blocks import Blocks
 from . import clusters, text
 from .contiguous import as_text, score_in_order
-from .generation import sample_sentences
+from .generation import next_states, sample_sentences
 from .schedule import WarmupCosine
+from .steering import Steering
 from .text import END, check_ends, split_words
 
 AT_ONCE = 256  # sentences that are sampled as one batch
@@ -356,28 +358,42 @@ class LanguageModel:
         generator: torch.Generator | None = None,
         max_words: int = 100,
         prompt: str = "",
+        constraint: Automaton | None = None,
     ) -> list[str]:
         """Ancestral samples of sentences, without their ``<eos>``; contiguous ones are one text.
+
+        With a ``constraint`` they are exact samples given that they satisfy it and end in time.
 
         Args:
             count: Number of sentences.
             generator: Source of randomness on the CPU; torch's global one by default.
             max_words: Sentences that have not ended after so many words are cut off; those of the
-                prompt do not count.
+                prompt do not count. With a constraint all end by then.
             prompt: Words with which each sentence begins, or of a contiguous text the first one;
                 the others are sampled given these.
+            constraint: What each whole sentence satisfies; see :meth:`steer`.
 
         Raises:
             ValueError: If ``<eos>`` is in the prompt, or a word that the vocabulary does not have
-                and for which nothing stands.
+                and for which nothing stands; as :meth:`steer`; or if the model is contiguous and
+                there is a constraint.
         """
         check_size("count", count)
         check_size("max_words", max_words)
+        if constraint is not None:
+            if self.contiguous:
+                raise ValueError(
+                    "constraint must be None for a contiguous text, whose sentences depend on each "
+                    "other. For first ones call model.steer(constraint).sample(count)."
+                )
+            steering = self.steer(constraint, max_words + len(prompt.split()))
+            return steering.sample(count, generator, prompt)
         with torch.no_grad(), in_mode(False, self.module):
             hmm: Any = self.module(torch.tensor([1]))
             end = int(self.vocabulary.encode([END]))
             at_once = 1 if self.contiguous else AT_ONCE
-            log_first, parts = self._first_states(hmm, prompt).unsqueeze(0), []
+            begun = self.encode([prompt]).values[0, :-1]  # without <eos>
+            log_first, parts = next_states(hmm, begun).unsqueeze(0), []
             for first in range(0, count, at_once):
                 rows = log_first.expand(min(at_once, count - first), -1)
                 codes, last = sample_sentences(hmm, rows, max_words, end, generator)
@@ -385,19 +401,59 @@ class LanguageModel:
                 if self.contiguous:
                     log_first = hmm.transition.rows(last)
         lines = [" ".join(self.vocabulary.decode(codes)) for part in parts for codes in part]
-        begun = 1 if self.contiguous else count
-        return [f"{prompt} {line}".strip() for line in lines[:begun]] + lines[begun:]
+        first = 1 if self.contiguous else count  # those that begin with the prompt
+        return [f"{prompt} {line}".strip() for line in lines[:first]] + lines[first:]
 
-    def _first_states(self, hmm: Any, prompt: str) -> Tensor:
-        """Log-probabilities of the state of the next word after a prompt, ``(K,)``."""
-        if not prompt.split():
-            return hmm.log_initial
-        codes = self.encode([prompt]).values[:, :-1].to(hmm.log_initial.device)  # without <eos>
-        ending = hmm.replace(lengths=torch.tensor([codes.size(1)])).final_state(codes)
-        possible = ending.states[0] >= 0
-        rows = hmm.transition.rows(ending.states[0][possible])  # (n, K)
-        log_probs = ending.log_probs[0][possible].unsqueeze(-1)
-        return (log_probs.to(rows) + rows).logsumexp(0).log_softmax(-1)
+    def steer(self, constraint: Automaton, max_words: int = 100) -> Steering:
+        """Sentences given that they satisfy a constraint; of a contiguous model, first sentences.
+
+        Args:
+            constraint: What a sentence, without its ``<eos>``, satisfies: a finite automaton over
+                words, made by the functions of ``automata`` and ``&``, ``|``, ``~``.
+            max_words: Largest number of words of a sentence, with those of a prompt.
+
+        Raises:
+            ValueError: If no such sentence is possible, or a word of it is not listed.
+
+        Example:
+            >>> vocabulary = language.count_words(["a rose is a rose", "is a rose a rose"])
+            >>> model = LanguageModel(vocabulary, blocks.from_clusters(torch.arange(5), 2), 8)
+            >>> wanted = automata.must_contain("rose") & automata.of_length(3)
+            >>> all(wanted.accepts(line) for line in model.steer(wanted, 3).sample(5))
+            True
+        """
+        with torch.no_grad(), in_mode(False, self.module):
+            hmm: Any = self.module(torch.tensor([1]))
+            return Steering(hmm, self.vocabulary, constraint, max_words)
+
+    def fill(
+        self,
+        sentence: Sequence[str | None],
+        count: int = 1,
+        generator: torch.Generator | None = None,
+    ) -> list[str]:
+        """Exact samples of a sentence with missing words, given the others.
+
+        Args:
+            sentence: Words, None for each that is missing. The probabilities of a single one are
+                those of :meth:`Steering.next_word`.
+            count: Number of samples.
+            generator: Source of randomness on the CPU; torch's global one by default.
+
+        Raises:
+            TypeError, ValueError: If it is a single string, or empty; as :meth:`steer`.
+
+        Example:
+            >>> vocabulary = language.count_words(["a rose is a rose", "is a rose a rose"])
+            >>> model = LanguageModel(vocabulary, blocks.from_clusters(torch.arange(5), 2), 8)
+            >>> model.fill(["a", None, "is"])[0].split()[::2]
+            ['a', 'is']
+        """
+        if isinstance(sentence, str | bytes):
+            raise TypeError("sentence must be a list of words, with None for each missing one.")
+        words = [each for item in sentence for each in (item.split() if item else [None])]
+        check_size("the number of words of sentence", len(words))
+        return self.steer(template(*words), len(words)).sample(count, generator)
 
     def _coded(self, sentences: Iterable[str] | Sequences) -> Sequences:
         if isinstance(sentences, Sequences):

@@ -41,6 +41,8 @@ Its modules; each imports only those above it:
 ``blocks``            ``Blocks``: which states emit which symbols
 ``block_emission``    emission log-probabilities of states in blocks
 ``block_transition``  transitions as inner products, on one level or two
+``block_products``    sums over the states that follow each state
+``automata``          ``Automaton``: constraints of sentences
 ``stationary``        stationary distribution, joint probabilities of steps
 ``pairs``             ``Pairs``: sparse counts of pairs of symbols
 ``pair_losses``       losses between counted and predicted pairs
@@ -48,6 +50,7 @@ Its modules; each imports only those above it:
 ``brown_merges``      the loop of Brown clustering
 """
 
+from . import automata as automata
 from . import backends as backends
 from . import blocks as blocks
 from . import recursions as recursions

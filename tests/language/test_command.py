@@ -223,7 +223,7 @@ def test_each_option_has_a_text_and_examples_are_shown(capsys):
     with pytest.raises(SystemExit):
         main(["--help"])
     shown = capsys.readouterr().out
-    assert shown.count("\n  python -m pyrohmm.language ") == 2
+    assert shown.count("\n  python -m pyrohmm.language ") == 3
     assert len(re.findall(r"\(default:\s", shown)) == len(actions) - 1  # --help itself has none
 
 
@@ -267,6 +267,24 @@ def test_a_prompt_conditions_what_follows():
         model.generate(1, prompt="a <eos>")
 
 
+def test_sentences_contain_what_they_must(here, capsys):
+    tiny().save("m")
+    options = ["--must", "a", "b b", "--must-not", "a b", "<unk>", "--longest", "5"]
+    main(["--load", "m", "--generate", "30", "--prompt", "b", *options])
+    lines = capsys.readouterr().out.splitlines()[1:]
+    assert len(lines) == 30
+    for line in lines:
+        words = f" {line} "
+        assert words.startswith(" b ")
+        assert " a " in words
+        assert " b b " in words
+        assert " a b " not in words
+        assert " <unk> " not in words
+        assert len(line.split()) <= 6  # of which the prompt is one
+    with pytest.raises(SystemExit, match="'sea' is none of its 4"):
+        main(["--load", "m", "--generate", "2", "--must", "sea"])
+
+
 SCRIPT = """
 import sys, torch
 from pyrohmm.language.command import main
@@ -308,6 +326,11 @@ def test_two_processes_train_what_one_trains(here, capsys):
         ([], "give text files to train on, --load DIR or both"),
         (["train.txt", "--load", "m"], "needs --save DIR"),
         (["--load", "m", "--score", "test.txt", "--prompt", "a"], "--prompt is where --generate"),
+        (
+            ["--load", "m", "--score", "test.txt", "--must", "a"],
+            "--must and --must-not are of what",
+        ),
+        (["--load", "m", "--score", "test.txt", "--must-not", "a"], "--generate N writes, which"),
         (["train.txt", "--save", "m", "--per-token"], "--per-token tells more of --score FILE"),
         (["train.txt"], "needs --save DIR"),
         (["--load", "m"], "give --score FILE, --generate N or both"),

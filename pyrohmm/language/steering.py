@@ -1,0 +1,379 @@
+r"""Sentences that satisfy a constraint: exact probabilities, next words and samples.
+
+The words before a step determine the state q of the automaton, so that
+
+.. math:: h_t(z, q) = p(\text{the whole sentence satisfies the constraint} \mid z_{t+1} = z, q)
+
+follows from :math:`h_{t+1}` by a sum over transitions and one over classes of words, since those of
+a class lead from q to the same state.
+
+References:
+    Adaptable Logical Control for Large Language Models (Zhang et al., 2024),
+    https://arxiv.org/abs/2406.13892
+"""
+
+from __future__ import annotations
+
+from math import inf
+
+import torch
+from torch import Tensor
+
+from .._arguments import checked
+from .._checks import check_size
+from ..data.vocabulary import Vocabulary
+from ..distributions.block_hmm import BlockHMM
+from ..ops.automata import Automaton
+from ..ops.block_products import BackwardProducts
+from ..ops.block_transition import InnerProductTransition
+from .generation import choose, emitted_by, next_states
+from .text import END, encode
+
+AT_ONCE = 64  # sentences that are sampled as one batch
+
+
+@checked()
+class Steering:
+    r"""Sentences of a :class:`LanguageModel` given that they satisfy a constraint.
+
+    Made by :meth:`LanguageModel.steer`. Sentences have at most ``max_words`` words: where this says
+    "the constraint holds", it means that the sentence ends by then, and satisfies the constraint.
+    What does not depend on a prompt is computed once, in O(K² Q) a step with K states and the Q
+    states that the automaton may be in, and takes K Q float64 numbers a step.
+
+    Args:
+        hmm: Of disjoint blocks; it stays as it is now.
+        vocabulary: The V words, ``<eos>`` among them.
+        constraint: Over words of the vocabulary, or their codes.
+        max_words: Largest number of words of a sentence, with those of a prompt.
+
+    Raises:
+        TypeError: If transitions are given as a matrix.
+        ValueError: If no sentence of so many words satisfies the constraint, or none has positive
+            probability; or if it has a word that the vocabulary does not list.
+    """
+
+    def __init__(
+        self, hmm: BlockHMM, vocabulary: Vocabulary, constraint: Automaton, max_words: int
+    ) -> None:
+        check_size("max_words", max_words)
+        if not isinstance(hmm.transition, InnerProductTransition):
+            raise TypeError("hmm must have an InnerProductTransition; it has a matrix.")
+        self.vocabulary, self.constraint, self.max_words = vocabulary, constraint, max_words
+        self._hmm, self._transition = hmm, hmm.transition
+        self._device = hmm.log_initial.device
+        self._end = int(vocabulary.encode([END]))
+        self._class = _classes_of_words(constraint, vocabulary)
+        self._class[self._end] = self._end_class = constraint.table.size(1)
+        self._set_alive()
+        if not len(self._alive[0]):
+            raise ValueError(
+                f"constraint must hold for some sentence of at most max_words = {max_words} words; "
+                f"{constraint.name} does for none. Allow more words, or ask for less."
+            )
+        with torch.no_grad():
+            self._log_mass = self._mass_of_classes().log()
+            self._able = [row.isfinite().nonzero().squeeze(-1) for row in self._log_mass]
+            self._after = [torch.empty(0)] * (max_words + 1)
+            self._pass_backward()
+            if self._log_joint(hmm.log_initial, 0, 0) == -inf:
+                raise ValueError(
+                    "constraint must have a positive probability; that of "
+                    f"{constraint.name} is zero within {max_words} words."
+                )
+
+    def __repr__(self) -> str:
+        return f"Steering({self.constraint.name}; at most {self.max_words} words)"
+
+    # Queries given a prompt
+
+    def log_prob(self, prompt: str = "") -> float:
+        """Log-probability that the constraint holds, given the first words; in nats.
+
+        Args:
+            prompt: Words with which the sentence begins.
+
+        Raises:
+            ValueError: If ``prompt`` has more than ``max_words`` words, or as :func:`encode`.
+
+        Example:
+            >>> _ = pyro.set_rng_seed(0)
+            >>> vocabulary = language.count_words(["a rose is a rose", "is a rose a rose"])
+            >>> model = LanguageModel(vocabulary, blocks.from_clusters(torch.arange(5), 2), 8)
+            >>> steering = model.steer(automata.must_contain("rose"), max_words=9)
+            >>> steering.log_prob() < steering.log_prob("is a rose")
+            True
+        """
+        first, state, place = self._begin(prompt)
+        return self._log_joint(first, state, place)
+
+    def next_word(self, prompt: str = "") -> Tensor:
+        """Log-probability of each next word given the first ones and that the constraint holds.
+
+        Args:
+            prompt: Words with which the sentence begins.
+
+        Returns:
+            ``(V,)`` float64, in nats; ``<eos>`` is one of the words.
+
+        Raises:
+            ValueError: As :meth:`log_prob`; or if the constraint cannot hold after the prompt.
+
+        Example:
+            >>> vocabulary = language.count_words(["a rose is a rose", "is a rose a rose"])
+            >>> model = LanguageModel(vocabulary, blocks.from_clusters(torch.arange(5), 2), 8)
+            >>> probs = model.steer(automata.template("a", None), 2).next_word("a").exp()
+            >>> round(probs.sum().item(), 6), probs[vocabulary.index("<eos>")].item()
+            (1.0, 0.0)
+        """
+        first, state, place = self._begin(prompt)
+        self._check_possible(first, state, place, prompt)
+        return self._log_words(first, state, place).log_softmax(-1)
+
+    def lookahead(self, prompt: str = "") -> Tensor:
+        r"""Log-probability that the constraint holds, given the first words and each next one.
+
+        Added to the logits of any other language model of the same words, it makes that model aware
+        of the constraint: p(word | prompt) p(constraint | prompt, word), where this model gives the
+        second factor.
+
+        Args:
+            prompt: Words with which the sentence begins.
+
+        Returns:
+            ``(V,)`` float64, in nats; -inf for words after which it cannot hold.
+
+        Raises:
+            ValueError: As :meth:`log_prob`.
+
+        Example:
+            >>> vocabulary = language.count_words(["a rose is a rose", "is a rose a rose"])
+            >>> model = LanguageModel(vocabulary, blocks.from_clusters(torch.arange(5), 2), 8)
+            >>> steering = model.steer(automata.starts_with("a rose"), 9)
+            >>> [w for w, log in zip(vocabulary, steering.lookahead("a").tolist()) if log > -9]
+            ['rose']
+        """
+        first, state, place = self._begin(prompt)
+        joint = self._log_words(first, state, place)
+        free = self._log_words(first)
+        return torch.where(joint.isneginf(), joint, (joint - free).clamp(max=0.0))
+
+    def sample(
+        self, count: int = 1, generator: torch.Generator | None = None, prompt: str = ""
+    ) -> list[str]:
+        """Independent exact samples of sentences that satisfy the constraint, without ``<eos>``.
+
+        Args:
+            count: Number of sentences.
+            generator: Source of randomness on the CPU; torch's global one by default.
+            prompt: Words with which each sentence begins.
+
+        Raises:
+            ValueError: As :meth:`next_word`.
+
+        Example:
+            >>> vocabulary = language.count_words(["a rose is a rose", "is a rose a rose"])
+            >>> model = LanguageModel(vocabulary, blocks.from_clusters(torch.arange(5), 2), 8)
+            >>> lines = model.steer(automata.must_contain("rose"), 5).sample(3, prompt="is a")
+            >>> all("rose" in line.split() for line in lines)
+            True
+        """
+        check_size("count", count)
+        first, state, place = self._begin(prompt)
+        self._check_possible(first, state, place, prompt)
+        found: list[Tensor] = []
+        with torch.no_grad():
+            for done in range(0, count, AT_ONCE):
+                size = min(AT_ONCE, count - done)
+                found += self._sample(first, state, place, size, generator)
+        lines = (" ".join(self.vocabulary.decode(codes)) for codes in found)
+        return [f"{prompt} {line}".strip() for line in lines]
+
+    # Which states of the automaton matter
+
+    def _set_alive(self) -> None:
+        """States of the automaton from which a sentence can still satisfy it, at each step.
+
+        ``_alive[t]`` lists those after t words that can be reached; ``_column[t]`` says where each
+        of the Q states is in that list, and at its end for the others.
+        """
+        table, accepting = self.constraint.table, self.constraint.accepting
+        kinds = self._class.unique()
+        follows = table[:, kinds[kinds != self._end_class]]  # classes may have no other word
+        ends = [accepting]
+        for _ in range(self.max_words):
+            ends.append(accepting | ends[-1][follows].any(-1))
+        reached = torch.zeros_like(accepting)
+        reached[0] = True
+        self._alive: list[Tensor] = []
+        self._column: list[Tensor] = []
+        for end in reversed(ends):
+            alive = reached & end
+            states = alive.nonzero().squeeze(-1)
+            self._alive.append(states)
+            self._column.append((alive.cumsum(0) - 1).masked_fill(~alive, len(states)))
+            reached = torch.zeros_like(reached)
+            reached[follows[states].flatten()] = True
+
+    # Messages
+
+    def _mass_of_classes(self) -> Tensor:
+        """Probability of the words of each class in each state, ``(C + 1, K)``, ``<eos>`` last."""
+        symbols, size = self._hmm.symbols, self._hmm.num_states + 1
+        states = symbols.padded_states[symbols.blocks.symbol_block].to(self._device)
+        cells = self._class.to(self._device).unsqueeze(-1) * size + states
+        mass = torch.zeros((self._end_class + 1) * size, dtype=torch.float64, device=self._device)
+        mass.index_add_(0, cells.flatten(), symbols.log_probs.double().exp().flatten())
+        return mass.view(-1, size)[:, :-1]
+
+    def _pass_backward(self) -> None:
+        r"""``_after[t]``: for t from 1, :math:`\log \sum_{z'} p(z' | z) h_t(z', q)` of the q alive.
+
+        Each is ``(L + 1, K)``; the last row, of all other q, is -inf.
+        """
+        products = BackwardProducts(self._transition)
+        for t in range(self.max_words, 0, -1):
+            self._after[t] = torch.nn.functional.pad(
+                products(self._here(t)), (0, 0, 0, 1), value=-inf
+            )
+
+    def _here(self, t: int) -> Tensor:
+        """Log h_t of all states and the q alive, ``(L, K)``."""
+        alive = self._alive[t]
+        found = torch.full(
+            (len(alive), self._hmm.num_states), -inf,
+            dtype=torch.float64, device=self._device,
+        )  # fmt: skip
+        found[self.constraint.accepting[alive].to(self._device)] = self._log_mass[-1]
+        if t == self.max_words:
+            return found
+        targets = self._column[t + 1][self.constraint.table[alive]].to(self._device)  # (L, C)
+        for column, able, log_mass in zip(targets.unbind(1), self._able, self._log_mass):
+            later = self._after[t + 1][column.unsqueeze(1), able] + log_mass[able]
+            found[:, able] = torch.logaddexp(found[:, able], later)
+        return found
+
+    # Joining them with a prompt
+
+    def _begin(self, prompt: str) -> tuple[Tensor, int, int]:
+        """Log-probabilities of the next state ``(K,)``, state of the automaton, words so far."""
+        codes = encode([prompt], self.vocabulary, "prompt").values[0, :-1]
+        if len(codes) > self.max_words:
+            raise ValueError(
+                f"prompt must have at most max_words = {self.max_words} words; got {len(codes)}."
+            )
+        state = 0
+        for kind in self._class[codes].tolist():
+            state = int(self.constraint.table[state, kind])
+        with torch.no_grad():
+            return next_states(self._hmm, codes).double(), state, len(codes)
+
+    def _log_joint(self, first: Tensor, state: int, t: int) -> float:
+        column = int(self._column[t][state])
+        if column == len(self._alive[t]):
+            return -inf
+        return min(0.0, float((first + self._here(t)[column]).logsumexp(-1)))
+
+    def _check_possible(self, first: Tensor, state: int, t: int, prompt: str) -> None:
+        if self._log_joint(first, state, t) == -inf:
+            raise ValueError(
+                f"prompt must leave the constraint possible within max_words = {self.max_words} "
+                f"words; {self.constraint.name} cannot hold after {prompt!r}."
+            )
+
+    def _log_words(self, first: Tensor, state: int | None = None, t: int = 0) -> Tensor:
+        """Log-probability of each next word, and that the constraint holds then; ``(V,)``.
+
+        Without a state of the automaton, of the words alone.
+        """
+        symbols = self._hmm.symbols
+        states = symbols.padded_states[symbols.blocks.symbol_block].to(self._device)
+        logs = torch.nn.functional.pad(first, (0, 1), value=-inf)[states]
+        logs = logs + symbols.log_probs
+        if state is None:
+            return logs.logsumexp(-1).cpu()
+        if t == self.max_words:
+            logs = torch.full_like(logs, -inf).index_copy(
+                0, torch.tensor([self._end], device=self._device), logs[[self._end]]
+            )
+        else:
+            row = torch.nn.functional.pad(self.constraint.table[state], (0, 1))
+            column = self._column[t + 1][row][self._class].to(self._device)
+            later = torch.nn.functional.pad(self._after[t + 1], (0, 1), value=-inf)
+            later = later[column.unsqueeze(-1), states]
+            later[self._end] = 0.0
+            logs = logs + later
+        if not self.constraint.accepting[state]:
+            logs[self._end] = -inf
+        return logs.logsumexp(-1).cpu()
+
+    def _sample(
+        self, first: Tensor, state: int, begin: int, count: int, generator: torch.Generator | None
+    ) -> list[Tensor]:
+        """Codes of words after a prompt, without ``<eos>``."""
+        words = torch.full((count, self.max_words - begin + 1), self._end)
+        unfinished = torch.arange(count)
+        automaton = torch.full((count,), state)
+        log_states = first.expand(count, -1)
+        for t in range(begin, self.max_words + 1):
+            here = self._here(t)[self._column[t][automaton].to(self._device)]
+            states = _choose(log_states + here, generator)
+            kind = _choose(self._log_classes(states, automaton, t), generator)
+            emitted = emitted_by(self._hmm, states)
+            other = (self._class != kind.unsqueeze(-1)).to(self._device)
+            words[unfinished, t - begin] = _choose(emitted.masked_fill(other, -inf), generator)
+            continues = kind != self._end_class
+            unfinished, states, kind = (part[continues] for part in (unfinished, states, kind))
+            if not len(unfinished):
+                break
+            automaton = self.constraint.table[automaton[continues], kind]
+            log_states = self._transition.rows(states).double()
+        lengths = (words != self._end).sum(-1)
+        return [row[:length] for row, length in zip(words, lengths.tolist())]
+
+    def _log_classes(self, states: Tensor, automaton: Tensor, t: int) -> Tensor:
+        """Log-probabilities ``(n, C + 1)``, but for a factor, of the class of the next word."""
+        states = states.to(self._device)
+        logs = self._log_mass[:, states].mT.clone()
+        ending = self.constraint.accepting[automaton].to(self._device)
+        logs[:, -1] = logs[:, -1].masked_fill(~ending, -inf)
+        if t == self.max_words:
+            logs[:, :-1] = -inf
+        else:
+            column = self._column[t + 1][self.constraint.table[automaton]].to(self._device)
+            logs[:, :-1] += self._after[t + 1][column, states.unsqueeze(-1)]  # (n, C)
+        return logs
+
+
+def _choose(scores: Tensor, generator: torch.Generator | None) -> Tensor:
+    return choose(scores.log_softmax(-1), generator)
+
+
+def _classes_of_words(constraint: Automaton, vocabulary: Vocabulary) -> Tensor:
+    """The class of each word of the vocabulary, ``(V,)``."""
+    classes = torch.zeros(len(vocabulary), dtype=torch.long)
+    named: dict[int, str | int] = {}
+    for symbol, number in constraint.classes.items():
+        if symbol == END:
+            raise ValueError(
+                f"constraint must not name {END}, the end of every sentence; {constraint.name} "
+                "does. Say how sentences end by automata.ends_with or of_length."
+            )
+        if isinstance(symbol, str) and symbol not in vocabulary:
+            raise ValueError(
+                f"constraint must be of words of the vocabulary; {symbol!r} is none of its "
+                f"{len(vocabulary)}."
+            )
+        code = int(vocabulary.encode([symbol])) if isinstance(symbol, str) else symbol
+        if not 0 <= code < len(vocabulary) or vocabulary[code] == END:
+            raise ValueError(
+                f"codes in constraint must lie between 0 and V - 1 = {len(vocabulary) - 1}, and be "
+                f"that of a word; got {code}."
+            )
+        if named.setdefault(code, symbol) != symbol:
+            raise ValueError(
+                f"constraint must name each word in one way; it has {symbol!r} and "
+                f"{named[code]!r}, which are the same."
+            )
+        classes[code] = number
+    return classes

@@ -1,0 +1,390 @@
+r"""Finite automata over words: which sentences satisfy a constraint.
+
+Q states, of which the first is the start. Of the words, those that an automaton names are in
+classes, and all others in one, so that a table of next states has Q rows and few columns, whatever
+the size of the vocabulary. Automata are made by the functions below and combined by ``&`` (both),
+``|`` (one or both) and ``~`` (not); what comes out has the least number of states. The mark at the
+end of a sentence is none of its words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import reduce
+from itertools import chain
+from types import EllipsisType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._arguments import Range, checked
+
+Symbol = str | int
+Phrase = str | int | Sequence[str | int]
+
+
+@checked()
+class Automaton:
+    """A deterministic finite automaton over words.
+
+    Args:
+        default: For each of the Q states, the next one after a word that is no exception.
+        exceptions: For each state, the next one after some words, by word or by code.
+        accepting: The states in which a sentence may end.
+        name: In errors and when it is printed.
+
+    Attributes:
+        table: ``(Q, C)`` integers, the next state after a word of each class. Class 0 has all words
+            that are in no other.
+        classes: The class of each word that is in another.
+        accepting: ``(Q,)`` booleans, in which states a sentence may end.
+        name: As above.
+
+    Raises:
+        TypeError: If a word is neither a string nor a code.
+        ValueError: If there is no state, ``default`` and ``exceptions`` disagree in length, or a
+            state is not one of 0 to Q - 1.
+
+    Example:
+        >>> pairs = Automaton([0, 1], [{"(": 1}, {")": 0}], [0], "closed brackets")
+        >>> pairs
+        Automaton(closed brackets; 2 states)
+        >>> pairs.accepts("a ( rose ) is"), pairs.accepts("( a rose")
+        (True, False)
+    """
+
+    def __init__(
+        self,
+        default: Sequence[int],
+        exceptions: Sequence[Mapping[str | int, int]],
+        accepting: Sequence[int],
+        name: str = "a constraint",
+    ) -> None:
+        count, ends = len(default), list(accepting)
+        if not count or len(exceptions) != count:
+            raise ValueError(
+                "default and exceptions must have an item for each state, of which there is at "
+                f"least one; got {count} and {len(exceptions)}."
+            )
+        symbols = dict.fromkeys(chain.from_iterable(exceptions))
+        _check_symbols("exceptions", symbols)
+        rows = [
+            [other, *(some.get(symbol, other) for symbol in symbols)]
+            for other, some in zip(default, exceptions)
+        ]
+        reached = [*chain.from_iterable(rows), *ends]
+        if not all(isinstance(state, int) and 0 <= state < count for state in reached):
+            raise ValueError(
+                f"states in default, exceptions and accepting must lie between 0 and Q - 1 = "
+                f"{count - 1}; got {sorted(set(reached), key=str)}."
+            )
+        accepted = torch.zeros(count, dtype=torch.bool)
+        accepted[torch.tensor(ends, dtype=torch.long)] = True
+        classes = {symbol: number for number, symbol in enumerate(symbols, 1)}
+        self._set(torch.tensor(rows), classes, accepted, name)
+
+    def _set(
+        self, table: Tensor, classes: dict[Symbol, int], accepting: Tensor, name: str
+    ) -> Automaton:
+        """Take over what tables say, with the least number of states and classes."""
+        reached = torch.zeros(len(table), dtype=torch.bool)
+        frontier = torch.tensor([0])
+        while len(frontier):
+            reached[frontier] = True
+            frontier = table[frontier].unique()
+            frontier = frontier[~reached[frontier]]
+        number = reached.cumsum(0) - 1
+        table, accepting = number[table[reached]], accepting[reached]
+        kind, count = accepting.long(), 0
+        while int(kind.max()) + 1 > count:  # states that differ in what follows (Moore 1956)
+            count = int(kind.max()) + 1
+            kind = torch.cat([kind.unsqueeze(1), kind[table]], 1).unique(
+                dim=0, return_inverse=True
+            )[1]
+        kind = _first_seen(kind)
+        rows = torch.stack([(kind == each).byte().argmax() for each in range(int(kind.max()) + 1)])
+        table, self.accepting = kind[table[rows]], accepting[rows]
+        columns = _first_seen(table.unique(dim=1, return_inverse=True)[1])
+        first = [(columns == each).byte().argmax() for each in range(int(columns.max()) + 1)]
+        self.table, self.name = table[:, torch.stack(first)], name
+        of_symbol = {symbol: int(columns[place]) for symbol, place in classes.items()}
+        self.classes = {symbol: place for symbol, place in of_symbol.items() if place}
+        return self
+
+    @property
+    def num_states(self) -> int:
+        """Q."""
+        return len(self.table)
+
+    def accepts(self, sentence: str | Sequence[str | int]) -> bool:
+        """Whether a sentence satisfies the constraint.
+
+        Args:
+            sentence: Words separated by white space, or a list of words or codes.
+        """
+        words = sentence.split() if isinstance(sentence, str) else sentence
+        _check_symbols("sentence", words)
+        state, table = 0, self.table.numpy()
+        for word in words:
+            state = table[state, self.classes.get(word, 0)]
+        return bool(self.accepting[state])
+
+    def __and__(self, other: Automaton) -> Automaton:
+        """Sentences that satisfy both."""
+        return self._product(other, torch.logical_and, "{} & {}")
+
+    def __or__(self, other: Automaton) -> Automaton:
+        """Sentences that satisfy one or both."""
+        return self._product(other, torch.logical_or, "({} | {})")
+
+    def __invert__(self) -> Automaton:
+        """Sentences that do not satisfy it."""
+        name = f"~({self.name})" if " & " in self.name else f"~{self.name}"
+        return self._alike(self.table, self.classes, ~self.accepting, name)
+
+    def _product(
+        self, other: Automaton, both: Callable[[Tensor, Tensor], Tensor], form: str
+    ) -> Automaton:
+        """Pairs of states that can be reached, and whether to accept each."""
+        if not isinstance(other, Automaton):
+            raise TypeError(
+                f"& and | combine two Automata; got {type(other).__name__}. Make one, such as by "
+                "must_contain."
+            )
+        pairs = {(0, 0): 0}
+        classes = {
+            symbol: pairs.setdefault(
+                (self.classes.get(symbol, 0), other.classes.get(symbol, 0)), len(pairs)
+            )
+            for symbol in self.classes | other.classes
+        }
+        mine, theirs = torch.tensor(list(pairs)).unbind(1)
+        size = other.num_states
+        number = torch.full((self.num_states * size,), -1)
+        frontier, found = torch.tensor([0]), 0
+        states, rows = [], []
+        while len(frontier):
+            number[frontier] = torch.arange(found, found + len(frontier))
+            found += len(frontier)
+            after = self.table[frontier // size][:, mine] * size
+            after = after + other.table[frontier % size][:, theirs]
+            states.append(frontier)
+            rows.append(after)
+            frontier = after.unique()
+            frontier = frontier[number[frontier] < 0]
+        pair = torch.cat(states)
+        accepting = both(self.accepting[pair // size], other.accepting[pair % size])
+        table = number[torch.cat(rows)]
+        return self._alike(table, classes, accepting, form.format(self.name, other.name))
+
+    def _alike(self, *parts: Any) -> Automaton:
+        return object.__new__(Automaton)._set(*parts)
+
+    def _named(self, name: str) -> Automaton:
+        self.name = name
+        return self
+
+    def __repr__(self) -> str:
+        states = f"{self.num_states} state{'s' * (self.num_states != 1)}"
+        return f"Automaton({self.name}; {states})"
+
+
+def template(*items: str | int | EllipsisType | None) -> Automaton:
+    """Sentences of fixed words with gaps.
+
+    Args:
+        *items: Words, of which a string may have several; None for any one word; ``...`` for any
+            number of words, or none.
+
+    Raises:
+        TypeError: If an item is something else.
+
+    Example:
+        >>> two = template("the", None, "sat", ...)
+        >>> two.accepts("the cat sat on the mat"), two.accepts("the sat")
+        (True, False)
+        >>> template(...).accepts("whatever there is")
+        True
+    """
+    atoms: list[Any] = []
+    for item in items:
+        gap = item is None or item is Ellipsis
+        atoms += [item] if gap else _words("items of a template", item)
+    symbols = dict.fromkeys(each for each in atoms if each is not None and each is not Ellipsis)
+
+    def closed(places: Iterable[int]) -> frozenset[int]:
+        """The same with what follows each gap that may be empty."""
+        found = set(places)
+        for place in range(len(atoms)):
+            if place in found and atoms[place] is Ellipsis:
+                found.add(place + 1)
+        return frozenset(found)
+
+    def after(places: frozenset[int], word: object) -> frozenset[int]:
+        return closed(
+            place + (atoms[place] is not Ellipsis)
+            for place in places
+            if place < len(atoms) and (atoms[place] in (None, Ellipsis) or atoms[place] == word)
+        )
+
+    numbers = {closed([0]): 0}
+    default, exceptions = [], []
+    queue = list(numbers)
+    for places in queue:  # which grows
+        nexts = [after(places, word) for word in (Ellipsis, *symbols)]
+        for each in nexts:
+            if each not in numbers:
+                numbers[each] = len(numbers)
+                queue.append(each)
+        default.append(numbers[nexts[0]])
+        exceptions.append({s: numbers[each] for s, each in zip(symbols, nexts[1:])})
+    accepting = [number for places, number in numbers.items() if len(atoms) in places]
+    shown = ", ".join("..." if item is Ellipsis else repr(item) for item in items)
+    return Automaton(default, exceptions, accepting, f"template({shown})")
+
+
+def must_contain(*phrases: Phrase) -> Automaton:
+    """Sentences in which each of some words or phrases occurs.
+
+    Args:
+        *phrases: A word, several separated by white space that follow each other, a code, or a list
+            of words or codes. For one of several forms combine by ``|``.
+
+    Raises:
+        TypeError: If a phrase is something else.
+        ValueError: If there is none, or one has no word.
+
+    Example:
+        >>> both = must_contain("a rose", "is") & (must_contain("red") | must_contain("white"))
+        >>> both.accepts("a rose is red"), both.accepts("is a red rose")
+        (True, False)
+        >>> both
+        Automaton(must_contain('a rose', 'is') & (must_contain('red') | must_contain('white')); \
+12 states)
+    """
+    parts = _phrases(phrases)
+    each = (template(..., *words, ...) for words in parts)
+    return reduce(Automaton.__and__, each)._named(_called("must_contain", phrases))
+
+
+def must_not_contain(*phrases: Phrase) -> Automaton:
+    """Sentences in which none of some words or phrases occurs.
+
+    Args:
+        *phrases: As for :func:`must_contain`.
+
+    Raises:
+        TypeError, ValueError: As :func:`must_contain`.
+
+    Example:
+        >>> must_not_contain("daisy", "a rose").accepts("rose is a daisy")
+        False
+    """
+    parts = _phrases(phrases)
+    single = {words[0]: 1 for words in parts if len(words) == 1}
+    found = Automaton([0, 1], [single, {}], [1])
+    for words in parts:
+        if len(words) > 1:
+            found = found | template(..., *words, ...)
+    return (~found)._named(_called("must_not_contain", phrases))
+
+
+def starts_with(prefix: Phrase) -> Automaton:
+    """Sentences that begin with some words.
+
+    Args:
+        prefix: As a phrase of :func:`must_contain`.
+
+    Raises:
+        TypeError, ValueError: As :func:`must_contain`.
+
+    Example:
+        >>> starts_with("a rose").accepts("a rose is a rose")
+        True
+    """
+    return template(*_phrases([prefix], "prefix")[0], ...)._named(_called("starts_with", [prefix]))
+
+
+def ends_with(suffix: Phrase) -> Automaton:
+    """Sentences whose last words are these.
+
+    Args:
+        suffix: As a phrase of :func:`must_contain`.
+
+    Raises:
+        TypeError, ValueError: As :func:`must_contain`.
+
+    Example:
+        >>> ends_with("a rose").accepts("a rose is a rose")
+        True
+    """
+    return template(..., *_phrases([suffix], "suffix")[0])._named(_called("ends_with", [suffix]))
+
+
+@checked(low=Range(0), high=Range(0))
+def of_length(low: int, high: int | None = None) -> Automaton:
+    """Sentences of a number of words, without their end.
+
+    Args:
+        low: The least number.
+        high: The largest, at least ``low``; the same by default.
+
+    Raises:
+        ValueError: If ``high`` is less than ``low``, or a number is negative.
+
+    Example:
+        >>> of_length(2, 3).accepts("a rose"), of_length(3).accepts("a rose")
+        (True, False)
+    """
+    last = low if high is None else high
+    if last < low:
+        raise ValueError(f"high must be at least low = {low}; got {high}.")
+    steps = [*range(1, last + 2), last + 1]
+    name = f"of_length({low})" if high is None else f"of_length({low}, {high})"
+    return Automaton(steps, [{}] * len(steps), range(low, last + 1), name)
+
+
+def _phrases(phrases: Iterable[Phrase], name: str = "phrases") -> list[list[Symbol]]:
+    parts = [_words(name, phrase) for phrase in phrases]
+    if not parts or not all(parts):
+        raise ValueError(
+            f"{name} must be at least one, each of at least one word; got {list(phrases)!r}."
+        )
+    return parts
+
+
+def _words(name: str, phrase: object) -> list[Symbol]:
+    """Words or codes of a phrase."""
+    words = phrase.split() if isinstance(phrase, str) else phrase
+    words = [words] if isinstance(words, int) else words
+    if not isinstance(words, list | tuple):
+        raise TypeError(
+            f"{name} must be words, codes or lists of these; got {type(phrase).__name__}."
+        )
+    _check_symbols(name, words)
+    return list(words)
+
+
+def _check_symbols(name: str, symbols: Iterable[object]) -> None:
+    for symbol in symbols:
+        if not isinstance(symbol, str | int) or isinstance(symbol, bool):
+            raise TypeError(
+                f"{name} must have words (str) or codes (int); got {type(symbol).__name__}."
+            )
+        if isinstance(symbol, int) and symbol < 0:
+            raise ValueError(f"codes in {name} must be at least 0; got {symbol}.")
+
+
+def _called(function: str, phrases: Iterable[Phrase]) -> str:
+    """A call as it was written, shortened if it is long."""
+    shown = ", ".join(map(repr, phrases))
+    return f"{function}({shown if len(shown) < 80 else shown[:77] + '...'})"
+
+
+def _first_seen(labels: Tensor) -> Tensor:
+    """The same labels, numbered from 0 in the order in which they occur."""
+    _, place = labels.unique(return_inverse=True)
+    first = torch.full((int(place.max()) + 1,), len(labels))
+    first = first.scatter_reduce(0, place, torch.arange(len(labels)), "amin")
+    return first.argsort().argsort()[place]
