@@ -36,6 +36,7 @@ Its modules; each imports only those above it:
 ``evidence``          evidence and gradient of those as one differentiable operation
 ``recursions``        forward-backward, Viterbi, path sampling of dense chains
 ``semi_markov``       the recursions of chains with explicit durations
+``factorial``         the recursions of several chains behind one observation
 ``block_recursions``  the recursions of block-sparse chains
 ``block_gaps``        block-sparse chains with missing steps
 ``blocks``            ``Blocks``: which states emit which symbols
@@ -50,6 +51,7 @@ Its modules; each imports only those above it:
 
 from . import backends as backends
 from . import blocks as blocks
+from . import factorial as factorial
 from . import recursions as recursions
 from . import semi_markov as semi_markov
 from .recursions import ExpectedCounts as ExpectedCounts
