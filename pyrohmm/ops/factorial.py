@@ -1,4 +1,4 @@
-r"""Exact inference in factorial hidden Markov models: M independent chains, one emission of them all.
+r"""Exact inference in factorial hidden Markov models: M independent chains, one emission.
 
 The states of the chains at a step are one of K = K_1 ⋯ K_M product states, numbered with the last
 chain fastest. Messages over them pass through the transition matrix of one chain after the other,
@@ -197,7 +197,7 @@ class _Step:
         return (probs @ (scores - top).exp().mT).log().add(top.mT)
 
     def best(self, scores: Tensor) -> tuple[Tensor, Tensor]:
-        """As :meth:`forward` with maxima in place of sums, and the state before, ``(n, K_m, R)``."""
+        """As :meth:`forward` with maxima in place of sums, and states before, ``(n, K_m, R)``."""
         pairs = scores.unsqueeze(2) + self._for(self.logs, len(scores)).unsqueeze(-1)
         largest, state = pairs.max(1)
         return largest.mT, state
