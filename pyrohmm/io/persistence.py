@@ -243,8 +243,10 @@ def _differences(
 _EITHER = ("probs", "logits")
 
 
-def _describe_hmm(hmm: HMM) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    names = ("log_initial", "log_transition", "lengths", "observed", "allowed")
+def _describe_hmm(
+    hmm: HMM, chain: tuple[str, ...] = ("log_initial", "log_transition")
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    names = (*chain, "lengths", "observed", "allowed")
     tensors = {name: getattr(hmm, name) for name in names if getattr(hmm, name) is not None}
     meta = {
         "kind": "hmm",
@@ -280,22 +282,11 @@ def _describe_hsmm(hmm: HSMM) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 
 def _describe_factorial_hmm(hmm: FactorialHMM) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    tensors = {
-        f"{name}.{m}": part
-        for name in ("log_initials", "log_transitions")
-        for m, part in enumerate(getattr(hmm, name))
-    }
-    kept = {"lengths": hmm.lengths, "observed": hmm.observed, "allowed": hmm.allowed}
-    tensors |= {name: part for name, part in kept.items() if part is not None}
-    meta = {
-        "kind": "hmm",
-        "class": "FactorialHMM",
-        "chains": len(hmm.sizes),
-        "emission_per_step": hmm.emission_per_step,
-        "validate_args": vars(hmm).get("_validate_args"),
-        "emission": _describe_part(hmm.emission, "emission", tensors),
-    }
-    return tensors, meta
+    tensors, meta = _describe_hmm(hmm, ())
+    del meta["transition_per_step"]
+    for name in ("log_initials", "log_transitions"):
+        tensors |= {f"{name}.{m}": part for m, part in enumerate(getattr(hmm, name))}
+    return tensors, meta | {"class": "FactorialHMM", "chains": len(hmm.sizes)}
 
 
 def _build_factorial_hmm(tensors: dict[str, Tensor], meta: dict[str, Any]) -> FactorialHMM:

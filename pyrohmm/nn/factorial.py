@@ -136,7 +136,7 @@ def _rows(module: TabularFactorialHMM, name: str, chain: int) -> TorchDistributi
 
 def _sizes(num_states: Sequence[int]) -> tuple[int, ...]:
     """The sizes of some chains, checked."""
-    sizes = tuple(int(size) for size in num_states)
+    sizes = tuple(num_states)
     if not sizes:
         raise ValueError("num_states must hold the number of states of at least one chain.")
     for size in sizes:
@@ -190,6 +190,7 @@ class _Additive(Emission):
         return torch.cat(columns[::-1], -1).double()
 
 
+@checked()
 def additive_normal(
     num_states: Shape,
     dim: int,
@@ -308,6 +309,7 @@ class AdditiveNormalEmission(_Additive):
         return (residual / 2 + self.rate) / (count / 2 + self.concentration + 1)
 
 
+@checked()
 def additive_bernoulli(
     num_states: Shape, dim: int, loc: float = 0.0, scale: float = 2.5
 ) -> EmissionFamily:

@@ -14,6 +14,7 @@ Its modules; each imports only those above it:
 ``torch_chunks``      the same for long and narrow chains, on two levels
 ``segment_chain``     the same arguments of chains with durations
 ``torch_segments``    chains with durations, in logarithms, as torch operations
+``torch_factorial``   several chains behind one observation, as torch operations
 ``block_logs``        chains in blocks of states, in logarithms, as torch operations
 ``block_scaled``      the same by compiled scaled messages
 ``numpy_clusters``    merges and exchanges of Brown clustering by numpy

@@ -35,9 +35,8 @@ from .._checks import (
     check_trailing,
 )
 from .._precision import differentiable_gradient, in_full_precision
+from . import torch_factorial as engine
 from .log_space import finite_or_zero, logsumexp
-
-LEAST = -100.0  # log-probability of a transition, above which sums may be products of matrices
 
 
 class FactorialCounts(NamedTuple):
@@ -76,17 +75,8 @@ class ProductTransition:
         return product
 
 
-class _Chain(NamedTuple):
-    """N sequences, the longest first, in float64; G is N, or 1 if all share a matrix."""
-
-    initial: Tensor  # (N, K), log
-    likelihood: Tensor  # (N, T, K), log
-    transitions: tuple[Tensor, ...]  # (G, K_m, K_m), log
-    counts: list[int]  # how many sequences have each step, up to the last that one has
-
-
 class _Arranged(NamedTuple):
-    chain: _Chain
+    chain: engine.Chains
     order: Tensor  # (N,), the sequence that each row is
     batch: torch.Size
     dtype: torch.dtype
@@ -109,6 +99,8 @@ def _arrange(
     lengths: Tensor,
 ) -> _Arranged:
     """Check the arguments, and bring them into one form by differentiable operations."""
+    if not log_transitions:
+        raise ValueError("log_transitions must hold the matrix of at least one chain; got none.")
     tables = {f"log_transitions[{m}]": table for m, table in enumerate(log_transitions)}
     logs = {"log_initial": log_initial, "log_likelihood": log_likelihood} | tables
     for name, tensor in logs.items():
@@ -145,7 +137,7 @@ def _arrange(
         wide = tensor.double().expand(*batch, *tail).reshape(len(order), *tail)
         return wide.index_select(0, where)
 
-    chain = _Chain(
+    chain = engine.Chains(
         rows(log_initial, 1),
         rows(log_likelihood, 2),
         tuple(
@@ -162,124 +154,6 @@ def _arrange(
     return _Arranged(chain, order, batch, dtype)
 
 
-class _Step:
-    """The transition of one chain, along one axis of messages in logarithms.
-
-    Where every transition has some probability, sums are products of matrices of each fibre over
-    its largest entry: what is lost then is below the precision of the sum. Else, and where the
-    result is to be differentiated, they are sums of exponentials of all pairs.
-    """
-
-    def __init__(self, logs: Tensor, by_pairs: bool) -> None:
-        self.logs, self.size = logs, logs.size(-1)
-        self.by_pairs = by_pairs or bool((logs < LEAST).any())
-        self.probs = logs.exp()
-
-    def _for(self, table: Tensor, count: int) -> Tensor:
-        return table if len(table) == 1 else table[:count]
-
-    def forward(self, scores: Tensor) -> Tensor:
-        """``(n, K_m, R)``, by the state before, to ``(n, R, K_m)``, by the next."""
-        if self.by_pairs:
-            pairs = scores.unsqueeze(2) + self._for(self.logs, len(scores)).unsqueeze(-1)
-            return logsumexp(pairs, 1).mT
-        top = finite_or_zero(scores.amax(1, keepdim=True))
-        probs = self._for(self.probs, len(scores))
-        return (probs.mT @ (scores - top).exp()).log().add(top).mT
-
-    def backward(self, scores: Tensor) -> Tensor:
-        """``(n, R, K_m)``, by the next state, to ``(n, K_m, R)``, by the state before."""
-        if self.by_pairs:
-            pairs = scores.mT.unsqueeze(1) + self._for(self.logs, len(scores)).unsqueeze(-1)
-            return logsumexp(pairs, 2)
-        top = finite_or_zero(scores.amax(-1, keepdim=True))
-        probs = self._for(self.probs, len(scores))
-        return (probs @ (scores - top).exp().mT).log().add(top.mT)
-
-    def best(self, scores: Tensor) -> tuple[Tensor, Tensor]:
-        """As :meth:`forward` with maxima in place of sums, and states before, ``(n, K_m, R)``."""
-        pairs = scores.unsqueeze(2) + self._for(self.logs, len(scores)).unsqueeze(-1)
-        largest, state = pairs.max(1)
-        return largest.mT, state
-
-    def counts(self, before: Tensor, after: Tensor, evidence: Tensor, weight: Tensor) -> Tensor:
-        """Expected transitions ``(G, K_m, K_m)``, times weights ``(n,)``.
-
-        Args:
-            before: ``(n, K_m, R)``, messages that come to this step.
-            after: ``(n, R, K_m)``, messages that come back to it.
-            evidence: ``(n, 1, 1)``.
-            weight: ``(n, 1, 1)``.
-        """
-        if self.by_pairs:
-            logs = self._for(self.logs, len(before)).unsqueeze(-1)
-            pairs = before.unsqueeze(2) + logs + after.mT.unsqueeze(1)
-            counts = (pairs - evidence.unsqueeze(-1)).exp().sum(-1) * weight
-        else:
-            tops = finite_or_zero(before.amax(1)), finite_or_zero(after.amax(-1))
-            share = (tops[0] + tops[1] - evidence.squeeze(-1)).exp().unsqueeze(-1) * weight
-            left = (before - tops[0].unsqueeze(1)).exp()
-            right = (after - tops[1].unsqueeze(-1)).exp() * share
-            counts = self._for(self.probs, len(before)) * (left @ right)
-        return counts.sum(0, keepdim=True) if len(self.logs) == 1 else counts
-
-
-def _steps(chain: _Chain, by_pairs: bool = False) -> list[_Step]:
-    return [_Step(table, by_pairs) for table in chain.transitions]
-
-
-def _through(scores: Tensor, steps: list[_Step]) -> list[Tensor]:
-    """Messages ``(n, K)`` before each chain's transition, and after the last one, ``(n, K)``."""
-    messages = []
-    for step in steps:
-        messages.append(scores.reshape(len(scores), step.size, -1))
-        scores = step.forward(messages[-1])
-    return [*messages, scores.reshape(len(scores), -1)]
-
-
-def _forward(chain: _Chain, steps: list[_Step]) -> list[Tensor]:
-    """Log-probabilities of the past and the product states, ``(n_t, K)`` for each step t."""
-    messages = [chain.initial + chain.likelihood[:, 0]]
-    for t, count in enumerate(chain.counts[1:], 1):
-        after = _through(messages[-1][:count], steps)[-1]
-        messages.append(after + chain.likelihood[:count, t])
-    return messages
-
-
-def _last(chain: _Chain, messages: list[Tensor]) -> Tensor:
-    """The messages at the last step of each sequence, ``(N, K)``."""
-    ends = [*chain.counts[1:], 0]
-    return torch.cat([message[end:] for message, end in zip(messages, ends)][::-1])
-
-
-def _gradient(
-    chain: _Chain, messages: list[Tensor], evidence: Tensor, weight: Tensor
-) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """Derivatives by the logarithms of the chain, times weights ``(N,)``."""
-    steps = _steps(chain)
-    states = torch.zeros_like(chain.likelihood)
-    transitions = [torch.zeros_like(table) for table in chain.transitions]
-    evidence = evidence.masked_fill(evidence.isneginf(), torch.inf).unsqueeze(-1)
-    back = torch.zeros_like(messages[-1])
-    for t in range(len(messages) - 1, -1, -1):
-        count = chain.counts[t]
-        states[:count, t] = (messages[t] + back - evidence[:count]).exp()
-        states[:count, t] *= weight[:count, None]
-        if t == 0:
-            break
-        back = back + chain.likelihood[:count, t]
-        scale = evidence[:count].unsqueeze(-1), weight[:count, None, None]
-        for m, before in reversed([*enumerate(_through(messages[t - 1][:count], steps)[:-1])]):
-            step = steps[m]
-            back = back.reshape(count, -1, step.size)
-            counts = step.counts(before, back, *scale)
-            transitions[m][: len(counts)] += counts
-            back = step.backward(back)
-        back = back.reshape(count, -1)
-        back = torch.nn.functional.pad(back, (0, 0, 0, chain.counts[t - 1] - count))
-    return states[:, 0].clone(), states, transitions
-
-
 class _Evidence(torch.autograd.Function):
     """Log evidence ``(N,)``; the gradient is analytic."""
 
@@ -287,9 +161,9 @@ class _Evidence(torch.autograd.Function):
     def forward(
         ctx: Any, counts: list[int], initial: Tensor, likelihood: Tensor, *transitions: Tensor
     ) -> Tensor:
-        chain = _Chain(initial, likelihood, transitions, counts)
-        messages = _forward(chain, _steps(chain))
-        evidence = _last(chain, messages).logsumexp(-1)
+        chain = engine.Chains(initial, likelihood, transitions, counts)
+        messages = engine.forward(chain, engine.steps_of(chain))
+        evidence = engine.last(chain, messages).logsumexp(-1)
         ctx.save_for_backward(initial, likelihood, *transitions)
         ctx.counts, ctx.messages, ctx.evidence = counts, messages, evidence
         return evidence.clone()
@@ -301,12 +175,14 @@ class _Evidence(torch.autograd.Function):
         if torch.is_grad_enabled():  # the gradient will itself be differentiated
 
             def evidence(initial: Tensor, likelihood: Tensor, *transitions: Tensor) -> Tensor:
-                chain = _Chain(initial, likelihood, transitions, ctx.counts)
-                return logsumexp(_last(chain, _forward(chain, _steps(chain, True))), -1)
+                chain = engine.Chains(initial, likelihood, transitions, ctx.counts)
+                return logsumexp(
+                    engine.last(chain, engine.forward(chain, engine.steps_of(chain, True))), -1
+                )
 
             return (None, *differentiable_gradient(evidence, tensors, weight))
-        chain = _Chain(tensors[0], tensors[1], tensors[2:], ctx.counts)
-        initial, likelihood, parts = _gradient(chain, ctx.messages, ctx.evidence, weight)
+        chain = engine.Chains(tensors[0], tensors[1], tensors[2:], ctx.counts)
+        initial, likelihood, parts = engine.gradient(chain, ctx.messages, ctx.evidence, weight)
         return (None, initial, likelihood, *parts)
 
 
@@ -392,7 +268,7 @@ def filtered(
         arranged = _arrange(log_initial, log_transitions, log_likelihood, lengths)
         chain = arranged.chain
         scores = torch.full_like(chain.likelihood, -torch.inf)
-        for t, message in enumerate(_forward(chain, _steps(chain))):
+        for t, message in enumerate(engine.forward(chain, engine.steps_of(chain))):
             total = finite_or_zero(message.logsumexp(-1, keepdim=True))
             scores[: len(message), t] = message - total
         return arranged.restored(scores).reshape(arranged.shape).to(arranged.dtype)
@@ -416,7 +292,7 @@ def viterbi(
     with torch.no_grad():
         arranged = _arrange(log_initial, log_transitions, log_likelihood, lengths)
         chain = arranged.chain
-        steps, pointers = _steps(chain), []
+        steps, pointers = engine.steps_of(chain), []
         score, scores = chain.initial + chain.likelihood[:, 0], []
         for t, count in enumerate(chain.counts):
             if t:
@@ -428,7 +304,7 @@ def viterbi(
                 score = score + chain.likelihood[:count, t]
                 pointers.append(before)
             scores.append(score)
-        last = _last(chain, scores).argmax(-1)
+        last = engine.last(chain, scores).argmax(-1)
 
         def previous(t: int, states: Tensor) -> Tensor:
             for step, pointer in zip(reversed(steps), reversed(pointers[t - 1])):
@@ -437,20 +313,8 @@ def viterbi(
                 states = pointer[rows, here, other] * pointer.size(-1) + other
             return states
 
-        path = _walk_back(chain, last, previous)
+        path = engine.walk_back(chain, last, previous)
         return arranged.restored(path).reshape(arranged.shape[:-1])
-
-
-def _walk_back(chain: _Chain, last: Tensor, previous: Any) -> Tensor:
-    """Paths ``(N, T)`` from their last states ``(N,)``; 0 at padded steps."""
-    path = torch.zeros(chain.likelihood.shape[:2], dtype=torch.long, device=last.device)
-    states = last[:0]
-    for t in range(len(chain.counts) - 1, -1, -1):
-        if t + 1 < len(chain.counts) and len(states):
-            states = previous(t + 1, states)
-        states = torch.cat([states, last[len(states) : chain.counts[t]]])
-        path[: len(states), t] = states
-    return path
 
 
 @checked(num_samples=Range(0))
@@ -475,31 +339,22 @@ def sample_states(
     with torch.no_grad():
         arranged = _arrange(log_initial, log_transitions, log_likelihood, lengths)
         chain = arranged.chain
-        steps = _steps(chain)
-        messages = _forward(chain, steps)
+        steps = engine.steps_of(chain)
+        messages = engine.forward(chain, steps)
 
         def previous(t: int, states: Tensor) -> Tensor:
             count = len(states)
             rows = torch.arange(count, device=states.device)
-            scores = _through(messages[t - 1][:count], steps)[:-1]
+            scores = engine.through(messages[t - 1][:count], steps)[:-1]
             for step, score in zip(reversed(steps), reversed(scores)):
                 other, here = states // step.size, states % step.size
                 logs = step.logs.expand(len(chain.initial), -1, -1)
                 fibre = score[rows, :, other] + logs[rows, :, here]
-                states = _drawn(fibre) * score.size(-1) + other
+                states = engine.drawn(fibre) * score.size(-1) + other
             return states
 
-        ends = _last(chain, messages)
-        paths = [_walk_back(chain, _drawn(ends), previous) for _ in range(num_samples)]
+        ends = engine.last(chain, messages)
+        paths = [engine.walk_back(chain, engine.drawn(ends), previous) for _ in range(num_samples)]
         found = torch.stack(paths) if paths else ends.new_zeros(0, *chain.likelihood.shape[:2])
         shape = (num_samples, *arranged.shape[:-1])
         return arranged.restored(found, 1).reshape(shape).long()
-
-
-def _drawn(logs: Tensor) -> Tensor:
-    """A column of each row of log-probabilities ``(n, S)``, up to a constant, ``(n,)``."""
-    probs = (logs - finite_or_zero(logs.amax(-1, keepdim=True))).exp()
-    sums = probs.cumsum(-1)
-    uniform = torch.rand(len(logs), 1, dtype=logs.dtype, device=logs.device) * (1 - 1e-9)
-    place = torch.searchsorted(sums, sums[:, -1:] * uniform, right=True)
-    return place.squeeze(-1).clamp(max=logs.size(-1) - 1)
