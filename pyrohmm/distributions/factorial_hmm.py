@@ -346,13 +346,15 @@ class FactorialHMM(HMM):
             count = shape[: len(shape) - len(self.batch_shape)].numel()
             factors = self.log_initial, self.log_transitions, labels, self.lengths
             return factorial.sample_states(*factors, count).reshape(*shape, self.num_steps)
-        paths = []
-        for initial, transition in zip(self.log_initials, self.log_transitions):
+
+        def path(initial: Tensor, transition: Tensor) -> Tensor:
             first, table = CategoricalTable(initial.unsqueeze(-2)), CategoricalTable(transition)
             start = first.sample(torch.zeros(shape, dtype=torch.long))
-            path = sample_path(start, self.num_steps, lambda _, z, table=table: table.sample(z))
-            paths.append(path)
-        return self.product_states(torch.stack(paths, -1))
+            return sample_path(start, self.num_steps, lambda _, states: table.sample(states))
+
+        return self.product_states(
+            torch.stack([*map(path, self.log_initials, self.log_transitions)], -1)
+        )
 
 
 def _check_chains(

@@ -154,7 +154,7 @@ def fit_em(
     data = in_parts(data)
     arguments = dict(locals())  # all of them, for checkpoints
     if isinstance(module, HMM):
-        kinds = {HSMM: TabularHSMM, FactorialHMM: TabularFactorialHMM}
+        kinds: dict[type, Any] = {HSMM: TabularHSMM, FactorialHMM: TabularFactorialHMM}
         module = kinds.get(type(module), TabularHMM).from_hmm(module)
     check_tolerance(tolerance)
     _check(module, num_steps, restarts, decay, log_prior, transition_step)

@@ -282,7 +282,7 @@ class AdditiveNormalEmission(_Additive):
         sizes, axes = torch.linalg.eigh(gram)
         along = (axes.mT @ moment.unsqueeze(-1)).squeeze(-1)
         fixed = None if self.is_free("effects") else self.effects.detach() - self.effects_loc
-        effects = None if fixed is None else fixed.double().mT.expand_as(moment)
+        effects: Any = None if fixed is None else fixed.double().mT.expand_as(moment)
         variance = statistics["squares"].double() / known.sum(-1)
         if not self.is_free("variance"):
             variance = self.variance.detach().double().expand(restarts, dim)
