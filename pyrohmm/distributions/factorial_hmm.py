@@ -77,7 +77,7 @@ class FactorialHMM(HMM):
     Example:
         >>> sticky = torch.tensor([[0.9, 0.1], [0.1, 0.9]]).log()
         >>> even = torch.full((2,), 0.5).log()
-        >>> levels = Normal(torch.tensor([0.0, 1.0, 5.0, 6.0]), 0.5)  # 5 of one chain, 1 of another
+        >>> levels = Normal(torch.tensor([0.0, 1.0, 5.0, 6.0]), 0.3)  # 5 of one chain, 1 of another
         >>> hmm = FactorialHMM([even, even], [sticky, sticky], levels, torch.tensor(4))
         >>> values = torch.tensor([0.1, 1.1, 6.2, 5.9])
         >>> hmm.chain_states(hmm.viterbi(values))

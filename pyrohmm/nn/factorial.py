@@ -53,7 +53,7 @@ class TabularFactorialHMM(HMMModule):
         >>> hmm.sizes, hmm.emission.batch_shape
         ((2, 3), torch.Size([6]))
         >>> fit = fit_em(module, Sequences.from_list([torch.randn(50, 1)]), num_steps=3)
-        >>> fit.values["transition_1"].shape
+        >>> fit.values["module.transition_1"].shape
         torch.Size([3, 3])
     """
 
