@@ -52,7 +52,7 @@ NAMES = {
     "muse": "muse-data",
 }
 KINDS = ["hmm", "durations", "factorial", "linear", "chord", "keys"]
-PUBLISHED = {  # nats per step
+PUBLISHED = {  # nats per step, quoted from memory: not yet checked against the papers
     "HMM (Obermeyer et al., 2019)": {"jsb": 8.28, "piano": 9.41, "nottingham": 4.49},
     "arHMM (Obermeyer et al., 2019)": {"jsb": 8.00, "piano": 7.30, "nottingham": 3.29},
     "nnHMM (Obermeyer et al., 2019)": {"jsb": 6.73, "piano": 7.32, "nottingham": 2.67},
@@ -297,7 +297,7 @@ PLAN = {
         "hmm": [(16, 20), (64, 20)],
         "linear": [(16, 4)],
         "chord": [(16, 5)],
-        "keys": [(32, 8), (64, 12)],
+        "keys": [(32, 8), (64, 12), (96, 12)],
     },
     "piano": {
         "hmm": [(16, 20), (64, 20)],
@@ -355,14 +355,19 @@ def runs(options: argparse.Namespace) -> Iterator[tuple[str, str, int, int]]:
 def draw(rows: list[dict[str, Any]]) -> None:
     """The best of each kind beside published numbers."""
     plt = pyplot()
-    figure, axes = plt.subplots(1, len(NAMES), figsize=(11, 3.6), layout="constrained")
-    for axis, name in zip(axes, NAMES):
+    figure, axes = plt.subplots(2, 2, figsize=(10, 6.5), layout="constrained")
+    for axis, name in zip(axes.flat, NAMES):
         ours = [row for row in rows if row["music"] == name and row["chosen"]]
-        bars = [(f"{row['model']}, {row['states']}", row["test"], "C0") for row in ours]
-        bars += [(k.split(" et al")[0], v[name], "C7") for k, v in PUBLISHED.items() if name in v]
+        bars = [(f"{row['model']}, {row['states']} states", row["test"], "C0") for row in ours]
+        bars += [
+            (kind.split(" (")[0] + ", " + kind[-5:-1], nats[name], "C7")
+            for kind, nats in PUBLISHED.items()
+            if name in nats
+        ]
         bars.sort(key=lambda bar: -bar[1])
-        axis.barh([bar[0] for bar in bars], [bar[1] for bar in bars], color=[b[2] for b in bars])
-        axis.set(title=name, xlabel="test nats per step")
+        labels, lengths, colours = zip(*bars)
+        axis.barh(labels, lengths, color=colours)
+        axis.set(title=NAMES[name], xlabel="test nats per step (grey: published)")
     figure.savefig(FOLDER / "music.png", dpi=120)
     plt.close(figure)
 
