@@ -19,6 +19,7 @@ from .distributions import dpp as dpp
 from .distributions.block_hmm import BlockHMM as BlockHMM
 from .distributions.crf import LinearChainCRF as LinearChainCRF
 from .distributions.dpp import DiversityPrior as DiversityPrior
+from .distributions.factorial_hmm import FactorialHMM as FactorialHMM
 from .distributions.forecast import Forecast as Forecast
 from .distributions.hmm import HMM as HMM
 from .distributions.hsmm import HSMM as HSMM
@@ -71,6 +72,9 @@ from .nn.emissions import bernoulli as bernoulli
 from .nn.emissions import categorical as categorical
 from .nn.emissions import parametric as parametric
 from .nn.emissions import poisson as poisson
+from .nn.factorial import TabularFactorialHMM as TabularFactorialHMM
+from .nn.factorial import additive_bernoulli as additive_bernoulli
+from .nn.factorial import additive_normal as additive_normal
 from .nn.mixtures import normal_mixture as normal_mixture
 from .nn.neural import NeuralHMM as NeuralHMM
 from .nn.neural import ScalarHMM as ScalarHMM
@@ -85,6 +89,7 @@ from .nn.tabular import sticky as sticky
 from .nn.tagging import NeuralTagger as NeuralTagger
 from .ops import automata as automata
 from .ops import blocks as blocks
+from .ops import factorial as factorial
 from .ops import recursions as recursions
 from .ops import semi_markov as semi_markov
 from .ops.recursions import ExpectedCounts as ExpectedCounts
@@ -99,6 +104,7 @@ __all__ = [
     "DiversityPrior",
     "EnumeratedModel",
     "ExpectedCounts",
+    "FactorialHMM",
     "Filter",
     "Fit",
     "Forecast",
@@ -117,10 +123,13 @@ __all__ = [
     "ScalarHMM",
     "Sequences",
     "StatefulModel",
+    "TabularFactorialHMM",
     "TabularHMM",
     "TabularHSMM",
     "TaggedHMM",
     "__version__",
+    "additive_bernoulli",
+    "additive_normal",
     "automata",
     "autoregressive_categorical",
     "autoregressive_normal",
@@ -139,6 +148,7 @@ __all__ = [
     "durations",
     "em",
     "emissions",
+    "factorial",
     "fit_cooccurrence",
     "fit_em",
     "fit_map",

@@ -19,17 +19,20 @@ import types
 import warnings
 from pathlib import Path
 
+import numpy as np
 import pyro
 import pyro.distributions as dist
 import pytest
 import torch
 from matplotlib.figure import Figure
+from scipy.io import savemat
 
 import pyrohmm
 from pyrohmm import (
     HMM,
     HSMM,
     BlockHMM,
+    FactorialHMM,
     Filter,
     GradientStep,
     LanguageModel,
@@ -179,6 +182,26 @@ def hsmm():
     return HSMM(rows(2), table(), rows(2, 4), emission, lengths(), validate_args=True)
 
 
+def factors():
+    """Log-probabilities of two chains of two states each."""
+    return {"log_initials": lambda: [rows(2), rows(2)],
+            "log_transitions": lambda: [rows(2, 2), rows(2, 2)]}  # fmt: skip
+
+
+def factorial_hmm():
+    emission = dist.Categorical(logits=rows(4, 3))
+    return FactorialHMM(
+        [rows(2), rows(2)], [rows(2, 2), rows(2, 2)], emission, lengths(), validate_args=True
+    )
+
+
+CHAINS = {
+    "log_initial": lambda: rows(4),
+    "log_transitions": lambda: [rows(2, 2), rows(2, 2)],
+    "log_likelihood": lambda: rows(2, 3, 4),
+}
+
+
 def durations():
     return pyrohmm.free_durations(4)
 
@@ -312,6 +335,14 @@ def likelihood():
 
 def expected():
     return hmm().expected_counts(values())
+
+
+def rolls():
+    notes = np.empty((1, 1), dtype=object)
+    notes[0, 0] = np.eye(2, 88, dtype=np.uint8)
+    splits = ("train", "valid", "test")
+    savemat(FOLDER / "rolls.mat", {f"{split}data": notes for split in splits})
+    return FOLDER / "rolls.mat"
 
 
 def crf():
@@ -496,6 +527,13 @@ SPECIAL = {
         "validate_args": lambda: True,
         "allowed": lambda: torch.ones(2, 3, 2) > 0,
     },
+    "FactorialHMM": {
+        **factors(),
+        "observed": lambda: torch.ones(2, 3) > 0,
+        "emission": lambda: dist.Categorical(logits=rows(4, 3)),
+        "validate_args": lambda: True,
+        "allowed": lambda: torch.ones(2, 3, 4) > 0,
+    },
     "HSMM": {
         "log_transition": table,
         "log_duration": lambda: rows(2, 4),
@@ -576,6 +614,22 @@ SPECIAL = {
     "Streams.log_prob": {"value": lambda: torch.zeros(4, 1, 2)},
     "Streams.split": {"values": lambda: torch.zeros(4, 2)},
     "TabularHMM": {"emission": lambda: categorical(3)},
+    "TabularFactorialHMM": {
+        "num_states": lambda: (2, 2),
+        "emission": lambda: categorical(3),
+        "initial_concentration": lambda: 1.0,
+    },
+    "TabularFactorialHMM.from_hmm": {"hmm": factorial_hmm},
+    "factorial.additive_normal": {"num_states": lambda: (2, 2), "dim": lambda: 1},
+    "factorial.additive_bernoulli": {"num_states": lambda: (2, 2), "dim": lambda: 1},
+    **dict.fromkeys(
+        (
+            f"factorial.{name}"
+            for name in ("expected_counts", "filtered", "log_evidence", "viterbi")
+        ),
+        CHAINS,
+    ),
+    "factorial.sample_states": CHAINS | {"num_samples": lambda: 2},
     "TabularHSMM": {"emission": lambda: categorical(3), "durations": durations},
     "TabularHSMM.from_hmm": {"hmm": hsmm},
     **dict.fromkeys(
@@ -729,6 +783,7 @@ SPECIAL = {
     "readers.read_fasta": at("chains.fasta"),
     "readers.read_protein_table": at("table.tsv"),
     "readers.read_ocr_letters": at("letters.data"),
+    "readers.read_piano_rolls": {"path": rolls},
     "recursions.log_evidence_of_symbols": {
         "log_symbols": lambda: rows(2, 3),
         "symbols": values,
@@ -768,6 +823,7 @@ for name in (
 for kind, observations in {
     "HMM": values,
     "HSMM": values,
+    "FactorialHMM": values,
     "BlockHMM": values,
     "TaggedHMM": tagged_values,
 }.items():
@@ -780,11 +836,16 @@ for kind, observations in {
             "order": lambda: torch.tensor([1, 0]),
         }
 
+SPECIAL["FactorialHMM.restrict_chains"]["labels"] = lambda: torch.zeros(2, 3, 2).long()
+SPECIAL["FactorialHMM.product_states"]["chains"] = lambda: torch.zeros(2, 3, 2).long()
+
 OBJECTS = {
     "BlockHMM": block_hmm,
     "TaggedHMM": tagged_hmm,
     "HMM": hmm,
     "HSMM": hsmm,
+    "FactorialHMM": factorial_hmm,
+    "TabularFactorialHMM": lambda: pyrohmm.TabularFactorialHMM((2, 2), categorical(3)),
     "Forecast": lambda: pyrohmm.Forecast(simplex(2, 3, 2), gaussian()),
     "CooccurrenceModel": lambda: pyrohmm.CooccurrenceModel(module(), pairs()),
     "DiversityPrior": dirichlet,
@@ -853,6 +914,9 @@ UNASKED = {
     "NegativeBinomialDurations": "",
     "ParametricDurations": "",
     "PoissonDurations": "",
+    "FactorialHMM.permute_states": "refuses whatever it is given",
+    "FactorialHMM.counts_of": "called by EM",
+    "ProductTransition": "made by FactorialHMM",
     "HSMM.log_factors": "refuses whatever it is given",
     "semi_markov.boundaries": "called by segments",
     "semi_markov.counts_of_each": "called by HSMM",
@@ -884,7 +948,9 @@ UNREAD = {
     "DiversityPrior.log_density_of_transition", "FixedPoint.__call__", "LogitGradient.__call__",
     "ProjectedGradient.__call__", "Streams.split", "WordAndTag.split", "dense.absolute",
     "dense.exponential", "dense.log_rows", "dense.relu", "dense.sigmoid", "diversity.log_diversity",
-    "diversity.product_kernel", "guides.log_orbit", "msteps.best_start", "msteps.objective",
+    "diversity.product_kernel", "guides.log_orbit",
+    "factorial.expected_counts", "factorial.filtered", "factorial.log_evidence",
+    "msteps.best_start", "msteps.objective",
     "msteps.relative_slope", "pair_losses.cross_entropy", "pair_losses.relative_distance",
     "pair_losses.squared_distance", "recursions.expected_counts", "recursions.filtered",
     "recursions.log_evidence", "recursions.log_evidence_of_symbols", "recursions.posterior",
@@ -920,7 +986,7 @@ EXCEPTIONS = {
     ("LanguageModel.num_unknown", "lines", "tensor()"): "torch says that it has no items",
     **{
         (f"{kind}.log_factors", "check", label): "the truth of a tensor: torch's error"
-        for kind in ("HMM", "HSMM", "BlockHMM", "TaggedHMM")
+        for kind in ("HMM", "HSMM", "FactorialHMM", "BlockHMM", "TaggedHMM")
         for label in ("cube", "integers")
     },
 }

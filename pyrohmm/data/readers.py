@@ -22,6 +22,8 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
+from scipy.io import loadmat
+from scipy.io.matlab import MatReadError
 from torch import Tensor
 
 from .._arguments import checked, explained
@@ -406,6 +408,48 @@ def read_protein_table(path: FilePath, vocabulary: Vocabulary | Counting | None 
         tuple(row["split"] for row in table) if "split" in header else None,
         torch.tensor([int(row["cv_fold"]) for row in table]) if "cv_fold" in header else None,
     )
+
+
+@checked()
+def read_piano_rolls(path: FilePath) -> dict[str, Sequences]:
+    """Read polyphonic music: the keys of a piano that are held down at each step.
+
+    The files are those of Boulanger-Lewandowski et al., 2012, Modeling temporal dependencies in
+    high-dimensional sequences, in MATLAB's format: ``datasets.find("jsb-chorales")``,
+    ``"nottingham"``, ``"piano-midi"`` and ``"muse-data"``.
+
+    Args:
+        path: The file, with arrays ``traindata``, ``validdata`` and ``testdata`` of matrices of
+            zeros and ones, steps by keys.
+
+    Returns:
+        Training, validation and test set by the names "train", "valid" and "test": values
+        ``(N, T, 88)``, 1 where a key is down, as float32.
+
+    Raises:
+        ValueError: If the file is not one of these.
+    """
+    try:
+        tables = loadmat(path)
+        rolls = {split: list(tables[f"{split}data"].ravel()) for split in _SPLITS}
+        whole = all(roll.ndim == 2 and roll.max() <= 1 for part in rolls.values() for roll in part)
+    except (KeyError, ValueError, AttributeError, MatReadError, NotImplementedError) as error:
+        whole, rolls = False, {}
+        reason = str(error) or type(error).__name__
+    else:
+        reason = "other arrays"
+    if not whole:
+        raise ValueError(
+            f"{path} must be a MATLAB file of traindata, validdata and testdata, each a list of "
+            f"matrices of zeros and ones, steps by keys; got {reason}."
+        )
+    return {
+        split: Sequences.from_list([torch.from_numpy(roll.astype(np.float32)) for roll in part])
+        for split, part in rolls.items()
+    }
+
+
+_SPLITS = "train", "valid", "test"
 
 
 def _lines(path: FilePath) -> Iterator[tuple[int, str]]:

@@ -23,6 +23,7 @@ Its modules; each imports only those above it:
 ``base``                   ``ChainDistribution``: parameters, masks and data joined
 ``hmm``                    ``HMM``: a distribution over whole sequences
 ``hsmm``                   ``HSMM``: states with explicit durations
+``factorial_hmm``          ``FactorialHMM``: several chains behind one observation
 ``block_symbols``          ``BlockSymbols``: symbols emitted only by the states of their blocks
 ``carried_state``          ``CarriedState``: the state before the first step
 ``block_factors``          parameters and symbols in blocks, as the recursions read them
@@ -39,6 +40,7 @@ from .context_tables import AutoregressiveCategorical as AutoregressiveCategoric
 from .crf import LinearChainCRF as LinearChainCRF
 from .dpp import DiverseDirichlet as DiverseDirichlet
 from .dpp import DiversityPrior as DiversityPrior
+from .factorial_hmm import FactorialHMM as FactorialHMM
 from .forecast import AutoregressiveForecast as AutoregressiveForecast
 from .forecast import Forecast as Forecast
 from .hard_zeros import log_probs as log_probs

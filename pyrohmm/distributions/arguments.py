@@ -18,6 +18,7 @@ from .._checks import (
     check_trailing,
 )
 from ..ops.block_transition import InnerProductTransition
+from ..ops.factorial import ProductTransition
 
 
 class StructuredEmission(Protocol):
@@ -38,7 +39,7 @@ class StructuredEmission(Protocol):
 
 def check_parameters(
     log_initial: Tensor,
-    log_transition: Tensor | InnerProductTransition,
+    log_transition: Tensor | InnerProductTransition | ProductTransition,
     emission: TorchDistribution | StructuredEmission,
 ) -> None:
     """Raise unless the parameters are of K states and on one device."""
@@ -52,7 +53,7 @@ def check_parameters(
         shape, cure = (num_states, num_states), "K is that of log_initial."
         check_trailing("log_transition", log_transition, shape, "(K, K)", cure)
         tensors["log_transition"] = log_transition
-    elif not isinstance(log_transition, InnerProductTransition):  # its rows are normalised
+    elif not isinstance(log_transition, InnerProductTransition | ProductTransition):
         check_tensor("log_transition", log_transition)
     if isinstance(emission, torch.distributions.Distribution):
         tensors |= _first_tensor(emission)
@@ -72,7 +73,7 @@ def check_parameters(
 
 def check_steps(
     log_initial: Tensor,
-    log_transition: Tensor | InnerProductTransition,
+    log_transition: Tensor | InnerProductTransition | ProductTransition,
     emission: TorchDistribution | StructuredEmission,
     lengths: Tensor,
     observed: Tensor | None,

@@ -25,6 +25,7 @@ from .._checks import (
 from .._transforms import transforming
 from ..ops import masks, recursions
 from ..ops.block_transition import InnerProductTransition
+from ..ops.factorial import ProductTransition
 from .arguments import StructuredEmission, check_parameters, check_steps
 from .autoregressive import Autoregressive
 from .context_tables import AutoregressiveCategorical
@@ -48,7 +49,7 @@ class ChainDistribution(TorchDistribution):
     def __init__(
         self,
         log_initial: Tensor,
-        log_transition: Tensor | InnerProductTransition,
+        log_transition: Tensor | InnerProductTransition | ProductTransition,
         emission: TorchDistribution | StructuredEmission,
         lengths: Tensor,
         observed: Tensor | None = None,
@@ -169,6 +170,11 @@ class ChainDistribution(TorchDistribution):
     def counted_factors(self, values: Tensor, check: bool = True) -> tuple[Tensor, ...]:
         """Those of :meth:`log_factors` whose uses :class:`ExpectedCounts` counts, in its order."""
         return self.log_factors(values, check)
+
+    @property
+    def num_counted(self) -> int:
+        """Number of states whose first steps and transitions :class:`ExpectedCounts` counts."""
+        return self.num_states
 
     @property
     def counted_duration(self) -> Tensor | None:

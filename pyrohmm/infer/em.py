@@ -29,6 +29,7 @@ from .._threads import threads_for
 from ..data.batches import Batches
 from ..data.parts import Parts, in_parts, parts_of
 from ..data.sequences import Sequences
+from ..distributions.factorial_hmm import FactorialHMM
 from ..distributions.hmm import HMM
 from ..distributions.hsmm import HSMM
 from ..io.checkpoints import Checkpoint, Fields
@@ -36,6 +37,7 @@ from ..io.identity import describe, digits, fingerprint
 from ..nn.base import HMMModule
 from ..nn.closed_form import Statistics, TransitionCounts
 from ..nn.durations import TabularHSMM
+from ..nn.factorial import TabularFactorialHMM
 from ..nn.tabular import TabularHMM
 from ..ops.recursions import ExpectedCounts
 from .exclusive import exclusive
@@ -154,7 +156,8 @@ def fit_em(
     data = in_parts(data)
     arguments = dict(locals())  # all of them, for checkpoints
     if isinstance(module, HMM):
-        module = (TabularHSMM if isinstance(module, HSMM) else TabularHMM).from_hmm(module)
+        kinds: dict[type, Any] = {HSMM: TabularHSMM, FactorialHMM: TabularFactorialHMM}
+        module = kinds.get(type(module), TabularHMM).from_hmm(module)
     check_tolerance(tolerance)
     _check(module, num_steps, restarts, decay, log_prior, transition_step)
     if transition_step is None and isinstance(log_prior, TransitionPrior):

@@ -12,6 +12,7 @@ from torch import Tensor
 from .._waits import guessing
 from ..data.parts import Parts, parts_of
 from ..data.sequences import Sequences
+from ..distributions.factorial_hmm import FactorialHMM
 from ..distributions.hmm import HMM
 from ..distributions.hsmm import HSMM
 from ..nn.closed_form import Statistics
@@ -145,6 +146,8 @@ def check_apart(
     maximize: Maximization, group: ProcessGroup, batch_size: int | None, reseed: bool
 ) -> None:
     """Raise unless an E-step over parts of the data, or over ranks, is that over all of it."""
+    if reseed and isinstance(maximize.parameters.example, FactorialHMM):
+        raise ValueError("reseed divides the states of one chain; a FactorialHMM has several.")
     parts = isinstance(maximize.parameters.data, Parts)
     if not parts and group.size == 1:
         return
@@ -177,6 +180,8 @@ def uniform_counts(hmm: HMM, data: Sequences, likelihood: Tensor) -> ExpectedCou
         torch.zeros_like(part).masked_fill(part.isneginf(), -torch.inf).log_softmax(-1)
         for part in (initial, transition, *durations)
     )
+    if isinstance(hmm, FactorialHMM):
+        return hmm.uniform().counts_of(logs)
     if isinstance(hmm, HSMM):
         parts = initial, transition.squeeze(-3), durations[0], logs
         return semi_markov.expected_counts(*parts, hmm.lengths, hmm.censored_end)

@@ -97,8 +97,8 @@ class ClosedForms:
             self.emission = emission
         if isinstance(module, TransitionCounts if of_transitions else ChainMStep):
             self.chain = module
-            logs = parameters.example.log_initial
-            ones = logs.new_ones(1, 1, logs.size(-1), logs.size(-1), dtype=torch.float64)
+            size, logs = parameters.example.num_counted, parameters.example.log_initial
+            ones = logs.new_ones(1, 1, size, size, dtype=torch.float64)
             table = parameters.example.counted_duration
             durations = None if table is None else torch.ones_like(table, dtype=torch.float64)[None]
             counts = ExpectedCounts(ones[:, :, 0, 0], ones[:, 0, 0], ones, ones, durations)

@@ -12,6 +12,7 @@ from torch import Tensor
 from .._checks import check_returned
 from ..data.parts import Parts
 from ..data.sequences import Sequences
+from ..distributions.factorial_hmm import FactorialHMM
 from ..distributions.hmm import HMM
 from ..io.checkpoints import Fields
 from ..nn.base import HMMModule
@@ -104,10 +105,15 @@ class Parameters:
             prior = prior + (further.squeeze(-1) if further.dim() > 1 else further)
         if self.restarts > 1:  # also what is the same in all of them is counted for each
             core = 3 if hmm.transition_per_step else 2
-            wide = {
+            wide: dict[str, Any] = {
                 "log_initial": _widened(hmm.log_initial, 1, self.restarts),
                 "log_transition": _widened(hmm.log_transition, core, self.restarts),
             }
+            if isinstance(hmm, FactorialHMM):
+                wide = {
+                    "log_initials": [_widened(p, 1, self.restarts) for p in hmm.log_initials],
+                    "log_transitions": [_widened(p, 2, self.restarts) for p in hmm.log_transitions],
+                }
             if hmm.counted_duration is not None:
                 wide["log_duration"] = _widened(hmm.counted_duration, 2, self.restarts)
             hmm = hmm.replace(**wide)

@@ -14,6 +14,7 @@ from torch.distributions.utils import logits_to_probs, probs_to_logits
 from .._arguments import checked
 from ..distributions.block_hmm import BlockHMM
 from ..distributions.context_tables import AutoregressiveCategorical
+from ..distributions.factorial_hmm import FactorialHMM
 from ..distributions.hard_zeros import built_from
 from ..distributions.hmm import HMM
 from ..distributions.hsmm import HSMM
@@ -105,8 +106,8 @@ def save(thing: HMM | nn.Module, directory: FilePath) -> None:
     ``tensors.safetensors``, and ``pyrohmm.json``, a copy of its description to be read by people.
 
     Args:
-        thing: An :class:`HMM`, :class:`HSMM` or :class:`BlockHMM`, or a ``torch.nn.Module`` such
-            as an :class:`HMMModule`.
+        thing: An :class:`HMM`, :class:`HSMM`, :class:`FactorialHMM` or :class:`BlockHMM`, or a
+            ``torch.nn.Module`` such as an :class:`HMMModule`.
         directory: A directory that does not exist, is empty, or holds what was saved before. The
             one above it must exist.
 
@@ -136,8 +137,7 @@ def load_hmm(directory: FilePath) -> HMM:
     """
     tensors, meta = read_directory(directory, "hmm")
     try:
-        builders = {"BlockHMM": _build_block_hmm, "HSMM": _build_hsmm}
-        hmm = builders.get(meta.get("class", "HMM"), _build_hmm)(tensors, meta)
+        hmm = _BUILDERS.get(meta.get("class", "HMM"), _build_hmm)(tensors, meta)
         if tensors:
             raise ValueError(f"nothing needs the tensors {sorted(tensors)}")
     except Exception as error:
@@ -194,13 +194,16 @@ def describe(thing: HMM | nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]
         return _describe_hmm(thing)
     if type(thing) is HSMM:
         return _describe_hsmm(thing)
+    if type(thing) is FactorialHMM:
+        return _describe_factorial_hmm(thing)
     if type(thing) is BlockHMM:
         return _describe_block_hmm(thing)
     if isinstance(thing, nn.Module):
         return _state(thing), {"kind": "module", "class": type(thing).__qualname__}
     raise TypeError(
-        f"thing must be an HMM, HSMM, BlockHMM or torch.nn.Module; got {type(thing).__name__}. Of "
-        "a fit, save fit.hmm(data); of an HMM of another class, the module that builds it."
+        "thing must be an HMM, HSMM, FactorialHMM, BlockHMM or torch.nn.Module; got "
+        f"{type(thing).__name__}. Of a fit, save fit.hmm(data); of an HMM of another class, the "
+        "module that builds it."
     )
 
 
@@ -240,8 +243,10 @@ def _differences(
 _EITHER = ("probs", "logits")
 
 
-def _describe_hmm(hmm: HMM) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    names = ("log_initial", "log_transition", "lengths", "observed", "allowed")
+def _describe_hmm(
+    hmm: HMM, chain: tuple[str, ...] = ("log_initial", "log_transition")
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    names = (*chain, "lengths", "observed", "allowed")
     tensors = {name: getattr(hmm, name) for name in names if getattr(hmm, name) is not None}
     meta = {
         "kind": "hmm",
@@ -274,6 +279,29 @@ def _describe_hsmm(hmm: HSMM) -> tuple[dict[str, Tensor], dict[str, Any]]:
     del meta["transition_per_step"]
     tensors["log_duration"] = hmm.log_duration
     return tensors, meta | {"class": "HSMM", "censored_end": hmm.censored_end}
+
+
+def _describe_factorial_hmm(hmm: FactorialHMM) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    tensors, meta = _describe_hmm(hmm, ())
+    del meta["transition_per_step"]
+    for name in ("log_initials", "log_transitions"):
+        tensors |= {f"{name}.{m}": part for m, part in enumerate(getattr(hmm, name))}
+    return tensors, meta | {"class": "FactorialHMM", "chains": len(hmm.sizes)}
+
+
+def _build_factorial_hmm(tensors: dict[str, Tensor], meta: dict[str, Any]) -> FactorialHMM:
+    """As :func:`_build_hmm`."""
+    chains = range(int(meta["chains"]))
+    return FactorialHMM(
+        log_initials=[tensors.pop(f"log_initials.{m}") for m in chains],
+        log_transitions=[tensors.pop(f"log_transitions.{m}") for m in chains],
+        emission=_build_part(meta.get("emission"), "emission", tensors),
+        lengths=tensors.pop("lengths"),
+        observed=tensors.pop("observed", None),
+        validate_args=_validation(meta),
+        emission_per_step=_flag(meta, "emission_per_step"),
+        allowed=tensors.pop("allowed", None),
+    )
 
 
 def _build_hsmm(tensors: dict[str, Tensor], meta: dict[str, Any]) -> HSMM:
@@ -460,3 +488,8 @@ def _flag(node: dict[str, Any], name: str) -> bool:
 def _validation(node: dict[str, Any]) -> bool | None:
     """Whether values are to be checked; None leaves it to Pyro's setting."""
     return None if node.get("validate_args") is None else _flag(node, "validate_args")
+
+
+_BUILDERS = {
+    "BlockHMM": _build_block_hmm, "FactorialHMM": _build_factorial_hmm, "HSMM": _build_hsmm,
+}  # fmt: skip

@@ -15,6 +15,7 @@ Its modules; each imports only those above it:
 ``emissions``       categorical, Bernoulli, Poisson, parametric
 ``tabular``         ``TabularHMM``: probabilities are the parameters
 ``durations``       ``TabularHSMM``: states with explicit durations, of several families
+``factorial``       ``TabularFactorialHMM``: several chains; additive emissions
 ``dense``           ``DenseHMM``: softmax of inner products of embeddings
 ``networks``        networks and tables that make embeddings
 ``neural``          ``NeuralHMM``, ``ScalarHMM``: tens of thousands of states; ``LinearDropout``
@@ -42,6 +43,9 @@ from .emissions import bernoulli as bernoulli
 from .emissions import categorical as categorical
 from .emissions import parametric as parametric
 from .emissions import poisson as poisson
+from .factorial import TabularFactorialHMM as TabularFactorialHMM
+from .factorial import additive_bernoulli as additive_bernoulli
+from .factorial import additive_normal as additive_normal
 from .mixtures import normal_mixture as normal_mixture
 from .neural import LinearDropout as LinearDropout
 from .neural import NeuralHMM as NeuralHMM

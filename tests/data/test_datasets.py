@@ -19,6 +19,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy.io import savemat
 
 from pyrohmm import TabularHMM, categorical, cooccurrence, datasets, fit_em, readers
 from pyrohmm.data import simulated
@@ -642,6 +643,25 @@ def test_checksums_and_paths_are_well_formed_and_distinct():
     assert len({file.sha256 for file in files}) == len({file.path for file in files}) == len(files)
 
 
+def test_piano_rolls_are_read(tmp_path):
+    roll = np.eye(3, 88, dtype=np.uint8)
+    notes = np.empty((1, 2), dtype=object)
+    notes[0, 0], notes[0, 1] = roll, roll[:2]
+    path = tmp_path / "rolls.mat"
+    savemat(path, {f"{split}data": notes for split in ("train", "valid", "test")})
+    data = readers.read_piano_rolls(path)["valid"]
+    assert data.lengths.tolist() == [3, 2]
+    assert data.values[0].tolist() == roll.tolist()
+    notes[0, 0] = 2 * roll
+    savemat(path, {f"{split}data": notes for split in ("train", "valid", "test")})
+    with pytest.raises(ValueError, match="matrices of zeros and ones, steps by keys; got other"):
+        readers.read_piano_rolls(path)
+    for content in ({"traindata": notes}, None):
+        path.write_bytes(b"no such thing" * 20) if content is None else savemat(path, content)
+        with pytest.raises(ValueError, match=r"rolls.mat must be a MATLAB file of traindata"):
+            readers.read_piano_rolls(path)
+
+
 # Counts of the real files
 
 real = pytest.mark.skipif(
@@ -685,6 +705,24 @@ def test_handwriting_has_the_published_counts():
     words = {tuple(row) for row in corpus.data.labels.tolist()}
     assert (corpus.data.num_observed, len(words)) == (52152, 55)
     assert corpus.data.values[corpus.data.observed].unique().tolist() == [0, 1]
+
+
+@real
+@pytest.mark.parametrize(
+    ("name", "counts"),
+    [
+        ("jsb-chorales", [(229, 13807, 53824), (76, 4602, 17811), (77, 4725, 18367)]),
+        ("piano-midi", [(87, 75911, 231089), (12, 8540, 27623), (25, 19036, 56067)]),
+    ],
+)
+def test_music_has_the_published_counts(name, counts):
+    splits = readers.read_piano_rolls(datasets.find(name))
+    found = [
+        (len(data), data.num_observed, int(data.values[data.observed].sum()))
+        for data in splits.values()
+    ]
+    assert (list(splits), found) == (["train", "valid", "test"], counts)
+    assert splits["train"].values.shape[-1] == 88
 
 
 @real

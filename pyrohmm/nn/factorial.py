@@ -1,0 +1,345 @@
+"""``TabularFactorialHMM``: several chains, and emissions to which each chain adds its part."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+from pyro.distributions import Bernoulli, Dirichlet, InverseGamma, Normal
+from pyro.distributions.torch_distribution import TorchDistribution
+from pyro.nn import PyroModule, PyroParam, PyroSample
+from torch import Tensor
+from torch.distributions import constraints
+
+from .._arguments import Shape, checked
+from .._checks import check_size
+from ..distributions.factorial_hmm import FactorialHMM
+from ..ops.log_space import log
+from ..ops.recursions import ExpectedCounts
+from . import emissions
+from .base import HMMModule
+from .closed_form import Maximum, Statistics, is_free, row_mode, with_prior
+from .family import Emission, EmissionFamily, build_emission, moments, positive, spread
+
+SINGULAR = 1e-12  # relative size of what the observations do not determine
+ROUNDS = 20  # in which an M-step maximises by contributions and variances in turn
+
+
+@checked(emission=None)
+class TabularFactorialHMM(HMMModule):
+    r"""Factorial HMM whose parameters are the probabilities of its chains, with Dirichlet priors.
+
+    Sites: ``initial_m`` ``(K_m,)`` and ``transition_m`` ``(K_m, K_m)`` of each chain m = 0, ...,
+    M - 1, and those of ``emission``.
+
+    Args:
+        num_states: K_1, ..., K_M, the number of states of each chain.
+        emission: An emission family, called with the number K = K_1 ⋯ K_M of product states: any
+            one, which gives each product state parameters of its own, or
+            :func:`additive_normal` or :func:`additive_bernoulli`.
+        initial_concentration: Of the priors of the first states.
+        transition_concentration: Of the priors of the rows of all matrices.
+
+    Raises:
+        ValueError: If there is no chain, one has no state, or a concentration is not positive.
+
+    Example:
+        >>> _ = pyro.set_rng_seed(0)
+        >>> module = TabularFactorialHMM((2, 3), additive_normal((2, 3), dim=1))
+        >>> hmm = module(torch.tensor([4, 1]))  # a sample from the prior
+        >>> hmm.sizes, hmm.emission.batch_shape
+        ((2, 3), torch.Size([6]))
+        >>> fit = fit_em(module, Sequences.from_list([torch.randn(50, 1)]), num_steps=3)
+        >>> fit.values["module.transition_1"].shape
+        torch.Size([3, 3])
+    """
+
+    def __init__(
+        self,
+        num_states: Shape,
+        emission: EmissionFamily,
+        initial_concentration: float = 1.0,
+        transition_concentration: float = 1.0,
+    ) -> None:
+        super().__init__()
+        self.num_states = _sizes(num_states)
+        for m, size in enumerate(self.num_states):
+            for name, value, shape in (
+                ("initial", initial_concentration, (size,)),
+                ("transition", transition_concentration, (size, size)),
+            ):
+                prior = positive(f"{name}_concentration", value, shape)
+                self.register_buffer(f"{name}_concentration_{m}", prior)
+                setattr(self, f"{name}_{m}", PyroSample(partial(_rows, name=name, chain=m)))
+        self.emission = build_emission(emission, math.prod(self.num_states))
+
+    @classmethod
+    def from_hmm(cls, hmm: FactorialHMM) -> TabularFactorialHMM:
+        """A module with the values of ``hmm`` as parameters: points, without priors.
+
+        The emission has parameters for each product state.
+
+        Raises:
+            TypeError: If ``hmm`` is not a ``FactorialHMM``.
+            ValueError: If its emission has a dimension of steps.
+        """
+        if hmm.emission_per_step:
+            raise ValueError("hmm has parameters per step; a module has one set for all steps.")
+        module = cls(hmm.sizes, lambda _: emissions.from_distribution(hmm.emission))
+        for name, tables in (("initial", hmm.log_initials), ("transition", hmm.log_transitions)):
+            for m, logs in enumerate(tables):
+                delattr(module, f"{name}_{m}")
+                point = PyroParam(logs.detach().exp(), constraints.simplex)
+                setattr(module, f"{name}_{m}", point)
+        return module.to(hmm.log_initial.device)
+
+    def forward(self, lengths: Tensor, observed: Tensor | None = None) -> FactorialHMM:
+        """Build the HMM for sequences of ``lengths`` ``(*B)``."""
+        chains = range(len(self.num_states))
+        initials = [log(getattr(self, f"initial_{m}")) for m in chains]
+        transitions = [log(getattr(self, f"transition_{m}")) for m in chains]
+        return FactorialHMM(initials, transitions, self.emission(), lengths, observed)
+
+    def emission_module(self) -> PyroModule:
+        """The module of the emission."""
+        return self.emission
+
+    def statistics(self, expected: ExpectedCounts) -> Statistics:
+        """Expected counts of what is free: see :class:`pyrohmm.nn.closed_form.ChainMStep`."""
+        counts, transitions, end = {}, expected.transitions.sum(1), 0
+        for m, size in enumerate(self.num_states):
+            own = slice(end, end + size)
+            counts[f"initial_{m}"] = expected.initial[..., own]
+            counts[f"transition_{m}"] = transitions[..., own, own]
+            end += size
+        return {name: value for name, value in counts.items() if is_free(self, name)}
+
+    def m_step(self, statistics: Statistics) -> Maximum:
+        """Normalised counts, those of the Dirichlet priors included."""
+        values = {}
+        for name, counts in statistics.items():
+            kind, chain = name.split("_")
+            if name in self._pyro_samples:
+                counts = with_prior(counts, getattr(self, f"{kind}_concentration_{chain}"))
+            values[name] = row_mode(counts)
+        return values, []
+
+
+def _rows(module: TabularFactorialHMM, name: str, chain: int) -> TorchDistribution:
+    """Prior of the rows of probabilities of a chain, all as one event."""
+    concentration: Tensor = getattr(module, f"{name}_concentration_{chain}")
+    return Dirichlet(concentration).to_event(concentration.dim() - 1)
+
+
+def _sizes(num_states: Sequence[int]) -> tuple[int, ...]:
+    """The sizes of some chains, checked."""
+    sizes = tuple(num_states)
+    if not sizes:
+        raise ValueError("num_states must hold the number of states of at least one chain.")
+    for size in sizes:
+        check_size("each of num_states", size)
+    return sizes
+
+
+# Emissions to which each chain adds its part ------------------------------------------------------
+
+
+class _Additive(Emission):
+    """What additive families share: ``effects`` ``(S, D)`` of the states of all chains.
+
+    S = K_1 + ⋯ + K_M; a product state has the sum of those of its states.
+    """
+
+    supports: ClassVar[dict[str, constraints.Constraint]] = {"effects": constraints.real}
+
+    def __init__(
+        self, num_states: int, sizes: tuple[int, ...], dim: int, loc: float, scale: float
+    ) -> None:
+        super().__init__()
+        if math.prod(sizes) != num_states:
+            raise ValueError(
+                f"num_states of an additive emission must be those of the chains; their product "
+                f"is {math.prod(sizes)}, that of the chains {num_states}."
+            )
+        self.sizes = sizes
+        shape = (sum(sizes), dim)
+        self.register_buffer("effects_loc", spread("loc", loc, shape) / len(sizes))
+        self.register_buffer("effects_scale", positive("scale", scale, shape))
+        self.set_priors(effects=_Additive._prior)
+
+    def _prior(self) -> TorchDistribution:
+        return Normal(self.effects_loc, self.effects_scale).to_event(2)
+
+    def sums(self) -> Tensor:
+        """The sum of effects of each product state, ``(K, D)``."""
+        first, *others = self.effects.split(self.sizes, -2)
+        for part in others:
+            first = (first.unsqueeze(-2) + part.unsqueeze(-3)).flatten(-3, -2)
+        return first
+
+    def design(self) -> Tensor:
+        """Which effects each product state has, ``(K, S)`` zeros and ones in float64."""
+        states = torch.arange(math.prod(self.sizes), device=self.effects_loc.device)
+        columns = []
+        for size in reversed(self.sizes):
+            columns.append(torch.nn.functional.one_hot(states % size, size))
+            states = states // size
+        return torch.cat(columns[::-1], -1).double()
+
+
+@checked()
+def additive_normal(
+    num_states: Shape,
+    dim: int,
+    loc: float = 0.0,
+    scale: float = 10.0,
+    concentration: float = 1.0,
+    rate: float = 0.01,
+) -> EmissionFamily:
+    r"""Emission family of normal vectors whose mean is a sum of one part for each chain.
+
+    .. math:: x_t \sim \mathcal N\Bigl(\sum_m \mu^m_{z_t^m}, \operatorname{diag} v\Bigr)
+
+    Variances are shared by all states. The M-step of EM is a linear regression. A constant may go
+    from one chain to another, so that only sums, and differences within a chain, mean something.
+    The default priors are weak for data of the order of one.
+
+    Sites: ``emission.effects`` ``(S, D)``, S = K_1 + ⋯ + K_M, the parts of the states of all
+    chains one after another; and ``emission.variance`` ``(D,)``.
+
+    Args:
+        num_states: K_1, ..., K_M.
+        dim: D.
+        loc: Prior mean of the sums.
+        scale: Prior standard deviation of each part.
+        concentration: Of the inverse gamma priors of the variances.
+        rate: Of the same.
+
+    Example:
+        >>> emission = additive_normal((2, 2), dim=1)(4)
+        >>> freeze(emission, "effects", torch.tensor([[0.0], [5.0], [0.0], [1.0]]))
+        >>> freeze(emission, "variance", torch.ones(1))
+        >>> emission().mean.squeeze(-1)
+        tensor([0., 1., 5., 6.])
+    """
+    check_size("dim", dim)
+    return partial(
+        AdditiveNormalEmission, sizes=_sizes(num_states), dim=dim, loc=loc, scale=scale,
+        concentration=concentration, rate=rate,
+    )  # fmt: skip
+
+
+class AdditiveNormalEmission(_Additive):
+    """Normal vectors whose means are sums: see :func:`additive_normal`."""
+
+    supports: ClassVar[dict[str, constraints.Constraint]] = {
+        "effects": constraints.real,
+        "variance": constraints.positive,
+    }
+
+    def __init__(
+        self,
+        num_states: int,
+        sizes: tuple[int, ...],
+        dim: int,
+        loc: float = 0.0,
+        scale: float = 10.0,
+        concentration: float = 1.0,
+        rate: float = 0.01,
+    ) -> None:
+        super().__init__(num_states, sizes, dim, loc, scale)
+        self.register_buffer("concentration", positive("concentration", concentration, (dim,)))
+        self.register_buffer("rate", positive("rate", rate, (dim,)))
+        self.set_priors(variance=AdditiveNormalEmission._variance_prior)
+
+    def _variance_prior(self) -> TorchDistribution:
+        return InverseGamma(self.concentration, self.rate).to_event(1)
+
+    def forward(self) -> TorchDistribution:
+        """The distribution of a vector, batched over product states."""
+        loc = self.sums()
+        return Normal(loc, self.variance.sqrt().unsqueeze(-2).expand_as(loc)).to_event(1)
+
+    def statistics(
+        self, values: Tensor, weights: Tensor, current: TorchDistribution | None
+    ) -> Statistics:
+        """Counts, sums and sums of squares of each product state, about the prior mean."""
+        origin = self.effects_loc[0] * len(self.sizes)
+        known, sums, squares = moments(values, weights, origin)
+        return {"known": known.expand_as(sums), "sums": sums, "squares": squares.sum(-2)}
+
+    def m_step(self, statistics: Statistics) -> Maximum:
+        """The regression of the observations on the states, and the variance around it."""
+        restarts, dim = statistics["squares"].shape
+        design, precision = self.design(), self.effects_scale[0].double().square().reciprocal()
+        precision = precision if self.has_prior("effects") else torch.zeros_like(precision)
+        known, sums = statistics["known"].double().mT, statistics["sums"].double().mT  # (R, D, K)
+        gram = design.mT @ (known.unsqueeze(-1) * design)  # (R, D, S, S)
+        moment = sums @ design  # (R, D, S)
+        sizes, axes = torch.linalg.eigh(gram)
+        along = (axes.mT @ moment.unsqueeze(-1)).squeeze(-1)
+        fixed = None if self.is_free("effects") else self.effects.detach() - self.effects_loc
+        effects: Any = None if fixed is None else fixed.double().mT.expand_as(moment)
+        variance = statistics["squares"].double() / known.sum(-1)
+        if not self.is_free("variance"):
+            variance = self.variance.detach().double().expand(restarts, dim)
+        for _ in range(ROUNDS):
+            if fixed is None:
+                ridged = sizes + (variance * precision).unsqueeze(-1)
+                free = ridged > SINGULAR * sizes[..., -1:]  # a constant common to a chain is not
+                shares = torch.where(free, along / ridged, 0.0)
+                effects = (axes @ shares.unsqueeze(-1)).squeeze(-1)
+            if self.is_free("variance"):
+                variance = self._variance(statistics, gram, moment, effects)
+        found = {"effects": effects.mT + self.effects_loc, "variance": variance}
+        return {name: value for name, value in found.items() if self.is_free(name)}, []
+
+    def _variance(
+        self, statistics: Statistics, gram: Tensor, moment: Tensor, effects: Any
+    ) -> Tensor:
+        """Variances ``(R, D)`` about the means that ``effects`` make, with those of the prior."""
+        fitted = (gram @ effects.unsqueeze(-1)).squeeze(-1)
+        residual = statistics["squares"].double() + ((fitted - 2 * moment) * effects).sum(-1)
+        residual, count = residual.clamp(min=0.0), statistics["known"].double().sum(-2)
+        if not self.has_prior("variance"):
+            return residual / count
+        return (residual / 2 + self.rate) / (count / 2 + self.concentration + 1)
+
+
+@checked()
+def additive_bernoulli(
+    num_states: Shape, dim: int, loc: float = 0.0, scale: float = 2.5
+) -> EmissionFamily:
+    r"""Emission family of vectors of zeros and ones whose logits are sums over the chains.
+
+    EM takes gradient steps for them.
+
+    Site: ``emission.effects`` ``(S, D)``, S = K_1 + ⋯ + K_M.
+
+    Args:
+        num_states: K_1, ..., K_M.
+        dim: D.
+        loc: Prior mean of the logits.
+        scale: Prior standard deviation of each part of a logit.
+
+    Example:
+        >>> emission = additive_bernoulli((2, 2), dim=1)(4)
+        >>> freeze(emission, "effects", torch.tensor([[0.0], [5.0], [0.0], [1.0]]))
+        >>> emission().base_dist.logits.squeeze(-1)
+        tensor([0., 1., 5., 6.])
+    """
+    check_size("dim", dim)
+    return partial(
+        AdditiveBernoulliEmission, sizes=_sizes(num_states), dim=dim, loc=loc, scale=scale
+    )
+
+
+class AdditiveBernoulliEmission(_Additive):
+    """Zeros and ones whose logits are sums: see :func:`additive_bernoulli`."""
+
+    def forward(self) -> TorchDistribution:
+        """The distribution of a vector, batched over product states."""
+        return Bernoulli(logits=self.sums()).to_event(1)

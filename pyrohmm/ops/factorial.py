@@ -1,0 +1,360 @@
+r"""Exact inference in factorial hidden Markov models: M independent chains, one emission.
+
+The states of the chains at a step are one of K = K_1 ⋯ K_M product states, numbered with the last
+chain fastest. Messages over them pass through the transition matrix of one chain after the other,
+along its own axis: O(T K (K_1 + ⋯ + K_M)) per sequence, O(T M K^(M+1)) for chains of K states; the
+K x K matrix is never made. Every function reads
+
+``log_initial``      ``(*B, K)``              log p of the product states at the first step
+``log_transitions``  M of ``(*B, K_m, K_m)``  log p of each chain's next state, row = from
+``log_likelihood``   ``(*B, T, K)``           log p(x_t | z_t)
+``lengths``          ``(*B)``                 number of steps that exist; padding is on the right
+
+Batch dimensions broadcast. Everything is summed in logarithms and float64, so that nothing leaves
+the range of numbers, and comes back in the dtype of the arguments; -inf is legal everywhere.
+
+Source: Ghahramani and Jordan, 1997, Factorial hidden Markov models, appendix B.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .._arguments import Range, checked, explained
+from .._checks import (
+    check_broadcast,
+    check_floats,
+    check_integers,
+    check_lengths,
+    check_same_device,
+    check_trailing,
+)
+from .._precision import differentiable_gradient, in_full_precision
+from . import torch_factorial as engine
+from .log_space import finite_or_zero, logsumexp
+
+
+class FactorialCounts(NamedTuple):
+    """Expected counts under the posterior.
+
+    Attributes:
+        log_evidence: ``(*B)``, in nats.
+        initial: ``(*b, K)``, of the product states at the first step, of the shape of the argument.
+        transitions: M of ``(*b, K_m, K_m)``, of the shapes of the arguments.
+        states: ``(*B, T, K)``, smoothed posterior of the product states; zero at padded steps.
+    """
+
+    log_evidence: Tensor
+    initial: Tensor
+    transitions: tuple[Tensor, ...]
+    states: Tensor
+
+
+class ProductTransition:
+    """The transition matrix of the product states of M independent chains.
+
+    Args:
+        parts: M of ``(*B, K_m, K_m)``, log-probabilities.
+    """
+
+    def __init__(self, parts: Sequence[Tensor]) -> None:
+        self.parts = tuple(parts)
+
+    @property
+    def matrix(self) -> Tensor:
+        """``(*B, K, K)``, log-probabilities; made anew at each reading."""
+        product = self.parts[0]
+        for part in self.parts[1:]:
+            product = product[..., :, None, :, None] + part[..., None, :, None, :]
+            product = product.flatten(-4, -3).flatten(-2)
+        return product
+
+
+class _Arranged(NamedTuple):
+    chain: engine.Chains
+    order: Tensor  # (N,), the sequence that each row is
+    batch: torch.Size
+    dtype: torch.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """``(*B, T, K)``."""
+        return (*self.batch, *self.chain.likelihood.shape[1:])
+
+    def restored(self, rows: Tensor, dim: int = 0) -> Tensor:
+        """Results of sequences ``(*, N, *)`` in the order and the batch shape of the arguments."""
+        place = self.order.argsort().to(rows.device)
+        return rows.index_select(dim, place).unflatten(dim, self.batch or (1,))
+
+
+def _arrange(
+    log_initial: Tensor,
+    log_transitions: Sequence[Tensor],
+    log_likelihood: Tensor,
+    lengths: Tensor,
+) -> _Arranged:
+    """Check the arguments, and bring them into one form by differentiable operations."""
+    if not log_transitions:
+        raise ValueError("log_transitions must hold the matrix of at least one chain; got none.")
+    tables = {f"log_transitions[{m}]": table for m, table in enumerate(log_transitions)}
+    logs = {"log_initial": log_initial, "log_likelihood": log_likelihood} | tables
+    for name, tensor in logs.items():
+        check_floats(name, tensor)
+    check_integers("lengths", lengths)
+    check_same_device(logs)
+    for name, table in tables.items():
+        if table.dim() < 2 or table.size(-1) != table.size(-2):
+            raise ValueError(f"{name} must have shape (*B, K_m, K_m); got {tuple(table.shape)}.")
+    size = math.prod(table.size(-1) for table in log_transitions)
+    check_trailing("log_initial", log_initial, (size,), "(K,)", "K is that of all chains together.")
+    if log_likelihood.dim() < 2 or log_likelihood.size(-1) != size:
+        raise ValueError(
+            f"log_likelihood must have shape (*B, T, K) with K = {size}; got "
+            f"{tuple(log_likelihood.shape)}."
+        )
+    num_steps, lengths = log_likelihood.size(-2), lengths.cpu().long()
+    check_lengths(lengths, num_steps)
+    batch = check_broadcast(
+        {
+            "log_initial": log_initial.shape[:-1],
+            "log_likelihood": log_likelihood.shape[:-2],
+            "lengths": lengths.shape,
+        }
+        | {name: table.shape[:-2] for name, table in tables.items()}
+    )
+    lengths = lengths.expand(batch).reshape(-1)
+    order = lengths.argsort(descending=True, stable=True)
+    longest = int(lengths.max()) if len(lengths) else 1
+    where = order.to(log_likelihood.device)
+
+    def rows(tensor: Tensor, core: int) -> Tensor:
+        tail = tensor.shape[tensor.dim() - core :]
+        wide = tensor.double().expand(*batch, *tail).reshape(len(order), *tail)
+        return wide.index_select(0, where)
+
+    chain = engine.Chains(
+        rows(log_initial, 1),
+        rows(log_likelihood, 2),
+        tuple(
+            table.double().reshape(1, *table.shape[-2:])
+            if table.shape[:-2].numel() == 1
+            else rows(table, 2)
+            for table in log_transitions
+        ),
+        (lengths > torch.arange(longest).unsqueeze(-1)).sum(-1).tolist(),
+    )
+    dtype = log_likelihood.dtype
+    for tensor in logs.values():
+        dtype = torch.promote_types(dtype, tensor.dtype)
+    return _Arranged(chain, order, batch, dtype)
+
+
+class _Evidence(torch.autograd.Function):
+    """Log evidence ``(N,)``; the gradient is analytic."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, counts: list[int], initial: Tensor, likelihood: Tensor, *transitions: Tensor
+    ) -> Tensor:
+        chain = engine.Chains(initial, likelihood, transitions, counts)
+        messages = engine.forward(chain, engine.steps_of(chain))
+        evidence = engine.last(chain, messages).logsumexp(-1)
+        ctx.save_for_backward(initial, likelihood, *transitions)
+        ctx.counts, ctx.messages, ctx.evidence = counts, messages, evidence
+        return evidence.clone()
+
+    @staticmethod
+    @in_full_precision
+    def backward(ctx: Any, weight: Tensor) -> tuple[Any, ...]:
+        tensors = ctx.saved_tensors
+        if torch.is_grad_enabled():  # the gradient will itself be differentiated
+
+            def evidence(initial: Tensor, likelihood: Tensor, *transitions: Tensor) -> Tensor:
+                chain = engine.Chains(initial, likelihood, transitions, ctx.counts)
+                return logsumexp(
+                    engine.last(chain, engine.forward(chain, engine.steps_of(chain, True))), -1
+                )
+
+            return (None, *differentiable_gradient(evidence, tensors, weight))
+        chain = engine.Chains(tensors[0], tensors[1], tensors[2:], ctx.counts)
+        initial, likelihood, parts = engine.gradient(chain, ctx.messages, ctx.evidence, weight)
+        return (None, initial, likelihood, *parts)
+
+
+@explained()
+def log_evidence(
+    log_initial: Tensor,
+    log_transitions: Sequence[Tensor],
+    log_likelihood: Tensor,
+    lengths: Tensor,
+) -> Tensor:
+    r"""Log evidence :math:`\log p(x_{1:T})` in nats, all chains summed out, ``(*B)``.
+
+    Differentiable by the first three arguments, any number of times. A sequence of probability
+    zero has evidence -inf and gradient zero.
+
+    Example:
+        >>> coin, swap = torch.full((2, 2), 0.5).log(), torch.tensor([[0.0, 1.0], [1.0, 0.0]]).log()
+        >>> first = torch.tensor([1.0, 0.0, 0.0, 0.0]).log()  # both in their state 0
+        >>> seen = torch.tensor([[1.0, 0.5, 0.5, 0.1], [1.0, 0.5, 0.25, 0.1]]).log()
+        >>> log_evidence(first, [coin, swap], seen, torch.tensor(2)).exp()  # 1/2 of 0.5 and 0.1
+        tensor(0.3000)
+    """
+    arranged = _arrange(log_initial, log_transitions, log_likelihood, lengths)
+    chain = arranged.chain
+    value: Tensor = _Evidence.apply(
+        chain.counts, chain.initial, chain.likelihood, *chain.transitions
+    )
+    return arranged.restored(value).reshape(arranged.batch).to(arranged.dtype)
+
+
+@explained()
+def expected_counts(
+    log_initial: Tensor,
+    log_transitions: Sequence[Tensor],
+    log_likelihood: Tensor,
+    lengths: Tensor,
+) -> FactorialCounts:
+    """Expected counts under the posterior, as gradients of the evidence (Fisher's identity).
+
+    A sequence of probability zero counts nowhere.
+
+    Example:
+        >>> coin = torch.full((2, 2), 0.5).log()
+        >>> even = torch.full((4,), 0.25).log()
+        >>> counts = expected_counts(even, [coin, coin], torch.zeros(3, 4), torch.tensor(3))
+        >>> counts.transitions[1]
+        tensor([[0.5000, 0.5000],
+                [0.5000, 0.5000]])
+    """
+    shapes = [log_initial.shape[:-1], lengths.shape, *(t.shape[:-2] for t in log_transitions)]
+    batch = torch.broadcast_shapes(*shapes, log_likelihood.shape[:-2])
+    likelihood = log_likelihood.expand(*batch, *log_likelihood.shape[-2:])
+    with torch.inference_mode(False), torch.enable_grad():
+        leaves = [  # tensors made in inference mode cannot ask for gradients
+            (part.clone() if part.is_inference() else part.detach()).requires_grad_()
+            for part in (log_initial, likelihood, *log_transitions)
+        ]
+        evidence = log_evidence(leaves[0], leaves[2:], leaves[1], lengths)
+        initial, states, *transitions = torch.autograd.grad(
+            evidence.sum(), leaves, materialize_grads=True
+        )
+    return FactorialCounts(evidence.detach(), initial, tuple(transitions), states)
+
+
+@explained()
+def filtered(
+    log_initial: Tensor,
+    log_transitions: Sequence[Tensor],
+    log_likelihood: Tensor,
+    lengths: Tensor,
+) -> Tensor:
+    r"""Filtered log-probabilities :math:`\log p(z_t \mid x_{1:t})`, ``(*B, T, K)``.
+
+    They are -inf at padded steps, and from the step at which the observations become impossible.
+
+    Example:
+        >>> coin = torch.full((2, 2), 0.5).log()
+        >>> seen = torch.tensor([[1.0, 0.0, 0.5, 0.5]]).log()
+        >>> filtered(torch.full((4,), 0.25).log(), [coin, coin], seen, torch.tensor(1)).exp()
+        tensor([[0.5000, 0.0000, 0.2500, 0.2500]])
+    """
+    with torch.no_grad():
+        arranged = _arrange(log_initial, log_transitions, log_likelihood, lengths)
+        chain = arranged.chain
+        scores = torch.full_like(chain.likelihood, -torch.inf)
+        for t, message in enumerate(engine.forward(chain, engine.steps_of(chain))):
+            total = finite_or_zero(message.logsumexp(-1, keepdim=True))
+            scores[: len(message), t] = message - total
+        return arranged.restored(scores).reshape(arranged.shape).to(arranged.dtype)
+
+
+@explained()
+def viterbi(
+    log_initial: Tensor,
+    log_transitions: Sequence[Tensor],
+    log_likelihood: Tensor,
+    lengths: Tensor,
+) -> Tensor:
+    r"""Most probable path of the product states, ``(*B, T)`` integers; 0 at padded steps.
+
+    Example:
+        >>> stay = torch.tensor([[0.9, 0.1], [0.1, 0.9]]).log()
+        >>> seen = torch.tensor([[0.9, 0.1, 0.1, 0.1], [0.2, 0.1, 0.1, 0.6]]).log()
+        >>> viterbi(torch.full((4,), 0.25).log(), [stay, stay], seen, torch.tensor(2))
+        tensor([0, 0])
+    """
+    with torch.no_grad():
+        arranged = _arrange(log_initial, log_transitions, log_likelihood, lengths)
+        chain = arranged.chain
+        steps, pointers = engine.steps_of(chain), []
+        score, scores = chain.initial + chain.likelihood[:, 0], []
+        for t, count in enumerate(chain.counts):
+            if t:
+                score, before = score[:count], []
+                for step in steps:
+                    largest, state = step.best(score.reshape(count, step.size, -1))
+                    before.append(state)
+                    score = largest.reshape(count, -1)
+                score = score + chain.likelihood[:count, t]
+                pointers.append(before)
+            scores.append(score)
+        last = engine.last(chain, scores).argmax(-1)
+
+        def previous(t: int, states: Tensor) -> Tensor:
+            for step, pointer in zip(reversed(steps), reversed(pointers[t - 1])):
+                other, here = states // step.size, states % step.size
+                rows = torch.arange(len(states), device=states.device)
+                states = pointer[rows, here, other] * pointer.size(-1) + other
+            return states
+
+        path = engine.walk_back(chain, last, previous)
+        return arranged.restored(path).reshape(arranged.shape[:-1])
+
+
+@checked(num_samples=Range(0))
+def sample_states(
+    log_initial: Tensor,
+    log_transitions: Sequence[Tensor],
+    log_likelihood: Tensor,
+    lengths: Tensor,
+    num_samples: int = 1,
+) -> Tensor:
+    r"""Samples of paths from :math:`p(z_{1:T} \mid x_{1:T})`: filter forward, sample backward.
+
+    Returns:
+        ``(num_samples, *B, T)`` integers, product states; 0 at padded steps.
+
+    Example:
+        >>> swap = torch.tensor([[0.0, 1.0], [1.0, 0.0]]).log()
+        >>> first = torch.tensor([1.0, 0.0, 0.0, 0.0]).log()
+        >>> sample_states(first, [swap, swap], torch.zeros(3, 4), torch.tensor(3))
+        tensor([[0, 3, 0]])
+    """
+    with torch.no_grad():
+        arranged = _arrange(log_initial, log_transitions, log_likelihood, lengths)
+        chain = arranged.chain
+        steps = engine.steps_of(chain)
+        messages = engine.forward(chain, steps)
+
+        def previous(t: int, states: Tensor) -> Tensor:
+            count = len(states)
+            rows = torch.arange(count, device=states.device)
+            scores = engine.through(messages[t - 1][:count], steps)[:-1]
+            for step, score in zip(reversed(steps), reversed(scores)):
+                other, here = states // step.size, states % step.size
+                logs = step.logs.expand(len(chain.initial), -1, -1)
+                fibre = score[rows, :, other] + logs[rows, :, here]
+                states = engine.drawn(fibre) * score.size(-1) + other
+            return states
+
+        ends = engine.last(chain, messages)
+        paths = [engine.walk_back(chain, engine.drawn(ends), previous) for _ in range(num_samples)]
+        found = torch.stack(paths) if paths else ends.new_zeros(0, *chain.likelihood.shape[:2])
+        shape = (num_samples, *arranged.shape[:-1])
+        return arranged.restored(found, 1).reshape(shape).long()

@@ -1,0 +1,356 @@
+"""``FactorialHMM`` against the sum over all paths of product states, and the chain of them."""
+
+import itertools
+import math
+
+import numpy as np
+import oracle
+import pyro
+import pytest
+import torch
+from pyro import poutine
+from pyro.distributions import Categorical, Normal
+from pyro.infer import TraceEnum_ELBO
+from pyro.infer.autoguide import AutoNormal
+
+from pyrohmm import (
+    FactorialHMM,
+    Filter,
+    MarginalModel,
+    Sequences,
+    TabularFactorialHMM,
+    TabularHMM,
+    additive_bernoulli,
+    additive_normal,
+    bernoulli,
+    factorial,
+    fit_em,
+    fit_map,
+    fit_svi,
+    load_hmm,
+    markov_sample,
+    normal,
+    save,
+)
+
+SIZES = (2, 3)
+K, T = 6, 5
+LENGTHS = torch.tensor([5, 1, 3, 4])
+
+
+def parameters(*batch, sizes=SIZES, zero=False, seed=1):
+    source = torch.Generator().manual_seed(seed)
+    initials = [torch.randn(*batch, k, generator=source) for k in sizes]
+    transitions = [torch.randn(*batch, k, k, generator=source) for k in sizes]
+    if zero:
+        transitions[1][..., 0, 2] = -torch.inf
+    return [[part.log_softmax(-1) for part in parts] for parts in (initials, transitions)]
+
+
+def model(zero=False, observed=True, **options):
+    seen = torch.rand(4, T, generator=torch.Generator().manual_seed(2)) < 0.8
+    return FactorialHMM(
+        *parameters(zero=zero), Normal(torch.arange(6.0), 1.5), LENGTHS,
+        seen if observed else None, validate_args=True, **options,
+    )  # fmt: skip
+
+
+def product(initials, transitions):
+    """The product chain, entry by entry: the last chain is the fastest."""
+    states = list(itertools.product(*(range(len(part)) for part in initials)))
+    initial = [sum(p[z] for p, z in zip(initials, state)) for state in states]
+    matrix = [
+        [sum(p[a, b] for p, a, b in zip(transitions, one, two)) for two in states] for one in states
+    ]
+    return np.array(initial), np.array([matrix])
+
+
+def answers(hmm, values):
+    """The oracle's, of each sequence."""
+    initial, matrix = product(*([p.numpy() for p in parts] for parts in
+                                (hmm.log_initials, hmm.log_transitions)))  # fmt: skip
+    scores = Normal(torch.arange(6.0), 1.5).log_prob(values.unsqueeze(-1))
+    scores = scores.masked_fill(~hmm.observed.unsqueeze(-1), 0.0)
+    if hmm.allowed is not None:
+        scores = scores.masked_fill(~hmm.allowed, -torch.inf)
+    return [oracle.by_paths(initial, matrix, scores[i].numpy(), int(LENGTHS[i])) for i in range(4)]
+
+
+@pytest.fixture
+def values():
+    return torch.randn(4, T) + 3
+
+
+@pytest.fixture(params=[False, True], ids=["full", "zeros"])
+def hmm(request):
+    return model(request.param)
+
+
+def test_queries_answer_as_all_paths_do(hmm, values):
+    posterior, filtered, best = hmm.posterior(values), hmm.filtered(values), hmm.viterbi(values)
+    joint = hmm.log_joint(values, best)
+    for i, answer in enumerate(answers(hmm, values)):
+        np.testing.assert_allclose(hmm.log_prob(values)[i], answer.evidence)
+        np.testing.assert_allclose(posterior.states[i], answer.states, atol=1e-12)
+        np.testing.assert_allclose(filtered[i], answer.filtered, atol=1e-12)
+        np.testing.assert_allclose(joint[i], answer.best)
+        moves = answer.transitions[0].reshape(2, 3, 2, 3)
+        for chain, axes in enumerate([(1, 3), (0, 2)]):
+            found = posterior.transitions[chain][i]
+            np.testing.assert_allclose(found, moves.sum(axes), atol=1e-12)
+        chains = answer.states.reshape(T, 2, 3)
+        np.testing.assert_allclose(posterior.chains[0][i], chains.sum(2), atol=1e-12)
+        np.testing.assert_allclose(posterior.chains[1][i], chains.sum(1), atol=1e-12)
+
+
+def test_it_is_the_product_chain(hmm, values):
+    large = hmm.expanded()
+    torch.testing.assert_close(hmm.log_prob(values), large.log_prob(values))
+    torch.testing.assert_close(hmm.stationary(), large.stationary())
+    ahead = [chain.forecast(values, 3).mean for chain in (hmm, large)]
+    torch.testing.assert_close(*ahead)
+    states = hmm.viterbi(values)
+    torch.testing.assert_close(hmm.log_joint(values, states), large.log_joint(values, states))
+    assert torch.equal(hmm.product_states(hmm.chain_states(states)), states)
+
+
+@pytest.mark.parametrize("batch", [(), (3, 1)], ids=["shared", "batched"])
+@pytest.mark.parametrize("sizes", [(3,), (1, 2), (2, 2, 3)])
+def test_gradients_are_those_of_the_product_chain(sizes, batch):
+    count = math.prod(sizes)
+    initials, transitions = parameters(*batch, sizes=sizes)
+    means = torch.randn(*batch, count)
+    leaves = [part.requires_grad_() for part in (*initials, *transitions, means)]
+    hmm = FactorialHMM(initials, transitions, Normal(means, 1.0), LENGTHS)
+    values, weight = torch.randn(4, T), torch.randn(*batch[:1], 4)
+    found, wanted = (
+        torch.autograd.grad((chain.log_prob(values) * weight).sum(), leaves)
+        for chain in (hmm, hmm.expanded())
+    )
+    for one, two in zip(found, wanted):
+        torch.testing.assert_close(one, two)
+
+
+def test_second_derivatives():
+    initials, transitions = parameters(sizes=(2, 2))
+    likelihood = torch.randn(2, 3, 4, requires_grad=True)
+    initial = (initials[0].unsqueeze(-1) + initials[1]).flatten().requires_grad_()
+
+    def evidence(initial, likelihood, *tables):
+        return factorial.log_evidence(initial, tables, likelihood, torch.tensor([3, 2])).sum()
+
+    tables = [table.requires_grad_() for table in transitions]
+    assert torch.autograd.gradgradcheck(evidence, (initial, likelihood, *tables))
+
+
+def test_a_state_that_no_path_reaches_has_no_weight_and_makes_no_nan():
+    never = -torch.inf
+    initials = [torch.tensor([0.0, never]), torch.tensor([0.5, 0.5]).log()]
+    transitions = [torch.tensor([[0.0, never], [0.5, 0.5]]).log_softmax(-1).requires_grad_(),
+                   torch.full((2, 2), 0.5).log().requires_grad_()]  # fmt: skip
+    seen = torch.zeros(2, 3, 4)
+    seen[1, 1, :2] = never  # the states that the first chain stays in
+    seen.requires_grad_()
+    initial = (initials[0].unsqueeze(-1) + initials[1]).flatten()
+    evidence = factorial.log_evidence(initial, transitions, seen, torch.tensor([3, 3]))
+    assert evidence.tolist() == pytest.approx([0.0, never])
+    for slope in torch.autograd.grad(evidence.sum(), [seen, *transitions]):
+        assert slope.isfinite().all()
+    (slope,) = torch.autograd.grad(
+        factorial.log_evidence(initial, transitions, seen, torch.tensor([3, 3])).sum(), seen
+    )
+    assert (slope[1] == 0).all()
+
+
+def test_nothing_leaves_the_range_of_numbers():
+    """Evidence of 1e6 nats, and a state of e^-3000 that becomes the only one possible."""
+    stay = torch.eye(2).log()
+    coin = torch.full((2, 2), 0.5).log()
+    seen = torch.full((1, 3, 4), -1e6 / 3)
+    seen[0, 0, 2:] -= 3000.0
+    seen[0, 2, :2] = -torch.inf
+    found = factorial.log_evidence(
+        torch.full((4,), 0.25).log(), [stay, coin], seen, torch.tensor([3])
+    )
+    assert found.item() == pytest.approx(-1e6 - 3000 + math.log(0.5), abs=1e-6)
+
+
+def test_samples_have_the_posterior_as_their_frequencies(hmm, values):
+    paths = hmm.sample_states(values, (3000,))
+    shares = torch.nn.functional.one_hot(paths, K).double().mean(0)
+    wanted = hmm.posterior(values).states
+    exists = hmm.exists.unsqueeze(-1)
+    assert ((shares - wanted) * exists).abs().max() < 0.05  # five standard deviations
+    pairs = torch.nn.functional.one_hot(paths[:, 0, 1] * K + paths[:, 0, 2], K * K)
+    large = hmm.expanded().sample_states(values[:, :], (3000,))
+    other = torch.nn.functional.one_hot(large[:, 0, 1] * K + large[:, 0, 2], K * K)
+    assert (pairs.double().mean(0) - other.double().mean(0)).abs().max() < 0.06
+
+
+def test_samples_of_the_prior(hmm):
+    values, states = hmm.sample_with_states((4000,))
+    assert values.shape == (4000, 4, T)
+    first = torch.nn.functional.one_hot(states[:, 0, 0], K).double().mean(0)
+    assert (first - hmm.log_initial.exp()).abs().max() < 0.04
+    second = torch.nn.functional.one_hot(states[:, 0, 1], K).double().mean(0)
+    wanted = hmm.log_initial.exp() @ hmm.log_transition.exp()
+    assert (second - wanted).abs().max() < 0.04
+
+
+def test_labels_of_some_chains(hmm, values):
+    labels = torch.full((4, T, 2), -1)
+    labels[:, 0, 1], labels[0, 2, 0] = 1, 1
+    known = hmm.restrict_chains(labels)
+    for i, answer in enumerate(answers(known, values)):
+        np.testing.assert_allclose(known.log_prob(values)[i], answer.evidence)
+    for states in (known.sample_states(values), known.sample_with_states()[1]):
+        chains = known.chain_states(states)
+        assert (chains[:, 0, 1] == 1).all()
+        assert chains[0, 2, 0] == 1
+    with pytest.raises(ValueError, match="labels of chain 0"):
+        hmm.restrict_chains(labels.masked_fill(labels == 1, 2))
+
+
+def test_the_enumerated_form_has_the_same_density_and_gradient():
+    initials, transitions = parameters(sizes=(2, 2))
+    means = torch.randn(4, requires_grad=True)
+    lengths, values = torch.tensor([4, 2]), torch.randn(2, 4)
+    leaves = [means, *(part.requires_grad_() for part in transitions)]
+    rows = [part.log_softmax(-1) for part in transitions]  # as those of Categorical(logits=)
+    hmm = FactorialHMM(initials, rows, Normal(means, 1.0), lengths)
+
+    def enumerated():
+        with pyro.plate("sequences", 2):
+            markov_sample("x", hmm, obs=values)
+
+    elbo = TraceEnum_ELBO(max_plate_nesting=1)
+    losses = -hmm.log_prob(values).sum(), elbo.differentiable_loss(enumerated, lambda: None)
+    torch.testing.assert_close(*losses)
+    slopes = (torch.autograd.grad(loss, leaves, retain_graph=True) for loss in losses)
+    for one, two in zip(*slopes):
+        torch.testing.assert_close(one, two)
+
+
+@pytest.mark.parametrize("family", [additive_normal(SIZES, 2), normal(2)])
+def test_em_never_loses_and_its_restarts_are_fits_of_their_own(family):
+    data = Sequences(torch.randn(4, T, 2).cumsum(1), LENGTHS)
+    fit = fit_em(TabularFactorialHMM(SIZES, family), data, num_steps=15, restarts=2, tolerance=None)
+    rises = fit.restarts.losses.diff()
+    assert rises.max() < 1e-9 * fit.losses.abs().max()
+    assert fit.losses[-1] < fit.losses[0] - 1
+    alone = fit_em(
+        TabularFactorialHMM(SIZES, family), data, num_steps=1, tolerance=None,
+        start={name: value[0] for name, value in fit.restarts.values.items()},
+    )  # fmt: skip
+    torch.testing.assert_close(alone.losses[0], fit.restarts.losses[0, -1])
+
+
+def test_the_m_step_of_additive_normals_is_at_a_maximum():
+    """No change of its parameters raises the density; EM has converged to a stationary point."""
+    data = Sequences(torch.randn(4, T, 2), LENGTHS)
+    module = TabularFactorialHMM((2, 2), additive_normal((2, 2), 2))
+    fit = fit_em(module, data, num_steps=3000, tolerance=1e-14)
+    names = "module.emission.effects", "module.emission.variance"
+    leaves = {name: fit.values[name].clone().requires_grad_() for name in names}
+    values = {n.removeprefix("module."): p for n, p in (fit.values | leaves).items()}
+    with poutine.block(), poutine.condition(data=values):
+        trace = poutine.trace(lambda: module(data.lengths)).get_trace()
+    trace.compute_log_prob()
+    prior = sum(trace.nodes[n.removeprefix("module.")]["log_prob"].sum() for n in names)
+    density = prior + trace.nodes["_RETURN"]["value"].log_prob(data.values).sum()
+    for slope in torch.autograd.grad(density, list(leaves.values())):
+        assert slope.abs().max() < 1e-3
+
+
+def test_em_finds_two_chains_that_add_up():
+    sticky = torch.tensor([[0.95, 0.05], [0.05, 0.95]]).log()
+    even = torch.full((2,), 0.5).log()
+    levels = Normal(torch.tensor([[0.0], [1.0], [4.0], [5.0]]), 0.2).to_event(1)
+    truth = FactorialHMM([even] * 2, [sticky] * 2, levels, torch.tensor([300]))
+    data = Sequences(truth.sample(), torch.tensor([300]))
+    fit = fit_em(TabularFactorialHMM((2, 2), additive_normal((2, 2), 1)), data, restarts=4)
+    sums = fit.hmm(data).emission.mean.flatten().sort().values
+    assert (sums - torch.tensor([0.0, 1.0, 4.0, 5.0])).abs().max() < 0.2
+    assert fit.values["module.emission.variance"].item() == pytest.approx(0.04, rel=0.3)
+
+
+def test_logits_that_add_are_fitted_by_every_method():
+    data = Sequences((torch.randn(4, T, 3) > 0).double(), LENGTHS)
+    module = TabularFactorialHMM((2, 2), additive_bernoulli((2, 2), 3))
+    fit = fit_em(module, data, num_steps=5)
+    assert fit.losses[-1] < fit.losses[0]
+    best = fit_map(MarginalModel(module), data, num_steps=150, learning_rate=0.1)
+    assert best.losses[-1] < best.losses[0]
+    hmm = best.hmm(data)
+    first, second = best.values["module.emission.effects"].split(2)
+    wanted = first.repeat_interleave(2, 0) + second.repeat(2, 1)
+    torch.testing.assert_close(hmm.emission.base_dist.logits, wanted)
+    guide = AutoNormal(MarginalModel(module))
+    assert fit_svi(MarginalModel(module), guide, data, num_steps=3).losses.isfinite().all()
+
+
+def test_free_emissions_of_one_chain_are_a_plain_hmm():
+    data = Sequences((torch.randn(4, T, 3) > 0).double(), LENGTHS)
+    start = {
+        "initial": torch.tensor([0.4, 0.6]),
+        "transition": torch.tensor([[0.7, 0.3], [0.2, 0.8]]),
+        "emission.probs": torch.rand(2, 3),
+    }
+    renamed = {name + "_0" if "." not in name else name: p for name, p in start.items()}
+    plain = fit_em(TabularHMM(2, bernoulli(3)), data, num_steps=5, start=start)
+    alike = fit_em(TabularFactorialHMM((2,), bernoulli(3)), data, num_steps=5, start=renamed)
+    torch.testing.assert_close(alike.losses, plain.losses)
+
+
+def test_a_fit_goes_on_from_an_hmm(values):
+    fit = fit_em(model(observed=False), Sequences(values, LENGTHS), num_steps=3)
+    assert fit.losses[-1] < fit.losses[0]
+    assert isinstance(fit.hmm(Sequences(values, LENGTHS)), FactorialHMM)
+    with pytest.raises(ValueError, match="reseed"):
+        fit_em(model(), Sequences(values, LENGTHS), reseed=True)
+
+
+def test_it_is_saved_and_loaded(hmm, values, tmp_path):
+    save(hmm, tmp_path / "chains")
+    loaded = load_hmm(tmp_path / "chains")
+    assert (type(loaded), loaded.sizes) == (FactorialHMM, SIZES)
+    assert torch.equal(loaded.log_prob(values), hmm.log_prob(values))
+
+
+def test_online_filtering(values):
+    hmm = model(observed=False)
+    online = Filter(hmm.with_lengths(torch.tensor(T)))
+    for value in values[0]:
+        online.update(value)
+    torch.testing.assert_close(online.states, hmm.filtered(values)[0, -1])
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"log_initials": []}, "at least one chain"),
+        ({"log_initials": parameters()[0][:1]}, "got 1 and 2"),
+        ({"log_transitions": parameters()[1][::-1]}, r"log_transitions\[0\] must end in"),
+        ({"log_transitions": [torch.zeros(2, 2), torch.zeros(3, 3)]}, r"log_transitions\[0\]"),
+        ({"emission": Categorical(torch.ones(5, 2))}, "K = 6"),
+    ],
+)
+def test_wrong_chains_are_refused(changes, words):
+    initials, transitions = parameters()
+    arguments = {
+        "log_initials": initials,
+        "log_transitions": transitions,
+        "emission": Normal(torch.arange(6.0), 1.0),
+        "lengths": LENGTHS,
+    }
+    with pytest.raises(ValueError, match=words):
+        FactorialHMM(**(arguments | changes), validate_args=True)
+
+
+def test_wrong_families_are_refused():
+    with pytest.raises(ValueError, match="product is 6, that of the chains 4"):
+        TabularFactorialHMM((2, 2), additive_normal(SIZES, 1))
+    with pytest.raises(ValueError, match="at least one chain"):
+        TabularFactorialHMM((), normal(1))
+    with pytest.raises(ValueError, match="expanded"):
+        model().permute_states(torch.arange(6))
