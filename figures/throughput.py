@@ -43,6 +43,7 @@ from pyrohmm import (
     fit_em,
     fit_map,
     fit_svi,
+    free_durations,
     normal,
     normal_full,
     normal_mixture,
@@ -204,13 +205,32 @@ def _spin() -> None:
         pass
 
 
+def _alone(method: Callable[[], Any]) -> Callable[[], Any]:
+    """The same with one thread of torch."""
+
+    def run() -> None:
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        method()
+        torch.set_num_threads(threads)
+
+    return run
+
+
 def busy(quick: bool) -> list[dict[str, Any]]:
-    """Evidence and gradient while each of two cores has something else to do."""
+    """Evidence and gradient while each of two cores has something else to do.
+
+    Also with one thread: exponentials and products of torch, from which a model is made, ask for a
+    second one at almost any size, and wait for it.
+    """
     rows = []
     shapes = [QUICK[0]] if quick else [*SHAPES, *(shape for shape, _ in SMALL)]
     for shape in shapes:
         problem = Problem(*shape)
-        methods: dict[str, Callable[[], Any]] = {"pyrohmm": problem.pyrohmm}
+        methods: dict[str, Callable[[], Any]] = {
+            "pyrohmm": problem.pyrohmm,
+            "pyrohmm, one thread": _alone(problem.pyrohmm),
+        }
         if jax is not None:
             methods["dynamax"] = problem.dynamax()
         for method in methods.values():  # compiled while there is time
@@ -331,12 +351,13 @@ def families(quick: bool) -> list[dict[str, Any]]:
     torch.manual_seed(0)
     shape = num_sequences, num_steps
     reals, symbols = torch.randn(*shape, dim), torch.randint(0, 16, shape)
-    counts, bits = torch.poisson(torch.full(shape, 3.0)), torch.bernoulli(torch.full(shape, 0.4))
+    counts = torch.poisson(torch.full(shape, 3.0))
+    bits = torch.bernoulli(torch.full((*shape, dim), 0.4))
     cases = {
         "categorical(16)": (categorical(16), symbols),
         "autoregressive_categorical(16)": (autoregressive_categorical(16), symbols),
         "poisson()": (poisson(), counts),
-        "bernoulli()": (bernoulli(), bits),
+        f"bernoulli({dim})": (bernoulli(dim), bits),
         **{
             f"{family.__name__}({dim})": (family(dim), reals)
             for family in (
@@ -349,24 +370,33 @@ def families(quick: bool) -> list[dict[str, Any]]:
     for name, (family, values) in cases.items():
         data = Sequences(values, torch.full((num_sequences,), num_steps))
         module = TabularHMM(num_states, family)
-        model = fit_em(module, data, num_steps=1, tolerance=None).model
-        fitted = model.module
         taken = {"family": name, "shape N, T, K": (*shape, num_states)}
         rows += compare(
             {"pyrohmm": partial(fit_em, module, data, num_steps=count, tolerance=None)},
             3 if quick else 9, 10.0, per=count, quantity="families: EM iteration", **taken,
         )  # fmt: skip
         rows += compare(
-            {"pyrohmm": partial(_loss_and_gradient, fitted, data)},
+            {"pyrohmm": _loss_and_gradient(module, data)},
             3 if quick else 31, 10.0, quantity="families: evidence and gradient", **taken,
         )  # fmt: skip
     return rows
 
 
-def _loss_and_gradient(module: Any, data: Sequences) -> None:
-    parameters = [part.requires_grad_() for part in module.parameters()]
-    loss = module(data.lengths, data.observed).log_prob(data.values).sum()
-    torch.autograd.grad(loss, parameters, allow_unused=True)
+def _loss_and_gradient(module: Any, data: Sequences) -> Callable[[], Any]:
+    """Evidence and its gradient by all parameters, where one iteration of EM has put them."""
+    fit = fit_em(module, data, num_steps=1, tolerance=None)
+    values = {
+        name.removeprefix("module."): value.clone().requires_grad_()
+        for name, value in fit.values.items()
+    }
+
+    def run() -> None:
+        with poutine.block(), poutine.condition(data=values):
+            hmm = module(data.lengths, data.observed)
+        torch.autograd.grad(hmm.log_prob(data.values).sum(), list(values.values()))
+
+    run()
+    return run
 
 
 def structure(quick: bool) -> list[dict[str, Any]]:
@@ -377,13 +407,12 @@ def structure(quick: bool) -> list[dict[str, Any]]:
     data = Sequences(values, torch.full((num_sequences,), num_steps))
     modules = {
         "pyrohmm": TabularHMM(num_states, normal(2)),
-        f"pyrohmm, durations up to {longest}": TabularHSMM(num_states, normal(2), longest),
+        f"pyrohmm, durations up to {longest}": TabularHSMM(
+            num_states, free_durations(longest), normal(2)
+        ),
         "pyrohmm, autoregressive": TabularHMM(num_states, autoregressive_normal(2)),
     }
-    methods = {}
-    for name, module in modules.items():
-        fit = fit_em(module, data, num_steps=1, tolerance=None)
-        methods[name] = partial(_loss_and_gradient, fit.model.module, data)
+    methods = {name: _loss_and_gradient(module, data) for name, module in modules.items()}
     fields = {"shape N, T, K, D": (num_sequences, num_steps, num_states, 2)}
     return compare(
         methods, 3 if quick else 31, 10.0,
@@ -414,7 +443,7 @@ def steps(quick: bool) -> list[dict[str, Any]]:
             "Pyro, enumerated": lambda: by_pyro(enumerated, AutoDelta, elbo),
         },
         "fit_svi": {
-            "pyrohmm": lambda: fit_svi(marginal, data, **options),
+            "pyrohmm": lambda: fit_svi(marginal, AutoNormal(marginal), data, **options),
             "Pyro, enumerated": lambda: by_pyro(enumerated, AutoNormal, elbo),
         },
     }
@@ -424,21 +453,24 @@ def steps(quick: bool) -> list[dict[str, Any]]:
             methods, 2 if quick else 5, 20.0, per=count,
             quantity="a step of a fit", fit=name, **{"shape N, T, K, V": (20, 50, 2, 6)},
         )  # fmt: skip
-    draws = 3 if quick else 60
 
-    def nuts(model: Any) -> None:
+    def nuts(model: Any, draws: int) -> None:
         pyro.set_rng_seed(0)
-        MCMC(
-            NUTS(model, max_tree_depth=5), draws, draws, disable_progbar=True
-        ).run(data)  # fmt: skip
+        MCMC(NUTS(model, max_tree_depth=5), draws, draws, disable_progbar=True).run(data)
 
-    samplers = {"pyrohmm": lambda: nuts(marginal)}
-    if not quick:
-        samplers["Pyro, enumerated"] = lambda: nuts(enumerated)
-    rows += compare(
-        samplers, 1, 1e3,
-        quantity=f"NUTS, {draws} + {draws} draws", **{"shape N, T, K, V": (20, 50, 2, 6)},
-    )  # fmt: skip
+    few, many = (1, 3) if quick else (3, 60)
+    pairs = {
+        many: {"pyrohmm": lambda: nuts(marginal, many)},
+        few: {
+            "pyrohmm": lambda: nuts(marginal, few),
+            "Pyro, enumerated": lambda: nuts(enumerated, few),
+        },
+    }
+    for draws, methods in pairs.items():
+        rows += compare(
+            methods, 1, 1e3,
+            quantity=f"NUTS, {draws} + {draws} draws", **{"shape N, T, K, V": (20, 50, 2, 6)},
+        )  # fmt: skip
     return rows
 
 

@@ -33,8 +33,7 @@ def seen(monkeypatch):
 
 def test_the_setting_returns_after_an_error():
     with pytest.raises(ZeroDivisionError), threads.threads_for(1):
-        assert torch.get_num_threads() == 1
-        _ = 1 / 0
+        _ = torch.get_num_threads() // (torch.get_num_threads() - 1)
 
 
 def test_large_work_keeps_all_threads():

@@ -488,16 +488,12 @@ def _finish(loop: _Loop, history: Tensor) -> Fit:
     return Fit(
         model,
         Point(values),
-        history[best],
-        loop.convergence.converged,
-        loop.convergence.reason,
-        loop.seconds,
-        parameters.data.num_observed,
-        list(values),
+        history[best], loop.convergence.converged, loop.convergence.reason, loop.seconds,
+        parameters.data.num_observed, list(values),
         notes=notes,
         restarts=restarts,
         method="EM",
         window=1,
         supports={f"module.{name}": site.support for name, site in parameters.sites.items()},
         values=values,
-    )
+    )  # fmt: skip
