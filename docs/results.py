@@ -112,6 +112,59 @@ def gradient_table() -> str:
     return compared("evidence and gradient", "N, T, K, V", ours, PEERS)
 
 
+def small_table() -> str:
+    """Evidence and its gradient of few steps."""
+    return compared("evidence and gradient, small", "N, T, K, V", ["pyrohmm"], ["dynamax"])
+
+
+def busy_table() -> str:
+    """Evidence and its gradient on a machine with other work."""
+    ours = ["pyrohmm", "pyrohmm, one thread", "dynamax"]
+    return compared("evidence and gradient, two busy loops beside", "N, T, K, V", ours, [])
+
+
+def vectors_table() -> str:
+    """Normal vectors: evidence, with and without gradient, and iterations of EM."""
+    body = []
+    for quantity in ("evidence and gradient", "evidence", "EM iteration"):
+        found: dict[str, dict[str, Row]] = {}
+        for row in rows("throughput", quantity=f"vectors: {quantity}"):
+            covariance = {"diag": "diagonal"}.get(row["covariance"], row["covariance"])
+            name = f"{quantity}, {covariance}, {', '.join(map(str, row['shape N, T, K, D']))}"
+            found.setdefault(name, {})[row["method"]] = row
+        for name, methods in found.items():
+            others = (
+                f"{methods[peer]['times_slower_than_pyrohmm'][0]:.1f}×" if peer in methods else DASH
+                for peer in ("dynamax", "hmmlearn")
+            )
+            body.append([name, plain(methods["pyrohmm"]["milliseconds"]), *others])
+    return table(["covariance; N, T, K, D", "pyrohmm, ms", "dynamax", "hmmlearn"], body)
+
+
+def families_table() -> str:
+    """An iteration of EM, and evidence with gradient, of each family of emissions."""
+    em, gradient = (
+        {row["family"]: plain(row["milliseconds"]) for row in rows("throughput", quantity=name)}
+        for name in ("families: EM iteration", "families: evidence and gradient")
+    )
+    header = ["emission", "EM iteration, ms", "evidence and gradient, ms"]
+    return table(header, [[f"`{name}`", em[name], gradient[name]] for name in em])
+
+
+def steps_table() -> str:
+    """A step of each fit of a small model, and samples of NUTS, beside Pyro's enumerated form."""
+    found: dict[str, dict[str, Row]] = {}
+    for row in rows("throughput", part="steps"):
+        name = f"a step of `{row['fit']}`" if "fit" in row else row["quantity"]
+        found.setdefault(name, {})[row["method"]] = row
+    body = [
+        [name, *(plain(methods.get(method, {}).get("milliseconds")) for method in
+                 ("pyrohmm", "Pyro, enumerated"))]
+        for name, methods in found.items()
+    ]  # fmt: skip
+    return table(["N = 20, T = 50, K = 2, V = 6", "pyrohmm, ms", "Pyro, enumerated, ms"], body)
+
+
 def em_table() -> str:
     """One iteration of EM."""
     return compared("EM iteration", "N, T, K, V of EM", ["pyrohmm"], ["hmmlearn", "dynamax"])
@@ -528,6 +581,11 @@ def music_table() -> str:
 
 TABLES = {
     "gradient": gradient_table,
+    "small": small_table,
+    "busy": busy_table,
+    "vectors": vectors_table,
+    "families": families_table,
+    "steps": steps_table,
     "em": em_table,
     "query": query_table,
     "pairs": pairs_table,

@@ -311,7 +311,7 @@ def _refuse(function: Any, ranges: Mapping[str, Range | None], name: str, value:
     number = isinstance(value, Real) and not isinstance(value, bool)
     test: Any = _test(hint)
     if name in ranges and test is not None and (number or test(value)):
-        raise ValueError(f"{name} must {ranges[name]}; got {value}.")
+        raise ValueError(f"{name} must {ranges[name]}{_kind(hint, value)}; got {value}.")
     if number and not math.isfinite(value) and test(0.0):
         raise ValueError(f"{name} must be finite; got {value}.")
     cure = _CURE if Tensor in (hint, *typing.get_args(hint)) else ""
@@ -322,12 +322,21 @@ def _refuse(function: Any, ranges: Mapping[str, Range | None], name: str, value:
     raise TypeError(f"{name} must be {_words(hint)}; got {_came(value)}.{cure}")
 
 
+def _kind(hint: Any, value: Any) -> str:
+    """Of what kind a number must be, if it is not of that."""
+    wrong = int in (hint, *typing.get_args(hint)) and not isinstance(value, Integral)
+    return " and an integer" if wrong and float not in typing.get_args(hint) else ""
+
+
 def _explain(error: Exception, arguments: list[tuple[str, Any]]) -> None:
     """Raise an error with the shapes and dtypes of all tensors, if this one is about how they fit.
 
     One that names an argument says enough; and any other has another cause, which it tells.
     """
-    named = any(re.search(rf"\b{name}\b", str(error)) for name, _ in arguments)
+    names = [name for name, _ in arguments] + [
+        re.escape(value) for name, value in arguments if name == "name" and isinstance(value, str)
+    ]
+    named = any(re.search(rf"\b{name}\b", str(error)) for name in names)
     if named or isinstance(error, torch.OutOfMemoryError):
         return
     came = [

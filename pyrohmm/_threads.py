@@ -18,7 +18,7 @@ SHARED = 1 << 15  # numbers, from which most operations of torch go to several t
 
 @contextmanager
 def threads_for(work: float) -> Iterator[None]:
-    """Context in which torch has one thread, unless each has a millisecond of ``work``.
+    """Context in which torch has one thread, if ``work`` takes no more than a millisecond.
 
     Args:
         work: Number of multiplications.

@@ -118,7 +118,7 @@ def test_the_table_of_gradients_is_that_of_the_result_file():
 def test_the_table_of_em_is_that_of_the_result_file():
     rows = rows_of("throughput")
     _, lines = cells(results.em_table())
-    assert len(lines) == 2
+    assert len(lines) == 4
     for shape, ours, *others in lines:
         found = {
             row["method"]: row

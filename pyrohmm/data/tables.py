@@ -103,7 +103,8 @@ def as_labels(name: str, values: Any) -> Tensor:
     if not states.dtype.is_floating_point:
         return states
     found = states.nan_to_num(nan=NO_CODE)
-    return found.long() if torch.equal(found, found.round()) else states
+    whole = not states.isinf().any() and torch.equal(found, found.round())
+    return found.long() if whole else states
 
 
 def padded(rows: Tensor, lengths: Tensor, padding: float = 0.0) -> Tensor:

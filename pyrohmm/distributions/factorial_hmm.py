@@ -159,6 +159,7 @@ class FactorialHMM(HMM):
     def chain_states(self, states: Tensor) -> Tensor:
         """The state of each chain, ``(*S, *B, T, M)``, of product states ``(*S, *B, T)``."""
         check_integers("states", states)
+        check_range("states", states, self.num_states, "K - 1", "K is that of the product.")
         parts = []
         for size in reversed(self.sizes):
             parts.append(states % size)
@@ -169,8 +170,9 @@ class FactorialHMM(HMM):
         """Product states ``(*S, *B, T)`` of the state of each chain, ``(*S, *B, T, M)``."""
         check_integers("chains", chains)
         check_trailing("chains", chains, (len(self.sizes),), "(M,)", "M is the number of chains.")
-        states = chains[..., 0]
-        for size, part in zip(self.sizes[1:], chains.unbind(-1)[1:]):
+        states = torch.zeros_like(chains[..., 0])
+        for m, (size, part) in enumerate(zip(self.sizes, chains.unbind(-1))):
+            check_range(f"chains[..., {m}]", part, size, "K_m - 1", "Chains are in their order.")
             states = states * size + part
         return states
 

@@ -46,7 +46,6 @@ from .maximization import Maximization
 from .maximization import expected_log_joint as expected_log_joint
 from .models import LogPrior, MarginalModel
 from .msteps import GradientStep, TransitionPrior, TransitionStep, default_step
-from .objective import step_cost
 from .parameters import Parameters
 from .process_group import ProcessGroup
 from .results import Fit, Point, Restarts, uses_labels
@@ -187,8 +186,10 @@ def fit_em(
     if group.size > 1:
         _check_ranks(group, loop, generator)
     hidden = None if progress is None else not progress
-    work = step_cost(parameters.example) * restarts * loop.batches.steps_at_once
-    with tqdm(total=num_steps, disable=not group.is_first or hidden) as bar, threads_for(work):
+    with (
+        tqdm(total=num_steps, disable=not group.is_first or hidden) as bar,
+        threads_for(parameters.cost * loop.batches.steps_at_once),
+    ):
         loop.run(num_steps, bar)
     group.wait()  # for the file, which another fit may ask for
     if batch_size is not None:  # the loss of one batch is too noisy to judge restarts by

@@ -5,9 +5,10 @@ from __future__ import annotations
 import copy
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
+import pyro
 import torch
 from pyro import poutine
 from pyro.distributions.util import is_identically_zero
@@ -66,7 +67,7 @@ class Objective:
         read = (*self.module.parameters(), *of_model.parameters, *of_guide.parameters)
         distinct = {id(parameter): parameter for parameter in read}.values()
         self.parameters = [parameter for parameter in distinct if parameter.requires_grad]
-        if sum(parameter.numel() for parameter in self.parameters) > SHARED:
+        if has_networks(self.parameters, model, guide):
             self.cost = math.inf
         if not self.parameters:
             raise ValueError(
@@ -181,6 +182,21 @@ class RestartLosses(nn.Module):
 def is_enumerated(site: dict[str, Any]) -> bool:
     """Whether a site is summed out in parallel."""
     return site["type"] == "sample" and site["infer"].get("enumerate") == "parallel"
+
+
+def has_networks(parameters: Iterable[Tensor], *functions: Any) -> bool:
+    """Whether there is more to compute than an HMM: many parameters, or layers of a network."""
+    parts = [part for each in functions if isinstance(each, nn.Module) for part in each.modules()]
+    layers = any(
+        kind.__module__.startswith("torch.nn.modules.") and kind not in (nn.Module, *_CONTAINERS)
+        for part in parts
+        for kind in type(part).__mro__
+    )
+    registered = any("$$$" in name for name in pyro.get_param_store())  # by pyro.module
+    return layers or registered or sum(each.numel() for each in parameters) > SHARED
+
+
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential, nn.ParameterList, nn.ParameterDict)
 
 
 def step_cost(hmm: HMM) -> float:

@@ -451,7 +451,7 @@ class LanguageModel:
         """
         if isinstance(sentence, str | bytes):
             raise TypeError("sentence must be a list of words, with None for each missing one.")
-        words = [each for item in sentence for each in (item.split() if item else [None])]
+        words = [each for item in sentence for each in ([None] if item is None else item.split())]
         check_size("the number of words of sentence", len(words))
         return self.steer(template(*words), len(words)).sample(count, generator)
 

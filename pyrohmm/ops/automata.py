@@ -84,6 +84,9 @@ class Automaton:
         classes = {symbol: number for number, symbol in enumerate(symbols, 1)}
         self._set(torch.tensor(rows), classes, accepted, name)
 
+    def __bool__(self) -> bool:
+        raise TypeError("an Automaton is neither true nor false; join constraints by &, | and ~.")
+
     def _set(
         self, table: Tensor, classes: dict[Symbol, int], accepting: Tensor, name: str
     ) -> Automaton:
@@ -331,7 +334,7 @@ def of_length(low: int, high: int | None = None) -> Automaton:
         high: The largest, at least ``low``; the same by default.
 
     Raises:
-        ValueError: If ``high`` is less than ``low``, or a number is negative.
+        ValueError: If ``high`` is less than ``low``, or a number is negative or no integer.
 
     Example:
         >>> of_length(2, 3).accepts("a rose"), of_length(3).accepts("a rose")
@@ -356,14 +359,13 @@ def _phrases(phrases: Iterable[Phrase], name: str = "phrases") -> list[list[Symb
 
 def _words(name: str, phrase: object) -> list[Symbol]:
     """Words or codes of a phrase."""
-    words = phrase.split() if isinstance(phrase, str) else phrase
-    words = [words] if isinstance(words, int) else words
+    words = [phrase] if isinstance(phrase, str | int) else phrase
     if not isinstance(words, list | tuple):
         raise TypeError(
             f"{name} must be words, codes or lists of these; got {type(phrase).__name__}."
         )
     _check_symbols(name, words)
-    return list(words)
+    return [each for word in words for each in (word.split() if isinstance(word, str) else [word])]
 
 
 def _check_symbols(name: str, symbols: Iterable[object]) -> None:

@@ -343,7 +343,7 @@ def sample_states(
         messages = engine.forward(chain, steps)
 
         def previous(t: int, states: Tensor) -> Tensor:
-            count = len(states)
+            count = states.size(-1)  # of the sequences; before it are the samples
             rows = torch.arange(count, device=states.device)
             scores = engine.through(messages[t - 1][:count], steps)[:-1]
             for step, score in zip(reversed(steps), reversed(scores)):
@@ -353,8 +353,7 @@ def sample_states(
                 states = engine.drawn(fibre) * score.size(-1) + other
             return states
 
-        ends = engine.last(chain, messages)
-        paths = [engine.walk_back(chain, engine.drawn(ends), previous) for _ in range(num_samples)]
-        found = torch.stack(paths) if paths else ends.new_zeros(0, *chain.likelihood.shape[:2])
+        ends = engine.last(chain, messages).expand(num_samples, -1, -1)
+        found = engine.walk_back(chain, engine.drawn(ends), previous)
         shape = (num_samples, *arranged.shape[:-1])
         return arranged.restored(found, 1).reshape(shape).long()

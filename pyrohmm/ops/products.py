@@ -120,7 +120,8 @@ def _product(rows: Tensor, columns: Tensor) -> Tensor:
 
 def _threads_for(rows: Tensor, columns: Tensor) -> AbstractContextManager[None]:
     """Threads for the product of ``([S,] L, F)`` and ``([S,] K, *D, F)``."""
-    return threads_for(rows.numel() * columns.numel() / max(columns.size(-1), 1))
+    shared = len(rows) if rows.dim() == 3 else 1
+    return threads_for(rows.numel() * columns.numel() / max(shared * rows.size(-1), 1))
 
 
 class _Product(torch.autograd.Function):

@@ -81,10 +81,10 @@ class Step:
             pairs = before.unsqueeze(2) + logs + after.mT.unsqueeze(1)
             counts = (pairs - evidence.unsqueeze(-1)).exp().sum(-1) * weight
         else:
-            tops = finite_or_zero(before.amax(1)), finite_or_zero(after.amax(-1))
+            tops = before.amax(1), after.amax(-1)  # -inf where nothing comes: its share is zero
             share = (tops[0] + tops[1] - evidence.squeeze(-1)).exp().unsqueeze(-1) * weight
-            left = (before - tops[0].unsqueeze(1)).exp()
-            right = (after - tops[1].unsqueeze(-1)).exp() * share
+            left = (before - finite_or_zero(tops[0]).unsqueeze(1)).exp()
+            right = (after - finite_or_zero(tops[1]).unsqueeze(-1)).exp() * share
             counts = self._for(self.probs, len(before)) * (left @ right)
         return counts.sum(0, keepdim=True) if len(self.logs) == 1 else counts
 
@@ -147,21 +147,22 @@ def gradient(
 
 
 def walk_back(chain: Chains, last: Tensor, previous: Callable[[int, Tensor], Tensor]) -> Tensor:
-    """Paths ``(N, T)`` from their last states ``(N,)``; 0 at padded steps."""
-    path = torch.zeros(chain.likelihood.shape[:2], dtype=torch.long, device=last.device)
-    states = last[:0]
+    """Paths ``(*S, N, T)`` from their last states ``(*S, N)``; 0 at padded steps."""
+    shape = (*last.shape[:-1], *chain.likelihood.shape[:2])
+    path = torch.zeros(shape, dtype=torch.long, device=last.device)
+    states = last[..., :0]
     for t in range(len(chain.counts) - 1, -1, -1):
-        if t + 1 < len(chain.counts) and len(states):
+        if t + 1 < len(chain.counts) and states.size(-1):
             states = previous(t + 1, states)
-        states = torch.cat([states, last[len(states) : chain.counts[t]]])
-        path[: len(states), t] = states
+        states = torch.cat([states, last[..., states.size(-1) : chain.counts[t]]], -1)
+        path[..., : states.size(-1), t] = states
     return path
 
 
 def drawn(logs: Tensor) -> Tensor:
-    """A column of each row of log-probabilities ``(n, S)``, up to a constant, ``(n,)``."""
+    """A column of each row of log-probabilities ``(*n, S)``, up to a constant, ``(*n)``."""
     probs = (logs - finite_or_zero(logs.amax(-1, keepdim=True))).exp()
     sums = probs.cumsum(-1)
-    uniform = torch.rand(len(logs), 1, dtype=logs.dtype, device=logs.device) * (1 - 1e-9)
-    place = torch.searchsorted(sums, sums[:, -1:] * uniform, right=True)
+    uniform = torch.rand_like(sums[..., :1]) * (1 - 1e-9)
+    place = torch.searchsorted(sums, sums[..., -1:] * uniform, right=True)
     return place.squeeze(-1).clamp(max=logs.size(-1) - 1)

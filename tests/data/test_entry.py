@@ -419,3 +419,8 @@ def test_mapped_values_are_not_copied(tmp_path):
     values = torch.arange(6.0).view(2, 3)
     shared = Sequences(values, torch.tensor([3, 3]), copy=False)
     assert shared.values.data_ptr() == values.data_ptr()
+
+
+def test_a_label_that_is_not_finite_is_refused():
+    with pytest.raises((TypeError, ValueError), match="labels"):
+        Sequences.from_list([[0, 1, 2]], labels=[[0.0, float("inf"), 1.0]])

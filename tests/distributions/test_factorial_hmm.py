@@ -354,3 +354,29 @@ def test_wrong_families_are_refused():
         TabularFactorialHMM((), normal(1))
     with pytest.raises(ValueError, match="expanded"):
         model().permute_states(torch.arange(6))
+
+
+def test_long_chains_with_states_ruled_out_keep_their_transitions():
+    """Where no path comes to a state, nothing is taken times infinity."""
+    half = torch.full((2,), 0.5).log()
+    matrix = torch.tensor([[0.9, 0.1], [0.2, 0.8]]).log()
+    emission = Normal(torch.zeros(4), 0.001)  # evidence below the range of exponentials
+    hmm = FactorialHMM([half, half], [matrix, matrix], emission, torch.tensor(9))
+    labels = torch.full((9, 2), -1)
+    labels[0, 1] = 0
+    restricted, values = hmm.restrict_chains(labels), torch.full((9,), 0.1)
+    found = restricted.posterior(values)
+    wanted = restricted.expanded().posterior(values)
+    pairs = wanted.transitions.reshape(2, 2, 2, 2)
+    torch.testing.assert_close(found.transitions[0], pairs.sum((1, 3)), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(found.transitions[1], pairs.sum((0, 2)), rtol=1e-4, atol=1e-4)
+
+
+def test_states_that_no_chain_has_are_refused():
+    half = torch.full((2,), 0.5).log()
+    matrix = torch.full((2, 2), 0.5).log()
+    hmm = FactorialHMM([half] * 2, [matrix] * 2, Normal(torch.zeros(4), 1.0), torch.tensor(3))
+    with pytest.raises(ValueError, match="states must lie between 0"):
+        hmm.chain_states(torch.tensor([77]))
+    with pytest.raises(ValueError, match="chains"):
+        hmm.product_states(torch.tensor([[1, 5]]))

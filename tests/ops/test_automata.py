@@ -101,3 +101,18 @@ def test_a_name_says_what_is_meant():
 def test_what_is_no_constraint_is_refused(make, error, message):
     with pytest.raises(error, match=message):
         make()
+
+
+def test_a_phrase_in_a_list_has_as_many_words_as_it_says():
+    assert not must_not_contain(["a b"]).accepts("x a b")
+    assert must_contain(["a b", "c"]).accepts("a b c")
+
+
+def test_constraints_are_not_joined_by_words():
+    with pytest.raises(TypeError, match="join constraints by &"):
+        _ = must_contain("a") and must_contain("b")
+
+
+def test_lengths_are_whole_numbers():
+    with pytest.raises(ValueError, match="at least 0 and an integer; got 2"):
+        of_length(2.5)
