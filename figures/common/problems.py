@@ -32,11 +32,11 @@ try:
     from dynamax.hidden_markov_model import GaussianHMM as DynamaxFull
     from dynamax.hidden_markov_model import inference as dynamax
 except ImportError:
-    jax = None
+    jax = jnp = dynamax = None
 try:
     from hmmlearn.hmm import CategoricalHMM, GaussianHMM
 except ImportError:
-    CategoricalHMM = None
+    CategoricalHMM = GaussianHMM = None
 
 
 class Problem:
