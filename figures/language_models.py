@@ -290,7 +290,12 @@ def draw(rows: list[dict[str, Any]], baselines: list[dict[str, Any]]) -> None:
             label = f"{row['states']:,} states"
             if row.get("last_dropout") is not None:
                 label += ",\ndropout falls"
+            if "unseen_perplexity" in row:
+                label += "; half the text"
             axes[data].plot(*zip(*row["course"]), ".-", color=f"C{number}", label=label)
+            whole = {"label": "best epoch, whole text"} if number == 0 else {}
+            place = min(row["course"], key=lambda point: point[1])[0]
+            axes[data].plot(place, row["valid_perplexity"], "*", color=f"C{number}", ms=10, **whole)
         for number, row in enumerate(best):
             label = f"paper, {row['paper_states']:,} states"
             height = mean(ends(row["paper_valid"]))

@@ -142,7 +142,7 @@ def gradients(quick: bool) -> list[dict[str, Any]]:
         if num_steps <= 100 and num_states <= 16:
             methods["pyro.markov"] = problem.markov
         rows += compare(
-            methods, 3 if quick else 31, 12.0,
+            methods, 3 if quick else 31, 6.0,
             {name: found.get(shape) for name, found in TARGETS.items()},
             quantity="evidence and gradient", **{"shape N, T, K, V": shape},
         )  # fmt: skip
@@ -178,7 +178,7 @@ def small(quick: bool) -> list[dict[str, Any]]:
         if jax is not None:
             methods["dynamax"] = problem.dynamax()
         rows += compare(
-            methods, 3 if quick else 201, 4.0, {"dynamax": target},
+            methods, 3 if quick else 201, 2.0, {"dynamax": target},
             quantity="evidence and gradient, small", **{"shape N, T, K, V": shape},
         )  # fmt: skip
     return rows
@@ -237,7 +237,7 @@ def busy(quick: bool) -> list[dict[str, Any]]:
             method()
         with busy_cores(2):
             rows += compare(
-                methods, 3 if quick else 41, 6.0, {"dynamax": 1.0},
+                methods, 3 if quick else 41, 3.0, {"dynamax": 1.0},
                 quantity="evidence and gradient, two busy loops beside",
                 **{"shape N, T, K, V": shape},
             )  # fmt: skip
@@ -291,7 +291,7 @@ def queries(quick: bool) -> list[dict[str, Any]]:
     for shape in QUICK[:1] if quick else SHAPES[:2]:
         for name, methods in _queries(shape).items():
             rows += compare(
-                methods, 3 if quick else 15, 6.0, quantity=name, **{"shape N, T, K, V": shape}
+                methods, 3 if quick else 15, 3.0, quantity=name, **{"shape N, T, K, V": shape}
             )
     return rows
 
@@ -310,7 +310,7 @@ def iterations(quick: bool) -> list[dict[str, Any]]:
         if jax is not None:
             methods["dynamax"] = problem.dynamax_em(count)
         rows += compare(
-            methods, 3 if quick else 11, 20.0, {"hmmlearn": target}, count,
+            methods, 3 if quick else 11, 8.0, {"hmmlearn": target}, count,
             quantity="EM iteration", **{"shape N, T, K, V": shape},
         )  # fmt: skip
     return rows
@@ -339,7 +339,7 @@ def vectors(quick: bool) -> list[dict[str, Any]]:
             is_em = quantity.endswith("iteration")
             targets = {"hmmlearn": of_em} if is_em else {"dynamax": of_gradient}
             rows += compare(
-                methods, 3 if quick else 15, 10.0, targets, count if is_em else 1,
+                methods, 3 if quick else 15, 4.0, targets, count if is_em else 1,
                 quantity=quantity, covariance=covariance, **{"shape N, T, K, D": shape},
             )  # fmt: skip
     return rows
@@ -373,11 +373,11 @@ def families(quick: bool) -> list[dict[str, Any]]:
         taken = {"family": name, "shape N, T, K": (*shape, num_states)}
         rows += compare(
             {"pyrohmm": partial(fit_em, module, data, num_steps=count, tolerance=None)},
-            3 if quick else 9, 10.0, per=count, quantity="families: EM iteration", **taken,
+            3 if quick else 9, 3.0, per=count, quantity="families: EM iteration", **taken,
         )  # fmt: skip
         rows += compare(
             {"pyrohmm": _loss_and_gradient(module, data)},
-            3 if quick else 31, 10.0, quantity="families: evidence and gradient", **taken,
+            3 if quick else 31, 3.0, quantity="families: evidence and gradient", **taken,
         )  # fmt: skip
     return rows
 
@@ -415,7 +415,7 @@ def structure(quick: bool) -> list[dict[str, Any]]:
     methods = {name: _loss_and_gradient(module, data) for name, module in modules.items()}
     fields = {"shape N, T, K, D": (num_sequences, num_steps, num_states, 2)}
     return compare(
-        methods, 3 if quick else 31, 10.0,
+        methods, 3 if quick else 31, 3.0,
         quantity="structure: evidence and gradient", **fields,
     )  # fmt: skip
 
@@ -450,7 +450,7 @@ def steps(quick: bool) -> list[dict[str, Any]]:
     rows = []
     for name, methods in pairs.items():
         rows += compare(
-            methods, 2 if quick else 5, 20.0, per=count,
+            methods, 2 if quick else 5, 6.0, per=count,
             quantity="a step of a fit", fit=name, **{"shape N, T, K, V": (20, 50, 2, 6)},
         )  # fmt: skip
 
@@ -495,7 +495,7 @@ def restarts(quick: bool) -> list[dict[str, Any]]:
         }
         for name, fit in fits.items():
             methods = {"one": fit, "sixteen": lambda fit=fit: fit(restarts=16)}
-            times = interleaved(methods, 2 if quick else 7, 20.0)
+            times = interleaved(methods, 2 if quick else 7, 5.0)
             rows.append(
                 {
                     "quantity": "sixteen restarts over one",
@@ -523,7 +523,7 @@ def growth(quick: bool) -> list[dict[str, Any]]:
             methods = {"pyrohmm": problem.pyrohmm, "pyrohmm, no Numba": problem.pyrohmm_torch}
             if jax is not None:
                 methods["dynamax"] = problem.dynamax()
-            times = interleaved(methods, 3 if quick else 9, 4.0)
+            times = interleaved(methods, 3 if quick else 9, 2.0)
             rows += [
                 {
                     "quantity": f"growth in {letter}",
