@@ -416,30 +416,21 @@ def millions(**where: Any) -> str:
 def perplexity_table() -> str:
     """Perplexities of language models, beside those of the paper."""
     body = []
-    for label, where in (
-        ("32,768 states, two levels", BEST),
-        ("8,192 states, two levels", {"panel": "best", "data": "ptb", "states": 8192}),
-    ):
-        line = trained(**where)
-        body.append(
-            [f"{label}, {millions(**where)}", plain(line["valid"]["mean"]),
-             plain(line["test"]["mean"]), plain(line["paper_valid"]), plain(line["paper_test"])]
-        )  # fmt: skip
-    wiki = {"best": "", "dropout annealed": ", dropout falls from .5 to none"}
-    for corpus in ("Penn Treebank", "WikiText-2"):
-        if corpus == "WikiText-2":
-            for name, more in wiki.items():
-                where = {"panel": "best", "name": name, "data": "wikitext2"}
-                line = trained(**where)
-                body.append(
-                    [f"WikiText-2: 16,384 states, two levels, {millions(**where)}{more}",
-                     plain(line["valid"]["mean"]),
-                     plain(line["test"]["mean"]), f"{line['paper_valid']:.1f} (32,768 states)",
-                     plain(line["paper_test"])]
-                )  # fmt: skip
+    for corpus, data in (("Penn Treebank", "ptb"), ("WikiText-2", "wikitext2")):
+        prefix = "" if data == "ptb" else f"{corpus}: "
+        for row in rows("language_models", panel="best", data=data):
+            label = f"{prefix}{row['states']:,} states, two levels, {row['parameters'] / 1e6:.1f} M"
+            if row.get("last_dropout") is not None:
+                label += f", dropout falls from {row['dropout']} to {row['last_dropout']}"
+            paper = [plain(row["paper_valid"]), plain(row["paper_test"])]
+            if row["paper_states"] != row["states"]:
+                paper[0] += f" ({row['paper_states']:,} states)"
+            body.append([
+                label, plain(row["valid_perplexity"]), plain(row["test_perplexity"]), *paper
+            ])  # fmt: skip
         for row in rows("language_model_baselines", data=corpus):
             stopped = f", stopped after {row['minutes']:.0f} minutes" if "stopped" in row else ""
-            label = ("" if corpus == "Penn Treebank" else f"{corpus}: ") + row["model"] + stopped
+            label = prefix + row["model"] + stopped
             body.append(
                 [label, plain(row["valid_perplexity"]), plain(row["test_perplexity"]),
                  plain(row["paper_valid"]), plain(row["paper_test"])]

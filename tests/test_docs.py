@@ -213,21 +213,13 @@ def test_the_squared_distance_stays_at_uniform_words_and_the_relative_one_trains
 def test_the_table_of_perplexities_is_that_of_the_result_files():
     _, lines = cells(results.perplexity_table())
     found = {line[0]: line[1:] for line in lines}
-    models = {
-        (row["data"], row["states"], row.get("last_dropout")): row
-        for row in rows_of("language_models")
-        if row["panel"] == "best"
-    }
-    for label, key in (
-        ("32,768 states, two levels", ("ptb", 32768, None)),
-        ("8,192 states, two levels", ("ptb", 8192, None)),
-        ("WikiText-2: 16,384 states, two levels", ("wikitext2", 16384, None)),
-        ("WikiText-2: 16,384 states, two levels", ("wikitext2", 16384, 0.0)),
-    ):
-        row = models[key]
-        label = f"{label}, {row['parameters'] / 1e6:.1f} M"
+    for row in rows_of("language_models"):
+        if row["panel"] != "best":
+            continue
+        label = {"ptb": "", "wikitext2": "WikiText-2: "}[row["data"]]
+        label += f"{row['states']:,} states, two levels, {row['parameters'] / 1e6:.1f} M"
         if row.get("last_dropout") is not None:
-            label += ", dropout falls from .5 to none"
+            label += f", dropout falls from {row['dropout']} to {row['last_dropout']}"
         assert found[label][0] == f"{row['valid_perplexity']:.1f}"
         assert found[label][1] == f"{row['test_perplexity']:.1f}"
     for row in rows_of("language_model_baselines"):

@@ -60,6 +60,8 @@ import torch
 import pyrohmm
 from pyrohmm.ops.backends import CPU, NUMBA, TORCH, backend_for, has_numba
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a background process ignores it
+
 class Interrupt:
     def __init__(self, point):
         self.point = point
