@@ -108,13 +108,14 @@ def compared(quantity: str, label: str, ours: list[str], peers: list[str]) -> st
 
 def gradient_table() -> str:
     """Evidence and its gradient."""
-    ours = ["pyrohmm", "pyrohmm, no Numba"]
+    ours = ["pyrohmm", "pyrohmm, one thread", "pyrohmm, no Numba"]
     return compared("evidence and gradient", "N, T, K, V", ours, PEERS)
 
 
 def small_table() -> str:
     """Evidence and its gradient of few steps."""
-    return compared("evidence and gradient, small", "N, T, K, V", ["pyrohmm"], ["dynamax"])
+    ours = ["pyrohmm", "pyrohmm, one thread"]
+    return compared("evidence and gradient, small", "N, T, K, V", ours, ["dynamax"])
 
 
 def busy_table() -> str:

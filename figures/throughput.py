@@ -123,13 +123,29 @@ def compare(
     return rows
 
 
+def _alone(method: Callable[[], Any]) -> Callable[[], Any]:
+    """The same with one thread of torch."""
+
+    def run() -> None:
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        method()
+        torch.set_num_threads(threads)
+
+    return run
+
+
 def gradients(quick: bool) -> list[dict[str, Any]]:
     """Evidence and gradient at each shape, against every peer that supports it."""
     rows = []
     for shape in QUICK if quick else SHAPES:
         problem = Problem(*shape)
         num_sequences, num_steps, num_states, _ = shape
-        methods = {"pyrohmm": problem.pyrohmm, "pyrohmm, no Numba": problem.pyrohmm_torch}
+        methods = {
+            "pyrohmm": problem.pyrohmm,
+            "pyrohmm, one thread": _alone(problem.pyrohmm),
+            "pyrohmm, no Numba": problem.pyrohmm_torch,
+        }
         if jax is not None:
             methods["dynamax"] = problem.dynamax()
             value = methods["dynamax"]()[0].item()
@@ -174,7 +190,7 @@ def small(quick: bool) -> list[dict[str, Any]]:
     rows = []
     for shape, target in [(QUICK[0], None)] if quick else SMALL:
         problem = Problem(*shape)
-        methods: dict[str, Callable[[], Any]] = {"pyrohmm": problem.pyrohmm}
+        methods = {"pyrohmm": problem.pyrohmm, "pyrohmm, one thread": _alone(problem.pyrohmm)}
         if jax is not None:
             methods["dynamax"] = problem.dynamax()
         rows += compare(
@@ -203,18 +219,6 @@ def busy_cores(count: int) -> Iterator[None]:
 def _spin() -> None:
     while True:
         pass
-
-
-def _alone(method: Callable[[], Any]) -> Callable[[], Any]:
-    """The same with one thread of torch."""
-
-    def run() -> None:
-        threads = torch.get_num_threads()
-        torch.set_num_threads(1)
-        method()
-        torch.set_num_threads(threads)
-
-    return run
 
 
 def busy(quick: bool) -> list[dict[str, Any]]:
@@ -364,7 +368,7 @@ def families(quick: bool) -> list[dict[str, Any]]:
                 normal, normal_spherical, normal_tied, normal_full, autoregressive_normal
             )
         },
-        f"normal_mixture({dim}, 2)": (normal_mixture(dim, 2), reals),
+        f"normal_mixture(2, {dim})": (normal_mixture(2, dim), reals),
     }  # fmt: skip
     rows, count = [], 2 if quick else 10
     for name, (family, values) in cases.items():

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -25,12 +26,14 @@ from pyrohmm import HMM, Sequences, TabularHMM, categorical, fit_em, normal, nor
 from pyrohmm.ops import backends, recursions
 
 try:
-    import jax
-    import jax.numpy as jnp
-    from dynamax.hidden_markov_model import CategoricalHMM as DynamaxHMM
-    from dynamax.hidden_markov_model import DiagonalGaussianHMM as DynamaxDiagonal
-    from dynamax.hidden_markov_model import GaussianHMM as DynamaxFull
-    from dynamax.hidden_markov_model import inference as dynamax
+    with warnings.catch_warnings():  # of jax, about names that dynamax's own imports use
+        warnings.simplefilter("ignore", DeprecationWarning)
+        import jax
+        import jax.numpy as jnp
+        from dynamax.hidden_markov_model import CategoricalHMM as DynamaxHMM
+        from dynamax.hidden_markov_model import DiagonalGaussianHMM as DynamaxDiagonal
+        from dynamax.hidden_markov_model import GaussianHMM as DynamaxFull
+        from dynamax.hidden_markov_model import inference as dynamax
 except ImportError:
     jax = jnp = dynamax = None
 try:
