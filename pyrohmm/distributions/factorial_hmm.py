@@ -17,7 +17,6 @@ from .._checks import (
     check_integers,
     check_log_simplex,
     check_range,
-    check_same_device,
     check_trailing,
 )
 from .._precision import full_precision
@@ -250,14 +249,7 @@ class FactorialHMM(HMM):
 
     def log_joint(self, values: Tensor, states: Tensor) -> Tensor:
         r""":math:`\log p(x_{1:T}, z_{1:T})` with one path ``(*B, T)``; ``(*B)``, in nats."""
-        check_integers("states", states)
-        check_same_device({"states": states, "log_initial": self.log_initial})
-        check_trailing("states", states, (self.num_steps,), "(T,)")
-        check_broadcast({"states": states.shape[:-1], "HMM": self.batch_shape})
-        exists = self.exists
-        states = states.long().masked_fill(~exists, 0)
-        if self._validate_args:
-            check_range("states", states, self.num_states, "K - 1")
+        exists, states = self.exists, self._path(states)
         initial, transitions, likelihood = self._factors(values)
         batch = torch.broadcast_shapes(self.batch_shape, likelihood.shape[:-2], states.shape[:-1])
         states = states.expand(*batch, self.num_steps)

@@ -214,16 +214,20 @@ class HMM(ChainDistribution):
         self._check_evidence(evidence, values)
         return evidence
 
-    def log_joint(self, values: Tensor, states: Tensor) -> Tensor:
-        r""":math:`\log p(x_{1:T}, z_{1:T})` with one path ``(*B, T)``; ``(*B)``, in nats."""
+    def _path(self, states: Tensor) -> Tensor:
+        """One path ``(*B, T)``, checked; 0 at padded steps."""
         check_integers("states", states)
         check_same_device({"states": states, "log_initial": self.log_initial})
         check_trailing("states", states, (self.num_steps,), "(T,)")
         check_broadcast({"states": states.shape[:-1], "HMM": self.batch_shape})
-        exists = self.exists
-        states = states.long().masked_fill(~exists, 0)
+        states = states.long().masked_fill(~self.exists, 0)
         if self._validate_args:
             check_range("states", states, self.num_states, "K - 1")
+        return states
+
+    def log_joint(self, values: Tensor, states: Tensor) -> Tensor:
+        r""":math:`\log p(x_{1:T}, z_{1:T})` with one path ``(*B, T)``; ``(*B)``, in nats."""
+        exists, states = self.exists, self._path(states)
         initial, transition, likelihood = self.log_factors(values)
         batch = torch.broadcast_shapes(self.batch_shape, likelihood.shape[:-2], states.shape[:-1])
         states = states.expand(*batch, self.num_steps)
