@@ -100,6 +100,7 @@ class Model:
     scale: float | None = None
     decay: float = 0.0
     seed: int = 0
+    first: float | None = None  # a fit of so many epochs to its end, which then goes on to all
 
 
 BEST = {
@@ -135,6 +136,21 @@ BEST = {
             last_dropout=0.25,
             bfloat16=True,
             decay=0.03,
+        ),
+        Paper(167.0, None, 32768, 128),
+    ),
+    "resumed-wikitext2": (
+        Model(
+            "best",
+            "dropout annealed, then resumed",
+            "wikitext2",
+            states=32768,
+            by_mass=True,
+            epochs=10,
+            last_dropout=0.25,
+            bfloat16=True,
+            decay=0.03,
+            first=5,
         ),
         Paper(167.0, None, 32768, 128),
     ),
@@ -205,12 +221,16 @@ def file_of(model: Model) -> Path:
     return Path(os.environ.get("CHECKPOINTS", tempfile.gettempdir()), f"{name}.fit")
 
 
-def run(model: Model, paper: Paper, text: Text, cache: dict[Any, Any]) -> dict[str, Any]:
-    """Train a model and evaluate it."""
+def trained(
+    model: Model, epochs: float, text: Text, partition: blocks.Blocks | None
+) -> tuple[Fit, NeuralHMM | ScalarHMM, int]:
+    """A fit of so many epochs, its module, and the steps of an epoch.
+
+    It goes on from the checkpoint of the run, if there is one.
+    """
     pyro.set_rng_seed(model.seed)
-    partition = blocks_of(model, text, cache)
     steps = batches_in_round(text.train.lengths, model.tokens)
-    total, half = max(1, round(steps * model.epochs)), len(text.valid) // 2
+    total = max(1, round(steps * epochs))
     dropout: float | LinearDropout = model.dropout
     if model.last_dropout is not None:
         dropout = LinearDropout(model.dropout, model.last_dropout, total)
@@ -228,10 +248,20 @@ def run(model: Model, paper: Paper, text: Text, cache: dict[Any, Any]) -> dict[s
             torch.optim.AdamW, lr=model.rate, weight_decay=model.decay, fused=True
         ),
         schedule=partial(LambdaLR, lr_lambda=WarmupCosine(total)), clip_norm=5.0,
-        tolerance=None, validation=text.valid[:half],
+        tolerance=None, validation=text.valid[: len(text.valid) // 2],
         checkpoint=None if model.panel == "quick" else file_of(model),
         precision=torch.bfloat16 if model.bfloat16 else None,
     )  # fmt: skip
+    return fit, module, steps
+
+
+def run(model: Model, paper: Paper, text: Text, cache: dict[Any, Any]) -> dict[str, Any]:
+    """Train a model and evaluate it."""
+    partition = blocks_of(model, text, cache)
+    if model.first is not None and not file_of(model).exists():
+        trained(model, model.first, text, partition)
+    fit, module, steps = trained(model, model.epochs, text, partition)
+    half = len(text.valid) // 2
     row: dict[str, Any] = asdict(model) | {
         "parameters": sum(parameter.numel() for parameter in module.parameters()),
         "epochs_run": len(fit.losses) / steps,

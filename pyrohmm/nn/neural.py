@@ -16,7 +16,7 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from numbers import Real
-from typing import Any, Self, cast
+from typing import Any, ClassVar, Self, cast
 
 import pyro
 import torch
@@ -43,6 +43,8 @@ from .networks import USES, CharCNN, Residual, StateEmbedding, SymbolEmbedding
 class LinearDropout:
     """A share of states that changes linearly with the calls in training mode, then stays.
 
+    A fit that goes on from its checkpoint with more steps may have a larger ``num_steps``.
+
     Args:
         begin: Share at the first call, at least 0 and less than 1.
         end: Share at call ``num_steps`` and after it.
@@ -60,6 +62,7 @@ class LinearDropout:
     begin: float
     end: float
     num_steps: int
+    may_differ: ClassVar[tuple[str, ...]] = ("num_steps",)  # from that of a checkpoint
 
     def __post_init__(self) -> None:
         check_dropout("begin", self.begin)
@@ -108,26 +111,23 @@ class _Large(HMMModule):
         self.blocks = blocks
         parts = [] if blocks is None else [blocks.symbol_block, blocks.sizes, blocks.states]
         self._digest = zlib.crc32(repr([part.tolist() for part in parts]).encode())
-        # so that checkpoints tell models apart
-        digest = zlib.crc32(repr((self._digest, self.dropout)).encode())
-        self.register_buffer("digest", torch.tensor(digest), persistent=False)
-        self._last: tuple[list[Tensor], HMM] | None = None
+        self._lazy_last: tuple[list[Tensor], HMM] | None = None
 
     def forward(self, lengths: Tensor, observed: Tensor | None = None) -> HMM:
         """Build the HMM for sequences of ``lengths`` ``(*B)``."""
         _check_particles(self)
         if self.training or torch.is_grad_enabled() or not self._is_fixed():
-            self._last = None
+            self._lazy_last = None
             states, blocks = None, self.blocks
             if self.training and self.dropout:
                 states, blocks = self._drop()
             return self._build(states, blocks, lengths, observed)
         # without gradients the last HMM still holds, if no number has changed
         numbers = [*self.parameters(), *self.buffers()]
-        if self._last is not None and _are_same(self._last[0], numbers):
-            return self._last[1].replace(lengths=lengths, observed=observed)
+        if self._lazy_last is not None and _are_same(self._lazy_last[0], numbers):
+            return self._lazy_last[1].replace(lengths=lengths, observed=observed)
         hmm = self._build(None, self.blocks, lengths, observed)
-        self._last = [tensor.clone() for tensor in numbers], hmm
+        self._lazy_last = [tensor.clone() for tensor in numbers], hmm
         return hmm
 
     def _is_fixed(self) -> bool:

@@ -356,6 +356,26 @@ def test_a_fit_with_falling_dropout_is_resumed(tmp_path):
     assert torch.equal(fit(9, tmp_path / "x"), fit(9, None))
 
 
+def test_a_fit_goes_on_with_dropout_that_falls_for_longer(tmp_path):
+    def fit(num_steps):
+        pyro.set_rng_seed(0)
+        module = NeuralHMM(12, 6, 8, dropout=LinearDropout(0.5, 0.0, num_steps))
+        fit_map(
+            MarginalModel(module), DATA, num_steps=num_steps, tolerance=None,
+            checkpoint=tmp_path / "x",
+        )  # fmt: skip
+        return module.train()(torch.tensor(1)).num_states
+
+    assert fit(4) == 12
+    assert fit(12) == 12
+    with pytest.raises(ValueError, match="belongs to another fit: its .*dropout"):
+        pyro.set_rng_seed(0)
+        module = NeuralHMM(12, 6, 8, dropout=LinearDropout(0.4, 0.0, 12))
+        fit_map(
+            MarginalModel(module), DATA, num_steps=12, tolerance=None, checkpoint=tmp_path / "x"
+        )
+
+
 def test_words_come_from_letters():
     torch.manual_seed(0)
     words = ["the", "cat", "a", "cats", "the"]
