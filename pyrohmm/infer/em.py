@@ -170,7 +170,7 @@ def fit_em(
     group = ProcessGroup.all()
     check_apart(maximize, group, batch_size, reseed)
     loop = _Loop(
-        Expectation(parameters, maximize.gather, by_length, reseed, group),
+        Expectation(parameters, maximize.gather, by_length, maximize.by_symbol, reseed, group),
         maximize,
         Batches(parameters.data, batch_size, generator, shard=group.share, agree=group.from_first),
         _Convergence(num_steps, None if batch_size is not None else tolerance, parameters.units),

@@ -25,7 +25,7 @@ from .starts import build_once
 
 PADDED = 1 << 16  # steps, padding included, below which sequences of all lengths go together
 
-Gather = Callable[[ExpectedCounts, Sequences, HMM, HMM, float], Statistics]
+Gather = Callable[[ExpectedCounts, Sequences | None, HMM, HMM, float], Statistics]
 
 
 class Expectation:
@@ -35,6 +35,7 @@ class Expectation:
         parameters: They build the HMM.
         gather: Reduces expected counts to what the M-step needs.
         by_length: Whether sequences of similar length may go together, which needs sums alone.
+        by_symbol: Whether counts of symbols are enough, instead of those of steps.
         reseed: Whether a state that no observation supports gets half of the busiest state.
         group: The data-parallel ranks, over which statistics are added.
 
@@ -47,11 +48,13 @@ class Expectation:
         parameters: Parameters,
         gather: Gather,
         by_length: bool,
+        by_symbol: bool,
         reseed: bool,
         group: ProcessGroup,
     ) -> None:
         self.parameters, self.gather = parameters, gather
-        self.by_length, self.reseed, self.group = by_length, reseed, group
+        self.by_length, self.by_symbol = by_length, by_symbol and not reseed
+        self.reseed, self.group = reseed, group
         self.reseeded = False
         self._guesses = True  # until a guess was wrong
         self._batches: tuple[Sequences, list[tuple[Tensor, Sequences]]] | None = None
@@ -77,7 +80,9 @@ class Expectation:
         for chosen, part, scale in self._pieces(batch):
             with torch.no_grad():
                 hmm, prior = self.parameters.build(part)
-                expected = hmm.expected_counts(part.values)
+                by_symbol = self.by_symbol and hmm.allowed is None
+                count = hmm.expected_symbol_counts if by_symbol else hmm.expected_counts
+                expected = count(part.values)
             evidence = expected.log_evidence.double().reshape(-1, len(part))
             impossible = evidence.isneginf().all(0)
             if check and bool(impossible.any()):
@@ -90,7 +95,8 @@ class Expectation:
             total = total + scale * evidence.sum(-1)
             if self.reseed:
                 expected = self._reseed(expected)
-            for name, value in self.gather(expected, part, hmm, hmm, scale).items():
+            steps = None if by_symbol else part
+            for name, value in self.gather(expected, steps, hmm, hmm, scale).items():
                 statistics[name] = statistics[name] + value if name in statistics else value
         if self.group.size > 1:
             total = self.group.mean(total)

@@ -264,6 +264,7 @@ class Maximization:
 
     Attributes:
         summed: Whether it needs sums over observations alone, not each step of them.
+        by_symbol: Whether expected counts of symbols are such sums.
         notes: Remarks, and in how many iterations each was made.
         idle: States that no observation supports, ``(R, K)`` booleans; None at the start.
     """
@@ -291,6 +292,8 @@ class Maximization:
         single = (hmm.log_initial.dim(), hmm.log_transition.dim()) == (1, 2)
         countable = self.symbols and hmm.emission.batch_shape == (hmm.num_states,)
         self.summed = single and (self.emission_closed or countable)
+        plain = type(hmm).expected_counts is HMM.expected_counts
+        self.by_symbol = self.summed and countable and plain
         self.notes: dict[str, int] = {}
         self.idle: Tensor | None = None
         self._guesses = True  # until a guess was wrong
@@ -300,7 +303,7 @@ class Maximization:
     def gather(
         self,
         expected: ExpectedCounts,
-        batch: Sequences,
+        batch: Sequences | None,
         current: HMM | None,
         hmm: HMM,
         scale: float,
@@ -309,7 +312,7 @@ class Maximization:
 
         Args:
             expected: Expected counts.
-            batch: The sequences they are of.
+            batch: The sequences they are of; None if their ``states`` are counts of symbols.
             current: The HMM of the E-step, if its emission had a part in it.
             hmm: The HMM that the parameters build.
             scale: Of the counts.
@@ -317,15 +320,10 @@ class Maximization:
         statistics = self.closed.chain_statistics(expected)
         if self.summed or self.emission_closed:
             weights = expected.states.reshape(self.parameters.restarts, -1, hmm.num_states)
-            values, whole = batch.values, hmm.emission
-            if isinstance(whole, Autoregressive):
-                values = whole.windows(values)
-            values = values.flatten(0, 1)
-            if not (values.dtype.is_floating_point or self.symbols):
-                values = values.to(hmm.log_initial.dtype)
-            where = self._observed_steps(batch)
-            if where is not None:
-                weights, values = weights.index_select(1, where), values.index_select(0, where)
+            if batch is None:  # each symbol as often as it occurs
+                values = torch.arange(weights.size(1), device=weights.device)
+            else:
+                values, weights = self._observations(batch, hmm, weights)
             emission: Any = None if current is None else current.emission
             statistics |= self.closed.emission_statistics(values, weights, emission)
         if self.summed:
@@ -345,6 +343,19 @@ class Maximization:
         if scale == 1:
             return statistics
         return {name: value * scale for name, value in statistics.items()}
+
+    def _observations(self, batch: Sequences, hmm: HMM, weights: Tensor) -> tuple[Tensor, Tensor]:
+        """Values ``(M, *E)`` and weights ``(R, M, K)`` of the steps that are observed."""
+        values, whole = batch.values, hmm.emission
+        if isinstance(whole, Autoregressive):
+            values = whole.windows(values)
+        values = values.flatten(0, 1)
+        if not (values.dtype.is_floating_point or self.symbols):
+            values = values.to(hmm.log_initial.dtype)
+        where = self._observed_steps(batch)
+        if where is None:
+            return values, weights
+        return values.index_select(0, where), weights.index_select(1, where)
 
     def _observed_steps(self, batch: Sequences) -> Tensor | None:
         """Which of all the steps are observed, ``(M,)`` integers; None if all are."""

@@ -18,7 +18,19 @@ import numpy as np
 
 from ._numba_chain import _accumulate, _watch
 from ._numba_lanes import LANES as LANES
-from ._numba_lanes import _0, _1, _2, _3, _4, multiply, scale_lanes, sum_products, weigh
+from ._numba_lanes import (
+    _0,
+    _1,
+    _2,
+    _3,
+    _4,
+    multiply,
+    scale_lanes,
+    scale_rows,
+    sum_products,
+    sum_rows,
+    weigh,
+)
 from ._numba_math import exp, kernel, u64
 from ._numba_math import share as share
 
@@ -36,7 +48,8 @@ class Data(NamedTuple):
             ones.
         peaks: ``(V + 1,)``, logarithms of the scales.
         likelihood: Log-likelihoods, flat.
-        layout: (a, b) so that step t of sequence i has row a i + b t.
+        first: ``(n,)``, the row of the first step of each sequence.
+        along: How many rows further each next step is.
         lengths: ``(n,)``.
         limits: The smallest positive probability of the chain, or -1 if no step is watched; the
             logarithm of the smallest normal number; that number; what a product must be above to
@@ -47,7 +60,8 @@ class Data(NamedTuple):
     table: np.ndarray
     peaks: np.ndarray
     likelihood: np.ndarray
-    layout: tuple[int, int]
+    first: np.ndarray
+    along: int
     lengths: np.ndarray
     limits: tuple[float, float, float, float]
 
@@ -93,14 +107,13 @@ def scaled_table(logs, low, table, peaks):
 @kernel
 def _begin_step(rows, active, data, t, start, width, exact):
     """Which sequences of a tile have a step t, and their rows: of the table, or of all steps."""
-    across, along = data.layout
     missing = u64(data.peaks.shape[0] - 1)
     for i in range(LANES):
         here = i < width and t < data.lengths[start + i] and exact[start + i]
         active[i] = here
         rows[i] = missing
         if here:
-            row = (start + i) * across + t * along
+            row = data.first[start + i] + t * data.along
             rows[i] = u64(data.symbols[row]) if data.symbols.shape[0] else u64(row)
 
 
@@ -128,10 +141,35 @@ def _read(seen, peak, rows, active, data, size, height, low):
 
 
 @kernel
-def forward_tiles(tile, data, initial, packed, kept, alpha, total, evidence, exact):
-    """Forward pass of one tile of sequences; messages are written if ``kept``."""
+def _take(norm, peak, active, logs, product, slack):
+    """Multiply the norms of a step into the products; returns how many are out of range.
+
+    A product becomes part of the logarithm before it underflows.
+    """
+    lost, small = 0, 0
+    for i in range(_LANES):
+        lost += not (norm[i] >= slack and norm[i] < np.inf)
+        small += norm[i] < 1e-100 or product[i] < 1e-150
+    if small > 0:
+        for i in range(LANES):
+            if active[i]:
+                logs[i], product[i] = _accumulate(logs[i] + peak[i], product[i], norm[i])
+        return lost
+    for i in range(_LANES):
+        product[i] *= norm[i] if active[i] else 1.0
+        logs[i] += peak[i] if active[i] else 0.0
+    return lost
+
+
+@kernel
+def forward_tiles(tile, data, initial, packed, kept, alpha, total, evidence, exact, ends):
+    """Forward pass of one tile of sequences; messages are written if ``kept``.
+
+    ``initial`` ``(n, K)`` is of each sequence; so are the last messages, written to ``ends`` unless
+    that is empty.
+    """
     table, lengths, (least, low, tiny, slack) = data.table, data.lengths, data.limits
-    count, size, height = lengths.shape[0], u64(initial.shape[0]), u64(packed.shape[0])
+    count, size, height = lengths.shape[0], u64(initial.shape[1]), u64(packed.shape[0])
     steps = total.shape[0] // ((count + LANES - 1) // LANES * LANES)
     start = tile * LANES
     width = min(LANES, count - start)
@@ -150,35 +188,39 @@ def forward_tiles(tile, data, initial, packed, kept, alpha, total, evidence, exa
         _begin_step(rows, active, data, t, start, width, exact)
         _read(seen, peak, rows, active, data, size, height, lowest)
         if t == 0:
-            for k in range(size):
-                for i in range(_LANES):
-                    arrived[k * _LANES + i] = initial[k]
+            for i in range(LANES):  # those that are not there as the first, so that none is zero
+                row = start + i if i < width else start
+                for k in range(size):
+                    arrived[k * _LANES + u64(i)] = initial[row, k]
         else:
             multiply(arrived, mass, matrix, height)
         if least >= 0.0:
             _watch(smallest, faint, scale, slack, arrived, seen, active, width, size, exact, start)
-        sum_products(norm, mass, arrived, seen, _LANES, size)
-        for i in range(LANES):
-            if not active[i]:
-                norm[i] = np.inf  # so that its messages become zero
-                continue
-            total[(tile * steps + t) * LANES + i] = norm[i]
-            if not (norm[i] >= slack and norm[i] < np.inf):
-                exact[start + i] = False
-                norm[i] = np.inf
-                for k in range(size):  # as NaN would remain
-                    mass[k * _LANES + u64(i)] = 0
-                continue
-            faint[i] = smallest[i] <= tiny or smallest[i] / norm[i] * least < tiny
-            scale[i] = norm[i]
-            logs[i], product[i] = _accumulate(logs[i] + peak[i], product[i], norm[i])
-        for i in range(LANES):
+        sum_rows(norm, mass, arrived, seen, height)
+        if _take(norm, peak, active, logs, product, slack) > 0:
+            for i in range(LANES):
+                if active[i] and not (norm[i] >= slack and norm[i] < np.inf):
+                    exact[start + i] = False
+                if not (norm[i] >= slack and norm[i] < np.inf):
+                    norm[i] = np.inf  # so that its messages become zero
+                    for k in range(size):  # as NaN would remain
+                        mass[k * _LANES + u64(i)] = 0
+        if least >= 0.0:
+            for i in range(LANES):
+                faint[i] = smallest[i] <= tiny or smallest[i] / norm[i] * least < tiny
+                scale[i] = norm[i]
+        at = u64(tile * steps + t) * _LANES
+        for i in range(_LANES if kept else _0):
+            total[at + i] = norm[i]
+        for i in range(_LANES):
             norm[i] = one / norm[i]
-        scale_lanes(mass, norm, _LANES, size)
-        if kept:
-            offset = u64(tile * steps + t) * size * _LANES
-            for k in range(size * _LANES):
-                alpha[offset + k] = mass[k]
+        scale_rows(mass, norm, height)
+        for k in range(size * _LANES if kept else _0):
+            alpha[at * size + k] = mass[k]
+        for i in range(width if ends.shape[0] > 0 else 0):
+            if t == lengths[start + i] - 1:
+                for k in range(size):
+                    ends[start + i, k] = mass[k * _LANES + u64(i)]
     for i in range(width):
         evidence[start + i] = logs[i] + np.log(product[i])
 
@@ -215,11 +257,15 @@ def _add_transitions(counts, before, after, height):
 
 @kernel
 def backward_tiles(
-    tile, data, transposed, weights, alpha, total, exact, starts, counts, emitted, gamma
+    tile, data, transposed, weights, alpha, total, exact, starts, gamma, ends, counts, emitted
 ):
-    """Backward pass of one tile: adds to the expected counts of starts, transitions, symbols."""
+    """Backward pass of one tile: adds to the expected counts of transitions and symbols.
+
+    The posterior of each sequence's first state is written to ``starts`` ``(n, K)``. ``ends``
+    ``(n, K)`` says what follows their last steps: ones if it is nothing.
+    """
     table, lengths, low = data.table, data.lengths, data.limits[1]
-    count, size, height = lengths.shape[0], u64(starts.shape[0]), u64(transposed.shape[0])
+    count, size, height = lengths.shape[0], u64(starts.shape[1]), u64(transposed.shape[0])
     steps = total.shape[0] // ((count + LANES - 1) // LANES * LANES)
     start = tile * LANES
     width = min(LANES, count - start)
@@ -243,7 +289,7 @@ def backward_tiles(
         for i in range(width):
             if t == lengths[start + i] - 1:
                 for k in range(size):
-                    beta[k * _LANES + u64(i)] = one
+                    beta[k * _LANES + u64(i)] = ends[start + i, k]
         offset = u64(tile * steps + t) * size * _LANES
         here = alpha[offset : offset + size * _LANES]
         sum_products(norm, probs, here, beta, _LANES, size)
@@ -266,9 +312,9 @@ def backward_tiles(
                     for k in range(size):
                         row[k] = probs[k * _LANES + u64(i)]
         if t == 0:
-            for k in range(size):
-                for i in range(_LANES):
-                    starts[k] += probs[k * _LANES + i]
+            for i in range(width):
+                for k in range(size):
+                    starts[start + i, k] = probs[k * _LANES + u64(i)]
             break
         _read(seen, peak, rows, active, data, size, height, lowest)
         for i in range(LANES):
@@ -330,12 +376,11 @@ def _multiply_row(out, mass, matrix, height):
 
 
 @kernel
-def forward_row(row, data, initial, packed, kept, alpha, total, evidence, exact):
-    """Forward pass of one sequence; messages are written if ``kept``."""
+def forward_row(row, data, initial, packed, kept, alpha, total, evidence, exact, ends):
+    """As :func:`forward_tiles`, of one sequence."""
     table, lengths, (least, low, tiny, slack) = data.table, data.lengths, data.limits
-    count, size, height = lengths.shape[0], u64(initial.shape[0]), u64(packed.shape[0])
+    count, size, height = lengths.shape[0], u64(initial.shape[1]), u64(packed.shape[0])
     steps = total.shape[0] // count
-    across, along = data.layout
     matrix = packed.ravel()
     mass, arrived = np.zeros(height, table.dtype), np.zeros(height, table.dtype)
     seen = np.zeros(height, table.dtype)
@@ -344,10 +389,10 @@ def forward_row(row, data, initial, packed, kept, alpha, total, evidence, exact)
     faint, scale, smallest = least < tiny, one, zero
     for t in range(lengths[row]):
         at = row * steps + t
-        peak = _read_row(seen, across * row + along * t, data, size, lowest)
+        peak = _read_row(seen, data.first[row] + t * data.along, data, size, lowest)
         if t == 0:
             for k in range(size):
-                arrived[k] = initial[k]
+                arrived[k] = initial[row, k]
         else:
             _multiply_row(arrived, mass, matrix, height)
         if least >= 0.0:
@@ -376,11 +421,13 @@ def forward_row(row, data, initial, packed, kept, alpha, total, evidence, exact)
             for k in range(size):
                 alpha[offset + k] = mass[k]
     evidence[row] = logs + np.log(product)
+    for k in range(size if ends.shape[0] > 0 else _0):
+        ends[row, k] = mass[k]
 
 
 @kernel
 def backward_row(
-    row, data, transposed, weights, alpha, total, exact, starts, message, emitted, gamma
+    row, data, transposed, weights, alpha, total, exact, starts, gamma, ends, message, emitted
 ):
     """Backward pass of one sequence, as :func:`backward_tiles`.
 
@@ -388,17 +435,16 @@ def backward_row(
     probabilities.
     """
     table, lengths, low = data.table, data.lengths, data.limits[1]
-    count, size, height = lengths.shape[0], u64(starts.shape[0]), u64(transposed.shape[0])
+    count, size, height = lengths.shape[0], u64(starts.shape[1]), u64(transposed.shape[0])
     steps = total.shape[0] // count
-    across, along = data.layout
     matrix, weight = transposed.ravel(), weights[row]
     beta, later = np.zeros(height, table.dtype), np.zeros(height, table.dtype)
     seen, probs = np.zeros(height, table.dtype), np.zeros(height, table.dtype)
     zero, one, lowest = table.dtype.type(0), table.dtype.type(1), table.dtype.type(low)
     for k in range(size):
-        beta[k] = one
+        beta[k] = ends[row, k]
     for t in range(lengths[row] - 1 if exact[row] else -1, -1, -1):
-        at, read = row * steps + t, across * row + along * t
+        at, read = row * steps + t, data.first[row] + t * data.along
         offset = u64(at) * size
         here = alpha[offset : offset + size]
         norm = zero
@@ -420,7 +466,7 @@ def backward_row(
                 gamma[read, k] = probs[k]
         if t == 0:
             for k in range(size):
-                starts[k] += probs[k]
+                starts[row, k] = probs[k]
             break
         _read_row(seen, read, data, size, lowest)
         inverse = one / (norm * total[at])
@@ -443,3 +489,69 @@ def finish(counts, packed, out):
             finite = finite and abs(value) < np.inf
             out[j, k] = value
     return finite
+
+
+@kernel
+def join(heads, later, initial, packed, evidence, ends, starts, finish, total):
+    """Join the forward passes of pieces of sequences.
+
+    Args:
+        heads: ``(P + 1,)``, each piece's first row of ``evidence`` and ``ends``.
+        later: ``(P,)``, whether it has K rows, for each state before it; else it begins a sequence.
+        initial: ``(K,)``.
+        packed: Transition probabilities.
+        evidence: Log evidence of each row.
+        ends: ``(., K)``, last messages of the rows.
+        starts: ``(P, K)``: probabilities of first states given all before, to be written.
+        finish: ``(P, K)``: last messages given all before, to be written.
+        total: ``(P,)``: log evidence up to the end of each piece, to be written.
+    """
+    size = initial.shape[0]
+    mass = np.zeros(size)
+    for p in range(heads.shape[0] - 1):
+        a = heads[p]
+        if not later[p]:
+            total[p] = evidence[a]
+            for k in range(size):
+                starts[p, k] = initial[k]
+                finish[p, k] = ends[a, k]
+            continue
+        peak = evidence[a : a + size].max()
+        for k in range(size):
+            mass[k] = 0.0
+            starts[p, k] = 0.0
+        for i in range(size):
+            before = finish[p - 1, i]
+            weight = before * np.exp(evidence[a + i] - peak)
+            for k in range(size):
+                mass[k] += weight * ends[a + i, k]
+                starts[p, k] += before * packed[i, k]
+        norm = mass.sum()
+        total[p] = total[p - 1] + peak + np.log(norm)
+        for k in range(size):
+            finish[p, k] = mass[k] / norm
+
+
+@kernel
+def look_back(heads, later, evidence, ends, finish, after):
+    """Write what follows the last step of each piece, as :func:`backward_tiles` wants it.
+
+    The arguments are those of :func:`join`; ``after`` is ``(P, K)``.
+    """
+    count, size = finish.shape
+    for p in range(count - 1, -1, -1):
+        a = heads[p + 1]
+        if p + 1 == count or not later[p + 1]:  # a sequence ends
+            for k in range(size):
+                after[p, k] = 1
+            continue
+        peak, norm = evidence[a : a + size].max(), 0.0
+        for i in range(size):
+            value = 0.0
+            for k in range(size):
+                value += ends[a + i, k] * after[p + 1, k]
+            value *= np.exp(evidence[a + i] - peak)
+            after[p, i] = value
+            norm += finish[p, i] * value
+        for k in range(size):
+            after[p, k] /= norm

@@ -89,8 +89,6 @@ def weigh(seen, lanes, size, peak, low):
 @kernel
 def multiply(out, tile, packed, height):
     """Write the product of a tile of ``LANES`` messages with a matrix."""
-    for i in range(height * _LANES):
-        out[i] = 0
     for j in range(_0, height, _4):
         q = j * _LANES
         for k in range(_0, height, _4):
@@ -103,13 +101,22 @@ def multiply(out, tile, packed, height):
             c0, c1, c2, c3 = packed[m], packed[m + _1], packed[m + _2], packed[m + _3]
             m += height
             d0, d1, d2, d3 = packed[m], packed[m + _1], packed[m + _2], packed[m + _3]
-            for i in range(_LANES):
-                a, b = tile[q + i], tile[q + _LANES + i]
-                c, d = tile[q + _2 * _LANES + i], tile[q + _3 * _LANES + i]
-                out[o + i] += a * a0 + b * b0 + c * c0 + d * d0
-                out[o + _LANES + i] += a * a1 + b * b1 + c * c1 + d * d1
-                out[o + _2 * _LANES + i] += a * a2 + b * b2 + c * c2 + d * d2
-                out[o + _3 * _LANES + i] += a * a3 + b * b3 + c * c3 + d * d3
+            if j == _0:
+                for i in range(_LANES):
+                    a, b = tile[q + i], tile[q + _LANES + i]
+                    c, d = tile[q + _2 * _LANES + i], tile[q + _3 * _LANES + i]
+                    out[o + i] = a * a0 + b * b0 + c * c0 + d * d0
+                    out[o + _LANES + i] = a * a1 + b * b1 + c * c1 + d * d1
+                    out[o + _2 * _LANES + i] = a * a2 + b * b2 + c * c2 + d * d2
+                    out[o + _3 * _LANES + i] = a * a3 + b * b3 + c * c3 + d * d3
+            else:
+                for i in range(_LANES):
+                    a, b = tile[q + i], tile[q + _LANES + i]
+                    c, d = tile[q + _2 * _LANES + i], tile[q + _3 * _LANES + i]
+                    out[o + i] += a * a0 + b * b0 + c * c0 + d * d0
+                    out[o + _LANES + i] += a * a1 + b * b1 + c * c1 + d * d1
+                    out[o + _2 * _LANES + i] += a * a2 + b * b2 + c * c2 + d * d2
+                    out[o + _3 * _LANES + i] += a * a3 + b * b3 + c * c3 + d * d3
 
 
 @kernel
@@ -130,6 +137,40 @@ def scale_lanes(tile, factor, lanes, size):
     for k in range(size):
         for i in range(lanes):
             tile[k * lanes + i] *= factor[i]
+
+
+@kernel
+def sum_rows(norm, product, first, second, height):
+    """As :func:`sum_products`, of full tiles, four states at a time."""
+    for k in range(_0, height, _4):
+        o = k * _LANES
+        for i in range(o, o + _LANES):
+            product[i] = first[i] * second[i]
+            product[i + _LANES] = first[i + _LANES] * second[i + _LANES]
+            product[i + _2 * _LANES] = first[i + _2 * _LANES] * second[i + _2 * _LANES]
+            product[i + _3 * _LANES] = first[i + _3 * _LANES] * second[i + _3 * _LANES]
+        if k == _0:
+            for i in range(_LANES):
+                norm[i] = (product[i] + product[i + _LANES]) + (
+                    product[i + _2 * _LANES] + product[i + _3 * _LANES]
+                )
+        else:
+            for i in range(_LANES):
+                norm[i] += (product[o + i] + product[o + i + _LANES]) + (
+                    product[o + i + _2 * _LANES] + product[o + i + _3 * _LANES]
+                )
+
+
+@kernel
+def scale_rows(tile, factor, height):
+    """As :func:`scale_lanes`, of full tiles, four states at a time."""
+    for o in range(_0, height * _LANES, _4 * _LANES):
+        for i in range(_LANES):
+            x = factor[i]
+            tile[o + i] *= x
+            tile[o + i + _LANES] *= x
+            tile[o + i + _2 * _LANES] *= x
+            tile[o + i + _3 * _LANES] *= x
 
 
 @kernel

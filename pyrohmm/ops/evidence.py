@@ -24,6 +24,8 @@ LIMITS = {  # smallest normal number, and relative precision
     name: (float(np.finfo(name).tiny), float(np.finfo(name).eps)) for name in ("float32", "float64")
 }
 WIDEST = 128  # states; for more, matrix products of torch are faster
+FEW = 4  # states, up to which a long sequence goes in pieces
+LONG = 100  # steps of each piece, from which that pays
 
 
 class Uniform(NamedTuple):
@@ -59,56 +61,52 @@ def log_evidence(
     return _Evidence.apply(*chain, general)
 
 
-class _Group:
-    """One group of sequences: its arrays as the kernels read them, and its messages."""
+class _Pass(NamedTuple):
+    """A forward pass: what it has found, and what its backward pass reads.
 
-    def __init__(
-        self, initial: np.ndarray, transition: np.ndarray, logs: np.ndarray,
-        symbols: np.ndarray | None, lengths: np.ndarray,
-    ) -> None:  # fmt: skip
+    Attributes:
+        evidence: ``(n,)``.
+        exact: ``(n,)``, where it is.
+        ends: ``(n, K)``, last messages.
+        alpha: Messages, flat; none if they are not kept.
+        total: Their sums before they were scaled, flat; as these.
+    """
+
+    evidence: np.ndarray
+    exact: np.ndarray
+    ends: np.ndarray
+    alpha: np.ndarray
+    total: np.ndarray
+
+
+class _Back(NamedTuple):
+    """What a backward pass has found: expected counts, those of transitions over probabilities."""
+
+    starts: np.ndarray
+    pairs: np.ndarray
+    emitted: np.ndarray
+
+
+class _Sweep:
+    """Forward and backward passes over sequences, or pieces of them."""
+
+    def __init__(self, data: Any, packed: np.ndarray, size: int) -> None:
         self.kernels = kernels = import_module("._numba_evidence", __package__)
-        self.dtype, self.size, self.count = logs.dtype, len(transition), len(lengths)
-        tiny, eps = LIMITS[self.dtype.name]
-        low, slack, height = math.log(tiny), tiny * self.size / eps, -(-self.size // 4) * 4
-        self.initial, self.packed = self._zeros(1, self.size), self._zeros(height, height)
-        least, zero = kernels.probabilities(initial[None], low, self.initial)
-        other, other_zero = kernels.probabilities(transition, low, self.packed)
-        smallest = math.exp(min(least, other, 0.0))
-        watched = zero or other_zero or smallest**2 < slack
-        if symbols is None:
-            table, peaks, chosen = self._zeros(0, height), self._zeros(1), np.zeros(0, np.int64)
-            self.steps, by_time = logs.shape[1], logs.swapaxes(0, 1)
-            self.by_time = by_time.flags.c_contiguous
-            layout = (1, self.count) if self.by_time else (self.steps, 1)
-            seen = (by_time if self.by_time else logs).reshape(-1)
-        else:
-            num_symbols, self.steps = logs.shape[1], symbols.shape[1]
-            table, peaks = self._zeros(num_symbols + 1, height), self._zeros(num_symbols + 1)
-            kernels.scaled_table(logs, low, table, peaks)
-            chosen, seen, layout = symbols.reshape(-1), self._zeros(0), (self.steps, 1)
-        limits = (smallest if watched else -1.0, low, tiny, slack)
-        self.data = kernels.Data(chosen, table, peaks, seen, layout, lengths, limits)
-        many = self.count >= kernels.LANES // 2
-        self.width = kernels.LANES if many else 1
+        self.data, self.packed, self.size = data, packed, size
+        self.count, self.steps = len(data.lengths), int(data.lengths.max())
+        self.alone = self.count < kernels.LANES // 2  # one sequence after the other
+        self.width = 1 if self.alone else kernels.LANES
         self.tiles = -(-self.count // self.width)
-        self.loops = (
-            (kernels.forward_tiles, kernels.backward_tiles)
-            if many
-            else (kernels.forward_row, kernels.backward_row)
-        )
-
-    def _zeros(self, *shape: int) -> np.ndarray:
-        return np.zeros(shape, self.dtype)
 
     @property
-    def _work(self) -> int:
+    def work(self) -> int:
         """Multiplications, about."""
         return self.count * self.steps * self.size * (self.size + 16)
 
     @property
-    def _threads(self) -> int:
+    def threads(self) -> int:
         """How many the work is worth: each has a millisecond of it."""
-        return min(torch.get_num_threads(), self.tiles, 1 + self._work // MILLISECOND)
+        return min(torch.get_num_threads(), self.tiles, 1 + self.work // MILLISECOND)
 
     def _run(self, loop: Callable[..., None], *arguments: Any, results: Sequence[Any]) -> None:
         """Run over all tiles; each thread has results of its own."""
@@ -120,53 +118,200 @@ class _Group:
 
         self.kernels.share(run, len(results))
 
-    def forward(self, kept: bool) -> None:
-        """Evidence, where it is exact, and the messages if they are ``kept``."""
-        rows = self.tiles * self.width * self.steps
-        make = torch.empty if self.width > 1 else torch.zeros  # its rows are all added up
+    def forward(self, initial: np.ndarray, kept: bool) -> _Pass:
+        """The pass with initial probabilities ``(n, K)``; messages are written if ``kept``."""
+        rows = self.tiles * self.width * self.steps if kept else 0
+        make = torch.zeros if self.alone else torch.empty  # its rows are all added up
         like = torch.from_numpy(self.packed)
-        self.alpha = make(rows * self.size if kept else 0, dtype=like.dtype).numpy()
-        self.total = np.empty(rows, self.dtype)
-        self.evidence, self.exact = np.zeros(self.count), np.ones(self.count, np.bool_)
-        self._run(
-            self.loops[0], self.initial[0], self.packed, kept, self.alpha, self.total,
-            self.evidence, self.exact, results=[()] * self._threads,
+        found = _Pass(
+            np.zeros(self.count), np.ones(self.count, np.bool_),
+            np.zeros((self.count, self.size), self.packed.dtype),
+            make(rows * self.size, dtype=like.dtype).numpy(),
+            np.empty(rows, self.packed.dtype),
         )  # fmt: skip
+        self._run(
+            self.kernels.forward_row if self.alone else self.kernels.forward_tiles,
+            initial, self.packed, kept, found.alpha, found.total, found.evidence, found.exact,
+            found.ends, results=[()] * self.threads,
+        )  # fmt: skip
+        return found
 
-    def backward(self, weights: np.ndarray) -> tuple[Tensor, ...] | None:
-        """Gradients by initial, transition and logs; None if numbers left their range.
+    def backward(
+        self, found: _Pass, weights: np.ndarray, after: np.ndarray, gamma: Tensor
+    ) -> _Back | None:
+        """Expected counts, each sequence with its weight; None if numbers left their range.
 
         They lie in memory of torch, whose products of matrices depend on how that is aligned.
+
+        Args:
+            found: The forward pass.
+            weights: ``(n,)``.
+            after: ``(n, K)``, what follows the last steps.
+            gamma: Where the posterior is written, ``(rows, K)``; no rows with symbols.
         """
-        by_symbol = bool(self.data.symbols.size)
-        like = torch.from_numpy(self.packed)
-        gamma = like.new_zeros(0 if by_symbol else self.count * self.steps, self.size)
-        alone, threads = self.width == 1, range(self._threads)  # one sequence after the other
-        message = like.new_zeros(self.count * self.steps if alone else 0, self.size)
-        starts = [np.zeros(self.size) for _ in threads]
-        pairs = [message.numpy() if alone else np.zeros(self.packed.shape) for _ in threads]
-        emitted = [np.zeros(self.data.table.shape if by_symbol else (0, 1)) for _ in threads]
-        exact = self.exact.copy()
+        threads = range(self.threads)
+        message = gamma.new_zeros(self.count * self.steps if self.alone else 0, self.size)
+        starts = np.zeros((self.count, self.size), self.packed.dtype)
+        pairs = [message.numpy() if self.alone else np.zeros(self.packed.shape) for _ in threads]
+        emitted = [np.zeros(self.data.table.shape) for _ in threads]
+        exact = found.exact.copy()
         self._run(
-            self.loops[1], np.ascontiguousarray(self.packed.T), weights, self.alpha, self.total,
-            exact, results=[(*own, gamma.numpy()) for own in zip(starts, pairs, emitted)],
+            self.kernels.backward_row if self.alone else self.kernels.backward_tiles,
+            np.ascontiguousarray(self.packed.T), weights, found.alpha, found.total, exact, starts,
+            gamma.numpy(), after, results=list(zip(pairs, emitted)),
         )  # fmt: skip
-        counts = _sum(pairs)
-        if alone:  # the message to a first step is zero
-            before = torch.from_numpy(self.alpha).view(-1, self.size)[:-1]
-            with threads_for(self._work):
-                counts = (before.mT @ message[1:]).double().numpy()
-        transitions = like.new_empty(self.size, self.size)
-        finite = self.kernels.finish(counts, self.packed, transitions.numpy())
-        if not finite or not np.array_equal(exact, self.exact):
+        if not np.array_equal(exact, found.exact):
             return None
-        if by_symbol:
-            logs = torch.from_numpy(_sum(emitted)[:-1, : self.size]).to(like.dtype, copy=True).T
+        counts = _sum(pairs)
+        if self.alone:  # the message to a first step is zero
+            before = torch.from_numpy(found.alpha).view(-1, self.size)[:-1]
+            with threads_for(self.work):
+                counts = (before.mT @ message[1:]).double().numpy()
+        return _Back(starts, counts, _sum(emitted))
+
+
+class _Whole:
+    """Sequences as they are."""
+
+    def __init__(self, data: Any, initial: np.ndarray, packed: np.ndarray) -> None:
+        self.sweep = _Sweep(data, packed, initial.shape[1])
+        self.initial = np.broadcast_to(initial, (self.sweep.count, self.sweep.size))
+
+    def forward(self, kept: bool) -> tuple[np.ndarray, np.ndarray]:
+        """Evidence ``(n,)``, and where it is exact."""
+        self.found = self.sweep.forward(self.initial, kept)
+        return self.found.evidence, self.found.exact
+
+    def backward(self, weights: np.ndarray, gamma: Tensor) -> _Back | None:
+        """Expected counts: see :class:`_Sweep`."""
+        return self.sweep.backward(self.found, weights, np.ones_like(self.found.ends), gamma)
+
+
+class _Pieces:
+    """Few long sequences with few states, in pieces that go side by side.
+
+    A first pass goes through each piece but the first from every state before it, so K times as
+    much; then it is known where all begin, and what follows them.
+    """
+
+    def __init__(self, data: Any, initial: np.ndarray, packed: np.ndarray) -> None:
+        size, lanes = initial.shape[1], import_module("._numba_evidence", __package__).LANES
+        self.whole = _Whole(data, initial, packed)
+        length = -(-int(data.lengths.sum()) // lanes)
+        counts = -(-data.lengths // length)  # pieces of each sequence
+        self.owner = np.repeat(np.arange(len(counts)), counts)
+        number = np.arange(len(self.owner)) - np.repeat(np.cumsum(counts) - counts, counts)
+        self.later = number > 0
+        begin = number * length
+        first = data.first[self.owner] + begin * data.along
+        lengths = np.minimum(data.lengths[self.owner] - begin, length)
+        rows = np.where(self.later, size, 1)
+        self.heads = np.concatenate([[0], np.cumsum(rows)])
+        each = np.repeat(np.arange(len(rows)), rows)
+        self.probe = _Sweep(data._replace(first=first[each], lengths=lengths[each]), packed, size)
+        self.pieces = _Sweep(data._replace(first=first, lengths=lengths), packed, size)
+        self.initial = np.empty((len(each), size), packed.dtype)
+        self.initial[self.heads[:-1][~self.later]] = initial
+        self.initial[self.later[each]] = np.tile(packed[:size, :size], (self.later.sum(), 1))
+
+    def forward(self, kept: bool) -> tuple[np.ndarray, np.ndarray]:
+        """Evidence ``(n,)``, and where it is exact."""
+        self.tried = tried = self.probe.forward(self.initial, kept=False)
+        shape = len(self.owner), self.pieces.size
+        self.starts, self.finish = np.empty(shape, self.initial.dtype), np.empty(shape)
+        total = np.empty(len(self.owner))
+        self.good = bool(tried.exact.all())
+        if self.good:
+            self.probe.kernels.join(
+                self.heads, self.later, self.initial[0], self.pieces.packed, tried.evidence,
+                tried.ends, self.starts, self.finish, total,
+            )  # fmt: skip
+            if kept:
+                self.found = self.pieces.forward(self.starts, kept)
+                self.good = bool(self.found.exact.all())
+        if not self.good:
+            return self.whole.forward(kept)
+        last = np.append(~self.later[1:], True)
+        return total[last], np.ones(int(last.sum()), np.bool_)
+
+    def backward(self, weights: np.ndarray, gamma: Tensor) -> _Back | None:
+        """Expected counts: see :class:`_Sweep`."""
+        if not self.good:
+            return self.whole.backward(weights, gamma)
+        after = np.empty_like(self.starts)
+        parts = self.heads, self.later, self.tried.evidence, self.tried.ends, self.finish
+        self.probe.kernels.look_back(*parts, after)
+        back = self.pieces.backward(self.found, weights[self.owner], after, gamma)
+        if back is None:
+            return None
+        entered = np.divide(
+            back.starts, self.starts, out=np.zeros(back.starts.shape), where=self.starts > 0
+        )[self.later]
+        before = self.finish[:-1][self.later[1:]]
+        pairs = back.pairs.copy()
+        pairs[: self.pieces.size, : self.pieces.size] += before.T @ entered
+        return back._replace(starts=back.starts[~self.later], pairs=pairs)
+
+
+class _Group:
+    """One group of sequences: its arrays as the kernels read them, and its passes."""
+
+    def __init__(
+        self, initial: np.ndarray, transition: np.ndarray, logs: np.ndarray,
+        symbols: np.ndarray | None, lengths: np.ndarray,
+    ) -> None:  # fmt: skip
+        self.kernels = kernels = import_module("._numba_evidence", __package__)
+        self.dtype, self.size, self.count = logs.dtype, len(transition), len(lengths)
+        tiny, eps = LIMITS[self.dtype.name]
+        low, slack, height = math.log(tiny), tiny * self.size / eps, -(-self.size // 4) * 4
+        start, self.packed = self._zeros(1, self.size), self._zeros(height, height)
+        least, zero = kernels.probabilities(initial[None], low, start)
+        other, other_zero = kernels.probabilities(transition, low, self.packed)
+        smallest = math.exp(min(least, other, 0.0))
+        watched = zero or other_zero or smallest**2 < slack
+        self.by_symbol = symbols is not None
+        if symbols is None:
+            table, peaks, chosen = self._zeros(0, height), self._zeros(1), np.zeros(0, np.int64)
+            self.steps, by_time = logs.shape[1], logs.swapaxes(0, 1)
+            self.by_time = by_time.flags.c_contiguous
+            across, along = (1, self.count) if self.by_time else (self.steps, 1)
+            seen = (by_time if self.by_time else logs).reshape(-1)
+        else:
+            num_symbols, self.steps = logs.shape[1], symbols.shape[1]
+            table, peaks = self._zeros(num_symbols + 1, height), self._zeros(num_symbols + 1)
+            kernels.scaled_table(logs, low, table, peaks)
+            chosen, seen, across, along = symbols.reshape(-1), self._zeros(0), self.steps, 1
+        limits = (smallest if watched else -1.0, low, tiny, slack)
+        first = across * np.arange(self.count)
+        data = kernels.Data(chosen, table, peaks, seen, first, along, lengths, limits)
+        few = self.size <= FEW and self.count < kernels.LANES // 2
+        long = few and int(lengths.sum()) >= LONG * kernels.LANES
+        self.passes = (_Pieces if long else _Whole)(data, start, self.packed)
+
+    def _zeros(self, *shape: int) -> np.ndarray:
+        return np.zeros(shape, self.dtype)
+
+    def forward(self, kept: bool) -> None:
+        """Evidence, and where it is exact; messages are ``kept`` for the backward pass."""
+        self.evidence, self.exact = self.passes.forward(kept)
+
+    def backward(self, weights: np.ndarray) -> tuple[Tensor, ...] | None:
+        """Gradients by initial, transition and logs; None if numbers left their range."""
+        like = torch.from_numpy(self.packed)
+        gamma = like.new_zeros(0 if self.by_symbol else self.count * self.steps, self.size)
+        back = self.passes.backward(weights, gamma)
+        transitions = like.new_empty(self.size, self.size)
+        if back is None or not self.kernels.finish(back.pairs, self.packed, transitions.numpy()):
+            return None
+        if self.by_symbol:
+            counts = torch.from_numpy(back.emitted[:-1, : self.size])
+            logs = counts.to(like.dtype, copy=True).T
         elif self.by_time:
             logs = gamma.reshape(self.steps, self.count, self.size).transpose(0, 1)
         else:
             logs = gamma.reshape(self.count, self.steps, self.size)
-        return torch.from_numpy(_sum(starts)).to(like.dtype, copy=True), transitions, logs
+        starts = torch.from_numpy(back.starts.sum(0, dtype=np.float64))
+        return starts.to(like.dtype, copy=True), transitions, logs
 
 
 class _Evidence(torch.autograd.Function):

@@ -194,25 +194,61 @@ def expected_counts(
         }
     )
     log_likelihood = log_likelihood.expand(*batch, *log_likelihood.shape[-2:])
-    logs = log_initial, log_transition, log_likelihood
+
+    def evidence(initial: Tensor, transition: Tensor, likelihood: Tensor) -> Tensor:
+        return log_evidence(initial, transition, likelihood, lengths)
+
+    return _counts(evidence, log_initial, log_transition, log_likelihood)
+
+
+@explained()
+def expected_counts_of_symbols(
+    log_initial: Tensor,
+    log_transition: Tensor,
+    log_symbols: Tensor,
+    symbols: Tensor,
+    lengths: Tensor,
+    known: Tensor | None = None,
+) -> ExpectedCounts:
+    """As :func:`expected_counts`, of observations that are symbols: nothing is written per step.
+
+    The arguments are those of :func:`log_evidence_of_symbols`.
+
+    Returns:
+        The counts, with ``states`` ``(*, V, K)``: the expected number of steps at which each symbol
+        is observed in each state, summed over the sequences that share ``log_symbols``.
+
+    Example:
+        >>> half = torch.full((2,), 0.5).log()
+        >>> coins = torch.tensor([[1.0, 0.0], [0.0, 1.0]]).log()
+        >>> flips = torch.tensor([0, 0, 1])
+        >>> matrix = half.expand(1, 2, 2)
+        >>> expected_counts_of_symbols(half, matrix, coins, flips, torch.tensor(3)).states
+        tensor([[2., 0.],
+                [0., 1.]])
+    """
+
+    def evidence(initial: Tensor, transition: Tensor, table: Tensor) -> Tensor:
+        return log_evidence_of_symbols(initial, transition, table, symbols, lengths, known)
+
+    counts = _counts(evidence, log_initial, log_transition, log_symbols)
+    return counts._replace(states=counts.states.mT)
+
+
+def _counts(evidence: Callable[[Tensor, Tensor, Tensor], Tensor], *logs: Tensor) -> ExpectedCounts:
+    """The evidence, and its gradients by its arguments."""
     if transforming():
-        evidence, counts = evidence_and_gradient(
-            lambda initial, transition, likelihood: log_evidence(
-                initial, transition, likelihood, lengths
-            ),
-            *logs,
-        )
-        return ExpectedCounts(evidence, *counts)
+        value, counts = evidence_and_gradient(evidence, *logs)
+        return ExpectedCounts(value, *counts)
     with torch.inference_mode(False), torch.enable_grad():
-        initial, transition, likelihood = (
-            leaves
-        ) = [  # tensors made in inference mode cannot ask for gradients
+        # tensors made in inference mode cannot ask for gradients
+        leaves = [
             (part.clone() if part.is_inference() else part.detach()).requires_grad_()
             for part in logs
         ]
-        evidence = log_evidence(initial, transition, likelihood, lengths)
-        counts = torch.autograd.grad(evidence.sum(), leaves, materialize_grads=True)
-    return ExpectedCounts(evidence.detach(), *counts)
+        value = evidence(*leaves)
+        counts = torch.autograd.grad(value.sum(), leaves, materialize_grads=True)
+    return ExpectedCounts(value.detach(), *counts)
 
 
 def filtered(

@@ -100,6 +100,71 @@ def test_each_group_of_sequences_has_its_matrix(shared):
         assert_close(gradients[1][r, 0], slopes[1])
 
 
+@pytest.mark.parametrize("dtype", CLOSE, ids=str)
+@pytest.mark.parametrize("zeros", [False, True], ids=["positive", "hard zeros"])
+@pytest.mark.parametrize(
+    ("count", "steps", "states"), [(1, 40, 1), (1, 64, 3), (1, 333, 4), (3, 50, 2), (14, 9, 4)]
+)
+def test_few_long_sequences_in_pieces(monkeypatch, count, steps, states, zeros, dtype):
+    """Symbols and log-likelihoods in both layouts, ragged and with gaps, with a weight each."""
+    monkeypatch.setattr(evidence, "LONG", 1)
+    initial, transition, table, symbols, lengths, known = case(
+        count, steps, states, 5, dtype, zeros
+    )
+    tried = []
+    join = evidence._Pieces.forward
+    monkeypatch.setattr(
+        evidence._Pieces, "forward", lambda self, kept: tried.append(1) or join(self, kept)
+    )
+    weights = torch.linspace(-1, 2, count, dtype=dtype)
+    found = solved(initial, transition, table, symbols, lengths, known, weights)
+    assert tried
+    expected = solved(initial, transition, table, symbols, lengths, known, weights, backends.TORCH)
+    for ours, theirs in zip((found[0], *found[1]), (expected[0], *expected[1])):
+        assert_close(ours, theirs, **CLOSE[dtype])
+    scores = table.T[symbols].masked_fill(~known.unsqueeze(-1), 0.0)
+    for layout in (scores, scores.transpose(0, 1).contiguous().transpose(0, 1)):
+        inputs = [part.clone().requires_grad_() for part in (initial, transition[None])]
+        inputs.append(layout.requires_grad_())
+        results = []
+        for backend in (backends.NUMBA, backends.TORCH):
+            with backends.use(backend):
+                value = recursions.log_evidence(*inputs, lengths)
+                results.append((value.detach(), *torch.autograd.grad(value, inputs, weights)))
+        for ours, theirs in zip(*results):
+            assert_close(ours, theirs, **CLOSE[dtype])
+
+
+def test_pieces_join_whatever_the_order_of_magnitude(monkeypatch):
+    """A chain that seldom leaves its state, and symbols that all but exclude the other states."""
+    monkeypatch.setattr(evidence, "LONG", 1)
+    for stay in (1 - 1e-12, 1e-12):
+        rest = (1 - stay) / 2
+        transition = torch.full((3, 3), rest, dtype=torch.float64).fill_diagonal_(stay).log()
+        table = torch.full((3, 3), 1e-40, dtype=torch.float64).fill_diagonal_(1 - 2e-40).log()
+        symbols = torch.arange(3).repeat_interleave(30)[None]
+        arguments = transition[0], transition, table, symbols, torch.tensor([90]), None
+        found = solved(*arguments, torch.ones(1))
+        expected = solved(*arguments, torch.ones(1), backends.TORCH)
+        for ours, theirs in zip((found[0], *found[1]), (expected[0], *expected[1])):
+            assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("count", [1, 20])
+def test_products_of_norms_do_not_underflow(count):
+    """Symbols that are all but impossible where the chain is, step after step."""
+    transition = torch.tensor([[1.0, 1e-300], [1e-300, 1.0]], dtype=torch.float64).log()
+    table = torch.tensor([[1e-280, 1.0], [1.0, 1e-280]], dtype=torch.float64).log()
+    symbols = torch.zeros(count, 9).long()
+    symbols[:, ::2] = 1
+    lengths = torch.full((count,), 9)
+    arguments = torch.tensor([1.0, 0.0]).double().log(), transition, table, symbols, lengths, None
+    found = solved(*arguments, torch.ones(count))
+    expected = solved(*arguments, torch.ones(count), backends.TORCH)
+    for ours, theirs in zip((found[0], *found[1]), (expected[0], *expected[1])):
+        assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
+
+
 def test_sequences_that_underflow_are_computed_again_and_the_others_are_not(monkeypatch):
     """Hard zeros make one sequence impossible: -inf, with gradient zero; NaN stays its own."""
     again = []
