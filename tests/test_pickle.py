@@ -27,6 +27,7 @@ from pyrohmm import (
     TabularFactorialHMM,
     TabularHMM,
     TabularHSMM,
+    TabularSecondOrderHMM,
     additive_bernoulli,
     additive_normal,
     autoregressive_categorical,
@@ -75,6 +76,7 @@ MODULES = {
         )
     },
     "several chains": lambda: TabularFactorialHMM((2, 2), additive_normal((2, 2), 2)),
+    "two states before": lambda: TabularSecondOrderHMM(2, categorical(2)),
     "logits that add": lambda: TabularFactorialHMM((2, 2), additive_bernoulli((2, 2), 2)),
     "autoregressive vectors": lambda: TabularHMM(2, autoregressive_normal(2)),
     "autoregressive symbols": lambda: TabularHMM(2, autoregressive_categorical(3)),

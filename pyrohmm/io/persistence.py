@@ -19,6 +19,7 @@ from ..distributions.hard_zeros import built_from
 from ..distributions.hmm import HMM
 from ..distributions.hsmm import HSMM
 from ..distributions.observation import Streams, Tied, is_spherical, is_tied
+from ..distributions.second_order_hmm import SecondOrderHMM
 from ..distributions.vector_autoregression import AutoregressiveNormal
 from ..ops.block_transition import InnerProductTransition
 from ..ops.blocks import Blocks
@@ -106,7 +107,8 @@ def save(thing: HMM | nn.Module, directory: FilePath) -> None:
     ``tensors.safetensors``, and ``pyrohmm.json``, a copy of its description to be read by people.
 
     Args:
-        thing: An :class:`HMM`, :class:`HSMM`, :class:`FactorialHMM` or :class:`BlockHMM`, or a
+        thing: An :class:`HMM`, :class:`HSMM`, :class:`FactorialHMM`, :class:`SecondOrderHMM` or
+            :class:`BlockHMM`, or a
             ``torch.nn.Module`` such as an :class:`HMMModule`.
         directory: A directory that does not exist, is empty, or holds what was saved before. The
             one above it must exist.
@@ -193,17 +195,20 @@ def describe(thing: HMM | nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]
     if type(thing) is HMM:
         return _describe_hmm(thing)
     if type(thing) is HSMM:
-        return _describe_hsmm(thing)
+        names = "log_initial", "log_transition", "log_duration"
+        return _describe_structured(thing, names, censored_end=thing.censored_end)
     if type(thing) is FactorialHMM:
         return _describe_factorial_hmm(thing)
+    if type(thing) is SecondOrderHMM:
+        return _describe_structured(thing, ("log_initial", "log_second", "log_transition"))
     if type(thing) is BlockHMM:
         return _describe_block_hmm(thing)
     if isinstance(thing, nn.Module):
         return _state(thing), {"kind": "module", "class": type(thing).__qualname__}
     raise TypeError(
-        "thing must be an HMM, HSMM, FactorialHMM, BlockHMM or torch.nn.Module; got "
-        f"{type(thing).__name__}. Of a fit, save fit.hmm(data); of an HMM of another class, the "
-        "module that builds it."
+        "thing must be an HMM, HSMM, FactorialHMM, SecondOrderHMM, BlockHMM or "
+        f"torch.nn.Module; got {type(thing).__name__}. Of a fit, save fit.hmm(data); of an HMM "
+        "of another class, the module that builds it."
     )
 
 
@@ -264,29 +269,36 @@ def _build_hmm(tensors: dict[str, Tensor], meta: dict[str, Any]) -> HMM:
     return HMM(
         log_initial=tensors.pop("log_initial"),
         log_transition=tensors.pop("log_transition"),
-        emission=_build_part(meta.get("emission"), "emission", tensors),
-        lengths=tensors.pop("lengths"),
-        observed=tensors.pop("observed", None),
-        validate_args=_validation(meta),
         transition_per_step=_flag(meta, "transition_per_step"),
-        emission_per_step=_flag(meta, "emission_per_step"),
-        allowed=tensors.pop("allowed", None),
+        **_common(tensors, meta),
     )
 
 
-def _describe_hsmm(hmm: HSMM) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    tensors, meta = _describe_hmm(hmm)
+def _common(tensors: dict[str, Tensor], meta: dict[str, Any]) -> dict[str, Any]:
+    """The arguments that all kinds of chains have."""
+    return {
+        "emission": _build_part(meta.get("emission"), "emission", tensors),
+        "lengths": tensors.pop("lengths"),
+        "observed": tensors.pop("observed", None),
+        "validate_args": _validation(meta),
+        "emission_per_step": _flag(meta, "emission_per_step"),
+        "allowed": tensors.pop("allowed", None),
+    }
+
+
+def _describe_structured(
+    hmm: HMM, chain: tuple[str, ...], **further: Any
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    tensors, meta = _describe_hmm(hmm, chain)
     del meta["transition_per_step"]
-    tensors["log_duration"] = hmm.log_duration
-    return tensors, meta | {"class": "HSMM", "censored_end": hmm.censored_end}
+    return tensors, meta | {"class": type(hmm).__name__} | further
 
 
 def _describe_factorial_hmm(hmm: FactorialHMM) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    tensors, meta = _describe_hmm(hmm, ())
-    del meta["transition_per_step"]
+    tensors, meta = _describe_structured(hmm, (), chains=len(hmm.sizes))
     for name in ("log_initials", "log_transitions"):
         tensors |= {f"{name}.{m}": part for m, part in enumerate(getattr(hmm, name))}
-    return tensors, meta | {"class": "FactorialHMM", "chains": len(hmm.sizes)}
+    return tensors, meta
 
 
 def _build_factorial_hmm(tensors: dict[str, Tensor], meta: dict[str, Any]) -> FactorialHMM:
@@ -295,12 +307,17 @@ def _build_factorial_hmm(tensors: dict[str, Tensor], meta: dict[str, Any]) -> Fa
     return FactorialHMM(
         log_initials=[tensors.pop(f"log_initials.{m}") for m in chains],
         log_transitions=[tensors.pop(f"log_transitions.{m}") for m in chains],
-        emission=_build_part(meta.get("emission"), "emission", tensors),
-        lengths=tensors.pop("lengths"),
-        observed=tensors.pop("observed", None),
-        validate_args=_validation(meta),
-        emission_per_step=_flag(meta, "emission_per_step"),
-        allowed=tensors.pop("allowed", None),
+        **_common(tensors, meta),
+    )
+
+
+def _build_second_order_hmm(tensors: dict[str, Tensor], meta: dict[str, Any]) -> SecondOrderHMM:
+    """As :func:`_build_hmm`."""
+    return SecondOrderHMM(
+        log_initial=tensors.pop("log_initial"),
+        log_second=tensors.pop("log_second"),
+        log_transition=tensors.pop("log_transition"),
+        **_common(tensors, meta),
     )
 
 
@@ -310,13 +327,8 @@ def _build_hsmm(tensors: dict[str, Tensor], meta: dict[str, Any]) -> HSMM:
         log_initial=tensors.pop("log_initial"),
         log_transition=tensors.pop("log_transition"),
         log_duration=tensors.pop("log_duration"),
-        emission=_build_part(meta.get("emission"), "emission", tensors),
-        lengths=tensors.pop("lengths"),
-        observed=tensors.pop("observed", None),
-        validate_args=_validation(meta),
         censored_end=_flag(meta, "censored_end"),
-        emission_per_step=_flag(meta, "emission_per_step"),
-        allowed=tensors.pop("allowed", None),
+        **_common(tensors, meta),
     )
 
 
@@ -492,4 +504,5 @@ def _validation(node: dict[str, Any]) -> bool | None:
 
 _BUILDERS = {
     "BlockHMM": _build_block_hmm, "FactorialHMM": _build_factorial_hmm, "HSMM": _build_hsmm,
+    "SecondOrderHMM": _build_second_order_hmm,
 }  # fmt: skip

@@ -16,6 +16,7 @@ Its modules; each imports only those above it:
 ``tabular``         ``TabularHMM``: probabilities are the parameters
 ``durations``       ``TabularHSMM``: states with explicit durations, of several families
 ``factorial``       ``TabularFactorialHMM``: several chains; additive emissions
+``second_order``    ``TabularSecondOrderHMM``: each state depends on the two before it
 ``dense``           ``DenseHMM``: softmax of inner products of embeddings
 ``networks``        networks and tables that make embeddings
 ``neural``          ``NeuralHMM``, ``ScalarHMM``: tens of thousands of states; ``LinearDropout``
@@ -54,6 +55,7 @@ from .normals import normal as normal
 from .normals import normal_full as normal_full
 from .normals import normal_spherical as normal_spherical
 from .normals import normal_tied as normal_tied
+from .second_order import TabularSecondOrderHMM as TabularSecondOrderHMM
 from .tabular import TabularHMM as TabularHMM
 from .tabular import banded as banded
 from .tabular import left_to_right as left_to_right
