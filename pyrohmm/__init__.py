@@ -42,6 +42,8 @@ from .infer.models import markov_sample as markov_sample
 from .infer.models import scale_priors as scale_priors
 from .infer.msteps import GradientStep as GradientStep
 from .infer.nuts import RowPermutationNUTS as RowPermutationNUTS
+from .infer.resizing import merge_states as merge_states
+from .infer.resizing import split_state as split_state
 from .infer.results import Fit as Fit
 from .infer.results import Restarts as Restarts
 from .infer.svi import fit_svi as fit_svi
@@ -169,6 +171,7 @@ __all__ = [
     "load_hmm",
     "load_into",
     "markov_sample",
+    "merge_states",
     "metrics",
     "msteps",
     "negative_binomial_durations",
@@ -189,6 +192,7 @@ __all__ = [
     "scale_priors",
     "second_order",
     "semi_markov",
+    "split_state",
     "starts",
     "sticky",
     "streams",

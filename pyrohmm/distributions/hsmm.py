@@ -27,7 +27,6 @@ from .hmm import HMM
 from .observation import Tied, permuted
 from .structured import StructuredHMM
 
-
 _Factors = tuple[Tensor, Tensor, Tensor, Tensor]
 
 

@@ -108,8 +108,7 @@ def save(thing: HMM | nn.Module, directory: FilePath) -> None:
 
     Args:
         thing: An :class:`HMM`, :class:`HSMM`, :class:`FactorialHMM`, :class:`SecondOrderHMM` or
-            :class:`BlockHMM`, or a
-            ``torch.nn.Module`` such as an :class:`HMMModule`.
+            :class:`BlockHMM`, or a ``torch.nn.Module`` such as an :class:`HMMModule`.
         directory: A directory that does not exist, is empty, or holds what was saved before. The
             one above it must exist.
 
@@ -139,9 +138,7 @@ def load_hmm(directory: FilePath) -> HMM:
     """
     tensors, meta = read_directory(directory, "hmm")
     try:
-        hmm = _BUILDERS.get(meta.get("class", "HMM"), _build_hmm)(tensors, meta)
-        if tensors:
-            raise ValueError(f"nothing needs the tensors {sorted(tensors)}")
+        hmm = restored(tensors, meta)
     except Exception as error:
         path = Path(directory) / TENSORS
         raise ValueError(f"{path} does not describe an HMM: {error}") from error
@@ -195,12 +192,12 @@ def describe(thing: HMM | nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]
     if type(thing) is HMM:
         return _describe_hmm(thing)
     if type(thing) is HSMM:
-        names = "log_initial", "log_transition", "log_duration"
+        names = _STRUCTURED["HSMM"][1]
         return _describe_structured(thing, names, censored_end=thing.censored_end)
     if type(thing) is FactorialHMM:
         return _describe_factorial_hmm(thing)
     if type(thing) is SecondOrderHMM:
-        return _describe_structured(thing, ("log_initial", "log_second", "log_transition"))
+        return _describe_structured(thing, _STRUCTURED["SecondOrderHMM"][1])
     if type(thing) is BlockHMM:
         return _describe_block_hmm(thing)
     if isinstance(thing, nn.Module):
@@ -210,6 +207,15 @@ def describe(thing: HMM | nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]
         f"torch.nn.Module; got {type(thing).__name__}. Of a fit, save fit.hmm(data); of an HMM "
         "of another class, the module that builds it."
     )
+
+
+def restored(tensors: dict[str, Tensor], meta: dict[str, Any]) -> HMM:
+    """The HMM that :func:`describe` described."""
+    tensors = dict(tensors)
+    hmm = _BUILDERS.get(meta.get("class", "HMM"), _build_hmm)(tensors, meta)
+    if tensors:
+        raise ValueError(f"nothing needs the tensors {sorted(tensors)}")
+    return hmm
 
 
 def _state(module: nn.Module) -> dict[str, Tensor]:
@@ -311,25 +317,12 @@ def _build_factorial_hmm(tensors: dict[str, Tensor], meta: dict[str, Any]) -> Fa
     )
 
 
-def _build_second_order_hmm(tensors: dict[str, Tensor], meta: dict[str, Any]) -> SecondOrderHMM:
-    """As :func:`_build_hmm`."""
-    return SecondOrderHMM(
-        log_initial=tensors.pop("log_initial"),
-        log_second=tensors.pop("log_second"),
-        log_transition=tensors.pop("log_transition"),
-        **_common(tensors, meta),
-    )
-
-
-def _build_hsmm(tensors: dict[str, Tensor], meta: dict[str, Any]) -> HSMM:
-    """As :func:`_build_hmm`."""
-    return HSMM(
-        log_initial=tensors.pop("log_initial"),
-        log_transition=tensors.pop("log_transition"),
-        log_duration=tensors.pop("log_duration"),
-        censored_end=_flag(meta, "censored_end"),
-        **_common(tensors, meta),
-    )
+def _build_structured(tensors: dict[str, Tensor], meta: dict[str, Any]) -> HMM:
+    """As :func:`_build_hmm`, of a chain in tensors with names of their own."""
+    kind, names = _STRUCTURED[meta["class"]]
+    tables = {name: tensors.pop(name) for name in names}
+    further = {"censored_end": _flag(meta, "censored_end")} if kind is HSMM else {}
+    return kind(**tables, **further, **_common(tensors, meta))
 
 
 def _describe_block_hmm(hmm: BlockHMM) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -502,7 +495,11 @@ def _validation(node: dict[str, Any]) -> bool | None:
     return None if node.get("validate_args") is None else _flag(node, "validate_args")
 
 
-_BUILDERS = {
-    "BlockHMM": _build_block_hmm, "FactorialHMM": _build_factorial_hmm, "HSMM": _build_hsmm,
-    "SecondOrderHMM": _build_second_order_hmm,
+_STRUCTURED: dict[str, tuple[Any, tuple[str, ...]]] = {
+    "HSMM": (HSMM, ("log_initial", "log_transition", "log_duration")),
+    "SecondOrderHMM": (SecondOrderHMM, ("log_initial", "log_second", "log_transition")),
+}
+_BUILDERS: dict[str, Any] = {
+    "BlockHMM": _build_block_hmm, "FactorialHMM": _build_factorial_hmm,
+    "HSMM": _build_structured, "SecondOrderHMM": _build_structured,
 }  # fmt: skip
