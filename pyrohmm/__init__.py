@@ -86,6 +86,7 @@ from .nn.normals import normal_full as normal_full
 from .nn.normals import normal_spherical as normal_spherical
 from .nn.normals import normal_tied as normal_tied
 from .nn.second_order import TabularSecondOrderHMM as TabularSecondOrderHMM
+from .nn.sticky_hdp import StickyHDPHMM as StickyHDPHMM
 from .nn.tabular import TabularHMM as TabularHMM
 from .nn.tabular import banded as banded
 from .nn.tabular import left_to_right as left_to_right
@@ -129,6 +130,7 @@ __all__ = [
     "SecondOrderHMM",
     "Sequences",
     "StatefulModel",
+    "StickyHDPHMM",
     "TabularFactorialHMM",
     "TabularHMM",
     "TabularHSMM",

@@ -638,6 +638,9 @@ SPECIAL = {
         CHAINS,
     ),
     "factorial.sample_states": CHAINS | {"num_samples": lambda: 2},
+    "resizing.merge_states": {"first": lambda: 0, "second": lambda: 1},
+    "resizing.split_state": {"state": lambda: 0},
+    "StickyHDPHMM": {"emission": lambda: categorical(3)},
     "SecondOrderHMM": {
         **TRIPLES,
         "observed": lambda: torch.ones(2, 3) > 0,
@@ -872,6 +875,7 @@ OBJECTS = {
     "HSMM": hsmm,
     "FactorialHMM": factorial_hmm,
     "SecondOrderHMM": second_order_hmm,
+    "StickyHDPHMM": lambda: pyrohmm.StickyHDPHMM(2, categorical(3)),
     "TabularSecondOrderHMM": lambda: pyrohmm.TabularSecondOrderHMM(2, categorical(3)),
     "TabularFactorialHMM": lambda: pyrohmm.TabularFactorialHMM((2, 2), categorical(3)),
     "Forecast": lambda: pyrohmm.Forecast(simplex(2, 3, 2), gaussian()),
