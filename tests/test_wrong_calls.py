@@ -952,7 +952,6 @@ UNASKED = {
     "SecondOrderHMM.counts_of": "called by EM",
     "SecondOrderHMM.log_factors": "refuses whatever it is given",
     "HSMM.log_factors": "refuses whatever it is given",
-    "persistence.restored": "called by load_hmm",
     "semi_markov.boundaries": "called by segments",
     "semi_markov.counts_of_each": "called by HSMM",
     "GradientStep.__call__": "called by EM",

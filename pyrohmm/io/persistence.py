@@ -192,12 +192,11 @@ def describe(thing: HMM | nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]
     if type(thing) is HMM:
         return _describe_hmm(thing)
     if type(thing) is HSMM:
-        names = _STRUCTURED["HSMM"][1]
-        return _describe_structured(thing, names, censored_end=thing.censored_end)
+        return _describe_structured(thing, censored_end=thing.censored_end)
     if type(thing) is FactorialHMM:
-        return _describe_factorial_hmm(thing)
+        return _describe_structured(thing, chains=len(thing.sizes))
     if type(thing) is SecondOrderHMM:
-        return _describe_structured(thing, _STRUCTURED["SecondOrderHMM"][1])
+        return _describe_structured(thing)
     if type(thing) is BlockHMM:
         return _describe_block_hmm(thing)
     if isinstance(thing, nn.Module):
@@ -292,19 +291,13 @@ def _common(tensors: dict[str, Tensor], meta: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _describe_structured(
-    hmm: HMM, chain: tuple[str, ...], **further: Any
-) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    tensors, meta = _describe_hmm(hmm, chain)
+def _describe_structured(hmm: HMM, **further: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    kind = type(hmm).__name__
+    tensors, meta = _describe_hmm(hmm, _STRUCTURED[kind][1])
     del meta["transition_per_step"]
-    return tensors, meta | {"class": type(hmm).__name__} | further
-
-
-def _describe_factorial_hmm(hmm: FactorialHMM) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    tensors, meta = _describe_structured(hmm, (), chains=len(hmm.sizes))
-    for name in ("log_initials", "log_transitions"):
-        tensors |= {f"{name}.{m}": part for m, part in enumerate(getattr(hmm, name))}
-    return tensors, meta
+    for name in ("log_initials", "log_transitions"):  # of several chains
+        tensors |= {f"{name}.{m}": part for m, part in enumerate(getattr(hmm, name, ()))}
+    return tensors, meta | {"class": kind} | further
 
 
 def _build_factorial_hmm(tensors: dict[str, Tensor], meta: dict[str, Any]) -> FactorialHMM:
@@ -496,6 +489,7 @@ def _validation(node: dict[str, Any]) -> bool | None:
 
 
 _STRUCTURED: dict[str, tuple[Any, tuple[str, ...]]] = {
+    "FactorialHMM": (FactorialHMM, ()),  # its tensors have numbers in their names
     "HSMM": (HSMM, ("log_initial", "log_transition", "log_duration")),
     "SecondOrderHMM": (SecondOrderHMM, ("log_initial", "log_second", "log_transition")),
 }
