@@ -23,6 +23,7 @@ from .distributions.factorial_hmm import FactorialHMM as FactorialHMM
 from .distributions.forecast import Forecast as Forecast
 from .distributions.hmm import HMM as HMM
 from .distributions.hsmm import HSMM as HSMM
+from .distributions.second_order_hmm import SecondOrderHMM as SecondOrderHMM
 from .distributions.tagged_hmm import TaggedHMM as TaggedHMM
 from .infer import cooccurrence as cooccurrence
 from .infer import em as em
@@ -41,6 +42,8 @@ from .infer.models import markov_sample as markov_sample
 from .infer.models import scale_priors as scale_priors
 from .infer.msteps import GradientStep as GradientStep
 from .infer.nuts import RowPermutationNUTS as RowPermutationNUTS
+from .infer.resizing import merge_states as merge_states
+from .infer.resizing import split_state as split_state
 from .infer.results import Fit as Fit
 from .infer.results import Restarts as Restarts
 from .infer.svi import fit_svi as fit_svi
@@ -82,6 +85,8 @@ from .nn.normals import normal as normal
 from .nn.normals import normal_full as normal_full
 from .nn.normals import normal_spherical as normal_spherical
 from .nn.normals import normal_tied as normal_tied
+from .nn.second_order import TabularSecondOrderHMM as TabularSecondOrderHMM
+from .nn.sticky_hdp import StickyHDPHMM as StickyHDPHMM
 from .nn.tabular import TabularHMM as TabularHMM
 from .nn.tabular import banded as banded
 from .nn.tabular import left_to_right as left_to_right
@@ -91,6 +96,7 @@ from .ops import automata as automata
 from .ops import blocks as blocks
 from .ops import factorial as factorial
 from .ops import recursions as recursions
+from .ops import second_order as second_order
 from .ops import semi_markov as semi_markov
 from .ops.recursions import ExpectedCounts as ExpectedCounts
 from .ops.recursions import Posterior as Posterior
@@ -121,11 +127,14 @@ __all__ = [
     "RotationGuide",
     "RowPermutationNUTS",
     "ScalarHMM",
+    "SecondOrderHMM",
     "Sequences",
     "StatefulModel",
+    "StickyHDPHMM",
     "TabularFactorialHMM",
     "TabularHMM",
     "TabularHSMM",
+    "TabularSecondOrderHMM",
     "TaggedHMM",
     "__version__",
     "additive_bernoulli",
@@ -164,6 +173,7 @@ __all__ = [
     "load_hmm",
     "load_into",
     "markov_sample",
+    "merge_states",
     "metrics",
     "msteps",
     "negative_binomial_durations",
@@ -182,7 +192,9 @@ __all__ = [
     "recursions",
     "save",
     "scale_priors",
+    "second_order",
     "semi_markov",
+    "split_state",
     "starts",
     "sticky",
     "streams",

@@ -36,6 +36,7 @@ from pyrohmm import (
     Filter,
     GradientStep,
     LanguageModel,
+    SecondOrderHMM,
     Sequences,
     TabularHMM,
     TaggedHMM,
@@ -195,6 +196,13 @@ def factorial_hmm():
     )
 
 
+def second_order_hmm():
+    emission = dist.Categorical(logits=rows(2, 3))
+    tables = rows(2), rows(2, 2), rows(2, 2, 2)
+    return SecondOrderHMM(*tables, emission, lengths(), validate_args=True)
+
+
+TRIPLES = {"log_second": lambda: rows(2, 2), "log_transition": lambda: rows(2, 2, 2)}
 CHAINS = {
     "log_initial": lambda: rows(4),
     "log_transitions": lambda: [rows(2, 2), rows(2, 2)],
@@ -630,6 +638,26 @@ SPECIAL = {
         CHAINS,
     ),
     "factorial.sample_states": CHAINS | {"num_samples": lambda: 2},
+    "resizing.merge_states": {"first": lambda: 0, "second": lambda: 1},
+    "resizing.split_state": {"state": lambda: 0},
+    "StickyHDPHMM": {"emission": lambda: categorical(3)},
+    "SecondOrderHMM": {
+        **TRIPLES,
+        "observed": lambda: torch.ones(2, 3) > 0,
+        "emission": lambda: dist.Categorical(logits=rows(2, 3)),
+        "validate_args": lambda: True,
+        "allowed": lambda: torch.ones(2, 3, 2) > 0,
+    },
+    "TabularSecondOrderHMM": {"emission": lambda: categorical(3)},
+    "TabularSecondOrderHMM.from_hmm": {"hmm": second_order_hmm},
+    **dict.fromkeys(
+        (
+            f"second_order.{name}"
+            for name in ("expected_counts", "filtered", "log_evidence", "viterbi")
+        ),
+        TRIPLES,
+    ),
+    "second_order.sample_states": TRIPLES | {"num_samples": lambda: 2},
     "TabularHSMM": {"emission": lambda: categorical(3), "durations": durations},
     "TabularHSMM.from_hmm": {"hmm": hsmm},
     **dict.fromkeys(
@@ -824,6 +852,7 @@ for kind, observations in {
     "HMM": values,
     "HSMM": values,
     "FactorialHMM": values,
+    "SecondOrderHMM": values,
     "BlockHMM": values,
     "TaggedHMM": tagged_values,
 }.items():
@@ -845,6 +874,9 @@ OBJECTS = {
     "HMM": hmm,
     "HSMM": hsmm,
     "FactorialHMM": factorial_hmm,
+    "SecondOrderHMM": second_order_hmm,
+    "StickyHDPHMM": lambda: pyrohmm.StickyHDPHMM(2, categorical(3)),
+    "TabularSecondOrderHMM": lambda: pyrohmm.TabularSecondOrderHMM(2, categorical(3)),
     "TabularFactorialHMM": lambda: pyrohmm.TabularFactorialHMM((2, 2), categorical(3)),
     "Forecast": lambda: pyrohmm.Forecast(simplex(2, 3, 2), gaussian()),
     "CooccurrenceModel": lambda: pyrohmm.CooccurrenceModel(module(), pairs()),
@@ -917,6 +949,8 @@ UNASKED = {
     "FactorialHMM.permute_states": "refuses whatever it is given",
     "FactorialHMM.counts_of": "called by EM",
     "ProductTransition": "made by FactorialHMM",
+    "SecondOrderHMM.counts_of": "called by EM",
+    "SecondOrderHMM.log_factors": "refuses whatever it is given",
     "HSMM.log_factors": "refuses whatever it is given",
     "semi_markov.boundaries": "called by segments",
     "semi_markov.counts_of_each": "called by HSMM",
@@ -954,6 +988,7 @@ UNREAD = {
     "msteps.relative_slope", "pair_losses.cross_entropy", "pair_losses.relative_distance",
     "pair_losses.squared_distance", "recursions.expected_counts", "recursions.filtered",
     "recursions.log_evidence", "recursions.log_evidence_of_symbols", "recursions.posterior",
+    "second_order.expected_counts", "second_order.filtered", "second_order.log_evidence",
     "semi_markov.expanded_chain", "semi_markov.expected_counts", "semi_markov.filtered",
     "semi_markov.log_evidence",
     "semi_markov.log_survival", "durations.truncated", "sparse_dirichlet.interior",
@@ -986,7 +1021,7 @@ EXCEPTIONS = {
     ("LanguageModel.num_unknown", "lines", "tensor()"): "torch says that it has no items",
     **{
         (f"{kind}.log_factors", "check", label): "the truth of a tensor: torch's error"
-        for kind in ("HMM", "HSMM", "FactorialHMM", "BlockHMM", "TaggedHMM")
+        for kind in ("HMM", "HSMM", "FactorialHMM", "SecondOrderHMM", "BlockHMM", "TaggedHMM")
         for label in ("cube", "integers")
     },
 }

@@ -22,8 +22,10 @@ Its modules; each imports only those above it:
 ``forecast``               ``Forecast``: observations at future steps
 ``base``                   ``ChainDistribution``: parameters, masks and data joined
 ``hmm``                    ``HMM``: a distribution over whole sequences
+``structured``             ``StructuredHMM``: what chains with their own recursions share
 ``hsmm``                   ``HSMM``: states with explicit durations
 ``factorial_hmm``          ``FactorialHMM``: several chains behind one observation
+``second_order_hmm``       ``SecondOrderHMM``: each state depends on the two before it
 ``block_symbols``          ``BlockSymbols``: symbols emitted only by the states of their blocks
 ``carried_state``          ``CarriedState``: the state before the first step
 ``block_factors``          parameters and symbols in blocks, as the recursions read them
@@ -53,6 +55,7 @@ from .observation import Tied as Tied
 from .observation import is_categorical as is_categorical
 from .observation import log_prob_per_state as log_prob_per_state
 from .observation import marginal_log_prob as marginal_log_prob
+from .second_order_hmm import SecondOrderHMM as SecondOrderHMM
 from .sparse_dirichlet import SparseDirichlet as SparseDirichlet
 from .sparse_dirichlet import interior as interior
 from .tagged_hmm import TaggedHMM as TaggedHMM

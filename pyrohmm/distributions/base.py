@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -43,6 +43,7 @@ class ChainDistribution(TorchDistribution):
 
     arg_constraints: dict[str, constraints.Constraint] = {}  # noqa: RUF012  # torch's interface
     _validate_args = PyroValidation()
+    order: ClassVar[int] = 1  # on how many states before it the next one depends
     _of_transition = "log_transition"  # the name of that argument
 
     @checked()
@@ -175,6 +176,11 @@ class ChainDistribution(TorchDistribution):
     def num_counted(self) -> int:
         """Number of states whose first steps and transitions :class:`ExpectedCounts` counts."""
         return self.num_states
+
+    @property
+    def counted_tables(self) -> int:
+        """Number of transition matrices whose uses are counted, if they suit all steps."""
+        return 1
 
     @property
     def counted_duration(self) -> Tensor | None:

@@ -123,6 +123,12 @@ class DiversityPrior(nn.Module):
                 "a diversity prior is one of a single transition matrix; this HMM has one for "
                 "each step. Write another log_prior, with dpp.log_diversity."
             )
+        if hmm.order != 1:
+            raise ValueError(
+                "DiversityPrior is of one matrix of transitions; those of a "
+                f"{type(hmm).__name__} depend on more than one state. Give its rows a Dirichlet "
+                "prior, such as transition_concentration."
+            )
         return self.log_density_of_transition(hmm.log_transition.exp())
 
     def log_density_of_transition(self, transition: Tensor) -> Tensor:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import reduce
-from typing import Any, NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn
 
 import torch
 from pyro.distributions.torch_distribution import TorchDistribution
 from torch import Tensor
 
-from .._arguments import Shape, checked
+from .._arguments import checked
 from .._checks import (
     check_broadcast,
     check_floats,
@@ -19,12 +19,12 @@ from .._checks import (
     check_range,
     check_trailing,
 )
-from .._precision import full_precision
 from ..ops import factorial
 from ..ops import stationary as stationary_ops
 from ..ops.recursions import ExpectedCounts
-from ..ops.sampling import CategoricalTable, refuse_nan, sample_path
+from ..ops.sampling import CategoricalTable, sample_path
 from .hmm import HMM
+from .structured import StructuredHMM
 
 
 class FactorialPosterior(NamedTuple):
@@ -43,7 +43,7 @@ class FactorialPosterior(NamedTuple):
     transitions: tuple[Tensor, ...]
 
 
-class FactorialHMM(HMM):
+class FactorialHMM(StructuredHMM):
     r"""Sequences emitted by M independent Markov chains of hidden states together.
 
     .. math:: p(x_{1:T}) = \sum_{z^1, \dots, z^M} \prod_t p(x_t | z_t^1, \dots, z_t^M)
@@ -89,6 +89,8 @@ class FactorialHMM(HMM):
     """
 
     _of_transition = "log_transitions"
+    _recursions = factorial
+    _arguments = "log_initials", "log_transitions"
 
     @checked()
     def __init__(
@@ -128,15 +130,6 @@ class FactorialHMM(HMM):
             .__repr__()
             .replace(f"({self.num_states} states", f"({' x '.join(map(str, self.sizes))} states", 1)
         )
-
-    def replace(self, **changes: Any) -> FactorialHMM:
-        """A copy with some arguments changed: see :meth:`HMM.replace`."""
-        names = ("log_initials", "log_transitions", "emission", "lengths", "observed",
-                 "emission_per_step", "allowed")  # fmt: skip
-        arguments = {name: getattr(self, name) for name in names}
-        new = FactorialHMM(**(arguments | changes), validate_args=False)
-        self._validated_alike(new)
-        return new
 
     def expanded(self) -> HMM:
         """The same distribution as an HMM of the K product states, with its K x K matrix."""
@@ -223,29 +216,10 @@ class FactorialHMM(HMM):
         initial = _side_by_side(self.log_initials)
         return initial, _diagonal(self.log_transitions, -torch.inf).unsqueeze(-3), likelihood
 
-    def _factors(self, values: Tensor) -> tuple[Tensor, tuple[Tensor, ...], Tensor]:
-        """The first arguments of the recursions."""
-        return self.log_initial, self.log_transitions, self._restricted_likelihood(values)
-
-    def _filter(self, likelihood: Tensor) -> Tensor:
-        parts = self.log_initial, self.log_transitions
-        return factorial.filtered(*parts, likelihood, self.lengths)
-
-    def _evidence(self, likelihood: Tensor) -> Tensor:
-        parts = self.log_initial, self.log_transitions
-        return factorial.log_evidence(*parts, likelihood, self.lengths)
+    def _tables(self) -> tuple[Tensor, tuple[Tensor, ...]]:
+        return self.log_initial, self.log_transitions
 
     # Queries given values (*B, T, *E)
-
-    def log_prob(self, values: Tensor) -> Tensor:
-        r"""Log evidence :math:`\log p(x_{1:T})`, ``(*B)``, in nats; summed out exactly.
-
-        A sequence of probability zero has -inf, and gradient zero.
-        """
-        with full_precision(self.log_initial):
-            evidence = self._evidence(self._restricted_likelihood(values))
-        self._check_evidence(evidence, values)
-        return evidence
 
     def log_joint(self, values: Tensor, states: Tensor) -> Tensor:
         r""":math:`\log p(x_{1:T}, z_{1:T})` with one path ``(*B, T)``; ``(*B)``, in nats."""
@@ -300,31 +274,10 @@ class FactorialHMM(HMM):
 
     def counts_of(self, likelihood: Tensor) -> ExpectedCounts:
         """As :meth:`expected_counts`, given log-likelihoods ``(*B, T, K)``."""
-        parts = self.log_initial, self.log_transitions
-        counts = factorial.expected_counts(*parts, likelihood, self.lengths)
+        counts = factorial.expected_counts(*self._tables(), likelihood, self.lengths)
         initial = _side_by_side(self._marginals(counts.initial))
         transitions = _diagonal(counts.transitions, 0.0).unsqueeze(-3)
         return ExpectedCounts(counts.log_evidence, initial, transitions, counts.states)
-
-    def filtered(self, values: Tensor) -> Tensor:
-        r"""Filtered probabilities :math:`p(z_t \mid x_{1:t})`, ``(*B, T, K)``; 0 where padded."""
-        return factorial.filtered(*self._factors(values), self.lengths).exp()
-
-    def viterbi(self, values: Tensor) -> Tensor:
-        r"""Best path :math:`\arg\max_z p(z_{1:T} \mid x_{1:T})`, ``(*B, T)``; 0 where padded."""
-        initial, transitions, likelihood = self._factors(values)
-        refuse_nan(initial, *transitions, likelihood)
-        return factorial.viterbi(initial, transitions, likelihood, self.lengths)
-
-    @checked()
-    def sample_states(self, values: Tensor, sample_shape: Shape = ()) -> Tensor:
-        r"""Sample paths from :math:`p(z_{1:T} \mid x_{1:T})`, ``(*S, *B, T)``; 0 where padded."""
-        shape = torch.Size(sample_shape)
-        initial, transitions, likelihood = self._factors(values)
-        refuse_nan(initial, *transitions, likelihood)
-        factors = initial, transitions, likelihood, self.lengths
-        states = factorial.sample_states(*factors, shape.numel())
-        return states.reshape(shape + states.shape[1:])
 
     def stationary(self) -> Tensor:
         r"""Stationary distribution of the product states, ``(*B, K)``: that of every chain."""
@@ -334,12 +287,7 @@ class FactorialHMM(HMM):
     def sample_prior_states(self, shape: torch.Size) -> Tensor:
         r"""Sample paths from :math:`p(z_{1:T})`, ``(*shape, T)``; ``shape`` ends in ``(*B)``."""
         if self.allowed is not None:
-            labels = torch.zeros_like(self.allowed, dtype=self.log_initial.dtype)
-            labels = labels.masked_fill(~self.allowed, -torch.inf)
-            labels = labels.expand(*self.batch_shape, *labels.shape[-2:])
-            count = shape[: len(shape) - len(self.batch_shape)].numel()
-            factors = self.log_initial, self.log_transitions, labels, self.lengths
-            return factorial.sample_states(*factors, count).reshape(*shape, self.num_steps)
+            return self._sample_without_values(shape)
 
         def path(initial: Tensor, transition: Tensor) -> Tensor:
             first, table = CategoricalTable(initial.unsqueeze(-2)), CategoricalTable(transition)

@@ -13,6 +13,7 @@ from torch.distributions import constraints
 
 from .._arguments import Shape, explained
 from .._checks import check_broadcast, check_probs, check_real, check_trailing
+from .._transforms import transforming
 from ..ops.sampling import CategoricalTable, sample_path
 from .autoregressive import Autoregressive
 from .context_tables import AutoregressiveCategorical
@@ -282,3 +283,24 @@ class AutoregressiveForecast(Forecast):
         return ValueError(
             f"a forecast of {type(self.emission).__name__} has no {what} in closed form. {cure}"
         )
+
+
+def states_ahead(hmm: Any, values: Tensor, num_steps: int) -> Tensor:
+    """Probabilities ``(*B, H, K)`` of the states at the H steps after the data, by filtering on.
+
+    Raises:
+        ValueError: If (with ``validate_args``) a sequence has probability zero.
+    """
+    likelihood = hmm._restricted_likelihood(values).masked_fill(~hmm.exists.unsqueeze(-1), 0.0)
+    longer = hmm.with_lengths(hmm.lengths + num_steps)
+    states = longer._filter(torch.nn.functional.pad(likelihood, (0, 0, 0, num_steps))).exp()
+    batch = states.shape[:-2]
+    steps = hmm.lengths.expand(batch).unsqueeze(-1) + torch.arange(num_steps)
+    steps = steps.to(states.device).unsqueeze(-1).expand(*batch, num_steps, states.size(-1))
+    probs = states.gather(-2, steps)
+    if hmm._validate_args and not transforming() and bool((probs == 0).all(-1).any()):
+        raise ValueError(
+            "values must be possible under the model; some sequences have probability zero, so "
+            "that nothing follows from them. Leave them out."
+        )
+    return probs

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 from pyro.distributions.torch_distribution import TorchDistribution
 from torch import Tensor
 
-from .._arguments import Shape, checked
+from .._arguments import checked
 from .._checks import (
     check_broadcast,
     check_floats,
@@ -17,20 +17,20 @@ from .._checks import (
     check_same_device,
     check_size,
 )
-from .._precision import full_precision
 from .._transforms import transforming
 from ..ops import semi_markov
 from ..ops import stationary as stationary_ops
 from ..ops.recursions import ExpectedCounts, Posterior
-from ..ops.sampling import refuse_nan
 from ..ops.semi_markov import Segments
-from .base import check_likelihood
-from .forecast import Forecast
+from .forecast import Forecast, states_ahead
 from .hmm import HMM
 from .observation import Tied, permuted
+from .structured import StructuredHMM
+
+_Factors = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
-class HSMM(HMM):
+class HSMM(StructuredHMM):
     r"""Sequences emitted by hidden segments, each with a state and an explicit duration.
 
     .. math:: p(x_{1:T}) = \sum_{k, d} p(k_1) \prod_{s} p(d_s | k_s) \, p(k_{s+1} | k_s)
@@ -78,6 +78,9 @@ class HSMM(HMM):
         tensor([2, 1, 1])
     """
 
+    _recursions = semi_markov
+    _arguments = "log_initial", "log_transition", "log_duration", "censored_end"
+
     @checked()
     def __init__(
         self,
@@ -114,15 +117,6 @@ class HSMM(HMM):
     def max_duration(self) -> int:
         """D, the longest duration."""
         return self.log_duration.size(-1)
-
-    def replace(self, **changes: Any) -> HSMM:
-        """A copy with some arguments changed: see :meth:`HMM.replace`."""
-        names = ("log_initial", "log_transition", "log_duration", "emission", "lengths", "observed",
-                 "censored_end", "emission_per_step", "allowed")  # fmt: skip
-        arguments = {name: getattr(self, name) for name in names}
-        new = HSMM(**(arguments | changes), validate_args=False)
-        self._validated_alike(new)
-        return new
 
     def permute_states(self, order: Tensor) -> HSMM:
         """The same with its states in another order: see :meth:`HMM.permute_states`."""
@@ -192,34 +186,13 @@ class HSMM(HMM):
         """``log_duration``."""
         return self.log_duration
 
-    def _factors(self, values: Tensor, check: bool = True) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The first arguments of the recursions; with ``check`` as :meth:`HMM.log_factors`."""
-        likelihood = self._restricted_likelihood(values)
-        if check and self._validate_args:
-            check_likelihood(likelihood)
-            self.check_labels(values)
-        return self.log_initial, self.log_transition, self.log_duration, likelihood
+    def _tables(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.log_initial, self.log_transition, self.log_duration
 
-    def _filter(self, likelihood: Tensor) -> Tensor:
-        parts = self.log_initial, self.log_transition, self.log_duration
-        return semi_markov.filtered(*parts, likelihood, self.lengths)
-
-    def _evidence(self, likelihood: Tensor) -> Tensor:
-        parts = self.log_initial, self.log_transition, self.log_duration
-        return semi_markov.log_evidence(*parts, likelihood, self.lengths, self.censored_end)
+    def _ending(self) -> tuple[bool]:
+        return (self.censored_end,)
 
     # Queries given values (*B, T, *E)
-
-    @checked()
-    def log_prob(self, values: Tensor) -> Tensor:
-        r"""Log evidence :math:`\log p(x_{1:T})`, ``(*B)``, in nats; summed out exactly.
-
-        A sequence of probability zero has -inf, and gradient zero.
-        """
-        with full_precision(self.log_initial):
-            evidence = self._evidence(self._factors(values, check=False)[3])
-        self._check_evidence(evidence, values)
-        return evidence
 
     def log_joint(self, values: Tensor, states: Tensor) -> Tensor:
         r""":math:`\log p(x_{1:T}, z_{1:T})` with one path ``(*B, T)``; ``(*B)``, in nats."""
@@ -247,7 +220,7 @@ class HSMM(HMM):
         Also the log evidence ``(*B)``, and the expected number of transitions between segments,
         ``(*B, K, K)``.
         """
-        factors = self._factors(values)
+        factors: _Factors = self._factors(values)
         counts = semi_markov.counts_of_each(*factors, self.lengths, self.censored_end)
         return Posterior(counts.log_evidence, counts.states, counts.transitions.squeeze(-3))
 
@@ -256,37 +229,17 @@ class HSMM(HMM):
 
         A last segment that is cut counts with the whole durations that it may have.
         """
-        factors = self._factors(values)
+        factors: _Factors = self._factors(values)
         counts = semi_markov.counts_of_each(*factors, self.lengths, self.censored_end).durations
         assert counts is not None
         return counts
 
     def expected_counts(self, values: Tensor) -> ExpectedCounts:
         """Expected counts given ``values``, those of durations included: the E-step."""
-        factors = self._factors(values, check=False)
+        factors: _Factors = self._factors(values, check=False)
         counts = semi_markov.expected_counts(*factors, self.lengths, self.censored_end)
         self._check_evidence(counts.log_evidence, values)
         return counts
-
-    def filtered(self, values: Tensor) -> Tensor:
-        r"""Filtered probabilities :math:`p(z_t \mid x_{1:t})`, ``(*B, T, K)``; 0 where padded."""
-        return semi_markov.filtered(*self._factors(values), self.lengths).exp()
-
-    def viterbi(self, values: Tensor) -> Tensor:
-        r"""Best path :math:`\arg\max_z p(z_{1:T} \mid x_{1:T})`, ``(*B, T)``; 0 where padded."""
-        factors = self._factors(values)
-        refuse_nan(*factors)
-        return semi_markov.viterbi(*factors, self.lengths, self.censored_end)
-
-    @checked()
-    def sample_states(self, values: Tensor, sample_shape: Shape = ()) -> Tensor:
-        r"""Sample paths from :math:`p(z_{1:T} \mid x_{1:T})`, ``(*S, *B, T)``; 0 where padded."""
-        shape = torch.Size(sample_shape)
-        factors = self._factors(values)
-        refuse_nan(*factors)
-        count = shape.numel()
-        states = semi_markov.sample_states(*factors, self.lengths, count, self.censored_end)
-        return states.reshape(shape + states.shape[1:])
 
     def segments(self, states: Tensor) -> Segments:
         """The segments of paths ``(*S, *B, T)``: see :func:`pyrohmm.ops.semi_markov.segments`."""
@@ -307,21 +260,7 @@ class HSMM(HMM):
                 "forecast needs censored_end: this HSMM says that a segment ends with the data. "
                 "Call replace(censored_end=True) if it may go on."
             )
-        initial, transition, duration, likelihood = self._factors(values)
-        likelihood = likelihood.masked_fill(~self.exists.unsqueeze(-1), 0.0)
-        ahead = torch.nn.functional.pad(likelihood, (0, 0, 0, num_steps))
-        parts = initial, transition, duration, ahead
-        states = semi_markov.filtered(*parts, self.lengths + num_steps).exp()
-        batch = states.shape[:-2]
-        steps = self.lengths.expand(batch).unsqueeze(-1) + torch.arange(num_steps)
-        steps = steps.to(states.device).unsqueeze(-1).expand(*batch, num_steps, self.num_states)
-        probs = states.gather(-2, steps)
-        if self._validate_args and not transforming() and bool((probs == 0).all(-1).any()):
-            raise ValueError(
-                "values must be possible under the model; some sequences have probability zero, "
-                "so that nothing follows from them. Leave them out."
-            )
-        return Forecast(probs, self.emission)
+        return Forecast(states_ahead(self, values, num_steps), self.emission)
 
     def stationary(self) -> Tensor:
         r"""Share of the time that is spent in each state in the long run, ``(*B, K)``."""
@@ -335,28 +274,17 @@ class HSMM(HMM):
     def sample_prior_states(self, shape: torch.Size) -> Tensor:
         r"""Sample paths from :math:`p(z_{1:T})`, ``(*shape, T)``; ``shape`` ends in ``(*B)``."""
         parts = self.log_initial, self.log_transition, self.log_duration
-        logs = self.log_initial.new_zeros(self.num_steps, self.num_states)
         leads = (part.shape[:-core] for part, core in zip(parts, (1, 2, 2)))
         alike = torch.broadcast_shapes(*leads).numel() == 1
         if alike and self.allowed is None and self.censored_end:  # one chain, sampled many times
             initial, transition, duration = (
                 part.reshape(part.shape[-core:]) for part, core in zip(parts, (1, 2, 2))
             )
+            logs = self.log_initial.new_zeros(self.num_steps, self.num_states)
             length, count = torch.tensor(self.num_steps), shape.numel()
             states = semi_markov.sample_states(initial, transition, duration, logs, length, count)
             return states.reshape(*shape, self.num_steps)
-        if self.allowed is not None:
-            logs = logs.expand(self.allowed.shape).masked_fill(~self.allowed, -torch.inf)
-        logs = logs.expand(*self.batch_shape, *logs.shape[-2:])
-        impossible = self._evidence(logs).isneginf()
-        if bool(impossible.any()):
-            raise ValueError(
-                "durations and labels must leave a path of positive probability, for samples to "
-                f"keep to; none does in sequence {impossible.nonzero()[0].tolist()}."
-            )
-        count = shape[: len(shape) - len(self.batch_shape)].numel()
-        states = semi_markov.sample_states(*parts, logs, self.lengths, count, self.censored_end)
-        return states.reshape(*shape, self.num_steps)
+        return self._sample_without_values(shape)
 
 
 def _check_durations(log_initial: Tensor, log_duration: Tensor) -> None:

@@ -171,6 +171,8 @@ class _SparseStickBreaking(Transform):
         share, left = self._break(x)
         left = left.exp()
         parts = torch.cat([share * left[..., :-1], left[..., -1:]], -1)
+        # at zero itself a density may be infinite
+        parts = torch.where(_used(self.free), parts.clamp(min=torch.finfo(parts.dtype).tiny), parts)
         out = parts.new_zeros(parts.shape[: parts.dim() - self.allowed.dim()] + self.allowed.shape)
         return out.scatter(-1, self.order.expand(parts.shape), parts)
 
@@ -194,6 +196,11 @@ class _SparseStickBreaking(Transform):
     def inverse_shape(self, shape: Any) -> torch.Size:
         shape = torch.Size(shape)
         return shape[: len(shape) - self.allowed.dim()] + torch.Size([int(self.free.sum())])
+
+
+def _used(free: Tensor) -> Tensor:
+    """Which parts ``(*rows, width)`` rows have that break their sticks ``free`` times."""
+    return torch.nn.functional.pad(free, (1, 0), value=True)
 
 
 @biject_to.register(_SparseSimplex)

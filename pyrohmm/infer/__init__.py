@@ -11,6 +11,7 @@ Its modules; each imports only those above it:
 ``plates``        latent variables of which each sequence has one
 ``nuts``          ``RowPermutationNUTS``: NUTS under a diversity prior
 ``starts``        where EM begins
+``resizing``      merge and split of states
 ``ascent``        how M-steps under a diversity prior rise
 ``msteps``        ``GradientStep``, and M-steps under a diversity prior
 ``process_group``  ``ProcessGroup``: data-parallel ranks
@@ -45,6 +46,8 @@ from .models import markov_sample as markov_sample
 from .models import scale_priors as scale_priors
 from .msteps import GradientStep as GradientStep
 from .nuts import RowPermutationNUTS as RowPermutationNUTS
+from .resizing import merge_states as merge_states
+from .resizing import split_state as split_state
 from .results import Fit as Fit
 from .results import Restarts as Restarts
 from .svi import fit_svi as fit_svi

@@ -29,16 +29,11 @@ from .._threads import threads_for
 from ..data.batches import Batches
 from ..data.parts import Parts, in_parts, parts_of
 from ..data.sequences import Sequences
-from ..distributions.factorial_hmm import FactorialHMM
 from ..distributions.hmm import HMM
-from ..distributions.hsmm import HSMM
 from ..io.checkpoints import Checkpoint, Fields
 from ..io.identity import describe, digits, fingerprint
 from ..nn.base import HMMModule
 from ..nn.closed_form import Statistics, TransitionCounts
-from ..nn.durations import TabularHSMM
-from ..nn.factorial import TabularFactorialHMM
-from ..nn.tabular import TabularHMM
 from ..ops.recursions import ExpectedCounts
 from .exclusive import exclusive
 from .expectation import Expectation, check_apart, uniform_counts
@@ -49,7 +44,7 @@ from .msteps import GradientStep, TransitionPrior, TransitionStep, default_step
 from .parameters import Parameters
 from .process_group import ProcessGroup
 from .results import Fit, Point, Restarts, uses_labels
-from .starts import Start, Values, build_once, by_kmeans, from_prior
+from .starts import Start, Values, build_once, by_kmeans, from_prior, module_of
 from .training import FREE
 
 
@@ -155,8 +150,7 @@ def fit_em(
     data = in_parts(data)
     arguments = dict(locals())  # all of them, for checkpoints
     if isinstance(module, HMM):
-        kinds: dict[type, Any] = {HSMM: TabularHSMM, FactorialHMM: TabularFactorialHMM}
-        module = kinds.get(type(module), TabularHMM).from_hmm(module)
+        module = module_of(module)
     check_tolerance(tolerance)
     _check(module, num_steps, restarts, decay, log_prior, transition_step)
     if transition_step is None and isinstance(log_prior, TransitionPrior):

@@ -15,6 +15,7 @@ from ..data.sequences import Sequences
 from ..distributions.factorial_hmm import FactorialHMM
 from ..distributions.hmm import HMM
 from ..distributions.hsmm import HSMM
+from ..distributions.second_order_hmm import SecondOrderHMM
 from ..nn.closed_form import Statistics
 from ..ops import recursions, semi_markov
 from ..ops.recursions import ExpectedCounts
@@ -152,8 +153,12 @@ def check_apart(
     maximize: Maximization, group: ProcessGroup, batch_size: int | None, reseed: bool
 ) -> None:
     """Raise unless an E-step over parts of the data, or over ranks, is that over all of it."""
-    if reseed and isinstance(maximize.parameters.example, FactorialHMM):
-        raise ValueError("reseed divides the states of one chain; a FactorialHMM has several.")
+    example = maximize.parameters.example
+    if reseed and isinstance(example, FactorialHMM | SecondOrderHMM):
+        raise ValueError(
+            "reseed divides the states of one chain, each of which depends on the one before it; "
+            f"those of a {type(example).__name__} do not."
+        )
     parts = isinstance(maximize.parameters.data, Parts)
     if not parts and group.size == 1:
         return
@@ -186,7 +191,7 @@ def uniform_counts(hmm: HMM, data: Sequences, likelihood: Tensor) -> ExpectedCou
         torch.zeros_like(part).masked_fill(part.isneginf(), -torch.inf).log_softmax(-1)
         for part in (initial, transition, *durations)
     )
-    if isinstance(hmm, FactorialHMM):
+    if isinstance(hmm, FactorialHMM | SecondOrderHMM):
         return hmm.uniform().counts_of(logs)
     if isinstance(hmm, HSMM):
         parts = initial, transition.squeeze(-3), durations[0], logs

@@ -98,7 +98,8 @@ class ClosedForms:
         if isinstance(module, TransitionCounts if of_transitions else ChainMStep):
             self.chain = module
             size, logs = parameters.example.num_counted, parameters.example.log_initial
-            ones = logs.new_ones(1, 1, size, size, dtype=torch.float64)
+            tables = parameters.example.counted_tables
+            ones = logs.new_ones(1, tables, size, size, dtype=torch.float64)
             table = parameters.example.counted_duration
             durations = None if table is None else torch.ones_like(table, dtype=torch.float64)[None]
             counts = ExpectedCounts(ones[:, :, 0, 0], ones[:, 0, 0], ones, ones, durations)
@@ -289,7 +290,7 @@ class Maximization:
         others = [name for name in (*names, *points) if not closed.is_of_emission(name)]
         self.chain_closed = closed.chain is not None and not others
         self.emission_closed = closed.emission is not None
-        single = (hmm.log_initial.dim(), hmm.log_transition.dim()) == (1, 2)
+        single = (hmm.log_initial.dim(), hmm.log_transition.dim()) == (1, 1 + hmm.order)
         countable = self.symbols and hmm.emission.batch_shape == (hmm.num_states,)
         self.summed = single and (self.emission_closed or countable)
         plain = type(hmm).expected_counts is HMM.expected_counts
@@ -409,9 +410,7 @@ def _logs(hmm: HMM, batch: Sequences, names: Iterable[str]) -> list[Tensor]:
         order = "initial", "transition", "states", "durations"
         logs = dict(zip(order, hmm.counted_factors(batch.values)))
     else:
-        matrix = hmm.log_transition
-        matrix = matrix if hmm.transition_per_step else matrix.unsqueeze(-3)
-        logs = {"initial": hmm.log_initial, "transition": matrix}
+        logs = {"initial": hmm.log_initial, "transition": hmm._log_transitions()}
         if "durations" in names and hmm.counted_duration is not None:
             logs["durations"] = hmm.counted_duration
         if "symbols" in names:

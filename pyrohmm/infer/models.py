@@ -32,6 +32,7 @@ from ..distributions.hmm import HMM
 from ..distributions.hsmm import HSMM
 from ..distributions.observation import log_prob_per_state
 from ..distributions.sampling import sample_emission, sample_emission_per_step
+from ..distributions.second_order_hmm import SecondOrderHMM
 from ..nn.base import HMMModule, OwnParameters
 from ..nn.centred import merged, moments_of, scale_prior
 from ..nn.neural import NeuralHMM
@@ -256,13 +257,14 @@ def markov_sample(name: str, hmm: HMM, obs: Tensor | None = None) -> Tensor:
 
     Args:
         name: Prefix of the names of the sites.
-        hmm: The distribution; of an :class:`HSMM` the states are those of :meth:`HSMM.expanded`.
+        hmm: The distribution; of an :class:`HSMM` or :class:`SecondOrderHMM` the states are those
+            of its ``expanded()``.
         obs: Observations ``(*B, T, *E)``; sampled by default.
 
     Returns:
         The observations ``(*B, T, *E)``.
     """
-    if isinstance(hmm, HSMM):
+    if isinstance(hmm, HSMM | SecondOrderHMM):
         hmm = hmm.expanded()
     exists, event = hmm.exists, hmm.emission.event_shape
     mask, prepared = exists, obs

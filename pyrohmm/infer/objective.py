@@ -204,7 +204,7 @@ def step_cost(hmm: HMM) -> float:
     width, further = math.prod(hmm.emission.event_shape), 16
     if isinstance(hmm, HSMM):
         further += hmm.log_duration.size(-1)
-    return hmm.num_states * (hmm.num_states + further + width**2)
+    return hmm.num_states * (hmm.num_states**hmm.order + further + width**2)
 
 
 def _cost(trace: poutine.Trace) -> float:

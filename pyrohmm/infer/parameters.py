@@ -15,6 +15,7 @@ from ..data.parts import Parts
 from ..data.sequences import Sequences
 from ..distributions.factorial_hmm import FactorialHMM
 from ..distributions.hmm import HMM
+from ..distributions.second_order_hmm import SecondOrderHMM
 from ..io.checkpoints import Fields
 from ..nn.base import HMMModule
 from .models import LogPrior, build, scale_priors, to_model_device
@@ -109,7 +110,7 @@ class Parameters:
             check_returned("log_prior", further, Tensor, "a tensor")
             prior = prior + (further.squeeze(-1) if further.dim() > 1 else further)
         if self.restarts > 1:  # also what is the same in all of them is counted for each
-            core = 3 if hmm.transition_per_step else 2
+            core = 1 + hmm.order + hmm.transition_per_step
             wide: dict[str, Any] = {
                 "log_initial": _widened(hmm.log_initial, 1, self.restarts),
                 "log_transition": _widened(hmm.log_transition, core, self.restarts),
@@ -119,6 +120,8 @@ class Parameters:
                     "log_initials": [_widened(p, 1, self.restarts) for p in hmm.log_initials],
                     "log_transitions": [_widened(p, 2, self.restarts) for p in hmm.log_transitions],
                 }
+            if isinstance(hmm, SecondOrderHMM):
+                wide["log_second"] = _widened(hmm.log_second, 2, self.restarts)
             if hmm.counted_duration is not None:
                 wide["log_duration"] = _widened(hmm.counted_duration, 2, self.restarts)
             hmm = hmm.replace(**wide)

@@ -6,7 +6,7 @@ M-step reads: see :class:`Start`.
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import pyro
 import torch
@@ -16,8 +16,15 @@ from torch import Tensor, nn
 
 from .._arguments import Range, checked
 from ..data.sequences import Sequences
+from ..distributions.factorial_hmm import FactorialHMM
 from ..distributions.hmm import HMM
+from ..distributions.hsmm import HSMM
+from ..distributions.second_order_hmm import SecondOrderHMM
 from ..nn.base import HMMModule
+from ..nn.durations import TabularHSMM
+from ..nn.factorial import TabularFactorialHMM
+from ..nn.second_order import TabularSecondOrderHMM
+from ..nn.tabular import TabularHMM
 from ..ops.recursions import ExpectedCounts
 from .models import build
 
@@ -111,3 +118,13 @@ def build_once(module: HMMModule, data: Sequences) -> HMM:
     """One HMM from the module, with samples of its priors."""
     with torch.no_grad(), poutine.block():
         return build(module, data)
+
+
+def module_of(hmm: HMM) -> HMMModule:
+    """A module whose parameters are the values of ``hmm``: points, without priors."""
+    kinds: dict[type, Any] = {
+        HSMM: TabularHSMM,
+        FactorialHMM: TabularFactorialHMM,
+        SecondOrderHMM: TabularSecondOrderHMM,
+    }
+    return kinds.get(type(hmm), TabularHMM).from_hmm(hmm)

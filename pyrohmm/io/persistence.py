@@ -19,6 +19,7 @@ from ..distributions.hard_zeros import built_from
 from ..distributions.hmm import HMM
 from ..distributions.hsmm import HSMM
 from ..distributions.observation import Streams, Tied, is_spherical, is_tied
+from ..distributions.second_order_hmm import SecondOrderHMM
 from ..distributions.vector_autoregression import AutoregressiveNormal
 from ..ops.block_transition import InnerProductTransition
 from ..ops.blocks import Blocks
@@ -106,8 +107,8 @@ def save(thing: HMM | nn.Module, directory: FilePath) -> None:
     ``tensors.safetensors``, and ``pyrohmm.json``, a copy of its description to be read by people.
 
     Args:
-        thing: An :class:`HMM`, :class:`HSMM`, :class:`FactorialHMM` or :class:`BlockHMM`, or a
-            ``torch.nn.Module`` such as an :class:`HMMModule`.
+        thing: An :class:`HMM`, :class:`HSMM`, :class:`FactorialHMM`, :class:`SecondOrderHMM` or
+            :class:`BlockHMM`, or a ``torch.nn.Module`` such as an :class:`HMMModule`.
         directory: A directory that does not exist, is empty, or holds what was saved before. The
             one above it must exist.
 
@@ -137,9 +138,7 @@ def load_hmm(directory: FilePath) -> HMM:
     """
     tensors, meta = read_directory(directory, "hmm")
     try:
-        hmm = _BUILDERS.get(meta.get("class", "HMM"), _build_hmm)(tensors, meta)
-        if tensors:
-            raise ValueError(f"nothing needs the tensors {sorted(tensors)}")
+        hmm = restored(tensors, meta)
     except Exception as error:
         path = Path(directory) / TENSORS
         raise ValueError(f"{path} does not describe an HMM: {error}") from error
@@ -193,18 +192,29 @@ def describe(thing: HMM | nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]
     if type(thing) is HMM:
         return _describe_hmm(thing)
     if type(thing) is HSMM:
-        return _describe_hsmm(thing)
+        return _describe_structured(thing, censored_end=thing.censored_end)
     if type(thing) is FactorialHMM:
-        return _describe_factorial_hmm(thing)
+        return _describe_structured(thing, chains=len(thing.sizes))
+    if type(thing) is SecondOrderHMM:
+        return _describe_structured(thing)
     if type(thing) is BlockHMM:
         return _describe_block_hmm(thing)
     if isinstance(thing, nn.Module):
         return _state(thing), {"kind": "module", "class": type(thing).__qualname__}
     raise TypeError(
-        "thing must be an HMM, HSMM, FactorialHMM, BlockHMM or torch.nn.Module; got "
-        f"{type(thing).__name__}. Of a fit, save fit.hmm(data); of an HMM of another class, the "
-        "module that builds it."
+        "thing must be an HMM, HSMM, FactorialHMM, SecondOrderHMM, BlockHMM or "
+        f"torch.nn.Module; got {type(thing).__name__}. Of a fit, save fit.hmm(data); of an HMM "
+        "of another class, the module that builds it."
     )
+
+
+def restored(tensors: dict[str, Tensor], meta: dict[str, Any]) -> HMM:
+    """The HMM that :func:`describe` described."""
+    tensors = dict(tensors)
+    hmm = _BUILDERS.get(meta.get("class", "HMM"), _build_hmm)(tensors, meta)
+    if tensors:
+        raise ValueError(f"nothing needs the tensors {sorted(tensors)}")
+    return hmm
 
 
 def _state(module: nn.Module) -> dict[str, Tensor]:
@@ -264,29 +274,30 @@ def _build_hmm(tensors: dict[str, Tensor], meta: dict[str, Any]) -> HMM:
     return HMM(
         log_initial=tensors.pop("log_initial"),
         log_transition=tensors.pop("log_transition"),
-        emission=_build_part(meta.get("emission"), "emission", tensors),
-        lengths=tensors.pop("lengths"),
-        observed=tensors.pop("observed", None),
-        validate_args=_validation(meta),
         transition_per_step=_flag(meta, "transition_per_step"),
-        emission_per_step=_flag(meta, "emission_per_step"),
-        allowed=tensors.pop("allowed", None),
+        **_common(tensors, meta),
     )
 
 
-def _describe_hsmm(hmm: HSMM) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    tensors, meta = _describe_hmm(hmm)
-    del meta["transition_per_step"]
-    tensors["log_duration"] = hmm.log_duration
-    return tensors, meta | {"class": "HSMM", "censored_end": hmm.censored_end}
+def _common(tensors: dict[str, Tensor], meta: dict[str, Any]) -> dict[str, Any]:
+    """The arguments that all kinds of chains have."""
+    return {
+        "emission": _build_part(meta.get("emission"), "emission", tensors),
+        "lengths": tensors.pop("lengths"),
+        "observed": tensors.pop("observed", None),
+        "validate_args": _validation(meta),
+        "emission_per_step": _flag(meta, "emission_per_step"),
+        "allowed": tensors.pop("allowed", None),
+    }
 
 
-def _describe_factorial_hmm(hmm: FactorialHMM) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    tensors, meta = _describe_hmm(hmm, ())
+def _describe_structured(hmm: HMM, **further: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    kind = type(hmm).__name__
+    tensors, meta = _describe_hmm(hmm, _STRUCTURED[kind][1])
     del meta["transition_per_step"]
-    for name in ("log_initials", "log_transitions"):
-        tensors |= {f"{name}.{m}": part for m, part in enumerate(getattr(hmm, name))}
-    return tensors, meta | {"class": "FactorialHMM", "chains": len(hmm.sizes)}
+    for name in ("log_initials", "log_transitions"):  # of several chains
+        tensors |= {f"{name}.{m}": part for m, part in enumerate(getattr(hmm, name, ()))}
+    return tensors, meta | {"class": kind} | further
 
 
 def _build_factorial_hmm(tensors: dict[str, Tensor], meta: dict[str, Any]) -> FactorialHMM:
@@ -295,29 +306,16 @@ def _build_factorial_hmm(tensors: dict[str, Tensor], meta: dict[str, Any]) -> Fa
     return FactorialHMM(
         log_initials=[tensors.pop(f"log_initials.{m}") for m in chains],
         log_transitions=[tensors.pop(f"log_transitions.{m}") for m in chains],
-        emission=_build_part(meta.get("emission"), "emission", tensors),
-        lengths=tensors.pop("lengths"),
-        observed=tensors.pop("observed", None),
-        validate_args=_validation(meta),
-        emission_per_step=_flag(meta, "emission_per_step"),
-        allowed=tensors.pop("allowed", None),
+        **_common(tensors, meta),
     )
 
 
-def _build_hsmm(tensors: dict[str, Tensor], meta: dict[str, Any]) -> HSMM:
-    """As :func:`_build_hmm`."""
-    return HSMM(
-        log_initial=tensors.pop("log_initial"),
-        log_transition=tensors.pop("log_transition"),
-        log_duration=tensors.pop("log_duration"),
-        emission=_build_part(meta.get("emission"), "emission", tensors),
-        lengths=tensors.pop("lengths"),
-        observed=tensors.pop("observed", None),
-        validate_args=_validation(meta),
-        censored_end=_flag(meta, "censored_end"),
-        emission_per_step=_flag(meta, "emission_per_step"),
-        allowed=tensors.pop("allowed", None),
-    )
+def _build_structured(tensors: dict[str, Tensor], meta: dict[str, Any]) -> HMM:
+    """As :func:`_build_hmm`, of a chain in tensors with names of their own."""
+    kind, names = _STRUCTURED[meta["class"]]
+    tables = {name: tensors.pop(name) for name in names}
+    further = {"censored_end": _flag(meta, "censored_end")} if kind is HSMM else {}
+    return kind(**tables, **further, **_common(tensors, meta))
 
 
 def _describe_block_hmm(hmm: BlockHMM) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -490,6 +488,12 @@ def _validation(node: dict[str, Any]) -> bool | None:
     return None if node.get("validate_args") is None else _flag(node, "validate_args")
 
 
-_BUILDERS = {
-    "BlockHMM": _build_block_hmm, "FactorialHMM": _build_factorial_hmm, "HSMM": _build_hsmm,
+_STRUCTURED: dict[str, tuple[Any, tuple[str, ...]]] = {
+    "FactorialHMM": (FactorialHMM, ()),  # its tensors have numbers in their names
+    "HSMM": (HSMM, ("log_initial", "log_transition", "log_duration")),
+    "SecondOrderHMM": (SecondOrderHMM, ("log_initial", "log_second", "log_transition")),
+}
+_BUILDERS: dict[str, Any] = {
+    "BlockHMM": _build_block_hmm, "FactorialHMM": _build_factorial_hmm,
+    "HSMM": _build_structured, "SecondOrderHMM": _build_structured,
 }  # fmt: skip

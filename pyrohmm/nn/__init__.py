@@ -16,6 +16,8 @@ Its modules; each imports only those above it:
 ``tabular``         ``TabularHMM``: probabilities are the parameters
 ``durations``       ``TabularHSMM``: states with explicit durations, of several families
 ``factorial``       ``TabularFactorialHMM``: several chains; additive emissions
+``second_order``    ``TabularSecondOrderHMM``: each state depends on the two before it
+``sticky_hdp``      ``StickyHDPHMM``: as many states as the posterior uses
 ``dense``           ``DenseHMM``: softmax of inner products of embeddings
 ``networks``        networks and tables that make embeddings
 ``neural``          ``NeuralHMM``, ``ScalarHMM``: tens of thousands of states; ``LinearDropout``
@@ -54,6 +56,8 @@ from .normals import normal as normal
 from .normals import normal_full as normal_full
 from .normals import normal_spherical as normal_spherical
 from .normals import normal_tied as normal_tied
+from .second_order import TabularSecondOrderHMM as TabularSecondOrderHMM
+from .sticky_hdp import StickyHDPHMM as StickyHDPHMM
 from .tabular import TabularHMM as TabularHMM
 from .tabular import banded as banded
 from .tabular import left_to_right as left_to_right

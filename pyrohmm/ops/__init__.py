@@ -14,7 +14,7 @@ Its modules; each imports only those above it:
 ``torch_chunks``      the same for long and narrow chains, on two levels
 ``segment_chain``     the same arguments of chains with durations
 ``torch_segments``    chains with durations, in logarithms, as torch operations
-``torch_factorial``   several chains behind one observation, as torch operations
+``torch_factorial``   several chains, or pairs of states of one, as torch operations
 ``block_logs``        chains in blocks of states, in logarithms, as torch operations
 ``block_scaled``      the same by compiled scaled messages
 ``numpy_clusters``    merges and exchanges of Brown clustering by numpy
@@ -38,6 +38,7 @@ Its modules; each imports only those above it:
 ``recursions``        forward-backward, Viterbi, path sampling of dense chains
 ``semi_markov``       the recursions of chains with explicit durations
 ``factorial``         the recursions of several chains behind one observation
+``second_order``      the recursions of chains whose next state depends on two
 ``block_recursions``  the recursions of block-sparse chains
 ``block_gaps``        block-sparse chains with missing steps
 ``blocks``            ``Blocks``: which states emit which symbols
@@ -57,6 +58,7 @@ from . import backends as backends
 from . import blocks as blocks
 from . import factorial as factorial
 from . import recursions as recursions
+from . import second_order as second_order
 from . import semi_markov as semi_markov
 from .recursions import ExpectedCounts as ExpectedCounts
 from .recursions import Posterior as Posterior

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,9 +34,7 @@ from .._checks import (
     check_same_device,
     check_trailing,
 )
-from .._precision import differentiable_gradient, in_full_precision
 from . import torch_factorial as engine
-from .log_space import finite_or_zero, logsumexp
 
 
 class FactorialCounts(NamedTuple):
@@ -75,29 +73,12 @@ class ProductTransition:
         return product
 
 
-class _Arranged(NamedTuple):
-    chain: engine.Chains
-    order: Tensor  # (N,), the sequence that each row is
-    batch: torch.Size
-    dtype: torch.dtype
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """``(*B, T, K)``."""
-        return (*self.batch, *self.chain.likelihood.shape[1:])
-
-    def restored(self, rows: Tensor, dim: int = 0) -> Tensor:
-        """Results of sequences ``(*, N, *)`` in the order and the batch shape of the arguments."""
-        place = self.order.argsort().to(rows.device)
-        return rows.index_select(dim, place).unflatten(dim, self.batch or (1,))
-
-
 def _arrange(
     log_initial: Tensor,
     log_transitions: Sequence[Tensor],
     log_likelihood: Tensor,
     lengths: Tensor,
-) -> _Arranged:
+) -> engine.Arranged:
     """Check the arguments, and bring them into one form by differentiable operations."""
     if not log_transitions:
         raise ValueError("log_transitions must hold the matrix of at least one chain; got none.")
@@ -127,63 +108,7 @@ def _arrange(
         }
         | {name: table.shape[:-2] for name, table in tables.items()}
     )
-    lengths = lengths.expand(batch).reshape(-1)
-    order = lengths.argsort(descending=True, stable=True)
-    longest = int(lengths.max()) if len(lengths) else 1
-    where = order.to(log_likelihood.device)
-
-    def rows(tensor: Tensor, core: int) -> Tensor:
-        tail = tensor.shape[tensor.dim() - core :]
-        wide = tensor.double().expand(*batch, *tail).reshape(len(order), *tail)
-        return wide.index_select(0, where)
-
-    chain = engine.Chains(
-        rows(log_initial, 1),
-        rows(log_likelihood, 2),
-        tuple(
-            table.double().reshape(1, *table.shape[-2:])
-            if table.shape[:-2].numel() == 1
-            else rows(table, 2)
-            for table in log_transitions
-        ),
-        (lengths > torch.arange(longest).unsqueeze(-1)).sum(-1).tolist(),
-    )
-    dtype = log_likelihood.dtype
-    for tensor in logs.values():
-        dtype = torch.promote_types(dtype, tensor.dtype)
-    return _Arranged(chain, order, batch, dtype)
-
-
-class _Evidence(torch.autograd.Function):
-    """Log evidence ``(N,)``; the gradient is analytic."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, counts: list[int], initial: Tensor, likelihood: Tensor, *transitions: Tensor
-    ) -> Tensor:
-        chain = engine.Chains(initial, likelihood, transitions, counts)
-        messages = engine.forward(chain, engine.steps_of(chain))
-        evidence = engine.last(chain, messages).logsumexp(-1)
-        ctx.save_for_backward(initial, likelihood, *transitions)
-        ctx.counts, ctx.messages, ctx.evidence = counts, messages, evidence
-        return evidence.clone()
-
-    @staticmethod
-    @in_full_precision
-    def backward(ctx: Any, weight: Tensor) -> tuple[Any, ...]:
-        tensors = ctx.saved_tensors
-        if torch.is_grad_enabled():  # the gradient will itself be differentiated
-
-            def evidence(initial: Tensor, likelihood: Tensor, *transitions: Tensor) -> Tensor:
-                chain = engine.Chains(initial, likelihood, transitions, ctx.counts)
-                return logsumexp(
-                    engine.last(chain, engine.forward(chain, engine.steps_of(chain, True))), -1
-                )
-
-            return (None, *differentiable_gradient(evidence, tensors, weight))
-        chain = engine.Chains(tensors[0], tensors[1], tensors[2:], ctx.counts)
-        initial, likelihood, parts = engine.gradient(chain, ctx.messages, ctx.evidence, weight)
-        return (None, initial, likelihood, *parts)
+    return engine.arrange(log_initial, log_transitions, log_likelihood, lengths, batch)
 
 
 @explained()
@@ -206,11 +131,7 @@ def log_evidence(
         tensor(0.3000)
     """
     arranged = _arrange(log_initial, log_transitions, log_likelihood, lengths)
-    chain = arranged.chain
-    value: Tensor = _Evidence.apply(
-        chain.counts, chain.initial, chain.likelihood, *chain.transitions
-    )
-    return arranged.restored(value).reshape(arranged.batch).to(arranged.dtype)
+    return engine.log_evidence(arranged)
 
 
 @explained()
@@ -235,16 +156,14 @@ def expected_counts(
     shapes = [log_initial.shape[:-1], lengths.shape, *(t.shape[:-2] for t in log_transitions)]
     batch = torch.broadcast_shapes(*shapes, log_likelihood.shape[:-2])
     likelihood = log_likelihood.expand(*batch, *log_likelihood.shape[-2:])
-    with torch.inference_mode(False), torch.enable_grad():
-        leaves = [  # tensors made in inference mode cannot ask for gradients
-            (part.clone() if part.is_inference() else part.detach()).requires_grad_()
-            for part in (log_initial, likelihood, *log_transitions)
-        ]
-        evidence = log_evidence(leaves[0], leaves[2:], leaves[1], lengths)
-        initial, states, *transitions = torch.autograd.grad(
-            evidence.sum(), leaves, materialize_grads=True
-        )
-    return FactorialCounts(evidence.detach(), initial, tuple(transitions), states)
+
+    def evidence(initial: Tensor, likelihood: Tensor, *transitions: Tensor) -> Tensor:
+        return log_evidence(initial, transitions, likelihood, lengths)
+
+    total, (initial, states, *transitions) = engine.gradients(
+        evidence, log_initial, likelihood, *log_transitions
+    )
+    return FactorialCounts(total, initial, tuple(transitions), states)
 
 
 @explained()
@@ -266,12 +185,7 @@ def filtered(
     """
     with torch.no_grad():
         arranged = _arrange(log_initial, log_transitions, log_likelihood, lengths)
-        chain = arranged.chain
-        scores = torch.full_like(chain.likelihood, -torch.inf)
-        for t, message in enumerate(engine.forward(chain, engine.steps_of(chain))):
-            total = finite_or_zero(message.logsumexp(-1, keepdim=True))
-            scores[: len(message), t] = message - total
-        return arranged.restored(scores).reshape(arranged.shape).to(arranged.dtype)
+        return engine.filtered(arranged)
 
 
 @explained()
@@ -291,30 +205,7 @@ def viterbi(
     """
     with torch.no_grad():
         arranged = _arrange(log_initial, log_transitions, log_likelihood, lengths)
-        chain = arranged.chain
-        steps, pointers = engine.steps_of(chain), []
-        score, scores = chain.initial + chain.likelihood[:, 0], []
-        for t, count in enumerate(chain.counts):
-            if t:
-                score, before = score[:count], []
-                for step in steps:
-                    largest, state = step.best(score.reshape(count, step.size, -1))
-                    before.append(state)
-                    score = largest.reshape(count, -1)
-                score = score + chain.likelihood[:count, t]
-                pointers.append(before)
-            scores.append(score)
-        last = engine.last(chain, scores).argmax(-1)
-
-        def previous(t: int, states: Tensor) -> Tensor:
-            for step, pointer in zip(reversed(steps), reversed(pointers[t - 1])):
-                other, here = states // step.size, states % step.size
-                rows = torch.arange(len(states), device=states.device)
-                states = pointer[rows, here, other] * pointer.size(-1) + other
-            return states
-
-        path = engine.walk_back(chain, last, previous)
-        return arranged.restored(path).reshape(arranged.shape[:-1])
+        return engine.viterbi(arranged)
 
 
 @checked(num_samples=Range(0))
@@ -338,22 +229,4 @@ def sample_states(
     """
     with torch.no_grad():
         arranged = _arrange(log_initial, log_transitions, log_likelihood, lengths)
-        chain = arranged.chain
-        steps = engine.steps_of(chain)
-        messages = engine.forward(chain, steps)
-
-        def previous(t: int, states: Tensor) -> Tensor:
-            count = states.size(-1)  # of the sequences; before it are the samples
-            rows = torch.arange(count, device=states.device)
-            scores = engine.through(messages[t - 1][:count], steps)[:-1]
-            for step, score in zip(reversed(steps), reversed(scores)):
-                other, here = states // step.size, states % step.size
-                logs = step.logs.expand(len(chain.initial), -1, -1)
-                fibre = score[rows, :, other] + logs[rows, :, here]
-                states = engine.drawn(fibre) * score.size(-1) + other
-            return states
-
-        ends = engine.last(chain, messages).expand(num_samples, -1, -1)
-        found = engine.walk_back(chain, engine.drawn(ends), previous)
-        shape = (num_samples, *arranged.shape[:-1])
-        return arranged.restored(found, 1).reshape(shape).long()
+        return engine.sample_states(arranged, num_samples)

@@ -1,0 +1,395 @@
+"""``SecondOrderHMM`` against the sum over all paths, and the chain of pairs."""
+
+import itertools
+import math
+
+import numpy as np
+import pyro
+import pytest
+import torch
+from oracle import log_sum
+from pyro.distributions import Categorical, Normal
+from pyro.infer import MCMC, NUTS, TraceEnum_ELBO
+from pyro.infer.autoguide import AutoNormal
+
+from pyrohmm import (
+    HMM,
+    DiversityPrior,
+    Filter,
+    MarginalModel,
+    SecondOrderHMM,
+    Sequences,
+    TabularHMM,
+    TabularSecondOrderHMM,
+    autoregressive_normal,
+    categorical,
+    fit_em,
+    fit_map,
+    fit_svi,
+    load_hmm,
+    markov_sample,
+    normal,
+    poisson,
+    save,
+    second_order,
+    starts,
+)
+
+T = 5
+LENGTHS = torch.tensor([5, 1, 2, 4])
+
+
+def tables(k, *batch, zero=False, seed=1):
+    source = torch.Generator().manual_seed(seed)
+    parts = [torch.randn(*batch, *(k,) * core, generator=source) for core in (1, 2, 3)]
+    if zero and k > 1:
+        parts[1][..., 0, 1] = parts[2][..., 0, 1, 0] = -torch.inf
+    return [part.log_softmax(-1) for part in parts]
+
+
+def model(k=3, zero=False, observed=True, **options):
+    seen = torch.rand(4, T, generator=torch.Generator().manual_seed(2)) < 0.8
+    return SecondOrderHMM(
+        *tables(k, zero=zero), Normal(torch.arange(float(k)), 1.5), LENGTHS,
+        seen if observed else None, validate_args=True, **options,
+    )  # fmt: skip
+
+
+def score(hmm, scores, path):
+    """Log p(x, z), term by term."""
+    total = float(hmm.log_initial[path[0]])
+    for t, z in enumerate(path):
+        total += float(scores[t, z])
+        if t == 1:
+            total += float(hmm.log_second[path[0], z])
+        elif t > 1:
+            total += float(hmm.log_transition[path[t - 2], path[t - 1], z])
+    return total
+
+
+def by_paths(hmm, values, i):
+    """Evidence, states, pairs, triples, filtered and the best score of sequence i."""
+    k, length = hmm.num_states, int(LENGTHS[i])
+    scores = hmm.emission.log_prob(values[i].unsqueeze(-1))
+    scores = scores.masked_fill(~hmm.observed[i].unsqueeze(-1), 0.0)
+    if hmm.allowed is not None:
+        scores = scores.masked_fill(~hmm.allowed[i], -torch.inf)
+    paths = list(itertools.product(range(k), repeat=length))
+    joint = np.array([score(hmm, scores, path) for path in paths])
+    share = np.exp(joint - log_sum(joint))
+    states, pairs, triples = np.zeros((T, k)), np.zeros((k, k)), np.zeros((k, k, k))
+    filtered = np.zeros((T, k))
+    for path, weight in zip(paths, share):
+        for t in range(length):
+            states[t, path[t]] += weight
+            if t > 0:
+                pairs[path[t - 1], path[t]] += weight
+            if t > 1:
+                triples[path[t - 2], path[t - 1], path[t]] += weight
+    for t in range(length):
+        starts = list(itertools.product(range(k), repeat=t + 1))
+        logs = np.array([score(hmm, scores, path) for path in starts])
+        np.add.at(filtered[t], [path[-1] for path in starts], np.exp(logs - log_sum(logs)))
+    return log_sum(joint), states, pairs, triples, filtered, joint.max()
+
+
+@pytest.fixture
+def values():
+    return torch.randn(4, T) + 1
+
+
+@pytest.fixture(params=[(1, False), (2, True), (3, False), (3, True)], ids=str)
+def hmm(request):
+    return model(*request.param)
+
+
+def test_queries_answer_as_all_paths_do(hmm, values):
+    posterior, filtered, best = hmm.posterior(values), hmm.filtered(values), hmm.viterbi(values)
+    joint = hmm.log_joint(values, best)
+    for i in range(4):
+        evidence, states, pairs, triples, reached, largest = by_paths(hmm, values, i)
+        np.testing.assert_allclose(hmm.log_prob(values)[i], evidence)
+        np.testing.assert_allclose(posterior.log_evidence[i], evidence)
+        np.testing.assert_allclose(posterior.states[i], states, atol=1e-12)
+        np.testing.assert_allclose(posterior.transitions[i], pairs, atol=1e-12)
+        np.testing.assert_allclose(posterior.triples[i], triples, atol=1e-12)
+        np.testing.assert_allclose(filtered[i], reached, atol=1e-12)
+        np.testing.assert_allclose(joint[i], largest)
+    assert (best[~hmm.exists] == 0).all()
+
+
+def test_counts_are_summed_over_sequences(hmm, values):
+    counts, each = hmm.expected_counts(values), hmm.posterior(values)
+    size = hmm.num_states
+    assert counts.transitions.shape == (size + 1, size, size)
+    torch.testing.assert_close(counts.transitions[1:], each.triples.sum(0))
+    torch.testing.assert_close(counts.transitions.sum(0), each.transitions.sum(0))
+    torch.testing.assert_close(counts.initial, each.states[:, 0].sum(0))
+
+
+def test_it_is_the_chain_of_pairs(hmm, values):
+    large = hmm.expanded()
+    size = hmm.num_states
+    assert large.num_states == size * (size + 1)
+    torch.testing.assert_close(hmm.log_prob(values), large.log_prob(values))
+    torch.testing.assert_close(hmm.forecast(values, 3).mean, large.forecast(values, 3).mean)
+    order = torch.randperm(size)
+    renamed = hmm.permute_states(order)
+    torch.testing.assert_close(renamed.log_prob(values), hmm.log_prob(values))
+    assert torch.equal(order[renamed.viterbi(values)][hmm.exists], hmm.viterbi(values)[hmm.exists])
+    share = hmm.stationary()
+    ahead = hmm.forecast(values, 300).states[:, -1]
+    torch.testing.assert_close(ahead, share.expand_as(ahead), atol=1e-6, rtol=1e-6)
+
+
+def test_where_the_earlier_state_does_not_matter_it_is_a_plain_hmm(values):
+    initial, second, _ = tables(3)
+    emission = Normal(torch.arange(3.0), 1.5)
+    plain = HMM(initial, second, emission, LENGTHS)
+    alike = SecondOrderHMM(initial, second, second.expand(3, 3, 3), emission, LENGTHS)
+    torch.testing.assert_close(alike.log_prob(values), plain.log_prob(values))
+    torch.testing.assert_close(alike.posterior(values)[:3], tuple(plain.posterior(values)))
+    assert torch.equal(alike.viterbi(values), plain.viterbi(values))
+    torch.testing.assert_close(alike.stationary(), plain.stationary())
+
+
+@pytest.mark.parametrize("batch", [(), (3, 1)], ids=["shared", "batched"])
+@pytest.mark.parametrize("zero", [False, True], ids=["full", "zeros"])
+def test_gradients_are_those_of_the_chain_of_pairs(zero, batch):
+    parts = tables(3, *batch, zero=zero)
+    means = torch.randn(*batch, 3)
+    leaves = [part.requires_grad_() for part in (*parts, means)]
+    hmm = SecondOrderHMM(*parts, Normal(means, 1.0), LENGTHS)
+    values, weight = torch.randn(4, T), torch.randn(*batch[:1], 4)
+    found, wanted = (
+        torch.autograd.grad((chain.log_prob(values) * weight).sum(), leaves)
+        for chain in (hmm, hmm.expanded())
+    )
+    for one, two in zip(found, wanted):
+        torch.testing.assert_close(one, two.nan_to_num())
+
+
+def test_second_derivatives():
+    parts = [*tables(2), torch.randn(2, 3, 2)]
+
+    def evidence(*logs):
+        return second_order.log_evidence(*logs, torch.tensor([3, 1])).sum()
+
+    assert torch.autograd.gradgradcheck(evidence, [part.requires_grad_() for part in parts])
+
+
+def test_what_is_impossible_has_no_weight_and_makes_no_nan():
+    never = -torch.inf
+    parts = [torch.tensor([0.0, never]), torch.tensor([[0.0, never], [0.5, 0.5]]),
+             torch.tensor([[0.0, never], [never, 0.0]]).expand(2, 2, 2)]  # fmt: skip
+    parts = [part.log_softmax(-1).requires_grad_() for part in parts]
+    seen = torch.zeros(3, 4, 2)
+    seen[1, 2, 0], seen[2, 0, 0] = never, never
+    seen.requires_grad_()
+    lengths = torch.tensor([4, 4, 1])
+    evidence = second_order.log_evidence(*parts, seen, lengths)
+    assert evidence.tolist() == pytest.approx([0.0, never, never])
+    slopes = torch.autograd.grad(evidence.sum(), [seen, *parts])
+    assert all(slope.isfinite().all() for slope in slopes)
+    assert (slopes[0][1:] == 0).all()
+
+
+def test_nothing_leaves_the_range_of_numbers():
+    """Evidence of 1e6 nats, and a pair of e^-3000 that becomes the only one possible."""
+    even = torch.full((2, 2, 2), 0.5).log()
+    stay = torch.eye(2).log()
+    seen = torch.full((1, 4, 2), -1e6 / 4)
+    seen[0, 0, 1] -= 3000.0
+    seen[0, 3, 0] = -torch.inf
+    found = second_order.log_evidence(even[0, 0], stay, stay.expand(2, 2, 2), seen, LENGTHS[3:])
+    assert found.item() == pytest.approx(-1e6 - 3000 + math.log(0.5), abs=1e-6)
+
+
+def test_samples_have_the_posterior_as_their_frequencies(values):
+    hmm = model(zero=True)
+    paths = hmm.sample_states(values, (4000,))
+    assert (paths[:, ~hmm.exists] == 0).all()
+    codes = (paths[:, 0, 0] * 3 + paths[:, 0, 1]) * 3 + paths[:, 0, 2]
+    shares = torch.bincount(codes, minlength=27) / 4000
+    other = hmm.expanded().sample_states(values, (4000,))[:, 0] % 3
+    codes = (other[:, 0] * 3 + other[:, 1]) * 3 + other[:, 2]
+    assert (shares - torch.bincount(codes, minlength=27) / 4000).abs().max() < 0.05
+    states = torch.nn.functional.one_hot(paths, 3).double().mean(0)
+    wanted = hmm.posterior(values).states
+    assert ((states - wanted) * hmm.exists.unsqueeze(-1)).abs().max() < 0.05
+
+
+@pytest.mark.parametrize("batch", [(), (2, 1)], ids=["shared", "batched"])
+def test_samples_of_the_prior(batch):
+    emission = Normal(torch.arange(3.0), 1.5)
+    hmm = SecondOrderHMM(*tables(3, *batch), emission, torch.tensor([4, 4]))
+    values, states = hmm.sample_with_states((4000,))
+    assert values.shape == states.shape == (4000, *batch[:1], 2, 4)
+    z = states.reshape(4000, -1, 2, 4)[:, -1, 0]
+    initial, second, table = (
+        part[-1, 0].exp() if batch else part.exp() for part in tables(3, *batch)
+    )
+    wanted = torch.einsum("i,ij,ijk,jkl->jkl", initial, second, table, table)
+    codes = (z[:, 1] * 3 + z[:, 2]) * 3 + z[:, 3]
+    shares = torch.bincount(codes, minlength=27) / 4000
+    assert (shares - wanted.flatten()).abs().max() < 0.03  # four standard deviations
+
+
+def test_labels(values):
+    labels = torch.full((4, T), -1)
+    labels[:, 0], labels[0, 2] = 1, 2
+    known = model().restrict(labels)
+    for i in range(4):
+        np.testing.assert_allclose(known.log_prob(values)[i], by_paths(known, values, i)[0])
+    torch.testing.assert_close(known.expanded().log_prob(values), known.log_prob(values))
+    for states in (known.sample_states(values), known.sample_with_states()[1]):
+        assert (states[:, 0] == 1).all()
+        assert states[0, 2] == 2
+    impossible = model(zero=True).restrict(torch.tensor([[0, 1, -1, -1, -1]]))
+    with pytest.raises(ValueError, match="labels"):
+        impossible.log_prob(values)
+    with pytest.raises(ValueError, match="labels must leave a path"):
+        impossible.sample()
+
+
+def test_observations_that_depend_on_those_before():
+    data = Sequences(torch.randn(4, T, 2), LENGTHS)
+    module = TabularSecondOrderHMM(2, autoregressive_normal(2, 1))
+    hmm = module(data.lengths)
+    large = hmm.expanded()
+    torch.testing.assert_close(hmm.log_prob(data.values), large.log_prob(data.values))
+    assert hmm.sample().shape == (4, T, 2)
+    with pytest.raises(ValueError, match="expanded"):
+        hmm.forecast(data.values, 2)
+    assert large.forecast(data.values, 2).sample().shape == (4, 2, 2)
+
+
+def test_the_enumerated_form_has_the_same_density_and_gradient():
+    leaves = [part.requires_grad_() for part in (*tables(2), torch.randn(2))]
+    rows = [part.log_softmax(-1) for part in leaves[:3]]  # as those of Categorical(logits=)
+    lengths, values = torch.tensor([3, 1]), torch.randn(2, 3)
+    hmm = SecondOrderHMM(*rows, Normal(leaves[3], 1.0), lengths)
+
+    def enumerated():
+        with pyro.plate("sequences", 2):
+            markov_sample("x", hmm, obs=values)
+
+    elbo = TraceEnum_ELBO(max_plate_nesting=1)
+    losses = -hmm.log_prob(values).sum(), elbo.differentiable_loss(enumerated, lambda: None)
+    torch.testing.assert_close(*losses)
+    slopes = (torch.autograd.grad(loss, leaves, retain_graph=True) for loss in losses)
+    for one, two in zip(*slopes):
+        torch.testing.assert_close(one, two)
+
+
+@pytest.mark.parametrize("family", [categorical(3), poisson()], ids=["categorical", "poisson"])
+@pytest.mark.parametrize("k", [1, 2, 3])
+def test_em_never_loses_and_its_restarts_are_fits_of_their_own(k, family):
+    data = Sequences(torch.randint(3, (4, T)), LENGTHS)
+    module = TabularSecondOrderHMM(k, family, 1.5, 1.2, torch.full((k, k), 1.1))
+    fit = fit_em(module, data, num_steps=15, restarts=2, tolerance=None)
+    assert fit.restarts.losses.diff().max() < 1e-9 * fit.losses.abs().max()
+    alone = fit_em(
+        module, data, num_steps=1, tolerance=None,
+        start={name: value[0] for name, value in fit.restarts.values.items()},
+    )  # fmt: skip
+    torch.testing.assert_close(alone.losses[0], fit.restarts.losses[0, -1])
+
+
+def test_em_ends_where_the_density_is_stationary():
+    data = Sequences(torch.randint(3, (4, T)), LENGTHS)
+    module = TabularSecondOrderHMM(2, categorical(3, concentration=2.0), 2.0, 2.0, 2.0)
+    fit = fit_em(module, data, num_steps=3000, tolerance=1e-15)
+    hmm = fit.hmm(data)
+    logits = [part.detach().requires_grad_() for part in
+              (hmm.log_initial, hmm.log_second, hmm.log_transition)]  # fmt: skip
+    rows = [logit.log_softmax(-1) for logit in logits]
+    density = SecondOrderHMM(*rows, hmm.emission, LENGTHS).log_prob(data.values).sum()
+    density = density + sum(row.sum() for row in rows)  # of Dirichlet(2, ..., 2)
+    for slope in torch.autograd.grad(density, logits):
+        assert slope.abs().max() < 1e-4
+
+
+def test_it_finds_what_one_state_before_cannot_tell():
+    """Of 0 0 1 1 0 0 1 1 the next symbol is known from two, and even from one."""
+    data = Sequences.from_list([[0, 0, 1, 1] * 12, [1, 1, 0, 0] * 12])
+    first, second = (
+        fit_em(kind(2, categorical(2)), data, restarts=5)
+        for kind in (TabularHMM, TabularSecondOrderHMM)
+    )
+    assert second.losses[-1] == pytest.approx(2 * math.log(2), abs=0.01)
+    assert first.losses[-1] > 30
+
+
+@pytest.mark.parametrize("start", [None, starts.by_kmeans], ids=["prior", "kmeans"])
+def test_normals_from_either_start(start):
+    truth = model(2, observed=False).replace(
+        emission=Normal(torch.tensor([0.0, 5.0]), 0.5), lengths=torch.tensor([60, 60])
+    )
+    data = Sequences(truth.sample(), truth.lengths)
+    options = {} if start is None else {"start": start}
+    fit = fit_em(TabularSecondOrderHMM(2, normal(0)), data, restarts=3, **options)
+    means = fit.hmm(data).emission.mean.sort().values
+    assert (means - torch.tensor([0.0, 5.0])).abs().max() < 0.4
+
+
+def test_every_other_fit():
+    data = Sequences(torch.randint(3, (4, T)), LENGTHS)
+    model = MarginalModel(TabularSecondOrderHMM(2, categorical(3)))
+    best = fit_map(model, data, num_steps=20)
+    assert best.losses[-1] < best.losses[0]
+    guide = AutoNormal(model)
+    assert fit_svi(model, guide, data, num_steps=3).losses.isfinite().all()
+    sampler = MCMC(
+        NUTS(model, max_tree_depth=3), num_samples=3, warmup_steps=2, disable_progbar=True
+    )
+    sampler.run(data)
+    assert sampler.get_samples()["module.transition"].shape == (3, 2, 2, 2)
+
+
+def test_a_fit_goes_on_from_an_hmm(values):
+    data = Sequences(values, LENGTHS)
+    fit = fit_em(model(observed=False), data, num_steps=3)
+    assert fit.losses[-1] < fit.losses[0]
+    assert isinstance(fit.hmm(data), SecondOrderHMM)
+    again = fit_em(TabularSecondOrderHMM(3, normal(0)), data, num_steps=2,
+                   start=starts.from_hmm(fit.hmm(data)))  # fmt: skip
+    assert again.losses.isfinite().all()
+    with pytest.raises(ValueError, match="reseed"):
+        fit_em(TabularSecondOrderHMM(2, normal(0)), data, reseed=True)
+    with pytest.raises(ValueError, match="one matrix"):
+        fit_em(TabularSecondOrderHMM(2, normal(0)), data, log_prior=DiversityPrior(1.0))
+
+
+def test_it_is_saved_and_loaded(hmm, values, tmp_path):
+    save(hmm, tmp_path / "chain")
+    loaded = load_hmm(tmp_path / "chain")
+    assert type(loaded) is SecondOrderHMM
+    assert torch.equal(loaded.log_prob(values), hmm.log_prob(values))
+
+
+def test_what_needs_a_markov_chain_says_so():
+    hmm = model(observed=False)
+    with pytest.raises(ValueError, match=r"expanded\(\)"):
+        Filter(hmm.with_lengths(torch.tensor(T)))
+    with pytest.raises(ValueError, match=r"expanded\(\)"):
+        TabularHMM.from_hmm(hmm)
+    assert Filter(hmm.expanded().with_lengths(torch.tensor(T))).states.shape == (12,)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"log_initial": torch.zeros(())}, "log_initial"),
+        ({"log_second": torch.zeros(2, 3)}, r"log_second must end in \(3, 3\)|log_second"),
+        ({"log_transition": torch.zeros(3, 3)}, "log_transition"),
+        ({"log_transition": torch.zeros(3, 3, 3)}, "log_transition.*sum"),
+        ({"log_second": torch.zeros(3, 3)}, "log_second.*sum"),
+        ({"emission": Categorical(torch.ones(5, 2))}, "K = 3"),
+    ],
+)
+def test_wrong_parameters_are_refused(changes, words):
+    names = "log_initial", "log_second", "log_transition"
+    arguments = dict(zip(names, tables(3))) | {"emission": Normal(torch.arange(3.0), 1.0)}
+    with pytest.raises(ValueError, match=words):
+        SecondOrderHMM(**(arguments | changes), lengths=LENGTHS, validate_args=True)

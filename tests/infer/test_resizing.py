@@ -1,0 +1,183 @@
+"""Merge and split of states, against the mixtures that they stand for."""
+
+import pytest
+import torch
+from pyro.distributions import (
+    Bernoulli,
+    Categorical,
+    Gamma,
+    MixtureSameFamily,
+    MultivariateNormal,
+    Normal,
+    Poisson,
+)
+
+from pyrohmm import (
+    HMM,
+    SecondOrderHMM,
+    Sequences,
+    TabularHMM,
+    fit_em,
+    merge_states,
+    normal,
+    split_state,
+    starts,
+)
+from pyrohmm.distributions import Streams, Tied
+
+K = 3
+LENGTHS = torch.tensor([6, 4])
+SOURCE = torch.Generator().manual_seed(0)
+
+
+def rows(*shape):
+    return torch.randn(*shape, generator=SOURCE).log_softmax(-1)
+
+
+def mixture():
+    return MixtureSameFamily(Categorical(logits=rows(K, 2)), Normal(torch.randn(K, 2), 1.0))
+
+
+EMISSIONS = {
+    "symbols": lambda: Categorical(probs=rows(K, 4).exp()),
+    "logits": lambda: Categorical(logits=rows(K, 4)),
+    "zeros": lambda: Categorical(
+        probs=torch.eye(K)[[0, 1, 1]] * 0.5 + torch.eye(K)[[1, 0, 2]] * 0.5
+    ),
+    "normal": lambda: Normal(torch.arange(3.0), torch.tensor([1.0, 2.0, 0.5])),
+    "vectors": lambda: Normal(torch.randn(K, 2), torch.rand(K, 2) + 1).to_event(1),
+    "spherical": lambda: Normal(torch.randn(K, 2), torch.rand(K, 1) + 1).to_event(1),
+    "full": lambda: MultivariateNormal(torch.randn(K, 2), scale_tril=torch.eye(2).repeat(K, 1, 1)),
+    "tied": lambda: MultivariateNormal(torch.randn(K, 2), torch.eye(2)),
+    "counts": lambda: Poisson(torch.tensor([[1.0, 5.0], [2.0, 3.0], [9.0, 1.0]])).to_event(1),
+    "binary": lambda: Bernoulli(probs=torch.rand(K, 2)).to_event(1),
+    "streams": lambda: Streams([Categorical(logits=rows(K, 2)), Normal(torch.arange(3.0), 1.0)]),
+}
+SYMBOLS = "symbols", "logits", "zeros"
+
+
+def second_order():
+    return SecondOrderHMM(rows(3), rows(3, 3), rows(3, 3, 3), EMISSIONS["logits"](), LENGTHS)
+
+
+def model(name):
+    return HMM(rows(K), rows(K, K), EMISSIONS[name](), LENGTHS, validate_args=True)
+
+
+@pytest.mark.parametrize("name", EMISSIONS)
+def test_a_split_without_noise_has_the_same_density_and_is_undone_by_a_merge(name):
+    hmm = model(name)
+    values = hmm.sample()
+    split = split_state(hmm, 1, noise=0.0)
+    assert split.num_states == K + 1
+    torch.testing.assert_close(split.log_prob(values), hmm.log_prob(values))
+    again = merge_states(split, 1, K)
+    torch.testing.assert_close(again.log_prob(values), hmm.log_prob(values))
+    torch.testing.assert_close(again.log_transition.exp(), hmm.log_transition.exp())
+
+
+@pytest.mark.parametrize("name", EMISSIONS)
+def test_noise_makes_copies_differ_and_density_close(name):
+    hmm = model(name)
+    values = hmm.sample()
+    split = split_state(hmm, 0, noise=0.01)
+    assert (split.log_prob(values) - hmm.log_prob(values)).abs().max() < 0.3
+    means = [
+        chain.emission.probs if name in SYMBOLS else chain.emission.mean for chain in (split, hmm)
+    ]
+    assert not torch.equal(means[0][0], means[0][K])
+    torch.testing.assert_close(means[0][1:K], means[1][1:], equal_nan=True)
+    rows = split.log_transition.exp()
+    torch.testing.assert_close(rows.sum(-1), torch.ones(K + 1))
+    assert not torch.equal(rows[0], rows[K])
+
+
+@pytest.mark.parametrize("name", ["symbols", "logits", "normal", "full", "counts", "binary"])
+def test_a_merge_keeps_the_moments_of_a_step(name):
+    """Of an observation of the stationary chain, whose usage weighs both states."""
+    hmm = model(name)
+    merged = merge_states(hmm, 2, 0)
+    usage = hmm.stationary()
+    assert merged.num_states == K - 1
+    torch.testing.assert_close(merged.stationary(), torch.stack([usage[1], usage[0] + usage[2]]))
+
+    def moments(hmm):
+        weights = hmm.stationary()
+        if name in ("symbols", "logits"):
+            return (weights @ hmm.emission.probs,)
+        mean = torch.tensordot(weights, hmm.emission.mean, 1)
+        if name in ("counts", "binary"):
+            return (mean,)
+        away = hmm.emission.mean - mean
+        return mean, torch.tensordot(weights, hmm.emission.variance + away**2, 1)
+
+    torch.testing.assert_close(moments(merged), moments(hmm))
+
+
+def test_usage_weighs_the_states():
+    hmm = model("counts")
+    merged = merge_states(hmm, 0, 1, usage=torch.tensor([3.0, 1.0, 0.0]))
+    torch.testing.assert_close(merged.emission.mean[0], torch.tensor([1.25, 4.5]))
+    row = 0.75 * hmm.log_transition.exp()[0] + 0.25 * hmm.log_transition.exp()[1]
+    wanted = torch.stack([row[0] + row[1], row[2]])
+    torch.testing.assert_close(merged.log_transition.exp()[0], wanted)
+    never = merge_states(hmm, 0, 1, usage=torch.zeros(3))
+    torch.testing.assert_close(never.emission.mean[0], torch.tensor([1.5, 4.0]))
+
+
+def test_a_fit_goes_on_from_a_split():
+    emission = Normal(torch.tensor([-4.0, 0.0, 4.0]), 0.5)
+    stay = (torch.eye(3) * 0.85 + 0.05).log()
+    truth = HMM(torch.full((3,), 1 / 3).log(), stay, emission, torch.tensor([150, 150]))
+    data = Sequences(truth.sample(), torch.tensor([150, 150]))
+    two = fit_em(TabularHMM(2, normal(0)), data, restarts=4)
+    hmms = [split_state(two.hmm(data), state) for state in (0, 1)]
+    fits = [fit_em(TabularHMM(3, normal(0)), data, start=starts.from_hmm(hmm)) for hmm in hmms]
+    best = min(fits, key=lambda fit: fit.losses[-1])
+    assert best.losses[-1] < two.losses[-1] - 50
+    means = best.hmm(data).emission.mean.sort().values
+    assert (means - emission.loc).abs().max() < 0.3
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        ({"first": 3}, ValueError, "first must lie between 0 and K - 1 = 2"),
+        ({"second": -1}, ValueError, "second must lie"),
+        ({"second": 0}, ValueError, "second must be a state other"),
+        ({"usage": torch.ones(2)}, ValueError, "usage must have shape"),
+        ({"usage": -torch.ones(3)}, ValueError, "usage must not be negative"),
+        ({"hmm": HMM(rows(3), rows(3, 3), Gamma(torch.ones(3), 1.0), LENGTHS)}, TypeError, "Gamma"),
+        ({"hmm": HMM(rows(3), rows(3, 3), mixture(), LENGTHS)}, TypeError, "emission must be"),
+        ({"hmm": HMM(rows(3), rows(2, 1, 3, 3), EMISSIONS["logits"](), LENGTHS)}, ValueError,
+         "batch"),
+        ({"hmm": second_order()},
+         TypeError, "plain HMM"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_merged_is_named(change, error, words):
+    arguments = {"hmm": model("logits"), "first": 0, "second": 1} | change
+    with pytest.raises(error, match=words):
+        merge_states(**arguments)
+
+
+def test_what_cannot_be_split_is_named():
+    with pytest.raises(ValueError, match="state must lie"):
+        split_state(model("logits"), 3)
+    with pytest.raises(ValueError, match="noise"):
+        split_state(model("logits"), 0, noise=-1.0)
+    shared = Tied(Normal(torch.zeros(2), 1.0), torch.tensor([0, 1, 1]))
+    with pytest.raises(TypeError, match="Tied"):
+        split_state(HMM(rows(3), rows(3, 3), shared, LENGTHS), 0)
+    split = split_state(HMM(rows(3), rows(3, 3), mixture(), LENGTHS), 0)
+    assert split.log_prob(split.sample()).isfinite().all()
+
+
+def test_one_state_becomes_two_and_one_again():
+    hmm = HMM(torch.zeros(1), torch.zeros(1, 1), Poisson(torch.ones(1)), LENGTHS)
+    values = hmm.sample()
+    two = split_state(hmm, 0, noise=0.0)
+    torch.testing.assert_close(two.log_prob(values), hmm.log_prob(values))
+    torch.testing.assert_close(merge_states(two, 1, 0).log_prob(values), hmm.log_prob(values))
+    fit = fit_em(two, Sequences(values, LENGTHS), num_steps=2)
+    assert isinstance(fit.model.module, TabularHMM)

@@ -1,0 +1,151 @@
+"""``StickyHDPHMM`` against direct simulation, a sum by hand, and data whose states are known."""
+
+import pyro
+import pytest
+import torch
+from pyro import poutine
+from pyro.distributions import Dirichlet, Gamma, Normal
+from pyro.infer import MCMC, NUTS
+from pyro.infer.autoguide import AutoNormal
+
+from pyrohmm import (
+    HMM,
+    MarginalModel,
+    Sequences,
+    StickyHDPHMM,
+    categorical,
+    fit_em,
+    fit_svi,
+    freeze,
+    normal,
+)
+
+LENGTHS = torch.tensor([4, 2])
+
+
+@pytest.fixture
+def double():
+    torch.set_default_dtype(torch.float64)
+
+
+def prior(module):
+    return poutine.trace(module).get_trace(LENGTHS)
+
+
+def test_moments_of_the_prior_are_those_of_direct_simulation(double):
+    """Weights, rows and first states from Gamma variables, as the definition has them."""
+    size, count = 4, 10_000
+    module = StickyHDPHMM(size, categorical(2), gamma=3.0, alpha=(4.0, 2.0), kappa=1.5)
+    with pyro.plate("samples", count, dim=-2):
+        nodes = prior(module).nodes
+    weights, rows = (nodes[name]["value"].squeeze(1) for name in ("weights", "transition"))
+    beta = torch.distributions.Gamma(torch.full((count, size), 3.0 / size), 1.0).sample()
+    beta = beta / beta.sum(-1, keepdim=True)
+    alpha = torch.distributions.Gamma(4.0, 2.0).sample((count, 1, 1))
+    strength = alpha * beta.unsqueeze(-2) + 1.5 * torch.eye(size)
+    table = torch.distributions.Gamma(strength.clamp(min=1e-300), 1.0).sample()
+    table = table / table.sum(-1, keepdim=True)
+    for found, wanted in ((weights, beta), (rows, table)):
+        for power in (1, 2):  # standard errors are below 0.004
+            gap = (found**power).mean(0) - (wanted**power).mean(0)
+            assert gap.abs().max() < 0.02
+    shared = [(t[:, 0, 2] * t[:, 1, 2]).mean() for t in (rows, table)]  # by the weights
+    assert abs(shared[0] - shared[1]) < 0.01
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_the_joint_density_is_the_sum_by_hand(double, size):
+    module = StickyHDPHMM(size, categorical(2), gamma=(2.0, 1.0), alpha=2.0, kappa=(3.0, 0.5))
+    data = Sequences(torch.tensor([[0, 1, 1, 0], [1, 0, 0, 0]]), LENGTHS)
+    model = MarginalModel(module)
+    trace = poutine.trace(model).get_trace(data)
+    site = {name.removeprefix("module."): trace.nodes[name]["value"]
+            for name in trace.stochastic_nodes if name != "sequences"}  # fmt: skip
+    assert site.keys() == {"weights", "initial", "transition", "gamma", "kappa", "emission.probs"}
+    hand = Gamma(2.0, 1.0).log_prob(site["gamma"]) + Gamma(3.0, 0.5).log_prob(site["kappa"])
+    if size > 1:
+        hand += Dirichlet((site["gamma"] / size).expand(size)).log_prob(site["weights"])
+        hand += Dirichlet(2.0 * site["weights"]).log_prob(site["initial"])
+        for i, row in enumerate(site["transition"]):
+            strength = 2.0 * site["weights"] + site["kappa"] * torch.eye(size)[i]
+            hand += Dirichlet(strength).log_prob(row)
+    hand += Dirichlet(torch.ones(size, 2)).log_prob(site["emission.probs"]).sum()
+    hmm = trace.nodes["_RETURN"]["value"]
+    hand += hmm.log_prob(data.values).sum()
+    torch.testing.assert_close(trace.log_prob_sum(), hand)
+
+
+@pytest.mark.parametrize("gamma", [1e-4, 1.0])
+def test_nothing_near_zero_is_nan_in_single_precision(gamma):
+    module = StickyHDPHMM(8, categorical(2), gamma=gamma, alpha=0.01, kappa=0.0)
+    data = Sequences(torch.tensor([[0, 1, 1, 0], [1, 0, 0, 0]]), LENGTHS)
+    for _ in range(50):
+        nodes = prior(module).nodes
+        for name in ("weights", "initial", "transition"):
+            value = nodes[name]["value"]
+            assert value.isfinite().all()
+            torch.testing.assert_close(value.sum(-1), torch.ones(value.shape[:-1]))
+            assert nodes[name]["fn"].log_prob(value).isfinite()
+    model = MarginalModel(module)
+    guide = AutoNormal(model, init_scale=1.0)
+    with poutine.block():
+        guide(data)
+    for name in ("weights", "initial", "transition"):  # far outside of what numbers can say
+        node = poutine.trace(model).get_trace(data).nodes[f"module.{name}"]
+        transform = torch.distributions.biject_to(node["fn"].support)
+        free = torch.zeros(transform.inv(node["value"]).shape)
+        free[0], free[-1] = 300.0, -300.0
+        free.requires_grad_()
+        value = transform(free)
+        density = node["fn"].log_prob(value) + transform.log_abs_det_jacobian(free, value)
+        assert density.isfinite()
+        (slope,) = torch.autograd.grad(density, free)
+        assert slope.isfinite().all()
+    fit = fit_svi(model, guide, data, num_steps=20, learning_rate=0.05)
+    assert fit.losses.isfinite().all()
+
+
+def known(emission, steps=100):
+    stay = (torch.eye(3) * 0.85 + 0.05).log()
+    truth = HMM(torch.full((3,), 1 / 3).log(), stay, emission, torch.tensor([steps] * 2))
+    return Sequences(truth.sample(), truth.lengths)
+
+
+def test_svi_uses_as_many_states_as_there_are():
+    """Of a truncation of 8, on data of 3; a state is used that has 2 % of the steps."""
+    data = known(Normal(torch.tensor([-5.0, 0.0, 5.0]), 1.0))
+    model = MarginalModel(StickyHDPHMM(8, normal(0), gamma=1.0, alpha=1.0, kappa=5.0))
+    guide = AutoNormal(model, init_scale=0.05)
+    fit = fit_svi(model, guide, data, num_steps=200, learning_rate=0.1)
+    used = []
+    for _ in range(10):
+        with torch.no_grad(), poutine.block():
+            hmm = poutine.replay(model, trace=poutine.trace(guide).get_trace(data))(data)
+            usage = hmm.posterior(data.values).states.sum((0, 1))
+        used.append(int((usage > 0.02 * usage.sum()).sum()))
+    assert fit.losses[-1] < fit.losses[0]
+    assert all(2 <= count <= 4 for count in used)
+
+
+def test_nuts_runs():
+    data = known(Normal(torch.tensor([-5.0, 0.0, 5.0]), 1.0), steps=10)
+    module = StickyHDPHMM(3, normal(0), gamma=(2.0, 1.0), alpha=2.0, kappa=4.0)
+    kernel = NUTS(MarginalModel(module), max_tree_depth=3)
+    sampler = MCMC(kernel, num_samples=4, warmup_steps=8, disable_progbar=True)
+    sampler.run(data)
+    samples = sampler.get_samples()
+    assert samples["module.transition"].shape == (4, 3, 3)
+    assert all(value.isfinite().all() for value in samples.values())
+    assert samples["module.weights"].std(0).min() > 0
+
+
+def test_what_it_is_not_for_says_so():
+    data = Sequences(torch.tensor([[0, 1, 1, 0], [1, 0, 0, 0]]), LENGTHS)
+    with pytest.raises(ValueError, match="fit_svi"):
+        fit_em(StickyHDPHMM(3, categorical(2)), data)
+    for wrong in ({"gamma": 0.0}, {"alpha": -1.0}, {"kappa": (1.0, 0.0)}, {"gamma": (1.0,)}):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            StickyHDPHMM(3, categorical(2), **wrong)
+    module = StickyHDPHMM(2, categorical(2))
+    freeze(module, "weights", torch.tensor([0.5, 0.5]))
+    assert "weights" not in prior(module).nodes
