@@ -38,8 +38,13 @@ class HSMM(HMM):
 
     A hidden semi-Markov model (Ferguson, 1980). The states of an :class:`HMM` last for a geometric
     number of steps; here they last d steps with probability ``log_duration[k, d - 1]``, and none
-    follows itself. The first segment begins with the sequence. The last one may be cut by its end,
-    and then counts with the probability of lasting at least as long as is seen.
+    follows itself. The last segment may be cut by the end of the sequence, and then counts with the
+    probability of lasting at least as long as is seen. The first one begins with the sequence, or,
+    with ``censored_start``, it was there before: then r of its steps remain with probability
+
+    .. math:: p(r | k) = \sum_{d \ge r} p(d | k) \; / \; \sum_d d \, p(d | k),
+
+    the stationary one of a process that is seen from any moment on (Cox, 1962, Renewal theory).
 
     Queries are those of :class:`HMM`, exact, in time O(T K (K + D)). A path ``(*B, T)`` of states
     says its segments: :meth:`segments`. :meth:`expanded` is the same distribution as an ``HMM``.
@@ -56,6 +61,9 @@ class HSMM(HMM):
         validate_args: Whether to read values in order to check them; Pyro's setting by default.
         censored_end: Whether the last segment may go on after the data, True by default. If not,
             ``log_prob`` is that of the values *and* of a segment that ends with them.
+        censored_start: Whether the first segment was there before the data, False by default. Its
+            state is one of ``log_initial`` all the same; :meth:`stationary` has the shares of
+            states at any moment.
         emission_per_step: Whether ``emission`` has a dimension of steps.
         allowed: ``(*B, T, K)`` booleans, False where a state is known not to be.
 
@@ -90,6 +98,7 @@ class HSMM(HMM):
         validate_args: bool | None = None,
         *,
         censored_end: bool = True,
+        censored_start: bool = False,
         emission_per_step: bool = False,
         allowed: Tensor | None = None,
     ) -> None:
@@ -100,7 +109,8 @@ class HSMM(HMM):
             log_initial, log_transition, emission, lengths.expand(check_broadcast(outer)), observed,
             validate_args, emission_per_step=emission_per_step, allowed=allowed,
         )  # fmt: skip
-        self.log_duration, self.censored_end = log_duration, censored_end
+        self.log_duration = log_duration
+        self.censored_end, self.censored_start = censored_end, censored_start
         if self._validate_args:
             check_log_simplex("log_duration", log_duration)
             follows = log_transition.diagonal(dim1=-2, dim2=-1) > -torch.inf
@@ -118,7 +128,7 @@ class HSMM(HMM):
     def replace(self, **changes: Any) -> HSMM:
         """A copy with some arguments changed: see :meth:`HMM.replace`."""
         names = ("log_initial", "log_transition", "log_duration", "emission", "lengths", "observed",
-                 "censored_end", "emission_per_step", "allowed")  # fmt: skip
+                 "censored_end", "censored_start", "emission_per_step", "allowed")  # fmt: skip
         arguments = {name: getattr(self, name) for name in names}
         new = HSMM(**(arguments | changes), validate_args=False)
         self._validated_alike(new)
@@ -151,7 +161,7 @@ class HSMM(HMM):
         """
         num_states, size = self.log_duration.shape[-2:]
         parts = self.log_initial, self.log_transition, self.log_duration
-        initial, matrix = semi_markov.expanded_chain(*parts)
+        initial, matrix = semi_markov.expanded_chain(*parts, self.censored_start)
         device = matrix.device
         allowed = self.allowed
         if allowed is not None:
@@ -171,6 +181,11 @@ class HSMM(HMM):
 
     # Parameters and data as the recursions read them
 
+    @property
+    def cuts(self) -> tuple[bool, bool]:
+        """Whether the last segment may be cut, and the first."""
+        return self.censored_end, self.censored_start
+
     def check_markov(self, purpose: str) -> NoReturn:
         """Raise: ``purpose`` needs a chain whose next state depends on the state alone."""
         raise ValueError(
@@ -184,8 +199,18 @@ class HSMM(HMM):
 
     def counted_factors(self, values: Tensor, check: bool = True) -> tuple[Tensor, ...]:
         """As :meth:`HMM.counted_factors`; the last is ``log_duration``."""
-        initial, transition, duration, likelihood = self._factors(values, check)
-        return initial, transition.unsqueeze(-3), likelihood, duration
+        _, transition, duration, likelihood = self._factors(values, check)
+        return self.counted_initial, transition.unsqueeze(-3), likelihood, duration
+
+    @property
+    def counted_initial(self) -> Tensor:
+        """``log_initial``, less the log mean duration of a first segment that is cut.
+
+        Of all whole durations a moment in time falls into each in proportion to its length.
+        """
+        if not self.censored_start:
+            return self.log_initial
+        return self.log_initial - semi_markov.log_mean_duration(self.log_duration)
 
     @property
     def counted_duration(self) -> Tensor:
@@ -202,11 +227,11 @@ class HSMM(HMM):
 
     def _filter(self, likelihood: Tensor) -> Tensor:
         parts = self.log_initial, self.log_transition, self.log_duration
-        return semi_markov.filtered(*parts, likelihood, self.lengths)
+        return semi_markov.filtered(*parts, likelihood, self.lengths, self.censored_start)
 
     def _evidence(self, likelihood: Tensor) -> Tensor:
         parts = self.log_initial, self.log_transition, self.log_duration
-        return semi_markov.log_evidence(*parts, likelihood, self.lengths, self.censored_end)
+        return semi_markov.log_evidence(*parts, likelihood, self.lengths, *self.cuts)
 
     # Queries given values (*B, T, *E)
 
@@ -230,9 +255,12 @@ class HSMM(HMM):
 
         opens, closes, age = semi_markov.boundaries(states, exists)
         last = closes & ~torch.nn.functional.pad(exists[..., 1:], (0, 1))
-        final = semi_markov.log_survival(duration) if self.censored_end else duration
         column = age.clamp(max=self.max_duration) - 1
-        lasted = torch.where(last, _at(final, states, column), _at(duration, states, column))
+        weights = semi_markov.segment_weights(duration, *self.cuts)
+        among, ending, opening, entire = (_at(part, states, column) for part in weights)
+        lasted = torch.where(last, ending, among)
+        is_first = opens.cumsum(-1) == 1
+        lasted = torch.where(is_first, torch.where(last, entire, opening), lasted).to(duration)
         lasted = lasted.masked_fill(age > self.max_duration, -torch.inf)
         moved = _at(transition, states[..., :-1], states[..., 1:])
         first = initial.expand(*batch, self.num_states).gather(-1, states[..., :1]).squeeze(-1)
@@ -248,35 +276,37 @@ class HSMM(HMM):
         ``(*B, K, K)``.
         """
         factors = self._factors(values)
-        counts = semi_markov.counts_of_each(*factors, self.lengths, self.censored_end)
+        counts = semi_markov.counts_of_each(*factors, self.lengths, *self.cuts)
         return Posterior(counts.log_evidence, counts.states, counts.transitions.squeeze(-3))
 
     def duration_counts(self, values: Tensor) -> Tensor:
         """Expected number of segments of each state and duration given ``values``, ``(*B, K, D)``.
 
-        A last segment that is cut counts with the whole durations that it may have.
+        A segment that is cut counts with the whole durations that it may have.
         """
         factors = self._factors(values)
-        counts = semi_markov.counts_of_each(*factors, self.lengths, self.censored_end).durations
+        counts = semi_markov.counts_of_each(*factors, self.lengths, *self.cuts).durations
         assert counts is not None
         return counts
 
     def expected_counts(self, values: Tensor) -> ExpectedCounts:
         """Expected counts given ``values``, those of durations included: the E-step."""
         factors = self._factors(values, check=False)
-        counts = semi_markov.expected_counts(*factors, self.lengths, self.censored_end)
+        counts = semi_markov.expected_counts(*factors, self.lengths, *self.cuts)
         self._check_evidence(counts.log_evidence, values)
         return counts
 
     def filtered(self, values: Tensor) -> Tensor:
         r"""Filtered probabilities :math:`p(z_t \mid x_{1:t})`, ``(*B, T, K)``; 0 where padded."""
-        return semi_markov.filtered(*self._factors(values), self.lengths).exp()
+        return semi_markov.filtered(
+            *self._factors(values), self.lengths, self.censored_start
+        ).exp()
 
     def viterbi(self, values: Tensor) -> Tensor:
         r"""Best path :math:`\arg\max_z p(z_{1:T} \mid x_{1:T})`, ``(*B, T)``; 0 where padded."""
         factors = self._factors(values)
         refuse_nan(*factors)
-        return semi_markov.viterbi(*factors, self.lengths, self.censored_end)
+        return semi_markov.viterbi(*factors, self.lengths, *self.cuts)
 
     @checked()
     def sample_states(self, values: Tensor, sample_shape: Shape = ()) -> Tensor:
@@ -285,7 +315,7 @@ class HSMM(HMM):
         factors = self._factors(values)
         refuse_nan(*factors)
         count = shape.numel()
-        states = semi_markov.sample_states(*factors, self.lengths, count, self.censored_end)
+        states = semi_markov.sample_states(*factors, self.lengths, count, *self.cuts)
         return states.reshape(shape + states.shape[1:])
 
     def segments(self, states: Tensor) -> Segments:
@@ -311,7 +341,7 @@ class HSMM(HMM):
         likelihood = likelihood.masked_fill(~self.exists.unsqueeze(-1), 0.0)
         ahead = torch.nn.functional.pad(likelihood, (0, 0, 0, num_steps))
         parts = initial, transition, duration, ahead
-        states = semi_markov.filtered(*parts, self.lengths + num_steps).exp()
+        states = semi_markov.filtered(*parts, self.lengths + num_steps, self.censored_start).exp()
         batch = states.shape[:-2]
         steps = self.lengths.expand(batch).unsqueeze(-1) + torch.arange(num_steps)
         steps = steps.to(states.device).unsqueeze(-1).expand(*batch, num_steps, self.num_states)
@@ -343,7 +373,8 @@ class HSMM(HMM):
                 part.reshape(part.shape[-core:]) for part, core in zip(parts, (1, 2, 2))
             )
             length, count = torch.tensor(self.num_steps), shape.numel()
-            states = semi_markov.sample_states(initial, transition, duration, logs, length, count)
+            parts = initial, transition, duration, logs, length, count
+            states = semi_markov.sample_states(*parts, *self.cuts)
             return states.reshape(*shape, self.num_steps)
         if self.allowed is not None:
             logs = logs.expand(self.allowed.shape).masked_fill(~self.allowed, -torch.inf)
@@ -355,7 +386,7 @@ class HSMM(HMM):
                 f"keep to; none does in sequence {impossible.nonzero()[0].tolist()}."
             )
         count = shape[: len(shape) - len(self.batch_shape)].numel()
-        states = semi_markov.sample_states(*parts, logs, self.lengths, count, self.censored_end)
+        states = semi_markov.sample_states(*parts, logs, self.lengths, count, *self.cuts)
         return states.reshape(*shape, self.num_steps)
 
 

@@ -400,7 +400,7 @@ def _logs(hmm: HMM, batch: Sequences, names: Iterable[str]) -> list[Tensor]:
     else:
         matrix = hmm.log_transition
         matrix = matrix if hmm.transition_per_step else matrix.unsqueeze(-3)
-        logs = {"initial": hmm.log_initial, "transition": matrix}
+        logs = {"initial": hmm.counted_initial, "transition": matrix}
         if "durations" in names and hmm.counted_duration is not None:
             logs["durations"] = hmm.counted_duration
         if "symbols" in names:

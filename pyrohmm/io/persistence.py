@@ -278,7 +278,8 @@ def _describe_hsmm(hmm: HSMM) -> tuple[dict[str, Tensor], dict[str, Any]]:
     tensors, meta = _describe_hmm(hmm)
     del meta["transition_per_step"]
     tensors["log_duration"] = hmm.log_duration
-    return tensors, meta | {"class": "HSMM", "censored_end": hmm.censored_end}
+    cuts = {"censored_end": hmm.censored_end, "censored_start": hmm.censored_start}
+    return tensors, meta | {"class": "HSMM"} | cuts
 
 
 def _describe_factorial_hmm(hmm: FactorialHMM) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -315,6 +316,7 @@ def _build_hsmm(tensors: dict[str, Tensor], meta: dict[str, Any]) -> HSMM:
         observed=tensors.pop("observed", None),
         validate_args=_validation(meta),
         censored_end=_flag(meta, "censored_end"),
+        censored_start=_flag(meta, "censored_start"),
         emission_per_step=_flag(meta, "emission_per_step"),
         allowed=tensors.pop("allowed", None),
     )

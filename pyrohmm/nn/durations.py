@@ -379,6 +379,7 @@ class TabularHSMM(TabularHMM):
         transition_allowed: ``(K, K)`` booleans, which transitions between different states are
             possible; all by default.
         censored_end: Whether the last segment may go on after the data: see :class:`HSMM`.
+        censored_start: Whether the first segment was there before the data: see :class:`HSMM`.
 
     Raises:
         ValueError: If ``num_states`` is less than two, or a concentration is not positive or has
@@ -404,6 +405,7 @@ class TabularHSMM(TabularHMM):
         initial_allowed: Tensor | None = None,
         transition_allowed: Tensor | None = None,
         censored_end: bool = True,
+        censored_start: bool = False,
     ) -> None:
         others = ~torch.eye(num_states, dtype=torch.bool)
         if transition_allowed is not None and transition_allowed.shape == others.shape:
@@ -425,7 +427,7 @@ class TabularHSMM(TabularHMM):
                 "durations must return a PyroModule when it is called with K; got "
                 f"{type(self.duration).__name__}."
             )
-        self.censored_end = censored_end
+        self.censored_end, self.censored_start = censored_end, censored_start
 
     @classmethod
     def from_hmm(cls, hmm: HMM) -> TabularHSMM:
@@ -442,6 +444,7 @@ class TabularHSMM(TabularHMM):
         module = cls(
             hmm.num_states, free_durations(hmm.max_duration),
             lambda _: emissions.from_distribution(hmm.emission), censored_end=hmm.censored_end,
+            censored_start=hmm.censored_start,
         )  # fmt: skip
         part: PyroModule = module
         for name, logs in (("initial", hmm.log_initial), ("transition", hmm.log_transition),
@@ -455,7 +458,7 @@ class TabularHSMM(TabularHMM):
         """Build the HSMM for sequences of ``lengths`` ``(*B)``."""
         return HSMM(
             log(self.initial), log(self.transition), self.duration(), self.emission(), lengths,
-            observed, censored_end=self.censored_end,
+            observed, censored_end=self.censored_end, censored_start=self.censored_start,
         )  # fmt: skip
 
     def statistics(self, expected: ExpectedCounts) -> Statistics:

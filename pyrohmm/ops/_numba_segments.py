@@ -18,13 +18,17 @@ LOW = -708.0  # the smallest logarithm whose exponential is a normal number
 
 
 @kernel
-def _scores_ending(t, arrive, seen, table, scores, within, peak):
-    """Scores ``(D, K)`` of the segments that end at t, and their largest; how many durations."""
-    num_durations, num_states = table.shape
+def _scores_ending(t, arrive, seen, others, first, scores, within, peak):
+    """Scores ``(D, K)`` of the segments that end at t, and their largest; how many durations.
+
+    Their weights are ``first`` for the one that began the sequence, else ``others``.
+    """
+    num_durations, num_states = others.shape
     span = min(t + 1, num_durations)
     within[:] = 0.0
     peak[:] = -np.inf
     for d in range(span):
+        table = first if d == t else others
         for k in range(num_states):
             within[k] += seen[t - d, k]
             score = arrive[t - d, k] + table[d, k] + within[k]
@@ -52,8 +56,8 @@ def _sum_scores(span, scores, peak, out):
 
 @kernel
 def forward(
-    first, last, initial, transition, duration, final, survival, likelihood, lengths, filtering,
-    arrive, ends, evidence, filtered,
+    first, last, initial, transition, duration, final, opening, entire, likelihood, lengths,
+    filtering, arrive, ends, evidence, filtered,
 ):  # fmt: skip
     """Forward messages: see :meth:`.operations.Backend.segment_forward`."""
     num_durations, num_states = duration.shape[1:]
@@ -67,10 +71,10 @@ def forward(
         starts[0] = initial[i]
         for t in range(end + 1):
             if filtering:
-                span = _scores_ending(t, starts, seen, survival[g], scores, within, peak)
+                span = _scores_ending(t, starts, seen, final[g], entire[g], scores, within, peak)
                 _sum_scores(span, scores, peak, filtered[i, t])
-            table = final[g] if t == end else duration[g]
-            span = _scores_ending(t, starts, seen, table, scores, within, peak)
+            table, whole = (final[g], entire[g]) if t == end else (duration[g], opening[g])
+            span = _scores_ending(t, starts, seen, table, whole, scores, within, peak)
             _sum_scores(span, scores, peak, ends[i, t])
             if t < end:
                 for k in range(num_states):
@@ -82,8 +86,8 @@ def forward(
 
 @kernel
 def backward(
-    first, last, transition, duration, final, likelihood, lengths, arrive, ends, evidence, weight,
-    starts, gamma, transitions, durations, finals,
+    first, last, transition, duration, final, opening, entire, likelihood, lengths, arrive, ends,
+    evidence, weight, starts, gamma, transitions, durations, finals, openings, entires,
 ):  # fmt: skip
     """Posterior counts times ``weight``: see :meth:`.operations.Backend.segment_backward`."""
     num_durations, num_states = duration.shape[1:]
@@ -104,7 +108,10 @@ def backward(
             within[:] = 0.0
             peak[:] = -np.inf
             for d in range(span):
-                table = final[g] if t + d == end else duration[g]
+                if t > 0:
+                    table = final[g] if t + d == end else duration[g]
+                else:
+                    table = entire[g] if t + d == end else opening[g]
                 for k in range(num_states):
                     within[k] += seen[t + d, k]
                     score = table[d, k] + within[k] + onward[t + d, k]
@@ -117,7 +124,10 @@ def backward(
                 peak[k] = 0.0 if dead else weight[i] * np.exp(flow)
                 within[k] = 0.0
             for d in range(span - 1, -1, -1):
-                counts = finals[g] if t + d == end else durations[g]
+                if t > 0:
+                    counts = finals[g] if t + d == end else durations[g]
+                else:
+                    counts = entires[g] if t + d == end else openings[g]
                 for k in range(num_states):
                     share = scores[d, k] * peak[k]
                     counts[d, k] += share
@@ -136,7 +146,9 @@ def backward(
 
 
 @kernel
-def viterbi(first, last, initial, transition, duration, final, likelihood, lengths, best):
+def viterbi(
+    first, last, initial, transition, duration, final, opening, entire, likelihood, lengths, best
+):  # fmt: skip
     """Most probable paths: see :meth:`.operations.Backend.segment_viterbi`."""
     num_durations, num_states = duration.shape[1:]
     per = lengths.shape[0] // transition.shape[0]
@@ -151,8 +163,9 @@ def viterbi(first, last, initial, transition, duration, final, likelihood, lengt
         end = lengths[i] - 1
         starts[0] = initial[i]
         for t in range(end + 1):
-            table = final[g] if t == end else duration[g]
-            span = _scores_ending(t, starts, likelihood[i], table, scores, within, peak)
+            table, whole = (final[g], entire[g]) if t == end else (duration[g], opening[g])
+            seen = likelihood[i]
+            span = _scores_ending(t, starts, seen, table, whole, scores, within, peak)
             for k in range(num_states):
                 lasted[t, k] = 1
                 for d in range(span):
@@ -203,7 +216,8 @@ def _choose(logs, count, uniform):
 
 @kernel
 def sample_states(
-    first, last, transition, duration, final, likelihood, lengths, arrive, ends, uniform, states
+    first, last, transition, duration, final, opening, entire, likelihood, lengths, arrive, ends,
+    uniform, states,
 ):  # fmt: skip
     """Paths sampled backwards: see :meth:`.operations.Backend.segment_sample`."""
     num_durations, num_states = duration.shape[1:]
@@ -220,10 +234,11 @@ def sample_states(
                     if t < end:
                         logs[k] += transition[g, k, state]
                 state = _choose(logs, num_states, uniform[s, i, t, 0])
-                table = final[g] if t == end else duration[g]
+                table, whole = (final[g], entire[g]) if t == end else (duration[g], opening[g])
                 span = min(t + 1, num_durations)
                 within = 0.0
                 for d in range(span):
+                    table = whole if d == t else table
                     within += likelihood[i, t - d, state]
                     spans[d] = arrive[i, t - d, state] + table[d, state] + within
                 begin = t - _choose(spans, span, uniform[s, i, t, 1])

@@ -8,13 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .._checks import (
-    check_broadcast,
-    check_floats,
-    check_same_device,
-    check_tensor,
-    check_trailing,
-)
+from .._checks import check_broadcast, check_same_device, check_tensor
 from .._transforms import transforming
 from .chain import check_arguments
 from .masks import exists
@@ -27,6 +21,8 @@ class SegmentChain(NamedTuple):
     transition: Tensor  # (G, K, K), log
     duration: Tensor  # (G, D, K), log
     final: Tensor  # (G, D, K), log: weight of the last segment by how much of it is seen
+    opening: Tensor  # (G, D, K), log: that of the first segment
+    entire: Tensor  # (G, D, K), log: that of a segment that is the first and the last
     likelihood: Tensor  # (N, T, K), log, 0 at padded steps
     lengths: Tensor  # (N,), on the CPU
 
@@ -47,11 +43,14 @@ def arrange(
     log_initial: Tensor,
     log_transition: Tensor,
     log_duration: Tensor,
-    log_final: Tensor,
+    log_weights: tuple[Tensor, Tensor, Tensor, Tensor],
     log_likelihood: Tensor,
     lengths: Tensor,
 ) -> Segmented:
-    """Check the arguments, and bring them into one form by differentiable operations."""
+    """Check the arguments, and bring them into one form by differentiable operations.
+
+    ``log_weights`` become ``duration``, ``final``, ``opening`` and ``entire``.
+    """
     check_tensor("log_transition", log_transition)
     if log_transition.dim() < 2:
         raise ValueError(
@@ -59,17 +58,14 @@ def arrange(
         )
     parts = check_arguments(log_initial, log_transition.unsqueeze(-3), log_likelihood, lengths)
     num_states = parts.initial.size(-1)
-    tables = {"log_duration": log_duration, "log_final": log_final}
-    for name, table in tables.items():
-        check_floats(name, table)
-        if table.dim() < 2 or table.shape[-2] != num_states or table.shape[-1] < 1:
-            raise ValueError(
-                f"{name} must have shape (*B, K, D) with K = {num_states} and D at least 1; got "
-                f"{tuple(table.shape)}."
-            )
-    check_trailing("log_final", log_final, tuple(log_duration.shape[-2:]), "(K, D)")
-    check_same_device({"log_likelihood": log_likelihood} | tables)
-    leads = {name: table.shape[:-2] for name, table in tables.items()}
+    shape = log_duration.shape
+    if len(shape) < 2 or shape[-2] != num_states or shape[-1] < 1:
+        raise ValueError(
+            f"log_duration must have shape (*B, K, D) with K = {num_states} and D at least 1; got "
+            f"{tuple(shape)}."
+        )
+    check_same_device({"log_likelihood": log_likelihood, "log_duration": log_duration})
+    leads = {"log_duration": shape[:-2]}
     batch = check_broadcast({"the other arguments": parts.batch} | leads)
     leads["log_transition"] = log_transition.shape[:-2]
     split = max(
@@ -95,8 +91,7 @@ def arrange(
     chain = SegmentChain(
         parts.initial.double().expand(*batch, num_states).reshape(count, num_states),
         grouped(log_transition),
-        grouped(log_duration).mT,
-        grouped(log_final).mT,
+        *(grouped(table).mT for table in log_weights),
         likelihood,
         lengths,
     )
