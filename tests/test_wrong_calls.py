@@ -758,6 +758,13 @@ SPECIAL = {
     "persistence.load_into": {"directory": saved_module},
     "persistence.save": {"thing": hmm},
     "plot_emissions.emission": {"symbols": lambda: "abc", "names": lambda: "xy"},
+    **{
+        f"plots.{name}": {
+            "states": lambda: torch.tensor([[0, 1, 1]]),
+            "lengths": lambda: torch.tensor([3]),
+        }
+        for name in ("durations", "survival", "hazard")
+    },
     "plots.criterion": {"scores": lambda: {1: 3.0, 2: 2.0}},
     "plots.forecast": {
         "predicted": lambda: pyrohmm.Forecast(simplex(4, 3), dist.Poisson(torch.ones(3)))
@@ -810,6 +817,7 @@ SPECIAL = {
     "tags.tagged": {"data": lambda: corpus().data},
     "vocabulary.word_classes": {"word": lambda: "word"},
     "dwell_times.dwell_counts": {"states": values, "num_states": lambda: 3},
+    "dwell_times.dwell_time_hazard": {"states": values, "num_states": lambda: 3},
     "simulated.dirichlet_toy": {},
 }
 for name in (
@@ -974,6 +982,7 @@ EXCEPTIONS = {
         )
     },
     ("dwell_times.dwell_counts", "states", "shorter"): "disagrees with lengths, which are named",
+    ("dwell_times.dwell_time_hazard", "states", "shorter"): "as dwell_counts",
     (
         "cooccurrence.fit_cooccurrence",
         "lags",

@@ -40,11 +40,10 @@ class HSMM(HMM):
     number of steps; here they last d steps with probability ``log_duration[k, d - 1]``, and none
     follows itself. The last segment may be cut by the end of the sequence, and then counts with the
     probability of lasting at least as long as is seen. The first one begins with the sequence, or,
-    with ``censored_start``, it was there before: then r of its steps remain with probability
+    with ``censored_start``, it was there before: then r of its steps remain with the probability of
+    a process that is seen from any moment on (Cox, 1962, Renewal theory),
 
-    .. math:: p(r | k) = \sum_{d \ge r} p(d | k) \; / \; \sum_d d \, p(d | k),
-
-    the stationary one of a process that is seen from any moment on (Cox, 1962, Renewal theory).
+    .. math:: p(r | k) = \sum_{d \ge r} p(d | k) \; / \; \sum_d d \, p(d | k).
 
     Queries are those of :class:`HMM`, exact, in time O(T K (K + D)). A path ``(*B, T)`` of states
     says its segments: :meth:`segments`. :meth:`expanded` is the same distribution as an ``HMM``.
@@ -110,7 +109,7 @@ class HSMM(HMM):
             validate_args, emission_per_step=emission_per_step, allowed=allowed,
         )  # fmt: skip
         self.log_duration = log_duration
-        self.censored_end, self.censored_start = censored_end, censored_start
+        self.censored_end, self.censored_start = self.cuts = censored_end, censored_start
         if self._validate_args:
             check_log_simplex("log_duration", log_duration)
             follows = log_transition.diagonal(dim1=-2, dim2=-1) > -torch.inf
@@ -180,11 +179,6 @@ class HSMM(HMM):
         return self._validated_alike(new)
 
     # Parameters and data as the recursions read them
-
-    @property
-    def cuts(self) -> tuple[bool, bool]:
-        """Whether the last segment may be cut, and the first."""
-        return self.censored_end, self.censored_start
 
     def check_markov(self, purpose: str) -> NoReturn:
         """Raise: ``purpose`` needs a chain whose next state depends on the state alone."""
@@ -298,9 +292,7 @@ class HSMM(HMM):
 
     def filtered(self, values: Tensor) -> Tensor:
         r"""Filtered probabilities :math:`p(z_t \mid x_{1:t})`, ``(*B, T, K)``; 0 where padded."""
-        return semi_markov.filtered(
-            *self._factors(values), self.lengths, self.censored_start
-        ).exp()
+        return semi_markov.filtered(*self._factors(values), self.lengths, self.censored_start).exp()
 
     def viterbi(self, values: Tensor) -> Tensor:
         r"""Best path :math:`\arg\max_z p(z_{1:T} \mid x_{1:T})`, ``(*B, T)``; 0 where padded."""
@@ -356,8 +348,7 @@ class HSMM(HMM):
     def stationary(self) -> Tensor:
         r"""Share of the time that is spent in each state in the long run, ``(*B, K)``."""
         segments = stationary_ops.stationary(self.log_transition)
-        count = torch.arange(1, self.max_duration + 1).to(self.log_duration)
-        spent = segments * (self.log_duration.exp() * count).sum(-1)
+        spent = segments * semi_markov.log_mean_duration(self.log_duration).exp()
         return spent / spent.sum(-1, keepdim=True)
 
     # Sampling
@@ -373,8 +364,8 @@ class HSMM(HMM):
                 part.reshape(part.shape[-core:]) for part, core in zip(parts, (1, 2, 2))
             )
             length, count = torch.tensor(self.num_steps), shape.numel()
-            parts = initial, transition, duration, logs, length, count
-            states = semi_markov.sample_states(*parts, *self.cuts)
+            one = initial, transition, duration, logs, length, count
+            states = semi_markov.sample_states(*one, *self.cuts)
             return states.reshape(*shape, self.num_steps)
         if self.allowed is not None:
             logs = logs.expand(self.allowed.shape).masked_fill(~self.allowed, -torch.inf)

@@ -36,9 +36,9 @@ from ..io.checkpoints import Checkpoint, Fields
 from ..io.identity import describe, digits, fingerprint
 from ..nn.base import HMMModule
 from ..nn.closed_form import Statistics, TransitionCounts
-from ..nn.durations import TabularHSMM
 from ..nn.factorial import TabularFactorialHMM
 from ..nn.tabular import TabularHMM
+from ..nn.tabular_hsmm import TabularHSMM
 from ..ops.recursions import ExpectedCounts
 from .exclusive import exclusive
 from .expectation import Expectation, check_apart, uniform_counts

@@ -88,11 +88,7 @@ def arrange(
     if transforming() or bool((lengths < likelihood.size(1)).any()):
         padded = ~exists(lengths, likelihood.size(1), likelihood.device)
         likelihood = likelihood.masked_fill(padded.unsqueeze(-1), 0.0)
-    chain = SegmentChain(
-        parts.initial.double().expand(*batch, num_states).reshape(count, num_states),
-        grouped(log_transition),
-        *(grouped(table).mT for table in log_weights),
-        likelihood,
-        lengths,
-    )
+    initial = parts.initial.double().expand(*batch, num_states).reshape(count, num_states)
+    tables = [grouped(table).mT for table in log_weights]
+    chain = SegmentChain._make([initial, grouped(log_transition), *tables, likelihood, lengths])
     return Segmented(chain, batch, torch.promote_types(parts.likelihood.dtype, log_duration.dtype))

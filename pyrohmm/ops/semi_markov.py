@@ -82,7 +82,10 @@ def log_survival(log_duration: Tensor) -> Tensor:
 
 @explained()
 def log_mean_duration(log_duration: Tensor) -> Tensor:
-    r"""Log of the mean duration :math:`\log \sum_d d \, p(d \mid k)` of ``(*B, K, D)``, ``(*B, K)``.
+    r"""Log of the mean duration :math:`\log \sum_d d \, p(d \mid k)`, ``(*B, K)``.
+
+    Args:
+        log_duration: ``(*B, K, D)``, log-probabilities.
 
     Example:
         >>> log_mean_duration(torch.tensor([[0.5, 0.0, 0.5]]).log()).exp()
@@ -169,7 +172,7 @@ class _Evidence(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *tensors: Tensor) -> Tensor:
-        chain = SegmentChain(*tensors).detach()
+        chain = SegmentChain._make(tensors).detach()
         backend = backend_for(chain.likelihood.device)
         arrive, ends, evidence, _ = backend.segment_forward(chain, False)
         ctx.save_for_backward(*tensors[:-1])
@@ -179,11 +182,12 @@ class _Evidence(torch.autograd.Function):
     @staticmethod
     @in_full_precision
     def backward(ctx: Any, weight: Tensor) -> tuple[Tensor | None, ...]:
-        chain = SegmentChain(*ctx.saved_tensors, ctx.lengths)
+        chain = SegmentChain._make([*ctx.saved_tensors, ctx.lengths])
         if torch.is_grad_enabled():  # the gradient will itself be differentiated
 
             def evidence(*tensors: Tensor) -> Tensor:
-                return torch_segments.forward(SegmentChain(*tensors, ctx.lengths), False)[2]
+                parts = SegmentChain._make([*tensors, ctx.lengths])
+                return torch_segments.forward(parts, False)[2]
 
             return (*differentiable_gradient(evidence, chain[:-1], weight), None)
         weight = weight.contiguous()
@@ -227,9 +231,9 @@ def expected_counts(
     # a first segment that is cut is divided by the mean duration, which no count is derived from
     log_mean = log_mean_duration(log_duration.double()).detach()
 
-    def log_evidence(*tensors: Tensor) -> Tensor:
-        cuts = censored_end, censored_start, log_mean
-        chain, batch, dtype = _arranged(*tensors, lengths, *cuts)
+    def log_evidence(initial: Tensor, transition: Tensor, duration: Tensor, seen: Tensor) -> Tensor:
+        parts = initial, transition, duration, seen, lengths
+        chain, batch, dtype = _arranged(*parts, censored_end, censored_start, log_mean)
         return _evidence(chain).reshape(batch).to(dtype)
 
     if transforming():

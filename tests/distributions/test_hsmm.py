@@ -9,7 +9,6 @@ import torch
 from pyro.distributions import Categorical, Normal
 
 from pyrohmm import HMM, HSMM, Filter, cooccurrence, load_hmm, save, to_hmmlearn
-from pyrohmm.analysis.dwell_times import dwell_time_mean
 
 NEVER = -torch.inf
 K, D, T = 3, 4, 6
@@ -59,8 +58,7 @@ def answers(hsmm, values):
     scores = scores.masked_fill(~hsmm.observed.unsqueeze(-1), 0.0)
     parts = [part.numpy() for part in (hsmm.log_initial, hsmm.log_transition, hsmm.log_duration)]
     return [
-        oracle.by_segments(*parts, scores[i].numpy(), int(LENGTHS[i]), *hsmm.cuts)
-        for i in range(4)
+        oracle.by_segments(*parts, scores[i].numpy(), int(LENGTHS[i]), *hsmm.cuts) for i in range(4)
     ]
 
 
@@ -252,7 +250,6 @@ def test_what_needs_a_markov_chain_refuses_and_names_the_cure(values):
     calls = [
         lambda: Filter(hsmm),
         lambda: hsmm.log_factors(values),
-        lambda: dwell_time_mean(hsmm),
         lambda: cooccurrence.average_probs(hsmm, 3),
         lambda: to_hmmlearn(hsmm),
     ]

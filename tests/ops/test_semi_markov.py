@@ -53,7 +53,9 @@ SIZES = [(2, 1, 1), (2, 1, 4), (2, 3, 1), (3, 1, 3), (2, 4, 6), (3, 2, 5), (3, 7
 def test_counts_and_paths_are_those_of_all_segmentations(engine, size, zeros, censored):
     *chain, likelihood = problem(*size, zeros)
     length = torch.tensor(size[2])
-    wanted = oracle.by_segments(*(part.numpy() for part in (*chain, likelihood)), size[2], *censored)
+    wanted = oracle.by_segments(
+        *(part.numpy() for part in (*chain, likelihood)), size[2], *censored
+    )
     found = semi_markov.expected_counts(*chain, likelihood, length, *censored)
     np.testing.assert_allclose(found.log_evidence, wanted.evidence, rtol=1e-12)
     for name in ("initial", "durations", "states"):
