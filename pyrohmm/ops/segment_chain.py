@@ -11,6 +11,7 @@ from torch import Tensor
 from .._checks import check_broadcast, check_same_device, check_tensor
 from .._transforms import transforming
 from .chain import check_arguments
+from .log_space import finite_or_zero
 from .masks import exists
 
 
@@ -32,9 +33,14 @@ class SegmentChain(NamedTuple):
 
 
 class Segmented(NamedTuple):
-    """A chain, the batch shape of its N sequences, and the dtype of what it was made of."""
+    """A chain, the batch shape of its N sequences, and the dtype of what it was made of.
+
+    The largest log-likelihood of each step is taken from all of it, so that sums of many steps lose
+    fewer digits; ``shift`` ``(N,)`` is what the log evidence lacks.
+    """
 
     chain: SegmentChain
+    shift: Tensor
     batch: torch.Size
     dtype: torch.dtype
 
@@ -88,7 +94,10 @@ def arrange(
     if transforming() or bool((lengths < likelihood.size(1)).any()):
         padded = ~exists(lengths, likelihood.size(1), likelihood.device)
         likelihood = likelihood.masked_fill(padded.unsqueeze(-1), 0.0)
+    largest = finite_or_zero(likelihood.detach().amax(-1, keepdim=True))
+    likelihood, shift = likelihood - largest, largest.sum((-2, -1))
     initial = parts.initial.double().expand(*batch, num_states).reshape(count, num_states)
     tables = [grouped(table).mT for table in log_weights]
     chain = SegmentChain._make([initial, grouped(log_transition), *tables, likelihood, lengths])
-    return Segmented(chain, batch, torch.promote_types(parts.likelihood.dtype, log_duration.dtype))
+    dtype = torch.promote_types(parts.likelihood.dtype, log_duration.dtype)
+    return Segmented(chain, shift, batch, dtype)

@@ -18,8 +18,9 @@ one; batch dimensions broadcast:
 ``lengths``         ``(*B)``        number of steps that exist; padding is on the right
 
 Time is O(T K (K + D)) per sequence, memory O(T K); the chain over pairs of state and duration is
-never made. Everything is summed in logarithms and float64, so that nothing leaves the range of
-numbers, and comes back in the dtype of the arguments; -inf is legal everywhere.
+never made. Everything is summed in float64, by torch in logarithms and by compiled loops scaled, in
+logarithms where numbers leave their range; it comes back in the dtype of the arguments; -inf is
+legal everywhere.
 
 Source: Yu, 2010, Hidden semi-Markov models; the gradient as in :mod:`.recursions`; the steps that
 remain: Cox, 1962, Renewal theory (forward recurrence time).
@@ -152,11 +153,11 @@ def log_evidence(
         >>> log_evidence(first, swap, two, likelihood, torch.tensor(3)).exp()
         tensor(0.5040)
     """
-    chain, batch, dtype = _arranged(
+    chain, shift, batch, dtype = _arranged(
         log_initial, log_transition, log_duration, log_likelihood, lengths,
         censored_end, censored_start,
     )  # fmt: skip
-    return _evidence(chain).reshape(batch).to(dtype)
+    return (_evidence(chain) + shift).reshape(batch).to(dtype)
 
 
 def _evidence(chain: SegmentChain) -> Tensor:
@@ -233,8 +234,8 @@ def expected_counts(
 
     def log_evidence(initial: Tensor, transition: Tensor, duration: Tensor, seen: Tensor) -> Tensor:
         parts = initial, transition, duration, seen, lengths
-        chain, batch, dtype = _arranged(*parts, censored_end, censored_start, log_mean)
-        return _evidence(chain).reshape(batch).to(dtype)
+        chain, shift, batch, dtype = _arranged(*parts, censored_end, censored_start, log_mean)
+        return (_evidence(chain) + shift).reshape(batch).to(dtype)
 
     if transforming():
         evidence, counts = evidence_and_gradient(log_evidence, *logs)
@@ -291,7 +292,7 @@ def filtered(
     and from the step at which the observations become impossible.
     """
     with torch.set_grad_enabled(transforming()):
-        chain, batch, dtype = _arranged(
+        chain, _, batch, dtype = _arranged(
             log_initial, log_transition, log_duration, log_likelihood, lengths, True, censored_start
         )
         if transforming():
@@ -323,7 +324,7 @@ def viterbi(
     """
     refuse_transforms("the most probable path")
     with torch.no_grad():
-        chain, batch, _ = _arranged(
+        chain, _, batch, _ = _arranged(
             log_initial, log_transition, log_duration, log_likelihood, lengths,
             censored_end, censored_start,
         )  # fmt: skip
@@ -351,7 +352,7 @@ def sample_states(
     """
     refuse_transforms("samples of paths")
     with torch.no_grad():
-        chain, batch, _ = _arranged(
+        chain, _, batch, _ = _arranged(
             log_initial, log_transition, log_duration, log_likelihood, lengths,
             censored_end, censored_start,
         )  # fmt: skip

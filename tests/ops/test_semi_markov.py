@@ -291,3 +291,29 @@ def test_shapes_that_do_not_fit_are_named(change, message):
         parts[place] = value
     with pytest.raises(ValueError, match=message):
         semi_markov.log_evidence(*parts)
+
+
+@pytest.mark.skipif(not backends.has_numba(), reason="Numba is not installed")
+@pytest.mark.parametrize("cuts", CUTS, ids=str)
+@pytest.mark.parametrize("kind", ["plain", "zeros", "late", "sharp", "extreme"])
+def test_scaled_sums_are_those_in_logarithms(kind, cuts):
+    """Where numbers leave their range too: the sums of torch are all in logarithms."""
+    initial, transition, duration, likelihood = problem(3, 40, 250, zeros=kind == "zeros")
+    if kind == "late":  # only the longest durations are likely, by far more than floats can say
+        duration = (30 * torch.arange(40.0) + duration).log_softmax(-1)
+    if kind in ("sharp", "extreme"):
+        likelihood = likelihood * (50 if kind == "sharp" else 2000)
+    if kind == "extreme":
+        likelihood[100:140, 1:] = NEVER
+        duration = (40 * duration).log_softmax(-1)
+    likelihood = torch.stack([likelihood, likelihood.flip(0)])
+    lengths = torch.tensor([250, 173])
+    answers = []
+    for backend in (backends.NUMBA, backends.TORCH):
+        with backends.use(backend):
+            parts = initial, transition, duration, likelihood, lengths
+            log_filtered = semi_markov.filtered(*parts, cuts[1])
+            answers.append((*semi_markov.expected_counts(*parts, *cuts), log_filtered.exp()))
+    assert answers[0][0].isfinite().any()
+    for found, wanted in zip(*answers):
+        torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-10)
