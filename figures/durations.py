@@ -2,9 +2,9 @@
 
 A hidden semi-Markov model of K states and durations of up to D steps, and the same distribution as
 an HMM of K D states, both with their gradients by all parameters, in float64; seconds of processor
-time on one thread, the best of some runs, compilation excluded. The large chain is measured on as many sequences of two
-small lengths, and goes on as the straight line through both times; its evidence and gradient on the
-shorter ones are compared too. Writes ``durations.json``.
+time on one thread, the best of some runs, compilation excluded. The large chain is measured on as
+many sequences of two small lengths, and goes on as the straight line through both times; its
+evidence and gradient on the shorter ones are compared too. Writes ``durations.json``.
 """
 
 from __future__ import annotations

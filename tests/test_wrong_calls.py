@@ -646,6 +646,7 @@ SPECIAL = {
                 "expected_counts",
                 "filtered",
                 "log_evidence",
+                "log_mean_duration",
                 "log_survival",
                 "viterbi",
             )
@@ -759,7 +760,7 @@ SPECIAL = {
     "persistence.save": {"thing": hmm},
     "plot_emissions.emission": {"symbols": lambda: "abc", "names": lambda: "xy"},
     **{
-        f"plots.{name}": {
+        f"plot_durations.{name}": {
             "states": lambda: torch.tensor([[0, 1, 1]]),
             "lengths": lambda: torch.tensor([3]),
         }
@@ -928,6 +929,7 @@ UNASKED = {
     "HSMM.log_factors": "refuses whatever it is given",
     "semi_markov.boundaries": "called by segments",
     "semi_markov.counts_of_each": "called by HSMM",
+    "semi_markov.segment_weights": "called by HSMM",
     "GradientStep.__call__": "called by EM",
     "NeuralTagger.extended": "of words and tags: the HMM of words alone has it",
     "PosteriorDraws.for_new": "needs variables of single sequences, and says so of others",
@@ -963,7 +965,7 @@ UNREAD = {
     "pair_losses.squared_distance", "recursions.expected_counts", "recursions.filtered",
     "recursions.log_evidence", "recursions.log_evidence_of_symbols", "recursions.posterior",
     "semi_markov.expanded_chain", "semi_markov.expected_counts", "semi_markov.filtered",
-    "semi_markov.log_evidence",
+    "semi_markov.log_evidence", "semi_markov.log_mean_duration",
     "semi_markov.log_survival", "durations.truncated", "sparse_dirichlet.interior",
     "stationary.joint_probs", "stationary.predicted", "stationary.stationary",
     "stationary.stationary_detached",
@@ -982,7 +984,15 @@ EXCEPTIONS = {
         )
     },
     ("dwell_times.dwell_counts", "states", "shorter"): "disagrees with lengths, which are named",
-    ("dwell_times.dwell_time_hazard", "states", "shorter"): "as dwell_counts",
+    **{
+        (name, "states", "shorter"): "disagrees with lengths, as dwell_counts"
+        for name in (
+            "dwell_times.dwell_time_hazard",
+            "plot_durations.durations",
+            "plot_durations.survival",
+            "plot_durations.hazard",
+        )
+    },
     (
         "cooccurrence.fit_cooccurrence",
         "lags",

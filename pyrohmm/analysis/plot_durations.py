@@ -93,7 +93,7 @@ def _decoded(
         none = torch.full((num_states, 1), torch.nan)
         return none, none
     if lengths is None:
-        lengths = torch.full(states.shape[:-1], states.size(-1))
+        lengths = torch.full(states.shape[:-1], states.shape[-1] if states.dim() else 1)
     shares, at_risk = dwell_time_hazard(states, lengths, num_states)
     lasted = torch.nn.functional.pad((1 - shares).cumprod(-1)[:, :-1], (1, 0), value=1.0)
     few = at_risk < LEAST_AT_RISK

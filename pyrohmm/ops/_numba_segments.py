@@ -130,6 +130,41 @@ def _log_sum(t, k, span, enter, seen, others, first, scores):
 
 
 @kernel
+def _sum(t, k, span, enter, seen, window, frame, others, first, logs, first_logs, scores):
+    """The frame; the log of the sum over durations; and how many ``scores`` it took, or -1."""
+    total = _dot(t, k, span, window, others, first)
+    if not total > LEAST and frame > -np.inf:
+        frame = _reframe(t, k, span, enter, seen, window)
+        total = _dot(t, k, span, window, others, first)
+    if total > LEAST:
+        return frame, frame + np.log(total), -1
+    value, count = _log_sum(t, k, span, enter, seen, logs, first_logs, scores)
+    return frame, value, count
+
+
+@kernel
+def _shares(t, k, span, count, flow, frame, weight, window, others, first, scores, shares):
+    """What each segment has of the posterior times ``weight``, from the longest to the shortest.
+
+    ``flow`` is the log of what the sum over them is to be multiplied by, and ``count`` that of
+    :func:`_sum`.
+    """
+    begin, place = t + 1 - span, others.shape[1] - span
+    if count < 0:
+        flow += frame
+        flow = 0.0 if flow <= LOW else weight * np.exp(flow)
+        for s in range(span):
+            shares[s] = flow * window[begin + s] * others[k, place + s]
+        if begin == 0:
+            shares[0] = flow * window[0] * first[k, place]
+        return
+    shares[:span] = 0.0
+    for d in range(count):
+        low = flow + scores[d]
+        shares[span - 1 - d] = 0.0 if low <= LOW else weight * np.exp(low)
+
+
+@kernel
 def _products(vector, matrix, logs, logarithms, out):
     """Log of ``exp(vector) @ matrix``, where ``logs`` are those of the matrix."""
     size = vector.shape[0]
@@ -201,30 +236,20 @@ def forward(
             for k in range(num_states):
                 row = window[k]
                 frame[k] = _advance(t, k, span, enter, seen, row, frame[k])
-                if t < end or filtering:
-                    total = _dot(t, k, span, row, among, begun)
-                    if not total > LEAST and frame[k] > -np.inf:
-                        frame[k] = _reframe(t, k, span, enter, seen, row)
-                        total = _dot(t, k, span, row, among, begun)
-                    if total > LEAST:
-                        ends[i, t, k] = frame[k] + np.log(total)
-                    else:
-                        ends[i, t, k], _ = _log_sum(
-                            t, k, span, enter, seen, duration[g], opening[g], scores
-                        )
+                if t < end:
+                    frame[k], ends[i, t, k], _ = _sum(
+                        t, k, span, enter, seen, row, frame[k], among, begun, duration[g],
+                        opening[g], scores,
+                    )  # fmt: skip
                 if t == end or filtering:
-                    total = _dot(t, k, span, row, ending, whole)
-                    if not total > LEAST and frame[k] > -np.inf:
-                        frame[k] = _reframe(t, k, span, enter, seen, row)
-                        total = _dot(t, k, span, row, ending, whole)
-                    if total > LEAST:
-                        last_of = frame[k] + np.log(total)
-                    else:
-                        last_of, _ = _log_sum(t, k, span, enter, seen, final[g], entire[g], scores)
+                    frame[k], value, _ = _sum(
+                        t, k, span, enter, seen, row, frame[k], ending, whole, final[g], entire[g],
+                        scores,
+                    )  # fmt: skip
                     if t == end:
-                        ends[i, t, k] = last_of
+                        ends[i, t, k] = value
                     if filtering:
-                        filtered[i, t, k] = last_of
+                        filtered[i, t, k] = value
             if t < end:
                 _products(ends[i, t], matrix, transition[g], column, enter[t + 1])
         evidence[i] = logsumexp(ends[i, end])
@@ -298,26 +323,15 @@ def backward(
             for k in range(num_states):
                 row = window[k]
                 frame[k] = _advance(r, k, span, onward, seen, row, frame[k])
-                total = _dot(r, k, span, row, others, of_last)
-                if not total > LEAST and frame[k] > -np.inf:
-                    frame[k] = _reframe(r, k, span, onward, seen, row)
-                    total = _dot(r, k, span, row, others, of_last)
-                begin = r + 1 - span
-                if total > LEAST:
-                    inside[k] = frame[k] + np.log(total)
-                    flow = arrive[i, t, k] + frame[k] - whole
-                    flow = 0.0 if flow <= LOW else weight[i] * np.exp(flow)
-                    place = num_durations - span
-                    for s in range(span):
-                        shares[s] = flow * row[begin + s] * others[k, place + s]
-                    if begin == 0:
-                        shares[0] = flow * row[0] * of_last[k, place]
-                else:
-                    inside[k], count = _log_sum(r, k, span, onward, seen, logs, last_logs, scores)
-                    shares[:span] = 0.0
-                    for d in range(count):
-                        flow = arrive[i, t, k] + scores[d] - whole
-                        shares[span - 1 - d] = 0.0 if flow <= LOW else weight[i] * np.exp(flow)
+                frame[k], inside[k], count = _sum(
+                    r, k, span, onward, seen, row, frame[k], others, of_last, logs, last_logs,
+                    scores,
+                )  # fmt: skip
+                flow, begin = arrive[i, t, k] - whole, r + 1 - span
+                _shares(
+                    r, k, span, count, flow, frame[k], weight[i], row, others, of_last, scores,
+                    shares,
+                )  # fmt: skip
                 within = 0.0
                 for s in range(span):
                     within += shares[s]

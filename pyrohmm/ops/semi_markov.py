@@ -97,6 +97,7 @@ def log_mean_duration(log_duration: Tensor) -> Tensor:
     return logsumexp(log_duration.double() + steps.log(), -1).to(log_duration.dtype)
 
 
+@explained()
 def segment_weights(
     log_duration: Tensor,
     censored_end: bool,
@@ -109,6 +110,7 @@ def segment_weights(
         Of a segment between others, of the last, of the first, and of one that is both. The log
         mean duration ``(*B, K)`` may be given, if it is to be a constant.
     """
+    check_floats("log_duration", log_duration)
     duration = log_duration.double()
     survival = log_survival(duration) if censored_end or censored_start else duration
     final = survival if censored_end else duration
@@ -124,7 +126,6 @@ def _arranged(
     lengths: Tensor, censored_end: bool, censored_start: bool, log_mean: Tensor | None = None,
 ) -> Segmented:  # fmt: skip
     """The arguments in one form, with the weights of segments that are cut."""
-    check_floats("log_duration", log_duration)
     weights = segment_weights(log_duration, censored_end, censored_start, log_mean)
     return arrange(log_initial, log_transition, log_duration, weights, log_likelihood, lengths)
 
