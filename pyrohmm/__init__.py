@@ -65,7 +65,6 @@ from .nn.base import freeze as freeze
 from .nn.composed import streams as streams
 from .nn.composed import tied as tied
 from .nn.dense import DenseHMM as DenseHMM
-from .nn.durations import TabularHSMM as TabularHSMM
 from .nn.durations import free_durations as free_durations
 from .nn.durations import geometric_durations as geometric_durations
 from .nn.durations import negative_binomial_durations as negative_binomial_durations
@@ -91,6 +90,7 @@ from .nn.tabular import TabularHMM as TabularHMM
 from .nn.tabular import banded as banded
 from .nn.tabular import left_to_right as left_to_right
 from .nn.tabular import sticky as sticky
+from .nn.tabular_hsmm import TabularHSMM as TabularHSMM
 from .nn.tagging import NeuralTagger as NeuralTagger
 from .ops import automata as automata
 from .ops import blocks as blocks

@@ -188,24 +188,37 @@ def all_segmentations(num_states: int, longest: int, length: int):
                 yield [*rest, (state, length - duration, duration)]
 
 
-def by_segments(initial, transition, duration, likelihood, length, censored_end) -> SegmentAnswer:
-    """Sums and maxima over all segmentations and, of a last segment that is cut, its whole length.
+def by_segments(
+    initial, transition, duration, likelihood, length, censored_end, censored_start=False
+) -> SegmentAnswer:
+    """Sums and maxima over all segmentations and, of segments that are cut, their whole lengths.
 
-    ``duration`` is ``(K, D)``, log p(d | k); ``transition`` ``(K, K)``, between segments.
+    ``duration`` is ``(K, D)``, log p(d | k); ``transition`` ``(K, K)``, between segments. A first
+    segment that is cut has a whole length and an age, each of them with probability p(d) / mean.
     """
     num_states, longest = duration.shape
+    log_mean = np.log(np.exp(duration) @ np.arange(1, longest + 1))
     scores, wholes, lists = [], [], []
     for segments in all_segmentations(num_states, longest, length):
-        last, _, seen = segments[-1]
         score = initial[segments[0][0]]
         for (state, start, size), after in zip(segments, [*segments[1:], None]):
             score = score + sum(likelihood[t, state] for t in range(start, start + size))
             if after is not None:
-                score = score + duration[state, size - 1] + transition[state, after[0]]
-        for whole in range(seen, longest + 1 if censored_end else seen + 1):
-            scores.append(score + duration[last, whole - 1])
-            wholes.append(whole)
-            lists.append(segments)
+                score = score + transition[state, after[0]]
+        score = score - (log_mean[segments[0][0]] if censored_start else 0.0)
+        cut = [[censored_start and i == 0, censored_end and i == len(segments) - 1]
+               for i in range(len(segments))]  # fmt: skip
+        lasted = [size for *_, size in segments]
+        ages = range(longest - lasted[0] + 1 if censored_start else 1)
+        for age in ages:
+            goes_on = range(longest - lasted[-1] - (age if len(segments) == 1 else 0) + 1)
+            for more in goes_on if censored_end else [0]:
+                whole = [size + start * age + end * more
+                         for size, (start, end) in zip(lasted, cut)]  # fmt: skip
+                of = [duration[state, size - 1] for (state, *_), size in zip(segments, whole)]
+                scores.append(score + sum(of))
+                wholes.append(whole)
+                lists.append(segments)
     scores = np.array(scores) if scores else np.array([-np.inf])
     evidence = log_sum(scores)
     first, moves = np.zeros(num_states), np.zeros(transition.shape)
@@ -213,9 +226,9 @@ def by_segments(initial, transition, duration, likelihood, length, censored_end)
     shares = np.zeros(len(scores)) if np.isneginf(evidence) else np.exp(scores - evidence)
     for score, share, whole, segments in zip(scores, shares, wholes, lists):
         first[segments[0][0]] += share
-        for (state, start, size), after in zip(segments, [*segments[1:], None]):
+        for (state, start, size), after, of in zip(segments, [*segments[1:], None], whole):
             states[start : start + size, state] += share
-            lasted[state, (whole if after is None else size) - 1] += share
+            lasted[state, of - 1] += share
             if after is not None:
                 moves[state, after[0]] += share
         path = tuple(state for state, _, size in segments for _ in range(size))

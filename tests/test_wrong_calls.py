@@ -674,6 +674,7 @@ SPECIAL = {
                 "expected_counts",
                 "filtered",
                 "log_evidence",
+                "log_mean_duration",
                 "log_survival",
                 "viterbi",
             )
@@ -786,6 +787,13 @@ SPECIAL = {
     "persistence.load_into": {"directory": saved_module},
     "persistence.save": {"thing": hmm},
     "plot_emissions.emission": {"symbols": lambda: "abc", "names": lambda: "xy"},
+    **{
+        f"plot_durations.{name}": {
+            "states": lambda: torch.tensor([[0, 1, 1]]),
+            "lengths": lambda: torch.tensor([3]),
+        }
+        for name in ("durations", "survival", "hazard")
+    },
     "plots.criterion": {"scores": lambda: {1: 3.0, 2: 2.0}},
     "plots.forecast": {
         "predicted": lambda: pyrohmm.Forecast(simplex(4, 3), dist.Poisson(torch.ones(3)))
@@ -838,6 +846,7 @@ SPECIAL = {
     "tags.tagged": {"data": lambda: corpus().data},
     "vocabulary.word_classes": {"word": lambda: "word"},
     "dwell_times.dwell_counts": {"states": values, "num_states": lambda: 3},
+    "dwell_times.dwell_time_hazard": {"states": values, "num_states": lambda: 3},
     "simulated.dirichlet_toy": {},
 }
 for name in (
@@ -954,6 +963,7 @@ UNASKED = {
     "HSMM.log_factors": "refuses whatever it is given",
     "semi_markov.boundaries": "called by segments",
     "semi_markov.counts_of_each": "called by HSMM",
+    "semi_markov.segment_weights": "called by HSMM",
     "GradientStep.__call__": "called by EM",
     "NeuralTagger.extended": "of words and tags: the HMM of words alone has it",
     "PosteriorDraws.for_new": "needs variables of single sequences, and says so of others",
@@ -990,7 +1000,7 @@ UNREAD = {
     "recursions.log_evidence", "recursions.log_evidence_of_symbols", "recursions.posterior",
     "second_order.expected_counts", "second_order.filtered", "second_order.log_evidence",
     "semi_markov.expanded_chain", "semi_markov.expected_counts", "semi_markov.filtered",
-    "semi_markov.log_evidence",
+    "semi_markov.log_evidence", "semi_markov.log_mean_duration",
     "semi_markov.log_survival", "durations.truncated", "sparse_dirichlet.interior",
     "stationary.joint_probs", "stationary.predicted", "stationary.stationary",
     "stationary.stationary_detached",
@@ -1009,6 +1019,15 @@ EXCEPTIONS = {
         )
     },
     ("dwell_times.dwell_counts", "states", "shorter"): "disagrees with lengths, which are named",
+    **{
+        (name, "states", "shorter"): "disagrees with lengths, as dwell_counts"
+        for name in (
+            "dwell_times.dwell_time_hazard",
+            "plot_durations.durations",
+            "plot_durations.survival",
+            "plot_durations.hazard",
+        )
+    },
     (
         "cooccurrence.fit_cooccurrence",
         "lags",

@@ -8,7 +8,8 @@ from torch import Tensor
 from .._arguments import checked
 from .._checks import check_broadcast, check_integers, check_lengths, check_range, check_size
 from ..distributions.hmm import HMM
-from ..ops import masks
+from ..distributions.hsmm import HSMM
+from ..ops import masks, semi_markov
 
 
 @checked()
@@ -17,7 +18,7 @@ def dwell_time_mean(hmm: HMM) -> Tensor:
 
     .. math:: 1 / (1 - A_{kk})
 
-    It is infinite for a state that is never left.
+    It is infinite for a state that is never left. Of an :class:`HSMM` it is that of its durations.
 
     Args:
         hmm: The model; its ``log_transition`` must not change with the step.
@@ -32,6 +33,8 @@ def dwell_time_mean(hmm: HMM) -> Tensor:
         >>> dwell_time_mean(hmm)
         tensor([10., inf])
     """
+    if isinstance(hmm, HSMM):
+        return semi_markov.log_mean_duration(hmm.log_duration.detach()).exp()
     return (-_log_leave(hmm)).exp()
 
 
@@ -40,6 +43,8 @@ def dwell_time_log_prob(hmm: HMM, num_steps: int) -> Tensor:
     r"""Log-probability that a visit to a state lasts 1, 2, ... steps, in nats.
 
     .. math:: \log p(d | k) = (d - 1) \log A_{kk} + \log (1 - A_{kk})
+
+    That of an :class:`HSMM` is its ``log_duration``, and -inf beyond.
 
     Args:
         hmm: The model; its ``log_transition`` must not change with the step.
@@ -62,10 +67,72 @@ def dwell_time_log_prob(hmm: HMM, num_steps: int) -> Tensor:
                 [1.0000, 0.0000, 0.0000]])
     """
     check_size("num_steps", num_steps)
-    leave = _log_leave(hmm).unsqueeze(-1)
-    stay = hmm.log_transition.detach().diagonal(dim1=-2, dim2=-1).unsqueeze(-1)
-    more = torch.arange(num_steps, device=stay.device)
-    return (more * stay).masked_fill(more == 0, 0.0) + leave  # 0 times -inf is NaN
+    if isinstance(hmm, HSMM):
+        return _cut(hmm.log_duration.detach(), num_steps)
+    return _log_stays(hmm, num_steps) + _log_leave(hmm).unsqueeze(-1)
+
+
+@checked()
+def dwell_time_log_survival(hmm: HMM, num_steps: int) -> Tensor:
+    r"""Log-probability that a visit to a state lasts at least 1, 2, ... steps, in nats.
+
+    .. math:: \log S(d | k) = \log \sum_{d' \ge d} p(d' | k)
+
+    The hazard p(d | k) / S(d | k) is the probability that a visit which has lasted d steps ends.
+
+    Args:
+        hmm: The model, an HSMM or one whose ``log_transition`` does not change with the step.
+        num_steps: The longest visit to score, D.
+
+    Returns:
+        ``(*B, K, D)``: entry d - 1 is that of at least d steps.
+
+    Raises:
+        TypeError: If ``num_steps`` is not an int.
+        ValueError: If ``num_steps`` is less than one, or ``log_transition`` changes with the step.
+
+    Example:
+        >>> matrix = torch.tensor([[0.5, 0.5], [1.0, 0.0]])
+        >>> coins = Categorical(probs=torch.tensor([[0.5, 0.5], [0.1, 0.9]]))
+        >>> hmm = HMM(torch.tensor([0.5, 0.5]).log(), matrix.log(), coins, torch.tensor(5))
+        >>> dwell_time_log_survival(hmm, 3).exp()
+        tensor([[1.0000, 0.5000, 0.2500],
+                [1.0000, 0.0000, 0.0000]])
+    """
+    check_size("num_steps", num_steps)
+    if isinstance(hmm, HSMM):
+        return _cut(semi_markov.log_survival(hmm.log_duration.detach()), num_steps)
+    _log_leave(hmm)  # raises if there is not one matrix
+    return _log_stays(hmm, num_steps)
+
+
+@checked()
+def dwell_time_hazard(states: Tensor, lengths: Tensor, num_states: int) -> tuple[Tensor, Tensor]:
+    r"""Hazard of visits in paths that were decoded or sampled: the share that ends after d steps.
+
+    Visits that the end of a path cuts off count as long as they are seen, and not as ended (Kaplan
+    and Meier, 1958, Nonparametric estimation from incomplete observations).
+
+    Args:
+        states: ``(*B, T)`` integers, paths.
+        lengths: ``(*B)`` integers, the number of steps of each path.
+        num_states: K.
+
+    Returns:
+        ``(K, T)`` shares, zero where there are no visits; and ``(K, T)``, how many visits lasted at
+        least so long. Entry d - 1 is that of d steps.
+
+    Raises:
+        TypeError, ValueError: As :func:`dwell_counts`.
+
+    Example:
+        >>> shares, visits = dwell_time_hazard(torch.tensor([0, 0, 1, 0, 0, 0]), torch.tensor(6), 2)
+        >>> visits[0], shares[0]
+        (tensor([2, 2, 1, 0, 0, 0]), tensor([0.0000, 0.5000, 0.0000, 0.0000, 0.0000, 0.0000]))
+    """
+    ended = dwell_counts(states, lengths, num_states, complete=True)
+    visits = dwell_counts(states, lengths, num_states).flip(-1).cumsum(-1).flip(-1)
+    return ended / visits.clamp(min=1), visits
 
 
 @checked()
@@ -118,6 +185,19 @@ def dwell_counts(
         cut = torch.zeros_like(place, dtype=torch.bool).index_fill(0, last, True)
         place = place[~cut]
     return place.bincount(minlength=num_states * num_steps).reshape(num_states, num_steps)
+
+
+def _cut(table: Tensor, num_steps: int) -> Tensor:
+    """Columns of ``table`` ``(*B, K, D)`` up to ``num_steps``, -inf beyond D."""
+    more = max(num_steps - table.size(-1), 0)
+    return torch.nn.functional.pad(table[..., :num_steps], (0, more), value=-torch.inf)
+
+
+def _log_stays(hmm: HMM, num_steps: int) -> Tensor:
+    """Log-probability to stay 0, 1, ... times, ``(*B, K, num_steps)``."""
+    stay = hmm.log_transition.detach().diagonal(dim1=-2, dim2=-1).unsqueeze(-1)
+    more = torch.arange(num_steps, device=stay.device)
+    return (more * stay).masked_fill(more == 0, 0.0)  # 0 times -inf is NaN
 
 
 def _log_leave(hmm: HMM) -> Tensor:

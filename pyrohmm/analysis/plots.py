@@ -18,6 +18,9 @@ from ..distributions.forecast import Forecast
 from ..distributions.hmm import HMM
 from ..infer.results import Fit
 from .plot_axes import axes_or_new, from_and_to, legend_above, names_or_numbers, table
+from .plot_durations import durations as durations
+from .plot_durations import hazard as hazard
+from .plot_durations import survival as survival
 from .plot_emissions import emission as emission
 from .prediction import observation_marginals
 from .segmentation import segments

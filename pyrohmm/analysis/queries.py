@@ -3,7 +3,9 @@
 from .decoding import k_best as k_best
 from .decoding import path_entropy as path_entropy
 from .dwell_times import dwell_counts as dwell_counts
+from .dwell_times import dwell_time_hazard as dwell_time_hazard
 from .dwell_times import dwell_time_log_prob as dwell_time_log_prob
+from .dwell_times import dwell_time_log_survival as dwell_time_log_survival
 from .dwell_times import dwell_time_mean as dwell_time_mean
 from .prediction import continuation as continuation
 from .prediction import impute as impute

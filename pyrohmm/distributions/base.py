@@ -183,6 +183,11 @@ class ChainDistribution(TorchDistribution):
         return 1
 
     @property
+    def counted_initial(self) -> Tensor:
+        """Log-probabilities of the first state, as :meth:`counted_factors` has them."""
+        return self.log_initial
+
+    @property
     def counted_duration(self) -> Tensor | None:
         """``(K, D)``, log-probabilities of durations, where they are explicit."""
         return None

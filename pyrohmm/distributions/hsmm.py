@@ -38,8 +38,12 @@ class HSMM(StructuredHMM):
 
     A hidden semi-Markov model (Ferguson, 1980). The states of an :class:`HMM` last for a geometric
     number of steps; here they last d steps with probability ``log_duration[k, d - 1]``, and none
-    follows itself. The first segment begins with the sequence. The last one may be cut by its end,
-    and then counts with the probability of lasting at least as long as is seen.
+    follows itself. The last segment may be cut by the end of the sequence, and then counts with the
+    probability of lasting at least as long as is seen. The first one begins with the sequence, or,
+    with ``censored_start``, it was there before: then r of its steps remain with the probability of
+    a process that is seen from any moment on (Cox, 1962, Renewal theory),
+
+    .. math:: p(r | k) = \sum_{d \ge r} p(d | k) \; / \; \sum_d d \, p(d | k).
 
     Queries are those of :class:`HMM`, exact, in time O(T K (K + D)). A path ``(*B, T)`` of states
     says its segments: :meth:`segments`. :meth:`expanded` is the same distribution as an ``HMM``.
@@ -56,6 +60,9 @@ class HSMM(StructuredHMM):
         validate_args: Whether to read values in order to check them; Pyro's setting by default.
         censored_end: Whether the last segment may go on after the data, True by default. If not,
             ``log_prob`` is that of the values *and* of a segment that ends with them.
+        censored_start: Whether the first segment was there before the data, False by default. Its
+            state is one of ``log_initial`` all the same; :meth:`stationary` has the shares of
+            states at any moment.
         emission_per_step: Whether ``emission`` has a dimension of steps.
         allowed: ``(*B, T, K)`` booleans, False where a state is known not to be.
 
@@ -79,7 +86,7 @@ class HSMM(StructuredHMM):
     """
 
     _recursions = semi_markov
-    _arguments = "log_initial", "log_transition", "log_duration", "censored_end"
+    _arguments = "log_initial", "log_transition", "log_duration", "censored_end", "censored_start"
 
     @checked()
     def __init__(
@@ -93,6 +100,7 @@ class HSMM(StructuredHMM):
         validate_args: bool | None = None,
         *,
         censored_end: bool = True,
+        censored_start: bool = False,
         emission_per_step: bool = False,
         allowed: Tensor | None = None,
     ) -> None:
@@ -103,7 +111,8 @@ class HSMM(StructuredHMM):
             log_initial, log_transition, emission, lengths.expand(check_broadcast(outer)), observed,
             validate_args, emission_per_step=emission_per_step, allowed=allowed,
         )  # fmt: skip
-        self.log_duration, self.censored_end = log_duration, censored_end
+        self.log_duration = log_duration
+        self.censored_end, self.censored_start = self.cuts = censored_end, censored_start
         if self._validate_args:
             check_log_simplex("log_duration", log_duration)
             follows = log_transition.diagonal(dim1=-2, dim2=-1) > -torch.inf
@@ -145,7 +154,7 @@ class HSMM(StructuredHMM):
         """
         num_states, size = self.log_duration.shape[-2:]
         parts = self.log_initial, self.log_transition, self.log_duration
-        initial, matrix = semi_markov.expanded_chain(*parts)
+        initial, matrix = semi_markov.expanded_chain(*parts, self.censored_start)
         device = matrix.device
         allowed = self.allowed
         if allowed is not None:
@@ -178,8 +187,18 @@ class HSMM(StructuredHMM):
 
     def counted_factors(self, values: Tensor, check: bool = True) -> tuple[Tensor, ...]:
         """As :meth:`HMM.counted_factors`; the last is ``log_duration``."""
-        initial, transition, duration, likelihood = self._factors(values, check)
-        return initial, transition.unsqueeze(-3), likelihood, duration
+        _, transition, duration, likelihood = self._factors(values, check)
+        return self.counted_initial, transition.unsqueeze(-3), likelihood, duration
+
+    @property
+    def counted_initial(self) -> Tensor:
+        """``log_initial``, less the log mean duration of a first segment that is cut.
+
+        Of all whole durations a moment in time falls into each in proportion to its length.
+        """
+        if not self.censored_start:
+            return self.log_initial
+        return self.log_initial - semi_markov.log_mean_duration(self.log_duration)
 
     @property
     def counted_duration(self) -> Tensor:
@@ -189,8 +208,11 @@ class HSMM(StructuredHMM):
     def _tables(self) -> tuple[Tensor, Tensor, Tensor]:
         return self.log_initial, self.log_transition, self.log_duration
 
-    def _ending(self) -> tuple[bool]:
-        return (self.censored_end,)
+    def _beginning(self) -> tuple[bool]:
+        return (self.censored_start,)
+
+    def _ending(self) -> tuple[bool, bool]:
+        return self.cuts
 
     # Queries given values (*B, T, *E)
 
@@ -203,9 +225,12 @@ class HSMM(StructuredHMM):
 
         opens, closes, age = semi_markov.boundaries(states, exists)
         last = closes & ~torch.nn.functional.pad(exists[..., 1:], (0, 1))
-        final = semi_markov.log_survival(duration) if self.censored_end else duration
         column = age.clamp(max=self.max_duration) - 1
-        lasted = torch.where(last, _at(final, states, column), _at(duration, states, column))
+        weights = semi_markov.segment_weights(duration, *self.cuts)
+        among, ending, opening, entire = (_at(part, states, column) for part in weights)
+        lasted = torch.where(last, ending, among)
+        is_first = opens.cumsum(-1) == 1
+        lasted = torch.where(is_first, torch.where(last, entire, opening), lasted).to(duration)
         lasted = lasted.masked_fill(age > self.max_duration, -torch.inf)
         moved = _at(transition, states[..., :-1], states[..., 1:])
         first = initial.expand(*batch, self.num_states).gather(-1, states[..., :1]).squeeze(-1)
@@ -221,23 +246,23 @@ class HSMM(StructuredHMM):
         ``(*B, K, K)``.
         """
         factors: _Factors = self._factors(values)
-        counts = semi_markov.counts_of_each(*factors, self.lengths, self.censored_end)
+        counts = semi_markov.counts_of_each(*factors, self.lengths, *self.cuts)
         return Posterior(counts.log_evidence, counts.states, counts.transitions.squeeze(-3))
 
     def duration_counts(self, values: Tensor) -> Tensor:
         """Expected number of segments of each state and duration given ``values``, ``(*B, K, D)``.
 
-        A last segment that is cut counts with the whole durations that it may have.
+        A segment that is cut counts with the whole durations that it may have.
         """
         factors: _Factors = self._factors(values)
-        counts = semi_markov.counts_of_each(*factors, self.lengths, self.censored_end).durations
+        counts = semi_markov.counts_of_each(*factors, self.lengths, *self.cuts).durations
         assert counts is not None
         return counts
 
     def expected_counts(self, values: Tensor) -> ExpectedCounts:
         """Expected counts given ``values``, those of durations included: the E-step."""
         factors: _Factors = self._factors(values, check=False)
-        counts = semi_markov.expected_counts(*factors, self.lengths, self.censored_end)
+        counts = semi_markov.expected_counts(*factors, self.lengths, *self.cuts)
         self._check_evidence(counts.log_evidence, values)
         return counts
 
@@ -265,8 +290,7 @@ class HSMM(StructuredHMM):
     def stationary(self) -> Tensor:
         r"""Share of the time that is spent in each state in the long run, ``(*B, K)``."""
         segments = stationary_ops.stationary(self.log_transition)
-        count = torch.arange(1, self.max_duration + 1).to(self.log_duration)
-        spent = segments * (self.log_duration.exp() * count).sum(-1)
+        spent = segments * semi_markov.log_mean_duration(self.log_duration).exp()
         return spent / spent.sum(-1, keepdim=True)
 
     # Sampling
@@ -282,7 +306,8 @@ class HSMM(StructuredHMM):
             )
             logs = self.log_initial.new_zeros(self.num_steps, self.num_states)
             length, count = torch.tensor(self.num_steps), shape.numel()
-            states = semi_markov.sample_states(initial, transition, duration, logs, length, count)
+            one = initial, transition, duration, logs, length, count
+            states = semi_markov.sample_states(*one, *self.cuts)
             return states.reshape(*shape, self.num_steps)
         return self._sample_without_values(shape)
 

@@ -33,8 +33,12 @@ class StructuredHMM(HMM):
         """The first arguments of the recursions, before log-likelihoods."""
         raise NotImplementedError
 
+    def _beginning(self) -> tuple[Any, ...]:
+        """The last arguments of the recursions that see only where sequences begin."""
+        return ()
+
     def _ending(self) -> tuple[Any, ...]:
-        """The last arguments of the recursions that see where sequences end."""
+        """The last arguments of the recursions that see where they begin and end."""
         return ()
 
     def _factors(self, values: Tensor, check: bool = True) -> Any:
@@ -46,7 +50,8 @@ class StructuredHMM(HMM):
         return *self._tables(), likelihood
 
     def _filter(self, likelihood: Tensor) -> Tensor:
-        return self._recursions.filtered(*self._tables(), likelihood, self.lengths)
+        parts = *self._tables(), likelihood, self.lengths
+        return self._recursions.filtered(*parts, *self._beginning())
 
     def _evidence(self, likelihood: Tensor) -> Tensor:
         parts = *self._tables(), likelihood, self.lengths
@@ -67,7 +72,7 @@ class StructuredHMM(HMM):
 
     def filtered(self, values: Tensor) -> Tensor:
         r"""Filtered probabilities :math:`p(z_t \mid x_{1:t})`, ``(*B, T, K)``; 0 where padded."""
-        return self._recursions.filtered(*self._factors(values), self.lengths).exp()
+        return self._filter(self._factors(values)[-1]).exp()
 
     def viterbi(self, values: Tensor) -> Tensor:
         r"""Best path :math:`\arg\max_z p(z_{1:T} \mid x_{1:T})`, ``(*B, T)``; 0 where padded."""

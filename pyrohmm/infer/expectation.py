@@ -195,7 +195,7 @@ def uniform_counts(hmm: HMM, data: Sequences, likelihood: Tensor) -> ExpectedCou
         return hmm.uniform().counts_of(logs)
     if isinstance(hmm, HSMM):
         parts = initial, transition.squeeze(-3), durations[0], logs
-        return semi_markov.expected_counts(*parts, hmm.lengths, hmm.censored_end)
+        return semi_markov.expected_counts(*parts, hmm.lengths, *hmm.cuts)
     return recursions.expected_counts(initial, transition, logs, hmm.lengths)
 
 

@@ -410,7 +410,7 @@ def _logs(hmm: HMM, batch: Sequences, names: Iterable[str]) -> list[Tensor]:
         order = "initial", "transition", "states", "durations"
         logs = dict(zip(order, hmm.counted_factors(batch.values)))
     else:
-        logs = {"initial": hmm.log_initial, "transition": hmm._log_transitions()}
+        logs = {"initial": hmm.counted_initial, "transition": hmm._log_transitions()}
         if "durations" in names and hmm.counted_duration is not None:
             logs["durations"] = hmm.counted_duration
         if "symbols" in names:

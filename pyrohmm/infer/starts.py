@@ -21,7 +21,7 @@ from ..distributions.hmm import HMM
 from ..distributions.hsmm import HSMM
 from ..distributions.second_order_hmm import SecondOrderHMM
 from ..nn.base import HMMModule
-from ..nn.durations import TabularHSMM
+from ..nn.tabular_hsmm import TabularHSMM
 from ..nn.factorial import TabularFactorialHMM
 from ..nn.second_order import TabularSecondOrderHMM
 from ..nn.tabular import TabularHMM

@@ -192,7 +192,8 @@ def describe(thing: HMM | nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]
     if type(thing) is HMM:
         return _describe_hmm(thing)
     if type(thing) is HSMM:
-        return _describe_structured(thing, censored_end=thing.censored_end)
+        cuts = {"censored_end": thing.censored_end, "censored_start": thing.censored_start}
+        return _describe_structured(thing, **cuts)
     if type(thing) is FactorialHMM:
         return _describe_structured(thing, chains=len(thing.sizes))
     if type(thing) is SecondOrderHMM:
@@ -314,7 +315,8 @@ def _build_structured(tensors: dict[str, Tensor], meta: dict[str, Any]) -> HMM:
     """As :func:`_build_hmm`, of a chain in tensors with names of their own."""
     kind, names = _STRUCTURED[meta["class"]]
     tables = {name: tensors.pop(name) for name in names}
-    further = {"censored_end": _flag(meta, "censored_end")} if kind is HSMM else {}
+    cuts = ("censored_end", "censored_start") if kind is HSMM else ()
+    further = {name: _flag(meta, name) for name in cuts}
     return kind(**tables, **further, **_common(tensors, meta))
 
 

@@ -14,7 +14,9 @@ Its modules; each imports only those above it:
 ``composed``        joined streams; states that share an emission
 ``emissions``       categorical, Bernoulli, Poisson, parametric
 ``tabular``         ``TabularHMM``: probabilities are the parameters
-``durations``       ``TabularHSMM``: states with explicit durations, of several families
+``duration_modes``  M-steps of parametric durations
+``durations``       families of durations: free, geometric, Poisson, negative binomial, any
+``tabular_hsmm``    ``TabularHSMM``: states with explicit durations
 ``factorial``       ``TabularFactorialHMM``: several chains; additive emissions
 ``second_order``    ``TabularSecondOrderHMM``: each state depends on the two before it
 ``sticky_hdp``      ``StickyHDPHMM``: as many states as the posterior uses
@@ -35,7 +37,6 @@ from .base import freeze as freeze
 from .composed import streams as streams
 from .composed import tied as tied
 from .dense import DenseHMM as DenseHMM
-from .durations import TabularHSMM as TabularHSMM
 from .durations import free_durations as free_durations
 from .durations import geometric_durations as geometric_durations
 from .durations import negative_binomial_durations as negative_binomial_durations
@@ -62,4 +63,5 @@ from .tabular import TabularHMM as TabularHMM
 from .tabular import banded as banded
 from .tabular import left_to_right as left_to_right
 from .tabular import sticky as sticky
+from .tabular_hsmm import TabularHSMM as TabularHSMM
 from .tagging import NeuralTagger as NeuralTagger

@@ -1,44 +1,57 @@
-"""``TabularHSMM`` and families of durations: how long the states of a semi-Markov model last.
+"""Families of durations: how long the states of a semi-Markov model last.
 
 A family of durations is called with K and returns a ``PyroModule`` whose call returns
 log-probabilities ``(K, D)`` of durations of 1 to D steps. With ``statistics`` and ``m_step`` of a
-:class:`DurationMStep` EM maximises it in closed form; else by gradient steps.
+:class:`DurationMStep` EM maximises it exactly; else by gradient steps.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from pyro.distributions import Beta, Dirichlet, Gamma, GammaPoisson, Poisson
 from pyro.distributions.torch_distribution import TorchDistribution
-from pyro.nn import PyroModule, PyroParam, PyroSample
+from pyro.nn import PyroModule, PyroSample
 from torch import Tensor
-from torch.distributions import constraints
 
-from .._arguments import Range, checked, explained
+from .._arguments import explained
 from .._checks import check_size
-from ..distributions.hmm import HMM
-from ..distributions.hsmm import HSMM
 from ..ops.log_space import log
-from ..ops.recursions import ExpectedCounts
 from . import emissions
-from .closed_form import Maximum, Statistics, check_mode, inside, is_free, row_mode, under
+from .closed_form import Maximum, Statistics, check_mode, is_free, with_prior
+from .duration_modes import (
+    BOUND,
+    Derivatives,
+    beta,
+    expected_log,
+    free_probs,
+    gamma,
+    geometric,
+    maximum,
+    negative_binomial,
+    poisson,
+)
 from .emissions import PointEmission
-from .family import EmissionFamily, positive
-from .tabular import TabularHMM
+from .family import positive
 
 DurationFamily = Callable[[int], PyroModule]
 
 
 @runtime_checkable
 class DurationMStep(Protocol):
-    """Durations whose M-step has a closed form: a ``PyroModule`` with these methods."""
+    """Durations with an M-step of their own: a ``PyroModule`` with these methods."""
 
-    def statistics(self, counts: Tensor) -> Statistics:
-        """Sufficient statistics from ``(R, K, D)``, expected numbers of segments."""
+    def statistics(self, counts: Tensor, begun: Tensor | None) -> Statistics:
+        """Sufficient statistics of the parameters.
+
+        Args:
+            counts: ``(R, K, D)``, expected numbers of segments by their whole durations.
+            begun: ``(R, K)``, how many of these are first segments that were there before the
+                data, and so are found in proportion to their length; None if there are none.
+        """
 
     def m_step(self, statistics: Statistics) -> Maximum:
         """The mode of the parameters: see :meth:`.closed_form.EmissionMStep.m_step`."""
@@ -78,6 +91,47 @@ class _Durations(PyroModule):
 
     def _prior(self, name: str, value: float | Tensor, *shape: int) -> None:
         self.register_buffer(name, positive(name, value, shape))
+
+    def _counts(self, counts: Tensor, begun: Tensor | None, *names: str) -> Statistics:
+        """The statistics, if one of the parameters ``names`` is free."""
+        free = any(is_free(self, name) for name in names)
+        given = {"counts": counts} if begun is None else {"counts": counts, "begun": begun}
+        return given if free else {}
+
+    def _mode(
+        self,
+        statistics: Statistics,
+        logs: Callable[[Tensor, int], Derivatives],
+        priors: dict[str, tuple[Tensor, Tensor]],
+        starts: Sequence[tuple[Tensor, ...]],
+    ) -> dict[str, Tensor]:
+        """The mode of positive parameters with Gamma priors, by their logarithms.
+
+        Args:
+            statistics: From :meth:`_counts`.
+            logs: Unnormalised probabilities of durations, of :mod:`.duration_modes`.
+            priors: Concentration and rate of each parameter's prior, by its name.
+            starts: Of all parameters, each ``(R, K)``.
+        """
+        counts, begun = statistics["counts"], statistics.get("begun")
+        free = torch.tensor([is_free(self, name) for name in priors], device=counts.device)
+        point = torch.stack([torch.stack(torch.broadcast_tensors(*part), -1) for part in starts])
+        for i, name in enumerate(priors):
+            if not free[i]:
+                point[..., i] = getattr(self, name).detach()
+        # a parameter without a prior has a flat one: a Gamma density of 1 and 0
+        flat = [torch.tensor([float(name in self._pyro_samples) for name in priors]).to(counts)]
+        shapes, rates = (torch.stack(part, -1).to(counts) for part in zip(*priors.values()))
+        shapes, rates = 1 + flat[0] * (shapes - 1), flat[0] * rates
+
+        def objective(theta: Tensor) -> Derivatives:
+            likelihood = expected_log(counts, begun, logs(theta, self.max_duration))
+            return likelihood + gamma(theta, shapes, rates)
+
+        found = maximum(objective, point.log().clamp(-BOUND, BOUND), free).exp()
+        unknown = (counts.sum(-1, keepdim=True) == 0) & (flat[0] == 0)
+        found = found.masked_fill(unknown, torch.nan)
+        return {name: found[..., i] for i, name in enumerate(priors) if free[i]}
 
 
 # Priors; functions that can be pickled, in a shell, for Pyro would rename them --------------------
@@ -134,14 +188,17 @@ class FreeDurations(_Durations):
         """Log-probabilities of durations, ``(K, D)``."""
         return log(self.probs)
 
-    def statistics(self, counts: Tensor) -> Statistics:
+    def statistics(self, counts: Tensor, begun: Tensor | None) -> Statistics:
         """The counts themselves."""
-        return {"probs": counts} if is_free(self, "probs") else {}
+        return self._counts(counts, begun, "probs")
 
     def m_step(self, statistics: Statistics) -> Maximum:
         """Normalised counts, those of the prior included."""
+        if not statistics:
+            return {}, []
         prior = self.concentration if "probs" in self._pyro_samples else None
-        return {name: row_mode(counts, prior) for name, counts in statistics.items()}, []
+        counts = with_prior(statistics["counts"], prior)
+        return {"probs": free_probs(counts, statistics.get("begun"))}, []
 
 
 def geometric_durations(
@@ -196,23 +253,38 @@ class GeometricDurations(_Durations):
         stays = torch.where(count > 0, count * log(1 - leave), 0.0)  # 0 times -inf is NaN
         return torch.where(count < self.max_duration - 1, stays + log(leave), stays)
 
-    def statistics(self, counts: Tensor) -> Statistics:
-        """Expected numbers of stays and of leaves."""
-        if not is_free(self, "leave"):
-            return {}
-        stays = torch.arange(counts.size(-1), device=counts.device).to(counts)
-        return {"leaves": counts[..., :-1].sum(-1), "stays": (counts * stays).sum(-1)}
+    def statistics(self, counts: Tensor, begun: Tensor | None) -> Statistics:
+        """The counts themselves."""
+        return self._counts(counts, begun, "leave")
 
     def m_step(self, statistics: Statistics) -> Maximum:
-        """The share of leaves, with those of the prior; NaN where nothing determines it."""
+        """The share of leaves, with those of the prior; NaN where nothing determines it.
+
+        First segments that were there before the data have a part in it by Newton steps.
+        """
         if not statistics:
             return {}, []
-        leaves, stays = statistics["leaves"], statistics["stays"]
+        counts, begun = statistics["counts"], statistics.get("begun")
+        stays = torch.arange(counts.size(-1), device=counts.device).to(counts)
+        leaves, stays = counts[..., :-1].sum(-1), (counts * stays).sum(-1)
+        prior_leave = prior_stay = torch.ones_like(self.prior_leave)
         if "leave" in self._pyro_samples:
+            prior_leave, prior_stay = self.prior_leave, self.prior_stay
             for name in ("prior_leave", "prior_stay"):
                 check_mode(name, getattr(self, name))
-            leaves, stays = leaves + self.prior_leave - 1, stays + self.prior_stay - 1
-        return {"leave": leaves / (leaves + stays)}, []
+        leaves, stays = leaves + prior_leave - 1, stays + prior_stay - 1
+        share = leaves / (leaves + stays)
+        if begun is None:
+            return {"leave": share}, []
+
+        def objective(theta: Tensor) -> Derivatives:
+            likelihood = expected_log(counts, begun, geometric(theta, self.max_duration))
+            prior = beta(theta, prior_leave.unsqueeze(-1), prior_stay.unsqueeze(-1))
+            return likelihood + prior
+
+        start = share.nan_to_num(0.5).logit().clamp(-BOUND, BOUND)[None, ..., None]
+        found = maximum(objective, start, torch.ones_like(counts[0, 0, :1]).bool())
+        return {"leave": torch.where(share.isnan(), share, found.squeeze(-1).sigmoid())}, []
 
 
 def poisson_durations(
@@ -220,8 +292,8 @@ def poisson_durations(
 ) -> DurationFamily:
     """Family of durations: d - 1 is Poisson, given d <= D, each mean with a Gamma prior.
 
-    Site: ``duration.rate``, ``(K,)``, the mean of d - 1 before the cut at D. EM takes gradient
-    steps.
+    Site: ``duration.rate``, ``(K,)``, the mean of d - 1 before the cut at D. EM maximises it by
+    Newton steps in one dimension.
 
     Args:
         max_duration: D; choose it beyond any duration: what is longer has no probability.
@@ -257,6 +329,20 @@ class PoissonDurations(_Durations):
         """Log-probabilities of durations, ``(K, D)``."""
         return truncated(Poisson(self.rate), self.max_duration)
 
+    def statistics(self, counts: Tensor, begun: Tensor | None) -> Statistics:
+        """The counts themselves."""
+        return self._counts(counts, begun, "rate")
+
+    def m_step(self, statistics: Statistics) -> Maximum:
+        """The mode, the cut at D included; NaN where nothing determines it."""
+        if not statistics:
+            return {}, []
+        if "rate" in self._pyro_samples:
+            check_mode("concentration", self.concentration)
+        priors = {"rate": (self.concentration, self.prior_rate)}
+        starts = [(_mean_count(statistics["counts"]),)]
+        return self._mode(statistics, poisson, priors, starts), []
+
 
 def negative_binomial_durations(
     max_duration: int,
@@ -271,7 +357,7 @@ def negative_binomial_durations(
     large r Poisson. Both have Gamma priors.
 
     Sites: ``duration.average``, ``(K,)``, the mean of d - 1 before the cut at D, and
-    ``duration.shape``, ``(K,)``. EM takes gradient steps.
+    ``duration.shape``, ``(K,)``. EM maximises them by Newton steps in two dimensions.
 
     Args:
         max_duration: D; choose it beyond any duration: what is longer has no probability.
@@ -316,6 +402,34 @@ class NegativeBinomialDurations(_Durations):
         shape = self.shape
         return truncated(GammaPoisson(shape, shape / self.average), self.max_duration)
 
+    def statistics(self, counts: Tensor, begun: Tensor | None) -> Statistics:
+        """The counts themselves."""
+        return self._counts(counts, begun, "average", "shape")
+
+    def m_step(self, statistics: Statistics) -> Maximum:
+        """The mode, the cut at D included; NaN where nothing determines it.
+
+        The best of what is found from several shapes, as there may be more than one maximum.
+        """
+        if not statistics:
+            return {}, []
+        for name, prior in (("average", "concentration"), ("shape", "shape_concentration")):
+            if name in self._pyro_samples:
+                check_mode(prior, getattr(self, prior))
+        priors = {
+            "average": (self.concentration, self.rate),
+            "shape": (self.shape_concentration, self.shape_rate),
+        }
+        mean = _mean_count(statistics["counts"])
+        starts = [(mean, torch.full_like(mean, shape)) for shape in (0.5, 3.0, 30.0)]
+        return self._mode(statistics, negative_binomial, priors, starts), []
+
+
+def _mean_count(counts: Tensor) -> Tensor:
+    """The mean of d - 1 in ``(R, K, D)``, for Newton steps to start from."""
+    steps = torch.arange(counts.size(-1), device=counts.device).to(counts)
+    return ((counts * steps).sum(-1) + 0.1) / (counts.sum(-1) + 0.1)
+
 
 def parametric_durations(distribution: Any, max_duration: int) -> DurationFamily:
     """Family of durations: d - 1 of any distribution on counts, given d <= D; without priors.
@@ -350,126 +464,3 @@ class ParametricDurations(PyroModule):
     def forward(self) -> Tensor:
         """Log-probabilities of durations, ``(K, D)``."""
         return truncated(self.part(), self.max_duration)
-
-
-@checked(durations=None, emission=None, num_states=Range(2))
-class TabularHSMM(TabularHMM):
-    r"""Hidden semi-Markov model with Dirichlet priors on every row, and durations of any family.
-
-    As :class:`TabularHMM`, but the states last for explicit durations, and none follows itself:
-    the diagonal of ``transition`` is exactly zero. See :class:`HSMM`.
-
-    ``fit_map``, ``fit_svi`` and NUTS read it by :class:`MarginalModel`; :class:`EnumeratedModel`
-    has a site for each step of :meth:`HSMM.expanded`, for small K · D. ``fit_em`` maximises free
-    and geometric durations in closed form, others by gradient steps.
-
-    Sites: ``initial`` ``(K,)``, ``transition`` ``(K, K)``, and those of ``duration`` and
-    ``emission``.
-
-    Args:
-        num_states: K, at least 2.
-        durations: A family of durations, such as :func:`free_durations`, :func:`poisson_durations`,
-            :func:`negative_binomial_durations`, :func:`geometric_durations` or
-            :func:`parametric_durations`: called with K, it returns a ``PyroModule`` that returns
-            log-probabilities ``(K, D)``.
-        emission: An emission family: see :class:`TabularHMM`.
-        initial_concentration: Of the prior of the first state; a number or ``(K,)``.
-        transition_concentration: Of the priors of the rows; a number, ``(K,)`` or ``(K, K)``.
-        initial_allowed: ``(K,)`` booleans, in which states a sequence may begin; all by default.
-        transition_allowed: ``(K, K)`` booleans, which transitions between different states are
-            possible; all by default.
-        censored_end: Whether the last segment may go on after the data: see :class:`HSMM`.
-
-    Raises:
-        ValueError: If ``num_states`` is less than two, or a concentration is not positive or has
-            the wrong shape.
-
-    Example:
-        >>> _ = pyro.set_rng_seed(0)
-        >>> module = TabularHSMM(2, poisson_durations(30), categorical(6))
-        >>> hsmm = module(torch.tensor([3, 1]))  # a sample from the prior
-        >>> hsmm.log_transition.exp(), hsmm.log_duration.shape
-        (tensor([[0., 1.],
-                [1., 0.]]), torch.Size([2, 30]))
-    """
-
-    def __init__(
-        self,
-        num_states: int,
-        durations: DurationFamily,
-        emission: EmissionFamily,
-        initial_concentration: float | Tensor = 1.0,
-        transition_concentration: float | Tensor = 1.0,
-        *,
-        initial_allowed: Tensor | None = None,
-        transition_allowed: Tensor | None = None,
-        censored_end: bool = True,
-    ) -> None:
-        others = ~torch.eye(num_states, dtype=torch.bool)
-        if transition_allowed is not None and transition_allowed.shape == others.shape:
-            others = others & transition_allowed.bool()
-        elif transition_allowed is not None:
-            others = transition_allowed  # of a wrong shape, which is reported
-        super().__init__(
-            num_states, emission, initial_concentration, transition_concentration,
-            initial_allowed=initial_allowed, transition_allowed=others,
-        )  # fmt: skip
-        if not callable(durations) or isinstance(durations, torch.distributions.Distribution):
-            raise TypeError(
-                "durations must be a family of durations, such as free_durations(max_duration); "
-                f"got {type(durations).__name__}."
-            )
-        self.duration = durations(num_states)
-        if not isinstance(self.duration, PyroModule):
-            raise TypeError(
-                "durations must return a PyroModule when it is called with K; got "
-                f"{type(self.duration).__name__}."
-            )
-        self.censored_end = censored_end
-
-    @classmethod
-    def from_hmm(cls, hmm: HMM) -> TabularHSMM:
-        """A module with the values of an :class:`HSMM` as parameters: points, without priors.
-
-        Raises:
-            TypeError: If ``hmm`` is not an ``HSMM``.
-            ValueError: If its emission has a dimension of steps.
-        """
-        if not isinstance(hmm, HSMM):
-            raise TypeError(f"hmm must be an HSMM; got {type(hmm).__name__}.")
-        if hmm.emission_per_step:
-            raise ValueError("hmm has parameters per step; a TabularHSMM has one set for all.")
-        module = cls(
-            hmm.num_states, free_durations(hmm.max_duration),
-            lambda _: emissions.from_distribution(hmm.emission), censored_end=hmm.censored_end,
-        )  # fmt: skip
-        part: PyroModule = module
-        for name, logs in (("initial", hmm.log_initial), ("transition", hmm.log_transition),
-                           ("probs", hmm.log_duration)):  # fmt: skip
-            part = module.duration if name == "probs" else module
-            delattr(part, name)
-            setattr(part, name, PyroParam(logs.detach().exp(), constraints.simplex))
-        return module.to(hmm.log_initial.device)
-
-    def forward(self, lengths: Tensor, observed: Tensor | None = None) -> HSMM:
-        """Build the HSMM for sequences of ``lengths`` ``(*B)``."""
-        return HSMM(
-            log(self.initial), log(self.transition), self.duration(), self.emission(), lengths,
-            observed, censored_end=self.censored_end,
-        )  # fmt: skip
-
-    def statistics(self, expected: ExpectedCounts) -> Statistics:
-        """Expected counts of what is free: see :class:`ChainMStep`."""
-        chain = super().statistics(expected)
-        if not isinstance(self.duration, DurationMStep) or expected.durations is None:
-            return chain
-        return chain | under("duration.", self.duration.statistics(expected.durations))
-
-    def m_step(self, statistics: Statistics) -> Maximum:
-        """Normalised counts, and durations in closed form if they have one."""
-        chain = {name: value for name, value in statistics.items() if "." not in name}
-        values, notes = super().m_step(chain)
-        if isinstance(self.duration, DurationMStep):
-            mode, remarks = self.duration.m_step(inside(statistics, "duration."))
-            values, notes = values | under("duration.", mode), notes + remarks
-        return values, notes

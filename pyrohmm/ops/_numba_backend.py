@@ -153,17 +153,14 @@ class NumbaBackend(Backend):
             states,
         )  # fmt: skip
 
-    def segment_forward(self, chain: SegmentChain, survival: Tensor | None) -> tuple[Tensor, ...]:
+    def segment_forward(self, chain: SegmentChain, filtering: bool) -> tuple[Tensor, ...]:
         kernels, likelihood = self._segments, chain.likelihood
         arrive, ends = torch.zeros_like(likelihood), torch.zeros_like(likelihood)
         evidence = likelihood.new_zeros(len(likelihood))
-        filtering = survival is not None
         filtered = likelihood.new_zeros(likelihood.shape if filtering else (0, 0, 0))
-        initial, transition, duration, final, likelihood, lengths = chain
         kernels.run(
-            kernels.forward, len(likelihood), _segment_work(chain), initial, transition, duration,
-            final, duration if survival is None else survival.contiguous(), likelihood, lengths,
-            filtering, arrive, ends, evidence, filtered,
+            kernels.forward, len(likelihood), _segment_work(chain), *chain, filtering, arrive, ends,
+            evidence, filtered,
         )  # fmt: skip
         return arrive, ends, evidence, filtered
 
@@ -173,7 +170,7 @@ class NumbaBackend(Backend):
         kernels, count = self._segments, len(chain.lengths)
         threads = kernels.threads_of(count, count * _segment_work(chain))
         gamma, starts = torch.zeros_like(chain.likelihood), torch.zeros_like(chain.initial)
-        tables = chain.transition, chain.duration, chain.final
+        tables = chain[1:6]
         sums = [[torch.zeros_like(table) for table in tables] for _ in range(threads)]
         constant = [part.numpy() for part in (*chain[1:], arrive, ends, evidence, weight)]
 
@@ -185,8 +182,7 @@ class NumbaBackend(Backend):
             )  # fmt: skip
 
         kernels.share(run, threads)
-        transitions, durations, finals = (torch.stack(parts).sum(0) for parts in zip(*sums))
-        return starts, transitions, durations, finals, gamma
+        return starts, *(torch.stack(parts).sum(0) for parts in zip(*sums)), gamma
 
     def segment_viterbi(self, chain: SegmentChain, best: Tensor) -> None:
         kernels = self._segments

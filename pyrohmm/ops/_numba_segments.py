@@ -1,11 +1,20 @@
-"""Compiled recursions of chains with durations, in logarithms and float64.
+"""Compiled recursions of chains with durations, in float64.
 
-Arrays are those of :class:`.segment_chain.SegmentChain`. The inner loops run along the states, so
-that they are contiguous in every table. A sum over durations adds the log-likelihoods of a segment
-one by one: no difference of cumulated sums loses digits or meets -inf minus -inf.
+Arrays are those of :class:`.segment_chain.SegmentChain`. For each state, the segments that may
+cover a step are kept as numbers relative to a logarithm of their own, its *frame*; a step adds its
+log-likelihood to the frame, a new segment stands beside the others, and the sum over durations is a
+product of two vectors. What falls out of the range of numbers is so small that such a sum does not
+feel it, unless the sum itself is small: then the frame is set anew, and if that does not help, the
+sum is made in logarithms. So each is exact, whatever vanishes. Comparisons let NaN through.
+
+Backward in time it is the same, from the end: a segment is entered where it ends. A sum over
+durations adds the log-likelihoods of a segment one by one, or passes them on in the frame: no
+difference of cumulated sums meets -inf minus -inf.
 """
 
 from __future__ import annotations
+
+import math
 
 import numpy as np
 
@@ -14,17 +23,184 @@ from ._numba_math import run as run
 from ._numba_math import share as share
 from ._numba_math import threads_of as threads_of
 
-LOW = -708.0  # the smallest logarithm whose exponential is a normal number
+ABOVE = 40.0  # how far an entry may lie above its frame
+FLOOR = 1e-150  # a smaller number is zero, so that products are normal numbers
+LOG_FLOOR = math.log(FLOOR)
+LEAST = 1e-110  # a sum below may have lost something, for it holds e^40 FLOOR times D
+TINY = 1e-270  # the same of sums over states, of numbers to 1 and without a floor
+LOW = -700.0  # the exponential of a smaller logarithm may not be a normal number
 
 
 @kernel
-def _scores_ending(t, arrive, seen, table, scores, within, peak):
-    """Scores ``(D, K)`` of the segments that end at t, and their largest; how many durations."""
-    num_durations, num_states = table.shape
+def _table(logs):
+    """Probabilities ``(K, D)`` of weights ``(D, K)``, from the longest to the shortest."""
+    num_durations, num_states = logs.shape
+    table = np.zeros((num_states, num_durations))
+    for d in range(num_durations):
+        for k in range(num_states):
+            if not logs[d, k] <= LOG_FLOOR:
+                table[k, num_durations - 1 - d] = np.exp(logs[d, k])
+    return table
+
+
+@kernel
+def _matrix(logs):
+    """Probabilities of log-probabilities; without what is no normal number."""
+    matrix = np.zeros(logs.shape)
+    for j in range(logs.shape[0]):
+        for k in range(logs.shape[1]):
+            if not logs[j, k] <= LOW:
+                matrix[j, k] = np.exp(logs[j, k])
+    return matrix
+
+
+@kernel
+def _reframe(t, k, span, enter, seen, window):
+    """Set the entries of state k that cover step t relative to the largest, which is returned."""
+    within, best, first = 0.0, -np.inf, t + 1 - span
+    for s in range(t, t - span, -1):
+        within += seen[s, k]
+        if within == -np.inf:
+            first = s + 1
+            window[t + 1 - span : s + 1] = 0.0
+            break
+        window[s] = enter[s, k] + within
+        best = window[s] if window[s] > best else best
+    for s in range(first, t + 1):
+        low = window[s] - best if best > -np.inf else -np.inf
+        window[s] = exp(low) if low > LOG_FLOOR else 0.0
+    return best
+
+
+@kernel
+def _advance(t, k, span, enter, seen, window, frame):
+    """Enter what begins at step t, and pass it; returns the new frame."""
+    new = enter[t, k]
+    window[t] = 0.0
+    if new == -np.inf:
+        pass
+    elif new - frame > ABOVE:
+        scale = np.exp(frame - new) if frame - new > LOW else 0.0
+        for s in range(t + 1 - span, t):
+            value = window[s] * scale
+            window[s] = value if value > FLOOR else 0.0
+        window[t], frame = 1.0, new
+    elif not new - frame <= LOG_FLOOR:
+        window[t] = np.exp(new - frame)
+    if seen[t, k] == -np.inf:
+        window[t + 1 - span : t + 1] = 0.0
+        return -np.inf
+    return frame + seen[t, k]
+
+
+@kernel
+def _dot(t, k, span, window, others, first):
+    """Sum over the entries that cover step t, times their weights; that of entry 0 is ``first``."""
+    size = others.shape[1]
+    begin = t + 1 - span
+    total = 0.0
+    if begin == 0:
+        total = window[0] * first[k, size - span]
+        begin = 1
+    row = others[k, size - (t + 1 - begin) :]
+    part = window[begin : t + 1]
+    for i in range(part.shape[0]):
+        total += part[i] * row[i]
+    return total
+
+
+@kernel
+def _log_sum(t, k, span, enter, seen, others, first, scores):
+    """The same in logarithms, and ``scores`` by duration; how many there are."""
+    within, peak, count = 0.0, -np.inf, 0
+    for d in range(span):
+        within += seen[t - d, k]
+        if within == -np.inf:
+            break
+        weight = first[d, k] if d == t else others[d, k]
+        scores[d] = enter[t - d, k] + within + weight
+        peak = peak if scores[d] <= peak else scores[d]
+        count += 1
+    total = 0.0
+    if peak == -np.inf:
+        return peak, 0
+    for d in range(count):
+        total += np.exp(scores[d] - peak)
+    return peak + np.log(total), count
+
+
+@kernel
+def _sum(t, k, span, enter, seen, window, frame, others, first, logs, first_logs, scores):
+    """The frame; the log of the sum over durations; and how many ``scores`` it took, or -1."""
+    total = _dot(t, k, span, window, others, first)
+    if not total > LEAST and frame > -np.inf:
+        frame = _reframe(t, k, span, enter, seen, window)
+        total = _dot(t, k, span, window, others, first)
+    if total > LEAST:
+        return frame, frame + np.log(total), -1
+    value, count = _log_sum(t, k, span, enter, seen, logs, first_logs, scores)
+    return frame, value, count
+
+
+@kernel
+def _shares(t, k, span, count, flow, frame, weight, window, others, first, scores, shares):
+    """What each segment has of the posterior times ``weight``, from the longest to the shortest.
+
+    ``flow`` is the log of what the sum over them is to be multiplied by, and ``count`` that of
+    :func:`_sum`.
+    """
+    begin, place = t + 1 - span, others.shape[1] - span
+    if count < 0:
+        flow += frame
+        flow = 0.0 if flow <= LOW else weight * np.exp(flow)
+        for s in range(span):
+            shares[s] = flow * window[begin + s] * others[k, place + s]
+        if begin == 0:
+            shares[0] = flow * window[0] * first[k, place]
+        return
+    shares[:span] = 0.0
+    for d in range(count):
+        low = flow + scores[d]
+        shares[span - 1 - d] = 0.0 if low <= LOW else weight * np.exp(low)
+
+
+@kernel
+def _products(vector, matrix, logs, logarithms, out):
+    """Log of ``exp(vector) @ matrix``, where ``logs`` are those of the matrix."""
+    size = vector.shape[0]
+    peak = -np.inf
+    for j in range(size):
+        peak = peak if vector[j] <= peak else vector[j]
+    out[:] = 0.0
+    if peak == -np.inf:
+        out[:] = peak
+        return
+    for j in range(size):
+        if not vector[j] - peak <= LOW:
+            value = np.exp(vector[j] - peak)
+            for k in range(size):
+                out[k] += value * matrix[j, k]
+    for k in range(size):
+        if out[k] > TINY:
+            out[k] = peak + np.log(out[k])
+        else:
+            for j in range(size):
+                logarithms[j] = vector[j] + logs[j, k]
+            out[k] = logsumexp(logarithms)
+
+
+@kernel
+def _scores_ending(t, arrive, seen, others, first, scores, within, peak):
+    """Scores ``(D, K)`` of the segments that end at t, and their largest; how many durations.
+
+    Their weights are ``first`` for the one that began the sequence, else ``others``.
+    """
+    num_durations, num_states = others.shape
     span = min(t + 1, num_durations)
     within[:] = 0.0
     peak[:] = -np.inf
     for d in range(span):
+        table = first if d == t else others
         for k in range(num_states):
             within[k] += seen[t - d, k]
             score = arrive[t - d, k] + table[d, k] + within[k]
@@ -34,109 +210,161 @@ def _scores_ending(t, arrive, seen, table, scores, within, peak):
 
 
 @kernel
-def _sum_scores(span, scores, peak, out):
-    """Log of the sums over durations; ``scores`` become their shares of ``exp(peak)``."""
-    num_states = out.shape[0]
-    out[:] = 0.0
-    for k in range(num_states):
-        peak[k] = peak[k] if peak[k] > -np.inf else 0.0
-    for d in range(span):
-        for k in range(num_states):
-            low = scores[d, k] - peak[k]
-            share = 0.0 if low < LOW else exp(low)
-            scores[d, k] = share
-            out[k] += share
-    for k in range(num_states):
-        out[k] = peak[k] + np.log(out[k])
-
-
-@kernel
 def forward(
-    first, last, initial, transition, duration, final, survival, likelihood, lengths, filtering,
-    arrive, ends, evidence, filtered,
+    first, last, initial, transition, duration, final, opening, entire, likelihood, lengths,
+    filtering, arrive, ends, evidence, filtered,
 ):  # fmt: skip
     """Forward messages: see :meth:`.operations.Backend.segment_forward`."""
     num_durations, num_states = duration.shape[1:]
     per = lengths.shape[0] // transition.shape[0]
-    scores = np.empty((num_durations, num_states))
-    within, peak, column = np.empty(num_states), np.empty(num_states), np.empty(num_states)
+    scores, column = np.empty(num_durations), np.empty(num_states)
+    window = np.empty((num_states, likelihood.shape[1]))
+    frame = np.empty(num_states)
+    group = -1
     for i in range(first, last):
         g = i // per
+        if g != group:
+            group, matrix = g, _matrix(transition[g])
+            among, ending = _table(duration[g]), _table(final[g])
+            begun, whole = _table(opening[g]), _table(entire[g])
         end = lengths[i] - 1
-        seen, starts = likelihood[i], arrive[i]
-        starts[0] = initial[i]
+        seen, enter = likelihood[i], arrive[i]
+        enter[0] = initial[i]
+        frame[:] = -np.inf
         for t in range(end + 1):
-            if filtering:
-                span = _scores_ending(t, starts, seen, survival[g], scores, within, peak)
-                _sum_scores(span, scores, peak, filtered[i, t])
-            table = final[g] if t == end else duration[g]
-            span = _scores_ending(t, starts, seen, table, scores, within, peak)
-            _sum_scores(span, scores, peak, ends[i, t])
+            span = min(t + 1, num_durations)
+            for k in range(num_states):
+                row = window[k]
+                frame[k] = _advance(t, k, span, enter, seen, row, frame[k])
+                if t < end:
+                    frame[k], ends[i, t, k], _ = _sum(
+                        t, k, span, enter, seen, row, frame[k], among, begun, duration[g],
+                        opening[g], scores,
+                    )  # fmt: skip
+                if t == end or filtering:
+                    frame[k], value, _ = _sum(
+                        t, k, span, enter, seen, row, frame[k], ending, whole, final[g], entire[g],
+                        scores,
+                    )  # fmt: skip
+                    if t == end:
+                        ends[i, t, k] = value
+                    if filtering:
+                        filtered[i, t, k] = value
             if t < end:
-                for k in range(num_states):
-                    for j in range(num_states):
-                        column[j] = ends[i, t, j] + transition[g, j, k]
-                    starts[t + 1, k] = logsumexp(column)
+                _products(ends[i, t], matrix, transition[g], column, enter[t + 1])
         evidence[i] = logsumexp(ends[i, end])
 
 
 @kernel
+def _pass_back(before, inside, matrix, logs, whole, weight, row, counts, onward):
+    """Expected transitions, and the log of ``matrix @ exp(inside)``."""
+    size = inside.shape[0]
+    peak = -np.inf
+    for k in range(size):
+        peak = peak if inside[k] <= peak else inside[k]
+    for k in range(size):
+        low = -np.inf if peak == -np.inf else inside[k] - peak
+        row[k] = 0.0 if low <= LOW else np.exp(low)
+    for j in range(size):
+        total = 0.0
+        for k in range(size):
+            total += matrix[j, k] * row[k]
+        if total > TINY:
+            onward[j] = peak + np.log(total)
+            flow = before[j] + peak - whole
+            if not flow <= LOW:
+                flow = weight * np.exp(flow)
+                for k in range(size):
+                    counts[j, k] += flow * matrix[j, k] * row[k]
+            continue
+        onward[j] = -np.inf
+        for k in range(size):
+            low = logs[j, k] + inside[k]
+            if low != -np.inf:
+                flow = before[j] + low - whole
+                counts[j, k] += 0.0 if flow <= LOW else weight * np.exp(flow)
+                top = max(onward[j], low)
+                onward[j] = top + np.log(np.exp(onward[j] - top) + np.exp(low - top))
+
+
+@kernel
 def backward(
-    first, last, transition, duration, final, likelihood, lengths, arrive, ends, evidence, weight,
-    starts, gamma, transitions, durations, finals,
+    first, last, transition, duration, final, opening, entire, likelihood, lengths, arrive, ends,
+    evidence, weight, starts, gamma, transitions, durations, finals, openings, entires,
 ):  # fmt: skip
     """Posterior counts times ``weight``: see :meth:`.operations.Backend.segment_backward`."""
     num_durations, num_states = duration.shape[1:]
+    steps = likelihood.shape[1]
     per = lengths.shape[0] // transition.shape[0]
-    scores = np.empty((num_durations, num_states))
-    peak, within, inside = np.empty(num_states), np.empty(num_states), np.empty(num_states)
-    row = np.empty(num_states)
+    scores, inside = np.empty(num_durations), np.empty(num_states)
+    frame, spare, shares = np.empty(num_states), np.empty(num_states), np.empty(steps)
+    window, cover = np.empty((num_states, steps)), np.empty((num_states, steps))
+    onward, seen = np.empty((steps, num_states)), np.empty((steps, num_states))
+    counts = np.empty((num_states, num_durations))
+    group = -1
     for i in range(first, last):
         whole = evidence[i]
         if whole == -np.inf:
             continue
         g = i // per
+        if g != group:
+            group, matrix = g, _matrix(transition[g])
+            among, ending = _table(duration[g]), _table(final[g])
+            begun, both = _table(opening[g]), _table(entire[g])
         end = lengths[i] - 1
-        seen = likelihood[i]
-        onward = np.zeros((end + 1, num_states))
-        for t in range(end, -1, -1):
-            span = min(end + 1 - t, num_durations)
-            within[:] = 0.0
-            peak[:] = -np.inf
-            for d in range(span):
-                table = final[g] if t + d == end else duration[g]
-                for k in range(num_states):
-                    within[k] += seen[t + d, k]
-                    score = table[d, k] + within[k] + onward[t + d, k]
-                    scores[d, k] = score
-                    peak[k] = score if score > peak[k] else peak[k]
-            _sum_scores(span, scores, peak, inside)
-            for k in range(num_states):
-                flow = arrive[i, t, k] + peak[k] - whole
-                dead = inside[k] == -np.inf or flow == -np.inf  # the peak is no bound of the first
-                peak[k] = 0.0 if dead else weight[i] * np.exp(flow)
-                within[k] = 0.0
-            for d in range(span - 1, -1, -1):
-                counts = finals[g] if t + d == end else durations[g]
-                for k in range(num_states):
-                    share = scores[d, k] * peak[k]
-                    counts[d, k] += share
-                    within[k] += share
-                    gamma[i, t + d, k] += within[k]
+        for r in range(end + 1):  # steps, counted from the end
+            seen[r] = likelihood[i, end - r]
+        frame[:], onward[0], counts[:], cover[:] = -np.inf, 0.0, 0.0, 0.0
+        for r in range(end + 1):
+            t, span = end - r, min(r + 1, num_durations)
+            others, of_last, logs, last_logs = among, ending, duration[g], final[g]
             if t == 0:
-                starts[i] = within
-                continue
-            for j in range(num_states):
-                for k in range(num_states):
-                    row[k] = transition[g, j, k] + inside[k]
-                    flow = ends[i, t - 1, j] + row[k] - whole
-                    if not flow < -745.0:
-                        transitions[g, j, k] += weight[i] * np.exp(flow)
-                onward[t - 1, j] = logsumexp(row)
+                others, of_last, logs, last_logs = begun, both, opening[g], entire[g]
+            for k in range(num_states):
+                row = window[k]
+                frame[k] = _advance(r, k, span, onward, seen, row, frame[k])
+                frame[k], inside[k], count = _sum(
+                    r, k, span, onward, seen, row, frame[k], others, of_last, logs, last_logs,
+                    scores,
+                )  # fmt: skip
+                flow, begin = arrive[i, t, k] - whole, r + 1 - span
+                _shares(
+                    r, k, span, count, flow, frame[k], weight[i], row, others, of_last, scores,
+                    shares,
+                )  # fmt: skip
+                within = 0.0
+                for s in range(span):
+                    within += shares[s]
+                    cover[k, begin + s] += within
+                if t == 0:
+                    starts[i, k] = within
+                if begin == 0:
+                    of = entires if t == 0 else finals
+                    of[g, span - 1, k] += shares[0]
+                    shares[0] = 0.0
+                if t == 0:
+                    for s in range(span):
+                        openings[g, span - 1 - s, k] += shares[s]
+                    continue
+                for s in range(span):
+                    counts[k, num_durations - span + s] += shares[s]
+            if t > 0:
+                _pass_back(
+                    ends[i, t - 1], inside, matrix, transition[g], whole, weight[i], spare,
+                    transitions[g], onward[r + 1],
+                )  # fmt: skip
+        for r in range(end + 1):
+            for k in range(num_states):
+                gamma[i, end - r, k] = cover[k, r]
+        for d in range(num_durations):
+            for k in range(num_states):
+                durations[g, d, k] += counts[k, num_durations - 1 - d]
 
 
 @kernel
-def viterbi(first, last, initial, transition, duration, final, likelihood, lengths, best):
+def viterbi(
+    first, last, initial, transition, duration, final, opening, entire, likelihood, lengths, best
+):  # fmt: skip
     """Most probable paths: see :meth:`.operations.Backend.segment_viterbi`."""
     num_durations, num_states = duration.shape[1:]
     per = lengths.shape[0] // transition.shape[0]
@@ -151,8 +379,9 @@ def viterbi(first, last, initial, transition, duration, final, likelihood, lengt
         end = lengths[i] - 1
         starts[0] = initial[i]
         for t in range(end + 1):
-            table = final[g] if t == end else duration[g]
-            span = _scores_ending(t, starts, likelihood[i], table, scores, within, peak)
+            table, whole = (final[g], entire[g]) if t == end else (duration[g], opening[g])
+            seen = likelihood[i]
+            span = _scores_ending(t, starts, seen, table, whole, scores, within, peak)
             for k in range(num_states):
                 lasted[t, k] = 1
                 for d in range(span):
@@ -203,7 +432,8 @@ def _choose(logs, count, uniform):
 
 @kernel
 def sample_states(
-    first, last, transition, duration, final, likelihood, lengths, arrive, ends, uniform, states
+    first, last, transition, duration, final, opening, entire, likelihood, lengths, arrive, ends,
+    uniform, states,
 ):  # fmt: skip
     """Paths sampled backwards: see :meth:`.operations.Backend.segment_sample`."""
     num_durations, num_states = duration.shape[1:]
@@ -220,10 +450,11 @@ def sample_states(
                     if t < end:
                         logs[k] += transition[g, k, state]
                 state = _choose(logs, num_states, uniform[s, i, t, 0])
-                table = final[g] if t == end else duration[g]
+                table, whole = (final[g], entire[g]) if t == end else (duration[g], opening[g])
                 span = min(t + 1, num_durations)
                 within = 0.0
                 for d in range(span):
+                    table = whole if d == t else table
                     within += likelihood[i, t - d, state]
                     spans[d] = arrive[i, t - d, state] + table[d, state] + within
                 begin = t - _choose(spans, span, uniform[s, i, t, 1])

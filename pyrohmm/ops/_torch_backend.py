@@ -90,8 +90,8 @@ class TorchBackend(Backend):
     ) -> None:
         torch_chain.sample_by_steps(messages, transposed, lengths, uniform, states)
 
-    def segment_forward(self, chain: SegmentChain, survival: Tensor | None) -> tuple[Tensor, ...]:
-        return torch_segments.forward(chain, survival)
+    def segment_forward(self, chain: SegmentChain, filtering: bool) -> tuple[Tensor, ...]:
+        return torch_segments.forward(chain, filtering)
 
     def segment_backward(
         self, chain: SegmentChain, arrive: Tensor, ends: Tensor, evidence: Tensor, weight: Tensor

@@ -86,13 +86,13 @@ class Backend(ABC):
         """
 
     @abstractmethod
-    def segment_forward(self, chain: SegmentChain, survival: Tensor | None) -> tuple[Tensor, ...]:
+    def segment_forward(self, chain: SegmentChain, filtering: bool) -> tuple[Tensor, ...]:
         """Forward messages of a chain with durations, in logarithms.
 
         Args:
             chain: The arguments.
-            survival: ``(G, D, K)``, log-probability that a segment lasts at least so long, if
-                states are to be filtered.
+            filtering: Whether to filter states: as if each step were the last, by the weights
+                ``final`` and ``entire``.
 
         Returns:
             Of segments that begin at each step and of those that end there, both together with

@@ -8,15 +8,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .._checks import (
-    check_broadcast,
-    check_floats,
-    check_same_device,
-    check_tensor,
-    check_trailing,
-)
+from .._checks import check_broadcast, check_same_device, check_tensor
 from .._transforms import transforming
 from .chain import check_arguments
+from .log_space import finite_or_zero
 from .masks import exists
 
 
@@ -27,6 +22,8 @@ class SegmentChain(NamedTuple):
     transition: Tensor  # (G, K, K), log
     duration: Tensor  # (G, D, K), log
     final: Tensor  # (G, D, K), log: weight of the last segment by how much of it is seen
+    opening: Tensor  # (G, D, K), log: that of the first segment
+    entire: Tensor  # (G, D, K), log: that of a segment that is the first and the last
     likelihood: Tensor  # (N, T, K), log, 0 at padded steps
     lengths: Tensor  # (N,), on the CPU
 
@@ -36,9 +33,14 @@ class SegmentChain(NamedTuple):
 
 
 class Segmented(NamedTuple):
-    """A chain, the batch shape of its N sequences, and the dtype of what it was made of."""
+    """A chain, the batch shape of its N sequences, and the dtype of what it was made of.
+
+    The largest log-likelihood of each step is taken from all of it, so that sums of many steps lose
+    fewer digits; ``shift`` ``(N,)`` is what the log evidence lacks.
+    """
 
     chain: SegmentChain
+    shift: Tensor
     batch: torch.Size
     dtype: torch.dtype
 
@@ -47,11 +49,14 @@ def arrange(
     log_initial: Tensor,
     log_transition: Tensor,
     log_duration: Tensor,
-    log_final: Tensor,
+    log_weights: tuple[Tensor, Tensor, Tensor, Tensor],
     log_likelihood: Tensor,
     lengths: Tensor,
 ) -> Segmented:
-    """Check the arguments, and bring them into one form by differentiable operations."""
+    """Check the arguments, and bring them into one form by differentiable operations.
+
+    ``log_weights`` become ``duration``, ``final``, ``opening`` and ``entire``.
+    """
     check_tensor("log_transition", log_transition)
     if log_transition.dim() < 2:
         raise ValueError(
@@ -59,17 +64,14 @@ def arrange(
         )
     parts = check_arguments(log_initial, log_transition.unsqueeze(-3), log_likelihood, lengths)
     num_states = parts.initial.size(-1)
-    tables = {"log_duration": log_duration, "log_final": log_final}
-    for name, table in tables.items():
-        check_floats(name, table)
-        if table.dim() < 2 or table.shape[-2] != num_states or table.shape[-1] < 1:
-            raise ValueError(
-                f"{name} must have shape (*B, K, D) with K = {num_states} and D at least 1; got "
-                f"{tuple(table.shape)}."
-            )
-    check_trailing("log_final", log_final, tuple(log_duration.shape[-2:]), "(K, D)")
-    check_same_device({"log_likelihood": log_likelihood} | tables)
-    leads = {name: table.shape[:-2] for name, table in tables.items()}
+    shape = log_duration.shape
+    if len(shape) < 2 or shape[-2] != num_states or shape[-1] < 1:
+        raise ValueError(
+            f"log_duration must have shape (*B, K, D) with K = {num_states} and D at least 1; got "
+            f"{tuple(shape)}."
+        )
+    check_same_device({"log_likelihood": log_likelihood, "log_duration": log_duration})
+    leads = {"log_duration": shape[:-2]}
     batch = check_broadcast({"the other arguments": parts.batch} | leads)
     leads["log_transition"] = log_transition.shape[:-2]
     split = max(
@@ -92,12 +94,10 @@ def arrange(
     if transforming() or bool((lengths < likelihood.size(1)).any()):
         padded = ~exists(lengths, likelihood.size(1), likelihood.device)
         likelihood = likelihood.masked_fill(padded.unsqueeze(-1), 0.0)
-    chain = SegmentChain(
-        parts.initial.double().expand(*batch, num_states).reshape(count, num_states),
-        grouped(log_transition),
-        grouped(log_duration).mT,
-        grouped(log_final).mT,
-        likelihood,
-        lengths,
-    )
-    return Segmented(chain, batch, torch.promote_types(parts.likelihood.dtype, log_duration.dtype))
+    largest = finite_or_zero(likelihood.detach().amax(-1, keepdim=True))
+    likelihood, shift = likelihood - largest, largest.sum((-2, -1))
+    initial = parts.initial.double().expand(*batch, num_states).reshape(count, num_states)
+    tables = [grouped(table).mT for table in log_weights]
+    chain = SegmentChain._make([initial, grouped(log_transition), *tables, likelihood, lengths])
+    dtype = torch.promote_types(parts.likelihood.dtype, log_duration.dtype)
+    return Segmented(chain, shift, batch, dtype)

@@ -1,10 +1,15 @@
 r"""Exact inference in chains of states with explicit durations: hidden semi-Markov models.
 
 A sequence is cut into segments. Each has a state and a duration d of 1 to D steps; the next state
-is drawn when it ends. The first segment begins with the sequence; the last one may be cut by its
-end (``censored_end``), and then counts with the probability that it lasts at least as long as is
-seen, or it ends there. Every function reads the tensors of :mod:`.recursions` and a further one;
-batch dimensions broadcast:
+is drawn when it ends. The last segment may be cut by the end of the sequence (``censored_end``),
+and then counts with the probability that it lasts at least as long as is seen, or it ends there.
+The first segment begins with the sequence, or it was there before (``censored_start``): its state
+is drawn from ``log_initial``, and that r of its steps remain has the stationary probability
+
+.. math:: p(r | k) = \sum_{d \ge r} p(d | k) \; / \; \sum_d d \, p(d | k)
+
+of a process seen at any time. Every function reads the tensors of :mod:`.recursions` and a further
+one; batch dimensions broadcast:
 
 ``log_initial``     ``(*B, K)``     log p of the first segment's state
 ``log_transition``  ``(*B, K, K)``  log p of the next segment's state, row = from, column = to
@@ -13,10 +18,12 @@ batch dimensions broadcast:
 ``lengths``         ``(*B)``        number of steps that exist; padding is on the right
 
 Time is O(T K (K + D)) per sequence, memory O(T K); the chain over pairs of state and duration is
-never made. Everything is summed in logarithms and float64, so that nothing leaves the range of
-numbers, and comes back in the dtype of the arguments; -inf is legal everywhere.
+never made. Everything is summed in float64, by torch in logarithms and by compiled loops scaled, in
+logarithms where numbers leave their range; it comes back in the dtype of the arguments; -inf is
+legal everywhere.
 
-Source: Yu, 2010, Hidden semi-Markov models; the gradient as in :mod:`.recursions`.
+Source: Yu, 2010, Hidden semi-Markov models; the gradient as in :mod:`.recursions`; the steps that
+remain: Cox, 1962, Renewal theory (forward recurrence time).
 """
 
 from __future__ import annotations
@@ -35,7 +42,7 @@ from .backends import backend_for
 from .log_space import finite_or_zero, logsumexp
 from .masks import exists
 from .recursions import ExpectedCounts
-from .segment_chain import SegmentChain, arrange
+from .segment_chain import SegmentChain, Segmented, arrange
 
 
 class Segments(NamedTuple):
@@ -74,9 +81,53 @@ def log_survival(log_duration: Tensor) -> Tensor:
     return sums.to(log_duration.dtype)
 
 
-def _final(log_duration: Tensor, censored_end: bool) -> Tensor:
-    """Weight of the last segment, by how much of it is seen, ``(*B, K, D)`` in float64."""
-    return log_survival(log_duration.double()) if censored_end else log_duration.double()
+@explained()
+def log_mean_duration(log_duration: Tensor) -> Tensor:
+    r"""Log of the mean duration :math:`\log \sum_d d \, p(d \mid k)`, ``(*B, K)``.
+
+    Args:
+        log_duration: ``(*B, K, D)``, log-probabilities.
+
+    Example:
+        >>> log_mean_duration(torch.tensor([[0.5, 0.0, 0.5]]).log()).exp()
+        tensor([2.])
+    """
+    check_floats("log_duration", log_duration)
+    steps = torch.arange(1, log_duration.size(-1) + 1, device=log_duration.device)
+    return logsumexp(log_duration.double() + steps.log(), -1).to(log_duration.dtype)
+
+
+@explained()
+def segment_weights(
+    log_duration: Tensor,
+    censored_end: bool,
+    censored_start: bool,
+    log_mean: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Log weights of segments by how much of each is seen, ``(*B, K, D)`` in float64.
+
+    Returns:
+        Of a segment between others, of the last, of the first, and of one that is both. The log
+        mean duration ``(*B, K)`` may be given, if it is to be a constant.
+    """
+    check_floats("log_duration", log_duration)
+    duration = log_duration.double()
+    survival = log_survival(duration) if censored_end or censored_start else duration
+    final = survival if censored_end else duration
+    if not censored_start:
+        return duration, final, duration, final
+    log_mean = log_mean_duration(duration) if log_mean is None else log_mean
+    opening = survival - log_mean.unsqueeze(-1)
+    return duration, final, opening, log_survival(opening) if censored_end else opening
+
+
+def _arranged(
+    log_initial: Tensor, log_transition: Tensor, log_duration: Tensor, log_likelihood: Tensor,
+    lengths: Tensor, censored_end: bool, censored_start: bool, log_mean: Tensor | None = None,
+) -> Segmented:  # fmt: skip
+    """The arguments in one form, with the weights of segments that are cut."""
+    weights = segment_weights(log_duration, censored_end, censored_start, log_mean)
+    return arrange(log_initial, log_transition, log_duration, weights, log_likelihood, lengths)
 
 
 @checked()
@@ -87,6 +138,7 @@ def log_evidence(
     log_likelihood: Tensor,
     lengths: Tensor,
     censored_end: bool = True,
+    censored_start: bool = False,
 ) -> Tensor:
     r"""Log evidence :math:`\log p(x_{1:T})` in nats, states and durations summed out, ``(*B)``.
 
@@ -102,45 +154,44 @@ def log_evidence(
         >>> log_evidence(first, swap, two, likelihood, torch.tensor(3)).exp()
         tensor(0.5040)
     """
-    chain, batch, dtype = arrange(
-        log_initial, log_transition, log_duration, _final(log_duration, censored_end),
-        log_likelihood, lengths,
+    chain, shift, batch, dtype = _arranged(
+        log_initial, log_transition, log_duration, log_likelihood, lengths,
+        censored_end, censored_start,
     )  # fmt: skip
-    value: Tensor = (
-        torch_segments.forward(chain, None)[2] if transforming() else _Evidence.apply(*chain)
-    )
-    return value.reshape(batch).to(dtype)
+    return (_evidence(chain) + shift).reshape(batch).to(dtype)
+
+
+def _evidence(chain: SegmentChain) -> Tensor:
+    """Log evidence ``(N,)`` in float64, differentiable."""
+    if transforming():
+        return torch_segments.forward(chain, False)[2]
+    evidence: Tensor = _Evidence.apply(*chain)
+    return evidence
 
 
 class _Evidence(torch.autograd.Function):
     """Log evidence ``(N,)``; the gradient is analytic."""
 
     @staticmethod
-    def forward(
-        ctx: Any, initial: Tensor, transition: Tensor, duration: Tensor, final: Tensor,
-        likelihood: Tensor, lengths: Tensor,
-    ) -> Tensor:  # fmt: skip
-        chain = SegmentChain(initial, transition, duration, final, likelihood, lengths).detach()
-        backend = backend_for(likelihood.device)
-        arrive, ends, evidence, _ = backend.segment_forward(chain, None)
-        ctx.save_for_backward(initial, transition, duration, final, likelihood)
-        ctx.lengths, ctx.messages, ctx.backend = lengths, (arrive, ends, evidence), backend
+    def forward(ctx: Any, *tensors: Tensor) -> Tensor:
+        chain = SegmentChain._make(tensors).detach()
+        backend = backend_for(chain.likelihood.device)
+        arrive, ends, evidence, _ = backend.segment_forward(chain, False)
+        ctx.save_for_backward(*tensors[:-1])
+        ctx.lengths, ctx.messages, ctx.backend = chain.lengths, (arrive, ends, evidence), backend
         return evidence.clone()
 
     @staticmethod
     @in_full_precision
     def backward(ctx: Any, weight: Tensor) -> tuple[Tensor | None, ...]:
-        initial, transition, duration, final, seen = ctx.saved_tensors
-        chain = SegmentChain(initial, transition, duration, final, seen, ctx.lengths)
+        chain = SegmentChain._make([*ctx.saved_tensors, ctx.lengths])
         if torch.is_grad_enabled():  # the gradient will itself be differentiated
 
-            def evidence(
-                initial: Tensor, transition: Tensor, duration: Tensor, final: Tensor, seen: Tensor
-            ) -> Tensor:
-                parts = SegmentChain(initial, transition, duration, final, seen, ctx.lengths)
-                return torch_segments.forward(parts, None)[2]
+            def evidence(*tensors: Tensor) -> Tensor:
+                parts = SegmentChain._make([*tensors, ctx.lengths])
+                return torch_segments.forward(parts, False)[2]
 
-            return (*differentiable_gradient(evidence, chain[:5], weight), None)
+            return (*differentiable_gradient(evidence, chain[:-1], weight), None)
         weight = weight.contiguous()
         return (*ctx.backend.segment_backward(chain.detach(), *ctx.messages, weight), None)
 
@@ -153,11 +204,12 @@ def expected_counts(
     log_likelihood: Tensor,
     lengths: Tensor,
     censored_end: bool = True,
+    censored_start: bool = False,
 ) -> ExpectedCounts:
     """Expected counts under the posterior, as gradients of the evidence (Fisher's identity).
 
-    Those of durations have the shape of ``log_duration``: a last segment that is cut counts with
-    the whole durations that it may have. A sequence of probability zero counts nowhere.
+    Those of durations have the shape of ``log_duration``: a segment that is cut counts with the
+    whole durations that it may have. A sequence of probability zero counts nowhere.
 
     Example:
         >>> swap = torch.tensor([[0.0, 1.0], [1.0, 0.0]]).log()
@@ -178,23 +230,24 @@ def expected_counts(
     )
     log_likelihood = log_likelihood.expand(*batch, *log_likelihood.shape[-2:])
     logs = log_initial, log_transition, log_duration, log_likelihood
+    # a first segment that is cut is divided by the mean duration, which no count is derived from
+    log_mean = log_mean_duration(log_duration.double()).detach()
+
+    def log_evidence(initial: Tensor, transition: Tensor, duration: Tensor, seen: Tensor) -> Tensor:
+        parts = initial, transition, duration, seen, lengths
+        chain, shift, batch, dtype = _arranged(*parts, censored_end, censored_start, log_mean)
+        return (_evidence(chain) + shift).reshape(batch).to(dtype)
+
     if transforming():
-        evidence, counts = evidence_and_gradient(
-            lambda initial, transition, duration, likelihood: log_evidence(
-                initial, transition, duration, likelihood, lengths, censored_end
-            ),
-            *logs,
-        )
+        evidence, counts = evidence_and_gradient(log_evidence, *logs)
         starts, transitions, durations, states = counts
         return ExpectedCounts(evidence, starts, transitions.unsqueeze(-3), states, durations)
     with torch.inference_mode(False), torch.enable_grad():
-        initial, transition, duration, likelihood = (
-            leaves
-        ) = [  # tensors made in inference mode cannot ask for gradients
+        leaves = [  # tensors made in inference mode cannot ask for gradients
             (part.clone() if part.is_inference() else part.detach()).requires_grad_()
             for part in logs
         ]
-        evidence = log_evidence(initial, transition, duration, likelihood, lengths, censored_end)
+        evidence = log_evidence(*leaves)
         starts, transitions, durations, states = torch.autograd.grad(
             evidence.sum(), leaves, materialize_grads=True
         )
@@ -209,6 +262,7 @@ def counts_of_each(
     log_likelihood: Tensor,
     lengths: Tensor,
     censored_end: bool = True,
+    censored_start: bool = False,
 ) -> ExpectedCounts:
     """As :func:`expected_counts`, of each sequence by itself: ``(*B, K, K)`` and ``(*B, K, D)``."""
     tensors = log_initial, log_transition, log_duration, log_likelihood
@@ -219,7 +273,9 @@ def counts_of_each(
     initial, transition, duration, likelihood = (
         part.expand(*batch, *part.shape[part.dim() - core :]) for part, core in zip(tensors, cores)
     )
-    return expected_counts(initial, transition, duration, likelihood, lengths, censored_end)
+    return expected_counts(
+        initial, transition, duration, likelihood, lengths, censored_end, censored_start
+    )
 
 
 @checked()
@@ -229,6 +285,7 @@ def filtered(
     log_duration: Tensor,
     log_likelihood: Tensor,
     lengths: Tensor,
+    censored_start: bool = False,
 ) -> Tensor:
     r"""Filtered log-probabilities :math:`\log p(z_t \mid x_{1:t})`, ``(*B, T, K)``.
 
@@ -236,16 +293,14 @@ def filtered(
     and from the step at which the observations become impossible.
     """
     with torch.set_grad_enabled(transforming()):
-        chain, batch, dtype = arrange(
-            log_initial, log_transition, log_duration, _final(log_duration, False),
-            log_likelihood, lengths,
-        )  # fmt: skip
-        survival = log_survival(chain.duration.mT).mT
+        chain, _, batch, dtype = _arranged(
+            log_initial, log_transition, log_duration, log_likelihood, lengths, True, censored_start
+        )
         if transforming():
-            scores = torch_segments.forward(chain, survival)[3]
+            scores = torch_segments.forward(chain, True)[3]
         else:
             backend, chain = backend_for(chain.likelihood.device), chain.detach()
-            scores = backend.segment_forward(chain, survival.contiguous())[3]
+            scores = backend.segment_forward(chain, True)[3]
         scores = scores - finite_or_zero(logsumexp(scores, -1).unsqueeze(-1))
         padded = ~exists(chain.lengths, scores.size(1), scores.device)
         scores = scores.masked_fill(padded.unsqueeze(-1), -torch.inf)
@@ -260,6 +315,7 @@ def viterbi(
     log_likelihood: Tensor,
     lengths: Tensor,
     censored_end: bool = True,
+    censored_start: bool = False,
 ) -> Tensor:
     r"""Most probable states and durations :math:`\arg\max_{z, d} p(z, d \mid x_{1:T})`.
 
@@ -269,9 +325,9 @@ def viterbi(
     """
     refuse_transforms("the most probable path")
     with torch.no_grad():
-        chain, batch, _ = arrange(
-            log_initial, log_transition, log_duration, _final(log_duration, censored_end),
-            log_likelihood, lengths,
+        chain, _, batch, _ = _arranged(
+            log_initial, log_transition, log_duration, log_likelihood, lengths,
+            censored_end, censored_start,
         )  # fmt: skip
         shape, device = chain.likelihood.shape[:2], chain.likelihood.device
         best = torch.zeros(shape, dtype=torch.long, device=device)
@@ -288,6 +344,7 @@ def sample_states(
     lengths: Tensor,
     num_samples: int = 1,
     censored_end: bool = True,
+    censored_start: bool = False,
 ) -> Tensor:
     r"""Samples of paths from :math:`p(z_{1:T} \mid x_{1:T})`: filter forward, sample backward.
 
@@ -296,12 +353,12 @@ def sample_states(
     """
     refuse_transforms("samples of paths")
     with torch.no_grad():
-        chain, batch, _ = arrange(
-            log_initial, log_transition, log_duration, _final(log_duration, censored_end),
-            log_likelihood, lengths,
+        chain, _, batch, _ = _arranged(
+            log_initial, log_transition, log_duration, log_likelihood, lengths,
+            censored_end, censored_start,
         )  # fmt: skip
         chain, device = chain.detach(), chain.likelihood.device
-        arrive, ends, *_ = backend_for(device).segment_forward(chain, None)
+        arrive, ends, *_ = backend_for(device).segment_forward(chain, False)
         count, steps, _ = chain.likelihood.shape
         shape = num_samples, count, steps
         uniform = torch.rand(*shape, 2, dtype=torch.float64, device=device)
@@ -312,7 +369,10 @@ def sample_states(
 
 @explained()
 def expanded_chain(
-    log_initial: Tensor, log_transition: Tensor, log_duration: Tensor
+    log_initial: Tensor,
+    log_transition: Tensor,
+    log_duration: Tensor,
+    censored_start: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """The Markov chain of K D states that is the same: the state, and how many steps remain of it.
 
@@ -330,7 +390,10 @@ def expanded_chain(
                 [0.0000, 0.0000, 1.0000, 0.0000]])
     """
     num_states, size = log_duration.shape[-2:]
-    initial = (log_initial.unsqueeze(-1) + log_duration).flatten(-2)
+    first = log_duration
+    if censored_start:
+        first = log_survival(log_duration) - log_mean_duration(log_duration).unsqueeze(-1)
+    initial = (log_initial.unsqueeze(-1) + first).flatten(-2)
     after = log_transition.unsqueeze(-1) + log_duration.unsqueeze(-3)
     matrix = after.new_full((*after.shape[:-3], num_states, size, num_states, size), -torch.inf)
     matrix[..., 0, :, :] = after

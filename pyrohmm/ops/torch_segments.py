@@ -19,6 +19,17 @@ def _each(table: Tensor, count: int) -> Tensor:
     return table if len(table) == 1 else table.repeat_interleave(count // len(table), 0)
 
 
+def _weights(first: Tensor, others: Tensor, place: int | Tensor) -> Tensor:
+    """Weights ``(1|N, D, K)`` of segments, of which the one of ``place`` + 1 steps is the first."""
+    steps = torch.arange(others.size(1), device=others.device)
+    return torch.where((steps == place).unsqueeze(-1), first, others)
+
+
+def _tables(chain: SegmentChain) -> list[Tensor]:
+    """Transitions, and weights of segments: between others, last, first, and both."""
+    return [_each(part, len(chain.likelihood)) for part in chain[1:6]]
+
+
 def _shifted(newest: Tensor, older: Tensor) -> Tensor:
     """Segments ``(N, D, K)``, one step longer, and those that are new."""
     return torch.cat([newest.unsqueeze(1), older[:, :-1]], 1)
@@ -38,26 +49,25 @@ def _running(chain: SegmentChain, t: int, arrived: Tensor, before: Tensor | None
     return torch.where(alive[:, None, None], after, before)
 
 
-def forward(chain: SegmentChain, survival: Tensor | None) -> tuple[Tensor, ...]:
+def forward(chain: SegmentChain, filtering: bool) -> tuple[Tensor, ...]:
     """As :meth:`.operations.Backend.segment_forward`; differentiable by the chain."""
-    count, steps, _ = chain.likelihood.shape
-    duration, final, matrix = (_each(part, count) for part in (chain.duration, chain.final,
-                                                               chain.transition))  # fmt: skip
-    alive = None if survival is None else _each(survival, count)
+    steps = chain.likelihood.size(1)
+    matrix, duration, final, opening, entire = _tables(chain)
     arrived, running = chain.initial, None
     arrive, ends, filtered = [], [], []
     for t in range(steps):
         running = _running(chain, t, arrived, running)
         arrive.append(arrived)
-        ends.append(logsumexp(running + duration, 1))
-        if alive is not None:
-            filtered.append(logsumexp(running + alive, 1))
+        ends.append(logsumexp(running + _weights(opening, duration, t), 1))
+        if filtering:
+            filtered.append(logsumexp(running + _weights(entire, final, t), 1))
         if t < steps - 1:
             arrived = logsumexp(ends[-1].unsqueeze(-1) + matrix, -2)
     assert running is not None
-    ended = logsumexp(running + final, 1)
-    last = (chain.lengths - 1).to(ended.device)[:, None, None].expand(-1, 1, ended.size(-1))
-    scores = torch.stack(ends, 1).scatter(1, last, ended.unsqueeze(1))
+    last = (chain.lengths - 1).to(matrix.device).unsqueeze(-1)
+    ended = logsumexp(running + _weights(entire, final, last), 1)
+    where = last.unsqueeze(-1).expand(-1, 1, ended.size(-1))
+    scores = torch.stack(ends, 1).scatter(1, where, ended.unsqueeze(1))
     states = torch.stack(filtered, 1) if filtered else ended.new_zeros(0)
     return torch.stack(arrive, 1), scores, logsumexp(ended, -1), states
 
@@ -68,12 +78,10 @@ def backward(
     """As :meth:`.operations.Backend.segment_backward`."""
     count, steps, num_states = chain.likelihood.shape
     groups, size, _ = chain.duration.shape
-    duration, final, matrix = (_each(part, count) for part in (chain.duration, chain.final,
-                                                               chain.transition))  # fmt: skip
+    matrix, duration, final, opening, entire = _tables(chain)
     whole, last = finite_or_zero(evidence), (chain.lengths - 1).to(evidence.device)
     gamma = torch.zeros_like(chain.likelihood)
-    durations = gamma.new_zeros(groups, size, num_states)
-    finals = torch.zeros_like(durations)
+    sums = [gamma.new_zeros(groups, size, num_states) for _ in range(4)]
     transitions = torch.zeros_like(chain.transition)
     later = gamma.new_full((count, size, num_states), -torch.inf)
     onward = gamma.new_full((count, num_states), -torch.inf)  # after a segment that ends here
@@ -82,15 +90,16 @@ def backward(
         onward = torch.where((last == t).unsqueeze(-1), torch.zeros_like(onward), onward)
         later = _shifted(onward, later) + chain.likelihood[:, t].unsqueeze(1)
         at_end = (t + lasts == last.unsqueeze(-1)).unsqueeze(-1)
-        scores = later + torch.where(at_end, final, duration)
+        weights = (duration, final) if t > 0 else (opening, entire)
+        scores = later + torch.where(at_end, weights[1], weights[0])
         inside = logsumexp(scores, 1)
         flow = (arrive[:, t] - whole.unsqueeze(-1)).unsqueeze(1) + scores
         shares = flow.exp() * weight[:, None, None]
         covers = shares.flip(1).cumsum(1).flip(1)
         width = min(size, steps - t)
         gamma[:, t : t + width] += covers[:, :width]
-        finals += shares.masked_fill(~at_end, 0.0).reshape(groups, -1, size, num_states).sum(1)
-        durations += shares.masked_fill(at_end, 0.0).reshape(groups, -1, size, num_states).sum(1)
+        for of, where in zip(sums[:2] if t > 0 else sums[2:], (at_end, ~at_end)):
+            of += shares.masked_fill(where, 0.0).reshape(groups, -1, size, num_states).sum(1)
         if t == 0:
             starts = covers[:, 0]
             continue
@@ -99,26 +108,26 @@ def backward(
         pairs = flow.exp() * weight[:, None, None]
         transitions += pairs.reshape(groups, -1, num_states, num_states).sum(1)
         onward = logsumexp(row, -1)
-    return starts, transitions, durations, finals, gamma
+    return starts, transitions, *sums, gamma
 
 
 def viterbi(chain: SegmentChain, best: Tensor) -> None:
     """As :meth:`.operations.Backend.segment_viterbi`."""
-    count, steps, _ = chain.likelihood.shape
-    duration, final, matrix = (_each(part, count) for part in (chain.duration, chain.final,
-                                                               chain.transition))  # fmt: skip
+    steps = chain.likelihood.size(1)
+    matrix, duration, final, opening, entire = _tables(chain)
     last = (chain.lengths - 1).to(best.device)
     arrived, running = chain.initial, None
     lasted, origin = [], []
     for t in range(steps):
         running = _running(chain, t, arrived, running)
         at_end = (last == t)[:, None, None]
-        score, longest = (running + torch.where(at_end, final, duration)).max(1)
+        among, at_last = _weights(opening, duration, t), _weights(entire, final, t)
+        score, longest = (running + torch.where(at_end, at_last, among)).max(1)
         lasted.append(longest)
         arrived, source = (score.unsqueeze(-1) + matrix).max(-2)
         origin.append(source)
     assert running is not None
-    state = (running + final).amax(1).argmax(-1)
+    state = (running + _weights(entire, final, last.unsqueeze(-1))).amax(1).argmax(-1)
     begin = torch.full_like(state, -1)  # of the segment that is read
     for t in range(steps - 1, -1, -1):
         here = state.unsqueeze(-1)
@@ -136,8 +145,8 @@ def sample_states(
     """As :meth:`.operations.Backend.segment_sample`."""
     samples, (count, steps, _) = len(states), chain.likelihood.shape
     size = chain.duration.size(1)
-    duration, final = _each(chain.duration, count), _each(chain.final, count)
-    into = _each(chain.transition.mT.contiguous(), count).expand(count, -1, -1)  # row = to
+    matrix, duration, final, opening, entire = _tables(chain)
+    into = matrix.mT.expand(count, -1, -1)  # row = to
     last = (chain.lengths - 1).to(states.device)
     each = torch.arange(count, device=states.device)
     state = states.new_zeros(samples, count)
@@ -148,7 +157,8 @@ def sample_states(
         chosen = _choose(ends[:, t] + after, uniform[:, :, t, 0])
         state = torch.where(opens, chosen, state)
         span = min(size, t + 1)
-        table = torch.where(ending[:, None, None], final, duration)[:, :span]
+        among, at_last = _weights(opening, duration, t), _weights(entire, final, t)
+        table = torch.where(ending[:, None, None], at_last, among)[:, :span]
         within = chain.likelihood[:, t + 1 - span : t + 1].flip(1).cumsum(1)
         scores = table + arrive[:, t + 1 - span : t + 1].flip(1) + within  # (N, span, K)
         lasted = _choose(scores.mT[each, state], uniform[:, :, t, 1])

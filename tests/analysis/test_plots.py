@@ -7,7 +7,7 @@ import pytest
 import torch
 from pyro import distributions as dist
 
-from pyrohmm import HMM, Fit, Restarts, plots, queries
+from pyrohmm import HMM, HSMM, Fit, Restarts, plots, queries
 from pyrohmm.analysis import plot_emissions
 from pyrohmm.distributions import (
     Autoregressive,
@@ -18,6 +18,8 @@ from pyrohmm.distributions import (
 matplotlib.use("Agg")
 
 from matplotlib import pyplot
+
+NEVER = -torch.inf
 
 
 @pytest.fixture
@@ -149,6 +151,8 @@ def test_new_axes_are_made_where_none_are_given(draw):
         (lambda axes: plots.series(normals(2, 2), torch.ones(3, 2), axes=axes), "one sequence of"),
         (lambda axes: plots.graph(chain(2), ["one"], axes=axes), "names must"),
         (lambda axes: plots.criterion({}, axes=axes), "scores must"),
+        (lambda axes: plots.hazard(chain(2), 3, names=["one"], axes=axes), "names must"),
+        (lambda axes: plots.survival(chain(batch=(2,)), 3, axes=axes), "hmm must have one set"),
         (lambda axes: plots.transition_posterior(torch.ones(2, 2), axes=axes), "samples must"),
         (lambda axes: plots.states(torch.ones(2, 3, 1), axes=axes), r"probs must .*\(2, 3, 1\)"),
         (lambda axes: plots.states(torch.ones(4, 2) / 2, ["one"], axes), "names must"),
@@ -385,3 +389,34 @@ def test_the_posterior_of_transitions_has_means_and_intervals(axes, lead):
     expected = torch.stack([flat.mean(0), *flat.quantile(torch.tensor([0.1, 0.9]), 0)], -1)
     for texts_of, numbers in zip(found, expected.reshape(4, 3).tolist(), strict=True):
         assert [float(each) for each in texts_of] == pytest.approx(numbers, abs=0.006)
+
+
+@pytest.mark.parametrize("name", ["durations", "survival", "hazard"])
+@pytest.mark.parametrize("explicit", [False, True])
+def test_how_long_states_last_is_a_curve_with_dots_of_decoded_visits(axes, name, explicit):
+    probs = torch.tensor([[0.1, 0.2, 0.7, 0.0], [0.0, 0.5, 0.25, 0.25]])
+    if explicit:
+        swap = torch.tensor([[NEVER, 0.0], [0.0, NEVER]])
+        emission = dist.Normal(torch.arange(2.0), 1.0)
+        hmm = HSMM(torch.full((2,), 0.5).log(), swap, probs.log(), emission, torch.tensor([5]))
+    else:
+        hmm = chain(2)
+        leave = 1 - hmm.log_transition.exp().diagonal().unsqueeze(-1)
+        probs = leave * (1 - leave) ** torch.arange(4)
+    path = torch.tensor([[0, 0, 1, 0, 0, 0, 1, 1]]).repeat(5, 1)  # each visit five times
+    assert getattr(plots, name)(hmm, 4, path, names=["a", "b"], axes=axes) is axes
+    lasting = 1 - probs.cumsum(-1) + probs
+    wanted = {"durations": probs, "survival": lasting, "hazard": probs / lasting}[name]
+    curves = [torch.as_tensor(line.get_ydata()) for line in axes.lines[::2]]
+    torch.testing.assert_close(torch.stack(curves), wanted, equal_nan=True)
+    # of state 0 half end at 2 and the rest at 3; of state 1 half at 1, and half are cut at 2
+    shares = {
+        "hazard": [[0.0, 0.5, 1.0], [0.5, 0.0]],
+        "survival": [[1.0, 1.0, 0.5], [1.0, 0.5]],
+        "durations": [[0.0, 0.5, 0.5], [0.5, 0.0]],
+    }[name]
+    for line, wanted in zip(axes.lines[1::2], shares):
+        dots = torch.as_tensor(line.get_ydata())
+        assert dots[: len(wanted)].tolist() == wanted
+        assert dots[len(wanted) :].isnan().all()
+    assert texts(axes.get_legend().get_texts()) == ["a", "b"]

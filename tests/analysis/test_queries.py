@@ -12,7 +12,7 @@ from scipy import stats
 from test_hmm import EMISSIONS, LAYOUTS, Case, assert_close, build
 from test_hmm import cases as all_cases
 
-from pyrohmm import HMM, Forecast, cooccurrence, queries
+from pyrohmm import HMM, HSMM, Forecast, cooccurrence, queries
 
 NEVER = -np.inf
 
@@ -382,6 +382,19 @@ def test_long_visits_keep_their_digits_in_single_precision():
     blank = dist.Categorical(probs=torch.ones(2, 1))
     hmm = HMM(torch.tensor([0.5, 0.5]).log().float(), matrix, blank, torch.tensor(2))
     assert_close(queries.dwell_time_mean(hmm), [1e6, 2.0], rtol=1e-5)
+
+
+def test_dwelling_in_explicit_durations_is_theirs():
+    probs = torch.tensor([[0.2, 0.3, 0.5], [0.0, 1.0, 0.0]])
+    swap = torch.tensor([[NEVER, 0.0], [0.0, NEVER]])
+    emission = dist.Normal(torch.arange(2.0), 1.0)
+    hsmm = HSMM(torch.full((2,), 0.5).log(), swap, probs.log(), emission, torch.tensor([5]))
+    assert_close(queries.dwell_time_mean(hsmm), [2.3, 2.0])
+    assert_close(queries.dwell_time_log_prob(hsmm, 2).exp(), probs[:, :2])
+    longer = torch.nn.functional.pad(probs, (0, 1))
+    assert_close(queries.dwell_time_log_prob(hsmm, 4).exp(), longer)
+    wanted = [[1.0, 0.8, 0.5, 0.0], [1.0, 1.0, 0.0, 0.0]]
+    assert_close(queries.dwell_time_log_survival(hsmm, 4).exp(), wanted, atol=1e-12)
 
 
 def test_dwelling_needs_one_matrix():

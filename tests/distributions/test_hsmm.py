@@ -9,7 +9,6 @@ import torch
 from pyro.distributions import Categorical, Normal
 
 from pyrohmm import HMM, HSMM, Filter, cooccurrence, load_hmm, save, to_hmmlearn
-from pyrohmm.analysis.dwell_times import dwell_time_mean
 
 NEVER = -torch.inf
 K, D, T = 3, 4, 6
@@ -25,12 +24,12 @@ def parameters(*batch, seed=1):
     return [part.log_softmax(-1) for part in (initial, transition, duration)]
 
 
-def model(censored_end=True, observed=True, **options):
+def model(censored_end=True, censored_start=False, observed=True, **options):
     seen = torch.rand(4, T, generator=torch.Generator().manual_seed(2)) < 0.8
     emission = Normal(torch.arange(3.0), 1.5)
     return HSMM(
         *parameters(), emission, LENGTHS, seen if observed else None, validate_args=True,
-        censored_end=censored_end, **options,
+        censored_end=censored_end, censored_start=censored_start, **options,
     )  # fmt: skip
 
 
@@ -39,9 +38,18 @@ def values():
     return torch.randn(4, T) + 1
 
 
-@pytest.fixture(params=[True, False], ids=["cut", "ends"])
+CUTS = {"cut": (True, False), "ends": (False, False), "begun": (False, True), "both": (True, True)}
+
+
+@pytest.fixture(params=CUTS)
 def hsmm(request):
-    return model(request.param)
+    return model(*CUTS[request.param])
+
+
+@pytest.fixture(params=[False, True], ids=["begins", "begun"])
+def ongoing(request):
+    """A model whose last segment goes on."""
+    return model(censored_start=request.param)
 
 
 def answers(hsmm, values):
@@ -50,8 +58,7 @@ def answers(hsmm, values):
     scores = scores.masked_fill(~hsmm.observed.unsqueeze(-1), 0.0)
     parts = [part.numpy() for part in (hsmm.log_initial, hsmm.log_transition, hsmm.log_duration)]
     return [
-        oracle.by_segments(*parts, scores[i].numpy(), int(LENGTHS[i]), hsmm.censored_end)
-        for i in range(4)
+        oracle.by_segments(*parts, scores[i].numpy(), int(LENGTHS[i]), *hsmm.cuts) for i in range(4)
     ]
 
 
@@ -81,8 +88,8 @@ def test_the_joint_density_of_each_path(hsmm, values):
         torch.testing.assert_close(found, torch.tensor(wanted))
 
 
-def test_samples_of_states_keep_to_the_posterior(values):
-    hsmm = model()
+def test_samples_of_states_keep_to_the_posterior(ongoing, values):
+    hsmm = ongoing
     samples = hsmm.sample_states(values, (4000,))
     assert samples.shape == (4000, 4, T)
     share = torch.nn.functional.one_hot(samples, K).double().mean(0)
@@ -99,8 +106,8 @@ def test_the_expanded_chain_is_the_same_distribution(hsmm, values):
     torch.testing.assert_close(hsmm.posterior(values).states, states)
 
 
-def test_filtered_states_and_forecasts_are_those_of_the_expanded_chain(values):
-    hsmm = model()
+def test_filtered_states_and_forecasts_are_those_of_the_expanded_chain(ongoing, values):
+    hsmm = ongoing
     chain = hsmm.expanded()
     filtered = chain.filtered(values).unflatten(-1, (K, D)).sum(-1)
     torch.testing.assert_close(hsmm.filtered(values), filtered)
@@ -121,13 +128,22 @@ def test_gradients_are_those_of_the_expanded_chain(hsmm, values):
 
     def gradient(expanded):
         emission = Normal(leaves[3], 1.5)
-        built = HSMM(*leaves[:3], emission, LENGTHS, censored_end=hsmm.censored_end)
+        cuts = {"censored_end": hsmm.censored_end, "censored_start": hsmm.censored_start}
+        built = HSMM(*leaves[:3], emission, LENGTHS, **cuts)
         built = built.expanded() if expanded else built
         return torch.autograd.grad(built.log_prob(values).sum(), leaves)
 
     for found, wanted, leaf in zip(gradient(False), gradient(True), leaves):
         possible = ~leaf.isneginf()
         torch.testing.assert_close(found[possible], wanted[possible])
+
+
+def test_a_process_seen_from_any_moment_on_is_stationary():
+    """Begun before the data, with the shares of states at any moment, it stays as it is."""
+    shares = model().stationary().log()
+    chain = model(censored_start=True).replace(log_initial=shares).expanded()
+    states = chain.log_initial.exp()
+    torch.testing.assert_close(states @ chain.log_transition.exp(), states)
 
 
 def test_labels_restrict_the_states(hsmm, values):
@@ -175,10 +191,11 @@ def test_samples_have_the_durations_asked_for(censored):
     assert bool(cut) is censored
 
 
-def test_samples_are_those_of_the_density():
+@pytest.mark.parametrize("begun", [False, True])
+def test_samples_are_those_of_the_density(begun):
     """The share of each sequence of symbols, of four steps."""
     emission = Categorical(torch.tensor([[0.9, 0.1], [0.2, 0.8], [0.5, 0.5]]))
-    hsmm = HSMM(*parameters(), emission, torch.tensor(4))
+    hsmm = HSMM(*parameters(), emission, torch.tensor(4), censored_start=begun)
     values = hsmm.sample((20_000,))
     every = torch.cartesian_prod(*[torch.arange(2)] * 4)
     counts = (values @ torch.tensor([8, 4, 2, 1])).bincount(minlength=16)
@@ -217,7 +234,7 @@ def test_copies_say_the_same(hsmm, values):
         other.posterior(values).states, hsmm.posterior(values).states[..., order]
     )
     assert hsmm.expand([2, 4]).log_prob(values).shape == (2, 4)
-    assert hsmm.with_lengths(torch.tensor([T])).censored_end is hsmm.censored_end
+    assert hsmm.with_lengths(torch.tensor([T])).cuts == hsmm.cuts
 
 
 def test_parameters_of_each_step(values):
@@ -233,7 +250,6 @@ def test_what_needs_a_markov_chain_refuses_and_names_the_cure(values):
     calls = [
         lambda: Filter(hsmm),
         lambda: hsmm.log_factors(values),
-        lambda: dwell_time_mean(hsmm),
         lambda: cooccurrence.average_probs(hsmm, 3),
         lambda: to_hmmlearn(hsmm),
     ]

@@ -7,7 +7,9 @@ from pyro import poutine
 from pyro.distributions import Binomial, Categorical, Normal, Poisson
 from pyro.infer import Trace_ELBO, TraceEnum_ELBO
 from pyro.infer.autoguide import AutoDelta, AutoNormal, init_to_sample
+from pyro.nn import PyroParam
 from scipy import stats
+from torch.distributions import constraints
 
 from pyrohmm import (
     HSMM,
@@ -44,7 +46,8 @@ FAMILIES = {
     "negative binomial": negative_binomial_durations(5, 1.5, 0.5),
     "any": parametric_durations(Binomial(6, torch.tensor([0.2, 0.5, 0.7], dtype=torch.float64)), 5),
 }
-CLOSED = ["free", "geometric"]
+CLOSED = ["free", "geometric", "poisson", "negative binomial"]
+SITES = tuple(f"duration.{name}" for name in ("probs", "leave", "rate", "average", "shape"))
 
 
 @pytest.fixture(params=FAMILIES)
@@ -159,43 +162,117 @@ def test_both_models_agree_in_loss_and_gradient(family, symbols):
     torch.testing.assert_close(found[0], found[1])
 
 
-def test_em_never_lowers_the_density_and_ends_at_a_mode(data):
-    for name in CLOSED:
-        module = TabularHSMM(2, FAMILIES[name], normal(0))
-        fit = fit_em(module, data, num_steps=400, tolerance=1e-12)
-        assert (fit.losses.diff() <= 1e-9 * fit.losses.abs().max()).all()
-        with torch.no_grad():
-            best = fit.losses[-1]
-            values = {site: value.clone() for site, value in fit.values.items()}
-        for site in values:
-            if not site.endswith(("duration.probs", "duration.leave")):
-                continue
-            for shift in (0.01, -0.01):
-                moved = values[site].clone()
-                moved[..., 0] = moved[..., 0] + shift * moved[..., 0]
-                if site.endswith("probs"):
-                    moved = moved / moved.sum(-1, keepdim=True)
-                model = poutine.condition(fit.model, data=values | {site: moved})
-                assert -poutine.trace(model).get_trace(data).log_prob_sum() > best
+@pytest.mark.parametrize("begun", [False, True], ids=["begins", "begun"])
+@pytest.mark.parametrize("name", CLOSED)
+def test_em_never_lowers_the_density_and_ends_at_a_mode(data, name, begun):
+    module = TabularHSMM(2, FAMILIES[name], normal(0), censored_start=begun)
+    fit = fit_em(module, data, num_steps=400, tolerance=1e-13)
+    assert (fit.losses.diff() <= 1e-9 * fit.losses.abs().max()).all()
+    with torch.no_grad():
+        best = fit.losses[-1]
+        values = {site: value.clone() for site, value in fit.values.items()}
+    for site in values:
+        if not site.endswith(SITES):
+            continue
+        for shift in (0.01, -0.01):
+            moved = values[site].clone()
+            moved[..., 0] = moved[..., 0] + shift * moved[..., 0]
+            if site.endswith("probs"):
+                moved = moved / moved.sum(-1, keepdim=True)
+            model = poutine.condition(fit.model, data=values | {site: moved})
+            assert -poutine.trace(model).get_trace(data).log_prob_sum() > best
+
+
+@pytest.mark.parametrize("begun", [False, True], ids=["begins", "begun"])
+@pytest.mark.parametrize("name", CLOSED)
+def test_the_m_step_is_where_the_gradient_vanishes(name, begun):
+    """Of the expected log-likelihood of whole durations and the prior, written out."""
+    counts = torch.rand(2, 3, 5) * torch.tensor([2.0, 8.0, 3.0, 1.0, 0.5])
+    first = counts[..., 0] if begun else None  # less than there are
+    durations = FAMILIES[name](3)
+    mode, notes = durations.m_step(durations.statistics(counts, first))
+    assert notes == []
+
+    def expected(logs):
+        total = (counts[0] * logs).sum()
+        mean = (logs.exp() * torch.arange(1.0, 6.0)).sum(-1)
+        return total if first is None else total - (first[0] * mean.log()).sum()
+
+    leaves = {site: value[0].clone().requires_grad_() for site, value in mode.items()}
+    with poutine.condition(data={**leaves}):
+        trace = poutine.trace(durations).get_trace()
+    log_prior = sum(trace.nodes[site]["fn"].log_prob(leaves[site]).sum() for site in leaves)
+    total = expected(trace.nodes["_RETURN"]["value"]) + log_prior
+    for site, slope in zip(leaves, torch.autograd.grad(total, [*leaves.values()])):
+        if site == "probs":  # on the simplex: the same for all
+            slope = (slope - slope.mean(-1, keepdim=True)) * leaves[site].detach()
+        assert slope.abs().max() < 1e-6
+
+
+def test_an_m_step_keeps_what_is_held_and_says_what_nothing_determines():
+    module = negative_binomial_durations(6)(2)
+    freeze(module, "shape", torch.tensor([1.0, 4.0]))
+    counts = torch.rand(1, 2, 6)
+    mode, _ = module.m_step(module.statistics(counts, None))
+    assert set(mode) == {"average"}
+    module = poisson_durations(6)(2)
+    module.rate = PyroParam(torch.tensor([1.0, 2.0]), constraints.positive)
+    counts[0, 1] = 0.0
+    rate = module.m_step(module.statistics(counts, None))[0]["rate"]
+    assert rate.isnan().tolist() == [[False, True]]
+    logs = truncated(Poisson(rate[0, :1]), 6)
+    steps = torch.arange(6.0)
+    torch.testing.assert_close(
+        (logs.exp() * steps).sum(), (counts[0, 0] * steps).sum() / counts[0, 0].sum()
+    )
+
+
+def test_lengths_of_what_a_moment_falls_into_are_not_those_of_all():
+    """Free durations of first segments alone, of which the longer ones are met more often."""
+    module = free_durations(4)(1)
+    counts = torch.tensor([[[1.0, 4.0, 9.0, 0.0]]])
+    mode, _ = module.m_step(module.statistics(counts, counts.sum(-1)))
+    wanted = torch.tensor([1.0, 2.0, 3.0, 0.0])
+    torch.testing.assert_close(mode["probs"][0, 0], wanted / wanted.sum())
+
+
+def test_a_start_before_the_data_takes_the_bias_from_short_sequences():
+    """Many windows of a long run: durations that are cut at both ends."""
+    durations = torch.zeros(2, 8)
+    durations[0, 5], durations[1, 2] = 1.0, 1.0
+    swap = torch.tensor([[0.0, 1.0], [1.0, 0.0]])
+    lengths = torch.full((200,), 10)
+    shares = torch.tensor([6 / 9, 3 / 9])
+    hsmm = HSMM(shares.log(), swap.log(), durations.log(), Normal(torch.tensor([0.0, 5.0]), 0.5),
+                lengths, censored_start=True)  # fmt: skip
+    windows = Sequences(hsmm.sample(), lengths)
+    for begun, short in ((True, 0.02), (False, 0.1)):
+        fit = fit_em(TabularHSMM(2, free_durations(8), normal(0), censored_start=begun), windows)
+        found = fit.hmm(windows).log_duration.exp()
+        order = found.argmax(-1).argsort(descending=True)
+        lost = 1 - (found[order] * durations.bool()).sum(-1)
+        assert (lost < short).all() if begun else (lost > short).any()
 
 
 def test_the_closed_m_step_is_the_mode_of_counts_and_prior():
     counts = torch.tensor([[[3.0, 1.0, 0.0], [0.0, 0.0, 0.0]]])
     module = free_durations(3, 2.0)(2)
-    mode, notes = module.m_step(module.statistics(counts))
+    mode, notes = module.m_step(module.statistics(counts, None))
     wanted = torch.tensor([[[4 / 7, 2 / 7, 1 / 7], [1 / 3, 1 / 3, 1 / 3]]])
     torch.testing.assert_close(mode["probs"], wanted)
     assert notes == []
     module = geometric_durations(3, 2.0, 3.0)(2)
-    mode, _ = module.m_step(module.statistics(counts))
+    mode, _ = module.m_step(module.statistics(counts, None))
     # leaves 4 and 1 of the prior; stays 1 and 2 of the prior
     torch.testing.assert_close(mode["leave"], torch.tensor([[5 / 8, 1 / 3]]))
 
 
-def test_em_by_gradient_steps_lowers_the_loss(data):
-    for name in ("poisson", "negative binomial"):
-        fit = fit_em(TabularHSMM(2, FAMILIES[name], normal(0)), data, num_steps=5)
-        assert fit.losses[-1] < fit.losses[0]
+@pytest.mark.parametrize("begun", [False, True], ids=["begins", "begun"])
+def test_em_by_gradient_steps_lowers_the_loss(data, begun):
+    family = parametric_durations(Poisson(torch.tensor([1.0, 2.0])), 8)
+    fit = fit_em(TabularHSMM(2, family, normal(0), censored_start=begun), data, num_steps=5)
+    assert (fit.losses.diff() <= 1e-9).all()
+    assert fit.losses[-1] < fit.losses[0]
 
 
 def test_em_finds_durations(data):

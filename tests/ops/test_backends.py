@@ -229,13 +229,13 @@ def segments(backend):
     """Two groups of three sequences whose states last for up to four steps."""
     lengths = torch.tensor([6, 2, 5, 1, 6, 4])
     chain = segment_chain.SegmentChain(
-        torch.randn(6, 3), torch.randn(2, 3, 3), torch.randn(2, 4, 3), torch.randn(2, 4, 3),
-        torch.randn(6, 6, 3), lengths,
+        torch.randn(6, 3), torch.randn(2, 3, 3), *torch.randn(4, 2, 4, 3), torch.randn(6, 6, 3),
+        lengths,
     )  # fmt: skip
     there = exists(lengths, 6).unsqueeze(-1)
-    survival, weight, uniform = torch.randn(2, 4, 3), torch.randn(6), torch.rand(5, 6, 6, 2)
+    weight, uniform = torch.randn(6), torch.rand(5, 6, 6, 2)
     best, states = torch.zeros(6, 6).long(), torch.zeros(5, 6, 6).long()
-    *messages, filtered = backend.segment_forward(chain, survival)
+    *messages, filtered = backend.segment_forward(chain, True)
     arrive, ends, evidence = messages
     backend.segment_viterbi(chain, best)
     backend.segment_sample(chain, arrive, ends, uniform, states)

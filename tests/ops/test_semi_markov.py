@@ -43,22 +43,25 @@ def problem(num_states, longest, num_steps, zeros=False, seed=0):
     )
 
 
+CUTS = [(True, False), (False, False), (True, True), (False, True)]  # at the end, at the start
 SIZES = [(2, 1, 1), (2, 1, 4), (2, 3, 1), (3, 1, 3), (2, 4, 6), (3, 2, 5), (3, 7, 4)]
 
 
-@pytest.mark.parametrize("censored", [True, False])
+@pytest.mark.parametrize("censored", CUTS, ids=str)
 @pytest.mark.parametrize("zeros", [False, True])
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_counts_and_paths_are_those_of_all_segmentations(engine, size, zeros, censored):
     *chain, likelihood = problem(*size, zeros)
     length = torch.tensor(size[2])
-    wanted = oracle.by_segments(*(part.numpy() for part in (*chain, likelihood)), size[2], censored)
-    found = semi_markov.expected_counts(*chain, likelihood, length, censored)
+    wanted = oracle.by_segments(
+        *(part.numpy() for part in (*chain, likelihood)), size[2], *censored
+    )
+    found = semi_markov.expected_counts(*chain, likelihood, length, *censored)
     np.testing.assert_allclose(found.log_evidence, wanted.evidence, rtol=1e-12)
     for name in ("initial", "durations", "states"):
         np.testing.assert_allclose(getattr(found, name), getattr(wanted, name), atol=1e-12)
     np.testing.assert_allclose(found.transitions[0], wanted.transitions, atol=1e-12)
-    path = tuple(semi_markov.viterbi(*chain, likelihood, length, censored).tolist())
+    path = tuple(semi_markov.viterbi(*chain, likelihood, length, *censored).tolist())
     if np.isneginf(wanted.evidence):
         assert not (torch.cat([part.flatten() for part in found[1:]]) != 0).any()
     else:
@@ -75,17 +78,17 @@ def test_one_segment_lasts_through_a_chain_of_one_state(engine):
     assert semi_markov.log_evidence(*chain, long, torch.tensor(5)) == NEVER
 
 
-@pytest.mark.parametrize("censored", [True, False])
+@pytest.mark.parametrize("censored", CUTS, ids=str)
 def test_ragged_sequences_do_not_read_their_padding(engine, censored):
     *chain, likelihood = problem(3, 3, 6)
     lengths = torch.tensor([6, 1, 4])
     likelihood = likelihood + torch.tensor([0.0, 0.3, -0.2])[:, None, None].sin()
     padded = torch.arange(6) >= lengths.unsqueeze(-1)
     likelihood[padded] = torch.nan
-    whole = semi_markov.expected_counts(*chain, likelihood, lengths, censored)
-    path = semi_markov.viterbi(*chain, likelihood, lengths, censored)
-    log_filtered = semi_markov.filtered(*chain, likelihood, lengths)
-    samples = semi_markov.sample_states(*chain, likelihood, lengths, 3, censored)
+    whole = semi_markov.expected_counts(*chain, likelihood, lengths, *censored)
+    path = semi_markov.viterbi(*chain, likelihood, lengths, *censored)
+    log_filtered = semi_markov.filtered(*chain, likelihood, lengths, censored[1])
+    samples = semi_markov.sample_states(*chain, likelihood, lengths, 3, *censored)
     assert not whole.states[padded].any()
     assert log_filtered[padded].isneginf().all()
     assert not path[padded].any()
@@ -93,28 +96,29 @@ def test_ragged_sequences_do_not_read_their_padding(engine, censored):
     durations = torch.zeros(3, 3)
     for i, length in enumerate(lengths.tolist()):
         part = likelihood[i, :length], torch.tensor(length)
-        alone = semi_markov.expected_counts(*chain, *part, censored)
+        alone = semi_markov.expected_counts(*chain, *part, *censored)
         torch.testing.assert_close(whole.log_evidence[i], alone.log_evidence)
         torch.testing.assert_close(whole.states[i, :length], alone.states)
         durations += alone.durations
-        assert torch.equal(path[i, :length], semi_markov.viterbi(*chain, *part, censored))
+        assert torch.equal(path[i, :length], semi_markov.viterbi(*chain, *part, *censored))
     torch.testing.assert_close(whole.durations, durations)
 
 
-def test_filtered_states_are_those_of_the_observations_so_far(engine):
+@pytest.mark.parametrize("begun", [False, True])
+def test_filtered_states_are_those_of_the_observations_so_far(engine, begun):
     *chain, likelihood = problem(3, 3, 5, zeros=True, seed=4)
-    found = semi_markov.filtered(*chain, likelihood, torch.tensor(5)).exp()
+    found = semi_markov.filtered(*chain, likelihood, torch.tensor(5), begun).exp()
     for t in range(5):
         so_far = likelihood[: t + 1], torch.tensor(t + 1)
-        wanted = semi_markov.expected_counts(*chain, *so_far).states[t]
+        wanted = semi_markov.expected_counts(*chain, *so_far, True, begun).states[t]
         torch.testing.assert_close(found[t], wanted, rtol=1e-10, atol=1e-14)
 
 
-@pytest.mark.parametrize("censored", [True, False])
+@pytest.mark.parametrize("censored", CUTS, ids=str)
 def test_samples_come_from_the_posterior_of_paths(engine, censored):
     *chain, likelihood = problem(3, 3, 4)
-    wanted = oracle.by_segments(*(part.numpy() for part in (*chain, likelihood)), 4, censored)
-    samples = semi_markov.sample_states(*chain, likelihood, torch.tensor(4), 20_000, censored)
+    wanted = oracle.by_segments(*(part.numpy() for part in (*chain, likelihood)), 4, *censored)
+    samples = semi_markov.sample_states(*chain, likelihood, torch.tensor(4), 20_000, *censored)
     paths = list(wanted.paths)
     numbers = {path: i for i, path in enumerate(paths)}
     found, counts = samples.unique(dim=0, return_counts=True)
@@ -151,7 +155,7 @@ def test_parameters_of_batches_broadcast(engine):
         torch.testing.assert_close(each[i], semi_markov.log_evidence(*parts))
 
 
-@pytest.mark.parametrize("censored", [True, False])
+@pytest.mark.parametrize("censored", CUTS, ids=str)
 def test_gradients_of_first_and_second_order(engine, censored):
     initial, transition, duration, likelihood = problem(3, 3, 4)
     lengths = torch.tensor([4, 2])
@@ -163,7 +167,7 @@ def test_gradients_of_first_and_second_order(engine, censored):
 
     def evidence(initial, moves, duration, likelihood):
         matrix = torch.full((3, 3), NEVER).masked_scatter(off, moves)
-        return semi_markov.log_evidence(initial, matrix, duration, likelihood, lengths, censored)
+        return semi_markov.log_evidence(initial, matrix, duration, likelihood, lengths, *censored)
 
     assert gradcheck(evidence, leaves)
     assert gradgradcheck(evidence, leaves)
@@ -287,3 +291,29 @@ def test_shapes_that_do_not_fit_are_named(change, message):
         parts[place] = value
     with pytest.raises(ValueError, match=message):
         semi_markov.log_evidence(*parts)
+
+
+@pytest.mark.skipif(not backends.has_numba(), reason="Numba is not installed")
+@pytest.mark.parametrize("cuts", CUTS, ids=str)
+@pytest.mark.parametrize("kind", ["plain", "zeros", "late", "sharp", "extreme"])
+def test_scaled_sums_are_those_in_logarithms(kind, cuts):
+    """Where numbers leave their range too: the sums of torch are all in logarithms."""
+    initial, transition, duration, likelihood = problem(3, 40, 250, zeros=kind == "zeros")
+    if kind == "late":  # only the longest durations are likely, by far more than floats can say
+        duration = (30 * torch.arange(40.0) + duration).log_softmax(-1)
+    if kind in ("sharp", "extreme"):
+        likelihood = likelihood * (50 if kind == "sharp" else 2000)
+    if kind == "extreme":
+        likelihood[100:140, 1:] = NEVER
+        duration = (40 * duration).log_softmax(-1)
+    likelihood = torch.stack([likelihood, likelihood.flip(0)])
+    lengths = torch.tensor([250, 173])
+    answers = []
+    for backend in (backends.NUMBA, backends.TORCH):
+        with backends.use(backend):
+            parts = initial, transition, duration, likelihood, lengths
+            log_filtered = semi_markov.filtered(*parts, cuts[1])
+            answers.append((*semi_markov.expected_counts(*parts, *cuts), log_filtered.exp()))
+    assert answers[0][0].isfinite().any()
+    for found, wanted in zip(*answers):
+        torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-10)
