@@ -21,10 +21,10 @@ from ..distributions.hmm import HMM
 from ..distributions.hsmm import HSMM
 from ..distributions.second_order_hmm import SecondOrderHMM
 from ..nn.base import HMMModule
-from ..nn.tabular_hsmm import TabularHSMM
 from ..nn.factorial import TabularFactorialHMM
 from ..nn.second_order import TabularSecondOrderHMM
 from ..nn.tabular import TabularHMM
+from ..nn.tabular_hsmm import TabularHSMM
 from ..ops.recursions import ExpectedCounts
 from .models import build
 
