@@ -21,6 +21,7 @@ from torch import Tensor
 from .._arguments import checked
 from .._checks import check_integers, check_returned, check_shape, check_size
 from ..data.sequences import Sequences
+from ..distributions.factorial_hmm import FactorialHMM
 from ..distributions.hard_zeros import log_probs
 from ..distributions.hmm import HMM
 from ..distributions.observation import is_categorical
@@ -363,13 +364,14 @@ class PosteriorDraws:
     def _check_dims(self, dims: Mapping[str, Sequence[str]], data: Sequences) -> None:
         """Raise unless permuting variables by ``dims`` permutes the states, and priors allow it."""
         layout, hmm = self._check(data)
+        _check_single(hmm)
         first = {name: value[:1, :1] for name, value in self.values.items()}
         order = torch.arange(hmm.num_states).roll(1)
         permuted = {n: permute_dims(v, dims[n], order[None, None]) for n, v in first.items()}
         try:
             other = run(self.model, {n: v[0, 0] for n, v in permuted.items()}, data, layout)
-            wanted = hmm.permute_states(order).log_factors(data.values)
-            for factor, expected in zip(other.log_factors(data.values), wanted):
+            wanted = hmm.permute_states(order).counted_factors(data.values)
+            for factor, expected in zip(other.counted_factors(data.values), wanted):
                 torch.testing.assert_close(factor, expected, rtol=1e-3, atol=1e-3)
         except (ValueError, RuntimeError, AssertionError) as error:
             raise ValueError(
@@ -404,7 +406,7 @@ def invariants(hmm: HMM, values: Tensor) -> dict[str, Tensor]:
         ``effective_states`` ``(*b)``, the exponential of the entropy of these shares, which is K if
         all states are used alike; and, unless transitions change with the step,
         ``transition_entropy`` ``(*b)``, the entropy of the next state given this one, averaged over
-        steps, in nats.
+        steps, in nats; of an :class:`HSMM`, of the state of the next segment.
 
     Example:
         >>> even = torch.full((2, 2), 0.5).log()
@@ -425,6 +427,16 @@ def invariants(hmm: HMM, values: Tensor) -> dict[str, Tensor]:
             entropy = torch.special.entr(hmm.log_transition.double().exp()).sum(-1)
             quantities["transition_entropy"] = (visits * entropy).sum((-2, -1))
         return quantities | {"occupancy": shares.sort(-1, descending=True).values}
+
+
+def _check_single(hmm: HMM) -> None:
+    """Raise if states are those of several chains together."""
+    if isinstance(hmm, FactorialHMM):
+        raise ValueError(
+            "states can be permuted in one chain; those of hmm are of several, which have no "
+            "common order. Compare what depends on none: "
+            "draws.map(data, lambda hmm: invariants(hmm, data.values))."
+        )
 
 
 def _room(data: Sequences, hmm: HMM) -> int:

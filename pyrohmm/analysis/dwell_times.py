@@ -8,6 +8,7 @@ from torch import Tensor
 from .._arguments import checked
 from .._checks import check_broadcast, check_integers, check_lengths, check_range, check_size
 from ..distributions.hmm import HMM
+from ..distributions.hsmm import HSMM
 from ..ops import masks
 
 
@@ -17,7 +18,8 @@ def dwell_time_mean(hmm: HMM) -> Tensor:
 
     .. math:: 1 / (1 - A_{kk})
 
-    It is infinite for a state that is never left.
+    It is infinite for a state that is never left. Of an :class:`HSMM` it is the mean of its
+    durations, and of a :class:`FactorialHMM` that of its product states.
 
     Args:
         hmm: The model; its ``log_transition`` must not change with the step.
@@ -32,6 +34,9 @@ def dwell_time_mean(hmm: HMM) -> Tensor:
         >>> dwell_time_mean(hmm)
         tensor([10., inf])
     """
+    if isinstance(hmm, HSMM):
+        durations = hmm.log_duration.detach().exp()
+        return durations @ torch.arange(1, hmm.max_duration + 1).to(durations)
     return (-_log_leave(hmm)).exp()
 
 
@@ -40,6 +45,8 @@ def dwell_time_log_prob(hmm: HMM, num_steps: int) -> Tensor:
     r"""Log-probability that a visit to a state lasts 1, 2, ... steps, in nats.
 
     .. math:: \log p(d | k) = (d - 1) \log A_{kk} + \log (1 - A_{kk})
+
+    Of an :class:`HSMM` they are its ``log_duration``.
 
     Args:
         hmm: The model; its ``log_transition`` must not change with the step.
@@ -62,6 +69,10 @@ def dwell_time_log_prob(hmm: HMM, num_steps: int) -> Tensor:
                 [1.0000, 0.0000, 0.0000]])
     """
     check_size("num_steps", num_steps)
+    if isinstance(hmm, HSMM):
+        durations = hmm.log_duration.detach()[..., :num_steps]
+        beyond = (0, num_steps - durations.size(-1))
+        return torch.nn.functional.pad(durations, beyond, value=-torch.inf)
     leave = _log_leave(hmm).unsqueeze(-1)
     stay = hmm.log_transition.detach().diagonal(dim1=-2, dim2=-1).unsqueeze(-1)
     more = torch.arange(num_steps, device=stay.device)
@@ -122,7 +133,6 @@ def dwell_counts(
 
 def _log_leave(hmm: HMM) -> Tensor:
     """Log-probability of leaving each state; one minus that of staying would lose its digits."""
-    hmm.check_markov("the dwell time of a Markov chain")
     if hmm.transition_per_step:
         raise ValueError(
             "hmm must have one log_transition for all steps, for dwell times to have one "

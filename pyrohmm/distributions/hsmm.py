@@ -23,7 +23,6 @@ from ..ops import semi_markov
 from ..ops import stationary as stationary_ops
 from ..ops.recursions import ExpectedCounts, Posterior
 from ..ops.sampling import refuse_nan
-from ..ops.semi_markov import Segments
 from .base import check_likelihood
 from .forecast import Forecast
 from .hmm import HMM
@@ -41,8 +40,9 @@ class HSMM(HMM):
     follows itself. The first segment begins with the sequence. The last one may be cut by its end,
     and then counts with the probability of lasting at least as long as is seen.
 
-    Queries are those of :class:`HMM`, exact, in time O(T K (K + D)). A path ``(*B, T)`` of states
-    says its segments: :meth:`segments`. :meth:`expanded` is the same distribution as an ``HMM``.
+    Queries are those of :class:`HMM`, exact, in time O(T K (K + D)). No state follows itself, so
+    that the segments of a path are its runs: ``queries.segments``. :meth:`expanded` is the same
+    distribution as an ``HMM``.
 
     Args:
         log_initial: ``(K,)``, log-probabilities of the first state; at least two states.
@@ -74,8 +74,8 @@ class HSMM(HMM):
         tensor(0.2997)
         >>> hsmm.viterbi(values)
         tensor([0, 0, 1, 0])
-        >>> hsmm.segments(hsmm.viterbi(values)).durations
-        tensor([2, 1, 1])
+        >>> [segment.length for segment in queries.segments(hsmm.viterbi(values))]
+        [2, 1, 1]
     """
 
     @checked()
@@ -174,8 +174,9 @@ class HSMM(HMM):
     def check_markov(self, purpose: str) -> NoReturn:
         """Raise: ``purpose`` needs a chain whose next state depends on the state alone."""
         raise ValueError(
-            f"{purpose} needs a Markov chain; the states of this HSMM last for durations of their "
-            "own. Pass hsmm.expanded(), whose states count the steps that remain."
+            f"{purpose} needs a Markov chain; hmm is an HSMM, whose states last for durations of "
+            "their own. Give hmm.expanded(), whose states count the steps that remain; if the last "
+            "segment may go on, that of hmm.replace(censored_end=True)."
         )
 
     def log_factors(self, values: Tensor, check: bool = True) -> tuple[Tensor, Tensor, Tensor]:
@@ -287,10 +288,6 @@ class HSMM(HMM):
         count = shape.numel()
         states = semi_markov.sample_states(*factors, self.lengths, count, self.censored_end)
         return states.reshape(shape + states.shape[1:])
-
-    def segments(self, states: Tensor) -> Segments:
-        """The segments of paths ``(*S, *B, T)``: see :func:`pyrohmm.ops.semi_markov.segments`."""
-        return semi_markov.segments(states, self.lengths)
 
     def forecast(self, values: Tensor, num_steps: int) -> Forecast:
         r"""Predictive distributions :math:`p(x_{T+h} \mid x_{1:T})` of the next H observations.
