@@ -28,12 +28,12 @@ def samples_of_fit(
     return {name: value[None] for name, value in values.items()}, stats
 
 
-def marks_of_sampler(mcmc: MCMC, model: Callable[..., Any]) -> Tensor | None:
-    """Marks of the sequences that were sampled for, if each has variables of its own.
-
-    Pyro keeps them with the other arguments of ``run``.
-    """
-    arguments = (*getattr(mcmc, "_args", ()), *getattr(mcmc, "_kwargs", {}).values())
+def marks_of_fitted(posterior: Any, model: Callable[..., Any]) -> Tensor | None:
+    """Marks of the sequences of a fit, or of a sampler, if each has variables of its own."""
+    if not isinstance(posterior, MCMC):
+        return getattr(posterior, "fitted", None)
+    # Pyro keeps the arguments of run
+    arguments = (*getattr(posterior, "_args", ()), *getattr(posterior, "_kwargs", {}).values())
     data = next((part for part in arguments if isinstance(part, Sequences)), None)
     if data is None or not sequence_plates(model, to_model_device(model, None, data)):
         return None

@@ -29,7 +29,7 @@ from ..infer.models import to_model_device
 from ..infer.plates import check_fitted, marks_of, shared
 from ..infer.results import Fit, match_states
 from .draw_layout import Layout, arranged, layout_of, log_prior, own_from_prior, run
-from .draw_sources import marks_of_sampler, samples_of_fit, samples_of_sampler
+from .draw_sources import marks_of_fitted, samples_of_fit, samples_of_sampler
 from .state_dims import name_dims, permute_dims
 
 CELLS = 2**22  # samples × N × T × K numbers, in one tensor
@@ -113,7 +113,6 @@ class PosteriorDraws:
             ValueError: If there is no ``model``, or shapes disagree.
         """
         check_size("num_draws", num_draws)
-        fitted = getattr(posterior, "fitted", None)
         if isinstance(posterior, PosteriorDraws):
             model = model or posterior.model
             values, stats, dims = posterior.values, posterior.stats, dims or posterior.dims
@@ -134,9 +133,7 @@ class PosteriorDraws:
             raise ValueError(
                 "model must be given: samples in posterior do not say what they are of."
             )
-        if isinstance(posterior, MCMC):
-            fitted = marks_of_sampler(posterior, model)
-        return cls(model, values, stats, dims or {}, fitted)
+        return cls(model, values, stats, dims or {}, marks_of_fitted(posterior, model))
 
     @property
     def shape(self) -> torch.Size:
