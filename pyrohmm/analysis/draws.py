@@ -364,9 +364,8 @@ class PosteriorDraws:
     def _check_dims(self, dims: Mapping[str, Sequence[str]], data: Sequences) -> None:
         """Raise unless permuting variables by ``dims`` permutes the states, and priors allow it."""
         layout, hmm = self._check(data)
-        _check_single(hmm)
         first = {name: value[:1, :1] for name, value in self.values.items()}
-        order = torch.arange(hmm.num_states).roll(1)
+        order = _other_order(hmm)
         permuted = {n: permute_dims(v, dims[n], order[None, None]) for n, v in first.items()}
         try:
             other = run(self.model, {n: v[0, 0] for n, v in permuted.items()}, data, layout)
@@ -429,14 +428,15 @@ def invariants(hmm: HMM, values: Tensor) -> dict[str, Tensor]:
         return quantities | {"occupancy": shares.sort(-1, descending=True).values}
 
 
-def _check_single(hmm: HMM) -> None:
-    """Raise if states are those of several chains together."""
+def _other_order(hmm: HMM) -> Tensor:
+    """An order of the states that moves them all; raise if they are those of several chains."""
     if isinstance(hmm, FactorialHMM):
         raise ValueError(
             "states can be permuted in one chain; those of hmm are of several, which have no "
             "common order. Compare what depends on none: "
             "draws.map(data, lambda hmm: invariants(hmm, data.values))."
         )
+    return torch.arange(hmm.num_states).roll(1)
 
 
 def _room(data: Sequences, hmm: HMM) -> int:
