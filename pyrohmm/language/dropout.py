@@ -44,7 +44,12 @@ def default_dropout(num_epochs: int, num_steps: int, tokens_per_parameter: float
 
 
 def set_default(module: NeuralHMM, num_tokens: int, num_epochs: int, num_steps: int) -> None:
-    """Give a module, made with a :class:`DefaultDropout`, that of a fit which begins."""
+    """Give a module that was made with a :class:`DefaultDropout` that of a fit which begins.
+
+    One that goes on from a checkpoint for more epochs takes that of the longer fit from there.
+    """
+    if not isinstance(module.dropout, DefaultDropout):
+        return
     size = sum(parameter.numel() for parameter in module.parameters())
     module.dropout = default_dropout(num_epochs, num_steps, num_tokens / size)
     module.num_drawn.zero_()

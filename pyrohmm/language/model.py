@@ -205,9 +205,7 @@ class LanguageModel:
         has, so that the last round may lack a few or be followed by a few.
 
         The learning rate rises for the first steps, one in twenty, and falls as a cosine to zero at
-        the end. A fit that goes on from a checkpoint for more epochs takes the rate, and the
-        dropout if that is left to the default, of the longer fit from there. With ``validation``,
-        the parameters that predicted it best are kept.
+        the end. With ``validation``, the parameters that predicted it best are kept.
 
         A contiguous model reads the sentences in their order, as one text that is divided into
         streams; a minibatch is the next window of each, which goes on from the state at the end of
@@ -246,8 +244,7 @@ class LanguageModel:
         model = MarginalModel(self.module)
         batching: dict[str, Any] = {"batch_tokens": batch_tokens}
         num_steps = self.num_steps(data, num_epochs, batch_tokens, num_streams)
-        if self._options["dropout"] is None:
-            set_default(self.module, data.num_observed, num_epochs, num_steps)
+        set_default(self.module, data.num_observed, num_epochs, num_steps)
         if self.contiguous:
             steps = max(1, batch_tokens // num_streams)
             model, batching = (
