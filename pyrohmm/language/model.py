@@ -247,9 +247,8 @@ class LanguageModel:
         set_default(self.module, data.num_observed, num_epochs, num_steps)
         if self.contiguous:
             steps = max(1, batch_tokens // num_streams)
-            model, batching = (
-                StatefulModel(self.module, num_streams), {"windows": (num_streams, steps)}
-            )  # fmt: skip
+            model = StatefulModel(self.module, num_streams)
+            batching = {"windows": (num_streams, steps)}
             data = as_text(data)
             validation = None if validation is None else as_text(validation, num_streams)
         return fit_map(
