@@ -13,6 +13,7 @@ import multiprocessing
 import os
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -297,6 +298,31 @@ def queries(quick: bool) -> list[dict[str, Any]]:
             rows += compare(
                 methods, 3 if quick else 15, 3.0, quantity=name, **{"shape N, T, K, V": shape}
             )
+    return rows
+
+
+def queries_threads(quick: bool) -> list[dict[str, Any]]:
+    """The same 64 calls of ``log_prob`` and Viterbi one after another, and in eight threads."""
+    rows = []
+    for shape in QUICK[:1] if quick else [(1, 64, 16, 64), (8, 200, 16, 64)]:
+        problem = Problem(*shape)
+        with torch.no_grad():
+            hmm = problem.hmm()
+
+        def query(_: int, hmm: Any = hmm, values: Any = problem.values) -> None:
+            with torch.no_grad():
+                hmm.log_prob(values)
+                hmm.viterbi(values)
+
+        with ThreadPoolExecutor(8) as pool:
+            methods = {
+                "pyrohmm": lambda query=query: list(map(query, range(64))),
+                "pyrohmm, eight threads": lambda query=query: list(pool.map(query, range(64))),
+            }
+            rows += compare(
+                methods, 3 if quick else 15, 3.0, quantity="64 calls of log_prob and Viterbi",
+                **{"shape N, T, K, V": shape},
+            )  # fmt: skip
     return rows
 
 
@@ -703,7 +729,7 @@ def main() -> None:
     """Measure, then write."""
     parts = (
         gradients, small, busy, vectors, families, structure, iterations, steps, restarts,
-        queries, growth, memory, vector_memory, long_chain,
+        queries, queries_threads, growth, memory, vector_memory, long_chain,
     )  # fmt: skip
     options = arguments(__doc__, [part.__name__ for part in parts])
     if options.draw:

@@ -10,11 +10,16 @@ from torch import Tensor
 from ..distributions.autoregressive import Autoregressive
 from ..distributions.block_hmm import BlockHMM
 from ..distributions.hmm import HMM
+from ..distributions.hsmm import HSMM
+from ..ops import semi_markov
 from ..ops.block_plan import Plan
 
 
 class ChainFactors(NamedTuple):
     r"""Factors of the joint density for the whole batch, in float64.
+
+    Those of an :class:`HSMM` are of a Markov chain of K · D states: state k · D + a - 1 is the
+    state k in its a-th step. A path of the K states is one path of these.
 
     Attributes:
         initial: ``(*B, K)``, :math:`\log p(z_1)`.
@@ -22,6 +27,7 @@ class ChainFactors(NamedTuple):
         likelihood: ``(*B, T, K)``, :math:`\log p(x_t \mid z_t)`; 0 at padded steps.
         exists: ``(*B, T)``, which steps exist.
         observed: ``(*B, T)``, which of them are observed.
+        ages: D, the number of states of the chain for each of the model; 1 if they are the same.
     """
 
     initial: Tensor
@@ -29,6 +35,7 @@ class ChainFactors(NamedTuple):
     likelihood: Tensor
     exists: Tensor
     observed: Tensor
+    ages: int = 1
 
     def matrix(self, t: int) -> Tensor:
         """Log-probabilities ``(*b, K, K)`` of the transition to step ``t``, counted from 0."""
@@ -58,17 +65,51 @@ class ChainFactors(NamedTuple):
 
 def chain_factors(hmm: HMM, values: Tensor) -> ChainFactors:
     """Join the parameters of ``hmm`` and observations ``(*B, T, *E)``."""
-    initial, transition, likelihood = hmm.log_factors(values)
+    if isinstance(hmm, HSMM):
+        factors, ages = _chain_of_ages(hmm, values), hmm.max_duration
+    else:
+        factors, ages = hmm.log_factors(values), 1
+    initial, transition, likelihood = factors
     batch = torch.broadcast_shapes(hmm.batch_shape, likelihood.shape[:-2])
     exists = hmm.exists.expand(*batch, hmm.num_steps)
     # in float64: sums over long sequences, and the tails of distributions
     return ChainFactors(
-        initial.double().expand(*batch, hmm.num_states),
+        initial.double().expand(*batch, initial.size(-1)),
         transition.double(),
         likelihood.double().masked_fill(~exists.unsqueeze(-1), 0.0),
         exists,
         exists if hmm.observed is None else exists & hmm.observed,
+        ages,
     )
+
+
+def _chain_of_ages(hsmm: HSMM, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    r"""Factors of :class:`ChainFactors`; the last step holds, if it must, that a segment ends.
+
+    A segment of age a goes on with probability S(a + 1) / S(a), and ends with p(a) / S(a), where S
+    is its survival.
+    """
+    initial, matrix, likelihood, duration = (x.double() for x in hsmm.counted_factors(values))
+    num_states, size = duration.shape[-2:]
+    survival = semi_markov.log_survival(duration)
+    lasted = finite_or_zero(survival)  # ages that are never reached are never left
+    ends = (duration - lasted).unsqueeze(-1)
+    goes_on = survival[..., 1:] - lasted[..., :-1]
+    after = matrix.squeeze(-3).unsqueeze(-2) + ends  # (*b, from, age, to)
+    wide = after.new_full((*after.shape, size), -torch.inf)
+    wide[..., 0] = after
+    age = torch.arange(size - 1, device=wide.device)
+    for state in range(num_states):
+        wide[..., state, age, state, age + 1] = goes_on[..., state, :]
+    first = initial.new_full((*initial.shape, size), -torch.inf)
+    first[..., 0] = initial
+    likelihood = likelihood.repeat_interleave(size, -1)
+    if not hsmm.censored_end:
+        steps = torch.arange(hsmm.num_steps)
+        last = (steps == hsmm.lengths.unsqueeze(-1) - 1).unsqueeze(-1).to(likelihood.device)
+        end = ends.flatten(-3).unsqueeze(-2)
+        likelihood = torch.where(last, likelihood + end, likelihood)
+    return first.flatten(-2), wide.flatten(-4, -3).flatten(-2).unsqueeze(-3), likelihood
 
 
 def in_blocks(hmm: HMM) -> TypeGuard[BlockHMM]:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from pyro.infer import MCMC
 from torch import Tensor
 
 from ..data.sequences import Sequences
 from ..infer.guide_samples import samples_of
+from ..infer.models import to_model_device
+from ..infer.plates import marks_of, sequence_plates
 from ..infer.results import Fit
 
 
@@ -21,6 +26,18 @@ def samples_of_fit(
         values, scores = samples_of(fit.guide, fit.names, num_draws, data)
     stats = {"log_guide": scores.double()[None]}
     return {name: value[None] for name, value in values.items()}, stats
+
+
+def marks_of_fitted(posterior: Any, model: Callable[..., Any]) -> Tensor | None:
+    """Marks of the sequences of a fit, or of a sampler, if each has variables of its own."""
+    if not isinstance(posterior, MCMC):
+        return getattr(posterior, "fitted", None)
+    # Pyro keeps the arguments of run
+    arguments = (*getattr(posterior, "_args", ()), *getattr(posterior, "_kwargs", {}).values())
+    data = next((part for part in arguments if isinstance(part, Sequences)), None)
+    if data is None or not sequence_plates(model, to_model_device(model, None, data)):
+        return None
+    return marks_of(data)
 
 
 def samples_of_sampler(mcmc: MCMC) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

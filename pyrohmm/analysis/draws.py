@@ -21,6 +21,7 @@ from torch import Tensor
 from .._arguments import checked
 from .._checks import check_integers, check_returned, check_shape, check_size
 from ..data.sequences import Sequences
+from ..distributions.factorial_hmm import FactorialHMM
 from ..distributions.hard_zeros import log_probs
 from ..distributions.hmm import HMM
 from ..distributions.observation import is_categorical
@@ -28,7 +29,7 @@ from ..infer.models import to_model_device
 from ..infer.plates import check_fitted, marks_of, shared
 from ..infer.results import Fit, match_states
 from .draw_layout import Layout, arranged, layout_of, log_prior, own_from_prior, run
-from .draw_sources import samples_of_fit, samples_of_sampler
+from .draw_sources import marks_of_fitted, samples_of_fit, samples_of_sampler
 from .state_dims import name_dims, permute_dims
 
 CELLS = 2**22  # samples × N × T × K numbers, in one tensor
@@ -132,7 +133,7 @@ class PosteriorDraws:
             raise ValueError(
                 "model must be given: samples in posterior do not say what they are of."
             )
-        return cls(model, values, stats, dims or {}, getattr(posterior, "fitted", None))
+        return cls(model, values, stats, dims or {}, marks_of_fitted(posterior, model))
 
     @property
     def shape(self) -> torch.Size:
@@ -364,12 +365,12 @@ class PosteriorDraws:
         """Raise unless permuting variables by ``dims`` permutes the states, and priors allow it."""
         layout, hmm = self._check(data)
         first = {name: value[:1, :1] for name, value in self.values.items()}
-        order = torch.arange(hmm.num_states).roll(1)
+        order = _other_order(hmm)
         permuted = {n: permute_dims(v, dims[n], order[None, None]) for n, v in first.items()}
         try:
             other = run(self.model, {n: v[0, 0] for n, v in permuted.items()}, data, layout)
-            wanted = hmm.permute_states(order).log_factors(data.values)
-            for factor, expected in zip(other.log_factors(data.values), wanted):
+            wanted = hmm.permute_states(order).counted_factors(data.values)
+            for factor, expected in zip(other.counted_factors(data.values), wanted):
                 torch.testing.assert_close(factor, expected, rtol=1e-3, atol=1e-3)
         except (ValueError, RuntimeError, AssertionError) as error:
             raise ValueError(
@@ -404,7 +405,7 @@ def invariants(hmm: HMM, values: Tensor) -> dict[str, Tensor]:
         ``effective_states`` ``(*b)``, the exponential of the entropy of these shares, which is K if
         all states are used alike; and, unless transitions change with the step,
         ``transition_entropy`` ``(*b)``, the entropy of the next state given this one, averaged over
-        steps, in nats.
+        steps, in nats; of an :class:`HSMM`, of the state of the next segment.
 
     Example:
         >>> even = torch.full((2, 2), 0.5).log()
@@ -425,6 +426,17 @@ def invariants(hmm: HMM, values: Tensor) -> dict[str, Tensor]:
             entropy = torch.special.entr(hmm.log_transition.double().exp()).sum(-1)
             quantities["transition_entropy"] = (visits * entropy).sum((-2, -1))
         return quantities | {"occupancy": shares.sort(-1, descending=True).values}
+
+
+def _other_order(hmm: HMM) -> Tensor:
+    """An order of the states that moves them all; raise if they are those of several chains."""
+    if isinstance(hmm, FactorialHMM):
+        raise ValueError(
+            "states can be permuted in one chain; those of hmm are of several, which have no "
+            "common order. Compare what depends on none: "
+            "draws.map(data, lambda hmm: invariants(hmm, data.values))."
+        )
+    return torch.arange(hmm.num_states).roll(1)
 
 
 def _room(data: Sequences, hmm: HMM) -> int:

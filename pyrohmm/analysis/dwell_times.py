@@ -18,7 +18,8 @@ def dwell_time_mean(hmm: HMM) -> Tensor:
 
     .. math:: 1 / (1 - A_{kk})
 
-    It is infinite for a state that is never left. Of an :class:`HSMM` it is that of its durations.
+    It is infinite for a state that is never left. Of an :class:`HSMM` it is the mean of its
+    durations, and of a :class:`FactorialHMM` that of its product states.
 
     Args:
         hmm: The model; its ``log_transition`` must not change with the step.
@@ -44,7 +45,7 @@ def dwell_time_log_prob(hmm: HMM, num_steps: int) -> Tensor:
 
     .. math:: \log p(d | k) = (d - 1) \log A_{kk} + \log (1 - A_{kk})
 
-    That of an :class:`HSMM` is its ``log_duration``, and -inf beyond.
+    Of an :class:`HSMM` it is its ``log_duration``, and -inf beyond.
 
     Args:
         hmm: The model; its ``log_transition`` must not change with the step.
@@ -202,7 +203,6 @@ def _log_stays(hmm: HMM, num_steps: int) -> Tensor:
 
 def _log_leave(hmm: HMM) -> Tensor:
     """Log-probability of leaving each state; one minus that of staying would lose its digits."""
-    hmm.check_markov("the dwell time of a Markov chain")
     if hmm.transition_per_step:
         raise ValueError(
             "hmm must have one log_transition for all steps, for dwell times to have one "

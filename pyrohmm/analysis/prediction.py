@@ -14,8 +14,10 @@ from ..distributions.autoregressive import Autoregressive
 from ..distributions.block_factors import log_chain
 from ..distributions.block_hmm import BlockHMM
 from ..distributions.carried_state import CarriedState
+from ..distributions.factorial_hmm import FactorialHMM
 from ..distributions.forecast import Forecast
 from ..distributions.hmm import HMM
+from ..distributions.hsmm import HSMM
 from ..distributions.sampling import sample_in_time
 from ..ops import recursions
 from ..ops.block_transition import InnerProductTransition
@@ -36,11 +38,11 @@ def predictive_log_prob(hmm: HMM, values: Tensor) -> Tensor:
     .. math:: \log p(x_t | x_{1:t-1})
 
     Steps that are padded or not observed hold 0, so that the sum over steps is
-    :meth:`HMM.log_prob`; a label counts as an observation. What is observed holds -inf from where
-    it has become impossible.
+    :meth:`HMM.log_prob`; a label, and that a segment ends with the data, counts as an observation.
+    What is observed holds -inf from where it has become impossible.
 
     Args:
-        hmm: The model.
+        hmm: The model. Of an :class:`HSMM` it takes the time of a chain of K · D states.
         values: ``(*B, T, *E)``, observations.
 
     Example:
@@ -61,6 +63,9 @@ def predictive_log_prob(hmm: HMM, values: Tensor) -> Tensor:
         informative = chain.observed
         if hmm.allowed is not None:
             informative = informative | (chain.exists & ~hmm.allowed.all(-1))
+        if isinstance(hmm, HSMM) and not hmm.censored_end:  # where a segment ends
+            later = torch.nn.functional.pad(chain.exists[..., 1:], (0, 1))
+            informative = informative | (chain.exists & ~later)
         return scores.masked_fill(~informative, 0.0)
 
 
@@ -70,7 +75,8 @@ def continuation(hmm: HMM, values: Tensor, num_steps: int) -> HMM:
 
     Its ``sample_with_states`` samples continuations and their states, its ``log_prob`` scores them.
     :meth:`HMM.forecast` gives the marginal of each step. The distribution of its first state is a
-    constant for gradients. That of a :class:`pyrohmm.BlockHMM` of inner products is in blocks, too.
+    constant for gradients. That of a :class:`pyrohmm.BlockHMM` of inner products is in blocks, too;
+    that of a :class:`pyrohmm.FactorialHMM` is of its product states.
 
     Args:
         hmm: The model; it must not change with the step.
@@ -97,6 +103,8 @@ def continuation(hmm: HMM, values: Tensor, num_steps: int) -> HMM:
     """
     check_size("num_steps", num_steps)
     hmm.check_constant("continuation")
+    if isinstance(hmm, FactorialHMM):  # given the past its chains are not independent
+        hmm = hmm.expanded()
     if in_blocks(hmm) and isinstance(hmm.transition, InnerProductTransition):
         if hmm.lengths.dim() == 1 and values.dim() == 1 + len(hmm.event_shape):
             return _continued(hmm, hmm.transition, values, num_steps)
@@ -209,9 +217,11 @@ def observation_marginals(hmm: HMM, values: Tensor) -> Forecast:
         tensor([10., 10.])
     """
     refuse_autoregressive(hmm, "observation_marginals")
-    evidence, states, _ = hmm.posterior(values)
-    check_possible(evidence)
-    states = states.masked_fill(~hmm.exists.unsqueeze(-1), 1.0)  # so that sampling is possible
+    posterior = hmm.posterior(values)
+    check_possible(posterior.log_evidence)
+    states = posterior.states.masked_fill(
+        ~hmm.exists.unsqueeze(-1), 1.0
+    )  # so that sampling is possible
     states = states / states.sum(-1, keepdim=True)
     return (_ForecastPerStep if hmm.emission_per_step else Forecast)(states, hmm.emission)
 

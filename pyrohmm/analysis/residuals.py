@@ -11,7 +11,7 @@ from torch import Tensor
 from .._arguments import checked
 from ..distributions.hard_zeros import exact_log_prob
 from ..distributions.hmm import HMM
-from ..distributions.observation import support_varies
+from ..distributions.observation import Tied, support_varies
 from .chains import chain_factors, normalised
 
 
@@ -89,16 +89,19 @@ def pseudo_residuals(hmm: HMM, values: Tensor, *, forecast: bool = False) -> Pse
         log_probs = chain.predicted()
         log_probs = normalised(log_probs if forecast else log_probs + chain.backward())
         unknown = ~chain.observed | log_probs.isneginf().all(-1)
+        probs = log_probs.exp().unflatten(-1, (-1, chain.ages)).sum(-1)  # of the states of hmm
         lower, upper = (
-            (log_probs.exp() * limit).sum(-1).clamp(0.0, 1.0) for limit in _limits(hmm, values)
+            (probs * limit).sum(-1).clamp(0.0, 1.0)
+            for limit in _limits(hmm, hmm.prepare_values(values)[0], hmm.emission)
         )
         return PseudoResiduals(lower.masked_fill(unknown, 0.0), upper.masked_fill(unknown, 1.0))
 
 
-def _limits(hmm: HMM, values: Tensor) -> tuple[Tensor, Tensor]:
+def _limits(hmm: HMM, seen: Tensor, emission: Any) -> tuple[Tensor, Tensor]:
     """Probability in each state of less than each value, and of at most it, ``(*B, T, K)``."""
-    seen, _ = hmm.prepare_values(values)
-    emission: Any = hmm.emission
+    if isinstance(emission, Tied):
+        lower, upper = _limits(hmm, seen, emission.base)
+        return lower.index_select(-1, emission.index), upper.index_select(-1, emission.index)
     if isinstance(
         emission,
         torch.distributions.Categorical

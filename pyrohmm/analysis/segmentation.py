@@ -1,4 +1,4 @@
-"""Segments of a path: the runs of equal states, as a table and as BED."""
+"""Segments of a path: its runs of equal states, as a table and as BED."""
 
 from __future__ import annotations
 
@@ -34,11 +34,13 @@ class Segment(NamedTuple):
 def segments(states: Tensor, lengths: Tensor | None = None) -> list[Segment]:
     """The runs of equal states of each path, in order.
 
-    ``pandas.DataFrame(segments(path))`` is a table with the columns of :class:`Segment`.
+    ``pandas.DataFrame(segments(path))`` is a table with the columns of :class:`Segment`. Of an
+    :class:`HSMM`, whose states never follow themselves, runs are its segments; those of chain m of
+    a :class:`FactorialHMM` are the runs of ``hmm.chain_states(path)[..., m]``.
 
     Args:
         states: ``(T,)`` or ``(N, T)`` integers, paths such as those of :meth:`HMM.viterbi`.
-        lengths: ``(N,)``, steps of each sequence; T by default.
+        lengths: ``(N,)``, steps of each sequence, such as ``hmm.lengths``; T by default.
 
     Raises:
         ValueError: If ``states`` have other dimensions or are negative, or lengths do not fit.

@@ -21,7 +21,6 @@ from .._transforms import transforming
 from ..ops import semi_markov
 from ..ops import stationary as stationary_ops
 from ..ops.recursions import ExpectedCounts, Posterior
-from ..ops.semi_markov import Segments
 from .forecast import Forecast, states_ahead
 from .hmm import HMM
 from .observation import Tied, permuted
@@ -45,8 +44,9 @@ class HSMM(StructuredHMM):
 
     .. math:: p(r | k) = \sum_{d \ge r} p(d | k) \; / \; \sum_d d \, p(d | k).
 
-    Queries are those of :class:`HMM`, exact, in time O(T K (K + D)). A path ``(*B, T)`` of states
-    says its segments: :meth:`segments`. :meth:`expanded` is the same distribution as an ``HMM``.
+    Queries are those of :class:`HMM`, exact, in time O(T K (K + D)). No state follows itself, so
+    that the segments of a path are its runs: ``queries.segments``. :meth:`expanded` is the same
+    distribution as an ``HMM``.
 
     Args:
         log_initial: ``(K,)``, log-probabilities of the first state; at least two states.
@@ -81,8 +81,8 @@ class HSMM(StructuredHMM):
         tensor(0.2997)
         >>> hsmm.viterbi(values)
         tensor([0, 0, 1, 0])
-        >>> hsmm.segments(hsmm.viterbi(values)).durations
-        tensor([2, 1, 1])
+        >>> [segment.length for segment in queries.segments(hsmm.viterbi(values))]
+        [2, 1, 1]
     """
 
     _recursions = semi_markov
@@ -177,8 +177,9 @@ class HSMM(StructuredHMM):
     def check_markov(self, purpose: str) -> NoReturn:
         """Raise: ``purpose`` needs a chain whose next state depends on the state alone."""
         raise ValueError(
-            f"{purpose} needs a Markov chain; the states of this HSMM last for durations of their "
-            "own. Pass hsmm.expanded(), whose states count the steps that remain."
+            f"{purpose} needs a Markov chain; hmm is an HSMM, whose states last for durations of "
+            "their own. Give hmm.expanded(), whose states count the steps that remain; if the last "
+            "segment may go on, that of hmm.replace(censored_end=True)."
         )
 
     def log_factors(self, values: Tensor, check: bool = True) -> tuple[Tensor, Tensor, Tensor]:
@@ -266,9 +267,6 @@ class HSMM(StructuredHMM):
         self._check_evidence(counts.log_evidence, values)
         return counts
 
-    def segments(self, states: Tensor) -> Segments:
-        """The segments of paths ``(*S, *B, T)``: see :func:`pyrohmm.ops.semi_markov.segments`."""
-        return semi_markov.segments(states, self.lengths)
 
     def forecast(self, values: Tensor, num_steps: int) -> Forecast:
         r"""Predictive distributions :math:`p(x_{T+h} \mid x_{1:T})` of the next H observations.

@@ -30,6 +30,7 @@ from ..data.pair_counts import counted as counted
 from ..data.pair_counts import quantile_edges as quantile_edges
 from ..data.sequences import Sequences
 from ..distributions.hmm import HMM
+from ..distributions.hsmm import HSMM
 from ..distributions.observation import is_categorical
 from ..nn.base import HMMModule, OwnParameters
 from ..ops.pair_losses import cross_entropy as cross_entropy
@@ -238,7 +239,11 @@ class CooccurrenceModel(OwnParameters):
     def forward(self, data: Sequences) -> HMM:
         """Return the HMM built for ``data``, of which nothing but the sizes is used."""
         hmm = build(self.module, data)
-        hmm.check_markov("a model of co-occurrences")
+        if isinstance(hmm, HSMM):
+            raise ValueError(
+                "co-occurrences need a Markov chain; the states of the model last for durations of "
+                "their own. Fit it with fit_map or fit_em."
+            )
         if hmm.transition_per_step or hmm.emission_per_step:
             raise ValueError(
                 "co-occurrences need one distribution for all steps; the model changes with the "

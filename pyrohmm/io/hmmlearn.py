@@ -21,6 +21,7 @@ from torch import Tensor
 from .._arguments import explained
 from ..distributions.hard_zeros import log_probs
 from ..distributions.hmm import HMM
+from ..distributions.hsmm import HSMM
 from ..distributions.observation import is_spherical, is_tied
 
 
@@ -111,7 +112,10 @@ def to_hmmlearn(hmm: HMM, **options: Any) -> Any:
     library = _library()
     if not isinstance(hmm, HMM):
         raise TypeError(f"hmm must be an HMM; got {type(hmm).__name__}.")
-    hmm.check_markov("hmmlearn")
+    if isinstance(hmm, HSMM):
+        raise ValueError(
+            "hmm is an HSMM, and hmmlearn knows no durations. Fit a TabularHMM for it instead."
+        )
     if hmm.transition_per_step or hmm.emission_per_step:
         raise ValueError("hmm has parameters per step; hmmlearn has one set for all steps.")
     if hmm.observed is not None:

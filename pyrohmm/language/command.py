@@ -386,8 +386,8 @@ def _parser() -> argparse.ArgumentParser:
         "proportion to how often its words occur; 0.5 may predict better, and takes longer",
         type=_number(float, "from 0 to 1", lambda value: 0 <= value <= 1))  # fmt: skip
     add("--dim", type=count, default=256, help="of embeddings")
-    add("--dropout", default=0.5, help="share of states left out at each step; 0 takes "
-        "longer, and predicts better where a large text is read few times",
+    add("--dropout", help="share of states left out at each step; by default none in a "
+        "few epochs of the text, and in more 0.5, which falls to 0.25",
         type=_number(float, "at least 0 and below 1", lambda value: 0 <= value < 1))  # fmt: skip
     add("--one-level", action="store_true", help="transitions need a sum over all states: slower")
     add("--contiguous", action="store_true",

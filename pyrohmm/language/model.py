@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,22 +26,23 @@ from ..data.vocabulary import Vocabulary, word_classes
 from ..infer.map import fit_map
 from ..infer.models import MarginalModel, StatefulModel
 from ..infer.results import Fit
-from ..io.files import TENSORS, FilePath, check_directory, read_directory, write_directory
+from ..io.files import FilePath
 from ..nn.base import in_mode
-from ..nn.neural import NeuralHMM
+from ..nn.neural import LinearDropout, NeuralHMM
 from ..ops import blocks as state_blocks
 from ..ops.automata import Automaton, template
 from ..ops.blocks import Blocks
 from . import clusters, text
 from .contiguous import as_text, score_in_order
+from .dropout import DefaultDropout, in_words, set_default
 from .generation import next_states, sample_sentences
 from .schedule import WarmupCosine
 from .steering import Steering
+from .storage import load_model, save_model
 from .text import END, check_ends, split_words
 
 AT_ONCE = 256  # sentences that are sampled as one batch
 STEPS = 8192  # that are evaluated at once
-CLASSES = {"function": "word_classes"}  # the function for unknown words, in a file
 
 
 @checked(
@@ -59,16 +59,17 @@ class LanguageModel:
         blocks: Which states may emit which word; disjoint.
         hidden_dim: D, of embeddings.
         two_level: Whether a transition chooses the block first; see :class:`pyrohmm.NeuralHMM`.
-        dropout: Share of the states of each block that is left out at each training step. It saves
-            time, and small texts are not learnt by heart so soon. Of a large text, in a few rounds,
-            more is learnt without (``figures/language_models.json``, "no dropout").
+        dropout: Share of the states of each block that is left out at each training step, or a
+            :class:`pyrohmm.nn.LinearDropout`. It saves time, and keeps a text that is read often
+            from being learnt by heart; read a few times, more is learnt without. By default each
+            fit chooses it by its tokens and epochs: :func:`pyrohmm.language.default_dropout`.
         contiguous: Whether sentences are read as one text, so that the state at the end of each
             determines how the next one begins. By default they are independent.
 
     Attributes:
         vocabulary: The V words.
         blocks: Which states may emit which word.
-        module: The :class:`pyrohmm.NeuralHMM`.
+        module: The :class:`pyrohmm.NeuralHMM`, whose ``dropout`` is that of the last fit.
 
     Raises:
         ValueError: If ``<eos>`` is not in the vocabulary, or what stands there for the unknown is a
@@ -82,7 +83,7 @@ class LanguageModel:
         >>> data = language.encode(lines, vocabulary)
         >>> model = LanguageModel.from_data(vocabulary, data, 16, 4, hidden_dim=16, dropout=0.25)
         >>> model
-        LanguageModel(6 words; 16 states in 4 blocks of 4)
+        LanguageModel(6 words; 16 states in 4 blocks of 4; dropout 0.25)
         >>> fit = model.fit(data, num_epochs=20, batch_tokens=80, learning_rate=0.02)
         >>> model.perplexity(["is a daisy a daisy"]).value < 3.5
         True
@@ -97,7 +98,7 @@ class LanguageModel:
         hidden_dim: int = 256,
         *,
         two_level: bool = True,
-        dropout: float = 0.5,
+        dropout: float | LinearDropout | None = None,
         contiguous: bool = False,
     ) -> None:
         if END not in vocabulary:
@@ -119,7 +120,8 @@ class LanguageModel:
                          "contiguous": contiguous}  # fmt: skip
         self.module = NeuralHMM(
             blocks.num_states, len(vocabulary), hidden_dim,
-            blocks=blocks, two_level=two_level, dropout=dropout,
+            blocks=blocks, two_level=two_level,
+            dropout=DefaultDropout(0.0, 0.0, 1) if dropout is None else dropout,
         )  # fmt: skip
 
     @classmethod
@@ -133,7 +135,7 @@ class LanguageModel:
         *,
         mass_power: float = 0.0,
         two_level: bool = True,
-        dropout: float = 0.5,
+        dropout: float | LinearDropout | None = None,
         contiguous: bool = False,
     ) -> LanguageModel:
         """An untrained model whose blocks belong to Brown clusters of the words.
@@ -174,10 +176,12 @@ class LanguageModel:
 
     def __repr__(self) -> str:
         low, high = int(self.blocks.sizes.min()), self.blocks.width
-        return (
-            f"LanguageModel({len(self.vocabulary):,} words; {self.blocks.num_states:,} states in "
-            f"{self.blocks.num_blocks} blocks of {low if low == high else f'{low} to {high}'})"
-        )
+        parts = [
+            f"{len(self.vocabulary):,} words", f"{self.blocks.num_states:,} states in "
+            f"{self.blocks.num_blocks} blocks of {low if low == high else f'{low} to {high}'}",
+            in_words(self.module.dropout),
+        ]  # fmt: skip
+        return f"LanguageModel({'; '.join(filter(None, parts))})"
 
     # Fitting
 
@@ -240,11 +244,11 @@ class LanguageModel:
         model = MarginalModel(self.module)
         batching: dict[str, Any] = {"batch_tokens": batch_tokens}
         num_steps = self.num_steps(data, num_epochs, batch_tokens, num_streams)
+        set_default(self.module, data.num_observed, num_epochs, num_steps)
         if self.contiguous:
             steps = max(1, batch_tokens // num_streams)
-            model, batching = (
-                StatefulModel(self.module, num_streams), {"windows": (num_streams, steps)}
-            )  # fmt: skip
+            model = StatefulModel(self.module, num_streams)
+            batching = {"windows": (num_streams, steps)}
             data = as_text(data)
             validation = None if validation is None else as_text(validation, num_streams)
         return fit_map(
@@ -464,13 +468,7 @@ class LanguageModel:
 
     def save(self, directory: FilePath) -> None:
         """Save vocabulary, blocks and parameters to a directory, as :func:`pyrohmm.save` does."""
-        check_directory(directory)
-        tensors = {f"module.{name}": tensor for name, tensor in self.module.state_dict().items()}
-        tensors |= {"symbol_block": self.blocks.symbol_block, "block_sizes": self.blocks.sizes}
-        unknown = self.vocabulary.unknown
-        saved_unknown = CLASSES if unknown is word_classes else unknown
-        words = {"words": list(self.vocabulary), "unknown": saved_unknown}
-        write_directory(directory, tensors, {"kind": "language model", **words, **self._options})
+        save_model(self, self._options, directory)
 
     @classmethod
     def load(cls, directory: FilePath) -> LanguageModel:
@@ -479,22 +477,4 @@ class LanguageModel:
         Raises:
             FileNotFoundError, ValueError: As :func:`pyrohmm.load_hmm`.
         """
-        tensors, meta = read_directory(directory, "language model")
-        try:
-            unknown = word_classes if meta["unknown"] == CLASSES else meta["unknown"]
-            vocabulary = Vocabulary(meta["words"], unknown)
-            blocks = state_blocks.from_clusters(
-                tensors.pop("symbol_block"), tensors.pop("block_sizes")
-            )
-            state = {name.removeprefix("module."): tensor for name, tensor in tensors.items()}
-            with torch.random.fork_rng(devices=[]):  # its first parameters are replaced
-                model = cls(
-                    vocabulary, blocks, meta["hidden_dim"],
-                    two_level=meta["two_level"], dropout=meta["dropout"],
-                    contiguous=meta.get("contiguous", False),  # older files have none
-                )  # fmt: skip
-            model.module.to(state["bias"].dtype).load_state_dict(state)
-        except Exception as error:
-            path = Path(directory) / TENSORS
-            raise ValueError(f"{path} does not describe a language model: {error}") from error
-        return model
+        return load_model(cls, directory)

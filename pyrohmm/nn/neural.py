@@ -104,7 +104,8 @@ class _Large(HMMModule):
             check_dropout("dropout", dropout)
         else:
             self.register_buffer("num_drawn", torch.tensor(0))
-        self.num_states, self.num_symbols, self.dropout = num_states, num_symbols, dropout
+        self.num_states, self.num_symbols = num_states, num_symbols
+        self.dropout: float | LinearDropout = dropout
         self._set_blocks(blocks)
 
     def _set_blocks(self, blocks: Blocks | None) -> None:
@@ -149,12 +150,15 @@ class _Large(HMMModule):
                 "symbols. Build the module with the blocks that were saved."
             )
 
-    def _drop(self) -> tuple[Tensor, Blocks | None]:
-        """States that dropout keeps, and their blocks."""
+    def _drop(self) -> tuple[Tensor | None, Blocks | None]:
+        """States that dropout keeps, None if all of them, and their blocks."""
         share = self.dropout
         if isinstance(share, LinearDropout):
-            share = share(int(self.num_drawn))
+            changes = share.begin != share.end  # else the host need not wait for the number
+            share = share(int(self.num_drawn)) if changes else share.begin
             self.num_drawn += 1
+        if share == 0:
+            return None, self.blocks
         states = sample_kept_states(self.num_states, self.blocks, share)
         blocks = None if self.blocks is None else self.blocks.keep(states)
         return states.to(next(self.parameters()).device), blocks

@@ -28,13 +28,13 @@ remain: Cox, 1962, Renewal theory (forward recurrence time).
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .._arguments import Range, checked, explained
-from .._checks import check_broadcast, check_floats, check_integers, check_lengths
+from .._checks import check_broadcast, check_floats
 from .._precision import differentiable_gradient, in_full_precision
 from .._transforms import evidence_and_gradient, refuse_transforms, transforming
 from . import torch_segments
@@ -43,20 +43,6 @@ from .log_space import finite_or_zero, logsumexp
 from .masks import exists
 from .recursions import ExpectedCounts
 from .segment_chain import SegmentChain, Segmented, arrange
-
-
-class Segments(NamedTuple):
-    """The segments of paths, in their order; there are at most S of them.
-
-    Attributes:
-        states: ``(*B, S)`` integers; -1 beyond the last segment.
-        starts: ``(*B, S)`` integers, the first step of each; 0 beyond the last.
-        durations: ``(*B, S)`` integers, how many steps of each are seen; 0 beyond the last.
-    """
-
-    states: Tensor
-    starts: Tensor
-    durations: Tensor
 
 
 @explained()
@@ -422,41 +408,3 @@ def boundaries(states: Tensor, present: Tensor) -> tuple[Tensor, Tensor, Tensor]
     steps = torch.arange(states.size(-1), device=states.device).expand(states.shape)
     begun = steps.masked_fill(~opens, 0).cummax(-1).values
     return opens, later & present, steps - begun + 1
-
-
-@checked()
-def segments(states: Tensor, lengths: Tensor) -> Segments:
-    """The segments of paths: their runs of equal states.
-
-    Args:
-        states: ``(*B, T)`` integers, paths.
-        lengths: Integers that broadcast with ``(*B)``, the number of steps of each.
-
-    Raises:
-        TypeError: If an argument does not hold integers.
-        ValueError: If shapes disagree, or a length does not lie between 1 and T.
-
-    Example:
-        >>> segments(torch.tensor([[2, 2, 0, 1], [1, 1, 0, 0]]), torch.tensor([4, 2])).durations
-        tensor([[2, 1, 1],
-                [2, 0, 0]])
-    """
-    check_integers("states", states)
-    check_integers("lengths", lengths)
-    if states.dim() == 0:
-        raise ValueError("states must have shape (*B, T); got shape ().")
-    num_steps, lengths = states.size(-1), lengths.cpu().long()
-    check_lengths(lengths, num_steps, "lengths of states")
-    batch = check_broadcast({"states": states.shape[:-1], "lengths": lengths.shape})
-    states = states.expand(*batch, num_steps)
-    opens, closes, age = boundaries(states, exists(lengths.expand(batch), num_steps, states.device))
-    place = opens.cumsum(-1)
-    size = int(place.amax())
-    place = place.masked_fill(~closes, 0)  # a column before the first takes all the others
-
-    def gathered(values: Tensor, beyond: int) -> Tensor:
-        rows = values.new_full((*batch, size + 1), beyond)
-        return rows.scatter(-1, place, values)[..., 1:]
-
-    steps = torch.arange(num_steps, device=states.device)
-    return Segments(gathered(states, -1), gathered(steps - age + 1, 0), gathered(age, 0))

@@ -35,7 +35,8 @@ class GaussianHMM(TabularEstimator):
         n_components: K, the number of states.
         covariance_type: ``"spherical"``, one variance for each state; ``"diag"``, one for each
             state and component; ``"full"``, a matrix for each state; ``"tied"``, one for all.
-        min_covar: What is added to the variances at the start of a fit.
+        min_covar: What is added to the variances at the start of a fit, as by hmmlearn, and no
+            floor: those of a fit may be less. ``covars_prior`` keeps them from zero.
         covars_prior: What is added to the sums of squares of each state, a number: with it the
             variance of a state whose rows are alike is not zero. It is the scale of an inverse
             gamma or inverse Wishart prior; zero for maximum likelihood.
@@ -185,7 +186,8 @@ class GMMHMM(TabularEstimator):
         n_mix: M, the number of parts of the mixture of each state.
         covariance_type: ``"diag"``, a variance for each part and component, or ``"spherical"``,
             one for each part.
-        min_covar: What is added to the variances at the start of a fit.
+        min_covar: What is added to the variances at the start of a fit, as by hmmlearn, and no
+            floor: those of a fit may be less.
         startprob_prior: Dirichlet concentration of the first state; a number or ``(K,)``.
         transmat_prior: Dirichlet concentrations of the transitions; a number or ``(K, K)``.
         algorithm: How ``predict`` decodes: ``"viterbi"`` or ``"map"``.

@@ -18,12 +18,15 @@ from pyrohmm import (
     MarginalModel,
     PosteriorDraws,
     Sequences,
+    TabularFactorialHMM,
     TabularHMM,
+    TabularHSMM,
     categorical,
     draws,
     fit_em,
     fit_map,
     fit_svi,
+    free_durations,
     normal_tied,
     tied,
 )
@@ -247,6 +250,26 @@ def test_states_that_their_priors_tell_apart_keep_their_names():
     model = MarginalModel(TabularHMM(3, categorical(3, prior)))
     with pytest.raises(ValueError, match="log prior"):
         from_prior(model, 1, 2).aligned(DATA)
+
+
+def test_renaming_states_that_last_for_durations_changes_neither_evidence_nor_prior():
+    some = from_prior(MarginalModel(TabularHSMM(3, free_durations(4, 2.0), categorical(3))), 1, 3)
+    names = torch.stack([torch.randperm(3) for _ in range(3)]).unsqueeze(0)
+    new = some.permute_states(names, DATA)
+    wanted = shuffled(some.values["module.duration.probs"], (-2,), names.argsort(-1))
+    assert torch.equal(new.values["module.duration.probs"], wanted)
+    torch.testing.assert_close(
+        new.hmm(DATA).log_prob(DATA.values), some.hmm(DATA).log_prob(DATA.values)
+    )
+    torch.testing.assert_close(new.log_prior(DATA), some.log_prior(DATA))
+
+
+def test_states_of_several_chains_have_no_common_order():
+    some = from_prior(MarginalModel(TabularFactorialHMM((2, 2), categorical(3))), 1, 3)
+    with pytest.raises(ValueError, match="Compare what depends on none"):
+        some.aligned(DATA)
+    found = some.map(DATA, lambda hmm: draws.invariants(hmm, DATA.values))
+    assert found["occupancy"].shape == (1, 3, 4)
 
 
 def test_dimensions_have_names():

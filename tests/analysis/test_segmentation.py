@@ -2,8 +2,9 @@
 
 import pytest
 import torch
+from pyro.distributions import Categorical
 
-from pyrohmm import queries, readers
+from pyrohmm import HSMM, queries, readers
 
 
 def slow(path):
@@ -27,6 +28,23 @@ def test_segments_are_those_of_a_loop(num_steps):
         assert rows == slow(states[number, : lengths[number]].tolist())
     assert queries.segments(states[0]) == [row for row in queries.segments(states[:1])]
     assert sum(row.length for row in found) == int(lengths.sum())
+
+
+def test_segments_of_a_semi_markov_path_are_those_that_its_density_counts():
+    initial, transition = torch.tensor([0.2, 0.3, 0.5]).log(), torch.tensor(
+        [[0.0, 0.4, 0.6], [0.9, 0.0, 0.1], [0.5, 0.5, 0.0]]
+    ).log()  # fmt: skip
+    duration, lengths = torch.rand(3, 4).log_softmax(-1), torch.tensor([9, 6])
+    hsmm = HSMM(initial, transition, duration, Categorical(torch.ones(3, 1)), lengths,
+                censored_end=False)  # fmt: skip
+    values, states = hsmm.sample_with_states()
+    expected, before = initial[states[:, 0]], None
+    for row in queries.segments(states, hsmm.lengths):
+        expected[row.sequence] += duration[row.state, row.length - 1]
+        if row.first:
+            expected[row.sequence] += transition[before.state, row.state]
+        before = row
+    torch.testing.assert_close(hsmm.log_joint(values, states), expected)
 
 
 def test_segments_of_a_fasta_file_become_bed(tmp_path):

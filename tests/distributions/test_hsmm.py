@@ -8,7 +8,21 @@ import pytest
 import torch
 from pyro.distributions import Categorical, Normal
 
-from pyrohmm import HMM, HSMM, Filter, cooccurrence, load_hmm, save, to_hmmlearn
+from pyrohmm import (
+    HMM,
+    HSMM,
+    Filter,
+    Sequences,
+    TabularHMM,
+    TabularHSMM,
+    categorical,
+    cooccurrence,
+    free_durations,
+    load_hmm,
+    queries,
+    save,
+    to_hmmlearn,
+)
 
 NEVER = -torch.inf
 K, D, T = 3, 4, 6
@@ -183,12 +197,13 @@ def test_samples_have_the_durations_asked_for(censored):
                 censored_end=censored)  # fmt: skip
     values, states = hsmm.sample_with_states((50,))
     assert torch.equal(values, states)
-    found = hsmm.segments(states)
-    wanted = torch.tensor([2, 1, 2, 0])[found.states]
-    last = found.starts + found.durations == lengths.unsqueeze(-1)
-    cut = (last & (found.durations < wanted)).any()
-    assert (found.durations == wanted)[~last].all()
-    assert bool(cut) is censored
+    wanted, cut = [2, 1, 2], False
+    for row in queries.segments(states.flatten(0, 1), lengths.repeat(50)):
+        if row.last + 1 == lengths[row.sequence % 2]:
+            cut |= row.length < wanted[row.state]
+        else:
+            assert row.length == wanted[row.state]
+    assert cut is censored
 
 
 @pytest.mark.parametrize("begun", [False, True])
@@ -248,15 +263,25 @@ def test_parameters_of_each_step(values):
 def test_what_needs_a_markov_chain_refuses_and_names_the_cure(values):
     hsmm = model()
     calls = [
-        lambda: Filter(hsmm),
-        lambda: hsmm.log_factors(values),
-        lambda: cooccurrence.average_probs(hsmm, 3),
-        lambda: to_hmmlearn(hsmm),
+        Filter,
+        TabularHMM.from_hmm,
+        lambda chain: chain.log_factors(values),
+        lambda chain: queries.continuation(chain, values, 2),
+        lambda chain: cooccurrence.average_probs(chain, 3),
     ]
     for call in calls:
-        with pytest.raises(ValueError, match=r"hsmm\.expanded\(\)"):
-            call()
-    Filter(model(observed=False).expanded())
+        with pytest.raises(ValueError, match=r"^\w+ needs .* hmm\.expanded\(\)") as error:
+            call(hsmm)
+        assert "replace(censored_end=True)" in str(error.value)
+        if call is Filter:
+            hsmm = hsmm.replace(censored_end=True)
+        call(hsmm.expanded())
+    with pytest.raises(ValueError, match="knows no durations"):
+        to_hmmlearn(hsmm)
+    symbols = TabularHSMM(2, free_durations(3), categorical(3))
+    data = Sequences.from_list([[0, 1, 2]])
+    with pytest.raises(ValueError, match="fit_map or fit_em"):
+        cooccurrence.fit_cooccurrence(symbols, data, num_steps=1)
 
 
 def test_saved_and_loaded(hsmm, values, tmp_path):

@@ -263,6 +263,17 @@ def test_draws_of_a_sampler():
     found = to_arviz(sampler, data)
     assert found.log_likelihood["x"].shape == (1, 4, 4)
     assert draws.for_new(DATA).hmm(DATA).batch_shape == (1, 4, N)
+    for other in (DATA[4:8], data.batch(torch.tensor([1, 0, 2, 3]))[:]):
+        for ask in (draws.hmm, lambda other: to_arviz(sampler, other)):
+            with pytest.raises(ValueError, match="of 4 are others, the first is sequence 0"):
+                ask(other)
+
+
+def test_a_sampler_of_variables_that_all_share_takes_any_sequences():
+    pyro.set_rng_seed(0)
+    sampler = MCMC(NUTS(grouped), 4, 2, disable_progbar=True)
+    sampler.run(data=DATA)
+    assert PosteriorDraws.of(sampler).hmm(counts(1)).batch_shape == (1, 4, N)
 
 
 def test_a_guide_written_by_hand():

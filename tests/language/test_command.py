@@ -561,7 +561,7 @@ def test_what_was_saved_is_the_same_model(tmp_path):
     assert found.score(lines).equal(model.score(lines))
     assert (found.vocabulary, found.vocabulary.unknown) == (model.vocabulary, "<unk>")
     assert (found.module.two_level, found.module.dropout) == (True, 0.25)
-    assert repr(found) == "LanguageModel(4 words; 6 states in 3 blocks of 1 to 3)"
+    assert repr(found) == "LanguageModel(4 words; 6 states in 3 blocks of 1 to 3; dropout 0.25)"
     draws = [each.generate(20, torch.Generator().manual_seed(1)) for each in (model, found)]
     assert draws[0] == draws[1]
     found.module.float()

@@ -267,14 +267,6 @@ def test_survival_keeps_what_a_sum_of_probabilities_would_lose():
     torch.testing.assert_close(survival[0, 1], -2000 + torch.tensor(-1.0).exp().log1p())
 
 
-def test_segments_of_paths():
-    states = torch.tensor([[[0, 0, 1, 2, 2], [1, 1, 1, 0, 0]]]).expand(2, 2, 5)
-    found = semi_markov.segments(states, torch.tensor([5, 2]))
-    assert found.states[0].tolist() == [[0, 1, 2], [1, -1, -1]]
-    assert found.starts[1].tolist() == [[0, 2, 3], [0, 0, 0]]
-    assert found.durations[0].tolist() == [[2, 1, 2], [2, 0, 0]]
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [

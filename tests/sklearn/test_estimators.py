@@ -172,6 +172,22 @@ def test_a_constant_column_has_a_variance_unless_it_is_asked_not_to(kind):
 
 
 @pytest.mark.filterwarnings("ignore::sklearn.exceptions.ConvergenceWarning")
+@pytest.mark.parametrize("kind", ["diag", "full", "tied"])
+def test_min_covar_is_added_at_the_start_and_is_no_floor(kind):
+    """As by hmmlearn, of whose spherical start the variance is a mean of covariances too."""
+    ours, theirs, X = gaussians(kind, min_covar=50.0, params="", init_params="c", n_iter=1)
+    ours.fit(X)
+    theirs.fit(X)
+    np.testing.assert_allclose(ours.covars_, np.broadcast_to(theirs.covars_, (3, 2, 2)))
+    wanted = np.cov(X.T).diagonal() + 50.0
+    np.testing.assert_allclose(np.diagonal(ours.covars_, axis1=-2, axis2=-1), [wanted] * 3)
+    ours, theirs, X = gaussians(kind, min_covar=50.0, init_params="")
+    ours.fit(X)
+    theirs.fit(X)
+    np.testing.assert_allclose(ours.covars_, np.broadcast_to(theirs.covars_, (3, 2, 2)), rtol=1e-5)
+    assert np.diagonal(ours.covars_, axis1=-2, axis2=-1).max() < 50.0
+
+
 def test_a_state_without_rows_stays_finite():
     for kind in KINDS:
         model = GaussianHMM(3, kind, init_params="", n_iter=3, tol=-1.0)

@@ -1,0 +1,219 @@
+"""Queries of an ``HSMM`` and a ``FactorialHMM``, against all paths and their expanded chains."""
+
+import itertools
+import math
+
+import pytest
+import torch
+from pyro.distributions import Categorical, Normal, Poisson
+from pyro.infer.autoguide import AutoNormal
+
+from pyrohmm import (
+    HSMM,
+    FactorialHMM,
+    Filter,
+    MarginalModel,
+    PosteriorDraws,
+    Sequences,
+    TabularFactorialHMM,
+    TabularHSMM,
+    fit_em,
+    fit_svi,
+    free_durations,
+    load_hmm,
+    metrics,
+    normal,
+    plots,
+    queries,
+    save,
+    to_arviz,
+)
+
+K, D, T = 3, 4, 5
+LENGTHS = torch.tensor([5, 1, 4])
+EMISSIONS = {
+    "numbers": lambda: Normal(torch.tensor([0.0, 2.0, 4.0]), 1.0),
+    "symbols": lambda: Categorical(
+        torch.tensor([[0.7, 0.2, 0.1], [0.1, 0.8, 0.1], [0.3, 0.3, 0.4]])
+    ),
+    "counts": lambda: Poisson(torch.tensor([0.5, 2.0, 9.0])),
+}
+
+
+def lasting(censored_end=True, emission="numbers"):
+    """An HSMM with a state that never lasts two steps, and one that never lasts three."""
+    stay = torch.eye(K, dtype=torch.bool)
+    transition = torch.randn(K, K).masked_fill(stay, -torch.inf).log_softmax(-1)
+    duration = torch.randn(K, D)
+    duration[0, 1], duration[1, 2:] = -torch.inf, -torch.inf
+    observed = torch.ones(3, T, dtype=torch.bool)
+    observed[0, 2] = False
+    observed[2, 3] = False  # the last one of the third
+    return HSMM(
+        torch.randn(K).log_softmax(-1), transition, duration.log_softmax(-1), EMISSIONS[emission](),
+        LENGTHS, observed, censored_end=censored_end,
+    )  # fmt: skip
+
+
+def several(emission=None):
+    """Two chains, of two and three states."""
+    logs = [torch.randn(size, size + 1).log_softmax(0).mT for size in (2, 3)]
+    return FactorialHMM(
+        [part[0].log_softmax(-1) for part in logs], [part[1:].log_softmax(-1) for part in logs],
+        emission or Normal(torch.arange(6.0), 1.0), LENGTHS,
+    )  # fmt: skip
+
+
+def all_paths(hmm, values, sequence):
+    """Every path of one sequence, and its log p(x, z)."""
+    length = int(LENGTHS[sequence])
+    paths = torch.tensor(list(itertools.product(range(hmm.num_states), repeat=length)))
+    wide = torch.zeros(len(paths), 3, T, dtype=torch.long)
+    wide[:, sequence, :length] = paths
+    return paths, hmm.log_joint(values, wide)[:, sequence]
+
+
+@pytest.fixture(params=["cut", "ends", "product"])
+def hmm(request):
+    return several() if request.param == "product" else lasting(request.param == "cut")
+
+
+def test_the_best_paths_and_the_entropy_are_those_of_all_paths(hmm):
+    values = hmm.sample()
+    found, scores = queries.k_best(hmm, values, 4)
+    entropy = queries.path_entropy(hmm, values)
+    for n in range(3):
+        paths, joint = all_paths(hmm, values, n)
+        ranked, order = joint.sort(descending=True)
+        count = min(4, int((joint > -torch.inf).sum()))
+        torch.testing.assert_close(scores[n, :count], ranked[:count])
+        assert torch.equal(found[n, :count, : LENGTHS[n]], paths[order[:count]])
+        assert bool((scores[n, count:] == -torch.inf).all())
+        expected = torch.special.entr(joint.double().softmax(0)).sum()
+        torch.testing.assert_close(entropy[n], expected, rtol=1e-5, atol=1e-6)
+    assert torch.equal(found[:, 0], hmm.viterbi(values))
+
+
+def test_predictions_are_those_of_the_expanded_chain(hmm):
+    values, chain = hmm.sample(), hmm.expanded()
+    predicted = queries.predictive_log_prob(hmm, values)
+    torch.testing.assert_close(predicted, queries.predictive_log_prob(chain, values))
+    torch.testing.assert_close(predicted.sum(-1), hmm.log_prob(values))
+    marginals = queries.observation_marginals(hmm, values)
+    torch.testing.assert_close(
+        marginals.mean[hmm.exists],
+        queries.observation_marginals(chain, values).mean[hmm.exists],
+    )
+
+
+@pytest.mark.parametrize("forecast", [True, False])
+@pytest.mark.parametrize("emission", EMISSIONS)
+@pytest.mark.parametrize("censored_end", [True, False])
+def test_residuals_of_durations_are_those_of_the_expanded_chain(censored_end, emission, forecast):
+    hsmm = lasting(censored_end, emission)
+    values = hsmm.sample()
+    found = queries.pseudo_residuals(hsmm, values, forecast=forecast)
+    wanted = queries.pseudo_residuals(hsmm.expanded(), values, forecast=forecast)
+    torch.testing.assert_close(found, wanted)
+    assert bool((found.upper[hsmm.exists & hsmm.observed] < 1).any())
+
+
+def test_residuals_are_shares_of_a_normaliser():
+    """That of one value is a ratio of evidences, with the value replaced by all that are less."""
+    hsmm = lasting(emission="symbols")
+    values = hsmm.sample()
+    values[0, 1] = 1
+    others = [values.clone() for _ in range(3)]
+    for symbol, each in enumerate(others):
+        each[0, 1] = symbol
+    evidence = torch.stack([hsmm.log_prob(each)[0].exp() for each in others])
+    found = queries.pseudo_residuals(hsmm, values)
+    assert found.lower[0, 1].item() == pytest.approx(
+        (evidence[0] / evidence.sum()).item(), rel=1e-5
+    )
+    upto = (evidence[:2].sum() / evidence.sum()).item()
+    assert found.upper[0, 1].item() == pytest.approx(upto, rel=1e-5)
+
+
+def test_dwell_times_of_an_hsmm_are_its_durations():
+    hsmm = lasting().expand([2, 3])
+    durations = hsmm.log_duration.exp()
+    mean = (durations * torch.arange(1.0, D + 1)).sum(-1)
+    torch.testing.assert_close(queries.dwell_time_mean(hsmm), mean)
+    for count in (2, 7):
+        logs = queries.dwell_time_log_prob(hsmm, count)
+        assert torch.equal(logs[..., :D], hsmm.log_duration[..., :count])
+        assert logs.shape[-2:] == (K, count)
+        assert bool((logs[..., D:] == -torch.inf).all())
+
+
+def test_what_follows_given_several_chains_is_what_follows_in_the_product():
+    hmm = several(Categorical(torch.rand(6, 4)))
+    values = hmm.sample()
+    ahead = queries.continuation(hmm, values, 2)
+    later = torch.tensor([[0, 1], [3, 2], [2, 0]])
+    torch.testing.assert_close(
+        ahead.log_prob(later), queries.continuation(hmm.expanded(), values, 2).log_prob(later)
+    )
+    whole = several().replace(emission=hmm.emission)  # another one, of other chains
+    assert not torch.allclose(
+        ahead.log_prob(later), queries.continuation(whole, values, 2).log_prob(later)
+    )
+
+
+def test_filters_usage_and_spectrum_of_several_chains_are_those_of_the_product():
+    hmm = several()
+    values, chain = hmm.sample(), hmm.expanded()
+    one, other = Filter(hmm), Filter(chain)
+    torch.testing.assert_close(one.update(values), other.update(values))
+    torch.testing.assert_close(one.predict(2).mean, other.predict(2).mean)
+    data = Sequences(values, LENGTHS)
+    usage = metrics.state_usage(hmm, data), metrics.state_usage(chain, data)
+    torch.testing.assert_close(usage[0].counts, usage[1].counts)
+    torch.testing.assert_close(
+        metrics.transition_spectrum(hmm).singular_values,
+        metrics.transition_spectrum(chain).singular_values,
+    )
+    torch.testing.assert_close(queries.dwell_time_mean(hmm), queries.dwell_time_mean(chain))
+
+
+def test_a_series_is_drawn_of_every_chain(hmm):
+    one = hmm.replace(lengths=torch.tensor([T]), observed=None)
+    values = one.sample()
+    axes = plots.series(one, values)
+    path = one.viterbi(values)[0]
+    for line in axes.lines[1:]:
+        state = int(line.get_label().removeprefix("state "))
+        assert line.get_xdata().tolist() == (path == state).nonzero().flatten().tolist()
+    plots.timeline(one.viterbi(values))
+    plots.emission(one)
+    assert math.isfinite(one.log_prob(values).sum())
+
+
+@pytest.mark.parametrize(
+    ("build", "count"),
+    [
+        (lambda: TabularHSMM(3, free_durations(4), normal(0)), 2 + 3 + 9 + 6),
+        (lambda: TabularFactorialHMM((2, 3), normal(0)), 1 + 2 + 2 + 6 + 12),
+    ],
+    ids=["durations", "several"],
+)
+def test_what_fits_offer(build, count, tmp_path):
+    data = Sequences(torch.randn(3, T), LENGTHS)
+    fit = fit_em(build(), data, num_steps=2)
+    hmm = fit.hmm(data)
+    evidence = hmm.log_prob(data.values)
+    torch.testing.assert_close(metrics.log_evidence(fit, data, 2), evidence)
+    torch.testing.assert_close(hmm.expanded().log_prob(data.values), evidence)
+    assert metrics.aic(fit, data) == pytest.approx(2 * count - 2 * evidence.sum().item())
+    wanted = count * math.log(data.num_observed) - 2 * evidence.sum().item()
+    assert metrics.bic(fit, data) == pytest.approx(wanted)
+    save(hmm, tmp_path / "hmm")
+    assert torch.equal(load_hmm(tmp_path / "hmm").log_prob(data.values), evidence)
+
+    model = MarginalModel(build())
+    fit = fit_svi(model, AutoNormal(model), data, num_steps=2)
+    draws = PosteriorDraws.of(fit, num_draws=4)
+    found = to_arviz(draws, data)
+    scores = torch.as_tensor(found.log_likelihood["x"].values)
+    torch.testing.assert_close(scores, draws.hmm(data).log_prob(data.values))

@@ -1,0 +1,127 @@
+"""State dropout of a language model: chosen by the epochs of a fit, kept, and changed later."""
+
+import json
+from pathlib import Path
+
+import pyro
+import pytest
+import torch
+
+from pyrohmm import LanguageModel, blocks, language
+from pyrohmm.language import DefaultDropout, default_dropout
+from pyrohmm.nn import LinearDropout
+
+LINES = ["a b c", "b c", "c a b b", "a"] * 5
+WORDS = language.count_words(LINES)
+DATA = language.encode(LINES, WORDS)
+FIGURE = Path(__file__).resolve().parents[2] / "figures" / "dropout.json"
+
+
+FEW = 10  # epochs of this text and model, which has 4.1 parameters for a token
+
+
+def untrained(**options):
+    pyro.set_rng_seed(0)
+    cluster = torch.tensor([0, 1, 0, 2, 2])
+    return LanguageModel(WORDS, blocks.from_clusters(cluster, 8), 4, **options)
+
+
+def fitted(num_epochs, **options):
+    model = untrained()
+    model.fit(DATA, num_epochs=num_epochs, batch_tokens=40, progress=False, **options)
+    return model
+
+
+def test_few_epochs_are_more_of_a_larger_text():
+    model = untrained()
+    size = sum(parameter.numel() for parameter in model.module.parameters())
+    assert FEW <= 16 * (DATA.num_observed / size) ** (1 / 3) < FEW + 1
+    assert default_dropout(16, 1, 1.0).begin == 0.0
+    assert default_dropout(17, 1, 1.0).begin == 0.5
+    assert default_dropout(32, 1, 8.0).begin == 0.0
+
+
+def was_counted_from_the_start(model, num_epochs):
+    """Whether steps were counted from 0; a fit asks the model some times before its first."""
+    return 0 <= int(model.module.num_drawn) - model.num_steps(DATA, num_epochs, 40) <= 5
+
+
+def states_in_training(model):
+    return model.module.train()(torch.tensor([1])).num_states
+
+
+def test_a_fit_of_few_epochs_leaves_nothing_out():
+    model = fitted(FEW)
+    assert (model.module.dropout.begin, model.module.dropout.end) == (0.0, 0.0)
+    assert states_in_training(model) == 24
+    assert "dropout" not in repr(model)
+
+
+def test_a_fit_of_many_epochs_begins_with_half_and_ends_with_three_quarters():
+    model = fitted(FEW + 1)
+    num_steps = model.num_steps(DATA, FEW + 1, 40)
+    assert model.module.dropout == DefaultDropout(0.5, 0.25, num_steps)
+    assert was_counted_from_the_start(model, FEW + 1)
+    assert states_in_training(model) == 18
+    model.module.num_drawn.zero_()
+    assert states_in_training(model) == 12
+    assert repr(model).endswith("dropout 0.5 to 0.25)")
+
+
+def test_a_second_fit_chooses_anew(tmp_path):
+    model = fitted(FEW + 1)
+    model.save(tmp_path / "m")
+    for each in (model, LanguageModel.load(tmp_path / "m")):
+        each.fit(DATA, num_epochs=12, batch_tokens=40, progress=False)
+        assert each.module.dropout.num_steps == each.num_steps(DATA, 12, 40)
+        assert was_counted_from_the_start(each, 12)
+        each.fit(DATA, num_epochs=2, batch_tokens=40, progress=False)
+        assert states_in_training(each) == 24
+
+
+def test_more_epochs_go_on_from_a_checkpoint_with_the_default_of_so_many(tmp_path):
+    few = fitted(3, checkpoint=tmp_path / "c")
+    more = fitted(12, checkpoint=tmp_path / "c")
+    assert was_counted_from_the_start(more, 12)
+    assert (states_in_training(few), states_in_training(more)) == (24, 18)
+    with pytest.raises(ValueError, match="belongs to another fit"):
+        untrained(dropout=0.5).fit(
+            DATA, num_epochs=12, batch_tokens=40, progress=False, checkpoint=tmp_path / "c"
+        )
+
+
+@pytest.mark.parametrize("dropout", [0.25, LinearDropout(0.5, 0.25, 10), None], ids=str)
+def test_what_was_chosen_is_saved_and_loaded(dropout, tmp_path):
+    model = untrained(dropout=dropout)
+    model.fit(DATA, num_epochs=12, batch_tokens=40, progress=False)
+    model.save(tmp_path / "m")
+    loaded = LanguageModel.load(tmp_path / "m")
+    assert loaded.module.dropout == model.module.dropout
+    assert type(loaded.module.dropout) is type(model.module.dropout)
+    assert repr(loaded) == repr(model)
+    assert torch.equal(loaded.score(DATA), model.score(DATA))
+    assert states_in_training(loaded) == states_in_training(model)
+
+
+def test_a_share_that_was_given_is_kept_whatever_the_epochs():
+    model = untrained(dropout=0.5)
+    for epochs in (1, 12):
+        model.fit(DATA, num_epochs=epochs, batch_tokens=40, progress=False)
+        assert model.module.dropout == 0.5
+    assert states_in_training(model) == 12
+
+
+def test_the_default_is_among_the_best_of_the_measured_runs():
+    """In every cell of the figure that has its share: within three hundredths of the best."""
+    rows = json.loads(FIGURE.read_text())["rows"]
+    for part, epochs in {(row["part"], row["epochs"]) for row in rows}:
+        found = {
+            row["dropout"]: row["perplexity"]
+            for row in rows
+            if (row["part"], row["epochs"]) == (part, epochs)
+        }
+        row = next(row for row in rows if row["part"] == part)
+        share = default_dropout(epochs, 1, row["tokens"] / row["parameters"])
+        name = "none" if share.begin == 0 else f"{share.begin:g} to {share.end:g}"
+        if name in found:
+            assert found[name] < 1.03 * min(found.values())
