@@ -17,6 +17,7 @@ from .data.sequences import Sequences as Sequences
 from .distributions import block_hmm as block_hmm
 from .distributions import dpp as dpp
 from .distributions.block_hmm import BlockHMM as BlockHMM
+from .distributions.continuous_time_hmm import ContinuousTimeHMM as ContinuousTimeHMM
 from .distributions.crf import LinearChainCRF as LinearChainCRF
 from .distributions.dpp import DiversityPrior as DiversityPrior
 from .distributions.factorial_hmm import FactorialHMM as FactorialHMM
@@ -61,6 +62,7 @@ from .nn.base import HMMModule as HMMModule
 from .nn.base import freeze as freeze
 from .nn.composed import streams as streams
 from .nn.composed import tied as tied
+from .nn.continuous_time import TabularContinuousTimeHMM as TabularContinuousTimeHMM
 from .nn.dense import DenseHMM as DenseHMM
 from .nn.durations import TabularHSMM as TabularHSMM
 from .nn.durations import free_durations as free_durations
@@ -89,6 +91,7 @@ from .nn.tabular import sticky as sticky
 from .nn.tagging import NeuralTagger as NeuralTagger
 from .ops import automata as automata
 from .ops import blocks as blocks
+from .ops import continuous_time as continuous_time
 from .ops import factorial as factorial
 from .ops import recursions as recursions
 from .ops import semi_markov as semi_markov
@@ -99,6 +102,7 @@ __all__ = [
     "HMM",
     "HSMM",
     "BlockHMM",
+    "ContinuousTimeHMM",
     "CooccurrenceModel",
     "DenseHMM",
     "DiversityPrior",
@@ -123,6 +127,7 @@ __all__ = [
     "ScalarHMM",
     "Sequences",
     "StatefulModel",
+    "TabularContinuousTimeHMM",
     "TabularFactorialHMM",
     "TabularHMM",
     "TabularHSMM",
@@ -139,6 +144,7 @@ __all__ = [
     "blocks",
     "categorical",
     "clusters",
+    "continuous_time",
     "cooccurrence",
     "datasets",
     "dense",

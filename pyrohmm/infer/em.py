@@ -29,16 +29,12 @@ from .._threads import threads_for
 from ..data.batches import Batches
 from ..data.parts import Parts, in_parts, parts_of
 from ..data.sequences import Sequences
-from ..distributions.factorial_hmm import FactorialHMM
 from ..distributions.hmm import HMM
-from ..distributions.hsmm import HSMM
 from ..io.checkpoints import Checkpoint, Fields
 from ..io.identity import describe, digits, fingerprint
 from ..nn.base import HMMModule
 from ..nn.closed_form import Statistics, TransitionCounts
-from ..nn.durations import TabularHSMM
-from ..nn.factorial import TabularFactorialHMM
-from ..nn.tabular import TabularHMM
+from ..nn.points import module_of
 from ..ops.recursions import ExpectedCounts
 from .exclusive import exclusive
 from .expectation import Expectation, check_apart, uniform_counts
@@ -155,8 +151,7 @@ def fit_em(
     data = in_parts(data)
     arguments = dict(locals())  # all of them, for checkpoints
     if isinstance(module, HMM):
-        kinds: dict[type, Any] = {HSMM: TabularHSMM, FactorialHMM: TabularFactorialHMM}
-        module = kinds.get(type(module), TabularHMM).from_hmm(module)
+        module = module_of(module)
     check_tolerance(tolerance)
     _check(module, num_steps, restarts, decay, log_prior, transition_step)
     if transition_step is None and isinstance(log_prior, TransitionPrior):

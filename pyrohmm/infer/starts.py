@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from .._arguments import Range, checked
 from ..data.sequences import Sequences
+from ..distributions.continuous_time_hmm import ContinuousTimeHMM
 from ..distributions.hmm import HMM
 from ..nn.base import HMMModule
 from ..ops.recursions import ExpectedCounts
@@ -90,7 +91,8 @@ def from_hmm(hmm: HMM) -> Start:
     """
 
     def start(module: HMMModule, data: Sequences, restarts: int) -> ExpectedCounts:
-        model = hmm.replace(lengths=data.lengths, observed=data.observed, allowed=None)
+        times = {"times": data.times} if isinstance(hmm, ContinuousTimeHMM) else {}
+        model = hmm.replace(lengths=data.lengths, observed=data.observed, allowed=None, **times)
         if data.labels is not None:
             model = model.restrict(data.labels)
         counts = model.expected_counts(data.values)

@@ -14,6 +14,7 @@ from torch.distributions.utils import logits_to_probs, probs_to_logits
 from .._arguments import checked
 from ..distributions.block_hmm import BlockHMM
 from ..distributions.context_tables import AutoregressiveCategorical
+from ..distributions.continuous_time_hmm import ContinuousTimeHMM
 from ..distributions.factorial_hmm import FactorialHMM
 from ..distributions.hard_zeros import built_from
 from ..distributions.hmm import HMM
@@ -106,8 +107,8 @@ def save(thing: HMM | nn.Module, directory: FilePath) -> None:
     ``tensors.safetensors``, and ``pyrohmm.json``, a copy of its description to be read by people.
 
     Args:
-        thing: An :class:`HMM`, :class:`HSMM`, :class:`FactorialHMM` or :class:`BlockHMM`, or a
-            ``torch.nn.Module`` such as an :class:`HMMModule`.
+        thing: An :class:`HMM`, :class:`HSMM`, :class:`FactorialHMM`, :class:`ContinuousTimeHMM` or
+            :class:`BlockHMM`, or a ``torch.nn.Module`` such as an :class:`HMMModule`.
         directory: A directory that does not exist, is empty, or holds what was saved before. The
             one above it must exist.
 
@@ -137,7 +138,8 @@ def load_hmm(directory: FilePath) -> HMM:
     """
     tensors, meta = read_directory(directory, "hmm")
     try:
-        hmm = _BUILDERS.get(meta.get("class", "HMM"), _build_hmm)(tensors, meta)
+        build = _build_block_hmm if meta.get("class") == "BlockHMM" else _build_hmm
+        hmm = build(tensors, meta)
         if tensors:
             raise ValueError(f"nothing needs the tensors {sorted(tensors)}")
     except Exception as error:
@@ -190,20 +192,16 @@ def load_into(module: nn.Module, directory: FilePath) -> None:
 
 def describe(thing: HMM | nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The tensors of ``thing``, and what else there is to say of it."""
-    if type(thing) is HMM:
-        return _describe_hmm(thing)
-    if type(thing) is HSMM:
-        return _describe_hsmm(thing)
-    if type(thing) is FactorialHMM:
-        return _describe_factorial_hmm(thing)
+    if type(thing) in {form.family for form in _FORMS.values()}:
+        return _describe_hmm(thing)  # type: ignore[arg-type]
     if type(thing) is BlockHMM:
         return _describe_block_hmm(thing)
     if isinstance(thing, nn.Module):
         return _state(thing), {"kind": "module", "class": type(thing).__qualname__}
     raise TypeError(
-        "thing must be an HMM, HSMM, FactorialHMM, BlockHMM or torch.nn.Module; got "
-        f"{type(thing).__name__}. Of a fit, save fit.hmm(data); of an HMM of another class, the "
-        "module that builds it."
+        "thing must be an HMM, HSMM, FactorialHMM, ContinuousTimeHMM, BlockHMM or "
+        f"torch.nn.Module; got {type(thing).__name__}. Of a fit, save fit.hmm(data); of an HMM of "
+        "another class, the module that builds it."
     )
 
 
@@ -243,79 +241,65 @@ def _differences(
 _EITHER = ("probs", "logits")
 
 
-def _describe_hmm(
-    hmm: HMM, chain: tuple[str, ...] = ("log_initial", "log_transition")
-) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    names = (*chain, "lengths", "observed", "allowed")
+class _Form(NamedTuple):
+    """What an HMM is built from besides its emission and what all of them have.
+
+    Attributes:
+        family: Its class.
+        tensors: Its parameters.
+        flags: Its switches.
+    """
+
+    family: type[HMM]
+    tensors: tuple[str, ...]
+    flags: tuple[str, ...] = ("emission_per_step",)
+
+
+_FORMS = {
+    "HMM": _Form(
+        HMM, ("log_initial", "log_transition"), ("transition_per_step", "emission_per_step")
+    ),
+    "HSMM": _Form(
+        HSMM, ("log_initial", "log_transition", "log_duration"),
+        ("censored_end", "emission_per_step"),
+    ),
+    "ContinuousTimeHMM": _Form(ContinuousTimeHMM, ("log_initial", "rates", "times")),
+    "FactorialHMM": _Form(FactorialHMM, ()),
+}  # fmt: skip
+
+
+def _describe_hmm(hmm: HMM) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    name = type(hmm).__name__
+    names = (*_FORMS[name].tensors, "lengths", "observed", "allowed")
     tensors = {name: getattr(hmm, name) for name in names if getattr(hmm, name) is not None}
     meta = {
         "kind": "hmm",
-        "class": "HMM",
-        "transition_per_step": hmm.transition_per_step,
-        "emission_per_step": hmm.emission_per_step,
+        "class": name,
+        **{flag: getattr(hmm, flag) for flag in _FORMS[name].flags},
         "validate_args": vars(hmm).get("_validate_args"),
         "emission": _describe_part(hmm.emission, "emission", tensors),
     }
+    if isinstance(hmm, FactorialHMM):
+        meta["chains"] = len(hmm.sizes)
+        for several in ("log_initials", "log_transitions"):
+            tensors |= {f"{several}.{m}": part for m, part in enumerate(getattr(hmm, several))}
     return tensors, meta
 
 
 def _build_hmm(tensors: dict[str, Tensor], meta: dict[str, Any]) -> HMM:
     """What :func:`_describe_hmm` described; the tensors it needs are taken out of ``tensors``."""
-    return HMM(
-        log_initial=tensors.pop("log_initial"),
-        log_transition=tensors.pop("log_transition"),
+    form = _FORMS.get(meta.get("class", "HMM"), _FORMS["HMM"])
+    chain: dict[str, Any] = {name: tensors.pop(name) for name in form.tensors}
+    chain |= {flag: _flag(meta, flag) for flag in form.flags}
+    if form.family is FactorialHMM:
+        for several in ("log_initials", "log_transitions"):
+            chain[several] = [tensors.pop(f"{several}.{m}") for m in range(int(meta["chains"]))]
+    return form.family(
+        **chain,
         emission=_build_part(meta.get("emission"), "emission", tensors),
         lengths=tensors.pop("lengths"),
         observed=tensors.pop("observed", None),
         validate_args=_validation(meta),
-        transition_per_step=_flag(meta, "transition_per_step"),
-        emission_per_step=_flag(meta, "emission_per_step"),
-        allowed=tensors.pop("allowed", None),
-    )
-
-
-def _describe_hsmm(hmm: HSMM) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    tensors, meta = _describe_hmm(hmm)
-    del meta["transition_per_step"]
-    tensors["log_duration"] = hmm.log_duration
-    return tensors, meta | {"class": "HSMM", "censored_end": hmm.censored_end}
-
-
-def _describe_factorial_hmm(hmm: FactorialHMM) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    tensors, meta = _describe_hmm(hmm, ())
-    del meta["transition_per_step"]
-    for name in ("log_initials", "log_transitions"):
-        tensors |= {f"{name}.{m}": part for m, part in enumerate(getattr(hmm, name))}
-    return tensors, meta | {"class": "FactorialHMM", "chains": len(hmm.sizes)}
-
-
-def _build_factorial_hmm(tensors: dict[str, Tensor], meta: dict[str, Any]) -> FactorialHMM:
-    """As :func:`_build_hmm`."""
-    chains = range(int(meta["chains"]))
-    return FactorialHMM(
-        log_initials=[tensors.pop(f"log_initials.{m}") for m in chains],
-        log_transitions=[tensors.pop(f"log_transitions.{m}") for m in chains],
-        emission=_build_part(meta.get("emission"), "emission", tensors),
-        lengths=tensors.pop("lengths"),
-        observed=tensors.pop("observed", None),
-        validate_args=_validation(meta),
-        emission_per_step=_flag(meta, "emission_per_step"),
-        allowed=tensors.pop("allowed", None),
-    )
-
-
-def _build_hsmm(tensors: dict[str, Tensor], meta: dict[str, Any]) -> HSMM:
-    """As :func:`_build_hmm`."""
-    return HSMM(
-        log_initial=tensors.pop("log_initial"),
-        log_transition=tensors.pop("log_transition"),
-        log_duration=tensors.pop("log_duration"),
-        emission=_build_part(meta.get("emission"), "emission", tensors),
-        lengths=tensors.pop("lengths"),
-        observed=tensors.pop("observed", None),
-        validate_args=_validation(meta),
-        censored_end=_flag(meta, "censored_end"),
-        emission_per_step=_flag(meta, "emission_per_step"),
         allowed=tensors.pop("allowed", None),
     )
 
@@ -488,8 +472,3 @@ def _flag(node: dict[str, Any], name: str) -> bool:
 def _validation(node: dict[str, Any]) -> bool | None:
     """Whether values are to be checked; None leaves it to Pyro's setting."""
     return None if node.get("validate_args") is None else _flag(node, "validate_args")
-
-
-_BUILDERS = {
-    "BlockHMM": _build_block_hmm, "FactorialHMM": _build_factorial_hmm, "HSMM": _build_hsmm,
-}  # fmt: skip

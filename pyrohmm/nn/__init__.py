@@ -14,8 +14,10 @@ Its modules; each imports only those above it:
 ``composed``        joined streams; states that share an emission
 ``emissions``       categorical, Bernoulli, Poisson, parametric
 ``tabular``         ``TabularHMM``: probabilities are the parameters
+``continuous_time`` ``TabularContinuousTimeHMM``: observations at irregular times
 ``durations``       ``TabularHSMM``: states with explicit durations, of several families
 ``factorial``       ``TabularFactorialHMM``: several chains; additive emissions
+``points``          an ``HMM`` as a module without priors
 ``dense``           ``DenseHMM``: softmax of inner products of embeddings
 ``networks``        networks and tables that make embeddings
 ``neural``          ``NeuralHMM``, ``ScalarHMM``: tens of thousands of states; ``LinearDropout``
@@ -32,6 +34,7 @@ from .base import HMMModule as HMMModule
 from .base import freeze as freeze
 from .composed import streams as streams
 from .composed import tied as tied
+from .continuous_time import TabularContinuousTimeHMM as TabularContinuousTimeHMM
 from .dense import DenseHMM as DenseHMM
 from .durations import TabularHSMM as TabularHSMM
 from .durations import free_durations as free_durations

@@ -36,6 +36,7 @@ Its modules; each imports only those above it:
 ``ranges``            the recursions in float32, float64 and logarithms
 ``evidence``          evidence and gradient of those as one differentiable operation
 ``recursions``        forward-backward, Viterbi, path sampling of dense chains
+``continuous_time``   transitions of chains in continuous time
 ``semi_markov``       the recursions of chains with explicit durations
 ``factorial``         the recursions of several chains behind one observation
 ``block_recursions``  the recursions of block-sparse chains
@@ -55,6 +56,7 @@ Its modules; each imports only those above it:
 from . import automata as automata
 from . import backends as backends
 from . import blocks as blocks
+from . import continuous_time as continuous_time
 from . import factorial as factorial
 from . import recursions as recursions
 from . import semi_markov as semi_markov
