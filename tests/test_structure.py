@@ -43,8 +43,9 @@ LONG_FUNCTIONS: dict[str, str] = {
     "infer.cooccurrence.fit_cooccurrence": "lists its own arguments and those of all fits",
 }
 # Of the whole package half is code, a quarter docstrings and the rest imports, decorators and
-# space. It may grow by what it can do (estimators, potentials, durations), never by the way.
-MOST_LINES = {"module": 500, "class": 350, "function": 80, "package": 38_500}
+# space. It may grow by what it can do (estimators, potentials, durations, continuous time: a
+# distribution, a module, a prior with zeros, times of data), never by the way.
+MOST_LINES = {"module": 500, "class": 350, "function": 80, "package": 38_900}
 
 
 def name_of(path):

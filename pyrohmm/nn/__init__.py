@@ -4,24 +4,24 @@ Imports ``ops``, ``data`` and ``distributions``.
 
 Its modules; each imports only those above it:
 
-``base``            ``HMMModule``: what every module of this room is
-``closed_form``     the M-step of EM: what a module or an emission defines
-``family``          ``Emission``: base of the emission families
-``centred``         what normal families share: priors with the scale of the data
-``normals``         normal families: diagonal, spherical, full, tied
-``mixtures``        mixtures of normals
-``autoregressive``  vectors and symbols that depend on those before
-``composed``        joined streams; states that share an emission
-``emissions``       categorical, Bernoulli, Poisson, parametric
-``tabular``         ``TabularHMM``: probabilities are the parameters
-``continuous_time`` ``TabularContinuousTimeHMM``: observations at irregular times
-``durations``       ``TabularHSMM``: states with explicit durations, of several families
-``factorial``       ``TabularFactorialHMM``: several chains; additive emissions
-``points``          an ``HMM`` as a module without priors
-``dense``           ``DenseHMM``: softmax of inner products of embeddings
-``networks``        networks and tables that make embeddings
-``neural``          ``NeuralHMM``, ``ScalarHMM``: tens of thousands of states; ``LinearDropout``
-``tagging``         ``NeuralTagger``: a neural HMM of words and tags
+``base``             ``HMMModule``: what every module of this room is
+``closed_form``      the M-step of EM: what a module or an emission defines
+``family``           ``Emission``: base of the emission families
+``centred``          what normal families share: priors with the scale of the data
+``normals``          normal families: diagonal, spherical, full, tied
+``mixtures``         mixtures of normals
+``autoregressive``   vectors and symbols that depend on those before
+``composed``         joined streams; states that share an emission
+``emissions``        categorical, Bernoulli, Poisson, parametric
+``tabular``          ``TabularHMM``: probabilities are the parameters
+``continuous_time``  ``TabularContinuousTimeHMM``: observations at irregular times
+``durations``        ``TabularHSMM``: states with explicit durations, of several families
+``factorial``        ``TabularFactorialHMM``: several chains; additive emissions
+``points``           an ``HMM`` as a module without priors
+``dense``            ``DenseHMM``: softmax of inner products of embeddings
+``networks``         networks and tables that make embeddings
+``neural``           ``NeuralHMM``, ``ScalarHMM``: tens of thousands of states; ``LinearDropout``
+``tagging``          ``NeuralTagger``: a neural HMM of words and tags
 """
 
 from . import dense as dense

@@ -369,7 +369,9 @@ def test_queries_of_an_hmm_know_it(values):
     steps = queries.predictive_log_prob(hmm, values)
     torch.testing.assert_close(steps.sum(-1), hmm.log_prob(values).double())
     data = Sequences(values, LENGTHS, times=hmm.times)
-    assert metrics.perplexity(hmm.replace(observed=None), data).item() > 1
+    shown = metrics.perplexity(hmm.replace(observed=None), data)
+    evidence = hmm.replace(observed=None).log_prob(values).sum()
+    assert abs(shown.value - math.exp(-evidence / data.num_observed)) < 1e-6
     for query in (lambda: Filter(hmm), lambda: queries.continuation(hmm, values, 2)):
         with pytest.raises(ValueError, match=r"steps of a ContinuousTimeHMM have times of their"):
             query()
