@@ -91,7 +91,6 @@ from .nn.tabular import sticky as sticky
 from .nn.tagging import NeuralTagger as NeuralTagger
 from .ops import automata as automata
 from .ops import blocks as blocks
-from .ops import continuous_time as continuous_time
 from .ops import factorial as factorial
 from .ops import recursions as recursions
 from .ops import semi_markov as semi_markov
@@ -144,7 +143,6 @@ __all__ = [
     "blocks",
     "categorical",
     "clusters",
-    "continuous_time",
     "cooccurrence",
     "datasets",
     "dense",

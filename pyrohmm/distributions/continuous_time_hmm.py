@@ -111,6 +111,12 @@ class ContinuousTimeHMM(HMM):
     ) -> None:
         check_integers("lengths", lengths)
         _check(log_initial, rates, times, int(lengths.max()) if lengths.numel() else 0)
+        for name, mask, place in (("observed", observed, -1), ("allowed", allowed, -2)):
+            if mask is not None and mask.shape[place:][:1] != times.shape[-1:]:
+                raise ValueError(
+                    f"{name} and times must have the same steps T; got {name} of shape "
+                    f"{tuple(mask.shape)} and times of shape {tuple(times.shape)}."
+                )
         check_broadcast({"times": times.shape[:-1], "lengths": lengths.shape})
         self.rates, self.times = rates, times.to(rates.device).double()
         exists = masks.exists(lengths.cpu().long(), times.size(-1), rates.device)
@@ -216,8 +222,12 @@ class ContinuousTimeHMM(HMM):
                     [0.0000, 1.0000]])
         """
         check_real("gaps", gaps)
-        if self._validate_args and not transforming() and not bool((gaps >= 0).all()):
-            raise ValueError(f"gaps must not be negative; got {gaps.min().item():g}.")
+        if self._validate_args and not transforming():
+            wrong = ~((gaps >= 0) & (gaps < torch.inf))
+            if bool(wrong.any()):
+                raise ValueError(
+                    f"gaps must be finite and not negative; got {gaps[wrong][0].item():g}."
+                )
         rates = self.rates.reshape(
             *self.rates.shape[:-2], *(1,) * gaps.dim(), *self.rates.shape[-2:]
         )
@@ -324,6 +334,7 @@ class ContinuousTimeHMM(HMM):
             tensor([0.3935, 0.8647])
         """
         check_real("times", times)
+        check_broadcast({"times": times.shape[:-1], "HMM": self.batch_shape})
         if self.emission_per_step or isinstance(self.emission, Autoregressive):
             self.check_constant("forecast of this emission")
         now = self._last_filtered(values)
@@ -331,10 +342,11 @@ class ContinuousTimeHMM(HMM):
         shape = check_broadcast({"times": self.times.shape[:-1], "lengths": self.lengths.shape})
         ends = self.times.expand(*shape, self.num_steps).gather(-1, last.expand(*shape, 1))
         gaps = times.to(ends) - ends
-        if self._validate_args and not transforming() and not bool((gaps >= 0).all()):
+        wrong = ~((gaps >= 0) & (gaps < torch.inf))
+        if self._validate_args and not transforming() and bool(wrong.any()):
             raise ValueError(
-                f"times must not lie before the last step of a sequence; got {-gaps.min().item():g}"
-                " before it. Of the states between observations ask the posterior, with steps that "
+                "times must be finite, and not lie before the last step of a sequence; got "
+                f"{-gaps[wrong][0].item():g} before it. Of the states between observations ask the posterior, with steps that "
                 "are not observed."
             )
         matrices = _over_gaps(self.rates, Gaps(*gaps.unique(return_inverse=True))).exp()
@@ -382,8 +394,8 @@ def _check(log_initial: Tensor, rates: Tensor, times: Tensor, longest: int) -> N
     check_real("times", times)
     if times.dim() == 0 or times.size(-1) < max(longest, 1):
         raise ValueError(
-            f"times must have shape (*B, T) with T at least {max(longest, 1)}, the longest "
-            f"sequence; got {tuple(times.shape)}."
+            f"times must have shape (*B, T) with T at least {max(longest, 1)}, the largest of "
+            f"lengths; got {tuple(times.shape)}."
         )
 
 

@@ -56,7 +56,6 @@ Its modules; each imports only those above it:
 from . import automata as automata
 from . import backends as backends
 from . import blocks as blocks
-from . import continuous_time as continuous_time
 from . import factorial as factorial
 from . import recursions as recursions
 from . import semi_markov as semi_markov

@@ -1,6 +1,7 @@
 """``TabularContinuousTimeHMM``: its M-step, its fits, and the times that data carry."""
 
 import copy
+import pickle
 
 import numpy as np
 import pyro
@@ -294,3 +295,13 @@ def test_data_larger_than_memory_have_times(data):
     whole, parts = (fit_em(module, each, start=begin, num_steps=4, tolerance=None)
                     for each in (data, stored))  # fmt: skip
     torch.testing.assert_close(whole.losses, parts.losses)
+
+
+@pytest.mark.parametrize("way", [copy.deepcopy, lambda part: pickle.loads(pickle.dumps(part))])
+def test_copies_sample_the_same(way, data):
+    module = TabularContinuousTimeHMM(3, normal(0), transition_allowed=left_to_right(3))
+    found = []
+    for part in (module, way(module)):
+        pyro.set_rng_seed(1)
+        found.append(part(data.lengths, data.observed, data.times).log_prob(data.values))
+    assert torch.equal(*found)
