@@ -90,7 +90,7 @@ class ContinuousTimeHMM(HMM):
                 [[0.8339, 0.1661],
                  [0.8305, 0.1695]]])
         >>> hmm.log_prob(torch.tensor([1, 1, 0])).exp()
-        tensor(0.2216)
+        tensor(0.2079)
         >>> hmm.sojourn_times
         tensor([10.,  2.])
     """
@@ -346,8 +346,8 @@ class ContinuousTimeHMM(HMM):
         if self._validate_args and not transforming() and bool(wrong.any()):
             raise ValueError(
                 "times must be finite, and not lie before the last step of a sequence; got "
-                f"{-gaps[wrong][0].item():g} before it. Of the states between observations ask the posterior, with steps that "
-                "are not observed."
+                f"{-gaps[wrong][0].item():g} before it. Of the states between observations ask the "
+                "posterior, with steps that are not observed."
             )
         matrices = _over_gaps(self.rates, Gaps(*gaps.unique(return_inverse=True))).exp()
         states = (now[..., None, None, :] @ matrices.to(now.dtype)).squeeze(-2)
@@ -363,7 +363,7 @@ def _gaps(times: Tensor, exists: Tensor) -> Gaps:
     lasts = times.diff(dim=-1)
     real = exists[..., 1:]
     if times.dim() == 1:
-        real = real.reshape(-1, real.size(-1)).any(0)
+        real = real.reshape(real.shape[:-1].numel(), real.size(-1)).any(0)
     longest = torch.where(real, lasts, 0.0).amax() if lasts.numel() else lasts.new_zeros(())
     distinct, place = torch.where(real, lasts, longest).unique(return_inverse=True)
     if len(distinct) == 1:

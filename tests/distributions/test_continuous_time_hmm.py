@@ -257,6 +257,23 @@ def test_times_may_lie_far_from_zero(rates, values):
     assert torch.equal(near.log_prob(values), far.log_prob(values))
 
 
+@pytest.mark.parametrize("batch", [(), (4,)])
+def test_one_step_is_the_first_state_and_its_emission(batch):
+    """Nothing happens between no steps; forecasts go on from there."""
+    lengths, times = torch.ones(batch).long(), torch.full((*batch, 1), 3.0)
+    hmm = ContinuousTimeHMM(INITIAL, FULL, EMISSION, lengths, times)
+    values = torch.rand(*batch, 1)
+    wanted = (INITIAL + EMISSION.log_prob(values)).logsumexp(-1)
+    torch.testing.assert_close(hmm.log_prob(values), wanted)
+    assert hmm.sample((2,)).shape == (2, *batch, 1)
+    assert (hmm.expected_counts(values).transitions == 0).all()
+    now = hmm.posterior(values).states[..., 0, :]
+    ahead = hmm.forecast(values, times + torch.tensor([0.0, 2.0])).states
+    torch.testing.assert_close(ahead[..., 0, :], now)
+    torch.testing.assert_close(ahead[..., 1, :], now @ torch.as_tensor(expm(FULL.numpy() * 2)))
+    assert torch.equal(hmm.uniform().log_transition, hmm.log_transition)
+
+
 def test_padding_may_hold_any_time(values):
     times = irregular(4)
     wanted = model().log_prob(values)
