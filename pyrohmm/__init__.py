@@ -17,6 +17,7 @@ from .data.sequences import Sequences as Sequences
 from .distributions import block_hmm as block_hmm
 from .distributions import dpp as dpp
 from .distributions.block_hmm import BlockHMM as BlockHMM
+from .distributions.continuous_time_hmm import ContinuousTimeHMM as ContinuousTimeHMM
 from .distributions.crf import LinearChainCRF as LinearChainCRF
 from .distributions.dpp import DiversityPrior as DiversityPrior
 from .distributions.factorial_hmm import FactorialHMM as FactorialHMM
@@ -64,6 +65,7 @@ from .nn.base import HMMModule as HMMModule
 from .nn.base import freeze as freeze
 from .nn.composed import streams as streams
 from .nn.composed import tied as tied
+from .nn.continuous_time import TabularContinuousTimeHMM as TabularContinuousTimeHMM
 from .nn.dense import DenseHMM as DenseHMM
 from .nn.durations import free_durations as free_durations
 from .nn.durations import geometric_durations as geometric_durations
@@ -105,6 +107,7 @@ __all__ = [
     "HMM",
     "HSMM",
     "BlockHMM",
+    "ContinuousTimeHMM",
     "CooccurrenceModel",
     "DenseHMM",
     "DiversityPrior",
@@ -131,6 +134,7 @@ __all__ = [
     "Sequences",
     "StatefulModel",
     "StickyHDPHMM",
+    "TabularContinuousTimeHMM",
     "TabularFactorialHMM",
     "TabularHMM",
     "TabularHSMM",

@@ -184,6 +184,23 @@ def check_no_nan(name: str, tensor: Tensor, cure: str) -> None:
         raise ValueError(f"{name} holds {top.item()}; wanted finite values. {cure}")
 
 
+def check_times(times: Tensor, exists: Tensor) -> None:
+    """Raise unless times ``(*B, T)`` are finite and increase over the steps that exist."""
+    if transforming():
+        return
+    broken = exists & ~times.isfinite()
+    broken[..., 1:] |= exists[..., 1:] & ~(times[..., 1:] > times[..., :-1])
+    if bool(broken.any()):
+        *sequence, step = broken.nonzero()[0].tolist()
+        now, *before = times.expand(broken.shape)[(*sequence, slice(max(step - 1, 0), step + 1))
+                                                  ].tolist()[::-1]  # fmt: skip
+        raise ValueError(
+            f"times must be finite and increase along each sequence; at sequence {sequence}, step "
+            f"{step}, there is {now}{f' after {before[0]}' if before else ''}. Sort the steps by "
+            "time, and drop or average those of one time."
+        )
+
+
 def check_number(name: str, value: object) -> None:
     """Raise unless ``value`` is one real number."""
     scalar = isinstance(value, Tensor) and value.dim() == 0 and not value.is_complex()

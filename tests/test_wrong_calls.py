@@ -32,6 +32,7 @@ from pyrohmm import (
     HMM,
     HSMM,
     BlockHMM,
+    ContinuousTimeHMM,
     FactorialHMM,
     Filter,
     GradientStep,
@@ -181,6 +182,19 @@ def table(*shape):
 def hsmm():
     emission = dist.Categorical(logits=rows(2, 3))
     return HSMM(rows(2), table(), rows(2, 4), emission, lengths(), validate_args=True)
+
+
+def clock():
+    return torch.tensor([[0.0, 0.5, 2.0], [1.0, 3.0, 4.0]])
+
+
+def speeds():
+    return torch.tensor([[-0.5, 0.5], [0.25, -0.25]])
+
+
+def continuous_time_hmm():
+    emission = dist.Categorical(logits=rows(2, 3))
+    return ContinuousTimeHMM(rows(2), speeds(), emission, lengths(), clock(), validate_args=True)
 
 
 def factors():
@@ -550,6 +564,14 @@ SPECIAL = {
         "validate_args": lambda: True,
         "allowed": lambda: torch.ones(2, 3, 2) > 0,
     },
+    "ContinuousTimeHMM": {
+        "rates": speeds,
+        "times": clock,
+        "observed": lambda: torch.ones(2, 3) > 0,
+        "emission": lambda: dist.Categorical(logits=rows(2, 3)),
+        "validate_args": lambda: True,
+        "allowed": lambda: torch.ones(2, 3, 2) > 0,
+    },
     "InnerProductTransition": {"leave": lambda: rows(2, 4), "enter": lambda: rows(2, 4)},
     "InverseWishart": {"degrees": lambda: 3.0, "scale": lambda: torch.eye(2)},
     "LinearChainCRF": {
@@ -588,6 +610,7 @@ SPECIAL = {
         "observed": lambda: torch.ones(2, 3) > 0,
         "labels": values,
         "covariates": lambda: torch.ones(2, 3, 1),
+        "times": clock,
     },
     "Sequences.batch": {"chosen": lambda: torch.tensor([0])},
     "Sequences.collate": {"parts": lambda: [data()[:1], data()[1:]]},
@@ -598,6 +621,7 @@ SPECIAL = {
         "labels": lambda: torch.tensor([0, 1, -1]),
         "covariates": lambda: torch.ones(3, 1),
         "vocabulary": lambda: None,
+        "times": lambda: torch.arange(3.0),
     },
     "Sequences.from_dataframe": {
         "frame": lambda: {"x": [0.0, 1.0], "who": [0, 1]},
@@ -611,6 +635,12 @@ SPECIAL = {
         "lengths": lambda: torch.tensor([2, 1]),
     },
     "Sequences.from_list": {"sequences": lambda: [[0, 1, 2], [1, 0]]},
+    "SparseGamma": {
+        "concentration": lambda: torch.ones(2, 2),
+        "rate": lambda: torch.ones(2, 2),
+        "allowed": lambda: torch.ones(2, 2) > 0,
+    },
+    "SparseGamma.log_prob": {"value": lambda: simplex(2, 2)},
     "SparseDirichlet": {
         "concentration": lambda: torch.ones(2, 2),
         "allowed": lambda: torch.ones(2, 2) > 0,
@@ -660,6 +690,10 @@ SPECIAL = {
     "second_order.sample_states": TRIPLES | {"num_samples": lambda: 2},
     "TabularHSMM": {"emission": lambda: categorical(3), "durations": durations},
     "TabularHSMM.from_hmm": {"hmm": hsmm},
+    "TabularContinuousTimeHMM": {"emission": lambda: categorical(3)},
+    "TabularContinuousTimeHMM.from_hmm": {"hmm": continuous_time_hmm},
+    "TabularContinuousTimeHMM.forward": {"times": clock},
+    "continuous_time.log_transitions": {"rates": speeds, "gaps": lambda: torch.tensor(1.0)},
     **dict.fromkeys(
         (f"durations.{kind}_durations" for kind in ("free", "geometric", "poisson")), LASTING
     ),
@@ -859,6 +893,7 @@ for name in (
 for kind, observations in {
     "HMM": values,
     "HSMM": values,
+    "ContinuousTimeHMM": values,
     "FactorialHMM": values,
     "SecondOrderHMM": values,
     "BlockHMM": values,
@@ -873,6 +908,9 @@ for kind, observations in {
             "order": lambda: torch.tensor([1, 0]),
         }
 
+SPECIAL["ContinuousTimeHMM.forecast"]["times"] = lambda: torch.tensor([9.0])
+SPECIAL["ContinuousTimeHMM.with_lengths"]["times"] = clock
+SPECIAL["ContinuousTimeHMM.transition_at"]["gaps"] = lambda: torch.tensor(1.0)
 SPECIAL["FactorialHMM.restrict_chains"]["labels"] = lambda: torch.zeros(2, 3, 2).long()
 SPECIAL["FactorialHMM.product_states"]["chains"] = lambda: torch.zeros(2, 3, 2).long()
 
@@ -881,6 +919,7 @@ OBJECTS = {
     "TaggedHMM": tagged_hmm,
     "HMM": hmm,
     "HSMM": hsmm,
+    "ContinuousTimeHMM": continuous_time_hmm,
     "FactorialHMM": factorial_hmm,
     "SecondOrderHMM": second_order_hmm,
     "StickyHDPHMM": lambda: pyrohmm.StickyHDPHMM(2, categorical(3)),
@@ -909,11 +948,15 @@ OBJECTS = {
     "StoredSequences": lambda: pyrohmm.data.StoredSequences(torch.arange(3.0), [3]),
     "TabularHMM": module,
     "TabularHSMM": lambda: pyrohmm.TabularHSMM(2, durations(), categorical(3)),
+    "TabularContinuousTimeHMM": lambda: pyrohmm.TabularContinuousTimeHMM(2, categorical(3)),
     "InnerProductTransition": transitions,
     "Blocks": two_blocks,
     "Pairs": pairs,
     "DiverseDirichlet": lambda: pyrohmm.distributions.DiverseDirichlet(torch.ones(2, 2), 1.0),
     "InverseWishart": lambda: pyrohmm.distributions.InverseWishart(3.0, torch.eye(2)),
+    "SparseGamma": lambda: pyrohmm.distributions.SparseGamma(
+        torch.ones(2, 2), torch.ones(2, 2), torch.ones(2, 2) > 0
+    ),
     "SparseDirichlet": lambda: pyrohmm.distributions.SparseDirichlet(
         torch.ones(2, 2), torch.ones(2, 2) > 0
     ),
@@ -956,6 +999,7 @@ UNASKED = {
     "PoissonDurations": "",
     "FactorialHMM.permute_states": "refuses whatever it is given",
     "FactorialHMM.counts_of": "called by EM",
+    "ContinuousTimeHMM.counts_of": "called by EM",
     "ProductTransition": "made by FactorialHMM",
     "SecondOrderHMM.counts_of": "called by EM",
     "SecondOrderHMM.log_factors": "refuses whatever it is given",
@@ -989,7 +1033,8 @@ INNER = {
 # any function of torch. An HMM reads its values under validate_args, and fits look at their loss.
 UNREAD = {
     "DiversityPrior.log_density_of_transition", "FixedPoint.__call__", "LogitGradient.__call__",
-    "ProjectedGradient.__call__", "Streams.split", "WordAndTag.split", "dense.absolute",
+    "ProjectedGradient.__call__", "Streams.split", "continuous_time.log_transitions",
+    "WordAndTag.split", "dense.absolute",
     "dense.exponential", "dense.log_rows", "dense.relu", "dense.sigmoid", "diversity.log_diversity",
     "diversity.product_kernel", "guides.log_orbit",
     "factorial.expected_counts", "factorial.filtered", "factorial.log_evidence",
@@ -1039,7 +1084,15 @@ EXCEPTIONS = {
     ("LanguageModel.num_unknown", "lines", "tensor()"): "torch says that it has no items",
     **{
         (f"{kind}.log_factors", "check", label): "the truth of a tensor: torch's error"
-        for kind in ("HMM", "HSMM", "FactorialHMM", "SecondOrderHMM", "BlockHMM", "TaggedHMM")
+        for kind in (
+            "HMM",
+            "HSMM",
+            "ContinuousTimeHMM",
+            "FactorialHMM",
+            "SecondOrderHMM",
+            "BlockHMM",
+            "TaggedHMM",
+        )
         for label in ("cube", "integers")
     },
 }

@@ -6,10 +6,11 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
-# Names of the dimensions of the variables of TabularHMM and DenseHMM.
+# Names of the dimensions of the variables of TabularHMM, DenseHMM and others.
 KNOWN_DIMS = {
     "initial": ("state",),
     "transition": ("state", "next_state"),
+    "rates": ("state", "next_state"),
     "start": ("embedding",),
     "leave": ("state", "embedding"),
     "enter": ("state", "embedding"),

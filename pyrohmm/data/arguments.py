@@ -12,7 +12,14 @@ import torch
 from torch import Tensor
 
 from .._arrays import to_tensor
-from .._checks import check_floats, check_integers, check_real, check_shape, check_tensor
+from .._checks import (
+    check_floats,
+    check_integers,
+    check_real,
+    check_shape,
+    check_tensor,
+    check_times,
+)
 
 FLAT = 16  # rows per column of a matrix from which on it looks like one series of vectors
 
@@ -87,6 +94,24 @@ def check_covariates(covariates: Tensor, exists: Tensor) -> None:
             f"covariates must be finite; that of sequence {n}, step {t} is not. Fill in what is "
             "missing, and say so in a covariate of its own."
         )
+
+
+def parts_of_steps(
+    exists: Tensor, labels: Tensor | None, covariates: Tensor | None, times: Tensor | None
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Labels, covariates and times of the steps that ``exists`` says, checked, on its device."""
+    if labels is not None:
+        check_labels(labels, exists.shape)
+        labels = labels.to(exists.device)
+    if covariates is not None:
+        check_covariates(covariates, exists)
+        covariates = covariates.to(exists.device)
+    if times is not None:
+        check_real("times", times)
+        check_shape("times", times, tuple(exists.shape), "(N, T)", "That of values.")
+        times = times.to(exists.device).double()
+        check_times(times, exists)
+    return labels, covariates, times
 
 
 def check_total(total: float | None, count: int) -> float:

@@ -97,8 +97,9 @@ def merge_rare(corpus: Corpus, share: float, name: str = "<rare>") -> Corpus:
     codes = vocabulary.encode(symbols).to(data.values.device)
     values = codes[data.values.masked_fill(~data.observed, 0)]  # padding may hold anything
     merged_data = Sequences(
-        values, data.lengths, data.observed, data.labels, data.total, data.covariates
-    )
+        values, data.lengths, data.observed, data.labels, data.total, data.covariates,
+        times=data.times,
+    )  # fmt: skip
     return Corpus(merged_data, vocabulary, corpus.tags)
 
 

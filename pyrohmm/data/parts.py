@@ -135,6 +135,7 @@ class StoredSequences:
         max_steps: Largest number of steps that are read at a time, padding included.
         labels: ``(M,)`` integers, -1 where the state is not known: an array, also mapped.
         covariates: ``(M, C)`` floating point: an array, also mapped.
+        times: ``(M,)``, increasing along each sequence: an array, also mapped.
 
     Raises:
         TypeError: If ``values`` have no shape.
@@ -157,13 +158,16 @@ class StoredSequences:
         max_steps: int = 1 << 20,
         labels: Any = None,
         covariates: Any = None,
+        times: Any = None,
     ) -> None:
         check_size("max_steps", max_steps)
         num_rows = _num_rows("values", values)
-        self.values, self.labels, self.covariates = values, labels, covariates
+        self.values = values
+        further = {"labels": labels, "covariates": covariates, "times": times}
+        self.further = {name: part for name, part in further.items() if part is not None}
         self.lengths = checked_lengths(to_tensor("lengths", lengths), num_rows)
-        for name, part in (("labels", labels), ("covariates", covariates)):
-            if part is not None and _num_rows(name, part) != num_rows:
+        for name, part in self.further.items():
+            if _num_rows(name, part) != num_rows:
                 raise ValueError(
                     f"{name} must have a row for each of the {num_rows} rows of values; got "
                     f"{_num_rows(name, part)}."
@@ -177,11 +181,10 @@ class StoredSequences:
     def __iter__(self) -> Iterator[Sequences]:
         for first, last in zip(self.places[:-1], self.places[1:]):
             rows = slice(int(self.ends[first - 1]) if first else 0, int(self.ends[last - 1]))
-            further = {"labels": self.labels, "covariates": self.covariates}
             yield Sequences.from_concatenated(
                 self.values[rows],
                 self.lengths[first:last],
-                **{name: part[rows] for name, part in further.items() if part is not None},
+                **{name: part[rows] for name, part in self.further.items()},
             )
 
 

@@ -27,13 +27,12 @@ from .._checks import (
 )
 from ..ops import masks
 from .arguments import (
-    check_covariates,
     check_indices,
-    check_labels,
     check_list,
     check_observed,
     check_total,
     check_values,
+    parts_of_steps,
 )
 from .tables import (
     column,
@@ -76,11 +75,13 @@ class Sequences(Dataset["Sequences"]):
             given here, they say that these are steps of those sequences, although other ones.
         copy: False shares memory with ``values``, such as those of a mapped file, which must not
             change then. Everything else is copied.
+        times: ``(N, T)``, increasing along each sequence; kept in float64. Models in continuous
+            time read them, such as :class:`pyrohmm.TabularContinuousTimeHMM`; others do not.
 
     Raises:
         TypeError: If a dtype is wrong.
         ValueError: If shapes disagree, there is no sequence or no step, a length is not between
-            1 and T, an observed value is all NaN, or ``total`` is less than N.
+            1 and T, an observed value is all NaN, times do not increase, or ``total`` is below N.
 
     Example:
         >>> data = Sequences(torch.tensor([[3, 1, 4], [1, 5, 0]]), torch.tensor([3, 2]))
@@ -100,6 +101,7 @@ class Sequences(Dataset["Sequences"]):
         covariates: Tensor | None = None,
         indices: Tensor | None = None,
         copy: bool = True,
+        times: Tensor | None = None,
     ) -> None:
         check_values(values)
         values = regular("values", values)
@@ -117,19 +119,15 @@ class Sequences(Dataset["Sequences"]):
             observed = observed.to(values.device) & exists
             self.has_gaps = not torch.equal(observed, exists)
         check_observed(values, observed)
-        if labels is not None:
-            check_labels(labels, values.shape[:2])
-            labels = labels.to(values.device)
-        if covariates is not None:
-            check_covariates(covariates, exists)
-            covariates = covariates.to(values.device)
+        parts = parts_of_steps(exists, labels, covariates, times)
         longest = int(lengths.max())  # steps that no sequence has are dropped
         self.values, self.lengths = values[:, :longest], lengths.clone()
         if copy:  # what counts the steps once must not see others later
             self.values = self.values.clone()
         self.observed = observed[:, :longest]
-        self.labels = None if labels is None else labels[:, :longest].clone()
-        self.covariates = None if covariates is None else covariates[:, :longest].clone()
+        self.labels, self.covariates, self.times = (
+            None if part is None else part[:, :longest].clone() for part in parts
+        )
         self.total = check_total(total, len(values))
         self.indices = check_indices(indices, len(values)).clone()
         self.numbered = indices is not None  # they say which sequences of the whole set these are
@@ -142,6 +140,7 @@ class Sequences(Dataset["Sequences"]):
         device: torch.device | str | None = None,
         covariates: Iterable[Any] | None = None,
         vocabulary: Vocabulary | None = None,
+        times: Iterable[Any] | None = None,
     ) -> Sequences:
         """Pad a list of sequences; steps that hold NaN or None become missing.
 
@@ -154,6 +153,7 @@ class Sequences(Dataset["Sequences"]):
             device: Where to put the result; by default where the first sequence is.
             covariates: One item per sequence, ``(T_n, C)`` floating point.
             vocabulary: Encodes the steps, which are symbols then.
+            times: One item per sequence, ``(T_n,)`` increasing numbers or dates; those in days.
 
         Raises:
             ValueError: If there is no sequence, one has no step, or event shapes differ.
@@ -173,6 +173,7 @@ class Sequences(Dataset["Sequences"]):
         data = cls(
             values, lengths, observed, padded_list("labels", labels, lengths, -1.0),
             covariates=padded_list("covariates", covariates, lengths, 0.0), copy=False,
+            times=padded_list("times", times, lengths, 0.0),
         )  # fmt: skip
         return data if device is None else data.to(device)
 
@@ -187,6 +188,7 @@ class Sequences(Dataset["Sequences"]):
         covariates: Any = None,
         vocabulary: Vocabulary | None = None,
         dtype: torch.dtype | None = None,
+        times: Any = None,
     ) -> Sequences:
         """Cut one array of steps into sequences, as hmmlearn takes them.
 
@@ -202,6 +204,7 @@ class Sequences(Dataset["Sequences"]):
             vocabulary: Encodes the values, which are symbols then, None or NaN where missing.
             dtype: Of the values: such as ``torch.long`` for symbols that are floats because some of
                 them are NaN.
+            times: ``(M,)`` numbers, or dates, increasing along each sequence.
 
         Raises:
             TypeError: If values are not real numbers.
@@ -216,7 +219,7 @@ class Sequences(Dataset["Sequences"]):
             tensor([[ True, False,  True]])
         """
         rows = rows_of(values, lengths, observed, vocabulary, dtype)
-        parts = {"labels": (labels, -1.0), "covariates": (covariates, 0.0)}
+        parts = {"labels": (labels, -1.0), "covariates": (covariates, 0.0), "times": (times, 0.0)}
         further: dict[str, Any] = {
             name: padded(rows_like(name, part, len(rows.values)), rows.lengths, padding)
             for name, (part, padding) in parts.items()
@@ -249,6 +252,7 @@ class Sequences(Dataset["Sequences"]):
             by: Columns that tell sequences apart; None if all rows are of one. Sequences come in
                 the order of their first rows.
             time: Column by which the rows of a sequence are sorted; by default they are in order.
+                Numbers and dates, which count in days, are kept as ``times``.
             labels: Column of the known states, integers; -1, None, NaN or NA where not known.
             covariates: Columns of the covariates.
             vocabulary: Encodes the values, which are symbols then.
@@ -269,7 +273,7 @@ class Sequences(Dataset["Sequences"]):
         values = read("columns", frame, columns)
         order, lengths = ordered(frame, by, time, len(values))
         further = {
-            n: each[order] for n, each in further_of(frame, labels, covariates, tags).items()
+            n: each[order] for n, each in further_of(frame, labels, covariates, tags, time).items()
         }
         return cls.from_concatenated(
             values[order], lengths, vocabulary=vocabulary, dtype=dtype, **further
@@ -381,8 +385,9 @@ class Sequences(Dataset["Sequences"]):
         new = object.__new__(Sequences)  # what has been checked is not read again
         new.lengths, new.total, new.indices = lengths, check_total(total, len(lengths)), indices
         new.values, new.observed = change(self.values), change(self.observed)
-        new.labels = None if self.labels is None else change(self.labels)
-        new.covariates = None if self.covariates is None else change(self.covariates)
+        for name in ("labels", "covariates", "times"):
+            part = getattr(self, name)
+            setattr(new, name, None if part is None else change(part))
         new.has_gaps, new.numbered = self.has_gaps, self.numbered
         if self.has_gaps:
             exists = masks.exists(lengths, new.num_steps, new.values.device)
@@ -491,5 +496,5 @@ def _joined(parts: Listed[Sequences], total: float) -> Sequences:
     return Sequences(
         join(lambda part: part.values), lengths, join(lambda part: part.observed),
         join(lambda part: part.labels, -1.0), total, join(lambda part: part.covariates),
-        copy=False,
+        copy=False, times=join(lambda part: part.times),
     )  # fmt: skip

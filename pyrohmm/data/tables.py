@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from datetime import date
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -94,7 +95,21 @@ def rows_like(name: str, part: Any, num_rows: int) -> Tensor:
 
 
 def _read(name: str, part: Any) -> Tensor:
+    if name == "times":
+        return as_times(part)
     return as_labels(name, part) if name == "labels" else to_tensor(name, part)
+
+
+def as_times(values: Any) -> Tensor:
+    """Times ``(M,)`` in float64; dates are days since that of Unix."""
+    array = np.asarray(to_numpy(values))
+    if array.dtype.kind == "O" and all(isinstance(item, date) for item in array.flat):
+        array = array.astype("datetime64[us]")
+    if array.dtype.kind == "M":
+        array = (array - np.datetime64(0, "D")) / np.timedelta64(1, "D")
+    elif array.dtype.kind in "iu":  # their float32 would lose seconds
+        array = array.astype(np.float64)
+    return to_tensor("times", array).double()
 
 
 def as_labels(name: str, values: Any) -> Tensor:
@@ -188,9 +203,13 @@ def numbers(argument: str, frame: Any, names: str | Sequence[str]) -> Tensor:
 
 
 def further_of(
-    frame: Any, labels: str | None, covariates: Sequence[str] | None, tags: Vocabulary | None
+    frame: Any,
+    labels: str | None,
+    covariates: Sequence[str] | None,
+    tags: Vocabulary | None,
+    time: str | None,
 ) -> dict[str, Tensor]:
-    """The columns of labels, which ``tags`` may encode, and of covariates, where they are named."""
+    """The columns of labels, which ``tags`` may encode, of covariates, and of times as numbers."""
     found = {}
     if labels is not None:
         states = column("labels", frame, labels)
@@ -198,6 +217,8 @@ def further_of(
         found["labels"] = as_labels(name, states) if tags is None else encoded(states, tags, name)
     if covariates is not None:
         found["covariates"] = numbers("covariates", frame, covariates).to(torch.get_default_dtype())
+    if time is not None and (times := column("time", frame, time)).dtype.kind in "iufM":
+        found["times"] = as_times(times)  # what else sorts the rows, such as names, is no time
     return found
 
 

@@ -5,6 +5,7 @@ Imports ``ops`` and ``data``.
 Its modules; each imports only those above it:
 
 ``sparse_dirichlet``       Dirichlet rows with exact zeros
+``sparse_gamma``           Gamma variables in tables with exact zeros
 ``inverse_wishart``        the prior of covariance matrices
 ``units``                  priors of data in any unit
 ``hard_zeros``             log-probabilities in which zeros are exact
@@ -24,6 +25,7 @@ Its modules; each imports only those above it:
 ``hmm``                    ``HMM``: a distribution over whole sequences
 ``structured``             ``StructuredHMM``: what chains with their own recursions share
 ``hsmm``                   ``HSMM``: states with explicit durations
+``continuous_time_hmm``    ``ContinuousTimeHMM``: sequences observed at times of their own
 ``factorial_hmm``          ``FactorialHMM``: several chains behind one observation
 ``second_order_hmm``       ``SecondOrderHMM``: each state depends on the two before it
 ``block_symbols``          ``BlockSymbols``: symbols emitted only by the states of their blocks
@@ -39,6 +41,7 @@ from . import dpp as dpp
 from .autoregressive import Autoregressive as Autoregressive
 from .block_hmm import BlockHMM as BlockHMM
 from .context_tables import AutoregressiveCategorical as AutoregressiveCategorical
+from .continuous_time_hmm import ContinuousTimeHMM as ContinuousTimeHMM
 from .crf import LinearChainCRF as LinearChainCRF
 from .dpp import DiverseDirichlet as DiverseDirichlet
 from .dpp import DiversityPrior as DiversityPrior
@@ -58,5 +61,6 @@ from .observation import marginal_log_prob as marginal_log_prob
 from .second_order_hmm import SecondOrderHMM as SecondOrderHMM
 from .sparse_dirichlet import SparseDirichlet as SparseDirichlet
 from .sparse_dirichlet import interior as interior
+from .sparse_gamma import SparseGamma as SparseGamma
 from .tagged_hmm import TaggedHMM as TaggedHMM
 from .vector_autoregression import AutoregressiveNormal as AutoregressiveNormal

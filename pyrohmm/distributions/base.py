@@ -173,6 +173,15 @@ class ChainDistribution(TorchDistribution):
         return self.log_factors(values, check)
 
     @property
+    def counted_per_step(self) -> bool:
+        """Whether counted transitions are those of each step."""
+        return self.transition_per_step
+
+    def counted_transitions(self) -> Tensor:
+        """Those of :meth:`counted_factors`, ``(*b, 1|T-1, K, K)``."""
+        return self._log_transitions()
+
+    @property
     def num_counted(self) -> int:
         """Number of states whose first steps and transitions :class:`ExpectedCounts` counts."""
         return self.num_states

@@ -325,15 +325,7 @@ class HMM(ChainDistribution):
         """
         check_size("num_steps", num_steps)
         self.check_constant("forecast")
-        filtered = self.filtered(values)
-        last = (self.lengths.expand(filtered.shape[:-2]) - 1).to(filtered.device)
-        probs = filtered.gather(-2, last[..., None, None].expand(*last.shape, 1, self.num_states))
-        if self._validate_args and not transforming() and bool((probs == 0).all(-1).any()):
-            count = int((probs == 0).all(-1).sum())
-            raise ValueError(
-                f"values must be possible under the model; {count} of {last.numel()} sequences "
-                "have probability zero, so that nothing follows from them. Leave them out."
-            )
+        probs = self._last_filtered(values).unsqueeze(-2)
         matrix = self.log_transition.exp()
         predicted = []
         for _ in range(num_steps):
@@ -344,6 +336,19 @@ class HMM(ChainDistribution):
             emission = emission.after(*self.prepare_values(values), self.lengths)
             return AutoregressiveForecast(states, emission, self.log_transition)
         return Forecast(states, emission)
+
+    def _last_filtered(self, values: Tensor) -> Tensor:
+        """Filtered probabilities ``(*B, K)`` at the last step; raises where there are none."""
+        filtered = self.filtered(values)
+        last = (self.lengths.expand(filtered.shape[:-2]) - 1).to(filtered.device)
+        probs = filtered.gather(-2, last[..., None, None].expand(*last.shape, 1, self.num_states))
+        if self._validate_args and not transforming() and bool((probs == 0).all(-1).any()):
+            count = int((probs == 0).all(-1).sum())
+            raise ValueError(
+                f"values must be possible under the model; {count} of {last.numel()} sequences "
+                "have probability zero, so that nothing follows from them. Leave them out."
+            )
+        return probs.squeeze(-2)
 
     def stationary(self) -> Tensor:
         r"""Stationary distribution :math:`\pi = \pi A` of the states, ``(*B, K)``.
@@ -382,7 +387,7 @@ class HMM(ChainDistribution):
             return sample_path(
                 initial.sample(torch.zeros(shape, dtype=torch.long)),
                 self.num_steps,
-                lambda t, states: tables[t if self.transition_per_step else 0].sample(states),
+                lambda t, states: tables[t if len(tables) > 1 else 0].sample(states),
             )
         labels = torch.zeros_like(self.allowed, dtype=self.log_initial.dtype)
         labels = labels.masked_fill(~self.allowed, -torch.inf)

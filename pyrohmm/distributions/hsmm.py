@@ -267,7 +267,6 @@ class HSMM(StructuredHMM):
         self._check_evidence(counts.log_evidence, values)
         return counts
 
-
     def forecast(self, values: Tensor, num_steps: int) -> Forecast:
         r"""Predictive distributions :math:`p(x_{T+h} \mid x_{1:T})` of the next H observations.
 

@@ -34,6 +34,7 @@ from ..io.checkpoints import Checkpoint, Fields
 from ..io.identity import describe, digits, fingerprint
 from ..nn.base import HMMModule
 from ..nn.closed_form import Statistics, TransitionCounts
+from ..nn.points import module_of
 from ..ops.recursions import ExpectedCounts
 from .exclusive import exclusive
 from .expectation import Expectation, check_apart, uniform_counts
@@ -44,7 +45,7 @@ from .msteps import GradientStep, TransitionPrior, TransitionStep, default_step
 from .parameters import Parameters
 from .process_group import ProcessGroup
 from .results import Fit, Point, Restarts, uses_labels
-from .starts import Start, Values, build_once, by_kmeans, from_prior, module_of
+from .starts import Start, Values, build_once, by_kmeans, from_prior
 from .training import FREE
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from .._waits import guessing
 from ..data.parts import Parts, parts_of
 from ..data.sequences import Sequences
+from ..distributions.continuous_time_hmm import ContinuousTimeHMM
 from ..distributions.factorial_hmm import FactorialHMM
 from ..distributions.hmm import HMM
 from ..distributions.hsmm import HSMM
@@ -191,7 +192,7 @@ def uniform_counts(hmm: HMM, data: Sequences, likelihood: Tensor) -> ExpectedCou
         torch.zeros_like(part).masked_fill(part.isneginf(), -torch.inf).log_softmax(-1)
         for part in (initial, transition, *durations)
     )
-    if isinstance(hmm, FactorialHMM | SecondOrderHMM):
+    if isinstance(hmm, FactorialHMM | SecondOrderHMM | ContinuousTimeHMM):
         return hmm.uniform().counts_of(logs)
     if isinstance(hmm, HSMM):
         parts = initial, transition.squeeze(-3), durations[0], logs

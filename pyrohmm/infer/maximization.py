@@ -290,7 +290,8 @@ class Maximization:
         others = [name for name in (*names, *points) if not closed.is_of_emission(name)]
         self.chain_closed = closed.chain is not None and not others
         self.emission_closed = closed.emission is not None
-        single = (hmm.log_initial.dim(), hmm.log_transition.dim()) == (1, 1 + hmm.order)
+        shared = hmm.counted_transitions().dim() == 3 and not hmm.counted_per_step
+        single = hmm.log_initial.dim() == 1 and shared
         countable = self.symbols and hmm.emission.batch_shape == (hmm.num_states,)
         self.summed = single and (self.emission_closed or countable)
         plain = type(hmm).expected_counts is HMM.expected_counts
@@ -410,7 +411,7 @@ def _logs(hmm: HMM, batch: Sequences, names: Iterable[str]) -> list[Tensor]:
         order = "initial", "transition", "states", "durations"
         logs = dict(zip(order, hmm.counted_factors(batch.values)))
     else:
-        logs = {"initial": hmm.counted_initial, "transition": hmm._log_transitions()}
+        logs = {"initial": hmm.counted_initial, "transition": hmm.counted_transitions()}
         if "durations" in names and hmm.counted_duration is not None:
             logs["durations"] = hmm.counted_duration
         if "symbols" in names:

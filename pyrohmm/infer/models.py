@@ -73,16 +73,20 @@ def factor_log_prior(log_prior: LogPrior, hmm: HMM) -> None:
 
 
 def build(module: HMMModule, data: Sequences) -> HMM:
-    """The HMM that ``module`` builds for ``data``, with the covariates if there are some."""
+    """The HMM that ``module`` builds for ``data``, with covariates and times if it takes them."""
     observed = data.observed if data.has_gaps else None
-    if data.covariates is None:
+    if data.covariates is None and data.times is None:
         return module(data.lengths, observed)
-    if len(inspect.signature(module.forward).parameters) < 3:
+    known = set(inspect.signature(module.forward).parameters)
+    times = {"times": data.times} if data.times is not None and "times" in known else {}
+    if data.covariates is None:
+        return module(data.lengths, observed, **times)
+    if len(known - {"times"}) < 3:
         raise TypeError(
             f"data has covariates, which {type(module).__name__} does not take. Write an HMMModule "
             "whose forward takes (lengths, observed, covariates), or build data without them."
         )
-    return module(data.lengths, observed, data.covariates)
+    return module(data.lengths, observed, data.covariates, **times)
 
 
 @checked()

@@ -13,6 +13,7 @@ from torch import Tensor
 from .._checks import check_returned
 from ..data.parts import Parts
 from ..data.sequences import Sequences
+from ..distributions.continuous_time_hmm import ContinuousTimeHMM
 from ..distributions.factorial_hmm import FactorialHMM
 from ..distributions.hmm import HMM
 from ..distributions.second_order_hmm import SecondOrderHMM
@@ -115,6 +116,11 @@ class Parameters:
                 "log_initial": _widened(hmm.log_initial, 1, self.restarts),
                 "log_transition": _widened(hmm.log_transition, core, self.restarts),
             }
+            if isinstance(hmm, ContinuousTimeHMM):
+                wide = {
+                    "log_initial": wide["log_initial"],
+                    "rates": _widened(hmm.rates, 2, self.restarts),
+                }
             if isinstance(hmm, FactorialHMM):
                 wide = {
                     "log_initials": [_widened(p, 1, self.restarts) for p in hmm.log_initials],

@@ -6,7 +6,7 @@ M-step reads: see :class:`Start`.
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Protocol
 
 import pyro
 import torch
@@ -16,15 +16,9 @@ from torch import Tensor, nn
 
 from .._arguments import Range, checked
 from ..data.sequences import Sequences
-from ..distributions.factorial_hmm import FactorialHMM
+from ..distributions.continuous_time_hmm import ContinuousTimeHMM
 from ..distributions.hmm import HMM
-from ..distributions.hsmm import HSMM
-from ..distributions.second_order_hmm import SecondOrderHMM
 from ..nn.base import HMMModule
-from ..nn.factorial import TabularFactorialHMM
-from ..nn.second_order import TabularSecondOrderHMM
-from ..nn.tabular import TabularHMM
-from ..nn.tabular_hsmm import TabularHSMM
 from ..ops.recursions import ExpectedCounts
 from .models import build
 
@@ -97,7 +91,8 @@ def from_hmm(hmm: HMM) -> Start:
     """
 
     def start(module: HMMModule, data: Sequences, restarts: int) -> ExpectedCounts:
-        model = hmm.replace(lengths=data.lengths, observed=data.observed, allowed=None)
+        times = {"times": data.times} if isinstance(hmm, ContinuousTimeHMM) else {}
+        model = hmm.replace(lengths=data.lengths, observed=data.observed, allowed=None, **times)
         if data.labels is not None:
             model = model.restrict(data.labels)
         counts = model.expected_counts(data.values)
@@ -118,13 +113,3 @@ def build_once(module: HMMModule, data: Sequences) -> HMM:
     """One HMM from the module, with samples of its priors."""
     with torch.no_grad(), poutine.block():
         return build(module, data)
-
-
-def module_of(hmm: HMM) -> HMMModule:
-    """A module whose parameters are the values of ``hmm``: points, without priors."""
-    kinds: dict[type, Any] = {
-        HSMM: TabularHSMM,
-        FactorialHMM: TabularFactorialHMM,
-        SecondOrderHMM: TabularSecondOrderHMM,
-    }
-    return kinds.get(type(hmm), TabularHMM).from_hmm(hmm)

@@ -58,7 +58,7 @@ def fingerprint(data: Sequences | Parts) -> str:
     """A short hash of sequences."""
     if isinstance(data, Parts):
         return f"{len(data)} in {data.num_parts} parts, " + "; ".join(map(fingerprint, data))
-    parts = (data.values, data.lengths, data.observed, data.labels, data.covariates)
+    parts = data.values, data.lengths, data.observed, data.labels, data.covariates, data.times
     return f"{tuple(data.values.shape)} of {data.total}, {digits(parts)}"
 
 

@@ -14,6 +14,7 @@ from torch.distributions.utils import logits_to_probs, probs_to_logits
 from .._arguments import checked
 from ..distributions.block_hmm import BlockHMM
 from ..distributions.context_tables import AutoregressiveCategorical
+from ..distributions.continuous_time_hmm import ContinuousTimeHMM
 from ..distributions.factorial_hmm import FactorialHMM
 from ..distributions.hard_zeros import built_from
 from ..distributions.hmm import HMM
@@ -107,7 +108,8 @@ def save(thing: HMM | nn.Module, directory: FilePath) -> None:
     ``tensors.safetensors``, and ``pyrohmm.json``, a copy of its description to be read by people.
 
     Args:
-        thing: An :class:`HMM`, :class:`HSMM`, :class:`FactorialHMM`, :class:`SecondOrderHMM` or
+        thing: An :class:`HMM`, :class:`HSMM`, :class:`FactorialHMM`, :class:`SecondOrderHMM`,
+            :class:`ContinuousTimeHMM` or
             :class:`BlockHMM`, or a ``torch.nn.Module`` such as an :class:`HMMModule`.
         directory: A directory that does not exist, is empty, or holds what was saved before. The
             one above it must exist.
@@ -189,30 +191,24 @@ def load_into(module: nn.Module, directory: FilePath) -> None:
 
 def describe(thing: HMM | nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The tensors of ``thing``, and what else there is to say of it."""
-    if type(thing) is HMM:
-        return _describe_hmm(thing)
-    if type(thing) is HSMM:
-        cuts = {"censored_end": thing.censored_end, "censored_start": thing.censored_start}
-        return _describe_structured(thing, **cuts)
-    if type(thing) is FactorialHMM:
-        return _describe_structured(thing, chains=len(thing.sizes))
-    if type(thing) is SecondOrderHMM:
-        return _describe_structured(thing)
+    if type(thing) in {form.family for form in _FORMS.values()}:
+        return _describe_hmm(thing)  # type: ignore[arg-type]
     if type(thing) is BlockHMM:
         return _describe_block_hmm(thing)
     if isinstance(thing, nn.Module):
         return _state(thing), {"kind": "module", "class": type(thing).__qualname__}
     raise TypeError(
-        "thing must be an HMM, HSMM, FactorialHMM, SecondOrderHMM, BlockHMM or "
-        f"torch.nn.Module; got {type(thing).__name__}. Of a fit, save fit.hmm(data); of an HMM "
-        "of another class, the module that builds it."
+        "thing must be an HMM, HSMM, FactorialHMM, SecondOrderHMM, ContinuousTimeHMM, BlockHMM or "
+        f"torch.nn.Module; got {type(thing).__name__}. Of a fit, save fit.hmm(data); of an HMM of "
+        "another class, the module that builds it."
     )
 
 
 def restored(tensors: dict[str, Tensor], meta: dict[str, Any]) -> HMM:
     """The HMM that :func:`describe` described."""
     tensors = dict(tensors)
-    hmm = _BUILDERS.get(meta.get("class", "HMM"), _build_hmm)(tensors, meta)
+    build = _build_block_hmm if meta.get("class") == "BlockHMM" else _build_hmm
+    hmm = build(tensors, meta)
     if tensors:
         raise ValueError(f"nothing needs the tensors {sorted(tensors)}")
     return hmm
@@ -254,70 +250,68 @@ def _differences(
 _EITHER = ("probs", "logits")
 
 
-def _describe_hmm(
-    hmm: HMM, chain: tuple[str, ...] = ("log_initial", "log_transition")
-) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    names = (*chain, "lengths", "observed", "allowed")
+class _Form(NamedTuple):
+    """What an HMM is built from besides its emission and what all of them have.
+
+    Attributes:
+        family: Its class.
+        tensors: Its parameters.
+        flags: Its switches.
+    """
+
+    family: type[HMM]
+    tensors: tuple[str, ...]
+    flags: tuple[str, ...] = ("emission_per_step",)
+
+
+_FORMS = {
+    "HMM": _Form(
+        HMM, ("log_initial", "log_transition"), ("transition_per_step", "emission_per_step")
+    ),
+    "HSMM": _Form(
+        HSMM, ("log_initial", "log_transition", "log_duration"),
+        ("censored_end", "censored_start", "emission_per_step"),
+    ),
+    "ContinuousTimeHMM": _Form(ContinuousTimeHMM, ("log_initial", "rates", "times")),
+    "FactorialHMM": _Form(FactorialHMM, ()),
+    "SecondOrderHMM": _Form(SecondOrderHMM, ("log_initial", "log_second", "log_transition")),
+}  # fmt: skip
+
+
+def _describe_hmm(hmm: HMM) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    name = type(hmm).__name__
+    names = (*_FORMS[name].tensors, "lengths", "observed", "allowed")
     tensors = {name: getattr(hmm, name) for name in names if getattr(hmm, name) is not None}
     meta = {
         "kind": "hmm",
-        "class": "HMM",
-        "transition_per_step": hmm.transition_per_step,
-        "emission_per_step": hmm.emission_per_step,
+        "class": name,
+        **{flag: getattr(hmm, flag) for flag in _FORMS[name].flags},
         "validate_args": vars(hmm).get("_validate_args"),
         "emission": _describe_part(hmm.emission, "emission", tensors),
     }
+    if isinstance(hmm, FactorialHMM):
+        meta["chains"] = len(hmm.sizes)
+        for several in ("log_initials", "log_transitions"):
+            tensors |= {f"{several}.{m}": part for m, part in enumerate(getattr(hmm, several))}
     return tensors, meta
 
 
 def _build_hmm(tensors: dict[str, Tensor], meta: dict[str, Any]) -> HMM:
     """What :func:`_describe_hmm` described; the tensors it needs are taken out of ``tensors``."""
-    return HMM(
-        log_initial=tensors.pop("log_initial"),
-        log_transition=tensors.pop("log_transition"),
-        transition_per_step=_flag(meta, "transition_per_step"),
-        **_common(tensors, meta),
+    form = _FORMS.get(meta.get("class", "HMM"), _FORMS["HMM"])
+    chain: dict[str, Any] = {name: tensors.pop(name) for name in form.tensors}
+    chain |= {flag: _flag(meta, flag) for flag in form.flags}
+    if form.family is FactorialHMM:
+        for several in ("log_initials", "log_transitions"):
+            chain[several] = [tensors.pop(f"{several}.{m}") for m in range(int(meta["chains"]))]
+    return form.family(
+        **chain,
+        emission=_build_part(meta.get("emission"), "emission", tensors),
+        lengths=tensors.pop("lengths"),
+        observed=tensors.pop("observed", None),
+        validate_args=_validation(meta),
+        allowed=tensors.pop("allowed", None),
     )
-
-
-def _common(tensors: dict[str, Tensor], meta: dict[str, Any]) -> dict[str, Any]:
-    """The arguments that all kinds of chains have."""
-    return {
-        "emission": _build_part(meta.get("emission"), "emission", tensors),
-        "lengths": tensors.pop("lengths"),
-        "observed": tensors.pop("observed", None),
-        "validate_args": _validation(meta),
-        "emission_per_step": _flag(meta, "emission_per_step"),
-        "allowed": tensors.pop("allowed", None),
-    }
-
-
-def _describe_structured(hmm: HMM, **further: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    kind = type(hmm).__name__
-    tensors, meta = _describe_hmm(hmm, _STRUCTURED[kind][1])
-    del meta["transition_per_step"]
-    for name in ("log_initials", "log_transitions"):  # of several chains
-        tensors |= {f"{name}.{m}": part for m, part in enumerate(getattr(hmm, name, ()))}
-    return tensors, meta | {"class": kind} | further
-
-
-def _build_factorial_hmm(tensors: dict[str, Tensor], meta: dict[str, Any]) -> FactorialHMM:
-    """As :func:`_build_hmm`."""
-    chains = range(int(meta["chains"]))
-    return FactorialHMM(
-        log_initials=[tensors.pop(f"log_initials.{m}") for m in chains],
-        log_transitions=[tensors.pop(f"log_transitions.{m}") for m in chains],
-        **_common(tensors, meta),
-    )
-
-
-def _build_structured(tensors: dict[str, Tensor], meta: dict[str, Any]) -> HMM:
-    """As :func:`_build_hmm`, of a chain in tensors with names of their own."""
-    kind, names = _STRUCTURED[meta["class"]]
-    tables = {name: tensors.pop(name) for name in names}
-    cuts = ("censored_end", "censored_start") if kind is HSMM else ()
-    further = {name: _flag(meta, name) for name in cuts}
-    return kind(**tables, **further, **_common(tensors, meta))
 
 
 def _describe_block_hmm(hmm: BlockHMM) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -488,14 +482,3 @@ def _flag(node: dict[str, Any], name: str) -> bool:
 def _validation(node: dict[str, Any]) -> bool | None:
     """Whether values are to be checked; None leaves it to Pyro's setting."""
     return None if node.get("validate_args") is None else _flag(node, "validate_args")
-
-
-_STRUCTURED: dict[str, tuple[Any, tuple[str, ...]]] = {
-    "FactorialHMM": (FactorialHMM, ()),  # its tensors have numbers in their names
-    "HSMM": (HSMM, ("log_initial", "log_transition", "log_duration")),
-    "SecondOrderHMM": (SecondOrderHMM, ("log_initial", "log_second", "log_transition")),
-}
-_BUILDERS: dict[str, Any] = {
-    "BlockHMM": _build_block_hmm, "FactorialHMM": _build_factorial_hmm,
-    "HSMM": _build_structured, "SecondOrderHMM": _build_structured,
-}  # fmt: skip

@@ -4,26 +4,28 @@ Imports ``ops``, ``data`` and ``distributions``.
 
 Its modules; each imports only those above it:
 
-``base``            ``HMMModule``: what every module of this room is
-``closed_form``     the M-step of EM: what a module or an emission defines
-``family``          ``Emission``: base of the emission families
-``centred``         what normal families share: priors with the scale of the data
-``normals``         normal families: diagonal, spherical, full, tied
-``mixtures``        mixtures of normals
-``autoregressive``  vectors and symbols that depend on those before
-``composed``        joined streams; states that share an emission
-``emissions``       categorical, Bernoulli, Poisson, parametric
-``tabular``         ``TabularHMM``: probabilities are the parameters
-``duration_modes``  M-steps of parametric durations
-``durations``       families of durations: free, geometric, Poisson, negative binomial, any
-``tabular_hsmm``    ``TabularHSMM``: states with explicit durations
-``factorial``       ``TabularFactorialHMM``: several chains; additive emissions
-``second_order``    ``TabularSecondOrderHMM``: each state depends on the two before it
-``sticky_hdp``      ``StickyHDPHMM``: as many states as the posterior uses
-``dense``           ``DenseHMM``: softmax of inner products of embeddings
-``networks``        networks and tables that make embeddings
-``neural``          ``NeuralHMM``, ``ScalarHMM``: tens of thousands of states; ``LinearDropout``
-``tagging``         ``NeuralTagger``: a neural HMM of words and tags
+``base``             ``HMMModule``: what every module of this room is
+``closed_form``      the M-step of EM: what a module or an emission defines
+``family``           ``Emission``: base of the emission families
+``centred``          what normal families share: priors with the scale of the data
+``normals``          normal families: diagonal, spherical, full, tied
+``mixtures``         mixtures of normals
+``autoregressive``   vectors and symbols that depend on those before
+``composed``         joined streams; states that share an emission
+``emissions``        categorical, Bernoulli, Poisson, parametric
+``tabular``          ``TabularHMM``: probabilities are the parameters
+``continuous_time``  ``TabularContinuousTimeHMM``: observations at irregular times
+``duration_modes``   M-steps of parametric durations
+``durations``        families of durations: free, geometric, Poisson, negative binomial, any
+``tabular_hsmm``     ``TabularHSMM``: states with explicit durations
+``factorial``        ``TabularFactorialHMM``: several chains; additive emissions
+``second_order``     ``TabularSecondOrderHMM``: each state depends on the two before it
+``sticky_hdp``       ``StickyHDPHMM``: as many states as the posterior uses
+``points``           an ``HMM`` as a module without priors
+``dense``            ``DenseHMM``: softmax of inner products of embeddings
+``networks``         networks and tables that make embeddings
+``neural``           ``NeuralHMM``, ``ScalarHMM``: tens of thousands of states; ``LinearDropout``
+``tagging``          ``NeuralTagger``: a neural HMM of words and tags
 """
 
 from . import dense as dense
@@ -36,6 +38,7 @@ from .base import HMMModule as HMMModule
 from .base import freeze as freeze
 from .composed import streams as streams
 from .composed import tied as tied
+from .continuous_time import TabularContinuousTimeHMM as TabularContinuousTimeHMM
 from .dense import DenseHMM as DenseHMM
 from .durations import free_durations as free_durations
 from .durations import geometric_durations as geometric_durations

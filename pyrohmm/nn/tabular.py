@@ -81,14 +81,14 @@ class TabularHMM(HMMModule):
             ),
         )
         if initial_allowed is not None:
-            _check_allowed("initial_allowed", initial_allowed, (num_states,), "(K,)")
+            check_allowed("initial_allowed", initial_allowed, (num_states,), "(K,)")
         if transition_allowed is not None:
             shape = (num_states, num_states)
-            _check_allowed("transition_allowed", transition_allowed, shape, "(K, K)")
+            check_allowed("transition_allowed", transition_allowed, shape, "(K, K)")
         self.register_buffer("initial_allowed", initial_allowed)
         self.register_buffer("transition_allowed", transition_allowed)
-        self.initial = PyroSample(partial(_rows, name="initial"))
-        self.transition = PyroSample(partial(_rows, name="transition"))
+        self.initial = PyroSample(partial(rows_prior, name="initial"))
+        self.transition = PyroSample(partial(rows_prior, name="transition"))
         self.emission = build_emission(emission, num_states)
 
     @classmethod
@@ -142,7 +142,7 @@ class TabularHMM(HMMModule):
         return with_prior(counts, prior)
 
 
-def _rows(module: TabularHMM, name: str) -> Dirichlet | SparseDirichlet:
+def rows_prior(module: TabularHMM, name: str) -> Dirichlet | SparseDirichlet:
     """Prior of the rows of probabilities ``name``, all as one event."""
     concentration: Tensor = getattr(module, f"{name}_concentration")
     allowed: Tensor | None = getattr(module, f"{name}_allowed")
@@ -204,7 +204,8 @@ def _check_distance(name: str, value: int) -> None:
         raise ValueError(f"{name} must not be negative; got {value}.")
 
 
-def _check_allowed(name: str, allowed: Tensor, shape: tuple[int, ...], meaning: str) -> None:
+def check_allowed(name: str, allowed: Tensor, shape: tuple[int, ...], meaning: str) -> None:
+    """Raise unless booleans of ``shape`` allow something in each row."""
     check_booleans(name, allowed)
     check_shape(name, allowed, shape, meaning)
     if not bool(allowed.any(-1).all()):

@@ -22,6 +22,7 @@ Its modules; each imports only those above it:
 ``_numba_lanes``      compiled arithmetic along sequences
 ``_numba_chain``      compiled loops over dense chains: scaled messages
 ``_numba_evidence``   compiled loops over whole sequences that share a matrix, with the gradient
+``_numba_pieces``     compiled joining of pieces of long sequences
 ``_numba_paths``      compiled loops over dense chains: log space, Viterbi, sampling
 ``_numba_blocks``     compiled loops over chains in blocks of states
 ``_numba_segments``   compiled loops over chains with durations
@@ -36,6 +37,7 @@ Its modules; each imports only those above it:
 ``ranges``            the recursions in float32, float64 and logarithms
 ``evidence``          evidence and gradient of those as one differentiable operation
 ``recursions``        forward-backward, Viterbi, path sampling of dense chains
+``continuous_time``   transitions of chains in continuous time
 ``semi_markov``       the recursions of chains with explicit durations
 ``factorial``         the recursions of several chains behind one observation
 ``second_order``      the recursions of chains whose next state depends on two

@@ -170,6 +170,10 @@ class _Sweep:
         return _Back(starts, counts, _sum(emitted))
 
 
+def _pieces() -> Any:
+    return import_module("._numba_pieces", __package__)
+
+
 class _Whole:
     """Sequences as they are."""
 
@@ -222,7 +226,7 @@ class _Pieces:
         total = np.empty(len(self.owner))
         self.good = bool(tried.exact.all())
         if self.good:
-            self.probe.kernels.join(
+            _pieces().join(
                 self.heads, self.later, self.initial[0], self.pieces.packed, tried.evidence,
                 tried.ends, self.starts, self.finish, total,
             )  # fmt: skip
@@ -240,7 +244,7 @@ class _Pieces:
             return self.whole.backward(weights, gamma)
         after = np.empty_like(self.starts)
         parts = self.heads, self.later, self.tried.evidence, self.tried.ends, self.finish
-        self.probe.kernels.look_back(*parts, after)
+        _pieces().look_back(*parts, after)
         back = self.pieces.backward(self.found, weights[self.owner], after, gamma)
         if back is None:
             return None

@@ -1,0 +1,190 @@
+"""``TabularContinuousTimeHMM``: rates of transitions between observations at irregular times."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from pyro.nn import PyroModule, PyroParam, PyroSample
+from torch import Tensor
+from torch.distributions import constraints
+
+from .._arguments import checked
+from .._checks import check_booleans, check_shape, check_size
+from ..distributions.continuous_time_hmm import ContinuousTimeHMM
+from ..distributions.hmm import HMM
+from ..distributions.sparse_gamma import SparseGamma, SparsePositive
+from ..ops.log_space import log
+from ..ops.recursions import ExpectedCounts
+from . import emissions
+from .base import HMMModule
+from .closed_form import Maximum, Statistics, check_mode, is_free, row_mode
+from .family import EmissionFamily, build_emission, positive
+from .tabular import check_allowed, rows_prior
+
+
+@checked(emission=None)
+class TabularContinuousTimeHMM(HMMModule):
+    r"""HMM in continuous time with a Gamma prior on every rate of transitions.
+
+    .. math:: \pi \sim \mathrm{Dir}(c), \quad q_{ij} \sim \mathrm{Gamma}(a_{ij}, b_{ij})
+              \quad (i \ne j)
+
+    For observations at irregular times, which the data carry: ``Sequences(..., times=)``. See
+    :class:`ContinuousTimeHMM`. ``fit_map``, ``fit_svi`` and NUTS read it by
+    :class:`MarginalModel`. ``fit_em`` maximises the rates in closed form: expected numbers of
+    transitions over expected times spent in the states, those between observations included (Liu
+    et al., 2015, Efficient learning of continuous-time hidden Markov models for disease
+    progression).
+
+    Sites: ``initial`` ``(K,)``, ``rates`` ``(K, K)``, whose diagonal is zero, and those of
+    ``emission``.
+
+    Args:
+        num_states: K.
+        emission: An emission family: see :class:`TabularHMM`.
+        initial_concentration: Of the prior of the first state; a number or ``(K,)``.
+        rate_concentration: a, a number, ``(K,)`` or ``(K, K)``. With one and a small ``rate_time``
+            the prior is all but flat.
+        rate_time: b, likewise, in the unit of the times: the time without transitions that the
+            prior is worth. The mean of a rate is a / b: choose b of the order of the time between
+            transitions.
+        initial_allowed: ``(K,)`` booleans, in which states a sequence may begin; all by default.
+        transition_allowed: ``(K, K)`` booleans, from which states which others are entered
+            directly; all by default. The diagonal is not read, and a state from which none is
+            entered is never left. See :func:`left_to_right`.
+
+    Raises:
+        ValueError: If ``num_states`` is less than one, or a number is not positive or has the wrong
+            shape.
+
+    Example:
+        >>> _ = pyro.set_rng_seed(0)
+        >>> data = Sequences.from_list([[0, 0, 1, 2], [0, 2]],
+        ...                            times=[[0.0, 0.5, 4.0, 4.5], [1.0, 9.0]])
+        >>> module = TabularContinuousTimeHMM(3, categorical(3),
+        ...                                   transition_allowed=left_to_right(3, jump=1))
+        >>> hmm = module(data.lengths, times=data.times)  # a sample from the prior
+        >>> (hmm.rates > 0).int()
+        tensor([[0, 1, 0],
+                [0, 0, 1],
+                [0, 0, 0]], dtype=torch.int32)
+        >>> fit = fit_em(module, data, num_steps=20)
+        >>> bool(fit.losses[-1] < fit.losses[0])
+        True
+    """
+
+    def __init__(
+        self,
+        num_states: int,
+        emission: EmissionFamily,
+        initial_concentration: float | Tensor = 1.0,
+        rate_concentration: float | Tensor = 1.0,
+        rate_time: float | Tensor = 1.0,
+        *,
+        initial_allowed: Tensor | None = None,
+        transition_allowed: Tensor | None = None,
+    ) -> None:
+        super().__init__()
+        check_size("num_states", num_states)
+        self.num_states = num_states
+        square = num_states, num_states
+        if initial_allowed is not None:
+            check_allowed("initial_allowed", initial_allowed, (num_states,), "(K,)")
+        others = ~torch.eye(num_states, dtype=torch.bool)
+        if transition_allowed is not None:
+            check_booleans("transition_allowed", transition_allowed)
+            check_shape("transition_allowed", transition_allowed, square, "(K, K)")
+            others = others.to(transition_allowed.device) & transition_allowed
+        for name, value, shape in (
+            ("initial_concentration", initial_concentration, (num_states,)),
+            ("rate_concentration", rate_concentration, square),
+            ("rate_time", rate_time, square),
+        ):
+            self.register_buffer(name, positive(name, value, shape))
+        self.register_buffer("initial_allowed", initial_allowed)
+        self.register_buffer("transition_allowed", others)
+        self.initial = PyroSample(partial(rows_prior, name="initial"))
+        if bool(others.any()):
+            self.rates = PyroSample(partial(_rates_prior))
+        else:  # there is nothing to fit
+            self.register_buffer("rates", torch.zeros(square))
+        self.emission = build_emission(emission, num_states)
+
+    @classmethod
+    def from_hmm(cls, hmm: HMM) -> TabularContinuousTimeHMM:
+        """A module with the values of a :class:`ContinuousTimeHMM` as parameters, without priors.
+
+        Rates of zero stay zero.
+
+        Raises:
+            TypeError: If ``hmm`` is not a ``ContinuousTimeHMM``.
+            ValueError: If its emission has a dimension of steps.
+        """
+        if not isinstance(hmm, ContinuousTimeHMM):
+            raise TypeError(f"hmm must be a ContinuousTimeHMM; got {type(hmm).__name__}.")
+        if hmm.emission_per_step:
+            raise ValueError(
+                "hmm has an emission per step; a TabularContinuousTimeHMM has one for all steps."
+            )
+        rates = hmm.rates.detach()
+        rates = rates - rates.diagonal(dim1=-2, dim2=-1).diag_embed()
+        allowed = rates > 0
+        module = cls(
+            hmm.num_states, lambda _: emissions.from_distribution(hmm.emission),
+            transition_allowed=allowed,
+        )  # fmt: skip
+        del module.initial
+        module.initial = PyroParam(hmm.log_initial.detach().exp(), constraints.simplex)
+        if bool(allowed.any()):
+            del module.rates
+            module.rates = PyroParam(rates, SparsePositive(allowed))
+        return module.to(hmm.log_initial.device)
+
+    def forward(
+        self, lengths: Tensor, observed: Tensor | None = None, times: Tensor | None = None
+    ) -> ContinuousTimeHMM:
+        """Build the HMM for sequences of ``lengths`` ``(*B)`` at ``times`` ``(*B, T)``."""
+        if times is None:
+            raise ValueError(
+                "data has no times, which a model in continuous time needs. Build it with "
+                "Sequences(..., times=), or with times= of from_list, from_concatenated or, by "
+                "time=, from_dataframe."
+            )
+        rates = self.rates
+        rates = rates - rates.sum(-1).diag_embed()
+        initial = log(self.initial)
+        return ContinuousTimeHMM(initial, rates, self.emission(), lengths, times, observed)
+
+    def emission_module(self) -> PyroModule:
+        """The module of the emission."""
+        return self.emission
+
+    def statistics(self, expected: ExpectedCounts) -> Statistics:
+        """Expected counts of what is free: see :meth:`ContinuousTimeHMM.expected_counts`."""
+        counts = {"initial": expected.initial, "rates": expected.transitions.sum(1)}
+        return {name: value for name, value in counts.items() if is_free(self, name)}
+
+    def m_step(self, statistics: Statistics) -> Maximum:
+        """Normalised counts of first states; numbers of transitions over times in the states."""
+        found = {}
+        if "initial" in statistics:
+            counts, prior, allowed = statistics["initial"], None, self.initial_allowed
+            if "initial" in self._pyro_samples:
+                prior = self.initial_concentration
+                if allowed is not None:  # ones say nothing where nothing is allowed
+                    prior, counts = prior.masked_fill(~allowed, 1.0), counts * allowed
+            found["initial"] = row_mode(counts, prior)
+        if "rates" in statistics:
+            number = statistics["rates"].double()
+            time = number.diagonal(dim1=-2, dim2=-1).unsqueeze(-1).expand_as(number)
+            if "rates" in self._pyro_samples:
+                check_mode("rate_concentration", self.rate_concentration)
+                number, time = number + self.rate_concentration - 1, time + self.rate_time
+            found["rates"] = (number / time).masked_fill(~self.transition_allowed, 0.0)
+        return found, []
+
+
+def _rates_prior(module: Any) -> SparseGamma:
+    return SparseGamma(module.rate_concentration, module.rate_time, module.transition_allowed)

@@ -1,0 +1,103 @@
+"""The times of sequences: kept whichever way they are made and divided, and checked."""
+
+import datetime
+import pickle
+
+import numpy as np
+import pandas
+import pytest
+import torch
+
+from pyrohmm import Sequences, TabularHMM, categorical, fit_em
+from pyrohmm.data import StoredSequences
+from pyrohmm.data.corpus import Corpus, merge_rare
+from pyrohmm.data.vocabulary import Vocabulary
+
+STEPS = [[0, 1, 1], [1], [0, 0]]
+TIMES = [[1e6 + 0.1, 1e6 + 0.2, 1e6 + 0.3], [7.0], [-2.0, 0.5]]
+PADDED = torch.tensor([TIMES[0], [7.0, 0.0, 0.0], [-2.0, 0.5, 0.0]], dtype=torch.float64)
+
+
+@pytest.fixture
+def data():
+    return Sequences.from_list(STEPS, times=TIMES)
+
+
+def test_all_ways_to_make_sequences_keep_them(data):
+    flat = np.concatenate([np.array(part) for part in TIMES])
+    joined = Sequences.from_concatenated([0, 1, 1, 1, 0, 0], [3, 1, 2], times=flat)
+    who = ["a", "a", "a", "b", "c", "c"]
+    order = np.array([2, 0, 1, 3, 5, 4])
+    table = {
+        "who": np.array(who)[order],
+        "t": flat[order],
+        "x": np.array([0, 1, 1, 1, 0, 0])[order],
+    }
+    frame = Sequences.from_dataframe(table, by="who", columns="x", time="t")
+    direct = Sequences(data.values, data.lengths, times=PADDED)
+    stored = next(iter(StoredSequences(np.array([0, 1, 1, 1, 0, 0]), [3, 1, 2], times=flat)))
+    for each in (data, joined, frame, direct, stored, pickle.loads(pickle.dumps(data))):
+        assert each.times.dtype == torch.float64
+        assert torch.equal(each.times[each.exists], PADDED[each.exists])
+    assert Sequences(data.values, data.lengths).times is None
+
+
+def test_all_ways_to_divide_sequences_keep_them(data):
+    assert torch.equal(data[1:].times, PADDED[1:, :2])
+    assert torch.equal(data.batch(torch.tensor([2, 0])).times, PADDED[[2, 0]])
+    assert torch.equal(data.truncate(2).times, PADDED[:, :2])
+    assert torch.equal(data.with_total(9).times, PADDED)
+    assert torch.equal(data.collate([data[:1], data[2:]]).times, PADDED[[0, 2]])
+    assert data.collate([data[:1], Sequences.from_list([[1]])]).times is None
+    assert torch.equal(torch.cat([part.times[:, 0] for part in data.split(0.67)]).sort().values,
+                       PADDED[:, 0].sort().values)  # fmt: skip
+    words = Vocabulary(["a", "b"])
+    merged = merge_rare(Corpus(data, words), share=0.6)
+    assert torch.equal(merged.data.times, PADDED)
+
+
+def test_dates_count_in_days():
+    days = ["2020-01-03", "2020-01-01", "2020-01-01T12"]
+    wanted = torch.tensor([[18262.0, 18264.0], [18262.5, 0.0]], dtype=torch.float64)
+    table = {"who": ["b", "b", "a"], "x": [0.5, 1.5, 2.5], "day": np.array(days, "datetime64[h]")}
+    for frame in (table, pandas.DataFrame(table)):
+        found = Sequences.from_dataframe(frame, by="who", columns="x", time="day")
+        assert torch.equal(found.times, wanted)
+    dates = [[datetime.date(2020, 1, 1), datetime.date(2020, 1, 3)]]
+    assert Sequences.from_list([[0, 1]], times=dates).times.tolist() == [[18262.0, 18264.0]]
+    names = table | {"day": ["c", "b", "a"]}  # they sort, and are no times
+    assert Sequences.from_dataframe(names, by="who", columns="x", time="day").times is None
+
+
+def test_models_of_steps_do_not_read_them(data):
+    plain = Sequences(data.values, data.lengths)
+    begin = {"initial": torch.tensor([0.3, 0.7]), "transition": torch.full((2, 2), 0.5),
+             "emission.probs": torch.tensor([[0.2, 0.8], [0.6, 0.4]])}  # fmt: skip
+    found = [fit_em(TabularHMM(2, categorical(2)), each, start=begin, num_steps=2).losses
+             for each in (data, plain)]  # fmt: skip
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize(
+    ("times", "kind", "text"),
+    [
+        ([[1, 1, 2], [0], [0, 1]], ValueError, r"at sequence \[0\], step 1, there is 1.0 after 1"),
+        ([[1, 2, 3], [0], [1, 0]], ValueError, r"at sequence \[2\], step 1, there is 0.0 after 1"),
+        ([[1, np.nan, 3], [0], [0, 1]], ValueError, r"sequence \[0\], step 1, there is nan"),
+        ([[1, 2, 3], [np.inf], [0, 1]], ValueError, r"sequence \[1\], step 0, there is inf\."),
+        ([[1, 2], [0], [0, 1]], ValueError, "times must have one item per sequence"),
+        ([list("abc"), ["d"], ["e", "f"]], TypeError, "times must be numbers; got text"),
+    ],
+)
+def test_what_is_wrong_with_times_is_said(times, kind, text):
+    with pytest.raises(kind, match=text):
+        Sequences.from_list(STEPS, times=times)
+
+
+def test_shapes_and_types_of_times_are_checked(data):
+    for times, kind in ((PADDED[:2], ValueError), (PADDED[..., None], ValueError),
+                        (PADDED.to(torch.complex64), TypeError), (TIMES, TypeError)):  # fmt: skip
+        with pytest.raises(kind, match="times"):
+            Sequences(data.values, data.lengths, times=times)
+    with pytest.raises(ValueError, match="times must have a row for each of the 3 rows"):
+        StoredSequences(np.arange(3), [2, 1], times=np.arange(2))

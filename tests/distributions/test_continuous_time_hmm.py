@@ -1,0 +1,473 @@
+"""``ContinuousTimeHMM`` against sums over all paths with SciPy's exponential of a matrix."""
+
+import math
+import pickle
+from functools import partial
+
+import numpy as np
+import oracle
+import pyro
+import pytest
+import torch
+from pyro.distributions import Gamma, Normal
+from pyro.infer import Trace_ELBO, TraceEnum_ELBO
+from pyro.infer.autoguide import AutoDelta, init_to_value
+from scipy import stats
+from scipy.linalg import expm
+
+from pyrohmm import (
+    HMM,
+    ContinuousTimeHMM,
+    EnumeratedModel,
+    Filter,
+    MarginalModel,
+    Sequences,
+    TabularContinuousTimeHMM,
+    autoregressive_normal,
+    categorical,
+    load_hmm,
+    metrics,
+    queries,
+    save,
+)
+from pyrohmm.distributions import SparseGamma
+from pyrohmm.ops.continuous_time import log_transitions
+
+K, T = 3, 5
+LENGTHS = torch.tensor([5, 1, 3, 4])
+double = partial(torch.tensor, dtype=torch.float64)
+FULL = double([[-1.0, 0.6, 0.4], [0.2, -0.5, 0.3], [0.0, 0.1, -0.1]])
+PROGRESSIVE = double([[-1.0, 0.6, 0.4], [0.0, -0.3, 0.3], [0.0, 0.0, 0.0]])
+INITIAL = double([0.5, 0.3, 0.2]).log()
+EMISSION = Normal(double([0.0, 1.0, 2.0]), double(1.5))
+
+
+def irregular(*batch, start=0.0):
+    source = torch.Generator().manual_seed(3)
+    return start + torch.rand(*batch, T, generator=source, dtype=torch.float64).cumsum(-1) * 2
+
+
+def model(rates=FULL, times=None, **options):
+    seen = torch.rand(4, T, generator=torch.Generator().manual_seed(2)) < 0.8
+    times = irregular(4) if times is None else times
+    return ContinuousTimeHMM(
+        INITIAL, rates, EMISSION, LENGTHS, times, seen, validate_args=True, **options
+    )
+
+
+def answers(hmm, values):
+    """The oracle's, of each sequence."""
+    scores = EMISSION.log_prob(values.unsqueeze(-1))
+    if hmm.observed is not None:
+        scores = scores.masked_fill(~hmm.observed.unsqueeze(-1), 0.0)
+    if hmm.allowed is not None:
+        scores = scores.masked_fill(~hmm.allowed, -torch.inf)
+    times = hmm.times.expand(4, T).numpy()
+    for i in range(4):
+        gaps = np.diff(times[i, : LENGTHS[i]])
+        with np.errstate(divide="ignore"):
+            matrices = [np.log(expm(hmm.rates.numpy() * gap).clip(0)) for gap in gaps]
+        matrices = np.array(matrices + [np.zeros((K, K))] * (T - 1 - len(gaps)))
+        yield oracle.by_paths(INITIAL.numpy(), matrices, scores[i].numpy(), int(LENGTHS[i]))
+
+
+@pytest.fixture
+def values():
+    return torch.randn(4, T, generator=torch.Generator().manual_seed(1)) + 1
+
+
+@pytest.fixture(params=[FULL, PROGRESSIVE], ids=["full", "progressive"])
+def rates(request):
+    return request.param
+
+
+def test_queries_answer_as_all_paths_do(rates, values):
+    hmm = model(rates)
+    posterior, filtered, best = hmm.posterior(values), hmm.filtered(values), hmm.viterbi(values)
+    joint, evidence = hmm.log_joint(values, best), hmm.log_prob(values)
+    for i, answer in enumerate(answers(hmm, values)):
+        np.testing.assert_allclose(evidence[i], answer.evidence, rtol=1e-12)
+        np.testing.assert_allclose(posterior.states[i], answer.states, atol=1e-12)
+        np.testing.assert_allclose(filtered[i], answer.filtered, atol=1e-12)
+        np.testing.assert_allclose(joint[i], answer.best)
+        moves = answer.transitions.sum(0)
+        np.testing.assert_allclose(posterior.transitions[i], moves, atol=1e-12)
+
+
+def test_labels_answer_as_all_paths_do(values):
+    labels = torch.full((4, T), -1)
+    labels[0, 2], labels[2, 0], labels[3, 3] = 2, 1, 2
+    hmm = model().restrict(labels)
+    for i, answer in enumerate(answers(hmm, values)):
+        np.testing.assert_allclose(hmm.log_prob(values)[i], answer.evidence)
+    assert hmm.viterbi(values)[0, 2] == 2
+
+
+def test_paths_are_drawn_from_the_posterior(rates, values):
+    hmm = model(rates)
+    paths = hmm.sample_states(values, (4000,))
+    for i, answer in enumerate(answers(hmm, values)):
+        for t in range(int(LENGTHS[i])):
+            counts = paths[:, i, t].bincount(minlength=K)
+            assert oracle.looks_drawn_from(counts.numpy(), answer.states[t])
+
+
+def test_samples_are_of_the_chain_at_the_times():
+    times = torch.tensor([0.0, 0.3, 2.0])
+    lengths = torch.tensor(3)
+    hmm = ContinuousTimeHMM(INITIAL, FULL, EMISSION, lengths, times)
+    _, states = hmm.sample_with_states((4000,))
+    probs = INITIAL.exp().numpy()
+    for t in range(3):
+        at = probs @ expm(FULL.numpy() * times[t].item())
+        assert oracle.looks_drawn_from(states[:, t].bincount(minlength=K).numpy(), at)
+    restricted = hmm.restrict(torch.tensor([1, -1, 2]))
+    assert (restricted.sample_with_states((50,))[1][:, [0, 2]] == torch.tensor([1, 2])).all()
+
+
+def test_equal_gaps_of_one_are_an_hmm(rates, values):
+    matrix = torch.as_tensor(expm(rates.numpy())).log()
+    plain = HMM(INITIAL, matrix, EMISSION, LENGTHS)
+    times = 7.0 + torch.arange(5.0)
+    for each in (times, times.expand(4, T)):
+        hmm = ContinuousTimeHMM(INITIAL, rates, EMISSION, LENGTHS, each)
+        torch.testing.assert_close(hmm.log_prob(values), plain.log_prob(values))
+        found, wanted = hmm.posterior(values), plain.posterior(values)
+        torch.testing.assert_close(found.states, wanted.states)
+        torch.testing.assert_close(found.transitions, wanted.transitions)
+        assert torch.equal(hmm.viterbi(values), plain.viterbi(values))
+        ahead = hmm.forecast(values, times[LENGTHS - 1].unsqueeze(-1) + torch.tensor([1.0, 2.0]))
+        torch.testing.assert_close(ahead.states, plain.forecast(values, 2).states)
+        assert hmm.log_transition.shape == (T - 1, K, K)
+        assert hmm.sample((2,)).shape == (2, 4, T)
+
+
+def test_gradients_are_those_of_differences(values):
+    """By each rate, the first state and the times' gaps as they are."""
+    free = torch.tensor([0.6, 0.4, 0.2, 0.3, 0.5, 0.1], requires_grad=True)
+    initial = torch.randn(K, requires_grad=True)
+    others = ~torch.eye(K).bool()
+
+    def evidence(free, initial):
+        rates = torch.zeros(K, K).masked_scatter(others, free)
+        rates = rates - rates.sum(-1).diag()
+        return model().replace(log_initial=initial.log_softmax(-1), rates=rates).log_prob(values)
+
+    assert torch.autograd.gradcheck(evidence, (free, initial))
+    assert torch.autograd.gradgradcheck(evidence, (free, initial))
+
+
+def test_gradient_of_the_exponential_is_that_by_every_entry():
+    """The diagonal too, on its own: of SciPy's exponential by differences."""
+    gap, step = 1.7, 1e-6
+    rates = FULL.clone().requires_grad_()
+    weight = torch.rand(K, K)
+    (found,) = torch.autograd.grad((log_transitions(rates, torch.tensor(gap)).exp() * weight).sum(),
+                                   rates)  # fmt: skip
+    for i in range(K):
+        for j in range(K):
+            ends = []
+            for sign in (1, -1):
+                moved = FULL.numpy().copy()
+                moved[i, j] += sign * step
+                ends.append((expm(moved * gap) * weight.numpy()).sum())
+            np.testing.assert_allclose(found[i, j], (ends[0] - ends[1]) / (2 * step), rtol=1e-6)
+
+
+def jumps_between(rates, gap, start, end, steps=20_000):
+    """Expected transitions and times given both ends, by summing over a fine grid of moments."""
+    count, time = np.zeros((K, K)), np.zeros(K)
+    one = expm(rates * gap / steps)
+    half = expm(rates * gap / steps / 2)
+    forward = np.eye(K)[start] @ half
+    backward = [half[:, end]]
+    for _ in range(steps - 1):
+        backward.append(one @ backward[-1])
+    whole = expm(rates * gap)[start, end]
+    for s in range(steps):
+        later = backward[steps - 1 - s]
+        time += forward * later * gap / steps / whole
+        count += np.outer(forward, later) * rates * gap / steps / whole
+        forward = forward @ one
+    np.fill_diagonal(count, time)
+    return count
+
+
+def test_expected_counts_are_those_of_paths_between_the_ends(rates):
+    """Numbers of transitions, and on the diagonal times: against integrals, ends known."""
+    gap = 2.5
+    hmm = ContinuousTimeHMM(INITIAL, rates, EMISSION, torch.tensor(2), torch.tensor([1.0, 1 + gap]))
+    found = hmm.restrict(torch.tensor([0, 2])).expected_counts(torch.zeros(2))
+    wanted = jumps_between(rates.numpy(), gap, 0, 2)
+    np.testing.assert_allclose(found.transitions[0], wanted, atol=1e-6)
+    np.testing.assert_allclose(found.transitions[0].diagonal().sum(), gap, rtol=1e-12)
+
+
+def test_expected_counts_are_the_gradient(rates, values):
+    """Fisher's identity; times add up to those of the sequences, and what is impossible is zero."""
+    hmm = model(rates)
+    counts = hmm.expected_counts(values)
+    leaves = [part.clone().requires_grad_() for part in (INITIAL, rates)]
+    hmm.replace(log_initial=leaves[0], rates=leaves[1]).log_prob(values).sum().backward()
+    diagonal = torch.eye(K).bool()
+    wanted = torch.where(diagonal, leaves[1].grad, leaves[1].grad * rates)
+    torch.testing.assert_close(counts.transitions[0], wanted)
+    torch.testing.assert_close(counts.initial, leaves[0].grad)
+    spans = sum(times[n - 1] - times[0] for times, n in zip(hmm.times, LENGTHS.tolist()))
+    torch.testing.assert_close(counts.transitions[0].diagonal().sum(), spans)
+    assert (counts.transitions[0][(rates == 0) & ~diagonal] == 0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("size", [1, 2, 30])
+@pytest.mark.parametrize("gap", [1e-8, 1e-3, 1.0, 1e4, 1e12])
+def test_any_gap_has_rows_that_sum_to_one(gap, size, dtype):
+    rates = torch.rand(size, size, generator=torch.Generator().manual_seed(0)).to(dtype)
+    rates = rates.fill_diagonal_(0.0)
+    rates = (rates - rates.sum(-1).diag()).requires_grad_()
+    logs = log_transitions(rates, torch.tensor(gap))
+    assert logs.dtype == dtype
+    torch.testing.assert_close(logs.exp().sum(-1), torch.ones(size, dtype=dtype))
+    assert not logs.isnan().any()
+    (slope,) = torch.autograd.grad(logs.exp()[..., 0].sum(), rates)
+    assert slope.isfinite().all()
+    if gap <= 1e4:
+        wanted = expm(rates.detach().double().numpy() * gap)
+        tolerance = 1e-9 if dtype == torch.float64 else 1e-3
+        np.testing.assert_allclose(logs.exp().detach(), wanted, atol=tolerance)
+
+
+def test_probabilities_of_many_transitions_in_a_tiny_gap_keep_their_digits():
+    """Those of a Poisson process, to e^-400: beyond what a difference of numbers can hold."""
+    size = 40
+    rates = torch.zeros(size, size)
+    rates.diagonal()[:-1], rates.diagonal(1)[:] = -1.0, 1.0
+    for gap in (1e-4, 1.0, 30.0):
+        found = log_transitions(rates, torch.tensor(gap))
+        wanted = stats.poisson.logpmf(np.arange(size - 1), gap)
+        np.testing.assert_allclose(found[0, :-1], wanted, atol=2e-3)
+        np.testing.assert_allclose(found[0, :12], wanted[:12], atol=1e-9)
+        assert (found.tril(-1)[1:, 0] == -torch.inf).all()
+
+
+def test_times_may_lie_far_from_zero(rates, values):
+    """Whatever the clock says, gaps are gaps: in float32 they would be lost."""
+    near = model(rates, torch.tensor([0.0, 0.25, 0.5, 2.0, 2.5]))
+    far = model(rates, 1e6 + torch.tensor([0.0, 0.25, 0.5, 2.0, 2.5]))
+    assert torch.equal(near.log_prob(values), far.log_prob(values))
+
+
+@pytest.mark.parametrize("batch", [(), (4,)])
+def test_one_step_is_the_first_state_and_its_emission(batch):
+    """Nothing happens between no steps; forecasts go on from there."""
+    lengths, times = torch.ones(batch).long(), torch.full((*batch, 1), 3.0)
+    hmm = ContinuousTimeHMM(INITIAL, FULL, EMISSION, lengths, times)
+    values = torch.rand(*batch, 1)
+    wanted = (INITIAL + EMISSION.log_prob(values)).logsumexp(-1)
+    torch.testing.assert_close(hmm.log_prob(values), wanted)
+    assert hmm.sample((2,)).shape == (2, *batch, 1)
+    assert (hmm.expected_counts(values).transitions == 0).all()
+    now = hmm.posterior(values).states[..., 0, :]
+    ahead = hmm.forecast(values, times + torch.tensor([0.0, 2.0])).states
+    torch.testing.assert_close(ahead[..., 0, :], now)
+    torch.testing.assert_close(ahead[..., 1, :], now @ torch.as_tensor(expm(FULL.numpy() * 2)))
+    assert torch.equal(hmm.uniform().log_transition, hmm.log_transition)
+
+
+def test_padding_may_hold_any_time(values):
+    times = irregular(4)
+    wanted = model().log_prob(values)
+    times[~model().exists] = torch.nan
+    hmm = model(times=times)
+    assert torch.equal(hmm.log_prob(values), wanted)
+    assert hmm.expected_counts(values).transitions.isfinite().all()
+
+
+def test_missing_steps_say_the_state_at_any_time():
+    """The posterior at a time between observations is that of both ends."""
+    times, values = torch.tensor([0.0, 1.3, 4.0]), torch.tensor([0.0, torch.nan, 2.0])
+    seen = torch.tensor([True, False, True])
+    hmm = ContinuousTimeHMM(INITIAL, FULL, EMISSION, torch.tensor(3), times, seen)
+    first, second = expm(FULL.numpy() * 1.3), expm(FULL.numpy() * 2.7)
+    ends = EMISSION.log_prob(torch.tensor([[0.0], [2.0]])).exp().numpy()
+    start = INITIAL.exp().numpy() * ends[0]
+    middle = (start @ first) * (second @ ends[1])
+    np.testing.assert_allclose(hmm.posterior(values).states[1], middle / middle.sum())
+    without = ContinuousTimeHMM(INITIAL, FULL, EMISSION, torch.tensor(2), times[[0, 2]])
+    torch.testing.assert_close(hmm.log_prob(values), without.log_prob(values[[0, 2]]))
+
+
+def test_forecast_is_the_chain_let_go(rates, values):
+    hmm = model(rates)
+    filtered = hmm.filtered(values)
+    ends = hmm.times.gather(-1, (LENGTHS - 1).unsqueeze(-1))
+    ahead = ends + torch.tensor([0.0, 0.7, 40.0])
+    forecast = hmm.forecast(values, ahead)
+    assert forecast.batch_shape == (4, 3)
+    for i in range(4):
+        now = filtered[i, LENGTHS[i] - 1].numpy()
+        for h, gap in enumerate([0.0, 0.7, 40.0]):
+            wanted = now @ expm(rates.numpy() * gap)
+            np.testing.assert_allclose(forecast.states[i, h], wanted, atol=1e-12)
+    one = hmm.forecast(values, torch.tensor([200.0]))
+    torch.testing.assert_close(one.states[:, 0], hmm.stationary().expand(4, K), atol=1e-6, rtol=0)
+    with pytest.raises(ValueError, match=r"not lie before the last step.*got 0\.5"):
+        hmm.forecast(values, ends - 0.5)
+
+
+def test_sojourns_next_states_and_the_stationary_distribution():
+    hmm = model(PROGRESSIVE)
+    torch.testing.assert_close(hmm.sojourn_times, torch.tensor([1.0, 1 / 0.3, math.inf]))
+    wanted = torch.tensor([[0.0, 0.6, 0.4], [0.0, 0.0, 1.0], [0.0, 0.0, 0.0]])
+    torch.testing.assert_close(hmm.next_state_probs, wanted)
+    torch.testing.assert_close(hmm.stationary(), torch.tensor([0.0, 0.0, 1.0]))
+    pi = model(FULL).stationary()
+    torch.testing.assert_close(pi @ FULL, torch.zeros(K), atol=1e-12, rtol=0)
+    gaps = torch.tensor([0.5, 3.0])
+    found = hmm.transition_at(gaps)
+    for i, gap in enumerate(gaps.tolist()):
+        np.testing.assert_allclose(found[i], expm(PROGRESSIVE.numpy() * gap), atol=1e-12)
+
+
+def test_parameters_may_be_batched(values):
+    """R matrices for N sequences, N for N, and neither: each as if alone."""
+    rates = torch.stack([FULL, PROGRESSIVE, FULL * 3])[:, None]
+    many = model(rates)
+    assert many.batch_shape == (3, 4)
+    alone = torch.stack([model(each[0]).log_prob(values) for each in rates])
+    torch.testing.assert_close(many.log_prob(values), alone)
+    own = torch.stack([FULL, PROGRESSIVE, FULL * 3, FULL])
+    each = model(own)
+    wanted = [model(own[i]).log_prob(values)[i] for i in range(4)]
+    torch.testing.assert_close(each.log_prob(values), torch.stack(wanted))
+    counts = each.expected_counts(values).transitions
+    one = ContinuousTimeHMM(INITIAL, own[3], EMISSION, LENGTHS[3:], irregular(4)[3:],
+                            model().observed[3:])  # fmt: skip
+    torch.testing.assert_close(counts[3], one.expected_counts(values[3:]).transitions)
+    assert many.forecast(values, torch.full((4, 2), 20.0)).states.shape == (3, 4, 2, K)
+    assert many.transition_at(torch.ones(2)).shape == (3, 1, 2, K, K)
+    assert many.sample().shape == (3, 4, T)
+    torch.testing.assert_close(many.expand((2, 3, 4)).log_prob(values)[1], alone)
+
+
+def test_copies_with_changes(values):
+    hmm = model()
+    assert torch.equal(hmm.expand((2, 4)).log_prob(values)[1], hmm.log_prob(values))
+    order = torch.tensor([2, 0, 1])
+    permuted = hmm.permute_states(order)
+    torch.testing.assert_close(permuted.log_prob(values), hmm.log_prob(values))
+    states = hmm.posterior(values).states
+    torch.testing.assert_close(permuted.posterior(values).states, states[..., order])
+    torch.testing.assert_close(permuted.rates[0], FULL[2][order])
+    other = hmm.with_lengths(torch.tensor([2]), times=torch.tensor([[0.0, 4.0]]))
+    fresh = ContinuousTimeHMM(
+        INITIAL, FULL, EMISSION, torch.tensor([2]), torch.tensor([[0.0, 4.0]])
+    )
+    assert torch.equal(other.log_prob(values[:1, :2]), fresh.log_prob(values[:1, :2]))
+
+
+def test_saved_and_pickled(values, tmp_path):
+    hmm = model(PROGRESSIVE).restrict(torch.tensor([[-1, -1, 2, -1, -1]] * 4))
+    save(hmm, tmp_path / "hmm")
+    for other in (load_hmm(tmp_path / "hmm"), pickle.loads(pickle.dumps(hmm))):
+        assert type(other) is ContinuousTimeHMM
+        assert torch.equal(other.times, hmm.times)
+        assert torch.equal(other.log_prob(values), hmm.log_prob(values))
+        assert torch.equal(
+            other.expected_counts(values).transitions, hmm.expected_counts(values).transitions
+        )
+
+
+def test_queries_of_an_hmm_know_it(values):
+    hmm = model()
+    paths, scores = queries.k_best(hmm, values, 2)
+    torch.testing.assert_close(paths[:, 0], hmm.viterbi(values))
+    torch.testing.assert_close(hmm.log_joint(values, paths[:, 1]), scores[:, 1])
+    steps = queries.predictive_log_prob(hmm, values)
+    torch.testing.assert_close(steps.sum(-1), hmm.log_prob(values).double())
+    data = Sequences(values, LENGTHS, times=hmm.times)
+    shown = metrics.perplexity(hmm.replace(observed=None), data)
+    evidence = hmm.replace(observed=None).log_prob(values).sum()
+    assert abs(shown.value - math.exp(-evidence / data.num_observed)) < 1e-6
+    for query in (lambda: Filter(hmm), lambda: queries.continuation(hmm, values, 2)):
+        with pytest.raises(ValueError, match=r"steps of a ContinuousTimeHMM have times of their"):
+            query()
+    with pytest.raises(ValueError, match="forecast of this emission"):
+        hmm.replace(emission=autoregressive_normal(1)(3)()).forecast(
+            values.unsqueeze(-1), torch.full((4, 1), 90.0)
+        )
+
+
+@pytest.mark.parametrize("allowed", [None, PROGRESSIVE > 0], ids=["full", "progressive"])
+def test_both_forms_agree(allowed):
+    """In loss and gradient, with gaps, padding and missing steps."""
+    pyro.set_rng_seed(0)
+    data = Sequences(
+        torch.tensor([[0, 1, 1, 2], [2, 1, 0, 0]]), torch.tensor([4, 3]),
+        torch.tensor([[True, True, False, True], [True] * 4]),
+        times=torch.tensor([[0.0, 0.4, 3.0, 3.1], [5.0, 7.0, 7.5, 0.0]]),
+    )  # fmt: skip
+    module = TabularContinuousTimeHMM(3, categorical(3), 1.2, 1.5, transition_allowed=allowed)
+    found = []
+    for form, elbo in ((MarginalModel, Trace_ELBO()),
+                       (EnumeratedModel, TraceEnum_ELBO(max_plate_nesting=1))):  # fmt: skip
+        pyro.clear_param_store()
+        model = form(module)
+        mask = SparseGamma(*(torch.ones(3, 3),) * 2, module.transition_allowed)
+        start = {"module.initial": torch.full((3,), 1 / 3), "module.rates": mask.mean,
+                 "module.emission.probs": torch.full((3, 3), 1 / 3)}  # fmt: skip
+        guide = AutoDelta(pyro.poutine.block(model, expose=list(start)),
+                          init_loc_fn=init_to_value(values=start))  # fmt: skip
+        loss = elbo.differentiable_loss(model, guide, data)
+        found.append([loss, *torch.autograd.grad(loss, list(guide.parameters()))])
+    assert len(found[0]) == 4
+    for one, other in zip(*found):
+        torch.testing.assert_close(one, other)
+
+
+def test_bad_arguments_are_named():
+    ok = {"log_initial": INITIAL, "rates": FULL, "emission": EMISSION, "lengths": LENGTHS,
+          "times": irregular(4)}  # fmt: skip
+    negative = FULL.clone()
+    negative[0, 1], negative[0, 0] = -0.6, 0.2
+    cases = [
+        ({"rates": FULL[:2]}, ValueError, "rates must end in shape"),
+        ({"rates": negative}, ValueError, "rates must be finite, not negative"),
+        ({"rates": FULL + 0.1}, ValueError, "rates must be finite, not negative"),
+        ({"rates": FULL * torch.inf}, ValueError, "rates must be finite"),
+        ({"rates": FULL.long()}, TypeError, "rates must be floating point"),
+        ({"times": torch.tensor(1.0)}, ValueError, r"times must have shape \(\*B, T\)"),
+        ({"times": irregular(3)}, ValueError, "times"),
+        ({"times": irregular(4)[:, :2]}, ValueError, "times must have shape .* at least 5"),
+        ({"times": None}, TypeError, "times"),
+        ({"times": irregular(4).log().log()}, ValueError, r"at sequence \[0\], step 0, there is"),
+        ({"times": torch.zeros(5)}, ValueError, r"at sequence \[0\], step 1, there is 0.0 after"),
+    ]
+    for changes, kind, text in cases:
+        with pytest.raises(kind, match=text):
+            ContinuousTimeHMM(**(ok | changes), validate_args=True)
+    with pytest.raises(ValueError, match="gaps must be finite and not negative"):
+        model().transition_at(torch.tensor(-1.0))
+
+
+def test_sparse_gamma_is_a_product_of_gammas():
+    allowed = torch.tensor([[False, True], [True, False]])
+    prior = SparseGamma(torch.full((2, 2), 2.0), torch.tensor([[1.0, 3.0], [0.5, 1.0]]), allowed)
+    table = torch.tensor([[0.0, 0.7], [1.2, 0.0]])
+    wanted = Gamma(2.0, torch.tensor([3.0, 0.5])).log_prob(torch.tensor([0.7, 1.2])).sum()
+    torch.testing.assert_close(prior.log_prob(table), wanted)
+    assert prior.support.check(table)
+    assert not prior.support.check(table + 1)
+    samples = prior.sample((4000,))
+    assert (samples[:, ~allowed] == 0).all()
+    torch.testing.assert_close(samples.mean(0), prior.mean, rtol=0.1, atol=0.01)
+    transform = torch.distributions.biject_to(prior.support)
+    free = transform.inv(table)
+    assert free.shape == (2,)
+    torch.testing.assert_close(transform(free), table)
+    jacobian = torch.autograd.functional.jacobian(lambda x: transform(x)[allowed], free)
+    torch.testing.assert_close(transform.log_abs_det_jacobian(free, table), jacobian.logdet())
+    flat = SparseGamma(torch.ones(2, 2), torch.ones(2, 2), allowed)
+    zero = torch.zeros(2, 2, requires_grad=True)
+    (slope,) = torch.autograd.grad(flat.log_prob(zero), zero)
+    torch.testing.assert_close(slope, -allowed.to(slope))

@@ -1,0 +1,307 @@
+"""``TabularContinuousTimeHMM``: its M-step, its fits, and the times that data carry."""
+
+import copy
+import pickle
+
+import numpy as np
+import pyro
+import pytest
+import torch
+from pyro.distributions import Categorical, Gamma, Normal
+from pyro.infer import MCMC, NUTS
+from pyro.infer.autoguide import AutoNormal, init_to_value
+from scipy.optimize import minimize
+
+from pyrohmm import (
+    HMM,
+    ContinuousTimeHMM,
+    HMMModule,
+    MarginalModel,
+    PosteriorDraws,
+    Sequences,
+    TabularContinuousTimeHMM,
+    TabularHMM,
+    categorical,
+    em,
+    fit_em,
+    fit_map,
+    fit_svi,
+    freeze,
+    left_to_right,
+    load_into,
+    normal,
+    save,
+    starts,
+)
+from pyrohmm.data import StoredSequences
+
+# A disease of three stages and death, seen with errors but for death, in years
+STAGES = [[-0.2, 0.15, 0.0, 0.05], [0.1, -0.45, 0.25, 0.1], [0.0, 0.1, -0.4, 0.3], [0.0] * 4]
+SEEN = [[0.9, 0.1, 0.0, 0.0], [0.1, 0.8, 0.1, 0.0], [0.0, 0.15, 0.85, 0.0], [0.0, 0.0, 0.0, 1.0]]
+
+
+def panel(count, visits=8, seed=0):
+    """Patients seen at irregular times, about once in one and a half years."""
+    pyro.set_rng_seed(seed)
+    times = torch.empty(count, visits).uniform_(0.2, 2.8).cumsum(-1)
+    lengths = torch.randint(2, visits + 1, (count,))
+    hmm = ContinuousTimeHMM(
+        torch.tensor([1.0, 0.0, 0.0, 0.0]).log(), torch.tensor(STAGES),
+        Categorical(torch.tensor(SEEN)), lengths, times,
+    )  # fmt: skip
+    return Sequences(hmm.sample(), lengths, times=times)
+
+
+def disease(**options):
+    """The model of those patients, with what is known of them."""
+    allowed = torch.tensor(STAGES) > 0
+    starting = torch.tensor([True, False, False, False])
+    module = TabularContinuousTimeHMM(
+        4, categorical(4), initial_allowed=starting, transition_allowed=allowed, **options
+    )
+    return module
+
+
+@pytest.fixture
+def data():
+    pyro.set_rng_seed(3)
+    times = torch.empty(12, 10).exponential_(1.0).cumsum(-1)
+    lengths = torch.randint(1, 11, (12,))
+    rates = torch.tensor([[-0.6, 0.6], [0.3, -0.3]])
+    means = Normal(torch.tensor([0.0, 2.0]), 1.0)
+    hmm = ContinuousTimeHMM(torch.full((2,), 0.5).log(), rates, means, lengths, times)
+    values = hmm.sample()
+    values[0, 1] = torch.nan
+    return Sequences(values, lengths, ~values.isnan(), times=times)
+
+
+def test_em_is_monotone_and_ends_at_the_maximum_of_a_gradient(data):
+    """The mode that a quasi-Newton method of SciPy finds for the same density."""
+    module = TabularContinuousTimeHMM(2, normal(0), 1.0, 1.5, 0.7)
+    fit = fit_em(module, data, tolerance=None, num_steps=100)
+    assert (fit.losses.diff() <= 1e-9).all()
+    assert not fit.notes
+    found = fit.hmm(data)
+    freeze(module, "initial", fit.values["module.initial"])
+    for name in ("loc", "variance"):
+        freeze(module, f"emission.{name}", fit.values[f"module.emission.{name}"])
+
+    def loss(free):
+        leaf = torch.tensor(free, requires_grad=True)
+        rates = torch.zeros(2, 2)
+        rates[0, 1], rates[1, 0] = leaf.exp()
+        hmm = found.replace(rates=rates - rates.sum(-1).diag())
+        prior = Gamma(1.5, 0.7).log_prob(leaf.exp()).sum()  # of the rates, not of their logarithms
+        total = -(hmm.log_prob(data.values).sum() + prior)
+        return total.item(), torch.autograd.grad(total, leaf)[0].numpy()
+
+    best = minimize(loss, np.zeros(2), jac=True, tol=1e-12)
+    rates = fit.values["module.rates"]
+    np.testing.assert_allclose(np.exp(best.x), [rates[0, 1], rates[1, 0]], rtol=1e-5)
+
+
+def test_a_step_is_numbers_over_times(data):
+    """From the start given, priors included; what is frozen stays."""
+    module = TabularContinuousTimeHMM(2, normal(0), 1.0, 1.5, 0.7)
+    begin = {"initial": torch.tensor([0.5, 0.5]), "rates": torch.tensor([[0.0, 1.0], [2.0, 0.0]]),
+             "emission.loc": torch.tensor([0.0, 1.0]),
+             "emission.variance": torch.ones(2)}  # fmt: skip
+    fit = fit_em(module, data, num_steps=1, tolerance=None, start=begin)
+    hmm = ContinuousTimeHMM(
+        begin["initial"].log(), torch.tensor([[-1.0, 1.0], [2.0, -2.0]]),
+        Normal(begin["emission.loc"], 1.0), data.lengths, data.times, data.observed,
+    )  # fmt: skip
+    counts = hmm.expected_counts(data.values).transitions[0]
+    rates = fit.values["module.rates"]
+    torch.testing.assert_close(rates[0, 1], (counts[0, 1] + 0.5) / (counts[0, 0] + 0.7))
+    torch.testing.assert_close(rates[1, 0], (counts[1, 0] + 0.5) / (counts[1, 1] + 0.7))
+    freeze(module, "rates", begin["rates"])
+    del begin["rates"]
+    kept = fit_em(module, data, num_steps=3, start=begin)
+    torch.testing.assert_close(kept.hmm(data).rates, hmm.rates)
+
+
+def test_with_gaps_of_one_it_reaches_what_a_tabular_hmm_does():
+    """Where the transition matrix found has a logarithm that is a matrix of rates."""
+    pyro.set_rng_seed(1)
+    lengths = torch.full((10,), 20)
+    times = torch.arange(20.0).expand(10, 20)
+    rates = torch.tensor([[-0.2, 0.2], [0.4, -0.4]])
+    coins = Categorical(torch.tensor([[0.9, 0.1], [0.15, 0.85]]))
+    chain = ContinuousTimeHMM(torch.full((2,), 0.5).log(), rates, coins, lengths, times)
+    data = Sequences(chain.sample(), lengths, times=times)
+    continuous = fit_em(chain, data, tolerance=1e-8)
+    even = torch.full((2,), 0.5).log()
+    steps = HMM(even, chain.transition_at(torch.tensor(1.0)).log(), coins, lengths)
+    found = fit_em(steps, data, tolerance=1e-8)  # which reads no times
+    torch.testing.assert_close(continuous.losses[-1], found.losses[-1], atol=1e-3, rtol=0)
+    matrix = found.hmm(data).log_transition.exp()
+    torch.testing.assert_close(continuous.hmm(data).transition_at(torch.tensor(1.0)), matrix,
+                               atol=1e-2, rtol=0)  # fmt: skip
+
+
+def test_rates_of_a_progressive_panel_are_recovered():
+    """Within three standard errors, those of the curvature at the maximum; zeros stay zero."""
+    data = panel(600)
+    module = disease(rate_time=1e-6)
+    fit = fit_em(module, data, start=begin_of_disease())
+    hmm, allowed = fit.hmm(data), torch.tensor(STAGES) > 0
+    assert torch.equal(hmm.rates - hmm.rates.diagonal().diag() > 0, allowed)
+    assert torch.equal(hmm.emission.probs > 0, torch.tensor(SEEN) > 0)
+
+    def evidence(logs):
+        rates = torch.zeros(4, 4).masked_scatter(allowed, logs.exp())
+        rates = rates - rates.sum(-1).diag()
+        return hmm.replace(rates=rates).log_prob(data.values).sum()
+
+    found, truth = hmm.rates[allowed].log(), torch.tensor(STAGES)[allowed].log()
+    curvature = -torch.autograd.functional.hessian(evidence, found)
+    errors = curvature.inverse().diagonal().sqrt()
+    assert (errors < 0.6).all()
+    assert ((found - truth).abs() < 3 * errors).all()
+    torch.testing.assert_close(hmm.sojourn_times[3], torch.tensor(torch.inf))
+
+
+def begin_of_disease():
+    rates = torch.where(torch.tensor(STAGES) > 0, 0.2, 0.0)
+    seen = torch.where(torch.tensor(SEEN) > 0, torch.tensor(SEEN) + 0.2, 0.0)
+    return {"initial": torch.tensor([1.0, 0.0, 0.0, 0.0]), "rates": rates,
+            "emission.probs": seen / seen.sum(-1, keepdim=True)}  # fmt: skip
+
+
+def test_restarts_are_batched(data):
+    module = TabularContinuousTimeHMM(2, normal(0))
+    fit = fit_em(module, data, restarts=3, start=starts.from_prior, num_steps=10, tolerance=None)
+    assert fit.restarts.values["module.rates"].shape == (3, 2, 2)
+    hmms = fit.restarts.hmm(data)
+    assert hmms.batch_shape == (3, 12)
+    torch.testing.assert_close(
+        hmms.log_prob(data.values)[fit.restarts.best], fit.hmm(data).log_prob(data.values)
+    )
+
+
+def test_map_svi_and_nuts(data):
+    module = TabularContinuousTimeHMM(2, normal(0), rate_concentration=2.0)
+    exact = fit_em(module, data, tolerance=1e-8)
+    model = MarginalModel(module)
+    point = fit_map(model, data, num_steps=50, init=init_to_value(values=exact.values))
+    assert abs(point.losses[-1] - exact.losses[-1]) < 1e-3
+    guide = AutoNormal(MarginalModel(copy.deepcopy(module)))
+    svi = fit_svi(model, guide, data, num_steps=5)
+    assert svi.losses.isfinite().all()
+    rates = svi.samples(20)["module.rates"]
+    assert (rates.diagonal(dim1=-2, dim2=-1) == 0).all()
+    assert (rates[..., 0, 1] > 0).all()
+    mcmc = MCMC(NUTS(MarginalModel(module), max_tree_depth=2), num_samples=3, warmup_steps=2,
+                disable_progbar=True)  # fmt: skip
+    mcmc.run(data)
+    draws = PosteriorDraws.of(mcmc)
+    assert draws.values["module.rates"].shape[-2:] == (2, 2)
+    aligned = draws.aligned(data)
+    assert aligned.values["module.rates"].isfinite().all()
+
+
+class Proportional(HMMModule):
+    """Rates that have one parameter: no closed form."""
+
+    def __init__(self):
+        super().__init__()
+        self.log_speed = torch.nn.Parameter(torch.tensor(-3.0))
+        self.register_buffer("shape", torch.tensor([[-1.0, 1.0], [0.5, -0.5]]))
+
+    def forward(self, lengths, observed=None, times=None):
+        means = Normal(torch.tensor([0.0, 2.0]), 1.0)
+        even = torch.full((2,), 0.5).log()
+        rates = self.shape * self.log_speed.exp()
+        return ContinuousTimeHMM(even, rates, means, lengths, times, observed)
+
+
+def test_rates_of_a_module_of_ones_own_follow_gradient_steps(data):
+    """EM raises the expected log joint density of the chain in continuous time."""
+    fit = fit_em(Proportional(), data, tolerance=None, num_steps=6)
+    assert (fit.losses.diff() <= 1e-8).all()
+    assert fit.losses[-1] < fit.losses[0] - 0.1
+
+
+def test_expected_log_joint_is_that_of_a_chain_in_continuous_time(data):
+    """Numbers times log-rates, minus times times rates; its slope is that of the evidence."""
+    module = Proportional()
+    hmm = module(data.lengths, data.observed, data.times)
+    counts = hmm.expected_counts(data.values)
+    value = em.expected_log_joint(hmm, counts, data.values)
+    number, time = counts.transitions[0], counts.transitions[0].diagonal()
+    speed = torch.tensor([1.0, 0.5]) * module.log_speed.detach().exp()
+    chain = number[0, 1] * speed[0].log() + number[1, 0] * speed[1].log() - (time * speed).sum()
+    first = (counts.initial * hmm.log_initial).sum()
+    emitted = (hmm.log_factors(data.values)[2] * counts.states).sum()
+    torch.testing.assert_close(value, chain + first + emitted)
+    evidence = hmm.log_prob(data.values).sum()
+    found, wanted = (torch.autograd.grad(each, module.log_speed, retain_graph=True)[0]
+                     for each in (value, evidence))  # fmt: skip
+    torch.testing.assert_close(found, wanted)
+
+
+def test_what_it_needs_is_named(data, tmp_path):
+    without = Sequences(data.values, data.lengths, data.observed)
+    for module in (TabularContinuousTimeHMM(2, normal(0)), Proportional()):
+        with pytest.raises((ValueError, TypeError), match="times"):
+            fit_em(module, without)
+    covered = Sequences(data.values, data.lengths, data.observed, times=data.times,
+                        covariates=torch.ones(12, data.num_steps, 1))  # fmt: skip
+    with pytest.raises(TypeError, match="data has covariates"):
+        fit_em(TabularContinuousTimeHMM(2, normal(0)), covered)
+    for options in ({"rate_concentration": 0.0}, {"rate_time": -1.0},
+                    {"rate_time": torch.ones(3, 2)}, {"num_states": 0},
+                    {"transition_allowed": torch.ones(3, 3).bool()}):  # fmt: skip
+        with pytest.raises(ValueError, match=next(iter(options))):
+            TabularContinuousTimeHMM(**({"num_states": 2, "emission": normal(0)} | options))
+    with pytest.raises(ValueError, match="rate_concentration below one has no most probable"):
+        fit_em(TabularContinuousTimeHMM(2, normal(0), 1.0, 0.5), data)
+    with pytest.raises(TypeError, match="must be a ContinuousTimeHMM"):
+        TabularContinuousTimeHMM.from_hmm(TabularHMM(2, normal(0))(data.lengths))
+    module = TabularContinuousTimeHMM(2, normal(0))
+    save(module, tmp_path / "module")
+    load_into(TabularContinuousTimeHMM(2, normal(0)), tmp_path / "module")
+
+
+def test_one_state_has_nothing_to_leave_for(data):
+    module = TabularContinuousTimeHMM(1, normal(0))
+    fit = fit_em(module, data)
+    single = fit_em(TabularHMM(1, normal(0)), data)
+    torch.testing.assert_close(fit.losses[-1], single.losses[-1])
+    again = fit_em(fit.hmm(data), data, num_steps=2)
+    assert again.hmm(data).rates.shape == (1, 1)
+
+
+def test_an_hmm_is_a_start_without_priors(data):
+    hmm = TabularContinuousTimeHMM(
+        2, normal(0), transition_allowed=left_to_right(2)
+    )(data.lengths, data.observed, data.times)  # fmt: skip
+    fit = fit_em(hmm, data, num_steps=30)
+    assert (fit.losses.diff() <= 1e-8).all()
+    assert fit.hmm(data).rates[1, 0] == 0
+
+
+def test_data_larger_than_memory_have_times(data):
+    rows, lengths = data.to_concatenated()
+    stored = StoredSequences(
+        rows.numpy(), lengths, max_steps=20, times=data.times[data.exists].numpy()
+    )
+    assert len(list(stored)) > 1
+    begin = {"initial": torch.full((2,), 0.5), "rates": torch.tensor([[0.0, 0.3], [0.3, 0.0]]),
+             "emission.loc": torch.tensor([0.0, 1.0]),
+             "emission.variance": torch.ones(2)}  # fmt: skip
+    module = TabularContinuousTimeHMM(2, normal(0, 0.0))
+    whole, parts = (fit_em(module, each, start=begin, num_steps=4, tolerance=None)
+                    for each in (data, stored))  # fmt: skip
+    torch.testing.assert_close(whole.losses, parts.losses)
+
+
+@pytest.mark.parametrize("way", [copy.deepcopy, lambda part: pickle.loads(pickle.dumps(part))])
+def test_copies_sample_the_same(way, data):
+    module = TabularContinuousTimeHMM(3, normal(0), transition_allowed=left_to_right(3))
+    found = []
+    for part in (module, way(module)):
+        pyro.set_rng_seed(1)
+        found.append(part(data.lengths, data.observed, data.times).log_prob(data.values))
+    assert torch.equal(*found)
