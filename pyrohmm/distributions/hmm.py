@@ -260,34 +260,6 @@ class HMM(ChainDistribution):
         self._check_evidence(counts.log_evidence, values)
         return counts
 
-    def expected_symbol_counts(self, values: Tensor) -> ExpectedCounts:
-        """As :meth:`expected_counts`, with ``states`` ``(*, V, K)``, by symbol instead of step.
-
-        Parameters, and so their counts, have the batch dimensions of all of them.
-
-        Raises:
-            ValueError: If observations are not symbols, parameters change with the step, or labels
-                restrict the states.
-        """
-
-        def compute() -> ExpectedCounts:
-            factors = self.symbol_factors(values)
-            if factors is None:
-                raise ValueError(
-                    "expected_symbol_counts needs observations that are symbols, parameters that "
-                    "are constant, and no labels; call expected_counts."
-                )
-            initial, transition, table, symbols, lengths, known = factors
-            parts = initial.shape[:-1], transition.shape[:-3], table.shape[:-2]
-            table = table.expand(*torch.broadcast_shapes(*parts), *table.shape[-2:])
-            return recursions.expected_counts_of_symbols(
-                initial, transition, table, symbols, lengths, known
-            )
-
-        counts = with_one_wait(compute)
-        self._check_evidence(counts.log_evidence, values)
-        return counts
-
     def filtered(self, values: Tensor) -> Tensor:
         r"""Filtered probabilities :math:`p(z_t \mid x_{1:t})`, ``(*B, T, K)``; 0 where padded."""
         return recursions.filtered(*self.log_factors(values), self.lengths).exp()

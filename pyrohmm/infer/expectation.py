@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._waits import guessing
+from .._waits import guessing, with_one_wait
 from ..data.parts import Parts, parts_of
 from ..data.sequences import Sequences
 from ..distributions.continuous_time_hmm import ContinuousTimeHMM
@@ -83,8 +83,8 @@ class Expectation:
             with torch.no_grad():
                 hmm, prior = self.parameters.build(part)
                 by_symbol = self.by_symbol and hmm.allowed is None
-                count = hmm.expected_symbol_counts if by_symbol else hmm.expected_counts
-                expected = count(part.values)
+                count = symbol_counts if by_symbol else type(hmm).expected_counts
+                expected = count(hmm, part.values)
             evidence = expected.log_evidence.double().reshape(-1, len(part))
             impossible = evidence.isneginf().all(0)
             if check and bool(impossible.any()):
@@ -148,6 +148,27 @@ class Expectation:
             parts = [order[a:b].sort().values for a, b in pairwise(ends)]
             self._batches = batch, [(part, batch[part]) for part in parts]
         return self._batches[1]
+
+
+def symbol_counts(hmm: HMM, values: Tensor) -> ExpectedCounts:
+    """As :meth:`HMM.expected_counts`, with ``states`` ``(*, V, K)``: by symbol, not by step.
+
+    Parameters, and so their counts, have the batch dimensions of all of them.
+    """
+
+    def compute() -> ExpectedCounts:
+        factors = hmm.symbol_factors(values)
+        assert factors is not None  # observations are symbols, parameters constant, no labels
+        initial, transition, table, symbols, lengths, known = factors
+        parts = initial.shape[:-1], transition.shape[:-3], table.shape[:-2]
+        table = table.expand(*torch.broadcast_shapes(*parts), *table.shape[-2:])
+        return recursions.expected_counts_of_symbols(
+            initial, transition, table, symbols, lengths, known
+        )
+
+    counts = with_one_wait(compute)
+    hmm._check_evidence(counts.log_evidence, values)
+    return counts
 
 
 def check_apart(
