@@ -423,6 +423,8 @@ def perplexity_table() -> str:
             label = f"{prefix}{row['states']:,} states, two levels, {row['parameters'] / 1e6:.1f} M"
             if row.get("last_dropout") is not None:
                 label += f", dropout falls from {row['dropout']} to {row['last_dropout']}"
+            if row.get("first") is not None:
+                label += f", {row['first']} epochs and {row['epochs'] - row['first']} more"
             paper = [plain(row["paper_valid"]), plain(row["paper_test"])]
             if row["paper_states"] != row["states"]:
                 paper[0] += f" ({row['paper_states']:,} states)"

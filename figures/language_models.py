@@ -320,6 +320,8 @@ def draw(rows: list[dict[str, Any]], baselines: list[dict[str, Any]]) -> None:
             label = f"{row['states']:,} states"
             if row.get("last_dropout") is not None:
                 label += ",\ndropout falls"
+            if row.get("first") is not None:
+                label += ", resumed"
             if "unseen_perplexity" in row:
                 label += "; half the text"
             axes[data].plot(*zip(*row["course"]), ".-", color=f"C{number}", label=label)
