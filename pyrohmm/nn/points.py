@@ -8,9 +8,11 @@ from ..distributions.continuous_time_hmm import ContinuousTimeHMM
 from ..distributions.factorial_hmm import FactorialHMM
 from ..distributions.hmm import HMM
 from ..distributions.hsmm import HSMM
+from ..distributions.second_order_hmm import SecondOrderHMM
 from .base import HMMModule
 from .continuous_time import TabularContinuousTimeHMM
 from .factorial import TabularFactorialHMM
+from .second_order import TabularSecondOrderHMM
 from .tabular import TabularHMM
 from .tabular_hsmm import TabularHSMM
 
@@ -18,6 +20,7 @@ MODULES: dict[type, Any] = {
     ContinuousTimeHMM: TabularContinuousTimeHMM,
     FactorialHMM: TabularFactorialHMM,
     HSMM: TabularHSMM,
+    SecondOrderHMM: TabularSecondOrderHMM,
 }
 
 

@@ -8,8 +8,8 @@ from ._numba_math import kernel
 
 
 @kernel
-def join(heads, later, initial, packed, evidence, ends, starts, finish, total):
-    """Join the forward passes of pieces of sequences.
+def join(heads, later, initial, packed, evidence, ends, least, starts, finish, total):
+    """Join the forward passes of pieces of sequences; returns whether no state was lost.
 
     Args:
         heads: ``(P + 1,)``, each piece's first row of ``evidence`` and ``ends``.
@@ -18,12 +18,13 @@ def join(heads, later, initial, packed, evidence, ends, starts, finish, total):
         packed: Transition probabilities.
         evidence: Log evidence of each row.
         ends: ``(., K)``, last messages of the rows.
+        least: What no state may fall below at the end of a piece, lest it is lost.
         starts: ``(P, K)``: probabilities of first states given all before, to be written.
         finish: ``(P, K)``: last messages given all before, to be written.
         total: ``(P,)``: log evidence up to the end of each piece, to be written.
     """
     size = initial.shape[0]
-    mass = np.zeros(size)
+    mass, kept = np.zeros(size), True
     for p in range(heads.shape[0] - 1):
         a = heads[p]
         if not later[p]:
@@ -38,6 +39,7 @@ def join(heads, later, initial, packed, evidence, ends, starts, finish, total):
             starts[p, k] = 0.0
         for i in range(size):
             before = finish[p - 1, i]
+            kept = kept and before >= least
             weight = before * np.exp(evidence[a + i] - peak)
             for k in range(size):
                 mass[k] += weight * ends[a + i, k]
@@ -46,6 +48,7 @@ def join(heads, later, initial, packed, evidence, ends, starts, finish, total):
         total[p] = total[p - 1] + peak + np.log(norm)
         for k in range(size):
             finish[p, k] = mass[k] / norm
+    return kept
 
 
 @kernel

@@ -226,11 +226,12 @@ class _Pieces:
         total = np.empty(len(self.owner))
         self.good = bool(tried.exact.all())
         if self.good:
-            _pieces().join(
+            watched, _, _, slack = self.probe.data.limits
+            self.good = _pieces().join(
                 self.heads, self.later, self.initial[0], self.pieces.packed, tried.evidence,
-                tried.ends, self.starts, self.finish, total,
+                tried.ends, slack if watched >= 0 else 0.0, self.starts, self.finish, total,
             )  # fmt: skip
-            if kept:
+            if kept and self.good:
                 self.found = self.pieces.forward(self.starts, kept)
                 self.good = bool(self.found.exact.all())
         if not self.good:

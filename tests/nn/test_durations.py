@@ -362,5 +362,5 @@ def test_wrong_arguments_are_named():
         free_durations(0)
     with pytest.raises(TypeError, match="hmm must be an HSMM"):
         TabularHSMM.from_hmm(TabularHMM(2, categorical(2))(torch.tensor([2])))
-    with pytest.raises(ValueError, match=r"hsmm\.expanded\(\)"):
+    with pytest.raises(ValueError, match=r"hmm\.expanded\(\)"):
         TabularHMM.from_hmm(TabularHSMM(2, free_durations(2), categorical(2))(torch.tensor([2])))

@@ -150,6 +150,21 @@ def test_pieces_join_whatever_the_order_of_magnitude(monkeypatch):
             assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.parametrize("dtype", CLOSE, ids=str)
+def test_pieces_lose_no_state_that_comes_back(monkeypatch, dtype):
+    """The first state cannot be entered; its weight vanishes, until observations favour it."""
+    monkeypatch.setattr(evidence, "LONG", 1)
+    transition = torch.tensor([[0.5, 0.5], [0.0, 1.0]], dtype=dtype).log()
+    table = torch.tensor([[-10.0, -1e-9], [-1e-9, -20.0]], dtype=dtype)
+    symbols = torch.arange(2).repeat_interleave(200)[None]
+    arguments = transition[0], transition, table, symbols, torch.tensor([400]), None
+    found = solved(*arguments, torch.ones(1))
+    expected = solved(*arguments, torch.ones(1), backends.TORCH)
+    assert -3000 < expected[0] < -2000  # in the first state throughout
+    for ours, theirs in zip((found[0], *found[1]), (expected[0], *expected[1])):
+        assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("count", [1, 20])
 def test_products_of_norms_do_not_underflow(count):
     """Symbols that are all but impossible where the chain is, step after step."""
