@@ -8,6 +8,7 @@ import tomllib
 from pathlib import Path
 
 import gallery
+import matplotlib.pyplot as plt
 import pytest
 import results
 import rooms
@@ -40,6 +41,7 @@ def test_the_code_of_a_page_runs(page, tmp_path, monkeypatch):
     names = {"__name__": "page"}
     for code in CODE.findall(page.read_text()):
         exec(compile(code, name_of(page), "exec"), names)
+        plt.close("all")  # as the end of a notebook's cell
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)

@@ -496,6 +496,12 @@ def at(name):
 
 
 # by the call: what differs from the above, or is also to be replaced
+SHARES = {"begin": lambda: 0.5, "end": lambda: 0.0}
+SYMBOLS = {
+    "log_symbols": lambda: rows(2, 3),
+    "symbols": values,
+    "known": lambda: torch.ones(2, 3, dtype=torch.bool),
+}
 SPECIAL = {
     "BlockHMM": {
         "transition": lambda: rows(2, 2),
@@ -583,8 +589,15 @@ SPECIAL = {
     "LinearChainCRF.expand": {"batch_shape": lambda: (2,)},
     "LinearChainCRF.log_prob": {"labels": lambda: torch.tensor([[0, 1, 1], [1, 0, 0]])},
     "LinearChainCRF.restrict": {"labels": lambda: torch.tensor([[0, 1, 1], [1, 0, 0]])},
-    "LinearDropout": {"begin": lambda: 0.5, "end": lambda: 0.0},
+    "LinearDropout": SHARES,
     "LinearDropout.__call__": {"step": lambda: 1},
+    "DefaultDropout": SHARES,
+    "DefaultDropout.__call__": {"step": lambda: 1},
+    "dropout.default_dropout": {
+        "num_epochs": lambda: 5,
+        "num_steps": lambda: 9,
+        "tokens_per_parameter": lambda: 0.25,
+    },
     "NeuralHMM.extended": {"words": lambda: ["ba"]},
     "RowPermutationNUTS": {"site": lambda: "module.transition"},
     "InverseWishart.log_prob": {"value": lambda: torch.eye(2)},
@@ -693,7 +706,6 @@ SPECIAL = {
     "TabularContinuousTimeHMM": {"emission": lambda: categorical(3)},
     "TabularContinuousTimeHMM.from_hmm": {"hmm": continuous_time_hmm},
     "TabularContinuousTimeHMM.forward": {"times": clock},
-    "continuous_time.log_transitions": {"rates": speeds, "gaps": lambda: torch.tensor(1.0)},
     **dict.fromkeys(
         (f"durations.{kind}_durations" for kind in ("free", "geometric", "poisson")), LASTING
     ),
@@ -853,11 +865,8 @@ SPECIAL = {
     "readers.read_protein_table": at("table.tsv"),
     "readers.read_ocr_letters": at("letters.data"),
     "readers.read_piano_rolls": {"path": rolls},
-    "recursions.log_evidence_of_symbols": {
-        "log_symbols": lambda: rows(2, 3),
-        "symbols": values,
-        "known": lambda: torch.ones(2, 3, dtype=torch.bool),
-    },
+    "recursions.log_evidence_of_symbols": SYMBOLS,
+    "recursions.expected_counts_of_symbols": SYMBOLS,
     "recursions.sample_states": {"num_samples": lambda: 2},
     "residuals.pseudo_residuals": {},
     "sparse_dirichlet.interior": {
@@ -966,6 +975,7 @@ OBJECTS = {
     "WordAndTag": both,
     "WarmupCosine": lambda: language.WarmupCosine(10),
     "LinearDropout": lambda: pyrohmm.nn.LinearDropout(0.5, 0.0, 10),
+    "DefaultDropout": lambda: pyrohmm.language.DefaultDropout(0.5, 0.0, 10),
     "FixedPoint": msteps.FixedPoint,
     "LogitGradient": msteps.LogitGradient,
     "ProjectedGradient": msteps.ProjectedGradient,
@@ -1033,7 +1043,7 @@ INNER = {
 # any function of torch. An HMM reads its values under validate_args, and fits look at their loss.
 UNREAD = {
     "DiversityPrior.log_density_of_transition", "FixedPoint.__call__", "LogitGradient.__call__",
-    "ProjectedGradient.__call__", "Streams.split", "continuous_time.log_transitions",
+    "ProjectedGradient.__call__", "Streams.split",
     "WordAndTag.split", "dense.absolute",
     "dense.exponential", "dense.log_rows", "dense.relu", "dense.sigmoid", "diversity.log_diversity",
     "diversity.product_kernel", "guides.log_orbit",
@@ -1041,7 +1051,8 @@ UNREAD = {
     "msteps.best_start", "msteps.objective",
     "msteps.relative_slope", "pair_losses.cross_entropy", "pair_losses.relative_distance",
     "pair_losses.squared_distance", "recursions.expected_counts", "recursions.filtered",
-    "recursions.log_evidence", "recursions.log_evidence_of_symbols", "recursions.posterior",
+    "recursions.expected_counts_of_symbols", "recursions.log_evidence",
+    "recursions.log_evidence_of_symbols", "recursions.posterior",
     "second_order.expected_counts", "second_order.filtered", "second_order.log_evidence",
     "semi_markov.expanded_chain", "semi_markov.expected_counts", "semi_markov.filtered",
     "semi_markov.log_evidence", "semi_markov.log_mean_duration",

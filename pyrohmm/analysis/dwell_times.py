@@ -203,6 +203,8 @@ def _log_stays(hmm: HMM, num_steps: int) -> Tensor:
 
 def _log_leave(hmm: HMM) -> Tensor:
     """Log-probability of leaving each state; one minus that of staying would lose its digits."""
+    if hmm.order > 1:
+        hmm.check_markov("the dwell time of a Markov chain")
     if hmm.transition_per_step:
         raise ValueError(
             "hmm must have one log_transition for all steps, for dwell times to have one "

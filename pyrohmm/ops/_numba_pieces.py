@@ -33,17 +33,21 @@ def join(heads, later, initial, packed, evidence, ends, least, starts, finish, t
                 starts[p, k] = initial[k]
                 finish[p, k] = ends[a, k]
             continue
-        peak = evidence[a : a + size].max()
+        peak = -np.inf
+        for i in range(size):
+            kept = kept and finish[p - 1, i] >= least
+            if finish[p - 1, i] > 0.0:  # states that cannot be there explain nothing
+                peak = max(peak, np.log(finish[p - 1, i]) + evidence[a + i])
         for k in range(size):
             mass[k] = 0.0
             starts[p, k] = 0.0
         for i in range(size):
             before = finish[p - 1, i]
-            kept = kept and before >= least
-            weight = before * np.exp(evidence[a + i] - peak)
-            for k in range(size):
-                mass[k] += weight * ends[a + i, k]
-                starts[p, k] += before * packed[i, k]
+            if before > 0.0:
+                weight = np.exp(np.log(before) + evidence[a + i] - peak)
+                for k in range(size):
+                    mass[k] += weight * ends[a + i, k]
+                    starts[p, k] += before * packed[i, k]
         norm = mass.sum()
         total[p] = total[p - 1] + peak + np.log(norm)
         for k in range(size):
@@ -64,12 +68,15 @@ def look_back(heads, later, evidence, ends, finish, after):
             for k in range(size):
                 after[p, k] = 1
             continue
-        peak, norm = evidence[a : a + size].max(), 0.0
+        peak, norm = -np.inf, 0.0
+        for i in range(size):
+            if finish[p, i] > 0.0:
+                peak = max(peak, np.log(finish[p, i]) + evidence[a + i])
         for i in range(size):
             value = 0.0
             for k in range(size):
                 value += ends[a + i, k] * after[p + 1, k]
-            value *= np.exp(evidence[a + i] - peak)
+            value *= np.exp(evidence[a + i] - peak) if finish[p, i] > 0.0 else 0.0
             after[p, i] = value
             norm += finish[p, i] * value
         for k in range(size):

@@ -165,6 +165,24 @@ def test_pieces_lose_no_state_that_comes_back(monkeypatch, dtype):
         assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("nats", [1.0, 30.0, 740.0, 744.0, 800.0, 5000.0])
+@pytest.mark.parametrize("dtype", CLOSE, ids=str)
+def test_pieces_where_a_state_that_cannot_be_explains_more(monkeypatch, dtype, nats):
+    """The other state would do better in each piece, by so many nats; nothing leads to it."""
+    monkeypatch.setattr(evidence, "LONG", 1)
+    never = torch.tensor(0.0, dtype=dtype).log()
+    transition = torch.zeros(2, 2, dtype=dtype).fill_diagonal_(1.0).log()
+    likelihood = torch.zeros(1, 64, 2, dtype=dtype)
+    likelihood[..., 0] = -nats / 2  # of each of the two steps of a piece
+    initial = torch.stack([torch.zeros((), dtype=dtype), never])
+    for requires in (False, True):
+        likelihood = likelihood.detach().requires_grad_(requires)
+        value = recursions.log_evidence(initial, transition[None], likelihood, torch.tensor([64]))
+        assert_close(value.detach(), torch.tensor([-32.0 * nats], dtype=dtype))
+    (gradient,) = torch.autograd.grad(value.sum(), likelihood)
+    assert_close(gradient, torch.tensor([1.0, 0.0], dtype=dtype).expand(1, 64, 2))
+
+
 @pytest.mark.parametrize("count", [1, 20])
 def test_products_of_norms_do_not_underflow(count):
     """Symbols that are all but impossible where the chain is, step after step."""

@@ -181,13 +181,14 @@ def test_min_covar_is_added_at_the_start_and_is_no_floor(kind):
     np.testing.assert_allclose(ours.covars_, np.broadcast_to(theirs.covars_, (3, 2, 2)))
     wanted = np.cov(X.T).diagonal() + 50.0
     np.testing.assert_allclose(np.diagonal(ours.covars_, axis1=-2, axis2=-1), [wanted] * 3)
-    ours, theirs, X = gaussians(kind, min_covar=50.0, init_params="")
+    ours, theirs, X = gaussians(kind, min_covar=50.0, init_params="", n_iter=10, tol=-1.0)
     ours.fit(X)
     theirs.fit(X)
     np.testing.assert_allclose(ours.covars_, np.broadcast_to(theirs.covars_, (3, 2, 2)), rtol=1e-5)
     assert np.diagonal(ours.covars_, axis1=-2, axis2=-1).max() < 50.0
 
 
+@pytest.mark.filterwarnings("ignore::sklearn.exceptions.ConvergenceWarning")
 def test_a_state_without_rows_stays_finite():
     for kind in KINDS:
         model = GaussianHMM(3, kind, init_params="", n_iter=3, tol=-1.0)
