@@ -376,7 +376,7 @@ def test_what_needs_a_markov_chain_says_so():
     with pytest.raises(ValueError, match=r"expanded\(\)"):
         TabularHMM.from_hmm(hmm)
     for query in (queries.dwell_time_mean, lambda hmm: queries.dwell_time_log_prob(hmm, 3)):
-        with pytest.raises(ValueError, match=r"dwell time .* expanded\(\)"):
+        with pytest.raises(ValueError, match=r"dwell time .*expanded\(\)"):
             query(hmm)
     assert Filter(hmm.expanded().with_lengths(torch.tensor(T))).states.shape == (12,)
 
