@@ -7,6 +7,7 @@ from torch import Tensor
 
 from .._arguments import checked
 from .._checks import check_broadcast, check_integers, check_lengths, check_range, check_size
+from ..distributions.continuous_time_hmm import ContinuousTimeHMM
 from ..distributions.hmm import HMM
 from ..distributions.hsmm import HSMM
 from ..ops import masks, semi_markov
@@ -205,6 +206,11 @@ def _log_leave(hmm: HMM) -> Tensor:
     """Log-probability of leaving each state; one minus that of staying would lose its digits."""
     if hmm.order > 1:
         hmm.check_markov("the dwell time of a Markov chain")
+    if isinstance(hmm, ContinuousTimeHMM):
+        raise ValueError(
+            "hmm must have steps at equal distances, for dwell times to be numbers of steps; those "
+            "of a ContinuousTimeHMM have times of their own. Its sojourn_times are mean times."
+        )
     if hmm.transition_per_step:
         raise ValueError(
             "hmm must have one log_transition for all steps, for dwell times to have one "

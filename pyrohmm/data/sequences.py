@@ -252,7 +252,7 @@ class Sequences(Dataset["Sequences"]):
             by: Columns that tell sequences apart; None if all rows are of one. Sequences come in
                 the order of their first rows.
             time: Column by which the rows of a sequence are sorted; by default they are in order.
-                Numbers and dates, which count in days, are kept as ``times``.
+                They are kept as ``times``: dates, starts of periods, and durations in days.
             labels: Column of the known states, integers; -1, None, NaN or NA where not known.
             covariates: Columns of the covariates.
             vocabulary: Encodes the values, which are symbols then.
@@ -261,7 +261,7 @@ class Sequences(Dataset["Sequences"]):
 
         Raises:
             TypeError: If a column does not hold real numbers.
-            ValueError: If a column does not exist, or a time occurs twice in a sequence.
+            ValueError: If a column does not exist, or a time is none or twice in a sequence.
 
         Example:
             >>> table = {"who": ["b", "b", "a"], "day": [2, 1, 1], "x": [0.5, 1.5, 2.5]}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from datetime import date
+from datetime import UTC, date, timedelta
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -100,16 +100,36 @@ def _read(name: str, part: Any) -> Tensor:
     return as_labels(name, part) if name == "labels" else to_tensor(name, part)
 
 
-def as_times(values: Any) -> Tensor:
-    """Times ``(M,)`` in float64; dates are days since that of Unix."""
+def as_times(values: Any, name: str = "times") -> Tensor:
+    """Times ``(M,)`` in float64; dates are days since that of Unix, and durations days."""
     array = np.asarray(to_numpy(values))
-    if array.dtype.kind == "O" and all(isinstance(item, date) for item in array.flat):
-        array = array.astype("datetime64[us]")
+    if array.dtype.kind == "O":
+        array = _of_dates(array)
     if array.dtype.kind == "M":
-        array = (array - np.datetime64(0, "D")) / np.timedelta64(1, "D")
+        array = array - np.datetime64(0, "D")
+    if array.dtype.kind == "m":
+        array = array / np.timedelta64(1, "D")
     elif array.dtype.kind in "iu":  # their float32 would lose seconds
         array = array.astype(np.float64)
-    return to_tensor("times", array).double()
+    elif array.dtype.kind in "OUST" and any(isinstance(item, str | bytes) for item in array.flat):
+        raise TypeError(
+            f"{name} must be numbers or dates; got text. Convert it, such as by pandas.to_datetime."
+        )
+    return to_tensor(name, array).double()
+
+
+def _of_dates(array: np.ndarray) -> np.ndarray:
+    """Python's dates or durations as those of NumPy: in UTC, a period at its start."""
+    items = [getattr(item, "start_time", item) for item in array.flat]
+    if all(isinstance(item, timedelta) for item in items):
+        return np.array(items, "timedelta64[us]").reshape(array.shape)
+    if not all(isinstance(item, date) for item in items):
+        return array
+    plain = [
+        item.astimezone(UTC).replace(tzinfo=None) if getattr(item, "tzinfo", None) else item
+        for item in items
+    ]
+    return np.array(plain, "datetime64[us]").reshape(array.shape)
 
 
 def as_labels(name: str, values: Any) -> Tensor:
@@ -217,8 +237,11 @@ def further_of(
         found["labels"] = as_labels(name, states) if tags is None else encoded(states, tags, name)
     if covariates is not None:
         found["covariates"] = numbers("covariates", frame, covariates).to(torch.get_default_dtype())
-    if time is not None and (times := column("time", frame, time)).dtype.kind in "iufM":
-        found["times"] = as_times(times)  # what else sorts the rows, such as names, is no time
+    if time is not None:
+        try:
+            found["times"] = as_times(column("time", frame, time), f"time {time!r}")
+        except TypeError as error:
+            raise ValueError(f"{error} Or sort the rows by it first, and leave time out.") from None
     return found
 
 

@@ -141,7 +141,7 @@ class ChainDistribution(TorchDistribution):
             self.check_markov(purpose)
         if self.transition_per_step or self.emission_per_step:
             raise ValueError(
-                f"{purpose} needs a model that does not change with the step; this one has "
+                f"{purpose} needs an hmm that does not change with the step; this one has "
                 "parameters per step. Extend them, and mark the steps to come as not observed."
             )
 

@@ -243,9 +243,9 @@ class ContinuousTimeHMM(HMM):
     def check_constant(self, purpose: str, markov: bool = True) -> NoReturn:
         """Raise: steps do not lie at equal distances."""
         raise ValueError(
-            f"{purpose} needs a model that does not change with the step; the steps of a "
-            "ContinuousTimeHMM have times of their own. Call forecast(values, times); or add the "
-            "times to come to data, as steps that are not observed."
+            f"{purpose} needs an hmm that does not change with the step; the steps of a "
+            "ContinuousTimeHMM have times of their own. Call filtered or posterior, with times to "
+            "come as steps that are not observed, or forecast(values, times)."
         )
 
     # Parameters and data as the recursions read them
@@ -291,9 +291,11 @@ class ContinuousTimeHMM(HMM):
             self.log_initial, self._matrices, likelihood, self.lengths
         )
         with torch.inference_mode(False), torch.enable_grad():
+            # tensors made in inference mode cannot be kept for a gradient
+            gaps = Gaps(*(each.clone() if each.is_inference() else each for each in self._gaps))
             logs = self.counted_transitions().squeeze(-3).detach().clone().requires_grad_()
             rates = torch.where(_diagonal(logs), logs, logs.exp())
-            matrices = _over_gaps(rates, self._gaps)
+            matrices = _over_gaps(rates, gaps)
             (pulled,) = torch.autograd.grad(matrices, logs, counts.transitions)
         return counts._replace(transitions=pulled.unsqueeze(-3))
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from .._arguments import explained
 from .log_space import log
 
-DEGREE = 16  # of the series; its remainder is below rounding where the argument is at most one
+DEGREE = 20  # of the series; its remainder is below rounding where the argument is at most one
 PART = 4  # terms between powers
 HALVED = 1100  # times at most: beyond it no number of float64 is left
 
@@ -26,8 +26,9 @@ def log_transitions(rates: Tensor, gaps: Tensor) -> Tensor:
     By uniformisation: :math:`e^{-\lambda \Delta} e^{(Q + \lambda I) \Delta}`, with :math:`\lambda`
     the largest rate of leaving a state, has a series without negative terms, so that
     probabilities however small keep their digits. The gap is halved until :math:`\lambda \Delta`
-    is at most one, and the result squared as often. It is computed in float64; rows sum to one,
-    and what no chain of transitions reaches has probability zero.
+    plus the K - 1 transitions to the farthest state are at most one for each part, and the result
+    squared as often. It is computed in float64; rows sum to one, and what no chain of transitions
+    reaches has probability zero.
 
     The derivative is that of the exponential by all entries of Q, each of them on its own: by the
     diagonal too.
@@ -51,9 +52,8 @@ def log_transitions(rates: Tensor, gaps: Tensor) -> Tensor:
     wide, gaps = rates.double(), gaps.to(rates.device).double()
     size = rates.size(-1)
     fastest = -wide.detach().diagonal(dim1=-2, dim2=-1).amin(-1)
-    # a series of few terms over a tiny gap would not reach states that are many transitions away
-    least = max(math.ceil(math.log2(2 * size / DEGREE)), 0)
-    halvings = (fastest * gaps).log2().ceil().clamp(least, HALVED).nan_to_num(0.0)
+    # paths of more terms than the series has are then made of parts which have few of them each
+    halvings = (fastest * gaps + size - 1).log2().ceil().clamp(0, HALVED).nan_to_num(0.0)
     step = gaps * 0.5**halvings
     scale = fastest[..., None, None] * torch.eye(size).to(wide)
     probs = _exponential((wide + scale) * step[..., None, None])

@@ -227,7 +227,7 @@ def test_continuations_have_the_marginals_that_are_forecast():
 def test_continuations_need_a_model_without_steps_and_a_possible_past():
     case = Case("symbols", "one sequence", 2, 3, transition_per_step=True)
     hmm, values, *_ = build(case)
-    with pytest.raises(ValueError, match=r"continuation needs a model that does not change"):
+    with pytest.raises(ValueError, match=r"continuation needs an hmm that does not change"):
         queries.continuation(hmm, values, 2)
     with pytest.raises(ValueError, match="1 of 2 sequences have probability zero"):
         queries.continuation(*impossible(), 2)

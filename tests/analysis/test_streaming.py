@@ -264,7 +264,9 @@ def test_an_observation_that_does_not_fit_changes_nothing(arguments, error, mess
 @pytest.mark.parametrize("switch", ["transition_per_step", "emission_per_step"])
 def test_a_filter_needs_a_model_without_steps(switch):
     hmm = build(Case("symbols", "one sequence", 2, 3)._replace(**{switch: True})).hmm
-    with pytest.raises(ValueError, match="Filter needs a model that does not change with the step"):
+    with pytest.raises(
+        ValueError, match=r"^Filter needs an hmm that does not change with the step"
+    ):
         Filter(hmm)
     with pytest.raises(TypeError, match="hmm must be an HMM"):
         Filter("casino")

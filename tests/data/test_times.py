@@ -65,8 +65,41 @@ def test_dates_count_in_days():
         assert torch.equal(found.times, wanted)
     dates = [[datetime.date(2020, 1, 1), datetime.date(2020, 1, 3)]]
     assert Sequences.from_list([[0, 1]], times=dates).times.tolist() == [[18262.0, 18264.0]]
-    names = table | {"day": ["c", "b", "a"]}  # they sort, and are no times
-    assert Sequences.from_dataframe(names, by="who", columns="x", time="day").times is None
+
+
+@pytest.mark.parametrize(
+    "column",
+    [
+        pandas.to_datetime(["2020-01-01", "2020-04-01"]),
+        pandas.to_datetime(["2020-01-01", "2020-04-01"]).tz_localize("UTC"),
+        pandas.to_datetime(["2020-01-01T01", "2020-04-01T02"]).tz_localize("Europe/Berlin"),
+        [datetime.date(2020, 1, 1), datetime.date(2020, 4, 1)],
+        pandas.period_range("2020-01", periods=2, freq="Q"),
+        pandas.to_timedelta([18262, 18353], unit="D"),
+        [datetime.timedelta(18262), datetime.timedelta(18353)],
+    ],
+    ids=["plain", "utc", "berlin", "date", "period", "timedelta", "python-timedelta"],
+)
+def test_dates_of_every_kind_are_days(column):
+    """On the clock of UTC, where summer time takes no hour from a gap."""
+    frame = pandas.DataFrame({"day": pandas.Series(column)[::-1], "x": [1.5, 0.5]})
+    found = Sequences.from_dataframe(frame, columns="x", time="day")
+    assert found.times.tolist() == [[18262.0, 18353.0]]
+    assert found.values.tolist() == [[0.5, 1.5]]
+    listed = Sequences.from_list([[0, 1]], times=[list(column)])
+    assert torch.equal(listed.times, found.times)
+
+
+@pytest.mark.parametrize(
+    "column", [["c", "b", "a"], [b"c", b"b", b"a"], [datetime.time(each) for each in range(3)],
+               np.arange(3) * 1j], ids=["text", "bytes", "clock", "complex"]
+)  # fmt: skip
+def test_a_column_that_is_no_time_is_named(column):
+    """Sorting by it alone would leave the sequences without times, and nobody told."""
+    table = {"day": np.array(column), "x": np.arange(3)}
+    for frame in (table, pandas.DataFrame(table)):
+        with pytest.raises(ValueError, match=r"time 'day' must be .* Or sort the rows by it first"):
+            Sequences.from_dataframe(frame, columns="x", time="day")
 
 
 def test_models_of_steps_do_not_read_them(data):
@@ -86,7 +119,7 @@ def test_models_of_steps_do_not_read_them(data):
         ([[1, np.nan, 3], [0], [0, 1]], ValueError, r"sequence \[0\], step 1, there is nan"),
         ([[1, 2, 3], [np.inf], [0, 1]], ValueError, r"sequence \[1\], step 0, there is inf\."),
         ([[1, 2], [0], [0, 1]], ValueError, "times must have one item per sequence"),
-        ([list("abc"), ["d"], ["e", "f"]], TypeError, "times must be numbers; got text"),
+        ([list("abc"), ["d"], ["e", "f"]], TypeError, "times must be .* or dates; got text"),
     ],
 )
 def test_what_is_wrong_with_times_is_said(times, kind, text):

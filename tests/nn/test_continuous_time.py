@@ -297,6 +297,16 @@ def test_data_larger_than_memory_have_times(data):
     torch.testing.assert_close(whole.losses, parts.losses)
 
 
+def test_a_fit_needs_no_gradient_of_the_caller():
+    """In inference mode too, of data that were made there."""
+    losses = []
+    for mode in (torch.enable_grad, torch.inference_mode):
+        with mode():
+            pyro.set_rng_seed(0)
+            losses.append(fit_em(disease(), panel(10), num_steps=3).losses)
+    torch.testing.assert_close(*map(torch.as_tensor, losses))
+
+
 @pytest.mark.parametrize("way", [copy.deepcopy, lambda part: pickle.loads(pickle.dumps(part))])
 def test_copies_sample_the_same(way, data):
     module = TabularContinuousTimeHMM(3, normal(0), transition_allowed=left_to_right(3))
