@@ -19,7 +19,9 @@ class ChainFactors(NamedTuple):
     r"""Factors of the joint density for the whole batch, in float64.
 
     Those of an :class:`HSMM` are of a Markov chain of K · D states: state k · D + a - 1 is the
-    state k in its a-th step. A path of the K states is one path of these.
+    state k in the a-th step of its segment. With ``censored_start`` each state k has D others
+    behind those, in which the first segment is seen for the a-th step. A path of the K states is
+    one path of these.
 
     Attributes:
         initial: ``(*B, K)``, :math:`\log p(z_1)`.
@@ -27,7 +29,8 @@ class ChainFactors(NamedTuple):
         likelihood: ``(*B, T, K)``, :math:`\log p(x_t \mid z_t)`; 0 at padded steps.
         exists: ``(*B, T)``, which steps exist.
         observed: ``(*B, T)``, which of them are observed.
-        ages: D, the number of states of the chain for each of the model; 1 if they are the same.
+        ages: D or 2 D, the number of states of the chain for each of the model; 1 if they are the
+            same.
     """
 
     initial: Tensor
@@ -65,10 +68,7 @@ class ChainFactors(NamedTuple):
 
 def chain_factors(hmm: HMM, values: Tensor) -> ChainFactors:
     """Join the parameters of ``hmm`` and observations ``(*B, T, *E)``."""
-    if isinstance(hmm, HSMM):
-        factors, ages = _chain_of_ages(hmm, values), hmm.max_duration
-    else:
-        factors, ages = hmm.log_factors(values), 1
+    factors = _chain_of_ages(hmm, values) if isinstance(hmm, HSMM) else hmm.log_factors(values)
     initial, transition, likelihood = factors
     batch = torch.broadcast_shapes(hmm.batch_shape, likelihood.shape[:-2])
     exists = hmm.exists.expand(*batch, hmm.num_steps)
@@ -79,30 +79,34 @@ def chain_factors(hmm: HMM, values: Tensor) -> ChainFactors:
         likelihood.double().masked_fill(~exists.unsqueeze(-1), 0.0),
         exists,
         exists if hmm.observed is None else exists & hmm.observed,
-        ages,
+        initial.size(-1) // hmm.num_states,
     )
 
 
 def _chain_of_ages(hsmm: HSMM, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     r"""Factors of :class:`ChainFactors`; the last step holds, if it must, that a segment ends.
 
-    A segment of age a goes on with probability S(a + 1) / S(a), and ends with p(a) / S(a), where S
-    is its survival.
+    A segment of age a goes on with probability S(a + 1) / S(a), and ends with w(a) / S(a), where w
+    are the weights of its durations, or of what is seen of the first one, and S is their survival.
     """
-    initial, matrix, likelihood, duration = (x.double() for x in hsmm.counted_factors(values))
-    num_states, size = duration.shape[-2:]
-    survival = semi_markov.log_survival(duration)
+    _, matrix, likelihood, duration = (x.double() for x in hsmm.counted_factors(values))
+    among, _, opening, _ = semi_markov.segment_weights(duration, *hsmm.cuts)
+    weights = torch.stack([among, opening] if hsmm.censored_start else [among], -2)
+    survival = semi_markov.log_survival(weights)
     lasted = finite_or_zero(survival)  # ages that are never reached are never left
-    ends = (duration - lasted).unsqueeze(-1)
+    ends = (weights - lasted).flatten(-2).unsqueeze(-1)
     goes_on = survival[..., 1:] - lasted[..., :-1]
+    goes_on = torch.nn.functional.pad(goes_on, (0, 1), value=-torch.inf).flatten(-2)[..., :-1]
+    num_states, size = ends.shape[-3:-1]
     after = matrix.squeeze(-3).unsqueeze(-2) + ends  # (*b, from, age, to)
     wide = after.new_full((*after.shape, size), -torch.inf)
     wide[..., 0] = after
     age = torch.arange(size - 1, device=wide.device)
     for state in range(num_states):
         wide[..., state, age, state, age + 1] = goes_on[..., state, :]
+    initial = hsmm.log_initial.double()
     first = initial.new_full((*initial.shape, size), -torch.inf)
-    first[..., 0] = initial
+    first[..., -hsmm.max_duration] = initial
     likelihood = likelihood.repeat_interleave(size, -1)
     if not hsmm.censored_end:
         steps = torch.arange(hsmm.num_steps)

@@ -21,6 +21,7 @@ from .._transforms import transforming
 from ..ops import semi_markov
 from ..ops import stationary as stationary_ops
 from ..ops.recursions import ExpectedCounts, Posterior
+from ..ops.sampling import refuse_nan
 from .forecast import Forecast, states_ahead
 from .hmm import HMM
 from .observation import Tied, permuted
@@ -295,6 +296,7 @@ class HSMM(StructuredHMM):
     def sample_prior_states(self, shape: torch.Size) -> Tensor:
         r"""Sample paths from :math:`p(z_{1:T})`, ``(*shape, T)``; ``shape`` ends in ``(*B)``."""
         parts = self.log_initial, self.log_transition, self.log_duration
+        refuse_nan(*parts)
         leads = (part.shape[:-core] for part, core in zip(parts, (1, 2, 2)))
         alike = torch.broadcast_shapes(*leads).numel() == 1
         if alike and self.allowed is None and self.censored_end:  # one chain, sampled many times

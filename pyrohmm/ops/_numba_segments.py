@@ -68,7 +68,7 @@ def _reframe(t, k, span, enter, seen, window):
         best = window[s] if window[s] > best else best
     for s in range(first, t + 1):
         low = window[s] - best if best > -np.inf else -np.inf
-        window[s] = exp(low) if low > LOG_FLOOR else 0.0
+        window[s] = 0.0 if low <= LOG_FLOOR else exp(low)
     return best
 
 
@@ -83,7 +83,7 @@ def _advance(t, k, span, enter, seen, window, frame):
         scale = np.exp(frame - new) if frame - new > LOW else 0.0
         for s in range(t + 1 - span, t):
             value = window[s] * scale
-            window[s] = value if value > FLOOR else 0.0
+            window[s] = 0.0 if value <= FLOOR else value
         window[t], frame = 1.0, new
     elif not new - frame <= LOG_FLOOR:
         window[t] = np.exp(new - frame)
@@ -119,7 +119,8 @@ def _log_sum(t, k, span, enter, seen, others, first, scores):
             break
         weight = first[d, k] if d == t else others[d, k]
         scores[d] = enter[t - d, k] + within + weight
-        peak = peak if scores[d] <= peak else scores[d]
+        if scores[d] > peak or scores[d] != scores[d]:  # NaN stays
+            peak = scores[d]
         count += 1
     total = 0.0
     if peak == -np.inf:
@@ -170,7 +171,8 @@ def _products(vector, matrix, logs, logarithms, out):
     size = vector.shape[0]
     peak = -np.inf
     for j in range(size):
-        peak = peak if vector[j] <= peak else vector[j]
+        if vector[j] > peak or vector[j] != vector[j]:  # NaN stays
+            peak = vector[j]
     out[:] = 0.0
     if peak == -np.inf:
         out[:] = peak
@@ -261,7 +263,8 @@ def _pass_back(before, inside, matrix, logs, whole, weight, row, counts, onward)
     size = inside.shape[0]
     peak = -np.inf
     for k in range(size):
-        peak = peak if inside[k] <= peak else inside[k]
+        if inside[k] > peak or inside[k] != inside[k]:  # NaN stays
+            peak = inside[k]
     for k in range(size):
         low = -np.inf if peak == -np.inf else inside[k] - peak
         row[k] = 0.0 if low <= LOW else np.exp(low)

@@ -79,8 +79,9 @@ def log_mean_duration(log_duration: Tensor) -> Tensor:
         tensor([2.])
     """
     check_floats("log_duration", log_duration)
-    steps = torch.arange(1, log_duration.size(-1) + 1, device=log_duration.device)
-    return logsumexp(log_duration.double() + steps.log(), -1).to(log_duration.dtype)
+    logs = log_duration.double()
+    steps = torch.arange(1, logs.size(-1) + 1, dtype=logs.dtype, device=logs.device)
+    return logsumexp(logs + steps.log(), -1).to(log_duration.dtype)
 
 
 @explained()

@@ -40,7 +40,7 @@ EMISSIONS = {
 }
 
 
-def lasting(censored_end=True, emission="numbers"):
+def lasting(censored_end=True, emission="numbers", censored_start=False):
     """An HSMM with a state that never lasts two steps, and one that never lasts three."""
     stay = torch.eye(K, dtype=torch.bool)
     transition = torch.randn(K, K).masked_fill(stay, -torch.inf).log_softmax(-1)
@@ -51,7 +51,7 @@ def lasting(censored_end=True, emission="numbers"):
     observed[2, 3] = False  # the last one of the third
     return HSMM(
         torch.randn(K).log_softmax(-1), transition, duration.log_softmax(-1), EMISSIONS[emission](),
-        LENGTHS, observed, censored_end=censored_end,
+        LENGTHS, observed, censored_end=censored_end, censored_start=censored_start,
     )  # fmt: skip
 
 
@@ -73,9 +73,15 @@ def all_paths(hmm, values, sequence):
     return paths, hmm.log_joint(values, wide)[:, sequence]
 
 
-@pytest.fixture(params=["cut", "ends", "product"])
+CUTS = {"cut": (True, False), "ends": (False, False), "goes on": (True, True), "was": (False, True)}
+
+
+@pytest.fixture(params=[*CUTS, "product"])
 def hmm(request):
-    return several() if request.param == "product" else lasting(request.param == "cut")
+    if request.param == "product":
+        return several()
+    censored_end, censored_start = CUTS[request.param]
+    return lasting(censored_end, censored_start=censored_start)
 
 
 def test_the_best_paths_and_the_entropy_are_those_of_all_paths(hmm):
@@ -108,9 +114,9 @@ def test_predictions_are_those_of_the_expanded_chain(hmm):
 
 @pytest.mark.parametrize("forecast", [True, False])
 @pytest.mark.parametrize("emission", EMISSIONS)
-@pytest.mark.parametrize("censored_end", [True, False])
-def test_residuals_of_durations_are_those_of_the_expanded_chain(censored_end, emission, forecast):
-    hsmm = lasting(censored_end, emission)
+@pytest.mark.parametrize("cuts", CUTS)
+def test_residuals_of_durations_are_those_of_the_expanded_chain(cuts, emission, forecast):
+    hsmm = lasting(CUTS[cuts][0], emission, CUTS[cuts][1])
     values = hsmm.sample()
     found = queries.pseudo_residuals(hsmm, values, forecast=forecast)
     wanted = queries.pseudo_residuals(hsmm.expanded(), values, forecast=forecast)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from pyro.distributions import Categorical, Normal
 
-from pyrohmm import HMM, BlockHMM, blocks
+from pyrohmm import HMM, HSMM, BlockHMM, blocks
 from pyrohmm.ops.block_transition import InnerProductTransition
 
 K, V, D = 4, 5, 3
@@ -28,6 +28,9 @@ def parameters(kind):
         return found | {"emission": rows(K, V)}
     if kind == "normal":
         return found | {"loc": torch.randn(K), "scale": torch.rand(K) + 0.5}
+    if kind == "durations":  # longer than a sequence, so that one segment may cover it
+        found["transition"] = found["transition"].fill_diagonal_(-torch.inf).log_softmax(-1)
+        return found | {"emission": rows(K, V), "duration": rows(K, 5)}
     table = rows(K, V).mT[:, :2].contiguous()
     found |= {"emission": table}
     if kind == "blocks":
@@ -45,6 +48,10 @@ def build(kind, found):
     if kind == "normal":
         emission = Normal(found["loc"], found["scale"], validate_args=False)
         return HMM(first, found["transition"], emission, LENGTHS, validate_args=False)
+    if kind == "durations":
+        emission = Categorical(logits=found["emission"], validate_args=False)
+        tables = found["transition"], found["duration"]
+        return HSMM(first, *tables, emission, LENGTHS, validate_args=False)
     transition = found.get("transition")
     if transition is None:
         transition = InnerProductTransition(
@@ -85,7 +92,8 @@ STATES = {
     "sample_states": lambda hmm, x: hmm.sample_states(x),
     "sample_states of dense": lambda hmm, x: dense(hmm).sample_states(x),
 }
-KINDS = ["symbols", "normal", "blocks", "one level", "two levels"]
+KINDS = ["symbols", "normal", "durations", "blocks", "one level", "two levels"]
+PLAIN = KINDS[:3]  # whose emission is a distribution
 CASES = [(kind, name) for kind in KINDS for name in parameters(kind)]
 
 
@@ -101,7 +109,7 @@ def test_no_answer_depends_on_a_parameter_that_is_nan(kind, name, place):
     values = values_of(kind)
     broken = with_number(kind, name, place, torch.nan)
     others = [with_number(kind, name, place, number) for number in (0.7, 2.0)]
-    queries = QUERIES | (OF_BLOCKS if kind not in ("symbols", "normal") else {})
+    queries = QUERIES | (OF_BLOCKS if kind not in PLAIN else {})
     for query, ask in queries.items():
         found = ask(broken, values)
         said = ~found.isnan()
@@ -127,9 +135,7 @@ def test_states_are_refused_where_the_evidence_is_nan(kind, name, place):
                 ask(broken, values)
 
 
-@pytest.mark.parametrize(
-    ("kind", "name"), [case for case in CASES if case[0] in ("symbols", "normal")]
-)
+@pytest.mark.parametrize(("kind", "name"), [case for case in CASES if case[0] in PLAIN])
 def test_samples_are_refused_or_nan(kind, name):
     """Pyro's normal distribution itself refuses a scale that is NaN."""
     broken = with_number(kind, name, 0, torch.nan)

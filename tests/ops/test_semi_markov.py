@@ -221,6 +221,39 @@ def test_nan_reaches_the_result(engine):
         assert semi_markov.log_evidence(*parts, torch.tensor(4)).isnan()
 
 
+@pytest.mark.parametrize("censored", CUTS, ids=str)
+@pytest.mark.parametrize("zeros", [False, True])
+@pytest.mark.parametrize("size", [(2, 4, 2), (2, 8, 5), (3, 2, 5), (3, 3, 3)], ids=str)
+def test_no_evidence_depends_on_an_entry_that_is_nan(engine, size, zeros, censored):
+    """A number is left only where any other entry leaves the same."""
+    parts, length = problem(*size, zeros), torch.tensor(size[2])
+    for place, part in enumerate(parts):
+        for entry in range(part.numel()):
+
+            def evidence(number, place=place, entry=entry):
+                changed = [each.clone() for each in parts]
+                changed[place].view(-1)[entry] = number
+                return semi_markov.log_evidence(*changed, length, *censored)
+
+            found = evidence(torch.nan)
+            if not found.isnan():
+                torch.testing.assert_close(evidence(-0.5), found)
+                torch.testing.assert_close(evidence(60.0), found)
+
+
+def test_mean_durations_are_those_of_the_dtype_of_the_table():
+    for dtype in (torch.float32, torch.float64):
+        even = torch.full((2, 7), 1 / 7, dtype=dtype).log()
+        default = torch.get_default_dtype()
+        torch.set_default_dtype(torch.float32)
+        try:
+            found = semi_markov.log_mean_duration(even)
+        finally:
+            torch.set_default_dtype(default)
+        wanted = torch.full((2,), 4.0, dtype=dtype).log()
+        torch.testing.assert_close(found, wanted, rtol=4 * torch.finfo(dtype).eps, atol=0.0)
+
+
 def test_float32_is_computed_in_float64_and_returned_in_float32(engine):
     parts = problem(3, 3, 40)
     single = [part.float() for part in parts]
