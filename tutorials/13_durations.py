@@ -266,4 +266,4 @@ print(f"{'truth':24s}" + "".join(f"{m:9.1f}" for m in queries.dwell_time_mean(sh
 #
 # Other families are `poisson_durations`, `free_durations` (a probability of each length) and
 # `parametric_durations` of any Pyro distribution on counts; `fit_map`, `fit_svi` and NUTS take the
-# same module. The [guide](../docs/guide/durations.md) lists them.
+# same module. The page on durations of the guide lists them.

@@ -2,8 +2,9 @@
 
 Product states are numbered with the last axis fastest. Each transition takes the first axis of the
 messages ``(n, K)`` and leaves one as the last. Of M chains behind one observation, one transition
-follows another, so that after M of them the axes are in order again: :mod:`.factorial`. Of pairs of
-states of one chain, a single transition takes (i, j) to (j, k): :mod:`.second_order`.
+follows another, so that after M of them the axes are in order again: see
+:mod:`pyrohmm.ops.factorial`. Of pairs of states of one chain, a single transition takes (i, j) to
+(j, k): see :mod:`pyrohmm.ops.second_order`.
 """
 
 from __future__ import annotations
