@@ -324,7 +324,11 @@ def draw(rows: list[dict[str, Any]], baselines: list[dict[str, Any]]) -> None:
                 label += ", resumed"
             if "unseen_perplexity" in row:
                 label += "; half the text"
-            axes[data].plot(*zip(*row["course"]), ".-", color=f"C{number}", label=label)
+            begun = [
+                other for other in best if other["course"][: len(row["course"])] == row["course"]
+            ]
+            if begun == [row]:  # else it is the beginning of another
+                axes[data].plot(*zip(*row["course"]), ".-", color=f"C{number}", label=label)
             whole = {"label": "best epoch, whole text"} if number == 0 else {}
             place = min(row["course"], key=lambda point: point[1])[0]
             axes[data].plot(place, row["valid_perplexity"], "*", color=f"C{number}", ms=10, **whole)
@@ -344,14 +348,15 @@ def draw(rows: list[dict[str, Any]], baselines: list[dict[str, Any]]) -> None:
     )
     for name in ("ptb", "states"):
         axes[name].set_ylim(low, high)
+    low, high = axes["wikitext2"].get_ylim()
+    axes["wikitext2"].set_ylim(low, high**1.5 / low**0.5)  # room for its legend
     for panel, title in PANELS.items():
         lines = [line for line in summary(rows) if line["panel"] == panel]
         ablations(axes[panel], lines, rows, title)
     for axis in axes.values():
         handles = dict(zip(*axis.get_legend_handles_labels()[::-1]))
         if handles:
-            place = "center right" if axis is axes["wikitext2"] else "upper right"
-            axis.legend(handles.values(), handles.keys(), loc=place)
+            axis.legend(handles.values(), handles.keys(), loc="upper right")
     figure.savefig(FOLDER / f"{NAME}.png", dpi=150)
     plt.close(figure)
 
