@@ -222,6 +222,8 @@ def test_the_table_of_perplexities_is_that_of_the_result_files():
         label += f"{row['states']:,} states, two levels, {row['parameters'] / 1e6:.1f} M"
         if row.get("last_dropout") is not None:
             label += f", dropout falls from {row['dropout']} to {row['last_dropout']}"
+        if row.get("first") is not None:
+            label += ", 5 epochs and 5 more"
         assert found[label][0] == f"{row['valid_perplexity']:.1f}"
         assert found[label][1] == f"{row['test_perplexity']:.1f}"
     for row in rows_of("language_model_baselines"):
