@@ -2,6 +2,7 @@
 
 import math
 import os
+import sys
 
 import pyro
 import pytest
@@ -25,3 +26,5 @@ def _fresh(doctest_namespace):
     doctest_namespace.update(torch=torch, pyro=pyro, math=math, poutine=pyro.poutine)
     yield
     torch.set_default_dtype(dtype)
+    if "matplotlib.pyplot" in sys.modules:
+        sys.modules["matplotlib.pyplot"].close("all")

@@ -83,6 +83,8 @@ def check_dropout(name: str, share: float) -> None:
 class _Large(HMMModule):
     """Base of :class:`NeuralHMM` and :class:`ScalarHMM`: state dropout, and a cached HMM."""
 
+    may_differ = ("num_drawn",)  # from that of a checkpoint, which restores it
+
     def __init__(
         self,
         num_states: int,
@@ -154,11 +156,9 @@ class _Large(HMMModule):
         """States that dropout keeps, None if all of them, and their blocks."""
         share = self.dropout
         if isinstance(share, LinearDropout):
-            if share.begin == share.end:  # the host need not wait for the number
-                share = share.begin
-            else:
-                share = share(int(self.num_drawn))
-                self.num_drawn += 1
+            changes = share.begin != share.end  # else the host need not wait for the number
+            share = share(int(self.num_drawn)) if changes else share.begin
+            self.num_drawn += 1
         if share == 0:
             return None, self.blocks
         states = sample_kept_states(self.num_states, self.blocks, share)

@@ -317,7 +317,8 @@ def test_two_processes_train_what_one_trains(here, capsys):
     assert meta == other
     assert first.keys() == second.keys()
     for name, tensor in first.items():
-        torch.testing.assert_close(tensor, second[name], msg=name)
+        if name != "module.num_drawn":  # several processes build it more often
+            torch.testing.assert_close(tensor, second[name], msg=name)
 
 
 @pytest.mark.parametrize(
