@@ -101,6 +101,7 @@ class Model:
     decay: float = 0.0
     seed: int = 0
     first: float | None = None  # a fit of so many epochs to its end, which then goes on to all
+    average: float | None = None  # decay of a moving average of the parameters, by step
 
 
 BEST = {
@@ -122,6 +123,21 @@ BEST = {
             last_dropout=0.3,
             bfloat16=True,
             decay=0.05,
+        ),
+        Paper(125.0, 115.8, 32768, 128),
+    ),
+    "averaged-ptb": (
+        Model(
+            "best",
+            "dropout annealed, parameters averaged",
+            states=32768,
+            by_mass=True,
+            epochs=8,
+            last_dropout=0.4,
+            bfloat16=True,
+            decay=0.05,
+            seed=1,
+            average=0.98,
         ),
         Paper(125.0, 115.8, 32768, 128),
     ),
@@ -248,7 +264,7 @@ def trained(
             torch.optim.AdamW, lr=model.rate, weight_decay=model.decay, fused=True
         ),
         schedule=partial(LambdaLR, lr_lambda=WarmupCosine(total)), clip_norm=5.0,
-        tolerance=None, validation=text.valid[: len(text.valid) // 2],
+        average=model.average, tolerance=None, validation=text.valid[: len(text.valid) // 2],
         checkpoint=None if model.panel == "quick" else file_of(model),
         precision=torch.bfloat16 if model.bfloat16 else None,
     )  # fmt: skip
