@@ -14,6 +14,9 @@ included, with sentences independent; the numbers of tokens are reported beside 
 of the held-out sentences chooses the epoch and is what ``course`` is of; ``unseen_perplexity`` is
 that of the second half. In rows that have none, all held-out sentences chose the epoch.
 
+"two chains side by side" is one chain with the states of two trained ones, which begins in either
+and stays: a mixture of sentences. Its one weight is chosen by the first half of the held-out text.
+
 ``usage`` says how many states the held-out tokens use, and of what rank the transitions are.
 
 ``paper_valid`` and ``paper_test`` are the numbers of *Scaling Hidden Markov Language Models* for
@@ -46,6 +49,7 @@ import pyro
 import torch
 from common import FOLDER, alone, arguments, earlier, pyplot, write
 from common.text import Text, brown, read
+from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
 from pyrohmm import (
@@ -170,11 +174,30 @@ BEST = {
         ),
         Paper(167.0, None, 32768, 128),
     ),
+    "one-level-ptb": (
+        Model(
+            "best",
+            "one level, factored",
+            states=16384,
+            two_level=False,
+            factored=True,
+            epochs=10,
+            bfloat16=True,
+        ),
+        Paper((134.0, 136.0), None, 16384, 128),
+    ),
     "best-8192-ptb": (
         Model("best", "best of 8,192 states", states=8192, by_mass=True, epochs=20, decay=0.03),
         Paper(142.0, None, 8192, 64),
     ),
 }
+PAIRS = {  # chains of which a sentence has one: a chain with the states of both
+    "two-chains-ptb": (
+        (BEST["annealed-ptb"][0], BEST["averaged-ptb"][0]),
+        Paper(122.7, None, 65536, 128),
+    ),
+}
+PAIR = "two chains side by side"
 SEEDS = (0, 1)
 LARGE = Model("large", "base")
 SMALL = Model("small", "base", two_level=False, states=1024, clusters=8, dropout=0.0,
@@ -293,6 +316,60 @@ def run(model: Model, paper: Paper, text: Text, cache: dict[Any, Any]) -> dict[s
     return row
 
 
+def run_pair(
+    models: tuple[Model, Model], paper: Paper, text: Text, cache: dict[Any, Any]
+) -> dict[str, Any]:
+    """Evaluate two trained models as one chain, which begins in the states of either and stays.
+
+    The probability of a sentence is the sum of those that it has in the two chains, weighted by the
+    probabilities of beginning there.
+    """
+    found = [trained(each, each.epochs, text, blocks_of(each, text, cache)) for each in models]
+    fits = [fit for fit, _, _ in found]
+    half = len(text.valid) // 2
+    data = {"chosen": text.valid[:half], "unseen": text.valid[half:], "test": text.test}
+    nats = {part: [sentence_log_probs(fit, each) for fit in fits] for part, each in data.items()}
+    weights = [step / 20 for step in range(1, 20)]
+
+    def total(weight: float, part: str) -> float:
+        first, second = nats[part]
+        both = torch.logaddexp(first + math.log(weight), second + math.log1p(-weight))
+        return -both.sum().item()
+
+    weight = min(weights, key=lambda each: total(each, "chosen"))
+    tokens = {part: int(each.lengths.sum()) for part, each in data.items()}
+    losses = {part: total(weight, part) for part in data}
+    for table in (losses, tokens):
+        table["valid"] = table["chosen"] + table["unseen"]
+    row = asdict(models[0]) | {
+        "name": PAIR,
+        "states": sum(each.states for each in models),
+        "last_dropout": None,
+        "epochs": sum(each.epochs for each in models),
+        "parameters": sum(p.numel() for _, module, _ in found for p in module.parameters()),
+        "minutes": sum(fit.seconds for fit in fits) / 60,
+        "course": [],
+        "parts": [each.name for each in models],
+        "weight_of_the_first": weight,
+    }
+    for part in ("valid", "unseen", "test"):
+        row[f"{part}_perplexity"] = math.exp(losses[part] / tokens[part])
+        row[f"{part}_tokens"] = tokens[part]
+    row |= asdict(paper)
+    print(row, flush=True)
+    return row
+
+
+def sentence_log_probs(fit: Fit, data: Sequences) -> Tensor:
+    """The log-probability of each sentence, in nats."""
+    found = torch.zeros(len(data), dtype=torch.float64)
+    with torch.no_grad():
+        for part in data.lengths.argsort().split(64):
+            batch = data[part]
+            found[part] = fit.hmm(batch).log_prob(batch.values).double()
+    return found
+
+
 def used(fit: Fit, data: Sequences) -> dict[str, Any]:
     """Expected tokens in each state, and the singular values of the transitions, in numbers."""
     states = metrics.state_usage(fit, data, 64)
@@ -331,9 +408,13 @@ def draw(rows: list[dict[str, Any]], baselines: list[dict[str, Any]]) -> None:
     axes = dict(zip(("ptb", "states", "wikitext2"), upper.subplots(1, 3)))
     axes |= dict(zip(PANELS, lower.subplots(1, 2)))
     for data, title in CORPORA.items():
-        best = [row for row in rows if (row["panel"], row["data"]) == ("best", data)]
+        best = [
+            row for row in rows if (row["panel"], row["data"]) == ("best", data) and row["course"]
+        ]
         for number, row in enumerate(best):
             label = f"{row['states']:,} states"
+            if row.get("factored"):
+                label += ",\none level, factored"
             if row.get("last_dropout") is not None:
                 label += ",\ndropout falls"
             if row.get("first") is not None:
@@ -421,7 +502,7 @@ def by_states(rows: list[dict[str, Any]], baselines: list[dict[str, Any]], axis:
     for states, spread in FIGURE_3.items():
         axis.plot([states, states], spread, "D-", color="0.5", label="paper, one level")
     axis.set_xscale("log", base=2)
-    axis.set_xticks([2**power for power in range(10, 16)], ["1k", "2k", "4k", "8k", "16k", "32k"])
+    axis.set_xticks([2**power for power in range(10, 17)], [f"{2**n}k" for n in range(7)])
     title = CORPORA["ptb"]
     axis.set(xlabel="states (k: 1,024)", yscale="log", title=f"by states, {title}")
     ticks(axis)
@@ -480,7 +561,7 @@ def key(row: dict[str, Any]) -> tuple[Any, ...]:
 def main() -> None:
     panels = dict.fromkeys(each.panel for each, _ in TABLES)
     tables = {f"{panel}-{seed}": (panel, seed) for seed in SEEDS for panel in panels}
-    options = arguments(__doc__, [*BEST, *tables])
+    options = arguments(__doc__, [*BEST, *PAIRS, *tables])
     if options.draw:
         draw(earlier(NAME), earlier("language_model_baselines"))
         return
@@ -491,21 +572,29 @@ def main() -> None:
         for each in (small, replace(small, two_level=False), replace(small, scalar=True,
                      two_level=False)):  # fmt: skip
             run(each, Paper(), text, cache)
+        run_pair((small, replace(small, seed=1)), Paper(), text, cache)
         return
     wanted = [BEST[part] for part in BEST if part in options.only]
     for part, (panel, seed) in tables.items():
         if part in options.only:
             wanted += [(replace(e, seed=seed), paper) for e, paper in TABLES if e.panel == panel]
+    tasks = [(each.data, partial(run, each, paper)) for each, paper in wanted]
+    tasks += [
+        (models[0].data, partial(run_pair, models, paper))
+        for part, (models, paper) in PAIRS.items()
+        if part in options.only
+    ]
     order = [key(asdict(each))[:2] for each, _ in (*BEST.values(), *TABLES)]
+    order.insert(len(BEST), ("best", PAIR))
     texts: dict[str, Text] = {}
 
     def place(row: dict[str, Any]) -> tuple[Any, ...]:
         return order.index(key(row)[:2]), row["data"], row["seed"]
 
-    for each, paper in wanted:
-        if each.data not in texts:
-            texts[each.data] = read(each.data)
-        row = run(each, paper, texts[each.data], cache)
+    for data, task in tasks:
+        if data not in texts:
+            texts[data] = read(data)
+        row = task(texts[data], cache)
         with alone(NAME):  # after each run
             rows = [other for other in earlier(NAME) if key(other) != key(row)]
             rows = sorted([*rows, row], key=place)
