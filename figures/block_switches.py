@@ -122,7 +122,7 @@ def draw(rows: list[dict[str, Any]]) -> None:
         if chosen:
             axis.axvline(chosen[0]["switch"], color="0.3", linestyle="--", label="switch")
         axis.axhline(1.0, color="0.3", linewidth=0.8)
-        axis.set(xlabel=label, title=title, xscale="log", yscale="log")
+        axis.set(xlabel=label, title=title, yscale="log")
         axis.xaxis.set_major_formatter("{x:,g}")
         axis.yaxis.set_major_formatter("{x:g}")
         axis.legend()
@@ -144,7 +144,7 @@ def main() -> None:
         "one level": [(states, 64, tokens) for tokens in (512, 8192)
                       for states in (512, 1024, 2048, 3072, 4096)],
         "overlap": [(WIDTH * times, 1, tokens) for tokens in (512, 2048)
-                    for times in (2, 4, 8, 12, 16)],
+                    for times in (2, 4, 8, 12, 14, 16, 20)],
     }  # fmt: skip
     rows = [row for row in earlier(NAME) if row["part"] not in options.only]
     for part in options.only:

@@ -26,9 +26,14 @@ class BlockSteps:
     def onward(self, log_states: Tensor) -> Tensor:
         """Logs of the states one step later."""
         step, (block, within) = self._transitions, self._blocks_of(log_states)
-        if not bool(within.all()):
-            return step.onward(log_states)
-        return step.spread(step.narrowed(log_states, block), block)
+        out, beyond = torch.empty_like(log_states), ~within
+        if bool(within.any()):
+            out[within] = step.spread(
+                step.narrowed(log_states[within], block[within]), block[within]
+            )
+        if bool(beyond.any()):
+            out[beyond] = step.onward(log_states[beyond])
+        return out
 
     def read(self, values: Tensor, observed: Tensor | None, check: bool) -> tuple[Tensor, Tensor]:
         """The blocks ``(n, L)`` of observations ``(n, L)``, and log-likelihoods ``(n, L, w)``."""
@@ -51,10 +56,12 @@ class BlockSteps:
             arrived = step.narrowed(log_states, target)
         else:
             source, within = self._blocks_of(log_states)
-            if bool(within.all()):
-                arrived = step.between(step.narrowed(log_states, source), source, target)
-            else:
-                arrived = step.gather(log_states, target)
+            arrived, beyond = torch.empty_like(likelihood), ~within
+            if bool(within.any()):
+                before = step.narrowed(log_states[within], source[within])
+                arrived[within] = step.between(before, source[within], target[within])
+            if bool(beyond.any()):
+                arrived[beyond] = step.gather(log_states[beyond], target[beyond])
         return step.widened(arrived + likelihood, target)
 
     def _blocks_of(self, log_states: Tensor) -> tuple[Tensor, Tensor]:

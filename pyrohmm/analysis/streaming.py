@@ -230,13 +230,18 @@ class Filter:
             return self._predicted()
         if self._blocks is None:
             return self._predicted() + likelihood[0][..., t, :]
-        block, here = (part[:, t] for part in likelihood)
-        before = self._log_states.reshape(-1, self.hmm.num_states)
-        joint = self._blocks.joint(before, block, here, self._num_steps == 0)
-        joint = joint.reshape(self._log_states.shape)
-        if known is not None and not bool(known[..., t].all()):
-            joint = torch.where(known[..., t, None], joint, self._predicted())
-        return joint
+        states = self._log_states.reshape(-1, self.hmm.num_states)
+        rows = torch.ones(len(states), dtype=torch.bool)
+        if known is not None:
+            rows = known[..., t].reshape(-1).cpu()
+        block, here = (part[:, t][rows] for part in likelihood)
+        joint = self._blocks.joint(states[rows], block, here, self._num_steps == 0)
+        if bool(rows.all()):
+            return joint.reshape(self._log_states.shape)
+        after = self._blocks.onward(states[~rows]) if self._num_steps else states[~rows]
+        out = torch.empty_like(states, dtype=joint.dtype)
+        out[rows], out[~rows] = joint, after.to(joint.dtype)
+        return out.reshape(self._log_states.shape)
 
     def _predicted(self) -> Tensor:
         """Log p(z_{t+1} | x_{1:t}), ``(*B, K)``."""

@@ -25,11 +25,11 @@ from .hmm import HMM
 
 # Where blocks overlap, each symbol has its block, and hardly any pair of blocks occurs twice. Up to
 # so many times the states of a block, all transitions at once take less time than those of pairs.
-CROWDED = 8
+CROWDED = 14
 
 # On one level each state's transitions to all others are summed anyway. Up to so many states it
-# takes less time to compute their matrix, and to keep it.
-MATRIX = 3072
+# takes less time to keep their matrix; with more it would take too much memory.
+MATRIX = 4096
 
 
 class _Factors(NamedTuple):

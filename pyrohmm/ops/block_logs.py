@@ -59,8 +59,8 @@ class BlockLogs:
         # (P, 4); of no pair, where no sequence has a second step, nothing is read
         self.layout = torch.stack([base, stride, sizes[source], sizes[target]], -1)
 
-    def matrices(self, step: slice) -> Tensor:
-        """Log transition probabilities to the tokens of a step from those before, ``(m, w, w)``."""
+    def matrices(self, step: slice | Tensor) -> Tensor:
+        """Log transition probabilities to some tokens from those before, ``(m, w, w)``."""
         places = torch.arange(self.seen.size(-1), device=self.device)
         layout = self.layout.index_select(0, self.pair[step])
         base, stride, height, breadth = layout.unsqueeze(-1).unsqueeze(-1).unbind(1)

@@ -85,7 +85,7 @@ class GappedLogs:
         parts = was & now, ~was & now, was & none, ~was & none
         return Arrivals(*(part.nonzero().squeeze(-1) for part in parts))
 
-    def matrices(self, rows: Tensor, t: int) -> Tensor:
+    def matrices(self, rows: Tensor, t: int | Tensor) -> Tensor:
         """Log transition probabilities ``(n, w, w)`` to observed steps from observed ones."""
         assert self.logs is not None
         return self.logs.matrices(self.place[self.token[rows, t]].to(self.seen.device))
@@ -223,10 +223,10 @@ class GappedLogs:
                 share = joint - finite_or_zero(joint.logsumexp(0))
                 entered = log_probs.within[token[n, t], : len(columns)]
                 counts[n, :, columns] += (share + entered).exp()
-        for rows, logs in step.all_rows() if inner else ():
+        for part, logs in step.all_rows() if inner else ():
             for n, before, now in inner:
                 entered = log_probs.wide[now] - finite_or_zero(forward.wide[now])
-                counts[n, rows] += (logs + forward.wide[before, rows, None] + entered).exp()
+                counts[n, part] += (logs + forward.wide[before, part, None] + entered).exp()
 
     def sample(self, count: int) -> Tensor:
         r"""Sample paths from the posterior, states ``(count, N, T)``; 0 where padded."""

@@ -886,6 +886,26 @@ def test_filters_step_from_block_to_block(kind, by_blocks):
     torch.testing.assert_close(found, wanted)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_filters_in_blocks_know_which_streams_are_observed(kind, by_blocks):
+    torch.manual_seed(10)
+    case = Case(kind, [3, 1, 2, 4], [5, 5, 5, 5])
+    wanted, found = Filter(case.hmm.dense()), Filter(case.hmm)
+    observed = torch.tensor(
+        [[0, 1, 1, 1, 0], [1, 1, 1, 1, 1], [1, 0, 0, 1, 1], [1, 0, 1, 0, 1]]
+    ).bool()
+    values = case.values.masked_fill(~observed, -7)
+    states = wanted.update(case.values, observed)
+    by_blocks()
+    torch.testing.assert_close(found.update(values, observed), states)
+    torch.testing.assert_close(found.log_evidence, wanted.log_evidence)
+    torch.testing.assert_close(found.surprise, wanted.surprise)
+    before = found.states
+    with pytest.raises(ValueError, match="values must lie between 0 and V - 1 = 8"):
+        found.update(torch.tensor([[0, 9]] * 4))
+    assert torch.equal(found.states, before)
+
+
 @pytest.mark.parametrize("kind", ["one level", "two levels"])
 def test_continuations_are_sampled_and_scored_in_blocks(kind, by_blocks):
     torch.manual_seed(10)
