@@ -488,28 +488,13 @@ def epoch_table() -> str:
     return table(header, body)
 
 
-def block_queries_table() -> str:
-    """How many times as long as the evidence posterior queries of a chain in blocks take."""
-    found: dict[str, dict[int, float]] = {}
-    for row in rows("block_queries"):
-        if row["query"] != "log_prob":
-            found.setdefault(row["query"], {})[row["missing"]] = row["times"][0]
-    body = [
-        [f"`{name}`", *(plain(times.get(missing)) for missing in (0, 1, 3))]
-        for name, times in found.items()
-    ]
-    return table(["query", "all observed", "one missing", "three missing in a row"], body)
-
-
 def switch_numbers() -> dict[str, str]:
     """What the page of benchmarks says of chains in blocks of states."""
     at = {row["part"]: row["switch"] for row in rows("block_switches")}
-    first = rows("block_queries", query="log_prob")
     return {
         "pairs": f"{percent(at['pairs'], 0)} %",
         "states": f"{at['one level']:,}",
         "overlap": f"{at['overlap']}",
-        "milliseconds": ", ".join(f"{row['milliseconds']:.0f}" for row in first),
     }
 
 
@@ -618,7 +603,6 @@ TABLES = {
     "ablation": ablation_table,
     "tagging": tagging_table,
     "epoch": epoch_table,
-    "block_queries": block_queries_table,
     "clusters": clusters_table,
     "durations": durations_table,
     "large_data": large_data_table,

@@ -34,7 +34,7 @@ from pyrohmm.data.batches import batches_in_round
 from pyrohmm.language import WarmupCosine
 
 NAME = "batch_size"
-STATES, BLOCKS, SECONDS, POINTS, PROBED = 4096, 128, 120.0, 6, 12
+STATES, BLOCKS, SECONDS, POINTS, PROBED = 4096, 128, 420.0, 12, 20
 SIZES = (8192, 2048, 512)
 RATE = 0.01  # with the largest batch
 
