@@ -488,6 +488,16 @@ def epoch_table() -> str:
     return table(header, body)
 
 
+def switch_numbers() -> dict[str, str]:
+    """What the page of benchmarks says of chains in blocks of states."""
+    at = {row["part"]: row["switch"] for row in rows("block_switches")}
+    return {
+        "pairs": f"{percent(at['pairs'], 0)} %",
+        "states": f"{at['one level']:,}",
+        "overlap": f"{at['overlap']}",
+    }
+
+
 def clusters_table() -> str:
     """Brown clusters: seconds, information and held-out perplexity."""
     body = [
@@ -783,4 +793,5 @@ def substitutions() -> dict[str, Any]:
         "pairs": pairs_numbers(),
         "diversity": diversity_numbers(),
         "language": language_numbers(),
+        "switch": switch_numbers(),
     }

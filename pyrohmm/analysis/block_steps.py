@@ -26,30 +26,43 @@ class BlockSteps:
     def onward(self, log_states: Tensor) -> Tensor:
         """Logs of the states one step later."""
         step, (block, within) = self._transitions, self._blocks_of(log_states)
-        if not bool(within.all()):
-            return step.onward(log_states)
-        return step.spread(step.narrowed(log_states, block), block)
+        out, beyond = torch.empty_like(log_states), ~within
+        if bool(within.any()):
+            out[within] = step.spread(
+                step.narrowed(log_states[within], block[within]), block[within]
+            )
+        if bool(beyond.any()):
+            out[beyond] = step.onward(log_states[beyond])
+        return out
 
-    def joint(self, log_states: Tensor, values: Tensor, is_first: bool) -> Tensor:
+    def read(self, values: Tensor, observed: Tensor | None, check: bool) -> tuple[Tensor, Tensor]:
+        """The blocks ``(n, L)`` of observations ``(n, L)``, and log-likelihoods ``(n, L, w)``."""
+        lengths = torch.full((len(values),), values.size(1))
+        return self._symbols.likelihood(values, lengths, observed, check)
+
+    def joint(
+        self, log_states: Tensor, target: Tensor, likelihood: Tensor, is_first: bool
+    ) -> Tensor:
         """Logs of the next state and its observation, ``(n, K)``.
 
         Args:
             log_states: Of the states before; of the first ones, if there are none before.
-            values: ``(n, 1, *E)``, the observations.
+            target: ``(n,)``, the blocks of the observations.
+            likelihood: ``(n, w)``, their log-likelihoods.
             is_first: Whether this is the first step.
         """
-        ones = torch.ones(len(values), dtype=torch.long)
-        target, likelihood = self._symbols.likelihood(values, ones)
-        target, step = target.squeeze(-1), self._transitions
+        step = self._transitions
         if is_first:
             arrived = step.narrowed(log_states, target)
         else:
             source, within = self._blocks_of(log_states)
-            if bool(within.all()):
-                arrived = step.between(step.narrowed(log_states, source), source, target)
-            else:
-                arrived = step.gather(log_states, target)
-        return step.widened(arrived + likelihood.squeeze(1), target)
+            arrived, beyond = torch.empty_like(likelihood), ~within
+            if bool(within.any()):
+                before = step.narrowed(log_states[within], source[within])
+                arrived[within] = step.between(before, source[within], target[within])
+            if bool(beyond.any()):
+                arrived[beyond] = step.gather(log_states[beyond], target[beyond])
+        return step.widened(arrived + likelihood, target)
 
     def _blocks_of(self, log_states: Tensor) -> tuple[Tensor, Tensor]:
         """A block of each stream ``(n,)``, and whether no state outside of it is possible."""

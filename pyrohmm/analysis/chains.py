@@ -140,7 +140,7 @@ def finite_or_zero(logs: Tensor) -> Tensor:
 
 def refuse_autoregressive(hmm: HMM, purpose: str) -> None:
     """Raise if the emission depends on the observations before, which ``purpose`` does not know."""
-    if isinstance(hmm.emission, Autoregressive):
+    if not isinstance(hmm, BlockHMM) and isinstance(hmm.emission, Autoregressive):
         raise ValueError(
             f"{purpose} needs observations that depend on the state alone; the emission of hmm is "
             f"{type(hmm.emission).__name__}. hmm.posterior, hmm.forecast and continuation know of "

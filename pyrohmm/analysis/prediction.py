@@ -174,7 +174,7 @@ def impute(hmm: HMM, values: Tensor, sample_shape: Shape = ()) -> Tensor:
     with torch.no_grad():
         check_possible(hmm.log_prob(values))
         states = hmm.sample_states(values, sample_shape)
-        if isinstance(hmm.emission, Autoregressive):
+        if not isinstance(hmm, BlockHMM) and isinstance(hmm.emission, Autoregressive):
             samples = sample_in_time(hmm.emission, states, *hmm.prepare_values(values))
         else:
             samples = hmm.sample_observations(states)
@@ -182,7 +182,7 @@ def impute(hmm: HMM, values: Tensor, sample_shape: Shape = ()) -> Tensor:
         missing = torch.zeros_like(states, dtype=torch.bool)
         if hmm.observed is not None:
             missing = (hmm.exists & ~hmm.observed).expand(states.shape)
-        missing = missing.reshape(missing.shape + (1,) * len(hmm.emission.event_shape))
+        missing = missing.reshape(missing.shape + (1,) * (len(hmm.event_shape) - 1))
         return torch.where(missing, samples, values)
 
 

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from .._arguments import checked
+from ..distributions.block_factors import gapped_chain
+from ..distributions.block_hmm import BlockHMM
 from ..distributions.hard_zeros import exact_log_prob
 from ..distributions.hmm import HMM
 from ..distributions.observation import Tied, support_varies
@@ -79,12 +81,14 @@ def pseudo_residuals(hmm: HMM, values: Tensor, *, forecast: bool = False) -> Pse
         >>> residuals.upper
         tensor([0.2500, 0.4500, 0.9000], dtype=torch.float64)
     """
-    if hmm.emission.event_shape:
+    if len(hmm.event_shape) > 1:
         raise ValueError(
             "hmm must have scalar observations, for only those can be ordered; got event shape "
-            f"{tuple(hmm.emission.event_shape)} of the emission. Build an HMM of one coordinate."
+            f"{tuple(hmm.event_shape[1:])} of the emission. Build an HMM of one coordinate."
         )
     with torch.no_grad():
+        if isinstance(hmm, BlockHMM) and hmm.carried is None:
+            return _in_blocks(hmm, values, forecast)
         chain = chain_factors(hmm, values)
         log_probs = chain.predicted()
         log_probs = normalised(log_probs if forecast else log_probs + chain.backward())
@@ -95,6 +99,20 @@ def pseudo_residuals(hmm: HMM, values: Tensor, *, forecast: bool = False) -> Pse
             for limit in _limits(hmm, hmm.prepare_values(values)[0], hmm.emission)
         )
         return PseudoResiduals(lower.masked_fill(unknown, 0.0), upper.masked_fill(unknown, 1.0))
+
+
+def _in_blocks(hmm: BlockHMM, values: Tensor, forecast: bool) -> PseudoResiduals:
+    """:func:`pseudo_residuals` from block to block, of the steps that are observed."""
+    chain, shape = gapped_chain(hmm, values, torch.float64)
+    log_probs = normalised(chain.left_out(forecast))
+    probs, unknown = log_probs.exp(), log_probs.isneginf().all(-1)
+    known = chain.observed.flatten().to(values.device)
+    symbols = values.expand(shape).flatten()[known]
+    limits = []
+    for limit, bound in zip(hmm.symbols.cumulative(symbols), (0.0, 1.0)):
+        found = (probs * limit).sum(-1).clamp(0.0, 1.0).masked_fill(unknown, bound)
+        limits.append(probs.new_full((len(known),), bound).masked_scatter(known, found))
+    return PseudoResiduals(*(limit.reshape(shape) for limit in limits))
 
 
 def _limits(hmm: HMM, seen: Tensor, emission: Any) -> tuple[Tensor, Tensor]:

@@ -140,10 +140,10 @@ class Filter:
                 observation is not in the support of the emission. The filter is then unchanged.
         """
         with torch.no_grad():
-            values, likelihood, known, several = self._read(observation, observed)
+            likelihood, known, several = self._read(observation, observed)
             states, scores = [], []
-            for t in range(1 if likelihood is None else likelihood.size(-2)):
-                joint = self._joint(values, likelihood, t)
+            for t in range(1 if likelihood is None else likelihood[-1].size(-2)):
+                joint = self._joint(likelihood, known, t)
                 score = joint.logsumexp(-1)
                 if known is not None:  # rounding is no evidence
                     score = score.masked_fill(~known[..., t], 0.0)
@@ -224,17 +224,24 @@ class Filter:
         self._log_evidence = state_dict["log_evidence"].detach().to(device).clone()
         self._num_steps = num_steps
 
-    def _joint(self, values: Tensor | None, likelihood: Tensor | None, t: int) -> Tensor:
+    def _joint(self, likelihood: tuple[Tensor, ...] | None, known: Tensor | None, t: int) -> Tensor:
         """Log p(x_t, z_t | x_{1:t-1}), ``(*B, K)``, without x_t where it is missing."""
-        if likelihood is not None:
-            return self._predicted() + likelihood[..., t, :]
-        if values is None or self._blocks is None:
+        if likelihood is None or (known is not None and not bool(known[..., t].any())):
             return self._predicted()
-        event = self.hmm.event_shape[1:]
-        here = values.select(-1 - len(event), t).expand(*self.batch_shape, *event)
-        before = self._log_states.reshape(-1, self.hmm.num_states)
-        after = self._blocks.joint(before, here.reshape(-1, 1, *event), self._num_steps == 0)
-        return after.reshape(self._log_states.shape)
+        if self._blocks is None:
+            return self._predicted() + likelihood[0][..., t, :]
+        states = self._log_states.reshape(-1, self.hmm.num_states)
+        rows = torch.ones(len(states), dtype=torch.bool)
+        if known is not None:
+            rows = known[..., t].reshape(-1).cpu()
+        block, here = (part[:, t][rows] for part in likelihood)
+        joint = self._blocks.joint(states[rows], block, here, self._num_steps == 0)
+        if bool(rows.all()):
+            return joint.reshape(self._log_states.shape)
+        after = self._blocks.onward(states[~rows]) if self._num_steps else states[~rows]
+        out = torch.empty_like(states, dtype=joint.dtype)
+        out[rows], out[~rows] = joint, after.to(joint.dtype)
+        return out.reshape(self._log_states.shape)
 
     def _predicted(self) -> Tensor:
         """Log p(z_{t+1} | x_{1:t}), ``(*B, K)``."""
@@ -250,14 +257,15 @@ class Filter:
 
     def _read(
         self, observation: Any, observed: Tensor | None
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, bool]:
-        """Values ``(*B, L, *E)``, their log p(x_t | z_t), which are observed, whether L was given.
+    ) -> tuple[tuple[Tensor, ...] | None, Tensor | None, bool]:
+        """Log p(x_t | z_t) of observations, which are observed, and whether L was given.
 
-        There are no log-likelihoods ``(*B, L, K)`` where blocks are visited.
+        Of all states ``(*B, L, K)``; or, where blocks are visited, their blocks ``(n, L)`` and
+        those of the states in them ``(n, L, w)``.
         """
         if observation is None:
             known = self._log_evidence.new_zeros((*self.batch_shape, 1), dtype=torch.bool)
-            return None, None, known, False
+            return None, known, False
         values = self._as_tensor(observation)
         event = self.hmm.event_shape[1:]
         check_trailing("observation", values, tuple(event), "(*E)")
@@ -280,11 +288,13 @@ class Filter:
                 observed = known if observed is None else known & observed
         if observed is not None:
             observed = observed.expand(*self.batch_shape, num_steps)
+        if self._blocks is not None:
+            rows = values.expand(*self.batch_shape, num_steps).reshape(-1, num_steps)
+            mask = None if observed is None else observed.reshape(-1, num_steps)
+            return self._blocks.read(rows, mask, self.hmm._validate_args), observed, several
         one = num_steps == 1 and observed is None
         hmm = self._step if one else self._steps(num_steps, observed)
-        if self._blocks is not None and observed is None:
-            return hmm.prepare_values(values)[0], None, None, several
-        return values, hmm.log_factors(values)[2], observed, several
+        return (hmm.log_factors(values)[2],), observed, several
 
     def _as_tensor(self, observation: Any) -> Tensor:
         if isinstance(observation, Real) and not isinstance(observation, bool):

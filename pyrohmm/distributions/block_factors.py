@@ -13,7 +13,8 @@ from .._transforms import refuse_transforms
 from ..ops import block_gaps, block_recursions, masks
 from ..ops.block_gaps import AllTransitions
 from ..ops.block_logs import BlockLogs
-from ..ops.block_plan import Plan, is_dense
+from ..ops.block_missing import GappedLogs
+from ..ops.block_plan import Plan
 from ..ops.block_transition import InnerProductTransition
 from ..ops.blocks import Blocks
 from ..ops.log_space import lazy_zeros
@@ -24,7 +25,11 @@ from .hmm import HMM
 
 # Where blocks overlap, each symbol has its block, and hardly any pair of blocks occurs twice. Up to
 # so many times the states of a block, all transitions at once take less time than those of pairs.
-CROWDED = 8
+CROWDED = 14
+
+# On one level each state's transitions to all others are summed anyway. Up to so many states it
+# takes less time to keep their matrix; with more it would take too much memory.
+MATRIX = 4096
 
 
 class _Factors(NamedTuple):
@@ -67,6 +72,11 @@ class BlockFactors(HMM):
     def needs_dense(self) -> bool:
         """Whether some state is not within the block of a symbol of these sequences."""
         return self.observed is not None or self.carried is not None
+
+    @property
+    def has_gaps(self) -> bool:
+        """Whether steps are missing, where queries sum over all states from block to block."""
+        return self.observed is not None and self.carried is None
 
     def all_transitions(self) -> AllTransitions:
         """Sums over transitions from and to all states, without their matrix."""
@@ -118,7 +128,8 @@ class BlockFactors(HMM):
         transition = self.transition
         if isinstance(transition, Tensor):
             return transition, None, None
-        if transition.block_logits is None and is_dense(transition.leave):
+        leave, one_level = transition.leave, transition.block_logits is None
+        if one_level and leave.device.type == "cpu" and len(leave) <= MATRIX:
             return self.log_transition, None, None
         return transition.leave, transition.enter, transition.log_block_probs
 
@@ -166,6 +177,19 @@ def log_chain(
         chain = block_recursions.plan_chain(blocks, lengths, states, *scores, first, likelihood)
         chain = chain._replace(plan=chain.plan._replace(where=where.flatten()[chain.plan.where]))
     return BlockLogs(chain), chain.plan, torch.Size([*batch, hmm.num_steps])
+
+
+def gapped_chain(
+    hmm: BlockFactors, values: Tensor, dtype: torch.dtype | None = None
+) -> tuple[GappedLogs, torch.Size]:
+    """As :func:`log_chain`, for all steps, missing ones included; and the shape ``(*B, T)``."""
+    with torch.no_grad(), full_precision(hmm.log_initial):
+        factors = hmm._factors(values)
+        chain = GappedLogs(
+            factors.known.cpu(), factors.lengths, factors.blocks, hmm.blocks.layout, hmm._scores(),
+            hmm.log_initial, factors.likelihood.to(dtype),
+        )  # fmt: skip
+    return chain, torch.Size([*factors.batch, hmm.num_steps])
 
 
 def states_at(hmm: BlockFactors, places: Tensor, plan: Plan, shape: torch.Size) -> Tensor:

@@ -18,12 +18,13 @@ from .._checks import (
 )
 from .._precision import full_precision
 from ..ops import block_gaps, block_recursions, masks, recursions
+from ..ops.block_missing import Messages
 from ..ops.block_transition import InnerProductTransition as InnerProductTransition
 from ..ops.blocks import Blocks
 from ..ops.log_space import finite_or_zero, lazy_zeros
 from ..ops.recursions import Posterior
 from ..ops.sampling import sample_path
-from .block_factors import BlockFactors, log_chain, states_at
+from .block_factors import BlockFactors, gapped_chain, log_chain, states_at
 from .block_symbols import BlockSymbols
 from .carried_state import CarriedState
 from .hmm import HMM
@@ -64,10 +65,11 @@ class BlockHMM(BlockFactors):
     queries. ``log_prob`` and its gradient, ``posterior``, ``viterbi``, ``sample_states``,
     ``filtered`` and ``block_posterior``, a :class:`Filter`, and of :mod:`pyrohmm.queries` those of
     prediction, continuation, best paths and entropy visit only states that can emit a symbol.
-    Where steps are missing ``log_prob`` and ``predictive_log_prob`` sum over all states there,
-    without a K x K matrix. For other queries with missing steps, with labels, and for everything
-    else, :meth:`dense` answers, at the cost of K x K matrices; for ``log_prob`` also where blocks
-    overlap and are large. Parameters have no batch dimensions.
+    Where steps are missing, ``log_prob``, ``posterior``, ``filtered``, ``sample_states``,
+    ``predictive_log_prob`` and ``impute`` sum over all states there, without a K x K matrix, and
+    so do ``pseudo_residuals`` at each step. For other queries with missing steps, with labels, and
+    for everything else, :meth:`dense` answers, at the cost of K x K matrices; for ``log_prob`` also
+    where blocks overlap and are large. Parameters have no batch dimensions.
 
     Args:
         log_initial: ``(K,)``, log-probabilities of the first state.
@@ -275,6 +277,14 @@ class BlockHMM(BlockFactors):
 
         With many states, :meth:`block_posterior` takes a fraction of the memory.
         """
+        if self.has_gaps:
+            evidence = self.log_prob(values).detach()
+            with torch.no_grad():
+                gapped, shape = gapped_chain(self, values)
+                smoothed, forward = gapped.posterior()
+                counts = gapped.transition_counts(smoothed, forward)
+            states = gapped.all_states(smoothed).reshape(*shape, -1)
+            return Posterior(evidence, states, counts.reshape(*evidence.shape, *counts.shape[1:]))
         if self.needs_dense:
             return self.dense().posterior(values)
         evidence, probs, _ = self.block_posterior(values)
@@ -298,6 +308,11 @@ class BlockHMM(BlockFactors):
 
     def filtered(self, values: Tensor) -> Tensor:
         r"""Filtered probabilities :math:`p(z_t \mid x_{1:t})`, ``(*B, T, K)``; 0 where padded."""
+        if self.has_gaps:
+            with torch.no_grad():
+                gapped, shape = gapped_chain(self, values)
+                known = Messages(*(part.exp() for part in gapped.forward()))
+            return gapped.all_states(known).reshape(*shape, -1)
         if self.needs_dense:
             return self.dense().filtered(values)
         chain, plan, shape = log_chain(self, values)
@@ -316,10 +331,15 @@ class BlockHMM(BlockFactors):
     @checked()
     def sample_states(self, values: Tensor, sample_shape: Shape = ()) -> Tensor:
         r"""Sample paths from :math:`p(z_{1:T} \mid x_{1:T})`, ``(*S, *B, T)``; 0 where padded."""
-        if self.needs_dense:
+        if self.carried is not None:
             return self.dense().sample_states(values, sample_shape)
         self._refuse_nan()
         outer = torch.Size(sample_shape)
+        if self.observed is not None:
+            with torch.no_grad():
+                gapped, shape = gapped_chain(self, values)
+                states = gapped.sample(outer.numel()).to(self.log_initial.device)
+            return states.reshape(outer + shape)
         chain, plan, shape = log_chain(self, values)
         states = states_at(self, chain.sample(outer.numel()), plan, shape)
         return states.reshape(outer + states.shape[1:])

@@ -12,7 +12,7 @@ logarithms, where one is too small to be surely right.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -143,9 +143,68 @@ class AllTransitions:
         beyond = self.states.width - found.size(-1)
         return torch.nn.functional.pad(found, (0, beyond), value=-torch.inf)
 
+    def before_block(self, log_values: Tensor, block: Tensor) -> Tensor:
+        """Logs ``(n, K)`` of sums over the states that follow, of values in blocks ``(n, w)``."""
+        if self.is_matrix:
+            return self.before_all(self.widened(log_values, block))
+        rows = torch.arange(self.num_states)
+        return _by_block(log_values, block, lambda part, kind: self._before(part, rows, kind))
+
+    def before_all(self, log_values: Tensor, block: Tensor | None = None) -> Tensor:
+        """The same of values of all states ``(n, K)``; in the states of blocks ``(n, w)``."""
+        rows = torch.arange(self.num_states)
+        if block is None:
+            return self._before(log_values, rows, None)
+        if self.is_matrix:
+            return self.narrowed(self._before(log_values, rows, None), block)
+
+        def part(values: Tensor, kind: int) -> Tensor:
+            found = self._before(values, self._states_of(kind), None)
+            beyond = self.states.width - found.size(-1)
+            return torch.nn.functional.pad(found, (0, beyond), value=-torch.inf)
+
+        return _by_block(log_values, block, part)
+
+    def _before(self, log_values: Tensor, rows: Tensor, block: int | None) -> Tensor:
+        """Logs ``(n, R)`` in the states ``rows`` of sums over those of a block, or of all."""
+        count = self.num_states if block is None else int(self.states.sizes[block])
+        values = [log_values[:, :count]]
+        parts = (self._part(each, block) for each in rows.split(max(1, CHUNK // count)))
+        return torch.cat([_sums(values, [_transposed(part)], self.scores) for part in parts], -1)
+
+    def from_all(self, states: Tensor) -> Tensor:
+        """Log-probabilities ``(n, K)`` of transitions from all states to ``states`` ``(n,)``."""
+        kinds, place = states.unique(return_inverse=True)
+        if self.is_matrix:
+            return self.scores[0][:, kinds.to(self.scores[0].device)].mT[place]
+        block = torch.searchsorted(self.states.starts, kinds, right=True) - 1
+
+        def part(columns: Tensor, kind: int) -> Tensor:
+            return self.columns_of(kind)[1][:, columns.squeeze(-1) - self.states.starts[kind]].mT
+
+        return _by_block(kinds.unsqueeze(-1), block, part)[place]
+
+    def rows_of(self, block: int) -> tuple[Tensor, Tensor]:
+        """The states of a block, and log-probabilities ``(r, K)`` of all that may follow."""
+        rows = self._states_of(block)
+        if self.is_matrix:
+            return rows, self.scores[0][rows.to(self.scores[0].device)]
+        return rows, self._part(rows, None)(*self.scores)
+
+    def columns_of(self, block: int) -> tuple[Tensor, Tensor]:
+        """The states of a block, and log-probabilities ``(K, r)`` of them after all others."""
+        columns = self._states_of(block)
+        rows = torch.arange(self.num_states).split(max(1, CHUNK // len(columns)))
+        return columns, torch.cat([self._part(part, block)(*self.scores) for part in rows])
+
+    def all_rows(self) -> Iterator[tuple[slice, Tensor]]:
+        """Some rows at a time of the log-probabilities of all transitions."""
+        for rows in torch.arange(self.num_states).split(max(1, CHUNK // self.num_states)):
+            yield slice(int(rows[0]), int(rows[-1]) + 1), self._part(rows, None)(*self.scores)
+
     def widened(self, log_probs: Tensor, block: Tensor) -> Tensor:
         """Logs of all states ``(n, K)``, of those of the states of the blocks ``(n, w)``."""
-        places = self._places(block).to(log_probs.device)
+        places = self.places(block).to(log_probs.device)
         wide = log_probs.new_full((len(block), self.num_states + 1), -torch.inf)
         wide = wide.scatter(1, places, log_probs.masked_fill(places == self.num_states, -torch.inf))
         return wide[:, :-1]
@@ -153,9 +212,9 @@ class AllTransitions:
     def narrowed(self, log_probs: Tensor, block: Tensor) -> Tensor:
         """Logs of the states of the blocks ``(n, w)``, of those of all states ``(n, K)``."""
         wide = torch.nn.functional.pad(log_probs, (0, 1), value=-torch.inf)
-        return wide.gather(1, self._places(block).to(wide.device))
+        return wide.gather(1, self.places(block).to(wide.device))
 
-    def _places(self, block: Tensor) -> Tensor:
+    def places(self, block: Tensor) -> Tensor:
         """The states of blocks, ``(n, w)``; K beyond them."""
         starts, sizes, members = self.states.starts, self.states.sizes, self.states.members
         places = torch.arange(self.states.width)
@@ -225,6 +284,10 @@ def _sums(
         for logs, part in zip(log_probs, parts)
     ]
     return logsumexp(torch.stack(found), 0)
+
+
+def _transposed(part: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    return lambda *scores: part(*scores).mT
 
 
 def _mixture(part: Callable[..., Tensor]) -> Callable[..., Tensor]:

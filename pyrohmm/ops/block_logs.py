@@ -12,6 +12,13 @@ from .kept import kept_on
 from .log_space import finite_or_zero, log_softmax_of_parts, logsumexp
 
 
+def sample_places(scores: Tensor) -> Tensor:
+    """Sample a place in the last dimension by logarithms of weights; beyond it if all are zero."""
+    mass = (scores - finite_or_zero(scores.amax(-1, keepdim=True))).exp().cumsum(-1)
+    uniform = torch.rand(mass.shape[:-1], dtype=mass.dtype, device=mass.device)
+    return (mass <= uniform.unsqueeze(-1) * mass[..., -1:]).sum(-1)
+
+
 class BlockLogs:
     """Messages of a chain in blocks, as logarithms."""
 
@@ -52,8 +59,8 @@ class BlockLogs:
         # (P, 4); of no pair, where no sequence has a second step, nothing is read
         self.layout = torch.stack([base, stride, sizes[source], sizes[target]], -1)
 
-    def matrices(self, step: slice) -> Tensor:
-        """Log transition probabilities to the tokens of a step from those before, ``(m, w, w)``."""
+    def matrices(self, step: slice | Tensor) -> Tensor:
+        """Log transition probabilities to some tokens from those before, ``(m, w, w)``."""
         places = torch.arange(self.seen.size(-1), device=self.device)
         layout = self.layout.index_select(0, self.pair[step])
         base, stride, height, breadth = layout.unsqueeze(-1).unsqueeze(-1).unbind(1)
@@ -199,9 +206,7 @@ class BlockLogs:
                 onward = log_probs.gather(-1, index).permute(2, 0, 1)  # (count, n, w)
                 ending = torch.zeros_like(score[:, after.size(1) :])
                 score = score + torch.cat([onward, ending], 1)
-            mass = (score - finite_or_zero(score.amax(-1, keepdim=True))).exp().cumsum(-1)
-            uniform = torch.rand(mass.shape[:-1], dtype=mass.dtype, device=mass.device)
-            places = (mass <= uniform.unsqueeze(-1) * mass[..., -1:]).sum(-1)
+            places = sample_places(score)
             last = self.sizes[self.plan.block[steps[t]]].to(places.device) - 1
             paths.append(places.minimum(last))  # also where no path is possible
         return torch.cat(paths[::-1], -1)

@@ -151,12 +151,9 @@ def make_plan(blocks: Tensor, lengths: Tensor, states: States) -> Plan:
 # Scores of transitions ---------------------------------------------------------------------------
 
 
-DENSE = 3072  # up to so many states, one product of all vectors is faster than one for each source
-
-
-def is_dense(leave: Tensor) -> bool:
-    """Whether all scores at once are faster, for states with these vectors."""
-    return len(leave) <= DENSE and leave.device.type == "cpu"
+# From this share of all transitions on, one product of all vectors is faster than one for each
+# source of those that occur.
+DENSE = 0.6
 
 
 def multiply(left: Tensor, right: Tensor, out: Tensor) -> None:
@@ -170,15 +167,19 @@ def multiply(left: Tensor, right: Tensor, out: Tensor) -> None:
 class Scores:
     """The scores of all pairs of a plan, and their gradient: inner products, or a matrix.
 
-    With ``enter``, states are in the order of their blocks, which are disjoint. For few states in
-    that order there are scores of all pairs, also of those that do not occur.
+    With ``enter``, states are in the order of their blocks, which are disjoint. Where much of all
+    pairs of states in that order occurs there are scores of all, on the CPU.
     """
 
     def __init__(self, chain: BlockChain) -> None:
         plan, states, leave = self.plan, self.states, self.leave = chain[:3]
         self.enter, self.dtype = chain.enter, chain.log_seen.dtype
         count = len(leave)
-        self.dense = is_dense(leave) and torch.equal(states.members, torch.arange(count))
+        self.dense = (
+            plan.size >= DENSE * count**2
+            and leave.device.type == "cpu"
+            and torch.equal(states.members, torch.arange(count))
+        )
         self.base, self.stride = plan.base, plan.stride
         if self.dense:
             self.base = states.starts[plan.source] * count + states.starts[plan.target]

@@ -32,6 +32,12 @@ def in_blocks():
         yield
 
 
+def compute(monkeypatch, all_transitions):
+    """Have all transitions computed, or only those that occur, whatever takes less time."""
+    monkeypatch.setattr(_plan, "DENSE", 0.0 if all_transitions else math.inf)
+    monkeypatch.setattr(block_factors, "MATRIX", math.inf if all_transitions else 0)
+
+
 @pytest.fixture(params=["compiled", "torch"])
 def engine(request):
     """Both engines: that of Numba, and plain logarithms."""
@@ -88,7 +94,7 @@ def zeros(blocks, logits):
 def test_everything_is_as_in_the_hmm_with_zeros(
     all_transitions, kind, sizes, lengths, engine, monkeypatch
 ):
-    monkeypatch.setattr(_plan, "DENSE", 10_000 if all_transitions else 0)
+    compute(monkeypatch, all_transitions)
     torch.manual_seed(len(sizes) + len(lengths))
     case = Case(kind, sizes, lengths)
     hmm, values = case.hmm, case.values
@@ -294,7 +300,7 @@ def test_single_precision_is_as_good_as_its_numbers(data):
 def test_inner_products_may_be_in_lower_precision(
     kind, sizes, all_transitions, engine, monkeypatch
 ):
-    monkeypatch.setattr(_plan, "DENSE", 10_000 if all_transitions else 0)
+    compute(monkeypatch, all_transitions)
     torch.manual_seed(1)
     case, found = Case(kind, sizes, [4, 1, 6, 6, 2], dim=16, scale=0.5, dtype=torch.float32), []
     leave, enter = (part.detach().bfloat16() for part in case.parameters[4:6])
@@ -548,7 +554,7 @@ class Largest(TorchDispatchMode):
 
 @pytest.mark.parametrize("kind", ["one level", "two levels"])
 def test_moves_between_all_states_are_never_there_at_once(kind, monkeypatch, engine):
-    monkeypatch.setattr(_plan, "DENSE", 0)
+    compute(monkeypatch, False)
     monkeypatch.setattr(block_transition, "CHUNK", 1 << 14)
     torch.manual_seed(0)
     case = Case(kind, [16] * 64, [4, 9], num_symbols=64, dtype=torch.float32)
@@ -561,10 +567,10 @@ def test_moves_between_all_states_are_never_there_at_once(kind, monkeypatch, eng
 
 @pytest.mark.parametrize("kind", ["two levels", "one level", "matrix"])
 def test_many_and_few_states_take_the_same_way(kind, monkeypatch):
-    """Below a number of states all scores are computed, above it those that are needed."""
+    """All scores are computed, or those that are needed."""
     results = []
-    for limit in (0, 10_000):
-        monkeypatch.setattr(_plan, "DENSE", limit)
+    for all_transitions in (False, True):
+        compute(monkeypatch, all_transitions)
         torch.manual_seed(6)
         case = Case(kind, [3, 2, 4], [6, 2, 6])
         found = case.hmm.log_prob(case.values)
@@ -578,7 +584,7 @@ def test_many_and_few_states_take_the_same_way(kind, monkeypatch):
 def test_second_derivatives_are_those_of_the_hmm_with_zeros(
     all_transitions, kind, engine, monkeypatch
 ):
-    monkeypatch.setattr(_plan, "DENSE", 10_000 if all_transitions else 0)
+    compute(monkeypatch, all_transitions)
     torch.manual_seed(1)
     case = Case(kind, [2, 1, 3], [4, 1, 3], num_symbols=5)
     start, emit, words, bias, *_ = case.parameters
@@ -698,11 +704,13 @@ def with_gaps(case):
     return hmm, hmm.dense(), case.values.masked_fill(~seen, -7)
 
 
-@pytest.mark.parametrize(("scale", "limit"), [(1.0, 0), (30.0, 0), (1.0, 10_000)])
+@pytest.mark.parametrize(("scale", "all_transitions"), [(1.0, False), (30.0, False), (1.0, True)])
 @pytest.mark.parametrize("kind", KINDS)
-def test_missing_steps_are_summed_out_over_all_blocks(kind, scale, limit, engine, monkeypatch):
+def test_missing_steps_are_summed_out_over_all_blocks(
+    kind, scale, all_transitions, engine, monkeypatch
+):
     """With the larger scale some transitions have probabilities below the smallest number."""
-    monkeypatch.setattr(_plan, "DENSE", limit)
+    compute(monkeypatch, all_transitions)
     torch.manual_seed(int(scale))
     case = Case(kind, [3, 1, 2, 4], [3, 5, 6, 5, 1, 4], scale=scale)
     hmm, wide, values = with_gaps(case)
@@ -785,7 +793,7 @@ def test_single_precision_with_missing_steps_and_a_long_sequence(kind, engine):
 
 @pytest.mark.parametrize("kind", ["one level", "two levels"])
 def test_missing_steps_make_no_matrix_of_all_transitions(kind, monkeypatch, engine):
-    monkeypatch.setattr(_plan, "DENSE", 0)
+    compute(monkeypatch, False)
     monkeypatch.setattr(block_transition, "CHUNK", 1 << 14)
     monkeypatch.setattr(block_gaps, "CHUNK", 1 << 14)
     torch.manual_seed(0)
@@ -878,6 +886,26 @@ def test_filters_step_from_block_to_block(kind, by_blocks):
     torch.testing.assert_close(found, wanted)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_filters_in_blocks_know_which_streams_are_observed(kind, by_blocks):
+    torch.manual_seed(10)
+    case = Case(kind, [3, 1, 2, 4], [5, 5, 5, 5])
+    wanted, found = Filter(case.hmm.dense()), Filter(case.hmm)
+    observed = torch.tensor(
+        [[0, 1, 1, 1, 0], [1, 1, 1, 1, 1], [1, 0, 0, 1, 1], [1, 0, 1, 0, 1]]
+    ).bool()
+    values = case.values.masked_fill(~observed, -7)
+    states = wanted.update(case.values, observed)
+    by_blocks()
+    torch.testing.assert_close(found.update(values, observed), states)
+    torch.testing.assert_close(found.log_evidence, wanted.log_evidence)
+    torch.testing.assert_close(found.surprise, wanted.surprise)
+    before = found.states
+    with pytest.raises(ValueError, match="values must lie between 0 and V - 1 = 8"):
+        found.update(torch.tensor([[0, 9]] * 4))
+    assert torch.equal(found.states, before)
+
+
 @pytest.mark.parametrize("kind", ["one level", "two levels"])
 def test_continuations_are_sampled_and_scored_in_blocks(kind, by_blocks):
     torch.manual_seed(10)
@@ -891,3 +919,95 @@ def test_continuations_are_sampled_and_scored_in_blocks(kind, by_blocks):
     torch.testing.assert_close(ahead.log_prob(further), wanted.log_prob(further))
     drawn = one_hot(ahead.sample((4000,)), 4).double().mean(0)
     assert bool(((drawn - shares).abs() < 5 * (shares / 4000).sqrt() + 1e-3).all())
+
+
+@pytest.mark.parametrize("scale", [1.0, 30.0])
+@pytest.mark.parametrize("kind", KINDS)
+def test_queries_with_missing_steps_are_those_of_the_dense_hmm(kind, scale, by_blocks):
+    torch.manual_seed(11)
+    case = Case(kind, [3, 1, 2, 4], [3, 5, 6, 1, 5], scale=scale)
+    hmm, wide, values = with_gaps(case)
+    nothing = case.hmm.replace(observed=torch.zeros(5, 6, dtype=torch.bool))
+    wanted = [wide.posterior(case.values), nothing.dense().posterior(case.values)]
+    filtered = wide.filtered(case.values)
+    marginals = queries.observation_marginals(wide, case.values).probs
+    by_blocks()
+    for one, other in zip((hmm, nothing), wanted):
+        for found, expected in zip(one.posterior(values), other):
+            torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-11)
+    torch.testing.assert_close(hmm.filtered(values), filtered, rtol=1e-8, atol=1e-11)
+    torch.testing.assert_close(queries.observation_marginals(hmm, values).probs, marginals)
+
+
+@pytest.mark.parametrize("forecast", [False, True])
+@pytest.mark.parametrize("missing", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_residuals_are_those_of_the_dense_hmm(kind, missing, forecast, by_blocks):
+    torch.manual_seed(13)
+    case = Case(kind, [3, 1, 2, 4], [3, 5, 6, 1, 5])
+    hmm, wide, values = with_gaps(case) if missing else (case.hmm, case.hmm.dense(), case.values)
+    wanted = queries.pseudo_residuals(wide, case.values, forecast=forecast)
+    by_blocks()
+    for one, other in zip(queries.pseudo_residuals(hmm, values, forecast=forecast), wanted):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_paths_with_missing_steps_are_sampled_from_the_posterior(kind, by_blocks):
+    torch.manual_seed(12)
+    case, count = Case(kind, [2, 1, 3], [3, 5, 6, 1, 5]), 20_000
+    hmm, wide, values = with_gaps(case)
+    posterior = wide.posterior(case.values)
+    by_blocks()
+    drawn = hmm.sample_states(values, (count,))
+    assert drawn.shape == (count, 5, 6)
+    assert not bool(drawn[:, ~hmm.exists].any())
+    shares = one_hot(drawn, 6).double().mean(0) * hmm.exists.unsqueeze(-1)
+    error = (posterior.states * (1 - posterior.states) / count).sqrt()
+    assert bool(((shares - posterior.states).abs() <= 5 * error + 1e-12).all())
+    for states, length, expected in zip(drawn.unbind(1), case.lengths, posterior.transitions):
+        pairs = states[:, : length - 1] * 6 + states[:, 1:length]
+        found = torch.bincount(pairs.flatten(), minlength=36).view(6, 6) / count
+        torch.testing.assert_close(found.double(), expected, rtol=0, atol=0.03)
+    filled = queries.impute(hmm, values, (7,))
+    assert bool(((filled == case.values) | ~hmm.observed)[:, hmm.exists].all())
+    assert bool(((filled >= 0) & (filled < 9))[:, hmm.exists].all())
+
+
+def gappy_and_hard():
+    """Hard zeros before, in and after gaps; the first sequence cannot be."""
+    blocks = from_clusters(torch.tensor([0, 1, 1, 2]), torch.tensor([2, 2, 1]))
+    logits = torch.randn(5, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    logits[torch.arange(5), [3, 4, 4, 0, 1]] = -math.inf
+    logits[[0, 1, 4], 2:] = -math.inf  # from block 0 and 2, to block 0 only
+    logits[2, 2:4] = -math.inf
+    emission = torch.tensor([[1.0, 1.0], [1.0, 0.5], [0.0, 0.5], [1.0, 1.0]]).double().log()
+    seen = torch.tensor([[1, 0, 1, 1], [1, 0, 0, 1], [0, 1, 0, 1], [1, 1, 0, 0]]).bool()
+    hmm = BlockHMM(
+        torch.full((5,), 0.2, dtype=torch.float64).log(), logits.log_softmax(-1), emission, blocks,
+        torch.tensor([4, 4, 4, 3]), seen, validate_args=False,
+    )  # fmt: skip
+    return hmm, torch.tensor([[0, 1, 2, 1], [1, 0, 0, 0], [2, 1, 3, 0], [1, 2, 0, 0]])
+
+
+def test_queries_with_missing_steps_where_much_is_impossible(by_blocks):
+    hmm, values = gappy_and_hard()
+    wide = hmm.dense()
+    wanted, filtered = wide.posterior(values), wide.filtered(values)
+    by_blocks()
+    found = hmm.posterior(values)
+    assert found.log_evidence[0] == -math.inf
+    for one, other in zip(found, wanted):
+        torch.testing.assert_close(one, other)
+    torch.testing.assert_close(hmm.filtered(values), filtered)
+    states = hmm.sample_states(values, (500,))
+    shares = one_hot(states, 5).double().mean(0) * hmm.exists.unsqueeze(-1)
+    torch.testing.assert_close(shares[1:], wanted.states[1:], rtol=0, atol=0.12)
+    assert bool((shares[1:][wanted.states[1:] == 0] == 0).all())
+    with pytest.raises(ValueError, match="1 of 4 sequences"):
+        queries.impute(hmm, values)
+    for forecast in (False, True):
+        limits = queries.pseudo_residuals(hmm, values, forecast=forecast)
+        torch.testing.assert_close(
+            limits, queries.pseudo_residuals(wide, values, forecast=forecast)
+        )
