@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import one_hot
 
 from .._arguments import checked
 from ..distributions.hard_zeros import exact_log_prob
@@ -89,7 +90,7 @@ def pseudo_residuals(hmm: HMM, values: Tensor, *, forecast: bool = False) -> Pse
         log_probs = chain.predicted()
         log_probs = normalised(log_probs if forecast else log_probs + chain.backward())
         unknown = ~chain.observed | log_probs.isneginf().all(-1)
-        probs = log_probs.exp().unflatten(-1, (-1, chain.ages)).sum(-1)  # of the states of hmm
+        probs = log_probs.exp() @ one_hot(chain.state_of, hmm.num_states).to(log_probs)
         lower, upper = (
             (probs * limit).sum(-1).clamp(0.0, 1.0)
             for limit in _limits(hmm, hmm.prepare_values(values)[0], hmm.emission)
