@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn.functional import one_hot
 
 from .._arguments import checked
+from ..distributions.continuous_time_hmm import ContinuousTimeHMM
 from ..distributions.hard_zeros import exact_log_prob
 from ..distributions.hmm import HMM
 from ..distributions.observation import Tied, support_varies
@@ -85,6 +86,8 @@ def pseudo_residuals(hmm: HMM, values: Tensor, *, forecast: bool = False) -> Pse
             "hmm must have scalar observations, for only those can be ordered; got event shape "
             f"{tuple(hmm.emission.event_shape)} of the emission. Build an HMM of one coordinate."
         )
+    if isinstance(hmm, ContinuousTimeHMM):
+        hmm.check_probabilities("pseudo_residuals")
     with torch.no_grad():
         chain = chain_factors(hmm, values)
         log_probs = chain.predicted()

@@ -119,8 +119,8 @@ def _interior_value(init: Callable[..., Any], site: dict[str, Any]) -> Any:
     if isinstance(site["fn"], SharedRows):
         raise ValueError(
             f"fit_map looks for the most probable value, and {site['name']} of a StickyHDPHMM has "
-            "none: its density is infinite where a state is never entered. Use fit_svi, or NUTS, of "
-            "the same model; or fit_map of a TabularHMM with concentrations of at least one."
+            "none: its density is infinite where a state is never entered. Use fit_svi, or NUTS, "
+            "of the same model; or fit_map of a TabularHMM with concentrations of at least one."
         )
     value = init(site)
     check_returned("init", value, torch.Tensor, "a tensor, the initial value of a site")

@@ -99,7 +99,8 @@ class StickyHDPHMM(HMMModule):
         """None: raises ValueError, for the density has no maximum."""
         raise ValueError(
             "a StickyHDPHMM has no most probable value, which EM looks for: its density is "
-            "infinite where a state is never entered. Use fit_svi, or NUTS of MarginalModel(module)."
+            "infinite where a state is never entered. Use fit_svi, or NUTS of "
+            "MarginalModel(module)."
         )
 
     def m_step(self, statistics: Statistics) -> Maximum:
