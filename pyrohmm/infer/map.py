@@ -79,9 +79,8 @@ def fit_map(  # noqa: D417  # the other arguments are those of fit_svi
 
     Raises:
         FloatingPointError: If the loss becomes infinite or NaN.
-        TypeError, ValueError: As :func:`fit_svi`; or if restarts would share a parameter, have
-            enumerated states, ``validation`` or ``elbo``; or for a :class:`StickyHDPHMM`, whose
-            density has no maximum.
+        TypeError, ValueError: As :func:`fit_svi`; or for a :class:`StickyHDPHMM`; or if restarts
+            would share a parameter, have enumerated states, ``validation`` or ``elbo``.
 
     Example:
         >>> _ = pyro.set_rng_seed(0)
