@@ -561,10 +561,14 @@ MUSIC = {
 }
 MUSIC_MODELS = {
     "hmm": "plain HMM, Bernoulli, by EM",
+    "pairs": "two chains, keys of their own for each pair of states",
     "chord": "neural emission, reads the last chord",
     "linear": "logits linear in the last chord",
     "durations": "explicit durations",
-    "factorial": "two chains, free Bernoulli emissions",
+    "repeat": "autoregressive: each key reads whether it was down before",
+    "durations-repeat": "explicit durations, autoregressive",
+    "pairs-repeat": "two chains, autoregressive",
+    "factorial": "two chains whose logits add",
     "keys": "neural emission, reads the last chord and the lower keys of this one",
 }
 
@@ -581,6 +585,57 @@ def music_table() -> str:
     for title, numbers in result("music")["published"].items():
         body.append([title, *(str(numbers.get(music, DASH)) for music in MUSIC)])
     return table(["nats a step (states)", *MUSIC.values()], body)
+
+
+def music_example_table() -> str:
+    """The model of Pyro's example of HMMs, in both forms, on the chorales."""
+    body = [
+        [row["model"].removeprefix("example, "), str(row["steps"]),
+         f"{row['processor_seconds_a_step']:.4f}", f"{row['test_seen_keys']:.2f}",
+         f"{row['test']:.2f}"]
+        for row in rows("music") if row["model"].startswith("example")
+    ]  # fmt: skip
+    header = ["form", "steps", "s a step", "nats, keys of the training set", "all 88 keys"]
+    return table(header, sorted(body, key=lambda line: -float(line[2])))
+
+
+def music_numbers() -> dict[str, str]:
+    """What the page of piano rolls says beside its tables."""
+    form = "example, {}"
+    theirs, ours = (one("music", model=form.format(x)) for x in ("pyro.markov", "pyrohmm"))
+    apart = [row["test"] - row["test_seen_keys"] for row in rows("music", chosen=True)]
+    best = one("music", music="jsb", model="hmm", chosen=True)
+    others = {row["states"]: row["test"] for row in rows("music", music="jsb", model="hmm")}
+    gains = [
+        row["test"] - other["test"]
+        for kind, holding in (("hmm", "repeat"), ("pairs", "pairs-repeat"),
+                              ("durations", "durations-repeat"))
+        for row in rows("music", music="jsb", model=kind)
+        for other in rows("music", music="jsb", model=holding, states=row["states"])
+    ]  # fmt: skip
+    return {
+        "repeat": bounds(gains, 2),
+        "faster": f"{theirs['processor_seconds_a_step'] / ours['processor_seconds_a_step']:.0f}",
+        "unseen": bounds(apart, 3),
+        "best": str(best["states"]),
+        "fewer": f"{others[128]:.2f}",
+        "more": f"{best['test']:.2f}",
+    }
+
+
+def num_states_table() -> str:
+    """How many states four ways choose, and what that costs."""
+    body = []
+    for method in dict.fromkeys(row["method"] for row in rows("num_states")):
+        own = rows("num_states", method=method)
+        line = [method, f"{sum(row['chosen'] == row['true'] for row in own)} of {len(own)}"]
+        for true in sorted({row["true"] for row in own}):
+            line.append(", ".join(str(row["chosen"]) for row in own if row["true"] == true))
+        lost = sum(row["lost"] for row in own) / len(own)
+        seconds = sum(row["seconds"] for row in own) / len(own)
+        body.append([*line, f"{lost:.3f}", plain(seconds)])
+    numbers = [f"of {true}" for true in sorted({row["true"] for row in rows("num_states")})]
+    return table(["chosen by", "right", *numbers, "nats lost", "seconds"], body)
 
 
 TABLES = {
@@ -608,6 +663,8 @@ TABLES = {
     "large_data": large_data_table,
     "steering": steering_table,
     "music": music_table,
+    "music_example": music_example_table,
+    "num_states": num_states_table,
 }
 
 
@@ -791,6 +848,7 @@ def substitutions() -> dict[str, Any]:
         "figure": figure_numbers(),
         "speed": speed_numbers(),
         "pairs": pairs_numbers(),
+        "music": music_numbers(),
         "diversity": diversity_numbers(),
         "language": language_numbers(),
         "switch": switch_numbers(),

@@ -7,10 +7,14 @@ the same without them, as in Pyro's example. Of each kind of model the one with 
 is named; its test result is read once. Rows are saved as they come. Writes ``music.json`` and
 ``music.png``; ``--only`` takes kinds, ``--data`` sets of music.
 
-Kinds: ``hmm``, independent keys given the state, by EM; ``linear``, ``chord`` and ``keys``, whose
+Kinds: ``hmm``, independent keys given the state, by EM; ``durations``, an HSMM; ``pairs``, two
+chains, each pair of whose states has keys of its own; ``repeat``, where a key depends on the state
+and on whether it was down before, also as ``durations-repeat`` and ``pairs-repeat``, all by EM;
+``factorial``, two chains whose logits add; ``linear``, ``chord`` and ``keys``, whose
 logits are those of the state plus a function of the chord before: linear, of a network, and of a
-network that also reads the lower keys of the same chord, by MAP with early stopping; ``factorial``,
-chains whose logits add; ``durations``, an HSMM.
+network that also reads the lower keys of the same chord, by MAP with early stopping; ``example``,
+the first model of Pyro's example of HMMs, by MAP with batches of 8 sequences, once with states
+enumerated in ``pyro.markov`` and once with them summed out here, step by step on the same batches.
 """
 
 from __future__ import annotations
@@ -19,12 +23,19 @@ import argparse
 import math
 import time
 from collections.abc import Callable, Iterator
+from copy import deepcopy
+from statistics import median
 from typing import Any
 
+import pyro
 import pyro.distributions as dist
 import torch
 from common import FOLDER, alone, earlier, pyplot, write
+from pyro import poutine
 from pyro.distributions.torch_distribution import TorchDistribution
+from pyro.infer import SVI, Trace_ELBO, TraceEnum_ELBO
+from pyro.infer.autoguide import AutoDelta, init_to_value
+from pyro.nn import PyroSample
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -51,7 +62,10 @@ NAMES = {
     "piano": "piano-midi",
     "muse": "muse-data",
 }
-KINDS = ["hmm", "durations", "factorial", "linear", "chord", "keys"]
+KINDS = [
+    "hmm", "durations", "pairs", "repeat", "durations-repeat", "pairs-repeat", "factorial",
+    "linear", "chord", "keys", "example",
+]  # fmt: skip
 PUBLISHED = {  # nats per step, quoted from memory: not yet checked against the papers
     "HMM (Obermeyer et al., 2019)": {"jsb": 8.28, "piano": 9.41, "nottingham": 4.49},
     "arHMM (Obermeyer et al., 2019)": {"jsb": 8.00, "piano": 7.30, "nottingham": 3.29},
@@ -92,6 +106,17 @@ class Music:
             nats = -(downs * math.log(rate) + ups * math.log1p(-rate))
             self.unseen[name] = nats / data.num_observed
         self.num_keys = int(self.keys.sum())
+
+    def told_apart(self, split: str) -> Sequences:
+        """A split with two columns for each key, of which one is missing at each step.
+
+        A key that was up before stands in the first, one that was down in the second. Independent
+        Bernoulli columns are then keys that depend on the state and on their own last value.
+        """
+        data = self.splits[split]
+        was_down = functional.pad(data.values[:, :-1], (0, 0, 1, 0)) == 1
+        columns = [data.values.masked_fill(gone, torch.nan) for gone in (was_down, ~was_down)]
+        return Sequences(torch.cat(columns, -1), data.lengths)
 
     def with_past(self, split: str, piece: int | None = None) -> Sequences:
         """A split with the chord before each as covariates, in pieces of up to some steps."""
@@ -229,18 +254,18 @@ def nats(build: Callable[[Sequences], HMM], data: Sequences, num_states: int) ->
 
 
 def by_em(music: Music, kind: str, size: int, steps: int) -> dict[str, float]:
-    """Nats per step of an HMM, or an HSMM, with independent keys, by EM."""
-    emission = bernoulli(music.num_keys, 1.02, 1.2)
-    if kind == "durations":
-        durations = negative_binomial_durations(MAX_DURATION)
-        module: HMMModule = TabularHSMM(size, durations, emission)
-    else:
-        module = TabularHMM(size, emission, 1.01, 1.01)
-    train = music.splits["train"]
-    fit = fit_em(module, train, num_steps=steps, tolerance=1e-5, progress=False)
-    return {
-        name: nats(fit.hmm, data, size) for name, data in music.splits.items() if name != "train"
+    """Nats per step of one or two chains, or an HSMM, with independent columns, by EM."""
+    chain, _, repeat = kind.partition("-") if kind != "repeat" else ("hmm", "", kind)
+    splits = {name: music.told_apart(name) if repeat else data
+              for name, data in music.splits.items()}  # fmt: skip
+    emission = bernoulli(splits["train"].values.size(-1), 1.02, 1.2)
+    modules: dict[str, Callable[[], HMMModule]] = {
+        "hmm": lambda: TabularHMM(size, emission, 1.01, 1.01),
+        "durations": lambda: TabularHSMM(size, negative_binomial_durations(MAX_DURATION), emission),
+        "pairs": lambda: TabularFactorialHMM((math.isqrt(size),) * 2, emission, 1.01, 1.01),
     }
+    fit = fit_em(modules[chain](), splits["train"], num_steps=steps, tolerance=1e-5, progress=False)
+    return {name: nats(fit.hmm, splits[name], size) for name in ("valid", "test")}
 
 
 def by_gradient(music: Music, kind: str, size: int, epochs: int) -> dict[str, float]:
@@ -290,6 +315,122 @@ def by_map(music: Music, kind: str, size: int, steps: int) -> dict[str, float]:
     return {name: nats(fit.hmm, music.splits[name], size) for name in ("valid", "test")}
 
 
+# The first model of Pyro's example of HMMs --------------------------------------------------------
+
+
+def example_priors(num_states: int, num_keys: int) -> dict[str, TorchDistribution]:
+    """Those of the example: states that stay, and few keys in each."""
+    rows = 0.1 + 0.9 * torch.eye(num_states)
+    return {
+        "transition": dist.Dirichlet(rows).to_event(1),
+        "probs": dist.Beta(0.1, 0.9).expand([num_states, num_keys]).to_event(2),
+    }
+
+
+class ExampleHMM(HMMModule):
+    """The model with its states summed out; state 0 comes before the first step."""
+
+    def __init__(self, num_states: int, num_keys: int) -> None:
+        super().__init__()
+        priors = example_priors(num_states, num_keys)
+        self.transition = PyroSample(priors["transition"])
+        self.probs = PyroSample(priors["probs"])
+
+    def forward(self, lengths: Tensor, observed: Tensor | None = None) -> HMM:
+        """The HMM."""
+        rows = self.transition.log()
+        return HMM(rows[0], rows, dist.Bernoulli(self.probs).to_event(1), lengths, observed)
+
+
+def example_in_pyro(num_states: int, data: Sequences) -> Callable[[Tensor], None]:
+    """The model with a site for each state, enumerated, and keys in a plate."""
+    num_keys = data.values.size(-1)
+
+    def model(batch: Tensor) -> None:
+        sites = {n: pyro.sample(n, p) for n, p in example_priors(num_states, num_keys).items()}
+        keys = pyro.plate("keys", num_keys, dim=-1)
+        with pyro.plate("sequences", len(data), subsample=batch, dim=-2):
+            values, lengths = data.values[batch], data.lengths[batch]
+            state: Any = 0
+            for t in pyro.markov(range(int(lengths.max()))):
+                with poutine.mask(mask=(t < lengths).unsqueeze(-1)):
+                    state = pyro.sample(
+                        f"state_{t}", dist.Categorical(sites["transition"][state]),
+                        infer={"enumerate": "parallel"},
+                    )  # fmt: skip
+                    with keys:
+                        probs = sites["probs"][state.squeeze(-1)]
+                        pyro.sample(f"keys_{t}", dist.Bernoulli(probs), obs=values[:, t])
+
+    return model
+
+
+def judge(values: dict[str, Tensor], music: Music) -> dict[str, float]:
+    """Nats per step with these parameters."""
+    parameters = {name.split(".")[-1]: value.detach() for name, value in values.items()}
+    module = ExampleHMM(len(parameters["transition"]), music.num_keys)
+    with poutine.block(), poutine.condition(data=parameters):
+        hmm = module(torch.tensor([1]))
+    return {
+        split: nats(
+            lambda part: hmm.with_lengths(part.lengths), music.splits[split], hmm.num_states
+        )
+        for split in ("valid", "test")
+    }
+
+
+def by_example(music: Music, kind: str, size: int, steps: int) -> dict[str, dict[str, Any]]:
+    """Nats per step, and seconds a step, of both forms from one start on the same batches."""
+    data = music.splits["train"]
+    module = ExampleHMM(size, music.num_keys)
+    enumerated, marginal = example_in_pyro(size, data), MarginalModel(module)
+    hidden = poutine.block(enumerated, hide_fn=lambda site: site["name"].startswith("state"))
+    guide = AutoDelta(hidden)
+    guide(torch.arange(1))
+    same = init_to_value(values={f"module.{n}": v.clone() for n, v in guide.median().items()})
+    adam = {"lr": 0.05}
+    pyro.clear_param_store()
+    elbo = TraceEnum_ELBO(max_plate_nesting=2)
+    forms = {
+        "example, pyro.markov": SVI(enumerated, guide, pyro.optim.Adam(adam), elbo),
+        "example, pyrohmm": SVI(
+            marginal, AutoDelta(marginal, init_loc_fn=same), pyro.optim.Adam(adam), Trace_ELBO()
+        ),
+    }
+    rows: dict[str, dict[str, Any]] = {
+        name: {"valid": math.inf, "seconds": [], "losses": []} for name in forms
+    }
+    batches = [batch for _ in range(-(-MORE * steps * EXAMPLE_BATCH // len(data)))
+               for batch in torch.randperm(len(data)).split(EXAMPLE_BATCH)]  # fmt: skip
+    for step, batch in enumerate(batches[: MORE * steps], 1):
+        if step == steps + 1:  # ours goes on
+            svi = forms.pop("example, pyrohmm")
+            forms = {f"example, pyrohmm, {MORE} times the steps": svi}
+            rows[next(iter(forms))] = deepcopy(rows["example, pyrohmm"])
+        for name, svi in forms.items():
+            start_time = time.process_time()
+            part = batch if svi.model is enumerated else data.batch(batch, data.total)
+            rows[name]["losses"].append(svi.step(part))
+            rows[name]["seconds"].append(time.process_time() - start_time)
+            if step % steps == 0 or step == steps // 2:
+                found = judge(svi.guide.median(), music)
+                if found["valid"] < rows[name]["valid"]:
+                    rows[name] |= found | {"best_step": step}
+    firsts = [row["losses"][0] for row in rows.values()]
+    assert abs(firsts[0] / firsts[1] - 1) < 1e-4, "the forms disagree"
+    return {
+        name: {
+            **{key: row[key] for key in ("valid", "test", "best_step")},
+            "batch": EXAMPLE_BATCH,
+            "steps": len(row["losses"]),
+            "processor_seconds_a_step": median(row["seconds"]),
+            "first_and_last_loss": [row["losses"][0], row["losses"][-1]],
+        }
+        for name, row in rows.items()
+    }
+
+
+EXAMPLE_BATCH, MORE = 8, 10
 MAX_DURATION, HIDDEN, BATCH, RATE = 20, 264, 1600, 0.01
 # (states, EM iterations or epochs), by set and kind
 PLAN = {
@@ -312,17 +453,25 @@ PLAN = {
         "keys": [(16, 6)],
     },
     "jsb": {
-        "hmm": [(16, 50), (64, 50), (128, 50)],
+        "hmm": [(16, 50), (64, 50), (128, 50), (256, 50)],
         "durations": [(32, 15)],
+        "pairs": [(64, 50)],
+        "repeat": [(16, 50), (64, 50), (128, 50)],
+        "durations-repeat": [(32, 15)],
+        "pairs-repeat": [(64, 50)],
+        "example": [(16, 58)],
         "factorial": [(64, 200)],
         "linear": [(16, 20), (64, 30)],
         "chord": [(64, 25)],
         "keys": [(16, 25), (64, 40)],
     },
 }
-FITS = dict.fromkeys(KINDS, by_gradient) | {
-    "hmm": by_em, "durations": by_em, "factorial": by_map,
-}  # fmt: skip
+FITS: dict[str, Callable[..., Any]] = {
+    **dict.fromkeys(KINDS, by_em),
+    **dict.fromkeys(("linear", "chord", "keys"), by_gradient),
+    "factorial": by_map,
+    "example": by_example,
+}
 
 
 def save(row: dict[str, Any]) -> None:
@@ -349,15 +498,18 @@ def runs(options: argparse.Namespace) -> Iterator[tuple[str, str, int, int]]:
     for kind in options.only:
         for name in options.data:
             for size, steps in PLAN[name].get(kind, []):
+                if options.states and size not in options.states:
+                    continue
                 yield (name, kind, 4, 1) if options.quick else (name, kind, size, steps)
 
 
 def draw(rows: list[dict[str, Any]]) -> None:
     """The best of each kind beside published numbers."""
     plt = pyplot()
-    figure, axes = plt.subplots(2, 2, figsize=(10, 6.5), layout="constrained")
+    figure, axes = plt.subplots(2, 2, figsize=(11, 8), layout="constrained")
     for axis, name in zip(axes.flat, NAMES):
         ours = [row for row in rows if row["music"] == name and row["chosen"]]
+        ours = [row for row in ours if not row["model"].startswith("example")]
         bars = [(f"{row['model']}, {row['states']} states", row["test"], "C0") for row in ours]
         bars += [
             (kind.split(" (")[0] + ", " + kind[-5:-1], nats[name], "C7")
@@ -379,6 +531,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--draw", action="store_true", help="only redraw the written results")
     parser.add_argument("--only", nargs="+", choices=KINDS, default=KINDS)
     parser.add_argument("--data", nargs="+", choices=[*NAMES], default=[*NAMES])
+    parser.add_argument("--states", nargs="+", type=int, help="only these numbers of states")
     return parser.parse_args()
 
 
@@ -393,20 +546,23 @@ def main() -> None:
         torch.manual_seed(0)
         start_time = time.perf_counter()
         found = FITS[kind](music, kind, size, steps)
-        row = {
-            "music": name,
-            "model": kind,
-            "states": size,
-            "valid": found["valid"] + music.unseen["valid"],
-            "test": found["test"] + music.unseen["test"],
-            "test_seen_keys": found["test"],
-            "seen_keys": music.num_keys,
-            "most_steps": steps,
-            "seconds": time.perf_counter() - start_time,
-        }
-        print(row, flush=True)
-        if not options.quick:
-            save(row)
+        seconds = time.perf_counter() - start_time
+        for model, each in (found if kind == "example" else {kind: found}).items():
+            row = {
+                **each,
+                "music": name,
+                "model": model,
+                "states": size,
+                "valid": each["valid"] + music.unseen["valid"],
+                "test": each["test"] + music.unseen["test"],
+                "test_seen_keys": each["test"],
+                "seen_keys": music.num_keys,
+                "most_steps": each.get("steps", steps),
+                "seconds": seconds,
+            }
+            print(row, flush=True)
+            if not options.quick:
+                save(row)
     if not options.quick:
         draw(earlier("music"))
 

@@ -34,8 +34,11 @@ from pyrohmm import (
     EnumeratedModel,
     MarginalModel,
     Sequences,
+    TabularContinuousTimeHMM,
+    TabularFactorialHMM,
     TabularHMM,
     TabularHSMM,
+    TabularSecondOrderHMM,
     autoregressive_categorical,
     autoregressive_normal,
     bernoulli,
@@ -53,6 +56,7 @@ from pyrohmm import (
     normal_tied,
     poisson,
 )
+from pyrohmm.infer.models import build
 from pyrohmm.ops import torch_chunks
 
 SHAPES = [(256, 100, 16, 64), (64, 200, 128, 1000), (32, 64, 1024, 1000), (1, 10000, 8, 32)]
@@ -424,7 +428,7 @@ def _loss_and_gradient(module: Any, data: Sequences) -> Callable[[], Any]:
 
     def run() -> None:
         with poutine.block(), poutine.condition(data=values):
-            hmm = module(data.lengths, data.observed)
+            hmm = build(module, data)
         torch.autograd.grad(hmm.log_prob(data.values).sum(), list(values.values()))
 
     run()
@@ -432,19 +436,36 @@ def _loss_and_gradient(module: Any, data: Sequences) -> Callable[[], Any]:
 
 
 def structure(quick: bool) -> list[dict[str, Any]]:
-    """Chains with durations, and emissions that read earlier steps, against those without."""
-    num_sequences, num_steps, num_states, longest = (4, 30, 3, 5) if quick else (64, 200, 16, 50)
+    """Chains of every kind, and emissions that read earlier steps, against a plain HMM.
+
+    Gaps in time are of one to nine days, or each of its own length. The chains of a factorial HMM
+    have as many product states as the others have states.
+    """
+    num_sequences, num_steps, side, longest = (4, 30, 2, 5) if quick else (64, 200, 4, 50)
+    num_states = side**2
     torch.manual_seed(0)
+    lengths = torch.full((num_sequences,), num_steps)
     values = torch.randn(num_sequences, num_steps, 2)
-    data = Sequences(values, torch.full((num_sequences,), num_steps))
+    days = torch.randint(1, 10, (num_sequences, num_steps)).cumsum(-1).double()
+    moments = days + 0.5 * torch.rand(num_sequences, num_steps, dtype=torch.float64)
+    data = Sequences(values, lengths)
+    in_time = TabularContinuousTimeHMM(num_states, normal(2), rate_time=10.0)
     modules = {
-        "pyrohmm": TabularHMM(num_states, normal(2)),
-        f"pyrohmm, durations up to {longest}": TabularHSMM(
-            num_states, free_durations(longest), normal(2)
+        "pyrohmm": (TabularHMM(num_states, normal(2)), data),
+        f"pyrohmm, durations up to {longest}": (
+            TabularHSMM(num_states, free_durations(longest), normal(2)), data,
         ),
-        "pyrohmm, autoregressive": TabularHMM(num_states, autoregressive_normal(2)),
-    }
-    methods = {name: _loss_and_gradient(module, data) for name, module in modules.items()}
+        "pyrohmm, autoregressive": (TabularHMM(num_states, autoregressive_normal(2)), data),
+        "pyrohmm, second order": (TabularSecondOrderHMM(num_states, normal(2)), data),
+        f"pyrohmm, chains of {side} and {side}": (
+            TabularFactorialHMM((side, side), normal(2)), data,
+        ),
+        "pyrohmm, continuous time, 9 gaps": (in_time, Sequences(values, lengths, times=days)),
+        "pyrohmm, continuous time, all gaps different": (
+            in_time, Sequences(values, lengths, times=moments),
+        ),
+    }  # fmt: skip
+    methods = {name: _loss_and_gradient(*pair) for name, pair in modules.items()}
     fields = {"shape N, T, K, D": (num_sequences, num_steps, num_states, 2)}
     return compare(
         methods, 3 if quick else 31, 3.0,

@@ -135,6 +135,37 @@ def test_the_table_of_em_is_that_of_the_result_file():
     assert results.restart_bounds() == f"{min(ends):.1f} to {max(ends):.1f}"
 
 
+def test_the_table_of_numbers_of_states_is_that_of_the_result_file():
+    rows = rows_of("num_states")
+    header, lines = cells(results.num_states_table())
+    true = sorted({row["true"] for row in rows})
+    assert header[2 : 2 + len(true)] == [f"of {number}" for number in true]
+    for method, right, *chosen, lost, _ in lines:
+        own = [row for row in rows if row["method"] == method]
+        hits = 0
+        for number, cell in zip(true, chosen):
+            found = [row["chosen"] for row in own if row["true"] == number]
+            assert cell == ", ".join(map(str, found))
+            hits += found.count(number)
+        assert right == f"{hits} of {len(own)}"
+        assert float(lost) == pytest.approx(sum(r["lost"] for r in own) / len(own), abs=6e-4)
+
+
+def test_the_table_of_the_example_is_that_of_the_result_file():
+    rows = [row for row in rows_of("music") if row["model"].startswith("example")]
+    _, lines = cells(results.music_example_table())
+    assert len(lines) == len(rows) == 3
+    for (form, steps, seconds, seen, whole), row in zip(lines, rows_in_order(rows)):
+        assert f"example, {form}" == row["model"]
+        assert int(steps) == row["steps"]
+        assert float(seconds) == pytest.approx(row["processor_seconds_a_step"], abs=1e-4)
+        assert (seen, whole) == (f"{row['test_seen_keys']:.2f}", f"{row['test']:.2f}")
+
+
+def rows_in_order(rows):
+    return sorted(rows, key=lambda row: -row["processor_seconds_a_step"])
+
+
 def test_the_table_of_matrix_fits_has_the_paper_beside_ours():
     _, lines = cells(results.matrix_table())
     assert len(lines) == 12

@@ -12,8 +12,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from pyro.distributions import Bernoulli
 
 from pyrohmm import (
+    HMM,
     DiversityPrior,
     NeuralHMM,
     Sequences,
@@ -204,6 +206,50 @@ def test_words_apart_share_no_word(ocr):
     assert len({fold for each in homes.values() for fold in each}) == 10
 
 
+# Music --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def music(monkeypatch):
+    """The script, and some chords of three keys; a fourth one is never down in training."""
+    monkeypatch.syspath_prepend(FIGURES)
+    script = importlib.import_module("music")
+    chords = (torch.rand(9, 5, 4) < torch.tensor([0.3, 0.5, 0.7, 0.0])).double()
+    lengths = torch.tensor([5, 4, 2] * 3)
+    splits = {name: Sequences(chords[i : i + 3], lengths[:3])
+              for i, name in ((0, "train"), (3, "valid"), (6, "test"))}  # fmt: skip
+    return script, script.Music(splits)
+
+
+def test_columns_of_a_key_make_it_depend_on_its_last_value(music):
+    _, data = music
+    chords = data.splits["test"]
+    up, down = torch.rand(2, 2, data.num_keys)
+    initial, transition = torch.rand(2).log_softmax(-1), torch.rand(2, 2).log_softmax(-1)
+    emission = Bernoulli(torch.cat([up, down], -1)).to_event(1)
+    told = data.told_apart("test")
+    found = HMM(initial, transition, emission, told.lengths).log_prob(told.values)
+    scores = torch.zeros(3, 5, 2)
+    for n, t, k, d in itertools.product(range(3), range(5), range(2), range(data.num_keys)):
+        was_down = t > 0 and chords.values[n, t - 1, d] == 1
+        prob = (down if was_down else up)[k, d]
+        scores[n, t, k] += (prob if chords.values[n, t, d] == 1 else 1 - prob).log()
+    wanted = recursions.log_evidence(initial, transition.unsqueeze(0), scores, chords.lengths)
+    torch.testing.assert_close(found, wanted)
+
+
+def test_both_forms_of_the_example_take_the_same_steps(music, monkeypatch):
+    script, data = music
+    monkeypatch.setattr(script, "EXAMPLE_BATCH", 2)
+    monkeypatch.setattr(script, "MORE", 2)
+    rows = script.by_example(data, "example", 2, 4)
+    theirs, ours, longer = rows.values()
+    assert theirs["first_and_last_loss"] == pytest.approx(ours["first_and_last_loss"], rel=1e-6)
+    assert theirs["test"] == pytest.approx(ours["test"], rel=1e-4)
+    assert (theirs["steps"], ours["steps"], longer["steps"]) == (4, 4, 8)
+    assert longer["valid"] <= ours["valid"]
+
+
 # Pictures of large models -------------------------------------------------------------------------
 
 
@@ -225,7 +271,7 @@ def figure(monkeypatch, tmp_path):
     [
         "block_switches", "brown_clusters", "cooccurrence_scaling", "densehmm_matrix_fit",
         "diversified_beyond", "diversified_ocr", "diversified_tagging", "diversified_toy",
-        "language_models", "large_hmm_speed", "tagging", "throughput",
+        "language_models", "large_hmm_speed", "music", "num_states", "tagging", "throughput",
     ],
 )  # fmt: skip
 def test_a_picture_is_redrawn_from_the_results_alone(figure, monkeypatch, tmp_path, name):

@@ -1031,8 +1031,8 @@ UNASKED = {
 # Methods by which the parts of the package call each other, of any class.
 INNER = {
     "m_step", "statistics", "transition_counts", "get_extra_state", "set_extra_state", "set_points",
-    "check_constant", "check_labels", "check_markov", "counted_factors", "prepare_values",
-    "sample_prior_states", "continue_from",
+    "check_constant", "check_labels", "check_markov", "check_probabilities", "counted_factors",
+    "prepare_values", "sample_prior_states", "continue_from",
     "at_rest", "in_each_state", "log_block_probs_from", "log_probs_from", "rows", "places",
     "emission_module", "extra_repr", "sample_observations", "given", "permuted", "windows", "codes",
     "log_likelihood", "next", "after", "check_context", "moments", "probs_ahead",

@@ -11,6 +11,7 @@ from ..distributions.autoregressive import Autoregressive
 from ..distributions.block_hmm import BlockHMM
 from ..distributions.hmm import HMM
 from ..distributions.hsmm import HSMM
+from ..distributions.second_order_hmm import SecondOrderHMM
 from ..ops import semi_markov
 from ..ops.block_plan import Plan
 
@@ -20,8 +21,9 @@ class ChainFactors(NamedTuple):
 
     Those of an :class:`HSMM` are of a Markov chain of K · D states: state k · D + a - 1 is the
     state k in the a-th step of its segment. With ``censored_start`` each state k has D others
-    behind those, in which the first segment is seen for the a-th step. A path of the K states is
-    one path of these.
+    behind those, in which the first segment is seen for the a-th step. Those of a
+    :class:`SecondOrderHMM` are of pairs of states: see :meth:`SecondOrderHMM.expanded`. A path of
+    the K states is one path of these.
 
     Attributes:
         initial: ``(*B, K)``, :math:`\log p(z_1)`.
@@ -29,8 +31,7 @@ class ChainFactors(NamedTuple):
         likelihood: ``(*B, T, K)``, :math:`\log p(x_t \mid z_t)`; 0 at padded steps.
         exists: ``(*B, T)``, which steps exist.
         observed: ``(*B, T)``, which of them are observed.
-        ages: D or 2 D, the number of states of the chain for each of the model; 1 if they are the
-            same.
+        state_of: ``(K,)``, the state of the model that each of the chain is.
     """
 
     initial: Tensor
@@ -38,7 +39,7 @@ class ChainFactors(NamedTuple):
     likelihood: Tensor
     exists: Tensor
     observed: Tensor
-    ages: int = 1
+    state_of: Tensor
 
     def matrix(self, t: int) -> Tensor:
         """Log-probabilities ``(*b, K, K)`` of the transition to step ``t``, counted from 0."""
@@ -68,8 +69,18 @@ class ChainFactors(NamedTuple):
 
 def chain_factors(hmm: HMM, values: Tensor) -> ChainFactors:
     """Join the parameters of ``hmm`` and observations ``(*B, T, *E)``."""
-    factors = _chain_of_ages(hmm, values) if isinstance(hmm, HSMM) else hmm.log_factors(values)
+    if isinstance(hmm, HSMM):
+        factors = _chain_of_ages(hmm, values)
+    elif isinstance(hmm, SecondOrderHMM):
+        factors = hmm.expanded().log_factors(values)
+    else:
+        factors = hmm.log_factors(values)
     initial, transition, likelihood = factors
+    states = torch.arange(initial.size(-1), device=initial.device)
+    if isinstance(hmm, SecondOrderHMM):
+        states = states % hmm.num_states
+    else:  # ages of a state stand side by side
+        states = states // (len(states) // hmm.num_states)
     batch = torch.broadcast_shapes(hmm.batch_shape, likelihood.shape[:-2])
     exists = hmm.exists.expand(*batch, hmm.num_steps)
     # in float64: sums over long sequences, and the tails of distributions
@@ -79,7 +90,7 @@ def chain_factors(hmm: HMM, values: Tensor) -> ChainFactors:
         likelihood.double().masked_fill(~exists.unsqueeze(-1), 0.0),
         exists,
         exists if hmm.observed is None else exists & hmm.observed,
-        initial.size(-1) // hmm.num_states,
+        states,
     )
 
 

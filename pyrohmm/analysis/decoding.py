@@ -20,7 +20,8 @@ def k_best(hmm: HMM, values: Tensor, count: int) -> tuple[Tensor, Tensor]:
     answer is exact. The first path is that of :meth:`HMM.viterbi`.
 
     Args:
-        hmm: The model. Of an :class:`HSMM` it takes the time of a chain of K · D states.
+        hmm: The model. Of an :class:`HSMM` it takes the time of a chain of K · D states, of a
+            :class:`SecondOrderHMM` that of a chain of K (K + 1).
         values: ``(*B, T, *E)``, observations.
         count: How many paths to find, C.
 
@@ -72,10 +73,10 @@ def k_best(hmm: HMM, values: Tensor, count: int) -> tuple[Tensor, Tensor]:
             pointers.append(torch.where(exists.squeeze(-1), origin, same))
         ranked, order = scores.flatten(-2).sort(dim=-1, descending=True, stable=True)
         log_joint, place = ranked[..., :count], order[..., :count]
-        path = [place // count // chain.ages]
+        path = [chain.state_of[place // count]]
         for pointer in reversed(pointers):
             place = pointer.gather(-1, place)
-            path.append(place // count // chain.ages)
+            path.append(chain.state_of[place // count])
         paths = torch.stack(path[::-1], -1)
         real = chain.exists.unsqueeze(-2) & ~log_joint.isneginf().unsqueeze(-1)
         return paths.masked_fill(~real, 0), log_joint
@@ -91,7 +92,8 @@ def path_entropy(hmm: HMM, values: Tensor) -> Tensor:
     of probability zero has no paths: its entropy is given as zero.
 
     Args:
-        hmm: The model. Of an :class:`HSMM` it takes the time of a chain of K · D states.
+        hmm: The model. Of an :class:`HSMM` it takes the time of a chain of K · D states, of a
+            :class:`SecondOrderHMM` that of a chain of K (K + 1).
         values: ``(*B, T, *E)``, observations.
 
     References:

@@ -7,10 +7,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import one_hot
 
 from .._arguments import checked
 from ..distributions.block_factors import gapped_chain
 from ..distributions.block_hmm import BlockHMM
+from ..distributions.continuous_time_hmm import ContinuousTimeHMM
 from ..distributions.hard_zeros import exact_log_prob
 from ..distributions.hmm import HMM
 from ..distributions.observation import Tied, support_varies
@@ -86,6 +88,8 @@ def pseudo_residuals(hmm: HMM, values: Tensor, *, forecast: bool = False) -> Pse
             "hmm must have scalar observations, for only those can be ordered; got event shape "
             f"{tuple(hmm.event_shape[1:])} of the emission. Build an HMM of one coordinate."
         )
+    if isinstance(hmm, ContinuousTimeHMM):
+        hmm.check_probabilities("pseudo_residuals")
     with torch.no_grad():
         if isinstance(hmm, BlockHMM) and hmm.carried is None:
             return _in_blocks(hmm, values, forecast)
@@ -93,7 +97,7 @@ def pseudo_residuals(hmm: HMM, values: Tensor, *, forecast: bool = False) -> Pse
         log_probs = chain.predicted()
         log_probs = normalised(log_probs if forecast else log_probs + chain.backward())
         unknown = ~chain.observed | log_probs.isneginf().all(-1)
-        probs = log_probs.exp().unflatten(-1, (-1, chain.ages)).sum(-1)  # of the states of hmm
+        probs = log_probs.exp() @ one_hot(chain.state_of, hmm.num_states).to(log_probs)
         lower, upper = (
             (probs * limit).sum(-1).clamp(0.0, 1.0)
             for limit in _limits(hmm, hmm.prepare_values(values)[0], hmm.emission)

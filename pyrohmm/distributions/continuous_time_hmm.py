@@ -10,12 +10,14 @@ from torch import Tensor
 
 from .._arguments import checked
 from .._checks import (
+    check_booleans,
     check_broadcast,
     check_floats,
     check_integers,
     check_log_simplex,
     check_real,
     check_same_device,
+    check_shape,
     check_tensor,
     check_times,
     check_trailing,
@@ -71,11 +73,18 @@ class ContinuousTimeHMM(HMM):
         validate_args: Whether to read values in order to check them; Pyro's setting by default.
         emission_per_step: Whether ``emission`` has a dimension of steps.
         allowed: ``(*B, T, K)`` booleans, False where a state is known not to be.
+        exact_entry: ``(K,)`` booleans, True for states that are never left and whose entry is
+            always seen at its very time, such as a death: at such a step the evidence has the
+            density :math:`\sum_{r \ne j} (e^{Q \Delta})_{ir} q_{rj}` of entering j from i, per unit
+            of time, in place of a probability. The observation must tell these states from
+            others, and at a step that is not observed nothing was entered. Then ``log_transition``
+            holds such densities, and there are no samples at given times.
 
     Raises:
         TypeError: If an argument is of the wrong type or dtype.
         ValueError: If shapes or devices disagree, or (with ``validate_args``) a rate is negative,
-            rows of rates do not sum to zero, or times do not increase.
+            rows of rates do not sum to zero, a state of ``exact_entry`` is left, or times do not
+            increase.
 
     Example:
         >>> rates = torch.tensor([[-0.1, 0.1], [0.5, -0.5]])
@@ -108,6 +117,7 @@ class ContinuousTimeHMM(HMM):
         *,
         emission_per_step: bool = False,
         allowed: Tensor | None = None,
+        exact_entry: Tensor | None = None,
     ) -> None:
         check_integers("lengths", lengths)
         _check(log_initial, rates, times, int(lengths.max()) if lengths.numel() else 0)
@@ -121,16 +131,21 @@ class ContinuousTimeHMM(HMM):
         self.rates, self.times = rates, times.to(rates.device).double()
         exists = masks.exists(lengths.cpu().long(), times.size(-1), rates.device)
         self._gaps = _gaps(self.times, exists)
+        if exact_entry is not None:
+            check_booleans("exact_entry", exact_entry)
+            check_shape("exact_entry", exact_entry, rates.shape[-1:], "(K,)")
+            exact_entry = exact_entry.to(rates.device)
+        self.exact_entry = exact_entry
         self._complete(
             {"log_initial": log_initial, "emission": emission, "lengths": lengths,
              "observed": observed, "validate_args": validate_args, "allowed": allowed,
              "emission_per_step": emission_per_step},
-            _over_gaps(rates, self._gaps),
+            _between_steps(rates, self._gaps, exact_entry, observed),
         )  # fmt: skip
         if self._validate_args:
             check_log_simplex("log_initial", log_initial)
             check_times(self.times, exists)
-            _check_rates(rates)
+            _check_rates(rates, exact_entry)
 
     def _complete(self, arguments: dict[str, Any], matrices: Tensor) -> None:
         """Become the ``HMM`` whose transitions are ``matrices``, ``(*b, 1|T-1, K, K)``."""
@@ -151,12 +166,15 @@ class ContinuousTimeHMM(HMM):
         """A copy with some arguments changed: see :meth:`HMM.replace`."""
         names = ("log_initial", "emission", "lengths", "observed", "emission_per_step", "allowed")
         arguments = {name: getattr(self, name) for name in names}
-        if {"rates", "times", "lengths"} & changes.keys():
-            arguments |= {"rates": self.rates, "times": self.times}
+        own = {"rates": self.rates, "times": self.times, "exact_entry": self.exact_entry}
+        matters = {*own, "lengths"} | ({"observed"} if self.exact_entry is not None else set())
+        if matters & changes.keys():
+            arguments |= own
             new = ContinuousTimeHMM(**(arguments | changes), validate_args=False)
         else:
             new = object.__new__(ContinuousTimeHMM)
             new.rates, new.times, new._gaps = self.rates, self.times, self._gaps
+            new.exact_entry = self.exact_entry
             new._complete(arguments | changes, self._matrices)
         self._validated_alike(new)
         return new
@@ -187,6 +205,7 @@ class ContinuousTimeHMM(HMM):
             rates=self.rates[..., order, :][..., order],
             emission=chain.emission,
             allowed=chain.allowed,
+            exact_entry=None if self.exact_entry is None else self.exact_entry[order],
         )
 
     # The chain between observations
@@ -248,6 +267,20 @@ class ContinuousTimeHMM(HMM):
             "come as steps that are not observed, or forecast(values, times)."
         )
 
+    def check_probabilities(self, purpose: str) -> None:
+        """Raise if transitions have densities in place of probabilities: see ``exact_entry``."""
+        if self.exact_entry is not None:
+            raise ValueError(
+                f"{purpose} needs probabilities of the states at each step; this ContinuousTimeHMM "
+                "has densities of entries at exact times. Take hmm.replace(exact_entry=None), of "
+                "which an entry is seen at the next step."
+            )
+
+    def sample_prior_states(self, shape: torch.Size) -> Tensor:
+        r"""Sample paths from :math:`p(z_{1:T})`, ``(*shape, T)``; ``shape`` ends in ``(*B)``."""
+        self.check_probabilities("a sample")
+        return super().sample_prior_states(shape)
+
     # Parameters and data as the recursions read them
 
     def _log_transitions(self) -> Tensor:
@@ -295,7 +328,8 @@ class ContinuousTimeHMM(HMM):
             gaps = Gaps(*(each.clone() if each.is_inference() else each for each in self._gaps))
             logs = self.counted_transitions().squeeze(-3).detach().clone().requires_grad_()
             rates = torch.where(_diagonal(logs), logs, logs.exp())
-            matrices = _over_gaps(rates, gaps)
+            seen = None if self.observed is None else self.observed.clone()
+            matrices = _between_steps(rates, gaps, self.exact_entry, seen)
             (pulled,) = torch.autograd.grad(matrices, logs, counts.transitions)
         return counts._replace(transitions=pulled.unsqueeze(-3))
 
@@ -385,6 +419,20 @@ def _over_gaps(rates: Tensor, gaps: Gaps) -> Tensor:
     return each.index_select(-3, gaps.place.flatten()).unflatten(-3, gaps.place.shape)
 
 
+def _between_steps(
+    rates: Tensor, gaps: Gaps, exact_entry: Tensor | None, observed: Tensor | None
+) -> Tensor:
+    """As :func:`_over_gaps`, with densities of entering the states of ``exact_entry``."""
+    matrices = _over_gaps(rates, gaps)
+    if exact_entry is None:
+        return matrices
+    others = rates.masked_fill(_diagonal(rates), 0.0).double().unsqueeze(-3)
+    enter = log(matrices.double().exp() @ others).to(matrices)
+    if observed is not None:
+        enter = enter.masked_fill(~observed[..., 1:, None, None], -torch.inf)
+    return torch.where(exact_entry & ~_diagonal(rates), enter, matrices)
+
+
 def _check(log_initial: Tensor, rates: Tensor, times: Tensor, longest: int) -> None:
     """Raise unless rates and times are of the right types and shapes."""
     check_floats("log_initial", log_initial)
@@ -401,7 +449,7 @@ def _check(log_initial: Tensor, rates: Tensor, times: Tensor, longest: int) -> N
         )
 
 
-def _check_rates(rates: Tensor) -> None:
+def _check_rates(rates: Tensor, exact_entry: Tensor | None) -> None:
     """Raise unless rates are those of a chain in continuous time."""
     if transforming():
         return
@@ -413,4 +461,9 @@ def _check_rates(rates: Tensor) -> None:
             "rates must be finite, not negative off the diagonal, and sum to zero in each row. "
             "From a matrix of rates with anything on the diagonal: rates = rates.fill_diagonal_(0);"
             " rates = rates - rates.sum(-1).diag_embed()."
+        )
+    if exact_entry is not None and bool(leave[..., exact_entry].any()):
+        raise ValueError(
+            "rates must be zero in the rows of the states of exact_entry, which are never left. "
+            "Leave other states out of exact_entry."
         )

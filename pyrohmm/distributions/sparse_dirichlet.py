@@ -71,7 +71,7 @@ class SparseDirichlet(TorchDistribution):
     def expand(self, batch_shape: Shape, _instance: Any = None) -> SparseDirichlet:
         """The same distribution for a larger batch."""
         shape = torch.Size(batch_shape) + self.event_shape
-        return SparseDirichlet(self.concentration.expand(shape), self.allowed, validate_args=False)
+        return type(self)(self.concentration.expand(shape), self.allowed, validate_args=False)
 
     def rsample(self, sample_shape: Shape = ()) -> Tensor:
         """Sample tables ``(*S, *B, *rows, K)``."""

@@ -20,6 +20,7 @@ from .._checks import check_returned, check_size
 from ..data.parts import Parts, first_sequence, in_parts
 from ..data.sequences import Sequences
 from ..distributions.sparse_dirichlet import interior
+from ..nn.sticky_hdp import SharedRows
 from .exclusive import exclusive
 from .loop import check_model_and_data, train
 from .models import to_model_device
@@ -78,8 +79,8 @@ def fit_map(  # noqa: D417  # the other arguments are those of fit_svi
 
     Raises:
         FloatingPointError: If the loss becomes infinite or NaN.
-        TypeError, ValueError: As :func:`fit_svi`; or if restarts would share a parameter, have
-            enumerated states, ``validation`` or ``elbo``.
+        TypeError, ValueError: As :func:`fit_svi`; or for a :class:`StickyHDPHMM`; or if restarts
+            would share a parameter, have enumerated states, ``validation`` or ``elbo``.
 
     Example:
         >>> _ = pyro.set_rng_seed(0)
@@ -114,6 +115,12 @@ def fit_map(  # noqa: D417  # the other arguments are those of fit_svi
 
 def _interior_value(init: Callable[..., Any], site: dict[str, Any]) -> Any:
     """An initial value off the boundary of its space, where gradient steps can start."""
+    if isinstance(site["fn"], SharedRows):
+        raise ValueError(
+            f"fit_map looks for the most probable value, and {site['name']} of a StickyHDPHMM has "
+            "none: its density is infinite where a state is never entered. Use fit_svi, or NUTS, "
+            "of the same model; or fit_map of a TabularHMM with concentrations of at least one."
+        )
     value = init(site)
     check_returned("init", value, torch.Tensor, "a tensor, the initial value of a site")
     return interior(site["fn"].support, value).clone()  # the optimizer changes it in place

@@ -28,6 +28,7 @@ from ..data.parts import Parts, parts_of
 from ..data.sequences import Sequences
 from ..distributions.autoregressive import Autoregressive
 from ..distributions.block_hmm import FinalState
+from ..distributions.continuous_time_hmm import ContinuousTimeHMM
 from ..distributions.hmm import HMM
 from ..distributions.hsmm import HSMM
 from ..distributions.observation import log_prob_per_state
@@ -270,6 +271,8 @@ def markov_sample(name: str, hmm: HMM, obs: Tensor | None = None) -> Tensor:
     """
     if isinstance(hmm, HSMM | SecondOrderHMM):
         hmm = hmm.expanded()
+    if isinstance(hmm, ContinuousTimeHMM):
+        hmm.check_probabilities("the enumerated form")
     exists, event = hmm.exists, hmm.emission.event_shape
     mask, prepared = exists, obs
     if obs is not None:

@@ -257,11 +257,13 @@ class _Form(NamedTuple):
         family: Its class.
         tensors: Its parameters.
         flags: Its switches.
+        optional: Tensors that it may have.
     """
 
     family: type[HMM]
     tensors: tuple[str, ...]
     flags: tuple[str, ...] = ("emission_per_step",)
+    optional: tuple[str, ...] = ()
 
 
 _FORMS = {
@@ -272,7 +274,9 @@ _FORMS = {
         HSMM, ("log_initial", "log_transition", "log_duration"),
         ("censored_end", "censored_start", "emission_per_step"),
     ),
-    "ContinuousTimeHMM": _Form(ContinuousTimeHMM, ("log_initial", "rates", "times")),
+    "ContinuousTimeHMM": _Form(
+        ContinuousTimeHMM, ("log_initial", "rates", "times"), optional=("exact_entry",)
+    ),
     "FactorialHMM": _Form(FactorialHMM, ()),
     "SecondOrderHMM": _Form(SecondOrderHMM, ("log_initial", "log_second", "log_transition")),
 }  # fmt: skip
@@ -280,12 +284,13 @@ _FORMS = {
 
 def _describe_hmm(hmm: HMM) -> tuple[dict[str, Tensor], dict[str, Any]]:
     name = type(hmm).__name__
-    names = (*_FORMS[name].tensors, "lengths", "observed", "allowed")
+    form = _FORMS[name]
+    names = (*form.tensors, *form.optional, "lengths", "observed", "allowed")
     tensors = {name: getattr(hmm, name) for name in names if getattr(hmm, name) is not None}
     meta = {
         "kind": "hmm",
         "class": name,
-        **{flag: getattr(hmm, flag) for flag in _FORMS[name].flags},
+        **{flag: getattr(hmm, flag) for flag in form.flags},
         "validate_args": vars(hmm).get("_validate_args"),
         "emission": _describe_part(hmm.emission, "emission", tensors),
     }
@@ -300,6 +305,7 @@ def _build_hmm(tensors: dict[str, Tensor], meta: dict[str, Any]) -> HMM:
     """What :func:`_describe_hmm` described; the tensors it needs are taken out of ``tensors``."""
     form = _FORMS.get(meta.get("class", "HMM"), _FORMS["HMM"])
     chain: dict[str, Any] = {name: tensors.pop(name) for name in form.tensors}
+    chain |= {name: tensors.pop(name, None) for name in form.optional}
     chain |= {flag: _flag(meta, flag) for flag in form.flags}
     if form.family is FactorialHMM:
         for several in ("log_initials", "log_transitions"):

@@ -54,6 +54,8 @@ class TabularContinuousTimeHMM(HMMModule):
         transition_allowed: ``(K, K)`` booleans, from which states which others are entered
             directly; all by default. The diagonal is not read, and a state from which none is
             entered is never left. See :func:`left_to_right`.
+        exact_entry: ``(K,)`` booleans, which of the states that are never left are entered at
+            observed times, such as death: see :class:`ContinuousTimeHMM`.
 
     Raises:
         ValueError: If ``num_states`` is less than one, or a number is not positive or has the wrong
@@ -85,6 +87,7 @@ class TabularContinuousTimeHMM(HMMModule):
         *,
         initial_allowed: Tensor | None = None,
         transition_allowed: Tensor | None = None,
+        exact_entry: Tensor | None = None,
     ) -> None:
         super().__init__()
         check_size("num_states", num_states)
@@ -105,6 +108,15 @@ class TabularContinuousTimeHMM(HMMModule):
             self.register_buffer(name, positive(name, value, shape))
         self.register_buffer("initial_allowed", initial_allowed)
         self.register_buffer("transition_allowed", others)
+        self.register_buffer("exact_entry", exact_entry)
+        if exact_entry is not None:
+            check_booleans("exact_entry", exact_entry)
+            check_shape("exact_entry", exact_entry, (num_states,), "(K,)")
+            if bool(others[exact_entry.to(others.device)].any()):
+                raise ValueError(
+                    "exact_entry must hold states that are never left: give transition_allowed, "
+                    "with rows of these states that are all False."
+                )
         self.initial = PyroSample(partial(rows_prior, name="initial"))
         if bool(others.any()):
             self.rates = PyroSample(partial(_rates_prior))
@@ -133,7 +145,7 @@ class TabularContinuousTimeHMM(HMMModule):
         allowed = rates > 0
         module = cls(
             hmm.num_states, lambda _: emissions.from_distribution(hmm.emission),
-            transition_allowed=allowed,
+            transition_allowed=allowed, exact_entry=hmm.exact_entry,
         )  # fmt: skip
         del module.initial
         module.initial = PyroParam(hmm.log_initial.detach().exp(), constraints.simplex)
@@ -155,7 +167,10 @@ class TabularContinuousTimeHMM(HMMModule):
         rates = self.rates
         rates = rates - rates.sum(-1).diag_embed()
         initial = log(self.initial)
-        return ContinuousTimeHMM(initial, rates, self.emission(), lengths, times, observed)
+        return ContinuousTimeHMM(
+            initial, rates, self.emission(), lengths, times, observed,
+            exact_entry=self.exact_entry,
+        )  # fmt: skip
 
     def emission_module(self) -> PyroModule:
         """The module of the emission."""

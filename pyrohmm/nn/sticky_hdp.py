@@ -36,8 +36,9 @@ class StickyHDPHMM(HMMModule):
     small :math:`\beta_k` are entered from nowhere: take K well above the number of states that
     are expected, and count those that the posterior visits.
 
-    For :func:`fit_svi` and NUTS, by :class:`MarginalModel`. Concentrations below one have densities
-    without a maximum, so that ``fit_em`` and ``fit_map`` are not for it.
+    For :func:`fit_svi` and NUTS, by :class:`MarginalModel`. The density is infinite where a state
+    has a small weight and is never entered, so that ``fit_em`` and ``fit_map``, which look for a
+    maximum, refuse it.
 
     Sites: ``weights`` ``(K,)``, ``initial`` ``(K,)``, ``transition`` ``(K, K)``, those of
     ``emission``, and ``gamma``, ``alpha`` and ``kappa`` where they have priors.
@@ -97,13 +98,18 @@ class StickyHDPHMM(HMMModule):
     def statistics(self, expected: ExpectedCounts) -> Statistics:
         """None: raises ValueError, for the density has no maximum."""
         raise ValueError(
-            "a StickyHDPHMM has concentrations below one, so that its density has no most probable "
-            "value, which EM looks for. Use fit_svi, or NUTS of MarginalModel(module)."
+            "a StickyHDPHMM has no most probable value, which EM looks for: its density is "
+            "infinite where a state is never entered. Use fit_svi, or NUTS of "
+            "MarginalModel(module)."
         )
 
     def m_step(self, statistics: Statistics) -> Maximum:
         """None: see :meth:`statistics`."""
         return {}, []
+
+
+class SharedRows(SparseDirichlet):
+    """Rows of probabilities of a :class:`StickyHDPHMM`, of which no value is the most probable."""
 
 
 def _strength(module: StickyHDPHMM, name: str) -> TorchDistribution:
@@ -112,11 +118,11 @@ def _strength(module: StickyHDPHMM, name: str) -> TorchDistribution:
     return Gamma(shape, rate)
 
 
-def _table(concentration: Tensor, dims: int) -> SparseDirichlet:
+def _table(concentration: Tensor, dims: int) -> SharedRows:
     """Rows of probabilities with concentrations that may come near zero."""
     concentration = concentration.clamp(min=LEAST)
     allowed = torch.ones(concentration.shape[-dims:], dtype=torch.bool, device=concentration.device)
-    return SparseDirichlet(concentration, allowed)
+    return SharedRows(concentration, allowed)
 
 
 def _weights(module: StickyHDPHMM) -> TorchDistribution:

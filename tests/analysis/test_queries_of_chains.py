@@ -1,4 +1,4 @@
-"""Queries of an ``HSMM`` and a ``FactorialHMM``, against all paths and their expanded chains."""
+"""Queries of chains that are not plain ones, against all paths and their expanded chains."""
 
 import itertools
 import math
@@ -14,6 +14,7 @@ from pyrohmm import (
     Filter,
     MarginalModel,
     PosteriorDraws,
+    SecondOrderHMM,
     Sequences,
     TabularFactorialHMM,
     TabularHSMM,
@@ -76,10 +77,24 @@ def all_paths(hmm, values, sequence):
 CUTS = {"cut": (True, False), "ends": (False, False), "goes on": (True, True), "was": (False, True)}
 
 
-@pytest.fixture(params=[*CUTS, "product"])
+def of_pairs(zero=False, emission="numbers"):
+    """A chain of the second order, with or without a pair that nothing follows but itself."""
+    tables = [torch.randn((K,) * core) for core in (1, 2, 3)]
+    if zero:
+        tables[1][0, 1] = tables[2][0, 1, :2] = -torch.inf
+    observed = torch.ones(3, T, dtype=torch.bool)
+    observed[0, 2] = False
+    return SecondOrderHMM(
+        *(table.log_softmax(-1) for table in tables), EMISSIONS[emission](), LENGTHS, observed
+    )
+
+
+@pytest.fixture(params=[*CUTS, "product", "pairs", "pairs, zeros"])
 def hmm(request):
     if request.param == "product":
         return several()
+    if request.param.startswith("pairs"):
+        return of_pairs("zeros" in request.param)
     censored_end, censored_start = CUTS[request.param]
     return lasting(censored_end, censored_start=censored_start)
 
@@ -122,6 +137,16 @@ def test_residuals_of_durations_are_those_of_the_expanded_chain(cuts, emission, 
     wanted = queries.pseudo_residuals(hsmm.expanded(), values, forecast=forecast)
     torch.testing.assert_close(found, wanted)
     assert bool((found.upper[hsmm.exists & hsmm.observed] < 1).any())
+
+
+@pytest.mark.parametrize("forecast", [True, False])
+@pytest.mark.parametrize("emission", EMISSIONS)
+def test_residuals_of_the_second_order_are_those_of_the_chain_of_pairs(emission, forecast):
+    hmm = of_pairs(emission=emission)
+    values = hmm.sample()
+    found = queries.pseudo_residuals(hmm, values, forecast=forecast)
+    wanted = queries.pseudo_residuals(hmm.expanded(), values, forecast=forecast)
+    torch.testing.assert_close(found, wanted)
 
 
 def test_residuals_are_shares_of_a_normaliser():

@@ -9,7 +9,7 @@ import oracle
 import pyro
 import pytest
 import torch
-from pyro.distributions import Gamma, Normal
+from pyro.distributions import Categorical, Gamma, Normal
 from pyro.infer import Trace_ELBO, TraceEnum_ELBO
 from pyro.infer.autoguide import AutoDelta, init_to_value
 from scipy import stats
@@ -26,6 +26,7 @@ from pyrohmm import (
     autoregressive_normal,
     categorical,
     load_hmm,
+    markov_sample,
     metrics,
     queries,
     save,
@@ -490,3 +491,100 @@ def test_sparse_gamma_is_a_product_of_gammas():
     zero = torch.zeros(2, 2, requires_grad=True)
     (slope,) = torch.autograd.grad(flat.log_prob(zero), zero)
     torch.testing.assert_close(slope, -allowed.to(slope))
+
+
+# Deaths, whose times are known exactly
+
+DEAD = torch.tensor([False, False, True])
+SIGNS = Categorical(double([[0.8, 0.2, 0.0], [0.3, 0.7, 0.0], [0.0, 0.0, 1.0]]))
+PATIENTS = torch.tensor([[0, 1, 0, 1, 2], [0, 0, 0, 0, 0], [1, 0, 2, 0, 0], [1, 1, 2, 2, 0]])
+
+
+def deaths(**options):
+    """The first dies at the fifth step, the third and fourth at the third; one visit is missed."""
+    seen = torch.ones(4, T, dtype=torch.bool)
+    seen[0, 2] = False
+    arguments = {"observed": seen, "validate_args": True, "exact_entry": DEAD} | options
+    return ContinuousTimeHMM(INITIAL, PROGRESSIVE, SIGNS, LENGTHS, irregular(4), **arguments)
+
+
+def test_evidence_and_posterior_of_exact_deaths_are_those_of_all_paths():
+    hmm = deaths()
+    posterior, best = hmm.posterior(PATIENTS), hmm.viterbi(PATIENTS)
+    joint, enter = hmm.log_joint(PATIENTS, best), PROGRESSIVE.numpy() * ~np.eye(K, dtype=bool)
+    scores = SIGNS.log_prob(PATIENTS.unsqueeze(-1)).numpy()
+    scores = np.where(hmm.observed.unsqueeze(-1), scores, 0.0)
+    for i in range(4):
+        matrices = np.zeros((T - 1, K, K))
+        for t in range(int(LENGTHS[i]) - 1):
+            matrices[t] = expm(PROGRESSIVE.numpy() * float(hmm.times[i].diff()[t]))
+            enters = matrices[t] @ enter
+            matrices[t, :2, 2] = enters[:2, 2] if hmm.observed[i, t + 1] else 0.0
+        with np.errstate(divide="ignore"):
+            answer = oracle.by_paths(INITIAL.numpy(), np.log(matrices), scores[i], int(LENGTHS[i]))
+        np.testing.assert_allclose(posterior.log_evidence[i], answer.evidence, rtol=1e-12)
+        np.testing.assert_allclose(posterior.states[i], answer.states, atol=1e-12)
+        np.testing.assert_allclose(joint[i], answer.best, rtol=1e-12)
+
+
+def test_the_density_of_a_death_is_the_limit_of_probabilities_of_short_times():
+    """Of having been alive just before; then of having died since, over the time since."""
+    hmm, short = deaths(), 1e-6
+    at = torch.tensor([4, 0, 2, 2])  # the step of death
+    plain = deaths(exact_entry=None)
+    for i in (0, 2, 3):
+        t = int(at[i])
+        times, seen = hmm.times[i, : t + 1], hmm.observed[i, : t + 1]
+        times = torch.cat([times[:t], times[t:] - short, times[t:]])
+        seen = torch.cat([seen[:t], torch.tensor([False]), seen[t:]])
+        values = torch.cat([PATIENTS[i, :t], PATIENTS[i, t : t + 1], PATIENTS[i, t : t + 1]])
+        allowed = torch.ones(t + 2, K, dtype=torch.bool)
+        allowed[:-1] = ~DEAD
+        limit = plain.replace(
+            lengths=torch.tensor(t + 2), times=times, observed=seen, allowed=allowed
+        )
+        died = hmm.replace(lengths=torch.tensor(t + 1), times=hmm.times[i, : t + 1],
+                           observed=hmm.observed[i, : t + 1])  # fmt: skip
+        found = died.log_prob(PATIENTS[i, : t + 1])
+        wanted = limit.log_prob(values) - math.log(short)
+        torch.testing.assert_close(found, wanted, atol=1e-5, rtol=0)
+
+
+def test_counts_of_exact_deaths_are_the_gradient_by_rates():
+    hmm = deaths()
+    counts = hmm.expected_counts(PATIENTS).transitions[0]
+    logs = hmm.counted_transitions()[0].clone().requires_grad_()
+    rates = torch.where(torch.eye(K, dtype=torch.bool), logs, logs.exp())
+    evidence = hmm.replace(rates=rates).log_prob(PATIENTS).sum()
+    (slope,) = torch.autograd.grad(evidence, logs)
+    torch.testing.assert_close(counts, slope)
+    assert counts[:2, 2].sum().item() == pytest.approx(3.0)  # deaths
+    alive = [hmm.times[i, end] - hmm.times[i, 0] for i, end in enumerate([4, 0, 2, 2])]
+    assert counts.diagonal()[:2].sum().item() == pytest.approx(float(sum(alive)))
+
+
+def test_what_else_is_known_of_exact_deaths(tmp_path):
+    hmm = deaths()
+    same = hmm.permute_states(torch.tensor([2, 0, 1]))
+    torch.testing.assert_close(same.log_prob(PATIENTS), hmm.log_prob(PATIENTS))
+    assert same.exact_entry.tolist() == [True, False, False]
+    save(hmm, tmp_path / "deaths")
+    loaded = load_hmm(tmp_path / "deaths")
+    assert torch.equal(loaded.log_prob(PATIENTS), hmm.log_prob(PATIENTS))
+    again = TabularContinuousTimeHMM.from_hmm(hmm)(LENGTHS, hmm.observed, hmm.times)
+    torch.testing.assert_close(again.log_prob(PATIENTS), hmm.log_prob(PATIENTS))
+    all_seen = hmm.replace(observed=None)
+    torch.testing.assert_close(
+        all_seen.log_prob(PATIENTS), deaths(observed=None).log_prob(PATIENTS)
+    )
+    ahead = hmm.forecast(PATIENTS, hmm.times.amax() + double([1.0, 9.0])).states
+    torch.testing.assert_close(ahead.sum(-1), torch.ones_like(ahead[..., 0]))  # probabilities
+    assert ahead[0, :, 2].tolist() == [1.0, 1.0]
+    for ask in (hmm.sample, lambda: queries.pseudo_residuals(hmm, PATIENTS),
+                lambda: markov_sample("x", hmm, obs=PATIENTS)):  # fmt: skip
+        with pytest.raises(ValueError, match=r"exact_entry=None"):
+            ask()
+    with pytest.raises(ValueError, match="rows of the states of exact_entry"):
+        deaths(exact_entry=~DEAD)
+    with pytest.raises(ValueError, match="exact_entry must have shape"):
+        deaths(exact_entry=DEAD[:2])

@@ -315,3 +315,43 @@ def test_copies_sample_the_same(way, data):
         pyro.set_rng_seed(1)
         found.append(part(data.lengths, data.observed, data.times).log_prob(data.values))
     assert torch.equal(*found)
+
+
+def test_the_rate_of_exact_deaths_is_their_number_over_the_time_lived():
+    """Of one living state, by EM with a flat prior, in one step from anywhere."""
+    data = Sequences.from_list(
+        [[0, 0, 1], [0, 1], [0, 0, 0]], times=[[0.0, 1.0, 2.5], [1.0, 1.25], [0.0, 2.0, 3.0]]
+    )
+    certain = {"initial": torch.tensor([1.0, 0.0]), "emission.probs": torch.eye(2),
+               "rates": torch.tensor([[0.0, 5.0], [0.0, 0.0]])}  # fmt: skip
+    dies = torch.tensor([[False, True], [False, False]])
+    module = TabularContinuousTimeHMM(
+        2, categorical(2), rate_time=1e-12, transition_allowed=dies,
+        exact_entry=torch.tensor([False, True]),
+    )  # fmt: skip
+    fit = fit_em(module, data, num_steps=1, tolerance=None, start=certain)
+    assert fit.values["module.rates"][0, 1].item() == pytest.approx(2 / (2.5 + 0.25 + 3.0))
+    hidden = TabularContinuousTimeHMM(2, categorical(2), rate_time=1e-12, transition_allowed=dies)
+    other = fit_em(hidden, data, num_steps=50, start=certain).values["module.rates"][0, 1]
+    assert abs(other - 2 / 5.75) > 0.01  # when one dies between visits that is not known
+
+
+def test_em_with_exact_deaths_ends_where_the_density_is_stationary():
+    data, exact = panel(40), torch.tensor([False, False, False, True])
+    alive = (data.values != 3).sum(-1)
+    data = Sequences(data.values, torch.minimum(data.lengths, alive + 1), times=data.times)
+    fit = fit_em(disease(rate_time=2.0, exact_entry=exact), data, tolerance=1e-12, num_steps=400)
+    assert fit.losses.diff().max() < 1e-9 * fit.losses[-1]
+    hmm = fit.hmm(data)
+    assert hmm.exact_entry.equal(exact)
+    used = hmm.rates > 1e-6  # a rate may end at zero
+    leaf = hmm.rates[used].log().clone().requires_grad_()
+    rates = torch.zeros(4, 4).index_put(used.nonzero(as_tuple=True), leaf.exp())
+    density = hmm.replace(rates=rates - rates.sum(-1).diag()).log_prob(data.values).sum()
+    density = density - 2.0 * rates.sum()  # Gamma(1, 2)
+    assert torch.autograd.grad(density, leaf)[0].abs().max() < 1e-2
+
+
+def test_a_state_that_is_left_has_no_exact_entry():
+    with pytest.raises(ValueError, match="exact_entry must hold states that are never left"):
+        TabularContinuousTimeHMM(2, categorical(2), exact_entry=torch.tensor([False, True]))

@@ -15,6 +15,7 @@ from pyrohmm import (
     StickyHDPHMM,
     categorical,
     fit_em,
+    fit_map,
     fit_svi,
     freeze,
     normal,
@@ -137,6 +138,31 @@ def test_nuts_runs():
     assert samples["module.transition"].shape == (4, 3, 3)
     assert all(value.isfinite().all() for value in samples.values())
     assert samples["module.weights"].std(0).min() > 0
+
+
+def test_its_density_has_no_maximum(double):
+    """Of a state that is never entered, at any weight below one over alpha."""
+    model = MarginalModel(StickyHDPHMM(2, categorical(2), gamma=5.0, alpha=2.0, kappa=3.0))
+    data = Sequences(torch.tensor([[0, 1, 1, 0], [1, 0, 0, 0]]), LENGTHS)
+    densities = []
+    for never in (1e-3, 1e-30, 1e-300):
+        row = torch.tensor([1.0 - never, never])
+        values = {"weights": torch.tensor([0.9, 0.1]), "initial": row,
+                  "transition": torch.stack([row, torch.tensor([0.5, 0.5])]),
+                  "emission.probs": torch.full((2, 2), 0.5)}  # fmt: skip
+        at = poutine.condition(model, {f"module.{name}": v for name, v in values.items()})
+        densities.append(poutine.trace(at).get_trace(data).log_prob_sum().item())
+    assert densities[1] > densities[0] + 40
+    assert densities[2] > densities[1] + 400
+
+
+@pytest.mark.parametrize("restarts", [1, 2])
+def test_fit_map_says_that_there_is_no_maximum(restarts):
+    data = Sequences(torch.tensor([[0, 1, 1, 0], [1, 0, 0, 0]]), LENGTHS)
+    inner = MarginalModel(StickyHDPHMM(3, categorical(2)))
+    for model in (inner, lambda data: inner(data)):
+        with pytest.raises(ValueError, match=r"fit_map .* of a StickyHDPHMM has none.* fit_svi"):
+            fit_map(model, data, num_steps=2, restarts=restarts)
 
 
 def test_what_it_is_not_for_says_so():
