@@ -129,16 +129,15 @@ class NumbaBackend(Backend):
         kernels, (initial, transition, likelihood, lengths) = self._paths, chain
         steps, groups, size, num_states = likelihood.shape
         work, transition = steps * num_states**2, transition.contiguous()
-        delta = torch.empty_like(likelihood)
-        scored = size >= kernels.LANES // 2
-        if scored:
+        if size >= kernels.LANES // 2:
             kernels.run(
-                kernels.score_lanes, groups * size, work, initial.view(-1), transition,
-                likelihood.view(-1), lengths.view(-1), delta.view(-1),
+                kernels.viterbi_lanes, groups * size, work, initial.view(-1), transition,
+                likelihood.view(-1), lengths.view(-1), best.view(steps, -1),
             )  # fmt: skip
+            return
         kernels.run(
-            kernels.viterbi, groups * size, steps * num_states if scored else work, initial,
-            transition, transition.mT.contiguous(), likelihood, lengths, scored, delta, best,
+            kernels.viterbi_rows, groups * size, work, initial, transition,
+            transition.mT.contiguous(), likelihood, lengths, torch.empty_like(likelihood), best,
         )  # fmt: skip
 
     def sample_states(
@@ -149,8 +148,8 @@ class NumbaBackend(Backend):
             return
         kernels, work = self._paths, 10 * states.numel() * messages.size(-1) // lengths.numel()
         kernels.run(
-            kernels.sample_states, lengths.numel(), work, messages, transposed, lengths, uniform,
-            states,
+            kernels.sample_states, lengths.numel(), work, messages, transposed, lengths,
+            math.log(torch.finfo(messages.dtype).tiny), uniform, states,
         )  # fmt: skip
 
     def segment_forward(self, chain: SegmentChain, filtering: bool) -> tuple[Tensor, ...]:
