@@ -253,21 +253,17 @@ class _Vectors:
         size, *found = _read(torch.stack([largest, *tests]), values)
         if math.isnan(size):
             return None
-        amplification, reach, *of_forms = found
-        wide = _precision(values.dtype, values.size(-1), amplification, reach)
+        dtype, dim = values.dtype, values.size(-1)
+        wide = _precision(dtype, dim, *found[:2])
         if wide is None:
             return self._state_by_state(values)
-        if wide != values.dtype:
+        if wide != dtype:
             inverse = _inverse(self.root.to(wide))
         parts = self.loc.to(wide) - centre, inverse, values.to(wide) - centre
-        apart = inverse.size(-3) > 1
-        if (
-            of_forms
-            and apart
-            and _precision(values.dtype, values.size(-1), *of_forms, reach) == wide
-        ):
-            return _by_forms(*parts).to(values.dtype)
-        return _whitened(*parts).to(values.dtype)
+        apart = inverse.size(-3) > 1 and len(found) > 2
+        if apart and _precision(dtype, dim, found[2], found[1]) == wide:
+            return _by_forms(*parts).to(dtype)
+        return _whitened(*parts).to(dtype)
 
     def _condition(self, largest: Tensor, centre: Tensor, inverse: Tensor) -> tuple[Tensor, ...]:
         """Amplification and reach of whitening, and amplification by quadratic forms.

@@ -22,6 +22,8 @@ from .numpy_clusters import Tables, Terms, Words
 from .operations import Backend
 from .segment_chain import SegmentChain
 
+FEW = 1 << 10  # numbers, for which an operation of torch takes less time than a call of a loop
+
 
 class NumbaBackend(Backend):
     """Compiled loops: see :class:`.operations.Backend`.
@@ -63,6 +65,9 @@ class NumbaBackend(Backend):
         return out
 
     def add_rows(self, values: Tensor, rows: Tensor, out: Tensor) -> None:
+        if values.numel() < FEW:
+            TORCH.add_rows(values, rows, out)
+            return
         kernels, work = self._chain, values.numel() // len(out)
         kernels.run(kernels.add_rows, len(out), work, rows, values.contiguous(), out)
 

@@ -106,11 +106,10 @@ def viterbi_lanes(first, last, initial, transition, likelihood, lengths, best):
                     score[k * lanes + i] -= peak[i]
             for i in range(width):
                 if t == lengths[start + i] - 1:
-                    state, lane = u64(0), u64(i)
+                    lane, state = u64(i), u64(0)
                     for k in range(size):
-                        state = (
-                            k if score[k * lanes + lane] > score[state * lanes + lane] else state
-                        )
+                        if score[u64(k) * lanes + lane] > score[state * lanes + lane]:
+                            state = u64(k)
                     states[i] = state
                     best[t, start + i] = state
         for t in range(longest - 1, 0, -1):
