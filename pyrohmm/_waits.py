@@ -38,6 +38,8 @@ class Guesses:
             return True, []
         if len(values) == 1 and not others:
             return values[0].item() > self._bounds[0], []
+        if len(others) == 1 and not self._values:
+            return True, [others[0].detach().double().cpu()]
         flat = torch.cat([value.detach().double().reshape(-1) for value in values]).cpu()
         guessed, *read = flat.split([len(self._bounds), *(other.numel() for other in others)])
         right = bool((guessed > torch.tensor(self._bounds, dtype=torch.float64)).all())

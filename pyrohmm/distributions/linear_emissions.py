@@ -2,8 +2,9 @@ r"""Emissions whose log-densities in all states are one product of matrices.
 
 The log-density of independent normal or Poisson components is linear in features of the
 observation: log-likelihoods ``(N T, K)`` are the product of features ``(N T, F)`` and parameters
-``(F, K)``, and gradients are transposed products. Vectors with covariance matrices are whitened by
-a product for each state. Neither makes N T K D numbers.
+``(F, K)``, and gradients are transposed products. So are those of vectors with covariance matrices,
+with products of components for features; where these cancel, vectors are whitened by a product for
+each state. None of this makes N T K D numbers.
 
 A product rounds relative to its terms, which may be much larger than their sum: those of a normal
 component are of the size of :math:`\mu^2 / \sigma^2`, the mean being counted from a centre of all
@@ -27,7 +28,7 @@ from torch import distributions as torch_dist
 from .._precision import full_precision, recomputed
 from .._transforms import transforming
 from .._waits import exceeds, is_guessing
-from ..ops.products import product, squared_norms
+from ..ops.products import product, quadratic_forms, squared_norms
 
 # Largest relative error of log-densities, by the dtype they are wanted in.
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-9}
@@ -247,22 +248,35 @@ class _Vectors:
             largest = _largest(values)
             centre = _Normal(self.loc, self.root.norm(dim=-1).expand_as(self.loc)).centre
             tests = self._condition(largest, centre, inverse.abs())
+        if is_guessing(values.device):  # that the usual way is exact; the other may well not be
+            tests = tests[:2]
         size, *found = _read(torch.stack([largest, *tests]), values)
         if math.isnan(size):
             return None
-        wide = _precision(values.dtype, values.size(-1), *found)
+        dtype, dim = values.dtype, values.size(-1)
+        wide = _precision(dtype, dim, *found[:2])
         if wide is None:
             return self._state_by_state(values)
-        if wide != values.dtype:
+        if wide != dtype:
             inverse = _inverse(self.root.to(wide))
-        scores = _whitened(self.loc.to(wide) - centre, inverse, values.to(wide) - centre)
-        return scores.to(values.dtype)
+        parts = self.loc.to(wide) - centre, inverse, values.to(wide) - centre
+        apart = inverse.size(-3) > 1 and len(found) > 2
+        if apart and _precision(dtype, dim, found[2], found[1]) == wide:
+            return _by_forms(*parts).to(dtype)
+        return _whitened(*parts).to(dtype)
 
-    def _condition(self, largest: Tensor, centre: Tensor, inverse: Tensor) -> tuple[Tensor, Tensor]:
-        """Skeel's condition number of whitening, which the units of components do not change."""
-        spread = self.root.abs().sum(-1) + (self.loc - centre).abs()
-        reach = (largest + self.loc.abs().amax()) * inverse.sum(-1).amax()
-        return (inverse @ spread.unsqueeze(-1)).amax(), reach
+    def _condition(self, largest: Tensor, centre: Tensor, inverse: Tensor) -> tuple[Tensor, ...]:
+        """Amplification and reach of whitening, and amplification by quadratic forms.
+
+        That is Skeel's condition number, which the units of components do not change.
+        """
+        root, apart = self.root.abs(), (self.loc - centre).abs().unsqueeze(-1)
+        size = largest + self.loc.abs().amax()
+        reach = torch.stack([size * inverse.sum(-1).amax(), size, inverse.amax()]).amax()
+        spread, apart = inverse @ root, inverse @ apart
+        sums = spread.sum(-1, keepdim=True)
+        forms = (spread.mT @ sums).amax((-2, -1)) + apart.square().mean((-2, -1))
+        return (sums + apart).amax(), reach, 2 * forms.amax()  # errors of gradients are larger
 
     def _state_by_state(self, values: Tensor) -> Tensor:
         def column(values: Tensor, loc: Tensor, root: Tensor) -> Tensor:
@@ -285,6 +299,14 @@ def _whitened(loc: Tensor, inverse: Tensor, values: Tensor) -> Tensor:
     rows = torch.cat([values, values.new_ones(1).expand(*values.shape[:-1], 1)], -1)
     constant = constant - HALF_LOG_TAU * values.size(-1)
     return torch.add(constant, squared_norms(rows, columns), alpha=-0.5)
+
+
+def _by_forms(loc: Tensor, inverse: Tensor, values: Tensor) -> Tensor:
+    """As :func:`_whitened`, by quadratic forms of values and a one beside them."""
+    columns = torch.cat([inverse.expand(*loc.shape, -1), -inverse @ loc.unsqueeze(-1)], -1)
+    constant = inverse.diagonal(dim1=-2, dim2=-1).log().sum(-1) - HALF_LOG_TAU * loc.size(-1)
+    rows = torch.cat([values, values.new_ones(1).expand(*values.shape[:-1], 1)], -1)
+    return torch.add(constant, quadratic_forms(rows, columns.mT @ columns), alpha=-0.5)
 
 
 def _inverse(root: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+from pyro.distributions.util import is_validation_enabled, validation_enabled
 from torch import Tensor
 
 from .._waits import guessing, with_one_wait
@@ -59,6 +60,7 @@ class Expectation:
         self.reseed, self.group = reseed, group
         self.reseeded = False
         self._guesses = True  # until a guess was wrong
+        self._seen: tuple[Any, int] = None, 0  # the last batch, and how often in succession
         self._batches: tuple[Sequences, list[tuple[Tensor, Sequences]]] | None = None
 
     def __call__(self, batch: Sequences | Parts) -> tuple[Tensor, Statistics]:
@@ -66,11 +68,15 @@ class Expectation:
 
         The loss is on the CPU. An accelerator is waited for once, unless numbers are unusual.
         """
+        last, times = self._seen
+        self._seen = batch, times + 1 if batch is last else 1
         if self._guesses and not self.reseed and self.group.size == 1:  # ranks stay in step
-            with guessing() as guesses:
+            # by then data, start and what an M-step returns have been checked
+            validate = is_validation_enabled() and self._seen[1] <= 2
+            with guessing() as guesses, validation_enabled(validate):
                 loss, statistics = self._compute(batch, check=False)
             self._guesses, (read,) = guesses.read(loss)
-            if self._guesses and bool(read.isfinite().any()):
+            if self._guesses and bool(read.isfinite().any()) and not bool(read.isnan().any()):
                 return read, statistics
         loss, statistics = self._compute(batch, check=True)
         return loss.cpu(), statistics
@@ -86,8 +92,7 @@ class Expectation:
                 count = symbol_counts if by_symbol else type(hmm).expected_counts
                 expected = count(hmm, part.values)
             evidence = expected.log_evidence.double().reshape(-1, len(part))
-            impossible = evidence.isneginf().all(0)
-            if check and bool(impossible.any()):
+            if check and bool((impossible := evidence.isneginf().all(0)).any()):
                 where = int(chosen[impossible.byte().argmax()])
                 raise ValueError(
                     f"data: sequence {where} of this batch has probability zero; check for symbols "
@@ -160,8 +165,9 @@ def symbol_counts(hmm: HMM, values: Tensor) -> ExpectedCounts:
         factors = hmm.symbol_factors(values)
         assert factors is not None  # observations are symbols, parameters constant, no labels
         initial, transition, table, symbols, lengths, known = factors
-        parts = initial.shape[:-1], transition.shape[:-3], table.shape[:-2]
-        table = table.expand(*torch.broadcast_shapes(*parts), *table.shape[-2:])
+        if initial.dim() + transition.dim() > 4:  # restarts
+            parts = initial.shape[:-1], transition.shape[:-3], table.shape[:-2]
+            table = table.expand(*torch.broadcast_shapes(*parts), *table.shape[-2:])
         return recursions.expected_counts_of_symbols(
             initial, transition, table, symbols, lengths, known
         )

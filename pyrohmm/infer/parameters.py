@@ -7,7 +7,10 @@ from typing import Any
 
 import torch
 from pyro import poutine
+from pyro.distributions import Dirichlet
+from pyro.distributions.util import scale_and_mask
 from pyro.nn.module import _Context
+from pyro.poutine.messenger import Messenger
 from torch import Tensor
 
 from .._checks import check_returned
@@ -31,6 +34,7 @@ class Parameters:
         module: Builds the HMM; it holds the parameters without priors.
         data: The sequences, on the device of the module.
         sites: Priors of the latent variables, by name.
+        constant: Names of those whose prior is the same whatever the values: it is made once.
         values: The latent variables by name, ``(R, 1, ...)``, or ``(...)`` if R = 1.
         points: The parameters without priors.
         fitted: Names of the latent variables and of the points; all else is frozen.
@@ -58,6 +62,8 @@ class Parameters:
             trace = poutine.trace(lambda: build(module, self.data[:1])).get_trace()
         self.sites = {name: trace.nodes[name]["fn"] for name in trace.stochastic_nodes}
         check_events(self.sites)
+        self.constant = _constant_priors(module)
+        self._flat: Values = {}  # log-densities that no value changes
         self.values: Values = {}
         points = {name: p for name, p in module.named_parameters() if p.requires_grad}
         self.points = list(points.values())
@@ -97,15 +103,17 @@ class Parameters:
 
     def build(self, batch: Sequences) -> tuple[HMM, Tensor]:
         """The HMM with the parameters as they are, and their log-prior, ``(R,)`` or a scalar."""
-        with poutine.block():
-            with poutine.condition(data=self.values):
-                trace = poutine.trace(lambda: build(self.module, batch)).get_trace()
-            trace.compute_log_prob(site_filter=lambda name, site: name in self.sites)
+        known = {name: self.values[name] for name in self.constant}
+        with _LogDensities(self.values) as densities, self.module._at_values(known):
+            hmm = build(self.module, batch)
         prior = torch.zeros(())
-        for name in self.sites:
-            log_prob = trace.nodes[name]["log_prob"]
+        for name, site in self.sites.items():
+            log_prob = self._flat.get(name, densities.found.get(name))
+            if log_prob is None:
+                log_prob = site.log_prob(known[name])
+                if _is_flat(site):
+                    self._flat[name] = log_prob
             prior = prior + (log_prob.sum(-1) if self.restarts > 1 else log_prob)
-        hmm: HMM = trace.nodes["_RETURN"]["value"]
         if self.log_prior is not None:
             further = self.log_prior(hmm)
             check_returned("log_prior", further, Tensor, "a tensor")
@@ -162,19 +170,22 @@ class Parameters:
             AttributeError: If the module has no parameter of a name, frozen or not.
         """
         for name, value in values.items():
+            if name in self.values:
+                old = self.values[name]
+                value = value.unsqueeze(1) if self.restarts > 1 else value[0]
+                self.values[name] = torch.where(value.isnan(), old, value.to(old.dtype))
+                continue
             path, _, last = name.rpartition(".")
             part = self.module.get_submodule(path)
             if name not in self.fitted:
                 getattr(part, last)
                 continue
             old = self.get(name)
-            value = torch.where(value.isnan(), old.double(), value).to(old.dtype)
-            if name in self.values:
-                self.values[name] = value.unsqueeze(1) if self.restarts > 1 else value[0]
-            elif last in part._parameters:
-                part._parameters[last].data.copy_(value[0])
+            value = torch.where(value.isnan(), old.double(), value).to(old.dtype)[0]
+            if last in part._parameters:
+                part._parameters[last].data.copy_(value)
             else:
-                setattr(part, last, value[0])
+                setattr(part, last, value)
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint saves."""
@@ -202,6 +213,53 @@ class Parameters:
         with torch.no_grad():
             for point, saved in zip(self.points, state.tensors_like("points", self.points)):
                 point.copy_(saved)
+
+
+class _LogDensities(Messenger):
+    """Runs a model at values of its variables, by name, and computes their log-densities."""
+
+    def __init__(self, values: Values) -> None:
+        super().__init__()
+        self.values, self.found = values, dict[str, Tensor]()
+
+    def _pyro_sample(self, message: Any) -> None:
+        name = message["name"]
+        if name in self.values and not message["is_observed"]:
+            message["value"] = value = self.values[name]
+            message["done"] = True
+            log_prob = message["fn"].log_prob(value, *message["args"], **message["kwargs"])
+            self.found[name] = scale_and_mask(log_prob, message["scale"], message["mask"])
+
+
+OWN = __name__.partition(".")[0]
+
+
+def _constant_priors(module: HMMModule) -> set[str]:
+    """Names of the latent variables whose priors depend on constants of the module alone.
+
+    Modules of others may change their priors as they like. Those of this package, where they have
+    no parameters, let them depend on other variables and on nothing else.
+    """
+    kinds = {type(part).__module__.partition(".")[0] for part in module.modules()}
+    if next(module.parameters(), None) is not None or not kinds <= {OWN, "pyro", "torch"}:
+        return set()
+    constant = set()
+    for part in module.modules():
+        for name, prior in getattr(part, "_pyro_samples", {}).items():
+            if getattr(getattr(prior, "func", None), "__module__", "").partition(".")[0] != OWN:
+                continue
+            with torch.random.fork_rng(devices=[]), module._at_values({}), poutine.trace() as read:
+                prior(part)
+                site = part._pyro_get_fullname(name)
+            if not read.trace.nodes:
+                constant.add(site)
+    return constant
+
+
+def _is_flat(prior: Any) -> bool:
+    """Whether a prior has the same density everywhere: a Dirichlet whose concentrations are one."""
+    base = getattr(prior, "base_dist", prior)
+    return type(base) is Dirichlet and bool((base.concentration == 1).all())
 
 
 def _widened(tensor: Tensor, core: int, restarts: int) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -35,24 +35,30 @@ class OwnParameters(PyroModule):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run ``forward``; threads wait for each other."""
-        with PYRO:
-            return self._run(*args, **kwargs)
-
-    def _run(self, *args: Any, **kwargs: Any) -> Any:
-        store = pyro.get_param_store()
-        known = {} if self._pyro_context.active else dict(store.named_parameters())
-        try:
+        with self._at_values({}):
             return super().__call__(*args, **kwargs)
-        finally:
-            if not self._pyro_context.active:
-                parameters = {id(parameter) for parameter in self.parameters()}
-                for name, parameter in list(store.named_parameters()):
-                    if id(parameter) in parameters and name not in known:
-                        del store[name]
-                for name, parameter in known.items():  # named by pyro.module, say
-                    if id(parameter) in parameters:
-                        store._param_to_name[parameter] = name
-                self._pyro_context.used = False
+
+    @contextmanager
+    def _at_values(self, values: Mapping[str, Tensor]) -> Iterator[None]:
+        """A context in which attributes with priors have ``values``, by site, and are no sites."""
+        with PYRO:
+            store, context = pyro.get_param_store(), self._pyro_context
+            known = {} if context.active else dict(store.named_parameters())
+            try:
+                with context:
+                    for name, value in values.items():
+                        context.set(name, value)
+                    yield
+            finally:
+                if not context.active:
+                    parameters = {id(parameter) for parameter in self.parameters()}
+                    for name, parameter in list(store.named_parameters()):
+                        if id(parameter) in parameters and name not in known:
+                            del store[name]
+                    for name, parameter in known.items():  # named by pyro.module, say
+                        if id(parameter) in parameters:
+                            store._param_to_name[parameter] = name
+                    context.used = False
 
 
 class HMMModule(OwnParameters):

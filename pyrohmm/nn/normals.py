@@ -20,7 +20,7 @@ from .._checks import check_size
 from .._waits import exceeds
 from ..distributions.inverse_wishart import InverseWishart, covariance_matrix
 from ..distributions.units import InUnits, InverseGamma
-from ..ops.products import weighted_sums
+from ..ops.products import symmetric, upper_products, weighted_sums
 from .centred import CentredEmission, centre, lift, like
 from .closed_form import Maximum, Statistics
 from .family import (
@@ -448,15 +448,13 @@ def _floor_note(name: str) -> str:
 
 def _second_moments(values: Tensor, weights: Tensor, about: Tensor) -> tuple[Tensor, Tensor]:
     """Sums and sums of outer products, ``(R, K, D)`` and ``(R, K, D, D)``."""
-    dim = values.size(-1)
+    size = values.size(-1) + 1
 
     def features(values: Tensor) -> Tensor:
-        values = values - about
-        outer = values.unsqueeze(-1) * values.unsqueeze(-2)
-        return torch.cat([values, outer.flatten(-2)], -1)
+        return upper_products(torch.cat([values - about, values.new_ones(len(values), 1)], -1))
 
-    sums, squares = weighted_sums(weights, values, features, dim + dim**2).split([dim, dim**2], -1)
-    return sums, squares.unflatten(-1, (dim, dim))
+    sums = symmetric(weighted_sums(weights, values, features, size * (size + 1) // 2), size)
+    return sums[..., :-1, -1], sums[..., :-1, :-1]
 
 
 def _completed(

@@ -22,6 +22,8 @@ from .numpy_clusters import Tables, Terms, Words
 from .operations import Backend
 from .segment_chain import SegmentChain
 
+FEW = 1 << 10  # numbers, for which an operation of torch takes less time than a call of a loop
+
 
 class NumbaBackend(Backend):
     """Compiled loops: see :class:`.operations.Backend`.
@@ -63,6 +65,9 @@ class NumbaBackend(Backend):
         return out
 
     def add_rows(self, values: Tensor, rows: Tensor, out: Tensor) -> None:
+        if values.numel() < FEW:
+            TORCH.add_rows(values, rows, out)
+            return
         kernels, work = self._chain, values.numel() // len(out)
         kernels.run(kernels.add_rows, len(out), work, rows, values.contiguous(), out)
 
@@ -129,16 +134,15 @@ class NumbaBackend(Backend):
         kernels, (initial, transition, likelihood, lengths) = self._paths, chain
         steps, groups, size, num_states = likelihood.shape
         work, transition = steps * num_states**2, transition.contiguous()
-        delta = torch.empty_like(likelihood)
-        scored = size >= kernels.LANES // 2
-        if scored:
+        if size >= kernels.LANES // 2:
             kernels.run(
-                kernels.score_lanes, groups * size, work, initial.view(-1), transition,
-                likelihood.view(-1), lengths.view(-1), delta.view(-1),
+                kernels.viterbi_lanes, groups * size, work, initial.view(-1), transition,
+                likelihood.view(-1), lengths.view(-1), best.view(steps, -1),
             )  # fmt: skip
+            return
         kernels.run(
-            kernels.viterbi, groups * size, steps * num_states if scored else work, initial,
-            transition, transition.mT.contiguous(), likelihood, lengths, scored, delta, best,
+            kernels.viterbi_rows, groups * size, work, initial, transition,
+            transition.mT.contiguous(), likelihood, lengths, torch.empty_like(likelihood), best,
         )  # fmt: skip
 
     def sample_states(
@@ -149,8 +153,8 @@ class NumbaBackend(Backend):
             return
         kernels, work = self._paths, 10 * states.numel() * messages.size(-1) // lengths.numel()
         kernels.run(
-            kernels.sample_states, lengths.numel(), work, messages, transposed, lengths, uniform,
-            states,
+            kernels.sample_states, lengths.numel(), work, messages, transposed, lengths,
+            math.log(torch.finfo(messages.dtype).tiny), uniform, states,
         )  # fmt: skip
 
     def segment_forward(self, chain: SegmentChain, filtering: bool) -> tuple[Tensor, ...]:

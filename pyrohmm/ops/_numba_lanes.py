@@ -174,23 +174,28 @@ def scale_rows(tile, factor, height):
 
 
 @kernel
-def reach(out, tile, packed, height):
-    """As :func:`multiply`, with sums for products and the largest for the sum."""
+def reach(out, origin, tile, packed, height):
+    """As :func:`multiply`, with sums for products and the largest for the sum.
+
+    ``origin`` is the number of the state that the largest comes from, the first of equal ones.
+    """
     for i in range(height * _LANES):
         out[i] = -np.inf
-    for j in range(height):
-        q = j * _LANES
-        for k in range(_0, height, _4):
-            o = k * _LANES
-            m = j * height + k
-            a0, a1, a2, a3 = packed[m], packed[m + _1], packed[m + _2], packed[m + _3]
+        origin[i] = 0
+    for j in range(_0, height, _4):
+        q, first = j * _LANES, origin.dtype.type(j)
+        second, third = first + origin.dtype.type(1), first + origin.dtype.type(2)
+        fourth = first + origin.dtype.type(3)
+        for k in range(height):
+            o, m = k * _LANES, j * height + k
+            a, b = packed[m], packed[m + height]
+            c, d = packed[m + _2 * height], packed[m + _3 * height]
             for i in range(_LANES):
-                x = tile[q + i]
-                y, z = x + a0, out[o + i]
-                out[o + i] = y if y > z else z
-                y, z = x + a1, out[o + _LANES + i]
-                out[o + _LANES + i] = y if y > z else z
-                y, z = x + a2, out[o + _2 * _LANES + i]
-                out[o + _2 * _LANES + i] = y if y > z else z
-                y, z = x + a3, out[o + _3 * _LANES + i]
-                out[o + _3 * _LANES + i] = y if y > z else z
+                w, x = tile[q + i] + a, tile[q + _LANES + i] + b
+                y, z = tile[q + _2 * _LANES + i] + c, tile[q + _3 * _LANES + i] + d
+                low, high = second if x > w else first, fourth if z > y else third
+                w, y = x if x > w else w, z if z > y else y
+                low, w = high if y > w else low, y if y > w else w
+                top = out[o + i]
+                origin[o + i] = low if w > top else origin[o + i]
+                out[o + i] = w if w > top else top

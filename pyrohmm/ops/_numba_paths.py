@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from ._numba_lanes import LANES, load, pack, reach, store
-from ._numba_math import kernel, logsumexp, u64
+from ._numba_lanes import LANES, load, pack, reach
+from ._numba_math import exp, kernel, logsumexp, u64
 from ._numba_math import run as run
 
 
@@ -58,25 +58,28 @@ def log_space(
 
 
 @kernel
-def score_lanes(first, last, initial, transition, likelihood, lengths, delta):
-    """Score of the best path to each state and step, up to a constant, of many sequences."""
+def viterbi_lanes(first, last, initial, transition, likelihood, lengths, best):
+    """Most probable paths of many sequences, of up to 256 states."""
     num_states = transition.shape[2]
     count, groups = lengths.shape[0], transition.shape[1]
     per = count // groups
     size, height, lanes = u64(num_states), u64((num_states + 3) // 4 * 4), u64(LANES)
-    packed = np.full(height * height, -np.inf, delta.dtype)
-    score = np.full(height * lanes, -np.inf, delta.dtype)
-    reached = np.full(height * lanes, -np.inf, delta.dtype)
-    seen = np.zeros(height * lanes, delta.dtype)
-    peak, ones = np.zeros(LANES, delta.dtype), np.ones(LANES, delta.dtype)
-    zero = delta.dtype.type(0)
+    packed = np.full(height * height, -np.inf, likelihood.dtype)
+    score = np.full(height * lanes, -np.inf, likelihood.dtype)
+    reached = np.full(height * lanes, -np.inf, likelihood.dtype)
+    origin = np.zeros(height * lanes, likelihood.dtype)
+    back = np.zeros(u64(best.shape[0]) * size * lanes, np.uint8)
+    seen, peak = np.zeros(height * lanes, likelihood.dtype), np.zeros(LANES, likelihood.dtype)
+    zero = likelihood.dtype.type(0)
     offsets, active = np.zeros(LANES, np.uint64), np.zeros(LANES, np.bool_)
+    states = np.zeros(LANES, np.uint64)
     current = -1
     start = first
     while start < last:
         g = start // per
         width = min(LANES, last - start, (g + 1) * per - start)
-        for t in range(lengths[start : start + width].max()):
+        longest = lengths[start : start + width].max()
+        for t in range(longest):
             for i in range(LANES):
                 active[i] = i < width and t < lengths[start + i]
                 offsets[i] = u64(t * count + start + i) * size
@@ -84,7 +87,10 @@ def score_lanes(first, last, initial, transition, likelihood, lengths, delta):
                 load(reached, lanes, initial, offsets, active, size, zero)
             else:
                 current = pack(packed, transition, t - 1, g, current, False)
-                reach(reached, score, packed, height)
+                reach(reached, origin, score, packed, height)
+                row = u64(t) * size * lanes
+                for k in range(size * lanes):
+                    back[row + k] = np.uint8(origin[k])
             load(seen, lanes, likelihood, offsets, active, size, zero)
             for i in range(lanes):
                 peak[i] = -np.inf
@@ -98,13 +104,26 @@ def score_lanes(first, last, initial, transition, likelihood, lengths, delta):
             for k in range(size):
                 for i in range(lanes):
                     score[k * lanes + i] -= peak[i]
-            store(delta, offsets, active, size, score, lanes, ones)
+            for i in range(width):
+                if t == lengths[start + i] - 1:
+                    lane, state = u64(i), u64(0)
+                    for k in range(size):
+                        if score[u64(k) * lanes + lane] > score[state * lanes + lane]:
+                            state = u64(k)
+                    states[i] = state
+                    best[t, start + i] = state
+        for t in range(longest - 1, 0, -1):
+            for i in range(width):
+                if t < lengths[start + i]:
+                    state = u64(back[(u64(t) * size + states[i]) * lanes + u64(i)])
+                    states[i] = state
+                    best[t - 1, start + i] = state
         start += width
 
 
 @kernel
-def viterbi(first, last, initial, transition, transposed, likelihood, lengths, scored, delta, best):
-    """Most probable path; where ``scored``, ``delta`` holds the scores already."""
+def viterbi_rows(first, last, initial, transition, transposed, likelihood, lengths, delta, best):
+    """Most probable paths of few sequences; ``delta`` becomes their scores."""
     num_states = likelihood.shape[3]
     size = likelihood.shape[2]
     steps = transition.shape[0]
@@ -112,7 +131,7 @@ def viterbi(first, last, initial, transition, transposed, likelihood, lengths, s
         g = i // size
         b = i % size
         end = lengths[g, b] - 1
-        for t in range(0 if scored else end + 1):
+        for t in range(end + 1):
             row = delta[t, g, b]
             if t == 0:
                 row[:] = initial[g, b]
@@ -149,12 +168,16 @@ def viterbi(first, last, initial, transition, transposed, likelihood, lengths, s
 
 
 @kernel
-def sample_states(first, last, messages, transposed, lengths, uniform, states):
-    """Sample paths backwards from log filtered ``messages``."""
+def sample_states(first, last, messages, transposed, lengths, low, uniform, states):
+    """Sample paths backwards from log filtered ``messages``.
+
+    A state less probable than the exponential of ``low``, relative to another, is not sampled.
+    """
     num_states = messages.shape[3]
     size = messages.shape[2]
     steps = transposed.shape[0]
     mass = np.empty(num_states, messages.dtype)
+    lowest, zero = messages.dtype.type(low), messages.dtype.type(0)
     for i in range(first, last):
         g = i // size
         b = i % size
@@ -172,9 +195,13 @@ def sample_states(first, last, messages, transposed, lengths, uniform, states):
                 if not peak > -np.inf:  # an impossible sequence has no posterior: any path will do
                     mass[:] = 0.0
                     peak = mass[0]
-                total = uniform[s, t, g, b] * 0.0
                 for k in range(num_states):
-                    total += np.exp(mass[k] - peak)
+                    x = mass[k] - peak
+                    value = exp(x if x > lowest else lowest)
+                    mass[k] = value if x > lowest else zero
+                total = zero
+                for k in range(num_states):
+                    total += mass[k]
                     mass[k] = total
                 state = 0
                 while state < num_states - 1 and not mass[state] > uniform[s, t, g, b] * total:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import cache
 from importlib import import_module
 from typing import Any, NamedTuple
 
@@ -21,11 +22,17 @@ from .._precision import differentiable_gradient, in_full_precision
 from .._threads import MILLISECOND, threads_for
 
 LIMITS = {  # smallest normal number, and relative precision
-    name: (float(np.finfo(name).tiny), float(np.finfo(name).eps)) for name in ("float32", "float64")
+    dtype: (float(np.finfo(dtype).tiny), float(np.finfo(dtype).eps))
+    for dtype in map(np.dtype, ("float32", "float64"))
 }
 WIDEST = 128  # states; for more, matrix products of torch are faster
 FEW = 4  # states, up to which a long sequence goes in pieces
 LONG = 100  # steps of each piece, from which that pays
+
+
+@cache  # it imports Numba, when it is first called
+def _kernels() -> Any:
+    return import_module("._numba_evidence", __package__)
 
 
 class Uniform(NamedTuple):
@@ -61,6 +68,22 @@ def log_evidence(
     return _Evidence.apply(*chain, general)
 
 
+def expected_counts(chain: Uniform) -> tuple[Tensor, ...] | None:
+    """Log evidence ``(G, n)``, and its gradients by initial, transition and logs.
+
+    None if the numbers of a sequence left their range.
+    """
+    groups = _groups(chain)
+    for group in groups:
+        group.forward(kept=True)
+        if not group.exact.all():
+            return None
+    found = [group.backward(np.ones(group.count, group.dtype)) for group in groups]
+    if any(parts is None for parts in found):
+        return None
+    return _evidence(groups), *_gradients(found, chain)
+
+
 class _Pass(NamedTuple):
     """A forward pass: what it has found, and what its backward pass reads.
 
@@ -91,7 +114,7 @@ class _Sweep:
     """Forward and backward passes over sequences, or pieces of them."""
 
     def __init__(self, data: Any, packed: np.ndarray, size: int) -> None:
-        self.kernels = kernels = import_module("._numba_evidence", __package__)
+        self.kernels = kernels = _kernels()
         self.data, self.packed, self.size = data, packed, size
         self.count, self.steps = len(data.lengths), int(data.lengths.max())
         self.alone = self.count < kernels.LANES // 2  # one sequence after the other
@@ -170,6 +193,7 @@ class _Sweep:
         return _Back(starts, counts, _sum(emitted))
 
 
+@cache
 def _pieces() -> Any:
     return import_module("._numba_pieces", __package__)
 
@@ -179,7 +203,7 @@ class _Whole:
 
     def __init__(self, data: Any, initial: np.ndarray, packed: np.ndarray) -> None:
         self.sweep = _Sweep(data, packed, initial.shape[1])
-        self.initial = np.broadcast_to(initial, (self.sweep.count, self.sweep.size))
+        self.initial = initial.repeat(self.sweep.count, 0)
 
     def forward(self, kept: bool) -> tuple[np.ndarray, np.ndarray]:
         """Evidence ``(n,)``, and where it is exact."""
@@ -199,7 +223,7 @@ class _Pieces:
     """
 
     def __init__(self, data: Any, initial: np.ndarray, packed: np.ndarray) -> None:
-        size, lanes = initial.shape[1], import_module("._numba_evidence", __package__).LANES
+        size, lanes = initial.shape[1], _kernels().LANES
         self.whole = _Whole(data, initial, packed)
         length = -(-int(data.lengths.sum()) // lanes)
         counts = -(-data.lengths // length)  # pieces of each sequence
@@ -265,9 +289,9 @@ class _Group:
         self, initial: np.ndarray, transition: np.ndarray, logs: np.ndarray,
         symbols: np.ndarray | None, lengths: np.ndarray,
     ) -> None:  # fmt: skip
-        self.kernels = kernels = import_module("._numba_evidence", __package__)
+        self.kernels = kernels = _kernels()
         self.dtype, self.size, self.count = logs.dtype, len(transition), len(lengths)
-        tiny, eps = LIMITS[self.dtype.name]
+        tiny, eps = LIMITS[self.dtype]
         low, slack, height = math.log(tiny), tiny * self.size / eps, -(-self.size // 4) * 4
         start, self.packed = self._zeros(1, self.size), self._zeros(height, height)
         least, zero = kernels.probabilities(initial[None], low, start)
@@ -327,25 +351,14 @@ class _Evidence(torch.autograd.Function):
         ctx: Any, initial: Tensor, transition: Tensor, logs: Tensor, symbols: Tensor | None,
         lengths: Tensor, general: Callable[..., Tensor],
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        kept, (count, size), num_states = any(ctx.needs_input_grad), lengths.shape, initial.size(-1)
-        each = zip(
-            initial.detach().numpy().reshape(count, num_states),
-            transition.detach().numpy().reshape(count, num_states, num_states),
-            logs.detach()
-            .numpy()
-            .reshape(count, *() if symbols is not None else (size,), *logs.shape[-2:]),
-            [None] * count if symbols is None else symbols.numpy().reshape(count, size, -1),
-            lengths.numpy(),
-        )
-        groups = [_Group(*parts) for parts in each]
+        groups = _groups(Uniform(initial, transition, logs, symbols, lengths))
         for group in groups:
-            group.forward(kept)
+            group.forward(kept=any(ctx.needs_input_grad))
         ctx.save_for_backward(initial, transition, logs)
         ctx.groups, ctx.general = groups, general
-        evidence = _stack([group.evidence for group in groups]).astype(groups[0].dtype)
         exact = torch.from_numpy(_stack([group.exact for group in groups]))
         ctx.mark_non_differentiable(exact)
-        return torch.from_numpy(evidence).clone(), exact
+        return _evidence(groups), exact
 
     @staticmethod
     @in_full_precision
@@ -355,17 +368,40 @@ class _Evidence(torch.autograd.Function):
             weights = np.ascontiguousarray(weight.numpy())
             found = [group.backward(row) for group, row in zip(groups, weights)]
             if all(parts is not None for parts in found):
-                gradients = (
-                    (parts[0] if len(parts) == 1 else torch.stack(parts)).reshape(like.shape)
-                    for parts, like in zip(zip(*found), inputs)
-                )
-                return (*gradients, None, None, None)
+                return (*_gradients(found, inputs), None, None, None)
         exact = torch.from_numpy(_stack([group.exact for group in groups]))
 
         def evidence(*logs: Tensor) -> Tensor:
             return ctx.general(*logs).reshape(exact.shape).masked_fill(~exact, 0.0)
 
         return (*differentiable_gradient(evidence, inputs, weight), None, None, None)
+
+
+def _groups(chain: Uniform) -> list[_Group]:
+    """The sequences that share a matrix, as arrays."""
+    initial, transition, logs, symbols, lengths = chain
+    (count, size), num_states = lengths.shape, initial.size(-1)
+    each = zip(
+        initial.detach().numpy().reshape(count, num_states),
+        transition.detach().numpy().reshape(count, num_states, num_states),
+        logs.detach().numpy().reshape(count, *(size,) * (symbols is None), *logs.shape[-2:]),
+        [None] * count if symbols is None else symbols.numpy().reshape(count, size, -1),
+        lengths.numpy(),
+    )
+    return [_Group(*parts) for parts in each]
+
+
+def _evidence(groups: Sequence[_Group]) -> Tensor:
+    """``(G, n)``, in the dtype of the chain."""
+    return torch.from_numpy(_stack([group.evidence for group in groups]).astype(groups[0].dtype))
+
+
+def _gradients(found: Sequence[Any], inputs: Sequence[Any]) -> list[Tensor]:
+    """Those of the groups, each as one tensor of the shape of what it is a gradient by."""
+    return [
+        (parts[0] if len(parts) == 1 else torch.stack(parts)).reshape(like.shape)
+        for parts, like in zip(zip(*found), inputs)
+    ]
 
 
 def _stack(parts: Sequence[np.ndarray]) -> np.ndarray:

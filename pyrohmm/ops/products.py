@@ -57,6 +57,39 @@ def squared_norms(rows: Tensor, columns: Tensor) -> Tensor:
         return batch.join(compute(batch.of_rows(rows), batch.of_columns(columns, 3)))
 
 
+def quadratic_forms(rows: Tensor, matrices: Tensor) -> Tensor:
+    r"""Quadratic forms :math:`\sum_{fg} r_f M_{kfg} r_g`, ``(*A, K)``, in chunks of rows.
+
+    A product with the products of components, of which there are half as many numbers as in
+    :func:`squared_norms`; but these may cancel. Differentiable as there.
+
+    Args:
+        rows: ``(*A, F)``.
+        matrices: ``(*b, K, F, F)``, symmetric.
+    """
+    batch = _Batch(rows.shape[:-1], matrices.shape[:-3])
+    compute = _all_quadratic_forms if transforming() else _QuadraticForms.apply
+    with full_precision(rows):
+        return batch.join(compute(batch.of_rows(rows), batch.of_columns(matrices, 3)))
+
+
+def upper_products(rows: Tensor) -> Tensor:
+    """Products of components ``(*, F (F + 1) / 2)`` of ``rows`` ``(*, F)``: each pair once."""
+    columns, size = rows.mT.contiguous(), rows.size(-1)
+    out = rows.new_empty(*rows.shape[:-2], size * (size + 1) // 2, rows.size(-2))
+    for i, part in enumerate(out.split([*range(size, 0, -1)], -2)):
+        torch.mul(columns[..., i : i + 1, :], columns[..., i:, :], out=part)
+    return out.mT
+
+
+def symmetric(products: Tensor, size: int) -> Tensor:
+    """Symmetric matrices ``(*, F, F)`` of what belongs to :func:`upper_products`."""
+    first, second = torch.triu_indices(size, size, device=products.device)
+    places = first.new_zeros(size, size)
+    places[first, second] = places[second, first] = torch.arange(len(first), device=first.device)
+    return products[..., places]
+
+
 def weighted_sums(
     weights: Tensor, values: Tensor, features: Callable[[Tensor], Tensor], width: int
 ) -> Tensor:
@@ -175,6 +208,46 @@ class _SquaredNorms(torch.autograd.Function):
         return by_rows, by_columns.movedim(-3, -1).transpose(-3, -2)
 
 
+class _QuadraticForms(torch.autograd.Function):
+    """Quadratic forms ``([S,] L, K)`` of rows ``([S,] L, F)`` by matrices ``([S,] K, F, F)``."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, matrices: Tensor) -> Tensor:
+        ctx.save_for_backward(rows, matrices)
+        first, second = torch.triu_indices(rows.size(-1), rows.size(-1), device=rows.device)
+        flat = matrices[..., first, second] * torch.where(first == second, 1.0, 2.0).to(rows)
+        out = rows.new_empty(*rows.shape[:-1], matrices.size(-3))
+        with _threads_for(rows, matrices):
+            for chunk in _chunks(rows, flat.size(-1) // 4):  # they are made one by one
+                torch.matmul(upper_products(rows[..., chunk, :]), flat.mT, out=out[..., chunk, :])
+        return out
+
+    @staticmethod
+    @in_full_precision
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        rows, matrices = ctx.saved_tensors
+        if torch.is_grad_enabled():  # the gradient will itself be differentiated
+            return tuple(differentiable_gradient(_all_quadratic_forms, (rows, matrices), gradient))
+        size = rows.size(-1)
+        flat = rows.new_zeros(*gradient.shape[:-2], gradient.size(-1), size * (size + 1) // 2)
+        by_rows = torch.zeros_like(rows) if ctx.needs_input_grad[0] else None
+        with _threads_for(rows, matrices):
+            for chunk in _chunks(rows, flat.size(-1) // 4):  # they are made one by one
+                part, weights = rows[..., chunk, :], gradient[..., chunk, :]
+                flat += weights.mT @ upper_products(part)
+                if by_rows is not None:
+                    mixed = (weights @ matrices.flatten(-2)).unflatten(-1, (size, size))
+                    by_rows[..., chunk, :] = 2 * (mixed @ part.unsqueeze(-1)).squeeze(-1)
+        return by_rows, symmetric(flat, size)
+
+
+def _chunks(rows: Tensor, width: int) -> Iterator[slice]:
+    """Slices of rows of which ``width`` numbers each are made."""
+    size = max(1, CHUNK // max(1, width * math.prod(rows.shape[:-2])))
+    for start in range(0, rows.size(-2), size):
+        yield slice(start, start + size)
+
+
 def _flat(columns: Tensor) -> Tensor:
     """``(.., K, D, F)`` as ``(.., D K, F)``: sums over D are then sums of contiguous rows."""
     return columns.transpose(-3, -2).flatten(-3, -2)
@@ -184,12 +257,15 @@ def _inner_products(rows: Tensor, columns: Tensor) -> Iterator[tuple[slice, Tens
     """Chunks of rows, and their inner products ``(.., l, D, K)``."""
     states, dim = columns.shape[-3:-1]
     flat = _flat(columns).mT
-    size = max(1, CHUNK // max(1, flat.size(-1) * math.prod(rows.shape[:-2])))
-    for start in range(0, rows.size(-2), size):
-        chunk = slice(start, start + size)
+    for chunk in _chunks(rows, flat.size(-1)):
         yield chunk, (rows[..., chunk, :] @ flat).unflatten(-1, (dim, states))
 
 
 def _all_squared_norms(rows: Tensor, columns: Tensor) -> Tensor:
     inner = (rows @ _flat(columns).mT).unflatten(-1, (columns.size(-2), columns.size(-3)))
     return inner.square().sum(-2)
+
+
+def _all_quadratic_forms(rows: Tensor, matrices: Tensor) -> Tensor:
+    apart = (rows @ matrices.flatten(-3, -2).mT).unflatten(-1, matrices.shape[-3:-1])
+    return (apart * rows.unsqueeze(-2)).sum(-1)

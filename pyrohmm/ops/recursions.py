@@ -127,24 +127,9 @@ def log_evidence_of_symbols(
         >>> log_evidence_of_symbols(half, half.expand(1, 2, 2), coins, heads, torch.tensor(2)).exp()
         tensor(0.4225)
     """
-    _check_symbols(log_initial, log_symbols, symbols, known)
-    log_symbols = at_least_single(log_symbols)
-    outer = {"log_symbols": log_symbols.shape[:-2], "symbols": symbols.shape[:-1]}
-    if known is not None:
-        outer["known"] = known.shape[:-1]
-    shape = *check_broadcast(outer), symbols.size(-1), log_symbols.size(-2)
-    symbols = symbols.expand(shape[:-1])  # so that its dimensions are those of log_symbols
-
-    def likelihood(logs: Tensor) -> Tensor:
-        scores = look_up(logs, symbols.movedim(-1, 0)).movedim(0, -2)
-        return scores if known is None else scores.masked_fill(~known.unsqueeze(-1), 0.0)
-
-    if transforming():
-        return log_evidence(log_initial, log_transition, likelihood(log_symbols), lengths)
-    shown = log_symbols.detach().as_strided(shape, (0,) * len(shape))  # there are none
-    arguments = check_arguments(log_initial, log_transition, shown, lengths)
-    chain = _uniform(arguments, log_symbols, symbols, known)
-    if chain is None:
+    parts = log_initial, log_transition, log_symbols
+    likelihood, arguments, chain = _of_symbols(*parts, symbols, lengths, known)
+    if arguments is None or chain is None:
         return log_evidence(log_initial, log_transition, likelihood(log_symbols), lengths)
     return _uniform_evidence(chain, arguments, likelihood)
 
@@ -185,20 +170,15 @@ def expected_counts(
         tensor([[[0.5000, 0.5000],
                  [0.0000, 0.0000]]])
     """
-    batch = check_broadcast(
-        {
-            "log_initial": log_initial.shape[:-1],
-            "log_transition": log_transition.shape[:-3],
-            "log_likelihood": log_likelihood.shape[:-2],
-            "lengths": lengths.shape,
-        }
-    )
-    log_likelihood = log_likelihood.expand(*batch, *log_likelihood.shape[-2:])
+    arguments = check_arguments(log_initial, log_transition, log_likelihood, lengths)
+    shape = *arguments.batch, *log_likelihood.shape[-2:]
+    log_likelihood = log_likelihood.expand(shape)
+    chain = None if transforming() else _uniform(arguments, log_likelihood)
 
     def evidence(initial: Tensor, transition: Tensor, likelihood: Tensor) -> Tensor:
         return log_evidence(initial, transition, likelihood, lengths)
 
-    return _counts(evidence, log_initial, log_transition, log_likelihood)
+    return _counts(evidence, arguments, chain, log_initial, log_transition, log_likelihood)
 
 
 @explained()
@@ -231,16 +211,27 @@ def expected_counts_of_symbols(
     def evidence(initial: Tensor, transition: Tensor, table: Tensor) -> Tensor:
         return log_evidence_of_symbols(initial, transition, table, symbols, lengths, known)
 
-    counts = _counts(evidence, log_initial, log_transition, log_symbols)
+    parts = log_initial, log_transition, log_symbols
+    _, arguments, chain = _of_symbols(*parts, symbols, lengths, known)
+    counts = _counts(evidence, arguments, chain, *parts)
     return counts._replace(states=counts.states.mT)
 
 
-def _counts(evidence: Callable[[Tensor, Tensor, Tensor], Tensor], *logs: Tensor) -> ExpectedCounts:
-    """The evidence, and its gradients by its arguments."""
+def _counts(
+    evidence: Callable[[Tensor, Tensor, Tensor], Tensor],
+    arguments: Arguments | None,
+    chain: compiled.Uniform | None,
+    *logs: Tensor,
+) -> ExpectedCounts:
+    """The evidence, and its gradients by its arguments; those of a ``chain`` need no autograd."""
     if transforming():
         value, counts = evidence_and_gradient(evidence, *logs)
         return ExpectedCounts(value, *counts)
     with torch.inference_mode(False), torch.enable_grad():
+        found = None if chain is None else compiled.expected_counts(chain)
+        if arguments is not None and found is not None:
+            shaped = (_like(part, like) for part, like in zip(found[1:], logs))
+            return ExpectedCounts(found[0].reshape(arguments.batch), *shaped)
         # tensors made in inference mode cannot ask for gradients
         leaves = [
             (part.clone() if part.is_inference() else part.detach()).requires_grad_()
@@ -249,6 +240,13 @@ def _counts(evidence: Callable[[Tensor, Tensor, Tensor], Tensor], *logs: Tensor)
         value = evidence(*leaves)
         counts = torch.autograd.grad(value.sum(), leaves, materialize_grads=True)
     return ExpectedCounts(value.detach(), *counts)
+
+
+def _like(counts: Tensor, logs: Tensor) -> Tensor:
+    """Counts of the shape and dtype of ``logs``, summed over what shares them."""
+    alike = counts.numel() == logs.numel()
+    shaped = counts.reshape(logs.shape) if alike else counts.sum_to_size(logs.shape)
+    return shaped.to(logs.dtype)
 
 
 def filtered(
@@ -313,6 +311,37 @@ def sample_states(
             messages, transposed, chain.lengths, uniform, states
         )
         return states.permute(0, 2, 3, 1).reshape(num_samples, *batch, steps)
+
+
+def _of_symbols(
+    log_initial: Tensor,
+    log_transition: Tensor,
+    log_symbols: Tensor,
+    symbols: Tensor,
+    lengths: Tensor,
+    known: Tensor | None,
+) -> tuple[Callable[[Tensor], Tensor], Arguments | None, compiled.Uniform | None]:
+    """What makes log-likelihoods of probabilities of symbols; the arguments; and their chain.
+
+    There are no log-likelihoods among the arguments, but for their shape.
+    """
+    _check_symbols(log_initial, log_symbols, symbols, known)
+    log_symbols = at_least_single(log_symbols)
+    outer = {"log_symbols": log_symbols.shape[:-2], "symbols": symbols.shape[:-1]}
+    if known is not None:
+        outer["known"] = known.shape[:-1]
+    shape = *check_broadcast(outer), symbols.size(-1), log_symbols.size(-2)
+    symbols = symbols.expand(shape[:-1])  # so that its dimensions are those of log_symbols
+
+    def likelihood(logs: Tensor) -> Tensor:
+        scores = look_up(logs, symbols.movedim(-1, 0)).movedim(0, -2)
+        return scores if known is None else scores.masked_fill(~known.unsqueeze(-1), 0.0)
+
+    if transforming():
+        return likelihood, None, None
+    shown = log_symbols.detach().as_strided(shape, (0,) * len(shape))
+    arguments = check_arguments(log_initial, log_transition, shown, lengths)
+    return likelihood, arguments, _uniform(arguments, log_symbols, symbols, known)
 
 
 def _check_symbols(

@@ -242,6 +242,49 @@ def test_a_covariance_near_singular_costs_no_precision():
     assert math.isclose(found.item(), exact.log_prob(values.double()).sum().item(), rel_tol=1e-5)
 
 
+@pytest.mark.usefixtures("_always")
+@pytest.mark.parametrize("shift", [0.0, 1e6])
+@pytest.mark.parametrize("unit", [1e-4, 1.0, 1e4])
+@pytest.mark.parametrize(
+    ("correlation", "apart", "by_forms"),
+    [
+        (0.0, 1.0, True),
+        (0.5, 2.0, True),
+        (0.5, 8.0, False),
+        (0.99, 1.0, False),
+        (0.0, 1e3, True),
+    ],  # the last in float64
+)
+def test_products_of_components_are_features_where_they_do_not_cancel(
+    correlation, apart, by_forms, unit, shift, monkeypatch
+):
+    """Whatever the units of a component, and however far all means are from zero."""
+    taken = []
+    forms = linear_emissions._by_forms
+    monkeypatch.setattr(
+        linear_emissions, "_by_forms", lambda *parts: taken.append(0) or forms(*parts)
+    )
+    torch.manual_seed(0)
+    matrix = torch.full((3, 3), correlation, dtype=torch.float64).fill_diagonal_(1.0)
+    units = torch.tensor([unit, 1.0, 1.0], dtype=torch.float64)
+    root = (units.unsqueeze(-1) * torch.linalg.cholesky(matrix)).float().expand(4, 3, 3).clone()
+    states = torch.arange(400) % 4
+    loc = (apart * torch.randn(4, 3) * units).float() + (shift if unit == 1 else 0.0)
+    values = loc[states] + (root[states] @ torch.randn(400, 3, 1).float()).squeeze(-1)
+    loc.requires_grad_()
+    scores = linear_log_prob(dist.MultivariateNormal(loc, scale_tril=root), values)
+    known = loc.detach().double().requires_grad_()
+    exact = MultivariateNormal(known, scale_tril=root.double())
+    exact = exact.log_prob(values.double().unsqueeze(-2))
+    assert bool(taken) == by_forms
+    assert ((scores - exact).abs() / (exact.abs() + 3)).max() < 1e-5
+    evidence, wanted = scores.logsumexp(-1).sum(), exact.logsumexp(-1).sum()
+    assert math.isclose(evidence.item(), wanted.item(), rel_tol=1e-5)
+    (slope,) = torch.autograd.grad(evidence, loc)
+    (expected,) = torch.autograd.grad(wanted, known)
+    assert ((slope - expected) * units).abs().max() < 1e-4 * 100  # of the size of N / 4 states
+
+
 @pytest.mark.usefixtures("_forced")
 def test_an_infinite_value_has_probability_zero():
     emission = dist.Normal(torch.zeros(3, 2), 1.0).to_event(1)

@@ -14,6 +14,7 @@ import pytest
 import torch
 from families import CASES, STATES
 from hmmlearn import hmm as hmmlearn_models
+from pyro import poutine
 from pyro.nn import PyroModule, PyroParam, PyroSample
 from scipy import stats
 from torch.distributions import constraints
@@ -45,6 +46,8 @@ from pyrohmm import (
     to_hmmlearn,
 )
 from pyrohmm.infer import expectation
+from pyrohmm.infer.models import build
+from pyrohmm.infer.parameters import Parameters
 from pyrohmm.nn.family import Emission
 
 NAN = math.nan
@@ -1511,3 +1514,57 @@ def test_a_fit_in_closed_form_needs_no_gradient_of_the_caller(mode, restarts):
             fit = fit_em(TabularHMM(2, categorical(3)), data, num_steps=3, restarts=restarts)
             losses.append(torch.as_tensor(fit.losses))
     torch.testing.assert_close(*losses)
+
+
+def log_prior_of_a_trace(parameters):
+    """The log-prior ``(R,)`` of the parameters as they are, by Pyro alone."""
+    with torch.no_grad(), poutine.block(), poutine.condition(data=parameters.values):
+        trace = poutine.trace(lambda: build(parameters.module, parameters.data)).get_trace()
+        trace.compute_log_prob()
+    sites = [trace.nodes[name]["log_prob"] for name in parameters.sites]
+    return sum(log_prob.reshape(parameters.restarts) for log_prob in sites)
+
+
+@pytest.mark.parametrize("restarts", [1, 3])
+@pytest.mark.parametrize("name", CASES)
+def test_the_log_prior_is_that_of_the_values_as_they_are(name, restarts):
+    """Also where the prior of one variable depends on another, as that of means on variances."""
+    data = data_of(CASES[name])
+    for module in (module_of(CASES[name]), TabularHMM(STATES, CASES[name].family())):
+        parameters = Parameters(module, data, restarts, None)
+        assert {"initial", "transition"} <= parameters.constant
+        assert "emission.loc" not in parameters.constant
+        for _ in range(3):
+            parameters.set_values(starts.from_prior(module, data, restarts))
+            _, prior = parameters.build(data)
+            expected = log_prior_of_a_trace(parameters)
+            torch.testing.assert_close(prior.reshape(-1).expand(restarts), expected)
+
+
+class Annealed(TabularHMM):
+    """Its prior of the transition matrix becomes weaker with each call."""
+
+    def forward(self, lengths, observed=None):
+        self.transition_concentration = 1 + (self.transition_concentration - 1) / 2
+        return super().forward(lengths, observed)
+
+
+def test_a_prior_that_changes_between_iterations_is_followed():
+    data = data_of(CASES["symbols"])
+    module = Annealed(STATES, categorical(4), transition_concentration=9.0)
+    parameters = Parameters(module, data, 1, None)
+    assert not parameters.constant
+    parameters.set_values(starts.from_prior(module, data, 1))
+    for _ in range(3):
+        _, prior = parameters.build(data)
+        now = module.transition_concentration
+        parts = [
+            dist.Dirichlet(part).log_prob(parameters.values[name]).sum()
+            for part, name in (
+                (module.initial_concentration, "initial"),
+                (now, "transition"),
+                (module.emission.concentration, "emission.probs"),
+            )
+        ]
+        torch.testing.assert_close(prior, sum(parts))
+    assert now.max() < 2

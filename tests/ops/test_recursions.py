@@ -855,9 +855,13 @@ def test_what_stands_in_the_padding_changes_nothing(junk, dtype, engine):
     assert not both[1].log_likelihood.grad[ended].any()
 
 
-def test_among_equal_paths_viterbi_takes_the_first(engine):
-    chain = Chain.of(np.log([0.5, 0.5]), np.log(np.full((1, 2, 2), 0.5)), np.zeros((3, 2)))
-    assert recursions.viterbi(*chain).tolist() == [0, 0, 0]
+@pytest.mark.parametrize("count", [1, 40])  # by states, and by sequences side by side
+def test_among_equal_paths_viterbi_takes_the_first(count, engine):
+    initial, even = np.array([NEVER, NEVER, 0.0, 0.0, 0.0]), np.zeros((1, 5, 5))
+    chain = Chain.of(initial, even, np.zeros((count, 3, 5)), np.arange(count) % 3 + 1)
+    expected = torch.tensor([[2, 0, 0], [2, 0, 0], [2, 0, 0]])[chain.lengths - 1]
+    expected = expected.masked_fill(torch.arange(3) >= chain.lengths[:, None], 0)
+    assert torch.equal(recursions.viterbi(*chain), expected)
 
 
 def test_one_step_needs_no_matrix(engine):
