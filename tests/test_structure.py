@@ -44,8 +44,9 @@ LONG_FUNCTIONS: dict[str, str] = {
 }
 # Of the whole package half is code, a quarter docstrings and the rest imports, decorators and
 # space. It may grow by what it can do (estimators, potentials, durations that may be cut, a second
-# order, gaps in time, another number of states), never by the way: the last four are 2,700 lines.
-MOST_LINES = {"module": 500, "class": 350, "function": 80, "package": 41_500}
+# order, gaps in time, another number of states, an n-gram mixed in), never by the way: the last
+# five are 3,100 lines.
+MOST_LINES = {"module": 500, "class": 350, "function": 80, "package": 42_300}
 
 
 def name_of(path):
