@@ -349,6 +349,7 @@ def draw(rows: list[Row], baselines: list[dict[str, Any]]) -> None:
         )
     axis.set_xticks(range(len(rows)), [row["name"].replace(" and ", " and\n") for row in rows])
     axis.set(ylabel="perplexity", title="Penn Treebank, 32,768 states and an n-gram")
+    axis.margins(y=0.12)
     axis.grid(axis="x", visible=False)
     axis.legend(loc="upper right")
     figure.savefig(FOLDER / f"{NAME}.png", dpi=150)
