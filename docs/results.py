@@ -441,6 +441,20 @@ def perplexity_table() -> str:
     return table(["model", "held out", "test", "paper, held out", "paper, test"], body)
 
 
+def ngram_table() -> str:
+    """Perplexities of a language model mixed with an n-gram."""
+    body = [
+        [
+            row["name"],
+            f"{row['weights_fitted_to_tokens']:,}" if "rounds" in row else DASH,
+            *(plain(row[f"{part}_perplexity"]) for part in ("fitted", "unseen", "test")),
+        ]
+        for row in rows("ngram_emission")
+    ]
+    header = ["model", "tokens for the weights", "held out, first half", "second half", "test"]
+    return table(header, body)
+
+
 def ablation_table() -> str:
     """Ablations of language models, means of two seeds."""
     body = []
@@ -662,6 +676,7 @@ TABLES = {
     "durations": durations_table,
     "large_data": large_data_table,
     "steering": steering_table,
+    "ngram": ngram_table,
     "music": music_table,
     "music_example": music_example_table,
     "num_states": num_states_table,

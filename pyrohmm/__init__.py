@@ -82,6 +82,7 @@ from .nn.factorial import additive_normal as additive_normal
 from .nn.mixtures import normal_mixture as normal_mixture
 from .nn.neural import NeuralHMM as NeuralHMM
 from .nn.neural import ScalarHMM as ScalarHMM
+from .nn.ngram import NGramMixture as NGramMixture
 from .nn.normals import normal as normal
 from .nn.normals import normal_full as normal_full
 from .nn.normals import normal_spherical as normal_spherical
@@ -122,6 +123,7 @@ __all__ = [
     "LanguageModel",
     "LinearChainCRF",
     "MarginalModel",
+    "NGramMixture",
     "NeuralHMM",
     "NeuralTagger",
     "Posterior",

@@ -635,3 +635,21 @@ def test_the_kneser_ney_5_gram_of_the_penn_treebank_is_that_of_mikolov():
     assert all((row["valid_tokens"], row["test_tokens"]) == tokens[row["data"]] for row in rows)
     (row,) = (row for row in rows if row["part"] == "kneser-ney-ptb")
     assert round(row["test_perplexity"], 1) == row["paper_test"]
+
+
+def test_an_ngram_of_blocks_is_that_of_its_words(monkeypatch):
+    """The probability of a block is the sum over its words, and that of a word the product."""
+    monkeypatch.syspath_prepend(FIGURES)
+    script = importlib.import_module("ngram_emission")
+    text = np.random.default_rng(0).integers(0, 6, 200)  # 0 ends sentences
+    block = np.array([0, 1, 2, 1, 2, 1])
+    ngram, context = script.BlockNGram(text, block, 0), np.array([3, 1, 0, 2, 4])
+    columns = ngram.columns(text)
+    np.testing.assert_allclose(columns[:, :2].sum(-1), ngram.log_probs(text))
+    for length in range(len(context) + 1):
+        ends = [np.append(context[:length], word) for word in range(6)]
+        of_words = np.exp([ngram.log_probs(end)[-1] for end in ends])
+        last = np.stack([ngram.columns(end)[-1] for end in ends])
+        np.testing.assert_allclose(np.exp(last[:, 0]), np.bincount(block, of_words)[block])
+        assert len(set(last[:, 2])) == 1  # the class of what is before knows nothing of the word
+        assert all(len(set(last[block == b, 3])) == 1 for b in range(3))

@@ -50,7 +50,7 @@ from pyrohmm import (
     normal,
 )
 from pyrohmm.data import Vocabulary
-from pyrohmm.distributions import Streams
+from pyrohmm.distributions import NGramBlockHMM, NGramProbs, NGramWeights, Streams
 from pyrohmm.ops.block_transition import InnerProductTransition
 
 ROOMS = ["ops", "data", "distributions", "nn", "io", "infer", "analysis", "language"]
@@ -469,6 +469,20 @@ def tagged_hmm():
     return TaggedHMM(block_hmm(), rows(2, 2))
 
 
+def ngram():
+    log_probs, only = torch.full((2, 3), 0.5).log(), torch.zeros(2, 3, dtype=torch.long)
+    return NGramProbs(log_probs, log_probs, only, only)
+
+
+def ngram_weights():
+    return NGramWeights(torch.zeros(1, 3), torch.zeros(1, 2))
+
+
+def ngram_hmm():
+    module = neural(two_level=True)
+    return NGramBlockHMM(module(lengths()), ngram(), ngram_weights())
+
+
 def tagged_values():
     return torch.stack([values(), torch.tensor([[0, 1, -1], [1, 0, 0]])], -1)
 
@@ -729,6 +743,13 @@ SPECIAL = {
     ),
     "semi_markov.sample_states": SEGMENTS | {"num_samples": lambda: 2},
     "TaggedHMM": {"words": block_hmm, "log_tags": lambda: rows(2, 2)},
+    "NGramBlockHMM": {
+        "words": lambda: neural(two_level=True)(lengths()),
+        "ngram": ngram,
+        "weights": ngram_weights,
+    },
+    "NGramMixture": {"words": neural},
+    "NGramMixture.forward": {"covariates": lambda: torch.zeros(2, 3, 4)},
     "Tied": {"base": gaussian, "index": lambda: torch.tensor([0, 1, 1])},
     "Tied.log_prob": {"value": lambda: torch.zeros(4, 1)},
     "WarmupCosine.__call__": {"step": lambda: 1},
@@ -907,6 +928,7 @@ for kind, observations in {
     "SecondOrderHMM": values,
     "BlockHMM": values,
     "TaggedHMM": tagged_values,
+    "NGramBlockHMM": values,
 }.items():
     for method in methods(PUBLIC[kind]):
         SPECIAL[f"{kind}.{method}"] = {
@@ -926,6 +948,8 @@ SPECIAL["FactorialHMM.product_states"]["chains"] = lambda: torch.zeros(2, 3, 2).
 OBJECTS = {
     "BlockHMM": block_hmm,
     "TaggedHMM": tagged_hmm,
+    "NGramBlockHMM": ngram_hmm,
+    "NGramMixture": lambda: pyrohmm.NGramMixture(neural(two_level=True)),
     "HMM": hmm,
     "HSMM": hsmm,
     "ContinuousTimeHMM": continuous_time_hmm,
@@ -1014,6 +1038,23 @@ UNASKED = {
     "SecondOrderHMM.counts_of": "called by EM",
     "SecondOrderHMM.log_factors": "refuses whatever it is given",
     "HSMM.log_factors": "refuses whatever it is given",
+    **{
+        f"NGramBlockHMM.{name}": "refuses whatever it is given"
+        for name in (
+            "all_transitions",
+            "counted_transitions",
+            "dense",
+            "expected_counts",
+            "forecast",
+            "log_factors",
+            "log_joint",
+            "permute_states",
+            "sample",
+            "sample_with_states",
+            "stationary",
+            "symbol_factors",
+        )
+    },
     "semi_markov.boundaries": "called by HSMM",
     "semi_markov.counts_of_each": "called by HSMM",
     "semi_markov.segment_weights": "called by HSMM",
@@ -1092,6 +1133,7 @@ EXCEPTIONS = {
         ("Filter.update", "observation", label): "out of range; named values, as everywhere"
         for label in ("-1", "tensor()", "negative", "large")
     },
+    ("NGramMixture.forward", "covariates", "negative"): "of the column: block_class is named",
     ("LanguageModel.num_unknown", "lines", "tensor()"): "torch says that it has no items",
     **{
         (f"{kind}.log_factors", "check", label): "the truth of a tensor: torch's error"

@@ -32,6 +32,7 @@ Its modules; each imports only those above it:
 ``carried_state``          ``CarriedState``: the state before the first step
 ``block_factors``          parameters and symbols in blocks, as the recursions read them
 ``block_hmm``              ``BlockHMM``: states in blocks, tens of thousands of them
+``ngram_block_hmm``        ``NGramBlockHMM``: states in blocks, mixed with an n-gram
 ``tagged_hmm``             ``TaggedHMM``: states that emit a word and a tag
 ``dpp``                    the determinantal prior of the diversified HMM
 """
@@ -53,6 +54,9 @@ from .hmm import HMM as HMM
 from .hsmm import HSMM as HSMM
 from .inverse_wishart import InverseWishart as InverseWishart
 from .inverse_wishart import covariance_matrix as covariance_matrix
+from .ngram_block_hmm import NGramBlockHMM as NGramBlockHMM
+from .ngram_block_hmm import NGramProbs as NGramProbs
+from .ngram_block_hmm import NGramWeights as NGramWeights
 from .observation import Streams as Streams
 from .observation import Tied as Tied
 from .observation import is_categorical as is_categorical

@@ -42,6 +42,8 @@ class _Factors(NamedTuple):
         likelihood: ``(N, T, w)``, log-likelihood of each step in the states of its block.
         batch: The batch shape, of N elements.
         known: ``(N, T)``, which steps exist and are observed.
+        leaving: ``(N, T, w)``, log-factor of each state that is left for the next step, if that
+            step's symbol changes the transition to it; 0 at the last step.
     """
 
     blocks: Tensor
@@ -50,6 +52,7 @@ class _Factors(NamedTuple):
     likelihood: Tensor
     batch: torch.Size
     known: Tensor
+    leaving: Tensor | None = None
 
 
 class BlockFactors(HMM):
@@ -135,7 +138,9 @@ class BlockFactors(HMM):
 
     def _block_chain(self, factors: _Factors) -> tuple[Any, ...]:
         """The arguments of :func:`pyrohmm.ops.block_recursions.log_evidence`."""
-        blocks, lengths, first, likelihood, *_ = factors
+        blocks, lengths, first, likelihood, *_, leaving = factors
+        if leaving is not None:  # a factor of the state, and as such part of its likelihood
+            likelihood = likelihood + leaving
         if self.carried is not None:
             return self.carried.prepend(self.blocks, self._inner_products, factors[:4])
         return blocks, lengths, self.blocks.layout, *self._scores(), first, likelihood
@@ -163,7 +168,7 @@ def log_chain(
         dtype: Of the messages; that of the parameters by default.
     """
     with torch.no_grad(), full_precision(hmm.log_initial):
-        blocks, lengths, first, likelihood, batch, known = hmm._factors(values)
+        blocks, lengths, first, likelihood, batch, known, leaving = hmm._factors(values)
         scores, states = hmm._scores(), hmm.blocks.layout
         where = torch.arange(known.numel()).reshape(known.shape)
         if hmm.observed is not None:
@@ -175,8 +180,10 @@ def log_chain(
             ).log_first
         first, likelihood = first.to(dtype), likelihood.to(dtype)
         chain = block_recursions.plan_chain(blocks, lengths, states, *scores, first, likelihood)
+        if leaving is not None:
+            leaving = leaving.flatten(0, 1)[chain.plan.where.to(leaving.device)].to(chain.log_seen)
         chain = chain._replace(plan=chain.plan._replace(where=where.flatten()[chain.plan.where]))
-    return BlockLogs(chain), chain.plan, torch.Size([*batch, hmm.num_steps])
+    return BlockLogs(chain, leaving), chain.plan, torch.Size([*batch, hmm.num_steps])
 
 
 def gapped_chain(

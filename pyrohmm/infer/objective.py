@@ -201,7 +201,7 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential, nn.ParameterList, nn
 
 def step_cost(hmm: HMM) -> float:
     """Multiplications for one step of a sequence of ``hmm``, about."""
-    width, further = math.prod(hmm.emission.event_shape), 16
+    width, further = math.prod(hmm.event_shape[1:]), 16
     if isinstance(hmm, HSMM):
         further += hmm.log_duration.size(-1)
     return hmm.num_states * (hmm.num_states**hmm.order + further + width**2)

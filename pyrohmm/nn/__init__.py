@@ -25,6 +25,7 @@ Its modules; each imports only those above it:
 ``dense``            ``DenseHMM``: softmax of inner products of embeddings
 ``networks``         networks and tables that make embeddings
 ``neural``           ``NeuralHMM``, ``ScalarHMM``: tens of thousands of states; ``LinearDropout``
+``ngram``            ``NGramMixture``: a neural HMM mixed with an n-gram
 ``tagging``          ``NeuralTagger``: a neural HMM of words and tags
 """
 
@@ -56,6 +57,7 @@ from .mixtures import normal_mixture as normal_mixture
 from .neural import LinearDropout as LinearDropout
 from .neural import NeuralHMM as NeuralHMM
 from .neural import ScalarHMM as ScalarHMM
+from .ngram import NGramMixture as NGramMixture
 from .normals import normal as normal
 from .normals import normal_full as normal_full
 from .normals import normal_spherical as normal_spherical

@@ -20,9 +20,16 @@ def sample_places(scores: Tensor) -> Tensor:
 
 
 class BlockLogs:
-    """Messages of a chain in blocks, as logarithms."""
+    """Messages of a chain in blocks, as logarithms.
 
-    def __init__(self, chain: BlockChain) -> None:
+    Args:
+        chain: The chain.
+        leaving: ``(M, w)``, log-factor of each state in the transition to the next token; none by
+            default.
+    """
+
+    def __init__(self, chain: BlockChain, leaving: Tensor | None = None) -> None:
+        self.leaving = leaving
         self.plan, self.first, self.seen = chain.plan, chain.log_first, chain.log_seen
         self.sizes, self.device = chain.states.sizes, chain.log_seen.device
         leave, enter, log_block_probs = chain.leave, chain.enter, chain.log_block_probs
@@ -68,7 +75,10 @@ class BlockLogs:
         beyond = (rows >= height) | (places >= breadth)
         cells = (base + rows * stride + places).masked_fill(beyond, 0)
         log_probs = self.log_probs.index_select(0, cells.flatten()).view_as(cells)
-        return log_probs.masked_fill(beyond, -torch.inf)
+        log_probs = log_probs.masked_fill(beyond, -torch.inf)
+        if self.leaving is None:
+            return log_probs
+        return log_probs + self.leaving[self.plan.before[step].to(self.device)].unsqueeze(-1)
 
     def steps(self) -> list[slice]:
         """The tokens of each step."""

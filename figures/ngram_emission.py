@@ -1,0 +1,390 @@
+"""A large word model mixed with an n-gram, exactly: Penn Treebank, 32,768 states in 128 blocks.
+
+The best plain model of ``language_models.py`` (its checkpoint, named after its settings, is read
+from the folder ``CHECKPOINTS``; without one it is trained first) and an interpolated Kneser-Ney
+5-gram are mixed as :class:`pyrohmm.NGramMixture` says: the n-gram helps to choose the block of the
+next word in the transition, and the word within its block in the emission. The weights depend on
+the block and on a class of what is before: the length of the longest known context, and the weight
+with which the n-gram backs off from it; for the word, the longest context in which a word of its
+block is known, and its share of the probability of the block.
+
+``plain`` is the model alone, as ``language_models.json`` has it, ``n-gram`` the n-gram alone. In
+``emission`` the weights of the transition are zero, in ``emission and transition`` they are not;
+the network stays as it is, and the weights are fitted to 600 sentences of the first half of the
+held-out text, by maximum likelihood with a standard normal prior on each number. In ``trained
+jointly`` network and weights are trained together for some more of the training text (``epochs``),
+of which each tenth has the probabilities of an n-gram of the other nine; then the weights alone, as
+before. ``fitted`` is the first half of the held-out text, which also chose the epoch of the plain
+model, ``unseen`` the second half, to which nothing was fitted. Perplexities are per token,
+``<eos>`` included, with sentences independent for all models.
+
+Rows are computed one by one (``--only``); fits go on from their checkpoints. Writes
+``ngram_emission.json`` and ``ngram_emission.png``.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import tempfile
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import language_models
+import numpy as np
+import pyro
+import torch
+from common import FOLDER, alone, arguments, earlier, pyplot, write
+from common.baselines import KneserNey
+from common.text import Text, read
+from language_models import BEST, Model, blocks_of, trained
+from safetensors import safe_open
+from torch import Tensor
+from torch.optim.lr_scheduler import LambdaLR
+
+from pyrohmm import MarginalModel, NeuralHMM, NGramMixture, Sequences, fit_map
+from pyrohmm.data.batches import batches_in_round, cut_by_steps
+from pyrohmm.distributions import NGramBlockHMM, NGramWeights
+from pyrohmm.language import END, WarmupCosine
+from pyrohmm.nn.neural import LinearDropout
+from pyrohmm.ops.blocks import Blocks
+
+NAME = "ngram_emission"
+ORDER, FOLDS = 5, 10
+QUARTERS = (0.25, 0.5, 0.75)  # where classes of weights and shares end
+CLASSES = 4 * ORDER
+ROWS = ("plain", "n-gram", "emission", "emission and transition", "trained jointly")
+MODEL = BEST["annealed-ptb"][0]
+
+
+PARTS = ("fitted", "unseen", "test")
+Row = dict[str, Any]
+
+
+class Settings(NamedTuple):
+    """Sizes of a run."""
+
+    model: Model = MODEL
+    sentences: int = 600  # to which the weights are fitted
+    rounds: int = 3
+    epochs: float = 0.35
+    rate: float = 0.002  # of the joint training
+    batch_tokens: int = 40_000  # of an evaluation
+
+
+class BlockNGram(KneserNey):
+    """Kneser-Ney n-grams that also know the probability of the block of each word.
+
+    Args:
+        text: ``(T,)``, the training text.
+        block: ``(V,)``, of each word.
+        eos: Ends each sentence.
+    """
+
+    def __init__(self, text: np.ndarray, block: np.ndarray, eos: int) -> None:
+        super().__init__(text, len(block), eos, ORDER)
+        self.block, self.num_blocks = block, int(block.max()) + 1
+
+    def columns(self, text: np.ndarray) -> np.ndarray:
+        """The columns ``(T, 4)`` of :class:`NGramProbs` of the words of ``text``."""
+        text, size = np.append(self.eos, text), self.num_symbols
+        target, first = self.block[text], self.levels[0]
+        probs = first.share[text] + first.rest[0] / size
+        blocks = np.bincount(self.block, first.share[:size] + first.rest[0] / size)[target]
+        known, rest = np.zeros(len(text), int), np.ones(len(text))
+        in_block, share = np.zeros(len(text), int), np.zeros(len(text))
+        codes = text
+        for length, level in enumerate(self.levels[1:], 1):
+            before = np.append(-1, codes[:-1])
+            codes = found(level.keys, before * size + text, before >= 0)
+            back_off = level.rest[before]
+            seen = (before >= 0) & (back_off < 1)
+            known, rest = np.where(seen, length, known), np.where(seen, back_off, rest)
+            probs = level.share[codes] + back_off * probs
+            pairs = level.keys // size * self.num_blocks + self.block[level.keys % size]
+            kinds, place = np.unique(pairs, return_inverse=True)
+            sums = np.append(np.bincount(place, level.share[:-1]), 0.0)
+            wanted = found(kinds, before * self.num_blocks + target, before >= 0)
+            blocks = sums[wanted] + back_off * blocks
+            in_block = np.where(wanted >= 0, length, in_block)
+            share = np.where(wanted >= 0, sums[wanted] / blocks, share)
+        classes = (
+            4 * known + np.digitize(rest, QUARTERS),
+            4 * in_block + np.digitize(share, QUARTERS),
+        )
+        return np.stack([np.log(blocks), np.log(probs / blocks), *classes], -1)[1:]
+
+
+def found(keys: np.ndarray, wanted: np.ndarray, possible: np.ndarray) -> np.ndarray:
+    """The place of each wanted number among sorted ``keys``; -1 if it is not there."""
+    places = np.searchsorted(keys, wanted).clip(max=len(keys) - 1)
+    return np.where((keys[places] == wanted) & possible, places, -1)
+
+
+def flat(data: Sequences) -> np.ndarray:
+    """All words, one sentence after the other."""
+    return data.values[data.exists].numpy()
+
+
+def with_columns(data: Sequences, columns: np.ndarray) -> Sequences:
+    """The same sentences with what the n-gram says of them."""
+    covariates = torch.zeros(*data.values.shape, columns.shape[1])
+    covariates[data.exists] = torch.from_numpy(columns).to(covariates)
+    return Sequences(data.values, data.lengths, covariates=covariates)
+
+
+def mixed_text(text: Text, block: np.ndarray, whole: bool) -> dict[str, Sequences]:
+    """The parts of the text with what the n-gram says; of the training text only if ``whole``."""
+    eos = int(text.words.encode([END])[0]) if END in text.words else 0
+    ngram, half = BlockNGram(flat(text.train), block, eos), len(text.valid) // 2
+    parts = {"fitted": text.valid[:half], "unseen": text.valid[half:], "test": text.test}
+    found = {name: with_columns(part, ngram.columns(flat(part))) for name, part in parts.items()}
+    if whole:
+        fold = np.arange(len(text.train)) % FOLDS
+        columns = np.zeros((int(text.train.lengths.sum()), 4))
+        owner = np.repeat(fold, text.train.lengths.numpy())
+        words = flat(text.train)
+        for number in range(FOLDS):
+            others = BlockNGram(words[owner != number], block, eos)
+            columns[owner == number] = others.columns(words[owner == number])
+        found["train"] = with_columns(text.train, columns)
+    return found
+
+
+def network(model: Model, text: Text, partition: Blocks) -> NeuralHMM:
+    """The plain model with the best parameters of its training, and the dropout of its end."""
+    if not language_models.file_of(model).exists():
+        return cast(NeuralHMM, trained(model, model.epochs, text, partition)[1])
+    dropout = LinearDropout(model.dropout, model.last_dropout or model.dropout, 1)
+    module = NeuralHMM(
+        model.states, len(text.words), model.dim, blocks=partition, dropout=dropout,
+        two_level=model.two_level, factored=model.factored,
+    )  # fmt: skip
+    module.num_drawn.fill_(dropout.num_steps)
+    with safe_open(language_models.file_of(model), "pt") as file, torch.no_grad():
+        for number, parameter in enumerate(module.parameters()):
+            parameter.copy_(file.get_tensor(f"state.held_out.best.{number}"))
+    return module
+
+
+def joint(neural: NeuralHMM, parts: dict[str, Sequences], settings: Settings) -> NGramMixture:
+    """Network and weights, trained together."""
+    data, model = parts["train"], settings.model
+    steps = max(1, round(batches_in_round(data.lengths, model.tokens) * settings.epochs))
+    module = NGramMixture(neural, CLASSES, CLASSES)
+    folder = os.environ.get("CHECKPOINTS", tempfile.gettempdir())
+    fit_map(
+        MarginalModel(module), data, num_steps=steps, batch_tokens=model.tokens,
+        optimizer=partial(
+            torch.optim.AdamW, lr=settings.rate, weight_decay=model.decay, fused=True
+        ),
+        schedule=partial(LambdaLR, lr_lambda=WarmupCosine(steps)), clip_norm=5.0, tolerance=None,
+        checkpoint=None if model.panel == "quick"
+        else Path(folder, f"{NAME}-joint-{settings.epochs}-{settings.rate}.fit"),
+        precision=torch.bfloat16 if model.bfloat16 else None,
+    )  # fmt: skip
+    return module
+
+
+def hmm_of(module: NGramMixture, data: Sequences) -> NGramBlockHMM:
+    """The distribution of some sentences."""
+    return module(data.lengths, None, data.covariates)
+
+
+def at_words(weights: NGramWeights, hmm: NGramBlockHMM, data: Sequences) -> list[Tensor]:
+    """The logits of both weights at each step, ``(N, T)``."""
+    block = hmm.blocks.symbol_block[data.values]
+    before = block.roll(1, 1)
+    before[:, 0] = hmm.blocks.num_blocks
+    return [
+        weights.block[hmm.ngram.block_class, before],
+        weights.symbol[hmm.ngram.symbol_class, block],
+    ]
+
+
+def shares(hmm: NGramBlockHMM, data: Sequences) -> list[Tensor]:
+    """Probability ``(N, T)`` that the n-gram chose the block of each word, and the word in it.
+
+    It is the weight plus the gradient by its logit; so each word has a class of its own here.
+    """
+    logits = [each.detach().flatten().requires_grad_() for each in at_words(hmm.weights, hmm, data)]
+    tables = NGramWeights(
+        *(part.unsqueeze(-1).expand(-1, table.size(1)) for part, table in zip(logits, hmm.weights))
+    )
+    places = torch.arange(data.values.numel()).reshape(data.values.shape)
+    ngram = hmm.ngram._replace(block_class=places, symbol_class=places)
+    evidence = NGramBlockHMM(hmm.words, ngram, tables).log_prob(data.values).sum()
+    slopes = torch.autograd.grad(evidence, logits)
+    found = [(part.detach().sigmoid() + slope).clamp(0, 1) for part, slope in zip(logits, slopes)]
+    return [part.reshape(data.values.shape) for part in found]
+
+
+def fit_weights(
+    module: NGramMixture, data: Sequences, rounds: int, in_transition: bool = True
+) -> None:
+    """Fit the weights to ``data``; the network stays as it is.
+
+    If r is the probability that a word came from the n-gram, where this had weight w, then with
+    weight v there, and all else as it is, the likelihood is (1 - v) (1 - r) / (1 - w) + v r / w
+    times as large. In each round the product over all words is maximised, by L-BFGS.
+    """
+    module.eval()
+    if not in_transition:
+        module.block_class.data.fill_(-torch.inf)
+    parameters = [module.symbol_class, module.symbol_block]
+    parameters += [module.block_class, module.block_before] if in_transition else []
+    for _ in range(rounds):
+        with torch.no_grad():
+            hmm = hmm_of(module, data)
+        old = [logits.detach().sigmoid() for logits in at_words(hmm.weights, hmm, data)]
+        terms = list(zip(old, shares(hmm, data)))
+        loss = partial(weights_loss, module, parameters, hmm, data, terms, in_transition)
+        optimizer = torch.optim.LBFGS(parameters, max_iter=60, line_search_fn="strong_wolfe")
+        optimizer.step(loss)
+
+
+def weights_loss(
+    module: NGramMixture,
+    parameters: list[Tensor],
+    hmm: NGramBlockHMM,
+    data: Sequences,
+    terms: list[tuple[Tensor, Tensor]],
+    in_transition: bool,
+) -> Tensor:
+    """What :func:`fit_weights` minimises, less a constant; writes the gradient of parameters."""
+    value = 0.5 * sum((part.square().sum() for part in parameters), torch.zeros(()))  # a prior
+    logits = at_words(module.weights(), hmm, data)
+    for new, (old, share) in list(zip(logits, terms))[0 if in_transition else 1 :]:
+        weight = new.sigmoid()
+        ratio = (1 - weight) * (1 - share) / (1 - old) + weight * share / old
+        value = value - ratio[data.exists].log().sum()
+    for parameter, slope in zip(parameters, torch.autograd.grad(value, parameters)):
+        parameter.grad = slope
+    return value
+
+
+@torch.no_grad()
+def evaluate(module: Any, parts: dict[str, Sequences], tokens: int) -> dict[str, Any]:
+    """Perplexity and tokens of each part, with sentences of like length together."""
+    module.eval()
+    row = {}
+    for name in PARTS:
+        data, nats = parts[name], 0.0
+        for index in cut_by_steps(data.lengths, data.lengths.argsort(stable=True), tokens):
+            some = data[index]
+            nats -= hmm_of(module, some).log_prob(some.values).double().sum().item()
+        row[f"{name}_tokens"] = data.num_observed
+        row[f"{name}_perplexity"] = math.exp(nats / data.num_observed)
+    return row
+
+
+def mean_weights(module: NGramMixture, data: Sequences) -> dict[str, float]:
+    """Mean weight of the n-gram at the words of some sentences."""
+    with torch.no_grad():
+        logits = at_words(module.weights(), hmm_of(module, data), data)
+    names = "block_weight", "word_weight"
+    return {name: each[data.exists].sigmoid().mean().item() for name, each in zip(names, logits)}
+
+
+def measured(model: Model) -> Row:
+    """The row of the model alone, from the results of ``language_models.py``."""
+    key = {name: getattr(model, name) for name in ("panel", "name", "data", "states")}
+    (found,) = (row for row in earlier("language_models") if key.items() <= row.items())
+    row = {f"{part}_{what}": found[f"{part}_{what}"]
+           for part in PARTS[1:] for what in ("tokens", "perplexity")}  # fmt: skip
+    nats = {
+        part: found[f"{part}_tokens"] * math.log(found[f"{part}_perplexity"])
+        for part in ("valid", "unseen")
+    }
+    row["fitted_tokens"] = found["valid_tokens"] - found["unseen_tokens"]
+    row["fitted_perplexity"] = math.exp((nats["valid"] - nats["unseen"]) / row["fitted_tokens"])
+    return row
+
+
+def compute(name: str, neural: Callable[[], NeuralHMM], parts: Any, settings: Settings) -> Row:
+    """One row."""
+    row: Row = {"name": name}
+    if name == "plain" and settings.model.panel != "quick":
+        return row | measured(settings.model)
+    if name == "n-gram":
+        for part in PARTS:
+            data = parts[part]
+            nats = -data.covariates[data.exists][:, :2].double().sum().item()
+            row[f"{part}_tokens"] = data.num_observed
+            row[f"{part}_perplexity"] = math.exp(nats / data.num_observed)
+        return row
+    module = NGramMixture(neural(), CLASSES, CLASSES)
+    fitted = parts["fitted"][: settings.sentences]
+    if name == "plain":
+        module.block_class.data.fill_(-torch.inf)
+        module.symbol_class.data.fill_(-torch.inf)
+    else:
+        if name == "trained jointly":
+            module = joint(module.words, parts, settings)
+            row |= {"epochs": settings.epochs, "rate": settings.rate}
+        module.words.requires_grad_(False)
+        fit_weights(module, fitted, settings.rounds, in_transition=name != "emission")
+        row |= {"weights_fitted_to_tokens": fitted.num_observed, "rounds": settings.rounds}
+        row |= mean_weights(module, parts["unseen"][:100])
+    return row | evaluate(module, parts, settings.batch_tokens)
+
+
+def draw(rows: list[Row], baselines: list[dict[str, Any]]) -> None:
+    """The perplexities of each row."""
+    plt = pyplot()
+    figure, axis = plt.subplots(figsize=(8.5, 4.2), layout="constrained")
+    lstm = [row for row in baselines if row["data"] == "Penn Treebank" and "LSTM" in row["model"]]
+    for number, part in enumerate(PARTS[1:]):
+        heights = [row[f"{part}_perplexity"] for row in rows]
+        places = [place + 0.2 * (number - 0.5) for place in range(len(rows))]
+        label = {"unseen": "held out, second half", "test": "test"}[part]
+        axis.plot(places, heights, "os"[number], ms=8, label=label)
+        for x, y in zip(places, heights):
+            axis.annotate(f"{y:.1f}", (x, y), (0, 7), textcoords="offset points", ha="center")
+    for row in lstm:
+        axis.axhline(
+            row["test_perplexity"], color="0.3", ls="--", lw=1, label=f"{row['model']}, test"
+        )
+    axis.set_xticks(range(len(rows)), [row["name"].replace(" and ", " and\n") for row in rows])
+    axis.set(ylabel="perplexity", title="Penn Treebank, 32,768 states and an n-gram")
+    axis.margins(y=0.12)
+    axis.grid(axis="x", visible=False)
+    axis.legend(loc="upper right")
+    figure.savefig(FOLDER / f"{NAME}.png", dpi=150)
+    plt.close(figure)
+
+
+def main() -> None:
+    options = arguments(__doc__, list(ROWS))
+    baselines = earlier("language_model_baselines")
+    if options.draw:
+        draw(earlier(NAME), baselines)
+        return
+    torch.set_num_threads(1)
+    settings, wanted = Settings(), [name for name in ROWS if name in options.only]
+    if options.quick:
+        small = Model("quick", "", "letters", 64, 8, dim=16, epochs=0.2, tokens=512)
+        settings = Settings(small, 20, 2, 0.1, batch_tokens=2000)
+    text = read(settings.model.data)
+    partition = blocks_of(settings.model, text, {})
+    if partition is None:
+        raise ValueError("the model must have blocks")
+    parts = mixed_text(text, partition.symbol_block.numpy(), "trained jointly" in wanted)
+
+    for name in wanted:
+        pyro.set_rng_seed(0)
+        row = compute(name, partial(network, settings.model, text, partition), parts, settings)
+        print(row, flush=True)
+        if options.quick:
+            continue
+        with alone(NAME):  # after each row
+            rows = [other for other in earlier(NAME) if other["name"] != name]
+            rows = sorted([*rows, row], key=lambda each: ROWS.index(each["name"]))
+            write(NAME, rows, states=settings.model.states, blocks=settings.model.clusters)
+            draw(rows, baselines)
+
+
+if __name__ == "__main__":
+    main()

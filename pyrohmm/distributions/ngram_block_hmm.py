@@ -1,0 +1,320 @@
+r"""``NGramBlockHMM``: states in blocks, mixed with an n-gram; still exact, and as sparse.
+
+With :math:`b_t` the block of state :math:`z_t` and of symbol :math:`x_t`, and q an n-gram, or any
+other distribution of a symbol given those before it,
+
+.. math::
+    p(z_t | z_{t-1}, x_{<t}) &= [(1 - \mu) \, p(b_t | z_{t-1}) + \mu \, q(b_t | x_{<t})]
+        \; p(z_t | z_{t-1}, b_t), \\
+    p(x_t | z_t, x_{<t}) &= (1 - \nu) \, p(x_t | z_t) + \nu \, q(x_t | x_{<t}, b_t).
+
+What is mixed in has been observed, so that the states are summed out as before; the symbol says in
+which block the state is, so that a step costs as much as before; and the probabilities of all
+sequences of one length sum to one. :math:`\mu` may depend on the block before and on a class of
+what is before; :math:`\nu` on the block and on a class of what is before.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, NoReturn, cast
+
+import torch
+from torch import Tensor
+from torch.distributions import constraints
+from torch.nn.functional import logsigmoid
+
+from .._arguments import checked
+from .._checks import (
+    check_booleans,
+    check_floats,
+    check_integers,
+    check_range,
+    check_same_device,
+    check_shape,
+)
+from .._precision import full_precision
+from ..ops.block_transition import InnerProductTransition
+from ..ops.log_space import logsumexp
+from .block_hmm import BlockHMM
+from .carried_state import CarriedState
+
+CURE = "hmm.words is the chain without the n-gram, which can."
+
+
+class NGramProbs(NamedTuple):
+    r"""What an n-gram says of each symbol given those before it; anything at padded steps.
+
+    Attributes:
+        log_block: ``(*B, T)``, :math:`\log q(b_t | x_{<t})` of the block of the symbol.
+        log_symbol: ``(*B, T)``, :math:`\log q(x_t | x_{<t}, b_t)`.
+        block_class: ``(*B, T)`` integers below L, of which class the symbols before are, such as by
+            how often the n-gram has seen them. It must not depend on the symbol itself.
+        symbol_class: ``(*B, T)`` integers below M. It may depend on the block of the symbol, too.
+    """
+
+    log_block: Tensor
+    log_symbol: Tensor
+    block_class: Tensor
+    symbol_class: Tensor
+
+
+class NGramWeights(NamedTuple):
+    r"""Logits of the weight of the n-gram; -inf leaves it out.
+
+    Attributes:
+        block: ``(L, B + 1)``, of :math:`\mu`, for each class and block before; the last column is
+            for the first step.
+        symbol: ``(M, B)``, of :math:`\nu`, for each class and block.
+    """
+
+    block: Tensor
+    symbol: Tensor
+
+
+class NGramBlockHMM(BlockHMM):
+    r"""A :class:`pyrohmm.BlockHMM` mixed with an n-gram of the symbols before.
+
+    See :mod:`pyrohmm.distributions.ngram_block_hmm` for the density. ``log_prob`` and its gradient,
+    ``posterior``, ``block_posterior``, ``filtered``, ``viterbi``, ``sample_states``, labels, and of
+    :mod:`pyrohmm.queries` ``predictive_log_prob``, ``k_best`` and ``path_entropy`` are exact, and
+    visit only states that can emit a symbol. What needs the n-gram's distribution of symbols that
+    are not given (samples, forecasts, filters, missing steps) is refused.
+
+    Args:
+        words: The chain: of disjoint blocks, with an :class:`InnerProductTransition`, every step
+            observed.
+        ngram: What the n-gram says of the sequences.
+        weights: Logits of its weights.
+        allowed: ``(*B, T, K)`` booleans, False where a state is known not to be; see
+            :meth:`HMM.restrict`, which takes labels.
+
+    Raises:
+        TypeError: If an argument is of the wrong type.
+        ValueError: If ``words`` is another chain, shapes or devices disagree, or a class is not
+            one of those that have weights.
+
+    Example:
+        >>> two = blocks.from_clusters(torch.tensor([0, 0, 1]), 2)
+        >>> even = block_hmm.InnerProductTransition(torch.zeros(4, 1), torch.zeros(4, 1), two)
+        >>> emission = torch.tensor([[0.9, 0.2], [0.1, 0.8], [1.0, 1.0]]).log()
+        >>> words = BlockHMM(torch.full((4,), 0.25).log(), even, emission, two, torch.tensor(1))
+        >>> log_probs, only = torch.tensor([[0.9], [0.3]]).log(), torch.tensor([0])
+        >>> ngram = NGramProbs(*log_probs, only, only)
+        >>> weights = NGramWeights(torch.zeros(1, 3), torch.zeros(1, 2))  # one half
+        >>> NGramBlockHMM(words, ngram, weights).log_prob(torch.tensor([0])).exp()
+        tensor(0.2975)
+        >>> round((0.5 + 0.9) / 2 * (0.55 + 0.3) / 2, 4)
+        0.2975
+    """
+
+    @checked()
+    def __init__(
+        self,
+        words: BlockHMM,
+        ngram: NGramProbs,
+        weights: NGramWeights,
+        allowed: Tensor | None = None,
+    ) -> None:
+        _check_words(words)
+        super().__init__(
+            words.log_initial, words.transition, words.symbols, words.blocks, words.lengths,
+            validate_args=False,
+        )  # fmt: skip
+        words._validated_alike(self)
+        shape, width = (*self.batch_shape, self.num_steps), self.blocks.num_blocks
+        for name, tensor in ngram._asdict().items():
+            (check_integers if name.endswith("class") else check_floats)(name, tensor)
+            check_shape(name, tensor, shape, "(*B, T)", "That of the lengths.")
+        check_floats("weights.block", weights.block)
+        check_shape("weights.block", weights.block, (len(weights.block), width + 1), "(L, B + 1)")
+        check_floats("weights.symbol", weights.symbol)
+        check_shape("weights.symbol", weights.symbol, (len(weights.symbol), width), "(M, B)")
+        parts = {"weights.block": weights.block, "weights.symbol": weights.symbol}
+        check_same_device({**ngram._asdict(), **parts, "log_initial": self.log_initial})
+        exists, (log_block, log_symbol, *classes) = self.exists, ngram
+        classes = [each.long().masked_fill(~exists, 0) for each in classes]
+        if self._validate_args or exists.device.type == "cpu":
+            for name, each, table in zip(("block_class", "symbol_class"), classes, weights):
+                check_range(name, each, len(table), "the number of rows of its weights - 1")
+        self.ngram, self.weights = NGramProbs(log_block, log_symbol, *classes), weights
+        if allowed is not None:
+            check_booleans("allowed", allowed)
+            check_shape("allowed", allowed, (*shape, self.num_states), "(*B, T, K)")
+        self.allowed = allowed
+
+    @property
+    def words(self) -> BlockHMM:
+        """The chain without the n-gram."""
+        hmm = BlockHMM(
+            self.log_initial, self.transition, self.symbols, self.blocks, self.lengths,
+            validate_args=False,
+        )  # fmt: skip
+        self._validated_alike(hmm)
+        return hmm
+
+    def __repr__(self) -> str:
+        return (
+            f"NGramBlockHMM({self.num_states} states in {self.blocks.num_blocks} blocks; "
+            f"{self.blocks.num_symbols} symbols; batch shape {tuple(self.batch_shape)}, up to "
+            f"{self.num_steps} steps)"
+        )
+
+    @property
+    def support(self) -> constraints.Constraint:
+        """Sequences of symbols."""
+        return constraints.independent(
+            constraints.integer_interval(0, self.blocks.num_symbols - 1), 1
+        )
+
+    # Parameters and data, in blocks
+
+    def _factors(self, values: Tensor) -> Any:
+        """Those of the chain, mixed with the n-gram."""
+        factors = super()._factors(values)
+        path, shape = factors.blocks, factors.known.shape
+        log_block, log_symbol, of_block, of_symbol = (
+            part.expand(*factors.batch, -1).reshape(shape) for part in self.ngram
+        )
+        device, dtype = self.log_initial.device, factors.likelihood.dtype
+        here, states = path.to(device), self.blocks.states[path].to(device)
+        with full_precision(self.log_initial):
+            likelihood = _mixed(
+                factors.likelihood, log_symbol, self.weights.symbol[of_symbol, here], dtype
+            ).masked_fill(states < 0, -torch.inf)
+            if self.allowed is not None:
+                allowed = self.allowed.expand(*factors.batch, -1, -1).reshape(*shape, -1)
+                likelihood = likelihood.masked_fill(
+                    ~allowed.gather(-1, states.clamp(min=0)), -torch.inf
+                )
+            first = self._first(here[:, 0], states[:, 0], log_block, of_block, dtype)
+            shares = self._inner_products.log_block_probs
+            cells = states[:, :-1].clamp(min=0) * self.blocks.num_blocks + here[:, 1:, None]
+            weights = self.weights.block[of_block[:, 1:], here[:, :-1]]
+            entered = _mixed(shares.flatten()[cells], log_block[:, 1:], weights, dtype)
+            entered = entered.masked_fill(~factors.known[:, 1:, None], 0.0)
+            leaving = torch.nn.functional.pad(entered, (0, 0, 0, 1))
+        return factors._replace(first=first, likelihood=likelihood, leaving=leaving)
+
+    def _first(
+        self, here: Tensor, states: Tensor, log_block: Tensor, of_block: Tensor, dtype: torch.dtype
+    ) -> Tensor:
+        """Log-probabilities ``(N, w)`` of the first state, in its block.
+
+        A block of probability zero has no distribution within; the n-gram enters it uniformly.
+        """
+        rows = self.blocks.states.to(states.device)
+        initial = self.log_initial[rows.clamp(min=0)].masked_fill(rows < 0, -torch.inf)  # (B, w)
+        shares = logsumexp(initial, -1)
+        never = shares.isneginf().unsqueeze(-1)
+        within = initial.masked_fill(never & (rows >= 0), 0.0).log_softmax(-1)
+        weights = self.weights.block[of_block[:, 0], -1]
+        entered = _mixed(shares[here].unsqueeze(-1), log_block[:, 0], weights, dtype)
+        return within[here] + entered
+
+    def _scores(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Vectors of the transition; its shares of blocks are a factor of the states left."""
+        transition, none = self._inner_products, self.log_initial.new_zeros(1, 1)
+        return (
+            transition.leave, transition.enter,
+            none.expand(self.num_states, self.blocks.num_blocks),
+        )  # fmt: skip
+
+    # The same model for other sequences
+
+    def replace(self, **changes: Any) -> NGramBlockHMM:
+        """A copy for labels, or for more batch dimensions: the n-gram is that of its sequences."""
+        lengths, allowed = (
+            changes.pop("lengths", self.lengths),
+            changes.pop("allowed", self.allowed),
+        )
+        check_integers("lengths", lengths)
+        inner = lengths.shape[max(0, lengths.dim() - self.lengths.dim()) :]
+        if inner != self.lengths.shape or bool((lengths.cpu() != self.lengths).any()):
+            raise ValueError(
+                f"lengths must be those of the sequences of the n-gram, {self.lengths.tolist()}; "
+                f"got {lengths.tolist()}. Build an NGramBlockHMM for others."
+            )
+        for name, part in changes.items():
+            if part is not None:
+                raise ValueError(
+                    f"{name} cannot be changed in a chain mixed with an n-gram. Build an "
+                    "NGramBlockHMM with it."
+                )
+        if allowed is not None:
+            batch = torch.broadcast_shapes(lengths.shape, allowed.shape[:-2])
+            lengths, allowed = lengths.expand(batch), allowed.expand(*batch, *allowed.shape[-2:])
+        ngram = NGramProbs(*(part.expand(*lengths.shape, -1) for part in self.ngram))
+        words = cast(BlockHMM, self.words.replace(lengths=lengths))
+        return NGramBlockHMM(words, ngram, self.weights, allowed)
+
+    # What is not known without the n-gram itself
+
+    def _refuse(self, query: str, cure: str = CURE) -> NoReturn:
+        raise NotImplementedError(
+            f"{query} is not possible for a chain mixed with an n-gram, of which only the "
+            f"probabilities of the given symbols are known. {cure}"
+        )
+
+    @property
+    def emission(self) -> NoReturn:
+        """Refused: it depends on the symbols before."""
+        self._refuse("emission")
+
+    @property
+    def log_transition(self) -> NoReturn:
+        """Refused: it depends on the symbols before."""
+        self._refuse("log_transition")
+
+    def check_constant(self, purpose: str, markov: bool = True) -> NoReturn:
+        """Raise: it changes with the symbols before."""
+        self._refuse(purpose)
+
+    def dense(self) -> NoReturn:
+        """Refused: its transitions depend on the symbols before."""
+        self._refuse("dense")
+
+    def all_transitions(self) -> NoReturn:
+        """Refused: they depend on the symbols before."""
+        self._refuse("all_transitions")
+
+    def _for_sequences(
+        self, lengths: Tensor, observed: Tensor | None, carried: CarriedState | None
+    ) -> NoReturn:
+        self._refuse("continue_from")
+
+    def sample_prior_states(self, shape: torch.Size) -> NoReturn:
+        """Refused: they depend on the symbols before."""
+        self._refuse("sampling")
+
+    def sample_observations(self, states: Tensor) -> NoReturn:
+        """Refused: they depend on the symbols before."""
+        self._refuse("sampling")
+
+    def log_factors(self, values: Tensor, check: bool = True) -> NoReturn:
+        """Refused: of all K states they would be a matrix for each symbol."""
+        self._refuse("log_factors")
+
+
+def _mixed(log_chain: Tensor, log_ngram: Tensor, logits: Tensor, dtype: torch.dtype) -> Tensor:
+    """Log of (1 - w) p + w q, with p ``(*, n)``, and q and the logits of w ``(*)``."""
+    log_ngram, logits = log_ngram.to(dtype).unsqueeze(-1), logits.to(dtype).unsqueeze(-1)
+    parts = logsigmoid(-logits) + log_chain, logsigmoid(logits) + log_ngram
+    return logsumexp(torch.stack(torch.broadcast_tensors(*parts), -1), -1)
+
+
+def _check_words(words: BlockHMM) -> None:
+    """Raise unless an n-gram can be mixed in."""
+    if not isinstance(words, BlockHMM) or type(words) is not BlockHMM:
+        raise TypeError(f"words must be a BlockHMM; got {type(words).__name__}.")
+    if not isinstance(words.transition, InnerProductTransition):
+        raise ValueError(
+            "words must have an InnerProductTransition, of disjoint blocks; its transition is a "
+            "matrix of log-probabilities."
+        )
+    if words.observed is not None:
+        raise ValueError(
+            "words must be observed at every step: what an n-gram says after a missing symbol is a "
+            "sum over that symbol. Leave such sequences out, or give the n-gram none of the weight."
+        )
+    if words.carried is not None:
+        raise ValueError("words must begin with the sequences, not continue from others.")
