@@ -191,13 +191,19 @@ BEST = {
         Paper(142.0, None, 8192, 64),
     ),
 }
-PAIRS = {  # chains of which a sentence has one: a chain with the states of both
+ANNEALED, AVERAGED = BEST["annealed-ptb"][0], BEST["averaged-ptb"][0]
+SIDE_BY_SIDE = {  # chains of which a sentence has one: a chain with the states of all
     "two-chains-ptb": (
-        (BEST["annealed-ptb"][0], BEST["averaged-ptb"][0]),
+        "two chains side by side",
+        (ANNEALED, AVERAGED),
+        Paper(122.7, None, 65536, 128),
+    ),
+    "three-chains-ptb": (
+        "three chains side by side",
+        (ANNEALED, AVERAGED, replace(AVERAGED, seed=2)),
         Paper(122.7, None, 65536, 128),
     ),
 }
-PAIR = "two chains side by side"
 SEEDS = (0, 1)
 LARGE = Model("large", "base")
 SMALL = Model("small", "base", two_level=False, states=1024, clusters=8, dropout=0.0,
@@ -316,45 +322,33 @@ def run(model: Model, paper: Paper, text: Text, cache: dict[Any, Any]) -> dict[s
     return row
 
 
-def run_pair(
-    models: tuple[Model, Model], paper: Paper, text: Text, cache: dict[Any, Any]
+def run_side_by_side(
+    name: str, models: tuple[Model, ...], paper: Paper, text: Text, cache: dict[Any, Any]
 ) -> dict[str, Any]:
-    """Evaluate two trained models as one chain, which begins in the states of either and stays.
+    """Evaluate trained models as one chain, which begins in the states of any of them and stays.
 
-    The probability of a sentence is the sum of those that it has in the two chains, weighted by the
-    probabilities of beginning there.
+    The probability of a sentence is the mean of those that it has in the chains, where each begins
+    with the same probability.
     """
     found = [trained(each, each.epochs, text, blocks_of(each, text, cache)) for each in models]
     fits = [fit for fit, _, _ in found]
-    half = len(text.valid) // 2
-    data = {"chosen": text.valid[:half], "unseen": text.valid[half:], "test": text.test}
-    nats = {part: [sentence_log_probs(fit, each) for fit in fits] for part, each in data.items()}
-    weights = [step / 20 for step in range(1, 20)]
-
-    def total(weight: float, part: str) -> float:
-        first, second = nats[part]
-        both = torch.logaddexp(first + math.log(weight), second + math.log1p(-weight))
-        return -both.sum().item()
-
-    weight = min(weights, key=lambda each: total(each, "chosen"))
-    tokens = {part: int(each.lengths.sum()) for part, each in data.items()}
-    losses = {part: total(weight, part) for part in data}
-    for table in (losses, tokens):
-        table["valid"] = table["chosen"] + table["unseen"]
     row = asdict(models[0]) | {
-        "name": PAIR,
+        "name": name,
         "states": sum(each.states for each in models),
         "last_dropout": None,
         "epochs": sum(each.epochs for each in models),
         "parameters": sum(p.numel() for _, module, _ in found for p in module.parameters()),
         "minutes": sum(fit.seconds for fit in fits) / 60,
         "course": [],
-        "parts": [each.name for each in models],
-        "weight_of_the_first": weight,
+        "parts": [[each.name, each.seed] for each in models],
     }
-    for part in ("valid", "unseen", "test"):
-        row[f"{part}_perplexity"] = math.exp(losses[part] / tokens[part])
-        row[f"{part}_tokens"] = tokens[part]
+    half = len(text.valid) // 2
+    for part, data in (("valid", text.valid), ("unseen", text.valid[half:]), ("test", text.test)):
+        each = torch.stack([sentence_log_probs(fit, data) for fit in fits])
+        total = (each.logsumexp(0) - math.log(len(fits))).sum().item()
+        tokens = int(data.lengths.sum())
+        row[f"{part}_perplexity"] = math.exp(-total / tokens)
+        row[f"{part}_tokens"] = tokens
     row |= asdict(paper)
     print(row, flush=True)
     return row
@@ -561,7 +555,7 @@ def key(row: dict[str, Any]) -> tuple[Any, ...]:
 def main() -> None:
     panels = dict.fromkeys(each.panel for each, _ in TABLES)
     tables = {f"{panel}-{seed}": (panel, seed) for seed in SEEDS for panel in panels}
-    options = arguments(__doc__, [*BEST, *PAIRS, *tables])
+    options = arguments(__doc__, [*BEST, *SIDE_BY_SIDE, *tables])
     if options.draw:
         draw(earlier(NAME), earlier("language_model_baselines"))
         return
@@ -572,7 +566,7 @@ def main() -> None:
         for each in (small, replace(small, two_level=False), replace(small, scalar=True,
                      two_level=False)):  # fmt: skip
             run(each, Paper(), text, cache)
-        run_pair((small, replace(small, seed=1)), Paper(), text, cache)
+        run_side_by_side("", (small, replace(small, seed=1)), Paper(), text, cache)
         return
     wanted = [BEST[part] for part in BEST if part in options.only]
     for part, (panel, seed) in tables.items():
@@ -580,12 +574,12 @@ def main() -> None:
             wanted += [(replace(e, seed=seed), paper) for e, paper in TABLES if e.panel == panel]
     tasks = [(each.data, partial(run, each, paper)) for each, paper in wanted]
     tasks += [
-        (models[0].data, partial(run_pair, models, paper))
-        for part, (models, paper) in PAIRS.items()
+        (models[0].data, partial(run_side_by_side, name, models, paper))
+        for part, (name, models, paper) in SIDE_BY_SIDE.items()
         if part in options.only
     ]
     order = [key(asdict(each))[:2] for each, _ in (*BEST.values(), *TABLES)]
-    order.insert(len(BEST), ("best", PAIR))
+    order[len(BEST) : len(BEST)] = [("best", name) for name, _, _ in SIDE_BY_SIDE.values()]
     texts: dict[str, Text] = {}
 
     def place(row: dict[str, Any]) -> tuple[Any, ...]:
