@@ -423,6 +423,12 @@ def perplexity_table() -> str:
             label = f"{prefix}{row['states']:,} states, two levels, {row['parameters'] / 1e6:.1f} M"
             if row.get("last_dropout") is not None:
                 label += f", dropout falls from {row['dropout']} to {row['last_dropout']}"
+            if row.get("average") is not None:
+                label += ", parameters averaged"
+            if row.get("factored"):
+                label = label.replace("two levels", "one level, factored")
+            if "parts" in row:
+                label += f", {row['name']}"
             if row.get("first") is not None:
                 label += f", {row['first']} epochs and {row['epochs'] - row['first']} more"
             paper = [plain(row["paper_valid"]), plain(row["paper_test"])]
@@ -812,15 +818,15 @@ def language_numbers() -> dict[str, str]:
         one("language_model_baselines", data=data, model=KNESER_NEY)
         for data in ("Penn Treebank", "WikiText-2")
     )
-    minutes = {row["states"]: row["minutes"] for row in rows("language_models", panel="best")}
+    alone = [row for row in rows("language_models", panel="best") if "parts" not in row]
+    minutes = {row["states"]: row["minutes"] for row in alone if not row["factored"]}
     widest = one("large_hmm_speed", part="scaling", states=65536)
     (paper,) = {
         line["paper_on_other_data"]
         for line in result("tagging")["summary"]
         if line["model"] == "neural HMM"
     }
-    best = rows("language_models", panel="best")
-    epochs = [row["epochs"] for row in best]
+    epochs = [row["epochs"] for row in alone]
     spread = [
         line["valid"]["range"][1] / line["valid"]["range"][0] - 1
         for line in result("language_models")["summary"]
@@ -830,8 +836,8 @@ def language_numbers() -> dict[str, str]:
     return {
         "parameters": millions(**BEST),
         "seeds": f"{percent(max(spread))} %",
-        "best": str(len(best)),
-        "chosen": str(sum("unseen_perplexity" not in row for row in best)),
+        "best": str(len(alone)),
+        "chosen": str(sum("unseen_perplexity" not in row for row in alone)),
         "letters": str(len(letters)),
         "untuned": str(sum(row.get("rate_chosen_for") != row["model"] for row in letters)),
         "ptb_valid": f"{ptb['valid_tokens']:,}",

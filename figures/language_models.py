@@ -411,6 +411,8 @@ def draw(rows: list[dict[str, Any]], baselines: list[dict[str, Any]]) -> None:
                 label += ",\none level, factored"
             if row.get("last_dropout") is not None:
                 label += ",\ndropout falls"
+            if row.get("average") is not None:
+                label += ",\nparameters averaged"
             if row.get("first") is not None:
                 label += ", resumed"
             if "unseen_perplexity" in row:
@@ -423,6 +425,9 @@ def draw(rows: list[dict[str, Any]], baselines: list[dict[str, Any]]) -> None:
             whole = {"label": "best epoch, whole text"} if number == 0 else {}
             place = min(row["course"], key=lambda point: point[1])[0]
             axes[data].plot(place, row["valid_perplexity"], "*", color=f"C{number}", ms=10, **whole)
+        together = [row for row in rows if row["data"] == data and "parts" in row]
+        for number, row in enumerate(together, len(best)):
+            axes[data].axhline(row["valid_perplexity"], color=f"C{number}", label=row["name"])
         for number, row in enumerate(best):
             label = f"paper, {row['paper_states']:,} states"
             height = mean(ends(row["paper_valid"]))

@@ -39,7 +39,7 @@ import torch
 from common import FOLDER, alone, arguments, earlier, pyplot, write
 from common.baselines import KneserNey
 from common.text import Text, read
-from language_models import BEST, Model, blocks_of, trained
+from language_models import BEST, SIDE_BY_SIDE, Model, blocks_of, trained
 from safetensors import safe_open
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
@@ -55,10 +55,9 @@ NAME = "ngram_emission"
 ORDER, FOLDS = 5, 10
 QUARTERS = (0.25, 0.5, 0.75)  # where classes of weights and shares end
 CLASSES = 4 * ORDER
-ROWS = ("plain", "n-gram", "emission", "emission and transition", "trained jointly")
 MODEL = BEST["annealed-ptb"][0]
-
-
+CHAINS = {name.split()[0] + " chains": models for name, models, _ in SIDE_BY_SIDE.values()}
+ROWS = ("plain", "n-gram", "emission", "emission and transition", "trained jointly", *CHAINS)
 PARTS = ("fitted", "unseen", "test")
 Row = dict[str, Any]
 
@@ -266,15 +265,23 @@ def weights_loss(
 
 
 @torch.no_grad()
-def evaluate(module: Any, parts: dict[str, Sequences], tokens: int) -> dict[str, Any]:
-    """Perplexity and tokens of each part, with sentences of like length together."""
+def log_probs(module: NGramMixture, data: Sequences, tokens: int) -> Tensor:
+    """Log-probability of each sentence, those of like length together."""
     module.eval()
+    found = torch.zeros(len(data), dtype=torch.float64)
+    for index in cut_by_steps(data.lengths, data.lengths.argsort(stable=True), tokens):
+        some = data[index]
+        found[index] = hmm_of(module, some).log_prob(some.values).double()
+    return found
+
+
+def evaluate(modules: list[NGramMixture], parts: dict[str, Sequences], tokens: int) -> Row:
+    """Perplexity and tokens of each part; each sentence has one of the modules."""
     row = {}
     for name in PARTS:
-        data, nats = parts[name], 0.0
-        for index in cut_by_steps(data.lengths, data.lengths.argsort(stable=True), tokens):
-            some = data[index]
-            nats -= hmm_of(module, some).log_prob(some.values).double().sum().item()
+        data = parts[name]
+        each = torch.stack([log_probs(module, data, tokens) for module in modules])
+        nats = -(each.logsumexp(0) - math.log(len(modules))).sum().item()
         row[f"{name}_tokens"] = data.num_observed
         row[f"{name}_perplexity"] = math.exp(nats / data.num_observed)
     return row
@@ -303,7 +310,7 @@ def measured(model: Model) -> Row:
     return row
 
 
-def compute(name: str, neural: Callable[[], NeuralHMM], parts: Any, settings: Settings) -> Row:
+def compute(name: str, neural: Callable[[Model], NeuralHMM], parts: Any, settings: Settings) -> Row:
     """One row."""
     row: Row = {"name": name}
     if name == "plain" and settings.model.panel != "quick":
@@ -315,26 +322,30 @@ def compute(name: str, neural: Callable[[], NeuralHMM], parts: Any, settings: Se
             row[f"{part}_tokens"] = data.num_observed
             row[f"{part}_perplexity"] = math.exp(nats / data.num_observed)
         return row
-    module = NGramMixture(neural(), CLASSES, CLASSES)
-    fitted = parts["fitted"][: settings.sentences]
+    models = CHAINS.get(name, (settings.model,))
+    if settings.model.panel == "quick":
+        models = tuple(settings.model for _ in models)
+    modules = [NGramMixture(neural(model), CLASSES, CLASSES) for model in models]
     if name == "plain":
-        module.block_class.data.fill_(-torch.inf)
-        module.symbol_class.data.fill_(-torch.inf)
-    else:
-        if name == "trained jointly":
-            module = joint(module.words, parts, settings)
-            row |= {"epochs": settings.epochs, "rate": settings.rate}
+        modules[0].block_class.data.fill_(-torch.inf)
+        modules[0].symbol_class.data.fill_(-torch.inf)
+        return row | evaluate(modules, parts, settings.batch_tokens)
+    if name == "trained jointly":
+        modules = [joint(modules[0].words, parts, settings)]
+        row |= {"epochs": settings.epochs, "rate": settings.rate}
+    fitted = parts["fitted"][: settings.sentences]
+    for module in modules:
         module.words.requires_grad_(False)
         fit_weights(module, fitted, settings.rounds, in_transition=name != "emission")
-        row |= {"weights_fitted_to_tokens": fitted.num_observed, "rounds": settings.rounds}
-        row |= mean_weights(module, parts["unseen"][:100])
-    return row | evaluate(module, parts, settings.batch_tokens)
+    row |= {"weights_fitted_to_tokens": fitted.num_observed, "rounds": settings.rounds}
+    row |= mean_weights(modules[0], parts["unseen"][:100])
+    return row | evaluate(modules, parts, settings.batch_tokens)
 
 
 def draw(rows: list[Row], baselines: list[dict[str, Any]]) -> None:
     """The perplexities of each row."""
     plt = pyplot()
-    figure, axis = plt.subplots(figsize=(8.5, 4.2), layout="constrained")
+    figure, axis = plt.subplots(figsize=(9.5, 4.2), layout="constrained")
     lstm = [row for row in baselines if row["data"] == "Penn Treebank" and "LSTM" in row["model"]]
     for number, part in enumerate(PARTS[1:]):
         heights = [row[f"{part}_perplexity"] for row in rows]
@@ -375,7 +386,8 @@ def main() -> None:
 
     for name in wanted:
         pyro.set_rng_seed(0)
-        row = compute(name, partial(network, settings.model, text, partition), parts, settings)
+        neural = partial(network, text=text, partition=partition)
+        row = compute(name, neural, parts, settings)
         print(row, flush=True)
         if options.quick:
             continue
