@@ -22,6 +22,7 @@ Its modules; each imports only those above it:
 ``_numba_lanes``      compiled arithmetic along sequences
 ``_numba_chain``      compiled loops over dense chains: scaled messages
 ``_numba_evidence``   compiled loops over whole sequences that share a matrix, with the gradient
+``_numba_losses``     compiled bound of what scaled messages have lost
 ``_numba_pieces``     compiled joining of pieces of long sequences
 ``_numba_paths``      compiled loops over dense chains: log space, Viterbi, sampling
 ``_numba_blocks``     compiled loops over chains in blocks of states

@@ -86,7 +86,8 @@ class NumbaBackend(Backend):
         kernels.run(
             kernels.forward_lanes if many else kernels.forward_rows, groups * size,
             steps * num_states**2, initial.view(-1), transition, likelihood.view(-1),
-            lengths.view(-1), least, math.log(tiny), tiny, slack, alpha.view(-1), total.view(-1),
+            lengths.view(-1), least, math.log(torch.finfo(alpha.dtype).tiny), tiny, slack,
+            alpha.view(-1), total.view(-1),
             evidence.view(-1), exact.view(-1),
         )  # fmt: skip
         return likelihood

@@ -52,8 +52,8 @@ class Data(NamedTuple):
         along: How many rows further each next step is.
         lengths: ``(n,)``.
         limits: The smallest positive probability of the chain, or -1 if no step is watched; the
-            logarithm of the smallest normal number; that number; what a product must be above to
-            be surely exact.
+            logarithm of the smallest normal number; twice that number, above which nothing was
+            raised to it; what a product must be above to be surely exact.
     """
 
     symbols: np.ndarray

@@ -71,8 +71,17 @@ def log_evidence(
 def expected_counts(chain: Uniform) -> tuple[Tensor, ...] | None:
     """Log evidence ``(G, n)``, and its gradients by initial, transition and logs.
 
-    None if the numbers of a sequence left their range.
+    None if the numbers of a sequence left their range, those of float64 too.
     """
+    found = _counts(chain)
+    if found is None and chain.logs.dtype != torch.float64:
+        wide = (part.double() for part in chain[:3])
+        found = _counts(Uniform(*wide, *chain[3:]))
+    return found
+
+
+def _counts(chain: Uniform) -> tuple[Tensor, ...] | None:
+    """As :func:`expected_counts`, in the dtype of the chain."""
     groups = _groups(chain)
     for group in groups:
         group.forward(kept=True)
@@ -193,9 +202,37 @@ class _Sweep:
         return _Back(starts, counts, _sum(emitted))
 
 
+    def bound_losses(self, found: _Pass) -> None:
+        """Clear ``exact`` where what the forward pass has lost may be more than rounding."""
+        transposed, eps = np.ascontiguousarray(self.packed.T), LIMITS[self.packed.dtype][1]
+        rows, parts = found.exact.nonzero()[0], self.threads
+        bounds = [len(rows) * part // parts for part in range(parts + 1)]
+
+        def run(part: int) -> None:
+            for row in rows[bounds[part] : bounds[part + 1]]:
+                _losses().bound_losses(
+                    row, self.data, transposed, found.alpha, found.total, self.width, eps,
+                    found.exact,
+                )  # fmt: skip
+
+        self.kernels.share(run, parts)
+
+    def tiled(self, found: _Pass) -> tuple[np.ndarray, np.ndarray]:
+        """Messages ``(tiles, T, K, width)`` of a forward pass, and their sums ``(tiles, T, width)``."""
+        return (
+            found.alpha.reshape(self.tiles, -1, self.size, self.width),
+            found.total.reshape(self.tiles, -1, self.width),
+        )
+
+
 @cache
 def _pieces() -> Any:
     return import_module("._numba_pieces", __package__)
+
+
+@cache
+def _losses() -> Any:
+    return import_module("._numba_losses", __package__)
 
 
 class _Whole:
@@ -208,7 +245,27 @@ class _Whole:
     def forward(self, kept: bool) -> tuple[np.ndarray, np.ndarray]:
         """Evidence ``(n,)``, and where it is exact."""
         self.found = self.sweep.forward(self.initial, kept)
+        if not self.found.exact.all() and self.sweep.data.limits[0] >= 0:
+            self._look_again(kept)
         return self.found.evidence, self.found.exact
+
+    def _look_again(self, kept: bool) -> None:
+        """Go to the end where steps seemed to lose something, and bound what that was."""
+        data, chosen = self.sweep.data, (~self.found.exact).nonzero()[0]
+        data = data._replace(
+            first=data.first[chosen], lengths=data.lengths[chosen],
+            limits=(-1.0, *data.limits[1:]),
+        )  # fmt: skip
+        sweep = _Sweep(data, self.sweep.packed, self.sweep.size)
+        again = sweep.forward(self.initial[chosen], kept=True)
+        sweep.bound_losses(again)
+        for name in ("evidence", "exact", "ends"):
+            getattr(self.found, name)[chosen] = getattr(again, name)
+        if kept:
+            tile, lane = np.divmod(chosen, self.sweep.width)
+            other, other_lane = np.divmod(np.arange(len(chosen)), sweep.width)
+            for whole, part in zip(self.sweep.tiled(self.found), sweep.tiled(again)):
+                whole[tile, : sweep.steps, ..., lane] = part[other, ..., other_lane]
 
     def backward(self, weights: np.ndarray, gamma: Tensor) -> _Back | None:
         """Expected counts: see :class:`_Sweep`."""
@@ -310,7 +367,7 @@ class _Group:
             table, peaks = self._zeros(num_symbols + 1, height), self._zeros(num_symbols + 1)
             kernels.scaled_table(logs, low, table, peaks)
             chosen, seen, across, along = symbols.reshape(-1), self._zeros(0), self.steps, 1
-        limits = (smallest if watched else -1.0, low, tiny, slack)
+        limits = (smallest if watched else -1.0, low, 2 * tiny, slack)
         first = across * np.arange(self.count)
         data = kernels.Data(chosen, table, peaks, seen, first, along, lengths, limits)
         few = self.size <= FEW and self.count < kernels.LANES // 2

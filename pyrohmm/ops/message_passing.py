@@ -11,12 +11,26 @@ of transitions (Eisner, 2016). No tape of T steps is kept; memory is O(T K) per 
 Scaled numbers can underflow, and then sums lose paths that later turn out to matter. Each
 sequence is watched for that. Write q for the smallest positive product of a step, of arriving
 mass :math:`\alpha_{t-1} A` and likelihood, s for the norm of the step, and a for the smallest
-positive transition probability. What a step loses is below ``tiny * K / s`` in every state, and
-it loses nothing if q > ``tiny`` and a q / s >= ``tiny``. So every mass p that arrives at the next
-step is right to rounding unless one of these fails and p < ``tiny * K / (s * eps)``. A sequence
-where that happens is computed again in float64, and where it happens there, in log space. If
-a^2 >= ``tiny * K / eps``, which holds for most matrices without zeros, it cannot happen and
+positive transition probability. Factors below ``tiny`` are raised to it. What a step loses or adds
+is below ``tiny * K / s`` in every state, and it is nothing if q > ``2 tiny`` (no factor was raised,
+whatever the rounding) and a q / s >= ``2 tiny``. So every mass p that arrives at the next step is
+right to rounding unless one of these fails and p < ``tiny * K / (s * eps)``. If
+a^2 >= ``tiny * K / eps``, which holds for most matrices without zeros, that cannot happen and
 nothing needs to be watched.
+
+Where it happens, most often nothing is lost that matters: well separated observations leave mass
+only in one state, and transitions that are never seen are all but zero. So where a matrix is shared
+by all sequences, these sequences go on to their end, and a bound of the loss is computed on the way
+back. Let :math:`\beta_t` be the backward message, so that
+:math:`L_t = \prod_{u \le t} s_u \; \alpha_t \cdot \beta_t` is the evidence of
+messages that are computed up to t and exact from there on. Then :math:`L_t` and :math:`L_{t - 1}`
+differ by no more than ``(K + 4) tiny`` :math:`/ s_t \sum_k \beta_t(k)`, and the evidence by no
+more than the sum of that over the steps; relatively, by that of
+``(K + 4) tiny / (s_t P_t)`` with :math:`P_t = \alpha_t \cdot \beta_t / \sum_k \beta_t(k)`. The
+backward messages that are computed lose something too: below ``(K + 2) tiny`` if
+:math:`e \circ \beta` is scaled to sum to one before it is multiplied with A. That is added at every
+step, so that they are never too small. If the bound is not rounding, the sequence is computed again
+in float64, and where that is not enough, in log space.
 
 Both ways at once
 -----------------
@@ -24,9 +38,10 @@ On an accelerator a small product takes no longer than its launch, so messages g
 product a step: :math:`b_t \propto e_t \circ (A b_{t+1})` beside :math:`\alpha_t`. The posterior is
 :math:`\gamma_t = \alpha_t \circ \beta_t / P_t` with :math:`\beta_t = A b_{t+1}` and
 :math:`P_t = \alpha_t \cdot \beta_t`, and nothing needs to be watched on the way: what a step loses
-is below ``tiny * K / s`` of the forward and ``tiny * K`` of the backward message, and counts by the
-other one, which is at most one. So all losses together are at most ``3 tiny K / (s P)``, summed
-over the steps, of the evidence, and one comparison at the end says whether that is rounding. As
+is below ``tiny * K / s`` of the forward message, and counts by the backward one, which is at most
+one, and by the same floor never too small: else the way back could lose the very paths that were
+lost on the way there. So all losses together are at most ``3 tiny K / (s P)``, summed over the
+steps, of the evidence, and one comparison at the end says whether that is rounding. As
 :math:`s_t P_t \ge a^2`, it is for the same matrices for which nothing needs to be watched.
 """
 
@@ -88,7 +103,7 @@ def forward(chain: Chain, dtype: torch.dtype) -> Messages:
     backend = backend_for(likelihood.device)
     seen = backend.forward(
         log_initial.exp(), transition, likelihood, chain.lengths,
-        (least if watched else -1.0, tiny, slack), alpha, total, evidence, exact,
+        (least if watched else -1.0, 2 * tiny, slack), alpha, total, evidence, exact,
     )  # fmt: skip
     return Messages(evidence, alpha, total, exact, transition, watched, seen, backend)
 

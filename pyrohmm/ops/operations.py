@@ -42,8 +42,9 @@ class Backend(ABC):
             transition: ``(S, G, K, K)``, probabilities.
             likelihood: ``(T, G, n, K)``, log.
             lengths: ``(G, n)``, on the CPU.
-            limits: Smallest positive probability of the chain, or -1 if no step is watched; the
-                smallest normal number; what a product must be above to be surely exact.
+            limits: Smallest positive probability of the chain, or -1 if no step is watched; twice
+                the smallest normal number, above which nothing was raised to it; what a product
+                must be above to be surely exact.
             alpha: ``(T, G, n, K)``, filtered probabilities; zero where padded or not exact.
             total: ``(T, G, n)``, norms of the steps.
             evidence: ``(G, n)``, log, float64.

@@ -214,10 +214,12 @@ def both_ways_by_steps(
     norm = seen.new_empty(*seen.shape[:-1], 1)
     torch.exp(log_initial, out=arrived[0, :groups])
     arrived[0, groups:].fill_(1.0)
+    floor = seen.new_zeros(2 * groups, 1, 1)  # so that no message back is too small
+    floor[groups:] = (seen.size(-1) + 2) * torch.finfo(seen.dtype).tiny
     for t in range(len(weight)):
         if t > 0:
             matrix = matrices[t - 1 if len(matrices) > 1 else 0]
-            torch.bmm(state[t - 1], matrix, out=arrived[t])
+            torch.baddbmm(floor, state[t - 1], matrix, out=arrived[t])
         if restart is None:
             torch.mul(arrived[t], seen[t], out=state[t])
         else:
