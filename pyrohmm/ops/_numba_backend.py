@@ -123,8 +123,8 @@ class NumbaBackend(Backend):
         counts = likelihood.new_zeros(len(transition), count, num_states, num_states)
         kernels.run(
             kernels.log_space, count, 10 * len(likelihood) * num_states**2, initial, transition,
-            transition.mT.contiguous(), likelihood, lengths, with_posterior, messages, evidence,
-            gamma, counts,
+            transition.mT.contiguous(), transition.exp(), likelihood, lengths, with_posterior,
+            messages, evidence, gamma, counts,
         )  # fmt: skip
         return evidence.flatten(), gamma, counts, messages
 

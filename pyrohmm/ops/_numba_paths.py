@@ -9,18 +9,37 @@ from ._numba_math import exp, kernel, logsumexp, u64
 from ._numba_math import run as run
 
 
+SURE = 1e-280  # what a sum of products of numbers up to one is above if it loses only rounding
+
+
+@kernel
+def _over_largest(out, logs):
+    """Write exponentials over their largest, whose logarithm is returned."""
+    peak = logs[0]
+    for k in range(1, logs.shape[0]):
+        peak = logs[k] if logs[k] > peak else peak
+    peak = peak if abs(peak) < np.inf else 0.0
+    for k in range(logs.shape[0]):
+        out[k] = np.exp(logs[k] - peak)
+    return peak
+
+
 @kernel
 def log_space(
-    first, last, initial, transition, transposed, likelihood, lengths, with_posterior,
+    first, last, initial, transition, transposed, probs, likelihood, lengths, with_posterior,
     messages, evidence, gamma, counts,
 ):  # fmt: skip
-    """Forward-backward in log space: evidence, marginals and expected transition counts."""
+    """Forward-backward in log space: evidence, marginals and expected transition counts.
+
+    Sums are products with ``probs``, those of ``transition``, where they surely lose nothing, and
+    of logarithms where they might.
+    """
     num_states = likelihood.shape[3]
     size = likelihood.shape[2]
     steps = transition.shape[0]
-    scores = np.empty(num_states)
-    beta = np.empty(num_states)
-    later = np.empty(num_states)
+    sure = SURE * max(1.0, probs.max())  # potentials may be above one
+    scores, mass, sums = np.empty(num_states), np.empty(num_states), np.empty(num_states)
+    beta, later = np.empty(num_states), np.empty(num_states)
     for i in range(first, last):
         g = i // size
         b = i % size
@@ -28,11 +47,22 @@ def log_space(
         for k in range(num_states):
             messages[0, g, b, k] = initial[g, b, k] + likelihood[0, g, b, k]
         for t in range(1, end + 1):
-            matrix = transposed[0 if steps == 1 else t - 1, g]
+            here = 0 if steps == 1 else t - 1
+            matrix = transposed[here, g]
+            peak = _over_largest(mass, messages[t - 1, g, b])
+            sums[:] = 0.0
+            for j in range(num_states):
+                if mass[j] != 0.0:
+                    for k in range(num_states):
+                        sums[k] += mass[j] * probs[here, g, j, k]
             for k in range(num_states):
-                for j in range(num_states):
-                    scores[j] = messages[t - 1, g, b, j] + matrix[k, j]
-                messages[t, g, b, k] = logsumexp(scores) + likelihood[t, g, b, k]
+                if sure <= sums[k] < np.inf:
+                    value = peak + np.log(sums[k])
+                else:
+                    for j in range(num_states):
+                        scores[j] = messages[t - 1, g, b, j] + matrix[k, j]
+                    value = logsumexp(scores)
+                messages[t, g, b, k] = value + likelihood[t, g, b, k]
         whole = logsumexp(messages[end, g, b])
         evidence[g, b] = whole
         if not with_posterior or not (whole > -np.inf and whole < np.inf):
@@ -43,15 +73,27 @@ def log_space(
         beta[:] = 0.0
         for t in range(end, -1, -1):
             if t < end:
-                matrix = transition[0 if steps == 1 else t, g]
+                here = 0 if steps == 1 else t
+                matrix, flows = transition[here, g], counts[here, i]
                 for k in range(num_states):
                     later[k] = likelihood[t + 1, g, b, k] + beta[k]
+                peak = _over_largest(mass, later)
                 for j in range(num_states):
+                    total = 0.0
+                    for k in range(num_states):
+                        scores[k] = probs[here, g, j, k] * mass[k]
+                        total += scores[k]
+                    if sure <= total < np.inf:
+                        beta[j] = peak + np.log(total)
+                        share = np.exp(messages[t, g, b, j] + beta[j] - whole) / total
+                        for k in range(num_states):
+                            flows[j, k] += share * scores[k]
+                        continue
                     for k in range(num_states):
                         scores[k] = matrix[j, k] + later[k]
                         flow = messages[t, g, b, j] + scores[k] - whole
                         if flow > -745.0:
-                            counts[0 if steps == 1 else t, i, j, k] += np.exp(flow)
+                            flows[j, k] += np.exp(flow)
                     beta[j] = logsumexp(scores)
             for k in range(num_states):
                 gamma[t, g, b, k] = np.exp(messages[t, g, b, k] + beta[k] - whole)
