@@ -130,7 +130,9 @@ def vectors_table() -> str:
     for quantity in ("evidence and gradient", "evidence", "EM iteration"):
         found: dict[str, dict[str, Row]] = {}
         for row in rows("throughput", quantity=f"vectors: {quantity}"):
-            covariance = {"diag": "diagonal"}.get(row["covariance"], row["covariance"])
+            covariance = {"diag": "diagonal", "separated": "diagonal, far apart"}.get(
+                row["covariance"], row["covariance"]
+            )
             name = f"{quantity}, {covariance}, {', '.join(map(str, row['shape N, T, K, D']))}"
             found.setdefault(name, {})[row["method"]] = row
         for name, methods in found.items():

@@ -16,7 +16,7 @@ jointly`` network and weights are trained together for some more of the training
 of which each tenth has the probabilities of an n-gram of the other nine; then the weights alone, as
 before. ``fitted`` is the first half of the held-out text, which also chose the epoch of the plain
 model, ``unseen`` the second half, to which nothing was fitted. Perplexities are per token,
-``<eos>`` included, with sentences independent for all models.
+``<eos>`` included, with sentences independent but for the cache.
 
 Rows are computed one by one (``--only``); fits go on from their checkpoints. Writes
 ``ngram_emission.json`` and ``ngram_emission.png``.
@@ -57,7 +57,12 @@ QUARTERS = (0.25, 0.5, 0.75)  # where classes of weights and shares end
 CLASSES = 4 * ORDER
 MODEL = BEST["annealed-ptb"][0]
 CHAINS = {name.split()[0] + " chains": models for name, models, _ in SIDE_BY_SIDE.values()}
-ROWS = ("plain", "n-gram", "emission", "emission and transition", "trained jointly", *CHAINS)
+CACHE = "a cache"
+ROWS = (
+    "plain", "n-gram", "emission", "emission and transition", "trained jointly", *CHAINS, CACHE,
+    f"three chains and {CACHE}",
+)  # fmt: skip
+WINDOWS, SHARES = (200, 500, 1000, 2000), (0.02, 0.05, 0.08, 0.12, 0.16)
 PARTS = ("fitted", "unseen", "test")
 Row = dict[str, Any]
 
@@ -114,6 +119,62 @@ class BlockNGram(KneserNey):
             4 * in_block + np.digitize(share, QUARTERS),
         )
         return np.stack([np.log(blocks), np.log(probs / blocks), *classes], -1)[1:]
+
+
+def recent(text: np.ndarray, block: np.ndarray, window: int) -> tuple[np.ndarray, np.ndarray]:
+    """Share of each word, and of its block, among as many words before it."""
+    words, blocks = np.zeros(len(block)), np.zeros(block.max() + 1)
+    shares = np.zeros((2, len(text)))
+    for place, word in enumerate(text):
+        shares[:, place] = words[word], blocks[block[word]]
+        words[word] += 1
+        blocks[block[word]] += 1
+        if place >= window:
+            old = text[place - window]
+            words[old] -= 1
+            blocks[block[old]] -= 1
+    count = np.minimum(np.arange(len(text)), window).clip(min=1)
+    return shares[0] / count, shares[1] / count
+
+
+def with_cache(columns: np.ndarray, shares: tuple[np.ndarray, np.ndarray], weight: float) -> Any:
+    """The columns of an n-gram mixed with the shares of recent words and blocks."""
+    of_block = (1 - weight) * np.exp(columns[:, 0]) + weight * shares[1]
+    both = (1 - weight) * np.exp(columns[:, :2].sum(-1)) + weight * shares[0]
+    return np.stack([np.log(of_block), np.log(both / of_block), *columns[:, 2:].T], -1)
+
+
+def cached(
+    parts: dict[str, Sequences], block: np.ndarray
+) -> tuple[dict[str, Sequences], dict[str, Any]]:
+    """The parts of the text with an n-gram that has a cache; and what was chosen for it.
+
+    The first word of a text is the only one without words before it: the shares are zero there.
+    """
+
+    def columns(part: Sequences) -> np.ndarray:
+        return part.covariates[part.exists].double().numpy()
+
+    fitted, words = columns(parts["fitted"]), flat(parts["fitted"])
+    losses = {}
+    for window in WINDOWS:
+        shares = recent(words, block, window)
+        for weight in SHARES:
+            losses[window, weight] = -with_cache(fitted, shares, weight)[:, :2].sum()
+    window, weight = min(losses, key=losses.__getitem__)
+    held_out = np.concatenate([words, flat(parts["unseen"])])
+    shares = recent(held_out, block, window), recent(flat(parts["test"]), block, window)
+    half = len(words)
+    pieces = {
+        "fitted": tuple(share[:half] for share in shares[0]),
+        "unseen": tuple(share[half:] for share in shares[0]),
+        "test": shares[1],
+    }
+    mixed = {
+        name: with_columns(parts[name], with_cache(columns(parts[name]), piece, weight))
+        for name, piece in pieces.items()
+    }
+    return mixed, {"cache_words": window, "cache_weight": weight}
 
 
 def found(keys: np.ndarray, wanted: np.ndarray, possible: np.ndarray) -> np.ndarray:
@@ -310,7 +371,13 @@ def measured(model: Model) -> Row:
     return row
 
 
-def compute(name: str, neural: Callable[[Model], NeuralHMM], parts: Any, settings: Settings) -> Row:
+def compute(
+    name: str,
+    neural: Callable[[Model], NeuralHMM],
+    parts: Any,
+    block: np.ndarray,
+    settings: Settings,
+) -> Row:
     """One row."""
     row: Row = {"name": name}
     if name == "plain" and settings.model.panel != "quick":
@@ -322,7 +389,10 @@ def compute(name: str, neural: Callable[[Model], NeuralHMM], parts: Any, setting
             row[f"{part}_tokens"] = data.num_observed
             row[f"{part}_perplexity"] = math.exp(nats / data.num_observed)
         return row
-    models = CHAINS.get(name, (settings.model,))
+    if CACHE in name:
+        parts, chosen = cached(parts, block)
+        row |= chosen
+    models = CHAINS.get(name.split(" and ")[0], (settings.model,))
     if settings.model.panel == "quick":
         models = tuple(settings.model for _ in models)
     modules = [NGramMixture(neural(model), CLASSES, CLASSES) for model in models]
@@ -382,12 +452,13 @@ def main() -> None:
     partition = blocks_of(settings.model, text, {})
     if partition is None:
         raise ValueError("the model must have blocks")
-    parts = mixed_text(text, partition.symbol_block.numpy(), "trained jointly" in wanted)
+    block = partition.symbol_block.numpy()
+    parts = mixed_text(text, block, "trained jointly" in wanted)
 
     for name in wanted:
         pyro.set_rng_seed(0)
         neural = partial(network, text=text, partition=partition)
-        row = compute(name, neural, parts, settings)
+        row = compute(name, neural, parts, block, settings)
         print(row, flush=True)
         if options.quick:
             continue

@@ -74,6 +74,7 @@ VECTORS = [  # covariance, N, T, K, D; and how much longer dynamax and hmmlearn'
     (("diag", 256, 100, 16, 2), 5.0, None),
     (("diag", 1, 10000, 8, 3), 6.0, None),
     (("full", 32, 200, 16, 10), 4.0, 8.0),
+    (("separated", 64, 200, 32, 40), None, None),
 ]
 ITERATIONS = [  # shape, iterations in a call, and how much longer hmmlearn should take
     ((256, 100, 16, 64), 20, 20.0),
@@ -355,7 +356,7 @@ def iterations(quick: bool) -> list[dict[str, Any]]:
 def vectors(quick: bool) -> list[dict[str, Any]]:
     """Normal vectors: evidence with and without gradient, and iterations of EM."""
     rows = []
-    quick_shapes = [((kind, 4, 10, 3, 2), None, None) for kind in ("diag", "full")]
+    quick_shapes = [((kind, 4, 10, 3, 2), None, None) for kind in ("diag", "full", "separated")]
     for (covariance, *shape), of_gradient, of_em in quick_shapes if quick else VECTORS:
         problem, count = VectorProblem(covariance, *shape), 3 if quick else 8
         peers: dict[str, dict[str, Callable[[], Any]]] = {
@@ -364,7 +365,7 @@ def vectors(quick: bool) -> list[dict[str, Any]]:
             "vectors: EM iteration": {"pyrohmm": problem.em(count)},
         }
         gradient, evidence, em = peers.values()
-        if covariance == "diag":
+        if covariance != "full":
             gradient["product by hand"] = problem.by_hand
         if jax is not None:
             gradient["dynamax"], evidence["dynamax"] = problem.dynamax(), problem.dynamax(False)

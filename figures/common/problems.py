@@ -200,12 +200,16 @@ def _dynamax_em(model: Any, start: Any, properties: Any, values: Any, count: int
 
 
 class VectorProblem:
-    """Random normal vectors of one shape, with diagonal or full covariance."""
+    """Random normal vectors of one shape, with diagonal or full covariance.
+
+    "separated" is diagonal, and the vectors come from states whose means lie far apart.
+    """
 
     def __init__(self, covariance: str, *shape: int):
         generator = torch.Generator().manual_seed(0)
         num_sequences, num_steps, num_states, dim = shape
-        self.covariance, self.shape = covariance, shape
+        separated, self.shape = covariance == "separated", shape
+        self.covariance = "diag" if separated else covariance
         self.values = torch.randn(num_sequences, num_steps, dim, generator=generator)
         self.lengths = torch.full((num_sequences,), num_steps)
         root = 0.3 * torch.randn(num_states, dim, dim, generator=generator)
@@ -217,6 +221,13 @@ class VectorProblem:
             torch.randn(num_states, num_states, generator=generator),
         ]
         loc = torch.randn(num_states, dim, generator=generator)
+        if separated:
+            loc *= 4.0
+            path = torch.randint(num_states, (num_sequences, num_steps), generator=generator)
+            stays = torch.rand(num_sequences, num_steps, generator=generator) < 0.9
+            for t in range(1, num_steps):
+                path[:, t] = torch.where(stays[:, t], path[:, t - 1], path[:, t])
+            self.values = loc[path] + scale[path] * self.values
         self.parameters = [part.requires_grad_() for part in (*self.logits, loc, scale)]
 
     def hmm(self) -> HMM:

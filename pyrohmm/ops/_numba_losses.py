@@ -1,4 +1,4 @@
-"""Compiled bound of what a forward pass of scaled messages has lost: see :mod:`.message_passing`."""
+"""Compiled bound of what a forward pass has lost, as :mod:`.message_passing` derives it."""
 
 from __future__ import annotations
 

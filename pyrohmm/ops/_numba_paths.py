@@ -8,7 +8,6 @@ from ._numba_lanes import LANES, load, pack, reach
 from ._numba_math import exp, kernel, logsumexp, u64
 from ._numba_math import run as run
 
-
 SURE = 1e-280  # what a sum of products of numbers up to one is above if it loses only rounding
 
 

@@ -75,8 +75,8 @@ def expected_counts(chain: Uniform) -> tuple[Tensor, ...] | None:
     """
     found = _counts(chain)
     if found is None and chain.logs.dtype != torch.float64:
-        wide = (part.double() for part in chain[:3])
-        found = _counts(Uniform(*wide, *chain[3:]))
+        wide = {name: getattr(chain, name).double() for name in chain._fields[:3]}
+        found = _counts(chain._replace(**wide))
     return found
 
 
@@ -201,7 +201,6 @@ class _Sweep:
                 counts = (before.mT @ message[1:]).double().numpy()
         return _Back(starts, counts, _sum(emitted))
 
-
     def bound_losses(self, found: _Pass) -> None:
         """Clear ``exact`` where what the forward pass has lost may be more than rounding."""
         transposed, eps = np.ascontiguousarray(self.packed.T), LIMITS[self.packed.dtype][1]
@@ -218,7 +217,7 @@ class _Sweep:
         self.kernels.share(run, parts)
 
     def tiled(self, found: _Pass) -> tuple[np.ndarray, np.ndarray]:
-        """Messages ``(tiles, T, K, width)`` of a forward pass, and their sums ``(tiles, T, width)``."""
+        """Messages ``(tiles, T, K, width)`` of a forward pass, and sums ``(tiles, T, width)``."""
         return (
             found.alpha.reshape(self.tiles, -1, self.size, self.width),
             found.total.reshape(self.tiles, -1, self.width),
