@@ -219,6 +219,30 @@ def test_sequences_that_underflow_are_computed_again_and_the_others_are_not(monk
     assert again[0] == 8
 
 
+@pytest.mark.parametrize("dtype", CLOSE, ids=str)
+@pytest.mark.parametrize("count", [3, 40])  # by states, and by sequences side by side
+def test_separated_observations_stay_in_the_loops(monkeypatch, count, dtype):
+    """States far apart, and transitions that never occur: nothing that matters is lost."""
+    torch.manual_seed(count)
+    matrix = torch.tensor([[0.9, 0.1, 0.0], [0.0, 0.9, 0.1], [0.1, 1e-300, 0.9]]).double()
+    path = torch.zeros(count, 30).long()
+    for t in range(1, 30):
+        path[:, t] = torch.multinomial(matrix[path[:, t - 1]], 1).squeeze(-1)
+    apart = -1000.0 * (path.unsqueeze(-1) != torch.arange(3))
+    logs = (apart + torch.randn(count, 30, 3)).to(dtype)
+    parts = torch.full((3,), 1 / 3).log().to(dtype), matrix.log().to(dtype).expand(1, 3, 3)
+    lengths = torch.randint(1, 31, (count,))
+    with backends.use(backends.TORCH):
+        expected = recursions.expected_counts(*(part.double() for part in (*parts, logs)), lengths)
+    monkeypatch.setattr(recursions, "evidence_of", None)  # what takes other ways
+    found = recursions.expected_counts(*parts, logs, lengths)
+    for ours, theirs in zip(found[:4], expected[:4]):
+        assert_close(ours.double(), theirs, **CLOSE[dtype])
+    logs.requires_grad_()
+    (slope,) = torch.autograd.grad(recursions.log_evidence(*parts, logs, lengths).sum(), logs)
+    assert_close(slope.double(), expected.states, **CLOSE[dtype])
+
+
 @pytest.mark.parametrize("steps", [3, 4])  # as many as groups, or not
 @pytest.mark.parametrize("way", ["compiled", "torch", "per step"])
 def test_tables_with_more_dimensions_than_symbols(way, steps):
