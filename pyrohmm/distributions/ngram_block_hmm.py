@@ -131,12 +131,13 @@ class NGramBlockHMM(BlockHMM):
         check_shape("weights.symbol", weights.symbol, (len(weights.symbol), width), "(M, B)")
         parts = {"weights.block": weights.block, "weights.symbol": weights.symbol}
         check_same_device({**ngram._asdict(), **parts, "log_initial": self.log_initial})
-        exists, (log_block, log_symbol, *classes) = self.exists, ngram
-        classes = [each.long().masked_fill(~exists, 0) for each in classes]
-        if self._validate_args or exists.device.type == "cpu":
+        padded = ~self.exists  # what is there is not read, by gradients neither
+        log_probs = [each.masked_fill(padded, 0.0) for each in ngram[:2]]
+        classes = [each.long().masked_fill(padded, 0) for each in ngram[2:]]
+        if self._validate_args or padded.device.type == "cpu":
             for name, each, table in zip(("block_class", "symbol_class"), classes, weights):
                 check_range(name, each, len(table), "the number of rows of its weights - 1")
-        self.ngram, self.weights = NGramProbs(log_block, log_symbol, *classes), weights
+        self.ngram, self.weights = NGramProbs(*log_probs, *classes), weights
         if allowed is not None:
             check_booleans("allowed", allowed)
             check_shape("allowed", allowed, (*shape, self.num_states), "(*B, T, K)")
