@@ -90,8 +90,8 @@ class NGramBlockHMM(BlockHMM):
 
     Raises:
         TypeError: If an argument is of the wrong type.
-        ValueError: If ``words`` is another chain, shapes or devices disagree, or a class is not
-            one of those that have weights.
+        ValueError: If ``words`` is another chain, shapes or devices disagree, a class is not one of
+            those that have weights, or (with ``validate_args``) a log-probability is above zero.
 
     Example:
         >>> two = blocks.from_clusters(torch.tensor([0, 0, 1]), 2)
@@ -137,6 +137,8 @@ class NGramBlockHMM(BlockHMM):
         if self._validate_args or padded.device.type == "cpu":
             for name, each, table in zip(("block_class", "symbol_class"), classes, weights):
                 check_range(name, each, len(table), "the number of rows of its weights - 1")
+        if self._validate_args:
+            _check_log_probs(*log_probs)
         self.ngram, self.weights = NGramProbs(*log_probs, *classes), weights
         if allowed is not None:
             check_booleans("allowed", allowed)
@@ -301,6 +303,17 @@ def _mixed(log_chain: Tensor, log_ngram: Tensor, logits: Tensor, dtype: torch.dt
     log_ngram, logits = log_ngram.to(dtype).unsqueeze(-1), logits.to(dtype).unsqueeze(-1)
     parts = logsigmoid(-logits) + log_chain, logsigmoid(logits) + log_ngram
     return logsumexp(torch.stack(torch.broadcast_tensors(*parts), -1), -1)
+
+
+def _check_log_probs(log_block: Tensor, log_symbol: Tensor) -> None:
+    """Raise if a probability is above one by more than rounding."""
+    for name, logs in (("log_block", log_block), ("log_symbol", log_symbol)):
+        above = logs > 1e-3
+        if bool(above.any()):
+            raise ValueError(
+                f"{name} must hold log-probabilities, none above 0; got {logs[above][0].item():g}. "
+                "Of probabilities take the logarithm."
+            )
 
 
 def _check_words(words: BlockHMM) -> None:

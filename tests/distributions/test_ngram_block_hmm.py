@@ -313,5 +313,7 @@ def test_bad_arguments_are_refused():
         NGramBlockHMM(chain, ngram._replace(symbol_class=ngram.log_block), weights)
     with pytest.raises(ValueError, match="block_class"):
         NGramBlockHMM(chain, ngram._replace(block_class=ngram.block_class + 2), weights)
+    with pytest.raises(ValueError, match=r"log_symbol must hold log-probabilities.* logarithm"):
+        NGramBlockHMM(chain, ngram._replace(log_symbol=ngram.log_symbol.exp()), weights)
     with pytest.raises(ValueError, match=r"weights\.block must have shape"):
         NGramBlockHMM(chain, ngram, weights._replace(block=weights.symbol))
