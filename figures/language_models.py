@@ -408,15 +408,15 @@ def draw(rows: list[dict[str, Any]], baselines: list[dict[str, Any]]) -> None:
         for number, row in enumerate(best):
             label = f"{row['states']:,} states"
             if row.get("factored"):
-                label += ",\none level, factored"
+                label += ", one level, factored"
             if row.get("last_dropout") is not None:
-                label += ",\ndropout falls"
+                label += ", dropout falls"
             if row.get("average") is not None:
-                label += ",\nparameters averaged"
+                label += ", averaged"
             if row.get("first") is not None:
                 label += ", resumed"
             if "unseen_perplexity" in row:
-                label += "; half the text"
+                label += " (half)"
             begun = [
                 other for other in best if other["course"][: len(row["course"])] == row["course"]
             ]
@@ -443,16 +443,17 @@ def draw(rows: list[dict[str, Any]], baselines: list[dict[str, Any]]) -> None:
         for end, pick in enumerate((min, max))
     )
     for name in ("ptb", "states"):
-        axes[name].set_ylim(low, high)
+        axes[name].set_ylim(low, high**1.7 / low**0.7)  # room for the legend
     low, high = axes["wikitext2"].get_ylim()
-    axes["wikitext2"].set_ylim(low, high**1.5 / low**0.5)  # room for its legend
+    axes["wikitext2"].set_ylim(low, high**1.5 / low**0.5)
     for panel, title in PANELS.items():
         lines = [line for line in summary(rows) if line["panel"] == panel]
         ablations(axes[panel], lines, rows, title)
     for axis in axes.values():
         handles = dict(zip(*axis.get_legend_handles_labels()[::-1]))
         if handles:
-            axis.legend(handles.values(), handles.keys(), loc="upper right")
+            size = 8 if axis in (axes["ptb"], axes["wikitext2"]) else None
+            axis.legend(handles.values(), handles.keys(), loc="upper right", fontsize=size)
     figure.savefig(FOLDER / f"{NAME}.png", dpi=150)
     plt.close(figure)
 

@@ -1133,7 +1133,6 @@ EXCEPTIONS = {
         ("Filter.update", "observation", label): "out of range; named values, as everywhere"
         for label in ("-1", "tensor()", "negative", "large")
     },
-    ("NGramMixture.forward", "covariates", "negative"): "of the column: block_class is named",
     ("LanguageModel.num_unknown", "lines", "tensor()"): "torch says that it has no items",
     **{
         (f"{kind}.log_factors", "check", label): "the truth of a tensor: torch's error"

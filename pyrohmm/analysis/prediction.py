@@ -14,6 +14,7 @@ from ..distributions.autoregressive import Autoregressive
 from ..distributions.block_factors import log_chain
 from ..distributions.block_hmm import BlockHMM
 from ..distributions.carried_state import CarriedState
+from ..distributions.continuous_time_hmm import ContinuousTimeHMM
 from ..distributions.factorial_hmm import FactorialHMM
 from ..distributions.forecast import Forecast
 from ..distributions.hmm import HMM
@@ -38,7 +39,8 @@ def predictive_log_prob(hmm: HMM, values: Tensor) -> Tensor:
     .. math:: \log p(x_t | x_{1:t-1})
 
     Steps that are padded or not observed hold 0, so that the sum over steps is
-    :meth:`HMM.log_prob`; a label, and that a segment ends with the data, counts as an observation.
+    :meth:`HMM.log_prob`; a label, that a segment ends with the data, and with ``exact_entry`` that
+    nothing is entered at a step that is not observed, counts as an observation.
     What is observed holds -inf from where it has become impossible.
 
     Args:
@@ -63,6 +65,8 @@ def predictive_log_prob(hmm: HMM, values: Tensor) -> Tensor:
         informative = chain.observed
         if hmm.allowed is not None:
             informative = informative | (chain.exists & ~hmm.allowed.all(-1))
+        if isinstance(hmm, ContinuousTimeHMM) and hmm.exact_entry is not None:
+            informative = chain.exists  # of no entry where nothing is observed
         if isinstance(hmm, HSMM) and not hmm.censored_end:  # where a segment ends
             later = torch.nn.functional.pad(chain.exists[..., 1:], (0, 1))
             informative = informative | (chain.exists & ~later)

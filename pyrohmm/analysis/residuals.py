@@ -92,6 +92,7 @@ def pseudo_residuals(hmm: HMM, values: Tensor, *, forecast: bool = False) -> Pse
         hmm.check_probabilities("pseudo_residuals")
     with torch.no_grad():
         if isinstance(hmm, BlockHMM) and hmm.carried is None:
+            hmm.check_constant("pseudo_residuals")
             return _in_blocks(hmm, values, forecast)
         chain = chain_factors(hmm, values)
         log_probs = chain.predicted()

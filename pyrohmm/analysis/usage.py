@@ -159,6 +159,7 @@ def transition_spectrum(
 def _rows_of(hmm: HMM) -> Callable[[Tensor], Tensor]:
     """A function that computes log-probabilities ``(n, K)`` of transitions from some states."""
     if isinstance(hmm, BlockHMM) and isinstance(hmm.transition, InnerProductTransition):
+        hmm.check_constant("transition_spectrum")
         return hmm.transition.rows
     matrix = hmm.log_transition
     if matrix.dim() != 2:

@@ -90,8 +90,8 @@ class NGramBlockHMM(BlockHMM):
 
     Raises:
         TypeError: If an argument is of the wrong type.
-        ValueError: If ``words`` is another chain, shapes or devices disagree, or a class is not
-            one of those that have weights.
+        ValueError: If ``words`` is another chain, shapes or devices disagree, a class is not one of
+            those that have weights, or (with ``validate_args``) a log-probability is above zero.
 
     Example:
         >>> two = blocks.from_clusters(torch.tensor([0, 0, 1]), 2)
@@ -131,12 +131,15 @@ class NGramBlockHMM(BlockHMM):
         check_shape("weights.symbol", weights.symbol, (len(weights.symbol), width), "(M, B)")
         parts = {"weights.block": weights.block, "weights.symbol": weights.symbol}
         check_same_device({**ngram._asdict(), **parts, "log_initial": self.log_initial})
-        exists, (log_block, log_symbol, *classes) = self.exists, ngram
-        classes = [each.long().masked_fill(~exists, 0) for each in classes]
-        if self._validate_args or exists.device.type == "cpu":
+        padded = ~self.exists  # what is there is not read, by gradients neither
+        log_probs = [each.masked_fill(padded, 0.0) for each in ngram[:2]]
+        classes = [each.long().masked_fill(padded, 0) for each in ngram[2:]]
+        if self._validate_args or padded.device.type == "cpu":
             for name, each, table in zip(("block_class", "symbol_class"), classes, weights):
                 check_range(name, each, len(table), "the number of rows of its weights - 1")
-        self.ngram, self.weights = NGramProbs(log_block, log_symbol, *classes), weights
+        if self._validate_args:
+            _check_log_probs(*log_probs)
+        self.ngram, self.weights = NGramProbs(*log_probs, *classes), weights
         if allowed is not None:
             check_booleans("allowed", allowed)
             check_shape("allowed", allowed, (*shape, self.num_states), "(*B, T, K)")
@@ -300,6 +303,17 @@ def _mixed(log_chain: Tensor, log_ngram: Tensor, logits: Tensor, dtype: torch.dt
     log_ngram, logits = log_ngram.to(dtype).unsqueeze(-1), logits.to(dtype).unsqueeze(-1)
     parts = logsigmoid(-logits) + log_chain, logsigmoid(logits) + log_ngram
     return logsumexp(torch.stack(torch.broadcast_tensors(*parts), -1), -1)
+
+
+def _check_log_probs(log_block: Tensor, log_symbol: Tensor) -> None:
+    """Raise if a probability is above one by more than rounding."""
+    for name, logs in (("log_block", log_block), ("log_symbol", log_symbol)):
+        above = logs > 1e-3
+        if bool(above.any()):
+            raise ValueError(
+                f"{name} must hold log-probabilities, none above 0; got {logs[above][0].item():g}. "
+                "Of probabilities take the logarithm."
+            )
 
 
 def _check_words(words: BlockHMM) -> None:

@@ -62,7 +62,7 @@ class Parameters:
             trace = poutine.trace(lambda: build(module, self.data[:1])).get_trace()
         self.sites = {name: trace.nodes[name]["fn"] for name in trace.stochastic_nodes}
         check_events(self.sites)
-        self.constant = _constant_priors(module)
+        self.constant = _constant_priors(module) & self.sites.keys()
         self._flat: Values = {}  # log-densities that no value changes
         self.values: Values = {}
         points = {name: p for name, p in module.named_parameters() if p.requires_grad}

@@ -21,7 +21,8 @@ class NGramMixture(HMMModule):
     It builds an :class:`~pyrohmm.distributions.NGramBlockHMM`, whose module has the density. The
     n-gram, or any other distribution of a word given those before it, comes with the data: as
     ``covariates`` of four columns, those of
-    :class:`~pyrohmm.distributions.ngram_block_hmm.NGramProbs`, classes as whole numbers. Fits,
+    :class:`~pyrohmm.distributions.ngram_block_hmm.NGramProbs`, classes as whole numbers.
+    Covariates are finite: the logarithm of a probability of zero is a number such as -1000. Fits,
     validation and metrics hand them on. The n-gram must not have been trained on the text on which
     the weights are: give training text the probabilities of n-grams that have not seen it, such as
     of those trained on the other folds.
@@ -90,13 +91,31 @@ class NGramMixture(HMMModule):
         shape = (*lengths.shape, words.num_steps, 4)
         cure = "Its columns are NGramProbs, of sequences of these lengths."
         check_shape("covariates", covariates, shape, "(*B, T, 4)", cure)
-        log_block, log_symbol, block_class, symbol_class = covariates.unbind(-1)
-        ngram = NGramProbs(log_block, log_symbol, block_class.long(), symbol_class.long())
+        log_block, log_symbol, *classes = covariates.unbind(-1)
+        classes = [each.masked_fill(~words.exists, 0.0) for each in classes]
+        if words._validate_args or covariates.device.type == "cpu":
+            for column, each, size in zip((2, 3), classes, self._num_classes):
+                _check_classes(column, each, size)
+        ngram = NGramProbs(log_block, log_symbol, *(each.long() for each in classes))
         return NGramBlockHMM(words, ngram, self.weights())
+
+    @property
+    def _num_classes(self) -> tuple[int, int]:
+        return len(self.block_class), len(self.symbol_class)
 
     def weights(self) -> NGramWeights:
         """Logits of the weights of the n-gram."""
         return NGramWeights(
             self.block_class.unsqueeze(-1) + self.block_before,
             self.symbol_class.unsqueeze(-1) + self.symbol_block,
+        )
+
+
+def _check_classes(column: int, classes: Tensor, size: int) -> None:
+    """Raise unless a column of covariates holds whole numbers below ``size``."""
+    wrong = ~((classes >= 0) & (classes < size) & (classes == classes.round()))  # also NaN
+    if bool(wrong.any()):
+        raise ValueError(
+            f"covariates must hold classes in column {column}, whole numbers from 0 to {size - 1}; "
+            f"got {classes[wrong][0].item():g}. NGramMixture takes the numbers of classes."
         )

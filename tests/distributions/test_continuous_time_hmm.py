@@ -580,6 +580,9 @@ def test_what_else_is_known_of_exact_deaths(tmp_path):
     ahead = hmm.forecast(PATIENTS, hmm.times.amax() + double([1.0, 9.0])).states
     torch.testing.assert_close(ahead.sum(-1), torch.ones_like(ahead[..., 0]))  # probabilities
     assert ahead[0, :, 2].tolist() == [1.0, 1.0]
+    each = queries.predictive_log_prob(hmm, PATIENTS)
+    torch.testing.assert_close(each.sum(-1), hmm.log_prob(PATIENTS))
+    assert each[0, 2] < -0.01  # at the missed visit the patient was alive
     for ask in (hmm.sample, lambda: queries.pseudo_residuals(hmm, PATIENTS),
                 lambda: markov_sample("x", hmm, obs=PATIENTS)):  # fmt: skip
         with pytest.raises(ValueError, match=r"exact_entry=None"):

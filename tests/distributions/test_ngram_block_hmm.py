@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from pyrohmm import BlockHMM, Filter, blocks, queries
+from pyrohmm import BlockHMM, Filter, blocks, metrics, queries
 from pyrohmm.distributions import NGramBlockHMM, NGramProbs, NGramWeights, TaggedHMM
 from pyrohmm.ops import backends
 from pyrohmm.ops.block_emission import log_emission
@@ -243,6 +243,21 @@ def test_what_leaves_the_range_of_float32_is_exact(engine):
     )
 
 
+def test_what_stands_at_padded_steps_is_not_read(engine):
+    case = Case([3, 1, 2])
+    hmm = case.hmm()
+    padded = ~hmm.exists
+    junk = [part.masked_fill(padded, math.nan) for part in hmm.ngram[:2]]
+    junk += [part.masked_fill(padded, -7) for part in hmm.ngram[2:]]
+    again = NGramBlockHMM(hmm.words, NGramProbs(*junk), hmm.weights)
+    found, wanted = (
+        torch.autograd.grad(each.log_prob(case.values).sum(), [*case.weights])
+        for each in (again, hmm)
+    )
+    for one, other in zip(found, wanted):
+        torch.testing.assert_close(one, other)
+
+
 def test_it_expands_to_more_batch_dimensions():
     case = Case([3, 1, 2])
     hmm = case.hmm()
@@ -264,6 +279,8 @@ def test_it_expands_to_more_batch_dimensions():
         lambda hmm, values: Filter(hmm),
         lambda hmm, values: queries.continuation(hmm, values, 1),
         lambda hmm, values: queries.observation_marginals(hmm, values),
+        lambda hmm, values: queries.pseudo_residuals(hmm, values),
+        lambda hmm, values: metrics.transition_spectrum(hmm),
     ],
 )
 def test_what_needs_other_words_of_the_ngram_is_refused(ask):
@@ -296,5 +313,7 @@ def test_bad_arguments_are_refused():
         NGramBlockHMM(chain, ngram._replace(symbol_class=ngram.log_block), weights)
     with pytest.raises(ValueError, match="block_class"):
         NGramBlockHMM(chain, ngram._replace(block_class=ngram.block_class + 2), weights)
+    with pytest.raises(ValueError, match=r"log_symbol must hold log-probabilities.* logarithm"):
+        NGramBlockHMM(chain, ngram._replace(log_symbol=ngram.log_symbol.exp()), weights)
     with pytest.raises(ValueError, match=r"weights\.block must have shape"):
         NGramBlockHMM(chain, ngram, weights._replace(block=weights.symbol))

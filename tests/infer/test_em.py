@@ -1541,6 +1541,37 @@ def test_the_log_prior_is_that_of_the_values_as_they_are(name, restarts):
             torch.testing.assert_close(prior.reshape(-1).expand(restarts), expected)
 
 
+def test_a_part_that_is_not_read_has_no_say():
+    data = data_of(CASES["symbols"])
+    module = TabularHMM(STATES, categorical(4))
+    start = starts.from_prior(module, data, 1)
+    wanted = fit_em(module, data, num_steps=3, start=start).losses
+    module.former = categorical(4)(STATES)
+    found = fit_em(module, data, num_steps=3, start=start)
+    assert torch.equal(found.losses, wanted)
+    assert "module.former.probs" not in found.values
+
+
+class Failing(TabularHMM):
+    """From the fifth on its M-steps return rows that do not sum to one."""
+
+    steps = 0
+
+    def m_step(self, statistics):
+        values, notes = super().m_step(statistics)
+        self.steps += "transition" in values
+        if self.steps >= 5:
+            values["transition"] = values["transition"] * 1.5
+        return values, notes
+
+
+def test_what_a_fit_has_made_is_checked_at_its_end():
+    """Not in each iteration."""
+    data = data_of(CASES["symbols"])
+    with pytest.raises(ValueError, match="Simplex"):
+        fit_em(Failing(STATES, categorical(4)), data, num_steps=8, tolerance=None)
+
+
 class Annealed(TabularHMM):
     """Its prior of the transition matrix becomes weaker with each call."""
 

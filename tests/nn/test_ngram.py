@@ -80,3 +80,16 @@ def test_bad_arguments_are_refused():
         NGramMixture(TabularHMM(2, categorical(3)))
     with pytest.raises(ValueError, match="weight must lie between"):
         NGramMixture(neural, weight=1.0)
+
+
+@pytest.mark.parametrize("wrong", [0.5, 2.0, -1.0, math.nan, math.inf])
+def test_what_is_no_class_is_refused_where_it_is_read(wrong):
+    module, data = NGramMixture(NeuralHMM(4, 3, hidden_dim=4, blocks=BLOCKS), 1, 2), text(2, 3, 0.9)
+    assert data.lengths.tolist() == [3, 4]
+    covariates = data.covariates.clone()
+    covariates[0, 3] = wrong  # padded
+    found = module(data.lengths, None, covariates).log_prob(data.values)
+    assert torch.equal(found, module(data.lengths, None, data.covariates).log_prob(data.values))
+    covariates[0, 2, 3] = wrong
+    with pytest.raises(ValueError, match=r"covariates must hold classes in column 3, .* 0 to 1"):
+        module(data.lengths, None, covariates)
