@@ -253,6 +253,10 @@ def test_the_table_of_perplexities_is_that_of_the_result_files():
         label += f"{row['states']:,} states, two levels, {row['parameters'] / 1e6:.1f} M"
         if row.get("last_dropout") is not None:
             label += f", dropout falls from {row['dropout']} to {row['last_dropout']}"
+        if row.get("average") is not None:
+            label += ", parameters averaged"
+        if "parts" in row:
+            label += f", {row['name']}"
         if row.get("first") is not None:
             label += ", 5 epochs and 5 more"
         assert found[label][0] == f"{row['valid_perplexity']:.1f}"

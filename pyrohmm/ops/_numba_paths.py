@@ -36,7 +36,9 @@ def log_space(
     num_states = likelihood.shape[3]
     size = likelihood.shape[2]
     steps = transition.shape[0]
-    sure = SURE * max(1.0, probs.max())  # potentials may be above one
+    sure = SURE
+    for value in probs.flat:  # potentials may be above one
+        sure = max(sure, SURE * value)
     scores, mass, sums = np.empty(num_states), np.empty(num_states), np.empty(num_states)
     beta, later = np.empty(num_states), np.empty(num_states)
     for i in range(first, last):

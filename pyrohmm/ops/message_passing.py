@@ -158,7 +158,6 @@ def both_ways(chain: Chain, dtype: torch.dtype) -> Smoothed:
     initial, transition, likelihood = (part.detach().to(dtype) for part in chain[:3])
     steps, num_states = len(likelihood), likelihood.size(-1)
     limits = torch.finfo(dtype)
-    transition = transition.exp()
     peak = likelihood.amax(-1, keepdim=True)
     weight = (likelihood - peak).exp_()  # NaN, hence not exact, where no state is possible
     last = padded = None
@@ -166,7 +165,7 @@ def both_ways(chain: Chain, dtype: torch.dtype) -> Smoothed:
         time = torch.arange(steps).reshape(-1, 1, 1)
         masks = torch.stack([time >= chain.lengths - 1, time >= chain.lengths]).unsqueeze(-1)
         last, padded = masks.to(weight.device, non_blocking=True)
-    alpha, total, beta = both_ways_by_steps(initial, transition, weight, last)
+    alpha, total, beta, transition = both_ways_by_steps(initial, transition, weight, last)
     gamma = alpha * beta
     agreement = gamma.sum(-1, keepdim=True)
     mass = total * agreement

@@ -186,24 +186,29 @@ def backward_by_steps(
 
 
 def both_ways_by_steps(
-    log_initial: Tensor, transition: Tensor, weight: Tensor, last: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
+    log_initial: Tensor, log_transition: Tensor, weight: Tensor, last: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Scaled messages of both ways, four kernels a step: the way back is a second set of groups.
+
+    On that way each probability is larger by as much as a product may lose, so that no message is
+    too small.
 
     Args:
         log_initial: ``(G, n, K)``.
-        transition: ``(S, G, K, K)``.
+        log_transition: ``(S, G, K, K)``.
         weight: ``(T, G, n, K)``; one at padded steps.
         last: ``(T, G, n, 1)`` booleans, True from the last step of each sequence on; None if all
             have T steps.
 
     Returns:
-        Forward messages ``(T, G, n, K)``, their norms ``(T, G, n, 1)``, and what the later steps
-        say of each state, up to a factor, ``(T, G, n, K)``.
+        Forward messages ``(T, G, n, K)``, their norms ``(T, G, n, 1)``, what the later steps say of
+        each state, up to a factor, ``(T, G, n, K)``, and transition probabilities.
     """
-    groups = weight.size(1)
-    back = transition.mT if len(transition) == 1 else transition.flip(0).mT
-    matrices = torch.cat([transition, back], 1)
+    steps, groups, num_states, _ = log_transition.shape
+    matrices = log_transition.new_empty(steps, 2 * groups, num_states, num_states)
+    transition, floor = matrices[:, :groups], (num_states + 2) * torch.finfo(weight.dtype).tiny
+    torch.exp(log_transition, out=transition)
+    torch.add(transition if steps == 1 else transition.flip(0), floor, out=matrices[:, groups:].mT)
     if last is None:
         seen, restart = torch.cat([weight, weight.flip(0)], 1), None
     else:  # back, a sequence begins anew at its last step
@@ -214,12 +219,10 @@ def both_ways_by_steps(
     norm = seen.new_empty(*seen.shape[:-1], 1)
     torch.exp(log_initial, out=arrived[0, :groups])
     arrived[0, groups:].fill_(1.0)
-    floor = seen.new_zeros(2 * groups, 1, 1)  # so that no message back is too small
-    floor[groups:] = (seen.size(-1) + 2) * torch.finfo(seen.dtype).tiny
     for t in range(len(weight)):
         if t > 0:
             matrix = matrices[t - 1 if len(matrices) > 1 else 0]
-            torch.baddbmm(floor, state[t - 1], matrix, out=arrived[t])
+            torch.bmm(state[t - 1], matrix, out=arrived[t])
         if restart is None:
             torch.mul(arrived[t], seen[t], out=state[t])
         else:
@@ -231,6 +234,7 @@ def both_ways_by_steps(
         state[:, :groups],
         norm[:, :groups],
         later if last is None else later.masked_fill_(last, 1.0),
+        transition,
     )
 
 
