@@ -173,6 +173,34 @@ def em_table() -> str:
     return compared("EM iteration", "N, T, K, V of EM", ["pyrohmm"], ["hmmlearn", "dynamax"])
 
 
+def structure_table() -> str:
+    """Evidence and gradient of chains with more structure, on the same vectors."""
+    found = rows("throughput", part="structure")
+    plainest = found[0]["milliseconds"]
+    body = [
+        [
+            row["method"].removeprefix("pyrohmm").removeprefix(", ") or "plain",
+            plain(row["milliseconds"]),
+            f"{row['milliseconds'] / plainest:.1f}×",
+        ]
+        for row in found
+    ]
+    return table(["chain", "ms", "over the plain one"], body)
+
+
+def chunks_table() -> str:
+    """Long chains by torch alone: step by step, and in chunks."""
+    found: dict[str, dict[str, Row]] = {}
+    for row in rows("throughput", part="chunks"):
+        found.setdefault(", ".join(map(str, row["shape N, T, K"])), {})[row["method"]] = row
+    body = [
+        [shape, *(plain(ways[way]["milliseconds"]) for way in ("steps", "chunks")),
+         ways["steps"]["taken"]]
+        for shape, ways in found.items()
+    ]  # fmt: skip
+    return table(["N, T, K", "step by step, ms", "in chunks, ms", "taken"], body)
+
+
 def query_table() -> str:
     """Posterior, Viterbi and path samples."""
     body = []
@@ -669,6 +697,8 @@ TABLES = {
     "steps": steps_table,
     "em": em_table,
     "query": query_table,
+    "structure": structure_table,
+    "chunks": chunks_table,
     "pairs": pairs_table,
     "fits": fits_table,
     "matrix": matrix_table,
