@@ -18,6 +18,7 @@ from .._checks import (
     check_trailing,
 )
 from .._precision import full_precision
+from .._threads import taking_turns
 from .._transforms import transforming
 from .._waits import with_one_wait
 from ..ops import recursions
@@ -198,6 +199,7 @@ class HMM(ChainDistribution):
     # Queries given values (*B, T, *E)
 
     @checked()
+    @taking_turns
     def log_prob(self, values: Tensor) -> Tensor:
         r"""Log evidence :math:`\log p(x_{1:T})`, ``(*B)``, in nats; states are summed out exactly.
 
@@ -242,6 +244,7 @@ class HMM(ChainDistribution):
         emitted = emitted.masked_fill(~exists, 0.0).sum(-1)
         return start + emitted + taken.masked_fill(~exists[..., 1:], 0.0).sum(-1)
 
+    @taking_turns
     def posterior(self, values: Tensor) -> Posterior:
         r"""Smoothed posterior: :math:`p(z_t \mid x_{1:T})`, ``(*B, T, K)``, zero at padded steps.
 
@@ -250,6 +253,7 @@ class HMM(ChainDistribution):
         """
         return recursions.posterior(*self.log_factors(values), self.lengths)
 
+    @taking_turns
     def expected_counts(self, values: Tensor) -> ExpectedCounts:
         """Expected counts given ``values``: the E-step; see :class:`recursions.ExpectedCounts`."""
 
@@ -260,10 +264,12 @@ class HMM(ChainDistribution):
         self._check_evidence(counts.log_evidence, values)
         return counts
 
+    @taking_turns
     def filtered(self, values: Tensor) -> Tensor:
         r"""Filtered probabilities :math:`p(z_t \mid x_{1:t})`, ``(*B, T, K)``; 0 where padded."""
         return recursions.filtered(*self.log_factors(values), self.lengths).exp()
 
+    @taking_turns
     def viterbi(self, values: Tensor) -> Tensor:
         r"""Best path :math:`\arg\max_z p(z_{1:T} \mid x_{1:T})`, ``(*B, T)``; 0 where padded."""
         factors = self.log_factors(values)
@@ -271,6 +277,7 @@ class HMM(ChainDistribution):
         return recursions.viterbi(*factors, self.lengths)
 
     @checked()
+    @taking_turns
     def sample_states(self, values: Tensor, sample_shape: Shape = ()) -> Tensor:
         r"""Sample paths from :math:`p(z_{1:T} \mid x_{1:T})`, ``(*S, *B, T)``; 0 where padded."""
         shape = torch.Size(sample_shape)
@@ -323,10 +330,7 @@ class HMM(ChainDistribution):
         return probs.squeeze(-2)
 
     def stationary(self) -> Tensor:
-        r"""Stationary distribution :math:`\pi = \pi A` of the states, ``(*B, K)``.
-
-        See :func:`pyrohmm.ops.stationary.stationary`.
-        """
+        r"""Stationary :math:`\pi = \pi A`, ``(*B, K)``: see :mod:`pyrohmm.ops.stationary`."""
         return stationary_ops.stationary(self.log_transition)
 
     # Sampling
