@@ -358,7 +358,7 @@ def vectors(quick: bool) -> list[dict[str, Any]]:
     rows = []
     quick_shapes = [((kind, 4, 10, 3, 2), None, None) for kind in ("diag", "full", "separated")]
     for (covariance, *shape), of_gradient, of_em in quick_shapes if quick else VECTORS:
-        problem, count = VectorProblem(covariance, *shape), 3 if quick else 8
+        problem, count = VectorProblem(covariance, *shape), 3 if quick else 30
         peers: dict[str, dict[str, Callable[[], Any]]] = {
             "vectors: evidence and gradient": {"pyrohmm": problem.pyrohmm},
             "vectors: evidence": {"pyrohmm": problem.evidence},
