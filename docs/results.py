@@ -173,6 +173,37 @@ def em_table() -> str:
     return compared("EM iteration", "N, T, K, V of EM", ["pyrohmm"], ["hmmlearn", "dynamax"])
 
 
+def batches_table() -> str:
+    """Perplexity by seconds of training, for batches of different sizes."""
+    body = []
+    for row in sorted(rows("batch_size"), key=lambda row: row["tokens"]):
+        halfway = min(row["course"], key=lambda point: abs(point[0] - row["seconds"] / 2))
+        body.append(
+            [f"{row['tokens']:,}", f"{row['rate']:g}", f"{row['milliseconds_per_step']:.0f}",
+             f"{row['epochs']:.1f}", plain(halfway[1]), plain(row["perplexity"])]
+        )  # fmt: skip
+    header = ["tokens", "rate", "ms a step", "epochs", "perplexity halfway", "at the end"]
+    return table(header, body)
+
+
+def block_queries_table() -> str:
+    """Time of queries of a chain in blocks, over that of its evidence, by missing steps."""
+    found: dict[str, dict[int, float]] = {}
+    for row in rows("block_queries"):
+        found.setdefault(row["query"], {})[row["missing"]] = row["times"][0]
+    counts = sorted({row["missing"] for row in rows("block_queries")})
+    first = {row["missing"]: row for row in rows("block_queries", query="log_prob")}
+    body = [["`log_prob`, ms", *(plain(first[count]["milliseconds"]) for count in counts)]]
+    body += [
+        [f"`{name}`", *(f"{by[count]:.1f}×" if count in by else DASH for count in counts)]
+        for name, by in found.items()
+        if name != "log_prob"
+    ]
+    return table(
+        ["query", *(f"{count} missing" if count else "all seen" for count in counts)], body
+    )
+
+
 def structure_table() -> str:
     """Evidence and gradient of chains with more structure, on the same vectors."""
     found = rows("throughput", part="structure")
@@ -698,6 +729,8 @@ TABLES = {
     "em": em_table,
     "query": query_table,
     "structure": structure_table,
+    "batches": batches_table,
+    "block_queries": block_queries_table,
     "chunks": chunks_table,
     "pairs": pairs_table,
     "fits": fits_table,
