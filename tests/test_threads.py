@@ -1,6 +1,8 @@
 """Small work has one thread of torch, whatever it is set to, and leaves the setting as it was."""
 
 import os
+import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -147,23 +149,31 @@ def test_short_queries_take_turns_and_long_ones_do_not(monkeypatch, steps, most)
     assert seen == [most] * 3
 
 
+FORK = """
+import os, threading
+import pyrohmm._threads as threads
+
+held, done = threading.Event(), threading.Event()
+
+def hold():
+    with threads._turn.lock:
+        held.set()
+        done.wait(30)
+
+other = threading.Thread(target=hold)
+other.start()
+held.wait(30)
+child = os.fork()
+if child == 0:
+    os._exit(0 if threads._turn.lock.acquire(timeout=10) else 1)
+status = os.waitpid(child, 0)[1]
+done.set()
+other.join()
+raise SystemExit(status != 0)
+"""
+
+
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
-@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_a_fork_within_a_query_of_another_thread_may_query():
-    held, done = threading.Event(), threading.Event()
-
-    def hold():
-        with threads._turn.lock:
-            held.set()
-            done.wait(30)
-
-    other = threading.Thread(target=hold)
-    other.start()
-    held.wait(30)
-    child = os.fork()
-    if child == 0:
-        os._exit(0 if threads._turn.lock.acquire(timeout=10) else 1)
-    status = os.waitpid(child, 0)[1]
-    done.set()
-    other.join()
-    assert status == 0
+    """In a process of its own: other libraries of this one may object to a fork."""
+    subprocess.run([sys.executable, "-W", "ignore", "-c", FORK], check=True, timeout=120)
