@@ -44,12 +44,12 @@ QUERIES: dict[str, Query] = {
     "sample_states": lambda hmm, values: hmm.sample_states(values),
     "predictive_log_prob": queries.predictive_log_prob,
     "Filter": stream,
-    "pseudo_residuals": queries.pseudo_residuals,
-}
-OBSERVED: dict[str, Query] = {
     "viterbi": lambda hmm, values: hmm.viterbi(values),
     "k_best of 4": lambda hmm, values: queries.k_best(hmm, values, 4),
     "path_entropy": queries.path_entropy,
+    "pseudo_residuals": queries.pseudo_residuals,
+}
+OBSERVED: dict[str, Query] = {
     "continuation": lambda hmm, values: queries.continuation(hmm, values, 3),
 }
 

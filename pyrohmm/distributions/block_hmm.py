@@ -17,7 +17,7 @@ from .._checks import (
     check_shape,
 )
 from .._precision import full_precision
-from ..ops import block_gaps, block_recursions, masks, recursions
+from ..ops import block_gaps, block_paths, block_recursions, masks, recursions
 from ..ops.block_missing import Messages
 from ..ops.block_transition import InnerProductTransition as InnerProductTransition
 from ..ops.blocks import Blocks
@@ -65,11 +65,10 @@ class BlockHMM(BlockFactors):
     queries. ``log_prob`` and its gradient, ``posterior``, ``viterbi``, ``sample_states``,
     ``filtered`` and ``block_posterior``, a :class:`Filter`, and of :mod:`pyrohmm.queries` those of
     prediction, continuation, best paths and entropy visit only states that can emit a symbol.
-    Where steps are missing, ``log_prob``, ``posterior``, ``filtered``, ``sample_states``,
-    ``predictive_log_prob`` and ``impute`` sum over all states there, without a K x K matrix, and
-    so do ``pseudo_residuals`` at each step. For other queries with missing steps, with labels, and
-    for everything else, :meth:`dense` answers, at the cost of K x K matrices; for ``log_prob`` also
-    where blocks overlap and are large. Parameters have no batch dimensions.
+    Where steps are missing they visit all states there, without a K x K matrix, and so do
+    ``impute``, and ``pseudo_residuals`` at each step. With labels and for everything else,
+    :meth:`dense` answers, at the cost of K x K matrices; for ``log_prob`` also where blocks overlap
+    and are large. Parameters have no batch dimensions.
 
     Args:
         log_initial: ``(K,)``, log-probabilities of the first state.
@@ -322,9 +321,14 @@ class BlockHMM(BlockFactors):
 
     def viterbi(self, values: Tensor) -> Tensor:
         r"""Best path :math:`\arg\max_z p(z_{1:T} \mid x_{1:T})`, ``(*B, T)``; 0 where padded."""
-        if self.needs_dense:
+        if self.carried is not None:
             return self.dense().viterbi(values)
         self._refuse_nan()
+        if self.observed is not None:
+            with torch.no_grad():
+                gapped, shape = gapped_chain(self, values, torch.float64)
+                states = block_paths.k_best(gapped, 1)[0]
+            return states.reshape(shape).to(self.log_initial.device)
         chain, plan, shape = log_chain(self, values)
         return states_at(self, chain.viterbi().unsqueeze(0), plan, shape).squeeze(0)
 

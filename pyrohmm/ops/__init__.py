@@ -45,6 +45,7 @@ Its modules; each imports only those above it:
 ``block_recursions``  the recursions of block-sparse chains
 ``block_gaps``        block-sparse chains with missing steps
 ``block_missing``     posterior queries of those
+``block_paths``       best paths of those, and the entropy over all
 ``blocks``            ``Blocks``: which states emit which symbols
 ``block_emission``    emission log-probabilities of states in blocks
 ``block_transition``  transitions as inner products, on one level or two

@@ -939,6 +939,29 @@ def test_queries_with_missing_steps_are_those_of_the_dense_hmm(kind, scale, by_b
     torch.testing.assert_close(queries.observation_marginals(hmm, values).probs, marginals)
 
 
+@pytest.mark.parametrize("scale", [1.0, 30.0])
+@pytest.mark.parametrize("kind", KINDS)
+def test_best_paths_and_entropy_with_missing_steps(kind, scale, by_blocks, monkeypatch):
+    """Transitions within gaps come three rows at a time; those of all steps missing as well."""
+    monkeypatch.setattr(block_gaps, "CHUNK", 30)
+    torch.manual_seed(14)
+    case = Case(kind, [3, 1, 2, 4], [3, 5, 6, 1, 5], scale=scale)
+    hmm, wide, values = with_gaps(case)
+    nothing = case.hmm.replace(observed=torch.zeros(5, 6, dtype=torch.bool))
+    models = (hmm, wide), (nothing, nothing.dense())
+    wanted = [
+        (queries.k_best(each, case.values, 5), queries.path_entropy(each, case.values))
+        for _, each in models
+    ]
+    by_blocks()
+    for (each, _), ((paths, best), entropy) in zip(models, wanted):
+        found, log_joint = queries.k_best(each, values, 5)
+        torch.testing.assert_close(log_joint, best)
+        assert torch.equal(found, paths)
+        assert torch.equal(each.viterbi(values), paths[:, 0])
+        torch.testing.assert_close(queries.path_entropy(each, values), entropy)
+
+
 @pytest.mark.parametrize("forecast", [False, True])
 @pytest.mark.parametrize("missing", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
@@ -994,7 +1017,11 @@ def test_queries_with_missing_steps_where_much_is_impossible(by_blocks):
     hmm, values = gappy_and_hard()
     wide = hmm.dense()
     wanted, filtered = wide.posterior(values), wide.filtered(values)
+    entropy, many = queries.path_entropy(wide, values), queries.k_best(wide, values, 30)
     by_blocks()
+    torch.testing.assert_close(queries.path_entropy(hmm, values), entropy)
+    torch.testing.assert_close(queries.k_best(hmm, values, 30), many)
+    assert torch.equal(hmm.viterbi(values)[1:], many[0][1:, 0])
     found = hmm.posterior(values)
     assert found.log_evidence[0] == -math.inf
     for one, other in zip(found, wanted):
