@@ -57,3 +57,22 @@ def test_the_table_of_speed_is_that_of_the_result_file():
 def test_what_it_says_of_numba_was_measured():
     (faster,) = re.findall(r"up to 128 states (\S+ to \S+) times faster", " ".join(README.split()))
     assert faster == results.speed_numbers()["numba"]
+
+
+def test_what_it_says_of_large_models_was_measured():
+    def found(figure, **wanted):
+        rows = json.loads((ROOT / "figures" / f"{figure}.json").read_text())["rows"]
+        (row,) = [row for row in rows if wanted.items() <= row.items()]
+        return row
+
+    three = found("language_models", name="three chains side by side")
+    cached = found("ngram_emission", name="three chains and a cache")
+    count = found("language_model_baselines", part="kneser-ney-ptb")
+    lstm = found("language_model_baselines", part="lstm-ptb")
+    numbers = re.findall(r"\d[\d,.]*\d", README.split("## Size")[1].split("## Documentation")[0])
+    assert numbers == [
+        f"{three['states']:,}", "32,768", f"{three['minutes'] / 60:.1f}",
+        f"{three['test_perplexity']:.1f}", f"{cached['test_perplexity']:.1f}",
+        f"{count['test_perplexity']:.1f}", f"{lstm['minutes']:.0f}",
+        f"{lstm['test_perplexity']:.1f}", f"{lstm['paper_test']:.1f}",
+    ]  # fmt: skip
