@@ -352,10 +352,12 @@ class _Group:
         self.kernels = kernels = _kernels()
         self.dtype, self.size, self.count = logs.dtype, len(transition), len(lengths)
         tiny, eps = LIMITS[self.dtype]
-        low, slack, height = math.log(tiny), tiny * self.size / eps, -(-self.size // 4) * 4
+        low, height = math.log(tiny), -(-self.size // 4) * 4
         start, self.packed = self._zeros(1, self.size), self._zeros(height, height)
         least, zero = kernels.probabilities(initial[None], low, start)
         other, other_zero = kernels.probabilities(transition, low, self.packed)
+        tiny *= max(float(self.packed.max()), 1.0)
+        slack = tiny * self.size / eps
         smallest = math.exp(min(least, other, 0.0))
         watched = zero or other_zero or smallest**2 < slack
         self.by_symbol = symbols is not None

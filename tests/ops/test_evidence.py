@@ -249,7 +249,7 @@ def test_nothing_is_read_of_memory_that_was_not_written(monkeypatch):
     """What a look again has left of a tile, after its longest sequence, may be NaN."""
     made = torch.empty
     monkeypatch.setattr(
-        torch, "empty", lambda *args, **options: made(*args, **options).fill_(math.nan)
+        torch, "empty", lambda *args, **kwargs: made(*args, **kwargs).fill_(math.nan)
     )
     lengths = torch.arange(64) // 2 + 1
     states = torch.arange(32) % 2
@@ -265,12 +265,12 @@ def test_nothing_is_read_of_memory_that_was_not_written(monkeypatch):
 
 def test_counts_that_needed_float64_have_the_dtype_of_the_chain():
     """State 1 is e^-110 behind, leads and is behind again: float32 would lose it."""
-    apart = torch.tensor([[0.0, -math.inf], [-math.inf, 0.0]])
+    apart = torch.tensor([[[0.0, -math.inf], [-math.inf, 0.0]]])
     logs = torch.tensor([[0.0, -110.0], *[[-44.0, 0.0]] * 5, [0.0, -110.0]])
-    parts = torch.full((2,), 0.5).log(), apart.unsqueeze(0), logs, torch.tensor(7)
-    found = recursions.expected_counts(*parts)
+    parts = (part.float() for part in (torch.full((2,), 0.5).log(), apart, logs))
+    found = recursions.expected_counts(*parts, torch.tensor(7))
     assert [part.dtype for part in found[:4]] == [torch.float32] * 4
-    assert_close(found.log_evidence, torch.tensor(-220.0))  # of half of either path
+    assert_close(found.log_evidence, torch.tensor(-220.0, dtype=torch.float32))  # of either path
 
 
 @pytest.mark.parametrize("steps", [3, 4])  # as many as groups, or not
