@@ -16,8 +16,8 @@ is below ``tiny * K / s`` in every state, and it is nothing if q > ``2 tiny`` (n
 whatever the rounding) and a q / s >= ``2 tiny``. So every mass p that arrives at the next step is
 right to rounding unless one of these fails and p < ``tiny * K / (s * eps)``. If
 a^2 >= ``tiny * K / eps``, which holds for most matrices without zeros, that cannot happen and
-nothing needs to be watched. Transitions may have densities above one: ``tiny`` then stands for the smallest
-number times the largest of them, by which an error is multiplied.
+nothing needs to be watched. Transitions may have densities above one: ``tiny`` then stands for the
+smallest number times the largest of them, by which an error is multiplied.
 
 Where it happens, most often nothing is lost that matters: well separated observations leave mass
 only in one state, and transitions that are never seen are all but zero. So where a matrix is shared
