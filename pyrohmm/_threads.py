@@ -70,9 +70,14 @@ def taking_turns(query: Query) -> Query:
     @wraps(query)
     def turn(self: Any, values: Any, *args: Any, **kwargs: Any) -> Any:
         alone = torch.compiler.is_compiling() or not isinstance(values, torch.Tensor)
-        if alone or values.numel() * self.num_states**2 > MILLISECOND:
+        if alone or _steps(self, values) * self.num_states**2 > MILLISECOND:
             return query(self, values, *args, **kwargs)
         with _turn.lock:
             return query(self, values, *args, **kwargs)
 
     return cast(Query, turn)
+
+
+def _steps(hmm: Any, values: torch.Tensor) -> int:
+    """How many steps there are, at most: parameters may have more dimensions than values."""
+    return max(values.numel(), hmm.batch_shape.numel() * hmm.num_steps)

@@ -121,11 +121,14 @@ def test_a_small_layer_of_torch_keeps_all_threads():
     assert set(found) == {3}
 
 
-@pytest.mark.parametrize(("steps", "most"), [(10, 1), (100_000, 3)], ids=["short", "long"])
-def test_short_queries_take_turns_and_long_ones_do_not(monkeypatch, steps, most):
+@pytest.mark.parametrize(
+    ("steps", "matrices", "most"), [(10, 1, 1), (100_000, 1, 3), (10, 10_000, 3)],
+    ids=["short", "long", "short, for many matrices"],
+)  # fmt: skip
+def test_short_queries_take_turns_and_long_ones_do_not(monkeypatch, steps, matrices, most):
     """As many threads as there are may be within a long query at once."""
     hmm = HMM(
-        torch.full((16,), 1 / 16).log(), torch.full((16, 16), 1 / 16).log(),
+        torch.full((16,), 1 / 16).log(), torch.full((matrices, 1, 16, 16), 1 / 16).log(),
         dist.Categorical(torch.full((16, 2), 0.5)), torch.full((1,), steps),
     )  # fmt: skip
     values, inside, seen = torch.zeros(1, steps).long(), [], []

@@ -162,7 +162,8 @@ def impute(hmm: HMM, values: Tensor, sample_shape: Shape = ()) -> Tensor:
         sample_shape: How many times to sample, ``*S``.
 
     Returns:
-        ``(*S, *B, T, *E)``, of the dtype of ``values``. Observed and padded steps are as given.
+        ``(*S, *B, T, *E)``, of the dtype of ``values``. Observed and padded steps are as given,
+        also where a single component of an observed vector is NaN.
 
     Raises:
         ValueError: If a sequence has probability zero.

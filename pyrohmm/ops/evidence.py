@@ -69,7 +69,7 @@ def log_evidence(
 
 
 def expected_counts(chain: Uniform) -> tuple[Tensor, ...] | None:
-    """Log evidence ``(G, n)``, and its gradients by initial, transition and logs.
+    """Log evidence ``(G, n)``, and its gradients by initial, transition and logs, of their dtype.
 
     None if the numbers of a sequence left their range, those of float64 too.
     """
@@ -77,6 +77,7 @@ def expected_counts(chain: Uniform) -> tuple[Tensor, ...] | None:
     if found is None and chain.logs.dtype != torch.float64:
         wide = {name: getattr(chain, name).double() for name in chain._fields[:3]}
         found = _counts(chain._replace(**wide))
+        found = found and tuple(part.to(chain.logs.dtype) for part in found)
     return found
 
 
@@ -263,8 +264,11 @@ class _Whole:
         if kept:
             tile, lane = np.divmod(chosen, self.sweep.width)
             other, other_lane = np.divmod(np.arange(len(chosen)), sweep.width)
+            padded = np.arange(sweep.steps) >= data.lengths[:, None]  # where nothing was written
             for whole, part in zip(self.sweep.tiled(self.found), sweep.tiled(again)):
-                whole[tile, : sweep.steps, ..., lane] = part[other, ..., other_lane]
+                rows = part[other, ..., other_lane]
+                rows[padded] = 0
+                whole[tile, : sweep.steps, ..., lane] = rows
 
     def backward(self, weights: np.ndarray, gamma: Tensor) -> _Back | None:
         """Expected counts: see :class:`_Sweep`."""
@@ -348,10 +352,12 @@ class _Group:
         self.kernels = kernels = _kernels()
         self.dtype, self.size, self.count = logs.dtype, len(transition), len(lengths)
         tiny, eps = LIMITS[self.dtype]
-        low, slack, height = math.log(tiny), tiny * self.size / eps, -(-self.size // 4) * 4
+        low, height = math.log(tiny), -(-self.size // 4) * 4
         start, self.packed = self._zeros(1, self.size), self._zeros(height, height)
         least, zero = kernels.probabilities(initial[None], low, start)
         other, other_zero = kernels.probabilities(transition, low, self.packed)
+        tiny *= max(float(self.packed.max()), 1.0)
+        slack = tiny * self.size / eps
         smallest = math.exp(min(least, other, 0.0))
         watched = zero or other_zero or smallest**2 < slack
         self.by_symbol = symbols is not None

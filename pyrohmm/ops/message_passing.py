@@ -16,7 +16,8 @@ is below ``tiny * K / s`` in every state, and it is nothing if q > ``2 tiny`` (n
 whatever the rounding) and a q / s >= ``2 tiny``. So every mass p that arrives at the next step is
 right to rounding unless one of these fails and p < ``tiny * K / (s * eps)``. If
 a^2 >= ``tiny * K / eps``, which holds for most matrices without zeros, that cannot happen and
-nothing needs to be watched.
+nothing needs to be watched. Transitions may have densities above one: ``tiny`` then stands for the
+smallest number times the largest of them, by which an error is multiplied.
 
 Where it happens, most often nothing is lost that matters: well separated observations leave mass
 only in one state, and transitions that are never seen are all but zero. So where a matrix is shared
@@ -43,6 +44,7 @@ one, and by the same floor never too small: else the way back could lose the ver
 lost on the way there. So all losses together are at most ``3 tiny K / (s P)``, summed over the
 steps, of the evidence, and one comparison at the end says whether that is rounding. As
 :math:`s_t P_t \ge a^2`, it is for the same matrices for which nothing needs to be watched.
+Densities of transitions above one are not in that bound.
 """
 
 from __future__ import annotations
@@ -89,13 +91,13 @@ def forward(chain: Chain, dtype: torch.dtype) -> Messages:
     log_transition = chain.transition.detach().to(dtype)
     log_initial = chain.initial.detach().to(dtype)
     likelihood = chain.likelihood.detach().to(dtype)
-    tiny, eps = torch.finfo(dtype).tiny, torch.finfo(dtype).eps
+    transition = log_transition.exp().contiguous()
+    tiny, eps = torch.finfo(dtype).tiny * _largest(transition), torch.finfo(dtype).eps
     slack = tiny * likelihood.size(-1) / eps
     least = min(_least(log_transition), _least(log_initial))  # a hard zero counts as 0 here
     watched = least**2 < slack
     if watched:
         least = min(_least(finite_or_zero(log_transition)), _least(finite_or_zero(log_initial)))
-    transition = log_transition.exp().contiguous()
     alpha = torch.empty_like(likelihood)
     total = likelihood.new_empty(likelihood.shape[:-1])
     exact = torch.ones(chain.lengths.shape, dtype=torch.bool, device=likelihood.device)
@@ -183,6 +185,11 @@ def both_ways(chain: Chain, dtype: torch.dtype) -> Smoothed:
         alpha, gamma, message = (part.masked_fill(lost, 0.0) for part in (alpha, gamma, message))
         evidence = evidence.masked_fill(~exact, 0.0)
     return Smoothed(evidence, alpha, gamma, message, exact, transition)
+
+
+def _largest(transition: Tensor) -> float:
+    """Largest density, or one."""
+    return max(transition.amax().item(), 1.0) if transition.numel() else 1.0
 
 
 def _least(logs: Tensor) -> float:

@@ -1,5 +1,7 @@
 """Evidence by loops over whole sequences: that of the recursions in torch, and its gradient."""
 
+import math
+
 import pytest
 import torch
 from pyro.distributions import Categorical
@@ -241,6 +243,34 @@ def test_separated_observations_stay_in_the_loops(monkeypatch, count, dtype):
     logs.requires_grad_()
     (slope,) = torch.autograd.grad(recursions.log_evidence(*parts, logs, lengths).sum(), logs)
     assert_close(slope.double(), expected.states, **CLOSE[dtype])
+
+
+def test_nothing_is_read_of_memory_that_was_not_written(monkeypatch):
+    """What a look again has left of a tile, after its longest sequence, may be NaN."""
+    made = torch.empty
+    monkeypatch.setattr(
+        torch, "empty", lambda *args, **kwargs: made(*args, **kwargs).fill_(math.nan)
+    )
+    lengths = torch.arange(64) // 2 + 1
+    states = torch.arange(32) % 2
+    logs = -1000.0 * (states.unsqueeze(-1) != torch.arange(2)).expand(64, 32, 2)
+    parts = torch.full((2,), 0.5).log(), torch.tensor([[[0.0, 1.0], [1.0, 0.0]]]).log()
+    chain = evidence.Uniform(
+        parts[0].unsqueeze(0), parts[1], logs.unsqueeze(0), None, lengths.unsqueeze(0)
+    )
+    found = evidence.expected_counts(chain)
+    assert found is not None
+    assert found[2].sum() == (lengths - 1).sum()
+
+
+def test_counts_that_needed_float64_have_the_dtype_of_the_chain():
+    """State 1 is e^-110 behind, leads and is behind again: float32 would lose it."""
+    apart = torch.tensor([[[0.0, -math.inf], [-math.inf, 0.0]]])
+    logs = torch.tensor([[0.0, -110.0], *[[-44.0, 0.0]] * 5, [0.0, -110.0]])
+    parts = (part.float() for part in (torch.full((2,), 0.5).log(), apart, logs))
+    found = recursions.expected_counts(*parts, torch.tensor(7))
+    assert [part.dtype for part in found[:4]] == [torch.float32] * 4
+    assert_close(found.log_evidence, torch.tensor(-220.0, dtype=torch.float32))  # of either path
 
 
 @pytest.mark.parametrize("steps", [3, 4])  # as many as groups, or not
