@@ -5,8 +5,8 @@ Where other processes have the cores, each of these waits until its second threa
 of milliseconds, for microseconds of work.
 
 Short queries in several threads of Python take turns. Each is a hundred operations of microseconds,
-which all let go of the interpreter's lock and wait for it again: side by side they take two or
-three times as long as one after the other.
+which all let go of the interpreter's lock and wait for it again: on idle cores they take
+two or three times as long side by side as one after the other.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ from .log_space import log
 
 DEGREE = 20  # of the series; its remainder is below rounding where the argument is at most one
 PART = 4  # terms between powers
+CACHED = 1 << 17  # numbers of matrices that are computed at once, and stay in the cache
 HALVED = 1100  # times at most: beyond it no number of float64 is left
 
 
@@ -50,7 +51,17 @@ def log_transitions(rates: Tensor, gaps: Tensor) -> Tensor:
                  [0.0000, 1.0000]]])
     """
     wide, gaps = rates.double(), gaps.to(rates.device).double()
-    size = rates.size(-1)
+    many = max(1, CACHED // rates.size(-1) ** 2)
+    if gaps.dim() != 1 or len(gaps) <= many or (rates.dim() > 2 and rates.size(-3) > 1):
+        return _log_transitions(wide, gaps).to(rates.dtype)
+    return torch.cat([_log_transitions(wide, part) for part in gaps.split(many)], -3).to(
+        rates.dtype
+    )
+
+
+def _log_transitions(wide: Tensor, gaps: Tensor) -> Tensor:
+    """The same in float64, of all gaps at once."""
+    size = wide.size(-1)
     fastest = -wide.detach().diagonal(dim1=-2, dim2=-1).amin(-1)
     # paths of more terms than the series has are then made of parts which have few of them each
     halvings = (fastest * gaps + size - 1).log2().ceil().clamp(0, HALVED).nan_to_num(0.0)
@@ -61,7 +72,7 @@ def log_transitions(rates: Tensor, gaps: Tensor) -> Tensor:
     for done in range(int(halvings.max()) if halvings.numel() else 0):
         again = (done < halvings)[..., None, None]
         probs = torch.where(again, _normalised(probs @ probs), probs)
-    return log(probs).to(rates.dtype)
+    return log(probs)
 
 
 def _exponential(matrix: Tensor) -> Tensor:
