@@ -319,11 +319,11 @@ class ChainDistribution(TorchDistribution):
 
 def _cure(values: Tensor, wanted: tuple[int, ...], event: torch.Size) -> str:
     """What to do if observations have other steps, or other components, than the HMM."""
-    if len(event) == 1 and values.dim() <= 2 and values.size(-1) == wanted[0]:
-        unsqueeze = (
-            " Or give them as vectors of one, values.unsqueeze(-1)." if event[0] == 1 else ""
+    if event == (1,) and 1 <= values.dim() <= 2 and values.size(-1) == wanted[0]:
+        return (
+            "They are scalars: build the emission for those, such as normal(0), or give "
+            "values.unsqueeze(-1)."
         )
-        return f"They are scalars: build the emission for those, such as normal(0).{unsqueeze}"
     if values.dim() < 2:
         return ""
     size, steps = values.size(-1), values.size(-2)

@@ -16,6 +16,7 @@ from pyrohmm import (
     TabularHMM,
     banded,
     categorical,
+    fit_em,
     fit_map,
     left_to_right,
     normal,
@@ -415,3 +416,11 @@ def test_a_distance_between_states_is_a_number_of_them(pattern, distance, error)
     with pytest.raises(error, match=r"(width|jump) must"):
         pattern(3, distance)
     assert torch.equal(pattern(3, 0), torch.eye(3).bool())
+
+
+@pytest.mark.parametrize("rows", [[[1.0, 2.0, 5.0], [2.0, 0.1]], [[1.0, 2.0]] * 2])
+def test_scalars_for_an_emission_of_vectors_of_one_are_told_the_cure(rows):
+    data = Sequences.from_list(rows)
+    with pytest.raises(ValueError, match=r"scalars.*normal\(0\).*unsqueeze\(-1\)"):
+        fit_em(TabularHMM(2, normal()), data)
+    fit_em(TabularHMM(2, normal(0)), data, num_steps=1)
