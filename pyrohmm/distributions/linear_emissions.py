@@ -26,6 +26,7 @@ from torch import Tensor
 from torch import distributions as torch_dist
 
 from .._precision import full_precision, recomputed
+from .._threads import threads_for
 from .._transforms import transforming
 from .._waits import exceeds, is_guessing
 from ..ops.products import product, quadratic_forms, squared_norms
@@ -33,6 +34,7 @@ from ..ops.products import product, quadratic_forms, squared_norms
 # Largest relative error of log-densities, by the dtype they are wanted in.
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-9}
 SMALL = 1 << 13  # numbers, below which the formula as it stands takes less time than a product
+PASSES = 8  # over the values, to make features of them
 HALF_LOG_TAU = 0.5 * math.log(2 * math.pi)
 
 
@@ -140,7 +142,7 @@ class _Components:
         numbers = torch.broadcast_shapes(values.unsqueeze(-2).shape, first.shape).numel()
         if not numbers:
             return self._as_it_stands(values, known)
-        with torch.no_grad():
+        with torch.no_grad(), threads_for(PASSES * values.numel()):
             largest = _largest(values)
             tests = () if numbers <= SMALL else self.condition(largest)
         size, *found = _read(torch.stack([largest, *tests]), values)
@@ -153,7 +155,9 @@ class _Components:
         if wide is None:
             return self._state_by_state(values, known)
         family = self if wide == first.dtype else type(self)(*(p.to(wide) for p in self.parameters))
-        return product(*family.terms(values.to(wide), known)).to(values.dtype)
+        with threads_for(PASSES * values.numel()):
+            rows, columns = family.terms(values.to(wide), known)
+        return product(rows, columns).to(values.dtype)
 
     def _as_it_stands(self, values: Tensor, known: Tensor | None) -> Tensor:
         scores = self.formula(values.unsqueeze(-2))
@@ -244,7 +248,7 @@ class _Vectors:
         if shape.numel() <= SMALL or transforming():
             return None
         inverse = _inverse(self.root)
-        with torch.no_grad():
+        with torch.no_grad(), threads_for(PASSES * values.numel()):
             largest = _largest(values)
             centre = _Normal(self.loc, self.root.norm(dim=-1).expand_as(self.loc)).centre
             tests = self._condition(largest, centre, inverse.abs())

@@ -25,10 +25,11 @@ from .maximization import DEAD, Maximization
 from .parameters import Parameters
 from .process_group import ProcessGroup
 from .starts import build_once
+from .tables import Tables
 
 PADDED = 1 << 16  # steps, padding included, below which sequences of all lengths go together
 
-Gather = Callable[[ExpectedCounts, Sequences | None, HMM, HMM, float], Statistics]
+Gather = Callable[[ExpectedCounts, Sequences | None, HMM | None, HMM, float], Statistics]
 
 
 class Expectation:
@@ -59,6 +60,8 @@ class Expectation:
         self.by_length, self.by_symbol = by_length, by_symbol and not reseed
         self.reseed, self.group = reseed, group
         self.reseeded = False
+        alone = self.by_symbol and not reseed and group.size == 1
+        self.tables = Tables(parameters) if alone and Tables.suit(parameters) else None
         self._guesses = True  # until a guess was wrong
         self._seen: tuple[Any, int] = None, 0  # the last batch, and how often in succession
         self._batches: tuple[Sequences, list[tuple[Tensor, Sequences]]] | None = None
@@ -70,6 +73,10 @@ class Expectation:
         """
         last, times = self._seen
         self._seen = batch, times + 1 if batch is last else 1
+        if self.tables is not None and isinstance(batch, Sequences) and self._seen[1] > 2:
+            found = self._of_tables(self.tables, batch)
+            if found is not None:
+                return found
         if self._guesses and not self.reseed and self.group.size == 1:  # ranks stay in step
             # by then data, start and what an M-step returns have been checked
             validate = is_validation_enabled() and self._seen[1] <= 2
@@ -80,6 +87,19 @@ class Expectation:
                 return read, statistics
         loss, statistics = self._compute(batch, check=True)
         return loss.cpu(), statistics
+
+    def _of_tables(self, tables: Tables, batch: Sequences) -> tuple[Tensor, Statistics] | None:
+        """As :meth:`__call__`, of data that have been checked; None if numbers go out of range."""
+        total: Any = self.parameters.log_density({}).double()
+        statistics: Statistics = {}
+        for _, part, scale in self._pieces(batch):
+            if part.labels is not None or (expected := tables(part)) is None:
+                return None
+            total = total + scale * expected.log_evidence.double().sum(-1)
+            hmm = self.parameters.example
+            for name, value in self.gather(expected, None, None, hmm, scale).items():
+                statistics[name] = statistics[name] + value if name in statistics else value
+        return (-total, statistics) if bool(total.isfinite().all()) else None
 
     def _compute(self, batch: Sequences | Parts, check: bool) -> tuple[Tensor, Statistics]:
         """The same, with the loss where the data are; ``check`` reads whether it is possible."""

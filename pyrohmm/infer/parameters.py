@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -106,14 +107,7 @@ class Parameters:
         known = {name: self.values[name] for name in self.constant}
         with _LogDensities(self.values) as densities, self.module._at_values(known):
             hmm = build(self.module, batch)
-        prior = torch.zeros(())
-        for name, site in self.sites.items():
-            log_prob = self._flat.get(name, densities.found.get(name))
-            if log_prob is None:
-                log_prob = site.log_prob(known[name])
-                if _is_flat(site):
-                    self._flat[name] = log_prob
-            prior = prior + (log_prob.sum(-1) if self.restarts > 1 else log_prob)
+        prior = self.log_density(densities.found)
         if self.log_prior is not None:
             further = self.log_prior(hmm)
             check_returned("log_prior", further, Tensor, "a tensor")
@@ -142,6 +136,22 @@ class Parameters:
         if batch.labels is not None:
             hmm = hmm.restrict(batch.labels)
         return hmm, torch.as_tensor(prior)
+
+    def log_density(self, found: Mapping[str, Tensor]) -> Tensor:
+        """That of the latent variables, ``(R,)`` or a scalar.
+
+        Args:
+            found: Log-densities of those whose priors are not constant, by name.
+        """
+        total = torch.zeros(())
+        for name, site in self.sites.items():
+            log_prob = self._flat.get(name, found.get(name))
+            if log_prob is None:
+                log_prob = site.log_prob(self.values[name])
+                if _is_flat(site):
+                    self._flat[name] = log_prob
+            total = total + (log_prob.sum(-1) if self.restarts > 1 else log_prob)
+        return total
 
     def loss(self, batch_size: int) -> Tensor:
         """The loss ``(R,)`` on all the data, in minibatches."""

@@ -24,9 +24,12 @@ from ._numba_lanes import (
     _2,
     _3,
     _4,
+    add_rows,
+    load_rows,
     multiply,
     scale_lanes,
     scale_rows,
+    store_rows,
     sum_products,
     sum_rows,
     weigh,
@@ -67,44 +70,6 @@ class Data(NamedTuple):
 
 
 @kernel
-def probabilities(logs, low, out):
-    """Write exponentials; returns the smallest logarithm but -inf, and whether that occurs."""
-    least, zero, zeros = out.dtype.type(np.inf), out.dtype.type(0), False
-    for i in range(logs.shape[0]):
-        for j in range(logs.shape[1]):
-            x = logs[i, j]
-            value = exp(low if x < low else x)
-            out[i, j] = zero if x == -np.inf else value
-            zeros = zeros or x == -np.inf
-            least = x if zero - np.inf < x < least else least
-    return least, zeros
-
-
-@kernel
-def scaled_table(logs, low, table, peaks):
-    """Probabilities ``(V + 1, height)`` over their largest, whose logarithms are kept.
-
-    ``logs`` are ``(K, V)``; the last row is that of a missing symbol.
-    """
-    size, count = logs.shape
-    zero = table.dtype.type(0)
-    for v in range(count):
-        peaks[v] = -np.inf
-    for k in range(size):
-        for v in range(count):
-            x = logs[k, v]
-            peaks[v] = x if x > peaks[v] or x != x else peaks[v]
-    for v in range(count):
-        peaks[v] = zero if peaks[v] == -np.inf else peaks[v]
-    for k in range(size):
-        for v in range(count):
-            x = logs[k, v] - peaks[v]
-            value = exp(low if x < low else x)
-            table[v, k] = zero if x == -np.inf else value
-        table[count, k] = 1
-
-
-@kernel
 def _begin_step(rows, active, data, t, start, width, exact):
     """Which sequences of a tile have a step t, and their rows: of the table, or of all steps."""
     missing = u64(data.peaks.shape[0] - 1)
@@ -125,16 +90,13 @@ def _read(seen, peak, rows, active, data, size, height, low):
         for i in range(LANES):
             peak[i] = data.peaks[rows[i]]
             rows[i] *= height
-        for k in range(size):
-            for i in range(_LANES):
-                seen[k * _LANES + i] = entries[rows[i] + k]
+        load_rows(seen, _LANES, entries, rows, height)
         return
     for i in range(_LANES):
-        offset = rows[i] * size
-        if active[i]:
-            for k in range(size):
-                seen[k * _LANES + i] = data.likelihood[offset + k]
-        else:
+        rows[i] *= size
+    load_rows(seen, _LANES, data.likelihood, rows, size)
+    for i in range(_LANES):
+        if not active[i]:
             for k in range(size):
                 seen[k * _LANES + i] = 0
     weigh(seen, _LANES, size, peak, low)
@@ -162,12 +124,22 @@ def _take(norm, peak, active, logs, product, slack):
 
 
 @kernel
-def forward_tiles(tile, data, initial, packed, kept, alpha, total, evidence, exact, ends):
-    """Forward pass of one tile of sequences; messages are written if ``kept``.
+def forward_tiles(
+    first, last, data, initial, packed, kept, alpha, total, evidence, exact, sure, ends
+):
+    """Forward pass of several tiles of sequences; messages are written if ``kept``.
 
     ``initial`` ``(n, K)`` is of each sequence; so are the last messages, written to ``ends`` unless
-    that is empty.
+    that is empty. ``exact`` is cleared where numbers left their range, ``sure`` where a step that
+    is watched may have lost something.
     """
+    for tile in range(first, last):
+        _forward_tile(tile, data, initial, packed, kept, alpha, total, evidence, exact, sure, ends)
+
+
+@kernel
+def _forward_tile(tile, data, initial, packed, kept, alpha, total, evidence, exact, sure, ends):
+    """As :func:`forward_tiles`, of one tile."""
     table, lengths, (least, low, tiny, slack) = data.table, data.lengths, data.limits
     count, size, height = lengths.shape[0], u64(initial.shape[1]), u64(packed.shape[0])
     steps = total.shape[0] // ((count + LANES - 1) // LANES * LANES)
@@ -184,6 +156,7 @@ def forward_tiles(tile, data, initial, packed, kept, alpha, total, evidence, exa
     one = table.dtype.type(1)
     lowest = table.dtype.type(low)
     faint[:] = least < tiny
+    shortest = lengths[start : start + width].min()
     for t in range(lengths[start : start + width].max()):
         _begin_step(rows, active, data, t, start, width, exact)
         _read(seen, peak, rows, active, data, size, height, lowest)
@@ -195,7 +168,7 @@ def forward_tiles(tile, data, initial, packed, kept, alpha, total, evidence, exa
         else:
             multiply(arrived, mass, matrix, height)
         if least >= 0.0:
-            _watch(smallest, faint, scale, slack, arrived, seen, active, width, size, exact, start)
+            _watch(smallest, faint, scale, slack, arrived, seen, active, width, size, sure, start)
         sum_rows(norm, mass, arrived, seen, height)
         if _take(norm, peak, active, logs, product, slack) > 0:
             for i in range(LANES):
@@ -217,7 +190,7 @@ def forward_tiles(tile, data, initial, packed, kept, alpha, total, evidence, exa
         scale_rows(mass, norm, height)
         for k in range(size * _LANES if kept else _0):
             alpha[at * size + k] = mass[k]
-        for i in range(width if ends.shape[0] > 0 else 0):
+        for i in range(width if ends.shape[0] > 0 and t >= shortest - 1 else 0):
             if t == lengths[start + i] - 1:
                 for k in range(size):
                     ends[start + i, k] = mass[k * _LANES + u64(i)]
@@ -257,13 +230,40 @@ def _add_transitions(counts, before, after, height):
 
 @kernel
 def backward_tiles(
-    tile, data, transposed, weights, alpha, total, exact, starts, gamma, ends, counts, emitted
+    first,
+    last,
+    data,
+    transposed,
+    weights,
+    alpha,
+    total,
+    exact,
+    starts,
+    gamma,
+    ends,
+    counts,
+    emitted,
 ):
-    """Backward pass of one tile: adds to the expected counts of transitions and symbols.
+    """Backward pass of several tiles: adds to the expected counts of transitions and symbols.
 
     The posterior of each sequence's first state is written to ``starts`` ``(n, K)``. ``ends``
-    ``(n, K)`` says what follows their last steps: ones if it is nothing.
+    ``(n, K)`` says what follows their last steps: ones if it is nothing. Returns how many sequences
+    left the range of numbers.
     """
+    lost = 0
+    for tile in range(first, last):
+        lost += _backward_tile(
+            tile, data, transposed, weights, alpha, total, exact, starts, gamma, ends, counts,
+            emitted,
+        )  # fmt: skip
+    return lost
+
+
+@kernel
+def _backward_tile(
+    tile, data, transposed, weights, alpha, total, exact, starts, gamma, ends, counts, emitted
+):
+    """As :func:`backward_tiles`, of one tile."""
     table, lengths, low = data.table, data.lengths, data.limits[1]
     count, size, height = lengths.shape[0], u64(starts.shape[1]), u64(transposed.shape[0])
     steps = total.shape[0] // ((count + LANES - 1) // LANES * LANES)
@@ -276,17 +276,18 @@ def backward_tiles(
     norm, peak = np.zeros(LANES, table.dtype), np.zeros(LANES, table.dtype)
     weight = np.zeros(LANES, table.dtype)
     rows, active = np.zeros(LANES, np.uint64), np.zeros(LANES, np.bool_)
+    places = np.zeros(LANES, np.uint64)
     zero, one = table.dtype.type(0), table.dtype.type(1)
     lowest = table.dtype.type(low)
     for i in range(width):
         weight[i] = weights[start + i]
-    longest = lengths[start : start + width].max()
-    filled = _0
+    longest, shortest = lengths[start : start + width].max(), lengths[start : start + width].min()
+    filled, lost = _0, 0
     for t in range(longest - 1, -1, -1):
         _begin_step(rows, active, data, t, start, width, exact)
         if t < longest - 1:
             multiply(beta, later, matrix, height)
-        for i in range(width):
+        for i in range(width if t >= shortest - 1 else 0):
             if t == lengths[start + i] - 1:
                 for k in range(size):
                     beta[k * _LANES + u64(i)] = ends[start + i, k]
@@ -297,20 +298,18 @@ def backward_tiles(
             if active[i] and not abs(norm[i] - one) < 1e-2:
                 exact[start + i] = False
                 active[i] = False
+                lost += 1
             norm[i] = one / norm[i] if active[i] else zero
             peak[i] = norm[i] * weight[i]
         scale_lanes(probs, peak, _LANES, size)
         if data.symbols.shape[0]:
-            for i in range(width):
-                row = emitted[rows[i]]
-                for k in range(size):
-                    row[k] += probs[k * _LANES + u64(i)]
+            for i in range(LANES):
+                places[i] = rows[i] * height
+            add_rows(emitted.ravel(), places, height, probs, _LANES)
         else:
-            for i in range(width):
-                if active[i]:
-                    row = gamma[rows[i]]
-                    for k in range(size):
-                        row[k] = probs[k * _LANES + u64(i)]
+            for i in range(LANES):
+                places[i] = rows[i] * size
+            store_rows(gamma.ravel(), places, active, size, probs, _LANES)
         if t == 0:
             for i in range(width):
                 for k in range(size):
@@ -335,6 +334,7 @@ def backward_tiles(
                     after[k * _ALL + i] = 0
             _add_transitions(counts, before, after, height)
             filled = _0
+    return lost
 
 
 @kernel
@@ -376,7 +376,16 @@ def _multiply_row(out, mass, matrix, height):
 
 
 @kernel
-def forward_row(row, data, initial, packed, kept, alpha, total, evidence, exact, ends):
+def forward_rows(
+    first, last, data, initial, packed, kept, alpha, total, evidence, exact, sure, ends
+):
+    """As :func:`forward_tiles`, of sequences one after the other."""
+    for row in range(first, last):
+        _forward_row(row, data, initial, packed, kept, alpha, total, evidence, exact, sure, ends)
+
+
+@kernel
+def _forward_row(row, data, initial, packed, kept, alpha, total, evidence, exact, sure, ends):
     """As :func:`forward_tiles`, of one sequence."""
     table, lengths, (least, low, tiny, slack) = data.table, data.lengths, data.limits
     count, size, height = lengths.shape[0], u64(initial.shape[1]), u64(packed.shape[0])
@@ -399,7 +408,7 @@ def forward_row(row, data, initial, packed, kept, alpha, total, evidence, exact,
             smallest = zero + table.dtype.type(np.inf)
             for k in range(size):
                 if faint and arrived[k] * scale < slack:
-                    exact[row] = False
+                    sure[row] = False
                 if arrived[k] > zero and seen[k] > zero:
                     smallest = min(smallest, arrived[k] * seen[k])
         norm = zero
@@ -426,14 +435,29 @@ def forward_row(row, data, initial, packed, kept, alpha, total, evidence, exact,
 
 
 @kernel
-def backward_row(
-    row, data, transposed, weights, alpha, total, exact, starts, gamma, ends, message, emitted
-):
-    """Backward pass of one sequence, as :func:`backward_tiles`.
+def backward_rows(
+    first, last, data, transposed, weights, alpha, total, exact, starts, gamma, ends, message,
+    emitted,
+):  # fmt: skip
+    """Backward pass of sequences one after the other, as :func:`backward_tiles`.
 
     ``message``, times the forward messages of the step before, is expected transitions over their
     probabilities.
     """
+    lost = 0
+    for row in range(first, last):
+        lost += _backward_row(
+            row, data, transposed, weights, alpha, total, exact, starts, gamma, ends, message,
+            emitted,
+        )  # fmt: skip
+    return lost
+
+
+@kernel
+def _backward_row(
+    row, data, transposed, weights, alpha, total, exact, starts, gamma, ends, message, emitted
+):
+    """As :func:`backward_rows`, of one sequence."""
     table, lengths, low = data.table, data.lengths, data.limits[1]
     count, size, height = lengths.shape[0], u64(starts.shape[1]), u64(transposed.shape[0])
     steps = total.shape[0] // count
@@ -453,7 +477,7 @@ def backward_row(
             norm += probs[k]
         if not abs(norm - one) < 1e-2:
             exact[row] = False
-            break
+            return 1
         inverse = weight / norm
         for k in range(size):
             probs[k] *= inverse
@@ -476,16 +500,4 @@ def backward_row(
         for k in range(size):
             message[at, k] = later[k] * weight
         _multiply_row(beta, later, matrix, height)
-
-
-@kernel
-def finish(counts, packed, out):
-    """Write expected transitions, from those over their probabilities; whether all are finite."""
-    finite = True
-    for j in range(out.shape[0]):
-        for k in range(out.shape[1]):
-            value = counts[j, k] * packed[j, k]
-            value = value if packed[j, k] > 0 else 0.0  # a message to what cannot be reached
-            finite = finite and abs(value) < np.inf
-            out[j, k] = value
-    return finite
+    return 0

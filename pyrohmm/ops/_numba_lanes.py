@@ -10,6 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from ._numba_math import exp, kernel, u64
+from ._numba_turns import add_block, load_block, store_block
 
 LANES = 32  # sequences that go through a matrix together, if there are so many
 _0, _1, _2, _3, _4, _LANES = (u64(i) for i in (0, 1, 2, 3, 4, LANES))
@@ -40,6 +41,46 @@ def clear(array, i, begin, end, count, size):
         offset = u64(t * count + i) * size
         for k in range(size):
             array[offset + k] = 0
+
+
+@kernel
+def load_rows(tile, lanes, array, offsets, size):
+    """Copy rows of ``array``, one after the other in memory, to the sequences of a tile."""
+    whole = size // _4 * _4
+    for i in range(_0, lanes, _4):
+        a, b, c, d = offsets[i], offsets[i + _1], offsets[i + _2], offsets[i + _3]
+        for k in range(_0, whole, _4):
+            load_block(tile, k * lanes + i, lanes, array, a + k, b + k, c + k, d + k)
+        for k in range(whole, size):
+            o = k * lanes + i
+            tile[o], tile[o + _1] = array[a + k], array[b + k]
+            tile[o + _2], tile[o + _3] = array[c + k], array[d + k]
+
+
+@kernel
+def add_rows(array, offsets, size, tile, lanes):
+    """Add the sequences of a tile to rows of ``array``; ``size`` is a multiple of four."""
+    for i in range(_0, lanes, _4):
+        a, b, c, d = offsets[i], offsets[i + _1], offsets[i + _2], offsets[i + _3]
+        for k in range(_0, size, _4):
+            add_block(array, a + k, b + k, c + k, d + k, tile, k * lanes + i, lanes)
+
+
+@kernel
+def store_rows(array, offsets, active, size, tile, lanes):
+    """Copy the active sequences of a tile to rows of ``array``."""
+    whole = size // _4 * _4
+    for i in range(_0, lanes, _4):
+        a, b, c, d = offsets[i], offsets[i + _1], offsets[i + _2], offsets[i + _3]
+        done = _0
+        if active[i] and active[i + _1] and active[i + _2] and active[i + _3]:
+            done = whole
+            for k in range(_0, whole, _4):
+                store_block(array, a + k, b + k, c + k, d + k, tile, k * lanes + i, lanes)
+        for j in range(i, i + _4):
+            if active[j]:
+                for k in range(done, size):
+                    array[offsets[j] + k] = tile[k * lanes + j]
 
 
 @kernel

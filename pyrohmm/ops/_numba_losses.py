@@ -9,11 +9,18 @@ from ._numba_math import kernel, u64
 
 
 @kernel
-def bound_losses(row, data, transposed, alpha, total, width, most, exact):
-    """Clear ``exact`` of a sequence of which more than ``most`` of the evidence may be lost.
+def bound_losses(rows, data, transposed, alpha, total, width, most, exact):
+    """Clear ``exact`` of sequences of which more than ``most`` of the evidence may be lost.
 
     ``alpha`` and ``total`` are those of a forward pass in tiles of ``width`` sequences.
     """
+    for row in rows:
+        _bound_losses(row, data, transposed, alpha, total, width, most, exact)
+
+
+@kernel
+def _bound_losses(row, data, transposed, alpha, total, width, most, exact):
+    """As :func:`bound_losses`, of one sequence."""
     table, lengths, (_, low, tiny, slack) = data.table, data.lengths, data.limits
     size, height = u64(alpha.shape[0] // total.shape[0]), u64(transposed.shape[0])
     count, matrix, lanes = lengths.shape[0], transposed.ravel(), u64(width)

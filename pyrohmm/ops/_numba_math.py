@@ -88,12 +88,10 @@ def run(loop: Callable[..., None], count: int, work: int, *arguments: Any) -> No
         task.result()
 
 
-def share(run: Callable[[int], None], parts: int) -> None:
-    """Call ``run`` for each of several parts of some work, on threads."""
+def share(run: Callable[[int], Any], parts: int) -> list[Any]:
+    """Call ``run`` for each of several parts of some work, on threads; returns what it does."""
     tasks = [_pool(parts - 1).submit(run, part) for part in range(1, parts)]
-    run(0)
-    for task in tasks:
-        task.result()
+    return [run(0), *(task.result() for task in tasks)]
 
 
 # The exponential, as Numba would call it one number at a time ------------------------------------

@@ -100,6 +100,7 @@ class _Pass(NamedTuple):
     Attributes:
         evidence: ``(n,)``.
         exact: ``(n,)``, where it is.
+        sure: ``(n,)``, where that needs no bound of what steps may have lost.
         ends: ``(n, K)``, last messages.
         alpha: Messages, flat; none if they are not kept.
         total: Their sums before they were scaled, flat; as these.
@@ -107,6 +108,7 @@ class _Pass(NamedTuple):
 
     evidence: np.ndarray
     exact: np.ndarray
+    sure: np.ndarray
     ends: np.ndarray
     alpha: np.ndarray
     total: np.ndarray
@@ -141,15 +143,15 @@ class _Sweep:
         """How many the work is worth: each has a millisecond of it."""
         return min(torch.get_num_threads(), self.tiles, 1 + self.work // MILLISECOND)
 
-    def _run(self, loop: Callable[..., None], *arguments: Any, results: Sequence[Any]) -> None:
-        """Run over all tiles; each thread has results of its own."""
+    def _run(self, loop: Callable[..., Any], *arguments: Any, results: Sequence[Any]) -> list[Any]:
+        """Run over all tiles, and return what each thread does; each has results of its own."""
         bounds = [self.tiles * part // len(results) for part in range(len(results) + 1)]
 
-        def run(part: int) -> None:
-            for tile in range(bounds[part], bounds[part + 1]):
-                loop(tile, self.data, *arguments, *results[part])
+        def run(part: int) -> Any:
+            ends = bounds[part], bounds[part + 1]
+            return loop(*ends, self.data, *arguments, *results[part])
 
-        self.kernels.share(run, len(results))
+        return self.kernels.share(run, len(results))
 
     def forward(self, initial: np.ndarray, kept: bool) -> _Pass:
         """The pass with initial probabilities ``(n, K)``; messages are written if ``kept``."""
@@ -157,15 +159,15 @@ class _Sweep:
         make = torch.zeros if self.alone else torch.empty  # its rows are all added up
         like = torch.from_numpy(self.packed)
         found = _Pass(
-            np.zeros(self.count), np.ones(self.count, np.bool_),
+            np.zeros(self.count), np.ones(self.count, np.bool_), np.ones(self.count, np.bool_),
             np.zeros((self.count, self.size), self.packed.dtype),
             make(rows * self.size, dtype=like.dtype).numpy(),
             np.empty(rows, self.packed.dtype),
         )  # fmt: skip
         self._run(
-            self.kernels.forward_row if self.alone else self.kernels.forward_tiles,
+            self.kernels.forward_rows if self.alone else self.kernels.forward_tiles,
             initial, self.packed, kept, found.alpha, found.total, found.evidence, found.exact,
-            found.ends, results=[()] * self.threads,
+            found.sure, found.ends, results=[()] * self.threads,
         )  # fmt: skip
         return found
 
@@ -187,13 +189,12 @@ class _Sweep:
         starts = np.zeros((self.count, self.size), self.packed.dtype)
         pairs = [message.numpy() if self.alone else np.zeros(self.packed.shape) for _ in threads]
         emitted = [np.zeros(self.data.table.shape) for _ in threads]
-        exact = found.exact.copy()
-        self._run(
-            self.kernels.backward_row if self.alone else self.kernels.backward_tiles,
-            np.ascontiguousarray(self.packed.T), weights, found.alpha, found.total, exact, starts,
-            gamma.numpy(), after, results=list(zip(pairs, emitted)),
+        lost = self._run(
+            self.kernels.backward_rows if self.alone else self.kernels.backward_tiles,
+            np.ascontiguousarray(self.packed.T), weights, found.alpha, found.total,
+            found.exact.copy(), starts, gamma.numpy(), after, results=list(zip(pairs, emitted)),
         )  # fmt: skip
-        if not np.array_equal(exact, found.exact):
+        if any(lost):
             return None
         counts = _sum(pairs)
         if self.alone:  # the message to a first step is zero
@@ -202,27 +203,24 @@ class _Sweep:
                 counts = (before.mT @ message[1:]).double().numpy()
         return _Back(starts, counts, _sum(emitted))
 
-    def bound_losses(self, found: _Pass) -> None:
-        """Clear ``exact`` where what the forward pass has lost may be more than rounding."""
+    def bound_losses(self, found: _Pass, rows: np.ndarray) -> None:
+        """Clear ``exact`` in ``rows`` where what the pass has lost may be more than rounding."""
         transposed, eps = np.ascontiguousarray(self.packed.T), LIMITS[self.packed.dtype][1]
-        rows, parts = found.exact.nonzero()[0], self.threads
+        parts = self.threads
         bounds = [len(rows) * part // parts for part in range(parts + 1)]
 
         def run(part: int) -> None:
-            for row in rows[bounds[part] : bounds[part + 1]]:
-                _losses().bound_losses(
-                    row, self.data, transposed, found.alpha, found.total, self.width, eps,
-                    found.exact,
-                )  # fmt: skip
+            _losses().bound_losses(
+                rows[bounds[part] : bounds[part + 1]], self.data, transposed, found.alpha,
+                found.total, self.width, eps, found.exact,
+            )  # fmt: skip
 
         self.kernels.share(run, parts)
 
-    def tiled(self, found: _Pass) -> tuple[np.ndarray, np.ndarray]:
-        """Messages ``(tiles, T, K, width)`` of a forward pass, and sums ``(tiles, T, width)``."""
-        return (
-            found.alpha.reshape(self.tiles, -1, self.size, self.width),
-            found.total.reshape(self.tiles, -1, self.width),
-        )
+
+@cache
+def _tables() -> Any:
+    return import_module("._numba_tables", __package__)
 
 
 @cache
@@ -245,30 +243,23 @@ class _Whole:
     def forward(self, kept: bool) -> tuple[np.ndarray, np.ndarray]:
         """Evidence ``(n,)``, and where it is exact."""
         self.found = self.sweep.forward(self.initial, kept)
-        if not self.found.exact.all() and self.sweep.data.limits[0] >= 0:
-            self._look_again(kept)
+        unsure = (self.found.exact & ~self.found.sure).nonzero()[0]
+        if len(unsure) and kept:
+            self.sweep.bound_losses(self.found, unsure)
+        elif len(unsure):
+            self._look_again(unsure)
         return self.found.evidence, self.found.exact
 
-    def _look_again(self, kept: bool) -> None:
-        """Go to the end where steps seemed to lose something, and bound what that was."""
-        data, chosen = self.sweep.data, (~self.found.exact).nonzero()[0]
+    def _look_again(self, rows: np.ndarray) -> None:
+        """Bound losses of sequences whose messages were not kept."""
+        data = self.sweep.data
         data = data._replace(
-            first=data.first[chosen], lengths=data.lengths[chosen],
-            limits=(-1.0, *data.limits[1:]),
-        )  # fmt: skip
+            first=data.first[rows], lengths=data.lengths[rows], limits=(-1.0, *data.limits[1:])
+        )
         sweep = _Sweep(data, self.sweep.packed, self.sweep.size)
-        again = sweep.forward(self.initial[chosen], kept=True)
-        sweep.bound_losses(again)
-        for name in ("evidence", "exact", "ends"):
-            getattr(self.found, name)[chosen] = getattr(again, name)
-        if kept:
-            tile, lane = np.divmod(chosen, self.sweep.width)
-            other, other_lane = np.divmod(np.arange(len(chosen)), sweep.width)
-            padded = np.arange(sweep.steps) >= data.lengths[:, None]  # where nothing was written
-            for whole, part in zip(self.sweep.tiled(self.found), sweep.tiled(again)):
-                rows = part[other, ..., other_lane]
-                rows[padded] = 0
-                whole[tile, : sweep.steps, ..., lane] = rows
+        again = sweep.forward(self.initial[rows], kept=True)
+        sweep.bound_losses(again, np.arange(len(rows)))
+        self.found.exact[rows] = again.exact
 
     def backward(self, weights: np.ndarray, gamma: Tensor) -> _Back | None:
         """Expected counts: see :class:`_Sweep`."""
@@ -308,7 +299,7 @@ class _Pieces:
         shape = len(self.owner), self.pieces.size
         self.starts, self.finish = np.empty(shape, self.initial.dtype), np.empty(shape)
         total = np.empty(len(self.owner))
-        self.good = bool(tried.exact.all())
+        self.good = bool(tried.exact.all() and tried.sure.all())
         if self.good:
             watched, _, _, slack = self.probe.data.limits
             self.good = _pieces().join(
@@ -317,7 +308,7 @@ class _Pieces:
             )  # fmt: skip
             if kept and self.good:
                 self.found = self.pieces.forward(self.starts, kept)
-                self.good = bool(self.found.exact.all())
+                self.good = bool(self.found.exact.all() and self.found.sure.all())
         if not self.good:
             return self.whole.forward(kept)
         last = np.append(~self.later[1:], True)
@@ -349,17 +340,18 @@ class _Group:
         self, initial: np.ndarray, transition: np.ndarray, logs: np.ndarray,
         symbols: np.ndarray | None, lengths: np.ndarray,
     ) -> None:  # fmt: skip
-        self.kernels = kernels = _kernels()
+        kernels, tables = _kernels(), _tables()
         self.dtype, self.size, self.count = logs.dtype, len(transition), len(lengths)
         tiny, eps = LIMITS[self.dtype]
         low, height = math.log(tiny), -(-self.size // 4) * 4
         start, self.packed = self._zeros(1, self.size), self._zeros(height, height)
-        least, zero = kernels.probabilities(initial[None], low, start)
-        other, other_zero = kernels.probabilities(transition, low, self.packed)
-        tiny *= max(float(self.packed.max()), 1.0)
+        least, zeros, most = tables.probabilities(
+            initial[None], transition, low, start, self.packed
+        )
+        tiny *= most
         slack = tiny * self.size / eps
-        smallest = math.exp(min(least, other, 0.0))
-        watched = zero or other_zero or smallest**2 < slack
+        smallest = math.exp(min(least, 0.0))
+        watched = zeros or smallest**2 < slack
         self.by_symbol = symbols is not None
         if symbols is None:
             table, peaks, chosen = self._zeros(0, height), self._zeros(1), np.zeros(0, np.int64)
@@ -370,7 +362,7 @@ class _Group:
         else:
             num_symbols, self.steps = logs.shape[1], symbols.shape[1]
             table, peaks = self._zeros(num_symbols + 1, height), self._zeros(num_symbols + 1)
-            kernels.scaled_table(logs, low, table, peaks)
+            tables.scaled_table(logs, low, table, peaks)
             chosen, seen, across, along = symbols.reshape(-1), self._zeros(0), self.steps, 1
         limits = (smallest if watched else -1.0, low, 2 * tiny, slack)
         first = across * np.arange(self.count)
@@ -392,7 +384,7 @@ class _Group:
         gamma = like.new_zeros(0 if self.by_symbol else self.count * self.steps, self.size)
         back = self.passes.backward(weights, gamma)
         transitions = like.new_empty(self.size, self.size)
-        if back is None or not self.kernels.finish(back.pairs, self.packed, transitions.numpy()):
+        if back is None or not _tables().finish(back.pairs, self.packed, transitions.numpy()):
             return None
         if self.by_symbol:
             counts = torch.from_numpy(back.emitted[:-1, : self.size])

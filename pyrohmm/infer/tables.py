@@ -1,0 +1,73 @@
+"""The E-step of symbols whose parameters are all tables, without an HMM that is built.
+
+On few data most of the time of an iteration would go into building distributions and into checks of
+what has been checked before.
+"""
+
+from __future__ import annotations
+
+from weakref import WeakKeyDictionary
+
+from torch import Tensor
+
+from ..data.sequences import Sequences
+from ..nn.emissions import CategoricalEmission
+from ..nn.tabular import TabularHMM
+from ..ops import evidence
+from ..ops.backends import NUMBA, backend_for
+from ..ops.log_space import log
+from ..ops.recursions import ExpectedCounts
+from .parameters import Parameters
+
+_SITES = "initial", "transition", "emission.probs"
+
+
+class Tables:
+    """Expected counts of data that have been checked, from the values of a :class:`TabularHMM`.
+
+    Args:
+        parameters: Of a module for which :meth:`suit` is true.
+    """
+
+    def __init__(self, parameters: Parameters) -> None:
+        self.parameters = parameters
+        self._read: WeakKeyDictionary[Sequences, tuple[Tensor, Tensor]] = WeakKeyDictionary()
+
+    @staticmethod
+    def suit(parameters: Parameters) -> bool:
+        """Whether all parameters are tables with priors of their own, and data on the CPU."""
+        module = parameters.module
+        return (
+            type(module) is TabularHMM
+            and type(module.emission) is CategoricalEmission
+            and parameters.sites.keys() == parameters.constant == set(_SITES)
+            and parameters.log_prior is None
+            and module.num_states <= evidence.WIDEST
+            and backend_for(parameters.data.device) is NUMBA
+        )
+
+    def __call__(self, batch: Sequences) -> ExpectedCounts | None:
+        """Counts by symbol; None if numbers of ``batch`` leave their range."""
+        restarts = self.parameters.restarts
+        initial, transition, table = (
+            log(value).reshape(restarts, *value.shape[-dim:])
+            for value, dim in zip((self.parameters.values[name] for name in _SITES), (1, 2, 2))
+        )
+        symbols, lengths = (part.expand(restarts, *part.shape) for part in self._symbols(batch))
+        found = evidence.expected_counts(
+            evidence.Uniform(initial, transition, table, symbols, lengths)
+        )
+        if found is None:
+            return None
+        value, starts, pairs, emitted = found
+        if restarts > 1:
+            return ExpectedCounts(value, starts, pairs.unsqueeze(1), emitted.mT.unsqueeze(1))
+        return ExpectedCounts(value, starts[0], pairs, emitted[0].mT)
+
+    def _symbols(self, batch: Sequences) -> tuple[Tensor, Tensor]:
+        """Symbols ``(N, T)``, V where there is none, and lengths."""
+        if batch not in self._read:
+            missing = self.parameters.values["emission.probs"].size(-1)
+            symbols = batch.values.long().masked_fill(~batch.observed, missing)
+            self._read[batch] = symbols.contiguous(), batch.lengths.cpu().long()
+        return self._read[batch]
