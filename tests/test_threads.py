@@ -86,7 +86,7 @@ def test_a_step_of_a_small_fit_has_one_thread(monkeypatch, fit, num_states, want
 
     monkeypatch.setattr(TabularHMM, "forward", watched)
     fit(module, data, num_steps=3, tolerance=None)
-    assert found.count(wanted) >= 3
+    assert found.count(wanted) >= 2  # EM builds no HMM of tables but to check the first two times
 
 
 def test_large_networks_keep_all_threads(monkeypatch):

@@ -73,7 +73,7 @@ class Expectation:
         """
         last, times = self._seen
         self._seen = batch, times + 1 if batch is last else 1
-        if self.tables is not None and isinstance(batch, Sequences) and self._seen[1] > 2:
+        if self.tables is not None and isinstance(batch, Sequences):
             found = self._of_tables(self.tables, batch)
             if found is not None:
                 return found
@@ -89,10 +89,12 @@ class Expectation:
         return loss.cpu(), statistics
 
     def _of_tables(self, tables: Tables, batch: Sequences) -> tuple[Tensor, Statistics] | None:
-        """As :meth:`__call__`, of data that have been checked; None if numbers go out of range."""
+        """As :meth:`__call__`; None if numbers go out of range, or there is an error to be told."""
         total: Any = self.parameters.log_density({}).double()
         statistics: Statistics = {}
         for _, part, scale in self._pieces(batch):
+            if self._seen[1] <= 2:  # check data, start and what an M-step returns
+                self.parameters.build(part)[0].prepare_values(part.values)
             if part.labels is not None or (expected := tables(part)) is None:
                 return None
             total = total + scale * expected.log_evidence.double().sum(-1)

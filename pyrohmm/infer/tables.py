@@ -23,7 +23,7 @@ _SITES = "initial", "transition", "emission.probs"
 
 
 class Tables:
-    """Expected counts of data that have been checked, from the values of a :class:`TabularHMM`.
+    """Expected counts from the values of the parameters of a :class:`TabularHMM`.
 
     Args:
         parameters: Of a module for which :meth:`suit` is true.
@@ -47,13 +47,15 @@ class Tables:
         )
 
     def __call__(self, batch: Sequences) -> ExpectedCounts | None:
-        """Counts by symbol; None if numbers of ``batch`` leave their range."""
-        restarts = self.parameters.restarts
+        """Counts by symbol; None if numbers leave their range, or ``batch`` holds no symbols."""
+        restarts, read = self.parameters.restarts, self._symbols(batch)
+        if read is None:
+            return None
         initial, transition, table = (
             log(value).reshape(restarts, *value.shape[-dim:])
             for value, dim in zip((self.parameters.values[name] for name in _SITES), (1, 2, 2))
         )
-        symbols, lengths = (part.expand(restarts, *part.shape) for part in self._symbols(batch))
+        symbols, lengths = (part.expand(restarts, *part.shape) for part in read)
         found = evidence.expected_counts(
             evidence.Uniform(initial, transition, table, symbols, lengths)
         )
@@ -64,10 +66,14 @@ class Tables:
             return ExpectedCounts(value, starts, pairs.unsqueeze(1), emitted.mT.unsqueeze(1))
         return ExpectedCounts(value, starts[0], pairs, emitted[0].mT)
 
-    def _symbols(self, batch: Sequences) -> tuple[Tensor, Tensor]:
-        """Symbols ``(N, T)``, V where there is none, and lengths."""
+    def _symbols(self, batch: Sequences) -> tuple[Tensor, Tensor] | None:
+        """Symbols ``(N, T)``, V where there is none, and lengths; None if some are none of V."""
         if batch not in self._read:
             missing = self.parameters.values["emission.probs"].size(-1)
+            if batch.values.dtype.is_floating_point or batch.values.dim() != 2:
+                return None
             symbols = batch.values.long().masked_fill(~batch.observed, missing)
+            if symbols.amin() < 0 or (batch.observed & (symbols >= missing)).any():
+                return None
             self._read[batch] = symbols.contiguous(), batch.lengths.cpu().long()
         return self._read[batch]

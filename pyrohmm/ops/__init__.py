@@ -19,8 +19,10 @@ Its modules; each imports only those above it:
 ``block_scaled``      the same by compiled scaled messages
 ``numpy_clusters``    merges and exchanges of Brown clustering by numpy
 ``_numba_math``       what all compiled loops use
+``_numba_turns``      blocks of numbers transposed in registers
 ``_numba_lanes``      compiled arithmetic along sequences
 ``_numba_chain``      compiled loops over dense chains: scaled messages
+``_numba_tables``     compiled probabilities of those, and counts from what they add up
 ``_numba_evidence``   compiled loops over whole sequences that share a matrix, with the gradient
 ``_numba_losses``     compiled bound of what scaled messages have lost
 ``_numba_pieces``     compiled joining of pieces of long sequences

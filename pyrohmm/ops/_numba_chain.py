@@ -46,15 +46,18 @@ def _accumulate(logs, product, norm):
 @kernel
 def _watch(smallest, faint, scale, slack, arrived, seen, active, width, size, exact, start):
     """Note each sequence's smallest positive product; clear ``exact`` where mass was lost."""
-    lanes = u64(LANES)
+    lanes, low = u64(LANES), np.empty_like(smallest)
+    for i in range(lanes):
+        smallest[i] = low[i] = np.inf
+    for k in range(size):
+        for i in range(lanes):
+            p, q = arrived[k * lanes + i], seen[k * lanes + i]
+            low[i] = p if p < low[i] else low[i]
+            product = p * q if p > 0 and q > 0 else np.inf
+            smallest[i] = product if product < smallest[i] else smallest[i]
     for i in range(width):
-        smallest[i] = np.inf
-        for k in range(size):
-            p, q = arrived[k * lanes + u64(i)], seen[k * lanes + u64(i)]
-            if faint[i] and active[i] and p * scale[i] < slack:
-                exact[start + i] = False
-            if p > 0.0 and q > 0.0:
-                smallest[i] = min(smallest[i], p * q)
+        if faint[i] and active[i] and low[i] * scale[i] < slack:
+            exact[start + i] = False
 
 
 @kernel
@@ -89,7 +92,7 @@ def forward_lanes(
     mass, arrived = np.zeros(height * lanes, alpha.dtype), np.zeros(height * lanes, alpha.dtype)
     seen = np.zeros(height * lanes, alpha.dtype)
     zero, one, low = alpha.dtype.type(0), alpha.dtype.type(1), alpha.dtype.type(floor)
-    peak, ones = np.zeros(LANES, alpha.dtype), np.ones(LANES, alpha.dtype)
+    peak = np.zeros(LANES, alpha.dtype)
     smallest = np.zeros(LANES, alpha.dtype)  # product of a step
     faint = np.zeros(LANES, np.bool_)  # whether the step before may have lost something
     scale = np.zeros(LANES, alpha.dtype)
@@ -134,7 +137,7 @@ def forward_lanes(
             for i in range(lanes):
                 norm[i] = one / norm[i]
             scale_lanes(mass, norm, lanes, size)
-            store(alpha, offsets, active, size, mass, lanes, ones)
+            store(alpha, offsets, active, size, mass, lanes)
         for i in range(width):
             row = start + i
             evidence[row] += np.log(product[i])
@@ -187,12 +190,16 @@ def backward_lanes(
             weigh(later, lanes, size, peak, low)
             for i in range(width):
                 peak[i] = norm[i] / total[t * count + start + i] if active[i] else zero
+                norm[i] *= weight[i]
             scale_lanes(probs, norm, lanes, size)
+            store(gamma, offsets, active, size, probs, lanes)
             scale_lanes(beta, peak, lanes, size)
-            for k in range(size * lanes):
-                later[k] = later[k] * beta[k] if here[k] > zero else zero
-            store(gamma, offsets, active, size, probs, lanes, weight)
-            store(message, offsets, active, size, later, lanes, weight)
+            for k in range(size):
+                for i in range(lanes):
+                    p = k * lanes + i
+                    later[p] = later[p] * beta[p] if here[p] > zero else zero
+                    probs[p] = later[p] * weight[i]
+            store(message, offsets, active, size, probs, lanes)
         for row in range(start, start + width):
             begin = lengths[row] if exact[row] else 0
             clear(gamma, row, begin, most, count, size)

@@ -25,11 +25,11 @@ from ._numba_lanes import (
     _3,
     _4,
     add_rows,
-    load_rows,
+    load,
     multiply,
     scale_lanes,
     scale_rows,
-    store_rows,
+    store,
     sum_products,
     sum_rows,
     weigh,
@@ -90,15 +90,11 @@ def _read(seen, peak, rows, active, data, size, height, low):
         for i in range(LANES):
             peak[i] = data.peaks[rows[i]]
             rows[i] *= height
-        load_rows(seen, _LANES, entries, rows, height)
+        load(seen, _LANES, entries, rows, active, height, entries.dtype.type(1))
         return
     for i in range(_LANES):
         rows[i] *= size
-    load_rows(seen, _LANES, data.likelihood, rows, size)
-    for i in range(_LANES):
-        if not active[i]:
-            for k in range(size):
-                seen[k * _LANES + i] = 0
+    load(seen, _LANES, data.likelihood, rows, active, size, low - low)
     weigh(seen, _LANES, size, peak, low)
 
 
@@ -309,7 +305,7 @@ def _backward_tile(
         else:
             for i in range(LANES):
                 places[i] = rows[i] * size
-            store_rows(gamma.ravel(), places, active, size, probs, _LANES)
+            store(gamma.ravel(), places, active, size, probs, _LANES)
         if t == 0:
             for i in range(width):
                 for k in range(size):

@@ -44,20 +44,6 @@ def clear(array, i, begin, end, count, size):
 
 
 @kernel
-def load_rows(tile, lanes, array, offsets, size):
-    """Copy rows of ``array``, one after the other in memory, to the sequences of a tile."""
-    whole = size // _4 * _4
-    for i in range(_0, lanes, _4):
-        a, b, c, d = offsets[i], offsets[i + _1], offsets[i + _2], offsets[i + _3]
-        for k in range(_0, whole, _4):
-            load_block(tile, k * lanes + i, lanes, array, a + k, b + k, c + k, d + k)
-        for k in range(whole, size):
-            o = k * lanes + i
-            tile[o], tile[o + _1] = array[a + k], array[b + k]
-            tile[o + _2], tile[o + _3] = array[c + k], array[d + k]
-
-
-@kernel
 def add_rows(array, offsets, size, tile, lanes):
     """Add the sequences of a tile to rows of ``array``; ``size`` is a multiple of four."""
     for i in range(_0, lanes, _4):
@@ -67,7 +53,27 @@ def add_rows(array, offsets, size, tile, lanes):
 
 
 @kernel
-def store_rows(array, offsets, active, size, tile, lanes):
+def load(tile, lanes, array, offsets, active, size, other):
+    """Copy rows of ``array`` to the sequences of a tile; to those not active, ``other``."""
+    whole = size // _4 * _4
+    for i in range(_0, lanes, _4):
+        a, b, c, d = offsets[i], offsets[i + _1], offsets[i + _2], offsets[i + _3]
+        done = _0
+        if active[i] and active[i + _1] and active[i + _2] and active[i + _3]:
+            done = whole
+            for k in range(_0, whole, _4):
+                load_block(tile, k * lanes + i, lanes, array, a + k, b + k, c + k, d + k)
+        for j in range(i, i + _4):
+            if active[j]:
+                for k in range(done, size):
+                    tile[k * lanes + j] = array[offsets[j] + k]
+            else:
+                for k in range(size):
+                    tile[k * lanes + j] = other
+
+
+@kernel
+def store(array, offsets, active, size, tile, lanes):
     """Copy the active sequences of a tile to rows of ``array``."""
     whole = size // _4 * _4
     for i in range(_0, lanes, _4):
@@ -81,29 +87,6 @@ def store_rows(array, offsets, active, size, tile, lanes):
             if active[j]:
                 for k in range(done, size):
                     array[offsets[j] + k] = tile[k * lanes + j]
-
-
-@kernel
-def load(tile, lanes, array, offsets, active, size, other):
-    """Copy rows of ``array`` to the sequences of a tile; to those not active, ``other``."""
-    for i in range(lanes):
-        if active[i]:
-            offset = offsets[i]
-            for k in range(size):
-                tile[k * lanes + i] = array[offset + k]
-        else:
-            for k in range(size):
-                tile[k * lanes + i] = other
-
-
-@kernel
-def store(array, offsets, active, size, tile, lanes, factor):
-    """Copy the sequences of a tile, each times its factor, to rows of ``array``."""
-    for i in range(lanes):
-        if active[i]:
-            offset, strength = offsets[i], factor[i]
-            for k in range(size):
-                array[offset + k] = tile[k * lanes + i] * strength
 
 
 @kernel

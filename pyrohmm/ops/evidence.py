@@ -203,19 +203,14 @@ class _Sweep:
                 counts = (before.mT @ message[1:]).double().numpy()
         return _Back(starts, counts, _sum(emitted))
 
-    def bound_losses(self, found: _Pass, rows: np.ndarray) -> None:
-        """Clear ``exact`` in ``rows`` where what the pass has lost may be more than rounding."""
-        transposed, eps = np.ascontiguousarray(self.packed.T), LIMITS[self.packed.dtype][1]
-        parts = self.threads
-        bounds = [len(rows) * part // parts for part in range(parts + 1)]
-
-        def run(part: int) -> None:
-            _losses().bound_losses(
-                rows[bounds[part] : bounds[part + 1]], self.data, transposed, found.alpha,
-                found.total, self.width, eps, found.exact,
-            )  # fmt: skip
-
-        self.kernels.share(run, parts)
+    def bound_losses(self, found: _Pass) -> None:
+        """Clear ``exact`` where the pass was not sure, and may have lost more than rounding."""
+        losses, eps = _losses(), LIMITS[self.packed.dtype][1]
+        self._run(
+            losses.bound_rows if self.alone else losses.bound_tiles,
+            np.ascontiguousarray(self.packed.T), found.alpha, found.total, eps,
+            found.exact & ~found.sure, found.exact, results=[()] * self.threads,
+        )  # fmt: skip
 
 
 @cache
@@ -243,22 +238,20 @@ class _Whole:
     def forward(self, kept: bool) -> tuple[np.ndarray, np.ndarray]:
         """Evidence ``(n,)``, and where it is exact."""
         self.found = self.sweep.forward(self.initial, kept)
-        unsure = (self.found.exact & ~self.found.sure).nonzero()[0]
-        if len(unsure) and kept:
-            self.sweep.bound_losses(self.found, unsure)
-        elif len(unsure):
-            self._look_again(unsure)
+        unsure = self.found.exact & ~self.found.sure
+        if unsure.any() and kept:
+            self.sweep.bound_losses(self.found)
+        elif unsure.any():
+            self._look_again(unsure.nonzero()[0])
         return self.found.evidence, self.found.exact
 
     def _look_again(self, rows: np.ndarray) -> None:
         """Bound losses of sequences whose messages were not kept."""
         data = self.sweep.data
-        data = data._replace(
-            first=data.first[rows], lengths=data.lengths[rows], limits=(-1.0, *data.limits[1:])
-        )
+        data = data._replace(first=data.first[rows], lengths=data.lengths[rows])
         sweep = _Sweep(data, self.sweep.packed, self.sweep.size)
         again = sweep.forward(self.initial[rows], kept=True)
-        sweep.bound_losses(again, np.arange(len(rows)))
+        sweep.bound_losses(again)
         self.found.exact[rows] = again.exact
 
     def backward(self, weights: np.ndarray, gamma: Tensor) -> _Back | None:

@@ -78,7 +78,9 @@ def filtered_of(chain: Chain, dtype: torch.dtype | None) -> tuple[Tensor]:
     if dtype is None:
         return (scaled_messages(message_passing.in_log_space(chain)[3], chain),)
     scaled = message_passing.forward(chain, dtype)
-    messages = scaled.alpha.masked_fill(_padded(chain), 0.0).log().flatten(1, 2).movedim(0, 1)
+    if bool((chain.lengths < len(scaled.alpha)).any()):
+        scaled.alpha.masked_fill_(_padded(chain), 0.0)
+    messages = scaled.alpha.log_().flatten(1, 2).movedim(0, 1)  # nothing else will read it
     return _redo(filtered_of, chain, dtype, scaled.exact, (messages,))
 
 
