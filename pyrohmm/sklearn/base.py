@@ -107,15 +107,19 @@ class SequenceEstimator(DensityMixin, BaseEstimator):
         Raises:
             ValueError: If ``algorithm`` is another.
         """
-        algorithm = algorithm or self.algorithm
-        if algorithm == "map":
+        if self._by_marginals(algorithm):
             states = self.predict_proba(X, lengths)
             return float(states.max(1).sum()), states.argmax(1)
-        if algorithm != "viterbi":
-            raise ValueError(f"algorithm must be 'viterbi' or 'map'; got {algorithm!r}.")
         hmm, data = self._ask(X, lengths)
         path = hmm.viterbi(data.values)
         return float(hmm.log_joint(data.values, path).sum()), path[data.exists].numpy()
+
+    def _by_marginals(self, algorithm: str | None = None) -> bool:
+        """Whether states are those that are most probable each, not the best path."""
+        algorithm = algorithm or self.algorithm
+        if algorithm not in ("viterbi", "map"):
+            raise ValueError(f"algorithm must be 'viterbi' or 'map'; got {algorithm!r}.")
+        return algorithm == "map"
 
     def predict(self, X: Any, lengths: Any = None) -> np.ndarray:
         """The states of each row, ``(n_samples,)``: see :meth:`decode`.
@@ -124,7 +128,10 @@ class SequenceEstimator(DensityMixin, BaseEstimator):
             X: ``(n_samples, n_features)``, or a list of such arrays.
             lengths: ``(n_sequences,)`` integers.
         """
-        return self.decode(X, lengths)[1]
+        if self._by_marginals():
+            return self.predict_proba(X, lengths).argmax(1)
+        hmm, data = self._ask(X, lengths)
+        return hmm.viterbi(data.values)[data.exists].numpy()
 
     def sample(
         self, n_samples: int = 1, random_state: Any = None, currstate: int | None = None
@@ -217,7 +224,7 @@ class SequenceEstimator(DensityMixin, BaseEstimator):
         return table, found.tolist()
 
     def _sequences(self, table: np.ndarray, lengths: Sequence[int]) -> Sequences:
-        return Sequences.from_list(list(self._values(table).split(list(lengths))))
+        return Sequences.from_concatenated(self._values(table), list(lengths))
 
     def _seed(self, random_state: Any = None) -> int:
         chosen = self.random_state if random_state is None else random_state
