@@ -904,14 +904,11 @@ def language_numbers() -> dict[str, str]:
         for line in result("language_models")["summary"]
         if len(line["seeds"]) > 1
     ]
-    letters = [row for row in rows("tagging") if "from letters" in row["model"] and "test" in row]
     return {
         "parameters": millions(**BEST),
         "seeds": f"{percent(max(spread))} %",
         "best": str(len(alone)),
         "chosen": str(sum("unseen_perplexity" not in row for row in alone)),
-        "letters": str(len(letters)),
-        "untuned": str(sum(row.get("rate_chosen_for") != row["model"] for row in letters)),
         "ptb_valid": f"{ptb['valid_tokens']:,}",
         "ptb_test": f"{ptb['test_tokens']:,}",
         "wiki_valid": f"{wiki['valid_tokens']:,}",

@@ -25,9 +25,8 @@ Settings are chosen on held-out data: the pseudo-counts of the tabular HMM by ac
 learning rate and state dropout of the neural HMMs, for each text, by the accuracy of the first of
 them with seed 0 (parts ``choice``, whose rows contain no test results). The models from letters
 have that dropout, and a learning rate of their own, chosen in the same way by the first half of the
-held-out sentences (parts ``characters_choice`` and ``spelling_choice``). Rows of theirs without
-``rate_chosen_for`` are of an earlier run, and have the rate of the first model. A fit keeps the
-epoch with the least held-out nats of words and tags. ``STEPS`` is what time allowed, fewer for the
+held-out sentences (parts ``characters_choice`` and ``spelling_choice``). A fit keeps the epoch with
+the least held-out nats of words and tags. ``STEPS`` is what time allowed, fewer for the
 smaller text, whose best epoch comes earlier; other sizes were not tuned. Accuracies are shares of
 words, decoded by the most probable tag at each step ("posterior") and by the most probable path of
 states and tags ("path"); a word whose tag does not occur in training counts as wrong, and
