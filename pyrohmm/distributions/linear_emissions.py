@@ -34,7 +34,7 @@ from ..ops.products import product, quadratic_forms, squared_norms
 # Largest relative error of log-densities, by the dtype they are wanted in.
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-9}
 SMALL = 1 << 13  # numbers, below which the formula as it stands takes less time than a product
-PASSES = 8  # over the values, to make features of them
+PASSES = 50  # over the values, to make features of them: a millisecond for 400,000 numbers
 HALF_LOG_TAU = 0.5 * math.log(2 * math.pi)
 
 

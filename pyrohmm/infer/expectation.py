@@ -60,7 +60,7 @@ class Expectation:
         self.by_length, self.by_symbol = by_length, by_symbol and not reseed
         self.reseed, self.group = reseed, group
         self.reseeded = False
-        alone = self.by_symbol and not reseed and group.size == 1
+        alone = self.by_symbol and group.size == 1
         self.tables = Tables(parameters) if alone and Tables.suit(parameters) else None
         self._guesses = True  # until a guess was wrong
         self._seen: tuple[Any, int] = None, 0  # the last batch, and how often in succession
@@ -90,18 +90,19 @@ class Expectation:
 
     def _of_tables(self, tables: Tables, batch: Sequences) -> tuple[Tensor, Statistics] | None:
         """As :meth:`__call__`; None if numbers go out of range, or there is an error to be told."""
-        total: Any = self.parameters.log_density({}).double()
         statistics: Statistics = {}
+        total: Any = 0.0
         for _, part, scale in self._pieces(batch):
             if self._seen[1] <= 2:  # check data, start and what an M-step returns
                 self.parameters.build(part)[0].prepare_values(part.values)
-            if part.labels is not None or (expected := tables(part)) is None:
+            if (expected := tables(part)) is None:
                 return None
             total = total + scale * expected.log_evidence.double().sum(-1)
             hmm = self.parameters.example
             for name, value in self.gather(expected, None, None, hmm, scale).items():
                 statistics[name] = statistics[name] + value if name in statistics else value
-        return (-total, statistics) if bool(total.isfinite().all()) else None
+        loss = -(total + self.parameters.log_density({}).double())
+        return (loss, statistics) if bool(loss.isfinite().all()) else None
 
     def _compute(self, batch: Sequences | Parts, check: bool) -> tuple[Tensor, Statistics]:
         """The same, with the loss where the data are; ``check`` reads whether it is possible."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from weakref import WeakKeyDictionary
 
+from pyro.nn import PyroModule
 from torch import Tensor
 
 from ..data.sequences import Sequences
@@ -36,18 +37,24 @@ class Tables:
     @staticmethod
     def suit(parameters: Parameters) -> bool:
         """Whether all parameters are tables with priors of their own, and data on the CPU."""
-        module = parameters.module
+        module, data = parameters.module, parameters.data
         return (
-            type(module) is TabularHMM
-            and type(module.emission) is CategoricalEmission
+            _is_plain(module, TabularHMM)
+            and _is_plain(module.emission, CategoricalEmission)
+            and isinstance(data, Sequences)
+            and data.labels is None
             and parameters.sites.keys() == parameters.constant == set(_SITES)
             and parameters.log_prior is None
             and module.num_states <= evidence.WIDEST
-            and backend_for(parameters.data.device) is NUMBA
+            and backend_for(data.device) is NUMBA
         )
 
     def __call__(self, batch: Sequences) -> ExpectedCounts | None:
-        """Counts by symbol; None if numbers leave their range, or ``batch`` holds no symbols."""
+        """Counts by symbol; None if numbers leave their range, or ``batch`` holds no symbols.
+
+        What it returns depends on its arguments alone: a fit that goes on from a checkpoint has the
+        same bits.
+        """
         restarts, read = self.parameters.restarts, self._symbols(batch)
         if read is None:
             return None
@@ -77,3 +84,9 @@ class Tables:
                 return None
             self._read[batch] = symbols.contiguous(), batch.lengths.cpu().long()
         return self._read[batch]
+
+
+def _is_plain(module: PyroModule, kind: type[PyroModule]) -> bool:
+    """Whether it is just a ``kind``, whose ``forward`` nothing changes or watches."""
+    changed = module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module)
+    return type(module) is kind and not changed

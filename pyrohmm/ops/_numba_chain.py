@@ -44,9 +44,12 @@ def _accumulate(logs, product, norm):
 
 
 @kernel
-def _watch(smallest, faint, scale, slack, arrived, seen, active, width, size, exact, start):
-    """Note each sequence's smallest positive product; clear ``exact`` where mass was lost."""
-    lanes, low = u64(LANES), np.empty_like(smallest)
+def _watch(smallest, low, faint, scale, slack, arrived, seen, active, width, size, exact, start):
+    """Note each sequence's smallest positive product; clear ``exact`` where mass was lost.
+
+    And in ``low`` the least mass that arrives.
+    """
+    lanes = u64(LANES)
     for i in range(lanes):
         smallest[i] = low[i] = np.inf
     for k in range(size):
@@ -93,7 +96,7 @@ def forward_lanes(
     seen = np.zeros(height * lanes, alpha.dtype)
     zero, one, low = alpha.dtype.type(0), alpha.dtype.type(1), alpha.dtype.type(floor)
     peak = np.zeros(LANES, alpha.dtype)
-    smallest = np.zeros(LANES, alpha.dtype)  # product of a step
+    smallest, low_mass = np.zeros(LANES, alpha.dtype), np.zeros(LANES, alpha.dtype)  # of a step
     faint = np.zeros(LANES, np.bool_)  # whether the step before may have lost something
     scale = np.zeros(LANES, alpha.dtype)
     product = np.zeros(LANES)  # of the norms of several steps
@@ -117,8 +120,9 @@ def forward_lanes(
             weigh(seen, lanes, size, peak, low)
             if least >= 0.0:
                 _watch(
-                    smallest, faint, scale, slack, arrived, seen, active, width, size, exact, start
-                )
+                    smallest, low_mass, faint, scale, slack, arrived, seen, active, width, size,
+                    exact, start,
+                )  # fmt: skip
             sum_products(norm, mass, arrived, seen, lanes, size)
             for i in range(width):
                 if not active[i]:

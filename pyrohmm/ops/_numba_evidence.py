@@ -145,7 +145,8 @@ def _forward_tile(tile, data, initial, packed, kept, alpha, total, evidence, exa
     mass, arrived = np.zeros(height * _LANES, table.dtype), np.zeros(height * _LANES, table.dtype)
     seen = np.zeros(height * _LANES, table.dtype)
     norm, peak = np.zeros(LANES, table.dtype), np.zeros(LANES, table.dtype)
-    smallest, scale = np.zeros(LANES, table.dtype), np.ones(LANES, table.dtype)
+    smallest, low_mass = np.zeros(LANES, table.dtype), np.zeros(LANES, table.dtype)
+    scale = np.ones(LANES, table.dtype)
     faint = np.zeros(LANES, np.bool_)
     product, logs = np.ones(LANES), np.zeros(LANES)
     rows, active = np.zeros(LANES, np.uint64), np.zeros(LANES, np.bool_)
@@ -164,7 +165,10 @@ def _forward_tile(tile, data, initial, packed, kept, alpha, total, evidence, exa
         else:
             multiply(arrived, mass, matrix, height)
         if least >= 0.0:
-            _watch(smallest, faint, scale, slack, arrived, seen, active, width, size, sure, start)
+            _watch(
+                smallest, low_mass, faint, scale, slack, arrived, seen, active, width, size, sure,
+                start,
+            )  # fmt: skip
         sum_rows(norm, mass, arrived, seen, height)
         if _take(norm, peak, active, logs, product, slack) > 0:
             for i in range(LANES):

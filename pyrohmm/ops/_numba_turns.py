@@ -9,6 +9,7 @@ from __future__ import annotations
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
+from numba.core.errors import TypingError
 from numba.extending import intrinsic
 
 _PAIRS, _QUADS = ([0, 4, 1, 5], [2, 6, 3, 7]), ([0, 1, 4, 5], [2, 3, 6, 7])
@@ -52,9 +53,16 @@ def _transposed(builder, rows):
     return [mixed(*pair, order) for pair in pairs for order in _QUADS]
 
 
+def _refuse_strides(*arrays):
+    """Numbers lie one after the other: an array with strides would be read beyond its end."""
+    if any(array.layout != "C" for array in arrays):
+        raise TypingError("blocks are of contiguous arrays")
+
+
 @intrinsic
 def load_block(_, tile, at, stride, array, a, b, c, d):
     """Write four numbers each, from ``a``, ``b``, ``c`` and ``d`` on, to four lanes of a tile."""
+    _refuse_strides(tile, array)
 
     def generate(context, builder, signature, arguments):
         tile, at, stride, array, *rows = arguments
@@ -69,6 +77,8 @@ def load_block(_, tile, at, stride, array, a, b, c, d):
 
 def _out(add):
     def typed(_, array, a, b, c, d, tile, at, stride):
+        _refuse_strides(array, tile)
+
         def generate(context, builder, signature, arguments):
             array, *rows, tile, at, stride = arguments
             into, source = signature.args[0], signature.args[5]

@@ -351,12 +351,13 @@ class _Group:
             self.steps, by_time = logs.shape[1], logs.swapaxes(0, 1)
             self.by_time = by_time.flags.c_contiguous
             across, along = (1, self.count) if self.by_time else (self.steps, 1)
-            seen = (by_time if self.by_time else logs).reshape(-1)
+            seen = np.ascontiguousarray(by_time if self.by_time else logs).reshape(-1)
         else:
             num_symbols, self.steps = logs.shape[1], symbols.shape[1]
             table, peaks = self._zeros(num_symbols + 1, height), self._zeros(num_symbols + 1)
             tables.scaled_table(logs, low, table, peaks)
-            chosen, seen, across, along = symbols.reshape(-1), self._zeros(0), self.steps, 1
+            chosen = np.ascontiguousarray(symbols).reshape(-1)
+            seen, across, along = self._zeros(0), self.steps, 1
         limits = (smallest if watched else -1.0, low, 2 * tiny, slack)
         first = across * np.arange(self.count)
         data = kernels.Data(chosen, table, peaks, seen, first, along, lengths, limits)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import MethodType
 from typing import Any
 
 import pyro
@@ -11,7 +12,6 @@ import torch
 
 from pyrohmm import Sequences, TabularHMM, categorical, fit_em, left_to_right, normal
 from pyrohmm.infer.tables import Tables
-from pyrohmm.ops import evidence
 
 
 def ragged() -> Sequences:
@@ -82,29 +82,58 @@ def test_numbers_out_of_range_go_the_other_way(monkeypatch: pytest.MonkeyPatch) 
     torch.testing.assert_close(fitted("ragged").losses, wanted.losses, rtol=1e-5, atol=1e-5)
 
 
-def test_underflow_goes_the_other_way() -> None:
-    """A sequence that float32 and float64 lose: its second step has probability 1e-400."""
-    table = torch.tensor([[1.0, 0.0], [1e-200, 1.0]], dtype=torch.float64).log()
-    chain = evidence.Uniform(
-        torch.tensor([[1.0, 0.0]]).double().log(),
-        torch.tensor([[[1.0, 1e-200], [1e-200, 1.0]]]).double().log(),
-        table.unsqueeze(0), torch.tensor([[[0, 1, 0]]]), torch.tensor([[3]]),
-    )  # fmt: skip
-    assert evidence.expected_counts(chain) is None
+def test_impossible_data_are_refused() -> None:
+    """Numbers leave every range, and the E-step that builds an HMM says why."""
+    start = {
+        "initial": torch.tensor([1.0, 0.0]), "transition": torch.eye(2),
+        "emission.probs": torch.tensor([[1.0, 0.0], [0.0, 1.0]]),
+    }  # fmt: skip
+    data = Sequences.from_list([[0, 0], [0, 1]])
+    with pytest.raises(ValueError, match="sequence 1 of this batch has probability zero"):
+        fit_em(TabularHMM(2, categorical(2)), data, start=start)
 
 
-def test_only_tables_suit() -> None:
-    data = Sequences(torch.randn(4, 5, 2), torch.full((4,), 5))
+def test_a_start_is_checked() -> None:
+    start = {
+        "initial": torch.tensor([0.5, 0.5]), "transition": torch.full((2, 2), 0.7),
+        "emission.probs": torch.full((2, 2), 0.5),
+    }  # fmt: skip
+    with pytest.raises(ValueError, match="log_transition must hold log-probabilities that sum"):
+        fit_em(TabularHMM(2, categorical(2)), Sequences.from_list([[0, 1]]), start=start)
+
+
+def replaced() -> TabularHMM:
+    module: Any = TabularHMM(2, categorical(3))
+    module.forward = MethodType(TabularHMM.forward, module)
+    return module
+
+
+def watched() -> TabularHMM:
+    module = TabularHMM(2, categorical(3))
+    module.emission.register_forward_hook(lambda *arguments: None)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("module", "labels"),
+    [
+        (lambda: TabularHMM(2, normal(0)), None),
+        (lambda: TabularHMM(2, categorical(3)), [[0, 1, 0, 1]] * 3),
+        (replaced, None),
+        (watched, None),
+    ],
+    ids=["normal", "labels", "another forward", "a hook"],
+)
+def test_others_build_their_hmm(
+    module: Callable[[], TabularHMM], labels: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(self: Tables, batch: Sequences) -> None:
+        raise AssertionError("nobody should ask tables")
+
+    monkeypatch.setattr(Tables, "__call__", refuse)
     pyro.set_rng_seed(0)
-    assert (
-        fit_em(TabularHMM(2, normal(2)), data, num_steps=4, tolerance=None).losses.isfinite().all()
-    )
-
-
-def test_labels_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sequences with labels restrict paths, which the tables know nothing of."""
-    labels = [[0, 1, 0, 1]] * 3
     data = Sequences.from_list([[0, 1, 1, 2]] * 3, labels=labels)
-    pyro.set_rng_seed(0)
-    fit = fit_em(TabularHMM(2, categorical(3)), data, num_steps=6, tolerance=None)
-    assert fit.values["module.transition"].tolist() == [[0.0, 1.0], [1.0, 0.0]]
+    fit = fit_em(module(), data, num_steps=6, tolerance=None)
+    assert fit.losses.isfinite().all()
+    if labels is not None:
+        assert fit.values["module.transition"].tolist() == [[0.0, 1.0], [1.0, 0.0]]

@@ -340,3 +340,25 @@ def test_an_hmm_of_symbols_writes_no_log_likelihoods(monkeypatch):
     assert_close(hmm.log_prob(values), expected)
     with pytest.raises(TypeError):
         hmm.restrict(torch.zeros(2, 3).long()).log_prob(values)
+
+
+STRIDED = {
+    "every other": lambda count: logits(count, 10, 8)[..., ::2],
+    "one number": lambda count: torch.tensor(-1.0).double().expand(count, 10, 4),
+    "one of all states": lambda count: logits(count, 10, 3)[..., :1].expand(count, 10, 4),
+    "by time, every other": lambda count: logits(10, count, 8)[..., ::2].transpose(0, 1),
+    "by states": lambda count: logits(4, count, 10).permute(1, 2, 0),
+}
+
+
+@pytest.mark.parametrize("count", [3, 20, 40])
+@pytest.mark.parametrize("make", STRIDED.values(), ids=STRIDED)
+def test_strides_change_nothing(make, count):
+    scores, lengths = make(count), torch.full((count,), 10)
+    parts = logits(4), logits(4, 4).unsqueeze(0)
+    for query in (recursions.log_evidence, recursions.expected_counts, recursions.posterior):
+        assert_close(
+            query(*parts, scores, lengths), query(*parts, scores.clone(
+                memory_format=torch.contiguous_format), lengths),
+            rtol=1e-12, atol=1e-12,
+        )  # fmt: skip
