@@ -24,6 +24,7 @@ from ..nn.closed_form import (
     EmissionMStep,
     Statistics,
     TransitionCounts,
+    has_foreign_priors,
     inside,
     under,
 )
@@ -70,7 +71,8 @@ class ClosedForms:
     """The components of a module whose M-step has a closed form.
 
     A prior of the transition matrix leaves all other closed forms; any other ``log_prior`` takes
-    them away, for it may depend on anything.
+    them away, for it may depend on anything. Where a user has replaced the prior of a parameter,
+    its part has none either.
 
     Attributes:
         chain: The module, if it defines an M-step of its chain.
@@ -93,9 +95,11 @@ class ClosedForms:
         of_transitions = isinstance(log_prior, TransitionPrior)
         if log_prior is not None and not of_transitions:
             return
-        if isinstance(emission, EmissionMStep):
+        inner: set[torch.nn.Module] = set() if emission is None else set(emission.modules())
+        if isinstance(emission, EmissionMStep) and not has_foreign_priors(inner):
             self.emission = emission
-        if isinstance(module, TransitionCounts if of_transitions else ChainMStep):
+        closed = isinstance(module, TransitionCounts if of_transitions else ChainMStep)
+        if closed and not has_foreign_priors(set(module.modules()) - inner):
             self.chain = module
             size, logs = parameters.example.num_counted, parameters.example.log_initial
             tables = parameters.example.counted_tables

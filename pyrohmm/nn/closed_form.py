@@ -10,11 +10,13 @@ In shapes, M is the number of observations and R that of batched restarts.
 from __future__ import annotations
 
 import math
-from typing import Protocol, runtime_checkable
+from collections.abc import Iterable
+from functools import partial
+from typing import Any, Protocol, runtime_checkable
 
 from pyro.distributions.torch_distribution import TorchDistribution
 from pyro.nn import PyroModule
-from torch import Tensor
+from torch import Tensor, nn
 
 from .._waits import exceeds
 from ..ops.recursions import ExpectedCounts
@@ -86,6 +88,20 @@ def is_free(module: PyroModule, name: str) -> bool:
     if name in module._pyro_params:
         return getattr(module, f"{name}_unconstrained").requires_grad
     return name in module._pyro_samples
+
+
+def has_foreign_priors(modules: Iterable[nn.Module]) -> bool:
+    """Whether a closed form of this package stands beside priors that are not: it knows its own."""
+
+    def is_own(thing: Any) -> bool:
+        return getattr(thing, "__module__", "").partition(".")[0] == __name__.partition(".")[0]
+
+    return any(
+        not (isinstance(prior, partial) and is_own(prior.func))
+        for module in modules
+        if is_own(getattr(type(module), "m_step", None))
+        for prior in getattr(module, "_pyro_samples", {}).values()
+    )
 
 
 def check_mode(name: str, concentration: Tensor) -> None:

@@ -27,6 +27,7 @@ from ._numba_lanes import (
     add_rows,
     load,
     multiply,
+    multiply_row,
     scale_lanes,
     scale_rows,
     store,
@@ -359,23 +360,6 @@ def _read_row(seen, row, data, size, low):
 
 
 @kernel
-def _multiply_row(out, mass, matrix, height):
-    """Write the product of one message with a matrix."""
-    for k in range(height):
-        out[k] = 0
-    for j in range(_0, height, _4):
-        m = j * height
-        a, b, c, d = mass[j], mass[j + _1], mass[j + _2], mass[j + _3]
-        for k in range(height):
-            out[k] += (
-                a * matrix[m + k]
-                + b * matrix[m + height + k]
-                + c * matrix[m + _2 * height + k]
-                + d * matrix[m + _3 * height + k]
-            )
-
-
-@kernel
 def forward_rows(
     first, last, data, initial, packed, kept, alpha, total, evidence, exact, sure, ends
 ):
@@ -403,7 +387,7 @@ def _forward_row(row, data, initial, packed, kept, alpha, total, evidence, exact
             for k in range(size):
                 arrived[k] = initial[row, k]
         else:
-            _multiply_row(arrived, mass, matrix, height)
+            multiply_row(arrived, mass, matrix, height)
         if least >= 0.0:
             smallest = zero + table.dtype.type(np.inf)
             for k in range(size):
@@ -499,5 +483,5 @@ def _backward_row(
             later[k] = value if here[k] > zero else zero
         for k in range(size):
             message[at, k] = later[k] * weight
-        _multiply_row(beta, later, matrix, height)
+        multiply_row(beta, later, matrix, height)
     return 0

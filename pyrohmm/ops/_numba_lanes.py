@@ -144,6 +144,23 @@ def multiply(out, tile, packed, height):
 
 
 @kernel
+def multiply_row(out, mass, matrix, height):
+    """Write the product of one message with a matrix."""
+    for k in range(height):
+        out[k] = 0
+    for j in range(_0, height, _4):
+        m = j * height
+        a, b, c, d = mass[j], mass[j + _1], mass[j + _2], mass[j + _3]
+        for k in range(height):
+            out[k] += (
+                a * matrix[m + k]
+                + b * matrix[m + height + k]
+                + c * matrix[m + _2 * height + k]
+                + d * matrix[m + _3 * height + k]
+            )
+
+
+@kernel
 def sum_products(norm, product, first, second, lanes, size):
     """Write the product of two tiles, and its sum for each sequence."""
     for i in range(lanes):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from ._numba_evidence import LANES, _begin_step, _multiply_row, _read, _read_row
-from ._numba_lanes import multiply
+from ._numba_evidence import LANES, _begin_step, _read, _read_row
+from ._numba_lanes import multiply, multiply_row
 from ._numba_math import kernel, u64
 
 _LANES = u64(LANES)
@@ -121,7 +121,7 @@ def _bound_row(row, data, transposed, alpha, total, most, exact):
         inverse = one / norm
         for k in range(size):
             later[k] = beta[k] * (seen[k] * inverse)
-        _multiply_row(beta, later, matrix, height)
+        multiply_row(beta, later, matrix, height)
         for k in range(size):
             beta[k] += floor
     if not lost <= most:

@@ -1599,3 +1599,26 @@ def test_a_prior_that_changes_between_iterations_is_followed():
         ]
         torch.testing.assert_close(prior, sum(parts))
     assert now.max() < 2
+
+
+@pytest.mark.parametrize("name", ["initial", "transition", "emission.probs"])
+def test_a_prior_of_ones_own_is_obeyed(name):
+    """The closed forms know the priors of this package; others go by gradient."""
+    pyro.set_rng_seed(0)
+    data = Sequences.from_list([[0, 1, 2, 1, 0], [2, 2, 1], [0, 0, 1, 2]])
+    module = TabularHMM(2, categorical(3))
+    part = module.emission if "." in name else module
+    rows = getattr(part, name.rpartition(".")[2]).shape
+    prior = dist.Dirichlet(torch.full(rows, 4.0)).to_event(len(rows) - 1)
+    setattr(part, name.rpartition(".")[2], PyroSample(prior))
+    fit = fit_em(module, data, num_steps=300, tolerance=1e-9)
+    assert (fit.losses[1:] - fit.losses[:-1]).max() < 1e-3
+    counts = fit.hmm(data).expected_counts(data.values)
+    each = torch.nn.functional.one_hot(data.values, 3).to(fit.values["module.initial"])
+    expected = {
+        "initial": counts.initial.sum(0) if counts.initial.dim() > 1 else counts.initial,
+        "transition": counts.transitions.reshape(-1, 2, 2).sum(0),
+        "emission.probs": torch.einsum("ntk,ntv->kv", counts.states, each),
+    }[name] + 3.0  # the mode: counts and those of the prior
+    mode = expected / expected.sum(-1, keepdim=True)
+    torch.testing.assert_close(fit.values[f"module.{name}"], mode, rtol=0, atol=2e-3)
