@@ -443,7 +443,7 @@ def draw(rows: list[dict[str, Any]], baselines: list[dict[str, Any]]) -> None:
         for end, pick in enumerate((min, max))
     )
     for name in ("ptb", "states"):
-        axes[name].set_ylim(low, high**1.7 / low**0.7)  # room for the legend
+        axes[name].set_ylim(low, high**2.2 / low**1.2)  # room for the legend
     low, high = axes["wikitext2"].get_ylim()
     axes["wikitext2"].set_ylim(low, high**1.5 / low**0.5)
     for panel, title in PANELS.items():

@@ -68,6 +68,7 @@ SMALL = [  # and how much longer dynamax should take
     ((32, 64, 64, 64), 2.0),
     ((32, 64, 128, 64), 2.0),
 ]
+SETTLED = 0.2  # seconds: calls that are shorter are made twice, and the second is timed
 QUICK = [(4, 10, 4, 8), (1, 300, 3, 5)]
 VECTORS = [  # covariance, N, T, K, D; and how much longer dynamax and hmmlearn's EM should take
     (("diag", 64, 200, 32, 40), 12.0, 10.0),
@@ -111,7 +112,7 @@ def compare(
         **fields: What all rows hold.
     """
     load = os.getloadavg()[0]
-    times = interleaved(methods, rounds, seconds)
+    times = interleaved(methods, rounds, seconds, settle=SETTLED)
     rows = []
     for name, taken in times.items():
         row: dict[str, Any] = {

@@ -251,6 +251,8 @@ def test_the_table_of_perplexities_is_that_of_the_result_files():
             continue
         label = {"ptb": "", "wikitext2": "WikiText-2: "}[row["data"]]
         label += f"{row['states']:,} states, two levels, {row['parameters'] / 1e6:.1f} M"
+        if row.get("factored"):
+            label = label.replace("two levels", "one level, factored")
         if row.get("last_dropout") is not None:
             label += f", dropout falls from {row['dropout']} to {row['last_dropout']}"
         if row.get("average") is not None:
