@@ -25,7 +25,7 @@ from .maximization import DEAD, Maximization
 from .parameters import Parameters
 from .process_group import ProcessGroup
 from .starts import build_once
-from .tables import Tables
+from .tables import TableCounts
 
 PADDED = 1 << 16  # steps, padding included, below which sequences of all lengths go together
 
@@ -61,7 +61,7 @@ class Expectation:
         self.reseed, self.group = reseed, group
         self.reseeded = False
         alone = self.by_symbol and group.size == 1
-        self.tables = Tables(parameters) if alone and Tables.suit(parameters) else None
+        self.tables = TableCounts(parameters) if alone and TableCounts.suit(parameters) else None
         self._guesses = True  # until a guess was wrong
         self._seen: tuple[Any, int] = None, 0  # the last batch, and how often in succession
         self._batches: tuple[Sequences, list[tuple[Tensor, Sequences]]] | None = None
@@ -88,7 +88,7 @@ class Expectation:
         loss, statistics = self._compute(batch, check=True)
         return loss.cpu(), statistics
 
-    def _of_tables(self, tables: Tables, batch: Sequences) -> tuple[Tensor, Statistics] | None:
+    def _of_tables(self, tables: TableCounts, batch: Sequences) -> tuple[Tensor, Statistics] | None:
         """As :meth:`__call__`; None if numbers go out of range, or there is an error to be told."""
         statistics: Statistics = {}
         total: Any = 0.0

@@ -23,7 +23,7 @@ from .parameters import Parameters
 _SITES = "initial", "transition", "emission.probs"
 
 
-class Tables:
+class TableCounts:
     """Expected counts from the values of the parameters of a :class:`TabularHMM`.
 
     Args:

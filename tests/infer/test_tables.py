@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from pyrohmm import Sequences, TabularHMM, categorical, fit_em, left_to_right, normal
-from pyrohmm.infer.tables import Tables
+from pyrohmm.infer.tables import TableCounts
 
 
 def ragged() -> Sequences:
@@ -59,16 +59,16 @@ def fitted(case: str) -> Any:
 @pytest.mark.parametrize("case", CASES)
 def test_as_with_an_hmm(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
-    counts = Tables.__call__
+    counts = TableCounts.__call__
 
-    def counted(self: Tables, batch: Sequences) -> Any:
+    def counted(self: TableCounts, batch: Sequences) -> Any:
         calls.append(len(batch))
         return counts(self, batch)
 
-    monkeypatch.setattr(Tables, "__call__", counted)
+    monkeypatch.setattr(TableCounts, "__call__", counted)
     quick = fitted(case)
     assert len(calls) >= 9
-    monkeypatch.setattr(Tables, "suit", staticmethod(lambda parameters: False))
+    monkeypatch.setattr(TableCounts, "suit", staticmethod(lambda parameters: False))
     slow = fitted(case)
     torch.testing.assert_close(quick.losses, slow.losses, rtol=1e-5, atol=1e-5)
     for name, value in slow.values.items():
@@ -78,7 +78,7 @@ def test_as_with_an_hmm(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_numbers_out_of_range_go_the_other_way(monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = fitted("ragged")
-    monkeypatch.setattr(Tables, "__call__", lambda self, batch: None)
+    monkeypatch.setattr(TableCounts, "__call__", lambda self, batch: None)
     torch.testing.assert_close(fitted("ragged").losses, wanted.losses, rtol=1e-5, atol=1e-5)
 
 
@@ -127,10 +127,10 @@ def watched() -> TabularHMM:
 def test_others_build_their_hmm(
     module: Callable[[], TabularHMM], labels: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(self: Tables, batch: Sequences) -> None:
+    def refuse(self: TableCounts, batch: Sequences) -> None:
         raise AssertionError("nobody should ask tables")
 
-    monkeypatch.setattr(Tables, "__call__", refuse)
+    monkeypatch.setattr(TableCounts, "__call__", refuse)
     pyro.set_rng_seed(0)
     data = Sequences.from_list([[0, 1, 1, 2]] * 3, labels=labels)
     fit = fit_em(module(), data, num_steps=6, tolerance=None)
