@@ -268,7 +268,7 @@ def _begin(parameters: Parameters, maximize: Maximization, start: Start | Values
     if start is None:
         if not parameters.sites:
             return  # parameters without priors have values
-        start = by_kmeans if maximize.emission_closed and not maximize.symbols else from_prior
+        start = by_kmeans if maximize.closed.clusters and not maximize.symbols else from_prior
     build_once(module, data).prepare_values(data.values)  # raises if they cannot be emitted
     begin = start if isinstance(start, dict) else start(module, data, parameters.restarts)
     words = "values by name, probabilities of the states, or expected counts"

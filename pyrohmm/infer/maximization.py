@@ -78,6 +78,7 @@ class ClosedForms:
         chain: The module, if it defines an M-step of its chain.
         emission: Its emission module, if that defines one.
         prefix: Of the names of the parameters of its emission module; None without one.
+        clusters: Whether its emission module has an M-step, whatever its priors.
     """
 
     def __init__(self, parameters: Parameters, transition_step: TransitionStep | None) -> None:
@@ -87,6 +88,7 @@ class ClosedForms:
         self.emission: Any = None
         self.prefix: str | None = None
         self.names: set[str] = set()  # of the parameters of the chain
+        self.clusters = False
         self.last_step: tuple[Tensor, Tensor, Tensor | None] | None = None  # its end and counts
         emission = module.emission_module()
         for name, part in module.named_modules():
@@ -95,19 +97,25 @@ class ClosedForms:
         of_transitions = isinstance(log_prior, TransitionPrior)
         if log_prior is not None and not of_transitions:
             return
-        inner: set[torch.nn.Module] = set() if emission is None else set(emission.modules())
-        if isinstance(emission, EmissionMStep) and not has_foreign_priors(inner):
+        self.clusters = isinstance(emission, EmissionMStep)
+        if self.clusters and not has_foreign_priors(emission):
             self.emission = emission
-        closed = isinstance(module, TransitionCounts if of_transitions else ChainMStep)
-        if closed and not has_foreign_priors(set(module.modules()) - inner):
-            self.chain = module
+        if isinstance(module, TransitionCounts if of_transitions else ChainMStep):
             size, logs = parameters.example.num_counted, parameters.example.log_initial
             tables = parameters.example.counted_tables
             ones = logs.new_ones(1, tables, size, size, dtype=torch.float64)
             table = parameters.example.counted_duration
             durations = None if table is None else torch.ones_like(table, dtype=torch.float64)[None]
             counts = ExpectedCounts(ones[:, :, 0, 0], ones[:, 0, 0], ones, ones, durations)
-            self.names = set(self.chain.m_step(self.chain.statistics(counts))[0])
+            names = set(module.m_step(module.statistics(counts))[0])
+            if not has_foreign_priors(parameters.module, but=emission):
+                self.chain, self.names = module, names
+            elif transition_step is not None:
+                raise ValueError(
+                    "a transition_step, or a diversity prior, goes with the priors that "
+                    f"{type(module).__name__} has itself; one of them has been replaced. Leave it "
+                    "out, or use fit_map."
+                )
         # zeros of a transition matrix without a prior are those of the model
         point = "transition" in self.names and "transition" not in parameters.sites
         self.possible = parameters.get("transition")[0] > 0 if point else None

@@ -10,7 +10,6 @@ In shapes, M is the number of observations and R that of batched restarts.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
@@ -90,18 +89,25 @@ def is_free(module: PyroModule, name: str) -> bool:
     return name in module._pyro_samples
 
 
-def has_foreign_priors(modules: Iterable[nn.Module]) -> bool:
-    """Whether a closed form of this package stands beside priors that are not: it knows its own."""
+def has_foreign_priors(module: nn.Module, but: nn.Module | None = None) -> bool:
+    """Whether a closed form of this package stands beside priors that are not: it knows its own.
 
-    def is_own(thing: Any) -> bool:
-        return getattr(thing, "__module__", "").partition(".")[0] == __name__.partition(".")[0]
+    An M-step of a user's knows the priors of all that is below it.
 
-    return any(
-        not (isinstance(prior, partial) and is_own(prior.func))
-        for module in modules
-        if is_own(getattr(type(module), "m_step", None))
-        for prior in getattr(module, "_pyro_samples", {}).values()
-    )
+    Args:
+        module: What has the M-step.
+        but: A part that is not looked at.
+    """
+    step = getattr(type(module), "m_step", None)
+    if module is but or (step is not None and not _is_own(step)):
+        return False
+    priors = getattr(module, "_pyro_samples", {}).values() if step is not None else ()
+    own = all(isinstance(prior, partial) and _is_own(prior.func) for prior in priors)
+    return not own or any(has_foreign_priors(part, but) for part in module.children())
+
+
+def _is_own(thing: Any) -> bool:
+    return getattr(thing, "__module__", "").partition(".")[0] == __name__.partition(".")[0]
 
 
 def check_mode(name: str, concentration: Tensor) -> None:

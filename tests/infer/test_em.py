@@ -21,10 +21,12 @@ from torch.distributions import constraints
 
 from pyrohmm import (
     HMM,
+    DiversityPrior,
     GradientStep,
     HMMModule,
     MarginalModel,
     Sequences,
+    StickyHDPHMM,
     TabularHMM,
     categorical,
     fit_em,
@@ -46,6 +48,7 @@ from pyrohmm import (
     to_hmmlearn,
 )
 from pyrohmm.infer import expectation
+from pyrohmm.infer.maximization import ClosedForms
 from pyrohmm.infer.models import build
 from pyrohmm.infer.parameters import Parameters
 from pyrohmm.nn.family import Emission
@@ -1622,3 +1625,56 @@ def test_a_prior_of_ones_own_is_obeyed(name):
     }[name] + 3.0  # the mode: counts and those of the prior
     mode = expected / expected.sum(-1, keepdim=True)
     torch.testing.assert_close(fit.values[f"module.{name}"], mode, rtol=0, atol=2e-3)
+
+
+class Wrapped(PyroModule):
+    """A part of this package with another prior, and the M-step that goes with it."""
+
+    def __init__(self, num_states):
+        super().__init__()
+        self.part = categorical(3)(num_states)
+        prior = dist.Dirichlet(torch.full((num_states, 3), 3.0)).to_event(1)
+        self.part.probs = PyroSample(prior)
+
+    def forward(self):
+        return self.part()
+
+    def statistics(self, values, weights, current):
+        return self.part.statistics(values, weights, current)
+
+    def m_step(self, statistics):
+        counts = statistics["counts"].double() + 2.0
+        return {"part.probs": counts / counts.sum(-1, keepdim=True)}, []
+
+
+def test_an_m_step_of_ones_own_knows_the_priors_below_it():
+    data = Sequences.from_list([[0, 1, 2], [2, 1]])
+    closed = ClosedForms(Parameters(TabularHMM(2, Wrapped), data, 1, None), None)
+    assert closed.emission is not None
+
+
+def test_vectors_under_a_prior_of_ones_own_begin_at_their_clusters():
+    torch.manual_seed(0)
+    parts = [0.3 * torch.randn(10, 20, 2) + centre for centre in (-3.0, 0.0, 3.0)]
+    data = Sequences(torch.cat(parts), torch.full((30,), 20))
+    module = TabularHMM(3, normal(2))
+    module.emission.loc = PyroSample(dist.Normal(torch.zeros(3, 2), 3.0).to_event(2))
+    pyro.set_rng_seed(0)
+    found = fit_em(module, data, num_steps=20).values["module.emission.loc"][:, 0].sort().values
+    torch.testing.assert_close(found, torch.tensor([-3.0, 0.0, 3.0]), atol=0.2, rtol=0)
+
+
+def test_a_transition_step_needs_the_priors_of_the_module():
+    data = Sequences.from_list([[0, 1, 2], [2, 1]])
+    module = TabularHMM(2, categorical(3))
+    module.initial = PyroSample(dist.Dirichlet(torch.full((2,), 4.0)))
+    with pytest.raises(ValueError, match="goes with the priors that TabularHMM has itself"):
+        fit_em(module, data, log_prior=DiversityPrior(1.0))
+
+
+def test_a_sticky_hdp_is_refused_whatever_its_priors():
+    data = Sequences.from_list([[0, 1, 2], [2, 1]])
+    module = StickyHDPHMM(3, categorical(3), gamma=(2.0, 1.0))
+    module.gamma = PyroSample(dist.Gamma(3.0, 1.0))
+    with pytest.raises(ValueError, match="StickyHDPHMM"):
+        fit_em(module, data)
