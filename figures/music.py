@@ -506,10 +506,10 @@ def runs(options: argparse.Namespace) -> Iterator[tuple[str, str, int, int]]:
     """Set, kind, states and iterations of each run."""
     for kind in options.only:
         for name in options.data:
-            for size, steps in PLAN[name].get(kind, []):
-                if options.states and size not in options.states:
-                    continue
-                yield (name, kind, 4, 1) if options.quick else (name, kind, size, steps)
+            planned = PLAN[name].get(kind, [])
+            for size, steps in [(4, 1)] if options.quick and planned else planned:
+                if not options.states or size in options.states:
+                    yield name, kind, size, steps
 
 
 def draw(rows: list[dict[str, Any]]) -> None:

@@ -1,6 +1,7 @@
 """Speed of evidence, gradient, EM and fits, compared with dynamax, hmmlearn and Pyro's own HMMs.
 
-All methods of a comparison are timed in turn in one run, with two threads and float32 (hmmlearn has
+All methods of a comparison are timed in turn in one run, a short call (``SETTLED``) from the second
+round on after one that is not counted, as in a loop; with two threads and float32 (hmmlearn has
 float64 only). Peers that are not installed are skipped; ``pip install pyrohmm[benchmarks]``
 installs them. Each row has the load of the machine when it was measured, the number of processes
 that were running; the part ``busy`` adds two that never stop. Writes ``throughput.json`` and

@@ -99,8 +99,7 @@ class Expectation:
                 return None
             total = total + scale * expected.log_evidence.double().sum(-1)
             hmm = self.parameters.example
-            for name, value in self.gather(expected, None, None, hmm, scale).items():
-                statistics[name] = statistics[name] + value if name in statistics else value
+            _add(statistics, self.gather(expected, None, None, hmm, scale))
         loss = -(total + self.parameters.log_density({}).double())
         return (loss, statistics) if bool(loss.isfinite().all()) else None
 
@@ -126,8 +125,7 @@ class Expectation:
             if self.reseed:
                 expected = self._reseed(expected)
             steps = None if by_symbol else part
-            for name, value in self.gather(expected, steps, hmm, hmm, scale).items():
-                statistics[name] = statistics[name] + value if name in statistics else value
+            _add(statistics, self.gather(expected, steps, hmm, hmm, scale))
         if self.group.size > 1:
             total = self.group.mean(total)
             statistics = {n: self.group.mean(v.contiguous()) for n, v in statistics.items()}
@@ -176,6 +174,12 @@ class Expectation:
             parts = [order[a:b].sort().values for a, b in pairwise(ends)]
             self._batches = batch, [(part, batch[part]) for part in parts]
         return self._batches[1]
+
+
+def _add(statistics: Statistics, new: Statistics) -> None:
+    """Add those of another part."""
+    for name, value in new.items():
+        statistics[name] = statistics[name] + value if name in statistics else value
 
 
 def symbol_counts(hmm: HMM, values: Tensor) -> ExpectedCounts:

@@ -12,14 +12,11 @@ import numpy as np
 
 from ._numba_lanes import LANES as LANES
 from ._numba_lanes import (
-    _0,
     _1,
-    _2,
-    _3,
-    _4,
     clear,
     load,
     multiply,
+    multiply_row,
     pack,
     scale_lanes,
     store,
@@ -257,18 +254,7 @@ def forward_rows(
             else:
                 if several or current != row // per:
                     current = pack(packed, transition, t - 1, row // per, current, False)
-                for k in range(height):
-                    arrived[k] = 0
-                for j in range(_0, height, _4):
-                    m = j * height
-                    a, b, c, d = mass[j], mass[j + _1], mass[j + _2], mass[j + _3]
-                    for k in range(height):
-                        arrived[k] += (
-                            a * packed[m + k]
-                            + b * packed[m + height + k]
-                            + c * packed[m + _2 * height + k]
-                            + d * packed[m + _3 * height + k]
-                        )
+                multiply_row(arrived, mass, packed, height)
             offset = u64(t * count + row) * size
             peak = _weigh_row(seen, likelihood, offset, size, low)
             if least >= 0.0:
@@ -320,18 +306,7 @@ def backward_rows(
             else:
                 if several or current != row // per:
                     current = pack(packed, transition, t, row // per, current, True)
-                for k in range(height):
-                    beta[k] = 0
-                for j in range(_0, height, _4):
-                    m = j * height
-                    a, b, c, d = later[j], later[j + _1], later[j + _2], later[j + _3]
-                    for k in range(height):
-                        beta[k] += (
-                            a * packed[m + k]
-                            + b * packed[m + height + k]
-                            + c * packed[m + _2 * height + k]
-                            + d * packed[m + _3 * height + k]
-                        )
+                multiply_row(beta, later, packed, height)
             offset = u64(t * count + row) * size
             norm = zero
             for k in range(size):
