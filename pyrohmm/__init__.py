@@ -11,6 +11,7 @@ from .analysis import queries as queries
 from .analysis.draws import PosteriorDraws as PosteriorDraws
 from .analysis.inference_data import to_arviz as to_arviz
 from .analysis.streaming import Filter as Filter
+from .chains.base import ExpectedCounts as ExpectedCounts
 from .data import datasets as datasets
 from .data import readers as readers
 from .data.sequences import Sequences as Sequences
@@ -101,7 +102,6 @@ from .ops import factorial as factorial
 from .ops import recursions as recursions
 from .ops import second_order as second_order
 from .ops import semi_markov as semi_markov
-from .ops.recursions import ExpectedCounts as ExpectedCounts
 from .ops.recursions import Posterior as Posterior
 
 __all__ = [

@@ -42,6 +42,11 @@ def to_tensor(name: str, value: Any) -> Tensor:
     return regular(name, value)
 
 
+def at_door(name: str, value: Any) -> Any:
+    """``value``, as a tensor if it is an array of NumPy."""
+    return to_tensor(name, value) if isinstance(value, np.ndarray) else value
+
+
 def regular(name: str, tensor: Tensor) -> Tensor:
     """``tensor``, of a dtype with arithmetic: half precision is widened, and unsigned integers.
 

@@ -16,7 +16,18 @@ PACKAGE = Path(pyrohmm.__file__).parent
 
 # The rooms, first to last: each imports only from those before it. The modules of a room are listed
 # in its docstring, in the same sense.
-ROOMS = ["ops", "data", "distributions", "nn", "io", "infer", "analysis", "language", "sklearn"]
+ROOMS = [
+    "ops",
+    "chains",
+    "data",
+    "distributions",
+    "nn",
+    "io",
+    "infer",
+    "analysis",
+    "language",
+    "sklearn",
+]
 
 # What needs an extra, and is imported by those who want it.
 EXTRA_ROOMS = {"sklearn"}

@@ -100,8 +100,9 @@ def _chain_of_ages(hsmm: HSMM, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     A segment of age a goes on with probability S(a + 1) / S(a), and ends with w(a) / S(a), where w
     are the weights of its durations, or of what is seen of the first one, and S is their survival.
     """
-    _, matrix, likelihood, duration = (x.double() for x in hsmm.counted_factors(values))
-    among, _, opening, _ = semi_markov.segment_weights(duration, *hsmm.cuts)
+    likelihood = hsmm.log_likelihood(values).double()
+    matrix, duration = hsmm.log_transition.double(), hsmm.log_duration.double()
+    among, _, opening, _ = semi_markov.segment_weights(duration, *hsmm.chain.censored)
     weights = torch.stack([among, opening] if hsmm.censored_start else [among], -2)
     survival = semi_markov.log_survival(weights)
     lasted = finite_or_zero(survival)  # ages that are never reached are never left
@@ -109,7 +110,7 @@ def _chain_of_ages(hsmm: HSMM, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     goes_on = survival[..., 1:] - lasted[..., :-1]
     goes_on = torch.nn.functional.pad(goes_on, (0, 1), value=-torch.inf).flatten(-2)[..., :-1]
     num_states, size = ends.shape[-3:-1]
-    after = matrix.squeeze(-3).unsqueeze(-2) + ends  # (*b, from, age, to)
+    after = matrix.unsqueeze(-2) + ends  # (*b, from, age, to)
     wide = after.new_full((*after.shape, size), -torch.inf)
     wide[..., 0] = after
     age = torch.arange(size - 1, device=wide.device)

@@ -12,7 +12,6 @@ from torch.nn.functional import one_hot
 from .._arguments import checked
 from ..distributions.block_factors import gapped_chain
 from ..distributions.block_hmm import BlockHMM
-from ..distributions.continuous_time_hmm import ContinuousTimeHMM
 from ..distributions.hard_zeros import exact_log_prob
 from ..distributions.hmm import HMM
 from ..distributions.observation import Tied, support_varies
@@ -88,8 +87,7 @@ def pseudo_residuals(hmm: HMM, values: Tensor, *, forecast: bool = False) -> Pse
             "hmm must have scalar observations, for only those can be ordered; got event shape "
             f"{tuple(hmm.event_shape[1:])} of the emission. Build an HMM of one coordinate."
         )
-    if isinstance(hmm, ContinuousTimeHMM):
-        hmm.check_probabilities("pseudo_residuals")
+    hmm.chain.check_samples("pseudo_residuals")
     with torch.no_grad():
         if isinstance(hmm, BlockHMM) and hmm.carried is None:
             hmm.check_constant("pseudo_residuals")

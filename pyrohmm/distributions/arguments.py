@@ -11,14 +11,10 @@ from torch import Tensor
 from .._checks import (
     check_booleans,
     check_broadcast,
-    check_floats,
     check_lengths,
     check_same_device,
-    check_tensor,
-    check_trailing,
 )
-from ..ops.block_transition import InnerProductTransition
-from ..ops.factorial import ProductTransition
+from ..chains.base import Chain
 
 
 class StructuredEmission(Protocol):
@@ -37,24 +33,10 @@ class StructuredEmission(Protocol):
         """Batched over the K states; computed when it is read."""
 
 
-def check_parameters(
-    log_initial: Tensor,
-    log_transition: Tensor | InnerProductTransition | ProductTransition,
-    emission: TorchDistribution | StructuredEmission,
-) -> None:
-    """Raise unless the parameters are of K states and on one device."""
-    check_floats("log_initial", log_initial)
-    if log_initial.dim() < 1:
-        raise ValueError("log_initial must have shape (*B, K); got a scalar.")
-    num_states = log_initial.size(-1)
-    tensors = {"log_initial": log_initial}
-    if isinstance(log_transition, Tensor):
-        check_floats("log_transition", log_transition)
-        shape, cure = (num_states, num_states), "K is that of log_initial."
-        check_trailing("log_transition", log_transition, shape, "(K, K)", cure)
-        tensors["log_transition"] = log_transition
-    elif not isinstance(log_transition, InnerProductTransition | ProductTransition):
-        check_tensor("log_transition", log_transition)
+def check_emission(chain: Chain, emission: TorchDistribution | StructuredEmission) -> None:
+    """Raise unless the emission is of the states of ``chain``, and on its device."""
+    num_states = chain.num_states
+    tensors = {"log_initial": chain.log_initial}
     if isinstance(emission, torch.distributions.Distribution):
         tensors |= _first_tensor(emission)
     elif not hasattr(type(emission), "distribution"):
@@ -72,13 +54,11 @@ def check_parameters(
 
 
 def check_steps(
-    log_initial: Tensor,
-    log_transition: Tensor | InnerProductTransition | ProductTransition,
+    chain: Chain,
     emission: TorchDistribution | StructuredEmission,
     lengths: Tensor,
     observed: Tensor | None,
     allowed: Tensor | None,
-    transition_per_step: bool,
     emission_per_step: bool,
 ) -> tuple[torch.Size, int]:
     """Raise unless batch dimensions broadcast and all arguments are for one number of steps.
@@ -89,18 +69,8 @@ def check_steps(
         The batch shape ``(*B)``, and T.
     """
     longest = int(lengths.max()) if lengths.numel() else 0
-    num_steps: dict[str, int] = {}  # by the argument that says so
-    shapes = {"log_initial": log_initial.shape[:-1]}
-    if isinstance(log_transition, Tensor):
-        shapes["log_transition"] = log_transition.shape[: -3 if transition_per_step else -2]
-        if transition_per_step:
-            if log_transition.dim() < 3 or log_transition.size(-3) < longest - 1:
-                raise ValueError(
-                    "with transition_per_step, log_transition must have shape (*B, T-1, K, K) with "
-                    f"T at least {longest}, the longest sequence; got "
-                    f"{tuple(log_transition.shape)}."
-                )
-            num_steps["log_transition"] = log_transition.size(-3) + 1
+    num_steps, shapes = chain.steps_and_batches(longest)  # by the argument that says so
+    log_initial: Tensor = chain.log_initial
     shapes["emission"] = emission.batch_shape[: -2 if emission_per_step else -1]
     shapes["lengths"] = lengths.shape
     if emission_per_step:

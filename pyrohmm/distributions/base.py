@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -10,23 +10,21 @@ from pyro.distributions.torch_distribution import TorchDistribution
 from torch import Tensor
 from torch.distributions import constraints
 
-from .._arguments import checked
-from .._arrays import to_tensor
+from .._arrays import at_door, to_tensor
 from .._checks import (
     PyroValidation,
     check_broadcast,
     check_integers,
-    check_log_simplex,
     check_no_nan,
     check_real,
     check_same_device,
     check_trailing,
 )
 from .._transforms import transforming
-from ..ops import masks, recursions
-from ..ops.block_transition import InnerProductTransition
-from ..ops.factorial import ProductTransition
-from .arguments import StructuredEmission, check_parameters, check_steps
+from ..chains.base import Chain, refuse_steps
+from ..chains.markov import MarkovChain
+from ..ops import masks
+from .arguments import StructuredEmission, check_emission, check_steps
 from .autoregressive import Autoregressive
 from .context_tables import AutoregressiveCategorical
 from .hard_zeros import log_probs
@@ -36,31 +34,29 @@ from .values import check_support, fill_gaps
 
 
 class ChainDistribution(TorchDistribution):
-    """The part of an :class:`HMM` that joins parameters, masks and data.
-
-    Its arguments are those of :class:`HMM`; what is computed from them is there.
-    """
+    """The part of an :class:`HMM` that joins a chain, an emission, masks and data."""
 
     arg_constraints: dict[str, constraints.Constraint] = {}  # noqa: RUF012  # torch's interface
     _validate_args = PyroValidation()
-    order: ClassVar[int] = 1  # on how many states before it the next one depends
-    _of_transition = "log_transition"  # the name of that argument
+    chain: Any  # a Chain
 
-    @checked()
-    def __init__(
+    def _compose(
         self,
-        log_initial: Tensor,
-        log_transition: Tensor | InnerProductTransition | ProductTransition,
+        chain: Chain,
         emission: TorchDistribution | StructuredEmission,
         lengths: Tensor,
         observed: Tensor | None = None,
         validate_args: bool | None = None,
-        *,
-        transition_per_step: bool = False,
         emission_per_step: bool = False,
         allowed: Tensor | None = None,
     ) -> None:
-        check_parameters(log_initial, log_transition, emission)
+        """Join ``chain`` with the emission and what is known of the sequences."""
+        lengths, observed, allowed = (
+            at_door(name, value)
+            for name, value in (("lengths", lengths), ("observed", observed), ("allowed", allowed))
+        )
+        chain.check_shapes()
+        check_emission(chain, emission)
         if emission_per_step and isinstance(emission, Autoregressive):
             raise ValueError(
                 "emission_per_step needs an emission that does not depend on the observations "
@@ -69,16 +65,10 @@ class ChainDistribution(TorchDistribution):
         check_integers("lengths", lengths)
         lengths = lengths.cpu().long()
         batch_shape, num_steps = check_steps(
-            log_initial, log_transition, emission, lengths, observed, allowed,
-            transition_per_step, emission_per_step,
-        )  # fmt: skip
-        self.log_initial = log_initial
-        self._log_transition = log_transition
-        self._emission = emission
-        self.lengths = lengths
-        self.observed = observed
-        self.allowed = allowed
-        self.transition_per_step = transition_per_step
+            chain, emission, lengths, observed, allowed, emission_per_step
+        )
+        self.chain, self._emission, self.lengths = chain, emission, lengths
+        self.observed, self.allowed = observed, allowed
         self.emission_per_step = emission_per_step
         super().__init__(
             batch_shape,
@@ -86,9 +76,7 @@ class ChainDistribution(TorchDistribution):
             validate_args=validate_args,
         )
         if self._validate_args:
-            check_log_simplex("log_initial", log_initial)
-            if isinstance(log_transition, Tensor):
-                check_log_simplex(self._of_transition, log_transition)
+            chain.check_values()
 
     def __getstate__(self) -> dict[str, Any]:
         _unmark(self.__dict__, set())
@@ -97,10 +85,24 @@ class ChainDistribution(TorchDistribution):
     # What it is made of
 
     @property
+    def log_initial(self) -> Tensor:
+        """``(K,)``, log-probabilities of the first state."""
+        return self.chain.log_initial
+
+    @property
     def log_transition(self) -> Tensor:
         r"""``(K, K)``, or ``(T-1, K, K)`` per step: :math:`\log p(z_{t+1} \mid z_t)`."""
-        transition = self._log_transition
-        return transition if isinstance(transition, Tensor) else transition.matrix
+        return self.chain.log_transition
+
+    @property
+    def transition_per_step(self) -> bool:
+        """Whether transitions change with the step."""
+        return self.chain.per_step
+
+    @property
+    def order(self) -> int:
+        """On how many states before it the next state depends."""
+        return self.chain.order
 
     @property
     def emission(self) -> TorchDistribution:
@@ -112,7 +114,7 @@ class ChainDistribution(TorchDistribution):
     @property
     def num_states(self) -> int:
         """K, the number of states."""
-        return self.log_initial.size(-1)
+        return self.chain.num_states
 
     @property
     def num_steps(self) -> int:
@@ -131,6 +133,7 @@ class ChainDistribution(TorchDistribution):
 
     def check_markov(self, purpose: str) -> None:
         """Raise unless the next state depends on the state alone, as ``purpose`` needs."""
+        self.chain.check_markov(purpose)
 
     def check_constant(self, purpose: str, markov: bool = True) -> None:
         """Raise unless the parameters are the same at every step, as ``purpose`` needs.
@@ -139,11 +142,9 @@ class ChainDistribution(TorchDistribution):
         """
         if markov:
             self.check_markov(purpose)
-        if self.transition_per_step or self.emission_per_step:
-            raise ValueError(
-                f"{purpose} needs an hmm that does not change with the step; this one has "
-                "parameters per step. Extend them, and mark the steps to come as not observed."
-            )
+        self.chain.check_constant(purpose)
+        if self.emission_per_step:
+            refuse_steps(purpose)
 
     # Parameters and data as the recursions read them
 
@@ -162,44 +163,16 @@ class ChainDistribution(TorchDistribution):
             and :math:`\log p(x_t \mid z_t)` ``(*B, T, K)``: 0 where a step is not observed, -inf
             for states that labels exclude. Batch dimensions broadcast, and may be missing.
         """
+        self.check_markov("log_factors")
+        return self.log_initial, self.chain.matrices, self.log_likelihood(values, check)
+
+    def log_likelihood(self, values: Tensor, check: bool = True) -> Tensor:
+        r"""Log-likelihoods :math:`\log p(x_t \mid z_t)`: the last of :meth:`log_factors`."""
         likelihood = self._restricted_likelihood(values)
         if check and self._validate_args:
             check_likelihood(likelihood)
             self.check_labels(values)
-        return self.log_initial, self._log_transitions(), likelihood
-
-    def counted_factors(self, values: Tensor, check: bool = True) -> tuple[Tensor, ...]:
-        """Those of :meth:`log_factors` whose uses :class:`ExpectedCounts` counts, in its order."""
-        return self.log_factors(values, check)
-
-    @property
-    def counted_per_step(self) -> bool:
-        """Whether counted transitions are those of each step."""
-        return self.transition_per_step
-
-    def counted_transitions(self) -> Tensor:
-        """Those of :meth:`counted_factors`, ``(*b, 1|T-1, K, K)``."""
-        return self._log_transitions()
-
-    @property
-    def num_counted(self) -> int:
-        """Number of states whose first steps and transitions :class:`ExpectedCounts` counts."""
-        return self.num_states
-
-    @property
-    def counted_tables(self) -> int:
-        """Number of transition matrices whose uses are counted, if they suit all steps."""
-        return 1
-
-    @property
-    def counted_initial(self) -> Tensor:
-        """Log-probabilities of the first state, as :meth:`counted_factors` has them."""
-        return self.log_initial
-
-    @property
-    def counted_duration(self) -> Tensor | None:
-        """``(K, D)``, log-probabilities of durations, where they are explicit."""
-        return None
+        return likelihood
 
     def symbol_factors(
         self, values: Tensor
@@ -208,7 +181,8 @@ class ChainDistribution(TorchDistribution):
 
         None if observations are not symbols, parameters not constant, or states restricted.
         """
-        constant = not (self.transition_per_step or self.emission_per_step)
+        constant = type(self.chain) is MarkovChain and not self.chain.per_step
+        constant = constant and not self.emission_per_step
         emission = self.emission
         with_context = isinstance(emission, AutoregressiveCategorical)
         if not (constant and self.allowed is None and (with_context or is_categorical(emission))):
@@ -218,7 +192,7 @@ class ChainDistribution(TorchDistribution):
             symbols, table = emission.codes(emission.windows(symbols)), emission.log_symbols
         else:
             table = log_probs(emission)
-        transition = self._log_transitions()
+        transition = self.chain.matrices
         known = known if self.observed is not None else None  # recursions know of padding
         return self.log_initial, transition, table, symbols, self.lengths, known
 
@@ -241,21 +215,6 @@ class ChainDistribution(TorchDistribution):
         if self.allowed is None:
             return likelihood
         return likelihood.masked_fill(~self.allowed, -torch.inf)
-
-    def _filter(self, likelihood: Tensor) -> Tensor:
-        """Filtered log-probabilities ``(*B, T, K)``."""
-        parts = self.log_initial, self._log_transitions()
-        return recursions.filtered(*parts, likelihood, self.lengths)
-
-    def _evidence(self, likelihood: Tensor) -> Tensor:
-        """Log evidence ``(*B)``."""
-        parts = self.log_initial, self._log_transitions()
-        return recursions.log_evidence(*parts, likelihood, self.lengths)
-
-    def _log_transitions(self) -> Tensor:
-        """``(*B, 1|T-1, K, K)``."""
-        transition = self.log_transition
-        return transition if self.transition_per_step else transition.unsqueeze(-3)
 
     def prepare_values(self, values: Tensor) -> tuple[Tensor, Tensor | None]:
         """Check ``values``, and replace what is not observed by something in the support.
@@ -310,10 +269,12 @@ class ChainDistribution(TorchDistribution):
         if self.allowed is None or not self._validate_args or transforming():
             return
         with torch.no_grad():
-            reached = self._filter(self._restricted_likelihood(values)).isfinite().any(-1)
+            seen = self._restricted_likelihood(values)
+            reached = self.chain.filtered(seen, self.lengths).isfinite().any(-1)
             lost = (self.exists & ~reached).any(-1)
             if bool(lost.any()):
-                possible = self._evidence(self._log_likelihood(values)).isfinite()
+                free = self.chain.log_evidence(self._log_likelihood(values), self.lengths)
+                possible = free.isfinite()
                 refuse_dead_ends(reached, lost & possible)
 
 

@@ -2,48 +2,35 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, NoReturn
+from typing import Any
 
 import torch
 from pyro.distributions.torch_distribution import TorchDistribution
 from torch import Tensor
 
-from .._arguments import checked
+from .._arrays import at_door
 from .._checks import (
     check_booleans,
     check_broadcast,
     check_floats,
     check_integers,
-    check_log_simplex,
     check_real,
-    check_same_device,
     check_shape,
     check_tensor,
     check_times,
     check_trailing,
 )
-from .._transforms import refuse_transforms, transforming
-from ..ops import masks, recursions
-from ..ops import stationary as stationary_ops
+from .._transforms import transforming
+from ..chains.rates import Gaps, RateChain, over_gaps
+from ..ops import masks
 from ..ops.continuous_time import log_transitions
-from ..ops.log_space import log
-from ..ops.recursions import ExpectedCounts
 from .autoregressive import Autoregressive
 from .forecast import Forecast
 from .hmm import HMM
 
 
-class Gaps(NamedTuple):
-    """Lengths of time between steps.
-
-    Attributes:
-        distinct: ``(U,)``, each length once.
-        place: ``(*B, T-1)`` integers, which of them lies before each step but the first; or
-            ``(1,)``, if all are equal.
-    """
-
-    distinct: Tensor
-    place: Tensor
+def _diagonal(matrix: Tensor) -> Tensor:
+    return torch.eye(matrix.size(-1), dtype=torch.bool, device=matrix.device)
 
 
 class ContinuousTimeHMM(HMM):
@@ -104,7 +91,6 @@ class ContinuousTimeHMM(HMM):
         tensor([10.,  2.])
     """
 
-    @checked()
     def __init__(
         self,
         log_initial: Tensor,
@@ -119,65 +105,69 @@ class ContinuousTimeHMM(HMM):
         allowed: Tensor | None = None,
         exact_entry: Tensor | None = None,
     ) -> None:
+        log_initial, rates = at_door("log_initial", log_initial), at_door("rates", rates)
+        lengths, times = at_door("lengths", lengths), at_door("times", times)
         check_integers("lengths", lengths)
-        _check(log_initial, rates, times, int(lengths.max()) if lengths.numel() else 0)
+        _check_times(times, int(lengths.max()) if lengths.numel() else 0)
         for name, mask, place in (("observed", observed, -1), ("allowed", allowed, -2)):
             if mask is not None and mask.shape[place:][:1] != times.shape[-1:]:
                 raise ValueError(
                     f"{name} and times must have the same steps T; got {name} of shape "
                     f"{tuple(mask.shape)} and times of shape {tuple(times.shape)}."
                 )
+        check_floats("log_initial", log_initial)
+        check_floats("rates", rates)
+        square = log_initial.shape[-1:] * 2
+        check_trailing("rates", rates, tuple(square), "(K, K)", "K is that of log_initial.")
         check_broadcast({"times": times.shape[:-1], "lengths": lengths.shape})
-        self.rates, self.times = rates, times.to(rates.device).double()
-        exists = masks.exists(lengths.cpu().long(), times.size(-1), rates.device)
-        self._gaps = _gaps(self.times, exists)
         if exact_entry is not None:
             check_booleans("exact_entry", exact_entry)
             check_shape("exact_entry", exact_entry, rates.shape[-1:], "(K,)")
             exact_entry = exact_entry.to(rates.device)
-        self.exact_entry = exact_entry
-        self._complete(
-            {"log_initial": log_initial, "emission": emission, "lengths": lengths,
-             "observed": observed, "validate_args": validate_args, "allowed": allowed,
-             "emission_per_step": emission_per_step},
-            _between_steps(rates, self._gaps, exact_entry, observed),
+        self.times = times.to(rates.device).double()
+        exists = masks.exists(lengths.cpu().long(), times.size(-1), rates.device)
+        chain = RateChain(
+            log_initial, rates, Gaps.between(self.times, exists), times.size(-1), exact_entry,
+            observed,
         )  # fmt: skip
+        self._compose(chain, emission, lengths, observed, validate_args, emission_per_step, allowed)
         if self._validate_args:
-            check_log_simplex("log_initial", log_initial)
             check_times(self.times, exists)
-            _check_rates(rates, exact_entry)
-
-    def _complete(self, arguments: dict[str, Any], matrices: Tensor) -> None:
-        """Become the ``HMM`` whose transitions are ``matrices``, ``(*b, 1|T-1, K, K)``."""
-        self._matrices = matrices
-        steps = (*matrices.shape[:-3], self.times.size(-1) - 1, *matrices.shape[-2:])
-        validate = arguments.pop("validate_args", False)
-        super().__init__(
-            log_transition=matrices.expand(steps), transition_per_step=True, validate_args=False,
-            **arguments,
-        )  # fmt: skip
-        del self._validate_args  # rows sum to one: that was not to be read
-        if validate is not None:
-            self._validate_args = validate
 
     # The same model for other sequences, or with other parameters
 
     def replace(self, **changes: Any) -> ContinuousTimeHMM:
         """A copy with some arguments changed: see :meth:`HMM.replace`."""
-        names = ("log_initial", "emission", "lengths", "observed", "emission_per_step", "allowed")
-        arguments = {name: getattr(self, name) for name in names}
-        own = {"rates": self.rates, "times": self.times, "exact_entry": self.exact_entry}
-        matters = {*own, "lengths"} | ({"observed"} if self.exact_entry is not None else set())
-        if matters & changes.keys():
-            arguments |= own
-            new = ContinuousTimeHMM(**(arguments | changes), validate_args=False)
-        else:
+        names = "emission", "lengths", "observed", "emission_per_step", "allowed"
+        data = {name: changes.pop(name, getattr(self, name)) for name in names}
+        times = changes.pop("times", self.times)
+        same = all(data[name] is getattr(self, name) for name in ("lengths", "observed"))
+        if same and times is self.times and changes.keys() <= self.chain.cores.keys():
             new = object.__new__(ContinuousTimeHMM)
-            new.rates, new.times, new._gaps = self.rates, self.times, self._gaps
-            new.exact_entry = self.exact_entry
-            new._complete(arguments | changes, self._matrices)
+            new.times = times
+            new._compose(self.chain.replace(**changes), **data, validate_args=False)
+        else:
+            own = {n: getattr(self, n) for n in ("log_initial", "rates", "exact_entry")} | changes
+            new = ContinuousTimeHMM(**own, **data, times=times, validate_args=False)
         self._validated_alike(new)
         return new
+
+    @property
+    def rates(self) -> Tensor:
+        """``(K, K)``, rates of transitions; rows sum to zero."""
+        return self.chain.rates
+
+    @property
+    def exact_entry(self) -> Tensor | None:
+        """``(K,)`` booleans, states whose entry is seen at its very time; or None."""
+        return self.chain.exact_entry
+
+    @property
+    def log_transition(self) -> Tensor:
+        r"""``(*b, T-1, K, K)``: :math:`\log p(z_{t+1} \mid z_t)` between the steps."""
+        matrices = self.chain.matrices
+        steps = (*matrices.shape[:-3], self.num_steps - 1, *matrices.shape[-2:])
+        return matrices.expand(steps)
 
     def with_lengths(
         self, lengths: Tensor, observed: Tensor | None = None, times: Tensor | None = None
@@ -192,21 +182,14 @@ class ContinuousTimeHMM(HMM):
         times = self.times if times is None else times
         return self.replace(lengths=lengths, observed=observed, times=times, allowed=None)
 
-    def permute_states(self, order: Tensor) -> ContinuousTimeHMM:
-        """The same with its states in another order: see :meth:`HMM.permute_states`."""
-        chain: Any = HMM(
-            self.log_initial, self.log_transition, self.emission, self.lengths, self.observed,
-            validate_args=False, transition_per_step=True, allowed=self.allowed,
-            emission_per_step=self.emission_per_step,
-        ).permute_states(order)  # fmt: skip
-        order = order.to(self.rates.device).long()
-        return self.replace(
-            log_initial=chain.log_initial,
-            rates=self.rates[..., order, :][..., order],
-            emission=chain.emission,
-            allowed=chain.allowed,
-            exact_entry=None if self.exact_entry is None else self.exact_entry[order],
-        )
+    def permute_states(self, order: Tensor) -> HMM:
+        """The states in another order: see :meth:`HMM.permute_states`."""
+        new = super().permute_states(order)
+        new.times = self.times
+        return new
+
+    def _kind(self) -> type[HMM]:
+        return ContinuousTimeHMM
 
     # The chain between observations
 
@@ -252,97 +235,6 @@ class ContinuousTimeHMM(HMM):
         )
         return log_transitions(rates, gaps).exp()
 
-    def stationary(self) -> Tensor:
-        r"""Stationary distribution :math:`\pi Q = 0` of the states, ``(*B, K)``."""
-        fastest = -self.rates.diagonal(dim1=-2, dim2=-1).amin(-1)[..., None, None]
-        step = 0.5 / torch.where(fastest > 0, fastest, 1.0)  # so that each state may stay
-        stays = torch.eye(self.num_states).to(self.rates)
-        return stationary_ops.stationary(log(stays + step * self.rates))
-
-    def check_constant(self, purpose: str, markov: bool = True) -> NoReturn:
-        """Raise: steps do not lie at equal distances."""
-        raise ValueError(
-            f"{purpose} needs an hmm that does not change with the step; the steps of a "
-            "ContinuousTimeHMM have times of their own. Call filtered or posterior, with times to "
-            "come as steps that are not observed, or forecast(values, times)."
-        )
-
-    def check_probabilities(self, purpose: str) -> None:
-        """Raise if transitions have densities in place of probabilities: see ``exact_entry``."""
-        if self.exact_entry is not None:
-            raise ValueError(
-                f"{purpose} needs probabilities of the states at each step; this ContinuousTimeHMM "
-                "has densities of entries at exact times. Take hmm.replace(exact_entry=None), of "
-                "which an entry is seen at the next step."
-            )
-
-    def sample_prior_states(self, shape: torch.Size) -> Tensor:
-        r"""Sample paths from :math:`p(z_{1:T})`, ``(*shape, T)``; ``shape`` ends in ``(*B)``."""
-        self.check_probabilities("a sample")
-        return super().sample_prior_states(shape)
-
-    # Parameters and data as the recursions read them
-
-    def _log_transitions(self) -> Tensor:
-        return self._matrices
-
-    @property
-    def counted_per_step(self) -> bool:
-        """False: the rates are those of all steps."""
-        return False
-
-    def counted_transitions(self) -> Tensor:
-        """What the counts of :meth:`expected_counts` multiply, ``(*b, 1, K, K)``.
-
-        Logarithms of rates, and on the diagonal the rates of leaving with a minus sign.
-        """
-        diagonal = _diagonal(self.rates)
-        logs = log(self.rates.masked_fill(diagonal, 1.0))
-        return torch.where(diagonal, self.rates, logs).unsqueeze(-3)
-
-    def counted_factors(self, values: Tensor, check: bool = True) -> tuple[Tensor, ...]:
-        """As :meth:`HMM.counted_factors`; the second is :meth:`counted_transitions`."""
-        initial, _, likelihood = self.log_factors(values, check)
-        return initial, self.counted_transitions(), likelihood
-
-    def expected_counts(self, values: Tensor) -> ExpectedCounts:
-        r"""Expected counts given ``values``: the E-step.
-
-        ``transitions``, as ``rates`` with one dimension more, ``(*b, 1, K, K)``, hold the expected
-        number of transitions, those between observations too, and on the diagonal the expected
-        time spent in each state: sufficient statistics of a chain in continuous time. They are the
-        gradient of the log evidence by :math:`\log q_{ij}` and :math:`q_{ii}` (Fisher's identity).
-        """
-        counts = self.counts_of(self.log_factors(values, check=False)[2])
-        self._check_evidence(counts.log_evidence, values)
-        return counts
-
-    def counts_of(self, likelihood: Tensor) -> ExpectedCounts:
-        """The same given log-likelihoods ``(*B, T, K)``, those of the observations or others."""
-        refuse_transforms("expected counts of a chain in continuous time")
-        counts = recursions.expected_counts(
-            self.log_initial, self._matrices, likelihood, self.lengths
-        )
-        with torch.inference_mode(False), torch.enable_grad():
-            # tensors made in inference mode cannot be kept for a gradient
-            gaps = Gaps(*(each.clone() if each.is_inference() else each for each in self._gaps))
-            logs = self.counted_transitions().squeeze(-3).detach().clone().requires_grad_()
-            rates = torch.where(_diagonal(logs), logs, logs.exp())
-            seen = None if self.observed is None else self.observed.clone()
-            matrices = _between_steps(rates, gaps, self.exact_entry, seen)
-            (pulled,) = torch.autograd.grad(matrices, logs, counts.transitions)
-        return counts._replace(transitions=pulled.unsqueeze(-3))
-
-    def uniform(self) -> ContinuousTimeHMM:
-        """The same where all that is possible is equally probable, at about a transition a gap."""
-        initial = torch.zeros_like(self.log_initial)
-        initial = initial.masked_fill(self.log_initial.isneginf(), -torch.inf).log_softmax(-1)
-        gaps = self._gaps.distinct[self._gaps.place]
-        possible = ((self.rates > 0) & ~_diagonal(self.rates)).to(self.rates)
-        leave = possible.sum(-1, keepdim=True).clamp(min=1.0)
-        rates = possible / (leave * (gaps.mean().to(self.rates) if gaps.numel() else 1.0))
-        return self.replace(log_initial=initial, rates=rates - rates.sum(-1).diag_embed())
-
     # Queries given values (*B, T, *E)
 
     def forecast(self, values: Tensor, times: Tensor) -> Forecast:  # type: ignore[override]
@@ -372,7 +264,7 @@ class ContinuousTimeHMM(HMM):
         check_real("times", times)
         check_broadcast({"times": times.shape[:-1], "HMM": self.batch_shape})
         if self.emission_per_step or isinstance(self.emission, Autoregressive):
-            self.check_constant("forecast of this emission")
+            self.chain.check_constant("forecast of this emission")
         now = self._last_filtered(values)
         last = (self.lengths - 1).to(self.times.device).unsqueeze(-1)
         shape = check_broadcast({"times": self.times.shape[:-1], "lengths": self.lengths.shape})
@@ -385,85 +277,17 @@ class ContinuousTimeHMM(HMM):
                 f"{-gaps[wrong][0].item():g} before it. Of the states between observations ask the "
                 "posterior, with steps that are not observed."
             )
-        matrices = _over_gaps(self.rates, Gaps(*gaps.unique(return_inverse=True))).exp()
+        matrices = over_gaps(self.rates, Gaps(*gaps.unique(return_inverse=True))).exp()
         states = (now[..., None, None, :] @ matrices.to(now.dtype)).squeeze(-2)
         return Forecast(states, self.emission)
 
 
-def _diagonal(matrix: Tensor) -> Tensor:
-    return torch.eye(matrix.size(-1), dtype=torch.bool, device=matrix.device)
-
-
-def _gaps(times: Tensor, exists: Tensor) -> Gaps:
-    """The gaps before the steps that exist; those in the padding are taken from others."""
-    lasts = times.diff(dim=-1)
-    real = exists[..., 1:]
-    if times.dim() == 1:
-        real = real.reshape(real.shape[:-1].numel(), real.size(-1)).any(0)
-    longest = torch.where(real, lasts, 0.0).amax() if lasts.numel() else lasts.new_zeros(())
-    distinct, place = torch.where(real, lasts, longest).unique(return_inverse=True)
-    if len(distinct) == 1:
-        place = place.new_zeros(1)
-    return Gaps(distinct, place)
-
-
-def _over_gaps(rates: Tensor, gaps: Gaps) -> Tensor:
-    """Log-probabilities of transitions ``(*b, *p, K, K)``, with ``(*p)`` the shape of places."""
-    inner = gaps.place.dim() - 1
-    lead, matrix = rates.shape[:-2], rates.shape[-2:]
-    outer = max(len(lead) - inner, 0)
-    if any(size > 1 for size in lead[outer:]):  # sequences with rates of their own
-        return log_transitions(rates.unsqueeze(-3), gaps.distinct[gaps.place])
-    shared = rates.reshape(*lead[:outer], 1, *matrix)
-    each = log_transitions(shared, gaps.distinct)
-    return each.index_select(-3, gaps.place.flatten()).unflatten(-3, gaps.place.shape)
-
-
-def _between_steps(
-    rates: Tensor, gaps: Gaps, exact_entry: Tensor | None, observed: Tensor | None
-) -> Tensor:
-    """As :func:`_over_gaps`, with densities of entering the states of ``exact_entry``."""
-    matrices = _over_gaps(rates, gaps)
-    if exact_entry is None:
-        return matrices
-    others = rates.masked_fill(_diagonal(rates), 0.0).double().unsqueeze(-3)
-    enter = log(matrices.double().exp() @ others).to(matrices)
-    if observed is not None:
-        enter = enter.masked_fill(~observed[..., 1:, None, None], -torch.inf)
-    return torch.where(exact_entry & ~_diagonal(rates), enter, matrices)
-
-
-def _check(log_initial: Tensor, rates: Tensor, times: Tensor, longest: int) -> None:
-    """Raise unless rates and times are of the right types and shapes."""
-    check_floats("log_initial", log_initial)
-    check_floats("rates", rates)
-    size = log_initial.size(-1) if log_initial.dim() else 1
-    check_trailing("rates", rates, (size, size), "(K, K)", "K is that of log_initial.")
-    check_same_device({"log_initial": log_initial, "rates": rates})
+def _check_times(times: Tensor, longest: int) -> None:
+    """Raise unless times are numbers for as many steps as the longest sequence has."""
     check_tensor("times", times)
     check_real("times", times)
     if times.dim() == 0 or times.size(-1) < max(longest, 1):
         raise ValueError(
             f"times must have shape (*B, T) with T at least {max(longest, 1)}, the largest of "
             f"lengths; got {tuple(times.shape)}."
-        )
-
-
-def _check_rates(rates: Tensor, exact_entry: Tensor | None) -> None:
-    """Raise unless rates are those of a chain in continuous time."""
-    if transforming():
-        return
-    others = rates.detach().masked_fill(_diagonal(rates), 0.0)
-    leave = others.sum(-1)
-    wrong = (rates.detach().sum(-1).abs() > 1e-4 * leave).any()
-    if bool(wrong) or not bool((others >= 0).all()) or not bool(leave.isfinite().all()):
-        raise ValueError(
-            "rates must be finite, not negative off the diagonal, and sum to zero in each row. "
-            "From a matrix of rates with anything on the diagonal: rates = rates.fill_diagonal_(0);"
-            " rates = rates - rates.sum(-1).diag_embed()."
-        )
-    if exact_entry is not None and bool(leave[..., exact_entry].any()):
-        raise ValueError(
-            "rates must be zero in the rows of the states of exact_entry, which are never left. "
-            "Leave other states out of exact_entry."
         )

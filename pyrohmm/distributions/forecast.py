@@ -293,7 +293,8 @@ def states_ahead(hmm: Any, values: Tensor, num_steps: int) -> Tensor:
     """
     likelihood = hmm._restricted_likelihood(values).masked_fill(~hmm.exists.unsqueeze(-1), 0.0)
     longer = hmm.with_lengths(hmm.lengths + num_steps)
-    states = longer._filter(torch.nn.functional.pad(likelihood, (0, 0, 0, num_steps))).exp()
+    seen = torch.nn.functional.pad(likelihood, (0, 0, 0, num_steps))
+    states = longer.chain.filtered(seen, longer.lengths).exp()
     batch = states.shape[:-2]
     steps = hmm.lengths.expand(batch).unsqueeze(-1) + torch.arange(num_steps)
     steps = steps.to(states.device).unsqueeze(-1).expand(*batch, num_steps, states.size(-1))

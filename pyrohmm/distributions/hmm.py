@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from pyro.distributions.torch_distribution import TorchDistribution
 from torch import Tensor
 
-from .._arguments import Shape, checked
+from .._arguments import Shape
 from .._checks import (
     check_broadcast,
     check_integers,
@@ -18,18 +19,19 @@ from .._checks import (
     check_trailing,
 )
 from .._precision import full_precision
-from .._threads import taking_turns
 from .._transforms import transforming
 from .._waits import with_one_wait
+from ..chains.base import Chain, ExpectedCounts
+from ..chains.markov import MarkovChain
 from ..ops import recursions
-from ..ops import stationary as stationary_ops
-from ..ops.recursions import ExpectedCounts, Posterior
-from ..ops.sampling import CategoricalTable, refuse_nan, sample_path
+from ..ops.block_transition import InnerProductTransition
+from ..ops.sampling import refuse_nan
+from .arguments import StructuredEmission
 from .autoregressive import Autoregressive
 from .base import ChainDistribution, check_likelihood
-from .forecast import AutoregressiveForecast, Forecast
+from .forecast import AutoregressiveForecast, Forecast, states_ahead
 from .labels import allowed_states
-from .observation import permuted
+from .observation import Tied, permuted
 from .sampling import sample_emission, sample_emission_per_step
 
 
@@ -85,6 +87,57 @@ class HMM(ChainDistribution):
         tensor([0.4057, 0.7000])
     """
 
+    def __init__(
+        self,
+        log_initial: Tensor,
+        log_transition: Tensor | InnerProductTransition,
+        emission: TorchDistribution | StructuredEmission,
+        lengths: Tensor,
+        observed: Tensor | None = None,
+        validate_args: bool | None = None,
+        *,
+        transition_per_step: bool = False,
+        emission_per_step: bool = False,
+        allowed: Tensor | None = None,
+    ) -> None:
+        chain = MarkovChain(log_initial, log_transition, transition_per_step)
+        self._compose(chain, emission, lengths, observed, validate_args, emission_per_step, allowed)
+
+    @classmethod
+    def of(
+        cls,
+        chain: Chain,
+        emission: TorchDistribution,
+        lengths: Tensor,
+        observed: Tensor | None = None,
+        validate_args: bool | None = None,
+        *,
+        emission_per_step: bool = False,
+        allowed: Tensor | None = None,
+    ) -> HMM:
+        """The HMM of any :class:`~pyrohmm.chains.Chain`, such as one of your own.
+
+        Args:
+            chain: The distribution of the states.
+            emission: As of :class:`HMM`.
+            lengths: As of :class:`HMM`.
+            observed: As of :class:`HMM`.
+            validate_args: As of :class:`HMM`.
+            emission_per_step: As of :class:`HMM`.
+            allowed: As of :class:`HMM`.
+
+        Example:
+            >>> from pyro.distributions import Categorical
+            >>> from pyrohmm.chains import MarkovChain
+            >>> even = torch.full((2, 2), 0.5).log()
+            >>> chain = MarkovChain(even[0], even)
+            >>> HMM.of(chain, Categorical(logits=even), torch.tensor(3))
+            HMM(2 states; Categorical of event shape (); batch shape (), up to 3 steps)
+        """
+        hmm = object.__new__(cls)
+        hmm._compose(chain, emission, lengths, observed, validate_args, emission_per_step, allowed)
+        return hmm
+
     def __repr__(self) -> str:
         return (
             f"{type(self).__name__}({self.num_states} states; {type(self.emission).__name__} of "
@@ -99,12 +152,46 @@ class HMM(ChainDistribution):
 
         The new ones are checked as those of a new HMM, but for whether probabilities sum to one.
         """
-        arguments = {
-            name: getattr(self, name)
-            for name in ("log_initial", "log_transition", "emission", "lengths", "observed",
-                         "transition_per_step", "emission_per_step", "allowed")
-        }  # fmt: skip
-        return self._validated_alike(HMM(**(arguments | changes), validate_args=False))
+        names = "emission", "lengths", "observed", "emission_per_step", "allowed"
+        data = {name: changes.pop(name, getattr(self, name)) for name in names}
+        chain = self._changed_chain(changes, data)
+        return self._validated_alike(self._kind().of(chain, **data, validate_args=False))
+
+    def with_chain(self, chain: Chain) -> HMM:
+        """The same emission and data with another chain of the same states."""
+        new = object.__new__(self._kind())
+        new.__dict__ |= self.__dict__
+        new._compose(
+            chain, self._emission, self.lengths, self.observed, False, self.emission_per_step,
+            self.allowed,
+        )  # fmt: skip
+        return self._validated_alike(new)
+
+    def _kind(self) -> type[HMM]:
+        """What :meth:`replace` returns."""
+        return HMM
+
+    def _changed_chain(self, changes: dict[str, Any], data: dict[str, Any]) -> Chain:
+        """The chain with some parameters or options changed, for sequences of ``data``."""
+        if "transition_per_step" in changes:
+            changes["per_step"] = changes.pop("transition_per_step")
+        return self.chain.replace(**changes) if changes else self.chain
+
+    def expanded(self) -> HMM:
+        """The same distribution as an HMM whose states form a Markov chain: see its chain."""
+        chain, index, allowed = self.chain.expanded(self.lengths, self.num_steps)
+        emission, own = self.emission, self.allowed
+        if len(index) != self.num_states:
+            autoregressive = isinstance(emission, Autoregressive)
+            emission = emission.permuted(index) if autoregressive else Tied(emission, index)
+        if own is not None:
+            own = own[..., index]
+            allowed = own if allowed is None else allowed & own
+        new = HMM.of(
+            chain, emission, self.lengths, self.observed, validate_args=False,
+            emission_per_step=self.emission_per_step, allowed=allowed,
+        )  # fmt: skip
+        return self._validated_alike(new)
 
     def _validated_alike(self, other: HMM) -> HMM:
         """``other``, which will check values as this one does."""
@@ -123,7 +210,6 @@ class HMM(ChainDistribution):
         """
         return self.replace(lengths=lengths, observed=observed, allowed=None)
 
-    @checked()
     def expand(self, batch_shape: Shape, _instance: HMM | None = None) -> HMM:
         """The same distribution for a larger batch; parameters are not copied."""
         shape = torch.Size(batch_shape)
@@ -187,19 +273,18 @@ class HMM(ChainDistribution):
                 f"{order.tolist()}."
             )
         emission = self.emission
-        return self.replace(
-            log_initial=self.log_initial[..., order],
-            log_transition=self.log_transition[..., order, :][..., order],
-            emission=emission.permuted(order)
-            if isinstance(emission, Autoregressive)
-            else permuted(emission, order),
+        autoregressive = isinstance(emission, Autoregressive)
+        new = self._kind().of(
+            self.chain.permuted(order),
+            emission.permuted(order) if autoregressive else permuted(emission, order),
+            self.lengths, self.observed, validate_args=False,
+            emission_per_step=self.emission_per_step,
             allowed=None if self.allowed is None else self.allowed[..., order],
-        )
+        )  # fmt: skip
+        return self._validated_alike(new)
 
     # Queries given values (*B, T, *E)
 
-    @checked()
-    @taking_turns
     def log_prob(self, values: Tensor) -> Tensor:
         r"""Log evidence :math:`\log p(x_{1:T})`, ``(*B)``, in nats; states are summed out exactly.
 
@@ -209,7 +294,7 @@ class HMM(ChainDistribution):
         def compute() -> Tensor:
             if (of_symbols := self.symbol_factors(values)) is not None:
                 return recursions.log_evidence_of_symbols(*of_symbols)
-            return recursions.log_evidence(*self.log_factors(values, check=False), self.lengths)
+            return self.chain.log_evidence(self._restricted_likelihood(values), self.lengths)
 
         with full_precision(self.log_initial):
             evidence = with_one_wait(compute)
@@ -230,60 +315,51 @@ class HMM(ChainDistribution):
     def log_joint(self, values: Tensor, states: Tensor) -> Tensor:
         r""":math:`\log p(x_{1:T}, z_{1:T})` with one path ``(*B, T)``; ``(*B)``, in nats."""
         exists, states = self.exists, self._path(states)
-        initial, transition, likelihood = self.log_factors(values)
+        likelihood = self.log_likelihood(values)
         batch = torch.broadcast_shapes(self.batch_shape, likelihood.shape[:-2], states.shape[:-1])
         states = states.expand(*batch, self.num_steps)
         emitted = likelihood.expand(*batch, *likelihood.shape[-2:])
-        emitted = emitted.gather(-1, states.unsqueeze(-1)).squeeze(-1)
-        start = initial.expand(*batch, self.num_states).gather(-1, states[..., :1]).squeeze(-1)
-        rows = transition.expand(*batch, self.num_steps - 1, *transition.shape[-2:])
-        rows = rows.gather(
-            -2, states[..., :-1, None, None].expand(*rows.shape[:-2], 1, rows.size(-1))
-        )
-        taken = rows.squeeze(-2).gather(-1, states[..., 1:].unsqueeze(-1)).squeeze(-1)
-        emitted = emitted.masked_fill(~exists, 0.0).sum(-1)
-        return start + emitted + taken.masked_fill(~exists[..., 1:], 0.0).sum(-1)
+        emitted = emitted.gather(-1, states.unsqueeze(-1)).squeeze(-1).masked_fill(~exists, 0.0)
+        return self.chain.log_prob(states, exists) + emitted.sum(-1)
 
-    @taking_turns
-    def posterior(self, values: Tensor) -> Posterior:
+    def posterior(self, values: Tensor) -> Any:
         r"""Smoothed posterior: :math:`p(z_t \mid x_{1:T})`, ``(*B, T, K)``, zero at padded steps.
 
         Also the log evidence ``(*B)``, and the expected number of transitions ``(*B, K, K)``,
-        :math:`\sum_t p(z_t, z_{t+1} \mid x_{1:T})`.
+        :math:`\sum_t p(z_t, z_{t+1} \mid x_{1:T})`; of other chains than Markov ones see
+        :class:`FactorialPosterior` and :class:`SecondOrderPosterior`.
         """
-        return recursions.posterior(*self.log_factors(values), self.lengths)
+        found = self.chain.posterior(self.log_likelihood(values), self.lengths)
+        self._check_evidence(found.log_evidence, values)
+        return found
 
-    @taking_turns
     def expected_counts(self, values: Tensor) -> ExpectedCounts:
-        """Expected counts given ``values``: the E-step; see :class:`recursions.ExpectedCounts`."""
+        """Expected counts given ``values``, by parameter of the chain: the E-step."""
 
         def compute() -> ExpectedCounts:
-            return recursions.expected_counts(*self.log_factors(values, check=False), self.lengths)
+            likelihood = self._restricted_likelihood(values)
+            return self.chain.expected_counts(likelihood, self.lengths)
 
         counts = with_one_wait(compute)
         self._check_evidence(counts.log_evidence, values)
         return counts
 
-    @taking_turns
     def filtered(self, values: Tensor) -> Tensor:
         r"""Filtered probabilities :math:`p(z_t \mid x_{1:t})`, ``(*B, T, K)``; 0 where padded."""
-        return recursions.filtered(*self.log_factors(values), self.lengths).exp()
+        return self.chain.filtered(self.log_likelihood(values), self.lengths).exp()
 
-    @taking_turns
     def viterbi(self, values: Tensor) -> Tensor:
         r"""Best path :math:`\arg\max_z p(z_{1:T} \mid x_{1:T})`, ``(*B, T)``; 0 where padded."""
-        factors = self.log_factors(values)
-        refuse_nan(*factors)
-        return recursions.viterbi(*factors, self.lengths)
+        likelihood = self.log_likelihood(values)
+        refuse_nan(likelihood, *self.chain.parameters.values())
+        return self.chain.viterbi(likelihood, self.lengths)
 
-    @checked()
-    @taking_turns
     def sample_states(self, values: Tensor, sample_shape: Shape = ()) -> Tensor:
         r"""Sample paths from :math:`p(z_{1:T} \mid x_{1:T})`, ``(*S, *B, T)``; 0 where padded."""
         shape = torch.Size(sample_shape)
-        factors = self.log_factors(values)
-        refuse_nan(*factors)
-        states = recursions.sample_states(*factors, self.lengths, shape.numel())
+        likelihood = self.log_likelihood(values)
+        refuse_nan(likelihood, *self.chain.parameters.values())
+        states = self.chain.sample_states(likelihood, self.lengths, shape.numel())
         return states.reshape(shape + states.shape[1:])
 
     def forecast(self, values: Tensor, num_steps: int) -> Forecast:
@@ -303,14 +379,19 @@ class HMM(ChainDistribution):
                 probability zero.
         """
         check_size("num_steps", num_steps)
-        self.check_constant("forecast")
+        self.check_constant("forecast", markov=False)
+        emission = self.emission
+        if isinstance(emission, Autoregressive):
+            self.check_markov("forecast of observations that depend on those before")
+        if not self.chain.is_markov:
+            return Forecast(states_ahead(self, values, num_steps), emission)
         probs = self._last_filtered(values).unsqueeze(-2)
         matrix = self.log_transition.exp()
         predicted = []
         for _ in range(num_steps):
             probs = probs @ matrix
             predicted.append(probs)
-        states, emission = torch.cat(predicted, -2), self.emission
+        states = torch.cat(predicted, -2)
         if isinstance(emission, Autoregressive):
             emission = emission.after(*self.prepare_values(values), self.lengths)
             return AutoregressiveForecast(states, emission, self.log_transition)
@@ -330,17 +411,15 @@ class HMM(ChainDistribution):
         return probs.squeeze(-2)
 
     def stationary(self) -> Tensor:
-        r"""Stationary :math:`\pi = \pi A`, ``(*B, K)``: see :mod:`pyrohmm.ops.stationary`."""
-        return stationary_ops.stationary(self.log_transition)
+        r"""Stationary distribution of the states, ``(*B, K)``: share of the time in each."""
+        return self.chain.stationary()
 
     # Sampling
 
-    @checked()
     def sample(self, sample_shape: Shape = ()) -> Tensor:
         """Sample sequences ``(*S, *B, T, *E)``; what stands in the padding means nothing."""
         return self.sample_with_states(sample_shape)[0]
 
-    @checked()
     def sample_with_states(self, sample_shape: Shape = ()) -> tuple[Tensor, Tensor]:
         """Sample sequences ``(*S, *B, T, *E)`` and the states ``(*S, *B, T)`` that emitted them."""
         shape = torch.Size(sample_shape) + self.batch_shape
@@ -356,27 +435,23 @@ class HMM(ChainDistribution):
 
     def sample_prior_states(self, shape: torch.Size) -> Tensor:
         r"""Sample paths from :math:`p(z_{1:T})`, ``(*shape, T)``; ``shape`` ends in ``(*B)``."""
-        transition = self._log_transitions()
-        if self.allowed is None:
-            initial = CategoricalTable(self.log_initial.unsqueeze(-2))
-            tables = [CategoricalTable(matrix) for matrix in transition.unbind(-3)]
-            return sample_path(
-                initial.sample(torch.zeros(shape, dtype=torch.long)),
-                self.num_steps,
-                lambda t, states: tables[t if len(tables) > 1 else 0].sample(states),
-            )
-        labels = torch.zeros_like(self.allowed, dtype=self.log_initial.dtype)
-        labels = labels.masked_fill(~self.allowed, -torch.inf)
-        labels = labels.expand(*self.batch_shape, *labels.shape[-2:])
-        factors = self.log_initial, transition, labels, self.lengths
-        impossible = recursions.log_evidence(*factors).isneginf()
+        self.chain.check_samples("a sample")
+        if self.allowed is None and self.chain.samples_alone:
+            return self.chain.sample_prior(shape, self.num_steps)
+        logs = self.log_initial.new_zeros(self.num_steps, self.num_states)
+        if self.allowed is not None:
+            logs = logs.expand(self.allowed.shape).masked_fill(~self.allowed, -torch.inf)
+        logs = logs.expand(*self.batch_shape, *logs.shape[-2:])
+        impossible = self.chain.log_evidence(logs, self.lengths).isneginf()
         if bool(impossible.any()):
             raise ValueError(
-                "labels must leave a path of positive probability, for samples to keep to; none "
-                f"does in sequence {impossible.nonzero()[0].tolist()}."
+                f"the chain of this {type(self).__name__} and its labels must leave a path of "
+                "positive probability, for samples to keep to; none does in sequence "
+                f"{impossible.nonzero()[0].tolist()}."
             )
         count = shape[: len(shape) - len(self.batch_shape)].numel()
-        return recursions.sample_states(*factors, count).reshape(*shape, self.num_steps)
+        states = self.chain.sample_states(logs, self.lengths, count)
+        return states.reshape(*shape, self.num_steps)
 
     def _check_evidence(self, evidence: Tensor, values: Tensor) -> None:
         if self._validate_args and not transforming():

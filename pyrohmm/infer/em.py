@@ -26,6 +26,7 @@ from tqdm import tqdm
 from .._arguments import Range, checked
 from .._checks import check_returned, check_size, check_tolerance
 from .._threads import threads_for
+from ..chains.base import ExpectedCounts
 from ..data.batches import Batches
 from ..data.parts import Parts, in_parts, parts_of
 from ..data.sequences import Sequences
@@ -35,7 +36,6 @@ from ..io.identity import describe, digits, fingerprint
 from ..nn.base import HMMModule
 from ..nn.closed_form import Statistics, TransitionCounts
 from ..nn.points import module_of
-from ..ops.recursions import ExpectedCounts
 from .exclusive import exclusive
 from .expectation import Expectation, check_apart, uniform_counts
 from .maximization import Maximization

@@ -11,16 +11,12 @@ from pyro.distributions.util import is_validation_enabled, validation_enabled
 from torch import Tensor
 
 from .._waits import guessing, with_one_wait
+from ..chains.base import Core, ExpectedCounts
 from ..data.parts import Parts, parts_of
 from ..data.sequences import Sequences
-from ..distributions.continuous_time_hmm import ContinuousTimeHMM
-from ..distributions.factorial_hmm import FactorialHMM
 from ..distributions.hmm import HMM
-from ..distributions.hsmm import HSMM
-from ..distributions.second_order_hmm import SecondOrderHMM
 from ..nn.closed_form import Statistics
-from ..ops import recursions, semi_markov
-from ..ops.recursions import ExpectedCounts
+from ..ops import recursions
 from .maximization import DEAD, Maximization
 from .parameters import Parameters
 from .process_group import ProcessGroup
@@ -150,7 +146,9 @@ class Expectation:
                 alike = torch.ones(len(data), data.num_steps, hmm.num_states)
                 dead = dead & (uniform_counts(hmm, data, alike.to(visits)).states.sum((0, 1)) > 0)
         self.reseeded = bool(dead.any())
-        return _split_busiest(expected, weights, dead) if self.reseeded else expected
+        if not self.reseeded:
+            return expected
+        return _split_busiest(expected, weights, dead, self.parameters.example.chain.cores)
 
     def _pieces(self, batch: Sequences | Parts) -> Iterator[tuple[Tensor, Sequences, float]]:
         """What goes together: which sequences of a part these are, they, and their scale."""
@@ -195,8 +193,10 @@ def symbol_counts(hmm: HMM, values: Tensor) -> ExpectedCounts:
         if initial.dim() + transition.dim() > 4:  # restarts
             parts = initial.shape[:-1], transition.shape[:-3], table.shape[:-2]
             table = table.expand(*torch.broadcast_shapes(*parts), *table.shape[-2:])
-        return recursions.expected_counts_of_symbols(
-            initial, transition, table, symbols, lengths, known
+        return hmm.chain.named(
+            recursions.expected_counts_of_symbols(
+                initial, transition, table, symbols, lengths, known
+            )
         )
 
     counts = with_one_wait(compute)
@@ -209,7 +209,7 @@ def check_apart(
 ) -> None:
     """Raise unless an E-step over parts of the data, or over ranks, is that over all of it."""
     example = maximize.parameters.example
-    if reseed and isinstance(example, FactorialHMM | SecondOrderHMM):
+    if reseed and (example.order > 1 or not any("K" in c for c in example.chain.cores.values())):
         raise ValueError(
             "reseed divides the states of one chain, each of which depends on the one before it; "
             f"those of a {type(example).__name__} do not."
@@ -237,51 +237,40 @@ def uniform_counts(hmm: HMM, data: Sequences, likelihood: Tensor) -> ExpectedCou
         data: The sequences.
         likelihood: ``(R, N, T, K)`` or ``(N, T, K)``, of each state at each step.
     """
-    initial, transition, logs, *durations = hmm.counted_factors(data.values, check=False)
+    logs = hmm.log_likelihood(data.values, check=False)
     # restarts may share the emission: if all of it is frozen
     logs = likelihood.reshape((-1,) * (logs.dim() - 3) + logs.shape[-3:]).log().to(logs)
     if hmm.allowed is not None:
         logs = logs.masked_fill(~hmm.allowed, -torch.inf)
-    initial, transition, *durations = (
-        torch.zeros_like(part).masked_fill(part.isneginf(), -torch.inf).log_softmax(-1)
-        for part in (initial, transition, *durations)
-    )
-    if isinstance(hmm, FactorialHMM | SecondOrderHMM | ContinuousTimeHMM):
-        return hmm.uniform().counts_of(logs)
-    if isinstance(hmm, HSMM):
-        parts = initial, transition.squeeze(-3), durations[0], logs
-        return semi_markov.expected_counts(*parts, hmm.lengths, *hmm.cuts)
-    return recursions.expected_counts(initial, transition, logs, hmm.lengths)
+    return hmm.chain.uniform().expected_counts(logs, hmm.lengths)
 
 
-def _split_busiest(expected: ExpectedCounts, weights: Tensor, dead: Tensor) -> ExpectedCounts:
+def _split_busiest(
+    expected: ExpectedCounts, weights: Tensor, dead: Tensor, cores: dict[str, Core]
+) -> ExpectedCounts:
     """Give half of what supports the busiest state to each of the ``dead`` ones.
 
     Args:
         expected: Counts.
         weights: Their ``states``, ``(R, N, T, K)``.
         dead: ``(R, K)``.
+        cores: The dimensions of each count: see :class:`Chain`.
     """
-    size = dead.shape
     weights = weights.clone()
-    initial = expected.initial.reshape(size).clone()
-    pairs = expected.transitions.reshape(size[0], -1, size[1], size[1]).clone()
-    durations = expected.durations
-    lasted = None if durations is None else durations.reshape(*size, -1).clone()
+    counts = {}
+    for name, value in expected.counts.items():
+        core = value.shape[value.dim() - len(cores[name]) :]
+        counts[name] = value.reshape(len(dead), -1, *core).clone()
     for r, k in dead.nonzero().tolist():
         busy = int(weights[r].sum((0, 1)).argmax())
         part = torch.rand_like(weights[r, ..., 0]) < 0.5  # of the steps: so that the halves differ
         weights[r, ..., k] = weights[r, ..., busy] * part
         weights[r, ..., busy] *= ~part
-        initial[r, [busy, k]] = initial[r, busy] / 2
-        pairs[r, :, [busy, k]] = pairs[r, :, [busy, busy]] / 2
-        pairs[r, :, :, [busy, k]] = pairs[r, :, :, [busy, busy]] / 2
-        if lasted is not None:
-            lasted[r, [busy, k]] = lasted[r, busy] / 2
-    return ExpectedCounts(
-        expected.log_evidence,
-        initial.reshape(expected.initial.shape),
-        pairs.reshape(expected.transitions.shape),
-        weights.reshape(expected.states.shape),
-        None if lasted is None else lasted.reshape(durations.shape),  # type: ignore[union-attr]
-    )
+        for name, value in counts.items():
+            for axis, letter in enumerate(cores[name], -len(cores[name])):
+                if letter == "K":
+                    half = value[r].select(axis, busy) / 2
+                    value[r].select(axis, busy).copy_(half)
+                    value[r].select(axis, k).copy_(half)
+    shaped = {name: value.reshape(expected.counts[name].shape) for name, value in counts.items()}
+    return ExpectedCounts(expected.log_evidence, weights.reshape(expected.states.shape), shaped)

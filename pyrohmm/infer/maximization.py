@@ -13,6 +13,8 @@ from torch import Tensor
 from torch.distributions import transform_to
 
 from .._waits import guessing
+from ..chains.base import ExpectedCounts
+from ..chains.markov import MarkovChain
 from ..data.sequences import Sequences
 from ..distributions.autoregressive import Autoregressive
 from ..distributions.dpp import DiversityPrior
@@ -29,7 +31,6 @@ from ..nn.closed_form import (
     under,
 )
 from ..ops.lookup import add_rows
-from ..ops.recursions import ExpectedCounts
 from . import msteps
 from .exclusive import check_gradients
 from .msteps import GradientStep, TransitionPrior, TransitionStep
@@ -58,8 +59,9 @@ def expected_log_joint(hmm: HMM, expected: ExpectedCounts, values: Tensor) -> Te
         >>> em.expected_log_joint(hmm, hmm.expected_counts(values), values)  # 6 log 1/2
         tensor(-4.1589)
     """
-    pairs = zip(hmm.counted_factors(values), expected[1:])
-    return torch.stack([_weighted(logs, n).sum() for logs, n in pairs if n is not None]).sum()
+    factors, counts = hmm.chain.factors(), expected.counts
+    total = _weighted(hmm.log_likelihood(values), expected.states).sum()
+    return total + torch.stack([_weighted(factors[n], counts[n]).sum() for n in counts]).sum()
 
 
 def _weighted(logs: Tensor, counts: Tensor) -> Tensor:
@@ -101,13 +103,14 @@ class ClosedForms:
         if self.clusters and not has_foreign_priors(emission):
             self.emission = emission
         if isinstance(module, TransitionCounts if of_transitions else ChainMStep):
-            size, logs = parameters.example.num_counted, parameters.example.log_initial
-            tables = parameters.example.counted_tables
-            ones = logs.new_ones(1, tables, size, size, dtype=torch.float64)
-            table = parameters.example.counted_duration
-            durations = None if table is None else torch.ones_like(table, dtype=torch.float64)[None]
-            counts = ExpectedCounts(ones[:, :, 0, 0], ones[:, 0, 0], ones, ones, durations)
-            names = set(module.m_step(module.statistics(counts))[0])
+            chain = parameters.example.chain
+            counts = {}
+            for name, core in chain.cores.items():
+                shape = chain.parameters[name].shape[-len(core) :]
+                counts[name] = chain.log_initial.new_ones(1, *shape, dtype=torch.float64)
+            ones = chain.log_initial.new_ones(1, 1, 1, chain.num_states, dtype=torch.float64)
+            expected = ExpectedCounts(ones[:, 0, :, 0], ones, counts)
+            names = set(module.m_step(module.statistics(expected))[0])
             if not has_foreign_priors(parameters.module, but=emission):
                 self.chain, self.names = module, names
             elif transition_step is not None:
@@ -133,20 +136,14 @@ class ClosedForms:
         """Sufficient statistics of the chain."""
         if self.chain is None:
             return {}
-        restarts, size = self.parameters.restarts, expected.initial.size(-1)
-        durations = expected.durations
-        if durations is not None:
-            durations = durations.double().reshape(restarts, *durations.shape[-2:])
-        counts = ExpectedCounts(
-            expected.log_evidence.reshape(restarts, -1),
-            expected.initial.double().reshape(restarts, -1, size).sum(1),
-            expected.transitions.double().reshape(restarts, -1, size, size),
-            expected.states.reshape(restarts, *expected.states.shape[-3:]),
-            None
-            if durations is None
-            else durations.double().reshape(restarts, *durations.shape[-2:]),
-        )
-        return under("chain.", self.chain.statistics(counts))
+        restarts, cores = self.parameters.restarts, self.parameters.example.chain.cores
+        counts = {}
+        for name, count in expected.counts.items():
+            core = count.shape[count.dim() - len(cores[name]) :]
+            counts[name] = count.double().reshape(restarts, -1, *core).sum(1)
+        evidence = expected.log_evidence.reshape(restarts, -1)
+        states = expected.states.reshape(restarts, *expected.states.shape[-3:])
+        return under("chain.", self.chain.statistics(ExpectedCounts(evidence, states, counts)))
 
     def emission_statistics(self, values: Tensor, weights: Tensor, current: Any) -> Statistics:
         """Sufficient statistics of the emission: see :class:`EmissionMStep`."""
@@ -302,11 +299,11 @@ class Maximization:
         others = [name for name in (*names, *points) if not closed.is_of_emission(name)]
         self.chain_closed = closed.chain is not None and not others
         self.emission_closed = closed.emission is not None
-        shared = hmm.counted_transitions().dim() == 3 and not hmm.counted_per_step
-        single = hmm.log_initial.dim() == 1 and shared
+        cores, tables = hmm.chain.cores, hmm.chain.parameters
+        single = all(tables[n].dim() == len(c) and "T" not in c for n, c in cores.items())
         countable = self.symbols and hmm.emission.batch_shape == (hmm.num_states,)
         self.summed = single and (self.emission_closed or countable)
-        plain = type(hmm).expected_counts is HMM.expected_counts
+        plain = type(hmm).expected_counts is HMM.expected_counts and type(hmm.chain) is MarkovChain
         self.by_symbol = self.summed and countable and plain
         self.notes: dict[str, int] = {}
         self.idle: Tensor | None = None
@@ -343,10 +340,7 @@ class Maximization:
         if self.summed:
             statistics["visits"] = weights.sum(1).double()
         if not self.chain_closed:
-            statistics["counts.initial"] = expected.initial
-            statistics["counts.transition"] = expected.transitions
-            if expected.durations is not None:
-                statistics["counts.durations"] = expected.durations
+            statistics |= under("counts.", expected.counts)
         if not self.emission_closed and not self.summed:
             statistics["counts.states"] = expected.states
         elif not self.emission_closed:
@@ -419,13 +413,9 @@ class Maximization:
 def _logs(hmm: HMM, batch: Sequences, names: Iterable[str]) -> list[Tensor]:
     """Log-probabilities that have expected counts, by the names of the counts."""
     names = list(names)
+    logs = hmm.chain.factors()
     if "states" in names:
-        order = "initial", "transition", "states", "durations"
-        logs = dict(zip(order, hmm.counted_factors(batch.values)))
-    else:
-        logs = {"initial": hmm.counted_initial, "transition": hmm.counted_transitions()}
-        if "durations" in names and hmm.counted_duration is not None:
-            logs["durations"] = hmm.counted_duration
-        if "symbols" in names:
-            logs["symbols"] = log_probs(hmm.emission)
+        logs = logs | {"states": hmm.log_likelihood(batch.values)}
+    if "symbols" in names:
+        logs = logs | {"symbols": log_probs(hmm.emission)}
     return [logs[name] for name in names]

@@ -28,12 +28,9 @@ from ..data.parts import Parts, parts_of
 from ..data.sequences import Sequences
 from ..distributions.autoregressive import Autoregressive
 from ..distributions.block_hmm import FinalState
-from ..distributions.continuous_time_hmm import ContinuousTimeHMM
 from ..distributions.hmm import HMM
-from ..distributions.hsmm import HSMM
 from ..distributions.observation import log_prob_per_state
 from ..distributions.sampling import sample_emission, sample_emission_per_step
-from ..distributions.second_order_hmm import SecondOrderHMM
 from ..nn.base import HMMModule, OwnParameters
 from ..nn.centred import merged, moments_of, scale_prior
 from ..nn.neural import NeuralHMM
@@ -269,10 +266,9 @@ def markov_sample(name: str, hmm: HMM, obs: Tensor | None = None) -> Tensor:
     Returns:
         The observations ``(*B, T, *E)``.
     """
-    if isinstance(hmm, HSMM | SecondOrderHMM):
+    if not hmm.chain.is_markov:
         hmm = hmm.expanded()
-    if isinstance(hmm, ContinuousTimeHMM):
-        hmm.check_probabilities("the enumerated form")
+    hmm.chain.check_samples("the enumerated form")
     exists, event = hmm.exists, hmm.emission.event_shape
     mask, prepared = exists, obs
     if obs is not None:

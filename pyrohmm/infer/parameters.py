@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,10 +18,7 @@ from torch import Tensor
 from .._checks import check_returned
 from ..data.parts import Parts
 from ..data.sequences import Sequences
-from ..distributions.continuous_time_hmm import ContinuousTimeHMM
-from ..distributions.factorial_hmm import FactorialHMM
 from ..distributions.hmm import HMM
-from ..distributions.second_order_hmm import SecondOrderHMM
 from ..io.checkpoints import Fields
 from ..nn.base import HMMModule
 from .models import LogPrior, build, scale_priors, to_model_device
@@ -113,26 +111,8 @@ class Parameters:
             check_returned("log_prior", further, Tensor, "a tensor")
             prior = prior + (further.squeeze(-1) if further.dim() > 1 else further)
         if self.restarts > 1:  # also what is the same in all of them is counted for each
-            core = 1 + hmm.order + hmm.transition_per_step
-            wide: dict[str, Any] = {
-                "log_initial": _widened(hmm.log_initial, 1, self.restarts),
-                "log_transition": _widened(hmm.log_transition, core, self.restarts),
-            }
-            if isinstance(hmm, ContinuousTimeHMM):
-                wide = {
-                    "log_initial": wide["log_initial"],
-                    "rates": _widened(hmm.rates, 2, self.restarts),
-                }
-            if isinstance(hmm, FactorialHMM):
-                wide = {
-                    "log_initials": [_widened(p, 1, self.restarts) for p in hmm.log_initials],
-                    "log_transitions": [_widened(p, 2, self.restarts) for p in hmm.log_transitions],
-                }
-            if isinstance(hmm, SecondOrderHMM):
-                wide["log_second"] = _widened(hmm.log_second, 2, self.restarts)
-            if hmm.counted_duration is not None:
-                wide["log_duration"] = _widened(hmm.counted_duration, 2, self.restarts)
-            hmm = hmm.replace(**wide)
+            widen = partial(_widened, restarts=self.restarts)
+            hmm = hmm.with_chain(hmm.chain.map(lambda _, tensor, core: widen(tensor, core)))
         if batch.labels is not None:
             hmm = hmm.restrict(batch.labels)
         return hmm, torch.as_tensor(prior)

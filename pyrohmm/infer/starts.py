@@ -15,11 +15,11 @@ from scipy.cluster.vq import ClusterError, kmeans2
 from torch import Tensor, nn
 
 from .._arguments import Range, checked
+from ..chains.base import ExpectedCounts
 from ..data.sequences import Sequences
 from ..distributions.continuous_time_hmm import ContinuousTimeHMM
 from ..distributions.hmm import HMM
 from ..nn.base import HMMModule
-from ..ops.recursions import ExpectedCounts
 from .models import build
 
 Values = dict[str, Tensor]
@@ -96,13 +96,10 @@ def from_hmm(hmm: HMM) -> Start:
         if data.labels is not None:
             model = model.restrict(data.labels)
         counts = model.expected_counts(data.values)
-        lasted = counts.durations
         return ExpectedCounts(
             counts.log_evidence,
-            counts.initial.expand(restarts, 1, model.num_states),
-            counts.transitions.expand(restarts, 1, *counts.transitions.shape[-3:]),
             counts.states.expand(restarts, *counts.states.shape),
-            None if lasted is None else lasted.expand(restarts, 1, *lasted.shape),
+            {name: n.expand(restarts, 1, *n.shape) for name, n in counts.counts.items()},
         )
 
     return start

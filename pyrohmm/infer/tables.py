@@ -11,13 +11,13 @@ from weakref import WeakKeyDictionary
 from pyro.nn import PyroModule
 from torch import Tensor
 
+from ..chains.base import ExpectedCounts
 from ..data.sequences import Sequences
 from ..nn.emissions import CategoricalEmission
 from ..nn.tabular import TabularHMM
 from ..ops import evidence
 from ..ops.backends import NUMBA, backend_for
 from ..ops.log_space import log
-from ..ops.recursions import ExpectedCounts
 from .parameters import Parameters
 
 _SITES = "initial", "transition", "emission.probs"
@@ -69,9 +69,8 @@ class TableCounts:
         if found is None:
             return None
         value, starts, pairs, emitted = found
-        if restarts > 1:
-            return ExpectedCounts(value, starts, pairs.unsqueeze(1), emitted.mT.unsqueeze(1))
-        return ExpectedCounts(value, starts[0], pairs, emitted[0].mT)
+        counts = {"log_initial": starts, "log_transition": pairs}
+        return ExpectedCounts(value, emitted.mT.unsqueeze(1), counts)
 
     def _symbols(self, batch: Sequences) -> tuple[Tensor, Tensor] | None:
         """Symbols ``(N, T)``, V where there is none, and lengths; None if some are none of V."""

@@ -13,6 +13,7 @@ Its modules; each imports only those above it:
 ``autoregressive``   vectors and symbols that depend on those before
 ``composed``         joined streams; states that share an emission
 ``emissions``        categorical, Bernoulli, Poisson, parametric
+``chain_tables``     ``ChainTables``: what modules of probabilities share
 ``tabular``          ``TabularHMM``: probabilities are the parameters
 ``continuous_time``  ``TabularContinuousTimeHMM``: observations at irregular times
 ``duration_modes``   M-steps of parametric durations

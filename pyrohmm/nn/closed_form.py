@@ -18,7 +18,7 @@ from pyro.nn import PyroModule
 from torch import Tensor, nn
 
 from .._waits import exceeds
-from ..ops.recursions import ExpectedCounts
+from ..chains.base import ExpectedCounts
 
 Statistics = dict[str, Tensor]
 Maximum = tuple[dict[str, Tensor], list[str]]
@@ -61,8 +61,9 @@ class ChainMStep(Protocol):
         """Sufficient statistics of the chain: sums over sequences.
 
         Args:
-            expected: In float64: ``initial`` ``(R, K)`` and ``transitions`` ``(R, S, K, K)``, where
-                S = 1 unless transition matrices change with the step.
+            expected: With ``counts`` in float64, by the names of the chain's parameters and each
+                of its shape: ``log_initial`` ``(R, K)`` and ``log_transition`` ``(R, K, K)`` of a
+                Markov chain.
         """
 
     def m_step(self, statistics: Statistics) -> Maximum:

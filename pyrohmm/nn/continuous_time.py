@@ -6,9 +6,8 @@ from functools import partial
 from typing import Any
 
 import torch
-from pyro.nn import PyroModule, PyroParam, PyroSample
+from pyro.nn import PyroSample
 from torch import Tensor
-from torch.distributions import constraints
 
 from .._arguments import checked
 from .._checks import check_booleans, check_shape, check_size
@@ -16,16 +15,13 @@ from ..distributions.continuous_time_hmm import ContinuousTimeHMM
 from ..distributions.hmm import HMM
 from ..distributions.sparse_gamma import SparseGamma, SparsePositive
 from ..ops.log_space import log
-from ..ops.recursions import ExpectedCounts
-from . import emissions
-from .base import HMMModule
-from .closed_form import Maximum, Statistics, check_mode, is_free, row_mode
+from .chain_tables import ChainTables, set_point
+from .closed_form import Maximum, Statistics, check_mode
 from .family import EmissionFamily, build_emission, positive
-from .tabular import check_allowed, rows_prior
 
 
 @checked(emission=None)
-class TabularContinuousTimeHMM(HMMModule):
+class TabularContinuousTimeHMM(ChainTables):
     r"""HMM in continuous time with a Gamma prior on every rate of transitions.
 
     .. math:: \pi \sim \mathrm{Dir}(c), \quad q_{ij} \sim \mathrm{Gamma}(a_{ij}, b_{ij})
@@ -77,6 +73,8 @@ class TabularContinuousTimeHMM(HMMModule):
         True
     """
 
+    family = ContinuousTimeHMM
+
     def __init__(
         self,
         num_states: int,
@@ -93,20 +91,17 @@ class TabularContinuousTimeHMM(HMMModule):
         check_size("num_states", num_states)
         self.num_states = num_states
         square = num_states, num_states
-        if initial_allowed is not None:
-            check_allowed("initial_allowed", initial_allowed, (num_states,), "(K,)")
         others = ~torch.eye(num_states, dtype=torch.bool)
         if transition_allowed is not None:
             check_booleans("transition_allowed", transition_allowed)
             check_shape("transition_allowed", transition_allowed, square, "(K, K)")
             others = others.to(transition_allowed.device) & transition_allowed
         for name, value, shape in (
-            ("initial_concentration", initial_concentration, (num_states,)),
             ("rate_concentration", rate_concentration, square),
             ("rate_time", rate_time, square),
         ):
             self.register_buffer(name, positive(name, value, shape))
-        self.register_buffer("initial_allowed", initial_allowed)
+        self.add_rows("initial", initial_concentration, (num_states,), initial_allowed)
         self.register_buffer("transition_allowed", others)
         self.register_buffer("exact_entry", exact_entry)
         if exact_entry is not None:
@@ -117,7 +112,6 @@ class TabularContinuousTimeHMM(HMMModule):
                     "exact_entry must hold states that are never left: give transition_allowed, "
                     "with rows of these states that are all False."
                 )
-        self.initial = PyroSample(partial(rows_prior, name="initial"))
         if bool(others.any()):
             self.rates = PyroSample(partial(_rates_prior))
         else:  # there is nothing to fit
@@ -125,34 +119,19 @@ class TabularContinuousTimeHMM(HMMModule):
         self.emission = build_emission(emission, num_states)
 
     @classmethod
-    def from_hmm(cls, hmm: HMM) -> TabularContinuousTimeHMM:
-        """A module with the values of a :class:`ContinuousTimeHMM` as parameters, without priors.
-
-        Rates of zero stay zero.
-
-        Raises:
-            TypeError: If ``hmm`` is not a ``ContinuousTimeHMM``.
-            ValueError: If its emission has a dimension of steps.
-        """
-        if not isinstance(hmm, ContinuousTimeHMM):
-            raise TypeError(f"hmm must be a ContinuousTimeHMM; got {type(hmm).__name__}.")
-        if hmm.emission_per_step:
-            raise ValueError(
-                "hmm has an emission per step; a TabularContinuousTimeHMM has one for all steps."
-            )
-        rates = hmm.rates.detach()
-        rates = rates - rates.diagonal(dim1=-2, dim2=-1).diag_embed()
-        allowed = rates > 0
-        module = cls(
-            hmm.num_states, lambda _: emissions.from_distribution(hmm.emission),
-            transition_allowed=allowed, exact_entry=hmm.exact_entry,
+    def _like(cls, hmm: Any, emission: Any) -> TabularContinuousTimeHMM:
+        return cls(
+            hmm.num_states, emission, transition_allowed=hmm.chain.possible,
+            exact_entry=hmm.exact_entry,
         )  # fmt: skip
-        del module.initial
-        module.initial = PyroParam(hmm.log_initial.detach().exp(), constraints.simplex)
-        if bool(allowed.any()):
-            del module.rates
-            module.rates = PyroParam(rates, SparsePositive(allowed))
-        return module.to(hmm.log_initial.device)
+
+    def _take_values(self, hmm: HMM) -> None:
+        """Replace the tables by points with the values of ``hmm``; rates of zero stay zero."""
+        set_point(self, "initial", hmm.log_initial.detach().exp())
+        if "rates" in self._pyro_samples:
+            possible = hmm.chain.possible
+            rates = hmm.chain.rates.detach().masked_fill(~possible, 0.0)
+            set_point(self, "rates", rates, SparsePositive(possible))
 
     def forward(
         self, lengths: Tensor, observed: Tensor | None = None, times: Tensor | None = None
@@ -172,25 +151,9 @@ class TabularContinuousTimeHMM(HMMModule):
             exact_entry=self.exact_entry,
         )  # fmt: skip
 
-    def emission_module(self) -> PyroModule:
-        """The module of the emission."""
-        return self.emission
-
-    def statistics(self, expected: ExpectedCounts) -> Statistics:
-        """Expected counts of what is free: see :meth:`ContinuousTimeHMM.expected_counts`."""
-        counts = {"initial": expected.initial, "rates": expected.transitions.sum(1)}
-        return {name: value for name, value in counts.items() if is_free(self, name)}
-
     def m_step(self, statistics: Statistics) -> Maximum:
         """Normalised counts of first states; numbers of transitions over times in the states."""
-        found = {}
-        if "initial" in statistics:
-            counts, prior, allowed = statistics["initial"], None, self.initial_allowed
-            if "initial" in self._pyro_samples:
-                prior = self.initial_concentration
-                if allowed is not None:  # ones say nothing where nothing is allowed
-                    prior, counts = prior.masked_fill(~allowed, 1.0), counts * allowed
-            found["initial"] = row_mode(counts, prior)
+        found, _ = super().m_step({n: c for n, c in statistics.items() if n == "initial"})
         if "rates" in statistics:
             number = statistics["rates"].double()
             time = number.diagonal(dim1=-2, dim2=-1).unsqueeze(-1).expand_as(number)

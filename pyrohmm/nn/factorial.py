@@ -8,9 +8,8 @@ from functools import partial
 from typing import Any, ClassVar
 
 import torch
-from pyro.distributions import Bernoulli, Dirichlet, InverseGamma, Normal
+from pyro.distributions import Bernoulli, InverseGamma, Normal
 from pyro.distributions.torch_distribution import TorchDistribution
-from pyro.nn import PyroModule, PyroParam, PyroSample
 from torch import Tensor
 from torch.distributions import constraints
 
@@ -18,10 +17,8 @@ from .._arguments import Shape, checked
 from .._checks import check_size
 from ..distributions.factorial_hmm import FactorialHMM
 from ..ops.log_space import log
-from ..ops.recursions import ExpectedCounts
-from . import emissions
-from .base import HMMModule
-from .closed_form import Maximum, Statistics, is_free, row_mode, with_prior
+from .chain_tables import ChainTables
+from .closed_form import Maximum, Statistics
 from .family import Emission, EmissionFamily, build_emission, moments, positive, spread
 
 SINGULAR = 1e-12  # relative size of what the observations do not determine
@@ -29,7 +26,7 @@ ROUNDS = 20  # in which an M-step maximises by contributions and variances in tu
 
 
 @checked(emission=None)
-class TabularFactorialHMM(HMMModule):
+class TabularFactorialHMM(ChainTables):
     r"""Factorial HMM whose parameters are the probabilities of its chains, with Dirichlet priors.
 
     Sites: ``initial_m`` ``(K_m,)`` and ``transition_m`` ``(K_m, K_m)`` of each chain m = 0, ...,
@@ -57,6 +54,8 @@ class TabularFactorialHMM(HMMModule):
         torch.Size([3, 3])
     """
 
+    family = FactorialHMM
+
     def __init__(
         self,
         num_states: Shape,
@@ -67,34 +66,13 @@ class TabularFactorialHMM(HMMModule):
         super().__init__()
         self.num_states = _sizes(num_states)
         for m, size in enumerate(self.num_states):
-            for name, value, shape in (
-                ("initial", initial_concentration, (size,)),
-                ("transition", transition_concentration, (size, size)),
-            ):
-                prior = positive(f"{name}_concentration", value, shape)
-                self.register_buffer(f"{name}_concentration_{m}", prior)
-                setattr(self, f"{name}_{m}", PyroSample(partial(_rows, name=name, chain=m)))
+            self.add_rows(f"initial_{m}", initial_concentration, (size,))
+            self.add_rows(f"transition_{m}", transition_concentration, (size, size))
         self.emission = build_emission(emission, math.prod(self.num_states))
 
     @classmethod
-    def from_hmm(cls, hmm: FactorialHMM) -> TabularFactorialHMM:
-        """A module with the values of ``hmm`` as parameters: points, without priors.
-
-        The emission has parameters for each product state.
-
-        Raises:
-            TypeError: If ``hmm`` is not a ``FactorialHMM``.
-            ValueError: If its emission has a dimension of steps.
-        """
-        if hmm.emission_per_step:
-            raise ValueError("hmm has parameters per step; a module has one set for all steps.")
-        module = cls(hmm.sizes, lambda _: emissions.from_distribution(hmm.emission))
-        for name, tables in (("initial", hmm.log_initials), ("transition", hmm.log_transitions)):
-            for m, logs in enumerate(tables):
-                delattr(module, f"{name}_{m}")
-                point = PyroParam(logs.detach().exp(), constraints.simplex)
-                setattr(module, f"{name}_{m}", point)
-        return module.to(hmm.log_initial.device)
+    def _like(cls, hmm: FactorialHMM, emission: Any) -> TabularFactorialHMM:
+        return cls(hmm.sizes, emission)
 
     def forward(self, lengths: Tensor, observed: Tensor | None = None) -> FactorialHMM:
         """Build the HMM for sequences of ``lengths`` ``(*B)``."""
@@ -102,36 +80,6 @@ class TabularFactorialHMM(HMMModule):
         initials = [log(getattr(self, f"initial_{m}")) for m in chains]
         transitions = [log(getattr(self, f"transition_{m}")) for m in chains]
         return FactorialHMM(initials, transitions, self.emission(), lengths, observed)
-
-    def emission_module(self) -> PyroModule:
-        """The module of the emission."""
-        return self.emission
-
-    def statistics(self, expected: ExpectedCounts) -> Statistics:
-        """Expected counts of what is free: see :class:`pyrohmm.nn.closed_form.ChainMStep`."""
-        counts, transitions, end = {}, expected.transitions.sum(1), 0
-        for m, size in enumerate(self.num_states):
-            own = slice(end, end + size)
-            counts[f"initial_{m}"] = expected.initial[..., own]
-            counts[f"transition_{m}"] = transitions[..., own, own]
-            end += size
-        return {name: value for name, value in counts.items() if is_free(self, name)}
-
-    def m_step(self, statistics: Statistics) -> Maximum:
-        """Normalised counts, those of the Dirichlet priors included."""
-        values = {}
-        for name, counts in statistics.items():
-            kind, chain = name.split("_")
-            if name in self._pyro_samples:
-                counts = with_prior(counts, getattr(self, f"{kind}_concentration_{chain}"))
-            values[name] = row_mode(counts)
-        return values, []
-
-
-def _rows(module: TabularFactorialHMM, name: str, chain: int) -> TorchDistribution:
-    """Prior of the rows of probabilities of a chain, all as one event."""
-    concentration: Tensor = getattr(module, f"{name}_concentration_{chain}")
-    return Dirichlet(concentration).to_event(concentration.dim() - 1)
 
 
 def _sizes(num_states: Sequence[int]) -> tuple[int, ...]:

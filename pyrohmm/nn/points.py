@@ -4,11 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..distributions.continuous_time_hmm import ContinuousTimeHMM
-from ..distributions.factorial_hmm import FactorialHMM
 from ..distributions.hmm import HMM
-from ..distributions.hsmm import HSMM
-from ..distributions.second_order_hmm import SecondOrderHMM
 from .base import HMMModule
 from .continuous_time import TabularContinuousTimeHMM
 from .factorial import TabularFactorialHMM
@@ -16,12 +12,10 @@ from .second_order import TabularSecondOrderHMM
 from .tabular import TabularHMM
 from .tabular_hsmm import TabularHSMM
 
-MODULES: dict[type, Any] = {
-    ContinuousTimeHMM: TabularContinuousTimeHMM,
-    FactorialHMM: TabularFactorialHMM,
-    HSMM: TabularHSMM,
-    SecondOrderHMM: TabularSecondOrderHMM,
-}
+TABLES = (
+    TabularContinuousTimeHMM, TabularFactorialHMM, TabularHMM, TabularHSMM, TabularSecondOrderHMM,
+)  # fmt: skip
+MODULES: dict[type, Any] = {module.family: module for module in TABLES}
 
 
 def module_of(hmm: HMM) -> HMMModule:

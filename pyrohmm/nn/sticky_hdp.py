@@ -12,10 +12,10 @@ from torch import Tensor
 
 from .._arguments import POSITIVE, Range, checked
 from .._checks import check_size
+from ..chains.base import ExpectedCounts
 from ..distributions.hmm import HMM
 from ..distributions.sparse_dirichlet import SparseDirichlet
 from ..ops.log_space import log
-from ..ops.recursions import ExpectedCounts
 from .base import HMMModule
 from .closed_form import Maximum, Statistics
 from .family import EmissionFamily, build_emission

@@ -2,28 +2,20 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
-from pyro.distributions import Dirichlet
-from pyro.nn import PyroModule, PyroParam, PyroSample
 from torch import Tensor
-from torch.distributions import constraints
 
 from .._arguments import checked, explained
-from .._checks import check_booleans, check_shape, check_size
+from .._checks import check_size
 from ..distributions.hmm import HMM
-from ..distributions.sparse_dirichlet import SparseDirichlet
 from ..ops.log_space import log
-from ..ops.recursions import ExpectedCounts
-from . import emissions
-from .base import HMMModule
-from .closed_form import Maximum, Statistics, is_free, row_mode, with_prior
-from .family import EmissionFamily, build_emission, positive
+from .chain_tables import ChainTables
+from .closed_form import Statistics
+from .family import EmissionFamily, build_emission
 
 
 @checked(emission=None)
-class TabularHMM(HMMModule):
+class TabularHMM(ChainTables):
     r"""HMM whose parameters are its probabilities, with Dirichlet priors on every row.
 
     .. math:: \pi \sim \mathrm{Dir}(c_0), \quad A_i \sim \mathrm{Dir}(c_i)
@@ -70,85 +62,23 @@ class TabularHMM(HMMModule):
         super().__init__()
         check_size("num_states", num_states)
         self.num_states = num_states
-        self.register_buffer(
-            "initial_concentration",
-            positive("initial_concentration", initial_concentration, (num_states,)),
-        )
-        self.register_buffer(
-            "transition_concentration",
-            positive(
-                "transition_concentration", transition_concentration, (num_states, num_states)
-            ),
-        )
-        if initial_allowed is not None:
-            check_allowed("initial_allowed", initial_allowed, (num_states,), "(K,)")
-        if transition_allowed is not None:
-            shape = (num_states, num_states)
-            check_allowed("transition_allowed", transition_allowed, shape, "(K, K)")
-        self.register_buffer("initial_allowed", initial_allowed)
-        self.register_buffer("transition_allowed", transition_allowed)
-        self.initial = PyroSample(partial(rows_prior, name="initial"))
-        self.transition = PyroSample(partial(rows_prior, name="transition"))
+        self.add_rows("initial", initial_concentration, (num_states,), initial_allowed)
+        square = num_states, num_states
+        self.add_rows("transition", transition_concentration, square, transition_allowed)
         self.emission = build_emission(emission, num_states)
 
-    @classmethod
-    def from_hmm(cls, hmm: HMM) -> TabularHMM:
-        """A module with the values of ``hmm`` as parameters: points, without priors.
-
-        The parameters are copies; zeros stay zero under gradient steps.
-
-        Raises:
-            ValueError: If parameters of ``hmm`` have a dimension of steps.
-        """
-        hmm.check_markov("TabularHMM")
-        if hmm.transition_per_step or hmm.emission_per_step:
-            raise ValueError(
-                "hmm has parameters per step; a TabularHMM has one matrix for all steps."
-            )
-        module = cls(hmm.num_states, lambda _: emissions.from_distribution(hmm.emission))
-        for name, logs in (("initial", hmm.log_initial), ("transition", hmm.log_transition)):
-            delattr(module, name)
-            setattr(module, name, PyroParam(logs.detach().exp(), constraints.simplex))
-        return module.to(hmm.log_initial.device)
+    def _take_values(self, hmm: HMM) -> None:
+        hmm.check_constant(type(self).__name__)
+        super()._take_values(hmm.expanded())
 
     def forward(self, lengths: Tensor, observed: Tensor | None = None) -> HMM:
         """Build the HMM for sequences of ``lengths`` ``(*B)``."""
         return HMM(log(self.initial), log(self.transition), self.emission(), lengths, observed)
 
-    def emission_module(self) -> PyroModule:
-        """The module of the emission."""
-        return self.emission
-
-    def statistics(self, expected: ExpectedCounts) -> Statistics:
-        """Expected counts of what is free: see :class:`ChainMStep`."""
-        counts = {"initial": expected.initial, "transition": expected.transitions.sum(1)}
-        return {name: value for name, value in counts.items() if is_free(self, name)}
-
-    def m_step(self, statistics: Statistics) -> Maximum:
-        """Normalised counts, those of the Dirichlet priors included."""
-        return {name: row_mode(self._counts(name, statistics[name])) for name in statistics}, []
-
     def transition_counts(self, statistics: Statistics) -> Tensor | None:
         """Counts ``(R, K, K)``, pseudo-counts of the prior included; None if it is frozen."""
         counts = statistics.get("transition")
         return None if counts is None else self._counts("transition", counts)
-
-    def _counts(self, name: str, counts: Tensor) -> Tensor:
-        if name not in self._pyro_samples:
-            return counts
-        prior, allowed = getattr(self, f"{name}_concentration"), getattr(self, f"{name}_allowed")
-        if allowed is not None:  # ones say nothing where nothing is allowed
-            prior, counts = prior.masked_fill(~allowed, 1.0), counts.masked_fill(~allowed, 0.0)
-        return with_prior(counts, prior)
-
-
-def rows_prior(module: TabularHMM, name: str) -> Dirichlet | SparseDirichlet:
-    """Prior of the rows of probabilities ``name``, all as one event."""
-    concentration: Tensor = getattr(module, f"{name}_concentration")
-    allowed: Tensor | None = getattr(module, f"{name}_allowed")
-    if allowed is None:
-        return Dirichlet(concentration).to_event(concentration.dim() - 1)
-    return SparseDirichlet(concentration, allowed)
 
 
 @explained()
@@ -202,11 +132,3 @@ def _check_distance(name: str, value: int) -> None:
         raise TypeError(f"{name} must be an int; got {type(value).__name__}.")
     if value < 0:
         raise ValueError(f"{name} must not be negative; got {value}.")
-
-
-def check_allowed(name: str, allowed: Tensor, shape: tuple[int, ...], meaning: str) -> None:
-    """Raise unless booleans of ``shape`` allow something in each row."""
-    check_booleans(name, allowed)
-    check_shape(name, allowed, shape, meaning)
-    if not bool(allowed.any(-1).all()):
-        raise ValueError(f"{name} must leave at least one state to every row.")

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-from pyro.nn import PyroModule, PyroParam
+from pyro.nn import PyroModule
 from torch import Tensor
-from torch.distributions import constraints
 
 from .._arguments import Range, checked
+from ..chains.base import ExpectedCounts
 from ..distributions.hmm import HMM
 from ..distributions.hsmm import HSMM
 from ..ops.log_space import log
-from ..ops.recursions import ExpectedCounts
-from . import emissions
+from .chain_tables import ChainTables, set_point
 from .closed_form import Maximum, Statistics, inside, under
 from .durations import DurationFamily, DurationMStep, free_durations
 from .family import EmissionFamily
@@ -61,6 +62,8 @@ class TabularHSMM(TabularHMM):
                 [1., 0.]]), torch.Size([2, 30]))
     """
 
+    family = HSMM
+
     def __init__(
         self,
         num_states: int,
@@ -97,29 +100,16 @@ class TabularHSMM(TabularHMM):
         self.censored_end, self.censored_start = censored_end, censored_start
 
     @classmethod
-    def from_hmm(cls, hmm: HMM) -> TabularHSMM:
-        """A module with the values of an :class:`HSMM` as parameters: points, without priors.
-
-        Raises:
-            TypeError: If ``hmm`` is not an ``HSMM``.
-            ValueError: If its emission has a dimension of steps.
-        """
-        if not isinstance(hmm, HSMM):
-            raise TypeError(f"hmm must be an HSMM; got {type(hmm).__name__}.")
-        if hmm.emission_per_step:
-            raise ValueError("hmm has parameters per step; a TabularHSMM has one set for all.")
-        module = cls(
-            hmm.num_states, free_durations(hmm.max_duration),
-            lambda _: emissions.from_distribution(hmm.emission), censored_end=hmm.censored_end,
+    def _like(cls, hmm: Any, emission: Any) -> ChainTables:
+        durations = free_durations(hmm.max_duration)
+        return cls(
+            hmm.num_states, durations, emission, censored_end=hmm.censored_end,
             censored_start=hmm.censored_start,
         )  # fmt: skip
-        part: PyroModule = module
-        for name, logs in (("initial", hmm.log_initial), ("transition", hmm.log_transition),
-                           ("probs", hmm.log_duration)):  # fmt: skip
-            part = module.duration if name == "probs" else module
-            delattr(part, name)
-            setattr(part, name, PyroParam(logs.detach().exp(), constraints.simplex))
-        return module.to(hmm.log_initial.device)
+
+    def _take_values(self, hmm: HMM) -> None:
+        ChainTables._take_values(self, hmm)
+        set_point(self.duration, "probs", hmm.chain.log_duration.detach().exp())
 
     def forward(self, lengths: Tensor, observed: Tensor | None = None) -> HSMM:
         """Build the HSMM for sequences of ``lengths`` ``(*B)``."""
@@ -131,10 +121,11 @@ class TabularHSMM(TabularHMM):
     def statistics(self, expected: ExpectedCounts) -> Statistics:
         """Expected counts of what is free: see :class:`ChainMStep`."""
         chain = super().statistics(expected)
-        if not isinstance(self.duration, DurationMStep) or expected.durations is None:
+        if not isinstance(self.duration, DurationMStep):
             return chain
-        begun = expected.initial if self.censored_start else None
-        return chain | under("duration.", self.duration.statistics(expected.durations, begun))
+        left_censored = expected.counts["log_initial"] if self.censored_start else None
+        lasted = self.duration.statistics(expected.counts["log_duration"], left_censored)
+        return chain | under("duration.", lasted)
 
     def m_step(self, statistics: Statistics) -> Maximum:
         """Normalised counts, and the mode of durations if they have an M-step."""

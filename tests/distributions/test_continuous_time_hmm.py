@@ -201,8 +201,8 @@ def test_expected_counts_are_those_of_paths_between_the_ends(rates):
     hmm = ContinuousTimeHMM(INITIAL, rates, EMISSION, torch.tensor(2), torch.tensor([1.0, 1 + gap]))
     found = hmm.restrict(torch.tensor([0, 2])).expected_counts(torch.zeros(2))
     wanted = jumps_between(rates.numpy(), gap, 0, 2)
-    np.testing.assert_allclose(found.transitions[0], wanted, atol=1e-6)
-    np.testing.assert_allclose(found.transitions[0].diagonal().sum(), gap, rtol=1e-12)
+    np.testing.assert_allclose(found.counts["rates"], wanted, atol=1e-6)
+    np.testing.assert_allclose(found.counts["rates"].diagonal().sum(), gap, rtol=1e-12)
 
 
 def test_expected_counts_are_the_gradient(rates, values):
@@ -213,11 +213,11 @@ def test_expected_counts_are_the_gradient(rates, values):
     hmm.replace(log_initial=leaves[0], rates=leaves[1]).log_prob(values).sum().backward()
     diagonal = torch.eye(K).bool()
     wanted = torch.where(diagonal, leaves[1].grad, leaves[1].grad * rates)
-    torch.testing.assert_close(counts.transitions[0], wanted)
-    torch.testing.assert_close(counts.initial, leaves[0].grad)
+    torch.testing.assert_close(counts.counts["rates"], wanted)
+    torch.testing.assert_close(counts.counts["log_initial"], leaves[0].grad)
     spans = sum(times[n - 1] - times[0] for times, n in zip(hmm.times, LENGTHS.tolist()))
-    torch.testing.assert_close(counts.transitions[0].diagonal().sum(), spans)
-    assert (counts.transitions[0][(rates == 0) & ~diagonal] == 0).all()
+    torch.testing.assert_close(counts.counts["rates"].diagonal().sum(), spans)
+    assert (counts.counts["rates"][(rates == 0) & ~diagonal] == 0).all()
 
 
 @pytest.mark.parametrize("own", [False, True], ids=["shared", "own"])
@@ -280,7 +280,7 @@ def test_one_step_is_the_first_state_and_its_emission(batch):
     wanted = (INITIAL + EMISSION.log_prob(values)).logsumexp(-1)
     torch.testing.assert_close(hmm.log_prob(values), wanted)
     assert hmm.sample((2,)).shape == (2, *batch, 1)
-    assert (hmm.expected_counts(values).transitions == 0).all()
+    assert (hmm.expected_counts(values).counts["rates"] == 0).all()
     now = hmm.posterior(values).states[..., 0, :]
     ahead = hmm.forecast(values, times + torch.tensor([0.0, 2.0])).states
     torch.testing.assert_close(ahead[..., 0, :], now)
@@ -294,7 +294,7 @@ def test_padding_may_hold_any_time(values):
     times[~model().exists] = torch.nan
     hmm = model(times=times)
     assert torch.equal(hmm.log_prob(values), wanted)
-    assert hmm.expected_counts(values).transitions.isfinite().all()
+    assert hmm.expected_counts(values).counts["rates"].isfinite().all()
 
 
 def test_missing_steps_say_the_state_at_any_time():
@@ -354,10 +354,10 @@ def test_parameters_may_be_batched(values):
     each = model(own)
     wanted = [model(own[i]).log_prob(values)[i] for i in range(4)]
     torch.testing.assert_close(each.log_prob(values), torch.stack(wanted))
-    counts = each.expected_counts(values).transitions
+    counts = each.expected_counts(values).counts["rates"]
     one = ContinuousTimeHMM(INITIAL, own[3], EMISSION, LENGTHS[3:], irregular(4)[3:],
                             model().observed[3:])  # fmt: skip
-    torch.testing.assert_close(counts[3], one.expected_counts(values[3:]).transitions)
+    torch.testing.assert_close(counts[3], one.expected_counts(values[3:]).counts["rates"])
     assert many.forecast(values, torch.full((4, 2), 20.0)).states.shape == (3, 4, 2, K)
     assert many.transition_at(torch.ones(2)).shape == (3, 1, 2, K, K)
     assert many.sample().shape == (3, 4, T)
@@ -388,7 +388,8 @@ def test_saved_and_pickled(values, tmp_path):
         assert torch.equal(other.times, hmm.times)
         assert torch.equal(other.log_prob(values), hmm.log_prob(values))
         assert torch.equal(
-            other.expected_counts(values).transitions, hmm.expected_counts(values).transitions
+            other.expected_counts(values).counts["rates"],
+            hmm.expected_counts(values).counts["rates"],
         )
 
 
@@ -552,8 +553,8 @@ def test_the_density_of_a_death_is_the_limit_of_probabilities_of_short_times():
 
 def test_counts_of_exact_deaths_are_the_gradient_by_rates():
     hmm = deaths()
-    counts = hmm.expected_counts(PATIENTS).transitions[0]
-    logs = hmm.counted_transitions()[0].clone().requires_grad_()
+    counts = hmm.expected_counts(PATIENTS).counts["rates"]
+    logs = hmm.chain.factors()["rates"].clone().requires_grad_()
     rates = torch.where(torch.eye(K, dtype=torch.bool), logs, logs.exp())
     evidence = hmm.replace(rates=rates).log_prob(PATIENTS).sum()
     (slope,) = torch.autograd.grad(evidence, logs)

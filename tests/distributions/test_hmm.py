@@ -1187,7 +1187,7 @@ BAD = {  # what is wrong: the argument, how to make it, the error, what it must 
         "log_transition",
         lambda: even(3),
         ValueError,
-        r"\(K, K\) = \(3, 3\); got shape \(3,\)",
+        r"\(\*B, K, K\); got shape \(3,\)",
     ),
     "transition has probabilities": (
         "log_transition",

@@ -72,7 +72,8 @@ def answers(hsmm, values):
     scores = scores.masked_fill(~hsmm.observed.unsqueeze(-1), 0.0)
     parts = [part.numpy() for part in (hsmm.log_initial, hsmm.log_transition, hsmm.log_duration)]
     return [
-        oracle.by_segments(*parts, scores[i].numpy(), int(LENGTHS[i]), *hsmm.cuts) for i in range(4)
+        oracle.by_segments(*parts, scores[i].numpy(), int(LENGTHS[i]), *hsmm.chain.censored)
+        for i in range(4)
     ]
 
 
@@ -88,7 +89,9 @@ def test_queries_answer_as_all_segmentations_do(hsmm, values):
         np.testing.assert_allclose(durations[i], answer.durations, atol=1e-12)
         path = tuple(best[i, : LENGTHS[i]].tolist())
         assert answer.paths[path] == pytest.approx(float(answer.best))
-    torch.testing.assert_close(hsmm.expected_counts(values).durations, durations.sum(0))
+    torch.testing.assert_close(
+        hsmm.expected_counts(values).counts["log_duration"], durations.sum(0)
+    )
 
 
 def test_the_joint_density_of_each_path(hsmm, values):
@@ -249,7 +252,7 @@ def test_copies_say_the_same(hsmm, values):
         other.posterior(values).states, hsmm.posterior(values).states[..., order]
     )
     assert hsmm.expand([2, 4]).log_prob(values).shape == (2, 4)
-    assert hsmm.with_lengths(torch.tensor([T])).cuts == hsmm.cuts
+    assert hsmm.with_lengths(torch.tensor([T])).chain.censored == hsmm.chain.censored
 
 
 def test_parameters_of_each_step(values):
@@ -295,7 +298,7 @@ def test_saved_and_loaded(hsmm, values, tmp_path):
     ("change", "message"),
     [
         ({"log_initial": torch.zeros(1)}, "log_initial must be of at least two states"),
-        ({"log_duration": torch.zeros(2, 4)}, r"log_duration must have shape \(\*B, K, D\)"),
+        ({"log_duration": torch.zeros(2, 4)}, r"log_duration must end in shape \(K, D\)"),
         ({"log_duration": torch.zeros(3)}, r"log_duration must have shape \(\*B, K, D\)"),
         ({"log_duration": torch.zeros(3, 4)}, "log_duration must hold log-probabilities"),
         ({"log_transition": torch.zeros(3, 3).log_softmax(-1)}, "-inf on the diagonal"),

@@ -285,7 +285,7 @@ class Rows(HMMModule):
         return self.emission
 
     def statistics(self, expected):
-        return {"pairs": expected.transitions.sum(1)}
+        return {"pairs": expected.counts["log_transition"]}
 
     def m_step(self, statistics):
         counts = self.transition_counts(statistics)

@@ -1,0 +1,22 @@
+"""What p(z) is: the distributions of the hidden states, one module a chain.
+
+Imports ``ops``. An :class:`~pyrohmm.HMM` joins a chain with an emission and data. A new chain is a
+module here: its named parameters, and its recursions.
+
+Its modules; each imports only those above it:
+
+``base``          ``Chain``: the protocol; expected counts by the names of the parameters
+``markov``        ``MarkovChain``: each state depends on the one before it
+``semi_markov``   ``SemiMarkovChain``: states with explicit durations
+``product``       ``ProductChain``: several independent chains
+``second_order``  ``SecondOrderChain``: each state depends on the two before it
+``rates``         ``RateChain``: a Markov chain in continuous time
+"""
+
+from .base import Chain as Chain
+from .base import ExpectedCounts as ExpectedCounts
+from .markov import MarkovChain as MarkovChain
+from .product import ProductChain as ProductChain
+from .rates import RateChain as RateChain
+from .second_order import SecondOrderChain as SecondOrderChain
+from .semi_markov import SemiMarkovChain as SemiMarkovChain

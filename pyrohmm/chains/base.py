@@ -1,0 +1,294 @@
+"""``Chain``: what the distribution of the hidden states of an :class:`~pyrohmm.HMM` must offer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar, NamedTuple, NoReturn
+
+import torch
+from torch import Tensor
+
+from .._arrays import at_door
+from .._checks import check_floats, check_log_simplex, check_same_device, check_trailing
+from .._transforms import evidence_and_gradient, transforming
+from ..ops.sampling import CategoricalTable, sample_path
+
+Core = tuple[str, ...]
+
+
+class ExpectedCounts(NamedTuple):
+    """Expected counts under the posterior: gradients of the log evidence (Eisner, 2016).
+
+    Attributes:
+        log_evidence: ``(*B)``, in nats.
+        states: ``(*B, T, K)``, smoothed marginals; zero at padded steps.
+        counts: By the names of the chain's parameters and in their shapes, the expected number of
+            uses of each entry. Batch dimensions that a parameter lacks are summed.
+    """
+
+    log_evidence: Tensor
+    states: Tensor
+    counts: dict[str, Tensor]
+
+
+class Expansion(NamedTuple):
+    """A Markov chain with the same distribution, over more states.
+
+    Attributes:
+        chain: The :class:`MarkovChain` over the states k'.
+        state_of: ``(K',)``, which of the K states each of its states is.
+        allowed: ``(*B, T, K')`` booleans, False where a state k' cannot be; None if all can.
+    """
+
+    chain: Any
+    state_of: Tensor
+    allowed: Tensor | None = None
+
+
+class Chain:
+    """The distribution p(z) of the hidden states, by named parameters.
+
+    A subclass sets ``cores`` and ``parameters``, defines ``log_evidence``, ``filtered``,
+    ``viterbi``, ``sample_states``, ``log_prob``, and, where they are defined, ``sample_prior``,
+    ``expanded`` and ``stationary``. All else follows from them. Log-likelihoods are ``(*B, T, K)``,
+    lengths ``(*B)``; batch dimensions broadcast with those of the parameters.
+
+    Attributes:
+        cores: The last dimensions of each parameter, by name: ``"K"`` is one of states, which a
+            permutation of the states permutes; any other letter is a dimension of its own.
+        parameters: By name, each with the batch dimensions ``(*b)`` before its core.
+        options: Further arguments of the constructor, which are no parameters.
+        num_states: K.
+        order: On how many states before it the next state depends.
+        is_markov: Whether the next state depends on the state before it alone.
+        samples_alone: Whether :meth:`sample_prior` may be used: it knows of no lengths.
+        per_step: Whether the parameters change with the step.
+    """
+
+    cores: ClassVar[dict[str, Core]]
+    options: dict[str, Any]
+    log_initial: Tensor  # (*b, K)
+    order = 1
+    is_markov = False
+    samples_alone = True
+    per_step = False
+
+    def __init__(self, **options: Any) -> None:
+        self.options = options
+
+    def take(self, **parameters: Any) -> None:
+        """Set parameters as attributes; arrays of NumPy become tensors."""
+        for name, value in parameters.items():
+            setattr(self, name, at_door(name, value))
+
+    @property
+    def parameters(self) -> dict[str, Tensor]:
+        """The parameters by name."""
+        return {name: getattr(self, name) for name in self.cores}
+
+    @property
+    def num_states(self) -> int:
+        """K, the number of states."""
+        raise NotImplementedError
+
+    @property
+    def batch_shape(self) -> torch.Size:
+        """What the batch dimensions of the parameters broadcast to."""
+        return torch.broadcast_shapes(*(self.batch_of(n, p) for n, p in self.parameters.items()))
+
+    def batch_of(self, name: str, tensor: Tensor) -> torch.Size:
+        """The batch dimensions of the parameter ``name``."""
+        return tensor.shape[: tensor.dim() - len(self.cores[name])]
+
+    def steps_and_batches(self, longest: int) -> tuple[dict[str, int], dict[str, torch.Size]]:
+        """The number of steps that arguments are for, and batch dimensions, by argument.
+
+        Args:
+            longest: The largest of the lengths.
+        """
+        return {}, {name: self.batch_of(name, p) for name, p in self.parameters.items()}
+
+    # The same chain with other parameters
+
+    def replace(self, **changes: Any) -> Chain:
+        """A copy with some parameters or options changed."""
+        return type(self)(**(self.parameters | self.options | changes))
+
+    def map(self, function: Callable[[str, Tensor, int], Tensor]) -> Chain:
+        """A copy whose parameters are ``function(name, parameter, dimensions of its core)``."""
+        items = self.parameters.items()
+        return self.replace(**{name: function(name, p, len(self.cores[name])) for name, p in items})
+
+    def expand(self, batch: torch.Size) -> Chain:
+        """A copy whose parameters have the batch dimensions ``batch``."""
+        return self.map(lambda _, p, core: p.expand(*batch, *p.shape[p.dim() - core :]))
+
+    def permuted(self, order: Tensor) -> Chain:
+        """A copy whose state k was ``order[k]``."""
+
+        def permute(name: str, parameter: Tensor, core: int) -> Tensor:
+            for axis, letter in enumerate(self.cores[name], -core):
+                if letter == "K":
+                    parameter = parameter.index_select(axis, order)
+            return parameter
+
+        return self.map(permute)
+
+    def uniform(self) -> Chain:
+        """A copy with all that has positive probability equally probable."""
+        return self.map(
+            lambda _, p, core: p.new_zeros(()).expand(p.shape)
+            .masked_fill(p.isneginf(), -torch.inf).log_softmax(-1)
+        )  # fmt: skip
+
+    # Recursions
+
+    def log_evidence(self, log_likelihood: Tensor, lengths: Tensor) -> Tensor:
+        r"""Log evidence :math:`\log p(x_{1:T})`, ``(*B)``, in nats, differentiable."""
+        raise NotImplementedError
+
+    def filtered(self, log_likelihood: Tensor, lengths: Tensor) -> Tensor:
+        r"""Filtered :math:`\log p(z_t \mid x_{1:t})`, ``(*B, T, K)``; -inf at padded steps."""
+        raise NotImplementedError
+
+    def viterbi(self, log_likelihood: Tensor, lengths: Tensor) -> Tensor:
+        """Most probable path, ``(*B, T)``; 0 at padded steps."""
+        raise NotImplementedError
+
+    def sample_states(self, log_likelihood: Tensor, lengths: Tensor, num_samples: int) -> Tensor:
+        """Paths from the posterior, ``(num_samples, *B, T)``; 0 at padded steps."""
+        raise NotImplementedError
+
+    def log_prob(self, states: Tensor, exists: Tensor) -> Tensor:
+        r"""Log-probability :math:`\log p(z_{1:T})` of paths ``(*B, T)``, ``(*B)``."""
+        raise NotImplementedError
+
+    def sample_prior(self, shape: torch.Size, num_steps: int) -> Tensor:
+        """Paths ``(*shape, num_steps)`` of the chain; ``shape`` ends in the batch dimensions."""
+        raise NotImplementedError
+
+    def expanded(self, lengths: Tensor, num_steps: int) -> Expansion:
+        """A Markov chain with the same distribution."""
+        raise NotImplementedError
+
+    def stationary(self) -> Tensor:
+        """Share of the time that is spent in each state in the long run, ``(*b, K)``."""
+        raise NotImplementedError
+
+    # What follows from the evidence
+
+    def factors(self) -> dict[str, Tensor]:
+        """The logarithms that expected counts multiply, by name; the parameters by default."""
+        return self.parameters
+
+    def expected_counts(self, log_likelihood: Tensor, lengths: Tensor) -> ExpectedCounts:
+        """Expected counts: gradients of the evidence by the parameters and log-likelihoods.
+
+        A sequence of probability zero counts nowhere.
+        """
+        names = list(self.parameters)
+
+        def evidence(likelihood: Tensor, *values: Tensor) -> Tensor:
+            return self.replace(**dict(zip(names, values))).log_evidence(likelihood, lengths)
+
+        batch = torch.broadcast_shapes(self.batch_shape, log_likelihood.shape[:-2], lengths.shape)
+        likelihood = log_likelihood.expand(*batch, *log_likelihood.shape[-2:])
+        total, (states, *counts) = gradients(evidence, likelihood, *self.parameters.values())
+        return ExpectedCounts(total, states, dict(zip(names, counts)))
+
+    def posterior(self, log_likelihood: Tensor, lengths: Tensor) -> Any:
+        """Smoothed marginals of the states, and counts of each sequence."""
+        return self.counts_of_each(log_likelihood, lengths)
+
+    def counts_of_each(self, log_likelihood: Tensor, lengths: Tensor) -> ExpectedCounts:
+        """Expected counts of each sequence by itself, with the batch dimensions of the data."""
+        batch = torch.broadcast_shapes(self.batch_shape, log_likelihood.shape[:-2], lengths.shape)
+        return self.expand(batch).expected_counts(log_likelihood, lengths)
+
+    # Refusals
+
+    def check_markov(self, purpose: str) -> None:
+        """Raise unless the next state depends on the state alone, as ``purpose`` needs."""
+        if not self.is_markov:
+            raise ValueError(
+                f"{purpose} needs a chain whose next state depends on the state before it alone; "
+                f"hmm has a {type(self).__name__}. Give hmm.expanded(), a Markov chain with the "
+                "same distribution."
+            )
+
+    def check_constant(self, purpose: str) -> None:
+        """Raise if the parameters change with the step, as ``purpose`` cannot have it."""
+        if self.per_step:
+            refuse_steps(purpose)
+
+    def check_shapes(self) -> None:
+        """Raise unless all parameters are floats on one device with the cores they should have."""
+        sizes: dict[str, int] = {}
+        parameters = self.parameters
+        for name, core in self.cores.items():
+            check_floats(name, parameters[name])
+            shape = parameters[name].shape[-len(core) :]
+            if len(shape) < len(core):
+                raise ValueError(
+                    f"{name} must have shape (*B, {', '.join(core)}); got "
+                    f"{f'shape {tuple(shape)}' if shape else 'a scalar'}."
+                )
+            for letter, size in zip(core, shape):
+                sizes.setdefault(letter, size)
+            wanted = tuple(sizes[letter] for letter in core)
+            first = next(other for other, o in self.cores.items() if core[-1] in o)
+            cure = f"{core[-1]} is that of {first}."
+            check_trailing(name, parameters[name], wanted, f"({', '.join(core)})", cure)
+        check_same_device(parameters)
+
+    def check_values(self) -> None:
+        """Raise unless log-probabilities sum to one."""
+        for name, parameter in self.parameters.items():
+            check_log_simplex(name, parameter)
+
+    def check_samples(self, purpose: str) -> None:
+        """Raise unless the chain has probabilities, of which samples can be taken."""
+
+
+def refuse_steps(purpose: str) -> NoReturn:
+    """Raise: ``purpose`` cannot have parameters that change with the step."""
+    raise ValueError(
+        f"{purpose} needs an hmm that does not change with the step; this one has "
+        "parameters per step. Extend them, and mark the steps to come as not observed."
+    )
+
+
+def gradients(
+    function: Callable[..., Tensor], *arguments: Tensor
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """Values ``(*B)`` of ``function`` and the gradients of their sum by all arguments."""
+    if transforming():
+        value, found = evidence_and_gradient(function, *arguments)
+        return value, tuple(found)
+    with torch.inference_mode(False), torch.enable_grad():
+        leaves = [  # tensors made in inference mode cannot ask for gradients
+            (part.clone() if part.is_inference() else part.detach()).requires_grad_()
+            for part in arguments
+        ]
+        value = function(*leaves)
+        found = torch.autograd.grad(value.sum(), leaves, materialize_grads=True)
+    return value.detach(), found
+
+
+def entry(table: Tensor, *places: Tensor) -> Tensor:
+    """Entries of ``table`` ``(*b, V_1, ..., V_n)`` at ``n`` indices ``(*B, T)``, ``(*B, T)``."""
+    sizes = table.shape[table.dim() - len(places) :]
+    flat = places[0]
+    for size, place in zip(sizes[1:], places[1:]):
+        flat = flat * size + place
+    table = table.flatten(-len(sizes)) if len(sizes) > 1 else table
+    return table.expand(*flat.shape[:-1], table.size(-1)).gather(-1, flat)
+
+
+def sample_markov(
+    log_initial: Tensor, tables: list[CategoricalTable], shape: torch.Size, num_steps: int
+) -> Tensor:
+    """Paths ``(*shape, num_steps)`` of a Markov chain with one table for all steps, or one each."""
+    start = CategoricalTable(log_initial.unsqueeze(-2)).sample(torch.zeros(shape, dtype=torch.long))
+    several = len(tables) > 1
+    return sample_path(start, num_steps, lambda t, z: tables[t if several else 0].sample(z))

@@ -1,0 +1,156 @@
+"""``MarkovChain``: each state depends on the state before it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._arrays import at_door
+from .._checks import check_floats, check_log_simplex, check_tensor
+from ..ops import recursions
+from ..ops import stationary as stationary_ops
+from ..ops.block_transition import InnerProductTransition
+from ..ops.recursions import Posterior
+from ..ops.sampling import CategoricalTable
+from .base import Chain, Core, Expansion, ExpectedCounts, entry, sample_markov
+
+
+class MarkovChain(Chain):
+    r"""A Markov chain: :math:`p(z_{1:T}) = \pi_{z_1} \prod_t A_{z_{t-1} z_t}`.
+
+    Args:
+        log_initial: ``(*b, K)``.
+        log_transition: ``(*b, K, K)``, row = from, column = to; ``(*b, T-1, K, K)`` with
+            ``per_step``; or an :class:`InnerProductTransition`, whose matrix is made when read.
+        per_step: Whether there is a matrix for each transition.
+    """
+
+    is_markov = True
+    transition: Tensor | InnerProductTransition
+
+    def __init__(
+        self,
+        log_initial: Tensor,
+        log_transition: Tensor | InnerProductTransition,
+        per_step: bool = False,
+    ) -> None:
+        super().__init__(per_step=per_step)
+        self.take(log_initial=log_initial)
+        self.transition = at_door("log_transition", log_transition)
+        self.per_step = per_step
+
+    @property
+    def cores(self) -> dict[str, Core]:  # type: ignore[override]
+        """Those of the first state, and of the matrix or matrices."""
+        steps = ("T",) if self.per_step else ()
+        return {"log_initial": ("K",), "log_transition": (*steps, "K", "K")}
+
+    @property
+    def log_transition(self) -> Tensor:
+        r"""``(*b, K, K)``, or ``(*b, T-1, K, K)`` per step."""
+        matrix = self.transition
+        return matrix if isinstance(matrix, Tensor) else matrix.matrix
+
+    @property
+    def num_states(self) -> int:
+        """K."""
+        return self.log_initial.size(-1)
+
+    @property
+    def matrices(self) -> Tensor:
+        """``(*b, 1|T-1, K, K)``."""
+        return self.log_transition if self.per_step else self.log_transition.unsqueeze(-3)
+
+    def log_evidence(self, log_likelihood: Tensor, lengths: Tensor) -> Tensor:
+        """Log evidence: see :func:`pyrohmm.ops.recursions.log_evidence`."""
+        return recursions.log_evidence(self.log_initial, self.matrices, log_likelihood, lengths)
+
+    def filtered(self, log_likelihood: Tensor, lengths: Tensor) -> Tensor:
+        """Filtered states: see :func:`pyrohmm.ops.recursions.filtered`."""
+        return recursions.filtered(self.log_initial, self.matrices, log_likelihood, lengths)
+
+    def viterbi(self, log_likelihood: Tensor, lengths: Tensor) -> Tensor:
+        """Most probable path: see :func:`pyrohmm.ops.recursions.viterbi`."""
+        return recursions.viterbi(self.log_initial, self.matrices, log_likelihood, lengths)
+
+    def sample_states(self, log_likelihood: Tensor, lengths: Tensor, num_samples: int) -> Tensor:
+        """Paths of the posterior: see :func:`pyrohmm.ops.recursions.sample_states`."""
+        logs = self.log_initial, self.matrices, log_likelihood
+        return recursions.sample_states(*logs, lengths, num_samples)
+
+    def log_prob(self, states: Tensor, exists: Tensor) -> Tensor:
+        r"""Log-probability :math:`\log p(z_{1:T})` of paths."""
+        rows = self.matrices.flatten(-2)
+        cells = (states[..., :-1] * self.num_states + states[..., 1:]).unsqueeze(-1)
+        taken = rows.expand(*cells.shape[:-1], rows.size(-1)).gather(-1, cells).squeeze(-1)
+        start = entry(self.log_initial, states[..., :1]).squeeze(-1)
+        return start + taken.masked_fill(~exists[..., 1:], 0.0).sum(-1)
+
+    def sample_prior(self, shape: torch.Size, num_steps: int) -> Tensor:
+        """Paths of the chain."""
+        tables = [CategoricalTable(matrix) for matrix in self.matrices.unbind(-3)]
+        return sample_markov(self.log_initial, tables, shape, num_steps)
+
+    def expanded(self, lengths: Tensor, num_steps: int) -> Expansion:
+        """The chain itself."""
+        return Expansion(self, torch.arange(self.num_states, device=self.log_initial.device))
+
+    def stationary(self) -> Tensor:
+        r"""Stationary :math:`\pi = \pi A`: see :mod:`pyrohmm.ops.stationary`."""
+        return stationary_ops.stationary(self.log_transition)
+
+    def expected_counts(self, log_likelihood: Tensor, lengths: Tensor) -> ExpectedCounts:
+        """Expected counts: see :func:`pyrohmm.ops.recursions.expected_counts`."""
+        return self.named(
+            recursions.expected_counts(self.log_initial, self.matrices, log_likelihood, lengths)
+        )
+
+    def named(self, found: recursions.ExpectedCounts) -> ExpectedCounts:
+        """Counts of the recursions under the names of the parameters."""
+        pairs = found.transitions if self.per_step else found.transitions.squeeze(-3)
+        counts = {"log_initial": found.initial, "log_transition": pairs}
+        return ExpectedCounts(found.log_evidence, found.states, counts)
+
+    def posterior(self, log_likelihood: Tensor, lengths: Tensor) -> Posterior:
+        """Smoothed marginals, and expected transitions ``(*B, K, K)`` of each sequence."""
+        return recursions.posterior(self.log_initial, self.matrices, log_likelihood, lengths)
+
+    def steps_and_batches(self, longest: int) -> tuple[dict[str, int], dict[str, torch.Size]]:
+        """The number of steps of matrices per step, and batch dimensions, by argument."""
+        shapes = {"log_initial": self.log_initial.shape[:-1]}
+        matrix = self.transition
+        if not isinstance(matrix, Tensor):
+            return {}, shapes
+        if not self.per_step:
+            return {}, shapes | {"log_transition": matrix.shape[:-2]}
+        if matrix.dim() < 3 or matrix.size(-3) < longest - 1:
+            raise ValueError(
+                "with transition_per_step, log_transition must have shape (*B, T-1, K, K) with "
+                f"T at least {longest}, the longest sequence; got {tuple(matrix.shape)}."
+            )
+        shapes["log_transition"] = matrix.shape[:-3]
+        return {"log_transition": matrix.size(-3) + 1}, shapes
+
+    def check_shapes(self) -> None:
+        """Raise unless the parameters have the shapes they should have."""
+        if isinstance(self.transition, Tensor) and isinstance(self.log_initial, Tensor):
+            if self.per_step and self.transition.dim() < 3:
+                return  # the number of steps is checked with those of the data
+            super().check_shapes()
+            return
+        check_floats("log_initial", self.log_initial)
+        if not isinstance(self.transition, InnerProductTransition):
+            check_tensor("log_transition", self.transition)
+
+    def check_values(self) -> None:
+        """Raise unless log-probabilities sum to one; inner products do by construction."""
+        check_log_simplex("log_initial", self.log_initial)
+        if isinstance(self.transition, Tensor):
+            check_log_simplex("log_transition", self.transition)
+
+    def replace(self, **changes: Any) -> MarkovChain:
+        """A copy with some parameters or options changed."""
+        own = {"log_initial": self.log_initial, "log_transition": self.transition}
+        return MarkovChain(**(own | self.options | changes))

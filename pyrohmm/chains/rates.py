@@ -1,0 +1,234 @@
+"""``RateChain``: a Markov chain in continuous time, seen at times of its own."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from torch import Tensor
+
+from .._checks import check_log_simplex
+from .._transforms import refuse_transforms, transforming
+from ..ops import recursions
+from ..ops import stationary as stationary_ops
+from ..ops.continuous_time import log_transitions
+from ..ops.log_space import log
+from .base import Chain, Core, ExpectedCounts
+from .markov import MarkovChain
+
+
+class Gaps(NamedTuple):
+    """Lengths of time between steps.
+
+    Attributes:
+        distinct: ``(U,)``, each length once.
+        place: ``(*B, T-1)`` integers, which of them lies before each step but the first; or
+            ``(1,)``, if all are equal.
+    """
+
+    distinct: Tensor
+    place: Tensor
+
+    @classmethod
+    def between(cls, times: Tensor, exists: Tensor) -> Gaps:
+        """The gaps before the steps that exist; those in the padding are taken from others."""
+        lasts = times.diff(dim=-1)
+        real = exists[..., 1:]
+        if times.dim() == 1:
+            real = real.reshape(real.shape[:-1].numel(), real.size(-1)).any(0)
+        longest = torch.where(real, lasts, 0.0).amax() if lasts.numel() else lasts.new_zeros(())
+        distinct, place = torch.where(real, lasts, longest).unique(return_inverse=True)
+        return cls(distinct, place.new_zeros(1) if len(distinct) == 1 else place)
+
+
+class RateChain(MarkovChain):
+    """A Markov chain in continuous time: transitions ``matrix_exp(rates * gap)`` per step.
+
+    Args:
+        log_initial: ``(*b, K)``.
+        rates: ``(*b, K, K)``, rows sum to zero.
+        gaps: Between the steps.
+        num_steps: T.
+        exact_entry: ``(K,)`` booleans, states whose entry is seen at its very time; or None.
+        observed: ``(*B, T)`` booleans, which steps are observed; or None. Only read with
+            ``exact_entry``.
+    """
+
+    def __init__(
+        self,
+        log_initial: Tensor,
+        rates: Tensor,
+        gaps: Gaps,
+        num_steps: int,
+        exact_entry: Tensor | None = None,
+        observed: Tensor | None = None,
+    ) -> None:
+        Chain.__init__(
+            self, gaps=gaps, num_steps=num_steps, exact_entry=exact_entry, observed=observed
+        )
+        self.log_initial, self.rates, self.gaps = log_initial, rates, gaps
+        self.exact_entry, self.per_step = exact_entry, True
+        self._matrices = transitions_between(rates, gaps, exact_entry, observed)
+
+    @property
+    def cores(self) -> dict[str, Core]:  # type: ignore[override]
+        """Those of the first state and of the rates."""
+        return {"log_initial": ("K",), "rates": ("K", "K")}
+
+    @property
+    def batch_shape(self) -> torch.Size:
+        """What the batch dimensions of the parameters and of the gaps broadcast to."""
+        return torch.broadcast_shapes(self.log_initial.shape[:-1], self._matrices.shape[:-3])
+
+    @property
+    def possible(self) -> Tensor:
+        """``(*b, K, K)`` booleans, which transitions have a positive rate."""
+        return (self.rates > 0) & ~_diagonal(self.rates)
+
+    @property
+    def matrices(self) -> Tensor:
+        """``(*b, 1|T-1, K, K)``, log-probabilities of transitions between the steps."""
+        return self._matrices
+
+    @property
+    def log_transition(self) -> Tensor:
+        """The matrices, as one for each step."""
+        return self._matrices
+
+    def steps_and_batches(self, longest: int) -> tuple[dict[str, int], dict[str, torch.Size]]:
+        """The number of steps of the times, and batch dimensions, by argument."""
+        initial, matrices = self.log_initial.shape[:-1], self._matrices.shape[:-3]
+        return {"times": self.options["num_steps"]}, {"log_initial": initial, "rates": matrices}
+
+    def check_shapes(self) -> None:
+        """Raise unless the parameters have the shapes they should have."""
+        Chain.check_shapes(self)
+
+    def check_values(self) -> None:
+        """Raise unless the rates are those of a chain in continuous time."""
+        check_log_simplex("log_initial", self.log_initial)
+        if transforming():
+            return
+        rates = self.rates.detach()
+        others = rates.masked_fill(_diagonal(rates), 0.0)
+        leave = others.sum(-1)
+        wrong = (rates.sum(-1).abs() > 1e-4 * leave).any()
+        if bool(wrong) or not bool((others >= 0).all()) or not bool(leave.isfinite().all()):
+            raise ValueError(
+                "rates must be finite, not negative off the diagonal, and sum to zero in each row. "
+                "From a matrix of rates with anything on the diagonal: rates = "
+                "rates.fill_diagonal_(0); rates = rates - rates.sum(-1).diag_embed()."
+            )
+        if self.exact_entry is not None and bool(leave[..., self.exact_entry].any()):
+            raise ValueError(
+                "rates must be zero in the rows of the states of exact_entry, which are never "
+                "left. Leave other states out of exact_entry."
+            )
+
+    def replace(self, **changes: Any) -> RateChain:
+        """A copy with some parameters or options changed."""
+        if changes.keys() <= {"log_initial"}:  # the exponentials stay
+            new = object.__new__(RateChain)
+            new.__dict__ |= self.__dict__ | changes
+            return new
+        return RateChain(**(self.parameters | self.options | changes))
+
+    def permuted(self, order: Tensor) -> Chain:
+        """A copy whose state k was ``order[k]``."""
+        exact = None if self.exact_entry is None else self.exact_entry[order]
+        return Chain.permuted(self, order).replace(exact_entry=exact)
+
+    def factors(self) -> dict[str, Tensor]:
+        """What expected counts multiply: log rates, and on the diagonal minus the exit rates."""
+        diagonal = _diagonal(self.rates)
+        logs = log(self.rates.masked_fill(diagonal, 1.0))
+        return {
+            "log_initial": self.log_initial, "rates": torch.where(diagonal, self.rates, logs),
+        }  # fmt: skip
+
+    def expected_counts(self, log_likelihood: Tensor, lengths: Tensor) -> ExpectedCounts:
+        r"""Expected counts: sufficient statistics of a chain in continuous time.
+
+        Under ``rates``, the expected number of transitions, those between observations too, and on
+        the diagonal the expected time in each state: the gradient of the log evidence by
+        :math:`\log q_{ij}` and :math:`q_{ii}` (Fisher's identity).
+        """
+        refuse_transforms("expected counts of a chain in continuous time")
+        found = recursions.expected_counts(
+            self.log_initial, self._matrices, log_likelihood, lengths
+        )
+        with torch.inference_mode(False), torch.enable_grad():
+            # tensors made in inference mode cannot be kept for a gradient
+            gaps = Gaps(*(part.clone() if part.is_inference() else part for part in self.gaps))
+            logs = self.factors()["rates"].detach().clone().requires_grad_()
+            rates = torch.where(_diagonal(logs), logs, logs.exp())
+            seen = self.options["observed"]
+            seen = None if seen is None else seen.clone()
+            matrices = transitions_between(rates, gaps, self.exact_entry, seen)
+            (pulled,) = torch.autograd.grad(matrices, logs, found.transitions)
+        counts = {"log_initial": found.initial, "rates": pulled}
+        return ExpectedCounts(found.log_evidence, found.states, counts)
+
+    def uniform(self) -> RateChain:
+        """A copy where all that is possible is equally probable, at about a transition a gap."""
+        initial = torch.zeros_like(self.log_initial)
+        initial = initial.masked_fill(self.log_initial.isneginf(), -torch.inf).log_softmax(-1)
+        gaps = self.gaps.distinct[self.gaps.place]
+        possible = self.possible.to(self.rates)
+        leave = possible.sum(-1, keepdim=True).clamp(min=1.0)
+        rates = possible / (leave * (gaps.mean().to(self.rates) if gaps.numel() else 1.0))
+        return self.replace(log_initial=initial, rates=rates - rates.sum(-1).diag_embed())
+
+    def stationary(self) -> Tensor:
+        r"""Stationary distribution :math:`\pi Q = 0` of the states, ``(*b, K)``."""
+        fastest = -self.rates.diagonal(dim1=-2, dim2=-1).amin(-1)[..., None, None]
+        step = 0.5 / torch.where(fastest > 0, fastest, 1.0)  # so that each state may stay
+        stays = torch.eye(self.num_states).to(self.rates)
+        return stationary_ops.stationary(log(stays + step * self.rates))
+
+    def check_constant(self, purpose: str) -> NoReturn:
+        """Raise: steps do not lie at equal distances."""
+        raise ValueError(
+            f"{purpose} needs an hmm that does not change with the step; the steps of a "
+            "ContinuousTimeHMM have times of their own. Call filtered or posterior, with times to "
+            "come as steps that are not observed, or forecast(values, times)."
+        )
+
+    def check_samples(self, purpose: str) -> None:
+        """Raise if transitions have densities in place of probabilities: see ``exact_entry``."""
+        if self.exact_entry is not None:
+            raise ValueError(
+                f"{purpose} needs probabilities of the states at each step; this ContinuousTimeHMM "
+                "has densities of entries at exact times. Take hmm.replace(exact_entry=None), of "
+                "which an entry is seen at the next step."
+            )
+
+
+def _diagonal(matrix: Tensor) -> Tensor:
+    return torch.eye(matrix.size(-1), dtype=torch.bool, device=matrix.device)
+
+
+def over_gaps(rates: Tensor, gaps: Gaps) -> Tensor:
+    """Log-probabilities of transitions ``(*b, *p, K, K)``, with ``(*p)`` the shape of places."""
+    inner = gaps.place.dim() - 1
+    lead, matrix = rates.shape[:-2], rates.shape[-2:]
+    outer = max(len(lead) - inner, 0)
+    if any(size > 1 for size in lead[outer:]):  # sequences with rates of their own
+        return log_transitions(rates.unsqueeze(-3), gaps.distinct[gaps.place])
+    shared = rates.reshape(*lead[:outer], 1, *matrix)
+    logs = log_transitions(shared, gaps.distinct)
+    return logs.index_select(-3, gaps.place.flatten()).unflatten(-3, gaps.place.shape)
+
+
+def transitions_between(
+    rates: Tensor, gaps: Gaps, exact_entry: Tensor | None, observed: Tensor | None
+) -> Tensor:
+    """Log-probabilities of transitions, with densities of entering states of ``exact_entry``."""
+    matrices = over_gaps(rates, gaps)
+    if exact_entry is None:
+        return matrices
+    others = rates.masked_fill(_diagonal(rates), 0.0).double().unsqueeze(-3)
+    enter = log(matrices.double().exp() @ others).to(matrices)
+    if observed is not None:
+        enter = enter.masked_fill(~observed[..., 1:, None, None], -torch.inf)
+    return torch.where(exact_entry & ~_diagonal(rates), enter, matrices)

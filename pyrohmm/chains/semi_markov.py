@@ -1,0 +1,168 @@
+"""``SemiMarkovChain``: states that last for explicit durations."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from .._checks import check_floats
+from .._transforms import transforming
+from ..ops import semi_markov
+from ..ops import stationary as stationary_ops
+from ..ops.recursions import Posterior
+from .base import Chain, Core, Expansion, ExpectedCounts, entry
+from .markov import MarkovChain
+
+
+class SemiMarkovChain(Chain):
+    """A semi-Markov chain: each segment has a state and a duration of 1 to D steps.
+
+    Args:
+        log_initial: ``(*b, K)``, of the first segment's state.
+        log_transition: ``(*b, K, K)``, of the next segment's state.
+        log_duration: ``(*b, K, D)``; entry d - 1 is that of d steps.
+        censored_end: Whether the last segment may go on after the data.
+        censored_start: Whether the first segment was there before the data.
+    """
+
+    cores: ClassVar[dict[str, Core]] = {
+        "log_initial": ("K",), "log_transition": ("K", "K"), "log_duration": ("K", "D"),
+    }  # fmt: skip
+
+    log_transition: Tensor
+    log_duration: Tensor
+
+    def __init__(
+        self,
+        log_initial: Tensor,
+        log_transition: Tensor,
+        log_duration: Tensor,
+        censored_end: bool = True,
+        censored_start: bool = False,
+    ) -> None:
+        super().__init__(censored_end=censored_end, censored_start=censored_start)
+        self.take(log_initial=log_initial, log_transition=log_transition, log_duration=log_duration)
+        self.censored_end, self.censored_start = self.censored = censored_end, censored_start
+        self.tables = self.log_initial, self.log_transition, self.log_duration
+
+    @property
+    def num_states(self) -> int:
+        """K."""
+        return self.log_initial.size(-1)
+
+    @property
+    def samples_alone(self) -> bool:  # type: ignore[override]
+        """Whether one chain, whose last segment may go on, can be sampled many times."""
+        return self.censored_end and self.batch_shape.numel() == 1
+
+    def check_shapes(self) -> None:
+        """Raise unless there are durations of each of at least two states."""
+        check_floats("log_initial", self.log_initial)
+        if self.log_initial.dim() and self.num_states < 2:
+            raise ValueError(
+                "log_initial must be of at least two states: no state follows itself, so that a "
+                "single one has no other to go to. Use an HMM, whose one state lasts for ever."
+            )
+        super().check_shapes()
+        if self.log_duration.size(-1) < 1:
+            raise ValueError(
+                f"log_duration must have shape (*B, K, D) with D at least 1; got "
+                f"{tuple(self.log_duration.shape)}."
+            )
+
+    def check_values(self) -> None:
+        """Raise unless log-probabilities sum to one, and no state follows itself."""
+        super().check_values()
+        follows = self.log_transition.diagonal(dim1=-2, dim2=-1) > -torch.inf
+        if not transforming() and bool(follows.any()):
+            raise ValueError(
+                "log_transition must be -inf on the diagonal: no state follows itself, it "
+                "lasts. Fill the diagonal with -inf, and call .log_softmax(-1)."
+            )
+
+    def log_evidence(self, log_likelihood: Tensor, lengths: Tensor) -> Tensor:
+        """Log evidence: see :func:`pyrohmm.ops.semi_markov.log_evidence`."""
+        parts = *self.tables, log_likelihood, lengths
+        return semi_markov.log_evidence(*parts, *self.censored)
+
+    def filtered(self, log_likelihood: Tensor, lengths: Tensor) -> Tensor:
+        """Filtered states, whether or not a segment must end with the data."""
+        parts = *self.tables, log_likelihood, lengths
+        return semi_markov.filtered(*parts, self.censored_start)
+
+    def viterbi(self, log_likelihood: Tensor, lengths: Tensor) -> Tensor:
+        """Most probable path: see :func:`pyrohmm.ops.semi_markov.viterbi`."""
+        return semi_markov.viterbi(*self.tables, log_likelihood, lengths, *self.censored)
+
+    def sample_states(self, log_likelihood: Tensor, lengths: Tensor, num_samples: int) -> Tensor:
+        """Paths of the posterior: see :func:`pyrohmm.ops.semi_markov.sample_states`."""
+        parts = *self.tables, log_likelihood, lengths
+        return semi_markov.sample_states(*parts, num_samples, *self.censored)
+
+    def log_prob(self, states: Tensor, exists: Tensor) -> Tensor:
+        r"""Log-probability :math:`\log p(z_{1:T})` of paths, whose segments are their runs."""
+        duration = self.log_duration
+        opens, closes, age = semi_markov.boundaries(states, exists)
+        last = closes & ~torch.nn.functional.pad(exists[..., 1:], (0, 1))
+        column = age.clamp(max=duration.size(-1)) - 1
+        weights = semi_markov.segment_weights(duration, *self.censored)
+        interior, right, left, both = (entry(part, states, column) for part in weights)
+        lasted = torch.where(last, right, interior)
+        is_first = opens.cumsum(-1) == 1
+        lasted = torch.where(is_first, torch.where(last, both, left), lasted).to(duration)
+        lasted = lasted.masked_fill(age > duration.size(-1), -torch.inf)
+        moved = entry(self.log_transition, states[..., :-1], states[..., 1:])
+        total = entry(self.log_initial, states[..., :1]).squeeze(-1)
+        for part, where in ((lasted, closes), (moved, opens[..., 1:])):
+            total = total + part.masked_fill(~where, 0.0).sum(-1)
+        return total
+
+    def sample_prior(self, shape: torch.Size, num_steps: int) -> Tensor:
+        """Paths of the chain, whose last segment may go on after ``num_steps``."""
+        logs = self.log_initial.new_zeros(num_steps, self.num_states)
+        chain = self.map(lambda _, table, core: table.reshape(table.shape[-core:]))
+        states = chain.sample_states(logs, torch.tensor(num_steps), shape.numel())
+        return states.reshape(*shape, num_steps)
+
+    def expanded(self, lengths: Tensor, num_steps: int) -> Expansion:
+        """A Markov chain of K · D states: k · D + r - 1 is k that lasts r more steps."""
+        num_states, size = self.log_duration.shape[-2:]
+        initial, matrix = semi_markov.expanded_chain(*self.tables, self.censored_start)
+        device = matrix.device
+        index = torch.arange(num_states, device=device).repeat_interleave(size)
+        allowed = None
+        if not self.censored_end:
+            last = (torch.arange(num_steps) == lengths.unsqueeze(-1) - 1).to(device).unsqueeze(-1)
+            allowed = (torch.arange(num_states * size, device=device) % size == 0) | ~last
+        return Expansion(MarkovChain(initial, matrix), index, allowed)
+
+    def stationary(self) -> Tensor:
+        """Share of the time that is spent in each state in the long run, ``(*b, K)``."""
+        segments = stationary_ops.stationary(self.log_transition)
+        spent = segments * semi_markov.log_mean_duration(self.log_duration).exp()
+        return spent / spent.sum(-1, keepdim=True)
+
+    def factors(self) -> dict[str, Tensor]:
+        """The parameters; of a left-censored first segment less its log mean duration.
+
+        Of all whole durations a moment in time falls into each in proportion to its length.
+        """
+        if not self.censored_start:
+            return self.parameters
+        initial = self.log_initial - semi_markov.log_mean_duration(self.log_duration)
+        return self.parameters | {"log_initial": initial}
+
+    def expected_counts(self, log_likelihood: Tensor, lengths: Tensor) -> ExpectedCounts:
+        """Expected counts; a segment that is cut counts with the whole durations it may have."""
+        found = semi_markov.expected_counts(*self.tables, log_likelihood, lengths, *self.censored)
+        assert found.durations is not None
+        pairs = found.transitions.squeeze(-3)
+        counts = found.initial, pairs, found.durations
+        return ExpectedCounts(found.log_evidence, found.states, dict(zip(self.cores, counts)))
+
+    def posterior(self, log_likelihood: Tensor, lengths: Tensor) -> Posterior:
+        """Smoothed marginals, and expected transitions between segments of each sequence."""
+        evidence, states, counts = self.counts_of_each(log_likelihood, lengths)
+        return Posterior(evidence, states, counts["log_transition"])
