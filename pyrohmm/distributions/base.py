@@ -10,7 +10,6 @@ from pyro.distributions.torch_distribution import TorchDistribution
 from torch import Tensor
 from torch.distributions import constraints
 
-from .._arguments import checked
 from .._arrays import to_tensor
 from .._checks import (
     PyroValidation,
@@ -46,7 +45,6 @@ class ChainDistribution(TorchDistribution):
     order: ClassVar[int] = 1  # on how many states before it the next one depends
     _of_transition = "log_transition"  # the name of that argument
 
-    @checked()
     def __init__(
         self,
         log_initial: Tensor,

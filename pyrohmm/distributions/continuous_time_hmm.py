@@ -8,7 +8,6 @@ import torch
 from pyro.distributions.torch_distribution import TorchDistribution
 from torch import Tensor
 
-from .._arguments import checked
 from .._checks import (
     check_booleans,
     check_broadcast,
@@ -104,7 +103,6 @@ class ContinuousTimeHMM(HMM):
         tensor([10.,  2.])
     """
 
-    @checked()
     def __init__(
         self,
         log_initial: Tensor,

@@ -6,6 +6,7 @@ References:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,7 +14,6 @@ from pyro.distributions.torch_distribution import TorchDistribution
 from torch import Tensor
 from torch.distributions import constraints
 
-from .._arguments import Shape, explained
 from .._checks import (
     PyroValidation,
     check_broadcast,
@@ -34,7 +34,6 @@ from .labels import allowed_states, refuse_unknown
 _CURE = "T and K are those of emission_scores."
 
 
-@explained()
 class LinearChainCRF(TorchDistribution):
     r"""Labels of whole sequences, whose scores need not be probabilities.
 
@@ -151,7 +150,7 @@ class LinearChainCRF(TorchDistribution):
         """Sequences of labels from 0 to K - 1; -1 is one that is not known."""
         return constraints.independent(constraints.integer_interval(-1, self.num_labels - 1), 1)
 
-    def expand(self, batch_shape: Shape, _instance: Any = None) -> LinearChainCRF:
+    def expand(self, batch_shape: Sequence[int], _instance: Any = None) -> LinearChainCRF:
         """The same distribution for a larger batch; scores are not copied."""
         shape = torch.Size(batch_shape)
         if check_broadcast({"LinearChainCRF": self.batch_shape, "batch_shape": shape}) != shape:
@@ -285,7 +284,7 @@ class LinearChainCRF(TorchDistribution):
         """As :meth:`viterbi`."""
         return self.viterbi()
 
-    def sample(self, sample_shape: Shape = ()) -> Tensor:
+    def sample(self, sample_shape: Sequence[int] = ()) -> Tensor:
         """Sample labels ``(*S, *B, T)``; 0 where padded.
 
         Raises:

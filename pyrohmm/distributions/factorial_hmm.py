@@ -10,7 +10,6 @@ import torch
 from pyro.distributions.torch_distribution import TorchDistribution
 from torch import Tensor
 
-from .._arguments import checked
 from .._checks import (
     check_broadcast,
     check_floats,
@@ -92,7 +91,6 @@ class FactorialHMM(StructuredHMM):
     _recursions = factorial
     _arguments = "log_initials", "log_transitions"
 
-    @checked()
     def __init__(
         self,
         log_initials: Sequence[Tensor],

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .._arguments import Shape, checked
 from .._checks import (
     check_broadcast,
     check_integers,
@@ -123,8 +123,7 @@ class HMM(ChainDistribution):
         """
         return self.replace(lengths=lengths, observed=observed, allowed=None)
 
-    @checked()
-    def expand(self, batch_shape: Shape, _instance: HMM | None = None) -> HMM:
+    def expand(self, batch_shape: Sequence[int], _instance: HMM | None = None) -> HMM:
         """The same distribution for a larger batch; parameters are not copied."""
         shape = torch.Size(batch_shape)
         if check_broadcast({"HMM": self.batch_shape, "batch_shape": shape}) != shape:
@@ -198,7 +197,6 @@ class HMM(ChainDistribution):
 
     # Queries given values (*B, T, *E)
 
-    @checked()
     @taking_turns
     def log_prob(self, values: Tensor) -> Tensor:
         r"""Log evidence :math:`\log p(x_{1:T})`, ``(*B)``, in nats; states are summed out exactly.
@@ -276,9 +274,8 @@ class HMM(ChainDistribution):
         refuse_nan(*factors)
         return recursions.viterbi(*factors, self.lengths)
 
-    @checked()
     @taking_turns
-    def sample_states(self, values: Tensor, sample_shape: Shape = ()) -> Tensor:
+    def sample_states(self, values: Tensor, sample_shape: Sequence[int] = ()) -> Tensor:
         r"""Sample paths from :math:`p(z_{1:T} \mid x_{1:T})`, ``(*S, *B, T)``; 0 where padded."""
         shape = torch.Size(sample_shape)
         factors = self.log_factors(values)
@@ -335,13 +332,11 @@ class HMM(ChainDistribution):
 
     # Sampling
 
-    @checked()
-    def sample(self, sample_shape: Shape = ()) -> Tensor:
+    def sample(self, sample_shape: Sequence[int] = ()) -> Tensor:
         """Sample sequences ``(*S, *B, T, *E)``; what stands in the padding means nothing."""
         return self.sample_with_states(sample_shape)[0]
 
-    @checked()
-    def sample_with_states(self, sample_shape: Shape = ()) -> tuple[Tensor, Tensor]:
+    def sample_with_states(self, sample_shape: Sequence[int] = ()) -> tuple[Tensor, Tensor]:
         """Sample sequences ``(*S, *B, T, *E)`` and the states ``(*S, *B, T)`` that emitted them."""
         shape = torch.Size(sample_shape) + self.batch_shape
         with torch.no_grad():

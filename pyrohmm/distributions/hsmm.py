@@ -8,7 +8,6 @@ import torch
 from pyro.distributions.torch_distribution import TorchDistribution
 from torch import Tensor
 
-from .._arguments import checked
 from .._checks import (
     check_broadcast,
     check_floats,
@@ -89,7 +88,6 @@ class HSMM(StructuredHMM):
     _recursions = semi_markov
     _arguments = "log_initial", "log_transition", "log_duration", "censored_end", "censored_start"
 
-    @checked()
     def __init__(
         self,
         log_initial: Tensor,

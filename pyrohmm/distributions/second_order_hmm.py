@@ -8,7 +8,6 @@ import torch
 from pyro.distributions.torch_distribution import TorchDistribution
 from torch import Tensor
 
-from .._arguments import checked
 from .._checks import (
     check_broadcast,
     check_floats,
@@ -87,7 +86,6 @@ class SecondOrderHMM(StructuredHMM):
     _recursions = second_order
     _arguments = "log_initial", "log_second", "log_transition"
 
-    @checked()
     def __init__(
         self,
         log_initial: Tensor,

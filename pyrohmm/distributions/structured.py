@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .._arguments import Shape, checked
 from .._precision import full_precision
 from ..ops.sampling import refuse_nan
 from .base import check_likelihood
@@ -59,7 +59,6 @@ class StructuredHMM(HMM):
 
     # Queries given values (*B, T, *E)
 
-    @checked()
     def log_prob(self, values: Tensor) -> Tensor:
         r"""Log evidence :math:`\log p(x_{1:T})`, ``(*B)``, in nats; summed out exactly.
 
@@ -80,8 +79,7 @@ class StructuredHMM(HMM):
         _refuse_nan(factors)
         return self._recursions.viterbi(*factors, self.lengths, *self._ending())
 
-    @checked()
-    def sample_states(self, values: Tensor, sample_shape: Shape = ()) -> Tensor:
+    def sample_states(self, values: Tensor, sample_shape: Sequence[int] = ()) -> Tensor:
         r"""Sample paths from :math:`p(z_{1:T} \mid x_{1:T})`, ``(*S, *B, T)``; 0 where padded."""
         shape = torch.Size(sample_shape)
         factors = self._factors(values)

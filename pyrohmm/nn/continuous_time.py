@@ -10,7 +10,6 @@ from pyro.nn import PyroModule, PyroParam, PyroSample
 from torch import Tensor
 from torch.distributions import constraints
 
-from .._arguments import checked
 from .._checks import check_booleans, check_shape, check_size
 from ..distributions.continuous_time_hmm import ContinuousTimeHMM
 from ..distributions.hmm import HMM
@@ -24,7 +23,6 @@ from .family import EmissionFamily, build_emission, positive
 from .tabular import check_allowed, rows_prior
 
 
-@checked(emission=None)
 class TabularContinuousTimeHMM(HMMModule):
     r"""HMM in continuous time with a Gamma prior on every rate of transitions.
 

@@ -10,7 +10,6 @@ from pyro.nn import PyroModule, PyroParam, PyroSample
 from torch import Tensor
 from torch.distributions import constraints
 
-from .._arguments import checked
 from .._checks import check_size
 from ..distributions.second_order_hmm import SecondOrderHMM
 from ..ops.log_space import log
@@ -21,7 +20,6 @@ from .closed_form import Maximum, Statistics, is_free, row_mode, with_prior
 from .family import EmissionFamily, build_emission, positive
 
 
-@checked(emission=None)
 class TabularSecondOrderHMM(HMMModule):
     r"""Second-order HMM whose parameters are its probabilities, with Dirichlet priors on every row.
 

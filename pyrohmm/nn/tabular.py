@@ -10,7 +10,6 @@ from pyro.nn import PyroModule, PyroParam, PyroSample
 from torch import Tensor
 from torch.distributions import constraints
 
-from .._arguments import checked, explained
 from .._checks import check_booleans, check_shape, check_size
 from ..distributions.hmm import HMM
 from ..distributions.sparse_dirichlet import SparseDirichlet
@@ -22,7 +21,6 @@ from .closed_form import Maximum, Statistics, is_free, row_mode, with_prior
 from .family import EmissionFamily, build_emission, positive
 
 
-@checked(emission=None)
 class TabularHMM(HMMModule):
     r"""HMM whose parameters are its probabilities, with Dirichlet priors on every row.
 
@@ -151,7 +149,6 @@ def rows_prior(module: TabularHMM, name: str) -> Dirichlet | SparseDirichlet:
     return SparseDirichlet(concentration, allowed)
 
 
-@explained()
 def sticky(num_states: int, stay: float, leave: float = 1.0) -> Tensor:
     """Concentrations ``(K, K)`` of a sticky chain: ``stay`` on the diagonal, ``leave`` elsewhere.
 
@@ -164,7 +161,6 @@ def sticky(num_states: int, stay: float, leave: float = 1.0) -> Tensor:
     return torch.full((num_states, num_states), leave).fill_diagonal_(stay)
 
 
-@explained()
 def left_to_right(num_states: int, jump: int | None = None) -> Tensor:
     """Transitions ``(K, K)`` of a left-to-right chain: to a state itself or up to ``jump`` ahead.
 
@@ -181,7 +177,6 @@ def left_to_right(num_states: int, jump: int | None = None) -> Tensor:
     return (ahead if jump is None else ahead.tril(jump)).bool()
 
 
-@explained()
 def banded(num_states: int, width: int = 1) -> Tensor:
     """Transitions ``(K, K)`` between states whose numbers differ by at most ``width``.
 

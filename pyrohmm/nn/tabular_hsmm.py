@@ -7,7 +7,6 @@ from pyro.nn import PyroModule, PyroParam
 from torch import Tensor
 from torch.distributions import constraints
 
-from .._arguments import Range, checked
 from ..distributions.hmm import HMM
 from ..distributions.hsmm import HSMM
 from ..ops.log_space import log
@@ -19,7 +18,6 @@ from .family import EmissionFamily
 from .tabular import TabularHMM
 
 
-@checked(durations=None, emission=None, num_states=Range(2))
 class TabularHSMM(TabularHMM):
     r"""Hidden semi-Markov model with Dirichlet priors on every row, and durations of any family.
 
