@@ -21,7 +21,7 @@ from .._checks import (
     check_same_device,
     check_trailing,
 )
-from .._transforms import transforming
+from .._transforms import transforming, uncompiled
 from ..ops import masks, recursions
 from ..ops.block_transition import InnerProductTransition
 from ..ops.factorial import ProductTransition
@@ -45,6 +45,7 @@ class ChainDistribution(TorchDistribution):
     order: ClassVar[int] = 1  # on how many states before it the next one depends
     _of_transition = "log_transition"  # the name of that argument
 
+    @uncompiled
     def __init__(
         self,
         log_initial: Tensor,

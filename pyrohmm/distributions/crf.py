@@ -24,7 +24,7 @@ from .._checks import (
     check_trailing,
 )
 from .._precision import at_least_single, full_precision
-from .._transforms import transforming
+from .._transforms import transforming, uncompiled
 from .._waits import exceeds, with_one_wait
 from ..ops import masks, recursions
 from ..ops.log_space import finite_or_zero
@@ -82,6 +82,7 @@ class LinearChainCRF(TorchDistribution):
     arg_constraints: dict[str, constraints.Constraint] = {}  # noqa: RUF012  # torch's interface
     _validate_args = PyroValidation()
 
+    @uncompiled
     def __init__(
         self,
         emission_scores: Tensor,
@@ -235,6 +236,7 @@ class LinearChainCRF(TorchDistribution):
         taken = matrices.gather(-1, pairs).squeeze(-1).masked_fill(~exists[..., 1:], 0.0)
         return first.squeeze(-1) + emitted.masked_fill(~exists, 0.0).sum(-1) + taken.sum(-1)
 
+    @uncompiled
     def log_prob(self, labels: Tensor) -> Tensor:
         r"""Log-probability :math:`\log p(y_{1:T})`, ``(*B)``, in nats, differentiable by scores.
 

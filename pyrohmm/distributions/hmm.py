@@ -18,8 +18,7 @@ from .._checks import (
     check_trailing,
 )
 from .._precision import full_precision
-from .._threads import taking_turns
-from .._transforms import transforming
+from .._transforms import transforming, uncompiled
 from .._waits import with_one_wait
 from ..ops import recursions
 from ..ops import stationary as stationary_ops
@@ -197,7 +196,7 @@ class HMM(ChainDistribution):
 
     # Queries given values (*B, T, *E)
 
-    @taking_turns
+    @uncompiled
     def log_prob(self, values: Tensor) -> Tensor:
         r"""Log evidence :math:`\log p(x_{1:T})`, ``(*B)``, in nats; states are summed out exactly.
 
@@ -242,7 +241,7 @@ class HMM(ChainDistribution):
         emitted = emitted.masked_fill(~exists, 0.0).sum(-1)
         return start + emitted + taken.masked_fill(~exists[..., 1:], 0.0).sum(-1)
 
-    @taking_turns
+    @uncompiled
     def posterior(self, values: Tensor) -> Posterior:
         r"""Smoothed posterior: :math:`p(z_t \mid x_{1:T})`, ``(*B, T, K)``, zero at padded steps.
 
@@ -251,7 +250,7 @@ class HMM(ChainDistribution):
         """
         return recursions.posterior(*self.log_factors(values), self.lengths)
 
-    @taking_turns
+    @uncompiled
     def expected_counts(self, values: Tensor) -> ExpectedCounts:
         """Expected counts given ``values``: the E-step; see :class:`recursions.ExpectedCounts`."""
 
@@ -262,19 +261,19 @@ class HMM(ChainDistribution):
         self._check_evidence(counts.log_evidence, values)
         return counts
 
-    @taking_turns
+    @uncompiled
     def filtered(self, values: Tensor) -> Tensor:
         r"""Filtered probabilities :math:`p(z_t \mid x_{1:t})`, ``(*B, T, K)``; 0 where padded."""
         return recursions.filtered(*self.log_factors(values), self.lengths).exp()
 
-    @taking_turns
+    @uncompiled
     def viterbi(self, values: Tensor) -> Tensor:
         r"""Best path :math:`\arg\max_z p(z_{1:T} \mid x_{1:T})`, ``(*B, T)``; 0 where padded."""
         factors = self.log_factors(values)
         refuse_nan(*factors)
         return recursions.viterbi(*factors, self.lengths)
 
-    @taking_turns
+    @uncompiled
     def sample_states(self, values: Tensor, sample_shape: Sequence[int] = ()) -> Tensor:
         r"""Sample paths from :math:`p(z_{1:T} \mid x_{1:T})`, ``(*S, *B, T)``; 0 where padded."""
         shape = torch.Size(sample_shape)
