@@ -1,12 +1,30 @@
-"""Transforms of ``torch.func``, which take nothing but operations of torch."""
+"""Transforms of ``torch.func``, and ``torch.compile``: they take only operations of torch."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from functools import wraps
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def uncompiled(function: Function) -> Function:
+    """Decorator: ``torch.compile`` leaves ``function``, which reads values, as it is.
+
+    As ``torch.compiler.disable``, which loads the compiler, but only where something is compiled.
+    """
+
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return torch.compiler.disable(function)(*args, **kwargs)
+        return function(*args, **kwargs)
+
+    return cast(Function, call)
 
 
 def transforming() -> bool:

@@ -34,7 +34,7 @@ EXTRA_ROOMS = {"sklearn"}
 
 # What everything may use, and what lies above all rooms.
 PRIVATE = [
-    "_arrays", "_arguments", "_transforms", "_checks", "_lazy", "_precision", "_threads",
+    "_arrays", "_transforms", "_checks", "_lazy", "_precision", "_threads",
     "_version", "_waits",
 ]  # fmt: skip
 ENTRIES = {"train_lm", "language.__main__"}

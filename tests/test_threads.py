@@ -1,19 +1,10 @@
 """Small work has one thread of torch, whatever it is set to, and leaves the setting as it was."""
 
-import os
-import subprocess
-import sys
-import threading
-import time
-from concurrent.futures import ThreadPoolExecutor
-
-import pyro.distributions as dist
 import pytest
 import torch
 
 import pyrohmm._threads as threads
 from pyrohmm import (
-    HMM,
     MarginalModel,
     Sequences,
     TabularHMM,
@@ -21,7 +12,6 @@ from pyrohmm import (
     fit_em,
     fit_map,
     normal,
-    recursions,
 )
 from pyrohmm.nn import NeuralHMM
 
@@ -119,64 +109,3 @@ def test_a_small_layer_of_torch_keeps_all_threads():
     data = Sequences.from_list([[0, 1, 2, 1]])
     fit_map(MarginalModel(Convolved()), data, num_steps=2, tolerance=None)
     assert set(found) == {3}
-
-
-@pytest.mark.parametrize(
-    ("steps", "matrices", "most"), [(10, 1, 1), (100_000, 1, 3), (10, 10_000, 3)],
-    ids=["short", "long", "short, for many matrices"],
-)  # fmt: skip
-def test_short_queries_take_turns_and_long_ones_do_not(monkeypatch, steps, matrices, most):
-    """As many threads as there are may be within a long query at once."""
-    hmm = HMM(
-        torch.full((16,), 1 / 16).log(), torch.full((matrices, 1, 16, 16), 1 / 16).log(),
-        dist.Categorical(torch.full((16, 2), 0.5)), torch.full((1,), steps),
-    )  # fmt: skip
-    values, inside, seen = torch.zeros(1, steps).long(), [], []
-    together = threading.Barrier(most)
-
-    def viterbi(*_):
-        inside.append(None)
-        if most > 1:
-            together.wait(timeout=30)  # breaks unless all are here
-        else:
-            time.sleep(0.02)
-        seen.append(len(inside))
-        if most > 1:
-            together.wait(timeout=30)
-        inside.pop()
-        return values
-
-    monkeypatch.setattr(recursions, "viterbi", viterbi)
-    with ThreadPoolExecutor(3) as pool:
-        list(pool.map(lambda _: hmm.viterbi(values), range(3)))
-    assert seen == [most] * 3
-
-
-FORK = """
-import os, threading
-import pyrohmm._threads as threads
-
-held, done = threading.Event(), threading.Event()
-
-def hold():
-    with threads._turn.lock:
-        held.set()
-        done.wait(30)
-
-other = threading.Thread(target=hold)
-other.start()
-held.wait(30)
-child = os.fork()
-if child == 0:
-    os._exit(0 if threads._turn.lock.acquire(timeout=10) else 1)
-status = os.waitpid(child, 0)[1]
-done.set()
-other.join()
-raise SystemExit(status != 0)
-"""
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
-def test_a_fork_within_a_query_of_another_thread_may_query():
-    """In a process of its own: other libraries of this one may object to a fork."""
-    subprocess.run([sys.executable, "-W", "ignore", "-c", FORK], check=True, timeout=120)

@@ -9,7 +9,6 @@ import torch
 from scipy.optimize import linear_sum_assignment, quadratic_assignment
 from torch import Tensor
 
-from .._arguments import Range, checked, explained
 from .._checks import (
     check_floats,
     check_integers,
@@ -21,7 +20,6 @@ from .._checks import (
 LARGEST = 2**14  # number of states, of two labellings that are compared
 
 
-@checked(num_states=Range(1))
 def align(predicted: Tensor, truth: Tensor, num_states: int | None = None) -> Tensor:
     """Renaming of predicted states under which they agree with the truth most often.
 
@@ -66,7 +64,6 @@ def _contingency(predicted: Tensor, truth: Tensor, num_states: int | None = None
     return torch.bincount(rows * size + columns, minlength=size * size).reshape(size, size)
 
 
-@explained()
 def align_transitions(found: Tensor, truth: Tensor) -> Tensor:
     r"""Renaming of states under which a transition matrix is nearest to the true one.
 
@@ -109,7 +106,6 @@ def align_transitions(found: Tensor, truth: Tensor) -> Tensor:
     return order.argsort().to(found.device)
 
 
-@checked()
 def one_to_one_accuracy(predicted: Tensor, truth: Tensor) -> float:
     """Share of steps where predicted and true states agree, after the best renaming.
 
@@ -126,7 +122,6 @@ def one_to_one_accuracy(predicted: Tensor, truth: Tensor) -> float:
     return (renamed[known] == truth[known]).double().mean().item()
 
 
-@checked()
 def many_to_one_accuracy(predicted: Tensor, truth: Tensor) -> float:
     """Share of steps that agree if each predicted state is mapped to its most frequent true one.
 
@@ -145,7 +140,6 @@ def many_to_one_accuracy(predicted: Tensor, truth: Tensor) -> float:
     return (counts.amax(1).sum() / counts.sum()).item()
 
 
-@checked()
 def variation_of_information(predicted: Tensor, truth: Tensor) -> float:
     r"""Variation of information of two labellings, :math:`H(z|y) + H(y|z)`, in nats.
 
@@ -192,7 +186,6 @@ def state_histogram(states: Tensor, num_states: int) -> Tensor:
     return counted.bincount(minlength=num_states)
 
 
-@checked()
 def num_identified(states: Tensor, num_states: int, at_least: int = 50) -> int:
     """Number of states in use: those that at least ``at_least`` steps are in.
 

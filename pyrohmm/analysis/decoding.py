@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .._arguments import checked
 from .._checks import check_size
 from ..distributions.block_factors import gapped_chain, log_chain, states_at
 from ..distributions.block_hmm import BlockHMM
@@ -14,7 +13,6 @@ from ..ops import block_paths
 from .chains import chain_factors, finite_or_zero, in_blocks, normalised
 
 
-@checked()
 def k_best(hmm: HMM, values: Tensor, count: int) -> tuple[Tensor, Tensor]:
     r"""The C paths of largest :math:`p(z_{1:T} \mid x_{1:T})`, best first.
 
@@ -90,7 +88,6 @@ def k_best(hmm: HMM, values: Tensor, count: int) -> tuple[Tensor, Tensor]:
         return paths.masked_fill(~real, 0), log_joint
 
 
-@checked()
 def path_entropy(hmm: HMM, values: Tensor) -> Tensor:
     r"""Entropy of the path of states given the observations, in nats, shape ``(*B)``.
 

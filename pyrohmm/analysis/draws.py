@@ -18,7 +18,6 @@ import torch
 from pyro.infer import MCMC
 from torch import Tensor
 
-from .._arguments import checked
 from .._checks import check_integers, check_returned, check_shape, check_size
 from ..data.sequences import Sequences
 from ..distributions.factorial_hmm import FactorialHMM
@@ -35,7 +34,6 @@ from .state_dims import name_dims, permute_dims
 CELLS = 2**22  # samples × N × T × K numbers, in one tensor
 
 
-@checked()
 @dataclass
 class PosteriorDraws:
     """C chains of S samples of latent variables, made by :meth:`of` from a fit or Pyro's ``MCMC``.
@@ -391,7 +389,6 @@ class PosteriorDraws:
             )
 
 
-@checked()
 def invariants(hmm: HMM, values: Tensor) -> dict[str, Tensor]:
     r"""Quantities of an HMM and of data that do not depend on the order of the states.
 

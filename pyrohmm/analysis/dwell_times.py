@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .._arguments import checked
 from .._checks import check_broadcast, check_integers, check_lengths, check_range, check_size
 from ..distributions.continuous_time_hmm import ContinuousTimeHMM
 from ..distributions.hmm import HMM
@@ -13,7 +12,6 @@ from ..distributions.hsmm import HSMM
 from ..ops import masks, semi_markov
 
 
-@checked()
 def dwell_time_mean(hmm: HMM) -> Tensor:
     r"""Mean number of steps that a visit to each state lasts, shape ``(*B, K)``.
 
@@ -40,7 +38,6 @@ def dwell_time_mean(hmm: HMM) -> Tensor:
     return (-_log_leave(hmm)).exp()
 
 
-@checked()
 def dwell_time_log_prob(hmm: HMM, num_steps: int) -> Tensor:
     r"""Log-probability that a visit to a state lasts 1, 2, ... steps, in nats.
 
@@ -74,7 +71,6 @@ def dwell_time_log_prob(hmm: HMM, num_steps: int) -> Tensor:
     return _log_stays(hmm, num_steps) + _log_leave(hmm).unsqueeze(-1)
 
 
-@checked()
 def dwell_time_log_survival(hmm: HMM, num_steps: int) -> Tensor:
     r"""Log-probability that a visit to a state lasts at least 1, 2, ... steps, in nats.
 
@@ -108,7 +104,6 @@ def dwell_time_log_survival(hmm: HMM, num_steps: int) -> Tensor:
     return _log_stays(hmm, num_steps)
 
 
-@checked()
 def dwell_time_hazard(states: Tensor, lengths: Tensor, num_states: int) -> tuple[Tensor, Tensor]:
     r"""Hazard of visits in paths that were decoded or sampled: the share that ends after d steps.
 
@@ -137,7 +132,6 @@ def dwell_time_hazard(states: Tensor, lengths: Tensor, num_states: int) -> tuple
     return ended / visits.clamp(min=1), visits
 
 
-@checked()
 def dwell_counts(
     states: Tensor, lengths: Tensor, num_states: int, *, complete: bool = False
 ) -> Tensor:

@@ -24,7 +24,6 @@ import torch
 from pyro.infer import MCMC
 from torch import Tensor
 
-from .._arguments import Range, checked
 from ..data.sequences import Sequences
 from ..distributions.hmm import HMM
 from ..infer.results import Fit
@@ -40,7 +39,6 @@ SAMPLE = ("chain", "draw")  # ArviZ's names
 Variables = dict[str, tuple[tuple[str, ...], Tensor]]  # dimensions and values by name
 
 
-@checked(num_predictive=Range(0))
 def to_arviz(
     posterior: Fit | MCMC | Mapping[str, Tensor] | PosteriorDraws,
     data: Sequences,
@@ -146,7 +144,6 @@ def _fitted_groups(
     }
 
 
-@checked()
 def summary(converted: Any, **options: Any) -> Any:
     """ArviZ's table of the quantities that do not depend on the order of states.
 

@@ -12,7 +12,6 @@ from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 from torch.distributions import biject_to, constraints
 
-from .._arguments import Range, checked, explained
 from .._checks import (
     check_floats,
     check_returned,
@@ -62,7 +61,6 @@ class Perplexity(NamedTuple):
         return f"perplexity {self.value:.2f} over {self.num_tokens:,} tokens"
 
 
-@checked(batch_size=Range(1))
 def perplexity(model: HMM | Fit, data: Sequences, batch_size: int = 256) -> Perplexity:
     """Perplexity of ``data`` under an HMM or a fit, per observed step (``<eos>`` included, if any).
 
@@ -86,7 +84,6 @@ def perplexity(model: HMM | Fit, data: Sequences, batch_size: int = 256) -> Perp
     return Perplexity.of(log_evidence(model, data, batch_size).double().sum().item(), tokens)
 
 
-@checked(batch_size=Range(1))
 def log_evidence(model: HMM | Fit, data: Sequences, batch_size: int = 256) -> Tensor:
     r"""Log evidence :math:`\log p(x_{1:T})` of each sequence, ``(N,)``, in nats.
 
@@ -109,7 +106,6 @@ def log_evidence(model: HMM | Fit, data: Sequences, batch_size: int = 256) -> Te
         return torch.cat([hmm.log_prob(part.values) for hmm, part in zip(hmms, parts)])
 
 
-@checked(num_samples=Range(1), batch_size=Range(1))
 def held_out_log_evidence(
     fit: Fit, data: Sequences, num_samples: int = 100, batch_size: int = 256
 ) -> Tensor:
@@ -144,7 +140,6 @@ def _parts(data: Sequences, batch_size: int) -> list[Sequences]:
     return [data.batch(chosen) for chosen in torch.arange(len(data)).split(batch_size)]
 
 
-@checked()
 def num_parameters(module: Callable[..., Any], data: Sequences) -> int:
     """Number of free parameters p; what sums to one has one less than entries.
 
@@ -195,7 +190,6 @@ def _dimension(constraint: Any, value: Tensor) -> int:
     return math.prod(biject_to(constraint).inverse_shape(value.shape))
 
 
-@checked()
 def aic(fit: Fit, data: Sequences) -> float:
     r"""Akaike's information criterion (1974), in nats times two: less is better.
 
@@ -213,7 +207,6 @@ def aic(fit: Fit, data: Sequences) -> float:
     return _criterion(fit, data, 2.0)
 
 
-@checked()
 def bic(fit: Fit, data: Sequences) -> float:
     r"""Bayesian information criterion, in nats times two: less is better.
 
@@ -255,7 +248,6 @@ class CrossValidation(NamedTuple):
         return self.log_evidence.double().sum().item() / max(self.num_observed, 1)
 
 
-@checked()
 def cross_validate(
     fit: Callable[[Sequences], Fit],
     data: Sequences,
@@ -300,7 +292,6 @@ def cross_validate(
     return CrossValidation(torch.cat(parts)[by_fold.argsort()], fold, data.num_observed)
 
 
-@checked()
 def bhattacharyya(probs: Tensor) -> Tensor:
     r"""Bhattacharyya distances between distributions: :math:`-\ln \sum_v \sqrt{p_{iv} p_{jv}}`.
 
@@ -333,7 +324,6 @@ def bhattacharyya(probs: Tensor) -> Tensor:
     ).abs()
 
 
-@checked()
 def diversity(probs: Tensor) -> Tensor:
     """Mean Bhattacharyya distance of all pairs of rows, ``(*B)``, in nats (Qiao et al., 2015).
 
@@ -349,7 +339,6 @@ def diversity(probs: Tensor) -> Tensor:
     return diversity_by_state(probs).mean(-1)
 
 
-@checked()
 def diversity_by_state(probs: Tensor) -> Tensor:
     """Mean Bhattacharyya distance of each row to the others, ``(*B, K)``, in nats.
 
@@ -370,7 +359,6 @@ def diversity_by_state(probs: Tensor) -> Tensor:
     return bhattacharyya(probs).sum(-1) / (probs.size(-2) - 1)
 
 
-@explained()
 def mean_absolute_deviation(first: Any, second: Any) -> float:
     """Mean absolute difference of two tables, such as two joint distributions of adjacent symbols.
 

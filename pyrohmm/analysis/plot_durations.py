@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from .._arguments import checked
 from ..distributions.hmm import HMM
 from .dwell_times import dwell_time_hazard, dwell_time_log_prob, dwell_time_log_survival
 from .plot_axes import axes_or_new, legend_above, names_or_numbers
@@ -19,7 +18,6 @@ if TYPE_CHECKING:
 LEAST_AT_RISK = 5  # visits, below which a share says little
 
 
-@checked()
 def durations(
     hmm: HMM,
     num_steps: int,
@@ -50,7 +48,6 @@ def durations(
     return _draw(axes, curves, hazard * survival, names, "probability")
 
 
-@checked()
 def survival(
     hmm: HMM,
     num_steps: int,
@@ -65,7 +62,6 @@ def survival(
     return _draw(axes, curves, lasted, names, "probability to last as long")
 
 
-@checked()
 def hazard(
     hmm: HMM,
     num_steps: int,

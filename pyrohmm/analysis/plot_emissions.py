@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .._arguments import checked
 from ..distributions.autoregressive import Autoregressive
 from ..distributions.context_tables import AutoregressiveCategorical
 from ..distributions.hmm import HMM
@@ -26,7 +25,6 @@ WIDTH = 4.0  # standard deviations of a state to both sides, over which it is dr
 SMALL = 1e-4  # probability of a count that is not drawn
 
 
-@checked()
 def emission(
     hmm: HMM,
     symbols: Sequence[str] | None = None,

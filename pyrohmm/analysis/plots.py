@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .._arguments import SHARE, checked
 from .._checks import check_probs
 from ..distributions.forecast import Forecast
 from ..distributions.hmm import HMM
@@ -40,7 +39,6 @@ def _matrix(hmm: HMM) -> Tensor:
     return matrix
 
 
-@checked()
 def transition(hmm: HMM, names: Sequence[str] | None = None, axes: Axes | None = None) -> Axes:
     """Draw the transition matrix as a table of shades; row = from, column = to.
 
@@ -61,7 +59,6 @@ def transition(hmm: HMM, names: Sequence[str] | None = None, axes: Axes | None =
     return axes
 
 
-@checked()
 def states(probs: Tensor, names: Sequence[str] | None = None, axes: Axes | None = None) -> Axes:
     """Draw the distribution of the state at each step as stacked shares.
 
@@ -87,7 +84,6 @@ def states(probs: Tensor, names: Sequence[str] | None = None, axes: Axes | None 
     return axes
 
 
-@checked()
 def timeline(
     states: Tensor,
     names: Sequence[str] | None = None,
@@ -130,7 +126,6 @@ def timeline(
     return axes
 
 
-@checked(level=SHARE)
 def series(
     hmm: HMM,
     values: Tensor,
@@ -192,7 +187,6 @@ def series(
     return axes
 
 
-@checked(least=SHARE)
 def graph(
     hmm: HMM, names: Sequence[str] | None = None, least: float = 0.01, axes: Axes | None = None
 ) -> Axes:
@@ -244,7 +238,6 @@ def _arrow(
               bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.5})  # fmt: skip
 
 
-@checked()
 def criterion(
     scores: Mapping[int, float] | Mapping[str, Mapping[int, float]],
     name: str = "criterion",
@@ -282,7 +275,6 @@ def criterion(
     return axes
 
 
-@checked(level=SHARE)
 def transition_posterior(
     samples: Tensor,
     names: Sequence[str] | None = None,
@@ -324,7 +316,6 @@ def transition_posterior(
     return axes
 
 
-@checked()
 def losses(fit: Fit, axes: Axes | None = None) -> Axes:
     """Draw the loss, in nats per observed step, against the step; of restarts, the best in colour.
 
@@ -345,7 +336,6 @@ def losses(fit: Fit, axes: Axes | None = None) -> Axes:
     return axes
 
 
-@checked()
 def forecast(
     predicted: Forecast,
     values: Tensor | None = None,

@@ -8,7 +8,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from .._arguments import Shape, checked
 from .._checks import check_size
 from ..distributions.autoregressive import Autoregressive
 from ..distributions.block_factors import log_chain
@@ -32,7 +31,6 @@ from .chains import (
 )
 
 
-@checked()
 def predictive_log_prob(hmm: HMM, values: Tensor) -> Tensor:
     r"""Log-probability of each observation given those before it, in nats, shape ``(*B, T)``.
 
@@ -73,7 +71,6 @@ def predictive_log_prob(hmm: HMM, values: Tensor) -> Tensor:
         return scores.masked_fill(~informative, 0.0)
 
 
-@checked()
 def continuation(hmm: HMM, values: Tensor, num_steps: int) -> HMM:
     r"""Joint predictive distribution :math:`p(x_{T+1:T+H} \mid x_{1:T})`, itself an HMM.
 
@@ -152,8 +149,7 @@ def _continued(
     return cast(BlockHMM, ahead).continue_from(carried)
 
 
-@checked()
-def impute(hmm: HMM, values: Tensor, sample_shape: Shape = ()) -> Tensor:
+def impute(hmm: HMM, values: Tensor, sample_shape: Sequence[int] = ()) -> Tensor:
     """Fill the steps that are not observed by joint samples given those that are.
 
     Args:
@@ -191,7 +187,6 @@ def impute(hmm: HMM, values: Tensor, sample_shape: Shape = ()) -> Tensor:
         return torch.where(missing, samples, values)
 
 
-@checked()
 def observation_marginals(hmm: HMM, values: Tensor) -> Forecast:
     r"""Marginal distribution of an observation at each step, given all that was observed.
 
@@ -257,5 +252,5 @@ class _ForecastPerStep(Forecast):
     def log_prob(self, values: Tensor) -> Tensor:
         return self._forecast.log_prob(values.unsqueeze(self._dim)).squeeze(-1)
 
-    def sample(self, sample_shape: Shape = ()) -> Tensor:
+    def sample(self, sample_shape: Sequence[int] = ()) -> Tensor:
         return self._forecast.sample(sample_shape).squeeze(self._dim)

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
-from .._arguments import checked
 from ..distributions.block_factors import gapped_chain
 from ..distributions.block_hmm import BlockHMM
 from ..distributions.hard_zeros import exact_log_prob
@@ -47,7 +46,6 @@ class PseudoResiduals(NamedTuple):
         return torch.special.ndtri(torch.lerp(self.lower, self.upper, share))
 
 
-@checked()
 def pseudo_residuals(hmm: HMM, values: Tensor, *, forecast: bool = False) -> PseudoResiduals:
     r"""Pseudo-residuals, which show outliers and emissions of a wrong form.
 

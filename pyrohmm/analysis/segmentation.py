@@ -8,7 +8,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .._arguments import checked
 from .._checks import check_integers, check_shape
 
 
@@ -30,7 +29,6 @@ class Segment(NamedTuple):
     length: int
 
 
-@checked()
 def segments(states: Tensor, lengths: Tensor | None = None) -> list[Segment]:
     """The runs of equal states of each path, in order.
 
@@ -76,7 +74,6 @@ def segments(states: Tensor, lengths: Tensor | None = None) -> list[Segment]:
     return found
 
 
-@checked()
 def to_bed(
     rows: Iterable[Segment], sequences: Sequence[str], states: Sequence[str] | None = None
 ) -> str:

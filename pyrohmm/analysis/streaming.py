@@ -9,7 +9,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .._arguments import explained
 from .._arrays import to_tensor
 from .._checks import check_booleans, check_shape, check_size, check_tensor, check_trailing
 from ..distributions.forecast import Forecast
@@ -18,7 +17,6 @@ from .block_steps import BlockSteps
 from .chains import in_blocks, normalised, refuse_autoregressive
 
 
-@explained(observation=None)  # a number may be NaN
 class Filter:
     r"""Filtered distribution of the current state, updated as observations come.
 

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._arguments import explained
 from .._checks import check_size
 from ..data.sequences import Sequences
 from ..distributions.block_hmm import BlockHMM
@@ -68,7 +67,6 @@ class TransitionSpectrum(NamedTuple):
         return int(reached.byte().argmax()) + 1 if bool(reached.any()) else None
 
 
-@explained()
 def state_usage(model: HMM | Fit, data: Sequences, batch_size: int = 256) -> StateUsage:
     r"""Expected number of steps in each state, :math:`\sum_{nt} p(z_t^n = k \mid x^n)`.
 
@@ -107,7 +105,6 @@ def _expected_steps(hmm: HMM, values: Tensor) -> Any:
         return counts.index_add_(0, found.states[exists], found.probs[exists].double())
 
 
-@explained()
 def transition_spectrum(
     hmm: HMM,
     num_values: int = 256,

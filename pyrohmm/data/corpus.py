@@ -10,7 +10,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .._arguments import SHARE, checked
 from .._checks import check_returned
 from .sequences import Sequences
 from .tables import NO_CODE, encoded
@@ -41,7 +40,6 @@ class Entry(NamedTuple):
     tags: Sequence[str | None] = ()
 
 
-@checked()
 def tags_as_values(corpus: Corpus) -> Corpus:
     """The tags of a corpus as what is observed; a step whose tag is not known is missing.
 
@@ -61,7 +59,6 @@ def tags_as_values(corpus: Corpus) -> Corpus:
     return Corpus(Sequences(values, data.lengths, data.labels >= 0, total=data.total), tags)
 
 
-@checked(share=SHARE)
 def merge_rare(corpus: Corpus, share: float, name: str = "<rare>") -> Corpus:
     """Put one symbol in place of the rarest, which together make less than ``share`` of all steps.
 

@@ -22,7 +22,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from .._arguments import Range, checked
 from .corpus import Corpus, Entry, corpus_of
 from .readers import BROKEN, plain, read_characters
 from .simulated import DIVERSE_INITIAL as DIVERSE_INITIAL
@@ -233,7 +232,6 @@ def english_text() -> str:
     return re.sub(r'(?m)^\* |[*"`\u2018\u201c\u201d]', "", text)
 
 
-@checked()
 def english_letters(num_characters: int | None = None, chunk: int = 100) -> Corpus:
     """Letters and spaces of :func:`english_text`, 27 symbols, in pieces of equal length.
 
@@ -253,7 +251,6 @@ def english_letters(num_characters: int | None = None, chunk: int = 100) -> Corp
     return read_characters(text[:num_characters], alphabet, chunk)
 
 
-@checked(max_size=Range(1))
 def english_words(max_size: int | None = 2000) -> Corpus:
     """Words of :func:`english_text`, lower-cased, a sentence at a time, without punctuation.
 

@@ -8,7 +8,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .._arguments import checked
 from .._checks import check_floats, check_integers, check_size
 from ..ops.pairs import Pairs, _add_up, _check_symbols
 from .sequences import Sequences
@@ -16,7 +15,6 @@ from .sequences import Sequences
 CHUNK = 1 << 20  # pairs that are sorted at a time
 
 
-@checked()
 def count_pairs(data: Sequences | Iterable[Sequences], num_symbols: int, lag: int = 1) -> Pairs:
     """Count the pairs of symbols ``lag`` steps apart.
 
@@ -93,7 +91,6 @@ def _keys(data: Sequences, num_symbols: int, lag: int) -> Iterable[np.ndarray]:
             yield (first * num_symbols + second).cpu().numpy()
 
 
-@checked()
 def counted(data: Sequences | Iterable[Sequences], num_symbols: int, lag: int = 1) -> Tensor:
     """Joint relative frequencies of symbols ``lag`` steps apart, ``(V, V)``.
 
@@ -107,7 +104,6 @@ def counted(data: Sequences | Iterable[Sequences], num_symbols: int, lag: int = 
     return count_pairs(data, num_symbols, lag).dense()
 
 
-@checked()
 def quantile_edges(data: Sequences, num_bins: int) -> Tensor:
     """Edges ``(V - 1,)`` between V bins with equally many observed values, by their quantiles.
 
@@ -139,7 +135,6 @@ def quantile_edges(data: Sequences, num_bins: int) -> Tensor:
     return edges
 
 
-@checked()
 def binned(data: Sequences, edges: Tensor) -> Sequences:
     """Replace each value by the number of its bin: v if it is in (edge v - 1, edge v].
 

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._arguments import explained
 from .._arrays import to_tensor
 from .._checks import check_size
 from .sequences import Sequences
@@ -119,7 +118,6 @@ def parts_of(data: Sequences | Parts) -> Iterable[Sequences]:
     return data if isinstance(data, Parts) else (data,)
 
 
-@explained()
 class StoredSequences:
     """Sequences in one array that need not fit into memory, such as a memory-mapped file.
 

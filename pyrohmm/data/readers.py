@@ -26,7 +26,6 @@ from scipy.io import loadmat
 from scipy.io.matlab import MatReadError
 from torch import Tensor
 
-from .._arguments import checked, explained
 from .._checks import check_size
 from .corpus import Corpus as Corpus
 from .corpus import Entry, FilePath, corpus_of, malformed, vocabulary_of
@@ -80,7 +79,6 @@ class Proteins(NamedTuple):
     folds: Tensor | None = None
 
 
-@checked()
 def read_lines(path: FilePath) -> list[str]:
     """The lines of a text file, blank ones too.
 
@@ -94,7 +92,6 @@ def read_lines(path: FilePath) -> list[str]:
     return lines
 
 
-@checked()
 def read_sentences(
     path: FilePath,
     vocabulary: Vocabulary | Counting | None = None,
@@ -114,7 +111,6 @@ def read_sentences(
     return corpus_of(path, list(_sentences(path, eos)), vocabulary)
 
 
-@checked()
 class SentenceStream:
     """The sentences of a file that need not fit into memory, some thousands at a time.
 
@@ -162,7 +158,6 @@ class SentenceStream:
             yield corpus_of(self.path, rows, self.vocabulary).data
 
 
-@explained()
 def read_characters(text: str, alphabet: str = LETTERS + " ", chunk: int = 100) -> Corpus:
     """Read the characters of a text, not of a file, in pieces of equal length.
 
@@ -187,7 +182,6 @@ def read_characters(text: str, alphabet: str = LETTERS + " ", chunk: int = 100) 
     return Corpus(Sequences.from_list(codes.split(chunk)), vocabulary)
 
 
-@checked()
 def read_conllu(
     path: FilePath,
     column: Literal["upos", "xpos"] = "upos",
@@ -229,7 +223,6 @@ def read_conllu(
     return corpus_of(path, rows, vocabulary, tags)
 
 
-@checked()
 def read_tagged(
     path: FilePath,
     vocabulary: Vocabulary | Counting | None = None,
@@ -263,7 +256,6 @@ def read_tagged(
     return corpus_of(path, rows, vocabulary, tags)
 
 
-@checked()
 def read_ocr_letters(path: FilePath) -> Letters:
     """Read Kassel's handwritten words, as ``letter.data`` of Taskar et al. (2003) has them.
 
@@ -310,7 +302,6 @@ def read_ocr_letters(path: FilePath) -> Letters:
     return Letters(data, tags, torch.tensor(folds))
 
 
-@checked()
 def read_fasta(
     path: FilePath,
     vocabulary: Vocabulary | Counting | None = None,
@@ -358,7 +349,6 @@ def read_fasta(
     return Proteins(corpus.data, corpus.vocabulary, tuple(names))
 
 
-@checked()
 def read_protein_table(path: FilePath, vocabulary: Vocabulary | Counting | None = None) -> Proteins:
     """Read a table of chains: a header line, then tab-separated fields.
 
@@ -410,7 +400,6 @@ def read_protein_table(path: FilePath, vocabulary: Vocabulary | Counting | None 
     )
 
 
-@checked()
 def read_piano_rolls(path: FilePath) -> dict[str, Sequences]:
     """Read polyphonic music: the keys of a piano that are held down at each step.
 
@@ -478,7 +467,6 @@ def _blocks(path: FilePath) -> Iterator[list[tuple[int, str]]]:
             yield list(block)
 
 
-@checked()
 def plain(text: str, alphabet: str) -> str:
     """``text`` lower-cased, one space for each run of characters that are not in ``alphabet``."""
     if " " not in alphabet or alphabet != alphabet.lower():

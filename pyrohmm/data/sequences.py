@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from .._arguments import explained
 from .._arrays import regular
 from .._checks import (
     check_booleans,
@@ -48,7 +47,6 @@ from .tables import (
 from .vocabulary import Vocabulary
 
 
-@explained()
 class Sequences(Dataset["Sequences"]):
     """Sequences of different lengths, some of their steps perhaps missing.
 

@@ -8,7 +8,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .._arguments import POSITIVE, checked, explained
 from ..ops.sampling import sample_path
 from ..ops.stationary import stationary
 from .sequences import Sequences
@@ -29,7 +28,6 @@ def casino_parameters() -> tuple[Tensor, Tensor, Tensor]:
     return initial, transition, emission
 
 
-@checked()
 def casino(
     num_sequences: int, num_steps: int, generator: torch.Generator | None = None
 ) -> Sequences:
@@ -61,7 +59,6 @@ DIVERSE_TRANSITION = (  # rows are 0.5307 apart, Bhattacharyya's distance averag
 )
 
 
-@checked()
 def diverse_toy(
     num_sequences: int = 300,
     num_steps: int = 6,
@@ -113,7 +110,6 @@ class DirichletToy(NamedTuple):
     test: Sequences
 
 
-@explained(concentration=POSITIVE)
 def dirichlet_toy(
     num_states: int,
     num_symbols: int,

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from .._arguments import checked
 from .._checks import check_integers
 from .sequences import Sequences
 
 
-@checked()
 def tagged(data: Sequences) -> Sequences:
     """Words and tags as pairs ``(N, T, 2)``; -1 for the tags of data without labels.
 

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
-from .._arguments import Range, checked, explained
 from .._checks import check_integers, check_range
 
 Classes = Callable[[str], Sequence[str]]  # what may stand for a symbol, the first choice first
@@ -20,7 +19,6 @@ ENDINGS = (  # of English words, the longer of two first
 CLASS_COUNT = 10  # how many steps a symbol must stand for, for the vocabulary to list it
 
 
-@explained(max_size=Range(1))
 class Vocabulary(tuple[str, ...]):
     """An ordered list of distinct symbols; a symbol's code is its place.
 
@@ -152,7 +150,6 @@ class Vocabulary(tuple[str, ...]):
         return f"Vocabulary({len(self)} symbols: {shown})"
 
 
-@checked()
 def word_classes(word: str) -> list[str]:
     """Symbols that may stand for a word that is not known, the most telling first.
 

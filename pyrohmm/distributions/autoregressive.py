@@ -8,18 +8,17 @@ sequence have a distribution of their own in each state.
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 
 import torch
 from pyro.distributions.torch_distribution import TorchDistribution
 from torch import Tensor
 from torch.distributions import constraints
 
-from .._arguments import Shape, checked
 from .._checks import check_broadcast, check_size, check_tensor
 from .observation import log_prob_per_state, marginal_log_prob
 
 
-@checked()
 class Autoregressive(TorchDistribution):
     r"""Emission whose distribution depends on the last L observations: :math:`p(x_t | z_t, c_t)`.
 
@@ -60,7 +59,7 @@ class Autoregressive(TorchDistribution):
         self,
         initial: TorchDistribution,
         lags: int,
-        batch_shape: Shape,
+        batch_shape: Sequence[int],
         history: Tensor | None = None,
         validate_args: bool | None = None,
     ) -> None:

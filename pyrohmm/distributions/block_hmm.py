@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .._arguments import Shape, checked
 from .._checks import (
     check_booleans,
     check_floats,
@@ -101,7 +101,6 @@ class BlockHMM(BlockFactors):
 
     _of_transition = "transition"
 
-    @checked(transition=None)
     def __init__(
         self,
         log_initial: Tensor,
@@ -199,7 +198,6 @@ class BlockHMM(BlockFactors):
 
     # Queries given values (*B, T, *E)
 
-    @checked()
     def log_prob(self, values: Tensor) -> Tensor:
         r"""Log evidence :math:`\log p(x_{1:T})`, ``(*B)``, in nats; exact."""
         if self.observed is not None and (self.carried is not None or self._is_crowded):
@@ -332,8 +330,7 @@ class BlockHMM(BlockFactors):
         chain, plan, shape = log_chain(self, values)
         return states_at(self, chain.viterbi().unsqueeze(0), plan, shape).squeeze(0)
 
-    @checked()
-    def sample_states(self, values: Tensor, sample_shape: Shape = ()) -> Tensor:
+    def sample_states(self, values: Tensor, sample_shape: Sequence[int] = ()) -> Tensor:
         r"""Sample paths from :math:`p(z_{1:T} \mid x_{1:T})`, ``(*S, *B, T)``; 0 where padded."""
         if self.carried is not None:
             return self.dense().sample_states(values, sample_shape)

@@ -7,14 +7,12 @@ from pyro.distributions import Categorical as PyroCategorical
 from pyro.distributions.torch_distribution import TorchDistribution
 from torch import Tensor
 
-from .._arguments import checked
 from ..ops.lookup import look_up
 from .autoregressive import Autoregressive
 from .hard_zeros import log_probs
 from .observation import is_categorical, permuted
 
 
-@checked()
 class AutoregressiveCategorical(Autoregressive):
     r"""Symbols whose distribution in each state depends on the last L symbols: one table.
 

@@ -6,6 +6,7 @@ References:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,7 +14,6 @@ from pyro.distributions.torch_distribution import TorchDistribution
 from torch import Tensor
 from torch.distributions import constraints
 
-from .._arguments import Shape, explained
 from .._checks import (
     PyroValidation,
     check_broadcast,
@@ -24,7 +24,7 @@ from .._checks import (
     check_trailing,
 )
 from .._precision import at_least_single, full_precision
-from .._transforms import transforming
+from .._transforms import transforming, uncompiled
 from .._waits import exceeds, with_one_wait
 from ..ops import masks, recursions
 from ..ops.log_space import finite_or_zero
@@ -34,7 +34,6 @@ from .labels import allowed_states, refuse_unknown
 _CURE = "T and K are those of emission_scores."
 
 
-@explained()
 class LinearChainCRF(TorchDistribution):
     r"""Labels of whole sequences, whose scores need not be probabilities.
 
@@ -83,6 +82,7 @@ class LinearChainCRF(TorchDistribution):
     arg_constraints: dict[str, constraints.Constraint] = {}  # noqa: RUF012  # torch's interface
     _validate_args = PyroValidation()
 
+    @uncompiled
     def __init__(
         self,
         emission_scores: Tensor,
@@ -151,7 +151,7 @@ class LinearChainCRF(TorchDistribution):
         """Sequences of labels from 0 to K - 1; -1 is one that is not known."""
         return constraints.independent(constraints.integer_interval(-1, self.num_labels - 1), 1)
 
-    def expand(self, batch_shape: Shape, _instance: Any = None) -> LinearChainCRF:
+    def expand(self, batch_shape: Sequence[int], _instance: Any = None) -> LinearChainCRF:
         """The same distribution for a larger batch; scores are not copied."""
         shape = torch.Size(batch_shape)
         if check_broadcast({"LinearChainCRF": self.batch_shape, "batch_shape": shape}) != shape:
@@ -236,6 +236,7 @@ class LinearChainCRF(TorchDistribution):
         taken = matrices.gather(-1, pairs).squeeze(-1).masked_fill(~exists[..., 1:], 0.0)
         return first.squeeze(-1) + emitted.masked_fill(~exists, 0.0).sum(-1) + taken.sum(-1)
 
+    @uncompiled
     def log_prob(self, labels: Tensor) -> Tensor:
         r"""Log-probability :math:`\log p(y_{1:T})`, ``(*B)``, in nats, differentiable by scores.
 
@@ -285,7 +286,7 @@ class LinearChainCRF(TorchDistribution):
         """As :meth:`viterbi`."""
         return self.viterbi()
 
-    def sample(self, sample_shape: Shape = ()) -> Tensor:
+    def sample(self, sample_shape: Sequence[int] = ()) -> Tensor:
         """Sample labels ``(*S, *B, T)``; 0 where padded.
 
         Raises:

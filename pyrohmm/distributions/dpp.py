@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,7 +11,6 @@ from pyro.distributions.torch_distribution import TorchDistribution
 from torch import Tensor, nn
 from torch.distributions import constraints
 
-from .._arguments import Shape, explained
 from .._checks import PyroValidation, check_floats, check_number, check_positive, check_trailing
 from ..ops.diversity import _check_rho, _log_diversity
 from ..ops.diversity import log_diversity as log_diversity
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from .hmm import HMM
 
 
-@explained()
 class DiversityPrior(nn.Module):
     r"""Log-density of an HMM's transition matrix that favours rows which differ.
 
@@ -147,7 +146,6 @@ class DiversityPrior(nn.Module):
         return f"alpha={self.alpha:g}, rho={self.rho:g}, anchor_weight={self.anchor_weight:g}"
 
 
-@explained()
 class DiverseDirichlet(TorchDistribution):
     r"""Rows of probabilities that repel each other: Dirichlet rows times their diversity.
 
@@ -200,7 +198,7 @@ class DiverseDirichlet(TorchDistribution):
             concentration.shape[:-2], concentration.shape[-2:], validate_args=validate_args
         )
 
-    def expand(self, batch_shape: Shape, _instance: Any = None) -> DiverseDirichlet:
+    def expand(self, batch_shape: Sequence[int], _instance: Any = None) -> DiverseDirichlet:
         """The same distribution for a larger batch."""
         shape = torch.Size(batch_shape) + self.event_shape
         wide = self.concentration.expand(shape)
@@ -215,7 +213,7 @@ class DiverseDirichlet(TorchDistribution):
         rows = Dirichlet(self.concentration, validate_args=False).log_prob(value).sum(-1)
         return rows + self.prior.log_density_of_transition(value)
 
-    def sample(self, sample_shape: Shape = ()) -> Tensor:
+    def sample(self, sample_shape: Sequence[int] = ()) -> Tensor:
         """Sample rows ``(*S, *B, K, V)`` by ``num_sweeps`` sweeps of Metropolis's algorithm.
 
         It starts from independent rows and proposes each row from its Dirichlet distribution, so

@@ -11,7 +11,6 @@ from pyro.distributions.torch_distribution import TorchDistribution
 from torch import Tensor
 from torch.distributions import constraints
 
-from .._arguments import Shape, explained
 from .._checks import check_broadcast, check_probs, check_real, check_trailing
 from .._transforms import transforming
 from ..ops.sampling import CategoricalTable, sample_path
@@ -25,7 +24,6 @@ from .vector_autoregression import AutoregressiveNormal
 NUM_SAMPLES = 10_000  # for quantiles, where no distribution function is known
 
 
-@explained()
 class Forecast(TorchDistribution):
     r"""Predictive distributions of observations: mixtures of the emissions of the K states.
 
@@ -180,7 +178,7 @@ class Forecast(TorchDistribution):
                 f"{values[broken][0].item():g}. Call .round() on them if they are."
             )
 
-    def sample(self, sample_shape: Shape = ()) -> Tensor:
+    def sample(self, sample_shape: Sequence[int] = ()) -> Tensor:
         """Sample each observation, ``(*S, *B, H, *E)``."""
         with torch.no_grad():
             shape = torch.Size(sample_shape)
@@ -188,7 +186,6 @@ class Forecast(TorchDistribution):
             return sample_emission(self.emission, states)
 
 
-@explained()
 class AutoregressiveForecast(Forecast):
     r"""A :class:`Forecast` of observations that depend on those before them.
 
@@ -267,7 +264,7 @@ class AutoregressiveForecast(Forecast):
         following = self.emission.given(self.emission.history)
         return mixture_quantiles(self.states[..., :1, :], following, probs)
 
-    def sample(self, sample_shape: Shape = ()) -> Tensor:
+    def sample(self, sample_shape: Sequence[int] = ()) -> Tensor:
         """Sample sequences of observations, ``(*S, *B, H, *E)``."""
         with torch.no_grad():
             first = torch.distributions.Categorical(probs=self.states[..., 0, :])

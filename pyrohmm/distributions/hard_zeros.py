@@ -21,7 +21,6 @@ from torch.distributions import (
 from torch.distributions.utils import probs_to_logits
 from torch.nn.functional import logsigmoid
 
-from .._arguments import checked
 from .._transforms import transforming
 from .._waits import exceeds
 from ..ops.log_space import finite_or_zero, log
@@ -45,7 +44,6 @@ def built_from(distribution: Any) -> str:
     return "probs" if alike else "logits"
 
 
-@checked()
 def log_probs(emission: Categorical) -> Tensor:
     """Logarithms of the probabilities of symbols; probabilities of zero are exact.
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from pyro.distributions.torch_distribution import TorchDistribution
 from torch import Tensor
 
-from .._arguments import Shape
 from .._checks import (
     check_broadcast,
     check_integers,
@@ -19,7 +19,7 @@ from .._checks import (
     check_trailing,
 )
 from .._precision import full_precision
-from .._transforms import transforming
+from .._transforms import transforming, uncompiled
 from .._waits import with_one_wait
 from ..chains.base import Chain, ExpectedCounts
 from ..chains.markov import MarkovChain
@@ -210,7 +210,7 @@ class HMM(ChainDistribution):
         """
         return self.replace(lengths=lengths, observed=observed, allowed=None)
 
-    def expand(self, batch_shape: Shape, _instance: HMM | None = None) -> HMM:
+    def expand(self, batch_shape: Sequence[int], _instance: HMM | None = None) -> HMM:
         """The same distribution for a larger batch; parameters are not copied."""
         shape = torch.Size(batch_shape)
         if check_broadcast({"HMM": self.batch_shape, "batch_shape": shape}) != shape:
@@ -285,6 +285,7 @@ class HMM(ChainDistribution):
 
     # Queries given values (*B, T, *E)
 
+    @uncompiled
     def log_prob(self, values: Tensor) -> Tensor:
         r"""Log evidence :math:`\log p(x_{1:T})`, ``(*B)``, in nats; states are summed out exactly.
 
@@ -322,6 +323,7 @@ class HMM(ChainDistribution):
         emitted = emitted.gather(-1, states.unsqueeze(-1)).squeeze(-1).masked_fill(~exists, 0.0)
         return self.chain.log_prob(states, exists) + emitted.sum(-1)
 
+    @uncompiled
     def posterior(self, values: Tensor) -> Any:
         r"""Smoothed posterior: :math:`p(z_t \mid x_{1:T})`, ``(*B, T, K)``, zero at padded steps.
 
@@ -333,6 +335,7 @@ class HMM(ChainDistribution):
         self._check_evidence(found.log_evidence, values)
         return found
 
+    @uncompiled
     def expected_counts(self, values: Tensor) -> ExpectedCounts:
         """Expected counts given ``values``, by parameter of the chain: the E-step."""
 
@@ -344,17 +347,20 @@ class HMM(ChainDistribution):
         self._check_evidence(counts.log_evidence, values)
         return counts
 
+    @uncompiled
     def filtered(self, values: Tensor) -> Tensor:
         r"""Filtered probabilities :math:`p(z_t \mid x_{1:t})`, ``(*B, T, K)``; 0 where padded."""
         return self.chain.filtered(self.log_likelihood(values), self.lengths).exp()
 
+    @uncompiled
     def viterbi(self, values: Tensor) -> Tensor:
         r"""Best path :math:`\arg\max_z p(z_{1:T} \mid x_{1:T})`, ``(*B, T)``; 0 where padded."""
         likelihood = self.log_likelihood(values)
         refuse_nan(likelihood, *self.chain.parameters.values())
         return self.chain.viterbi(likelihood, self.lengths)
 
-    def sample_states(self, values: Tensor, sample_shape: Shape = ()) -> Tensor:
+    @uncompiled
+    def sample_states(self, values: Tensor, sample_shape: Sequence[int] = ()) -> Tensor:
         r"""Sample paths from :math:`p(z_{1:T} \mid x_{1:T})`, ``(*S, *B, T)``; 0 where padded."""
         shape = torch.Size(sample_shape)
         likelihood = self.log_likelihood(values)
@@ -416,11 +422,11 @@ class HMM(ChainDistribution):
 
     # Sampling
 
-    def sample(self, sample_shape: Shape = ()) -> Tensor:
+    def sample(self, sample_shape: Sequence[int] = ()) -> Tensor:
         """Sample sequences ``(*S, *B, T, *E)``; what stands in the padding means nothing."""
         return self.sample_with_states(sample_shape)[0]
 
-    def sample_with_states(self, sample_shape: Shape = ()) -> tuple[Tensor, Tensor]:
+    def sample_with_states(self, sample_shape: Sequence[int] = ()) -> tuple[Tensor, Tensor]:
         """Sample sequences ``(*S, *B, T, *E)`` and the states ``(*S, *B, T)`` that emitted them."""
         shape = torch.Size(sample_shape) + self.batch_shape
         with torch.no_grad():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,11 +12,9 @@ from torch import Tensor
 from torch.distributions import biject_to, constraints, transform_to
 from torch.distributions.transforms import Transform
 
-from .._arguments import Shape, explained
 from .._checks import PyroValidation, check_floats, check_number, check_trailing
 
 
-@explained()
 class InverseWishart(TorchDistribution):
     r"""Inverse Wishart distribution of a covariance matrix.
 
@@ -72,12 +71,12 @@ class InverseWishart(TorchDistribution):
         spare = self.degrees - self.scale.size(-1) - 1
         return self.scale / spare if spare > 0 else torch.full_like(self.scale, torch.inf)
 
-    def expand(self, batch_shape: Shape, _instance: Any = None) -> InverseWishart:
+    def expand(self, batch_shape: Sequence[int], _instance: Any = None) -> InverseWishart:
         """The same distribution for a larger batch."""
         shape = torch.Size(batch_shape) + self.event_shape
         return InverseWishart(self.degrees, self.scale.expand(shape), validate_args=False)
 
-    def rsample(self, sample_shape: Shape = ()) -> Tensor:
+    def rsample(self, sample_shape: Sequence[int] = ()) -> Tensor:
         """Sample matrices ``(*S, *B, D, D)``, by Bartlett's decomposition."""
         dim = self.scale.size(-1)
         shape = torch.Size(sample_shape) + self.batch_shape

@@ -23,7 +23,6 @@ from torch import Tensor
 from torch.distributions import constraints
 from torch.nn.functional import logsigmoid
 
-from .._arguments import checked
 from .._checks import (
     check_booleans,
     check_floats,
@@ -107,7 +106,6 @@ class NGramBlockHMM(BlockHMM):
         0.2975
     """
 
-    @checked()
     def __init__(
         self,
         words: BlockHMM,

@@ -25,7 +25,6 @@ from torch.distributions import (
     constraints,
 )
 
-from .._arguments import Shape, explained
 from .._checks import check_broadcast, check_integers, check_range
 from .._transforms import transforming
 from .._waits import exceeds
@@ -35,7 +34,6 @@ from .hard_zeros import exact_log_prob, log_prob_of_bits, log_probs, log_probs_o
 from .linear_emissions import component_log_prob, linear_log_prob
 
 
-@explained()
 class Streams(TorchDistribution):
     """Several observations at once, independent given the state, joined in one vector.
 
@@ -110,7 +108,7 @@ class Streams(TorchDistribution):
                 dtype = piece.dtype
         return torch.cat([piece.to(dtype).expand(*lead, piece.size(-1)) for piece in width], -1)
 
-    def expand(self, batch_shape: Shape, _instance: Any = None) -> Streams:
+    def expand(self, batch_shape: Sequence[int], _instance: Any = None) -> Streams:
         """The same distribution for a larger batch."""
         return Streams([part.expand(torch.Size(batch_shape)) for part in self.parts])
 
@@ -120,7 +118,7 @@ class Streams(TorchDistribution):
         scores = [marginal_log_prob(part, piece) for part, piece in zip(self.parts, pieces)]
         return torch.stack(torch.broadcast_tensors(*scores)).sum(0)
 
-    def sample(self, sample_shape: Shape = ()) -> Tensor:
+    def sample(self, sample_shape: Sequence[int] = ()) -> Tensor:
         """Sample vectors ``(*S, *B, sum of widths)``."""
         wide = [part.expand(self.batch_shape) for part in self.parts]  # independent for each entry
         return self.join([part.sample(torch.Size(sample_shape)) for part in wide])
@@ -139,7 +137,6 @@ class _StreamsSupport(constraints.Constraint):
         return torch.stack(torch.broadcast_tensors(*inside)).all(0)
 
 
-@explained()
 class Tied(TorchDistribution):
     """States that share emissions: state k emits as entry ``index[k]`` of ``base`` does.
 
@@ -184,7 +181,7 @@ class Tied(TorchDistribution):
     def _pick(self, moment: Tensor) -> Tensor:
         return moment.index_select(-1 - len(self.event_shape), self.index)
 
-    def expand(self, batch_shape: Shape, _instance: Any = None) -> Tied:
+    def expand(self, batch_shape: Sequence[int], _instance: Any = None) -> Tied:
         """The same distribution for a larger batch."""
         shape = torch.Size(batch_shape)
         return Tied(self.base.expand(shape[:-1] + self.base.batch_shape[-1:]), self.index)
@@ -207,7 +204,7 @@ class Tied(TorchDistribution):
         every = every.expand(*every.shape[:-1], self.base.batch_shape[-1])
         return every.gather(-1, index.expand(*every.shape[:-1], 1)).squeeze(-1).movedim(0, -1)
 
-    def sample(self, sample_shape: Shape = ()) -> Tensor:
+    def sample(self, sample_shape: Sequence[int] = ()) -> Tensor:
         """Sample in each state, ``(*S, *B, K, *E)``."""
         states = len(self.index)
         wide = self.base.expand((states, *self.base.batch_shape))  # independent for each state
@@ -252,7 +249,6 @@ def is_categorical(emission: Any) -> bool:
     return isinstance(emission, Categorical) and not emission.event_shape
 
 
-@explained()
 def log_prob_per_state(emission: TorchDistribution, values: Tensor) -> Tensor:
     """Log-density ``(*A, K)`` of ``values`` ``(*A, *E)`` in each of the K states.
 
@@ -302,7 +298,6 @@ def log_prob_per_component(mixture: Any, values: Tensor) -> Tensor:
     return scores
 
 
-@explained()
 def marginal_log_prob(distribution: TorchDistribution, values: Tensor) -> Tensor:
     r"""Log-density of the components of ``values`` that are not NaN.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,11 +11,9 @@ from torch import Tensor
 from torch.distributions import biject_to, constraints, transform_to
 from torch.distributions.transforms import Transform
 
-from .._arguments import Shape, explained
 from .._checks import PyroValidation, check_booleans, check_floats, check_positive, check_trailing
 
 
-@explained()
 class SparseDirichlet(TorchDistribution):
     """Rows of probabilities, Dirichlet over the entries they may use, exactly zero elsewhere.
 
@@ -68,12 +67,12 @@ class SparseDirichlet(TorchDistribution):
         strength = self.concentration.masked_fill(~self.allowed, 0.0)
         return strength / strength.sum(-1, keepdim=True)
 
-    def expand(self, batch_shape: Shape, _instance: Any = None) -> SparseDirichlet:
+    def expand(self, batch_shape: Sequence[int], _instance: Any = None) -> SparseDirichlet:
         """The same distribution for a larger batch."""
         shape = torch.Size(batch_shape) + self.event_shape
         return type(self)(self.concentration.expand(shape), self.allowed, validate_args=False)
 
-    def rsample(self, sample_shape: Shape = ()) -> Tensor:
+    def rsample(self, sample_shape: Sequence[int] = ()) -> Tensor:
         """Sample tables ``(*S, *B, *rows, K)``."""
         shape = torch.Size(sample_shape) + self.concentration.shape
         strength = self.concentration.masked_fill(~self.allowed, 1.0).expand(shape)
@@ -213,7 +212,6 @@ def _map_to_rows(constraint: _SparseSimplex) -> Transform:
     return _SparseSoftmax(constraint.allowed)
 
 
-@explained()
 def interior(support: constraints.Constraint, value: Tensor) -> Tensor:
     """``value``, shifted off the boundary of its space, where gradients and densities may end.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,11 +12,9 @@ from torch import Tensor
 from torch.distributions import biject_to, constraints, transform_to
 from torch.distributions.transforms import Transform
 
-from .._arguments import Shape, explained
 from .._checks import PyroValidation, check_booleans, check_floats, check_positive, check_trailing
 
 
-@explained()
 class SparseGamma(TorchDistribution):
     """Independent Gamma variables in the allowed entries of a table, exactly zero elsewhere.
 
@@ -79,13 +78,13 @@ class SparseGamma(TorchDistribution):
         """Mean of the table, ``(*B, *table)``."""
         return self._entries().mean.masked_fill(~self.allowed, 0.0)
 
-    def expand(self, batch_shape: Shape, _instance: Any = None) -> SparseGamma:
+    def expand(self, batch_shape: Sequence[int], _instance: Any = None) -> SparseGamma:
         """The same distribution for a larger batch."""
         shape = torch.Size(batch_shape) + self.event_shape
         parts = self.concentration.expand(shape), self.rate.expand(shape)
         return SparseGamma(*parts, self.allowed, validate_args=False)
 
-    def rsample(self, sample_shape: Shape = ()) -> Tensor:
+    def rsample(self, sample_shape: Sequence[int] = ()) -> Tensor:
         """Sample tables ``(*S, *B, *table)``."""
         return self._entries().rsample(torch.Size(sample_shape)).masked_fill(~self.allowed, 0.0)
 

@@ -12,6 +12,7 @@ References:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +21,6 @@ from pyro.distributions.torch_distribution import TorchDistribution
 from torch import Tensor
 from torch.distributions import constraints
 
-from .._arguments import Shape, explained
 from .._checks import (
     check_floats,
     check_integers,
@@ -40,7 +40,6 @@ from .observation import Streams
 from .sampling import sample_emission
 
 
-@explained()
 class WordAndTag(Streams):
     """A word and a tag, independent given the state: pairs of integers, -1 where one is missing.
 
@@ -72,7 +71,7 @@ class WordAndTag(Streams):
         """Pairs of word and tag, ``(*, 2)``."""
         return torch.stack(torch.broadcast_tensors(*pieces), -1)
 
-    def expand(self, batch_shape: Shape, _instance: Any = None) -> WordAndTag:
+    def expand(self, batch_shape: Sequence[int], _instance: Any = None) -> WordAndTag:
         """The same distribution for a larger batch."""
         return WordAndTag(*(part.expand(torch.Size(batch_shape)) for part in self.parts))
 
@@ -183,7 +182,6 @@ class TagPath(NamedTuple):
     tags: Tensor
 
 
-@explained()
 class TaggedHMM(BlockHMM):
     r"""A :class:`pyrohmm.BlockHMM` whose states emit a tag beside each word.
 
@@ -326,7 +324,7 @@ class TaggedHMM(BlockHMM):
             path = torch.where(tags < 0, best.indices[states], tags)
         return TagPath(states, path.masked_fill(~self.exists, 0))
 
-    def sample_tags(self, values: Tensor, sample_shape: Shape = ()) -> Tensor:
+    def sample_tags(self, values: Tensor, sample_shape: Sequence[int] = ()) -> Tensor:
         r"""Sample tags from :math:`p(y | w)`, ``(*S, *B, T)`` integers; padded steps hold 0."""
         _, tags = self._split(values)
         with torch.no_grad():

@@ -10,14 +10,12 @@ from pyro.distributions.torch_distribution import TorchDistribution
 from torch import Tensor
 from torch.distributions import MultivariateNormal
 
-from .._arguments import checked
 from .._checks import check_broadcast, check_floats, check_trailing
 from ..ops.products import squared_norms
 from .autoregressive import Autoregressive
 from .observation import permuted
 
 
-@checked()
 class AutoregressiveNormal(Autoregressive):
     r"""Switching vector autoregression: vectors that depend linearly on those before.
 

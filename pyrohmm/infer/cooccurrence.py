@@ -21,7 +21,6 @@ from pyro.infer.autoguide import init_to_sample
 from torch import Tensor
 from torch.distributions import Independent, MixtureSameFamily
 
-from .._arguments import POSITIVE, checked, explained
 from .._checks import check_returned, check_size
 from ..data.pair_counts import binned as binned
 from ..data.pair_counts import check_edges
@@ -51,7 +50,6 @@ Target = Pairs | Tensor
 Loss = Callable[[Tensor, Tensor, Any], Tensor]
 
 
-@checked()
 def bin_probs(emission: TorchDistribution, edges: Tensor) -> Tensor:
     """Probability of each bin in each state, ``(*B, K, V)``: differences of ``emission.cdf``.
 
@@ -98,7 +96,6 @@ def _cdf(distribution: Any, points: Tensor) -> Tensor:
         ) from None
 
 
-@checked()
 def average_probs(hmm: HMM, num_steps: int) -> Tensor:
     r"""Marginal distribution of the first state of a random pair of adjacent steps.
 
@@ -178,7 +175,6 @@ class CooccurrenceModel(OwnParameters):
         "init=init_to_value(values=fit.start)"
     )
 
-    @explained(target=None, weight=None, loss=None, stationary=None)
     def __init__(
         self,
         module: HMMModule,
@@ -235,7 +231,6 @@ class CooccurrenceModel(OwnParameters):
         if self.pairs_per_step is not None:
             check_size("pairs_per_step", self.pairs_per_step)
 
-    @checked()
     def forward(self, data: Sequences) -> HMM:
         """Return the HMM built for ``data``, of which nothing but the sizes is used."""
         hmm = build(self.module, data)
@@ -269,7 +264,6 @@ class CooccurrenceModel(OwnParameters):
         return hmm
 
 
-@checked(learning_rate=POSITIVE, tolerance=None, weight=None, loss=None, lags=None)
 @exclusive()
 def fit_cooccurrence(  # noqa: D417  # the other arguments are those of fit_map
     module: HMMModule,

@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from .._arguments import Range, checked
 from .._checks import check_returned, check_size, check_tolerance
 from .._threads import threads_for
 from ..chains.base import ExpectedCounts
@@ -66,7 +65,6 @@ def densehmm_schedule() -> dict[str, Any]:
     return {"num_steps": 40, "tolerance": None, "gradient_step": GradientStep(25, adam, False)}
 
 
-@checked(tolerance=None, decay=Range(0.5, 1))
 @exclusive(gradients=False)  # M-steps that need them ask for themselves
 def fit_em(
     module: HMMModule | HMM,

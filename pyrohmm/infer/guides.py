@@ -39,7 +39,6 @@ from pyro.distributions import Delta, LogNormal, Normal
 from pyro.infer.autoguide import AutoGuide, AutoNormal, init_to_value
 from torch import Tensor
 
-from .._arguments import Range, checked, explained
 from .._checks import check_tensor
 from ..data.sequences import Sequences
 from ..nn.base import OwnParameters
@@ -48,7 +47,6 @@ from ..nn.dense import DenseHMM
 _SMALLEST = 0.1  # of the diagonal at the start: embeddings may lie in a plane there
 
 
-@checked()
 class RotationGuide(OwnParameters):
     """A guide with uniformly rotated embeddings; the invariant rest has an autoguide.
 
@@ -123,7 +121,6 @@ class RotationGuide(OwnParameters):
         return values
 
 
-@explained(dim=Range(1))
 def log_orbit(diagonal: Tensor, dim: int) -> Tensor:
     r"""Log-volume ``(*B)`` of the orbit of L: of all M = L Q, with Q orthogonal.
 
@@ -142,7 +139,6 @@ def log_orbit(diagonal: Tensor, dim: int) -> Tensor:
     return ((free - 1) * diagonal.log() + area).sum(-1)
 
 
-@explained(dim=Range(1))
 def uniform_rotation(like: Tensor, dim: int) -> Tensor:
     """Orthogonal rows ``(*B, r, D)``, uniform among all, for ``like`` ``(*B, n, r)``."""
     noise = torch.randn(*like.shape[:-2], dim, like.size(-1), dtype=like.dtype, device=like.device)

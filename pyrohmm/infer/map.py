@@ -15,7 +15,6 @@ from pyro.infer import ELBO
 from pyro.infer.autoguide import AutoDelta, init_to_sample
 from torch import nn
 
-from .._arguments import POSITIVE, checked
 from .._checks import check_returned, check_size
 from ..data.parts import Parts, first_sequence, in_parts
 from ..data.sequences import Sequences
@@ -29,7 +28,6 @@ from .results import WINDOW, Fit, Point, Restarts
 from .training import OptimizerFactory, Report, ScheduleFactory, Settings
 
 
-@checked(learning_rate=POSITIVE, tolerance=None, windows=None)
 @exclusive()
 def fit_map(  # noqa: D417  # the other arguments are those of fit_svi
     model: Callable[..., Any],

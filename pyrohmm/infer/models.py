@@ -8,7 +8,7 @@ likelihood inside the plate, not the priors.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import reduce
 from typing import Any, TypeVar
 
@@ -21,7 +21,6 @@ from pyro.ops.indexing import Vindex
 from torch import Tensor, nn
 from torch.distributions import constraints
 
-from .._arguments import Shape, checked, explained
 from .._checks import check_returned, check_size
 from ..data.batches import Window
 from ..data.parts import Parts, parts_of
@@ -39,7 +38,6 @@ LogPrior = Callable[[HMM], Tensor]
 Data = TypeVar("Data", bound=Sequences | Parts)
 
 
-@checked()
 class _Model(OwnParameters):
     """The part common to both forms: all but the observation of the sequences."""
 
@@ -87,7 +85,6 @@ def build(module: HMMModule, data: Sequences) -> HMM:
     return module(data.lengths, observed, data.covariates, **times)
 
 
-@checked()
 def scale_priors(module: HMMModule, data: Sequences | Parts) -> float:
     """Give priors of normal emissions the location and scale of ``data``; in place.
 
@@ -162,7 +159,6 @@ class MarginalModel(_Model):
         pyro.sample("x", hmm, obs=values)
 
 
-@checked()
 class StatefulModel(MarginalModel):
     """A :class:`MarginalModel` for windows of long sequences: truncated backpropagation.
 
@@ -247,7 +243,6 @@ class EnumeratedModel(_Model):
         markov_sample("x", hmm, obs=values)
 
 
-@explained()
 def markov_sample(name: str, hmm: HMM, obs: Tensor | None = None) -> Tensor:
     """Sample sequences from ``hmm``, its states as enumerated sites inside ``pyro.markov``.
 
@@ -344,7 +339,7 @@ class EmissionAt(TorchDistribution):
         """That of the emission."""
         return self.emission.support
 
-    def expand(self, batch_shape: Shape, _instance: EmissionAt | None = None) -> EmissionAt:
+    def expand(self, batch_shape: Sequence[int], _instance: EmissionAt | None = None) -> EmissionAt:
         """The same distribution for a larger batch."""
         return EmissionAt(self.emission, self.state.expand(torch.Size(batch_shape)), self.step)
 
@@ -357,7 +352,7 @@ class EmissionAt(TorchDistribution):
             scores = log_prob_per_state(self.emission, value)[..., self.step, :]
         return Vindex(scores)[..., self.state]
 
-    def sample(self, sample_shape: Shape = ()) -> Tensor:
+    def sample(self, sample_shape: Sequence[int] = ()) -> Tensor:
         """Sample an observation in each state, ``(*S, *B, *E)``."""
         shape = torch.Size(sample_shape) + self.batch_shape
         state = self.state.expand(shape).unsqueeze(-1)

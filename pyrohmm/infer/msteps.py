@@ -18,7 +18,6 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from .._arguments import explained
 from .._checks import check_size
 from .._waits import read_with_one_wait
 from ..distributions.dpp import DiversityPrior
@@ -181,7 +180,6 @@ def default_step(prior: TransitionPrior) -> TransitionStep:
     return LogitGradient()
 
 
-@explained()
 class FixedPoint:
     r"""M-step by fixed-point iteration, accelerated and damped.
 
@@ -253,7 +251,6 @@ class FixedPoint:
         return torch.where(length > 0, new / length, roots)
 
 
-@explained()
 class ProjectedGradient:
     r"""M-step by the gradient, projected on the simplex: algorithm 1 of the paper.
 
@@ -295,7 +292,6 @@ class ProjectedGradient:
         return simplex_projection(ahead, metric).sqrt()
 
 
-@explained()
 class LogitGradient:
     """M-step by gradient steps in logits, for any exponent of the kernel.
 
@@ -336,7 +332,6 @@ class LogitGradient:
         return torch.where(risen[:, None, None], new, old)
 
 
-@explained()
 @torch.no_grad()
 def best_start(
     rows: Tensor, counts: Tensor, prior: TransitionPrior, allowed: Tensor | None = None
@@ -378,7 +373,6 @@ def best_start(
     return candidates[best, torch.arange(len(rows), device=rows.device)]
 
 
-@explained()
 @torch.no_grad()
 def relative_slope(
     rows: Tensor, counts: Tensor, prior: DiversityPrior, allowed: Tensor | None = None
@@ -454,7 +448,6 @@ def _from_the_best(
     return torch.where(moved[:, None, None], climb(start), end)
 
 
-@explained()
 def objective(rows: Tensor, counts: Tensor, prior: TransitionPrior) -> Tensor:
     """Objective of the M-step of transition matrices, ``(R,)``: see the head of this module.
 

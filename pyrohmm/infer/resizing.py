@@ -10,7 +10,6 @@ from pyro import distributions as dist
 from torch import Tensor
 from torch.distributions import transform_to
 
-from .._arguments import Range, checked
 from .._checks import check_floats, check_shape
 from ..distributions.hmm import HMM
 from ..distributions.observation import Streams
@@ -22,7 +21,6 @@ _NORMAL = (dist.Normal, dist.NanMaskedNormal)
 _JOINT = (dist.MultivariateNormal, dist.NanMaskedMultivariateNormal)
 
 
-@checked()
 def merge_states(hmm: HMM, first: int, second: int, usage: Tensor | None = None) -> HMM:
     r"""The HMM in which two states are one: of K - 1 states, and a density that is close.
 
@@ -91,7 +89,6 @@ def merge_states(hmm: HMM, first: int, second: int, usage: Tensor | None = None)
     return restored(tensors, meta)
 
 
-@checked(noise=Range(0))
 def split_state(hmm: HMM, state: int, noise: float = 0.1) -> HMM:
     """The HMM in which a state is two: of K + 1 states, and a density that is close.
 

@@ -14,7 +14,6 @@ from pyro import poutine
 from scipy.cluster.vq import ClusterError, kmeans2
 from torch import Tensor, nn
 
-from .._arguments import Range, checked
 from ..chains.base import ExpectedCounts
 from ..data.sequences import Sequences
 from ..distributions.continuous_time_hmm import ContinuousTimeHMM
@@ -39,7 +38,6 @@ class Start(Protocol):
         """
 
 
-@checked(restarts=Range(1))
 def from_prior(module: HMMModule, data: Sequences, restarts: int) -> Values:
     """Start from samples of the prior, one for each restart."""
     with torch.no_grad(), poutine.block(), pyro.plate("restarts", restarts, dim=-2):
@@ -47,7 +45,6 @@ def from_prior(module: HMMModule, data: Sequences, restarts: int) -> Values:
     return {name: trace.nodes[name]["value"] for name in trace.stochastic_nodes}
 
 
-@checked(restarts=Range(1))
 def by_kmeans(module: HMMModule, data: Sequences, restarts: int) -> Tensor:
     """Start from k-means clusters of the observations, which are scaled to unit variance.
 
@@ -105,7 +102,6 @@ def from_hmm(hmm: HMM) -> Start:
     return start
 
 
-@checked()
 def build_once(module: HMMModule, data: Sequences) -> HMM:
     """One HMM from the module, with samples of its priors."""
     with torch.no_grad(), poutine.block():

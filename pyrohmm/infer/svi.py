@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from pyro.infer import ELBO
 
-from .._arguments import POSITIVE, checked
 from ..data.sequences import Sequences
 from .exclusive import exclusive
 from .loop import train
@@ -17,7 +16,6 @@ from .results import Fit
 from .training import OptimizerFactory, Report, ScheduleFactory, Settings
 
 
-@checked(learning_rate=POSITIVE, tolerance=None, windows=None)
 @exclusive()
 def fit_svi(
     model: Callable[..., Any],

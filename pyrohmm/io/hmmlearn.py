@@ -18,14 +18,12 @@ from pyro.distributions import Categorical, MixtureSameFamily, MultivariateNorma
 from pyro.distributions.torch_distribution import TorchDistribution
 from torch import Tensor
 
-from .._arguments import explained
 from ..distributions.hard_zeros import log_probs
 from ..distributions.hmm import HMM
 from ..distributions.hsmm import HSMM
 from ..distributions.observation import is_spherical, is_tied
 
 
-@explained()
 def from_hmmlearn(model: Any, lengths: Sequence[int] | Tensor) -> HMM:
     """The HMM with the parameters of a fitted model of hmmlearn, in float64.
 

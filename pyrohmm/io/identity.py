@@ -97,7 +97,7 @@ class _Description:
         if isinstance(item, MethodType):
             return {"function": self.of(item.__func__), "of": self.of(item.__self__)}
         if isinstance(item, FunctionType):
-            return self._function(getattr(item, "checked", item))
+            return self._function(item)
         return self._object(item)
 
     def _function(self, function: FunctionType) -> dict[str, Any]:

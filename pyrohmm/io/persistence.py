@@ -11,7 +11,6 @@ from pyro.distributions.torch_distribution import TorchDistribution
 from torch import Tensor, nn
 from torch.distributions.utils import logits_to_probs, probs_to_logits
 
-from .._arguments import checked
 from ..distributions.block_hmm import BlockHMM
 from ..distributions.context_tables import AutoregressiveCategorical
 from ..distributions.continuous_time_hmm import ContinuousTimeHMM
@@ -95,7 +94,6 @@ BUILT_FROM: dict[type, Arguments] = {
 }  # fmt: skip
 
 
-@checked()
 def save(thing: HMM | nn.Module, directory: FilePath) -> None:
     """Save an HMM or a module to a directory, in place of what was saved there before.
 
@@ -130,7 +128,6 @@ def save(thing: HMM | nn.Module, directory: FilePath) -> None:
     write_directory(directory, *describe(thing))
 
 
-@checked()
 def load_hmm(directory: FilePath) -> HMM:
     """The HMM that was saved to ``directory``, on the CPU, every bit as it was.
 
@@ -147,7 +144,6 @@ def load_hmm(directory: FilePath) -> HMM:
     return hmm
 
 
-@checked()
 def load_into(module: nn.Module, directory: FilePath) -> None:
     """Put what was saved of a module into ``module``, all of it or nothing.
 

@@ -26,7 +26,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .._arguments import SHARE, checked, explained
 from .._checks import check_integers, check_range, check_shape, check_size
 from ..data.corpus import FilePath
 from ..data.pair_counts import count_pairs
@@ -61,7 +60,6 @@ class Clusters(NamedTuple):
 # Brown's clusters --------------------------------------------------------------------------------
 
 
-@checked()
 def brown(
     pairs: Pairs, num_clusters: int, num_sweeps: int = 20, progress: bool | None = None
 ) -> Clusters:
@@ -142,7 +140,6 @@ def brown(
     )
 
 
-@checked()
 def average_mutual_information(pairs: Pairs, assignment: Tensor) -> float:
     """Mutual information of the clusters of two adjacent words, in nats a pair.
 
@@ -207,7 +204,6 @@ def uniform(
     return assignment
 
 
-@explained(words=None)
 def isolate(assignment: Tensor, words: Tensor | Sequence[int]) -> Tensor:
     """Put words into a separate cluster, the last.
 
@@ -237,7 +233,6 @@ def isolate(assignment: Tensor, words: Tensor | Sequence[int]) -> Tensor:
     return changed.unique(return_inverse=True)[1]
 
 
-@checked()
 def find_clusters(
     data: Sequences, vocabulary: Vocabulary, num_clusters: int, progress: bool | None = None
 ) -> Tensor:
@@ -290,7 +285,6 @@ def _is_alone(word: Tensor, assignment: Tensor) -> bool:
     return int((assignment == assignment[word]).sum()) == 1
 
 
-@checked(power=SHARE)
 def allocate(
     num_states: int, assignment: Tensor, counts: Tensor | None = None, power: float = 1.0
 ) -> Tensor:
@@ -377,7 +371,6 @@ def _check_assignment(assignment: Tensor) -> None:
 # Files -------------------------------------------------------------------------------------------
 
 
-@checked()
 def write_paths(path: FilePath, clusters: Clusters, vocabulary: Sequence[str]) -> None:
     """Write a line for each word: the path of its cluster, the word, and its count, by tabs.
 
@@ -410,7 +403,6 @@ def write_paths(path: FilePath, clusters: Clusters, vocabulary: Sequence[str]) -
     Path(path).write_bytes("".join(lines).encode())
 
 
-@checked()
 def read_paths(path: FilePath, vocabulary: Sequence[str], unlisted: int | None = None) -> Clusters:
     """Read clusters as :func:`write_paths` or Liang's ``wcluster`` writes them.
 

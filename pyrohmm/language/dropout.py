@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from .._arguments import POSITIVE, checked
 from ..nn.neural import LinearDropout, NeuralHMM
 
 FEW_EPOCHS = 16.0  # of a text with as many tokens as there are parameters (figures/dropout.json)
@@ -17,7 +16,6 @@ class DefaultDropout(LinearDropout):
     may_differ: ClassVar[tuple[str, ...]] = ("begin", "end", "num_steps")
 
 
-@checked(tokens_per_parameter=POSITIVE)
 def default_dropout(num_epochs: int, num_steps: int, tokens_per_parameter: float) -> DefaultDropout:
     r"""State dropout of a language model by its text and how often a fit reads that.
 

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._arguments import POSITIVE, SHARE, Range, checked
 from .._checks import check_size
 from ..analysis.metrics import Perplexity
 from ..analysis.prediction import predictive_log_prob
@@ -45,9 +44,6 @@ AT_ONCE = 256  # sentences that are sampled as one batch
 STEPS = 8192  # that are evaluated at once
 
 
-@checked(
-    mass_power=SHARE, learning_rate=POSITIVE, weight_decay=Range(0), sentences=None, lines=None
-)
 class LanguageModel:
     """Sentences of words, each the path of a neural HMM until it emits ``<eos>``.
 

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import math
 
-from .._arguments import checked
-
 WARM = 0.05  # share of all steps in which the learning rate rises
 
 
-@checked()
 class WarmupCosine:
     """Share of the largest learning rate at a step: a short rise, then half a cosine, to zero.
 

@@ -19,7 +19,6 @@ from math import inf
 import torch
 from torch import Tensor
 
-from .._arguments import checked
 from .._checks import check_size
 from ..data.vocabulary import Vocabulary
 from ..distributions.block_hmm import BlockHMM
@@ -32,7 +31,6 @@ from .text import END, encode
 AT_ONCE = 64  # sentences that are sampled as one batch
 
 
-@checked()
 class Steering:
     r"""Sentences of a :class:`LanguageModel` given that they satisfy a constraint.
 

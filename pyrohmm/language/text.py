@@ -7,7 +7,6 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
-from .._arguments import explained
 from .._checks import check_range, check_size
 from ..data.sequences import Sequences
 from ..data.vocabulary import Vocabulary
@@ -16,7 +15,6 @@ END = "<eos>"
 UNKNOWN = "<unk>"
 
 
-@explained(lines=None)
 def count_words(
     lines: Iterable[str], min_count: int = 1, max_size: int | None = None
 ) -> Vocabulary:
@@ -50,7 +48,6 @@ def count_words(
     return Vocabulary.from_counts(counts, min_count, max_size, UNKNOWN)
 
 
-@explained(lines=None)
 def encode(lines: Iterable[str], vocabulary: Vocabulary, name: str = "lines") -> Sequences:
     """Codes of sentences, each with ``<eos>`` at its end; a blank line is an empty sentence.
 

@@ -14,7 +14,6 @@ from pyro import poutine
 from pyro.nn import PyroModule
 from torch import Tensor
 
-from .._arguments import checked
 from .._checks import check_tensor
 from ..distributions.hmm import HMM
 
@@ -149,7 +148,6 @@ def in_mode(training: bool, *parts: Any) -> Iterator[None]:
             inner.training = mode
 
 
-@checked()
 def freeze(module: PyroModule, name: str, value: Tensor | None = None) -> None:
     """Replace a parameter by a constant, which no fit changes; ``state_dict()`` saves it.
 

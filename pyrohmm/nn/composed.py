@@ -9,7 +9,6 @@ from pyro.distributions.torch_distribution import TorchDistribution
 from pyro.nn import PyroModule
 from torch import Tensor
 
-from .._arguments import explained
 from .._checks import check_integers
 from ..distributions.observation import Streams, Tied
 from .centred import scale_prior
@@ -87,7 +86,6 @@ class StreamsEmission(Emission):
         return values, notes
 
 
-@explained(index=None)
 def tied(family: EmissionFamily, index: Tensor | list[int]) -> EmissionFamily:
     """Emission family in which states share emissions: state k has number ``index[k]``.
 

@@ -9,7 +9,6 @@ import torch
 from pyro.nn import PyroSample
 from torch import Tensor
 
-from .._arguments import checked
 from .._checks import check_booleans, check_shape, check_size
 from ..distributions.continuous_time_hmm import ContinuousTimeHMM
 from ..distributions.hmm import HMM
@@ -20,7 +19,6 @@ from .closed_form import Maximum, Statistics, check_mode
 from .family import EmissionFamily, build_emission, positive
 
 
-@checked(emission=None)
 class TabularContinuousTimeHMM(ChainTables):
     r"""HMM in continuous time with a Gamma prior on every rate of transitions.
 

@@ -22,7 +22,6 @@ from pyro.nn import PyroModule, PyroSample
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from .._arguments import checked, explained
 from .._checks import check_returned, check_size
 from .._precision import at_least_single, full_precision
 from ..distributions.hmm import HMM
@@ -37,19 +36,16 @@ Kernel = Callable[[Tensor, Tensor], Tensor]
 # Kernels -----------------------------------------------------------------------------------------
 
 
-@explained()
 def exponential(rows: Tensor, columns: Tensor) -> Tensor:
     r"""Logarithm of :math:`\exp(u \cdot v)`."""
     return rows @ columns.mT
 
 
-@explained()
 def sigmoid(rows: Tensor, columns: Tensor) -> Tensor:
     r"""Logarithm of :math:`1 / (1 + \exp(-u \cdot v))`."""
     return logsigmoid(rows @ columns.mT)
 
 
-@explained()
 def relu(rows: Tensor, columns: Tensor, floor: float = 1e-6) -> Tensor:
     r"""Logarithm of :math:`\max(u \cdot v, 0)` plus a floor, so that rows have a sum.
 
@@ -58,13 +54,11 @@ def relu(rows: Tensor, columns: Tensor, floor: float = 1e-6) -> Tensor:
     return ((rows @ columns.mT).relu() + floor).log()
 
 
-@explained()
 def absolute(rows: Tensor, columns: Tensor) -> Tensor:
     r"""Logarithm of :math:`|u \cdot v|`: the paper's ``normAbsLin``, an ordinary factorisation."""
     return _logarithm((rows @ columns.mT).abs())
 
 
-@checked()
 def rbf(width: float = 1.0) -> Kernel:
     r"""The kernel :math:`\exp(-\lVert u - v \rVert^2 / 2 w^2)` of width w.
 
@@ -104,7 +98,6 @@ def _logarithm(values: Tensor) -> Tensor:
     return (values + torch.finfo(values.dtype).tiny).log()
 
 
-@explained()
 def log_rows(kernel: Kernel, rows: Tensor, columns: Tensor) -> Tensor:
     r"""Log-probabilities ``(*B, n, m)``: the kernel, divided by the sum of each row.
 
@@ -129,7 +122,6 @@ def log_rows(kernel: Kernel, rows: Tensor, columns: Tensor) -> Tensor:
 # The module --------------------------------------------------------------------------------------
 
 
-@explained(scale=None)
 class DenseHMM(HMMModule):
     r"""HMM of embeddings: of states that are left, entered and emitting, and of symbols (eq. 2).
 
@@ -278,7 +270,6 @@ def _prior(module: DenseHMM, shape: tuple[int, ...], scale: float) -> TorchDistr
 # Sizes that compare ------------------------------------------------------------------------------
 
 
-@checked()
 def fair_num_states(
     num_states: int, num_symbols: int, dim: int, *, as_in_code: bool = False
 ) -> int:

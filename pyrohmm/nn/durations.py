@@ -17,7 +17,6 @@ from pyro.distributions.torch_distribution import TorchDistribution
 from pyro.nn import PyroModule, PyroSample
 from torch import Tensor
 
-from .._arguments import explained
 from .._checks import check_size
 from ..ops.log_space import log
 from . import emissions
@@ -57,7 +56,6 @@ class DurationMStep(Protocol):
         """The mode of the parameters: see :meth:`.closed_form.EmissionMStep.m_step`."""
 
 
-@explained()
 def truncated(distribution: TorchDistribution, max_duration: int) -> Tensor:
     """Log-probabilities of durations d with ``d - 1`` from a distribution of counts, given d <= D.
 

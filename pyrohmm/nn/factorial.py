@@ -13,7 +13,6 @@ from pyro.distributions.torch_distribution import TorchDistribution
 from torch import Tensor
 from torch.distributions import constraints
 
-from .._arguments import Shape, checked
 from .._checks import check_size
 from ..distributions.factorial_hmm import FactorialHMM
 from ..ops.log_space import log
@@ -25,7 +24,6 @@ SINGULAR = 1e-12  # relative size of what the observations do not determine
 ROUNDS = 20  # in which an M-step maximises by contributions and variances in turn
 
 
-@checked(emission=None)
 class TabularFactorialHMM(ChainTables):
     r"""Factorial HMM whose parameters are the probabilities of its chains, with Dirichlet priors.
 
@@ -58,7 +56,7 @@ class TabularFactorialHMM(ChainTables):
 
     def __init__(
         self,
-        num_states: Shape,
+        num_states: Sequence[int],
         emission: EmissionFamily,
         initial_concentration: float = 1.0,
         transition_concentration: float = 1.0,
@@ -138,9 +136,8 @@ class _Additive(Emission):
         return torch.cat(columns[::-1], -1).double()
 
 
-@checked()
 def additive_normal(
-    num_states: Shape,
+    num_states: Sequence[int],
     dim: int,
     loc: float = 0.0,
     scale: float = 10.0,
@@ -257,9 +254,8 @@ class AdditiveNormalEmission(_Additive):
         return (residual / 2 + self.rate) / (count / 2 + self.concentration + 1)
 
 
-@checked()
 def additive_bernoulli(
-    num_states: Shape, dim: int, loc: float = 0.0, scale: float = 2.5
+    num_states: Sequence[int], dim: int, loc: float = 0.0, scale: float = 2.5
 ) -> EmissionFamily:
     r"""Emission family of vectors of zeros and ones whose logits are sums over the chains.
 

@@ -25,7 +25,6 @@ from pyro.distributions import Categorical
 from pyro.nn import PyroModule
 from torch import Tensor, nn
 
-from .._arguments import checked, explained
 from .._checks import check_integers, check_range, check_shape, check_size
 from .._precision import at_least_single, full_precision
 from ..distributions.block_hmm import BlockHMM, FinalState
@@ -38,7 +37,6 @@ from .base import PYRO, HMMModule
 from .networks import USES, CharCNN, Residual, StateEmbedding, SymbolEmbedding
 
 
-@checked()
 @dataclass(frozen=True)
 class LinearDropout:
     """A share of states that changes linearly with the calls in training mode, then stays.
@@ -220,7 +218,6 @@ def _are_same(some: list[Tensor], others: list[Tensor]) -> bool:
     )
 
 
-@explained()
 class NeuralHMM(_Large):
     r"""HMM whose logits are inner products of networks of embeddings (eq. 3, 4).
 
@@ -449,7 +446,6 @@ class NeuralHMM(_Large):
         return hmm, every if states is None else states
 
 
-@explained()
 class ScalarHMM(_Large):
     """HMM whose logits are the parameters, with blocks and state dropout (eq. 2).
 

@@ -7,14 +7,12 @@ import math
 import torch
 from torch import Tensor, nn
 
-from .._arguments import checked
 from .._checks import check_floats, check_shape, check_size
 from ..distributions.block_hmm import BlockHMM
 from ..distributions.ngram_block_hmm import NGramBlockHMM, NGramProbs, NGramWeights
 from .base import HMMModule
 
 
-@checked()
 class NGramMixture(HMMModule):
     r"""A module in blocks, mixed with what an n-gram says of the words; exact, and as sparse.
 

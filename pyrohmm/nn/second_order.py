@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from .._arguments import checked
 from .._checks import check_size
 from ..distributions.second_order_hmm import SecondOrderHMM
 from ..ops.log_space import log
@@ -12,7 +11,6 @@ from .chain_tables import ChainTables
 from .family import EmissionFamily, build_emission
 
 
-@checked(emission=None)
 class TabularSecondOrderHMM(ChainTables):
     r"""Second-order HMM whose parameters are its probabilities, with Dirichlet priors on every row.
 

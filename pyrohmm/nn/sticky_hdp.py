@@ -10,7 +10,6 @@ from pyro.distributions.torch_distribution import TorchDistribution
 from pyro.nn import PyroModule, PyroSample
 from torch import Tensor
 
-from .._arguments import POSITIVE, Range, checked
 from .._checks import check_size
 from ..chains.base import ExpectedCounts
 from ..distributions.hmm import HMM
@@ -23,7 +22,6 @@ from .family import EmissionFamily, build_emission
 LEAST = 1e-8  # concentration, below which nothing changes but what numbers can say
 
 
-@checked(emission=None, gamma=POSITIVE, alpha=POSITIVE, kappa=Range(0))
 class StickyHDPHMM(HMMModule):
     r"""HMM of at most K states, with weights of the states that all rows share.
 

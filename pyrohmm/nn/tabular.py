@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .._arguments import checked, explained
 from .._checks import check_size
 from ..distributions.hmm import HMM
 from ..ops.log_space import log
@@ -14,7 +13,6 @@ from .closed_form import Statistics
 from .family import EmissionFamily, build_emission
 
 
-@checked(emission=None)
 class TabularHMM(ChainTables):
     r"""HMM whose parameters are its probabilities, with Dirichlet priors on every row.
 
@@ -81,7 +79,6 @@ class TabularHMM(ChainTables):
         return None if counts is None else self._counts("transition", counts)
 
 
-@explained()
 def sticky(num_states: int, stay: float, leave: float = 1.0) -> Tensor:
     """Concentrations ``(K, K)`` of a sticky chain: ``stay`` on the diagonal, ``leave`` elsewhere.
 
@@ -94,7 +91,6 @@ def sticky(num_states: int, stay: float, leave: float = 1.0) -> Tensor:
     return torch.full((num_states, num_states), leave).fill_diagonal_(stay)
 
 
-@explained()
 def left_to_right(num_states: int, jump: int | None = None) -> Tensor:
     """Transitions ``(K, K)`` of a left-to-right chain: to a state itself or up to ``jump`` ahead.
 
@@ -111,7 +107,6 @@ def left_to_right(num_states: int, jump: int | None = None) -> Tensor:
     return (ahead if jump is None else ahead.tril(jump)).bool()
 
 
-@explained()
 def banded(num_states: int, width: int = 1) -> Tensor:
     """Transitions ``(K, K)`` between states whose numbers differ by at most ``width``.
 

@@ -8,7 +8,6 @@ import torch
 from pyro.nn import PyroModule
 from torch import Tensor
 
-from .._arguments import Range, checked
 from ..chains.base import ExpectedCounts
 from ..distributions.hmm import HMM
 from ..distributions.hsmm import HSMM
@@ -20,7 +19,6 @@ from .family import EmissionFamily
 from .tabular import TabularHMM
 
 
-@checked(durations=None, emission=None, num_states=Range(2))
 class TabularHSMM(TabularHMM):
     r"""Hidden semi-Markov model with Dirichlet priors on every row, and durations of any family.
 

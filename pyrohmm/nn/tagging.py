@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._arguments import checked
 from .._checks import check_size
 from .._precision import at_least_single, full_precision
 from ..data.tags import tagged as tagged
@@ -21,7 +20,6 @@ from .networks import Residual
 from .neural import NeuralHMM
 
 
-@checked()
 class NeuralTagger(NeuralHMM):
     r"""A :class:`pyrohmm.NeuralHMM` whose states emit tags too; it builds a :class:`TaggedHMM`.
 

@@ -18,13 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._arguments import Range, checked
-
 Symbol = str | int
 Phrase = str | int | Sequence[str | int]
 
 
-@checked()
 class Automaton:
     """A deterministic finite automaton over words.
 
@@ -325,7 +322,6 @@ def ends_with(suffix: Phrase) -> Automaton:
     return template(..., *_phrases([suffix], "suffix")[0])._named(_called("ends_with", [suffix]))
 
 
-@checked(low=Range(0), high=Range(0))
 def of_length(low: int, high: int | None = None) -> Automaton:
     """Sentences of a number of words, without their end.
 

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._arguments import explained
 from .._checks import check_floats, check_shape, check_tensor
 from .._lazy import lazy
 from .._precision import (
@@ -71,7 +70,6 @@ class _SumsOfBlocks(torch.autograd.Function):
         return to_leave, to_enter.to(enter.dtype), None
 
 
-@explained()
 class InnerProductTransition:
     r"""Transitions whose logits are inner products of vectors of states, for disjoint blocks.
 

@@ -17,12 +17,10 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from .._arguments import explained
 from .._checks import check_integers, check_range, check_shape, check_size
 from .block_plan import States, bounds
 
 
-@explained()
 class Blocks:
     """Which states may emit which symbol.
 

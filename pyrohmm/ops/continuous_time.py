@@ -11,7 +11,6 @@ import math
 import torch
 from torch import Tensor
 
-from .._arguments import explained
 from .log_space import log
 
 DEGREE = 20  # of the series; its remainder is below rounding where the argument is at most one
@@ -20,7 +19,6 @@ CACHED = 1 << 17  # numbers of matrices that are computed at once, and stay in t
 HALVED = 1100  # times at most: beyond it no number of float64 is left
 
 
-@explained()
 def log_transitions(rates: Tensor, gaps: Tensor) -> Tensor:
     r"""Log-probabilities of the state after each gap, :math:`\log e^{Q \Delta}`.
 

@@ -19,12 +19,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .._arguments import explained
 from .._checks import check_floats
 from .log_space import log
 
 
-@explained()
 def product_kernel(probs: Tensor, rho: float = 0.5, normalized: bool = True) -> Tensor:
     r"""Probability product kernel of rows: :math:`\sum_v (p_{iv} p_{jv})^\rho`.
 
@@ -55,7 +53,6 @@ def product_kernel(probs: Tensor, rho: float = 0.5, normalized: bool = True) -> 
     return features @ features.mT
 
 
-@explained()
 def log_diversity(probs: Tensor, rho: float = 0.5) -> Tensor:
     r"""Log-determinant of the normalised product kernel of rows.
 
@@ -88,7 +85,6 @@ def log_diversity(probs: Tensor, rho: float = 0.5) -> Tensor:
     return _log_diversity(probs, rho)
 
 
-@explained()
 def simplex_projection(values: Tensor, weights: Tensor | None = None) -> Tensor:
     """The distributions closest to rows of numbers, in Euclidean distance.
 

@@ -25,7 +25,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .._arguments import Range, checked, explained
 from .._checks import (
     check_broadcast,
     check_floats,
@@ -111,7 +110,6 @@ def _arrange(
     return engine.arrange(log_initial, log_transitions, log_likelihood, lengths, batch)
 
 
-@explained()
 def log_evidence(
     log_initial: Tensor,
     log_transitions: Sequence[Tensor],
@@ -134,7 +132,6 @@ def log_evidence(
     return engine.log_evidence(arranged)
 
 
-@explained()
 def expected_counts(
     log_initial: Tensor,
     log_transitions: Sequence[Tensor],
@@ -166,7 +163,6 @@ def expected_counts(
     return FactorialCounts(total, initial, tuple(transitions), states)
 
 
-@explained()
 def filtered(
     log_initial: Tensor,
     log_transitions: Sequence[Tensor],
@@ -188,7 +184,6 @@ def filtered(
         return engine.filtered(arranged)
 
 
-@explained()
 def viterbi(
     log_initial: Tensor,
     log_transitions: Sequence[Tensor],
@@ -208,7 +203,6 @@ def viterbi(
         return engine.viterbi(arranged)
 
 
-@checked(num_samples=Range(0))
 def sample_states(
     log_initial: Tensor,
     log_transitions: Sequence[Tensor],

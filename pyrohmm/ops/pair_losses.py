@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._arguments import explained
 from .log_space import log
 from .pairs import Pairs, relative_weights
 
@@ -28,7 +27,6 @@ SMALL = 256  # symbols, up to which all V^2 pairs take less time than those that
 # Losses ------------------------------------------------------------------------------------------
 
 
-@explained()
 def squared_distance(joint: Tensor, probs: Tensor, target: Pairs | Tensor) -> Tensor:
     r"""The squared distance of what is predicted and counted, :math:`\lVert \Omega - W \rVert^2`.
 
@@ -65,7 +63,6 @@ def squared_distance(joint: Tensor, probs: Tensor, target: Pairs | Tensor) -> Te
     return (_expanded(joint, table, table, target) + target.squares).to(probs.dtype)
 
 
-@explained()
 def relative_distance(joint: Tensor, probs: Tensor, target: Pairs | Tensor) -> Tensor:
     r"""Half the squared distance, relative to what independent symbols would have.
 
@@ -113,7 +110,6 @@ def _expanded(joint: Tensor, table: Tensor, weighted: Tensor, pairs: Pairs) -> T
     return (joint.mT @ gram @ joint * gram).sum((-2, -1)) - 2 * (joint * cross).sum((-2, -1))
 
 
-@explained()
 def cross_entropy(joint: Tensor, probs: Tensor, target: Pairs | Tensor) -> Tensor:
     r"""Minus the mean log-probability of the pairs, :math:`-\sum_{xy} W_{xy} \log \Omega_{xy}`.
 

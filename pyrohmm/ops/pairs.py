@@ -10,11 +10,9 @@ import torch
 from scipy.sparse import csr_array
 from torch import Tensor
 
-from .._arguments import checked
 from .._checks import check_integers, check_size
 
 
-@checked()
 class Pairs:
     """How often each symbol follows each, for the pairs that occur: a sparse matrix.
 

@@ -25,7 +25,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .._arguments import Range, checked, explained
 from .._checks import check_booleans, check_broadcast, check_integers, check_real, check_tensor
 from .._precision import at_least_single
 from .._transforms import evidence_and_gradient, refuse_transforms, transforming
@@ -155,7 +154,6 @@ def posterior(
         )
 
 
-@explained()
 def expected_counts(
     log_initial: Tensor, log_transition: Tensor, log_likelihood: Tensor, lengths: Tensor
 ) -> ExpectedCounts:
@@ -181,7 +179,6 @@ def expected_counts(
     return _counts(evidence, arguments, chain, log_initial, log_transition, log_likelihood)
 
 
-@explained()
 def expected_counts_of_symbols(
     log_initial: Tensor,
     log_transition: Tensor,
@@ -283,7 +280,6 @@ def viterbi(
         return best.permute(1, 2, 0).reshape(*batch, len(best))
 
 
-@checked(num_samples=Range(0))
 def sample_states(
     log_initial: Tensor,
     log_transition: Tensor,

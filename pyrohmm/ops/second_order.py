@@ -23,7 +23,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .._arguments import Range, checked, explained
 from .._checks import (
     check_broadcast,
     check_floats,
@@ -96,7 +95,6 @@ def _arrange(
     )
 
 
-@explained()
 def log_evidence(
     log_initial: Tensor, log_second: Tensor, log_transition: Tensor, log_likelihood: Tensor,
     lengths: Tensor,
@@ -116,7 +114,6 @@ def log_evidence(
     return engine.log_evidence(_arrange(*parts))
 
 
-@explained()
 def expected_counts(
     log_initial: Tensor, log_second: Tensor, log_transition: Tensor, log_likelihood: Tensor,
     lengths: Tensor,
@@ -143,7 +140,6 @@ def expected_counts(
     return SecondOrderCounts(total, *counts)
 
 
-@explained()
 def filtered(
     log_initial: Tensor, log_second: Tensor, log_transition: Tensor, log_likelihood: Tensor,
     lengths: Tensor,
@@ -171,7 +167,6 @@ def filtered(
         return states.masked_fill(padded.unsqueeze(-1), -torch.inf)
 
 
-@explained()
 def viterbi(
     log_initial: Tensor, log_second: Tensor, log_transition: Tensor, log_likelihood: Tensor,
     lengths: Tensor,
@@ -191,7 +186,6 @@ def viterbi(
         return _path(engine.viterbi(_arrange(*parts, lengths)), log_likelihood)
 
 
-@checked(num_samples=Range(0))
 def sample_states(
     log_initial: Tensor, log_second: Tensor, log_transition: Tensor, log_likelihood: Tensor,
     lengths: Tensor, num_samples: int = 1,

@@ -33,7 +33,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._arguments import Range, checked, explained
 from .._checks import check_broadcast, check_floats
 from .._precision import differentiable_gradient, in_full_precision
 from .._transforms import evidence_and_gradient, refuse_transforms, transforming
@@ -45,7 +44,6 @@ from .recursions import ExpectedCounts
 from .segment_chain import SegmentChain, Segmented, arrange
 
 
-@explained()
 def log_survival(log_duration: Tensor) -> Tensor:
     r"""Log-probability :math:`\log \sum_{d' \ge d} p(d' \mid k)` to last at least d steps.
 
@@ -67,7 +65,6 @@ def log_survival(log_duration: Tensor) -> Tensor:
     return sums.to(log_duration.dtype)
 
 
-@explained()
 def log_mean_duration(log_duration: Tensor) -> Tensor:
     r"""Log of the mean duration :math:`\log \sum_d d \, p(d \mid k)`, ``(*B, K)``.
 
@@ -84,7 +81,6 @@ def log_mean_duration(log_duration: Tensor) -> Tensor:
     return logsumexp(logs + steps.log(), -1).to(log_duration.dtype)
 
 
-@explained()
 def segment_weights(
     log_duration: Tensor,
     censored_end: bool,
@@ -117,7 +113,6 @@ def _arranged(
     return arrange(log_initial, log_transition, log_duration, weights, log_likelihood, lengths)
 
 
-@checked()
 def log_evidence(
     log_initial: Tensor,
     log_transition: Tensor,
@@ -183,7 +178,6 @@ class _Evidence(torch.autograd.Function):
         return (*ctx.backend.segment_backward(chain.detach(), *ctx.messages, weight), None)
 
 
-@explained()
 def expected_counts(
     log_initial: Tensor,
     log_transition: Tensor,
@@ -241,7 +235,6 @@ def expected_counts(
     return ExpectedCounts(evidence.detach(), starts, transitions.unsqueeze(-3), states, durations)
 
 
-@explained()
 def counts_of_each(
     log_initial: Tensor,
     log_transition: Tensor,
@@ -265,7 +258,6 @@ def counts_of_each(
     )
 
 
-@checked()
 def filtered(
     log_initial: Tensor,
     log_transition: Tensor,
@@ -294,7 +286,6 @@ def filtered(
         return scores.to(dtype).reshape(*batch, *scores.shape[-2:])
 
 
-@checked()
 def viterbi(
     log_initial: Tensor,
     log_transition: Tensor,
@@ -322,7 +313,6 @@ def viterbi(
         return best.reshape(*batch, shape[1])
 
 
-@checked(num_samples=Range(0))
 def sample_states(
     log_initial: Tensor,
     log_transition: Tensor,
@@ -354,7 +344,6 @@ def sample_states(
         return states.reshape(num_samples, *batch, steps)
 
 
-@explained()
 def expanded_chain(
     log_initial: Tensor,
     log_transition: Tensor,

@@ -8,11 +8,9 @@ from scipy.sparse import csr_array
 from scipy.sparse.csgraph import connected_components
 from torch import Tensor
 
-from .._arguments import explained
 from .._checks import check_size
 
 
-@explained()
 def joint_probs(state_probs: Tensor, log_transition: Tensor, lag: int = 1) -> Tensor:
     r"""Joint distribution of two states ``lag`` steps apart, :math:`\mathrm{diag}(\pi) A^d`.
 
@@ -34,7 +32,6 @@ def joint_probs(state_probs: Tensor, log_transition: Tensor, lag: int = 1) -> Te
     return state_probs.unsqueeze(-1) * power
 
 
-@explained()
 def predicted(state_probs: Tensor, log_transition: Tensor, probs: Tensor, lag: int = 1) -> Tensor:
     r"""Joint distribution of two symbols, :math:`\Omega = B^\top \mathrm{diag}(\pi) A^d B`.
 
@@ -56,7 +53,6 @@ def predicted(state_probs: Tensor, log_transition: Tensor, probs: Tensor, lag: i
     return probs.mT @ joint_probs(state_probs, log_transition, lag) @ probs
 
 
-@explained()
 def stationary(log_transition: Tensor, check: bool = True) -> Tensor:
     r"""Stationary distribution of a chain, by one linear solve, differentiable.
 
@@ -104,7 +100,6 @@ def stationary(log_transition: Tensor, check: bool = True) -> Tensor:
     return probs.clamp(min=0.0).to(log_transition.dtype)
 
 
-@explained()
 def stationary_detached(log_transition: Tensor) -> Tensor:
     """As :func:`stationary`, but no gradient passes through it.
 
