@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,22 +33,6 @@ from .._checks import (
     check_trailing,
 )
 from . import torch_factorial as engine
-
-
-class FactorialCounts(NamedTuple):
-    """Expected counts under the posterior.
-
-    Attributes:
-        log_evidence: ``(*B)``, in nats.
-        initial: ``(*b, K)``, of the product states at the first step, of the shape of the argument.
-        transitions: M of ``(*b, K_m, K_m)``, of the shapes of the arguments.
-        states: ``(*B, T, K)``, smoothed posterior of the product states; zero at padded steps.
-    """
-
-    log_evidence: Tensor
-    initial: Tensor
-    transitions: tuple[Tensor, ...]
-    states: Tensor
 
 
 class ProductTransition:
@@ -130,37 +113,6 @@ def log_evidence(
     """
     arranged = _arrange(log_initial, log_transitions, log_likelihood, lengths)
     return engine.log_evidence(arranged)
-
-
-def expected_counts(
-    log_initial: Tensor,
-    log_transitions: Sequence[Tensor],
-    log_likelihood: Tensor,
-    lengths: Tensor,
-) -> FactorialCounts:
-    """Expected counts under the posterior, as gradients of the evidence (Fisher's identity).
-
-    A sequence of probability zero counts nowhere.
-
-    Example:
-        >>> coin = torch.full((2, 2), 0.5).log()
-        >>> even = torch.full((4,), 0.25).log()
-        >>> counts = expected_counts(even, [coin, coin], torch.zeros(3, 4), torch.tensor(3))
-        >>> counts.transitions[1]
-        tensor([[0.5000, 0.5000],
-                [0.5000, 0.5000]])
-    """
-    shapes = [log_initial.shape[:-1], lengths.shape, *(t.shape[:-2] for t in log_transitions)]
-    batch = torch.broadcast_shapes(*shapes, log_likelihood.shape[:-2])
-    likelihood = log_likelihood.expand(*batch, *log_likelihood.shape[-2:])
-
-    def evidence(initial: Tensor, likelihood: Tensor, *transitions: Tensor) -> Tensor:
-        return log_evidence(initial, transitions, likelihood, lengths)
-
-    total, (initial, states, *transitions) = engine.gradients(
-        evidence, log_initial, likelihood, *log_transitions
-    )
-    return FactorialCounts(total, initial, tuple(transitions), states)
 
 
 def filtered(

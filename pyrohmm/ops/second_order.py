@@ -18,8 +18,6 @@ Source: He, 1988, Extended Viterbi algorithm for second order hidden Markov proc
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
@@ -33,24 +31,6 @@ from .._checks import (
 )
 from . import torch_factorial as engine
 from .masks import exists
-
-
-class SecondOrderCounts(NamedTuple):
-    """Expected counts under the posterior.
-
-    Attributes:
-        log_evidence: ``(*B)``, in nats.
-        initial: ``(*b, K)``, of first states, of the shape of the argument.
-        second: ``(*b, K, K)``, of the first two states.
-        transitions: ``(*b, K, K, K)``, of the next state given the two before it.
-        states: ``(*B, T, K)``, smoothed posterior of the states; zero at padded steps.
-    """
-
-    log_evidence: Tensor
-    initial: Tensor
-    second: Tensor
-    transitions: Tensor
-    states: Tensor
 
 
 def _arrange(
@@ -112,32 +92,6 @@ def log_evidence(
     """
     parts = log_initial, log_second, log_transition, log_likelihood, lengths
     return engine.log_evidence(_arrange(*parts))
-
-
-def expected_counts(
-    log_initial: Tensor, log_second: Tensor, log_transition: Tensor, log_likelihood: Tensor,
-    lengths: Tensor,
-) -> SecondOrderCounts:  # fmt: skip
-    """Expected counts under the posterior, as gradients of the evidence (Fisher's identity).
-
-    A sequence of probability zero counts nowhere.
-
-    Example:
-        >>> even = torch.full((2, 2, 2), 0.5).log()
-        >>> counts = expected_counts(even[0, 0], even[0], even, torch.zeros(4, 2), torch.tensor(4))
-        >>> counts.transitions.sum()  # of steps 3 and 4
-        tensor(2.)
-    """
-    parts = log_initial, log_second, log_transition
-    leads = (part.shape[: part.dim() - core] for core, part in enumerate(parts, 1))
-    batch = torch.broadcast_shapes(*leads, lengths.shape, log_likelihood.shape[:-2])
-    likelihood = log_likelihood.expand(*batch, *log_likelihood.shape[-2:])
-
-    def evidence(first: Tensor, second: Tensor, table: Tensor, seen: Tensor) -> Tensor:
-        return engine.log_evidence(_arrange(first, second, table, seen, lengths))
-
-    total, counts = engine.gradients(evidence, *parts, likelihood)
-    return SecondOrderCounts(total, *counts)
 
 
 def filtered(

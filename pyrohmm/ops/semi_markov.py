@@ -235,29 +235,6 @@ def expected_counts(
     return ExpectedCounts(evidence.detach(), starts, transitions.unsqueeze(-3), states, durations)
 
 
-def counts_of_each(
-    log_initial: Tensor,
-    log_transition: Tensor,
-    log_duration: Tensor,
-    log_likelihood: Tensor,
-    lengths: Tensor,
-    censored_end: bool = True,
-    censored_start: bool = False,
-) -> ExpectedCounts:
-    """As :func:`expected_counts`, of each sequence by itself: ``(*B, K, K)`` and ``(*B, K, D)``."""
-    tensors = log_initial, log_transition, log_duration, log_likelihood
-    cores = 1, 2, 2, 2
-    batch = torch.broadcast_shapes(
-        *(part.shape[: part.dim() - core] for part, core in zip(tensors, cores)), lengths.shape
-    )
-    initial, transition, duration, likelihood = (
-        part.expand(*batch, *part.shape[part.dim() - core :]) for part, core in zip(tensors, cores)
-    )
-    return expected_counts(
-        initial, transition, duration, likelihood, lengths, censored_end, censored_start
-    )
-
-
 def filtered(
     log_initial: Tensor,
     log_transition: Tensor,

@@ -311,18 +311,6 @@ def log_evidence(arranged: Arranged) -> Tensor:
     return arranged.restored(value).reshape(arranged.batch).to(arranged.dtype)
 
 
-def gradients(function: Callable[..., Tensor], *parts: Tensor) -> tuple[Tensor, list[Tensor]]:
-    """The value of ``function(*parts)``, and the derivatives of its sum by each of them."""
-    with torch.inference_mode(False), torch.enable_grad():
-        leaves = [  # tensors made in inference mode cannot ask for gradients
-            (part.clone() if part.is_inference() else part.detach()).requires_grad_()
-            for part in parts
-        ]
-        value = function(*leaves)
-        slopes = torch.autograd.grad(value.sum(), leaves, materialize_grads=True)
-    return value.detach(), list(slopes)
-
-
 def filtered(arranged: Arranged) -> Tensor:
     """Filtered log-probabilities ``(*B, T, W)`` of the last W states; -inf where padded."""
     chain = arranged.chain
