@@ -37,7 +37,7 @@ PRIVATE = [
     "_arrays", "_transforms", "_checks", "_lazy", "_precision", "_threads",
     "_version", "_waits",
 ]  # fmt: skip
-ENTRIES = {"train_lm", "language.__main__"}
+ENTRIES = {"train_lm", "testing", "language.__main__"}
 
 # What is run by ``python -m``, and speaks to whoever has called it.
 COMMANDS = {"language.command"}

@@ -1,0 +1,263 @@
+"""Contracts that every chain and every emission family keeps: hold your own class to them.
+
+They compare with sums over all paths, one by one, which share no code with the recursions.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pyro
+import torch
+from torch import Tensor
+
+from .chains.base import Chain
+from .distributions.observation import log_likelihood
+from .nn.family import EmissionFamily, build_emission
+
+SAMPLES = 4000
+LEAST_P = 1e-5  # of a chi-square test, below which samples are refused
+
+
+def check_chain(
+    chain: Chain, lengths: tuple[int, ...] = (1, 2, 4), tolerance: float = 1e-8
+) -> None:
+    """Check a chain without batch dimensions against the sum over all paths.
+
+    Args:
+        chain: In float64; of few states, for there are K^T paths.
+        lengths: Numbers of steps; sequences of all of them form one ragged batch.
+        tolerance: Of sums of log-probabilities.
+
+    Raises:
+        AssertionError: Where the chain contradicts its own ``log_prob`` of paths.
+
+    Example:
+        >>> from pyrohmm.chains import MarkovChain
+        >>> even = torch.full((2, 2), 0.5, dtype=torch.float64).log()
+        >>> check_chain(MarkovChain(even[0], even))
+    """
+    num_steps, size = max(lengths), chain.num_states
+    likelihood = torch.randn(len(lengths), num_steps, size, dtype=chain.log_initial.dtype)
+    ragged = torch.tensor(lengths)
+    paths = [Paths(chain, likelihood[i], n) for i, n in enumerate(lengths)]
+    _check_evidence(chain, likelihood, ragged, paths, tolerance)
+    _check_counts(chain, likelihood, ragged, paths, tolerance)
+    _check_paths(chain, likelihood, ragged, paths)
+    _check_other_forms(chain, likelihood, ragged, tolerance)
+
+
+class Paths:
+    """All paths of one sequence, with their log joint densities.
+
+    Args:
+        chain: Its ``log_prob`` says how probable a path is.
+        likelihood: ``(T, K)``.
+        length: The number of steps that exist.
+    """
+
+    def __init__(self, chain: Chain, likelihood: Tensor, length: int) -> None:
+        steps, size = likelihood.shape
+        self.states = torch.tensor([*itertools.product(range(size), repeat=length)])
+        padded = torch.nn.functional.pad(self.states, (0, steps - length))
+        self.prior = chain.log_prob(
+            padded, torch.arange(steps) < torch.tensor([length]).unsqueeze(-1)
+        )
+        emitted = likelihood[:length].expand(len(self.states), length, size)
+        emitted = emitted.gather(-1, self.states.unsqueeze(-1)).squeeze(-1).sum(-1)
+        self.scores = self.prior + emitted
+
+    @property
+    def evidence(self) -> Tensor:
+        """The log of the sum over all paths."""
+        return self.scores.logsumexp(0)
+
+    def marginals(self) -> Tensor:
+        """Smoothed marginals ``(T, K)``."""
+        hits = torch.nn.functional.one_hot(self.states).to(self.scores)
+        return (self.scores - self.evidence).exp() @ hits.flatten(1)
+
+
+def _close(name: str, found: Tensor, wanted: Tensor, tolerance: float) -> None:
+    """Raise unless two tensors agree."""
+    torch.testing.assert_close(
+        found, wanted, rtol=tolerance, atol=tolerance, equal_nan=False,
+        msg=lambda text: f"{name} differs from the sum over all paths. {text}",
+    )  # fmt: skip
+
+
+def _check_evidence(
+    chain: Chain, likelihood: Tensor, lengths: Tensor, paths: list[Paths], tolerance: float
+) -> None:
+    """Evidence, what it is of impossible data, and filtered states."""
+    wanted = torch.stack([each.evidence for each in paths])
+    _close("log_evidence", chain.log_evidence(likelihood, lengths), wanted, tolerance)
+    nothing = torch.full_like(likelihood, -torch.inf)
+    assert bool(chain.log_evidence(nothing, lengths).isneginf().all()), "impossible data: not -inf"
+    filtered = chain.filtered(likelihood, lengths).exp()
+    _close("sums of filtered", filtered.sum(-1), _exists(lengths, filtered), tolerance)
+
+
+def _exists(lengths: Tensor, like: Tensor) -> Tensor:
+    """``(N, T)`` ones where steps exist."""
+    return (torch.arange(like.size(-2)) < lengths.unsqueeze(-1)).to(like)
+
+
+def _check_counts(
+    chain: Chain, likelihood: Tensor, lengths: Tensor, paths: list[Paths], tolerance: float
+) -> None:
+    """Smoothed marginals; counts by Fisher's identity, from the sum over all paths."""
+    counts = chain.expected_counts(likelihood, lengths)
+    assert counts.counts.keys() == chain.parameters.keys(), "counts have the parameters' names"
+    for i, each in enumerate(paths):
+        size = chain.num_states
+        wanted = each.marginals().reshape(-1, size)
+        _close("states", counts.states[i, : len(wanted)], wanted, tolerance)
+        assert bool((counts.states[i, len(wanted) :] == 0).all()), "padding has posterior mass"
+    leaves = {name: part.clone().requires_grad_() for name, part in chain.parameters.items()}
+    moving = chain.replace(**leaves)
+    slopes = torch.autograd.grad(moving.log_evidence(likelihood, lengths).sum(), [*leaves.values()])
+    again = chain.replace(**leaves)
+    total = sum(Paths(again, likelihood[i], n).evidence for i, n in enumerate(lengths.tolist()))
+    exact = torch.autograd.grad(torch.as_tensor(total), [*leaves.values()], allow_unused=True)
+    for name, slope, wanted in zip(leaves, slopes, exact):
+        wanted = torch.zeros_like(slope) if wanted is None else wanted
+        _close(f"the gradient by {name}", slope, wanted.nan_to_num(0.0), tolerance)
+
+
+def _check_paths(chain: Chain, likelihood: Tensor, lengths: Tensor, paths: list[Paths]) -> None:
+    """The best path; samples of the posterior and of the prior, by chi-square."""
+    best = chain.viterbi(likelihood, lengths)
+    samples = chain.sample_states(likelihood, lengths, SAMPLES)
+    for i, each in enumerate(paths):
+        steps = each.states.size(1)
+        place = _number(best[i, :steps], chain.num_states)
+        assert each.scores[place] >= each.scores.max() - 1e-9, f"viterbi of sequence {i}"
+        _check_samples("sample_states", samples[:, i, :steps], each.scores, chain.num_states)
+    if chain.samples_alone:
+        steps = paths[-1].states.size(1)
+        prior = chain.sample_prior(torch.Size([SAMPLES]), steps)
+        _check_samples("sample_prior", prior, paths[-1].prior, chain.num_states)
+
+
+def _number(states: Tensor, num_states: int) -> Tensor:
+    """The number of a path ``(*, T)`` in the order of all paths."""
+    powers = num_states ** torch.arange(states.size(-1) - 1, -1, -1)
+    return (states * powers).sum(-1)
+
+
+def _check_samples(name: str, states: Tensor, scores: Tensor, num_states: int) -> None:
+    """Raise unless paths ``(S, T)`` look as if they had log-probabilities ``scores``."""
+    probs = (scores - scores.logsumexp(0)).exp().detach().double()
+    found = torch.bincount(_number(states.cpu(), num_states), minlength=len(probs)).double()
+    assert bool((found[probs == 0] == 0).all()), f"{name} took an impossible path"
+    rare = probs * SAMPLES < 5
+    pairs = [(found[~rare], probs[~rare]), (found[rare].sum()[None], probs[rare].sum()[None])]
+    counts, shares = (torch.cat(parts) for parts in zip(*pairs))
+    counts, shares = counts[shares > 0], shares[shares > 0]
+    if len(counts) < 2:
+        return
+    statistic = ((counts - SAMPLES * shares).square() / (SAMPLES * shares)).sum()
+    half = torch.tensor((len(counts) - 1) / 2, dtype=torch.float64)
+    assert torch.special.gammaincc(half, statistic / 2) > LEAST_P, f"{name}: {statistic:.1f}"
+
+
+def _check_other_forms(chain: Chain, likelihood: Tensor, lengths: Tensor, tolerance: float) -> None:
+    """Batch dimensions, the expanded chain, states in another order, and what is uniform."""
+    evidence = chain.log_evidence(likelihood, lengths)
+    twice = chain.expand(torch.Size([2, 1])).log_evidence(likelihood, lengths)
+    _close("evidence of batched parameters", twice, evidence.expand(2, -1), tolerance)
+    markov, state_of, allowed = chain.expanded(lengths, likelihood.size(1))
+    wide = likelihood[..., state_of]
+    if allowed is not None:
+        wide = wide.masked_fill(~allowed, -torch.inf)
+    _close("expanded", markov.log_evidence(wide, lengths), evidence, tolerance)
+    assert chain.uniform().parameters.keys() == chain.parameters.keys()
+    if not any("K" in core for core in chain.cores.values()):
+        return
+    order = torch.arange(chain.num_states).roll(1)
+    other = chain.permuted(order).log_evidence(likelihood[..., order], lengths)
+    _close("evidence of permuted states", other, evidence, tolerance)
+
+
+def check_emission(
+    family: EmissionFamily, values: Tensor, num_states: int = 3, tolerance: float = 1e-6
+) -> None:
+    """Check an emission family: shapes, sums of statistics, and that its M-step is a maximum.
+
+    Args:
+        family: Such as :func:`pyrohmm.normal`.
+        values: ``(M, *E)``, observations in its support.
+        num_states: K.
+        tolerance: Of log-densities, in nats an observation.
+
+    Raises:
+        AssertionError: Where the family breaks the contract.
+
+    Example:
+        >>> from pyrohmm import poisson
+        >>> _ = pyro.set_rng_seed(0)
+        >>> check_emission(poisson(), torch.tensor([0.0, 2.0, 5.0, 1.0]))
+    """
+    module: Any = build_emission(family, num_states)
+    with torch.no_grad():
+        emission = module()
+    assert emission.batch_shape[-1:] == (num_states,), "the batch shape must end in K"
+    logs = log_likelihood(emission, values)
+    assert logs.shape == (len(values), num_states), "log-likelihoods are (M, K)"
+    one_by_one = torch.stack([emission.log_prob(value.expand_as(emission.mean)
+                                                if emission.event_shape else value)
+                              for value in values])  # fmt: skip
+    torch.testing.assert_close(logs, one_by_one, rtol=1e-4, atol=1e-4)
+    if hasattr(module, "m_step"):
+        _check_m_step(module, values, num_states, tolerance)
+
+
+def _check_m_step(module: Any, values: Tensor, num_states: int, tolerance: float) -> None:
+    """Statistics are sums over observations, and no nearby parameters have a higher density."""
+    weights = torch.rand(1, len(values), num_states).to(values if values.is_floating_point() else
+                                                        torch.get_default_dtype())  # fmt: skip
+    whole = module.statistics(values, weights, None)
+    half = len(values) // 2
+    parts = [module.statistics(values[part], weights[:, part], None)
+             for part in (slice(None, half), slice(half, None))]  # fmt: skip
+    for name, value in whole.items():
+        _close(f"statistic {name} in two parts", parts[0][name] + parts[1][name], value, 1e-6)
+    mode, _ = module.m_step(whole)
+    best = _expected_log_joint(module, {n: v[0] for n, v in mode.items()}, values, weights)
+    for _ in range(20):
+        near = {n: _moved(module, n, v[0]) for n, v in mode.items()}
+        other = _expected_log_joint(module, near, values, weights)
+        assert other <= best + tolerance * len(values), f"a density of {other} beside {best}"
+
+
+def _sites(module: Any) -> dict[str, Any]:
+    """Priors of the parameters by name."""
+    trace = pyro.poutine.trace(module).get_trace()
+    return {name: trace.nodes[name]["fn"] for name in trace.stochastic_nodes}
+
+
+def _moved(module: Any, name: str, value: Tensor) -> Tensor:
+    """A value near ``value`` in the support of the parameter ``name``."""
+    site = next(fn for key, fn in _sites(module).items() if key.rpartition(".")[2] == name)
+    transform = torch.distributions.transform_to(site.support)
+    free = transform.inv(value.to(torch.get_default_dtype()))
+    moved: Tensor = transform(free + 10 ** (-3 * torch.rand(()).item()) * torch.randn_like(free))
+    return moved
+
+
+def _expected_log_joint(
+    module: Any, parameters: dict[str, Tensor], values: Tensor, weights: Tensor
+) -> float:
+    """Expected log density of observations and parameters."""
+    values_of = {name: value.to(torch.get_default_dtype()) for name, value in parameters.items()}
+    run: Callable[..., Any] = pyro.poutine.condition(module, data=values_of)
+    with torch.no_grad():
+        trace = pyro.poutine.trace(run).get_trace()
+        logs = log_likelihood(trace.nodes["_RETURN"]["value"], values)
+        prior = float(trace.log_prob_sum())
+    total = float(torch.where(weights[0] > 0, logs * weights[0], 0.0).sum()) + prior
+    return total if not math.isnan(total) else -math.inf

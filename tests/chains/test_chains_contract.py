@@ -1,0 +1,60 @@
+"""Every chain keeps one contract: the sum over all paths, and what follows from it."""
+
+import pytest
+import torch
+
+from pyrohmm.chains import MarkovChain, ProductChain, SecondOrderChain, SemiMarkovChain
+from pyrohmm.testing import check_chain
+
+
+def rows(*shape, zeros=False):
+    logs = torch.randn(shape)
+    if zeros:
+        logs = logs.masked_fill(torch.rand(shape) < 0.25, -torch.inf)
+        logs[..., 0] = logs[..., 0].nan_to_num(0.0, neginf=0.0)
+    return logs.log_softmax(-1)
+
+
+def semi_markov(num_states, longest, **censored):
+    logs = torch.randn(num_states, num_states).fill_diagonal_(-torch.inf)
+    return SemiMarkovChain(rows(num_states), logs.log_softmax(-1), rows(num_states, longest),
+                           **censored)  # fmt: skip
+
+
+CHAINS = {
+    "markov": lambda: MarkovChain(rows(3), rows(3, 3)),
+    "one state": lambda: MarkovChain(rows(1), rows(1, 1)),
+    "markov with zeros": lambda: MarkovChain(rows(3, zeros=True), rows(3, 3, zeros=True)),
+    "markov per step": lambda: MarkovChain(rows(2), rows(3, 2, 2), per_step=True),
+    "durations": lambda: semi_markov(3, 3),
+    "durations that end": lambda: semi_markov(2, 4, censored_end=False),
+    "durations before the data": lambda: semi_markov(2, 3, censored_start=True),
+    "product": lambda: ProductChain([rows(2), rows(2)], [rows(2, 2), rows(2, 2)]),
+    "one chain of a product": lambda: ProductChain([rows(3)], [rows(3, 3)]),
+    "second order": lambda: SecondOrderChain(rows(2), rows(2, 2), rows(2, 2, 2)),
+    "second order with zeros": lambda: SecondOrderChain(
+        rows(3), rows(3, 3, zeros=True), rows(3, 3, 3, zeros=True)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CHAINS)
+def test_a_chain_keeps_the_contract(name):
+    check_chain(CHAINS[name](), lengths=(1, 2, 4))
+
+
+@pytest.mark.parametrize("name", [name for name in CHAINS if "step" not in name])
+def test_a_chain_keeps_the_contract_at_a_single_step(name):
+    check_chain(CHAINS[name](), lengths=(1,))
+
+
+class Late(MarkovChain):
+    """A chain with a fault: its evidence forgets the first transition."""
+
+    def log_evidence(self, log_likelihood, lengths):
+        return super().log_evidence(log_likelihood, lengths) + 0.01 * (lengths > 1)
+
+
+def test_the_contract_sees_a_fault():
+    with pytest.raises(AssertionError, match="log_evidence differs from the sum over all paths"):
+        check_chain(Late(rows(2), rows(2, 2)))
