@@ -104,7 +104,7 @@ class RowPermutationNUTS(NUTS):
             proposed = self._energy(other)
             if torch.rand(()) < (energy - proposed).exp():
                 values, energy = other, proposed
-        self._clear_cache()
+        self.clear_cache()
         return values
 
 
