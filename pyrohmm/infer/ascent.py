@@ -17,6 +17,7 @@ from ..distributions.dpp import DiversityPrior
 TINY = 1e-150  # in place of a denominator of zero; its square is a number still
 SMALL = 1e-6  # roots below it count as this much where a slope is infinite at zero
 PATIENCE = 20  # iterations without a rise; the last digits converge after the last rise
+LONGEST = 0.5  # change of a row of roots, of length one, in one step
 
 Proposal = Callable[["Ascent", Tensor, Tensor, Tensor], Tensor]
 
@@ -67,7 +68,8 @@ class Ascent:
         """Half the gradient of the prior by the roots, but for a part along each row."""
         slopes = torch.zeros_like(roots)
         if self.alpha > 0 and self.rho == 0.5:
-            slopes = self.alpha * torch.linalg.inv_ex(roots).inverse.mT
+            turned = torch.linalg.inv_ex(roots).inverse.mT
+            slopes = self.alpha * turned.nan_to_num(0.0, 0.0, 0.0)  # of a singular matrix
         elif self.alpha > 0:
             largest = roots.amax(-1, keepdim=True)
             ratio = roots / largest
@@ -97,9 +99,93 @@ class Ascent:
         """The largest slope along the sphere of a row, as a share of those across it; ``(R,)``."""
         pull = self.counts / roots.clamp(min=TINY) + slopes
         total = (pull * roots).sum(-1, keepdim=True)
-        along = pull.clamp(min=0.0) - total * roots  # what pulls below zero has no effect there
         size = total.abs() + slopes.abs().amax((-2, -1), keepdim=True)
-        return (along.abs() / size.clamp(min=TINY)).amax((-2, -1))
+        # a root falls to zero at most
+        along = torch.maximum(pull - total * roots, -roots * size).abs()
+        if self.forbidden is not None:
+            along = along.masked_fill(self.forbidden, 0.0)
+        along = torch.maximum(along, self._lifts(roots, slopes))
+        return (along / size.clamp(min=TINY)).amax((-2, -1))
+
+    def _lifts(self, roots: Tensor, slopes: Tensor) -> Tensor:
+        """Positive where an entry is zero and the objective rises with the probability itself.
+
+        There a root has no slope: the log-determinant has none, and the anchor pulls by the square.
+        """
+        if self.anchor is None:
+            return torch.zeros_like(roots)
+        flat = (roots == 0) & (slopes.abs() <= 1e-12 * slopes.abs().amax(-1, keepdim=True))
+        if self.forbidden is not None:
+            flat &= ~self.forbidden
+        pull = slopes + self.counts / roots.clamp(min=TINY)
+        lifts = 2 * self.weight * self.anchor - (pull * roots).sum(-1, keepdim=True)
+        return torch.where(flat, lifts.clamp(min=0.0), 0.0)
+
+    def _lifted(self, roots: Tensor, slopes: Tensor) -> Tensor:
+        """The zero that rises most leaves zero; two at once may lower the determinant."""
+        lifts = self._lifts(roots, slopes).flatten(1)
+        most, where = lifts.max(-1, keepdim=True)
+        step = (most / (4 * self.weight)).clamp(max=1e-4).sqrt()
+        new = roots.flatten(1).scatter_add(1, where, step).view_as(roots)
+        return new / new.norm(dim=-1, keepdim=True)
+
+    def ascend(self, num_steps: int, tolerance: float, memory: int) -> Tensor:
+        """Matrices ``(R, K, K)`` with an objective at least as high as that of the start.
+
+        L-BFGS on the roots, of which those stay out that are zero and have a slope below it. The
+        first metric is the Fisher information of the counts, the pseudo-counts and the anchor. Each
+        iteration is one step of every restart; the next of a restart that would fall is shorter.
+
+        Args:
+            num_steps: Largest number of iterations.
+            tolerance: End when :meth:`stationarity` is below this.
+            memory: Number of iterations that the metric uses.
+        """
+        roots, height = self.start, self.objective(self.start)
+        metric = self.totals if self.anchor is None else self.totals + 4 * self.weight * self.anchor
+        inverse = (0.5 / metric.clamp(min=TINY)).expand_as(roots)
+        slopes, gradient = self._gradient(roots)
+        lengths, quasi = torch.ones_like(height), _Quasi(memory, inverse)
+        still, rose = 0, torch.ones((), dtype=torch.bool, device=roots.device)
+        for _ in range(num_steps):
+            done = self.stationarity(roots, slopes).amax() <= tolerance
+            ended, going = torch.stack([done, rose]).tolist()  # waits for the device once
+            still = 0 if going else still + 1
+            if ended or still == PATIENCE:
+                break
+            held = (roots == 0) & (gradient <= 0)
+            uphill = gradient.masked_fill(held, 0.0)
+            step = quasi(uphill, held)
+            longest = step.norm(dim=-1).amax(-1)
+            step = step * _wide(lengths * (LONGEST / longest.clamp(min=TINY)).clamp(max=1.0))
+            new = roots + step
+            new = torch.where(self.counts > 0, torch.maximum(new, 0.1 * roots), new.clamp(min=0.0))
+            new = new / new.norm(dim=-1, keepdim=True)
+            if self.anchor is not None:
+                zeros = (uphill == 0).flatten(1).all(-1)
+                new = torch.where(_wide(zeros), self._lifted(roots, slopes), new)
+            reached = self.objective(new)
+            slack = 1e-13 * height.abs()  # of rounding
+            least = 1e-4 * _dot(uphill, new - roots).clamp(min=0.0) - slack
+            risen = reached >= height + least
+            new = torch.where(_wide(risen), new, roots)
+            slopes, ahead = self._gradient(new)
+            quasi.learn(new - roots, gradient - ahead)
+            rose = (risen & (reached > height + slack)).any()
+            height = torch.where(risen, torch.maximum(height, reached), height)
+            roots, gradient = new, ahead
+            lengths = torch.where(risen, (4 * lengths).clamp(max=1.0), lengths / 4)
+        new = roots.square()
+        return torch.where(self.free, new / new.sum(-1, keepdim=True), self.rows)
+
+    def _gradient(self, roots: Tensor) -> tuple[Tensor, Tensor]:
+        """:meth:`slopes`, and the gradient of the objective along the spheres of the rows."""
+        slopes = self.slopes(roots)
+        pull = slopes + self.counts / roots.clamp(min=TINY)
+        gradient = 2 * (pull - (pull * roots).sum(-1, keepdim=True) * roots)
+        if self.forbidden is not None:
+            gradient = gradient.masked_fill(self.forbidden, 0.0)
+        return slopes, gradient
 
     def climb(self, propose: Proposal, num_steps: int, tolerance: float, memory: int) -> Tensor:
         """Matrices ``(R, K, K)`` with an objective at least as high as that of the start.
@@ -154,6 +240,47 @@ class Ascent:
 def _wide(vector: Tensor) -> Tensor:
     """``(R,)`` as ``(R, 1, 1)``."""
     return vector[:, None, None]
+
+
+def _dot(left: Tensor, right: Tensor) -> Tensor:
+    """Inner products of matrices, ``(R,)``."""
+    return (left * right).sum((-2, -1))
+
+
+class _Quasi:
+    """Directions of L-BFGS for a batch: in each restart only of steps along which it is concave.
+
+    Args:
+        memory: Number of steps.
+        inverse: ``(R, K, K)``, the diagonal of the first inverse metric.
+    """
+
+    def __init__(self, memory: int, inverse: Tensor) -> None:
+        self.first = self.inverse = inverse
+        self.past: deque[tuple[Tensor, Tensor, Tensor]] = deque(maxlen=memory)
+
+    def learn(self, step: Tensor, fall: Tensor) -> None:
+        """Remember a step, and by how much the gradient fell along it."""
+        bend = _dot(step, fall)
+        size = (_dot(step, step) * _dot(fall, fall)).sqrt()
+        concave = bend > 1e-8 * size
+        self.past.append((step, fall, torch.where(concave, 1 / bend, 0.0)))
+        scale = bend / _dot(fall, fall * self.first).clamp(min=TINY)
+        self.inverse = torch.where(_wide(concave), self.first * _wide(scale), self.inverse)
+
+    def __call__(self, gradient: Tensor, held: Tensor) -> Tensor:
+        """A direction in which the objective rises; zero where ``held``."""
+        ahead, shares = gradient, []
+        for step, fall, weight in reversed(self.past):
+            shares.append(_wide(weight * _dot(step, ahead)))
+            ahead = ahead - shares[-1] * fall
+        ahead = self.inverse * ahead.masked_fill(held, 0.0)
+        for step, fall, weight in self.past:
+            ahead = ahead + (shares.pop() - _wide(weight * _dot(fall, ahead))) * step
+        ahead = ahead.masked_fill(held, 0.0)
+        size = (_dot(ahead, ahead) * _dot(gradient, gradient)).sqrt()
+        rises = _dot(ahead, gradient) > 1e-10 * size
+        return torch.where(_wide(rises), ahead, self.first * gradient)
 
 
 class _Anderson:

@@ -118,6 +118,7 @@ def fit_em(
             :math:`(t + 1)^{-d}`; between 0.5 and 1.
         transition_step: M-step of the transitions of a :class:`TabularHMM` under a
             :class:`DiversityPrior`: ``msteps.FixedPoint()``, the default for its usual exponent,
+            which climbs from 100 points where all states are labelled;
             ``msteps.LogitGradient()``, that for others, or ``msteps.ProjectedGradient()``.
         gradient_step: How parameters without a closed form are maximised.
         reseed: Whether a state that no observation supports becomes a half of the state that is
@@ -153,7 +154,10 @@ def fit_em(
     check_tolerance(tolerance)
     _check(module, num_steps, restarts, decay, log_prior, transition_step)
     if transition_step is None and isinstance(log_prior, TransitionPrior):
-        transition_step = default_step(log_prior)
+        first = next(iter(parts_of(data)))
+        known = first.labels is not None and first.labels.dtype != torch.bool
+        labelled = known and first.num_labelled == int(first.lengths.sum())
+        transition_step = default_step(log_prior, labelled)
     parameters = Parameters(copy.deepcopy(module), data, restarts, log_prior)
     maximize = Maximization(parameters, transition_step, gradient_step or GradientStep())
     if batch_size is not None:

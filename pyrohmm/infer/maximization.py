@@ -190,9 +190,11 @@ class ClosedForms:
         slope = msteps.relative_slope(end, counts, prior, allowed)[restart].item()
         if slope <= UNCONVERGED:
             return []
+        of_fixed_point = isinstance(self.transition_step, msteps.FixedPoint)
         return [
             f"the last M-step of the transition matrix has not converged (relative slope "
-            f"{slope:.2g}): give transition_step more num_steps, or take msteps.FixedPoint()"
+            f"{slope:.2g}): give transition_step more num_steps"
+            + ("" if of_fixed_point else ", or take msteps.FixedPoint()")
         ]
 
 

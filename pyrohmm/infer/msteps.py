@@ -26,6 +26,7 @@ from ..ops.diversity import simplex_projection
 from ..ops.log_space import log
 from .ascent import SMALL, TINY, Ascent
 
+MOST_WORK = 3_000_000  # cubed states of all starts of a search
 NEGLIGIBLE = 1e-30  # share of the counts of a row, below which a count is none
 
 
@@ -173,34 +174,40 @@ class TransitionStep(Protocol):
         """
 
 
-def default_step(prior: TransitionPrior) -> TransitionStep:
-    """:class:`FixedPoint` where it applies, :class:`LogitGradient` elsewhere."""
+def default_step(prior: TransitionPrior, labelled: bool = False) -> TransitionStep:
+    """:class:`FixedPoint` where it applies, :class:`LogitGradient` elsewhere.
+
+    Args:
+        prior: The prior of the transitions.
+        labelled: Whether all states are known: one M-step is then the whole fit.
+    """
     if isinstance(prior, DiversityPrior) and prior.rho == 0.5:
-        return FixedPoint()
+        return FixedPoint(num_starts=100 if labelled else 0)
     return LogitGradient()
 
 
 class FixedPoint:
-    r"""M-step by fixed-point iteration, accelerated and damped.
+    r"""M-step by L-BFGS on the roots of the probabilities, :math:`S = \sqrt A`.
 
     For :math:`\rho = 1/2` the prior adds :math:`\alpha` pseudo-counts to each row, divided as
-    :math:`M = S \circ S^{-\mathsf T}` with :math:`S = \sqrt A`, whose rows sum to one but whose
-    entries may be negative. Where the objective is stationary
+    :math:`M = S \circ S^{-\mathsf T}`, whose rows sum to one but whose entries may be negative.
+    Without an anchor a matrix is stationary where it is the fixed point of
 
     .. math:: A_{ij} = \frac{c_{ij} + \alpha M_{ij}}{n_i + \alpha}, \quad n_i = \sum_j c_{ij}
 
-    It is iterated on S, which has finite slopes at zero: with the slope of the log-determinant
-    fixed at :math:`V = S^{-\mathsf T}`, the best S is the positive root of
-    :math:`\lambda_i S_{ij}^2 - \alpha V_{ij} S_{ij} - c_{ij} = 0` for a multiplier of the length
-    of the row, :math:`\lambda_i = n_i + \alpha` at the end; rows are scaled to length one. Entries
-    may become zero, and leave it again. An extrapolation of the last iterations (Anderson
-    acceleration) is taken if it is at least as good; a plain proposal that lowers the objective is
-    damped.
+    By S the log-determinant has finite slopes at zero: entries may become zero, and leave it again.
+
+    There are many optima, and one ascent finds one of them. With ``num_starts`` it climbs from the
+    anchor, the counts, both smoothed, and random matrices near them and elsewhere, then from random
+    changes of the best, and returns the highest optimum: of small problems mostly the global one.
 
     Args:
         num_steps: Largest number of iterations in one M-step; EM needs few.
         tolerance: End when the relative residual of every entry of :math:`S` is below this.
-        memory: Number of iterations that the extrapolation uses.
+        memory: Number of iterations that the metric of L-BFGS uses.
+        num_starts: Number of points to climb from, besides the start; fewer above 30 states. The
+            random ones are the same at each call. By default :func:`fit_em` asks for 100 where all
+            states are labelled, since restarts are all the same there, and for none elsewhere.
 
     Example:
         >>> counts = torch.tensor([[[8.0, 2.0], [5.0, 5.0]]])
@@ -210,11 +217,19 @@ class FixedPoint:
                  [0.2680, 0.7320]]], dtype=torch.float64)
     """
 
-    def __init__(self, num_steps: int = 200, tolerance: float = 1e-10, memory: int = 6) -> None:
+    def __init__(
+        self,
+        num_steps: int = 200,
+        tolerance: float = 1e-10,
+        memory: int = 6,
+        num_starts: int = 0,
+    ) -> None:
         check_size("num_steps", num_steps)
         check_size("memory", memory)
         self.num_steps, self.tolerance, self.memory = num_steps, tolerance, memory
+        self.num_starts = num_starts
 
+    @torch.no_grad()
     def __call__(
         self, rows: Tensor, counts: Tensor, prior: DiversityPrior, allowed: Tensor | None = None
     ) -> Tensor:
@@ -228,27 +243,78 @@ class FixedPoint:
                 f"FixedPoint is for rho = 0.5; the prior has rho = {prior.rho:g}. Use "
                 "LogitGradient, or ProjectedGradient."
             )
-        return _climb(self, rows, counts, prior, allowed)
+        counts = _significant(counts.detach().double())
 
-    def _proposal(self, ascent: Ascent, roots: Tensor, slopes: Tensor, damping: Tensor) -> Tensor:
-        """The best roots for fixed slopes, less damping times their squared distance.
+        def climb(start: Tensor) -> Tensor:
+            ascent = Ascent(start, counts, prior, allowed)
+            return ascent.ascend(self.num_steps, self.tolerance, self.memory)
 
-        The penalty of the anchor, of fourth power in the roots, enters by its slope and an
-        approximate curvature.
-        """
-        bend = damping.expand_as(roots)
-        if ascent.anchor is not None:
-            bend = bend + ascent.weight * (4 * roots.square() + 2 * ascent.anchor)
-        pull = slopes + bend * roots
-        if ascent.forbidden is not None:
-            pull = pull.masked_fill(ascent.forbidden, 0.0)
-        weight = ascent.counts.sum(-1, keepdim=True) + (slopes * roots).sum(-1, keepdim=True)
-        heavy = bend + torch.maximum(weight, TINY - bend.amin(-1, keepdim=True))
-        size = pull.abs() + TINY
-        total = size + torch.addcmul(size.square(), heavy, ascent.counts, value=4).sqrt()
-        new = torch.where(pull > 0, total / (2 * heavy), 2 * ascent.counts / total)
-        length = new.norm(dim=-1, keepdim=True)
-        return torch.where(length > 0, new / length, roots)
+        if self.num_starts > 0:
+            rows = self._searched(rows, counts, prior, allowed)
+        return _from_the_best(climb, rows, counts, prior, allowed)
+
+    def _searched(
+        self, rows: Tensor, counts: Tensor, prior: DiversityPrior, allowed: Tensor | None
+    ) -> Tensor:
+        """In each restart the matrix with the highest objective after short ascents from many."""
+        found = torch.empty_like(rows, dtype=torch.float64)
+        for r, (row, count) in enumerate(zip(rows, counts)):
+            if r > 0 and torch.equal(count, counts[0]):  # as where all states are labelled
+                found[r] = found[0]
+                continue
+            points = self._points(row.detach().double(), count, prior)
+            tops, highest = points[:0], points.new_zeros(0)
+            for last in (False, True):
+                if allowed is not None:
+                    points = _shares(points.masked_fill(~allowed, 0.0), points)
+                many = count.expand_as(points)
+                ends = Ascent(points, many, prior, allowed).ascend(60, 1e-6, self.memory)
+                heights = torch.cat([highest, objective(ends, many, prior)])
+                heights = heights.nan_to_num(nan=-torch.inf, neginf=-torch.inf)
+                highest, order = heights.sort(descending=True)
+                distinct = highest[:-1] - highest[1:] > 1e-6 * highest[1:].abs()
+                distinct = torch.cat([distinct.new_ones(1), distinct])
+                tops, highest = torch.cat([tops, ends])[order[distinct]][:6], highest[distinct][:6]
+                if not last:
+                    points = _changed(tops.repeat(len(points) // len(tops), 1, 1))
+            found[r] = tops[0]
+        return found
+
+    def _points(self, row: Tensor, counts: Tensor, prior: DiversityPrior) -> Tensor:
+        """Matrices ``(P, K, K)`` without zeros, but for the first, to climb from."""
+        size = len(row)
+        points = [row, *(_shares(counts + more, row) for more in (1.0, 0.1, 0.01))]
+        if prior.anchor is not None:
+            anchor = prior.anchor.to(row)
+            points += [_shares(anchor + more / size, row) for more in (1e-3, 0.1, 1.0)]
+        count = min(self.num_starts, max(8, MOST_WORK // size**3)) - len(points)
+        known = torch.stack(points)
+        if count <= 0:
+            return known
+        near = known[1:].repeat(-(-count // (len(known) - 1)), 1, 1)[:count]
+        random = _dirichlet(near, seed=0) + 1e-3
+        share = random.new_tensor([0.1, 0.3, 1.0, 1.0]).repeat_interleave(len(known) - 1)
+        share = share.repeat(-(-count // len(share)))[:count, None, None]
+        return torch.cat([known, _shares(torch.lerp(near, random, share), near)])
+
+
+def _dirichlet(like: Tensor, seed: int) -> Tensor:
+    """Rows of uniformly distributed probabilities, the same at each call."""
+    generator = torch.Generator().manual_seed(seed)
+    random = torch.empty(like.shape, dtype=torch.float64).exponential_(generator=generator)
+    return (random / random.sum(-1, keepdim=True)).to(like.device)
+
+
+def _changed(points: Tensor) -> Tensor:
+    """Matrices some rows of which are mixed with random ones."""
+    generator = torch.Generator().manual_seed(1)
+    size = points.size(-1)
+    count, shares = len(points), torch.tensor([0.1, 0.3, 0.7], dtype=torch.float64)
+    share = shares[torch.randint(3, (count, 1, 1), generator=generator)]
+    often = torch.tensor([1.5, 3.0])[torch.randint(2, (count, 1, 1), generator=generator)] / size
+    chosen = torch.rand(count, size, 1, generator=generator) < often
+    mixed = torch.lerp(points, _dirichlet(points, seed=2), (share * chosen).to(points)) + 1e-5
+    return mixed / mixed.sum(-1, keepdim=True)
 
 
 class ProjectedGradient:
@@ -367,6 +433,9 @@ def best_start(
         if allowed is not None:
             anchor = _shares(anchor.masked_fill(~allowed, 0.0), rows)
         points += [anchor, _anchored_mode(counts, anchor, prior.anchor_weight)]
+        even = torch.ones_like(anchor) if allowed is None else allowed.to(rows).expand_as(rows)
+        # without the zeros under which the determinant may be zero
+        points += [_shares(each + 0.1 * _shares(even, rows), rows) for each in points[1:]]
     candidates = torch.stack(points)
     heights = objective(candidates, counts, prior)
     best = heights.nan_to_num(nan=-torch.inf, neginf=-torch.inf).argmax(0)
@@ -415,7 +484,7 @@ def _anchored_mode(counts: Tensor, anchor: Tensor, weight: float) -> Tensor:
 
 
 def _climb(
-    step: FixedPoint | ProjectedGradient,
+    step: ProjectedGradient,
     rows: Tensor,
     counts: Tensor,
     prior: DiversityPrior,

@@ -17,7 +17,7 @@ from pyro.infer import NUTS
 from torch import Tensor
 
 Values = dict[str, Tensor]
-MOST_ROWS = 4  # 24 orders
+MOST_ROWS = 4  # of which all 24 orders are summed
 
 
 class RowPermutationNUTS(NUTS):
@@ -26,17 +26,22 @@ class RowPermutationNUTS(NUTS):
     Permuting the rows of A changes the sign of the determinant and not its size. Trajectories
     follow the sum of the densities of A in all orders of its rows, of which no side is special.
     After each, one of the orders is chosen by its density, so that the samples are those of the
-    model itself: exact as those of NUTS, for any prior of the matrix and any data. It is for few
-    rows, as a step takes K! evaluations of the model.
+    model itself: exact as those of NUTS, for any prior of the matrix and any data. A step takes K!
+    evaluations of the model.
+
+    Of more than four rows trajectories follow the density itself, and after each K swaps of two
+    random rows are proposed, each accepted by the ratio of the densities (Metropolis). The samples
+    are those of the model as well, but where data tell the rows apart few swaps are accepted:
+    compare the signs of several chains.
 
     Args:
         model: As for :class:`~pyro.infer.mcmc.NUTS`.
         site: Name of the site of the matrix, such as ``"module.transition"``; its value is
-            ``(K, V)``, of two to four rows, each a distribution over all V columns.
+            ``(K, V)``, of at least two rows, each a distribution over all V columns.
         options: Other arguments of :class:`~pyro.infer.mcmc.NUTS`.
 
     Raises:
-        ValueError: When sampling begins, if the model has no such site, or it has more rows.
+        ValueError: When sampling begins, if the model has no such site, or it has one row.
 
     Example:
         >>> _ = pyro.set_rng_seed(0)
@@ -61,8 +66,10 @@ class RowPermutationNUTS(NUTS):
         super()._initialize_model_properties(model_args, model_kwargs)
         _check_site(self.site, self._prototype_trace, self.initial_params)
         rows = self._prototype_trace.nodes[self.site]["value"].size(-2)
-        self._orders = [list(order) for order in permutations(range(rows))]
-        self._energy, self.potential_fn = self.potential_fn, self._joint_energy
+        self._rows, self._energy = rows, self.potential_fn
+        if rows <= MOST_ROWS:
+            self._orders = [list(order) for order in permutations(range(rows))]
+            self.potential_fn = self._joint_energy
 
     def _permuted(self, values: Values) -> list[Values]:
         rows = values[self.site]
@@ -79,9 +86,26 @@ class RowPermutationNUTS(NUTS):
     def sample(self, params: Values) -> Values:
         """The next sample; the chain itself goes on from where its trajectory ended."""
         values = super().sample(params)
+        if self._rows > MOST_ROWS:
+            return self._swapped(values)
         with torch.no_grad():
             shares = self._energies(values).neg().softmax(0)
         return self._permuted(values)[int(shares.multinomial(1))]
+
+    @torch.no_grad()
+    def _swapped(self, values: Values) -> Values:
+        """Metropolis steps that swap two rows; the chain goes on from where they end."""
+        energy = self._energy(values)
+        for _ in range(self._rows):
+            order = torch.arange(self._rows)
+            pair = torch.randperm(self._rows)[:2]
+            order[pair] = pair.flip(0)
+            other = values | {self.site: values[self.site][order]}
+            proposed = self._energy(other)
+            if torch.rand(()) < (energy - proposed).exp():
+                values, energy = other, proposed
+        self.clear_cache()
+        return values
 
 
 def _check_site(site: str, trace: Any, values: Values) -> None:
@@ -94,9 +118,9 @@ def _check_site(site: str, trace: Any, values: Values) -> None:
     support = trace.nodes[site]["fn"].support
     rows = trace.nodes[site]["value"].shape
     simplex = getattr(support, "base_constraint", None) is constraints.simplex
-    if not simplex or len(rows) != 2 or not 2 <= rows[0] <= MOST_ROWS:
+    if not simplex or len(rows) != 2 or rows[0] < 2:
         raise ValueError(
-            f"site must hold two to {MOST_ROWS} rows of probabilities, (K, V), without forbidden "
+            f"site must hold two or more rows of probabilities, (K, V), without forbidden "
             f"entries; {site!r} has values of shape {tuple(rows)} in {support}. Take NUTS, with "
             "several chains from different initial values."
         )

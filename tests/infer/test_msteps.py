@@ -207,6 +207,91 @@ def test_against_a_general_optimiser():
             assert best == pytest.approx(-min(rivals), rel=2e-3)  # zeros are far away for softmax
 
 
+ANCHORED = [
+    ([[7, 0, 0], [0, 1, 0], [0, 0, 3]], 1.0, 5.0, 10.0),
+    ([[3, 3, 1, 5], [0, 0, 0, 9], [0, 5, 0, 9], [0, 3, 0, 3]], 0.0, 5.0, 1000.0),
+    ([[3, 3, 1, 5], [0, 0, 0, 9], [0, 5, 0, 9], [0, 3, 0, 3]], 1.0, 5.0, 1000.0),
+    ([[0, 0, 4, 0], [1, 2, 0, 0], [5, 0, 0, 0], [0, 0, 3, 3]], 1.0, 50.0, 100.0),
+]
+
+
+def anchored_cases(count):
+    """Small counts with zeros, and with some more as the anchor; weights over many orders."""
+    rng = np.random.default_rng(0)
+    for _ in range(count):
+        size = int(rng.integers(3, 7))
+        counts = rng.poisson(rng.gamma(0.5, 6.0, (size, size))) * (rng.random((size, size)) > 0.3)
+        yield counts, 10 ** rng.uniform(-2, 0), 10 ** rng.uniform(-0.3, 3), 10 ** rng.uniform(0, 5)
+
+
+def best_of_softmax_starts(counts, anchor, alpha, weight, starts):
+    """The highest of L-BFGS ascents in logits, by SciPy."""
+    size, totals = len(counts), counts.sum(-1, keepdims=True)
+
+    def loss(logits):
+        logits = logits.reshape(size, size)
+        logits = logits - logits.max(-1, keepdims=True)
+        logs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+        rows, roots = np.exp(logs), np.exp(logs / 2)
+        volume = np.linalg.slogdet(roots)[1]
+        if not volume > -30:  # the inverse has no digits left
+            return 1e10, np.zeros(size * size)
+        height = (counts * logs).sum() + 2 * alpha * volume
+        height -= weight * ((rows - anchor) ** 2).sum()
+        away = -2 * weight * (rows - anchor)
+        slope = counts - totals * rows + alpha * (roots * np.linalg.inv(roots).T - rows)
+        slope += rows * (away - (rows * away).sum(-1, keepdims=True))
+        return -height, -slope.ravel()
+
+    rng = np.random.default_rng(1)
+    points = [anchor, *(rng.dirichlet(np.ones(size), size) for _ in range(starts - 1))]
+    return max(
+        -minimize(loss, np.log(p + 1e-6).ravel(), jac=True, options={"maxiter": 1000},
+                  method="L-BFGS-B").fun
+        for p in points
+    )  # fmt: skip
+
+
+def test_a_search_is_as_good_as_fifty_starts_of_a_general_optimiser():
+    """Under an anchor; also where the counts alone have a determinant of zero."""
+    cases = [*ANCHORED, *((c, more, *rest) for c, more, *rest in anchored_cases(12))]
+    for counts, more, alpha, weight in cases:
+        counts = np.asarray(counts, dtype=float)
+        anchor = (counts + more) / (counts + more).sum(-1, keepdims=True)
+        best = best_of_softmax_starts(counts, anchor, alpha, weight, 50)
+        many = torch.from_numpy(counts)[None]
+        prior = DiversityPrior(alpha, anchor=torch.from_numpy(anchor), anchor_weight=weight)
+        start = many / many.sum(-1, keepdim=True).clamp(min=1.0)
+        start = torch.where(many.sum(-1, keepdim=True) > 0, start, 1 / len(counts))
+        found = msteps.FixedPoint(num_starts=100)(start, many, prior)
+        assert msteps.objective(found, many, prior).item() > best - 1e-3
+        assert msteps.relative_slope(found, many, prior).item() < 1e-6
+
+
+def test_a_labelled_fit_searches():
+    """Its restarts have the same counts, and one ascent ends at 98.7."""
+    words = [[0, 2], [0, 2], [0, 2], [0, 2], [1, 0], [1, 1], [1, 1]]
+    words += [[2, 0]] * 5 + [[3, 2]] * 3 + [[3, 3]] * 3
+    counts = torch.tensor(ANCHORED[3][0]).double()
+    anchor = (counts + 1) / (counts + 1).sum(-1, keepdim=True)
+    prior = DiversityPrior(50.0, anchor=anchor, anchor_weight=100.0)
+    data = Sequences.from_list(words, labels=words)
+    fit = fit_em(TabularHMM(4, categorical(4)), data, log_prior=prior)
+    found = fit.hmm(data).log_transition.exp()[None].double()
+    assert msteps.objective(found, counts[None], prior) > -72.0
+    assert not [note for note in fit.notes if "converged" in note]
+
+
+@pytest.mark.parametrize("case", ANCHORED)
+def test_projected_gradient_goes_on_where_the_determinant_is_zero(case):
+    counts, more, alpha, weight = torch.tensor(case[0]).double()[None], *case[1:]
+    anchor = (counts + more) / (counts + more).sum(-1, keepdim=True)
+    prior = DiversityPrior(alpha, anchor=anchor[0], anchor_weight=weight)
+    start = counts / counts.sum(-1, keepdim=True)
+    found = msteps.ProjectedGradient()(start, counts, prior)
+    assert msteps.objective(found, counts, prior) > -80.0
+
+
 def test_a_heavy_anchor_holds():
     rows, counts = problems(4, 5)
     anchor = problems(1, 5, seed=3)[0][0]

@@ -18,6 +18,7 @@ from pyrohmm import (
     dpp,
     left_to_right,
 )
+from pyrohmm.infer import nuts
 
 COUNTS = {
     2: torch.tensor([[2.0, 1.0], [1.0, 1.0]], dtype=torch.float64),
@@ -47,8 +48,11 @@ def sampled(kernel, num_samples):
     return sampler.get_samples()["rows"]
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_samples_are_those_of_importance_sampling(size):
+@pytest.mark.parametrize(("size", "summed"), [(2, True), (3, True), (2, False), (3, False)])
+def test_samples_are_those_of_importance_sampling(size, summed, monkeypatch):
+    """Of the sum over all orders of the rows, and of swaps, which larger matrices take."""
+    if not summed:
+        monkeypatch.setattr(nuts, "MOST_ROWS", 1)
     proposals = Dirichlet(COUNTS[size] + 1).sample((200_000,))
     weights = (ALPHAS[size] * dpp.log_diversity(proposals)).softmax(0)
     mean = (weights[:, None, None] * proposals).sum(0)
@@ -89,11 +93,22 @@ def test_an_hmm_is_sampled():
     assert set(signs.tolist()) == {-1.0, 1.0}
 
 
+def test_six_states_are_sampled_on_both_sides():
+    """Without data, where every order of the rows has the same density."""
+    pyro.set_rng_seed(0)
+
+    def model():
+        pyro.sample("rows", dpp.DiverseDirichlet(torch.ones(6, 6), 2.0))
+
+    found = sampled(RowPermutationNUTS(model, "rows", max_tree_depth=2), 20)
+    assert set(torch.linalg.det(found).sign().tolist()) == {-1.0, 1.0}
+
+
 @pytest.mark.parametrize(
     ("site", "allowed", "text"),
     [
         ("transition", None, "one of module.initial.*got 'transition'"),
-        ("module.initial", None, "two to 4 rows"),
+        ("module.initial", None, "two or more rows"),
         ("module.transition", left_to_right(2), "without forbidden entries"),
     ],
 )
