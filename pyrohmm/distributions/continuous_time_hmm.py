@@ -27,6 +27,7 @@ from ..ops import masks, recursions
 from ..ops import stationary as stationary_ops
 from ..ops.continuous_time import log_transitions
 from ..ops.log_space import log
+from ..ops.lookup import take_rows
 from ..ops.recursions import ExpectedCounts
 from .autoregressive import Autoregressive
 from .forecast import Forecast
@@ -416,7 +417,9 @@ def _over_gaps(rates: Tensor, gaps: Gaps) -> Tensor:
         return log_transitions(rates.unsqueeze(-3), gaps.distinct[gaps.place])
     shared = rates.reshape(*lead[:outer], 1, *matrix)
     each = log_transitions(shared, gaps.distinct)
-    return each.index_select(-3, gaps.place.flatten()).unflatten(-3, gaps.place.shape)
+    first = torch.arange(lead[:outer].numel(), device=rates.device) * len(gaps.distinct)
+    rows = gaps.place + first.reshape(*lead[:outer], *(1,) * gaps.place.dim())
+    return take_rows(each.flatten(-2).flatten(0, -2), rows).unflatten(-1, matrix)
 
 
 def _between_steps(

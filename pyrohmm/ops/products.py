@@ -46,7 +46,7 @@ def accumulated(weights: Tensor, rows: Tensor) -> Tensor:
     if weights.dtype == torch.float64:
         return weights.mT @ rows
     width = weights.shape[:-2].numel() * (weights.size(-1) + rows.size(-1))
-    size = max(256, (CHUNK if rows.device.type == "cpu" else ON_DEVICE) // max(width, 1))
+    size = max(32, (CHUNK if rows.device.type == "cpu" else ON_DEVICE) // max(width, 1))
     parts = zip(weights.split(size, -2), rows.split(size, -2))
     return sum(weight.double().mT @ part.double() for weight, part in parts)  # type: ignore
 
