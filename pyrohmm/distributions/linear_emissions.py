@@ -306,7 +306,7 @@ def _whitened(loc: Tensor, inverse: Tensor, values: Tensor) -> Tensor:
 
 
 def _at_all(values: Tensor, constant: Tensor) -> Tensor:
-    """``constant`` ``(*b, K)`` for each of the values, so that its gradient is summed in float64."""
+    """``constant`` ``(*b, K)`` for each of the values; its gradient is summed in float64."""
     return product(values.new_ones(1).expand(*values.shape[:-1], 1), constant.unsqueeze(-1))
 
 

@@ -8,7 +8,6 @@ Its modules; each imports only those above it:
 ``masks``             which steps of ragged sequences exist
 ``sampling``          ancestral sampling of paths
 ``chain``             the arguments of the recursions, checked and in one form
-``products``          products of matrices between observations and states
 ``kept``              what is made of a batch once, such as its indices on a device
 ``block_plan``        which pairs of blocks occur in a batch, and where they lie in memory
 ``torch_chain``       forward, backward, Viterbi and sampling as torch operations
@@ -35,6 +34,7 @@ Its modules; each imports only those above it:
 ``_torch_backend``    the operations by torch
 ``_numba_backend``    the operations by Numba
 ``backends``          which backend computes: ``use``, ``TORCH``, ``NUMBA``
+``products``          products of matrices between observations and states
 ``lookup``            rows of a table, and the sums that are their gradient
 ``message_passing``   scaled and log-space messages
 ``ranges``            the recursions in float32, float64 and logarithms

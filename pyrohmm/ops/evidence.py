@@ -201,7 +201,7 @@ class _Sweep:
         if self.alone:  # the message to a first step is zero
             before = torch.from_numpy(found.alpha).view(-1, self.size)[:-1]
             with threads_for(self.work):
-                counts = accumulated(before, message[1:]).numpy()
+                counts = accumulated(before, message[1:], cancels=False).numpy()
         return _Back(starts, counts, _sum(emitted))
 
     def bound_losses(self, found: _Pass) -> None:

@@ -23,13 +23,14 @@ from torch import Tensor
 from .._precision import differentiable_gradient, full_precision, in_full_precision
 from .._threads import threads_for
 from .._transforms import transforming
+from .backends import backend_for
 
 CHUNK = 1 << 17  # numbers made at once: they stay in the cache of a core
-ON_DEVICE = 1 << 24  # the same on an accelerator, where an operation costs its launch
+NARROW, BLOCK = 32, 512  # states; and rows whose sums are in single precision, where there are more
 
 
-def accumulated(weights: Tensor, rows: Tensor) -> Tensor:
-    r"""Sums :math:`\sum_n w_{nk} r_{nf}`, ``(*S, K, F)``, in float64 and in chunks of rows.
+def accumulated(weights: Tensor, rows: Tensor, cancels: bool = True) -> Tensor:
+    r"""Sums :math:`\sum_n w_{nk} r_{nf}`, ``(*S, K, F)``, in float64.
 
     In float32 a long sum of equal numbers is off by parts in a hundred, for each addition rounds
     the same way; and whatever cancels afterwards makes more of that.
@@ -37,18 +38,25 @@ def accumulated(weights: Tensor, rows: Tensor) -> Tensor:
     Args:
         weights: ``(*S, N, K)``.
         rows: ``(*S, N, F)``.
+        cancels: Whether most of the sums may cancel in what is made of them, as in a gradient by
+            means. If not, and there are many states, those over ``BLOCK`` rows are of the dtype of
+            the rows: 7e-6 wrong at most, in half of the time.
 
     Example:
         >>> tenth = torch.full((1_000_000, 1), 0.1)
         >>> accumulated(tenth, torch.ones_like(tenth)).round(decimals=1)
         tensor([[100000.]], dtype=torch.float64)
     """
-    if weights.dtype == torch.float64:
-        return weights.mT @ rows
-    width = weights.shape[:-2].numel() * (weights.size(-1) + rows.size(-1))
-    size = max(32, (CHUNK if rows.device.type == "cpu" else ON_DEVICE) // max(width, 1))
-    parts = zip(weights.split(size, -2), rows.split(size, -2))
-    return sum(weight.double().mT @ part.double() for weight, part in parts)  # type: ignore
+    if weights.dtype == torch.float64 or torch.is_grad_enabled():
+        return weights.double().mT @ rows.double()
+    shape = *weights.shape[:-2], weights.size(-1), rows.size(-1)
+    out = rows.new_zeros(shape, dtype=torch.float64)
+    if cancels or weights.size(-1) < NARROW:
+        backend_for(rows.device).add_products(weights, rows, out)
+        return out
+    for weight, part in zip(weights.split(BLOCK, -2), rows.split(BLOCK, -2)):
+        out += weight.mT @ part
+    return out
 
 
 def product(rows: Tensor, columns: Tensor) -> Tensor:

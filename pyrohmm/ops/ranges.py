@@ -65,7 +65,7 @@ def posterior_of(chain: Chain, dtype: torch.dtype | None) -> tuple[Tensor, ...]:
     size = chain.lengths.size(1)
     if len(scaled.transition) == 1:
         matrices = scaled.transition[0].repeat_interleave(size, 0)
-        counts = accumulated(alpha.mT, later) * matrices
+        counts = accumulated(alpha.mT, later, cancels=False) * matrices
         counts = counts.masked_fill_(matrices == 0, 0.0).to(dtype)
         if isinstance(scaled, message_passing.Messages):  # those of both ways are finite
             assert exact is not None
@@ -208,10 +208,10 @@ def _transition_counts(alpha: Tensor, message: Tensor, transition: Tensor) -> Te
     if len(transition) == 1:
         earlier = alpha[:-1].transpose(0, 1).flatten(1, 2)  # (G, (T-1) n, K)
         later = message[1:].transpose(0, 1).flatten(1, 2)
-        return accumulated(earlier, later).mul_(transition[0]).unsqueeze(0)
+        return accumulated(earlier, later, cancels=False).mul_(transition[0]).unsqueeze(0)
     if alpha.size(2) <= FEW:
         return (alpha[:-1].mT @ message[1:]).mul_(transition)
-    return accumulated(alpha[:-1], message[1:]).mul_(transition)
+    return accumulated(alpha[:-1], message[1:], cancels=False).mul_(transition)
 
 
 class _LogSpace(torch.autograd.Function):
