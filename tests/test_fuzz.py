@@ -31,7 +31,8 @@ from pyrohmm import (
 )
 from pyrohmm.distributions import AutoregressiveCategorical, AutoregressiveNormal
 from pyrohmm.distributions.observation import Streams, Tied, log_prob_per_state
-from pyrohmm.ops import backends, blocks
+from pyrohmm.ops import backends, blocks, factorial, ranges
+from pyrohmm.ops.chain import group
 
 NAN = np.nan
 CHUNK = 500
@@ -958,7 +959,9 @@ GAPS = torch.tensor([0.5, 1.0, 2.0, 1.0]).double()
 # parameters of the chain, by the number of steps; the HMM of them, an emission and lengths
 LONG_CHAINS = {
     "dense": (lambda steps: (EVEN, STAY), HMM),
-    "by step": (lambda steps: (EVEN, STAY.repeat(steps - 1, 1, 1)), partial(HMM, transition_per_step=True)),
+    "by step": (
+        lambda steps: (EVEN, STAY.repeat(steps - 1, 1, 1)), partial(HMM, transition_per_step=True)
+    ),
     "segments": (
         lambda steps: (EVEN, STAY.clone().fill_diagonal_(-torch.inf).log_softmax(-1), rows(4, 5)),
         lambda initial, matrix, logs, emission, lengths: HSMM(
@@ -1046,3 +1049,23 @@ def test_single_precision_is_right_over_up_to_ten_million_steps(family, weight):
         for count, steps in ((1, 100), (1, 10_000), (10, 10_000), (1, 1_000_000), (100, 10_000)):
             check_long("dense", family, count, steps, weight, mean)
     check_long("dense", family, 1000, 10_000, weight)
+
+
+def test_offsets_of_log_likelihoods_cost_no_digits_in_log_space():
+    scores, offsets = 3 * rows(2000, 4), 1e4 * rows(2000, 1, seed=2).abs()
+    rare = STAY.clone()
+    rare[0, 1] = -800.0  # no number that is not a logarithm holds it
+
+    def dense(matrix, seen):
+        chain, _ = group(EVEN, matrix.unsqueeze(0), seen, torch.tensor([2000]))
+        return ranges.evidence_of(chain, None).sum()
+
+    def product(matrix, seen):
+        return factorial.log_evidence(EVEN, [matrix, matrix], seen, torch.tensor(2000))
+
+    for evidence, logs in ((dense, rare), (product, PAIR)):
+        table = logs.clone().requires_grad_()
+        values = [evidence(table, seen) for seen in (scores, scores + offsets)]
+        plain, moved = (torch.autograd.grad(value, table)[0] for value in values)
+        assert (moved - plain).abs().max() < 1e-11 * plain.abs().max()
+        assert abs(values[1] - values[0] - offsets.sum()) < 1e-14 * values[1]
