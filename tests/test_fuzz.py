@@ -7,6 +7,7 @@ seed: ``check(seed)`` is that case alone.
 """
 
 import contextlib
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,9 +18,21 @@ import pytest
 import torch
 from scipy import stats
 
-from pyrohmm import HMM, load_hmm, queries, save
+from pyrohmm import (
+    HMM,
+    HSMM,
+    BlockHMM,
+    ContinuousTimeHMM,
+    FactorialHMM,
+    SecondOrderHMM,
+    load_hmm,
+    queries,
+    save,
+)
+from pyrohmm.distributions import AutoregressiveCategorical, AutoregressiveNormal
 from pyrohmm.distributions.observation import Streams, Tied, log_prob_per_state
-from pyrohmm.ops import backends
+from pyrohmm.ops import backends, blocks, factorial, ranges
+from pyrohmm.ops.chain import group
 
 NAN = np.nan
 CHUNK = 500
@@ -858,3 +871,201 @@ def test_thousands_of_random_models_that_were_saved_give_the_same_bits(start, tm
 @pytest.mark.parametrize("start", range(0, 4_000, CHUNK))
 def test_thousands_of_random_batches_of_parameters_are_separate_models(start):
     check_all(range(start, start + CHUNK), check_broadcast)
+
+
+# Long sums in single precision -------------------------------------------------------------------
+
+
+def long_states(count, steps, seed=0):
+    """Paths of four states that stay with 0.94."""
+    rng = np.random.default_rng(seed)
+    new = rng.integers(4, size=(count, steps))
+    changed = np.where(rng.random((count, steps)) < 0.06, np.arange(steps), 0)
+    return torch.tensor(np.take_along_axis(new, np.maximum.accumulate(changed, 1), 1))
+
+
+def rows(*shape, seed=1):
+    return torch.tensor(np.random.default_rng(seed).normal(size=shape))
+
+
+STAY = (torch.eye(4) * 0.92 + 0.02).double().log()
+EVEN = torch.full((4,), 0.25).double().log()
+MEANS = torch.tensor([-6.0, -2.0, 2.0, 6.0]).double().unsqueeze(-1)
+ROOT = torch.tensor([[1.2, 0.0], [0.3, 1.1]]).double()
+TABLE = rows(4, 6).log_softmax(-1)
+LEVELS = torch.arange(4).unsqueeze(-1)
+# data of states and mean; parameters of the emission; the emission of them
+LONG_EMISSIONS = {
+    "diagonal": (
+        lambda z, m: m + MEANS[z] + 1.2 * rows(*z.shape, 1),
+        lambda m: (MEANS + m, torch.full((4, 1), 1.2)),
+        lambda loc, scale: dist.Normal(loc, scale).to_event(1),
+    ),
+    "full": (
+        lambda z, m: m + MEANS[z] + rows(*z.shape, 2) @ ROOT.mT,
+        lambda m: (MEANS.repeat(1, 2) + m, ROOT.repeat(4, 1, 1)),
+        lambda loc, root: dist.MultivariateNormal(loc, scale_tril=root),
+    ),
+    "tied": (
+        lambda z, m: m + MEANS[z] + rows(*z.shape, 2) @ ROOT.mT,
+        lambda m: (MEANS.repeat(1, 2) + m, ROOT),
+        lambda loc, root: dist.MultivariateNormal(loc, scale_tril=root),
+    ),
+    "mixture": (
+        lambda z, m: m + MEANS[z] + rows(*z.shape, 2),
+        lambda m: (rows(4, 3), MEANS.unsqueeze(1) + m + rows(4, 3, 2), torch.ones(4, 3, 2)),
+        lambda w, loc, scale: dist.MixtureSameFamily(
+            dist.Categorical(logits=w), dist.Normal(loc, scale).to_event(1)
+        ),
+    ),
+    "autoregressive": (
+        lambda z, m: m + MEANS[z] + rows(*z.shape, 2) @ ROOT.mT,
+        lambda m: (MEANS.repeat(1, 2) + m, ROOT.repeat(4, 1, 1), 0.01 * rows(4, 1, 2, 2)),
+        lambda loc, root, weights: AutoregressiveNormal(
+            dist.MultivariateNormal(loc, scale_tril=root),
+            dist.MultivariateNormal(loc, scale_tril=root), weights,
+        ),
+    ),
+    "poisson": (
+        lambda z, m: torch.poisson(2.0 + 3 * z).unsqueeze(-1),
+        lambda m: (2.0 + 3 * LEVELS + 0.1,),
+        lambda rate: dist.Poisson(rate).to_event(1),
+    ),
+    "bits": (
+        lambda z, m: (rows(*z.shape, 3) < (z.unsqueeze(-1) - 1.5)).double(),
+        lambda m: (rows(4, 3) / 3 + LEVELS - 1.5,),
+        lambda logits: dist.Bernoulli(logits=logits).to_event(1),
+    ),
+    "gamma": (
+        lambda z, m: (1 + z.unsqueeze(-1)) * rows(*z.shape, 1).square() + 0.1,
+        lambda m: (1.0 + LEVELS, torch.full((4, 1), 1.1)),
+        lambda shape, rate: dist.Gamma(shape, rate).to_event(1),
+    ),
+    "symbols": (
+        lambda z, m: (z + (rows(*z.shape) > 0)) % 6,
+        lambda m: (TABLE,),
+        lambda logits: dist.Categorical(logits=logits),
+    ),
+    "symbols in context": (
+        lambda z, m: (z + (rows(*z.shape) > 0)) % 6,
+        lambda m: (TABLE, rows(4, 6, 6)),
+        lambda first, tables: AutoregressiveCategorical(
+            dist.Categorical(logits=first), dist.Categorical(logits=tables)
+        ),
+    ),
+}  # fmt: skip
+PAIR = (torch.eye(2) * 0.9 + 0.05).double().log()
+GAPS = torch.tensor([0.5, 1.0, 2.0, 1.0]).double()
+# parameters of the chain, by the number of steps; the HMM of them, an emission and lengths
+LONG_CHAINS = {
+    "dense": (lambda steps: (EVEN, STAY), HMM),
+    "by step": (
+        lambda steps: (EVEN, STAY.repeat(steps - 1, 1, 1)), partial(HMM, transition_per_step=True)
+    ),
+    "segments": (
+        lambda steps: (EVEN, STAY.clone().fill_diagonal_(-torch.inf).log_softmax(-1), rows(4, 5)),
+        lambda initial, matrix, logs, emission, lengths: HSMM(
+            initial, matrix, logs.log_softmax(-1), emission, lengths
+        ),
+    ),
+    "second order": (
+        lambda steps: (EVEN, STAY, (STAY + rows(4, 4, 4) / 9).log_softmax(-1)), SecondOrderHMM
+    ),
+    "product": (
+        lambda steps: (EVEN[:2], EVEN[2:], PAIR, PAIR),
+        lambda a, b, first, second, emission, lengths: FactorialHMM(
+            [a.log_softmax(-1), b.log_softmax(-1)], [first, second], emission, lengths
+        ),
+    ),
+    "rates": (
+        lambda steps: (EVEN, STAY.exp() / 2),
+        lambda initial, rates, emission, lengths: ContinuousTimeHMM(
+            initial, rates - rates.sum(-1).diag_embed(), emission, lengths,
+            GAPS[torch.arange(int(lengths.max())) % 4].cumsum(0),
+        ),
+    ),
+    "blocks": (
+        lambda steps: (EVEN, STAY),
+        lambda initial, matrix, emission, lengths: BlockHMM(
+            initial, matrix,
+            emission.logits.mT[:, :2].unflatten(0, (2, 3)).log_softmax(1).flatten(0, 1),
+            blocks.from_clusters(torch.arange(6) // 3, 2), lengths,
+        ),
+    ),
+}  # fmt: skip
+
+
+def check_long(chain, family, count, steps, weight, mean=5.0):
+    """Evidence, expected transitions and gradients in float32 against float64."""
+    torch.manual_seed(0)
+    values_of, emission_of, emission = LONG_EMISSIONS[family]
+    chain_of, build = LONG_CHAINS[chain]
+    values = values_of(long_states(count, steps), mean)
+    weights = rows(count).exp() if weight is None else torch.full((count,), weight)
+    single, double = [], []
+    for found, dtype in ((single, torch.float32), (double, torch.float64)):
+
+        def arranged(tensor, dtype=dtype):
+            return tensor.float().to(dtype) if tensor.dtype.is_floating_point else tensor
+
+        leaves = [
+            [arranged(part.detach()).clone().requires_grad_() for part in parts]
+            for parts in (chain_of(steps), emission_of(mean))
+        ]
+        lengths = torch.full((count,), steps)
+        hmm = build(*leaves[0], emission(*leaves[1]), lengths)
+        evidence = hmm.log_prob(arranged(values))
+        loss = (evidence * arranged(weights)).sum()
+        found += [loss, *torch.autograd.grad(loss, [*leaves[0], *leaves[1]], allow_unused=True)]
+        if chain == "dense":
+            found.append(hmm.expected_counts(arranged(values)).transitions)
+    for place, (one, other) in enumerate(zip(single, double)):
+        if other is not None:
+            error = (one.double() - other).abs().max() / other.abs().max()
+            assert error < 2e-5, (chain, family, count, steps, weight, place, error.item())
+
+
+@pytest.mark.parametrize("family", LONG_EMISSIONS)
+def test_gradients_of_emissions_are_right_over_many_steps_in_single_precision(family):
+    check_long("dense", family, 10, 10_000, 1.1)
+
+
+@pytest.mark.parametrize("chain", [name for name in LONG_CHAINS if name != "dense"])
+def test_gradients_of_chains_are_right_over_many_steps_in_single_precision(chain):
+    check_long(chain, "symbols", 300, 40, 1.1)
+
+
+def test_gradients_are_right_over_many_steps_without_compiled_loops():
+    with backends.use(backends.TORCH):
+        check_long("dense", "diagonal", 2000, 50, 1.1)
+        check_long("dense", "symbols", 2000, 50, 1.1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("weight", [1.0, 1.1, 1e-3, None])
+@pytest.mark.parametrize("family", LONG_EMISSIONS)
+def test_single_precision_is_right_over_up_to_ten_million_steps(family, weight):
+    for mean in (0.0, 5.0, 1e3):
+        for count, steps in ((1, 100), (1, 10_000), (10, 10_000), (1, 1_000_000), (100, 10_000)):
+            check_long("dense", family, count, steps, weight, mean)
+    check_long("dense", family, 1000, 10_000, weight)
+
+
+def test_offsets_of_log_likelihoods_cost_no_digits_in_log_space():
+    scores, offsets = 3 * rows(2000, 4), 1e4 * rows(2000, 1, seed=2).abs()
+    rare = STAY.clone()
+    rare[0, 1] = -800.0  # no number that is not a logarithm holds it
+
+    def dense(matrix, seen):
+        chain, _ = group(EVEN, matrix.unsqueeze(0), seen, torch.tensor([2000]))
+        return ranges.evidence_of(chain, None).sum()
+
+    def product(matrix, seen):
+        return factorial.log_evidence(EVEN, [matrix, matrix], seen, torch.tensor(2000))
+
+    for evidence, logs in ((dense, rare), (product, PAIR)):
+        table = logs.clone().requires_grad_()
+        values = [evidence(table, seen) for seen in (scores, scores + offsets)]
+        plain, moved = (torch.autograd.grad(value, table)[0] for value in values)
+        assert (moved - plain).abs().max() < 1e-11 * plain.abs().max()
+        assert abs(values[1] - values[0] - offsets.sum()) < 1e-14 * values[1]

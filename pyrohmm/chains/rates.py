@@ -13,6 +13,7 @@ from ..ops import recursions
 from ..ops import stationary as stationary_ops
 from ..ops.continuous_time import log_transitions
 from ..ops.log_space import log
+from ..ops.lookup import take_rows
 from .base import Chain, Core, ExpectedCounts
 from .markov import MarkovChain
 
@@ -217,7 +218,9 @@ def over_gaps(rates: Tensor, gaps: Gaps) -> Tensor:
         return log_transitions(rates.unsqueeze(-3), gaps.distinct[gaps.place])
     shared = rates.reshape(*lead[:outer], 1, *matrix)
     logs = log_transitions(shared, gaps.distinct)
-    return logs.index_select(-3, gaps.place.flatten()).unflatten(-3, gaps.place.shape)
+    first = torch.arange(lead[:outer].numel(), device=rates.device) * len(gaps.distinct)
+    rows = gaps.place + first.reshape(*lead[:outer], *(1,) * gaps.place.dim())
+    return take_rows(logs.flatten(-2).flatten(0, -2), rows).unflatten(-1, matrix)
 
 
 def transitions_between(

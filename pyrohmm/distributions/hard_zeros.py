@@ -24,6 +24,7 @@ from torch.nn.functional import logsigmoid
 from .._transforms import transforming
 from .._waits import exceeds
 from ..ops.log_space import finite_or_zero, log
+from ..ops.products import product
 
 
 def built_from(distribution: Any) -> str:
@@ -114,12 +115,8 @@ def log_prob_of_bits(logs: tuple[Tensor, Tensor], values: Tensor) -> Tensor:
     """
     known = ~values.isnan()
     ones = torch.where(known, values, 0.0).to(logs[0].dtype)
-    parts = []
-    for bits, table in zip((ones, known.to(ones.dtype) - ones), logs):
-        if table.dim() > 2:
-            table = table.squeeze(-3)  # what comes before belongs to what A has before its last
-        part, never = bits @ finite_or_zero(table).mT, table.isneginf()
-        if transforming() or not exceeds((~never).all().byte(), 0):
-            part = part.masked_fill(bits @ never.to(bits.dtype).mT > 0, -torch.inf)
-        parts.append(part)
-    return parts[0] + parts[1]
+    bits, table = torch.cat([ones, known.to(ones.dtype) - ones], -1), torch.cat(logs, -1)
+    scores, never = product(bits, finite_or_zero(table)), table.isneginf()
+    if transforming() or not exceeds((~never).all().byte(), 0):
+        scores = scores.masked_fill(product(bits, never.to(bits.dtype)) > 0, -torch.inf)
+    return scores

@@ -9,7 +9,8 @@ each state. None of this makes N T K D numbers.
 A product rounds relative to its terms, which may be much larger than their sum: those of a normal
 component are of the size of :math:`\mu^2 / \sigma^2`, the mean being counted from a centre of all
 states. Where that is too large for the dtype the product is one in float64; where it is too large
-for that also, the formula of the density is evaluated as it stands, one state at a time.
+for that also, the formula of the density is evaluated as it stands, one state at a time. Parameters
+are in float64 always: there are few, and their gradients are differences of long sums.
 
 Only distributions of torch and Pyro themselves are known, not classes that inherit from them.
 """
@@ -154,7 +155,7 @@ class _Components:
         wide = _precision(values.dtype, values.size(-1), *found)
         if wide is None:
             return self._state_by_state(values, known)
-        family = self if wide == first.dtype else type(self)(*(p.to(wide) for p in self.parameters))
+        family = type(self)(*(part.double() for part in self.parameters))
         with threads_for(PASSES * values.numel()):
             rows, columns = family.terms(values.to(wide), known)
         return product(rows, columns).to(values.dtype)
@@ -195,9 +196,10 @@ class _Normal(_Components):
     def terms(self, values: Tensor, known: Tensor | None) -> tuple[Tensor, Tensor]:
         loc, scale = self.parameters
         # not of the square, whose gradient would leave the range of float32
-        loc, precision = loc - self.centre, scale.reciprocal().square()
+        centre = self.centre.to(values.dtype)
+        loc, precision = loc - centre, scale.reciprocal().square()
         constant = -0.5 * loc.square() * precision - scale.log() - HALF_LOG_TAU
-        values = values - self.centre
+        values = values - centre
         if known is not None:
             values = torch.where(known, values, 0.0)
         return _joined(
@@ -247,7 +249,7 @@ class _Vectors:
         shape = torch.broadcast_shapes(values.unsqueeze(-2).shape, self.loc.shape)
         if shape.numel() <= SMALL or transforming():
             return None
-        inverse = _inverse(self.root)
+        inverse = _inverse(self.root.double())
         with torch.no_grad(), threads_for(PASSES * values.numel()):
             largest = _largest(values)
             centre = _Normal(self.loc, self.root.norm(dim=-1).expand_as(self.loc)).centre
@@ -261,9 +263,7 @@ class _Vectors:
         wide = _precision(dtype, dim, *found[:2])
         if wide is None:
             return self._state_by_state(values)
-        if wide != dtype:
-            inverse = _inverse(self.root.to(wide))
-        parts = self.loc.to(wide) - centre, inverse, values.to(wide) - centre
+        parts = self.loc.double() - centre, inverse, values.to(wide) - centre
         apart = inverse.size(-3) > 1 and len(found) > 2
         if apart and _precision(dtype, dim, found[2], found[1]) == wide:
             return _by_forms(*parts).to(dtype)
@@ -274,7 +274,7 @@ class _Vectors:
 
         That is Skeel's condition number, which the units of components do not change.
         """
-        root, apart = self.root.abs(), (self.loc - centre).abs().unsqueeze(-1)
+        root, apart = self.root.double().abs(), (self.loc - centre).double().abs().unsqueeze(-1)
         size = largest + self.loc.abs().amax()
         reach = torch.stack([size * inverse.sum(-1).amax(), size, inverse.amax()]).amax()
         spread, apart = inverse @ root, inverse @ apart
@@ -298,11 +298,16 @@ def _whitened(loc: Tensor, inverse: Tensor, values: Tensor) -> Tensor:
     constant = inverse.diagonal(dim1=-2, dim2=-1).log().sum(-1)
     if inverse.size(-3) == 1:  # states that share a matrix whiten alike
         apart = product(values, inverse.squeeze(-3))
-        return _Normal(mean, torch.ones_like(mean)).log_prob(apart) + constant
+        return _Normal(mean, torch.ones_like(mean)).log_prob(apart) + _at_all(values, constant)
     columns = torch.cat([inverse.expand(*mean.shape, -1), -mean.unsqueeze(-1)], -1)
     rows = torch.cat([values, values.new_ones(1).expand(*values.shape[:-1], 1)], -1)
     constant = constant - HALF_LOG_TAU * values.size(-1)
-    return torch.add(constant, squared_norms(rows, columns), alpha=-0.5)
+    return torch.add(_at_all(values, constant), squared_norms(rows, columns), alpha=-0.5)
+
+
+def _at_all(values: Tensor, constant: Tensor) -> Tensor:
+    """``constant`` ``(*b, K)`` for each of the values; its gradient is summed in float64."""
+    return product(values.new_ones(1).expand(*values.shape[:-1], 1), constant.unsqueeze(-1))
 
 
 def _by_forms(loc: Tensor, inverse: Tensor, values: Tensor) -> Tensor:
@@ -310,7 +315,9 @@ def _by_forms(loc: Tensor, inverse: Tensor, values: Tensor) -> Tensor:
     columns = torch.cat([inverse.expand(*loc.shape, -1), -inverse @ loc.unsqueeze(-1)], -1)
     constant = inverse.diagonal(dim1=-2, dim2=-1).log().sum(-1) - HALF_LOG_TAU * loc.size(-1)
     rows = torch.cat([values, values.new_ones(1).expand(*values.shape[:-1], 1)], -1)
-    return torch.add(constant, quadratic_forms(rows, columns.mT @ columns), alpha=-0.5)
+    last = torch.arange(columns.size(-1), device=rows.device) == loc.size(-1)
+    matrices = -0.5 * columns.mT @ columns + constant[..., None, None] * (last & last.unsqueeze(-1))
+    return quadratic_forms(rows, matrices)
 
 
 def _inverse(root: Tensor) -> Tensor:

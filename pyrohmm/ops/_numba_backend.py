@@ -23,6 +23,7 @@ from .operations import Backend
 from .segment_chain import SegmentChain
 
 FEW = 1 << 10  # numbers, for which an operation of torch takes less time than a call of a loop
+WIDE = 1 << 14  # sums, from which on products of torch are faster
 
 
 class NumbaBackend(Backend):
@@ -70,6 +71,22 @@ class NumbaBackend(Backend):
             return
         kernels, work = self._chain, values.numel() // len(out)
         kernels.run(kernels.add_rows, len(out), work, rows, values.contiguous(), out)
+
+    def add_products(self, weights: Tensor, rows: Tensor, out: Tensor) -> None:
+        if out.dim() > 2 or len(rows) * out.numel() < FEW**2 or out.numel() > WIDE:
+            TORCH.add_products(weights, rows, out)
+            return
+        kernels, sides = self._chain, [part.contiguous().numpy() for part in (weights, rows)]
+        threads = kernels.threads_of(len(rows), len(rows) * out.numel())
+        sums = [out.numpy(), *(np.zeros(out.shape) for _ in range(threads - 1))]
+
+        def run(part: int) -> None:
+            first, last = (len(rows) * end // threads for end in (part, part + 1))
+            kernels.add_products(first, last, *sides, sums[part])
+
+        kernels.share(run, threads)
+        for more in sums[1:]:
+            sums[0] += more
 
     def forward(
         self, initial: Tensor, transition: Tensor, likelihood: Tensor, lengths: Tensor,

@@ -12,6 +12,8 @@ import numpy as np
 from ._numba_math import exp, kernel, u64
 from ._numba_math import run as run
 
+TOKENS = 64  # whose products are added up before they become part of a sum in float64
+
 # Numbers below ``least``, whose logarithm is ``low``, are zero: arithmetic with numbers below the
 # smallest normal one takes many times as long.
 
@@ -266,7 +268,7 @@ def gradients_of_pairs(
     softmax; without, by the logarithms of ``probs``.
     """
     two_levels = block_probs.shape[0] > 0
-    row = np.empty(alpha.shape[1], alpha.dtype)
+    row, part = np.empty(alpha.shape[1]), np.empty(alpha.shape[1], alpha.dtype)
     for q in range(first, last):
         p = schedule[q]
         one = tokens[tokens_of[p]]
@@ -275,12 +277,17 @@ def gradients_of_pairs(
         for i in range(sizes[source]):
             for j in range(width):
                 row[j] = 0
-            for n in range(tokens_of[p], tokens_of[p + 1]):
-                now = tokens[n]
-                a = alpha[before[now], i]
-                sent = message[now]
+            for start in range(tokens_of[p], tokens_of[p + 1], TOKENS):
                 for j in range(width):
-                    row[j] += a * sent[j]
+                    part[j] = 0
+                for n in range(start, min(start + TOKENS, tokens_of[p + 1])):
+                    now = tokens[n]
+                    a = alpha[before[now], i]
+                    sent = message[now]
+                    for j in range(width):
+                        part[j] += a * sent[j]
+                for j in range(width):
+                    row[j] += part[j]
             begin = base[p] + i * stride[p]
             old, out = probs[begin : begin + size], by_scores[begin : begin + size]
             if two_levels:

@@ -12,7 +12,11 @@ import numpy as np
 
 from ._numba_lanes import LANES as LANES
 from ._numba_lanes import (
+    _0,
     _1,
+    _2,
+    _3,
+    _4,
     clear,
     load,
     multiply,
@@ -25,6 +29,11 @@ from ._numba_lanes import (
 )
 from ._numba_math import exp, kernel, u64
 from ._numba_math import run as run
+from ._numba_math import share as share
+from ._numba_math import threads_of as threads_of
+
+ROWS = 128  # that are multiplied together
+_ROWS, _BESIDE = u64(ROWS), u64(ROWS + 8)  # between columns: not a power of two, for the cache
 
 
 @kernel
@@ -348,3 +357,55 @@ def add_rows(first, last, rows, values, out):
             row = out[rows[i]]
             for k in range(out.shape[1]):
                 row[k] += values[i, k]
+
+
+@kernel
+def _columns(tile, array, start, count):
+    """Copy rows to a tile, whose columns are contiguous; zeros below them."""
+    width, entries = u64(array.shape[1]), array.ravel()
+    for k in range(width):
+        offset, place = k * _BESIDE, u64(start) * width + k
+        for i in range(count):
+            tile[offset + i] = entries[place]
+            place += width
+        for i in range(count, _ROWS):
+            tile[offset + i] = 0
+
+
+@kernel
+def add_products(first, last, weights, rows, out):
+    """Add the products of ``weights`` ``(N, K)`` and ``rows`` ``(N, F)``, in float64."""
+    height, width = u64(weights.shape[1] + 3) // _4 * _4, u64(rows.shape[1] + 1) // _2 * _2
+    left, right = np.zeros(height * _BESIDE), np.zeros(width * _BESIDE)
+    total = np.zeros((height, width))
+    for start in range(first, last, ROWS):
+        count = u64(min(ROWS, last - start))
+        _columns(left, weights, start, count)
+        _columns(right, rows, start, count)
+        for j in range(_0, height, _4):
+            for k in range(_0, width, _2):
+                p, q = j * _BESIDE, k * _BESIDE
+                a0, a1, b0, b1, c0, c1, d0, d1 = 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0
+                for i in range(_ROWS):
+                    x, y = right[q + i], right[q + _BESIDE + i]
+                    a, b = left[p + i], left[p + _BESIDE + i]
+                    c, d = left[p + _2 * _BESIDE + i], left[p + _3 * _BESIDE + i]
+                    a0 += a * x
+                    a1 += a * y
+                    b0 += b * x
+                    b1 += b * y
+                    c0 += c * x
+                    c1 += c * y
+                    d0 += d * x
+                    d1 += d * y
+                total[j, k] += a0
+                total[j, k + _1] += a1
+                total[j + _1, k] += b0
+                total[j + _1, k + _1] += b1
+                total[j + _2, k] += c0
+                total[j + _2, k + _1] += c1
+                total[j + _3, k] += d0
+                total[j + _3, k + _1] += d1
+    for k in range(out.shape[0]):
+        for f in range(out.shape[1]):
+            out[k, f] += total[k, f]

@@ -18,6 +18,8 @@ from .numpy_clusters import Tables, Terms, Words
 from .operations import Backend
 from .segment_chain import SegmentChain
 
+CHUNK = 1 << 24, 1 << 17  # numbers in float64 at once, on a device and in the cache of a core
+
 
 class TorchBackend(Backend):
     """Operations of torch, one step at a time: see :class:`.operations.Backend`."""
@@ -27,6 +29,12 @@ class TorchBackend(Backend):
 
     def add_rows(self, values: Tensor, rows: Tensor, out: Tensor) -> None:
         out.index_add_(0, rows, values.to(out.dtype))
+
+    def add_products(self, weights: Tensor, rows: Tensor, out: Tensor) -> None:
+        width = out.shape[:-2].numel() * (weights.size(-1) + rows.size(-1))
+        size = max(32, CHUNK[rows.device.type == "cpu"] // max(width, 1))
+        for weight, part in zip(weights.split(size, -2), rows.split(size, -2)):
+            out += weight.double().mT @ part.double()
 
     def forward(
         self, initial: Tensor, transition: Tensor, likelihood: Tensor, lengths: Tensor,

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from .._precision import differentiable_gradient, in_full_precision
 from .._threads import MILLISECOND, threads_for
+from .products import accumulated
 
 LIMITS = {  # smallest normal number, and relative precision
     dtype: (float(np.finfo(dtype).tiny), float(np.finfo(dtype).eps))
@@ -200,7 +201,7 @@ class _Sweep:
         if self.alone:  # the message to a first step is zero
             before = torch.from_numpy(found.alpha).view(-1, self.size)[:-1]
             with threads_for(self.work):
-                counts = (before.mT @ message[1:]).double().numpy()
+                counts = accumulated(before, message[1:], cancels=False).numpy()
         return _Back(starts, counts, _sum(emitted))
 
     def bound_losses(self, found: _Pass) -> None:

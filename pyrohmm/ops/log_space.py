@@ -27,6 +27,12 @@ def finite_or_zero(logs: Tensor) -> Tensor:
     return logs.masked_fill(logs.isneginf(), 0.0)
 
 
+def largest(logs: Tensor, dims: tuple[int, ...]) -> Tensor:
+    """The largest along some dimensions, which are kept, as a constant; zero if not finite."""
+    peak = logs.detach().amax(dims, keepdim=True)
+    return peak.masked_fill(~peak.isfinite(), 0.0)
+
+
 def log_softmax_of_parts(scores: Tensor, sizes: Tensor, log_weights: Tensor) -> Tensor:
     """Softmax within each part of the last dimension, times the weight of the part, as logarithms.
 

@@ -74,9 +74,7 @@ class _AddRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values: Tensor, rows: Tensor, size: int) -> Tensor:
         ctx.save_for_backward(rows)
-        out = values.new_zeros(size, values.size(1))
-        backend_for(values.device).add_rows(values, rows, out)
-        return out
+        return add_rows(values, rows, size).to(values.dtype)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:

@@ -58,7 +58,8 @@ from torch import Tensor
 from .._waits import exceeds
 from .backends import Backend, backend_for
 from .chain import Chain
-from .log_space import finite_or_zero
+from .log_space import finite_or_zero, largest
+from .masks import exists
 from .torch_chain import both_ways_by_steps
 
 
@@ -202,11 +203,18 @@ def in_log_space(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Everything in logarithms and float64, for the sequences that need it.
 
+    The largest logarithm of each step and matrix is subtracted first, lest sums over steps grow so
+    large that none of their digits are left for the differences.
+
     Returns:
         Log evidence ``(G * n)``; p(z_t | x_{1:T}) ``(T, G, n, K)`` and expected transition counts
-        ``(S, G * n, K, K)``, which are undefined unless ``with_posterior``; log p(x_{1:t}, z_t)
-        ``(T, G, n, K)``.
+        ``(S, G * n, K, K)``, which are undefined unless ``with_posterior``; log p(x_{1:t}, z_t) but
+        for a number at each step, ``(T, G, n, K)``.
     """
-    initial, transition, likelihood = (part.detach().double().contiguous() for part in chain[:3])
-    wide = Chain(initial, transition, likelihood, chain.lengths)
-    return backend_for(wide.likelihood.device).log_space(wide, with_posterior)
+    initial, transition, likelihood = (part.detach().double() for part in chain[:3])
+    peak, most = largest(likelihood, (-1,)), largest(transition, (-2, -1))
+    wide = Chain(initial, transition - most, likelihood - peak, chain.lengths)
+    evidence, *found = backend_for(likelihood.device).log_space(wide, with_posterior)
+    taken = exists(chain.lengths - 1, len(likelihood) - 1, likelihood.device).movedim(-1, 0)
+    shift = peak.sum((0, -1)) + (most.squeeze(-1) * taken).sum(0)
+    return evidence + shift.flatten(), *found

@@ -30,6 +30,13 @@ class Backend(ABC):
         """Add each of ``values`` ``(M, K)`` to the row of ``out`` ``(V, K)`` that ``rows`` says."""
 
     @abstractmethod
+    def add_products(self, weights: Tensor, rows: Tensor, out: Tensor) -> None:
+        """Add the products of ``weights`` ``(*S, N, K)`` and ``rows`` ``(*S, N, F)``, over all N.
+
+        They are of float32, and ``out`` ``(*S, K, F)`` and every sum of float64.
+        """
+
+    @abstractmethod
     def forward(
         self, initial: Tensor, transition: Tensor, likelihood: Tensor, lengths: Tensor,
         limits: tuple[float, float, float], alpha: Tensor, total: Tensor, evidence: Tensor,

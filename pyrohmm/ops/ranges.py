@@ -16,8 +16,11 @@ from . import message_passing
 from .chain import Chain
 from .log_space import finite_or_zero, logsumexp
 from .masks import exists
+from .products import accumulated
 from .torch_chain import log_space_by_steps
 from .torch_chunks import chunk_length
+
+FEW = 64  # sequences, over which float32 may sum
 
 
 def wider(dtype: torch.dtype) -> torch.dtype | None:
@@ -62,7 +65,8 @@ def posterior_of(chain: Chain, dtype: torch.dtype | None) -> tuple[Tensor, ...]:
     size = chain.lengths.size(1)
     if len(scaled.transition) == 1:
         matrices = scaled.transition[0].repeat_interleave(size, 0)
-        counts = ((alpha @ later) * matrices).masked_fill_(matrices == 0, 0.0)
+        counts = accumulated(alpha.mT, later, cancels=False) * matrices
+        counts = counts.masked_fill_(matrices == 0, 0.0).to(dtype)
         if isinstance(scaled, message_passing.Messages):  # those of both ways are finite
             assert exact is not None
             exact &= counts.isfinite().all(-1).all(-1).reshape(exact.shape)
@@ -204,8 +208,10 @@ def _transition_counts(alpha: Tensor, message: Tensor, transition: Tensor) -> Te
     if len(transition) == 1:
         earlier = alpha[:-1].transpose(0, 1).flatten(1, 2)  # (G, (T-1) n, K)
         later = message[1:].transpose(0, 1).flatten(1, 2)
-        return (earlier.mT @ later).mul_(transition[0]).unsqueeze(0)
-    return (alpha[:-1].mT @ message[1:]).mul_(transition)
+        return accumulated(earlier, later, cancels=False).mul_(transition[0]).unsqueeze(0)
+    if alpha.size(2) <= FEW:
+        return (alpha[:-1].mT @ message[1:]).mul_(transition)
+    return accumulated(alpha[:-1], message[1:], cancels=False).mul_(transition)
 
 
 class _LogSpace(torch.autograd.Function):

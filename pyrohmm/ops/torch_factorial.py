@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from .._precision import differentiable_gradient, in_full_precision
-from .log_space import finite_or_zero, logsumexp
+from .log_space import finite_or_zero, largest, logsumexp
+from .masks import exists
 
 LEAST = -100.0  # log-probability of a transition, above which sums may be products of matrices
 
@@ -42,6 +43,7 @@ class Arranged(NamedTuple):
     order: Tensor  # (N,), the sequence that each row is
     batch: torch.Size
     dtype: torch.dtype
+    shift: Tensor  # (N,), what was subtracted from the log-likelihoods of each sequence
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -78,9 +80,12 @@ def arrange(
         wide = tensor.double().expand(*batch, *tail).reshape(len(order), *tail)
         return wide.index_select(0, where)
 
+    seen = rows(likelihood, 2)
+    peak = largest(seen, (-1,))  # lest sums over steps have no digits left for differences
+    steps = exists(lengths[order], seen.size(1), where.device).unsqueeze(-1)
     chain = Chains(
         rows(initial, 1),
-        rows(likelihood, 2),
+        seen - peak,
         tuple(
             table.double().reshape(1, *table.shape[-core:])
             if table.shape[:-core].numel() == 1
@@ -92,7 +97,7 @@ def arrange(
     dtype = torch.promote_types(likelihood.dtype, initial.dtype)
     for tensor in transitions:
         dtype = torch.promote_types(dtype, tensor.dtype)
-    return Arranged(chain, order, batch, dtype)
+    return Arranged(chain, order, batch, dtype, peak.masked_fill(~steps, 0.0).sum((-2, -1)))
 
 
 class Step:
@@ -308,7 +313,8 @@ def log_evidence(arranged: Arranged) -> Tensor:
     value: Tensor = _Evidence.apply(
         chain.counts, chain.initial, chain.likelihood, *chain.transitions
     )
-    return arranged.restored(value).reshape(arranged.batch).to(arranged.dtype)
+    value = arranged.restored(value + arranged.shift)
+    return value.reshape(arranged.batch).to(arranged.dtype)
 
 
 def filtered(arranged: Arranged) -> Tensor:

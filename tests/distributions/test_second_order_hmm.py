@@ -121,7 +121,6 @@ def test_queries_answer_as_all_paths_do(hmm, values):
 
 def test_counts_are_summed_over_sequences(hmm, values):
     counts, each = hmm.expected_counts(values), hmm.posterior(values)
-    size = hmm.num_states
     second, triples = counts.counts["log_second"], counts.counts["log_transition"]
     torch.testing.assert_close(triples, each.triples.sum(0))
     torch.testing.assert_close(second + triples.sum(0), each.transitions.sum(0))
@@ -130,7 +129,6 @@ def test_counts_are_summed_over_sequences(hmm, values):
 
 def test_it_is_the_chain_of_pairs(hmm, values):
     large = hmm.expanded()
-    size = hmm.num_states
     assert large.num_states == size * (size + 1)
     torch.testing.assert_close(hmm.log_prob(values), large.log_prob(values))
     torch.testing.assert_close(hmm.forecast(values, 3).mean, large.forecast(values, 3).mean)
