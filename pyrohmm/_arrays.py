@@ -42,6 +42,11 @@ def to_tensor(name: str, value: Any) -> Tensor:
     return regular(name, value)
 
 
+def from_numpy(name: str, value: Any) -> Any:
+    """The tensor of an array or a number of NumPy; anything else as it is."""
+    return to_tensor(name, value) if isinstance(value, np.ndarray | np.generic) else value
+
+
 def regular(name: str, tensor: Tensor) -> Tensor:
     """``tensor``, of a dtype with arithmetic: half precision is widened, and unsigned integers.
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-import numpy as np
 import torch
 from pyro.distributions.torch_distribution import TorchDistribution
 from torch import Tensor
 from torch.distributions import constraints
 
-from .._arrays import to_tensor
+from .._arrays import from_numpy
 from .._checks import (
     PyroValidation,
     check_broadcast,
@@ -59,6 +58,9 @@ class ChainDistribution(TorchDistribution):
         emission_per_step: bool = False,
         allowed: Tensor | None = None,
     ) -> None:
+        log_initial = from_numpy("log_initial", log_initial)
+        log_transition = from_numpy("log_transition", log_transition)
+        lengths, observed = from_numpy("lengths", lengths), from_numpy("observed", observed)
         check_parameters(log_initial, log_transition, emission)
         if emission_per_step and isinstance(emission, Autoregressive):
             raise ValueError(
@@ -272,8 +274,7 @@ class ChainDistribution(TorchDistribution):
             ValueError: If shapes or devices disagree, or (with ``validate_args``) an observation
                 is not in the support.
         """
-        if isinstance(values, np.ndarray):
-            values = to_tensor("values", values)
+        values = from_numpy("values", values)
         check_real("values", values)
         check_same_device({"values": values, "log_initial": self.log_initial})
         whole = self.emission
