@@ -42,9 +42,9 @@ def to_tensor(name: str, value: Any) -> Tensor:
     return regular(name, value)
 
 
-def at_door(name: str, value: Any) -> Any:
-    """``value``, as a tensor if it is an array of NumPy."""
-    return to_tensor(name, value) if isinstance(value, np.ndarray) else value
+def from_numpy(name: str, value: Any) -> Any:
+    """The tensor of an array or a number of NumPy; anything else as it is."""
+    return to_tensor(name, value) if isinstance(value, np.ndarray | np.generic) else value
 
 
 def regular(name: str, tensor: Tensor) -> Tensor:

@@ -218,12 +218,12 @@ def check_positive(name: str, tensor: Tensor) -> None:
         )
 
 
-def check_size(name: str, value: int) -> None:
-    """Raise unless ``value`` is a whole number of at least one."""
+def check_size(name: str, value: int, least: int = 1) -> None:
+    """Raise unless ``value`` is a whole number of at least ``least``."""
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise TypeError(f"{name} must be an int; got {type(value).__name__}.")
-    if value < 1:
-        raise ValueError(f"{name} must be at least 1; got {value}.")
+    if value < least:
+        raise ValueError(f"{name} must be at least {least}; got {value}.")
 
 
 def check_tolerance(value: float | None) -> None:

@@ -15,6 +15,7 @@ from torch.distributions import biject_to, constraints
 from .._checks import (
     check_floats,
     check_returned,
+    check_size,
 )
 from ..data.sequences import Sequences
 from ..distributions.hmm import HMM
@@ -78,6 +79,8 @@ def perplexity(model: HMM | Fit, data: Sequences, batch_size: int = 256) -> Perp
         >>> print(perplexity(HMM(*even, data.lengths), data))
         perplexity 4.00 over 3 tokens
     """
+    if not isinstance(data, Sequences):
+        raise TypeError(f"data must be Sequences; got {type(data).__name__}.")
     tokens = data.num_observed
     if tokens == 0:
         raise ValueError("data has no observed step; there is nothing to average over.")
@@ -127,6 +130,7 @@ def held_out_log_evidence(
         num_samples: S.
         batch_size: How many are evaluated at a time.
     """
+    check_size("num_samples", num_samples)
     with torch.no_grad(), fit.at_rest():
         return torch.cat(
             [

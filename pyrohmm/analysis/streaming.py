@@ -213,10 +213,7 @@ class Filter:
                     "Build the filter from a model of the dtype it had."
                 )
         num_steps = state_dict["num_steps"]
-        if isinstance(num_steps, bool) or not isinstance(num_steps, int):
-            raise TypeError(f"num_steps must be an int; got {type(num_steps).__name__}.")
-        if num_steps < 0:
-            raise ValueError(f"num_steps must not be negative; got {num_steps}.")
+        check_size("num_steps", num_steps, 0)
         device = self._log_states.device
         self._log_states = state_dict["log_states"].detach().to(device).clone()
         self._log_evidence = state_dict["log_evidence"].detach().to(device).clone()

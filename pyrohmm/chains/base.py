@@ -8,7 +8,7 @@ from typing import Any, ClassVar, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-from .._arrays import at_door
+from .._arrays import from_numpy
 from .._checks import check_floats, check_log_simplex, check_same_device, check_trailing
 from .._transforms import evidence_and_gradient, transforming
 from ..ops.sampling import CategoricalTable, sample_path
@@ -79,7 +79,7 @@ class Chain:
     def take(self, **parameters: Any) -> None:
         """Set parameters as attributes; arrays of NumPy become tensors."""
         for name, value in parameters.items():
-            setattr(self, name, at_door(name, value))
+            setattr(self, name, from_numpy(name, value))
 
     @property
     def parameters(self) -> dict[str, Tensor]:

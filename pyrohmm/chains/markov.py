@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._arrays import at_door
+from .._arrays import from_numpy
 from .._checks import check_floats, check_log_simplex, check_tensor
 from ..ops import recursions
 from ..ops import stationary as stationary_ops
@@ -38,7 +38,7 @@ class MarkovChain(Chain):
     ) -> None:
         super().__init__(per_step=per_step)
         self.take(log_initial=log_initial)
-        self.transition = at_door("log_transition", log_transition)
+        self.transition = from_numpy("log_transition", log_transition)
         self.per_step = per_step
 
     @property

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from .._arrays import regular
+from .._arrays import from_numpy, regular
 from .._checks import (
     check_booleans,
     check_integers,
@@ -101,6 +101,9 @@ class Sequences(Dataset["Sequences"]):
         copy: bool = True,
         times: Tensor | None = None,
     ) -> None:
+        values, lengths = from_numpy("values", values), from_numpy("lengths", lengths)
+        observed, labels = from_numpy("observed", observed), from_numpy("labels", labels)
+        covariates, times = from_numpy("covariates", covariates), from_numpy("times", times)
         check_values(values)
         values = regular("values", values)
         check_integers("lengths", lengths)

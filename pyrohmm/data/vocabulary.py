@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
-from .._checks import check_integers, check_range
+from .._checks import check_integers, check_range, check_size
 
 Classes = Callable[[str], Sequence[str]]  # what may stand for a symbol, the first choice first
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
@@ -90,6 +90,8 @@ class Vocabulary(tuple[str, ...]):
             >>> list(Vocabulary.from_counts(text, min_count=7, unknown=word_classes))
             ['<unk>', '<unk-ing>', 'to']
         """
+        if max_size is not None:
+            check_size("max_size", max_size)
         counts = Counter(symbols)
         kept = [s for s, count in counts.items() if count >= min_count and s != unknown]
         kept.sort(key=lambda symbol: (-counts[symbol], symbol))

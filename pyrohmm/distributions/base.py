@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import torch
 from pyro.distributions.torch_distribution import TorchDistribution
 from torch import Tensor
 from torch.distributions import constraints
 
-from .._arrays import at_door, to_tensor
+from .._arrays import from_numpy
 from .._checks import (
     PyroValidation,
     check_broadcast,
@@ -52,7 +51,7 @@ class ChainDistribution(TorchDistribution):
     ) -> None:
         """Join ``chain`` with the emission and what is known of the sequences."""
         lengths, observed, allowed = (
-            at_door(name, value)
+            from_numpy(name, value)
             for name, value in (("lengths", lengths), ("observed", observed), ("allowed", allowed))
         )
         chain.check_shapes()
@@ -232,8 +231,7 @@ class ChainDistribution(TorchDistribution):
             ValueError: If shapes or devices disagree, or (with ``validate_args``) an observation
                 is not in the support.
         """
-        if isinstance(values, np.ndarray):
-            values = to_tensor("values", values)
+        values = from_numpy("values", values)
         check_real("values", values)
         check_same_device({"values": values, "log_initial": self.log_initial})
         whole = self.emission

@@ -8,7 +8,7 @@ import torch
 from pyro.distributions.torch_distribution import TorchDistribution
 from torch import Tensor
 
-from .._arrays import at_door
+from .._arrays import from_numpy
 from .._checks import (
     check_booleans,
     check_broadcast,
@@ -105,8 +105,8 @@ class ContinuousTimeHMM(HMM):
         allowed: Tensor | None = None,
         exact_entry: Tensor | None = None,
     ) -> None:
-        log_initial, rates = at_door("log_initial", log_initial), at_door("rates", rates)
-        lengths, times = at_door("lengths", lengths), at_door("times", times)
+        log_initial, rates = from_numpy("log_initial", log_initial), from_numpy("rates", rates)
+        lengths, times = from_numpy("lengths", lengths), from_numpy("times", times)
         check_integers("lengths", lengths)
         _check_times(times, int(lengths.max()) if lengths.numel() else 0)
         for name, mask, place in (("observed", observed, -1), ("allowed", allowed, -2)):

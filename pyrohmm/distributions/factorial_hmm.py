@@ -8,7 +8,7 @@ import torch
 from pyro.distributions.torch_distribution import TorchDistribution
 from torch import Tensor
 
-from .._arrays import at_door
+from .._arrays import from_numpy
 from .._checks import check_integers, check_range, check_trailing
 from ..chains.product import FactorialPosterior as FactorialPosterior
 from ..chains.product import ProductChain
@@ -72,8 +72,8 @@ class FactorialHMM(HMM):
         emission_per_step: bool = False,
         allowed: Tensor | None = None,
     ) -> None:
-        initials = tuple(at_door("log_initials", part) for part in log_initials)
-        transitions = tuple(at_door("log_transitions", part) for part in log_transitions)
+        initials = tuple(from_numpy("log_initials", part) for part in log_initials)
+        transitions = tuple(from_numpy("log_transitions", part) for part in log_transitions)
         if not initials or len(initials) != len(transitions):
             raise ValueError(
                 "log_initials and log_transitions must hold a tensor for each of at least one "

@@ -70,6 +70,8 @@ def factor_log_prior(log_prior: LogPrior, hmm: HMM) -> None:
 
 def build(module: HMMModule, data: Sequences) -> HMM:
     """The HMM that ``module`` builds for ``data``, with covariates and times if it takes them."""
+    if not isinstance(data, Sequences):
+        raise TypeError(f"data must be Sequences; got {type(data).__name__}.")
     observed = data.observed if data.has_gaps else None
     if data.covariates is None and data.times is None:
         return module(data.lengths, observed)

@@ -120,6 +120,8 @@ def split_state(hmm: HMM, state: int, noise: float = 0.1) -> HMM:
     """
     tensors, meta = _parts_of(hmm)
     _check_state("state", state, hmm)
+    if not noise >= 0:
+        raise ValueError(f"noise must be at least 0; got {noise}.")
     index = torch.cat([torch.arange(hmm.num_states), torch.tensor([state])])
     copies = torch.tensor([state, hmm.num_states])
     half = torch.zeros(hmm.num_states + 1).to(hmm.log_initial)

@@ -74,6 +74,8 @@ class Settings:
     def __post_init__(self) -> None:
         check_size("num_steps", self.num_steps)
         check_tolerance(self.tolerance)
+        if not self.learning_rate > 0:
+            raise ValueError(f"learning_rate must be positive; got {self.learning_rate}.")
         for name in ("batch_size", "batch_tokens", "validate_every", "patience"):
             if getattr(self, name) is not None:
                 check_size(name, getattr(self, name))

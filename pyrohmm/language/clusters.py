@@ -104,10 +104,7 @@ def brown(
         (tensor([0, 0, 1, 1, 0]), ('0', '1'))
     """
     check_size("num_clusters", num_clusters)
-    if isinstance(num_sweeps, bool) or not isinstance(num_sweeps, int):
-        raise TypeError(f"num_sweeps must be an int; got {type(num_sweeps).__name__}.")
-    if num_sweeps < 0:
-        raise ValueError(f"num_sweeps must be at least 0; got {num_sweeps}.")
+    check_size("num_sweeps", num_sweeps, 0)
     first, second, numbers = _columns(pairs)
     counts = np.zeros((2, pairs.num_symbols), np.int64)
     np.add.at(counts[0], first, numbers)

@@ -84,8 +84,6 @@ def of_products(function: Callable[[Tensor], Tensor]) -> Kernel:
         >>> log_rows(square, torch.tensor([[1.0]]), torch.tensor([[1.0], [2.0]])).exp()
         tensor([[0.2000, 0.8000]])
     """
-    if not callable(function):
-        raise TypeError(f"function must be callable; got {type(function).__name__}.")
     return partial(_of_products, function=function)
 
 
@@ -199,9 +197,6 @@ class DenseHMM(HMMModule):
                 "one of num_symbols and emission must be given: the number of symbols, or an "
                 f"emission family; got num_symbols={num_symbols!r} and emission={emission!r}."
             )
-        for name, function in (("kernel", kernel), ("symbol_kernel", symbol_kernel)):
-            if function is not None and not callable(function):
-                raise TypeError(f"{name} must be callable; got {type(function).__name__}.")
         if scale is not None and not 0 < scale < math.inf:
             raise ValueError(
                 f"scale must be positive and finite; got {scale}. For flat priors, say flat=True."

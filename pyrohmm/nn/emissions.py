@@ -29,7 +29,7 @@ from ..ops.lookup import add_rows
 from .autoregressive import autoregressive_from
 from .closed_form import EmissionMStep, Maximum, Statistics, check_mode, row_mode
 from .composed import StreamsEmission, TiedEmission
-from .family import Emission, EmissionFamily, check_dim, moments, positive
+from .family import Emission, EmissionFamily, moments, positive
 from .mixtures import MixtureEmission
 from .normals import CovarianceEmission, NormalEmission
 
@@ -162,7 +162,7 @@ def poisson(
         concentration: Of the prior; a number or ``(D,)``.
         rate: Of the prior, how many observations it is worth; a number or ``(D,)``.
     """
-    check_dim(dim)
+    check_size("dim", dim, 0)
     return partial(PoissonEmission, dim=dim, concentration=concentration, rate=rate)
 
 

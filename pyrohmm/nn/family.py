@@ -154,11 +154,3 @@ def check_strengths(weight: float, concentration: float) -> None:
         check_number(name, value)
         if not 0 < value < math.inf:
             raise ValueError(f"{name} must be positive and finite; got {value}.")
-
-
-def check_dim(dim: int) -> None:
-    """Raise unless ``dim`` is a whole number of at least 0."""
-    if isinstance(dim, bool) or not isinstance(dim, int):
-        raise TypeError(f"dim must be an int; got {type(dim).__name__}.")
-    if dim < 0:
-        raise ValueError(f"dim must be at least 0 (scalars); got {dim}.")

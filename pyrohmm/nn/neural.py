@@ -293,8 +293,6 @@ class NeuralHMM(_Large):
             raise ValueError("factored embeddings need blocks.")
         if scale is not None and not 0 < scale < math.inf:
             raise ValueError(f"scale must be positive and finite; got {scale}.")
-        if words is not None and not callable(words):
-            raise TypeError(f"words must be callable; got {type(words).__name__}.")
         for use in USES:
             if use == USES[0] or not tied:
                 table = StateEmbedding(num_states, hidden_dim, blocks if factored else None, scale)

@@ -25,7 +25,6 @@ from .centred import CentredEmission, centre, lift, like
 from .closed_form import Maximum, Statistics
 from .family import (
     EmissionFamily,
-    check_dim,
     check_strengths,
     moments,
     positive,
@@ -69,7 +68,7 @@ def normal(
         >>> fit_em(TabularHMM(1, normal(1)), data).values["module.emission.loc"].item()
         20000000000.0
     """
-    check_dim(dim)
+    check_size("dim", dim, 0)
     return partial(
         NormalEmission, dim=dim, loc=loc, weight=weight, concentration=concentration, rate=rate
     )

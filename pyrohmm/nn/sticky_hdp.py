@@ -80,6 +80,8 @@ class StickyHDPHMM(HMMModule):
                 self.register_buffer(f"{name}_prior", torch.tensor(value).to(dtype))
                 setattr(self, name, PyroSample(partial(_strength, name=name)))
             else:
+                if not 0 <= value < torch.inf or (value == 0 and name != "kappa"):
+                    raise ValueError(f"{name} must be positive and finite; got {value}.")
                 self.register_buffer(name, torch.tensor(value).to(dtype))
         for name, prior in (("weights", _weights), ("initial", _initial), ("transition", _rows)):
             setattr(self, name, PyroSample(partial(prior)))

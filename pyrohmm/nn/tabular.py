@@ -102,7 +102,7 @@ def left_to_right(num_states: int, jump: int | None = None) -> Tensor:
     """
     check_size("num_states", num_states)
     if jump is not None:
-        _check_distance("jump", jump)
+        check_size("jump", jump, 0)
     ahead = torch.ones(num_states, num_states).triu()
     return (ahead if jump is None else ahead.tril(jump)).bool()
 
@@ -117,13 +117,5 @@ def banded(num_states: int, width: int = 1) -> Tensor:
                 [0, 1, 1]], dtype=torch.int32)
     """
     check_size("num_states", num_states)
-    _check_distance("width", width)
+    check_size("width", width, 0)
     return torch.ones(num_states, num_states).triu(-width).tril(width).bool()
-
-
-def _check_distance(name: str, value: int) -> None:
-    """Raise unless ``value`` is a whole number of at least zero."""
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be an int; got {type(value).__name__}.")
-    if value < 0:
-        raise ValueError(f"{name} must not be negative; got {value}.")

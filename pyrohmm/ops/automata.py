@@ -337,6 +337,8 @@ def of_length(low: int, high: int | None = None) -> Automaton:
         (True, False)
     """
     last = low if high is None else high
+    if low < 0:
+        raise ValueError(f"low must be at least 0; got {low}.")
     if last < low:
         raise ValueError(f"high must be at least low = {low}; got {high}.")
     steps = [*range(1, last + 2), last + 1]

@@ -44,14 +44,14 @@ def use(backend: Backend) -> Iterator[None]:
     """Compute by ``backend`` within a ``with`` statement, in this thread.
 
     Args:
-        backend: ``TORCH``, ``NUMBA`` or another :class:`Backend`.
+        backend: ``TORCH`` or ``NUMBA``.
 
     Raises:
-        TypeError: If it is no backend.
+        TypeError: If it is neither.
         ImportError: If it is ``NUMBA``, and Numba is not installed.
     """
-    if not isinstance(backend, Backend):
-        raise TypeError(f"backend must be a Backend, such as TORCH; got {backend!r}.")
+    if backend not in (TORCH, NUMBA):
+        raise TypeError(f"backend must be TORCH or NUMBA; got {backend!r}.")
     if backend is NUMBA and not has_numba():
         raise ImportError("NUMBA needs Numba. Install it with pip install 'pyrohmm[compiled]'.")
     token = _chosen.set(backend)

@@ -225,7 +225,7 @@ def test_a_filter_holds_no_more_after_many_steps():
         ({"log_states": torch.zeros(2, 2).float()}, ValueError, "log_states must have dtype"),
         ({"log_evidence": [0.0, 0.0]}, TypeError, "log_evidence must be a torch.Tensor"),
         ({"num_steps": 1.5}, TypeError, "num_steps must be an int"),
-        ({"num_steps": -1}, ValueError, "num_steps must not be negative"),
+        ({"num_steps": -1}, ValueError, "num_steps must be at least 0"),
         ({"steps": 1}, ValueError, "state_dict must have the entries"),
     ],
 )

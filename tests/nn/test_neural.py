@@ -472,8 +472,6 @@ def test_what_does_not_fit_is_refused():
         NeuralHMM(6, 6, factored=True)
     with pytest.raises(ValueError, match="factored embeddings need an even dimension"):
         NeuralHMM(6, 6, 7, blocks=RAGGED, factored=True)
-    with pytest.raises(TypeError, match="words must be callable; got list"):
-        NeuralHMM(6, 6, words=["a"])
     with pytest.raises(ValueError, match="words must be strings of at least one letter"):
         CharCNN(["a", ""], 4)
     with pytest.raises(ValueError, match="num_filters must be one number, or one for each of 2"):

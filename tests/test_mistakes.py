@@ -1,0 +1,286 @@
+"""Mistakes that beginners make: each has an error that names the argument, and none a number."""
+
+import math
+
+import numpy as np
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro.infer.autoguide import AutoNormal
+
+from pyrohmm import (
+    HMM,
+    HSMM,
+    ContinuousTimeHMM,
+    DenseHMM,
+    Filter,
+    LinearChainCRF,
+    MarginalModel,
+    NeuralHMM,
+    Sequences,
+    StickyHDPHMM,
+    TabularHMM,
+    automata,
+    categorical,
+    fit_em,
+    fit_map,
+    fit_svi,
+    metrics,
+    normal,
+    recursions,
+)
+from pyrohmm.data import Vocabulary
+from pyrohmm.infer.resizing import split_state
+
+PI = torch.tensor([0.6, 0.4]).log()
+A = torch.tensor([[0.9, 0.1], [0.2, 0.8]]).log()
+B = dist.Categorical(probs=torch.tensor([[0.5, 0.3, 0.2], [0.1, 0.1, 0.8]]))
+LENGTHS = torch.tensor([3, 2])
+X = torch.tensor([[0, 1, 2], [2, 1, 0]])
+VECTORS = torch.linspace(-1.0, 1.0, 12).reshape(2, 3, 2)
+
+
+def hmm(initial=PI, transition=A, emission=B, lengths=LENGTHS, **options):
+    return HMM(initial, transition, emission, lengths, validate_args=True, **options)
+
+
+def of_vectors():
+    return hmm(emission=dist.Normal(torch.zeros(2, 2), 1.0).to_event(1))
+
+
+def data(values=X, lengths=LENGTHS, **options):
+    return Sequences(values, lengths, **options)
+
+
+def module():
+    return TabularHMM(2, categorical(3))
+
+
+def model():
+    return MarginalModel(module())
+
+
+def refuses(mistakes):
+    """Parametrise a test by mistakes: what is done, and the type and the words of its error."""
+    cases = [pytest.param(*rest, id=name) for name, *rest in mistakes]
+    return pytest.mark.parametrize(("mistake", "error", "words"), cases)
+
+
+BOOLEANS = torch.ones(2, 3, dtype=torch.bool)
+CONVERT = "Convert it with torch.as_tensor"
+
+
+@refuses([
+    ("probabilities for logs", lambda: hmm(PI.exp()), ValueError,
+     r"log_initial must hold log-prob.* got probabilities themselves.*\.log\(\)"),
+    ("probabilities in the matrix", lambda: hmm(PI, A.exp()), ValueError,
+     r"log_transition must hold log-prob.* got probabilities themselves.*\.log\(\)"),
+    ("matrix transposed", lambda: hmm(PI, A.mT), ValueError, "log_transition .*sums from 0.9 to"),
+    ("scores not normalised", lambda: hmm(PI, A + 1), ValueError, r"Call \.log_softmax"),
+    ("matrix of other K", lambda: hmm(PI, torch.zeros(3, 3)), ValueError,
+     r"log_transition must end in shape \(K, K\) = \(2, 2\); got shape \(3, 3\)"),
+    ("matrix not square", lambda: hmm(PI, A[:1]), ValueError, r"log_transition .*got shape \(1, 2"),
+    ("scalar", lambda: hmm(torch.tensor(0.0)), ValueError, r"log_initial must have shape \(\*B, K"),
+    ("integers for floats", lambda: hmm(torch.zeros(2).long()), TypeError,
+     r"log_initial must be floating point; got dtype torch.int64. Call \.float"),
+    ("half precision", lambda: hmm(PI.half()), TypeError, "log_initial must be float32 or float64"),
+    ("complex", lambda: hmm(PI + 0j), TypeError, "log_initial must be floating point"),
+    ("NaN", lambda: hmm(PI * math.nan), ValueError, "log_initial .*sums from nan to nan"),
+    ("list", lambda: hmm(PI.tolist()), TypeError, f"log_initial must be .*got list. {CONVERT}"),
+    ("matrix as list", lambda: hmm(PI, A.tolist()), TypeError, f"log_transition .*list. {CONVERT}"),
+    ("None", lambda: hmm(None), TypeError, "log_initial must be a torch.Tensor; got NoneType"),
+    ("emission of other K", lambda: hmm(PI, A, dist.Categorical(torch.ones(3, 3))), ValueError,
+     r"emission must have a batch shape that ends in K = 2 states; got batch shape \(3,\)"),
+    ("emission of one state", lambda: hmm(PI, A, dist.Normal(0.0, 1.0)), ValueError, r"shape \(\)"),
+    ("emission without to_event", lambda: hmm(PI, A, dist.Normal(torch.zeros(2, 4), 1)), ValueError,
+     r"emission must .*\.to_event\(1\)"),
+    ("emission as tensor", lambda: hmm(PI, A, torch.ones(2, 3)), TypeError,
+     "emission must be a distribution batched over the K states; got Tensor"),
+    ("lengths as list", lambda: hmm(lengths=[3, 2]), TypeError, f"lengths .*list. {CONVERT}"),
+    ("lengths as number", lambda: hmm(lengths=3), TypeError, "lengths must be a .*; got int"),
+    ("lengths as floats", lambda: hmm(lengths=LENGTHS.float()), TypeError, "lengths must hold int"),
+    ("length zero", lambda: hmm(lengths=LENGTHS - 2), ValueError, "lengths must lie between 1 and"),
+    ("length negative", lambda: hmm(lengths=LENGTHS - 3), ValueError, "lengths .*from -1 to 0"),
+    ("no lengths", lambda: hmm(lengths=LENGTHS[:0]), ValueError, "lengths is empty"),
+    ("observed as numbers", lambda: hmm(observed=BOOLEANS.long()), TypeError,
+     "observed must be boolean, True where something exists"),
+    ("observed as list", lambda: hmm(observed=[[True]]), TypeError, "observed must be a .*list"),
+    ("observed of fewer steps", lambda: hmm(observed=BOOLEANS[:, :2]), ValueError,
+     "lengths must lie between 1 and the number of steps, 2"),
+    ("observed of other N", lambda: hmm(observed=BOOLEANS[[0, 0, 0, 0, 0]]), ValueError,
+     r"lengths \(2,\), observed \(5,\)"),
+    ("steps but one matrix", lambda: hmm(PI, A[None], transition_per_step=True), ValueError,
+     "with transition_per_step, log_transition must have shape"),
+    ("other device", lambda: hmm(PI, A.to("meta")), ValueError, "log_transition on meta"),
+    ("unknown keyword", lambda: hmm(oberved=BOOLEANS), TypeError, "keyword argument 'oberved'"),
+    ("without lengths", lambda: HMM(PI, A, B), TypeError, "missing .*'lengths'"),
+    ("HSMM of other K", lambda: HSMM(PI, A, torch.zeros(3, 4), B, LENGTHS), ValueError,
+     r"log_duration must have shape \(\*B, K, D\) with the K = 2"),
+    ("HSMM that stays", lambda: HSMM(PI, A, torch.zeros(2, 1), B, LENGTHS, validate_args=True),
+     ValueError, "log_transition must be -inf on the diagonal"),
+    ("probabilities for rates", lambda: ContinuousTimeHMM(
+        PI, A.exp(), B, LENGTHS, torch.arange(3.0).expand(2, 3), validate_args=True),
+     ValueError, "rates must be .*sum to zero"),
+    ("CRF of other K", lambda: LinearChainCRF(torch.zeros(3, 2), torch.zeros(3, 3)), ValueError,
+     r"transition_scores must end in shape \(K, K\) = \(2, 2\)"),
+])  # fmt: skip
+def test_distributions(mistake, error, words):
+    with pytest.raises(error, match=words):
+        mistake()
+
+
+@refuses([
+    ("symbols from 1", lambda: hmm().log_prob(X + 1), ValueError,
+     "values must lie between 0 and V - 1 = 2; got values from 0 to 3"),
+    ("negative symbols", lambda: hmm().viterbi(X - 1), ValueError, "values .*from -1 to 1"),
+    ("symbols as floats", lambda: hmm().log_prob(X.float()), TypeError,
+     r"values must hold integers; got dtype torch.float32. Call \.long"),
+    ("one-hot", lambda: hmm().log_prob(torch.eye(3).long()[X]), ValueError, r"values \(2, 3\)"),
+    ("too many steps", lambda: hmm().posterior(torch.zeros(2, 4).long()), ValueError,
+     r"values must end in shape \(T, \*E\) = \(3,\).*4 steps"),
+    ("transposed", lambda: hmm().log_prob(X.T), ValueError, r"values .*got shape \(3, 2\)"),
+    ("other N", lambda: hmm().log_prob(X[[0, 0, 0]]), ValueError, r"values \(3,\), HMM \(2,\)"),
+    ("list", lambda: hmm().log_prob(X.tolist()), TypeError, f"values .*list. {CONVERT}"),
+    ("text", lambda: hmm().log_prob("abc"), TypeError, "values must be a torch.Tensor; got str"),
+    ("None", lambda: hmm().log_prob(None), TypeError, "values must be a .*; got NoneType"),
+    ("Sequences", lambda: hmm().viterbi(data()), TypeError, "values .*; got Sequences"),
+    ("Sequences for log_prob", lambda: hmm().log_prob(data()), TypeError, "values .*Sequences"),
+    ("other device", lambda: hmm().log_prob(X.to("meta")), ValueError, "values on meta"),
+    ("complex", lambda: of_vectors().log_prob(VECTORS + 0j), TypeError, "values must be real"),
+    ("vectors transposed", lambda: of_vectors().log_prob(VECTORS.mT), ValueError,
+     r"values must end in shape \(T, \*E\) = \(3, 2\); got shape \(2, 2, 3\)"),
+    ("vectors of other D", lambda: of_vectors().log_prob(VECTORS[..., :1]), ValueError,
+     r"Build the emission for|Drop the last dimension"),
+    ("numbers for vectors", lambda: of_vectors().log_prob(X.float()), ValueError, "values must"),
+    ("states out of range", lambda: hmm().log_joint(X, X), ValueError, "states must lie between 0"),
+    ("states as floats", lambda: hmm().log_joint(X, X.float()), TypeError, "states must hold int"),
+    ("states of fewer steps", lambda: hmm().log_joint(X, X[:, :2]), ValueError, "states must end"),
+    ("a number as shape", lambda: hmm().sample(5), TypeError, "'int' object is not iterable"),
+    ("expanded to other N", lambda: hmm().expand([3]), ValueError, r"batch_shape \(3,\)"),
+    ("no step ahead", lambda: hmm().forecast(X, 0), ValueError, "num_steps must be at least 1"),
+    ("half a step", lambda: hmm().forecast(X, 1.5), TypeError, "num_steps must be an int"),
+    ("labels as list", lambda: hmm().restrict([[0]]), TypeError, "labels must be a torch.Tensor"),
+    ("labels out of range", lambda: hmm().restrict(X), ValueError, "labels must lie .*got 2"),
+    ("no permutation", lambda: hmm().permute_states(X[0] * 0), ValueError, "order must hold each"),
+    ("module for HMM", lambda: Filter(module()), TypeError, "hmm must be an HMM; got TabularHMM"),
+    ("label out of range", lambda: LinearChainCRF(
+        torch.zeros(3, 2), A, validate_args=True).log_prob(X[0]), ValueError, "labels must lie"),
+    ("recursions without steps", lambda: recursions.log_evidence(PI, A, VECTORS, LENGTHS),
+     ValueError, r"log_transition must have shape \(\*B, 1\|T-1, K, K\)"),
+    ("recursions of NumPy", lambda: recursions.log_evidence(
+        PI.numpy(), A[None], VECTORS, LENGTHS), TypeError, "log_initial must be a torch.Tensor"),
+    ("perplexity of a tensor", lambda: metrics.perplexity(hmm(), X), TypeError,
+     "data must be Sequences; got Tensor"),
+    ("noise negative", lambda: split_state(hmm(), 0, noise=-1.0), ValueError, "noise must be at"),
+    ("words negative", lambda: automata.of_length(-1), ValueError, "low must be at least 0"),
+])  # fmt: skip
+def test_queries(mistake, error, words):
+    with pytest.raises(error, match=words):
+        mistake()
+
+
+@refuses([
+    ("list", lambda: data([[0, 1], [1, 0]]), TypeError, f"values .*list. {CONVERT}"),
+    ("one dimension", lambda: data(X[0]), ValueError, r"values must have shape .*unsqueeze\(0\)"),
+    ("complex", lambda: data(VECTORS + 0j), TypeError, "values must be real"),
+    ("NaN that is observed", lambda: data(VECTORS * math.nan, observed=BOOLEANS), ValueError,
+     "values holds NaN at sequence 0, step 0"),
+    ("lengths as floats", lambda: data(X, LENGTHS.float()), TypeError, "lengths must hold"),
+    ("lengths too long", lambda: data(X, LENGTHS + 1), ValueError, "lengths .*steps, 3; got .* 4"),
+    ("length zero", lambda: data(X, LENGTHS - 2), ValueError, "lengths must lie between 1 and"),
+    ("lengths of other N", lambda: data(X, LENGTHS[:1]), ValueError, r"lengths .*shape \(N,"),
+    ("no lengths", lambda: data(X, None), TypeError, "lengths must be a torch.Tensor"),
+    ("observed as numbers", lambda: data(observed=BOOLEANS.float()), TypeError, "observed must be"),
+    ("labels as floats", lambda: data(labels=X.float()), TypeError, "labels must hold integers"),
+    ("labels of one sequence", lambda: data(labels=X[0]), ValueError, r"labels .*\(2, 3\)"),
+    ("times unsorted", lambda: data(times=torch.tensor([[0.0, 2.0, 1.0]] * 2)), ValueError,
+     r"times must .*increase .*there is 1.0 after 2.0. Sort"),
+    ("times twice", lambda: data(times=torch.zeros(2, 3)), ValueError, "0.0 after 0.0"),
+    ("times NaN", lambda: data(times=torch.full((2, 3), math.nan)), ValueError, "times must be"),
+    ("total too small", lambda: data(total=1), ValueError, "total must be at least the number of"),
+    ("no sequence", lambda: Sequences.from_list([]), ValueError, "sequences is empty"),
+    ("a sequence of nothing", lambda: Sequences.from_list([[1], []]), ValueError,
+     "sequence 1 has no step"),
+    ("text", lambda: Sequences.from_list([["a"]]), TypeError, "must be numbers; got text"),
+    ("vectors of several D", lambda: Sequences.from_list([VECTORS[0], VECTORS[0, :, :1]]),
+     ValueError, "sequences must share one event shape"),
+    ("lengths that do not add up", lambda: Sequences.from_concatenated(X.flatten(), LENGTHS),
+     ValueError, "lengths must sum to the number of rows of values, 6; they sum to 5"),
+    ("no such sequence", lambda: data()[5], IndexError, "index 5 is out of"),
+    ("vocabulary of nothing", lambda: Vocabulary.from_counts("ab", max_size=-1), ValueError,
+     "max_size must be at least 1"),
+])  # fmt: skip
+def test_data(mistake, error, words):
+    with pytest.raises(error, match=words):
+        mistake()
+
+
+@refuses([
+    ("no state", lambda: TabularHMM(0, categorical(3)), ValueError, "must be at least 1"),
+    ("negative", lambda: TabularHMM(-1, categorical(3)), ValueError, "num_states .*got -1"),
+    ("a float", lambda: TabularHMM(2.0, categorical(3)), TypeError, "num_states must be an int"),
+    ("a word", lambda: TabularHMM("2", categorical(3)), TypeError, "num_states .*got str"),
+    ("swapped", lambda: TabularHMM(categorical(3), 2), TypeError, "num_states must be an int"),
+    ("a distribution", lambda: TabularHMM(2, B), TypeError, "emission must be an emission family"),
+    ("no emission", lambda: TabularHMM(2), TypeError, "missing .*'emission'"),
+    ("unknown keyword", lambda: TabularHMM(num_state=2), TypeError, "keyword argument 'num_state'"),
+    ("no symbol", lambda: categorical(0), ValueError, "num_symbols must be at least 1"),
+    ("negative dimension", lambda: normal(-1), ValueError, "dim must be at least 0"),
+    ("no dimension", lambda: DenseHMM(2, 3, 0), ValueError, "dim must be at least 1"),
+    ("half a dimension", lambda: DenseHMM(2, 3, 1.5), TypeError, "dim must be an int"),
+    ("negative scale", lambda: DenseHMM(2, 3, 1, scale=-1.0), ValueError, "scale must be positive"),
+    ("network of no state", lambda: NeuralHMM(0, 3, 8), ValueError, "num_states must be at least"),
+    ("concentration zero", lambda: StickyHDPHMM(2, categorical(3), gamma=0.0), ValueError,
+     "gamma must be positive"),
+    ("called with a list", lambda: module()([3, 2]), TypeError, "lengths must be .*got list"),
+    ("called with data", lambda: module()(data()), TypeError, "lengths .*got Sequences"),
+    ("HMM for module", lambda: MarginalModel(hmm()), TypeError, "module must be an HMMModule"),
+    ("model of a tensor", lambda: model()(X), TypeError, "data must be Sequences; got Tensor"),
+    ("EM of a tensor", lambda: fit_em(module(), X), TypeError, "data must be Sequences; got Tens"),
+    ("EM of a list", lambda: fit_em(module(), [[0, 1]]), TypeError, "data must be Sequences"),
+    ("EM of an array", lambda: fit_em(module(), X.numpy()), TypeError, "data must be Sequences"),
+    ("EM of a model", lambda: fit_em(model(), data()), TypeError, "module must be an HMMModule"),
+    ("EM of symbols from 1", lambda: fit_em(module(), data(X + 1)), ValueError, "values must lie"),
+    ("EM of vectors", lambda: fit_em(module(), data(VECTORS)), ValueError, "values must end in"),
+    ("EM of no step", lambda: fit_em(module(), data(), num_steps=0), ValueError, "num_steps must"),
+    ("EM of half a step", lambda: fit_em(module(), data(), num_steps=1.5), TypeError, "an int"),
+    ("EM to no tolerance", lambda: fit_em(module(), data(), tolerance=math.nan), ValueError,
+     "tolerance must be a share of the loss"),
+    ("EM of no start", lambda: fit_em(module(), data(), restarts=0), ValueError, "restarts must"),
+    ("EM by batches of 0", lambda: fit_em(module(), data(), batch_size=0), ValueError, "batch_s"),
+    ("EM that forgets", lambda: fit_em(module(), data(), batch_size=1, decay=2.0), ValueError,
+     "decay must lie between 0.5 and 1"),
+    ("EM from elsewhere", lambda: fit_em(module(), data(), start={"foo": PI}), ValueError,
+     "start has no value for initial"),
+    ("EM with a typo", lambda: fit_em(module(), data(), steps=3), TypeError, "argument 'steps'"),
+    ("MAP of a module", lambda: fit_map(module(), data()), TypeError,
+     r"model must be a Pyro model .*MarginalModel\(module\)"),
+    ("MAP of a tensor", lambda: fit_map(model(), X), TypeError, "data must be Sequences"),
+    ("MAP that climbs", lambda: fit_map(model(), data(), learning_rate=-1.0), ValueError,
+     "learning_rate must be positive"),
+    ("MAP that stands", lambda: fit_map(model(), data(), learning_rate=0.0), ValueError,
+     "learning_rate must be positive"),
+    ("MAP of no step", lambda: fit_map(model(), data(), num_steps=0), ValueError, "num_steps must"),
+    ("MAP with a typo", lambda: fit_map(model(), data(), lr=0.1), TypeError, "argument 'lr'"),
+    ("SVI without a guide", lambda: fit_svi(model(), None, data()), TypeError, "not callable"),
+    ("SVI of a tensor", lambda: fit_svi(model(), AutoNormal(model()), X), TypeError,
+     "data must be Sequences; got Tensor"),
+])  # fmt: skip
+def test_modules_and_fits(mistake, error, words):
+    with pytest.raises(error, match=words):
+        mistake()
+
+
+def test_arrays_become_tensors_at_the_doors():
+    by_arrays = HMM(PI.numpy(), A.numpy(), B, LENGTHS.numpy(), BOOLEANS.numpy())
+    read = Sequences(X.numpy(), LENGTHS.numpy(), times=np.arange(3.0) + np.zeros((2, 1)))
+    assert torch.equal(by_arrays.log_prob(X.numpy()), hmm().log_prob(X))
+    assert torch.equal(read.values, X)
+    assert torch.equal(read.lengths, LENGTHS)
+    assert torch.equal(hmm().viterbi(X.numpy()), hmm().viterbi(X))
+    assert TabularHMM(np.int64(2), categorical(np.int64(3)))(LENGTHS).num_states == 2
+
+
+def test_whole_numbers_may_stand_for_vectors():
+    whole = torch.ones(2, 3, 2)
+    assert torch.equal(of_vectors().log_prob(whole.long()), of_vectors().log_prob(whole))
