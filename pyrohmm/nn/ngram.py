@@ -30,8 +30,8 @@ class NGramMixture(HMMModule):
     validation and metrics hand them on.
 
     Train ``words`` alone, then the weights by :meth:`fit_weights` on text that neither ``words``
-    nor the n-gram has seen. Trained together, the weights are those that suit the training text,
-    and the states are left what the n-gram does not explain there.
+    nor the n-gram has seen. If a fit trains both together, on text that the n-gram has not seen,
+    fit the weights anew after it: those of the training text may not suit other text.
 
     The logit of each weight is the sum of a parameter of the class and one of the block.
 
