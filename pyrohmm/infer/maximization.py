@@ -142,9 +142,7 @@ class ClosedForms:
             expected.initial.double().reshape(restarts, -1, size).sum(1),
             expected.transitions.double().reshape(restarts, -1, size, size),
             expected.states.reshape(restarts, *expected.states.shape[-3:]),
-            None
-            if durations is None
-            else durations.double().reshape(restarts, *durations.shape[-2:]),
+            durations,
         )
         return under("chain.", self.chain.statistics(counts))
 

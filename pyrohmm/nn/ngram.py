@@ -99,14 +99,10 @@ class NGramMixture(HMMModule):
         log_block, log_symbol, *classes = covariates.unbind(-1)
         classes = [each.masked_fill(~words.exists, 0.0) for each in classes]
         if words._validate_args or covariates.device.type == "cpu":
-            for column, each, size in zip((2, 3), classes, self._num_classes):
-                _check_classes(column, each, size)
+            for column, each, row in zip((2, 3), classes, (self.block_class, self.symbol_class)):
+                _check_classes(column, each, len(row))
         ngram = NGramProbs(log_block, log_symbol, *(each.long() for each in classes))
         return NGramBlockHMM(words, ngram, self.weights())
-
-    @property
-    def _num_classes(self) -> tuple[int, int]:
-        return len(self.block_class), len(self.symbol_class)
 
     def weights(self) -> NGramWeights:
         """Logits of the weights of the n-gram."""
@@ -138,7 +134,7 @@ class NGramMixture(HMMModule):
         check_size("batch_tokens", batch_tokens)
         own = self.block_class, self.block_before, self.symbol_class, self.symbol_block
         fitted = [part for part in own if part.requires_grad]
-        best, kept = -math.inf, [part.detach().clone() for part in fitted]
+        best, kept = -math.inf, list[Tensor]()
         for number in range(num_rounds + 1):
             evidence, words, slopes = self._slopes(data, batch_tokens)
             density = evidence + _log_normal(fitted).item()
@@ -152,7 +148,7 @@ class NGramMixture(HMMModule):
         return self
 
     def _maximize(self, fitted: list[nn.Parameter], words: Words, slopes: list[Tensor]) -> None:
-        """One round: the new weights, given the slopes of the evidence by the old ones."""
+        """Find the weights of one round, given the slopes of the evidence by the old ones."""
         old = [each.detach().sigmoid() for each in _at_words(self.weights(), words)]
         optimizer = torch.optim.LBFGS(fitted, max_iter=60, line_search_fn="strong_wolfe")
 
@@ -190,15 +186,16 @@ class NGramMixture(HMMModule):
                 total = NGramBlockHMM(hmm.words, ngram, tables).log_prob(part.values).double().sum()
                 slopes = torch.autograd.grad(total, logits)
             evidence += total.item()
-            changes = []
-            for logit, slope in zip(logits, slopes):
-                weight = logit.detach().sigmoid()
-                share = (weight + slope).clamp(0, 1)  # probability that the n-gram chose
-                change = (share - weight) / (weight * (1 - weight))
-                changes.append(change.nan_to_num(0.0, 0.0, 0.0))  # a weight of zero or one stays
-            found.append([each[part.exists] for each in (*words, *changes)])
+            found.append([each[part.exists] for each in (*words, *map(_by_weight, logits, slopes))])
         block_class, symbol_class, before, here, *of = map(torch.cat, zip(*found))
         return evidence, (block_class, symbol_class, before, here), of
+
+
+def _by_weight(logit: Tensor, slope: Tensor) -> Tensor:
+    """The slope of the evidence by a weight, from that by its logit; zero where it is 0 or 1."""
+    weight = logit.detach().sigmoid()
+    share = (weight + slope).clamp(0, 1)  # probability that the n-gram chose
+    return ((share - weight) / (weight * (1 - weight))).nan_to_num(0.0, 0.0, 0.0)
 
 
 def _log_normal(parts: list[nn.Parameter]) -> Tensor:
