@@ -369,7 +369,12 @@ def figure_numbers() -> dict[str, str]:
                    for name, data in sources]
         for protocol in PROTOCOLS
     }  # fmt: skip
+    labels = one("diversified_tagging", part="dense")
+    hmm = one("diversified_tagging", data="penn", weight=0.0)
     return {
+        "labels": f"{labels['one_to_one']['ours']:.3f}",
+        "labels_runs": str(labels["runs"]),
+        "labels_hmm": f"{hmm['one_to_one']['ours']:.3f}",
         "cells": str(num_cells("densehmm_synthetic")),
         "truth": str(cells_where("densehmm_synthetic", truth, code)),
         "counts": str(cells_where("densehmm_synthetic", counts, code)),
@@ -864,7 +869,7 @@ def diversity_numbers() -> dict[str, str]:
     compared = {
         (row["part"], row["start"]): row["one_to_one"]["ours"]
         for row in rows("diversified_tagging")
-        if "part" in row
+        if "start" in row
     }
     others = [compared["search", start] for start in ("flat", "peaked")]
     after_em = one("diversified_tagging", data=CLUSTERS, weight=0.0)["one_to_one"]
