@@ -369,7 +369,12 @@ def figure_numbers() -> dict[str, str]:
                    for name, data in sources]
         for protocol in PROTOCOLS
     }  # fmt: skip
+    labels = one("diversified_tagging", part="dense")
+    hmm = one("diversified_tagging", data="penn", weight=0.0)
     return {
+        "labels": f"{labels['one_to_one']['ours']:.3f}",
+        "labels_runs": str(labels["runs"]),
+        "labels_hmm": f"{hmm['one_to_one']['ours']:.3f}",
         "cells": str(num_cells("densehmm_synthetic")),
         "truth": str(cells_where("densehmm_synthetic", truth, code)),
         "counts": str(cells_where("densehmm_synthetic", counts, code)),
@@ -397,10 +402,19 @@ def toy_table() -> str:
     return table(["start, weight", "accuracy", "change (standard error)", "paper"], body)
 
 
+CLUSTERS = "penn from clusters"
+
+
 def unsupervised_table() -> str:
     """One-to-one accuracy of tags without labels, by weight of the prior."""
-    named = {"penn": "Penn", "web": "web", "penn from clusters": "Penn, from clusters"}
+    named = {"penn": "Penn", "web": "web", CLUSTERS: "Penn, from clusters"}
     body = []
+    for row in rows("diversified_tagging", part="alone"):
+        exchanges = ", with exchanges" if "exchanged" in row["start"] else ""
+        body.append(
+            [f"Penn, Brown clusters alone{exchanges}", plain(row["one_to_one"]["ours"], 3),
+             DASH, DASH]
+        )  # fmt: skip
     for row in rows("diversified_tagging"):
         if "data" not in row:
             continue
@@ -468,6 +482,7 @@ def trained(**where: Any) -> Row:
 
 
 BEST = {"panel": "best", "name": "best", "data": "ptb"}
+CHECKPOINT = 65536  # states of the paper's model of which it prints no perplexity
 
 
 def millions(**where: Any) -> str:
@@ -495,7 +510,9 @@ def perplexity_table() -> str:
             printed = row["paper_valid"]
             several = isinstance(printed, list)
             paper = [bounds(printed, 0) if several else plain(printed), plain(row["paper_test"])]
-            if row["paper_states"] != row["states"]:
+            if CHECKPOINT == row["paper_states"]:
+                paper[0] += f" ({CHECKPOINT:,} states, from a file's name)"
+            elif row["paper_states"] != row["states"]:
                 paper[0] += f" ({row['paper_states']:,} states)"
             body.append([
                 label, plain(row["valid_perplexity"]), plain(row["test_perplexity"]), *paper
@@ -835,9 +852,10 @@ def diversity_numbers() -> dict[str, str]:
     plain_counts = rows("diversified_ocr", **gains, split="words apart", smoothing=0.0,
                         anchor="the mode without diversity")  # fmt: skip
     best = [
-        max(100 * row["ours"] for row in plain_counts if row["anchor_weight"] == weight)
+        max((row for row in plain_counts if row["anchor_weight"] == weight),
+            key=lambda row: row["ours"])
         for weight in {row["anchor_weight"] for row in plain_counts}
-    ]
+    ]  # fmt: skip
     smoothing = [
         one("diversified_ocr", part="baselines", split="words apart", model="HMM", decoding="path",
             smoothing=count)["ours"]
@@ -851,18 +869,22 @@ def diversity_numbers() -> dict[str, str]:
     compared = {
         (row["part"], row["start"]): row["one_to_one"]["ours"]
         for row in rows("diversified_tagging")
-        if "part" in row
+        if "start" in row
     }
     others = [compared["search", start] for start in ("flat", "peaked")]
+    after_em = one("diversified_tagging", data=CLUSTERS, weight=0.0)["one_to_one"]
     return {
         "starts": bounds(starts, 2),
         "search": f"{compared['search', 'clusters']:.3f}",
         "search_others": bounds(others, 3),
         "judged": f"{compared['judged', 'clusters']:.3f}",
         "judged_flat": f"{compared['judged', 'flat']:.3f}",
+        "alone": f"{compared['alone', 'clusters']:.3f}",
+        "after_em": f"{after_em['ours']:.3f}",
         "letters": percent(max(smoothed) - without),
         "letters_anchored": percent(anchored, 2),
-        "letters_apart": bounds(best, 1),
+        "letters_apart": bounds([100 * row["ours"] for row in best], 1),
+        "letters_deviation": bounds([100 * row["sd"] for row in best], 1),
         "smoothing_apart": percent(smoothing[1] - smoothing[0]),
         "dirichlet_more": " and ".join([", ".join(more[:-1]), more[-1]]),
         "dirichlet_same": " and ".join(same),
@@ -886,6 +908,14 @@ def _dirichlet_against_diversity() -> tuple[list[str], list[str]]:
     return more, same
 
 
+def held_out(panel: str, name: str) -> str:
+    """Mean held-out perplexity of an ablation, and what the paper has: ``212 (182)``."""
+    line = trained(panel=panel, name=name)
+    printed = line["paper_valid"]
+    paper = bounds(printed, 0) if isinstance(printed, list) else f"{printed:.0f}"
+    return f"{line['valid']['mean']:.0f} ({paper})"
+
+
 def language_numbers() -> dict[str, str]:
     """What the page of the neural HMM says beside its tables."""
     ptb, wiki = (
@@ -893,7 +923,11 @@ def language_numbers() -> dict[str, str]:
         for data in ("Penn Treebank", "WikiText-2")
     )
     alone = [row for row in rows("language_models", panel="best") if "parts" not in row]
-    minutes = {row["states"]: row["minutes"] for row in alone if not row["factored"]}
+    hours = [
+        row["minutes"] / 60
+        for row in alone
+        if (row["data"], row["states"], row["factored"]) == ("ptb", 32768, False)
+    ]
     widest = one("large_hmm_speed", part="scaling", states=65536)
     (paper,) = {
         line["paper_on_other_data"]
@@ -918,14 +952,20 @@ def language_numbers() -> dict[str, str]:
         "ptb_test": f"{ptb['test_tokens']:,}",
         "wiki_valid": f"{wiki['valid_tokens']:,}",
         "wiki_test": f"{wiki['test_tokens']:,}",
-        "minutes_8192": f"{minutes[8192]:.0f}",
-        "hours_32768": f"{minutes[32768] / 60:.1f}",
+        "minutes_8192": f"{small['minutes']:.0f}",
+        "hours_32768": bounds(hours, 1),
+        "hours_wiki": f"{max(row['minutes'] for row in alone) / 60:.1f}",
         "epochs": f"{min(epochs)} to {max(epochs)}",
         "epochs_8192": str(small["epochs"]),
         "level_epochs": str(level["epochs"]),
         "level_hours": f"{level['minutes'] / 60:.1f}",
         "level_behind": bounds(behind, 0),
-        "no_dropout": f"{trained(panel='large', name='no dropout')['valid']['mean']:.0f}",
+        "no_dropout": held_out("large", "no dropout"),
+        "dropout": held_out("large", "base"),
+        "dropout_small": held_out("small", "dropout 0.5"),
+        "blocks_8": held_out("small", "base"),
+        "blocks_4": held_out("small", "4 blocks"),
+        "no_blocks": held_out("small", "no constraint"),
         "tagging_paper": percent(paper),
         "widest_seconds": f"{widest['seconds_per_epoch']:.0f}",
         "widest_gigabytes": plain(widest["gigabytes"]),

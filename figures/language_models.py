@@ -15,7 +15,7 @@ of the held-out sentences chooses the epoch and is what ``course`` is of; ``unse
 that of the second half. In rows that have none, all held-out sentences chose the epoch.
 
 "two chains side by side" is one chain with the states of two trained ones, which begins in either
-and stays: a mixture of sentences. Its one weight is chosen by the first half of the held-out text.
+and stays: a mixture of sentences, all with equal weights.
 
 ``usage`` says how many states the held-out tokens use, and of what rank the transitions are.
 
@@ -23,8 +23,9 @@ and stays: a mixture of sentences. Its one weight is chosen by the first half of
 the same setting, on one level, after 50 epochs; a pair where it prints several numbers.
 ``paper_states`` and ``paper_blocks`` are the size of its model, which often differs; its models
 with more than 1,024 states have dropout 0.5. The 200 of 8 blocks with dropout is from the logs of
-its authors, where the number without it is 187, against 194 in print. ``summary`` has mean and
-range over seeds. Baselines in the picture are those of ``language_model_baselines.json``.
+its authors, where the number without it is 187, against 194 in print; the 122.7 of 65,536 states is
+from the name of a checkpoint that they released, and not in print. ``summary`` has mean and range
+over seeds. Baselines in the picture are those of ``language_model_baselines.json``.
 
 Training is ``fit_map``: AdamW, a cosine schedule with a short warm-up, batches of sentences of
 similar length, clipped gradients, and the parameters of the best validation. An interrupted run is

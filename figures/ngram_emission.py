@@ -11,7 +11,7 @@ block is known, and its share of the probability of the block.
 ``plain`` is the model alone, as ``language_models.json`` has it, ``n-gram`` the n-gram alone. In
 ``emission`` the weights of the transition are zero, in ``emission and transition`` they are not;
 the network stays as it is, and the weights are fitted to 600 sentences of the first half of the
-held-out text, by maximum likelihood with a standard normal prior on each number. In ``trained
+held-out text by ``NGramMixture.fit_weights``. In ``trained
 jointly`` network and weights are trained together for some more of the training text (``epochs``),
 of which each tenth has the probabilities of an n-gram of the other nine; then the weights alone, as
 before. ``fitted`` is the first half of the held-out text, which also chose the epoch of the plain
@@ -264,67 +264,6 @@ def at_words(weights: NGramWeights, hmm: NGramBlockHMM, data: Sequences) -> list
     ]
 
 
-def shares(hmm: NGramBlockHMM, data: Sequences) -> list[Tensor]:
-    """Probability ``(N, T)`` that the n-gram chose the block of each word, and the word in it.
-
-    It is the weight plus the gradient by its logit; so each word has a class of its own here.
-    """
-    logits = [each.detach().flatten().requires_grad_() for each in at_words(hmm.weights, hmm, data)]
-    tables = NGramWeights(
-        *(part.unsqueeze(-1).expand(-1, table.size(1)) for part, table in zip(logits, hmm.weights))
-    )
-    places = torch.arange(data.values.numel()).reshape(data.values.shape)
-    ngram = hmm.ngram._replace(block_class=places, symbol_class=places)
-    evidence = NGramBlockHMM(hmm.words, ngram, tables).log_prob(data.values).sum()
-    slopes = torch.autograd.grad(evidence, logits)
-    found = [(part.detach().sigmoid() + slope).clamp(0, 1) for part, slope in zip(logits, slopes)]
-    return [part.reshape(data.values.shape) for part in found]
-
-
-def fit_weights(
-    module: NGramMixture, data: Sequences, rounds: int, in_transition: bool = True
-) -> None:
-    """Fit the weights to ``data``; the network stays as it is.
-
-    If r is the probability that a word came from the n-gram, where this had weight w, then with
-    weight v there, and all else as it is, the likelihood is (1 - v) (1 - r) / (1 - w) + v r / w
-    times as large. In each round the product over all words is maximised, by L-BFGS.
-    """
-    module.eval()
-    if not in_transition:
-        module.block_class.data.fill_(-torch.inf)
-    parameters = [module.symbol_class, module.symbol_block]
-    parameters += [module.block_class, module.block_before] if in_transition else []
-    for _ in range(rounds):
-        with torch.no_grad():
-            hmm = hmm_of(module, data)
-        old = [logits.detach().sigmoid() for logits in at_words(hmm.weights, hmm, data)]
-        terms = list(zip(old, shares(hmm, data)))
-        loss = partial(weights_loss, module, parameters, hmm, data, terms, in_transition)
-        optimizer = torch.optim.LBFGS(parameters, max_iter=60, line_search_fn="strong_wolfe")
-        optimizer.step(loss)
-
-
-def weights_loss(
-    module: NGramMixture,
-    parameters: list[Tensor],
-    hmm: NGramBlockHMM,
-    data: Sequences,
-    terms: list[tuple[Tensor, Tensor]],
-    in_transition: bool,
-) -> Tensor:
-    """What :func:`fit_weights` minimises, less a constant; writes the gradient of parameters."""
-    value = 0.5 * sum((part.square().sum() for part in parameters), torch.zeros(()))  # a prior
-    logits = at_words(module.weights(), hmm, data)
-    for new, (old, share) in list(zip(logits, terms))[0 if in_transition else 1 :]:
-        weight = new.sigmoid()
-        ratio = (1 - weight) * (1 - share) / (1 - old) + weight * share / old
-        value = value - ratio[data.exists].log().sum()
-    for parameter, slope in zip(parameters, torch.autograd.grad(value, parameters)):
-        parameter.grad = slope
-    return value
-
-
 @torch.no_grad()
 def log_probs(module: NGramMixture, data: Sequences, tokens: int) -> Tensor:
     """Log-probability of each sentence, those of like length together."""
@@ -405,8 +344,10 @@ def compute(
         row |= {"epochs": settings.epochs, "rate": settings.rate}
     fitted = parts["fitted"][: settings.sentences]
     for module in modules:
-        module.words.requires_grad_(False)
-        fit_weights(module, fitted, settings.rounds, in_transition=name != "emission")
+        if name == "emission":
+            module.block_class.data.fill_(-torch.inf)
+            module.block_class.requires_grad_(False)
+        module.fit_weights(fitted, settings.rounds)
     row |= {"weights_fitted_to_tokens": fitted.num_observed, "rounds": settings.rounds}
     row |= mean_weights(modules[0], parts["unseen"][:100])
     return row | evaluate(modules, parts, settings.batch_tokens)

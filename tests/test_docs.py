@@ -269,6 +269,27 @@ def test_the_table_of_perplexities_is_that_of_the_result_files():
         assert line[1] == f"{row['valid_perplexity']:.1f}"
 
 
+def test_hours_of_the_penn_treebank_are_not_those_of_wikitext():
+    numbers, hours = results.language_numbers(), {"ptb": [], "wikitext2": []}
+    for row in rows_of("language_models"):
+        if (row["panel"], row["states"], row["two_level"]) == ("best", 32768, True):
+            hours[row["data"]].append(row["minutes"] / 60)
+    penn = hours["ptb"]
+    assert numbers["hours_32768"] == f"{min(penn):.1f} to {max(penn):.1f}"
+    assert numbers["hours_wiki"] == f"{max(hours['wikitext2']):.1f}"
+    assert max(penn) < max(hours["wikitext2"])
+
+
+def test_clusters_alone_are_beside_what_em_makes_of_them():
+    _, lines = cells(results.unsupervised_table())
+    ours = {line[0]: float(line[1]) for line in lines}
+    alone = ours["Penn, Brown clusters alone"]
+    assert results.diversity_numbers()["alone"] == f"{alone:.3f}"
+    fitted = [accuracy for name, accuracy in ours.items() if "from clusters" in name]
+    assert len(fitted) == 3
+    assert max(fitted) < alone < ours["Penn, Brown clusters alone, with exchanges"]
+
+
 def test_a_row_that_is_not_the_only_one_is_refused():
     with pytest.raises(LookupError, match="one is needed"):
         results.one("throughput", quantity="EM iteration")

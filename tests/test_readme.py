@@ -69,10 +69,34 @@ def test_what_it_says_of_large_models_was_measured():
     cached = found("ngram_emission", name="three chains and a cache")
     count = found("language_model_baselines", part="kneser-ney-ptb")
     lstm = found("language_model_baselines", part="lstm-ptb")
-    numbers = re.findall(r"\d[\d,.]*\d", README.split("## Size")[1].split("## Documentation")[0])
+    single = min(
+        (row for row in results.rows("language_models", panel="best", data="ptb")
+         if "parts" not in row),
+        key=lambda row: row["test_perplexity"],
+    )  # fmt: skip
+    published = results.result("language_model_baselines")["published"]
+    assert published["Kneser-Ney 5-gram and cache"] < count["paper_test"]
+    part = README.split("## Size")[1].split("## Documentation")[0]
+    numbers = re.findall(r"\d[\d,.]*\d", part.replace("(2020)", "").replace("5-gram", ""))
     assert numbers == [
-        f"{three['states']:,}", "32,768", f"{three['minutes'] / 60:.1f}",
-        f"{three['test_perplexity']:.1f}", f"{cached['test_perplexity']:.1f}",
-        f"{count['test_perplexity']:.1f}", f"{lstm['minutes']:.0f}",
-        f"{lstm['test_perplexity']:.1f}", f"{lstm['paper_test']:.1f}",
+        f"{single['states']:,}", f"{single['test_perplexity']:.1f}",
+        f"{single['paper_states']:,}", f"{single['paper_test']:.1f}",
+        f"{three['states']:,}", f"{three['test_perplexity']:.1f}",
+        f"{cached['test_perplexity']:.1f}",
+        f"{count['test_perplexity']:.1f}", f"{published['Kneser-Ney 5-gram and cache']:.1f}",
+        f"{lstm['minutes']:.0f}", f"{lstm['test_perplexity']:.1f}", f"{lstm['paper_test']:.1f}",
+        f"{published['AWD-LSTM']:.1f}", f"{published['AWD-LSTM and cache']:.1f}",
+        f"{three['minutes'] / 60:.1f}",
     ]  # fmt: skip
+
+
+def test_what_it_says_of_small_em_was_measured():
+    said = " ".join(README.split())
+    (hmmlearn, dynamax) = re.search(
+        r"of 50 steps, 2 states, hmmlearn takes (\S+) times as long, dynamax (\S+)\.\)",
+        said,
+    ).groups()
+    shape = {"quantity": "EM iteration", "shape N, T, K, V": [20, 50, 2, 6]}
+    for method, number in (("hmmlearn", hmmlearn), ("dynamax", dynamax)):
+        row = results.one("throughput", method=method, **shape)
+        assert number == f"{row['times_slower_than_pyrohmm'][0]:.1f}"
