@@ -220,16 +220,16 @@ def structure_table() -> str:
 
 
 def chunks_table() -> str:
-    """Long chains by torch alone: step by step, and in chunks."""
+    """Long chains by torch alone: steps, chunks, a prefix sum, and both."""
     found: dict[str, dict[str, Row]] = {}
-    for row in rows("throughput", part="chunks"):
+    for row in rows("prefix_sum"):
         found.setdefault(", ".join(map(str, row["shape N, T, K"])), {})[row["method"]] = row
     body = [
-        [shape, *(plain(ways[way]["milliseconds"]) for way in ("steps", "chunks")),
-         ways["steps"]["taken"]]
+        [shape, *(plain(row["milliseconds"]) for row in ways.values()), ways["steps"]["taken"]]
         for shape, ways in found.items()
-    ]  # fmt: skip
-    return table(["N, T, K", "step by step, ms", "in chunks, ms", "taken"], body)
+    ]
+    names = ["step by step", "chunks", "prefix sum", "both"]
+    return table(["N, T, K", *(f"{name}, ms" for name in names), "taken"], body)
 
 
 def query_table() -> str:
