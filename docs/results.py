@@ -232,6 +232,24 @@ def chunks_table() -> str:
     return table(["N, T, K", *(f"{name}, ms" for name in names), "taken"], body)
 
 
+def prefix_numbers() -> dict[str, str]:
+    """How many times longer than both together chunks and the prefix sum alone take."""
+    shown = [row for row in rows("prefix_sum", taken="both")]
+    ways = {name: [row for row in shown if row["method"] == name]
+            for name in ("chunks", "prefix sum", "both")}  # fmt: skip
+    slower = {name: [row["times_slower_than_both"][0] for row in found]
+              for name, found in ways.items()}  # fmt: skip
+    fewer = [chunks["operations"] / both["operations"]
+             for chunks, both in zip(ways["chunks"], ways["both"])]  # fmt: skip
+    return {
+        "chunks": bounds(slower["chunks"], 1),
+        "scan": bounds(slower["prefix sum"], 1),
+        "fewer": bounds(fewer, 1),
+        "won": str(sum(ratio >= 1.5 for ratio in slower["chunks"])),
+        "shapes": str(len(slower["chunks"])),
+    }
+
+
 def query_table() -> str:
     """Posterior, Viterbi and path samples."""
     body = []
@@ -951,4 +969,5 @@ def substitutions() -> dict[str, Any]:
         "diversity": diversity_numbers(),
         "language": language_numbers(),
         "switch": switch_numbers(),
+        "prefix": prefix_numbers(),
     }

@@ -27,11 +27,12 @@ from pyrohmm import (
     fit_map,
     fit_svi,
     load_into,
+    recursions,
     save,
 )
 from pyrohmm.data.batches import Batches
+from pyrohmm.nn.dropout import LinearDropout, TrainingNoise, sample_kept_states
 from pyrohmm.nn.networks import CharCNN, Residual
-from pyrohmm.nn.neural import LinearDropout, sample_kept_states
 
 RAGGED = blocks.from_clusters(torch.tensor([0, 0, 0, 1, 1, 2]), torch.tensor([3, 1, 2]))
 VARIANTS = {
@@ -479,6 +480,87 @@ def test_what_does_not_fit_is_refused():
     with pytest.raises(ValueError, match="num_filters must be one number, or one for each of 2"):
         CharCNN(["a"], 4, widths=(1, 2), num_filters=[3])
     assert isinstance(make("no blocks").words, nn.Module)
+
+
+# Training noise -----------------------------------------------------------------------------------
+
+
+def reaches(kept, given):
+    """Whether something of every block is kept, in ``(*, K)``."""
+    rows = torch.arange(kept.size(-1)).unsqueeze(0) if given is None else given.states
+    return (kept[..., rows.clamp(min=0)] & (rows >= 0)).any(-1).all()
+
+
+@pytest.mark.parametrize("kind", [NeuralHMM, ScalarHMM])
+@pytest.mark.parametrize("given", [None, RAGGED, VARIANTS["overlapping"]["blocks"]], ids=str)
+@pytest.mark.parametrize(
+    "noise",
+    [{"transition": 0.6}, {"column": 0.6}, {"start": 0.6}, {"transition": 0.5, "column": 0.5}],
+    ids=str,
+)
+def test_noise_leaves_out_transitions_and_first_states_and_normalises_the_rest(kind, given, noise):
+    """Against the softmax of the logits that are kept; each block can still be entered."""
+    pyro.set_rng_seed(0)
+    module = kind(6, 6, blocks=given, noise=TrainingNoise(**noise)).double()
+    whole, dropped = module.eval()(DATA.lengths), 0
+    module.train()
+    for _ in range(10):
+        part = module(DATA.lengths)
+        for name, before in (("log_initial", whole.log_initial),
+                             ("log_transition", whole.log_transition)):  # fmt: skip
+            found = getattr(part, name)
+            kept = found > -math.inf
+            wanted = torch.where(kept, before, -math.inf).softmax(-1)
+            torch.testing.assert_close(found.exp(), wanted)
+            assert reaches(kept, given)
+            dropped += int((~kept).sum())
+        if "column" in noise and "transition" not in noise:
+            assert bool((part.log_transition.isinf() == part.log_transition[0].isinf()).all())
+        evidence = part.log_prob(DATA.values)
+        dense = HMM(part.log_initial, part.log_transition, part.emission, DATA.lengths)
+        torch.testing.assert_close(evidence, dense.log_prob(DATA.values))
+        slopes = torch.autograd.grad(evidence.sum(), list(module.parameters()), allow_unused=True)
+        assert all(bool(each.isfinite().all()) for each in slopes if each is not None)
+    assert dropped > 0
+
+
+def test_of_single_transitions_the_share_is_left_out():
+    pyro.set_rng_seed(0)
+    module = ScalarHMM(200, 6, noise=TrainingNoise(transition=0.3))
+    share = module(DATA.lengths).log_transition.isinf().double().mean()
+    assert abs(share - 0.3) < 5 * (0.3 * 0.7 / 200**2) ** 0.5
+
+
+@pytest.mark.parametrize("given", [None, RAGGED, VARIANTS["overlapping"]["blocks"]], ids=str)
+def test_noise_of_words_is_the_mean_over_all_choices_of_words(given):
+    """Each of three words with its share uniform over those that the state may emit."""
+    pyro.set_rng_seed(0)
+    module = NeuralHMM(6, 6, 8, blocks=given, noise=TrainingNoise(word=0.3)).double()
+    values, lengths = torch.tensor([[0, 3, 5]]), torch.tensor([3])
+    whole = module.eval()(lengths)
+    allowed = torch.ones(6, 6) if given is None else given.allowed
+    uniform = (allowed.double() / allowed.sum(-1, keepdim=True)).log()[:, values[0]].mT
+    plain = whole.emission.logits.log_softmax(-1)[:, values[0]].mT
+    total = []
+    for choice in torch.cartesian_prod(*[torch.tensor([False, True])] * 3):
+        seen = torch.where(choice.unsqueeze(-1), uniform, plain)
+        chance = (0.7 + choice.double() * -0.4).log().sum()
+        chain = whole.log_initial, whole.log_transition.unsqueeze(0), seen, torch.tensor(3)
+        total.append(chance + recursions.log_evidence(*chain))
+    found = module.train()(lengths).log_prob(values)
+    torch.testing.assert_close(found, torch.stack(total).logsumexp(0).reshape(1))
+
+
+def test_noise_is_for_training_and_not_for_windows():
+    module = make("one level", noise=TrainingNoise(0.5, 0.5, 0.5, 0.5))
+    plain = make("one level").eval()(DATA.lengths).log_prob(DATA.values)
+    torch.testing.assert_close(module.eval()(DATA.lengths).log_prob(DATA.values), plain)
+    with pytest.raises(ValueError, match="trained without noise"):
+        fit_map(StatefulModel(module.train(), 2).double(), DATA, windows=(2, 2), num_steps=2)
+    with pytest.raises(ValueError, match="word must be at least 0 and less than 1; got 1"):
+        TrainingNoise(word=1.0)
+    fit = fit_map(MarginalModel(module), DATA, num_steps=40, learning_rate=0.05)
+    assert fit.losses[-10:].mean() < fit.losses[:10].mean()
 
 
 # Windows of long sequences ------------------------------------------------------------------------
