@@ -14,6 +14,7 @@ from torch import Tensor
 from .._arguments import checked
 from .._checks import check_size
 from ..distributions.block_hmm import BlockHMM
+from ..distributions.block_symbols import BlockSymbols
 from ..distributions.hmm import HMM
 from ..ops.blocks import Blocks
 
@@ -132,12 +133,13 @@ class TrainingNoise:
             count = initial.new_tensor(hmm.emission.logits.size(-1))
             emission = Categorical(logits=self._blurred(hmm.emission.logits, count))
             return HMM(initial, transition, emission, hmm.lengths, hmm.observed)
-        rows = hmm.blocks.states[hmm.blocks.symbol_block]
-        counts = torch.bincount(rows[rows >= 0], minlength=size).to(initial)[
-            rows.to(initial.device)
-        ]
-        table = self._blurred(hmm.log_emission, counts)
-        return BlockHMM(initial, transition, table, hmm.blocks, hmm.lengths, hmm.observed)
+        symbols = hmm.symbols
+        if self.word:
+            rows = hmm.blocks.states[hmm.blocks.symbol_block]
+            counts = torch.bincount(rows[rows >= 0], minlength=size).to(initial)
+            table = self._blurred(hmm.log_emission, counts[rows.to(initial.device)])
+            symbols = BlockSymbols(table, hmm.blocks)
+        return BlockHMM(initial, transition, symbols, hmm.blocks, hmm.lengths, hmm.observed)
 
     def _blurred(self, log_probs: Tensor, count: Tensor) -> Tensor:
         """Log of (1 - s) p + s / count."""

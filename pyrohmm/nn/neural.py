@@ -27,6 +27,7 @@ from .._arguments import explained
 from .._checks import check_integers, check_range, check_shape, check_size
 from .._precision import at_least_single, full_precision
 from ..distributions.block_hmm import BlockHMM, FinalState
+from ..distributions.block_symbols import BlockSymbols, ExpertSymbols
 from ..distributions.carried_state import CarriedState
 from ..distributions.hmm import HMM
 from ..ops.block_emission import log_emission, normalised
@@ -200,9 +201,12 @@ class NeuralHMM(_Large):
             initial transitions are nearly deterministic, and training takes longer.
         words: Called without arguments, returns vectors of symbols ``(V, D)``: a
             :class:`CharCNN`, for instance. A :class:`SymbolEmbedding` by default.
+        context: Called with symbols ``(N, T)``, returns vectors ``(N, T, D)`` of the symbols before
+            each, such as :class:`PreviousSymbols`: emissions are then products of two experts, see
+            :class:`~pyrohmm.distributions.block_symbols.ExpertSymbols`. For disjoint blocks.
 
     Raises:
-        TypeError: If ``words`` is not callable.
+        TypeError: If ``words`` or ``context`` is not callable.
         ValueError: If a size is less than one, or arguments do not fit each other.
 
     Example:
@@ -228,6 +232,7 @@ class NeuralHMM(_Large):
         noise: TrainingNoise | None = None,
         scale: float | None = None,
         words: Any = None,
+        context: Any = None,
     ) -> None:
         super().__init__(num_states, num_symbols, blocks, dropout, noise)
         check_size("hidden_dim", hidden_dim)
@@ -239,6 +244,11 @@ class NeuralHMM(_Large):
             raise ValueError(f"scale must be positive and finite; got {scale}.")
         if words is not None and not callable(words):
             raise TypeError(f"words must be callable; got {type(words).__name__}.")
+        if context is not None:
+            if not callable(context):
+                raise TypeError(f"context must be callable; got {type(context).__name__}.")
+            if blocks is None or not blocks.disjoint or (noise is not None and noise.word):
+                raise ValueError("context needs blocks that are disjoint, and no noise of words.")
         for use in USES:
             if use == USES[0] or not tied:
                 table = StateEmbedding(num_states, hidden_dim, blocks if factored else None, scale)
@@ -253,7 +263,7 @@ class NeuralHMM(_Large):
             assert blocks is not None
             self.block_score = PyroModule[nn.Linear](hidden_dim, blocks.num_blocks)
         self.words = SymbolEmbedding(num_symbols, hidden_dim) if words is None else words
-        self.bias = nn.Parameter(torch.zeros(num_symbols))
+        self.bias, self.context = nn.Parameter(torch.zeros(num_symbols)), context
 
     def _build(
         self, states: Tensor | None, blocks: Blocks | None, lengths: Tensor, observed: Tensor | None
@@ -280,8 +290,10 @@ class NeuralHMM(_Large):
                 matrix = InnerProductTransition(vectors, enter.to(vectors.dtype), blocks, logits)
             else:
                 matrix = (leave @ enter.mT).log_softmax(-1)
-            table = log_emission(emit, words, bias, blocks)
-            return BlockHMM(initial, matrix, table, blocks, lengths, observed)
+            symbols = BlockSymbols(log_emission(emit, words, bias, blocks), blocks)
+            if self.context is not None:
+                symbols = ExpertSymbols(symbols.log_probs, blocks, words, self.context)
+            return BlockHMM(initial, matrix, symbols, blocks, lengths, observed)
 
     def _vectors(self, states: Tensor | None, uses: tuple[str, ...] = USES) -> list[Tensor]:
         """Embeddings of states, or of all, for some uses."""
@@ -322,6 +334,8 @@ class NeuralHMM(_Large):
                 f"this one has {type(self.words).__name__}, which knows no spelling. Build it with "
                 "words=CharCNN(...)."
             )
+        if self.context is not None:
+            raise ValueError("words cannot be added to a model with a context, which knows none.")
         net, other = self.words.extended(words), copy.deepcopy(self)
         with PYRO, pyro.get_param_store().scope(), poutine.block(), torch.no_grad():
             unit = nn.functional.normalize(copy.deepcopy(net)(), dim=-1)  # net itself has not run
@@ -361,8 +375,8 @@ class NeuralHMM(_Large):
         """
         if self.blocks is None or not self.blocks.disjoint:
             raise ValueError("sequences continue in windows only with blocks that are disjoint.")
-        if self.noise is not None:
-            raise ValueError("sequences that continue in windows are trained without noise.")
+        if self.noise is not None or self.context is not None:
+            raise ValueError("sequences continue in windows only without noise and context.")
         _check_particles(self)
         every = torch.arange(self.num_states, device=next(self.parameters()).device)
         states, blocks = (None, self.blocks)
