@@ -220,16 +220,34 @@ def structure_table() -> str:
 
 
 def chunks_table() -> str:
-    """Long chains by torch alone: step by step, and in chunks."""
+    """Long chains by torch alone: steps, chunks, a prefix sum, and both."""
     found: dict[str, dict[str, Row]] = {}
-    for row in rows("throughput", part="chunks"):
+    for row in rows("prefix_sum"):
         found.setdefault(", ".join(map(str, row["shape N, T, K"])), {})[row["method"]] = row
     body = [
-        [shape, *(plain(ways[way]["milliseconds"]) for way in ("steps", "chunks")),
-         ways["steps"]["taken"]]
+        [shape, *(plain(row["milliseconds"]) for row in ways.values()), ways["steps"]["taken"]]
         for shape, ways in found.items()
-    ]  # fmt: skip
-    return table(["N, T, K", "step by step, ms", "in chunks, ms", "taken"], body)
+    ]
+    names = ["step by step", "chunks", "prefix sum", "both"]
+    return table(["N, T, K", *(f"{name}, ms" for name in names), "taken"], body)
+
+
+def prefix_numbers() -> dict[str, str]:
+    """How many times longer than both together chunks and the prefix sum alone take."""
+    shown = [row for row in rows("prefix_sum", taken="both")]
+    ways = {name: [row for row in shown if row["method"] == name]
+            for name in ("chunks", "prefix sum", "both")}  # fmt: skip
+    slower = {name: [row["times_slower_than_both"][0] for row in found]
+              for name, found in ways.items()}  # fmt: skip
+    fewer = [chunks["operations"] / both["operations"]
+             for chunks, both in zip(ways["chunks"], ways["both"])]  # fmt: skip
+    return {
+        "chunks": bounds(slower["chunks"], 1),
+        "scan": bounds(slower["prefix sum"], 1),
+        "fewer": bounds(fewer, 1),
+        "won": str(sum(ratio >= 1.5 for ratio in slower["chunks"])),
+        "shapes": str(len(slower["chunks"])),
+    }
 
 
 def query_table() -> str:
@@ -991,4 +1009,5 @@ def substitutions() -> dict[str, Any]:
         "diversity": diversity_numbers(),
         "language": language_numbers(),
         "switch": switch_numbers(),
+        "prefix": prefix_numbers(),
     }

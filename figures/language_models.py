@@ -66,7 +66,7 @@ from pyrohmm import (
 )
 from pyrohmm.data.batches import batches_in_round
 from pyrohmm.language import WarmupCosine
-from pyrohmm.nn.neural import LinearDropout
+from pyrohmm.nn import LinearDropout
 
 NAME = "language_models"
 

@@ -48,7 +48,7 @@ from pyrohmm import MarginalModel, NeuralHMM, NGramMixture, Sequences, fit_map
 from pyrohmm.data.batches import batches_in_round, cut_by_steps
 from pyrohmm.distributions import NGramBlockHMM, NGramWeights
 from pyrohmm.language import END, WarmupCosine
-from pyrohmm.nn.neural import LinearDropout
+from pyrohmm.nn import LinearDropout
 from pyrohmm.ops.blocks import Blocks
 
 NAME = "ngram_emission"

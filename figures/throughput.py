@@ -20,7 +20,6 @@ from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
-from unittest import mock
 
 import pyro
 import torch
@@ -58,7 +57,6 @@ from pyrohmm import (
     poisson,
 )
 from pyrohmm.infer.models import build
-from pyrohmm.ops import torch_chunks
 
 SHAPES = [(256, 100, 16, 64), (64, 200, 128, 1000), (32, 64, 1024, 1000), (1, 10000, 8, 32)]
 SMALL = [  # and how much longer dynamax should take
@@ -593,43 +591,6 @@ def growth(quick: bool) -> list[dict[str, Any]]:
     return rows
 
 
-CHUNKED = [  # around the switch: N K^3 of a million at most, and 256 steps at least
-    (1, 128, 8), (1, 512, 8), (1, 2048, 8), (1, 16384, 8), (8, 2048, 8), (128, 2048, 8),
-    (1, 2048, 32), (16, 2048, 32), (1, 2048, 64), (1, 2048, 128), (4, 2048, 128),
-]  # fmt: skip
-
-
-def chunks(quick: bool) -> list[dict[str, Any]]:
-    """Long and narrow chains by torch alone: chunks of the square root of T, or step by step."""
-    rows = []
-    for num_sequences, num_steps, num_states in [(1, 300, 2)] if quick else CHUNKED:
-        problem = Problem(num_sequences, num_steps, num_states, 16)
-        ways = {"steps": 0, "chunks": round(num_steps**0.5)}
-        methods = {
-            name: partial(_in_chunks, problem.pyrohmm_torch, length)
-            for name, length in ways.items()
-        }
-        shape = {"shape N, T, K": (num_sequences, num_steps, num_states)}
-        hmm = problem.hmm()
-        taken = torch_chunks.chunk_length(
-            hmm.log_transition.view(1, 1, num_states, num_states),
-            torch.empty(num_steps, 1, num_sequences, num_states, device="meta"),
-            problem.lengths.view(1, -1),
-        )
-        rows += compare(
-            methods, 3 if quick else 9, 4.0, base="chunks", **shape,
-            taken="chunks" if taken else "steps",
-            quantity="chunks: evidence and gradient by torch alone",
-        )  # fmt: skip
-    return rows
-
-
-def _in_chunks(method: Callable[[], Any], length: int) -> Any:
-    """Call it with chunks of so many steps; 0 is one step after the other."""
-    with mock.patch.object(torch_chunks, "chunk_length", return_value=length):
-        return method()
-
-
 def _peak(kind: Any, small: tuple[Any, ...], large: tuple[Any, ...], result: Any) -> None:
     """Peak memory of the large problem above what the process held before, in bytes."""
     kind(*small).pyrohmm()
@@ -792,7 +753,7 @@ def main() -> None:
     """Measure, then write."""
     parts = (
         gradients, small, busy, vectors, families, structure, iterations, steps, restarts,
-        queries, queries_threads, growth, chunks, memory, vector_memory, long_chain,
+        queries, queries_threads, growth, memory, vector_memory, long_chain,
     )  # fmt: skip
     options = arguments(__doc__, [part.__name__ for part in parts])
     if options.draw:

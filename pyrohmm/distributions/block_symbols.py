@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import NoReturn
+
 import torch
 from pyro.distributions import Categorical
 from pyro.distributions.torch_distribution import TorchDistribution
@@ -9,7 +12,9 @@ from torch import Tensor
 
 from .._checks import check_floats, check_integers, check_range, check_shape
 from .._lazy import lazy
+from .._precision import at_least_single
 from ..ops import masks
+from ..ops.block_emission import log_product
 from ..ops.blocks import Blocks
 from ..ops.kept import kept
 from ..ops.lookup import take_rows
@@ -163,3 +168,61 @@ class BlockSymbols:
         uniform = torch.rand(states.shape, dtype=sums.dtype, device=sums.device) * (1 - 1e-9)
         place = torch.searchsorted(sums, torch.lerp(low[rows], high[rows], uniform), right=True)
         return cells[place.minimum(last[rows])] // self.blocks.width
+
+
+class ExpertSymbols(BlockSymbols):
+    r"""Products of two experts: of the state, and of the symbols before.
+
+    .. math:: p(x_t | z_t, x_{<t}) \propto p(x_t | z_t) \, \exp(c(x_{<t}) \cdot E_{x_t})
+
+    normalised over the symbols of the block. What is known before a step has been observed, so that
+    states are summed out as ever; what needs the symbols of steps that are not given (samples,
+    forecasts, missing steps) is refused.
+
+    Args:
+        log_probs: As of :class:`BlockSymbols`, :math:`\log p(x|z)`.
+        blocks: They are disjoint.
+        words: ``(V, D)``, E.
+        context: From symbols ``(N, T)`` to vectors c ``(N, T, D)``, each of the symbols before.
+    """
+
+    def __init__(
+        self, log_probs: Tensor, blocks: Blocks, words: Tensor, context: Callable[[Tensor], Tensor]
+    ) -> None:
+        super().__init__(log_probs, blocks)
+        self.words, self.context = words, context
+
+    def likelihood(
+        self, values: Tensor, lengths: Tensor, observed: Tensor | None = None, check: bool = True
+    ) -> tuple[Tensor, Tensor]:
+        """As :meth:`BlockSymbols.likelihood`, with every step observed."""
+        if observed is not None:
+            self._refuse()
+        return super().likelihood(values, lengths, None, check)
+
+    def _of(
+        self, symbols: Tensor, values: Tensor | None, lengths: Tensor, check: bool
+    ) -> tuple[Tensor, Tensor]:
+        blocks, alone = super()._of(symbols, values, lengths, check)
+        vectors = at_least_single(self.context(symbols)).to(self.words.dtype).flatten(0, 1)
+        found = log_product(self.log_probs, self.words, vectors, symbols.flatten(), self.blocks)
+        return blocks, found.view_as(alone)
+
+    def _refuse(self) -> NoReturn:
+        raise NotImplementedError(
+            "every symbol must be given, as the next depends on it: a product of experts has no "
+            "samples, forecasts or missing steps."
+        )
+
+    @property
+    def distribution(self) -> NoReturn:
+        """Refused: it depends on the symbols before."""
+        self._refuse()
+
+    def cumulative(self, values: Tensor) -> NoReturn:
+        """Refused, as :attr:`distribution`."""
+        self._refuse()
+
+    def sample(self, states: Tensor) -> NoReturn:
+        """Refused, as :attr:`distribution`."""
+        self._refuse()

@@ -27,7 +27,8 @@ from ..infer.models import MarginalModel, StatefulModel
 from ..infer.results import Fit
 from ..io.files import FilePath
 from ..nn.base import in_mode
-from ..nn.neural import LinearDropout, NeuralHMM
+from ..nn.dropout import LinearDropout
+from ..nn.neural import NeuralHMM
 from ..ops import blocks as state_blocks
 from ..ops.automata import Automaton, template
 from ..ops.blocks import Blocks

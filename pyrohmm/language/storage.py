@@ -10,7 +10,7 @@ import torch
 
 from ..data.vocabulary import Vocabulary, word_classes
 from ..io.files import TENSORS, FilePath, check_directory, read_directory, write_directory
-from ..nn.neural import LinearDropout
+from ..nn.dropout import LinearDropout
 from ..ops import blocks as state_blocks
 from .dropout import DefaultDropout
 

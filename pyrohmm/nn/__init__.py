@@ -25,7 +25,8 @@ Its modules; each imports only those above it:
 ``points``           an ``HMM`` as a module without priors
 ``dense``            ``DenseHMM``: softmax of inner products of embeddings
 ``networks``         networks and tables that make embeddings
-``neural``           ``NeuralHMM``, ``ScalarHMM``: tens of thousands of states; ``LinearDropout``
+``dropout``          what training leaves out: ``LinearDropout`` of states, ``TrainingNoise``
+``neural``           ``NeuralHMM``, ``ScalarHMM``: tens of thousands of states
 ``ngram``            ``NGramMixture``: a neural HMM mixed with an n-gram
 ``tagging``          ``NeuralTagger``: a neural HMM of words and tags
 """
@@ -42,6 +43,8 @@ from .composed import streams as streams
 from .composed import tied as tied
 from .continuous_time import TabularContinuousTimeHMM as TabularContinuousTimeHMM
 from .dense import DenseHMM as DenseHMM
+from .dropout import LinearDropout as LinearDropout
+from .dropout import TrainingNoise as TrainingNoise
 from .durations import free_durations as free_durations
 from .durations import geometric_durations as geometric_durations
 from .durations import negative_binomial_durations as negative_binomial_durations
@@ -55,7 +58,6 @@ from .factorial import TabularFactorialHMM as TabularFactorialHMM
 from .factorial import additive_bernoulli as additive_bernoulli
 from .factorial import additive_normal as additive_normal
 from .mixtures import normal_mixture as normal_mixture
-from .neural import LinearDropout as LinearDropout
 from .neural import NeuralHMM as NeuralHMM
 from .neural import ScalarHMM as ScalarHMM
 from .ngram import NGramMixture as NGramMixture

@@ -14,9 +14,7 @@ import copy
 import math
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
-from numbers import Real
-from typing import Any, ClassVar, Self, cast
+from typing import Any, Self, cast
 
 import pyro
 import torch
@@ -28,54 +26,15 @@ from torch import Tensor, nn
 from .._checks import check_integers, check_range, check_shape, check_size
 from .._precision import at_least_single, full_precision
 from ..distributions.block_hmm import BlockHMM, FinalState
+from ..distributions.block_symbols import BlockSymbols, ExpertSymbols
 from ..distributions.carried_state import CarriedState
 from ..distributions.hmm import HMM
 from ..ops.block_emission import log_emission, normalised
 from ..ops.block_transition import InnerProductTransition
 from ..ops.blocks import Blocks
 from .base import PYRO, HMMModule
+from .dropout import LinearDropout, TrainingNoise, check_dropout, sample_kept_states
 from .networks import USES, CharCNN, Residual, StateEmbedding, SymbolEmbedding
-
-
-@dataclass(frozen=True)
-class LinearDropout:
-    """A share of states that changes linearly with the calls in training mode, then stays.
-
-    A fit that goes on from its checkpoint with more steps may have a larger ``num_steps``.
-
-    Args:
-        begin: Share at the first call, at least 0 and less than 1.
-        end: Share at call ``num_steps`` and after it.
-        num_steps: Such as the number of steps of the fit.
-
-    Raises:
-        ValueError: If a number is out of range.
-
-    Example:
-        >>> share = LinearDropout(0.5, 0.0, 100)
-        >>> share(0), share(50), share(200)
-        (0.5, 0.25, 0.0)
-    """
-
-    begin: float
-    end: float
-    num_steps: int
-    may_differ: ClassVar[tuple[str, ...]] = ("num_steps",)  # from that of a checkpoint
-
-    def __post_init__(self) -> None:
-        check_dropout("begin", self.begin)
-        check_dropout("end", self.end)
-        check_size("num_steps", self.num_steps)
-
-    def __call__(self, step: int) -> float:
-        """The share at a ``step``, from 0."""
-        return self.begin + (self.end - self.begin) * min(1.0, step / self.num_steps)
-
-
-def check_dropout(name: str, share: float) -> None:
-    """Raise unless ``share`` may be left out."""
-    if not isinstance(share, Real) or not 0 <= share < 1:
-        raise ValueError(f"{name} must be at least 0 and less than 1; got {share!r}.")
 
 
 class _Large(HMMModule):
@@ -89,6 +48,7 @@ class _Large(HMMModule):
         num_symbols: int,
         blocks: Blocks | None,
         dropout: float | LinearDropout,
+        noise: TrainingNoise | None,
     ) -> None:
         super().__init__()
         check_size("num_states", num_states)
@@ -106,6 +66,7 @@ class _Large(HMMModule):
             self.register_buffer("num_drawn", torch.tensor(0))
         self.num_states, self.num_symbols = num_states, num_symbols
         self.dropout: float | LinearDropout = dropout
+        self.noise = noise
         self._set_blocks(blocks)
 
     def _set_blocks(self, blocks: Blocks | None) -> None:
@@ -122,7 +83,8 @@ class _Large(HMMModule):
             states, blocks = None, self.blocks
             if self.training and self.dropout:
                 states, blocks = self._drop()
-            return self._build(states, blocks, lengths, observed)
+            hmm = self._build(states, blocks, lengths, observed)
+            return hmm if self.noise is None or not self.training else self.noise(hmm)
         # without gradients the last HMM still holds, if no number has changed
         numbers = [*self.parameters(), *self.buffers()]
         if self._lazy_last is not None and _are_same(self._lazy_last[0], numbers):
@@ -167,27 +129,6 @@ class _Large(HMMModule):
         self, states: Tensor | None, blocks: Blocks | None, lengths: Tensor, observed: Tensor | None
     ) -> HMM:
         raise NotImplementedError
-
-
-def sample_kept_states(num_states: int, blocks: Blocks | None, dropout: float) -> Tensor:
-    """States that dropout keeps, ascending: the same share of every block (section 4.3).
-
-    Of k states ``round((1 - dropout) * k)`` are kept, at least one. Without blocks, or where they
-    overlap, k is the number of all states, and each block that would have none keeps one more.
-    """
-    apart = blocks is not None and blocks.disjoint
-    sizes = blocks.sizes if blocks is not None and apart else torch.tensor([num_states])
-    num_kept = ((1 - dropout) * sizes + 0.5).floor().long().clamp(min=1)
-    owner = torch.arange(len(sizes)).repeat_interleave(sizes)
-    uniform = torch.rand(num_states, dtype=torch.float64)
-    order = (owner + uniform).argsort()
-    rank = torch.arange(num_states) - (sizes.cumsum(0) - sizes)[owner]
-    kept = torch.zeros(num_states, dtype=torch.bool)
-    kept[order[rank < num_kept[owner]]] = True
-    if blocks is not None and not apart:
-        places = uniform[blocks.states].masked_fill(blocks.states < 0, torch.inf).argmin(-1)
-        kept[blocks.states.gather(-1, places.unsqueeze(-1))] = True
-    return kept.nonzero().squeeze(-1)
 
 
 def _check_single(dims: int = 1, **parts: Tensor) -> None:
@@ -252,14 +193,18 @@ class NeuralHMM(_Large):
         dropout: Share of the states of each block that is left out, at each call in training mode:
             see :func:`sample_kept_states`. The HMM then has fewer states, and costs less. A
             :class:`LinearDropout` changes with the calls, such as from 0.5 to none at the end.
+        noise: What else is left out, at each call in training mode; nothing by default.
         scale: Initial standard deviation of the embeddings of states; by default
             :math:`D^{-1/2}`, with which that of logits is about one. With 1, as in the code, the
             initial transitions are nearly deterministic, and training takes longer.
         words: Called without arguments, returns vectors of symbols ``(V, D)``: a
             :class:`CharCNN`, for instance. A :class:`SymbolEmbedding` by default.
+        context: Called with symbols ``(N, T)``, returns vectors ``(N, T, D)`` of the symbols before
+            each, such as :class:`PreviousSymbols`: emissions are then products of two experts, see
+            :class:`~pyrohmm.distributions.block_symbols.ExpertSymbols`. For disjoint blocks.
 
     Raises:
-        TypeError: If ``words`` is not callable.
+        TypeError: If ``words`` or ``context`` is not callable.
         ValueError: If a size is less than one, or arguments do not fit each other.
 
     Example:
@@ -282,10 +227,12 @@ class NeuralHMM(_Large):
         tied: bool = True,
         factored: bool = False,
         dropout: float | LinearDropout = 0.0,
+        noise: TrainingNoise | None = None,
         scale: float | None = None,
         words: Any = None,
+        context: Any = None,
     ) -> None:
-        super().__init__(num_states, num_symbols, blocks, dropout)
+        super().__init__(num_states, num_symbols, blocks, dropout, noise)
         check_size("hidden_dim", hidden_dim)
         if two_level and (blocks is None or not blocks.disjoint):
             raise ValueError("two_level transitions need blocks that are disjoint.")
@@ -293,6 +240,13 @@ class NeuralHMM(_Large):
             raise ValueError("factored embeddings need blocks.")
         if scale is not None and not 0 < scale < math.inf:
             raise ValueError(f"scale must be positive and finite; got {scale}.")
+        if words is not None and not callable(words):
+            raise TypeError(f"words must be callable; got {type(words).__name__}.")
+        if context is not None:
+            if not callable(context):
+                raise TypeError(f"context must be callable; got {type(context).__name__}.")
+            if blocks is None or not blocks.disjoint or (noise is not None and noise.word):
+                raise ValueError("context needs blocks that are disjoint, and no noise of words.")
         for use in USES:
             if use == USES[0] or not tied:
                 table = StateEmbedding(num_states, hidden_dim, blocks if factored else None, scale)
@@ -307,7 +261,7 @@ class NeuralHMM(_Large):
             assert blocks is not None
             self.block_score = PyroModule[nn.Linear](hidden_dim, blocks.num_blocks)
         self.words = SymbolEmbedding(num_symbols, hidden_dim) if words is None else words
-        self.bias = nn.Parameter(torch.zeros(num_symbols))
+        self.bias, self.context = nn.Parameter(torch.zeros(num_symbols)), context
 
     def _build(
         self, states: Tensor | None, blocks: Blocks | None, lengths: Tensor, observed: Tensor | None
@@ -334,8 +288,10 @@ class NeuralHMM(_Large):
                 matrix = InnerProductTransition(vectors, enter.to(vectors.dtype), blocks, logits)
             else:
                 matrix = (leave @ enter.mT).log_softmax(-1)
-            table = log_emission(emit, words, bias, blocks)
-            return BlockHMM(initial, matrix, table, blocks, lengths, observed)
+            symbols = BlockSymbols(log_emission(emit, words, bias, blocks), blocks)
+            if self.context is not None:
+                symbols = ExpertSymbols(symbols.log_probs, blocks, words, self.context)
+            return BlockHMM(initial, matrix, symbols, blocks, lengths, observed)
 
     def _vectors(self, states: Tensor | None, uses: tuple[str, ...] = USES) -> list[Tensor]:
         """Embeddings of states, or of all, for some uses."""
@@ -376,6 +332,8 @@ class NeuralHMM(_Large):
                 f"this one has {type(self.words).__name__}, which knows no spelling. Build it with "
                 "words=CharCNN(...)."
             )
+        if self.context is not None:
+            raise ValueError("words cannot be added to a model with a context, which knows none.")
         net, other = self.words.extended(words), copy.deepcopy(self)
         with PYRO, pyro.get_param_store().scope(), poutine.block(), torch.no_grad():
             unit = nn.functional.normalize(copy.deepcopy(net)(), dim=-1)  # net itself has not run
@@ -415,6 +373,8 @@ class NeuralHMM(_Large):
         """
         if self.blocks is None or not self.blocks.disjoint:
             raise ValueError("sequences continue in windows only with blocks that are disjoint.")
+        if self.noise is not None or self.context is not None:
+            raise ValueError("sequences continue in windows only without noise and context.")
         _check_particles(self)
         every = torch.arange(self.num_states, device=next(self.parameters()).device)
         states, blocks = (None, self.blocks)
@@ -455,6 +415,7 @@ class ScalarHMM(_Large):
         num_symbols: V.
         blocks: Which states may emit which symbol; all of them by default.
         dropout: As in :class:`NeuralHMM`.
+        noise: As in :class:`NeuralHMM`.
     """
 
     def __init__(
@@ -464,8 +425,9 @@ class ScalarHMM(_Large):
         *,
         blocks: Blocks | None = None,
         dropout: float | LinearDropout = 0.0,
+        noise: TrainingNoise | None = None,
     ) -> None:
-        super().__init__(num_states, num_symbols, blocks, dropout)
+        super().__init__(num_states, num_symbols, blocks, dropout, noise)
         width = num_states if blocks is None else blocks.width
         self.start = nn.Parameter(torch.randn(num_states))
         self.transition = nn.Parameter(torch.randn(num_states, num_states))

@@ -11,7 +11,7 @@ Its modules; each imports only those above it:
 ``kept``              what is made of a batch once, such as its indices on a device
 ``block_plan``        which pairs of blocks occur in a batch, and where they lie in memory
 ``torch_chain``       forward, backward, Viterbi and sampling as torch operations
-``torch_chunks``      the same for long and narrow chains, on two levels
+``torch_chunks``      the same for long and narrow chains, by a prefix sum over chunks
 ``segment_chain``     the same arguments of chains with durations
 ``torch_segments``    chains with durations, in logarithms, as torch operations
 ``torch_factorial``   several chains, or pairs of states of one, as torch operations

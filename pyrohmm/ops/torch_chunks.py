@@ -1,4 +1,4 @@
-"""Long and narrow chains by torch, on two levels: 3 sqrt(T) dependent steps instead of T."""
+"""Long and narrow chains by torch: chunks of steps, joined by a prefix sum (associative scan)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,17 @@ def chunk_length(transition: Tensor, weight: Tensor, lengths: Tensor) -> int:
     narrow = groups * size * num_states**3 <= 1_000_000
     if len(transition) > 1 or steps < 256 or not narrow or bool((lengths < steps).any()):
         return 0
-    return round(steps**0.5)
+    return best_length(weight.shape)
+
+
+def best_length(shape: torch.Size) -> int:
+    """How many steps ``(T, G, n, K)`` to take as one chunk.
+
+    Short ones call for fewest operations; where operators are large, fewer and longer chunks read
+    and write less memory.
+    """
+    steps, groups, size, num_states = shape
+    return round(min(steps**0.5, max(8, num_states * (groups * size) ** 0.5 / 2)))
 
 
 def _split(tensor: Tensor, length: int) -> Tensor:
@@ -37,30 +47,48 @@ def _join(target: Tensor, tensor: Tensor) -> None:
     target.copy_(cut.reshape(target.shape))
 
 
-def _operators(transition: Tensor, inside: Tensor) -> tuple[Tensor, Tensor]:
-    """What each chunk does to the mass that arrives at its first step.
+def _scaled(operators: Tensor) -> Tensor:
+    """Matrices ``(*, K, K)`` up to a factor each; their largest entry is one."""
+    return operators / operators.amax((-2, -1), keepdim=True)
+
+
+def _operators(transition: Tensor, inside: Tensor) -> Tensor:
+    """What each chunk does to the mass that arrives at its first step, up to a factor each.
+
+    Args:
+        transition: ``(G, K, K)``.
+        inside: ``(L, G, C * n, K)``.
 
     Returns:
-        Matrices ``(G, C, n..., K, K)`` flattened to ``(G, C * n, K, K)`` whose rows sum to one,
-        and the logarithms of the norms of the rows ``(G, C * n, K)``.
+        ``(G, C * n, K, K)``, from each state at the first step to each at the last.
     """
-    length, groups, size, num_states = inside.shape
-    rows = torch.diag_embed(inside[0])  # unit mass in each state, seen once
-    logs = torch.zeros(groups, size, num_states, dtype=torch.float64, device=inside.device)
-    for t in range(length):
-        if t > 0:
-            rows = (rows.flatten(1, 2) @ transition[0]).reshape(rows.shape)
-            rows *= inside[t].unsqueeze(2)
-        norm = rows.sum(-1)
-        logs += norm.double().log()
-        rows /= norm.masked_fill(norm == 0, 1.0).unsqueeze(-1)
-    return rows, logs
+    rows = torch.diag_embed(inside[0])
+    for weight in inside[1:]:
+        arrived = (rows.flatten(1, 2) @ transition).reshape(rows.shape)
+        rows = _scaled(arrived * weight.unsqueeze(2))
+    return rows
 
 
-def _balanced(rows: Tensor, logs: Tensor) -> Tensor:
-    """The operators up to a factor each."""
-    peak = logs.amax(-1, keepdim=True)
-    return rows * (logs - peak.masked_fill(peak.isneginf(), 0.0)).exp().to(rows.dtype).unsqueeze(-1)
+def prefixes(first: Tensor, operators: Tensor) -> Tensor:
+    """Vectors v_0 to v_C, up to a factor each, with v_c = v_{c-1} M_c, in 2 log C products.
+
+    Pairs of operators are multiplied to half as many, which give every other vector (Blelloch,
+    1990).
+
+    Args:
+        first: ``(*, K)``, v_0.
+        operators: ``(C, *, K, K)``, M.
+    """
+    count = len(operators)
+    if count == 0:
+        return first.unsqueeze(0)
+    pairs = _scaled(operators[: count - 1 : 2] @ operators[1::2])
+    even, odd = prefixes(first, pairs), operators[::2]
+    out = first.new_empty(count + 1, *first.shape)
+    out[::2] = even
+    out[1::2] = (even[: len(odd)].unsqueeze(-2) @ odd).squeeze(-2)
+    out[1::2] /= out[1::2].sum(-1, keepdim=True)
+    return out
 
 
 def forward_by_chunks(
@@ -87,21 +115,14 @@ def forward_by_chunks(
         arrived = alpha[head - 1] @ transition[0]
     inside = _split(weight[head:], length)
     chunks = steps // length
-    operators = _balanced(*_operators(transition, inside))
-    operators = operators.reshape(groups, chunks, size, num_states, num_states)
-    starts = [arrived]
-    for c in range(chunks - 1):
-        left = (starts[-1].unsqueeze(-2) @ operators[:, c]).squeeze(-2)
-        starts.append((left / left.sum(-1, keepdim=True)) @ transition[0])
-    start = torch.stack(starts, 1).flatten(1, 2)  # (G, C * n, K)
+    matrix = transition[0].unsqueeze(1)
+    operators = _operators(transition[0], inside) @ matrix
+    operators = operators.reshape(groups, chunks, size, num_states, num_states).movedim(1, 0)
+    start = prefixes(arrived, operators[:-1]).movedim(0, 1).flatten(1, 2)  # (G, C * n, K)
     full = torch.full(start.shape[:2], length)
-    parts = (
-        torch.zeros_like(inside),
-        torch.ones_like(inside[..., 0]),
-        torch.ones_like(start[..., 0]),
-    )
-    good = parts[2].bool()
-    forward_by_steps(start, transition, inside, full, limits, parts[0], parts[1], good)
+    parts = torch.zeros_like(inside), torch.ones_like(inside[..., 0])
+    good = torch.ones_like(start[..., 0], dtype=torch.bool)
+    forward_by_steps(start, transition, inside, full, limits, *parts, good)
     _join(alpha[head:], parts[0])
     _join(total[head:], parts[1])
     exact.copy_(sound & good.reshape(groups, chunks, size).all(1))
@@ -123,15 +144,13 @@ def backward_by_chunks(
     head = steps % length
     chunks = steps // length
     inside, forward = _split(weight[head:], length), _split(alpha[head:], length)
-    operators = _balanced(*_operators(transition, inside))
-    operators = operators.reshape(groups, chunks, size, num_states, num_states)
-    ends = [torch.ones_like(alpha[0])]  # the message to the last step of each chunk, last first
-    for c in range(chunks - 1, -1, -1):
-        back = (operators[:, c] @ ends[-1].unsqueeze(-1)).squeeze(-1) @ transition[0].mT
-        end = head + c * length - 1
-        known = alpha[end] if end >= 0 else torch.ones_like(back)
-        ends.append(back / (known * back).sum(-1, keepdim=True))
-    last = torch.stack(ends[-2::-1], 1).flatten(1, 2)  # (G, C * n, K)
+    matrix = transition[0].unsqueeze(1)
+    operators = matrix @ _operators(transition[0], inside)
+    operators = operators.reshape(groups, chunks, size, num_states, num_states).movedim(1, 0)
+    ends = prefixes(torch.ones_like(alpha[0]), operators.flip(0).mT).flip(0)  # (C + 1, G, n, K)
+    known = torch.cat([alpha[max(head - 1, 0)][None], alpha[head + length - 1 :: length]])
+    ends = ends / (known * ends).sum(-1, keepdim=True)
+    last = ends[1:].movedim(0, 1).flatten(1, 2)  # (G, C * n, K)
     full = torch.full(last.shape[:2], length)
     good = torch.ones_like(last[..., 0], dtype=torch.bool)
     smoothed, sent = torch.zeros_like(inside), torch.zeros_like(inside)
@@ -143,5 +162,5 @@ def backward_by_chunks(
     if head:
         backward_by_steps(
             transition, weight[:head], lengths.clamp(max=head), alpha[:head], total[:head],
-            exact, gamma[:head], message[:head], ends[-1],
+            exact, gamma[:head], message[:head], ends[0],
         )  # fmt: skip

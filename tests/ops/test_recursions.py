@@ -431,6 +431,18 @@ def test_chunks_of_a_long_chain_agree_with_its_steps(
         torch.testing.assert_close(one, other, **loose)
 
 
+@pytest.mark.parametrize("count", [0, 1, 2, 5, 8, 11])
+def test_the_prefix_sum_gives_the_vector_after_each_operator(count):
+    torch.manual_seed(0)
+    first, operators = torch.rand(2, 3).double(), torch.rand(count, 2, 3, 3).double()
+    wanted = [first]
+    for operator in operators:
+        wanted.append((wanted[-1].unsqueeze(-2) @ operator).squeeze(-2))
+    found, wanted = _chunks.prefixes(first, operators), torch.stack(wanted)
+    parts = (each / each.sum(-1, keepdim=True) for each in (found, wanted))
+    torch.testing.assert_close(*parts)
+
+
 def test_chunks_hand_on_a_sequence_they_cannot_hold(steps_only):
     chain = random_chain(3, 260, (3,))
     chain.log_likelihood[1, 100] = NEVER
