@@ -161,7 +161,6 @@ def _guarded(function: Any, ranges: Mapping[str, Range | None], of_tensors: bool
     # with code of its own, for which torch.compile finds what it compiled
     code = chosen.__code__.replace(co_name=function.__name__, co_qualname=function.__qualname__)
     same = FunctionType(code, inspect.unwrap(function).__globals__, closure=chosen.__closure__)
-    same.checked = function  # type: ignore[attr-defined]  # its identity, for checkpoints
     return update_wrapper(same, function)
 
 

@@ -56,6 +56,7 @@ def fit_map(  # noqa: D417  # the other arguments are those of fit_svi
     report: Report | None = None,
     generator: torch.Generator | None = None,
     precision: torch.dtype | None = None,
+    name: str | None = None,
 ) -> Fit:
     r"""Maximise the posterior density :math:`\log p(\theta \mid x)` by gradient steps.
 
@@ -96,6 +97,7 @@ def fit_map(  # noqa: D417  # the other arguments are those of fit_svi
         checkpoint=checkpoint, batch_tokens=batch_tokens, windows=windows, elbo=elbo,
         optimizer=optimizer, schedule=schedule, clip_norm=clip_norm, average=average,
         validate_every=validate_every, report=report, generator=generator, precision=precision,
+        name=name,
     )  # fmt: skip
     check_size("restarts", restarts)
     data, start = in_parts(data), partial(_interior_value, init)

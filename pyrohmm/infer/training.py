@@ -65,6 +65,7 @@ class Settings:
     batch_tokens: int | None
     windows: tuple[int, int] | None
     precision: torch.dtype | None
+    name: str | None
 
     @property
     def in_one(self) -> bool:
@@ -343,39 +344,28 @@ class State:
     def identity(self) -> dict[str, Any]:
         """What distinguishes this fit from others, for checkpoints."""
         settings, optimizer, schedule = self.settings, self.descent.optimizer, self.descent.schedule
-        model, generator = inspect.unwrap(self.model), settings.generator
+        model = inspect.unwrap(self.model)
         compared = {
             field.name: getattr(settings, field.name)
             for field in fields(settings)
-            if field.name not in (*FREE, "learning_rate", "optimizer", "schedule", "generator")
+            if field.name not in (*FREE, "optimizer", "schedule", "generator")
         } | {"precision": self.precision[1]}
-        groups = [
-            {
-                name: value
-                for name, value in group.items()
-                if name not in ("params", "lr", "initial_lr")
-            }
-            for group in optimizer.param_groups
-        ]
-        # before a schedule has changed them
-        rates = [group.get("initial_lr", group.get("lr")) for group in optimizer.param_groups]
+        groups: dict[str, list[Any]] = {}
+        for group in optimizer.param_groups:
+            rate = group.get("initial_lr", group.get("lr"))  # before a schedule has changed it
+            for name, value in (group | {"lr": rate}).items():
+                if name not in ("params", "initial_lr"):
+                    groups.setdefault(name, []).append(value)
         return {
             "fit": f"{name_of(self.guide)} on {name_of(model)}",
             "latent variables": list(self.objective.supports),
             "shapes": [list(parameter.shape) for parameter in self.objective.parameters],
-            "optimizer": type(optimizer).__name__,
-            "learning_rate": describe(rates[0] if len(rates) == 1 else rates),
-            "settings of the optimizer": describe(
-                (groups[0] if len(groups) == 1 else {"groups": groups})
-                | {"function": settings.optimizer}
-            ),
-            "schedule": describe(
-                schedule and _without_rate(schedule.state_dict()) | {"function": settings.schedule}
-            ),
             **{name: describe(value) for name, value in compared.items()},
+            "optimizer": describe({"class": type(optimizer)} | groups),
+            "schedule": schedule and _of_schedule(schedule, settings.schedule),
             "data": fingerprint(self.data),
-            "seed of the generator": None if generator is None else generator.initial_seed(),
-            "model": describe(self.model),
+            "seed of the generator": describe(settings.generator),
+            "model": describe(model),
             "guide": describe(self.guide),
         }
 
@@ -399,6 +389,7 @@ def copy_values(values: Iterable[Tensor], into: Iterable[Tensor]) -> None:
             target.copy_(value)
 
 
-def _without_rate(state: dict[str, Any]) -> dict[str, Any]:
-    """The state of a schedule without its first rate, which follows from the rest."""
-    return {name: value for name, value in state.items() if name != "_last_lr"}
+def _of_schedule(schedule: LRScheduler, made_by: Any) -> Any:
+    """What is compared of a schedule: all but its first rate, which follows from the rest."""
+    state = {name: value for name, value in schedule.state_dict().items() if name != "_last_lr"}
+    return describe(state | {"function": made_by})

@@ -218,7 +218,7 @@ def test_patience_that_has_ended_is_not_gone_on_with_unless_there_is_more_of_it(
         ({"validate_every": 3}, "validate_every"),
         (
             {"optimizer": functools.partial(torch.optim.AdamW, lr=0.1, weight_decay=0.5)},
-            "settings of the optimizer.weight_decay",
+            "optimizer.weight_decay",
         ),
         (
             {"schedule": functools.partial(torch.optim.lr_scheduler.ReduceLROnPlateau, patience=2)},
@@ -354,7 +354,7 @@ def test_a_fit_that_is_killed_twenty_times_ends_with_the_same_bits(fit, tmp_path
                 checkpoint=path,
                 optimizer=functools.partial(torch.optim.SGD, lr=0.1),
             ),
-            "optimizer",
+            "optimizer.class",
         ),
     ],
 )
