@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -28,7 +29,7 @@ from ..io.identity import describe, digits, fingerprint
 from ..nn.base import in_mode
 from .guide_samples import point_of
 from .models import to_model_device
-from .objective import Objective, check_shared, follow_batches
+from .objective import LEFT, Objective, check_shared, follow_batches
 from .process_group import ProcessGroup
 from .results import WINDOW, name_of
 from .validation import HeldOut, Validation
@@ -289,7 +290,21 @@ class State:
         average = self.descent.average
         applied = nullcontext() if average is None else average.applied()
         with applied, full_precision(self.objective.parameters[0]):
-            return held_out.validate(len(self.losses), self.tensors())
+            try:
+                return held_out.validate(len(self.losses), self.tensors())
+            except ValueError as error:
+                self.objective.explain(error, len(self.losses))
+                raise
+
+    def begin(self) -> None:
+        """Keep the parameters that a fit begins with, which it gives back if it fails."""
+        self._first = [tensor.detach().clone() for tensor in self.tensors()]
+
+    def give_back(self) -> None:
+        """Set the parameters to the best that were validated, or to the first ones."""
+        held_out = self.held_out
+        found = held_out is not None and any(math.isfinite(p.nats) for p in held_out.history)
+        copy_values(held_out.best if held_out and found else self._first, self.tensors())
 
     def finish(self) -> Tensor:
         """Set the parameters to those that the fit ends with, and return all losses, checked."""
@@ -300,9 +315,14 @@ class State:
         elif self.descent.average is not None:
             copy_values(self.descent.average.values, self.objective.parameters)
         losses = torch.stack(self.losses).cpu()
-        if losses.dim() == 1 and not bool(losses.isfinite().all()):
+        if losses.dim() > 1:  # a restart may fail
+            return losses
+        if not bool(losses.isfinite().all()):
             step = int((~losses.isfinite()).byte().argmax())
             self.objective.check_finite(losses[step], step, self.probe)
+        pairs = zip(self.tensors(), self._first)
+        if any(bool((first.isfinite() & ~last.isfinite()).any()) for last, first in pairs):
+            raise FloatingPointError(LEFT.format(len(losses)))
         return losses
 
     def take(self) -> dict[str, Any]:
@@ -331,9 +351,11 @@ class State:
         self.batches.restore(saved["batches"])
         device = self.objective.parameters[0].device
         if self.descent.average is not None:
-            self.descent.average.values = [value.to(device) for value in saved["averages"]]
+            averages = saved.tensors_like("averages", self.descent.average.values)
+            self.descent.average.values = [value.to(device) for value in averages]
         if self.held_out is not None:
-            self.held_out.restore(saved["held_out"])
+            held_out = Fields(saved["held_out"], saved, "held_out.")
+            self.held_out.restore(held_out, self.tensors())
         self.losses = list(saved.losses(None).to(device))
         self.start_time -= saved["seconds"]
         if len(self.losses) > self.settings.num_steps:

@@ -8,6 +8,7 @@ are made of V words in C clusters; there are K states.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterable, Sequence
 from functools import partial
@@ -25,6 +26,7 @@ from ..data.sequences import Sequences
 from ..data.vocabulary import Vocabulary, word_classes
 from ..infer.map import fit_map
 from ..infer.models import MarginalModel, StatefulModel
+from ..infer.objective import LEFT
 from ..infer.results import Fit
 from ..io.files import FilePath
 from ..nn.base import in_mode
@@ -225,7 +227,8 @@ class LanguageModel:
                 ``report``, ``checkpoint``, ``average``, ``generator``, ``progress``.
 
         Raises:
-            FloatingPointError: If the loss becomes infinite or NaN.
+            FloatingPointError: If the loss or a parameter becomes infinite or NaN; the parameters
+                are then those that predicted ``validation`` best, or those before the fit.
             TypeError, ValueError: As :func:`pyrohmm.fit_svi`; or if an option is one that this
                 method chooses.
         """
@@ -243,17 +246,18 @@ class LanguageModel:
             check_ends("validation", self.vocabulary, validation)
         model = MarginalModel(self.module)
         batching: dict[str, Any] = {"batch_tokens": batch_tokens}
+        read, first = data, copy.deepcopy(self.module.state_dict())
         num_steps = self.num_steps(data, num_epochs, batch_tokens, num_streams)
         set_default(self.module, data.num_observed, num_epochs, num_steps)
         if self.contiguous:
             steps = max(1, batch_tokens // num_streams)
             model = StatefulModel(self.module, num_streams)
             batching = {"windows": (num_streams, steps)}
-            data = as_text(data)
+            read = as_text(data)
             validation = None if validation is None else as_text(validation, num_streams)
-        return fit_map(
+        fit = fit_map(
             model,
-            data,
+            read,
             num_steps=num_steps,
             tolerance=None,
             validation=validation,
@@ -265,6 +269,13 @@ class LanguageModel:
             **batching,
             **options,
         )
+        try:  # no loss comes after the last step
+            if not bool(self.score(data[:1]).isnan()):
+                return fit
+        except ValueError:
+            pass
+        self.module.load_state_dict(first)
+        raise FloatingPointError(LEFT.format(len(fit.losses)))
 
     def num_steps(
         self,
