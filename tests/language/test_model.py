@@ -299,3 +299,10 @@ def test_parameters_do_not_decay():
     finally:
         handle.remove()
     assert set(found) == {0.0}
+
+
+def test_a_byte_order_mark_is_no_part_of_the_first_word():
+    """As of a file that was opened as UTF-8 and read as lines."""
+    assert "\ufeffa" not in count_words(["\ufeffa b", "b a"])
+    vocabulary = count_words(["a b", "b a"])
+    assert encode(["\ufeffa b"], vocabulary).values.equal(encode(["a b"], vocabulary).values)
