@@ -235,15 +235,7 @@ class LanguageModel:
         check_size("num_epochs", num_epochs)
         check_size("batch_tokens", batch_tokens)
         check_size("num_streams", num_streams)
-        chosen = sorted({"num_steps", "tolerance", "optimizer", "schedule"} & set(options))
-        if chosen:
-            raise TypeError(
-                f"fit chooses {', '.join(chosen)} itself. For another, call fit_map with "
-                "MarginalModel(model.module)."
-            )
-        check_ends("data", self.vocabulary, data)
-        if validation is not None:
-            check_ends("validation", self.vocabulary, validation)
+        self._check_fit(data, validation, set(options))
         model = MarginalModel(self.module)
         batching: dict[str, Any] = {"batch_tokens": batch_tokens}
         read, first = data, copy.deepcopy(self.module.state_dict())
@@ -269,13 +261,29 @@ class LanguageModel:
             **batching,
             **options,
         )
-        try:  # no loss comes after the last step
-            if not bool(self.score(data[:1]).isnan()):
-                return fit
+        if self._is_broken(data[:1]):  # no loss comes after the last step
+            self.module.load_state_dict(first)
+            raise FloatingPointError(LEFT.format(len(fit.losses)))
+        return fit
+
+    def _check_fit(self, data: Sequences, held_out: Sequences | None, options: set[str]) -> None:
+        """Raise unless data end as sentences do, and no option is one that :meth:`fit` chooses."""
+        chosen = sorted({"num_steps", "tolerance", "optimizer", "schedule"} & options)
+        if chosen:
+            raise TypeError(
+                f"fit chooses {', '.join(chosen)} itself. For another, call fit_map with "
+                "MarginalModel(model.module)."
+            )
+        check_ends("data", self.vocabulary, data)
+        if held_out is not None:
+            check_ends("validation", self.vocabulary, held_out)
+
+    def _is_broken(self, data: Sequences) -> bool:
+        """Whether parameters are so large that scores are NaN, or not computed at all."""
+        try:
+            return bool(self.score(data).isnan().any())
         except ValueError:
-            pass
-        self.module.load_state_dict(first)
-        raise FloatingPointError(LEFT.format(len(fit.losses)))
+            return True
 
     def num_steps(
         self,
