@@ -15,6 +15,7 @@ from pyro.infer.autoguide import AutoMultivariateNormal, AutoNormal
 from torch.utils.data import DataLoader, Dataset
 
 from pyrohmm import (
+    HMM,
     DenseHMM,
     DiversityPrior,
     EnumeratedModel,
@@ -243,3 +244,19 @@ def test_a_fit_is_read_in_the_workers_of_a_data_loader():
     loader = DataLoader(scores, batch_size=3, num_workers=1, multiprocessing_context="spawn")
     found = torch.cat(list(loader)).squeeze(-1)
     torch.testing.assert_close(found, evidence(fit), rtol=1e-12, atol=0)
+
+
+def test_an_hmm_whose_parameters_carry_a_graph_can_be_copied():
+    logits = torch.zeros(2, 3, requires_grad=True)
+    scale = torch.ones(1, requires_grad=True)
+    even = torch.full((2, 2), 0.5).log()
+    normal = pyro.distributions.Normal(logits * 2, (scale * 3).expand(2, 3)).to_event(1)
+    hmm = HMM(even[0], even, normal, torch.tensor([4]))
+    other = copy.deepcopy(hmm)
+    values = torch.randn(1, 4, 3)
+    assert torch.equal(other.log_prob(values), hmm.log_prob(values))
+    assert other.emission.base_dist.loc.is_leaf
+    assert other.emission.base_dist.scale.stride() == hmm.emission.base_dist.scale.stride()
+    with torch.no_grad():
+        other.emission.base_dist.loc.add_(1.0)
+    assert not hmm.emission.base_dist.loc.any()

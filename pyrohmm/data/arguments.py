@@ -103,6 +103,12 @@ def parts_of_steps(
     if labels is not None:
         check_labels(labels, exists.shape)
         labels = labels.to(exists.device)
+        if labels.dtype != torch.bool and bool((wrong := exists & (labels < -1)).any()):
+            n, t = wrong.nonzero()[0].tolist()
+            raise ValueError(
+                f"labels must be states, or -1 where one is not known; got {int(labels[n, t])} at "
+                f"sequence {n}, step {t}."
+            )
     if covariates is not None:
         check_covariates(covariates, exists)
         covariates = covariates.to(exists.device)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -78,8 +80,18 @@ class ChainDistribution(TorchDistribution):
             chain.check_values()
 
     def __getstate__(self) -> dict[str, Any]:
-        _unmark(self.__dict__, set())
+        _unmark(self.__dict__)
         return self.__dict__
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """A copy whose tensors are leaves of a graph of their own, as a pickle's are."""
+        for tensor in _tensors(self.__dict__, set()):
+            if not tensor.is_leaf:
+                memo[id(tensor)] = copy.deepcopy(tensor.detach(), memo).requires_grad_()
+        new = copy.copy(self)
+        memo[id(self)] = new
+        new.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return new
 
     # What it is made of
 
@@ -304,16 +316,21 @@ def check_likelihood(likelihood: Tensor) -> None:
     )
 
 
-def _unmark(part: Any, seen: set[int]) -> None:
+def _unmark(part: Any) -> None:
     """Take from parameters Pyro's weak references, which cannot be pickled; it makes new ones."""
+    for tensor in _tensors(part, set()):
+        tensor.__dict__.pop("unconstrained", None)
+
+
+def _tensors(part: Any, seen: set[int]) -> Iterator[Tensor]:
+    """All tensors that ``part`` holds, those of objects within it included."""
     if id(part) in seen or isinstance(part, type):
         return
     seen.add(id(part))
     if isinstance(part, Tensor):
-        part.__dict__.pop("unconstrained", None)
-    elif isinstance(part, list | tuple):
-        for inner in part:
-            _unmark(inner, seen)
-    else:
-        for inner in (part if isinstance(part, dict) else getattr(part, "__dict__", {})).values():
-            _unmark(inner, seen)
+        yield part
+        return
+    if not isinstance(part, list | tuple):
+        part = (part if isinstance(part, dict) else getattr(part, "__dict__", {})).values()
+    for inner in part:
+        yield from _tensors(inner, seen)

@@ -71,7 +71,7 @@ def check_support(
             values = torch.where(gaps, filler.to(values.dtype), values)
     inside = inside_support(emission, values) if varies else emission.support.check(values)
     inside = inside.any(-1)
-    if varies and known is not None:  # what fills a gap is of one step, and need not fit another
+    if known is not None:  # what fills a gap is of one step: it is counted there
         inside = (inside if emission_per_step else inside.movedim(0, -1)) | ~known
     if not bool(inside.all()):
         raise ValueError(

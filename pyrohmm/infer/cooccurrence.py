@@ -294,6 +294,7 @@ def fit_cooccurrence(  # noqa: D417  # the other arguments are those of fit_map
     validate_every: int | None = None,
     report: Report | None = None,
     generator: torch.Generator | None = None,
+    name: str | None = None,
 ) -> Fit:
     r"""Match the joint distribution of symbols: MAP of a :class:`CooccurrenceModel`.
 
@@ -356,7 +357,7 @@ def fit_cooccurrence(  # noqa: D417  # the other arguments are those of fit_map
         tolerance=tolerance, init=init, restarts=restarts, validation=validation,
         patience=patience, progress=progress, checkpoint=checkpoint, elbo=elbo,
         optimizer=optimizer, schedule=schedule, clip_norm=clip_norm, average=average,
-        validate_every=validate_every, report=report, generator=generator,
+        validate_every=validate_every, report=report, generator=generator, name=name,
     )  # fmt: skip
     return replace(fit, notes=fit.notes + notes, unit="pair")
 

@@ -27,7 +27,7 @@ from .._checks import check_returned, check_size, check_tolerance
 from .._threads import threads_for
 from ..chains.base import ExpectedCounts
 from ..data.batches import Batches
-from ..data.parts import Parts, in_parts, parts_of
+from ..data.parts import in_parts, parts_of
 from ..data.sequences import Sequences
 from ..distributions.hmm import HMM
 from ..io.checkpoints import Checkpoint, Fields
@@ -83,6 +83,7 @@ def fit_em(
     generator: torch.Generator | None = None,
     progress: bool | None = None,
     checkpoint: str | Path | None = None,
+    name: str | None = None,
 ) -> Fit:
     r"""Find the most probable parameters, :math:`\max_\theta \log p(x, \theta)`, by EM.
 
@@ -126,6 +127,7 @@ def fit_em(
         generator: Source of randomness for minibatches; torch's global one by default.
         progress: Whether to show a progress bar on stderr; by default if that is a terminal.
         checkpoint: A file to save to and to resume from: see :func:`fit_svi`.
+        name: Of the fit, which its checkpoint must have.
 
     Under ``torchrun``, with ``torch.distributed`` initialised, each rank computes the E-step of a
     shard of the data, which all of them are given whole; all ranks return the same fit.
@@ -248,18 +250,17 @@ def _check_ranks(group: ProcessGroup, loop: _Loop, generator: torch.Generator | 
 
 def _identity(parameters: Parameters, arguments: dict[str, Any]) -> dict[str, Any]:
     """What a checkpoint must agree with: every argument but those in ``FREE``."""
-    module, generator = parameters.module, arguments["generator"]
-    compared = {
-        name: value for name, value in arguments.items() if name not in (*FREE, "generator")
-    }
-    if isinstance(arguments["data"], Parts):
-        compared["data"] = fingerprint(arguments["data"])
+    module = parameters.module
+    compared = {name: value for name, value in arguments.items() if name not in FREE}
+    if isinstance(arguments["module"], HMM):  # whose parameters are a start that the user chose
+        begin = {name: digits([value]) for name, value in module.named_parameters()}
+        compared |= {"module": module, "start": begin}
     return {
         "fit": f"EM on {type(module).__name__}",
         "latent variables": list(parameters.sites),
         "shapes": [list(tensor.shape) for tensor in module.state_dict().values()],
+        "seed of the generator": describe(compared.pop("generator")),
         **{name: describe(value) for name, value in compared.items()},
-        "seed of the generator": None if generator is None else generator.initial_seed(),
     }
 
 
@@ -412,14 +413,14 @@ class _Loop:
         self.expect.parameters.restore(state)
         self.maximize.restore(state)
         self.batches.restore(state["batches"])
+        if self.average is not None:
+            data = self.batches.data
+            _, wanted = self._expect(data.batch(torch.arange(1)))
+            saved = state.tensors_like("statistics", wanted)
+            self.average.statistics = {name: saved[name].to(data.device) for name in wanted}
         self.expect.reseeded = state["reseeded"]
         self.losses = list(state.losses(self.expect.parameters.restarts))
         self.start_time -= state["seconds"]
-        if self.average is not None:
-            device = self.batches.data.device
-            self.average.statistics = {
-                name: value.to(device) for name, value in state["statistics"].items()
-            }
         if state["converged"] and state["tolerance"] == self.convergence.tolerance:
             self.convergence.converged, self.convergence.reason = True, state["reason"]
         elif state["converged"]:  # with another tolerance: the last E-step is to be done again

@@ -66,8 +66,13 @@ def train(
             checkpoint.resume(state.restore, state.tensors())
         if state.group.size > 1:
             state.check_ranks()
-        descend(state, checkpoint, units)
-        losses, values = state.finish(), state.values()
+        state.begin()
+        try:
+            descend(state, checkpoint, units)
+            losses, values = state.finish(), state.values()
+        except (FloatingPointError, ValueError):
+            state.give_back()
+            raise
     return Fit(
         model, guide, losses, state.converged, state.reason, state.seconds, data.num_observed,
         names=list(state.objective.supports), params=dict(store),

@@ -54,13 +54,13 @@ def fit_map(  # noqa: D417  # the other arguments are those of fit_svi
     report: Report | None = None,
     generator: torch.Generator | None = None,
     precision: torch.dtype | None = None,
+    name: str | None = None,
 ) -> Fit:
     r"""Maximise the posterior density :math:`\log p(\theta \mid x)` by gradient steps.
 
     The maximum is that of the density in the constrained space (of the probabilities themselves,
     not of their logits). Parameters without a prior, such as the weights of a network, are fitted
-    by maximum likelihood at the same time. Arguments that are not listed, from ``batch_size`` to
-    ``generator``, are those of :func:`fit_svi`.
+    by maximum likelihood at the same time. Arguments not listed are those of :func:`fit_svi`.
 
     Args:
         model: A Pyro model that takes ``data``, such as :class:`MarginalModel`.
@@ -70,10 +70,9 @@ def fit_map(  # noqa: D417  # the other arguments are those of fit_svi
         tolerance: Least relative fall of the loss over 25 steps; None takes all steps.
         init: Initial values, as for Pyro's autoguides. The default samples them from the prior,
             so that states differ from each other, as they must.
-        restarts: R, the number of initial values. Batched restarts run as one fit, in a plate
-            around the model, which must accept dimensions ``(R, 1)`` on the left of every latent
-            variable, as all models of this package do. The best restart is returned, all are in
-            ``Fit.restarts``.
+        restarts: R, the number of initial values, fitted as one batch in a plate around the model,
+            which must accept dimensions ``(R, 1)`` on the left of every latent variable, as all
+            models of this package do. The best is returned, all are in ``Fit.restarts``.
 
     Raises:
         FloatingPointError: If the loss becomes infinite or NaN.
@@ -94,6 +93,7 @@ def fit_map(  # noqa: D417  # the other arguments are those of fit_svi
         checkpoint=checkpoint, batch_tokens=batch_tokens, windows=windows, elbo=elbo,
         optimizer=optimizer, schedule=schedule, clip_norm=clip_norm, average=average,
         validate_every=validate_every, report=report, generator=generator, precision=precision,
+        name=name,
     )  # fmt: skip
     check_size("restarts", restarts)
     data, start = in_parts(data), partial(_interior_value, init)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import math
+import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -29,6 +30,7 @@ from .plates import PlatesOfBatch, sequence_plates
 WHEN_IMPOSSIBLE = (
     "a sequence has probability zero: check for symbols or transitions that no path allows"
 )
+LEFT = "a parameter has left its range at step {}; lower learning_rate or set clip_norm."
 
 
 class Objective:
@@ -78,11 +80,8 @@ class Objective:
     def explain(self, error: ValueError, step: int) -> None:
         """Raise FloatingPointError if an ``error`` is due to parameters that became invalid."""
         finite = all(bool(parameter.isfinite().all()) for parameter in self.parameters)
-        if step > 0 and (not finite or "Expected parameter" in str(error)):
-            raise FloatingPointError(
-                f"a parameter has left its range at step {step}; lower learning_rate or "
-                "set clip_norm."
-            ) from error
+        if step > 0 and (not finite or re.search(r"Expected parameter|\bnan\b", str(error))):
+            raise FloatingPointError(LEFT.format(step)) from error
 
     def check_finite(self, loss: Tensor, step: int, batch: Sequences) -> None:
         """Raise FloatingPointError, with the likely cause, if the ``loss`` is not finite."""

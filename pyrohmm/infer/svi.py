@@ -41,6 +41,7 @@ def fit_svi(
     report: Report | None = None,
     generator: torch.Generator | None = None,
     precision: torch.dtype | None = None,
+    name: str | None = None,
 ) -> Fit:
     r"""Maximise the evidence lower bound (ELBO) :math:`E_q[\log p(x, \theta) - \log q(\theta)]`.
 
@@ -50,11 +51,11 @@ def fit_svi(
 
     With ``checkpoint`` the fit saves its state every ten seconds and at its end. The same call
     resumes from there: after the process was killed, or with more ``num_steps``. On a CPU it ends
-    with the same bits as one that was never killed. Compared is everything that the arguments hold,
-    the code of your own functions included (which another version of Python compiles differently),
-    but for the values of parameters; the file of another fit is refused, also that of a schedule
-    made for another number of steps. Free to change are ``num_steps``, ``tolerance``, ``patience``,
-    ``progress`` and ``report``.
+    with the same bits as one that was never killed. The file of another fit is refused: compared
+    are the data, the numbers, text and tensors that arguments are or keep as attributes, shapes of
+    parameters, and functions and classes by name; not the code of functions and classes, what they
+    read from elsewhere, nor the values of parameters, for which there is ``name``. Free to change
+    are ``num_steps``, ``tolerance``, ``patience``, ``progress`` and ``report``.
 
     Threads that fit wait for each other, as Pyro keeps its state in the process; queries of an
     :class:`HMM` run in parallel. A fit inside another, such as in its ``log_prior``, is one by
@@ -81,6 +82,8 @@ def fit_svi(
         patience: End after this many validations without an improvement.
         progress: Whether to show a progress bar on stderr; by default if that is a terminal.
         checkpoint: A file to save to and to resume from.
+        name: Of the fit, which its checkpoint must have: choose another where your own code, or
+            what it reads, has changed.
 
     Other Args:
         batch_tokens: Largest number of steps in a minibatch, padding included, in place of
@@ -128,5 +131,6 @@ def fit_svi(
         checkpoint=checkpoint, batch_tokens=batch_tokens, windows=windows, elbo=elbo,
         optimizer=optimizer, schedule=schedule, clip_norm=clip_norm, average=average,
         validate_every=validate_every, report=report, generator=generator, precision=precision,
+        name=name,
     )  # fmt: skip
     return train(model, guide, data, settings, "SVI")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -28,7 +29,7 @@ from ..io.identity import describe, digits, fingerprint
 from ..nn.base import in_mode
 from .guide_samples import point_of
 from .models import to_model_device
-from .objective import Objective, check_shared, follow_batches
+from .objective import LEFT, Objective, check_shared, follow_batches
 from .process_group import ProcessGroup
 from .results import WINDOW, name_of
 from .validation import HeldOut, Validation
@@ -65,6 +66,7 @@ class Settings:
     batch_tokens: int | None
     windows: tuple[int, int] | None
     precision: torch.dtype | None
+    name: str | None
 
     @property
     def in_one(self) -> bool:
@@ -290,7 +292,21 @@ class State:
         average = self.descent.average
         applied = nullcontext() if average is None else average.applied()
         with applied, full_precision(self.objective.parameters[0]):
-            return held_out.validate(len(self.losses), self.tensors())
+            try:
+                return held_out.validate(len(self.losses), self.tensors())
+            except ValueError as error:
+                self.objective.explain(error, len(self.losses))
+                raise
+
+    def begin(self) -> None:
+        """Keep the parameters that a fit begins with, which it gives back if it fails."""
+        self._first = [tensor.detach().clone() for tensor in self.tensors()]
+
+    def give_back(self) -> None:
+        """Set the parameters to the best that were validated, or to the first ones."""
+        held_out = self.held_out
+        found = held_out is not None and any(math.isfinite(p.nats) for p in held_out.history)
+        copy_values(held_out.best if held_out and found else self._first, self.tensors())
 
     def finish(self) -> Tensor:
         """Set the parameters to those that the fit ends with, and return all losses, checked."""
@@ -301,9 +317,14 @@ class State:
         elif self.descent.average is not None:
             copy_values(self.descent.average.values, self.objective.parameters)
         losses = torch.stack(self.losses).cpu()
-        if losses.dim() == 1 and not bool(losses.isfinite().all()):
+        if losses.dim() > 1:  # a restart may fail
+            return losses
+        if not bool(losses.isfinite().all()):
             step = int((~losses.isfinite()).byte().argmax())
             self.objective.check_finite(losses[step], step, self.probe)
+        pairs = zip(self.tensors(), self._first)
+        if any(bool((first.isfinite() & ~last.isfinite()).any()) for last, first in pairs):
+            raise FloatingPointError(LEFT.format(len(losses)))
         return losses
 
     def take(self) -> dict[str, Any]:
@@ -332,9 +353,11 @@ class State:
         self.batches.restore(saved["batches"])
         device = self.objective.parameters[0].device
         if self.descent.average is not None:
-            self.descent.average.values = [value.to(device) for value in saved["averages"]]
+            averages = saved.tensors_like("averages", self.descent.average.values)
+            self.descent.average.values = [value.to(device) for value in averages]
         if self.held_out is not None:
-            self.held_out.restore(saved["held_out"])
+            held_out = Fields(saved["held_out"], saved, "held_out.")
+            self.held_out.restore(held_out, self.tensors())
         self.losses = list(saved.losses(None).to(device))
         self.start_time -= saved["seconds"]
         if len(self.losses) > self.settings.num_steps:
@@ -345,39 +368,28 @@ class State:
     def identity(self) -> dict[str, Any]:
         """What distinguishes this fit from others, for checkpoints."""
         settings, optimizer, schedule = self.settings, self.descent.optimizer, self.descent.schedule
-        model, generator = inspect.unwrap(self.model), settings.generator
+        model = inspect.unwrap(self.model)
         compared = {
             field.name: getattr(settings, field.name)
             for field in fields(settings)
-            if field.name not in (*FREE, "learning_rate", "optimizer", "schedule", "generator")
+            if field.name not in (*FREE, "optimizer", "schedule", "generator")
         } | {"precision": self.precision[1]}
-        groups = [
-            {
-                name: value
-                for name, value in group.items()
-                if name not in ("params", "lr", "initial_lr")
-            }
-            for group in optimizer.param_groups
-        ]
-        # before a schedule has changed them
-        rates = [group.get("initial_lr", group.get("lr")) for group in optimizer.param_groups]
+        groups: dict[str, list[Any]] = {}
+        for group in optimizer.param_groups:
+            rate = group.get("initial_lr", group.get("lr"))  # before a schedule has changed it
+            for name, value in (group | {"lr": rate}).items():
+                if name not in ("params", "initial_lr"):
+                    groups.setdefault(name, []).append(value)
         return {
             "fit": f"{name_of(self.guide)} on {name_of(model)}",
             "latent variables": list(self.objective.supports),
             "shapes": [list(parameter.shape) for parameter in self.objective.parameters],
-            "optimizer": type(optimizer).__name__,
-            "learning_rate": describe(rates[0] if len(rates) == 1 else rates),
-            "settings of the optimizer": describe(
-                (groups[0] if len(groups) == 1 else {"groups": groups})
-                | {"function": settings.optimizer}
-            ),
-            "schedule": describe(
-                schedule and _without_rate(schedule.state_dict()) | {"function": settings.schedule}
-            ),
             **{name: describe(value) for name, value in compared.items()},
+            "optimizer": describe({"class": type(optimizer)} | groups),
+            "schedule": schedule and _of_schedule(schedule, settings.schedule),
             "data": fingerprint(self.data),
-            "seed of the generator": None if generator is None else generator.initial_seed(),
-            "model": describe(self.model),
+            "seed of the generator": describe(settings.generator),
+            "model": describe(model),
             "guide": describe(self.guide),
         }
 
@@ -401,6 +413,7 @@ def copy_values(values: Iterable[Tensor], into: Iterable[Tensor]) -> None:
             target.copy_(value)
 
 
-def _without_rate(state: dict[str, Any]) -> dict[str, Any]:
-    """The state of a schedule without its first rate, which follows from the rest."""
-    return {name: value for name, value in state.items() if name != "_last_lr"}
+def _of_schedule(schedule: LRScheduler, made_by: Any) -> Any:
+    """What is compared of a schedule: all but its first rate, which follows from the rest."""
+    state = {name: value for name, value in schedule.state_dict().items() if name != "_last_lr"}
+    return describe(state | {"function": made_by})

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..data.batches import cut_by_steps
 from ..data.sequences import Sequences
+from ..io.checkpoints import Fields
 from ..nn.base import in_mode
 from .models import to_model_device
 from .plates import Plates, new_log_evidence
@@ -113,10 +114,10 @@ class HeldOut:
         """The validations so far, for checkpoints."""
         return {"trail": [list(past) for past in self.history], "best": self.best}
 
-    def restore(self, state: dict[str, Any]) -> None:
-        """Continue from the :meth:`state` of another one."""
-        self.history = [Validation(*past) for past in state["trail"]]
-        self.best = state["best"]
+    def restore(self, state: Fields, tensors: list[Tensor]) -> None:
+        """Continue from the :meth:`state` of another one, whose best are like ``tensors``."""
+        self.history = [Validation(int(step), float(nats)) for step, nats in state["trail"]]
+        self.best = state.tensors_like("best", tensors if self.history else [])
 
     def _log_evidence(self, parts: list[Sequences]) -> Tensor:
         """Log evidence of some data in ``eval()`` mode, at one value of each latent variable."""

@@ -19,7 +19,7 @@ from .files import read_tensors, write_tensors
 from .identity import difference
 
 SECONDS = 10.0  # between two saves
-VERSION = 5  # of what fits save
+VERSION = 6  # of what fits save
 
 
 class Checkpoint:
@@ -101,14 +101,12 @@ class Checkpoint:
         identity = meta.get("identity")
         if not isinstance(identity, dict):
             raise ValueError(f"checkpoint {self.path} has no field identity that is an object.")
-        for name in [*self.identity, *identity]:
-            differing = difference(identity.get(name), self.identity.get(name), name)
-            if differing is not None:
-                path, saved, wanted = differing
-                raise ValueError(
-                    f"checkpoint {self.path} belongs to another fit: its {path} is {saved}, and "
-                    f"here it is {wanted}. Choose another file, or delete it to start afresh."
-                )
+        if (differing := difference(identity, self.identity)) is not None:
+            path, saved, wanted = differing
+            raise ValueError(
+                f"checkpoint {self.path} belongs to another fit: its {path} is {saved}, and "
+                f"here it is {wanted}. Choose another file, or delete it to start afresh."
+            )
         try:
             return Fields(_unpack(meta["state"], tensors))
         except Exception as error:

@@ -299,7 +299,9 @@ def _describe_hmm(hmm: HMM) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 def _build_hmm(tensors: dict[str, Tensor], meta: dict[str, Any]) -> HMM:
     """What :func:`_describe_hmm` described; the tensors it needs are taken out of ``tensors``."""
-    form = _FORMS.get(meta.get("class", "HMM"), _FORMS["HMM"])
+    form = _FORMS.get(meta.get("class", "HMM"))
+    if form is None:
+        raise ValueError(f"its class {meta['class']!r} is none of {', '.join(_FORMS)}, BlockHMM")
     chain: dict[str, Any] = {name: tensors.pop(name) for name in form.tensors}
     chain |= {name: tensors.pop(name, None) for name in form.optional}
     chain |= {flag: _flag(meta, flag) for flag in form.flags}

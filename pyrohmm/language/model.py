@@ -8,6 +8,7 @@ are made of V words in C clusters; there are K states.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterable, Sequence
 from functools import partial
@@ -24,6 +25,7 @@ from ..data.sequences import Sequences
 from ..data.vocabulary import Vocabulary, word_classes
 from ..infer.map import fit_map
 from ..infer.models import MarginalModel, StatefulModel
+from ..infer.objective import LEFT
 from ..infer.results import Fit
 from ..io.files import FilePath
 from ..nn.base import in_mode
@@ -222,35 +224,29 @@ class LanguageModel:
                 ``report``, ``checkpoint``, ``average``, ``generator``, ``progress``.
 
         Raises:
-            FloatingPointError: If the loss becomes infinite or NaN.
+            FloatingPointError: If the loss or a parameter becomes infinite or NaN; the parameters
+                are then those that predicted ``validation`` best, or those before the fit.
             TypeError, ValueError: As :func:`pyrohmm.fit_svi`; or if an option is one that this
                 method chooses.
         """
         check_size("num_epochs", num_epochs)
         check_size("batch_tokens", batch_tokens)
         check_size("num_streams", num_streams)
-        chosen = sorted({"num_steps", "tolerance", "optimizer", "schedule"} & set(options))
-        if chosen:
-            raise TypeError(
-                f"fit chooses {', '.join(chosen)} itself. For another, call fit_map with "
-                "MarginalModel(model.module)."
-            )
-        check_ends("data", self.vocabulary, data)
-        if validation is not None:
-            check_ends("validation", self.vocabulary, validation)
+        self._check_fit(data, validation, set(options))
         model = MarginalModel(self.module)
         batching: dict[str, Any] = {"batch_tokens": batch_tokens}
+        read, first = data, copy.deepcopy(self.module.state_dict())
         num_steps = self.num_steps(data, num_epochs, batch_tokens, num_streams)
         set_default(self.module, data.num_observed, num_epochs, num_steps)
         if self.contiguous:
             steps = max(1, batch_tokens // num_streams)
             model = StatefulModel(self.module, num_streams)
             batching = {"windows": (num_streams, steps)}
-            data = as_text(data)
+            read = as_text(data)
             validation = None if validation is None else as_text(validation, num_streams)
-        return fit_map(
+        fit = fit_map(
             model,
-            data,
+            read,
             num_steps=num_steps,
             tolerance=None,
             validation=validation,
@@ -262,6 +258,29 @@ class LanguageModel:
             **batching,
             **options,
         )
+        if self._is_broken(data[:1]):  # no loss comes after the last step
+            self.module.load_state_dict(first)
+            raise FloatingPointError(LEFT.format(len(fit.losses)))
+        return fit
+
+    def _check_fit(self, data: Sequences, held_out: Sequences | None, options: set[str]) -> None:
+        """Raise unless data end as sentences do, and no option is one that :meth:`fit` chooses."""
+        chosen = sorted({"num_steps", "tolerance", "optimizer", "schedule"} & options)
+        if chosen:
+            raise TypeError(
+                f"fit chooses {', '.join(chosen)} itself. For another, call fit_map with "
+                "MarginalModel(model.module)."
+            )
+        check_ends("data", self.vocabulary, data)
+        if held_out is not None:
+            check_ends("validation", self.vocabulary, held_out)
+
+    def _is_broken(self, data: Sequences) -> bool:
+        """Whether parameters are so large that scores are NaN, or not computed at all."""
+        try:
+            return bool(self.score(data).isnan().any())
+        except ValueError:
+            return True
 
     def num_steps(
         self,

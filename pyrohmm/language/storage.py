@@ -40,19 +40,22 @@ def load_model(cls: type[Any], directory: FilePath) -> Any:
     try:
         unknown = word_classes if meta["unknown"] == CLASSES else meta["unknown"]
         vocabulary = Vocabulary(meta["words"], unknown)
-        blocks = state_blocks.from_clusters(tensors.pop("symbol_block"), tensors.pop("block_sizes"))
+        symbol_block, sizes = tensors.pop("symbol_block"), tensors.pop("block_sizes")
         state = {name.removeprefix("module."): tensor for name, tensor in tensors.items()}
+        if len(state["start_vectors.state"]) != int(sizes.sum()):  # before any memory is taken
+            raise ValueError(f"{int(sizes.sum())} states are claimed, and there are not so many")
+        blocks = state_blocks.from_clusters(symbol_block, sizes)
         dropout = meta["dropout"]
         if isinstance(dropout, dict):
             dropout = LinearDropout(**dropout)
-        with torch.random.fork_rng(devices=[]):  # its first parameters are replaced
+        with torch.device("meta"):  # until shapes have been compared
             model = cls(
                 vocabulary, blocks, meta["hidden_dim"], two_level=meta["two_level"],
                 dropout=dropout, contiguous=meta.get("contiguous", False),  # older files have none
             )  # fmt: skip
         if dropout is None:
             model.module.dropout = DefaultDropout(**meta["dropout_of_fit"])
-        model.module.to(state["bias"].dtype).load_state_dict(state)
+        model.module.load_state_dict(state, assign=True)
     except Exception as error:
         path = Path(directory) / TENSORS
         raise ValueError(f"{path} does not describe a language model: {error}") from error

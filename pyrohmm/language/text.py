@@ -88,7 +88,7 @@ def split_words(name: str, lines: Iterable[str]) -> Iterator[list[str]]:
     for number, line in enumerate(lines, 1):
         if not isinstance(line, str):
             raise TypeError(f"{name} must hold str; item {number} is {type(line).__name__}.")
-        yield line.split()
+        yield line.removeprefix("\ufeff").split()  # a byte-order mark may begin a file
 
 
 def check_ends(name: str, vocabulary: Vocabulary, data: Sequences) -> None:

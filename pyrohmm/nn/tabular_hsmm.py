@@ -15,7 +15,7 @@ from ..ops.log_space import log
 from .chain_tables import ChainTables, set_point
 from .closed_form import Maximum, Statistics, inside, under
 from .durations import DurationFamily, DurationMStep, free_durations
-from .family import EmissionFamily
+from .family import Emission, EmissionFamily
 from .tabular import TabularHMM
 
 
@@ -90,6 +90,11 @@ class TabularHSMM(TabularHMM):
                 f"got {type(durations).__name__}."
             )
         self.duration = durations(num_states)
+        if isinstance(self.duration, Emission):
+            raise TypeError(
+                "durations must be a family of durations, such as free_durations(max_duration); "
+                f"got that of a {type(self.duration).__name__}. They come before emission."
+            )
         if not isinstance(self.duration, PyroModule):
             raise TypeError(
                 "durations must return a PyroModule when it is called with K; got "

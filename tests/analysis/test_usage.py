@@ -7,7 +7,17 @@ import pytest
 import torch
 from pyro.distributions import Categorical
 
-from pyrohmm import HMM, MarginalModel, NeuralHMM, Sequences, blocks, fit_map, metrics
+from pyrohmm import (
+    HMM,
+    MarginalModel,
+    NeuralHMM,
+    Sequences,
+    TabularHMM,
+    blocks,
+    categorical,
+    fit_map,
+    metrics,
+)
 from pyrohmm.analysis import usage
 
 
@@ -118,3 +128,11 @@ def test_only_one_matrix_has_a_spectrum():
     hmm = HMM(even[0], even, Categorical(torch.eye(2)), torch.tensor([4]))
     with pytest.raises(ValueError, match="share must be above 0 and at most 1; got 0"):
         metrics.transition_spectrum(hmm).effective_rank(0)
+
+
+@pytest.mark.parametrize("size", [0, -1])
+def test_a_batch_has_a_sequence_at_least(size):
+    data = Sequences.from_list([[0, 0, 0, 1]])
+    fit = fit_map(MarginalModel(TabularHMM(2, categorical(2))), data, num_steps=1)
+    with pytest.raises(ValueError, match="batch_size must be"):
+        metrics.state_usage(fit, data, batch_size=size)

@@ -442,3 +442,12 @@ def test_steps_that_no_sequence_has_are_dropped():
     assert not data.has_gaps
     hmm = TabularHMM(2, categorical(12))(data.lengths)
     assert hmm.log_prob(data.values).shape == (2,)
+
+
+def test_labels_that_are_no_states_are_refused():
+    values, lengths = torch.zeros(2, 3).long(), torch.tensor([3, 2])
+    labels = torch.tensor([[0, -1, 1], [1, -3, -9]])
+    with pytest.raises(ValueError, match="got -3 at sequence 1, step 1"):
+        Sequences(values, lengths, labels=labels)
+    labels[1, 1] = -1  # padding may be anything
+    assert Sequences(values, lengths, labels=labels).num_labelled == 3

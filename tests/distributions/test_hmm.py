@@ -1648,3 +1648,19 @@ def test_an_object_with_a_matrix_is_no_transition():
 
     with pytest.raises(TypeError, match=r"log_transition must be a torch\.Tensor"):
         HMM(torch.full((2,), 0.5).log(), Loose(), dist.Poisson(torch.ones(2)), torch.tensor(2))
+
+
+@pytest.mark.parametrize("place", [(0, 0), (1, 0)])
+def test_values_outside_of_the_support_are_counted_once(place):
+    """What fills padding in is not counted."""
+    even, values = torch.full((2, 2), 0.5).log(), torch.zeros(2, 9)
+    hmm = HMM(even[0], even, dist.Poisson(torch.ones(2)), torch.tensor([2, 1]), validate_args=True)
+    values = values[:, :2]
+    values[place] = -1.0
+    with pytest.raises(ValueError, match="; 1 do not"):
+        hmm.log_prob(values)
+    longer = hmm.replace(lengths=torch.tensor([9, 1]))
+    values = torch.zeros(2, 9)
+    values[place] = -1.0
+    with pytest.raises(ValueError, match="; 1 do not"):
+        longer.log_prob(values)

@@ -218,7 +218,7 @@ def test_patience_that_has_ended_is_not_gone_on_with_unless_there_is_more_of_it(
         ({"validate_every": 3}, "validate_every"),
         (
             {"optimizer": functools.partial(torch.optim.AdamW, lr=0.1, weight_decay=0.5)},
-            "settings of the optimizer.weight_decay",
+            "optimizer.weight_decay",
         ),
         (
             {"schedule": functools.partial(torch.optim.lr_scheduler.ReduceLROnPlateau, patience=2)},
@@ -354,7 +354,7 @@ def test_a_fit_that_is_killed_twenty_times_ends_with_the_same_bits(fit, tmp_path
                 checkpoint=path,
                 optimizer=functools.partial(torch.optim.SGD, lr=0.1),
             ),
-            "optimizer",
+            "optimizer.class",
         ),
     ],
 )
@@ -405,7 +405,16 @@ FORGED = [  # a fit; the field; what a forger puts there
     (by_em, "seconds", None),
     (by_em_with_gradient_steps, "points", [torch.zeros(7)]),
     (by_em_with_gradient_steps, "leaves", 3),
+    (by_online_em, "statistics", GONE),
+    (by_online_em, "statistics", {}),
+    (by_online_em, "statistics", [torch.ones(3)]),
+    (by_held_out, "averages", None),
+    (by_held_out, "averages", [torch.zeros(3)]),
+    (by_held_out, "held_out", "best"),
+    (by_held_out, "held_out", {"trail": [[1, "x"]], "best": []}),
+    (by_held_out, "held_out", {"trail": [[1, 2.0]], "best": [torch.zeros(3)]}),
 ]
+SPOILT = [(by_online_em, "statistics"), (by_held_out, "averages")]  # a fit; tensors that go on
 VALUES = [  # of a parameter of EM
     ("initial", torch.tensor([0.5, 0.6, 0.1]).expand(2, 1, 3)),
     ("initial", torch.full((2, 1, 3), torch.nan)),
@@ -443,6 +452,20 @@ def test_a_forged_field_is_named_and_nothing_is_changed(fit, field, value, tmp_p
             del state[field]
         else:
             state[field] = value
+
+    forge(tmp_path / "x", change)
+    check_refused(fit, tmp_path / "x", field)
+
+
+@pytest.mark.parametrize(("fit", "field"), SPOILT)
+@pytest.mark.parametrize("spoil", [lambda x: x * torch.nan, lambda x: x[..., :-1], lambda x: "x"])
+def test_forged_tensors_within_a_field_are_named(fit, field, spoil, tmp_path):
+    fit(tmp_path / "x", 2)
+
+    def change(state):
+        parts = state[field]
+        name = next(iter(parts)) if isinstance(parts, dict) else 0
+        parts[name] = spoil(parts[name])
 
     forge(tmp_path / "x", change)
     check_refused(fit, tmp_path / "x", field)

@@ -1191,6 +1191,15 @@ def test_a_forged_kind_is_refused(tmp_path, kind):
         load_hmm(tmp_path / "x")
 
 
+@pytest.mark.parametrize("name", ["AutoregressiveHMM", 3, None])
+def test_an_unknown_class_of_an_hmm_is_refused(tmp_path, name):
+    save(hmm_with(dist.Poisson(positive(K))), tmp_path / "x")
+    tensors, meta = read_tensors(tmp_path / "x" / FILE)
+    write_tensors(tmp_path / "x" / FILE, tensors, meta | {"class": name})
+    with pytest.raises(ValueError, match=f"its class {name!r} is none of HMM"):
+        load_hmm(tmp_path / "x")
+
+
 class Stateful(nn.Linear):
     def get_extra_state(self):
         return {"a": 1}

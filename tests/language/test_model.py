@@ -8,6 +8,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from pyrohmm import LanguageModel, Sequences, blocks, clusters, cooccurrence
 from pyrohmm.data.batches import Batches
 from pyrohmm.data.vocabulary import Vocabulary, word_classes
+from pyrohmm.io.files import read_directory, write_directory
 from pyrohmm.language.clusters import find_clusters
 from pyrohmm.language.text import count_words, encode
 
@@ -210,6 +211,21 @@ def test_a_vocabulary_with_classes_of_rare_words_is_saved(tmp_path):
     assert found.score(lines).equal(model.score(lines))
 
 
+@pytest.mark.parametrize(
+    ("sizes", "changes", "message"),
+    [(10**9, {}, "states are claimed"), (None, {"hidden_dim": 10**6}, "size mismatch")],
+)
+def test_a_file_that_claims_more_than_it_has_takes_no_memory(tmp_path, sizes, changes, message):
+    model = LanguageModel.from_data(*prepared(text(30)), 12, 4, 8)
+    model.save(tmp_path / "m")
+    tensors, meta = read_directory(tmp_path / "m", "language model")
+    if sizes is not None:
+        tensors["block_sizes"] = torch.full_like(tensors["block_sizes"], sizes)
+    write_directory(tmp_path / "m", tensors, meta | changes)
+    with pytest.raises(ValueError, match=f"(?s)does not describe a language model: .*{message}"):
+        LanguageModel.load(tmp_path / "m")
+
+
 def test_a_vocabulary_that_could_not_be_saved_is_refused_before_any_training():
     def first_letter(word):
         return [word[0]]
@@ -221,6 +237,33 @@ def test_a_vocabulary_that_could_not_be_saved_is_refused_before_any_training():
 
 
 # Fitting ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("held_out", [False, True])
+@pytest.mark.parametrize("num_epochs", [1, 3])
+def test_a_fit_that_fails_gives_back_the_parameters(num_epochs, held_out):
+    """After one step too, which no loss follows."""
+    vocabulary, data = prepared(text(30))
+    model = LanguageModel.from_data(vocabulary, data, 12, 4, 8, dropout=0.0)
+    before = [parameter.detach().clone() for parameter in model.module.parameters()]
+    with pytest.raises(FloatingPointError, match="a parameter has left its range"):
+        model.fit(data, data if held_out else None, num_epochs=num_epochs, learning_rate=1e300)
+    assert all(map(torch.equal, before, model.module.parameters()))
+
+
+def test_a_fit_that_fails_gives_back_the_best_that_was_validated():
+    vocabulary, data = prepared(text(30))
+    model = LanguageModel.from_data(vocabulary, data, 12, 4, 8, dropout=0.0)
+    seen = []
+
+    def spoil(validation):
+        if len(seen) == 2:  # as one step too long would
+            model.module.bias.data.fill_(torch.nan)
+        seen.append(validation.nats)
+
+    with pytest.raises(FloatingPointError, match="a parameter has left its range"):
+        model.fit(data, data, num_epochs=5, report=spoil)
+    assert -model.score(data).sum().item() / data.num_observed == pytest.approx(min(seen))
 
 
 def test_a_round_ends_where_each_sentence_was_taken_once():
@@ -256,3 +299,10 @@ def test_parameters_do_not_decay():
     finally:
         handle.remove()
     assert set(found) == {0.0}
+
+
+def test_a_byte_order_mark_is_no_part_of_the_first_word():
+    """As of a file that was opened as UTF-8 and read as lines."""
+    assert "\ufeffa" not in count_words(["\ufeffa b", "b a"])
+    vocabulary = count_words(["a b", "b a"])
+    assert encode(["\ufeffa b"], vocabulary).values.equal(encode(["a b"], vocabulary).values)

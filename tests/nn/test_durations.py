@@ -364,3 +364,8 @@ def test_wrong_arguments_are_named():
         TabularHSMM.from_hmm(TabularHMM(2, categorical(2))(torch.tensor([2])))
     with pytest.raises(ValueError, match=r"hmm\.expanded\(\)"):
         TabularHMM.from_hmm(TabularHSMM(2, free_durations(2), categorical(2))(torch.tensor([2])))
+
+
+def test_durations_and_emission_in_each_others_place_are_named():
+    with pytest.raises(TypeError, match=r"durations must be .* got that of a CategoricalEmission"):
+        TabularHSMM(2, categorical(3), free_durations(4))
