@@ -37,6 +37,7 @@ from ..nn.closed_form import Statistics, TransitionCounts
 from ..nn.points import module_of
 from ..ops.recursions import ExpectedCounts
 from .exclusive import exclusive
+from .extrapolation import Extrapolation
 from .expectation import Expectation, check_apart, uniform_counts
 from .maximization import Maximization
 from .maximization import expected_log_joint as expected_log_joint
@@ -82,6 +83,7 @@ def fit_em(
     transition_step: TransitionStep | None = None,
     gradient_step: GradientStep | None = None,
     reseed: bool = False,
+    acceleration: bool = False,
     generator: torch.Generator | None = None,
     progress: bool | None = None,
     checkpoint: str | Path | None = None,
@@ -170,6 +172,7 @@ def fit_em(
         Batches(parameters.data, batch_size, generator, shard=group.share, agree=group.from_first),
         _Convergence(num_steps, None if batch_size is not None else tolerance, parameters.units),
         None if batch_size is None else _Average(decay),
+        Extrapolation(parameters, maximize.gradient) if acceleration else None,
     )
     if checkpoint is not None:
         loop.checkpoint = Checkpoint(
@@ -331,6 +334,7 @@ class _Loop:
     batches: Batches
     convergence: _Convergence
     average: _Average | None
+    squarem: Extrapolation | None = None
     checkpoint: Checkpoint | None = None
     losses: list[Tensor] = field(default_factory=list)
     start_time: float = field(default_factory=time.perf_counter)
@@ -345,11 +349,12 @@ class _Loop:
                     self._save(self.checkpoint)
             batch = self.batches.take()
             disturbed = self.expect.reseeded  # in the iteration before
-            loss, statistics = self._expect(batch)
+            proposed = self.squarem is not None and self.squarem.proposed
+            loss, statistics = self._judge(batch) if proposed else self._expect(batch)
             self.losses.append(loss)
             nats = loss.min().item() / max(data.num_observed, 1)
             bar.set_postfix(nats_per_step=f"{nats:.4f}", refresh=False)
-            if not disturbed and not self.expect.reseeded:
+            if not disturbed and not self.expect.reseeded and not proposed:
                 self.convergence.test(self.losses)
             if self.convergence.converged or len(self.losses) > num_steps:
                 break
@@ -357,6 +362,8 @@ class _Loop:
                 rate = (len(self.losses) + 1) ** -self.average.decay
                 statistics = self.average.add(statistics, rate)
             self.maximize(statistics, batch)
+            if self.squarem is not None:
+                self.squarem.record()
             bar.update()
         if self.checkpoint is not None and self.convergence.converged and not known:
             self._save(self.checkpoint)
@@ -371,6 +378,17 @@ class _Loop:
             seen += len(chosen)
             _, statistics = self._expect(self.batches.shard(data.batch(chosen)))
             self.average.add(statistics, len(chosen) / seen)
+
+    def _judge(self, batch: Sequences) -> tuple[Tensor, Statistics]:
+        """E-step at the parameters proposed, or where these are worse, at those before."""
+        squarem: Any = self.squarem
+        try:
+            loss, statistics = self.expect(batch)
+            worse = ~(loss <= self.losses[-1])
+        except (ArithmeticError, RuntimeError, ValueError):  # they are impossible
+            worse = torch.ones_like(self.losses[-1], dtype=torch.bool)
+        squarem.undo(worse)
+        return self._expect(batch) if bool(worse.any()) else (loss, statistics)
 
     def _expect(self, batch: Sequences) -> tuple[Tensor, Statistics]:
         try:
@@ -397,6 +415,7 @@ class _Loop:
                 "reseeded": self.expect.reseeded,
                 **self.expect.parameters.state(),
                 **self.maximize.state(),
+                "squarem": None if self.squarem is None else self.squarem.state(),
             }
         )
 
@@ -409,6 +428,8 @@ class _Loop:
     def _restore(self, state: Fields) -> None:
         self.expect.parameters.restore(state)
         self.maximize.restore(state)
+        if self.squarem is not None:
+            self.squarem.restore(state["squarem"])
         self.batches.restore(state["batches"])
         self.expect.reseeded = state["reseeded"]
         self.losses = list(state.losses(self.expect.parameters.restarts))
