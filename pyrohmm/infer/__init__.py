@@ -25,6 +25,7 @@ Its modules; each imports only those above it:
 ``cooccurrence``  ``fit_cooccurrence``, ``CooccurrenceModel``
 ``parameters``    the parameters of an EM fit
 ``maximization``  the M-step: closed forms and gradient steps
+``extrapolation``  EM accelerated by SQUAREM
 ``tables``        expected counts of tables, without an HMM
 ``expectation``   the E-step, batched by length
 ``em``            ``fit_em``

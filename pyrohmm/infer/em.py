@@ -37,8 +37,8 @@ from ..nn.closed_form import Statistics, TransitionCounts
 from ..nn.points import module_of
 from ..ops.recursions import ExpectedCounts
 from .exclusive import exclusive
-from .extrapolation import Extrapolation
 from .expectation import Expectation, check_apart, uniform_counts
+from .extrapolation import Extrapolation
 from .maximization import Maximization
 from .maximization import expected_log_joint as expected_log_joint
 from .models import LogPrior, MarginalModel
@@ -126,6 +126,9 @@ def fit_em(
         gradient_step: How parameters without a closed form are maximised.
         reseed: Whether a state that no observation supports becomes a half of the state that is
             visited most, which may raise the loss once. If not, it stays as it was.
+        acceleration: Whether to extrapolate after every second iteration (SQUAREM), which takes a
+            fifth to a half of the iterations where states are hard to tell apart. Parameters that
+            are not better are undone at the cost of an E-step, so that the loss never rises.
         generator: Source of randomness for minibatches; torch's global one by default.
         progress: Whether to show a progress bar on stderr; by default if that is a terminal.
         checkpoint: A file to save to and to resume from: see :func:`fit_svi`.
@@ -166,6 +169,11 @@ def fit_em(
     by_length = maximize.summed and maximize.chain_closed and not reseed
     group = ProcessGroup.all()
     check_apart(maximize, group, batch_size, reseed)
+    if acceleration and (batch_size is not None or reseed or group.size > 1):
+        raise ValueError(
+            "acceleration needs EM of all data in one process, whose loss never rises: leave out "
+            "batch_size and reseed, or acceleration."
+        )
     loop = _Loop(
         Expectation(parameters, maximize.gather, by_length, maximize.by_symbol, reseed, group),
         maximize,

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 from torch.distributions import transform_to
 
-from ..io.checkpoints import Fields
 from .maximization import GradientSteps
 from .parameters import Parameters
 
 GROWTH = 4.0  # of the longest step when one of that length has succeeded
+STATE = "path", "shapes", "proposed", "longest", "length"
 
 
 class Extrapolation:
@@ -34,7 +34,8 @@ class Extrapolation:
     def __init__(self, parameters: Parameters, gradient: GradientSteps) -> None:
         self.parameters, self.gradient = parameters, gradient
         self._transforms = {n: transform_to(site.support) for n, site in parameters.sites.items()}
-        self.path: list[Tensor] = []  # coordinates (R, P) of successive iterations
+        self.path: list[Tensor] = []  # coordinates (R, P) of iterations, then the proposal
+        self.shapes: list[torch.Size] = []  # of the coordinates of each parameter
         self.proposed = False
         self.longest = torch.full((parameters.restarts, 1), GROWTH, dtype=torch.float64)
         self.length = torch.ones_like(self.longest)
@@ -42,7 +43,11 @@ class Extrapolation:
     @torch.no_grad()
     def record(self) -> None:
         """Take the parameters of one more iteration, and propose others after two."""
-        self.path.append(self._flat())
+        values, points = self.parameters.values, self.parameters.points
+        latent = [to.inv(values[name].double()) for name, to in self._transforms.items()]
+        pieces = latent + [point.double() for point in points]
+        self.shapes = [piece.shape for piece in pieces]
+        self.path.append(torch.cat([x.reshape(len(self.longest), -1) for x in pieces], 1))
         if len(self.path) < 3:
             return
         first, second, third = self.path
@@ -54,9 +59,10 @@ class Extrapolation:
         self.length = length.nan_to_num(1.0).cpu().clamp(min=1.0).minimum(self.longest)
         s = self.length.to(step.device)
         self.path = [third]
-        self.proposed = bool((s > 1).any())
+        self.proposed = bool((self.length > 1).any())
         if self.proposed:  # at s = 1 it is the third
-            self._write(third + 2 * (s - 1) * step + (s * s - 1) * turn)
+            self.path.append(third + 2 * (s - 1) * step + (s * s - 1) * turn)
+            self._write(self.path[1])
         else:
             self._lengthen()
 
@@ -67,31 +73,24 @@ class Extrapolation:
         Args:
             worse: Whether a proposal has lowered the log joint density, or has none.
         """
-        self.proposed, third, self.path = False, self.path[0], []
+        third, proposal = self.path
         bad = worse.reshape(-1, 1)
+        kept = torch.where(bad.to(third.device), third, proposal)
+        self.proposed, self.path = False, []
         self._lengthen()
         self.longest = torch.where(bad, (self.length / GROWTH).clamp(min=1.0), self.longest)
         if bool(bad.any()):
-            self._write(torch.where(bad.to(third.device), third, self._flat()))
+            self._write(kept)
 
     def _lengthen(self) -> None:
         """Allow longer steps where the last one was as long as allowed."""
         self.longest = torch.where(self.length < self.longest, 1.0, GROWTH) * self.longest
 
-    def _read(self) -> list[Tensor]:
-        """Coordinates of each parameter, in float64."""
-        values = self.parameters.values
-        latent = [to.inv(values[name].double()) for name, to in self._transforms.items()]
-        return latent + [point.double() for point in self.parameters.points]
-
-    def _flat(self) -> Tensor:
-        return torch.cat([x.reshape(self.parameters.restarts, -1) for x in self._read()], 1)
-
     def _write(self, flat: Tensor) -> None:
         """Set the parameters to coordinates ``(R, P)``."""
-        values, leaves, shapes = self.parameters.values, self.gradient.leaves, self._read()
-        sizes = [like.numel() // self.parameters.restarts for like in shapes]
-        pieces = [x.reshape(like.shape) for x, like in zip(flat.split(sizes, 1), shapes)]
+        values, leaves = self.parameters.values, self.gradient.leaves
+        sizes = [shape.numel() // len(flat) for shape in self.shapes]
+        pieces = [x.reshape(shape) for x, shape in zip(flat.split(sizes, 1), self.shapes)]
         for (name, to), piece in zip(self._transforms.items(), pieces):
             values[name] = to(piece).to(values[name].dtype)
             if name in leaves:
@@ -101,9 +100,9 @@ class Extrapolation:
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint saves."""
-        return {name: getattr(self, name) for name in ("path", "proposed", "longest", "length")}
+        return {name: getattr(self, name) for name in STATE}
 
-    def restore(self, state: Fields) -> None:
+    def restore(self, state: dict[str, Any]) -> None:
         """Go on from a checkpoint."""
-        for name in ("path", "proposed", "longest", "length"):
+        for name in STATE:
             setattr(self, name, state[name])
