@@ -128,6 +128,25 @@ class HSMM(StructuredHMM):
         """D, the longest duration."""
         return self.log_duration.size(-1)
 
+    def check_labels(self, values: Tensor) -> None:
+        """As :meth:`HMM.check_labels`; a run of labels may be longer than any duration."""
+        try:
+            super().check_labels(values)
+        except ValueError:
+            allowed: Tensor = self.allowed  # type: ignore[assignment]
+            known = torch.where(allowed.sum(-1) == 1, allowed.byte().argmax(-1), -1)
+            longest = 0
+            for row in known.reshape(-1, known.size(-1)):
+                states, steps = row.unique_consecutive(return_counts=True)
+                longest = max(longest, *steps[states >= 0].tolist(), 0)
+            if longest <= self.max_duration:
+                raise
+            raise ValueError(
+                f"labels must not stay in a state for longer than its durations, of up to "
+                f"{self.max_duration} steps; the longest run has {longest}. Allow durations of "
+                f"{longest} steps, or correct the labels."
+            ) from None
+
     def permute_states(self, order: Tensor) -> HSMM:
         """The same with its states in another order: see :meth:`HMM.permute_states`."""
         chain = self._chain().permute_states(order)

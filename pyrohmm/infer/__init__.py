@@ -28,6 +28,7 @@ Its modules; each imports only those above it:
 ``extrapolation``  EM accelerated by SQUAREM
 ``tables``        expected counts of tables, without an HMM
 ``expectation``   the E-step, batched by length
+``iterations``    the iterations of EM
 ``em``            ``fit_em``
 """
 

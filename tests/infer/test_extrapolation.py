@@ -21,6 +21,7 @@ from pyrohmm import (
     left_to_right,
     normal,
     normal_full,
+    starts,
 )
 from pyrohmm.infer import extrapolation
 from pyrohmm.infer.msteps import GradientStep
@@ -102,3 +103,40 @@ def test_the_log_joint_never_falls(name, growth, monkeypatch):
     if growth == 4.0:
         assert not fast[:, 3:].allclose(slow[:, 3:], rtol=1e-12)  # it has taken another way
         assert fast[:, -1].min() <= slow[:, -1].min() + 1e-3
+
+
+def test_it_takes_a_fraction_of_the_iterations():
+    """Of states that are hard to tell apart; both end at the same maximum."""
+    losses = []
+    for acceleration in (True, False):
+        pyro.set_rng_seed(3)
+        module = TabularContinuousTimeHMM(3, categorical(3))
+        options = {"num_steps": 2000, "tolerance": 1e-9, "acceleration": acceleration}
+        losses.append(fit_em(module, panel(), **options).losses)
+    fast, slow = losses
+    assert fast[-1] <= slow[-1] + 1e-3
+    assert 2 * len(fast) < len(slow)
+
+
+@pytest.mark.parametrize("options", [{"batch_size": 2}, {"reseed": True}])
+def test_it_needs_a_loss_that_never_rises(options):
+    with pytest.raises(ValueError, match="acceleration needs EM of all data"):
+        fit_em(TabularHMM(2, categorical(4)), symbols(), acceleration=True, **options)
+
+
+def test_a_fit_that_has_not_converged_says_by_how_much_it_was_falling():
+    fit = fit_em(TabularHMM(2, categorical(4)), symbols(), restarts=3, num_steps=3)
+    ends, falls = fit.restarts.losses[:, -1], -fit.restarts.losses.diff()[:, -1]
+    (note,) = fit.notes
+    assert f"differ by {ends.max() - ends.min():.3g} was still falling" in note
+    assert f"by {falls.max():.3g} nats" in note
+
+
+def test_a_sticky_start_has_states_that_last():
+    start = starts.sticky(0.9)
+    values = start(TabularHMM(3, categorical(4)), symbols(), 2)
+    rows = values["transition"].squeeze(1)
+    assert (rows.diagonal(dim1=-2, dim2=-1) >= 0.9).all()
+    torch.testing.assert_close(rows.sum(-1), torch.ones(2, 3))
+    with pytest.raises(ValueError, match="prior of its transition matrix"):
+        start(DenseHMM(2, 4, dim=2), symbols(), 1)
