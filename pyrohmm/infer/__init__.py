@@ -25,8 +25,10 @@ Its modules; each imports only those above it:
 ``cooccurrence``  ``fit_cooccurrence``, ``CooccurrenceModel``
 ``parameters``    the parameters of an EM fit
 ``maximization``  the M-step: closed forms and gradient steps
+``extrapolation``  EM accelerated by SQUAREM
 ``tables``        expected counts of tables, without an HMM
 ``expectation``   the E-step, batched by length
+``iterations``    the iterations of EM
 ``em``            ``fit_em``
 """
 

@@ -11,10 +11,8 @@ symbol that the first batch lacks keeps its probability.
 from __future__ import annotations
 
 import copy
-import time
 import warnings
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,13 +28,15 @@ from ..data.batches import Batches
 from ..data.parts import in_parts, parts_of
 from ..data.sequences import Sequences
 from ..distributions.hmm import HMM
-from ..io.checkpoints import Checkpoint, Fields
+from ..io.checkpoints import Checkpoint
 from ..io.identity import describe, digits, fingerprint
 from ..nn.base import HMMModule
-from ..nn.closed_form import Statistics, TransitionCounts
+from ..nn.closed_form import TransitionCounts
 from ..nn.points import module_of
 from .exclusive import exclusive
 from .expectation import Expectation, check_apart, uniform_counts
+from .extrapolation import Extrapolation
+from .iterations import Average, Convergence, Loop
 from .maximization import Maximization
 from .maximization import expected_log_joint as expected_log_joint
 from .models import LogPrior, MarginalModel
@@ -70,7 +70,7 @@ def fit_em(
     module: HMMModule | HMM,
     data: Sequences | Iterable[Sequences],
     *,
-    num_steps: int = 200,
+    num_steps: int = 500,
     tolerance: float | None = 1e-6,
     start: Start | Values | None = None,
     restarts: int = 1,
@@ -80,6 +80,7 @@ def fit_em(
     transition_step: TransitionStep | None = None,
     gradient_step: GradientStep | None = None,
     reseed: bool = False,
+    acceleration: bool = False,
     generator: torch.Generator | None = None,
     progress: bool | None = None,
     checkpoint: str | Path | None = None,
@@ -100,9 +101,9 @@ def fit_em(
         tolerance: End when an iteration lowers the loss by less than this share of itself, in
             every restart. None runs all steps.
         start: The first parameters: ``starts.from_prior``, ``starts.by_kmeans``,
-            ``starts.from_hmm(hmm)``, a function like these, or values by name, such as
-            ``fit.values``. By default the prior for symbols and for emissions without a closed
-            form, k-means for other observations; parameters without a prior start at their values.
+            ``starts.sticky()``, ``starts.from_hmm(hmm)``, a function like these, or values by name,
+            such as ``fit.values``. By default the prior for symbols and for emissions without a
+            closed form, k-means for others; parameters without a prior start at their values.
         restarts: R, the number of batched restarts; every parameter must have a prior. The best is
             kept, all are in ``Fit.restarts``.
         log_prior: A further log-density of the HMM built. A :class:`DiversityPrior`, or another
@@ -124,6 +125,9 @@ def fit_em(
         gradient_step: How parameters without a closed form are maximised.
         reseed: Whether a state that no observation supports becomes a half of the state that is
             visited most, which may raise the loss once. If not, it stays as it was.
+        acceleration: Whether to extrapolate after every second iteration (SQUAREM), which takes a
+            fifth to a half of the iterations where states are hard to tell apart. Parameters that
+            are not better are undone at the cost of an E-step, so that the loss never rises.
         generator: Source of randomness for minibatches; torch's global one by default.
         progress: Whether to show a progress bar on stderr; by default if that is a terminal.
         checkpoint: A file to save to and to resume from: see :func:`fit_svi`.
@@ -134,9 +138,9 @@ def fit_em(
 
     Returns:
         The fit. ``losses`` are minus log joint densities, one before each iteration and one at the
-        end; ``notes`` report states that are not visited, variances at their floor, a last M-step
-        under a diversity prior that has not converged, and a loss that has risen by more than
-        rounding, which would be an error of this package.
+        end; ``notes`` report a loss that was still falling at the last step, states that are not
+        visited, variances at their floor, a last M-step under a diversity prior that has not
+        converged, and a loss that has risen by more than
 
     Raises:
         TypeError: If an argument is of the wrong type.
@@ -168,12 +172,18 @@ def fit_em(
     by_length = maximize.summed and maximize.chain_closed and not reseed
     group = ProcessGroup.all()
     check_apart(maximize, group, batch_size, reseed)
-    loop = _Loop(
+    if acceleration and (batch_size is not None or reseed or group.size > 1):
+        raise ValueError(
+            "acceleration needs EM of all data in one process, whose loss never rises: leave out "
+            "batch_size and reseed, or acceleration."
+        )
+    loop = Loop(
         Expectation(parameters, maximize.gather, by_length, maximize.by_symbol, reseed, group),
         maximize,
         Batches(parameters.data, batch_size, generator, shard=group.share, agree=group.from_first),
-        _Convergence(num_steps, None if batch_size is not None else tolerance, parameters.units),
-        None if batch_size is None else _Average(decay),
+        Convergence(num_steps, None if batch_size is not None else tolerance, parameters.units),
+        None if batch_size is None else Average(decay),
+        Extrapolation(parameters, maximize.gradient) if acceleration else None,
     )
     if checkpoint is not None:
         loop.checkpoint = Checkpoint(
@@ -236,7 +246,7 @@ def _check_batch_size(batch_size: int, maximize: Maximization) -> None:
         )
 
 
-def _check_ranks(group: ProcessGroup, loop: _Loop, generator: torch.Generator | None) -> None:
+def _check_ranks(group: ProcessGroup, loop: Loop, generator: torch.Generator | None) -> None:
     """Raise unless all ranks start alike."""
     parameters = loop.expect.parameters
     random = [torch.get_rng_state(), None if generator is None else generator.get_state()]
@@ -288,145 +298,6 @@ def _begin(parameters: Parameters, maximize: Maximization, start: Start | Values
     maximize(maximize.gather(begin, data, None, hmm, data.total / len(data)), data)
 
 
-class _Convergence:
-    """Ends a fit when no restart improves by more than a share of its loss.
-
-    Args:
-        num_steps: Largest number of iterations.
-        tolerance: The share; None never ends it.
-        units: What the unit of the data adds to the loss, which is no part of what is shared.
-    """
-
-    def __init__(self, num_steps: int, tolerance: float | None, units: float) -> None:
-        self.tolerance, self.units, self.converged = tolerance, units, False
-        self.reason = f"it took all {num_steps} steps"
-
-    def test(self, losses: list[Tensor]) -> None:
-        """Compare the last loss with the one before."""
-        if self.tolerance is not None and len(losses) > 1:
-            fall = losses[-2] - losses[-1]
-            if not bool((fall >= self.tolerance * (losses[-1] - self.units).abs()).any()):
-                self.converged = True
-                self.reason = f"the loss fell by less than {self.tolerance:g} of itself"
-
-
-class _Average:
-    """Sufficient statistics of minibatches, averaged with decaying step sizes."""
-
-    def __init__(self, decay: float) -> None:
-        self.decay = decay
-        self.statistics: Statistics = {}
-
-    def add(self, new: Statistics, rate: float) -> Statistics:
-        """Move the average towards ``new`` by the share ``rate``; one replaces it."""
-        if self.statistics:
-            new = {name: torch.lerp(self.statistics[name], new[name], rate) for name in new}
-        self.statistics = new
-        return new
-
-
-@dataclass
-class _Loop:
-    """The iterations of EM, and what a checkpoint saves of them."""
-
-    expect: Expectation
-    maximize: Maximization
-    batches: Batches
-    convergence: _Convergence
-    average: _Average | None
-    checkpoint: Checkpoint | None = None
-    losses: list[Tensor] = field(default_factory=list)
-    start_time: float = field(default_factory=time.perf_counter)
-
-    def run(self, num_steps: int, bar: tqdm) -> None:
-        """E-step, convergence, M-step, until it has converged or has taken all steps."""
-        data = self.batches.data
-        known = self.convergence.converged  # the checkpoint says so already
-        while not self.convergence.converged and len(self.losses) <= num_steps:
-            if self.checkpoint is not None and self.losses:
-                if self.checkpoint.is_due() or len(self.losses) == num_steps:
-                    self._save(self.checkpoint)
-            batch = self.batches.take()
-            disturbed = self.expect.reseeded  # in the iteration before
-            loss, statistics = self._expect(batch)
-            self.losses.append(loss)
-            nats = loss.min().item() / max(data.num_observed, 1)
-            bar.set_postfix(nats_per_step=f"{nats:.4f}", refresh=False)
-            if not disturbed and not self.expect.reseeded:
-                self.convergence.test(self.losses)
-            if self.convergence.converged or len(self.losses) > num_steps:
-                break
-            if self.average is not None:
-                rate = (len(self.losses) + 1) ** -self.average.decay
-                statistics = self.average.add(statistics, rate)
-            self.maximize(statistics, batch)
-            bar.update()
-        if self.checkpoint is not None and self.convergence.converged and not known:
-            self._save(self.checkpoint)
-
-    def prepare(self) -> None:
-        """Start the average of minibatches at the statistics of all the data."""
-        if self.average is None:
-            return
-        data, seen = self.batches.data, 0
-        for chosen in torch.arange(len(data)).split(self.batches.batch_size):
-            self.batches.chosen = chosen
-            seen += len(chosen)
-            _, statistics = self._expect(self.batches.shard(data.batch(chosen)))
-            self.average.add(statistics, len(chosen) / seen)
-
-    def _expect(self, batch: Sequences) -> tuple[Tensor, Statistics]:
-        try:
-            return self.expect(batch)
-        except ValueError as error:
-            self.batches.explain(error)
-            raise
-
-    @property
-    def seconds(self) -> float:
-        """How long the fit has taken."""
-        return time.perf_counter() - self.start_time
-
-    def _save(self, checkpoint: Checkpoint) -> None:
-        checkpoint.save(
-            {
-                "losses": torch.stack(self.losses),
-                "statistics": None if self.average is None else self.average.statistics,
-                "converged": self.convergence.converged,
-                "tolerance": self.convergence.tolerance,
-                "reason": self.convergence.reason,
-                "batches": self.batches.state(),
-                "seconds": self.seconds,
-                "reseeded": self.expect.reseeded,
-                **self.expect.parameters.state(),
-                **self.maximize.state(),
-            }
-        )
-
-    def resume(self) -> bool:
-        """Go on from the checkpoint; returns whether there is one."""
-        if self.checkpoint is None:
-            return False
-        return self.checkpoint.resume(self._restore, self.expect.parameters.points)
-
-    def _restore(self, state: Fields) -> None:
-        self.expect.parameters.restore(state)
-        self.maximize.restore(state)
-        self.batches.restore(state["batches"])
-        if self.average is not None:
-            data = self.batches.data
-            _, wanted = self._expect(data.batch(torch.arange(1)))
-            saved = state.tensors_like("statistics", wanted)
-            self.average.statistics = {name: saved[name].to(data.device) for name in wanted}
-        self.expect.reseeded = state["reseeded"]
-        self.losses = list(state.losses(self.expect.parameters.restarts))
-        self.start_time -= state["seconds"]
-        if state["converged"] and state["tolerance"] == self.convergence.tolerance:
-            self.convergence.converged, self.convergence.reason = True, state["reason"]
-        elif state["converged"]:  # with another tolerance: the last E-step is to be done again
-            self.losses.pop()
-
-
 def _watch(history: Tensor, maximize: Maximization) -> None:
     """Report a loss that has risen by more than rounding."""
     parameters = maximize.parameters
@@ -461,7 +332,19 @@ def _rounding(parameters: Parameters) -> float:
     return rounded.nan_to_num(0.0, 0.0).sum().item()
 
 
-def _finish(loop: _Loop, history: Tensor) -> Fit:
+def _still_falling(loop: Loop, history: Tensor) -> list[str]:
+    """A remark if the fit has ended before it has converged, with what restarts differ by."""
+    if loop.convergence.tolerance is None or loop.convergence.converged or history.size(1) < 2:
+        return []
+    falls, ends = history[:, -2] - history[:, -1], history[:, -1]
+    apart = f" of restarts that differ by {ends.max() - ends.min():.3g}" if len(ends) > 1 else ""
+    return [
+        f"the loss{apart} was still falling, by {falls.max():.3g} nats in the last iteration: "
+        "more num_steps, or acceleration=True, may find more probable parameters"
+    ]
+
+
+def _finish(loop: Loop, history: Tensor) -> Fit:
     """The best restart as a fit, with all of them beside it."""
     parameters, maximize = loop.expect.parameters, loop.maximize
     best = int(history[:, -1].argmin())
@@ -477,6 +360,7 @@ def _finish(loop: _Loop, history: Tensor) -> Fit:
             f"no observation supports state {names}: its parameters are those of its prior or its "
             "start. Fewer states, restarts or reseed=True may help."
         )
+    notes += _still_falling(loop, history)
     model = MarginalModel(parameters.module, parameters.log_prior)
     values = {f"module.{name}": value.detach() for name, value in parameters.values.items()}
     restarts = None

@@ -7,7 +7,8 @@ fit with the same names would start, silently, where the first one ended.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import count
 from typing import Any
 
@@ -55,8 +56,11 @@ def train(
         _rename(guide)
     asked = inspect.unwrap(model)
     module = getattr(asked, "module", None)
-    units = scale_priors(module, data) if isinstance(module, HMMModule) else 0.0
-    with pyro.get_param_store().scope() as store, in_mode(True, model, guide):
+    with (
+        pyro.get_param_store().scope() as store,
+        in_mode(True, model, guide),
+        _scaled_priors(module, data) as units,
+    ):
         state = State(model, guide, data, settings, batched)
         checkpoint = None
         if settings.checkpoint is not None:
@@ -81,6 +85,22 @@ def train(
         supports=state.objective.supports, values=values, plates=state.objective.plates,
         fitted=torch.cat([*map(marks_of, parts_of(data))]) if state.objective.plates else None,
     )  # fmt: skip
+
+
+@contextmanager
+def _scaled_priors(module: Any, data: Sequences | Parts) -> Iterator[float]:
+    """Priors in the units of ``data``, which are those of before again at the end."""
+    if not isinstance(module, HMMModule):
+        yield 0.0
+        return
+    emission: Any = module.emission_module()
+    parts = list(emission.modules()) if isinstance(emission, PyroModule) else []
+    kept = [dict(part._buffers) for part in parts]
+    try:
+        yield scale_priors(module, data)
+    finally:
+        for part, buffers in zip(parts, kept):
+            part._buffers.update(buffers)
 
 
 def descend(state: State, checkpoint: Checkpoint | None, units: float) -> None:

@@ -45,6 +45,40 @@ def from_prior(module: HMMModule, data: Sequences, restarts: int) -> Values:
     return {name: trace.nodes[name]["value"] for name in trace.stochastic_nodes}
 
 
+def sticky(stay: float = 0.95) -> Start:
+    """Start from the prior, with transitions that are rare, as in genomes and speech.
+
+    Rows of the transition matrix are ``stay`` on the diagonal, and a sample of the prior for the
+    rest. A start whose states change at each step may take hundreds of iterations to find states
+    that last, or end at a worse optimum.
+
+    Args:
+        stay: Probability of a state to follow itself; states last 1 / (1 - stay) steps on average.
+
+    Example:
+        >>> data = Sequences.from_list([[0] * 20 + [1] * 20])
+        >>> module = TabularHMM(2, categorical(2))
+        >>> fit = fit_em(module, data, start=starts.sticky(0.9), restarts=4)
+    """
+
+    def start(module: HMMModule, data: Sequences, restarts: int) -> Values:
+        values = from_prior(module, data, restarts)
+        if "transition" not in values:
+            raise ValueError(
+                "starts.sticky needs a module with a prior of its transition matrix, such as "
+                f"TabularHMM; {type(module).__name__} has none."
+            )
+        rows = values["transition"]
+        mixed = stay * torch.eye(rows.size(-1)).to(rows) + (1 - stay) * rows
+        return values | {
+            "transition": torch.where(
+                rows.diagonal(dim1=-2, dim2=-1).unsqueeze(-1) > 0, mixed, rows
+            )
+        }
+
+    return start
+
+
 def by_kmeans(module: HMMModule, data: Sequences, restarts: int) -> Tensor:
     """Start from k-means clusters of the observations, which are scaled to unit variance.
 

@@ -81,7 +81,11 @@ class CategoricalHMM(TabularEstimator):
         self.init_params = init_params
 
     def _emission(self) -> TorchDistribution:
-        return Categorical(logits=to_tensor(self.emissionprob_).log())
+        return Categorical(
+            logits=self._rows(
+                "emissionprob_", (self.n_components, np.shape(self.emissionprob_)[-1])
+            ).log()
+        )
 
     def _emission_module(self) -> Any:
         prior = to_tensor(self.emissionprob_prior)
@@ -224,5 +228,5 @@ def symbols(table: np.ndarray) -> Tensor:
 
 
 def _of_counts(tags: Any) -> Any:
-    tags.input_tags.positive_only = True
+    tags.input_tags.positive_only = tags.input_tags.categorical = True
     return tags

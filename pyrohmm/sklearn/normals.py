@@ -126,12 +126,10 @@ class GaussianHMM(TabularEstimator):
     def _emission(self) -> TorchDistribution:
         means, covars = to_tensor(self.means_), to_tensor(self._covars_)
         states, dim = self.n_components, means.shape[-1]
-        shape = _covars_shape(self.covariance_type, (states,), dim)
-        if tuple(covars.shape) != shape:
-            raise ValueError(
-                f"covars_ of type {self.covariance_type!r} must have shape {shape}; got "
-                f"{tuple(covars.shape)}."
-            )
+        kind = self.covariance_type
+        if kind == "spherical" and covars.dim() == 2:  # a column, as hmmlearn takes it
+            covars = covars.squeeze(1)
+        _check_covars(covars, kind, _covars_shape(kind, (states,), dim))
         if self.covariance_type == "tied":
             return MultivariateNormal(means, covars.unsqueeze(0))
         if self.covariance_type == "full":
@@ -185,7 +183,8 @@ class GMMHMM(TabularEstimator):
         n_components: K, the number of states.
         n_mix: M, the number of parts of the mixture of each state.
         covariance_type: ``"diag"``, a variance for each part and component, or ``"spherical"``,
-            one for each part.
+            one for each part. With parameters set by hand also ``"full"``, a matrix for each part,
+            and ``"tied"``, one for each state, which are not fitted.
         min_covar: What is added to the variances at the start of a fit, as by hmmlearn, and no
             floor: those of a fit may be less.
         startprob_prior: Dirichlet concentration of the first state; a number or ``(K,)``.
@@ -204,7 +203,8 @@ class GMMHMM(TabularEstimator):
         transmat_: ``(K, K)``, row = from.
         weights_: ``(K, M)``.
         means_: ``(K, M, D)``.
-        covars_: ``(K, M, D)``, or ``(K, M)`` if spherical.
+        covars_: ``(K, M, D)``, or ``(K, M)`` if spherical, ``(K, M, D, D)`` if full and
+            ``(K, D, D)`` if tied.
         monitor_: How the fit went.
 
     Example:
@@ -256,9 +256,15 @@ class GMMHMM(TabularEstimator):
         self.init_params = init_params
 
     def _emission(self) -> TorchDistribution:
-        weights = Categorical(logits=to_tensor(self.weights_).log())
+        weights = Categorical(logits=self._rows("weights_", np.shape(self.means_)[:2]).log())
         means, covars = to_tensor(self.means_), to_tensor(self.covars_)
-        return MixtureSameFamily(weights, _independent(means, covars, self.covariance_type))
+        kind, dim = self.covariance_type, means.shape[-1]
+        if kind in ("spherical", "diag"):
+            return MixtureSameFamily(weights, _independent(means, covars, kind))
+        shape = (len(means), *((self.n_mix,) if kind == "full" else ()), dim, dim)
+        _check_covars(covars, kind, shape)
+        covars = covars if kind == "full" else covars.unsqueeze(1)
+        return MixtureSameFamily(weights, MultivariateNormal(means, covars))
 
     def _take_emission(self, emission: Any) -> None:
         parts = emission.component_distribution
@@ -269,6 +275,11 @@ class GMMHMM(TabularEstimator):
 
     def _start(self, table: np.ndarray, chosen: set[str]) -> None:
         states, parts = self.n_components, self.n_mix
+        if self.covariance_type not in COVARIANCE_TYPES[:2]:
+            raise ValueError(
+                f"a fit of mixtures needs covariance_type 'spherical' or 'diag'; got "
+                f"{self.covariance_type!r}, with which parameters set by hand score alone."
+            )
         if "m" in chosen:
             random = check_random_state(self.random_state)
             labels = KMeans(states, n_init=10, random_state=random).fit_predict(table)
@@ -285,7 +296,7 @@ class GMMHMM(TabularEstimator):
     def _check_options(self) -> None:
         super()._check_options()
         check_size("n_mix", self.n_mix)
-        _check_covariance_type(self.covariance_type, COVARIANCE_TYPES[:2])
+        _check_covariance_type(self.covariance_type, COVARIANCE_TYPES)
 
     def _values(self, table: np.ndarray) -> Tensor:
         return to_tensor(table)
@@ -358,12 +369,16 @@ def _variance_prior(module: Any, excess: float) -> TorchDistribution:
 def _independent(means: Tensor, covars: Tensor, kind: str) -> TorchDistribution:
     """Normal vectors with variances ``(*, D)``, or ``(*)`` if spherical."""
     shape = _covars_shape(kind, tuple(means.shape[:-1]), means.shape[-1])
+    _check_covars(covars, kind, shape)
+    variances = covars.unsqueeze(-1) if kind == "spherical" else covars
+    return Normal(means, variances.sqrt()).to_event(1)
+
+
+def _check_covars(covars: Tensor, kind: str, shape: tuple[int, ...]) -> None:
     if tuple(covars.shape) != shape:
         raise ValueError(
             f"covars_ of type {kind!r} must have shape {shape}; got {tuple(covars.shape)}."
         )
-    variances = covars.unsqueeze(-1) if kind == "spherical" else covars
-    return Normal(means, variances.sqrt()).to_event(1)
 
 
 def _check_covariance_type(kind: str, known: tuple[str, ...]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from numbers import Integral
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -91,7 +92,7 @@ class TabularEstimator(SequenceEstimator):
         self._initialise(table)
         data = self._sequences(table, sizes)
         self.monitor_ = ConvergenceMonitor(self.tol, self.n_iter)
-        if set(self.params) & set(self._attributes()):
+        if self.n_iter and set(self.params) & set(self._attributes()):
             while not self.monitor_.converged:
                 self._climb(data)
         self.monitor_.warn()
@@ -113,7 +114,8 @@ class TabularEstimator(SequenceEstimator):
         monitor.history += history[:-1]
         self._take(fit.hmm(data))
         monitor.converged = gain < self.tol or monitor.iter >= self.n_iter
-        monitor.notes = fit.notes
+        # that n_iter is few is known from the monitor, and no degeneration
+        monitor.notes = [note for note in fit.notes if "still falling" not in note]
 
     def _log_evidence(self, data: Sequences) -> float:
         return float(self._hmm(data.lengths).log_prob(data.values).sum())
@@ -160,8 +162,11 @@ class TabularEstimator(SequenceEstimator):
     def _check_options(self) -> None:
         """Raise unless options are in their ranges."""
         check_size("n_components", self.n_components)
-        check_size("n_iter", self.n_iter)
+        check_size("n_iter", self.n_iter + 1 if isinstance(self.n_iter, Integral) else self.n_iter)
         check_number("tol", self.tol)
+        if np.isnan(self.tol):
+            raise ValueError("tol must be a gain in nats; got nan.")
+        self._by_marginals()
         known = "".join(self._attributes())
         for option in ("params", "init_params"):
             chosen = getattr(self, option)
@@ -174,17 +179,21 @@ class TabularEstimator(SequenceEstimator):
     # Queries
 
     def _hmm(self, lengths: Tensor) -> HMM:
-        initial, transition = to_tensor(self.startprob_), to_tensor(self.transmat_)
-        for name, rows, shape in (
-            ("startprob_", initial, (self.n_components,)),
-            ("transmat_", transition, (self.n_components, self.n_components)),
-        ):
-            if tuple(rows.shape) != shape:
-                raise ValueError(f"{name} must have shape {shape}; got {tuple(rows.shape)}.")
-            total = rows.sum(-1)
-            if bool((rows < 0).any()) or not torch.allclose(total, torch.ones_like(total)):
-                raise ValueError(f"{name} must hold probabilities that sum to one in each row.")
+        self._check_options()
+        states = self.n_components
+        initial = self._rows("startprob_", (states,))
+        transition = self._rows("transmat_", (states, states))
         return HMM(initial.log(), transition.log(), self._emission(), lengths)
+
+    def _rows(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """Probabilities in an array; raises unless those of each row sum to one."""
+        rows = to_tensor(getattr(self, name))
+        if tuple(rows.shape) != shape:
+            raise ValueError(f"{name} must have shape {shape}; got {tuple(rows.shape)}.")
+        total = rows.sum(-1)
+        if not bool((rows >= 0).all()) or not torch.allclose(total, torch.ones_like(total)):
+            raise ValueError(f"{name} must hold probabilities that sum to one in each row.")
+        return rows
 
     def _take(self, hmm: HMM) -> None:
         kept = {  # with the same bits

@@ -1311,3 +1311,14 @@ def test_no_warning_is_raised_by_a_fit():
         warnings.simplefilter("error")
         for form in (MarginalModel, EnumeratedModel):
             fit_map(form(TabularHMM(2, categorical(3))), symbols(), num_steps=3)
+
+
+@pytest.mark.parametrize("fit", [fit_map, fit_svi])
+def test_a_fit_leaves_the_priors_that_it_was_given(fit):
+    model = MarginalModel(TabularHMM(2, normal(0)))
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    arguments = (model,) if fit is fit_map else (model, AutoNormal(model))
+    fit(*arguments, Sequences.from_list([torch.randn(20) * 100 + 1e3]), num_steps=2)
+    assert before.keys() == dict(model.named_buffers()).keys()
+    for name, buffer in model.named_buffers():
+        assert torch.equal(buffer, before[name]), name

@@ -20,10 +20,13 @@ from pyrohmm import (
     MarginalModel,
     Sequences,
     TabularHMM,
+    TabularHSMM,
     categorical,
     fit_em,
     fit_map,
+    free_durations,
     load_hmm,
+    normal,
     queries,
     save,
 )
@@ -721,3 +724,11 @@ def test_the_fitted_hmm_is_that_of_the_values_and_can_be_restricted_to_labels():
     known = labelled.labels >= 0
     assert (kept == labelled.labels)[known & labelled.exists].all()
     assert "Labels" in type(fit).hmm.__doc__
+
+
+def test_a_label_that_lasts_longer_than_any_duration_is_told_by_both():
+    labels = [torch.tensor([0] * 3 + [1] * 9 + [0] * 2)]
+    data = Sequences.from_list([torch.randn(14)], labels=labels)
+    with pytest.raises(ValueError, match="of up to 4 steps; the longest run has 9"):
+        fit_em(TabularHSMM(2, free_durations(4), normal(0)), data, num_steps=2)
+    fit_em(TabularHSMM(2, free_durations(9), normal(0)), data, num_steps=2)

@@ -77,6 +77,14 @@ def by_em(path, num_steps):
     return [fit.restarts.losses, *fit.restarts.values.values()]
 
 
+def by_accelerated_em(path, num_steps):
+    options = {"tolerance": None, "restarts": 2, "acceleration": True}
+    fit = fit_em(
+        TabularHMM(2, categorical(3)), symbols(), num_steps=num_steps, checkpoint=path, **options
+    )
+    return [fit.restarts.losses, *fit.restarts.values.values()]
+
+
 def by_online_em(path, num_steps):
     module = TabularHMM(3, categorical(3, 1.1))
     options = {"batch_size": 2, "tolerance": None, "start": starts.from_prior}
@@ -142,7 +150,8 @@ def by_held_out(path, num_steps):
 
 
 FITS = [
-    by_svi, by_map, by_map_restarts, by_held_out, by_em, by_online_em, by_em_with_gradient_steps
+    by_svi, by_map, by_map_restarts, by_held_out, by_em, by_accelerated_em, by_online_em,
+    by_em_with_gradient_steps,
 ]  # fmt: skip
 
 

@@ -388,9 +388,11 @@ def test_the_checks_of_scikit_learn(name):
     [
         (lambda X: GaussianHMM(2).fit(X, [3, 4]), "lengths must be positive integers"),
         (lambda X: GaussianHMM(2, "round").fit(X), "covariance_type must be one of"),
-        (lambda X: GMMHMM(2, covariance_type="full").fit(X), "covariance_type must be one of"),
+        (lambda X: GMMHMM(2, covariance_type="full").fit(X), "needs covariance_type 'sph"),
         (lambda X: GaussianHMM(0).fit(X), "n_components"),
-        (lambda X: GaussianHMM(2, n_iter=0).fit(X), "n_iter"),
+        (lambda X: GaussianHMM(2, n_iter=-1).fit(X), "n_iter"),
+        (lambda X: GaussianHMM(2, tol=np.nan).fit(X), "tol must be a gain"),
+        (lambda X: GaussianHMM(2, algorithm="zzz").fit(X), "algorithm must be"),
         (lambda X: GaussianHMM(2, covars_prior=-1.0).fit(X), "covars_prior must be at least 0"),
         (
             lambda X: GaussianHMM(2, params="stmx").fit(X),
@@ -421,6 +423,51 @@ def test_arrays_set_by_hand_are_checked():
     model.covars_ = np.ones(3)
     with pytest.raises(ValueError, match="covars_ of type 'full' must have shape"):
         model.score(X)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_mixtures_set_by_hand_score_as_in_hmmlearn(kind):
+    X, models = vectors(), chain(*(make(3, 2, covariance_type=kind) for make in MIXTURES))
+    for model in models:
+        model.weights_ = np.array([[0.5, 0.5], [0.3, 0.7], [0.1, 0.9]])
+        model.means_ = np.arange(12.0).reshape(3, 2, 2) / 3
+        lead = (3,) if kind == "tied" else (3, 2)
+        model.covars_ = covariances("full" if kind == "tied" else kind, lead)
+    ours, theirs = models
+    assert ours.score(X, LENGTHS) == pytest.approx(theirs.score(X, LENGTHS), rel=1e-10)
+    np.testing.assert_allclose(ours.predict_proba(X), theirs.predict_proba(X), atol=1e-9)
+    assert ours.sample(5, random_state=0)[0].shape == (5, 2)
+    ours.covariance_type = "banana"
+    with pytest.raises(ValueError, match="covariance_type must be one of"):
+        ours.score(X)
+    ours.covariance_type, ours.weights_ = kind, ours.weights_ / 2
+    with pytest.raises(ValueError, match="weights_ must hold probabilities"):
+        ours.score(X)
+
+
+MIXTURES = GMMHMM, hmmlearn.GMMHMM
+
+
+def test_symbols_whose_probabilities_do_not_sum_to_one_are_refused():
+    model = chain(CategoricalHMM(3))[0]
+    model.emissionprob_ = np.full((3, 4), 0.5)
+    with pytest.raises(ValueError, match="emissionprob_ must hold probabilities"):
+        model.score(of_symbols()[2])
+
+
+def test_a_fit_of_no_iterations_has_its_start():
+    fits = [
+        make(3, n_iter=0, random_state=1).fit(vectors())
+        for make in (GaussianHMM, hmmlearn.GaussianHMM)
+    ]
+    np.testing.assert_allclose(fits[0].means_, fits[1].means_)
+
+
+def test_spherical_variances_may_be_a_column():
+    model, _, X = gaussians("spherical")
+    score = model.score(X)
+    model.covars_ = covariances("spherical")[:, None]
+    assert model.score(X) == score
 
 
 # Any module ---------------------------------------------------------------------------------------

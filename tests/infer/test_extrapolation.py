@@ -1,0 +1,142 @@
+"""Acceleration of EM: fewer iterations, and a log joint density that never falls."""
+
+import pyro
+import pytest
+import torch
+from pyro.distributions import Categorical
+
+from pyrohmm import (
+    HMM,
+    ContinuousTimeHMM,
+    DenseHMM,
+    Sequences,
+    TabularContinuousTimeHMM,
+    TabularFactorialHMM,
+    TabularHMM,
+    TabularHSMM,
+    TabularSecondOrderHMM,
+    categorical,
+    fit_em,
+    free_durations,
+    left_to_right,
+    normal,
+    normal_full,
+    starts,
+)
+from pyrohmm.infer import extrapolation
+from pyrohmm.infer.msteps import GradientStep
+
+
+def symbols():
+    """Two states that are hard to tell apart."""
+    pyro.set_rng_seed(1)
+    transition = torch.tensor([[0.95, 0.05], [0.1, 0.9]])
+    faces = torch.tensor([[0.4, 0.3, 0.2, 0.1], [0.15, 0.3, 0.3, 0.25]])
+    lengths = torch.full((4,), 150)
+    hmm = HMM(torch.full((2,), 0.5).log(), transition.log(), Categorical(faces), lengths)
+    return Sequences(hmm.sample(), lengths)
+
+
+def numbers():
+    pyro.set_rng_seed(2)
+    values = torch.randn(3, 40) + 1.5 * (torch.arange(40) // 7 % 2)
+    return Sequences(values.double(), torch.tensor([40, 23, 1]))
+
+
+def vectors():
+    data = numbers()
+    values = torch.stack([data.values, data.values.roll(1, -1)], -1)
+    return Sequences(values, data.lengths)
+
+
+def panel():
+    pyro.set_rng_seed(0)
+    times = torch.empty(80, 8).uniform_(0.2, 2.8).cumsum(-1)
+    rates = torch.tensor([[-0.2, 0.15, 0.05], [0.1, -0.4, 0.3], [0.0, 0.0, 0.0]])
+    seen = Categorical(torch.tensor([[0.8, 0.2, 0.0], [0.25, 0.75, 0.0], [0.0, 0.0, 1.0]]))
+    first = torch.tensor([1.0, 0.0, 0.0]).log()
+    lengths = torch.full((80,), 8)
+    values = ContinuousTimeHMM(first, rates, seen, lengths, times).sample()
+    return Sequences(values, lengths, times=times)
+
+
+def dense(step=None):
+    return DenseHMM(2, 4, dim=2).double()
+
+
+FITS = {
+    "symbols": (lambda: TabularHMM(2, categorical(4)), symbols, {}),
+    "restarts": (lambda: TabularHMM(2, categorical(4)), symbols, {"restarts": 3}),
+    "hard zeros": (
+        lambda: TabularHMM(3, normal(0), transition_allowed=left_to_right(3)), numbers, {}
+    ),
+    "covariances": (lambda: TabularHMM(2, normal_full(2)), vectors, {"restarts": 2}),
+    "points": (lambda: fit_em(TabularHMM(2, normal(0)), numbers(), num_steps=1).hmm(numbers()),
+               numbers, {}),
+    "durations": (lambda: TabularHSMM(2, free_durations(8), normal(0)), numbers, {}),
+    "factorial": (lambda: TabularFactorialHMM([2, 2], normal(0)), numbers, {}),
+    "second order": (lambda: TabularSecondOrderHMM(2, categorical(4)), symbols, {"restarts": 2}),
+    "rates": (lambda: TabularContinuousTimeHMM(3, categorical(3)), panel, {}),
+    "gradients": (dense, symbols, {}),
+    "Adam": (dense, symbols,
+             {"gradient_step": GradientStep(5, lambda p: torch.optim.Adam(p, lr=0.1))}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("growth", [4.0, 1e9])  # the latter proposes what is far from any good
+@pytest.mark.parametrize("name", FITS)
+def test_the_log_joint_never_falls(name, growth, monkeypatch):
+    monkeypatch.setattr(extrapolation, "GROWTH", growth)
+    make, data, options = FITS[name]
+    data, found = data(), []
+    for acceleration in (True, False):
+        pyro.set_rng_seed(0)
+        module, options = make(), {"num_steps": 20, "tolerance": None, **options}
+        fit = fit_em(module, data, acceleration=acceleration, **options)
+        losses = fit.losses[None] if fit.restarts is None else fit.restarts.losses
+        assert losses.isfinite().all()
+        assert (losses.diff() <= 1e-9 * losses.abs().max()).all()
+        assert fit.notes == []
+        found.append(losses)
+    fast, slow = found
+    torch.testing.assert_close(fast[:, :3], slow[:, :3])
+    if growth == 4.0:
+        assert not fast[:, 3:].allclose(slow[:, 3:], rtol=1e-12)  # it has taken another way
+        assert fast[:, -1].min() <= slow[:, -1].min() + 1e-3
+
+
+def test_it_takes_a_fraction_of_the_iterations():
+    """Of states that are hard to tell apart; both end at the same maximum."""
+    losses = []
+    for acceleration in (True, False):
+        pyro.set_rng_seed(3)
+        module = TabularContinuousTimeHMM(3, categorical(3))
+        options = {"num_steps": 2000, "tolerance": 1e-9, "acceleration": acceleration}
+        losses.append(fit_em(module, panel(), **options).losses)
+    fast, slow = losses
+    assert fast[-1] <= slow[-1] + 1e-3
+    assert 2 * len(fast) < len(slow)
+
+
+@pytest.mark.parametrize("options", [{"batch_size": 2}, {"reseed": True}])
+def test_it_needs_a_loss_that_never_rises(options):
+    with pytest.raises(ValueError, match="acceleration needs EM of all data"):
+        fit_em(TabularHMM(2, categorical(4)), symbols(), acceleration=True, **options)
+
+
+def test_a_fit_that_has_not_converged_says_by_how_much_it_was_falling():
+    fit = fit_em(TabularHMM(2, categorical(4)), symbols(), restarts=3, num_steps=3)
+    ends, falls = fit.restarts.losses[:, -1], -fit.restarts.losses.diff()[:, -1]
+    (note,) = fit.notes
+    assert f"differ by {ends.max() - ends.min():.3g} was still falling" in note
+    assert f"by {falls.max():.3g} nats" in note
+
+
+def test_a_sticky_start_has_states_that_last():
+    start = starts.sticky(0.9)
+    values = start(TabularHMM(3, categorical(4)), symbols(), 2)
+    rows = values["transition"].squeeze(1)
+    assert (rows.diagonal(dim1=-2, dim2=-1) >= 0.9).all()
+    torch.testing.assert_close(rows.sum(-1), torch.ones(2, 3))
+    with pytest.raises(ValueError, match="prior of its transition matrix"):
+        start(DenseHMM(2, 4, dim=2), symbols(), 1)
