@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from pyro.distributions.torch_distribution import TorchDistribution
 from torch import Tensor
 
@@ -114,7 +115,7 @@ class HSMM(HMM):
         try:
             super().check_labels(values)
         except ValueError:
-            allowed: Tensor = self.allowed  # type: ignore[assignment]
+            allowed: Tensor = self.allowed
             known = torch.where(allowed.sum(-1) == 1, allowed.byte().argmax(-1), -1)
             longest = 0
             for row in known.reshape(-1, known.size(-1)):
