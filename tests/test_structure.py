@@ -57,14 +57,9 @@ LONG_FUNCTIONS: dict[str, str] = {
 # space. It may grow by what it can do (estimators, potentials, durations that may be cut, a second
 # order, gaps in time, another number of states, queries from block to block where steps are
 # missing), never by the way: the last five are 3,600 lines, the speed of small data, of Viterbi, of
-<<<<<<< HEAD
 # full covariances and of separated observations 370, a model mixed with an n-gram 500, and what is
 # left out and multiplied in neural HMMs 250.
 MOST_LINES = {"module": 500, "class": 350, "function": 80, "package": 43_850}
-=======
-# full covariances and of separated observations 370, and a model mixed with an n-gram 500.
-MOST_LINES = {"module": 500, "class": 350, "function": 80, "package": 43_700}
->>>>>>> ha
 
 
 def name_of(path):

@@ -214,16 +214,8 @@ def in_log_space(
     initial, transition, likelihood = (part.detach().double() for part in chain[:3])
     peak, most = largest(likelihood, (-1,)), largest(transition, (-2, -1))
     wide = Chain(initial, transition - most, likelihood - peak, chain.lengths)
-<<<<<<< HEAD
     found = backend_for(likelihood.device).log_space(wide, with_posterior)
     evidence, states, pairs, forward = found
     taken = exists(chain.lengths - 1, len(likelihood) - 1, likelihood.device).movedim(-1, 0)
     shift = peak.sum((0, -1)) + (most.squeeze(-1) * taken).sum(0)
     return evidence + shift.flatten(), states, pairs, forward
-=======
-    backend = backend_for(likelihood.device)
-    evidence, gamma, counts, messages = backend.log_space(wide, with_posterior)
-    taken = exists(chain.lengths - 1, len(likelihood) - 1, likelihood.device).movedim(-1, 0)
-    shift = peak.sum((0, -1)) + (most.squeeze(-1) * taken).sum(0)
-    return evidence + shift.flatten(), gamma, counts, messages
->>>>>>> ha
