@@ -17,6 +17,7 @@ from .._checks import (
     check_shape,
 )
 from .._precision import full_precision
+from ..chains.base import ExpectedCounts
 from ..ops import block_gaps, block_paths, block_recursions, masks, recursions
 from ..ops.block_missing import Messages
 from ..ops.block_transition import InnerProductTransition as InnerProductTransition
@@ -370,6 +371,18 @@ class BlockHMM(BlockFactors):
         check_integers("states", states)
         with torch.no_grad():
             return self.symbols.sample(states)
+
+    def log_joint(self, values: Tensor, states: Tensor) -> Tensor:
+        r""":math:`\log p(x_{1:T}, z_{1:T})` with one path ``(*B, T)``; ``(*B)``, in nats."""
+        if self.carried is not None:
+            return self.dense().log_joint(values, states)
+        return super().log_joint(values, states)
+
+    def expected_counts(self, values: Tensor) -> ExpectedCounts:
+        """Expected counts given ``values``, of all K states: the E-step."""
+        if self.carried is not None:
+            return self.dense().expected_counts(values)
+        return super().expected_counts(values)
 
     def log_factors(self, values: Tensor, check: bool = True) -> tuple[Tensor, Tensor, Tensor]:
         """As :meth:`HMM.log_factors`, of all K states."""

@@ -274,6 +274,14 @@ class NGramBlockHMM(BlockHMM):
         """Refused: its transitions depend on the symbols before."""
         self._refuse("dense")
 
+    def stationary(self) -> NoReturn:
+        """Needs the transitions of every word: raises NotImplementedError."""
+        self._refuse("stationary")
+
+    def expanded(self) -> NoReturn:
+        """Needs the transitions of every word: raises NotImplementedError."""
+        self._refuse("expanded")
+
     def all_transitions(self) -> NoReturn:
         """Refused: they depend on the symbols before."""
         self._refuse("all_transitions")

@@ -65,7 +65,7 @@ class ChainTables(HMMModule):
         """
         if not isinstance(hmm, cls.family):
             raise TypeError(
-                f"hmm must be of class {cls.family.__name__}; got {type(hmm).__name__}."
+                f"hmm must be a {cls.family.__name__}; got {type(hmm).__name__}."
             )
         if hmm.emission_per_step:
             raise ValueError(

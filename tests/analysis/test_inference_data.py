@@ -243,8 +243,8 @@ def test_leaving_out_sequences_finds_the_number_of_states():
         seen = fit.hmm(data).expected_counts(data.values)
         visits = seen.states[data.observed]
         counts = {
-            "module.initial": seen.initial,
-            "module.transition": seen.transitions,
+            "module.initial": seen.counts["log_initial"],
+            "module.transition": seen.counts["log_transition"],
             "module.emission.probs": visits.mT @ one_hot(data.values[data.observed], 3).double(),
         }
         cloud = {

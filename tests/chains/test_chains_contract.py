@@ -3,7 +3,14 @@
 import pytest
 import torch
 
-from pyrohmm.chains import MarkovChain, ProductChain, SecondOrderChain, SemiMarkovChain
+from pyrohmm.chains import (
+    MarkovChain,
+    ProductChain,
+    RateChain,
+    SecondOrderChain,
+    SemiMarkovChain,
+)
+from pyrohmm.chains.rates import Gaps
 from pyrohmm.testing import check_chain
 
 
@@ -21,7 +28,14 @@ def semi_markov(num_states, longest, **censored):
                            **censored)  # fmt: skip
 
 
+def rates():
+    leave = torch.rand(3, 3).fill_diagonal_(0.0)
+    gaps = Gaps.between(torch.tensor([0.0, 0.5, 2.0, 2.1]), torch.ones(4, dtype=torch.bool))
+    return RateChain(rows(3), leave - leave.sum(-1).diag(), gaps, 4)
+
+
 CHAINS = {
+    "rates per step": rates,
     "markov": lambda: MarkovChain(rows(3), rows(3, 3)),
     "one state": lambda: MarkovChain(rows(1), rows(1, 1)),
     "markov with zeros": lambda: MarkovChain(rows(3, zeros=True), rows(3, 3, zeros=True)),

@@ -285,7 +285,7 @@ def test_one_step_is_the_first_state_and_its_emission(batch):
     ahead = hmm.forecast(values, times + torch.tensor([0.0, 2.0])).states
     torch.testing.assert_close(ahead[..., 0, :], now)
     torch.testing.assert_close(ahead[..., 1, :], now @ torch.as_tensor(expm(FULL.numpy() * 2)))
-    assert torch.equal(hmm.uniform().log_transition, hmm.log_transition)
+    assert torch.equal(hmm.with_chain(hmm.chain.uniform()).log_transition, hmm.log_transition)
 
 
 def test_padding_may_hold_any_time(values):

@@ -68,13 +68,18 @@ def dense(hmm):
     return hmm.dense() if isinstance(hmm, BlockHMM) else hmm
 
 
+def counted(found):
+    parts = found.log_evidence, found.states, *found.counts.values()
+    return torch.cat([part.flatten() for part in parts])
+
+
 PATH = torch.tensor([[0, 3, 1], [3, 0, 0]])
 QUERIES = {
     "log_prob": lambda hmm, x: hmm.log_prob(x),
     "log_prob of dense": lambda hmm, x: dense(hmm).log_prob(x),
     "log_joint": lambda hmm, x: hmm.log_joint(x, PATH),
     "posterior": lambda hmm, x: torch.cat([part.flatten() for part in hmm.posterior(x)]),
-    "expected_counts": lambda hmm, x: torch.cat([p.flatten() for p in hmm.expected_counts(x)[:4]]),
+    "expected_counts": lambda hmm, x: counted(hmm.expected_counts(x)),
     "filtered": lambda hmm, x: hmm.filtered(x),
     "filtered of dense": lambda hmm, x: dense(hmm).filtered(x),
     "forecast": lambda hmm, x: hmm.forecast(x, 2).log_prob(torch.zeros(2, 2).to(x)),

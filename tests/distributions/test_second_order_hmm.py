@@ -129,6 +129,7 @@ def test_counts_are_summed_over_sequences(hmm, values):
 
 def test_it_is_the_chain_of_pairs(hmm, values):
     large = hmm.expanded()
+    size = hmm.num_states
     assert large.num_states == size * (size + 1)
     torch.testing.assert_close(hmm.log_prob(values), large.log_prob(values))
     torch.testing.assert_close(hmm.forecast(values, 3).mean, large.forecast(values, 3).mean)
