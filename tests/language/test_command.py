@@ -113,8 +113,8 @@ def test_text_becomes_a_model_that_scores_and_writes(here, capsys):
     ("change", "what"),
     [
         (["--seed", "5"], "seed of the generator"),
-        (["--decay", "0.5"], "settings of the optimizer.weight_decay"),
-        (["--rate", "0.1"], "learning_rate"),
+        (["--decay", "0.5"], "optimizer.weight_decay"),
+        (["--rate", "0.1"], "optimizer.lr"),
     ],
 )
 def test_the_checkpoint_of_other_options_is_refused(here, change, what):
