@@ -207,7 +207,9 @@ def whole_numbers(table: np.ndarray) -> Tensor:
     Raises:
         ValueError: If one is negative, or not whole.
     """
-    wrong = table[(table < 0) | (table != np.floor(table))]
+    if (table < 0).any():  # the first words are those that scikit-learn asks for
+        raise ValueError(f"Negative values in data: X must hold whole numbers; got {table.min()}.")
+    wrong = table[table != np.floor(table)]
     if len(wrong):
         raise ValueError(f"X must hold whole numbers of at least 0; got {wrong[0]}.")
     return torch.as_tensor(table.astype(np.int64))
@@ -219,12 +221,13 @@ def symbols(table: np.ndarray) -> Tensor:
     Raises:
         ValueError: If there are several columns, or numbers that are no symbols.
     """
+    numbers = whole_numbers(table)
     if table.shape[1] != 1:
         raise ValueError(
             f"X must have one column of symbols; got {table.shape[1]} features. X[:, None] makes "
             "a column of a vector."
         )
-    return whole_numbers(table)[:, 0]
+    return numbers[:, 0]
 
 
 def _of_counts(tags: Any) -> Any:
