@@ -57,7 +57,7 @@ class NumbaBackend(Backend):
         _ = self._chain
 
     def take_rows(self, table: Tensor, rows: Tensor) -> Tensor:
-        low, high = (int(end) for end in torch.aminmax(rows)) if len(rows) else (0, 0)
+        low, high = (int(end) for end in torch.aminmax(rows)) if len(rows) else (0, -1)
         if low < 0 or high >= len(table):
             raise IndexError(f"rows must lie between 0 and {len(table) - 1}; got {low} to {high}.")
         kernels, width = self._chain, table.size(1)
