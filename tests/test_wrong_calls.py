@@ -51,7 +51,7 @@ from pyrohmm import (
 )
 from pyrohmm.data import Vocabulary
 from pyrohmm.distributions import NGramBlockHMM, NGramProbs, NGramWeights, Streams
-from pyrohmm.ops.block_transition import InnerProductTransition
+from pyrohmm.ops.blocks.inner_products import InnerProductTransition
 
 ROOMS = ["ops", "data", "distributions", "nn", "io", "infer", "analysis", "language"]
 RIGHT = ValueError, TypeError, OSError, FloatingPointError

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import one_hot
 
 from .._arguments import checked
-from ..distributions.block_factors import gapped_chain
+from ..distributions.block_factors import log_chain
 from ..distributions.block_hmm import BlockHMM
 from ..distributions.continuous_time_hmm import ContinuousTimeHMM
 from ..distributions.hard_zeros import exact_log_prob
@@ -108,15 +108,16 @@ def pseudo_residuals(hmm: HMM, values: Tensor, *, forecast: bool = False) -> Pse
 
 def _in_blocks(hmm: BlockHMM, values: Tensor, forecast: bool) -> PseudoResiduals:
     """:func:`pseudo_residuals` from block to block, of the steps that are observed."""
-    chain, shape = gapped_chain(hmm, values, torch.float64)
+    chain, shape = log_chain(hmm, values, torch.float64)
     log_probs = normalised(chain.left_out(forecast))
     probs, unknown = log_probs.exp(), log_probs.isneginf().all(-1)
-    known = chain.observed.flatten().to(values.device)
-    symbols = values.expand(shape).flatten()[known]
+    known = (~chain.missing).nonzero().squeeze(-1)
+    where = chain.plan.where[known].to(values.device)
+    symbols = values.expand(shape).flatten()[where]
     limits = []
     for limit, bound in zip(hmm.symbols.cumulative(symbols), (0.0, 1.0)):
         found = (probs * limit).sum(-1).clamp(0.0, 1.0).masked_fill(unknown, bound)
-        limits.append(probs.new_full((len(known),), bound).masked_scatter(known, found))
+        limits.append(probs.new_full((shape.numel(),), bound).index_copy(0, where, found))
     return PseudoResiduals(*(limit.reshape(shape) for limit in limits))
 
 

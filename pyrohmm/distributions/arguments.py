@@ -17,7 +17,7 @@ from .._checks import (
     check_tensor,
     check_trailing,
 )
-from ..ops.block_transition import InnerProductTransition
+from ..ops.blocks.inner_products import InnerProductTransition
 from ..ops.factorial import ProductTransition
 
 

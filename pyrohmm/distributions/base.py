@@ -24,7 +24,7 @@ from .._checks import (
 )
 from .._transforms import transforming
 from ..ops import masks, recursions
-from ..ops.block_transition import InnerProductTransition
+from ..ops.blocks.inner_products import InnerProductTransition
 from ..ops.factorial import ProductTransition
 from .arguments import StructuredEmission, check_parameters, check_steps
 from .autoregressive import Autoregressive

@@ -10,7 +10,7 @@ from torch import Tensor
 from .._checks import check_floats, check_integers, check_range, check_shape
 from .._lazy import lazy
 from ..ops import masks
-from ..ops.blocks import Blocks
+from ..ops.blocks.states import Blocks
 from ..ops.kept import kept
 from ..ops.lookup import take_rows
 

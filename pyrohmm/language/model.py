@@ -29,9 +29,9 @@ from ..infer.results import Fit
 from ..io.files import FilePath
 from ..nn.base import in_mode
 from ..nn.neural import LinearDropout, NeuralHMM
-from ..ops import blocks as state_blocks
 from ..ops.automata import Automaton, template
-from ..ops.blocks import Blocks
+from ..ops.blocks import states as state_blocks
+from ..ops.blocks.states import Blocks
 from . import clusters, text
 from .contiguous import as_text, score_in_order
 from .dropout import DefaultDropout, in_words, set_default

@@ -17,9 +17,9 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from .._arguments import explained
-from .._checks import check_integers, check_range, check_shape, check_size
-from .block_plan import States, bounds
+from ..._arguments import explained
+from ..._checks import check_integers, check_range, check_shape, check_size
+from .plan import States, bounds
 
 
 @explained()
