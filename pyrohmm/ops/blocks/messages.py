@@ -10,6 +10,7 @@ transitions of pairs of blocks; from, to and between missing ones the sums of
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -21,6 +22,7 @@ from ..log_space import finite_or_zero, lazy_zeros, log_softmax_of_parts, logsum
 from .plan import BlockChain, Scores, bounds
 from .transitions import CHUNK, Transitions
 
+KEPT = 1 << 22  # numbers of matrices that are made for all tokens at once, and kept
 OFTEN = 64  # tokens for each pair of blocks
 SMALL = -1000.0  # a logarithm whose exponential is zero
 
@@ -123,6 +125,17 @@ class LogChain:
 
     def matrices(self, tokens: slice | Tensor) -> Tensor:
         """Log transition probabilities to some tokens from those before, ``(n, w, w)``."""
+        if self._matrices is not None:
+            return self._matrices[tokens if isinstance(tokens, slice) else tokens.to(self.device)]
+        return self._matrices_of(tokens)
+
+    @cached_property
+    def _matrices(self) -> Tensor | None:
+        """Those of all tokens, if they are few."""
+        few = self.size * self.seen.size(-1) ** 2 <= KEPT
+        return self._matrices_of(slice(None)) if few and len(self.layout) else None
+
+    def _matrices_of(self, tokens: slice | Tensor) -> Tensor:
         places = torch.arange(self.seen.size(-1), device=self.device)
         pair = self.pair[tokens if isinstance(tokens, slice) else tokens.to(self.device)]
         layout = self.layout.index_select(0, pair)
@@ -140,28 +153,34 @@ class LogChain:
 
     def kinds(self, tokens: slice) -> list[Tensor]:
         """Tokens that have one before, in parts: both observed, or one of them missing, or both."""
-        numbers = torch.arange(self.size)[tokens]
+        numbers = torch.arange(*tokens.indices(self.size))
+        if not self.has_gaps:
+            return [numbers] if len(numbers) else []
         kind = 2 * self.missing[self.plan.before[numbers]].long() + self.missing[numbers]
         return [part for each in range(4) if len(part := numbers[kind == each])]
 
     def are_known(self, tokens: Tensor) -> bool:
         """Whether tokens of one of :meth:`kinds` are observed, and those before."""
-        return not bool(self.missing[tokens[0]] | self.missing[self.plan.before[tokens[0]]])
+        return not (self.kind(tokens) or self.kind(self.plan.before[tokens]))
+
+    def kind(self, tokens: Tensor) -> int:
+        """Which of the messages are those of some tokens, all missing or none: the wide ones?"""
+        return int(self.missing[tokens[0]]) if self.has_gaps else 0
 
     def at(self, messages: Messages, tokens: Tensor, step: int | None = None) -> Tensor:
         """Vectors of some tokens, all missing or none, of the messages of a step, or of all."""
-        return messages[int(self.missing[tokens[0]])][self.rows(tokens, step)]
+        return messages[self.kind(tokens)][self.rows(tokens, step)]
 
     def _put(self, messages: Messages, tokens: Tensor, values: Tensor, step: int) -> Messages:
         """The messages of a step with some of their vectors replaced."""
-        parts, number = list(messages), int(self.missing[tokens[0]])
+        parts, number = list(messages), self.kind(tokens)
         parts[number] = parts[number].index_copy(0, self.rows(tokens, step), values)
         return Messages(*parts)
 
     def rows(self, tokens: Tensor, step: int | None) -> Tensor:
         """Where the vectors of tokens are in the messages of a step, or of all."""
         first = self.steps[step or 0].start
-        if bool(self.missing[tokens[0]]):
+        if self.kind(tokens):
             return (self.gaps[tokens] - self.gaps[first]).to(self.device)
         return (tokens - first).to(self.device)
 
@@ -376,7 +395,7 @@ class LogChain:
         after = self.kinds(self.later)
         anything = torch.full_like(plan.block, step.all)
         for tokens in after:
-            if not bool(self.missing[tokens[0]]):
+            if not self.kind(tokens):
                 before = plan.before[tokens]
                 found = step.sums(self.at(filtered, before), plan.block[before], anything[before])
                 logs[number[tokens.to(self.device)]] = found.to(logs.dtype)
@@ -386,7 +405,7 @@ class LogChain:
         values = values._replace(within=values.within + self.seen)
         for tokens in after:
             before = plan.before[tokens]
-            if not bool(self.missing[before[0]]):
+            if not self.kind(before):
                 here = self.at(values, tokens)
                 found = step.sums(here, anything[before], plan.block[tokens], back=True)
                 logs[number[before.to(self.device)]] += found

@@ -73,10 +73,10 @@ def sample(chain: LogChain, count: int) -> Tensor:
                 states = _states(chain, tokens, after).flatten()
                 onward = step.into(plan.block[before].repeat(count), states)
                 onward = onward.view(count, len(tokens), -1)
-            kind, rows = int(chain.missing[before[0]]), chain.rows(before, t)
+            kind, rows = chain.kind(before), chain.rows(before, t)
             score[kind].index_add_(1, rows, onward.to(score[kind].dtype))
         for tokens in _by_kind(chain, chain.steps[t]):
-            kind = int(chain.missing[tokens[0]])
+            kind = chain.kind(tokens)
             found = sample_places(score[kind][:, chain.rows(tokens, t)]).cpu()
             sizes = torch.cat([step.states.sizes, torch.tensor([step.num_states])])
             places[:, tokens] = found.minimum(sizes[plan.block[tokens]] - 1)  # none is possible
@@ -100,14 +100,16 @@ def sample_places(scores: Tensor) -> Tensor:
 
 def _by_kind(chain: LogChain, tokens: slice) -> list[Tensor]:
     """The observed ones of some tokens, and the missing ones."""
-    numbers = torch.arange(chain.size)[tokens]
+    numbers = torch.arange(*tokens.indices(chain.size))
+    if not chain.has_gaps:
+        return [numbers]
     parts = (numbers[chain.missing[numbers] == missing] for missing in (False, True))
     return [part for part in parts if len(part)]
 
 
 def _states(chain: LogChain, tokens: Tensor, places: Tensor) -> Tensor:
     """The states at places ``(C, n)`` of tokens that are all missing, or none."""
-    if bool(chain.missing[tokens[0]]):
+    if chain.kind(tokens):
         return places
     states = chain.transitions.places(chain.plan.block[tokens]).gather(1, places.mT).mT
     return states.clamp(max=chain.transitions.num_states - 1)
@@ -129,7 +131,7 @@ def _ranked(chain: LogChain, t: int, before: Messages) -> tuple[Messages, Messag
             new = _extended(values, chain.matrices(tokens), count)
         else:
             new = _onward(chain, tokens, values)
-        kind, rows = int(chain.missing[tokens[0]]), chain.rows(tokens, t)
+        kind, rows = chain.kind(tokens), chain.rows(tokens, t)
         scores[kind][rows], origins[kind][rows] = new
     scores.within.add_(chain.seen[now].unsqueeze(-1))
     return scores, origins
