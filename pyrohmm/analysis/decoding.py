@@ -10,6 +10,7 @@ from .._checks import check_size
 from ..distributions.block_factors import at_steps, log_chain
 from ..distributions.hmm import HMM
 from ..ops.blocks import paths as block_paths
+from ..ops.blocks import queries as block_queries
 from .chains import chain_factors, finite_or_zero, in_blocks, normalised
 
 
@@ -111,7 +112,7 @@ def path_entropy(hmm: HMM, values: Tensor) -> Tensor:
     with torch.no_grad():
         if in_blocks(hmm):
             blocks, shape = log_chain(hmm, values, torch.float64)
-            return blocks.entropy().reshape(shape[:-1])
+            return block_queries.entropy(blocks).reshape(shape[:-1])
         chain = chain_factors(hmm, values)
         filtered = normalised(chain.initial + chain.likelihood[..., 0, :])
         entropy = torch.zeros_like(filtered)  # of the states before, given the state at t

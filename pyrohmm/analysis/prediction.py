@@ -21,6 +21,7 @@ from ..distributions.hmm import HMM
 from ..distributions.hsmm import HSMM
 from ..distributions.sampling import sample_in_time
 from ..ops import recursions
+from ..ops.blocks import queries as block_queries
 from ..ops.blocks.inner_products import InnerProductTransition
 from .chains import (
     chain_factors,
@@ -56,7 +57,7 @@ def predictive_log_prob(hmm: HMM, values: Tensor) -> Tensor:
     with torch.no_grad():
         if in_blocks(hmm):
             blocks, shape = log_chain(hmm, values, torch.float64, trim=True)
-            return at_steps(blocks, blocks.predictive(), shape)
+            return at_steps(blocks, block_queries.predictive(blocks), shape)
         chain = chain_factors(hmm, values)
         scores = (chain.predicted() + chain.likelihood).logsumexp(-1)
         informative = chain.observed

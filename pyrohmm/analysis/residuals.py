@@ -16,6 +16,7 @@ from ..distributions.continuous_time_hmm import ContinuousTimeHMM
 from ..distributions.hard_zeros import exact_log_prob
 from ..distributions.hmm import HMM
 from ..distributions.observation import Tied, support_varies
+from ..ops.blocks import queries as block_queries
 from .chains import chain_factors, normalised
 
 
@@ -109,7 +110,7 @@ def pseudo_residuals(hmm: HMM, values: Tensor, *, forecast: bool = False) -> Pse
 def _in_blocks(hmm: BlockHMM, values: Tensor, forecast: bool) -> PseudoResiduals:
     """:func:`pseudo_residuals` from block to block, of the steps that are observed."""
     chain, shape = log_chain(hmm, values, torch.float64)
-    log_probs = normalised(chain.left_out(forecast))
+    log_probs = normalised(block_queries.left_out(chain, forecast))
     probs, unknown = log_probs.exp(), log_probs.isneginf().all(-1)
     known = (~chain.missing).nonzero().squeeze(-1)
     where = chain.plan.where[known].to(values.device)

@@ -18,7 +18,7 @@ from .._checks import (
 )
 from .._precision import full_precision
 from ..ops import masks, recursions
-from ..ops.blocks import paths
+from ..ops.blocks import paths, queries
 from ..ops.blocks import recursions as block_recursions
 from ..ops.blocks.inner_products import InnerProductTransition as InnerProductTransition
 from ..ops.blocks.states import Blocks
@@ -279,8 +279,8 @@ class BlockHMM(BlockFactors):
             chain, shape = log_chain(self, values)
             filtered = chain.filtered()
             smoothed = chain.smoothed(filtered)
-            states = chain.all_states(smoothed, shape.numel()).reshape(*shape, -1)
-            counts = chain.transition_counts(filtered, smoothed)
+            states = queries.all_states(chain, smoothed, shape.numel()).reshape(*shape, -1)
+            counts = queries.transition_counts(chain, filtered, smoothed)
         return Posterior(evidence, states, counts.reshape(*evidence.shape, *counts.shape[1:]))
 
     def filtered(self, values: Tensor) -> Tensor:
@@ -289,7 +289,7 @@ class BlockHMM(BlockFactors):
             return self.dense().filtered(values)
         with torch.no_grad():
             chain, shape = log_chain(self, values)
-            return chain.all_states(chain.filtered(), shape.numel()).reshape(*shape, -1)
+            return queries.all_states(chain, chain.filtered(), shape.numel()).reshape(*shape, -1)
 
     def viterbi(self, values: Tensor) -> Tensor:
         r"""Best path :math:`\arg\max_z p(z_{1:T} \mid x_{1:T})`, ``(*B, T)``; 0 where padded."""

@@ -12,6 +12,7 @@ Its modules; each imports only those above it:
 ``blocks.plan``       which pairs of blocks occur in a batch, and where they lie in memory
 ``blocks.transitions``  sums over transitions between blocks, and from and to all states
 ``blocks.messages``   chains in blocks of states by torch, in logarithms, with missing steps
+``blocks.queries``    posterior queries of those
 ``blocks.paths``      their best paths, and paths sampled from the posterior
 ``blocks.scaled``     the same chains by compiled scaled messages
 ``torch_chain``       forward, backward, Viterbi and sampling as torch operations

@@ -5,7 +5,8 @@ imports only those above it:
 
 ``plan``            which pairs of blocks occur in a batch, and where they lie in memory
 ``transitions``     sums over transitions between blocks, and from and to all states
-``messages``        torch: messages, evidence and queries in logarithms; steps may be missing
+``messages``        torch: messages and evidence in logarithms; steps may be missing
+``queries``         torch: posterior queries, by those
 ``paths``           torch: best paths and sampled paths, by those
 ``scaled``          Numba: evidence, gradient and last state by scaled messages
 ``_numba``          its compiled loops

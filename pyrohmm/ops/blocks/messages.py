@@ -4,12 +4,13 @@ The state of a step is in the block of its symbol. A missing step says nothing: 
 any of all K, its block is B, the number of blocks, and its log-likelihood is zero. A message is a
 vector of the w states of a block, or of all K. From one observed step to the next there are the
 transitions of pairs of blocks; from, to and between missing ones the sums of
-:class:`.transitions.Transitions`. Queries are written once over these.
+:class:`.transitions.Transitions`. Queries are written once
+over these, in :mod:`.queries` and :mod:`.paths`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
@@ -18,13 +19,12 @@ import torch
 from torch import Tensor
 
 from ..kept import kept_on
-from ..log_space import finite_or_zero, lazy_zeros, log_softmax_of_parts, logsumexp
+from ..log_space import finite_or_zero, log_softmax_of_parts, logsumexp
 from .plan import BlockChain, Scores, bounds
-from .transitions import CHUNK, Transitions
+from .transitions import Transitions
 
 KEPT = 1 << 22  # numbers of matrices that are made for all tokens at once, and kept
 OFTEN = 64  # tokens for each pair of blocks
-SMALL = -1000.0  # a logarithm whose exponential is zero
 
 
 class Messages(NamedTuple):
@@ -37,21 +37,6 @@ class Messages(NamedTuple):
 
     within: Tensor
     wide: Tensor
-
-
-class Pairs(NamedTuple):
-    r"""Some tokens, and the states before and at them.
-
-    Attributes:
-        tokens: ``(n,)``, not of the first step.
-        before, after: ``(n, f)`` and ``(n, c)`` states; K beyond a block.
-        log_share: ``(n, f, c)``, :math:`\log p(z_{t-1} \mid z_t, x_{1:t-1})`.
-    """
-
-    tokens: Tensor
-    before: Tensor
-    after: Tensor
-    log_share: Tensor
 
 
 class LogChain:
@@ -295,7 +280,7 @@ class LogChain:
         pairs = zip(steps, [*steps[1:], steps[0][:0]])
         return torch.cat([now[len(then) :] for now, then in pairs][::-1])
 
-    def _totals(self, messages: list[Messages]) -> list[Tensor]:
+    def totals(self, messages: list[Messages]) -> list[Tensor]:
         """Logarithms of the sums of the vectors of each step."""
         return [
             self.of_tokens(each, lambda part: logsumexp(part, -1), step)
@@ -306,119 +291,13 @@ class LogChain:
         """Log evidence ``(N,)`` in the order of the plan."""
         messages, subtracted = self.forward()
         if self.has_gaps:
-            value = self.ends(self._totals(messages))
+            value = self.ends(self.totals(messages))
         else:
             value = logsumexp(self.ends([each.within for each in messages]), -1)
         return (value.double() + self.ends(subtracted)).to(value.dtype)
-
-    # Queries, without gradients
 
     def final_state(self) -> Tensor:
         """Log p(z_T | x_{1:T}) in the last block, ``(N, w)``; -inf where that is impossible."""
         logs = self.ends([each.within for each in self.forward()[0]])
         total = logs.logsumexp(-1, keepdim=True)
         return torch.where(total.isneginf(), -torch.inf, logs - total)
-
-    def predictive(self) -> Tensor:
-        """Log p(x_t | x_{1:t-1}) of each token, ``(M,)``; -inf from where it is impossible."""
-        messages, subtracted = self.forward()
-        total = torch.cat(self._totals(messages)).double() + torch.cat(subtracted)
-        before = total[self.plan.before.to(total.device)]
-        before[: len(self.plan.lengths)] = 0.0
-        found = torch.where(total.isneginf(), -torch.inf, total - finite_or_zero(before))
-        return found.masked_fill(self.missing.to(found.device), 0.0)
-
-    def pairs(self, filtered: Messages) -> Iterator[Pairs]:
-        """The states before and at all later tokens, in parts, given :meth:`filtered`."""
-        step, plan = self.transitions, self.plan
-        for tokens in self.kinds(self.later):
-            if self.are_known(tokens):
-                for some in tokens.split(max(1, CHUNK // self.seen.size(-1) ** 2)):
-                    before = plan.before[some]
-                    joint = self.at(filtered, before).unsqueeze(-1) + self.matrices(some)
-                    share = joint - finite_or_zero(joint.logsumexp(-2, keepdim=True))
-                    states, after = (step.places(plan.block[each]) for each in (before, some))
-                    yield Pairs(some, states, after, share)
-                continue
-            logs = self.at(filtered, plan.before[tokens])
-            blocks = plan.block[plan.before[tokens]], plan.block[tokens]
-            arrived = finite_or_zero(step.sums(logs, *blocks)).unsqueeze(-2)
-            for group, source, target in step.groups(*blocks):
-                after = step.states_of(target).unsqueeze(0)
-                for rows, log_probs in step.parts(source, target):
-                    before = step.states_of(source)[rows].unsqueeze(0)
-                    for row in group.split(1):
-                        joint = logs[row][:, rows].unsqueeze(-1) + log_probs
-                        share = joint - arrived[row][..., : len(after[0])]
-                        yield Pairs(tokens[row], before, after, share)
-
-    def entropy(self) -> Tensor:
-        """Entropy of the posterior over paths in nats, ``(N,)``; 0 where none is possible."""
-        filtered, rank = self.filtered(), self.plan.rank.to(self.device)
-        smoothed = self.smoothed(filtered)
-        found = self.of_tokens(smoothed, lambda logs: torch.special.entr(logs.exp()).sum(-1))
-        found = found[self.last.to(self.device)]
-        for tokens, _, after, share in self.pairs(filtered):
-            probs = share + self.at(smoothed, tokens)[:, None, : after.size(1)]
-            surprise = -(probs.exp() * share.clamp(min=SMALL)).sum((-1, -2))
-            found.index_add_(0, rank[tokens.to(self.device)], surprise)
-        return found[self.plan.order.argsort().to(self.device)].clamp(min=0.0)
-
-    def transition_counts(self, filtered: Messages, smoothed: Messages) -> Tensor:
-        """Expected counts of transitions ``(N, K, K)``."""
-        plan, size = self.plan, self.transitions.num_states
-        sequence, counts = plan.order[plan.rank], lazy_zeros(len(plan.order) * size**2, self.seen)
-        for tokens, before, after, share in self.pairs(filtered):
-            probs = (share + self.at(smoothed, tokens)[:, None, : after.size(1)]).exp()
-            if len(tokens) > 1:  # each pair of blocks once for a sequence, added up in float64
-                keys = sequence[tokens] * len(plan.source) + plan.pair[tokens]
-                _, kind = keys.unique(return_inverse=True)
-                first = kind.argsort(stable=True)[bounds(kind.bincount())[:-1]]
-                sums = probs.new_zeros(len(first), *probs.shape[1:], dtype=torch.float64)
-                probs = sums.index_add_(0, kind.to(self.device), probs.double()).to(probs.dtype)
-                tokens, before, after = tokens[first], before[first], after[first]
-            cells = (sequence[tokens].view(-1, 1, 1) * size + before.unsqueeze(-1)) * size
-            cells = (cells + after.unsqueeze(-2)).to(self.device)
-            real = ((before < size).unsqueeze(-1) & (after < size).unsqueeze(-2)).to(self.device)
-            counts.index_add_(0, cells[real], probs[real])
-        return counts.view(-1, size, size)
-
-    def left_out(self, past_alone: bool) -> Tensor:
-        r"""Log :math:`p(z_t \mid x_{1:t-1}, x_{t+1:T})` of observed tokens, ``(M - G, K)``.
-
-        Not normalised. With ``past_alone`` given :math:`x_{1:t-1}`.
-        """
-        assert self.initial is not None
-        step, plan, filtered = self.transitions, self.plan, self.filtered()
-        number = ((~self.missing).cumsum(0) - 1).to(self.device)
-        logs = self.initial.to(self.seen).repeat(int((~self.missing).sum()), 1)
-        after = self.kinds(self.later)
-        anything = torch.full_like(plan.block, step.all)
-        for tokens in after:
-            if not self.kind(tokens):
-                before = plan.before[tokens]
-                found = step.sums(self.at(filtered, before), plan.block[before], anything[before])
-                logs[number[tokens.to(self.device)]] = found.to(logs.dtype)
-        if past_alone:
-            return logs
-        values = self.backward()
-        values = values._replace(within=values.within + self.seen)
-        for tokens in after:
-            before = plan.before[tokens]
-            if not self.kind(before):
-                here = self.at(values, tokens)
-                found = step.sums(here, anything[before], plan.block[tokens], back=True)
-                logs[number[before.to(self.device)]] += found
-        return logs
-
-    def all_states(self, logs: Messages, count: int) -> Tensor:
-        """Probabilities of all states at ``count`` steps, ``(count, K)``; 0 where padded."""
-        size = self.transitions.num_states
-        out = lazy_zeros(count * size, self.seen).view(-1, size)
-        known = (~self.missing).nonzero().squeeze(-1)
-        states = self.transitions.places(self.plan.block[known])
-        rows, real = self.plan.where[known].unsqueeze(-1).expand_as(states), states < size
-        probs = logs.within[known.to(self.device)].exp()[real.to(self.device)]
-        out[rows[real].to(self.device), states[real].to(self.device)] = probs
-        out[self.plan.where[self.missing].to(self.device)] = logs.wide.exp()
-        return out
