@@ -30,7 +30,7 @@ from torch import Tensor
 from pyrohmm import blocks
 from pyrohmm.distributions import block_factors
 from pyrohmm.distributions.block_hmm import BlockHMM, InnerProductTransition
-from pyrohmm.ops import block_plan
+from pyrohmm.ops.blocks import plan as block_plan
 
 NAME = "block_switches"
 SYMBOLS, DIM, STEPS, WIDTH = 2000, 256, 32, 64

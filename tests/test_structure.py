@@ -120,7 +120,7 @@ def test_imports_point_one_way(name):
 
 @pytest.mark.parametrize("room", ROOMS)
 def test_a_room_lists_its_modules_and_no_others(room):
-    own = {name.split(".")[1] for name in MODULES if name.startswith(f"{room}.")} - {"__main__"}
+    own = {name.split(".", 1)[1] for name in MODULES if name.startswith(f"{room}.")} - {"__main__"}
     assert len(listed(room)) == len(set(listed(room)))
     assert set(listed(room)) == own
 

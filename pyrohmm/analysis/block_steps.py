@@ -25,15 +25,8 @@ class BlockSteps:
 
     def onward(self, log_states: Tensor) -> Tensor:
         """Logs of the states one step later."""
-        step, (block, within) = self._transitions, self._blocks_of(log_states)
-        out, beyond = torch.empty_like(log_states), ~within
-        if bool(within.any()):
-            out[within] = step.spread(
-                step.narrowed(log_states[within], block[within]), block[within]
-            )
-        if bool(beyond.any()):
-            out[beyond] = step.onward(log_states[beyond])
-        return out
+        anything = torch.full((len(log_states),), self._transitions.all)
+        return self._after(log_states, anything, torch.empty_like(log_states))
 
     def read(self, values: Tensor, observed: Tensor | None, check: bool) -> tuple[Tensor, Tensor]:
         """The blocks ``(n, L)`` of observations ``(n, L)``, and log-likelihoods ``(n, L, w)``."""
@@ -55,14 +48,18 @@ class BlockSteps:
         if is_first:
             arrived = step.narrowed(log_states, target)
         else:
-            source, within = self._blocks_of(log_states)
-            arrived, beyond = torch.empty_like(likelihood), ~within
-            if bool(within.any()):
-                before = step.narrowed(log_states[within], source[within])
-                arrived[within] = step.between(before, source[within], target[within])
-            if bool(beyond.any()):
-                arrived[beyond] = step.gather(log_states[beyond], target[beyond])
+            arrived = self._after(log_states, target, torch.empty_like(likelihood))
         return step.widened(arrived + likelihood, target)
+
+    def _after(self, log_states: Tensor, target: Tensor, out: Tensor) -> Tensor:
+        """Write to ``out`` logs of the states of ``target`` one step later, and return it."""
+        step, (block, within) = self._transitions, self._blocks_of(log_states)
+        source = block.masked_fill(~within, step.all)
+        for rows in (within, ~within):
+            if bool(rows.any()):
+                before = step.narrowed(log_states[rows], source[rows])
+                out[rows] = step.sums(before, source[rows], target[rows]).to(out.dtype)
+        return out
 
     def _blocks_of(self, log_states: Tensor) -> tuple[Tensor, Tensor]:
         """A block of each stream ``(n,)``, and whether no state outside of it is possible."""

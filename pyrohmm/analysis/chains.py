@@ -13,7 +13,6 @@ from ..distributions.hmm import HMM
 from ..distributions.hsmm import HSMM
 from ..distributions.second_order_hmm import SecondOrderHMM
 from ..ops import semi_markov
-from ..ops.block_plan import Plan
 
 
 class ChainFactors(NamedTuple):
@@ -129,15 +128,8 @@ def _chain_of_ages(hsmm: HSMM, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def in_blocks(hmm: HMM) -> TypeGuard[BlockHMM]:
-    """Whether each step says in which block its state is, so that queries visit only that."""
-    return isinstance(hmm, BlockHMM) and not hmm.needs_dense
-
-
-def at_steps(tokens: Tensor, plan: Plan, shape: torch.Size) -> Tensor:
-    """What belongs to the tokens of a plan ``(M,)`` at their steps ``(*B, T)``; 0 elsewhere."""
-    out = tokens.new_zeros(shape.numel())
-    out[plan.where.to(out.device)] = tokens
-    return out.reshape(shape)
+    """Whether queries are computed from block to block, not by the matrix of all transitions."""
+    return isinstance(hmm, BlockHMM) and hmm.carried is None
 
 
 def normalised(scores: Tensor) -> Tensor:

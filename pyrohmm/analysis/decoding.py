@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from .._checks import check_size
-from ..distributions.block_factors import gapped_chain, log_chain, states_at
-from ..distributions.block_hmm import BlockHMM
+from ..distributions.block_factors import at_steps, log_chain
 from ..distributions.hmm import HMM
-from ..ops import block_paths
+from ..ops.blocks import paths as block_paths
+from ..ops.blocks import queries as block_queries
 from .chains import chain_factors, finite_or_zero, in_blocks, normalised
 
 
@@ -51,16 +51,10 @@ def k_best(hmm: HMM, values: Tensor, count: int) -> tuple[Tensor, Tensor]:
     check_size("count", count)
     with torch.no_grad():
         if in_blocks(hmm):
-            logs, plan, shape = log_chain(hmm, values, torch.float64)
-            places, best = logs.k_best(count)
-            best = best[plan.order.argsort().to(best.device)].reshape(*shape[:-1], count)
-            states = states_at(hmm, places, plan, shape).movedim(0, -2)
-            return states.masked_fill(best.isneginf().unsqueeze(-1), 0), best
-        if isinstance(hmm, BlockHMM) and hmm.has_gaps:
-            gapped, shape = gapped_chain(hmm, values, torch.float64)
-            states, best = block_paths.k_best(gapped, count)
+            blocks, shape = log_chain(hmm, values, torch.float64)
+            tokens, best = block_paths.k_best(blocks, count)
+            states = at_steps(blocks, tokens, shape).movedim(0, -2).to(best.device)
             best = best.reshape(*shape[:-1], count)
-            states = states.movedim(0, 1).reshape(*shape[:-1], count, shape[-1]).to(best.device)
             return states.masked_fill(best.isneginf().unsqueeze(-1), 0), best
         chain = chain_factors(hmm, values)
         num_steps, num_states = chain.likelihood.shape[-2:]
@@ -114,12 +108,8 @@ def path_entropy(hmm: HMM, values: Tensor) -> Tensor:
     """
     with torch.no_grad():
         if in_blocks(hmm):
-            logs, plan, shape = log_chain(hmm, values, torch.float64)
-            entropy = logs.entropy()[plan.order.argsort().to(logs.device)]
-            return entropy.reshape(shape[:-1])
-        if isinstance(hmm, BlockHMM) and hmm.has_gaps:
-            gapped, shape = gapped_chain(hmm, values, torch.float64)
-            return block_paths.entropy(gapped).reshape(shape[:-1])
+            blocks, shape = log_chain(hmm, values, torch.float64)
+            return block_queries.entropy(blocks).reshape(shape[:-1])
         chain = chain_factors(hmm, values)
         filtered = normalised(chain.initial + chain.likelihood[..., 0, :])
         entropy = torch.zeros_like(filtered)  # of the states before, given the state at t

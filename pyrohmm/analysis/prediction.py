@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .._checks import check_size
 from ..distributions.autoregressive import Autoregressive
-from ..distributions.block_factors import log_chain
+from ..distributions.block_factors import at_steps, log_chain
 from ..distributions.block_hmm import BlockHMM
 from ..distributions.carried_state import CarriedState
 from ..distributions.continuous_time_hmm import ContinuousTimeHMM
@@ -20,9 +20,9 @@ from ..distributions.hmm import HMM
 from ..distributions.hsmm import HSMM
 from ..distributions.sampling import sample_in_time
 from ..ops import recursions
-from ..ops.block_transition import InnerProductTransition
+from ..ops.blocks import queries as block_queries
+from ..ops.blocks.inner_products import InnerProductTransition
 from .chains import (
-    at_steps,
     chain_factors,
     check_possible,
     in_blocks,
@@ -53,11 +53,9 @@ def predictive_log_prob(hmm: HMM, values: Tensor) -> Tensor:
         tensor([0.7000, 0.7457, 0.7772], dtype=torch.float64)
     """
     with torch.no_grad():
-        if isinstance(hmm, BlockHMM) and hmm.carried is None:
-            if hmm.observed is not None and not bool((hmm.observed & hmm.exists).any()):
-                return torch.zeros(hmm.exists.shape, dtype=torch.float64)
-            logs, plan, shape = log_chain(hmm, values, torch.float64)
-            return at_steps(logs.predictive(), plan, shape)
+        if in_blocks(hmm):
+            blocks, shape = log_chain(hmm, values, torch.float64, trim=True)
+            return at_steps(blocks, block_queries.predictive(blocks), shape)
         chain = chain_factors(hmm, values)
         scores = (chain.predicted() + chain.likelihood).logsumexp(-1)
         informative = chain.observed
@@ -107,7 +105,11 @@ def continuation(hmm: HMM, values: Tensor, num_steps: int) -> HMM:
     if isinstance(hmm, FactorialHMM):  # given the past its chains are not independent
         hmm = hmm.expanded()
     if in_blocks(hmm) and isinstance(hmm.transition, InnerProductTransition):
-        if hmm.lengths.dim() == 1 and values.dim() == 1 + len(hmm.event_shape):
+        if (
+            hmm.observed is None
+            and hmm.lengths.dim() == 1
+            and values.dim() == 1 + len(hmm.event_shape)
+        ):
             return _continued(hmm, hmm.transition, values, num_steps)
     emission = hmm.emission
     with torch.no_grad():

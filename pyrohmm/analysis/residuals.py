@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
-from ..distributions.block_factors import gapped_chain
+from ..distributions.block_factors import log_chain
 from ..distributions.block_hmm import BlockHMM
 from ..distributions.hard_zeros import exact_log_prob
 from ..distributions.hmm import HMM
 from ..distributions.observation import Tied, support_varies
+from ..ops.blocks import queries as block_queries
 from .chains import chain_factors, normalised
 
 
@@ -104,15 +105,16 @@ def pseudo_residuals(hmm: HMM, values: Tensor, *, forecast: bool = False) -> Pse
 
 def _in_blocks(hmm: BlockHMM, values: Tensor, forecast: bool) -> PseudoResiduals:
     """:func:`pseudo_residuals` from block to block, of the steps that are observed."""
-    chain, shape = gapped_chain(hmm, values, torch.float64)
-    log_probs = normalised(chain.left_out(forecast))
+    chain, shape = log_chain(hmm, values, torch.float64)
+    log_probs = normalised(block_queries.left_out(chain, forecast))
     probs, unknown = log_probs.exp(), log_probs.isneginf().all(-1)
-    known = chain.observed.flatten().to(values.device)
-    symbols = values.expand(shape).flatten()[known]
+    known = (~chain.missing).nonzero().squeeze(-1)
+    where = chain.plan.where[known].to(values.device)
+    symbols = values.expand(shape).flatten()[where]
     limits = []
     for limit, bound in zip(hmm.symbols.cumulative(symbols), (0.0, 1.0)):
         found = (probs * limit).sum(-1).clamp(0.0, 1.0).masked_fill(unknown, bound)
-        limits.append(probs.new_full((len(known),), bound).masked_scatter(known, found))
+        limits.append(probs.new_full((shape.numel(),), bound).index_copy(0, where, found))
     return PseudoResiduals(*(limit.reshape(shape) for limit in limits))
 
 

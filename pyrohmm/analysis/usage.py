@@ -16,7 +16,7 @@ from ..data.sequences import Sequences
 from ..distributions.block_hmm import BlockHMM
 from ..distributions.hmm import HMM
 from ..infer.results import Fit
-from ..ops.block_transition import InnerProductTransition
+from ..ops.blocks.inner_products import InnerProductTransition
 
 CHUNK = 1 << 22  # transition probabilities that exist at one time
 

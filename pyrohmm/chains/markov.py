@@ -11,7 +11,7 @@ from .._arrays import from_numpy
 from .._checks import check_floats, check_log_simplex, check_tensor
 from ..ops import recursions
 from ..ops import stationary as stationary_ops
-from ..ops.block_transition import InnerProductTransition
+from ..ops.blocks.inner_products import InnerProductTransition
 from ..ops.recursions import Posterior
 from ..ops.sampling import CategoricalTable
 from .base import Chain, Core, Expansion, ExpectedCounts, entry, sample_markov

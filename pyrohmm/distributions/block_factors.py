@@ -10,14 +10,12 @@ from torch import Tensor
 from .._checks import check_same_device, check_tensor, check_trailing
 from .._precision import full_precision
 from .._transforms import refuse_transforms
-from ..ops import block_gaps, block_recursions, masks
-from ..ops.block_gaps import AllTransitions
-from ..ops.block_logs import BlockLogs
-from ..ops.block_missing import GappedLogs
-from ..ops.block_plan import Plan
-from ..ops.block_transition import InnerProductTransition
-from ..ops.blocks import Blocks
-from ..ops.log_space import lazy_zeros
+from ..ops import masks
+from ..ops.blocks import recursions
+from ..ops.blocks.inner_products import InnerProductTransition
+from ..ops.blocks.messages import LogChain
+from ..ops.blocks.states import Blocks
+from ..ops.blocks.transitions import Transitions
 from ..ops.sampling import refuse_nan
 from .block_symbols import BlockSymbols
 from .carried_state import CarriedState
@@ -71,33 +69,15 @@ class BlockFactors(HMM):
         """The transition where it must be one, of blocks that are disjoint."""
         return cast(InnerProductTransition, self.transition)
 
-    @property
-    def needs_dense(self) -> bool:
-        """Whether some state is not within the block of a symbol of these sequences."""
-        return self.observed is not None or self.carried is not None
-
-    @property
-    def has_gaps(self) -> bool:
-        """Whether steps are missing, where queries sum over all states from block to block."""
-        return self.observed is not None and self.carried is None
-
-    def all_transitions(self) -> AllTransitions:
+    def all_transitions(self) -> Transitions:
         """Sums over transitions from and to all states, without their matrix."""
-        return AllTransitions(self.blocks.layout, *self._scores())
+        return Transitions(self.blocks.layout, *self._scores())
 
     @property
     def _is_crowded(self) -> bool:
         """Whether all transitions at once take less time than those of pairs of blocks."""
         blocks = self.blocks
         return not blocks.disjoint and blocks.num_states <= CROWDED * blocks.width
-
-    def _wide(self, probs: Tensor, plan: Plan, shape: torch.Size) -> Tensor:
-        """Probabilities of all states ``(*B, T, K)``, of those ``(M, w)`` of the tokens."""
-        states, size = self.symbols.padded_states[plan.block].to(probs.device), self.num_states
-        cells = plan.where.to(probs.device).unsqueeze(-1) * size + states
-        out, exists = lazy_zeros(shape.numel() * size, probs), states < size
-        out[cells[exists]] = probs[exists]
-        return out.reshape(*shape, size)
 
     def _factors(self, values: Tensor) -> _Factors:
         """Join parameters and symbols, within the blocks of the symbols."""
@@ -136,13 +116,21 @@ class BlockFactors(HMM):
             return self.log_transition, None, None
         return transition.leave, transition.enter, transition.log_block_probs
 
-    def _block_chain(self, factors: _Factors) -> tuple[Any, ...]:
-        """The arguments of :func:`pyrohmm.ops.block_recursions.log_evidence`."""
-        blocks, lengths, first, likelihood, *_, leaving = factors
+    def _block_chain(self, factors: _Factors, trim: bool = False) -> tuple[Any, ...]:
+        """The arguments of :func:`pyrohmm.ops.blocks.recursions.log_evidence`.
+
+        With ``trim`` without what is missing after the last observation, which changes no evidence.
+        """
+        blocks, lengths, first, likelihood, _, known, leaving = factors
         if leaving is not None:  # a factor of the state, and as such part of its likelihood
             likelihood = likelihood + leaving
         if self.carried is not None:
             return self.carried.prepend(self.blocks, self._inner_products, factors[:4])
+        if self.observed is not None:
+            known = known.cpu()
+            blocks = blocks.masked_fill(~known, self.blocks.num_blocks)
+            if trim:
+                lengths = (known * torch.arange(1, known.size(1) + 1)).amax(1).clamp(min=1)
         return blocks, lengths, self.blocks.layout, *self._scores(), first, likelihood
 
     def _dense_chain(self, factors: _Factors) -> tuple[Tensor, ...]:
@@ -155,53 +143,31 @@ class BlockFactors(HMM):
 
 
 def log_chain(
-    hmm: BlockFactors, values: Tensor, dtype: torch.dtype | None = None
-) -> tuple[BlockLogs, Plan, torch.Size]:
-    """The chain in logarithms, without gradients; its plan, and the shape ``(*B, T)``.
-
-    Where steps are missing, each run of observed ones is a chain by itself, that begins with
-    the distribution of its first state given what is before; at least one must be observed.
+    hmm: BlockFactors, values: Tensor, dtype: torch.dtype | None = None, trim: bool = False
+) -> tuple[LogChain, torch.Size]:
+    """The chain in logarithms, without gradients; and the shape ``(*B, T)``.
 
     Args:
         hmm: The model.
         values: ``(*B, T, *E)``, observations.
         dtype: Of the messages; that of the parameters by default.
+        trim: Whether to leave out what is missing after the last observation.
     """
     with torch.no_grad(), full_precision(hmm.log_initial):
-        blocks, lengths, first, likelihood, batch, known, leaving = hmm._factors(values)
-        scores, states = hmm._scores(), hmm.blocks.layout
-        where = torch.arange(known.numel()).reshape(known.shape)
-        if hmm.observed is not None:
-            runs = block_gaps.segments_of(known)
-            where, blocks, likelihood = (runs.cut(x) for x in (where, blocks, likelihood))
-            lengths = runs.length
-            first = block_gaps.entries(
-                runs, blocks, states, scores, hmm.log_initial, likelihood
-            ).log_first
-        first, likelihood = first.to(dtype), likelihood.to(dtype)
-        chain = block_recursions.plan_chain(blocks, lengths, states, *scores, first, likelihood)
+        factors = hmm._factors(values)
+        parts: list[Any] = list(hmm._block_chain(factors._replace(leaving=None), trim))
+        parts[-2:] = (part.to(dtype) for part in parts[-2:])
+        parts = [part.detach() if isinstance(part, Tensor) else part for part in parts]
+        chain = recursions.plan_chain(*parts)
+        leaving = factors.leaving
         if leaving is not None:
             leaving = leaving.flatten(0, 1)[chain.plan.where.to(leaving.device)].to(chain.log_seen)
-        chain = chain._replace(plan=chain.plan._replace(where=where.flatten()[chain.plan.where]))
-    return BlockLogs(chain, leaving), chain.plan, torch.Size([*batch, hmm.num_steps])
+        logs = LogChain(chain, hmm.log_initial.detach(), leaving)
+    return logs, torch.Size([*factors.batch, hmm.num_steps])
 
 
-def gapped_chain(
-    hmm: BlockFactors, values: Tensor, dtype: torch.dtype | None = None
-) -> tuple[GappedLogs, torch.Size]:
-    """As :func:`log_chain`, for all steps, missing ones included; and the shape ``(*B, T)``."""
-    with torch.no_grad(), full_precision(hmm.log_initial):
-        factors = hmm._factors(values)
-        chain = GappedLogs(
-            factors.known.cpu(), factors.lengths, factors.blocks, hmm.blocks.layout, hmm._scores(),
-            hmm.log_initial, factors.likelihood.to(dtype),
-        )  # fmt: skip
-    return chain, torch.Size([*factors.batch, hmm.num_steps])
-
-
-def states_at(hmm: BlockFactors, places: Tensor, plan: Plan, shape: torch.Size) -> Tensor:
-    """The states at ``places`` ``(S, M)`` in the blocks of tokens, as ``(S, *B, T)``."""
-    states = hmm.blocks.states[plan.block].expand(len(places), -1, -1)
-    out = torch.zeros(len(places), shape.numel(), dtype=torch.long)
-    out[:, plan.where] = states.gather(-1, places.cpu().unsqueeze(-1)).squeeze(-1)
-    return out.reshape(len(places), *shape).to(hmm.log_initial.device)
+def at_steps(chain: LogChain, tokens: Tensor, shape: torch.Size) -> Tensor:
+    """What belongs to tokens ``(*S, M)`` at their steps ``(*S, *B, T)``; 0 elsewhere."""
+    out = tokens.new_zeros(*tokens.shape[:-1], shape.numel())
+    out[..., chain.plan.where.to(out.device)] = tokens
+    return out.reshape(*tokens.shape[:-1], *shape)

@@ -18,14 +18,14 @@ from .._checks import (
 )
 from .._precision import full_precision
 from ..chains.base import ExpectedCounts
-from ..ops import block_gaps, block_paths, block_recursions, masks, recursions
-from ..ops.block_missing import Messages
-from ..ops.block_transition import InnerProductTransition as InnerProductTransition
-from ..ops.blocks import Blocks
-from ..ops.log_space import finite_or_zero, lazy_zeros
+from ..ops import masks, recursions
+from ..ops.blocks import paths, queries
+from ..ops.blocks import recursions as block_recursions
+from ..ops.blocks.inner_products import InnerProductTransition as InnerProductTransition
+from ..ops.blocks.states import Blocks
 from ..ops.recursions import Posterior
 from ..ops.sampling import sample_path
-from .block_factors import BlockFactors, gapped_chain, log_chain, states_at
+from .block_factors import BlockFactors, at_steps, log_chain
 from .block_symbols import BlockSymbols
 from .carried_state import CarriedState
 from .hmm import HMM
@@ -205,15 +205,11 @@ class BlockHMM(BlockFactors):
             return self.dense().log_prob(values)
         factors = self._factors(values)
         with full_precision(self.log_initial):
-            if self.observed is not None:
-                evidence = block_gaps.log_evidence(
-                    factors.known, factors.blocks, self.blocks.layout, self._scores(),
-                    self.log_initial, factors.likelihood,
-                )  # fmt: skip
-            elif self._is_crowded:
+            if self.observed is None and self._is_crowded:
                 evidence = recursions.log_evidence(*self._dense_chain(factors))
             else:
-                evidence = block_recursions.log_evidence(*self._block_chain(factors))
+                chain: Any = *self._block_chain(factors, trim=True), self.log_initial
+                evidence = block_recursions.log_evidence(*chain)
         if self._validate_args:
             cure = "Look for NaN in the parameters."
             check_no_nan("the log-likelihood of values", evidence, cure)
@@ -275,61 +271,34 @@ class BlockHMM(BlockFactors):
 
         With many states, :meth:`block_posterior` takes a fraction of the memory.
         """
-        if self.has_gaps:
-            evidence = self.log_prob(values).detach()
-            with torch.no_grad():
-                gapped, shape = gapped_chain(self, values)
-                smoothed, forward = gapped.posterior()
-                counts = gapped.transition_counts(smoothed, forward)
-            states = gapped.all_states(smoothed).reshape(*shape, -1)
-            return Posterior(evidence, states, counts.reshape(*evidence.shape, *counts.shape[1:]))
-        if self.needs_dense:
+        if self.carried is not None:
             return self.dense().posterior(values)
-        evidence, probs, _ = self.block_posterior(values)
-        chain, plan, shape = log_chain(self, values)
-        where = plan.where.to(probs.device)
-        probs = probs.reshape(-1, self.blocks.width)[where]
-        states = self.symbols.padded_states[plan.block].to(probs.device)
-        later = slice(len(plan.lengths), None)
-        before, after = states[plan.before[later].to(probs.device)], states[later]
-        sequence = (where[later] // self.num_steps).view(-1, 1, 1)
-        size = self.num_states
-        cells = (sequence * size + before.unsqueeze(-1)) * size + after.unsqueeze(-2)
-        exists = (before < size).unsqueeze(-1) & (after < size).unsqueeze(-2)
-        counts = lazy_zeros(len(plan.lengths) * size * size, probs)
-        counts.index_add_(0, cells[exists], chain.pairs(probs)[exists])
-        return Posterior(
-            evidence,
-            self._wide(probs, plan, shape),
-            counts.reshape(*evidence.shape, size, size),
-        )
+        evidence = self.log_prob(values).detach()
+        with torch.no_grad():
+            chain, shape = log_chain(self, values)
+            filtered = chain.filtered()
+            smoothed = chain.smoothed(filtered)
+            states = queries.all_states(chain, smoothed, shape.numel()).reshape(*shape, -1)
+            counts = queries.transition_counts(chain, filtered, smoothed)
+        return Posterior(evidence, states, counts.reshape(*evidence.shape, *counts.shape[1:]))
 
     def filtered(self, values: Tensor) -> Tensor:
         r"""Filtered probabilities :math:`p(z_t \mid x_{1:t})`, ``(*B, T, K)``; 0 where padded."""
-        if self.has_gaps:
-            with torch.no_grad():
-                gapped, shape = gapped_chain(self, values)
-                known = Messages(*(part.exp() for part in gapped.forward()))
-            return gapped.all_states(known).reshape(*shape, -1)
-        if self.needs_dense:
+        if self.carried is not None:
             return self.dense().filtered(values)
-        chain, plan, shape = log_chain(self, values)
-        messages = torch.cat(chain.messages()[0])
-        norm = messages.logsumexp(-1, keepdim=True)
-        return self._wide((messages - finite_or_zero(norm)).exp(), plan, shape)
+        with torch.no_grad():
+            chain, shape = log_chain(self, values)
+            return queries.all_states(chain, chain.filtered(), shape.numel()).reshape(*shape, -1)
 
     def viterbi(self, values: Tensor) -> Tensor:
         r"""Best path :math:`\arg\max_z p(z_{1:T} \mid x_{1:T})`, ``(*B, T)``; 0 where padded."""
         if self.carried is not None:
             return self.dense().viterbi(values)
         self._refuse_nan()
-        if self.observed is not None:
-            with torch.no_grad():
-                gapped, shape = gapped_chain(self, values, torch.float64)
-                states = block_paths.k_best(gapped, 1)[0]
-            return states.reshape(shape).to(self.log_initial.device)
-        chain, plan, shape = log_chain(self, values)
-        return states_at(self, chain.viterbi().unsqueeze(0), plan, shape).squeeze(0)
+        with torch.no_grad():
+            chain, shape = log_chain(self, values, torch.float64)
+            states = at_steps(chain, paths.k_best(chain, 1)[0], shape)
+        return states.squeeze(0).to(self.log_initial.device)
 
     def sample_states(self, values: Tensor, sample_shape: Sequence[int] = ()) -> Tensor:
         r"""Sample paths from :math:`p(z_{1:T} \mid x_{1:T})`, ``(*S, *B, T)``; 0 where padded."""
@@ -337,14 +306,10 @@ class BlockHMM(BlockFactors):
             return self.dense().sample_states(values, sample_shape)
         self._refuse_nan()
         outer = torch.Size(sample_shape)
-        if self.observed is not None:
-            with torch.no_grad():
-                gapped, shape = gapped_chain(self, values)
-                states = gapped.sample(outer.numel()).to(self.log_initial.device)
-            return states.reshape(outer + shape)
-        chain, plan, shape = log_chain(self, values)
-        states = states_at(self, chain.sample(outer.numel()), plan, shape)
-        return states.reshape(outer + states.shape[1:])
+        with torch.no_grad():
+            chain, shape = log_chain(self, values)
+            states = at_steps(chain, paths.sample(chain, outer.numel()), shape)
+        return states.reshape(outer + shape).to(self.log_initial.device)
 
     def sample_prior_states(self, shape: torch.Size) -> Tensor:
         r"""Sample paths from :math:`p(z_{1:T})`, ``(*shape, T)``; ``shape`` ends in ``(*B)``.

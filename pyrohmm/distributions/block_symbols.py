@@ -14,8 +14,8 @@ from .._checks import check_floats, check_integers, check_range, check_shape
 from .._lazy import lazy
 from .._precision import at_least_single
 from ..ops import masks
-from ..ops.block_emission import log_product
-from ..ops.blocks import Blocks
+from ..ops.blocks.emission import log_product
+from ..ops.blocks.states import Blocks
 from ..ops.kept import kept
 from ..ops.lookup import take_rows
 

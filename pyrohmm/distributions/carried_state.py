@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..ops.block_plan import States, bounds
-from ..ops.block_transition import InnerProductTransition
-from ..ops.blocks import Blocks
+from ..ops.blocks.inner_products import InnerProductTransition
+from ..ops.blocks.plan import States, bounds
+from ..ops.blocks.states import Blocks
 
 
 class CarriedState(NamedTuple):
@@ -68,7 +68,7 @@ class CarriedState(NamedTuple):
                 ``(N, w)`` and log-likelihoods ``(N, T, w)``.
 
         Returns:
-            The arguments of :func:`pyrohmm.ops.block_recursions.log_evidence`, of T + 1 steps.
+            The arguments of :func:`pyrohmm.ops.blocks.recursions.log_evidence`, of T + 1 steps.
         """
         path, lengths, first, likelihood = chain
         sizes = torch.cat([blocks.sizes, self.sizes])

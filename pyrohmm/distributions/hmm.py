@@ -24,7 +24,7 @@ from .._waits import with_one_wait
 from ..chains.base import Chain, ExpectedCounts
 from ..chains.markov import MarkovChain
 from ..ops import recursions
-from ..ops.block_transition import InnerProductTransition
+from ..ops.blocks.inner_products import InnerProductTransition
 from ..ops.sampling import refuse_nan
 from .arguments import StructuredEmission
 from .autoregressive import Autoregressive

@@ -32,7 +32,7 @@ from .._checks import (
     check_shape,
 )
 from .._precision import full_precision
-from ..ops.block_transition import InnerProductTransition
+from ..ops.blocks.inner_products import InnerProductTransition
 from ..ops.log_space import logsumexp
 from .block_hmm import BlockHMM
 from .carried_state import CarriedState

@@ -309,7 +309,7 @@ class TaggedHMM(BlockHMM):
         _, tags = self._split(values)
         with torch.no_grad():
             best = self.log_tags.max(-1)
-            if not self.needs_dense:
+            if self.observed is None and self.carried is None:
                 words = self.tagged_symbols.words
                 states = BlockHMM(
                     self.log_initial, self.transition,

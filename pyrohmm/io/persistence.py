@@ -21,8 +21,8 @@ from ..distributions.hsmm import HSMM
 from ..distributions.observation import Streams, Tied, is_spherical, is_tied
 from ..distributions.second_order_hmm import SecondOrderHMM
 from ..distributions.vector_autoregression import AutoregressiveNormal
-from ..ops.block_transition import InnerProductTransition
-from ..ops.blocks import Blocks
+from ..ops.blocks.inner_products import InnerProductTransition
+from ..ops.blocks.states import Blocks
 from .files import TENSORS, FilePath, read_directory, write_directory
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..distributions.block_hmm import BlockHMM
-from ..ops.block_transition import InnerProductTransition
+from ..ops.blocks.inner_products import InnerProductTransition
 
 
 def next_states(hmm: BlockHMM, codes: Tensor) -> Tensor:

@@ -31,9 +31,9 @@ from ..io.files import FilePath
 from ..nn.base import in_mode
 from ..nn.dropout import LinearDropout
 from ..nn.neural import NeuralHMM
-from ..ops import blocks as state_blocks
 from ..ops.automata import Automaton, template
-from ..ops.blocks import Blocks
+from ..ops.blocks import states as state_blocks
+from ..ops.blocks.states import Blocks
 from . import clusters, text
 from .contiguous import as_text, score_in_order
 from .dropout import DefaultDropout, in_words, set_default

@@ -23,8 +23,8 @@ from .._checks import check_size
 from ..data.vocabulary import Vocabulary
 from ..distributions.block_hmm import BlockHMM
 from ..ops.automata import Automaton
-from ..ops.block_products import BackwardProducts
-from ..ops.block_transition import InnerProductTransition
+from ..ops.blocks.inner_products import InnerProductTransition
+from ..ops.blocks.products import BackwardProducts
 from .generation import choose, emitted_by, next_states
 from .text import END, encode
 

@@ -11,7 +11,7 @@ import torch
 from ..data.vocabulary import Vocabulary, word_classes
 from ..io.files import TENSORS, FilePath, check_directory, read_directory, write_directory
 from ..nn.dropout import LinearDropout
-from ..ops import blocks as state_blocks
+from ..ops.blocks import states as state_blocks
 from .dropout import DefaultDropout
 
 CLASSES = {"function": "word_classes"}  # the function for unknown words, in a file

@@ -15,7 +15,7 @@ from .._checks import check_size
 from ..distributions.block_hmm import BlockHMM
 from ..distributions.block_symbols import BlockSymbols
 from ..distributions.hmm import HMM
-from ..ops.blocks import Blocks
+from ..ops.blocks.states import Blocks
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from pyro.nn import PyroModule
 from torch import Tensor, nn
 
 from .._checks import check_floats, check_size
-from ..ops.blocks import Blocks
+from ..ops.blocks.states import Blocks
 from ..ops.lookup import take_rows
 
 USES = ("start", "leave", "enter", "emit")  # of the embedding of a state

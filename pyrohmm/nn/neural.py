@@ -29,9 +29,9 @@ from ..distributions.block_hmm import BlockHMM, FinalState
 from ..distributions.block_symbols import BlockSymbols, ExpertSymbols
 from ..distributions.carried_state import CarriedState
 from ..distributions.hmm import HMM
-from ..ops.block_emission import log_emission, normalised
-from ..ops.block_transition import InnerProductTransition
-from ..ops.blocks import Blocks
+from ..ops.blocks.emission import log_emission, normalised
+from ..ops.blocks.inner_products import InnerProductTransition
+from ..ops.blocks.states import Blocks
 from .base import PYRO, HMMModule
 from .dropout import LinearDropout, TrainingNoise, check_dropout, sample_kept_states
 from .networks import USES, CharCNN, Residual, StateEmbedding, SymbolEmbedding

@@ -14,8 +14,8 @@ from ..distributions.hmm import HMM
 from ..distributions.tagged_hmm import TaggedHMM as TaggedHMM
 from ..distributions.tagged_hmm import TagPath as TagPath
 from ..distributions.tagged_hmm import WordAndTag as WordAndTag
-from ..ops import blocks as state_blocks
-from ..ops.blocks import Blocks
+from ..ops.blocks import states as state_blocks
+from ..ops.blocks.states import Blocks
 from .networks import Residual
 from .neural import NeuralHMM
 

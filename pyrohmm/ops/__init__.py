@@ -9,14 +9,17 @@ Its modules; each imports only those above it:
 ``sampling``          ancestral sampling of paths
 ``chain``             the arguments of the recursions, checked and in one form
 ``kept``              what is made of a batch once, such as its indices on a device
-``block_plan``        which pairs of blocks occur in a batch, and where they lie in memory
+``blocks.plan``       which pairs of blocks occur in a batch, and where they lie in memory
+``blocks.transitions``  sums over transitions between blocks, and from and to all states
+``blocks.messages``   chains in blocks of states by torch, in logarithms, with missing steps
+``blocks.queries``    posterior queries of those
+``blocks.paths``      their best paths, and paths sampled from the posterior
+``blocks.scaled``     the same chains by compiled scaled messages
 ``torch_chain``       forward, backward, Viterbi and sampling as torch operations
 ``torch_chunks``      the same for long and narrow chains, by a prefix sum over chunks
 ``segment_chain``     the same arguments of chains with durations
 ``torch_segments``    chains with durations, in logarithms, as torch operations
 ``torch_factorial``   several chains, or pairs of states of one, as torch operations
-``block_logs``        chains in blocks of states, in logarithms, as torch operations
-``block_scaled``      the same by compiled scaled messages
 ``numpy_clusters``    merges and exchanges of Brown clustering by numpy
 ``_numba_math``       what all compiled loops use
 ``_numba_turns``      blocks of numbers transposed in registers
@@ -27,7 +30,7 @@ Its modules; each imports only those above it:
 ``_numba_losses``     compiled bound of what scaled messages have lost
 ``_numba_pieces``     compiled joining of pieces of long sequences
 ``_numba_paths``      compiled loops over dense chains: log space, Viterbi, sampling
-``_numba_blocks``     compiled loops over chains in blocks of states
+``blocks._numba``     compiled loops over chains in blocks of states
 ``_numba_segments``   compiled loops over chains with durations
 ``_numba_clusters``   compiled loops of Brown clustering
 ``operations``        ``Backend``: the operations that torch and Numba implement
@@ -44,14 +47,11 @@ Its modules; each imports only those above it:
 ``semi_markov``       the recursions of chains with explicit durations
 ``factorial``         the recursions of several chains behind one observation
 ``second_order``      the recursions of chains whose next state depends on two
-``block_recursions``  the recursions of block-sparse chains
-``block_gaps``        block-sparse chains with missing steps
-``block_missing``     posterior queries of those
-``block_paths``       best paths of those, and the entropy over all
-``blocks``            ``Blocks``: which states emit which symbols
-``block_emission``    emission log-probabilities of states in blocks
-``block_transition``  transitions as inner products, on one level or two
-``block_products``    sums over the states that follow each state
+``blocks.recursions``  evidence of block-sparse chains by whichever computes
+``blocks.states``     ``Blocks``: which states emit which symbols
+``blocks.emission``   emission log-probabilities of states in blocks
+``blocks.inner_products``  transitions as inner products, on one level or two
+``blocks.products``   sums over the states that follow each state
 ``automata``          ``Automaton``: constraints of sentences
 ``stationary``        stationary distribution, joint probabilities of steps
 ``pairs``             ``Pairs``: sparse counts of pairs of symbols

@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from . import block_scaled
 from ._torch_backend import TORCH
-from .block_plan import BlockChain, States
+from .blocks import scaled as block_scaled
+from .blocks.plan import BlockChain, States
 from .chain import Chain
 from .numpy_clusters import Tables, Terms, Words
 from .operations import Backend
@@ -46,7 +46,7 @@ class NumbaBackend(Backend):
 
     @cached_property
     def _blocks(self) -> ModuleType:
-        return import_module("._numba_blocks", __package__)
+        return import_module(".blocks._numba", __package__)
 
     @cached_property
     def _clusters(self) -> ModuleType:

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from . import numpy_clusters, torch_chain, torch_chunks, torch_segments
-from .block_logs import BlockLogs
-from .block_plan import BlockChain, States
+from .blocks.messages import LogChain
+from .blocks.plan import BlockChain, States
 from .chain import Chain
 from .log_space import finite_or_zero
 from .masks import exists
@@ -115,11 +115,11 @@ class TorchBackend(Backend):
         torch_segments.sample_states(chain, arrive, ends, uniform, states)
 
     def block_evidence(self, chain: BlockChain) -> tuple[Tensor, Tensor]:
-        evidence = BlockLogs(chain).log_evidence()
+        evidence = LogChain(chain).log_evidence()
         return evidence, torch.ones(len(evidence), dtype=torch.bool)
 
     def block_final_state(self, chain: BlockChain) -> Tensor:
-        return BlockLogs(chain).final_state()
+        return LogChain(chain).final_state()
 
     def sums_of_blocks(self, scores: Tensor, states: States, out: Tensor) -> None:
         if states.are_equal:

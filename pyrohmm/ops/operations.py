@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 import numpy as np
 from torch import Tensor
 
-from .block_plan import BlockChain, States
+from .blocks.plan import BlockChain, States
 from .chain import Chain
 from .numpy_clusters import Tables, Terms, Words
 from .segment_chain import SegmentChain

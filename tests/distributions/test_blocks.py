@@ -13,12 +13,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from pyrohmm import HMM, Filter, clusters, queries
 from pyrohmm.distributions import block_factors
 from pyrohmm.distributions.block_hmm import BlockHMM
-from pyrohmm.ops import backends, block_gaps, block_transition
-from pyrohmm.ops import block_plan as _plan
-from pyrohmm.ops import block_recursions as _blockwise
-from pyrohmm.ops.block_emission import log_emission
-from pyrohmm.ops.block_transition import InnerProductTransition
-from pyrohmm.ops.blocks import Blocks, from_clusters, uniform
+from pyrohmm.ops import backends
+from pyrohmm.ops.blocks import Blocks, from_clusters, inner_products, transitions, uniform
+from pyrohmm.ops.blocks import recursions as _blockwise
+from pyrohmm.ops.blocks.emission import log_emission
+from pyrohmm.ops.blocks.inner_products import InnerProductTransition
 
 patient = settings(deadline=None, max_examples=40, derandomize=True, database=None)
 KINDS = ["two levels", "one level", "matrix", "overlapping"]
@@ -34,7 +33,6 @@ def in_blocks():
 
 def compute(monkeypatch, all_transitions):
     """Have all transitions computed, or only those that occur, whatever takes less time."""
-    monkeypatch.setattr(_plan, "DENSE", 0.0 if all_transitions else math.inf)
     monkeypatch.setattr(block_factors, "MATRIX", math.inf if all_transitions else 0)
 
 
@@ -476,7 +474,7 @@ def test_all_sums_over_states_are_made_in_parts(monkeypatch, engine):
     torch.manual_seed(5)
     results = []
     for chunk in (1, 20, 1 << 20):
-        monkeypatch.setattr(block_transition, "CHUNK", chunk)
+        monkeypatch.setattr(inner_products, "CHUNK", chunk)
         torch.manual_seed(5)
         case = Case("one level", [3, 1, 4], [6, 2])
         found = case.hmm.log_prob(case.values)
@@ -555,7 +553,7 @@ class Largest(TorchDispatchMode):
 @pytest.mark.parametrize("kind", ["one level", "two levels"])
 def test_moves_between_all_states_are_never_there_at_once(kind, monkeypatch, engine):
     compute(monkeypatch, False)
-    monkeypatch.setattr(block_transition, "CHUNK", 1 << 14)
+    monkeypatch.setattr(inner_products, "CHUNK", 1 << 14)
     torch.manual_seed(0)
     case = Case(kind, [16] * 64, [4, 9], num_symbols=64, dtype=torch.float32)
     with Largest() as largest:
@@ -794,8 +792,8 @@ def test_single_precision_with_missing_steps_and_a_long_sequence(kind, engine):
 @pytest.mark.parametrize("kind", ["one level", "two levels"])
 def test_missing_steps_make_no_matrix_of_all_transitions(kind, monkeypatch, engine):
     compute(monkeypatch, False)
-    monkeypatch.setattr(block_transition, "CHUNK", 1 << 14)
-    monkeypatch.setattr(block_gaps, "CHUNK", 1 << 14)
+    monkeypatch.setattr(inner_products, "CHUNK", 1 << 14)
+    monkeypatch.setattr(transitions, "CHUNK", 1 << 14)
     torch.manual_seed(0)
     case = Case(kind, [16] * 64, [4, 9], num_symbols=64, dtype=torch.float32)
     seen = torch.ones(2, 9, dtype=torch.bool)
@@ -943,7 +941,7 @@ def test_queries_with_missing_steps_are_those_of_the_dense_hmm(kind, scale, by_b
 @pytest.mark.parametrize("kind", KINDS)
 def test_best_paths_and_entropy_with_missing_steps(kind, scale, by_blocks, monkeypatch):
     """Transitions within gaps come three rows at a time; those of all steps missing as well."""
-    monkeypatch.setattr(block_gaps, "CHUNK", 30)
+    monkeypatch.setattr(transitions, "CHUNK", 30)
     torch.manual_seed(14)
     case = Case(kind, [3, 1, 2, 4], [3, 5, 6, 1, 5], scale=scale)
     hmm, wide, values = with_gaps(case)

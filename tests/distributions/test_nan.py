@@ -9,7 +9,7 @@ import torch
 from pyro.distributions import Categorical, Normal
 
 from pyrohmm import HMM, HSMM, BlockHMM, blocks
-from pyrohmm.ops.block_transition import InnerProductTransition
+from pyrohmm.ops.blocks.inner_products import InnerProductTransition
 
 K, V, D = 4, 5, 3
 LENGTHS = torch.tensor([3, 2])

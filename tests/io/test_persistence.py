@@ -36,7 +36,7 @@ from pyrohmm.distributions import AutoregressiveCategorical, AutoregressiveNorma
 from pyrohmm.distributions.observation import Streams, Tied
 from pyrohmm.io import persistence
 from pyrohmm.io.files import read_tensors, write_tensors
-from pyrohmm.ops.block_transition import InnerProductTransition
+from pyrohmm.ops.blocks.inner_products import InnerProductTransition
 
 FILE = "tensors.safetensors"
 K = 3

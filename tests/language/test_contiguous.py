@@ -12,7 +12,7 @@ from pyrohmm import BlockHMM, LanguageModel, Sequences, blocks
 from pyrohmm.data.vocabulary import Vocabulary
 from pyrohmm.language.command import hold_out, main
 from pyrohmm.language.contiguous import as_text, score_in_order
-from pyrohmm.ops.block_transition import InnerProductTransition
+from pyrohmm.ops.blocks.inner_products import InnerProductTransition
 
 WORDS = Vocabulary(["<unk>", "<eos>", "a", "b"], "<unk>")
 

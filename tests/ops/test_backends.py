@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from pyrohmm.ops import block_recursions, brown_merges, message_passing, segment_chain
+from pyrohmm.ops import brown_merges, message_passing, segment_chain
 from pyrohmm.ops.backends import CPU, NUMBA, TORCH, Backend, backend_for, has_numba, use
-from pyrohmm.ops.block_plan import States, bounds
+from pyrohmm.ops.blocks import recursions as block_recursions
+from pyrohmm.ops.blocks.plan import States, bounds
 from pyrohmm.ops.chain import group
 from pyrohmm.ops.masks import exists
 from pyrohmm.ops.numpy_clusters import Terms, Words

@@ -3,9 +3,10 @@
 import pytest
 import torch
 
-from pyrohmm.ops import block_products, blocks
-from pyrohmm.ops.block_products import BackwardProducts
-from pyrohmm.ops.block_transition import InnerProductTransition
+from pyrohmm.ops import blocks
+from pyrohmm.ops.blocks import products as block_products
+from pyrohmm.ops.blocks.inner_products import InnerProductTransition
+from pyrohmm.ops.blocks.products import BackwardProducts
 
 
 def transition(two_level, scale=1.0, dtype=torch.float64):

@@ -17,8 +17,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from .._checks import check_integers, check_range, check_shape, check_size
-from .block_plan import States, bounds
+from ..._checks import check_integers, check_range, check_shape, check_size
+from .plan import States, bounds
 
 
 class Blocks:

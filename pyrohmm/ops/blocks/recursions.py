@@ -9,7 +9,8 @@ several blocks, they are given as they are.
 
 The functions read:
 
-``blocks``           ``(N, T)``     block of each step, on the CPU; padding may hold anything
+``blocks``           ``(N, T)``     block of each step, on the CPU; B, the number of blocks, where a
+                                   step is missing; padding may hold anything
 ``lengths``          ``(N,)``       number of steps that exist, on the CPU
 ``states``                          of each block
 ``leave``            ``(K, D)``     vectors of states; without ``enter``, log p(j | i), ``(K, K)``
@@ -24,10 +25,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .backends import backend_for
-from .block_logs import BlockLogs
-from .block_plan import BlockChain, States, make_plan
-from .kept import kept, kept_on
+from ..backends import backend_for
+from ..kept import kept, kept_on
+from .messages import LogChain
+from .plan import BlockChain, States, make_plan
 
 
 def plan_chain(
@@ -57,11 +58,18 @@ def log_evidence(
     log_block_probs: Tensor | None,
     log_first: Tensor,
     log_seen: Tensor,
+    log_initial: Tensor | None = None,
 ) -> Tensor:
-    r"""Log evidence :math:`\log p(x_{1:T})` in nats, ``(N,)``; differentiable."""
+    r"""Log evidence :math:`\log p(x_{1:T})` in nats, ``(N,)``; differentiable.
+
+    Where steps are missing ``log_initial`` ``(K,)`` is needed, of the first state.
+    """
     scores = leave, enter, log_block_probs
     chain = plan_chain(blocks, lengths, states, *scores, log_first, log_seen)
     order = chain.plan.order
+    if bool((chain.plan.block == len(states.sizes)).any()):
+        value = LogChain(chain, log_initial).log_evidence()
+        return value[order.argsort().to(value.device)]
     value, exact = backend_for(log_seen.device).block_evidence(chain)
     if not bool(exact.all()):
         lost = (~exact).nonzero().squeeze(-1)
@@ -69,7 +77,7 @@ def log_evidence(
         part = plan_chain(
             blocks[rows], lengths[rows], states, *scores, log_first[rows], log_seen[rows]
         )
-        value = value.index_put((lost[part.plan.order],), BlockLogs(part).log_evidence())
+        value = value.index_put((lost[part.plan.order],), LogChain(part).log_evidence())
     return value[order.argsort().to(value.device)]
 
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .masks import exists
+from ..masks import exists
 
 
 class Plan(NamedTuple):
@@ -25,8 +25,9 @@ class Plan(NamedTuple):
         begins: ``(T,)``, the first token of each step.
         where: ``(M,)``, each token's place among ``N * T`` steps.
         before: ``(M,)``, the token before; itself at the first step.
-        block: ``(M,)``, block of each token.
-        pair: ``(M,)``, the pair of which a token is the second; 0 at the first step.
+        block: ``(M,)``, block of each token; B, the number of blocks, where a step is missing.
+        pair: ``(M,)``, the pair of which a token is the second; 0 at the first step, and where one
+            of the two is missing.
         source, target: ``(P,)``, blocks of each pair.
         base, stride: ``(P,)``, where its probabilities begin, and how far apart its rows are.
         pairs_of: ``(U + 1,)``, where the pairs of each source begin.
@@ -53,6 +54,13 @@ class Plan(NamedTuple):
     tokens: Tensor
     tokens_of: Tensor
     size: int
+
+    @property
+    def rank(self) -> Tensor:
+        """Which of the sequences, in the order of the plan, each token belongs to, ``(M,)``."""
+        counts = torch.cat([self.begins[1:], self.begins.new_full((1,), len(self.where))])
+        counts = counts - self.begins
+        return torch.arange(len(self.where)) - self.begins.repeat_interleave(counts)
 
 
 class States(NamedTuple):
@@ -105,7 +113,7 @@ def make_plan(blocks: Tensor, lengths: Tensor, states: States) -> Plan:
     """Plan for sequences of blocks ``(N, T)``, on the CPU.
 
     Args:
-        blocks: Block of each step; padding may hold anything.
+        blocks: Block of each step; B where it is missing. Padding may hold anything.
         lengths: ``(N,)``.
         states: Of each block.
     """
@@ -123,7 +131,8 @@ def make_plan(blocks: Tensor, lengths: Tensor, states: States) -> Plan:
     before = torch.where(step > 0, index - counts[(step - 1).clamp(min=0)], index)
     later = int(counts[0])  # the first token that has one before
     many = len(states.sizes)
-    keys = block[before[later:]] * many + block[later:]
+    linked = ((block[before[later:]] < many) & (block[later:] < many)).nonzero().squeeze(-1) + later
+    keys = block[before[linked]] * many + block[linked]
     keys, pairs, uses = keys.unique(return_inverse=True, return_counts=True)
     source, target = keys // many, keys % many  # pairs of one source stand together
     fresh = torch.ones_like(source, dtype=torch.bool)
@@ -140,20 +149,15 @@ def make_plan(blocks: Tensor, lengths: Tensor, states: States) -> Plan:
     columns = states.starts[target].repeat_interleave(widths)
     columns += torch.arange(len(columns)) - column[:-1].repeat_interleave(widths)
     pair = torch.zeros_like(block)
-    pair[later:] = pairs
+    pair[linked] = pairs
     return Plan(
         order, lengths, begins, place, before, block, pair, source, target, base,
         stride[unit], pairs_of, states.members[columns], columns_of,
-        pairs.argsort(stable=True) + later, bounds(uses), int(area[-1]),
+        linked[pairs.argsort(stable=True)], bounds(uses), int(area[-1]),
     )  # fmt: skip
 
 
 # Scores of transitions ---------------------------------------------------------------------------
-
-
-# From this share of all transitions on, one product of all vectors is faster than one for each
-# source of those that occur.
-DENSE = 0.6
 
 
 def multiply(left: Tensor, right: Tensor, out: Tensor) -> None:
@@ -167,29 +171,15 @@ def multiply(left: Tensor, right: Tensor, out: Tensor) -> None:
 class Scores:
     """The scores of all pairs of a plan, and their gradient: inner products, or a matrix.
 
-    With ``enter``, states are in the order of their blocks, which are disjoint. Where much of all
-    pairs of states in that order occurs there are scores of all, on the CPU.
+    With ``enter``, states are in the order of their blocks, which are disjoint.
     """
 
     def __init__(self, chain: BlockChain) -> None:
-        plan, states, leave = self.plan, self.states, self.leave = chain[:3]
-        self.enter, self.dtype = chain.enter, chain.log_seen.dtype
-        count = len(leave)
-        self.dense = (
-            plan.size >= DENSE * count**2
-            and leave.device.type == "cpu"
-            and torch.equal(states.members, torch.arange(count))
-        )
-        self.base, self.stride = plan.base, plan.stride
-        if self.dense:
-            self.base = states.starts[plan.source] * count + states.starts[plan.target]
-            self.stride = torch.full_like(plan.stride, count)
+        self.plan, self.states, self.leave, self.enter = chain[:4]
+        self.dtype = chain.log_seen.dtype
 
     def __call__(self) -> Tensor:
-        """Scores, one after the other; of a matrix they may be those of the matrix itself."""
-        if self.dense:
-            scores = self.leave if self.enter is None else self.leave @ self.enter.mT
-            return scores.to(self.dtype).flatten()
+        """Scores, one after the other."""
         if self.enter is None:
             parts = [self.leave[rows, columns].flatten() for rows, columns, _ in self._matrix()]
             return torch.cat(parts) if parts else self.leave.new_empty(0)
@@ -202,16 +192,12 @@ class Scores:
     def gradients(self, changed: Tensor) -> tuple[Tensor, Tensor | None]:
         """Of ``leave`` and ``enter``, from those of the scores."""
         leave, enter = self.leave, self.enter
-        if self.dense:
-            changed = changed.view(len(leave), len(leave)).to(leave.dtype)
-            return (changed, None) if enter is None else (changed @ enter, changed.mT @ leave)
+        to_leave = torch.zeros_like(leave)
         if enter is None:
-            to_leave = torch.zeros_like(leave)
             for states, columns, cells in self._matrix():
                 part = changed[cells].view(len(states), -1)
                 to_leave.index_put_((states, columns), part, accumulate=True)
             return to_leave, None
-        to_leave = torch.zeros_like(leave)
         to_enter = torch.zeros_like(enter, dtype=self.dtype)  # a sum over many sources
         for rows, targets, cells in self.sources():
             part = changed[cells].view(rows.stop - rows.start, -1).to(leave.dtype)

@@ -1,6 +1,6 @@
 """Compiled recursions over blocks of states.
 
-What they compute is said in :mod:`pyrohmm.ops.block_scaled`; most arguments are parts of a
+What they compute is said in :mod:`pyrohmm.ops.blocks.scaled`; most arguments are parts of a
 ``Plan``. A kernel works on the items ``first`` to ``last`` of ``schedule``, which mixes
 large and small ones, so that threads have equal work; it releases Python's lock.
 """
@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from ._numba_math import exp, kernel, u64
-from ._numba_math import run as run
+from .._numba_math import exp, kernel, u64
+from .._numba_math import run as run
 
 TOKENS = 64  # whose products are added up before they become part of a sum in float64
 

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from .._precision import at_least_single, full_precision
-from .block_transition import InnerProductTransition
-from .kept import kept
-from .log_space import finite_or_zero, logsumexp
+from ..._precision import at_least_single, full_precision
+from ..kept import kept
+from ..log_space import finite_or_zero, logsumexp
+from .inner_products import InnerProductTransition
 
 KEPT = 1 << 32  # bytes of a matrix of probabilities that is kept, of 32,768 states in float32
 CHUNK = 1 << 21  # probabilities that are computed at one time

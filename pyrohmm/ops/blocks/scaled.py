@@ -23,10 +23,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._precision import differentiable_gradient, in_full_precision
-from .block_logs import BlockLogs
-from .block_plan import BlockChain, Plan, Scores, States
-from .log_space import finite_or_zero
+from ..._precision import differentiable_gradient, in_full_precision
+from ..log_space import finite_or_zero
+from .messages import LogChain
+from .plan import BlockChain, Plan, Scores, States
 
 # What is below that counts as zero: probabilities, messages and likelihoods over their maximum.
 LEAST = {torch.float32: 1e-32, torch.float64: 1e-290}
@@ -69,7 +69,7 @@ class _Forward:
         cut[:count] |= cut_first
         self.alpha, self.norm = torch.empty_like(self.seen), torch.ones_like(peak)
         self.evidence = torch.zeros(count, dtype=torch.float64)
-        self.evidence.index_add_(0, _rank(plan), peak.double())
+        self.evidence.index_add_(0, plan.rank, peak.double())
         self.sound = torch.ones(count, dtype=torch.bool)
         self.lost = torch.zeros(count, dtype=torch.float64)
         self.lowest = log_seen.new_empty(len(plan.source))
@@ -78,8 +78,8 @@ class _Forward:
         mean, number = plan.size // max(len(plan.source), 1), torch.finfo(log_seen.dtype)
         kernels.run(
             kernels.forward, count, mean * len(plan.begins), _mixed(count), plan.lengths,
-            plan.begins, plan.block, states.sizes, states.starts, plan.pair, self.scores.base,
-            self.scores.stride, self.probs, self.lowest, self.block_probs, self.least, number.tiny,
+            plan.begins, plan.block, states.sizes, states.starts, plan.pair, plan.base,
+            plan.stride, self.probs, self.lowest, self.block_probs, self.least, number.tiny,
             number.eps, first, self.seen, cut, self.alpha, self.norm, self.evidence, self.lost,
             self.sound,
         )  # fmt: skip
@@ -95,9 +95,9 @@ class _Forward:
         """Transition probabilities of the pairs; writes the least of each to ``lowest``."""
         kernels, plan, states, scores = self.kernels, self.plan, self.states, self.scores
         probs, low = scores(), math.log(self.least)
-        parts = plan.source, plan.target, states.sizes, scores.base, scores.stride, low
+        parts = plan.source, plan.target, states.sizes, plan.base, plan.stride, low
         if scores.enter is None:
-            probs, count = probs.clone() if scores.dense else probs, len(plan.source)
+            count = len(plan.source)
             kernels.run(
                 kernels.exp_of_pairs, count, 10 * plan.size // max(count, 1), _mixed(count),
                 *parts, probs, self.lowest,
@@ -141,14 +141,14 @@ class _Scaled(torch.autograd.Function):
         probs, forward.probs = forward.probs, None
         if probs is None:  # a second time, through a graph that was retained
             probs = forward.probs_of_pairs()
-        kernels, scores = forward.kernels, forward.scores
+        kernels = forward.kernels
         gamma, message = torch.zeros_like(forward.seen), torch.empty_like(forward.seen)
         count, good = len(plan.lengths), sound.clone()
         mean = plan.size // max(len(plan.source), 1)
         kernels.run(
             kernels.backward, count, mean * len(plan.begins), _mixed(count), plan.lengths,
-            plan.begins, plan.block, states.sizes, states.starts, plan.pair, scores.base,
-            scores.stride, probs, forward.block_probs, forward.least, forward.seen, forward.alpha,
+            plan.begins, plan.block, states.sizes, states.starts, plan.pair, plan.base,
+            plan.stride, probs, forward.block_probs, forward.least, forward.seen, forward.alpha,
             forward.norm, weights.contiguous(), gamma, message, good,
         )  # fmt: skip
         if not torch.equal(good, sound):  # only the backward pass left the range
@@ -168,30 +168,22 @@ def _transition_gradients(
     plan, states, scores, sound = forward.plan, forward.states, forward.scores, forward.sound
     alpha, kernels = forward.alpha, forward.kernels
     if not bool(sound.all()):
-        message[~sound[_rank(plan)]] = 0.0
-        alpha = alpha.masked_fill(~sound[_rank(plan)].unsqueeze(-1), 0.0)
+        message[~sound[plan.rank]] = 0.0
+        alpha = alpha.masked_fill(~sound[plan.rank].unsqueeze(-1), 0.0)
     pairs, by_block = len(plan.source), torch.zeros_like(forward.block_probs)
-    by_scores = torch.zeros_like(probs) if scores.dense else probs
     schedule = plan.tokens_of.diff().argsort(descending=True, stable=True)[_mixed(pairs)]
     work = plan.size // max(pairs, 1) * (2 + len(plan.tokens) // max(pairs, 1))
     kernels.run(
         kernels.gradients_of_pairs, pairs, work, schedule, plan.tokens_of, plan.tokens,
-        plan.before, plan.block, states.sizes, states.starts, scores.base, scores.stride,
-        forward.least, alpha, message, forward.block_probs, probs, by_scores, by_block,
+        plan.before, plan.block, states.sizes, states.starts, plan.base, plan.stride,
+        forward.least, alpha, message, forward.block_probs, probs, probs, by_block,
     )  # fmt: skip
-    return *scores.gradients(by_scores), by_block.mul_(forward.block_probs).mT
-
-
-def _rank(plan: Plan) -> Tensor:
-    """Which of the sequences, in the order of the plan, each token belongs to."""
-    counts = torch.cat([plan.begins[1:], plan.begins.new_full((1,), len(plan.where))])
-    counts = counts - plan.begins
-    return torch.arange(len(plan.where)) - plan.begins.repeat_interleave(counts)
+    return *scores.gradients(probs), by_block.mul_(forward.block_probs).mT
 
 
 def _evidence(plan: Plan, states: States, sound: Tensor, *tensors: Any) -> Tensor:
     """Log evidence of the sequences that are sound, by torch in logarithms; 0 for the others."""
-    return BlockLogs(BlockChain(plan, states, *tensors)).log_evidence().masked_fill(~sound, 0.0)
+    return LogChain(BlockChain(plan, states, *tensors)).log_evidence().masked_fill(~sound, 0.0)
 
 
 def _gradients(
@@ -200,7 +192,7 @@ def _gradients(
     """The gradient of the evidence times ``weights``, by torch in logarithms."""
     with torch.enable_grad():
         inputs = [None if part is None else part.detach().requires_grad_() for part in tensors]
-        evidence = BlockLogs(BlockChain(plan, states, *inputs)).log_evidence()  # type: ignore[arg-type]
+        evidence = LogChain(BlockChain(plan, states, *inputs)).log_evidence()  # type: ignore[arg-type]
         wanted = [part for part in inputs if part is not None]
         gradients = iter(torch.autograd.grad(evidence, wanted, weights, allow_unused=True))
     return [None if part is None else next(gradients) for part in inputs]

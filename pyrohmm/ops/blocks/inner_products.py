@@ -7,18 +7,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._checks import check_floats, check_shape, check_tensor
-from .._lazy import lazy
-from .._precision import (
+from ..._checks import check_floats, check_shape, check_tensor
+from ..._lazy import lazy
+from ..._precision import (
     at_least_single,
     differentiable_gradient,
     full_precision,
     in_full_precision,
 )
-from .backends import backend_for
-from .block_plan import States
-from .blocks import Blocks
-from .log_space import log_softmax_of_parts
+from ..backends import backend_for
+from ..log_space import log_softmax_of_parts
+from .plan import States
+from .states import Blocks
 
 LOW = (torch.bfloat16, torch.float16)
 CHUNK = 1 << 23  # scores that exist at one time while all transitions of all states are summed

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._precision import differentiable_gradient, in_full_precision
-from .block_plan import bounds
-from .blocks import Blocks
+from ..._precision import differentiable_gradient, in_full_precision
+from .plan import bounds
+from .states import Blocks
 
 
 def log_emission(emit: Tensor, words: Tensor, bias: Tensor, blocks: Blocks) -> Tensor:
