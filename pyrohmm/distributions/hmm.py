@@ -442,6 +442,7 @@ class HMM(ChainDistribution):
     def sample_prior_states(self, shape: torch.Size) -> Tensor:
         r"""Sample paths from :math:`p(z_{1:T})`, ``(*shape, T)``; ``shape`` ends in ``(*B)``."""
         self.chain.check_samples("a sample")
+        refuse_nan(*self.chain.parameters.values())
         if self.allowed is None and self.chain.samples_alone:
             return self.chain.sample_prior(shape, self.num_steps)
         logs = self.log_initial.new_zeros(self.num_steps, self.num_states)
