@@ -67,7 +67,7 @@ class TabularHMM(HMMModule):
     ) -> None:
         super().__init__()
         check_size("num_states", num_states)
-        self.num_states = num_states
+        self.num_states = int(num_states)
         self.register_buffer(
             "initial_concentration",
             positive("initial_concentration", initial_concentration, (num_states,)),

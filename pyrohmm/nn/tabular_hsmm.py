@@ -7,6 +7,7 @@ from pyro.nn import PyroModule, PyroParam
 from torch import Tensor
 from torch.distributions import constraints
 
+from .._checks import check_size
 from ..distributions.hmm import HMM
 from ..distributions.hsmm import HSMM
 from ..ops.log_space import log
@@ -72,6 +73,7 @@ class TabularHSMM(TabularHMM):
         censored_end: bool = True,
         censored_start: bool = False,
     ) -> None:
+        check_size("num_states", num_states, 2)
         others = ~torch.eye(num_states, dtype=torch.bool)
         if transition_allowed is not None and transition_allowed.shape == others.shape:
             others = others & transition_allowed.bool()
