@@ -107,9 +107,11 @@ def test_queries_of_an_hmm_are_those_of_the_cpu(emission, ragged, hard_zero):
         for name in ("log_prob", "filtered", "viterbi"):
             agree(getattr(moved, name)(given), getattr(here, name)(values))
         for name in ("posterior", "expected_counts"):
-            answers = getattr(moved, name)(given)[:4], getattr(here, name)(values)[:4]
+            answers = getattr(moved, name)(given), getattr(here, name)(values)
             for found, expected in zip(*answers):
-                agree(found, expected)
+                of_names = isinstance(found, dict)
+                for key in found if of_names else [None]:
+                    agree(*(part[key] if of_names else part for part in (found, expected)))
         states = here.viterbi(values)
         agree(moved.log_joint(given, there(states)), here.log_joint(values, states))
         agree(moved.stationary(), here.stationary())
@@ -308,7 +310,8 @@ def test_a_step_of_evidence_and_gradient_is_four_kernels(ragged):
     short, long = of_log_prob(10, ragged), of_log_prob(30, ragged)
     each = (long.launches - short.launches) / 20
     assert each <= 4, long.kernels - short.kernels
-    assert short.launches - 10 * each <= (57 if ragged else 40), short.kernels
+    # some of them add up transitions in float64, over blocks of steps
+    assert short.launches - 10 * each <= (64 if ragged else 48), short.kernels
 
 
 def reads_of_a_further_iteration(fit, module, data):

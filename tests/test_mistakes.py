@@ -115,7 +115,7 @@ CONVERT = "Convert it with torch.as_tensor"
     ("unknown keyword", lambda: hmm(oberved=BOOLEANS), TypeError, "keyword argument 'oberved'"),
     ("without lengths", lambda: HMM(PI, A, B), TypeError, "missing .*'lengths'"),
     ("HSMM of other K", lambda: HSMM(PI, A, torch.zeros(3, 4), B, LENGTHS), ValueError,
-     r"log_duration must have shape \(\*B, K, D\) with the K = 2"),
+     r"log_duration must end in shape \(K, D\) = \(2, 4\); got shape \(3, 4\)"),
     ("HSMM that stays", lambda: HSMM(PI, A, torch.zeros(2, 1), B, LENGTHS, validate_args=True),
      ValueError, "log_transition must be -inf on the diagonal"),
     ("probabilities for rates", lambda: ContinuousTimeHMM(

@@ -236,8 +236,9 @@ class Chain:
             for letter, size in zip(core, shape):
                 sizes.setdefault(letter, size)
             wanted = tuple(sizes[letter] for letter in core)
-            first = next(other for other, o in self.cores.items() if core[-1] in o)
-            cure = f"{core[-1]} is that of {first}."
+            differs = next((le for le, s in zip(core, shape) if sizes[le] != s), core[-1])
+            first = next(other for other, letters in self.cores.items() if differs in letters)
+            cure = f"{differs} is that of {first}."
             check_trailing(name, parameters[name], wanted, f"({', '.join(core)})", cure)
         check_same_device(parameters)
 

@@ -121,10 +121,9 @@ class Sequences(Dataset["Sequences"]):
             self.has_gaps = not torch.equal(observed, exists)
         check_observed(values, observed)
         parts = parts_of_steps(exists, labels, covariates, times)
-        longest = int(lengths.max())  # steps that no sequence has are dropped
-        self.values, self.lengths = values[:, :longest], lengths.clone()
-        if copy:  # what counts the steps once must not see others later
-            self.values = self.values.clone()
+        longest = int(lengths.max())  # later steps are dropped
+        self.values = values[:, :longest].clone() if copy else values[:, :longest]
+        self.lengths = lengths.clone()
         self.observed = observed[:, :longest]
         self.labels, self.covariates, self.times = (
             None if part is None else part[:, :longest].clone() for part in parts

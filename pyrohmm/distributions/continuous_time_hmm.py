@@ -20,7 +20,7 @@ from .._checks import (
     check_times,
     check_trailing,
 )
-from .._transforms import transforming
+from .._transforms import transforming, uncompiled
 from ..chains.rates import Gaps, RateChain, over_gaps
 from ..ops import masks
 from ..ops.continuous_time import log_transitions
@@ -91,6 +91,7 @@ class ContinuousTimeHMM(HMM):
         tensor([10.,  2.])
     """
 
+    @uncompiled
     def __init__(
         self,
         log_initial: Tensor,

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .._arrays import from_numpy
 from .._checks import check_integers, check_range, check_trailing
+from .._transforms import uncompiled
 from ..chains.product import FactorialPosterior as FactorialPosterior
 from ..chains.product import ProductChain
 from .hmm import HMM
@@ -60,6 +61,7 @@ class FactorialHMM(HMM):
         tensor([0., 0., 1., 1.])
     """
 
+    @uncompiled
     def __init__(
         self,
         log_initials: Sequence[Tensor],

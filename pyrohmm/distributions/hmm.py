@@ -87,6 +87,7 @@ class HMM(ChainDistribution):
         tensor([0.4057, 0.7000])
     """
 
+    @uncompiled
     def __init__(
         self,
         log_initial: Tensor,

@@ -6,6 +6,7 @@ import torch
 from pyro.distributions.torch_distribution import TorchDistribution
 from torch import Tensor
 
+from .._transforms import uncompiled
 from ..chains.semi_markov import SemiMarkovChain
 from .forecast import Forecast
 from .hmm import HMM
@@ -67,6 +68,7 @@ class HSMM(HMM):
         [2, 1, 1]
     """
 
+    @uncompiled
     def __init__(
         self,
         log_initial: Tensor,

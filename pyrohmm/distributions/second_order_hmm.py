@@ -5,6 +5,7 @@ from __future__ import annotations
 from pyro.distributions.torch_distribution import TorchDistribution
 from torch import Tensor
 
+from .._transforms import uncompiled
 from ..chains.second_order import SecondOrderChain
 from ..chains.second_order import SecondOrderPosterior as SecondOrderPosterior
 from .hmm import HMM
@@ -49,6 +50,7 @@ class SecondOrderHMM(HMM):
         6
     """
 
+    @uncompiled
     def __init__(
         self,
         log_initial: Tensor,

@@ -59,7 +59,7 @@ class TabularHMM(ChainTables):
     ) -> None:
         super().__init__()
         check_size("num_states", num_states)
-        self.num_states = num_states
+        self.num_states = int(num_states)
         self.add_rows("initial", initial_concentration, (num_states,), initial_allowed)
         square = num_states, num_states
         self.add_rows("transition", transition_concentration, square, transition_allowed)

@@ -337,6 +337,8 @@ def of_length(low: int, high: int | None = None) -> Automaton:
         (True, False)
     """
     last = low if high is None else high
+    if not (isinstance(low, int) and isinstance(last, int)):
+        raise TypeError(f"low and high must be whole numbers; got {low} and {high}.")
     if low < 0:
         raise ValueError(f"low must be at least 0; got {low}.")
     if last < low:

@@ -1294,7 +1294,7 @@ BAD = {  # what is wrong: the argument, how to make it, the error, what it must 
         "observed",
         lambda: [[True] * 4] * 2,
         TypeError,
-        "torch.Tensor or None; got list",
+        "torch.Tensor; got list",
     ),
     "observed is a scalar": (
         "observed",

@@ -245,8 +245,17 @@ def segments(backend):
     return [*seen, evidence, *gradients, best, states]
 
 
+def products(backend):
+    torch.manual_seed(0)
+    weights, rows = torch.rand(2, 700, 3).float(), torch.randn(2, 700, 4).float()
+    out = torch.zeros(2, 3, 4, dtype=torch.float64)
+    backend.add_products(weights, rows, out)
+    return [out]
+
+
 OPERATIONS = {
     "rows": rows,
+    "products": products,
     "passes of 1": lambda backend: passes(backend, 1, False, False),
     "passes of 3 with zeros": lambda backend: passes(backend, 3, True, True),
     "passes of 40": lambda backend: passes(backend, 40, True, False),

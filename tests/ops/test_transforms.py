@@ -185,7 +185,7 @@ QUERIES = {
     "states": lambda chain, values: chain.posterior(values).states,
     "transitions": lambda chain, values: chain.posterior(values).transitions,
     "filtered": lambda chain, values: chain.filtered(values),
-    "counts": lambda chain, values: chain.expected_counts(values).transitions,
+    "counts": lambda chain, values: chain.expected_counts(values).counts["log_transition"],
     "mean": lambda chain, values: chain.forecast(values, 2).mean,
 }
 
