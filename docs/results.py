@@ -606,11 +606,19 @@ def epoch_table() -> str:
     return table(header, body)
 
 
+def block_ways_table() -> str:
+    """What special ways of computing chains in blocks gain over the general one."""
+    body = [
+        [row["way"], row["shape"], str(row["lines"]), f"{row['times'][0]:.1f}×"]
+        for row in rows("block_ways")
+    ]
+    return table(["way", "shape", "lines", "times faster than the general one"], body)
+
+
 def switch_numbers() -> dict[str, str]:
     """What the page of benchmarks says of chains in blocks of states."""
     at = {row["part"]: row["switch"] for row in rows("block_switches")}
     return {
-        "pairs": f"{percent(at['pairs'], 0)} %",
         "states": f"{at['one level']:,}",
         "overlap": f"{at['overlap']}",
     }
@@ -775,6 +783,7 @@ TABLES = {
     "structure": structure_table,
     "batches": batches_table,
     "block_queries": block_queries_table,
+    "block_ways": block_ways_table,
     "chunks": chunks_table,
     "pairs": pairs_table,
     "fits": fits_table,

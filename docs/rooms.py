@@ -67,7 +67,7 @@ def sentence_of(module: str, name: str) -> str:
 def page(room: str) -> str:
     """The page of a room."""
     paragraphs = text_of(room).split("\n\n")
-    shown = [name for name in modules_of(room) if not name.startswith("_")]
+    shown = [name for name in modules_of(room) if not name.split(".")[-1].startswith("_")]
     names = "\n".join(f"   pyrohmm.{room}.{name}" for name in shown)
     return f"""# {room}
 
@@ -105,6 +105,9 @@ def index() -> str:
             if name in modules_of(room):
                 lines.append(f"| [`{name}`](pyrohmm.{room}.{name}.rst) | a module: "
                              f"{modules_of(room)[name].replace('``', '`')} |")  # fmt: skip
+            elif (PACKAGE / room / name / "__init__.py").exists():
+                lines.append(f"| [`{name}`](pyrohmm.{room}.{name}.states.rst) | a folder: "
+                             f"{text_of(f'{room}/{name}').splitlines()[0]} |")  # fmt: skip
             elif name == room:
                 lines.append(f"| [`{name}`]({room}.md) | the subpackage |")
             else:

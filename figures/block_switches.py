@@ -4,8 +4,6 @@ Each panel times evidence and gradient of a :class:`pyrohmm.BlockHMM` both ways,
 thread, with random parameters and symbols, vectors of 256 dimensions and float32. Ways are forced
 by the constants at which the package chooses:
 
-``pairs``      two levels: the scores of all transitions at once, or those of the pairs of blocks
-               that occur, by the share of all transitions that these are; ``block_plan.DENSE``
 ``one level``  the matrix of transitions, or sums over all states without it, by the number of
                states; ``block_factors.MATRIX``
 ``overlap``    a block of 64 states for each symbol: the dense chain, or pairs of blocks, by how
@@ -25,27 +23,22 @@ from typing import Any
 
 import torch
 from common import FOLDER, arguments, earlier, interleaved, pyplot, ratio, write
-from torch import Tensor
 
 from pyrohmm import blocks
 from pyrohmm.distributions import block_factors
 from pyrohmm.distributions.block_hmm import BlockHMM, InnerProductTransition
-from pyrohmm.ops.blocks import plan as block_plan
 
 NAME = "block_switches"
 SYMBOLS, DIM, STEPS, WIDTH = 2000, 256, 32, 64
 PARTS = {  # the switch, and its extremes: above it always, never
-    "pairs": (block_plan, "DENSE", (0.0, math.inf)),
     "one level": (block_factors, "MATRIX", (math.inf, 0)),
     "overlap": (block_factors, "CROWDED", (math.inf, 0)),
 }
 WAYS = ("all at once", "in blocks")
 
 
-def evidence(
-    part: str, states: int, count: int, tokens: int
-) -> tuple[Callable[[], Any], torch.Tensor]:
-    """Computes evidence and gradient of some tokens; and the blocks of these."""
+def evidence(part: str, states: int, count: int, tokens: int) -> Callable[[], Any]:
+    """Computes evidence and gradient of some tokens."""
     torch.manual_seed(0)
     lengths = torch.full((max(1, tokens // STEPS),), STEPS)
     values = torch.randint(SYMBOLS, (len(lengths), STEPS))
@@ -56,7 +49,6 @@ def evidence(
     else:
         partition = blocks.from_clusters(torch.arange(SYMBOLS) % count, size)
         parameters = [0.1 * torch.randn(states, DIM), torch.randn(states, DIM)]
-        parameters += [torch.randn(states, count)] if part == "pairs" else []
     for each in parameters:
         each.requires_grad_()
     emission = torch.randn(SYMBOLS, partition.width).log_softmax(-1)
@@ -71,17 +63,12 @@ def evidence(
         hmm = BlockHMM(initial, matrix, emission, partition, lengths, validate_args=False)
         torch.autograd.grad(hmm.log_prob(values).sum(), parameters)
 
-    return compute, partition.symbol_block[values]
-
-
-def share(path: Tensor, count: int) -> float:
-    """The share of all pairs of blocks that occur."""
-    return len((path[:, :-1] * count + path[:, 1:]).unique()) / count**2
+    return compute
 
 
 def measured(part: str, states: int, count: int, tokens: int, rounds: int) -> dict[str, Any]:
     """Seconds of both ways."""
-    compute, path = evidence(part, states, count, tokens)
+    compute = evidence(part, states, count, tokens)
     module, name, extremes = PARTS[part]
 
     def forced(value: float) -> Callable[[], None]:
@@ -96,7 +83,7 @@ def measured(part: str, states: int, count: int, tokens: int, rounds: int) -> di
     times = interleaved(
         {way: forced(value) for way, value in zip(WAYS, extremes)}, rounds, 2.0, time.process_time
     )
-    of = {"pairs": share(path, count), "one level": states, "overlap": states / WIDTH}
+    of = {"one level": states, "overlap": states / WIDTH}
     return {
         "part": part, "states": states, "blocks": count, "tokens": tokens, "place": of[part],
         "switch": getattr(module, name), "seconds": {way: median(times[way]) for way in WAYS},
@@ -107,17 +94,16 @@ def measured(part: str, states: int, count: int, tokens: int, rounds: int) -> di
 def draw(rows: list[dict[str, Any]]) -> None:
     """For each switch the ratio of both ways, where 1 should be at the switch."""
     plt = pyplot()
-    figure, axes = plt.subplots(1, 3, figsize=(10.5, 4), layout="constrained", sharey=True)
-    labels = ["share of all transitions that occur", "states", "states, over those in a block"]
-    titles = ["two levels", "one level", "blocks that overlap"]
+    figure, axes = plt.subplots(1, 2, figsize=(7.5, 4), layout="constrained", sharey=True)
+    labels = ["states", "states, over those in a block"]
+    titles = ["one level", "blocks that overlap"]
     for axis, part, label, title in zip(axes, PARTS, labels, titles):
         chosen = [row for row in rows if row["part"] == part]
-        group = "states" if part == "pairs" else "tokens"
-        for number in sorted({row[group] for row in chosen}):
-            line = sorted((r["place"], r["ratio"]) for r in chosen if r[group] == number)
+        for number in sorted({row["tokens"] for row in chosen}):
+            line = sorted((r["place"], r["ratio"]) for r in chosen if r["tokens"] == number)
             places, ratios = zip(*line)
             middle, low, high = zip(*ratios)
-            (drawn,) = axis.plot(places, middle, ".-", label=f"{number:,} {group}")
+            (drawn,) = axis.plot(places, middle, ".-", label=f"{number:,} tokens")
             axis.fill_between(places, low, high, color=drawn.get_color(), alpha=0.2, linewidth=0)
         if chosen:
             axis.axvline(chosen[0]["switch"], color="0.3", linestyle="--", label="switch")
@@ -138,9 +124,6 @@ def main() -> None:
         return
     torch.set_num_threads(1)
     sizes = {
-        "pairs": [(states, 64, tokens) for states in (1024, 2048)
-                  for tokens in (512, 1024, 2048, 4096, 8192)]
-        + [(4096, 64, 512), (4096, 64, 4096)],
         "one level": [(states, 64, tokens) for tokens in (512, 8192)
                       for states in (512, 1024, 2048, 3072, 4096)],
         "overlap": [(WIDTH * times, 1, tokens) for tokens in (512, 2048)

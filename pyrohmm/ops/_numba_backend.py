@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ._torch_backend import TORCH
 from .blocks import scaled as block_scaled
-from .blocks.plan import BlockChain, States
+from .blocks.plan import BlockChain
 from .chain import Chain
 from .numpy_clusters import Tables, Terms, Words
 from .operations import Backend
@@ -226,20 +226,6 @@ class NumbaBackend(Backend):
     def block_final_state(self, chain: BlockChain) -> Tensor:
         found = block_scaled.final_state(self._blocks, chain)
         return TORCH.block_final_state(chain) if found is None else found
-
-    def sums_of_blocks(self, scores: Tensor, states: States, out: Tensor) -> None:
-        kernels, low = self._blocks, math.log(block_scaled.LEAST[scores.dtype])
-        work = 10 * scores.size(1)
-        kernels.run(kernels.sums_of_blocks, len(scores), work, scores, states.starts, low, out)
-
-    def softmax_of_blocks(
-        self, scores: Tensor, states: States, sums: Tensor, weights: Tensor
-    ) -> None:
-        kernels, low = self._blocks, math.log(block_scaled.LEAST[scores.dtype])
-        kernels.run(
-            kernels.softmax_of_blocks, len(scores), 10 * scores.size(1), scores, states.starts,
-            low, sums, weights,
-        )  # fmt: skip
 
     def enter_cluster(self, tables: Tables, terms: Terms, slot: int) -> None:
         self._clusters.enter_cluster(*tables, terms.table, terms.steps, slot)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from . import numpy_clusters, torch_chain, torch_chunks, torch_segments
 from .blocks.messages import LogChain
-from .blocks.plan import BlockChain, States
+from .blocks.plan import BlockChain
 from .chain import Chain
 from .log_space import finite_or_zero
 from .masks import exists
@@ -120,24 +120,6 @@ class TorchBackend(Backend):
 
     def block_final_state(self, chain: BlockChain) -> Tensor:
         return LogChain(chain).final_state()
-
-    def sums_of_blocks(self, scores: Tensor, states: States, out: Tensor) -> None:
-        if states.are_equal:
-            torch.logsumexp(scores.unflatten(-1, (-1, states.width)), -1, out=out)
-        else:
-            parts = scores.split(states.sizes.tolist(), -1)
-            torch.stack([part.logsumexp(-1) for part in parts], -1, out=out)
-
-    def softmax_of_blocks(
-        self, scores: Tensor, states: States, sums: Tensor, weights: Tensor
-    ) -> None:
-        if states.are_equal:
-            cells = scores.unflatten(-1, (-1, states.width))
-            cells.sub_(sums.unsqueeze(-1)).exp_().mul_(weights.unsqueeze(-1))
-            return
-        parts = scores.split(states.sizes.tolist(), -1)
-        for part, total, weight in zip(parts, sums.unbind(-1), weights.unbind(-1)):
-            part.sub_(total.unsqueeze(-1)).exp_().mul_(weight.unsqueeze(-1))
 
     def enter_cluster(self, tables: Tables, terms: Terms, slot: int) -> None:
         numpy_clusters.enter_cluster(tables, terms, slot)

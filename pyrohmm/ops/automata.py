@@ -336,13 +336,10 @@ def of_length(low: int, high: int | None = None) -> Automaton:
         >>> of_length(2, 3).accepts("a rose"), of_length(3).accepts("a rose")
         (True, False)
     """
+    check_size("low", low, 0)
     last = low if high is None else high
-    if not (isinstance(low, int) and isinstance(last, int)):
-        raise TypeError(f"low and high must be whole numbers; got {low} and {high}.")
-    if low < 0:
-        raise ValueError(f"low must be at least 0; got {low}.")
-    if last < low:
-        raise ValueError(f"high must be at least low = {low}; got {high}.")
+    if high is not None:
+        check_size("high", high, low)
     steps = [*range(1, last + 2), last + 1]
     name = f"of_length({low})" if high is None else f"of_length({low}, {high})"
     return Automaton(steps, [{}] * len(steps), range(low, last + 1), name)

@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 import numpy as np
 from torch import Tensor
 
-from .blocks.plan import BlockChain, States
+from .blocks.plan import BlockChain
 from .chain import Chain
 from .numpy_clusters import Tables, Terms, Words
 from .segment_chain import SegmentChain
@@ -137,16 +137,6 @@ class Backend(ABC):
     @abstractmethod
     def block_final_state(self, chain: BlockChain) -> Tensor:
         """Log p(z_T | x_{1:T}) in the last block, ``(N, w)``, in the order of the plan."""
-
-    @abstractmethod
-    def sums_of_blocks(self, scores: Tensor, states: States, out: Tensor) -> None:
-        """Log of the sums of exp(``scores``) ``(R, K)`` over each block, ``(R, B)``."""
-
-    @abstractmethod
-    def softmax_of_blocks(
-        self, scores: Tensor, states: States, sums: Tensor, weights: Tensor
-    ) -> None:
-        """Replace ``scores`` by their softmax in each block times the block's weight ``(R, B)``."""
 
     @abstractmethod
     def enter_cluster(self, tables: Tables, terms: Terms, slot: int) -> None:

@@ -88,37 +88,6 @@ def exp_of_pairs(first, last, schedule, source, target, sizes, base, stride, low
 
 
 @kernel
-def sums_of_blocks(first, last, scores, starts, low, out):
-    """Logarithms of the sums over each block, of rows ``scores`` ``(R, K)``, ``out`` ``(R, B)``."""
-    least = scores.dtype.type(low)
-    for i in range(first, last):
-        for b in range(starts.shape[0] - 1):
-            row, width = scores[i, starts[b] : starts[b + 1]], u64(starts[b + 1] - starts[b])
-            peak = row[0]
-            for j in range(u64(1), width):
-                peak = row[j] if row[j] > peak else peak
-            total = peak * 0
-            for j in range(width):
-                total += _raised(row[j] - peak, least)
-            out[i, b] = peak + np.log(total)
-
-
-@kernel
-def softmax_of_blocks(first, last, scores, starts, low, sums, weights):
-    """Replace rows of scores ``(R, K)`` by softmax in each block times a weight ``(R, B)``."""
-    least = scores.dtype.type(low)
-    tiny = scores.dtype.type(np.exp(low))
-    for i in range(first, last):
-        for b in range(starts.shape[0] - 1):
-            row, width = scores[i, starts[b] : starts[b + 1]], u64(starts[b + 1] - starts[b])
-            total, weight = sums[i, b], weights[i, b]
-            for j in range(width):
-                x = row[j] - total
-                value = _raised(x if x < 0 else x * 0, least) * weight
-                row[j] = value if value > tiny or value < -tiny else value * 0
-
-
-@kernel
 def forward(
     first, last, schedule, lengths, begins, block, sizes, offsets, pair, base, stride, probs,
     lowest, block_probs, least, tiny, eps, initial, seen, cut, alpha, norm, evidence, lost, sound,

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import hardshrink
 
 from ..._checks import check_floats, check_shape, check_tensor
 from ..._lazy import lazy
@@ -15,13 +17,25 @@ from ..._precision import (
     full_precision,
     in_full_precision,
 )
-from ..backends import backend_for
 from ..log_space import log_softmax_of_parts
 from .plan import States
 from .states import Blocks
 
 LOW = (torch.bfloat16, torch.float16)
 CHUNK = 1 << 23  # scores that exist at one time while all transitions of all states are summed
+
+
+def _parts(scores: Tensor, states: States) -> Sequence[Tensor]:
+    """The parts of scores ``(R, K)`` by blocks; in one tensor, where these are of one size."""
+    if states.are_equal:
+        return [scores.unflatten(-1, (-1, states.width))]
+    return scores.split(states.sizes.tolist(), -1)
+
+
+def _sums(scores: Tensor, states: States) -> Tensor:
+    """Logarithms ``(R, B)`` of the sums of the exponentials over each block."""
+    parts = [part.logsumexp(-1) for part in _parts(scores, states)]
+    return parts[0] if states.are_equal else torch.stack(parts, -1)
 
 
 class _SumsOfBlocks(torch.autograd.Function):
@@ -36,9 +50,7 @@ class _SumsOfBlocks(torch.autograd.Function):
         rows, parts = max(1, CHUNK // len(enter)), []
         for part in leave.split(rows):
             scores = at_least_single(part @ enter.mT)
-            out = scores.new_empty(len(part), len(states.sizes))
-            backend_for(leave.device).sums_of_blocks(scores, states, out)
-            parts.append(out)
+            parts.append(_sums(scores, states))
         sums = torch.cat(parts)
         ctx.save_for_backward(leave, enter, sums)
         return sums
@@ -50,9 +62,7 @@ class _SumsOfBlocks(torch.autograd.Function):
         if torch.is_grad_enabled():
 
             def plain(leave: Tensor, enter: Tensor) -> Tensor:
-                scores = at_least_single(leave @ enter.mT)
-                parts = scores.split(ctx.states.sizes.tolist(), -1)
-                return torch.stack([part.logsumexp(-1) for part in parts], -1)
+                return _sums(at_least_single(leave @ enter.mT), ctx.states)
 
             return (*differentiable_gradient(plain, (leave, enter), weights), None)
         to_leave, to_enter = torch.empty_like(leave), torch.zeros_like(enter, dtype=sums.dtype)
@@ -60,8 +70,13 @@ class _SumsOfBlocks(torch.autograd.Function):
         parts = (each.split(rows) for each in (leave, sums, weights.contiguous(), to_leave))
         for part, total, weight, out in zip(*parts):
             probs = at_least_single(part @ enter.mT)
-            backend_for(leave.device).softmax_of_blocks(probs, ctx.states, total, weight)
-            probs = probs.to(part.dtype)
+            factors = [total.unsqueeze(-1)], [weight.unsqueeze(-1)]
+            if not ctx.states.are_equal:
+                factors = total.split(1, -1), weight.split(1, -1)
+            for cells, one, other in zip(_parts(probs, ctx.states), *factors):
+                cells.sub_(one).exp_().mul_(other)
+            # products of numbers below the least normal one take many times as long
+            probs = hardshrink(probs, torch.finfo(probs.dtype).tiny).to(part.dtype)
             torch.mm(probs, enter, out=out)
             if probs.dtype == sums.dtype:
                 to_enter.addmm_(probs.mT, part)

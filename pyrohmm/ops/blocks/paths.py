@@ -49,11 +49,12 @@ def k_best(chain: LogChain, count: int) -> tuple[Tensor, Tensor]:
             last = tokens[ended := plan.lengths[rank] == t + 1]
             if len(last):
                 values, where = _largest(chain.at(scores[t], last, t).flatten(1), count)
-                best[rank[ended]], pointer[rank[ended]] = values, where.cpu()
+                best[rank[ended].to(best.device)] = values
+                pointer[rank[ended]] = where.cpu()
             places[tokens] = pointer[rank] // count
             before = chain.at(origins[t], tokens, t).flatten(1)
             pointer[rank] = before.gather(1, pointer[rank].to(before.device)).cpu()
-    return states_at(chain, places.mT), best[plan.order.argsort()]
+    return states_at(chain, places.mT), best[plan.order.argsort().to(best.device)]
 
 
 def sample(chain: LogChain, count: int) -> Tensor:
