@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._checks import check_size
+
 Symbol = str | int
 Phrase = str | int | Sequence[str | int]
 

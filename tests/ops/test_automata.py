@@ -114,5 +114,5 @@ def test_constraints_are_not_joined_by_words():
 
 
 def test_lengths_are_whole_numbers():
-    with pytest.raises(ValueError, match="at least 0 and an integer; got 2"):
+    with pytest.raises(TypeError, match="low must be an int; got float"):
         of_length(2.5)
