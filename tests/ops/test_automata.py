@@ -89,7 +89,7 @@ def test_a_name_says_what_is_meant():
         (lambda: must_contain(-1), ValueError, "codes in phrases must be at least 0; got -1"),
         (lambda: starts_with(""), ValueError, "prefix must be at least one"),
         (lambda: template({"a"}), TypeError, "items of a template must be words"),
-        (lambda: of_length(3, 2), ValueError, "high must be at least low = 3; got 2"),
+        (lambda: of_length(3, 2), ValueError, "high must be at least 3; got 2"),
         (lambda: of_length(-1), ValueError, "low must be at least 0; got -1"),
         (lambda: Automaton([], [], []), ValueError, "an item for each state"),
         (lambda: Automaton([0], [{}, {}], []), ValueError, "got 1 and 2"),
