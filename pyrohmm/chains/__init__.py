@@ -6,7 +6,7 @@ module here: its named parameters, and its recursions.
 Its modules; each imports only those above it:
 
 ``base``          ``Chain``: the protocol; expected counts by the names of the parameters
-``markov``        ``MarkovChain``: each state depends on the one before it
+``markov``        ``MarkovChain``: each state depends on the one before it; ``MarkovRecursions``
 ``semi_markov``   ``SemiMarkovChain``: states with explicit durations
 ``product``       ``ProductChain``: several independent chains
 ``second_order``  ``SecondOrderChain``: each state depends on the two before it
@@ -16,6 +16,7 @@ Its modules; each imports only those above it:
 from .base import Chain as Chain
 from .base import ExpectedCounts as ExpectedCounts
 from .markov import MarkovChain as MarkovChain
+from .markov import MarkovRecursions as MarkovRecursions
 from .product import ProductChain as ProductChain
 from .rates import RateChain as RateChain
 from .second_order import SecondOrderChain as SecondOrderChain

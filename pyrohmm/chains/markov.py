@@ -17,51 +17,52 @@ from ..ops.sampling import CategoricalTable
 from .base import Chain, Core, Expansion, ExpectedCounts, entry, sample_markov
 
 
-class MarkovChain(Chain):
-    r"""A Markov chain: :math:`p(z_{1:T}) = \pi_{z_1} \prod_t A_{z_{t-1} z_t}`.
+class MarkovRecursions(Chain):
+    """A Markov chain under any parameters: a subclass says which matrices they make.
 
-    Args:
-        log_initial: ``(*b, K)``.
-        log_transition: ``(*b, K, K)``, row = from, column = to; ``(*b, T-1, K, K)`` with
-            ``per_step``; or an :class:`InnerProductTransition`, whose matrix is made when read.
-        per_step: Whether there is a matrix for each transition.
+    Besides ``cores`` it defines ``log_initial`` and :attr:`matrices`; expected counts of its
+    parameters are gradients.
+
+    Example:
+        >>> from pyrohmm.ops.log_space import log  # with gradient zero at zero
+        >>> class Ring(MarkovRecursions):  # each state is followed by itself or by the next one
+        ...     cores = {"log_initial": ("K",), "log_moves": ("K", "M")}
+        ...
+        ...     def __init__(self, log_initial, log_moves):
+        ...         super().__init__()
+        ...         self.take(log_initial=log_initial, log_moves=log_moves)
+        ...
+        ...     @property
+        ...     def matrices(self):
+        ...         stay, go = self.log_moves.exp().unbind(-1)
+        ...         eye = torch.eye(self.num_states)
+        ...         rows = stay.unsqueeze(-1) * eye + go.unsqueeze(-1) * eye.roll(1, -1)
+        ...         return log(rows).unsqueeze(-3)
+        >>> moves = torch.tensor([[0.9, 0.1], [0.5, 0.5], [0.8, 0.2]]).log()
+        >>> ring = Ring(torch.full((3,), 1 / 3).log(), moves)
+        >>> levels = Normal(torch.tensor([0.0, 2.0, 4.0]), 1.0)
+        >>> hmm = HMM.of(ring, levels, torch.tensor(4))
+        >>> found = hmm.expected_counts(torch.tensor([0.0, 0.0, 2.0, 4.0]))
+        >>> found.counts["log_moves"].sum().round()
+        tensor(3.)
     """
 
     is_markov = True
-    transition: Tensor | InnerProductTransition
-
-    def __init__(
-        self,
-        log_initial: Tensor,
-        log_transition: Tensor | InnerProductTransition,
-        per_step: bool = False,
-    ) -> None:
-        super().__init__(per_step=per_step)
-        self.take(log_initial=log_initial)
-        self.transition = from_numpy("log_transition", log_transition)
-        self.per_step = per_step
 
     @property
-    def cores(self) -> dict[str, Core]:  # type: ignore[override]
-        """Those of the first state, and of the matrix or matrices."""
-        steps = ("T",) if self.per_step else ()
-        return {"log_initial": ("K",), "log_transition": (*steps, "K", "K")}
+    def matrices(self) -> Tensor:
+        """``(*b, 1|T-1, K, K)``, log-probabilities of transitions."""
+        raise NotImplementedError
 
     @property
     def log_transition(self) -> Tensor:
         r"""``(*b, K, K)``, or ``(*b, T-1, K, K)`` per step."""
-        matrix = self.transition
-        return matrix if isinstance(matrix, Tensor) else matrix.matrix
+        return self.matrices if self.per_step else self.matrices.squeeze(-3)
 
     @property
     def num_states(self) -> int:
         """K."""
         return self.log_initial.size(-1)
-
-    @property
-    def matrices(self) -> Tensor:
-        """``(*b, 1|T-1, K, K)``."""
-        return self.log_transition if self.per_step else self.log_transition.unsqueeze(-3)
 
     def log_evidence(self, log_likelihood: Tensor, lengths: Tensor) -> Tensor:
         """Log evidence: see :func:`pyrohmm.ops.recursions.log_evidence`."""
@@ -94,12 +95,58 @@ class MarkovChain(Chain):
         return sample_markov(self.log_initial, tables, shape, num_steps)
 
     def expanded(self, lengths: Tensor, num_steps: int) -> Expansion:
-        """The chain itself."""
-        return Expansion(self, torch.arange(self.num_states, device=self.log_initial.device))
+        """The Markov chain of the matrices."""
+        chain = MarkovChain(self.log_initial, self.log_transition, self.per_step)
+        return Expansion(chain, torch.arange(self.num_states, device=self.log_initial.device))
 
     def stationary(self) -> Tensor:
         r"""Stationary :math:`\pi = \pi A`: see :mod:`pyrohmm.ops.stationary`."""
         return stationary_ops.stationary(self.log_transition)
+
+    def posterior(self, log_likelihood: Tensor, lengths: Tensor) -> Posterior:
+        """Smoothed marginals, and expected transitions ``(*B, K, K)`` of each sequence."""
+        return recursions.posterior(self.log_initial, self.matrices, log_likelihood, lengths)
+
+
+class MarkovChain(MarkovRecursions):
+    r"""A Markov chain: :math:`p(z_{1:T}) = \pi_{z_1} \prod_t A_{z_{t-1} z_t}`.
+
+    Args:
+        log_initial: ``(*b, K)``.
+        log_transition: ``(*b, K, K)``, row = from, column = to; ``(*b, T-1, K, K)`` with
+            ``per_step``; or an :class:`InnerProductTransition`, whose matrix is made when read.
+        per_step: Whether there is a matrix for each transition.
+    """
+
+    transition: Tensor | InnerProductTransition
+
+    def __init__(
+        self,
+        log_initial: Tensor,
+        log_transition: Tensor | InnerProductTransition,
+        per_step: bool = False,
+    ) -> None:
+        super().__init__(per_step=per_step)
+        self.take(log_initial=log_initial)
+        self.transition = from_numpy("log_transition", log_transition)
+        self.per_step = per_step
+
+    @property
+    def cores(self) -> dict[str, Core]:  # type: ignore[override]
+        """Those of the first state, and of the matrix or matrices."""
+        steps = ("T",) if self.per_step else ()
+        return {"log_initial": ("K",), "log_transition": (*steps, "K", "K")}
+
+    @property
+    def log_transition(self) -> Tensor:
+        r"""``(*b, K, K)``, or ``(*b, T-1, K, K)`` per step."""
+        matrix = self.transition
+        return matrix if isinstance(matrix, Tensor) else matrix.matrix
+
+    @property
+    def matrices(self) -> Tensor:
+        """``(*b, 1|T-1, K, K)``."""
+        return self.log_transition if self.per_step else self.log_transition.unsqueeze(-3)
 
     def expected_counts(self, log_likelihood: Tensor, lengths: Tensor) -> ExpectedCounts:
         """Expected counts: see :func:`pyrohmm.ops.recursions.expected_counts`."""
@@ -112,10 +159,6 @@ class MarkovChain(Chain):
         pairs = found.transitions if self.per_step else found.transitions.squeeze(-3)
         counts = {"log_initial": found.initial, "log_transition": pairs}
         return ExpectedCounts(found.log_evidence, found.states, counts)
-
-    def posterior(self, log_likelihood: Tensor, lengths: Tensor) -> Posterior:
-        """Smoothed marginals, and expected transitions ``(*B, K, K)`` of each sequence."""
-        return recursions.posterior(self.log_initial, self.matrices, log_likelihood, lengths)
 
     def steps_and_batches(self, longest: int) -> tuple[dict[str, int], dict[str, torch.Size]]:
         """The number of steps of matrices per step, and batch dimensions, by argument."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, ClassVar, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from ..ops.continuous_time import log_transitions
 from ..ops.log_space import log
 from ..ops.lookup import take_rows
 from .base import Chain, Core, ExpectedCounts
-from .markov import MarkovChain
+from .markov import MarkovRecursions
 
 
 class Gaps(NamedTuple):
@@ -42,7 +42,7 @@ class Gaps(NamedTuple):
         return cls(distinct, place.new_zeros(1) if len(distinct) == 1 else place)
 
 
-class RateChain(MarkovChain):
+class RateChain(MarkovRecursions):
     """A Markov chain in continuous time: transitions ``matrix_exp(rates * gap)`` per step.
 
     Args:
@@ -55,6 +55,8 @@ class RateChain(MarkovChain):
             ``exact_entry``.
     """
 
+    cores: ClassVar[dict[str, Core]] = {"log_initial": ("K",), "rates": ("K", "K")}
+
     def __init__(
         self,
         log_initial: Tensor,
@@ -64,17 +66,10 @@ class RateChain(MarkovChain):
         exact_entry: Tensor | None = None,
         observed: Tensor | None = None,
     ) -> None:
-        Chain.__init__(
-            self, gaps=gaps, num_steps=num_steps, exact_entry=exact_entry, observed=observed
-        )
+        super().__init__(gaps=gaps, num_steps=num_steps, exact_entry=exact_entry, observed=observed)
         self.log_initial, self.rates, self.gaps = log_initial, rates, gaps
         self.exact_entry, self.per_step = exact_entry, True
         self._matrices = transitions_between(rates, gaps, exact_entry, observed)
-
-    @property
-    def cores(self) -> dict[str, Core]:  # type: ignore[override]
-        """Those of the first state and of the rates."""
-        return {"log_initial": ("K",), "rates": ("K", "K")}
 
     @property
     def batch_shape(self) -> torch.Size:
@@ -91,19 +86,10 @@ class RateChain(MarkovChain):
         """``(*b, 1|T-1, K, K)``, log-probabilities of transitions between the steps."""
         return self._matrices
 
-    @property
-    def log_transition(self) -> Tensor:
-        """The matrices, as one for each step."""
-        return self._matrices
-
     def steps_and_batches(self, longest: int) -> tuple[dict[str, int], dict[str, torch.Size]]:
         """The number of steps of the times, and batch dimensions, by argument."""
         initial, matrices = self.log_initial.shape[:-1], self._matrices.shape[:-3]
         return {"times": self.options["num_steps"]}, {"log_initial": initial, "rates": matrices}
-
-    def check_shapes(self) -> None:
-        """Raise unless the parameters have the shapes they should have."""
-        Chain.check_shapes(self)
 
     def check_values(self) -> None:
         """Raise unless the rates are those of a chain in continuous time."""
@@ -137,7 +123,7 @@ class RateChain(MarkovChain):
     def permuted(self, order: Tensor) -> Chain:
         """A copy whose state k was ``order[k]``."""
         exact = None if self.exact_entry is None else self.exact_entry[order]
-        return Chain.permuted(self, order).replace(exact_entry=exact)
+        return super().permuted(order).replace(exact_entry=exact)
 
     def factors(self) -> dict[str, Tensor]:
         """What expected counts multiply: log rates, and on the diagonal minus the exit rates."""

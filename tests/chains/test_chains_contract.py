@@ -1,16 +1,20 @@
 """Every chain keeps one contract: the sum over all paths, and what follows from it."""
 
+from typing import ClassVar
+
 import pytest
 import torch
 
 from pyrohmm.chains import (
     MarkovChain,
+    MarkovRecursions,
     ProductChain,
     RateChain,
     SecondOrderChain,
     SemiMarkovChain,
 )
 from pyrohmm.chains.rates import Gaps
+from pyrohmm.ops.log_space import log
 from pyrohmm.testing import check_chain
 
 
@@ -34,7 +38,24 @@ def rates():
     return RateChain(rows(3), leave - leave.sum(-1).diag(), gaps, 4)
 
 
+class Ring(MarkovRecursions):
+    """A chain of a user's: each state is followed by itself or by the next one of a ring."""
+
+    cores: ClassVar = {"log_initial": ("K",), "log_moves": ("K", "M")}
+
+    def __init__(self, log_initial, log_moves):
+        super().__init__()
+        self.take(log_initial=log_initial, log_moves=log_moves)
+
+    @property
+    def matrices(self):
+        eye = torch.eye(self.num_states)
+        stay, go = self.log_moves.exp().unsqueeze(-2).unbind(-1)
+        return log(stay * eye + go * eye.roll(1, -1)).unsqueeze(-3)
+
+
 CHAINS = {
+    "a ring of a user's": lambda: Ring(rows(3), rows(3, 2)),
     "rates per step": rates,
     "markov": lambda: MarkovChain(rows(3), rows(3, 3)),
     "one state": lambda: MarkovChain(rows(1), rows(1, 1)),
