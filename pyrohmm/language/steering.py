@@ -55,7 +55,7 @@ class Steering:
         self, hmm: BlockHMM, vocabulary: Vocabulary, constraint: Automaton, max_words: int
     ) -> None:
         check_size("max_words", max_words)
-        if not isinstance(hmm.transition, InnerProductTransition):
+        if not isinstance(getattr(hmm, "transition", None), InnerProductTransition):
             raise TypeError("hmm must have an InnerProductTransition; it has a matrix.")
         self.vocabulary, self.constraint, self.max_words = vocabulary, constraint, max_words
         self._hmm, self._transition = hmm, hmm.transition
