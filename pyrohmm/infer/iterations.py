@@ -162,14 +162,14 @@ class Loop:
         if self.squarem is not None:
             self.squarem.restore(state["squarem"])
         self.batches.restore(state["batches"])
+        if self.average is not None:
+            data = self.batches.data
+            _, wanted = self._expect(data.batch(torch.arange(1)))
+            saved = state.tensors_like("statistics", wanted)
+            self.average.statistics = {name: saved[name].to(data.device) for name in wanted}
         self.expect.reseeded = state["reseeded"]
         self.losses = list(state.losses(self.expect.parameters.restarts))
         self.start_time -= state["seconds"]
-        if self.average is not None:
-            device = self.batches.data.device
-            self.average.statistics = {
-                name: value.to(device) for name, value in state["statistics"].items()
-            }
         if state["converged"] and state["tolerance"] == self.convergence.tolerance:
             self.convergence.converged, self.convergence.reason = True, state["reason"]
         elif state["converged"]:  # with another tolerance: the last E-step is to be done again

@@ -322,7 +322,7 @@ class State:
         if not bool(losses.isfinite().all()):
             step = int((~losses.isfinite()).byte().argmax())
             self.objective.check_finite(losses[step], step, self.probe)
-        pairs = zip(self.tensors(), self._first)
+        pairs = zip(self.objective.parameters, self._first)  # a filter in a buffer may be -inf
         if any(bool((first.isfinite() & ~last.isfinite()).any()) for last, first in pairs):
             raise FloatingPointError(LEFT.format(len(losses)))
         return losses

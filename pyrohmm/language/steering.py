@@ -55,9 +55,8 @@ class Steering:
         self, hmm: BlockHMM, vocabulary: Vocabulary, constraint: Automaton, max_words: int
     ) -> None:
         check_size("max_words", max_words)
-        transition = getattr(hmm, "transition", None)
-        if not isinstance(transition, InnerProductTransition):
-            raise TypeError("hmm must be a BlockHMM that has an InnerProductTransition.")
+        if not isinstance(getattr(hmm, "transition", None), InnerProductTransition):
+            raise TypeError("hmm must have an InnerProductTransition; it has a matrix.")
         self.vocabulary, self.constraint, self.max_words = vocabulary, constraint, max_words
         self._hmm, self._transition = hmm, transition
         self._device = hmm.log_initial.device

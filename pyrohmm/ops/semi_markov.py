@@ -8,8 +8,8 @@ is drawn from ``log_initial``, and that r of its steps remain has the stationary
 
 .. math:: p(r | k) = \sum_{d \ge r} p(d | k) \; / \; \sum_d d \, p(d | k)
 
-of a process seen at any time. Every function reads the tensors of :mod:`.recursions` and a further
-one; batch dimensions broadcast:
+of a process seen at any time. Every function reads the tensors of
+:mod:`pyrohmm.ops.recursions` and a further one; batch dimensions broadcast:
 
 ``log_initial``     ``(*B, K)``     log p of the first segment's state
 ``log_transition``  ``(*B, K, K)``  log p of the next segment's state, row = from, column = to
@@ -22,8 +22,8 @@ never made. Everything is summed in float64, by torch in logarithms and by compi
 logarithms where numbers leave their range; it comes back in the dtype of the arguments; -inf is
 legal everywhere.
 
-Source: Yu, 2010, Hidden semi-Markov models; the gradient as in :mod:`.recursions`; the steps that
-remain: Cox, 1962, Renewal theory (forward recurrence time).
+Source: Yu, 2010, Hidden semi-Markov models; the gradient as in
+:mod:`pyrohmm.ops.recursions`; the steps that remain: Cox, 1962, Renewal theory (forward recurrence time).
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ any of all K, its block is B, the number of blocks, and its log-likelihood is ze
 vector of the w states of a block, or of all K. From one observed step to the next there are the
 transitions of pairs of blocks; from, to and between missing ones the sums of
 :class:`.transitions.Transitions`. Queries are written once
-over these, in :mod:`.queries` and :mod:`.paths`.
+over these, in ``queries`` and ``paths``.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ class Transitions:
 
     Args:
         states: Of each of B blocks.
-        leave, enter, log_block_probs: As :mod:`.recursions` reads them.
+        leave, enter, log_block_probs: As :mod:`pyrohmm.ops.blocks.recursions` reads them.
     """
 
     def __init__(
