@@ -23,7 +23,6 @@ Its modules; each imports only those above it:
 ``forecast``               ``Forecast``: observations at future steps
 ``base``                   ``ChainDistribution``: parameters, masks and data joined
 ``hmm``                    ``HMM``: a distribution over whole sequences
-``structured``             ``StructuredHMM``: what chains with their own recursions share
 ``hsmm``                   ``HSMM``: states with explicit durations
 ``continuous_time_hmm``    ``ContinuousTimeHMM``: sequences observed at times of their own
 ``factorial_hmm``          ``FactorialHMM``: several chains behind one observation

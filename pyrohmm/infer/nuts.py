@@ -30,9 +30,9 @@ class RowPermutationNUTS(NUTS):
     evaluations of the model.
 
     Of more than four rows trajectories follow the density itself, and after each K swaps of two
-    random rows are proposed, each accepted by the ratio of the densities (Metropolis). The samples
-    are those of the model as well, but where data tell the rows apart few swaps are accepted:
-    compare the signs of several chains.
+    random rows, or of none, are proposed, each accepted by the ratio of the densities (Metropolis).
+    The samples are those of the model as well, but where data tell the rows apart few swaps are
+    accepted: compare the signs of several chains.
 
     Args:
         model: As for :class:`~pyro.infer.mcmc.NUTS`.
@@ -98,7 +98,7 @@ class RowPermutationNUTS(NUTS):
         energy = self._energy(values)
         for _ in range(self._rows):
             order = torch.arange(self._rows)
-            pair = torch.randperm(self._rows)[:2]
+            pair = torch.randint(self._rows, (2,))  # maybe twice the same: K swaps keep a sign
             order[pair] = pair.flip(0)
             other = values | {self.site: values[self.site][order]}
             proposed = self._energy(other)
@@ -109,7 +109,7 @@ class RowPermutationNUTS(NUTS):
 
 
 def _check_site(site: str, trace: Any, values: Values) -> None:
-    """Raise unless ``site`` is one of two to four rows of probabilities without hard zeros."""
+    """Raise unless ``site`` is two or more rows of probabilities without hard zeros."""
     if site not in values:
         raise ValueError(
             f"site must be a latent variable of the model, one of {', '.join(values)}; got "

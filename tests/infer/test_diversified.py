@@ -109,7 +109,7 @@ def test_the_end_is_stationary(step):
         tolerance=1e-14,
     )
     hmm = fit.hmm(data)
-    counts = hmm.expected_counts(data.values).transitions.squeeze(0) + 0.5
+    counts = hmm.expected_counts(data.values).counts["log_transition"] + 0.5
     rows = hmm.log_transition.exp()
     gains = rows.sqrt() * torch.linalg.inv(rows.sqrt()).mT
     right = (counts + alpha * gains) / (counts.sum(-1, keepdim=True) + alpha)

@@ -94,7 +94,7 @@ def test_an_hmm_is_sampled():
 
 
 def test_six_states_are_sampled_on_both_sides():
-    """Without data, where every order of the rows has the same density."""
+    """Without data, where every swap is accepted: an even number of them would keep the sign."""
     pyro.set_rng_seed(0)
 
     def model():
