@@ -58,7 +58,7 @@ class Steering:
         if not isinstance(getattr(hmm, "transition", None), InnerProductTransition):
             raise TypeError("hmm must have an InnerProductTransition; it has a matrix.")
         self.vocabulary, self.constraint, self.max_words = vocabulary, constraint, max_words
-        self._hmm, self._transition = hmm, transition
+        self._hmm, self._transition = hmm, hmm.transition
         self._device = hmm.log_initial.device
         self._end = int(vocabulary.encode([END]))
         self._class = _classes_of_words(constraint, vocabulary)

@@ -1,7 +1,8 @@
 r"""``NeuralHMM``: softmaxes of networks applied to embeddings, for tens of thousands of states.
 
 Symbols belong to blocks of states (:mod:`pyrohmm.ops.blocks.states`), and states are
-dropped at random in training. :class:`ScalarHMM` is the same without networks: each logit is a parameter.
+dropped at random in training. :class:`ScalarHMM` is the same without networks: each logit is a
+parameter.
 
 References:
     Scaling Hidden Markov Language Models (Chiu and Rush, 2020),

@@ -23,7 +23,8 @@ logarithms where numbers leave their range; it comes back in the dtype of the ar
 legal everywhere.
 
 Source: Yu, 2010, Hidden semi-Markov models; the gradient as in
-:mod:`pyrohmm.ops.recursions`; the steps that remain: Cox, 1962, Renewal theory (forward recurrence time).
+:mod:`pyrohmm.ops.recursions`; the steps that remain: Cox, 1962, Renewal theory
+(forward recurrence time).
 """
 
 from __future__ import annotations
