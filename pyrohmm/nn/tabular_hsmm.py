@@ -8,6 +8,7 @@ import torch
 from pyro.nn import PyroModule
 from torch import Tensor
 
+from .._checks import check_size
 from ..chains.base import ExpectedCounts
 from ..distributions.hmm import HMM
 from ..distributions.hsmm import HSMM
@@ -75,6 +76,7 @@ class TabularHSMM(TabularHMM):
         censored_end: bool = True,
         censored_start: bool = False,
     ) -> None:
+        check_size("num_states", num_states, 2)
         others = ~torch.eye(num_states, dtype=torch.bool)
         if transition_allowed is not None and transition_allowed.shape == others.shape:
             others = others & transition_allowed.bool()
