@@ -337,6 +337,8 @@ def _still_falling(loop: Loop, history: Tensor) -> list[str]:
     if loop.convergence.tolerance is None or loop.convergence.converged or history.size(1) < 2:
         return []
     falls, ends = history[:, -2] - history[:, -1], history[:, -1]
+    if not bool((falls > 0).any()):  # of a loss near zero no share is small
+        return []
     apart = f" of restarts that differ by {ends.max() - ends.min():.3g}" if len(ends) > 1 else ""
     return [
         f"the loss{apart} was still falling, by {falls.max():.3g} nats in the last iteration: "

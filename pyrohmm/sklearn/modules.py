@@ -115,8 +115,10 @@ class HMMEstimator(SequenceEstimator):
                     module, data, num_steps=self.n_iter, tolerance=self.tol, progress=False
                 )
         history = (-self.fit_.losses).tolist()
+        # that n_iter is few is known from the monitor, and no degeneration
+        notes = [note for note in self.fit_.notes if "still falling" not in note]
         self.monitor_ = ConvergenceMonitor(
-            self.tol or 0.0, self.n_iter, history[:-1], self.fit_.converged, self.fit_.notes
+            self.tol or 0.0, self.n_iter, history[:-1], self.fit_.converged, notes
         )
         self.monitor_.warn()
         return self

@@ -132,6 +132,14 @@ def test_a_fit_that_has_not_converged_says_by_how_much_it_was_falling():
     assert f"by {falls.max():.3g} nats" in note
 
 
+def test_a_loss_of_zero_has_not_been_falling():
+    """Where the data are certain no share of the loss is small, and a fit takes all steps."""
+    data = Sequences(torch.tensor([0, 1] * 20).unsqueeze(0), torch.tensor([40]))
+    fit = fit_em(TabularHMM(2, categorical(2)), data, num_steps=200)
+    assert fit.losses[-1] == 0
+    assert not fit.notes
+
+
 def test_a_sticky_start_has_states_that_last():
     start = starts.sticky(0.9)
     values = start(TabularHMM(3, categorical(4)), symbols(), 2)

@@ -170,6 +170,7 @@ CHANGES = {
         "transition_step": ({"log_prior": DiversityPrior(1.0)}, msteps.ProjectedGradient()),
         "gradient_step": ({}, GradientStep(3)),
         "reseed": ({}, True),
+        "acceleration": ({}, True),
         "generator": ({"generator": seeded(1)}, seeded(2)),
         "name": ({"name": "one"}, "another"),
     },

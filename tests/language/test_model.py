@@ -109,7 +109,7 @@ def test_clusters_whose_words_occur_more_may_have_more_states():
         owner = model.blocks.symbol_block
         assert torch.equal(model.blocks.sizes, clusters.allocate(12, owner, counts, power))
         assert int(model.blocks.sizes.max()) == most
-    with pytest.raises(ValueError, match="mass_power must lie between 0 and 1"):
+    with pytest.raises(ValueError, match="power must be from 0"):
         LanguageModel.from_data(vocabulary, data, 12, 4, 4, mass_power=2.0)
 
 

@@ -360,7 +360,7 @@ def test_wrong_arguments_are_named():
         TabularHSMM(1, free_durations(2), categorical(2))
     with pytest.raises(ValueError, match="max_duration"):
         free_durations(0)
-    with pytest.raises(TypeError, match="hmm must be an HSMM"):
+    with pytest.raises(TypeError, match="hmm must be of class HSMM"):
         TabularHSMM.from_hmm(TabularHMM(2, categorical(2))(torch.tensor([2])))
     with pytest.raises(ValueError, match=r"hmm\.expanded\(\)"):
         TabularHMM.from_hmm(TabularHSMM(2, free_durations(2), categorical(2))(torch.tensor([2])))
