@@ -9,7 +9,7 @@ several blocks, they are given as they are.
 
 The functions read:
 
-``blocks``           ``(N, T)``     block of each step, on the CPU; B where it is missing; any in padding
+``blocks``           ``(N, T)``     block of each step, on the CPU; B where it is missing; padding: any
 ``lengths``          ``(N,)``       number of steps that exist, on the CPU
 ``states``                          of each block
 ``leave``            ``(K, D)``     vectors of states; without ``enter``, log p(j | i), ``(K, K)``
