@@ -15,7 +15,10 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 PACKAGE = Path(__file__).resolve().parent.parent / "pyrohmm"
-ROOMS = ["ops", "data", "distributions", "nn", "io", "infer", "analysis", "language", "sklearn"]
+ROOMS = [
+    "ops", "chains", "data", "distributions", "nn", "io", "infer", "analysis", "language",
+    "sklearn",
+]  # fmt: skip
 
 
 def text_of(room: str) -> str:
@@ -30,14 +33,24 @@ def modules_of(room: str) -> dict[str, str]:
     return {name: rest.strip() for name, rest in pairs if rest.startswith("  ")}
 
 
+def folders_of(room: str) -> dict[str, str]:
+    """The folders within a room, with the first lines of their docstrings."""
+    inner = sorted((PACKAGE / room).glob("*/__init__.py"))
+    return {path.parent.name: text_of(f"{room}/{path.parent.name}").splitlines()[0]
+            for path in inner}  # fmt: skip
+
+
 def imports_of(room: str) -> set[str]:
     """The other rooms that the modules of a room import."""
     found = set()
     for path in (PACKAGE / room).rglob("*.py"):
+        depth = len(path.relative_to(PACKAGE).parts)  # so many dots are the package
         for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ImportFrom) and node.level == 2 and node.module:
+            if not isinstance(node, ast.ImportFrom) or node.level != depth:
+                continue
+            if node.module:
                 found.add(node.module.split(".")[0])
-            elif isinstance(node, ast.ImportFrom) and node.level == 2:
+            else:
                 found.update(alias.name for alias in node.names)
     return (found & set(ROOMS)) - {room}
 
@@ -67,7 +80,8 @@ def sentence_of(module: str, name: str) -> str:
 def page(room: str) -> str:
     """The page of a room."""
     paragraphs = text_of(room).split("\n\n")
-    shown = [name for name in modules_of(room) if not name.split(".")[-1].startswith("_")]
+    names = [*folders_of(room), *modules_of(room)]
+    shown = [name for name in names if not name.split(".")[-1].startswith("_")]
     names = "\n".join(f"   pyrohmm.{room}.{name}" for name in shown)
     return f"""# {room}
 
@@ -105,9 +119,9 @@ def index() -> str:
             if name in modules_of(room):
                 lines.append(f"| [`{name}`](pyrohmm.{room}.{name}.rst) | a module: "
                              f"{modules_of(room)[name].replace('``', '`')} |")  # fmt: skip
-            elif (PACKAGE / room / name / "__init__.py").exists():
-                lines.append(f"| [`{name}`](pyrohmm.{room}.{name}.states.rst) | a folder: "
-                             f"{text_of(f'{room}/{name}').splitlines()[0]} |")  # fmt: skip
+            elif name in folders_of(room):
+                lines.append(f"| [`{name}`](pyrohmm.{room}.{name}.rst) | modules: "
+                             f"{folders_of(room)[name].replace('``', '`')} |")  # fmt: skip
             elif name == room:
                 lines.append(f"| [`{name}`]({room}.md) | the subpackage |")
             else:

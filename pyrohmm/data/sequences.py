@@ -476,8 +476,7 @@ class Sequences(Dataset["Sequences"]):
             total: Number of sequences they are a sample of, if not of the whole set.
 
         Example:
-            >>> data = Sequences.from_list([[0], [1], [2], [3]])
-            >>> part = data.batch(torch.tensor([3, 1]))
+            >>> part = Sequences.from_list([[0], [1], [2], [3]]).batch(torch.tensor([3, 1]))
             >>> part.total, part.indices
             (4, tensor([3, 1]))
         """

@@ -55,10 +55,11 @@ class Steering:
         self, hmm: BlockHMM, vocabulary: Vocabulary, constraint: Automaton, max_words: int
     ) -> None:
         check_size("max_words", max_words)
-        if not isinstance(getattr(hmm, "transition", None), InnerProductTransition):
+        transition = getattr(hmm, "transition", None)
+        if not isinstance(transition, InnerProductTransition):
             raise TypeError("hmm must have an InnerProductTransition; it has a matrix.")
         self.vocabulary, self.constraint, self.max_words = vocabulary, constraint, max_words
-        self._hmm, self._transition = hmm, hmm.transition
+        self._hmm, self._transition = hmm, transition
         self._device = hmm.log_initial.device
         self._end = int(vocabulary.encode([END]))
         self._class = _classes_of_words(constraint, vocabulary)

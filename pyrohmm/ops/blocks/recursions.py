@@ -7,9 +7,9 @@ products, :math:`p(j | i) = p(b | i) \, p(j | i, b)` for state j in block b, who
 a softmax of scores within the block (any chain can be written like that); where states are in
 several blocks, they are given as they are.
 
-B is the number of blocks, and padding may hold anything. The functions read:
+The functions read:
 
-``blocks``           ``(N, T)``     block of each step; B where it is missing; on the CPU
+``blocks``           ``(N, T)``     block of each step, on the CPU; B where it is missing
 ``lengths``          ``(N,)``       number of steps that exist, on the CPU
 ``states``                          of each block
 ``leave``            ``(K, D)``     vectors of states; without ``enter``, log p(j | i), ``(K, K)``
