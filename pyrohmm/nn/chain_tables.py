@@ -64,7 +64,9 @@ class ChainTables(HMMModule):
             ValueError: If parameters of ``hmm`` have a dimension of steps.
         """
         if not isinstance(hmm, cls.family):
-            raise TypeError(f"hmm must be of class {cls.family.__name__}; got {type(hmm).__name__}.")
+            raise TypeError(
+                f"hmm must be of class {cls.family.__name__}; got {type(hmm).__name__}."
+            )
         if hmm.emission_per_step:
             raise ValueError(
                 f"hmm has parameters per step; a {cls.__name__} has one set for all steps."

@@ -137,13 +137,10 @@ def test_a_fit_ends_no_lower_than_its_anchor(kind, restarts):
 @pytest.mark.parametrize("alpha", [1.0, 10.0, 300.0])
 @pytest.mark.parametrize("size", [8, 16])
 def test_the_default_steps_converge(size, alpha):
-    """They end where they end with many more steps, at a stationary point.
-
-    At 300 L-BFGS takes thousands of steps, as its documentation says.
-    """
+    """Both ascents end where they end with many more steps, at a stationary point."""
     rows, counts = problems(4, size, zeros=0.3)
     prior = DiversityPrior(alpha)
-    for step in (msteps.FixedPoint(), msteps.ProjectedGradient())[alpha > 100 :]:
+    for step in (msteps.FixedPoint(), msteps.ProjectedGradient()):
         found = step(rows, counts, prior)
         longer = type(step)(5000)(found, counts, prior)
         heights = [msteps.objective(each, counts, prior) for each in (found, longer)]
@@ -174,15 +171,14 @@ def test_all_three_reach_the_same_optimum(size):
 
 @pytest.mark.parametrize("alpha", [0.5, 5.0, 50.0, 500.0])
 @pytest.mark.parametrize("size", [1, 2, 5, 12])
-def test_the_end_is_a_fixed_point(alpha, size):
-    """But for half of the digits: L-BFGS ends where the objective no longer changes."""
+def test_the_fixed_point_is_one(alpha, size):
     rows, counts = problems(10, size, zeros=0.2)
     found = msteps.FixedPoint(20_000, tolerance=1e-12)(rows, counts, DiversityPrior(alpha))
     roots = found.sqrt()
     gains = roots * torch.linalg.inv(roots).mT
     torch.testing.assert_close(gains.sum(-1), torch.ones(10, size))
     right = (counts + alpha * gains) / (counts.sum(-1, keepdim=True) + alpha)
-    assert (found - right).abs().max() < 1e-5
+    assert (found - right).abs().max() < 1e-10
 
 
 def test_against_a_general_optimiser():
