@@ -162,6 +162,14 @@ class SemiMarkovChain(Chain):
         counts = found.initial, pairs, found.durations
         return ExpectedCounts(found.log_evidence, found.states, dict(zip(self.cores, counts)))
 
+    def check_markov(self, purpose: str) -> None:
+        """Raise: the next state depends on how long the segment has lasted."""
+        raise ValueError(
+            f"{purpose} needs a Markov chain; hmm is an HSMM, whose states last for durations of "
+            "their own. Give hmm.expanded(), whose states count the steps that remain; if the last "
+            "segment may go on, that of hmm.replace(censored_end=True)."
+        )
+
     def posterior(self, log_likelihood: Tensor, lengths: Tensor) -> Posterior:
         """Smoothed marginals, and expected transitions between segments of each sequence."""
         evidence, states, counts = self.counts_of_each(log_likelihood, lengths)

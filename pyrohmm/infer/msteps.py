@@ -476,7 +476,7 @@ def relative_slope(
     Example:
         >>> counts = torch.tensor([[[8.0, 2.0], [5.0, 5.0]]])
         >>> msteps.relative_slope(counts / 10, counts, DiversityPrior(5.0)).round(decimals=2)
-        tensor([0.3600], dtype=torch.float64)
+        tensor([0.4500], dtype=torch.float64)
     """
     ascent = Ascent(rows, _significant(counts.detach().double()), prior, allowed)
     return ascent.stationarity(ascent.start, ascent.slopes(ascent.start))

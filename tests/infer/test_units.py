@@ -157,6 +157,8 @@ def test_single_precision_far_from_zero(name):
     """
     evidence, paths, means, _ = fitted(em, name, 1.0, 1e6, torch.float32)
     wanted = fitted(em, name, 1.0, 0.0, torch.float32)
+    if bool((paths != wanted[1]).double().mean() > 0.5):  # k-means numbers them by what is rounded
+        paths, means = 1 - paths, means.flip(0)
     assert evidence == pytest.approx(wanted[0], abs=5.0)
     assert (paths != wanted[1]).double().mean() <= 0.02
     torch.testing.assert_close(means.double() - 1e6, wanted[2].double(), rtol=0.0, atol=0.1)

@@ -257,7 +257,7 @@ def test_what_it_needs_is_named(data, tmp_path):
             TabularContinuousTimeHMM(**({"num_states": 2, "emission": normal(0)} | options))
     with pytest.raises(ValueError, match="rate_concentration below one has no most probable"):
         fit_em(TabularContinuousTimeHMM(2, normal(0), 1.0, 0.5), data)
-    with pytest.raises(TypeError, match="must be a ContinuousTimeHMM"):
+    with pytest.raises(TypeError, match="must be of class ContinuousTimeHMM"):
         TabularContinuousTimeHMM.from_hmm(TabularHMM(2, normal(0))(data.lengths))
     module = TabularContinuousTimeHMM(2, normal(0))
     save(module, tmp_path / "module")
