@@ -205,7 +205,7 @@ class FixedPoint:
 
     There are many optima, and one ascent finds one of them. With ``num_starts`` it climbs from the
     anchor, the counts, both smoothed, and random matrices near them and elsewhere, then from random
-    changes of the best, and returns the highest optimum: of small problems mostly the global one.
+    changes of the best, and returns the highest optimum, which need not be the global one.
 
     Args:
         num_steps: Largest number of iterations in one M-step; EM needs few.
