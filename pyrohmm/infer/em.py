@@ -126,7 +126,8 @@ def fit_em(
         reseed: Whether a state that no observation supports becomes a half of the state that is
             visited most, which may raise the loss once. If not, it stays as it was.
         acceleration: Whether to extrapolate after every second iteration (SQUAREM), which takes
-            fewer iterations where states are hard to tell apart. Parameters that are not better are undone at the cost of an E-step, so that the loss never rises.
+            fewer iterations where states are hard to tell apart. Parameters that are not better are
+            undone at the cost of an E-step, so that the loss never rises.
         generator: Source of randomness for minibatches; torch's global one by default.
         progress: Whether to show a progress bar on stderr; by default if that is a terminal.
         checkpoint: A file to save to and to resume from: see :func:`fit_svi`.
