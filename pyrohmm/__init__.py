@@ -64,6 +64,7 @@ from .nn.autoregressive import autoregressive_categorical as autoregressive_cate
 from .nn.autoregressive import autoregressive_normal as autoregressive_normal
 from .nn.base import HMMModule as HMMModule
 from .nn.base import freeze as freeze
+from .nn.circular import von_mises as von_mises
 from .nn.composed import streams as streams
 from .nn.composed import tied as tied
 from .nn.continuous_time import TabularContinuousTimeHMM as TabularContinuousTimeHMM
@@ -208,4 +209,5 @@ __all__ = [
     "tied",
     "to_arviz",
     "to_hmmlearn",
+    "von_mises",
 ]

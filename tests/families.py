@@ -23,6 +23,7 @@ from pyrohmm import (
     poisson,
     streams,
     tied,
+    von_mises,
 )
 
 STATES = 3
@@ -191,6 +192,37 @@ class Ball(Number):
         return np.broadcast_to(found["variance"][:, None], found["loc"].shape)
 
 
+class Angles:
+    """Pairs of angles."""
+
+    supports: ClassVar = {"concentration": "positive", "loc": "real"}
+    centre, weight, strength, rate = np.array([0.5, 3.0]), 0.7, 1.8, 1.3
+
+    def family(self):
+        return von_mises(2, torch.tensor(self.centre), self.weight, self.strength, self.rate)
+
+    def values(self, rng, size):
+        return rng.normal(1.0, 2.5, size=(size, 2))
+
+    def sample(self, rng, states):
+        shape = (states, 2)
+        return {
+            "concentration": rng.uniform(0.5, 4.0, size=shape),
+            "loc": rng.uniform(-3.0, 3.0, size=shape),
+        }
+
+    def each(self, found, values):
+        filled = np.nan_to_num(values)[:, None]
+        scores = stats.vonmises.logpdf(filled, found["concentration"], found["loc"])
+        return sum_known(scores, values)
+
+    def prior(self, found, name):
+        if name == "concentration":
+            return stats.gamma.logpdf(found[name], self.strength, scale=1 / self.rate).sum()
+        kappa = self.weight * found["concentration"]
+        return stats.vonmises.logpdf(found["loc"], kappa, self.centre).sum()
+
+
 class Full:
     """Normal vectors with a covariance in each state."""
 
@@ -344,6 +376,7 @@ CASES = {
     "counts": Counts(),
     "number": Number(),
     "plane": Plane(),
+    "angles": Angles(),
     "ball": Ball(),
     "full": Full(),
     "shared": Shared(),

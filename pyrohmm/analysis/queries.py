@@ -1,5 +1,6 @@
 """Posterior queries of an HMM, by topic: decoding, prediction, dwell times, residuals, segments."""
 
+from .decoding import expected_visits as expected_visits
 from .decoding import k_best as k_best
 from .decoding import path_entropy as path_entropy
 from .dwell_times import dwell_counts as dwell_counts

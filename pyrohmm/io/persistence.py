@@ -21,6 +21,7 @@ from ..distributions.hsmm import HSMM
 from ..distributions.observation import Streams, Tied, is_spherical, is_tied
 from ..distributions.second_order_hmm import SecondOrderHMM
 from ..distributions.vector_autoregression import AutoregressiveNormal
+from ..nn.circular import Angle
 from ..ops.blocks.inner_products import InnerProductTransition
 from ..ops.blocks.states import Blocks
 from .files import TENSORS, FilePath, read_directory, write_directory
@@ -85,7 +86,7 @@ BUILT_FROM: dict[type, Arguments] = {
     dist.Poisson: Arguments(("rate",), options=("is_sparse",)),
     dist.StudentT: Arguments(("df", "loc", "scale")),
     dist.Uniform: Arguments(("low", "high")),
-    dist.VonMises: Arguments(("loc", "concentration")),
+    **dict.fromkeys((dist.VonMises, Angle), Arguments(("loc", "concentration"))),
     dist.Weibull: Arguments(("scale", "concentration")),
     AutoregressiveCategorical: Arguments(("history",), parts=("initial", "tables")),
     AutoregressiveNormal: Arguments(("weights", "origin", "history"), parts=("initial", "base")),

@@ -9,6 +9,7 @@ Its modules; each imports only those above it:
 ``family``           ``Emission``: base of the emission families
 ``centred``          what normal families share: priors with the scale of the data
 ``normals``          normal families: diagonal, spherical, full, tied
+``circular``         von Mises: angles
 ``mixtures``         mixtures of normals
 ``autoregressive``   vectors and symbols that depend on those before
 ``composed``         joined streams; states that share an emission
@@ -39,6 +40,7 @@ from .autoregressive import autoregressive_categorical as autoregressive_categor
 from .autoregressive import autoregressive_normal as autoregressive_normal
 from .base import HMMModule as HMMModule
 from .base import freeze as freeze
+from .circular import von_mises as von_mises
 from .composed import streams as streams
 from .composed import tied as tied
 from .continuous_time import TabularContinuousTimeHMM as TabularContinuousTimeHMM

@@ -27,6 +27,7 @@ from ..distributions.vector_autoregression import AutoregressiveNormal
 from ..ops.log_space import log
 from ..ops.lookup import add_rows
 from .autoregressive import autoregressive_from
+from .circular import VonMisesEmission
 from .closed_form import EmissionMStep, Maximum, Statistics, check_mode, row_mode
 from .composed import StreamsEmission, TiedEmission
 from .family import Emission, EmissionFamily, moments, positive
@@ -383,6 +384,10 @@ def from_distribution(distribution: Any) -> PyroModule:
     elif isinstance(base, torch.distributions.Poisson):
         module = PoissonEmission(shape[0], dim)
         module.set_points(rate=base.rate.expand(shape))
+    elif isinstance(base, torch.distributions.VonMises):
+        module = VonMisesEmission(shape[0], dim)
+        concentration = base.concentration.expand(shape)
+        module.set_points(concentration=concentration, loc=base.loc.expand(shape))
     elif isinstance(base, torch.distributions.Normal):
         spherical = dim > 1 and is_spherical(base)
         module = NormalEmission(shape[0], dim, spherical=spherical)

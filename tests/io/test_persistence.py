@@ -36,6 +36,7 @@ from pyrohmm.distributions import AutoregressiveCategorical, AutoregressiveNorma
 from pyrohmm.distributions.observation import Streams, Tied
 from pyrohmm.io import persistence
 from pyrohmm.io.files import read_tensors, write_tensors
+from pyrohmm.nn.circular import Angle
 from pyrohmm.ops.blocks.inner_products import InnerProductTransition
 
 FILE = "tensors.safetensors"
@@ -514,6 +515,7 @@ EMISSIONS = {
     "tied mixture": lambda: Tied(mixture().expand((K,)), torch.tensor([2, 0, 0])),
     "uniform": lambda: dist.Uniform(-torch.arange(1.0, 4.0), torch.arange(1.0, 4.0)),
     "von mises": lambda: dist.VonMises(torch.randn(K), positive(K)),
+    "angles": lambda: Angle(torch.randn(K), positive(K)),
     "weibull": lambda: dist.Weibull(positive(K), positive(K)),
 }
 

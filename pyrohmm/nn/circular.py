@@ -1,0 +1,163 @@
+"""Angles: von Mises emissions, for wind, turning angles, hours of the day.
+
+In shapes, M is the number of observations and R that of batched restarts.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import ClassVar
+
+import torch
+from pyro.distributions import Gamma, VonMises
+from pyro.distributions.torch_distribution import TorchDistribution
+from torch import Tensor
+from torch.distributions import constraints
+
+from .._checks import check_size
+from .closed_form import Maximum, Statistics, check_mode
+from .family import Emission, EmissionFamily, check_strengths, moments, positive, spread
+
+
+def von_mises(
+    dim: int,
+    loc: float | Tensor = 0.0,
+    weight: float = 0.01,
+    concentration: float | Tensor = 1.0,
+    rate: float | Tensor = 0.1,
+) -> EmissionFamily:
+    r"""Emission family of angles in radians, von Mises in each state and component.
+
+    .. math:: \kappa_k \sim \mathrm{Gamma}(a, b), \quad
+              \mu_k \sim \mathrm{VonMises}(m, w \kappa_k)
+
+    Angles that differ by multiples of 2π are the same, so that a mean direction is one where the
+    mean of a normal family has no sense: wind, turning angles, the hour of a day. The mode of the
+    M-step is that of Best and Fisher (1981) by bisection: κ where the mean length of the resultant
+    is :math:`I_1(\kappa) / I_0(\kappa)`, prior included, a concave problem.
+
+    Sites: ``emission.concentration``, then ``emission.loc``, each ``(K, D)``, or ``(K,)`` for
+    ``dim=0``.
+
+    Args:
+        dim: D; zero for one angle a step. Components are independent; NaN ones are missing.
+        loc: m, a number or ``(D,)``.
+        weight: w, how many observations the prior direction is worth.
+        concentration: a, at least one for EM; a number, ``(D,)`` or ``(K, D)``.
+        rate: b, of the same shapes.
+
+    Example:
+        >>> north = torch.tensor([[0.1, -0.1, 6.2, 0.0]])  # 6.2 is next to zero
+        >>> fit = fit_em(TabularHMM(1, von_mises(0)), Sequences(north, torch.tensor([4])))
+        >>> abs(fit.values["module.emission.loc"].item()) < 0.1
+        True
+    """
+    check_size("dim", dim, 0)
+    check_strengths(weight, 1.0)
+    return partial(
+        VonMisesEmission, dim=dim, loc=loc, weight=weight, concentration=concentration, rate=rate
+    )
+
+
+class Angle(VonMises):
+    """Von Mises; the density of torch is by polynomials, right to eight digits."""
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        """Log-density, by a scaled Bessel function that is exact at any concentration."""
+        fall = -2 * torch.sin((value - self.loc) / 2).square()  # cos - 1 without cancellation
+        scale = torch.special.i0e(self.concentration).log() + math.log(2 * math.pi)
+        return self.concentration * fall - scale
+
+
+class VonMisesEmission(Emission):
+    """Angles: see :func:`von_mises`."""
+
+    supports: ClassVar[dict[str, constraints.Constraint]] = {
+        "concentration": constraints.positive,
+        "loc": constraints.real,
+    }
+
+    def __init__(
+        self,
+        num_states: int,
+        dim: int = 0,
+        loc: float | Tensor = 0.0,
+        weight: float = 0.01,
+        concentration: float | Tensor = 1.0,
+        rate: float | Tensor = 0.1,
+    ) -> None:
+        super().__init__()
+        shape = (num_states, dim) if dim else (num_states,)
+        self.dim, self.weight = dim, weight
+        self.register_buffer("prior_loc", spread("loc", loc, shape))
+        self.register_buffer("strength", positive("concentration", concentration, shape))
+        self.register_buffer("rate", positive("rate", rate, shape))
+        self.set_priors(concentration=VonMisesEmission._gamma, loc=VonMisesEmission._direction)
+
+    def _gamma(self) -> TorchDistribution:
+        return Gamma(self.strength, self.rate).to_event(self.rate.dim())
+
+    def _direction(self) -> TorchDistribution:
+        prior = Angle(self.prior_loc, self.weight * self.concentration)
+        return prior.to_event(self.rate.dim())
+
+    def forward(self) -> TorchDistribution:
+        """The distribution of an angle or a vector of them, batched over states."""
+        angles = Angle(self.loc, self.concentration)
+        return angles.to_event(1) if self.dim else angles
+
+    def statistics(
+        self, values: Tensor, weights: Tensor, current: TorchDistribution | None
+    ) -> Statistics:
+        """Expected number of observations, sums of cosines and of sines."""
+        values = values if self.dim else values.unsqueeze(-1)
+        known, sums, _ = moments(torch.cat([values.cos(), values.sin()], -1), weights)
+        cosines, sines = sums.chunk(2, -1)
+        known = known[..., : values.size(-1)].expand_as(cosines)
+        found = {"known": known, "cosines": cosines, "sines": sines}
+        return found if self.dim else {name: sums.squeeze(-1) for name, sums in found.items()}
+
+    def m_step(self, statistics: Statistics) -> Maximum:
+        """Direction and length of the resultant, with those of the prior."""
+        weight = self.weight if self.has_prior("loc") else 0.0
+        east = statistics["cosines"] + weight * self.prior_loc.cos()
+        north = statistics["sines"] + weight * self.prior_loc.sin()
+        mode = {}
+        if self.is_free("loc"):
+            none = (east == 0) & (north == 0)
+            mode["loc"] = torch.atan2(north, east).masked_fill(none, torch.nan)
+            length = torch.hypot(east, north)
+        else:
+            length = east * self.loc.cos() + north * self.loc.sin()
+        if self.is_free("concentration"):
+            above, below = torch.zeros_like(length), torch.zeros_like(length)
+            if self.has_prior("concentration"):
+                check_mode("concentration", self.strength)
+                above, below = above + self.strength - 1, below + self.rate
+            mode["concentration"] = _concentration_mode(
+                length - below, above, statistics["known"], weight
+            )
+        return mode, []
+
+
+def _concentration_mode(length: Tensor, power: Tensor, known: Tensor, weight: float) -> Tensor:
+    r"""The κ in [1e-9, 1e6] that maximises a concave function, by bisection on its slope.
+
+    .. math:: \kappa R + a \log \kappa - n \log I_0(\kappa) - \log I_0(w \kappa)
+
+    for R = ``length``, a = ``power`` and n = ``known``.
+    """
+
+    def mean_length(kappa: Tensor) -> Tensor:
+        return torch.special.i1e(kappa) / torch.special.i0e(kappa)
+
+    low, high = torch.full_like(length, math.log(1e-9)), torch.full_like(length, math.log(1e6))
+    for _ in range(60):
+        middle = (low + high) / 2
+        kappa = middle.exp()
+        slope = length + power / kappa - known * mean_length(kappa)
+        rises = slope > weight * mean_length(weight * kappa)
+        low, high = torch.where(rises, middle, low), torch.where(rises, high, middle)
+    undetermined = (known == 0) & (length == 0) & (power == 0)
+    return ((low + high) / 2).exp().masked_fill(undetermined, torch.nan)
