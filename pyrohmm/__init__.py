@@ -49,6 +49,7 @@ from .infer.resizing import split_state as split_state
 from .infer.results import Fit as Fit
 from .infer.results import Restarts as Restarts
 from .infer.svi import fit_svi as fit_svi
+from .infer.training import FitOptions as FitOptions
 from .io.hmmlearn import from_hmmlearn as from_hmmlearn
 from .io.hmmlearn import to_hmmlearn as to_hmmlearn
 from .io.persistence import load_hmm as load_hmm
@@ -118,6 +119,7 @@ __all__ = [
     "FactorialHMM",
     "Filter",
     "Fit",
+    "FitOptions",
     "Forecast",
     "GradientStep",
     "HMMModule",

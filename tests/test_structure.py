@@ -53,9 +53,7 @@ LONG_CLASSES: dict[str, str] = {
     "language.model.LanguageModel": "all that is done with a text, each a method of few lines",
 }
 LONG_FUNCTIONS: dict[str, str] = {
-    "infer.svi.fit_svi": "explains the arguments of all gradient fits; its body is two statements",
     "infer.em.fit_em": "explains fifteen arguments; its body makes the parts of the loop",
-    "infer.cooccurrence.fit_cooccurrence": "lists its own arguments and those of all fits",
 }
 # Of the whole package half is code, a quarter docstrings and the rest imports, decorators and
 # space. It may grow by what it can do (estimators, potentials, durations that may be cut, a second

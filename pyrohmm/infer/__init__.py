@@ -54,3 +54,4 @@ from .resizing import split_state as split_state
 from .results import Fit as Fit
 from .results import Restarts as Restarts
 from .svi import fit_svi as fit_svi
+from .training import FitOptions as FitOptions

@@ -9,14 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import pyro
 import torch
 from pyro import poutine
 from pyro.distributions.torch_distribution import TorchDistribution
-from pyro.infer import ELBO
 from pyro.infer.autoguide import init_to_sample
 from torch import Tensor
 from torch.distributions import Independent, MixtureSameFamily
@@ -44,7 +42,7 @@ from .exclusive import exclusive
 from .map import fit_map
 from .models import LogPrior, build, factor_log_prior
 from .results import Fit
-from .training import OptimizerFactory, Report, ScheduleFactory
+from .training import FitOptions, check_names
 
 Target = Pairs | Tensor
 Loss = Callable[[Tensor, Tensor, Any], Tensor]
@@ -265,7 +263,7 @@ class CooccurrenceModel(OwnParameters):
 
 
 @exclusive()
-def fit_cooccurrence(  # noqa: D417  # the other arguments are those of fit_map
+def fit_cooccurrence(  # noqa: D417  # from num_steps on: those of fit_map
     module: HMMModule,
     data: Sequences | Target | Iterable[Target],
     num_symbols: int | None = None,
@@ -283,18 +281,7 @@ def fit_cooccurrence(  # noqa: D417  # the other arguments are those of fit_map
     init: Callable[..., Any] = init_to_sample,
     restarts: int = 1,
     validation: Sequences | None = None,
-    patience: int | None = None,
-    progress: bool | None = None,
-    checkpoint: str | Path | None = None,
-    elbo: ELBO | None = None,
-    optimizer: OptimizerFactory | None = None,
-    schedule: ScheduleFactory | None = None,
-    clip_norm: float | None = None,
-    average: float | None = None,
-    validate_every: int | None = None,
-    report: Report | None = None,
-    generator: torch.Generator | None = None,
-    name: str | None = None,
+    **options: Unpack[FitOptions],
 ) -> Fit:
     r"""Match the joint distribution of symbols: MAP of a :class:`CooccurrenceModel`.
 
@@ -304,8 +291,7 @@ def fit_cooccurrence(  # noqa: D417  # the other arguments are those of fit_map
     ``fit.values`` initialise :func:`fit_em` and :func:`fit_map`. The first state is in no pair, and
     follows its prior.
 
-    Arguments that are not listed, from ``num_steps`` to ``generator``, are those of
-    :func:`fit_map`; ``generator`` is for ``pairs_per_step``.
+    Arguments that are not listed, from ``num_steps`` on, are those of :func:`fit_map`.
 
     Args:
         module: Builds an HMM that emits symbols, or numbers that ``edges`` put into bins.
@@ -330,6 +316,8 @@ def fit_cooccurrence(  # noqa: D417  # the other arguments are those of fit_map
         pairs_per_step: Number of pairs sampled at each step, in place of all; losses are noisy
             then, and ``tolerance=None`` takes all steps.
         log_prior: A further log-density of the HMM built.
+        **options: Further arguments: :class:`FitOptions` explains them. ``generator`` is for
+            ``pairs_per_step``; there are no minibatches of sequences, and no ``precision``.
 
     Returns:
         The fit; ``num_observed`` is the number of pairs (those of the first lag).
@@ -345,19 +333,17 @@ def fit_cooccurrence(  # noqa: D417  # the other arguments are those of fit_map
         >>> fit.restarts.losses.shape[0], fit.num_observed
         (4, 38)
     """
+    check_names(fit_cooccurrence, options, ("batch_size", "batch_tokens", "windows", "precision"))
     targets, notes = _targets(module, data, num_symbols, lags, edges)
     model = CooccurrenceModel(
         module, targets, [_weight(each, loss) for each in targets] if weight is None else weight,
         log_prior, loss=loss, stationary=stationary, edges=edges, pairs_per_step=pairs_per_step,
-        generator=generator,
+        generator=options.get("generator"),
     )  # fmt: skip
     total = targets[0].total if isinstance(targets[0], Pairs) else 0
     fit = fit_map(
         model, _PlaceholderData(total), num_steps=num_steps, learning_rate=learning_rate,
-        tolerance=tolerance, init=init, restarts=restarts, validation=validation,
-        patience=patience, progress=progress, checkpoint=checkpoint, elbo=elbo,
-        optimizer=optimizer, schedule=schedule, clip_norm=clip_norm, average=average,
-        validate_every=validate_every, report=report, generator=generator, name=name,
+        tolerance=tolerance, init=init, restarts=restarts, validation=validation, **options,
     )  # fmt: skip
     return replace(fit, notes=fit.notes + notes, unit="pair")
 

@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial, wraps
-from pathlib import Path
-from typing import Any, cast
+from typing import Any, Unpack, cast
 
 import pyro
 import torch
 from pyro import poutine
-from pyro.infer import ELBO
 from pyro.infer.autoguide import AutoDelta, init_to_sample
 from torch import nn
 
@@ -25,11 +23,11 @@ from .loop import check_model_and_data, train
 from .models import to_model_device
 from .objective import ParametersRead, check_events, is_enumerated, latent_sites
 from .results import WINDOW, Fit, Point, Restarts
-from .training import OptimizerFactory, Report, ScheduleFactory, Settings
+from .training import FitOptions, Settings, check_names
 
 
 @exclusive()
-def fit_map(  # noqa: D417  # the other arguments are those of fit_svi
+def fit_map(
     model: Callable[..., Any],
     data: Sequences | Iterable[Sequences],
     *,
@@ -40,27 +38,13 @@ def fit_map(  # noqa: D417  # the other arguments are those of fit_svi
     restarts: int = 1,
     batch_size: int | None = None,
     validation: Sequences | None = None,
-    patience: int | None = None,
-    progress: bool | None = None,
-    checkpoint: str | Path | None = None,
-    batch_tokens: int | None = None,
-    windows: tuple[int, int] | None = None,
-    elbo: ELBO | None = None,
-    optimizer: OptimizerFactory | None = None,
-    schedule: ScheduleFactory | None = None,
-    clip_norm: float | None = None,
-    average: float | None = None,
-    validate_every: int | None = None,
-    report: Report | None = None,
-    generator: torch.Generator | None = None,
-    precision: torch.dtype | None = None,
-    name: str | None = None,
+    **options: Unpack[FitOptions],
 ) -> Fit:
     r"""Maximise the posterior density :math:`\log p(\theta \mid x)` by gradient steps.
 
     The maximum is that of the density in the constrained space (of the probabilities themselves,
     not of their logits). Parameters without a prior, such as the weights of a network, are fitted
-    by maximum likelihood at the same time. Arguments not listed are those of :func:`fit_svi`.
+    by maximum likelihood at the same time.
 
     Args:
         model: A Pyro model that takes ``data``, such as :class:`MarginalModel`.
@@ -73,6 +57,9 @@ def fit_map(  # noqa: D417  # the other arguments are those of fit_svi
         restarts: R, the number of initial values, fitted as one batch in a plate around the model,
             which must accept dimensions ``(R, 1)`` on the left of every latent variable, as all
             models of this package do. The best is returned, all are in ``Fit.restarts``.
+        batch_size: Number of sequences in a minibatch; all of them by default.
+        validation: Held-out sequences: see :func:`fit_svi`.
+        **options: Further arguments: :class:`FitOptions` explains them.
 
     Raises:
         FloatingPointError: If the loss becomes infinite or NaN.
@@ -87,13 +74,10 @@ def fit_map(  # noqa: D417  # the other arguments are those of fit_svi
         >>> fit.hmm(data).log_prob(data.values).sum().round(decimals=1)  # 2 log 1/2
         tensor(-1.4000)
     """
+    check_names(fit_map, options, ())
     settings = Settings(
         num_steps=num_steps, learning_rate=learning_rate, tolerance=tolerance,
-        batch_size=batch_size, validation=validation, patience=patience, progress=progress,
-        checkpoint=checkpoint, batch_tokens=batch_tokens, windows=windows, elbo=elbo,
-        optimizer=optimizer, schedule=schedule, clip_norm=clip_norm, average=average,
-        validate_every=validate_every, report=report, generator=generator, precision=precision,
-        name=name,
+        batch_size=batch_size, validation=validation, **options,
     )  # fmt: skip
     check_size("restarts", restarts)
     data, start = in_parts(data), partial(_interior_value, init)

@@ -1,19 +1,15 @@
-"""``fit_svi``: stochastic variational inference, and the arguments of all gradient fits."""
+"""``fit_svi``: stochastic variational inference."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
-
-import torch
-from pyro.infer import ELBO
+from typing import Any, Unpack
 
 from ..data.sequences import Sequences
 from .exclusive import exclusive
 from .loop import train
 from .results import Fit
-from .training import OptimizerFactory, Report, ScheduleFactory, Settings
+from .training import FitOptions, Settings, check_names
 
 
 @exclusive()
@@ -27,21 +23,7 @@ def fit_svi(
     tolerance: float | None = None,
     batch_size: int | None = None,
     validation: Sequences | None = None,
-    patience: int | None = None,
-    progress: bool | None = None,
-    checkpoint: str | Path | None = None,
-    batch_tokens: int | None = None,
-    windows: tuple[int, int] | None = None,
-    elbo: ELBO | None = None,
-    optimizer: OptimizerFactory | None = None,
-    schedule: ScheduleFactory | None = None,
-    clip_norm: float | None = None,
-    average: float | None = None,
-    validate_every: int | None = None,
-    report: Report | None = None,
-    generator: torch.Generator | None = None,
-    precision: torch.dtype | None = None,
-    name: str | None = None,
+    **options: Unpack[FitOptions],
 ) -> Fit:
     r"""Maximise the evidence lower bound (ELBO) :math:`E_q[\log p(x, \theta) - \log q(\theta)]`.
 
@@ -79,33 +61,7 @@ def fit_svi(
             scaled by total over batch size, priors are not.
         validation: Held-out sequences. The fit ends with the parameters of the largest held-out
             evidence: at the medians of latent variables if the guide has them, else at a sample.
-        patience: End after this many validations without an improvement.
-        progress: Whether to show a progress bar on stderr; by default if that is a terminal.
-        checkpoint: A file to save to and to resume from.
-        name: Of the fit, which its checkpoint must have: choose another where your own code, or
-            what it reads, has changed.
-
-    Other Args:
-        batch_tokens: Largest number of steps in a minibatch, padding included, in place of
-            ``batch_size``: sequences of similar length share a batch, each once per round, and a
-            longer one is a batch alone. The mean loss of a round is that of the whole set.
-        windows: ``(streams, steps)``, in place of both: the sequences of a round, concatenated,
-            are split into so many streams, and each minibatch is the next so many steps of all.
-            For a :class:`StatefulModel`.
-        elbo: The objective; ``TraceEnum_ELBO`` if the model enumerates sites, else ``Trace_ELBO``.
-        optimizer: Called with the parameters, returns a torch optimizer.
-        schedule: Called with the optimizer, returns a torch learning-rate scheduler. It is stepped
-            after every gradient step; a ``ReduceLROnPlateau`` after every validation.
-        clip_norm: Largest norm of the whole gradient, per observed step.
-        average: Decay below one of a moving average of the parameters, with which the fit ends and
-            is validated. After step n the decay is (1 + n) / (10 + n) where that is less.
-        validate_every: Number of steps between validations; by default one follows every round of
-            minibatches, or every 25 steps without them. The last step is followed by one too.
-        report: Called with each :class:`Validation`, in the first process, such as ``print``.
-        generator: Source of randomness for minibatches; torch's global one by default.
-        precision: ``torch.bfloat16`` computes networks, and inner products of large models, in
-            that at every step, as ``torch.autocast`` does; parameters and probabilities keep
-            theirs, and held-out data are evaluated in full precision.
+        **options: Further arguments: :class:`FitOptions` explains them.
 
     Raises:
         FloatingPointError: If the loss becomes infinite or NaN.
@@ -125,12 +81,9 @@ def fit_svi(
         >>> abs(fit.losses[-100:].mean() - math.log(12)) < 0.1  # the evidence is 1/12
         tensor(True)
     """
+    check_names(fit_svi, options, ())
     settings = Settings(
         num_steps=num_steps, learning_rate=learning_rate, tolerance=tolerance,
-        batch_size=batch_size, validation=validation, patience=patience, progress=progress,
-        checkpoint=checkpoint, batch_tokens=batch_tokens, windows=windows, elbo=elbo,
-        optimizer=optimizer, schedule=schedule, clip_norm=clip_norm, average=average,
-        validate_every=validate_every, report=report, generator=generator, precision=precision,
-        name=name,
+        batch_size=batch_size, validation=validation, **options,
     )  # fmt: skip
     return train(model, guide, data, settings, "SVI")

@@ -5,12 +5,13 @@ from __future__ import annotations
 import inspect
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, fields
+from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from pyro import poutine
@@ -43,17 +44,43 @@ Report = Callable[[Validation], object]
 FREE = ("num_steps", "tolerance", "patience", "progress", "report", "checkpoint")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Settings:
-    """The arguments that gradient fits share, checked; :func:`fit_svi` explains each."""
+class FitOptions(TypedDict, total=False):
+    """Further arguments of gradient fits: :func:`fit_map`, :func:`fit_svi` and those above them.
 
-    num_steps: int
-    learning_rate: float
-    tolerance: float | None
-    validation: Sequences | None
+    Attributes:
+        patience: End after this many validations without an improvement.
+        progress: Whether to show a progress bar on stderr; by default if that is a terminal.
+        checkpoint: A file to save to and to resume from: see :func:`fit_svi`.
+        name: Of the fit, which its checkpoint must have: choose another where your own code, or
+            what it reads, has changed.
+        batch_tokens: Largest number of steps in a minibatch, padding included, in place of
+            ``batch_size``: sequences of similar length share a batch, each once per round, and a
+            longer one is a batch alone. The mean loss of a round is that of the whole set.
+        windows: ``(streams, steps)``, in place of both: the sequences of a round, concatenated,
+            are split into so many streams, and each minibatch is the next so many steps of all.
+            For a :class:`StatefulModel`.
+        elbo: The objective; ``TraceEnum_ELBO`` if the model enumerates sites, else ``Trace_ELBO``.
+        optimizer: Called with the parameters, returns a torch optimizer; Adam by default.
+        schedule: Called with the optimizer, returns a torch learning-rate scheduler. It is stepped
+            after every gradient step; a ``ReduceLROnPlateau`` after every validation.
+        clip_norm: Largest norm of the whole gradient, per observed step.
+        average: Decay below one of a moving average of the parameters, with which the fit ends and
+            is validated. After step n the decay is (1 + n) / (10 + n) where that is less.
+        validate_every: Number of steps between validations; by default one follows every round of
+            minibatches, or every 25 steps without them. The last step is followed by one too.
+        report: Called with each :class:`Validation`, in the first process, such as ``print``.
+        generator: Source of randomness for minibatches; torch's global one by default.
+        precision: ``torch.bfloat16`` computes networks, and inner products of large models, in
+            that at every step, as ``torch.autocast`` does; parameters and probabilities keep
+            theirs, and held-out data are evaluated in full precision.
+    """
+
     patience: int | None
     progress: bool | None
     checkpoint: str | Path | None
+    name: str | None
+    batch_tokens: int | None
+    windows: tuple[int, int] | None
     elbo: ELBO | None
     optimizer: OptimizerFactory | None
     schedule: ScheduleFactory | None
@@ -62,11 +89,50 @@ class Settings:
     validate_every: int | None
     report: Report | None
     generator: torch.Generator | None
-    batch_size: int | None
-    batch_tokens: int | None
-    windows: tuple[int, int] | None
     precision: torch.dtype | None
-    name: str | None
+
+
+ALIASES = {  # of other packages
+    "lr": "learning_rate", "n_iter": "num_steps", "max_iter": "num_steps", "tol": "tolerance",
+    "steps": "num_steps", "n_restarts": "restarts", "verbose": "progress",
+}  # fmt: skip
+
+
+def check_names(fit: Callable[..., Any], options: Mapping[str, Any], but: Iterable[str]) -> None:
+    """Raise unless ``options`` are those of :class:`FitOptions`, and none of ``but``."""
+    plain = [name for name in inspect.signature(fit).parameters if name != "options"]
+    known = {*plain, *FitOptions.__annotations__} - {*but}
+    for name in options:
+        if name not in known:
+            near = get_close_matches(ALIASES.get(name, name), known, 1)
+            cure = f" Did you mean {near[0]}?" if near else ""
+            raise TypeError(f"{fit.__name__}() got an unexpected keyword argument {name!r}.{cure}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """The arguments that gradient fits share, checked: see :func:`fit_svi`, :class:`FitOptions`."""
+
+    num_steps: int
+    learning_rate: float
+    tolerance: float | None
+    batch_size: int | None
+    validation: Sequences | None
+    patience: int | None = None
+    progress: bool | None = None
+    checkpoint: str | Path | None = None
+    name: str | None = None
+    batch_tokens: int | None = None
+    windows: tuple[int, int] | None = None
+    elbo: ELBO | None = None
+    optimizer: OptimizerFactory | None = None
+    schedule: ScheduleFactory | None = None
+    clip_norm: float | None = None
+    average: float | None = None
+    validate_every: int | None = None
+    report: Report | None = None
+    generator: torch.Generator | None = None
+    precision: torch.dtype | None = None
 
     @property
     def in_one(self) -> bool:

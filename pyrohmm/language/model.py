@@ -220,8 +220,7 @@ class LanguageModel:
             learning_rate: The largest.
             weight_decay: Of AdamW.
             clip_norm: As in :func:`pyrohmm.fit_svi`, per token.
-            **options: Others of :func:`pyrohmm.fit_svi`: ``validate_every``, ``patience``,
-                ``report``, ``checkpoint``, ``average``, ``generator``, ``progress``.
+            **options: Further arguments: :class:`pyrohmm.FitOptions` explains them.
 
         Raises:
             FloatingPointError: If the loss or a parameter becomes infinite or NaN; the parameters

@@ -2,6 +2,7 @@
 
 import inspect
 import math
+import re
 import warnings
 from dataclasses import fields
 from functools import partial
@@ -41,7 +42,7 @@ from pyrohmm import (
     normal,
 )
 from pyrohmm.data.batches import Batches
-from pyrohmm.infer.training import Settings
+from pyrohmm.infer.training import FitOptions, Settings
 from pyrohmm.infer.validation import Validation
 
 QUICK = {"num_steps": 30, "progress": False}
@@ -1261,21 +1262,28 @@ def test_bad_arguments_are_named(options, error, message):
         fit_map(tabular(), symbols(), **{"num_steps": 3, **options})
 
 
-def test_signatures_list_all_that_fits_take_and_agree():
-    """No ``**options``; what several fits share has one name and one default."""
+def test_options_are_those_of_the_settings():
+    """What several fits share is written once, and those that all name have one default."""
+    plain = {"num_steps", "learning_rate", "tolerance", "batch_size", "validation"}
+    assert {field.name for field in fields(Settings)} == plain | {*FitOptions.__annotations__}
     svi, by_map, pairs = (
         inspect.signature(fit).parameters for fit in (fit_svi, fit_map, fit_cooccurrence)
     )
-    shared = {field.name for field in fields(Settings)}
-    for parameters in (svi, by_map, pairs):
-        kinds = {parameter.kind for parameter in parameters.values()}
-        assert inspect.Parameter.VAR_KEYWORD not in kinds
-        different = {"learning_rate", "tolerance"} if parameters is svi else set()
-        for name in shared & parameters.keys() - different:
-            assert parameters[name].default == by_map[name].default, name
-    assert shared <= svi.keys()
-    assert shared <= by_map.keys()
-    assert shared - pairs.keys() == {"batch_size", "batch_tokens", "windows", "precision"}
+    assert plain <= svi.keys() & by_map.keys()
+    assert not {*FitOptions.__annotations__} & (svi.keys() | by_map.keys() | pairs.keys())
+    for name in plain & pairs.keys():
+        assert pairs[name].default == by_map[name].default, name
+
+
+@pytest.mark.parametrize(
+    ("wrong", "right"),
+    [("lr", "learning_rate"), ("n_iter", "num_steps"), ("restart", "restarts"), ("colour", None)],
+)
+def test_an_unknown_option_is_named_with_the_nearest(wrong, right):
+    cure = f" Did you mean {right}?" if right else ""
+    message = rf"^fit_map\(\) got an unexpected keyword argument '{wrong}'\.{re.escape(cure)}$"
+    with pytest.raises(TypeError, match=message):
+        fit_map(tabular(), symbols(), **{wrong: 3})
 
 
 def test_data_of_the_wrong_kind_are_named():
