@@ -54,6 +54,7 @@ LONG_CLASSES: dict[str, str] = {
 }
 LONG_FUNCTIONS: dict[str, str] = {
     "infer.em.fit_em": "explains fifteen arguments; its body makes the parts of the loop",
+    "infer.cooccurrence.fit_cooccurrence": "explains the arguments of its model as well",
 }
 # Of the whole package half is code, a quarter docstrings and the rest imports, decorators and
 # space. It may grow by what it can do (estimators, potentials, durations that may be cut, a second
