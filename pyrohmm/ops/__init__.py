@@ -20,7 +20,7 @@ Its modules; each imports only those above it:
 ``segment_chain``     the same arguments of chains with durations
 ``torch_segments``    chains with durations, in logarithms, as torch operations
 ``torch_factorial``   several chains, or pairs of states of one, as torch operations
-``numpy_clusters``    merges and exchanges of Brown clustering by numpy
+``cluster_tables``    counts that Brown clustering keeps
 ``_numba_math``       what all compiled loops use
 ``_numba_turns``      blocks of numbers transposed in registers
 ``_numba_lanes``      compiled arithmetic along sequences
@@ -33,8 +33,7 @@ Its modules; each imports only those above it:
 ``blocks._numba``     compiled loops over chains in blocks of states
 ``_numba_segments``   compiled loops over chains with durations
 ``_numba_clusters``   compiled loops of Brown clustering
-``operations``        ``Backend``: the operations that torch and Numba implement
-``_torch_backend``    the operations by torch
+``operations``        ``Backend``: the operations on which recursions rest, by torch
 ``_numba_backend``    the operations by Numba
 ``backends``          which backend computes: ``use``, ``TORCH``, ``NUMBA``
 ``products``          products of matrices between observations and states

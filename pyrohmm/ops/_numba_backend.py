@@ -14,11 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ._torch_backend import TORCH
 from .blocks import scaled as block_scaled
 from .blocks.plan import BlockChain
 from .chain import Chain
-from .numpy_clusters import Tables, Terms, Words
 from .operations import Backend
 from .segment_chain import SegmentChain
 
@@ -27,7 +25,7 @@ WIDE = 1 << 14  # sums, from which on products of torch are faster
 
 
 class NumbaBackend(Backend):
-    """Compiled loops: see :class:`.operations.Backend`.
+    """Compiled loops, where they are faster: see :class:`.operations.Backend`.
 
     With many states and many sequences matrix products are faster, and torch's are used.
     """
@@ -48,10 +46,6 @@ class NumbaBackend(Backend):
     def _blocks(self) -> ModuleType:
         return import_module(".blocks._numba", __package__)
 
-    @cached_property
-    def _clusters(self) -> ModuleType:
-        return import_module("._numba_clusters", __package__)
-
     def load(self) -> None:
         """Import Numba; raises ImportError if it is not installed."""
         _ = self._chain
@@ -67,14 +61,14 @@ class NumbaBackend(Backend):
 
     def add_rows(self, values: Tensor, rows: Tensor, out: Tensor) -> None:
         if values.numel() < FEW:
-            TORCH.add_rows(values, rows, out)
+            super().add_rows(values, rows, out)
             return
         kernels, work = self._chain, values.numel() // len(out)
         kernels.run(kernels.add_rows, len(out), work, rows, values.contiguous(), out)
 
     def add_products(self, weights: Tensor, rows: Tensor, out: Tensor) -> None:
         if out.dim() > 2 or len(rows) * out.numel() < FEW**2 or out.numel() > WIDE:
-            TORCH.add_products(weights, rows, out)
+            super().add_products(weights, rows, out)
             return
         kernels, sides = self._chain, [part.contiguous().numpy() for part in (weights, rows)]
         threads = kernels.threads_of(len(rows), len(rows) * out.numel())
@@ -94,7 +88,7 @@ class NumbaBackend(Backend):
         exact: Tensor,
     ) -> Tensor:  # fmt: skip
         if not _is_small(alpha):
-            return TORCH.forward(
+            return super().forward(
                 initial, transition, likelihood, lengths, limits, alpha, total, evidence, exact
             )
         kernels, (least, tiny, slack) = self._chain, limits
@@ -115,7 +109,7 @@ class NumbaBackend(Backend):
         message: Tensor,
     ) -> None:  # fmt: skip
         if not _is_small(alpha):
-            TORCH.backward(
+            super().backward(
                 transition, seen, lengths, watched, factor, alpha, total, exact, gamma, message
             )
             return
@@ -147,7 +141,7 @@ class NumbaBackend(Backend):
 
     def viterbi(self, chain: Chain, best: Tensor) -> None:
         if not _is_small(chain.likelihood):
-            TORCH.viterbi(chain, best)
+            super().viterbi(chain, best)
             return
         kernels, (initial, transition, likelihood, lengths) = self._paths, chain
         steps, groups, size, num_states = likelihood.shape
@@ -167,7 +161,7 @@ class NumbaBackend(Backend):
         self, messages: Tensor, transposed: Tensor, lengths: Tensor, uniform: Tensor, states: Tensor
     ) -> None:
         if not _is_small(messages):
-            TORCH.sample_states(messages, transposed, lengths, uniform, states)
+            super().sample_states(messages, transposed, lengths, uniform, states)
             return
         kernels, work = self._paths, 10 * states.numel() * messages.size(-1) // lengths.numel()
         kernels.run(
@@ -225,25 +219,7 @@ class NumbaBackend(Backend):
 
     def block_final_state(self, chain: BlockChain) -> Tensor:
         found = block_scaled.final_state(self._blocks, chain)
-        return TORCH.block_final_state(chain) if found is None else found
-
-    def enter_cluster(self, tables: Tables, terms: Terms, slot: int) -> None:
-        self._clusters.enter_cluster(*tables, terms.table, terms.steps, slot)
-
-    def merge_clusters(self, tables: Tables, terms: Terms, keep: int, gone: int) -> None:
-        self._clusters.merge_clusters(*tables, terms.table, terms.steps, keep, gone)
-
-    def best_merge(self, tables: Tables, terms: Terms) -> tuple[int, int]:
-        return self._clusters.best_merge(*tables[3:], terms.tie)
-
-    def sweep_clusters(
-        self, words: Words, labels: np.ndarray, counts: np.ndarray, marginals: np.ndarray,
-        sizes: np.ndarray, terms: Terms,
-    ) -> int:  # fmt: skip
-        return self._clusters.sweep_clusters(
-            labels, counts, marginals, sizes, words.starts, words.others, words.numbers,
-            terms.table, terms.steps, terms.tie,
-        )  # fmt: skip
+        return super().block_final_state(chain) if found is None else found
 
 
 def _is_small(messages: Tensor) -> bool:

@@ -1,7 +1,7 @@
-"""Compiled loops of Brown clustering: :mod:`pyrohmm.ops.numpy_clusters` does the same by numpy.
+"""Compiled loops of Brown clustering.
 
-Tables are those of ``Tables``; ``table`` lists f(n) = n log n, rounded to ``steps`` in a nat;
-beyond it f is computed.
+Tables are those of :class:`.cluster_tables.Tables`; ``table`` lists f(n) = n log n, rounded to
+``steps`` in a nat; beyond it f is computed.
 """
 
 from __future__ import annotations

@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+from importlib import import_module
+from types import ModuleType
+
 import numpy as np
 from tqdm import tqdm
 
-from .backends import CPU, backend_for
-from .numpy_clusters import Tables
-from .numpy_clusters import Terms as Terms
-from .numpy_clusters import Words as Words
+from .cluster_tables import Tables
+from .cluster_tables import Terms as Terms
+from .cluster_tables import Words as Words
+
+
+def _loops() -> ModuleType:
+    """The compiled loops, without which clustering would take hours."""
+    try:
+        return import_module("._numba_clusters", __package__)
+    except ImportError as error:
+        raise ImportError(
+            "Brown clusters need Numba. Install it with pip install 'pyrohmm[compiled]'; "
+            "clusters.read_paths reads clusters that were made elsewhere."
+        ) from error
 
 
 class Window:
@@ -16,7 +29,7 @@ class Window:
 
     def __init__(self, size: int, terms: Terms) -> None:
         self.tables, self.terms = Tables.empty(size), terms
-        self._backend = backend_for(CPU)
+        self._loops = _loops()
 
     def enter(self, slot: int, beside: np.ndarray, rank: int) -> None:
         """Put a cluster into a free slot; ``beside`` ``(2, size)`` is what follows and precedes."""
@@ -24,15 +37,16 @@ class Window:
         for way in (0, 1):
             self.tables.counts[way, slot] = beside[way]
             self.tables.counts[way, :, slot] = beside[1 - way]
-        self._backend.enter_cluster(self.tables, self.terms, slot)
+        self._loops.enter_cluster(*self.tables, self.terms.table, self.terms.steps, slot)
 
     def merge(self, keep: int, gone: int) -> None:
         """Merge a cluster into one of lower rank."""
-        self._backend.merge_clusters(self.tables, self.terms, keep, gone)
+        self._loops.merge_clusters(*self.tables, self.terms.table, self.terms.steps, keep, gone)
 
     def best(self) -> tuple[int, int]:
         """The two clusters whose merge loses least, that with the more frequent word first."""
-        return self._backend.best_merge(self.tables, self.terms)
+        best: tuple[int, int] = self._loops.best_merge(*self.tables[3:], self.terms.tie)
+        return best
 
 
 def merge_words(words: Words, num_clusters: int, terms: Terms, disable: bool | None) -> np.ndarray:
@@ -66,12 +80,16 @@ def exchange(
     disable: bool | None,
 ) -> None:
     """Give words better clusters, in place, until none changes or the sweeps are over."""
-    backend = backend_for(CPU)
+    loops = _loops()
     table = words.table(labels, num_clusters)
     counts = np.stack([table, table.T])
     marginals, sizes = counts.sum(2), np.bincount(labels)
     for _ in tqdm(range(num_sweeps), "sweeps", disable=disable, leave=False):
-        if not backend.sweep_clusters(words, labels, counts, marginals, sizes, terms):
+        changed = loops.sweep_clusters(
+            labels, counts, marginals, sizes, words.starts, words.others, words.numbers,
+            terms.table, terms.steps, terms.tie,
+        )  # fmt: skip
+        if not changed:
             break
 
 

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import sys
 from fractions import Fraction
 
 import numpy as np
@@ -20,25 +21,11 @@ from pyrohmm.language.clusters import (
     isolate,
     uniform,
 )
-from pyrohmm.ops import backends, numpy_clusters
 from pyrohmm.ops import brown_merges as _brown
+from pyrohmm.ops import cluster_tables
 from pyrohmm.ops.pairs import Pairs
 
 patient = settings(deadline=None, max_examples=100, derandomize=True, database=None)
-ENGINES = ["compiled", "numpy"]
-
-
-def use(engine):
-    if engine == "compiled" and not backends.has_numba():
-        pytest.skip("Numba is not installed")
-    return backends.use(backends.NUMBA if engine == "compiled" else backends.TORCH)
-
-
-@pytest.fixture(params=ENGINES)
-def engine(request):
-    """Both implementations: Numba's kernels, and numpy."""
-    with use(request.param):
-        yield request.param
 
 
 @pytest.fixture(scope="module")
@@ -131,13 +118,11 @@ def some_pairs(draw, most=7):
     return found, draw(st.integers(1, len(torch.cat([first, second]).unique())))
 
 
-@pytest.mark.parametrize("engine", ENGINES)
 @patient
 @given(some_pairs(), st.integers(0, 2))
-def test_merges_exchanges_and_tree_are_those_computed_from_scratch(engine, drawn, num_sweeps):
+def test_merges_exchanges_and_tree_are_those_computed_from_scratch(drawn, num_sweeps):
     pairs, num_clusters = drawn
-    with use(engine):
-        found = brown(pairs, num_clusters, num_sweeps)
+    found = brown(pairs, num_clusters, num_sweeps)
     paths, groups = slow_brown(dense(pairs), num_clusters, num_sweeps)
     assert found.paths == tuple(paths)
     seen = found.counts > 0
@@ -145,7 +130,7 @@ def test_merges_exchanges_and_tree_are_those_computed_from_scratch(engine, drawn
         assert ((found.assignment == number) & seen).nonzero().flatten().tolist() == group
 
 
-def test_the_tables_do_not_drift(engine, english):
+def test_the_tables_do_not_drift(english):
     """After hundreds of merges they are, to the last bit, those of clusters that just entered."""
     terms = _brown.Terms(english.total)
     order = np.argsort(-dense(english).sum(1), kind="stable")
@@ -176,7 +161,7 @@ def test_the_tables_do_not_drift(engine, english):
     assert np.isfinite(window.tables.loss).sum() == 20 * 19
 
 
-def test_a_loss_is_what_the_information_falls_by(engine, english):
+def test_a_loss_is_what_the_information_falls_by(english):
     table = dense(english)[:6, :6]
     window = _brown.Window(6, _brown.Terms(int(table.sum())))
     inside = np.zeros(6, np.int64)
@@ -191,16 +176,15 @@ def test_a_loss_is_what_the_information_falls_by(engine, english):
         assert window.tables.loss[one, other] >= 0
 
 
-def test_compiled_or_not_the_clusters_are_the_same(english):
-    with use("compiled"):
-        compiled = brown(english, 40)
-    with use("numpy"):
-        assert same(compiled, brown(english, 40))
+def test_without_the_loops_the_cure_is_named(monkeypatch, english):
+    monkeypatch.setitem(sys.modules, "pyrohmm.ops._numba_clusters", None)
+    with pytest.raises(ImportError, match=r"Brown clusters need Numba.*pyrohmm\[compiled\]"):
+        brown(english, 12)
 
 
-def test_numbers_beyond_the_list_are_computed(engine, monkeypatch, english):
+def test_numbers_beyond_the_list_are_computed(monkeypatch, english):
     listed = brown(english, 12, 2)
-    monkeypatch.setattr(numpy_clusters, "LISTED", 50)
+    monkeypatch.setattr(cluster_tables, "LISTED", 50)
     assert same(listed, brown(english, 12, 2))
 
 
@@ -367,7 +351,7 @@ def test_counts_are_those_in_pairs():
     assert found.counts.tolist() == [1, 3, 1, 0]
 
 
-def test_words_in_no_pair_go_to_the_cluster_that_occurs_least(engine):
+def test_words_in_no_pair_go_to_the_cluster_that_occurs_least():
     pairs = Pairs(torch.tensor([1, 3, 5]), torch.tensor([3, 5, 1]), torch.tensor([9, 9, 2]), 7)
     found = brown(pairs, 3)
     rare = found.assignment[5 if found.counts[5] < found.counts[1] else 1]
@@ -376,7 +360,7 @@ def test_words_in_no_pair_go_to_the_cluster_that_occurs_least(engine):
     assert rare == mass.argmin()
 
 
-def test_one_word_and_one_cluster(engine):
+def test_one_word_and_one_cluster():
     found = brown(Pairs(*torch.tensor([[0], [0], [3]]), 1), 1)
     assert (found.assignment.tolist(), found.paths, found.counts.tolist()) == ([0], ("",), [3])
 

@@ -5,17 +5,15 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
-import numpy as np
 import pytest
 import torch
 
-from pyrohmm.ops import brown_merges, message_passing, segment_chain
+from pyrohmm.ops import message_passing, segment_chain
 from pyrohmm.ops.backends import CPU, NUMBA, TORCH, Backend, backend_for, has_numba, use
 from pyrohmm.ops.blocks import recursions as block_recursions
 from pyrohmm.ops.blocks.plan import States, bounds
 from pyrohmm.ops.chain import group
 from pyrohmm.ops.masks import exists
-from pyrohmm.ops.numpy_clusters import Terms, Words
 
 compiled = pytest.mark.skipif(not has_numba(), reason="Numba is not installed")
 
@@ -206,23 +204,6 @@ def blocks(backend):
     return evidence, exact, *gradients, final
 
 
-def clusters(backend):
-    counts = np.random.default_rng(0).integers(0, 9, (12, 12))
-    first, second = counts.nonzero()
-    words, terms = Words(first, second, counts[first, second], 12), Terms(int(counts.sum()))
-    with use(backend):
-        labels = brown_merges.merge_words(words, 4, terms, True)
-        before = labels.copy()
-        brown_merges.exchange(words, labels, 4, 3, terms, True)
-        window = brown_merges.Window(2, terms)
-        table = words.table(labels % 2, 2)
-        window.enter(0, np.stack([table[0], table[:, 0]]) * np.array([1, 0]), 0)
-        window.enter(1, np.stack([table[1], table[:, 1]]), 1)
-    shared = np.triu(window.tables.shared, 1)  # with itself a cluster shares nothing that is used
-    arrays = before, labels, window.tables.loss, shared, np.array(window.best())
-    return tuple(torch.from_numpy(array) for array in arrays)
-
-
 def segments(backend):
     """Two groups of three sequences whose states last for up to four steps."""
     lengths = torch.tensor([6, 2, 5, 1, 6, 4])
@@ -261,7 +242,6 @@ OPERATIONS = {
     "decoding of 2": lambda backend: decoding(backend, 2),
     "decoding of 40": lambda backend: decoding(backend, 40),
     "blocks": blocks,
-    "clusters": clusters,
     "segments": segments,
 }
 
@@ -284,8 +264,9 @@ def test_every_operation_is_compared(monkeypatch):
     def recorded(name, operation):
         return lambda *arguments: called.add(name) or operation(*arguments)
 
-    for name in Backend.__abstractmethods__:
+    names = {name for name in vars(Backend) if not name.startswith("_")}
+    for name in names:
         monkeypatch.setattr(TORCH, name, recorded(name, getattr(TORCH, name)))
     for operation in OPERATIONS.values():
         operation(TORCH)
-    assert called == Backend.__abstractmethods__
+    assert called == names
