@@ -32,7 +32,7 @@ from pyrohmm import (
     queries,
     tagging,
 )
-from pyrohmm.ops import message_passing, ranges, recursions
+from pyrohmm.ops import message_passing, precision, recursions
 
 CLUSTERS = blocks.from_clusters(torch.tensor([0, 1, 2, 0, 1]), 3)
 
@@ -401,7 +401,7 @@ def test_messages_of_both_ways_are_those_one_after_the_other(
         return [evidence, *gradients, *recursions.posterior(*logs, lengths)]
 
     expected = everything()
-    monkeypatch.setattr(ranges, "_goes_both_ways", lambda _: True)
+    monkeypatch.setattr(precision, "_goes_both_ways", lambda _: True)
     for found, wanted in zip(everything(), expected):
         torch.testing.assert_close(found, wanted)
 
@@ -417,7 +417,7 @@ def test_what_leaves_the_range_of_both_ways_is_computed_in_a_wider_one(monkeypat
     logs = initial.expand(2, 2), transition, likelihood
     parts = [part.float().requires_grad_() for part in logs]
     lengths = torch.tensor([4, 4])
-    monkeypatch.setattr(ranges, "_goes_both_ways", lambda _: True)
+    monkeypatch.setattr(precision, "_goes_both_ways", lambda _: True)
     evidence = recursions.log_evidence(*parts, lengths)
     assert evidence.tolist() == [0.0, 0.0]
     (gradient,) = torch.autograd.grad(evidence.sum(), parts[2])

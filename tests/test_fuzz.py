@@ -31,7 +31,7 @@ from pyrohmm import (
 )
 from pyrohmm.distributions import AutoregressiveCategorical, AutoregressiveNormal
 from pyrohmm.distributions.observation import Streams, Tied, log_prob_per_state
-from pyrohmm.ops import backends, blocks, factorial, ranges
+from pyrohmm.ops import backends, blocks, factorial, precision
 from pyrohmm.ops.chain import group
 
 NAN = np.nan
@@ -1062,7 +1062,7 @@ def test_offsets_of_log_likelihoods_cost_no_digits_in_log_space():
 
     def dense(matrix, seen):
         chain, _ = group(EVEN, matrix.unsqueeze(0), seen, torch.tensor([2000]))
-        return ranges.evidence_of(chain, None).sum()
+        return precision.evidence_of(chain, None).sum()
 
     def product(matrix, seen):
         return factorial.log_evidence(EVEN, [matrix, matrix], seen, torch.tensor(2000))

@@ -101,8 +101,8 @@ def _chain_of_ages(hsmm: HSMM, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """
     likelihood = hsmm.log_likelihood(values).double()
     matrix, duration = hsmm.log_transition.double(), hsmm.log_duration.double()
-    among, _, opening, _ = semi_markov.segment_weights(duration, *hsmm.chain.censored)
-    weights = torch.stack([among, opening] if hsmm.censored_start else [among], -2)
+    interior, _, left, _ = semi_markov.segment_weights(duration, *hsmm.chain.censored)
+    weights = torch.stack([interior, left] if hsmm.censored_start else [interior], -2)
     survival = semi_markov.log_survival(weights)
     lasted = finite_or_zero(survival)  # ages that are never reached are never left
     ends = (weights - lasted).flatten(-2).unsqueeze(-1)

@@ -16,8 +16,8 @@ from .._precision import at_least_single
 from ..ops import masks
 from ..ops.blocks.emission import log_product
 from ..ops.blocks.states import Blocks
-from ..ops.kept import kept
 from ..ops.lookup import take_rows
+from ..ops.tensor_cache import cached
 
 
 class BlockSymbols:
@@ -128,7 +128,7 @@ class BlockSymbols:
         table = self.blocks.symbol_block
         if values is None or symbols.device.type == "cpu":
             return table[symbols.cpu()]
-        return kept(values, lambda: table[symbols.cpu()], table, lengths.numpy().tobytes())
+        return cached(values, lambda: table[symbols.cpu()], table, lengths.numpy().tobytes())
 
     def cumulative(self, values: Tensor) -> tuple[Tensor, Tensor]:
         """Probability in each state of less than a symbol, and of at most it, ``(n, K)`` float64.

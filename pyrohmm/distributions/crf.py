@@ -24,8 +24,8 @@ from .._checks import (
     check_trailing,
 )
 from .._precision import at_least_single, full_precision
+from .._sync import exceeds, with_one_wait
 from .._transforms import transforming, uncompiled
-from .._waits import exceeds, with_one_wait
 from ..ops import masks, recursions
 from ..ops.log_space import finite_or_zero
 from ..ops.sampling import refuse_nan

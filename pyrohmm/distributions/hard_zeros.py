@@ -21,8 +21,8 @@ from torch.distributions import (
 from torch.distributions.utils import probs_to_logits
 from torch.nn.functional import logsigmoid
 
+from .._sync import exceeds
 from .._transforms import transforming
-from .._waits import exceeds
 from ..ops.log_space import finite_or_zero, log
 from ..ops.products import product
 

@@ -19,8 +19,8 @@ from .._checks import (
     check_trailing,
 )
 from .._precision import full_precision
+from .._sync import with_one_wait
 from .._transforms import transforming, uncompiled
-from .._waits import with_one_wait
 from ..chains.base import Chain, ExpectedCounts
 from ..chains.markov import MarkovChain
 from ..ops import recursions

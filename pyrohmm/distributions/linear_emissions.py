@@ -27,9 +27,9 @@ from torch import Tensor
 from torch import distributions as torch_dist
 
 from .._precision import full_precision, recomputed
+from .._sync import exceeds, is_guessing
 from .._threads import threads_for
 from .._transforms import transforming
-from .._waits import exceeds, is_guessing
 from ..ops.products import product, quadratic_forms, squared_norms
 
 # Largest relative error of log-densities, by the dtype they are wanted in.

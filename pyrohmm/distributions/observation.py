@@ -26,8 +26,8 @@ from torch.distributions import (
 )
 
 from .._checks import check_broadcast, check_integers, check_range
+from .._sync import exceeds
 from .._transforms import transforming
-from .._waits import exceeds
 from ..ops.log_space import logsumexp
 from ..ops.lookup import look_up
 from .hard_zeros import exact_log_prob, log_prob_of_bits, log_probs, log_probs_of_bits

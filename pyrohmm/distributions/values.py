@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.distributions import constraints
 
 from .._checks import check_range
+from .._sync import exceeds
 from .._transforms import transforming
-from .._waits import exceeds
 from .observation import any_value, inside_support, is_categorical, support_varies
 
 

@@ -10,7 +10,7 @@ import torch
 from pyro.distributions.util import is_validation_enabled, validation_enabled
 from torch import Tensor
 
-from .._waits import guessing, with_one_wait
+from .._sync import guessing, with_one_wait
 from ..chains.base import Core, ExpectedCounts
 from ..data.parts import Parts, parts_of
 from ..data.sequences import Sequences

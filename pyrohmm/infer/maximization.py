@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributions import transform_to
 
-from .._waits import guessing
+from .._sync import guessing
 from ..chains.base import ExpectedCounts
 from ..chains.markov import MarkovChain
 from ..data.sequences import Sequences

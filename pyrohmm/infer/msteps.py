@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from .._checks import check_size
-from .._waits import read_with_one_wait
+from .._sync import read_with_one_wait
 from ..distributions.dpp import DiversityPrior
 from ..distributions.hmm import HMM
 from ..ops.diversity import simplex_projection

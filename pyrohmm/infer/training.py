@@ -21,7 +21,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from .._checks import check_returned, check_size, check_tolerance
 from .._precision import full_precision
-from .._waits import with_one_wait
+from .._sync import with_one_wait
 from ..data.batches import Batches
 from ..data.parts import Parts, first_sequence, parts_of
 from ..data.sequences import Sequences

@@ -411,8 +411,8 @@ class LanguageModel:
             hmm: Any = self.module(torch.tensor([1]))
             end = int(self.vocabulary.encode([END]))
             at_once = 1 if self.contiguous else AT_ONCE
-            begun = self.encode([prompt]).values[0, :-1]  # without <eos>
-            log_first, parts = next_states(hmm, begun).unsqueeze(0), []
+            before = self.encode([prompt]).values[0, :-1]  # without <eos>
+            log_first, parts = next_states(hmm, before).unsqueeze(0), []
             for first in range(0, count, at_once):
                 rows = log_first.expand(min(at_once, count - first), -1)
                 codes, last = sample_sentences(hmm, rows, max_words, end, generator)

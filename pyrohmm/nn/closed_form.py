@@ -17,7 +17,7 @@ from pyro.distributions.torch_distribution import TorchDistribution
 from pyro.nn import PyroModule
 from torch import Tensor, nn
 
-from .._waits import exceeds
+from .._sync import exceeds
 from ..chains.base import ExpectedCounts
 
 Statistics = dict[str, Tensor]

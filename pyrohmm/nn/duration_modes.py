@@ -108,13 +108,13 @@ def beta(parameters: Tensor, leave: Tensor, stay: Tensor) -> Derivatives:
 # Maxima ------------------------------------------------------------------------------------------
 
 
-def expected_log(counts: Tensor, begun: Tensor | None, logs: Derivatives) -> Derivatives:
+def expected_log(counts: Tensor, left_censored: Tensor | None, logs: Derivatives) -> Derivatives:
     """The expected complete-data log-likelihood of this module's docstring.
 
     Args:
         counts: ``(*B, D)``, expected segments of each whole duration.
-        begun: ``(*B)``, how many of these are first segments that were there before the data;
-            None if there are none.
+        left_censored: ``(*B)``, how many of these are first segments that were there before
+            the data; None if there are none.
         logs: Of log f ``(*B, D)``.
     """
     steps = torch.arange(1, counts.size(-1) + 1, device=counts.device).to(counts)
@@ -124,9 +124,9 @@ def expected_log(counts: Tensor, begun: Tensor | None, logs: Derivatives) -> Der
         return slope, (weights[..., None, None] * logs.bend).sum(-3)
 
     total = Derivatives((counts * logs.value).sum(-1), *averaged(counts))
-    some = counts.new_zeros(()) if begun is None else begun
+    some = counts.new_zeros(()) if left_censored is None else left_censored
     parts = [(counts.sum(-1) - some, torch.zeros_like(steps))]
-    for number, weights in parts if begun is None else [*parts, (some, steps.log())]:
+    for number, weights in parts if left_censored is None else [*parts, (some, steps.log())]:
         scores = logs.value + weights
         shares = scores.softmax(-1)
         mean, bend = averaged(shares)
@@ -181,21 +181,21 @@ def maximum(function: Callable[[Tensor], Derivatives], start: Tensor, free: Tens
     return point.gather(0, best).squeeze(0)
 
 
-def free_probs(counts: Tensor, begun: Tensor | None) -> Tensor:
+def free_probs(counts: Tensor, left_censored: Tensor | None) -> Tensor:
     """Probabilities ``(*B, D)`` of free durations, given the counts of :func:`expected_log`.
 
     They are :math:`c_d / (C - n + u d)`, and u is where they sum to one; NaN without any count.
     """
-    if begun is None:
+    if left_censored is None:
         return counts / counts.sum(-1, keepdim=True)
     steps = torch.arange(1, counts.size(-1) + 1, device=counts.device).to(counts)
-    others = (counts.sum(-1) - begun).clamp(min=0.0).unsqueeze(-1)
-    root = begun.unsqueeze(-1) / counts.size(-1)  # the sum falls, and is at least one here
+    others = (counts.sum(-1) - left_censored).clamp(min=0.0).unsqueeze(-1)
+    root = left_censored.unsqueeze(-1) / counts.size(-1)  # the sum falls, and is at least one here
     for _ in range(100):  # Newton steps on a convex function, from the left
         probs = counts / (others + root * steps)
         fall = (probs * steps / (others + root * steps)).sum(-1, keepdim=True)
         step = (probs.sum(-1, keepdim=True) - 1) / fall
         if not bool((step > 1e-15 * root).any()):
             break
-        root = torch.where(begun.unsqueeze(-1) > 0, root + step.clamp(min=0.0), root)
+        root = torch.where(left_censored.unsqueeze(-1) > 0, root + step.clamp(min=0.0), root)
     return probs / probs.sum(-1, keepdim=True)

@@ -43,13 +43,14 @@ DurationFamily = Callable[[int], PyroModule]
 class DurationMStep(Protocol):
     """Durations with an M-step of their own: a ``PyroModule`` with these methods."""
 
-    def statistics(self, counts: Tensor, begun: Tensor | None) -> Statistics:
+    def statistics(self, counts: Tensor, left_censored: Tensor | None) -> Statistics:
         """Sufficient statistics of the parameters.
 
         Args:
             counts: ``(R, K, D)``, expected numbers of segments by their whole durations.
-            begun: ``(R, K)``, how many of these are first segments that were there before the
-                data, and so are found in proportion to their length; None if there are none.
+            left_censored: ``(R, K)``, how many of these are first segments that were there
+                before the data, and so are found in proportion to their length; None if
+                there are none.
         """
 
     def m_step(self, statistics: Statistics) -> Maximum:
@@ -90,10 +91,14 @@ class _Durations(PyroModule):
     def _prior(self, name: str, value: float | Tensor, *shape: int) -> None:
         self.register_buffer(name, positive(name, value, shape))
 
-    def _counts(self, counts: Tensor, begun: Tensor | None, *names: str) -> Statistics:
+    def _counts(self, counts: Tensor, left_censored: Tensor | None, *names: str) -> Statistics:
         """The statistics, if one of the parameters ``names`` is free."""
         free = any(is_free(self, name) for name in names)
-        given = {"counts": counts} if begun is None else {"counts": counts, "begun": begun}
+        given = (
+            {"counts": counts}
+            if left_censored is None
+            else {"counts": counts, "left_censored": left_censored}
+        )
         return given if free else {}
 
     def _mode(
@@ -111,7 +116,7 @@ class _Durations(PyroModule):
             priors: Concentration and rate of each parameter's prior, by its name.
             starts: Of all parameters, each ``(R, K)``.
         """
-        counts, begun = statistics["counts"], statistics.get("begun")
+        counts, left_censored = statistics["counts"], statistics.get("left_censored")
         free = torch.tensor([is_free(self, name) for name in priors], device=counts.device)
         point = torch.stack([torch.stack(torch.broadcast_tensors(*part), -1) for part in starts])
         for i, name in enumerate(priors):
@@ -123,7 +128,7 @@ class _Durations(PyroModule):
         shapes, rates = 1 + flat[0] * (shapes - 1), flat[0] * rates
 
         def objective(theta: Tensor) -> Derivatives:
-            likelihood = expected_log(counts, begun, logs(theta, self.max_duration))
+            likelihood = expected_log(counts, left_censored, logs(theta, self.max_duration))
             return likelihood + gamma(theta, shapes, rates)
 
         found = maximum(objective, point.log().clamp(-BOUND, BOUND), free).exp()
@@ -186,9 +191,9 @@ class FreeDurations(_Durations):
         """Log-probabilities of durations, ``(K, D)``."""
         return log(self.probs)
 
-    def statistics(self, counts: Tensor, begun: Tensor | None) -> Statistics:
+    def statistics(self, counts: Tensor, left_censored: Tensor | None) -> Statistics:
         """The counts themselves."""
-        return self._counts(counts, begun, "probs")
+        return self._counts(counts, left_censored, "probs")
 
     def m_step(self, statistics: Statistics) -> Maximum:
         """Normalised counts, those of the prior included."""
@@ -196,7 +201,7 @@ class FreeDurations(_Durations):
             return {}, []
         prior = self.concentration if "probs" in self._pyro_samples else None
         counts = with_prior(statistics["counts"], prior)
-        return {"probs": free_probs(counts, statistics.get("begun"))}, []
+        return {"probs": free_probs(counts, statistics.get("left_censored"))}, []
 
 
 def geometric_durations(
@@ -251,9 +256,9 @@ class GeometricDurations(_Durations):
         stays = torch.where(count > 0, count * log(1 - leave), 0.0)  # 0 times -inf is NaN
         return torch.where(count < self.max_duration - 1, stays + log(leave), stays)
 
-    def statistics(self, counts: Tensor, begun: Tensor | None) -> Statistics:
+    def statistics(self, counts: Tensor, left_censored: Tensor | None) -> Statistics:
         """The counts themselves."""
-        return self._counts(counts, begun, "leave")
+        return self._counts(counts, left_censored, "leave")
 
     def m_step(self, statistics: Statistics) -> Maximum:
         """The share of leaves, with those of the prior; NaN where nothing determines it.
@@ -262,7 +267,7 @@ class GeometricDurations(_Durations):
         """
         if not statistics:
             return {}, []
-        counts, begun = statistics["counts"], statistics.get("begun")
+        counts, left_censored = statistics["counts"], statistics.get("left_censored")
         stays = torch.arange(counts.size(-1), device=counts.device).to(counts)
         leaves, stays = counts[..., :-1].sum(-1), (counts * stays).sum(-1)
         prior_leave = prior_stay = torch.ones_like(self.prior_leave)
@@ -272,11 +277,11 @@ class GeometricDurations(_Durations):
                 check_mode(name, getattr(self, name))
         leaves, stays = leaves + prior_leave - 1, stays + prior_stay - 1
         share = leaves / (leaves + stays)
-        if begun is None:
+        if left_censored is None:
             return {"leave": share}, []
 
         def objective(theta: Tensor) -> Derivatives:
-            likelihood = expected_log(counts, begun, geometric(theta, self.max_duration))
+            likelihood = expected_log(counts, left_censored, geometric(theta, self.max_duration))
             prior = beta(theta, prior_leave.unsqueeze(-1), prior_stay.unsqueeze(-1))
             return likelihood + prior
 
@@ -327,9 +332,9 @@ class PoissonDurations(_Durations):
         """Log-probabilities of durations, ``(K, D)``."""
         return truncated(Poisson(self.rate), self.max_duration)
 
-    def statistics(self, counts: Tensor, begun: Tensor | None) -> Statistics:
+    def statistics(self, counts: Tensor, left_censored: Tensor | None) -> Statistics:
         """The counts themselves."""
-        return self._counts(counts, begun, "rate")
+        return self._counts(counts, left_censored, "rate")
 
     def m_step(self, statistics: Statistics) -> Maximum:
         """The mode, the cut at D included; NaN where nothing determines it."""
@@ -400,9 +405,9 @@ class NegativeBinomialDurations(_Durations):
         shape = self.shape
         return truncated(GammaPoisson(shape, shape / self.average), self.max_duration)
 
-    def statistics(self, counts: Tensor, begun: Tensor | None) -> Statistics:
+    def statistics(self, counts: Tensor, left_censored: Tensor | None) -> Statistics:
         """The counts themselves."""
-        return self._counts(counts, begun, "average", "shape")
+        return self._counts(counts, left_censored, "average", "shape")
 
     def m_step(self, statistics: Statistics) -> Maximum:
         """The mode, the cut at D included; NaN where nothing determines it.

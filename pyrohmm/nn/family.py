@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributions import constraints
 
 from .._checks import check_number
-from .._waits import exceeds
+from .._sync import exceeds
 from ..ops.products import weighted_sums
 from .closed_form import is_free
 

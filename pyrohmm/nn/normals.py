@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributions import constraints
 
 from .._checks import check_size
-from .._waits import exceeds
+from .._sync import exceeds
 from ..distributions.inverse_wishart import InverseWishart, covariance_matrix
 from ..distributions.units import InUnits, InverseGamma
 from ..ops.products import symmetric, upper_products, weighted_sums

@@ -8,7 +8,7 @@ Its modules; each imports only those above it:
 ``masks``             which steps of ragged sequences exist
 ``sampling``          ancestral sampling of paths
 ``chain``             the arguments of the recursions, checked and in one form
-``kept``              what is made of a batch once, such as its indices on a device
+``tensor_cache``      values derived from a tensor, dropped when it is modified or freed
 ``blocks.plan``       which pairs of blocks occur in a batch, and where they lie in memory
 ``blocks.transitions``  sums over transitions between blocks, and from and to all states
 ``blocks.messages``   chains in blocks of states by torch, in logarithms, with missing steps
@@ -39,7 +39,7 @@ Its modules; each imports only those above it:
 ``products``          products of matrices between observations and states
 ``lookup``            rows of a table, and the sums that are their gradient
 ``message_passing``   scaled and log-space messages
-``ranges``            the recursions in float32, float64 and logarithms
+``precision``         the recursions in float32, float64 and logarithms
 ``evidence``          evidence and gradient of those as one differentiable operation
 ``recursions``        forward-backward, Viterbi, path sampling of dense chains
 ``continuous_time``   transitions of chains in continuous time

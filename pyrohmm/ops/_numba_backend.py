@@ -229,7 +229,7 @@ def _is_small(messages: Tensor) -> bool:
 
 def _segment_work(chain: SegmentChain) -> int:
     """Multiplications for each sequence of a chain with durations."""
-    size, num_states = chain.duration.shape[1:]
+    size, num_states = chain.interior.shape[1:]
     return chain.likelihood.size(1) * num_states * (num_states + 10 * size)
 
 

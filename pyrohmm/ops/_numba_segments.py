@@ -213,11 +213,11 @@ def _scores_ending(t, arrive, seen, others, first, scores, within, peak):
 
 @kernel
 def forward(
-    first, last, initial, transition, duration, final, opening, entire, likelihood, lengths,
-    filtering, arrive, ends, evidence, filtered,
+    first, last, initial, transition, interior, right_censored, left_censored, both_censored,
+    likelihood, lengths, filtering, arrive, ends, evidence, filtered,
 ):  # fmt: skip
     """Forward messages: see :meth:`.operations.Backend.segment_forward`."""
-    num_durations, num_states = duration.shape[1:]
+    num_durations, num_states = interior.shape[1:]
     per = lengths.shape[0] // transition.shape[0]
     scores, column = np.empty(num_durations), np.empty(num_states)
     window = np.empty((num_states, likelihood.shape[1]))
@@ -227,8 +227,8 @@ def forward(
         g = i // per
         if g != group:
             group, matrix = g, _matrix(transition[g])
-            among, ending = _table(duration[g]), _table(final[g])
-            begun, whole = _table(opening[g]), _table(entire[g])
+            among, ending = _table(interior[g]), _table(right_censored[g])
+            left, whole = _table(left_censored[g]), _table(both_censored[g])
         end = lengths[i] - 1
         seen, enter = likelihood[i], arrive[i]
         enter[0] = initial[i]
@@ -240,13 +240,13 @@ def forward(
                 frame[k] = _advance(t, k, span, enter, seen, row, frame[k])
                 if t < end:
                     frame[k], ends[i, t, k], _ = _sum(
-                        t, k, span, enter, seen, row, frame[k], among, begun, duration[g],
-                        opening[g], scores,
+                        t, k, span, enter, seen, row, frame[k], among, left, interior[g],
+                        left_censored[g], scores,
                     )  # fmt: skip
                 if t == end or filtering:
                     frame[k], value, _ = _sum(
-                        t, k, span, enter, seen, row, frame[k], ending, whole, final[g], entire[g],
-                        scores,
+                        t, k, span, enter, seen, row, frame[k], ending, whole, right_censored[g],
+                        both_censored[g], scores,
                     )  # fmt: skip
                     if t == end:
                         ends[i, t, k] = value
@@ -292,11 +292,12 @@ def _pass_back(before, inside, matrix, logs, whole, weight, row, counts, onward)
 
 @kernel
 def backward(
-    first, last, transition, duration, final, opening, entire, likelihood, lengths, arrive, ends,
-    evidence, weight, starts, gamma, transitions, durations, finals, openings, entires,
+    first, last, transition, interior, right_censored, left_censored, both_censored, likelihood,
+    lengths, arrive, ends, evidence, weight, starts, gamma, transitions,
+    interior_sums, right_sums, left_sums, both_sums,
 ):  # fmt: skip
     """Posterior counts times ``weight``: see :meth:`.operations.Backend.segment_backward`."""
-    num_durations, num_states = duration.shape[1:]
+    num_durations, num_states = interior.shape[1:]
     steps = likelihood.shape[1]
     per = lengths.shape[0] // transition.shape[0]
     scores, inside = np.empty(num_durations), np.empty(num_states)
@@ -312,17 +313,17 @@ def backward(
         g = i // per
         if g != group:
             group, matrix = g, _matrix(transition[g])
-            among, ending = _table(duration[g]), _table(final[g])
-            begun, both = _table(opening[g]), _table(entire[g])
+            among, ending = _table(interior[g]), _table(right_censored[g])
+            left, both = _table(left_censored[g]), _table(both_censored[g])
         end = lengths[i] - 1
         for r in range(end + 1):  # steps, counted from the end
             seen[r] = likelihood[i, end - r]
         frame[:], onward[0], counts[:], cover[:] = -np.inf, 0.0, 0.0, 0.0
         for r in range(end + 1):
             t, span = end - r, min(r + 1, num_durations)
-            others, of_last, logs, last_logs = among, ending, duration[g], final[g]
+            others, of_last, logs, last_logs = among, ending, interior[g], right_censored[g]
             if t == 0:
-                others, of_last, logs, last_logs = begun, both, opening[g], entire[g]
+                others, of_last, logs, last_logs = left, both, left_censored[g], both_censored[g]
             for k in range(num_states):
                 row = window[k]
                 frame[k] = _advance(r, k, span, onward, seen, row, frame[k])
@@ -342,12 +343,12 @@ def backward(
                 if t == 0:
                     starts[i, k] = within
                 if begin == 0:
-                    of = entires if t == 0 else finals
+                    of = both_sums if t == 0 else right_sums
                     of[g, span - 1, k] += shares[0]
                     shares[0] = 0.0
                 if t == 0:
                     for s in range(span):
-                        openings[g, span - 1 - s, k] += shares[s]
+                        left_sums[g, span - 1 - s, k] += shares[s]
                     continue
                 for s in range(span):
                     counts[k, num_durations - span + s] += shares[s]
@@ -361,15 +362,16 @@ def backward(
                 gamma[i, end - r, k] = cover[k, r]
         for d in range(num_durations):
             for k in range(num_states):
-                durations[g, d, k] += counts[k, num_durations - 1 - d]
+                interior_sums[g, d, k] += counts[k, num_durations - 1 - d]
 
 
 @kernel
 def viterbi(
-    first, last, initial, transition, duration, final, opening, entire, likelihood, lengths, best
+    first, last, initial, transition, interior, right_censored, left_censored, both_censored,
+    likelihood, lengths, best,
 ):  # fmt: skip
     """Most probable paths: see :meth:`.operations.Backend.segment_viterbi`."""
-    num_durations, num_states = duration.shape[1:]
+    num_durations, num_states = interior.shape[1:]
     per = lengths.shape[0] // transition.shape[0]
     scores = np.empty((num_durations, num_states))
     within, peak = np.empty(num_states), np.empty(num_states)
@@ -382,7 +384,11 @@ def viterbi(
         end = lengths[i] - 1
         starts[0] = initial[i]
         for t in range(end + 1):
-            table, whole = (final[g], entire[g]) if t == end else (duration[g], opening[g])
+            table, whole = (
+                (right_censored[g], both_censored[g])
+                if t == end
+                else (interior[g], left_censored[g])
+            )
             seen = likelihood[i]
             span = _scores_ending(t, starts, seen, table, whole, scores, within, peak)
             for k in range(num_states):
@@ -435,11 +441,11 @@ def _choose(logs, count, uniform):
 
 @kernel
 def sample_states(
-    first, last, transition, duration, final, opening, entire, likelihood, lengths, arrive, ends,
-    uniform, states,
+    first, last, transition, interior, right_censored, left_censored, both_censored, likelihood,
+    lengths, arrive, ends, uniform, states,
 ):  # fmt: skip
     """Paths sampled backwards: see :meth:`.operations.Backend.segment_sample`."""
-    num_durations, num_states = duration.shape[1:]
+    num_durations, num_states = interior.shape[1:]
     per = lengths.shape[0] // transition.shape[0]
     logs, spans = np.empty(num_states), np.empty(num_durations)
     for i in range(first, last):
@@ -453,7 +459,11 @@ def sample_states(
                     if t < end:
                         logs[k] += transition[g, k, state]
                 state = _choose(logs, num_states, uniform[s, i, t, 0])
-                table, whole = (final[g], entire[g]) if t == end else (duration[g], opening[g])
+                table, whole = (
+                    (right_censored[g], both_censored[g])
+                    if t == end
+                    else (interior[g], left_censored[g])
+                )
                 span = min(t + 1, num_durations)
                 within = 0.0
                 for d in range(span):

@@ -55,7 +55,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .._waits import exceeds
+from .._sync import exceeds
 from .backends import Backend, backend_for
 from .chain import Chain
 from .log_space import finite_or_zero, largest

@@ -142,7 +142,7 @@ class Backend:
         Args:
             chain: The arguments.
             filtering: Whether to filter states: as if each step were the last, by the weights
-                ``final`` and ``entire``.
+                ``right_censored`` and ``both_censored``.
 
         Returns:
             Of segments that begin at each step and of those that end there, both together with

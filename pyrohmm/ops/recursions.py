@@ -32,7 +32,7 @@ from . import evidence as compiled
 from .backends import NUMBA, backend_for
 from .chain import Arguments, Chain, arrange, check_arguments, group
 from .lookup import look_up
-from .ranges import evidence_of, filtered_of, posterior_of, scaled_messages, wider
+from .precision import evidence_of, filtered_of, posterior_of, scaled_messages, wider
 from .torch_chain import log_space_by_steps
 
 

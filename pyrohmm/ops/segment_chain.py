@@ -20,10 +20,10 @@ class SegmentChain(NamedTuple):
 
     initial: Tensor  # (N, K), log
     transition: Tensor  # (G, K, K), log
-    duration: Tensor  # (G, D, K), log
-    final: Tensor  # (G, D, K), log: weight of the last segment by how much of it is seen
-    opening: Tensor  # (G, D, K), log: that of the first segment
-    entire: Tensor  # (G, D, K), log: that of a segment that is the first and the last
+    interior: Tensor  # (G, D, K), log
+    right_censored: Tensor  # (G, D, K), log: weight of the last segment by how much of it is seen
+    left_censored: Tensor  # (G, D, K), log: that of the first segment
+    both_censored: Tensor  # (G, D, K), log: that of a segment that is the first and the last
     likelihood: Tensor  # (N, T, K), log, 0 at padded steps
     lengths: Tensor  # (N,), on the CPU
 
@@ -55,7 +55,7 @@ def arrange(
 ) -> Segmented:
     """Check the arguments, and bring them into one form by differentiable operations.
 
-    ``log_weights`` become ``duration``, ``final``, ``opening`` and ``entire``.
+    ``log_weights`` become ``interior``, ``right_censored``, ``left_censored``, ``both_censored``.
     """
     check_tensor("log_transition", log_transition)
     if log_transition.dim() < 2:

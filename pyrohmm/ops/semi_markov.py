@@ -97,12 +97,12 @@ def segment_weights(
     check_floats("log_duration", log_duration)
     duration = log_duration.double()
     survival = log_survival(duration) if censored_end or censored_start else duration
-    final = survival if censored_end else duration
+    right = survival if censored_end else duration
     if not censored_start:
-        return duration, final, duration, final
+        return duration, right, duration, right
     log_mean = log_mean_duration(duration) if log_mean is None else log_mean
-    opening = survival - log_mean.unsqueeze(-1)
-    return duration, final, opening, log_survival(opening) if censored_end else opening
+    left = survival - log_mean.unsqueeze(-1)
+    return duration, right, left, log_survival(left) if censored_end else left
 
 
 def _arranged(
@@ -374,5 +374,5 @@ def boundaries(states: Tensor, present: Tensor) -> tuple[Tensor, Tensor, Tensor]
     opens = torch.nn.functional.pad(differ, (1, 0), value=True) & present
     later = torch.nn.functional.pad(opens[..., 1:] | ~present[..., 1:], (0, 1), value=True)
     steps = torch.arange(states.size(-1), device=states.device).expand(states.shape)
-    begun = steps.masked_fill(~opens, 0).cummax(-1).values
-    return opens, later & present, steps - begun + 1
+    start = steps.masked_fill(~opens, 0).cummax(-1).values
+    return opens, later & present, steps - start + 1

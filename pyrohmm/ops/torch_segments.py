@@ -41,7 +41,7 @@ def _running(chain: SegmentChain, t: int, arrived: Tensor, before: Tensor | None
     Those of sequences that have ended stay as they are.
     """
     if before is None:
-        rest = chain.duration.size(1) - 1
+        rest = chain.interior.size(1) - 1
         before = torch.nn.functional.pad(arrived.unsqueeze(1), (0, 0, 0, rest), value=-torch.inf)
         return before + chain.likelihood[:, t].unsqueeze(1)
     after = _shifted(arrived, before) + chain.likelihood[:, t].unsqueeze(1)
@@ -52,20 +52,20 @@ def _running(chain: SegmentChain, t: int, arrived: Tensor, before: Tensor | None
 def forward(chain: SegmentChain, filtering: bool) -> tuple[Tensor, ...]:
     """As :meth:`.operations.Backend.segment_forward`; differentiable by the chain."""
     steps = chain.likelihood.size(1)
-    matrix, duration, final, opening, entire = _tables(chain)
+    matrix, interior, right_censored, left_censored, both_censored = _tables(chain)
     arrived, running = chain.initial, None
     arrive, ends, filtered = [], [], []
     for t in range(steps):
         running = _running(chain, t, arrived, running)
         arrive.append(arrived)
-        ends.append(logsumexp(running + _weights(opening, duration, t), 1))
+        ends.append(logsumexp(running + _weights(left_censored, interior, t), 1))
         if filtering:
-            filtered.append(logsumexp(running + _weights(entire, final, t), 1))
+            filtered.append(logsumexp(running + _weights(both_censored, right_censored, t), 1))
         if t < steps - 1:
             arrived = logsumexp(ends[-1].unsqueeze(-1) + matrix, -2)
     assert running is not None
     last = (chain.lengths - 1).to(matrix.device).unsqueeze(-1)
-    ended = logsumexp(running + _weights(entire, final, last), 1)
+    ended = logsumexp(running + _weights(both_censored, right_censored, last), 1)
     where = last.unsqueeze(-1).expand(-1, 1, ended.size(-1))
     scores = torch.stack(ends, 1).scatter(1, where, ended.unsqueeze(1))
     states = torch.stack(filtered, 1) if filtered else ended.new_zeros(0)
@@ -77,8 +77,8 @@ def backward(
 ) -> tuple[Tensor, ...]:
     """As :meth:`.operations.Backend.segment_backward`."""
     count, steps, num_states = chain.likelihood.shape
-    groups, size, _ = chain.duration.shape
-    matrix, duration, final, opening, entire = _tables(chain)
+    groups, size, _ = chain.interior.shape
+    matrix, interior, right_censored, left_censored, both_censored = _tables(chain)
     whole, last = finite_or_zero(evidence), (chain.lengths - 1).to(evidence.device)
     gamma = torch.zeros_like(chain.likelihood)
     sums = [gamma.new_zeros(groups, size, num_states) for _ in range(4)]
@@ -90,7 +90,7 @@ def backward(
         onward = torch.where((last == t).unsqueeze(-1), torch.zeros_like(onward), onward)
         later = _shifted(onward, later) + chain.likelihood[:, t].unsqueeze(1)
         at_end = (t + lasts == last.unsqueeze(-1)).unsqueeze(-1)
-        weights = (duration, final) if t > 0 else (opening, entire)
+        weights = (interior, right_censored) if t > 0 else (left_censored, both_censored)
         scores = later + torch.where(at_end, weights[1], weights[0])
         inside = logsumexp(scores, 1)
         flow = (arrive[:, t] - whole.unsqueeze(-1)).unsqueeze(1) + scores
@@ -114,20 +114,25 @@ def backward(
 def viterbi(chain: SegmentChain, best: Tensor) -> None:
     """As :meth:`.operations.Backend.segment_viterbi`."""
     steps = chain.likelihood.size(1)
-    matrix, duration, final, opening, entire = _tables(chain)
+    matrix, interior, right_censored, left_censored, both_censored = _tables(chain)
     last = (chain.lengths - 1).to(best.device)
     arrived, running = chain.initial, None
     lasted, origin = [], []
     for t in range(steps):
         running = _running(chain, t, arrived, running)
         at_end = (last == t)[:, None, None]
-        among, at_last = _weights(opening, duration, t), _weights(entire, final, t)
+        among, at_last = (
+            _weights(left_censored, interior, t),
+            _weights(both_censored, right_censored, t),
+        )
         score, longest = (running + torch.where(at_end, at_last, among)).max(1)
         lasted.append(longest)
         arrived, source = (score.unsqueeze(-1) + matrix).max(-2)
         origin.append(source)
     assert running is not None
-    state = (running + _weights(entire, final, last.unsqueeze(-1))).amax(1).argmax(-1)
+    state = (
+        (running + _weights(both_censored, right_censored, last.unsqueeze(-1))).amax(1).argmax(-1)
+    )
     begin = torch.full_like(state, -1)  # of the segment that is read
     for t in range(steps - 1, -1, -1):
         here = state.unsqueeze(-1)
@@ -144,8 +149,8 @@ def sample_states(
 ) -> None:
     """As :meth:`.operations.Backend.segment_sample`."""
     samples, (count, steps, _) = len(states), chain.likelihood.shape
-    size = chain.duration.size(1)
-    matrix, duration, final, opening, entire = _tables(chain)
+    size = chain.interior.size(1)
+    matrix, interior, right_censored, left_censored, both_censored = _tables(chain)
     into = matrix.mT.expand(count, -1, -1)  # row = to
     last = (chain.lengths - 1).to(states.device)
     each = torch.arange(count, device=states.device)
@@ -157,7 +162,10 @@ def sample_states(
         chosen = _choose(ends[:, t] + after, uniform[:, :, t, 0])
         state = torch.where(opens, chosen, state)
         span = min(size, t + 1)
-        among, at_last = _weights(opening, duration, t), _weights(entire, final, t)
+        among, at_last = (
+            _weights(left_censored, interior, t),
+            _weights(both_censored, right_censored, t),
+        )
         table = torch.where(ending[:, None, None], at_last, among)[:, :span]
         within = chain.likelihood[:, t + 1 - span : t + 1].flip(1).cumsum(1)
         scores = table + arrive[:, t + 1 - span : t + 1].flip(1) + within  # (N, span, K)

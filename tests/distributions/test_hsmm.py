@@ -52,7 +52,12 @@ def values():
     return torch.randn(4, T) + 1
 
 
-CUTS = {"cut": (True, False), "ends": (False, False), "begun": (False, True), "both": (True, True)}
+CUTS = {
+    "cut": (True, False),
+    "ends": (False, False),
+    "was there": (False, True),
+    "both": (True, True),
+}
 
 
 @pytest.fixture(params=CUTS)
@@ -60,7 +65,7 @@ def hsmm(request):
     return model(*CUTS[request.param])
 
 
-@pytest.fixture(params=[False, True], ids=["begins", "begun"])
+@pytest.fixture(params=[False, True], ids=["begins", "was there"])
 def ongoing(request):
     """A model whose last segment goes on."""
     return model(censored_start=request.param)
@@ -209,11 +214,11 @@ def test_samples_have_the_durations_asked_for(censored):
     assert cut is censored
 
 
-@pytest.mark.parametrize("begun", [False, True])
-def test_samples_are_those_of_the_density(begun):
+@pytest.mark.parametrize("left_censored", [False, True])
+def test_samples_are_those_of_the_density(left_censored):
     """The share of each sequence of symbols, of four steps."""
     emission = Categorical(torch.tensor([[0.9, 0.1], [0.2, 0.8], [0.5, 0.5]]))
-    hsmm = HSMM(*parameters(), emission, torch.tensor(4), censored_start=begun)
+    hsmm = HSMM(*parameters(), emission, torch.tensor(4), censored_start=left_censored)
     values = hsmm.sample((20_000,))
     every = torch.cartesian_prod(*[torch.arange(2)] * 4)
     counts = (values @ torch.tensor([8, 4, 2, 1])).bincount(minlength=16)

@@ -162,10 +162,10 @@ def test_both_models_agree_in_loss_and_gradient(family, symbols):
     torch.testing.assert_close(found[0], found[1])
 
 
-@pytest.mark.parametrize("begun", [False, True], ids=["begins", "begun"])
+@pytest.mark.parametrize("left_censored", [False, True], ids=["begins", "left_censored"])
 @pytest.mark.parametrize("name", CLOSED)
-def test_em_never_lowers_the_density_and_ends_at_a_mode(data, name, begun):
-    module = TabularHSMM(2, FAMILIES[name], normal(0), censored_start=begun)
+def test_em_never_lowers_the_density_and_ends_at_a_mode(data, name, left_censored):
+    module = TabularHSMM(2, FAMILIES[name], normal(0), censored_start=left_censored)
     fit = fit_em(module, data, num_steps=400, tolerance=1e-13)
     assert (fit.losses.diff() <= 1e-9 * fit.losses.abs().max()).all()
     with torch.no_grad():
@@ -183,12 +183,12 @@ def test_em_never_lowers_the_density_and_ends_at_a_mode(data, name, begun):
             assert -poutine.trace(model).get_trace(data).log_prob_sum() > best
 
 
-@pytest.mark.parametrize("begun", [False, True], ids=["begins", "begun"])
+@pytest.mark.parametrize("left_censored", [False, True], ids=["begins", "left_censored"])
 @pytest.mark.parametrize("name", CLOSED)
-def test_the_m_step_is_where_the_gradient_vanishes(name, begun):
+def test_the_m_step_is_where_the_gradient_vanishes(name, left_censored):
     """Of the expected log-likelihood of whole durations and the prior, written out."""
     counts = torch.rand(2, 3, 5) * torch.tensor([2.0, 8.0, 3.0, 1.0, 0.5])
-    first = counts[..., 0] if begun else None  # less than there are
+    first = counts[..., 0] if left_censored else None  # less than there are
     durations = FAMILIES[name](3)
     mode, notes = durations.m_step(durations.statistics(counts, first))
     assert notes == []
@@ -246,12 +246,14 @@ def test_a_start_before_the_data_takes_the_bias_from_short_sequences():
     hsmm = HSMM(shares.log(), swap.log(), durations.log(), Normal(torch.tensor([0.0, 5.0]), 0.5),
                 lengths, censored_start=True)  # fmt: skip
     windows = Sequences(hsmm.sample(), lengths)
-    for begun, short in ((True, 0.02), (False, 0.1)):
-        fit = fit_em(TabularHSMM(2, free_durations(8), normal(0), censored_start=begun), windows)
+    for left_censored, short in ((True, 0.02), (False, 0.1)):
+        fit = fit_em(
+            TabularHSMM(2, free_durations(8), normal(0), censored_start=left_censored), windows
+        )
         found = fit.hmm(windows).log_duration.exp()
         order = found.argmax(-1).argsort(descending=True)
         lost = 1 - (found[order] * durations.bool()).sum(-1)
-        assert (lost < short).all() if begun else (lost > short).any()
+        assert (lost < short).all() if left_censored else (lost > short).any()
 
 
 def test_the_closed_m_step_is_the_mode_of_counts_and_prior():
@@ -267,10 +269,10 @@ def test_the_closed_m_step_is_the_mode_of_counts_and_prior():
     torch.testing.assert_close(mode["leave"], torch.tensor([[5 / 8, 1 / 3]]))
 
 
-@pytest.mark.parametrize("begun", [False, True], ids=["begins", "begun"])
-def test_em_by_gradient_steps_lowers_the_loss(data, begun):
+@pytest.mark.parametrize("left_censored", [False, True], ids=["begins", "left_censored"])
+def test_em_by_gradient_steps_lowers_the_loss(data, left_censored):
     family = parametric_durations(Poisson(torch.tensor([1.0, 2.0])), 8)
-    fit = fit_em(TabularHSMM(2, family, normal(0), censored_start=begun), data, num_steps=5)
+    fit = fit_em(TabularHSMM(2, family, normal(0), censored_start=left_censored), data, num_steps=5)
     assert (fit.losses.diff() <= 1e-9).all()
     assert fit.losses[-1] < fit.losses[0]
 

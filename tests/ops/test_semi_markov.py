@@ -104,13 +104,13 @@ def test_ragged_sequences_do_not_read_their_padding(engine, censored):
     torch.testing.assert_close(whole.durations, durations)
 
 
-@pytest.mark.parametrize("begun", [False, True])
-def test_filtered_states_are_those_of_the_observations_so_far(engine, begun):
+@pytest.mark.parametrize("censored_start", [False, True])
+def test_filtered_states_are_those_of_the_observations_so_far(engine, censored_start):
     *chain, likelihood = problem(3, 3, 5, zeros=True, seed=4)
-    found = semi_markov.filtered(*chain, likelihood, torch.tensor(5), begun).exp()
+    found = semi_markov.filtered(*chain, likelihood, torch.tensor(5), censored_start).exp()
     for t in range(5):
         so_far = likelihood[: t + 1], torch.tensor(t + 1)
-        wanted = semi_markov.expected_counts(*chain, *so_far, True, begun).states[t]
+        wanted = semi_markov.expected_counts(*chain, *so_far, True, censored_start).states[t]
         torch.testing.assert_close(found[t], wanted, rtol=1e-10, atol=1e-14)
 
 

@@ -18,8 +18,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..kept import kept_on
 from ..log_space import finite_or_zero, log_softmax_of_parts, logsumexp
+from ..tensor_cache import cached_on
 from .plan import BlockChain, Scores, bounds
 from .transitions import Transitions
 
@@ -96,8 +96,8 @@ class LogChain:
         of_pairs = sizes[plan.source], sizes[plan.target]
         layout = torch.stack([plan.base, plan.stride, *of_pairs], -1)
         # (P, 4): from these few numbers a step computes its indices on the device
-        self.layout = kept_on(self.device, layout)
-        self.pair = kept_on(self.device, plan.pair)
+        self.layout = cached_on(self.device, layout)
+        self.pair = cached_on(self.device, plan.pair)
         log_block_probs = chain.log_block_probs
         if log_block_probs is None:
             return scores().to(dtype)
@@ -226,7 +226,7 @@ class LogChain:
             out = self._put(out, there[0], found, there[1])
         return out
 
-    def begun(self) -> Messages:
+    def at_first_step(self) -> Messages:
         """Log p(z_1) of the first tokens."""
         first = self.steps[0]
         if self.initial is None or not self.has_gaps:
@@ -244,7 +244,7 @@ class LogChain:
         messages: list[Messages] = []
         subtracted: list[Tensor] = []
         for t, step in enumerate(self.steps):
-            arrived = self._sums(t, messages[-1]) if t else self.begun()
+            arrived = self._sums(t, messages[-1]) if t else self.at_first_step()
             joint = arrived._replace(within=arrived.within + self.seen[step])
             with torch.no_grad():
                 peak = finite_or_zero(self.of_tokens(joint, lambda part: part.amax(-1), step))

@@ -32,7 +32,7 @@ def k_best(chain: LogChain, count: int) -> tuple[Tensor, Tensor]:
     nothing.
     """
     plan = chain.plan
-    first = chain.begun()
+    first = chain.at_first_step()
     first = first._replace(within=first.within + chain.seen[chain.steps[0]])
     scores = [Messages(*(_alone(part, count) for part in first))]
     origins = [Messages(*(torch.zeros_like(part, dtype=torch.long) for part in scores[0]))]

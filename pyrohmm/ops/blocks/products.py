@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from ..._precision import at_least_single, full_precision
-from ..kept import kept
 from ..log_space import finite_or_zero, logsumexp
+from ..tensor_cache import cached
 from .inner_products import InnerProductTransition
 
 KEPT = 1 << 32  # bytes of a matrix of probabilities that is kept, of 32,768 states in float32
@@ -33,7 +33,7 @@ class BackwardProducts:
         self.dtype = at_least_single(leave[:0]).dtype
         self._matrix: Tensor | None = None
         if self.num_states**2 * self.dtype.itemsize <= KEPT:
-            self._matrix = kept(leave, self._compute, enter, transition.block_logits)
+            self._matrix = cached(leave, self._compute, enter, transition.block_logits)
 
     def __call__(self, log_values: Tensor) -> Tensor:
         """Logs ``(n, K)`` before, of those after, ``(n, K)``, in the same dtype.

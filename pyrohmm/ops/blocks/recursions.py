@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from ..backends import backend_for
-from ..kept import kept, kept_on
+from ..tensor_cache import cached, cached_on
 from .messages import LogChain
 from .plan import BlockChain, States, make_plan
 
@@ -42,8 +42,8 @@ def plan_chain(
 ) -> BlockChain:
     """The same chain in the order of a plan."""
     device, steps = log_seen.device, lengths.numpy().tobytes()
-    plan = kept(blocks, lambda: make_plan(blocks, lengths, states), states, steps)
-    order, where = kept_on(device, plan.order), kept_on(device, plan.where)
+    plan = cached(blocks, lambda: make_plan(blocks, lengths, states), states, steps)
+    order, where = cached_on(device, plan.order), cached_on(device, plan.where)
     first, seen = log_first.index_select(0, order), log_seen.flatten(0, 1).index_select(0, where)
     return BlockChain(plan, states, leave, enter, log_block_probs, first, seen)
 

@@ -1,4 +1,4 @@
-"""What is made from a tensor, kept while that tensor lives and nobody writes into it.
+"""Cache of values derived from a tensor, dropped when it is modified or freed.
 
 An accelerator is given the indices of a batch once, not at every step of a fit.
 """
@@ -17,7 +17,7 @@ Made = TypeVar("Made")
 _entries: Any = WeakTensorKeyDictionary()
 
 
-def kept(source: Tensor, make: Callable[[], Made], *others: Any) -> Made:
+def cached(source: Tensor, make: Callable[[], Made], *others: Any) -> Made:
     """``make()``, or what it returned before for the same tensor, and the same ``others``.
 
     The others are the same objects, or equal bytes.
@@ -40,8 +40,8 @@ def _same(parts: tuple[Any, ...], others: tuple[Any, ...]) -> bool:
     )
 
 
-def kept_on(device: torch.device, tensor: Tensor) -> Tensor:
+def cached_on(device: torch.device, tensor: Tensor) -> Tensor:
     """A copy of ``tensor`` on ``device``; itself, if it is there."""
     if tensor.device == device:
         return tensor
-    return kept(tensor, lambda: tensor.to(device, non_blocking=True), str(device).encode())
+    return cached(tensor, lambda: tensor.to(device, non_blocking=True), str(device).encode())

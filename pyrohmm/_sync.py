@@ -1,4 +1,4 @@
-"""Questions of values that the host asks an accelerator, gathered so that it waits once.
+"""Batched device-to-host reads: the host waits for an accelerator once, not for each value.
 
 Python must know some values to go on: whether numbers have left their range, whether components are
 missing. Each such question makes the host wait until the accelerator has computed all it was given.
