@@ -34,7 +34,7 @@ from .files import TENSORS, FilePath, read_directory, write_directory
 
 
 class Arguments(NamedTuple):
-    """What a distribution is built from: ``cls(*parts, **tensors, **options)``.
+    """The arguments that a distribution is built from: ``cls(*parts, **tensors, **options)``.
 
     All are names of attributes; those of tensors and options are names of arguments as well.
 

@@ -25,7 +25,7 @@ EmissionFamily = Callable[[int], PyroModule]
 
 
 class Family(PyroModule):
-    """A module of parameters that have priors, are points, or are frozen: see :func:`freeze`."""
+    """Parameters that have priors, are points, or are frozen by :func:`pyrohmm.freeze`."""
 
     def set_priors(self, **priors: Callable[[Any], TorchDistribution]) -> None:
         """Make parameters random variables: by name, the method that makes their prior.

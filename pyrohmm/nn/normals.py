@@ -81,7 +81,9 @@ def normal_spherical(
     concentration: float = 2.0,
     rate: float | None = None,
 ) -> EmissionFamily:
-    """As :func:`normal`, with one variance for all the components of a state.
+    """Emission family of normal vectors with one variance for all the components of a state.
+
+    Priors are those of :func:`normal`.
 
     Sites: ``emission.variance`` ``(K,)``, then ``emission.loc`` ``(K, D)``.
 
@@ -142,7 +144,9 @@ def normal_tied(
     degrees: float | None = None,
     scale: float | Tensor | None = None,
 ) -> EmissionFamily:
-    """As :func:`normal_full`, with one covariance matrix ``(D, D)`` for all the states.
+    """Emission family of normal vectors with one covariance matrix ``(D, D)`` for all the states.
+
+    Priors are those of :func:`normal_full`.
 
     Sites: ``emission.covariance`` ``(D, D)``, then ``emission.loc`` ``(K, D)``.
 
