@@ -9,7 +9,7 @@ from ..distributions.block_hmm import BlockHMM
 
 
 class BlockSteps:
-    """What one step of a filter computes, for n streams of a :class:`pyrohmm.BlockHMM`.
+    """One step of the forward filter, for n streams of a :class:`pyrohmm.BlockHMM`.
 
     States are logarithms ``(n, K)``; mostly those within one block are all that are possible.
 

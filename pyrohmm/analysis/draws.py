@@ -166,7 +166,7 @@ class PosteriorDraws:
         return hmm.expand(torch.Size([*self.shape, len(data)]))
 
     def for_new(self, data: Sequences) -> PosteriorDraws:
-        """The same samples for new sequences, whose own variables are sampled from their prior.
+        """Samples for new sequences, whose own variables are sampled from their prior.
 
         Each sample gets them given its values of the variables that sequences share.
 
@@ -270,7 +270,7 @@ class PosteriorDraws:
     # The order of states
 
     def aligned(self, data: Sequences) -> PosteriorDraws:
-        """The same samples with their states permuted, such that a number means one thing in all.
+        """Samples with their states permuted, such that a number means one thing in all.
 
         Raises:
             TypeError, ValueError: As :meth:`hmm` and :meth:`permute_states`.
@@ -320,7 +320,7 @@ class PosteriorDraws:
         return names
 
     def permute_states(self, names: Tensor, data: Sequences) -> PosteriorDraws:
-        """The same samples with their states in another order.
+        """Samples with their states in another order.
 
         The dimensions of variables that run over states are known for the modules of this package,
         and guessed for others from their sizes; what is known or guessed is put to the test.

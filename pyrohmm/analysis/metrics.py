@@ -49,7 +49,7 @@ class Perplexity(NamedTuple):
 
     @classmethod
     def of(cls, log_evidence: float, num_tokens: int) -> Perplexity:
-        """That of so many observed steps, of this log evidence in nats.
+        """Perplexity of a log evidence in nats over so many observed steps.
 
         Example:
             >>> print(Perplexity.of(-2 * math.log(3), 2))

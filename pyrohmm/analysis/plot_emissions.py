@@ -192,7 +192,7 @@ def _counts(
 
 
 def _at(distribution: Any, points: Tensor) -> tuple[Tensor, Tensor]:
-    """Those of P points that can be observed, and their probabilities in each state, ``(P, K)``."""
+    """The points that can be observed, and their probabilities in each state, ``(P, K)``."""
     events = len(distribution.event_shape)  # none, or one of size 1
     inside = points[distribution.support.check(points.reshape(-1, *[1] * events))]
     values = inside.reshape(-1, 1, *[1] * events)

@@ -1,4 +1,4 @@
-"""What of a large HMM is used: how many of its states, and how many dimensions of its transitions.
+"""How many states of a large HMM are in use, and how many dimensions of its transitions.
 
 ``K`` states. Nothing of size K x K is kept, unless the HMM has a matrix of transitions already.
 """

@@ -182,7 +182,7 @@ class Batches:
         return Window(values, sizes, streams, begins, total)
 
     def state(self) -> dict[str, Any]:
-        """What is left of this round, for checkpoints."""
+        """The minibatches left of this round, for checkpoints."""
         return {"order": self.order, "sizes": self.sizes, "number": self.number}
 
     def restore(self, state: dict[str, Any]) -> None:

@@ -101,7 +101,7 @@ def merge_rare(corpus: Corpus, share: float, name: str = "<rare>") -> Corpus:
 
 
 def malformed(path: FilePath, number: int, wanted: str, got: str) -> ValueError:
-    """What is wrong with a line of a file."""
+    """The error of a malformed line of a file."""
     shown = got if len(got) <= 60 else got[:57] + "..."
     return ValueError(f"{path}, line {number}: wanted {wanted}; got {shown!r}.")
 

@@ -78,7 +78,7 @@ class Parts:
         return len(self.lengths)
 
     def __getitem__(self, index: slice) -> Sequences:
-        """As of sequences of which there is only the first."""
+        """A part of the first sequence, which stands for all."""
         return self.first[index]
 
     @property

@@ -439,11 +439,11 @@ class Sequences(Dataset["Sequences"]):
         return self._map(lambda part: part.to(device), self.lengths, self.total, self.indices)
 
     def with_total(self, total: float) -> Sequences:
-        """The same sequences as a part of ``total``."""
+        """A copy of which the whole set has ``total`` sequences."""
         return self._map(lambda part: part, self.lengths, total, self.indices)
 
     def without_labels(self) -> Sequences:
-        """The same sequences; a fit to them is unsupervised."""
+        """A copy without labels, to which a fit is unsupervised."""
         new = self.with_total(self.total)
         new.labels = None
         return new

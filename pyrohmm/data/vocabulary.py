@@ -178,7 +178,7 @@ def word_classes(word: str) -> list[str]:
 
 
 def _classes(rare: dict[str, Sequence[str]], counts: Counter[str]) -> list[str]:
-    """Those of the classes of rare symbols that are to stand for them, by falling count."""
+    """Classes that stand for rare symbols, by falling count."""
     used, rest = Counter[str](), dict(rare)
     while rest:
         totals = Counter[str]()

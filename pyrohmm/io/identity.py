@@ -1,4 +1,4 @@
-"""What a checkpoint compares: numbers, text, shapes, and a hash of the data.
+"""Descriptions that a checkpoint compares: numbers, text, shapes, and a hash of the data.
 
 Compared are the numbers, text, paths and tensors that arguments are or keep as attributes, the
 shapes of parameters, the buffers of modules, and functions and classes by name. Not compared are
@@ -33,7 +33,7 @@ _OF_MODULES = ("_buffers", "_parameters", "_modules", "_pyro_samples")
 
 
 def describe(item: Any, depth: int = 3) -> Any:
-    """What is compared of ``item``, as JSON can hold it; of objects within others to a depth."""
+    """Description of ``item`` to be compared, for JSON; of objects within others to a depth."""
     if item is None or isinstance(item, bool | int | str):
         return item
     if isinstance(item, float):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,6 +12,12 @@ from pyro.distributions.torch_distribution import TorchDistribution
 from torch import Tensor, nn
 from torch.distributions.utils import logits_to_probs, probs_to_logits
 
+from ..chains.base import Chain
+from ..chains.markov import MarkovChain
+from ..chains.product import ProductChain
+from ..chains.rates import RateChain
+from ..chains.second_order import SecondOrderChain
+from ..chains.semi_markov import SemiMarkovChain
 from ..distributions.block_hmm import BlockHMM
 from ..distributions.context_tables import AutoregressiveCategorical
 from ..distributions.continuous_time_hmm import ContinuousTimeHMM
@@ -28,7 +35,7 @@ from .files import TENSORS, FilePath, read_directory, write_directory
 
 
 class Arguments(NamedTuple):
-    """What a distribution is built from: ``cls(*parts, **tensors, **options)``.
+    """The arguments that a distribution is built from: ``cls(*parts, **tensors, **options)``.
 
     All are names of attributes; those of tensors and options are names of arguments as well.
 
@@ -188,8 +195,8 @@ def load_into(module: nn.Module, directory: FilePath) -> None:
 
 def describe(thing: HMM | nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The tensors of ``thing``, and what else there is to say of it."""
-    if type(thing) in {form.family for form in _FORMS.values()}:
-        return _describe_hmm(thing)  # type: ignore[arg-type]
+    if isinstance(thing, HMM) and _CHAINS.get(type(thing)) is type(thing.chain):
+        return _describe_hmm(thing)
     if type(thing) is BlockHMM:
         return _describe_block_hmm(thing)
     if isinstance(thing, nn.Module):
@@ -197,7 +204,7 @@ def describe(thing: HMM | nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]
     raise TypeError(
         "thing must be an HMM, HSMM, FactorialHMM, SecondOrderHMM, ContinuousTimeHMM, BlockHMM or "
         f"torch.nn.Module; got {type(thing).__name__}. Of a fit, save fit.hmm(data); of an HMM of "
-        "another class, the module that builds it."
+        "another class, or of HMM.of(chain), the module that builds it."
     )
 
 
@@ -247,75 +254,59 @@ def _differences(
 _EITHER = ("probs", "logits")
 
 
-class _Form(NamedTuple):
-    """What an HMM is built from besides its emission and what all of them have.
-
-    Attributes:
-        family: Its class.
-        tensors: Its parameters.
-        flags: Its switches.
-        optional: Tensors that it may have.
-    """
-
-    family: type[HMM]
-    tensors: tuple[str, ...]
-    flags: tuple[str, ...] = ("emission_per_step",)
-    optional: tuple[str, ...] = ()
+# Of every class the chain that it is built with: HMM.of gives an HMM any other.
+_CHAINS: dict[type[HMM], type[Chain]] = {
+    HMM: MarkovChain,
+    HSMM: SemiMarkovChain,
+    ContinuousTimeHMM: RateChain,
+    FactorialHMM: ProductChain,
+    SecondOrderHMM: SecondOrderChain,
+}
+_OF_DATA = ("lengths", "observed", "allowed")
 
 
-_FORMS = {
-    "HMM": _Form(
-        HMM, ("log_initial", "log_transition"), ("transition_per_step", "emission_per_step")
-    ),
-    "HSMM": _Form(
-        HSMM, ("log_initial", "log_transition", "log_duration"),
-        ("censored_end", "censored_start", "emission_per_step"),
-    ),
-    "ContinuousTimeHMM": _Form(
-        ContinuousTimeHMM, ("log_initial", "rates", "times"), optional=("exact_entry",)
-    ),
-    "FactorialHMM": _Form(FactorialHMM, ()),
-    "SecondOrderHMM": _Form(SecondOrderHMM, ("log_initial", "log_second", "log_transition")),
-}  # fmt: skip
+def _arguments(family: type[HMM]) -> list[inspect.Parameter]:
+    """The arguments that describe the chain of an HMM, and how it is joined with its emission."""
+    others = ("self", "emission", "validate_args", *_OF_DATA)
+    found = inspect.signature(family.__init__).parameters
+    return [argument for name, argument in found.items() if name not in others]
 
 
 def _describe_hmm(hmm: HMM) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    name = type(hmm).__name__
-    form = _FORMS[name]
-    names = (*form.tensors, *form.optional, "lengths", "observed", "allowed")
-    tensors = {name: getattr(hmm, name) for name in names if getattr(hmm, name) is not None}
-    meta = {
-        "kind": "hmm",
-        "class": name,
-        **{flag: getattr(hmm, flag) for flag in form.flags},
-        "validate_args": vars(hmm).get("_validate_args"),
-        "emission": _describe_part(hmm.emission, "emission", tensors),
-    }
-    if isinstance(hmm, FactorialHMM):
-        meta["chains"] = len(hmm.sizes)
-        for several in ("log_initials", "log_transitions"):
-            tensors |= {f"{several}.{m}": part for m, part in enumerate(getattr(hmm, several))}
+    tensors: dict[str, Tensor] = {}
+    meta: dict[str, Any] = {"kind": "hmm", "class": type(hmm).__name__}
+    for name in (*(argument.name for argument in _arguments(type(hmm))), *_OF_DATA):
+        value = getattr(hmm, name)
+        if isinstance(value, tuple):
+            tensors |= {f"{name}.{m}": part for m, part in enumerate(value)}
+        elif isinstance(value, bool):
+            meta[name] = value
+        elif value is not None:
+            tensors[name] = value
+    meta["validate_args"] = vars(hmm).get("_validate_args")
+    meta["emission"] = _describe_part(hmm.emission, "emission", tensors)
     return tensors, meta
 
 
 def _build_hmm(tensors: dict[str, Tensor], meta: dict[str, Any]) -> HMM:
     """What :func:`_describe_hmm` described; the tensors it needs are taken out of ``tensors``."""
-    form = _FORMS.get(meta.get("class", "HMM"))
-    if form is None:
-        raise ValueError(f"its class {meta['class']!r} is none of {', '.join(_FORMS)}, BlockHMM")
-    chain: dict[str, Any] = {name: tensors.pop(name) for name in form.tensors}
-    chain |= {name: tensors.pop(name, None) for name in form.optional}
-    chain |= {flag: _flag(meta, flag) for flag in form.flags}
-    if form.family is FactorialHMM:
-        for several in ("log_initials", "log_transitions"):
-            chain[several] = [tensors.pop(f"{several}.{m}") for m in range(int(meta["chains"]))]
-    return form.family(
-        **chain,
-        emission=_build_part(meta.get("emission"), "emission", tensors),
-        lengths=tensors.pop("lengths"),
-        observed=tensors.pop("observed", None),
-        validate_args=_validation(meta),
-        allowed=tensors.pop("allowed", None),
+    families = {family.__name__: family for family in _CHAINS}
+    name = meta.get("class", "HMM")
+    if name not in families:
+        raise ValueError(f"its class {name!r} is none of {', '.join(families)}, BlockHMM")
+    built: dict[str, Any] = {name: tensors.pop(name, None) for name in _OF_DATA}
+    for argument in _arguments(families[name]):
+        name = argument.name
+        if isinstance(argument.default, bool):
+            built[name] = _flag(meta, name)
+        elif name in tensors:
+            built[name] = tensors.pop(name)
+        elif f"{name}.0" in tensors:
+            parts = [key for key in tensors if key.startswith(f"{name}.")]
+            built[name] = [tensors.pop(f"{name}.{m}") for m in range(len(parts))]
+    emission = _build_part(meta.get("emission"), "emission", tensors)
+    return families[meta.get("class", "HMM")](
+        **built, emission=emission, validate_args=_validation(meta)
     )
 
 

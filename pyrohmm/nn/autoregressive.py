@@ -139,7 +139,7 @@ class AutoregressiveNormalEmission(CovarianceEmission):
     def statistics(
         self, values: Tensor, weights: Tensor, current: TorchDistribution | None
     ) -> Statistics:
-        """Those of first vectors, and second moments of 1, context and vector, about the origin.
+        """Statistics of first vectors; second moments of 1, context and vector, about the origin.
 
         Args:
             values: ``(M, L+1, D)``: see :meth:`Autoregressive.windows`.

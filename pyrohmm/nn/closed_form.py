@@ -139,7 +139,7 @@ def row_mode(counts: Tensor, concentration: Tensor | None = None) -> Tensor:
 
 
 def inside(statistics: Statistics, prefix: str) -> Statistics:
-    """Those whose names begin with ``prefix``, without it."""
+    """Statistics whose names begin with ``prefix``, without it."""
     return {
         name.removeprefix(prefix): value
         for name, value in statistics.items()
@@ -148,5 +148,5 @@ def inside(statistics: Statistics, prefix: str) -> Statistics:
 
 
 def under(prefix: str, statistics: Statistics) -> Statistics:
-    """The same, with ``prefix`` before their names."""
+    """Statistics with ``prefix`` before their names."""
     return {prefix + name: value for name, value in statistics.items()}

@@ -55,7 +55,7 @@ class StreamsEmission(Emission):
     def statistics(
         self, values: Tensor, weights: Tensor, current: TorchDistribution | None
     ) -> Statistics:
-        """Those of each part, under its name; a step at which it is missing does not count."""
+        """Statistics of each part, under its name; a step at which it is missing does not count."""
         with torch.no_grad():
             joined = self.forward() if current is None else current
         statistics: Statistics = {}
@@ -130,18 +130,18 @@ class TiedEmission(Emission):
     def statistics(
         self, values: Tensor, weights: Tensor, current: TorchDistribution | None
     ) -> Statistics:
-        """Those of the distinct emissions."""
+        """Statistics of the distinct emissions."""
         weights = weights.double()
         member = torch.nn.functional.one_hot(self.index, self.num_distinct).to(weights)
         base = None if current is None else current.base
         return under("part.", self.part.statistics(values, weights @ member, base))
 
     def scale_prior(self, moments: Tensor) -> float:
-        """That of the distinct emissions: see :meth:`CentredEmission.scale_prior`."""
+        """Scale the prior of the distinct emissions: see :meth:`CentredEmission.scale_prior`."""
         return scale_prior(self.part, moments)
 
     def m_step(self, statistics: Statistics) -> Maximum:
-        """Those of the distinct emissions."""
+        """The mode of the distinct emissions."""
         values, notes = self.part.m_step(inside(statistics, "part."))
         return under("part.", values), notes
 

@@ -1,4 +1,4 @@
-"""What is left out of a neural HMM in training: states, transitions, first states, words."""
+"""Dropout in the training of a neural HMM: of states, transitions, first states and words."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def sample_kept_states(num_states: int, blocks: Blocks | None, dropout: float) -
 
 @dataclass(frozen=True)
 class TrainingNoise:
-    r"""What else is left out of an HMM in training, each by its share; as many states remain.
+    r"""Dropout of transitions, columns, first states and words in training; all states remain.
 
     What is left out has probability zero, and the rest is normalised again. Of the states of a
     block at least one can be first, and at least one entered from each state, so that no sequence

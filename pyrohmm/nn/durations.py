@@ -7,20 +7,20 @@ log-probabilities ``(K, D)`` of durations of 1 to D steps. With ``statistics`` a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
 from pyro.distributions import Beta, Dirichlet, Gamma, GammaPoisson, Poisson
 from pyro.distributions.torch_distribution import TorchDistribution
-from pyro.nn import PyroModule, PyroSample
+from pyro.nn import PyroModule
 from torch import Tensor
 
 from .._checks import check_size
 from ..ops.log_space import log
 from . import emissions
-from .closed_form import Maximum, Statistics, check_mode, is_free, with_prior
+from .closed_form import Maximum, Statistics, check_mode, with_prior
 from .duration_modes import (
     BOUND,
     Derivatives,
@@ -34,7 +34,7 @@ from .duration_modes import (
     poisson,
 )
 from .emissions import PointEmission
-from .family import positive
+from .family import Family, positive
 
 DurationFamily = Callable[[int], PyroModule]
 
@@ -79,85 +79,86 @@ def truncated(distribution: TorchDistribution, max_duration: int) -> Tensor:
     return scores.masked_fill(~possible, -torch.inf).movedim(0, -1).log_softmax(-1)
 
 
-class _Durations(PyroModule):
-    """What the families of this module share."""
+class _Durations(Family):
+    """Base of the families of this module.
 
-    def __init__(self, num_states: int, max_duration: int) -> None:
+    Attributes:
+        gammas: Of each positive parameter the buffers with concentration and rate of its Gamma
+            prior, by name.
+    """
+
+    gammas: ClassVar[dict[str, tuple[str, str]]] = {}
+
+    def __init__(
+        self, num_states: int, max_duration: int, **hyperparameters: float | Tensor
+    ) -> None:
         super().__init__()
         check_size("num_states", num_states)
         check_size("max_duration", max_duration)
         self.max_duration = max_duration
+        for name, value in hyperparameters.items():
+            self.register_buffer(name, positive(name, value, (num_states,)))
+        for name in self.gammas:
+            self.set_priors(**{name: partial(_gamma_prior, name=name)})
 
-    def _prior(self, name: str, value: float | Tensor, *shape: int) -> None:
-        self.register_buffer(name, positive(name, value, shape))
-
-    def _counts(self, counts: Tensor, left_censored: Tensor | None, *names: str) -> Statistics:
-        """The statistics, if one of the parameters ``names`` is free."""
-        free = any(is_free(self, name) for name in names)
-        given = (
+    def statistics(self, counts: Tensor, left_censored: Tensor | None) -> Statistics:
+        """The counts themselves, if a parameter is free."""
+        if not any(self.is_free(name) for name in (*self._pyro_samples, *self._pyro_params)):
+            return {}
+        return (
             {"counts": counts}
             if left_censored is None
             else {"counts": counts, "left_censored": left_censored}
         )
-        return given if free else {}
 
-    def _mode(
+    def m_step(self, statistics: Statistics) -> Maximum:
+        """The mode, the cut at D included; NaN where nothing determines it."""
+        return self._mode(**statistics) if statistics else {}, []
+
+    def _mode(self, counts: Tensor, left_censored: Tensor | None = None) -> dict[str, Tensor]:
+        raise NotImplementedError
+
+    def _newton(
         self,
-        statistics: Statistics,
+        counts: Tensor,
+        left_censored: Tensor | None,
         logs: Callable[[Tensor, int], Derivatives],
-        priors: dict[str, tuple[Tensor, Tensor]],
-        starts: Sequence[tuple[Tensor, ...]],
+        *starts: tuple[Tensor, ...],
     ) -> dict[str, Tensor]:
         """The mode of positive parameters with Gamma priors, by their logarithms.
 
         Args:
-            statistics: From :meth:`_counts`.
+            counts: ``(R, K, D)``.
+            left_censored: ``(R, K)``, or None.
             logs: Unnormalised probabilities of durations, of :mod:`.duration_modes`.
-            priors: Concentration and rate of each parameter's prior, by its name.
             starts: Of all parameters, each ``(R, K)``.
         """
-        counts, left_censored = statistics["counts"], statistics.get("left_censored")
-        free = torch.tensor([is_free(self, name) for name in priors], device=counts.device)
+        names = list(self.gammas)
+        for name in filter(self.has_prior, names):
+            check_mode(self.gammas[name][0], getattr(self, self.gammas[name][0]))
+        free = torch.tensor([self.is_free(name) for name in names], device=counts.device)
         point = torch.stack([torch.stack(torch.broadcast_tensors(*part), -1) for part in starts])
-        for i, name in enumerate(priors):
+        for i, name in enumerate(names):
             if not free[i]:
                 point[..., i] = getattr(self, name).detach()
         # a parameter without a prior has a flat one: a Gamma density of 1 and 0
-        flat = [torch.tensor([float(name in self._pyro_samples) for name in priors]).to(counts)]
-        shapes, rates = (torch.stack(part, -1).to(counts) for part in zip(*priors.values()))
-        shapes, rates = 1 + flat[0] * (shapes - 1), flat[0] * rates
+        has_prior = torch.tensor([float(self.has_prior(name)) for name in names]).to(counts)
+        priors = [[getattr(self, part) for part in pair] for pair in self.gammas.values()]
+        shapes, rates = (torch.stack(part, -1).to(counts) for part in zip(*priors))
+        shapes, rates = 1 + has_prior * (shapes - 1), has_prior * rates
 
         def objective(theta: Tensor) -> Derivatives:
             likelihood = expected_log(counts, left_censored, logs(theta, self.max_duration))
             return likelihood + gamma(theta, shapes, rates)
 
         found = maximum(objective, point.log().clamp(-BOUND, BOUND), free).exp()
-        unknown = (counts.sum(-1, keepdim=True) == 0) & (flat[0] == 0)
+        unknown = (counts.sum(-1, keepdim=True) == 0) & (has_prior == 0)
         found = found.masked_fill(unknown, torch.nan)
-        return {name: found[..., i] for i, name in enumerate(priors) if free[i]}
+        return {name: found[..., i] for i, name in enumerate(names) if free[i]}
 
 
-# Priors; functions that can be pickled, in a shell, for Pyro would rename them --------------------
-
-
-def _dirichlet_prior(durations: Any) -> TorchDistribution:
-    return Dirichlet(durations.concentration).to_event(1)
-
-
-def _leave_prior(durations: Any) -> TorchDistribution:
-    return Beta(durations.prior_leave, durations.prior_stay).to_event(1)
-
-
-def _rate_prior(durations: Any) -> TorchDistribution:
-    return Gamma(durations.concentration, durations.prior_rate).to_event(1)
-
-
-def _average_prior(durations: Any) -> TorchDistribution:
-    return Gamma(durations.concentration, durations.rate).to_event(1)
-
-
-def _shape_prior(durations: Any) -> TorchDistribution:
-    return Gamma(durations.shape_concentration, durations.shape_rate).to_event(1)
+def _gamma_prior(durations: _Durations, name: str) -> TorchDistribution:
+    return Gamma(*(getattr(durations, part) for part in durations.gammas[name])).to_event(1)
 
 
 def free_durations(max_duration: int, concentration: float | Tensor = 1.0) -> DurationFamily:
@@ -184,24 +185,20 @@ class FreeDurations(_Durations):
         self, num_states: int, max_duration: int, concentration: float | Tensor = 1.0
     ) -> None:
         super().__init__(num_states, max_duration)
-        self._prior("concentration", concentration, num_states, max_duration)
-        self.probs = PyroSample(partial(_dirichlet_prior))
+        shape = num_states, max_duration
+        self.register_buffer("concentration", positive("concentration", concentration, shape))
+        self.set_priors(probs=FreeDurations._prior)
+
+    def _prior(self) -> TorchDistribution:
+        return Dirichlet(self.concentration).to_event(1)
 
     def forward(self) -> Tensor:
         """Log-probabilities of durations, ``(K, D)``."""
         return log(self.probs)
 
-    def statistics(self, counts: Tensor, left_censored: Tensor | None) -> Statistics:
-        """The counts themselves."""
-        return self._counts(counts, left_censored, "probs")
-
-    def m_step(self, statistics: Statistics) -> Maximum:
-        """Normalised counts, those of the prior included."""
-        if not statistics:
-            return {}, []
-        prior = self.concentration if "probs" in self._pyro_samples else None
-        counts = with_prior(statistics["counts"], prior)
-        return {"probs": free_probs(counts, statistics.get("left_censored"))}, []
+    def _mode(self, counts: Tensor, left_censored: Tensor | None = None) -> dict[str, Tensor]:
+        prior = self.concentration if self.has_prior("probs") else None
+        return {"probs": free_probs(with_prior(counts, prior), left_censored)}
 
 
 def geometric_durations(
@@ -244,10 +241,11 @@ class GeometricDurations(_Durations):
         prior_leave: float | Tensor = 1.0,
         prior_stay: float | Tensor = 1.0,
     ) -> None:
-        super().__init__(num_states, max_duration)
-        self._prior("prior_leave", prior_leave, num_states)
-        self._prior("prior_stay", prior_stay, num_states)
-        self.leave = PyroSample(partial(_leave_prior))
+        super().__init__(num_states, max_duration, prior_leave=prior_leave, prior_stay=prior_stay)
+        self.set_priors(leave=GeometricDurations._prior)
+
+    def _prior(self) -> TorchDistribution:
+        return Beta(self.prior_leave, self.prior_stay).to_event(1)
 
     def forward(self) -> Tensor:
         """Log-probabilities of durations, ``(K, D)``."""
@@ -256,29 +254,19 @@ class GeometricDurations(_Durations):
         stays = torch.where(count > 0, count * log(1 - leave), 0.0)  # 0 times -inf is NaN
         return torch.where(count < self.max_duration - 1, stays + log(leave), stays)
 
-    def statistics(self, counts: Tensor, left_censored: Tensor | None) -> Statistics:
-        """The counts themselves."""
-        return self._counts(counts, left_censored, "leave")
-
-    def m_step(self, statistics: Statistics) -> Maximum:
-        """The share of leaves, with those of the prior; NaN where nothing determines it.
-
-        First segments that were there before the data have a part in it by Newton steps.
-        """
-        if not statistics:
-            return {}, []
-        counts, left_censored = statistics["counts"], statistics.get("left_censored")
+    def _mode(self, counts: Tensor, left_censored: Tensor | None = None) -> dict[str, Tensor]:
+        """The share of leaves, with those of the prior; Newton steps if ``left_censored`` are given."""
         stays = torch.arange(counts.size(-1), device=counts.device).to(counts)
         leaves, stays = counts[..., :-1].sum(-1), (counts * stays).sum(-1)
         prior_leave = prior_stay = torch.ones_like(self.prior_leave)
-        if "leave" in self._pyro_samples:
+        if self.has_prior("leave"):
             prior_leave, prior_stay = self.prior_leave, self.prior_stay
             for name in ("prior_leave", "prior_stay"):
                 check_mode(name, getattr(self, name))
         leaves, stays = leaves + prior_leave - 1, stays + prior_stay - 1
         share = leaves / (leaves + stays)
         if left_censored is None:
-            return {"leave": share}, []
+            return {"leave": share}
 
         def objective(theta: Tensor) -> Derivatives:
             likelihood = expected_log(counts, left_censored, geometric(theta, self.max_duration))
@@ -287,7 +275,7 @@ class GeometricDurations(_Durations):
 
         start = share.nan_to_num(0.5).logit().clamp(-BOUND, BOUND)[None, ..., None]
         found = maximum(objective, start, torch.ones_like(counts[0, 0, :1]).bool())
-        return {"leave": torch.where(share.isnan(), share, found.squeeze(-1).sigmoid())}, []
+        return {"leave": torch.where(share.isnan(), share, found.squeeze(-1).sigmoid())}
 
 
 def poisson_durations(
@@ -316,6 +304,8 @@ def poisson_durations(
 class PoissonDurations(_Durations):
     """Poisson durations: see :func:`poisson_durations`."""
 
+    gammas: ClassVar[dict[str, tuple[str, str]]] = {"rate": ("concentration", "prior_rate")}
+
     def __init__(
         self,
         num_states: int,
@@ -323,28 +313,16 @@ class PoissonDurations(_Durations):
         concentration: float | Tensor = 1.0,
         prior_rate: float | Tensor = 0.1,
     ) -> None:
-        super().__init__(num_states, max_duration)
-        self._prior("concentration", concentration, num_states)
-        self._prior("prior_rate", prior_rate, num_states)
-        self.rate = PyroSample(partial(_rate_prior))
+        super().__init__(
+            num_states, max_duration, concentration=concentration, prior_rate=prior_rate
+        )
 
     def forward(self) -> Tensor:
         """Log-probabilities of durations, ``(K, D)``."""
         return truncated(Poisson(self.rate), self.max_duration)
 
-    def statistics(self, counts: Tensor, left_censored: Tensor | None) -> Statistics:
-        """The counts themselves."""
-        return self._counts(counts, left_censored, "rate")
-
-    def m_step(self, statistics: Statistics) -> Maximum:
-        """The mode, the cut at D included; NaN where nothing determines it."""
-        if not statistics:
-            return {}, []
-        if "rate" in self._pyro_samples:
-            check_mode("concentration", self.concentration)
-        priors = {"rate": (self.concentration, self.prior_rate)}
-        starts = [(_mean_count(statistics["counts"]),)]
-        return self._mode(statistics, poisson, priors, starts), []
+    def _mode(self, counts: Tensor, left_censored: Tensor | None = None) -> dict[str, Tensor]:
+        return self._newton(counts, left_censored, poisson, (_mean_count(counts),))
 
 
 def negative_binomial_durations(
@@ -383,6 +361,11 @@ def negative_binomial_durations(
 class NegativeBinomialDurations(_Durations):
     """Negative binomial durations: see :func:`negative_binomial_durations`."""
 
+    gammas: ClassVar[dict[str, tuple[str, str]]] = {
+        "average": ("concentration", "rate"),
+        "shape": ("shape_concentration", "shape_rate"),
+    }
+
     def __init__(
         self,
         num_states: int,
@@ -392,40 +375,21 @@ class NegativeBinomialDurations(_Durations):
         shape_concentration: float | Tensor = 2.0,
         shape_rate: float | Tensor = 0.5,
     ) -> None:
-        super().__init__(num_states, max_duration)
-        self._prior("concentration", concentration, num_states)
-        self._prior("rate", rate, num_states)
-        self._prior("shape_concentration", shape_concentration, num_states)
-        self._prior("shape_rate", shape_rate, num_states)
-        self.average = PyroSample(partial(_average_prior))
-        self.shape = PyroSample(partial(_shape_prior))
+        super().__init__(
+            num_states, max_duration, concentration=concentration, rate=rate,
+            shape_concentration=shape_concentration, shape_rate=shape_rate,
+        )  # fmt: skip
 
     def forward(self) -> Tensor:
         """Log-probabilities of durations, ``(K, D)``."""
         shape = self.shape
         return truncated(GammaPoisson(shape, shape / self.average), self.max_duration)
 
-    def statistics(self, counts: Tensor, left_censored: Tensor | None) -> Statistics:
-        """The counts themselves."""
-        return self._counts(counts, left_censored, "average", "shape")
-
-    def m_step(self, statistics: Statistics) -> Maximum:
-        """The mode, the cut at D included; NaN where nothing determines it.
-
-        The best of what is found from several shapes, as there may be more than one maximum.
-        """
-        if not statistics:
-            return {}, []
-        for name, prior in (("average", "concentration"), ("shape", "shape_concentration")):
-            if name in self._pyro_samples:
-                check_mode(prior, getattr(self, prior))
-        priors = {
-            "average": (self.concentration, self.rate),
-            "shape": (self.shape_concentration, self.shape_rate),
-        }
-        mean = _mean_count(statistics["counts"])
-        starts = [(mean, torch.full_like(mean, shape)) for shape in (0.5, 3.0, 30.0)]
-        return self._mode(statistics, negative_binomial, priors, starts), []
+    def _mode(self, counts: Tensor, left_censored: Tensor | None = None) -> dict[str, Tensor]:
+        """The best of what is found from several shapes: there may be more than one maximum."""
+        mean = _mean_count(counts)
+        starts = ((mean, torch.full_like(mean, shape)) for shape in (0.5, 3.0, 30.0))
+        return self._newton(counts, left_censored, negative_binomial, *starts)
 
 
 def _mean_count(counts: Tensor) -> Tensor:

@@ -94,7 +94,7 @@ def _sizes(num_states: Sequence[int]) -> tuple[int, ...]:
 
 
 class _Additive(Emission):
-    """What additive families share: ``effects`` ``(S, D)`` of the states of all chains.
+    """Base of the additive families, with ``effects`` ``(S, D)`` of the states of all chains.
 
     S = K_1 + ⋯ + K_M; a product state has the sum of those of its states.
     """

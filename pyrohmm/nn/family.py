@@ -24,21 +24,8 @@ from .closed_form import is_free
 EmissionFamily = Callable[[int], PyroModule]
 
 
-class Emission(PyroModule):
-    """What the emission modules of this package share.
-
-    Subclasses define ``forward()`` and, for an M-step in closed form, ``statistics`` and
-    ``m_step`` of :class:`pyrohmm.nn.closed_form.EmissionMStep`; without them EM takes gradient
-    steps. A parameter that is neither a ``PyroSample`` nor a ``PyroParam`` is frozen: see
-    :func:`pyrohmm.freeze`.
-
-    Attributes:
-        supports: Support of each parameter, by its name.
-        in_time: Whether an observation depends on those before it.
-    """
-
-    in_time: ClassVar[bool] = False
-    supports: ClassVar[dict[str, constraints.Constraint]] = {}
+class Family(PyroModule):
+    """Parameters that have priors, are points, or are frozen by :func:`pyrohmm.freeze`."""
 
     def set_priors(self, **priors: Callable[[Any], TorchDistribution]) -> None:
         """Make parameters random variables: by name, the method that makes their prior.
@@ -55,6 +42,23 @@ class Emission(PyroModule):
     def has_prior(self, name: str) -> bool:
         """Whether the parameter ``name`` has a prior."""
         return name in self._pyro_samples
+
+
+class Emission(Family):
+    """Base of the emission modules of this package.
+
+    Subclasses define ``forward()`` and, for an M-step in closed form, ``statistics`` and
+    ``m_step`` of :class:`pyrohmm.nn.closed_form.EmissionMStep`; without them EM takes gradient
+    steps. A parameter that is neither a ``PyroSample`` nor a ``PyroParam`` is frozen: see
+    :func:`pyrohmm.freeze`.
+
+    Attributes:
+        supports: Support of each parameter, by its name.
+        in_time: Whether an observation depends on those before it.
+    """
+
+    in_time: ClassVar[bool] = False
+    supports: ClassVar[dict[str, constraints.Constraint]] = {}
 
     def set_points(self, **values: Tensor) -> None:
         """Make parameters points without priors, with these values."""

@@ -14,12 +14,11 @@ from torch.distributions import constraints
 from .._checks import check_size
 from ..distributions.hard_zeros import log_probs
 from ..distributions.observation import log_prob_per_component
-from ..distributions.units import InUnits, InverseGamma
 from ..ops.log_space import log
-from .centred import CentredEmission, centre, like
+from .centred import centre
 from .closed_form import Maximum, Statistics, row_mode
-from .family import EmissionFamily, check_strengths, moments, positive, spread
-from .normals import normal_m_step
+from .family import EmissionFamily, moments, positive
+from .normals import IndependentNormals, normal_m_step
 
 
 def normal_mixture(
@@ -63,14 +62,12 @@ def normal_mixture(
     )
 
 
-class MixtureEmission(CentredEmission):
+class MixtureEmission(IndependentNormals):
     """Mixtures of normal vectors in each state: see :func:`normal_mixture`."""
 
-    rate: Tensor
     supports: ClassVar[dict[str, constraints.Constraint]] = {
         "weights": constraints.simplex,
-        "variance": constraints.positive,
-        "loc": constraints.real,
+        **IndependentNormals.supports,
     }
 
     def __init__(
@@ -86,42 +83,16 @@ class MixtureEmission(CentredEmission):
         spherical: bool = False,
     ) -> None:
         super().__init__()
-        check_strengths(weight, concentration)
-        self.dim, self.weight, self.spherical = dim, weight, spherical
-        self.num_components, self.of_data = num_components, loc is None and rate is None
+        self.dim, self.num_components = dim, num_components
         shape = (num_states, num_components, dim)
-        self.register_buffer("prior_loc", spread("loc", 0.0 if loc is None else loc, shape))
-        wide = shape[:2] if spherical else shape
-        self.register_buffer("rate", positive("rate", 1.0 if rate is None else rate, wide))
-        self.register_buffer("shape", torch.full_like(self.rate, concentration))
         self.register_buffer(
             "concentration", positive("weights_concentration", weights_concentration, shape[:2])
         )
-        self.set_priors(
-            weights=MixtureEmission._weights_prior,
-            variance=MixtureEmission._variance_prior,
-            loc=MixtureEmission._loc_prior,
-        )
-
-    def _set_spread(self, variance: Tensor) -> float:
-        self.rate = like(self.rate, variance.mean() if self.spherical else variance)
-        return float(self.rate.log().sum())
+        self.set_priors(weights=MixtureEmission._weights_prior)
+        self._add_normals(shape, loc, weight, concentration, rate, spherical)
 
     def _weights_prior(self) -> TorchDistribution:
         return Dirichlet(self.concentration).to_event(1)
-
-    def _variance_prior(self) -> TorchDistribution:
-        return InverseGamma(self.shape, self.rate).to_event(self.rate.dim())
-
-    def _loc_prior(self) -> TorchDistribution:
-        unit = self.rate.sqrt()
-        prior = Normal(self.prior_loc, (self._wide() / self.weight).sqrt())
-        unit = unit.unsqueeze(-1) if self.spherical else unit
-        return InUnits(prior, self.prior_loc, unit).to_event(3)
-
-    def _wide(self) -> Tensor:
-        variance = self.variance
-        return variance.unsqueeze(-1) if self.spherical else variance
 
     def forward(self) -> TorchDistribution:
         """The distribution of a vector, batched over states."""

@@ -81,7 +81,9 @@ def normal_spherical(
     concentration: float = 2.0,
     rate: float | None = None,
 ) -> EmissionFamily:
-    """As :func:`normal`, with one variance for all the components of a state.
+    """Emission family of normal vectors with one variance for all the components of a state.
+
+    Priors are those of :func:`normal`.
 
     Sites: ``emission.variance`` ``(K,)``, then ``emission.loc`` ``(K, D)``.
 
@@ -142,7 +144,9 @@ def normal_tied(
     degrees: float | None = None,
     scale: float | Tensor | None = None,
 ) -> EmissionFamily:
-    """As :func:`normal_full`, with one covariance matrix ``(D, D)`` for all the states.
+    """Emission family of normal vectors with one covariance matrix ``(D, D)`` for all the states.
+
+    Priors are those of :func:`normal_full`.
 
     Sites: ``emission.covariance`` ``(D, D)``, then ``emission.loc`` ``(K, D)``.
 
@@ -165,35 +169,36 @@ def normal_tied(
     )
 
 
-class NormalEmission(CentredEmission):
-    """Independent normal components with a conjugate prior: see :func:`normal`."""
+class IndependentNormals(CentredEmission):
+    """Normal components, independent given all else, with conjugate priors; any shape of means."""
 
     rate: Tensor
+    spherical: bool
     supports: ClassVar[dict[str, constraints.Constraint]] = {
         "variance": constraints.positive,
         "loc": constraints.real,
     }
 
-    def __init__(
+    def _add_normals(
         self,
-        num_states: int,
-        dim: int,
-        loc: float | Tensor | None = None,
-        weight: float = 0.01,
-        concentration: float = 2.0,
-        rate: float | Tensor | None = None,
-        spherical: bool = False,
+        shape: tuple[int, ...],
+        loc: float | Tensor | None,
+        weight: float,
+        concentration: float,
+        rate: float | Tensor | None,
+        spherical: bool,
     ) -> None:
-        super().__init__()
+        """Add means of ``shape``, and variances: one for each row of them if ``spherical``."""
         check_strengths(weight, concentration)
-        shape = (num_states, dim) if dim else (num_states,)
-        self.dim, self.weight, self.spherical = dim, weight, spherical
+        self.weight, self.spherical = weight, spherical
         self.of_data = loc is None and rate is None
         self.register_buffer("prior_loc", spread("loc", 0.0 if loc is None else loc, shape))
-        each = (num_states,) if spherical else shape
+        each = shape[:-1] if spherical else shape
         self.register_buffer("rate", positive("rate", 1.0 if rate is None else rate, each))
         self.register_buffer("shape", torch.full_like(self.rate, concentration))
-        self.set_priors(variance=NormalEmission._variance_prior, loc=NormalEmission._loc_prior)
+        self.set_priors(
+            variance=IndependentNormals._variance_prior, loc=IndependentNormals._loc_prior
+        )
 
     def _set_spread(self, variance: Tensor) -> float:
         self.rate = like(self.rate, variance.mean() if self.spherical else variance)
@@ -211,6 +216,25 @@ class NormalEmission(CentredEmission):
         prior = Normal(self.prior_loc, (self._wide() / self.weight).sqrt())
         unit = unit.unsqueeze(-1) if self.spherical else unit
         return InUnits(prior, self.prior_loc, unit).to_event(self.prior_loc.dim())
+
+
+class NormalEmission(IndependentNormals):
+    """Independent normal components with a conjugate prior: see :func:`normal`."""
+
+    def __init__(
+        self,
+        num_states: int,
+        dim: int,
+        loc: float | Tensor | None = None,
+        weight: float = 0.01,
+        concentration: float = 2.0,
+        rate: float | Tensor | None = None,
+        spherical: bool = False,
+    ) -> None:
+        super().__init__()
+        self.dim = dim
+        shape = (num_states, dim) if dim else (num_states,)
+        self._add_normals(shape, loc, weight, concentration, rate, spherical)
 
     def forward(self) -> TorchDistribution:
         """The distribution of an observation, batched over states."""

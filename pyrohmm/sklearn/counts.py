@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
@@ -15,6 +16,7 @@ from ..nn.emissions import CategoricalEmission, from_distribution
 from .tabular import TabularEstimator, to_array, to_tensor
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class CategoricalHMM(TabularEstimator):
     """HMM of symbols 0 to V - 1, fitted by maximum likelihood, or with pseudo-counts.
 
@@ -49,36 +51,10 @@ class CategoricalHMM(TabularEstimator):
     """
 
     letters: ClassVar = {"e": ("emissionprob_", "probs")}
-    emissionprob_: np.ndarray
-
-    def __init__(
-        self,
-        n_components: int = 1,
-        *,
-        startprob_prior: Any = 1.0,
-        transmat_prior: Any = 1.0,
-        emissionprob_prior: Any = 1.0,
-        n_features: int | None = None,
-        algorithm: str = "viterbi",
-        random_state: Any = None,
-        n_iter: int = 10,
-        tol: float = 1e-2,
-        verbose: bool = False,
-        params: str = "ste",
-        init_params: str = "ste",
-    ) -> None:
-        self.n_components = n_components
-        self.startprob_prior = startprob_prior
-        self.transmat_prior = transmat_prior
-        self.emissionprob_prior = emissionprob_prior
-        self.n_features = n_features
-        self.algorithm = algorithm
-        self.random_state = random_state
-        self.n_iter = n_iter
-        self.tol = tol
-        self.verbose = verbose
-        self.params = params
-        self.init_params = init_params
+    emissionprob_prior: Any = 1.0
+    n_features: int | None = None
+    params: str = "ste"
+    init_params: str = "ste"
 
     def _emission(self) -> TorchDistribution:
         return Categorical(
@@ -116,6 +92,7 @@ class CategoricalHMM(TabularEstimator):
         return _of_counts(super().__sklearn_tags__())
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class PoissonHMM(TabularEstimator):
     """HMM of vectors of independent counts, fitted by maximum likelihood.
 
@@ -147,32 +124,8 @@ class PoissonHMM(TabularEstimator):
     """
 
     letters: ClassVar = {"l": ("lambdas_", "rate")}
-    lambdas_: np.ndarray
-
-    def __init__(
-        self,
-        n_components: int = 1,
-        *,
-        startprob_prior: Any = 1.0,
-        transmat_prior: Any = 1.0,
-        algorithm: str = "viterbi",
-        random_state: Any = None,
-        n_iter: int = 10,
-        tol: float = 1e-2,
-        verbose: bool = False,
-        params: str = "stl",
-        init_params: str = "stl",
-    ) -> None:
-        self.n_components = n_components
-        self.startprob_prior = startprob_prior
-        self.transmat_prior = transmat_prior
-        self.algorithm = algorithm
-        self.random_state = random_state
-        self.n_iter = n_iter
-        self.tol = tol
-        self.verbose = verbose
-        self.params = params
-        self.init_params = init_params
+    params: str = "stl"
+    init_params: str = "stl"
 
     def _emission(self) -> TorchDistribution:
         return Poisson(to_tensor(self.lambdas_)).to_event(1)

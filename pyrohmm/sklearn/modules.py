@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, Self
 
 import numpy as np
@@ -23,6 +24,7 @@ from .counts import symbols
 from .monitor import ConvergenceMonitor
 
 
+@dataclass(eq=False, repr=False)
 class HMMEstimator(SequenceEstimator):
     """Any module of this package, or of yours, as an estimator.
 
@@ -54,26 +56,14 @@ class HMMEstimator(SequenceEstimator):
         (2, 2)
     """
 
-    fit_: Fit
-
-    def __init__(
-        self,
-        module: Callable[[int], HMMModule],
-        n_components: int = 1,
-        *,
-        method: Callable[[HMMModule, Sequences], Fit] | None = None,
-        n_iter: int = 200,
-        tol: float | None = 1e-6,
-        algorithm: str = "viterbi",
-        random_state: Any = None,
-    ) -> None:
-        self.module = module
-        self.n_components = n_components
-        self.method = method
-        self.n_iter = n_iter
-        self.tol = tol
-        self.algorithm = algorithm
-        self.random_state = random_state
+    module: Callable[[int], HMMModule]
+    n_components: int = 1
+    _: KW_ONLY
+    method: Callable[[HMMModule, Sequences], Fit] | None = None
+    n_iter: int = 200
+    tol: float | None = 1e-6
+    algorithm: str = "viterbi"
+    random_state: Any = None
 
     def fit(self, X: Any, y: Any = None, lengths: Any = None) -> Self:
         """Build a module, and fit it.

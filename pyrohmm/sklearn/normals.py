@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from typing import Any, ClassVar
 
@@ -28,6 +29,7 @@ COVARIANCE_TYPES = ("spherical", "diag", "full", "tied")
 FEWEST = 1e-8  # rows of a state that has none, whose variance is finite then
 
 
+@dataclass(eq=False, repr=False)
 class GaussianHMM(TabularEstimator):
     """HMM of normal vectors, fitted by EM under hmmlearn's weak prior of the covariances.
 
@@ -71,41 +73,13 @@ class GaussianHMM(TabularEstimator):
     """
 
     letters: ClassVar = {"m": ("means_", "loc"), "c": ("_covars_", "variance", "covariance")}
-    means_: np.ndarray
-    _covars_: np.ndarray
-
-    def __init__(
-        self,
-        n_components: int = 1,
-        covariance_type: str = "diag",
-        *,
-        min_covar: float = 1e-3,
-        startprob_prior: Any = 1.0,
-        transmat_prior: Any = 1.0,
-        covars_prior: float = 1e-2,
-        covars_weight: float = 1.0,
-        algorithm: str = "viterbi",
-        random_state: Any = None,
-        n_iter: int = 10,
-        tol: float = 1e-2,
-        verbose: bool = False,
-        params: str = "stmc",
-        init_params: str = "stmc",
-    ) -> None:
-        self.n_components = n_components
-        self.covariance_type = covariance_type
-        self.min_covar = min_covar
-        self.startprob_prior = startprob_prior
-        self.transmat_prior = transmat_prior
-        self.covars_prior = covars_prior
-        self.covars_weight = covars_weight
-        self.algorithm = algorithm
-        self.random_state = random_state
-        self.n_iter = n_iter
-        self.tol = tol
-        self.verbose = verbose
-        self.params = params
-        self.init_params = init_params
+    covariance_type: str = "diag"
+    _: KW_ONLY
+    min_covar: float = 1e-3
+    covars_prior: float = 1e-2
+    covars_weight: float = 1.0
+    params: str = "stmc"
+    init_params: str = "stmc"
 
     @property
     def covars_(self) -> np.ndarray:
@@ -176,6 +150,7 @@ class GaussianHMM(TabularEstimator):
         return {"m": states * dim, "c": _num_covars(self.covariance_type, states, dim)}
 
 
+@dataclass(eq=False, repr=False)
 class GMMHMM(TabularEstimator):
     """HMM of mixtures of normal vectors, fitted by maximum likelihood.
 
@@ -220,40 +195,12 @@ class GMMHMM(TabularEstimator):
         "c": ("covars_", "variance"),
         "w": ("weights_", "weights"),
     }
-    means_: np.ndarray
-    covars_: np.ndarray
-    weights_: np.ndarray
-
-    def __init__(
-        self,
-        n_components: int = 1,
-        n_mix: int = 1,
-        *,
-        covariance_type: str = "diag",
-        min_covar: float = 1e-3,
-        startprob_prior: Any = 1.0,
-        transmat_prior: Any = 1.0,
-        algorithm: str = "viterbi",
-        random_state: Any = None,
-        n_iter: int = 10,
-        tol: float = 1e-2,
-        verbose: bool = False,
-        params: str = "stmcw",
-        init_params: str = "stmcw",
-    ) -> None:
-        self.n_components = n_components
-        self.n_mix = n_mix
-        self.covariance_type = covariance_type
-        self.min_covar = min_covar
-        self.startprob_prior = startprob_prior
-        self.transmat_prior = transmat_prior
-        self.algorithm = algorithm
-        self.random_state = random_state
-        self.n_iter = n_iter
-        self.tol = tol
-        self.verbose = verbose
-        self.params = params
-        self.init_params = init_params
+    n_mix: int = 1
+    _: KW_ONLY
+    covariance_type: str = "diag"
+    min_covar: float = 1e-3
+    params: str = "stmcw"
+    init_params: str = "stmcw"
 
     def _emission(self) -> TorchDistribution:
         weights = Categorical(logits=self._rows("weights_", np.shape(self.means_)[:2]).log())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import KW_ONLY, dataclass
 from numbers import Integral
 from typing import Any, ClassVar, Self
 
@@ -24,6 +25,7 @@ from .base import SequenceEstimator
 from .monitor import ConvergenceMonitor
 
 
+@dataclass(eq=False, repr=False)
 class TabularEstimator(SequenceEstimator):
     """Parameters in arrays, which may be set by hand, and which ``fit`` sets by EM.
 
@@ -35,15 +37,17 @@ class TabularEstimator(SequenceEstimator):
     """
 
     letters: ClassVar[dict[str, tuple[str, ...]]] = {}
-    n_iter: int
-    tol: float
-    verbose: bool
-    params: str
-    init_params: str
-    startprob_prior: Any
-    transmat_prior: Any
-    startprob_: np.ndarray
-    transmat_: np.ndarray
+    n_components: int = 1
+    _: KW_ONLY
+    startprob_prior: Any = 1.0
+    transmat_prior: Any = 1.0
+    algorithm: str = "viterbi"
+    random_state: Any = None
+    n_iter: int = 10
+    tol: float = 1e-2
+    verbose: bool = False
+    params: str = "st"
+    init_params: str = "st"
 
     # What an estimator defines
 

@@ -32,6 +32,7 @@ from pyrohmm import (
     normal,
     save,
 )
+from pyrohmm.chains.second_order import SecondOrderChain
 from pyrohmm.distributions import AutoregressiveCategorical, AutoregressiveNormal
 from pyrohmm.distributions.observation import Streams, Tied
 from pyrohmm.io import persistence
@@ -965,6 +966,14 @@ def test_hmms_of_other_classes_name_the_way_out(tmp_path):
     with pytest.raises(TypeError, match=r"TaggedHMM.*the module that builds it"):
         save(tagged, tmp_path / "hmm")
     assert not (tmp_path / "hmm").exists()
+
+
+def test_an_hmm_of_a_chain_that_its_class_does_not_build_is_refused(tmp_path):
+    even = torch.full((2,), 0.5).log()
+    chain = SecondOrderChain(even, even.expand(2, 2), even.expand(2, 2, 2))
+    hmm = HMM.of(chain, dist.Normal(torch.zeros(2), 1.0), torch.tensor(4))
+    with pytest.raises(TypeError, match=r"HMM.of\(chain\)"):
+        save(hmm, tmp_path / "hmm")
 
 
 def test_a_description_nested_deeply_is_refused(tmp_path):
