@@ -255,7 +255,7 @@ class GeometricDurations(_Durations):
         return torch.where(count < self.max_duration - 1, stays + log(leave), stays)
 
     def _mode(self, counts: Tensor, left_censored: Tensor | None = None) -> dict[str, Tensor]:
-        """The share of leaves, with those of the prior; Newton steps if ``left_censored`` are given."""
+        """The share of leaves, with those of the prior; by Newton steps if some are censored."""
         stays = torch.arange(counts.size(-1), device=counts.device).to(counts)
         leaves, stays = counts[..., :-1].sum(-1), (counts * stays).sum(-1)
         prior_leave = prior_stay = torch.ones_like(self.prior_leave)
