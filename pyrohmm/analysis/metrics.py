@@ -30,6 +30,7 @@ from .agreement import num_identified as num_identified
 from .agreement import one_to_one_accuracy as one_to_one_accuracy
 from .agreement import state_histogram as state_histogram
 from .agreement import variation_of_information as variation_of_information
+from .usage import batches_of, hmms_of
 from .usage import state_usage as state_usage
 from .usage import transition_spectrum as transition_spectrum
 
@@ -102,11 +103,8 @@ def log_evidence(model: HMM | Fit, data: Sequences, batch_size: int = 256) -> Te
         ValueError: If sequences have variables of their own, and ``data`` are others.
     """
     with torch.no_grad():
-        if isinstance(model, HMM):
-            return model.log_prob(data.values)
-        parts = _parts(data, batch_size)
-        hmms = model.hmms(parts)
-        return torch.cat([hmm.log_prob(part.values) for hmm, part in zip(hmms, parts)])
+        hmms = hmms_of(model, data, batch_size)
+        return torch.cat([hmm.log_prob(part.values) for hmm, part in hmms])
 
 
 def held_out_log_evidence(
@@ -135,13 +133,9 @@ def held_out_log_evidence(
         return torch.cat(
             [
                 new_log_evidence(fit.model, fit.values, part, fit.plates, num_samples)
-                for part in _parts(data, batch_size)
+                for part in batches_of(data, batch_size)
             ]
         )
-
-
-def _parts(data: Sequences, batch_size: int) -> list[Sequences]:
-    return [data.batch(chosen) for chosen in torch.arange(len(data)).split(batch_size)]
 
 
 def num_parameters(module: Callable[..., Any], data: Sequences) -> int:

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -85,14 +85,23 @@ def state_usage(model: HMM | Fit, data: Sequences, batch_size: int = 256) -> Sta
         (tensor([3., 1.], dtype=torch.float64), 1.755)
     """
     check_size("batch_size", batch_size)
-    if isinstance(model, HMM):
-        hmms: Any = [(model, data)]
-    else:
-        parts = [data[start : start + batch_size] for start in range(0, len(data), batch_size)]
-        hmms = zip(model.hmms(parts), parts)
+    hmms = hmms_of(model, data, batch_size)
     counts = sum(_expected_steps(hmm, part.values) for hmm, part in hmms)
     shares = counts / counts.sum()
     return StateUsage(counts, float(torch.special.entr(shares).sum().exp()))
+
+
+def hmms_of(model: HMM | Fit, data: Sequences, batch_size: int) -> Iterable[tuple[HMM, Sequences]]:
+    """An HMM with its sequences; or those of a fit, for some sequences at a time."""
+    if isinstance(model, HMM):
+        return [(model, data)]
+    parts = batches_of(data, batch_size)
+    return zip(model.hmms(parts), parts)
+
+
+def batches_of(data: Sequences, batch_size: int) -> list[Sequences]:
+    """Consecutive sequences, some at a time, as parts of the whole set."""
+    return [data.batch(chosen) for chosen in torch.arange(len(data)).split(batch_size)]
 
 
 def _expected_steps(hmm: HMM, values: Tensor) -> Any:

@@ -1,13 +1,17 @@
-"""``CentredEmission``: base of the normal families, whose default priors have the data's scale."""
+"""Bases of the normal families, whose default priors have the location and scale of the data."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
+from pyro.distributions import Normal
+from pyro.distributions.torch_distribution import TorchDistribution
 from torch import Tensor
+from torch.distributions import constraints
 
-from .family import Emission
+from ..distributions.units import InUnits, InverseGamma
+from .family import Emission, check_strengths, positive, spread
 
 ROUNDING = 1e-14  # share of its mean below which a standard deviation is rounding
 
@@ -59,6 +63,55 @@ class CentredEmission(Emission):
     def _set_spread(self, variance: Tensor) -> float:
         """Take the scale of the prior from the variance of each component; returns log-units."""
         raise NotImplementedError
+
+
+class IndependentNormals(CentredEmission):
+    """Normal components, independent given all else, with conjugate priors; any shape of means."""
+
+    rate: Tensor
+    spherical: bool
+    supports: ClassVar[dict[str, constraints.Constraint]] = {
+        "variance": constraints.positive,
+        "loc": constraints.real,
+    }
+
+    def _add_normals(
+        self,
+        shape: tuple[int, ...],
+        loc: float | Tensor | None,
+        weight: float,
+        concentration: float,
+        rate: float | Tensor | None,
+        spherical: bool,
+    ) -> None:
+        """Add means of ``shape``, and variances: one for each row of them if ``spherical``."""
+        check_strengths(weight, concentration)
+        self.weight, self.spherical = weight, spherical
+        self.of_data = loc is None and rate is None
+        self.register_buffer("prior_loc", spread("loc", 0.0 if loc is None else loc, shape))
+        each = shape[:-1] if spherical else shape
+        self.register_buffer("rate", positive("rate", 1.0 if rate is None else rate, each))
+        self.register_buffer("shape", torch.full_like(self.rate, concentration))
+        self.set_priors(
+            variance=IndependentNormals._variance_prior, loc=IndependentNormals._loc_prior
+        )
+
+    def _set_spread(self, variance: Tensor) -> float:
+        self.rate = like(self.rate, variance.mean() if self.spherical else variance)
+        return float(self.rate.log().sum())
+
+    def _wide(self) -> Tensor:
+        variance = self.variance
+        return variance.unsqueeze(-1) if self.spherical else variance
+
+    def _variance_prior(self) -> TorchDistribution:
+        return InverseGamma(self.shape, self.rate).to_event(self.rate.dim())
+
+    def _loc_prior(self) -> TorchDistribution:
+        unit = self.rate.sqrt()
+        prior = Normal(self.prior_loc, (self._wide() / self.weight).sqrt())
+        unit = unit.unsqueeze(-1) if self.spherical else unit
+        return InUnits(prior, self.prior_loc, unit).to_event(self.prior_loc.dim())
 
 
 def like(buffer: Tensor, values: Tensor) -> Tensor:

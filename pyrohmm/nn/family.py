@@ -69,25 +69,34 @@ class Emission(Family):
 
 
 def build_emission(emission: EmissionFamily | None, num_states: int) -> PyroModule:
-    """The module that the family makes for K states.
+    """The module of emissions of K states: see :func:`build_part`."""
+    return build_part("emission", "an emission family", "normal(2)", emission, num_states)
+
+
+def build_part(name: str, kind: str, example: str, family: Any, num_states: int) -> PyroModule:
+    """The module that a family makes for K states.
+
+    Args:
+        name: Of the argument.
+        kind: Of family.
+        example: Of such a family.
+        family: Called with K, returns a ``PyroModule``.
+        num_states: K.
 
     Raises:
-        TypeError: If ``emission`` is not a family, or what it makes is not a ``PyroModule``.
+        TypeError: If ``family`` is not a family, or what it makes is not a ``PyroModule``.
     """
-    if not callable(emission) or isinstance(emission, torch.distributions.Distribution):
-        raise TypeError(
-            "emission must be an emission family, such as categorical(num_symbols); got "
-            f"{type(emission).__name__}."
-        )
-    part = emission(num_states)
+    if not callable(family) or isinstance(family, torch.distributions.Distribution):
+        raise TypeError(f"{name} must be {kind}, such as {example}; got {type(family).__name__}.")
+    part = family(num_states)
     if isinstance(part, partial):
         raise TypeError(
-            "emission must be an emission family, which is made by a call, such as normal(2) "
-            f"or categorical(6); got {getattr(emission, '__name__', emission)} itself."
+            f"{name} must be {kind}, which is made by a call, such as {example}; got "
+            f"{getattr(family, '__name__', family)} itself."
         )
     if not isinstance(part, PyroModule):
         raise TypeError(
-            "emission must return a PyroModule when it is called with K; got "
+            f"{name} must return a PyroModule when it is called with K; got "
             f"{type(part).__name__}. Put the parameters into one, as PyroParam or PyroSample."
         )
     return part

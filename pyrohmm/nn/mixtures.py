@@ -15,10 +15,10 @@ from .._checks import check_size
 from ..distributions.hard_zeros import log_probs
 from ..distributions.observation import log_prob_per_component
 from ..ops.log_space import log
-from .centred import centre
+from .centred import IndependentNormals, centre
 from .closed_form import Maximum, Statistics, row_mode
 from .family import EmissionFamily, moments, positive
-from .normals import IndependentNormals, normal_m_step
+from .normals import normal_m_step
 
 
 def normal_mixture(

@@ -19,15 +19,14 @@ from torch.distributions import constraints
 from .._checks import check_size
 from .._sync import exceeds
 from ..distributions.inverse_wishart import InverseWishart, covariance_matrix
-from ..distributions.units import InUnits, InverseGamma
+from ..distributions.units import InUnits
 from ..ops.products import symmetric, upper_products, weighted_sums
-from .centred import CentredEmission, centre, lift, like
+from .centred import CentredEmission, IndependentNormals, centre, lift, like
 from .closed_form import Maximum, Statistics
 from .family import (
     EmissionFamily,
     check_strengths,
     moments,
-    positive,
     spread,
 )
 
@@ -167,55 +166,6 @@ def normal_tied(
         scale=scale,
         tied=True,
     )
-
-
-class IndependentNormals(CentredEmission):
-    """Normal components, independent given all else, with conjugate priors; any shape of means."""
-
-    rate: Tensor
-    spherical: bool
-    supports: ClassVar[dict[str, constraints.Constraint]] = {
-        "variance": constraints.positive,
-        "loc": constraints.real,
-    }
-
-    def _add_normals(
-        self,
-        shape: tuple[int, ...],
-        loc: float | Tensor | None,
-        weight: float,
-        concentration: float,
-        rate: float | Tensor | None,
-        spherical: bool,
-    ) -> None:
-        """Add means of ``shape``, and variances: one for each row of them if ``spherical``."""
-        check_strengths(weight, concentration)
-        self.weight, self.spherical = weight, spherical
-        self.of_data = loc is None and rate is None
-        self.register_buffer("prior_loc", spread("loc", 0.0 if loc is None else loc, shape))
-        each = shape[:-1] if spherical else shape
-        self.register_buffer("rate", positive("rate", 1.0 if rate is None else rate, each))
-        self.register_buffer("shape", torch.full_like(self.rate, concentration))
-        self.set_priors(
-            variance=IndependentNormals._variance_prior, loc=IndependentNormals._loc_prior
-        )
-
-    def _set_spread(self, variance: Tensor) -> float:
-        self.rate = like(self.rate, variance.mean() if self.spherical else variance)
-        return float(self.rate.log().sum())
-
-    def _wide(self) -> Tensor:
-        variance = self.variance
-        return variance.unsqueeze(-1) if self.spherical else variance
-
-    def _variance_prior(self) -> TorchDistribution:
-        return InverseGamma(self.shape, self.rate).to_event(self.rate.dim())
-
-    def _loc_prior(self) -> TorchDistribution:
-        unit = self.rate.sqrt()
-        prior = Normal(self.prior_loc, (self._wide() / self.weight).sqrt())
-        unit = unit.unsqueeze(-1) if self.spherical else unit
-        return InUnits(prior, self.prior_loc, unit).to_event(self.prior_loc.dim())
 
 
 class NormalEmission(IndependentNormals):

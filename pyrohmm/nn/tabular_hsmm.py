@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from pyro.nn import PyroModule
 from torch import Tensor
 
 from .._checks import check_size
@@ -16,7 +15,7 @@ from ..ops.log_space import log
 from .chain_tables import ChainTables, set_point
 from .closed_form import Maximum, Statistics, inside, under
 from .durations import DurationFamily, DurationMStep, free_durations
-from .family import Emission, EmissionFamily
+from .family import Emission, EmissionFamily, build_part
 from .tabular import TabularHMM
 
 
@@ -86,21 +85,12 @@ class TabularHSMM(TabularHMM):
             num_states, emission, initial_concentration, transition_concentration,
             initial_allowed=initial_allowed, transition_allowed=others,
         )  # fmt: skip
-        if not callable(durations) or isinstance(durations, torch.distributions.Distribution):
-            raise TypeError(
-                "durations must be a family of durations, such as free_durations(max_duration); "
-                f"got {type(durations).__name__}."
-            )
-        self.duration = durations(num_states)
+        kind, example = "a family of durations", "free_durations(max_duration)"
+        self.duration = build_part("durations", kind, example, durations, num_states)
         if isinstance(self.duration, Emission):
             raise TypeError(
-                "durations must be a family of durations, such as free_durations(max_duration); "
-                f"got that of a {type(self.duration).__name__}. They come before emission."
-            )
-        if not isinstance(self.duration, PyroModule):
-            raise TypeError(
-                "durations must return a PyroModule when it is called with K; got "
-                f"{type(self.duration).__name__}."
+                f"durations must be {kind}; got that of a {type(self.duration).__name__}. They "
+                "come before emission."
             )
         self.censored_end, self.censored_start = censored_end, censored_start
 

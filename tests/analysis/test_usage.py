@@ -5,7 +5,7 @@ import math
 import pyro
 import pytest
 import torch
-from pyro.distributions import Categorical
+from pyro.distributions import Categorical, Dirichlet
 
 from pyrohmm import (
     HMM,
@@ -136,3 +136,18 @@ def test_a_batch_has_a_sequence_at_least(size):
     fit = fit_map(MarginalModel(TabularHMM(2, categorical(2))), data, num_steps=1)
     with pytest.raises(ValueError, match="batch_size must be"):
         metrics.state_usage(fit, data, batch_size=size)
+
+
+def test_usage_of_a_fit_whose_sequences_have_variables_of_their_own_does_not_depend_on_batches():
+    def model(data):
+        even = torch.full((2, 2), 0.5).log()
+        with pyro.plate("subjects", data.total, subsample=data.indices):
+            face = pyro.sample("face", Dirichlet(2 * torch.ones(2, 3)).to_event(1))
+            hmm = HMM(even[0], even, Categorical(face), data.lengths)
+            pyro.sample("x", hmm, obs=data.values)
+        return hmm
+
+    data = Sequences(torch.randint(3, (5, 6)), torch.full((5,), 6))
+    fit = fit_map(model, data, num_steps=10, progress=False)
+    whole = metrics.state_usage(fit, data)
+    torch.testing.assert_close(metrics.state_usage(fit, data, batch_size=2).counts, whole.counts)
