@@ -33,9 +33,8 @@ Its modules; each imports only those above it:
 ``blocks._numba``     compiled loops over chains in blocks of states
 ``_numba_segments``   compiled loops over chains with durations
 ``_numba_clusters``   compiled loops of Brown clustering
-``operations``        ``Backend``: the operations that torch and Numba implement
-``_torch_backend``    the operations by torch
-``_numba_backend``    the operations by Numba
+``operations``        ``Backend``: the operations by torch
+``_numba_backend``    those that Numba computes faster
 ``backends``          which backend computes: ``use``, ``TORCH``, ``NUMBA``
 ``products``          products of matrices between observations and states
 ``lookup``            rows of a table, and the sums that are their gradient

@@ -6,7 +6,7 @@ Numba is imported when an operation is first called, and optional (extra ``compi
 from __future__ import annotations
 
 import math
-from functools import cached_property
+from functools import cache
 from importlib import import_module
 from types import ModuleType
 
@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ._torch_backend import TORCH
 from .blocks import scaled as block_scaled
 from .blocks.plan import BlockChain
 from .chain import Chain
@@ -26,57 +25,43 @@ FEW = 1 << 10  # numbers, for which an operation of torch takes less time than a
 WIDE = 1 << 14  # sums, from which on products of torch are faster
 
 
+@cache  # it imports Numba, when it is first called
+def _compiled(name: str) -> ModuleType:
+    return import_module(name, __package__)
+
+
 class NumbaBackend(Backend):
-    """Compiled loops: see :class:`.operations.Backend`.
+    """Compiled loops.
 
     With many states and many sequences matrix products are faster, and torch's are used.
     """
 
-    @cached_property
-    def _chain(self) -> ModuleType:
-        return import_module("._numba_chain", __package__)
-
-    @cached_property
-    def _paths(self) -> ModuleType:
-        return import_module("._numba_paths", __package__)
-
-    @cached_property
-    def _segments(self) -> ModuleType:
-        return import_module("._numba_segments", __package__)
-
-    @cached_property
-    def _blocks(self) -> ModuleType:
-        return import_module(".blocks._numba", __package__)
-
-    @cached_property
-    def _clusters(self) -> ModuleType:
-        return import_module("._numba_clusters", __package__)
-
     def load(self) -> None:
         """Import Numba; raises ImportError if it is not installed."""
-        _ = self._chain
+        _compiled("._numba_chain")
 
     def take_rows(self, table: Tensor, rows: Tensor) -> Tensor:
         low, high = (int(end) for end in torch.aminmax(rows)) if len(rows) else (0, -1)
         if low < 0 or high >= len(table):
             raise IndexError(f"rows must lie between 0 and {len(table) - 1}; got {low} to {high}.")
-        kernels, width = self._chain, table.size(1)
+        kernels, width = _compiled("._numba_chain"), table.size(1)
         out = table.new_empty(len(rows), width)
         kernels.run(kernels.take_rows, len(rows), width, table.contiguous(), rows, out)
         return out
 
     def add_rows(self, values: Tensor, rows: Tensor, out: Tensor) -> None:
         if values.numel() < FEW:
-            TORCH.add_rows(values, rows, out)
+            super().add_rows(values, rows, out)
             return
-        kernels, work = self._chain, values.numel() // len(out)
+        kernels, work = _compiled("._numba_chain"), values.numel() // len(out)
         kernels.run(kernels.add_rows, len(out), work, rows, values.contiguous(), out)
 
     def add_products(self, weights: Tensor, rows: Tensor, out: Tensor) -> None:
         if out.dim() > 2 or len(rows) * out.numel() < FEW**2 or out.numel() > WIDE:
-            TORCH.add_products(weights, rows, out)
+            super().add_products(weights, rows, out)
             return
-        kernels, sides = self._chain, [part.contiguous().numpy() for part in (weights, rows)]
+        kernels = _compiled("._numba_chain")
+        sides = [part.contiguous().numpy() for part in (weights, rows)]
         threads = kernels.threads_of(len(rows), len(rows) * out.numel())
         sums = [out.numpy(), *(np.zeros(out.shape) for _ in range(threads - 1))]
 
@@ -94,10 +79,10 @@ class NumbaBackend(Backend):
         exact: Tensor,
     ) -> Tensor:  # fmt: skip
         if not _is_small(alpha):
-            return TORCH.forward(
+            return super().forward(
                 initial, transition, likelihood, lengths, limits, alpha, total, evidence, exact
             )
-        kernels, (least, tiny, slack) = self._chain, limits
+        kernels, (least, tiny, slack) = _compiled("._numba_chain"), limits
         steps, groups, size, num_states = alpha.shape
         many = size >= kernels.LANES // 2
         kernels.run(
@@ -115,11 +100,11 @@ class NumbaBackend(Backend):
         message: Tensor,
     ) -> None:  # fmt: skip
         if not _is_small(alpha):
-            TORCH.backward(
+            super().backward(
                 transition, seen, lengths, watched, factor, alpha, total, exact, gamma, message
             )
             return
-        kernels = self._chain
+        kernels = _compiled("._numba_chain")
         steps, groups, size, num_states = alpha.shape
         factor = alpha.new_ones(exact.shape) if factor is None else factor.contiguous()
         many = size >= kernels.LANES // 2
@@ -134,7 +119,8 @@ class NumbaBackend(Backend):
         self, chain: Chain, with_posterior: bool
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         initial, transition, likelihood, lengths = chain
-        kernels, count, num_states = self._paths, lengths.numel(), likelihood.size(-1)
+        kernels = _compiled("._numba_paths")
+        count, num_states = lengths.numel(), likelihood.size(-1)
         messages, gamma = torch.zeros_like(likelihood), torch.zeros_like(likelihood)
         evidence = likelihood.new_zeros(lengths.shape)
         counts = likelihood.new_zeros(len(transition), count, num_states, num_states)
@@ -147,9 +133,9 @@ class NumbaBackend(Backend):
 
     def viterbi(self, chain: Chain, best: Tensor) -> None:
         if not _is_small(chain.likelihood):
-            TORCH.viterbi(chain, best)
+            super().viterbi(chain, best)
             return
-        kernels, (initial, transition, likelihood, lengths) = self._paths, chain
+        kernels, (initial, transition, likelihood, lengths) = _compiled("._numba_paths"), chain
         steps, groups, size, num_states = likelihood.shape
         work, transition = steps * num_states**2, transition.contiguous()
         if size >= kernels.LANES // 2:
@@ -167,16 +153,17 @@ class NumbaBackend(Backend):
         self, messages: Tensor, transposed: Tensor, lengths: Tensor, uniform: Tensor, states: Tensor
     ) -> None:
         if not _is_small(messages):
-            TORCH.sample_states(messages, transposed, lengths, uniform, states)
+            super().sample_states(messages, transposed, lengths, uniform, states)
             return
-        kernels, work = self._paths, 10 * states.numel() * messages.size(-1) // lengths.numel()
+        kernels = _compiled("._numba_paths")
+        work = 10 * states.numel() * messages.size(-1) // lengths.numel()
         kernels.run(
             kernels.sample_states, lengths.numel(), work, messages, transposed, lengths,
             math.log(torch.finfo(messages.dtype).tiny), uniform, states,
         )  # fmt: skip
 
     def segment_forward(self, chain: SegmentChain, filtering: bool) -> tuple[Tensor, ...]:
-        kernels, likelihood = self._segments, chain.likelihood
+        kernels, likelihood = _compiled("._numba_segments"), chain.likelihood
         arrive, ends = torch.zeros_like(likelihood), torch.zeros_like(likelihood)
         evidence = likelihood.new_zeros(len(likelihood))
         filtered = likelihood.new_zeros(likelihood.shape if filtering else (0, 0, 0))
@@ -189,7 +176,7 @@ class NumbaBackend(Backend):
     def segment_backward(
         self, chain: SegmentChain, arrive: Tensor, ends: Tensor, evidence: Tensor, weight: Tensor
     ) -> tuple[Tensor, ...]:
-        kernels, count = self._segments, len(chain.lengths)
+        kernels, count = _compiled("._numba_segments"), len(chain.lengths)
         threads = kernels.threads_of(count, count * _segment_work(chain))
         gamma, starts = torch.zeros_like(chain.likelihood), torch.zeros_like(chain.initial)
         tables = chain[1:6]
@@ -207,13 +194,13 @@ class NumbaBackend(Backend):
         return starts, *(torch.stack(parts).sum(0) for parts in zip(*sums)), gamma
 
     def segment_viterbi(self, chain: SegmentChain, best: Tensor) -> None:
-        kernels = self._segments
+        kernels = _compiled("._numba_segments")
         kernels.run(kernels.viterbi, len(best), _segment_work(chain), *chain, best)
 
     def segment_sample(
         self, chain: SegmentChain, arrive: Tensor, ends: Tensor, uniform: Tensor, states: Tensor
     ) -> None:
-        kernels = self._segments
+        kernels = _compiled("._numba_segments")
         work = 10 * len(states) * chain.likelihood[0].numel()
         kernels.run(
             kernels.sample_states, len(chain.lengths), work, *chain[1:], arrive, ends, uniform,
@@ -221,26 +208,26 @@ class NumbaBackend(Backend):
         )  # fmt: skip
 
     def block_evidence(self, chain: BlockChain) -> tuple[Tensor, Tensor]:
-        return block_scaled.log_evidence(self._blocks, chain)
+        return block_scaled.log_evidence(_compiled(".blocks._numba"), chain)
 
     def block_final_state(self, chain: BlockChain) -> Tensor:
-        found = block_scaled.final_state(self._blocks, chain)
-        return TORCH.block_final_state(chain) if found is None else found
+        found = block_scaled.final_state(_compiled(".blocks._numba"), chain)
+        return super().block_final_state(chain) if found is None else found
 
     def enter_cluster(self, tables: Tables, terms: Terms, slot: int) -> None:
-        self._clusters.enter_cluster(*tables, terms.table, terms.steps, slot)
+        _compiled("._numba_clusters").enter_cluster(*tables, terms.table, terms.steps, slot)
 
     def merge_clusters(self, tables: Tables, terms: Terms, keep: int, gone: int) -> None:
-        self._clusters.merge_clusters(*tables, terms.table, terms.steps, keep, gone)
+        _compiled("._numba_clusters").merge_clusters(*tables, terms.table, terms.steps, keep, gone)
 
     def best_merge(self, tables: Tables, terms: Terms) -> tuple[int, int]:
-        return self._clusters.best_merge(*tables[3:], terms.tie)
+        return _compiled("._numba_clusters").best_merge(*tables[3:], terms.tie)
 
     def sweep_clusters(
         self, words: Words, labels: np.ndarray, counts: np.ndarray, marginals: np.ndarray,
         sizes: np.ndarray, terms: Terms,
     ) -> int:  # fmt: skip
-        return self._clusters.sweep_clusters(
+        return _compiled("._numba_clusters").sweep_clusters(
             labels, counts, marginals, sizes, words.starts, words.others, words.numbers,
             terms.table, terms.steps, terms.tie,
         )  # fmt: skip

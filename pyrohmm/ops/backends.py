@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from ._numba_backend import NUMBA as NUMBA
-from ._torch_backend import TORCH as TORCH
+from .operations import TORCH as TORCH
 from .operations import Backend as Backend
 
 _chosen: ContextVar[Backend | None] = ContextVar("pyrohmm_backend", default=None)

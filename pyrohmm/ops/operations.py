@@ -1,4 +1,4 @@
-"""``Backend``: the operations that torch and Numba implement.
+"""``Backend``: the operations by torch (and numpy, for clusters), on any device.
 
 Tensors of dense chains are time-major: T steps of G groups of n sequences with K states, and each
 group has transition matrices ``(S, G, K, K)`` with S = 1 or T - 1 (:class:`.chain.Chain`).
@@ -7,36 +7,45 @@ Results are written into the tensors that are named last.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+import math
 
 import numpy as np
+import torch
 from torch import Tensor
 
+from . import numpy_clusters, torch_chain, torch_chunks, torch_segments
+from .blocks.messages import LogChain
 from .blocks.plan import BlockChain
 from .chain import Chain
+from .log_space import finite_or_zero
+from .masks import exists
 from .numpy_clusters import Tables, Terms, Words
 from .segment_chain import SegmentChain
 
+CHUNK = 1 << 24, 1 << 17  # numbers in float64 at once, on a device and in the cache of a core
 
-class Backend(ABC):
-    """One implementation of each operation."""
 
-    @abstractmethod
+class Backend:
+    """Operations of torch, one step at a time; Numba's override some of them."""
+
     def take_rows(self, table: Tensor, rows: Tensor) -> Tensor:
         """Rows ``(M, K)`` of ``table`` ``(V, K)`` at the integers ``rows`` ``(M,)``."""
+        return table.index_select(0, rows)
 
-    @abstractmethod
     def add_rows(self, values: Tensor, rows: Tensor, out: Tensor) -> None:
         """Add each of ``values`` ``(M, K)`` to the row of ``out`` ``(V, K)`` that ``rows`` says."""
+        out.index_add_(0, rows, values.to(out.dtype))
 
-    @abstractmethod
     def add_products(self, weights: Tensor, rows: Tensor, out: Tensor) -> None:
         """Add the products of ``weights`` ``(*S, N, K)`` and ``rows`` ``(*S, N, F)``, over all N.
 
         They are of float32, and ``out`` ``(*S, K, F)`` and every sum of float64.
         """
+        width = out.shape[:-2].numel() * (weights.size(-1) + rows.size(-1))
+        size = max(32, CHUNK[rows.device.type == "cpu"] // max(width, 1))
+        for weight, part in zip(weights.split(size, -2), rows.split(size, -2)):
+            out += weight.double().mT @ part.double()
 
-    @abstractmethod
     def forward(
         self, initial: Tensor, transition: Tensor, likelihood: Tensor, lengths: Tensor,
         limits: tuple[float, float, float], alpha: Tensor, total: Tensor, evidence: Tensor,
@@ -60,8 +69,21 @@ class Backend(ABC):
         Returns:
             The likelihoods in the form in which :meth:`backward` reads them.
         """
+        watched = limits[0] >= 0
+        weight, peak = _weigh(likelihood, watched)
+        chunked = not watched and torch_chunks.chunk_length(transition, weight, lengths)
+        solve = torch_chunks.forward_by_chunks if chunked else torch_chain.forward_by_steps
+        solve(initial, transition, weight, lengths, limits, alpha, total, exact)
+        if not bool(exact.all()):
+            alpha.masked_fill_(~exact.unsqueeze(-1), 0.0)
+            total.masked_fill_(~exact, 1.0)
+        logs = total.double().log() + peak
+        if bool((lengths < len(logs)).any()):
+            padded = ~exists(lengths, len(logs), logs.device).movedim(-1, 0)
+            logs = logs.masked_fill(padded, 0.0)
+        torch.sum(logs, 0, out=evidence)
+        return weight
 
-    @abstractmethod
     def backward(
         self, transition: Tensor, seen: Tensor, lengths: Tensor, watched: bool,
         factor: Tensor | None, alpha: Tensor, total: Tensor, exact: Tensor, gamma: Tensor,
@@ -72,18 +94,40 @@ class Backend(ABC):
         ``seen``, ``alpha``, ``total`` are those of :meth:`forward`; ``exact`` is cleared, and the
         results are zero, where numbers leave their range.
         """
+        chunked = not watched and torch_chunks.chunk_length(transition, seen, lengths)
+        solve = torch_chunks.backward_by_chunks if chunked else torch_chain.backward_by_steps
+        solve(transition, seen, lengths, alpha, total, exact, gamma, message)
+        if not bool(exact.all()):
+            gamma.masked_fill_(~exact.unsqueeze(-1), 0.0)
+            message.masked_fill_(~exact.unsqueeze(-1), 0.0)
+        if factor is not None:
+            gamma.mul_(factor.unsqueeze(-1))
+            message.mul_(factor.unsqueeze(-1))
 
-    @abstractmethod
     def log_space(
         self, chain: Chain, with_posterior: bool
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """As :func:`.message_passing.in_log_space`, for a chain in float64."""
+        num_states, size = chain.likelihood.size(-1), chain.lengths.size(1)
+        with torch.enable_grad():
+            single = Chain(
+                chain.initial.reshape(-1, 1, num_states),
+                chain.transition.repeat_interleave(size, 1).requires_grad_(),  # one per sequence
+                chain.likelihood.reshape(len(chain.likelihood), -1, 1, num_states).requires_grad_(),
+                chain.lengths.reshape(-1, 1),
+            )
+            evidence, messages = torch_chain.log_space_by_steps(*single)
+            counts, gamma = torch.autograd.grad(
+                evidence.sum(), (single.transition, single.likelihood), materialize_grads=True
+            )
+        shape = chain.likelihood.shape
+        messages = messages.detach().reshape(shape)
+        return evidence.detach().flatten(), gamma.reshape(shape), counts, messages
 
-    @abstractmethod
     def viterbi(self, chain: Chain, best: Tensor) -> None:
         """Most probable paths ``best`` ``(T, G, n)``; zeros at padded steps are left there."""
+        torch_chain.viterbi_by_steps(*chain, best)
 
-    @abstractmethod
     def sample_states(
         self, messages: Tensor, transposed: Tensor, lengths: Tensor, uniform: Tensor, states: Tensor
     ) -> None:
@@ -92,8 +136,8 @@ class Backend(ABC):
         ``transposed`` is log p(z_{t+1} | z_t) with row = to; ``uniform`` ``(S, T, G, n)`` numbers
         from 0 to 1 decide.
         """
+        torch_chain.sample_by_steps(messages, transposed, lengths, uniform, states)
 
-    @abstractmethod
     def segment_forward(self, chain: SegmentChain, filtering: bool) -> tuple[Tensor, ...]:
         """Forward messages of a chain with durations, in logarithms.
 
@@ -107,8 +151,8 @@ class Backend(ABC):
             the observations before and in them, ``(N, T, K)``; the log evidence ``(N,)``; and log
             p(x_{1:t}, z_t) ``(N, T, K)``, or an empty tensor. Padded steps hold anything.
         """
+        return torch_segments.forward(chain, filtering)
 
-    @abstractmethod
     def segment_backward(
         self, chain: SegmentChain, arrive: Tensor, ends: Tensor, evidence: Tensor, weight: Tensor
     ) -> tuple[Tensor, ...]:
@@ -116,12 +160,12 @@ class Backend(ABC):
 
         ``arrive``, ``ends`` and ``evidence`` are those of :meth:`segment_forward`.
         """
+        return torch_segments.backward(chain, arrive, ends, evidence, weight)
 
-    @abstractmethod
     def segment_viterbi(self, chain: SegmentChain, best: Tensor) -> None:
         """Most probable paths ``best`` ``(N, T)``; zeros at padded steps are left there."""
+        torch_segments.viterbi(chain, best)
 
-    @abstractmethod
     def segment_sample(
         self, chain: SegmentChain, arrive: Tensor, ends: Tensor, uniform: Tensor, states: Tensor
     ) -> None:
@@ -129,30 +173,48 @@ class Backend(ABC):
 
         ``uniform`` ``(S, N, T, 2)``, numbers from 0 to 1, decide on state and duration.
         """
+        torch_segments.sample_states(chain, arrive, ends, uniform, states)
 
-    @abstractmethod
     def block_evidence(self, chain: BlockChain) -> tuple[Tensor, Tensor]:
         """Log evidence ``(N,)`` in the order of the plan, and where it is exact; differentiable."""
+        evidence = LogChain(chain).log_evidence()
+        return evidence, torch.ones(len(evidence), dtype=torch.bool)
 
-    @abstractmethod
     def block_final_state(self, chain: BlockChain) -> Tensor:
         """Log p(z_T | x_{1:T}) in the last block, ``(N, w)``, in the order of the plan."""
+        return LogChain(chain).final_state()
 
-    @abstractmethod
     def enter_cluster(self, tables: Tables, terms: Terms, slot: int) -> None:
         """Update ``tables`` for a new cluster whose counts stand in ``slot``."""
+        numpy_clusters.enter_cluster(tables, terms, slot)
 
-    @abstractmethod
     def merge_clusters(self, tables: Tables, terms: Terms, keep: int, gone: int) -> None:
         """Merge cluster ``gone`` into ``keep``, of lower rank."""
+        numpy_clusters.merge_clusters(tables, terms, keep, gone)
 
-    @abstractmethod
     def best_merge(self, tables: Tables, terms: Terms) -> tuple[int, int]:
         """The pair whose merge loses least; the one with the more frequent word first."""
+        return numpy_clusters.best_merge(tables, terms)
 
-    @abstractmethod
     def sweep_clusters(
         self, words: Words, labels: np.ndarray, counts: np.ndarray, marginals: np.ndarray,
         sizes: np.ndarray, terms: Terms,
     ) -> int:  # fmt: skip
         """Give each word in turn its best cluster; return the number that changed."""
+        return numpy_clusters.sweep_clusters(words, labels, counts, marginals, sizes, terms)
+
+
+def _weigh(likelihood: Tensor, watched: bool) -> tuple[Tensor, Tensor]:
+    """Likelihoods over their peak ``(T, G, n, K)``, and the logarithms of the peaks."""
+    peak = finite_or_zero(likelihood.amax(-1, keepdim=True))
+    weight = likelihood - peak
+    tiny = torch.finfo(likelihood.dtype).tiny
+    floor = math.log(tiny) + 0.1  # exp takes long at the end of its range, and beyond
+    low = weight < floor
+    weight.clamp_(min=floor).exp_().masked_fill_(low, tiny if watched else 0.0)
+    if watched:  # only hard zeros may be zero
+        weight.masked_fill_(likelihood.isneginf(), 0.0)
+    return weight, peak.squeeze(-1)
+
+
+TORCH = Backend()
