@@ -15,7 +15,7 @@ from torch import Tensor
 from .._arrays import to_tensor
 from .._checks import check_size
 from .sequences import Sequences
-from .tables import checked_lengths
+from .tables import check_num_rows, checked_lengths
 
 
 class Parts:
@@ -165,11 +165,7 @@ class StoredSequences:
         self.further = {name: part for name, part in further.items() if part is not None}
         self.lengths = checked_lengths(to_tensor("lengths", lengths), num_rows)
         for name, part in self.further.items():
-            if _num_rows(name, part) != num_rows:
-                raise ValueError(
-                    f"{name} must have a row for each of the {num_rows} rows of values; got "
-                    f"{_num_rows(name, part)}."
-                )
+            check_num_rows(name, (_num_rows(name, part),), num_rows)
         self.ends = self.lengths.cumsum(0)
         self.places = _places(self.lengths, max_steps)
 

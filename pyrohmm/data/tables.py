@@ -86,12 +86,16 @@ def checked_lengths(lengths: Tensor, num_rows: int) -> Tensor:
 def rows_like(name: str, part: Any, num_rows: int) -> Tensor:
     """A tensor of as many rows as the values have."""
     tensor = _read(name, part)
-    if tensor.dim() == 0 or len(tensor) != num_rows:
-        raise ValueError(
-            f"{name} must have a row for each of the {num_rows} rows of values; got "
-            f"{_shape(tensor)}."
-        )
+    check_num_rows(name, tuple(tensor.shape), num_rows)
     return tensor
+
+
+def check_num_rows(name: str, shape: tuple[int, ...], num_rows: int) -> None:
+    """Raise unless what has ``shape`` has as many rows as the values."""
+    if shape[:1] != (num_rows,):
+        raise ValueError(
+            f"{name} must have a row for each of the {num_rows} rows of values; got shape {shape}."
+        )
 
 
 def _read(name: str, part: Any) -> Tensor:
