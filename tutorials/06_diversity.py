@@ -307,7 +307,7 @@ plt.show()
 # agrees with the exact posterior if it starts below the diagonal. Started above it, with the prior,
 # most of its samples stay there, because the density vanishes on the diagonal. The same holds for
 # EM and MAP. Run several chains or restarts from different initial values, and compare their
-# evidence. For up to four states, `RowPermutationNUTS(model, "module.transition")` in place of
+# evidence. `RowPermutationNUTS(model, "module.transition")` in place of
 # `NUTS` samples both sides.
 
 # %% [markdown]

@@ -164,6 +164,8 @@ class LanguageModel:
             raise ValueError(
                 f"num_clusters must be at most num_states = {num_states}; got {num_clusters}."
             )
+        if not 0 <= mass_power <= 1:  # finding clusters takes minutes
+            raise ValueError(f"mass_power must be from 0 to 1; got {mass_power}.")
         assignment = clusters.find_clusters(data, vocabulary, num_clusters)
         counts = torch.bincount(data.values[data.exists], minlength=len(vocabulary))
         sizes = clusters.allocate(num_states, assignment, counts, mass_power)
@@ -223,8 +225,9 @@ class LanguageModel:
             **options: Further arguments: :class:`pyrohmm.FitOptions` explains them.
 
         Raises:
-            FloatingPointError: If the loss or a parameter becomes infinite or NaN; the parameters
-                are then those that predicted ``validation`` best, or those before the fit.
+            FloatingPointError: If the loss or a parameter becomes infinite or NaN, or the first
+                sentences take ten times the nats of uniform guessing at the end; the parameters are
+                then those that predicted ``validation`` best, or those before the fit.
             TypeError, ValueError: As :func:`pyrohmm.fit_svi`; or if an option is one that this
                 method chooses.
         """
@@ -257,7 +260,7 @@ class LanguageModel:
             **batching,
             **options,
         )
-        if self._is_broken(data[:1]):  # no loss comes after the last step
+        if self._is_broken(data[:16]):  # no loss comes after the last step
             self.module.load_state_dict(first)
             raise FloatingPointError(LEFT.format(len(fit.losses)))
         return fit
@@ -275,11 +278,12 @@ class LanguageModel:
             check_ends("validation", self.vocabulary, held_out)
 
     def _is_broken(self, data: Sequences) -> bool:
-        """Whether parameters are so large that scores are NaN, or not computed at all."""
+        """Whether parameters are so large that scores are NaN, or ten times uniform guessing's."""
         try:
-            return bool(self.score(data).isnan().any())
+            nats = -self.score(data).sum().item() / data.num_observed
         except ValueError:
             return True
+        return not nats <= 10 * math.log(len(self.vocabulary))  # NaN also
 
     def num_steps(
         self,

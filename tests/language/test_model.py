@@ -98,7 +98,7 @@ def test_no_more_clusters_than_words_that_occur():
     ]  # fmt: skip
 
 
-def test_clusters_whose_words_occur_more_may_have_more_states():
+def test_clusters_whose_words_occur_more_may_have_more_states(monkeypatch):
     vocabulary, data = prepared(["a b a", "b a", "a c b"])
     counts = torch.tensor(
         [" ".join(["a b a", "b a", "a c b"]).split().count(w) for w in vocabulary]
@@ -109,7 +109,8 @@ def test_clusters_whose_words_occur_more_may_have_more_states():
         owner = model.blocks.symbol_block
         assert torch.equal(model.blocks.sizes, clusters.allocate(12, owner, counts, power))
         assert int(model.blocks.sizes.max()) == most
-    with pytest.raises(ValueError, match="power must be from 0"):
+    monkeypatch.setattr(clusters, "find_clusters", None)  # refused before the long part
+    with pytest.raises(ValueError, match="mass_power must be from 0 to 1; got 2"):
         LanguageModel.from_data(vocabulary, data, 12, 4, 4, mass_power=2.0)
 
 
@@ -248,6 +249,18 @@ def test_a_fit_that_fails_gives_back_the_parameters(num_epochs, held_out):
     before = [parameter.detach().clone() for parameter in model.module.parameters()]
     with pytest.raises(FloatingPointError, match="a parameter has left its range"):
         model.fit(data, data if held_out else None, num_epochs=num_epochs, learning_rate=1e300)
+    assert all(map(torch.equal, before, model.module.parameters()))
+
+
+@pytest.mark.parametrize("learning_rate", [1e3, 1e9])
+def test_a_fit_whose_end_is_finite_but_useless_gives_back_the_parameters(learning_rate):
+    """In float64 nothing overflows: 1e6 to 1e18 nats a word, where uniform guessing takes 2."""
+    vocabulary, data = prepared(text(30))
+    model = LanguageModel.from_data(vocabulary, data, 12, 4, 8, dropout=0.0)
+    model.module.double()
+    before = [parameter.detach().clone() for parameter in model.module.parameters()]
+    with pytest.raises(FloatingPointError, match="a parameter has left its range"):
+        model.fit(data, num_epochs=3, learning_rate=learning_rate)
     assert all(map(torch.equal, before, model.module.parameters()))
 
 
