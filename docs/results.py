@@ -615,6 +615,15 @@ def block_ways_table() -> str:
     return table(["way", "shape", "lines", "times faster than the general one"], body)
 
 
+def engine_ways_table() -> str:
+    """What special ways of the compiled recursions gain over the general one."""
+    body = [
+        [row["kernel"], row["shape"], str(row["lines"]), f"{row['times'][0]:.1f}×"]
+        for row in rows("engine_ways")
+    ]
+    return table(["kernel", "shape", "lines", "times faster than the general one"], body)
+
+
 def switch_numbers() -> dict[str, str]:
     """What the page of benchmarks says of chains in blocks of states."""
     at = {row["part"]: row["switch"] for row in rows("block_switches")}
@@ -784,6 +793,7 @@ TABLES = {
     "batches": batches_table,
     "block_queries": block_queries_table,
     "block_ways": block_ways_table,
+    "engine_ways": engine_ways_table,
     "chunks": chunks_table,
     "pairs": pairs_table,
     "fits": fits_table,

@@ -22,7 +22,6 @@ Its modules; each imports only those above it:
 ``torch_factorial``   several chains, or pairs of states of one, as torch operations
 ``cluster_tables``    counts that Brown clustering keeps
 ``_numba_math``       what all compiled loops use
-``_numba_turns``      blocks of numbers transposed in registers
 ``_numba_lanes``      compiled arithmetic along sequences
 ``_numba_chain``      compiled loops over dense chains: scaled messages
 ``_numba_tables``     compiled probabilities of those, and counts from what they add up

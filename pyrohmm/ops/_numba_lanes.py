@@ -10,10 +10,38 @@ from __future__ import annotations
 import numpy as np
 
 from ._numba_math import exp, kernel, u64
-from ._numba_turns import add_block, load_block, store_block
 
 LANES = 32  # sequences that go through a matrix together, if there are so many
 _0, _1, _2, _3, _4, _LANES = (u64(i) for i in (0, 1, 2, 3, 4, LANES))
+
+
+@kernel
+def load_block(tile, at, stride, array, a, b, c, d):
+    """Write four numbers each, from ``a``, ``b``, ``c`` and ``d`` on, to four lanes of a tile."""
+    for k in range(_4):
+        o = at + k * stride
+        tile[o], tile[o + _1] = array[a + k], array[b + k]
+        tile[o + _2], tile[o + _3] = array[c + k], array[d + k]
+
+
+@kernel
+def store_block(array, a, b, c, d, tile, at, stride):
+    """As :func:`load_block`, the other way."""
+    for k in range(_4):
+        o = at + k * stride
+        array[a + k], array[b + k] = tile[o], tile[o + _1]
+        array[c + k], array[d + k] = tile[o + _2], tile[o + _3]
+
+
+@kernel
+def add_block(array, a, b, c, d, tile, at, stride):
+    """As :func:`store_block`, added to what is there; rows may be the same."""
+    for k in range(_4):
+        o = at + k * stride
+        array[a + k] += tile[o]
+        array[b + k] += tile[o + _1]
+        array[c + k] += tile[o + _2]
+        array[d + k] += tile[o + _3]
 
 
 @kernel

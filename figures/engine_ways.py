@@ -1,0 +1,105 @@
+"""What special ways of the compiled recursions gain over the general ones.
+
+Evidence and gradient on one thread, by the special way and without it, in turn: ``milliseconds``
+are the processor's, the median of the rounds; ``times`` is the general way over the special one
+in the same round: median, lowest and highest. ``lines`` are those of the source of the special
+way, docstrings included. A way is worth its lines from 1.5 on, at a shape that is used.
+
+Writes ``engine_ways.json``.
+"""
+
+from __future__ import annotations
+
+import time
+from statistics import median
+from typing import Any
+from unittest import mock
+
+import torch
+from block_ways import Call, lines
+from common import arguments, interleaved, ratio, write
+
+from pyrohmm.ops import _numba_losses, _numba_pieces, evidence, recursions
+
+NAME = "engine_ways"
+
+
+def gradient(num_states: int, steps: int, count: int, cycle: bool) -> Call:
+    """Evidence and gradient of sequences of noisy levels, of a full matrix or of a cycle."""
+    torch.manual_seed(0)
+    levels = 3.0 * torch.arange(num_states)
+    states = torch.arange(steps) // 10 % num_states
+    values = levels[states] + torch.randn(count, steps)
+    logs = (-0.5 * (values[..., None] - levels) ** 2).requires_grad_()
+    stay = torch.eye(num_states)
+    matrix = 0.9 * stay + (0.1 * stay.roll(1, 1) if cycle else 0.1 / num_states)
+    initial = torch.full((num_states,), 1 / num_states).log()
+    transition = (matrix / matrix.sum(-1, keepdim=True)).log()[None].requires_grad_()
+    lengths = torch.full((count,), steps)
+
+    def run() -> Any:
+        found = recursions.log_evidence(initial, transition, logs, lengths)
+        return torch.autograd.grad(found.sum(), (transition, logs))
+
+    return run
+
+
+def whole(call: Call) -> Call:
+    """The same with sequences as they are."""
+
+    def run() -> None:
+        with mock.patch.object(evidence, "_Pieces", evidence._Whole):
+            call()
+
+    return run
+
+
+def unsure_again(call: Call) -> Call:
+    """The same with every sequence of which steps may have lost anything done in a wider range."""
+
+    def drop(self: Any, found: Any) -> None:
+        found.exact[:] &= found.sure
+
+    def run() -> None:
+        with mock.patch.object(evidence._Sweep, "bound_losses", drop):
+            call()
+
+    return run
+
+
+def ways(quick: bool) -> list[tuple[str, str, list[Any], Call, Call]]:
+    """For each way its shape, its source, and how it and the general way are called."""
+    found = []
+    for num_states, steps in ((2, 4000), (2, 50_000), (4, 50_000)):
+        steps = 4000 if quick else steps
+        call = gradient(num_states, steps, 1, cycle=False)
+        shape = f"one sequence of {steps:,} steps, {num_states} states"
+        sources = [_numba_pieces, evidence._Pieces]
+        found.append(("long sequences in pieces", shape, sources, call, whole(call)))
+    call = gradient(10, 50 if quick else 500, 64, cycle=True)
+    shape = "64 sequences of 500 steps, cycle of 10 states, float32"
+    sources = [_numba_losses, evidence._Sweep.bound_losses]
+    found.append(("bound of what was lost", shape, sources, call, unsure_again(call)))
+    return found
+
+
+def main() -> None:
+    options = arguments(__doc__, picture=False)
+    torch.set_num_threads(1)
+    rows = []
+    for name, shape, sources, special, general in ways(options.quick):
+        rounds = 1 if options.quick else 9
+        calls = {"special": special, "general": general}
+        times = interleaved(calls, rounds, 20.0, time.process_time)
+        rows.append(
+            {"kernel": name, "shape": shape, "lines": sum(map(lines, sources)),
+             "milliseconds": {each: 1000 * median(times[each]) for each in calls},
+             "times": ratio(times, "general", "special")}
+        )  # fmt: skip
+        print(rows[-1], flush=True)
+    if not options.quick:
+        write(NAME, rows, threads=1)
+
+
+if __name__ == "__main__":
+    main()
