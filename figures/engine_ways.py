@@ -76,8 +76,9 @@ def ways(quick: bool) -> list[tuple[str, str, list[Any], Call, Call]]:
         shape = f"one sequence of {steps:,} steps, {num_states} states"
         sources = [_numba_pieces, evidence._Pieces]
         found.append(("long sequences in pieces", shape, sources, call, whole(call)))
-    call = gradient(10, 50 if quick else 500, 64, cycle=True)
-    shape = "64 sequences of 500 steps, cycle of 10 states, float32"
+    steps = 50 if quick else 500
+    call = gradient(10, steps, 64, cycle=True)
+    shape = f"64 sequences of {steps} steps, cycle of 10 states, float32"
     sources = [_numba_losses, evidence._Sweep.bound_losses]
     found.append(("bound of what was lost", shape, sources, call, unsure_again(call)))
     return found
