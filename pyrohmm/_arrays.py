@@ -75,7 +75,7 @@ def to_numpy(values: Any) -> np.ndarray:
 
 
 def is_missing(values: np.ndarray) -> np.ndarray:
-    """Where a column holds None, NaN, or what else is not equal to itself, booleans."""
+    """Mask of a column's missing entries: None, NaN, and all else that differs from itself."""
     if values.dtype.kind != "O":
         return values != values if values.dtype.kind in "fcMm" else np.zeros(values.shape, bool)
     flat = [_is_nothing(item) for item in values.reshape(-1)]

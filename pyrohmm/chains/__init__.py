@@ -1,4 +1,4 @@
-"""What p(z) is: the distributions of the hidden states, one module a chain.
+"""Chains: distributions p(z) of the hidden states, one module each.
 
 Imports ``ops``. An :class:`~pyrohmm.HMM` joins a chain with an emission and data. A new chain is a
 module here: its named parameters, and its recursions.

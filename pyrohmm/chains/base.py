@@ -93,7 +93,7 @@ class Chain:
 
     @property
     def batch_shape(self) -> torch.Size:
-        """What the batch dimensions of the parameters broadcast to."""
+        """Batch shape to which the parameters broadcast."""
         return torch.broadcast_shapes(*(self.batch_of(n, p) for n, p in self.parameters.items()))
 
     def batch_of(self, name: str, tensor: Tensor) -> torch.Size:

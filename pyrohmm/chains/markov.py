@@ -133,7 +133,7 @@ class MarkovChain(MarkovRecursions):
 
     @property
     def cores(self) -> dict[str, Core]:  # type: ignore[override]
-        """Those of the first state, and of the matrix or matrices."""
+        """Core dimensions of the first state's probabilities and of the matrix or matrices."""
         steps = ("T",) if self.per_step else ()
         return {"log_initial": ("K",), "log_transition": (*steps, "K", "K")}
 

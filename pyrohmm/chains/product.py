@@ -54,7 +54,7 @@ class ProductChain(Chain):
 
     @property
     def cores(self) -> dict[str, Core]:  # type: ignore[override]
-        """Those of the first state and of the matrix of each chain."""
+        """Core dimensions of the initial probabilities and of the matrix of each chain."""
         found: dict[str, Core] = {}
         for m in range(len(self.sizes)):
             found |= {f"log_initial_{m}": (f"K{m}",), f"log_transition_{m}": (f"K{m}", f"K{m}")}

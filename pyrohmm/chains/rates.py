@@ -73,7 +73,7 @@ class RateChain(MarkovRecursions):
 
     @property
     def batch_shape(self) -> torch.Size:
-        """What the batch dimensions of the parameters and of the gaps broadcast to."""
+        """Batch shape to which the parameters and the gaps broadcast."""
         return torch.broadcast_shapes(self.log_initial.shape[:-1], self._matrices.shape[:-3])
 
     @property
@@ -126,7 +126,7 @@ class RateChain(MarkovRecursions):
         return super().permuted(order).replace(exact_entry=exact)
 
     def factors(self) -> dict[str, Tensor]:
-        """What expected counts multiply: log rates, and on the diagonal minus the exit rates."""
+        """Factors of the expected counts: log rates, and on the diagonal minus the exit rates."""
         diagonal = _diagonal(self.rates)
         logs = log(self.rates.masked_fill(diagonal, 1.0))
         return {

@@ -83,7 +83,7 @@ class Parts:
 
     @property
     def device(self) -> torch.device:
-        """Where the parts are."""
+        """Device of the parts."""
         return self.first.device
 
     def scaled(self) -> Iterator[Sequences]:

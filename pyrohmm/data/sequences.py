@@ -309,7 +309,7 @@ class Sequences(Dataset["Sequences"]):
 
     @property
     def device(self) -> torch.device:
-        """Where the values are."""
+        """Device of the values."""
         return self.values.device
 
     @property

@@ -91,7 +91,7 @@ class Autoregressive(TorchDistribution):
         raise NotImplementedError(f"{type(self).__name__} must define given(context).")
 
     def permuted(self, order: Tensor) -> Autoregressive:
-        """The same emissions with state k emitting as ``order[k]`` did, ``(K,)`` integers."""
+        """Emissions in which state k emits as ``order[k]`` did, ``(K,)`` integers."""
         raise NotImplementedError(f"{type(self).__name__} must define permuted(order).")
 
     # Log-densities
@@ -183,7 +183,7 @@ class Autoregressive(TorchDistribution):
         return self.given(joined.narrow(at, joined.size(at) - self.lags, self.lags))
 
     def after(self, values: Tensor, known: Tensor | None, lengths: Tensor) -> Autoregressive:
-        """The same emission for what follows ``values``: their last L are its history.
+        """Emission for the steps that follow ``values``, the last L of which are its history.
 
         Args:
             values: ``(*B, T, *E)``, observations.

@@ -221,7 +221,7 @@ class ChainDistribution(TorchDistribution):
         return likelihood
 
     def _restricted_likelihood(self, values: Tensor) -> Tensor:
-        """The same, -inf for states that labels exclude."""
+        """Log-likelihoods ``(*B, T, K)``, -inf for states that labels exclude."""
         likelihood = self._log_likelihood(values)
         if self.allowed is None:
             return likelihood
@@ -289,7 +289,7 @@ class ChainDistribution(TorchDistribution):
 
 
 def _cure(values: Tensor, wanted: tuple[int, ...], event: torch.Size) -> str:
-    """What to do if observations have other steps, or other components, than the HMM."""
+    """Advice for observations with other steps, or other components, than the HMM."""
     if event == (1,) and 1 <= values.dim() <= 2 and values.size(-1) == wanted[0]:
         return (
             "They are scalars: build the emission for those, such as normal(0), or give "

@@ -167,7 +167,7 @@ def log_chain(
 
 
 def at_steps(chain: LogChain, tokens: Tensor, shape: torch.Size) -> Tensor:
-    """What belongs to tokens ``(*S, M)`` at their steps ``(*S, *B, T)``; 0 elsewhere."""
+    """Entries of tokens ``(*S, M)`` placed at their steps ``(*S, *B, T)``; 0 elsewhere."""
     out = tokens.new_zeros(*tokens.shape[:-1], shape.numel())
     out[..., chain.plan.where.to(out.device)] = tokens
     return out.reshape(*tokens.shape[:-1], *shape)

@@ -158,7 +158,7 @@ class BlockHMM(BlockFactors):
         return self.symbols.log_probs
 
     def dense(self) -> HMM:
-        """The same distribution as an HMM that knows nothing of blocks."""
+        """HMM of equal distribution whose parameters are dense, without blocks."""
         initial = self.log_initial
         if self.carried is not None:
             initial = self.carried.log_initial(initial, self._inner_products)
@@ -183,7 +183,7 @@ class BlockHMM(BlockFactors):
         return self._validated_alike(self._for_sequences(lengths, observed, self.carried))
 
     def continue_from(self, carried: CarriedState) -> BlockHMM:
-        """The same parameters and lengths, for sequences that continue from others."""
+        """Copy for sequences that continue from others."""
         new = self._for_sequences(self.lengths, self.observed, carried)
         self._validated_alike(new)
         return new
@@ -332,7 +332,7 @@ class BlockHMM(BlockFactors):
         return states.reshape(*shape, self.num_steps)
 
     def sample_observations(self, states: Tensor) -> Tensor:
-        """As :meth:`HMM.sample_observations`; only the symbols of these states are read."""
+        """Sample observations given states; only the symbols of these states are read."""
         check_integers("states", states)
         with torch.no_grad():
             return self.symbols.sample(states)
@@ -350,7 +350,7 @@ class BlockHMM(BlockFactors):
         return super().expected_counts(values)
 
     def log_factors(self, values: Tensor, check: bool = True) -> tuple[Tensor, Tensor, Tensor]:
-        """As :meth:`HMM.log_factors`, of all K states."""
+        """Factors of the joint density over all K states: see :meth:`HMM.log_factors`."""
         if self.carried is not None:
             return self.dense().log_factors(values, check)
         return super().log_factors(values, check)

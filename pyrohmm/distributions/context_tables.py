@@ -81,7 +81,7 @@ class AutoregressiveCategorical(Autoregressive):
         )
 
     def permuted(self, order: Tensor) -> AutoregressiveCategorical:
-        """The same emissions with state k emitting as ``order[k]`` did, ``(K,)`` integers."""
+        """Emissions in which state k emits as ``order[k]`` did, ``(K,)`` integers."""
         tables = PyroCategorical(logits=log_probs(self.tables).index_select(-3, order))
         return AutoregressiveCategorical(permuted(self.initial, order), tables, self.history)
 

@@ -173,7 +173,7 @@ class ContinuousTimeHMM(HMM):
     def with_lengths(
         self, lengths: Tensor, observed: Tensor | None = None, times: Tensor | None = None
     ) -> ContinuousTimeHMM:
-        """The same parameters for other sequences: see :meth:`HMM.with_lengths`.
+        """Copy of the parameters for other sequences: see :meth:`HMM.with_lengths`.
 
         Args:
             lengths: ``(*B)`` integers.

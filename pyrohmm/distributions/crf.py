@@ -152,7 +152,7 @@ class LinearChainCRF(TorchDistribution):
         return constraints.independent(constraints.integer_interval(-1, self.num_labels - 1), 1)
 
     def expand(self, batch_shape: Sequence[int], _instance: Any = None) -> LinearChainCRF:
-        """The same distribution for a larger batch; scores are not copied."""
+        """Expand to a larger batch; scores are not copied."""
         shape = torch.Size(batch_shape)
         if check_broadcast({"LinearChainCRF": self.batch_shape, "batch_shape": shape}) != shape:
             raise ValueError(
@@ -283,7 +283,7 @@ class LinearChainCRF(TorchDistribution):
 
     @property
     def mode(self) -> Tensor:
-        """As :meth:`viterbi`."""
+        """Most probable labels ``(*B, T)``, by :meth:`viterbi`."""
         return self.viterbi()
 
     def sample(self, sample_shape: Sequence[int] = ()) -> Tensor:

@@ -199,7 +199,7 @@ class DiverseDirichlet(TorchDistribution):
         )
 
     def expand(self, batch_shape: Sequence[int], _instance: Any = None) -> DiverseDirichlet:
-        """The same distribution for a larger batch."""
+        """Expand to a larger batch."""
         shape = torch.Size(batch_shape) + self.event_shape
         wide = self.concentration.expand(shape)
         new = DiverseDirichlet(wide, self.prior.alpha, self.prior.rho, validate_args=False)

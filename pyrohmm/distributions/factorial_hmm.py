@@ -128,7 +128,7 @@ class FactorialHMM(HMM):
         return self.chain.join(chains)
 
     def restrict_chains(self, labels: Tensor) -> HMM:
-        """The same model, with the states of some chains at some steps known.
+        """Restrict the states of some chains at some steps, as labels say.
 
         As :meth:`HMM.restrict`, which takes product states.
 

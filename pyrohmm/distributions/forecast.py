@@ -62,7 +62,7 @@ class Forecast(TorchDistribution):
 
     @property
     def support(self) -> constraints.Constraint:
-        """What the emission can emit."""
+        """Support of the emission."""
         return self.emission.support
 
     @property

@@ -159,7 +159,7 @@ class HMM(ChainDistribution):
         return self._validated_alike(self._kind().of(chain, **data, validate_args=False))
 
     def with_chain(self, chain: Chain) -> HMM:
-        """The same emission and data with another chain of the same states."""
+        """Copy with another chain of the same states."""
         new = object.__new__(self._kind())
         new.__dict__ |= self.__dict__
         new._compose(
@@ -179,7 +179,7 @@ class HMM(ChainDistribution):
         return self.chain.replace(**changes) if changes else self.chain
 
     def expanded(self) -> HMM:
-        """The same distribution as an HMM whose states form a Markov chain: see its chain."""
+        """HMM of equal distribution whose states form a Markov chain: see its chain."""
         chain, index, allowed = self.chain.expanded(self.lengths, self.num_steps)
         emission, own = self.emission, self.allowed
         if len(index) != self.num_states:
@@ -200,7 +200,7 @@ class HMM(ChainDistribution):
         return other
 
     def with_lengths(self, lengths: Tensor, observed: Tensor | None = None) -> HMM:
-        """The same parameters for other sequences: such as one that was loaded, for new data.
+        """Copy of the parameters for other sequences: such as a loaded HMM, for new data.
 
         Args:
             lengths: ``(*B)`` integers.
@@ -212,7 +212,7 @@ class HMM(ChainDistribution):
         return self.replace(lengths=lengths, observed=observed, allowed=None)
 
     def expand(self, batch_shape: Sequence[int], _instance: HMM | None = None) -> HMM:
-        """The same distribution for a larger batch; parameters are not copied."""
+        """Expand to a larger batch; parameters are not copied."""
         shape = torch.Size(batch_shape)
         if check_broadcast({"HMM": self.batch_shape, "batch_shape": shape}) != shape:
             raise ValueError(
@@ -227,7 +227,7 @@ class HMM(ChainDistribution):
         )
 
     def restrict(self, labels: Tensor) -> HMM:
-        r"""The same model, with the states of some steps known, or known to be among a few.
+        r"""Restrict the states of some steps to one or a few, as labels say.
 
         Its ``log_prob`` is that of the values *and* the labels,
         :math:`\log p(x, z_t \in L_t \text{ for all } t)`; its posterior, best path and samples
@@ -257,7 +257,7 @@ class HMM(ChainDistribution):
         return self.replace(allowed=allowed if self.allowed is None else allowed & self.allowed)
 
     def permute_states(self, order: Tensor) -> HMM:
-        """The same distribution with its states in another order: state k was ``order[k]``.
+        """Reorder the states: state k was ``order[k]``.
 
         Args:
             order: ``(K,)`` integers, each state once. ``metrics.align(found, truth).argsort()``

@@ -113,7 +113,7 @@ class HSMM(HMM):
         return self.chain.censored_start
 
     def check_labels(self, values: Tensor) -> None:
-        """As :meth:`HMM.check_labels`; a run of labels may be longer than any duration."""
+        """Raise if no path keeps to the labels: a run may be longer than any duration."""
         try:
             super().check_labels(values)
         except ValueError:

@@ -72,7 +72,7 @@ class InverseWishart(TorchDistribution):
         return self.scale / spare if spare > 0 else torch.full_like(self.scale, torch.inf)
 
     def expand(self, batch_shape: Sequence[int], _instance: Any = None) -> InverseWishart:
-        """The same distribution for a larger batch."""
+        """Expand to a larger batch."""
         shape = torch.Size(batch_shape) + self.event_shape
         return InverseWishart(self.degrees, self.scale.expand(shape), validate_args=False)
 

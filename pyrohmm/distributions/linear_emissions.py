@@ -54,7 +54,7 @@ def linear_log_prob(emission: Any, values: Tensor) -> Tensor | None:
 
 
 def component_log_prob(mixture: Any, values: Tensor) -> Tensor | None:
-    """As :func:`linear_log_prob`, ``(*A, K, C)``, in each component of mixtures in K states."""
+    """Log-densities ``(*A, K, C)`` in each component of mixtures in K states."""
     components = mixture.component_distribution
     scores = _log_prob(components, values, mixed=True)
     return None if scores is None else scores.unflatten(-1, components.batch_shape[-2:])

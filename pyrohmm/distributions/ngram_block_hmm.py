@@ -41,7 +41,7 @@ CURE = "hmm.words is the chain without the n-gram, which can."
 
 
 class NGramProbs(NamedTuple):
-    r"""What an n-gram says of each symbol given those before it; anything at padded steps.
+    r"""Probabilities of each symbol under an n-gram; anything at padded steps.
 
     Attributes:
         log_block: ``(*B, T)``, :math:`\log q(b_t | x_{<t})` of the block of the symbol.
@@ -170,7 +170,7 @@ class NGramBlockHMM(BlockHMM):
     # Parameters and data, in blocks
 
     def _factors(self, values: Tensor) -> Any:
-        """Those of the chain, mixed with the n-gram."""
+        """Factors of the chain, mixed with the n-gram."""
         factors = super()._factors(values)
         path, shape = factors.blocks, factors.known.shape
         log_block, log_symbol, of_block, of_symbol = (

@@ -74,7 +74,7 @@ class Streams(TorchDistribution):
 
     @property
     def support(self) -> constraints.Constraint:
-        """What all the parts can emit."""
+        """Joint support of the parts."""
         return _StreamsSupport(self)
 
     @property
@@ -109,7 +109,7 @@ class Streams(TorchDistribution):
         return torch.cat([piece.to(dtype).expand(*lead, piece.size(-1)) for piece in width], -1)
 
     def expand(self, batch_shape: Sequence[int], _instance: Any = None) -> Streams:
-        """The same distribution for a larger batch."""
+        """Expand to a larger batch."""
         return Streams([part.expand(torch.Size(batch_shape)) for part in self.parts])
 
     def log_prob(self, value: Tensor) -> Tensor:
@@ -165,7 +165,7 @@ class Tied(TorchDistribution):
 
     @property
     def support(self) -> constraints.Constraint:
-        """What the base can emit."""
+        """Support of the base."""
         return self.base.support
 
     @property
@@ -182,7 +182,7 @@ class Tied(TorchDistribution):
         return moment.index_select(-1 - len(self.event_shape), self.index)
 
     def expand(self, batch_shape: Sequence[int], _instance: Any = None) -> Tied:
-        """The same distribution for a larger batch."""
+        """Expand to a larger batch."""
         shape = torch.Size(batch_shape)
         return Tied(self.base.expand(shape[:-1] + self.base.batch_shape[-1:]), self.index)
 
@@ -223,7 +223,7 @@ def _check_distribution(name: str, part: object) -> None:
 
 
 def permuted(emission: Any, order: Tensor) -> TorchDistribution:
-    """The same emissions with state k emitting as ``order[k]`` did, ``(K,)`` integers."""
+    """Emissions in which state k emits as ``order[k]`` did, ``(K,)`` integers."""
     if is_categorical(emission):
         return PyroCategorical(logits=log_probs(emission)[..., order, :])
     return Tied(emission, order)

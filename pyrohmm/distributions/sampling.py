@@ -56,7 +56,7 @@ def sample_in_time(
 
 
 def sample_emission_per_step(emission: TorchDistribution, states: Tensor) -> Tensor:
-    """As :func:`sample_emission`, from an emission of batch shape ``(*b, T, K)``."""
+    """Sample observations from an emission of batch shape ``(*b, T, K)``."""
     return _sample_all_states(emission.expand(states.shape + emission.batch_shape[-1:]), states)
 
 

@@ -68,7 +68,7 @@ class SparseDirichlet(TorchDistribution):
         return strength / strength.sum(-1, keepdim=True)
 
     def expand(self, batch_shape: Sequence[int], _instance: Any = None) -> SparseDirichlet:
-        """The same distribution for a larger batch."""
+        """Expand to a larger batch."""
         shape = torch.Size(batch_shape) + self.event_shape
         return type(self)(self.concentration.expand(shape), self.allowed, validate_args=False)
 

@@ -79,7 +79,7 @@ class SparseGamma(TorchDistribution):
         return self._entries().mean.masked_fill(~self.allowed, 0.0)
 
     def expand(self, batch_shape: Sequence[int], _instance: Any = None) -> SparseGamma:
-        """The same distribution for a larger batch."""
+        """Expand to a larger batch."""
         shape = torch.Size(batch_shape) + self.event_shape
         parts = self.concentration.expand(shape), self.rate.expand(shape)
         return SparseGamma(*parts, self.allowed, validate_args=False)

@@ -72,7 +72,7 @@ class WordAndTag(Streams):
         return torch.stack(torch.broadcast_tensors(*pieces), -1)
 
     def expand(self, batch_shape: Sequence[int], _instance: Any = None) -> WordAndTag:
-        """The same distribution for a larger batch."""
+        """Expand to a larger batch."""
         return WordAndTag(*(part.expand(torch.Size(batch_shape)) for part in self.parts))
 
 

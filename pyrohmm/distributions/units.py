@@ -48,16 +48,16 @@ class InUnits(TorchDistribution):
 
     @property
     def mean(self) -> Tensor:
-        """That of the base."""
+        """Taken from the base distribution."""
         return self.base.mean
 
     @property
     def variance(self) -> Tensor:
-        """That of the base."""
+        """Taken from the base distribution."""
         return self.base.variance
 
     def expand(self, batch_shape: Any, _instance: Any = None) -> InUnits:
-        """The same distribution for a larger batch."""
+        """Expand to a larger batch."""
         return InUnits(self.base.expand(torch.Size(batch_shape)), self.origin, self.unit)
 
     def rsample(self, sample_shape: Any = ()) -> Tensor:

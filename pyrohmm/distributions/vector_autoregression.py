@@ -94,7 +94,7 @@ class AutoregressiveNormal(Autoregressive):
         )
 
     def permuted(self, order: Tensor) -> AutoregressiveNormal:
-        """The same emissions with state k emitting as ``order[k]`` did, ``(K,)`` integers."""
+        """Emissions in which state k emits as ``order[k]`` did, ``(K,)`` integers."""
         base = self.base
         return AutoregressiveNormal(
             permuted(self.initial, order),

@@ -259,7 +259,7 @@ def _check_ranks(group: ProcessGroup, loop: Loop, generator: torch.Generator | N
 
 
 def _identity(parameters: Parameters, arguments: dict[str, Any]) -> dict[str, Any]:
-    """What a checkpoint must agree with: every argument but those in ``FREE``."""
+    """Fingerprint of the fit: every argument but those in ``FREE``."""
     module = parameters.module
     compared = {name: value for name, value in arguments.items() if name not in FREE}
     if isinstance(arguments["module"], HMM):  # whose parameters are a start that the user chose
@@ -319,7 +319,7 @@ def _watch(history: Tensor, maximize: Maximization) -> None:
 
 
 def _rounding(parameters: Parameters) -> float:
-    """What the rounding of means far from zero may change in the loss of an observation."""
+    """Bound of the rounding error that means far from zero put into an observation's loss."""
     with torch.no_grad():
         emission: Any = parameters.build(parameters.data[:1])[0].emission
     try:

@@ -99,7 +99,7 @@ class Extrapolation:
             point.copy_(piece)
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint saves."""
+        """State, for checkpoints."""
         return {name: getattr(self, name) for name in STATE}
 
     def restore(self, state: dict[str, Any]) -> None:

@@ -18,7 +18,7 @@ from .guides import RotationGuide
 
 
 def for_guide(guide: Callable[..., Any], data: Sequences | None) -> Sequences | None:
-    """What to call ``guide`` with for the variables of all sequences: autoguides know them."""
+    """Arguments with which ``guide`` gives the variables of all sequences."""
     return None if isinstance(guide, AutoGuide | RotationGuide) else data
 
 

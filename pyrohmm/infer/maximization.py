@@ -253,7 +253,7 @@ class GradientSteps:
         parameters.values = {name: value.detach() for name, value in parameters.values.items()}
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint saves."""
+        """State, for checkpoints."""
         optimizer = self.step._stepper
         return {
             "leaves": self.leaves,
@@ -401,7 +401,7 @@ class Maximization:
         return self.closed.m_step(statistics)
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint saves."""
+        """State, for checkpoints."""
         idle = [] if self.idle is None else self.idle.tolist()
         return {"notes": self.notes, "idle": idle} | self.gradient.state()
 

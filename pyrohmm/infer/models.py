@@ -338,11 +338,11 @@ class EmissionAt(TorchDistribution):
 
     @property
     def support(self) -> constraints.Constraint:
-        """That of the emission."""
+        """Support of the emission."""
         return self.emission.support
 
     def expand(self, batch_shape: Sequence[int], _instance: EmissionAt | None = None) -> EmissionAt:
-        """The same distribution for a larger batch."""
+        """Expand to a larger batch."""
         return EmissionAt(self.emission, self.state.expand(torch.Size(batch_shape)), self.step)
 
     def log_prob(self, value: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""What a gradient fit minimises: the loss of a model and a guide, over their parameters."""
+"""Loss of a model and a guide, which a gradient fit minimises over their parameters."""
 
 from __future__ import annotations
 
@@ -207,7 +207,7 @@ def step_cost(hmm: HMM) -> float:
 
 
 def _cost(trace: poutine.Trace) -> float:
-    """That of all HMMs of a model; infinite if it has none."""
+    """Cost of all HMMs of a model; infinite if it has none."""
     hmms = [inner for site in trace.nodes.values() for inner in _hmms_in(site.get("fn"))]
     batch = max((math.prod(hmm.batch_shape) for hmm in hmms), default=0)
     return batch * sum(map(step_cost, hmms)) if hmms else math.inf

@@ -118,7 +118,7 @@ class Parameters:
         return hmm, torch.as_tensor(prior)
 
     def log_density(self, found: Mapping[str, Tensor]) -> Tensor:
-        """That of the latent variables, ``(R,)`` or a scalar.
+        """Log prior density of the latent variables, ``(R,)`` or a scalar.
 
         Args:
             found: Log-densities of those whose priors are not constant, by name.
@@ -178,7 +178,7 @@ class Parameters:
                 setattr(part, last, value)
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint saves."""
+        """State, for checkpoints."""
         return {"values": self.values, "points": list(self.points)}
 
     def restore(self, state: Fields) -> None:

@@ -146,7 +146,7 @@ def split_state(hmm: HMM, state: int, noise: float = 0.1) -> HMM:
 
 
 def _parts_of(hmm: HMM) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """What an HMM is built from, without labels."""
+    """Description and tensors of an HMM, without labels."""
     if type(hmm) is not HMM:
         raise TypeError(f"hmm must be a plain HMM; got {type(hmm).__name__}.")
     hmm.check_constant("another number of states")

@@ -1,4 +1,4 @@
-"""What a fit returns: the fitted model, its restarts, and a guide that is a single point."""
+"""Results of a fit: the fitted model, its restarts, and a guide that is a single point."""
 
 from __future__ import annotations
 
@@ -188,7 +188,7 @@ class Fit:
         return self.hmms([data])[0]
 
     def hmms(self, parts: list[Sequences]) -> list[HMM]:
-        """As :meth:`hmm` for each part of some data."""
+        """Fitted HMMs, one for each part of some data."""
         for part in parts:
             check_fitted(part, self.fitted)
         with self.at_rest():

@@ -323,7 +323,7 @@ class State:
         return {name: found[name].detach().clone() for name in names if name in found}
 
     def tensors(self) -> list[Tensor]:
-        """What the fit changes: parameters and buffers."""
+        """Parameters and buffers, which the fit changes."""
         return [*self.objective.parameters, *self.objective.module.buffers()]
 
     def lower_precision(self) -> torch.autocast:
@@ -432,7 +432,7 @@ class State:
             self.converged, self.reason = True, saved["reason"]
 
     def identity(self) -> dict[str, Any]:
-        """What distinguishes this fit from others, for checkpoints."""
+        """Fingerprint of the fit, for checkpoints."""
         settings, optimizer, schedule = self.settings, self.descent.optimizer, self.descent.schedule
         model = inspect.unwrap(self.model)
         compared = {
@@ -480,6 +480,6 @@ def copy_values(values: Iterable[Tensor], into: Iterable[Tensor]) -> None:
 
 
 def _of_schedule(schedule: LRScheduler, made_by: Any) -> Any:
-    """What is compared of a schedule: all but its first rate, which follows from the rest."""
+    """Description of a schedule: all but its first rate, which follows from the rest."""
     state = {name: value for name, value in schedule.state_dict().items() if name != "_last_lr"}
     return describe(state | {"function": made_by})

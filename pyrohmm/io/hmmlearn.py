@@ -240,7 +240,7 @@ def _model(library: ModuleType, num_states: int, emission: Any, options: dict[st
 
 
 def _covariance_type(normal: Any) -> str:
-    """What hmmlearn calls the covariances of normal vectors."""
+    """Covariance type of normal vectors, in hmmlearn's words."""
     if isinstance(normal, torch.distributions.MultivariateNormal):
         return "tied" if is_tied(normal) else "full"
     return "spherical" if is_spherical(normal.base_dist) else "diag"

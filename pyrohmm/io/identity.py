@@ -66,7 +66,7 @@ def describe(item: Any, depth: int = 3) -> Any:
 
 
 def difference(saved: Any, here: Any, path: str = "") -> tuple[str, str, str] | None:
-    """Where two descriptions differ first: its path, and what each of them has there."""
+    """First difference of two descriptions: its path, and both values."""
     if isinstance(saved, dict) and isinstance(here, dict):
         for name in here | saved:
             place = f"{path}.{name}" if path else name

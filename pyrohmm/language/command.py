@@ -252,7 +252,7 @@ class _Progress:
 
 
 def _how_to_go_on(options: argparse.Namespace) -> str:
-    """What to say after Ctrl-C in training."""
+    """Message after Ctrl-C in training."""
     kept = f"interrupted; the model as it is now was saved to {options.save}\n"
     if options.checkpoint and os.path.exists(options.checkpoint):
         return f"{kept}the same command goes on from checkpoint {options.checkpoint}"
@@ -319,7 +319,7 @@ def _process_group(device: torch.device) -> Iterator[None]:
 
 
 def _device(text: str) -> torch.device:
-    """Where to compute, from an option: of several GPUs, each process has one."""
+    """Device, from an option: of several GPUs, each process has one."""
     if text not in ("cpu", "cuda"):
         raise argparse.ArgumentTypeError(f"must be cpu or cuda; got {text!r}")
     if text == "cpu":

@@ -18,7 +18,7 @@ def _f(table, steps, n):
 
 @kernel
 def _shared(table, steps, m, n):
-    """What two cells share: f(m + n) - f(m) - f(n)."""
+    """Gain of joining two cells: f(m + n) - f(m) - f(n)."""
     if m == 0 or n == 0:
         return 0.0
     return _f(table, steps, m + n) - _f(table, steps, m) - _f(table, steps, n)
@@ -26,7 +26,7 @@ def _shared(table, steps, m, n):
 
 @kernel
 def _where(cells, without, other):
-    """Where ``cells`` are not zero, except at two."""
+    """Places where ``cells`` are not zero, but for two."""
     places = np.empty(cells.size, np.int64)
     count = 0
     for x in range(cells.size):

@@ -44,7 +44,7 @@ _ALL = u64(STEPS * LANES + 16)  # between rows: not a power of two, for the cach
 
 
 class Data(NamedTuple):
-    """What both passes read; ``symbols`` or ``likelihood`` is empty.
+    """Arguments of both passes; ``symbols`` or ``likelihood`` is empty.
 
     Attributes:
         symbols: Their numbers, flat.
@@ -136,7 +136,7 @@ def forward_tiles(
 
 @kernel
 def _forward_tile(tile, data, initial, packed, kept, alpha, total, evidence, exact, sure, ends):
-    """As :func:`forward_tiles`, of one tile."""
+    """Forward pass over one tile of sequences."""
     table, lengths, (least, low, tiny, slack) = data.table, data.lengths, data.limits
     count, size, height = lengths.shape[0], u64(initial.shape[1]), u64(packed.shape[0])
     steps = total.shape[0] // ((count + LANES - 1) // LANES * LANES)
@@ -264,7 +264,7 @@ def backward_tiles(
 def _backward_tile(
     tile, data, transposed, weights, alpha, total, exact, starts, gamma, ends, counts, emitted
 ):
-    """As :func:`backward_tiles`, of one tile."""
+    """Backward pass over one tile of sequences."""
     table, lengths, low = data.table, data.lengths, data.limits[1]
     count, size, height = lengths.shape[0], u64(starts.shape[1]), u64(transposed.shape[0])
     steps = total.shape[0] // ((count + LANES - 1) // LANES * LANES)
@@ -363,14 +363,14 @@ def _read_row(seen, row, data, size, low):
 def forward_rows(
     first, last, data, initial, packed, kept, alpha, total, evidence, exact, sure, ends
 ):
-    """As :func:`forward_tiles`, of sequences one after the other."""
+    """Forward pass over sequences one after the other."""
     for row in range(first, last):
         _forward_row(row, data, initial, packed, kept, alpha, total, evidence, exact, sure, ends)
 
 
 @kernel
 def _forward_row(row, data, initial, packed, kept, alpha, total, evidence, exact, sure, ends):
-    """As :func:`forward_tiles`, of one sequence."""
+    """Forward pass over one sequence."""
     table, lengths, (least, low, tiny, slack) = data.table, data.lengths, data.limits
     count, size, height = lengths.shape[0], u64(initial.shape[1]), u64(packed.shape[0])
     steps = total.shape[0] // count
@@ -441,7 +441,7 @@ def backward_rows(
 def _backward_row(
     row, data, transposed, weights, alpha, total, exact, starts, gamma, ends, message, emitted
 ):
-    """As :func:`backward_rows`, of one sequence."""
+    """Backward pass over one sequence."""
     table, lengths, low = data.table, data.lengths, data.limits[1]
     count, size, height = lengths.shape[0], u64(starts.shape[1]), u64(transposed.shape[0])
     steps = total.shape[0] // count

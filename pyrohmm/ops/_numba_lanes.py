@@ -26,7 +26,7 @@ def load_block(tile, at, stride, array, a, b, c, d):
 
 @kernel
 def store_block(array, a, b, c, d, tile, at, stride):
-    """As :func:`load_block`, the other way."""
+    """Write four lanes of a tile into rows of an array."""
     for k in range(_4):
         o = at + k * stride
         array[a + k], array[b + k] = tile[o], tile[o + _1]
@@ -35,7 +35,7 @@ def store_block(array, a, b, c, d, tile, at, stride):
 
 @kernel
 def add_block(array, a, b, c, d, tile, at, stride):
-    """As :func:`store_block`, added to what is there; rows may be the same."""
+    """Add four lanes of a tile to rows of an array, which may be the same."""
     for k in range(_4):
         o = at + k * stride
         array[a + k] += tile[o]

@@ -25,7 +25,7 @@ def bound_tiles(first, last, data, transposed, alpha, total, most, unsure, exact
 
 @kernel
 def _bound_tile(tile, width, data, transposed, alpha, total, most, unsure, exact):
-    """As :func:`bound_tiles`, of one tile."""
+    """Bound of what one tile of sequences has lost."""
     table, (_, low, tiny, slack), start = data.table, data.limits, tile * LANES
     size, height = u64(alpha.shape[0] // total.shape[0]), u64(transposed.shape[0])
     count, matrix = data.lengths.shape[0], transposed.ravel()
@@ -91,7 +91,7 @@ def bound_rows(first, last, data, transposed, alpha, total, most, unsure, exact)
 
 @kernel
 def _bound_row(row, data, transposed, alpha, total, most, exact):
-    """As :func:`bound_rows`, of one sequence."""
+    """Bound of what one sequence has lost."""
     table, lengths, (_, low, tiny, slack) = data.table, data.lengths, data.limits
     size, height = u64(alpha.shape[0] // total.shape[0]), u64(transposed.shape[0])
     matrix, steps = transposed.ravel(), total.shape[0] // lengths.shape[0]

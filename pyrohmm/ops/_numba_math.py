@@ -1,4 +1,4 @@
-"""What all compiled loops use: the compiler's options, threads, exponentials.
+"""Parts of all compiled loops: the compiler's options, threads, exponentials.
 
 A kernel works on the items ``first`` to ``last`` of its data, so that threads can share it, and
 releases Python's lock.

@@ -145,7 +145,7 @@ def _sum(t, k, span, enter, seen, window, frame, others, first, logs, first_logs
 
 @kernel
 def _shares(t, k, span, count, flow, frame, weight, window, others, first, scores, shares):
-    """What each segment has of the posterior times ``weight``, from the longest to the shortest.
+    """Posterior share of each segment times ``weight``, from the longest to the shortest.
 
     ``flow`` is the log of what the sum over them is to be multiplied by, and ``count`` that of
     :func:`_sum`.

@@ -384,7 +384,7 @@ def _called(function: str, phrases: Iterable[Phrase]) -> str:
 
 
 def _first_seen(labels: Tensor) -> Tensor:
-    """The same labels, numbered from 0 in the order in which they occur."""
+    """Labels numbered from 0 in the order in which they occur."""
     _, place = labels.unique(return_inverse=True)
     first = torch.full((int(place.max()) + 1,), len(labels))
     first = first.scatter_reduce(0, place, torch.arange(len(labels)), "amin")

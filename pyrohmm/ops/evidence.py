@@ -83,7 +83,7 @@ def expected_counts(chain: Uniform) -> tuple[Tensor, ...] | None:
 
 
 def _counts(chain: Uniform) -> tuple[Tensor, ...] | None:
-    """As :func:`expected_counts`, in the dtype of the chain."""
+    """Log evidence and its gradients in the dtype of the chain; None out of its range."""
     groups = _groups(chain)
     for group in groups:
         group.forward(kept=True)
@@ -116,7 +116,7 @@ class _Pass(NamedTuple):
 
 
 class _Back(NamedTuple):
-    """What a backward pass has found: expected counts, those of transitions over probabilities."""
+    """Expected counts of a backward pass; those of transitions are over their probabilities."""
 
     starts: np.ndarray
     pairs: np.ndarray
@@ -446,7 +446,7 @@ def _evidence(groups: Sequence[_Group]) -> Tensor:
 
 
 def _gradients(found: Sequence[Any], inputs: Sequence[Any]) -> list[Tensor]:
-    """Those of the groups, each as one tensor of the shape of what it is a gradient by."""
+    """Gradients of all groups, each as one tensor of the shape of what it is a gradient by."""
     return [
         (parts[0] if len(parts) == 1 else torch.stack(parts)).reshape(like.shape)
         for parts, like in zip(zip(*found), inputs)

@@ -105,7 +105,7 @@ class Backend:
     def log_space(
         self, chain: Chain, with_posterior: bool
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """As :func:`.message_passing.in_log_space`, for a chain in float64."""
+        """Evidence, posterior and counts in log space, for a chain in float64."""
         num_states, size = chain.likelihood.size(-1), chain.lengths.size(1)
         with torch.enable_grad():
             single = Chain(

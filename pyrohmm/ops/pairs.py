@@ -129,7 +129,7 @@ class Pairs:
         return self._dense.to(torch.get_default_dtype(), copy=True)
 
     def to(self, device: torch.device | str) -> Pairs:
-        """The same pairs on ``device``; themselves if they are there."""
+        """Pairs on ``device``; themselves if they are there."""
         if self.counts.device == torch.empty(0, device=device).device:
             return self
         first, second, counts = (each.to(device) for each in (self.first, self.second, self.counts))
@@ -180,7 +180,7 @@ class Pairs:
         return torch.from_numpy(order).to(self.counts.device)
 
     def _starts(self, rows: Tensor) -> Tensor:
-        """Where the entries of each row begin and the last ends, ``(V + 1,)``."""
+        """Offsets of the rows' entries, with the end of the last, ``(V + 1,)``."""
         return torch.bincount(rows + 1, minlength=self.num_symbols + 1).cumsum(0)
 
     def _sparse(self, rows: Tensor, columns: Tensor, values: Tensor) -> Tensor:

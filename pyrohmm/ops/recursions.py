@@ -105,7 +105,7 @@ def log_evidence_of_symbols(
     lengths: Tensor,
     known: Tensor | None = None,
 ) -> Tensor:
-    r"""As :func:`log_evidence`, of observations that are symbols: no log-likelihoods are written.
+    r"""Log evidence of observations that are symbols: no log-likelihoods are written.
 
     Args:
         log_initial: As there.
@@ -187,7 +187,7 @@ def expected_counts_of_symbols(
     lengths: Tensor,
     known: Tensor | None = None,
 ) -> ExpectedCounts:
-    """As :func:`expected_counts`, of observations that are symbols: nothing is written per step.
+    """Expected counts of observations that are symbols: nothing is written per step.
 
     The arguments are those of :func:`log_evidence_of_symbols`.
 
@@ -317,7 +317,7 @@ def _of_symbols(
     lengths: Tensor,
     known: Tensor | None,
 ) -> tuple[Callable[[Tensor], Tensor], Arguments | None, compiled.Uniform | None]:
-    """What makes log-likelihoods of probabilities of symbols; the arguments; and their chain.
+    """Lookup of log-likelihoods, the arguments, and the kernel's input or None, of symbols.
 
     There are no log-likelihoods among the arguments, but for their shape.
     """

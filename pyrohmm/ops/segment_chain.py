@@ -28,7 +28,7 @@ class SegmentChain(NamedTuple):
     lengths: Tensor  # (N,), on the CPU
 
     def detach(self) -> SegmentChain:
-        """The same as constants, contiguous in memory."""
+        """Copy as constants, contiguous in memory."""
         return SegmentChain(*(part.detach().contiguous() for part in self))
 
 

@@ -361,7 +361,7 @@ def expanded_chain(
 
 
 def boundaries(states: Tensor, present: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Where segments of paths ``(*B, T)`` open and close, and how long they have lasted so far.
+    """Starts and ends of segments of paths ``(*B, T)``, and how long they have lasted so far.
 
     Args:
         states: Integers; a segment is a run of equal ones.

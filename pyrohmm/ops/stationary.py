@@ -101,7 +101,7 @@ def stationary(log_transition: Tensor, check: bool = True) -> Tensor:
 
 
 def stationary_detached(log_transition: Tensor) -> Tensor:
-    """As :func:`stationary`, but no gradient passes through it.
+    """Stationary distribution, through which no gradient passes.
 
     Published code for fits to co-occurrences leaves this gradient out, so that its steps may even
     raise the loss. Use this to reproduce such results only.

@@ -101,7 +101,7 @@ def forward_by_chunks(
     total: Tensor,
     exact: Tensor,
 ) -> None:
-    """As :func:`forward_by_steps`, for sequences of one length without hard zeros."""
+    """Forward messages by chunks, for sequences of one length without hard zeros."""
     length = chunk_length(transition, weight, lengths)
     steps, groups, size, num_states = weight.shape
     head = steps % length
@@ -138,7 +138,7 @@ def backward_by_chunks(
     gamma: Tensor,
     message: Tensor,
 ) -> None:
-    """As :func:`backward_by_steps`, for sequences of one length without hard zeros."""
+    """Backward messages by chunks, for sequences of one length without hard zeros."""
     length = chunk_length(transition, weight, lengths)
     steps, groups, size, num_states = weight.shape
     head = steps % length

@@ -50,7 +50,7 @@ def _running(chain: SegmentChain, t: int, arrived: Tensor, before: Tensor | None
 
 
 def forward(chain: SegmentChain, filtering: bool) -> tuple[Tensor, ...]:
-    """As :meth:`.operations.Backend.segment_forward`; differentiable by the chain."""
+    """Forward messages, evidence and filtered states; differentiable by the chain."""
     steps = chain.likelihood.size(1)
     matrix, interior, right_censored, left_censored, both_censored = _tables(chain)
     arrived, running = chain.initial, None
@@ -75,7 +75,7 @@ def forward(chain: SegmentChain, filtering: bool) -> tuple[Tensor, ...]:
 def backward(
     chain: SegmentChain, arrive: Tensor, ends: Tensor, evidence: Tensor, weight: Tensor
 ) -> tuple[Tensor, ...]:
-    """As :meth:`.operations.Backend.segment_backward`."""
+    """Derivatives of the evidences: see :meth:`.operations.Backend.segment_backward`."""
     count, steps, num_states = chain.likelihood.shape
     groups, size, _ = chain.interior.shape
     matrix, interior, right_censored, left_censored, both_censored = _tables(chain)
@@ -112,7 +112,7 @@ def backward(
 
 
 def viterbi(chain: SegmentChain, best: Tensor) -> None:
-    """As :meth:`.operations.Backend.segment_viterbi`."""
+    """Most probable paths: see :meth:`.operations.Backend.segment_viterbi`."""
     steps = chain.likelihood.size(1)
     matrix, interior, right_censored, left_censored, both_censored = _tables(chain)
     last = (chain.lengths - 1).to(best.device)
@@ -147,7 +147,7 @@ def viterbi(chain: SegmentChain, best: Tensor) -> None:
 def sample_states(
     chain: SegmentChain, arrive: Tensor, ends: Tensor, uniform: Tensor, states: Tensor
 ) -> None:
-    """As :meth:`.operations.Backend.segment_sample`."""
+    """Paths sampled backwards: see :meth:`.operations.Backend.segment_sample`."""
     samples, (count, steps, _) = len(states), chain.likelihood.shape
     size = chain.interior.size(1)
     matrix, interior, right_censored, left_censored, both_censored = _tables(chain)

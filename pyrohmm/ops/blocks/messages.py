@@ -116,7 +116,7 @@ class LogChain:
 
     @cached_property
     def _matrices(self) -> Tensor | None:
-        """Those of all tokens, if they are few."""
+        """Transition matrices of all tokens, if they are few."""
         few = self.size * self.seen.size(-1) ** 2 <= KEPT
         return self._matrices_of(slice(None)) if few and len(self.layout) else None
 
@@ -163,7 +163,7 @@ class LogChain:
         return Messages(*parts)
 
     def rows(self, tokens: Tensor, step: int | None) -> Tensor:
-        """Where the vectors of tokens are in the messages of a step, or of all."""
+        """Rows of tokens in the messages of a step, or of all."""
         first = self.steps[step or 0].start
         if self.kind(tokens):
             return (self.gaps[tokens] - self.gaps[first]).to(self.device)

@@ -105,7 +105,7 @@ class BlockChain(NamedTuple):
 
 
 def bounds(sizes: Tensor) -> Tensor:
-    """Where parts of given sizes begin and the last one ends."""
+    """Offsets of parts of given sizes, with the end of the last."""
     return torch.cat([sizes.new_zeros(1), sizes.cumsum(0)])
 
 
@@ -248,6 +248,6 @@ class Scores:
             begin += b - a
 
     def _bounds(self, targets: Tensor) -> list[tuple[int, int]]:
-        """Where the states of some blocks begin and end."""
+        """First and last offsets of the states of some blocks."""
         starts = self.states.starts
         return list(zip(starts[targets].tolist(), starts[targets + 1].tolist()))

@@ -40,7 +40,7 @@ def plan_chain(
     log_first: Tensor,
     log_seen: Tensor,
 ) -> BlockChain:
-    """The same chain in the order of a plan."""
+    """Chain in the order of its plan."""
     device, steps = log_seen.device, lengths.numpy().tobytes()
     plan = cached(blocks, lambda: make_plan(blocks, lengths, states), states, steps)
     order, where = cached_on(device, plan.order), cached_on(device, plan.where)
