@@ -33,9 +33,10 @@ def von_mises(
               \mu_k \sim \mathrm{VonMises}(m, w \kappa_k)
 
     Angles that differ by multiples of 2π are the same, so that a mean direction is one where the
-    mean of a normal family has no sense: wind, turning angles, the hour of a day. The mode of the
-    M-step is that of Best and Fisher (1981) by bisection: κ where the mean length of the resultant
-    is :math:`I_1(\kappa) / I_0(\kappa)`, prior included, a concave problem.
+    mean of a normal family has no sense: wind, turning angles, the hour of a day. The
+    M-step takes the direction of the resultant, and by bisection the κ where its mean length is
+    :math:`I_1(\kappa) / I_0(\kappa)`, prior included, which is a concave problem (Mardia and Jupp,
+    2000, Directional Statistics, section 5.3).
 
     Sites: ``emission.concentration``, then ``emission.loc``, each ``(K, D)``, or ``(K,)`` for
     ``dim=0``.
