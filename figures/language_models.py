@@ -182,7 +182,7 @@ BEST = {
             states=16384,
             two_level=False,
             factored=True,
-            epochs=10,
+            epochs=18,
             bfloat16=True,
         ),
         Paper((134.0, 136.0), None, 16384, 128),
