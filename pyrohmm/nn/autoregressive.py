@@ -19,7 +19,7 @@ from ..distributions.inverse_wishart import covariance_matrix
 from ..distributions.units import InUnits
 from ..distributions.vector_autoregression import AutoregressiveNormal
 from ..ops.log_space import log
-from ..ops.lookup import add_rows
+from ..ops.products import add_rows
 from ..ops.products import weighted_sums
 from .centred import like
 from .closed_form import EmissionMStep, Maximum, Statistics, inside, row_mode, under

@@ -25,7 +25,7 @@ from ..distributions.context_tables import AutoregressiveCategorical
 from ..distributions.observation import Streams, Tied, is_spherical, is_tied
 from ..distributions.vector_autoregression import AutoregressiveNormal
 from ..ops.log_space import log
-from ..ops.lookup import add_rows
+from ..ops.products import add_rows
 from .autoregressive import autoregressive_from
 from .circular import VonMisesEmission
 from .closed_form import EmissionMStep, Maximum, Statistics, check_mode, row_mode

@@ -29,7 +29,7 @@ from .._checks import (
     check_same_device,
     check_trailing,
 )
-from . import torch_factorial as engine
+from .product import _torch as engine
 from .masks import exists
 
 
@@ -70,8 +70,9 @@ def _arrange(
     pairs = (log_initial + log_likelihood[..., 0, :]).unsqueeze(-1)
     pairs = pairs + torch.where(alone, only, log_second)
     later = later.masked_fill(alone, 0.0)
+    by_middle = log_transition.transpose(-3, -2).unsqueeze(-4)  # [j, i, k]
     return engine.arrange(
-        pairs.flatten(-2), [log_transition], later, (lengths - 1).clamp(min=1), batch, core=3
+        pairs.flatten(-2), [by_middle], later, (lengths - 1).clamp(min=1), batch
     )
 
 

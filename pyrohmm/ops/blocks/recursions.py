@@ -24,8 +24,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..backends import backend_for
+from ..backends import NUMBA, compiled, pick
 from ..tensor_cache import cached, cached_on
+from . import scaled
 from .messages import LogChain
 from .plan import BlockChain, States, make_plan
 
@@ -69,7 +70,7 @@ def log_evidence(
     if bool((chain.plan.block == len(states.sizes)).any()):
         value = LogChain(chain, log_initial).log_evidence()
         return value[order.argsort().to(value.device)]
-    value, exact = backend_for(log_seen.device).block_evidence(chain)
+    value, exact = _evidence(chain)
     if not bool(exact.all()):
         lost = (~exact).nonzero().squeeze(-1)
         rows = order[lost]
@@ -98,5 +99,21 @@ def final_state_log_probs(
         chain = plan_chain(
             blocks, lengths, states, leave, enter, log_block_probs, log_first, log_seen
         )
-        log_probs = backend_for(log_seen.device).block_final_state(chain)
+        log_probs = _final_state(chain)
         return log_probs[chain.plan.order.argsort().to(log_probs.device)]
+
+
+def _evidence(chain: BlockChain) -> tuple[Tensor, Tensor]:
+    """Log evidence ``(N,)`` in the order of the plan, and where it is exact; differentiable."""
+    if pick(chain.log_seen.device) is NUMBA:
+        return scaled.log_evidence(compiled("blocks"), chain)
+    evidence = LogChain(chain).log_evidence()
+    return evidence, torch.ones(len(evidence), dtype=torch.bool)
+
+
+def _final_state(chain: BlockChain) -> Tensor:
+    """Log p(z_T | x_{1:T}) in the last block, ``(N, w)``, in the order of the plan."""
+    found = None
+    if pick(chain.log_seen.device) is NUMBA:
+        found = scaled.final_state(compiled("blocks"), chain)
+    return LogChain(chain).final_state() if found is None else found
