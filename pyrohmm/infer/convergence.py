@@ -19,10 +19,10 @@ FEWEST = 100  # effective samples of each chain, below which estimates are said 
 
 
 class Agreement(NamedTuple):
-    """What is known of the convergence of one variable, of the shape of the variable each.
+    r"""What is known of the convergence of one variable, of the shape of the variable each.
 
     Attributes:
-        rhat: :math:`\\hat R`, one where chains agree; NaN of what is constant.
+        rhat: :math:`\hat R`, one where chains agree; NaN of what is constant.
         bulk: Effective sample size for means and medians.
         tail: That for the quantiles 0.05 and 0.95.
     """

@@ -1,8 +1,8 @@
 r"""``fit_gibbs``: samples of the posterior by paths given parameters, and parameters given paths.
 
 Each sweep samples the paths :math:`z \mid x, \theta` of all sequences exactly (forward filtering,
-backward sampling), then the parameters :math:`\theta \mid x, z` from their conjugate posteriors. All
-chains are one batch. A part of the model says how its parameters are sampled, by the method
+backward sampling), then the parameters :math:`\theta \mid x, z` from their conjugate posteriors.
+All chains are one batch. A part of the model says how its parameters are sampled, by the method
 ``sample_parameters`` beside ``statistics``: see :class:`pyrohmm.nn.closed_form.ConjugateSampler`.
 """
 
@@ -132,7 +132,8 @@ class Gibbs:
 
     def __init__(self, parameters: Parameters, num_samples: int, warmup: int) -> None:
         self.parameters, self.num_samples, self.warmup = parameters, num_samples, warmup
-        module, self.data = parameters.module, parameters.data
+        module = parameters.module
+        self.data: Any = parameters.data  # in memory
         self.emission, self.prefix = conjugate_emission(module)
         foreign = has_foreign_priors(module, but=module.emission_module())
         conjugate = isinstance(module, ConjugateSampler) and not foreign
@@ -279,7 +280,7 @@ class Gibbs:
 
 def conjugate_emission(module: HMMModule) -> tuple[Any, str]:
     """The emission module, if its parameters can be sampled; and what their names begin with."""
-    emission = module.emission_module()
+    emission: Any = module.emission_module()
     if not isinstance(emission, ConjugateSampler) or has_foreign_priors(emission):
         return None, ""
     names = {id(part): name for name, part in module.named_modules()}

@@ -17,7 +17,7 @@ from .results import Fit, Point, name_of, uses_labels
 
 @dataclass(repr=False)
 class SampledFit(Fit):
-    """C chains of S samples of the posterior of the latent variables, after a warmup.
+    r"""C chains of S samples of the posterior of the latent variables, after a warmup.
 
     All that takes a :class:`Fit` takes it. ``values`` is the sample of the largest log joint
     density, and ``losses`` are minus the mean of that over chains, after each sample.
@@ -25,7 +25,7 @@ class SampledFit(Fit):
     Attributes:
         chains: Latent variables by name, ``(C, S, ...)``; those of sequences ``(C, S, N, ...)``.
         stats: What else is known of each sample, ``(C, S)``, by name: ``lp``, the log joint density
-            :math:`\\log p(x, \\theta)`, in nats; ``diverging``, whether a trajectory went astray.
+            :math:`\log p(x, \theta)`, in nats; ``diverging``, whether a trajectory went astray.
         tuning: What the warmup has found, by name.
     """
 

@@ -32,7 +32,6 @@ def log_table(counts, strength):
 
 def exact_means(data, priors):
     """Posterior means of two-state tables by the sum over all paths of all sequences."""
-    initial, transition, emission = priors
     options = []
     for i, length in enumerate(data.lengths.tolist()):
         paths = itertools.product(range(2), repeat=length)
