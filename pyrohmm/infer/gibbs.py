@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pyro
 import torch
@@ -115,7 +115,7 @@ def fit_gibbs(
             sampler.begin(start)
         sampler.run(bar)
     return sampled_fit(
-        MarginalModel(parameters.module), parameters.data, sampler.chains(), sampler.stats(),
+        MarginalModel(parameters.module), data, sampler.chains(), sampler.stats(),
         seconds=sampler.seconds, method="Gibbs",
         supports={f"module.{site}": part.support for site, part in parameters.sites.items()},
     )  # fmt: skip
@@ -133,7 +133,7 @@ class Gibbs:
     def __init__(self, parameters: Parameters, num_samples: int, warmup: int) -> None:
         self.parameters, self.num_samples, self.warmup = parameters, num_samples, warmup
         module = parameters.module
-        self.data: Any = parameters.data  # in memory
+        self.data = cast(Sequences, parameters.data)
         self.emission, self.prefix = conjugate_emission(module)
         foreign = has_foreign_priors(module, but=module.emission_module())
         conjugate = isinstance(module, ConjugateSampler) and not foreign
@@ -280,8 +280,9 @@ class Gibbs:
 
 def conjugate_emission(module: HMMModule) -> tuple[Any, str]:
     """The emission module, if its parameters can be sampled; and what their names begin with."""
-    emission: Any = module.emission_module()
-    if not isinstance(emission, ConjugateSampler) or has_foreign_priors(emission):
+    emission = module.emission_module()
+    conjugate = isinstance(emission, ConjugateSampler)
+    if emission is None or not conjugate or has_foreign_priors(emission):
         return None, ""
     names = {id(part): name for name, part in module.named_modules()}
     return emission, f"{names[id(emission)]}."

@@ -164,7 +164,7 @@ def sample_rows(concentration: Tensor) -> Tensor:
     In logarithms, for a gamma variable of a small concentration is smaller than any number; an
     entry of concentration zero is zero.
     """
-    gammas = torch._standard_gamma(concentration + 1)  # type: ignore[attr-defined]
+    gammas = torch._standard_gamma(concentration + 1)
     return (gammas.log() + torch.rand_like(gammas).log() / concentration).softmax(-1)
 
 
