@@ -12,7 +12,6 @@ from torch import Tensor
 
 from ._transforms import transforming
 
-
 _AS_IT_IS = nullcontext()
 
 

@@ -391,7 +391,7 @@ def _tensors(part: Any, seen: set[int]) -> Iterator[Tensor]:
 def _check_emission(
     emission: TorchDistribution | StructuredEmission, num_states: int, per_step: bool
 ) -> None:
-    """Raise unless the emission is batched over the states, and over steps if it is ``per_step``."""
+    """Raise unless the emission is batched over states, and if ``per_step`` over steps."""
     if not isinstance(emission, Distribution) and not hasattr(type(emission), "distribution"):
         raise TypeError(
             "emission must be a distribution batched over the K states; got "
