@@ -38,7 +38,7 @@ from pyrohmm import (
     fit_map,
     readers,
 )
-from pyrohmm.data.tags import tagged
+from pyrohmm.nn.tagging import tagged
 from pyrohmm.language.clusters import brown
 
 SMOKE = "PYROHMM_SMOKE" in os.environ  # the tests set this: same cells, fewer steps

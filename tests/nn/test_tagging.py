@@ -23,7 +23,7 @@ from pyrohmm import (
     blocks,
     fit_map,
 )
-from pyrohmm.data.tags import tagged
+from pyrohmm.nn.tagging import tagged
 from pyrohmm.distributions.tagged_hmm import WordAndTag
 from pyrohmm.nn.networks import CharCNN
 
