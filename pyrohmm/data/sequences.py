@@ -258,8 +258,8 @@ class Sequences(Dataset["Sequences"]):
                 such as a dict of arrays. Steps are missing where None, NaN or NA is.
             columns: Name of the column of the values; or a list of D names, for vectors ``(D,)``.
             by: Columns that tell sequences apart, which come in the order of their first rows.
-            time: Column by which the rows of a sequence are sorted, kept as ``times``: dates, starts
-                of periods and durations in days.
+            time: Column by which the rows of a sequence are sorted, kept as ``times``; dates,
+                starts of periods and durations in days.
             labels: Column of the known states, integers; -1, None, NaN or NA where not known.
             covariates: Columns of the covariates.
             vocabulary: Encodes the values, which are symbols then.
