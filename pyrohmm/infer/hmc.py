@@ -149,10 +149,10 @@ class Tuning:
         self.log_length = min(max(self.log_length, shortest), shortest + math.log(LONGEST))
 
     def _learn_metric(self, state: State) -> None:
-        """Renew the metric at the end of a window, from positions and slopes within chains.
+        r"""Renew the metric at the end of a window, from places and gradients within chains.
 
-        The variance that has the right units in both, :math:`\\sqrt{\\mathrm{var}(q) /
-        \\mathrm{var}(\\nabla \\log p)}`, is near the variance long before chains have spread over it.
+        :math:`\sqrt{\mathrm{var}(q) / \mathrm{var}(\nabla \log p)}`, which is the variance of a
+        normal distribution, and near it long before the chains have spread.
         """
         bounds = [int(self.warmup * part) for part in WINDOWS]
         if self.done >= bounds[-1] or self.done == 1:

@@ -2,7 +2,7 @@ r"""``fit_mcmc``: samples of the posterior by Hamiltonian Monte Carlo, all chain
 
 from __future__ import annotations
 
-import time
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
@@ -14,15 +14,12 @@ from pyro.distributions.util import scale_and_mask
 from pyro.poutine.messenger import Messenger
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from .._checks import check_size
 from ..data.sequences import Sequences
 from ..distributions.sparse_dirichlet import interior
-from ..io.checkpoints import Checkpoint, Fields
-from ..io.identity import describe
+from ..io.checkpoints import Fields
 from ..nn.base import HMMModule, in_mode
-from .convergence import worst_rhat
 from .exclusive import exclusive
 from .hmc import TARGET, Coordinates, State, Tuning, climb, trajectory
 from .loop import check_model_and_data
@@ -30,9 +27,8 @@ from .models import scale_priors, to_model_device
 from .objective import latent_sites
 from .plates import marks_of, sequence_plates
 from .results import Fit
-from .sampled import SampledFit, sampled_fit
+from .sampled import Chains, SampledFit
 from .starts import Values
-from .training import FREE
 
 JITTER = 0.05  # standard deviation of starts, in unconstrained coordinates
 CLIMB = 200  # steps of gradient ascent before the first trajectory
@@ -89,9 +85,7 @@ def fit_mcmc(
         torch.Size([8, 20, 2, 2])
     """
     arguments = dict(locals())
-    for label, count in (("num_samples", num_samples), ("num_chains", num_chains)):
-        check_size(label, count)
-    check_size("warmup", warmup, 0)
+    check_size("num_chains", num_chains)
     if not 0.3 <= target_accept < 1:
         raise ValueError(f"target_accept must lie between 0.3 and 1; got {target_accept}.")
     check_model_and_data(model, data)
@@ -100,24 +94,15 @@ def fit_mcmc(
         scale_priors(module, data)
     with in_mode(False, model), pyro.get_param_store().scope(), pyro.validation_enabled(False):
         sampler = HMC(model, data, num_chains, num_samples, warmup, target_accept)
-        if checkpoint is not None:
-            compared = {label: value for label, value in arguments.items() if label not in FREE}
-            identity = {"fit": "HMC"} | {label: describe(value) for label, value in compared.items()}
-            sampler.checkpoint = Checkpoint(checkpoint, identity)
-        hidden = None if progress is None else not progress
-        with tqdm(total=warmup + num_samples, disable=hidden) as bar:
-            if sampler.checkpoint is None or not sampler.checkpoint.resume(sampler.restore, ()):
-                sampler.begin(start)
-            sampler.run(bar)
+        sampler.run(lambda: sampler.begin(start), checkpoint, arguments, progress)
     plates = sampler.plates
-    return sampled_fit(
-        model, data, sampler.chains(), sampler.stats(), seconds=sampler.seconds, method="HMC",
-        supports=sampler.supports, plates=plates, fitted=marks_of(data) if plates else None,
-        tuning=sampler.tuned(),
+    return sampler.fit(
+        model, data, sampler.supports, method="HMC", plates=plates, tuning=sampler.tuned(),
+        fitted=marks_of(data) if plates else None,
     )  # fmt: skip
 
 
-class HMC:
+class HMC(Chains):
     """Trajectories of all chains, and what is kept of them.
 
     Args:
@@ -138,8 +123,8 @@ class HMC:
         warmup: int,
         target: float,
     ) -> None:
-        self.model, self.data, self.num_chains = model, data, num_chains
-        self.num_samples, self.warmup, self.target = num_samples, warmup, target
+        super().__init__(num_samples, warmup)
+        self.model, self.data, self.num_chains, self.target = model, data, num_chains, target
         with poutine.block(), torch.no_grad():
             trace = poutine.trace(model).get_trace(data)
             self.plates = sequence_plates(model, data, trace)
@@ -165,10 +150,7 @@ class HMC:
             {name: wide.nodes[name]["fn"].support for name in self.supports}, self.prior
         )
         self.tuning: Any = None
-        self.state: Any = None
-        self.kept: dict[str, Tensor] = {}
-        self.done, self.start_time = 0, time.perf_counter()
-        self.checkpoint: Checkpoint | None = None
+        self.state_now: Any = None
 
     def log_density(self, values: dict[str, Tensor]) -> Tensor:
         """The log joint density of each chain, ``(C,)``."""
@@ -188,8 +170,8 @@ class HMC:
             values = start.values if isinstance(start, Fit) else start
             place = self.coordinates.free(_inside(self._widened(values), self.coordinates))
         place = place + JITTER * torch.randn_like(place)
-        self.state = State(place, *self.coordinates.density(self.log_density, place))
-        if not bool(self.state.log_density.isfinite().all()):
+        self.state_now = State(place, *self.coordinates.density(self.log_density, place))
+        if not bool(self.state_now.log_density.isfinite().all()):
             raise FloatingPointError(
                 "the log joint density is not finite where a chain begins; give start values that "
                 "are possible, such as those of fit_map."
@@ -209,76 +191,42 @@ class HMC:
             wide[name] = value.expand(like.shape)
         return wide
 
-    def run(self, bar: tqdm) -> None:
-        """All trajectories that are left."""
-        total = self.warmup + self.num_samples
-        while self.done < total:
-            step, num_steps, _ = self.tuning.steps()
-            parts = self.coordinates, self.log_density, self.state, self.tuning.scale
-            state, moved = trajectory(*parts, step, num_steps)
-            self.tuning.learn(self.state, state, moved)
-            self.state, self.done = state, self.done + 1
-            if self.done > self.warmup:
-                self._keep(moved.diverged, moved.accepted, num_steps)
-            bar.update()
-            index = self.done - self.warmup
-            if self.done % 20 == 0:
-                known = {"lp": self.kept["lp"][:, :index]} if index >= 8 else {}
-                agree = {"rhat": f"{worst_rhat(known):.3f}"} if known else {}
-                bar.set_postfix(leapfrogs=num_steps, **agree, refresh=False)
-            if self.checkpoint is not None and (self.checkpoint.is_due() or self.done == total):
-                self.checkpoint.save(self.saved())
+    def step(self) -> None:
+        """A trajectory of every chain."""
+        step, num_steps, _ = self.tuning.steps()
+        parts = self.coordinates, self.log_density, self.state_now, self.tuning.scale
+        state, moved = trajectory(*parts, step, num_steps)
+        self.tuning.learn(self.state_now, state, moved)
+        self.state_now = state
+        if self.done >= self.warmup:
+            self._keep(moved.diverged, moved.accepted, num_steps)
 
     def _keep(self, diverged: Tensor, accepted: Tensor, num_steps: int) -> None:
         """Keep the values of all chains, and what is known of the trajectories."""
-        values, slope = self.coordinates.constrain(self.state.place)
+        values, slope = self.coordinates.constrain(self.state_now.place)
         now = {n: v if n in self.deep else v.squeeze(1) for n, v in values.items()}
         now |= {
-            "lp": (self.state.log_density - slope).double(), "diverging": diverged,
-            "acceptance": accepted, "leapfrogs": torch.full_like(diverged, num_steps, dtype=int),
+            "lp": (self.state_now.log_density - slope).double(), "diverging": diverged,
+            "acceptance": accepted, "leapfrogs": torch.full_like(accepted, num_steps),
         }  # fmt: skip
-        for name, value in now.items():
-            if name not in self.kept:
-                shape = len(value), self.num_samples, *value.shape[1:]
-                self.kept[name] = value.new_empty(shape)
-            self.kept[name][:, self.done - self.warmup - 1] = value
-
-    # Results and checkpoints
-
-    @property
-    def seconds(self) -> float:
-        """How long the fit has taken."""
-        return time.perf_counter() - self.start_time
-
-    def chains(self) -> Values:
-        """Samples of the latent variables, ``(C, S, ...)``, by name."""
-        return {name: self.kept[name] for name in self.supports}
-
-    def stats(self) -> Values:
-        """What else is known of the samples, ``(C, S)``."""
-        return {name: value for name, value in self.kept.items() if name not in self.supports}
+        self.keep(self.done - self.warmup, now)
 
     def tuned(self) -> dict[str, float]:
         """What the warmup has found."""
-        step, length = (2.718281828459045**log for log in self.tuning.averages)
+        step, length = map(math.exp, self.tuning.averages)
         return {
             "step size": step, "trajectory length": length,
             "leapfrog steps": self.kept["leapfrogs"].double().mean().item(),
             "acceptance": self.kept["acceptance"].double().mean().item(),
         }  # fmt: skip
 
-    def saved(self) -> dict[str, Any]:
-        """State, for checkpoints."""
-        return {
-            "done": self.done, "kept": self.kept, "seconds": self.seconds,
-            "state": vars(self.state), "tuning": vars(self.tuning),
-        }  # fmt: skip
+    def state(self) -> dict[str, Any]:
+        """Where the chains are and what has been tuned, for checkpoints."""
+        return {"state": vars(self.state_now), "tuning": vars(self.tuning)}
 
-    def restore(self, saved: Fields) -> None:
+    def restore(self, state: Fields) -> None:
         """Go on from a checkpoint."""
-        self.done, self.kept = saved["done"], saved["kept"]
-        self.state, self.tuning = State(**saved["state"]), Tuning(**saved["tuning"])
-        self.start_time -= saved["seconds"]
+        self.state_now, self.tuning = State(**state["state"]), Tuning(**state["tuning"])
 
 
 class LogJoint(Messenger):
