@@ -10,6 +10,8 @@ from .analysis import plots as plots
 from .analysis import queries as queries
 from .analysis.draws import PosteriorDraws as PosteriorDraws
 from .analysis.inference_data import to_arviz as to_arviz
+from .analysis.model_check import check_model as check_model
+from .analysis.report import report as report
 from .analysis.streaming import Filter as Filter
 from .chains.base import ExpectedCounts as ExpectedCounts
 from .data import datasets as datasets
@@ -159,6 +161,7 @@ __all__ = [
     "block_hmm",
     "blocks",
     "categorical",
+    "check_model",
     "clusters",
     "cooccurrence",
     "datasets",
@@ -203,6 +206,7 @@ __all__ = [
     "queries",
     "readers",
     "recursions",
+    "report",
     "save",
     "scale_priors",
     "second_order",
