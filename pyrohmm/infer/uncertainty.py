@@ -247,7 +247,7 @@ class Information:
     def _compute(self) -> None:
         u = torch.zeros(len(self.labels), dtype=torch.double)
         score = torch.func.grad(lambda u: self._run(u)[0])
-        slope, pull = torch.func.vjp(score, u)
+        slope, pull, *_ = torch.func.vjp(score, u)
         columns = torch.func.vmap(lambda v: pull(v)[0], chunk_size=CHUNK)
         hessian = columns(torch.eye(len(u), dtype=u.dtype))
         self.matrix = -(hessian + hessian.mT) / 2
