@@ -14,7 +14,7 @@ from torch.distributions import constraints
 from ..distributions.context_tables import AutoregressiveCategorical
 from ..ops.log_space import log
 from ..ops.lookup import add_rows
-from .closed_form import Maximum, Statistics, check_mode, row_mode
+from .closed_form import Maximum, Statistics, check_mode, row_mode, sample_rows
 from .family import Components, Emission, family, positive
 
 MOST = 10**10  # numbers in the table of a state, which would take 80 GB
@@ -70,6 +70,12 @@ class CategoricalEmission(Emission, emits=torch_dist.Categorical):
         """Shares of the counts, with those of the prior."""
         prior = self.concentration if self.has_prior("probs") else None
         return {"probs": row_mode(statistics["counts"], prior)}, []
+
+    def sample_parameters(self, statistics: Statistics, current: Statistics) -> Statistics:
+        """Rows from their Dirichlet posteriors."""
+        if not self.has_prior("probs"):
+            return {}
+        return {"probs": sample_rows(statistics["counts"] + self.concentration)}
 
 
 class BernoulliEmission(Components, emits=torch_dist.Bernoulli):
