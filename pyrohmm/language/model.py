@@ -57,11 +57,9 @@ class LanguageModel:
         hidden_dim: D, of embeddings.
         two_level: Whether a transition chooses the block first; see :class:`pyrohmm.NeuralHMM`.
         dropout: Share of the states of each block that is left out at each training step, or a
-            :class:`pyrohmm.nn.LinearDropout`. It saves time, and keeps a text that is read often
-            from being learnt by heart; read a few times, more is learnt without. By default each
-            fit chooses it by its tokens and epochs: :func:`pyrohmm.language.default_dropout`.
-        contiguous: Whether sentences are read as one text, so that the state at the end of each
-            determines how the next one begins. By default they are independent.
+            :class:`pyrohmm.nn.LinearDropout`; by default each fit chooses it by its tokens and
+            epochs: :func:`pyrohmm.language.default_dropout`.
+        contiguous: Whether sentences are read as one text; by default they are independent.
 
     Attributes:
         vocabulary: The V words.
@@ -207,10 +205,9 @@ class LanguageModel:
         The learning rate rises for the first steps, one in twenty, and falls as a cosine to zero at
         the end. With ``validation``, the parameters that predicted it best are kept.
 
-        A contiguous model reads the sentences in their order, as one text that is divided into
-        streams; a minibatch is the next window of each, which goes on from the state at the end of
-        the window before (truncated backpropagation, see :class:`pyrohmm.StatefulModel`). Of the
-        text, and of ``validation``, as many pieces as there are streams begin like a new text.
+        A contiguous model reads the sentences as one text that is divided into streams; a minibatch
+        is the next window of each, and goes on from the state at the end of the one before
+        (truncated backpropagation, see :class:`pyrohmm.StatefulModel`).
 
         Args:
             data: Sentences to learn from, as :func:`encode` makes them.
