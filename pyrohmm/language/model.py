@@ -313,14 +313,8 @@ class LanguageModel:
 
         Those of a sentence sum to minus its :meth:`score`.
 
-        Args:
-            sentences: Lines, or what :meth:`encode` makes of them.
-
         Returns:
             For each sentence its words and ``<eos>``, ``(num_words + 1,)`` float64.
-
-        Raises:
-            TypeError, ValueError: As :meth:`score`.
 
         Example:
             >>> _ = pyro.set_rng_seed(0)
@@ -354,8 +348,7 @@ class LanguageModel:
         Args:
             count: Number of sentences.
             generator: Source of randomness on the CPU; torch's global one by default.
-            max_words: Sentences that have not ended after so many words are cut off; those of the
-                prompt do not count. With a constraint all end by then.
+            max_words: After the prompt; longer ones are cut off, or none with a constraint.
             prompt: Words with which each sentence begins, or of a contiguous text the first one;
                 the others are sampled given these.
             constraint: What each whole sentence satisfies; see :meth:`steer`.
@@ -470,8 +463,7 @@ class LanguageModel:
     def load(cls, directory: FilePath) -> LanguageModel:
         """The model that was saved to ``directory``, on the CPU, every bit as it was.
 
-        Raises:
-            FileNotFoundError, ValueError: As :func:`pyrohmm.load_hmm`.
+        Raises as :func:`pyrohmm.load_hmm`.
         """
         tensors, meta = read_directory(directory, "language model")
         try:
