@@ -26,11 +26,9 @@ from ..chains.markov import MarkovChain
 from ..ops import recursions
 from ..ops.blocks.inner_products import InnerProductTransition
 from ..ops.sampling import refuse_nan
-from .arguments import StructuredEmission
 from .autoregressive import Autoregressive
-from .base import ChainDistribution, check_likelihood
+from .base import ChainDistribution, StructuredEmission, allowed_states, check_likelihood
 from .forecast import AutoregressiveForecast, Forecast, states_ahead
-from .labels import allowed_states
 from .observation import Tied, permuted
 from .sampling import sample_emission, sample_emission_per_step
 
@@ -299,7 +297,7 @@ class HMM(ChainDistribution):
             return self.chain.log_evidence(self._restricted_likelihood(values), self.lengths)
 
         with full_precision(self.log_initial):
-            evidence = with_one_wait(compute)
+            evidence = with_one_wait(compute, self.log_initial.device)
         self._check_evidence(evidence, values)
         return evidence
 
@@ -344,7 +342,7 @@ class HMM(ChainDistribution):
             likelihood = self._restricted_likelihood(values)
             return self.chain.expected_counts(likelihood, self.lengths)
 
-        counts = with_one_wait(compute)
+        counts = with_one_wait(compute, self.log_initial.device)
         self._check_evidence(counts.log_evidence, values)
         return counts
 
