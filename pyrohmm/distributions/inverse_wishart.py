@@ -78,17 +78,10 @@ class InverseWishart(TorchDistribution):
 
     def rsample(self, sample_shape: Sequence[int] = ()) -> Tensor:
         """Sample matrices ``(*S, *B, D, D)``, by Bartlett's decomposition."""
-        dim = self.scale.size(-1)
         shape = torch.Size(sample_shape) + self.batch_shape
-        freedom = self.degrees - torch.arange(dim, dtype=self.scale.dtype, device=self.scale.device)
-        chi = torch.distributions.Chi2(freedom).rsample(shape).sqrt()
-        lower = torch.randn(
-            shape + self.event_shape, dtype=self.scale.dtype, device=self.scale.device
-        )
-        lower = lower.tril(-1) + torch.diag_embed(chi)  # W = M A A' M' with M M' = inverse of scale
-        factor = torch.linalg.cholesky(self.scale)
-        root = torch.linalg.solve_triangular(lower, factor.mT.expand(lower.shape), upper=False)
-        matrix = root.mT @ root
+        degrees = self.scale.new_full(shape, self.degrees)
+        root = sample_root(degrees, self.scale.expand(*shape, *self.event_shape))
+        matrix = root @ root.mT
         return (matrix + matrix.mT) / 2  # products of matrices are symmetric up to rounding
 
     def log_prob(self, value: Tensor) -> Tensor:
@@ -105,6 +98,16 @@ class InverseWishart(TorchDistribution):
             - torch.special.multigammaln(value.new_tensor(0.5 * degrees), dim)
         )
         return norm - 0.5 * (degrees + dim + 1) * _log_det(root) - 0.5 * trace
+
+
+def sample_root(degrees: Tensor, scale: Tensor) -> Tensor:
+    """Matrices M with M M' from inverse Wishart distributions of degrees ``(*B)`` and scales."""
+    dim = scale.size(-1)
+    half = (degrees.unsqueeze(-1) - torch.arange(dim, device=scale.device)) / 2
+    chi = (2 * torch._standard_gamma(half)).sqrt()
+    lower = torch.randn_like(scale).tril(-1) + torch.diag_embed(chi)
+    factor = torch.linalg.cholesky(scale)
+    return torch.linalg.solve_triangular(lower, factor.mT, upper=False).mT
 
 
 class _Covariance(constraints.Constraint):

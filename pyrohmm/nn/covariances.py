@@ -17,7 +17,7 @@ from torch.distributions import constraints
 
 from .._checks import check_number
 from .._sync import exceeds
-from ..distributions.inverse_wishart import InverseWishart, covariance_matrix
+from ..distributions.inverse_wishart import InverseWishart, covariance_matrix, sample_root
 from ..distributions.observation import is_tied
 from ..distributions.units import InUnits
 from ..distributions.vector_autoregression import AutoregressiveNormal
@@ -132,7 +132,8 @@ class CovarianceEmission(CentredEmission, emits=torch_dist.MultivariateNormal):
         missing = values.isnan()
         if not exceeds((~missing).all().byte(), 0):
             if current is not None:
-                return {"squares": _completed(values, weights, current, self.centre)}
+                parts = values, weights, current, self.centre
+                return {"squares": _completed(*parts, self.imputes)}
             mean = values.double().nanmean(0).nan_to_num(0.0)
             values = torch.where(missing, mean, values.double())
         return {"squares": _second_moments(values, weights, self.centre)}
@@ -144,11 +145,7 @@ class CovarianceEmission(CentredEmission, emits=torch_dist.MultivariateNormal):
         mode = self._regression(slopes)
         if not self.is_free("covariance"):
             return mode, []
-        inner, cross = squares[..., :-dim, :-dim], squares[..., :-dim, -dim:]
-        apart, across = slopes - prior, slopes.mT @ cross
-        scatter = squares[..., -dim:, -dim:] - across - across.mT + slopes.mT @ inner @ slopes
-        scatter = scatter + apart.mT @ (precision.unsqueeze(-1) * apart)
-        scatter = scatter.nan_to_num(0.0)  # of slopes without observations
+        scatter = _scatter(squares, slopes, prior, precision)
         divisor = squares[..., 0, 0] + (precision > 0).sum(-1)
         if self.tied:
             scatter, divisor = scatter.sum(1), divisor.sum(1)
@@ -158,6 +155,28 @@ class CovarianceEmission(CentredEmission, emits=torch_dist.MultivariateNormal):
         least = floor_of(spread, mean + self.centre, self.prior_loc.dtype)
         mode["covariance"], notes = self._covariance_mode(scatter, divisor, least)
         return mode, notes
+
+    def sample_parameters(self, statistics: Statistics, current: Statistics) -> Statistics:
+        """Covariances and slopes from their matrix-normal-inverse-Wishart posterior."""
+        squares = statistics["squares"]
+        slopes, prior, precision = self._least_squares(squares)
+        samples = {}
+        if self.has_prior("covariance"):
+            scatter, count = _scatter(squares, slopes, prior, precision), squares[..., 0, 0]
+            if self.tied:
+                scatter, count = scatter.sum(1), count.sum(1)
+            root = sample_root(self.degrees + count, self.scale.double() + scatter)
+            samples["covariance"] = root @ root.mT
+        else:
+            root = torch.linalg.cholesky(self.covariance.double())
+        root = root.unsqueeze(-3) if self.tied else root
+        free = (precision > 0).all(0)  # the rows of what has a prior
+        size = precision.size(-1)
+        inner = (squares[..., :size, :size] + torch.diag_embed(precision))[..., free, :][..., free]
+        factor, noise = torch.linalg.cholesky(inner), torch.randn_like(slopes[..., free, :])
+        noise = torch.linalg.solve_triangular(factor.mT, noise, upper=True) @ root.mT
+        slopes[..., free, :] += noise
+        return samples | {n: v for n, v in self._regression(slopes).items() if self.has_prior(n)}
 
     def _regression(self, slopes: Tensor) -> dict[str, Tensor]:
         """Parameters of the mean from slopes ``(R, K, F, D)`` by 1 and the vectors before."""
@@ -387,6 +406,12 @@ class AutoregressiveNormalEmission(CovarianceEmission, emits=AutoregressiveNorma
         mode, more = super().m_step(statistics)
         return under("initial.", first) | mode, notes + more
 
+    def sample_parameters(self, statistics: Statistics, current: Statistics) -> Statistics:
+        """Those of the first vectors, and of the regression of the others."""
+        own = inside(current, "initial.")
+        first = self.initial.sample_parameters(inside(statistics, "initial."), own)
+        return under("initial.", first) | super().sample_parameters(statistics, current)
+
     def _regression(self, slopes: Tensor) -> dict[str, Tensor]:
         weights = slopes[..., 1:, :].unflatten(-2, (self.lags, self.dim))
         return super()._regression(slopes) | (
@@ -415,8 +440,20 @@ def _second_moments(values: Tensor, weights: Tensor, about: Tensor | float) -> T
     return symmetric(weighted_sums(weights, values, features, size * (size + 1) // 2), size)
 
 
-def _completed(values: Tensor, weights: Tensor, current: Any, about: Tensor) -> Tensor:
-    """:func:`_second_moments` about an origin, with missing components as expected."""
+def _scatter(squares: Tensor, slopes: Tensor, prior: Tensor, precision: Tensor) -> Tensor:
+    """Squares ``(R, K, D, D)`` of residuals, and of slopes about their prior means."""
+    dim = slopes.size(-1)
+    inner, cross = squares[..., :-dim, :-dim], squares[..., :-dim, -dim:]
+    apart, across = slopes - prior, slopes.mT @ cross
+    scatter = squares[..., -dim:, -dim:] - across - across.mT + slopes.mT @ inner @ slopes
+    scatter = scatter + apart.mT @ (precision.unsqueeze(-1) * apart)
+    return scatter.nan_to_num(0.0)  # of slopes without observations
+
+
+def _completed(
+    values: Tensor, weights: Tensor, current: Any, about: Tensor, sampled: bool
+) -> Tensor:
+    """:func:`_second_moments` about an origin, with missing components expected, or sampled."""
     dim, weights = values.size(-1), weights.double()
     restarts, _, states = weights.shape
     values, loc = values.double() - about, current.loc.double() - about
@@ -438,7 +475,11 @@ def _completed(values: Tensor, weights: Tensor, current: Any, about: Tensor) -> 
             residual = seen[:, known] - loc[..., known].unsqueeze(-2)
             whole[..., absent] = loc[..., absent].unsqueeze(-2) + residual @ slope.mT
             left = matrix[..., absent.unsqueeze(-1), absent] - slope @ across.mT
-            extra[..., absent.unsqueeze(-1), absent] = left
+            if sampled:
+                root = torch.linalg.cholesky(left)
+                whole[..., absent] += torch.randn_like(whole[..., absent]) @ root.mT
+            else:
+                extra[..., absent.unsqueeze(-1), absent] = left
         weighted = share.mT.unsqueeze(-1) * whole
         sums = sums + weighted.sum(-2)
         squares = squares + weighted.mT @ whole + share.sum(1)[..., None, None] * extra

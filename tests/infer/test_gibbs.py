@@ -1,6 +1,7 @@
 """Gibbs sampling against exact posteriors, and what a user can do wrong."""
 
 import itertools
+from functools import partial
 
 import numpy as np
 import pyro
@@ -13,12 +14,22 @@ from pyrohmm import (
     PosteriorDraws,
     Sequences,
     TabularHMM,
+    bernoulli,
     categorical,
     fit_em,
     fit_gibbs,
     freeze,
+    normal,
+    normal_full,
+    normal_mixture,
+    normal_spherical,
+    normal_tied,
+    poisson,
+    streams,
+    tied,
 )
 from pyrohmm.infer.convergence import agreement, summary_of
+from pyrohmm.nn.family import build_emission
 
 
 def log_table(counts, strength):
@@ -179,3 +190,74 @@ def test_starts_at_a_fit_are_those_of_all_chains():
     fit = fit_gibbs(module, data, num_samples=50, warmup=5, start=start)
     assert max(part.rhat.max() for part in fit.agreement().values()) < 1.1
     assert fit.summary().startswith(("chains agree", "few", "CHAINS"))
+
+
+FAMILIES = {
+    "categorical": (categorical(3, torch.tensor([0.5, 1.5, 2.0])), None),
+    "bernoulli": (bernoulli(2, 1.5, 2.0), None),
+    "poisson": (poisson(2, 2.0, 0.5), None),
+    "scalar counts": (poisson(0, 2.0, 0.5), None),
+    "normal": (normal(2, 0.5, 1.0, 3.0, 2.0), None),
+    "spherical": (normal_spherical(2, 0.5, 1.0, 3.0, 2.0), None),
+    "full": (normal_full(2, 0.5, 1.0, 6.0, 2.0), None),
+    "tied covariance": (normal_tied(2, 0.5, 1.0, 6.0, 2.0), None),
+    "full, in part": (normal_full(2, 0.5, 1.0, 6.0, 2.0), 1),
+    "normal, in part": (normal(2, 0.5, 1.0, 3.0, 2.0), 1),
+    "mixture": (normal_mixture(2, 1, 0.5, 1.0, 3.0, 2.0, 2.0), None),
+    "streams": (streams(poisson(0, 2.0, 0.5), normal(1, 0.5, 1.0, 3.0, 2.0)), None),
+    "shared": (tied(poisson(0, 2.0, 0.5), [0, 0, 1]), None),
+}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_parameters_given_data_of_the_prior_have_the_distribution_of_the_prior(name):
+    """Geweke's joint test: theta ~ p, x ~ p(x | theta), theta' ~ p(theta | x) is another theta.
+
+    Also jointly with x; each of many replications has observations of its own.
+    """
+    family, missing = FAMILIES[name]
+    pyro.set_rng_seed(0)
+    count, size, num_states = 1500, 6, 3
+    module = build_emission(family, num_states).double()
+    module.imputes = True
+    with torch.no_grad():
+        with pyro.plate("replications", count, dim=-2):
+            trace = pyro.poutine.trace(module).get_trace()
+        current = trace.nodes["_RETURN"]["value"]
+        states = torch.arange(size) % num_states
+        event = (1,) * len(current.event_shape)
+        values = torch.stack(
+            [current.sample().expand(count, 1, num_states, *current.event_shape)[:, 0, k]
+             for k in states.tolist()], 1,
+        )  # fmt: skip
+        seen = values.double().reshape(count, size, -1).clone()
+        if missing is not None:
+            values = values.clone()
+            values[:, ::2, missing] = torch.nan
+        sites = {n: trace.nodes[n]["value"].squeeze(1) for n in trace.stochastic_nodes}
+        found = {}
+        for i in range(count):  # a replication at a time: observations are shared by chains
+            one = pyro.poutine.condition(module, data={n: v[i] for n, v in sites.items()})
+            weights = torch.nn.functional.one_hot(states, num_states).double()[None]
+            statistics = module.statistics(values[i], weights, one())
+            for part, sample in module.sample_parameters(statistics, {}).items():
+                found.setdefault(part, []).append(sample[0])
+    assert len(found) == len(sites)
+    for site, theta in sites.items():
+        again = torch.stack(found[site.removeprefix(module._pyro_name + ".")])
+        assert again.shape == theta.shape
+        mean = seen.mean((1, 2))
+        product = partial(times, expand_right(mean, theta))
+        for change in (lambda x: x, torch.square, product):
+            apart = (change(again) - change(theta)).double().flatten(1)
+            scale = change(theta).double().flatten(1).std(0) + 1e-12
+            error = apart.std(0) / count**0.5
+            assert bool((apart.mean(0).abs() < 4.8 * error + 1e-9 * scale).all()), (site, event)
+
+
+def times(factor, theta):
+    return factor * theta
+
+
+def expand_right(vector, like):
+    return vector.reshape(-1, *(1,) * (like.dim() - 1))
