@@ -9,6 +9,7 @@ Its modules; each imports only those above it:
 ``inverse_wishart``        the prior of covariance matrices
 ``units``                  priors of data in any unit
 ``hard_zeros``             log-probabilities in which zeros are exact
+``constructors``           the arguments that a distribution is built from
 ``linear_emissions``       emissions whose log-probabilities are a product of matrices
 ``observation``            joined and tied emissions; log-probabilities per state
 ``values``                 observations as the recursions read them
