@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from .._arrays import from_numpy
-from .._checks import check_floats, check_log_simplex, check_tensor
+from .._checks import check_tensor
 from ..ops import recursions
 from ..ops import stationary as stationary_ops
-from ..ops.blocks.inner_products import InnerProductTransition
 from ..ops.recursions import Posterior
 from ..ops.sampling import CategoricalTable
 from .base import Chain, Core, Expansion, ExpectedCounts, entry, sample_markov
@@ -114,21 +110,15 @@ class MarkovChain(MarkovRecursions):
     Args:
         log_initial: ``(*b, K)``.
         log_transition: ``(*b, K, K)``, row = from, column = to; ``(*b, T-1, K, K)`` with
-            ``per_step``; or an :class:`InnerProductTransition`, whose matrix is made when read.
+            ``per_step``.
         per_step: Whether there is a matrix for each transition.
     """
 
-    transition: Tensor | InnerProductTransition
+    log_transition: Tensor
 
-    def __init__(
-        self,
-        log_initial: Tensor,
-        log_transition: Tensor | InnerProductTransition,
-        per_step: bool = False,
-    ) -> None:
+    def __init__(self, log_initial: Tensor, log_transition: Tensor, per_step: bool = False) -> None:
         super().__init__(per_step=per_step)
-        self.take(log_initial=log_initial)
-        self.transition = from_numpy("log_transition", log_transition)
+        self.take(log_initial=log_initial, log_transition=log_transition)
         self.per_step = per_step
 
     @property
@@ -136,12 +126,6 @@ class MarkovChain(MarkovRecursions):
         """Core dimensions of the first state's probabilities and of the matrix or matrices."""
         steps = ("T",) if self.per_step else ()
         return {"log_initial": ("K",), "log_transition": (*steps, "K", "K")}
-
-    @property
-    def log_transition(self) -> Tensor:
-        r"""``(*b, K, K)``, or ``(*b, T-1, K, K)`` per step."""
-        matrix = self.transition
-        return matrix if isinstance(matrix, Tensor) else matrix.matrix
 
     @property
     def matrices(self) -> Tensor:
@@ -163,9 +147,7 @@ class MarkovChain(MarkovRecursions):
     def steps_and_batches(self, longest: int) -> tuple[dict[str, int], dict[str, torch.Size]]:
         """The number of steps of matrices per step, and batch dimensions, by argument."""
         shapes = {"log_initial": self.log_initial.shape[:-1]}
-        matrix = self.transition
-        if not isinstance(matrix, Tensor):
-            return {}, shapes
+        matrix = self.log_transition
         if not self.per_step:
             return {}, shapes | {"log_transition": matrix.shape[:-2]}
         if matrix.dim() < 3 or matrix.size(-3) < longest - 1:
@@ -178,22 +160,6 @@ class MarkovChain(MarkovRecursions):
 
     def check_shapes(self) -> None:
         """Raise unless the parameters have the shapes they should have."""
-        if isinstance(self.transition, Tensor) and isinstance(self.log_initial, Tensor):
-            if self.per_step and self.transition.dim() < 3:
-                return  # the number of steps is checked with those of the data
-            super().check_shapes()
-            return
-        check_floats("log_initial", self.log_initial)
-        if not isinstance(self.transition, InnerProductTransition):
-            check_tensor("log_transition", self.transition)
-
-    def check_values(self) -> None:
-        """Raise unless log-probabilities sum to one; inner products do by construction."""
-        check_log_simplex("log_initial", self.log_initial)
-        if isinstance(self.transition, Tensor):
-            check_log_simplex("log_transition", self.transition)
-
-    def replace(self, **changes: Any) -> MarkovChain:
-        """A copy with some parameters or options changed."""
-        own = {"log_initial": self.log_initial, "log_transition": self.transition}
-        return MarkovChain(**(own | self.options | changes))
+        check_tensor("log_transition", self.log_transition)
+        if not (self.per_step and self.log_transition.dim() < 3):
+            super().check_shapes()  # else the number of steps is checked with those of the data

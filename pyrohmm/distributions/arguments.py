@@ -7,6 +7,7 @@ from typing import Any, Protocol
 import torch
 from pyro.distributions.torch_distribution import TorchDistribution
 from torch import Tensor
+from torch.distributions import constraints
 
 from .._checks import (
     check_booleans,
@@ -29,8 +30,15 @@ class StructuredEmission(Protocol):
         """``(*E)``, of one observation."""
 
     @property
+    def support(self) -> constraints.Constraint:
+        """Of one observation."""
+
+    @property
     def distribution(self) -> TorchDistribution:
         """Batched over the K states; computed when it is read."""
+
+    def sample(self, states: Tensor) -> Tensor:
+        """Sample an observation ``(*A, *E)`` from each of ``states`` ``(*A)``."""
 
 
 def check_emission(chain: Chain, emission: TorchDistribution | StructuredEmission) -> None:

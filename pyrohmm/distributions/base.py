@@ -140,7 +140,7 @@ class ChainDistribution(TorchDistribution):
     @property
     def support(self) -> constraints.Constraint:
         """Sequences of what the emission can emit."""
-        return constraints.independent(self.emission.support, 1)
+        return constraints.independent(self._emission.support, 1)
 
     def check_markov(self, purpose: str) -> None:
         """Raise unless the next state depends on the state alone, as ``purpose`` needs."""
@@ -220,6 +220,14 @@ class ChainDistribution(TorchDistribution):
             likelihood = likelihood.masked_fill(~known.unsqueeze(-1), 0.0)
         return likelihood
 
+    def _read(self, values: Tensor, with_labels: bool = True) -> Any:
+        """Log-likelihoods as the chain reads them."""
+        return self._restricted_likelihood(values) if with_labels else self._log_likelihood(values)
+
+    def _seen(self, values: Tensor) -> Any:
+        """Log-likelihoods as the chain reads them, checked as those of :meth:`log_likelihood`."""
+        return self.log_likelihood(values)
+
     def _restricted_likelihood(self, values: Tensor) -> Tensor:
         """Log-likelihoods ``(*B, T, K)``, -inf for states that labels exclude."""
         likelihood = self._log_likelihood(values)
@@ -279,11 +287,11 @@ class ChainDistribution(TorchDistribution):
         if self.allowed is None or not self._validate_args or transforming():
             return
         with torch.no_grad():
-            seen = self._restricted_likelihood(values)
+            seen = self._read(values)
             reached = self.chain.filtered(seen, self.lengths).isfinite().any(-1)
             lost = (self.exists & ~reached).any(-1)
             if bool(lost.any()):
-                free = self.chain.log_evidence(self._log_likelihood(values), self.lengths)
+                free = self.chain.log_evidence(self._read(values, False), self.lengths)
                 possible = free.isfinite()
                 refuse_dead_ends(reached, lost & possible)
 

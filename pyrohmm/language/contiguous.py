@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..chains.blocks import CarriedState
 from ..data.sequences import Sequences
 from ..distributions.block_hmm import BlockHMM, FinalState
-from ..distributions.carried_state import CarriedState
 
 
 def as_text(data: Sequences, num_pieces: int = 1) -> Sequences:
@@ -38,23 +38,13 @@ def score_in_order(hmm: BlockHMM, data: Sequences) -> Tensor:
         data: N sequences without gaps, on its device.
     """
     scores = torch.empty(len(data), dtype=torch.float64)
+    transition: Any = hmm.transition
     ending: FinalState | None = None
     for number, length in enumerate(data.lengths.tolist()):
         values = data.values[number : number + 1, :length]
         sentence: Any = hmm.replace(lengths=torch.tensor([length]))
         if ending is not None:
-            sentence = sentence.continue_from(_carried(hmm, ending))
+            sentence = sentence.continue_from(CarriedState.of(transition, *ending))
         scores[number] = sentence.log_prob(values)
         ending = sentence.final_state(values)
     return scores
-
-
-def _carried(hmm: BlockHMM, ending: FinalState) -> CarriedState:
-    """The last state of one sequence, for another that goes on from it."""
-    transition = cast(Any, hmm.transition)
-    states = ending.states[0]
-    states = states[states >= 0]
-    return CarriedState(
-        transition.leave[states], transition.log_block_probs[states], torch.tensor([len(states)]),
-        torch.tensor([0]), ending.log_probs,
-    )  # fmt: skip

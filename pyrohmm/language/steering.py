@@ -24,7 +24,6 @@ from ..data.vocabulary import Vocabulary
 from ..distributions.block_hmm import BlockHMM
 from ..ops.automata import Automaton
 from ..ops.blocks.inner_products import InnerProductTransition
-from ..ops.blocks.products import BackwardProducts
 from .generation import choose, emitted_by, next_states
 from .text import END, encode
 
@@ -219,7 +218,7 @@ class Steering:
     def _mass_of_classes(self) -> Tensor:
         """Probability of the words of each class in each state, ``(C + 1, K)``, ``<eos>`` last."""
         symbols, size = self._hmm.symbols, self._hmm.num_states + 1
-        states = symbols.padded_states[symbols.blocks.symbol_block].to(self._device)
+        states = symbols.columns().to(self._device)
         cells = self._class.to(self._device).unsqueeze(-1) * size + states
         mass = torch.zeros((self._end_class + 1) * size, dtype=torch.float64, device=self._device)
         mass.index_add_(0, cells.flatten(), symbols.log_probs.double().exp().flatten())
@@ -230,10 +229,10 @@ class Steering:
 
         Each is ``(L + 1, K)``; the last row, of all other q, is -inf.
         """
-        products = BackwardProducts(self._transition)
+        products = self._hmm.chain.transitions()
         for t in range(self.max_words, 0, -1):
             self._after[t] = torch.nn.functional.pad(
-                products(self._here(t)), (0, 0, 0, 1), value=-inf
+                products.back_from_all(self._here(t)), (0, 0, 0, 1), value=-inf
             )
 
     def _here(self, t: int) -> Tensor:
@@ -286,7 +285,7 @@ class Steering:
         Without a state of the automaton, of the words alone.
         """
         symbols = self._hmm.symbols
-        states = symbols.padded_states[symbols.blocks.symbol_block].to(self._device)
+        states = symbols.columns().to(self._device)
         logs = torch.nn.functional.pad(first, (0, 1), value=-inf)[states]
         logs = logs + symbols.log_probs
         if state is None:

@@ -11,7 +11,7 @@ from torch.nn.functional import one_hot
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pyrohmm import HMM, Filter, clusters, queries
-from pyrohmm.distributions import block_factors
+from pyrohmm.chains import blocks as block_chains
 from pyrohmm.distributions.block_hmm import BlockHMM
 from pyrohmm.ops import backends
 from pyrohmm.ops.blocks import Blocks, from_clusters, inner_products, transitions, uniform
@@ -27,13 +27,13 @@ KINDS = ["two levels", "one level", "matrix", "overlapping"]
 def in_blocks():
     """Small cases go through blocks too where these overlap."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(block_factors, "CROWDED", 0)
+        patch.setattr(block_chains, "CROWDED", 0)
         yield
 
 
 def compute(monkeypatch, all_transitions):
     """Have all transitions computed, or only those that occur, whatever takes less time."""
-    monkeypatch.setattr(block_factors, "MATRIX", math.inf if all_transitions else 0)
+    monkeypatch.setattr(block_chains, "MATRIX", math.inf if all_transitions else 0)
 
 
 @pytest.fixture(params=["compiled", "torch"])
@@ -145,7 +145,7 @@ def test_where_blocks_overlap_much_all_transitions_are_computed_at_once(monkeypa
     torch.manual_seed(3)
     case = Case("overlapping", [3, 1, 4], [4, 1, 6])
     slow = case.hmm.log_prob(case.values)
-    monkeypatch.setattr(block_factors, "CROWDED", 8 / 3)  # 8 states, 3 of them in each block
+    monkeypatch.setattr(block_chains, "CROWDED", 8 / 3)  # 8 states, 3 of them in each block
     monkeypatch.setattr(_blockwise, "log_evidence", None)
     fast = case.hmm.log_prob(case.values)
     torch.testing.assert_close(fast, slow, rtol=1e-12, atol=1e-12)
@@ -159,7 +159,7 @@ def test_where_blocks_overlap_much_all_transitions_are_computed_at_once(monkeypa
 def test_where_blocks_overlap_much_values_are_checked_and_padding_is_not_read(monkeypatch):
     torch.manual_seed(3)
     case = Case("overlapping", [3, 1, 4], [4, 1, 6])
-    monkeypatch.setattr(block_factors, "CROWDED", 8 / 3)
+    monkeypatch.setattr(block_chains, "CROWDED", 8 / 3)
     wanted = case.hmm.log_prob(case.values)
     padded = torch.arange(6) >= case.lengths.unsqueeze(-1)
     assert torch.equal(case.hmm.log_prob(case.values.masked_fill(padded, -7)), wanted)
