@@ -35,6 +35,7 @@ from .infer import starts as starts
 from .infer.cooccurrence import CooccurrenceModel as CooccurrenceModel
 from .infer.cooccurrence import fit_cooccurrence as fit_cooccurrence
 from .infer.em import fit_em as fit_em
+from .infer.gibbs import fit_gibbs as fit_gibbs
 from .infer.guides import RotationGuide as RotationGuide
 from .infer.map import fit_map as fit_map
 from .infer.models import EnumeratedModel as EnumeratedModel
@@ -48,6 +49,7 @@ from .infer.resizing import merge_states as merge_states
 from .infer.resizing import split_state as split_state
 from .infer.results import Fit as Fit
 from .infer.results import Restarts as Restarts
+from .infer.sampled import SampledFit as SampledFit
 from .infer.svi import fit_svi as fit_svi
 from .infer.training import FitOptions as FitOptions
 from .io.hmmlearn import from_hmmlearn as from_hmmlearn
@@ -134,6 +136,7 @@ __all__ = [
     "Restarts",
     "RotationGuide",
     "RowPermutationNUTS",
+    "SampledFit",
     "ScalarHMM",
     "SecondOrderHMM",
     "Sequences",
@@ -169,6 +172,7 @@ __all__ = [
     "factorial",
     "fit_cooccurrence",
     "fit_em",
+    "fit_gibbs",
     "fit_map",
     "fit_svi",
     "free_durations",

@@ -68,7 +68,7 @@ from pyrohmm import (
     readers,
 )
 
-from . import FOLDER, earlier, pyplot, write
+from . import FOLDER, earlier, papers, pyplot, write
 
 GRID = {3: [1, 2, 3], 5: [2, 3, 5], 10: [2, 3, 5, 10]}
 RUNS = 10
@@ -143,7 +143,7 @@ def of_corpus(
         data = whole.data.without_labels().truncate(longest)
         data = data[:100] if quick else data
         data = data[data.lengths.argsort(stable=True)]  # batches of equal lengths are faster
-        return readers.merge_rare(whole._replace(data=data, tags=None), share)
+        return papers.merge_rare(whole._replace(data=data, tags=None), share)
 
     def halves(_: int, generator: torch.Generator) -> Halves:
         data, num_symbols = corpus().data, len(corpus().vocabulary)

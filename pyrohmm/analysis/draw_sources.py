@@ -14,12 +14,18 @@ from ..infer.guide_samples import samples_of
 from ..infer.models import to_model_device
 from ..infer.plates import marks_of, sequence_plates
 from ..infer.results import Fit
+from ..infer.sampled import SampledFit
 
 
 def samples_of_fit(
     fit: Fit, num_draws: int, data: Sequences | None
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """One chain of S samples of the guide, ``(1, S, ...)``; of SVI also its log-density at each."""
+    """Samples ``(C, S, ...)`` and what is known of each: of a sampler its chains.
+
+    Of SVI one chain of samples of the guide, with their log-density; of MAP and EM the point.
+    """
+    if isinstance(fit, SampledFit):
+        return fit.chains, fit.stats
     if fit.method != "SVI":
         return {name: value[None, None] for name, value in fit.values.items()}, {}
     with torch.no_grad(), fit.at_rest():

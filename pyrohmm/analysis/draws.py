@@ -98,9 +98,9 @@ class PosteriorDraws:
         """Take samples from a fit, from a sampler's run or from a dict.
 
         Args:
-            posterior: A :class:`Fit`: one of SVI gives one chain of samples of its guide, one of
-                MAP or EM a single sample. Or Pyro's ``MCMC`` after its run. Or samples by name,
-                ``(C, S, ...)``.
+            posterior: A :class:`Fit`: one of Gibbs sampling or HMC gives its chains, one of SVI one
+                chain of samples of its guide, one of MAP or EM a single sample. Or Pyro's ``MCMC``
+                after its run. Or samples by name, ``(C, S, ...)``.
             model: The Pyro model; needed only if ``posterior`` does not know it.
             num_draws: S, how many to take from a guide.
             dims: See :class:`PosteriorDraws`.

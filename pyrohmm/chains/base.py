@@ -196,6 +196,20 @@ class Chain:
         total, (states, *counts) = gradients(evidence, likelihood, *self.parameters.values())
         return ExpectedCounts(total, states, dict(zip(names, counts)))
 
+    def path_counts(self, states: Tensor, exists: Tensor) -> dict[str, Tensor]:
+        """How often paths ``(*B, T)`` use each entry of each parameter, in its shape.
+
+        The gradient of their log-probability: whole numbers where a path says which entries it
+        uses, as of tables; else expected numbers, from which parameters cannot be sampled.
+        """
+        names = list(self.parameters)
+
+        def total(*values: Tensor) -> Tensor:
+            return self.replace(**dict(zip(names, values))).log_prob(states, exists)
+
+        _, counts = gradients(total, *self.parameters.values())
+        return dict(zip(names, counts))
+
     def posterior(self, log_likelihood: Tensor, lengths: Tensor) -> Any:
         """Smoothed marginals of the states, and counts of each sequence."""
         return self.counts_of_each(log_likelihood, lengths)

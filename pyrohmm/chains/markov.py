@@ -144,6 +144,21 @@ class MarkovChain(MarkovRecursions):
         counts = {"log_initial": found.initial, "log_transition": pairs}
         return ExpectedCounts(found.log_evidence, found.states, counts)
 
+    def path_counts(self, states: Tensor, exists: Tensor) -> dict[str, Tensor]:
+        """First states and transitions of paths, counted."""
+        if self.per_step:
+            return super().path_counts(states, exists)
+        size, weights = self.num_states, exists.expand(states.shape).to(self.log_initial.dtype)
+        cells = states[..., :-1] * size + states[..., 1:]
+        pairs = weights.new_zeros(*states.shape[:-1], size * size)
+        pairs = pairs.scatter_add_(-1, cells, weights[..., 1:]).unflatten(-1, (size, size))
+        first = weights.new_zeros(*states.shape[:-1], size)
+        first = first.scatter_add_(-1, states[..., :1], weights[..., :1])
+        return {
+            "log_initial": first.sum_to_size(self.log_initial.shape),
+            "log_transition": pairs.sum_to_size(self.log_transition.shape),
+        }
+
     def steps_and_batches(self, longest: int) -> tuple[dict[str, int], dict[str, torch.Size]]:
         """The number of steps of matrices per step, and batch dimensions, by argument."""
         shapes = {"log_initial": self.log_initial.shape[:-1]}

@@ -30,6 +30,9 @@ Its modules; each imports only those above it:
 ``expectation``   the E-step, batched by length
 ``iterations``    the iterations of EM
 ``em``            ``fit_em``
+``convergence``   R-hat and effective sample sizes of chains
+``sampled``       ``SampledFit``: chains of samples of a posterior
+``gibbs``         ``fit_gibbs``
 """
 
 from . import cooccurrence as cooccurrence
@@ -40,6 +43,7 @@ from . import starts as starts
 from .cooccurrence import CooccurrenceModel as CooccurrenceModel
 from .cooccurrence import fit_cooccurrence as fit_cooccurrence
 from .em import fit_em as fit_em
+from .gibbs import fit_gibbs as fit_gibbs
 from .guides import RotationGuide as RotationGuide
 from .map import fit_map as fit_map
 from .models import EnumeratedModel as EnumeratedModel
@@ -53,5 +57,6 @@ from .resizing import merge_states as merge_states
 from .resizing import split_state as split_state
 from .results import Fit as Fit
 from .results import Restarts as Restarts
+from .sampled import SampledFit as SampledFit
 from .svi import fit_svi as fit_svi
 from .training import FitOptions as FitOptions

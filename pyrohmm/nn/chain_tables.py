@@ -16,7 +16,7 @@ from ..distributions.hmm import HMM
 from ..distributions.sparse_dirichlet import SparseDirichlet
 from . import emissions
 from .base import HMMModule
-from .closed_form import Maximum, Statistics, is_free, row_mode, with_prior
+from .closed_form import Maximum, Statistics, is_free, row_mode, sample_rows, with_prior
 from .family import positive
 
 
@@ -98,6 +98,15 @@ class ChainTables(HMMModule):
     def m_step(self, statistics: Statistics) -> Maximum:
         """Normalised counts, those of the Dirichlet priors included."""
         return {name: row_mode(self._counts(name, statistics[name])) for name in statistics}, []
+
+    def sample_parameters(self, statistics: Statistics, current: Statistics) -> Statistics:
+        """Rows of probabilities from their Dirichlet posteriors, those of the same name."""
+        samples = {}
+        for name in self._pyro_samples.keys() & statistics.keys():
+            prior, allowed = getattr(self, prior_name(name)), getattr(self, f"{name}_allowed")
+            prior = prior if allowed is None else prior.masked_fill(~allowed, 0.0)
+            samples[name] = sample_rows(statistics[name] + prior)
+        return samples
 
     def _counts(self, name: str, counts: Tensor) -> Tensor:
         """Counts with the pseudo-counts of the prior."""

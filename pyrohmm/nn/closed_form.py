@@ -13,6 +13,7 @@ import math
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
+import torch
 from pyro.distributions.torch_distribution import TorchDistribution
 from pyro.nn import PyroModule
 from torch import Tensor, nn
@@ -47,6 +48,25 @@ class EmissionMStep(Protocol):
             The parameters by name, each ``(R, ...)``, NaN where neither an observation nor a prior
             determines them; and remarks, such as that a variance was held at its floor. Those of
             frozen parameters are ignored; the mode of the others must be that with their values.
+        """
+
+
+@runtime_checkable
+class ConjugateSampler(Protocol):
+    """A part with ``statistics`` whose parameters can be sampled given them, as Gibbs needs."""
+
+    def sample_parameters(self, statistics: Statistics, current: dict[str, Tensor]) -> Statistics:
+        """Samples of parameters given sufficient statistics of data whose states are known.
+
+        Args:
+            statistics: Of weights and counts that are whole numbers: those of sampled paths.
+            current: The parameters by name, ``(R, ...)``, of which one that is not sampled in one
+                step with the others may depend.
+
+        Returns:
+            One sample ``(R, ...)`` of each by name, from its distribution given the statistics,
+            priors included; those of frozen parameters are left out. Parameters that are not among
+            them are updated by Hamiltonian steps.
         """
 
 
@@ -136,6 +156,16 @@ def row_mode(counts: Tensor, concentration: Tensor | None = None) -> Tensor:
     """Mode of rows of probabilities ``(*, V)`` for counts and a Dirichlet prior, if any."""
     counts = with_prior(counts, concentration)
     return counts / counts.sum(-1, keepdim=True)
+
+
+def sample_rows(concentration: Tensor) -> Tensor:
+    """Sample rows of probabilities ``(*, V)`` from Dirichlet distributions, of any concentration.
+
+    In logarithms, for a gamma variable of a small concentration is smaller than any number; an
+    entry of concentration zero is zero.
+    """
+    gammas = torch._standard_gamma(concentration + 1)
+    return (gammas.log() + torch.rand_like(gammas).log() / concentration).softmax(-1)
 
 
 def inside(statistics: Statistics, prefix: str) -> Statistics:

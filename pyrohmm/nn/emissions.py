@@ -28,7 +28,7 @@ from ..ops.log_space import log
 from ..ops.lookup import add_rows
 from .autoregressive import autoregressive_from
 from .circular import VonMisesEmission
-from .closed_form import EmissionMStep, Maximum, Statistics, check_mode, row_mode
+from .closed_form import EmissionMStep, Maximum, Statistics, check_mode, row_mode, sample_rows
 from .composed import StreamsEmission, TiedEmission
 from .family import Emission, EmissionFamily, moments, positive
 from .mixtures import MixtureEmission
@@ -84,6 +84,12 @@ class CategoricalEmission(Emission):
             return {}, []
         prior = self.concentration if self.has_prior("probs") else None
         return {"probs": row_mode(statistics["counts"], prior)}, []
+
+    def sample_parameters(self, statistics: Statistics, current: Statistics) -> Statistics:
+        """Rows from their Dirichlet posteriors."""
+        if not self.has_prior("probs"):
+            return {}
+        return {"probs": sample_rows(statistics["counts"] + self.concentration)}
 
 
 def bernoulli(
