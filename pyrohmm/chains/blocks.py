@@ -128,7 +128,7 @@ class BlockChain(MarkovChain):
         self.blocks, self.carried = blocks, carried
 
     @property
-    def log_transition(self) -> Tensor:  # type: ignore[override]
+    def log_transition(self) -> Tensor:
         """``(K, K)``; of inner products it is made when it is first read."""
         return self.transition if isinstance(self.transition, Tensor) else self.transition.matrix
 
@@ -180,8 +180,10 @@ class BlockChain(MarkovChain):
 
     def refuse_nan(self, *logs: Any) -> None:
         """Raise if a parameter or log-likelihood is NaN, which a state could not show."""
+        seen = [log for log in logs if isinstance(log, BlockLikelihood)]
+        scores = self.scores(any(each.leaving is not None for each in seen))
         parts = (log.logs if isinstance(log, BlockLikelihood) else log for log in logs)
-        refuse_nan(self.log_initial, *parts, *filter(torch.is_tensor, self.scores()))
+        refuse_nan(self.log_initial, *parts, *filter(torch.is_tensor, scores))
 
     def going_on(self, carried: CarriedState) -> BlockChain:
         """The chain of sequences that go on from others."""

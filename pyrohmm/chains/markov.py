@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .._arrays import from_numpy
 from .._checks import check_tensor
 from ..ops import recursions
 from ..ops import stationary as stationary_ops
@@ -114,11 +115,10 @@ class MarkovChain(MarkovRecursions):
         per_step: Whether there is a matrix for each transition.
     """
 
-    log_transition: Tensor
-
     def __init__(self, log_initial: Tensor, log_transition: Tensor, per_step: bool = False) -> None:
         super().__init__(per_step=per_step)
-        self.take(log_initial=log_initial, log_transition=log_transition)
+        self.take(log_initial=log_initial)
+        self._table: Tensor = from_numpy("log_transition", log_transition)
         self.per_step = per_step
 
     @property
@@ -126,6 +126,11 @@ class MarkovChain(MarkovRecursions):
         """Core dimensions of the first state's probabilities and of the matrix or matrices."""
         steps = ("T",) if self.per_step else ()
         return {"log_initial": ("K",), "log_transition": (*steps, "K", "K")}
+
+    @property
+    def log_transition(self) -> Tensor:
+        r"""``(*b, K, K)``, or ``(*b, T-1, K, K)`` per step."""
+        return self._table
 
     @property
     def matrices(self) -> Tensor:

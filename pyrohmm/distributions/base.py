@@ -194,9 +194,11 @@ class ChainDistribution(TorchDistribution):
         """
         constant = type(self.chain) is MarkovChain and not self.chain.per_step
         constant = constant and not self.emission_per_step
+        if not (constant and self.allowed is None):
+            return None
         emission = self.emission
         with_context = isinstance(emission, AutoregressiveCategorical)
-        if not (constant and self.allowed is None and (with_context or is_categorical(emission))):
+        if not (with_context or is_categorical(emission)):
             return None
         symbols, known = self.prepare_values(values)
         if isinstance(emission, AutoregressiveCategorical):

@@ -433,7 +433,7 @@ class HMM(ChainDistribution):
     def sample_observations(self, states: Tensor) -> Tensor:
         """Sample an observation ``(*S, *B, T, *E)`` from each of ``states`` ``(*S, *B, T)``."""
         check_integers("states", states)
-        if not isinstance(self._emission, TorchDistribution):
+        if not isinstance(self._emission, torch.distributions.Distribution):
             with torch.no_grad():
                 return self._emission.sample(states)
         sample = sample_emission_per_step if self.emission_per_step else sample_emission

@@ -74,7 +74,7 @@ class _NGramChain(BlockChain):
         )
 
     @property
-    def log_transition(self) -> NoReturn:  # type: ignore[override]
+    def log_transition(self) -> NoReturn:
         """Refused: it depends on the symbols before."""
         self._refuse("log_transition")
 

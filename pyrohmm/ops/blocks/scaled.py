@@ -40,7 +40,7 @@ def _raised(logs: Tensor) -> tuple[Tensor, Tensor]:
     """Probabilities in float64, none but zeros below the least; and where one was."""
     low = LOW[torch.float64]
     below = logs < low
-    probs = logs.double().clamp_(min=low).exp_()
+    probs = logs.clamp(min=low).double().exp_()
     zero = logs.isneginf()
     return probs.masked_fill_(zero, 0.0), below & ~zero
 

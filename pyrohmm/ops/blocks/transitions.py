@@ -119,11 +119,12 @@ class Transitions:
 
         return logs
 
+    @torch.no_grad()
     def back_from_all(self, log_values: Tensor) -> Tensor:
         r"""One step of a backward pass over all states, :math:`\log \sum_j p(j | i) e^{v_j}`.
 
         The K x K probabilities are computed once, and kept while the vectors of the transition
-        live; if they would take more than 4 GiB, at each call some rows at a time.
+        live, without gradients; if they would take more than 4 GiB, at each call some rows at a time.
 
         Args:
             log_values: ``(n, K)``, v; the result has its shape and dtype.
