@@ -25,6 +25,8 @@ Its modules; each imports only those above it:
 ``plot_durations``  pictures of how long states last
 ``plot_emissions``  pictures of emissions
 ``plots``           pictures of HMMs and fits, under one name
+``model_check``     ``check_model``: simulated data beside the data; pictures of residuals
+``report``          ``report``: a page about a fit
 """
 
 from . import draws as draws
@@ -34,4 +36,6 @@ from . import plots as plots
 from . import queries as queries
 from .draws import PosteriorDraws as PosteriorDraws
 from .inference_data import to_arviz as to_arviz
+from .model_check import check_model as check_model
+from .report import report as report
 from .streaming import Filter as Filter

@@ -84,7 +84,7 @@ class CarriedState(NamedTuple):
         )  # fmt: skip
 
     def first(self, transition: InnerProductTransition, block: Tensor) -> Tensor:
-        """Log-probabilities ``(N, w)`` of the first state, in the blocks ``(N,)`` of the symbols."""
+        """Log-probabilities ``(N, w)`` of the first state, in the blocks ``(N,)``."""
         states = transition.blocks.states[block].to(self.leave.device)
         with full_precision(self.leave):
             scores = at_least_single(self.leave @ transition.enter[states.clamp(min=0)].mT)
@@ -147,9 +147,10 @@ class BlockChain(MarkovChain):
         """The Markov chain of the matrix, with some parameters or options changed."""
         return MarkovChain(**(self.parameters | self.options | changes))
 
-    def steps_and_batches(self, longest: int) -> tuple[dict[str, int], dict[str, torch.Size]]:
-        """No number of steps, and no batch dimensions."""
-        return {}, {"log_initial": torch.Size()}
+    @property
+    def batches(self) -> dict[str, torch.Size]:
+        """The parameters have no batch dimensions."""
+        return {"log_initial": torch.Size()}
 
     def check_values(self) -> None:
         """Raise unless log-probabilities sum to one; inner products do by construction."""

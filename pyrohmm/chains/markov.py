@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from .._arrays import from_numpy
-from .._checks import check_tensor
 from ..ops import recursions
 from ..ops import stationary as stationary_ops
 from ..ops.recursions import Posterior
@@ -105,6 +104,10 @@ class MarkovRecursions(Chain):
         return recursions.posterior(self.log_initial, self.matrices, log_likelihood, lengths)
 
 
+_CONSTANT: dict[str, Core] = {"log_initial": ("K",), "log_transition": ("K", "K")}
+_PER_STEP: dict[str, Core] = {"log_initial": ("K",), "log_transition": ("T-1", "K", "K")}
+
+
 class MarkovChain(MarkovRecursions):
     r"""A Markov chain: :math:`p(z_{1:T}) = \pi_{z_1} \prod_t A_{z_{t-1} z_t}`.
 
@@ -124,8 +127,12 @@ class MarkovChain(MarkovRecursions):
     @property
     def cores(self) -> dict[str, Core]:  # type: ignore[override]
         """Core dimensions of the first state's probabilities and of the matrix or matrices."""
-        steps = ("T",) if self.per_step else ()
-        return {"log_initial": ("K",), "log_transition": (*steps, "K", "K")}
+        return _PER_STEP if self.per_step else _CONSTANT
+
+    @property
+    def steps(self) -> dict[str, int]:
+        """T by the name of the matrices, if there is one for each transition."""
+        return {"log_transition": self.log_transition.size(-3) + 1} if self.per_step else {}
 
     @property
     def log_transition(self) -> Tensor:
@@ -163,23 +170,3 @@ class MarkovChain(MarkovRecursions):
             "log_initial": first.sum_to_size(self.log_initial.shape),
             "log_transition": pairs.sum_to_size(self.log_transition.shape),
         }
-
-    def steps_and_batches(self, longest: int) -> tuple[dict[str, int], dict[str, torch.Size]]:
-        """The number of steps of matrices per step, and batch dimensions, by argument."""
-        shapes = {"log_initial": self.log_initial.shape[:-1]}
-        matrix = self.log_transition
-        if not self.per_step:
-            return {}, shapes | {"log_transition": matrix.shape[:-2]}
-        if matrix.dim() < 3 or matrix.size(-3) < longest - 1:
-            raise ValueError(
-                "with transition_per_step, log_transition must have shape (*B, T-1, K, K) with "
-                f"T at least {longest}, the longest sequence; got {tuple(matrix.shape)}."
-            )
-        shapes["log_transition"] = matrix.shape[:-3]
-        return {"log_transition": matrix.size(-3) + 1}, shapes
-
-    def check_shapes(self) -> None:
-        """Raise unless the parameters have the shapes they should have."""
-        check_tensor("log_transition", self.log_transition)
-        if not (self.per_step and self.log_transition.dim() < 3):
-            super().check_shapes()  # else the number of steps is checked with those of the data

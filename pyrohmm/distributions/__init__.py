@@ -12,16 +12,14 @@ Its modules; each imports only those above it:
 ``linear_emissions``       emissions whose log-probabilities are a product of matrices
 ``observation``            joined and tied emissions; log-probabilities per state
 ``values``                 observations as the recursions read them
-``arguments``              the arguments of an ``HMM``, checked
-``labels``                 which states are allowed at each step
-``crf``                    ``LinearChainCRF``: labels given scores of a network
 ``autoregressive``         emissions that depend on the observations before: their base
 ``vector_autoregression``  vectors that depend linearly on those before
 ``context_tables``         symbols that depend on those before
 ``sampling``               sampling of observations given states
 ``quantiles``              quantiles of mixtures of emissions
 ``forecast``               ``Forecast``: observations at future steps
-``base``                   ``ChainDistribution``: parameters, masks and data joined
+``base``                   ``ChainDistribution``: parameters, masks, labels and data joined
+``crf``                    ``LinearChainCRF``: labels given scores of a network
 ``hmm``                    ``HMM``: a distribution over whole sequences
 ``hsmm``                   ``HSMM``: states with explicit durations
 ``continuous_time_hmm``    ``ContinuousTimeHMM``: sequences observed at times of their own

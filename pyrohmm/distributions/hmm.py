@@ -24,11 +24,9 @@ from .._transforms import transforming, uncompiled
 from ..chains.base import Chain, ExpectedCounts
 from ..chains.markov import MarkovChain
 from ..ops import recursions
-from .arguments import StructuredEmission
 from .autoregressive import Autoregressive
-from .base import ChainDistribution, check_likelihood
+from .base import ChainDistribution, StructuredEmission, allowed_states, check_likelihood
 from .forecast import AutoregressiveForecast, Forecast, states_ahead
-from .labels import allowed_states
 from .observation import Tied, permuted
 from .sampling import sample_emission, sample_emission_per_step
 
@@ -296,7 +294,7 @@ class HMM(ChainDistribution):
             return self.chain.log_evidence(self._read(values), self.lengths)
 
         with full_precision(self.log_initial):
-            evidence = with_one_wait(compute)
+            evidence = with_one_wait(compute, self.log_initial.device)
         self._check_evidence(evidence, values)
         return evidence
 
@@ -340,7 +338,7 @@ class HMM(ChainDistribution):
         def compute() -> ExpectedCounts:
             return self.chain.expected_counts(self._read(values), self.lengths)
 
-        counts = with_one_wait(compute)
+        counts = with_one_wait(compute, self.log_initial.device)
         self._check_evidence(counts.log_evidence, values)
         return counts
 

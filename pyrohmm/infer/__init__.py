@@ -16,6 +16,7 @@ Its modules; each imports only those above it:
 ``msteps``        ``GradientStep``, and M-steps under a diversity prior
 ``process_group``  ``ProcessGroup``: data-parallel ranks
 ``validation``    held-out evidence during a fit
+``uncertainty``   ``Information``: standard errors and intervals
 ``results``       ``Fit``, ``Restarts``: what a fit returns
 ``objective``     the loss of a gradient fit
 ``training``      settings and state of a gradient fit, its steps
@@ -60,3 +61,4 @@ from .results import Restarts as Restarts
 from .sampled import SampledFit as SampledFit
 from .svi import fit_svi as fit_svi
 from .training import FitOptions as FitOptions
+from .uncertainty import Information as Information

@@ -199,7 +199,7 @@ def blocks(backend):
     )
     with use(backend):
         evidence = block_recursions.log_evidence(chain)
-    gradients = torch.autograd.grad((evidence * torch.rand(4)).sum(), vectors)
+        gradients = torch.autograd.grad((evidence * torch.rand(4)).sum(), vectors)
         final = block_recursions.final_state_log_probs(chain).exp()
     return evidence, *gradients, final
 

@@ -118,7 +118,7 @@ def left_out(chain: LogChain, past_alone: bool) -> Tensor:
 
 
 def all_states(chain: LogChain, logs: list[Tensor], count: int) -> Tensor:
-    """Logarithms of all states at ``count`` steps, ``(count, K)``, of messages; -inf where padded."""
+    """Messages of all states at ``count`` steps, ``(count, K)``; -inf where padded."""
     out = chain.seen.new_full((count, chain.transitions.num_states + 1), -torch.inf)
     for step, (t, part) in zip(chain.steps, enumerate(logs)):
         out[chain.plan.where[step].to(chain.device)] = chain.widened(t, part)

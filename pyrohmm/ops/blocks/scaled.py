@@ -57,7 +57,7 @@ class Passes:
     """
 
     def __init__(self, kernels: ModuleType, chain: PlannedChain) -> None:
-        plan, states, _, _, log_block_probs, log_first, log_seen = chain
+        plan, *_, log_block_probs, log_first, log_seen = chain
         self.kernels, self.chain, count = kernels, chain, len(plan.lengths)
         self.raised = torch.zeros(len(plan.source), dtype=torch.bool)
         self.block_probs = torch.empty(0, 0, dtype=torch.float64)
@@ -155,7 +155,7 @@ class _Scaled(torch.autograd.Function):
     @in_full_precision
     def backward(ctx: Any, weights: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         passes: Passes = ctx.passes
-        plan, states, *tensors = passes.chain
+        plan, states = passes.chain[:2]
         none = None, None, None
         if torch.is_grad_enabled():
             evidence = partial(_evidence, plan, states, passes.sound)

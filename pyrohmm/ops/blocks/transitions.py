@@ -20,7 +20,7 @@ from torch import Tensor
 from ..._precision import at_least_single, full_precision, recomputed
 from ..log_space import finite_or_zero, log_softmax_of_parts, logsumexp
 from ..tensor_cache import cached
-from .plan import States
+from .plan import States, bounds
 
 CHUNK = 1 << 19  # transition probabilities that exist at one time; larger ones leave the cache
 KEPT = 1 << 32  # bytes of a matrix of probabilities that is kept, of 32,768 states in float32
@@ -41,6 +41,13 @@ class Transitions:
     ) -> None:
         self.states, self.num_states, self.all = states, len(leave), len(states.sizes)
         self.scores = leave, enter, log_block_probs
+
+    @classmethod
+    def of_matrix(cls, log_probs: Tensor) -> Transitions:
+        """Transitions ``(K, K)`` of states that are all in one block."""
+        size = torch.tensor([len(log_probs)])
+        states = States(bounds(size), torch.arange(len(log_probs)), size, len(log_probs))
+        return cls(states, log_probs, None, None)
 
     def states_of(self, block: int) -> Tensor:
         """The states of a block; of B, all."""
@@ -124,30 +131,27 @@ class Transitions:
         r"""One step of a backward pass over all states, :math:`\log \sum_j p(j | i) e^{v_j}`.
 
         The K x K probabilities are computed once, and kept while the vectors of the transition
-        live, without gradients; if they would take more than 4 GiB, at each call some rows at a time.
+        live, without gradients; if they would take more than 4 GiB, at each call some rows at a
+        time.
 
         Args:
             log_values: ``(n, K)``, v; the result has its shape and dtype.
         """
-        leave, number = self.scores[0], torch.finfo(at_least_single(self.scores[0][:0]).dtype)
+        leave, every = self.scores[0], self.all
+        number = torch.finfo(at_least_single(leave[:0]).dtype)
+        if self.num_states**2 * number.bits // 8 > KEPT:
+            return self._sums(log_values, every, every, True)
+        matrix = cached(leave, self._probs, *self.scores[1:])
         peak = finite_or_zero(log_values.amax(-1, keepdim=True))
-        unsure = torch.ones(len(log_values), dtype=torch.bool, device=leave.device)
-        found = log_values
-        if self.num_states**2 * number.bits // 8 <= KEPT:
-            matrix = cached(leave, self._probs, *self.scores[1:])
-            scaled = (log_values - peak).exp().to(matrix.dtype)
-            with full_precision(scaled):
-                sums = scaled.masked_fill_(scaled < number.tiny, 0.0) @ matrix.mT
-            found = sums.to(log_values.dtype).log() + peak
-            # what was lost in a sum is less than K times the least number
-            possible = ~log_values.isneginf().all(-1)
-            unsure = (sums < self.num_states * number.tiny / number.eps).any(-1) & possible
-        for row in unsure.nonzero().flatten().tolist():
-            values = log_values[row : row + 1]
-            found = found.index_copy(
-                0, torch.tensor([row], device=leave.device),
-                self._sums(values, self.all, self.all, True),
-            )  # fmt: skip
+        scaled = (log_values - peak).exp().to(matrix.dtype)
+        with full_precision(scaled):
+            sums = scaled.masked_fill_(scaled < number.tiny, 0.0) @ matrix.mT
+        # what was lost in a sum is less than K times the least number
+        unsure = (sums < self.num_states * number.tiny / number.eps).any(-1)
+        unsure &= ~log_values.isneginf().all(-1)
+        found = sums.to(log_values.dtype).log() + peak
+        if bool(unsure.any()):
+            found[unsure] = self._sums(log_values[unsure], every, every, True)
         return found
 
     def _probs(self) -> Tensor:
