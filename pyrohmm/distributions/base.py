@@ -169,8 +169,7 @@ class ChainDistribution(TorchDistribution):
     def emission(self) -> TorchDistribution:
         r"""Batched over ``(K,)``, or ``(T, K)`` per step: :math:`p(x_t \mid z_t)`."""
         emission = self._emission
-        known = isinstance(emission, torch.distributions.Distribution)
-        return emission if known else emission.distribution
+        return emission if isinstance(emission, Distribution) else emission.distribution
 
     @property
     def num_states(self) -> int:
@@ -229,7 +228,7 @@ class ChainDistribution(TorchDistribution):
 
     def log_likelihood(self, values: Tensor, check: bool = True) -> Tensor:
         r"""Log-likelihoods :math:`\log p(x_t \mid z_t)`: the last of :meth:`log_factors`."""
-        likelihood = self._restricted_likelihood(values)
+        likelihood = self._read(values)
         if check and self._validate_args:
             check_likelihood(likelihood)
             self.check_labels(values)
@@ -272,18 +271,14 @@ class ChainDistribution(TorchDistribution):
             likelihood = likelihood.masked_fill(~known.unsqueeze(-1), 0.0)
         return likelihood
 
-    def _read(self, values: Tensor, with_labels: bool = True) -> Any:
-        """Log-likelihoods as the chain reads them."""
-        return self._restricted_likelihood(values) if with_labels else self._log_likelihood(values)
-
     def _seen(self, values: Tensor) -> Any:
         """Log-likelihoods as the chain reads them, checked as those of :meth:`log_likelihood`."""
         return self.log_likelihood(values)
 
-    def _restricted_likelihood(self, values: Tensor) -> Tensor:
-        """Log-likelihoods ``(*B, T, K)``, -inf for states that labels exclude."""
+    def _read(self, values: Tensor, with_labels: bool = True) -> Any:
+        """Log-likelihoods as the chain reads them, -inf for states that labels exclude."""
         likelihood = self._log_likelihood(values)
-        if self.allowed is None:
+        if self.allowed is None or not with_labels:
             return likelihood
         return likelihood.masked_fill(~self.allowed, -torch.inf)
 

@@ -196,6 +196,12 @@ class BlockHMM(HMM):
         self.check_labels(values)
         return seen
 
+    def log_likelihood(self, values: Tensor, check: bool = True) -> Tensor:
+        """Log-likelihoods of all states: see :meth:`HMM.log_likelihood`."""
+        seen = self._seen(values) if check else self._read(values)
+        wide = self.chain.widened(seen)
+        return wide.reshape(*seen.batch, *wide.shape[1:])
+
     def log_chain(
         self, values: Tensor, dtype: torch.dtype = torch.float64, trim: bool = False
     ) -> tuple[LogChain, torch.Size]:
