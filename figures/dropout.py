@@ -25,7 +25,7 @@ from common import FOLDER, alone, arguments, earlier, pyplot, write
 
 from pyrohmm import LanguageModel, datasets, language
 from pyrohmm.data.readers import read_lines
-from pyrohmm.language.dropout import FEW_EPOCHS
+from pyrohmm.language.training import FEW_EPOCHS
 from pyrohmm.nn import LinearDropout
 
 NAME = "dropout"

@@ -371,7 +371,7 @@ def used(fit: Fit, data: Sequences) -> dict[str, Any]:
     transitions = metrics.transition_spectrum(fit.hmm(data[:1]), 256)
     return {
         "effective_states": states.effective,
-        "states_with_a_token": states.num_above(1.0),
+        "states_with_a_token": int((states.counts >= 1).sum()),
         "stable_rank": transitions.stable_rank,
         "rank_of_99_percent": transitions.effective_rank(0.99),  # null: more than there are values
         "largest_singular_values": transitions.singular_values[:10].tolist(),
