@@ -22,7 +22,6 @@ Its modules; each imports only those above it:
 ``draws``           ``PosteriorDraws``: samples of a posterior as HMMs
 ``inference_data``  ``to_arviz``
 ``plot_axes``       axes, names and tables of pictures
-``plot_durations``  pictures of how long states last
 ``plot_emissions``  pictures of emissions
 ``plots``           pictures of HMMs and fits, under one name
 ``model_check``     ``check_model``: simulated data beside the data; pictures of residuals
