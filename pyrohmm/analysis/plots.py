@@ -16,7 +16,12 @@ from .._checks import check_probs
 from ..distributions.forecast import Forecast
 from ..distributions.hmm import HMM
 from ..infer.results import Fit
-from .dwell_times import dwell_time_hazard, dwell_time_log_prob, dwell_time_log_survival
+from .dwell_times import (
+    dwell_time_hazard,
+    dwell_time_log_prob,
+    dwell_time_log_survival,
+    segments,
+)
 from .plot_axes import (
     MOST_TICKS,
     axes_or_new,
@@ -27,7 +32,6 @@ from .plot_axes import (
 )
 from .plot_emissions import emission as emission
 from .prediction import observation_marginals
-from .segmentation import segments
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
