@@ -40,6 +40,7 @@ from .infer.em import fit_em as fit_em
 from .infer.gibbs import fit_gibbs as fit_gibbs
 from .infer.guides import RotationGuide as RotationGuide
 from .infer.map import fit_map as fit_map
+from .infer.mcmc import fit_mcmc as fit_mcmc
 from .infer.models import EnumeratedModel as EnumeratedModel
 from .infer.models import MarginalModel as MarginalModel
 from .infer.models import StatefulModel as StatefulModel
@@ -177,6 +178,7 @@ __all__ = [
     "fit_em",
     "fit_gibbs",
     "fit_map",
+    "fit_mcmc",
     "fit_svi",
     "free_durations",
     "freeze",
