@@ -283,9 +283,6 @@ def criterion(
         name: Of the criterion.
         axes: Where to draw; new ones by default.
 
-    Raises:
-        ValueError: If there is no score.
-
     Example:
         >>> axes = criterion({1: 520.0, 2: 430.0, 3: 445.0}, "BIC")
         >>> axes.lines[1].get_xdata().tolist()
@@ -373,9 +370,6 @@ def forecast(
         values: The past, ``(T,)``, ``(1, T)`` or ``(1, T, 1)``; the forecast follows it.
         levels: Probabilities of the bands.
         axes: Where to draw; new ones by default.
-
-    Raises:
-        ValueError: If there are several sequences, or observations are vectors.
     """
     shape, ahead = tuple(predicted.shape()), predicted.states.size(-2)
     past = () if values is None else tuple(values.shape)
