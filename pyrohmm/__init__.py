@@ -10,6 +10,8 @@ from .analysis import plots as plots
 from .analysis import queries as queries
 from .analysis.draws import PosteriorDraws as PosteriorDraws
 from .analysis.inference_data import to_arviz as to_arviz
+from .analysis.model_check import check_model as check_model
+from .analysis.report import report as report
 from .analysis.streaming import Filter as Filter
 from .chains.base import ExpectedCounts as ExpectedCounts
 from .data import datasets as datasets
@@ -38,6 +40,7 @@ from .infer.em import fit_em as fit_em
 from .infer.gibbs import fit_gibbs as fit_gibbs
 from .infer.guides import RotationGuide as RotationGuide
 from .infer.map import fit_map as fit_map
+from .infer.mcmc import fit_mcmc as fit_mcmc
 from .infer.models import EnumeratedModel as EnumeratedModel
 from .infer.models import MarginalModel as MarginalModel
 from .infer.models import StatefulModel as StatefulModel
@@ -159,6 +162,7 @@ __all__ = [
     "block_hmm",
     "blocks",
     "categorical",
+    "check_model",
     "clusters",
     "cooccurrence",
     "datasets",
@@ -174,6 +178,7 @@ __all__ = [
     "fit_em",
     "fit_gibbs",
     "fit_map",
+    "fit_mcmc",
     "fit_svi",
     "free_durations",
     "freeze",
@@ -203,6 +208,7 @@ __all__ = [
     "queries",
     "readers",
     "recursions",
+    "report",
     "save",
     "scale_priors",
     "second_order",

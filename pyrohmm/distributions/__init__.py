@@ -27,8 +27,6 @@ Its modules; each imports only those above it:
 ``factorial_hmm``          ``FactorialHMM``: several chains behind one observation
 ``second_order_hmm``       ``SecondOrderHMM``: each state depends on the two before it
 ``block_symbols``          ``BlockSymbols``: symbols emitted only by the states of their blocks
-``carried_state``          ``CarriedState``: the state before the first step
-``block_factors``          parameters and symbols in blocks, as the recursions read them
 ``block_hmm``              ``BlockHMM``: states in blocks, tens of thousands of them
 ``ngram_block_hmm``        ``NGramBlockHMM``: states in blocks, mixed with an n-gram
 ``tagged_hmm``             ``TaggedHMM``: states that emit a word and a tag
