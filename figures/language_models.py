@@ -528,7 +528,7 @@ def lines_of(baselines: list[dict[str, Any]], data: str, axis: Any, side: str | 
                 row["model"].split(",")[0] + early, (0.99 if side == "right" else 0.02, height),
                 (0, -3 if close else 3), axis.get_yaxis_transform(), "offset points",
                 ha=side, va="top" if close else "bottom", fontsize=8,
-                color="0.3",
+                color="0.3", bbox={"facecolor": "white", "alpha": 0.8, "linewidth": 0, "pad": 0.5},
             )  # fmt: skip
         above = height
 

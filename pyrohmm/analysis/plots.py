@@ -16,7 +16,12 @@ from .._checks import check_probs
 from ..distributions.forecast import Forecast
 from ..distributions.hmm import HMM
 from ..infer.results import Fit
-from .dwell_times import dwell_time_hazard, dwell_time_log_prob, dwell_time_log_survival
+from .dwell_times import (
+    dwell_time_hazard,
+    dwell_time_log_prob,
+    dwell_time_log_survival,
+    segments,
+)
 from .plot_axes import (
     MOST_TICKS,
     axes_or_new,
@@ -27,7 +32,6 @@ from .plot_axes import (
 )
 from .plot_emissions import emission as emission
 from .prediction import observation_marginals
-from .segmentation import segments
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -279,9 +283,6 @@ def criterion(
         name: Of the criterion.
         axes: Where to draw; new ones by default.
 
-    Raises:
-        ValueError: If there is no score.
-
     Example:
         >>> axes = criterion({1: 520.0, 2: 430.0, 3: 445.0}, "BIC")
         >>> axes.lines[1].get_xdata().tolist()
@@ -369,9 +370,6 @@ def forecast(
         values: The past, ``(T,)``, ``(1, T)`` or ``(1, T, 1)``; the forecast follows it.
         levels: Probabilities of the bands.
         axes: Where to draw; new ones by default.
-
-    Raises:
-        ValueError: If there are several sequences, or observations are vectors.
     """
     shape, ahead = tuple(predicted.shape()), predicted.states.size(-2)
     past = () if values is None else tuple(values.shape)

@@ -153,7 +153,11 @@ class Gibbs(Chains):
                 probs = (probs * hmm.allowed).clamp(min=1e-30) * hmm.allowed
             shape = parameters.restarts, *probs.shape[-3:]
             states = torch.multinomial(probs.expand(shape).flatten(0, -2), 1).reshape(shape[:-1])
-        samples = self._sample_parameters(hmm, states)
+        try:
+            samples = self._sample_parameters(hmm, states)
+        except ValueError:  # paths do not say how the chain's parameters are used
+            self.chain = None
+            samples = self._sample_parameters(hmm, states)
         if not known:
             parameters.update(samples)
         others = [name for name in parameters.sites if name not in samples]

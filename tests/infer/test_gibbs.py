@@ -7,17 +7,22 @@ import numpy as np
 import pyro
 import pytest
 import torch
-from pyro.nn import PyroParam
+from pyro.distributions import Dirichlet
+from pyro.nn import PyroParam, PyroSample
 from scipy.special import gammaln
 
 from pyrohmm import (
+    MarginalModel,
     PosteriorDraws,
     Sequences,
     TabularHMM,
+    TabularHSMM,
     bernoulli,
     categorical,
     fit_em,
     fit_gibbs,
+    fit_mcmc,
+    free_durations,
     freeze,
     normal,
     normal_full,
@@ -192,6 +197,37 @@ def test_starts_at_a_fit_are_those_of_all_chains():
     assert fit.summary().startswith(("chains agree", "few", "CHAINS"))
 
 
+def test_what_is_not_conjugate_is_moved_by_trajectories():
+    """A prior of the user's own, which is the same: as in the sum over all paths."""
+    pyro.set_rng_seed(0)
+    lengths = torch.tensor([3, 2])
+    values = torch.tensor([[0, 1, 1], [1, 0, 0]])
+    data = Sequences(values, lengths)
+    initial, transition, emission = [1.0, 2.0], [[1.5, 1.5], [1.0, 3.0]], [[2.0, 1.0], [1.7, 4.0]]
+    module = TabularHMM(2, categorical(2), torch.tensor(initial), torch.tensor(transition))
+    module.emission.probs = PyroSample(Dirichlet(torch.tensor(emission)).to_event(1))
+    fit = fit_gibbs(module, data, num_samples=500, warmup=200)
+    free = Sequences(values, lengths, labels=torch.full((2, 3), -1))
+    wanted = exact_means(free, [np.array([initial]), np.array(transition), np.array(emission)])
+    close_to(fit.chains["module.emission.probs"], wanted[2])
+    close_to(fit.chains["module.transition"], wanted[1])
+
+
+@pytest.mark.parametrize("censored", [True, False])
+def test_durations_agree_with_a_sampler_that_sums_paths_out(censored):
+    pyro.set_rng_seed(0)
+    data = Sequences.from_list([[0, 0, 1, 1, 0], [1, 1, 0]])
+    strength = torch.tensor([[5.0, 1.0], [1.0, 5.0]])
+    durations = free_durations(3, torch.tensor([1.0, 2.0, 3.0]))
+    module = TabularHSMM(2, durations, categorical(2, strength), censored_end=censored)
+    gibbs = fit_gibbs(module, data, num_samples=400, warmup=50)
+    assert gibbs.stats.keys() == {"lp"}
+    other = fit_mcmc(MarginalModel(module), data, num_samples=100, warmup=100)
+    for name in ("module.duration.probs", "module.initial", "module.emission.probs"):
+        found, wanted = gibbs.chains[name], other.chains[name]
+        torch.testing.assert_close(found.mean((0, 1)), wanted.mean((0, 1)), rtol=0, atol=0.025)
+
+
 FAMILIES = {
     "categorical": (categorical(3, torch.tensor([0.5, 1.5, 2.0])), None),
     "bernoulli": (bernoulli(2, 1.5, 2.0), None),
@@ -217,7 +253,7 @@ def test_parameters_given_data_of_the_prior_have_the_distribution_of_the_prior(n
     """
     family, missing = FAMILIES[name]
     pyro.set_rng_seed(0)
-    count, size, num_states = 1500, 6, 3
+    count, size, num_states = 1500, 12, 3
     module = build_emission(family, num_states).double()
     module.imputes = True
     with torch.no_grad():
