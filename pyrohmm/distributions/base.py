@@ -181,6 +181,11 @@ class ChainDistribution(TorchDistribution):
         return masks.exists(self.lengths, self.num_steps, self.log_initial.device)
 
     @property
+    def known(self) -> Tensor:
+        """Which steps exist and are observed, ``(*B, T)`` booleans."""
+        return self.exists if self.observed is None else self.exists & self.observed
+
+    @property
     def support(self) -> constraints.Constraint:
         """Sequences of what the emission can emit."""
         return constraints.independent(self.emission.support, 1)
@@ -313,7 +318,7 @@ class ChainDistribution(TorchDistribution):
             values = values.reshape((1,) * (len(batch) - len(outer)) + values.shape)
         known = None
         if self.observed is not None or self._shortest < self.num_steps:
-            known = self.exists if self.observed is None else self.exists & self.observed
+            known = self.known
             values = fill_gaps(values, known, emission)
         if self._validate_args and not transforming():
             check_support(values, known, emission, self.emission_per_step)
