@@ -27,9 +27,19 @@ from ..distributions.observation import is_categorical
 from ..infer.models import to_model_device
 from ..infer.plates import check_fitted, marks_of, shared
 from ..infer.results import Fit, match_states
-from .draw_layout import Layout, arranged, layout_of, log_prior, own_from_prior, run
-from .draw_sources import marks_of_fitted, samples_of_fit, samples_of_sampler
-from .state_dims import name_dims, permute_dims
+from .draw_layout import (
+    Layout,
+    arranged,
+    layout_of,
+    log_prior,
+    marks_of_fitted,
+    name_dims,
+    own_from_prior,
+    permute_dims,
+    run,
+    samples_of_fit,
+    samples_of_sampler,
+)
 
 CELLS = 2**22  # samples × N × T × K numbers, in one tensor
 

@@ -409,7 +409,8 @@ class _Observations:
         if self.blocks is not None:
             rows = values.expand(*self.batch_shape, num_steps).reshape(-1, num_steps)
             mask = None if known is None else known.reshape(-1, num_steps)
-            return self.blocks.read(rows, mask, hmm._validate_args), None
+            lengths = torch.full((len(rows),), num_steps)
+            return self.blocks.read(rows, lengths, mask, hmm._validate_args), None
         wide, seen, before, after = values, known, 0, 0
         if lags:
             wide = values.expand(*self.batch_shape, num_steps, *hmm.event_shape[1:])

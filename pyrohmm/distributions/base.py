@@ -46,8 +46,15 @@ class StructuredEmission(Protocol):
         """``(*E)``, of one observation."""
 
     @property
+    def support(self) -> constraints.Constraint:
+        """Of one observation."""
+
+    @property
     def distribution(self) -> TorchDistribution:
         """Batched over the K states; computed when it is read."""
+
+    def sample(self, states: Tensor) -> Tensor:
+        """Sample an observation ``(*A, *E)`` from each of ``states`` ``(*A)``."""
 
 
 class ChainDistribution(TorchDistribution):
@@ -162,8 +169,7 @@ class ChainDistribution(TorchDistribution):
     def emission(self) -> TorchDistribution:
         r"""Batched over ``(K,)``, or ``(T, K)`` per step: :math:`p(x_t \mid z_t)`."""
         emission = self._emission
-        known = isinstance(emission, torch.distributions.Distribution)
-        return emission if known else emission.distribution
+        return emission if isinstance(emission, Distribution) else emission.distribution
 
     @property
     def num_states(self) -> int:
@@ -188,7 +194,7 @@ class ChainDistribution(TorchDistribution):
     @property
     def support(self) -> constraints.Constraint:
         """Sequences of what the emission can emit."""
-        return constraints.independent(self.emission.support, 1)
+        return constraints.independent(self._emission.support, 1)
 
     def check_markov(self, purpose: str) -> None:
         """Raise unless the next state depends on the state alone, as ``purpose`` needs."""
@@ -227,7 +233,7 @@ class ChainDistribution(TorchDistribution):
 
     def log_likelihood(self, values: Tensor, check: bool = True) -> Tensor:
         r"""Log-likelihoods :math:`\log p(x_t \mid z_t)`: the last of :meth:`log_factors`."""
-        likelihood = self._restricted_likelihood(values)
+        likelihood = self._read(values)
         if check and self._validate_args:
             check_likelihood(likelihood)
             self.check_labels(values)
@@ -242,9 +248,11 @@ class ChainDistribution(TorchDistribution):
         """
         constant = type(self.chain) is MarkovChain and not self.chain.per_step
         constant = constant and not self.emission_per_step
+        if not (constant and self.allowed is None):
+            return None
         emission = self.emission
         with_context = isinstance(emission, AutoregressiveCategorical)
-        if not (constant and self.allowed is None and (with_context or is_categorical(emission))):
+        if not (with_context or is_categorical(emission)):
             return None
         symbols, known = self.prepare_values(values)
         if isinstance(emission, AutoregressiveCategorical):
@@ -268,10 +276,14 @@ class ChainDistribution(TorchDistribution):
             likelihood = likelihood.masked_fill(~known.unsqueeze(-1), 0.0)
         return likelihood
 
-    def _restricted_likelihood(self, values: Tensor) -> Tensor:
-        """Log-likelihoods ``(*B, T, K)``, -inf for states that labels exclude."""
+    def _seen(self, values: Tensor) -> Any:
+        """Log-likelihoods as the chain reads them, checked as those of :meth:`log_likelihood`."""
+        return self.log_likelihood(values)
+
+    def _read(self, values: Tensor, with_labels: bool = True) -> Any:
+        """Log-likelihoods as the chain reads them, -inf for states that labels exclude."""
         likelihood = self._log_likelihood(values)
-        if self.allowed is None:
+        if self.allowed is None or not with_labels:
             return likelihood
         return likelihood.masked_fill(~self.allowed, -torch.inf)
 
@@ -335,11 +347,11 @@ class ChainDistribution(TorchDistribution):
         if self.allowed is None or not self._validate_args or transforming():
             return
         with torch.no_grad():
-            seen = self._restricted_likelihood(values)
+            seen = self._read(values)
             reached = self.chain.filtered(seen, self.lengths).isfinite().any(-1)
             lost = (self.exists & ~reached).any(-1)
             if bool(lost.any()):
-                free = self.chain.log_evidence(self._log_likelihood(values), self.lengths)
+                free = self.chain.log_evidence(self._read(values, False), self.lengths)
                 possible = free.isfinite()
                 _refuse_dead_ends(reached, lost & possible)
 

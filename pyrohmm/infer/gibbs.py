@@ -9,14 +9,12 @@ All chains are one batch. A part of the model says how its parameters are sample
 from __future__ import annotations
 
 import copy
-import time
 from pathlib import Path
 from typing import Any, cast
 
 import pyro
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from .._checks import check_size
 from .._threads import threads_for
@@ -25,18 +23,15 @@ from ..data.sequences import Sequences
 from ..distributions.autoregressive import Autoregressive
 from ..distributions.hmm import HMM
 from ..distributions.observation import is_categorical
-from ..io.checkpoints import Checkpoint, Fields
-from ..io.identity import describe
+from ..io.checkpoints import Fields
 from ..nn.base import HMMModule
 from ..nn.closed_form import ConjugateSampler, Statistics, has_foreign_priors, under
-from .convergence import worst_rhat
 from .exclusive import exclusive
 from .models import MarginalModel
 from .parameters import Parameters
 from .results import Fit
-from .sampled import SampledFit, sampled_fit
+from .sampled import Chains, SampledFit
 from .starts import Start, Values, by_kmeans, from_prior
-from .training import FREE
 
 WHOLE = 1e-3  # how far counts of a path may be from whole numbers, by rounding
 
@@ -85,9 +80,7 @@ def fit_gibbs(
         torch.Size([16, 50, 2, 2])
     """
     arguments = dict(locals())
-    for label, count in (("num_samples", num_samples), ("num_chains", num_chains)):
-        check_size(label, count)
-    check_size("warmup", warmup, 0)
+    check_size("num_chains", num_chains)
     if not isinstance(module, HMMModule):
         raise TypeError(f"module must be an HMMModule; got {type(module).__name__}.")
     if not isinstance(data, Sequences):
@@ -100,28 +93,14 @@ def fit_gibbs(
             "freeze them."
         )
     sampler = Gibbs(parameters, num_samples, warmup)
-    if checkpoint is not None:
-        compared = {label: value for label, value in arguments.items() if label not in FREE}
-        identity = {"fit": f"Gibbs on {type(module).__name__}"}
-        identity |= {label: describe(value) for label, value in compared.items()}
-        sampler.checkpoint = Checkpoint(checkpoint, identity)
-    hidden = None if progress is None else not progress
-    with (
-        torch.no_grad(),
-        tqdm(total=warmup + num_samples, disable=hidden) as bar,
-        threads_for(parameters.cost * data.lengths.sum().item()),
-    ):
-        if sampler.checkpoint is None or not sampler.checkpoint.resume(sampler.restore, ()):
-            sampler.begin(start)
-        sampler.run(bar)
-    return sampled_fit(
-        MarginalModel(parameters.module), data, sampler.chains(), sampler.stats(),
-        seconds=sampler.seconds, method="Gibbs",
-        supports={f"module.{site}": part.support for site, part in parameters.sites.items()},
-    )  # fmt: skip
+    cost = parameters.cost * data.lengths.sum().item()
+    with torch.no_grad(), pyro.validation_enabled(False), threads_for(cost):
+        sampler.run(lambda: sampler.begin(start), checkpoint, arguments, progress)
+    supports = {f"module.{site}": part.support for site, part in parameters.sites.items()}
+    return sampler.fit(MarginalModel(parameters.module), data, supports, method="Gibbs")
 
 
-class Gibbs:
+class Gibbs(Chains):
     """Sweeps over the paths and the parameters of all chains.
 
     Args:
@@ -131,7 +110,8 @@ class Gibbs:
     """
 
     def __init__(self, parameters: Parameters, num_samples: int, warmup: int) -> None:
-        self.parameters, self.num_samples, self.warmup = parameters, num_samples, warmup
+        super().__init__(num_samples, warmup)
+        self.parameters = parameters
         module = parameters.module
         self.data = cast(Sequences, parameters.data)
         self.emission, self.prefix = conjugate_emission(module)
@@ -140,9 +120,6 @@ class Gibbs:
         self.chain: Any = module if conjugate else None
         seen = self.data.observed.flatten()
         self.observed = None if bool(seen.all()) else seen.nonzero().squeeze(-1)
-        self.kept: dict[str, Tensor] = {}
-        self.done, self.start_time = 0, time.perf_counter()
-        self.checkpoint: Checkpoint | None = None
 
     def begin(self, start: Start | Values | Fit | None) -> None:
         """Set the first parameters, and find out which of them have conjugate posteriors."""
@@ -169,21 +146,8 @@ class Gibbs:
             states = torch.where(known, hmm.allowed.byte().argmax(-1), states)
         parameters.update(self._sample_parameters(hmm, states))
 
-    def run(self, bar: tqdm) -> None:
-        """All sweeps that are left."""
-        total = self.warmup + self.num_samples
-        with pyro.validation_enabled(False):
-            while self.done < total:
-                self._sweep()
-                self.done += 1
-                bar.update()
-                if self.done % 50 == 0 and self.done - self.warmup >= 8:
-                    lp = self.kept["lp"][:, : self.done - self.warmup]
-                    bar.set_postfix(rhat=f"{worst_rhat({'lp': lp}):.3f}", refresh=False)
-                if self.checkpoint is not None and (self.checkpoint.is_due() or self.done == total):
-                    self.checkpoint.save(self.state())
-
-    def _sweep(self) -> None:
+    def step(self) -> None:
+        """A sweep: paths given parameters, parameters given paths."""
         parameters = self.parameters
         hmm, prior = parameters.build(self.data)
         likelihood = hmm.log_likelihood(self.data.values)
@@ -200,12 +164,8 @@ class Gibbs:
         parameters = self.parameters
         evidence = hmm.chain.log_evidence(likelihood, hmm.lengths).double()
         lp = evidence.reshape(parameters.restarts, -1).sum(-1) + prior.double()
-        now = {f"module.{name}": parameters.get(name) for name in parameters.sites} | {"lp": lp}
-        for name, value in now.items():
-            if name not in self.kept:
-                shape = len(value), self.num_samples, *value.shape[1:]
-                self.kept[name] = value.new_empty(shape)
-            self.kept[name][:, index] = value
+        now = {f"module.{name}": parameters.get(name) for name in parameters.sites}
+        self.keep(index, now | {"lp": lp})
 
     def _sample_parameters(self, hmm: HMM, states: Tensor) -> Values:
         """Samples of the parameters given the paths, by name."""
@@ -250,32 +210,13 @@ class Gibbs:
         weights.scatter_(-1, flat.unsqueeze(-1), 1.0)
         return self.emission.statistics(values, weights, emission)
 
-    # Results and checkpoints
-
-    @property
-    def seconds(self) -> float:
-        """How long the fit has taken."""
-        return time.perf_counter() - self.start_time
-
-    def chains(self) -> Values:
-        """Samples of the parameters, ``(C, S, ...)``, by name."""
-        return {name: value for name, value in self.kept.items() if name != "lp"}
-
-    def stats(self) -> Values:
-        """What else is known of the samples, ``(C, S)``."""
-        return {"lp": self.kept["lp"]}
-
     def state(self) -> dict[str, Any]:
-        """State, for checkpoints."""
-        return {
-            "done": self.done, "kept": self.kept, "seconds": self.seconds, **self.parameters.state()
-        }  # fmt: skip
+        """The parameters, for checkpoints."""
+        return self.parameters.state()
 
     def restore(self, state: Fields) -> None:
-        """Go on from a checkpoint."""
+        """Take the parameters from a checkpoint."""
         self.parameters.restore(state)
-        self.done, self.kept = state["done"], state["kept"]
-        self.start_time -= state["seconds"]
 
 
 def conjugate_emission(module: HMMModule) -> tuple[Any, str]:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..chains.base import ExpectedCounts
 from ..data.sequences import Sequences
-from ..nn.emissions import CategoricalEmission
+from ..nn.discrete import CategoricalEmission
 from ..nn.tabular import TabularHMM
 from ..ops import evidence
 from ..ops.backends import NUMBA, backend_for

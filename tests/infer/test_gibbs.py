@@ -113,21 +113,21 @@ def test_one_chain_and_hard_zeros():
 
 
 def test_a_run_that_was_resumed_has_the_same_bits(tmp_path, monkeypatch):
-    from pyrohmm.infer import gibbs
+    from pyrohmm.infer import gibbs, sampled
 
     data = Sequences.from_list([[0, 1, 1, 0]])
     options = {"num_samples": 12, "warmup": 3, "num_chains": 2}
     pyro.set_rng_seed(3)
     whole = fit_gibbs(TabularHMM(2, categorical(2)), data, **options)
-    sweep, count = gibbs.Gibbs._sweep, itertools.count()
+    sweep, count = gibbs.Gibbs.step, itertools.count()
 
     def broken(self):
         if next(count) == 9:
             raise KeyboardInterrupt
         sweep(self)
 
-    monkeypatch.setattr(gibbs.Checkpoint, "is_due", lambda self: True)
-    monkeypatch.setattr(gibbs.Gibbs, "_sweep", broken)
+    monkeypatch.setattr(sampled.Checkpoint, "is_due", lambda self: True)
+    monkeypatch.setattr(gibbs.Gibbs, "step", broken)
     path = tmp_path / "run.ckpt"
     pyro.set_rng_seed(3)
     with pytest.raises(KeyboardInterrupt):
