@@ -11,7 +11,7 @@ from torch import Tensor
 from .._arrays import from_numpy
 from .._checks import check_floats, check_log_simplex, check_same_device
 from .._transforms import evidence_and_gradient, transforming
-from ..ops.sampling import CategoricalTable, sample_path
+from ..ops.sampling import CategoricalTable, refuse_nan, sample_path
 
 Core = tuple[str, ...]
 
@@ -258,6 +258,10 @@ class Chain:
         """Raise unless log-probabilities sum to one."""
         for name, parameter in self.parameters.items():
             check_log_simplex(name, parameter)
+
+    def refuse_nan(self, *log_likelihood: Any) -> None:
+        """Raise if a parameter or a log-likelihood is NaN, which a state could not show."""
+        refuse_nan(*log_likelihood, *self.parameters.values())
 
     def check_samples(self, purpose: str) -> None:
         """Raise unless the chain has probabilities, of which samples can be taken."""

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from .._arrays import from_numpy
-from .._checks import check_log_simplex
 from ..ops import recursions
 from ..ops import stationary as stationary_ops
-from ..ops.blocks.inner_products import InnerProductTransition
 from ..ops.recursions import Posterior
 from ..ops.sampling import CategoricalTable
 from .base import Chain, Core, Expansion, ExpectedCounts, entry, sample_markov
@@ -118,21 +114,14 @@ class MarkovChain(MarkovRecursions):
     Args:
         log_initial: ``(*b, K)``.
         log_transition: ``(*b, K, K)``, row = from, column = to; ``(*b, T-1, K, K)`` with
-            ``per_step``; or an :class:`InnerProductTransition`, whose matrix is made when read.
+            ``per_step``.
         per_step: Whether there is a matrix for each transition.
     """
 
-    transition: Tensor | InnerProductTransition
-
-    def __init__(
-        self,
-        log_initial: Tensor,
-        log_transition: Tensor | InnerProductTransition,
-        per_step: bool = False,
-    ) -> None:
+    def __init__(self, log_initial: Tensor, log_transition: Tensor, per_step: bool = False) -> None:
         super().__init__(per_step=per_step)
         self.take(log_initial=log_initial)
-        self.transition = from_numpy("log_transition", log_transition)
+        self._table: Tensor = from_numpy("log_transition", log_transition)
         self.per_step = per_step
 
     @property
@@ -146,17 +135,9 @@ class MarkovChain(MarkovRecursions):
         return {"log_transition": self.log_transition.size(-3) + 1} if self.per_step else {}
 
     @property
-    def batches(self) -> dict[str, torch.Size]:
-        """Batch dimensions of the parameters by name; inner products have none."""
-        if isinstance(self.transition, Tensor):
-            return super().batches
-        return {"log_initial": self.log_initial.shape[:-1]}
-
-    @property
     def log_transition(self) -> Tensor:
         r"""``(*b, K, K)``, or ``(*b, T-1, K, K)`` per step."""
-        matrix = self.transition
-        return matrix.matrix if isinstance(matrix, InnerProductTransition) else matrix
+        return self._table
 
     @property
     def matrices(self) -> Tensor:
@@ -189,19 +170,3 @@ class MarkovChain(MarkovRecursions):
             "log_initial": first.sum_to_size(self.log_initial.shape),
             "log_transition": pairs.sum_to_size(self.log_transition.shape),
         }
-
-    def check_shapes(self) -> None:
-        """Raise unless the parameters have the shapes they should have."""
-        if not isinstance(self.transition, InnerProductTransition):
-            super().check_shapes()
-
-    def check_values(self) -> None:
-        """Raise unless log-probabilities sum to one; inner products do by construction."""
-        check_log_simplex("log_initial", self.log_initial)
-        if isinstance(self.transition, Tensor):
-            check_log_simplex("log_transition", self.transition)
-
-    def replace(self, **changes: Any) -> MarkovChain:
-        """A copy with some parameters or options changed."""
-        own = {"log_initial": self.log_initial, "log_transition": self.transition}
-        return MarkovChain(**(own | self.options | changes))

@@ -17,14 +17,14 @@ from torch.distributions import constraints
 
 from .._checks import check_number
 from .._sync import exceeds
+from ..distributions.constructors import is_tied
 from ..distributions.inverse_wishart import InverseWishart, covariance_matrix
-from ..distributions.observation import is_tied
 from ..distributions.units import InUnits
 from ..distributions.vector_autoregression import AutoregressiveNormal
 from ..ops.products import symmetric, upper_products, weighted_sums
 from .closed_form import EmissionMStep, Maximum, Statistics, inside, under
 from .emissions import from_distribution
-from .family import Emission, EmissionFamily, check_strengths, family, spread
+from .family import Emission, EmissionFamily, averaged, check_strengths, family, spread
 from .normals import CentredEmission, floor_note, floor_of, like
 
 
@@ -95,6 +95,19 @@ class CovarianceEmission(CentredEmission, emits=torch_dist.MultivariateNormal):
         covariance = base.covariance_matrix
         module.set_points(covariance=covariance[0] if tied else covariance, loc=base.loc)
         return module
+
+    @classmethod
+    def merged(cls, arguments: dict[str, Tensor], weights: Tensor) -> dict[str, Tensor] | None:
+        """Mean and Cholesky factor of the covariance of the mixture."""
+        loc, root = averaged(arguments["loc"], weights), arguments.get("scale_tril")
+        if root is None:  # one for all states
+            return {"loc": loc}
+        away = arguments["loc"] - loc
+        outer = away.unsqueeze(-1) * away.unsqueeze(-2)
+        return {
+            "loc": loc,
+            "scale_tril": torch.linalg.cholesky(averaged(root @ root.mT + outer, weights)),
+        }
 
     def _set_spread(self, variance: Tensor) -> float:
         self.scale = like(self.scale, variance.diag())

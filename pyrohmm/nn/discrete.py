@@ -15,7 +15,7 @@ from ..distributions.context_tables import AutoregressiveCategorical
 from ..ops.log_space import log
 from ..ops.lookup import add_rows
 from .closed_form import Maximum, Statistics, check_mode, row_mode, sample_rows
-from .family import Components, Emission, family, positive
+from .family import Components, Emission, averaged, family, positive
 
 MOST = 10**10  # numbers in the table of a state, which would take 80 GB
 
@@ -49,6 +49,13 @@ class CategoricalEmission(Emission, emits=torch_dist.Categorical):
         module = cls(*base.probs.shape)
         module.set_points(probs=base.probs)
         return module
+
+    @classmethod
+    def merged(cls, arguments: dict[str, Tensor], weights: Tensor) -> dict[str, Tensor] | None:
+        """Mean probabilities."""
+        if "probs" in arguments:
+            return {"probs": averaged(arguments["probs"], weights)}
+        return {"logits": averaged(arguments["logits"].softmax(-1), weights).log()}
 
     def probs_prior(self) -> TorchDistribution:
         """Dirichlet rows."""
@@ -105,6 +112,13 @@ class BernoulliEmission(Components, emits=torch_dist.Bernoulli):
         self.register_buffer("ones", positive("concentration1", concentration1, self.shape))
         self.register_buffer("zeros", positive("concentration0", concentration0, self.shape))
 
+    @classmethod
+    def merged(cls, arguments: dict[str, Tensor], weights: Tensor) -> dict[str, Tensor] | None:
+        """Mean probabilities."""
+        if "probs" in arguments:
+            return {"probs": averaged(arguments["probs"], weights)}
+        return {"logits": averaged(arguments["logits"].sigmoid(), weights).logit()}
+
     def probs_prior(self) -> TorchDistribution:
         """Beta probabilities."""
         return Beta(self.ones, self.zeros)
@@ -147,6 +161,11 @@ class PoissonEmission(Components, emits=torch_dist.Poisson):
         super().__init__(num_states, dim)
         self.register_buffer("concentration", positive("concentration", concentration, self.shape))
         self.register_buffer("weight", positive("rate", rate, self.shape))
+
+    @classmethod
+    def merged(cls, arguments: dict[str, Tensor], weights: Tensor) -> dict[str, Tensor] | None:
+        """Mean rates."""
+        return {"rate": averaged(arguments["rate"], weights)}
 
     def rate_prior(self) -> TorchDistribution:
         """Gamma rates."""

@@ -59,6 +59,16 @@ class Emission(Family):
         """
         return None
 
+    @classmethod
+    def merged(cls, arguments: dict[str, Tensor], weights: Tensor) -> dict[str, Tensor] | None:
+        """Arguments of the distribution that stands for a mixture of J, by its moments; or None.
+
+        Args:
+            arguments: Of what the family emits, each ``(J, ...)``.
+            weights: ``(J,)``, which sum to one.
+        """
+        return None
+
 
 class Components(Emission):
     """Base of families of independent components; without any, observations are scalars.
@@ -137,6 +147,11 @@ def family(
         parameters=rest, return_annotation=EmissionFamily
     )
     return function
+
+
+def averaged(table: Tensor, weights: Tensor) -> Tensor:
+    """Means of the J rows of a table ``(J, ...)``."""
+    return torch.tensordot(weights.to(table), table, 1)
 
 
 def build_emission(emission: EmissionFamily | None, num_states: int) -> PyroModule:

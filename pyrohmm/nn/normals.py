@@ -18,14 +18,16 @@ from torch.distributions import constraints
 
 from .._checks import check_size
 from .._sync import exceeds
+from ..distributions.constructors import is_spherical
 from ..distributions.hard_zeros import log_probs
-from ..distributions.observation import is_spherical, log_prob_per_component
+from ..distributions.observation import log_prob_per_component
 from ..distributions.units import InUnits, InverseGamma
 from ..ops.log_space import log
 from .closed_form import Maximum, Statistics, row_mode
 from .family import (
     Emission,
     EmissionFamily,
+    averaged,
     check_strengths,
     component_sums,
     family,
@@ -173,6 +175,15 @@ class NormalEmission(CentredEmission, emits=torch_dist.Normal):
         )
         module._set_normals(base)
         return module
+
+    @classmethod
+    def merged(cls, arguments: dict[str, Tensor], weights: Tensor) -> dict[str, Tensor] | None:
+        """Mean and standard deviation of the mixture."""
+        loc, scale = averaged(arguments["loc"], weights), arguments["scale"]
+        spread = averaged((arguments["loc"] - loc).square(), weights)
+        if scale.shape != arguments["loc"].shape:  # one for all components
+            spread = spread.mean(-1, keepdim=True)
+        return {"loc": loc, "scale": (averaged(scale.square(), weights) + spread).sqrt()}
 
     def _set_normals(self, base: Any) -> None:
         """Make means and variances points, with the values of a distribution."""
@@ -338,6 +349,11 @@ class MixtureEmission(NormalEmission, emits=torch_dist.MixtureSameFamily):
         module._set_normals(inner)
         module.set_points(weights=base.mixture_distribution.probs.expand(part.batch_shape))
         return module
+
+    @classmethod
+    def merged(cls, arguments: dict[str, Tensor], weights: Tensor) -> dict[str, Tensor] | None:
+        """None: a mixture of two is of more components."""
+        return None
 
     def weights_prior(self) -> TorchDistribution:
         """Dirichlet rows."""
