@@ -110,6 +110,24 @@ def sample_root(degrees: Tensor, scale: Tensor) -> Tensor:
     return torch.linalg.solve_triangular(lower, factor.mT, upper=False).mT
 
 
+def lift(matrix: Tensor, floor: Tensor) -> tuple[Tensor, Tensor]:
+    """Raise eigenvalues, in units of the floor of each component, to at least one.
+
+    Args:
+        matrix: ``(*, D, D)``; where it is NaN it stays.
+        floor: ``(*, D)``, least variance of each component.
+    """
+    unit = floor.sqrt()
+    scale = unit.unsqueeze(-1) * unit.unsqueeze(-2)
+    inside = matrix / scale
+    bad = ~inside.isfinite().all(-1).all(-1)
+    eye = torch.eye(matrix.size(-1), dtype=matrix.dtype, device=matrix.device)
+    values, vectors = torch.linalg.eigh(torch.where(bad[..., None, None], eye, inside))
+    low = (values < 1).any(-1) & ~bad
+    lifted = (vectors * values.clamp(min=1).unsqueeze(-2)) @ vectors.mT * scale
+    return torch.where(low[..., None, None], lifted, matrix), low
+
+
 class _Covariance(constraints.Constraint):
     """Positive definite matrices; torch's constraint has no bijection to vectors.
 

@@ -248,9 +248,8 @@ class NormalEmission(CentredEmission, emits=torch_dist.Normal):
         known, sums, squares = (statistics[name] for name in ("known", "sums", "squares"))
         prior_loc = self.prior_loc.double() - self.centre
         weight = self.weight if self.has_prior("loc") else 0.0
-        if self.is_free("loc"):
-            loc = (weight * prior_loc + sums) / (weight + known)
-        else:
+        loc = (weight * prior_loc + sums) / (weight + known)
+        if not self.is_free("loc"):
             loc = (self.loc.double() - self.centre).expand_as(sums)
         scatter = squares - 2 * loc * sums + known * loc**2 + weight * (loc - prior_loc) ** 2
         return weight, loc, scatter.nan_to_num(0.0)  # of a mean without observations
@@ -258,20 +257,18 @@ class NormalEmission(CentredEmission, emits=torch_dist.Normal):
     def sample_parameters(self, statistics: Statistics, current: Statistics) -> Statistics:
         """Variances and means from their normal-inverse-gamma posterior."""
         weight, loc, scatter = self._about_means(statistics)
-        known = count = statistics["known"]
-        samples = {}
+        samples, known, count = {}, statistics["known"], statistics["known"]
         if self.has_prior("variance"):
             if self.spherical:
                 scatter, count = scatter.sum(-1), known.sum(-1)
             above = self.rate.double() + 0.5 * scatter.clamp(min=0.0)
-            variance = above / torch._standard_gamma(self.shape.double() + 0.5 * count)
-            samples["variance"] = variance
+            gammas = torch._standard_gamma(self.shape.double() + 0.5 * count)
+            samples["variance"] = variance = above / gammas
         else:
             variance = self.variance.double()
         if self.has_prior("loc"):
             wide = variance.unsqueeze(-1) if self.spherical else variance
-            spread = (wide / (weight + known)).sqrt()
-            samples["loc"] = loc + self.centre + spread * torch.randn_like(loc)
+            samples["loc"] = torch.normal(loc + self.centre, (wide / (weight + known)).sqrt())
         return samples
 
     def _floor(self, statistics: Statistics) -> Tensor:
@@ -398,9 +395,8 @@ class MixtureEmission(NormalEmission, emits=torch_dist.MixtureSameFamily):
             parts = log_prob_per_component(current, values)
             logits = parts + log_probs(current.mixture_distribution)
             shares = logits.softmax(-1)  # ([R,] M, K, C)
-            if self.imputes:  # a component each, by the largest of perturbed logarithms
-                noise = torch.empty_like(logits).exponential_().log()
-                chosen = (logits - noise).argmax(-1)
+            if self.imputes:
+                chosen = torch_dist.Categorical(logits=logits).sample()
                 shares = torch.nn.functional.one_hot(chosen, self.num_components)
         joint = weights.double().unsqueeze(-1) * shares  # (R, M, K, C)
         sums = super().statistics(values, joint.flatten(2), None)
