@@ -88,7 +88,7 @@ def pseudo_residuals(hmm: HMM, values: Tensor, *, forecast: bool = False) -> Pse
         chain = chain_factors(hmm, values)
         log_probs = chain.predicted()
         log_probs = normalised(log_probs if forecast else log_probs + chain.backward())
-        unknown = ~chain.observed | log_probs.isneginf().all(-1)
+        unknown = ~hmm.known | log_probs.isneginf().all(-1)
         probs = log_probs.exp() @ one_hot(chain.state_of, hmm.num_states).to(log_probs)
         lower, upper = (
             (probs * limit).sum(-1).clamp(0.0, 1.0)
