@@ -11,11 +11,11 @@ from weakref import WeakKeyDictionary
 from pyro.nn import PyroModule
 from torch import Tensor
 
+from .._choices import WIDEST
 from ..chains.base import ExpectedCounts
 from ..data.sequences import Sequences
-from ..nn.emissions import CategoricalEmission
+from ..nn.discrete import CategoricalEmission
 from ..nn.tabular import TabularHMM
-from .._choices import WIDEST
 from ..ops import recursions
 from ..ops.backends import NUMBA, backend_for
 from ..ops.log_space import log

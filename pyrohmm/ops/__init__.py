@@ -15,11 +15,14 @@ Its modules; each imports only those above it:
 ``dense.chain``       Markov chains: the arguments, checked and in one form
 ``dense._torch``      their recursions as torch operations
 ``dense._lanes``      compiled arithmetic along sequences
+``dense._steps``      what compiled passes read at a step
 ``dense._passes``     compiled forward and backward passes, scaled
 ``dense._paths``      compiled loops in logarithms: log space, Viterbi, sampling
 ``dense._numba``      their recursions by those loops
 ``dense.scaling``     evidence and gradient in the range of numbers that each sequence needs
 ``recursions``        forward-backward, Viterbi, path sampling of Markov chains
+``_numba_draws``      compiled filtering and sampling of paths by many parameters
+``path_samples``      paths and evidence by many parameters in one pass
 ``continuous_time``   transitions of chains in continuous time
 ``segments.chain``    chains with durations: the arguments in one form
 ``segments._torch``   their recursions as torch operations
@@ -31,18 +34,15 @@ Its modules; each imports only those above it:
 ``blocks.plan``       which pairs of blocks occur in a batch, and where they lie in memory
 ``blocks.transitions``  sums over transitions between blocks, and from and to all states
 ``blocks.messages``   chains in blocks of states by torch, in logarithms, with missing steps
-``blocks.queries``    posterior queries of those
-``blocks.paths``      their best paths, and paths sampled from the posterior
+``blocks.queries``    posterior queries of those, best paths, paths sampled from the posterior
 ``blocks.scaled``     the same chains by compiled scaled messages
 ``blocks._numba``     compiled loops over chains in blocks of states
 ``blocks.recursions``  evidence of block-sparse chains by whichever computes
 ``blocks.states``     ``Blocks``: which states emit which symbols
 ``blocks.emission``   emission log-probabilities of states in blocks
 ``blocks.inner_products``  transitions as inner products, on one level or two
-``blocks.products``   sums over the states that follow each state
-``cluster_tables``    counts that Brown clustering keeps
 ``_numba_clusters``   compiled loops of Brown clustering
-``brown_merges``      the loop of Brown clustering
+``brown_merges``      Brown clustering: its tables and its loop
 ``automata``          ``Automaton``: constraints of sentences
 ``stationary``        stationary distribution, joint probabilities of steps
 ``pairs``             ``Pairs``: sparse counts of pairs of symbols

@@ -352,7 +352,9 @@ def _inner_products(rows: Tensor, columns: Tensor) -> Iterator[tuple[slice, Tens
 
 
 def _all_squared_norms(rows: Tensor, columns: Tensor) -> Tensor:
-    inner = _summed_in_double(rows, _flat(columns)).unflatten(-1, (columns.size(-2), columns.size(-3)))
+    inner = _summed_in_double(rows, _flat(columns)).unflatten(
+        -1, (columns.size(-2), columns.size(-3))
+    )
     return inner.square().sum(-2)
 
 

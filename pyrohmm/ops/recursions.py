@@ -185,10 +185,7 @@ def expected_counts_of_symbols(
         tensor([[2., 0.],
                 [0., 1.]])
     """
-
-    arguments = check_arguments(
-        log_initial, log_transition, log_symbols, lengths, symbols, known
-    )
+    arguments = check_arguments(log_initial, log_transition, log_symbols, lengths, symbols, known)
     counts = _counts(arguments)
     return counts._replace(states=counts.states.mT)
 
@@ -307,8 +304,7 @@ def log_space_by_steps(arguments: Arguments) -> tuple[Tensor, Tensor]:
     In float64, in which the sums of gradients over steps are then too.
     """
     initial, transition, likelihood = (
-        part.double()
-        for part in (arguments.initial, arguments.transition, arguments.likelihood)
+        part.double() for part in (arguments.initial, arguments.transition, arguments.likelihood)
     )
     lengths = arguments.lengths.to(initial.device)
     alpha = (initial + likelihood[..., 0, :]).expand(*arguments.batch, initial.size(-1))

@@ -29,8 +29,8 @@ from .._checks import (
     check_same_device,
     check_trailing,
 )
-from .product import _torch as engine
 from .masks import exists
+from .product import _torch as engine
 
 
 def _arrange(
@@ -71,9 +71,7 @@ def _arrange(
     pairs = pairs + torch.where(alone, only, log_second)
     later = later.masked_fill(alone, 0.0)
     by_middle = log_transition.transpose(-3, -2).unsqueeze(-4)  # [j, i, k]
-    return engine.arrange(
-        pairs.flatten(-2), [by_middle], later, (lengths - 1).clamp(min=1), batch
-    )
+    return engine.arrange(pairs.flatten(-2), [by_middle], later, (lengths - 1).clamp(min=1), batch)
 
 
 def log_evidence(

@@ -138,7 +138,11 @@ def test_both_engines_agree_on_segments():
         torch.randn(6, 3), torch.randn(2, 3, 3), *torch.randn(4, 2, 4, 3), torch.randn(6, 6, 3),
         lengths,
     )  # fmt: skip
-    there, weight, uniform = exists(lengths, 6).unsqueeze(-1), torch.randn(6), torch.rand(5, 6, 6, 2)
+    there, weight, uniform = (
+        exists(lengths, 6).unsqueeze(-1),
+        torch.randn(6),
+        torch.rand(5, 6, 6, 2),
+    )
     answers = []
     for engine in (torch_segments, compiled("segments")):
         *messages, filtered = engine.forward(chain, True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,7 +19,8 @@ from ..masks import exists
 from ..products import accumulated
 from . import _passes, _paths
 from ._lanes import LANES
-from ._passes import Back, Data, Messages
+from ._passes import Back, Messages
+from ._steps import Data
 from .chain import Chain, Gradient
 
 LIMITS = {  # smallest normal number, and relative precision
@@ -37,7 +39,7 @@ def scaled(
         numbers left their range on the way back.
     """
     data = _data(chain, dtype)
-    shape, size = chain.lengths.shape, chain.initial.size(-1)
+    shape = chain.lengths.shape
     if not each and _is_long(data):
         pieces = _Pieces(data, differentiable)
         if pieces.good:
@@ -70,7 +72,7 @@ def _data(chain: Chain, dtype: torch.dtype) -> Data:
     """The arguments as arrays of probabilities."""
     initial, transition, logs = (part.detach().to(dtype).numpy() for part in chain[:3])
     real, num_states, height = initial.dtype, initial.shape[-1], -(-initial.shape[-1] // 4) * 4
-    (groups, size), num_steps = chain.lengths.shape, chain.num_steps
+    groups, num_steps = len(chain.lengths), chain.num_steps
     tiny, eps = LIMITS[real]
     low = math.log(tiny)
     least = min(initial.min(), transition.min(initial=0.0))
@@ -105,7 +107,9 @@ def _probabilities(logs: np.ndarray, low: float, some_small: bool) -> np.ndarray
     """Exponentials; what is not zero becomes at least the smallest normal number."""
     if not some_small:
         return np.exp(logs)
-    return np.where(logs == -np.inf, logs.dtype.type(0), np.exp(np.maximum(logs, low, dtype=logs.dtype)))
+    return np.where(
+        logs == -np.inf, logs.dtype.type(0), np.exp(np.maximum(logs, low, dtype=logs.dtype))
+    )
 
 
 def _scaled_table(logs: np.ndarray, low: float, height: int) -> tuple[np.ndarray, np.ndarray]:
@@ -138,7 +142,7 @@ def _codes(chain: Chain) -> np.ndarray:
 
 def _flat(array: np.ndarray) -> tuple[np.ndarray, np.ndarray, int]:
     """The memory of ``(G, n, T, *)``, where each sequence begins in it, and from step to step."""
-    groups, size, steps = array.shape[:3]
+    groups, size = array.shape[:2]
     over_groups, over, along = (stride // array.itemsize for stride in array.strides[:3])
     length = 1 + sum((n - 1) * (s // array.itemsize) for n, s in zip(array.shape, array.strides))
     memory = np.lib.stride_tricks.as_strided(array, (length,), (array.itemsize,))
@@ -166,7 +170,7 @@ class _Passes:
         parts = self.tiles if self.groups == 1 else self.groups  # of which each has its sums
         threads = min(torch.get_num_threads(), parts, 1 + self.work // MILLISECOND)
         ends = [parts * part // threads * (self.tiles // parts) for part in range(threads + 1)]
-        self.bounds = [*zip(ends, ends[1:])]
+        self.bounds = [*pairwise(ends)]
 
     def _sums(self, like: np.ndarray) -> list[np.ndarray]:
         """Zeros for the sums of each thread: groups add to parts of their own."""
@@ -249,8 +253,9 @@ class _Passes:
             pairs = self._pairs(torch.from_numpy(found.alpha), torch.from_numpy(counts[0]))
         else:
             pairs = torch.from_numpy(self._add(counts)[..., : self.size, : self.size])
-        symbols = self._add(emitted)[:, :-1, : self.size]
-        return _Counts(*map(torch.from_numpy, (back.starts, symbols, back.gamma)), pairs)
+        sums = self._add(emitted)[:, :-1, : self.size]
+        starts, symbols, states = map(torch.from_numpy, (back.starts, sums, back.gamma))
+        return _Counts(starts, symbols, states, pairs)
 
     def _pairs(self, alpha: Tensor, message: Tensor) -> Tensor:
         """Sums over steps of products of messages, of sequences one after the other."""

@@ -16,173 +16,28 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .._numba_math import exp, kernel, u64
+from .._numba_math import kernel, u64
 from ._lanes import (
+    _LANES,
+    LANES,
     _0,
     _1,
     _2,
     _3,
     _4,
-    _LANES,
-    LANES,
     add_rows,
-    load,
     multiply,
     multiply_row,
     scale_lanes,
     scratch,
     store,
     sum_products,
-    weigh,
 )
+from ._steps import accumulate, begin_step, read, read_row, take, tile_of, watch
 
 STEPS = 8  # whose transitions are added up together
 _STEPS = u64(STEPS)
 _ALL = u64(STEPS * LANES + 16)  # between rows: not a power of two, for the cache
-
-
-class Data(NamedTuple):
-    """Arguments of both passes over N sequences in G groups; ``symbols`` or ``likelihood`` is empty.
-
-    Attributes:
-        initial: ``(N, K)``, probabilities.
-        matrices: ``(S, G, height, height)``, probabilities, S = 1 or T - 1.
-        symbols: Their numbers, flat.
-        tables: ``(G, V + 1, height)``, probabilities of symbols, scaled; the last row is for
-            missing ones.
-        peaks: ``(G, V + 1)``, logarithms of the scales.
-        likelihood: Log-likelihoods, flat.
-        first: ``(N,)``, where the first step of each sequence lies in those.
-        along: How much further each next step lies.
-        lengths: ``(N,)``.
-        steps: T.
-        limits: The smallest positive probability of the chain, or -1 if no step is watched; the
-            logarithm of the smallest normal number; twice that number, above which nothing was
-            raised to it; what a product must be above to be surely exact.
-    """
-
-    initial: np.ndarray
-    matrices: np.ndarray
-    symbols: np.ndarray
-    tables: np.ndarray
-    peaks: np.ndarray
-    likelihood: np.ndarray
-    first: np.ndarray
-    along: int
-    lengths: np.ndarray
-    steps: int
-    limits: tuple[float, float, float, float]
-
-
-@kernel
-def _accumulate(logs, product, norm):
-    """Multiply a norm into a product, which becomes part of the logarithm before it underflows."""
-    if norm < 1e-100:  # even two of them might underflow
-        logs += np.log(norm)
-    else:
-        product *= norm
-    if product < 1e-200:
-        logs += np.log(product)
-        product = 1.0
-    return logs, product
-
-
-@kernel
-def _tile(data, tile):
-    """Group of a tile, its first sequence, and how many there are."""
-    count, groups = data.lengths.shape[0], data.matrices.shape[1]
-    size = count // groups
-    tiles = (size + LANES - 1) // LANES
-    start = tile // tiles * size + tile % tiles * LANES
-    return tile // tiles, start, min(LANES, (tile // tiles + 1) * size - start)
-
-
-@kernel
-def _begin_step(rows, active, data, t, start, width, exact):
-    """Which sequences of a tile have a step t, and their symbols, or where its numbers lie."""
-    missing = u64(data.peaks.shape[1] - 1)
-    for i in range(LANES):
-        here = i < width and t < data.lengths[start + i] and exact[start + i]
-        active[i] = here
-        rows[i] = missing
-        if here:
-            place = data.first[start + i] + t * data.along
-            rows[i] = u64(data.symbols[place]) if data.symbols.shape[0] else u64(place)
-
-
-@kernel
-def _read(seen, peak, rows, active, data, g, size, height, low):
-    """Write the likelihoods of a step over their largest, and the logarithms of those."""
-    if data.symbols.shape[0]:
-        entries, peaks = data.tables[g].ravel(), data.peaks[g]
-        for i in range(LANES):
-            peak[i] = peaks[rows[i]]
-            rows[i] *= height
-        load(seen, _LANES, entries, rows, active, height, entries.dtype.type(1))
-        return
-    load(seen, _LANES, data.likelihood, rows, active, size, low - low)
-    weigh(seen, _LANES, size, peak, low)
-
-
-@kernel
-def _watch(smallest, low, faint, scale, slack, arrived, seen, active, width, size, sure, start):
-    """Note each sequence's smallest positive product; clear ``sure`` where mass may be lost.
-
-    And in ``low`` the least mass that arrives.
-    """
-    for i in range(_LANES):
-        smallest[i] = low[i] = np.inf
-    for k in range(size):
-        for i in range(_LANES):
-            p, q = arrived[k * _LANES + i], seen[k * _LANES + i]
-            low[i] = p if p < low[i] else low[i]
-            product = p * q if p > 0 and q > 0 else np.inf
-            smallest[i] = product if product < smallest[i] else smallest[i]
-    for i in range(width):
-        if faint[i] and active[i] and low[i] * scale[i] < slack:
-            sure[start + i] = False
-
-
-@kernel
-def _take(norm, peak, active, logs, product, slack):
-    """Multiply the norms of a step into the products; returns how many are out of range.
-
-    A product becomes part of the logarithm before it underflows.
-    """
-    lost, small = 0, 0
-    for i in range(_LANES):
-        lost += not (norm[i] >= slack and norm[i] < np.inf)
-        small += norm[i] < 1e-100 or product[i] < 1e-150
-    if small > 0:
-        for i in range(LANES):
-            if active[i]:
-                logs[i], product[i] = _accumulate(logs[i] + peak[i], product[i], norm[i])
-        return lost
-    for i in range(_LANES):
-        product[i] *= norm[i] if active[i] else 1.0
-        logs[i] += peak[i] if active[i] else 0.0
-    return lost
-
-
-@kernel
-def _read_row(seen, place, data, g, size, low):
-    """As :func:`_read`, for one step of one sequence; returns the logarithm of the largest."""
-    if data.symbols.shape[0]:
-        symbol = data.symbols[place]
-        for k in range(size):
-            seen[k] = data.tables[g, symbol, k]
-        return data.peaks[g, symbol]
-    offset, zero = u64(place), low - low
-    peak = data.likelihood[offset]
-    for k in range(_1, size):
-        x = data.likelihood[offset + k]
-        peak = x if x > peak else peak
-    peak = zero if peak == -np.inf else peak
-    for k in range(size):
-        x = data.likelihood[offset + k] - peak
-        value = exp(low if x < low else x)
-        seen[k] = zero if x == -np.inf else value
-    return peak
 
 
 class Messages(NamedTuple):
@@ -219,7 +74,7 @@ def _forward_tile(tile, data, kept, found):
     matrices, lengths, (least, low, tiny, slack) = data.matrices, data.lengths, data.limits
     real, several = matrices.dtype, matrices.shape[0] > 1
     size, height = u64(data.initial.shape[1]), u64(matrices.shape[2])
-    g, start, width = _tile(data, tile)
+    g, start, width = tile_of(data, tile)
     steps = data.steps
     mass, arrived = np.zeros(height * _LANES, real), np.zeros(height * _LANES, real)
     seen = np.zeros(height * _LANES, real)
@@ -233,8 +88,8 @@ def _forward_tile(tile, data, kept, found):
     faint[:] = least < tiny
     shortest = lengths[start : start + width].min()
     for t in range(lengths[start : start + width].max()):
-        _begin_step(rows, active, data, t, start, width, found.exact)
-        _read(seen, peak, rows, active, data, g, size, height, lowest)
+        begin_step(rows, active, data, t, start, width, found.exact)
+        read(seen, peak, rows, active, data, g, size, height, lowest)
         if t == 0:
             for i in range(LANES):  # those that are not there as the first, so that none is zero
                 row = start + i if i < width else start
@@ -243,12 +98,12 @@ def _forward_tile(tile, data, kept, found):
         else:
             multiply(arrived, mass, matrices[t - 1 if several else 0, g].ravel(), height)
         if least >= 0.0:
-            _watch(
+            watch(
                 smallest, low_mass, faint, scale, slack, arrived, seen, active, width, size,
                 found.sure, start,
             )  # fmt: skip
         sum_products(norm, mass, arrived, seen, _LANES, height)
-        if _take(norm, peak, active, logs, product, slack) > 0:
+        if take(norm, peak, active, logs, product, slack) > 0:
             for i in range(LANES):
                 if not (norm[i] >= slack and norm[i] < np.inf):
                     if active[i]:
@@ -296,7 +151,7 @@ def _forward_row(row, data, kept, found):
     faint, scale, smallest = least < tiny, one, zero
     for t in range(lengths[row]):
         at = row * steps + t
-        peak = _read_row(seen, data.first[row] + t * data.along, data, g, size, lowest)
+        peak = read_row(seen, data.first[row] + t * data.along, data, g, size, lowest)
         if t == 0:
             for k in range(size):
                 arrived[k] = data.initial[row, k]
@@ -317,7 +172,7 @@ def _forward_row(row, data, kept, found):
             found.exact[row] = False
             break
         faint, scale = smallest <= tiny or smallest / norm * least < tiny, norm
-        logs, product = _accumulate(logs + peak, product, norm)
+        logs, product = accumulate(logs + peak, product, norm)
         inverse = one / norm
         for k in range(size):
             mass[k] *= inverse
@@ -401,10 +256,10 @@ def backward_tiles(first, last, data, found, back, counts, emitted):
 @kernel
 def _backward_tile(tile, data, found, back, counts, emitted):
     """Backward pass over one tile of sequences."""
-    matrices, lengths, (_, low, tiny, slack) = data.matrices, data.lengths, data.limits
+    matrices, lengths, (_, low, tiny, _) = data.matrices, data.lengths, data.limits
     real, several, exact = matrices.dtype, matrices.shape[0] > 1, back.exact
     size, height = u64(data.initial.shape[1]), u64(matrices.shape[2])
-    g, start, width = _tile(data, tile)
+    g, start, width = tile_of(data, tile)
     if not exact[start : start + width].any():
         return 0
     steps, bounding = data.steps, back.most > 0.0
@@ -421,7 +276,7 @@ def _backward_tile(tile, data, found, back, counts, emitted):
     longest, shortest = lengths[start : start + width].max(), lengths[start : start + width].min()
     filled, lost = _0, 0
     for t in range(longest - 1, -1, -1):
-        _begin_step(rows, active, data, t, start, width, exact)
+        begin_step(rows, active, data, t, start, width, exact)
         if t < longest - 1:
             multiply(beta, later, back.transposed[t if several else 0, g].ravel(), height)
         for i in range(width if t >= shortest - 1 else 0):
@@ -456,7 +311,7 @@ def _backward_tile(tile, data, found, back, counts, emitted):
                 for k in range(size):
                     back.starts[start + i, k] = probs[k * _LANES + u64(i)]
             break
-        _read(seen, peak, rows, active, data, g, size, height, lowest)
+        read(seen, peak, rows, active, data, g, size, height, lowest)
         for i in range(LANES):
             peak[i] = norm[i] / total[i] if active[i] else zero
         q, row = offset - size * _LANES, filled * _LANES
@@ -507,7 +362,7 @@ def backward_rows(first, last, data, found, back, message, emitted):
 @kernel
 def _backward_row(row, data, found, back, message, emitted):
     """Backward pass over one sequence."""
-    matrices, lengths, (_, low, tiny, slack) = data.matrices, data.lengths, data.limits
+    matrices, lengths, (_, low, tiny, _) = data.matrices, data.lengths, data.limits
     real, several, exact = matrices.dtype, matrices.shape[0] > 1, back.exact
     size, height = u64(data.initial.shape[1]), u64(matrices.shape[2])
     g, steps = row * matrices.shape[1] // lengths.shape[0], data.steps
@@ -545,7 +400,7 @@ def _backward_row(row, data, found, back, message, emitted):
             for k in range(size):
                 back.starts[row, k] = probs[k]
             break
-        _read_row(seen, place, data, g, size, lowest)
+        read_row(seen, place, data, g, size, lowest)
         inverse = one / (norm * total)
         for k in range(size):
             value = seen[k] * beta[k] * inverse

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from ..._sync import exceeds
-from ..log_space import finite_or_zero
 from ..product import _torch as product
 from ..products import accumulated
 from .chain import Chain, Gradient
@@ -18,15 +17,17 @@ def scaled(
     """Evidence by scaled messages: see :func:`.scaling.solve`.
 
     Returns:
-        Log evidence ``(G, n)`` in float64; where it is exact, ``(G, n)``, or None if everywhere; and
-        the gradient.
+        Log evidence ``(G, n)`` in float64; where it is exact, ``(G, n)``, or None if everywhere;
+        and the gradient.
     """
     initial, transition = chain.initial.to(dtype), chain.transition.to(dtype)
     on_cpu, limits = initial.device.type == "cpu", torch.finfo(dtype)
     weight, peak, last, padded = _weigh(chain, dtype)
     steps, num_states = len(weight), weight.size(-1)
     back = differentiable or not on_cpu or not _is_safe(chain, dtype)
-    state, norm, arrived, probs = _by_steps(initial, transition, weight, last if back else None, back)
+    state, norm, arrived, probs = _by_steps(
+        initial, transition, weight, last if back else None, back
+    )
     groups = initial.size(0)
     alpha, total = state[:, :groups], norm[:, :groups]
     logs, mass, least = total.double().log().add_(peak), total, limits.tiny / limits.eps
@@ -64,9 +65,7 @@ def scaled(
     return evidence, exact, gradient
 
 
-def _weigh(
-    chain: Chain, dtype: torch.dtype
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+def _weigh(chain: Chain, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """Likelihoods over their peak ``(T, G, n, K)``, and the logarithm of that ``(T, G, n, 1)``.
 
     Both are one and zero at padded steps. And booleans ``(T, G, n, 1)``, True from the last step of

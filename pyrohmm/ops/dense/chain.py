@@ -206,7 +206,7 @@ def _check_symbols(
 def arrange(arguments: Arguments) -> Chain:
     """The arguments in groups that share a matrix, of one dtype."""
     initial, transition, logs, symbols, known, lengths, batch, dtype = arguments
-    split, num_states = arguments.split, initial.size(-1)
+    split = arguments.split
     shape = math.prod(batch[:split]), math.prod(batch[split:])
 
     def grouped(table: Tensor, core: int) -> Tensor:
@@ -229,7 +229,7 @@ def arrange(arguments: Arguments) -> Chain:
     )  # fmt: skip
 
 
-def spread(arguments: Arguments, found: tuple[Tensor, Tensor, Tensor]) -> list[Tensor]:
+def spread(arguments: Arguments, found: tuple[Tensor, ...]) -> list[Tensor]:
     """Gradients by the tensors of a chain as gradients by the arguments, of their shapes."""
     initial, transition, logs = found
     batch, split = arguments.batch, arguments.split

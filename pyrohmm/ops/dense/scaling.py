@@ -28,8 +28,8 @@ computed up to t and exact from there on. Then :math:`L_t` and :math:`L_{t - 1}`
 than ``(K + 4) tiny`` :math:`/ s_t \sum_k \beta_t(k)`, and the evidence, relatively, by no more than
 the sum over the steps of ``(K + 4) tiny / (s_t P_t)`` with
 :math:`P_t = \alpha_t \cdot \beta_t / \sum_k \beta_t(k)`. Backward messages lose something too:
-below ``(K + 2) tiny`` if :math:`e \circ \beta` sums to one. That is added to every transition on the
-way back, so that they are never too small. If the bound is rounding, the sequence is exact.
+below ``(K + 2) tiny`` if :math:`e \circ \beta` sums to one. That is added to every transition on
+the way back, so that they are never too small. If the bound is rounding, the sequence is exact.
 Torch goes both ways at once, in one product a step, and needs no other bound: as
 :math:`s_t P_t \ge a^2`, it holds wherever nothing can be lost.
 """
@@ -71,7 +71,7 @@ def solve(
         each: Whether expected transitions are wanted of each sequence, ``(S, G n, K, K)``.
     """
     if dtype is None:
-        return engine(chain).log_space(chain, each)  # type: ignore[no-any-return]
+        return engine(chain).log_space(chain, each)
     evidence, exact, gradient = engine(chain).scaled(chain, dtype, differentiable, each)
     rows = torch.zeros(0, dtype=torch.long)
     if exact is not None and not bool(exact.all()):
@@ -120,7 +120,7 @@ def filtered(chain: Chain, dtype: torch.dtype | None) -> Tensor:
         return messages - finite_or_zero(logsumexp(messages, -1).unsqueeze(-1))
     found, exact = engine(chain).filtered(chain, dtype)
     if bool(exact.all()):
-        return found  # type: ignore[no-any-return]
+        return found
     rows = (~exact).flatten().nonzero().squeeze(-1)
     again = filtered(chain.subset(rows), wider(dtype)).flatten(0, 1).to(found.dtype)
-    return found.flatten(0, 1).index_put((rows,), again).reshape(found.shape)  # type: ignore[no-any-return]
+    return found.flatten(0, 1).index_put((rows,), again).reshape(found.shape)

@@ -191,8 +191,7 @@ class Step:
         return counts
 
     def into(self, states: Tensor, fibres: Tensor) -> Tensor:
-        """Log-probabilities ``(*s, n, k)`` of coming to ``states`` of ``fibres``, both ``(*s, n)``.
-        """
+        """Log-probabilities ``(*s, n, k)`` of coming to ``states`` ``(*s, n)`` of ``fibres``."""
         row = torch.arange(states.size(-1), device=states.device) % len(self.logs)
         return self.logs[row, fibres % self.logs.size(1), :, states]
 

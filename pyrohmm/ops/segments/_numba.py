@@ -1,4 +1,4 @@
-"""The recursions of chains with durations by compiled loops, on the CPU: those of :mod:`._torch`."""
+"""The recursions of chains with durations by compiled loops, on the CPU."""
 
 from __future__ import annotations
 

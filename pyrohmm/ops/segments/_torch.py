@@ -160,9 +160,7 @@ def viterbi(chain: SegmentChain) -> Tensor:
     return best
 
 
-def sample_states(
-    chain: SegmentChain, arrive: Tensor, ends: Tensor, uniform: Tensor
-) -> Tensor:
+def sample_states(chain: SegmentChain, arrive: Tensor, ends: Tensor, uniform: Tensor) -> Tensor:
     """Paths ``(S, N, T)`` sampled backwards, from the messages of the forward pass.
 
     ``uniform`` ``(S, N, T, 2)``, numbers from 0 to 1, decide on state and duration.

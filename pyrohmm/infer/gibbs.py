@@ -1,0 +1,340 @@
+r"""``fit_gibbs``: samples of the posterior by paths given parameters, and parameters given paths.
+
+Each sweep samples the paths :math:`z \mid x, \theta` of all sequences exactly (forward filtering,
+backward sampling), then the parameters :math:`\theta \mid x, z` from their conjugate posteriors.
+All chains are one batch. A part of the model says how its parameters are sampled, by the method
+``sample_parameters`` beside ``statistics``: see :class:`pyrohmm.nn.closed_form.ConjugateSampler`.
+"""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any, cast
+
+import pyro
+import torch
+from torch import Tensor
+
+from .._checks import check_size
+from .._threads import threads_for
+from ..chains.base import ExpectedCounts
+from ..chains.markov import MarkovChain
+from ..data.sequences import Sequences
+from ..distributions.autoregressive import Autoregressive
+from ..distributions.hmm import HMM
+from ..distributions.observation import is_categorical
+from ..io.checkpoints import Fields
+from ..nn.base import HMMModule
+from ..nn.closed_form import ConjugateSampler, Statistics, has_foreign_priors, under
+from ..nn.family import Emission
+from ..ops.path_samples import sample_paths
+from .exclusive import exclusive
+from .hmc import Coordinates, State, Tuning, trajectory
+from .models import MarginalModel
+from .parameters import Parameters
+from .results import Fit
+from .sampled import Chains, SampledFit
+from .starts import Start, Values, by_kmeans, from_prior
+
+WHOLE = 1e-3  # how far counts of a path may be from whole numbers, by rounding
+
+
+@exclusive()
+def fit_gibbs(
+    module: HMMModule,
+    data: Sequences,
+    *,
+    num_samples: int = 1000,
+    num_chains: int = 16,
+    warmup: int = 500,
+    start: Start | Values | Fit | None = None,
+    progress: bool | None = None,
+    checkpoint: str | Path | None = None,
+    name: str | None = None,
+) -> SampledFit:
+    r"""Sample the posterior :math:`p(\theta \mid x)` by Gibbs sampling, all chains as one batch.
+
+    The priors are those of the module, and every parameter must have one (or be frozen). States are
+    sampled and not kept: ask :meth:`PosteriorDraws.map` for their posterior. Torch's global source
+    of randomness is used: ``pyro.set_rng_seed``.
+
+    Args:
+        module: Builds the HMM, such as a :class:`TabularHMM`. It is copied.
+        data: The sequences. Labels restrict the states.
+        num_samples: S, kept of each chain, one after each sweep.
+        num_chains: C.
+        warmup: Number of sweeps before the first sample.
+        start: The first parameters, one for each chain: as of :func:`fit_em`; or a :class:`Fit`,
+            whose ``values`` are those of all chains. Sweeps from there leave the start soon, but
+            not a mode that is far from all others.
+        progress: Whether to show a progress bar on stderr; by default if that is a terminal.
+        checkpoint: A file to save to and to resume from: see :func:`fit_svi`.
+        name: Of the fit, which its checkpoint must have.
+
+    Raises:
+        TypeError: If ``module`` is not an ``HMMModule``.
+        ValueError: If a parameter has no prior, or a number is out of range.
+
+    Example:
+        >>> _ = pyro.set_rng_seed(0)
+        >>> data = Sequences.from_list([[0, 1] * 10, [1, 0] * 10])
+        >>> fit = fit_gibbs(TabularHMM(2, categorical(2)), data, num_samples=50, warmup=50)
+        >>> fit.chains["module.transition"].shape
+        torch.Size([16, 50, 2, 2])
+    """
+    arguments = dict(locals())
+    check_size("num_chains", num_chains)
+    if not isinstance(module, HMMModule):
+        raise TypeError(f"module must be an HMMModule; got {type(module).__name__}.")
+    if not isinstance(data, Sequences):
+        raise TypeError(f"data must be Sequences; got {type(data).__name__}.")
+    parameters = Parameters(copy.deepcopy(module), data, num_chains, None)
+    if parameters.points:
+        raise ValueError(
+            "every parameter must have a prior, of which a posterior can be sampled; "
+            f"{type(module).__name__} has parameters without one. Give them one by PyroSample, or "
+            "freeze them."
+        )
+    sampler = Gibbs(parameters, num_samples, warmup)
+    cost = parameters.cost * data.lengths.sum().item()
+    with torch.no_grad(), pyro.validation_enabled(False), threads_for(cost):
+        sampler.run(lambda: sampler.begin(start), checkpoint, arguments, progress)
+    sampler.impute(False)
+    supports = {f"module.{site}": part.support for site, part in parameters.sites.items()}
+    return sampler.fit(MarginalModel(parameters.module), data, supports, method="Gibbs")
+
+
+class Gibbs(Chains):
+    """Sweeps over the paths and the parameters of all chains.
+
+    Args:
+        parameters: Those of the chains, as batched restarts.
+        num_samples: How many sweeps are kept.
+        warmup: How many before are not.
+    """
+
+    def __init__(self, parameters: Parameters, num_samples: int, warmup: int) -> None:
+        super().__init__(num_samples, warmup)
+        self.parameters = parameters
+        module = parameters.module
+        self.data = cast(Sequences, parameters.data)
+        self.emission, self.prefix = conjugate_emission(module)
+        foreign = has_foreign_priors(module, but=module.emission_module())
+        conjugate = isinstance(module, ConjugateSampler) and not foreign
+        self.chain: Any = module if conjugate else None
+        self.others: Others | None = None
+        self.impute(True)
+        seen = self.data.observed.flatten()
+        self.observed = None if bool(seen.all()) else seen.nonzero().squeeze(-1)
+
+    def impute(self, sampled: bool) -> None:
+        """Say whether statistics of emissions are those of samples of what else is hidden."""
+        for part in self.parameters.module.modules():
+            if isinstance(part, Emission):
+                part.imputes = sampled
+
+    def begin(self, start: Start | Values | Fit | None) -> None:
+        """Set the first parameters, and find out which of them have conjugate posteriors."""
+        parameters, module = self.parameters, self.parameters.module
+        if isinstance(start, Fit):
+            start = start.values
+        if start is None:
+            categorical = is_categorical(parameters.example.emission)
+            start = from_prior if categorical or self.emission is None else by_kmeans
+        begin = start if isinstance(start, dict) else start(module, self.data, parameters.restarts)
+        known = isinstance(begin, dict)
+        prior = from_prior(module, self.data, parameters.restarts)
+        parameters.set_values(begin if isinstance(begin, dict) else prior)
+        hmm, _ = parameters.build(self.data)
+        if isinstance(begin, dict):
+            states = hmm.sample_states(self.data.values)
+        else:
+            probs = begin.states if isinstance(begin, ExpectedCounts) else begin
+            if hmm.allowed is not None:
+                probs = (probs * hmm.allowed).clamp(min=1e-30) * hmm.allowed
+            shape = parameters.restarts, *probs.shape[-3:]
+            states = torch.multinomial(probs.expand(shape).flatten(0, -2), 1).reshape(shape[:-1])
+        try:
+            samples = self._sample_parameters(hmm, states)
+        except ValueError:  # paths do not say how the chain's parameters are used
+            self.chain = None
+            samples = self._sample_parameters(hmm, states)
+        if not known:
+            parameters.update(samples)
+        others = [name for name in parameters.sites if name not in samples]
+        self.others = Others(parameters, others, self.warmup) if others else None
+
+    def step(self) -> None:
+        """A sweep: paths given parameters, parameters given paths."""
+        parameters = self.parameters
+        if self.others is not None and self.done:
+            self.others.step()
+        hmm, prior = parameters.build(self.data)
+        states, evidence = self._sample_paths(hmm)
+        if (index := self.done - self.warmup) > 0:  # where the sweep before has ended
+            self._keep(evidence, prior, index - 1)
+        parameters.update(self._sample_parameters(hmm, states))
+        if index == self.num_samples - 1:
+            hmm, prior = parameters.build(self.data)
+            self._keep(hmm.log_prob(self.data.values), prior, index)
+
+    def _sample_paths(self, hmm: HMM) -> tuple[Tensor, Tensor]:
+        """Paths of all sequences in all chains, and the log evidence of each."""
+        chain, values = hmm.chain, self.data.values
+        batch, size = torch.Size([self.parameters.restarts]), hmm.num_states
+        if type(chain) is MarkovChain and chain.batch_shape in (batch, (*batch, 1), ()):
+            if not chain.per_step:
+                factors = hmm.symbol_factors(values)
+                if factors is not None:
+                    _, _, table, rows, _, known = factors
+                    table = table.mT
+                    rows = rows if known is None else rows.masked_fill(~known, -1)
+                else:
+                    table = hmm.log_likelihood(values).flatten(-3, -2)
+                    rows = torch.arange(table.size(-2), device=values.device)
+                rows = rows.reshape(len(self.data), -1).contiguous()
+                tables = chain.log_initial.unsqueeze(-2), chain.log_transition, table
+                wide = (t.reshape(-1, *t.shape[-2:]).expand(*batch, -1, size) for t in tables)
+                first, matrix, table = wide
+                found = sample_paths(first.squeeze(1), matrix, table, rows, self.data.lengths)
+                if found is not None:
+                    return found
+        likelihood = hmm.log_likelihood(values)
+        states = chain.sample_states(likelihood, hmm.lengths, 1)
+        return states, chain.log_evidence(likelihood, hmm.lengths)
+
+    def _keep(self, evidence: Tensor, prior: Tensor, index: int) -> None:
+        """Keep the parameters, and their log joint density."""
+        parameters = self.parameters
+        lp = evidence.double().reshape(parameters.restarts, -1).sum(-1) + prior.double()
+        now = {f"module.{name}": parameters.get(name) for name in parameters.sites}
+        self.keep(index, now | {"lp": lp})
+
+    def _sample_parameters(self, hmm: HMM, states: Tensor) -> Values:
+        """Samples of the parameters given the paths, by name."""
+        parameters = self.parameters
+        restarts, num_states = parameters.restarts, hmm.num_states
+        states = states.reshape(restarts, len(self.data), -1)
+        values: Values = {}
+        if self.chain is not None:
+            paths = states if restarts > 1 else states[0]
+            found = whole_counts(hmm, paths)
+            counts = {}
+            for name, count in found.items():
+                core = count.shape[count.dim() - len(hmm.chain.cores[name]) :]
+                counts[name] = count.double().reshape(restarts, -1, *core).sum(1)
+            no_evidence = states.new_zeros(restarts, 1, dtype=torch.float64)
+            weights = no_evidence.new_zeros(restarts, 1, 1, num_states)
+            expected = ExpectedCounts(no_evidence, weights, counts)
+            values |= self.chain.sample_parameters(self.chain.statistics(expected), self._own(""))
+        if self.emission is not None:
+            statistics = self._emission_statistics(hmm, states)
+            sample = self.emission.sample_parameters(statistics, self._own(self.prefix))
+            values |= under(self.prefix, sample)
+        return values
+
+    def _own(self, prefix: str) -> Values:
+        """The parameters whose names begin with ``prefix``, without it."""
+        names = [name for name in self.parameters.sites if name.startswith(prefix)]
+        return {name.removeprefix(prefix): self.parameters.get(name) for name in names}
+
+    def _emission_statistics(self, hmm: HMM, states: Tensor) -> Statistics:
+        """Sufficient statistics of the observations, each with weight one in its state."""
+        values, emission = self.data.values, hmm.emission
+        if isinstance(emission, Autoregressive):
+            values = emission.windows(values)
+        values, flat = values.flatten(0, 1), states.flatten(1)
+        if not (values.dtype.is_floating_point or is_categorical(emission)):
+            values = values.to(hmm.log_initial.dtype)
+        if self.observed is not None:
+            values = values.index_select(0, self.observed)
+            flat = flat.index_select(1, self.observed)
+        weights = hmm.log_initial.new_zeros(*flat.shape, hmm.num_states)
+        weights.scatter_(-1, flat.unsqueeze(-1), 1.0)
+        return self.emission.statistics(values, weights, emission)
+
+    def state(self) -> dict[str, Any]:
+        """The parameters, for checkpoints."""
+        others = (
+            {}
+            if self.others is None
+            else {"others": vars(self.others.tuning) | {"names": self.others.names}}
+        )
+        return self.parameters.state() | others
+
+    def restore(self, state: Fields) -> None:
+        """Take the parameters from a checkpoint."""
+        self.parameters.restore(state)
+        if "others" in state:
+            self.others = Others(self.parameters, state["others"].pop("names"), self.warmup)
+            self.others.tuning = Tuning(**state["others"])
+
+
+class Others:
+    """What has no conjugate posterior: a trajectory of Hamiltonian Monte Carlo in each sweep.
+
+    Paths are summed out, so that it and the paths together are one exact step given all else.
+
+    Args:
+        parameters: Those of the chains.
+        names: Of the latent variables.
+        warmup: Sweeps that tune.
+    """
+
+    def __init__(self, parameters: Parameters, names: list[str], warmup: int) -> None:
+        self.parameters, self.names = parameters, names
+        now = {name: parameters.get(name) for name in names}
+        supports = {name: parameters.sites[name].support for name in names}
+        self.coordinates = Coordinates(supports, now)
+        place = self.coordinates.free(now)
+        self.tuning = Tuning(torch.ones_like(place[0]), warmup)
+
+    def step(self) -> None:
+        """One trajectory of every chain, given the other parameters."""
+        parameters, coordinates = self.parameters, self.coordinates
+        place = coordinates.free({name: parameters.get(name) for name in self.names})
+        state = State(place, *coordinates.density(self.log_density, place))
+        step, num_steps, _ = self.tuning.steps()
+        parts = coordinates, self.log_density, state, self.tuning.scale
+        end, moved = trajectory(*parts, step, num_steps)
+        self.tuning.learn(state, end, moved)
+        self._set(coordinates.constrain(end.place)[0])
+
+    def log_density(self, values: Values) -> Tensor:
+        """The log joint density of each chain, with the other parameters as they are."""
+        self._set(values)
+        data = cast(Sequences, self.parameters.data)
+        hmm, prior = self.parameters.build(data)
+        return hmm.log_prob(data.values).reshape(self.parameters.restarts, -1).sum(-1) + prior
+
+    def _set(self, values: Values) -> None:
+        several = self.parameters.restarts > 1
+        new = {name: v.unsqueeze(1) if several else v[0] for name, v in values.items()}
+        self.parameters.values = self.parameters.values | new
+
+
+def conjugate_emission(module: HMMModule) -> tuple[Any, str]:
+    """The emission module, if its parameters can be sampled; and what their names begin with."""
+    emission = module.emission_module()
+    conjugate = isinstance(emission, ConjugateSampler)
+    if emission is None or not conjugate or has_foreign_priors(emission):
+        return None, ""
+    names = {id(part): name for name, part in module.named_modules()}
+    return emission, f"{names[id(emission)]}."
+
+
+def whole_counts(hmm: HMM, states: Tensor) -> dict[str, Tensor]:
+    """How often paths use each entry of the parameters of the chain.
+
+    Raises:
+        ValueError: If the paths do not say it.
+    """
+    counts = hmm.chain.path_counts(states, hmm.exists)
+    for name, count in counts.items():
+        if bool(((count - count.round()).abs() > WHOLE).any()):
+            raise ValueError(
+                f"the chain of {type(hmm).__name__} uses {name} in ways that its paths do not "
+                "show, so that it cannot be sampled given them. Use fit_mcmc."
+            )
+    return counts

@@ -1,0 +1,91 @@
+"""How a language model is trained by default: its learning rate, and the share of state dropout."""
+
+from __future__ import annotations
+
+import math
+from typing import ClassVar
+
+from ..nn.dropout import LinearDropout
+from ..nn.neural import NeuralHMM
+
+FEW_EPOCHS = 16.0  # of a text with as many tokens as there are parameters (figures/dropout.json)
+BEGIN, END = 0.5, 0.25  # of the share with more
+WARM = 0.05  # share of all steps in which the learning rate rises
+
+
+class WarmupCosine:
+    """Share of the largest learning rate at a step: a short rise, then half a cosine, to zero.
+
+    The number of steps is not in ``LambdaLR.state_dict()``, and not in checkpoints: a fit that goes
+    on with more steps follows the longer schedule.
+
+    Args:
+        num_steps: Of the whole fit.
+
+    Example:
+        >>> [round(WarmupCosine(100)(step), 2) for step in (0, 4, 50, 99)]
+        [0.2, 1.0, 0.5, 0.0]
+    """
+
+    __slots__ = ("__dict__", "num_steps")  # LambdaLR keeps and restores what is in __dict__
+    may_differ = ("num_steps",)  # from that of a checkpoint
+
+    def __init__(self, num_steps: int) -> None:
+        self.num_steps = num_steps
+
+    def __call__(self, step: int) -> float:
+        """The share at a ``step``, from 0."""
+        rise = (step + 1) / max(1.0, WARM * self.num_steps)
+        return min(1.0, rise) * (1.0 + math.cos(math.pi * min(1.0, step / self.num_steps))) / 2.0
+
+
+class DefaultDropout(LinearDropout):
+    """The share that a default chose for a fit; one that goes on for longer may have another."""
+
+    may_differ: ClassVar[tuple[str, ...]] = ("begin", "end", "num_steps")
+
+
+def default_dropout(num_epochs: int, num_steps: int, tokens_per_parameter: float) -> DefaultDropout:
+    r"""State dropout of a language model by its text and how often a fit reads that.
+
+    With few epochs a text is not learnt by heart, and most is learnt without dropout. The fewer
+    tokens r there are for each parameter, the sooner it is: few are at most
+    :math:`16 \sqrt[3]{r}`. With more a half of the states of each block is left out, and this falls
+    linearly to a quarter. That is among the best in all runs of ``figures/dropout.json``, where r
+    is 0.04, 0.08 and 0.26.
+
+    Args:
+        num_epochs: How often each sentence is read.
+        num_steps: Of the whole fit.
+        tokens_per_parameter: r.
+
+    Example:
+        >>> default_dropout(5, 100, 0.25)
+        DefaultDropout(begin=0.0, end=0.0, num_steps=100)
+        >>> default_dropout(20, 400, 0.25)
+        DefaultDropout(begin=0.5, end=0.25, num_steps=400)
+    """
+    few = num_epochs <= FEW_EPOCHS * tokens_per_parameter ** (1 / 3)
+    begin, end = (0.0, 0.0) if few else (BEGIN, END)
+    return DefaultDropout(begin, end, num_steps)
+
+
+def set_default(module: NeuralHMM, num_tokens: int, num_epochs: int, num_steps: int) -> None:
+    """Give a module that was made with a :class:`DefaultDropout` that of a fit which begins.
+
+    One that goes on from a checkpoint for more epochs takes that of the longer fit from there.
+    """
+    if not isinstance(module.dropout, DefaultDropout):
+        return
+    size = sum(parameter.numel() for parameter in module.parameters())
+    module.dropout = default_dropout(num_epochs, num_steps, num_tokens / size)
+    module.num_drawn.zero_()
+
+
+def in_words(dropout: float | LinearDropout) -> str:
+    """Such as ``dropout 0.25`` or ``dropout 0.5 to 0.25``; empty where nothing is left out."""
+    if not isinstance(dropout, LinearDropout):
+        return f"dropout {dropout:g}" if dropout else ""
+    if dropout.begin == dropout.end:
+        return in_words(dropout.begin)
+    return f"dropout {dropout.begin:g} to {dropout.end:g}"

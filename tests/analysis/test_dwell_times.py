@@ -1,0 +1,60 @@
+"""Runs of equal states, against a loop over steps."""
+
+import pytest
+import torch
+from pyro.distributions import Categorical
+
+from pyrohmm import HSMM, queries
+
+
+def slow(path):
+    """Segments of one path, step by step."""
+    found = []
+    for step, state in enumerate(path):
+        if step and path[step - 1] == state:
+            found[-1][2] = step
+        else:
+            found.append([state, step, step])
+    return [(state, first, last, last - first + 1) for state, first, last in found]
+
+
+@pytest.mark.parametrize("num_steps", [1, 2, 30])
+def test_segments_are_those_of_a_loop(num_steps):
+    states = torch.randint(3, (4, num_steps))
+    lengths = torch.randint(1, num_steps + 1, (4,))
+    found = queries.segments(states, lengths)
+    for number in range(4):
+        rows = [row[1:] for row in found if row.sequence == number]
+        assert rows == slow(states[number, : lengths[number]].tolist())
+    assert queries.segments(states[0]) == [row for row in queries.segments(states[:1])]
+    assert sum(row.length for row in found) == int(lengths.sum())
+
+
+def test_segments_of_a_semi_markov_path_are_those_that_its_density_counts():
+    initial, transition = torch.tensor([0.2, 0.3, 0.5]).log(), torch.tensor(
+        [[0.0, 0.4, 0.6], [0.9, 0.0, 0.1], [0.5, 0.5, 0.0]]
+    ).log()  # fmt: skip
+    duration, lengths = torch.rand(3, 4).log_softmax(-1), torch.tensor([9, 6])
+    hsmm = HSMM(initial, transition, duration, Categorical(torch.ones(3, 1)), lengths,
+                censored_end=False)  # fmt: skip
+    values, states = hsmm.sample_with_states()
+    expected, before = initial[states[:, 0]], None
+    for row in queries.segments(states, hsmm.lengths):
+        expected[row.sequence] += duration[row.state, row.length - 1]
+        if row.first:
+            expected[row.sequence] += transition[before.state, row.state]
+        before = row
+    torch.testing.assert_close(hsmm.log_joint(values, states), expected)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: queries.segments(torch.zeros(1, 2, 3).long()), r"states must .*\(1, 2, 3\)"),
+        (lambda: queries.segments(torch.zeros(2, 3).long(), torch.tensor([1, 4])), "lengths must"),
+        (lambda: queries.segments(torch.zeros(2, 3).long(), torch.tensor([1])), "lengths must"),
+    ],
+)
+def test_what_does_not_fit_is_refused(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
