@@ -44,8 +44,8 @@ def enter_cluster(counts, marginals, shared, loss, rank, table, steps, slot):
         marginals[way, slot] = row.sum()
         for z in np.flatnonzero(row):
             cells = counts[1 - way, z]
-            for y in range(rank.size):
-                total[y] += _shared(table, steps, row[z], cells[y])
+            for other in range(rank.size):
+                total[other] += _shared(table, steps, row[z], cells[other])
     shared[slot] = shared[:, slot] = total
     changed[slot] = True
     for x in np.flatnonzero(changed):
