@@ -167,8 +167,9 @@ class CharCNN(PyroModule):
         dim: D.
         char_dim: Of the embeddings of letters.
         widths: Of the filters.
-        num_filters: For each width; the values of all filters are then joined, and go through a highway layer and a linear map to D numbers. By default there are D for each
-            width, and they are summed.
+        num_filters: For each width; the values of all filters are then joined, and go through a
+            highway layer and a linear map to D numbers. By default there are D for each width, and
+            they are summed.
 
     Example:
         >>> CharCNN(["the", "cat", "cats"], dim=6)().shape
