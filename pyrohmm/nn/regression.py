@@ -128,7 +128,7 @@ def regression(
             f"{', '.join(sorted(known))}; got {', '.join(parameters) or 'none'}."
         )
     needed = inspect.signature(kind.__init__).parameters.values()
-    every = {
+    every: dict[str, Any] = {
         part.name: None for part in needed if part.name in known and part.default is part.empty
     }
     every |= parameters
