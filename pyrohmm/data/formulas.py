@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -139,10 +140,7 @@ def _pandas(frame: Frame) -> Any:
 
 def _columns_of(part: str, spec: Any, frame: Any) -> dict[str, np.ndarray]:
     """Columns of one part for a table, in the way in which those of the first table were made."""
-    import warnings
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")  # of a level that was not there
+    with warnings.catch_warnings(action="error"):  # of a level that was not there
         try:
             matrix = spec.get_model_matrix(frame, context={"cyclic": cyclic})
         except Exception as error:
