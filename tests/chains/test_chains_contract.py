@@ -15,7 +15,6 @@ from pyrohmm.chains import (
     SecondOrderChain,
     SemiMarkovChain,
 )
-from pyrohmm.chains.rates import Gaps
 from pyrohmm.ops.blocks.inner_products import InnerProductTransition
 from pyrohmm.ops.log_space import log
 from pyrohmm.testing import check_chain
@@ -37,8 +36,8 @@ def semi_markov(num_states, longest, **censored):
 
 def rates():
     leave = torch.rand(3, 3).fill_diagonal_(0.0)
-    gaps = Gaps.between(torch.tensor([0.0, 0.5, 2.0, 2.1]), torch.ones(4, dtype=torch.bool))
-    return RateChain(rows(3), leave - leave.sum(-1).diag(), gaps, 4)
+    times = torch.tensor([0.0, 0.5, 2.0, 2.1])
+    return RateChain(rows(3), leave - leave.sum(-1).diag(), times, torch.tensor([4]))
 
 
 class Ring(MarkovRecursions):
