@@ -100,6 +100,7 @@ from .nn.regression import RegressionHMM as RegressionHMM
 from .nn.regression import regression as regression
 from .nn.second_order import TabularSecondOrderHMM as TabularSecondOrderHMM
 from .nn.sticky_hdp import StickyHDPHMM as StickyHDPHMM
+from .nn.tabular import StationaryHMM as StationaryHMM
 from .nn.tabular import TabularHMM as TabularHMM
 from .nn.tabular import banded as banded
 from .nn.tabular import left_to_right as left_to_right
@@ -148,6 +149,7 @@ __all__ = [
     "SecondOrderHMM",
     "Sequences",
     "StatefulModel",
+    "StationaryHMM",
     "StickyHDPHMM",
     "TabularContinuousTimeHMM",
     "TabularFactorialHMM",

@@ -15,7 +15,7 @@ Its modules; each imports only those above it:
 ``composed``         joined streams; states that share an emission
 ``regression``       covariates: ``RegressionHMM``, ``regression`` of emissions
 ``chain_tables``     ``ChainTables``: what modules of probabilities share
-``tabular``          ``TabularHMM``: probabilities are the parameters
+``tabular``          ``TabularHMM``: probabilities are the parameters; ``StationaryHMM``
 ``continuous_time``  ``TabularContinuousTimeHMM``: observations at irregular times
 ``duration_modes``   M-steps of parametric durations
 ``durations``        families of durations: free, geometric, Poisson, negative binomial, any
@@ -71,6 +71,7 @@ from .regression import RegressionHMM as RegressionHMM
 from .regression import regression as regression
 from .second_order import TabularSecondOrderHMM as TabularSecondOrderHMM
 from .sticky_hdp import StickyHDPHMM as StickyHDPHMM
+from .tabular import StationaryHMM as StationaryHMM
 from .tabular import TabularHMM as TabularHMM
 from .tabular import banded as banded
 from .tabular import left_to_right as left_to_right

@@ -8,6 +8,7 @@ from torch import Tensor
 from .._checks import check_size
 from ..distributions.hmm import HMM
 from ..ops.log_space import log
+from ..ops.stationary import stationary
 from .chain_tables import ChainTables
 from .closed_form import Statistics
 from .family import EmissionFamily, build_emission
@@ -77,6 +78,51 @@ class TabularHMM(ChainTables):
         """Counts ``(R, K, K)``, pseudo-counts of the prior included; None if it is frozen."""
         counts = statistics.get("transition")
         return None if counts is None else self._counts("transition", counts)
+
+
+class StationaryHMM(ChainTables):
+    r"""HMM whose first state has the stationary distribution of its chain, :math:`\pi = \pi A`.
+
+    For sequences that are cut from a process which has gone on for long, the default of R's
+    packages (Zucchini, MacDonald and Langrock, 2016). It has K - 1 parameters fewer than a
+    :class:`TabularHMM`. EM maximises transitions by gradient steps, the emission in closed form.
+
+    Sites: ``transition`` ``(K, K)``, and those of ``emission``.
+
+    Args:
+        num_states: K.
+        emission: An emission family.
+        transition_concentration: As of :class:`TabularHMM`.
+        transition_allowed: ``(K, K)`` booleans, which transitions are possible; all by default.
+
+    Example:
+        >>> _ = pyro.set_rng_seed(0)
+        >>> hmm = StationaryHMM(3, poisson())(torch.tensor([5]))  # a sample from the prior
+        >>> torch.allclose(hmm.log_initial.exp(), hmm.stationary())
+        True
+    """
+
+    statistics = m_step = None  # type: ignore[assignment]  # no closed form: see ChainMStep
+
+    def __init__(
+        self,
+        num_states: int,
+        emission: EmissionFamily,
+        transition_concentration: float | Tensor = 1.0,
+        *,
+        transition_allowed: Tensor | None = None,
+    ) -> None:
+        super().__init__()
+        check_size("num_states", num_states)
+        self.num_states = int(num_states)
+        square = num_states, num_states
+        self.add_rows("transition", transition_concentration, square, transition_allowed)
+        self.emission = build_emission(emission, num_states)
+
+    def forward(self, lengths: Tensor, observed: Tensor | None = None) -> HMM:
+        """Build the HMM for sequences of ``lengths`` ``(*B)``."""
+        transition = log(self.transition)
+        return HMM(log(stationary(transition)), transition, self.emission(), lengths, observed)
 
 
 def sticky(num_states: int, stay: float, leave: float = 1.0) -> Tensor:
