@@ -28,7 +28,7 @@ from torch.distributions import constraints, transform_to
 from .._checks import check_size
 from ..ops.log_space import log
 from . import emissions
-from .closed_form import Family, Maximum, Statistics, check_mode, with_prior
+from .closed_form import Family, Maximum, Statistics, check_mode, sample_rows, with_prior
 from .family import family, positive
 
 BOUND = 30.0  # of unconstrained parameters: exp(-30) is no rate and exp(30) longer than any D
@@ -198,6 +198,12 @@ class FreeDurations(Durations):
     def _mode(self, counts: Tensor, first: Tensor | None = None) -> dict[str, Tensor]:
         prior = self.concentration if self.has_prior("probs") else None
         return {"probs": free_probs(with_prior(counts, prior), first)}
+
+    def sample_parameters(self, statistics: Statistics, current: Statistics) -> Statistics:
+        """Rows from their Dirichlet posteriors."""
+        if not self.has_prior("probs"):
+            return {}
+        return {"probs": sample_rows(statistics["counts"] + self.concentration)}
 
 
 class GeometricDurations(Durations):

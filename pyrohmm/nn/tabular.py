@@ -128,21 +128,22 @@ class ChainTables(HMMModule, Family):
 
     def sample_parameters(self, statistics: Statistics, current: Statistics) -> Statistics:
         """Rows of probabilities from their Dirichlet posteriors, those of the same name."""
-        names = self._pyro_samples.keys() & statistics.keys()
-        return {name: sample_rows(statistics[name] + self._prior(name, 0.0)) for name in names}
-
-    def _prior(self, name: str, elsewhere: float) -> Tensor:
-        """Concentrations, with something else where nothing is allowed."""
-        prior, allowed = getattr(self, prior_name(name)), getattr(self, f"{name}_allowed")
-        return prior if allowed is None else prior.masked_fill(~allowed, elsewhere)
+        samples = {}
+        for name in self._pyro_samples.keys() & statistics.keys():
+            total = statistics[name] + getattr(self, prior_name(name))
+            allowed = getattr(self, f"{name}_allowed")
+            total = total if allowed is None else total.masked_fill(~allowed, 0.0)
+            samples[name] = sample_rows(total)
+        return samples
 
     def _counts(self, name: str, counts: Tensor) -> Tensor:
         """Counts with the pseudo-counts of the prior."""
         if name not in self._pyro_samples:
             return counts
-        if (allowed := getattr(self, f"{name}_allowed")) is not None:
-            counts = counts.masked_fill(~allowed, 0.0)
-        return with_prior(counts, self._prior(name, 1.0))  # ones say nothing
+        prior, allowed = getattr(self, prior_name(name)), getattr(self, f"{name}_allowed")
+        if allowed is not None:  # ones say nothing where nothing is allowed
+            prior, counts = prior.masked_fill(~allowed, 1.0), counts.masked_fill(~allowed, 0.0)
+        return with_prior(counts, prior)
 
 
 def prior_name(name: str) -> str:
