@@ -13,6 +13,7 @@ Its modules; each imports only those above it:
 ``covariances``      normal vectors with covariances, alone or autoregressive
 ``circular``         von Mises: angles
 ``composed``         joined streams; states that share an emission
+``regression``       covariates: ``RegressionHMM``, ``regression`` of emissions
 ``tabular``          ``TabularHMM``, second order, sticky: probabilities are the parameters
 ``continuous_time``  ``TabularContinuousTimeHMM``: observations at irregular times
 ``durations``        families of durations: free, geometric, Poisson, negative binomial, any
@@ -61,6 +62,8 @@ from .ngram import NGramMixture as NGramMixture
 from .normals import normal as normal
 from .normals import normal_mixture as normal_mixture
 from .normals import normal_spherical as normal_spherical
+from .regression import RegressionHMM as RegressionHMM
+from .regression import regression as regression
 from .tabular import StickyHDPHMM as StickyHDPHMM
 from .tabular import TabularHMM as TabularHMM
 from .tabular import TabularSecondOrderHMM as TabularSecondOrderHMM
