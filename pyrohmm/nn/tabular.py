@@ -15,8 +15,8 @@ from torch.distributions import constraints
 from .._checks import check_booleans, check_shape, check_size
 from ..chains.base import ExpectedCounts
 from ..distributions.hmm import HMM
-from ..distributions.second_order_hmm import SecondOrderHMM
 from ..distributions.sparse_dirichlet import SparseDirichlet
+from ..distributions.structured_hmm import SecondOrderHMM
 from ..ops.log_space import log
 from .base import HMMModule
 from .closed_form import Family, Maximum, Statistics, row_mode, sample_rows, with_prior

@@ -10,7 +10,7 @@ from torch import Tensor
 from .._checks import check_size
 from ..chains.base import ExpectedCounts
 from ..distributions.hmm import HMM
-from ..distributions.hsmm import HSMM
+from ..distributions.structured_hmm import HSMM
 from .closed_form import ConjugateSampler, Maximum, Statistics, inside, under
 from .durations import DurationFamily, DurationMStep, free_durations
 from .family import Emission, EmissionFamily, build_part
