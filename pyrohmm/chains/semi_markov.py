@@ -121,6 +121,26 @@ class SemiMarkovChain(Chain):
             total = total + part.masked_fill(~where, 0.0).sum(-1)
         return total
 
+    def path_counts(self, states: Tensor, exists: Tensor) -> dict[str, Tensor]:
+        """Segments and transitions, counted; a cut one has a sample of its whole durations."""
+        counts = super().path_counts(states, exists)
+        if not self.censored_end or self.censored_start:
+            return counts
+        duration = self.log_duration
+        _, closes, age = semi_markov.boundaries(states, exists)
+        last = closes & ~torch.nn.functional.pad(exists[..., 1:], (0, 1))
+        rows = duration.expand(*states.shape[:-1], *duration.shape[-2:])
+        place = last.byte().argmax(-1, keepdim=True)
+        state, least = states.gather(-1, place), age.gather(-1, place)
+        logs = rows.gather(-2, state.unsqueeze(-1).expand(*state.shape, rows.size(-1)))[..., 0, :]
+        steps = torch.arange(1, rows.size(-1) + 1, device=logs.device)
+        noise = torch.empty_like(logs).exponential_().log()
+        whole = (logs - noise).masked_fill(steps < least, -torch.inf).argmax(-1, keepdim=True)
+        lasted = torch.where(last, whole, age - 1).clamp(max=rows.size(-1) - 1)
+        cells = torch.zeros_like(rows).flatten(-2)
+        cells.scatter_add_(-1, states * rows.size(-1) + lasted, closes.to(cells))
+        return counts | {"log_duration": cells.reshape(rows.shape).sum_to_size(duration.shape)}
+
     def sample_prior(self, shape: torch.Size, num_steps: int) -> Tensor:
         """Paths of the chain, whose last segment may go on after ``num_steps``."""
         logs = self.log_initial.new_zeros(num_steps, self.num_states)
