@@ -56,6 +56,19 @@ class BackwardProducts:
             found[:, part] = torch.stack([logsumexp(logs + row, -1) for row in log_values])
         return found
 
+    def forward(self, probs: Tensor) -> Tensor:
+        r"""Probabilities of the next state, :math:`\sum_i p_i \, p(j | i)`, ``(n, K)``."""
+        probs = probs.to(self.dtype)
+        states = probs.any(0).nonzero().squeeze(-1)
+        with full_precision(probs):
+            if self._matrix is not None and 4 * len(states) > self.num_states:
+                return probs @ self._matrix
+            found = torch.zeros_like(probs)
+            for part in states.split(self._rows_at_once):
+                rows = self.transition.rows(part).exp()
+                found += probs[:, part] @ rows
+        return found
+
     @property
     def _rows_at_once(self) -> int:
         return max(1, CHUNK // self.num_states)
