@@ -20,16 +20,26 @@ from torch import Tensor
 
 from .._checks import check_integers, check_returned, check_shape, check_size
 from ..data.sequences import Sequences
-from ..distributions.factorial_hmm import FactorialHMM
 from ..distributions.hard_zeros import log_probs
 from ..distributions.hmm import HMM
 from ..distributions.observation import is_categorical
+from ..distributions.structured_hmm import FactorialHMM
 from ..infer.models import to_model_device
 from ..infer.plates import check_fitted, marks_of, shared
 from ..infer.results import Fit, match_states
-from .draw_layout import Layout, arranged, layout_of, log_prior, own_from_prior, run
-from .draw_sources import marks_of_fitted, samples_of_fit, samples_of_sampler
-from .state_dims import name_dims, permute_dims
+from .draw_layout import (
+    Layout,
+    arranged,
+    layout_of,
+    log_prior,
+    marks_of_fitted,
+    name_dims,
+    own_from_prior,
+    permute_dims,
+    run,
+    samples_of_fit,
+    samples_of_sampler,
+)
 
 CELLS = 2**22  # samples × N × T × K numbers, in one tensor
 

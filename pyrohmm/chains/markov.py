@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from .._arrays import from_numpy
-from .._checks import check_log_simplex
 from ..ops import recursions
 from ..ops import stationary as stationary_ops
-from ..ops.blocks.inner_products import InnerProductTransition
 from ..ops.recursions import Posterior
 from ..ops.sampling import CategoricalTable
 from .base import Chain, Core, Expansion, ExpectedCounts, entry, sample_markov
@@ -47,6 +45,7 @@ class MarkovRecursions(Chain):
         tensor(3.)
     """
 
+    ops: ClassVar[Any] = recursions
     is_markov = True
 
     @property
@@ -60,26 +59,9 @@ class MarkovRecursions(Chain):
         return self.matrices if self.per_step else self.matrices.squeeze(-3)
 
     @property
-    def num_states(self) -> int:
-        """K."""
-        return self.log_initial.size(-1)
-
-    def log_evidence(self, log_likelihood: Tensor, lengths: Tensor) -> Tensor:
-        """Log evidence: see :func:`pyrohmm.ops.recursions.log_evidence`."""
-        return recursions.log_evidence(self.log_initial, self.matrices, log_likelihood, lengths)
-
-    def filtered(self, log_likelihood: Tensor, lengths: Tensor) -> Tensor:
-        """Filtered states: see :func:`pyrohmm.ops.recursions.filtered`."""
-        return recursions.filtered(self.log_initial, self.matrices, log_likelihood, lengths)
-
-    def viterbi(self, log_likelihood: Tensor, lengths: Tensor) -> Tensor:
-        """Most probable path: see :func:`pyrohmm.ops.recursions.viterbi`."""
-        return recursions.viterbi(self.log_initial, self.matrices, log_likelihood, lengths)
-
-    def sample_states(self, log_likelihood: Tensor, lengths: Tensor, num_samples: int) -> Tensor:
-        """Paths of the posterior: see :func:`pyrohmm.ops.recursions.sample_states`."""
-        logs = self.log_initial, self.matrices, log_likelihood
-        return recursions.sample_states(*logs, lengths, num_samples)
+    def tables(self) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        """The first state's log-probabilities and the matrices."""
+        return self.log_initial, self.matrices
 
     def log_prob(self, states: Tensor, exists: Tensor) -> Tensor:
         r"""Log-probability :math:`\log p(z_{1:T})` of paths."""
@@ -118,21 +100,14 @@ class MarkovChain(MarkovRecursions):
     Args:
         log_initial: ``(*b, K)``.
         log_transition: ``(*b, K, K)``, row = from, column = to; ``(*b, T-1, K, K)`` with
-            ``per_step``; or an :class:`InnerProductTransition`, whose matrix is made when read.
+            ``per_step``.
         per_step: Whether there is a matrix for each transition.
     """
 
-    transition: Tensor | InnerProductTransition
-
-    def __init__(
-        self,
-        log_initial: Tensor,
-        log_transition: Tensor | InnerProductTransition,
-        per_step: bool = False,
-    ) -> None:
+    def __init__(self, log_initial: Tensor, log_transition: Tensor, per_step: bool = False) -> None:
         super().__init__(per_step=per_step)
         self.take(log_initial=log_initial)
-        self.transition = from_numpy("log_transition", log_transition)
+        self._table: Tensor = from_numpy("log_transition", log_transition)
         self.per_step = per_step
 
     @property
@@ -146,17 +121,9 @@ class MarkovChain(MarkovRecursions):
         return {"log_transition": self.log_transition.size(-3) + 1} if self.per_step else {}
 
     @property
-    def batches(self) -> dict[str, torch.Size]:
-        """Batch dimensions of the parameters by name; inner products have none."""
-        if isinstance(self.transition, Tensor):
-            return super().batches
-        return {"log_initial": self.log_initial.shape[:-1]}
-
-    @property
     def log_transition(self) -> Tensor:
         r"""``(*b, K, K)``, or ``(*b, T-1, K, K)`` per step."""
-        matrix = self.transition
-        return matrix.matrix if isinstance(matrix, InnerProductTransition) else matrix
+        return self._table
 
     @property
     def matrices(self) -> Tensor:
@@ -189,19 +156,3 @@ class MarkovChain(MarkovRecursions):
             "log_initial": first.sum_to_size(self.log_initial.shape),
             "log_transition": pairs.sum_to_size(self.log_transition.shape),
         }
-
-    def check_shapes(self) -> None:
-        """Raise unless the parameters have the shapes they should have."""
-        if not isinstance(self.transition, InnerProductTransition):
-            super().check_shapes()
-
-    def check_values(self) -> None:
-        """Raise unless log-probabilities sum to one; inner products do by construction."""
-        check_log_simplex("log_initial", self.log_initial)
-        if isinstance(self.transition, Tensor):
-            check_log_simplex("log_transition", self.transition)
-
-    def replace(self, **changes: Any) -> MarkovChain:
-        """A copy with some parameters or options changed."""
-        own = {"log_initial": self.log_initial, "log_transition": self.transition}
-        return MarkovChain(**(own | self.options | changes))

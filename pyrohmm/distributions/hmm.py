@@ -24,13 +24,19 @@ from .._transforms import transforming, uncompiled
 from ..chains.base import Chain, ExpectedCounts
 from ..chains.markov import MarkovChain
 from ..ops import recursions
-from ..ops.blocks.inner_products import InnerProductTransition
-from ..ops.sampling import refuse_nan
 from .autoregressive import Autoregressive
-from .base import ChainDistribution, StructuredEmission, allowed_states, check_likelihood
-from .forecast import AutoregressiveForecast, Forecast, states_ahead
+from .base import ChainDistribution, StructuredEmission, check_likelihood
+from .forecast import (
+    AutoregressiveForecast,
+    Forecast,
+    sample_emission,
+    sample_emission_per_step,
+    states_ahead,
+)
+from .labels import allowed_states
 from .observation import Tied, permuted
-from .sampling import sample_emission, sample_emission_per_step
+
+_PARTS = "emission", "lengths", "observed", "emission_per_step", "allowed"
 
 
 class HMM(ChainDistribution):
@@ -53,8 +59,7 @@ class HMM(ChainDistribution):
     Args:
         log_initial: ``(K,)``, log-probabilities of the first state.
         log_transition: ``(K, K)``, log-probabilities of the next state; row = from, column = to.
-            With ``transition_per_step``, ``(T-1, K, K)``: one matrix for each transition. A
-            subclass may give a :class:`InnerProductTransition`.
+            With ``transition_per_step``, ``(T-1, K, K)``: one matrix for each transition.
         emission: Distribution of an observation, batched over the K states; with
             ``emission_per_step`` over ``(T, K)``. A subclass may give a
             :class:`StructuredEmission`.
@@ -89,7 +94,7 @@ class HMM(ChainDistribution):
     def __init__(
         self,
         log_initial: Tensor,
-        log_transition: Tensor | InnerProductTransition,
+        log_transition: Tensor,
         emission: TorchDistribution | StructuredEmission,
         lengths: Tensor,
         observed: Tensor | None = None,
@@ -151,30 +156,28 @@ class HMM(ChainDistribution):
 
         The new ones are checked as those of a new HMM, but for whether probabilities sum to one.
         """
-        names = "emission", "lengths", "observed", "emission_per_step", "allowed"
-        data = {name: changes.pop(name, getattr(self, name)) for name in names}
-        chain = self._changed_chain(changes, data)
-        return self._validated_alike(self._kind().of(chain, **data, validate_args=False))
+        data = {name: changes.pop(name) for name in _PARTS if name in changes}
+        if "transition_per_step" in changes:
+            changes["per_step"] = changes.pop("transition_per_step")
+        changes |= {name: part for name, part in data.items() if name in self.chain.options}
+        chain = self.chain.replace(**changes) if changes else self.chain
+        return self._copied(chain=chain, **data)
 
     def with_chain(self, chain: Chain) -> HMM:
         """Copy with another chain of the same states."""
-        new = object.__new__(self._kind())
-        new.__dict__ |= self.__dict__
-        new._compose(
-            chain, self._emission, self.lengths, self.observed, False, self.emission_per_step,
-            self.allowed,
-        )  # fmt: skip
-        return self._validated_alike(new)
+        return self._copied(chain=chain)
 
-    def _kind(self) -> type[HMM]:
-        """What :meth:`replace` returns."""
-        return HMM
+    def _copied(self, **parts: Any) -> HMM:
+        """A copy with other parts, which checks values as this one does."""
+        own = {"chain": self.chain, "emission": self._emission}
+        own |= {name: getattr(self, name) for name in _PARTS[1:]} | parts
+        kind = HMM if type(own["chain"]) is MarkovChain else type(self)
+        return self._validated_alike(kind.of(**own, validate_args=False))
 
-    def _changed_chain(self, changes: dict[str, Any], data: dict[str, Any]) -> Chain:
-        """The chain with some parameters or options changed, for sequences of ``data``."""
-        if "transition_per_step" in changes:
-            changes["per_step"] = changes.pop("transition_per_step")
-        return self.chain.replace(**changes) if changes else self.chain
+    def _validated_alike(self, other: HMM) -> HMM:
+        """``other``, which will check values as this one does."""
+        other._validate_args = self._validate_args
+        return other
 
     def expanded(self) -> HMM:
         """HMM of equal distribution whose states form a Markov chain: see its chain."""
@@ -186,16 +189,7 @@ class HMM(ChainDistribution):
         if own is not None:
             own = own[..., index]
             allowed = own if allowed is None else allowed & own
-        new = HMM.of(
-            chain, emission, self.lengths, self.observed, validate_args=False,
-            emission_per_step=self.emission_per_step, allowed=allowed,
-        )  # fmt: skip
-        return self._validated_alike(new)
-
-    def _validated_alike(self, other: HMM) -> HMM:
-        """``other``, which will check values as this one does."""
-        other._validate_args = self._validate_args
-        return other
+        return self._copied(chain=chain, emission=emission, allowed=allowed)
 
     def with_lengths(self, lengths: Tensor, observed: Tensor | None = None) -> HMM:
         """Copy of the parameters for other sequences: such as a loaded HMM, for new data.
@@ -273,14 +267,11 @@ class HMM(ChainDistribution):
             )
         emission = self.emission
         autoregressive = isinstance(emission, Autoregressive)
-        new = self._kind().of(
-            self.chain.permuted(order),
-            emission.permuted(order) if autoregressive else permuted(emission, order),
-            self.lengths, self.observed, validate_args=False,
-            emission_per_step=self.emission_per_step,
+        return self._copied(
+            chain=self.chain.permuted(order),
+            emission=emission.permuted(order) if autoregressive else permuted(emission, order),
             allowed=None if self.allowed is None else self.allowed[..., order],
-        )  # fmt: skip
-        return self._validated_alike(new)
+        )
 
     # Queries given values (*B, T, *E)
 
@@ -294,7 +285,7 @@ class HMM(ChainDistribution):
         def compute() -> Tensor:
             if (of_symbols := self.symbol_factors(values)) is not None:
                 return recursions.log_evidence_of_symbols(*of_symbols)
-            return self.chain.log_evidence(self._restricted_likelihood(values), self.lengths)
+            return self.chain.log_evidence(self._read(values), self.lengths)
 
         with full_precision(self.log_initial):
             evidence = with_one_wait(compute, self.log_initial.device)
@@ -330,7 +321,7 @@ class HMM(ChainDistribution):
         :math:`\sum_t p(z_t, z_{t+1} \mid x_{1:T})`; of other chains than Markov ones see
         :class:`FactorialPosterior` and :class:`SecondOrderPosterior`.
         """
-        found = self.chain.posterior(self.log_likelihood(values), self.lengths)
+        found = self.chain.posterior(self._seen(values), self.lengths)
         self._check_evidence(found.log_evidence, values)
         return found
 
@@ -339,8 +330,7 @@ class HMM(ChainDistribution):
         """Expected counts given ``values``, by parameter of the chain: the E-step."""
 
         def compute() -> ExpectedCounts:
-            likelihood = self._restricted_likelihood(values)
-            return self.chain.expected_counts(likelihood, self.lengths)
+            return self.chain.expected_counts(self._read(values), self.lengths)
 
         counts = with_one_wait(compute, self.log_initial.device)
         self._check_evidence(counts.log_evidence, values)
@@ -349,21 +339,21 @@ class HMM(ChainDistribution):
     @uncompiled
     def filtered(self, values: Tensor) -> Tensor:
         r"""Filtered probabilities :math:`p(z_t \mid x_{1:t})`, ``(*B, T, K)``; 0 where padded."""
-        return self.chain.filtered(self.log_likelihood(values), self.lengths).exp()
+        return self.chain.filtered(self._seen(values), self.lengths).exp()
 
     @uncompiled
     def viterbi(self, values: Tensor) -> Tensor:
         r"""Best path :math:`\arg\max_z p(z_{1:T} \mid x_{1:T})`, ``(*B, T)``; 0 where padded."""
-        likelihood = self.log_likelihood(values)
-        refuse_nan(likelihood, *self.chain.parameters.values())
+        likelihood = self._seen(values)
+        self.chain.refuse_nan(likelihood)
         return self.chain.viterbi(likelihood, self.lengths)
 
     @uncompiled
     def sample_states(self, values: Tensor, sample_shape: Sequence[int] = ()) -> Tensor:
         r"""Sample paths from :math:`p(z_{1:T} \mid x_{1:T})`, ``(*S, *B, T)``; 0 where padded."""
         shape = torch.Size(sample_shape)
-        likelihood = self.log_likelihood(values)
-        refuse_nan(likelihood, *self.chain.parameters.values())
+        likelihood = self._seen(values)
+        self.chain.refuse_nan(likelihood)
         states = self.chain.sample_states(likelihood, self.lengths, shape.numel())
         return states.reshape(shape + states.shape[1:])
 
@@ -435,13 +425,16 @@ class HMM(ChainDistribution):
     def sample_observations(self, states: Tensor) -> Tensor:
         """Sample an observation ``(*S, *B, T, *E)`` from each of ``states`` ``(*S, *B, T)``."""
         check_integers("states", states)
+        if not isinstance(self._emission, torch.distributions.Distribution):
+            with torch.no_grad():
+                return self._emission.sample(states)
         sample = sample_emission_per_step if self.emission_per_step else sample_emission
-        return sample(self.emission, states)
+        return sample(self._emission, states)
 
     def sample_prior_states(self, shape: torch.Size) -> Tensor:
         r"""Sample paths from :math:`p(z_{1:T})`, ``(*shape, T)``; ``shape`` ends in ``(*B)``."""
         self.chain.check_samples("a sample")
-        refuse_nan(*self.chain.parameters.values())
+        self.chain.refuse_nan()
         if self.allowed is None and self.chain.samples_alone:
             return self.chain.sample_prior(shape, self.num_steps)
         logs = self.log_initial.new_zeros(self.num_steps, self.num_states)

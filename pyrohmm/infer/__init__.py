@@ -33,7 +33,9 @@ Its modules; each imports only those above it:
 ``em``            ``fit_em``
 ``convergence``   R-hat and effective sample sizes of chains
 ``sampled``       ``SampledFit``: chains of samples of a posterior
+``hmc``           Hamiltonian Monte Carlo of many chains in one batch
 ``gibbs``         ``fit_gibbs``
+``mcmc``          ``fit_mcmc``
 """
 
 from . import cooccurrence as cooccurrence
@@ -47,6 +49,7 @@ from .em import fit_em as fit_em
 from .gibbs import fit_gibbs as fit_gibbs
 from .guides import RotationGuide as RotationGuide
 from .map import fit_map as fit_map
+from .mcmc import fit_mcmc as fit_mcmc
 from .models import EnumeratedModel as EnumeratedModel
 from .models import MarginalModel as MarginalModel
 from .models import StatefulModel as StatefulModel

@@ -9,39 +9,39 @@ All chains are one batch. A part of the model says how its parameters are sample
 from __future__ import annotations
 
 import copy
-import time
 from pathlib import Path
 from typing import Any, cast
 
 import pyro
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from .._checks import check_size
 from .._threads import threads_for
 from ..chains.base import ExpectedCounts
+from ..chains.markov import MarkovChain
 from ..data.sequences import Sequences
 from ..distributions.autoregressive import Autoregressive
 from ..distributions.hmm import HMM
 from ..distributions.observation import is_categorical
-from ..io.checkpoints import Checkpoint, Fields
-from ..io.identity import describe
+from ..io.checkpoints import Fields
 from ..nn.base import HMMModule
 from ..nn.closed_form import ConjugateSampler, Statistics, has_foreign_priors, under
-from .convergence import worst_rhat
+from ..nn.discrete import CategoricalEmission
+from ..nn.family import Emission
+from ..ops.path_samples import PathSamples, sample_paths
 from .exclusive import exclusive
+from .hmc import Coordinates, State, Tuning, trajectory
 from .models import MarginalModel
 from .parameters import Parameters
 from .results import Fit
-from .sampled import SampledFit, sampled_fit
+from .sampled import Chains, SampledFit
 from .starts import Start, Values, by_kmeans, from_prior
-from .training import FREE
 
 WHOLE = 1e-3  # how far counts of a path may be from whole numbers, by rounding
 
 
-@exclusive(gradients=False)
+@exclusive()
 def fit_gibbs(
     module: HMMModule,
     data: Sequences,
@@ -85,9 +85,7 @@ def fit_gibbs(
         torch.Size([16, 50, 2, 2])
     """
     arguments = dict(locals())
-    for label, count in (("num_samples", num_samples), ("num_chains", num_chains)):
-        check_size(label, count)
-    check_size("warmup", warmup, 0)
+    check_size("num_chains", num_chains)
     if not isinstance(module, HMMModule):
         raise TypeError(f"module must be an HMMModule; got {type(module).__name__}.")
     if not isinstance(data, Sequences):
@@ -100,28 +98,15 @@ def fit_gibbs(
             "freeze them."
         )
     sampler = Gibbs(parameters, num_samples, warmup)
-    if checkpoint is not None:
-        compared = {label: value for label, value in arguments.items() if label not in FREE}
-        identity = {"fit": f"Gibbs on {type(module).__name__}"}
-        identity |= {label: describe(value) for label, value in compared.items()}
-        sampler.checkpoint = Checkpoint(checkpoint, identity)
-    hidden = None if progress is None else not progress
-    with (
-        torch.no_grad(),
-        tqdm(total=warmup + num_samples, disable=hidden) as bar,
-        threads_for(parameters.cost * data.lengths.sum().item()),
-    ):
-        if sampler.checkpoint is None or not sampler.checkpoint.resume(sampler.restore, ()):
-            sampler.begin(start)
-        sampler.run(bar)
-    return sampled_fit(
-        MarginalModel(parameters.module), data, sampler.chains(), sampler.stats(),
-        seconds=sampler.seconds, method="Gibbs",
-        supports={f"module.{site}": part.support for site, part in parameters.sites.items()},
-    )  # fmt: skip
+    cost = parameters.cost * data.lengths.sum().item()
+    with torch.no_grad(), pyro.validation_enabled(False), threads_for(cost):
+        sampler.run(lambda: sampler.begin(start), checkpoint, arguments, progress)
+    sampler.impute(False)
+    supports = {f"module.{site}": part.support for site, part in parameters.sites.items()}
+    return sampler.fit(MarginalModel(parameters.module), data, supports, method="Gibbs")
 
 
-class Gibbs:
+class Gibbs(Chains):
     """Sweeps over the paths and the parameters of all chains.
 
     Args:
@@ -131,18 +116,24 @@ class Gibbs:
     """
 
     def __init__(self, parameters: Parameters, num_samples: int, warmup: int) -> None:
-        self.parameters, self.num_samples, self.warmup = parameters, num_samples, warmup
+        super().__init__(num_samples, warmup)
+        self.parameters = parameters
         module = parameters.module
         self.data = cast(Sequences, parameters.data)
         self.emission, self.prefix = conjugate_emission(module)
         foreign = has_foreign_priors(module, but=module.emission_module())
         conjugate = isinstance(module, ConjugateSampler) and not foreign
         self.chain: Any = module if conjugate else None
+        self.others: Others | None = None
+        self.impute(True)
         seen = self.data.observed.flatten()
         self.observed = None if bool(seen.all()) else seen.nonzero().squeeze(-1)
-        self.kept: dict[str, Tensor] = {}
-        self.done, self.start_time = 0, time.perf_counter()
-        self.checkpoint: Checkpoint | None = None
+
+    def impute(self, sampled: bool) -> None:
+        """Say whether statistics of emissions are those of samples of what else is hidden."""
+        for part in self.parameters.module.modules():
+            if isinstance(part, Emission):
+                part.imputes = sampled
 
     def begin(self, start: Start | Values | Fit | None) -> None:
         """Set the first parameters, and find out which of them have conjugate posteriors."""
@@ -153,69 +144,92 @@ class Gibbs:
             categorical = is_categorical(parameters.example.emission)
             start = from_prior if categorical or self.emission is None else by_kmeans
         begin = start if isinstance(start, dict) else start(module, self.data, parameters.restarts)
-        if isinstance(begin, dict):
-            parameters.set_values(begin)
-            return
-        if isinstance(begin, ExpectedCounts):
-            begin = begin.states
-        parameters.set_values(from_prior(module, self.data, parameters.restarts))
+        known = isinstance(begin, dict)
+        prior = from_prior(module, self.data, parameters.restarts)
+        parameters.set_values(begin if isinstance(begin, dict) else prior)
         hmm, _ = parameters.build(self.data)
-        shape = parameters.restarts, *begin.shape[-3:]
-        probs = begin.expand(shape).flatten(0, -2)
-        states = torch.multinomial(probs, 1).reshape(shape[:-1])
-        if hmm.allowed is not None:  # some are known
-            hmm = hmm.replace(observed=torch.zeros_like(self.data.observed))
-            known = hmm.allowed.sum(-1) == 1
-            states = torch.where(known, hmm.allowed.byte().argmax(-1), states)
-        parameters.update(self._sample_parameters(hmm, states))
+        if isinstance(begin, dict):
+            states = hmm.sample_states(self.data.values)
+        else:
+            probs = begin.states if isinstance(begin, ExpectedCounts) else begin
+            if hmm.allowed is not None:
+                probs = (probs * hmm.allowed).clamp(min=1e-30) * hmm.allowed
+            shape = parameters.restarts, *probs.shape[-3:]
+            states = torch.multinomial(probs.expand(shape).flatten(0, -2), 1).reshape(shape[:-1])
+        try:
+            samples = self._sample_parameters(hmm, states)
+        except ValueError:  # paths do not say how the chain's parameters are used
+            self.chain = None
+            samples = self._sample_parameters(hmm, states)
+        if not known:
+            parameters.update(samples)
+        others = [name for name in parameters.sites if name not in samples]
+        self.others = Others(parameters, others, self.warmup) if others else None
 
-    def run(self, bar: tqdm) -> None:
-        """All sweeps that are left."""
-        total = self.warmup + self.num_samples
-        with pyro.validation_enabled(False):
-            while self.done < total:
-                self._sweep()
-                self.done += 1
-                bar.update()
-                if self.done % 50 == 0 and self.done - self.warmup >= 8:
-                    lp = self.kept["lp"][:, : self.done - self.warmup]
-                    bar.set_postfix(rhat=f"{worst_rhat({'lp': lp}):.3f}", refresh=False)
-                if self.checkpoint is not None and (self.checkpoint.is_due() or self.done == total):
-                    self.checkpoint.save(self.state())
-
-    def _sweep(self) -> None:
+    def step(self) -> None:
+        """A sweep: paths given parameters, parameters given paths."""
         parameters = self.parameters
+        if self.others is not None and self.done:
+            self.others.step()
         hmm, prior = parameters.build(self.data)
-        likelihood = hmm.log_likelihood(self.data.values)
+        paths = self._sample_paths(hmm)
+        evidence = paths.log_evidence
         if (index := self.done - self.warmup) > 0:  # where the sweep before has ended
-            self._keep(hmm, likelihood, prior, index - 1)
-        states = hmm.chain.sample_states(likelihood, hmm.lengths, 1)[0]
-        parameters.update(self._sample_parameters(hmm, states))
+            self._keep(evidence, prior, index - 1)
+        parameters.update(self._sample_parameters(hmm, paths.states, paths))
         if index == self.num_samples - 1:
             hmm, prior = parameters.build(self.data)
-            self._keep(hmm, hmm.log_likelihood(self.data.values), prior, index)
+            self._keep(hmm.log_prob(self.data.values), prior, index)
 
-    def _keep(self, hmm: HMM, likelihood: Tensor, prior: Tensor, index: int) -> None:
+    def _sample_paths(self, hmm: HMM) -> PathSamples:
+        """Paths of all sequences in all chains, and the log evidence of each."""
+        chain, values = hmm.chain, self.data.values
+        batch, size = torch.Size([self.parameters.restarts]), hmm.num_states
+        if type(chain) is MarkovChain and chain.batch_shape in (batch, (*batch, 1), ()):
+            if not chain.per_step:
+                factors = hmm.symbol_factors(values)
+                if factors is not None:
+                    _, _, table, rows, _, known = factors
+                    table = table.mT
+                    rows = rows if known is None else rows.masked_fill(~known, -1)
+                else:
+                    table = hmm.log_likelihood(values).flatten(-3, -2)
+                    rows = torch.arange(table.size(-2), device=values.device)
+                rows = rows.reshape(len(self.data), -1).contiguous()
+                tables = chain.log_initial.unsqueeze(-2), chain.log_transition, table
+                wide = (t.reshape(-1, *t.shape[-2:]).expand(*batch, -1, size) for t in tables)
+                first, matrix, table = wide
+                parts = first.squeeze(1), matrix, table, rows, self.data.lengths
+                found = sample_paths(*parts, by_kind=factors is not None)
+                if found is not None:
+                    return found
+        likelihood = hmm.log_likelihood(values)
+        states = chain.sample_states(likelihood, hmm.lengths, 1)
+        nothing = states.new_zeros(0)
+        evidence = chain.log_evidence(likelihood, hmm.lengths)
+        return PathSamples(states, evidence, nothing, nothing, nothing)
+
+    def _keep(self, evidence: Tensor, prior: Tensor, index: int) -> None:
         """Keep the parameters, and their log joint density."""
         parameters = self.parameters
-        evidence = hmm.chain.log_evidence(likelihood, hmm.lengths).double()
-        lp = evidence.reshape(parameters.restarts, -1).sum(-1) + prior.double()
-        now = {f"module.{name}": parameters.get(name) for name in parameters.sites} | {"lp": lp}
-        for name, value in now.items():
-            if name not in self.kept:
-                shape = len(value), self.num_samples, *value.shape[1:]
-                self.kept[name] = value.new_empty(shape)
-            self.kept[name][:, index] = value
+        lp = evidence.double().reshape(parameters.restarts, -1).sum(-1) + prior.double()
+        now = {f"module.{name}": parameters.get(name) for name in parameters.sites}
+        self.keep(index, now | {"lp": lp})
 
-    def _sample_parameters(self, hmm: HMM, states: Tensor) -> Values:
-        """Samples of the parameters given the paths, by name."""
+    def _sample_parameters(
+        self, hmm: HMM, states: Tensor, counted: PathSamples | None = None
+    ) -> Values:
+        """Samples of the parameters given the paths, by name, of which some may be counted."""
         parameters = self.parameters
         restarts, num_states = parameters.restarts, hmm.num_states
         states = states.reshape(restarts, len(self.data), -1)
         values: Values = {}
         if self.chain is not None:
-            paths = states if restarts > 1 else states[0]
-            found = whole_counts(hmm, paths)
+            if counted is not None and len(counted.transitions):
+                tables = counted.initial, counted.transitions
+                found = dict(zip(("log_initial", "log_transition"), tables))
+            else:
+                found = whole_counts(hmm, states if restarts > 1 else states[0])
             counts = {}
             for name, count in found.items():
                 core = count.shape[count.dim() - len(hmm.chain.cores[name]) :]
@@ -225,7 +239,11 @@ class Gibbs:
             expected = ExpectedCounts(no_evidence, weights, counts)
             values |= self.chain.sample_parameters(self.chain.statistics(expected), self._own(""))
         if self.emission is not None:
-            statistics = self._emission_statistics(hmm, states)
+            symbols = counted is not None and len(counted.emitted) > 0
+            if counted is not None and symbols and type(self.emission) is CategoricalEmission:
+                statistics = {"counts": counted.emitted.mT}
+            else:
+                statistics = self._emission_statistics(hmm, states)
             sample = self.emission.sample_parameters(statistics, self._own(self.prefix))
             values |= under(self.prefix, sample)
         return values
@@ -250,32 +268,64 @@ class Gibbs:
         weights.scatter_(-1, flat.unsqueeze(-1), 1.0)
         return self.emission.statistics(values, weights, emission)
 
-    # Results and checkpoints
-
-    @property
-    def seconds(self) -> float:
-        """How long the fit has taken."""
-        return time.perf_counter() - self.start_time
-
-    def chains(self) -> Values:
-        """Samples of the parameters, ``(C, S, ...)``, by name."""
-        return {name: value for name, value in self.kept.items() if name != "lp"}
-
-    def stats(self) -> Values:
-        """What else is known of the samples, ``(C, S)``."""
-        return {"lp": self.kept["lp"]}
-
     def state(self) -> dict[str, Any]:
-        """State, for checkpoints."""
-        return {
-            "done": self.done, "kept": self.kept, "seconds": self.seconds, **self.parameters.state()
-        }  # fmt: skip
+        """The parameters, for checkpoints."""
+        others = (
+            {}
+            if self.others is None
+            else {"others": vars(self.others.tuning) | {"names": self.others.names}}
+        )
+        return self.parameters.state() | others
 
     def restore(self, state: Fields) -> None:
-        """Go on from a checkpoint."""
+        """Take the parameters from a checkpoint."""
         self.parameters.restore(state)
-        self.done, self.kept = state["done"], state["kept"]
-        self.start_time -= state["seconds"]
+        if "others" in state:
+            self.others = Others(self.parameters, state["others"].pop("names"), self.warmup)
+            self.others.tuning = Tuning(**state["others"])
+
+
+class Others:
+    """What has no conjugate posterior: a trajectory of Hamiltonian Monte Carlo in each sweep.
+
+    Paths are summed out, so that it and the paths together are one exact step given all else.
+
+    Args:
+        parameters: Those of the chains.
+        names: Of the latent variables.
+        warmup: Sweeps that tune.
+    """
+
+    def __init__(self, parameters: Parameters, names: list[str], warmup: int) -> None:
+        self.parameters, self.names = parameters, names
+        now = {name: parameters.get(name) for name in names}
+        supports = {name: parameters.sites[name].support for name in names}
+        self.coordinates = Coordinates(supports, now)
+        place = self.coordinates.free(now)
+        self.tuning = Tuning(torch.ones_like(place[0]), warmup)
+
+    def step(self) -> None:
+        """One trajectory of every chain, given the other parameters."""
+        parameters, coordinates = self.parameters, self.coordinates
+        place = coordinates.free({name: parameters.get(name) for name in self.names})
+        state = State(place, *coordinates.density(self.log_density, place))
+        step, num_steps, _ = self.tuning.steps()
+        parts = coordinates, self.log_density, state, self.tuning.scale
+        end, moved = trajectory(*parts, step, num_steps)
+        self.tuning.learn(state, end, moved)
+        self._set(coordinates.constrain(end.place)[0])
+
+    def log_density(self, values: Values) -> Tensor:
+        """The log joint density of each chain, with the other parameters as they are."""
+        self._set(values)
+        data = cast(Sequences, self.parameters.data)
+        hmm, prior = self.parameters.build(data)
+        return hmm.log_prob(data.values).reshape(self.parameters.restarts, -1).sum(-1) + prior
+
+    def _set(self, values: Values) -> None:
+        several = self.parameters.restarts > 1
+        new = {name: v.unsqueeze(1) if several else v[0] for name, v in values.items()}
+        self.parameters.values = self.parameters.values | new
 
 
 def conjugate_emission(module: HMMModule) -> tuple[Any, str]:

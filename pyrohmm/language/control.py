@@ -331,7 +331,9 @@ class ConstraintProcessor:
         joint = probs * self.lookahead.emissions.column(tokens)
         total = joint.sum(-1, keepdim=True)
         # what the HMM cannot emit tells nothing
-        return self.lookahead.products.forward(torch.where(total > 0, joint / total, probs))
+        return self.lookahead.transitions.forward_from_all(
+            torch.where(total > 0, joint / total, probs)
+        )
 
     def _ahead(self, running: Tensor) -> Tensor:
         """Log-probability of the constraint after each next token, of the rows that go on."""

@@ -15,7 +15,6 @@ References:
 from __future__ import annotations
 
 from math import inf
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,8 +24,7 @@ from .._precision import full_precision
 from ..distributions.block_hmm import BlockHMM
 from ..distributions.hmm import HMM
 from ..ops.automata import Automaton
-from ..ops.blocks.inner_products import InnerProductTransition
-from ..ops.blocks.products import BackwardProducts
+from ..ops.blocks.transitions import Transitions
 from ..ops.log_space import finite_or_zero
 
 FEW = 0.02  # share of all tokens for which sums over all states are computed one by one
@@ -50,7 +48,8 @@ class Emissions:
             ends = sizes.cumsum(0)
             tokens = owner.argsort(stable=True).split(owner.bincount(minlength=len(sizes)).tolist())
             states = [slice(a, b) for a, b in zip((ends - sizes).tolist(), ends.tolist())]
-            probs = [hmm.log_emission[v, : s.stop - s.start].exp() for v, s in zip(tokens, states)]
+            rows = (hmm.log_emission[part.to(self.device)].exp() for part in tokens)
+            probs = [part[:, : s.stop - s.start] for part, s in zip(rows, states)]
         else:
             emitted = hmm.emission.probs.mT.contiguous()
             tokens, states, probs = (
@@ -156,12 +155,16 @@ class Lookahead:
                 f"constraint must hold for some text of at most {max_tokens} words or tokens; "
                 f"{constraint.name} does for none. Allow more of them, or ask for less."
             )
-        self.products = BackwardProducts(_transition(hmm))
+        if isinstance(hmm, BlockHMM):
+            self.transitions = hmm.chain.transitions()
+        else:
+            self.transitions = Transitions.of_matrix(hmm.log_transition)
         self.log_mass = self.emissions.of_classes(self.classes, self.end_class + 1).log()
         self._set_pairs()
         self.after = [torch.empty(0)] * (max_tokens + 1)
         for t in range(max_tokens, 0, -1):
-            self.after[t] = pad(self.products(self.here(t)), (0, 0, 0, 1), value=-inf)
+            here = self.transitions.back_from_all(self.here(t))
+            self.after[t] = pad(here, (0, 0, 0, 1), value=-inf)
 
     def _set_alive(self) -> None:
         table, accepting = self.constraint.table, self.constraint.accepting
@@ -282,25 +285,3 @@ class Lookahead:
             total = self.emissions.sums_of(tokens, weights[number]).double()
             joint[i, tokens] = total.log() + peak[number]
         return joint
-
-
-class _Matrix:
-    """Transitions between all states, with what a sum over them needs of inner products."""
-
-    block_logits = None
-
-    def __init__(self, log_probs: Tensor) -> None:
-        self.leave = self.enter = log_probs
-
-    def rows(self, states: Tensor) -> Tensor:
-        """Log-probabilities of the next state, ``(n, K)``, from ``states`` ``(n,)``."""
-        return self.leave[states]
-
-
-def _transition(hmm: HMM) -> Any:
-    transition = getattr(hmm, "transition", None)
-    return (
-        transition
-        if isinstance(transition, InnerProductTransition)
-        else _Matrix(hmm.log_transition)
-    )

@@ -15,7 +15,7 @@ from ..distributions.context_tables import AutoregressiveCategorical
 from ..ops.log_space import log
 from ..ops.lookup import add_rows
 from .closed_form import Maximum, Statistics, check_mode, row_mode, sample_rows
-from .family import Components, Emission, family, positive
+from .family import Components, Emission, averaged, family, positive
 
 MOST = 10**10  # numbers in the table of a state, which would take 80 GB
 
@@ -49,6 +49,13 @@ class CategoricalEmission(Emission, emits=torch_dist.Categorical):
         module = cls(*base.probs.shape)
         module.set_points(probs=base.probs)
         return module
+
+    @classmethod
+    def merged(cls, arguments: dict[str, Tensor], weights: Tensor) -> dict[str, Tensor] | None:
+        """Mean probabilities."""
+        if "probs" in arguments:
+            return {"probs": averaged(arguments["probs"], weights)}
+        return {"logits": averaged(arguments["logits"].softmax(-1), weights).log()}
 
     def probs_prior(self) -> TorchDistribution:
         """Dirichlet rows."""
@@ -105,6 +112,13 @@ class BernoulliEmission(Components, emits=torch_dist.Bernoulli):
         self.register_buffer("ones", positive("concentration1", concentration1, self.shape))
         self.register_buffer("zeros", positive("concentration0", concentration0, self.shape))
 
+    @classmethod
+    def merged(cls, arguments: dict[str, Tensor], weights: Tensor) -> dict[str, Tensor] | None:
+        """Mean probabilities."""
+        if "probs" in arguments:
+            return {"probs": averaged(arguments["probs"], weights)}
+        return {"logits": averaged(arguments["logits"].sigmoid(), weights).logit()}
+
     def probs_prior(self) -> TorchDistribution:
         """Beta probabilities."""
         return Beta(self.ones, self.zeros)
@@ -119,6 +133,14 @@ class BernoulliEmission(Components, emits=torch_dist.Bernoulli):
         prior = torch.stack([self.ones, self.zeros], -1) if self.has_prior("probs") else None
         counts = torch.stack([ones, statistics["known"] - ones], -1)
         return {"probs": row_mode(counts, prior)[..., 0]}, []
+
+    def sample_parameters(self, statistics: Statistics, current: Statistics) -> Statistics:
+        """Probabilities from their Beta posteriors."""
+        if not self.has_prior("probs"):
+            return {}
+        ones, zeros = statistics["sums"], statistics["known"] - statistics["sums"]
+        counts = torch.stack([ones + self.ones, zeros + self.zeros], -1)
+        return {"probs": sample_rows(counts)[..., 0]}
 
 
 class PoissonEmission(Components, emits=torch_dist.Poisson):
@@ -148,6 +170,11 @@ class PoissonEmission(Components, emits=torch_dist.Poisson):
         self.register_buffer("concentration", positive("concentration", concentration, self.shape))
         self.register_buffer("weight", positive("rate", rate, self.shape))
 
+    @classmethod
+    def merged(cls, arguments: dict[str, Tensor], weights: Tensor) -> dict[str, Tensor] | None:
+        """Mean rates."""
+        return {"rate": averaged(arguments["rate"], weights)}
+
     def rate_prior(self) -> TorchDistribution:
         """Gamma rates."""
         return Gamma(self.concentration, self.weight)
@@ -163,6 +190,13 @@ class PoissonEmission(Components, emits=torch_dist.Poisson):
             check_mode("concentration", self.concentration)
             above, below = above + self.concentration - 1, below + self.weight
         return {"rate": above / below}, []
+
+    def sample_parameters(self, statistics: Statistics, current: Statistics) -> Statistics:
+        """Rates from their Gamma posteriors."""
+        if not self.has_prior("rate"):
+            return {}
+        gammas = torch._standard_gamma(statistics["sums"] + self.concentration)
+        return {"rate": gammas / (statistics["known"] + self.weight)}
 
 
 class AutoregressiveCategoricalEmission(Emission, emits=AutoregressiveCategorical):
@@ -264,6 +298,12 @@ class AutoregressiveCategoricalEmission(Emission, emits=AutoregressiveCategorica
             name: row_mode(counts, prior[name] if self.has_prior(name) else None)
             for name, counts in statistics.items()
         }, []
+
+    def sample_parameters(self, statistics: Statistics, current: Statistics) -> Statistics:
+        """Rows from their Dirichlet posteriors."""
+        prior = {"initial": self.concentration.mean(-2), "probs": self.concentration}
+        free = filter(self.has_prior, prior)
+        return {name: sample_rows(statistics[name] + prior[name]) for name in free}
 
 
 categorical = family("categorical", CategoricalEmission, num_symbols=1)

@@ -2,7 +2,6 @@ r"""Emissions from distributions: :func:`parametric`, and the module that a dist
 
 from __future__ import annotations
 
-import inspect
 from functools import partial
 from typing import Any
 
@@ -12,6 +11,7 @@ from pyro.distributions.torch_distribution import TorchDistribution
 from pyro.nn import PyroModule, PyroParam
 from torch import Tensor
 
+from ..distributions.constructors import arguments_of
 from ..ops.log_space import log
 from .family import FAMILIES, Emission, EmissionFamily
 
@@ -80,23 +80,18 @@ class PointEmission(PyroModule):
 
     def _take(self, distribution: Any) -> None:
         """Make the arguments of a distribution parameters or constants."""
-        known = distribution.arg_constraints
-        other = {name for same in _SAME for name in same[1:] if same[0] in known}
-        self.names = tuple(name for name in known if name not in other)
-        for name in self.names:
-            value, constraint = getattr(distribution, name), known[name]
-            if constraint.is_discrete:
+        arguments, known = arguments_of(distribution), distribution.arg_constraints
+        if "logits" in arguments and "probs" in known:
+            arguments = {"probs": distribution.probs} | arguments
+            del arguments["logits"]
+        self.names = tuple(arguments)
+        for name, value in arguments.items():
+            if name in known and not known[name].is_discrete:
+                setattr(self, name, PyroParam(value.detach().clone(), known[name]))
+            elif name in known or isinstance(value, Tensor):
                 self.register_buffer(name, torch.as_tensor(value).detach().clone())
             else:
-                setattr(self, name, PyroParam(value.detach().clone(), constraint))
-        for name in inspect.signature(self.family.__init__).parameters:
-            if name not in (*known, "validate_args") and hasattr(distribution, name):
-                value = getattr(distribution, name)
-                if isinstance(value, Tensor):
-                    self.register_buffer(name, value.detach().clone())
-                else:
-                    setattr(self, name, value)
-                self.names += (name,)
+                setattr(self, name, value)
 
     def forward(self) -> TorchDistribution:
         """The distribution with the parameters as they are now."""
@@ -110,11 +105,6 @@ class PointEmission(PyroModule):
         return self.family(**arguments)
 
 
-_SAME = (  # alternative arguments of one distribution: the first is kept
-    ("probs", "logits"),
-    ("scale_tril", "covariance_matrix", "precision_matrix"),
-    ("gate", "gate_logits"),
-)
 _CATEGORICAL = (Categorical, torch.distributions.Categorical)
 
 
@@ -160,10 +150,7 @@ def from_distribution(distribution: Any) -> PyroModule:
     base = distribution
     while isinstance(base, torch.distributions.Independent):
         base = base.base_dist
-    kinds: Any = (kind for kind in type(base).__mro__ if kind in FAMILIES)
-    # one that inherits from it, with parameters of its own, is another distribution
-    same = (kind for kind in kinds if kind.arg_constraints == base.arg_constraints)
-    family = FAMILIES.get(next(same, object), Emission)
+    family = family_of(base)
     if family.in_time and (len(base.batch_shape) > 1 or not base.num_first):
         raise ValueError(
             "emission has a history or parameters of some sequences; got batch shape "
@@ -174,3 +161,11 @@ def from_distribution(distribution: Any) -> PyroModule:
     if module is None:
         return PointEmission(distribution)
     return module.to(next(iter(module.parameters())).device)
+
+
+def family_of(distribution: Any) -> type[Emission]:
+    """The family that emits a distribution; the base of all families if there is none."""
+    kinds: Any = (kind for kind in type(distribution).__mro__ if kind in FAMILIES)
+    # one that inherits from it, with parameters of its own, is another distribution
+    same = (kind for kind in kinds if kind.arg_constraints == distribution.arg_constraints)
+    return FAMILIES.get(next(same, object), Emission)

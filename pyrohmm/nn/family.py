@@ -41,9 +41,12 @@ class Emission(Family):
 
     Attributes:
         in_time: Whether an observation depends on those before it.
+        imputes: Whether ``statistics`` are those of samples of what else is hidden, such as
+            components of a mixture and missing ones of a vector, not expected ones.
     """
 
     in_time: ClassVar[bool] = False
+    imputes = False
 
     def __init_subclass__(cls, emits: type | tuple[type, ...] = ()) -> None:
         super().__init_subclass__()
@@ -56,6 +59,16 @@ class Emission(Family):
         Args:
             distribution: Of batch shape ``(K,)``.
             base: The same, without the ``Independent`` around it.
+        """
+        return None
+
+    @classmethod
+    def merged(cls, arguments: dict[str, Tensor], weights: Tensor) -> dict[str, Tensor] | None:
+        """Arguments of the distribution that stands for a mixture of J, by its moments; or None.
+
+        Args:
+            arguments: Of what the family emits, each ``(J, ...)``.
+            weights: ``(J,)``, which sum to one.
         """
         return None
 
@@ -137,6 +150,11 @@ def family(
         parameters=rest, return_annotation=EmissionFamily
     )
     return function
+
+
+def averaged(table: Tensor, weights: Tensor) -> Tensor:
+    """Means of the J rows of a table ``(J, ...)``."""
+    return torch.tensordot(weights.to(table), table, 1)
 
 
 def build_emission(emission: EmissionFamily | None, num_states: int) -> PyroModule:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 
 import torch
@@ -32,7 +31,6 @@ class Residual(PyroModule):
 
     def __init__(self, dim: int) -> None:
         super().__init__()
-        check_size("dim", dim)
         self.inner = PyroModule[nn.Linear](dim, dim)
         self.outer = PyroModule[nn.Linear](dim, dim)
         self.norm = PyroModule[nn.LayerNorm](dim)
@@ -169,9 +167,9 @@ class CharCNN(PyroModule):
         dim: D.
         char_dim: Of the embeddings of letters.
         widths: Of the filters.
-        num_filters: For each width, or a list; the values of all filters are then joined, and go
-            through a highway layer and a linear map to D numbers. By default there are D for each
-            width, and they are summed.
+        num_filters: For each width; the values of all filters are then joined, and go through a
+            highway layer and a linear map to D numbers. By default there are D for each width, and
+            they are summed.
 
     Example:
         >>> CharCNN(["the", "cat", "cats"], dim=6)().shape
@@ -185,71 +183,30 @@ class CharCNN(PyroModule):
         *,
         char_dim: int = 16,
         widths: Sequence[int] = (1, 2, 3, 4, 5, 6, 7),
-        num_filters: int | Sequence[int] | None = None,
+        num_filters: int | None = None,
     ) -> None:
         super().__init__()
-        check_size("dim", dim)
-        check_size("char_dim", char_dim)
         if len(words) == 0 or not all(isinstance(word, str) and word for word in words):
             raise ValueError("words must be strings of at least one letter, and at least one word.")
-        if not widths or min(widths) < 1:
-            raise ValueError(f"widths must be at least 1, and at least one of them; got {widths}.")
         letters = sorted({letter for word in words for letter in word})
-        self.code = {letter: number for number, letter in enumerate(letters, 2)}  # 0, 1: marks
-        self._spell(words)
+        lengths = torch.tensor([len(word) + 2 for word in words])
+        order = lengths.argsort(stable=True)
+        self.lengths, self.counts = (part.tolist() for part in lengths.unique(return_counts=True))
+        code = {letter: number for number, letter in enumerate(letters, 2)}  # 0, 1: marks
+        spelt = [[0, *(code[letter] for letter in words[word]), 1] for word in order.tolist()]
+        spellings = torch.tensor([number for word in spelt for number in word])
+        self.register_buffer("spellings", spellings, persistent=False)  # shortest words first
+        self.register_buffer("place", order.argsort(), persistent=False)
         self.letter = nn.Parameter(torch.randn(len(letters) + 2, char_dim))
-        counts = [dim] * len(widths)
         if num_filters is not None:
-            counts = [num_filters] * len(widths) if isinstance(num_filters, int) else [*num_filters]
-            if len(counts) != len(widths):
-                raise ValueError(
-                    f"num_filters must be one number, or one for each of {len(widths)} widths; got "
-                    f"{len(counts)}."
-                )
-            total = sum(counts)
+            total = num_filters * len(widths)
             self.gate = PyroModule[nn.Linear](total, total)
             self.carry = PyroModule[nn.Linear](total, total)
             self.out = PyroModule[nn.Linear](total, dim, bias=False)
         self.joined = num_filters is not None
         self.filters = PyroModule[nn.ModuleList](
-            [PyroModule[nn.Conv1d](char_dim, count, width) for count, width in zip(counts, widths)]
+            [PyroModule[nn.Conv1d](char_dim, num_filters or dim, width) for width in widths]
         )
-
-    def _spell(self, words: Sequence[str]) -> None:
-        """Take these words, whose letters have numbers."""
-        self.vocabulary = tuple(words)
-        lengths = torch.tensor([len(word) + 2 for word in words])
-        order = lengths.argsort(stable=True)
-        self.lengths, self.counts = (part.tolist() for part in lengths.unique(return_counts=True))
-        spelt = [[0, *(self.code[letter] for letter in words[word]), 1] for word in order.tolist()]
-        spellings = torch.tensor([number for word in spelt for number in word])
-        self.register_buffer("spellings", spellings, persistent=False)  # shortest words first
-        self.register_buffer("place", order.argsort(), persistent=False)
-
-    def extended(self, words: Sequence[str]) -> CharCNN:
-        """A copy with the same weights, that makes vectors of further words after the others.
-
-        Args:
-            words: They are new, and of letters that the words so far have.
-
-        Raises:
-            TypeError: If ``words`` is a single string.
-            ValueError: If there is none, or one is empty, known already, or has another letter.
-        """
-        if isinstance(words, str):
-            raise TypeError("words must be a list of strings; got a single string.")
-        known, new = set(self.vocabulary), list(words)
-        if not new or not all(new) or len(known | set(new)) != len(known) + len(new):
-            raise ValueError("words must be new, different and of at least one letter each.")
-        strange = sorted({letter for word in new for letter in word} - set(self.code))
-        if strange:
-            raise ValueError(
-                f"words must be of letters that the model has learnt; {strange[0]!r} is none. "
-                "Respell them, or leave them out."
-            )
-        other = copy.deepcopy(self)
-        other._spell([*self.vocabulary, *new])
-        return other.to(self.letter.device)
 
     def forward(self) -> Tensor:
         """The vectors, ``(V, D)``."""

@@ -5,7 +5,9 @@ from typing import ClassVar
 import pytest
 import torch
 
+from pyrohmm import blocks
 from pyrohmm.chains import (
+    BlockChain,
     MarkovChain,
     MarkovRecursions,
     ProductChain,
@@ -13,7 +15,7 @@ from pyrohmm.chains import (
     SecondOrderChain,
     SemiMarkovChain,
 )
-from pyrohmm.chains.rates import Gaps
+from pyrohmm.ops.blocks.inner_products import InnerProductTransition
 from pyrohmm.ops.log_space import log
 from pyrohmm.testing import check_chain
 
@@ -34,8 +36,8 @@ def semi_markov(num_states, longest, **censored):
 
 def rates():
     leave = torch.rand(3, 3).fill_diagonal_(0.0)
-    gaps = Gaps.between(torch.tensor([0.0, 0.5, 2.0, 2.1]), torch.ones(4, dtype=torch.bool))
-    return RateChain(rows(3), leave - leave.sum(-1).diag(), gaps, 4)
+    times = torch.tensor([0.0, 0.5, 2.0, 2.1])
+    return RateChain(rows(3), leave - leave.sum(-1).diag(), times, torch.tensor([4]))
 
 
 class Ring(MarkovRecursions):
@@ -54,7 +56,15 @@ class Ring(MarkovRecursions):
         return log(stay * eye + go * eye.roll(1, -1)).unsqueeze(-3)
 
 
+def in_blocks(*logits):
+    three = blocks.from_clusters(torch.tensor([0, 1, 1]), torch.tensor([2, 1]))
+    transition = InnerProductTransition(torch.randn(3, 2), torch.randn(3, 2), three, *logits)
+    return BlockChain(rows(3), transition, three)
+
+
 CHAINS = {
+    "blocks on two levels": lambda: in_blocks(torch.randn(3, 2)),
+    "blocks on one level": in_blocks,
     "a ring of a user's": lambda: Ring(rows(3), rows(3, 2)),
     "rates per step": rates,
     "markov": lambda: MarkovChain(rows(3), rows(3, 3)),
