@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributions import constraints
 
 from .._checks import check_size
-from ..distributions.factorial_hmm import FactorialHMM
+from ..distributions.structured_hmm import FactorialHMM
 from ..ops.log_space import log
 from .chain_tables import ChainTables
 from .closed_form import Maximum, Statistics

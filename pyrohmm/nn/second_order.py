@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from .._checks import check_size
-from ..distributions.second_order_hmm import SecondOrderHMM
+from ..distributions.structured_hmm import SecondOrderHMM
 from ..ops.log_space import log
 from .chain_tables import ChainTables
 from .family import EmissionFamily, build_emission

@@ -10,7 +10,7 @@ from torch import Tensor
 from .._checks import check_size
 from ..chains.base import ExpectedCounts
 from ..distributions.hmm import HMM
-from ..distributions.hsmm import HSMM
+from ..distributions.structured_hmm import HSMM
 from ..ops.log_space import log
 from .chain_tables import ChainTables, set_point
 from .closed_form import ConjugateSampler, Maximum, Statistics, inside, under
