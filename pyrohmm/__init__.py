@@ -98,9 +98,9 @@ from .nn.normals import normal_mixture as normal_mixture
 from .nn.normals import normal_spherical as normal_spherical
 from .nn.regression import RegressionHMM as RegressionHMM
 from .nn.regression import regression as regression
-from .nn.second_order import TabularSecondOrderHMM as TabularSecondOrderHMM
-from .nn.sticky_hdp import StickyHDPHMM as StickyHDPHMM
+from .nn.tabular import StickyHDPHMM as StickyHDPHMM
 from .nn.tabular import TabularHMM as TabularHMM
+from .nn.tabular import TabularSecondOrderHMM as TabularSecondOrderHMM
 from .nn.tabular import banded as banded
 from .nn.tabular import left_to_right as left_to_right
 from .nn.tabular import sticky as sticky
