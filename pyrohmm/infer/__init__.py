@@ -4,8 +4,7 @@ Imports the rooms down to ``io``.
 
 Its modules; each imports only those above it:
 
-``exclusive``     one fit at a time, in several threads
-``models``        ``MarginalModel``, ``EnumeratedModel``, ``StatefulModel``
+``models``        ``MarginalModel``, ``EnumeratedModel``, ``StatefulModel``; one fit at a time
 ``guides``        ``RotationGuide``: variational families for embeddings
 ``guide_samples``  samples, and one value, of a guide
 ``plates``        latent variables of which each sequence has one
@@ -25,10 +24,8 @@ Its modules; each imports only those above it:
 ``cooccurrence``  ``fit_cooccurrence``, ``CooccurrenceModel``
 ``parameters``    the parameters of an EM fit
 ``maximization``  the M-step: closed forms and gradient steps
-``extrapolation``  EM accelerated by SQUAREM
-``tables``        expected counts of tables, without an HMM
 ``expectation``   the E-step, batched by length
-``iterations``    the iterations of EM
+``iterations``    the iterations of EM, and its extrapolation by SQUAREM
 ``em``            ``fit_em``
 """
 

@@ -18,9 +18,8 @@ from ..data.parts import Parts, first_sequence, in_parts
 from ..data.sequences import Sequences
 from ..distributions.sparse_dirichlet import interior
 from ..nn.sticky_hdp import SharedRows
-from .exclusive import exclusive
 from .loop import check_model_and_data, train
-from .models import to_model_device
+from .models import exclusive, to_model_device
 from .objective import ParametersRead, check_events, is_enumerated, latent_sites
 from .results import WINDOW, Fit, Point, Restarts
 from .training import FitOptions, Settings, check_names

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Any, Unpack
 
 from ..data.sequences import Sequences
-from .exclusive import exclusive
 from .loop import train
+from .models import exclusive
 from .results import Fit
 from .training import FitOptions, Settings, check_names
 
