@@ -28,7 +28,7 @@ smoke: .venv/test
 		&& rmdir $$folder || exit 1; done
 	for script in figures/*.py; do echo $$script; MPLBACKEND=agg $(BIN)/python $$script --quick > /dev/null || exit 1; done
 
-# this site, warnings being errors; nothing is run and nothing is fetched
+# the site, warnings being errors; the code of its pages is run, nothing is fetched
 docs: .venv/docs
 	$(BIN)/sphinx-build -W --keep-going -q -b html docs docs/_build/html
 	@echo "docs/_build/html/index.html"

@@ -1,4 +1,4 @@
-"""Configuration of Sphinx: ``make docs``. Nothing is run and nothing is fetched."""
+"""Configuration of Sphinx: ``make docs``. The code of pages is run once, and nothing is fetched."""
 
 import inspect
 import sys
@@ -48,7 +48,15 @@ default_role = "literal"
 myst_enable_extensions = ["colon_fence", "dollarmath", "substitution"]
 myst_heading_anchors = 3
 myst_substitutions = results.substitutions()
-nb_execution_mode = "off"  # notebooks carry their outputs
+nb_execution_mode = "cache"  # a page is run again when its code has changed
+nb_execution_excludepatterns = ["generated/tutorials/*"]  # notebooks carry their outputs
+nb_execution_in_temp = True
+nb_execution_raise_on_error = True
+nb_execution_timeout = 120
+nb_merge_streams = True
+nb_output_stderr = "remove"
+RUN = ("index", "quickstart", "coming_from", "extending", "guide/")  # pages whose code is run
+CELLS = "---\nfile_format: mystnb\nkernelspec:\n  name: python3\n---\n"
 
 autodoc_member_order = "bysource"
 autodoc_typehints = "none"  # docstrings say shapes and dtypes, which types do not
@@ -70,6 +78,12 @@ html_static_path = ["_static"]
 html_css_files = ["pyrohmm.css"]
 html_show_copyright = False
 html_theme_options = {"navigation_with_keys": True}
+
+
+def to_cells(app: Sphinx, page: str, source: list[str]) -> None:
+    """Make cells of the Python code of a page, so that the page shows what it prints and draws."""
+    if page.startswith(RUN) and "```python\n" in source[0]:
+        source[0] = CELLS + source[0].replace("```python\n", "```{code-cell}\n")
 
 
 def defined_as(target: str, module: str, owner: str) -> str:
@@ -128,3 +142,4 @@ def setup(app: Sphinx) -> None:
     app.connect("autodoc-process-docstring", to_rest)
     app.connect("autodoc-skip-member", is_field)
     app.connect("missing-reference", resolve)
+    app.connect("source-read", to_cells)

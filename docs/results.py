@@ -686,6 +686,19 @@ def large_data_table() -> str:
     return table(["steps", "parts", "seconds an iteration", "memory added, MB"], body)
 
 
+def intervals_table() -> str:
+    """Estimates and 95 % limits of panel data, beside those of R's msm."""
+    ours, theirs = (one("intervals", part="panel", by=who) for who in ("pyrohmm", "msm"))
+    kinds = {"rate": "rate {} to {}", "seen": "state {}, seen as {}"}
+    body = []
+    for name in ours:
+        kind, *states = name.split(" ")
+        if kind in kinds and len(states) == 2:
+            cells = ["{:.4f} ({:.4f}, {:.4f})".format(*row[name]) for row in (ours, theirs)]
+            body.append([kinds[kind].format(*states), *cells])
+    return table(["", "pyrohmm", "msm"], body)
+
+
 # What pages say ---------------------------------------------------------------------------------
 
 MUSIC = {
@@ -814,7 +827,28 @@ TABLES = {
     "music": music_table,
     "music_example": music_example_table,
     "num_states": num_states_table,
+    "intervals": intervals_table,
 }
+
+
+def intervals_numbers() -> dict[str, str]:
+    """What the page of standard errors says beside its table."""
+    covered = one("intervals", part="coverage")
+    ours, theirs = (one("intervals", part="panel", by=who) for who in ("pyrohmm", "msm"))
+    large = max(rows("intervals", part="size"), key=lambda row: row["parameters"])
+    shares = [percent(share) for share in covered["coverage"].values()]
+    return {
+        "fits": f"{covered['fits']:,}",
+        "coverage": f"{min(shares)} to {max(shares)} %",
+        "parameters": str(large["parameters"]),
+        "seconds": plain(large["seconds"]),
+        "loss": f"{ours['loss']:.3f}",
+        "loss_msm": f"{theirs['loss']:.3f}",
+        "time": plain(ours["seconds"]),
+        "time_msm": plain(theirs["seconds"]),
+        "odds": ", ".join(f"{error:.3f}" for error in ours["log_odds_errors"]),
+        "odds_msm": ", ".join(f"{error:.3f}" for error in theirs["log_odds_errors"]),
+    }
 
 
 def speed_numbers() -> dict[str, str]:
@@ -1029,4 +1063,5 @@ def substitutions() -> dict[str, Any]:
         "language": language_numbers(),
         "switch": switch_numbers(),
         "prefix": prefix_numbers(),
+        "intervals": intervals_numbers(),
     }

@@ -67,11 +67,12 @@ def public_names() -> dict[str, str]:
 def sentence_of(module: str, name: str) -> str:
     """The first sentence of the docstring of a class or function of a module."""
     tree = ast.parse(PACKAGE.joinpath(*module.split(".")).with_suffix(".py").read_text())
-    (node,) = (
-        node
-        for node in tree.body
-        if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == name
-    )
+    named = {node.name: node for node in tree.body if hasattr(node, "name")}
+    for node in tree.body:  # family("normal", NormalEmission) has the docstring of the class
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):
+            for argument in node.value.args[1:]:
+                named[node.targets[0].id] = named.get(getattr(argument, "id", None))
+    node = named[name]
     first = " ".join((ast.get_docstring(node) or "").split("\n\n")[0].split())
     first = re.sub(r":\w+:`~?([^`]+)`", r"`\1`", first).replace("``", "`")
     return re.split(r"(?<=[\w)`])[.:](?: (?=[A-Z`])|$)", first)[0]

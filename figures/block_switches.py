@@ -5,9 +5,9 @@ thread, with random parameters and symbols, vectors of 256 dimensions and float3
 by the constants at which the package chooses:
 
 ``one level``  the matrix of transitions, or sums over all states without it, by the number of
-               states; ``block_factors.MATRIX``
+               states; ``chains.blocks.MATRIX``
 ``overlap``    a block of 64 states for each symbol: the dense chain, or pairs of blocks, by how
-               many times as many states there are as in a block; ``block_factors.CROWDED``
+               many times as many states there are as in a block; ``chains.blocks.CROWDED``
 
 ``seconds`` are the processor's, the median of the rounds, by way; ``ratio`` is that of both in the
 same round. Writes ``block_switches.json`` and ``block_switches.png``.
@@ -25,14 +25,14 @@ import torch
 from common import FOLDER, arguments, earlier, interleaved, pyplot, ratio, write
 
 from pyrohmm import blocks
-from pyrohmm.distributions import block_factors
+from pyrohmm.chains import blocks as block_chains
 from pyrohmm.distributions.block_hmm import BlockHMM, InnerProductTransition
 
 NAME = "block_switches"
 SYMBOLS, DIM, STEPS, WIDTH = 2000, 256, 32, 64
 PARTS = {  # the switch, and its extremes: above it always, never
-    "one level": (block_factors, "MATRIX", (math.inf, 0)),
-    "overlap": (block_factors, "CROWDED", (math.inf, 0)),
+    "one level": (block_chains, "MATRIX", (math.inf, 0)),
+    "overlap": (block_chains, "CROWDED", (math.inf, 0)),
 }
 WAYS = ("all at once", "in blocks")
 

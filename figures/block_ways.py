@@ -23,10 +23,11 @@ from common import arguments, interleaved, ratio, write
 from torch import Tensor
 
 from pyrohmm import blocks
-from pyrohmm.distributions import block_factors
+from pyrohmm.chains import blocks as block_chains
 from pyrohmm.distributions.block_hmm import BlockHMM, InnerProductTransition
 from pyrohmm.ops.backends import TORCH, use
-from pyrohmm.ops.blocks import _numba, products, scaled, transitions
+from pyrohmm.ops.blocks import _numba, scaled
+from pyrohmm.ops.blocks.transitions import Transitions
 
 NAME = "block_ways"
 SYMBOLS, DIM, STEPS, WIDTH = 10_000, 256, 32, 64
@@ -111,11 +112,9 @@ def ways(quick: bool) -> dict[str, tuple[str, list[Any], Call, Call]]:
     transition, later = make().transition, torch.randn(5, states)
     vectors = [each.detach() for each in parameters]
     transition = InnerProductTransition(*vectors[:2], transition.blocks, vectors[2])
-    kept = products.BackwardProducts(transition)
-    some = transitions.Transitions(
-        transition.blocks.layout, *vectors[:2], transition.log_block_probs
-    )
+    some = Transitions(transition.blocks.layout, *vectors[:2], transition.log_block_probs)
     anything = torch.full((5,), some.all)
+    wide = torch.nn.functional.pad(later, (0, 1), value=-torch.inf)
     shape, single = f"{states:,} states, {count} blocks, ", f"{tokens:,} tokens"
     return {
         "compiled evidence and gradient":
@@ -124,15 +123,16 @@ def ways(quick: bool) -> dict[str, tuple[str, list[Any], Call, Call]]:
             (shape + single, [scaled.final_state], last, by_torch(last)),
         "matrix of one level":
             (f"{states // 4:,} states, {count} blocks, {16 * tokens:,} tokens, one level",
-             [block_factors.BlockFactors._scores], matrix,
-             patched(matrix, (block_factors, "MATRIX", 0))),
+             [block_chains.BlockChain.scores], matrix,
+             patched(matrix, (block_chains, "MATRIX", 0))),
         "dense chain where blocks overlap":
             (f"{4 * WIDTH} states, {WIDTH} for each symbol, {single}",
-             [block_factors.BlockFactors._dense_chain], crowded,
-             patched(crowded, (block_factors, "CROWDED", 0))),
+             [block_chains.BlockChain.widened], crowded,
+             patched(crowded, (block_chains, "CROWDED", 0))),
         "matrix kept for steering":
-            (shape + "5 vectors", [products], lambda: kept(later),
-             lambda: some.sums(later, anything, anything, back=True)),
+            (shape + "5 vectors", [Transitions.back_from_all, Transitions._probs],
+             lambda: some.back_from_all(later),
+             lambda: some.sums(wide, anything, anything, back=True)),
     }  # fmt: skip
 
 

@@ -30,13 +30,14 @@ from common.densehmm import (
     reproduce,
     within,
 )
+from common.papers import read_proteins
 
 from pyrohmm import datasets, readers
 
 
 def chains() -> readers.Corpus:
     """The first 1,024 chains."""
-    proteins = readers.read_protein_table(datasets.find("jpred4"))
+    proteins = read_proteins(datasets.find("jpred4"))
     return readers.Corpus(proteins.data[:1024], proteins.vocabulary)
 
 

@@ -32,6 +32,7 @@ from common.densehmm import (
     reproduce,
     standard_leads,
 )
+from common.papers import tags_as_values
 
 from pyrohmm import datasets, readers
 
@@ -39,13 +40,13 @@ from pyrohmm import datasets, readers
 def penn() -> readers.Corpus:
     """Tags of the Penn sample."""
     path = datasets.find("treebank-sample")
-    return readers.tags_as_values(readers.read_tagged(path, drop=()))
+    return tags_as_values(readers.read_tagged(path, drop=()))
 
 
 def web() -> readers.Corpus:
     """Tags of 1,000 sentences of UD English EWT."""
     path = datasets.find("ud-ewt-train")
-    corpus = readers.tags_as_values(readers.read_conllu(path, "xpos"))
+    corpus = tags_as_values(readers.read_conllu(path, "xpos"))
     order = torch.randperm(len(corpus.data), generator=torch.Generator().manual_seed(0))
     return corpus._replace(data=corpus.data[order[:1000]])
 

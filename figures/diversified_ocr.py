@@ -49,6 +49,7 @@ import numpy as np
 import pyro
 import torch
 from common import FOLDER, arguments, earlier, pyplot, write
+from common.papers import Letters, read_ocr_letters
 from torch import Tensor
 from torch.nn.functional import one_hot
 
@@ -138,18 +139,18 @@ QUICK = Budget(
 # Words and their folds ----------------------------------------------------------------------------
 
 
-def letters_of(quick: bool) -> readers.Letters:
+def letters_of(quick: bool) -> Letters:
     """The words; a quick run uses four hundred of them, or synthetic ones if there are no data."""
     if quick and "PYROHMM_DATA" not in os.environ:
         return made_up()
-    letters = readers.read_ocr_letters(datasets.find("ocr-letters"))
+    letters = read_ocr_letters(datasets.find("ocr-letters"))
     if not quick:
         return letters
     few = torch.randperm(len(letters.data), generator=torch.Generator().manual_seed(0))[:400]
     return letters._replace(data=letters.data[few], folds=letters.folds[few])
 
 
-def made_up() -> readers.Letters:
+def made_up() -> Letters:
     """Frequent words of an English text, each letter a fixed image with flipped pixels."""
     generator = torch.Generator().manual_seed(0)
     tags = readers.Vocabulary(readers.LETTERS)
@@ -162,7 +163,7 @@ def made_up() -> readers.Letters:
         turned = torch.rand(len(word), HEIGHT * WIDTH, generator=generator) < 0.2
         images.append((shapes[word] ^ turned).float())
     data = Sequences.from_list(images, labels=spelt)
-    return readers.Letters(data, tags, torch.arange(len(data)) % 10)
+    return Letters(data, tags, torch.arange(len(data)) % 10)
 
 
 @cache
@@ -178,7 +179,7 @@ def spelt(words: Sequences) -> list[tuple[int, ...]]:
     ]
 
 
-def folds_of(letters: readers.Letters) -> dict[str, Tensor]:
+def folds_of(letters: Letters) -> dict[str, Tensor]:
     """Two splits: the folds of the file, and with all copies of a word in one fold."""
     known = spelt(letters.data)
     distinct = sorted(set(known))
@@ -427,7 +428,7 @@ class Task(NamedTuple):
     held_out: tuple[Sequences, Sequences]  # a split of ``train``
 
 
-def tasks(letters: readers.Letters, budget: Budget) -> Iterable[Task]:
+def tasks(letters: Letters, budget: Budget) -> Iterable[Task]:
     """All folds of both splits."""
     for split, fold in folds_of(letters).items():
         for number in range(budget.folds):
@@ -457,7 +458,7 @@ def tune(train: Sequences, held: Sequences) -> Tuning:
     return best(shares)
 
 
-def baselines(letters: readers.Letters, budget: Budget) -> list[dict[str, Any]]:
+def baselines(letters: Letters, budget: Budget) -> list[dict[str, Any]]:
     """Naive Bayes, HMMs with transition counts, and the optimised HMM."""
     score = Score()
     chosen: dict[str, Counter[str]] = {split: Counter() for split in SPLITS}
@@ -493,7 +494,7 @@ def variants(budget: Budget) -> list[tuple[float, str, float]]:
     return [*anchored, *((0.0, SMOOTHED, weight) for weight in weights)]
 
 
-def diversity(letters: readers.Letters, budget: Budget) -> list[dict[str, Any]]:
+def diversity(letters: Letters, budget: Budget) -> list[dict[str, Any]]:
     """HMMs under the determinantal prior: Fig. 10."""
     score = Score()
     for split, train, test, _ in tasks(letters, budget):
@@ -523,7 +524,7 @@ def diversity(letters: readers.Letters, budget: Budget) -> list[dict[str, Any]]:
     return rows
 
 
-def neighbours(letters: readers.Letters, budget: Budget) -> list[dict[str, Any]]:
+def neighbours(letters: Letters, budget: Budget) -> list[dict[str, Any]]:
     """Distances of the rows of x and y from those of the other letters: Fig. 12.
 
     All words of the file are used. The HMM has pseudo-counts of one: without any, most pairs of
@@ -615,7 +616,7 @@ def best(choices: dict[Any, float]) -> Any:
     return max(choices, key=lambda each: choices[each])
 
 
-def better(letters: readers.Letters, budget: Budget) -> list[dict[str, Any]]:
+def better(letters: Letters, budget: Budget) -> list[dict[str, Any]]:
     """The best accuracy of an HMM, with settings chosen on the training words."""
     score, text = Score(), english_chains(budget.english)
     chosen: Counter[tuple[str, str, str]] = Counter()

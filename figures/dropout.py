@@ -25,7 +25,7 @@ from common import FOLDER, alone, arguments, earlier, pyplot, write
 
 from pyrohmm import LanguageModel, datasets, language
 from pyrohmm.data.readers import read_lines
-from pyrohmm.language.dropout import FEW_EPOCHS
+from pyrohmm.language.training import FEW_EPOCHS
 from pyrohmm.nn import LinearDropout
 
 NAME = "dropout"
@@ -87,7 +87,8 @@ def train(run: Run, lines: list[str], held: list[str]) -> dict[str, Any]:
 def draw(rows: list[dict[str, Any]]) -> None:
     """Perplexity by number of epochs, a panel for each part of the text, a line for each share."""
     plt = pyplot()
-    figure, axes = plt.subplots(1, 3, figsize=(10, 3.8), layout="constrained")
+    widths = {"width_ratios": [2, 2, 1]}  # of the largest part one number of epochs was run
+    figure, axes = plt.subplots(1, 3, figsize=(10, 3.8), layout="constrained", gridspec_kw=widths)
     for axis, part in zip(axes, PARTS):
         of_part = [row for row in rows if row["part"] == part]
         for number, share in enumerate(SHARES):
@@ -99,7 +100,7 @@ def draw(rows: list[dict[str, Any]]) -> None:
         axis.axvline(FEW_EPOCHS * ratio ** (1 / 3), color="0.5", linestyle=":",
                      label="by default none up to here")  # fmt: skip
         axis.set(xscale="log", xlabel="epochs", ylabel="held-out perplexity",
-                 title=f"{part}: {ratio:.2f} tokens a parameter")  # fmt: skip
+                 title=f"{part} of the text:\n{ratio:.2f} tokens a parameter")  # fmt: skip
         epochs = sorted({row["epochs"] for row in of_part})
         axis.set_xticks(epochs, [str(each) for each in epochs])
         axis.minorticks_off()

@@ -371,7 +371,7 @@ def used(fit: Fit, data: Sequences) -> dict[str, Any]:
     transitions = metrics.transition_spectrum(fit.hmm(data[:1]), 256)
     return {
         "effective_states": states.effective,
-        "states_with_a_token": states.num_above(1.0),
+        "states_with_a_token": int((states.counts >= 1).sum()),
         "stable_rank": transitions.stable_rank,
         "rank_of_99_percent": transitions.effective_rank(0.99),  # null: more than there are values
         "largest_singular_values": transitions.singular_values[:10].tolist(),
@@ -528,7 +528,7 @@ def lines_of(baselines: list[dict[str, Any]], data: str, axis: Any, side: str | 
                 row["model"].split(",")[0] + early, (0.99 if side == "right" else 0.02, height),
                 (0, -3 if close else 3), axis.get_yaxis_transform(), "offset points",
                 ha=side, va="top" if close else "bottom", fontsize=8,
-                color="0.3",
+                color="0.3", bbox={"facecolor": "white", "alpha": 0.8, "linewidth": 0, "pad": 0.5},
             )  # fmt: skip
         above = height
 

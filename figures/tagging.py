@@ -63,9 +63,9 @@ from pyrohmm import (
     fit_map,
     readers,
 )
-from pyrohmm.data.tags import tagged
 from pyrohmm.language.clusters import brown
 from pyrohmm.nn.networks import CharCNN
+from pyrohmm.nn.tagging import tagged
 
 NAME = "tagging"
 SOURCES = {"web": "UD English EWT", "penn": "Penn Treebank sample"}

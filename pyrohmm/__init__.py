@@ -10,6 +10,8 @@ from .analysis import plots as plots
 from .analysis import queries as queries
 from .analysis.draws import PosteriorDraws as PosteriorDraws
 from .analysis.inference_data import to_arviz as to_arviz
+from .analysis.model_check import check_model as check_model
+from .analysis.report import report as report
 from .analysis.streaming import Filter as Filter
 from .chains.base import ExpectedCounts as ExpectedCounts
 from .data import datasets as datasets
@@ -35,8 +37,10 @@ from .infer import starts as starts
 from .infer.cooccurrence import CooccurrenceModel as CooccurrenceModel
 from .infer.cooccurrence import fit_cooccurrence as fit_cooccurrence
 from .infer.em import fit_em as fit_em
+from .infer.gibbs import fit_gibbs as fit_gibbs
 from .infer.guides import RotationGuide as RotationGuide
 from .infer.map import fit_map as fit_map
+from .infer.mcmc import fit_mcmc as fit_mcmc
 from .infer.models import EnumeratedModel as EnumeratedModel
 from .infer.models import MarginalModel as MarginalModel
 from .infer.models import StatefulModel as StatefulModel
@@ -48,6 +52,7 @@ from .infer.resizing import merge_states as merge_states
 from .infer.resizing import split_state as split_state
 from .infer.results import Fit as Fit
 from .infer.results import Restarts as Restarts
+from .infer.sampled import SampledFit as SampledFit
 from .infer.svi import fit_svi as fit_svi
 from .infer.training import FitOptions as FitOptions
 from .io.hmmlearn import from_hmmlearn as from_hmmlearn
@@ -61,35 +66,35 @@ from .nn import dense as dense
 from .nn import durations as durations
 from .nn import emissions as emissions
 from .nn import tagging as tagging
-from .nn.autoregressive import autoregressive_categorical as autoregressive_categorical
-from .nn.autoregressive import autoregressive_normal as autoregressive_normal
 from .nn.base import HMMModule as HMMModule
 from .nn.base import freeze as freeze
 from .nn.circular import von_mises as von_mises
 from .nn.composed import streams as streams
 from .nn.composed import tied as tied
 from .nn.continuous_time import TabularContinuousTimeHMM as TabularContinuousTimeHMM
+from .nn.covariances import autoregressive_normal as autoregressive_normal
+from .nn.covariances import normal_full as normal_full
+from .nn.covariances import normal_tied as normal_tied
 from .nn.dense import DenseHMM as DenseHMM
+from .nn.discrete import autoregressive_categorical as autoregressive_categorical
+from .nn.discrete import bernoulli as bernoulli
+from .nn.discrete import categorical as categorical
+from .nn.discrete import poisson as poisson
 from .nn.durations import free_durations as free_durations
 from .nn.durations import geometric_durations as geometric_durations
 from .nn.durations import negative_binomial_durations as negative_binomial_durations
 from .nn.durations import parametric_durations as parametric_durations
 from .nn.durations import poisson_durations as poisson_durations
-from .nn.emissions import bernoulli as bernoulli
-from .nn.emissions import categorical as categorical
 from .nn.emissions import parametric as parametric
-from .nn.emissions import poisson as poisson
 from .nn.factorial import TabularFactorialHMM as TabularFactorialHMM
 from .nn.factorial import additive_bernoulli as additive_bernoulli
 from .nn.factorial import additive_normal as additive_normal
-from .nn.mixtures import normal_mixture as normal_mixture
 from .nn.neural import NeuralHMM as NeuralHMM
 from .nn.neural import ScalarHMM as ScalarHMM
 from .nn.ngram import NGramMixture as NGramMixture
 from .nn.normals import normal as normal
-from .nn.normals import normal_full as normal_full
+from .nn.normals import normal_mixture as normal_mixture
 from .nn.normals import normal_spherical as normal_spherical
-from .nn.normals import normal_tied as normal_tied
 from .nn.second_order import TabularSecondOrderHMM as TabularSecondOrderHMM
 from .nn.sticky_hdp import StickyHDPHMM as StickyHDPHMM
 from .nn.tabular import TabularHMM as TabularHMM
@@ -134,6 +139,7 @@ __all__ = [
     "Restarts",
     "RotationGuide",
     "RowPermutationNUTS",
+    "SampledFit",
     "ScalarHMM",
     "SecondOrderHMM",
     "Sequences",
@@ -156,6 +162,7 @@ __all__ = [
     "block_hmm",
     "blocks",
     "categorical",
+    "check_model",
     "clusters",
     "cooccurrence",
     "datasets",
@@ -169,7 +176,9 @@ __all__ = [
     "factorial",
     "fit_cooccurrence",
     "fit_em",
+    "fit_gibbs",
     "fit_map",
+    "fit_mcmc",
     "fit_svi",
     "free_durations",
     "freeze",
@@ -199,6 +208,7 @@ __all__ = [
     "queries",
     "readers",
     "recursions",
+    "report",
     "save",
     "scale_priors",
     "second_order",

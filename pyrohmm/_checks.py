@@ -68,14 +68,10 @@ def check_booleans(name: str, tensor: Tensor) -> None:
 def check_floats(name: str, tensor: Tensor) -> None:
     """Raise unless ``tensor`` holds floating-point numbers."""
     check_tensor(name, tensor)
-    if not tensor.dtype.is_floating_point:
-        raise TypeError(
-            f"{name} must be floating point; got dtype {tensor.dtype}. Call .float() on it."
-        )
-    if tensor.dtype not in (torch.float32, torch.float64):
-        raise TypeError(
-            f"{name} must be float32 or float64; got dtype {tensor.dtype}. Call .float() on it."
-        )
+    if tensor.dtype in (torch.float32, torch.float64):
+        return
+    wanted = "float32 or float64" if tensor.dtype.is_floating_point else "floating point"
+    raise TypeError(f"{name} must be {wanted}; got dtype {tensor.dtype}. Call .float() on it.")
 
 
 def check_returned(name: str, value: object, kind: Any, words: str) -> None:
@@ -135,8 +131,9 @@ def _inside_plates() -> str:
 
 def check_same_device(tensors: dict[str, Tensor]) -> None:
     """Raise unless all the named tensors are on one device."""
-    devices = {name: tensor.device for name, tensor in tensors.items()}
-    if len(set(devices.values())) > 1:
+    first, *others = [tensor.device for tensor in tensors.values()]
+    if any(device != first for device in others):
+        devices = {name: tensor.device for name, tensor in tensors.items()}
         listing = ", ".join(f"{name} on {device}" for name, device in devices.items())
         raise ValueError(
             f"all tensors must be on one device; got {listing}. "

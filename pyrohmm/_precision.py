@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
 from typing import Any
 
@@ -11,10 +12,15 @@ from torch import Tensor
 
 from ._transforms import transforming
 
+_AS_IT_IS = nullcontext()
 
-def full_precision(like: Tensor) -> torch.autocast:
+
+def full_precision(like: Tensor) -> AbstractContextManager[Any]:
     """A context in which ``torch.autocast`` lowers no precision, on the device of ``like``."""
-    return torch.autocast(like.device.type, enabled=False)
+    kind = like.device.type
+    if not torch.is_autocast_enabled(kind):
+        return _AS_IT_IS
+    return torch.autocast(kind, enabled=False)
 
 
 def at_least_single(tensor: Tensor) -> Tensor:

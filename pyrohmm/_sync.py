@@ -77,9 +77,12 @@ def is_guessing(device: torch.device) -> bool:
     return _guesses.get() is not None and device.type != "cpu"
 
 
-def with_one_wait(compute: Callable[[], Result]) -> Result:
-    """``compute()``, by guesses if they turn out right; within :func:`guessing` by those of it."""
-    if _guesses.get() is not None:
+def with_one_wait(compute: Callable[[], Result], device: torch.device | None = None) -> Result:
+    """``compute()``, by guesses if they turn out right; within :func:`guessing` by those of it.
+
+    On the CPU, if that is the ``device``, there is nothing to wait for.
+    """
+    if _guesses.get() is not None or (device is not None and device.type == "cpu"):
         return compute()
     with guessing() as guesses:
         result = compute()

@@ -110,7 +110,7 @@ CONVERT = "Convert it with torch.as_tensor"
     ("observed of other N", lambda: hmm(observed=BOOLEANS[[0, 0, 0, 0, 0]]), ValueError,
      r"lengths \(2,\), observed \(5,\)"),
     ("steps but one matrix", lambda: hmm(PI, A[None], transition_per_step=True), ValueError,
-     "with transition_per_step, log_transition must have shape"),
+     "lengths must lie between 1 and the number of steps, 2 of log_transition; got .* to 3"),
     ("other device", lambda: hmm(PI, A.to("meta")), ValueError, "log_transition on meta"),
     ("unknown keyword", lambda: hmm(oberved=BOOLEANS), TypeError, "keyword argument 'oberved'"),
     ("without lengths", lambda: HMM(PI, A, B), TypeError, "missing .*'lengths'"),
@@ -135,6 +135,9 @@ def test_distributions(mistake, error, words):
     ("negative symbols", lambda: hmm().viterbi(X - 1), ValueError, "values .*from -1 to 1"),
     ("symbols as floats", lambda: hmm().log_prob(X.float()), TypeError,
      r"values must hold integers; got dtype torch.float32. Call \.long"),
+    ("a series of its own", lambda: hmm().viterbi(X[0]), ValueError,
+     r"values must be those of the 2 sequences .*fit\.hmm\(data\), or hmm\.with_lengths"),
+    ("a series of its own as batch", lambda: hmm().log_prob(X[:1]), ValueError, "hmm.with_lengths"),
     ("one-hot", lambda: hmm().log_prob(torch.eye(3).long()[X]), ValueError, r"values \(2, 3\)"),
     ("too many steps", lambda: hmm().posterior(torch.zeros(2, 4).long()), ValueError,
      r"values must end in shape \(T, \*E\) = \(3,\).*4 steps"),
@@ -180,7 +183,7 @@ def test_queries(mistake, error, words):
 
 
 @refuses([
-    ("list", lambda: data([[0, 1], [1, 0]]), TypeError, f"values .*list. {CONVERT}"),
+    ("list", lambda: data([[0, 1], [1, 0]]), TypeError, "values .*list. .*from_list"),
     ("one dimension", lambda: data(X[0]), ValueError, r"values must have shape .*unsqueeze\(0\)"),
     ("complex", lambda: data(VECTORS + 0j), TypeError, "values must be real"),
     ("NaN that is observed", lambda: data(VECTORS * math.nan, observed=BOOLEANS), ValueError,

@@ -16,6 +16,7 @@
 
 # %%
 import os
+import textwrap
 from pathlib import Path
 
 import pyro
@@ -97,27 +98,48 @@ print(f"five states {metrics.perplexity(five, data)}")
 
 # %%
 path = hmm.viterbi(data.values)[0]
-text = symbols.decode(data.values[0])
+text = "".join(symbols.decode(data.values[0]))
 
-figure = plt.figure(figsize=(9, 6.5), layout="constrained")
-grid = figure.add_gridspec(2, 2, height_ratios=[3, 1], width_ratios=[2.4, 1])
-axes = plots.emission(hmm, names, axes=figure.add_subplot(grid[0, 0]))
-axes.set_title("emission probabilities")
+
+def kind(emitted):
+    """What a state mostly emits."""
+    vowels = sum(emitted[names.index(letter)] for letter in "aeiou")
+    space = emitted[-1]
+    largest = max(vowels, space, 1 - vowels - space)
+    return {vowels: "vowel", space: "space"}.get(largest, "consonant")
+
+
+kinds = [f"{k}: {kind(row.tolist())}" for k, row in enumerate(hmm.emission.probs)]
+
+figure = plt.figure(figsize=(9, 7), layout="constrained")
+grid = figure.add_gridspec(2, 2, height_ratios=[3, 1], width_ratios=[2.2, 1])
+cells = grid[0, 0].subgridspec(hmm.num_states, 1)
+for k, row in enumerate(hmm.emission.probs.detach()):
+    axes = figure.add_subplot(cells[k])  # each on a scale of its own
+    axes.bar(names, row, color=f"C{k}")
+    axes.set_ylabel(kinds[k], rotation=0, ha="right", va="center")
+    axes.set_yticks([])
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    if k == 0:
+        axes.set_title("emission probabilities, each state on its own scale", fontsize=10)
+    if k < hmm.num_states - 1:
+        axes.set_xticks([])
 axes = plots.transition(hmm, axes=figure.add_subplot(grid[0, 1]))
-axes.set_title("transition probabilities")
+axes.set_title("transition probabilities", fontsize=10)
 
 axes = figure.add_subplot(grid[1, :])
 axes.set_axis_off()
 axes.set_title("Viterbi path: the state of each letter", fontsize=10)
-width = 67
-for t in range(3 * width):
-    if t >= len(text):
-        break
-    row, column = divmod(t, width)
-    box = plt.Rectangle((column, -row), 1, 0.85, color=f"C{int(path[t])}", alpha=0.55, linewidth=0)
-    axes.add_patch(box)
-    axes.text(column + 0.5, -row + 0.4, text[t], ha="center", va="center", family="monospace")
-axes.set_xlim(0, width)
+lines = textwrap.wrap(text[:400], 66, drop_whitespace=False)[:3]
+first = 0
+for row, line in enumerate(lines):
+    for column, letter in enumerate(line):
+        color = f"C{int(path[first + column])}"
+        box = plt.Rectangle((column, -row), 1, 0.85, color=color, alpha=0.55, linewidth=0)
+        axes.add_patch(box)
+        axes.text(column + 0.5, 0.4 - row, letter, ha="center", va="center", family="monospace")
+    first += len(line)
+axes.set_xlim(0, 66)
 axes.set_ylim(-2.1, 1)
 if Path("figures").is_dir() and not SMOKE:
     figure.savefig("figures/letters.png", dpi=150)

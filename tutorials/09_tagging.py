@@ -38,8 +38,8 @@ from pyrohmm import (
     fit_map,
     readers,
 )
-from pyrohmm.data.tags import tagged
 from pyrohmm.language.clusters import brown
+from pyrohmm.nn.tagging import tagged
 
 SMOKE = "PYROHMM_SMOKE" in os.environ  # the tests set this: same cells, fewer steps
 pyro.set_rng_seed(0)

@@ -64,11 +64,10 @@ from pyrohmm import (
     em,
     fit_cooccurrence,
     fit_em,
-    metrics,
     readers,
 )
 
-from . import FOLDER, earlier, pyplot, write
+from . import FOLDER, earlier, papers, pyplot, write
 
 GRID = {3: [1, 2, 3], 5: [2, 3, 5], 10: [2, 3, 5, 10]}
 RUNS = 10
@@ -143,7 +142,7 @@ def of_corpus(
         data = whole.data.without_labels().truncate(longest)
         data = data[:100] if quick else data
         data = data[data.lengths.argsort(stable=True)]  # batches of equal lengths are faster
-        return readers.merge_rare(whole._replace(data=data, tags=None), share)
+        return papers.merge_rare(whole._replace(data=data, tags=None), share)
 
     def halves(_: int, generator: torch.Generator) -> Halves:
         data, num_symbols = corpus().data, len(corpus().vocabulary)
@@ -155,6 +154,11 @@ def of_corpus(
         raise ValueError(f"in 100 splits none shows every symbol twice; raise share = {share}.")
 
     return lambda _: len(corpus().vocabulary), halves
+
+
+def mean_absolute_deviation(first: Tensor, second: Tensor) -> float:
+    """Mean absolute difference of two joint distributions of adjacent symbols."""
+    return (first.double() - second.double()).abs().mean().item()
 
 
 # Fits --------------------------------------------------------------------------------------------
@@ -284,9 +288,9 @@ def measures(hmm: HMM, halves: Halves, size: int) -> dict[str, float]:
     }
     counts = cooccurrence.counted(test, size)
     for name, probs in pair_probs.items():
-        results[name] = metrics.mean_absolute_deviation(probs, counts)
+        results[name] = mean_absolute_deviation(probs, counts)
         if true_probs is not None:
-            results[f"{name}_to_truth"] = metrics.mean_absolute_deviation(probs, true_probs)
+            results[f"{name}_to_truth"] = mean_absolute_deviation(probs, true_probs)
     return results
 
 

@@ -4,27 +4,25 @@ Imports the rooms down to ``infer``.
 
 Its modules; each imports only those above it:
 
-``agreement``       states against a truth, up to their names
+``agreement``       states: agreement with a truth, number in use, distances
 ``usage``           states that are used, rank of the transitions
 ``metrics``         perplexity, information criteria, accuracy, diversity
 ``chains``          factors of a chain as queries read them
 ``block_steps``     steps of filters of chains in blocks
 ``decoding``        the k best paths, entropy of paths
 ``prediction``      one step ahead, continuation, imputation
-``dwell_times``     how long a chain stays in a state
+``dwell_times``     how long a chain stays in a state; visits of a path
 ``residuals``       pseudo-residuals
-``segmentation``    runs of equal states, as a table
 ``queries``         the posterior queries under one name
 ``streaming``       ``Filter``: online filtering
-``draw_sources``    posterior samples of a fit or a sampler
-``state_dims``      which dimensions of variables run over states
-``draw_layout``     how samples lie in tensors, checked
+``draw_layout``     samples of a fit or a sampler, and how they lie in tensors
 ``draws``           ``PosteriorDraws``: samples of a posterior as HMMs
 ``inference_data``  ``to_arviz``
 ``plot_axes``       axes, names and tables of pictures
-``plot_durations``  pictures of how long states last
 ``plot_emissions``  pictures of emissions
-``plots``           pictures of HMMs and fits, under one name
+``plots``           all other pictures
+``model_check``     ``check_model``: simulated data beside the data; pictures of residuals
+``report``          ``report``: a page about a fit
 """
 
 from . import draws as draws
@@ -34,4 +32,6 @@ from . import plots as plots
 from . import queries as queries
 from .draws import PosteriorDraws as PosteriorDraws
 from .inference_data import to_arviz as to_arviz
+from .model_check import check_model as check_model
+from .report import report as report
 from .streaming import Filter as Filter

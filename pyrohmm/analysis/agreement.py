@@ -1,4 +1,4 @@
-"""Agreement of states with a truth, up to their names; and which states are in use."""
+"""States: agreement with a truth up to their names, how many are in use, how far they differ."""
 
 from __future__ import annotations
 
@@ -199,3 +199,54 @@ def num_identified(states: Tensor, num_states: int, at_least: int = 50) -> int:
         2
     """
     return int((state_histogram(states, num_states) >= at_least).sum())
+
+
+def bhattacharyya(probs: Tensor) -> Tensor:
+    r"""Bhattacharyya distances between distributions: :math:`-\ln \sum_v \sqrt{p_{iv} p_{jv}}`.
+
+    Args:
+        probs: ``(*B, K, V)``, a distribution in each row.
+
+    Returns:
+        ``(*B, K, K)``, in nats; zero on the diagonal, infinite where supports are disjoint.
+
+    Raises:
+        TypeError: If ``probs`` are not floating point.
+        ValueError: If one is negative, or a row does not sum to one.
+
+    Example:
+        >>> bhattacharyya(torch.tensor([[1.0, 0.0], [0.5, 0.5]]))
+        tensor([[0.0000, 0.3466],
+                [0.3466, 0.0000]])
+    """
+    check_floats("probs", probs)
+    if not bool((probs >= 0).all()):
+        raise ValueError("probs must not be negative, nor NaN. Take .exp() of logarithms.")
+    if not bool(((probs.sum(-1) - 1).abs() <= 1e-4).all()):
+        raise ValueError("probs must sum to one in each row. Divide counts by their sums.")
+    root = probs.sqrt()
+    overlap = root @ root.mT
+    overlap = (overlap + overlap.mT) / 2  # a product may round its two halves differently
+    same = torch.eye(probs.size(-2), dtype=torch.bool, device=probs.device)
+    return -overlap.log().clamp(max=0.0).masked_fill(same, 0.0) + 0.0  # not minus zero
+
+
+def diversity(probs: Tensor) -> Tensor:
+    """Mean Bhattacharyya distance of all pairs of rows, ``(*B)``, in nats (Qiao et al., 2015).
+
+    Infinite as soon as two rows have disjoint supports.
+
+    Args:
+        probs: ``(*B, K, V)``, a distribution in each row, such as a transition matrix; K >= 2.
+
+    Example:
+        >>> diversity(torch.tensor([[1.0, 0.0], [0.5, 0.5], [0.5, 0.5]]))  # 0.3466 twice of three
+        tensor(0.2310)
+    """
+    size = probs.size(-2) if probs.dim() > 1 else 1
+    if size < 2:
+        raise ValueError(
+            "probs must have shape (*B, K, V) with at least two rows to compare; got "
+            f"{tuple(probs.shape)}."
+        )
+    return bhattacharyya(probs).sum((-2, -1)) / (size * (size - 1))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ..distributions.block_hmm import BlockHMM
 
@@ -19,19 +20,14 @@ class BlockSteps:
 
     def __init__(self, hmm: BlockHMM) -> None:
         with torch.no_grad():
-            self._transitions = hmm.all_transitions()
-        self._symbols = hmm.symbols
-        self._states = hmm.symbols.padded_states
+            self._transitions = hmm.chain.transitions()
+        self.read = hmm.symbols.likelihood
+        self._states = self._transitions.places(torch.arange(hmm.blocks.num_blocks))
 
     def onward(self, log_states: Tensor) -> Tensor:
         """Logs of the states one step later."""
         anything = torch.full((len(log_states),), self._transitions.all)
-        return self._after(log_states, anything, torch.empty_like(log_states))
-
-    def read(self, values: Tensor, observed: Tensor | None, check: bool) -> tuple[Tensor, Tensor]:
-        """The blocks ``(n, L)`` of observations ``(n, L)``, and log-likelihoods ``(n, L, w)``."""
-        lengths = torch.full((len(values),), values.size(1))
-        return self._symbols.likelihood(values, lengths, observed, check)
+        return self._after(log_states, anything)
 
     def joint(
         self, log_states: Tensor, target: Tensor, likelihood: Tensor, is_first: bool
@@ -44,26 +40,14 @@ class BlockSteps:
             likelihood: ``(n, w)``, their log-likelihoods.
             is_first: Whether this is the first step.
         """
-        step = self._transitions
-        if is_first:
-            arrived = step.narrowed(log_states, target)
-        else:
-            arrived = self._after(log_states, target, torch.empty_like(likelihood))
-        return step.widened(arrived + likelihood, target)
+        arrived = log_states if is_first else self._after(log_states, target)
+        return arrived + self._transitions.widened(likelihood, target)[:, :-1]
 
-    def _after(self, log_states: Tensor, target: Tensor, out: Tensor) -> Tensor:
-        """Write to ``out`` logs of the states of ``target`` one step later, and return it."""
-        step, (block, within) = self._transitions, self._blocks_of(log_states)
-        source = block.masked_fill(~within, step.all)
-        for rows in (within, ~within):
-            if bool(rows.any()):
-                before = step.narrowed(log_states[rows], source[rows])
-                out[rows] = step.sums(before, source[rows], target[rows]).to(out.dtype)
-        return out
-
-    def _blocks_of(self, log_states: Tensor) -> tuple[Tensor, Tensor]:
-        """A block of each stream ``(n,)``, and whether no state outside of it is possible."""
-        possible = torch.nn.functional.pad(~log_states.isneginf(), (0, 1)).cpu()
-        inside = possible[:, self._states].sum(-1)  # (n, B)
-        most = inside.max(-1)
-        return most.indices, most.values == possible.sum(-1)
+    def _after(self, log_states: Tensor, target: Tensor) -> Tensor:
+        """Logs of the states of ``target`` one step later; -inf elsewhere."""
+        wide = pad(log_states, (0, 1), value=-torch.inf)
+        possible = ~wide.isneginf().cpu()
+        inside = possible[:, self._states].sum(-1).max(-1)  # of the block that has most
+        within = inside.values == possible.sum(-1)
+        source = inside.indices.masked_fill(~within, self._transitions.all)
+        return self._transitions.sums(wide, source, target)[:, :-1].to(log_states.dtype)

@@ -6,9 +6,7 @@ import torch
 from torch import Tensor
 
 from .._checks import check_size
-from ..distributions.block_factors import at_steps, log_chain
 from ..distributions.hmm import HMM
-from ..ops.blocks import paths as block_paths
 from ..ops.blocks import queries as block_queries
 from .chains import chain_factors, finite_or_zero, in_blocks, normalised
 
@@ -51,11 +49,8 @@ def k_best(hmm: HMM, values: Tensor, count: int) -> tuple[Tensor, Tensor]:
     check_size("count", count)
     with torch.no_grad():
         if in_blocks(hmm):
-            blocks, shape = log_chain(hmm, values, torch.float64)
-            tokens, best = block_paths.k_best(blocks, count)
-            states = at_steps(blocks, tokens, shape).movedim(0, -2).to(best.device)
-            best = best.reshape(*shape[:-1], count)
-            return states.masked_fill(best.isneginf().unsqueeze(-1), 0), best
+            states, best = hmm.chain.k_best(hmm._seen(values), count)
+            return states.movedim(0, -2).masked_fill(best.isneginf().unsqueeze(-1), 0), best
         chain = chain_factors(hmm, values)
         num_steps, num_states = chain.likelihood.shape[-2:]
         first = chain.initial + chain.likelihood[..., 0, :]
@@ -108,7 +103,7 @@ def path_entropy(hmm: HMM, values: Tensor) -> Tensor:
     """
     with torch.no_grad():
         if in_blocks(hmm):
-            blocks, shape = log_chain(hmm, values, torch.float64)
+            blocks, shape = hmm.log_chain(values)
             return block_queries.entropy(blocks).reshape(shape[:-1])
         chain = chain_factors(hmm, values)
         filtered = normalised(chain.initial + chain.likelihood[..., 0, :])

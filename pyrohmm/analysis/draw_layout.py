@@ -1,4 +1,4 @@
-"""How samples of latent variables lie in tensors, so that a model runs on many of them at once.
+"""Samples of latent variables: where they come from, and how they lie in tensors.
 
 Dimensions of samples stand to the left of those of the HMM's batch. A variable inside a plate of
 sequences or of groups has that batch dimension already; one inside a plate over states, or inside
@@ -7,19 +7,23 @@ none, gets one of size 1. Which of the two a plate is, is found by trying.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from pyro import poutine
 from pyro.distributions import Unit
+from pyro.infer import MCMC
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
 from ..data.sequences import Sequences
 from ..distributions.hmm import HMM
-from ..infer.models import check_returns_hmm
-from ..infer.plates import AtValues, Plates, SequencePlate, hmm_at, sequence_plates
+from ..infer.guide_samples import samples_of
+from ..infer.models import check_returns_hmm, to_model_device
+from ..infer.plates import AtValues, Plates, SequencePlate, hmm_at, marks_of, sequence_plates
+from ..infer.results import Fit
+from ..infer.sampled import SampledFit
 from ..nn.base import in_mode
 
 Model = Callable[..., Any]
@@ -168,3 +172,120 @@ def _check_names(values: Values, trace: poutine.Trace) -> None:
             f"{', '.join(map(repr, missing)) or 'none'} are missing. Names in a model begin "
             "with 'module.'."
         )
+
+
+# Where they come from ----------------------------------------------------------------------------
+
+
+def samples_of_fit(
+    fit: Fit, num_draws: int, data: Sequences | None
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Samples ``(C, S, ...)`` and what is known of each: of a sampler its chains.
+
+    Of SVI one chain of samples of the guide, with their log-density; of MAP and EM the point.
+    """
+    if isinstance(fit, SampledFit):
+        return fit.chains, fit.stats
+    if fit.method != "SVI":
+        return {name: value[None, None] for name, value in fit.values.items()}, {}
+    with torch.no_grad(), fit.at_rest():
+        values, scores = samples_of(fit.guide, fit.names, num_draws, data)
+    stats = {"log_guide": scores.double()[None]}
+    return {name: value[None] for name, value in values.items()}, stats
+
+
+def marks_of_fitted(posterior: Any, model: Callable[..., Any]) -> Tensor | None:
+    """Marks of the sequences of a fit, or of a sampler, if each has variables of its own."""
+    if not isinstance(posterior, MCMC):
+        return getattr(posterior, "fitted", None)
+    # Pyro keeps the arguments of run
+    arguments = (*getattr(posterior, "_args", ()), *getattr(posterior, "_kwargs", {}).values())
+    data = next((part for part in arguments if isinstance(part, Sequences)), None)
+    if data is None or not sequence_plates(model, to_model_device(model, None, data)):
+        return None
+    return marks_of(data)
+
+
+def samples_of_sampler(mcmc: MCMC) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Chains of a sampler, ``(C, S, ...)``, and which samples end a trajectory that diverged."""
+    values = mcmc.get_samples(group_by_chain=True)
+    shape = next(iter(values.values())).shape[:2]
+    reports = mcmc.diagnostics() if shape[1] >= 4 else {}  # fewer have no diagnostics
+    if "divergences" not in reports:
+        return values, {}
+    diverging = torch.zeros(shape, dtype=torch.bool)
+    for chain in range(shape[0]):
+        diverging[chain, reports["divergences"][f"chain {chain}"]] = True
+    return values, {"diverging": diverging}
+
+
+# Which dimensions run over states ----------------------------------------------------------------
+
+# Names of the dimensions of the variables of TabularHMM, DenseHMM and others.
+KNOWN_DIMS = {
+    "initial": ("state",),
+    "transition": ("state", "next_state"),
+    "rates": ("state", "next_state"),
+    "start": ("embedding",),
+    "leave": ("state", "embedding"),
+    "enter": ("state", "embedding"),
+    "emit": ("state", "symbol_embedding"),
+    "symbol": ("symbol", "symbol_embedding"),
+}
+STATE_DIMS = ("state", "next_state")  # what is permuted when states are renamed
+
+
+def name_dims(
+    shapes: Mapping[str, tuple[int, ...]],
+    dims: Mapping[str, Sequence[str]],
+    num_states: int,
+    num_symbols: int,
+    leading: Mapping[str, tuple[str, ...]] | None = None,
+) -> dict[str, tuple[str, ...]]:
+    """Names of the dimensions of each variable: ``state``, ``next_state``, ``symbol``, ...
+
+    Args:
+        shapes: Of the variables, by name.
+        dims: Names of the dimensions of some of them, which are kept.
+        num_states: K; a first dimension of that size is taken for states.
+        num_symbols: V, or 0 if observations are not symbols.
+        leading: Names of the first dimensions of some of them, which are those of plates.
+    """
+    named: dict[str, tuple[str, ...]] = {}
+    for variable, whole in shapes.items():
+        plates = (leading or {}).get(variable, ())
+        shape = whole[len(plates) :]
+        path = variable.split(".")
+        known = KNOWN_DIMS.get(path[-1], ())
+        names = [f"{variable}_dim_{i}" for i in range(len(shape))]
+        if variable in dims:
+            names = list(dims[variable])
+        elif len(known) == len(shape) > 0:
+            names = list(known)
+        elif shape[:1] == (num_states,):
+            names[0] = "state"
+            if shape == (num_states,) * 2 and "emission" not in path:
+                names[1] = "next_state"
+            elif len(shape) == 2 and shape[1] == num_symbols:
+                names[1] = "symbol"
+        named[variable] = tuple(names) if variable in dims else (*plates, *names)
+    sizes: dict[str, int] = {}  # a name that has another size already gets that of its module
+    for variable, known_names in named.items():
+        module, unique = variable.rpartition(".")[0], []
+        for name, size in zip(known_names, shapes[variable]):
+            clash = sizes.setdefault(name, size) != size and variable not in dims
+            unique.append(f"{module}.{name}" if clash else name)
+            sizes.setdefault(unique[-1], size)
+        named[variable] = tuple(unique)
+    return named
+
+
+def permute_dims(value: Tensor, dims: Sequence[str], order: Tensor) -> Tensor:
+    """Permute the dimensions of states of ``value`` ``(C, S, ...)`` by ``order`` ``(C, S, K)``."""
+    order = order.to(value.device)
+    for place, name in enumerate(dims, start=2):
+        if name in STATE_DIMS:
+            shape = [1] * value.dim()
+            shape[:2], shape[place] = order.shape[:2], order.size(-1)
+            value = value.gather(place, order.reshape(shape).expand(value.shape))
+    return value

@@ -27,9 +27,19 @@ from ..distributions.observation import is_categorical
 from ..infer.models import to_model_device
 from ..infer.plates import check_fitted, marks_of, shared
 from ..infer.results import Fit, match_states
-from .draw_layout import Layout, arranged, layout_of, log_prior, own_from_prior, run
-from .draw_sources import marks_of_fitted, samples_of_fit, samples_of_sampler
-from .state_dims import name_dims, permute_dims
+from .draw_layout import (
+    Layout,
+    arranged,
+    layout_of,
+    log_prior,
+    marks_of_fitted,
+    name_dims,
+    own_from_prior,
+    permute_dims,
+    run,
+    samples_of_fit,
+    samples_of_sampler,
+)
 
 CELLS = 2**22  # samples × N × T × K numbers, in one tensor
 
@@ -98,9 +108,9 @@ class PosteriorDraws:
         """Take samples from a fit, from a sampler's run or from a dict.
 
         Args:
-            posterior: A :class:`Fit`: one of SVI gives one chain of samples of its guide, one of
-                MAP or EM a single sample. Or Pyro's ``MCMC`` after its run. Or samples by name,
-                ``(C, S, ...)``.
+            posterior: A :class:`Fit`: one of Gibbs sampling or HMC gives its chains, one of SVI one
+                chain of samples of its guide, one of MAP or EM a single sample. Or Pyro's ``MCMC``
+                after its run. Or samples by name, ``(C, S, ...)``.
             model: The Pyro model; needed only if ``posterior`` does not know it.
             num_draws: S, how many to take from a guide.
             dims: See :class:`PosteriorDraws`.

@@ -1,15 +1,94 @@
-"""Dwell times: how long a chain stays in a state."""
+"""Dwell times: how long a chain stays in a state, and the visits of a path as a table."""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from .._checks import check_broadcast, check_integers, check_lengths, check_range, check_size
+from .._checks import (
+    check_broadcast,
+    check_integers,
+    check_lengths,
+    check_range,
+    check_shape,
+    check_size,
+)
 from ..distributions.continuous_time_hmm import ContinuousTimeHMM
 from ..distributions.hmm import HMM
 from ..distributions.hsmm import HSMM
 from ..ops import masks, semi_markov
+
+
+class Segment(NamedTuple):
+    """A maximal run of one state in one sequence.
+
+    Attributes:
+        sequence: Number of the sequence.
+        state: The state.
+        first: Its first step, from 0.
+        last: Its last step, which belongs to it.
+        length: Number of steps.
+    """
+
+    sequence: int
+    state: int
+    first: int
+    last: int
+    length: int
+
+
+def segments(states: Tensor, lengths: Tensor | None = None) -> list[Segment]:
+    """The runs of equal states of each path, in order.
+
+    ``pandas.DataFrame(segments(path))`` is a table with the columns of :class:`Segment`. Of an
+    :class:`HSMM`, whose states never follow themselves, runs are its segments; those of chain m of
+    a :class:`FactorialHMM` are the runs of ``hmm.chain_states(path)[..., m]``.
+
+    Args:
+        states: ``(T,)`` or ``(N, T)`` integers, paths such as those of :meth:`HMM.viterbi`.
+        lengths: ``(N,)``, steps of each sequence, such as ``hmm.lengths``; T by default.
+
+    Example:
+        >>> for segment in segments(torch.tensor([[0, 0, 1], [2, 0, 0]]), torch.tensor([3, 1])):
+        ...     print(*segment)
+        0 0 0 1 2
+        0 1 2 2 1
+        1 2 0 0 1
+    """
+    if states.dim() not in (1, 2):
+        raise ValueError(f"states must have shape (T,) or (N, T); got {tuple(states.shape)}.")
+    if lengths is None:
+        lengths = torch.full(states.shape[:-1], states.size(-1))
+    check_shape("lengths", lengths.reshape(-1), (states.shape[:-1].numel(),), "(N,)")
+    found = (part.tolist() for part in _runs(states, lengths))
+    return [Segment(n, state, t, t + length - 1, length) for n, state, t, length in zip(*found)]
+
+
+def _runs(states: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Sequence, state, first step and number of steps of each run in paths ``(*B, T)``."""
+    check_integers("states", states)
+    check_integers("lengths", lengths)
+    if states.dim() == 0 or states.size(-1) == 0:
+        raise ValueError(
+            f"states must have shape (*B, T) with T at least 1; got {tuple(states.shape)}."
+        )
+    num_steps = states.size(-1)
+    check_lengths(lengths, num_steps)
+    batch = check_broadcast({"states": states.shape[:-1], "lengths": lengths.shape})
+    states = states.detach().long().expand(*batch, num_steps).reshape(-1, num_steps)
+    exists = masks.exists(lengths.to(states.device).expand(batch).reshape(-1), num_steps)
+    if bool((states[exists] < 0).any()):
+        raise ValueError(
+            f"states must lie between 0 and K - 1; got {int(states[exists].min())}. Where "
+            "sequences are padded, give their lengths."
+        )
+    starts = exists.clone()
+    starts[:, 1:] &= states[:, 1:] != states[:, :-1]
+    sequence, first = starts.nonzero().unbind(-1)
+    run = starts.flatten().cumsum(0) - 1  # numbers the runs of all paths
+    return sequence, states[starts], first, run[exists.flatten()].bincount()
 
 
 def dwell_time_mean(hmm: HMM) -> Tensor:
@@ -156,30 +235,16 @@ def dwell_counts(
         tensor([[0, 2, 0, 0, 0],
                 [1, 0, 1, 0, 0]])
     """
-    check_integers("states", states)
-    check_integers("lengths", lengths)
     check_size("num_states", num_states)
-    if states.dim() == 0 or states.size(-1) == 0:
-        raise ValueError(
-            f"states must have shape (*B, T) with T at least 1; got {tuple(states.shape)}."
-        )
+    sequence, state, first, count = _runs(states, lengths)
+    check_range("states", state, num_states, "K - 1", "Give the number of states of the model.")
     num_steps = states.size(-1)
-    check_lengths(lengths, num_steps)
-    batch = check_broadcast({"states": states.shape[:-1], "lengths": lengths.shape})
-    states = states.long().expand(*batch, num_steps).reshape(-1, num_steps)
-    ends = lengths.to(states.device).expand(batch).reshape(-1, 1)
-    exists = masks.exists(ends.squeeze(1), num_steps)
-    cure = "Give the number of states of the model."
-    check_range("states", states[exists], num_states, "K - 1", cure)
-    starts = exists.clone()
-    starts[:, 1:] &= states[:, 1:] != states[:, :-1]
-    visit = starts.flatten().cumsum(0) - 1  # numbers the visits of all paths
-    duration = visit[exists.flatten()].bincount()
-    place = states[starts] * num_steps + duration - 1
+    place = state * num_steps + count - 1
     if complete:
-        last = visit.reshape(states.shape).gather(1, ends - 1).squeeze(1)
-        cut = torch.zeros_like(place, dtype=torch.bool).index_fill(0, last, True)
-        place = place[~cut]
+        ends = lengths.to(state.device).expand(
+            torch.broadcast_shapes(states.shape[:-1], lengths.shape)
+        )
+        place = place[first + count < ends.reshape(-1)[sequence]]
     return place.bincount(minlength=num_states * num_steps).reshape(num_states, num_steps)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -12,27 +13,32 @@ from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 from torch.distributions import biject_to, constraints
 
-from .._checks import (
-    check_floats,
-    check_returned,
-    check_size,
-)
+from .._checks import check_returned, check_size
+from ..data.parts import in_parts
 from ..data.sequences import Sequences
+from ..distributions.autoregressive import Autoregressive
+from ..distributions.block_hmm import BlockHMM
+from ..distributions.hard_zeros import log_probs
 from ..distributions.hmm import HMM
+from ..distributions.observation import is_categorical, log_likelihood
 from ..infer.models import build
 from ..infer.plates import new_log_evidence
 from ..infer.results import Fit
 from ..nn.base import HMMModule
 from .agreement import align as align
 from .agreement import align_transitions as align_transitions
+from .agreement import bhattacharyya as bhattacharyya
+from .agreement import diversity as diversity
 from .agreement import many_to_one_accuracy as many_to_one_accuracy
 from .agreement import num_identified as num_identified
 from .agreement import one_to_one_accuracy as one_to_one_accuracy
 from .agreement import state_histogram as state_histogram
 from .agreement import variation_of_information as variation_of_information
-from .usage import batches_of, hmms_of
+from .usage import Data, batches_of, hmms_of
 from .usage import state_usage as state_usage
 from .usage import transition_spectrum as transition_spectrum
+
+MOST_PARAMETERS = 2000  # whose independence is computed
 
 
 class Perplexity(NamedTuple):
@@ -63,7 +69,7 @@ class Perplexity(NamedTuple):
         return f"perplexity {self.value:.2f} over {self.num_tokens:,} tokens"
 
 
-def perplexity(model: HMM | Fit, data: Sequences, batch_size: int = 256) -> Perplexity:
+def perplexity(model: HMM | Fit, data: Data, batch_size: int = 256) -> Perplexity:
     """Perplexity of ``data`` under an HMM or a fit, per observed step (``<eos>`` included, if any).
 
     Args:
@@ -80,15 +86,14 @@ def perplexity(model: HMM | Fit, data: Sequences, batch_size: int = 256) -> Perp
         >>> print(perplexity(HMM(*even, data.lengths), data))
         perplexity 4.00 over 3 tokens
     """
-    if not isinstance(data, Sequences):
-        raise TypeError(f"data must be Sequences; got {type(data).__name__}.")
+    data = in_parts(data)
     tokens = data.num_observed
     if tokens == 0:
         raise ValueError("data has no observed step; there is nothing to average over.")
     return Perplexity.of(log_evidence(model, data, batch_size).double().sum().item(), tokens)
 
 
-def log_evidence(model: HMM | Fit, data: Sequences, batch_size: int = 256) -> Tensor:
+def log_evidence(model: HMM | Fit, data: Data, batch_size: int = 256) -> Tensor:
     r"""Log evidence :math:`\log p(x_{1:T})` of each sequence, ``(N,)``, in nats.
 
     Labels of ``data`` are not used. Of a fit it is that at ``fit.values``. If sequences have
@@ -103,8 +108,9 @@ def log_evidence(model: HMM | Fit, data: Sequences, batch_size: int = 256) -> Te
         ValueError: If sequences have variables of their own, and ``data`` are others.
     """
     with torch.no_grad():
-        hmms = hmms_of(model, data, batch_size)
-        return torch.cat([hmm.log_prob(part.values) for hmm, part in hmms])
+        return torch.cat(
+            [hmm.log_prob(part.values) for hmm, part in hmms_of(model, data, batch_size)]
+        )
 
 
 def held_out_log_evidence(
@@ -141,7 +147,10 @@ def held_out_log_evidence(
 def num_parameters(module: Callable[..., Any], data: Sequences) -> int:
     """Number of free parameters p; what sums to one has one less than entries.
 
-    Variables of which each sequence, or each group, has one count as often as there are.
+    Latent variables count by the dimension of their support; those of which each sequence, or each
+    group, has one, as often as there are. Other parameters of a module, such as the logits of a
+    softmax, count by how many of them change the HMM independently of each other (the rank of its
+    Jacobian); more than 2,000 of them, and those of :func:`pyro.param` without a constraint, each.
 
     Args:
         module: An :class:`HMMModule`, a model of one, or any Pyro model.
@@ -159,14 +168,13 @@ def num_parameters(module: Callable[..., Any], data: Sequences) -> int:
     for name in trace.stochastic_nodes:
         site = trace.nodes[name]
         if not site_is_subsample(site) and site["infer"].get("enumerate") != "parallel":
-            shape = biject_to(site["fn"].support).inverse_shape(site["value"].shape)
-            count += math.prod(shape)
+            count += _dimension(site["fn"].support, site["value"])
     if not isinstance(module, torch.nn.Module):
-        for site in trace.nodes.values():
-            if site["type"] == "param":
-                constraint = site["kwargs"].get("constraint", constraints.real)
-                count += _dimension(constraint, site["value"])
-        return count
+        sites = [site for site in trace.nodes.values() if site["type"] == "param"]
+        real = constraints.real
+        return count + sum(
+            _dimension(site["kwargs"].get("constraint", real), site["value"]) for site in sites
+        )
     constrained = set()
     for part in module.modules():
         for name, (constraint, _) in getattr(part, "_pyro_params", {}).items():
@@ -174,8 +182,14 @@ def num_parameters(module: Callable[..., Any], data: Sequences) -> int:
             if leaf.requires_grad and id(leaf) not in constrained:  # parts may share one
                 count += _dimension(constraint, getattr(part, name))
             constrained.add(id(leaf))
-    free = [each for each in module.parameters() if id(each) not in constrained]
-    return count + sum(each.numel() for each in free if each.requires_grad)
+    free = {
+        name: leaf
+        for name, leaf in module.named_parameters()
+        if leaf.requires_grad and id(leaf) not in constrained
+    }
+    if not free:
+        return count
+    return count + (_rank(module, data, list(free)) or sum(x.numel() for x in free.values()))
 
 
 def _dimension(constraint: Any, value: Tensor) -> int:
@@ -188,7 +202,52 @@ def _dimension(constraint: Any, value: Tensor) -> int:
     return math.prod(biject_to(constraint).inverse_shape(value.shape))
 
 
-def aic(fit: Fit, data: Sequences) -> float:
+def _rank(module: torch.nn.Module, data: Sequences, names: list[str]) -> int | None:
+    """How many parameters change the HMM independently; None if they are too many to say.
+
+    The rank of random combinations of the rows of the Jacobian of all probabilities of the chain
+    and of observations, in float64.
+    """
+    double = copy.deepcopy(module).double()
+    leaves = [double.get_parameter(name) for name in names]
+    size = sum(leaf.numel() for leaf in leaves)
+    if size > MOST_PARAMETERS:
+        return None
+    with poutine.block(), torch.enable_grad(), torch.random.fork_rng(devices=[]):
+        hmm = build(double, data) if isinstance(double, HMMModule) else double(data)
+        if isinstance(hmm, BlockHMM):
+            return None
+        factors = [*hmm.chain.parameters.values(), _likelihoods(hmm, data)]
+        outputs = torch.cat([factor.double().exp().flatten() for factor in factors])
+        rows = []
+        for _ in range(size + 4):
+            outcome = (outputs * torch.randn_like(outputs)).sum()
+            parts = torch.autograd.grad(outcome, leaves, retain_graph=True, allow_unused=True)
+            rows.append(
+                torch.cat(
+                    [
+                        leaf.new_zeros(leaf.numel()) if part is None else part.flatten()
+                        for part, leaf in zip(parts, leaves)
+                    ]
+                )
+            )
+    jacobian = torch.stack(rows).nan_to_num(0.0)
+    jacobian = jacobian / jacobian.norm(dim=0).clamp(min=1e-30)
+    return int(torch.linalg.matrix_rank(jacobian, rtol=1e-9))
+
+
+def _likelihoods(hmm: HMM, data: Sequences) -> Tensor:
+    """Log-likelihoods in each state of all symbols, or of some observations of each state."""
+    emission = hmm.emission
+    if hmm.emission_per_step or isinstance(emission, Autoregressive):
+        return hmm.log_likelihood(data.values)
+    if is_categorical(emission):
+        return log_probs(emission)
+    samples = emission.sample(torch.Size([50])).reshape(-1, *emission.event_shape)
+    return log_likelihood(emission, samples.detach())
+
+
+def aic(fit: Fit, data: Data, num_parameters: int | None = None) -> float:
     r"""Akaike's information criterion (1974), in nats times two: less is better.
 
     .. math:: -2 \log p(x | \hat\theta) + 2 p
@@ -201,30 +260,33 @@ def aic(fit: Fit, data: Sequences) -> float:
     Args:
         fit: From :func:`fit_em` or :func:`fit_map`.
         data: What was fitted.
+        num_parameters: p; by default that of :func:`num_parameters`.
     """
-    return _criterion(fit, data, 2.0)
+    return _criterion(fit, data, num_parameters, 2.0)
 
 
-def bic(fit: Fit, data: Sequences) -> float:
+def bic(fit: Fit, data: Data, num_parameters: int | None = None) -> float:
     r"""Bayesian information criterion, in nats times two: less is better.
 
     .. math:: -2 \log p(x | \hat\theta) + p \log n
 
     Schwarz (1978), with n the number of observed steps, as is usual for hidden Markov models.
-
-    Args:
-        fit: As for :func:`aic`.
-        data: The same.
+    Arguments are those of :func:`aic`.
     """
-    return _criterion(fit, data, math.log(max(data.num_observed, 1)))
+    return _criterion(fit, data, num_parameters)
 
 
-def _criterion(fit: Fit, data: Sequences, price: float) -> float:
-    if fit.method == "SVI":
-        raise ValueError("fit must be one of EM or MAP, a point; SVI has a distribution of them.")
+def _criterion(fit: Fit, data: Data, count: int | None, price: float | None = None) -> float:
+    if fit.method not in ("EM", "MAP"):
+        raise ValueError("fit must be one of EM or MAP, a point; this has a distribution of them.")
+    data = in_parts(data)
+    if price is None:
+        price = math.log(max(data.num_observed, 1))
     evidence = log_evidence(fit, data).double().sum().item()
-    with fit.at_rest():
-        return -2.0 * evidence + price * num_parameters(fit.model, data)
+    if count is None:
+        with fit.at_rest():
+            count = num_parameters(fit.model, data if isinstance(data, Sequences) else data.first)
+    return -2.0 * evidence + price * count
 
 
 class CrossValidation(NamedTuple):
@@ -254,6 +316,9 @@ def cross_validate(
 ) -> CrossValidation:
     """Fit all folds but one, and evaluate that one: each sequence once.
 
+    Calls with as many sequences and folds have the same folds, so that fits of several numbers of
+    states can be compared.
+
     With a flat prior, a symbol that the other folds lack makes a sequence impossible: give
     :func:`categorical` a concentration above one.
 
@@ -261,7 +326,7 @@ def cross_validate(
         fit: Called with the sequences to fit, such as ``lambda data: fit_em(module, data)``.
         data: The sequences.
         num_folds: At least 2, at most the number of sequences.
-        generator: Decides who is in which fold; torch's global one by default.
+        generator: Decides who is in which fold; by default always the same.
 
     Raises:
         ValueError: If ``num_folds`` is out of range.
@@ -278,7 +343,7 @@ def cross_validate(
             f"num_folds must lie between 2 and the number of sequences, {len(data)}; got "
             f"{num_folds}."
         )
-    order = torch.randperm(len(data), generator=generator)
+    order = torch.randperm(len(data), generator=generator or torch.Generator().manual_seed(0))
     fold = torch.empty(len(data), dtype=torch.long)
     fold[order] = torch.arange(len(data)) % num_folds
     by_fold = torch.cat([(fold == number).nonzero().flatten() for number in range(num_folds)])
@@ -288,89 +353,3 @@ def cross_validate(
         check_returned("fit", fitted, Fit, "a Fit")
         parts.append(held_out_log_evidence(fitted, data[fold == number]).cpu())
     return CrossValidation(torch.cat(parts)[by_fold.argsort()], fold, data.num_observed)
-
-
-def bhattacharyya(probs: Tensor) -> Tensor:
-    r"""Bhattacharyya distances between distributions: :math:`-\ln \sum_v \sqrt{p_{iv} p_{jv}}`.
-
-    Args:
-        probs: ``(*B, K, V)``, a distribution in each row.
-
-    Returns:
-        ``(*B, K, K)``, in nats; zero on the diagonal, infinite where supports are disjoint.
-
-    Raises:
-        TypeError: If ``probs`` are not floating point.
-        ValueError: If one is negative, or a row does not sum to one.
-
-    Example:
-        >>> bhattacharyya(torch.tensor([[1.0, 0.0], [0.5, 0.5]]))
-        tensor([[0.0000, 0.3466],
-                [0.3466, 0.0000]])
-    """
-    check_floats("probs", probs)
-    if not bool((probs >= 0).all()):
-        raise ValueError("probs must not be negative, nor NaN. Take .exp() of logarithms.")
-    if not bool(((probs.sum(-1) - 1).abs() <= 1e-4).all()):
-        raise ValueError("probs must sum to one in each row. Divide counts by their sums.")
-    root = probs.sqrt()
-    overlap = root @ root.mT
-    overlap = (overlap + overlap.mT) / 2  # a product may round its two halves differently
-    distance = -overlap.log().clamp(max=0.0)
-    return distance.masked_fill(
-        torch.eye(probs.size(-2), dtype=torch.bool, device=probs.device), 0.0
-    ).abs()
-
-
-def diversity(probs: Tensor) -> Tensor:
-    """Mean Bhattacharyya distance of all pairs of rows, ``(*B)``, in nats (Qiao et al., 2015).
-
-    Infinite as soon as two rows have disjoint supports.
-
-    Args:
-        probs: ``(*B, K, V)``, a distribution in each row, such as a transition matrix; K >= 2.
-
-    Example:
-        >>> diversity(torch.tensor([[1.0, 0.0], [0.5, 0.5], [0.5, 0.5]]))  # 0.3466 twice of three
-        tensor(0.2310)
-    """
-    return diversity_by_state(probs).mean(-1)
-
-
-def diversity_by_state(probs: Tensor) -> Tensor:
-    """Mean Bhattacharyya distance of each row to the others, ``(*B, K)``, in nats.
-
-    Infinite for a row whose support is disjoint from that of another.
-
-    Args:
-        probs: ``(*B, K, V)``, a distribution in each row; K >= 2.
-
-    Example:
-        >>> diversity_by_state(torch.tensor([[1.0, 0.0], [0.5, 0.5], [0.5, 0.5]]))
-        tensor([0.3466, 0.1733, 0.1733])
-    """
-    if probs.dim() < 2 or probs.size(-2) < 2:
-        raise ValueError(
-            "probs must have shape (*B, K, V) with at least two rows to compare; got "
-            f"{tuple(probs.shape)}."
-        )
-    return bhattacharyya(probs).sum(-1) / (probs.size(-2) - 1)
-
-
-def mean_absolute_deviation(first: Any, second: Any) -> float:
-    """Mean absolute difference of two tables, such as two joint distributions of adjacent symbols.
-
-    Example:
-        >>> mean_absolute_deviation(torch.tensor([0.25, 0.75]), torch.tensor([0.5, 0.5]))
-        0.25
-    """
-    first, second = torch.as_tensor(first), torch.as_tensor(second)
-    if first.shape != second.shape:
-        raise ValueError(
-            f"first and second must have one shape; got {tuple(first.shape)} and "
-            f"{tuple(second.shape)}."
-        )
-    deviation = (first.double() - second.double()).abs().mean().item()
-    if math.isnan(deviation):
-        raise ValueError("first and second must hold numbers, and none that is NaN.")
-    return deviation

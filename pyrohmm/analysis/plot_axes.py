@@ -1,14 +1,17 @@
-"""Axes and names, as all pictures have them; matplotlib is imported when one is drawn."""
+"""Axes, names, colours and tables of pictures; matplotlib is imported when one is drawn."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+
+MOST_NAMES = 10  # states or curves, above which a legend hides more than it says
+MOST_TICKS = 30  # names along an axis that can be read
 
 
 def axes_or_new(axes: Axes | None) -> Axes:
@@ -31,6 +34,16 @@ def names_or_numbers(names: Sequence[str] | None, size: int, default: str = "") 
     return list(names)
 
 
+def colors_of(size: int) -> list[Any]:
+    """A colour for each of K states, no two alike: matplotlib's ten, twenty, or a rainbow."""
+    if size <= 10:
+        return [f"C{k}" for k in range(size)]
+    import matplotlib
+
+    colors = matplotlib.colormaps["tab20" if size <= 20 else "turbo"].resampled(max(size, 20))
+    return [colors(k) for k in range(size)]
+
+
 def table(axes: Axes, matrix: Tensor, texts: Sequence[Sequence[str]], top: float = 1.0) -> None:
     """Draw a matrix as shades from 0 to ``top``, with a text in each cell, if there are any."""
     axes.imshow(matrix.numpy(), cmap="Blues", vmin=0.0, vmax=top)
@@ -40,19 +53,13 @@ def table(axes: Axes, matrix: Tensor, texts: Sequence[Sequence[str]], top: float
             axes.text(j, i, text, ha="center", va="center", color=color)
 
 
-def from_and_to(axes: Axes, names: Sequence[str] | None, size: int) -> None:
-    """Label the axes of a transition matrix."""
-    if size <= 30 or names is not None:
-        labels = names_or_numbers(names, size)
-        axes.set_xticks(range(size), labels)
-        axes.set_yticks(range(size), labels)
-    axes.set_xlabel("to")
-    axes.set_ylabel("from")
-
-
-def legend_above(axes: Axes) -> None:
-    """A legend in a row above the axes, where it covers nothing."""
-    axes.legend(loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=6, frameon=False)
+def legend_above(axes: Axes, inside: bool = False) -> None:
+    """A legend in a row above the axes, or inside; none of more than ten entries."""
+    count = len(axes.get_legend_handles_labels()[0])
+    if count <= MOST_NAMES and inside:
+        axes.legend()
+    elif count <= MOST_NAMES:
+        axes.legend(loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=6, frameon=False)
 
 
 def only_base(axes: Axes) -> None:

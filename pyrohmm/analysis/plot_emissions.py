@@ -15,7 +15,14 @@ from ..distributions.context_tables import AutoregressiveCategorical
 from ..distributions.hmm import HMM
 from ..distributions.observation import is_categorical
 from ..distributions.vector_autoregression import AutoregressiveNormal
-from .plot_axes import axes_or_new, names_or_numbers, only_base, table
+from .plot_axes import (
+    axes_or_new,
+    colors_of,
+    legend_above,
+    names_or_numbers,
+    only_base,
+    table,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -151,9 +158,10 @@ def _per_column(letter: str, symbols: Sequence[str] | None, matrix: Tensor) -> l
 
 def _bars(probs: Tensor, symbols: list[str], labels: list[str], axes: Axes) -> Axes:
     size, top = len(probs), probs.max().item()
+    colors = colors_of(size)
     for k, row in enumerate(probs.numpy()):
         base = size - 1 - k
-        axes.bar(range(len(row)), 0.85 * row / top, bottom=base, width=0.8, color=f"C{k % 10}")
+        axes.bar(range(len(row)), 0.85 * row / top, bottom=base, width=0.8, color=colors[k])
         axes.axhline(base, color="0.7", linewidth=0.6)
     axes.set_xticks(range(len(symbols)), symbols)
     axes.set_yticks([size - 0.6 - k for k in range(size)], labels)
@@ -170,11 +178,11 @@ def _densities(
     low, high = _ends(mean, deviation)
     inside = torch.linspace(low, high, POINTS + 2, dtype=mean.dtype, device=mean.device)
     inside, density = _at(distribution, inside)
-    for k, label in enumerate(labels):
-        (line,) = axes.plot(inside.numpy(), density[:, k].numpy(), label=label)
-        axes.fill_between(inside.numpy(), density[:, k].numpy(), color=line.get_color(), alpha=0.15)
+    for k, (label, color) in enumerate(zip(labels, colors_of(len(labels)))):
+        axes.plot(inside.numpy(), density[:, k].numpy(), label=label, color=color)
+        axes.fill_between(inside.numpy(), density[:, k].numpy(), color=color, alpha=0.15)
     axes.set(xlabel="observation", ylabel="density", ylim=(0, None))
-    axes.legend()
+    legend_above(axes, inside=True)
 
 
 def _counts(
@@ -183,12 +191,12 @@ def _counts(
     low, high = _ends(mean, deviation)
     counts = torch.arange(math.floor(low), math.ceil(high) + 1, dtype=mean.dtype).to(mean.device)
     counts, probs = _at(distribution, counts)
-    for k, label in enumerate(labels):
+    for k, (label, color) in enumerate(zip(labels, colors_of(len(labels)))):
         drawn = probs[:, k] > SMALL
-        axes.plot(counts[drawn].numpy(), probs[drawn, k].numpy(), "o-", ms=4, label=label)
+        axes.plot(counts[drawn], probs[drawn, k], "o-", ms=4, label=label, color=color)
     axes.set(xlabel="count", ylabel="probability", ylim=(0, None))
     axes.locator_params(axis="x", integer=True)
-    axes.legend()
+    legend_above(axes, inside=True)
 
 
 def _at(distribution: Any, points: Tensor) -> tuple[Tensor, Tensor]:
@@ -217,8 +225,7 @@ def _means(mean: Tensor, columns: list[str], labels: list[str], axes: Axes) -> N
 def _ellipses(distribution: Any, mean: Tensor, labels: list[str], axes: Axes) -> None:
     from matplotlib.patches import Ellipse
 
-    for k, label in enumerate(labels):
-        color = f"C{k % 10}"
+    for k, (label, color) in enumerate(zip(labels, colors_of(len(labels)))):
         values, vectors = torch.linalg.eigh(_covariance(distribution)[k])
         angle = math.degrees(math.atan2(vectors[1, 1].item(), vectors[0, 1].item()))
         centre = (mean[k, 0].item(), mean[k, 1].item())
@@ -228,7 +235,7 @@ def _ellipses(distribution: Any, mean: Tensor, labels: list[str], axes: Axes) ->
             patch = Ellipse(centre, long, short, angle=angle, color=color, alpha=0.3 / scale)
             axes.add_patch(patch)
     axes.autoscale_view()
-    axes.legend()
+    legend_above(axes, inside=True)
 
 
 def _covariance(distribution: Any) -> Tensor:
@@ -250,12 +257,12 @@ def _covariance(distribution: Any) -> Tensor:
 def _bands(
     mean: Tensor, deviation: Tensor, columns: list[str], labels: list[str], axes: Axes
 ) -> None:
-    for k, label in enumerate(labels):
+    for k, (label, color) in enumerate(zip(labels, colors_of(len(labels)))):
         steps = range(mean.size(1))
-        (line,) = axes.plot(steps, mean[k].numpy(), "o-", ms=4, label=label)
+        axes.plot(steps, mean[k].numpy(), "o-", ms=4, label=label, color=color)
         low, high = (mean[k] - deviation[k]).numpy(), (mean[k] + deviation[k]).numpy()
-        axes.fill_between(steps, low, high, color=line.get_color(), alpha=0.15, linewidth=0.0)
+        axes.fill_between(steps, low, high, color=color, alpha=0.15, linewidth=0.0)
     if len(columns) <= 30:
         axes.set_xticks(range(len(columns)), columns)
     axes.set(xlabel="component", ylabel="mean and one standard deviation")
-    axes.legend()
+    legend_above(axes, inside=True)

@@ -16,27 +16,58 @@ from .._checks import check_probs
 from ..distributions.forecast import Forecast
 from ..distributions.hmm import HMM
 from ..infer.results import Fit
-from .plot_axes import axes_or_new, from_and_to, legend_above, names_or_numbers, table
-from .plot_durations import durations as durations
-from .plot_durations import hazard as hazard
-from .plot_durations import survival as survival
+from .dwell_times import (
+    dwell_time_hazard,
+    dwell_time_log_prob,
+    dwell_time_log_survival,
+    segments,
+)
+from .plot_axes import (
+    MOST_TICKS,
+    axes_or_new,
+    colors_of,
+    legend_above,
+    names_or_numbers,
+    table,
+)
 from .plot_emissions import emission as emission
 from .prediction import observation_marginals
-from .segmentation import segments
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+LEAST_AT_RISK = 5  # visits, below which a share says little
+MOST_ARROWS = 40
+LONGEST = 200  # steps of a duration that are drawn unless they are asked for
 
-def _matrix(hmm: HMM) -> Tensor:
-    """The transition matrix of an HMM, ``(K, K)``."""
-    matrix = hmm.log_transition.detach().exp().cpu()
-    if matrix.dim() != 2:
+
+def _single(name: str, parameter: Tensor) -> Tensor:
+    """A parameter ``(K, *)`` of an HMM on the CPU; raise if it has batch dimensions."""
+    if parameter.dim() != 2:
         raise ValueError(
-            f"hmm must have one transition matrix (K, K); got shape {tuple(matrix.shape)}. "
+            f"hmm must have one set of parameters; its {name} have shape {tuple(parameter.shape)}. "
             "Build it from one sample, for instance with fit.hmm(data)."
         )
-    return matrix
+    return parameter.detach().cpu()
+
+
+def _square(
+    axes: Axes | None,
+    matrix: Tensor,
+    texts: Sequence[Sequence[str]],
+    names: Sequence[str] | None,
+    most: int,
+) -> Axes:
+    """Draw a transition matrix as shades, with texts if there are at most ``most`` states."""
+    size = len(matrix)
+    labels = names_or_numbers(names, size)
+    axes = axes_or_new(axes)
+    table(axes, matrix, texts if size <= most else [])
+    if size <= MOST_TICKS or names is not None:
+        axes.set_xticks(range(size), labels, rotation="vertical" if size > MOST_TICKS else None)
+        axes.set_yticks(range(size), labels)
+    axes.set(xlabel="to", ylabel="from")
+    return axes
 
 
 def transition(hmm: HMM, names: Sequence[str] | None = None, axes: Axes | None = None) -> Axes:
@@ -46,17 +77,9 @@ def transition(hmm: HMM, names: Sequence[str] | None = None, axes: Axes | None =
         hmm: An HMM without batch dimensions in its parameters.
         names: Of the K states; numbers by default.
         axes: Where to draw; new ones by default.
-
-    Raises:
-        ValueError: If the matrix has more than two dimensions, or there are not K names.
     """
-    matrix = _matrix(hmm)
-    size = len(matrix)
-    names_or_numbers(names, size)
-    axes = axes_or_new(axes)
-    table(axes, matrix, [[f"{p:.2f}" for p in row] for row in matrix] if size <= 12 else [])
-    from_and_to(axes, names, size)
-    return axes
+    matrix = _single("transitions", hmm.log_transition).exp()
+    return _square(axes, matrix, [[f"{p:.2f}" for p in row] for row in matrix], names, 12)
 
 
 def states(probs: Tensor, names: Sequence[str] | None = None, axes: Axes | None = None) -> Axes:
@@ -75,11 +98,9 @@ def states(probs: Tensor, names: Sequence[str] | None = None, axes: Axes | None 
     labels = names_or_numbers(names, probs.size(1), "state ")
     axes = axes_or_new(axes)
     shares = probs.detach().cpu().mT.numpy()
-    axes.stackplot(range(len(probs)), shares, labels=labels, step="mid", alpha=0.85)
-    axes.set_xlim(0, max(len(probs) - 1, 1))
-    axes.set_ylim(0, 1)
-    axes.set_xlabel("step")
-    axes.set_ylabel("probability")
+    axes.stackplot(range(len(probs)), shares, labels=labels, step="mid", alpha=0.85,
+                   colors=colors_of(len(labels)))  # fmt: skip
+    axes.set(xlim=(0, max(len(probs) - 1, 1)), ylim=(0, 1), xlabel="step", ylabel="probability")
     legend_above(axes)
     return axes
 
@@ -107,21 +128,22 @@ def timeline(
         3
     """
     rows = segments(states, lengths)
-    largest = max((row.state for row in rows), default=0)
-    if names is not None and not largest < len(names):
-        raise ValueError(f"names must have one for state {largest}; got {len(names)}.")
-    labels = list(names) if names is not None else [f"state {k}" for k in range(largest + 1)]
+    size = 1 + max((row.state for row in rows), default=0)
+    if names is not None and size > len(names):
+        raise ValueError(f"names must have one for state {size - 1}; got {len(names)}.")
+    labels = names_or_numbers(None if names is None else list(names)[:size], size, "state ")
+    colors = colors_of(size if names is None else len(names))
     axes = axes_or_new(axes)
     for state in sorted({row.state for row in rows}):
         own = [row for row in rows if row.state == state]
         axes.barh(
             [row.sequence for row in own], [row.length for row in own], height=0.9,
-            left=[row.first - 0.5 for row in own], color=f"C{state % 10}", label=labels[state],
+            left=[row.first - 0.5 for row in own], color=colors[state], label=labels[state],
         )  # fmt: skip
     count = 1 if states.dim() == 1 else len(states)
     axes.set(xlabel="step", ylabel="sequence" if count > 1 else "", ylim=(count - 0.5, -0.5))
     axes.set_xlim(-0.5, states.size(-1) - 0.5)
-    axes.set_yticks(range(count) if 1 < count <= 30 else [])
+    axes.set_yticks(range(count) if 1 < count <= MOST_TICKS else [])
     legend_above(axes)
     return axes
 
@@ -169,69 +191,80 @@ def series(
         )
     drawn = hmm.exists.reshape(-1).cpu()
     observed = drawn if hmm.observed is None else drawn & hmm.observed.reshape(-1).cpu()
-    observed = observed & ~values.reshape(-1).cpu().isnan()
-    steps, numbers = torch.arange(len(path)), values.detach().reshape(-1).cpu()
+    numbers = values.detach().reshape(-1).cpu().double().masked_fill(~observed, torch.nan)
+    steps = torch.arange(len(path))
     axes = axes_or_new(axes)
     axes.fill_between(
         steps[drawn].numpy(), low[drawn].numpy(), high[drawn].numpy(), step="mid", color="0.85",
         linewidth=0.0, label=f"{level:.0%}",
     )  # fmt: skip
-    blank = numbers.double().masked_fill(~observed, torch.nan)
-    axes.plot(steps.numpy(), blank.numpy(), color="0.6", linewidth=0.8)
-    for k, label in enumerate(labels):
-        chosen = observed & (path == k)
-        axes.plot(steps[chosen].numpy(), numbers[chosen].numpy(), "o", ms=4, color=f"C{k % 10}",
-                  label=label)  # fmt: skip
+    axes.plot(steps.numpy(), numbers.numpy(), color="0.6", linewidth=0.8)
+    for k, color in enumerate(colors_of(len(labels))):
+        chosen = (path == k) & ~numbers.isnan()
+        axes.plot(steps[chosen].numpy(), numbers[chosen].numpy(), "o", ms=4, color=color,
+                  label=labels[k])  # fmt: skip
     axes.set(xlabel="step", ylabel="observation")
     legend_above(axes)
     return axes
 
 
 def graph(
-    hmm: HMM, names: Sequence[str] | None = None, least: float = 0.01, axes: Axes | None = None
+    hmm: HMM,
+    names: Sequence[str] | None = None,
+    least: float | None = None,
+    axes: Axes | None = None,
 ) -> Axes:
     """Draw the chain as a graph: states on a circle, an arrow for each probable transition.
 
-    The wider an arrow, the more probable the transition; how probable stands beside it. Staying is
-    written below the name of a state.
+    The wider an arrow, the more probable the transition; up to twelve states how probable stands
+    beside it. Staying is written below the name of a state.
 
     Args:
         hmm: An HMM without batch dimensions in its parameters.
         names: Of the K states; numbers by default.
-        least: Transitions of less probability are left out.
+        least: Transitions of less probability are left out; by default those below 0.01, and all
+            but the forty most probable.
         axes: Where to draw; new ones by default.
 
     Raises:
         ValueError: If the matrix has more than two dimensions, or there are not K names.
     """
-    matrix = _matrix(hmm)
+    matrix = _single("transitions", hmm.log_transition).exp()
     size = len(matrix)
     labels = names_or_numbers(names, size)
     axes = axes_or_new(axes)
-    places = [
-        (math.sin(2 * math.pi * k / size), math.cos(2 * math.pi * k / size)) for k in range(size)
-    ]
-    if size == 1:
-        places = [(0.0, 0.0)]
-    for i, j in (matrix >= max(least, 1e-12)).nonzero().tolist():
-        if i != j:
-            _arrow(axes, places[i], places[j], matrix[i, j].item())
-    for k, (x, y) in enumerate(places):
-        frame = {"boxstyle": "circle,pad=0.5", "facecolor": f"C{k % 10}", "edgecolor": "none"}
+    radius = min(1.0, size - 1.0)
+    angles = [2 * math.pi * k / size for k in range(size)]
+    places = [(radius * math.sin(angle), radius * math.cos(angle)) for angle in angles]
+    away = matrix.masked_fill(torch.eye(size, dtype=torch.bool), 0.0)
+    order = away.flatten().argsort(descending=True, stable=True)
+    for place in order[: MOST_ARROWS if least is None else None].tolist():
+        i, j = divmod(place, size)
+        if away[i, j] >= (0.01 if least is None else max(least, 1e-12)):
+            _arrow(axes, places[i], places[j], away[i, j].item(), size <= 12)
+    small = 9 if size <= 10 else 6
+    for k, ((x, y), color) in enumerate(zip(places, colors_of(size))):
+        frame = {"boxstyle": "circle,pad=0.5", "facecolor": color, "edgecolor": "none"}
         axes.text(x, y, f"{labels[k]}\n{matrix[k, k].item():.2f}", ha="center", va="center",
-                  color="white", fontsize=9, bbox=frame)  # fmt: skip
+                  color="white", fontsize=small, bbox=frame)  # fmt: skip
     axes.set(xlim=(-1.5, 1.5), ylim=(-1.4, 1.4), aspect="equal")
     axes.set_axis_off()
     return axes
 
 
 def _arrow(
-    axes: Axes, start: tuple[float, float], end: tuple[float, float], probability: float
+    axes: Axes,
+    start: tuple[float, float],
+    end: tuple[float, float],
+    probability: float,
+    written: bool,
 ) -> None:
-    """A curved arrow, with its probability beside the middle."""
+    """A curved arrow, with its probability beside the middle if it is ``written``."""
     style = {"arrowstyle": "-|>", "connectionstyle": "arc3,rad=0.18", "color": "0.45",
              "linewidth": 0.6 + 4.0 * probability, "shrinkA": 24, "shrinkB": 24}  # fmt: skip
     axes.annotate("", end, start, arrowprops=style)
+    if not written:
+        return
     across, up = end[0] - start[0], end[1] - start[1]
     x, y = start[0] + 0.45 * across + 0.13 * up, start[1] + 0.45 * up - 0.13 * across
     axes.text(x, y, f"{probability:.2f}", fontsize=8, ha="center", va="center", color="0.25",
@@ -249,9 +282,6 @@ def criterion(
         scores: Criterion by K, such as ``{K: metrics.bic(fit, data)}``; or several such, by name.
         name: Of the criterion.
         axes: Where to draw; new ones by default.
-
-    Raises:
-        ValueError: If there is no score.
 
     Example:
         >>> axes = criterion({1: 520.0, 2: 430.0, 3: 445.0}, "BIC")
@@ -290,9 +320,6 @@ def transition_posterior(
         level: Probability of the intervals.
         axes: Where to draw; new ones by default.
 
-    Raises:
-        ValueError: If ``samples`` are not of square matrices, or there are not K names.
-
     Example:
         >>> samples = Dirichlet(torch.tensor([[9.0, 1.0], [1.0, 9.0]])).sample((1000,))
         >>> axes = transition_posterior(samples, ["rain", "sun"])
@@ -302,18 +329,12 @@ def transition_posterior(
     if samples.dim() < 3 or samples.size(-1) != samples.size(-2) or not samples.numel():
         raise ValueError(f"samples must have shape (*S, K, K); got {tuple(samples.shape)}.")
     flat = samples.detach().cpu().double().flatten(0, -3)
-    mean, size = flat.mean(0), samples.size(-1)
-    names_or_numbers(names, size)
-    wanted = torch.tensor([(1 - level) / 2, (1 + level) / 2], dtype=flat.dtype)
-    low, high = flat.quantile(wanted, 0)
+    mean = flat.mean(0)
+    low, high = flat.quantile(torch.tensor([(1 - level) / 2, (1 + level) / 2]).to(flat), 0)
     texts = [
-        [f"{mean[i, j]:.2f}\n{low[i, j]:.2f} to {high[i, j]:.2f}" for j in range(size)]
-        for i in range(size)
+        [f"{m:.2f}\n{a:.2f} to {b:.2f}" for m, a, b in zip(*rows)] for rows in zip(mean, low, high)
     ]
-    axes = axes_or_new(axes)
-    table(axes, mean, texts if size <= 8 else [])
-    from_and_to(axes, names, size)
-    return axes
+    return _square(axes, mean, texts, names, 8)
 
 
 def losses(fit: Fit, axes: Axes | None = None) -> Axes:
@@ -330,8 +351,7 @@ def losses(fit: Fit, axes: Axes | None = None) -> Axes:
             if number != fit.restarts.best:
                 axes.plot((curve / count).numpy(), color="0.75", linewidth=0.8)
     axes.plot((fit.losses.cpu() / count).numpy(), color="C0")
-    axes.set_xlabel("step")
-    axes.set_ylabel("loss, nats per observation")
+    axes.set(xlabel="step", ylabel="loss, nats per observation")
     axes.locator_params(axis="x", integer=True)
     return axes
 
@@ -350,9 +370,6 @@ def forecast(
         values: The past, ``(T,)``, ``(1, T)`` or ``(1, T, 1)``; the forecast follows it.
         levels: Probabilities of the bands.
         axes: Where to draw; new ones by default.
-
-    Raises:
-        ValueError: If there are several sequences, or observations are vectors.
     """
     shape, ahead = tuple(predicted.shape()), predicted.states.size(-2)
     past = () if values is None else tuple(values.shape)
@@ -377,7 +394,105 @@ def forecast(
         )
     median = predicted.quantiles([0.5]).reshape(-1).cpu().numpy()
     axes.plot(steps, median, color="C0", label="median")
-    axes.set_xlabel("step")
-    axes.set_ylabel("observation")
+    axes.set(xlabel="step", ylabel="observation")
+    legend_above(axes)
+    return axes
+
+
+def durations(
+    hmm: HMM,
+    num_steps: int | None = None,
+    states: Tensor | None = None,
+    lengths: Tensor | None = None,
+    names: Sequence[str] | None = None,
+    axes: Axes | None = None,
+) -> Axes:
+    """Draw the probability of each duration as a curve for each state, and decoded ones as dots.
+
+    Args:
+        hmm: An HMM or an HSMM without batch dimensions in its parameters.
+        num_steps: The longest duration to draw; by default that which at most one visit in a
+            hundred exceeds in any state, up to 200.
+        states: ``(N, T)`` integers, decoded paths, whose durations are the dots: see
+            :func:`.dwell_times.dwell_time_hazard`. Not drawn are those that fewer than five visits
+            have reached.
+        lengths: ``(N,)``, steps of each path; T by default.
+        names: Of the K states; numbers by default.
+        axes: Where to draw; new ones by default.
+    """
+    curves = dwell_time_log_prob(hmm, num_steps or _longest(hmm)).exp()
+    ended, lasted = _decoded(states, lengths, hmm.num_states)
+    return _lasting(axes, curves, ended * lasted, names, "probability")
+
+
+def survival(
+    hmm: HMM,
+    num_steps: int | None = None,
+    states: Tensor | None = None,
+    lengths: Tensor | None = None,
+    names: Sequence[str] | None = None,
+    axes: Axes | None = None,
+) -> Axes:
+    """Draw the probability to last at least so many steps; arguments as :func:`durations`."""
+    curves = dwell_time_log_survival(hmm, num_steps or _longest(hmm)).exp()
+    _, lasted = _decoded(states, lengths, hmm.num_states)
+    return _lasting(axes, curves, lasted, names, "probability to last as long")
+
+
+def hazard(
+    hmm: HMM,
+    num_steps: int | None = None,
+    states: Tensor | None = None,
+    lengths: Tensor | None = None,
+    names: Sequence[str] | None = None,
+    axes: Axes | None = None,
+) -> Axes:
+    """Draw the probability to end after d steps, given so many; arguments as :func:`durations`.
+
+    That of an HMM is constant.
+    """
+    num_steps = num_steps or _longest(hmm)
+    lasting = dwell_time_log_survival(hmm, num_steps)
+    curves = (dwell_time_log_prob(hmm, num_steps) - lasting).exp()
+    ended, _ = _decoded(states, lengths, hmm.num_states)
+    curves = curves.masked_fill(lasting.isneginf(), torch.nan)
+    return _lasting(axes, curves, ended, names, "probability to end now")
+
+
+def _longest(hmm: HMM) -> int:
+    """The duration that at most one visit in a hundred exceeds."""
+    exceeds = dwell_time_log_survival(hmm, LONGEST).exp() > 0.01
+    return max(1, int(exceeds.reshape(-1, LONGEST).any(0).sum()))
+
+
+def _decoded(
+    states: Tensor | None, lengths: Tensor | None, num_states: int
+) -> tuple[Tensor, Tensor]:
+    """Hazard and survival of decoded visits, ``(K, T)``; NaN where few are at risk."""
+    if states is None:
+        none = torch.full((num_states, 1), torch.nan)
+        return none, none
+    if lengths is None:
+        lengths = torch.full(states.shape[:-1], states.shape[-1] if states.dim() else 1)
+    shares, at_risk = dwell_time_hazard(states, lengths, num_states)
+    lasted = torch.nn.functional.pad((1 - shares).cumprod(-1)[:, :-1], (1, 0), value=1.0)
+    few = at_risk < LEAST_AT_RISK
+    return shares.masked_fill(few, torch.nan), lasted.masked_fill(few, torch.nan)
+
+
+def _lasting(
+    axes: Axes | None, curves: Tensor, dots: Tensor, names: Sequence[str] | None, label: str
+) -> Axes:
+    """Curves ``(K, D)``, and dots ``(K, T)``, against the number of steps."""
+    curves = _single("durations", curves)
+    labels = names_or_numbers(names, len(curves), "state ")
+    axes = axes_or_new(axes)
+    steps, shown = range(1, curves.size(1) + 1), min(curves.size(1), dots.size(1))
+    for k, color in enumerate(colors_of(len(curves))):
+        axes.plot(steps, curves[k].numpy(), color=color, label=labels[k])
+        points = dots[k, :shown].cpu().numpy()
+        axes.plot(steps[:shown], points, "o", color=color, markersize=3.5, alpha=0.6)
+    axes.set(xlim=(0.5, curves.size(1) + 0.5), xlabel="steps in the state", ylabel=label)
+    axes.set_ylim(bottom=0)
     legend_above(axes)
     return axes

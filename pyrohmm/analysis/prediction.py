@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from .._checks import check_size
+from ..chains.blocks import CarriedState
 from ..distributions.autoregressive import Autoregressive
-from ..distributions.block_factors import at_steps, log_chain
 from ..distributions.block_hmm import BlockHMM
-from ..distributions.carried_state import CarriedState
 from ..distributions.continuous_time_hmm import ContinuousTimeHMM
 from ..distributions.factorial_hmm import FactorialHMM
 from ..distributions.forecast import Forecast
@@ -54,8 +53,8 @@ def predictive_log_prob(hmm: HMM, values: Tensor) -> Tensor:
     """
     with torch.no_grad():
         if in_blocks(hmm):
-            blocks, shape = log_chain(hmm, values, torch.float64, trim=True)
-            return at_steps(blocks, block_queries.predictive(blocks), shape)
+            blocks, shape = hmm.log_chain(values, trim=True)
+            return block_queries.at_steps(blocks, block_queries.predictive(blocks), shape)
         chain = chain_factors(hmm, values)
         scores = (chain.predicted() + chain.likelihood).logsumexp(-1)
         informative = chain.observed
@@ -137,16 +136,8 @@ def _continued(
     """:func:`continuation` in blocks, of values ``(N, T, *E)``."""
     final = hmm.final_state(values)
     check_possible(final.log_probs.logsumexp(-1))
-    last = final.states[:, 0].cpu().contiguous()
-    block = torch.searchsorted(hmm.blocks.layout.starts, last, right=True) - 1
-    kinds, place = block.unique(return_inverse=True)
-    rows = hmm.blocks.states[kinds]
-    left = rows[rows >= 0].to(transition.leave.device)
     with torch.no_grad():
-        carried = CarriedState(
-            transition.leave[left].detach(), transition.log_block_probs[left],
-            hmm.blocks.sizes[kinds], place, final.log_probs,
-        )  # fmt: skip
+        carried = CarriedState.of(transition, *final)
     ahead = hmm.replace(lengths=torch.full_like(hmm.lengths, num_steps))
     return cast(BlockHMM, ahead).continue_from(carried)
 

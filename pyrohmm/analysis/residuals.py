@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
-from ..distributions.block_factors import log_chain
 from ..distributions.block_hmm import BlockHMM
 from ..distributions.hard_zeros import exact_log_prob
 from ..distributions.hmm import HMM
@@ -105,7 +104,7 @@ def pseudo_residuals(hmm: HMM, values: Tensor, *, forecast: bool = False) -> Pse
 
 def _in_blocks(hmm: BlockHMM, values: Tensor, forecast: bool) -> PseudoResiduals:
     """:func:`pseudo_residuals` from block to block, of the steps that are observed."""
-    chain, shape = log_chain(hmm, values, torch.float64)
+    chain, shape = hmm.log_chain(values)
     log_probs = normalised(block_queries.left_out(chain, forecast))
     probs, unknown = log_probs.exp(), log_probs.isneginf().all(-1)
     known = (~chain.missing).nonzero().squeeze(-1)

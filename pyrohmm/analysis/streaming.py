@@ -286,7 +286,9 @@ class Filter:
         if self._blocks is not None:
             rows = values.expand(*self.batch_shape, num_steps).reshape(-1, num_steps)
             mask = None if observed is None else observed.reshape(-1, num_steps)
-            return self._blocks.read(rows, mask, self.hmm._validate_args), observed, several
+            lengths = torch.full((len(rows),), num_steps)
+            read = self._blocks.read(rows, lengths, mask, self.hmm._validate_args)
+            return read, observed, several
         one = num_steps == 1 and observed is None
         hmm = self._step if one else self._steps(num_steps, observed)
         return (hmm.log_factors(values)[2],), observed, several

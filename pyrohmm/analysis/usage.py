@@ -12,12 +12,14 @@ import torch
 from torch import Tensor
 
 from .._checks import check_size
+from ..data.parts import Parts, StoredSequences, in_parts, parts_of
 from ..data.sequences import Sequences
 from ..distributions.block_hmm import BlockHMM
 from ..distributions.hmm import HMM
 from ..infer.results import Fit
 from ..ops.blocks.inner_products import InnerProductTransition
 
+Data = Sequences | Parts | StoredSequences
 CHUNK = 1 << 22  # transition probabilities that exist at one time
 
 
@@ -33,10 +35,6 @@ class StateUsage(NamedTuple):
 
     counts: Tensor
     effective: float
-
-    def num_above(self, least: float = 1.0) -> int:
-        """Number of states with at least so many expected steps."""
-        return int((self.counts >= least).sum())
 
 
 class TransitionSpectrum(NamedTuple):
@@ -91,12 +89,11 @@ def state_usage(model: HMM | Fit, data: Sequences, batch_size: int = 256) -> Sta
     return StateUsage(counts, float(torch.special.entr(shares).sum().exp()))
 
 
-def hmms_of(model: HMM | Fit, data: Sequences, batch_size: int) -> Iterable[tuple[HMM, Sequences]]:
+def hmms_of(model: HMM | Fit, data: Data, batch_size: int) -> Iterable[tuple[HMM, Sequences]]:
     """An HMM with its sequences; or those of a fit, for some sequences at a time."""
-    if isinstance(model, HMM):
-        return [(model, data)]
-    parts = batches_of(data, batch_size)
-    return zip(model.hmms(parts), parts)
+    for whole in parts_of(in_parts(data)):
+        parts = [whole] if isinstance(model, HMM) else batches_of(whole, batch_size)
+        yield from zip([model] if isinstance(model, HMM) else model.hmms(parts), parts)
 
 
 def batches_of(data: Sequences, batch_size: int) -> list[Sequences]:

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from .._arrays import from_numpy
-from .._checks import check_floats, check_log_simplex, check_same_device, check_trailing
+from .._checks import check_floats, check_log_simplex, check_same_device
 from .._transforms import evidence_and_gradient, transforming
-from ..ops.sampling import CategoricalTable, sample_path
+from ..ops.sampling import CategoricalTable, refuse_nan, sample_path
 
 Core = tuple[str, ...]
 
@@ -94,19 +94,18 @@ class Chain:
     @property
     def batch_shape(self) -> torch.Size:
         """Batch shape to which the parameters broadcast."""
-        return torch.broadcast_shapes(*(self.batch_of(n, p) for n, p in self.parameters.items()))
+        return torch.broadcast_shapes(*self.batches.values())
 
-    def batch_of(self, name: str, tensor: Tensor) -> torch.Size:
-        """The batch dimensions of the parameter ``name``."""
-        return tensor.shape[: tensor.dim() - len(self.cores[name])]
+    @property
+    def batches(self) -> dict[str, torch.Size]:
+        """Batch dimensions of the parameters by name."""
+        cores = self.cores
+        return {name: p.shape[: p.dim() - len(cores[name])] for name, p in self.parameters.items()}
 
-    def steps_and_batches(self, longest: int) -> tuple[dict[str, int], dict[str, torch.Size]]:
-        """The number of steps that arguments are for, and batch dimensions, by argument.
-
-        Args:
-            longest: The largest of the lengths.
-        """
-        return {}, {name: self.batch_of(name, p) for name, p in self.parameters.items()}
+    @property
+    def steps(self) -> dict[str, int]:
+        """T by the names of the parameters that are for one number of steps; none by default."""
+        return {}
 
     # The same chain with other parameters
 
@@ -196,6 +195,20 @@ class Chain:
         total, (states, *counts) = gradients(evidence, likelihood, *self.parameters.values())
         return ExpectedCounts(total, states, dict(zip(names, counts)))
 
+    def path_counts(self, states: Tensor, exists: Tensor) -> dict[str, Tensor]:
+        """How often paths ``(*B, T)`` use each entry of each parameter, in its shape.
+
+        The gradient of their log-probability: whole numbers where a path says which entries it
+        uses, as of tables; else expected numbers, from which parameters cannot be sampled.
+        """
+        names = list(self.parameters)
+
+        def total(*values: Tensor) -> Tensor:
+            return self.replace(**dict(zip(names, values))).log_prob(states, exists)
+
+        _, counts = gradients(total, *self.parameters.values())
+        return dict(zip(names, counts))
+
     def posterior(self, log_likelihood: Tensor, lengths: Tensor) -> Any:
         """Smoothed marginals of the states, and counts of each sequence."""
         return self.counts_of_each(log_likelihood, lengths)
@@ -222,30 +235,33 @@ class Chain:
             refuse_steps(purpose)
 
     def check_shapes(self) -> None:
-        """Raise unless all parameters are floats on one device with the cores they should have."""
+        """Raise unless all parameters are floats with the core dimensions they should have."""
         sizes: dict[str, int] = {}
-        parameters = self.parameters
-        for name, core in self.cores.items():
-            check_floats(name, parameters[name])
-            shape = parameters[name].shape[-len(core) :]
+        cores = self.cores
+        for name, tensor in self.parameters.items():
+            check_floats(name, tensor)
+            core = cores[name]
+            shape = tensor.shape[-len(core) :]
             if len(shape) < len(core):
                 raise ValueError(
-                    f"{name} must have shape (*B, {', '.join(core)}); got "
-                    f"{f'shape {tuple(shape)}' if shape else 'a scalar'}."
+                    f"{name} must have shape (*B, {', '.join(core)}); got shape {tuple(shape)}."
                 )
-            for letter, size in zip(core, shape):
-                sizes.setdefault(letter, size)
-            wanted = tuple(sizes[letter] for letter in core)
-            differs = next((le for le, s in zip(core, shape) if sizes[le] != s), core[-1])
-            first = next(other for other, letters in self.cores.items() if differs in letters)
-            cure = f"{differs} is that of {first}."
-            check_trailing(name, parameters[name], wanted, f"({', '.join(core)})", cure)
-        check_same_device(parameters)
+            wanted = tuple([sizes.setdefault(letter, n) for letter, n in zip(core, shape)])
+            if shape != wanted:
+                raise ValueError(
+                    f"{name} must end in shape ({', '.join(core)}) = {wanted}; got shape "
+                    f"{tuple(tensor.shape)}."
+                )
+        check_same_device(self.parameters)
 
     def check_values(self) -> None:
         """Raise unless log-probabilities sum to one."""
         for name, parameter in self.parameters.items():
             check_log_simplex(name, parameter)
+
+    def refuse_nan(self, *log_likelihood: Any) -> None:
+        """Raise if a parameter or a log-likelihood is NaN, which a state could not show."""
+        refuse_nan(*log_likelihood, *self.parameters.values())
 
     def check_samples(self, purpose: str) -> None:
         """Raise unless the chain has probabilities, of which samples can be taken."""

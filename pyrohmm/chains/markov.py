@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from .._arrays import from_numpy
-from .._checks import check_floats, check_log_simplex, check_tensor
 from ..ops import recursions
 from ..ops import stationary as stationary_ops
-from ..ops.blocks.inner_products import InnerProductTransition
 from ..ops.recursions import Posterior
 from ..ops.sampling import CategoricalTable
 from .base import Chain, Core, Expansion, ExpectedCounts, entry, sample_markov
@@ -108,40 +104,40 @@ class MarkovRecursions(Chain):
         return recursions.posterior(self.log_initial, self.matrices, log_likelihood, lengths)
 
 
+_CONSTANT: dict[str, Core] = {"log_initial": ("K",), "log_transition": ("K", "K")}
+_PER_STEP: dict[str, Core] = {"log_initial": ("K",), "log_transition": ("T-1", "K", "K")}
+
+
 class MarkovChain(MarkovRecursions):
     r"""A Markov chain: :math:`p(z_{1:T}) = \pi_{z_1} \prod_t A_{z_{t-1} z_t}`.
 
     Args:
         log_initial: ``(*b, K)``.
         log_transition: ``(*b, K, K)``, row = from, column = to; ``(*b, T-1, K, K)`` with
-            ``per_step``; or an :class:`InnerProductTransition`, whose matrix is made when read.
+            ``per_step``.
         per_step: Whether there is a matrix for each transition.
     """
 
-    transition: Tensor | InnerProductTransition
-
-    def __init__(
-        self,
-        log_initial: Tensor,
-        log_transition: Tensor | InnerProductTransition,
-        per_step: bool = False,
-    ) -> None:
+    def __init__(self, log_initial: Tensor, log_transition: Tensor, per_step: bool = False) -> None:
         super().__init__(per_step=per_step)
         self.take(log_initial=log_initial)
-        self.transition = from_numpy("log_transition", log_transition)
+        self._table: Tensor = from_numpy("log_transition", log_transition)
         self.per_step = per_step
 
     @property
     def cores(self) -> dict[str, Core]:  # type: ignore[override]
         """Core dimensions of the first state's probabilities and of the matrix or matrices."""
-        steps = ("T",) if self.per_step else ()
-        return {"log_initial": ("K",), "log_transition": (*steps, "K", "K")}
+        return _PER_STEP if self.per_step else _CONSTANT
+
+    @property
+    def steps(self) -> dict[str, int]:
+        """T by the name of the matrices, if there is one for each transition."""
+        return {"log_transition": self.log_transition.size(-3) + 1} if self.per_step else {}
 
     @property
     def log_transition(self) -> Tensor:
         r"""``(*b, K, K)``, or ``(*b, T-1, K, K)`` per step."""
-        matrix = self.transition
-        return matrix if isinstance(matrix, Tensor) else matrix.matrix
+        return self._table
 
     @property
     def matrices(self) -> Tensor:
@@ -160,40 +156,17 @@ class MarkovChain(MarkovRecursions):
         counts = {"log_initial": found.initial, "log_transition": pairs}
         return ExpectedCounts(found.log_evidence, found.states, counts)
 
-    def steps_and_batches(self, longest: int) -> tuple[dict[str, int], dict[str, torch.Size]]:
-        """The number of steps of matrices per step, and batch dimensions, by argument."""
-        shapes = {"log_initial": self.log_initial.shape[:-1]}
-        matrix = self.transition
-        if not isinstance(matrix, Tensor):
-            return {}, shapes
-        if not self.per_step:
-            return {}, shapes | {"log_transition": matrix.shape[:-2]}
-        if matrix.dim() < 3 or matrix.size(-3) < longest - 1:
-            raise ValueError(
-                "with transition_per_step, log_transition must have shape (*B, T-1, K, K) with "
-                f"T at least {longest}, the longest sequence; got {tuple(matrix.shape)}."
-            )
-        shapes["log_transition"] = matrix.shape[:-3]
-        return {"log_transition": matrix.size(-3) + 1}, shapes
-
-    def check_shapes(self) -> None:
-        """Raise unless the parameters have the shapes they should have."""
-        if isinstance(self.transition, Tensor) and isinstance(self.log_initial, Tensor):
-            if self.per_step and self.transition.dim() < 3:
-                return  # the number of steps is checked with those of the data
-            super().check_shapes()
-            return
-        check_floats("log_initial", self.log_initial)
-        if not isinstance(self.transition, InnerProductTransition):
-            check_tensor("log_transition", self.transition)
-
-    def check_values(self) -> None:
-        """Raise unless log-probabilities sum to one; inner products do by construction."""
-        check_log_simplex("log_initial", self.log_initial)
-        if isinstance(self.transition, Tensor):
-            check_log_simplex("log_transition", self.transition)
-
-    def replace(self, **changes: Any) -> MarkovChain:
-        """A copy with some parameters or options changed."""
-        own = {"log_initial": self.log_initial, "log_transition": self.transition}
-        return MarkovChain(**(own | self.options | changes))
+    def path_counts(self, states: Tensor, exists: Tensor) -> dict[str, Tensor]:
+        """First states and transitions of paths, counted."""
+        if self.per_step:
+            return super().path_counts(states, exists)
+        size, weights = self.num_states, exists.expand(states.shape).to(self.log_initial.dtype)
+        cells = states[..., :-1] * size + states[..., 1:]
+        pairs = weights.new_zeros(*states.shape[:-1], size * size)
+        pairs = pairs.scatter_add_(-1, cells, weights[..., 1:]).unflatten(-1, (size, size))
+        first = weights.new_zeros(*states.shape[:-1], size)
+        first = first.scatter_add_(-1, states[..., :1], weights[..., :1])
+        return {
+            "log_initial": first.sum_to_size(self.log_initial.shape),
+            "log_transition": pairs.sum_to_size(self.log_transition.shape),
+        }

@@ -72,11 +72,6 @@ class RateChain(MarkovRecursions):
         self._matrices = transitions_between(rates, gaps, exact_entry, observed)
 
     @property
-    def batch_shape(self) -> torch.Size:
-        """Batch shape to which the parameters and the gaps broadcast."""
-        return torch.broadcast_shapes(self.log_initial.shape[:-1], self._matrices.shape[:-3])
-
-    @property
     def possible(self) -> Tensor:
         """``(*b, K, K)`` booleans, which transitions have a positive rate."""
         return (self.rates > 0) & ~_diagonal(self.rates)
@@ -86,10 +81,15 @@ class RateChain(MarkovRecursions):
         """``(*b, 1|T-1, K, K)``, log-probabilities of transitions between the steps."""
         return self._matrices
 
-    def steps_and_batches(self, longest: int) -> tuple[dict[str, int], dict[str, torch.Size]]:
-        """The number of steps of the times, and batch dimensions, by argument."""
-        initial, matrices = self.log_initial.shape[:-1], self._matrices.shape[:-3]
-        return {"times": self.options["num_steps"]}, {"log_initial": initial, "rates": matrices}
+    @property
+    def batches(self) -> dict[str, torch.Size]:
+        """Batch dimensions of the first state and of the matrices between steps."""
+        return {"log_initial": self.log_initial.shape[:-1], "rates": self._matrices.shape[:-3]}
+
+    @property
+    def steps(self) -> dict[str, int]:
+        """T by the name of the times."""
+        return {"times": self.options["num_steps"]}
 
     def check_values(self) -> None:
         """Raise unless the rates are those of a chain in continuous time."""

@@ -4,18 +4,15 @@ Imports ``ops``.
 
 Its modules; each imports only those above it:
 
-``vocabulary``     ``Vocabulary``: symbols and their codes
-``arguments``      what the arguments of ``Sequences`` may be
-``tables``         rows of arrays and tables, cut into sequences
-``sequences``      ``Sequences``: ragged data in one padded tensor
-``parts``          ``Parts``: sequences that do not fit into memory at once
-``batches``        minibatches by number of sequences or of steps
-``pair_counts``    pairs of symbols counted; numbers put into bins
-``tags``           words and tags joined as one observation
-``corpus``         ``Corpus``: sequences with the names of their symbols and tags
-``readers``        files of text, treebanks, proteins, letters
-``simulated``      data simulated from known parameters
-``datasets``       public files with checksums, and embedded text
+``vocabulary``   ``Vocabulary``: symbols and their codes
+``steps``        steps of arrays and lists: read, checked, cut into sequences
+``tables``       rows of tables: grouped, sorted, their gaps found
+``sequences``    ``Sequences``: ragged data in one padded tensor
+``parts``        ``Parts``: sequences that do not fit into memory at once
+``batches``      minibatches by number of sequences or of steps
+``pair_counts``  pairs of symbols counted; numbers put into bins
+``readers``      files of text, treebanks, FASTA, piano rolls, with their vocabularies
+``datasets``     public files with checksums, embedded text, simulated data
 """
 
 from . import datasets as datasets

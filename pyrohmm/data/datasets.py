@@ -22,16 +22,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from .corpus import Corpus, Entry, corpus_of
-from .readers import BROKEN, plain, read_characters
-from .simulated import DIVERSE_INITIAL as DIVERSE_INITIAL
-from .simulated import DIVERSE_MEANS as DIVERSE_MEANS
-from .simulated import DIVERSE_TRANSITION as DIVERSE_TRANSITION
-from .simulated import DirichletToy as DirichletToy
-from .simulated import casino as casino
-from .simulated import casino_parameters as casino_parameters
-from .simulated import dirichlet_toy as dirichlet_toy
-from .simulated import diverse_toy as diverse_toy
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..ops.sampling import sample_path
+from ..ops.stationary import stationary
+from .readers import BROKEN, Corpus, Entry, corpus_of, plain, read_characters
+from .sequences import Sequences
 from .vocabulary import LETTERS, Vocabulary
 
 
@@ -116,7 +114,7 @@ def find(name: str) -> Path:
     """Path of a public file, its checksum verified.
 
     It is looked for in the directory ``$PYROHMM_DATA``, then in the user's cache, as
-    :data:`PUBLIC_FILES` lays them out and gzipped or not; then it is downloaded.
+    :data:`PUBLIC_FILES` lays them out and gzipped or not; then it is downloaded into that cache.
 
     Terms are those of the publishers. The Penn Treebank (``ptb-*``, ``treebank-sample``) is
     licensed by the LDC; WikiText-2 and UD English EWT are under CC BY-SA.
@@ -129,42 +127,32 @@ def find(name: str) -> Path:
         FileNotFoundError: If the file is nowhere and cannot be downloaded.
         ImportError: If it has to be downloaded and pooch is not installed.
     """
-    file = _public(name)
+    if not isinstance(name, str) or name not in PUBLIC_FILES:
+        raise ValueError(f"name must be one of {', '.join(PUBLIC_FILES)}; got {name!r}.")
+    file = PUBLIC_FILES[name]
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pyrohmm"
     given = os.environ.get("PYROHMM_DATA")
-    for root in [Path(given), _cache()] if given else [_cache()]:
+    for root in [Path(given), cache] if given else [cache]:
         for suffix in ("", ".gz"):
             path = root / (file.path + suffix)
             if path.is_file():
                 return _verified(path, suffix == ".gz", file.sha256)
-    return download(name)
+    return _downloaded(name, file, cache / file.path)
 
 
-def download(name: str) -> Path:
-    """Download a public file into the user's cache, and return its path there.
-
-    Content with another checksum is an error, and is not kept.
-
-    Args:
-        name: A key of :data:`PUBLIC_FILES`.
-
-    Raises:
-        ValueError: If the name is not known, or the content is not what was published.
-        FileNotFoundError: If the file is not published in this form, or cannot be fetched.
-        ImportError: If pooch is not installed.
-    """
-    file = _public(name)
-    target = _cache() / file.path
+def _downloaded(name: str, file: PublicFile, target: Path) -> Path:
+    """Download a file to ``target``; content with another checksum is an error, and not kept."""
+    cure = f"Put {file.path} under $PYROHMM_DATA, with SHA-256 {file.sha256}"
     if file.url is None:
         raise FileNotFoundError(
-            f"{name} cannot be downloaded: it was derived. Put {file.path} under $PYROHMM_DATA, "
-            f"with SHA-256 {file.sha256}, made from: {file.derived}."
+            f"{name} cannot be downloaded: it was derived. {cure}, made from: {file.derived}."
         )
     try:
         pooch = importlib.import_module("pooch")  # optional
     except ImportError:
         raise ImportError(
             f"downloading {name} needs pooch, which is not installed. Call pip install "
-            f"'pyrohmm[data]', or put {file.path} from {file.url} under $PYROHMM_DATA."
+            f"'pyrohmm[data]'. Or: {cure}, from {file.url}."
         ) from None
     try:
         pooch.retrieve(  # the file is renamed into place only when its checksum is right
@@ -175,26 +163,14 @@ def download(name: str) -> Path:
             progressbar=sys.stderr.isatty(),
         )
     except ValueError as error:  # of the checksum
-        error.add_note(f"Try again later, or put {file.path} under $PYROHMM_DATA.")
+        error.add_note(f"Try again later. Or: {cure}.")
         raise
     except Exception as error:  # of the connection, which has many kinds, or of the disk
         raise FileNotFoundError(
-            f"{name} cannot be downloaded from {file.url} to {target} ({error}). Try again, or "
-            f"put {file.path} under $PYROHMM_DATA."
+            f"{name} cannot be downloaded from {file.url} to {target} ({error}). Try again. "
+            f"Or: {cure}."
         ) from error
     return target
-
-
-def _public(name: str) -> PublicFile:
-    """The public file of that name."""
-    if not isinstance(name, str) or name not in PUBLIC_FILES:
-        raise ValueError(f"name must be one of {', '.join(PUBLIC_FILES)}; got {name!r}.")
-    return PUBLIC_FILES[name]
-
-
-def _cache() -> Path:
-    """The user's cache directory, which need not exist."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pyrohmm"
 
 
 @functools.cache  # a file is read once per process; errors are not kept
@@ -264,3 +240,171 @@ def english_words(max_size: int | None = 2000) -> Corpus:
     rows = [Entry(line, [*found, "<eos>"]) for line, found in enumerate(words, 1) if found]
     count = functools.partial(Vocabulary.from_counts, max_size=max_size, unknown="<unk>")
     return corpus_of("english_text()", rows, count)
+
+
+def casino_parameters() -> tuple[Tensor, Tensor, Tensor]:
+    """Initial ``(2,)``, transition ``(2, 2)`` and emission ``(2, 6)`` of the dishonest casino.
+
+    State 0 is the fair die. The loaded one shows six every other time. The first die is drawn
+    from the stationary distribution, which the book leaves open.
+
+    References:
+        Biological Sequence Analysis (Durbin et al., 1998), section 3.2
+    """
+    initial = torch.tensor([2 / 3, 1 / 3])
+    transition = torch.tensor([[0.95, 0.05], [0.1, 0.9]])
+    emission = torch.tensor([[1 / 6] * 6, [0.1] * 5 + [0.5]])
+    return initial, transition, emission
+
+
+def casino(
+    num_sequences: int, num_steps: int, generator: torch.Generator | None = None
+) -> Sequences:
+    """Roll the dice of :func:`casino_parameters`.
+
+    Args:
+        num_sequences: N.
+        num_steps: T.
+        generator: Source of randomness.
+
+    Returns:
+        Values ``(N, T)``, faces from 0 to 5; labels ``(N, T)``, 1 where the die was loaded.
+
+    Example:
+        >>> casino(2, 300, torch.Generator().manual_seed(0))
+        Sequences(2 sequences of up to 300 steps, 600 observed, values torch.int64 (2, 300) on cpu)
+    """
+    return _sample(casino_parameters(), (num_sequences, num_steps), generator)
+
+
+DIVERSE_INITIAL = (0.0101, 0.0912, 0.2421, 0.0652, 0.5914)
+DIVERSE_MEANS = (1.0, 2.0, 3.0, 4.0, 5.0)
+DIVERSE_TRANSITION = (  # rows are 0.5307 apart, Bhattacharyya's distance averaged over pairs
+    (0.80, 0.05, 0.05, 0.05, 0.05),
+    (0.40, 0.05, 0.05, 0.05, 0.45),
+    (0.05, 0.80, 0.05, 0.05, 0.05),
+    (0.05, 0.05, 0.80, 0.05, 0.05),
+    (0.05, 0.05, 0.05, 0.80, 0.05),
+)
+
+
+def diverse_toy(
+    num_sequences: int = 300,
+    num_steps: int = 6,
+    deviation: float = 0.025**0.5,
+    generator: torch.Generator | None = None,
+) -> Sequences:
+    """Draw the toy data of the diversified HMM: five states, normal emissions around 1 to 5.
+
+    The paper shows its transition matrix as a picture only. ``DIVERSE_TRANSITION`` is ours: it
+    has the paper's mean distance between rows, 0.531, and with ``DIVERSE_INITIAL``, which is the
+    paper's, the five states are about equally frequent in six steps, as they are there.
+
+    Args:
+        num_sequences: N.
+        num_steps: T.
+        deviation: Standard deviation of the emissions. The paper prints 0.025 for what it calls
+            variances, so the default is its root; its sweep goes up to a variance of 4.925.
+        generator: Source of randomness.
+
+    Returns:
+        Values ``(N, T)``, real; labels ``(N, T)``, 0 to 4.
+
+    References:
+        Diversified Hidden Markov Models for Sequential Labeling (Qiao et al., 2015),
+        https://arxiv.org/abs/1904.03170
+    """
+    initial, transition = torch.tensor(DIVERSE_INITIAL), torch.tensor(DIVERSE_TRANSITION)
+    states = _sample_states(initial, transition, (num_sequences, num_steps), generator)
+    noise = torch.randn(states.shape, generator=generator)
+    values = torch.tensor(DIVERSE_MEANS)[states] + deviation * noise
+    return Sequences(values, torch.full((num_sequences,), num_steps), labels=states)
+
+
+class DirichletToy(NamedTuple):
+    """An HMM drawn at random and data drawn from it.
+
+    Attributes:
+        initial: ``(K,)``, the stationary distribution.
+        transition: ``(K, K)``, row = from, column = to.
+        emission: ``(K, V)``.
+        train: Values and labels ``(N, T)``.
+        test: The same, drawn independently.
+    """
+
+    initial: Tensor
+    transition: Tensor
+    emission: Tensor
+    train: Sequences
+    test: Sequences
+
+
+def dirichlet_toy(
+    num_states: int,
+    num_symbols: int,
+    concentration: float = 0.1,
+    num_sequences: int = 10,
+    num_steps: int = 200,
+    generator: torch.Generator | None = None,
+) -> DirichletToy:
+    """Draw an HMM as the synthetic experiments of the DenseHMM do, and data from it.
+
+    Rows of both matrices come from a symmetric Dirichlet distribution, and the chain is
+    stationary. All is drawn anew, at most 100 times, until every symbol occurs in the training
+    and in the test set: co-occurrences could otherwise not be compared.
+
+    Args:
+        num_states: K.
+        num_symbols: V.
+        concentration: Parameter of the Dirichlet distribution; rows are sparse below one.
+        num_sequences: N, in each of the two sets.
+        num_steps: T.
+        generator: Source of randomness.
+
+    Raises:
+        ValueError: If no draw shows every symbol.
+
+    References:
+        DenseHMM: Learning Hidden Markov Models by Learning Dense Representations
+        (Sicking et al., 2020), https://arxiv.org/abs/2012.09783
+    """
+    seed = int(torch.randint(2**63 - 1, (), generator=generator))
+    random = np.random.default_rng(seed)  # torch's Dirichlet knows only the global generator
+    for _ in range(100):
+        transition, emission = (
+            torch.from_numpy(random.dirichlet([concentration] * size, num_states))
+            for size in (num_states, num_symbols)
+        )
+        initial = stationary(transition.log(), check=False)
+        if not initial.isfinite().all():
+            continue  # several recurrent classes
+        dtype = torch.get_default_dtype()
+        hmm = initial.to(dtype), transition.to(dtype), emission.to(dtype)
+        train, test = (_sample(hmm, (num_sequences, num_steps), generator) for _ in range(2))
+        if all(len(data.values.unique()) == num_symbols for data in (train, test)):
+            return DirichletToy(*hmm, train, test)
+    raise ValueError(
+        f"in 100 draws of {num_sequences} sequences of {num_steps} steps none showed all "
+        f"{num_symbols} symbols in both sets. Raise num_sequences, num_steps or concentration."
+    )
+
+
+def _sample(
+    hmm: tuple[Tensor, Tensor, Tensor], shape: tuple[int, int], generator: torch.Generator | None
+) -> Sequences:
+    """Symbols ``(N, T)`` of an HMM with (initial, transition, emission); labels are the states."""
+    states = _sample_states(*hmm[:2], shape, generator)
+    symbols = torch.multinomial(hmm[2][states.flatten()], 1, generator=generator)
+    return Sequences(symbols.view(shape), torch.full(shape[:1], shape[1]), labels=states)
+
+
+def _sample_states(
+    initial: Tensor, transition: Tensor, shape: tuple[int, int], generator: torch.Generator | None
+) -> Tensor:
+    """Paths of a Markov chain, ``shape`` (N, T)."""
+    num_sequences, num_steps = shape
+    return sample_path(
+        torch.multinomial(initial, num_sequences, True, generator=generator),
+        num_steps,
+        lambda _, states: torch.multinomial(transition[states], 1, generator=generator).squeeze(-1),
+    )

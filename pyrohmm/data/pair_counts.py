@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .._checks import check_floats, check_integers, check_size
 from ..ops.pairs import Pairs, _add_up, _check_symbols
-from .sequences import Sequences
+from .sequences import Sequences, check_sequences
 
 CHUNK = 1 << 20  # pairs that are sorted at a time
 
@@ -50,11 +50,7 @@ def count_pairs(data: Sequences | Iterable[Sequences], num_symbols: int, lag: in
 
     device = None
     for part in (data,) if isinstance(data, Sequences) else data:
-        if not isinstance(part, Sequences):
-            raise TypeError(
-                "data must be Sequences, or an iterable of Sequences; got "
-                f"{type(part).__name__} in it."
-            )
+        check_sequences("data", part)
         device = part.values.device if device is None else device
         for pairs in _keys(part, num_symbols, lag):
             parts.append(np.unique(pairs, return_counts=True))
@@ -65,8 +61,7 @@ def count_pairs(data: Sequences | Iterable[Sequences], num_symbols: int, lag: in
     keys, counts = merged()
     if len(keys) == 0:
         raise ValueError(
-            f"data has no two observed steps {lag} apart in one sequence; there is nothing to "
-            "count."
+            f"data has no two observed steps {lag} apart in one sequence; nothing to count."
         )
     first, second, number = (
         torch.from_numpy(column).to(device) for column in (*np.divmod(keys, num_symbols), counts)

@@ -12,10 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._arrays import to_tensor
 from .._checks import check_size
-from .sequences import Sequences
-from .tables import check_num_rows, checked_lengths
+from .sequences import Sequences, check_sequences
+from .steps import check_num_rows, checked_lengths
 
 
 class Parts:
@@ -67,11 +66,7 @@ class Parts:
 
     def __iter__(self) -> Iterator[Sequences]:
         for part in self.parts:
-            if not isinstance(part, Sequences):
-                raise TypeError(
-                    "data must be Sequences, or an iterable of Sequences; got "
-                    f"{type(part).__name__} in it."
-                )
+            check_sequences("each part of data", part)
             yield self.change(part)
 
     def __len__(self) -> int:
@@ -108,8 +103,8 @@ def in_parts(data: Any) -> Sequences | Parts:
     """The data of a fit: in memory, or an iterable as :class:`Parts`."""
     if isinstance(data, Sequences | Parts):
         return data
-    if not isinstance(data, Iterable) or hasattr(data, "dtype"):
-        raise TypeError(f"data must be Sequences; got {type(data).__name__}.")
+    if not isinstance(data, Iterable) or hasattr(data, "dtype") or hasattr(data, "columns"):
+        check_sequences("data", data)
     return Parts(data)
 
 
@@ -163,7 +158,7 @@ class StoredSequences:
         self.values = values
         further = {"labels": labels, "covariates": covariates, "times": times}
         self.further = {name: part for name, part in further.items() if part is not None}
-        self.lengths = checked_lengths(to_tensor("lengths", lengths), num_rows)
+        self.lengths = checked_lengths(lengths, num_rows)
         for name, part in self.further.items():
             check_num_rows(name, (_num_rows(name, part),), num_rows)
         self.ends = self.lengths.cumsum(0)

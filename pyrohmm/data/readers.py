@@ -11,9 +11,9 @@ N sequences have up to T steps and V symbols.
 
 from __future__ import annotations
 
-import functools
 import gzip
 import itertools
+import os
 import re
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -24,36 +24,40 @@ import numpy as np
 import torch
 from scipy.io import loadmat
 from scipy.io.matlab import MatReadError
-from torch import Tensor
 
-from .._checks import check_size
-from .corpus import Corpus as Corpus
-from .corpus import Entry, FilePath, corpus_of, malformed, vocabulary_of
-from .corpus import merge_rare as merge_rare
-from .corpus import tags_as_values as tags_as_values
+from .._checks import check_returned, check_size
 from .sequences import Sequences
+from .steps import NO_CODE, encoded
 from .vocabulary import CLASS_COUNT as CLASS_COUNT
 from .vocabulary import LETTERS as LETTERS
 from .vocabulary import Counting as Counting
 from .vocabulary import Vocabulary as Vocabulary
 from .vocabulary import word_classes as word_classes
 
-FOLD = "[0-9]{1,9}"  # str.isdigit is true of superscripts as well
+FilePath = str | os.PathLike[str]
 BROKEN = (EOFError, gzip.BadGzipFile, zlib.error)  # what reading a damaged .gz raises
 
 
-class Letters(NamedTuple):
-    """Handwritten words.
+class Corpus(NamedTuple):
+    """Sequences of symbols and their names.
 
     Attributes:
-        data: Values ``(N, T, 128)``, pixels 0 or 1 as float32; labels ``(N, T)``, the letters.
-        tags: Names the labels: a to z.
-        folds: ``(N,)``, fold of each word for cross-validation, 0 to 9.
+        data: Values ``(N, T)``, codes of symbols; labels ``(N, T)``, codes of tags, if tagged.
+        vocabulary: Names the values.
+        tags: Names the labels; None if there are none.
     """
 
     data: Sequences
-    tags: Vocabulary
-    folds: Tensor
+    vocabulary: Vocabulary
+    tags: Vocabulary | None = None
+
+
+class Entry(NamedTuple):
+    """A sequence as it was read: the line it starts at, its symbols, its tags (None: not known)."""
+
+    line: int
+    symbols: Sequence[str | None]
+    tags: Sequence[str | None] = ()
 
 
 NUCLEOTIDES = frozenset("ACGTUN")
@@ -63,20 +67,14 @@ class Proteins(NamedTuple):
     """Chains of residues.
 
     Attributes:
-        data: Values ``(N, T)``, codes of residues; labels ``(N, T)``, codes of their structure.
+        data: Values ``(N, T)``, codes of residues.
         vocabulary: Names the values.
         names: N identifiers.
-        tags: Names the labels; None if there are none.
-        splits: N names of splits, such as "train"; None if the file has none.
-        folds: ``(N,)``, fold of each chain for cross-validation; None if the file has none.
     """
 
     data: Sequences
     vocabulary: Vocabulary
     names: tuple[str, ...]
-    tags: Vocabulary | None = None
-    splits: tuple[str, ...] | None = None
-    folds: Tensor | None = None
 
 
 def read_lines(path: FilePath) -> list[str]:
@@ -108,54 +106,9 @@ def read_sentences(
     Raises:
         ValueError: If there is no sentence, or a token is not in ``vocabulary``.
     """
-    return corpus_of(path, list(_sentences(path, eos)), vocabulary)
-
-
-class SentenceStream:
-    """The sentences of a file that need not fit into memory, some thousands at a time.
-
-    Iterating reads the file from its beginning, and yields :class:`Sequences`; it may be done any
-    number of times. :func:`pyrohmm.cooccurrence.count_pairs` takes it as it is.
-
-    Args:
-        path: The file, one sentence per line, as for :func:`read_sentences`.
-        vocabulary: Of the tokens, or what makes it, which reads the file once.
-        eos: Appended to each sentence; with None nothing is, and blank lines are passed over.
-        part_size: Number of sentences in a part.
-
-    Attributes:
-        vocabulary: Of the tokens.
-
-    Raises:
-        ValueError: If there is no sentence, or (on iterating) a token is not in ``vocabulary``.
-
-    Example:
-        >>> path = getfixture("tmp_path") / "two.txt"
-        >>> _ = path.write_text("a rose is a rose" + chr(10) + "is a rose")
-        >>> stream = SentenceStream(path, part_size=1)
-        >>> [part.values.tolist() for part in stream]
-        [[[0, 1, 3, 0, 1, 2]], [[3, 0, 1, 2]]]
-        >>> cooccurrence.count_pairs(stream, len(stream.vocabulary))
-        Pairs(4 distinct pairs of 4 symbols, 8 in all, lag 1)
-    """
-
-    def __init__(
-        self,
-        path: FilePath,
-        vocabulary: Vocabulary | Counting | None = None,
-        eos: str | None = "<eos>",
-        part_size: int = 10_000,
-    ) -> None:
-        check_size("part_size", part_size)
-        self.path, self.part_size, self.eos = path, part_size, eos
-        if next(_sentences(path, eos), None) is None:
-            raise malformed(path, 1, "at least one sentence", "a file without any")
-        self.vocabulary = vocabulary_of(vocabulary, _sentences(path, eos))
-
-    def __iter__(self) -> Iterator[Sequences]:
-        entries = _sentences(self.path, self.eos)
-        while rows := list(itertools.islice(entries, self.part_size)):
-            yield corpus_of(self.path, rows, self.vocabulary).data
+    end = [] if eos is None else [eos]
+    entries = (Entry(number, line.split() + end) for number, line in _lines(path))
+    return corpus_of(path, [entry for entry in entries if entry.symbols], vocabulary)
 
 
 def read_characters(text: str, alphabet: str = LETTERS + " ", chunk: int = 100) -> Corpus:
@@ -256,52 +209,6 @@ def read_tagged(
     return corpus_of(path, rows, vocabulary, tags)
 
 
-def read_ocr_letters(path: FilePath) -> Letters:
-    """Read Kassel's handwritten words, as ``letter.data`` of Taskar et al. (2003) has them.
-
-    Each line is a letter: its id, the letter, the id of the next or -1, the word's id, its
-    position, its fold, and 16 rows of 8 pixels.
-
-    Raises:
-        ValueError: If a line is malformed, or a word is not in one piece.
-
-    References:
-        Max-Margin Markov Networks (Taskar et al., 2003), http://ai.stanford.edu/~btaskar/ocr/
-    """
-    tags = Vocabulary(LETTERS)
-    pixels: list[bytes] = []
-    letters: list[str] = []
-    lengths: list[int] = []
-    folds: list[int] = []
-    expected: tuple[int, ...] | None = None  # inside a word: the next id, word, position, fold
-    for number, line in _lines(path):
-        fields = line.rstrip("\t").split("\t")
-        image = "".join(fields[6:])
-        if len(fields) != 134 or not re.fullmatch("[01]{128}", image) or fields[1] not in tags:
-            raise malformed(path, number, "6 fields, the second a letter, and 128 pixels", line)
-        if not all(re.fullmatch(r"-1|\d+", field) for field in (fields[0], *fields[2:6])):
-            raise malformed(path, number, "integers in the fields 1 and 3 to 6", line)
-        if not re.fullmatch(FOLD, fields[5]):
-            raise malformed(path, number, "a fold of at most nine digits in field 6", line)
-        own, following, word, position, fold = map(int, (fields[0], *fields[2:6]))
-        if (own, word, position, fold) != (expected or (own, word, 1, fold)):
-            raise malformed(path, number, "the letters of a word in their order", line)
-        expected = (following, word, position + 1, fold) if following != -1 else None
-        pixels.append(image.encode())
-        letters.append(fields[1])
-        if expected is None:
-            lengths.append(position)
-            folds.append(fold)
-    if expected is not None or not lengths:
-        raise malformed(path, len(letters) + 1, "the end of a word", "the end of the file")
-    images = np.frombuffer(b"".join(pixels), np.uint8).reshape(-1, 128) - ord("0")
-    data = Sequences.from_list(
-        torch.from_numpy(images.astype(np.float32)).split(lengths),
-        labels=tags.encode(letters).split(lengths),
-    )
-    return Letters(data, tags, torch.tensor(folds))
-
-
 def read_fasta(
     path: FilePath,
     vocabulary: Vocabulary | Counting | None = None,
@@ -323,81 +230,26 @@ def read_fasta(
     Raises:
         ValueError: If a line is malformed, or a residue is not in ``vocabulary``.
     """
-    headers: list[tuple[int, str]] = []
-    residues: list[list[str]] = []
+    chains: list[tuple[int, str, list[str]]] = []  # line, header, residues
     for number, line in _lines(path):
         if line.startswith(">"):
-            headers.append((number, line[1:].strip()))
-            residues.append([])
+            chains.append((number, line[1:].strip(), []))
         elif line.strip():
-            if not headers or not re.fullmatch("[A-Za-z]+", line.strip()):
+            if not chains or not re.fullmatch("[A-Za-z]+", line.strip()):
                 raise malformed(path, number, "a header (>), or letters under one", line)
-            residues[-1].extend(line.strip().upper())
-    chains, names = [], []
-    for (number, header), chain in zip(headers, residues, strict=True):
-        if not chain:
+            chains[-1][2].extend(line.strip().upper())
+    for number, header, residues in chains:
+        if not residues:
             raise malformed(path, number, "a sequence under the header", f">{header}")
-        if keep is None or keep(header):
-            chains.append((number, chain))
-            names.append(header.split()[0] if header else "")
-    if headers and not chains:
+    kept = [chain for chain in chains if keep is None or keep(chain[1])]
+    if chains and not kept:
         raise ValueError(f"keep must keep some sequence of {path}; it kept none.")
     if missing is None:
-        missing = "N" if all(NUCLEOTIDES.issuperset(chain) for _, chain in chains) else ""
-    rows = [Entry(n, [None if s in missing else s for s in chain]) for n, chain in chains]
+        missing = "N" if all(NUCLEOTIDES.issuperset(residues) for *_, residues in kept) else ""
+    rows = [Entry(n, [None if s in missing else s for s in residues]) for n, _, residues in kept]
     corpus = corpus_of(path, rows, vocabulary)
-    return Proteins(corpus.data, corpus.vocabulary, tuple(names))
-
-
-def read_protein_table(path: FilePath, vocabulary: Vocabulary | Counting | None = None) -> Proteins:
-    """Read a table of chains: a header line, then tab-separated fields.
-
-    The columns ``id``, ``sequence`` and ``dssp3`` must be there. Secondary structure becomes the
-    labels H (helix), E (strand) and C (coil, also written ``-``). Where a column ``mask`` or
-    ``ordered`` holds 0 the residue is not to be scored, and its label is -1. The columns
-    ``split`` and ``cv_fold`` are returned; others are not read.
-
-    Args:
-        path: The file.
-        vocabulary: Of the residues, or what makes it; by default X, which is how biology writes
-            an unknown residue, stands for residues that do not occur.
-
-    Raises:
-        ValueError: If a line is malformed, or a residue is not in ``vocabulary``.
-    """
-    lines = _lines(path)
-    header = next(lines, (1, ""))[1].split("\t")
-    if not {"id", "sequence", "dssp3"} <= set(header):
-        raise malformed(path, 1, "columns named id, sequence and dssp3", "\t".join(header))
-    tags = Vocabulary("HEC")
-    rows, table = [], []
-    for number, line in lines:
-        fields = line.split("\t")
-        if len(fields) != len(header):
-            raise malformed(path, number, f"{len(header)} tab-separated fields", line)
-        row = dict(zip(header, fields, strict=True))
-        if not row["sequence"]:
-            raise malformed(path, number, "a sequence of at least one residue", line)
-        structure = row["dssp3"].replace("-", "C")
-        flags = [row[name] for name in ("mask", "ordered") if name in row]
-        if any(len(strand) != len(row["sequence"]) for strand in (structure, *flags)):
-            raise malformed(path, number, "one character per residue in each column", line)
-        if not set("".join(flags)) <= {"0", "1"} or not re.fullmatch(FOLD, row.get("cv_fold", "0")):
-            raise malformed(path, number, "mask and ordered of 0 and 1, an integer fold", line)
-        scored = zip(structure, *flags, strict=True)
-        marks = [None if "0" in given else mark for mark, *given in scored]
-        rows.append(Entry(number, row["sequence"], marks))
-        table.append(row)
-    default = functools.partial(Vocabulary.from_counts, unknown="X")
-    corpus = corpus_of(path, rows, default if vocabulary is None else vocabulary, tags)
-    return Proteins(
-        corpus.data,
-        corpus.vocabulary,
-        tuple(row["id"] for row in table),
-        tags,
-        tuple(row["split"] for row in table) if "split" in header else None,
-        torch.tensor([int(row["cv_fold"]) for row in table]) if "cv_fold" in header else None,
-    )
+    names = tuple(header.split()[0] if header else "" for _, header, _ in kept)
+    return Proteins(corpus.data, corpus.vocabulary, names)
 
 
 def read_piano_rolls(path: FilePath) -> dict[str, Sequences]:
@@ -421,17 +273,10 @@ def read_piano_rolls(path: FilePath) -> dict[str, Sequences]:
     try:
         tables = loadmat(path)
         rolls = {split: list(tables[f"{split}data"].ravel()) for split in _SPLITS}
-        whole = all(roll.ndim == 2 and roll.max() <= 1 for part in rolls.values() for roll in part)
-    except (KeyError, ValueError, AttributeError, MatReadError, NotImplementedError) as error:
-        whole, rolls = False, {}
-        reason = str(error) or type(error).__name__
-    else:
-        reason = "other arrays"
-    if not whole:
+    except (KeyError, ValueError, MatReadError, NotImplementedError) as error:
         raise ValueError(
-            f"{path} must be a MATLAB file of traindata, validdata and testdata, each a list of "
-            f"matrices of zeros and ones, steps by keys; got {reason}."
-        )
+            f"{path} must be a MATLAB file of traindata, validdata and testdata; got {error}."
+        ) from error
     return {
         split: Sequences.from_list([torch.from_numpy(roll.astype(np.float32)) for roll in part])
         for split, part in rolls.items()
@@ -453,13 +298,6 @@ def _lines(path: FilePath) -> Iterator[tuple[int, str]]:
         raise malformed(path, max(number, 1), "UTF-8, whole if gzipped", str(error)) from error
 
 
-def _sentences(path: FilePath, eos: str | None) -> Iterator[Entry]:
-    """The tokens of each line, with ``eos`` if there is one; if not, without blank lines."""
-    end = [] if eos is None else [eos]
-    entries = (Entry(number, line.split() + end) for number, line in _lines(path))
-    return (entry for entry in entries if entry.symbols)
-
-
 def _blocks(path: FilePath) -> Iterator[list[tuple[int, str]]]:
     """The numbered lines between blank ones, block by block."""
     for filled, block in itertools.groupby(_lines(path), lambda line: bool(line[1].strip())):
@@ -473,3 +311,41 @@ def plain(text: str, alphabet: str) -> str:
         raise ValueError(f"alphabet must be lower-case and hold a space; got {alphabet!r}.")
     kept = re.escape(alphabet.replace(" ", ""))
     return re.sub(f"[^{kept}]+", " ", text.lower())
+
+
+def malformed(path: FilePath, number: int, wanted: str, got: str) -> ValueError:
+    """The error of a malformed line of a file."""
+    shown = got if len(got) <= 60 else got[:57] + "..."
+    return ValueError(f"{path}, line {number}: wanted {wanted}; got {shown!r}.")
+
+
+def corpus_of(
+    path: FilePath,
+    rows: Sequence[Entry],
+    vocabulary: Vocabulary | Counting | None,
+    tags: Vocabulary | None = None,
+) -> Corpus:
+    """Encode what was read, with vocabularies made here where they are not given."""
+    if not rows:
+        raise malformed(path, 1, "at least one sequence", "a file without any")
+    if not isinstance(vocabulary, Vocabulary):
+        symbols = (s for row in rows for s in row.symbols if s is not None)
+        vocabulary = (vocabulary or Vocabulary.from_counts)(symbols)
+        check_returned("vocabulary", vocabulary, Vocabulary, "a Vocabulary")
+    marks = [tag for row in rows for tag in row.tags if tag is not None]
+    if tags is None and marks:
+        tags = Vocabulary.from_counts(marks)
+    values, labels = [], []
+    for row in rows:
+        try:
+            values.append(encoded(list(row.symbols), vocabulary))
+            if tags is not None:
+                labels.append(encoded(list(row.tags), tags))
+        except ValueError as error:
+            raise ValueError(f"{path}, sequence starting at line {row.line}: {error}") from None
+    codes = torch.cat(values)
+    data = Sequences.from_concatenated(
+        codes.clamp(min=0), [len(row) for row in values], observed=codes != NO_CODE,
+        labels=torch.cat(labels) if labels else None,
+    )  # fmt: skip
+    return Corpus(data, vocabulary, tags)

@@ -6,6 +6,7 @@ exists or is observed (the opposite of TensorFlow Probability's).
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Listed
 from functools import cached_property
@@ -16,35 +17,27 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from .._arrays import from_numpy, regular
-from .._checks import (
-    check_booleans,
-    check_integers,
-    check_lengths,
-    check_shape,
-    check_size,
-)
+from .._arrays import from_numpy, regular, to_tensor
+from .._checks import check_booleans, check_integers, check_lengths, check_shape, check_size
 from ..ops import masks
-from .arguments import (
-    check_indices,
-    check_list,
+from .steps import (
+    CHECKS,
+    FLAT,
+    HOW,
     check_observed,
     check_total,
     check_values,
-    parts_of_steps,
-)
-from .tables import (
-    column,
-    further_of,
-    numbers,
-    ordered,
+    checked_lengths,
+    joined_part,
+    joined_steps,
     padded,
-    padded_list,
-    padded_steps,
-    rows_like,
-    rows_of,
+    padded_parts,
+    read_steps,
 )
+from .tables import Gaps, Table, read_table, rows_of
 from .vocabulary import Vocabulary
+
+PARTS = "labels", "covariates", "times", "rows"  # (N, T, *), beside values and observed
 
 
 class Sequences(Dataset["Sequences"]):
@@ -57,29 +50,19 @@ class Sequences(Dataset["Sequences"]):
         values: ``(N, T, *E)``, what was observed; padding and missing steps may hold anything.
             Steps that no sequence has are dropped. Half precision becomes float32.
         lengths: ``(N,)`` integers from 1 to T, the number of steps of each sequence. They are
-            kept on the CPU, wherever the values are: they steer loops.
-        observed: ``(N, T)`` booleans, False where a step is missing. By default every step that
-            exists is observed.
+            kept on the CPU, wherever the values are.
+        observed: ``(N, T)`` booleans, False where a step is missing; all that exist by default.
             Vectors of which single components are NaN are known in part.
         labels: ``(N, T)`` integers, the known state of each step, -1 where it is not known; or
-            ``(N, T, K)`` booleans, True for the states that may be. The models and fits of this
-            package use them; :meth:`without_labels` drops them.
+            ``(N, T, K)`` booleans, True for the states that may be. Fits use them.
         total: Number of sequences in the whole set these are a part of; N by default.
             Models scale the likelihood by ``total / N``, and priors not. It need not be whole.
-        covariates: ``(N, T, C)`` floating point, what transitions and emissions may depend on:
-            models pass it to the module that builds the HMM. Finite wherever a step exists.
-        indices: ``(N,)`` integers, the number of each sequence in that whole set; 0, 1, ... by
-            default. Variables that each sequence has one of are found by them (see :meth:`batch`);
-            given here, they say that these are steps of those sequences, although other ones.
-        copy: False shares memory with ``values``, such as those of a mapped file, which must not
-            change then. Everything else is copied.
+        covariates: ``(N, T, C)`` finite floating point, handed to the module that builds the HMM.
+        indices: ``(N,)`` integers, the number of each sequence in the whole set, by which variables
+            that each sequence has one of are found; 0, 1, ... by default.
+        copy: False shares memory with ``values``, which must not change then.
         times: ``(N, T)``, increasing along each sequence; kept in float64. Models in continuous
             time read them, such as :class:`pyrohmm.TabularContinuousTimeHMM`; others do not.
-
-    Raises:
-        TypeError: If a dtype is wrong.
-        ValueError: If shapes disagree, there is no sequence or no step, a length is not between
-            1 and T, an observed value is all NaN, times do not increase, or ``total`` is below N.
 
     Example:
         >>> data = Sequences(torch.tensor([[3, 1, 4], [1, 5, 0]]), torch.tensor([3, 2]))
@@ -92,7 +75,7 @@ class Sequences(Dataset["Sequences"]):
     def __init__(
         self,
         values: Tensor,
-        lengths: Tensor,
+        lengths: Tensor | None = None,
         observed: Tensor | None = None,
         labels: Tensor | None = None,
         total: float | None = None,
@@ -101,36 +84,54 @@ class Sequences(Dataset["Sequences"]):
         copy: bool = True,
         times: Tensor | None = None,
     ) -> None:
+        if lengths is None:
+            raise TypeError(f"lengths must be a torch.Tensor of integers (N,); got none. {HOW}")
         values, lengths = from_numpy("values", values), from_numpy("lengths", lengths)
-        observed, labels = from_numpy("observed", observed), from_numpy("labels", labels)
-        covariates, times = from_numpy("covariates", covariates), from_numpy("times", times)
         check_values(values)
         values = regular("values", values)
         check_integers("lengths", lengths)
         check_shape("lengths", lengths, tuple(values.shape[:1]), "(N,)", "N is that of values.")
         lengths = lengths.cpu().long()
         check_lengths(lengths, values.size(1))
-        exists = (torch.arange(values.size(1)) < lengths.unsqueeze(-1)).to(values.device)
+        exists = masks.exists(lengths, values.size(1), values.device)
         self.has_gaps = False  # whether steps that exist are missing
         if observed is None:
             observed = exists
         else:
+            observed = from_numpy("observed", observed)
             check_booleans("observed", observed)
             check_shape("observed", observed, tuple(values.shape[:2]), "(N, T)", "That of values.")
             observed = observed.to(values.device) & exists
             self.has_gaps = not torch.equal(observed, exists)
         check_observed(values, observed)
-        parts = parts_of_steps(exists, labels, covariates, times)
         longest = int(lengths.max())  # later steps are dropped
         self.values = values[:, :longest].clone() if copy else values[:, :longest]
         self.lengths = lengths.clone()
         self.observed = observed[:, :longest]
         self.labels, self.covariates, self.times = (
-            None if part is None else part[:, :longest].clone() for part in parts
+            self._part(name, part, exists)
+            for name, part in (("labels", labels), ("covariates", covariates), ("times", times))
         )
+        self.rows: Tensor | None = None  # numbers of the rows of the table they come from
+        self.table: Table | None = None
         self.total = check_total(total, len(values))
-        self.indices = check_indices(indices, len(values)).clone()
+        self.indices = torch.arange(len(values))
         self.numbered = indices is not None  # they say which sequences of the whole set these are
+        if indices is not None:
+            check_integers("indices", indices)
+            check_shape("indices", indices, (len(values),), "(N,)", "N is that of values.")
+            if bool((indices < 0).any()):
+                raise ValueError("indices must not be negative: they number sequences from 0.")
+            self.indices = indices.cpu().long().clone()
+
+    def _part(self, name: str, part: Any, exists: Tensor) -> Tensor | None:
+        """Labels, covariates or times of the steps kept, checked; a copy."""
+        if part is None:
+            return None
+        part = from_numpy(name, part)
+        CHECKS[name](part, exists)
+        part = part[:, : self.num_steps].to(exists.device).clone()
+        return part.double() if name == "times" else part
 
     @classmethod
     def from_list(
@@ -155,25 +156,31 @@ class Sequences(Dataset["Sequences"]):
             vocabulary: Encodes the steps, which are symbols then.
             times: One item per sequence, ``(T_n,)`` increasing numbers or dates; those in days.
 
-        Raises:
-            ValueError: If there is no sequence, one has no step, or event shapes differ.
-
-        Warns:
-            UserWarning: If a matrix of few columns, which may be one series of vectors, becomes
-                many short sequences of numbers.
-
         Example:
             >>> data = Sequences.from_list([[1.0, None, 3.0], [2.0]])
             >>> data.observed
             tensor([[ True, False,  True],
                     [ True, False, False]])
         """
-        check_list(sequences)
-        values, lengths, observed = padded_steps(sequences, vocabulary)
+        if hasattr(sequences, "columns"):
+            raise TypeError(
+                f"sequences must be a list; got {type(sequences).__name__}, a table. {HOW}"
+            )
+        if isinstance(sequences, np.ndarray | Tensor) and sequences.ndim == 2:
+            count, steps = sequences.shape
+            if steps * FLAT <= count and to_tensor("", sequences[:1]).dtype.is_floating_point:
+                warnings.warn(
+                    f"sequences of shape {(count, steps)} are {count} sequences of {steps} numbers."
+                    f" For one series of {count} vectors, call Sequences.from_concatenated(values);"
+                    " for short sequences, give list(values).",
+                    stacklevel=2,
+                )
+        values, lengths, observed = joined_steps(sequences, vocabulary)
+        parts = {"labels": labels, "covariates": covariates, "times": times}
+        joined = {name: joined_part(name, part, lengths) for name, part in parts.items()}
         data = cls(
-            values, lengths, observed, padded_list("labels", labels, lengths, -1.0),
-            covariates=padded_list("covariates", covariates, lengths, 0.0), copy=False,
-            times=padded_list("times", times, lengths, 0.0),
+            padded(values, lengths), lengths, padded(observed, lengths),
+            **padded_parts(joined, lengths), copy=False,
         )  # fmt: skip
         return data if device is None else data.to(device)
 
@@ -194,40 +201,40 @@ class Sequences(Dataset["Sequences"]):
 
         Args:
             values: ``(M, *E)``, the steps of all sequences, one sequence after the other: an array,
-                a tensor or a list. Rows that are NaN throughout are missing. Integers ``(M, 1)``
-                are taken as ``(M,)``. They are copied, unless they are a ``numpy.memmap`` and
-                need no padding.
+                a tensor or a list. Rows that are None or NaN throughout are missing. Integers
+                ``(M, 1)`` are taken as ``(M,)``. A ``numpy.memmap`` is not copied.
             lengths: ``(N,)`` integers of sum M; None if all is one sequence.
             observed: ``(M,)`` booleans, False where a step is missing.
             labels: ``(M,)`` integers; -1, None or NaN where the state is not known.
             covariates: ``(M, C)`` floating point.
             vocabulary: Encodes the values, which are symbols then, None or NaN where missing.
-            dtype: Of the values: such as ``torch.long`` for symbols that are floats because some of
-                them are NaN.
+            dtype: Of the values: ``torch.long`` for symbols that are floats because some are NaN.
             times: ``(M,)`` numbers, or dates, increasing along each sequence.
-
-        Raises:
-            TypeError: If values are not real numbers.
-            ValueError: If ``lengths`` do not sum to M.
 
         Example:
             >>> Sequences.from_concatenated([3, 1, 4, 1], [3, 1]).values
             tensor([[3, 1, 4],
                     [1, 0, 0]])
-            >>> words = Vocabulary(["the", "die"])
-            >>> Sequences.from_concatenated(["die", None, "the"], vocabulary=words).observed
-            tensor([[ True, False,  True]])
         """
-        rows = rows_of(values, lengths, observed, vocabulary, dtype)
-        parts = {"labels": (labels, -1.0), "covariates": (covariates, 0.0), "times": (times, 0.0)}
-        further: dict[str, Any] = {
-            name: padded(rows_like(name, part, len(rows.values)), rows.lengths, padding)
-            for name, (part, padding) in parts.items()
-            if part is not None
-        }
-        steps, observed = (padded(part, rows.lengths) for part in (rows.values, rows.observed))
-        shared = steps.data_ptr() == rows.values.data_ptr() and not isinstance(values, np.memmap)
-        return cls(steps, rows.lengths, observed, **further, copy=shared)
+        steps, known = read_steps("values", values, vocabulary)
+        if steps is None:
+            steps = torch.zeros(len(known))
+        if not steps.dtype.is_floating_point and steps.dim() == 2 and steps.size(1) == 1:
+            steps = steps[:, 0]  # symbols, as hmmlearn has them
+        if observed is not None:
+            marks = to_tensor("observed", observed).to(known.device)
+            check_booleans("observed", marks)
+            check_shape(
+                "observed", marks, (len(steps),), "(M,)", "M is the number of rows of values."
+            )
+            known = known & marks
+        if dtype is not None:
+            steps = (steps if dtype.is_floating_point else steps.nan_to_num(0.0)).to(dtype)
+        lengths = checked_lengths(lengths, len(steps))
+        parts = padded_parts({"labels": labels, "covariates": covariates, "times": times}, lengths)
+        whole = padded(steps, lengths)
+        shared = whole.data_ptr() == steps.data_ptr() and not isinstance(values, np.memmap)
+        return cls(whole, lengths, padded(known, lengths), **parts, copy=shared)
 
     @classmethod
     def from_dataframe(
@@ -242,6 +249,7 @@ class Sequences(Dataset["Sequences"]):
         vocabulary: Vocabulary | None = None,
         dtype: torch.dtype | None = None,
         tags: Vocabulary | None = None,
+        gaps: Gaps | None = None,
     ) -> Sequences:
         """Group the rows of a table into sequences.
 
@@ -249,19 +257,17 @@ class Sequences(Dataset["Sequences"]):
             frame: A DataFrame of pandas or polars, or what has columns ``frame[name]`` like these,
                 such as a dict of arrays. Steps are missing where None, NaN or NA is.
             columns: Name of the column of the values; or a list of D names, for vectors ``(D,)``.
-            by: Columns that tell sequences apart; None if all rows are of one. Sequences come in
-                the order of their first rows.
-            time: Column by which the rows of a sequence are sorted; by default they are in order.
-                They are kept as ``times``: dates, starts of periods, and durations in days.
+            by: Columns that tell sequences apart, which come in the order of their first rows.
+            time: Column by which the rows of a sequence are sorted, kept as ``times``; dates,
+                starts of periods and durations in days.
             labels: Column of the known states, integers; -1, None, NaN or NA where not known.
             covariates: Columns of the covariates.
             vocabulary: Encodes the values, which are symbols then.
             dtype: Of the values: see :meth:`from_concatenated`.
             tags: Encodes the labels, which are names then, None or NaN where not known.
-
-        Raises:
-            TypeError: If a column does not hold real numbers.
-            ValueError: If a column does not exist, or a time is none or twice in a sequence.
+            gaps: Where times are multiples of one step and some are skipped: "missing" puts missing
+                steps there, "ignore" takes the rows as neighbours, "error" refuses. By default they
+                are neighbours, with a warning.
 
         Example:
             >>> table = {"who": ["b", "b", "a"], "day": [2, 1, 1], "x": [0.5, 1.5, 2.5]}
@@ -269,23 +275,18 @@ class Sequences(Dataset["Sequences"]):
             tensor([[1.5000, 0.5000],
                     [2.5000, 0.0000]], dtype=torch.float64)
         """
-        read: Any = numbers if vocabulary is None else column
-        values = read("columns", frame, columns)
-        order, lengths = ordered(frame, by, time, len(values))
-        further = {
-            n: each[order] for n, each in further_of(frame, labels, covariates, tags, time).items()
-        }
-        return cls.from_concatenated(
-            values[order], lengths, vocabulary=vocabulary, dtype=dtype, **further
+        steps, table = read_table(
+            frame, columns, by, time, labels, covariates, vocabulary, tags, gaps
         )
+        data = cls.from_concatenated(**steps, dtype=dtype)
+        data.rows, data.table = padded(table.order, table.lengths, -1), table
+        return data
 
     def to_concatenated(self) -> tuple[Tensor, Tensor]:
         """The steps of all sequences in one tensor, ``(M, *E)``, and the lengths ``(N,)``.
 
-        What :meth:`from_concatenated` takes, and hmmlearn. Missing steps are NaN.
-
-        Raises:
-            ValueError: If steps are missing and the values are integers, which have no NaN.
+        What :meth:`from_concatenated` takes, and hmmlearn. Missing steps are NaN; of integers,
+        which have none, they are an error.
 
         Example:
             >>> Sequences.from_list([[3, 1, 4], [1]]).to_concatenated()
@@ -301,6 +302,28 @@ class Sequences(Dataset["Sequences"]):
         values = self.values.clone()
         values[~self.observed] = torch.nan
         return values[self.exists], self.lengths
+
+    def to_dataframe(self, states: Tensor | None = None, probs: Tensor | None = None) -> Any:
+        """A ``pandas.DataFrame`` with a row for each step, such as of a table its states.
+
+        Args:
+            states: ``(N, T)``, such as ``hmm.viterbi(data)``: the column "state".
+            probs: ``(N, T, K)``, such as ``hmm.posterior(data).states``: columns "p0", "p1", ...
+
+        Returns:
+            From :meth:`from_dataframe`, the rows of the table in their order, with its index and
+            the columns ``by`` and ``time``; else the columns "sequence" and "step".
+
+        Example:
+            >>> table = {"who": ["b", "b", "a"], "day": [2, 1, 1], "x": [0.5, 1.5, 2.5]}
+            >>> data = Sequences.from_dataframe(table, by="who", columns="x", time="day")
+            >>> data.to_dataframe(states=torch.tensor([[0, 1], [1, 0]]))
+              who  day  state
+            0   b    2      1
+            1   b    1      0
+            2   a    1      1
+        """
+        return rows_of(self.table, self.rows, self.exists, {"state": states, "p": probs})
 
     @property
     def num_steps(self) -> int:
@@ -357,15 +380,24 @@ class Sequences(Dataset["Sequences"]):
     def collate(self, parts: Sequences | Listed[Sequences]) -> Sequences:
         """Join single sequences into a minibatch of this set, whose ``total`` stays.
 
-        For a DataLoader, so that minibatch losses estimate that of the whole set.
-
         Example:
             >>> data = Sequences.from_list([[3, 1, 4], [1], [5, 9]])
             >>> loader = torch.utils.data.DataLoader(data, batch_size=2, collate_fn=data.collate)
             >>> [(batch.values.tolist(), batch.total) for batch in loader]
             [([[3, 1, 4], [1, 0, 0]], 3), ([[5, 9]], 3)]
         """
-        return parts if isinstance(parts, Sequences) else _joined(parts, self.total)
+        if isinstance(parts, Sequences):
+            return parts
+
+        def join(name: str) -> Tensor | None:
+            rows = [getattr(part, name) for part in parts]
+            known = [row[part.exists] for row, part in zip(rows, parts) if row is not None]
+            return torch.cat(known) if len(known) == len(rows) else None
+
+        names = ("values", "observed", "labels", "covariates", "times")
+        steps: dict[str, Any] = {name: join(name) for name in names}
+        lengths = torch.cat([part.lengths for part in parts])
+        return Sequences.from_concatenated(**steps, lengths=lengths).with_total(self.total)
 
     def _select(
         self, chosen: Tensor, total: float, indices: Tensor, longest: int | None = None
@@ -385,23 +417,17 @@ class Sequences(Dataset["Sequences"]):
         new = object.__new__(Sequences)  # what has been checked is not read again
         new.lengths, new.total, new.indices = lengths, check_total(total, len(lengths)), indices
         new.values, new.observed = change(self.values), change(self.observed)
-        for name in ("labels", "covariates", "times"):
+        for name in PARTS:
             part = getattr(self, name)
             setattr(new, name, None if part is None else change(part))
-        new.has_gaps, new.numbered = self.has_gaps, self.numbered
+        new.has_gaps, new.numbered, new.table = self.has_gaps, self.numbered, self.table
         if self.has_gaps:
             exists = masks.exists(lengths, new.num_steps, new.values.device)
             new.has_gaps = not torch.equal(new.observed, exists)
         return new
 
     def truncate(self, num_steps: int) -> Sequences:
-        """The first ``num_steps`` steps of each sequence; shorter ones stay as they are.
-
-        Example:
-            >>> Sequences.from_list([[3, 1, 4, 1], [5]]).truncate(2).values
-            tensor([[3, 1],
-                    [5, 0]])
-        """
+        """The first ``num_steps`` steps of each sequence; shorter ones stay as they are."""
         check_size("num_steps", num_steps)
         return self._select(torch.arange(len(self)), self.total, self.indices, num_steps)
 
@@ -410,15 +436,7 @@ class Sequences(Dataset["Sequences"]):
     ) -> tuple[Sequences, Sequences]:
         """Divide the sequences at random in two, such as into a training and a test set.
 
-        Args:
-            share: Of the sequences that go to the first part, rounded to a whole number.
-            generator: Source of randomness on the CPU; torch's global one by default.
-
-        Returns:
-            The two parts; each has the sequences in the order they have here.
-
-        Raises:
-            ValueError: If a part would be empty.
+        A ``share`` of them goes to the first part, at least one sequence to each.
 
         Example:
             >>> train, test = Sequences.from_list([[0], [1], [2], [3]]).split(0.75)
@@ -453,12 +471,8 @@ class Sequences(Dataset["Sequences"]):
     ) -> Iterator[Sequences]:
         """Yield each sequence once, in random order, ``batch_size`` at a time.
 
-        Every batch keeps the ``total`` of the whole set, so that minibatch losses estimate the
-        full one without bias. The last batch may be smaller.
-
-        Args:
-            batch_size: Number of sequences in a batch, at least 1.
-            generator: Source of randomness on the CPU; torch's global one by default.
+        Every batch keeps the ``total`` of the whole set; the last one may be smaller. The
+        ``generator`` is on the CPU; by default it is torch's global one.
         """
         check_size("batch_size", batch_size)
         order = torch.randperm(len(self), generator=generator)
@@ -469,11 +483,8 @@ class Sequences(Dataset["Sequences"]):
         """The sequences ``chosen`` (integers), as a part of the whole set: ``total`` stays.
 
         Also ``indices``, by which a model finds what belongs to a sequence, such as a variable
-        inside ``pyro.plate("subjects", data.total, subsample=data.indices)``.
-
-        Args:
-            chosen: Which sequences.
-            total: Number of sequences they are a sample of, if not of the whole set.
+        inside ``pyro.plate("subjects", data.total, subsample=data.indices)``. ``total`` is the
+        number of sequences they are a sample of, if not of the whole set.
 
         Example:
             >>> part = Sequences.from_list([[0], [1], [2], [3]]).batch(torch.tensor([3, 1]))
@@ -483,17 +494,7 @@ class Sequences(Dataset["Sequences"]):
         return self._select(chosen, self.total if total is None else total, self.indices[chosen])
 
 
-def _joined(parts: Listed[Sequences], total: float) -> Sequences:
-    """Some sequences of each of ``parts`` as one."""
-    lengths = torch.cat([part.lengths for part in parts])
-
-    def join(read: Callable[[Sequences], Tensor | None], padding: float = 0.0) -> Any:
-        rows = [read(part) for part in parts]
-        known = [row[part.exists] for row, part in zip(rows, parts) if row is not None]
-        return padded(torch.cat(known), lengths, padding) if len(known) == len(rows) else None
-
-    return Sequences(
-        join(lambda part: part.values), lengths, join(lambda part: part.observed),
-        join(lambda part: part.labels, -1.0), total, join(lambda part: part.covariates),
-        copy=False, times=join(lambda part: part.times),
-    )  # fmt: skip
+def check_sequences(name: str, data: object) -> None:
+    """Raise unless ``data`` are ``Sequences``, and say how those are made."""
+    if not isinstance(data, Sequences):
+        raise TypeError(f"{name} must be Sequences; got {type(data).__name__}. {HOW}")

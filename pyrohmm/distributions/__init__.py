@@ -9,27 +9,24 @@ Its modules; each imports only those above it:
 ``inverse_wishart``        the prior of covariance matrices
 ``units``                  priors of data in any unit
 ``hard_zeros``             log-probabilities in which zeros are exact
+``constructors``           the arguments that a distribution is built from
 ``linear_emissions``       emissions whose log-probabilities are a product of matrices
 ``observation``            joined and tied emissions; log-probabilities per state
 ``values``                 observations as the recursions read them
-``arguments``              the arguments of an ``HMM``, checked
-``labels``                 which states are allowed at each step
-``crf``                    ``LinearChainCRF``: labels given scores of a network
 ``autoregressive``         emissions that depend on the observations before: their base
 ``vector_autoregression``  vectors that depend linearly on those before
 ``context_tables``         symbols that depend on those before
 ``sampling``               sampling of observations given states
 ``quantiles``              quantiles of mixtures of emissions
 ``forecast``               ``Forecast``: observations at future steps
-``base``                   ``ChainDistribution``: parameters, masks and data joined
+``base``                   ``ChainDistribution``: parameters, masks, labels and data joined
+``crf``                    ``LinearChainCRF``: labels given scores of a network
 ``hmm``                    ``HMM``: a distribution over whole sequences
 ``hsmm``                   ``HSMM``: states with explicit durations
 ``continuous_time_hmm``    ``ContinuousTimeHMM``: sequences observed at times of their own
 ``factorial_hmm``          ``FactorialHMM``: several chains behind one observation
 ``second_order_hmm``       ``SecondOrderHMM``: each state depends on the two before it
 ``block_symbols``          ``BlockSymbols``: symbols emitted only by the states of their blocks
-``carried_state``          ``CarriedState``: the state before the first step
-``block_factors``          parameters and symbols in blocks, as the recursions read them
 ``block_hmm``              ``BlockHMM``: states in blocks, tens of thousands of them
 ``ngram_block_hmm``        ``NGramBlockHMM``: states in blocks, mixed with an n-gram
 ``tagged_hmm``             ``TaggedHMM``: states that emit a word and a tag

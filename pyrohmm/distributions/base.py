@@ -4,34 +4,57 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from pyro.distributions.torch_distribution import TorchDistribution
 from torch import Tensor
-from torch.distributions import constraints
+from torch.distributions import Distribution, constraints
 
 from .._arrays import from_numpy
 from .._checks import (
     PyroValidation,
+    check_booleans,
     check_broadcast,
     check_integers,
     check_no_nan,
     check_real,
     check_same_device,
+    check_tensor,
     check_trailing,
 )
 from .._transforms import transforming
 from ..chains.base import Chain, refuse_steps
 from ..chains.markov import MarkovChain
 from ..ops import masks
-from .arguments import StructuredEmission, check_emission, check_steps
 from .autoregressive import Autoregressive
 from .context_tables import AutoregressiveCategorical
 from .hard_zeros import log_probs
-from .labels import refuse_dead_ends
 from .observation import is_categorical, log_likelihood, log_prob_per_state
 from .values import check_support, fill_gaps
+
+
+class StructuredEmission(Protocol):
+    """An emission in a form smaller than a distribution batched over the K states."""
+
+    @property
+    def batch_shape(self) -> torch.Size:
+        """``(K,)``."""
+
+    @property
+    def event_shape(self) -> torch.Size:
+        """``(*E)``, of one observation."""
+
+    @property
+    def support(self) -> constraints.Constraint:
+        """Of one observation."""
+
+    @property
+    def distribution(self) -> TorchDistribution:
+        """Batched over the K states; computed when it is read."""
+
+    def sample(self, states: Tensor) -> Tensor:
+        """Sample an observation ``(*A, *E)`` from each of ``states`` ``(*A)``."""
 
 
 class ChainDistribution(TorchDistribution):
@@ -52,25 +75,15 @@ class ChainDistribution(TorchDistribution):
         allowed: Tensor | None = None,
     ) -> None:
         """Join ``chain`` with the emission and what is known of the sequences."""
-        lengths, observed, allowed = (
-            from_numpy(name, value)
-            for name, value in (("lengths", lengths), ("observed", observed), ("allowed", allowed))
-        )
         chain.check_shapes()
-        check_emission(chain, emission)
-        if emission_per_step and isinstance(emission, Autoregressive):
-            raise ValueError(
-                "emission_per_step needs an emission that does not depend on the observations "
-                f"before; got {type(emission).__name__}."
-            )
+        _check_emission(emission, chain.num_states, emission_per_step)
+        lengths = from_numpy("lengths", lengths)
         check_integers("lengths", lengths)
-        lengths = lengths.cpu().long()
-        batch_shape, num_steps = check_steps(
-            chain, emission, lengths, observed, allowed, emission_per_step
-        )
-        self.chain, self._emission, self.lengths = chain, emission, lengths
-        self.observed, self.allowed = observed, allowed
+        self.chain, self._emission, self.lengths = chain, emission, lengths.cpu().long()
+        self.observed = from_numpy("observed", observed)
+        self.allowed = from_numpy("allowed", allowed)
         self.emission_per_step = emission_per_step
+        batch_shape, num_steps = self._check_sequences()
         super().__init__(
             batch_shape,
             torch.Size((num_steps,)) + emission.event_shape,
@@ -78,6 +91,43 @@ class ChainDistribution(TorchDistribution):
         )
         if self._validate_args:
             chain.check_values()
+
+    def _check_sequences(self) -> tuple[torch.Size, int]:
+        """The batch shape ``(*B)`` and T; raises unless all arguments agree on them."""
+        chain, emission = self.chain, self._emission
+        tensors = {"log_initial": chain.log_initial} | _first_tensor(emission)
+        steps, shapes = chain.steps, chain.batches  # by the argument that says so
+        shapes["emission"] = emission.batch_shape[: -2 if self.emission_per_step else -1]
+        shapes["lengths"] = self.lengths.shape
+        if self.emission_per_step:
+            steps["emission"] = emission.batch_shape[-2]
+        for name, core in (("observed", ("T",)), ("allowed", ("T", "K"))):
+            mask = getattr(self, name)
+            if mask is None:
+                continue
+            check_booleans(name, mask)
+            if mask.dim() < len(core) or (len(core) == 2 and mask.size(-1) != chain.num_states):
+                raise ValueError(
+                    f"{name} must have shape (*B, {', '.join(core)}); got {tuple(mask.shape)}."
+                )
+            tensors[name] = mask
+            steps[name], shapes[name] = mask.size(-len(core)), mask.shape[: -len(core)]
+        check_same_device(tensors)
+        if not self.lengths.numel():
+            raise ValueError("lengths is empty; wanted at least one sequence.")
+        self._shortest, self._longest = (int(end) for end in torch.aminmax(self.lengths))
+        num_steps = min(steps.values(), default=self._longest)
+        if self._shortest < 1 or self._longest > num_steps:
+            of = ", ".join(f"{count} of {name}" for name, count in steps.items()) or num_steps
+            raise ValueError(
+                f"lengths must lie between 1 and the number of steps, {of}; got values from "
+                f"{self._shortest} to {self._longest}. Drop empty sequences, and count steps "
+                "without their padding."
+            )
+        if len(set(steps.values())) > 1:
+            listing = ", ".join(f"{name} {count}" for name, count in steps.items())
+            raise ValueError(f"all arguments must be for one number of steps T; got {listing}.")
+        return check_broadcast(shapes), num_steps
 
     def __getstate__(self) -> dict[str, Any]:
         _unmark(self.__dict__)
@@ -119,8 +169,7 @@ class ChainDistribution(TorchDistribution):
     def emission(self) -> TorchDistribution:
         r"""Batched over ``(K,)``, or ``(T, K)`` per step: :math:`p(x_t \mid z_t)`."""
         emission = self._emission
-        known = isinstance(emission, torch.distributions.Distribution)
-        return emission if known else emission.distribution
+        return emission if isinstance(emission, Distribution) else emission.distribution
 
     @property
     def num_states(self) -> int:
@@ -140,7 +189,7 @@ class ChainDistribution(TorchDistribution):
     @property
     def support(self) -> constraints.Constraint:
         """Sequences of what the emission can emit."""
-        return constraints.independent(self.emission.support, 1)
+        return constraints.independent(self._emission.support, 1)
 
     def check_markov(self, purpose: str) -> None:
         """Raise unless the next state depends on the state alone, as ``purpose`` needs."""
@@ -179,7 +228,7 @@ class ChainDistribution(TorchDistribution):
 
     def log_likelihood(self, values: Tensor, check: bool = True) -> Tensor:
         r"""Log-likelihoods :math:`\log p(x_t \mid z_t)`: the last of :meth:`log_factors`."""
-        likelihood = self._restricted_likelihood(values)
+        likelihood = self._read(values)
         if check and self._validate_args:
             check_likelihood(likelihood)
             self.check_labels(values)
@@ -194,9 +243,11 @@ class ChainDistribution(TorchDistribution):
         """
         constant = type(self.chain) is MarkovChain and not self.chain.per_step
         constant = constant and not self.emission_per_step
+        if not (constant and self.allowed is None):
+            return None
         emission = self.emission
         with_context = isinstance(emission, AutoregressiveCategorical)
-        if not (constant and self.allowed is None and (with_context or is_categorical(emission))):
+        if not (with_context or is_categorical(emission)):
             return None
         symbols, known = self.prepare_values(values)
         if isinstance(emission, AutoregressiveCategorical):
@@ -220,10 +271,14 @@ class ChainDistribution(TorchDistribution):
             likelihood = likelihood.masked_fill(~known.unsqueeze(-1), 0.0)
         return likelihood
 
-    def _restricted_likelihood(self, values: Tensor) -> Tensor:
-        """Log-likelihoods ``(*B, T, K)``, -inf for states that labels exclude."""
+    def _seen(self, values: Tensor) -> Any:
+        """Log-likelihoods as the chain reads them, checked as those of :meth:`log_likelihood`."""
+        return self.log_likelihood(values)
+
+    def _read(self, values: Tensor, with_labels: bool = True) -> Any:
+        """Log-likelihoods as the chain reads them, -inf for states that labels exclude."""
         likelihood = self._log_likelihood(values)
-        if self.allowed is None:
+        if self.allowed is None or not with_labels:
             return likelihood
         return likelihood.masked_fill(~self.allowed, -torch.inf)
 
@@ -240,30 +295,38 @@ class ChainDistribution(TorchDistribution):
 
         Raises:
             TypeError: If ``values`` are of the wrong type or dtype.
-            ValueError: If shapes or devices disagree, or (with ``validate_args``) an observation
-                is not in the support.
+            ValueError: If shapes or devices disagree, values are one sequence where lengths differ,
+                or (with ``validate_args``) an observation is not in the support.
         """
         values = from_numpy("values", values)
         check_real("values", values)
         check_same_device({"values": values, "log_initial": self.log_initial})
         whole = self.emission
         emission = whole.initial if isinstance(whole, Autoregressive) else whole
-        shape = tuple(self.event_shape)
-        check_trailing(
-            "values", values, shape, "(T, *E)", _cure(values, shape, emission.event_shape)
-        )
+        outer = values.shape[: max(values.dim() - len(self.event_shape), 0)]
+        if values.shape[len(outer) :] != self.event_shape:
+            raise ValueError(
+                f"values must end in shape (T, *E) = {tuple(self.event_shape)}; got shape "
+                f"{tuple(values.shape)}. {_cure(values, self.event_shape)}"
+            )
         symbols = is_categorical(emission)
-        if not (symbols or values.dtype.is_floating_point):
-            values = values.to(self.log_initial.dtype)
-        outer = values.shape[: values.dim() - len(self.event_shape)]
-        batch = check_broadcast({"values": outer, "HMM": self.batch_shape})
-        values = values.reshape((1,) * (len(batch) - len(outer)) + values.shape)
-        known = None
-        if self.observed is not None or bool((self.lengths < self.num_steps).any()):
-            known = self.exists if self.observed is None else self.exists & self.observed
-            values = fill_gaps(values, known, emission)
         if symbols:
             check_integers("values", values)
+        elif not values.dtype.is_floating_point:
+            values = values.to(self.log_initial.dtype)
+        batch = check_broadcast({"values": outer, "HMM": self.batch_shape})
+        if self._shortest < self._longest and outer.numel() == 1:
+            raise ValueError(
+                f"values must be those of the {self.lengths.numel()} sequences of this HMM, whose "
+                f"lengths differ; got one, of batch shape {tuple(outer)}. Of other data ask "
+                "fit.hmm(data), or hmm.with_lengths(lengths) with their lengths."
+            )
+        if len(batch) > len(outer):
+            values = values.reshape((1,) * (len(batch) - len(outer)) + values.shape)
+        known = None
+        if self.observed is not None or self._shortest < self.num_steps:
+            known = self.exists if self.observed is None else self.exists & self.observed
+            values = fill_gaps(values, known, emission)
         if self._validate_args and not transforming():
             check_support(values, known, emission, self.emission_per_step)
         if isinstance(whole, Autoregressive):
@@ -279,29 +342,30 @@ class ChainDistribution(TorchDistribution):
         if self.allowed is None or not self._validate_args or transforming():
             return
         with torch.no_grad():
-            seen = self._restricted_likelihood(values)
+            seen = self._read(values)
             reached = self.chain.filtered(seen, self.lengths).isfinite().any(-1)
             lost = (self.exists & ~reached).any(-1)
             if bool(lost.any()):
-                free = self.chain.log_evidence(self._log_likelihood(values), self.lengths)
+                free = self.chain.log_evidence(self._read(values, False), self.lengths)
                 possible = free.isfinite()
-                refuse_dead_ends(reached, lost & possible)
+                _refuse_dead_ends(reached, lost & possible)
 
 
-def _cure(values: Tensor, wanted: tuple[int, ...], event: torch.Size) -> str:
-    """Advice for observations with other steps, or other components, than the HMM."""
-    if event == (1,) and 1 <= values.dim() <= 2 and values.size(-1) == wanted[0]:
+def _cure(values: Tensor, wanted: torch.Size) -> str:
+    """Advice for observations with other steps, or other components, than ``wanted``, (T, *E)."""
+    steps, *event = wanted
+    if event == [1] and 1 <= values.dim() <= 2 and values.size(-1) == steps:
         return (
             "They are scalars: build the emission for those, such as normal(0), or give "
             "values.unsqueeze(-1)."
         )
     if values.dim() < 2:
         return ""
-    size, steps = values.size(-1), values.size(-2)
-    if tuple(event) == values.shape[values.dim() - len(event) :] and steps != wanted[0]:
+    size = values.size(-1)
+    if list(values.shape[values.dim() - len(event) :]) == event and values.size(-2) != steps:
         return (
-            f"They have {values.size(-1 - len(event))} steps, where lengths are of up to "
-            f"{wanted[0]}: give values and lengths of the same data."
+            f"They have {values.size(-1 - len(event))} steps, where lengths are of up to {steps}: "
+            "give values and lengths of the same data."
         )
     drop = "" if event or size > 1 else "Drop the last dimension with squeeze(-1), or b"
     return f"{drop or 'B'}uild the emission for vectors of {size}, such as normal({size})."
@@ -334,3 +398,103 @@ def _tensors(part: Any, seen: set[int]) -> Iterator[Tensor]:
         part = (part if isinstance(part, dict) else getattr(part, "__dict__", {})).values()
     for inner in part:
         yield from _tensors(inner, seen)
+
+
+def _check_emission(
+    emission: TorchDistribution | StructuredEmission, num_states: int, per_step: bool
+) -> None:
+    """Raise unless the emission is batched over states, and if ``per_step`` over steps."""
+    if not isinstance(emission, Distribution) and not hasattr(type(emission), "distribution"):
+        raise TypeError(
+            "emission must be a distribution batched over the K states; got "
+            f"{type(emission).__name__}."
+        )
+    if emission.batch_shape[-1:] != (num_states,):
+        raise ValueError(
+            f"emission must have a batch shape that ends in K = {num_states} states; got batch "
+            f"shape {tuple(emission.batch_shape)}. Batch it over states, or call .to_event(1) "
+            "on a distribution whose last dimension is one observation."
+        )
+    if per_step and (len(emission.batch_shape) < 2 or isinstance(emission, Autoregressive)):
+        raise ValueError(
+            "with emission_per_step, emission must have batch shape (*B, T, K), and not depend on "
+            f"the observations before; got {type(emission).__name__} of batch shape "
+            f"{tuple(emission.batch_shape)}."
+        )
+
+
+def _first_tensor(emission: Any) -> dict[str, Tensor]:
+    """One tensor of the emission, to see its device by."""
+    while hasattr(emission, "base_dist"):
+        emission = emission.base_dist
+    tensors = (item for item in vars(emission).values() if isinstance(item, Tensor))
+    tensor = next(tensors, None)
+    return {} if tensor is None else {"emission": tensor}
+
+
+def allowed_states(labels: Tensor, exists: Tensor, num_states: int) -> Tensor:
+    """Which states ``labels`` allow, ``(*B, T, K)`` booleans, on the device of ``exists``.
+
+    Args:
+        labels: ``(*B, T)`` integers, -1 where the state is not known; or ``(*B, T, K)`` booleans.
+        exists: ``(*B, T)`` booleans; at padded steps labels are not read.
+        num_states: K.
+
+    Raises:
+        TypeError: If labels are neither integers nor booleans.
+        ValueError: If a label is not below K, or a step has none that is allowed.
+    """
+    check_tensor("labels", labels)
+    num_steps = exists.size(-1)
+    if labels.dtype == torch.bool:
+        check_trailing("labels", labels, (num_steps, num_states), "(T, K)")
+        allowed = labels.to(exists.device) | ~exists.unsqueeze(-1)
+        if not transforming() and not bool(allowed.any(-1).all()):
+            step = (~allowed.any(-1)).nonzero()[0].tolist()
+            raise ValueError(
+                f"labels allow no state at {_place(step)}; allow all where nothing is known."
+            )
+        return allowed
+    check_integers("labels", labels)
+    check_trailing("labels", labels, (num_steps,), "(T,)")
+    labels = labels.to(exists.device).long().masked_fill(~exists, -1)
+    refuse_unknown(labels, num_states)
+    states = torch.arange(num_states, device=labels.device)
+    return (states == labels.unsqueeze(-1)) | (labels == -1).unsqueeze(-1)
+
+
+def refuse_unknown(labels: Tensor, num_states: int) -> None:
+    """Raise if integers ``(*B, T)`` are no labels below ``num_states``, nor -1; reads values."""
+    wrong = (labels >= num_states) | (labels < -1)
+    if not transforming() and bool(wrong.any()):
+        step = wrong.nonzero()[0].tolist()
+        raise ValueError(
+            f"labels must lie between 0 and K - 1 = {num_states - 1}, or be -1 where the state is "
+            f"not known; got {int(labels[tuple(step)])} at {_place(step)}."
+        )
+
+
+def _refuse_dead_ends(reached: Tensor, wrong: Tensor) -> None:
+    """Raise if labels leave no path in a sequence, and name the first step they do not reach.
+
+    Args:
+        reached: ``(*B, T)`` booleans, whether a path keeps to the labels up to the step.
+        wrong: ``(*B)`` booleans, whether labels are why there is none.
+    """
+    places = wrong.nonzero()
+    if len(places):
+        sequence = tuple(places[0].tolist())
+        step = int((~reached[sequence]).byte().argmax())
+        raise ValueError(
+            "labels must leave a path of positive probability; none does in "
+            f"{_place([*sequence, step])}. Correct the label, or allow the transition or the "
+            "symbol."
+        )
+
+
+def _place(index: list[int]) -> str:
+    """Words for a sequence and its step."""
+    *batch, step = index
+    if not batch:
+        return f"step {step}"
+    return f"sequence {batch[0] if len(batch) == 1 else tuple(batch)}, step {step}"

@@ -2,32 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self, cast
 
 import torch
 from torch import Tensor
 
-from .._checks import (
-    check_booleans,
-    check_floats,
-    check_integers,
-    check_no_nan,
-    check_same_device,
-    check_shape,
-)
-from .._precision import full_precision
-from ..chains.base import ExpectedCounts
-from ..ops import masks, recursions
-from ..ops.blocks import paths, queries
-from ..ops.blocks import recursions as block_recursions
+from .._checks import check_same_device, check_tensor, check_trailing
+from .._transforms import refuse_transforms
+from ..chains.blocks import BlockChain, BlockLikelihood, CarriedState
+from ..ops import masks
 from ..ops.blocks.inner_products import InnerProductTransition as InnerProductTransition
+from ..ops.blocks.messages import LogChain
 from ..ops.blocks.states import Blocks
-from ..ops.recursions import Posterior
-from ..ops.sampling import sample_path
-from .block_factors import BlockFactors, at_steps, log_chain
 from .block_symbols import BlockSymbols
-from .carried_state import CarriedState
 from .hmm import HMM
 
 
@@ -59,17 +46,17 @@ class FinalState(NamedTuple):
     log_probs: Tensor
 
 
-class BlockHMM(BlockFactors):
+class BlockHMM(HMM):
     """An HMM of symbols whose states emit only the symbols of their blocks.
 
     It is the same distribution as an :class:`HMM` with zeros elsewhere, and answers the same
-    queries. ``log_prob`` and its gradient, ``posterior``, ``viterbi``, ``sample_states``,
-    ``filtered`` and ``block_posterior``, a :class:`Filter`, and of :mod:`pyrohmm.queries` those of
-    prediction, continuation, best paths and entropy visit only states that can emit a symbol.
-    Where steps are missing they visit all states there, without a K x K matrix, and so do
-    ``impute``, and ``pseudo_residuals`` at each step. With labels and for everything else,
-    :meth:`dense` answers, at the cost of K x K matrices; for ``log_prob`` also where blocks overlap
-    and are large. Parameters have no batch dimensions.
+    queries: a :class:`~pyrohmm.chains.BlockChain` with :class:`BlockSymbols`. ``log_prob`` and its
+    gradient, ``posterior``, ``viterbi``, ``sample_states``, ``filtered`` and ``block_posterior``,
+    labels, a :class:`Filter`, and of :mod:`pyrohmm.queries` those of prediction, continuation, best
+    paths and entropy visit only states that can emit a symbol. Where steps are missing they visit
+    all states there, and so do ``impute``, and ``pseudo_residuals`` at each step. For everything
+    else, :meth:`dense` answers, at the cost of K x K matrices; for ``log_prob`` also where blocks
+    overlap and are large. Parameters have no batch dimensions.
 
     Args:
         log_initial: ``(K,)``, log-probabilities of the first state.
@@ -100,7 +87,8 @@ class BlockHMM(BlockFactors):
         tensor(0.0309)
     """
 
-    _of_transition = "transition"
+    chain: BlockChain
+    _emission: BlockSymbols
 
     def __init__(
         self,
@@ -114,43 +102,33 @@ class BlockHMM(BlockFactors):
         *,
         carried: CarriedState | None = None,
     ) -> None:
-        check_floats("log_initial", log_initial)
-        size = blocks.num_states
-        check_shape("log_initial", log_initial, (size,), "(K,)")
-        if isinstance(log_emission, BlockSymbols):
-            symbols = log_emission
-        else:
-            symbols = BlockSymbols(log_emission, blocks)
-        if isinstance(transition, Tensor):
-            check_floats("transition", transition)
-            check_shape("transition", transition, (size, size), "(K, K)")
-        elif not isinstance(transition, InnerProductTransition):
-            raise TypeError(
-                "transition must be InnerProductTransition or a matrix of log-probabilities; got "
-                f"{type(transition).__name__}."
-            )
-        elif not (blocks.disjoint and torch.equal(transition.blocks.sizes, blocks.sizes)):
-            raise ValueError(
-                f"the blocks of transition must be those of the HMM, {blocks!r}; got "
-                f"{transition.blocks!r}."
-            )
-        check_integers("lengths", lengths)
-        if observed is not None:
-            check_booleans("observed", observed)
-            if observed.dim() == 0 or observed.shape[:-1] != lengths.shape:
-                raise ValueError(
-                    f"observed must have shape (*B, T) with the shape {tuple(lengths.shape)} of "
-                    f"lengths as *B; got shape {tuple(observed.shape)}."
-                )
-        leave = transition if isinstance(transition, Tensor) else transition.leave
-        check_same_device(
-            {"log_initial": log_initial, "log_emission": symbols.log_probs, "transition": leave}
-        )
-        super().__init__(log_initial, transition, symbols, lengths, observed, validate_args)
-        self.transition, self.symbols, self.blocks = transition, symbols, blocks
-        self.carried = carried
+        symbols = log_emission
+        if not isinstance(symbols, BlockSymbols):
+            symbols = BlockSymbols(symbols, blocks)
+        chain = BlockChain(log_initial, transition, blocks, carried)
+        self._compose(chain, symbols, lengths, observed, validate_args)
         if self._validate_args:
             symbols.check_sums()
+
+    @property
+    def transition(self) -> InnerProductTransition | Tensor:
+        """:class:`InnerProductTransition`, or ``(K, K)`` log-probabilities."""
+        return self.chain.transition
+
+    @property
+    def symbols(self) -> BlockSymbols:
+        """The emission."""
+        return self._emission
+
+    @property
+    def blocks(self) -> Blocks:
+        """Which states may emit which symbol."""
+        return self.chain.blocks
+
+    @property
+    def carried(self) -> CarriedState | None:
+        """The state before the first step, where sequences continue from others."""
+        return self.chain.carried
 
     @property
     def log_emission(self) -> Tensor:
@@ -159,61 +137,84 @@ class BlockHMM(BlockFactors):
 
     def dense(self) -> HMM:
         """HMM of equal distribution whose parameters are dense, without blocks."""
-        initial = self.log_initial
-        if self.carried is not None:
-            initial = self.carried.log_initial(initial, self._inner_products)
-        return self._validated_alike(
-            HMM(
-                initial, self.log_transition, self.emission, self.lengths, self.observed,
-                validate_args=False,
-            )
-        )  # fmt: skip
+        data = self.lengths, self.observed
+        chain = self.chain.replace()
+        new = HMM.of(chain, self.emission, *data, validate_args=False, allowed=self.allowed)
+        return self._validated_alike(new)
 
     def replace(self, **changes: Any) -> HMM:
         """A copy with some arguments changed; dense where blocks cannot say it."""
-        other = set(changes) - {"lengths", "observed", "allowed"}
-        if other or changes.get("allowed") is not None:
-            return self.dense().replace(**changes)
         lengths = changes.get("lengths", self.lengths)
-        observed = changes.get("observed", self.observed)
-        if self.carried is not None and not (  # it belongs to these sequences
-            observed is None and torch.equal(lengths, self.lengths)
+        if set(changes) - {"lengths", "observed", "allowed"} or (
+            self.carried is not None and lengths.shape != self.lengths.shape
         ):
             return self.dense().replace(**changes)
-        return self._validated_alike(self._for_sequences(lengths, observed, self.carried))
+        data = {name: getattr(self, name) for name in ("lengths", "observed", "allowed")} | changes
+        return self._validated_alike(
+            type(self).of(self.chain, self._emission, **data, validate_args=False)
+        )
 
-    def continue_from(self, carried: CarriedState) -> BlockHMM:
+    def continue_from(self, carried: CarriedState) -> Self:
         """Copy for sequences that continue from others."""
-        new = self._for_sequences(self.lengths, self.observed, carried)
-        self._validated_alike(new)
-        return new
+        chain, data = self.chain.going_on(carried), (self.lengths, self.observed)
+        new = type(self).of(chain, self._emission, *data, validate_args=False, allowed=self.allowed)
+        return cast(Self, self._validated_alike(new))
 
-    def _for_sequences(
-        self, lengths: Tensor, observed: Tensor | None, carried: CarriedState | None
-    ) -> BlockHMM:
-        """The same parameters in blocks; a subclass that has more of them overrides this."""
-        return BlockHMM(
-            self.log_initial, self.transition, self.symbols, self.blocks, lengths, observed,
-            validate_args=False, carried=carried,
-        )  # fmt: skip
+    # Parameters and data, in blocks
+
+    def _read(self, values: Tensor, with_labels: bool = True) -> BlockLikelihood:
+        """Log-likelihoods in the states of the blocks of the symbols."""
+        refuse_transforms(
+            "a model with states in blocks", "hmm.dense() can be transformed, if it is not large."
+        )
+        check_tensor("values", values)
+        check_same_device({"values": values, "log_initial": self.log_initial})
+        check_trailing("values", values, tuple(self.event_shape), "(T, *E)")
+        outer = values.shape[: values.dim() - len(self.event_shape)]
+        batch = torch.broadcast_shapes(outer, self.batch_shape)
+        lengths, observed = self.lengths.expand(batch).reshape(-1), self.observed
+        if values.shape != (len(lengths), *self.event_shape):
+            values = values.expand(*batch, *self.event_shape).reshape(-1, *self.event_shape)
+        steps = len(lengths), self.num_steps
+        if observed is not None:
+            observed = observed.expand(*batch, -1).reshape(steps)
+        blocks, logs = self.symbols.likelihood(values, lengths, observed, self._validate_args)
+        if observed is not None:
+            blocks = blocks.masked_fill(~observed.cpu(), self.blocks.num_blocks)
+        missing = self.symbols.log_missing
+        if self.allowed is not None and with_labels:
+            allowed = self.allowed.expand(*batch, -1, -1).reshape(*steps, -1)
+            states = self.blocks.states[blocks.clamp(max=self.blocks.num_blocks - 1)]
+            states = states.clamp(min=0).to(logs.device)
+            logs = logs.masked_fill(~allowed.gather(-1, states), -torch.inf)
+            missing = logs.new_zeros(1) if missing is None else missing
+            missing = torch.where(allowed, missing, -torch.inf)
+        return BlockLikelihood(blocks, logs, lengths, batch, missing)
+
+    def _seen(self, values: Tensor) -> BlockLikelihood:
+        seen = self._read(values)
+        self.check_labels(values)
+        return seen
+
+    def log_likelihood(self, values: Tensor, check: bool = True) -> Tensor:
+        """Log-likelihoods of all states: see :meth:`HMM.log_likelihood`."""
+        seen = self._seen(values) if check else self._read(values)
+        wide = self.chain.widened(seen)
+        return wide.reshape(*seen.batch, *wide.shape[1:])
+
+    def log_chain(
+        self, values: Tensor, dtype: torch.dtype = torch.float64, trim: bool = False
+    ) -> tuple[LogChain, torch.Size]:
+        """The messages of posterior queries, without gradients; and the shape ``(*B, T)``."""
+        seen = self._seen(values)
+        return self.chain.log_chain(seen, dtype, trim), torch.Size([*seen.batch, self.num_steps])
+
+    def log_factors(self, values: Tensor, check: bool = True) -> tuple[Tensor, Tensor, Tensor]:
+        """Factors of the joint density over all K states: see :meth:`HMM.log_factors`."""
+        matrices = self.chain.matrices
+        return self.chain.all_initial(), matrices, self.log_likelihood(values, check)
 
     # Queries given values (*B, T, *E)
-
-    def log_prob(self, values: Tensor) -> Tensor:
-        r"""Log evidence :math:`\log p(x_{1:T})`, ``(*B)``, in nats; exact."""
-        if self.observed is not None and (self.carried is not None or self._is_crowded):
-            return self.dense().log_prob(values)
-        factors = self._factors(values)
-        with full_precision(self.log_initial):
-            if self.observed is None and self._is_crowded:
-                evidence = recursions.log_evidence(*self._dense_chain(factors))
-            else:
-                chain: Any = *self._block_chain(factors, trim=True), self.log_initial
-                evidence = block_recursions.log_evidence(*chain)
-        if self._validate_args:
-            cure = "Look for NaN in the parameters."
-            check_no_nan("the log-likelihood of values", evidence, cure)
-        return evidence.reshape(factors.batch)
 
     def block_posterior(self, values: Tensor) -> BlockPosterior:
         r"""Smoothed posterior :math:`p(z_t \mid x_{1:T})` within the block of each symbol.
@@ -222,42 +223,19 @@ class BlockHMM(BlockFactors):
             ValueError: If steps are missing, where the state may be in any block.
         """
         self._check_observed("block_posterior", " Call posterior.")
-        with torch.no_grad(), full_precision(self.log_initial):
-            factors = self._factors(values)
-            chain: list[Any] = [
-                part.detach() if isinstance(part, Tensor) else part
-                for part in self._block_chain(factors)
-            ]
-        with torch.inference_mode(False), torch.enable_grad(), full_precision(chain[-1]):
-            chain = [
-                part.clone() if isinstance(part, Tensor) and part.is_inference() else part
-                for part in chain
-            ]
-            chain[-1].requires_grad_()
-            evidence = block_recursions.log_evidence(*chain)
-            (probs,) = torch.autograd.grad(evidence.sum(), chain[-1])
-        if self.carried is not None:  # the step before the first is none of these
-            steps = self.carried.continues.long().unsqueeze(-1) + torch.arange(self.num_steps)
-            steps = steps.to(probs.device).unsqueeze(-1).expand(-1, -1, self.blocks.width)
-            probs = probs.gather(1, steps)
-        exists = masks.exists(factors.lengths, self.num_steps)
-        states = self.blocks.states[factors.blocks].masked_fill(~exists.unsqueeze(-1), -1)
-        shape = (*factors.batch, self.num_steps, self.blocks.width)
-        return BlockPosterior(
-            evidence.detach().reshape(factors.batch),
-            probs.reshape(shape),
-            states.to(probs.device).reshape(shape),
-        )
+        seen = self._seen(values)
+        evidence, probs = self.chain.within_blocks(seen)
+        exists = masks.exists(seen.lengths, self.num_steps).unsqueeze(-1)
+        states = self.blocks.states[seen.blocks].masked_fill(~exists, -1).to(probs.device)
+        return BlockPosterior(evidence, probs, states.reshape(probs.shape))
 
     def final_state(self, values: Tensor) -> FinalState:
         r"""Distribution :math:`p(z_T \mid x_{1:T})` of the last state, values ``(N, T)``."""
         self._check_observed("final_state")
-        with torch.no_grad(), full_precision(self.log_initial):
-            factors = self._factors(values)
-            log_probs = block_recursions.final_state_log_probs(*self._block_chain(factors))
-        last = factors.blocks.gather(1, factors.lengths.unsqueeze(-1) - 1).squeeze(-1)
-        states = self.blocks.states[last].to(log_probs.device)
-        return FinalState(states, log_probs[:, : self.blocks.width])
+        seen = self._read(values)
+        last = seen.blocks.gather(1, seen.lengths.unsqueeze(-1) - 1).squeeze(-1)
+        log_probs = self.chain.final_state(seen)
+        return FinalState(self.blocks.states[last].to(log_probs.device), log_probs)
 
     def _check_observed(self, query: str, cure: str = "") -> None:
         if self.observed is not None:
@@ -265,92 +243,3 @@ class BlockHMM(BlockFactors):
                 f"{query} needs every step to be observed; some are not, and their states may be "
                 f"in any block.{cure}"
             )
-
-    def posterior(self, values: Tensor) -> Posterior:
-        r"""Smoothed posterior, as :meth:`HMM.posterior`: :math:`p(z_t \mid x_{1:T})` and others.
-
-        With many states, :meth:`block_posterior` takes a fraction of the memory.
-        """
-        if self.carried is not None:
-            return self.dense().posterior(values)
-        evidence = self.log_prob(values).detach()
-        with torch.no_grad():
-            chain, shape = log_chain(self, values)
-            filtered = chain.filtered()
-            smoothed = chain.smoothed(filtered)
-            states = queries.all_states(chain, smoothed, shape.numel()).reshape(*shape, -1)
-            counts = queries.transition_counts(chain, filtered, smoothed)
-        return Posterior(evidence, states, counts.reshape(*evidence.shape, *counts.shape[1:]))
-
-    def filtered(self, values: Tensor) -> Tensor:
-        r"""Filtered probabilities :math:`p(z_t \mid x_{1:t})`, ``(*B, T, K)``; 0 where padded."""
-        if self.carried is not None:
-            return self.dense().filtered(values)
-        with torch.no_grad():
-            chain, shape = log_chain(self, values)
-            return queries.all_states(chain, chain.filtered(), shape.numel()).reshape(*shape, -1)
-
-    def viterbi(self, values: Tensor) -> Tensor:
-        r"""Best path :math:`\arg\max_z p(z_{1:T} \mid x_{1:T})`, ``(*B, T)``; 0 where padded."""
-        if self.carried is not None:
-            return self.dense().viterbi(values)
-        self._refuse_nan()
-        with torch.no_grad():
-            chain, shape = log_chain(self, values, torch.float64)
-            states = at_steps(chain, paths.k_best(chain, 1)[0], shape)
-        return states.squeeze(0).to(self.log_initial.device)
-
-    def sample_states(self, values: Tensor, sample_shape: Sequence[int] = ()) -> Tensor:
-        r"""Sample paths from :math:`p(z_{1:T} \mid x_{1:T})`, ``(*S, *B, T)``; 0 where padded."""
-        if self.carried is not None:
-            return self.dense().sample_states(values, sample_shape)
-        self._refuse_nan()
-        outer = torch.Size(sample_shape)
-        with torch.no_grad():
-            chain, shape = log_chain(self, values)
-            states = at_steps(chain, paths.sample(chain, outer.numel()), shape)
-        return states.reshape(outer + shape).to(self.log_initial.device)
-
-    def sample_prior_states(self, shape: torch.Size) -> Tensor:
-        r"""Sample paths from :math:`p(z_{1:T})`, ``(*shape, T)``; ``shape`` ends in ``(*B)``.
-
-        Only the rows of the states that occur are computed.
-        """
-        initial = self.log_initial
-        if self.carried is not None:
-            initial = self.carried.log_initial(initial, self._inner_products)
-        matrix = self.transition if isinstance(self.transition, Tensor) else None
-        initial = torch.atleast_2d(initial)  # one for all, or for each sequence
-        states = sample_path(
-            torch.multinomial(initial.exp(), shape.numel() // len(initial), True).mT.flatten(),
-            self.num_steps,
-            lambda _, states: torch.multinomial(
-                (matrix[states] if matrix is not None else self._inner_products.rows(states)).exp(),
-                1,
-            ).squeeze(-1),
-        )
-        return states.reshape(*shape, self.num_steps)
-
-    def sample_observations(self, states: Tensor) -> Tensor:
-        """Sample observations given states; only the symbols of these states are read."""
-        check_integers("states", states)
-        with torch.no_grad():
-            return self.symbols.sample(states)
-
-    def log_joint(self, values: Tensor, states: Tensor) -> Tensor:
-        r""":math:`\log p(x_{1:T}, z_{1:T})` with one path ``(*B, T)``; ``(*B)``, in nats."""
-        if self.carried is not None:
-            return self.dense().log_joint(values, states)
-        return super().log_joint(values, states)
-
-    def expected_counts(self, values: Tensor) -> ExpectedCounts:
-        """Expected counts given ``values``, of all K states: the E-step."""
-        if self.carried is not None:
-            return self.dense().expected_counts(values)
-        return super().expected_counts(values)
-
-    def log_factors(self, values: Tensor, check: bool = True) -> tuple[Tensor, Tensor, Tensor]:
-        """Factors of the joint density over all K states: see :meth:`HMM.log_factors`."""
-        if self.carried is not None:
-            return self.dense().log_factors(values, check)
-        return super().log_factors(values, check)

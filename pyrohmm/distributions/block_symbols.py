@@ -9,6 +9,7 @@ import torch
 from pyro.distributions import Categorical
 from pyro.distributions.torch_distribution import TorchDistribution
 from torch import Tensor
+from torch.distributions import constraints
 
 from .._checks import check_floats, check_integers, check_range, check_shape
 from .._lazy import lazy
@@ -33,6 +34,9 @@ class BlockSymbols:
         ValueError: If shapes disagree.
     """
 
+    event_shape = torch.Size()
+    log_missing: Tensor | None = None  # (K,), log-likelihood of states at missing steps, if not 0
+
     def __init__(self, log_probs: Tensor, blocks: Blocks) -> None:
         check_floats("log_emission", log_probs)
         check_shape("log_emission", log_probs, (blocks.num_symbols, blocks.width), "(V, w)")
@@ -46,32 +50,27 @@ class BlockSymbols:
         return torch.Size((self.blocks.num_states,))
 
     @property
-    def event_shape(self) -> torch.Size:
-        """``(*E)``: a symbol is a scalar."""
-        return torch.Size()
+    def support(self) -> constraints.Constraint:
+        """The symbols."""
+        return constraints.integer_interval(0, self.blocks.num_symbols - 1)
 
     @lazy
     def distribution(self) -> TorchDistribution:
         """Of all K states, -inf where a state cannot emit a symbol; computed when it is read."""
         size = self.blocks.num_states
         wide = self.log_probs.new_full((self.blocks.num_symbols, size + 1), -torch.inf)
-        logits = wide.scatter(1, self._columns(), self.log_probs)[:, :-1].mT
+        logits = wide.scatter(1, self.columns(), self.log_probs)[:, :-1].mT
         return Categorical(logits=logits, validate_args=False)  # sums are checked with the HMM
 
-    def _columns(self) -> Tensor:
+    def columns(self) -> Tensor:
         """The state of each of the ``log_probs``, ``(V, w)``; K beyond the block."""
-        return self.padded_states[self.blocks.symbol_block].to(self.log_probs.device)
-
-    @property
-    def padded_states(self) -> Tensor:
-        """The states of each block, ``(B, w)``; K beyond them."""
-        states = self.blocks.states
-        return states.masked_fill(states < 0, self.blocks.num_states)
+        states = self.blocks.states[self.blocks.symbol_block]
+        return states.masked_fill(states < 0, self.blocks.num_states).to(self.log_probs.device)
 
     def check_sums(self) -> None:
         """Raise unless the probabilities of what each state may emit sum to one."""
         sums = self.log_probs.new_zeros(self.blocks.num_states + 1)
-        sums.index_add_(0, self._columns().flatten(), self.log_probs.detach().exp().flatten())
+        sums.index_add_(0, self.columns().flatten(), self.log_probs.detach().exp().flatten())
         low, high = (end.item() for end in torch.aminmax(sums[:-1]))
         if not 1 - 1e-4 <= low <= high <= 1 + 1e-4:
             raise ValueError(
@@ -103,32 +102,31 @@ class BlockSymbols:
             ValueError: If a symbol is not below V.
         """
         check_integers("values", values)
-        exists = masks.exists(lengths, values.size(1), values.device)
-        known = exists if observed is None else exists & observed
+        known = masks.exists(lengths, values.size(1), values.device)
+        known = known if observed is None else known & observed
         symbols = values.long().masked_fill(~known, 0)
         return self._of(symbols, None if observed is not None else values, lengths, check)
 
     def _of(
         self, symbols: Tensor, values: Tensor | None, lengths: Tensor, check: bool
     ) -> tuple[Tensor, Tensor]:
-        """As :meth:`likelihood`, of the symbols that ``values`` hold."""
-        if check or symbols.device.type == "cpu":
-            check_range(
-                "values", symbols, self.blocks.num_symbols, "V - 1",
-                "Mark steps without a symbol by observed=False.",
-            )  # fmt: skip
-        return self._blocks_of(symbols, values, lengths), take_rows(self.log_probs, symbols)
+        """As :meth:`likelihood`, of the symbols that ``values`` hold.
 
-    def _blocks_of(self, symbols: Tensor, values: Tensor | None, lengths: Tensor) -> Tensor:
-        """The block of each of the ``symbols`` ``(N, T)``, on the CPU.
-
-        While the ``values`` that they were made of live and are not written to, an accelerator is
-        not asked for the symbols again; if they are None it always is.
+        While these values live and are not written to, an accelerator is not asked for the symbols
+        again; if they are None it always is.
         """
         table = self.blocks.symbol_block
+        if check or symbols.device.type == "cpu":
+            check_range(
+                "values", symbols, len(table), "V - 1",
+                "Mark steps without a symbol by observed=False.",
+            )  # fmt: skip
         if values is None or symbols.device.type == "cpu":
-            return table[symbols.cpu()]
-        return cached(values, lambda: table[symbols.cpu()], table, lengths.numpy().tobytes())
+            blocks = table[symbols.cpu()]
+        else:
+            parts = table, lengths.numpy().tobytes()
+            blocks = cached(values, lambda: table[symbols.cpu()], *parts)
+        return blocks, take_rows(self.log_probs, symbols)
 
     def cumulative(self, values: Tensor) -> tuple[Tensor, Tensor]:
         """Probability in each state of less than a symbol, and of at most it, ``(n, K)`` float64.
@@ -144,11 +142,12 @@ class BlockSymbols:
         first = torch.arange(blocks.num_blocks) * blocks.num_symbols
         start = torch.searchsorted(keys, first)
         wanted, limits = first + values.cpu().unsqueeze(-1), []
+        states = blocks.states.masked_fill(blocks.states < 0, blocks.num_states)
         for right in (False, True):
             end = torch.searchsorted(keys, wanted, right=right)  # (n, B)
             parts = sums[end.to(device)] - sums[start.to(device)]
             total = sums.new_zeros(len(values), blocks.num_states + 1)
-            total.index_add_(1, self.padded_states.flatten().to(device), parts.flatten(-2))
+            total.index_add_(1, states.flatten().to(device), parts.flatten(-2))
             limits.append(total[:, :-1])
         return limits[0], limits[1]
 
@@ -157,7 +156,7 @@ class BlockSymbols:
         kinds, rows = states.unique(return_inverse=True)
         wanted = torch.zeros(self.blocks.num_states + 1, dtype=torch.bool, device=states.device)
         wanted[kinds] = True
-        owner = self._columns().flatten()
+        owner = self.columns().flatten()
         cells = wanted[owner].nonzero().squeeze(-1)  # of the (V, w) that belong to these states
         owner, order = torch.searchsorted(kinds, owner[cells]).sort(stable=True)
         cells = cells[order]
@@ -170,14 +169,50 @@ class BlockSymbols:
         return cells[place.minimum(last[rows])] // self.blocks.width
 
 
-class ExpertSymbols(BlockSymbols):
+class ContextSymbols(BlockSymbols):
+    """Symbols that depend on those before them, which have been observed.
+
+    So states are summed out as ever; what needs the symbols of steps that are not given (samples,
+    forecasts, missing steps) is refused.
+    """
+
+    kind = "such an emission"
+
+    def refuse(self, query: str) -> NoReturn:
+        """Raise: every symbol must be given."""
+        raise NotImplementedError(
+            f"every symbol must be given, as in {self.kind} the next depends on it: there is no "
+            f"{query}."
+        )
+
+    def likelihood(
+        self, values: Tensor, lengths: Tensor, observed: Tensor | None = None, check: bool = True
+    ) -> tuple[Tensor, Tensor]:
+        """As :meth:`BlockSymbols.likelihood`, with every step observed."""
+        if observed is not None:
+            self.refuse("missing step")
+        return super().likelihood(values, lengths, None, check)
+
+    @property
+    def distribution(self) -> NoReturn:
+        """Refused: it depends on the symbols before."""
+        self.refuse("emission of all states")
+
+    def cumulative(self, values: Tensor) -> NoReturn:
+        """Refused, as :attr:`distribution`."""
+        self.refuse("cumulative probability")
+
+    def sample(self, states: Tensor) -> NoReturn:
+        """Refused, as :attr:`distribution`."""
+        self.refuse("sample")
+
+
+class ExpertSymbols(ContextSymbols):
     r"""Products of two experts: of the state, and of the symbols before.
 
     .. math:: p(x_t | z_t, x_{<t}) \propto p(x_t | z_t) \, \exp(c(x_{<t}) \cdot E_{x_t})
 
-    normalised over the symbols of the block. What is known before a step has been observed, so that
-    states are summed out as ever; what needs the symbols of steps that are not given (samples,
-    forecasts, missing steps) is refused.
+    normalised over the symbols of the block.
 
     Args:
         log_probs: As of :class:`BlockSymbols`, :math:`\log p(x|z)`.
@@ -186,19 +221,13 @@ class ExpertSymbols(BlockSymbols):
         context: From symbols ``(N, T)`` to vectors c ``(N, T, D)``, each of the symbols before.
     """
 
+    kind = "a product of experts"
+
     def __init__(
         self, log_probs: Tensor, blocks: Blocks, words: Tensor, context: Callable[[Tensor], Tensor]
     ) -> None:
         super().__init__(log_probs, blocks)
         self.words, self.context = words, context
-
-    def likelihood(
-        self, values: Tensor, lengths: Tensor, observed: Tensor | None = None, check: bool = True
-    ) -> tuple[Tensor, Tensor]:
-        """As :meth:`BlockSymbols.likelihood`, with every step observed."""
-        if observed is not None:
-            self._refuse()
-        return super().likelihood(values, lengths, None, check)
 
     def _of(
         self, symbols: Tensor, values: Tensor | None, lengths: Tensor, check: bool
@@ -207,22 +236,3 @@ class ExpertSymbols(BlockSymbols):
         vectors = at_least_single(self.context(symbols)).to(self.words.dtype).flatten(0, 1)
         found = log_product(self.log_probs, self.words, vectors, symbols.flatten(), self.blocks)
         return blocks, found.view_as(alone)
-
-    def _refuse(self) -> NoReturn:
-        raise NotImplementedError(
-            "every symbol must be given, as the next depends on it: a product of experts has no "
-            "samples, forecasts or missing steps."
-        )
-
-    @property
-    def distribution(self) -> NoReturn:
-        """Refused: it depends on the symbols before."""
-        self._refuse()
-
-    def cumulative(self, values: Tensor) -> NoReturn:
-        """Refused, as :attr:`distribution`."""
-        self._refuse()
-
-    def sample(self, states: Tensor) -> NoReturn:
-        """Refused, as :attr:`distribution`."""
-        self._refuse()

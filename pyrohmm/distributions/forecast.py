@@ -288,7 +288,7 @@ def states_ahead(hmm: Any, values: Tensor, num_steps: int) -> Tensor:
     Raises:
         ValueError: If (with ``validate_args``) a sequence has probability zero.
     """
-    likelihood = hmm._restricted_likelihood(values).masked_fill(~hmm.exists.unsqueeze(-1), 0.0)
+    likelihood = hmm._read(values).masked_fill(~hmm.exists.unsqueeze(-1), 0.0)
     longer = hmm.with_lengths(hmm.lengths + num_steps)
     seen = torch.nn.functional.pad(likelihood, (0, 0, 0, num_steps))
     states = longer.chain.filtered(seen, longer.lengths).exp()

@@ -24,13 +24,9 @@ from .._transforms import transforming, uncompiled
 from ..chains.base import Chain, ExpectedCounts
 from ..chains.markov import MarkovChain
 from ..ops import recursions
-from ..ops.blocks.inner_products import InnerProductTransition
-from ..ops.sampling import refuse_nan
-from .arguments import StructuredEmission
 from .autoregressive import Autoregressive
-from .base import ChainDistribution, check_likelihood
+from .base import ChainDistribution, StructuredEmission, allowed_states, check_likelihood
 from .forecast import AutoregressiveForecast, Forecast, states_ahead
-from .labels import allowed_states
 from .observation import Tied, permuted
 from .sampling import sample_emission, sample_emission_per_step
 
@@ -55,8 +51,7 @@ class HMM(ChainDistribution):
     Args:
         log_initial: ``(K,)``, log-probabilities of the first state.
         log_transition: ``(K, K)``, log-probabilities of the next state; row = from, column = to.
-            With ``transition_per_step``, ``(T-1, K, K)``: one matrix for each transition. A
-            subclass may give a :class:`InnerProductTransition`.
+            With ``transition_per_step``, ``(T-1, K, K)``: one matrix for each transition.
         emission: Distribution of an observation, batched over the K states; with
             ``emission_per_step`` over ``(T, K)``. A subclass may give a
             :class:`StructuredEmission`.
@@ -91,7 +86,7 @@ class HMM(ChainDistribution):
     def __init__(
         self,
         log_initial: Tensor,
-        log_transition: Tensor | InnerProductTransition,
+        log_transition: Tensor,
         emission: TorchDistribution | StructuredEmission,
         lengths: Tensor,
         observed: Tensor | None = None,
@@ -296,10 +291,10 @@ class HMM(ChainDistribution):
         def compute() -> Tensor:
             if (of_symbols := self.symbol_factors(values)) is not None:
                 return recursions.log_evidence_of_symbols(*of_symbols)
-            return self.chain.log_evidence(self._restricted_likelihood(values), self.lengths)
+            return self.chain.log_evidence(self._read(values), self.lengths)
 
         with full_precision(self.log_initial):
-            evidence = with_one_wait(compute)
+            evidence = with_one_wait(compute, self.log_initial.device)
         self._check_evidence(evidence, values)
         return evidence
 
@@ -332,7 +327,7 @@ class HMM(ChainDistribution):
         :math:`\sum_t p(z_t, z_{t+1} \mid x_{1:T})`; of other chains than Markov ones see
         :class:`FactorialPosterior` and :class:`SecondOrderPosterior`.
         """
-        found = self.chain.posterior(self.log_likelihood(values), self.lengths)
+        found = self.chain.posterior(self._seen(values), self.lengths)
         self._check_evidence(found.log_evidence, values)
         return found
 
@@ -341,31 +336,30 @@ class HMM(ChainDistribution):
         """Expected counts given ``values``, by parameter of the chain: the E-step."""
 
         def compute() -> ExpectedCounts:
-            likelihood = self._restricted_likelihood(values)
-            return self.chain.expected_counts(likelihood, self.lengths)
+            return self.chain.expected_counts(self._read(values), self.lengths)
 
-        counts = with_one_wait(compute)
+        counts = with_one_wait(compute, self.log_initial.device)
         self._check_evidence(counts.log_evidence, values)
         return counts
 
     @uncompiled
     def filtered(self, values: Tensor) -> Tensor:
         r"""Filtered probabilities :math:`p(z_t \mid x_{1:t})`, ``(*B, T, K)``; 0 where padded."""
-        return self.chain.filtered(self.log_likelihood(values), self.lengths).exp()
+        return self.chain.filtered(self._seen(values), self.lengths).exp()
 
     @uncompiled
     def viterbi(self, values: Tensor) -> Tensor:
         r"""Best path :math:`\arg\max_z p(z_{1:T} \mid x_{1:T})`, ``(*B, T)``; 0 where padded."""
-        likelihood = self.log_likelihood(values)
-        refuse_nan(likelihood, *self.chain.parameters.values())
+        likelihood = self._seen(values)
+        self.chain.refuse_nan(likelihood)
         return self.chain.viterbi(likelihood, self.lengths)
 
     @uncompiled
     def sample_states(self, values: Tensor, sample_shape: Sequence[int] = ()) -> Tensor:
         r"""Sample paths from :math:`p(z_{1:T} \mid x_{1:T})`, ``(*S, *B, T)``; 0 where padded."""
         shape = torch.Size(sample_shape)
-        likelihood = self.log_likelihood(values)
-        refuse_nan(likelihood, *self.chain.parameters.values())
+        likelihood = self._seen(values)
+        self.chain.refuse_nan(likelihood)
         states = self.chain.sample_states(likelihood, self.lengths, shape.numel())
         return states.reshape(shape + states.shape[1:])
 
@@ -437,13 +431,16 @@ class HMM(ChainDistribution):
     def sample_observations(self, states: Tensor) -> Tensor:
         """Sample an observation ``(*S, *B, T, *E)`` from each of ``states`` ``(*S, *B, T)``."""
         check_integers("states", states)
+        if not isinstance(self._emission, torch.distributions.Distribution):
+            with torch.no_grad():
+                return self._emission.sample(states)
         sample = sample_emission_per_step if self.emission_per_step else sample_emission
-        return sample(self.emission, states)
+        return sample(self._emission, states)
 
     def sample_prior_states(self, shape: torch.Size) -> Tensor:
         r"""Sample paths from :math:`p(z_{1:T})`, ``(*shape, T)``; ``shape`` ends in ``(*B)``."""
         self.chain.check_samples("a sample")
-        refuse_nan(*self.chain.parameters.values())
+        self.chain.refuse_nan()
         if self.allowed is None and self.chain.samples_alone:
             return self.chain.sample_prior(shape, self.num_steps)
         logs = self.log_initial.new_zeros(self.num_steps, self.num_states)

@@ -140,8 +140,10 @@ class _Components:
             missing = values.isnan()
             return self._as_it_stands(values.masked_fill(missing, 0.0), ~missing)
         first = self.parameters[0]
-        numbers = torch.broadcast_shapes(values.unsqueeze(-2).shape, first.shape).numel()
-        if not numbers:
+        numbers = max(values.numel() * first.size(-2), first.numel())
+        if not values.numel() or (
+            numbers <= SMALL and values.device.type == "cpu" and not values.isnan().any()
+        ):
             return self._as_it_stands(values, known)
         with torch.no_grad(), threads_for(PASSES * values.numel()):
             largest = _largest(values)
@@ -164,7 +166,7 @@ class _Components:
         scores = self.formula(values.unsqueeze(-2))
         if known is not None:
             scores = torch.where(known.unsqueeze(-2), scores, 0.0)
-        return scores.sum(-1)
+        return scores.sum(-1) if values.size(-1) != 1 else scores.squeeze(-1)
 
     def _state_by_state(self, values: Tensor, known: Tensor | None) -> Tensor:
         def column(values: Tensor, *parameters: Tensor) -> Tensor:
@@ -186,7 +188,8 @@ class _Normal(_Components):
 
     def formula(self, values: Tensor) -> Tensor:
         loc, scale = self.parameters
-        return -0.5 * ((values - loc) / scale).square() - scale.log() - HALF_LOG_TAU
+        apart = (values - loc) / scale
+        return torch.addcmul(-HALF_LOG_TAU - scale.log(), apart, apart, value=-0.5)
 
     def condition(self, largest: Tensor) -> tuple[Tensor, Tensor]:
         loc, scale = self.parameters

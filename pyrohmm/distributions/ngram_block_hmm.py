@@ -20,24 +20,17 @@ from typing import Any, NamedTuple, NoReturn, cast
 
 import torch
 from torch import Tensor
-from torch.distributions import constraints
 from torch.nn.functional import logsigmoid
 
-from .._checks import (
-    check_booleans,
-    check_floats,
-    check_integers,
-    check_range,
-    check_same_device,
-    check_shape,
-)
+from .._checks import check_floats, check_integers, check_range, check_same_device, check_shape
 from .._precision import full_precision
+from ..chains.blocks import BlockChain, BlockLikelihood, CarriedState
+from ..ops import masks
 from ..ops.blocks.inner_products import InnerProductTransition
 from ..ops.log_space import logsumexp
+from ..ops.lookup import take_rows
 from .block_hmm import BlockHMM
-from .carried_state import CarriedState
-
-CURE = "hmm.words is the chain without the n-gram, which can."
+from .block_symbols import BlockSymbols, ContextSymbols
 
 
 class NGramProbs(NamedTuple):
@@ -68,6 +61,78 @@ class NGramWeights(NamedTuple):
 
     block: Tensor
     symbol: Tensor
+
+
+class _NGramChain(BlockChain):
+    """A chain whose transitions depend on the symbols before: it is known within blocks alone."""
+
+    def _refuse(self, query: str) -> NoReturn:
+        raise NotImplementedError(
+            f"{query} is not possible for a chain mixed with an n-gram, of which only the "
+            "probabilities of the given symbols are known. hmm.words is the chain without the "
+            "n-gram, which can."
+        )
+
+    @property
+    def log_transition(self) -> NoReturn:
+        """Refused: it depends on the symbols before."""
+        self._refuse("log_transition")
+
+    def check_constant(self, purpose: str) -> NoReturn:
+        """Raise: it changes with the symbols before."""
+        self._refuse(purpose)
+
+    def going_on(self, carried: CarriedState) -> NoReturn:
+        """Refused: what the n-gram says of the first symbols is not known."""
+        self._refuse("continue_from")
+
+    def sample_prior(self, shape: torch.Size, num_steps: int) -> NoReturn:
+        """Refused: it depends on the symbols before."""
+        self._refuse("sampling")
+
+    def first(self, block: Tensor, log_block: Tensor, logits: Tensor) -> Tensor:
+        """Log-probabilities ``(N, w)`` of the first state, in the blocks ``(N,)``.
+
+        A block of probability zero has no distribution within; the n-gram enters it uniformly.
+        """
+        rows = self.blocks.states.to(block.device)
+        initial = self.log_initial[rows.clamp(min=0)].masked_fill(rows < 0, -torch.inf)  # (B, w)
+        shares = logsumexp(initial, -1)
+        never = shares.isneginf().unsqueeze(-1)
+        within = initial.masked_fill(never & (rows >= 0), 0.0).log_softmax(-1)
+        return within[block] + _mixed(shares[block].unsqueeze(-1), log_block, logits)
+
+
+class NGramSymbols(ContextSymbols):
+    """Symbols of the states of their blocks, mixed with what an n-gram says of some sequences.
+
+    Args:
+        words: The symbols of the states.
+        ngram: What the n-gram says of the sequences.
+        weights: Logits of its weights.
+    """
+
+    kind = "a chain mixed with an n-gram"
+
+    def __init__(self, words: BlockSymbols, ngram: NGramProbs, weights: NGramWeights) -> None:
+        super().__init__(words.log_probs, words.blocks)
+        self.words, self.ngram, self.weights = words, ngram, weights
+
+    def _of(
+        self, symbols: Tensor, values: Tensor | None, lengths: Tensor, check: bool
+    ) -> tuple[Tensor, Tensor]:
+        blocks, alone = super()._of(symbols, values, lengths, check)
+        _, log_symbol, _, classes = self.of_rows(len(symbols))
+        with full_precision(alone):
+            logits = _at(self.weights.symbol, classes, blocks.to(alone.device))
+            mixed = _mixed(alone, log_symbol, logits)
+        beyond = (self.blocks.states[blocks] < 0).to(alone.device)
+        return blocks, mixed.masked_fill(beyond, -torch.inf)
+
+    def of_rows(self, count: int) -> NGramProbs:
+        """What the n-gram says of N rows, ``(N, T)``: of its sequences, repeated."""
+        parts = (part.reshape(-1, part.size(-1)) for part in self.ngram)
+        return NGramProbs(*(part.repeat(count // len(part), 1) for part in parts))
 
 
 class NGramBlockHMM(BlockHMM):
@@ -106,6 +171,9 @@ class NGramBlockHMM(BlockHMM):
         0.2975
     """
 
+    chain: _NGramChain
+    _emission: NGramSymbols
+
     def __init__(
         self,
         words: BlockHMM,
@@ -114,12 +182,7 @@ class NGramBlockHMM(BlockHMM):
         allowed: Tensor | None = None,
     ) -> None:
         _check_words(words)
-        super().__init__(
-            words.log_initial, words.transition, words.symbols, words.blocks, words.lengths,
-            validate_args=False,
-        )  # fmt: skip
-        words._validated_alike(self)
-        shape, width = (*self.batch_shape, self.num_steps), self.blocks.num_blocks
+        shape, width = (*words.batch_shape, words.num_steps), words.blocks.num_blocks
         for name, tensor in ngram._asdict().items():
             (check_integers if name.endswith("class") else check_floats)(name, tensor)
             check_shape(name, tensor, shape, "(*B, T)", "That of the lengths.")
@@ -128,30 +191,38 @@ class NGramBlockHMM(BlockHMM):
         check_floats("weights.symbol", weights.symbol)
         check_shape("weights.symbol", weights.symbol, (len(weights.symbol), width), "(M, B)")
         parts = {"weights.block": weights.block, "weights.symbol": weights.symbol}
-        check_same_device({**ngram._asdict(), **parts, "log_initial": self.log_initial})
-        padded = ~self.exists  # what is there is not read, by gradients neither
+        check_same_device({**ngram._asdict(), **parts, "log_initial": words.log_initial})
+        padded = ~words.exists  # what is there is not read, by gradients neither
         log_probs = [each.masked_fill(padded, 0.0) for each in ngram[:2]]
         classes = [each.long().masked_fill(padded, 0) for each in ngram[2:]]
-        if self._validate_args or padded.device.type == "cpu":
+        if words._validate_args or padded.device.type == "cpu":
             for name, each, table in zip(("block_class", "symbol_class"), classes, weights):
                 check_range(name, each, len(table), "the number of rows of its weights - 1")
-        if self._validate_args:
+        if words._validate_args:
             _check_log_probs(*log_probs)
-        self.ngram, self.weights = NGramProbs(*log_probs, *classes), weights
-        if allowed is not None:
-            check_booleans("allowed", allowed)
-            check_shape("allowed", allowed, (*shape, self.num_states), "(*B, T, K)")
-        self.allowed = allowed
+        chain = _NGramChain(words.log_initial, words.transition, words.blocks)
+        symbols = NGramSymbols(words.symbols, NGramProbs(*log_probs, *classes), weights)
+        self._compose(chain, symbols, words.lengths, validate_args=False, allowed=allowed)
+        words._validated_alike(self)
 
     @property
     def words(self) -> BlockHMM:
         """The chain without the n-gram."""
         hmm = BlockHMM(
-            self.log_initial, self.transition, self.symbols, self.blocks, self.lengths,
+            self.log_initial, self.transition, self._emission.words, self.blocks, self.lengths,
             validate_args=False,
         )  # fmt: skip
-        self._validated_alike(hmm)
-        return hmm
+        return cast(BlockHMM, self._validated_alike(hmm))
+
+    @property
+    def ngram(self) -> NGramProbs:
+        """What the n-gram says of the sequences; zeros where they are padded."""
+        return self._emission.ngram
+
+    @property
+    def weights(self) -> NGramWeights:
+        """Logits of the weights of the n-gram."""
+        return self._emission.weights
 
     def __repr__(self) -> str:
         return (
@@ -160,74 +231,29 @@ class NGramBlockHMM(BlockHMM):
             f"{self.num_steps} steps)"
         )
 
-    @property
-    def support(self) -> constraints.Constraint:
-        """Sequences of symbols."""
-        return constraints.independent(
-            constraints.integer_interval(0, self.blocks.num_symbols - 1), 1
-        )
-
-    # Parameters and data, in blocks
-
-    def _factors(self, values: Tensor) -> Any:
-        """Factors of the chain, mixed with the n-gram."""
-        factors = super()._factors(values)
-        path, shape = factors.blocks, factors.known.shape
-        log_block, log_symbol, of_block, of_symbol = (
-            part.expand(*factors.batch, -1).reshape(shape) for part in self.ngram
-        )
-        device, dtype = self.log_initial.device, factors.likelihood.dtype
-        here, states = path.to(device), self.blocks.states[path].to(device)
-        with full_precision(self.log_initial):
-            likelihood = _mixed(
-                factors.likelihood, log_symbol, self.weights.symbol[of_symbol, here], dtype
-            ).masked_fill(states < 0, -torch.inf)
-            if self.allowed is not None:
-                allowed = self.allowed.expand(*factors.batch, -1, -1).reshape(*shape, -1)
-                likelihood = likelihood.masked_fill(
-                    ~allowed.gather(-1, states.clamp(min=0)), -torch.inf
-                )
-            first = self._first(here[:, 0], states[:, 0], log_block, of_block, dtype)
-            shares = self._inner_products.log_block_probs
-            cells = states[:, :-1].clamp(min=0) * self.blocks.num_blocks + here[:, 1:, None]
-            weights = self.weights.block[of_block[:, 1:], here[:, :-1]]
-            entered = _mixed(shares.flatten()[cells], log_block[:, 1:], weights, dtype)
-            entered = entered.masked_fill(~factors.known[:, 1:, None], 0.0)
+    def _read(self, values: Tensor, with_labels: bool = True) -> BlockLikelihood:
+        """Log-likelihoods, and the choice of each block, mixed with the n-gram."""
+        seen = super()._read(values, with_labels)
+        block, logs = seen.blocks.to(seen.logs.device), seen.logs
+        log_block, _, classes, _ = self._emission.of_rows(len(block))
+        shares = cast(InnerProductTransition, self.transition).log_block_probs
+        with full_precision(logs):
+            begins = torch.full_like(block[:, 0], self.blocks.num_blocks)
+            logits = _at(self.weights.block, classes[:, 0], begins)
+            first = self.chain.first(block[:, 0], log_block[:, 0], logits)
+            states = self.blocks.states[seen.blocks[:, :-1]].clamp(min=0).to(block.device)
+            logits = _at(self.weights.block, classes[:, 1:], block[:, :-1])
+            entered = _mixed(
+                _at(shares, states, block[:, 1:, None]).to(logs.dtype), log_block[:, 1:], logits
+            )
+            exists = masks.exists(seen.lengths, block.size(1), block.device)
+            entered = entered.masked_fill(~exists[:, 1:, None], 0.0)
             leaving = torch.nn.functional.pad(entered, (0, 0, 0, 1))
-        return factors._replace(first=first, likelihood=likelihood, leaving=leaving)
-
-    def _first(
-        self, here: Tensor, states: Tensor, log_block: Tensor, of_block: Tensor, dtype: torch.dtype
-    ) -> Tensor:
-        """Log-probabilities ``(N, w)`` of the first state, in its block.
-
-        A block of probability zero has no distribution within; the n-gram enters it uniformly.
-        """
-        rows = self.blocks.states.to(states.device)
-        initial = self.log_initial[rows.clamp(min=0)].masked_fill(rows < 0, -torch.inf)  # (B, w)
-        shares = logsumexp(initial, -1)
-        never = shares.isneginf().unsqueeze(-1)
-        within = initial.masked_fill(never & (rows >= 0), 0.0).log_softmax(-1)
-        weights = self.weights.block[of_block[:, 0], -1]
-        entered = _mixed(shares[here].unsqueeze(-1), log_block[:, 0], weights, dtype)
-        return within[here] + entered
-
-    def _scores(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Vectors of the transition; its shares of blocks are a factor of the states left."""
-        transition, none = self._inner_products, self.log_initial.new_zeros(1, 1)
-        return (
-            transition.leave, transition.enter,
-            none.expand(self.num_states, self.blocks.num_blocks),
-        )  # fmt: skip
-
-    # The same model for other sequences
+        return seen._replace(first=first, leaving=leaving)
 
     def replace(self, **changes: Any) -> NGramBlockHMM:
         """A copy for labels, or for more batch dimensions: the n-gram is that of its sequences."""
-        lengths, allowed = (
-            changes.pop("lengths", self.lengths),
-            changes.pop("allowed", self.allowed),
-        )
+        lengths, allowed = (changes.pop(n, getattr(self, n)) for n in ("lengths", "allowed"))
         check_integers("lengths", lengths)
         inner = lengths.shape[max(0, lengths.dim() - self.lengths.dim()) :]
         if inner != self.lengths.shape or bool((lengths.cpu() != self.lengths).any()):
@@ -241,71 +267,17 @@ class NGramBlockHMM(BlockHMM):
                     f"{name} cannot be changed in a chain mixed with an n-gram. Build an "
                     "NGramBlockHMM with it."
                 )
-        if allowed is not None:
-            batch = torch.broadcast_shapes(lengths.shape, allowed.shape[:-2])
-            lengths, allowed = lengths.expand(batch), allowed.expand(*batch, *allowed.shape[-2:])
-        ngram = NGramProbs(*(part.expand(*lengths.shape, -1) for part in self.ngram))
-        words = cast(BlockHMM, self.words.replace(lengths=lengths))
-        return NGramBlockHMM(words, ngram, self.weights, allowed)
-
-    # What is not known without the n-gram itself
-
-    def _refuse(self, query: str, cure: str = CURE) -> NoReturn:
-        raise NotImplementedError(
-            f"{query} is not possible for a chain mixed with an n-gram, of which only the "
-            f"probabilities of the given symbols are known. {cure}"
-        )
-
-    @property
-    def emission(self) -> NoReturn:
-        """Refused: it depends on the symbols before."""
-        self._refuse("emission")
-
-    @property
-    def log_transition(self) -> NoReturn:
-        """Refused: it depends on the symbols before."""
-        self._refuse("log_transition")
-
-    def check_constant(self, purpose: str, markov: bool = True) -> NoReturn:
-        """Raise: it changes with the symbols before."""
-        self._refuse(purpose)
-
-    def dense(self) -> NoReturn:
-        """Refused: its transitions depend on the symbols before."""
-        self._refuse("dense")
-
-    def stationary(self) -> NoReturn:
-        """Needs the transitions of every word: raises NotImplementedError."""
-        self._refuse("stationary")
-
-    def expanded(self) -> NoReturn:
-        """Needs the transitions of every word: raises NotImplementedError."""
-        self._refuse("expanded")
-
-    def all_transitions(self) -> NoReturn:
-        """Refused: they depend on the symbols before."""
-        self._refuse("all_transitions")
-
-    def _for_sequences(
-        self, lengths: Tensor, observed: Tensor | None, carried: CarriedState | None
-    ) -> NoReturn:
-        self._refuse("continue_from")
-
-    def sample_prior_states(self, shape: torch.Size) -> NoReturn:
-        """Refused: they depend on the symbols before."""
-        self._refuse("sampling")
-
-    def sample_observations(self, states: Tensor) -> NoReturn:
-        """Refused: they depend on the symbols before."""
-        self._refuse("sampling")
-
-    def log_factors(self, values: Tensor, check: bool = True) -> NoReturn:
-        """Refused: of all K states they would be a matrix for each symbol."""
-        self._refuse("log_factors")
+        return cast(NGramBlockHMM, super().replace(lengths=lengths, allowed=allowed))
 
 
-def _mixed(log_chain: Tensor, log_ngram: Tensor, logits: Tensor, dtype: torch.dtype) -> Tensor:
+def _at(table: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+    """Entries of a table, whose gradient is added up in float64."""
+    return take_rows(table.reshape(-1, 1), rows * table.size(1) + columns).squeeze(-1)
+
+
+def _mixed(log_chain: Tensor, log_ngram: Tensor, logits: Tensor) -> Tensor:
     """Log of (1 - w) p + w q, with p ``(*, n)``, and q and the logits of w ``(*)``."""
+    dtype = log_chain.dtype
     log_ngram, logits = log_ngram.to(dtype).unsqueeze(-1), logits.to(dtype).unsqueeze(-1)
     parts = logsigmoid(-logits) + log_chain, logsigmoid(logits) + log_ngram
     return logsumexp(torch.stack(torch.broadcast_tensors(*parts), -1), -1)

@@ -229,21 +229,6 @@ def permuted(emission: Any, order: Tensor) -> TorchDistribution:
     return Tied(emission, order)
 
 
-def is_spherical(normal: Any) -> bool:
-    """Whether a ``Normal`` ``(*, K, D)`` was built with one scale ``(*, K, 1)`` for each state.
-
-    No value is read. One scale for all the states as well is none of each.
-    """
-    steps = normal.scale.stride()
-    return len(steps) > 1 and normal.scale.size(-1) > 1 and steps[-1] == 0 and steps[-2] != 0
-
-
-def is_tied(normal: Any) -> bool:
-    """Whether a ``MultivariateNormal`` ``(*, K)`` was built with one covariance for all states."""
-    root = normal.scale_tril
-    return root.size(-3) > 1 and root.stride(-3) == 0
-
-
 def is_categorical(emission: Any) -> bool:
     """Whether ``emission`` emits symbols."""
     return isinstance(emission, Categorical) and not emission.event_shape

@@ -13,7 +13,7 @@ References:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from pyro.distributions import Categorical
@@ -31,11 +31,11 @@ from .._checks import (
 from .._lazy import lazy
 from .._precision import full_precision
 from .._transforms import refuse_transforms
-from ..ops import masks, recursions
+from ..ops import masks
 from ..ops.lookup import take_rows
 from .block_hmm import BlockHMM
 from .block_symbols import BlockSymbols
-from .carried_state import CarriedState
+from .hmm import HMM
 from .observation import Streams
 from .sampling import sample_emission
 
@@ -100,19 +100,20 @@ class TaggedSymbols(BlockSymbols):
             default.
     """
 
+    event_shape = torch.Size((2,))
+
     def __init__(
         self, words: BlockSymbols, log_tags: Tensor, log_unknown: Tensor | None = None
     ) -> None:
         super().__init__(words.log_probs, words.blocks)
         check_floats("log_tags", log_tags)
         check_shape("log_tags", log_tags, (self.blocks.num_states, log_tags.size(-1)), "(K, Y)")
-        self.words, self.log_tags = words, log_tags
-        self.log_unknown = log_tags.new_zeros(len(log_tags)) if log_unknown is None else log_unknown
+        self.words, self.log_tags, self.log_missing = words, log_tags, log_unknown
 
     @property
-    def event_shape(self) -> torch.Size:
-        """``(2,)``: a word and a tag."""
-        return torch.Size((2,))
+    def support(self) -> constraints.Constraint:
+        """Pairs of integers; -1 is a tag that is not known."""
+        return constraints.independent(_Below([self.blocks.num_symbols, self.log_tags.size(-1)]), 1)
 
     @lazy
     def distribution(self) -> TorchDistribution:
@@ -151,18 +152,18 @@ class TaggedSymbols(BlockSymbols):
         check: bool = True,
     ) -> tuple[Tensor, Tensor]:
         """As :meth:`BlockSymbols.likelihood`, of pairs ``(N, T, 2)``."""
-        exists = masks.exists(lengths, values.size(1), values.device)
-        known = exists if observed is None else exists & observed
+        known = masks.exists(lengths, values.size(1), values.device)
+        known = known if observed is None else known & observed
         words, tags = self.split(values, known, check)
-        blocks, log_likelihood = self._of(
-            words, None if observed is not None else values, lengths, check
-        )
+        same = None if observed is not None else values
+        blocks, log_likelihood = self._of(words, same, lengths, check)
+        unknown = self.log_missing
+        unknown = self.log_tags.new_zeros(len(self.log_tags)) if unknown is None else unknown
         states = self.blocks.states.clamp(min=0).flatten().to(tags.device)
-        table = torch.cat([self.log_tags.mT, self.log_unknown.unsqueeze(0)])  # the last for -1
+        table = torch.cat([self.log_tags.mT, unknown.unsqueeze(0)])  # the last for -1
         table = table.index_select(-1, states).reshape(-1, self.blocks.width)
         rows = torch.where(tags < 0, self.log_tags.size(-1), tags) * self.blocks.num_blocks
-        scores = take_rows(table, rows + blocks.to(tags.device))
-        return blocks, log_likelihood + scores
+        return blocks, log_likelihood + take_rows(table, rows + blocks.to(tags.device))
 
     def sample(self, states: Tensor) -> Tensor:
         """Sample a word and a tag ``(*, 2)`` from each of ``states``."""
@@ -214,14 +215,13 @@ class TaggedHMM(BlockHMM):
                 [0.2500, 0.7500]])
     """
 
+    _emission: TaggedSymbols
+
     def __init__(self, words: BlockHMM, log_tags: Tensor) -> None:
         if not isinstance(words, BlockHMM) or isinstance(words, TaggedHMM):
             raise TypeError(f"words must be a BlockHMM; got {type(words).__name__}.")
-        self.tagged_symbols = TaggedSymbols(words.symbols, log_tags)
-        super().__init__(
-            words.log_initial, words.transition, self.tagged_symbols, words.blocks, words.lengths,
-            words.observed, validate_args=False, carried=words.carried,
-        )  # fmt: skip
+        symbols, data = TaggedSymbols(words.symbols, log_tags), (words.lengths, words.observed)
+        self._compose(words.chain, symbols, *data, validate_args=False, allowed=words.allowed)
         words._validated_alike(self)
         if self._validate_args:
             check_log_simplex("log_tags", log_tags)
@@ -229,7 +229,7 @@ class TaggedHMM(BlockHMM):
     @property
     def log_tags(self) -> Tensor:
         r"""``(K, Y)``, :math:`\log p(y_t \mid z_t)`."""
-        return self.tagged_symbols.log_tags
+        return self._emission.log_tags
 
     @property
     def num_tags(self) -> int:
@@ -239,20 +239,13 @@ class TaggedHMM(BlockHMM):
     @property
     def words(self) -> BlockHMM:
         """The distribution of the words alone."""
-        return self._words(self.lengths, self.observed, self.carried)
+        return cast(BlockHMM, self._with(BlockHMM, self._emission.words))
 
-    def _words(
-        self, lengths: Tensor, observed: Tensor | None, carried: CarriedState | None
-    ) -> BlockHMM:
-        return BlockHMM(
-            self.log_initial, self.transition, self.tagged_symbols.words, self.blocks, lengths,
-            observed, validate_args=False, carried=carried,
-        )  # fmt: skip
-
-    def _for_sequences(
-        self, lengths: Tensor, observed: Tensor | None, carried: CarriedState | None
-    ) -> TaggedHMM:
-        return TaggedHMM(self._words(lengths, observed, carried), self.log_tags)
+    def _with(self, kind: type[BlockHMM], symbols: BlockSymbols) -> HMM:
+        """The same chain and sequences with another emission."""
+        data = self.lengths, self.observed
+        new = kind.of(self.chain, symbols, *data, validate_args=False, allowed=self.allowed)
+        return self._validated_alike(new)
 
     # Tags
 
@@ -309,18 +302,8 @@ class TaggedHMM(BlockHMM):
         _, tags = self._split(values)
         with torch.no_grad():
             best = self.log_tags.max(-1)
-            if self.observed is None and self.carried is None:
-                words = self.tagged_symbols.words
-                states = BlockHMM(
-                    self.log_initial, self.transition,
-                    TaggedSymbols(words, self.log_tags, log_unknown=best.values), self.blocks,
-                    self.lengths, validate_args=False,
-                ).viterbi(values)  # fmt: skip
-            else:
-                initial, transition, likelihood = self.log_factors(values)
-                unknown = tags.unsqueeze(-1) < 0
-                likelihood = torch.where(unknown, likelihood + best.values, likelihood)
-                states = recursions.viterbi(initial, transition, likelihood, self.lengths)
+            symbols = TaggedSymbols(self._emission.words, self.log_tags, best.values)
+            states = self._with(TaggedHMM, symbols).viterbi(values)
             path = torch.where(tags < 0, best.indices[states], tags)
         return TagPath(states, path.masked_fill(~self.exists, 0))
 
@@ -336,4 +319,4 @@ class TaggedHMM(BlockHMM):
         """Words and tags ``(*B, T)``; 0 and -1 where a step is padded or missing."""
         check_trailing("values", values, (self.num_steps, 2), "(T, 2)")
         known = self.exists if self.observed is None else self.exists & self.observed
-        return self.tagged_symbols.split(values, known)
+        return self._emission.split(values, known)

@@ -15,6 +15,7 @@ Its modules; each imports only those above it:
 ``msteps``        ``GradientStep``, and M-steps under a diversity prior
 ``process_group``  ``ProcessGroup``: data-parallel ranks
 ``validation``    held-out evidence during a fit
+``uncertainty``   ``Information``: standard errors and intervals
 ``results``       ``Fit``, ``Restarts``: what a fit returns
 ``objective``     the loss of a gradient fit
 ``training``      settings and state of a gradient fit, its steps
@@ -27,6 +28,11 @@ Its modules; each imports only those above it:
 ``expectation``   the E-step, batched by length
 ``iterations``    the iterations of EM, and its extrapolation by SQUAREM
 ``em``            ``fit_em``
+``convergence``   R-hat and effective sample sizes of chains
+``sampled``       ``SampledFit``: chains of samples of a posterior
+``gibbs``         ``fit_gibbs``
+``hmc``           Hamiltonian Monte Carlo of many chains in one batch
+``mcmc``          ``fit_mcmc``
 """
 
 from . import cooccurrence as cooccurrence
@@ -37,8 +43,10 @@ from . import starts as starts
 from .cooccurrence import CooccurrenceModel as CooccurrenceModel
 from .cooccurrence import fit_cooccurrence as fit_cooccurrence
 from .em import fit_em as fit_em
+from .gibbs import fit_gibbs as fit_gibbs
 from .guides import RotationGuide as RotationGuide
 from .map import fit_map as fit_map
+from .mcmc import fit_mcmc as fit_mcmc
 from .models import EnumeratedModel as EnumeratedModel
 from .models import MarginalModel as MarginalModel
 from .models import StatefulModel as StatefulModel
@@ -50,5 +58,7 @@ from .resizing import merge_states as merge_states
 from .resizing import split_state as split_state
 from .results import Fit as Fit
 from .results import Restarts as Restarts
+from .sampled import SampledFit as SampledFit
 from .svi import fit_svi as fit_svi
 from .training import FitOptions as FitOptions
+from .uncertainty import Information as Information

@@ -33,8 +33,8 @@ from ..distributions.hmm import HMM
 from ..distributions.observation import log_prob_per_state
 from ..distributions.sampling import sample_emission, sample_emission_per_step
 from ..nn.base import PYRO, HMMModule, OwnParameters
-from ..nn.centred import merged, moments_of, scale_prior
 from ..nn.neural import NeuralHMM
+from ..nn.normals import merged, moments_of, scale_prior
 
 LogPrior = Callable[[HMM], Tensor]
 Data = TypeVar("Data", bound=Sequences | Parts)

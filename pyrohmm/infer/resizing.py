@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from pyro import distributions as dist
 from torch import Tensor
-from torch.distributions import transform_to
+from torch.distributions import Distribution, Independent, transform_to
 
 from .._checks import check_floats, check_shape
+from ..distributions.autoregressive import Autoregressive
+from ..distributions.constructors import arguments_of
 from ..distributions.hmm import HMM
-from ..distributions.observation import Streams
-from ..io.persistence import BUILT_FROM, describe, restored
+from ..distributions.observation import Streams, Tied
+from ..nn.emissions import family_of
 from ..ops.stationary import stationary
 
-_SIMPLEX = (dist.Categorical, dist.OneHotCategorical)
-_NORMAL = (dist.Normal, dist.NanMaskedNormal)
-_JOINT = (dist.MultivariateNormal, dist.NanMaskedMultivariateNormal)
+Change = Callable[[Any, dict[str, Tensor]], dict[str, Tensor]]
 
 
 def merge_states(hmm: HMM, first: int, second: int, usage: Tensor | None = None) -> HMM:
@@ -52,7 +51,7 @@ def merge_states(hmm: HMM, first: int, second: int, usage: Tensor | None = None)
         >>> merged.emission.rate, merged.log_initial.exp()
         (tensor([2., 9.]), tensor([0.6667, 0.3333]))
     """
-    tensors, meta = _parts_of(hmm)
+    _check_plain(hmm)
     for name, state in (("first", first), ("second", second)):
         _check_state(name, state, hmm)
     if first == second:
@@ -74,19 +73,21 @@ def merge_states(hmm: HMM, first: int, second: int, usage: Tensor | None = None)
         rows[first] = merged
         return rows[keep]
 
-    matrix = joined(tensors["log_transition"].mT, tensors["log_transition"].mT[pair].logsumexp(0))
-    matrix = matrix.mT
-    tensors["log_transition"] = joined(
-        matrix, (matrix[pair] + weights.log().unsqueeze(-1)).logsumexp(0)
-    )
-    tensors["log_initial"] = joined(
-        tensors["log_initial"], tensors["log_initial"][pair].logsumexp(0)
-    )
-    for path, kind, tables in _emissions(hmm, tensors, meta):
+    def merge(part: Any, tables: dict[str, Tensor]) -> dict[str, Tensor]:
         both = {name: table[pair] for name, table in tables.items()}
-        for name, merged in _mixed(kind, both, weights, path).items():
-            tensors[f"{path}.{name}"] = joined(tables[name], merged)
-    return restored(tensors, meta)
+        merged = family_of(part).merged(both, weights)
+        if merged is None:
+            raise TypeError(
+                "emission must be of categorical, Bernoulli, Poisson or normal distributions, for "
+                f"two states to be merged; got {type(part).__name__}."
+            )
+        return {name: joined(tables[name], row) for name, row in merged.items()}
+
+    start, matrix = hmm.log_initial.detach(), hmm.log_transition.detach()
+    matrix = joined(matrix.mT, matrix.mT[pair].logsumexp(0)).mT
+    matrix = joined(matrix, (matrix[pair] + weights.log().unsqueeze(-1)).logsumexp(0))
+    start = joined(start, start[pair].logsumexp(0))
+    return _with(hmm, start, matrix, _resized(hmm.emission, hmm.num_states, merge))
 
 
 def split_state(hmm: HMM, state: int, noise: float = 0.1) -> HMM:
@@ -118,7 +119,7 @@ def split_state(hmm: HMM, state: int, noise: float = 0.1) -> HMM:
         >>> split.emission.rate, split.log_initial.exp()
         (tensor([1., 9., 9.]), tensor([0.5000, 0.2500, 0.2500]))
     """
-    tensors, meta = _parts_of(hmm)
+    _check_plain(hmm)
     _check_state("state", state, hmm)
     if not noise >= 0:
         raise ValueError(f"noise must be at least 0; got {noise}.")
@@ -126,27 +127,26 @@ def split_state(hmm: HMM, state: int, noise: float = 0.1) -> HMM:
     copies = torch.tensor([state, hmm.num_states])
     half = torch.zeros(hmm.num_states + 1).to(hmm.log_initial)
     half[copies] = torch.tensor(0.5).log().to(half)
-    tensors["log_initial"] = tensors["log_initial"][index] + half
-    matrix = tensors["log_transition"][index][:, index] + half
+    matrix = hmm.log_transition.detach()[index][:, index] + half
     if noise > 0:
         matrix = matrix.clone()
         matrix[copies] = (matrix[copies] + noise * torch.randn(2, len(index)).to(half)).log_softmax(
             -1
         )
-    tensors["log_transition"] = matrix
-    for path, kind, tables in _emissions(hmm, tensors, meta):
-        unit = _unit(tables)
-        for name, old in tables.items():
-            table = old[index].clone()
-            if noise > 0:
-                size = noise * unit[index][copies] if name == "loc" else noise
-                table[copies] = _moved(kind, name, table[copies], size)
-            tensors[f"{path}.{name}"] = table
-    return restored(tensors, meta)
+
+    def split(part: Any, tables: dict[str, Tensor]) -> dict[str, Tensor]:
+        found = {name: old[index].clone() for name, old in tables.items()}
+        for name, table in found.items() if noise > 0 else ():
+            size = noise * _unit(tables)[index][copies] if name == "loc" else noise
+            table[copies] = _moved(part, name, table[copies], size)
+        return found
+
+    emission = _resized(hmm.emission, hmm.num_states, split)
+    return _with(hmm, hmm.log_initial.detach()[index] + half, matrix, emission)
 
 
-def _parts_of(hmm: HMM) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Description and tensors of an HMM, without labels."""
+def _check_plain(hmm: HMM) -> None:
+    """Raise unless an HMM has one set of parameters of a Markov chain."""
     if type(hmm) is not HMM:
         raise TypeError(f"hmm must be a plain HMM; got {type(hmm).__name__}.")
     hmm.check_constant("another number of states")
@@ -156,8 +156,14 @@ def _parts_of(hmm: HMM) -> tuple[dict[str, Tensor], dict[str, Any]]:
         or len(hmm.emission.batch_shape) > 1
     ):
         raise ValueError("hmm must have one set of parameters, without batch dimensions.")
-    tensors, meta = describe(hmm)
-    return {name: tensor.detach() for name, tensor in tensors.items() if name != "allowed"}, meta
+
+
+def _with(hmm: HMM, log_initial: Tensor, log_transition: Tensor, emission: Any) -> HMM:
+    """The HMM with other parameters for the same lengths, without labels."""
+    validation = vars(hmm).get("_validate_args")
+    return HMM(
+        log_initial, log_transition, emission, hmm.lengths, hmm.observed, validate_args=validation
+    )
 
 
 def _check_state(name: str, state: int, hmm: HMM) -> None:
@@ -167,67 +173,28 @@ def _check_state(name: str, state: int, hmm: HMM) -> None:
         )
 
 
-Table = tuple[str, type, dict[str, Tensor]]
+def _resized(part: Any, num_states: int, change: Change) -> Any:
+    """A distribution of other states: ``change(part, rows)`` are those of its arguments.
 
-
-def _emissions(hmm: HMM, tensors: dict[str, Tensor], meta: dict[str, Any]) -> Iterator[Table]:
-    """The distributions of an emission: path, class and those tensors that have a row per state.
-
-    What they keep as functions of these is taken out of ``tensors``.
+    ``rows`` are its tensors that have a row for each of the K states.
     """
-    nodes = [("emission", meta["emission"])]
-    while nodes:
-        path, node = nodes.pop()
-        if isinstance(node, list):
-            nodes += [(f"{path}.{i}", part) for i, part in enumerate(node)]
-            continue
-        kind = Streams if node["class"] == "Streams" else getattr(dist, node["class"], None)
-        if kind is None:
-            raise TypeError(
-                "emission must be of distributions with parameters of each state; got "
-                f"{node['class']}."
-            )
-        names = BUILT_FROM[kind].parts
-        for name in BUILT_FROM[kind].cached:
-            tensors.pop(f"{path}.{name}", None)
-        nodes += [(f"{path}.{name}", part) for name, part in zip(names, node["parts"])]
-        if not names:
-            leaves = {key.removeprefix(f"{path}."): value for key, value in tensors.items()
-                      if key.rpartition(".")[0] == path}  # fmt: skip
-            rows = {n: t for n, t in leaves.items() if t.dim() and t.size(0) == hmm.num_states}
-            yield path, kind, rows
-
-
-def _mixed(kind: type, both: dict[str, Tensor], weights: Tensor, path: str) -> dict[str, Tensor]:
-    """Parameters of the mixture of two states, or of the normal of its moments."""
-
-    def mean(table: Tensor) -> Tensor:
-        return torch.tensordot(weights.to(table), table, 1)
-
-    if "component_distribution" not in path and kind in (*_SIMPLEX, dist.Bernoulli, dist.Poisson):
-        if "logits" not in both:
-            return {name: mean(table) for name, table in both.items()}
-        if kind is dist.Bernoulli:
-            return {"logits": torch.logit(mean(both["logits"].sigmoid()))}
-        return {"logits": mean(both["logits"].softmax(-1)).log()}
-    if "component_distribution" in path or kind not in (*_NORMAL, *_JOINT):
+    if isinstance(part, Tied | Autoregressive):
         raise TypeError(
-            "emission must be of categorical, Bernoulli, Poisson or normal distributions, for two "
-            f"states to be merged; got {kind.__name__} at {path}."
+            "emission must be of distributions with parameters of each state; got "
+            f"{type(part).__name__}."
         )
-    loc = mean(both["loc"])
-    away = both["loc"] - loc
-    new = {"loc": loc}
-    if "scale" in both:
-        spread = mean(away.square())
-        if both["scale"].size(-1) < away.size(-1):  # one for all components
-            spread = spread.mean(-1, keepdim=True)
-        new["scale"] = (mean(both["scale"].square()) + spread).sqrt()
-    if "scale_tril" in both:
-        roots = both["scale_tril"]
-        covariance = mean(roots @ roots.mT) + mean(away.unsqueeze(-1) * away.unsqueeze(-2))
-        new["scale_tril"] = torch.linalg.cholesky(covariance)
-    return new
+    arguments = arguments_of(part)
+    if not isinstance(part, Independent | Streams):
+        tensors = {n: value.detach() for n, value in arguments.items() if isinstance(value, Tensor)}
+        arguments |= change(
+            part, {n: t for n, t in tensors.items() if t.shape[:1] == (num_states,)}
+        )
+    for name, value in arguments.items():
+        if isinstance(value, list):
+            arguments[name] = [_resized(inner, num_states, change) for inner in value]
+        elif isinstance(value, Distribution):
+            arguments[name] = _resized(value, num_states, change)
+    return type(part)(**arguments, validate_args=vars(part).get("_validate_args"))
 
 
 def _unit(tables: dict[str, Tensor]) -> Tensor:
@@ -237,12 +204,12 @@ def _unit(tables: dict[str, Tensor]) -> Tensor:
     return tables.get("scale", torch.ones_like(next(iter(tables.values()))))
 
 
-def _moved(kind: Any, name: str, rows: Tensor, size: Tensor | float) -> Tensor:
+def _moved(part: Any, name: str, rows: Tensor, size: Tensor | float) -> Tensor:
     """Parameters with noise, inside their support; counts and covariances stay."""
-    constraint = kind.arg_constraints.get(name)
+    constraint = part.arg_constraints.get(name)
     if constraint is None or constraint.is_discrete or name == "scale_tril":
         return rows
     transform = transform_to(constraint)
     raw = transform.inv(rows)
     moved: Tensor = transform(raw + size * torch.randn_like(raw))
-    return moved.log_softmax(-1) if name == "logits" and kind in _SIMPLEX else moved
+    return moved.log_softmax(-1) if name == "logits" and constraint.event_dim else moved

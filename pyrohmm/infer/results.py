@@ -25,6 +25,7 @@ from ..distributions.sparse_dirichlet import interior
 from ..nn.base import PYRO, in_mode
 from .guide_samples import quantiles_of, repeatable, samples_of
 from .plates import SequencePlate, check_fitted, hmm_at
+from .uncertainty import Information
 from .validation import Validation
 
 WINDOW = 25  # steps whose mean loss is compared with that of the steps before
@@ -244,6 +245,48 @@ class Fit:
                     )
                 found[prefix + name] = sign * site["log_prob"].sum()
         return found
+
+    def information(self, data: Sequences) -> Information:
+        """Observed information of a fit of EM or MAP: covariance, standard errors and intervals.
+
+        Args:
+            data: The sequences that were fitted, with the labels that the fit kept to.
+
+        Raises:
+            ValueError: If the fit is one of SVI, whose guide is its own approximation; or if the
+                data do not determine some parameters, which the message names.
+
+        Example:
+            >>> _ = pyro.set_rng_seed(0)
+            >>> data = Sequences.from_list([torch.randn(400)])
+            >>> fit = fit_em(TabularHMM(1, normal(0)), data)
+            >>> fit.std_errors(data)["module.emission.loc"]
+            tensor([0.0501], dtype=torch.float64)
+        """
+        if self.method == "SVI":
+            raise ValueError(
+                "the guide of SVI is its own approximation of the posterior: ask fit.quantiles()."
+            )
+        with self.at_rest():
+            return Information(self.model, self.values, self.supports, data)
+
+    def std_errors(self, data: Sequences) -> dict[str, Tensor]:
+        """Standard errors of the parameters by name: see :meth:`information`."""
+        return self.information(data).std_errors()
+
+    def intervals(
+        self, data: Sequences, level: float = 0.95, of: Callable[[HMM], Tensor] | None = None
+    ) -> dict[str, tuple[Tensor, Tensor]]:
+        """Limits of the parameters by name, or of a function ``of`` the fitted HMM under "of".
+
+        See :meth:`Information.intervals`.
+
+        Args:
+            data: The sequences that were fitted.
+            level: Of confidence.
+            of: From an :class:`HMM` to a tensor, such as ``lambda hmm: hmm.stationary()``.
+        """
+        return self.information(data).intervals(level, of)
 
     @contextmanager
     def at_rest(self) -> Iterator[None]:

@@ -24,7 +24,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from ..data.corpus import FilePath
+from ..data.readers import FilePath
 
 FORMAT = "pyrohmm"
 VERSION = 1  # what is written, and the newest that can be read

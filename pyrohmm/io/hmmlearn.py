@@ -18,10 +18,10 @@ from pyro.distributions import Categorical, MixtureSameFamily, MultivariateNorma
 from pyro.distributions.torch_distribution import TorchDistribution
 from torch import Tensor
 
+from ..distributions.constructors import is_spherical, is_tied
 from ..distributions.hard_zeros import log_probs
 from ..distributions.hmm import HMM
 from ..distributions.hsmm import HSMM
-from ..distributions.observation import is_spherical, is_tied
 
 
 def from_hmmlearn(model: Any, lengths: Sequence[int] | Tensor) -> HMM:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import inspect
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pyro.distributions as dist
 import torch
-from pyro.distributions.torch_distribution import TorchDistribution
+from pyro.distributions.torch_distribution import TorchDistribution, TorchDistributionMixin
 from torch import Tensor, nn
 from torch.distributions.utils import logits_to_probs, probs_to_logits
 
@@ -19,87 +19,31 @@ from ..chains.rates import RateChain
 from ..chains.second_order import SecondOrderChain
 from ..chains.semi_markov import SemiMarkovChain
 from ..distributions.block_hmm import BlockHMM
-from ..distributions.context_tables import AutoregressiveCategorical
+from ..distributions.constructors import ATTRIBUTES, argument_names, arguments_of, holder_of
 from ..distributions.continuous_time_hmm import ContinuousTimeHMM
 from ..distributions.factorial_hmm import FactorialHMM
 from ..distributions.hard_zeros import built_from
 from ..distributions.hmm import HMM
 from ..distributions.hsmm import HSMM
-from ..distributions.observation import Streams, Tied, is_spherical, is_tied
 from ..distributions.second_order_hmm import SecondOrderHMM
-from ..distributions.vector_autoregression import AutoregressiveNormal
-from ..nn.circular import Angle
+from ..nn.family import FAMILIES
 from ..ops.blocks.inner_products import InnerProductTransition
 from ..ops.blocks.states import Blocks
 from .files import TENSORS, FilePath, read_directory, write_directory
 
-
-class Arguments(NamedTuple):
-    """The arguments that a distribution is built from: ``cls(*parts, **tensors, **options)``.
-
-    All are names of attributes; those of tensors and options are names of arguments as well.
-
-    Attributes:
-        tensors: Tensors of any shape.
-        probs_or_logits: Whether it is built from ``probs`` or ``logits`` besides; the one it was
-            built from is saved.
-        options: Integers and booleans.
-        parts: Distributions, or lists of them; passed by position.
-        cached: Functions of the tensors that it may keep, because it was given them or has
-            computed them; kept ones are saved too, for a second computation may round otherwise.
-    """
-
-    tensors: tuple[str, ...] = ()
-    probs_or_logits: bool = False
-    options: tuple[str, ...] = ()
-    parts: tuple[str, ...] = ()
-    cached: tuple[str, ...] = ()
-
-
-# Every class that is ever built from a file. An entry here is all that a further one needs, if it
-# takes validate_args; programs may add their own.
-BUILT_FROM: dict[type, Arguments] = {
-    **dict.fromkeys(
-        (dist.Cauchy, dist.Gumbel, dist.Laplace, dist.LogNormal, dist.Logistic,
-         dist.NanMaskedNormal, dist.Normal, dist.SoftLaplace),
-        Arguments(("loc", "scale")),
-    ),
-    **dict.fromkeys(
-        (dist.Bernoulli, dist.Categorical, dist.Geometric, dist.OneHotCategorical),
-        Arguments(probs_or_logits=True),
-    ),
-    **dict.fromkeys(
-        (dist.Gamma, dist.GammaPoisson, dist.InverseGamma), Arguments(("concentration", "rate"))
-    ),
-    **dict.fromkeys(
-        (dist.MultivariateNormal, dist.NanMaskedMultivariateNormal),
-        Arguments(("loc", "scale_tril"), cached=("covariance_matrix", "precision_matrix")),
-    ),
-    **dict.fromkeys((dist.Binomial, dist.NegativeBinomial), Arguments(("total_count",), True)),
-    **dict.fromkeys((dist.Dirichlet, dist.ProjectedNormal), Arguments(("concentration",))),
-    **dict.fromkeys((dist.HalfCauchy, dist.HalfNormal), Arguments(("scale",))),
-    dist.AsymmetricLaplace: Arguments(("loc", "scale", "asymmetry")),
-    dist.Beta: Arguments(("concentration1", "concentration0")),
-    dist.BetaBinomial: Arguments(("concentration1", "concentration0", "total_count")),
-    dist.Delta: Arguments(("v", "log_density"), options=("event_dim",)),
-    dist.DirichletMultinomial: Arguments(("concentration", "total_count"), options=("is_sparse",)),
-    dist.Exponential: Arguments(("rate",)),
-    dist.Independent: Arguments(options=("reinterpreted_batch_ndims",), parts=("base_dist",)),
-    dist.LowRankMultivariateNormal: Arguments(("loc", "cov_factor", "cov_diag")),
-    dist.MixtureSameFamily: Arguments(parts=("mixture_distribution", "component_distribution")),
-    dist.Multinomial: Arguments(probs_or_logits=True, options=("total_count",)),
-    dist.MultivariateStudentT: Arguments(("df", "loc", "scale_tril")),
-    dist.Pareto: Arguments(("scale", "alpha")),
-    dist.Poisson: Arguments(("rate",), options=("is_sparse",)),
-    dist.StudentT: Arguments(("df", "loc", "scale")),
-    dist.Uniform: Arguments(("low", "high")),
-    **dict.fromkeys((dist.VonMises, Angle), Arguments(("loc", "concentration"))),
-    dist.Weibull: Arguments(("scale", "concentration")),
-    AutoregressiveCategorical: Arguments(("history",), parts=("initial", "tables")),
-    AutoregressiveNormal: Arguments(("weights", "origin", "history"), parts=("initial", "base")),
-    Streams: Arguments(parts=("parts",)),
-    Tied: Arguments(("index",), parts=("base",)),
-}  # fmt: skip
+# Every class that is ever built from a file, besides what emission families emit: by calling it
+# with tensors, integers, booleans, and distributions. Programs may add their own.
+BUILT_FROM: set[type] = {
+    getattr(dist, name)
+    for name in (
+        "AsymmetricLaplace Bernoulli Beta BetaBinomial Binomial Categorical Cauchy Delta Dirichlet "
+        "DirichletMultinomial Exponential Gamma GammaPoisson Geometric Gumbel HalfCauchy "
+        "HalfNormal Independent InverseGamma Laplace LogNormal Logistic LowRankMultivariateNormal "
+        "MixtureSameFamily Multinomial MultivariateNormal MultivariateStudentT "
+        "NanMaskedMultivariateNormal NanMaskedNormal NegativeBinomial Normal OneHotCategorical "
+        "Pareto Poisson ProjectedNormal SoftLaplace StudentT Uniform VonMises Weibull"
+    ).split()
+}
 
 
 def save(thing: HMM | nn.Module, directory: FilePath) -> None:
@@ -251,9 +195,8 @@ def _differences(
 
 # An HMM --------------------------------------------------------------------------------------
 
-_EITHER = ("probs", "logits")
-
-
+# functions of scale_tril that a distribution may keep: a second computation may round otherwise
+_CACHED = ("covariance_matrix", "precision_matrix")
 # Of every class the chain that it is built with: HMM.of gives an HMM any other.
 _CHAINS: dict[type[HMM], type[Chain]] = {
     HMM: MarkovChain,
@@ -313,21 +256,14 @@ def _build_hmm(tensors: dict[str, Tensor], meta: dict[str, Any]) -> HMM:
 def _describe_block_hmm(hmm: BlockHMM) -> tuple[dict[str, Tensor], dict[str, Any]]:
     if hmm.carried is not None:
         raise TypeError("an HMM of continued sequences cannot be saved; save dense().")
-    tensors = {
-        "log_initial": hmm.log_initial,
-        "log_emission": hmm.log_emission,
-        "lengths": hmm.lengths,
-        "symbol_block": hmm.blocks.symbol_block,
-        "states": hmm.blocks.states,
-    }
-    if isinstance(hmm.transition, Tensor):
-        tensors["transition"] = hmm.transition
-    else:
-        tensors |= {"leave": hmm.transition.leave, "enter": hmm.transition.enter}
-        if hmm.transition.block_logits is not None:
-            tensors["block_logits"] = hmm.transition.block_logits
-    if hmm.observed is not None:
-        tensors["observed"] = hmm.observed
+    chain, blocks = hmm.transition, hmm.blocks
+    tensors = {name: getattr(hmm, name) for name in ("log_initial", "log_emission", "lengths")}
+    tensors |= {"symbol_block": blocks.symbol_block, "states": blocks.states}
+    found = {"transition": chain, "observed": hmm.observed}
+    if isinstance(chain, InnerProductTransition):
+        names = ("leave", "enter", "block_logits")
+        found |= {"transition": None, **{name: getattr(chain, name) for name in names}}
+    tensors |= {name: tensor for name, tensor in found.items() if tensor is not None}
     validation = vars(hmm).get("_validate_args")
     return tensors, {"kind": "hmm", "class": "BlockHMM", "validate_args": validation}
 
@@ -337,15 +273,15 @@ def _build_block_hmm(tensors: dict[str, Tensor], meta: dict[str, Any]) -> BlockH
     initial, emission = tensors.pop("log_initial"), tensors.pop("log_emission")
     states = [row[row >= 0] for row in tensors.pop("states")]
     blocks = Blocks(tensors.pop("symbol_block"), states, len(initial))
-    if "transition" in tensors:
-        transition: InnerProductTransition | Tensor = tensors.pop("transition")
-    else:
+    transition: Any = tensors.pop("transition", None)
+    if transition is None:
         vectors = tensors.pop("leave"), tensors.pop("enter")
         transition = InnerProductTransition(*vectors, blocks, tensors.pop("block_logits", None))
+    lengths, observed = tensors.pop("lengths"), tensors.pop("observed", None)
+    validation = _validation(meta)
     return BlockHMM(
-        initial, transition, emission, blocks, tensors.pop("lengths"),
-        tensors.pop("observed", None), validate_args=_validation(meta),
-    )  # fmt: skip
+        initial, transition, emission, blocks, lengths, observed, validate_args=validation
+    )
 
 
 def _describe_part(part: Any, path: str, tensors: dict[str, Tensor]) -> Any:
@@ -353,33 +289,30 @@ def _describe_part(part: Any, path: str, tensors: dict[str, Tensor]) -> Any:
     if isinstance(part, list | tuple):
         return [_describe_part(item, f"{path}.{i}", tensors) for i, item in enumerate(part)]
     family = type(part)
-    arguments = BUILT_FROM.get(family)
-    if arguments is None:
+    if _classes().get(family.__name__) is not family:
         raise TypeError(
             f"{path} is a {family.__module__}.{family.__qualname__}, which cannot be saved; these "
-            f"classes of pyro.distributions can: {', '.join(sorted(_classes()))}. Enter yours into "
+            f"classes of pyro.distributions can: {', '.join(sorted(_classes()))}. Add yours to "
             "pyrohmm.io.persistence.BUILT_FROM, or save the module that builds the HMM."
         )
-    for name in arguments.tensors:
-        tensors[f"{path}.{name}"] = getattr(part, name)
-    # what was built with one number for several is built so again
-    if isinstance(part, dist.Normal) and is_spherical(part):
-        tensors[f"{path}.scale"] = part.scale[..., :1]
-    if isinstance(part, dist.MultivariateNormal) and part.batch_shape and is_tied(part):
-        tensors[f"{path}.scale_tril"] = part.scale_tril[..., :1, :, :]
-    held = vars(part)  # reading an attribute would compute it
-    tensors.update({f"{path}.{name}": held[name] for name in arguments.cached if name in held})
-    if arguments.probs_or_logits:
-        name = built_from(_holder(part))
-        tensors[f"{path}.{name}"] = getattr(_holder(part), name)
+    options: dict[str, int] = {}
+    parts: list[Any] = []
+    held = dict(vars(part))  # reading an attribute may compute it
+    for name, value in arguments_of(part).items():
+        if isinstance(value, Tensor):
+            tensors[f"{path}.{name}"] = value
+        elif isinstance(value, int):
+            options[name] = value
+        else:
+            inner = f"{path}.{ATTRIBUTES.get(name, name)}"
+            parts.append(_describe_part(value, inner, tensors))
+    tensors.update({f"{path}.{name}": held[name] for name in _CACHED if name in held})
+    validation = held.get("_validate_args")
     return {
         "class": family.__name__,
-        "validate_args": vars(part).get("_validate_args"),
-        "options": {name: getattr(part, name) for name in arguments.options},
-        "parts": [
-            _describe_part(getattr(part, name), f"{path}.{name}", tensors)
-            for name in arguments.parts
-        ],
+        "validate_args": validation,
+        "options": options,
+        "parts": parts,
     }
 
 
@@ -394,30 +327,25 @@ def _build_part(
     family = _classes().get(node["class"])
     if family is None:
         raise ValueError(f"{path} is of class {node['class']}, which is not one that can be built")
-    arguments = BUILT_FROM[family]
-    options, parts = node.get("options"), node.get("parts")
-    if not isinstance(options, dict) or options.keys() != set(arguments.options):
-        raise ValueError(f"{path} must have the options {arguments.options}; got {options}")
-    if not all(isinstance(option, int) for option in options.values()):
+    names, options, parts = argument_names(family), node.get("options"), node.get("parts")
+    if not isinstance(options, dict) or not all(isinstance(o, int) for o in options.values()):
         raise ValueError(f"{path} must have integers or booleans as options; got {options}")
-    if not isinstance(parts, list) or len(parts) != len(arguments.parts):
-        raise ValueError(f"{path} must have the parts {arguments.parts}")
-    direct = {name: tensors.pop(f"{path}.{name}") for name in arguments.tensors}
-    keys = {name: f"{path}.{name}" for name in (*arguments.cached, *_EITHER)}
-    saved = {name: tensors.pop(key) for name, key in keys.items() if key in tensors}
-    either = {name: saved.pop(name) for name in _EITHER if name in saved}
-    if arguments.probs_or_logits != bool(either):
-        raise ValueError(f"{path} must have what it is built from; got {sorted(either)}")
-    built = family(
-        *(_build_part(p, f"{path}.{name}", tensors) for p, name in zip(parts, arguments.parts)),
-        **direct,
-        **dict(list(either.items())[:1]),
-        **options,
-        validate_args=_validation(node),
-    )
+    if not isinstance(parts, list) or not options.keys() <= set(names):
+        raise ValueError(f"{path} must have options among {names}, and a list of parts")
+    given: dict[str, Any] = {
+        name: tensors.pop(key) for name in names if (key := f"{path}.{name}") in tensors
+    }
+    either: dict[str, Tensor] = {
+        name: given.pop(name) for name in ("probs", "logits") if name in given
+    }
+    cached = {name: given.pop(name) for name in _CACHED if name in given}
+    for name, inner in zip(names, parts):
+        given[name] = _build_part(inner, f"{path}.{ATTRIBUTES.get(name, name)}", tensors)
+    first = dict(list(either.items())[:1])
+    built = family(**given, **first, **options, validate_args=_validation(node))
     if either:
-        _restore(_holder(built), either, path)
-    for name, tensor in saved.items():
+        _restore(holder_of(built), either, path)
+    for name, tensor in cached.items():
         _check_agreement(getattr(built, name), tensor, f"{path}.{name}")
         setattr(built, name, tensor)
     return built
@@ -429,7 +357,7 @@ def _restore(holder: Any, either: dict[str, Tensor], path: str) -> None:
     Files of version 0.4 may have both ``probs`` and ``logits``, which must agree then.
     """
     held = vars(holder)
-    for name in _EITHER:
+    for name in ("probs", "logits"):
         held.pop(name, None)
     held.update(either)
     name = built_from(holder)
@@ -460,12 +388,9 @@ def _check_agreement(computed: Tensor, saved: Tensor, name: str) -> None:
 
 
 def _classes() -> dict[str, type]:
-    return {family.__name__: family for family in BUILT_FROM}
-
-
-def _holder(distribution: Any) -> Any:
-    """What has the probabilities as attributes: the distribution, or a categorical one within."""
-    return getattr(distribution, "_categorical", distribution)
+    """The classes that a file may name."""
+    kinds = [*BUILT_FROM, *(kind for kind in FAMILIES if issubclass(kind, TorchDistributionMixin))]
+    return {kind.__name__: kind for kind in kinds}
 
 
 def _flag(node: dict[str, Any], name: str) -> bool:

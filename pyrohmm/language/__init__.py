@@ -6,24 +6,23 @@ Its modules; each imports only those above it:
 
 ``text``        sentences as lines of words and as codes
 ``clusters``    Brown clusters of words
-``schedule``    ``WarmupCosine``, of the learning rate
-``dropout``     ``default_dropout``, of states, by tokens and epochs
-``contiguous``  sentences read as one text
+``training``    the learning rate and the state dropout of a fit
 ``generation``  sentences sampled from an HMM in blocks
+``scoring``     log-probabilities of sentences and words
+``lookahead``   probability that a constraint will hold, by state
 ``steering``    ``Steering``: sentences that satisfy a constraint
-``storage``     files of a language model
 ``model``       ``LanguageModel``
 ``command``     ``python -m pyrohmm.language``
 """
 
 from . import clusters as clusters
 from .clusters import find_clusters as find_clusters
-from .dropout import DefaultDropout as DefaultDropout
-from .dropout import default_dropout as default_dropout
 from .model import LanguageModel as LanguageModel
-from .schedule import WarmupCosine as WarmupCosine
 from .steering import Steering as Steering
 from .text import END as END
 from .text import UNKNOWN as UNKNOWN
 from .text import count_words as count_words
 from .text import encode as encode
+from .training import DefaultDropout as DefaultDropout
+from .training import WarmupCosine as WarmupCosine
+from .training import default_dropout as default_dropout

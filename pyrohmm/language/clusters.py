@@ -27,8 +27,8 @@ import torch
 from torch import Tensor
 
 from .._checks import check_integers, check_range, check_shape, check_size
-from ..data.corpus import FilePath
 from ..data.pair_counts import count_pairs
+from ..data.readers import FilePath
 from ..data.sequences import Sequences
 from ..data.vocabulary import Vocabulary
 from ..ops import brown_merges

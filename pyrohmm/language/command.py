@@ -14,13 +14,16 @@ processes it is the same command after ``torchrun --nproc-per-node 2 -m``.
 from __future__ import annotations
 
 import argparse
+import inspect
 import math
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import reduce
+from typing import Any
 
 import pyro
 import torch
@@ -29,9 +32,8 @@ from tqdm import tqdm
 
 from ..analysis.metrics import Perplexity
 from ..data.readers import read_lines
-from ..data.sequences import Sequences
 from ..infer.process_group import ProcessGroup
-from ..infer.results import Fit
+from ..infer.training import FitOptions
 from ..infer.validation import Validation
 from ..io.checkpoints import Checkpoint
 from ..io.files import check_directory
@@ -39,16 +41,51 @@ from ..ops.automata import Automaton, must_contain, must_not_contain
 from .model import LanguageModel
 from .text import END, UNKNOWN, count_words, encode
 
-OF_MODEL = ["states", "clusters", "mass-power", "dim", "dropout", "one-level", "contiguous",
-            "min-count", "max-words"]  # fmt: skip
-OF_TRAINING = ["save", "valid", "checkpoint", "epochs", "tokens", "streams", "rate", "decay",
-               "clip", "patience", "hold-out"]  # fmt: skip
+OF_STEPS = ("num_epochs", "batch_tokens", "num_streams")  # what determines how many there are
 INTERRUPTED = 130  # the exit status of what Ctrl-C has ended
 EXAMPLES = """examples:
   python -m pyrohmm.language train.txt --valid valid.txt --save model --score test.txt
   python -m pyrohmm.language --load model --generate 5 --prompt "once upon"
   python -m pyrohmm.language --load model --generate 5 --must sea "the ship" --longest 20
 """
+
+
+def _number(kind: type[int] | type[float], low: float = 0.0) -> Callable[[str], float]:
+    """A reader of finite numbers of at least ``low``."""
+
+    def read(text: str) -> float:
+        value = kind(text)
+        if not low <= value < math.inf:
+            raise argparse.ArgumentTypeError(f"must be at least {low:g} and finite; got {text!r}")
+        return value
+
+    read.__name__ = kind.__name__  # for the message about what is no number
+    return read
+
+
+COUNT, REAL = _number(int, 1), _number(float)
+# Options that are arguments of a function, from which come types, defaults and explanations.
+OF_WORDS = {"min-count": "min_count", "max-words": "max_size"}
+OF_MODEL = {
+    "states": "num_states", "clusters": "num_clusters", "mass-power": "mass_power",
+    "dim": "hidden_dim", "dropout": "dropout", "one-level": "two_level", "contiguous": "contiguous",
+}  # fmt: skip
+OF_FIT = {
+    "epochs": "num_epochs", "tokens": "batch_tokens", "streams": "num_streams",
+    "rate": "learning_rate", "decay": "weight_decay", "clip": "clip_norm", "patience": "patience",
+    "checkpoint": "checkpoint",
+}  # fmt: skip
+# Options, the one they need, and how that is given.
+NEEDS = [
+    (["per-line", "per-token"], "score", "--score FILE"),
+    (["prompt", "must", "must-not", "longest"], "generate", "--generate N"),
+    ([*OF_FIT, "save", "valid", "hold-out"], "train", "text files to train on"),
+]
+DEFAULTS: dict[str, Any] = {
+    "train": [], "load": None, "save": None, "valid": [], "score": [], "generate": 0,
+    "prompt": "", "must": [], "must_not": [], "longest": 100, "per_line": False,
+    "per_token": False, "hold_out": 0.05, "seed": None, "contiguous": False,
+}  # fmt: skip
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -61,41 +98,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
         SystemExit: With what is wrong, if something is.
     """
     parser = _parser()
-    options = parser.parse_args(arguments)
-    given = {
-        name
-        for name in [*OF_MODEL, *OF_TRAINING]
-        if getattr(options, name.replace("-", "_")) != parser.get_default(name.replace("-", "_"))
-    }
-    if not options.train and not options.load:
+    given = vars(parser.parse_args(arguments))
+    if not {"train", "load"} & given.keys():
         parser.error("give text files to train on, --load DIR or both")
-    if options.train and not options.save:
+    if "train" in given and "save" not in given:
         parser.error("training needs --save DIR, where the model goes")
-    for name in OF_MODEL if options.load else []:
-        if name in given:
-            parser.error(f"--{name} belongs to a new model, without --load")
-    for name in [] if options.train else OF_TRAINING:
-        if name in given:
-            parser.error(f"--{name} belongs to training: give text files to train on")
-    if not (options.train or options.score or options.generate):
+    if not {"train", "score", "generate"} & given.keys():
         parser.error("with --load give --score FILE, --generate N or both, or text to train on")
-    for name in ("per-line", "per-token"):
-        if getattr(options, name.replace("-", "_")) and not options.score:
-            parser.error(f"--{name} tells more of --score FILE, which is not given")
-    if options.prompt is not None and not options.generate:
-        parser.error("--prompt is where --generate N begins, which is not given")
-    if (options.must or options.must_not) and not options.generate:
-        parser.error("--must and --must-not are of what --generate N writes, which is not given")
-    if (
-        not options.load
-        and options.streams != parser.get_default("streams")
-        and not options.contiguous
-    ):
+    for flags, needed, shown in NEEDS:
+        for flag in flags if needed not in given else ():
+            if _name(flag) in given:
+                parser.error(f"--{flag} needs {shown}, which is not given")
+    for flag in [*OF_WORDS, *OF_MODEL] if "load" in given else ():
+        if _name(flag) in given:
+            parser.error(f"--{flag} belongs to a new model, without --load")
+    if "num_streams" in given and not {"load", "contiguous"} & given.keys():
         parser.error("--streams belongs to --contiguous, which is not given")
-    if options.states < options.clusters:
-        parser.error(
-            f"--states must be at least --clusters = {options.clusters}; got {options.states}"
-        )
+    options = argparse.Namespace(**DEFAULTS | given)
     try:
         with _process_group(options.device):
             run(options)
@@ -135,7 +154,7 @@ def run(options: argparse.Namespace) -> None:
         generator = torch.Generator()
         generator.seed() if options.seed is None else generator.manual_seed(options.seed)
         for sentence in model.generate(
-            options.generate, generator, options.longest, options.prompt or "", constraint(options)
+            options.generate, generator, options.longest, options.prompt, constraint(options)
         ):
             print(sentence)
 
@@ -150,8 +169,10 @@ def constraint(options: argparse.Namespace) -> Automaton | None:
 def train(options: argparse.Namespace) -> LanguageModel:
     """Train a model on the files and save it."""
     check_directory(options.save)
-    if options.checkpoint:
-        Checkpoint(options.checkpoint, {})  # raises if no file can be there
+    of_fit = _given(options, OF_FIT)
+    checkpoint = of_fit.get("checkpoint")
+    if checkpoint:
+        Checkpoint(checkpoint, {})  # raises if no file can be there
     start_time = time.perf_counter()
     lines = [line for name in options.train for line in _read(name)]
     if options.valid:
@@ -171,23 +192,28 @@ def train(options: argparse.Namespace) -> LanguageModel:
         print(f"held out    {len(validation):,} sentences, {validation.num_observed:,} tokens, "
               f"{model.num_unknown(held):,} unknown words")  # fmt: skip
         print(f"{model}, {count:,} parameters, processes: {processes.size}")
-        if model.blocks.num_blocks < options.clusters and not options.load:
-            print(f"note: {model.blocks.num_blocks} clusters, not {options.clusters}: few words")
         if not bool((data.values == vocabulary.index(UNKNOWN))[data.exists].any()):
             print(f"note: no word was left out, so that {UNKNOWN} does not occur, and unknown "
                   "words will be very improbable; see --min-count")  # fmt: skip
-        if options.checkpoint and os.path.exists(options.checkpoint):
-            print(f"going on from checkpoint {options.checkpoint}")
+        if checkpoint and os.path.exists(checkpoint):
+            print(f"going on from checkpoint {checkpoint}")
         print(f"ready after {time.perf_counter() - start_time:.1f} s", flush=True)
 
-    num_steps = model.num_steps(data, options.epochs, options.tokens, options.streams)
-    tell = _Progress(options.epochs, num_steps)
+    lasts = {name: of_fit[name] for name in OF_STEPS if name in of_fit}
+    num_steps = model.num_steps(data, **lasts)
+    one_epoch = model.num_steps(data, **lasts | {"num_epochs": 1})
+    tell = _Progress(num_steps // one_epoch, num_steps)
+    generator = torch.Generator().manual_seed(options.seed or 0)
     try:
-        fit = _fit(model, data, validation, tell, options)
+        fit = model.fit(data, validation, generator=generator, report=tell, **of_fit)
     except KeyboardInterrupt:
         if processes.is_first:
             model.save(options.save)
-            print(_how_to_go_on(options), file=sys.stderr)
+            kept = f"interrupted; the model as it is now was saved to {options.save}"
+            how = f"to train on from there, give the same text files with --load {options.save}"
+            if checkpoint and os.path.exists(checkpoint):
+                how = f"the same command goes on from checkpoint {checkpoint}"
+            print(kept, how, sep="\n", file=sys.stderr)
         sys.exit(INTERRUPTED)
     if processes.is_first:
         model.save(options.save)
@@ -198,35 +224,9 @@ def train(options: argparse.Namespace) -> LanguageModel:
 
 def _untrained(lines: list[str], options: argparse.Namespace) -> LanguageModel:
     """A new model for some lines."""
-    vocabulary = count_words(lines, options.min_count, options.max_words)
-    return LanguageModel.from_data(
-        vocabulary, encode(lines, vocabulary), options.states, options.clusters, options.dim,
-        mass_power=options.mass_power, two_level=not options.one_level, dropout=options.dropout,
-        contiguous=options.contiguous,
-    )  # fmt: skip
-
-
-def _fit(
-    model: LanguageModel,
-    data: Sequences,
-    validation: Sequences,
-    tell: Callable[[Validation], object],
-    options: argparse.Namespace,
-) -> Fit:
-    return model.fit(
-        data,
-        validation,
-        num_epochs=options.epochs,
-        batch_tokens=options.tokens,
-        num_streams=options.streams,
-        learning_rate=options.rate,
-        weight_decay=options.decay,
-        clip_norm=options.clip,
-        patience=options.patience,
-        generator=torch.Generator().manual_seed(options.seed or 0),
-        checkpoint=options.checkpoint,
-        report=tell,
-    )
+    vocabulary = count_words(lines, **_given(options, OF_WORDS))
+    data = encode(lines, vocabulary)
+    return LanguageModel.from_data(vocabulary, data, **_given(options, OF_MODEL))
 
 
 class _Progress:
@@ -249,14 +249,6 @@ class _Progress:
         self.before = found.step, now
         tqdm.write(text)
         sys.stdout.flush()  # for those who follow a file
-
-
-def _how_to_go_on(options: argparse.Namespace) -> str:
-    """Message after Ctrl-C in training."""
-    kept = f"interrupted; the model as it is now was saved to {options.save}\n"
-    if options.checkpoint and os.path.exists(options.checkpoint):
-        return f"{kept}the same command goes on from checkpoint {options.checkpoint}"
-    return f"{kept}to train on from there, give the same text files with --load {options.save}"
 
 
 def hold_out(
@@ -304,54 +296,55 @@ def _read(name: str) -> list[str]:
 
 
 @contextmanager
-def _process_group(device: torch.device) -> Iterator[None]:
+def _process_group(device: str) -> Iterator[None]:
     """A process group of the data-parallel ranks, where ``torchrun`` has started some."""
+    if device == "cuda":  # of several GPUs, each process has one
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     if not {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys():
         yield
         return
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    distributed.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    distributed.init_process_group("nccl" if device == "cuda" else "gloo")
     try:
         yield
     finally:
         distributed.destroy_process_group()
 
 
-def _device(text: str) -> torch.device:
-    """Device, from an option: of several GPUs, each process has one."""
-    if text not in ("cpu", "cuda"):
-        raise argparse.ArgumentTypeError(f"must be cpu or cuda; got {text!r}")
-    if text == "cpu":
-        return torch.device("cpu")
-    if not torch.cuda.is_available():
-        raise argparse.ArgumentTypeError("torch finds no GPU here")
-    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+def _name(flag: str) -> str:
+    """What an option is called after it has been read."""
+    return (OF_WORDS | OF_MODEL | OF_FIT).get(flag, flag.replace("-", "_"))
 
 
-def _number(
-    kind: type[int] | type[float], wanted: str, holds: Callable[[float], bool]
-) -> Callable[[str], float]:
-    """A reader of a numeric option, whose error says which numbers are ``wanted``."""
-
-    def read(text: str) -> float:
-        try:
-            value = kind(text)
-        except ValueError:
-            value = math.nan
-        if not holds(value):
-            raise argparse.ArgumentTypeError(f"must be {wanted}; got {text!r}")
-        return value
-
-    return read
+def _given(options: argparse.Namespace, flags: dict[str, str]) -> dict[str, Any]:
+    """The arguments of a function that were given."""
+    return {name: vars(options)[name] for name in flags.values() if name in options}
 
 
-def _at_least(least: int) -> Callable[[str], float]:
-    return _number(int, f"a whole number of at least {least}", lambda value: value >= least)
+def _add(group: Any, function: Callable[..., Any], flags: dict[str, str]) -> None:
+    """Options of a function's arguments, with its defaults, and what its docstring says of them."""
+    parameters = inspect.signature(function).parameters
+    texts = _explained(FitOptions) | _explained(function)
+    for flag, name in flags.items():
+        annotation, default = FitOptions.__annotations__.get(name, ""), None
+        if name in parameters:
+            annotation, default = parameters[name].annotation, parameters[name].default
+        kind: dict[str, Any] = {"metavar": flag.upper()}
+        if isinstance(default, bool):
+            kind = {"action": "store_const", "const": not default}
+        elif "int" in str(annotation):
+            kind["type"] = COUNT
+        elif "float" in str(annotation):
+            kind["type"] = REAL
+        text = f"Not so: {texts[name]}" if default is True else texts[name]
+        shown = "" if isinstance(default, bool | None) else f" (default: {default})"
+        group.add_argument(f"--{flag}", dest=name, help=f"{text}{shown}", **kind)
 
 
-class _Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """Shows defaults, and examples as they stand."""
+def _explained(function: object) -> dict[str, str]:
+    """What a docstring says of each argument."""
+    text = re.sub(r":\w+:`~?(.*?)`|`", r"\1", inspect.getdoc(function) or "").replace("%", "%%")
+    entries = re.findall(r"^    (\w+): ((?:.|\n {8})*)", text, re.MULTILINE)
+    return {name: " ".join(words.split()) for name, words in entries}
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -361,60 +354,34 @@ def _parser() -> argparse.ArgumentParser:
         f"some. Files have one sentence a line, words separated by blanks; {END} is added to "
         "each, predicted and counted.",
         epilog=EXAMPLES,
-        formatter_class=_Help,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        argument_default=argparse.SUPPRESS,
     )
-    count, positive = _at_least(1), _number(float, "above 0", lambda value: 0 < value < math.inf)
     parser.add_argument("train", nargs="*", metavar="TRAIN", help="text files to train on")
     add = parser.add_argument_group("what to do").add_argument
     add("--save", metavar="DIR", help="where the trained model goes")
     add("--load", metavar="DIR", help="a model that was saved; with text files, to train it on")
-    add("--valid", nargs="+", metavar="FILE", default=[],
+    add("--valid", nargs="+", metavar="FILE",
         help="held-out text; without it some lines of the training text are held out")  # fmt: skip
-    add("--score", nargs="+", metavar="FILE", default=[], help="text whose perplexity is wanted")
+    add("--score", nargs="+", metavar="FILE", help="text whose perplexity is wanted")
     add("--per-line", action="store_true",
         help="with --score, also log-probability (nats), tokens and text of each line")  # fmt: skip
     add("--per-token", action="store_true",
         help="with --score, also the surprisal (nats) of each word")  # fmt: skip
-    add("--generate", type=count, metavar="N", help="write N sentences")
+    add("--generate", type=COUNT, metavar="N", help="write N sentences")
     add("--prompt", metavar="TEXT", help="with --generate, words with which each begins")
-    add("--must", nargs="+", metavar="PHRASE", default=[],
+    add("--must", nargs="+", metavar="PHRASE",
         help="with --generate, words or quoted phrases that occur in each sentence")  # fmt: skip
-    add("--must-not", nargs="+", metavar="PHRASE", default=[],
+    add("--must-not", nargs="+", metavar="PHRASE",
         help="with --generate, words or quoted phrases that occur in none")  # fmt: skip
-    add("--longest", type=count, default=100, help="words after which those are cut off")
-    add("--checkpoint", metavar="FILE", help="a file from which the same command resumes")
-    add = parser.add_argument_group("the model").add_argument
-    add("--states", type=count, default=4096, help="of the chain, divided among the clusters")
-    add("--clusters", type=_at_least(2), default=128, help=f"of words, that of {END} included")
-    add("--mass-power", default=0.0, help="0: equally many states for each cluster; up to 1: in "
-        "proportion to how often its words occur; 0.5 may predict better, and takes longer",
-        type=_number(float, "from 0 to 1", lambda value: 0 <= value <= 1))  # fmt: skip
-    add("--dim", type=count, default=256, help="of embeddings")
-    add("--dropout", help="share of states left out at each step; by default none in a "
-        "few epochs of the text, and in more 0.5, which falls to 0.25",
-        type=_number(float, "at least 0 and below 1", lambda value: 0 <= value < 1))  # fmt: skip
-    add("--one-level", action="store_true", help="transitions need a sum over all states: slower")
-    add("--contiguous", action="store_true",
-        help="read the lines as one text: the state goes on from each to the next")  # fmt: skip
-    add("--min-count", type=count, default=1, help=f"rarer words become {UNKNOWN}")
-    add("--max-words", type=_at_least(3), help="largest vocabulary; the rarest words give way")
-    add = parser.add_argument_group("training").add_argument
-    add("--epochs", type=count, default=10,
-        help="rounds of the text; more of them than a checkpoint has go on from it")  # fmt: skip
-    add("--tokens", type=count, default=2048, help="largest number in a minibatch")
-    add("--streams", type=count, default=16,
-        help="with --contiguous, parts of the text that are read side by side")  # fmt: skip
-    add("--rate", type=positive, default=0.004, help="largest learning rate of AdamW")
-    add("--decay", default=0.0, help="weight decay of AdamW",
-        type=_number(float, "at least 0", lambda value: value >= 0))  # fmt: skip
-    add("--clip", type=positive, default=1.0, help="largest norm of the gradient, per token")
-    add("--patience", type=count, help="end after so many epochs that were no better")
-    add("--hold-out", default=0.05, help="share of lines, where --valid is not given",
-        type=_number(float, "between 0 and 1", lambda value: 0 < value < 1))  # fmt: skip
-    add("--seed", help="of random numbers; without it training takes 0, and sentences differ "
-        "from run to run",
-        type=_number(int, "a whole number from 0 to 2^32 - 1", lambda value: 0 <= value < 1 << 32),
-        )  # fmt: skip
-    add("--device", type=_device, default="cuda" if torch.cuda.is_available() else "cpu",
-        help="where to compute: cpu or cuda")  # fmt: skip
+    add("--longest", type=COUNT, help="words after which those are cut off (default: 100)")
+    add("--hold-out", type=REAL, help="share of lines, without --valid (default: 0.05)")
+    add("--seed", type=int, help="of random numbers; without it training takes 0, and sentences "
+        "differ from run to run")  # fmt: skip
+    devices = ["cpu", "cuda"][: 1 + torch.cuda.is_available()]
+    add("--device", choices=devices, default=devices[-1], help="where to compute")
+    new = parser.add_argument_group("the model")
+    _add(new, LanguageModel.from_data, OF_MODEL)
+    _add(new, count_words, OF_WORDS)
+    _add(parser.add_argument_group("training"), LanguageModel.fit, OF_FIT)
     return parser

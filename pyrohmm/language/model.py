@@ -11,7 +11,9 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,32 +21,28 @@ from torch import Tensor
 
 from .._checks import check_size
 from ..analysis.metrics import Perplexity
-from ..analysis.prediction import predictive_log_prob
-from ..data.batches import batches_in_round, cut_by_steps
+from ..data.batches import batches_in_round
 from ..data.sequences import Sequences
 from ..data.vocabulary import Vocabulary, word_classes
 from ..infer.map import fit_map
 from ..infer.models import MarginalModel, StatefulModel
 from ..infer.objective import LEFT
 from ..infer.results import Fit
-from ..io.files import FilePath
+from ..io.files import TENSORS, FilePath, check_directory, read_directory, write_directory
 from ..nn.base import in_mode
 from ..nn.dropout import LinearDropout
 from ..nn.neural import NeuralHMM
 from ..ops.automata import Automaton, template
 from ..ops.blocks import states as state_blocks
 from ..ops.blocks.states import Blocks
-from . import clusters, text
-from .contiguous import as_text, score_in_order
-from .dropout import DefaultDropout, in_words, set_default
+from . import clusters, scoring, text
 from .generation import next_states, sample_sentences
-from .schedule import WarmupCosine
 from .steering import Steering
-from .storage import load_model, save_model
-from .text import END, check_ends, split_words
+from .text import END, as_text, check_ends, split_words
+from .training import DefaultDropout, WarmupCosine, in_words, set_default
 
 AT_ONCE = 256  # sentences that are sampled as one batch
-STEPS = 8192  # that are evaluated at once
+CLASSES = {"function": "word_classes"}  # the function for unknown words, in a file
 
 
 class LanguageModel:
@@ -59,11 +57,9 @@ class LanguageModel:
         hidden_dim: D, of embeddings.
         two_level: Whether a transition chooses the block first; see :class:`pyrohmm.NeuralHMM`.
         dropout: Share of the states of each block that is left out at each training step, or a
-            :class:`pyrohmm.nn.LinearDropout`. It saves time, and keeps a text that is read often
-            from being learnt by heart; read a few times, more is learnt without. By default each
-            fit chooses it by its tokens and epochs: :func:`pyrohmm.language.default_dropout`.
-        contiguous: Whether sentences are read as one text, so that the state at the end of each
-            determines how the next one begins. By default they are independent.
+            :class:`pyrohmm.nn.LinearDropout`; by default each fit chooses it by its tokens and
+            epochs: :func:`pyrohmm.language.default_dropout`.
+        contiguous: Whether sentences are read as one text; by default they are independent.
 
     Attributes:
         vocabulary: The V words.
@@ -144,15 +140,16 @@ class LanguageModel:
             data: Sentences that end in ``<eos>``, as :func:`encode` makes them; they determine
                 clusters and their sizes only.
             num_states: K, divided among the clusters.
-            num_clusters: C, as for :func:`find_clusters`.
-            hidden_dim: As for the class.
+            num_clusters: C, of words, as for :func:`find_clusters`; that of ``<eos>`` is one.
+            hidden_dim: D, of embeddings.
             mass_power: From 0, equally many states for each cluster, to 1, in proportion to how
-                often its words occur; see :func:`pyrohmm.clusters.allocate`. With 0.5 the words of
-                the Penn Treebank are predicted better, in longer time (one row of
-                ``figures/language_models.json``).
-            two_level: The same.
-            dropout: The same.
-            contiguous: The same.
+                often its words occur. With 0.5 the words of the Penn Treebank are predicted better,
+                in longer time (one row of ``figures/language_models.json``).
+            two_level: A transition chooses the block first, which is faster; see
+                :class:`pyrohmm.NeuralHMM`.
+            dropout: Share of the states of each block that is left out at each training step. By
+                default none in a few epochs of the text, and in more 0.5, which falls to 0.25.
+            contiguous: Sentences are read as one text: the state goes on from each to the next.
 
         Raises:
             TypeError: If ``data`` are not :class:`Sequences` of integers.
@@ -208,33 +205,31 @@ class LanguageModel:
         The learning rate rises for the first steps, one in twenty, and falls as a cosine to zero at
         the end. With ``validation``, the parameters that predicted it best are kept.
 
-        A contiguous model reads the sentences in their order, as one text that is divided into
-        streams; a minibatch is the next window of each, which goes on from the state at the end of
-        the window before (truncated backpropagation, see :class:`pyrohmm.StatefulModel`). Of the
-        text, and of ``validation``, as many pieces as there are streams begin like a new text.
+        A contiguous model reads the sentences as one text that is divided into streams; a minibatch
+        is the next window of each, and goes on from the state at the end of the one before
+        (truncated backpropagation, see :class:`pyrohmm.StatefulModel`).
 
         Args:
             data: Sentences to learn from, as :func:`encode` makes them.
             validation: Held-out sentences, evaluated after every round and after the last step.
             num_epochs: Number of rounds, about.
             batch_tokens: Largest number of tokens in a minibatch, padding included.
-            num_streams: Of a contiguous model, whose windows have ``batch_tokens / num_streams``.
-            learning_rate: The largest.
+            num_streams: Parts of a contiguous text that are read side by side, in windows of
+                ``batch_tokens / num_streams``.
+            learning_rate: The largest of AdamW.
             weight_decay: Of AdamW.
-            clip_norm: As in :func:`pyrohmm.fit_svi`, per token.
+            clip_norm: Largest norm of the gradient, per token.
             **options: Further arguments: :class:`pyrohmm.FitOptions` explains them.
 
         Raises:
             FloatingPointError: If the loss or a parameter becomes infinite or NaN, or the first
                 sentences take ten times the nats of uniform guessing at the end; the parameters are
                 then those that predicted ``validation`` best, or those before the fit.
-            TypeError, ValueError: As :func:`pyrohmm.fit_svi`; or if an option is one that this
-                method chooses.
+            TypeError, ValueError: As :func:`pyrohmm.fit_svi`.
         """
-        check_size("num_epochs", num_epochs)
-        check_size("batch_tokens", batch_tokens)
-        check_size("num_streams", num_streams)
-        self._check_fit(data, validation, set(options))
+        check_ends("data", self.vocabulary, data)
+        if validation is not None:
+            check_ends("validation", self.vocabulary, validation)
         model = MarginalModel(self.module)
         batching: dict[str, Any] = {"batch_tokens": batch_tokens}
         read, first = data, copy.deepcopy(self.module.state_dict())
@@ -264,18 +259,6 @@ class LanguageModel:
             self.module.load_state_dict(first)
             raise FloatingPointError(LEFT.format(len(fit.losses)))
         return fit
-
-    def _check_fit(self, data: Sequences, held_out: Sequences | None, options: set[str]) -> None:
-        """Raise unless data end as sentences do, and no option is one that :meth:`fit` chooses."""
-        chosen = sorted({"num_steps", "tolerance", "optimizer", "schedule"} & options)
-        if chosen:
-            raise TypeError(
-                f"fit chooses {', '.join(chosen)} itself. For another, call fit_map with "
-                "MarginalModel(model.module)."
-            )
-        check_ends("data", self.vocabulary, data)
-        if held_out is not None:
-            check_ends("validation", self.vocabulary, held_out)
 
     def _is_broken(self, data: Sequences) -> bool:
         """Whether parameters are so large that scores are NaN, or ten times uniform guessing's."""
@@ -312,8 +295,7 @@ class LanguageModel:
     def score(self, sentences: Iterable[str] | Sequences) -> Tensor:
         """Log-probability of each sentence with its ``<eos>``, ``(N,)`` float64, in nats.
 
-        That of a contiguous model is given all the sentences before it; this takes some
-        milliseconds a sentence.
+        That of a contiguous model is given all the sentences before it.
 
         Args:
             sentences: Lines, or what :meth:`encode` makes of them.
@@ -323,32 +305,16 @@ class LanguageModel:
             ValueError: As :func:`encode`; or if a sentence does not end in ``<eos>``, or has steps
                 that are missing.
         """
-        data = self._coded(sentences)
-        check_ends("sentences", self.vocabulary, data)
-        scores = torch.empty(len(data), dtype=torch.float64)
-        device = next(self.module.parameters()).device
         with torch.no_grad(), in_mode(False, self.module):
-            if self.contiguous:
-                hmm: Any = self.module(torch.tensor([1]))
-                return score_in_order(hmm, data.to(device))
-            for chosen in cut_by_steps(data.lengths, data.lengths.argsort(), STEPS):
-                part = data[chosen].to(device)
-                scores[chosen] = self.module(part.lengths).log_prob(part.values).double().cpu()
-        return scores
+            return scoring.score(self.module, self._coded(sentences), self.contiguous)
 
     def surprisal(self, sentences: Iterable[str] | Sequences) -> list[Tensor]:
         r"""Surprisal :math:`-\log p(w_t \mid w_{1:t-1})` of each word of each sentence, in nats.
 
         Those of a sentence sum to minus its :meth:`score`.
 
-        Args:
-            sentences: Lines, or what :meth:`encode` makes of them.
-
         Returns:
             For each sentence its words and ``<eos>``, ``(num_words + 1,)`` float64.
-
-        Raises:
-            TypeError, ValueError: As :meth:`score`.
 
         Example:
             >>> _ = pyro.set_rng_seed(0)
@@ -359,16 +325,8 @@ class LanguageModel:
             >>> [len(each) for each in model.surprisal(["a rose", "is"])]
             [3, 2]
         """
-        data = self._coded(sentences)
-        check_ends("sentences", self.vocabulary, data)
-        device = next(self.module.parameters()).device
-        whole, found = as_text(data) if self.contiguous else data, []
         with torch.no_grad(), in_mode(False, self.module):
-            for first in range(0, len(whole), AT_ONCE):
-                part = whole[first : first + AT_ONCE].to(device)
-                logs = predictive_log_prob(self.module(part.lengths), part.values)
-                found.append(-logs.cpu()[part.exists.cpu()])
-        return list(torch.cat(found).split(data.lengths.tolist()))
+            return scoring.surprisal(self.module, self._coded(sentences), self.contiguous)
 
     def perplexity(self, sentences: Iterable[str] | Sequences) -> Perplexity:
         """Perplexity per token, ``<eos>`` included, of what :meth:`score` takes."""
@@ -390,8 +348,7 @@ class LanguageModel:
         Args:
             count: Number of sentences.
             generator: Source of randomness on the CPU; torch's global one by default.
-            max_words: Sentences that have not ended after so many words are cut off; those of the
-                prompt do not count. With a constraint all end by then.
+            max_words: After the prompt; longer ones are cut off, or none with a constraint.
             prompt: Words with which each sentence begins, or of a contiguous text the first one;
                 the others are sampled given these.
             constraint: What each whole sentence satisfies; see :meth:`steer`.
@@ -479,21 +436,65 @@ class LanguageModel:
         return self.steer(template(*words), len(words)).sample(count, generator)
 
     def _coded(self, sentences: Iterable[str] | Sequences) -> Sequences:
-        if isinstance(sentences, Sequences):
-            return sentences
-        return text.encode(sentences, self.vocabulary, "sentences")
+        if not isinstance(sentences, Sequences):
+            return text.encode(sentences, self.vocabulary, "sentences")
+        check_ends("sentences", self.vocabulary, sentences)
+        return sentences
 
     # Saving and loading
 
     def save(self, directory: FilePath) -> None:
         """Save vocabulary, blocks and parameters to a directory, as :func:`pyrohmm.save` does."""
-        save_model(self, self._options, directory)
+        check_directory(directory)
+        tensors = {f"module.{name}": tensor for name, tensor in self.module.state_dict().items()}
+        tensors |= {"symbol_block": self.blocks.symbol_block, "block_sizes": self.blocks.sizes}
+        unknown = self.vocabulary.unknown
+        meta = {
+            "kind": "language model",
+            "words": list(self.vocabulary),
+            "unknown": CLASSES if unknown is word_classes else unknown,
+            **self._options,
+            "dropout": _as_saved(self._options["dropout"]),
+            "dropout_of_fit": _as_saved(self.module.dropout),
+        }
+        write_directory(directory, tensors, meta)
 
     @classmethod
     def load(cls, directory: FilePath) -> LanguageModel:
         """The model that was saved to ``directory``, on the CPU, every bit as it was.
 
-        Raises:
-            FileNotFoundError, ValueError: As :func:`pyrohmm.load_hmm`.
+        Raises as :func:`pyrohmm.load_hmm`.
         """
-        return load_model(cls, directory)
+        tensors, meta = read_directory(directory, "language model")
+        try:
+            return cls._read(tensors, meta)
+        except Exception as error:
+            path = Path(directory) / TENSORS
+            raise ValueError(f"{path} does not describe a language model: {error}") from error
+
+    @classmethod
+    def _read(cls, tensors: dict[str, Tensor], meta: dict[str, Any]) -> LanguageModel:
+        """The model of a file's tensors and description."""
+        unknown = word_classes if meta["unknown"] == CLASSES else meta["unknown"]
+        symbol_block, sizes = tensors.pop("symbol_block"), tensors.pop("block_sizes")
+        state = {name.removeprefix("module."): tensor for name, tensor in tensors.items()}
+        if len(state["start_vectors.state"]) != int(sizes.sum()):  # before any memory is taken
+            raise ValueError(f"{int(sizes.sum())} states are claimed, and there are not so many")
+        blocks, dropout = state_blocks.from_clusters(symbol_block, sizes), meta["dropout"]
+        with torch.device("meta"):  # until shapes have been compared
+            model = cls(
+                Vocabulary(meta["words"], unknown),
+                blocks,
+                meta["hidden_dim"],
+                two_level=meta["two_level"],
+                dropout=LinearDropout(**dropout) if isinstance(dropout, dict) else dropout,
+                contiguous=meta.get("contiguous", False),  # older files have none
+            )
+        if dropout is None:
+            model.module.dropout = DefaultDropout(**meta["dropout_of_fit"])
+        model.module.load_state_dict(state, assign=True)
+        return model
+
+
+def _as_saved(dropout: float | LinearDropout | None) -> object:
+    return asdict(dropout) if isinstance(dropout, LinearDropout) else dropout

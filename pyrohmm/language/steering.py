@@ -1,16 +1,4 @@
-r"""Sentences that satisfy a constraint: exact probabilities, next words and samples.
-
-The words before a step determine the state q of the automaton, so that
-
-.. math:: h_t(z, q) = p(\text{the whole sentence satisfies the constraint} \mid z_{t+1} = z, q)
-
-follows from :math:`h_{t+1}` by a sum over transitions and one over classes of words, since those of
-a class lead from q to the same state.
-
-References:
-    Adaptable Logical Control for Large Language Models (Zhang et al., 2024),
-    https://arxiv.org/abs/2406.13892
-"""
+"""Sentences that satisfy a constraint: exact probabilities, next words and samples."""
 
 from __future__ import annotations
 
@@ -24,8 +12,8 @@ from ..data.vocabulary import Vocabulary
 from ..distributions.block_hmm import BlockHMM
 from ..ops.automata import Automaton
 from ..ops.blocks.inner_products import InnerProductTransition
-from ..ops.blocks.products import BackwardProducts
 from .generation import choose, emitted_by, next_states
+from .lookahead import Lookahead
 from .text import END, encode
 
 AT_ONCE = 64  # sentences that are sampled as one batch
@@ -60,22 +48,14 @@ class Steering:
             raise TypeError("hmm must have an InnerProductTransition; it has a matrix.")
         self.vocabulary, self.constraint, self.max_words = vocabulary, constraint, max_words
         self._hmm, self._transition = hmm, transition
-        self._device = hmm.log_initial.device
         self._end = int(vocabulary.encode([END]))
         self._class = _classes_of_words(constraint, vocabulary)
-        self._class[self._end] = self._end_class = constraint.table.size(1)
-        self._set_alive()
-        if not len(self._alive[0]):
-            raise ValueError(
-                f"constraint must hold for some sentence of at most max_words = {max_words} words; "
-                f"{constraint.name} does for none. Allow more words, or ask for less."
-            )
         with torch.no_grad():
-            self._log_mass = self._mass_of_classes().log()
-            self._able = [row.isfinite().nonzero().squeeze(-1) for row in self._log_mass]
-            self._after = [torch.empty(0)] * (max_words + 1)
-            self._pass_backward()
-            if self._log_joint(hmm.log_initial, 0, 0) == -inf:
+            self._ahead = Lookahead(
+                hmm, constraint, self._class, self._end, max_words, dtype=torch.float64
+            )
+            self._class = self._ahead.classes
+            if self._ahead.log_joint(hmm.log_initial, 0, 0) == -inf:
                 raise ValueError(
                     "constraint must have a positive probability; that of "
                     f"{constraint.name} is zero within {max_words} words."
@@ -104,7 +84,7 @@ class Steering:
             True
         """
         first, state, place = self._begin(prompt)
-        return self._log_joint(first, state, place)
+        return self._ahead.log_joint(first, state, place)
 
     def next_word(self, prompt: str = "") -> Tensor:
         """Log-probability of each next word given the first ones and that the constraint holds.
@@ -127,7 +107,7 @@ class Steering:
         """
         first, state, place = self._begin(prompt)
         self._check_possible(first, state, place, prompt)
-        return self._log_words(first, state, place).log_softmax(-1)
+        return self._of_words(first, state, place)[0].log_softmax(-1)
 
     def lookahead(self, prompt: str = "") -> Tensor:
         r"""Log-probability that the constraint holds, given the first words and each next one.
@@ -153,8 +133,7 @@ class Steering:
             ['rose']
         """
         first, state, place = self._begin(prompt)
-        joint = self._log_words(first, state, place)
-        free = self._log_words(first)
+        joint, free = self._of_words(first, state, place)
         return torch.where(joint.isneginf(), joint, (joint - free).clamp(max=0.0))
 
     def sample(
@@ -188,70 +167,6 @@ class Steering:
         lines = (" ".join(self.vocabulary.decode(codes)) for codes in found)
         return [f"{prompt} {line}".strip() for line in lines]
 
-    # Which states of the automaton matter
-
-    def _set_alive(self) -> None:
-        """States of the automaton from which a sentence can still satisfy it, at each step.
-
-        ``_alive[t]`` lists those after t words that can be reached; ``_column[t]`` says where each
-        of the Q states is in that list, and at its end for the others.
-        """
-        table, accepting = self.constraint.table, self.constraint.accepting
-        kinds = self._class.unique()
-        follows = table[:, kinds[kinds != self._end_class]]  # classes may have no other word
-        ends = [accepting]
-        for _ in range(self.max_words):
-            ends.append(accepting | ends[-1][follows].any(-1))
-        reached = torch.zeros_like(accepting)
-        reached[0] = True
-        self._alive: list[Tensor] = []
-        self._column: list[Tensor] = []
-        for end in reversed(ends):
-            alive = reached & end
-            states = alive.nonzero().squeeze(-1)
-            self._alive.append(states)
-            self._column.append((alive.cumsum(0) - 1).masked_fill(~alive, len(states)))
-            reached = torch.zeros_like(reached)
-            reached[follows[states].flatten()] = True
-
-    # Messages
-
-    def _mass_of_classes(self) -> Tensor:
-        """Probability of the words of each class in each state, ``(C + 1, K)``, ``<eos>`` last."""
-        symbols, size = self._hmm.symbols, self._hmm.num_states + 1
-        states = symbols.padded_states[symbols.blocks.symbol_block].to(self._device)
-        cells = self._class.to(self._device).unsqueeze(-1) * size + states
-        mass = torch.zeros((self._end_class + 1) * size, dtype=torch.float64, device=self._device)
-        mass.index_add_(0, cells.flatten(), symbols.log_probs.double().exp().flatten())
-        return mass.view(-1, size)[:, :-1]
-
-    def _pass_backward(self) -> None:
-        r"""``_after[t]``: for t from 1, :math:`\log \sum_{z'} p(z' | z) h_t(z', q)` of the q alive.
-
-        Each is ``(L + 1, K)``; the last row, of all other q, is -inf.
-        """
-        products = BackwardProducts(self._transition)
-        for t in range(self.max_words, 0, -1):
-            self._after[t] = torch.nn.functional.pad(
-                products(self._here(t)), (0, 0, 0, 1), value=-inf
-            )
-
-    def _here(self, t: int) -> Tensor:
-        """Log h_t of all states and the q alive, ``(L, K)``."""
-        alive = self._alive[t]
-        found = torch.full(
-            (len(alive), self._hmm.num_states), -inf,
-            dtype=torch.float64, device=self._device,
-        )  # fmt: skip
-        found[self.constraint.accepting[alive].to(self._device)] = self._log_mass[-1]
-        if t == self.max_words:
-            return found
-        targets = self._column[t + 1][self.constraint.table[alive]].to(self._device)  # (L, C)
-        for column, able, log_mass in zip(targets.unbind(1), self._able, self._log_mass):
-            later = self._after[t + 1][column.unsqueeze(1), able] + log_mass[able]
-            found[:, able] = torch.logaddexp(found[:, able], later)
-        return found
-
     # Joining them with a prompt
 
     def _begin(self, prompt: str) -> tuple[Tensor, int, int]:
@@ -267,44 +182,17 @@ class Steering:
         with torch.no_grad():
             return next_states(self._hmm, codes).double(), state, len(codes)
 
-    def _log_joint(self, first: Tensor, state: int, t: int) -> float:
-        column = int(self._column[t][state])
-        if column == len(self._alive[t]):
-            return -inf
-        return min(0.0, float((first + self._here(t)[column]).logsumexp(-1)))
+    def _of_words(self, first: Tensor, state: int, t: int) -> tuple[Tensor, Tensor]:
+        """Log-probability of each next word with the constraint, and without; ``(V,)``."""
+        joint, free = self._ahead.of_tokens(first.exp().unsqueeze(0), torch.tensor([state]), t)
+        return joint[0].cpu(), free[0].cpu()
 
     def _check_possible(self, first: Tensor, state: int, t: int, prompt: str) -> None:
-        if self._log_joint(first, state, t) == -inf:
+        if self._ahead.log_joint(first, state, t) == -inf:
             raise ValueError(
                 f"prompt must leave the constraint possible within max_words = {self.max_words} "
                 f"words; {self.constraint.name} cannot hold after {prompt!r}."
             )
-
-    def _log_words(self, first: Tensor, state: int | None = None, t: int = 0) -> Tensor:
-        """Log-probability of each next word, and that the constraint holds then; ``(V,)``.
-
-        Without a state of the automaton, of the words alone.
-        """
-        symbols = self._hmm.symbols
-        states = symbols.padded_states[symbols.blocks.symbol_block].to(self._device)
-        logs = torch.nn.functional.pad(first, (0, 1), value=-inf)[states]
-        logs = logs + symbols.log_probs
-        if state is None:
-            return logs.logsumexp(-1).cpu()
-        if t == self.max_words:
-            logs = torch.full_like(logs, -inf).index_copy(
-                0, torch.tensor([self._end], device=self._device), logs[[self._end]]
-            )
-        else:
-            row = torch.nn.functional.pad(self.constraint.table[state], (0, 1))
-            column = self._column[t + 1][row][self._class].to(self._device)
-            later = torch.nn.functional.pad(self._after[t + 1], (0, 1), value=-inf)
-            later = later[column.unsqueeze(-1), states]
-            later[self._end] = 0.0
-            logs = logs + later
-        if not self.constraint.accepting[state]:
-            logs[self._end] = -inf
-        return logs.logsumexp(-1).cpu()
 
     def _sample(
         self, first: Tensor, state: int, begin: int, count: int, generator: torch.Generator | None
@@ -315,13 +203,13 @@ class Steering:
         automaton = torch.full((count,), state)
         log_states = first.expand(count, -1)
         for t in range(begin, self.max_words + 1):
-            here = self._here(t)[self._column[t][automaton].to(self._device)]
+            here = self._ahead.here(t)[self._ahead.column[t][automaton].to(self._ahead.device)]
             states = _choose(log_states + here, generator)
             kind = _choose(self._log_classes(states, automaton, t), generator)
             emitted = emitted_by(self._hmm, states)
-            other = (self._class != kind.unsqueeze(-1)).to(self._device)
+            other = (self._class != kind.unsqueeze(-1)).to(emitted.device)
             words[unfinished, t - begin] = _choose(emitted.masked_fill(other, -inf), generator)
-            continues = kind != self._end_class
+            continues = kind != self._ahead.end_class
             unfinished, states, kind = (part[continues] for part in (unfinished, states, kind))
             if not len(unfinished):
                 break
@@ -332,15 +220,16 @@ class Steering:
 
     def _log_classes(self, states: Tensor, automaton: Tensor, t: int) -> Tensor:
         """Log-probabilities ``(n, C + 1)``, but for a factor, of the class of the next word."""
-        states = states.to(self._device)
-        logs = self._log_mass[:, states].mT.clone()
-        ending = self.constraint.accepting[automaton].to(self._device)
+        ahead = self._ahead
+        states = states.to(ahead.device)
+        logs = ahead.log_mass[:, states].mT.clone()
+        ending = self.constraint.accepting[automaton].to(ahead.device)
         logs[:, -1] = logs[:, -1].masked_fill(~ending, -inf)
         if t == self.max_words:
             logs[:, :-1] = -inf
         else:
-            column = self._column[t + 1][self.constraint.table[automaton]].to(self._device)
-            logs[:, :-1] += self._after[t + 1][column, states.unsqueeze(-1)]  # (n, C)
+            column = ahead.column[t + 1][self.constraint.table[automaton]].to(ahead.device)
+            logs[:, :-1] += ahead.after[t + 1][column, states.unsqueeze(-1)]  # (n, C)
         return logs
 
 

@@ -79,6 +79,22 @@ def encode(lines: Iterable[str], vocabulary: Vocabulary, name: str = "lines") ->
     return Sequences.from_list(rows)
 
 
+def as_text(data: Sequences, num_pieces: int = 1) -> Sequences:
+    """The tokens of all sequences in their order, as so many pieces of equal length, or fewer.
+
+    Args:
+        data: Sequences without gaps.
+        num_pieces: The last may be shorter than the others.
+
+    Example:
+        >>> as_text(Sequences.from_list([[3, 1], [4, 5, 1]]), 2).values
+        tensor([[3, 1, 4],
+                [5, 1, 0]])
+    """
+    tokens = data.values[data.exists]
+    return Sequences.from_list(tokens.split(-(-len(tokens) // num_pieces)))
+
+
 def split_words(name: str, lines: Iterable[str]) -> Iterator[list[str]]:
     """The words of each line; raise at a single string, whose letters would be taken for lines."""
     if isinstance(lines, str | bytes) or not isinstance(lines, Iterable):

@@ -7,13 +7,12 @@ Its modules; each imports only those above it:
 ``base``             ``HMMModule``: what every module of this room is
 ``closed_form``      the M-step of EM: what a module or an emission defines
 ``family``           ``Emission``: base of the emission families
-``centred``          what normal families share: priors with the scale of the data
-``normals``          normal families: diagonal, spherical, full, tied
+``emissions``        emissions from any distribution
+``discrete``         symbols, zeros and ones, counts
+``normals``          normal components, mixtures of them
+``covariances``      normal vectors with covariances, alone or autoregressive
 ``circular``         von Mises: angles
-``mixtures``         mixtures of normals
-``autoregressive``   vectors and symbols that depend on those before
 ``composed``         joined streams; states that share an emission
-``emissions``        categorical, Bernoulli, Poisson, parametric
 ``chain_tables``     ``ChainTables``: what modules of probabilities share
 ``tabular``          ``TabularHMM``: probabilities are the parameters
 ``continuous_time``  ``TabularContinuousTimeHMM``: observations at irregular times
@@ -36,15 +35,20 @@ from . import dense as dense
 from . import durations as durations
 from . import emissions as emissions
 from . import tagging as tagging
-from .autoregressive import autoregressive_categorical as autoregressive_categorical
-from .autoregressive import autoregressive_normal as autoregressive_normal
 from .base import HMMModule as HMMModule
 from .base import freeze as freeze
 from .circular import von_mises as von_mises
 from .composed import streams as streams
 from .composed import tied as tied
 from .continuous_time import TabularContinuousTimeHMM as TabularContinuousTimeHMM
+from .covariances import autoregressive_normal as autoregressive_normal
+from .covariances import normal_full as normal_full
+from .covariances import normal_tied as normal_tied
 from .dense import DenseHMM as DenseHMM
+from .discrete import autoregressive_categorical as autoregressive_categorical
+from .discrete import bernoulli as bernoulli
+from .discrete import categorical as categorical
+from .discrete import poisson as poisson
 from .dropout import LinearDropout as LinearDropout
 from .dropout import TrainingNoise as TrainingNoise
 from .durations import free_durations as free_durations
@@ -52,21 +56,16 @@ from .durations import geometric_durations as geometric_durations
 from .durations import negative_binomial_durations as negative_binomial_durations
 from .durations import parametric_durations as parametric_durations
 from .durations import poisson_durations as poisson_durations
-from .emissions import bernoulli as bernoulli
-from .emissions import categorical as categorical
 from .emissions import parametric as parametric
-from .emissions import poisson as poisson
 from .factorial import TabularFactorialHMM as TabularFactorialHMM
 from .factorial import additive_bernoulli as additive_bernoulli
 from .factorial import additive_normal as additive_normal
-from .mixtures import normal_mixture as normal_mixture
 from .neural import NeuralHMM as NeuralHMM
 from .neural import ScalarHMM as ScalarHMM
 from .ngram import NGramMixture as NGramMixture
 from .normals import normal as normal
-from .normals import normal_full as normal_full
+from .normals import normal_mixture as normal_mixture
 from .normals import normal_spherical as normal_spherical
-from .normals import normal_tied as normal_tied
 from .second_order import TabularSecondOrderHMM as TabularSecondOrderHMM
 from .sticky_hdp import StickyHDPHMM as StickyHDPHMM
 from .tabular import TabularHMM as TabularHMM

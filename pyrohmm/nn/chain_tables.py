@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any, ClassVar
 
 from pyro.distributions import Dirichlet
-from pyro.nn import PyroModule, PyroParam, PyroSample
+from pyro.nn import PyroModule, PyroParam
 from torch import Tensor
 from torch.distributions import constraints
 
@@ -16,11 +16,11 @@ from ..distributions.hmm import HMM
 from ..distributions.sparse_dirichlet import SparseDirichlet
 from . import emissions
 from .base import HMMModule
-from .closed_form import Maximum, Statistics, is_free, row_mode, with_prior
+from .closed_form import Family, Maximum, Statistics, row_mode, sample_rows, with_prior
 from .family import positive
 
 
-class ChainTables(HMMModule):
+class ChainTables(HMMModule, Family):
     """A module whose parameters are rows of probabilities, each with a Dirichlet prior.
 
     The site ``name`` stands for the parameter ``log_name`` of the chain; EM maximises it by
@@ -51,7 +51,7 @@ class ChainTables(HMMModule):
             meaning = "(K,)" if len(shape) == 1 else f"({', '.join('K' * len(shape))})"
             check_allowed(f"{name}_allowed", allowed, shape, meaning)
         self.register_buffer(f"{name}_allowed", allowed)
-        setattr(self, name, PyroSample(partial(rows_prior, name=name)))
+        self.set_priors(**{name: partial(rows_prior, name=name)})
 
     @classmethod
     def from_hmm(cls, hmm: Any) -> Any:
@@ -93,11 +93,20 @@ class ChainTables(HMMModule):
     def statistics(self, expected: ExpectedCounts) -> Statistics:
         """Expected counts of what is free: see :class:`ChainMStep`."""
         counts = {name.removeprefix("log_"): value for name, value in expected.counts.items()}
-        return {n: value for n, value in counts.items() if hasattr(self, n) and is_free(self, n)}
+        return {n: value for n, value in counts.items() if hasattr(self, n) and self.is_free(n)}
 
     def m_step(self, statistics: Statistics) -> Maximum:
         """Normalised counts, those of the Dirichlet priors included."""
         return {name: row_mode(self._counts(name, statistics[name])) for name in statistics}, []
+
+    def sample_parameters(self, statistics: Statistics, current: Statistics) -> Statistics:
+        """Rows of probabilities from their Dirichlet posteriors, those of the same name."""
+        samples = {}
+        for name in self._pyro_samples.keys() & statistics.keys():
+            prior, allowed = getattr(self, prior_name(name)), getattr(self, f"{name}_allowed")
+            prior = prior if allowed is None else prior.masked_fill(~allowed, 0.0)
+            samples[name] = sample_rows(statistics[name] + prior)
+        return samples
 
     def _counts(self, name: str, counts: Tensor) -> Tensor:
         """Counts with the pseudo-counts of the prior."""

@@ -1,32 +1,32 @@
-"""Angles: von Mises emissions, for wind, turning angles, hours of the day.
-
-In shapes, M is the number of observations and R that of batched restarts.
-"""
+"""Angles: von Mises emissions, for wind, turning angles, hours of the day."""
 
 from __future__ import annotations
 
 import math
-from functools import partial
 from typing import ClassVar
 
 import torch
 from pyro.distributions import Gamma, VonMises
 from pyro.distributions.torch_distribution import TorchDistribution
 from torch import Tensor
+from torch import distributions as torch_dist
 from torch.distributions import constraints
 
-from .._checks import check_size
 from .closed_form import Maximum, Statistics, check_mode
-from .family import Emission, EmissionFamily, check_strengths, moments, positive, spread
+from .family import Components, check_strengths, family, positive, spread
 
 
-def von_mises(
-    dim: int,
-    loc: float | Tensor = 0.0,
-    weight: float = 0.01,
-    concentration: float | Tensor = 1.0,
-    rate: float | Tensor = 0.1,
-) -> EmissionFamily:
+class Angle(VonMises):
+    """Von Mises; the density of torch is by polynomials, right to eight digits."""
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        """Log-density, by a scaled Bessel function that is exact at any concentration."""
+        fall = -2 * torch.sin((value - self.loc) / 2).square()  # cos - 1 without cancellation
+        scale = torch.special.i0e(self.concentration).log() + math.log(2 * math.pi)
+        return self.concentration * fall - scale
+
+
+class VonMisesEmission(Components, emits=(torch_dist.VonMises, Angle)):
     r"""Emission family of angles in radians, von Mises in each state and component.
 
     .. math:: \kappa_k \sim \mathrm{Gamma}(a, b), \quad
@@ -42,6 +42,7 @@ def von_mises(
     ``dim=0``.
 
     Args:
+        num_states: K.
         dim: D; zero for one angle a step. Components are independent; NaN ones are missing.
         loc: m, a number or ``(D,)``.
         weight: w, how many observations the prior direction is worth.
@@ -54,25 +55,6 @@ def von_mises(
         >>> abs(fit.values["module.emission.loc"].item()) < 0.1
         True
     """
-    check_size("dim", dim, 0)
-    check_strengths(weight, 1.0)
-    return partial(
-        VonMisesEmission, dim=dim, loc=loc, weight=weight, concentration=concentration, rate=rate
-    )
-
-
-class Angle(VonMises):
-    """Von Mises; the density of torch is by polynomials, right to eight digits."""
-
-    def log_prob(self, value: Tensor) -> Tensor:
-        """Log-density, by a scaled Bessel function that is exact at any concentration."""
-        fall = -2 * torch.sin((value - self.loc) / 2).square()  # cos - 1 without cancellation
-        scale = torch.special.i0e(self.concentration).log() + math.log(2 * math.pi)
-        return self.concentration * fall - scale
-
-
-class VonMisesEmission(Emission):
-    """Angles: see :func:`von_mises`."""
 
     supports: ClassVar[dict[str, constraints.Constraint]] = {
         "concentration": constraints.positive,
@@ -82,42 +64,35 @@ class VonMisesEmission(Emission):
     def __init__(
         self,
         num_states: int,
-        dim: int = 0,
+        dim: int,
         loc: float | Tensor = 0.0,
         weight: float = 0.01,
         concentration: float | Tensor = 1.0,
         rate: float | Tensor = 0.1,
     ) -> None:
-        super().__init__()
-        shape = (num_states, dim) if dim else (num_states,)
-        self.dim, self.weight = dim, weight
-        self.register_buffer("prior_loc", spread("loc", loc, shape))
-        self.register_buffer("strength", positive("concentration", concentration, shape))
-        self.register_buffer("rate", positive("rate", rate, shape))
-        self.set_priors(concentration=VonMisesEmission._gamma, loc=VonMisesEmission._direction)
+        super().__init__(num_states, dim)
+        check_strengths(weight, 1.0)
+        self.weight = weight
+        self.register_buffer("prior_loc", spread("loc", loc, self.shape))
+        self.register_buffer("strength", positive("concentration", concentration, self.shape))
+        self.register_buffer("rate", positive("rate", rate, self.shape))
 
-    def _gamma(self) -> TorchDistribution:
-        return Gamma(self.strength, self.rate).to_event(self.rate.dim())
+    def concentration_prior(self) -> TorchDistribution:
+        """Gamma concentrations."""
+        return Gamma(self.strength, self.rate)
 
-    def _direction(self) -> TorchDistribution:
-        prior = Angle(self.prior_loc, self.weight * self.concentration)
-        return prior.to_event(self.rate.dim())
+    def loc_prior(self) -> TorchDistribution:
+        """Directions, von Mises given the concentrations."""
+        return Angle(self.prior_loc, self.weight * self.concentration)
 
-    def forward(self) -> TorchDistribution:
-        """The distribution of an angle or a vector of them, batched over states."""
-        angles = Angle(self.loc, self.concentration)
-        return angles.to_event(1) if self.dim else angles
+    def components(self) -> TorchDistribution:
+        """Angles."""
+        concentration = self.concentration  # read first: the prior of the mean depends on it
+        return Angle(self.loc, concentration)
 
-    def statistics(
-        self, values: Tensor, weights: Tensor, current: TorchDistribution | None
-    ) -> Statistics:
-        """Expected number of observations, sums of cosines and of sines."""
-        values = values if self.dim else values.unsqueeze(-1)
-        known, sums, _ = moments(torch.cat([values.cos(), values.sin()], -1), weights)
-        cosines, sines = sums.chunk(2, -1)
-        known = known[..., : values.size(-1)].expand_as(cosines)
-        found = {"known": known, "cosines": cosines, "sines": sines}
-        return found if self.dim else {name: sums.squeeze(-1) for name, sums in found.items()}
+    def features(self, values: Tensor) -> dict[str, Tensor]:
+        """Cosines and sines."""
+        return {"cosines": values.cos(), "sines": values.sin()}
 
     def m_step(self, statistics: Statistics) -> Maximum:
         """Direction and length of the resultant, with those of the prior."""
@@ -140,6 +115,9 @@ class VonMisesEmission(Emission):
                 length - below, above, statistics["known"], weight
             )
         return mode, []
+
+
+von_mises = family("von_mises", VonMisesEmission, dim=0)
 
 
 def _concentration_mode(length: Tensor, power: Tensor, known: Tensor, weight: float) -> Tensor:

@@ -10,12 +10,15 @@ In shapes, M is the number of observations and R that of batched restarts.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
+import torch
 from pyro.distributions.torch_distribution import TorchDistribution
-from pyro.nn import PyroModule
+from pyro.nn import PyroModule, PyroParam, PyroSample
 from torch import Tensor, nn
+from torch.distributions import constraints
 
 from .._sync import exceeds
 from ..chains.base import ExpectedCounts
@@ -47,6 +50,25 @@ class EmissionMStep(Protocol):
             The parameters by name, each ``(R, ...)``, NaN where neither an observation nor a prior
             determines them; and remarks, such as that a variance was held at its floor. Those of
             frozen parameters are ignored; the mode of the others must be that with their values.
+        """
+
+
+@runtime_checkable
+class ConjugateSampler(Protocol):
+    """A part with ``statistics`` whose parameters can be sampled given them, as Gibbs needs."""
+
+    def sample_parameters(self, statistics: Statistics, current: dict[str, Tensor]) -> Statistics:
+        """Samples of parameters given sufficient statistics of data whose states are known.
+
+        Args:
+            statistics: Of weights and counts that are whole numbers: those of sampled paths.
+            current: The parameters by name, ``(R, ...)``, of which one that is not sampled in one
+                step with the others may depend.
+
+        Returns:
+            One sample ``(R, ...)`` of each by name, from its distribution given the statistics,
+            priors included; those of frozen parameters are left out. Parameters that are not among
+            them are updated by Hamiltonian steps.
         """
 
 
@@ -83,15 +105,64 @@ class TransitionCounts(ChainMStep, Protocol):
         """Counts ``(R, K, K)``, pseudo-counts of the prior included; None if it is frozen."""
 
 
-def is_free(module: PyroModule, name: str) -> bool:
-    """Whether the parameter ``name`` of ``module`` has a prior, or is a point that is fitted."""
-    if name in module._pyro_params:
-        return getattr(module, f"{name}_unconstrained").requires_grad
-    return name in module._pyro_samples
+class Prior(partial):
+    """A prior that the M-step of its module accounts for."""
+
+
+class Family(PyroModule):
+    """Parameters that have priors, are points, or are frozen by :func:`pyrohmm.freeze`.
+
+    Attributes:
+        supports: Support of each parameter, by its name.
+    """
+
+    supports: ClassVar[dict[str, constraints.Constraint]] = {}
+    accounts_for_priors = False  # whether the M-step knows the priors of the parameters
+
+    def add_parameters(self, **shapes: tuple[int, ...]) -> None:
+        """Add random variables of these shapes.
+
+        The method ``<name>_prior`` returns the prior of each, which becomes a single event.
+        """
+        for name, shape in shapes.items():
+            self.set_priors(**{name: Prior(_prior_of, name=name, dims=len(shape))})
+
+    def set_priors(self, **priors: Callable[[Any], TorchDistribution]) -> None:
+        """Make parameters random variables, with priors that the M-step accounts for.
+
+        Args:
+            **priors: By name, a function that makes the prior from the module.
+        """
+        self.accounts_for_priors = True
+        for name, prior in priors.items():
+            setattr(self, name, PyroSample(Prior(prior)))
+
+    def set_points(self, **values: Tensor) -> None:
+        """Make parameters points without priors, with these values."""
+        for name, value in values.items():
+            if name in self._pyro_samples:
+                delattr(self, name)
+            setattr(self, name, PyroParam(value.detach().clone(), self.supports[name]))
+
+    def is_free(self, name: str) -> bool:
+        """Whether the parameter ``name`` has a prior, or is a point that is fitted."""
+        if name in self._pyro_params:
+            return getattr(self, f"{name}_unconstrained").requires_grad
+        return name in self._pyro_samples
+
+    def has_prior(self, name: str) -> bool:
+        """Whether the parameter ``name`` has a prior."""
+        return name in self._pyro_samples
+
+
+def _prior_of(module: Any, name: str, dims: int) -> TorchDistribution:
+    """The prior of a parameter of ``dims`` dimensions, all of which are one event."""
+    prior = getattr(module, f"{name}_prior")()
+    return prior.to_event(dims - len(prior.event_shape))
 
 
 def has_foreign_priors(module: nn.Module, but: nn.Module | None = None) -> bool:
-    """Whether a closed form of this package stands beside priors that are not: it knows its own.
+    """Whether a closed form of this package stands beside priors that it does not account for.
 
     An M-step of a user's knows the priors of all that is below it.
 
@@ -99,16 +170,15 @@ def has_foreign_priors(module: nn.Module, but: nn.Module | None = None) -> bool:
         module: What has the M-step.
         but: A part that is not looked at.
     """
-    step = getattr(type(module), "m_step", None)
-    if module is but or (step is not None and not _is_own(step)):
+    if module is but:
         return False
-    priors = getattr(module, "_pyro_samples", {}).values() if step is not None else ()
-    own = all(isinstance(prior, partial) and _is_own(prior.func) for prior in priors)
-    return not own or any(has_foreign_priors(part, but) for part in module.children())
-
-
-def _is_own(thing: Any) -> bool:
-    return getattr(thing, "__module__", "").partition(".")[0] == __name__.partition(".")[0]
+    priors = getattr(module, "_pyro_samples", {}).values()
+    if hasattr(module, "m_step"):
+        if not isinstance(module, Family) or (priors and not module.accounts_for_priors):
+            return False
+        if not all(isinstance(prior, Prior) for prior in priors):
+            return True
+    return any(has_foreign_priors(part, but) for part in module.children())
 
 
 def check_mode(name: str, concentration: Tensor) -> None:
@@ -136,6 +206,16 @@ def row_mode(counts: Tensor, concentration: Tensor | None = None) -> Tensor:
     """Mode of rows of probabilities ``(*, V)`` for counts and a Dirichlet prior, if any."""
     counts = with_prior(counts, concentration)
     return counts / counts.sum(-1, keepdim=True)
+
+
+def sample_rows(concentration: Tensor) -> Tensor:
+    """Sample rows of probabilities ``(*, V)`` from Dirichlet distributions, of any concentration.
+
+    In logarithms, for a gamma variable of a small concentration is smaller than any number; an
+    entry of concentration zero is zero.
+    """
+    gammas = torch._standard_gamma(concentration + 1)
+    return (gammas.log() + torch.rand_like(gammas).log() / concentration).softmax(-1)
 
 
 def inside(statistics: Statistics, prefix: str) -> Statistics:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
 from pyro.distributions.torch_distribution import TorchDistribution
@@ -11,9 +12,10 @@ from torch import Tensor
 
 from .._checks import check_integers
 from ..distributions.observation import Streams, Tied
-from .centred import scale_prior
 from .closed_form import EmissionMStep, Maximum, Statistics, inside, under
+from .emissions import from_distribution
 from .family import Emission, EmissionFamily
+from .normals import scale_prior
 
 
 def streams(*families: EmissionFamily) -> EmissionFamily:
@@ -34,19 +36,23 @@ def streams(*families: EmissionFamily) -> EmissionFamily:
     return partial(StreamsEmission, families=families)
 
 
-class StreamsEmission(Emission):
+class StreamsEmission(Emission, emits=Streams):
     """Several observations at once: see :func:`streams`."""
 
     def __init__(self, num_states: int, families: tuple[EmissionFamily, ...]) -> None:
         super().__init__()
         self.parts = PyroModule[torch.nn.ModuleList]([family(num_states) for family in families])
         for part in self.parts:
-            if not isinstance(part, EmissionMStep):
-                raise TypeError(
-                    "families of streams must have a closed M-step; got "
-                    f"{type(part).__name__}. Write one PyroModule that returns a Streams."
-                )
-            _refuse_in_time("families of streams", part)
+            _check_part("families of streams", part)
+
+    @classmethod
+    def of(cls, distribution: Any, base: Any) -> Emission | None:
+        """The module of the parts of a distribution, if all have closed M-steps."""
+        parts = [from_distribution(part) for part in base.parts]
+        if not all(isinstance(part, EmissionMStep) for part in parts):
+            return None
+        built = iter(parts)
+        return cls(0, tuple(lambda _: next(built) for _ in parts))
 
     def forward(self) -> TorchDistribution:
         """The distribution of a vector, batched over states."""
@@ -68,7 +74,7 @@ class StreamsEmission(Emission):
         return statistics
 
     def scale_prior(self, moments: Tensor) -> float:
-        """Each part by itself: see :meth:`CentredEmission.scale_prior`."""
+        """Each part by itself: see :func:`.normals.scale_prior`."""
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             joined = self.forward()
         if moments.shape[1:] != joined.event_shape:
@@ -108,7 +114,7 @@ def tied(family: EmissionFamily, index: Tensor | list[int]) -> EmissionFamily:
     return partial(TiedEmission, family=family, index=numbers)
 
 
-class TiedEmission(Emission):
+class TiedEmission(Emission, emits=Tied):
     """States that share emissions: see :func:`tied`."""
 
     def __init__(self, num_states: int, family: EmissionFamily, index: Tensor) -> None:
@@ -119,9 +125,17 @@ class TiedEmission(Emission):
         self.register_buffer("index", index.long())
         self.num_distinct = int(index.max()) + 1
         self.part = family(self.num_distinct)
-        if not isinstance(self.part, EmissionMStep):
-            raise TypeError(f"family must have a closed M-step; got {type(self.part).__name__}.")
-        _refuse_in_time("family of tied states", self.part)
+        _check_part("family", self.part)
+
+    @classmethod
+    def of(cls, distribution: Any, base: Any) -> Emission | None:
+        """The module of the distinct emissions of a distribution, if it has a closed M-step."""
+        part = from_distribution(base.base)
+        if not isinstance(part, EmissionMStep):
+            return None
+        module = cls(len(base.index), lambda _: part, base.index)
+        module.num_distinct = base.base.batch_shape[-1]  # some perhaps unused
+        return module
 
     def forward(self) -> TorchDistribution:
         """The distribution of an observation, batched over states."""
@@ -137,7 +151,7 @@ class TiedEmission(Emission):
         return under("part.", self.part.statistics(values, weights @ member, base))
 
     def scale_prior(self, moments: Tensor) -> float:
-        """Scale the prior of the distinct emissions: see :meth:`CentredEmission.scale_prior`."""
+        """Scale the prior of the distinct emissions: see :func:`.normals.scale_prior`."""
         return scale_prior(self.part, moments)
 
     def m_step(self, statistics: Statistics) -> Maximum:
@@ -146,9 +160,11 @@ class TiedEmission(Emission):
         return under("part.", values), notes
 
 
-def _refuse_in_time(name: str, part: object) -> None:
-    if getattr(part, "in_time", False):
+def _check_part(name: str, part: object) -> None:
+    """Raise unless the M-step of ``part`` can be one of several."""
+    if not isinstance(part, EmissionMStep) or getattr(part, "in_time", False):
         raise TypeError(
-            f"{name} must emit observations that depend on the state alone; got "
-            f"{type(part).__name__}. Make it the whole emission of the module."
+            f"{name} must have a closed M-step, and emit observations that depend on the state "
+            f"alone; got {type(part).__name__}. Make it the whole emission of the module, or write "
+            "one PyroModule that returns all."
         )

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
-from pyro.nn import PyroSample
 from torch import Tensor
 
 from .._checks import check_booleans, check_shape, check_size
@@ -111,7 +109,7 @@ class TabularContinuousTimeHMM(ChainTables):
                     "with rows of these states that are all False."
                 )
         if bool(others.any()):
-            self.rates = PyroSample(partial(_rates_prior))
+            self.set_priors(rates=_rates_prior)
         else:  # there is nothing to fit
             self.register_buffer("rates", torch.zeros(square))
         self.emission = build_emission(emission, num_states)

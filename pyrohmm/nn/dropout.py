@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from numbers import Real
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from pyro.distributions import Categorical
@@ -118,7 +118,7 @@ class TrainingNoise:
         """The HMM without what is left out this time; its states emit symbols."""
         blocks = hmm.blocks if isinstance(hmm, BlockHMM) else None
         initial, size = hmm.log_initial, hmm.num_states
-        transition = hmm.transition if isinstance(hmm, BlockHMM) else hmm.log_transition
+        transition: Any = hmm.transition if isinstance(hmm, BlockHMM) else hmm.log_transition
         if self.start:
             initial = _only(initial, _sample_kept(torch.rand_like(initial), blocks, self.start))
         if self.transition or self.column:

@@ -20,7 +20,7 @@ from torch import Tensor
 from .._checks import check_size
 from ..ops.log_space import log
 from . import emissions
-from .closed_form import Maximum, Statistics, check_mode, with_prior
+from .closed_form import Family, Maximum, Statistics, check_mode, with_prior
 from .duration_modes import (
     BOUND,
     Derivatives,
@@ -34,7 +34,7 @@ from .duration_modes import (
     poisson,
 )
 from .emissions import PointEmission
-from .family import Family, positive
+from .family import positive
 
 DurationFamily = Callable[[int], PyroModule]
 
@@ -187,10 +187,11 @@ class FreeDurations(_Durations):
         super().__init__(num_states, max_duration)
         shape = num_states, max_duration
         self.register_buffer("concentration", positive("concentration", concentration, shape))
-        self.set_priors(probs=FreeDurations._prior)
+        self.add_parameters(probs=shape)
 
-    def _prior(self) -> TorchDistribution:
-        return Dirichlet(self.concentration).to_event(1)
+    def probs_prior(self) -> TorchDistribution:
+        """Dirichlet rows."""
+        return Dirichlet(self.concentration)
 
     def forward(self) -> Tensor:
         """Log-probabilities of durations, ``(K, D)``."""
@@ -242,10 +243,11 @@ class GeometricDurations(_Durations):
         prior_stay: float | Tensor = 1.0,
     ) -> None:
         super().__init__(num_states, max_duration, prior_leave=prior_leave, prior_stay=prior_stay)
-        self.set_priors(leave=GeometricDurations._prior)
+        self.add_parameters(leave=(num_states,))
 
-    def _prior(self) -> TorchDistribution:
-        return Beta(self.prior_leave, self.prior_stay).to_event(1)
+    def leave_prior(self) -> TorchDistribution:
+        """Beta probabilities."""
+        return Beta(self.prior_leave, self.prior_stay)
 
     def forward(self) -> Tensor:
         """Log-probabilities of durations, ``(K, D)``."""

@@ -18,7 +18,7 @@ from ..distributions.factorial_hmm import FactorialHMM
 from ..ops.log_space import log
 from .chain_tables import ChainTables
 from .closed_form import Maximum, Statistics
-from .family import Emission, EmissionFamily, build_emission, moments, positive, spread
+from .family import Emission, EmissionFamily, build_emission, component_sums, positive, spread
 
 SINGULAR = 1e-12  # relative size of what the observations do not determine
 ROUNDS = 20  # in which an M-step maximises by contributions and variances in turn
@@ -114,10 +114,11 @@ class _Additive(Emission):
         shape = (sum(sizes), dim)
         self.register_buffer("effects_loc", spread("loc", loc, shape) / len(sizes))
         self.register_buffer("effects_scale", positive("scale", scale, shape))
-        self.set_priors(effects=_Additive._prior)
+        self.add_parameters(effects=shape)
 
-    def _prior(self) -> TorchDistribution:
-        return Normal(self.effects_loc, self.effects_scale).to_event(2)
+    def effects_prior(self) -> TorchDistribution:
+        """Normal effects."""
+        return Normal(self.effects_loc, self.effects_scale)
 
     def sums(self) -> Tensor:
         """The sum of effects of each product state, ``(K, D)``."""
@@ -198,10 +199,11 @@ class AdditiveNormalEmission(_Additive):
         super().__init__(num_states, sizes, dim, loc, scale)
         self.register_buffer("concentration", positive("concentration", concentration, (dim,)))
         self.register_buffer("rate", positive("rate", rate, (dim,)))
-        self.set_priors(variance=AdditiveNormalEmission._variance_prior)
+        self.add_parameters(variance=(dim,))
 
-    def _variance_prior(self) -> TorchDistribution:
-        return InverseGamma(self.concentration, self.rate).to_event(1)
+    def variance_prior(self) -> TorchDistribution:
+        """Inverse gamma variances."""
+        return InverseGamma(self.concentration, self.rate)
 
     def forward(self) -> TorchDistribution:
         """The distribution of a vector, batched over product states."""
@@ -213,8 +215,12 @@ class AdditiveNormalEmission(_Additive):
     ) -> Statistics:
         """Counts, sums and sums of squares of each product state, about the prior mean."""
         origin = self.effects_loc[0] * len(self.sizes)
-        known, sums, squares = moments(values, weights, origin)
-        return {"known": known.expand_as(sums), "sums": sums, "squares": squares.sum(-2)}
+
+        def features(values: Tensor) -> dict[str, Tensor]:
+            return {"sums": values - origin, "squares": (values - origin).square()}
+
+        sums = component_sums(values, weights, features)
+        return sums | {"squares": sums["squares"].sum(-2)}
 
     def m_step(self, statistics: Statistics) -> Maximum:
         """The regression of the observations on the states, and the variance around it."""

@@ -1,71 +1,157 @@
-"""``Emission``: the base of this package's emission families, and what their M-steps share.
+"""``Emission``: base of the emission families, from which all that a family needs follows.
 
 In shapes, M is the number of observations and R that of batched restarts.
 """
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Concatenate, ParamSpec
 
 import torch
 from pyro.distributions.torch_distribution import TorchDistribution
-from pyro.nn import PyroModule, PyroParam, PyroSample
+from pyro.nn import PyroModule
 from torch import Tensor
-from torch.distributions import constraints
 
-from .._checks import check_number
+from .._checks import check_number, check_size
 from .._sync import exceeds
 from ..ops.products import weighted_sums
-from .closed_form import is_free
+from .closed_form import Family, Statistics
 
 EmissionFamily = Callable[[int], PyroModule]
+Arguments = ParamSpec("Arguments")
 
-
-class Family(PyroModule):
-    """Parameters that have priors, are points, or are frozen by :func:`pyrohmm.freeze`."""
-
-    def set_priors(self, **priors: Callable[[Any], TorchDistribution]) -> None:
-        """Make parameters random variables: by name, the method that makes their prior.
-
-        They can be pickled, which lambda functions cannot.
-        """
-        for name, prior in priors.items():
-            setattr(self, name, PyroSample(partial(prior)))  # Pyro would rename the method itself
-
-    def is_free(self, name: str) -> bool:
-        """Whether the parameter ``name`` is fitted."""
-        return is_free(self, name)
-
-    def has_prior(self, name: str) -> bool:
-        """Whether the parameter ``name`` has a prior."""
-        return name in self._pyro_samples
+FAMILIES: dict[type, type[Emission]] = {}  # by the distribution that they emit
 
 
 class Emission(Family):
     """Base of the emission modules of this package.
 
-    Subclasses define ``forward()`` and, for an M-step in closed form, ``statistics`` and
-    ``m_step`` of :class:`pyrohmm.nn.closed_form.EmissionMStep`; without them EM takes gradient
-    steps. A parameter that is neither a ``PyroSample`` nor a ``PyroParam`` is frozen: see
-    :func:`pyrohmm.freeze`.
+    Subclasses define ``forward()``, for each parameter named in ``supports`` a method
+    ``<name>_prior``, and, for an M-step in closed form, ``statistics`` and ``m_step`` of
+    :class:`pyrohmm.nn.closed_form.EmissionMStep`; without them EM takes gradient steps. A parameter
+    that is neither a ``PyroSample`` nor a ``PyroParam`` is frozen: see :func:`pyrohmm.freeze`.
+
+    One that names a class of distributions, ``class MyEmission(Emission, emits=MyDistribution)``,
+    is the module that an HMM with this emission becomes, for ``fit_em(hmm, data)``; such an HMM can
+    be saved.
 
     Attributes:
-        supports: Support of each parameter, by its name.
         in_time: Whether an observation depends on those before it.
     """
 
     in_time: ClassVar[bool] = False
-    supports: ClassVar[dict[str, constraints.Constraint]] = {}
 
-    def set_points(self, **values: Tensor) -> None:
-        """Make parameters points without priors, with these values."""
-        for name, value in values.items():
-            if name in self._pyro_samples:
-                delattr(self, name)
-            setattr(self, name, PyroParam(value.detach().clone(), self.supports[name]))
+    def __init_subclass__(cls, emits: type | tuple[type, ...] = ()) -> None:
+        super().__init_subclass__()
+        FAMILIES.update(dict.fromkeys(emits if isinstance(emits, tuple) else (emits,), cls))
+
+    @classmethod
+    def of(cls, distribution: Any, base: Any) -> Emission | None:
+        """The module with the values of a distribution as points; None if there is no such one.
+
+        Args:
+            distribution: Of batch shape ``(K,)``.
+            base: The same, without the ``Independent`` around it.
+        """
+        return None
+
+    @classmethod
+    def merged(cls, arguments: dict[str, Tensor], weights: Tensor) -> dict[str, Tensor] | None:
+        """Arguments of the distribution that stands for a mixture of J, by its moments; or None.
+
+        Args:
+            arguments: Of what the family emits, each ``(J, ...)``.
+            weights: ``(J,)``, which sum to one.
+        """
+        return None
+
+
+class Components(Emission):
+    """Base of families of independent components; without any, observations are scalars.
+
+    Subclasses define ``components``, ``features`` and ``m_step``; parameters are ``(K, [D])``.
+
+    Args:
+        num_states: K.
+        dim: D; zero for scalars.
+    """
+
+    def __init__(self, num_states: int, dim: int = 0) -> None:
+        super().__init__()
+        self.dim = dim
+        self.shape = (num_states, dim) if dim else (num_states,)
+        self.add_parameters(**dict.fromkeys(self.supports, self.shape))
+
+    @classmethod
+    def of(cls, distribution: Any, base: Any) -> Emission | None:
+        """The module with the parameters of ``base``, which have the same names."""
+        module = cls(distribution.batch_shape[0], sum(distribution.event_shape))
+        values = {name: getattr(base, name).expand(module.shape) for name in cls.supports}
+        module.set_points(**values)
+        return module
+
+    def components(self) -> TorchDistribution:
+        """The distribution of the components, of batch shape ``(K, [D])``."""
+        raise NotImplementedError
+
+    def forward(self) -> TorchDistribution:
+        """The distribution of an observation, batched over states."""
+        return self.components().to_event(1) if self.dim else self.components()
+
+    def features(self, values: Tensor) -> dict[str, Tensor]:
+        """Functions of the values whose weighted sums are sufficient statistics."""
+        return {"sums": values}
+
+    def statistics(
+        self, values: Tensor, weights: Tensor, current: TorchDistribution | None
+    ) -> Statistics:
+        """Expected number of known values, and sums of their features, each ``(R, K, [D])``."""
+        if self.dim:
+            return component_sums(values, weights, self.features)
+        sums = component_sums(values.unsqueeze(-1), weights, self.features)
+        return {name: each.squeeze(-1) for name, each in sums.items()}
+
+
+def family(
+    name: str, build: Callable[Concatenate[int, Arguments], PyroModule], **least: int
+) -> Callable[Arguments, EmissionFamily]:
+    """The function that takes the arguments of a module but for the number of states.
+
+    Args:
+        name: Of the function.
+        build: The class of the module, whose docstring is that of the function.
+        **least: The arguments that are sizes, and how large they must be.
+
+    Example:
+        >>> from pyrohmm.nn.discrete import CategoricalEmission
+        >>> categorical = family("categorical", CategoricalEmission, num_symbols=1)
+        >>> categorical(num_symbols=4)(2)().batch_shape
+        torch.Size([2])
+    """
+    signature = inspect.signature(build)
+    _, *rest = signature.parameters.values()
+
+    def function(*args: Arguments.args, **kwargs: Arguments.kwargs) -> EmissionFamily:
+        bound = function.__signature__.bind(*args, **kwargs).arguments  # type: ignore[attr-defined]
+        for size in least.keys() & bound.keys():
+            check_size(size, bound[size], least[size])
+        return partial(build, **bound)
+
+    function.__name__ = function.__qualname__ = name
+    function.__module__, function.__doc__ = build.__module__, build.__doc__
+    function.__signature__ = signature.replace(  # type: ignore[attr-defined]
+        parameters=rest, return_annotation=EmissionFamily
+    )
+    return function
+
+
+def averaged(table: Tensor, weights: Tensor) -> Tensor:
+    """Means of the J rows of a table ``(J, ...)``."""
+    return torch.tensordot(weights.to(table), table, 1)
 
 
 def build_emission(emission: EmissionFamily | None, num_states: int) -> PyroModule:
@@ -102,34 +188,35 @@ def build_part(name: str, kind: str, example: str, family: Any, num_states: int)
     return part
 
 
-def moments(
-    values: Tensor, weights: Tensor, about: Tensor | float = 0.0
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Weighted counts, sums and sums of squares of the components that are known, in float64.
+def component_sums(
+    values: Tensor, weights: Tensor, features: Callable[[Tensor], dict[str, Tensor]]
+) -> Statistics:
+    """Weighted counts of the components that are known, and sums of their features, in float64.
 
     Args:
         values: ``(M, D)``; NaN is missing.
         weights: ``(R, M, K)``.
-        about: Origin of the sums, ``(D,)``.
+        features: Functions of the values, each ``(M, D)``, by name.
 
     Returns:
-        ``(R, K, 1)`` or, if some are missing, ``(R, K, D)``; ``(R, K, D)``; ``(R, K, D)``.
+        ``known`` and the features, each ``(R, K, D)``.
     """
-    dim = values.size(-1)
+    dim, names = values.size(-1), list(features(values[:0]))
     # in a tenth of the time of isnan().any()
     complete = exceeds((~values.sum().isnan()).byte(), 0)
 
-    def features(values: Tensor) -> Tensor:
-        known = torch.ones_like(values[:, :1])
-        values = values - about
-        if not complete:
-            missing = values.isnan()
-            known, values = (~missing).to(values), values.masked_fill(missing, 0.0)
-        return torch.cat([known, values, values.square()], -1)
+    def columns(values: Tensor) -> Tensor:
+        if complete:
+            return torch.cat([torch.ones_like(values[:, :1]), *features(values).values()], -1)
+        missing = values.isnan()
+        found = features(values.masked_fill(missing, 0.0)).values()
+        known = [feature.masked_fill(missing, 0.0) for feature in found]
+        return torch.cat([(~missing).to(values), *known], -1)
 
-    sizes = [1 if complete else dim, dim, dim]
-    known, sums, squares = weighted_sums(weights, values, features, sum(sizes)).split(sizes, -1)
-    return known, sums, squares
+    sizes = [1 if complete else dim, *[dim] * len(names)]
+    known, *sums = weighted_sums(weights, values, columns, sum(sizes)).split(sizes, -1)
+    wide = known.expand(*known.shape[:-1], dim)
+    return {"known": wide, **dict(zip(names, sums))}
 
 
 def spread(name: str, value: float | Tensor, shape: tuple[int, ...]) -> Tensor:

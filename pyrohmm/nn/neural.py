@@ -26,9 +26,9 @@ from torch import Tensor, nn
 
 from .._checks import check_integers, check_range, check_shape, check_size
 from .._precision import at_least_single, full_precision
+from ..chains.blocks import CarriedState
 from ..distributions.block_hmm import BlockHMM, FinalState
 from ..distributions.block_symbols import BlockSymbols, ExpertSymbols
-from ..distributions.carried_state import CarriedState
 from ..distributions.hmm import HMM
 from ..ops.blocks.emission import log_emission, normalised
 from ..ops.blocks.inner_products import InnerProductTransition
@@ -386,22 +386,16 @@ class NeuralHMM(_Large):
         hmm = cast(BlockHMM, self._build(states, blocks, lengths, None))
         goes_on = continues >= 0
         if ending is not None and bool(goes_on.any()):
-            sources, place = continues[goes_on].unique(return_inverse=True)
-            rows = ending.states[sources]
-            exist = rows >= 0
-            (leave,) = self._vectors(rows[exist], ("leave",))
-            leave = self.leave_net(leave)
+            rows = ending.states[continues.clamp(min=0)]
+            leave = self.leave_net(self._vectors(rows.clamp(min=0).flatten(), ("leave",))[0])
             with full_precision(leave):
                 logits = self.block_score(at_least_single(leave)) if self.two_level else None
-                shares = cast(InnerProductTransition, hmm.transition).log_block_probs_from(
-                    leave, logits
-                )
-            block = torch.full(continues.shape, -1)
-            block[goes_on] = place
-            log_probs = ending.log_probs.new_full((len(continues), rows.size(1)), -torch.inf)
-            log_probs[goes_on] = ending.log_probs[continues[goes_on]].detach()
-            carried = CarriedState(leave, shares, exist.sum(-1).cpu(), block, log_probs)
-            hmm = hmm.continue_from(carried)
+                transition = cast(InnerProductTransition, hmm.transition)
+                shares = transition.log_block_probs_from(leave, logits)
+            log_probs = ending.log_probs[continues.clamp(min=0)].detach()
+            log_probs = log_probs.masked_fill(rows < 0, -torch.inf)
+            leave, shares = (part.unflatten(0, rows.shape) for part in (leave, shares))
+            hmm = hmm.continue_from(CarriedState(leave, shares, log_probs, goes_on))
         return hmm, every if states is None else states
 
 

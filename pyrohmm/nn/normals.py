@@ -1,4 +1,4 @@
-"""Emission families of normal vectors: independent components, and covariance matrices.
+"""Emission families of normal vectors with independent components, and mixtures of them.
 
 Sums of squares are taken about a centre, and a variance without a prior never falls below a small
 share of that of the data. A prior whose location and scale are not given takes those of the data
@@ -7,39 +7,94 @@ that it is fitted to, so that the unit of the data does not matter.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any, ClassVar
 
 import torch
-from pyro.distributions import MultivariateNormal, Normal
+from pyro.distributions import Categorical, Dirichlet, MixtureSameFamily, Normal
 from pyro.distributions.torch_distribution import TorchDistribution
 from torch import Tensor
+from torch import distributions as torch_dist
 from torch.distributions import constraints
 
 from .._checks import check_size
 from .._sync import exceeds
-from ..distributions.inverse_wishart import InverseWishart, covariance_matrix
-from ..distributions.units import InUnits
-from ..ops.products import symmetric, upper_products, weighted_sums
-from .centred import CentredEmission, IndependentNormals, centre, lift, like
-from .closed_form import Maximum, Statistics
+from ..distributions.constructors import is_spherical
+from ..distributions.hard_zeros import log_probs
+from ..distributions.observation import log_prob_per_component
+from ..distributions.units import InUnits, InverseGamma
+from ..ops.log_space import log
+from .closed_form import Maximum, Statistics, row_mode
 from .family import (
+    Emission,
     EmissionFamily,
+    averaged,
     check_strengths,
-    moments,
+    component_sums,
+    family,
+    positive,
     spread,
 )
 
+ROUNDING = 1e-14  # share of its mean below which a standard deviation is rounding
 SMALLEST = 1e-12  # share of the data's variance that one without a prior never falls below
 
 
-def normal(
-    dim: int = 1,
-    loc: float | Tensor | None = None,
-    weight: float = 0.01,
-    concentration: float = 2.0,
-    rate: float | Tensor | None = None,
-) -> EmissionFamily:
+class CentredEmission(Emission):
+    """An emission with means ``loc`` whose sums are taken about the buffer ``prior_loc``.
+
+    Attributes:
+        of_data: Whether the prior takes location and scale from the data of a fit.
+    """
+
+    prior_loc: Tensor
+    dim: int
+    of_data = False
+
+    @property
+    def centre(self) -> Tensor:
+        """Origin of the sums, ``(D,)`` or ``()``: squares of numbers far from zero would cancel."""
+        loc = self.prior_loc.double()
+        return loc.reshape(-1, *loc.shape[loc.dim() - bool(self.dim) :]).mean(0)
+
+    def set_points(self, **values: Tensor) -> None:
+        """Make parameters points without priors; sums are then about the value of ``loc``."""
+        super().set_points(**values)
+        if "loc" in values:
+            self.prior_loc.copy_(values["loc"].detach().expand(self.prior_loc.shape))
+            self.of_data = False
+
+    def scale_prior(self, moments: Tensor) -> float:
+        r"""Give the prior the location and scale of data, unless hyperparameters were given.
+
+        Args:
+            moments: ``(3, D)`` or ``(3,)``, of the observations: see :func:`moments_of`.
+
+        Returns:
+            By how much minus the log joint density exceeds that of data, and of parameters, in
+            units of the standard deviations s of the data: :math:`\log s_d` for each component
+            known and each mean, and what the scales add. Zero if the prior stays.
+
+        Raises:
+            ValueError: If squares of the data leave the range of the dtype of the parameters.
+        """
+        if moments.shape[1:] != ((self.dim,) if self.dim else ()):
+            return 0.0  # what builds the HMM explains it
+        known, mean, variance = moments
+        varies = variance.sqrt() > ROUNDING * mean.abs()  # not NaN either
+        _check_range(variance[varies], self.prior_loc.dtype)
+        if not self.of_data:
+            return 0.0
+        variance = torch.where(varies, variance, 1.0)
+        self.prior_loc = like(self.prior_loc, mean.nan_to_num(0.0))
+        numbers = known + self.prior_loc.numel() // max(self.dim, 1)
+        return float((numbers * variance.log()).sum()) / 2 + self._set_spread(variance)
+
+    def _set_spread(self, variance: Tensor) -> float:
+        """Take the scale of the prior from the variance of each component; returns log-units."""
+        raise NotImplementedError
+
+
+class NormalEmission(CentredEmission, emits=torch_dist.Normal):
     r"""Emission family of vectors whose components are independent and normal in each state.
 
     The prior is conjugate and weak, and keeps the variance of a state with a single observation
@@ -55,22 +110,158 @@ def normal(
     Sites: ``emission.variance`` ``(K, D)``, then ``emission.loc`` ``(K, D)``.
 
     Args:
+        num_states: K.
         dim: D, the number of components of an observation, whose event shape is ``(D,)``. With
             zero, observations are scalars, of an empty event shape.
         loc: m, a number or ``(D,)``.
         weight: w, how many observations the prior mean is worth.
         concentration: a.
         rate: b, a number or ``(D,)``.
+        spherical: Whether a state has one variance: see :func:`normal_spherical`.
 
     Example:
         >>> data = Sequences.from_list([[[1e10], [3e10]]])
         >>> fit_em(TabularHMM(1, normal(1)), data).values["module.emission.loc"].item()
         20000000000.0
     """
-    check_size("dim", dim, 0)
-    return partial(
-        NormalEmission, dim=dim, loc=loc, weight=weight, concentration=concentration, rate=rate
-    )
+
+    rate: Tensor
+    supports: ClassVar[dict[str, constraints.Constraint]] = {
+        "variance": constraints.positive,
+        "loc": constraints.real,
+    }
+
+    def __init__(
+        self,
+        num_states: int,
+        dim: int = 1,
+        loc: float | Tensor | None = None,
+        weight: float = 0.01,
+        concentration: float = 2.0,
+        rate: float | Tensor | None = None,
+        spherical: bool = False,
+    ) -> None:
+        super().__init__()
+        self.dim = dim
+        shape = (num_states, dim) if dim else (num_states,)
+        self._add_normals(shape, loc, weight, concentration, rate, spherical)
+
+    def _add_normals(
+        self,
+        shape: tuple[int, ...],
+        loc: float | Tensor | None,
+        weight: float,
+        concentration: float,
+        rate: float | Tensor | None,
+        spherical: bool,
+    ) -> None:
+        """Add means of ``shape``, and variances: one for each row of them if ``spherical``."""
+        check_strengths(weight, concentration)
+        self.weight, self.spherical = weight, spherical
+        self.of_data = loc is None and rate is None
+        self.register_buffer("prior_loc", spread("loc", 0.0 if loc is None else loc, shape))
+        each = shape[:-1] if spherical else shape
+        self.register_buffer("rate", positive("rate", 1.0 if rate is None else rate, each))
+        self.register_buffer("shape", torch.full_like(self.rate, concentration))
+        self.add_parameters(variance=each, loc=shape)
+
+    @classmethod
+    def of(cls, distribution: Any, base: Any) -> Emission | None:
+        """The module of a distribution: one scale ``(K, 1)`` of vectors is one variance a state."""
+        module = cls(
+            distribution.batch_shape[0],
+            sum(distribution.event_shape),
+            spherical=bool(distribution.event_shape) and is_spherical(base),
+        )
+        module._set_normals(base)
+        return module
+
+    @classmethod
+    def merged(cls, arguments: dict[str, Tensor], weights: Tensor) -> dict[str, Tensor] | None:
+        """Mean and standard deviation of the mixture."""
+        loc, scale = averaged(arguments["loc"], weights), arguments["scale"]
+        spread = averaged((arguments["loc"] - loc).square(), weights)
+        if scale.shape != arguments["loc"].shape:  # one for all components
+            spread = spread.mean(-1, keepdim=True)
+        return {"loc": loc, "scale": (averaged(scale.square(), weights) + spread).sqrt()}
+
+    def _set_normals(self, base: Any) -> None:
+        """Make means and variances points, with the values of a distribution."""
+        shape = self.prior_loc.shape
+        variance = base.variance[..., 0] if self.spherical else base.variance.expand(shape)
+        self.set_points(variance=variance, loc=base.loc.expand(shape))
+
+    def _set_spread(self, variance: Tensor) -> float:
+        self.rate = like(self.rate, variance.mean() if self.spherical else variance)
+        return float(self.rate.log().sum())
+
+    def variance_prior(self) -> TorchDistribution:
+        """Inverse gamma variances."""
+        return InverseGamma(self.shape, self.rate)
+
+    def loc_prior(self) -> TorchDistribution:
+        """Normal means, given the variances."""
+        unit = self.rate.unsqueeze(-1) if self.spherical else self.rate
+        prior = Normal(self.prior_loc, (self._wide() / self.weight).sqrt())
+        return InUnits(prior, self.prior_loc, unit.sqrt())
+
+    def _wide(self) -> Tensor:
+        variance = self.variance
+        return variance.unsqueeze(-1) if self.spherical else variance
+
+    def forward(self) -> TorchDistribution:
+        """The distribution of an observation, batched over states."""
+        variance = self._wide()  # read first: the prior of the mean depends on it
+        components = Normal(self.loc, variance.sqrt())
+        return components.to_event(1) if self.dim else components
+
+    def statistics(
+        self, values: Tensor, weights: Tensor, current: TorchDistribution | None
+    ) -> Statistics:
+        """Expected number of observations, their sums and sums of squares, about the centre."""
+        sums = component_sums(values if self.dim else values.unsqueeze(-1), weights, self._features)
+        return sums if self.dim else {name: each.squeeze(-1) for name, each in sums.items()}
+
+    def _features(self, values: Tensor) -> dict[str, Tensor]:
+        values = values - self.centre
+        return {"sums": values, "squares": values.square()}
+
+    def m_step(self, statistics: Statistics) -> Maximum:
+        """The mode of the normal-inverse-gamma posterior."""
+        known, sums, squares = (statistics[name] for name in ("known", "sums", "squares"))
+        prior_loc = self.prior_loc.double() - self.centre
+        weight = self.weight if self.has_prior("loc") else 0.0
+        loc = (weight * prior_loc + sums) / (weight + known)
+        mode = {"loc": loc + self.centre} if self.is_free("loc") else {}
+        if not mode:
+            loc = (self.loc.double() - self.centre).expand_as(sums)
+        if not self.is_free("variance"):
+            return mode, []
+        scatter = squares - 2 * loc * sums + known * loc**2 + weight * (loc - prior_loc) ** 2
+        scatter = scatter.nan_to_num(0.0)  # of a mean without observations
+        count = known + (1.0 if weight else 0.0)
+        if self.spherical:
+            scatter, count = scatter.sum(-1), count.sum(-1)
+        above, below = 0.5 * scatter.clamp(min=0.0), 0.5 * count
+        if self.has_prior("variance"):
+            above, below = above + self.rate.double(), below + self.shape.double() + 1
+            return mode | {"variance": above / below}, []
+        mode["variance"] = torch.maximum(above / below, self._floor(statistics))  # NaN stays
+        low = mode["variance"] > above / below
+        return mode, [] if exceeds((~low).all().byte(), 0) else [floor_note("variance")]
+
+    def _floor(self, statistics: Statistics) -> Tensor:
+        """Least variances, which broadcast with ``(R, K, ...)``, by moments of all the states."""
+        over = tuple(range(1, statistics["sums"].dim() - bool(self.dim)))
+        known, sums, squares = (
+            statistics[name].sum(over, keepdim=True) for name in ("known", "sums", "squares")
+        )
+        mean = sums / known
+        floor = floor_of(squares / known - mean**2, mean + self.centre, self.prior_loc.dtype)
+        return floor.mean(-1) if self.spherical else floor
+
+
+normal = family("normal", NormalEmission, dim=0)
 
 
 def normal_spherical(
@@ -95,307 +286,127 @@ def normal_spherical(
             the variance of the data.
     """
     check_size("dim", dim)
-    return partial(
-        NormalEmission,
-        dim=dim,
-        loc=loc,
-        weight=weight,
-        concentration=concentration,
-        rate=rate,
-        spherical=True,
-    )
+    return normal(dim, loc, weight, concentration, rate, spherical=True)
 
 
-def normal_full(
-    dim: int,
-    loc: float | Tensor | None = None,
-    weight: float = 0.01,
-    degrees: float | None = None,
-    scale: float | Tensor | None = None,
-) -> EmissionFamily:
-    r"""Emission family of normal vectors with a covariance matrix for each state.
+class MixtureEmission(NormalEmission, emits=torch_dist.MixtureSameFamily):
+    """Emission family of vectors that are a mixture of C normal distributions in each state.
 
-    .. math:: \Sigma_k \sim \mathrm{InvWishart}(\nu, \Psi), \quad
-              \mu_k \sim \mathrm{Normal}(m, \Sigma_k / w)
+    Components of a vector are independent given the component of the mixture; priors are those of
+    :func:`normal`, and a Dirichlet one on the weights.
 
-    Sites: ``emission.covariance`` ``(K, D, D)``, then ``emission.loc`` ``(K, D)``.
+    Sites: ``emission.weights`` ``(K, C)``, ``emission.variance`` ``(K, C, D)`` and
+    ``emission.loc`` ``(K, C, D)``.
 
     Args:
+        num_states: K.
+        num_components: C.
         dim: D, at least 1.
-        loc: m, a number or ``(D,)``; with neither m nor ``scale``, both are of the data, as in
-            :func:`normal`.
-        weight: w, how many observations the prior mean is worth.
-        degrees: :math:`\nu`, D + 2 by default, with which the prior mean of the covariance is
-            :math:`\Psi`.
-        scale: :math:`\Psi`, a number (times the identity) or ``(D, D)``; that of the data is
-            diagonal, with the variance of each component.
-    """
-    check_size("dim", dim)
-    return partial(
-        CovarianceEmission, dim=dim, loc=loc, weight=weight, degrees=degrees, scale=scale
-    )
-
-
-def normal_tied(
-    dim: int,
-    loc: float | Tensor | None = None,
-    weight: float = 0.01,
-    degrees: float | None = None,
-    scale: float | Tensor | None = None,
-) -> EmissionFamily:
-    """Emission family of normal vectors with one covariance matrix ``(D, D)`` for all the states.
-
-    Priors are those of :func:`normal_full`.
-
-    Sites: ``emission.covariance`` ``(D, D)``, then ``emission.loc`` ``(K, D)``.
-
-    Args:
-        dim: D, at least 1.
-        loc: Prior mean, a number or ``(D,)``; of the data by default, with ``scale``.
+        loc: Prior mean, a number or ``(D,)``; of the data by default, with ``rate``.
         weight: How many observations the prior mean is worth.
-        degrees: Of the inverse Wishart prior, D + 2 by default.
-        scale: Of the inverse Wishart prior, a number (times the identity) or ``(D, D)``.
+        concentration: Of the inverse gamma prior of the variance.
+        rate: Of the inverse gamma prior of the variance, a number or ``(D,)``; by default the
+            variance of the data.
+        weights_concentration: Of the Dirichlet prior of the weights.
+        spherical: Whether a component has one variance: see :func:`normal_spherical`.
     """
-    check_size("dim", dim)
-    return partial(
-        CovarianceEmission,
-        dim=dim,
-        loc=loc,
-        weight=weight,
-        degrees=degrees,
-        scale=scale,
-        tied=True,
-    )
 
-
-class NormalEmission(IndependentNormals):
-    """Independent normal components with a conjugate prior: see :func:`normal`."""
-
-    def __init__(
-        self,
-        num_states: int,
-        dim: int,
-        loc: float | Tensor | None = None,
-        weight: float = 0.01,
-        concentration: float = 2.0,
-        rate: float | Tensor | None = None,
-        spherical: bool = False,
-    ) -> None:
-        super().__init__()
-        self.dim = dim
-        shape = (num_states, dim) if dim else (num_states,)
-        self._add_normals(shape, loc, weight, concentration, rate, spherical)
-
-    def forward(self) -> TorchDistribution:
-        """The distribution of an observation, batched over states."""
-        variance = self._wide()  # read first: the prior of the mean depends on it
-        components = Normal(self.loc, variance.sqrt())
-        return components.to_event(1) if self.dim else components
-
-    def statistics(
-        self, values: Tensor, weights: Tensor, current: TorchDistribution | None
-    ) -> Statistics:
-        """Expected number of observations, their sums and sums of squares, about the centre."""
-        values = values if self.dim else values.unsqueeze(-1)
-        known, sums, squares = moments(values, weights, centre(self))
-        return {"known": known.expand_as(sums), "sums": sums, "squares": squares}
-
-    def m_step(self, statistics: Statistics) -> Maximum:
-        """The mode of the normal-inverse-gamma posterior."""
-        return normal_m_step(self, statistics, flat=not self.dim)
-
-
-class CovarianceEmission(CentredEmission):
-    """Normal vectors with covariance matrices: see :func:`normal_full`, :func:`normal_tied`."""
-
-    scale: Tensor
     supports: ClassVar[dict[str, constraints.Constraint]] = {
-        "covariance": covariance_matrix,
-        "loc": constraints.real,
+        "weights": constraints.simplex,
+        **NormalEmission.supports,
     }
 
     def __init__(
         self,
         num_states: int,
+        num_components: int,
         dim: int,
         loc: float | Tensor | None = None,
         weight: float = 0.01,
-        degrees: float | None = None,
-        scale: float | Tensor | None = None,
-        tied: bool = False,
+        concentration: float = 2.0,
+        rate: float | Tensor | None = None,
+        weights_concentration: float = 1.0,
+        spherical: bool = False,
     ) -> None:
-        super().__init__()
-        check_strengths(weight, 1.0)
-        self.dim, self.weight, self.tied = dim, weight, tied
-        self.of_data = loc is None and scale is None
-        self.degrees = dim + 2.0 if degrees is None else float(degrees)
-        means = spread("loc", 0.0 if loc is None else loc, (num_states, dim))
-        self.register_buffer("prior_loc", means)
-        matrix = torch.as_tensor(1.0 if scale is None else scale, dtype=means.dtype)
-        if matrix.dim() == 0:
-            matrix = matrix * torch.eye(dim)
-        proper = matrix.shape == (dim, dim) and torch.equal(matrix, matrix.mT)
-        if not proper or bool(torch.linalg.cholesky_ex(matrix)[1]):
-            raise ValueError(
-                f"scale must be a positive number or a positive definite matrix ({dim}, {dim}); "
-                f"got {tuple(matrix.shape)}."
-            )
-        self.register_buffer("scale", matrix)
-        InverseWishart(self.degrees, matrix)  # checks the degrees
-        self.set_priors(
-            covariance=CovarianceEmission._covariance_prior, loc=CovarianceEmission._loc_prior
+        Emission.__init__(self)
+        self.dim, self.num_components = dim, num_components
+        shape = (num_states, num_components, dim)
+        self.register_buffer(
+            "concentration", positive("weights_concentration", weights_concentration, shape[:2])
         )
+        self.add_parameters(weights=shape[:2])
+        self._add_normals(shape, loc, weight, concentration, rate, spherical)
 
-    def _set_spread(self, variance: Tensor) -> float:
-        self.scale = like(self.scale, variance.diag())
-        matrices = 1 if self.tied else len(self.prior_loc)
-        return float(matrices * (self.dim + 1) * variance.log().sum()) / 2
+    @classmethod
+    def of(cls, distribution: Any, base: Any) -> Emission | None:
+        """The module of a mixture of normal vectors of independent components."""
+        part = base.component_distribution
+        inner = getattr(part, "base_dist", None)
+        if not isinstance(inner, torch_dist.Normal) or len(part.event_shape) != 1:
+            return None
+        states, components = part.batch_shape
+        module = cls(states, components, part.event_shape[0], spherical=is_spherical(inner))
+        module._set_normals(inner)
+        module.set_points(weights=base.mixture_distribution.probs.expand(part.batch_shape))
+        return module
 
-    def _covariance_prior(self) -> TorchDistribution:
-        batch = () if self.tied else (len(self.prior_loc),)
-        scale = self.scale.expand(*batch, self.dim, self.dim)
-        return InverseWishart(self.degrees, scale).to_event(len(batch))
+    @classmethod
+    def merged(cls, arguments: dict[str, Tensor], weights: Tensor) -> dict[str, Tensor] | None:
+        """None: a mixture of two is of more components."""
+        return None
 
-    def _loc_prior(self) -> TorchDistribution:
-        prior = MultivariateNormal(self.prior_loc, self._wide() / self.weight)
-        return InUnits(prior, self.prior_loc, self.scale.diagonal().sqrt()).to_event(1)
-
-    def _wide(self) -> Tensor:
-        covariance = self.covariance
-        return covariance.unsqueeze(-3) if self.tied else covariance
+    def weights_prior(self) -> TorchDistribution:
+        """Dirichlet rows."""
+        return Dirichlet(self.concentration)
 
     def forward(self) -> TorchDistribution:
         """The distribution of a vector, batched over states."""
-        covariance = self._wide()
-        return MultivariateNormal(self.loc, covariance)
+        weights = self.weights
+        return MixtureSameFamily(Categorical(logits=log(weights)), super().forward())
 
     def statistics(
         self, values: Tensor, weights: Tensor, current: TorchDistribution | None
     ) -> Statistics:
-        """Expected number of observations, sum, and sum of outer products.
-
-        Missing components are replaced by their conditional expectation and covariance (Dempster,
-        Laird and Rubin, 1977); at the start, without a current emission, by means.
-        """
-        count = weights.sum(1, dtype=torch.float64)
-        missing = values.isnan()
-        if exceeds((~missing).all().byte(), 0):
-            sums, squares = _second_moments(values, weights, centre(self))
-        elif current is None:
-            mean = values.double().nanmean(0).nan_to_num(0.0)
-            filled = torch.where(missing, mean, values.double())
-            return self.statistics(filled, weights, None)
+        """Moments for each component, weighted by its probability given state and value."""
+        if current is None or len(values) == 0:
+            shares = _scatter(values, weights, self.num_components)
         else:
-            sums, squares = _completed(values, weights, current, centre(self))
-        return {"count": count, "sums": sums, "squares": squares}
+            parts = log_prob_per_component(current, values)
+            logits = parts + log_probs(current.mixture_distribution)
+            shares = logits.softmax(-1)  # ([R,] M, K, C)
+        joint = weights.double().unsqueeze(-1) * shares  # (R, M, K, C)
+        sums = super().statistics(values, joint.flatten(2), None)
+        sums = {name: each.unflatten(1, joint.shape[2:]) for name, each in sums.items()}
+        return sums | {"counts": joint.sum(1)}
 
     def m_step(self, statistics: Statistics) -> Maximum:
-        """The mode of the normal-inverse-Wishart posterior."""
-        count, sums, squares = (statistics[name] for name in ("count", "sums", "squares"))
-        mode: dict[str, Tensor] = {}
-        notes: list[str] = []
-        prior_loc = self.prior_loc.double() - centre(self)
-        weight = self.weight if self.has_prior("loc") else 0.0
-        if self.is_free("loc"):
-            loc = (weight * prior_loc + sums) / (weight + count).unsqueeze(-1)
-            mode["loc"] = loc + centre(self)
-        else:
-            loc = (self.loc.double() - centre(self)).expand_as(sums)
-        if self.is_free("covariance"):
-            cross = loc.unsqueeze(-1) * sums.unsqueeze(-2)
-            outer = loc.unsqueeze(-1) * loc.unsqueeze(-2)
-            scatter = squares - cross - cross.mT + count[..., None, None] * outer
-            apart = loc - prior_loc
-            scatter = scatter + weight * apart.unsqueeze(-1) * apart.unsqueeze(-2)
-            scatter = scatter.nan_to_num(0.0)  # of a mean without observations
-            divisor = count + (1.0 if weight else 0.0)
-            if self.tied:
-                scatter, divisor = scatter.sum(1), divisor.sum(1)
-            total, mean = _of_all(count, sums, squares)
-            least = floor_of(total - mean**2, mean + centre(self), self.prior_loc.dtype)
-            mode["covariance"], notes = self._covariance_mode(scatter, divisor, least)
-        return mode, notes
-
-    def _covariance_mode(
-        self, scatter: Tensor, divisor: Tensor, least: Tensor
-    ) -> tuple[Tensor, list[str]]:
-        """Mode of the covariances ``(R, [K,] D, D)``, and remarks.
-
-        Args:
-            scatter: Sums of outer products of residuals, of the shape of the mode.
-            divisor: ``(R, [K])``, their number.
-            least: ``(R, D)``, variances below which there is none without a prior.
-        """
-        if self.has_prior("covariance"):
-            scatter = scatter + self.scale.double()
-            divisor = divisor + self.degrees + self.dim + 1
-        matrix = scatter / divisor[..., None, None]
-        dtype = self.prior_loc.dtype
-        # a matrix that is singular up to rounding has no inverse
-        floor = 8 * torch.finfo(dtype).eps * matrix.diagonal(dim1=-2, dim2=-1)
-        if not self.has_prior("covariance"):
-            least = least.reshape(len(least), *(1,) * (matrix.dim() - 3), -1)
-            floor = torch.maximum(floor, least)
-        matrix, low = lift(matrix, floor)
-        if exceeds((~low).all().byte(), 0):
-            return matrix, []
-        singular = (
-            f"a covariance was numerically singular in {dtype}: components are almost functions of "
-            "each other. Drop some, or compute in float64."
-        )
-        return matrix, [singular if self.has_prior("covariance") else _floor_note("covariance")]
+        """The mode for the moments of each component, and for the weights."""
+        values, notes = super().m_step(statistics)
+        prior = self.concentration if self.has_prior("weights") else None
+        return values | {"weights": row_mode(statistics["counts"], prior)}, notes
 
 
-# What M-steps share ------------------------------------------------------------------------------
+normal_mixture = family("normal_mixture", MixtureEmission, num_components=1, dim=1)
 
 
-def normal_m_step(
-    part: Any, statistics: Statistics, flat: bool
-) -> tuple[dict[str, Tensor], list[str]]:
-    """The mode of ``loc`` and ``variance`` of independent normal components.
+def _scatter(values: Tensor, weights: Tensor, num_components: int) -> Tensor:
+    """First shares ``(R, M, K, C)``: each value goes to the nearest of C values of its state."""
+    if len(values) == 0:
+        return weights.new_zeros(*weights.shape, num_components)
+    filled = torch.where(values.isnan(), values.nanmean(0).nan_to_num(0.0), values)
+    shares = []
+    for share in weights:
+        columns = []
+        for column in share.T:
+            chance = column[: 2**24] + 1e-9  # more than that torch does not take
+            centres = filled[torch.multinomial(chance, num_components, replacement=True)]
+            nearest = torch.cdist(filled, centres).argmin(-1)
+            columns.append(torch.nn.functional.one_hot(nearest, num_components))
+        shares.append(torch.stack(columns, 1))
+    return torch.stack(shares).double()
 
-    Args:
-        part: The module: its priors, and what of it is frozen.
-        statistics: ``known``, ``sums`` and ``squares``, ``(R, K, ..., D)``.
-        flat: Whether observations are scalars, so that D = 1 is to be dropped.
-    """
-    known, sums, squares = (statistics[name] for name in ("known", "sums", "squares"))
-    if flat:
-        known, sums, squares = (part.squeeze(-1) for part in (known, sums, squares))
-    mode: dict[str, Tensor] = {}
-    notes: list[str] = []
-    middle = centre(part).squeeze(-1) if flat else centre(part)
-    prior_loc = part.prior_loc.double() - middle
-    weight = part.weight if part.has_prior("loc") else 0.0
-    if part.is_free("loc"):
-        loc = (weight * prior_loc + sums) / (weight + known)
-        mode["loc"] = loc + middle
-    else:
-        loc = (part.loc.double() - middle).expand_as(sums)
-    if part.is_free("variance"):
-        scatter = squares - 2 * loc * sums + known * loc**2 + weight * (loc - prior_loc) ** 2
-        scatter = scatter.nan_to_num(0.0)  # of a mean without observations
-        count = known + (1.0 if weight else 0.0)
-        if part.spherical:
-            scatter, count = scatter.sum(-1), count.sum(-1)
-        above, below = 0.5 * scatter.clamp(min=0.0), 0.5 * count
-        if part.has_prior("variance"):
-            above, below = above + part.rate.double(), below + part.shape.double() + 1
-        variance = above / below
-        if not part.has_prior("variance"):
-            over = tuple(range(1, known.dim() - (0 if flat else 1)))  # all but restart, component
-            mean = sums.sum(over) / known.sum(over)
-            spread = squares.sum(over) / known.sum(over) - mean**2
-            floor = floor_of(spread, mean + middle, part.prior_loc.dtype)
-            if part.spherical:
-                floor = floor.mean(-1)
-            shape = (len(floor),) + (1,) * (variance.dim() - floor.dim()) + floor.shape[1:]
-            held = torch.maximum(variance, floor.reshape(shape))  # NaN stays
-            if not exceeds((~(held > variance)).all().byte(), 0):
-                notes.append(_floor_note("variance"))
-            variance = held
-        mode["variance"] = variance
-    return mode, notes
+
+# What normal families share ----------------------------------------------------------------------
 
 
 def floor_of(spread: Tensor, mean: Tensor, dtype: torch.dtype) -> Tensor:
@@ -406,57 +417,53 @@ def floor_of(spread: Tensor, mean: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.maximum(SMALLEST * spread, torch.finfo(dtype).eps ** 2 * square)
 
 
-def _of_all(count: Tensor, sums: Tensor, squares: Tensor) -> tuple[Tensor, Tensor]:
-    """Means ``(R, D)`` of squares and of values, from sums ``(R, K, D[, D])`` of the states."""
-    number = count.sum(1, keepdim=True)
-    return squares.sum(1).diagonal(dim1=-2, dim2=-1) / number, sums.sum(1) / number
-
-
-def _floor_note(name: str) -> str:
+def floor_note(name: str) -> str:
+    """Remark that the parameter ``name`` was held at its floor."""
     return (
         f"a {name} was held at its floor, {SMALLEST:g} of that of the data: a state emits a single "
         "value. A prior, or fewer states, would prevent it."
     )
 
 
-def _second_moments(values: Tensor, weights: Tensor, about: Tensor) -> tuple[Tensor, Tensor]:
-    """Sums and sums of outer products, ``(R, K, D)`` and ``(R, K, D, D)``."""
-    size = values.size(-1) + 1
-
-    def features(values: Tensor) -> Tensor:
-        return upper_products(torch.cat([values - about, values.new_ones(len(values), 1)], -1))
-
-    sums = symmetric(weighted_sums(weights, values, features, size * (size + 1) // 2), size)
-    return sums[..., :-1, -1], sums[..., :-1, :-1]
+def like(buffer: Tensor, values: Tensor) -> Tensor:
+    """New numbers for a buffer: the old ones are still those of guides of earlier fits."""
+    return values.to(buffer).expand(buffer.shape).clone()
 
 
-def _completed(
-    values: Tensor, weights: Tensor, current: Any, about: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Sums and sums of outer products ``(R, K, D[, D])``, missing components as expected."""
-    dim, weights = values.size(-1), weights.double()
-    restarts, _, states = weights.shape
-    values, loc = values.double() - about, current.loc.double() - about
-    loc = loc.reshape(-1, *loc.shape[-2:]).expand(restarts, states, dim)
-    matrix = current.covariance_matrix.double()
-    matrix = matrix.reshape(-1, *matrix.shape[-3:]).expand(restarts, states, dim, dim)
-    missing = values.isnan()
-    sums, squares = torch.zeros_like(loc), torch.zeros_like(matrix)
-    for pattern in missing.unique(dim=0):
-        here = (missing == pattern).all(-1)
-        share, seen = weights[:, here], values[here]  # (R, m, K), (m, D)
-        known, absent = (~pattern).nonzero().squeeze(-1), pattern.nonzero().squeeze(-1)
-        whole = seen.nan_to_num(0.0).expand(restarts, states, -1, dim).clone()  # (R, K, m, D)
-        extra = torch.zeros_like(matrix)
-        if len(absent):
-            inner = matrix[..., known.unsqueeze(-1), known]
-            across = matrix[..., absent.unsqueeze(-1), known]
-            slope = torch.linalg.solve(inner, across.mT).mT if len(known) else across
-            residual = seen[:, known] - loc[..., known].unsqueeze(-2)
-            whole[..., absent] = loc[..., absent].unsqueeze(-2) + residual @ slope.mT
-            left = matrix[..., absent.unsqueeze(-1), absent] - slope @ across.mT
-            extra[..., absent.unsqueeze(-1), absent] = left
-        weighted = share.mT.unsqueeze(-1) * whole
-        sums = sums + weighted.sum(-2)
-        squares = squares + weighted.mT @ whole + share.sum(1)[..., None, None] * extra
-    return sums, squares
+def moments_of(values: Tensor) -> Tensor:
+    """Number, mean and variance of each component of observations ``(M, *E)``, in float64.
+
+    NaN is missing; a component of which nothing is known has a mean of NaN.
+    """
+    mean = values.double().nanmean(0)
+    variance = (values.double() - mean).square().nanmean(0)
+    return torch.stack([(~values.isnan()).sum(0).double(), mean, variance])
+
+
+def merged(first: Tensor, second: Tensor) -> Tensor:
+    """The moments of two sets of observations together (Chan, Golub and LeVeque, 1983)."""
+    total = first[0] + second[0]
+    share = second[0] / total
+    apart = second[1] - first[1]
+    mean = first[1] + share * apart
+    variance = (1 - share) * first[2] + share * second[2] + share * (1 - share) * apart.square()
+    both = torch.stack([total, mean, variance])
+    return torch.where(first[0] == 0, second, torch.where(second[0] == 0, first, both))
+
+
+def scale_prior(emission: Any, moments: Tensor) -> float:
+    """:meth:`CentredEmission.scale_prior` of an emission that defines it; zero of others."""
+    method = getattr(emission, "scale_prior", None)
+    return 0.0 if method is None else method(moments)
+
+
+def _check_range(variance: Tensor, dtype: torch.dtype) -> None:
+    """Raise unless variances, and shares of them, are far inside the range of ``dtype``."""
+    limits = torch.finfo(dtype)
+    bad = (variance < limits.tiny / limits.eps) | (variance > limits.max * limits.eps)
+    if bool(bad.any()):
+        raise ValueError(
+            f"data has a standard deviation of {variance[bad][0].sqrt().item():.3g}, whose square "
+            f"{dtype} does not hold. Change the unit of the data, or compute in float64: "
+            "module.double(), and values of float64."
+        )

@@ -12,8 +12,7 @@ Its modules; each imports only those above it:
 ``blocks.plan``       which pairs of blocks occur in a batch, and where they lie in memory
 ``blocks.transitions``  sums over transitions between blocks, and from and to all states
 ``blocks.messages``   chains in blocks of states by torch, in logarithms, with missing steps
-``blocks.queries``    posterior queries of those
-``blocks.paths``      their best paths, and paths sampled from the posterior
+``blocks.queries``    posterior queries of those, best paths, paths sampled from the posterior
 ``blocks.scaled``     the same chains by compiled scaled messages
 ``torch_chain``       forward, backward, Viterbi and sampling as torch operations
 ``torch_chunks``      the same for long and narrow chains, by a prefix sum over chunks
@@ -49,7 +48,6 @@ Its modules; each imports only those above it:
 ``blocks.states``     ``Blocks``: which states emit which symbols
 ``blocks.emission``   emission log-probabilities of states in blocks
 ``blocks.inner_products``  transitions as inner products, on one level or two
-``blocks.products``   sums over the states that follow each state
 ``automata``          ``Automaton``: constraints of sentences
 ``stationary``        stationary distribution, joint probabilities of steps
 ``pairs``             ``Pairs``: sparse counts of pairs of symbols

@@ -14,8 +14,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .blocks import scaled as block_scaled
-from .blocks.plan import BlockChain
 from .chain import Chain
 from .operations import Backend
 from .segment_chain import SegmentChain
@@ -41,10 +39,6 @@ class NumbaBackend(Backend):
     @cached_property
     def _segments(self) -> ModuleType:
         return import_module("._numba_segments", __package__)
-
-    @cached_property
-    def _blocks(self) -> ModuleType:
-        return import_module(".blocks._numba", __package__)
 
     def load(self) -> None:
         """Import Numba; raises ImportError if it is not installed."""
@@ -213,13 +207,6 @@ class NumbaBackend(Backend):
             kernels.sample_states, len(chain.lengths), work, *chain[1:], arrive, ends, uniform,
             states,
         )  # fmt: skip
-
-    def block_evidence(self, chain: BlockChain) -> tuple[Tensor, Tensor]:
-        return block_scaled.log_evidence(self._blocks, chain)
-
-    def block_final_state(self, chain: BlockChain) -> Tensor:
-        found = block_scaled.final_state(self._blocks, chain)
-        return super().block_final_state(chain) if found is None else found
 
 
 def _is_small(messages: Tensor) -> bool:

@@ -8,8 +8,6 @@ import torch
 from torch import Tensor
 
 from . import torch_chain, torch_chunks, torch_segments
-from .blocks.messages import LogChain
-from .blocks.plan import BlockChain
 from .chain import Chain
 from .log_space import finite_or_zero
 from .masks import exists
@@ -172,15 +170,6 @@ class Backend:
         ``uniform`` ``(S, N, T, 2)``, numbers from 0 to 1, decide on state and duration.
         """
         torch_segments.sample_states(chain, arrive, ends, uniform, states)
-
-    def block_evidence(self, chain: BlockChain) -> tuple[Tensor, Tensor]:
-        """Log evidence ``(N,)`` in the order of the plan, and where it is exact; differentiable."""
-        evidence = LogChain(chain).log_evidence()
-        return evidence, torch.ones(len(evidence), dtype=torch.bool)
-
-    def block_final_state(self, chain: BlockChain) -> Tensor:
-        """Log p(z_T | x_{1:T}) in the last block, ``(N, w)``, in the order of the plan."""
-        return LogChain(chain).final_state()
 
 
 def _weigh(likelihood: Tensor, watched: bool) -> tuple[Tensor, Tensor]:

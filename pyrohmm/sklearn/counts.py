@@ -12,7 +12,8 @@ from pyro.distributions.torch_distribution import TorchDistribution
 from sklearn.utils import check_random_state
 from torch import Tensor
 
-from ..nn.emissions import CategoricalEmission, from_distribution
+from ..nn.discrete import CategoricalEmission
+from ..nn.emissions import from_distribution
 from .tabular import TabularEstimator, to_array, to_tensor
 
 

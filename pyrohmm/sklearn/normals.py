@@ -22,7 +22,7 @@ from torch import Tensor
 from .._checks import check_number, check_size
 from ..distributions.inverse_wishart import InverseWishart
 from ..distributions.units import InverseGamma
-from ..nn.normals import CovarianceEmission
+from ..nn.covariances import CovarianceEmission
 from .tabular import TabularEstimator, to_array, to_tensor
 
 COVARIANCE_TYPES = ("spherical", "diag", "full", "tied")

@@ -159,7 +159,7 @@ def test_a_table_is_grouped_and_sorted(frame):
         {
             "who": ["b", "a", "b", "a", "b"],
             "run": [1, 1, 1, 1, 2],
-            "day": [3, 2, 1, 1, 0],
+            "day": [3, 2, 2, 1, 1],
             "x": [1.0, 2.0, float("nan"), 4.0, 5.0],
             "y": [1, 2, 3, 4, 5],
         }
@@ -175,7 +175,7 @@ def test_a_table_is_grouped_and_sorted(frame):
         table, by="who", columns="y", time="day", labels="run", covariates=["day"]
     )
     assert labelled.labels.tolist() == [[2, 1, 1], [1, 1, -1]]
-    assert labelled.covariates[0, :, 0].tolist() == [0, 1, 3]
+    assert labelled.covariates[0, :, 0].tolist() == [1, 2, 3]
 
 
 def test_a_table_is_sorted_by_dates_and_symbols_are_encoded():

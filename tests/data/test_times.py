@@ -10,8 +10,6 @@ import torch
 
 from pyrohmm import Sequences, TabularHMM, categorical, fit_em
 from pyrohmm.data import StoredSequences
-from pyrohmm.data.corpus import Corpus, merge_rare
-from pyrohmm.data.vocabulary import Vocabulary
 
 STEPS = [[0, 1, 1], [1], [0, 0]]
 TIMES = [[1e6 + 0.1, 1e6 + 0.2, 1e6 + 0.3], [7.0], [-2.0, 0.5]]
@@ -33,7 +31,7 @@ def test_all_ways_to_make_sequences_keep_them(data):
         "t": flat[order],
         "x": np.array([0, 1, 1, 1, 0, 0])[order],
     }
-    frame = Sequences.from_dataframe(table, by="who", columns="x", time="t")
+    frame = Sequences.from_dataframe(table, by="who", columns="x", time="t", gaps="ignore")
     direct = Sequences(data.values, data.lengths, times=PADDED)
     stored = next(iter(StoredSequences(np.array([0, 1, 1, 1, 0, 0]), [3, 1, 2], times=flat)))
     for each in (data, joined, frame, direct, stored, pickle.loads(pickle.dumps(data))):
@@ -51,9 +49,6 @@ def test_all_ways_to_divide_sequences_keep_them(data):
     assert data.collate([data[:1], Sequences.from_list([[1]])]).times is None
     assert torch.equal(torch.cat([part.times[:, 0] for part in data.split(0.67)]).sort().values,
                        PADDED[:, 0].sort().values)  # fmt: skip
-    words = Vocabulary(["a", "b"])
-    merged = merge_rare(Corpus(data, words), share=0.6)
-    assert torch.equal(merged.data.times, PADDED)
 
 
 def test_dates_count_in_days():

@@ -11,7 +11,7 @@ from torch.nn.functional import one_hot
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pyrohmm import HMM, Filter, clusters, queries
-from pyrohmm.distributions import block_factors
+from pyrohmm.chains import blocks as block_chains
 from pyrohmm.distributions.block_hmm import BlockHMM
 from pyrohmm.ops import backends
 from pyrohmm.ops.blocks import Blocks, from_clusters, inner_products, transitions, uniform
@@ -27,13 +27,13 @@ KINDS = ["two levels", "one level", "matrix", "overlapping"]
 def in_blocks():
     """Small cases go through blocks too where these overlap."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(block_factors, "CROWDED", 0)
+        patch.setattr(block_chains, "CROWDED", 0)
         yield
 
 
 def compute(monkeypatch, all_transitions):
     """Have all transitions computed, or only those that occur, whatever takes less time."""
-    monkeypatch.setattr(block_factors, "MATRIX", math.inf if all_transitions else 0)
+    monkeypatch.setattr(block_chains, "MATRIX", math.inf if all_transitions else 0)
 
 
 @pytest.fixture(params=["compiled", "torch"])
@@ -145,7 +145,7 @@ def test_where_blocks_overlap_much_all_transitions_are_computed_at_once(monkeypa
     torch.manual_seed(3)
     case = Case("overlapping", [3, 1, 4], [4, 1, 6])
     slow = case.hmm.log_prob(case.values)
-    monkeypatch.setattr(block_factors, "CROWDED", 8 / 3)  # 8 states, 3 of them in each block
+    monkeypatch.setattr(block_chains, "CROWDED", 8 / 3)  # 8 states, 3 of them in each block
     monkeypatch.setattr(_blockwise, "log_evidence", None)
     fast = case.hmm.log_prob(case.values)
     torch.testing.assert_close(fast, slow, rtol=1e-12, atol=1e-12)
@@ -159,7 +159,7 @@ def test_where_blocks_overlap_much_all_transitions_are_computed_at_once(monkeypa
 def test_where_blocks_overlap_much_values_are_checked_and_padding_is_not_read(monkeypatch):
     torch.manual_seed(3)
     case = Case("overlapping", [3, 1, 4], [4, 1, 6])
-    monkeypatch.setattr(block_factors, "CROWDED", 8 / 3)
+    monkeypatch.setattr(block_chains, "CROWDED", 8 / 3)
     wanted = case.hmm.log_prob(case.values)
     padded = torch.arange(6) >= case.lengths.unsqueeze(-1)
     assert torch.equal(case.hmm.log_prob(case.values.masked_fill(padded, -7)), wanted)
@@ -664,8 +664,6 @@ def test_what_is_no_block_is_refused():
     with pytest.raises(TypeError, match="transition must be InnerProductTransition or a matrix"):
         BlockHMM(hmm.log_initial, None, hmm.log_emission, hmm.blocks, torch.tensor([1]))
     parts = hmm.log_initial, hmm.transition, hmm.log_emission, hmm.blocks, torch.tensor([2])
-    with pytest.raises(ValueError, match=r"observed must have shape .* got shape \(3, 2\)"):
-        BlockHMM(*parts, torch.ones(3, 2, dtype=torch.bool))
     with pytest.raises(TypeError, match="observed must"):
         BlockHMM(*parts, torch.ones(1, 2))
     with pytest.raises(ValueError, match=r"log_emission must hold .* that sum to one over"):
@@ -1036,3 +1034,25 @@ def test_queries_with_missing_steps_where_much_is_impossible(by_blocks):
         torch.testing.assert_close(
             limits, queries.pseudo_residuals(wide, values, forecast=forecast)
         )
+
+
+# One step backward from all states, by a matrix that is kept
+
+
+@pytest.mark.parametrize("limit", [transitions.KEPT, 0])
+@pytest.mark.parametrize("kind", ["one level", "two levels"])
+@pytest.mark.parametrize("scale", [1.0, 30.0])
+def test_steps_back_from_all_states_are_those_of_the_matrix(kind, scale, limit, monkeypatch):
+    """Also of transitions of probability e^-1000 to the only states with a value."""
+    monkeypatch.setattr(transitions, "KEPT", limit)
+    monkeypatch.setattr(transitions, "CHUNK", 20)  # two rows at a time
+    torch.manual_seed(0)
+    hmm = in_single_precision(Case(kind, [2, 4, 3], [1], scale=scale))
+    log_values = torch.randn(4, 9).double() * 3
+    log_values[1, 2:] = -math.inf
+    log_values[2] = -math.inf
+    log_values[3] -= 1e5
+    steps = hmm.chain.transitions()
+    wanted = (hmm.log_transition.double() + log_values.unsqueeze(1)).logsumexp(-1)
+    torch.testing.assert_close(steps.back_from_all(log_values), wanted, rtol=1e-5, atol=1e-5)
+    assert steps.back_from_all(log_values[:0]).shape == (0, 9)

@@ -175,7 +175,7 @@ def test_lags_longer_than_all_sequences_leave_nothing_to_count():
 def test_only_symbols_are_counted():
     with pytest.raises(TypeError, match=r"^values of data must hold integers"):
         count_pairs(Sequences(torch.randn(2, 3), torch.tensor([3, 3])), 3)
-    with pytest.raises(TypeError, match="an iterable of Sequences; got Tensor in it"):
+    with pytest.raises(TypeError, match="data must be Sequences; got Tensor"):
         count_pairs([torch.tensor([0, 1])], 3)
     with pytest.raises(ValueError, match=r"shape \(N, T\), one symbol at a step"):
         count_pairs(Sequences(torch.zeros(2, 3, 1).long(), torch.tensor([3, 3])), 3)

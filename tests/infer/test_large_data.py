@@ -199,8 +199,8 @@ def test_few_parts_are_held_at_a_time(fit):
     [
         (lambda whole: (part for part in [whole]), TypeError, "iterable more than once"),
         (lambda whole: [], ValueError, "data is empty"),
-        (lambda whole: [whole.values], TypeError, "iterable of Sequences; got Tensor in it"),
-        (lambda whole: {whole.values}, TypeError, "got Tensor in it"),
+        (lambda whole: [whole.values], TypeError, "must be Sequences; got Tensor"),
+        (lambda whole: {whole.values}, TypeError, "must be Sequences; got Tensor"),
         (lambda whole: whole.values.tolist, TypeError, "data must be"),
     ],
 )

@@ -10,8 +10,9 @@ import torch
 
 from pyrohmm import BlockHMM, LanguageModel, Sequences, blocks
 from pyrohmm.data.vocabulary import Vocabulary
+from pyrohmm.language import scoring
 from pyrohmm.language.command import hold_out, main
-from pyrohmm.language.contiguous import as_text, score_in_order
+from pyrohmm.language.text import as_text
 from pyrohmm.ops.blocks.inner_products import InnerProductTransition
 
 WORDS = Vocabulary(["<unk>", "<eos>", "a", "b"], "<unk>")
@@ -39,9 +40,10 @@ def alternating():
     return BlockHMM(first, transition, emission, each, torch.tensor([1]))
 
 
-@pytest.mark.parametrize("two_level", [False, True])
-def test_scores_in_order_are_those_of_the_whole_text(two_level):
+@pytest.mark.parametrize(("two_level", "window"), [(False, 1024), (True, 1), (True, 4)])
+def test_scores_in_order_are_those_of_the_whole_text(two_level, window, monkeypatch):
     """Each sentence has what it adds to the log-probability of a single dense sequence."""
+    monkeypatch.setattr(scoring, "WINDOW", window)
     model = tiny(two_level=two_level)
     lines = ["a b", "", "b a a", "c", "", "a"]
     scores = model.score(lines)
@@ -62,10 +64,10 @@ def test_scores_in_order_are_those_of_the_whole_text(two_level):
 
 def test_what_only_the_end_remembers_is_scored_and_sampled(monkeypatch):
     hmm, model = alternating(), tiny()
+    monkeypatch.setattr(type(model.module), "forward", lambda self, lengths: hmm)
     data = Sequences.from_list([[2, 1], [3, 1], [2, 1], [3, 1]])
     expected = torch.tensor([0.5, 1.0, 1.0, 1.0], dtype=torch.double).log()
-    torch.testing.assert_close(score_in_order(hmm, data), expected, rtol=0, atol=1e-5)
-    monkeypatch.setattr(type(model.module), "forward", lambda self, lengths: hmm)
+    torch.testing.assert_close(model.score(data), expected, rtol=0, atol=1e-5)
     drawn = model.generate(30, torch.Generator().manual_seed(0))
     assert {"a", "b"} == set(drawn)
     assert all(one != other for one, other in itertools.pairwise(drawn))

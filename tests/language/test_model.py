@@ -183,12 +183,6 @@ def test_codes_of_no_word_are_refused():
         model.fit(Sequences(values, data.lengths))
 
 
-def test_what_fit_chooses_cannot_be_given():
-    model, data = model_of(text(30))
-    with pytest.raises(TypeError, match="fit chooses num_steps, optimizer itself"):
-        model.fit(data, optimizer=torch.optim.SGD, num_steps=3)
-
-
 def test_weights_that_decay_are_smaller():
     sizes = []
     for decay in (0.0, 3.0):

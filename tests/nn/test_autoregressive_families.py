@@ -412,9 +412,9 @@ def test_markov_sample_feeds_what_it_generates():
 
 @pytest.mark.parametrize("family", [autoregressive_normal(2), autoregressive_categorical(2)])
 def test_it_is_no_part_of_other_emissions(family):
-    with pytest.raises(TypeError, match="families of streams must emit observations"):
+    with pytest.raises(TypeError, match=r"families of streams must .* emit observations"):
         TabularHMM(2, streams(categorical(2), family))
-    with pytest.raises(TypeError, match="family of tied states must emit observations"):
+    with pytest.raises(TypeError, match=r"family must .* emit observations"):
         TabularHMM(2, tied(family, [0, 0]))
 
 

@@ -39,7 +39,7 @@ from pyrohmm import (
     tied,
 )
 from pyrohmm.distributions.observation import Streams, Tied
-from pyrohmm.nn import normals as normals
+from pyrohmm.nn import normals
 from pyrohmm.nn.family import Emission
 
 NAN = math.nan
@@ -201,7 +201,7 @@ def test_a_frozen_parameter_stays_and_the_others_are_the_best_beside_it(name, pa
     values, weights = case.values(rng, 30), draw_weights(rng, 2, 30)
     found, _ = m_step(module, values, weights, emission)
     free = [one for one in case.supports if one != parameter]
-    assert set(found) == set(free)
+    assert set(found) >= set(free)
     *path, last = parameter.split(".")
     kept = getattr(module.get_submodule(".".join(path)), last)
     np.testing.assert_allclose(kept, parameters[parameter], rtol=1e-12)
@@ -442,9 +442,10 @@ def test_missing_components_of_a_full_covariance_are_expected(kind, restarts):
         sums = sum(w * mean for w, (mean, _) in zip(weights[r, :, k], each))
         squares = sum(w * square for w, (_, square) in zip(weights[r, :, k], each))
         # the grid's end is six standard deviations away
-        np.testing.assert_allclose(found["sums"][r, k], sums, atol=1e-5)
-        np.testing.assert_allclose(found["squares"][r, k], squares, atol=1e-5)
-        assert found["count"][r, k].item() == pytest.approx(weights[r, :, k].sum())
+        total = found["squares"][r, k]
+        np.testing.assert_allclose(total[0, 1:], sums, atol=1e-5)
+        np.testing.assert_allclose(total[1:, 1:], squares, atol=1e-5)
+        assert total[0, 0].item() == pytest.approx(weights[r, :, k].sum())
 
 
 @pytest.mark.parametrize("name", ["full", "shared"])
@@ -555,7 +556,7 @@ def test_an_observation_of_a_mixture_is_shared_out_by_its_components():
     )
     np.testing.assert_allclose(
         found["sums"][0],
-        np.einsum("mk,mkc,md->kcd", weights[0], shares, values - normals.centre(module).numpy()),
+        np.einsum("mk,mkc,md->kcd", weights[0], shares, values - module.centre.numpy()),
         rtol=1e-9,
     )
 
@@ -577,7 +578,7 @@ def test_a_distribution_makes_the_module_that_builds_it(name):
     case, rng = CASES[name], np.random.default_rng(18)
     emission, parameters = current_of(case, rng)
     module = emissions.from_distribution(emission)
-    assert isinstance(module, emissions.Emission)
+    assert isinstance(module, Emission)
     values = torch.tensor(case.values(rng, 6))
     wide = values.reshape(6, 1, *values.shape[1:])
     torch.testing.assert_close(call(module).log_prob(wide), emission.log_prob(wide))
@@ -636,51 +637,51 @@ def test_hyperparameters_spread_over_states(build, name, expected):
 WRONG = [
     (lambda: categorical(0), ValueError, "num_symbols must be at least 1; got 0"),
     (lambda: categorical(2.0), TypeError, "num_symbols must be an int"),
-    (lambda: categorical(2, 0.0)(2), ValueError, "concentration must be positive"),
-    (lambda: categorical(2, torch.ones(3))(2), ValueError, "concentration must be a number or"),
-    (lambda: categorical(2, NAN)(2), ValueError, "concentration must be finite"),
-    (lambda: bernoulli(0), ValueError, "dim must be at least 1"),
-    (lambda: bernoulli(2, -1.0)(2), ValueError, "concentration1 must be positive"),
-    (lambda: bernoulli(2, 1.0, 0.0)(2), ValueError, "concentration0 must be positive"),
+    (lambda: categorical(2, 0.0), ValueError, "concentration must be positive"),
+    (lambda: categorical(2, torch.ones(3)), ValueError, "concentration must be a number or"),
+    (lambda: categorical(2, NAN), ValueError, "concentration must be finite"),
+    (lambda: bernoulli(-1), ValueError, "dim must be at least 0"),
+    (lambda: bernoulli(2, -1.0), ValueError, "concentration1 must be positive"),
+    (lambda: bernoulli(2, 1.0, 0.0), ValueError, "concentration0 must be positive"),
     (lambda: poisson(-1), ValueError, "dim must be at least 0"),
     (lambda: poisson(True), TypeError, "dim must be an int"),
-    (lambda: poisson(rate=0.0)(2), ValueError, "rate must be positive"),
-    (lambda: poisson(2, torch.ones(3))(2), ValueError, "concentration must be a number or"),
+    (lambda: poisson(rate=0.0), ValueError, "rate must be positive"),
+    (lambda: poisson(2, torch.ones(3)), ValueError, "concentration must be a number or"),
     (lambda: normal(-1), ValueError, "dim must be at least 0"),
     (lambda: normal(1.0), TypeError, "dim must be an int"),
-    (lambda: normal(1, weight=0.0)(2), ValueError, "weight must be positive"),
-    (lambda: normal(1, concentration=-1.0)(2), ValueError, "^concentration must be positive"),
-    (lambda: normal(1, rate=0.0)(2), ValueError, "rate must be positive"),
-    (lambda: normal(2, loc=torch.zeros(3))(2), ValueError, "loc must be a number or have a shape"),
+    (lambda: normal(1, weight=0.0), ValueError, "weight must be positive"),
+    (lambda: normal(1, concentration=-1.0), ValueError, "^concentration must be positive"),
+    (lambda: normal(1, rate=0.0), ValueError, "rate must be positive"),
+    (lambda: normal(2, loc=torch.zeros(3)), ValueError, "loc must be a number or have a shape"),
     (lambda: normal_spherical(0), ValueError, "dim must be at least 1"),
-    (lambda: normal_spherical(2, rate=torch.ones(3))(2), ValueError, "rate must be a number"),
+    (lambda: normal_spherical(2, rate=torch.ones(3)), ValueError, "rate must be a number"),
     (lambda: normal_full(0), ValueError, "dim must be at least 1"),
-    (lambda: normal_full(2, weight=0.0)(2), ValueError, "^weight must be positive"),
-    (lambda: normal_full(2, degrees=1.0)(2), ValueError, "degrees must be greater than D - 1"),
-    (lambda: normal_full(2, scale=-1.0)(2), ValueError, "scale must be a positive number"),
-    (lambda: normal_full(2, scale=torch.eye(3))(2), ValueError, "scale must be a positive number"),
-    (lambda: normal_tied(2, scale=torch.zeros(2, 2))(2), ValueError, "scale must be a positive"),
+    (lambda: normal_full(2, weight=0.0), ValueError, "^weight must be positive"),
+    (lambda: normal_full(2, degrees=1.0), ValueError, "degrees must be greater than D - 1"),
+    (lambda: normal_full(2, scale=-1.0), ValueError, "scale must be a positive number"),
+    (lambda: normal_full(2, scale=torch.eye(3)), ValueError, "scale must be a positive number"),
+    (lambda: normal_tied(2, scale=torch.zeros(2, 2)), ValueError, "scale must be a positive"),
     (lambda: normal_mixture(0, 1), ValueError, "num_components must be at least 1"),
     (lambda: normal_mixture(2, 0), ValueError, "dim must be at least 1"),
-    (lambda: normal_mixture(2, 1, weights_concentration=0.0)(2), ValueError, "weights_conc"),
+    (lambda: normal_mixture(2, 1, weights_concentration=0.0), ValueError, "weights_conc"),
     (lambda: streams(), ValueError, "families is empty"),
     (
-        lambda: streams(parametric(dist.VonMises(torch.zeros(2), torch.ones(2))))(2),
+        lambda: streams(parametric(dist.VonMises(torch.zeros(2), torch.ones(2)))),
         TypeError,
-        "families of streams must have a closed M-step; got PointEmission",
+        "families of streams must have a closed M-step.*got PointEmission",
     ),
     (lambda: tied(categorical(2), [0, 2]), ValueError, "use all numbers from 0; got .0, 2."),
     (lambda: tied(categorical(2), [-1, 0]), ValueError, "use all numbers from 0"),
     (lambda: tied(categorical(2), [[0], [1]]), ValueError, "index must be"),
     (lambda: tied(categorical(2), [0.0, 1.0]), TypeError, "index must hold integers"),
-    (lambda: tied(categorical(2), [0, 0, 1])(2), ValueError, "one entry for each of K = 2"),
+    (lambda: tied(categorical(2), [0, 0, 1]), ValueError, "one entry for each of K = 2"),
     (
-        lambda: tied(parametric(dist.VonMises(torch.zeros(1), torch.ones(1))), [0, 0])(2),
+        lambda: tied(parametric(dist.VonMises(torch.zeros(1), torch.ones(1))), [0, 0]),
         TypeError,
         "family must have a closed M-step",
     ),
     (
-        lambda: parametric(dist.VonMises(torch.zeros(3), torch.ones(3)))(2),
+        lambda: parametric(dist.VonMises(torch.zeros(3), torch.ones(3))),
         ValueError,
         "distribution must have batch shape",
     ),
@@ -690,7 +691,7 @@ WRONG = [
 @pytest.mark.parametrize(("build", "error", "words"), WRONG, ids=[row[2] for row in WRONG])
 def test_arguments_that_make_no_sense_are_refused_by_name(build, error, words):
     with pytest.raises(error, match=words):
-        build()
+        build()(2)
 
 
 @pytest.mark.parametrize("name", ["symbols", "bits", "count", "mixture"])

@@ -23,9 +23,9 @@ from pyrohmm import (
     blocks,
     fit_map,
 )
-from pyrohmm.data.tags import tagged
 from pyrohmm.distributions.tagged_hmm import WordAndTag
 from pyrohmm.nn.networks import CharCNN
+from pyrohmm.nn.tagging import tagged
 
 RAGGED = blocks.from_clusters(torch.tensor([0, 0, 0, 1, 1, 2]), torch.tensor([2, 1, 2]))
 VARIANTS = {

@@ -197,11 +197,11 @@ def blocks(backend):
     chain = block_recursions.plan_chain(
         steps, torch.tensor([5, 2, 1, 5]), states, *vectors, first, seen
     )
-    evidence, exact = backend.block_evidence(chain)
-    gradients = torch.autograd.grad((evidence * torch.rand(4)).sum(), vectors)
-    with torch.no_grad():
-        final = backend.block_final_state(chain).exp()
-    return evidence, exact, *gradients, final
+    with use(backend):
+        evidence = block_recursions.log_evidence(chain)
+        gradients = torch.autograd.grad((evidence * torch.rand(4)).sum(), vectors)
+        final = block_recursions.final_state_log_probs(chain).exp()
+    return evidence, *gradients, final
 
 
 def segments(backend):

@@ -6,15 +6,13 @@ imports only those above it:
 ``plan``            which pairs of blocks occur in a batch, and where they lie in memory
 ``transitions``     sums over transitions between blocks, and from and to all states
 ``messages``        torch: messages and evidence in logarithms; steps may be missing
-``queries``         torch: posterior queries, by those
-``paths``           torch: best paths and sampled paths, by those
+``queries``         torch: posterior queries, best paths and sampled paths, by those
 ``scaled``          Numba: evidence, gradient and last state by scaled messages
 ``_numba``          its compiled loops
 ``recursions``      evidence and last state by whichever of the two computes
 ``states``          ``Blocks``
 ``emission``        emission log-probabilities of states in blocks
 ``inner_products``  transitions as inner products, on one level or two
-``products``        sums over the states that follow each state, by a matrix that is kept
 """
 
 from .states import Blocks as Blocks

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..masks import exists
+from ..tensor_cache import cached_on
 
 
 class Plan(NamedTuple):
@@ -77,7 +78,7 @@ class States(NamedTuple):
         return bool((self.sizes == self.width).all())
 
 
-class BlockChain(NamedTuple):
+class PlannedChain(NamedTuple):
     """A chain whose steps say in which block their state is; N sequences, M tokens.
 
     A transition probability is p(j | i) = p(b | i) p(j | i, b) for state j in block b; where states
@@ -102,6 +103,15 @@ class BlockChain(NamedTuple):
     log_block_probs: Tensor | None
     log_first: Tensor
     log_seen: Tensor
+
+    def detached(self) -> PlannedChain:
+        """A copy without gradients, of tensors that may be saved for one of others."""
+        parts: Any = (
+            part if not isinstance(part, Tensor)
+            else part.clone() if part.is_inference() else part.detach()
+            for part in self
+        )  # fmt: skip
+        return PlannedChain(*parts)
 
 
 def bounds(sizes: Tensor) -> Tensor:
@@ -160,94 +170,66 @@ def make_plan(blocks: Tensor, lengths: Tensor, states: States) -> Plan:
 # Scores of transitions ---------------------------------------------------------------------------
 
 
-def multiply(left: Tensor, right: Tensor, out: Tensor) -> None:
-    """Write the matrix product to ``out``, which may be of higher precision."""
-    if left.dtype == out.dtype:
-        torch.mm(left, right, out=out)
-    else:
-        out.copy_(left @ right)
+class Source(NamedTuple):
+    """A block, the blocks that follow it, and where the scores of their states are.
+
+    Attributes:
+        rows: Which of the ``members`` of all blocks its r states are.
+        columns: ``(c,)``, the states of the blocks that follow it, block after block.
+        targets: These blocks.
+        cells: Where the r x c scores are.
+    """
+
+    rows: slice
+    columns: Tensor
+    targets: Tensor
+    cells: slice
 
 
-class Scores:
-    """The scores of all pairs of a plan, and their gradient: inner products, or a matrix.
+def sources(plan: Plan, states: States, device: torch.device) -> Iterator[Source]:
+    """The blocks that are followed by others; the columns are on ``device``."""
+    starts, begin = states.starts.tolist(), 0
+    columns = cached_on(device, plan.columns).split(plan.columns_of.diff().tolist())
+    targets = plan.target.split(plan.pairs_of.diff().tolist())
+    for block, column, target in zip(plan.source[plan.pairs_of[:-1]].tolist(), columns, targets):
+        rows = slice(starts[block], starts[block + 1])
+        cells = slice(begin, begin + len(column) * (rows.stop - rows.start))
+        yield Source(rows, column, target, cells)
+        begin = cells.stop
+
+
+def scores(chain: PlannedChain) -> Tensor:
+    """Scores of all pairs of a plan, one after the other: inner products, or those of a matrix.
 
     With ``enter``, states are in the order of their blocks, which are disjoint.
     """
-
-    def __init__(self, chain: BlockChain) -> None:
-        self.plan, self.states, self.leave, self.enter = chain[:4]
-        self.dtype = chain.log_seen.dtype
-
-    def __call__(self) -> Tensor:
-        """Scores, one after the other."""
-        if self.enter is None:
-            parts = [self.leave[rows, columns].flatten() for rows, columns, _ in self._matrix()]
-            return torch.cat(parts) if parts else self.leave.new_empty(0)
-        out = self.leave.new_empty(self.plan.size, dtype=self.dtype)
-        for rows, targets, cells in self.sources():
-            part = out[cells].view(rows.stop - rows.start, -1)
-            multiply(self.leave[rows], self.entered(targets).mT, part)
-        return out
-
-    def gradients(self, changed: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Of ``leave`` and ``enter``, from those of the scores."""
-        leave, enter = self.leave, self.enter
-        to_leave = torch.zeros_like(leave)
+    plan, states, leave, enter = chain[:4]
+    out = leave.new_empty(plan.size, dtype=chain.log_seen.dtype)
+    for rows, columns, _, cells in sources(plan, states, leave.device):
+        part = out[cells].view(rows.stop - rows.start, -1)
         if enter is None:
-            for states, columns, cells in self._matrix():
-                part = changed[cells].view(len(states), -1)
-                to_leave.index_put_((states, columns), part, accumulate=True)
-            return to_leave, None
-        to_enter = torch.zeros_like(enter, dtype=self.dtype)  # a sum over many sources
-        for rows, targets, cells in self.sources():
-            part = changed[cells].view(rows.stop - rows.start, -1).to(leave.dtype)
-            torch.mm(part, self.entered(targets), out=to_leave[rows])
-            self._add_entered(to_enter, targets, (part.mT @ leave[rows]).to(self.dtype))
-        return to_leave, to_enter.to(enter.dtype)
+            part.copy_(leave[states.members[rows].unsqueeze(-1), columns])
+        elif leave.dtype == out.dtype:
+            torch.mm(leave[rows], enter.index_select(0, columns).mT, out=part)
+        else:
+            part.copy_(leave[rows] @ enter.index_select(0, columns).mT)
+    return out
 
-    def sources(self) -> Iterator[tuple[slice, Tensor, slice]]:
-        """For each source block: its states, its targets, and where its scores are."""
-        plan, starts = self.plan, self.states.starts.tolist()
-        firsts, begin = plan.pairs_of.tolist(), 0
-        widths = plan.columns_of.diff().tolist()
-        for first, last, width in zip(firsts, firsts[1:], widths):
-            source = int(plan.source[first])
-            rows = slice(starts[source], starts[source + 1])
-            cells = slice(begin, begin + width * (rows.stop - rows.start))
-            yield rows, plan.target[first:last], cells
-            begin = cells.stop
 
-    def _matrix(self) -> Iterator[tuple[Tensor, Tensor, slice]]:
-        """The same for states in any order: rows ``(k, 1)`` and columns."""
-        members, device = self.states.members, self.leave.device
-        limits = self.plan.columns_of.tolist()
-        sources = zip(self.sources(), limits, limits[1:])
-        for (rows, _, cells), left, right in sources:
-            columns = self.plan.columns[left:right]
-            yield members[rows].unsqueeze(-1).to(device), columns.to(device), cells
-
-    def entered(self, targets: Tensor) -> Tensor:
-        """Vectors of the states of some blocks, one block after the other."""
-        assert self.enter is not None
-        count = len(self.states.sizes)
-        if count * self.states.width == len(self.enter):  # blocks of one size
-            blocks = self.enter.view(count, -1).index_select(0, targets.to(self.enter.device))
-            return blocks.view(-1, self.enter.size(1))
-        return torch.cat([self.enter[a:b] for a, b in self._bounds(targets)])
-
-    def _add_entered(self, total: Tensor, targets: Tensor, part: Tensor) -> None:
-        """Add ``part``, one row for each of :meth:`entered`, to the rows of ``total``."""
-        count = len(self.states.sizes)
-        if count * self.states.width == len(total):
-            blocks = total.view(count, -1)
-            blocks.index_add_(0, targets.to(total.device), part.view(len(targets), -1))
-            return
-        begin = 0
-        for a, b in self._bounds(targets):
-            total[a:b] += part[begin : begin + b - a]
-            begin += b - a
-
-    def _bounds(self, targets: Tensor) -> list[tuple[int, int]]:
-        """First and last offsets of the states of some blocks."""
-        starts = self.states.starts
-        return list(zip(starts[targets].tolist(), starts[targets + 1].tolist()))
+def score_gradients(chain: PlannedChain, changed: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Gradients by ``leave`` and ``enter``, from those by the :func:`scores`."""
+    plan, states, leave, enter = chain[:4]
+    to_leave, starts = torch.zeros_like(leave), states.starts.tolist()
+    to_enter = None if enter is None else torch.zeros_like(enter, dtype=changed.dtype)
+    for rows, columns, targets, cells in sources(plan, states, leave.device):
+        part = changed[cells].view(rows.stop - rows.start, -1)
+        if enter is None or to_enter is None:
+            place = states.members[rows].unsqueeze(-1), columns
+            to_leave.index_put_(place, part, accumulate=True)
+            continue
+        part = part.to(leave.dtype)
+        torch.mm(part, enter.index_select(0, columns), out=to_leave[rows])
+        entered = (part.mT @ leave[rows]).to(changed.dtype).split(states.sizes[targets].tolist())
+        for block, gradient in zip(targets.tolist(), entered):
+            to_enter[starts[block] : starts[block + 1]] += gradient
+    return to_leave, None if to_enter is None or enter is None else to_enter.to(enter.dtype)

@@ -1,6 +1,6 @@
 """Posterior queries of chains in blocks of states, of which some steps may be missing.
 
-Without gradients. All are sums over the messages of :class:`.messages.LogChain`.
+Without gradients. All are over the messages of :class:`.messages.LogChain`.
 """
 
 from __future__ import annotations
@@ -11,95 +11,86 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..log_space import finite_or_zero, lazy_zeros
-from .messages import LogChain, Messages
-from .plan import bounds
-from .transitions import CHUNK
+from ..log_space import finite_or_zero
+from .messages import Joint, LogChain
 
 SMALL = -1000.0  # a logarithm whose exponential is zero
+FEW = 8  # of how many best numbers one after the other is found faster than by sorting
 
 
-class Pairs(NamedTuple):
-    r"""Some tokens, and the states before and at them.
+# Sums over transitions ---------------------------------------------------------------------------
 
-    Attributes:
-        tokens: ``(n,)``, not of the first step.
-        before, after: ``(n, f)`` and ``(n, c)`` states; K beyond a block.
-        log_share: ``(n, f, c)``, :math:`\log p(z_{t-1} \mid z_t, x_{1:t-1})`.
-    """
 
-    tokens: Tensor
-    before: Tensor
-    after: Tensor
-    log_share: Tensor
+def at_steps(chain: LogChain, tokens: Tensor, shape: torch.Size) -> Tensor:
+    """Entries of tokens ``(*S, M)`` placed at their steps ``(*S, *B, T)``; 0 elsewhere."""
+    out = tokens.new_zeros(*tokens.shape[:-1], shape.numel())
+    out[..., chain.plan.where.to(out.device)] = tokens
+    return out.reshape(*tokens.shape[:-1], *shape)
+
+
+def in_order(chain: LogChain, rows: Tensor) -> Tensor:
+    """Results ``(N, ...)`` of the sequences in the order of the data, of those of the plan."""
+    return rows[chain.plan.order.argsort().to(rows.device)]
 
 
 def predictive(chain: LogChain) -> Tensor:
     """Log p(x_t | x_{1:t-1}) of each token, ``(M,)``; -inf from where it is impossible."""
     messages, subtracted = chain.forward()
-    total = torch.cat(chain.totals(messages)).double() + torch.cat(subtracted)
+    total = torch.cat([logs.logsumexp(-1) for logs in messages]).double() + torch.cat(subtracted)
     before = total[chain.plan.before.to(total.device)]
-    before[: len(chain.plan.lengths)] = 0.0
+    before[: chain.counts[0]] = 0.0
     found = torch.where(total.isneginf(), -torch.inf, total - finite_or_zero(before))
     return found.masked_fill(chain.missing.to(found.device), 0.0)
 
 
-def pairs(chain: LogChain, filtered: Messages) -> Iterator[Pairs]:
-    """The states before and at all later tokens, in parts, given :meth:`LogChain.filtered`."""
-    step, plan = chain.transitions, chain.plan
-    for tokens in chain.kinds(chain.later):
-        if chain.are_known(tokens):
-            for some in tokens.split(max(1, CHUNK // chain.seen.size(-1) ** 2)):
-                before = plan.before[some]
-                joint = chain.at(filtered, before).unsqueeze(-1) + chain.matrices(some)
-                share = joint - finite_or_zero(joint.logsumexp(-2, keepdim=True))
-                states, after = (step.places(plan.block[each]) for each in (before, some))
-                yield Pairs(some, states, after, share)
-            continue
-        logs = chain.at(filtered, plan.before[tokens])
-        blocks = plan.block[plan.before[tokens]], plan.block[tokens]
-        arrived = finite_or_zero(step.sums(logs, *blocks)).unsqueeze(-2)
-        for group, source, target in step.groups(*blocks):
-            after = step.states_of(target).unsqueeze(0)
-            for rows, log_probs in step.parts(source, target):
-                before = step.states_of(source)[rows].unsqueeze(0)
-                for row in group.split(1):
-                    joint = logs[row][:, rows].unsqueeze(-1) + log_probs
-                    share = joint - arrived[row][..., : len(after[0])]
-                    yield Pairs(tokens[row], before, after, share)
+def _shares(
+    chain: LogChain, filtered: list[Tensor], smoothed: list[Tensor]
+) -> Iterator[tuple[int, Joint, Tensor, Tensor]]:
+    r"""Each step t with parts of its transitions, in which the states before and at it are joined.
+
+    By :math:`\log p(z_{t-1} \mid z_t, x_{1:t-1})` ``(r, f, c)``, and
+    :math:`p(z_{t-1}, z_t \mid x_{1:T})`.
+    """
+    for t in range(1, len(chain.steps)):
+        for part in chain.joints(t):
+            before = filtered[t - 1][part.rows].gather(1, part.before)
+            joint = before.unsqueeze(-1) + part.log_probs
+            share = joint - finite_or_zero(joint.logsumexp(-2, keepdim=True))
+            after = smoothed[t][part.rows].gather(1, part.after)
+            yield t, part, share, (share + after.unsqueeze(-2)).exp()
 
 
 def entropy(chain: LogChain) -> Tensor:
     """Entropy of the posterior over paths in nats, ``(N,)``; 0 where none is possible."""
-    filtered, rank = chain.filtered(), chain.plan.rank.to(chain.device)
+    filtered = chain.filtered()
     smoothed = chain.smoothed(filtered)
-    found = chain.of_tokens(smoothed, lambda logs: torch.special.entr(logs.exp()).sum(-1))
-    found = found[chain.last.to(chain.device)]
-    for tokens, _, after, share in pairs(chain, filtered):
-        probs = share + chain.at(smoothed, tokens)[:, None, : after.size(1)]
-        surprise = -(probs.exp() * share.clamp(min=SMALL)).sum((-1, -2))
-        found.index_add_(0, rank[tokens.to(chain.device)], surprise)
-    return found[chain.plan.order.argsort().to(chain.device)].clamp(min=0.0)
+    found = chain.ends([torch.special.entr(logs.exp()).sum(-1) for logs in smoothed])
+    for _, part, share, probs in _shares(chain, filtered, smoothed):
+        surprise = -(probs * share.clamp(min=SMALL)).sum((-1, -2))
+        found.index_add_(0, part.rows, surprise)
+    return in_order(chain, found).clamp(min=0.0)
 
 
-def transition_counts(chain: LogChain, filtered: Messages, smoothed: Messages) -> Tensor:
-    """Expected counts of transitions ``(N, K, K)``."""
-    plan, size = chain.plan, chain.transitions.num_states
-    sequence, counts = plan.order[plan.rank], lazy_zeros(len(plan.order) * size**2, chain.seen)
-    for tokens, before, after, share in pairs(chain, filtered):
-        probs = (share + chain.at(smoothed, tokens)[:, None, : after.size(1)]).exp()
-        if len(tokens) > 1:  # each pair of blocks once for a sequence, added up in float64
-            keys = sequence[tokens] * len(plan.source) + plan.pair[tokens]
-            _, kind = keys.unique(return_inverse=True)
-            first = kind.argsort(stable=True)[bounds(kind.bincount())[:-1]]
-            sums = probs.new_zeros(len(first), *probs.shape[1:], dtype=torch.float64)
-            probs = sums.index_add_(0, kind.to(chain.device), probs.double()).to(probs.dtype)
-            tokens, before, after = tokens[first], before[first], after[first]
-        cells = (sequence[tokens].view(-1, 1, 1) * size + before.unsqueeze(-1)) * size
-        cells = (cells + after.unsqueeze(-2)).to(chain.device)
-        real = ((before < size).unsqueeze(-1) & (after < size).unsqueeze(-2)).to(chain.device)
-        counts.index_add_(0, cells[real], probs[real])
-    return counts.view(-1, size, size)
+def transition_counts(chain: LogChain, filtered: list[Tensor], smoothed: list[Tensor]) -> Tensor:
+    """Expected counts of transitions ``(N, K, K)``, added up in float64."""
+    size = chain.transitions.num_states
+    counts = torch.zeros(chain.counts[0], size + 1, size + 1, dtype=torch.float64)
+    counts = counts.to(chain.device)
+    for t, part, _, probs in _shares(chain, filtered, smoothed):
+        before, after = states_at(chain, t - 1, part, part.before), states_at(chain, t, part)
+        cells = part.rows.view(-1, 1, 1), before.unsqueeze(-1), after.unsqueeze(-2)
+        counts.index_put_(cells, probs.double(), accumulate=True)
+    return in_order(chain, counts)[:, :-1, :-1].to(chain.seen.dtype)
+
+
+def states_at(chain: LogChain, t: int, part: Joint, places: Tensor | None = None) -> Tensor:
+    """The states at places in the messages of step t, ``(r, c)``; K beyond those of a block."""
+    places = part.after if places is None else places
+    if chain.wide[t]:
+        return places
+    rows = part.rows.cpu()
+    states = chain.transitions.places(chain.plan.block[chain.steps[t].start + rows])
+    return states.to(chain.device).gather(1, places.expand(len(rows), -1))
 
 
 def left_out(chain: LogChain, past_alone: bool) -> Tensor:
@@ -108,37 +99,154 @@ def left_out(chain: LogChain, past_alone: bool) -> Tensor:
     Not normalised. With ``past_alone`` given :math:`x_{1:t-1}`.
     """
     assert chain.initial is not None
-    step, plan, filtered = chain.transitions, chain.plan, chain.filtered()
-    number = ((~chain.missing).cumsum(0) - 1).to(chain.device)
-    logs = chain.initial.to(chain.seen).repeat(int((~chain.missing).sum()), 1)
-    after = chain.kinds(chain.later)
-    anything = torch.full_like(plan.block, step.all)
-    for tokens in after:
-        if not chain.kind(tokens):
-            before = plan.before[tokens]
-            found = step.sums(chain.at(filtered, before), plan.block[before], anything[before])
-            logs[number[tokens.to(chain.device)]] = found.to(logs.dtype)
-    if past_alone:
-        return logs
-    values = chain.backward()
-    values = values._replace(within=values.within + chain.seen)
-    for tokens in after:
-        before = plan.before[tokens]
-        if not chain.kind(before):
-            here = chain.at(values, tokens)
-            found = step.sums(here, anything[before], plan.block[tokens], back=True)
-            logs[number[before.to(chain.device)]] += found
-    return logs
+    sums, block, filtered = chain.transitions.sums, chain.plan.block, chain.filtered()
+    backward, found = [] if past_alone else chain.backward(), []
+    for t, step in enumerate(chain.steps):
+        anything = torch.full((chain.counts[t],), chain.transitions.all)
+        if t:
+            before = chain.widened(t - 1, filtered[t - 1][: chain.counts[t]])
+            logs = sums(before, block[chain.plan.before[step]], anything)[:, :-1]
+        else:
+            logs = chain.initial.to(chain.seen).expand(chain.counts[0], -1)
+        if not past_alone and t + 1 < len(chain.steps):
+            later = chain.steps[t + 1]
+            after = chain.widened(t + 1, backward[t + 1] + chain.seen_at(t + 1))
+            onward = sums(after, anything[: len(after)], block[later], back=True)[:, :-1]
+            logs = torch.cat([logs[: len(after)] + onward, logs[len(after) :]])
+        found.append(logs[~chain.missing[step].to(chain.device)])
+    return torch.cat(found)
 
 
-def all_states(chain: LogChain, logs: Messages, count: int) -> Tensor:
-    """Probabilities of all states at ``count`` steps, ``(count, K)``; 0 where padded."""
-    size = chain.transitions.num_states
-    out = lazy_zeros(count * size, chain.seen).view(-1, size)
-    known = (~chain.missing).nonzero().squeeze(-1)
-    states = chain.transitions.places(chain.plan.block[known])
-    rows, real = chain.plan.where[known].unsqueeze(-1).expand_as(states), states < size
-    probs = logs.within[known.to(chain.device)].exp()[real.to(chain.device)]
-    out[rows[real].to(chain.device), states[real].to(chain.device)] = probs
-    out[chain.plan.where[chain.missing].to(chain.device)] = logs.wide.exp()
-    return out
+def all_states(chain: LogChain, logs: list[Tensor], count: int) -> Tensor:
+    """Messages of all states at ``count`` steps, ``(count, K)``; -inf where padded."""
+    out = chain.seen.new_full((count, chain.transitions.num_states + 1), -torch.inf)
+    for step, (t, part) in zip(chain.steps, enumerate(logs)):
+        out[chain.plan.where[step].to(chain.device)] = chain.widened(t, part)
+    return out[:, :-1]
+
+
+# Paths -------------------------------------------------------------------------------------------
+
+
+class Ranked(NamedTuple):
+    """The C best paths into each state of some rows, and where these come from.
+
+    Attributes:
+        scores: ``(n, S, C)``, log p(x, z); -inf where there are fewer.
+        origins: ``(n, S, C)``, which of the paths into the states of the step before.
+    """
+
+    scores: Tensor
+    origins: Tensor
+
+
+def k_best(chain: LogChain, count: int) -> tuple[Tensor, Tensor]:
+    """The C best paths: states of the tokens ``(C, M)``, and log p(x, z) ``(N, C)``.
+
+    Of equal paths the first. Where fewer are possible the rest have -inf, and hold states that mean
+    nothing.
+    """
+    first = (chain.at_first_step() + chain.seen_at(0)).unsqueeze(-1)
+    scores = torch.nn.functional.pad(first, (0, count - 1), value=-torch.inf)
+    steps = [Ranked(scores, torch.zeros_like(scores, dtype=torch.long))]
+    for t in range(1, len(chain.steps)):
+        steps.append(_ranked(chain, t, steps[-1].scores))
+    best = chain.seen.new_empty(chain.counts[0], count)
+    pointer = torch.zeros(chain.counts[0], count, dtype=torch.long, device=chain.device)
+    places: list[Tensor] = []
+    for t in range(len(steps) - 1, -1, -1):
+        ended = chain.counts[t + 1] if t + 1 < len(steps) else 0
+        last = steps[t].scores[ended:].flatten(1)
+        best[ended : chain.counts[t]], pointer[ended : chain.counts[t]] = _largest(last, count)
+        here = pointer[: chain.counts[t]]
+        places.append((here // count).mT)
+        here.copy_(steps[t].origins.flatten(1).gather(1, here))
+    return _states(chain, places[::-1]), in_order(chain, best)
+
+
+def sample(chain: LogChain, count: int) -> Tensor:
+    """Sample paths from the posterior: states of the tokens, ``(count, M)``."""
+    messages, places = chain.forward()[0], list[Tensor]()
+    for t in range(len(chain.steps) - 1, -1, -1):
+        score = messages[t].repeat(count, 1, 1)
+        for part in chain.joints(t + 1) if places else ():
+            after = places[-1][:, part.rows]
+            column = (part.after == after.unsqueeze(-1)).byte().argmax(-1)  # (count, r)
+            log_probs = part.log_probs.expand(len(part.rows), -1, -1)
+            index = column.mT.unsqueeze(-2).expand(-1, log_probs.size(-2), -1)
+            onward = log_probs.gather(-1, index).permute(2, 0, 1)
+            score[:, part.rows.unsqueeze(-1), part.before] += onward.to(score.dtype)
+        places.append(sample_places(score))
+    return _states(chain, places[::-1])
+
+
+def sample_places(scores: Tensor) -> Tensor:
+    """Sample a place in the last dimension by logarithms of weights; beyond it if all are zero."""
+    mass = (scores - finite_or_zero(scores.amax(-1, keepdim=True))).exp().cumsum(-1)
+    uniform = torch.rand(mass.shape[:-1], dtype=mass.dtype, device=mass.device)
+    return (mass <= uniform.unsqueeze(-1) * mass[..., -1:]).sum(-1)
+
+
+def _states(chain: LogChain, places: list[Tensor]) -> Tensor:
+    """The states ``(C, M)`` at places ``(C, n)`` in the messages of each step, on the CPU."""
+    last, found = chain.transitions.num_states - 1, []
+    for t, (step, place) in enumerate(zip(chain.steps, places)):
+        place = place.cpu()
+        if not chain.wide[t]:
+            blocks = chain.plan.block[step]
+            place = place.minimum(chain.transitions.states.sizes[blocks] - 1)  # none is possible
+            place = chain.transitions.places(blocks).gather(1, place.mT).mT
+        found.append(place.clamp(max=last))
+    return torch.cat(found, -1)
+
+
+def _ranked(chain: LogChain, t: int, before: Tensor) -> Ranked:
+    """The best paths into the states of step t."""
+    count, seen = before.size(-1), chain.seen_at(t)
+    scores = seen.new_full((*seen.shape, count), -torch.inf)
+    origins = torch.zeros_like(scores, dtype=torch.long)
+    for part in chain.joints(t):
+        places = part.before.expand(len(part.rows), -1)
+        values = before[part.rows].gather(1, places.unsqueeze(-1).expand(-1, -1, count))
+        new = _extended(values, part.log_probs, count)
+        states = places.gather(1, (new.origins // count).flatten(1)).view_as(new.origins)
+        cells = part.rows.unsqueeze(-1), part.after
+        scores[cells] = new.scores
+        origins[cells] = states * count + new.origins % count
+    return Ranked(scores + seen.unsqueeze(-1), origins)
+
+
+def _extended(before: Tensor, logs: Tensor, count: int) -> Ranked:
+    """The best of the paths into ``(*, from, C)``, one step on by ``logs`` ``(*, from, to)``.
+
+    They come from the C states whose best paths are best.
+    """
+    logs, size = logs.mT, before.size(-2)
+    best, states = _largest(logs + before[..., 0].unsqueeze(-2), min(count, size))
+    if count == 1:
+        return Ranked(best, states)
+    states, order = states.sort(-1)
+    none = best.gather(-1, order).isneginf().unsqueeze(-1)  # a state that may be there already
+    several = before.unsqueeze(-3).expand(*states.shape[:-1], *before.shape[-2:])
+    ranked = several.gather(-2, states.unsqueeze(-1).expand(*states.shape, count))
+    onward = logs.expand(*states.shape[:-1], size).gather(-1, states)
+    joint = onward.unsqueeze(-1) + ranked  # (*, to, C, C)
+    scores, place = _largest(joint.masked_fill(none, -torch.inf).flatten(-2), count)
+    origins = states.gather(-1, place // count) * count + place % count
+    return Ranked(scores, origins)
+
+
+def _largest(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The ``count`` largest in the last dimension and where they are, of equal ones the first."""
+    if count > FEW:
+        ranked = values.sort(dim=-1, descending=True, stable=True)
+        return ranked.values[..., :count], ranked.indices[..., :count]
+    best: list[Tensor] = []
+    places: list[Tensor] = []
+    for _ in range(count):
+        if places:
+            values = values.scatter(-1, places[-1].unsqueeze(-1), -torch.inf)
+        largest = values.max(-1)
+        best.append(largest.values)
+        places.append(largest.indices)
+    return torch.stack(best, -1), torch.stack(places, -1)

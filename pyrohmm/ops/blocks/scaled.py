@@ -1,16 +1,14 @@
 r"""Chains in blocks of states by compiled scaled messages, for models on the CPU.
 
-What scaled messages lose
--------------------------
-Messages are probabilities that sum to one at each step, and what is below ``LEAST`` in them counts
-as zero. The paths lost in this way may matter later, so each sequence carries a bound on their
-mass, over what is left: what a step loses is added, and the sum divided by the norm of each step.
-Mostly that ends at the next step: if m is the mass that enters a block, and a the least probability
-of a transition there, what is left has at least a m in each state before that is seen, and what was
-lost, x, at most x. So it is at most x / (a m) of what is left in each state, and stays that however
-long the sequence, for both go on by the same products. A sequence whose lost paths may be more than
-rounding of its evidence is redone in logarithms. (The backward pass needs no such care: there, a
-message is zero only if all paths through that state and time have less than ``LEAST`` together.)
+Messages are float64 and sum to one at each step; transition probabilities have the dtype of the
+model. Exact within rounding
+----------------------------
+Logarithms of probabilities that are not zero are raised to ``LOW`` at least, so that products of
+them stay in the range of float64. If a *likelihood* or a first state was raised, or a message fell
+below ``LEAST``, the sequence is computed in logarithms. Raised *transitions* are more frequent, as
+softmaxes in float32 are cut early. They only add paths; the share of the evidence that is of paths
+with such a transition is at most the expected number of them, which the backward pass bounds. Where
+that is more than rounding, the sequence is computed in logarithms, too.
 """
 
 from __future__ import annotations
@@ -26,10 +24,10 @@ from torch import Tensor
 from ..._precision import differentiable_gradient, in_full_precision
 from ..log_space import finite_or_zero
 from .messages import LogChain
-from .plan import BlockChain, Plan, Scores, States
+from .plan import Plan, PlannedChain, States, score_gradients, scores
 
-# What is below that counts as zero: probabilities, messages and likelihoods over their maximum.
-LEAST = {torch.float32: 1e-32, torch.float64: 1e-290}
+LOW = {torch.float32: -75.0, torch.float64: -150.0}
+LEAST = 1e-100
 
 
 def _mixed(count: int) -> Tensor:
@@ -38,77 +36,102 @@ def _mixed(count: int) -> Tensor:
     return torch.cat([torch.arange(part, count, threads) for part in range(threads)])
 
 
-class _Forward:
-    """Forward pass by scaled messages; sequences in the order of the plan.
+def _raised(logs: Tensor) -> tuple[Tensor, Tensor]:
+    """Probabilities in float64, none but zeros below the least; and where one was."""
+    low = LOW[torch.float64]
+    below = logs < low
+    probs = logs.clamp(min=low).double().exp_()
+    zero = logs.isneginf()
+    return probs.masked_fill_(zero, 0.0), below & ~zero
+
+
+class Passes:
+    """Forward and backward passes; sequences in the order of the plan.
 
     Attributes:
         evidence: ``(N,)`` float64, log.
-        sound: ``(N,)``, whether what was lost is surely less than rounding of the evidence.
-        lost: ``(N,)`` float64, bound on the mass that the last steps lost, over what is left.
-        lowest: ``(P,)``, the least probability of each pair; 0 if a positive one was cut off, and
-            negative, the least positive one, where some are zero by themselves.
+        sound: ``(N,)``, whether it is exact.
+        raised: ``(P,)``, whether a transition of a pair was raised.
         alpha: ``(M, w)``, filtered probabilities of each token.
-        norm: ``(M,)``, likelihood of each token given those before, over its maximum.
-        seen: ``(M, w)``, likelihood of each token in its states, over its maximum.
-        block_probs: ``(B, K)``, probability of the next block; empty if there is one level.
         probs: Transition probabilities of the pairs, within the blocks.
     """
 
-    def __init__(self, kernels: ModuleType, chain: BlockChain) -> None:
-        plan, states, _, _, log_block_probs, log_first, log_seen = chain
-        self.least = LEAST[log_seen.dtype]
-        self.kernels, self.plan, self.states = kernels, plan, states
-        empty = log_seen.new_empty(0, 0)
-        self.block_probs = (
-            empty if log_block_probs is None else log_block_probs.mT.exp().contiguous()
-        )
+    def __init__(self, kernels: ModuleType, chain: PlannedChain) -> None:
+        plan, *_, log_block_probs, log_first, log_seen = chain
+        self.kernels, self.chain, count = kernels, chain, len(plan.lengths)
+        self.raised = torch.zeros(len(plan.source), dtype=torch.bool)
+        self.block_probs = torch.empty(0, 0, dtype=torch.float64)
+        if log_block_probs is not None:  # (B, K)
+            block_probs, raised = _raised(log_block_probs.mT)
+            self.block_probs = block_probs.contiguous()
+            self.raised |= bool(raised.any())
         peak = finite_or_zero(log_seen.amax(-1))
-        self.seen, cut = self._exp(log_seen - peak.unsqueeze(-1))
-        first, cut_first = self._exp(log_first)
-        count = len(plan.lengths)
-        cut[:count] |= cut_first
-        self.alpha, self.norm = torch.empty_like(self.seen), torch.ones_like(peak)
+        self.seen, cut = _raised(log_seen - peak.unsqueeze(-1))
+        first, cut_first = _raised(log_first)
+        self.sound = ~cut_first.any(-1)
+        self.sound[plan.rank[cut.any(-1)]] = False
+        self.alpha, self.norm = torch.zeros_like(self.seen), torch.ones(len(peak)).double()
         self.evidence = torch.zeros(count, dtype=torch.float64)
         self.evidence.index_add_(0, plan.rank, peak.double())
-        self.sound = torch.ones(count, dtype=torch.bool)
-        self.lost = torch.zeros(count, dtype=torch.float64)
-        self.lowest = log_seen.new_empty(len(plan.source))
-        self.scores = Scores(chain)
         self.probs: Tensor | None = self.probs_of_pairs()
-        mean, number = plan.size // max(len(plan.source), 1), torch.finfo(log_seen.dtype)
-        kernels.run(
-            kernels.forward, count, mean * len(plan.begins), _mixed(count), plan.lengths,
-            plan.begins, plan.block, states.sizes, states.starts, plan.pair, plan.base,
-            plan.stride, self.probs, self.lowest, self.block_probs, self.least, number.tiny,
-            number.eps, first, self.seen, cut, self.alpha, self.norm, self.evidence, self.lost,
-            self.sound,
+        self._run(
+            kernels.forward, self.probs, self.block_probs, first, self.seen, LEAST, self.alpha,
+            self.norm, self.evidence, self.sound,
         )  # fmt: skip
+        if bool(self.raised.any()):
+            uses = self.backward(torch.ones(count).double())[2] * math.exp(LOW[log_seen.dtype])
+            self.sound &= uses < torch.finfo(log_seen.dtype).eps
 
-    def _exp(self, logs: Tensor) -> tuple[Tensor, Tensor]:
-        """Probabilities, zero below the least; and of which rows one was cut off there."""
-        low = math.log(self.least)
-        below = logs < low
-        probs = logs.clamp(min=low).exp_().masked_fill_(below, 0.0)  # it takes long where it is 0
-        return probs, (below & ~logs.isneginf()).any(-1)
+    def _run(self, loop: Any, *arguments: Any) -> None:
+        """Run a loop over sequences."""
+        plan, states = self.chain.plan, self.chain.states
+        mean = plan.size // max(len(plan.source), 1)
+        self.kernels.run(
+            loop, len(plan.lengths), mean * len(plan.begins), _mixed(len(plan.lengths)),
+            plan.lengths, plan.begins, plan.block, states.sizes, states.starts, plan.pair,
+            plan.base, plan.stride, *arguments,
+        )  # fmt: skip
 
     def probs_of_pairs(self) -> Tensor:
-        """Transition probabilities of the pairs; writes the least of each to ``lowest``."""
-        kernels, plan, states, scores = self.kernels, self.plan, self.states, self.scores
-        probs, low = scores(), math.log(self.least)
-        parts = plan.source, plan.target, states.sizes, plan.base, plan.stride, low
-        if scores.enter is None:
-            count = len(plan.source)
-            kernels.run(
-                kernels.exp_of_pairs, count, 10 * plan.size // max(count, 1), _mixed(count),
-                *parts, probs, self.lowest,
-            )  # fmt: skip
-            return probs
-        units = len(plan.pairs_of) - 1
+        """Transition probabilities of the pairs, within the blocks."""
+        kernels, plan, probs = self.kernels, self.chain.plan, scores(self.chain)
+        of_matrix = self.chain.enter is None
+        loop = kernels.exp_of_pairs if of_matrix else kernels.softmax_of_pairs
+        count = len(plan.source) if of_matrix else len(plan.pairs_of) - 1
         kernels.run(
-            kernels.softmax_of_pairs, units, 10 * plan.size // max(units, 1), _mixed(units),
-            plan.pairs_of, *parts, probs, self.lowest,
+            loop, count, 10 * plan.size // max(count, 1), _mixed(count),
+            *(() if of_matrix else (plan.pairs_of,)), plan.source, plan.target,
+            self.chain.states.sizes, plan.base, plan.stride, LOW[probs.dtype], probs, self.raised,
         )  # fmt: skip
         return probs
+
+    def backward(self, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Smoothed marginals and messages ``(M, w)``; expected uses of raised transitions."""
+        if self.probs is None:  # a second time, through a graph that was retained
+            self.probs = self.probs_of_pairs()
+        gamma, message = torch.zeros_like(self.seen), torch.zeros_like(self.seen)
+        uses = torch.zeros_like(self.evidence)
+        self._run(
+            self.kernels.backward, self.probs, self.block_probs, self.raised, self.seen,
+            self.alpha, self.norm, self.sound, weights.double().contiguous(), gamma, message, uses,
+        )  # fmt: skip
+        return gamma, message, uses
+
+    def transition_gradients(self, message: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Gradients by ``leave``, ``enter`` and ``log_block_probs``; takes the probabilities."""
+        chain, probs, self.probs = self.chain, self.probs, None
+        assert probs is not None
+        plan, states = chain.plan, chain.states
+        pairs, by_block = len(plan.source), torch.zeros_like(self.block_probs)
+        schedule = plan.tokens_of.diff().argsort(descending=True, stable=True)[_mixed(pairs)]
+        work = plan.size // max(pairs, 1) * (2 + len(plan.tokens) // max(pairs, 1))
+        self.kernels.run(
+            self.kernels.gradients_of_pairs, pairs, work, schedule, plan.tokens_of, plan.tokens,
+            plan.before, plan.block, states.sizes, states.starts, plan.base, plan.stride,
+            torch.finfo(probs.dtype).tiny, self.alpha, message, self.block_probs, probs, by_block,
+        )  # fmt: skip
+        shares = None if chain.log_block_probs is None else by_block.mul_(self.block_probs).mT
+        return *score_gradients(chain, probs), None if shares is None else shares.to(probs.dtype)
 
 
 class _Scaled(torch.autograd.Function):
@@ -121,94 +144,44 @@ class _Scaled(torch.autograd.Function):
     def forward(
         ctx: Any, kernels: ModuleType, plan: Plan, states: States, *tensors: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        chain = BlockChain(plan, states, *tensors)  # type: ignore[arg-type]
-        forward = _Forward(kernels, chain)
+        chain = PlannedChain(plan, states, *tensors)  # type: ignore[arg-type]
+        ctx.passes = passes = Passes(kernels, chain)
         ctx.save_for_backward(*tensors)
-        ctx.forward = forward
-        ctx.mark_non_differentiable(forward.sound)
-        value = forward.evidence.masked_fill(~forward.sound, 0.0)
-        return value.to(chain.log_seen.dtype), forward.sound
+        ctx.mark_non_differentiable(passes.sound)
+        value = passes.evidence.masked_fill(~passes.sound, 0.0)
+        return value.to(chain.log_seen.dtype), passes.sound
 
     @staticmethod
     @in_full_precision
     def backward(ctx: Any, weights: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        forward: _Forward = ctx.forward
-        plan, states, sound = forward.plan, forward.states, forward.sound
+        passes: Passes = ctx.passes
+        plan, states = passes.chain[:2]
         none = None, None, None
         if torch.is_grad_enabled():
-            evidence = partial(_evidence, plan, states, sound)
+            evidence = partial(_evidence, plan, states, passes.sound)
             return (*none, *differentiable_gradient(evidence, ctx.saved_tensors, weights))
-        probs, forward.probs = forward.probs, None
-        if probs is None:  # a second time, through a graph that was retained
-            probs = forward.probs_of_pairs()
-        kernels = forward.kernels
-        gamma, message = torch.zeros_like(forward.seen), torch.empty_like(forward.seen)
-        count, good = len(plan.lengths), sound.clone()
-        mean = plan.size // max(len(plan.source), 1)
-        kernels.run(
-            kernels.backward, count, mean * len(plan.begins), _mixed(count), plan.lengths,
-            plan.begins, plan.block, states.sizes, states.starts, plan.pair, plan.base,
-            plan.stride, probs, forward.block_probs, forward.least, forward.seen, forward.alpha,
-            forward.norm, weights.contiguous(), gamma, message, good,
-        )  # fmt: skip
-        if not torch.equal(good, sound):  # only the backward pass left the range
-            return (*none, *_gradients(plan, states, ctx.saved_tensors, weights))
+        gamma, message, _ = passes.backward(weights)
         by_transition: tuple[Tensor | None, ...] = none
         if any(ctx.needs_input_grad[3:6]):
-            by_transition = _transition_gradients(forward, probs, message)
-            if ctx.saved_tensors[2] is None:
-                by_transition = (*by_transition[:2], None)
-        return (*none, *by_transition, gamma[:count], gamma)
-
-
-def _transition_gradients(
-    forward: _Forward, probs: Tensor, message: Tensor
-) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Gradients by ``leave``, ``enter`` and ``log_block_probs``; ``probs`` are overwritten."""
-    plan, states, scores, sound = forward.plan, forward.states, forward.scores, forward.sound
-    alpha, kernels = forward.alpha, forward.kernels
-    if not bool(sound.all()):
-        message[~sound[plan.rank]] = 0.0
-        alpha = alpha.masked_fill(~sound[plan.rank].unsqueeze(-1), 0.0)
-    pairs, by_block = len(plan.source), torch.zeros_like(forward.block_probs)
-    schedule = plan.tokens_of.diff().argsort(descending=True, stable=True)[_mixed(pairs)]
-    work = plan.size // max(pairs, 1) * (2 + len(plan.tokens) // max(pairs, 1))
-    kernels.run(
-        kernels.gradients_of_pairs, pairs, work, schedule, plan.tokens_of, plan.tokens,
-        plan.before, plan.block, states.sizes, states.starts, plan.base, plan.stride,
-        forward.least, alpha, message, forward.block_probs, probs, probs, by_block,
-    )  # fmt: skip
-    return *scores.gradients(probs), by_block.mul_(forward.block_probs).mT
+            by_transition = passes.transition_gradients(message)
+        gamma = gamma.to(weights.dtype)
+        return (*none, *by_transition, gamma[: len(weights)], gamma)
 
 
 def _evidence(plan: Plan, states: States, sound: Tensor, *tensors: Any) -> Tensor:
     """Log evidence of the sequences that are sound, by torch in logarithms; 0 for the others."""
-    return LogChain(BlockChain(plan, states, *tensors)).log_evidence().masked_fill(~sound, 0.0)
+    return LogChain(PlannedChain(plan, states, *tensors)).log_evidence().masked_fill(~sound, 0.0)
 
 
-def _gradients(
-    plan: Plan, states: States, tensors: tuple[Tensor | None, ...], weights: Tensor
-) -> list[Tensor | None]:
-    """The gradient of the evidence times ``weights``, by torch in logarithms."""
-    with torch.enable_grad():
-        inputs = [None if part is None else part.detach().requires_grad_() for part in tensors]
-        evidence = LogChain(BlockChain(plan, states, *inputs)).log_evidence()  # type: ignore[arg-type]
-        wanted = [part for part in inputs if part is not None]
-        gradients = iter(torch.autograd.grad(evidence, wanted, weights, allow_unused=True))
-    return [None if part is None else next(gradients) for part in inputs]
-
-
-def log_evidence(kernels: ModuleType, chain: BlockChain) -> tuple[Tensor, Tensor]:
+def log_evidence(kernels: ModuleType, chain: PlannedChain) -> tuple[Tensor, Tensor]:
     """Log evidence ``(N,)`` in the order of the plan, and where it is sound; differentiable."""
     return _Scaled.apply(kernels, *chain)
 
 
-def final_state(kernels: ModuleType, chain: BlockChain) -> Tensor | None:
+def final_state(kernels: ModuleType, chain: PlannedChain) -> Tensor | None:
     """Log p(z_T | x_{1:T}) ``(N, w)`` in the order of the plan; None if logarithms are needed."""
-    plan, sizes = chain.plan, chain.states.sizes
-    forward = _Forward(kernels, chain)
+    plan, passes = chain.plan, Passes(kernels, chain)
+    if not bool(passes.sound.all()) or bool(passes.raised.any()):
+        return None
     last = plan.begins[plan.lengths - 1] + torch.arange(len(plan.lengths))
-    beyond = torch.arange(chain.states.width) >= sizes[plan.block[last]].unsqueeze(-1)
-    probs = forward.alpha[last].masked_fill_(beyond, 0.0)
-    cut = (probs == 0).logical_and_(~beyond).any(-1) & (forward.lost > 0)
-    return probs.log() if bool((forward.sound & ~cut).all()) else None
+    return passes.alpha[last].log().to(chain.log_seen.dtype)

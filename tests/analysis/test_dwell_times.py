@@ -1,10 +1,10 @@
-"""Runs of equal states, against a loop over steps; BED as other tools read it."""
+"""Runs of equal states, against a loop over steps."""
 
 import pytest
 import torch
 from pyro.distributions import Categorical
 
-from pyrohmm import HSMM, queries, readers
+from pyrohmm import HSMM, queries
 
 
 def slow(path):
@@ -47,31 +47,12 @@ def test_segments_of_a_semi_markov_path_are_those_that_its_density_counts():
     torch.testing.assert_close(hsmm.log_joint(values, states), expected)
 
 
-def test_segments_of_a_fasta_file_become_bed(tmp_path):
-    path = tmp_path / "genome.fasta"
-    path.write_text(">chr1 first\nACGTAC\n>chr2\nGG\n")
-    corpus = readers.read_fasta(path)
-    states = torch.tensor([[0, 1, 1, 0, 0, 1], [1, 1, 0, 0, 0, 0]])
-    rows = queries.segments(states, corpus.data.lengths)
-    bed = queries.to_bed(rows, corpus.names, ["", "island"])
-    assert bed == "chr1\t1\t3\tisland\nchr1\t5\t6\tisland\nchr2\t0\t2\tisland\n"
-    letters = {"chr1": "ACGTAC", "chr2": "GG"}
-    spans = [line.split("\t") for line in bed.splitlines()]
-    assert [letters[name][int(start) : int(end)] for name, start, end, _ in spans] == [
-        "CG", "C", "GG",
-    ]  # fmt: skip
-    assert queries.to_bed(rows, corpus.names).count("\n") == len(rows)
-
-
 @pytest.mark.parametrize(
     ("call", "message"),
     [
         (lambda: queries.segments(torch.zeros(1, 2, 3).long()), r"states must .*\(1, 2, 3\)"),
         (lambda: queries.segments(torch.zeros(2, 3).long(), torch.tensor([1, 4])), "lengths must"),
         (lambda: queries.segments(torch.zeros(2, 3).long(), torch.tensor([1])), "lengths must"),
-        (lambda: queries.to_bed(queries.segments(torch.zeros(2, 3).long()), ["a"]), "number 1"),
-        (lambda: queries.to_bed(queries.segments(torch.ones(3).long()), ["a"], ["x"]), "state 1"),
-        (lambda: queries.to_bed([], ["a b"]), "no white space in their names; got 'a b'"),
     ],
 )
 def test_what_does_not_fit_is_refused(call, message):

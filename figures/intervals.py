@@ -1,0 +1,229 @@
+"""Intervals of a fit: their coverage, their time, and the panel data of R's msm.
+
+Three parts, in ``intervals.json``; seconds are of processor time on one thread.
+
+``coverage``: HMMs of two states that emit counts, fitted by EM without a prior to simulated data;
+how many of the 95 % intervals hold the truth: rates, transitions, and the stationary share of a
+state. A fit whose information is singular counts as a miss.
+
+``size``: seconds for all standard errors, by the number of parameters, after the fit.
+
+``panel``: heart transplants (``cav``, 622 patients, from the R package msm): four states, death
+entered at a known time, the others seen at visits through misclassification; estimates and 95 %
+limits beside those of msm, which R computes in the same run where it is installed. msm prints wider
+limits for a row of two misclassifications than its own covariance gives: that covariance is
+compared as well.
+"""
+
+from __future__ import annotations
+
+import csv
+import os
+import shutil
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pyro
+import torch
+from common import arguments, write
+from torch import Tensor
+from torch.distributions import Poisson
+
+from pyrohmm import (
+    HMM,
+    Sequences,
+    TabularContinuousTimeHMM,
+    TabularHMM,
+    categorical,
+    fit_em,
+    normal,
+    poisson,
+)
+
+RATES = torch.tensor([2.0, 6.0])
+MATRIX = torch.tensor([[0.9, 0.1], [0.2, 0.8]])
+MSM = """
+suppressMessages(library(msm))
+cav <- read.csv("{path}")
+Q <- rbind(c(0,.148,0,.0171), c(0,0,.202,.081), c(0,0,0,.126), c(0,0,0,0))
+E <- rbind(c(0,.1,0,0), c(.1,0,.1,0), c(0,.1,0,0), c(0,0,0,0))
+spent <- system.time(fit <- msm(state ~ years, subject=PTNUM, data=cav, qmatrix=Q, ematrix=E,
+                                deathexact=4, obstrue=firstobs))
+q <- qmatrix.msm(fit); e <- ematrix.msm(fit)
+cat("seconds", spent[1] + spent[2], "\\n")
+cat("loss", fit$minus2loglik, "\\n")
+for (i in 1:4) for (j in 1:4) {{
+    if (i != j && Q[i, j] > 0) cat("rate", i, j, q$estimates[i, j], q$L[i, j], q$U[i, j], "\\n")
+    if (E[i, j] > 0) cat("seen", i, j, e$estimates[i, j], e$L[i, j], e$U[i, j], "\\n")
+}}
+errors <- sqrt(diag(solve(0.5 * fit$paramdata$opt$hessian)))
+cat("log_odds_errors", errors[6:9], "\\n")
+"""
+
+
+def simulated(count: int, num_steps: int, seed: int) -> Sequences:
+    """Counts of a chain of two states that begins in its stationary distribution."""
+    pyro.set_rng_seed(seed)
+    start = torch.tensor([2 / 3, 1 / 3]).log()
+    lengths = torch.full((count,), num_steps)
+    return Sequences(HMM(start, MATRIX.log(), Poisson(RATES), lengths).sample(), lengths)
+
+
+def coverage(num_fits: int, count: int = 10, num_steps: int = 100) -> dict[str, Any]:
+    """How many of the intervals of ``num_fits`` simulated fits hold the truth."""
+    module = TabularHMM(2, poisson(rate=1e-9))
+    start = {"initial": torch.tensor([2 / 3, 1 / 3]), "transition": MATRIX, "emission.rate": RATES}
+    held: dict[str, int] = {"rate": 0, "transition": 0, "stationary": 0}
+    singular = 0
+    start_time = time.process_time()
+    for seed in range(num_fits):
+        data = simulated(count, num_steps, seed)
+        fit = fit_em(module, data, start=start, tolerance=1e-9)
+        try:
+            information = fit.information(data)
+        except ValueError:
+            singular += 1
+            continue
+        limits = information.intervals()
+        low, high = information.intervals(of=lambda hmm: hmm.stationary())["of"]
+        truths = [
+            ("rate", limits["module.emission.rate"], RATES[0], (0,)),
+            ("transition", limits["module.transition"], MATRIX[0, 1], (0, 1)),
+            ("stationary", (low, high), torch.tensor(2 / 3), (0,)),
+        ]
+        for name, (below, above), truth, place in truths:
+            held[name] += int(below[place] < truth < above[place])
+    spent = time.process_time() - start_time
+    return {
+        "part": "coverage",
+        "fits": num_fits,
+        "sequences": count,
+        "steps": num_steps,
+        "level": 0.95,
+        "coverage": {name: inside / num_fits for name, inside in held.items()},
+        "singular": singular,
+        "seconds_a_fit": spent / num_fits,
+    }
+
+
+def size(num_states: int, dim: int) -> dict[str, Any]:
+    """Seconds for all standard errors of a normal HMM."""
+    pyro.set_rng_seed(0)
+    states = torch.randint(num_states, (20, 100)).sort(-1).values
+    values = states.unsqueeze(-1) * 3.0 + torch.randn(20, 100, dim)
+    data = Sequences(values, torch.full((20,), 100), labels=states)
+    fit = fit_em(TabularHMM(num_states, normal(dim)), data)
+    fit = fit_em(TabularHMM(num_states, normal(dim)), data.without_labels(), start=fit.values,
+                 tolerance=1e-10)  # fmt: skip
+    start_time = time.process_time()
+    information = fit.information(data.without_labels())
+    information.std_errors()
+    spent = time.process_time() - start_time
+    return {"part": "size", "parameters": len(information.labels), "seconds": spent}
+
+
+def patients(path: Path) -> Sequences:
+    """Visits: the first state is true, deaths are known, all else is what was seen."""
+    people: dict[str, list[tuple[float, int]]] = {}
+    with path.open() as lines:
+        for row in csv.DictReader(lines):
+            visits = people.setdefault(row["PTNUM"], [])
+            visits.append((float(row["years"]), int(row["state"]) - 1))
+    seen = [torch.tensor([state for _, state in visits]) for visits in people.values()]
+    times = [torch.tensor([year for year, _ in visits]) for visits in people.values()]
+    known = [torch.where(states == 3, 3, -1) for states in seen]
+    for states, labels in zip(seen, known):
+        labels[0] = states[0]
+    data = Sequences.from_list(seen, times=times, labels=known)
+    later = data.exists & (torch.arange(data.num_steps) > 0)
+    return Sequences(data.values, data.lengths, later, labels=data.labels, times=data.times)
+
+
+def panel(path: Path) -> list[dict[str, Any]]:
+    """Rates and misclassification by EM with SQUAREM, and by msm."""
+    data = patients(path)
+    possible = torch.tensor([[0, 1, 0, 1], [0, 0, 1, 1], [0, 0, 0, 1], [0, 0, 0, 0]]).bool()
+    module = TabularContinuousTimeHMM(
+        4,
+        categorical(4),
+        rate_time=1e-6,
+        transition_allowed=possible,
+        exact_entry=torch.tensor([False, False, False, True]),
+        initial_allowed=torch.tensor([True, False, False, False]),
+    )
+    start = {
+        "initial": torch.tensor([1.0, 0.0, 0.0, 0.0]),
+        "rates": torch.tensor(
+            [[0, 0.148, 0, 0.0171], [0, 0, 0.202, 0.081], [0, 0, 0, 0.126], [0, 0, 0, 0]]
+        ),
+        "emission.probs": torch.tensor(
+            [[0.9, 0.1, 0, 0], [0.1, 0.8, 0.1, 0], [0, 0.1, 0.9, 0], [0, 0, 0, 1]]
+        ),
+    }
+    rows = []
+    for _ in range(2):  # the first run compiles
+        start_time = time.process_time()
+        fit = fit_em(module, data, start=start, tolerance=1e-9, acceleration=True)
+        limits = fit.intervals(data)
+        spent = time.process_time() - start_time
+    evidence = fit.hmm(data).restrict(data.labels).log_prob(data.values).double().sum()
+    rows.append({"part": "panel", "by": "pyrohmm", "seconds": spent, "loss": -2 * float(evidence),
+                 "iterations": len(fit.losses), **named(fit.values, limits)})  # fmt: skip
+    odds = fit.information(data).of(log_odds)[1]
+    rows[-1]["log_odds_errors"] = odds.tolist()
+    if shutil.which("Rscript"):
+        rows.append(by_msm(path))
+    return rows
+
+
+def log_odds(hmm: HMM) -> Tensor:
+    """Logarithms of odds of the four misclassifications against what is right."""
+    logs = hmm.emission.logits
+    cells = [(0, 1, 0), (1, 0, 1), (1, 2, 1), (2, 1, 2)]
+    return torch.stack([logs[state, seen] - logs[state, right] for state, seen, right in cells])
+
+
+def named(values: dict[str, Tensor], limits: dict[str, tuple[Tensor, Tensor]]) -> dict[str, Any]:
+    """Estimate and limits of each number, by the name that msm's output has here."""
+    found = {}
+    for label, name in (("rate", "module.rates"), ("seen", "module.emission.probs")):
+        low, high = limits[name]
+        for i, j in ((low.isfinite()) & ~torch.eye(4, dtype=torch.bool)).nonzero().tolist():
+            numbers = (values[name], low, high)
+            found[f"{label} {i + 1} {j + 1}"] = [float(table[i, j]) for table in numbers]
+    return found
+
+
+def by_msm(path: Path) -> dict[str, Any]:
+    """The same by R."""
+    command = ["Rscript", "-e", MSM.format(path=path)]
+    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    row: dict[str, Any] = {"part": "panel", "by": "msm"}
+    for line in text.splitlines():
+        name, *numbers = line.split()
+        if name in ("rate", "seen"):
+            row[f"{name} {numbers[0]} {numbers[1]}"] = [float(number) for number in numbers[2:]]
+        elif name == "log_odds_errors":
+            row[name] = [float(number) for number in numbers]
+        else:
+            row[name] = float(numbers[0])
+    return row
+
+
+def main() -> None:
+    """Run all parts and write their results."""
+    options = arguments(__doc__, picture=False)
+    torch.set_num_threads(1)
+    rows = [coverage(3 if options.quick else 1000)]
+    rows += [size(*case) for case in ([(2, 2)] if options.quick else [(3, 2), (6, 10), (10, 10)])]
+    path = Path(os.environ.get("PYROHMM_DATA", ".")) / "cav.csv"
+    if path.exists():
+        rows += panel(path)
+    if not options.quick:
+        write("intervals", rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,333 @@
+"""What ``Sequences`` are made of: steps of arrays and lists, read, checked, cut into sequences."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from datetime import date, timedelta
+from numbers import Real
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .._arrays import is_missing, to_numpy, to_tensor
+from .._checks import (
+    check_floats,
+    check_integers,
+    check_lengths,
+    check_real,
+    check_shape,
+    check_tensor,
+    check_times,
+)
+from .vocabulary import Vocabulary
+
+NO_CODE = -1  # of a symbol that is missing, and of a label that is not known
+PADDING = {"labels": -1.0, "rows": -1.0}  # zero elsewhere
+FLAT = 16  # rows per column of a matrix from which on it looks like one series of vectors
+HOW = (
+    "Sequences are made by Sequences.from_concatenated(array, lengths), "
+    "Sequences.from_list(sequences) or Sequences.from_dataframe(frame, columns=, by=, time=)."
+)
+
+
+# One step after the other ------------------------------------------------------------------------
+
+
+def read_steps(
+    name: str, values: Any, vocabulary: Vocabulary | None = None
+) -> tuple[Tensor | None, Tensor]:
+    """Steps ``(M, *E)`` as a tensor, None if all are missing, and which are not, ``(M,)``.
+
+    What is None, NA or NaN throughout is missing. Integers stay integers, zero where missing.
+
+    Args:
+        name: Of the steps, for errors.
+        values: An array, a tensor, a list, or a column of a table.
+        vocabulary: Encodes the steps, which are symbols then.
+    """
+    if vocabulary is not None:
+        codes = encoded(values, vocabulary, name)
+        return codes.clamp(min=0), codes != NO_CODE
+    if not isinstance(values, Tensor | list | tuple):
+        values = to_numpy(values)
+    known = torch.from_numpy(~_absent(values))
+    if known.all():
+        steps = to_tensor(name, values)
+    elif not known.any():
+        return None, known
+    else:
+        rows = to_tensor(name, [item for item, here in zip(values, known.tolist()) if here])
+        steps = rows.new_zeros(len(known), *rows.shape[1:])
+        steps[known] = rows
+    if steps.dim() == 0 or not len(steps):
+        raise ValueError(
+            f"{name} has no step; {name} must have shape (M, *E), a row per step; got "
+            f"{tuple(steps.shape)}."
+        )
+    return steps, known.to(steps.device) & ~_is_nan(steps, 1)
+
+
+def _absent(values: Any) -> np.ndarray:
+    """Mask ``(M,)`` of the items of a list or of an array of objects that are None, NaN or NA."""
+    if isinstance(values, list | tuple):
+        return np.array([item is None for item in values], bool)
+    if isinstance(values, np.ndarray) and values.dtype.kind == "O" and values.ndim == 1:
+        return is_missing(values)
+    return np.zeros(len(values) if np.ndim(values) else 0, bool)
+
+
+def _is_nan(values: Tensor, num_dims: int) -> Tensor:
+    """Whether a step is NaN throughout; ``num_dims`` dimensions on the left are of steps."""
+    if not values.dtype.is_floating_point:
+        return torch.zeros(values.shape[:num_dims], dtype=torch.bool, device=values.device)
+    absent = values.isnan()
+    return absent.flatten(num_dims).all(-1) if values.dim() > num_dims else absent
+
+
+def encoded(symbols: Any, vocabulary: Vocabulary, name: str = "values") -> Tensor:
+    """Codes ``(M,)`` of symbols; -1 where one is None or NaN.
+
+    Raises:
+        TypeError: If they are not in one dimension.
+        ValueError: If a symbol is not listed.
+    """
+    array = np.asarray(symbols, object) if isinstance(symbols, list) else to_numpy(symbols)
+    if isinstance(symbols, str):
+        array = np.array(list(symbols), object)
+    if array.ndim != 1:
+        raise TypeError(
+            f"{name} must have shape (M,), a symbol of the vocabulary per step; got {array.shape}."
+        )
+    missing = is_missing(array)
+    codes = torch.full((len(array),), NO_CODE)
+    codes[torch.from_numpy(~missing)] = vocabulary.encode(array[~missing].tolist())
+    return codes
+
+
+def read_part(name: str, part: Any, shown: str = "") -> Tensor:
+    """Labels, covariates or times of one step after the other as a tensor."""
+    if name == "times":
+        return read_times(part)
+    tensor = to_tensor(shown or name, part)
+    if name != "labels" or not tensor.dtype.is_floating_point:
+        return tensor
+    states = tensor.nan_to_num(nan=NO_CODE)  # floats because some are not known
+    whole = not tensor.isinf().any() and torch.equal(states, states.round())
+    return states.long() if whole else tensor
+
+
+def read_times(values: Any, name: str = "times") -> Tensor:
+    """Times ``(M,)`` in float64; dates are days since 1970 in UTC, and durations days."""
+    if isinstance(values, Tensor):
+        return to_tensor(name, values).double()
+    array = np.asarray(to_numpy(values))
+    text = array.dtype.kind in "UST"
+    if array.dtype.kind == "O":
+        items = [getattr(item, "start_time", item) for item in array.flat]  # of periods
+        text = any(isinstance(item, str | bytes) for item in items)
+        if all(isinstance(item, date | timedelta) for item in items):
+            import pandas
+
+            if isinstance(items[0], timedelta):
+                array = pandas.to_timedelta(items).to_numpy()
+            else:
+                array = pandas.to_datetime(items, utc=True).tz_localize(None).to_numpy()
+    if array.dtype.kind == "M":
+        array = array - np.datetime64(0, "D")
+    if array.dtype.kind == "m":
+        array = array / np.timedelta64(1, "D")
+    elif array.dtype.kind in "iu":  # their float32 would lose seconds
+        array = array.astype(np.float64)
+    elif text:
+        raise TypeError(
+            f"{name} must be numbers or dates; got text. Convert it, such as by pandas.to_datetime."
+        )
+    return to_tensor(name, array).double()
+
+
+# Cut into sequences ------------------------------------------------------------------------------
+
+
+def checked_lengths(lengths: Any, num_rows: int) -> Tensor:
+    """The ``lengths`` on the CPU, of one sequence by default; raise unless they sum to the rows."""
+    lengths = to_tensor("lengths", [num_rows] if lengths is None else lengths)
+    check_integers("lengths", lengths)
+    check_shape("lengths", lengths, (lengths.numel(),), "(N,)")
+    lengths = lengths.cpu().long()
+    check_lengths(lengths, num_rows)
+    if int(lengths.sum()) != num_rows:
+        raise ValueError(
+            f"lengths must sum to the number of rows of values, {num_rows}; they sum to "
+            f"{int(lengths.sum())}."
+        )
+    return lengths
+
+
+def check_num_rows(name: str, shape: tuple[int, ...], num_rows: int) -> None:
+    """Raise unless what has ``shape`` has as many rows as the values."""
+    if shape[:1] != (num_rows,):
+        raise ValueError(
+            f"{name} must have a row for each of the {num_rows} rows of values; got shape {shape}."
+        )
+
+
+def padded(rows: Tensor, lengths: Tensor, padding: float = 0.0) -> Tensor:
+    """Rows ``(M, *)`` of sequences of ``lengths`` in one tensor ``(N, T, *)``."""
+    steps = int(lengths.max())
+    if len(lengths) * steps == len(rows):
+        return rows.reshape(len(lengths), steps, *rows.shape[1:])
+    whole = rows.new_full((len(lengths), steps, *rows.shape[1:]), padding)
+    exists = torch.arange(steps) < lengths.unsqueeze(-1)
+    whole[exists.to(rows.device)] = rows
+    return whole
+
+
+def padded_parts(parts: Mapping[str, Any], lengths: Tensor) -> dict[str, Any]:
+    """Those of the labels, covariates and times of all steps that are not None, ``(N, T, *)``."""
+    tensors = {name: read_part(name, part) for name, part in parts.items() if part is not None}
+    for name, tensor in tensors.items():
+        check_num_rows(name, tuple(tensor.shape), int(lengths.sum()))
+    return {
+        name: padded(tensor, lengths, PADDING.get(name, 0.0)) for name, tensor in tensors.items()
+    }
+
+
+def joined_steps(
+    sequences: Iterable[Any], vocabulary: Vocabulary | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Steps ``(M, *E)`` of single sequences, their lengths, and which steps are not missing."""
+    parts = []
+    for number, sequence in enumerate(sequences):
+        if not hasattr(sequence, "__len__"):
+            raise TypeError(
+                f"sequence {number} must be a list, an array or a tensor of steps; got "
+                f"{type(sequence).__name__}. Wrap a single sequence in a list."
+            )
+        parts.append(read_steps(f"sequence {number}", sequence, vocabulary))
+    if not parts:
+        raise ValueError("sequences is empty; wanted at least one sequence.")
+    shapes = {n: tuple(steps.shape[1:]) for n, (steps, _) in enumerate(parts) if steps is not None}
+    if len(set(shapes.values())) > 1:
+        first, shape = next(iter(shapes.items()))
+        other = next(n for n in shapes if shapes[n] != shape)
+        raise ValueError(
+            f"sequences must share one event shape; sequence {first} has {shape} and sequence "
+            f"{other} has {shapes[other]}."
+        )
+    example = next((steps for steps, _ in parts if steps is not None), torch.zeros(1))
+    rows = [
+        example.new_zeros(len(known), *example.shape[1:]) if steps is None else steps
+        for steps, known in parts
+    ]
+    lengths = torch.tensor([len(row) for row in rows])
+    return torch.cat(rows), lengths, torch.cat([known for _, known in parts])
+
+
+def joined_part(name: str, items: Iterable[Any] | None, lengths: Tensor) -> Tensor | None:
+    """Labels, covariates or times of single sequences of ``lengths``, one after the other."""
+    if items is None:
+        return None
+    rows = [read_part(name, item) for item in items]
+    if [len(row) for row in rows] != lengths.tolist():
+        raise ValueError(
+            f"{name} must have one item per sequence, one row per step; got lengths "
+            f"{[len(row) for row in rows][:5]}, sequences have {lengths.tolist()[:5]} (first five)."
+        )
+    return torch.cat(rows)
+
+
+# The arguments of ``Sequences`` ------------------------------------------------------------------
+
+
+def check_values(values: Tensor) -> None:
+    """Raise unless there are values ``(N, T, *E)``."""
+    if not isinstance(values, Tensor):
+        raise TypeError(f"values must be a torch.Tensor; got {type(values).__name__}. {HOW}")
+    check_real("values", values)
+    if values.dim() < 2 or 0 in values.shape[:2]:
+        raise ValueError(
+            "values must have shape (N, T, *E) with at least one sequence and one step; got "
+            f"shape {tuple(values.shape)}. Add the dimension of sequences with unsqueeze(0)."
+        )
+
+
+def check_observed(values: Tensor, observed: Tensor) -> None:
+    """Raise if an observed step is NaN throughout."""
+    if place := first(_is_nan(values, 2) & observed):
+        raise ValueError(
+            f"values holds NaN at {place}, which is marked as observed. "
+            "Set observed to False there, or build with Sequences.from_list."
+        )
+
+
+def first(wrong: Tensor) -> str:
+    """Where a mask ``(N, T)`` is first True, in words; empty if nowhere."""
+    if not bool(wrong.any()):
+        return ""
+    sequence, step = wrong.nonzero()[0].tolist()
+    return f"sequence {sequence}, step {step}"
+
+
+def check_labels(labels: Tensor, exists: Tensor) -> None:
+    """Raise unless labels are states, or sets of them, of the steps that exist ``(N, T)``."""
+    shape = tuple(exists.shape)
+    check_tensor("labels", labels)
+    if labels.dtype == torch.bool:
+        if labels.dim() != 3 or labels.shape[:2] != shape:
+            raise ValueError(
+                f"labels that are boolean must have shape (N, T, K) with (N, T) = {shape}; got "
+                f"{tuple(labels.shape)}."
+            )
+        return
+    check_integers("labels", labels)
+    check_shape("labels", labels, shape, "(N, T)")
+    wrong = exists.to(labels.device) & (labels < NO_CODE)
+    if place := first(wrong):
+        raise ValueError(
+            f"labels must be states, or -1 where one is not known; got {int(labels[wrong][0])} at "
+            f"{place}."
+        )
+
+
+def check_covariates(covariates: Tensor, exists: Tensor) -> None:
+    """Raise unless covariates are finite numbers wherever a step exists."""
+    check_floats("covariates", covariates)
+    if covariates.dim() < 3 or covariates.shape[:2] != exists.shape:
+        raise ValueError(
+            f"covariates must have shape (N, T, C) with (N, T) = {tuple(exists.shape)}; got "
+            f"{tuple(covariates.shape)}."
+        )
+    wrong = ~covariates.flatten(2).isfinite().all(-1)
+    if place := first(wrong & exists.to(wrong.device)):
+        raise ValueError(
+            f"covariates must be finite; that of {place} is not. Fill in what is missing, and say "
+            "so in a covariate of its own."
+        )
+
+
+def check_step_times(times: Tensor, exists: Tensor) -> None:
+    """Raise unless times increase along each sequence."""
+    check_real("times", times)
+    check_shape("times", times, tuple(exists.shape), "(N, T)", "That of values.")
+    check_times(times, exists.to(times.device))
+
+
+CHECKS: dict[str, Callable[[Tensor, Tensor], None]] = {
+    "labels": check_labels,
+    "covariates": check_covariates,
+    "times": check_step_times,
+}
+
+
+def check_total(total: float | None, count: int) -> float:
+    """The size of the whole set of which ``count`` sequences are a part."""
+    if total is None:
+        return count
+    if isinstance(total, bool) or not isinstance(total, Real):
+        raise TypeError(f"total must be a number; got {type(total).__name__}.")
+    if not count <= total < math.inf:
+        raise ValueError(f"total must be at least the number of sequences, {count}; got {total}.")
+    return int(total) if total == int(total) else float(total)

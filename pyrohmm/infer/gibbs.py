@@ -1,0 +1,245 @@
+r"""``fit_gibbs``: samples of the posterior by paths given parameters, and parameters given paths.
+
+Each sweep samples the paths :math:`z \mid x, \theta` of all sequences exactly (forward filtering,
+backward sampling), then the parameters :math:`\theta \mid x, z` from their conjugate posteriors.
+All chains are one batch. A part of the model says how its parameters are sampled, by the method
+``sample_parameters`` beside ``statistics``: see :class:`pyrohmm.nn.closed_form.ConjugateSampler`.
+"""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any, cast
+
+import pyro
+import torch
+from torch import Tensor
+
+from .._checks import check_size
+from .._threads import threads_for
+from ..chains.base import ExpectedCounts
+from ..data.sequences import Sequences
+from ..distributions.autoregressive import Autoregressive
+from ..distributions.hmm import HMM
+from ..distributions.observation import is_categorical
+from ..io.checkpoints import Fields
+from ..nn.base import HMMModule
+from ..nn.closed_form import ConjugateSampler, Statistics, has_foreign_priors, under
+from .exclusive import exclusive
+from .models import MarginalModel
+from .parameters import Parameters
+from .results import Fit
+from .sampled import Chains, SampledFit
+from .starts import Start, Values, by_kmeans, from_prior
+
+WHOLE = 1e-3  # how far counts of a path may be from whole numbers, by rounding
+
+
+@exclusive(gradients=False)
+def fit_gibbs(
+    module: HMMModule,
+    data: Sequences,
+    *,
+    num_samples: int = 1000,
+    num_chains: int = 16,
+    warmup: int = 500,
+    start: Start | Values | Fit | None = None,
+    progress: bool | None = None,
+    checkpoint: str | Path | None = None,
+    name: str | None = None,
+) -> SampledFit:
+    r"""Sample the posterior :math:`p(\theta \mid x)` by Gibbs sampling, all chains as one batch.
+
+    The priors are those of the module, and every parameter must have one (or be frozen). States are
+    sampled and not kept: ask :meth:`PosteriorDraws.map` for their posterior. Torch's global source
+    of randomness is used: ``pyro.set_rng_seed``.
+
+    Args:
+        module: Builds the HMM, such as a :class:`TabularHMM`. It is copied.
+        data: The sequences. Labels restrict the states.
+        num_samples: S, kept of each chain, one after each sweep.
+        num_chains: C.
+        warmup: Number of sweeps before the first sample.
+        start: The first parameters, one for each chain: as of :func:`fit_em`; or a :class:`Fit`,
+            whose ``values`` are those of all chains. Sweeps from there leave the start soon, but
+            not a mode that is far from all others.
+        progress: Whether to show a progress bar on stderr; by default if that is a terminal.
+        checkpoint: A file to save to and to resume from: see :func:`fit_svi`.
+        name: Of the fit, which its checkpoint must have.
+
+    Raises:
+        TypeError: If ``module`` is not an ``HMMModule``.
+        ValueError: If a parameter has no prior, or a number is out of range.
+
+    Example:
+        >>> _ = pyro.set_rng_seed(0)
+        >>> data = Sequences.from_list([[0, 1] * 10, [1, 0] * 10])
+        >>> fit = fit_gibbs(TabularHMM(2, categorical(2)), data, num_samples=50, warmup=50)
+        >>> fit.chains["module.transition"].shape
+        torch.Size([16, 50, 2, 2])
+    """
+    arguments = dict(locals())
+    check_size("num_chains", num_chains)
+    if not isinstance(module, HMMModule):
+        raise TypeError(f"module must be an HMMModule; got {type(module).__name__}.")
+    if not isinstance(data, Sequences):
+        raise TypeError(f"data must be Sequences; got {type(data).__name__}.")
+    parameters = Parameters(copy.deepcopy(module), data, num_chains, None)
+    if parameters.points:
+        raise ValueError(
+            "every parameter must have a prior, of which a posterior can be sampled; "
+            f"{type(module).__name__} has parameters without one. Give them one by PyroSample, or "
+            "freeze them."
+        )
+    sampler = Gibbs(parameters, num_samples, warmup)
+    cost = parameters.cost * data.lengths.sum().item()
+    with torch.no_grad(), pyro.validation_enabled(False), threads_for(cost):
+        sampler.run(lambda: sampler.begin(start), checkpoint, arguments, progress)
+    supports = {f"module.{site}": part.support for site, part in parameters.sites.items()}
+    return sampler.fit(MarginalModel(parameters.module), data, supports, method="Gibbs")
+
+
+class Gibbs(Chains):
+    """Sweeps over the paths and the parameters of all chains.
+
+    Args:
+        parameters: Those of the chains, as batched restarts.
+        num_samples: How many sweeps are kept.
+        warmup: How many before are not.
+    """
+
+    def __init__(self, parameters: Parameters, num_samples: int, warmup: int) -> None:
+        super().__init__(num_samples, warmup)
+        self.parameters = parameters
+        module = parameters.module
+        self.data = cast(Sequences, parameters.data)
+        self.emission, self.prefix = conjugate_emission(module)
+        foreign = has_foreign_priors(module, but=module.emission_module())
+        conjugate = isinstance(module, ConjugateSampler) and not foreign
+        self.chain: Any = module if conjugate else None
+        seen = self.data.observed.flatten()
+        self.observed = None if bool(seen.all()) else seen.nonzero().squeeze(-1)
+
+    def begin(self, start: Start | Values | Fit | None) -> None:
+        """Set the first parameters, and find out which of them have conjugate posteriors."""
+        parameters, module = self.parameters, self.parameters.module
+        if isinstance(start, Fit):
+            start = start.values
+        if start is None:
+            categorical = is_categorical(parameters.example.emission)
+            start = from_prior if categorical or self.emission is None else by_kmeans
+        begin = start if isinstance(start, dict) else start(module, self.data, parameters.restarts)
+        if isinstance(begin, dict):
+            parameters.set_values(begin)
+            return
+        if isinstance(begin, ExpectedCounts):
+            begin = begin.states
+        parameters.set_values(from_prior(module, self.data, parameters.restarts))
+        hmm, _ = parameters.build(self.data)
+        shape = parameters.restarts, *begin.shape[-3:]
+        probs = begin.expand(shape).flatten(0, -2)
+        states = torch.multinomial(probs, 1).reshape(shape[:-1])
+        if hmm.allowed is not None:  # some are known
+            hmm = hmm.replace(observed=torch.zeros_like(self.data.observed))
+            known = hmm.allowed.sum(-1) == 1
+            states = torch.where(known, hmm.allowed.byte().argmax(-1), states)
+        parameters.update(self._sample_parameters(hmm, states))
+
+    def step(self) -> None:
+        """A sweep: paths given parameters, parameters given paths."""
+        parameters = self.parameters
+        hmm, prior = parameters.build(self.data)
+        likelihood = hmm.log_likelihood(self.data.values)
+        if (index := self.done - self.warmup) > 0:  # where the sweep before has ended
+            self._keep(hmm, likelihood, prior, index - 1)
+        states = hmm.chain.sample_states(likelihood, hmm.lengths, 1)[0]
+        parameters.update(self._sample_parameters(hmm, states))
+        if index == self.num_samples - 1:
+            hmm, prior = parameters.build(self.data)
+            self._keep(hmm, hmm.log_likelihood(self.data.values), prior, index)
+
+    def _keep(self, hmm: HMM, likelihood: Tensor, prior: Tensor, index: int) -> None:
+        """Keep the parameters, and their log joint density."""
+        parameters = self.parameters
+        evidence = hmm.chain.log_evidence(likelihood, hmm.lengths).double()
+        lp = evidence.reshape(parameters.restarts, -1).sum(-1) + prior.double()
+        now = {f"module.{name}": parameters.get(name) for name in parameters.sites}
+        self.keep(index, now | {"lp": lp})
+
+    def _sample_parameters(self, hmm: HMM, states: Tensor) -> Values:
+        """Samples of the parameters given the paths, by name."""
+        parameters = self.parameters
+        restarts, num_states = parameters.restarts, hmm.num_states
+        states = states.reshape(restarts, len(self.data), -1)
+        values: Values = {}
+        if self.chain is not None:
+            paths = states if restarts > 1 else states[0]
+            found = whole_counts(hmm, paths)
+            counts = {}
+            for name, count in found.items():
+                core = count.shape[count.dim() - len(hmm.chain.cores[name]) :]
+                counts[name] = count.double().reshape(restarts, -1, *core).sum(1)
+            no_evidence = states.new_zeros(restarts, 1, dtype=torch.float64)
+            weights = no_evidence.new_zeros(restarts, 1, 1, num_states)
+            expected = ExpectedCounts(no_evidence, weights, counts)
+            values |= self.chain.sample_parameters(self.chain.statistics(expected), self._own(""))
+        if self.emission is not None:
+            statistics = self._emission_statistics(hmm, states)
+            sample = self.emission.sample_parameters(statistics, self._own(self.prefix))
+            values |= under(self.prefix, sample)
+        return values
+
+    def _own(self, prefix: str) -> Values:
+        """The parameters whose names begin with ``prefix``, without it."""
+        names = [name for name in self.parameters.sites if name.startswith(prefix)]
+        return {name.removeprefix(prefix): self.parameters.get(name) for name in names}
+
+    def _emission_statistics(self, hmm: HMM, states: Tensor) -> Statistics:
+        """Sufficient statistics of the observations, each with weight one in its state."""
+        values, emission = self.data.values, hmm.emission
+        if isinstance(emission, Autoregressive):
+            values = emission.windows(values)
+        values, flat = values.flatten(0, 1), states.flatten(1)
+        if not (values.dtype.is_floating_point or is_categorical(emission)):
+            values = values.to(hmm.log_initial.dtype)
+        if self.observed is not None:
+            values = values.index_select(0, self.observed)
+            flat = flat.index_select(1, self.observed)
+        weights = hmm.log_initial.new_zeros(*flat.shape, hmm.num_states)
+        weights.scatter_(-1, flat.unsqueeze(-1), 1.0)
+        return self.emission.statistics(values, weights, emission)
+
+    def state(self) -> dict[str, Any]:
+        """The parameters, for checkpoints."""
+        return self.parameters.state()
+
+    def restore(self, state: Fields) -> None:
+        """Take the parameters from a checkpoint."""
+        self.parameters.restore(state)
+
+
+def conjugate_emission(module: HMMModule) -> tuple[Any, str]:
+    """The emission module, if its parameters can be sampled; and what their names begin with."""
+    emission = module.emission_module()
+    conjugate = isinstance(emission, ConjugateSampler)
+    if emission is None or not conjugate or has_foreign_priors(emission):
+        return None, ""
+    names = {id(part): name for name, part in module.named_modules()}
+    return emission, f"{names[id(emission)]}."
+
+
+def whole_counts(hmm: HMM, states: Tensor) -> dict[str, Tensor]:
+    """How often paths use each entry of the parameters of the chain.
+
+    Raises:
+        ValueError: If the paths do not say it.
+    """
+    counts = hmm.chain.path_counts(states, hmm.exists)
+    for name, count in counts.items():
+        if bool(((count - count.round()).abs() > WHOLE).any()):
+            raise ValueError(
+                f"the chain of {type(hmm).__name__} uses {name} in ways that its paths do not "
+                "show, so that it cannot be sampled given them. Use fit_mcmc."
+            )
+    return counts

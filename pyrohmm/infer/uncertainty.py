@@ -1,0 +1,365 @@
+"""Standard errors and intervals of a fit, from the curvature of its log joint density."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import pyro
+import torch
+from pyro import poutine
+from pyro.distributions import Dirichlet
+from pyro.poutine.messenger import Messenger
+from torch import Tensor
+from torch.distributions import biject_to, constraints, transform_to
+from torch.distributions.transforms import (
+    AffineTransform,
+    ExpTransform,
+    SigmoidTransform,
+    Transform,
+)
+
+from .._checks import check_returned
+from ..data.sequences import Sequences
+from ..distributions.hmm import HMM
+from .models import EnumeratedModel, MarginalModel
+
+BOUNDARY = 1e-7  # a probability or positive number below this, relative to the rest, counts as zero
+FAR = 0.1  # nats below the maximum, some half of a standard error away from it
+CHUNK = 16  # columns of the Hessian that are computed as one batch
+LEAST = 1e-6  # nats for a change by a factor of e: such a parameter is not determined
+RANK = 1e-9  # eigenvalues of the scaled information below this are directions without curvature
+IDENTITY, LOG, LOGIT = AffineTransform(0.0, 1.0), ExpTransform().inv, SigmoidTransform().inv
+MOST_PARAMETERS = 3_000  # the Hessian has as many columns, each a gradient of the gradient
+
+
+@dataclass(frozen=True)
+class Coordinates:
+    r"""Free coordinates :math:`u \in R^P` of one parameter, zero at its estimate.
+
+    Rows of probabilities are a softmax over their positive entries, positive numbers an
+    exponential, anything else the bijection of its support. Entries on the boundary are held.
+
+    Attributes:
+        name: Of the parameter.
+        estimate: Its value.
+        labels: P names, of single coordinates.
+        held: Names of the entries that are held at the boundary.
+        value: From u to the value of the parameter.
+        scale: On which intervals are symmetric: its function, and the inverse.
+    """
+
+    name: str
+    estimate: Tensor
+    labels: list[str]
+    held: list[str]
+    value: Callable[[Tensor], Tensor]
+    scale: Transform
+
+    @classmethod
+    def of(cls, name: str, estimate: Tensor, support: Any, unit: float = 1.0) -> Coordinates:
+        """Coordinates of a parameter with the support ``support``; ``unit`` is that of the data."""
+        estimate = estimate.detach().double()
+        if _is_simplex(estimate, support):
+            return _of_rows(name, estimate)
+        if _is_positive(support):
+            return _of_positive(name, estimate)
+        kind = type(_base(support)).__name__
+        triangular = "Cholesky" in kind or "PositiveDefinite" in kind
+        transform = transform_to(support) if triangular else biject_to(support)
+        free = transform.inv(estimate)
+        if free.numel() == estimate.numel():
+            labels = [f"{name}{list(index)}" for index in _indices(estimate.shape)]
+        else:
+            labels = [f"{name}, free coordinate {n}" for n in range(free.numel())]
+        lost = [label for label, u in zip(labels, free.flatten()) if not bool(u.isfinite())]
+        keep = free.isfinite()
+        if triangular:
+            keep = keep & torch.ones_like(keep).tril()
+        keep = keep.flatten()
+
+        def value(u: Tensor) -> Tensor:
+            full = free.flatten().masked_fill(~keep, 0.0)
+            moved = transform((full + unit * _placed(u, keep)).reshape(free.shape))
+            return torch.where(keep.reshape(free.shape), moved, estimate) if lost else moved
+
+        kept = [label for label, k in zip(labels, keep) if bool(k)]
+        inside = _base(support) is constraints.unit_interval
+        return cls(name, estimate, kept, lost, value, LOGIT if inside else IDENTITY)
+
+    def interval(self, error: Tensor, z: float) -> tuple[Tensor, Tensor]:
+        """Estimates less and plus ``z`` standard errors on :attr:`scale`."""
+        at = self.scale(self.estimate)
+        width = z * error * self.scale.log_abs_det_jacobian(self.estimate, at).exp()
+        return self.scale.inv(at - width), self.scale.inv(at + width)
+
+
+def _of_rows(name: str, estimate: Tensor) -> Coordinates:
+    """Rows of probabilities: logits of the positive entries against the largest of the row."""
+    inside = estimate > BOUNDARY
+    largest = torch.zeros_like(inside).scatter(-1, estimate.argmax(-1, keepdim=True), True)
+    free = (inside & ~largest).flatten()
+    logits = estimate.log().masked_fill(~inside, -torch.inf)
+
+    def value(u: Tensor) -> Tensor:
+        return (logits + _placed(u, free).reshape(estimate.shape)).softmax(-1)
+
+    names = [f"{name}{list(index)}" for index in _indices(estimate.shape)]
+    labels = [label for label, is_free in zip(names, free) if bool(is_free)]
+    held = [label for label, is_in in zip(names, inside.flatten()) if not bool(is_in)]
+    return Coordinates(name, estimate, labels, held, value, LOGIT)
+
+
+def _of_positive(name: str, estimate: Tensor) -> Coordinates:
+    """Positive numbers: their logarithms. Zeros are held, as are entries that must be zero."""
+    free = (estimate > 0).flatten()
+
+    def value(u: Tensor) -> Tensor:
+        return estimate * _placed(u, free).reshape(estimate.shape).exp()
+
+    names = [f"{name}{list(index)}" for index in _indices(estimate.shape)]
+    labels = [label for label, is_free in zip(names, free) if bool(is_free)]
+    held = [label for label, is_free in zip(names, free) if not bool(is_free)]
+    return Coordinates(name, estimate, labels, held, value, LOG)
+
+
+def _indices(shape: torch.Size) -> list[tuple[int, ...]]:
+    return [tuple(row) for row in torch.ones(shape).nonzero().tolist()] if shape else [()]
+
+
+def _placed(u: Tensor, free: Tensor) -> Tensor:
+    """A vector with ``u`` where ``free`` is True, else zero."""
+    return u @ torch.eye(len(free), dtype=u.dtype)[free]
+
+
+def _is_simplex(estimate: Tensor, support: Any) -> bool:
+    rows = estimate.dim() > 0 and bool(((estimate.sum(-1) - 1).abs() < 1e-4).all())
+    return rows and (_base(support) is constraints.simplex or "Simplex" in type(support).__name__)
+
+
+def _is_positive(support: Any) -> bool:
+    base = _base(support)
+    bound = getattr(base, "lower_bound", None)
+    positive = isinstance(base, constraints.greater_than | constraints.greater_than_eq)
+    return (positive and bound == 0) or "Positive" in type(support).__name__
+
+
+def _base(support: Any) -> Any:
+    while isinstance(support, constraints.independent):
+        support = support.base_constraint
+    return support
+
+
+class _AtParameters(Messenger):
+    """Runs a model at values of its latent variables and of its ``pyro.param`` statements."""
+
+    def __init__(self, values: Mapping[str, Tensor]) -> None:
+        super().__init__()
+        self.values = values
+
+    def _pyro_sample(self, message: Any) -> None:
+        if message["name"] in self.values and not message["is_observed"]:
+            message["value"], message["done"] = self.values[message["name"]], True
+
+    def _pyro_param(self, message: Any) -> None:
+        if message["name"] in self.values:
+            message["value"], message["done"] = self.values[message["name"]], True
+
+
+class Information:
+    r"""Observed information of a fit: minus the Hessian of its log joint density at the estimate.
+
+    The log joint density is that of the data and of the priors, if the model has some, so that
+    intervals are those of maximum likelihood, or of a normal approximation to the posterior. The
+    Hessian is exact, in double precision, in coordinates in which the estimate is not on a
+    boundary; the delta method maps it to any function of the fitted HMM.
+
+    The states are those of the fit: intervals hold within one labelling of the states.
+
+    References:
+        Lystig and Hughes (2002), Exact computation of the observed information matrix for hidden
+        Markov models.
+
+    Args:
+        model: The Pyro model of the fit, which returns an HMM.
+        values: The estimates of its latent variables, by name.
+        supports: Their supports, by name.
+        data: The sequences that were fitted, labels included if the fit kept to them.
+
+    Attributes:
+        labels: P names of the free coordinates.
+        held: Entries that the fit has left on the boundary of their space, such as probabilities
+            of zero; they are held there and have no interval.
+        matrix: ``(P, P)``, the observed information, in nats.
+        decrement: Newton's estimate of how far the log joint is below its maximum, in nats.
+
+    Raises:
+        ValueError: If the information is singular or the estimate no maximum; the message names
+            the parameters.
+    """
+
+    def __init__(
+        self,
+        model: Callable[..., Any],
+        values: Mapping[str, Tensor],
+        supports: Mapping[str, Any],
+        data: Sequences,
+    ) -> None:
+        if isinstance(model, EnumeratedModel):
+            model = MarginalModel(model.module, model.log_prior)  # the same density
+        model = copy.deepcopy(model).double() if isinstance(model, torch.nn.Module) else model
+        self.model, self.data = model, _double(data)
+        points, spaces = _points(model, self.data)
+        spaces = {**spaces, **supports}
+        unit = 1.0
+        if data.values.dtype.is_floating_point:
+            unit = float(data.values[data.observed].nan_to_num().std()) or 1.0
+        self.coordinates = [
+            Coordinates.of(name, value, spaces.get(name, constraints.real), unit)
+            for name, value in {**values, **points}.items()
+        ]
+        self.sizes = [len(part.labels) for part in self.coordinates]
+        self.labels = [label for part in self.coordinates for label in part.labels]
+        self.held = [label for part in self.coordinates for label in part.held]
+        if not 0 < len(self.labels) <= MOST_PARAMETERS:
+            raise ValueError(
+                f"standard errors need 1 to {MOST_PARAMETERS:,} free parameters; this model has "
+                f"{len(self.labels):,}."
+            )
+        self._compute()
+
+    def _run(self, u: Tensor) -> tuple[Tensor, HMM]:
+        """Log joint density at coordinates ``u`` ``(P,)``, and the HMM there."""
+        parts = zip(self.coordinates, u.split(self.sizes))
+        values = {part.name: part.value(own) for part, own in parts}
+        with poutine.block(), pyro.get_param_store().scope(), pyro.validation_enabled(False):
+            with _AtParameters(values):
+                trace = poutine.trace(self.model).get_trace(self.data)
+            for site in trace.nodes.values():
+                if isinstance(getattr(site.get("fn"), "base_dist", site.get("fn")), Dirichlet):
+                    # at zero, where entries are held, its slope is not finite
+                    site["value"] = site["value"].clamp(min=torch.finfo(u.dtype).tiny)
+            return trace.log_prob_sum(), trace.nodes["_RETURN"]["value"]
+
+    def _compute(self) -> None:
+        u = torch.zeros(len(self.labels), dtype=torch.double)
+        score = torch.func.grad(lambda u: self._run(u)[0])
+        slope, pull, *_ = torch.func.vjp(score, u)
+        columns = torch.func.vmap(lambda v: pull(v)[0], chunk_size=CHUNK)
+        hessian = columns(torch.eye(len(u), dtype=u.dtype))
+        self.matrix = -(hessian + hessian.mT) / 2
+        self._check_rank()
+        self.covariance = torch.linalg.inv(self.matrix)
+        self.decrement = float(slope @ self.covariance @ slope) / 2
+        if self.decrement > FAR:
+            raise ValueError(
+                f"the fit ended {self.decrement:.2g} nats below the maximum near it. Standard "
+                "errors would not show that: fit on, with more steps or a smaller tol."
+            )
+
+    def _check_rank(self) -> None:
+        """Raise unless the information is positive definite, naming the directions that are not."""
+        scale = self.matrix.diagonal().abs().clamp(min=LEAST).sqrt()
+        values, vectors = torch.linalg.eigh(self.matrix / scale / scale.unsqueeze(-1))
+        flat = values < RANK * len(values)
+        if not bool(flat.any()):
+            return
+        share = vectors[:, flat].square().sum(-1)
+        named = [self.labels[i] for i in share.argsort(descending=True) if share[i] > 0.1]
+        reason = "the log joint does not change along"
+        if bool((values < -RANK * len(values)).any()):
+            reason = "the estimate is no maximum along"
+        raise ValueError(
+            f"the observed information is not positive definite: {reason} {', '.join(named[:6])}"
+            f"{' and others' if len(named) > 6 else ''}. The data do not determine these "
+            "parameters: use fewer states, a prior, or more iterations of the fit."
+        )
+
+    def std_errors(self) -> dict[str, Tensor]:
+        """Standard errors of the parameters, by name; NaN for entries that are held."""
+        errors = {}
+        for part, own in zip(self.coordinates, torch.arange(len(self.labels)).split(self.sizes)):
+            origin = torch.zeros(len(own), dtype=torch.double)
+            slopes: Any = torch.autograd.functional.jacobian(part.value, origin)
+            block = self.covariance[own][:, own]
+            variance = torch.einsum("...p,pq,...q->...", slopes, block, slopes)
+            held = (slopes == 0).all(-1)
+            errors[part.name] = variance.clamp(min=0.0).sqrt().masked_fill(held, torch.nan)
+        return errors
+
+    def of(self, function: Callable[[HMM], Tensor]) -> tuple[Tensor, Tensor]:
+        """Value and standard error, by the delta method, of a function of the fitted HMM.
+
+        Args:
+            function: From an :class:`HMM` to a tensor.
+        """
+        u = torch.zeros(len(self.labels), dtype=torch.double, requires_grad=True)
+        value = function(self._run(u)[1])
+        check_returned("of", value, Tensor, "a tensor")
+        slopes = [torch.autograd.grad(x, u, retain_graph=True)[0] for x in value.flatten()]
+        jacobian = torch.stack(slopes)
+        variance = torch.einsum("ip,pq,iq->i", jacobian, self.covariance, jacobian)
+        return value.detach(), variance.clamp(min=0.0).sqrt().reshape(value.shape)
+
+    def intervals(
+        self,
+        level: float = 0.95,
+        of: Callable[[HMM], Tensor] | None = None,
+        num_samples: int | None = None,
+    ) -> dict[str, tuple[Tensor, Tensor]]:
+        """Lower and upper limits of the parameters by name, or of a function under ``"of"``.
+
+        Intervals of probabilities are symmetric in the logit, those of positive numbers in the
+        logarithm, all others in the number itself. Entries that are held have NaN.
+
+        Args:
+            level: Of confidence.
+            of: From an :class:`HMM` to a tensor; None for the parameters.
+            num_samples: For a function: take quantiles of it over so many samples of the normal
+                approximation, in place of the delta method. For functions that are far from linear.
+        """
+        z = normal_quantile(level)
+        if of is None:
+            errors = self.std_errors()
+            return {part.name: part.interval(errors[part.name], z) for part in self.coordinates}
+        if num_samples is None:
+            value, error = self.of(of)
+            return {"of": (value - z * error, value + z * error)}
+        zeros = torch.zeros(len(self.labels), dtype=torch.double)
+        normal = torch.distributions.MultivariateNormal(zeros, self.covariance)
+        with torch.no_grad():
+            values = torch.stack([of(self._run(u)[1]) for u in normal.sample((num_samples,))])
+        tails = torch.tensor([(1 - level) / 2, (1 + level) / 2], dtype=values.dtype)
+        low, high = values.quantile(tails, 0)
+        return {"of": (low, high)}
+
+
+def normal_quantile(level: float) -> float:
+    """Half the width, in standard errors, of a normal interval of ``level``."""
+    if not 0 < level < 1:
+        raise ValueError(f"level must be between 0 and 1; got {level}.")
+    return math.sqrt(2) * torch.erfinv(torch.tensor(level, dtype=torch.double)).item()
+
+
+def _points(model: Any, data: Sequences) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Values and supports of the parameters of ``model`` that have no prior."""
+    with poutine.block(), torch.no_grad(), poutine.trace(param_only=True) as found:
+        model(data)
+    nodes = {n: node for n, node in found.trace.nodes.items() if node["type"] == "param"}
+    values = {name: node["value"] for name, node in nodes.items()}
+    spaces = {name: node["kwargs"].get("constraint") for name, node in nodes.items()}
+    parts = model.named_modules() if isinstance(model, torch.nn.Module) else ()
+    for path, part in parts:
+        for name, (support, _) in getattr(part, "_pyro_params", {}).items():
+            spaces[f"{path}.{name}"] = support
+    return values, spaces
+
+
+def _double(data: Sequences) -> Sequences:
+    def double(tensor: Tensor) -> Tensor:
+        return tensor.double() if tensor.dtype.is_floating_point else tensor
+
+    return data._map(double, data.lengths, data.total, data.indices)

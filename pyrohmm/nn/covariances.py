@@ -1,0 +1,478 @@
+"""Emission families of normal vectors with covariance matrices, alone or autoregressive.
+
+The M-step is one weighted regression of vectors: on a constant, and on those before.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, ClassVar
+
+import torch
+from pyro.distributions import MultivariateNormal
+from pyro.distributions.torch_distribution import TorchDistribution
+from torch import Tensor
+from torch import distributions as torch_dist
+from torch.distributions import constraints
+
+from .._checks import check_number
+from .._sync import exceeds
+from ..distributions.constructors import is_tied
+from ..distributions.inverse_wishart import InverseWishart, covariance_matrix
+from ..distributions.units import InUnits
+from ..distributions.vector_autoregression import AutoregressiveNormal
+from ..ops.products import symmetric, upper_products, weighted_sums
+from .closed_form import EmissionMStep, Maximum, Statistics, inside, under
+from .emissions import from_distribution
+from .family import Emission, EmissionFamily, averaged, check_strengths, family, spread
+from .normals import CentredEmission, floor_note, floor_of, like
+
+
+class CovarianceEmission(CentredEmission, emits=torch_dist.MultivariateNormal):
+    r"""Emission family of normal vectors with a covariance matrix for each state.
+
+    .. math:: \Sigma_k \sim \mathrm{InvWishart}(\nu, \Psi), \quad
+              \mu_k \sim \mathrm{Normal}(m, \Sigma_k / w)
+
+    Sites: ``emission.covariance`` ``(K, D, D)``, then ``emission.loc`` ``(K, D)``.
+
+    Args:
+        num_states: K.
+        dim: D, at least 1.
+        loc: m, a number or ``(D,)``; with neither m nor ``scale``, both are of the data, as in
+            :func:`normal`.
+        weight: w, how many observations the prior mean is worth.
+        degrees: :math:`\nu`, D + 2 by default, with which the prior mean of the covariance is
+            :math:`\Psi`.
+        scale: :math:`\Psi`, a number (times the identity) or ``(D, D)``; that of the data is
+            diagonal, with the variance of each component.
+        tied: Whether all the states have one matrix: see :func:`normal_tied`.
+    """
+
+    scale: Tensor
+    lags = 0  # on how many vectors before it the mean depends
+    supports: ClassVar[dict[str, constraints.Constraint]] = {
+        "covariance": covariance_matrix,
+        "loc": constraints.real,
+    }
+
+    def __init__(
+        self,
+        num_states: int,
+        dim: int,
+        loc: float | Tensor | None = None,
+        weight: float = 0.01,
+        degrees: float | None = None,
+        scale: float | Tensor | None = None,
+        tied: bool = False,
+    ) -> None:
+        super().__init__()
+        check_strengths(weight, 1.0)
+        self.dim, self.weight, self.tied = dim, weight, tied
+        self.of_data = loc is None and scale is None
+        self.degrees = dim + 2.0 if degrees is None else float(degrees)
+        means = spread("loc", 0.0 if loc is None else loc, (num_states, dim))
+        self.register_buffer("prior_loc", means)
+        matrix = torch.as_tensor(1.0 if scale is None else scale, dtype=means.dtype)
+        if matrix.dim() == 0:
+            matrix = matrix * torch.eye(dim)
+        proper = matrix.shape == (dim, dim) and torch.equal(matrix, matrix.mT)
+        if not proper or bool(torch.linalg.cholesky_ex(matrix)[1]):
+            raise ValueError(
+                f"scale must be a positive number or a positive definite matrix ({dim}, {dim}); "
+                f"got {tuple(matrix.shape)}."
+            )
+        self.register_buffer("scale", matrix)
+        InverseWishart(self.degrees, matrix)  # checks the degrees
+        matrices = () if tied else (num_states,)
+        self.add_parameters(covariance=(*matrices, dim, dim), loc=(num_states, dim))
+
+    @classmethod
+    def of(cls, distribution: Any, base: Any) -> Emission | None:
+        """The module of a distribution: one covariance ``(D, D)`` for all states stays one."""
+        tied = is_tied(base)
+        module = cls(distribution.batch_shape[0], distribution.event_shape[0], tied=tied)
+        covariance = base.covariance_matrix
+        module.set_points(covariance=covariance[0] if tied else covariance, loc=base.loc)
+        return module
+
+    @classmethod
+    def merged(cls, arguments: dict[str, Tensor], weights: Tensor) -> dict[str, Tensor] | None:
+        """Mean and Cholesky factor of the covariance of the mixture."""
+        loc, root = averaged(arguments["loc"], weights), arguments.get("scale_tril")
+        if root is None:  # one for all states
+            return {"loc": loc}
+        away = arguments["loc"] - loc
+        outer = away.unsqueeze(-1) * away.unsqueeze(-2)
+        return {
+            "loc": loc,
+            "scale_tril": torch.linalg.cholesky(averaged(root @ root.mT + outer, weights)),
+        }
+
+    def _set_spread(self, variance: Tensor) -> float:
+        self.scale = like(self.scale, variance.diag())
+        matrices = 1 if self.tied else len(self.prior_loc)
+        return float(matrices * (self.dim + 1) * variance.log().sum()) / 2
+
+    def covariance_prior(self) -> TorchDistribution:
+        """Inverse Wishart matrices."""
+        batch = () if self.tied else (len(self.prior_loc),)
+        scale = self.scale.expand(*batch, self.dim, self.dim)
+        return InverseWishart(self.degrees, scale)
+
+    def loc_prior(self) -> TorchDistribution:
+        """Normal means, given the covariances."""
+        prior = MultivariateNormal(self.prior_loc, self._wide() / self.weight)
+        return InUnits(prior, self.prior_loc, self.scale.diagonal().sqrt())
+
+    def _wide(self) -> Tensor:
+        covariance = self.covariance
+        return covariance.unsqueeze(-3) if self.tied else covariance
+
+    def forward(self) -> TorchDistribution:
+        """The distribution of a vector, batched over states."""
+        covariance = self._wide()
+        return MultivariateNormal(self.loc, covariance)
+
+    def statistics(
+        self, values: Tensor, weights: Tensor, current: TorchDistribution | None
+    ) -> Statistics:
+        """Sums of products of 1 and the vector about the centre, ``(R, K, 1 + D, 1 + D)``.
+
+        Missing components are replaced by their conditional expectation and covariance (Dempster,
+        Laird and Rubin, 1977); at the start, without a current emission, by means.
+        """
+        missing = values.isnan()
+        if not exceeds((~missing).all().byte(), 0):
+            if current is not None:
+                return {"squares": _completed(values, weights, current, self.centre)}
+            mean = values.double().nanmean(0).nan_to_num(0.0)
+            values = torch.where(missing, mean, values.double())
+        return {"squares": _second_moments(values, weights, self.centre)}
+
+    def m_step(self, statistics: Statistics) -> Maximum:
+        """The mode of the matrix-normal-inverse-Wishart posterior: weighted least squares."""
+        squares, dim = statistics["squares"], self.dim
+        slopes, prior, precision = self._least_squares(squares)
+        mode = self._regression(slopes)
+        if not self.is_free("covariance"):
+            return mode, []
+        inner, cross = squares[..., :-dim, :-dim], squares[..., :-dim, -dim:]
+        apart, across = slopes - prior, slopes.mT @ cross
+        scatter = squares[..., -dim:, -dim:] - across - across.mT + slopes.mT @ inner @ slopes
+        scatter = scatter + apart.mT @ (precision.unsqueeze(-1) * apart)
+        scatter = scatter.nan_to_num(0.0)  # of slopes without observations
+        divisor = squares[..., 0, 0] + (precision > 0).sum(-1)
+        if self.tied:
+            scatter, divisor = scatter.sum(1), divisor.sum(1)
+        total = squares.sum(1)
+        mean = total[:, 0, -dim:] / total[:, :1, 0]
+        spread = total.diagonal(dim1=-2, dim2=-1)[:, -dim:] / total[:, :1, 0] - mean**2
+        least = floor_of(spread, mean + self.centre, self.prior_loc.dtype)
+        mode["covariance"], notes = self._covariance_mode(scatter, divisor, least)
+        return mode, notes
+
+    def _regression(self, slopes: Tensor) -> dict[str, Tensor]:
+        """Parameters of the mean from slopes ``(R, K, F, D)`` by 1 and the vectors before."""
+        return {"loc": slopes[..., 0, :] + self.centre} if self.is_free("loc") else {}
+
+    def _regressors(self) -> dict[str, tuple[slice, Any, Any]]:
+        """By parameter of the mean: its slopes, their prior precision, their values if frozen."""
+        value = None if self.is_free("loc") else (self.loc.double() - self.centre).unsqueeze(-2)
+        return {"loc": (slice(0, 1), self.weight, value)}
+
+    def _least_squares(self, squares: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Slopes ``(R, K, F, D)`` of 1 and context, their prior means, precisions ``(K, F)``."""
+        dim, states = self.dim, len(self.prior_loc)
+        size = squares.size(-1) - dim
+        prior = squares.new_zeros(states, size, dim)
+        prior[:, 0] = self.prior_loc.double() - self.centre
+        precision = squares.new_zeros(states, size)
+        slopes = prior.expand(len(squares), -1, -1, -1).clone()
+        free = torch.zeros(size, dtype=torch.bool, device=squares.device)
+        for name, (part, strength, value) in self._regressors().items():
+            if self.has_prior(name):
+                precision[:, part] = strength
+            free[part] = value is None
+            if value is not None:
+                slopes[..., part, :] = value
+        if not bool(free.any()):
+            return slopes, prior, precision
+        inner = squares[..., :size, :size] + torch.diag_embed(precision)
+        wanted = squares[..., :size, size:] + precision.unsqueeze(-1) * prior
+        wanted = wanted[..., free, :] - inner[..., free, :][..., ~free] @ slopes[..., ~free, :]
+        inner = inner[..., free, :][..., free]
+        scale = inner.diagonal(dim1=-2, dim2=-1).sqrt()
+        scale = torch.where(scale > 0, scale, 1.0).unsqueeze(-1)  # of a state without observations
+        inverse = torch.linalg.pinv(inner / scale / scale.mT, hermitian=True)
+        found = inverse @ (wanted / scale) / scale
+        nothing = (squares[..., 0, 0] == 0) & (precision[:, free] == 0).any(-1)
+        slopes[..., free, :] = found.masked_fill(nothing[..., None, None], torch.nan)
+        return slopes, prior, precision
+
+    def _covariance_mode(
+        self, scatter: Tensor, divisor: Tensor, least: Tensor
+    ) -> tuple[Tensor, list[str]]:
+        """Mode of the covariances ``(R, [K,] D, D)``, and remarks.
+
+        Args:
+            scatter: Sums of outer products of residuals, of the shape of the mode.
+            divisor: ``(R, [K])``, their number.
+            least: ``(R, D)``, variances below which there is none without a prior.
+        """
+        if self.has_prior("covariance"):
+            scatter = scatter + self.scale.double()
+            divisor = divisor + self.degrees + self.dim + 1
+        matrix = scatter / divisor[..., None, None]
+        dtype = self.prior_loc.dtype
+        # a matrix that is singular up to rounding has no inverse
+        floor = 8 * torch.finfo(dtype).eps * matrix.diagonal(dim1=-2, dim2=-1)
+        if not self.has_prior("covariance"):
+            least = least.reshape(len(least), *(1,) * (matrix.dim() - 3), -1)
+            floor = torch.maximum(floor, least)
+        matrix, low = lift(matrix, floor)
+        if exceeds((~low).all().byte(), 0):
+            return matrix, []
+        singular = (
+            f"a covariance was numerically singular in {dtype}: components are almost functions of "
+            "each other. Drop some, or compute in float64."
+        )
+        return matrix, [singular if self.has_prior("covariance") else floor_note("covariance")]
+
+
+normal_full = family("normal_full", CovarianceEmission, dim=1)
+
+
+def normal_tied(
+    dim: int,
+    loc: float | Tensor | None = None,
+    weight: float = 0.01,
+    degrees: float | None = None,
+    scale: float | Tensor | None = None,
+) -> EmissionFamily:
+    """Emission family of normal vectors with one covariance matrix ``(D, D)`` for all the states.
+
+    Priors are those of :func:`normal_full`.
+
+    Sites: ``emission.covariance`` ``(D, D)``, then ``emission.loc`` ``(K, D)``.
+
+    Args:
+        dim: D, at least 1.
+        loc: Prior mean, a number or ``(D,)``; of the data by default, with ``scale``.
+        weight: How many observations the prior mean is worth.
+        degrees: Of the inverse Wishart prior, D + 2 by default.
+        scale: Of the inverse Wishart prior, a number (times the identity) or ``(D, D)``.
+    """
+    return normal_full(dim, loc, weight, degrees, scale, tied=True)
+
+
+class AutoregressiveNormalEmission(CovarianceEmission, emits=AutoregressiveNormal):
+    r"""Emission family of vectors that depend linearly on the L before: switching autoregression.
+
+    .. math:: x_t | z_t = k &\sim \mathrm{Normal}\Big(\mu_k + \sum_{l=1}^L (x_{t-l} - m) W_{kl},
+              \; \Sigma_k\Big), \qquad \Sigma_k \sim \mathrm{InvWishart}(\nu, \Psi) \\
+              \mu_k &\sim \mathrm{Normal}(m, \Sigma_k / w), \qquad
+              W_{kli} \sim \mathrm{Normal}(0, \Sigma_k / (r \Psi_{ii}))
+
+    Vectors are rows: ``weights[k, l - 1, i, j]`` is by how much component i of the l-th vector
+    before moves component j. The first L vectors of a sequence have a distribution of their own in
+    each state, as of :func:`normal_full` with the same prior. Without ``loc`` and ``scale`` both
+    are of the data, as there, and m is the origin of the regression as well.
+
+    A vector that is missing, or a component of one, may not be followed by observed ones: what is
+    observed after a gap is another sequence.
+
+    Sites: ``emission.initial.covariance``, ``emission.covariance`` ``(K, D, D)``,
+    ``emission.initial.loc``, ``emission.loc`` ``(K, D)``, ``emission.weights`` ``(K, L, D, D)``.
+
+    Args:
+        num_states: K.
+        dim: D, at least 1.
+        lags: L, at least 1.
+        loc: m, a number or ``(D,)``.
+        weight: w, how many observations the prior mean is worth.
+        ridge: r, how many observations, each a standard deviation from the origin, weights of
+            zero are worth.
+        degrees: :math:`\nu`, D + 2 by default.
+        scale: :math:`\Psi`, a number (times the identity) or ``(D, D)``.
+
+    Raises:
+        TypeError: If ``dim`` or ``lags`` is not an int.
+        ValueError: If an argument is out of range.
+
+    Example:
+        >>> wave = torch.arange(40.0).sin().unsqueeze(-1)  # obeys x'' = 2 cos(1) x' - x
+        >>> fit = fit_em(TabularHMM(1, autoregressive_normal(1, 2)), Sequences.from_list([wave]))
+        >>> fit.values["module.emission.weights"].flatten().round(decimals=2)
+        tensor([ 1.0800, -1.0000])
+    """
+
+    in_time = True
+    origin: Tensor
+    initial: Any
+    supports: ClassVar[dict[str, constraints.Constraint]] = {
+        **CovarianceEmission.supports,
+        "weights": constraints.real,
+    }
+
+    def __init__(
+        self,
+        num_states: int,
+        dim: int,
+        lags: int = 1,
+        loc: float | Tensor | None = None,
+        weight: float = 0.01,
+        ridge: float = 0.01,
+        degrees: float | None = None,
+        scale: float | Tensor | None = None,
+    ) -> None:
+        check_number("ridge", ridge)
+        if not 0 < ridge < math.inf:
+            raise ValueError(f"ridge must be positive and finite; got {ridge}.")
+        super().__init__(num_states, dim, loc, weight, degrees, scale)
+        self.lags, self.ridge = lags, ridge
+        self.initial = CovarianceEmission(num_states, dim, loc, weight, degrees, scale)
+        self.register_buffer("origin", self.prior_loc[0].clone())
+        self.add_parameters(weights=(num_states, lags, dim, dim))
+
+    @classmethod
+    def of(cls, distribution: Any, base: Any) -> Emission | None:
+        """The module of a distribution without a history, and of its first observations."""
+        initial = from_distribution(base.initial)
+        if not isinstance(initial, EmissionMStep):
+            raise TypeError(
+                "initial of the emission must have a closed M-step; got "
+                f"{type(base.initial).__name__}. Fit a module of your own."
+            )
+        noise = base.base
+        module = cls(distribution.batch_shape[0], base.event_shape[0], base.lags)
+        module.set_points(covariance=noise.covariance_matrix, loc=noise.loc, weights=base.weights)
+        module.origin, module.initial = base.origin.detach().clone(), initial
+        return module
+
+    @property
+    def centre(self) -> Tensor:
+        """Origin of the regression, and of the sums."""
+        return self.origin.double()
+
+    def _set_spread(self, variance: Tensor) -> float:
+        self.origin = like(self.origin, self.prior_loc[0])
+        self.initial.prior_loc = self.prior_loc.clone()
+        means = float(len(self.prior_loc) * variance.log().sum()) / 2
+        return super()._set_spread(variance) + self.initial._set_spread(variance) + means
+
+    def weights_prior(self) -> TorchDistribution:
+        """Normal weights in units of the scales, given the covariances."""
+        unit = self.scale.diagonal()
+        precision = (self.ridge * unit)[:, None, None]
+        spread = self.covariance[..., None, None, :, :] / precision  # (*, K, 1, D, D, D)
+        spread = spread.expand(*spread.shape[:-4], self.lags, *spread.shape[-3:])
+        prior = MultivariateNormal(torch.zeros_like(unit), spread)
+        ratio = (unit / unit.unsqueeze(-1)).sqrt()
+        return InUnits(prior, torch.zeros_like(ratio), ratio)
+
+    def forward(self) -> TorchDistribution:
+        """The distribution of a vector given those before, batched over states."""
+        base: MultivariateNormal = super().forward()
+        return AutoregressiveNormal(self.initial(), base, self.weights, self.origin)
+
+    def statistics(
+        self, values: Tensor, weights: Tensor, current: TorchDistribution | None
+    ) -> Statistics:
+        """Statistics of first vectors; second moments of 1, context and vector, about the origin.
+
+        Args:
+            values: ``(M, L+1, D)``: see :meth:`Autoregressive.windows`.
+            weights: ``(R, M, K)``.
+            current: Not used.
+        """
+        first = values[:, 0].isnan().any(-1)
+        start = self.initial.statistics(values[first, -1], weights[:, first], None)
+        rest = (values[~first] - self.origin).flip(1)  # the vector, then those before it
+        rest = rest.roll(-1, 1).flatten(1)
+        return under("initial.", start) | {
+            "squares": _second_moments(rest, weights[:, ~first], 0.0)
+        }
+
+    def m_step(self, statistics: Statistics) -> Maximum:
+        """The modes of the first vectors, and of the regression of the others."""
+        first, notes = self.initial.m_step(inside(statistics, "initial."))
+        mode, more = super().m_step(statistics)
+        return under("initial.", first) | mode, notes + more
+
+    def _regression(self, slopes: Tensor) -> dict[str, Tensor]:
+        weights = slopes[..., 1:, :].unflatten(-2, (self.lags, self.dim))
+        return super()._regression(slopes) | (
+            {"weights": weights} if self.is_free("weights") else {}
+        )
+
+    def _regressors(self) -> dict[str, tuple[slice, Any, Any]]:
+        precision = (self.ridge * self.scale.diagonal().double()).repeat(self.lags)
+        value = None if self.is_free("weights") else self.weights.double().flatten(-3, -2)
+        return super()._regressors() | {"weights": (slice(1, None), precision, value)}
+
+
+autoregressive_normal = family("autoregressive_normal", AutoregressiveNormalEmission, dim=1, lags=1)
+
+
+# Sums of products --------------------------------------------------------------------------------
+
+
+def _second_moments(values: Tensor, weights: Tensor, about: Tensor | float) -> Tensor:
+    """Sums of products of 1 and values ``(M, S)`` about an origin, ``(R, K, 1 + S, 1 + S)``."""
+    size = values.size(-1) + 1
+
+    def features(values: Tensor) -> Tensor:
+        return upper_products(torch.cat([values.new_ones(len(values), 1), values - about], -1))
+
+    return symmetric(weighted_sums(weights, values, features, size * (size + 1) // 2), size)
+
+
+def _completed(values: Tensor, weights: Tensor, current: Any, about: Tensor) -> Tensor:
+    """:func:`_second_moments` about an origin, with missing components as expected."""
+    dim, weights = values.size(-1), weights.double()
+    restarts, _, states = weights.shape
+    values, loc = values.double() - about, current.loc.double() - about
+    loc = loc.reshape(-1, *loc.shape[-2:]).expand(restarts, states, dim)
+    matrix = current.covariance_matrix.double()
+    matrix = matrix.reshape(-1, *matrix.shape[-3:]).expand(restarts, states, dim, dim)
+    missing = values.isnan()
+    sums, squares = torch.zeros_like(loc), torch.zeros_like(matrix)
+    for pattern in missing.unique(dim=0):
+        here = (missing == pattern).all(-1)
+        share, seen = weights[:, here], values[here]  # (R, m, K), (m, D)
+        known, absent = (~pattern).nonzero().squeeze(-1), pattern.nonzero().squeeze(-1)
+        whole = seen.nan_to_num(0.0).expand(restarts, states, -1, dim).clone()  # (R, K, m, D)
+        extra = torch.zeros_like(matrix)
+        if len(absent):
+            inner = matrix[..., known.unsqueeze(-1), known]
+            across = matrix[..., absent.unsqueeze(-1), known]
+            slope = torch.linalg.solve(inner, across.mT).mT if len(known) else across
+            residual = seen[:, known] - loc[..., known].unsqueeze(-2)
+            whole[..., absent] = loc[..., absent].unsqueeze(-2) + residual @ slope.mT
+            left = matrix[..., absent.unsqueeze(-1), absent] - slope @ across.mT
+            extra[..., absent.unsqueeze(-1), absent] = left
+        weighted = share.mT.unsqueeze(-1) * whole
+        sums = sums + weighted.sum(-2)
+        squares = squares + weighted.mT @ whole + share.sum(1)[..., None, None] * extra
+    count = weights.sum(1)[..., None, None]
+    top = torch.cat([count, sums.unsqueeze(-2)], -1)
+    return torch.cat([top, torch.cat([sums.unsqueeze(-1), squares], -1)], -2)
+
+
+def lift(matrix: Tensor, floor: Tensor) -> tuple[Tensor, Tensor]:
+    """Raise eigenvalues, in units of the floor of each component, to at least one.
+
+    Args:
+        matrix: ``(*, D, D)``; where it is NaN it stays.
+        floor: ``(*, D)``, least variance of each component.
+    """
+    unit = floor.sqrt()
+    scale = unit.unsqueeze(-1) * unit.unsqueeze(-2)
+    inside = matrix / scale
+    bad = ~inside.isfinite().all(-1).all(-1)
+    eye = torch.eye(matrix.size(-1), dtype=matrix.dtype, device=matrix.device)
+    values, vectors = torch.linalg.eigh(torch.where(bad[..., None, None], eye, inside))
+    low = (values < 1).any(-1) & ~bad
+    lifted = (vectors * values.clamp(min=1).unsqueeze(-2)) @ vectors.mT * scale
+    return torch.where(low[..., None, None], lifted, matrix), low

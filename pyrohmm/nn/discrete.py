@@ -1,0 +1,293 @@
+"""Emission families of symbols, of zeros and ones, and of counts."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from pyro.distributions import Bernoulli, Beta, Categorical, Dirichlet, Gamma, Poisson
+from pyro.distributions.torch_distribution import TorchDistribution
+from torch import Tensor
+from torch import distributions as torch_dist
+from torch.distributions import constraints
+
+from ..distributions.context_tables import AutoregressiveCategorical
+from ..ops.log_space import log
+from ..ops.lookup import add_rows
+from .closed_form import Maximum, Statistics, check_mode, row_mode, sample_rows
+from .family import Components, Emission, averaged, family, positive
+
+MOST = 10**10  # numbers in the table of a state, which would take 80 GB
+
+
+class CategoricalEmission(Emission, emits=torch_dist.Categorical):
+    """Emission family of symbols 0 to V - 1, each row with a Dirichlet prior.
+
+    Site: ``emission.probs`` ``(K, V)``.
+
+    Args:
+        num_states: K.
+        num_symbols: V.
+        concentration: Of the prior; a number, ``(V,)`` or ``(K, V)``. One is flat.
+    """
+
+    supports: ClassVar[dict[str, constraints.Constraint]] = {"probs": constraints.simplex}
+
+    def __init__(
+        self, num_states: int, num_symbols: int, concentration: float | Tensor = 1.0
+    ) -> None:
+        super().__init__()
+        shape = (num_states, num_symbols)
+        self.register_buffer("concentration", positive("concentration", concentration, shape))
+        self.add_parameters(probs=shape)
+
+    @classmethod
+    def of(cls, distribution: Any, base: Any) -> Emission | None:
+        """The module of a distribution of one symbol a step."""
+        if distribution.event_shape:
+            return None
+        module = cls(*base.probs.shape)
+        module.set_points(probs=base.probs)
+        return module
+
+    @classmethod
+    def merged(cls, arguments: dict[str, Tensor], weights: Tensor) -> dict[str, Tensor] | None:
+        """Mean probabilities."""
+        if "probs" in arguments:
+            return {"probs": averaged(arguments["probs"], weights)}
+        return {"logits": averaged(arguments["logits"].softmax(-1), weights).log()}
+
+    def probs_prior(self) -> TorchDistribution:
+        """Dirichlet rows."""
+        return Dirichlet(self.concentration)
+
+    def forward(self) -> TorchDistribution:
+        """The distribution of a symbol, batched over states."""
+        return Categorical(logits=log(self.probs))
+
+    def statistics(
+        self, values: Tensor, weights: Tensor, current: TorchDistribution | None
+    ) -> Statistics:
+        """Expected number of times each state emits each symbol."""
+        size = self.concentration.size(-1)
+        counts = [add_rows(weight, values.long(), size).mT for weight in weights]
+        return {"counts": torch.stack(counts)}
+
+    def m_step(self, statistics: Statistics) -> Maximum:
+        """Shares of the counts, with those of the prior."""
+        prior = self.concentration if self.has_prior("probs") else None
+        return {"probs": row_mode(statistics["counts"], prior)}, []
+
+    def sample_parameters(self, statistics: Statistics, current: Statistics) -> Statistics:
+        """Rows from their Dirichlet posteriors."""
+        if not self.has_prior("probs"):
+            return {}
+        return {"probs": sample_rows(statistics["counts"] + self.concentration)}
+
+
+class BernoulliEmission(Components, emits=torch_dist.Bernoulli):
+    """Emission family of independent zeros and ones, with Beta priors.
+
+    Observations are floating point, so that single components may be missing (NaN).
+
+    Site: ``emission.probs`` ``(K, D)``, or ``(K,)`` for scalars, the probabilities of a one.
+
+    Args:
+        num_states: K.
+        dim: D, the number of independent components; with zero, observations are scalars.
+        concentration1: Of the prior, for ones; a number, ``(D,)`` or ``(K, D)``. One is flat.
+        concentration0: Of the prior, for zeros.
+    """
+
+    supports: ClassVar[dict[str, constraints.Constraint]] = {"probs": constraints.unit_interval}
+
+    def __init__(
+        self,
+        num_states: int,
+        dim: int,
+        concentration1: float | Tensor = 1.0,
+        concentration0: float | Tensor = 1.0,
+    ) -> None:
+        super().__init__(num_states, dim)
+        self.register_buffer("ones", positive("concentration1", concentration1, self.shape))
+        self.register_buffer("zeros", positive("concentration0", concentration0, self.shape))
+
+    @classmethod
+    def merged(cls, arguments: dict[str, Tensor], weights: Tensor) -> dict[str, Tensor] | None:
+        """Mean probabilities."""
+        if "probs" in arguments:
+            return {"probs": averaged(arguments["probs"], weights)}
+        return {"logits": averaged(arguments["logits"].sigmoid(), weights).logit()}
+
+    def probs_prior(self) -> TorchDistribution:
+        """Beta probabilities."""
+        return Beta(self.ones, self.zeros)
+
+    def components(self) -> TorchDistribution:
+        """Zeros and ones."""
+        return Bernoulli(probs=self.probs)
+
+    def m_step(self, statistics: Statistics) -> Maximum:
+        """Shares of ones, with those of the prior."""
+        ones = statistics["sums"]
+        prior = torch.stack([self.ones, self.zeros], -1) if self.has_prior("probs") else None
+        counts = torch.stack([ones, statistics["known"] - ones], -1)
+        return {"probs": row_mode(counts, prior)[..., 0]}, []
+
+
+class PoissonEmission(Components, emits=torch_dist.Poisson):
+    """Emission family of counts, Poisson in each state, each rate with a Gamma prior.
+
+    The default prior is weak for counts of the order of ten.
+
+    Site: ``emission.rate``, ``(K, D)``, or ``(K,)`` for scalars.
+
+    Args:
+        num_states: K.
+        dim: D, the number of independent components; with zero, observations are scalars.
+        concentration: Of the prior; a number or ``(D,)``.
+        rate: Of the prior, how many observations it is worth; a number or ``(D,)``.
+    """
+
+    supports: ClassVar[dict[str, constraints.Constraint]] = {"rate": constraints.nonnegative}
+
+    def __init__(
+        self,
+        num_states: int,
+        dim: int = 0,
+        concentration: float | Tensor = 1.0,
+        rate: float | Tensor = 0.1,
+    ) -> None:
+        super().__init__(num_states, dim)
+        self.register_buffer("concentration", positive("concentration", concentration, self.shape))
+        self.register_buffer("weight", positive("rate", rate, self.shape))
+
+    @classmethod
+    def merged(cls, arguments: dict[str, Tensor], weights: Tensor) -> dict[str, Tensor] | None:
+        """Mean rates."""
+        return {"rate": averaged(arguments["rate"], weights)}
+
+    def rate_prior(self) -> TorchDistribution:
+        """Gamma rates."""
+        return Gamma(self.concentration, self.weight)
+
+    def components(self) -> TorchDistribution:
+        """Counts."""
+        return Poisson(self.rate)
+
+    def m_step(self, statistics: Statistics) -> Maximum:
+        """Mean counts, with those of the prior."""
+        above, below = statistics["sums"], statistics["known"]
+        if self.has_prior("rate"):
+            check_mode("concentration", self.concentration)
+            above, below = above + self.concentration - 1, below + self.weight
+        return {"rate": above / below}, []
+
+
+class AutoregressiveCategoricalEmission(Emission, emits=AutoregressiveCategorical):
+    """Emission family of symbols 0 to V - 1 that depend on the last L symbols, with Dirichlet rows.
+
+    Each state has a distribution for each of the ``V ** L`` contexts, numbered as in
+    :class:`pyrohmm.distributions.AutoregressiveCategorical`. The first L symbols of a sequence have
+    a distribution of their own in each state. A missing symbol may not be followed by observed
+    ones: what is observed after a gap is another sequence.
+
+    Sites: ``emission.initial`` ``(K, V)``, ``emission.probs`` ``(K, V**L, V)``.
+
+    Args:
+        num_states: K.
+        num_symbols: V.
+        lags: L, at least 1.
+        concentration: Of the priors of all rows; a number, ``(V,)``, or for ``probs`` what
+            broadcasts with ``(K, V**L, V)``; that of ``initial`` is its mean over contexts.
+
+    Raises:
+        TypeError: If ``num_symbols`` or ``lags`` is not an int.
+        ValueError: If an argument is out of range.
+
+    Example:
+        >>> data = Sequences.from_list([[0, 1, 0, 1, 0, 1, 1]])
+        >>> fit = fit_em(TabularHMM(1, autoregressive_categorical(2)), data)
+        >>> fit.values["module.emission.probs"]
+        tensor([[[0.0000, 1.0000],
+                 [0.6667, 0.3333]]])
+    """
+
+    in_time = True
+    supports: ClassVar[dict[str, constraints.Constraint]] = {
+        "initial": constraints.simplex,
+        "probs": constraints.simplex,
+    }
+
+    def __init__(
+        self,
+        num_states: int,
+        num_symbols: int,
+        lags: int = 1,
+        concentration: float | Tensor = 1.0,
+    ) -> None:
+        super().__init__()
+        if num_symbols ** (lags + 1) > MOST:
+            raise ValueError(
+                f"lags must leave tables of at most {MOST:.0e} numbers a state, V ** (L + 1); got "
+                f"{num_symbols} ** {lags + 1}. Take fewer lags, or fewer symbols."
+            )
+        shape = (num_states, num_symbols**lags, num_symbols)
+        self.register_buffer("concentration", positive("concentration", concentration, shape))
+        self.add_parameters(initial=(num_states, num_symbols), probs=shape)
+
+    @classmethod
+    def of(cls, distribution: Any, base: Any) -> Emission | None:
+        """The module of the tables of a distribution without a history."""
+        tables = base.tables.probs
+        module = cls(len(tables), tables.size(-1), base.lags)
+        module.set_points(initial=base.initial.probs, probs=tables)
+        return module
+
+    def initial_prior(self) -> TorchDistribution:
+        """Dirichlet rows, of the mean concentrations of all contexts."""
+        return Dirichlet(self.concentration.mean(-2))
+
+    def probs_prior(self) -> TorchDistribution:
+        """Dirichlet rows."""
+        return Dirichlet(self.concentration)
+
+    def forward(self) -> TorchDistribution:
+        """The distribution of a symbol given those before it, batched over states."""
+        return AutoregressiveCategorical(
+            Categorical(logits=log(self.initial)), Categorical(logits=log(self.probs))
+        )
+
+    def statistics(
+        self, values: Tensor, weights: Tensor, current: TorchDistribution | None
+    ) -> Statistics:
+        """Expected number of times each state emits each symbol first, and after each context.
+
+        Args:
+            values: ``(M, L+1)``: see :meth:`Autoregressive.windows`.
+            weights: ``(R, M, K)``.
+            current: Not used, but for how contexts are numbered.
+        """
+        _, contexts, size = self.concentration.shape
+        with torch.no_grad():
+            whole: Any = self.forward() if current is None else current
+        codes = whole.codes(values)
+        counts = [add_rows(weight, codes, size + contexts * size).mT for weight in weights]
+        first, rest = torch.stack(counts).split([size, contexts * size], -1)
+        return {"initial": first, "probs": rest.unflatten(-1, (contexts, size))}
+
+    def m_step(self, statistics: Statistics) -> Maximum:
+        """Shares of the counts, with those of the priors."""
+        prior = {"initial": self.concentration.mean(-2), "probs": self.concentration}
+        return {
+            name: row_mode(counts, prior[name] if self.has_prior(name) else None)
+            for name, counts in statistics.items()
+        }, []
+
+
+categorical = family("categorical", CategoricalEmission, num_symbols=1)
+bernoulli = family("bernoulli", BernoulliEmission, dim=0)
+poisson = family("poisson", PoissonEmission, dim=0)
+autoregressive_categorical = family(
+    "autoregressive_categorical", AutoregressiveCategoricalEmission, num_symbols=1, lags=1
+)

@@ -1,0 +1,181 @@
+"""Gibbs sampling against exact posteriors, and what a user can do wrong."""
+
+import itertools
+
+import numpy as np
+import pyro
+import pytest
+import torch
+from pyro.nn import PyroParam
+from scipy.special import gammaln
+
+from pyrohmm import (
+    PosteriorDraws,
+    Sequences,
+    TabularHMM,
+    categorical,
+    fit_em,
+    fit_gibbs,
+    freeze,
+)
+from pyrohmm.infer.convergence import agreement, summary_of
+
+
+def log_table(counts, strength):
+    """Log marginal probability of counts of rows with Dirichlet priors, and the mean of each."""
+    total = counts + strength
+    log_norm = [gammaln(part).sum() - gammaln(part.sum()) for rows in (total, strength)
+                for part in rows]  # fmt: skip
+    half = len(log_norm) // 2
+    return sum(log_norm[:half]) - sum(log_norm[half:]), total / total.sum(-1, keepdims=True)
+
+
+def exact_means(data, priors):
+    """Posterior means of two-state tables by the sum over all paths of all sequences."""
+    options = []
+    for i, length in enumerate(data.lengths.tolist()):
+        paths = itertools.product(range(2), repeat=length)
+        known = data.labels[i, :length].tolist()
+        options.append([p for p in paths if all(k in (-1, s) for s, k in zip(p, known))])
+    logs, means = [], []
+    for paths in itertools.product(*options):
+        first, pairs, symbols = (np.zeros(part.shape) for part in priors)
+        for i, path in enumerate(paths):
+            first[0, path[0]] += 1
+            for a, b in itertools.pairwise(path):
+                pairs[a, b] += 1
+            for t, state in enumerate(path):
+                if data.observed[i, t]:
+                    symbols[state, data.values[i, t]] += 1
+        found = [log_table(c, p) for c, p in zip((first, pairs, symbols), priors)]
+        logs.append(sum(log for log, _ in found))
+        means.append([mean for _, mean in found])
+    weights = np.exp(np.array(logs) - max(logs))
+    weights /= weights.sum()
+    return [sum(w * m[i] for w, m in zip(weights, means)) for i in range(3)]
+
+
+def close_to(samples, wanted, standard_errors=5.0):
+    """Whether the mean of chains ``(C, S, ...)`` is the one that is wanted."""
+    found = agreement(samples)
+    error = samples.double().flatten(0, 1).std(0) / found.bulk.nan_to_num(1.0).sqrt()
+    apart = (samples.double().mean((0, 1)) - torch.as_tensor(wanted)).abs()
+    assert bool((apart <= standard_errors * error + 1e-6).all()), (apart, error)
+
+
+def test_posterior_means_are_those_of_the_sum_over_all_paths():
+    """Ragged, with a gap and a label, priors that tell the states apart."""
+    pyro.set_rng_seed(0)
+    values = torch.tensor([[0, 1, 1, 0], [1, 0, 0, 0], [1, 0, 0, 0]])
+    observed = torch.tensor([[1, 1, 1, 1], [1, 0, 1, 0], [1, 0, 0, 0]]).bool()
+    labels = torch.tensor([[-1, -1, 1, -1], [-1, -1, -1, 0], [-1, 0, 0, 0]])
+    lengths = torch.tensor([4, 3, 1])
+    data = Sequences(values, lengths, observed=observed, labels=labels)
+    initial, transition, emission = [1.0, 2.0], [[0.5, 1.5], [1.0, 3.0]], [[2.0, 1.0], [0.7, 4.0]]
+    module = TabularHMM(
+        2,
+        categorical(2, torch.tensor(emission)),
+        torch.tensor(initial),
+        torch.tensor(transition),
+    )
+    fit = fit_gibbs(module, data, num_samples=600, warmup=50)
+    wanted = exact_means(data, [np.array([initial]), np.array(transition), np.array(emission)])
+    wanted[0] = wanted[0][0]
+    for name, mean in zip(("initial", "transition", "emission.probs"), wanted):
+        close_to(fit.chains[f"module.{name}"], mean)
+    assert any("known" in note for note in fit.notes)
+
+
+def test_lp_is_the_log_joint_density_of_the_samples():
+    pyro.set_rng_seed(1)
+    data = Sequences.from_list([[0, 1, 1], [1]])
+    fit = fit_gibbs(TabularHMM(2, categorical(2)), data, num_samples=6, warmup=2, num_chains=3)
+    draws = PosteriorDraws.of(fit)
+    evidence = draws.map(data, lambda hmm: hmm.log_prob(data.values).sum(-1).double())
+    wanted = evidence + draws.log_prior(data)
+    torch.testing.assert_close(fit.stats["lp"], wanted, rtol=1e-5, atol=1e-5)
+    best = fit.stats["lp"].argmax()
+    for name, value in fit.values.items():
+        assert torch.equal(value, fit.chains[name].flatten(0, 1)[best])
+
+
+def test_one_chain_and_hard_zeros():
+    """Zeros of the prior stay, and the shapes are those of several chains."""
+    pyro.set_rng_seed(2)
+    allowed = torch.tensor([[True, True], [False, True]])
+    module = TabularHMM(2, categorical(3), 0.5, 0.5, transition_allowed=allowed)
+    data = Sequences.from_list([[0, 0, 1, 2, 2]])
+    fit = fit_gibbs(module, data, num_samples=5, warmup=0, num_chains=1)
+    rows = fit.chains["module.transition"]
+    assert rows.shape == (1, 5, 2, 2)
+    assert bool((rows[..., 1, 0] == 0).all())
+    torch.testing.assert_close(rows.sum(-1), torch.ones(1, 5, 2))
+
+
+def test_a_run_that_was_resumed_has_the_same_bits(tmp_path, monkeypatch):
+    from pyrohmm.infer import gibbs, sampled
+
+    data = Sequences.from_list([[0, 1, 1, 0]])
+    options = {"num_samples": 12, "warmup": 3, "num_chains": 2}
+    pyro.set_rng_seed(3)
+    whole = fit_gibbs(TabularHMM(2, categorical(2)), data, **options)
+    sweep, count = gibbs.Gibbs.step, itertools.count()
+
+    def broken(self):
+        if next(count) == 9:
+            raise KeyboardInterrupt
+        sweep(self)
+
+    monkeypatch.setattr(sampled.Checkpoint, "is_due", lambda self: True)
+    monkeypatch.setattr(gibbs.Gibbs, "step", broken)
+    path = tmp_path / "run.ckpt"
+    pyro.set_rng_seed(3)
+    with pytest.raises(KeyboardInterrupt):
+        fit_gibbs(TabularHMM(2, categorical(2)), data, checkpoint=path, **options)
+    resumed = fit_gibbs(TabularHMM(2, categorical(2)), data, checkpoint=path, **options)
+    for name, value in whole.chains.items():
+        assert torch.equal(value, resumed.chains[name]), name
+
+
+def test_a_summary_of_chains_that_disagree_says_so_first():
+    torch.manual_seed(0)
+    good = torch.randn(4, 1000, 2)
+    assert summary_of({"x": good})[0].startswith("chains agree")
+    good[0, :, 1] += 2.0
+    assert summary_of({"x": good})[0].startswith("CHAINS DISAGREE")
+
+
+def test_agreement_is_that_of_arviz():
+    import arviz
+
+    torch.manual_seed(0)
+    noise, chains = torch.randn(4, 400), torch.zeros(4, 400)
+    for t in range(1, 400):
+        chains[:, t] = 0.8 * chains[:, t - 1] + noise[:, t]
+    chains[0] += 0.5
+    found, values = agreement(chains), chains.double().numpy()
+    assert found.rhat.item() == pytest.approx(float(arviz.rhat(values)), rel=1e-3)
+    assert found.bulk.item() == pytest.approx(float(arviz.ess(values, method="bulk")), rel=0.02)
+    assert found.tail.item() == pytest.approx(float(arviz.ess(values, method="tail")), rel=0.02)
+
+
+def test_what_has_no_prior_is_refused():
+    data = Sequences.from_list([[0, 1]])
+    module = TabularHMM(2, categorical(2))
+    module.emission.probs = PyroParam(torch.full((2, 2), 0.5))
+    for chains in (1, 2):
+        with pytest.raises(ValueError, match="prior"):
+            fit_gibbs(module, data, num_chains=chains)
+    freeze(module.emission, "probs")
+    fit = fit_gibbs(module, data, num_samples=4, warmup=0)
+    assert "module.emission.probs" not in fit.chains
+
+
+def test_starts_at_a_fit_are_those_of_all_chains():
+    pyro.set_rng_seed(0)
+    data = Sequences.from_list([[0, 1] * 30])
+    module = TabularHMM(2, categorical(2))
+    start = fit_em(module, data, restarts=3)
+    fit = fit_gibbs(module, data, num_samples=50, warmup=5, start=start)
+    assert max(part.rhat.max() for part in fit.agreement().values()) < 1.1
+    assert fit.summary().startswith(("chains agree", "few", "CHAINS"))

@@ -1,0 +1,136 @@
+"""Hamiltonian Monte Carlo of many chains: known moments, other samplers, and what it refuses."""
+
+import itertools
+
+import pyro
+import pytest
+import torch
+from pyro.distributions import Dirichlet, Gamma, Normal
+from torch.distributions import constraints
+
+from pyrohmm import (
+    HMM,
+    EnumeratedModel,
+    MarginalModel,
+    PosteriorDraws,
+    Sequences,
+    TabularHMM,
+    categorical,
+    fit_gibbs,
+    fit_mcmc,
+    to_arviz,
+)
+from pyrohmm.infer import hmc, sampled
+from pyrohmm.infer.convergence import agreement
+
+
+def test_moments_and_tails_of_a_normal_distribution_in_unequal_units():
+    """Correlated, with standard deviations from a hundredth to ten; the metric finds the units."""
+    torch.manual_seed(0)
+    units = torch.logspace(-2, 1, 6, dtype=torch.float64)
+    matrix = (0.5 + 0.5 * torch.eye(6)).double() * units.unsqueeze(-1) * units
+    mean, precision = 3 * units, torch.linalg.inv(matrix)
+
+    def log_density(values):
+        apart = values["x"] - mean
+        return -0.5 * (apart @ precision * apart).sum(-1)
+
+    start = torch.zeros(32, 6, dtype=torch.float64)
+    support = constraints.independent(constraints.real, 1)
+    coordinates = hmc.Coordinates({"x": support}, {"x": start})
+    state = hmc.State(start, *coordinates.density(log_density, start))
+    tuning, places = hmc.Tuning(torch.ones_like(units), 400), []
+    for _ in range(800):
+        step, num_steps, _ = tuning.steps()
+        new, moved = hmc.trajectory(coordinates, log_density, state, tuning.scale, step, num_steps)
+        tuning.learn(state, new, moved)
+        state = new
+        places.append(state.place)
+    samples = (torch.stack(places[400:], 1) - mean) / units
+    assert 0.3 < (tuning.scale / units).min() <= (tuning.scale / units).max() < 1.5
+    for power, wanted in ((1, 0.0), (2, 1.0), (4, 3.0)):
+        found = agreement(samples**power)
+        assert found.rhat.max() < 1.02
+        error = (samples**power).flatten(0, 1).std(0) / found.bulk.sqrt()
+        assert bool(((samples**power).mean((0, 1)) - wanted).abs().lt(5 * error).all())
+
+
+def test_it_agrees_with_gibbs_in_means_variances_and_tails():
+    """Which the test of exact posteriors holds; the states are told apart by their priors."""
+    pyro.set_rng_seed(0)
+    data = Sequences.from_list([[0, 1, 1, 0, 2], [2, 0, 0]])
+    strength = torch.tensor([[4.0, 1.0, 1.0], [1.0, 2.0, 3.0]])
+    module = TabularHMM(2, categorical(3, strength), 1.5, torch.tensor([[3.0, 1.0], [1.0, 2.0]]))
+    gibbs = fit_gibbs(module, data, num_samples=600, warmup=50)
+    fit = fit_mcmc(MarginalModel(module), data, num_samples=120, warmup=120)
+    assert max(part.rhat.max() for part in fit.agreement().values()) < 1.05
+    assert 0.5 < fit.tuning["acceptance"] < 0.97
+    for name, value in fit.chains.items():
+        other = gibbs.chains[name].flatten(0, 1)
+        value = value.flatten(0, 1)
+        for statistic in (lambda x: x.mean(0), lambda x: x.std(0), lambda x: x.quantile(0.05, 0)):
+            torch.testing.assert_close(statistic(value), statistic(other), rtol=0.1, atol=0.02)
+    assert PosteriorDraws.of(fit).shape == (32, 120)
+    converted = to_arviz(fit, data)
+    assert converted["sample_stats"]["lp"].sizes["chain"] == 32
+
+
+def test_variables_of_sequences_keep_the_dimension_of_the_data():
+    """And their moments are those of a conjugate posterior."""
+    pyro.set_rng_seed(0)
+    data = Sequences.from_list([torch.tensor([1.0, 2.0, 3.0]), torch.tensor([-1.0])])
+
+    def model(data):
+        one = torch.zeros(1)
+        with pyro.plate("subjects", data.total, subsample=data.indices):
+            level = pyro.sample("level", Normal(0.0, 1.0))
+            emission = Normal(level[..., None, None].expand(*level.shape, 3, 1), 1.0)
+            hmm = HMM(one, one.unsqueeze(-1), emission, data.lengths, emission_per_step=True)
+            pyro.sample("x", hmm, obs=data.values)
+        return hmm
+
+    fit = fit_mcmc(model, data, num_samples=100, warmup=80)
+    found = fit.samples()["level"]
+    assert fit.chains["level"].shape == (32, 100, 2)
+    torch.testing.assert_close(found.mean(0), torch.tensor([1.5, -0.5]), rtol=0, atol=0.08)
+    torch.testing.assert_close(found.var(0), torch.tensor([0.25, 0.5]), rtol=0.2, atol=0)
+
+
+def test_a_run_that_was_resumed_has_the_same_bits(tmp_path, monkeypatch):
+    data = Sequences.from_list([[0, 1, 1, 0]])
+    model = MarginalModel(TabularHMM(2, categorical(2)))
+    options = {"num_samples": 8, "warmup": 12, "num_chains": 4}
+    pyro.set_rng_seed(3)
+    whole = fit_mcmc(model, data, **options)
+    learn, count = hmc.Tuning.learn, itertools.count()
+
+    def broken(self, *parts):
+        if next(count) == 14:
+            raise KeyboardInterrupt
+        learn(self, *parts)
+
+    monkeypatch.setattr(sampled.Checkpoint, "is_due", lambda self: True)
+    monkeypatch.setattr(hmc.Tuning, "learn", broken)
+    path = tmp_path / "run.ckpt"
+    pyro.set_rng_seed(3)
+    with pytest.raises(KeyboardInterrupt):
+        fit_mcmc(model, data, checkpoint=path, **options)
+    resumed = fit_mcmc(model, data, checkpoint=path, **options)
+    for name, value in whole.chains.items():
+        assert torch.equal(value, resumed.chains[name]), name
+
+
+def test_what_has_no_gradient_or_no_prior_is_refused():
+    data = Sequences.from_list([[0, 1]])
+    with pytest.raises(ValueError, match="enumerates"):
+        fit_mcmc(EnumeratedModel(TabularHMM(2, categorical(2))), data)
+
+    def shared(data):
+        rows = pyro.sample("rows", Dirichlet(torch.ones(2, 2)).to_event(1))
+        scale = pyro.sample("scale", Gamma(torch.ones(()), 1.0))
+        hmm = TabularHMM(2, categorical(2))(data.lengths)
+        pyro.sample("x", HMM(rows[0, 0], rows[0], hmm.emission, data.lengths), obs=data.values)
+        return scale
+
+    with pytest.raises((ValueError, RuntimeError, IndexError)):
+        fit_mcmc(shared, data)

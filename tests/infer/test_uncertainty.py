@@ -1,0 +1,216 @@
+"""Standard errors and intervals: against closed forms and differences of the sum over all paths."""
+
+import math
+
+import oracle
+import pyro
+import pytest
+import torch
+from pyro.distributions import Categorical, Normal, Poisson
+from torch.distributions import constraints
+
+from pyrohmm import (
+    HMM,
+    EnumeratedModel,
+    MarginalModel,
+    Sequences,
+    TabularHMM,
+    categorical,
+    fit_em,
+    fit_map,
+    fit_svi,
+    left_to_right,
+    normal,
+    poisson,
+)
+from pyrohmm.infer.uncertainty import Coordinates
+
+pyro.set_rng_seed(0)
+COUNTS = [torch.randint(0, 4, (length,)) for length in (30, 1, 17)]
+
+
+def two_coins(num_sequences=1000, num_steps=6, seed=1):
+    """Sequences of two states that tell themselves apart, short enough for the sum over paths."""
+    generator = torch.Generator().manual_seed(seed)
+    flip = lambda p, n: (torch.rand(n, generator=generator) < p).long()  # noqa: E731
+    states = [flip(0.4, num_sequences)]
+    for _ in range(num_steps - 1):
+        states.append(torch.where(flip(0.25, num_sequences).bool(), 1 - states[-1], states[-1]))
+    states = torch.stack(states, 1)
+    values = torch.where(states == 0, flip(0.1, states.shape), flip(0.8, states.shape))
+    return Sequences(values, torch.full((num_sequences,), num_steps))
+
+
+def test_one_state_has_the_errors_of_textbooks():
+    values = torch.cat(COUNTS)
+    data = Sequences.from_list(COUNTS)
+    fit = fit_em(TabularHMM(1, poisson(rate=1e-9)), data)
+    mean = values.double().mean()
+    error = fit.std_errors(data)["module.emission.rate"]
+    torch.testing.assert_close(error, (mean / len(values)).sqrt().reshape(1))
+    low, high = fit.intervals(data, level=0.9)["module.emission.rate"]
+    width = 1.6448536 * error / mean
+    torch.testing.assert_close(low, mean * (-width).exp())
+    torch.testing.assert_close(high, mean * width.exp())
+
+    fit = fit_em(TabularHMM(1, categorical(4)), data)
+    probs = fit.values["module.emission.probs"].double()
+    torch.testing.assert_close(
+        fit.std_errors(data)["module.emission.probs"], (probs * (1 - probs) / len(values)).sqrt()
+    )
+    covariance = fit.information(data).covariance
+    assert covariance.shape == (3, 3)  # four probabilities have three free coordinates
+
+
+def test_the_hessian_is_that_of_the_sum_over_all_paths():
+    """By differences in the logits of all rows, the largest entry of each held."""
+    data = two_coins()
+    fit = fit_em(TabularHMM(2, categorical(2)), data, restarts=3, tolerance=1e-10)
+    info = fit.information(data)
+    logs = [
+        fit.values[f"module.{name}"].double().log()
+        for name in ("initial", "transition", "emission.probs")
+    ]
+    rows, count = data.values.unique(dim=0, return_counts=True)
+
+    def log_evidence(u):
+        place, moved = 0, []
+        for table in logs:
+            shift = torch.zeros_like(table).flatten()
+            for entry in (table.flatten() != _largest(table).flatten()).nonzero().flatten():
+                shift[entry] = u[place]
+                place += 1
+            moved.append((table + shift.reshape(table.shape)).log_softmax(-1))
+        initial, transition, emission = moved
+        paths = oracle.all_paths(2, 6)
+        evidence = []
+        for row in rows:
+            parts = initial.numpy(), transition[None].numpy(), emission[:, row].mT.numpy()
+            evidence.append(oracle.log_sum(oracle.joint(*parts, paths)))
+        return (torch.tensor(evidence) * count).sum()
+
+    size, step = len(info.labels), 1e-3
+    assert size == 5
+    eye = torch.eye(size).double() * step
+    wanted = torch.zeros(size, size).double()
+    for i in range(size):
+        for j in range(size):
+            corners = [
+                a * b * log_evidence(a * eye[i] + b * eye[j]) for a in (1, -1) for b in (1, -1)
+            ]
+            wanted[i, j] = -sum(corners) / (4 * step**2)
+    torch.testing.assert_close(info.matrix, wanted, rtol=1e-4, atol=1e-3)
+
+
+def _largest(table):
+    return table.max(-1, keepdim=True).values.expand_as(table)
+
+
+def test_both_forms_of_a_model_and_points_without_priors_agree():
+    data = two_coins()
+    fit = fit_em(TabularHMM(2, categorical(2)), data, restarts=3, tolerance=1e-10)
+    errors = fit.std_errors(data)
+    points = fit_em(TabularHMM.from_hmm(fit.hmm(data)), data, tolerance=1e-10)
+    torch.testing.assert_close(points.std_errors(data), errors, rtol=1e-2, atol=1e-3)
+    fit.model = EnumeratedModel(fit.model.module)
+    torch.testing.assert_close(fit.std_errors(data), errors)
+
+
+def test_a_model_written_in_pyro():
+    data = Sequences.from_list([torch.randn(50), torch.randn(3)])
+
+    def model(data):
+        loc = pyro.param("loc", torch.zeros(1))
+        scale = pyro.param("scale", torch.ones(1), constraint=constraints.positive)
+        one = torch.zeros(1)
+        hmm = HMM(one, one.unsqueeze(0), Normal(loc, scale), data.lengths, data.observed)
+        with pyro.plate("sequences", len(data)):
+            pyro.sample("x", hmm, obs=data.values)
+        return hmm
+
+    fit = fit_map(model, data, num_steps=600, learning_rate=0.02)
+    errors = fit.std_errors(data)
+    deviation = torch.cat([data.values[0], data.values[1, :3]]).double().std(correction=0)
+    torch.testing.assert_close(errors["loc"], (deviation / math.sqrt(53)).reshape(1), rtol=1e-2,
+                               atol=0)  # fmt: skip
+    torch.testing.assert_close(errors["scale"], (deviation / math.sqrt(106)).reshape(1),
+                               rtol=1e-2, atol=0)  # fmt: skip
+
+
+def test_a_function_of_the_hmm_by_both_methods():
+    data = two_coins()
+    fit = fit_em(TabularHMM(2, categorical(2)), data, restarts=3, tolerance=1e-10)
+    low, high = fit.intervals(data, of=lambda hmm: hmm.stationary())["of"]
+    matrix = fit.values["module.transition"]
+    share = matrix[1, 0] / (matrix[0, 1] + matrix[1, 0])
+    torch.testing.assert_close((low + high)[0] / 2, share, rtol=1e-4, atol=0)
+    torch.testing.assert_close((high - low)[0], (high - low)[1])  # they sum to one
+    sampled = fit.information(data).intervals(of=lambda hmm: hmm.stationary(), num_samples=1000)
+    torch.testing.assert_close(sampled["of"][0], low, rtol=0, atol=0.05)
+    torch.testing.assert_close(sampled["of"][1], high, rtol=0, atol=0.05)
+
+
+def test_what_must_be_zero_is_held():
+    walks = [torch.tensor([0, 0, 1, 1, 2, 2]), torch.tensor([0, 1, 1, 1, 2]), torch.tensor([0])]
+    data = Sequences.from_list(walks, labels=walks)
+    module = TabularHMM(3, categorical(3), transition_allowed=left_to_right(3),
+                        initial_allowed=torch.tensor([True, False, False]))  # fmt: skip
+    info = fit_em(module, data).information(data)
+    error = info.std_errors()["module.transition"]
+    assert error.isnan().tolist() == [[False, False, True], [True, False, False], [True] * 3]
+    assert "module.transition[1, 0]" in info.held
+    counts = torch.tensor([[1.0, 2.0], [3.0, 2.0]]).double()  # to stay and to go, in both rows
+    probs = counts[:, 0] / counts.sum(-1)
+    wanted = (probs * (1 - probs) / counts.sum(-1)).sqrt()
+    torch.testing.assert_close(error.diagonal()[:2], wanted)
+
+
+def test_what_the_data_do_not_determine_is_named():
+    """Two states whose labels nobody can tell: they emit alike."""
+    data = Sequences.from_list([torch.tensor([0, 1, 1, 0, 1])])
+    even = torch.full((2, 2), 0.5)
+    module = TabularHMM.from_hmm(HMM(even[0].log(), even.log(), Categorical(even), data.lengths))
+    fit = fit_em(module, data, num_steps=2)
+    with pytest.raises(ValueError, match=r"not positive definite.*module\.(transition|initial)"):
+        fit.std_errors(data)
+
+
+def test_a_fit_that_has_not_ended_is_refused():
+    data = two_coins()
+    start = {"initial": torch.tensor([0.5, 0.5]), "transition": torch.full((2, 2), 0.5),
+             "emission.probs": torch.tensor([[0.55, 0.45], [0.45, 0.55]])}  # fmt: skip
+    fit = fit_em(TabularHMM(2, categorical(2)), data, start=start, num_steps=2)
+    with pytest.raises(ValueError, match=r"nats below the maximum|no maximum"):
+        fit.std_errors(data)
+
+
+def test_what_makes_no_sense_is_refused():
+    data = Sequences.from_list([torch.randn(9)])
+    model = MarginalModel(TabularHMM(1, normal(0)))
+    svi = fit_svi(model, pyro.infer.autoguide.AutoNormal(model), data, num_steps=3)
+    with pytest.raises(ValueError, match="quantiles"):
+        svi.information(data)
+    fit = fit_em(TabularHMM(1, normal(0)), data)
+    with pytest.raises(ValueError, match="level must be between 0 and 1"):
+        fit.intervals(data, level=95)
+    with pytest.raises(TypeError, match="of must return a tensor"):
+        fit.intervals(data, of=lambda hmm: 1.0)
+
+
+@pytest.mark.parametrize(
+    ("support", "value"),
+    [
+        (constraints.simplex, torch.tensor([[0.2, 0.0, 0.8], [0.5, 0.5, 0.0]])),
+        (constraints.positive, torch.tensor([0.0, 2.0])),
+        (constraints.unit_interval, torch.tensor([0.3, 1.0])),
+        (constraints.real, torch.tensor(3.0)),
+        (constraints.lower_cholesky, torch.tensor([[2.0, 0.0], [1.0, 3.0]])),
+    ],
+)
+def test_coordinates_are_zero_at_the_estimate(support, value):
+    part = Coordinates.of("x", value, support)
+    zero = torch.zeros(len(part.labels)).double()
+    torch.testing.assert_close(part.value(zero), value.double())
+    slopes = torch.autograd.functional.jacobian(part.value, zero).reshape(-1, len(zero))
+    assert torch.linalg.matrix_rank(slopes) == len(zero)
+    assert bool(Poisson(1.0).support.check(torch.tensor(len(part.held))))
